@@ -1,0 +1,16 @@
+// The Python extension shardcomm._C: translation, nothing else. One file per concept.
+#pragma once
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+namespace py = pybind11;
+
+namespace shardcomm::bindings {
+
+void bind_layout(py::module_& m);
+void bind_copy(py::module_& m);
+void bind_stream(py::module_& m);
+void bind_comm(py::module_& m);
+
+}  // namespace shardcomm::bindings

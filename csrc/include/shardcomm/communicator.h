@@ -1,0 +1,103 @@
+// Collectives between ranks. One interface; `shm` (processes of one host) and `local` (threads of one process)
+// implement it here.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "shardcomm/dtype.h"
+#include "shardcomm/error.h"
+#include "shardcomm/reduce.h"
+
+namespace shardcomm {
+
+// What communication memory is for. A gather buffer receives every rank's shard; a reduce buffer holds this rank's
+// contribution for every rank. On shared memory the first is one window that all ranks map (so an all-gather into
+// it moves each byte once), the second one region per rank that the others can read.
+enum class Use : std::uint8_t { gather, reduce };
+
+// Communication memory. Valid until the last owner lets go of it, also after the communicator failed or closed.
+class Memory {
+ public:
+  virtual ~Memory() = default;
+  virtual void* data() const = 0;
+  virtual std::size_t bytes() const = 0;
+};
+
+// How the last collective of a kind went. `requested` is the fastest path the transport knows, `taken` the one it
+// took; when they differ `reason` is the sentence why.
+struct Receipt {
+  std::string operation;
+  std::uint64_t sequence = 0;
+  std::string requested;
+  std::string taken;
+  std::string reason;
+};
+
+// All collectives are called by every rank in the same order, block until this rank's part is complete, and throw
+// CommError on every surviving rank when one rank died, called something else, or did not come in time. Gathers
+// (all_gather, broadcast, barrier, allocate(gather)) and reduces (reduce_scatter, all_reduce, allocate(reduce)) are
+// two independent channels: one of each may run at once, from two threads.
+class Communicator {
+ public:
+  virtual ~Communicator() = default;
+
+  virtual int rank() const = 0;
+  virtual int size() const = 0;
+  virtual std::string transport() const = 0;  // "shm", "local", ...
+
+  // Collective. Zero-filled, at least 128-byte aligned. Throws std::bad_alloc-like CommError when it does not fit.
+  virtual std::shared_ptr<Memory> allocate(std::size_t bytes, Use use) = 0;
+
+  // recv[r * count + i] = convert(send of rank r [i]). `count` elements per rank. In place when `send` is
+  // recv + rank * count and the dtypes agree.
+  virtual void all_gather(const void* send, DType send_dtype, void* recv, DType recv_dtype,
+                          std::int64_t count) = 0;
+
+  // recv[i] = epilogue(send of rank 0 [rank * count + i] op send of rank 1 [rank * count + i] op ...).
+  virtual void reduce_scatter(const void* send, DType dtype, void* recv, const Epilogue& epilogue,
+                              std::int64_t count, RedOp op) = 0;
+
+  // In place; bitwise the same on every rank.
+  virtual void all_reduce(void* buffer, DType dtype, std::int64_t count, RedOp op) = 0;
+  virtual void broadcast(void* buffer, std::size_t bytes, int root) = 0;
+  virtual void barrier() = 0;
+
+  // Makes every rank's present and later collectives throw CommError with this reason. Any thread may call it.
+  virtual void abort(const std::string& reason) noexcept = 0;
+  // Leaves the group. Ranks that wait for this one, or will, get CommError. Idempotent.
+  virtual void close() noexcept = 0;
+
+  virtual std::vector<Receipt> receipts() const = 0;  // the latest of each operation
+};
+
+struct CommOptions {
+  double deadline_s = 300.0;  // longest wait for another rank inside one collective
+};
+
+// `size` communicators of one process, for one thread each.
+std::vector<std::shared_ptr<Communicator>> make_local_group(int size, const CommOptions& options = {});
+
+// Processes of one host. Rank 0 creates a session and sends `address()` to the others by any means; the session
+// must outlive the construction of all `size` communicators (rank 0's keeps it alive by itself). Nothing gets a name in
+// the file system: the memory is anonymous and found through rank 0's process.
+class ShmSession {
+ public:
+  explicit ShmSession(int size);
+  ~ShmSession();
+  std::string address() const;
+
+ private:
+  friend std::shared_ptr<Communicator> make_shm(const std::string&, int, int, const CommOptions&);
+  struct State;
+  std::shared_ptr<State> state_;
+};
+
+// Collective: returns when all ranks have attached.
+std::shared_ptr<Communicator> make_shm(const std::string& address, int rank, int size,
+                                       const CommOptions& options = {});
+
+}  // namespace shardcomm

@@ -1,0 +1,70 @@
+// A CopyPlan says which rectangles move where. It is compiled once (segments -> equal-work tiles) and executed
+// every step with fresh pointers.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "shardcomm/dtype.h"
+
+namespace shardcomm {
+
+// `rows` x `cols` elements from source operand `src` to destination operand `dst`. Offsets and pitches (the
+// distance from one row to the next) are in elements of that side's dtype. A destination operand is a tensor, or
+// a rank's memory. `src` = kZeros writes zeros (gaps between parameters, gradients that do not exist).
+struct Segment {
+  static constexpr std::int32_t kZeros = -1;
+  std::int32_t src = 0;
+  std::int32_t dst = 0;
+  std::int64_t src_offset = 0;
+  std::int64_t src_pitch = 0;
+  std::int64_t dst_offset = 0;
+  std::int64_t dst_pitch = 0;
+  std::int64_t rows = 0;
+  std::int64_t cols = 0;
+};
+
+// A piece of one segment that one worker (CPU thread, CUDA block, Triton program) copies on its own. It is
+// resolved: executors do no search. Same fields as a Segment, at most kTileElements elements.
+using Tile = Segment;
+
+class CopyPlan {
+ public:
+  static constexpr std::int64_t kTileElements = 16384;
+
+  // Throws std::invalid_argument for negative sizes, a pitch shorter than a row, overlapping destinations within
+  // a segment, or a dtype pair that has no conversion (f32, bf16, f16 convert; others only copy to themselves).
+  CopyPlan(std::vector<Segment> segments, DType src_dtype, DType dst_dtype);
+
+  const std::vector<Segment>& segments() const { return segments_; }
+  const std::vector<Tile>& tiles() const { return tiles_; }
+  DType src_dtype() const { return src_dtype_; }
+  DType dst_dtype() const { return dst_dtype_; }
+  std::int32_t num_sources() const { return num_sources_; }            // 1 + the largest src
+  std::int32_t num_destinations() const { return num_destinations_; }  // 1 + the largest dst
+  std::int64_t elements() const { return elements_; }
+
+ private:
+  std::vector<Segment> segments_;
+  std::vector<Tile> tiles_;
+  DType src_dtype_;
+  DType dst_dtype_;
+  std::int32_t num_sources_ = 0;
+  std::int32_t num_destinations_ = 0;
+  std::int64_t elements_ = 0;
+};
+
+// dst = convert(scale * src)            (accumulate = false)
+// dst = convert(dst + scale * src)      (accumulate = true; computed in float)
+// Rounding is to nearest even, NaN stays NaN. scale must be 1 and accumulate false for types without conversion.
+struct CopyOptions {
+  float scale = 1.0f;
+  bool accumulate = false;
+  int threads = 1;
+};
+
+// CPU executor. A null source pointer writes zeros (accumulate: leaves the destination as it is).
+void copy_cpu(const CopyPlan& plan, const void* const* sources, void* const* destinations,
+              const CopyOptions& options);
+
+}  // namespace shardcomm

@@ -1,0 +1,39 @@
+// Element-wise reduction over ranks, in rank order: the arithmetic of reduce-scatter and all-reduce on a CPU.
+#pragma once
+
+#include <cstdint>
+
+#include "shardcomm/dtype.h"
+
+namespace shardcomm {
+
+enum class RedOp : std::uint8_t { sum, avg, max, min };
+
+constexpr const char* name(RedOp op) {
+  switch (op) {
+    case RedOp::sum:
+      return "sum";
+    case RedOp::avg:
+      return "avg";
+    case RedOp::max:
+      return "max";
+    case RedOp::min:
+      return "min";
+  }
+  return "?";
+}
+
+// What happens to a reduced element before it is stored: dst = convert(scale * reduced), plus what dst held when
+// `accumulate`. Lets a shard gradient be cast, scaled and accumulated without another pass over memory.
+struct Epilogue {
+  DType dtype = DType::f32;  // of dst; f16, bf16 and f32 convert among each other, other types stay themselves
+  float scale = 1.0f;
+  bool accumulate = false;
+};
+
+// dst[i] = epilogue(sources[0][i] op sources[1][i] op ... op sources[num_sources - 1][i]), summed left to right.
+// f16, bf16 and f32 accumulate in f32, f64 in f64, integers in themselves (avg of integers: truncated division).
+void reduce_cpu(void* dst, const Epilogue& epilogue, const void* const* sources, int num_sources, DType dtype,
+                RedOp op, std::int64_t count);
+
+}  // namespace shardcomm

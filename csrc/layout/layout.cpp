@@ -1,0 +1,1 @@
+#include "shardcomm/layout.h"

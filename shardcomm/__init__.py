@@ -1,0 +1,1 @@
+"""shardcomm moves model shards between ranks."""
