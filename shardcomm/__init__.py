@@ -1,1 +1,43 @@
-"""shardcomm moves model shards between ranks."""
+"""shardcomm moves model shards between ranks, fast.
+
+From the bottom up, each usable on its own: `Layout` (where every element lives), `CopyPlan` (pack and unpack),
+`Communicator` (collectives), `Bucket` (a unit's shard and buffers), `Schedule` (what happens when), and
+`fully_shard` (an FSDP engine over all of them).
+"""
+
+from importlib.metadata import version as _version
+
+from shardcomm._C import CommError, Event, Stream
+from shardcomm.bucket import Bucket, Work
+from shardcomm.communicator import Communicator, Receipt
+from shardcomm.copy_plan import CopyPlan, Segment
+from shardcomm.engine import Engine, fully_shard
+from shardcomm.launch import RankError, launch
+from shardcomm.layout import Block, Layout, ParamSpec
+from shardcomm.mixed_precision import MixedPrecision
+from shardcomm.schedule import STRATEGIES, Schedule, Strategy
+
+__version__ = _version("shardcomm")
+
+__all__ = [
+    "STRATEGIES",
+    "Block",
+    "Bucket",
+    "CommError",
+    "Communicator",
+    "CopyPlan",
+    "Engine",
+    "Event",
+    "Layout",
+    "MixedPrecision",
+    "ParamSpec",
+    "RankError",
+    "Receipt",
+    "Schedule",
+    "Segment",
+    "Strategy",
+    "Stream",
+    "Work",
+    "fully_shard",
+    "launch",
+]

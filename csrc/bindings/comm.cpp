@@ -1,7 +1,122 @@
 #include "bindings/bindings.h"
+#include "bindings/interrupt.h"
+#include "comm/board.h"
+#include "shardcomm/communicator.h"
+#include "shardcomm/stream.h"
 
 namespace shardcomm::bindings {
+namespace {
 
-void bind_comm(py::module_&) {}
+void* pointer(std::uintptr_t address) { return reinterpret_cast<void*>(address); }
+
+// Runs `collective` on `stream`, or here and now, where Ctrl-C ends a long wait.
+template <typename Collective>
+void submit(const std::shared_ptr<Communicator>& comm, Stream* stream, Collective collective) {
+  const py::gil_scoped_release release;
+  if (stream != nullptr) {
+    stream->enqueue([comm, collective] { collective(*comm); });
+    return;
+  }
+  const WaitCheck check([] {
+    const py::gil_scoped_acquire acquire;
+    check_interrupt();
+  });
+  collective(*comm);
+}
+
+}  // namespace
+
+void bind_comm(py::module_& m) {
+  py::enum_<Use>(m, "Use").value("gather", Use::gather).value("reduce", Use::reduce);
+
+  py::class_<Memory, std::shared_ptr<Memory>>(m, "Memory", py::buffer_protocol())
+      .def_property_readonly("nbytes", &Memory::bytes)
+      .def_buffer([](Memory& memory) {
+        return py::buffer_info(static_cast<std::uint8_t*>(memory.data()),
+                               static_cast<py::ssize_t>(memory.bytes()));
+      });
+
+  using Comm = std::shared_ptr<Communicator>;
+  const py::arg_v on_stream = (py::arg("stream") = static_cast<Stream*>(nullptr));
+  py::class_<Communicator, Comm>(m, "Communicator")
+      .def_property_readonly("rank", &Communicator::rank)
+      .def_property_readonly("size", &Communicator::size)
+      .def_property_readonly("transport", &Communicator::transport)
+      .def("allocate",
+           [](const Comm& comm, std::size_t nbytes, Use use) {
+             std::shared_ptr<Memory> memory;
+             submit(comm, nullptr, [&](Communicator& c) { memory = c.allocate(nbytes, use); });
+             return memory;
+           },
+           py::arg("nbytes"), py::arg("use"))
+      .def("all_gather",
+           [](const Comm& comm, std::uintptr_t send, DType send_dtype, std::uintptr_t recv,
+              DType recv_dtype, std::int64_t count, Stream* stream) {
+             submit(comm, stream, [=](Communicator& c) {
+               c.all_gather(pointer(send), send_dtype, pointer(recv), recv_dtype, count);
+             });
+           },
+           py::arg("send"), py::arg("send_dtype"), py::arg("recv"), py::arg("recv_dtype"),
+           py::arg("count"), on_stream)
+      .def("reduce_scatter",
+           [](const Comm& comm, std::uintptr_t send, DType dtype, std::uintptr_t recv,
+              DType recv_dtype, float scale, bool accumulate, std::int64_t count, RedOp op,
+              Stream* stream) {
+             submit(comm, stream, [=](Communicator& c) {
+               c.reduce_scatter(pointer(send), dtype, pointer(recv),
+                                {recv_dtype, scale, accumulate}, count, op);
+             });
+           },
+           py::arg("send"), py::arg("dtype"), py::arg("recv"), py::arg("recv_dtype"),
+           py::arg("scale"), py::arg("accumulate"), py::arg("count"), py::arg("op"), on_stream)
+      .def("all_reduce",
+           [](const Comm& comm, std::uintptr_t buffer, DType dtype, std::int64_t count, RedOp op,
+              Stream* stream) {
+             submit(comm, stream,
+                    [=](Communicator& c) { c.all_reduce(pointer(buffer), dtype, count, op); });
+           },
+           py::arg("buffer"), py::arg("dtype"), py::arg("count"), py::arg("op"), on_stream)
+      .def("broadcast",
+           [](const Comm& comm, std::uintptr_t buffer, std::size_t nbytes, int root,
+              Stream* stream) {
+             submit(comm, stream,
+                    [=](Communicator& c) { c.broadcast(pointer(buffer), nbytes, root); });
+           },
+           py::arg("buffer"), py::arg("nbytes"), py::arg("root"), on_stream)
+      .def("barrier",
+           [](const Comm& comm, Stream* stream) {
+             submit(comm, stream, [](Communicator& c) { c.barrier(); });
+           },
+           on_stream)
+      .def("abort", &Communicator::abort, py::arg("reason"))
+      .def("close", &Communicator::close)
+      .def("receipts", [](const Communicator& comm) {
+        py::list receipts;
+        for (const Receipt& r : comm.receipts()) {
+          receipts.append(py::make_tuple(r.operation, r.sequence, r.requested, r.taken, r.reason));
+        }
+        return receipts;
+      });
+
+  m.def(
+      "make_local_group",
+      [](int size, double deadline_s) { return make_local_group(size, {deadline_s}); },
+      py::arg("size"), py::arg("deadline_s"));
+
+  py::class_<ShmSession>(m, "ShmSession")
+      .def(py::init<int>(), py::arg("size"))
+      .def_property_readonly("address", &ShmSession::address);
+  m.def(
+      "make_shm",
+      [](const std::string& address, int rank, int size, double deadline_s) {
+        const py::gil_scoped_release release;
+        const WaitCheck check([] {
+          const py::gil_scoped_acquire acquire;
+          check_interrupt();
+        });
+        return make_shm(address, rank, size, {deadline_s});
+      },
+      py::arg("address"), py::arg("rank"), py::arg("size"), py::arg("deadline_s"));
+}
 
 }  // namespace shardcomm::bindings

@@ -31,8 +31,12 @@ struct Epilogue {
   bool accumulate = false;
 };
 
+// Throws std::invalid_argument unless `dtype` can be reduced into this epilogue.
+void check_epilogue(const Epilogue& epilogue, DType dtype);
+
 // dst[i] = epilogue(sources[0][i] op sources[1][i] op ... op sources[num_sources - 1][i]), summed left to right.
 // f16, bf16 and f32 accumulate in f32, f64 in f64, integers in themselves (avg of integers: truncated division).
+// dst may be one of the sources.
 void reduce_cpu(void* dst, const Epilogue& epilogue, const void* const* sources, int num_sources, DType dtype,
                 RedOp op, std::int64_t count);
 

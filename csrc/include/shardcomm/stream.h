@@ -1,5 +1,5 @@
-// Streams and events on the CPU: the same meaning as CUDA's. A stream runs its operations in order on a worker
-// thread; an event marks a point in a stream.
+// Streams and events on the CPU, with the meaning they have in CUDA. A stream runs its operations in order on a
+// worker thread; an event marks a point in a stream.
 #pragma once
 
 #include <chrono>
@@ -12,8 +12,10 @@ namespace shardcomm {
 class Event {
  public:
   bool query() const;  // true once fired; never throws, never blocks
-  // Blocks until fired. Rethrows the failure of the stream, if it failed before this event.
+  // Blocks until fired. Rethrows the stream's failure, if it failed before this event.
   void wait() const;
+  // As wait, but gives up after `timeout`: false.
+  bool wait_for(std::chrono::milliseconds timeout) const;
 
  private:
   friend class Stream;
@@ -25,17 +27,16 @@ class Event {
 class Stream {
  public:
   Stream();
-  // Runs what is queued to its end, then joins the worker. Never throws.
+  // Runs what is queued to its end, then joins the worker.
   ~Stream();
   Stream(const Stream&) = delete;
   Stream& operator=(const Stream&) = delete;
 
-  // Runs `operation` after all enqueued before it. Once an operation has thrown, later ones are skipped and their
-  // events carry the same exception.
+  // Runs `operation` after all enqueued before it. Once an operation has thrown, later ones are dropped unrun and
+  // their events carry the same exception.
   void enqueue(std::function<void()> operation);
   Event record();
   void wait(const Event& event);  // later operations of this stream start after `event`
-  void synchronize();             // = record().wait()
 
  private:
   struct Worker;

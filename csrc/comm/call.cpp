@@ -1,0 +1,33 @@
+#include "comm/call.h"
+
+namespace shardcomm {
+namespace {
+
+std::string arguments(const Call& call) {
+  const std::string count = "count " + std::to_string(call.count);
+  const std::string dtype = name(call.send_dtype);
+  switch (call.op) {
+    case Op::all_gather:
+      if (call.send_dtype == call.recv_dtype) return dtype + ", " + count;
+      return dtype + " to " + name(call.recv_dtype) + ", " + count;
+    case Op::reduce_scatter:
+    case Op::all_reduce:
+      return dtype + ", " + count + ", " + name(call.red_op);
+    case Op::broadcast:
+      return std::to_string(call.count) + " bytes, root " + std::to_string(call.root);
+    case Op::allocate:
+      return std::to_string(call.count) + " bytes";
+    case Op::attach:
+    case Op::barrier:
+      return "";
+  }
+  return "";
+}
+
+}  // namespace
+
+std::string describe(const Call& call) {
+  return std::string(name(call.op)) + "(" + arguments(call) + ") #" + std::to_string(call.sequence);
+}
+
+}  // namespace shardcomm

@@ -1,0 +1,77 @@
+// What a rank called, in a form that all ranks can read and compare.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "shardcomm/communicator.h"
+
+namespace shardcomm {
+
+enum class Op : std::uint8_t {
+  attach,
+  allocate,
+  all_gather,
+  reduce_scatter,
+  all_reduce,
+  broadcast,
+  barrier
+};
+
+constexpr const char* name(Op op) {
+  switch (op) {
+    case Op::attach:
+      return "attach";
+    case Op::allocate:
+      return "allocate";
+    case Op::all_gather:
+      return "all_gather";
+    case Op::reduce_scatter:
+      return "reduce_scatter";
+    case Op::all_reduce:
+      return "all_reduce";
+    case Op::broadcast:
+      return "broadcast";
+    case Op::barrier:
+      return "barrier";
+  }
+  return "?";
+}
+
+// Where a buffer lies, as a peer can find it: an offset into a window both map, or, between threads, an address.
+struct Place {
+  static constexpr std::uint32_t kNowhere = 0;  // memory that only its own rank can reach
+  static constexpr std::uint32_t kAddress = 1;
+  std::uint32_t window = kNowhere;
+  std::uint64_t offset = 0;
+
+  bool reachable() const { return window != kNowhere; }
+  bool operator==(const Place& other) const {
+    return window == other.window && offset == other.offset;
+  }
+};
+
+// Lies in shared memory: plain data only.
+struct Call {
+  Op op = Op::barrier;
+  DType send_dtype = DType::u8;
+  DType recv_dtype = DType::u8;
+  RedOp red_op = RedOp::sum;
+  std::int32_t root = 0;
+  std::int64_t count = 0;  // elements per rank; bytes for allocate and broadcast
+  std::uint64_t sequence = 0;
+  // Not compared: may differ from rank to rank.
+  Place send;
+  Place recv;
+  std::uint64_t handle = 0;  // allocate: how to find what rank 0 made
+
+  bool same_as(const Call& other) const {
+    return op == other.op && send_dtype == other.send_dtype && recv_dtype == other.recv_dtype &&
+           red_op == other.red_op && root == other.root && count == other.count;
+  }
+};
+
+// "all_gather(f32 to bf16, count 512) #17"
+std::string describe(const Call& call);
+
+}  // namespace shardcomm

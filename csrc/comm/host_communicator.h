@@ -1,0 +1,83 @@
+// The collectives of the CPU transports. `shm` and `local` differ in where memory comes from and in what a dead rank is;
+// everything else is here, once.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "comm/board.h"
+#include "comm/windows.h"
+#include "shardcomm/communicator.h"
+
+namespace shardcomm {
+
+// The control memory of a group: for each channel a board, and staging areas through which private buffers go.
+struct ControlMemory {
+  static constexpr int kChannels = 2;  // gather, reduce
+  // Two halves per rank, so that one is filled while the other is read; both fit a second-level cache.
+  static constexpr std::size_t kStageBytes = 256 * 1024;
+
+  static std::size_t bytes(int size);
+  static BoardMemory* board(std::byte* base, int size, int channel);
+  static std::byte* stage(std::byte* base, int size, int channel, int rank, int half);
+};
+
+class HostCommunicator final : public Communicator {
+ public:
+  HostCommunicator(std::string transport, int rank, int size, const CommOptions& options,
+                   std::shared_ptr<Mapping> control, std::unique_ptr<WindowProvider> provider,
+                   const FindDead& find_dead);
+  ~HostCommunicator() override;
+
+  // All ranks are here: the first call of each channel.
+  void attach();
+
+  int rank() const override { return rank_; }
+  int size() const override { return size_; }
+  std::string transport() const override { return transport_; }
+  std::shared_ptr<Memory> allocate(std::size_t bytes, Use use) override;
+  void all_gather(const void* send, DType send_dtype, void* recv, DType recv_dtype,
+                  std::int64_t count) override;
+  void reduce_scatter(const void* send, DType dtype, void* recv, const Epilogue& epilogue,
+                      std::int64_t count, RedOp op) override;
+  void all_reduce(void* buffer, DType dtype, std::int64_t count, RedOp op) override;
+  void broadcast(void* buffer, std::size_t bytes, int root) override;
+  void barrier() override;
+  void abort(const std::string& reason) noexcept override;
+  void close() noexcept override;
+  std::vector<Receipt> receipts() const override;
+
+ private:
+  class Channel;
+  class Turn;
+
+  bool all_reachable(const Channel& channel, Place Call::* place) const;
+  std::byte* peer(Channel& channel, Place Call::* place, int rank) const;
+  std::byte* stage(const Channel& channel, int rank, std::int64_t chunk) const;
+  void gather_staged(Channel& channel, const void* send, DType send_dtype, void* recv,
+                     DType recv_dtype, std::int64_t count);
+  void reduce_staged(Channel& channel, const void* send, DType dtype, void* recv,
+                     const Epilogue& epilogue, std::int64_t count, RedOp op);
+  void all_reduce_direct(Channel& channel, std::byte* buffer, DType dtype, std::int64_t count,
+                         RedOp op);
+  void all_reduce_staged(Channel& channel, std::byte* buffer, DType dtype, std::int64_t count,
+                         RedOp op);
+  void took(const Channel& channel, Op op, const char* requested, const char* taken,
+            const char* reason = "");
+
+  std::string transport_;
+  int rank_;
+  int size_;
+  std::shared_ptr<Mapping> control_;
+  std::unique_ptr<WindowProvider> provider_;
+  std::shared_ptr<Windows> windows_;  // shared with the memory that may outlive this
+  std::unique_ptr<Channel> gathers_;
+  std::unique_ptr<Channel> reduces_;
+  mutable std::mutex receipts_mutex_;
+  std::map<Op, Receipt> receipts_;
+};
+
+}  // namespace shardcomm

@@ -1,0 +1,44 @@
+// `local`: N ranks as threads of one process.
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+#include "comm/host_communicator.h"
+
+namespace shardcomm {
+namespace {
+
+class LocalProvider final : public WindowProvider {
+ public:
+  std::uint64_t create(std::size_t bytes) override {
+    made_ = Mapping::anonymous(bytes);
+    return reinterpret_cast<std::uint64_t>(&made_);
+  }
+  std::shared_ptr<Mapping> open(std::uint64_t handle, std::size_t) override {
+    return *reinterpret_cast<const std::shared_ptr<Mapping>*>(handle);
+  }
+  void forget(std::uint64_t) noexcept override { made_.reset(); }
+  bool shares_addresses() const override { return true; }
+
+ private:
+  std::shared_ptr<Mapping> made_;
+};
+
+}  // namespace
+
+std::vector<std::shared_ptr<Communicator>> make_local_group(int size, const CommOptions& options) {
+  if (size < 1) {
+    throw std::invalid_argument("local group: size is " + std::to_string(size) +
+                                "; it must be at least 1");
+  }
+  const std::shared_ptr<Mapping> control = Mapping::anonymous(ControlMemory::bytes(size));
+  std::vector<std::shared_ptr<Communicator>> group;
+  for (int rank = 0; rank < size; ++rank) {
+    group.push_back(std::make_shared<HostCommunicator>("local", rank, size, options, control,
+                                                       std::make_unique<LocalProvider>(),
+                                                       [] { return -1; }));
+  }
+  return group;
+}
+
+}  // namespace shardcomm

@@ -1,0 +1,74 @@
+#include "comm/mapping.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <string>
+#include <utility>
+
+#include "shardcomm/error.h"
+
+namespace shardcomm {
+namespace {
+
+std::byte* map(std::size_t bytes, int flags, int fd) {
+  void* data = mmap(nullptr, std::max<std::size_t>(bytes, 1), PROT_READ | PROT_WRITE, flags, fd, 0);
+  if (data == MAP_FAILED) {
+    throw CommError("cannot map " + std::to_string(bytes) +
+                    " bytes of communication memory: " + std::strerror(errno));
+  }
+  return static_cast<std::byte*>(data);
+}
+
+}  // namespace
+
+std::shared_ptr<Mapping> Mapping::anonymous(std::size_t bytes) {
+  std::byte* data = map(bytes, MAP_PRIVATE | MAP_ANONYMOUS, -1);
+  return std::make_shared<Mapping>(data, bytes);
+}
+
+std::shared_ptr<Mapping> Mapping::of_file(int fd, std::size_t bytes, bool populate) {
+  std::byte* data = map(bytes, MAP_SHARED | (populate ? MAP_POPULATE : 0), fd);
+  return std::make_shared<Mapping>(data, bytes);
+}
+
+Mapping::~Mapping() { munmap(data_, std::max<std::size_t>(bytes_, 1)); }
+
+Fd& Fd::operator=(Fd&& other) noexcept {
+  std::swap(fd_, other.fd_);
+  return *this;
+}
+
+Fd::~Fd() {
+  if (fd_ >= 0) close(fd_);
+}
+
+Fd create_window(std::size_t bytes, bool reserve) {
+  Fd fd(memfd_create("shardcomm", MFD_CLOEXEC));
+  const auto size = static_cast<off_t>(std::max<std::size_t>(bytes, 1));
+  int error = fd.get() < 0 ? errno : 0;
+  if (error == 0) error = ftruncate(fd.get(), size) != 0 ? errno : 0;
+  if (error == 0 && reserve) error = posix_fallocate(fd.get(), 0, size);
+  if (error != 0) {
+    throw CommError("cannot reserve " + std::to_string(bytes) +
+                    " bytes of shared memory: " + std::strerror(error));
+  }
+  return fd;
+}
+
+Fd open_window(int pid, int fd) {
+  const std::string path = "/proc/" + std::to_string(pid) + "/fd/" + std::to_string(fd);
+  Fd window(open(path.c_str(), O_RDWR | O_CLOEXEC));
+  if (window.get() < 0) {
+    throw CommError("cannot reach the memory of rank 0 (pid " + std::to_string(pid) +
+                    "): " + std::strerror(errno) +
+                    "; the process has ended, or runs as another user or in another container");
+  }
+  return window;
+}
+
+}  // namespace shardcomm

@@ -1,0 +1,55 @@
+// Memory by pages: private to the process, or a window that several processes map.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <string>
+
+namespace shardcomm {
+
+class Mapping {
+ public:
+  // Zeroed memory of this process.
+  static std::shared_ptr<Mapping> anonymous(std::size_t bytes);
+  // The memory behind a file descriptor; the descriptor may be closed afterwards.
+  static std::shared_ptr<Mapping> of_file(int fd, std::size_t bytes, bool populate);
+
+  Mapping(std::byte* data, std::size_t bytes) : data_(data), bytes_(bytes) {}  // adopts
+  ~Mapping();
+  Mapping(const Mapping&) = delete;
+  Mapping& operator=(const Mapping&) = delete;
+
+  std::byte* data() const { return data_; }
+  std::size_t bytes() const { return bytes_; }
+
+ private:
+  std::byte* data_;
+  std::size_t bytes_;
+};
+
+// A file descriptor that closes itself.
+class Fd {
+ public:
+  Fd() = default;
+  explicit Fd(int fd) : fd_(fd) {}
+  Fd(Fd&& other) noexcept : fd_(other.fd_) { other.fd_ = -1; }
+  Fd& operator=(Fd&& other) noexcept;
+  ~Fd();
+  int get() const { return fd_; }
+
+ private:
+  int fd_ = -1;
+};
+
+// Memory that has no name anywhere: it is gone when the last process that maps it is. `reserve` takes the pages now, so
+// that too little memory is an error here and not a signal later. Throws CommError naming the bytes wanted.
+Fd create_window(std::size_t bytes, bool reserve);
+// The window behind descriptor `fd` of process `pid`.
+Fd open_window(int pid, int fd);
+
+constexpr std::size_t round_up(std::size_t bytes, std::size_t to) {
+  return (bytes + to - 1) / to * to;
+}
+constexpr std::size_t kPageBytes = 4096;
+
+}  // namespace shardcomm

@@ -1,0 +1,64 @@
+// Communication memory of one communicator: windows that all ranks map, and how a buffer in them is found by a peer.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "comm/call.h"
+#include "comm/mapping.h"
+
+namespace shardcomm {
+
+// How ranks come to see the same memory. Rank 0 makes it and posts a handle; the others open that.
+class WindowProvider {
+ public:
+  virtual ~WindowProvider() = default;
+  // Makes memory, and keeps it reachable under the handle until `forget`.
+  virtual std::uint64_t create(std::size_t bytes) = 0;
+  virtual std::shared_ptr<Mapping> open(std::uint64_t handle, std::size_t bytes) = 0;
+  virtual void forget(std::uint64_t handle) noexcept = 0;
+  // Whether a peer can read any address of this rank (threads of one process can).
+  virtual bool shares_addresses() const = 0;
+};
+
+// gather: one region for all.     [ slice 0 | slice 1 | ... ]
+// reduce: one region for each.    [ region of rank 0 ][ region of rank 1 ] ...   `stride` apart
+struct Window {
+  std::uint32_t id = 0;
+  Use use = Use::gather;
+  std::shared_ptr<Mapping> mapping;
+  std::size_t region_bytes = 0;
+  std::size_t stride = 0;  // gather: 0
+
+  std::byte* region(int rank) const {
+    return mapping->data() + stride * static_cast<std::size_t>(rank);
+  }
+};
+
+class Windows {
+ public:
+  Windows(int rank, bool shares_addresses) : rank_(rank), shares_addresses_(shares_addresses) {}
+
+  void add(Window window);
+  void remove(std::uint32_t id);
+
+  // Where this rank's buffer is for peers. Throws std::invalid_argument if it starts in a window and leaves it.
+  Place find(const void* data, std::size_t bytes, const char* name) const;
+  // True if `place` lies in the one region that all ranks share.
+  bool is_shared(const Place& place) const;
+  // Rank `rank`'s buffer, as this rank sees it; nullptr if this rank has let go of the window.
+  std::byte* resolve(const Place& place, int rank) const;
+
+ private:
+  const Window* by_id(std::uint32_t id) const;
+
+  int rank_;
+  bool shares_addresses_;
+  mutable std::mutex mutex_;  // the channels look up while an owner of memory lets go of it
+  std::vector<Window> windows_;
+};
+
+}  // namespace shardcomm

@@ -1,0 +1,2 @@
+#define SHARDCOMM_KERNELS kGenericKernels
+#include "copy/kernels_impl.h"

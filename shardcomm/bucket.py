@@ -1,0 +1,290 @@
+"""A Bucket is a unit's layout together with its memory: this rank's shard, and the communication buffers.
+
+One step of a unit, on one rank::
+
+    shard ──cast──► full buffer ──all-gather──► params: views into it, nothing is copied out
+    grads ──pack, cast──► reduce buffer ──reduce-scatter──► shard.grad (summed in f32, cast, accumulated)
+
+The full and the reduce buffer may be shared by buckets that do not use them at the same time; the engine does that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from shardcomm import _C
+from shardcomm.communicator import Communicator
+from shardcomm.copy_plan import CopyPlan
+from shardcomm.layout import Layout, ParamSpec, Piece, Placement
+
+
+class Streams(NamedTuple):
+    """Where queued gathers and reduces run."""
+
+    gather: _C.Stream
+    reduce: _C.Stream
+
+
+class Work:
+    """A queued collective. Holds what it reads until it is waited for."""
+
+    def __init__(self, event: _C.Event, reads: Sequence[torch.Tensor | None] = ()) -> None:
+        self._event = event
+        self._reads: Sequence[torch.Tensor | None] = reads
+
+    def wait(self) -> None:
+        """Returns when the collective is complete on this rank.
+
+        Raises:
+            CommError: it failed; see `shardcomm.communicator`.
+        """
+        self._event.wait()
+        self._reads = ()
+
+
+class Bucket:
+    """The parameters of one unit, all of one dtype, sharded over the ranks of `comm`.
+
+    Attributes:
+        layout: where every element lives; `layout.world_size == comm.size`.
+        shard: this rank's elements, flat, `layout.shard_numel` of `dtype`; what an optimizer updates. After a reduce
+            `shard.grad` holds the gradient; set it to None and the next reduce overwrites instead of accumulating.
+        shards: the same memory, one view a parameter: this rank's rows (possibly none).
+        grad, shard_grads: likewise, the memory of the gradient.
+        full: the full buffer, flat, `layout.flat_numel` of `param_dtype`.
+        params: the full parameters, views into `full`; their values are there between a gather and the next use of
+            the full buffer by another bucket. Read them, do not write: ranks may share this memory.
+
+    Args:
+        dtype: of the shard and of its gradient.
+        param_dtype: of the full parameters, and on the wire of a gather (default: `dtype`).
+        reduce_dtype: of the gradients on the wire of a reduce (default: `param_dtype`).
+        full_buffer: `layout.flat_numel` of `param_dtype`, from `comm.allocate(use="gather")` (default: its own).
+        reduce_buffer: `layout.flat_numel` of `reduce_dtype`, from `allocate(use="reduce")` (default: its own).
+        replicas: ranks that hold the same shard; gradients are averaged over them too.
+        streams: where `async_op=True` runs (default: two of its own, made when first needed).
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        comm: Communicator,
+        *,
+        dtype: torch.dtype = torch.float32,
+        param_dtype: torch.dtype | None = None,
+        reduce_dtype: torch.dtype | None = None,
+        full_buffer: torch.Tensor | None = None,
+        reduce_buffer: torch.Tensor | None = None,
+        replicas: Communicator | None = None,
+        streams: Streams | None = None,
+    ) -> None:
+        if layout.world_size != comm.size:
+            raise ValueError(
+                f"Bucket: layout is for {layout.world_size} ranks, comm has {comm.size}; plan the layout for "
+                "the communicator's size"
+            )
+        self.layout = layout
+        self.comm = comm
+        self.param_dtype = param_dtype or dtype
+        self.reduce_dtype = reduce_dtype or self.param_dtype
+        self.shard = torch.zeros(layout.shard_numel, dtype=dtype)
+        self.full = self._full_buffer(full_buffer)
+        self.grad = torch.zeros_like(self.shard)
+        self._reduce_buffer = reduce_buffer
+        self._replicas = replicas
+        self._streams = streams
+
+        pieces = [layout.piece(comm.rank, i) for i in range(len(layout.placements))]
+        placed = list(zip(layout.placements, pieces, strict=True))
+        self.params = tuple(_full_view(self.full, p) for p in layout.placements)
+        self.shards = tuple(_shard_view(self.shard, p, piece) for p, piece in placed)
+        self.shard_grads = tuple(_shard_view(self.grad, p, piece) for p, piece in placed)
+        self._pack: _C.BoundCopy | None = None
+
+    @classmethod
+    def from_tensors(
+        cls,
+        tensors: Mapping[str, torch.Tensor],
+        comm: Communicator,
+        *,
+        param_dtype: torch.dtype | None = None,
+        reduce_dtype: torch.dtype | None = None,
+    ) -> Bucket:
+        """Plans the layout of `tensors` (full parameters of one dtype, by name), and loads this rank's rows."""
+        dtypes = {tensor.dtype for tensor in tensors.values()}
+        if len(dtypes) != 1:
+            raise ValueError(
+                f"Bucket.from_tensors: tensors have dtypes {sorted(map(str, dtypes))}; a bucket holds exactly one: "
+                "make one bucket per dtype"
+            )
+        dtype = dtypes.pop()
+        wire = [dtype, param_dtype or dtype, reduce_dtype or dtype]
+        layout = Layout.plan(
+            [ParamSpec(name, tuple(tensor.shape)) for name, tensor in tensors.items()],
+            comm.size,
+            itemsize=min(d.itemsize for d in wire),
+        )
+        bucket = cls(
+            layout, comm, dtype=dtype, param_dtype=param_dtype, reduce_dtype=reduce_dtype
+        )
+        bucket.load(list(tensors.values()))
+        return bucket
+
+    def load(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Keeps this rank's rows of the full parameters `tensors`, in the layout's order. No communication."""
+        self._check_full("load", "tensors", tensors)
+        for tensor, shard, (placement, piece) in zip(
+            tensors, self.shards, self._placed(), strict=True
+        ):
+            shard.copy_(_rows(tensor, placement, piece))
+
+    def all_gather(self, *, async_op: bool = False) -> Work | None:
+        """Fills `params` on every rank. With `async_op` returns at once; `wait()` before reading them."""
+        if self.full is self.shard:
+            return None
+        stream = self._stream(0) if async_op else None
+        self.comm.all_gather(self.full, self.shard, stream=stream)
+        return Work(stream.record()) if stream is not None else None
+
+    def gathered_shards(self) -> list[torch.Tensor]:
+        """The full parameters in the shard's dtype, as tensors of their own; collective."""
+        flat = self.shard
+        if self.comm.size > 1:
+            flat = torch.empty(self.layout.flat_numel, dtype=self.shard.dtype)
+            self.comm.all_gather(flat, self.shard)
+        return [
+            _full_view(flat, p).clone(memory_format=torch.contiguous_format)
+            for p in self.layout.placements
+        ]
+
+    def reduce_scatter(
+        self, grads: Sequence[torch.Tensor | None], *, async_op: bool = False
+    ) -> Work | None:
+        """Averages `grads` over all ranks into `shard.grad`, cast to its dtype; adds if it is not None.
+
+        `grads`: one for each parameter, of its full shape and `param_dtype`, in the layout's order; None counts as
+        zeros. With `async_op` returns at once; `shard.grad` is right after `wait()`.
+        """
+        self._check_full("reduce_scatter", "grads", grads)
+        stream = self._stream(1) if async_op else None
+        accumulate = self.shard.grad is not None
+        sources = [
+            None if grad is None else _as_stored(grad, placement, self.param_dtype)
+            for grad, placement in zip(grads, self.layout.placements, strict=True)
+        ]
+        buffer = self._packed(sources, stream)
+        if self._replicas is not None:
+            self._replicas.all_reduce(buffer, "avg", stream=stream)
+        self.comm.reduce_scatter(self.grad, buffer, "avg", accumulate=accumulate, stream=stream)
+        self.shard.grad = self.grad
+        return Work(stream.record(), sources) if stream is not None else None
+
+    @property
+    def gather_bytes(self) -> int:
+        """What this rank receives from the others in one gather."""
+        return (self.comm.size - 1) * self.shard.numel() * self.param_dtype.itemsize
+
+    @property
+    def reduce_bytes(self) -> int:
+        """What this rank sends to the others in one reduce (an all-reduce sends 2 (n - 1) / n of the buffer)."""
+        flat_bytes = self.layout.flat_numel * self.reduce_dtype.itemsize
+        ranks = self.comm.size
+        scattered = flat_bytes * (ranks - 1) // ranks
+        if self._replicas is None:
+            return scattered
+        replicas = self._replicas.size
+        return scattered + 2 * flat_bytes * (replicas - 1) // replicas
+
+    def __repr__(self) -> str:
+        wire = f"{self.param_dtype} gathered, {self.reduce_dtype} reduced"
+        return f"Bucket({self.shard.dtype}, {wire}, {self.comm})\n{self.layout!r}"
+
+    def _full_buffer(self, given: torch.Tensor | None) -> torch.Tensor:
+        if given is not None:
+            return given
+        if self.comm.size == 1 and self.param_dtype == self.shard.dtype:
+            return self.shard  # the shard is the whole unit: nothing to gather
+        return self.comm.allocate(self.layout.flat_numel, dtype=self.param_dtype, use="gather")
+
+    def _packed(
+        self, sources: Sequence[torch.Tensor | None], stream: _C.Stream | None
+    ) -> torch.Tensor:
+        """The reduce buffer, with `sources` packed into it."""
+        if self._reduce_buffer is None:
+            self._reduce_buffer = self.comm.allocate(
+                self.layout.flat_numel, dtype=self.reduce_dtype, use="reduce"
+            )
+        if self._pack is None:
+            plan = CopyPlan.pack(
+                [p.numel for p in self.layout.placements],
+                [p.offset for p in self.layout.placements],
+                self.param_dtype,
+                self.reduce_dtype,
+                self.layout.gaps(),
+            )
+            self._pack = plan.bind([self._reduce_buffer])
+        self._pack.run([0 if s is None else s.data_ptr() for s in sources], stream)
+        return self._reduce_buffer
+
+    def _stream(self, which: int) -> _C.Stream:
+        if self._streams is None:
+            self._streams = Streams(_C.Stream(), _C.Stream())
+        return self._streams[which]
+
+    def _placed(self) -> list[tuple[Placement, Piece]]:
+        rank = self.comm.rank
+        return [(p, self.layout.piece(rank, i)) for i, p in enumerate(self.layout.placements)]
+
+    def _check_full(
+        self, operation: str, name: str, tensors: Sequence[torch.Tensor | None]
+    ) -> None:
+        placements = self.layout.placements
+        if len(tensors) != len(placements):
+            raise ValueError(
+                f"{operation}: {name} has {len(tensors)} entries; the layout has {len(placements)} parameters"
+            )
+        for tensor, placement in zip(tensors, placements, strict=True):
+            if tensor is not None and tensor.shape != placement.spec.shape:
+                raise ValueError(
+                    f"{operation}: {name} for {placement.spec.name} has shape {tuple(tensor.shape)}; the layout "
+                    f"says {placement.spec.shape}"
+                )
+
+
+def _full_view(flat: torch.Tensor, placement: Placement) -> torch.Tensor:
+    stored = flat[placement.offset : placement.offset + placement.numel]
+    if not placement.spec.shape:
+        return stored.view(())
+    return stored.view(placement.stored_shape).movedim(0, placement.shard_dim)
+
+
+def _shard_view(flat: torch.Tensor, placement: Placement, piece: Piece) -> torch.Tensor:
+    stored = flat[piece.offset : piece.offset + piece.numel].view(piece.shape)
+    if len(piece.shape) != len(placement.spec.shape):  # granularity "element": a flat run
+        return stored
+    return stored.movedim(0, placement.shard_dim) if piece.shape else stored
+
+
+def _rows(tensor: torch.Tensor, placement: Placement, piece: Piece) -> torch.Tensor:
+    """The part of a full parameter that `piece` describes, in the shape of the shard's view."""
+    if len(piece.shape) != tensor.dim():
+        stored = tensor if tensor.dim() == 0 else tensor.movedim(placement.shard_dim, 0)
+        return stored.reshape(-1)[piece.start * _row(placement, piece) :][: piece.numel]
+    return tensor.narrow(placement.shard_dim, piece.start, piece.stop - piece.start)
+
+
+def _row(placement: Placement, piece: Piece) -> int:
+    """Elements per index of [start, stop)."""
+    return piece.numel // (piece.stop - piece.start) if piece.stop > piece.start else 1
+
+
+def _as_stored(grad: torch.Tensor, placement: Placement, dtype: torch.dtype) -> torch.Tensor:
+    """`grad` with the shard dim outermost, contiguous, as the pack plan reads it. Rarely copies."""
+    if grad.layout is not torch.strided:
+        grad = grad.to_dense()
+    if grad.dim() > 0:
+        grad = grad.movedim(placement.shard_dim, 0)
+    return grad.to(dtype).contiguous()

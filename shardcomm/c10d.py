@@ -1,0 +1,158 @@
+"""The `c10d` transport: collectives of any torch ProcessGroup, for hosts and devices the core does not reach."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from shardcomm import _C
+from shardcomm.communicator import (
+    USES,
+    Communicator,
+    Receipt,
+    ReduceOp,
+    Use,
+    check_root,
+    check_sizes,
+    check_tensor,
+    red_op,
+)
+
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+_HALF = (torch.float16, torch.bfloat16)
+
+
+class C10dCommunicator(Communicator):
+    """Runs on `group` without changing it. Not closed with it either: the group belongs to its maker.
+
+    The group's own timeout is the deadline. What the group raises becomes `CommError`.
+    """
+
+    transport = "c10d"
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.rank = group.rank()
+        self.size = group.size()
+        self._group = group
+        self._sequence = itertools.count(1)
+        self._receipts: dict[str, Receipt] = {}
+        self._failure: str | None = None
+
+    def allocate(self, numel: int, *, dtype: torch.dtype = torch.float32, use: Use) -> torch.Tensor:
+        if use not in USES:
+            raise ValueError(f"allocate: use is {use!r}; accepted: 'gather', 'reduce'")
+        return torch.zeros(numel, dtype=dtype)
+
+    def all_gather(
+        self, recv: torch.Tensor, send: torch.Tensor, *, stream: _C.Stream | None = None
+    ) -> None:
+        check_sizes("all_gather", recv=recv, send=send, whole=recv, part=send, size=self.size)
+
+        def run() -> None:
+            self._wait(self._group.allgather([list(recv.chunk(self.size))], [send.to(recv.dtype)]))
+
+        self._submit("all_gather", run, stream)
+
+    def reduce_scatter(
+        self,
+        recv: torch.Tensor,
+        send: torch.Tensor,
+        op: ReduceOp = "sum",
+        *,
+        accumulate: bool = False,
+        stream: _C.Stream | None = None,
+    ) -> None:
+        check_sizes("reduce_scatter", recv=recv, send=send, whole=send, part=recv, size=self.size)
+        red_op("reduce_scatter", op)
+
+        def run() -> None:
+            wire = _accumulation_dtype(send.dtype)
+            total = torch.empty(recv.numel(), dtype=wire)
+            options = dist.ReduceScatterOptions()
+            options.reduceOp = _OPS["sum" if op == "avg" else op]
+            self._wait(self._group._reduce_scatter_base(total, send.flatten().to(wire), options))
+            if op == "avg":
+                total /= self.size
+            flat = recv.view(-1)
+            if accumulate:
+                total += flat
+            flat.copy_(total)
+
+        self._submit("reduce_scatter", run, stream)
+
+    def all_reduce(
+        self, buffer: torch.Tensor, op: ReduceOp = "sum", *, stream: _C.Stream | None = None
+    ) -> None:
+        check_tensor("all_reduce", "buffer", buffer)
+        red_op("all_reduce", op)
+
+        def run() -> None:
+            total = buffer.to(_accumulation_dtype(buffer.dtype))
+            options = dist.AllreduceOptions()
+            options.reduceOp = _OPS["sum" if op == "avg" else op]
+            self._wait(self._group.allreduce([total], options))
+            if op == "avg":
+                total /= self.size
+            if total is not buffer:
+                buffer.copy_(total)
+
+        self._submit("all_reduce", run, stream)
+
+    def broadcast(
+        self, buffer: torch.Tensor, root: int = 0, *, stream: _C.Stream | None = None
+    ) -> None:
+        check_tensor("broadcast", "buffer", buffer)
+        check_root(root, self.size)
+
+        def run() -> None:
+            options = dist.BroadcastOptions()
+            options.rootRank = root
+            self._wait(self._group.broadcast([buffer], options))
+
+        self._submit("broadcast", run, stream)
+
+    def barrier(self) -> None:
+        self._submit("barrier", lambda: self._wait(self._group.barrier()), None)
+
+    def abort(self, reason: str) -> None:
+        """Only this rank hears the reason; the others fail when the group's connections or timeout do."""
+        self._failure = f"rank {self.rank} aborted: {reason}"
+        self._group.abort()
+
+    def close(self) -> None:
+        self._failure = self._failure or f"rank {self.rank} closed the communicator"
+
+    def receipts(self) -> list[Receipt]:
+        return list(self._receipts.values())
+
+    @staticmethod
+    def _wait(work: dist.Work) -> None:
+        work.wait()
+
+    def _submit(
+        self, operation: str, run: Callable[[], None], stream: _C.Stream | None
+    ) -> None:
+        if self._failure is not None:
+            raise _C.CommError(f"{operation}: {self._failure}")
+        sequence = next(self._sequence)
+        self._receipts[operation] = Receipt(operation, sequence, "c10d", "c10d", "")
+
+        def guarded() -> None:
+            try:
+                run()
+            except RuntimeError as error:
+                self._failure = f"{operation} #{sequence} failed on rank {self.rank} of {self.size}: {error}"
+                raise _C.CommError(self._failure) from error
+
+        if stream is None:
+            guarded()
+        else:
+            stream.enqueue(guarded)
+
+
+def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    # A ProcessGroup sums in the dtype it is given; halves would be rounded once per rank.
+    return torch.float32 if dtype in _HALF else dtype

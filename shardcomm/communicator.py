@@ -1,0 +1,301 @@
+"""Collectives between ranks, on tensors.
+
+One interface, several transports::
+
+    shm    processes of one host (the default there)      compiled core: shared windows, futexes
+    local  N ranks as threads of one process              compiled core: ordinary memory
+    c10d   whatever torch.distributed reaches             any ProcessGroup
+
+Every rank calls the same collectives in the same order. Each blocks until this rank's part is done, or, given a
+`stream`, is queued there and returns at once. A rank that died, called something else or did not come within the
+deadline raises `CommError` on every surviving rank; after that the communicator only raises.
+
+Gathers (`all_gather`, `broadcast`, `barrier`) and reduces (`reduce_scatter`, `all_reduce`) are separate channels:
+one of each may run at once.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from types import TracebackType
+from typing import TYPE_CHECKING, Literal, NamedTuple, Self
+
+import torch
+
+from shardcomm import _C
+from shardcomm.dtype import core_dtype
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+ReduceOp = Literal["sum", "avg", "max", "min"]
+Use = Literal["gather", "reduce"]
+Transport = Literal["auto", "shm", "c10d"]
+
+RED_OPS = {"sum": _C.RedOp.sum, "avg": _C.RedOp.avg, "max": _C.RedOp.max, "min": _C.RedOp.min}
+USES = {"gather": _C.Use.gather, "reduce": _C.Use.reduce}
+
+DEADLINE_S = 300.0
+
+
+class Receipt(NamedTuple):
+    """How the latest collective of a kind went; `reason` says why a faster path was not taken."""
+
+    operation: str
+    sequence: int
+    requested: str
+    taken: str
+    reason: str
+
+
+class Communicator(ABC):
+    """A group of ranks and the collectives between them. Also a context manager that closes itself."""
+
+    rank: int
+    size: int
+    transport: str
+
+    @staticmethod
+    def from_env(*, deadline_s: float = DEADLINE_S, transport: Transport = "auto") -> Communicator:
+        """The group that torchrun (or any launcher that sets the same variables) started.
+
+        Reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; without RANK and WORLD_SIZE the group is this process
+        alone. `transport` "auto" takes shm when all ranks share a host, else c10d over Gloo.
+
+        Raises:
+            ValueError: an environment variable is missing, or shm is asked for across hosts.
+            CommError: a rank did not come within `deadline_s` seconds.
+        """
+        from shardcomm import rendezvous  # noqa: PLC0415  (it builds on this module)
+
+        return rendezvous.from_env(deadline_s, transport)
+
+    @staticmethod
+    def from_process_group(
+        group: ProcessGroup | None = None,
+        *,
+        deadline_s: float = DEADLINE_S,
+        transport: Transport = "auto",
+    ) -> Communicator:
+        """The ranks of a torch ProcessGroup (default: the default group), which stays untouched.
+
+        `transport` "c10d" runs the collectives through the group itself.
+        """
+        from shardcomm import rendezvous  # noqa: PLC0415
+
+        return rendezvous.from_process_group(group, deadline_s, transport)
+
+    @staticmethod
+    def local_group(size: int, *, deadline_s: float = DEADLINE_S) -> list[Communicator]:
+        """`size` communicators of this process, one for each of as many threads."""
+        if size < 1:
+            raise ValueError(f"local_group: size is {size}; it must be at least 1")
+        return [HostCommunicator(core) for core in _C.make_local_group(size, deadline_s)]
+
+    @abstractmethod
+    def allocate(self, numel: int, *, dtype: torch.dtype = torch.float32, use: Use) -> torch.Tensor:
+        """Zeroed communication memory, as a flat tensor; collective (same arguments on every rank).
+
+        `use="gather"`: for the output of `all_gather`; one window that all ranks of the host share where the
+        transport has one, so a rank must not write into it by itself. `use="reduce"`: for the input of
+        `reduce_scatter` or the buffer of `all_reduce`; this rank's own, the others only read it inside a collective.
+        """
+
+    @abstractmethod
+    def all_gather(
+        self, recv: torch.Tensor, send: torch.Tensor, *, stream: _C.Stream | None = None
+    ) -> None:
+        """recv[r * n : (r + 1) * n] = `send` of rank r, converted to recv's dtype; n = send.numel().
+
+        In place (nothing is copied for this rank) when `send` is that part of `recv`.
+        """
+
+    @abstractmethod
+    def reduce_scatter(
+        self,
+        recv: torch.Tensor,
+        send: torch.Tensor,
+        op: ReduceOp = "sum",
+        *,
+        accumulate: bool = False,
+        stream: _C.Stream | None = None,
+    ) -> None:
+        """recv = this rank's n elements of `send` reduced over all ranks; n = recv.numel().
+
+        f16 and bf16 are summed in f32, and rounded once, to recv's dtype. `accumulate` adds to what recv holds.
+        """
+
+    @abstractmethod
+    def all_reduce(
+        self, buffer: torch.Tensor, op: ReduceOp = "sum", *, stream: _C.Stream | None = None
+    ) -> None:
+        """Reduces `buffer` over all ranks in place; the result is bitwise the same on each."""
+
+    @abstractmethod
+    def broadcast(
+        self, buffer: torch.Tensor, root: int = 0, *, stream: _C.Stream | None = None
+    ) -> None:
+        """Copies `buffer` of rank `root` to all."""
+
+    @abstractmethod
+    def barrier(self) -> None:
+        """Returns when every rank has called it."""
+
+    @abstractmethod
+    def abort(self, reason: str) -> None:
+        """Makes every rank's present and later collectives raise `CommError` with this reason."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leaves the group; allocated memory stays valid as long as a tensor refers to it."""
+
+    @abstractmethod
+    def receipts(self) -> list[Receipt]:
+        """The path that the latest collective of each kind took, and why not a faster one."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Communicator({self.transport}, rank {self.rank} of {self.size})"
+
+
+class HostCommunicator(Communicator):
+    """The transports of the compiled core: `shm` and `local`."""
+
+    def __init__(self, core: _C.Communicator) -> None:
+        self._core = core
+        self.rank = core.rank
+        self.size = core.size
+        self.transport = core.transport
+
+    def allocate(self, numel: int, *, dtype: torch.dtype = torch.float32, use: Use) -> torch.Tensor:
+        if use not in USES:
+            raise ValueError(f"allocate: use is {use!r}; accepted: 'gather', 'reduce'")
+        if numel < 0:
+            raise ValueError(f"allocate: numel is {numel}; it must be at least 0")
+        if numel == 0:
+            return torch.empty(0, dtype=dtype)
+        return torch.frombuffer(
+            self._core.allocate(numel * dtype.itemsize, USES[use]), dtype=dtype
+        )
+
+    def all_gather(
+        self, recv: torch.Tensor, send: torch.Tensor, *, stream: _C.Stream | None = None
+    ) -> None:
+        count = send.numel()
+        check_sizes("all_gather", recv=recv, send=send, whole=recv, part=send, size=self.size)
+        self._core.all_gather(
+            send.data_ptr(),
+            core_dtype(send.dtype),
+            recv.data_ptr(),
+            core_dtype(recv.dtype),
+            count,
+            stream,
+        )
+
+    def reduce_scatter(
+        self,
+        recv: torch.Tensor,
+        send: torch.Tensor,
+        op: ReduceOp = "sum",
+        *,
+        accumulate: bool = False,
+        stream: _C.Stream | None = None,
+    ) -> None:
+        check_sizes("reduce_scatter", recv=recv, send=send, whole=send, part=recv, size=self.size)
+        self._core.reduce_scatter(
+            send.data_ptr(),
+            core_dtype(send.dtype),
+            recv.data_ptr(),
+            core_dtype(recv.dtype),
+            1.0,
+            accumulate,
+            recv.numel(),
+            red_op("reduce_scatter", op),
+            stream,
+        )
+
+    def all_reduce(
+        self, buffer: torch.Tensor, op: ReduceOp = "sum", *, stream: _C.Stream | None = None
+    ) -> None:
+        check_tensor("all_reduce", "buffer", buffer)
+        self._core.all_reduce(
+            buffer.data_ptr(),
+            core_dtype(buffer.dtype),
+            buffer.numel(),
+            red_op("all_reduce", op),
+            stream,
+        )
+
+    def broadcast(
+        self, buffer: torch.Tensor, root: int = 0, *, stream: _C.Stream | None = None
+    ) -> None:
+        check_tensor("broadcast", "buffer", buffer)
+        check_root(root, self.size)
+        self._core.broadcast(
+            buffer.data_ptr(), buffer.numel() * buffer.element_size(), root, stream
+        )
+
+    def barrier(self) -> None:
+        self._core.barrier()
+
+    def abort(self, reason: str) -> None:
+        self._core.abort(reason)
+
+    def close(self) -> None:
+        self._core.close()
+
+    def receipts(self) -> list[Receipt]:
+        return [Receipt(*receipt) for receipt in self._core.receipts()]
+
+
+def red_op(operation: str, op: str) -> _C.RedOp:
+    """The core's reduction of this name; ValueError for another."""
+    if op not in RED_OPS:
+        raise ValueError(f"{operation}: op is {op!r}; accepted: {', '.join(map(repr, RED_OPS))}")
+    return RED_OPS[op]
+
+
+def check_tensor(operation: str, name: str, tensor: torch.Tensor) -> None:
+    """ValueError unless `tensor` is contiguous and on the CPU."""
+    if not tensor.is_contiguous():
+        raise ValueError(
+            f"{operation}: {name} has strides {tensor.stride()} for shape {tuple(tensor.shape)}; "
+            "it must be contiguous"
+        )
+    if tensor.device.type != "cpu":
+        raise ValueError(f"{operation}: {name} is on {tensor.device}; this transport takes CPU tensors")
+
+
+def check_root(root: int, size: int) -> None:
+    """ValueError unless `root` is a rank."""
+    if not 0 <= root < size:
+        raise ValueError(f"broadcast: root is {root}; it must be a rank, 0 to {size - 1}")
+
+
+def check_sizes(
+    operation: str,
+    *,
+    recv: torch.Tensor,
+    send: torch.Tensor,
+    whole: torch.Tensor,
+    part: torch.Tensor,
+    size: int,
+) -> None:
+    """ValueError unless both are contiguous CPU tensors and `whole` holds one `part` for every rank."""
+    check_tensor(operation, "recv", recv)
+    check_tensor(operation, "send", send)
+    if whole.numel() != size * part.numel():
+        raise ValueError(
+            f"{operation}: recv has {recv.numel()} elements and send has {send.numel()}; with {size} ranks "
+            f"{'recv' if whole is recv else 'send'} must have {size} x {part.numel()} = {size * part.numel()}"
+        )

@@ -1,0 +1,430 @@
+"""A minimal FSDP engine: hooks that fire triggers, and the actions that the schedule lists for them.
+
+It reads in the order a step happens. For each unit:
+
+    pre_forward     wait until its parameters are gathered (a prefetch mostly has been); show the full ones
+    post_forward    show this rank's rows again; release the slot if another unit needs it
+    pre_backward    as pre_forward, and prefetch in the other direction
+    post_backward   release, and reduce the gradients over the ranks
+    end_of_backward wait for the reduces; the optimizer's parameters have their `.grad`
+
+What is issued, awaited and released at each trigger is not decided here but in `schedule.py`. A step that deviates
+from the schedule (a unit skipped, repeated, or recomputed) is gathered on demand, and planned for from then on.
+
+Reference: Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", arXiv 2304.11277.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from shardcomm import _C
+from shardcomm.bucket import Streams
+from shardcomm.communicator import Communicator
+from shardcomm.shard_units import GranularityOf, shard_units
+from shardcomm.mixed_precision import MixedPrecision
+from shardcomm.schedule import STRATEGIES, Action, Phase, Schedule, Strategy, Trigger, Verb
+from shardcomm.sharded_unit import Footprint, ShardedUnit, State
+from shardcomm.state_dict import full_state_dict, load_full_state_dict
+from shardcomm.unit import Units, find_units, registration_order
+
+
+def fully_shard(
+    model: nn.Module,
+    comm: Communicator,
+    *,
+    units: Units = None,
+    strategy: str = "full_shard",
+    mixed_precision: MixedPrecision | None = None,
+    prefetch: int = 1,
+    slots: int | None = None,
+    granularity: GranularityOf = "row",
+) -> Engine:
+    """Shards `model`'s parameters, gradients and, through them, the optimizer's state over the ranks of `comm`.
+
+    Afterwards `model.parameters()` are this rank's rows of each parameter; make the optimizer from them. Forward,
+    backward and the optimizer's step are written as without sharding. All ranks start from rank 0's values. A
+    model on the meta device is materialised unit by unit, by its modules' `reset_parameters`.
+
+    Args:
+        model: changed in place. Buffers are left alone.
+        comm: the ranks; every rank calls `fully_shard` with the same model and arguments.
+        units: whose parameters are gathered together: modules, module classes, or None for the entries of every
+            `nn.ModuleList`. What they leave belongs to the model itself, gathered from a step's start to its end.
+        strategy: "full_shard" (ZeRO-3), "shard_grad_op" (ZeRO-2) or "no_shard" (data parallel).
+        mixed_precision: dtypes to compute and communicate in; the shards keep the parameters' own.
+        prefetch: how many units ahead are gathered while one computes.
+        slots: full-size buffers that the units share (default: prefetch + 1).
+        granularity: the smallest piece of a parameter that stays on one rank; see `shardcomm.layout`.
+
+    Raises:
+        ValueError: an argument is out of its range, or the model is sharded already.
+        CommError: a rank is missing, or called with another model.
+    """
+    return Engine(
+        model, comm, units, strategy, mixed_precision or MixedPrecision(), prefetch, slots, granularity
+    )
+
+
+class Traffic:
+    """What a step's communication amounts to, summed up since the start.
+
+    Attributes:
+        exposed_s: seconds that forward and backward stood still, waiting for communication.
+        gathered_bytes: received from other ranks by gathers.
+        reduced_bytes: sent to other ranks by reduces.
+    """
+
+    def __init__(self) -> None:
+        self.exposed_s = 0.0
+        self.gathered_bytes = 0
+        self.reduced_bytes = 0
+
+
+class Engine:
+    """Drives the communication of one model; made by `fully_shard`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        comm: Communicator,
+        units: Units,
+        strategy: str,
+        mixed_precision: MixedPrecision,
+        prefetch: int,
+        slots: int | None,
+        granularity: GranularityOf,
+    ) -> None:
+        if strategy not in STRATEGIES:
+            raise ValueError(
+                f"fully_shard: strategy is {strategy!r}; accepted: {', '.join(map(repr, STRATEGIES))}"
+            )
+        self.model = model
+        self.comm = comm
+        self.strategy: Strategy = STRATEGIES[strategy]
+        self.traffic = Traffic()
+        self._prefetch = prefetch
+        self._param_dtype = mixed_precision.param_dtype
+        self._streams = Streams(_C.Stream(), _C.Stream())
+
+        found = find_units(model, units)
+        order = registration_order(found)
+        first_guess = Schedule.plan(order, self.strategy, prefetch=prefetch, slots=slots)
+        self._slot_of = first_guess.slot_of
+        self.units: list[ShardedUnit] = shard_units(
+            found, comm, self.strategy, mixed_precision, self._slot_of, granularity, self._streams
+        )
+        self._occupant: list[ShardedUnit | None] = [None] * first_guess.num_slots
+
+        self._plans: dict[tuple[tuple[Trigger, ...], bool], _Program] = {}
+        self._train = self._program(order, backward=True)
+        self._evaluate = self._program(order, backward=False)
+        self._current = self._train
+        self._seen: list[Trigger] = []  # this forward's triggers, to learn the order from
+        self._in_forward = False
+        self._in_backward = False
+        self._sync = True
+        self._hooks = [hook for unit in self.units for hook in self._install(unit)]
+
+    # What a training loop calls.
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Gradients of backwards in here stay unsharded on this rank; the next backward outside reduces the sum."""
+        before, self._sync = self._sync, False
+        try:
+            yield
+        finally:
+            self._sync = before
+
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """Scales all gradients so that their global L2 norm is at most `max_norm`; returns the norm before.
+
+        As `torch.nn.utils.clip_grad_norm_` on the whole model, with one all-reduce of one number.
+        """
+        grads = [p.shard.grad for unit in self.units for p in unit.params if p.shard.grad is not None]
+        norms = torch._foreach_norm(grads) if grads else [torch.zeros(())]
+        square = torch.stack([norm.float() for norm in norms]).square().sum()
+        if self.strategy.shard_params:  # else every rank has all of it already
+            self.comm.all_reduce(square, "sum")
+        norm = square.sqrt()
+        if grads:
+            torch._foreach_mul_(grads, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+        return norm
+
+    def full_state_dict(self) -> dict[str, torch.Tensor]:
+        """The model's state dict with full parameters, original names and order, on every rank; collective."""
+        return full_state_dict(self.model, self.units)
+
+    def load_full_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> None:
+        """Takes this rank's rows from a full state dict, which every rank passes; no communication.
+
+        Raises:
+            ValueError: a name is missing or unknown, or a shape differs.
+        """
+        load_full_state_dict(self.model, self.units, state_dict)
+
+    def footprint(self) -> Footprint:
+        """Bytes this rank holds."""
+        return Footprint.of(self.units)
+
+    def close(self) -> None:
+        """Removes the hooks and ends the streams; the model keeps this rank's rows."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    # A step, in the order it happens. Hooks do nothing but call these.
+
+    def _pre_forward(
+        self, unit: ShardedUnit, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        recompute = _in_autograd()  # activation checkpointing runs a forward inside the backward
+        if not recompute:
+            if unit is self.units[0]:
+                self._begin_forward()
+            unit.state = State.FORWARD
+            self._seen.append(unit.trigger[Phase.PRE_FORWARD])
+            self._fire(unit.trigger[Phase.PRE_FORWARD])
+        self._require(unit)
+        unit.show_full()
+        return self._prepare_inputs(unit, args, kwargs, recompute)
+
+    def _begin_forward(self) -> None:
+        """What was gathered before is stale: the optimizer may have stepped. An aborted step is forgotten."""
+        for unit in self.units:
+            unit.state = State.IDLE
+            unit.gathered = False
+            unit.pending_calls = 0
+        self._in_forward, self._in_backward = True, False
+        self._seen.clear()
+        self._current = self._train if torch.is_grad_enabled() else self._evaluate
+
+    def _prepare_inputs(
+        self, unit: ShardedUnit, args: tuple[Any, ...], kwargs: dict[str, Any], recompute: bool
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Casts floating-point inputs, and passes those with a gradient through `_PostBackward`."""
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        dtype = self._param_dtype
+        if dtype is not None:
+            leaves = [
+                leaf.to(dtype)
+                if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+                else leaf
+                for leaf in leaves
+            ]
+        if torch.is_grad_enabled():
+            where = [
+                i for i, leaf in enumerate(leaves)
+                if isinstance(leaf, torch.Tensor) and leaf.requires_grad
+            ]
+            if where:
+                passed = _PostBackward.apply(self, unit, *(leaves[i] for i in where))
+                for i, leaf in zip(where, passed, strict=True):
+                    leaves[i] = leaf
+                unit.pending_calls += not recompute
+        args, kwargs = pytree.tree_unflatten(leaves, spec)
+        return args, kwargs
+
+    def _post_forward(self, unit: ShardedUnit, output: Any) -> None:
+        if torch.is_grad_enabled():
+            for leaf in [output] if isinstance(output, torch.Tensor) else pytree.tree_leaves(output):
+                if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                    leaf.register_hook(unit.on_backward)
+        if unit.state is State.BACKWARD:  # recomputed, and its backward goes on
+            return
+        unit.show_shard()
+        unit.state = State.IDLE
+        if _in_autograd():  # recomputed; stays gathered, since its backward comes next
+            return
+        self._seen.append(unit.trigger[Phase.POST_FORWARD])
+        self._fire(unit.trigger[Phase.POST_FORWARD])
+        if unit is self.units[0]:
+            self._end_forward()
+
+    def _end_forward(self) -> None:
+        """Plans for the order that was seen, from this step's backward on."""
+        self._in_forward = False
+        order = tuple(self._seen)
+        if torch.is_grad_enabled():
+            self._current = self._train = self._program(order, backward=True)
+        else:
+            self._evaluate = self._program(order, backward=False)
+
+    def _pre_backward(self, unit: ShardedUnit) -> None:
+        if unit.state is State.BACKWARD:  # another of its outputs came first
+            return
+        if not self._in_backward:
+            self._in_backward = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
+        unit.state = State.BACKWARD
+        unit.needs_reduce = True
+        self._fire(unit.trigger[Phase.PRE_BACKWARD])
+        self._require(unit)
+        unit.show_full()
+
+    def _post_backward(self, unit: ShardedUnit) -> None:
+        unit.pending_calls = max(0, unit.pending_calls - 1)
+        unit.show_shard()
+        unit.state = State.IDLE
+        self._fire(unit.trigger[Phase.POST_BACKWARD])
+
+    def _end_of_backward(self) -> None:
+        for unit in self.units:
+            unit.pending_calls = 0
+            if unit.state is State.BACKWARD:
+                unit.show_shard()
+                unit.state = State.IDLE
+        # In the order in which a backward would have come to them, the same on every rank.
+        for unit in reversed(self.units):
+            self._reduce(unit)
+        self._fire(Trigger(Phase.END_OF_BACKWARD, -1))
+        for unit in self.units:
+            self._wait_reduce(unit)
+            unit.gathered = False
+        self._in_backward = False
+        if self._sync:
+            self._publish_gradients()
+
+    def _publish_gradients(self) -> None:
+        """Sets `.grad` of what any rank had a gradient for; what no rank used keeps None, as under DDP."""
+        reduced = [p for unit in self.units for p in unit.params if p.reduced]
+        if not reduced:
+            return
+        used = torch.tensor([p.used for p in reduced], dtype=torch.int32)
+        if self.comm.size > 1:
+            self.comm.all_reduce(used, "max")
+        for param, is_used in zip(reduced, used.tolist(), strict=True):
+            param.publish_grad(bool(is_used))
+
+    # The actions. Each is idempotent, so that a trigger that fires twice, or not at all, does no harm.
+
+    def _fire(self, trigger: Trigger) -> None:
+        for act, unit in self._current.get(trigger, ()):
+            act(unit)
+
+    def _gather(self, unit: ShardedUnit) -> None:
+        if unit.gathered:
+            return
+        if unit.slot >= 0:
+            occupant = self._occupant[unit.slot]
+            if occupant is not None and occupant is not unit:
+                if occupant.state is not State.IDLE:
+                    return  # only a prefetch can come here; `_require` says it where it matters
+                occupant.gathered = False
+            self._occupant[unit.slot] = unit
+        unit.gather()
+        self.traffic.gathered_bytes += unit.gather_bytes
+
+    def _require(self, unit: ShardedUnit) -> None:
+        """The parameters of `unit` are there, gathered now if no schedule did it."""
+        if not unit.gathered:
+            self._gather(unit)
+        if not unit.gathered:
+            occupant = self._occupant[unit.slot]
+            assert occupant is not None
+            raise RuntimeError(
+                f"unit {unit.name!r} is needed while unit {occupant.name!r}, which has the same slot "
+                f"{unit.slot}, is still in use; call fully_shard with slots={len(self.units)}"
+            )
+        self._wait_gather(unit)
+
+    def _wait_gather(self, unit: ShardedUnit) -> None:
+        if unit.gathers:
+            self._wait(unit.gathers)
+
+    def _release(self, unit: ShardedUnit) -> None:
+        unit.gathered = False
+
+    def _reduce(self, unit: ShardedUnit) -> None:
+        if not (self._sync and unit.needs_reduce) or unit.pending_calls:
+            return
+        self._wait_reduce(unit)
+        unit.needs_reduce = False
+        self.traffic.reduced_bytes += unit.reduce()
+
+    def _wait_reduce(self, unit: ShardedUnit) -> None:
+        if unit.reduces:
+            self._wait(unit.reduces)
+
+    def _wait(self, works: list[Any]) -> None:
+        start = time.perf_counter()
+        for work in works:
+            work.wait()
+        works.clear()
+        self.traffic.exposed_s += time.perf_counter() - start
+
+    # Set-up.
+
+    def _program(self, order: Sequence[Trigger], *, backward: bool) -> _Program:
+        """The schedule for this order, with every action bound to the method that does it."""
+        key = (tuple(order), backward)
+        if key not in self._plans:
+            schedule = Schedule.plan(
+                order,
+                self.strategy,
+                prefetch=self._prefetch,
+                slots=self._slot_of,
+                backward=backward,
+            )
+            self._plans[key] = {
+                trigger: tuple(self._bind(action) for action in actions)
+                for trigger, actions in schedule.actions.items()
+            }
+        return self._plans[key]
+
+    def _bind(self, action: Action) -> tuple[Callable[[ShardedUnit], None], ShardedUnit]:
+        act = {
+            Verb.GATHER: self._gather,
+            Verb.WAIT_GATHER: self._wait_gather,
+            Verb.RELEASE: self._release,
+            Verb.REDUCE: self._reduce,
+            Verb.WAIT_REDUCE: self._wait_reduce,
+        }[action.verb]
+        return act, self.units[action.unit]
+
+    def _install(self, unit: ShardedUnit) -> Iterator[Any]:
+        def pre_forward(
+            module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            return self._pre_forward(unit, args, kwargs)
+
+        def post_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            self._post_forward(unit, output)
+
+        def on_backward(grad: torch.Tensor) -> None:
+            self._pre_backward(unit)
+
+        unit.on_backward = on_backward
+        yield unit.module.register_forward_pre_hook(pre_forward, prepend=True, with_kwargs=True)
+        yield unit.module.register_forward_hook(post_forward)
+
+
+_Program = dict[Trigger, tuple[tuple[Callable[[ShardedUnit], None], ShardedUnit], ...]]
+
+
+class _PostBackward(torch.autograd.Function):
+    """Identity on a unit's inputs; its backward runs when all of the unit's gradients are there."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, engine: Engine, unit: ShardedUnit, *inputs: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.engine, ctx.unit = engine, unit
+        return inputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        ctx.engine._post_backward(ctx.unit)
+        return (None, None, *grads)
+
+
+def _in_autograd() -> bool:
+    return torch._C._current_graph_task_id() != -1

@@ -1,0 +1,285 @@
+"""Where every element of a unit's parameters lives: its offset in the flat buffer, and on which rank.
+
+Two parameters, a of 4 rows x 6 and b of 5 rows x 4, over 2 ranks, aligned to 2 elements; | is the boundary between
+the shards. S is 22: 44 elements in all suffice, and the boundary falls between two rows of a or b, never inside one::
+
+    flat   0     6     12    18    24  28  32  36  40  44
+           [a0   |a1   |a2   |a3   ][b0|b1 |b2 |b3 |b4 ]        rows of a and b
+           [------- rank 0 ----|------- rank 1 --------]        22 would cut a3: b goes first instead
+           [b0|b1|b2|b3|b4][  ][a0 ...                          20 + 2 free, then a: rank 0 holds b, rank 1 holds a
+
+A shard boundary never cuts a granule (a row, a block of rows, or the whole parameter), every parameter is one
+contiguous, aligned range, and all shards are equally long. What that costs is padding. A parameter that spans several
+boundaries forces the shard to be a multiple of its granule; one that fits between two boundaries forces nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from shardcomm import _C
+
+
+@dataclass(frozen=True)
+class Block:
+    """Granularity: this many rows stay together."""
+
+    rows: int
+
+    def __post_init__(self) -> None:
+        if self.rows < 1:
+            raise ValueError(f"Block: rows is {self.rows}; it must be at least 1")
+
+
+Granularity = Literal["element", "row", "tensor"] | Block
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """A parameter to be laid out.
+
+    Attributes:
+        granularity: the smallest piece that stays on one rank: "element", "row" (an index of the shard dim),
+            `Block(n)` rows, or "tensor" (one rank owns it whole).
+        shard_dim: the dim whose indices are rows; it is stored outermost. "auto": the layout chooses.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    granularity: Granularity = "row"
+    shard_dim: int | Literal["auto"] = 0
+
+    def __post_init__(self) -> None:
+        if any(size < 0 for size in self.shape):
+            raise ValueError(f"ParamSpec {self.name!r}: shape is {self.shape}; sizes must be at least 0")
+        if self.granularity not in ("element", "row", "tensor") and not isinstance(
+            self.granularity, Block
+        ):
+            raise ValueError(
+                f"ParamSpec {self.name!r}: granularity is {self.granularity!r}; accepted: 'element', 'row', "
+                "'tensor', Block(n)"
+            )
+        dims = max(len(self.shape), 1)
+        if self.shard_dim != "auto" and not (
+            isinstance(self.shard_dim, int) and 0 <= self.shard_dim < dims
+        ):
+            raise ValueError(
+                f"ParamSpec {self.name!r}: shard_dim is {self.shard_dim!r}; accepted: 0 to {dims - 1}, 'auto'"
+            )
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a parameter lies in the flat buffer.
+
+    Attributes:
+        shard_dim: as resolved.
+        offset: its first element.
+        stored_shape: its shape with `shard_dim` outermost.
+    """
+
+    spec: ParamSpec
+    shard_dim: int
+    offset: int
+    numel: int
+    stored_shape: tuple[int, ...]
+
+    @property
+    def row_numel(self) -> int:
+        """Elements of a row; of one element for granularity "element"."""
+        return 1 if self.spec.granularity == "element" else math.prod(self.stored_shape[1:])
+
+    @property
+    def num_rows(self) -> int:
+        """Rows; elements for granularity "element"."""
+        return self.numel if self.spec.granularity == "element" else (*self.stored_shape, 1)[0]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one rank holds of one parameter.
+
+    Attributes:
+        start, stop: its rows (elements for granularity "element").
+        offset: of its first element, from the start of the rank's shard.
+        shape: of the piece as stored: (rows, ...), or (numel,) for granularity "element" and for scalars.
+    """
+
+    start: int
+    stop: int
+    offset: int
+    numel: int
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The layout of a unit; made by `Layout.plan`.
+
+    Attributes:
+        placements: one for each parameter, in the given order.
+        shard_numel: S, the elements of each rank's shard.
+        align: elements; every parameter and every shard starts at a multiple.
+        forced_by: names of the parameters that force S to be a multiple of their granule.
+    """
+
+    placements: tuple[Placement, ...]
+    world_size: int
+    shard_numel: int
+    align: int
+    forced_by: tuple[str, ...]
+
+    @classmethod
+    def plan(
+        cls,
+        params: Sequence[ParamSpec],
+        world_size: int,
+        *,
+        align_bytes: int = 128,
+        itemsize: int = 4,
+    ) -> Layout:
+        """Finds the offsets and the smallest S for `params` over `world_size` ranks.
+
+        `itemsize`: bytes of the smallest element the flat buffer will hold, so that `align_bytes` holds in all dtypes.
+
+        Raises:
+            ValueError: an argument is out of range.
+        """
+        if itemsize < 1 or align_bytes < 1 or align_bytes % itemsize:
+            raise ValueError(
+                f"Layout.plan: align_bytes is {align_bytes} and itemsize {itemsize}; align_bytes must be a "
+                "multiple of itemsize, both at least 1"
+            )
+        if world_size < 1:
+            raise ValueError(f"Layout.plan: world_size is {world_size}; it must be at least 1")
+        align = align_bytes // itemsize
+        best: Layout | None = None
+        for dims in _dim_choices(params):
+            layout = cls._plan_stored(params, dims, world_size, align)
+            if best is None or layout.shard_numel < best.shard_numel:
+                best = layout
+        assert best is not None
+        return best
+
+    @classmethod
+    def _plan_stored(
+        cls, params: Sequence[ParamSpec], dims: Sequence[int], world_size: int, align: int
+    ) -> Layout:
+        unplaced = [
+            Placement(spec, dim, 0, math.prod(spec.shape), _outermost(spec.shape, dim))
+            for spec, dim in zip(params, dims, strict=True)
+        ]
+        extents = [(p.num_rows, p.row_numel, _granule_rows(p)) for p in unplaced]
+        shard_numel, offsets, forced = _C.plan_layout(extents, world_size, align)
+        return cls(
+            tuple(
+                Placement(p.spec, p.shard_dim, offset, p.numel, p.stored_shape)
+                for p, offset in zip(unplaced, offsets, strict=True)
+            ),
+            world_size,
+            shard_numel,
+            align,
+            tuple(params[i].name for i in forced),
+        )
+
+    @property
+    def flat_numel(self) -> int:
+        """Elements of the flat buffer: S x world size."""
+        return self.shard_numel * self.world_size
+
+    @property
+    def numel(self) -> int:
+        """Elements of the parameters alone."""
+        return sum(placement.numel for placement in self.placements)
+
+    @property
+    def padding(self) -> int:
+        """Elements of the flat buffer that belong to no parameter."""
+        return self.flat_numel - self.numel
+
+    @property
+    def padding_fraction(self) -> float:
+        """Padding per element of a parameter."""
+        return self.padding / self.numel if self.numel else 0.0
+
+    def piece(self, rank: int, index: int) -> Piece:
+        """What `rank` holds of parameter `index`; an empty piece where it holds nothing."""
+        p = self.placements[index]
+        begin = max(p.offset, rank * self.shard_numel)
+        end = min(p.offset + p.numel, (rank + 1) * self.shard_numel)
+        if begin >= end:
+            begin = end = min(max(p.offset, rank * self.shard_numel), p.offset + p.numel)
+        row = max(p.row_numel, 1)
+        start, stop = (begin - p.offset) // row, (end - p.offset) // row
+        offset = begin - rank * self.shard_numel if end > begin else 0
+        whole_rows = len(p.stored_shape) > 0 and p.spec.granularity != "element"
+        shape = (stop - start, *p.stored_shape[1:]) if whole_rows else (end - begin,)
+        return Piece(start, stop, offset, end - begin, shape)
+
+    def gaps(self) -> tuple[tuple[int, int], ...]:
+        """The padding: ranges [start, stop) of the flat buffer that no parameter covers, in order."""
+        found = []
+        cursor = 0
+        for p in sorted(self.placements, key=lambda p: p.offset):
+            if p.numel == 0:
+                continue
+            if p.offset > cursor:
+                found.append((cursor, p.offset))
+            cursor = p.offset + p.numel
+        if cursor < self.flat_numel:
+            found.append((cursor, self.flat_numel))
+        return tuple(found)
+
+    def __repr__(self) -> str:
+        lines = [
+            f"Layout({len(self.placements)} parameters over {self.world_size} ranks, S = {self.shard_numel}, "
+            f"padding {self.padding} = {self.padding_fraction:.2%}"
+            + (f", forced by {', '.join(self.forced_by)})" if self.forced_by else ")")
+        ]
+        shown = 4
+        for rank in range(min(self.world_size, shown)):
+            held = [
+                f"{p.spec.name}[{piece.start}:{piece.stop}] at {piece.offset}"
+                for i, p in enumerate(self.placements)
+                if (piece := self.piece(rank, i)).numel
+            ]
+            lines.append(f"  rank {rank}: " + (", ".join(held) or "(padding only)"))
+        if self.world_size > shown:
+            lines.append(f"  ... {self.world_size - shown} more ranks")
+        return "\n".join(lines)
+
+
+def _outermost(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
+    return shape if not shape else (shape[dim], *shape[:dim], *shape[dim + 1 :])
+
+
+def _granule_rows(placement: Placement) -> int:
+    granularity = placement.spec.granularity
+    if isinstance(granularity, Block):
+        return granularity.rows
+    return max(placement.num_rows, 1) if granularity == "tensor" else 1
+
+
+def _dim_choices(params: Sequence[ParamSpec]) -> list[list[int]]:
+    """Ways to choose the dims left to "auto": first all 0, then those that agree best with each row size in the unit."""
+    fixed = [0 if spec.shard_dim == "auto" else spec.shard_dim for spec in params]
+    free = [i for i, spec in enumerate(params) if spec.shard_dim == "auto" and len(spec.shape) > 1]
+    choices = [fixed]
+    row_sizes = {_row(params[i].shape, dim) for i in free for dim in range(len(params[i].shape))}
+    for favoured in sorted(row_sizes):
+        dims = list(fixed)
+        for i in free:
+            shape = params[i].shape
+            dims[i] = min(
+                range(len(shape)), key=lambda d: (math.lcm(favoured, max(_row(shape, d), 1)), d)
+            )
+        if dims not in choices:
+            choices.append(dims)
+    return choices
+
+
+def _row(shape: tuple[int, ...], dim: int) -> int:
+    return math.prod(shape[:dim]) * math.prod(shape[dim + 1 :])

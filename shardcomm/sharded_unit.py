@@ -1,0 +1,187 @@
+"""A unit at run time: its buckets, and for each parameter the full tensor and this rank's rows of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import nn
+
+from shardcomm.bucket import Bucket, Work
+from shardcomm.schedule import Phase, Trigger
+from shardcomm.unit import OwnedParam
+
+
+class State(Enum):
+    """What a unit's full parameters are in use for; another unit may take its slot only when IDLE."""
+
+    IDLE = "idle"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+class ShardedParam:
+    """One parameter: `shard` is what the optimizer sees, `full` what forward and backward compute with.
+
+    All three tensors are views made once: of the bucket's shard, of its gradient, and of the unit's slot.
+    """
+
+    def __init__(
+        self, owned: OwnedParam, shard: torch.Tensor, shard_grad: torch.Tensor, full: torch.Tensor
+    ) -> None:
+        requires_grad = owned.param.requires_grad
+        self.name = owned.name
+        self.owned = owned
+        self.shard = nn.Parameter(shard, requires_grad=requires_grad)
+        self.full = nn.Parameter(full, requires_grad=requires_grad)
+        self.shard_grad = shard_grad
+        self.reduced = False  # in this backward
+        self.used = False  # this rank had a gradient for it in this backward
+
+    def show_full(self) -> None:
+        """The model computes with the full parameter."""
+        if self.full.requires_grad is not self.shard.requires_grad:  # frozen or thawed since
+            self.full.requires_grad_(self.shard.requires_grad)
+        self.owned.show(self.full)
+
+    def show_shard(self) -> None:
+        """The model shows this rank's rows."""
+        self.owned.show(self.shard)
+
+    def take_full_grad(self) -> torch.Tensor | None:
+        """What autograd left for the full parameter; the next backward starts from nothing."""
+        grad, self.full.grad = self.full.grad, None
+        self.used |= grad is not None
+        return grad
+
+    def keeps_grad(self) -> bool:
+        """The next reduce must add to the gradient that is there."""
+        grad = self.shard.grad
+        if grad is not None and grad is not self.shard_grad:  # the user put a tensor of their own there
+            self.shard_grad.copy_(grad)
+            self.shard.grad = self.shard_grad
+        return grad is not None or self.reduced
+
+    def publish_grad(self, used: bool) -> None:
+        """Ends the backward: shows the reduced gradient if any rank used the parameter."""
+        if used:
+            self.shard.grad = self.shard_grad
+        self.reduced = self.used = False
+
+
+class ShardedUnit:
+    """The buckets of one unit (one per dtype, frozen parameters apart), and the state of its full parameters."""
+
+    def __init__(
+        self,
+        index: int,
+        name: str,
+        module: nn.Module,
+        slot: int,
+        buckets: Sequence[tuple[Bucket, Sequence[OwnedParam]]],
+    ) -> None:
+        self.name = name or "(root)"
+        self.module = module
+        self.trigger = {phase: Trigger(phase, index) for phase in Phase}
+        self.on_backward: Callable[[torch.Tensor], None]
+        self.buckets = [
+            (
+                bucket,
+                [
+                    ShardedParam(*tensors)
+                    for tensors in zip(
+                        params, bucket.shards, bucket.shard_grads, bucket.params, strict=True
+                    )
+                ],
+            )
+            for bucket, params in buckets
+        ]
+        self.params = [param for _, params in self.buckets for param in params]
+        # Without a slot where the shard is the whole unit: nothing to gather, nobody to share it with.
+        self.slot = slot if any(b.full is not b.shard for b, _ in buckets) else -1
+        self.gather_bytes = sum(bucket.gather_bytes for bucket, _ in buckets)
+        self.state = State.IDLE
+        self.gathered = False
+        self.gathers: list[Work] = []
+        self.reduces: list[Work] = []
+        self.needs_reduce = False
+        self.pending_calls = 0  # forward calls whose backward has not come yet
+        self.show_shard()
+
+    def show_full(self) -> None:
+        """Forward and backward see the full parameters."""
+        for param in self.params:
+            param.show_full()
+
+    def show_shard(self) -> None:
+        """The optimizer, and whoever looks between steps, sees this rank's rows."""
+        for param in self.params:
+            param.show_shard()
+
+    def gather(self) -> None:
+        """Queues the all-gathers; `gathers` are to be waited for."""
+        self.gathered = True
+        for bucket, _ in self.buckets:
+            work = bucket.all_gather(async_op=True)
+            if work is not None:
+                self.gathers.append(work)
+
+    def reduce(self) -> int:
+        """Queues the reduces of the gradients that backward left; `reduces` are to be waited for. Bytes sent."""
+        sent_bytes = 0
+        for bucket, params in self.buckets:
+            if not any(param.shard.requires_grad for param in params):
+                continue
+            keeps = [param.keeps_grad() for param in params]
+            if any(keeps):
+                for param, keep in zip(params, keeps, strict=True):
+                    if not keep:
+                        param.shard_grad.zero_()
+            bucket.shard.grad = bucket.grad if any(keeps) else None
+            grads = [param.take_full_grad() for param in params]
+            work = bucket.reduce_scatter(grads, async_op=True)
+            assert work is not None
+            self.reduces.append(work)
+            for param in params:
+                param.reduced = True
+            sent_bytes += bucket.reduce_bytes
+        return sent_bytes
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes one rank holds for a model between steps. Optimizer state comes on top, in the shards' shapes.
+
+    Attributes:
+        parameter_bytes: shards, padding included.
+        gradient_bytes: their gradients, padding included.
+        padding_bytes: of the shards; what layout rules cost.
+        total_parameter_bytes: the whole model's parameters; ÷ ranks is the theory.
+    """
+
+    parameter_bytes: int
+    gradient_bytes: int
+    padding_bytes: int
+    total_parameter_bytes: int
+
+    @classmethod
+    def of(cls, units: Iterable[ShardedUnit]) -> Footprint:
+        """Measured from the tensors of `units`."""
+        buckets = [entry for unit in units for entry in unit.buckets]
+        return cls(
+            parameter_bytes=sum(bucket.shard.nbytes for bucket, _ in buckets),
+            gradient_bytes=sum(
+                bucket.shard.nbytes
+                for bucket, params in buckets
+                if any(param.shard.requires_grad for param in params)
+            ),
+            padding_bytes=sum(
+                bucket.shard.nbytes - sum(param.shard.nbytes for param in params)
+                for bucket, params in buckets
+            ),
+            total_parameter_bytes=sum(
+                bucket.layout.numel * bucket.shard.itemsize for bucket, _ in buckets
+            ),
+        )

@@ -1,0 +1,134 @@
+"""Bucket against what it stands for: slices of the full parameters, and the mean of the ranks' gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from thread_ranks import run_threads
+
+from shardcomm import Bucket, Communicator, Layout, ParamSpec
+
+
+def tensors_of(rank: int, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    shapes = {"weight": (7, 5), "bias": (7,), "scalar": (), "empty": (0, 4), "cube": (3, 2, 2)}
+    # Small integers: their sums are exact in every dtype here.
+    return {
+        name: torch.randint(-8, 9, shape, generator=generator).to(dtype)
+        for name, shape in shapes.items()
+    }
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+@pytest.mark.parametrize("async_op", [False, True])
+def test_gather_gives_the_full_parameters_and_reduce_the_mean(ranks: int, async_op: bool) -> None:
+    full = tensors_of(99)
+    mean = {
+        name: sum(tensors_of(rank)[name] for rank in range(ranks)) / ranks for name in full
+    }
+
+    def body(comm: Communicator) -> None:
+        bucket = Bucket.from_tensors(full, comm)
+        work = bucket.all_gather(async_op=async_op)
+        if work is not None:
+            work.wait()
+        for value, expected in zip(bucket.params, full.values(), strict=True):
+            assert torch.equal(value, expected)
+
+        for times in (1, 2):  # the second reduce accumulates
+            work = bucket.reduce_scatter(list(tensors_of(comm.rank).values()), async_op=async_op)
+            if work is not None:
+                work.wait()
+            assert bucket.shard.grad is not None
+            gathered = torch.empty(bucket.layout.flat_numel)
+            comm.all_gather(gathered, bucket.shard.grad)
+            for placement in bucket.layout.placements:
+                got = gathered[placement.offset : placement.offset + placement.numel]
+                torch.testing.assert_close(
+                    got, times * mean[placement.spec.name].flatten(), rtol=1e-6, atol=1e-6
+                )
+
+    run_threads(body, ranks)
+
+
+def test_shards_are_this_ranks_rows() -> None:
+    full = tensors_of(1)
+
+    def body(comm: Communicator) -> list[torch.Tensor]:
+        return [shard.clone() for shard in Bucket.from_tensors(full, comm).shards]
+
+    shards = run_threads(body, 3)
+    for i, (name, expected) in enumerate(full.items()):
+        if name == "scalar":
+            assert sum(rank[i].numel() for rank in shards) == 1
+            continue
+        assert torch.equal(torch.cat([rank[i] for rank in shards]), expected), name
+
+
+@pytest.mark.parametrize("granularity", ["element", "row", "tensor"])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_any_granularity_and_shard_dim_gathers_the_same(granularity: str, dim: int) -> None:
+    shapes = {"a": (6, 5), "b": (4, 9)}
+    full = [torch.randn(shape) for shape in shapes.values()]
+    specs = [ParamSpec(n, s, granularity=granularity, shard_dim=dim) for n, s in shapes.items()]
+
+    def body(comm: Communicator) -> None:
+        bucket = Bucket(Layout.plan(specs, comm.size), comm)
+        bucket.load(full)
+        bucket.all_gather()
+        for value, expected in zip(bucket.params, full, strict=True):
+            assert torch.equal(value, expected)
+        bucket.reduce_scatter(full)
+        flat = torch.empty(bucket.layout.flat_numel)
+        assert bucket.shard.grad is not None
+        comm.all_gather(flat, bucket.shard.grad)
+        bucket.shard.copy_(bucket.shard.grad)
+        for value, expected in zip(bucket.gathered_shards(), full, strict=True):
+            torch.testing.assert_close(value, expected)
+
+    run_threads(body, 3)
+
+
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
+def test_half_precision_wire_rounds_once_and_sums_in_fp32(half: torch.dtype) -> None:
+    ranks = 3
+    generator = torch.Generator().manual_seed(5)
+    weight = torch.randn(9, 4, generator=generator)
+    grads = [torch.randn(9, 4, generator=generator).to(half) for _ in range(ranks)]
+    mean = (grads[0].float() + grads[1].float() + grads[2].float()) * (1.0 / ranks)
+
+    def body(comm: Communicator) -> None:
+        bucket = Bucket.from_tensors({"w": weight}, comm, param_dtype=half)
+        bucket.all_gather()
+        assert torch.equal(bucket.params[0], weight.to(half))
+        bucket.reduce_scatter([grads[comm.rank]])
+        assert bucket.shard.grad is not None
+        bucket.shard.copy_(bucket.shard.grad)
+        assert torch.equal(bucket.gathered_shards()[0], mean)
+
+    run_threads(body, ranks)
+
+
+def test_missing_gradients_count_as_zeros() -> None:
+    def body(comm: Communicator) -> None:
+        bucket = Bucket.from_tensors({"a": torch.ones(4, 2), "b": torch.ones(3)}, comm)
+        for shard_grad in bucket.shard_grads:
+            shard_grad.fill_(9.0)  # an overwriting reduce must not leave this behind
+        bucket.reduce_scatter([torch.ones(4, 2) if comm.rank == 0 else None, None])
+        assert bucket.shard_grads[0].eq(0.5).all()
+        assert bucket.shard_grads[1].eq(0.0).all()
+
+    run_threads(body, 2)
+
+
+def test_wrong_shapes_are_named() -> None:
+    comm = Communicator.local_group(1)[0]
+    bucket = Bucket.from_tensors({"w": torch.ones(4, 2)}, comm)
+    with pytest.raises(ValueError, match=r"grads for w has shape \(2, 4\); the layout says \(4, 2\)"):
+        bucket.reduce_scatter([torch.ones(2, 4)])
+    with pytest.raises(ValueError, match="tensors has 0 entries; the layout has 1 parameters"):
+        bucket.load([])
+    with pytest.raises(ValueError, match="exactly one"):
+        Bucket.from_tensors({"a": torch.ones(1), "b": torch.ones(1, dtype=torch.half)}, comm)
+    with pytest.raises(ValueError, match="layout is for 2 ranks, comm has 1"):
+        Bucket(Layout.plan([ParamSpec("w", (4, 2))], 2), comm)

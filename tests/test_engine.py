@@ -1,0 +1,558 @@
+"""The engine against plain PyTorch: one process that averages the ranks' gradients itself, in rank order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from thread_ranks import run_threads
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from shardcomm import CommError, Communicator, Engine, MixedPrecision, fully_shard
+
+STEPS = 4
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 3 * width + 1)
+        self.down = nn.Linear(3 * width + 1, width, bias=False)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.calls)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    """Embedding and head in the root, blocks as units; `variant` bends it in the way a test wants."""
+
+    def __init__(self, variant: str = "", layers: int = 4, width: int = 6) -> None:
+        super().__init__()
+        self.variant = variant
+        self.embed = nn.Embedding(11, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
+        self.head = nn.Linear(width, 11, bias=False)
+        if variant == "tied":
+            self.head.weight = self.embed.weight
+        if variant == "tied-across-units":
+            self.blocks[2].up.weight = self.blocks[0].up.weight
+        if variant == "frozen":
+            self.blocks[1].requires_grad_(False)
+            self.blocks[2].down.weight.requires_grad_(False)
+            self.embed.requires_grad_(False)
+        if variant == "unused":
+            self.blocks[1].extra = nn.Linear(width, width)
+            self.spare = nn.Parameter(torch.ones(3))
+        if variant == "nested":
+            self.blocks[1].inner = nn.ModuleList(Block(width) for _ in range(2))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for i, block in enumerate(self.blocks):
+            if self.variant == "skipped" and i == 2:
+                continue
+            if self.variant == "reversed":
+                block = self.blocks[-1 - i]
+            if self.variant in ("checkpoint", "checkpoint-reentrant"):
+                x = checkpoint(block, x, use_reentrant=self.variant == "checkpoint-reentrant")
+            elif self.variant == "checkpoint-two" and i % 2 == 0:
+                x = checkpoint(nn.Sequential(block, self.blocks[i + 1]), x, use_reentrant=False)
+            elif self.variant != "checkpoint-two":
+                x = block(x)
+            if self.variant == "nested" and i == 1:
+                for inner in block.inner:
+                    x = inner(x)
+            if self.variant == "twice" and i == 1:
+                x = block(x)
+        return self.head(x)
+
+
+VARIANTS = [
+    "",
+    "tied",
+    "tied-across-units",
+    "frozen",
+    "unused",
+    "skipped",
+    "twice",
+    "reversed",
+    "checkpoint",
+    "checkpoint-two",
+    "checkpoint-reentrant",
+]
+
+
+def make(variant: str = "", seed: int = 0, **sizes: int) -> Net:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return Net(variant, **sizes)
+
+
+def batch(rank: int, step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randint(0, 11, (3, 5), generator=generator)
+
+
+def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    logits = model(tokens[:, :-1])
+    return nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.05, foreach=False)
+
+
+def reference(model: Net, ranks: int, steps: int = STEPS, micro: int = 1) -> Net:
+    """Data-parallel training in one process, as DDP does it: every rank's gradient, averaged in rank order."""
+    optimizer = optimizer_of(model)
+    for step in range(steps):
+        totals: list[torch.Tensor | None] = [None for _ in model.parameters()]
+        for rank in range(ranks):
+            model.zero_grad()
+            for m in range(micro):
+                loss_of(model, batch(rank, step * micro + m)).backward()
+            for i, param in enumerate(model.parameters()):
+                if param.grad is not None:
+                    total = totals[i]
+                    totals[i] = param.grad.clone() if total is None else total + param.grad
+        for param, total in zip(model.parameters(), totals, strict=True):
+            param.grad = None if total is None else total * (1.0 / ranks)
+        optimizer.step()
+    return model
+
+
+def train(comm: Communicator, model: Net, **options: object) -> dict[str, torch.Tensor]:
+    engine = fully_shard(model, comm, **options)  # type: ignore[arg-type]
+    optimizer = optimizer_of(model)
+    for step in range(STEPS):
+        loss_of(model, batch(comm.rank, step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    state = engine.full_state_dict()
+    engine.close()
+    return state
+
+
+def assert_same(
+    state: dict[str, torch.Tensor], expected: nn.Module, *, bitwise: bool, rtol: float = 1e-5
+) -> None:
+    wanted = expected.state_dict()
+    assert list(state) == list(wanted)
+    for name, value in wanted.items():
+        if name.endswith("calls"):
+            continue  # a buffer: counts this process's own calls
+        if bitwise:
+            assert torch.equal(state[name], value), name
+        else:
+            torch.testing.assert_close(state[name], value, rtol=rtol, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_training_equals_data_parallel(variant: str, ranks: int) -> None:
+    states = run_threads(lambda comm: train(comm, make(variant)), ranks)
+    expected = reference(make(variant), ranks)
+    for state in states:
+        assert_same(state, expected, bitwise=ranks <= 2)
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
+@pytest.mark.parametrize(("prefetch", "slots"), [(0, 1), (1, 2), (1, 3), (2, None), (9, None)])
+def test_strategy_prefetch_and_slots_do_not_change_results(
+    strategy: str, prefetch: int, slots: int | None
+) -> None:
+    def body(comm: Communicator) -> dict[str, torch.Tensor]:
+        return train(comm, make(), strategy=strategy, prefetch=prefetch, slots=slots)
+
+    expected = reference(make(), 2)
+    for state in run_threads(body, 2):
+        assert_same(state, expected, bitwise=True)
+
+
+def test_nested_units() -> None:
+    def body(comm: Communicator) -> dict[str, torch.Tensor]:
+        return train(comm, make("nested"), units=Block)
+
+    expected = reference(make("nested"), 2)
+    for state in run_threads(body, 2):
+        assert_same(state, expected, bitwise=True)
+
+
+@pytest.mark.parametrize("granularity", ["element", "row", "tensor"])
+def test_granularity_does_not_change_results(granularity: str) -> None:
+    expected = reference(make(), 2)
+    for state in run_threads(lambda comm: train(comm, make(), granularity=granularity), 2):
+        assert_same(state, expected, bitwise=True)
+
+
+def test_ranks_start_from_rank_0() -> None:
+    states = run_threads(lambda comm: train(comm, make(seed=comm.rank)), 3)
+    for state in states:
+        assert_same(state, reference(make(seed=0), 3), bitwise=False)
+
+
+def test_parameter_used_by_one_rank_only_counts_zeros_for_the_others() -> None:
+    class Gate(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
+            self.extra = nn.Parameter(torch.ones(3))
+            self.never = nn.Parameter(torch.ones(2))
+
+        def forward(self, x: torch.Tensor, use_extra: bool) -> torch.Tensor:
+            x = self.blocks[1](self.blocks[0](x))
+            return x * self.extra if use_extra else x
+
+    def body(comm: Communicator) -> tuple[torch.Tensor, bool]:
+        model = Gate()
+        engine = fully_shard(model, comm, granularity="tensor")
+        model(torch.ones(1, 3), comm.rank == 1).sum().backward()
+        owner = next(p for p in engine.units[0].params if p.name == "extra")
+        state = {p.name: p.shard.grad for u in engine.units for p in u.params}
+        assert state["never"] is None
+        assert owner.shard.grad is not None
+        grad = torch.zeros(3)
+        grad[: owner.shard.numel()] = owner.shard.grad
+        return grad, owner.shard.numel() == 3
+
+    results = run_threads(body, 2)
+    (grad,) = [grad for grad, owns in results if owns]
+    assert grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("sync_every", [True, False])
+def test_gradient_accumulation_equals_the_large_batch(sync_every: bool) -> None:
+    def body(comm: Communicator) -> dict[str, torch.Tensor]:
+        model = make()
+        engine = fully_shard(model, comm)
+        optimizer = optimizer_of(model)
+        for step in range(STEPS):
+            if sync_every:
+                loss_of(model, batch(comm.rank, 2 * step)).backward()
+            else:
+                with engine.no_sync():
+                    loss_of(model, batch(comm.rank, 2 * step)).backward()
+            loss_of(model, batch(comm.rank, 2 * step + 1)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return engine.full_state_dict()
+
+    expected = reference(make(), 2, micro=2)
+    for state in run_threads(body, 2):
+        assert_same(state, expected, bitwise=not sync_every)
+
+
+def test_gradients_of_inputs_and_evaluation_between_steps() -> None:
+    def body(comm: Communicator) -> torch.Tensor:
+        net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+        with torch.no_grad():
+            for i, param in enumerate(net.parameters()):
+                param.copy_(torch.arange(param.numel()).view_as(param) * 0.01 + i)
+        fully_shard(net, comm, units=nn.Linear)
+        x = torch.ones(2, 4, requires_grad=True)
+        out = net(x)
+        with torch.no_grad():
+            net(x)  # a second forward, before the backward of the first
+        out.sum().backward()
+        assert x.grad is not None
+        return x.grad
+
+    expected = run_threads(body, 1)[0]
+    for grad in run_threads(body, 2):
+        assert torch.equal(grad, expected)
+
+
+def test_several_forwards_before_their_backwards() -> None:
+    def body(comm: Communicator) -> dict[str, torch.Tensor]:
+        model = make()
+        engine = fully_shard(model, comm)
+        optimizer = optimizer_of(model)
+        for step in range(STEPS):
+            losses = [loss_of(model, batch(comm.rank, 2 * step + m)) for m in range(2)]
+            sum(losses).backward()  # type: ignore[union-attr]
+            optimizer.step()
+            optimizer.zero_grad()
+        return engine.full_state_dict()
+
+    expected = reference(make(), 2, micro=2)
+    for state in run_threads(body, 2):
+        assert_same(state, expected, bitwise=False)
+
+
+def test_clip_grad_norm_equals_torch() -> None:
+    def body(comm: Communicator) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        model = make()
+        engine = fully_shard(model, comm)
+        loss_of(model, batch(0, 0)).backward()  # the same batch on all ranks: the mean is one rank's
+        norm = engine.clip_grad_norm_(0.1)
+        with torch.no_grad():
+            for param in model.parameters():
+                if param.grad is not None:
+                    param.copy_(param.grad)
+        return norm, engine.full_state_dict()
+
+    model = make()
+    loss_of(model, batch(0, 0)).backward()
+    expected = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    grads = {name: param.grad for name, param in model.named_parameters()}
+    for norm, state in run_threads(body, 3):
+        torch.testing.assert_close(norm, expected)
+        for name, grad in grads.items():
+            torch.testing.assert_close(state[name], grad)
+
+
+def test_state_dict_round_trip() -> None:
+    def body(comm: Communicator) -> dict[str, torch.Tensor]:
+        model = make("tied", seed=1)
+        engine = fully_shard(model, comm)
+        engine.load_full_state_dict(make("tied", seed=7).state_dict())
+        return engine.full_state_dict()
+
+    for state in run_threads(body, 3):
+        assert_same(state, make("tied", seed=7), bitwise=True)
+
+
+def test_state_dict_with_wrong_names_is_refused() -> None:
+    def body(comm: Communicator) -> None:
+        engine = fully_shard(make(), comm)
+        with pytest.raises(ValueError, match=r"lacks \['head.weight'\] and has unknown \['tail'\]"):
+            state = make().state_dict()
+            state["tail"] = state.pop("head.weight")
+            engine.load_full_state_dict(state)
+
+    run_threads(body, 1)
+
+
+def test_meta_model_is_materialised_like_a_real_one() -> None:
+    def real() -> nn.Sequential:
+        torch.manual_seed(3)
+        return nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.Linear(7, 5))
+
+    def body(comm: Communicator) -> dict[str, torch.Tensor]:
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.Linear(7, 5))
+        if comm.rank == 0:
+            torch.manual_seed(3)
+        engine = fully_shard(model, comm, units=nn.Linear)
+        assert not any(p.is_meta for p in model.parameters())
+        return engine.full_state_dict()
+
+    # Thread ranks share one random generator, so one rank shows the values, and the ranks that they agree.
+    state = run_threads(body, 1)[0]
+    torch.manual_seed(3)
+    expected = nn.Sequential(nn.LayerNorm(7), nn.Linear(5, 7), nn.Linear(7, 5))
+    assert state["0.weight"].shape == expected[1].weight.shape
+    first, second = run_threads(body, 2)
+    for name, value in first.items():
+        assert torch.equal(value, second[name])
+        assert value.isfinite().all()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_bf16_parameters_with_fp32_shards_stay_within_rounding(ranks: int) -> None:
+    precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+    def body(comm: Communicator) -> dict[str, torch.Tensor]:
+        model = make()
+        seen: list[torch.dtype] = []
+        model.blocks[0].register_forward_hook(lambda m, a, out: seen.append(m.up.weight.dtype))
+        state = train(comm, model, mixed_precision=precision)
+        assert set(seen) == {torch.bfloat16}
+        return state
+
+    expected = reference(make(), ranks).state_dict()
+    start = make().state_dict()
+    for state in run_threads(body, ranks):
+        for name, value in state.items():
+            if name.endswith("calls"):
+                continue
+            assert value.dtype == torch.float32
+            moved = (expected[name] - start[name]).norm()
+            assert (value - expected[name]).norm() < 0.35 * moved + 1e-3, name
+
+
+def test_one_unit_may_hold_several_dtypes() -> None:
+    def model_of() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).to(torch.bfloat16))
+
+    def run(model: nn.Sequential) -> None:
+        hidden = model[0](torch.ones(2, 4))
+        model[1](hidden.to(torch.bfloat16)).float().sum().backward()
+
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = model_of()
+
+        def forward(self) -> torch.Tensor:
+            return self.net[1](self.net[0](torch.ones(2, 4)).to(torch.bfloat16)).float().sum()
+
+    plain = Whole()
+    plain().backward()
+    grads = {name: param.grad for name, param in plain.named_parameters()}
+
+    def body(comm: Communicator) -> dict[str, torch.Tensor]:
+        model = Whole()
+        model.load_state_dict(plain.state_dict())
+        engine = fully_shard(model, comm)
+        model().backward()
+        with torch.no_grad():
+            for param in model.parameters():
+                assert param.grad is not None
+                assert param.grad.dtype == param.dtype
+                param.copy_(param.grad)
+        return engine.full_state_dict()
+
+    for state in run_threads(body, 2):
+        for name, grad in grads.items():
+            assert torch.equal(state[name], grad), name
+
+
+def test_each_rank_holds_its_share_and_padding_only() -> None:
+    def body(comm: Communicator) -> tuple[int, ...]:
+        model = make(layers=3, width=32)
+        engine = fully_shard(model, comm)
+        loss_of(model, batch(comm.rank, 0)).backward()
+        footprint = engine.footprint()
+        held = sum(p.nbytes for p in model.parameters())
+        assert footprint.parameter_bytes == held + footprint.padding_bytes
+        assert sum(p.grad.nbytes for p in model.parameters() if p.grad is not None) == held
+        return footprint.parameter_bytes, footprint.padding_bytes, footprint.total_parameter_bytes
+
+    whole = sum(p.nbytes for p in make(layers=3, width=32).parameters())
+    results = run_threads(body, 4)
+    assert sum(held - padding for held, padding, _ in results) == whole
+    assert len({held for held, _, _ in results}) == 1
+    assert all(total == whole for _, _, total in results)
+
+
+def test_a_step_makes_no_views_of_parameters_and_allocates_nothing_for_communication() -> None:
+    def body(comm: Communicator) -> None:
+        model = make()
+        engine = fully_shard(model, comm)
+        storages = {p.full.untyped_storage().data_ptr() for u in engine.units for p in u.params}
+        storages |= {b.shard.untyped_storage().data_ptr() for u in engine.units for b, _ in u.buckets}
+        storages |= {b.grad.untyped_storage().data_ptr() for u in engine.units for b, _ in u.buckets}
+
+        def step(count: _Counter | None) -> None:
+            loss = loss_of(model, batch(comm.rank, 0))
+            with count or _Counter(storages):
+                pass
+            loss.backward()
+
+        step(None)
+        with _Counter(storages) as counter:
+            model(batch(comm.rank, 0))
+        assert counter.made == []
+
+    run_threads(body, 2)
+
+
+class _Counter(torch.utils._python_dispatch.TorchDispatchMode):
+    """Collects the operations whose result shares one of the given storages."""
+
+    def __init__(self, storages: set[int]) -> None:
+        super().__init__()
+        self.storages = storages
+        self.made: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        result = func(*args, **(kwargs or {}))
+        for leaf in torch.utils._pytree.tree_leaves(result):
+            if (
+                isinstance(leaf, torch.Tensor)
+                and leaf.untyped_storage().data_ptr() in self.storages
+                and func.overloadpacket is not torch.ops.aten.t  # F.linear's own view of its weight
+            ):
+                self.made.append(str(func))
+        return result
+
+
+def test_compiled_blocks() -> None:
+    def body(comm: Communicator) -> dict[str, torch.Tensor]:
+        model = make(layers=2)
+        for block in model.blocks:
+            block.compile(backend="aot_eager")
+        return train(comm, model)
+
+    expected = reference(make(layers=2), 1)
+    assert_same(run_threads(body, 1, deadline_s=300)[0], expected, bitwise=False)
+
+
+def test_a_unit_skipped_by_one_rank_raises_on_all() -> None:
+    def body(comm: Communicator) -> None:
+        model = make("skipped" if comm.rank == 1 else "", layers=3)
+        fully_shard(model, comm, prefetch=0)
+        with pytest.raises(CommError):
+            for step in range(3):
+                loss_of(model, batch(comm.rank, step)).backward()
+        comm.abort("the error was seen")
+
+    run_threads(body, 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"strategy": "zero3"}, "strategy is 'zero3'; accepted: 'full_shard'"),
+        ({"units": [nn.Linear(1, 1)]}, "not a module of the model"),
+        ({"prefetch": -1}, "prefetch"),
+        ({"slots": 0}, "slots"),
+    ],
+)
+def test_bad_arguments_are_named(options: dict[str, object], message: str) -> None:
+    comm = Communicator.local_group(1)[0]
+    with pytest.raises(ValueError, match=message):
+        fully_shard(make(), comm, **options)  # type: ignore[arg-type]
+
+
+def test_sharding_twice_is_refused() -> None:
+    comm = Communicator.local_group(1)[0]
+    model = make()
+    fully_shard(model, comm)
+    with pytest.raises(ValueError, match="already"):
+        fully_shard(model, comm)
+
+
+def test_unit_that_needs_a_busy_slot_says_what_to_do() -> None:
+    class Calls(nn.Module):
+        """Calls a unit that is not its child while it is in use itself."""
+
+        def __init__(self, other: nn.Module) -> None:
+            super().__init__()
+            self.own = nn.Linear(2, 2)
+            object.__setattr__(self, "other", other)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.own(self.other(x))
+
+    other = nn.Linear(2, 2)
+    model = nn.Sequential(Calls(other), other)
+
+    def body(comm: Communicator) -> None:
+        fully_shard(model if comm.rank == 0 else nn.Sequential(Calls(other), other), comm, units=[*model], slots=1, prefetch=0)
+
+    engine_comm = Communicator.local_group(1)[0]
+    engine: Engine = fully_shard(
+        model,
+        engine_comm,
+        units=[*model],
+        slots=1,
+        prefetch=0,
+        mixed_precision=MixedPrecision(param_dtype=torch.bfloat16),
+    )
+    with pytest.raises(RuntimeError, match="slots=3"):
+        model(torch.ones(1, 2))
+    engine.close()
+
+
+_: Callable[..., object] = run_threads
