@@ -65,6 +65,7 @@ class Bucket:
         full_buffer: `layout.flat_numel` of `param_dtype`, from `comm.allocate(use="gather")` (default: its own).
         reduce_buffer: `layout.flat_numel` of `reduce_dtype`, from `allocate(use="reduce")` (default: its own).
         replicas: ranks that hold the same shard; gradients are averaged over them too.
+        tag: tells this bucket's collectives from others of the same size, should ranks disagree on their order.
         streams: where `async_op=True` runs (default: two of its own, made when first needed).
     """
 
@@ -80,6 +81,7 @@ class Bucket:
         reduce_buffer: torch.Tensor | None = None,
         replicas: Communicator | None = None,
         streams: Streams | None = None,
+        tag: int = 0,
     ) -> None:
         if layout.world_size != comm.size:
             raise ValueError(
@@ -96,6 +98,7 @@ class Bucket:
         self._reduce_buffer = reduce_buffer
         self._replicas = replicas
         self._streams = streams
+        self._tag = tag
 
         pieces = [layout.piece(comm.rank, i) for i in range(len(layout.placements))]
         placed = list(zip(layout.placements, pieces, strict=True))
@@ -146,7 +149,7 @@ class Bucket:
         if self.full is self.shard:
             return None
         stream = self._stream(0) if async_op else None
-        self.comm.all_gather(self.full, self.shard, stream=stream)
+        self.comm.all_gather(self.full, self.shard, tag=self._tag, stream=stream)
         return Work(stream.record()) if stream is not None else None
 
     def gathered_shards(self) -> list[torch.Tensor]:
@@ -178,7 +181,9 @@ class Bucket:
         buffer = self._packed(sources, stream)
         if self._replicas is not None:
             self._replicas.all_reduce(buffer, "avg", stream=stream)
-        self.comm.reduce_scatter(self.grad, buffer, "avg", accumulate=accumulate, stream=stream)
+        self.comm.reduce_scatter(
+            self.grad, buffer, "avg", accumulate=accumulate, tag=self._tag, stream=stream
+        )
         self.shard.grad = self.grad
         return Work(stream.record(), sources) if stream is not None else None
 

@@ -47,7 +47,12 @@ class C10dCommunicator(Communicator):
         return torch.zeros(numel, dtype=dtype)
 
     def all_gather(
-        self, recv: torch.Tensor, send: torch.Tensor, *, stream: _C.Stream | None = None
+        self,
+        recv: torch.Tensor,
+        send: torch.Tensor,
+        *,
+        tag: int = 0,
+        stream: _C.Stream | None = None,
     ) -> None:
         check_sizes("all_gather", recv=recv, send=send, whole=recv, part=send, size=self.size)
 
@@ -63,6 +68,7 @@ class C10dCommunicator(Communicator):
         op: ReduceOp = "sum",
         *,
         accumulate: bool = False,
+        tag: int = 0,
         stream: _C.Stream | None = None,
     ) -> None:
         check_sizes("reduce_scatter", recv=recv, send=send, whole=send, part=recv, size=self.size)

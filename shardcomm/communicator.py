@@ -103,11 +103,17 @@ class Communicator(ABC):
 
     @abstractmethod
     def all_gather(
-        self, recv: torch.Tensor, send: torch.Tensor, *, stream: _C.Stream | None = None
+        self,
+        recv: torch.Tensor,
+        send: torch.Tensor,
+        *,
+        tag: int = 0,
+        stream: _C.Stream | None = None,
     ) -> None:
         """recv[r * n : (r + 1) * n] = `send` of rank r, converted to recv's dtype; n = send.numel().
 
-        In place (nothing is copied for this rank) when `send` is that part of `recv`.
+        In place (nothing is copied for this rank) when `send` is that part of `recv`. Ranks that give different
+        tags have called different collectives, which raises; it tells gathers of equal size apart.
         """
 
     @abstractmethod
@@ -118,6 +124,7 @@ class Communicator(ABC):
         op: ReduceOp = "sum",
         *,
         accumulate: bool = False,
+        tag: int = 0,
         stream: _C.Stream | None = None,
     ) -> None:
         """recv = this rank's n elements of `send` reduced over all ranks; n = recv.numel().
@@ -189,7 +196,12 @@ class HostCommunicator(Communicator):
         )
 
     def all_gather(
-        self, recv: torch.Tensor, send: torch.Tensor, *, stream: _C.Stream | None = None
+        self,
+        recv: torch.Tensor,
+        send: torch.Tensor,
+        *,
+        tag: int = 0,
+        stream: _C.Stream | None = None,
     ) -> None:
         count = send.numel()
         check_sizes("all_gather", recv=recv, send=send, whole=recv, part=send, size=self.size)
@@ -199,6 +211,7 @@ class HostCommunicator(Communicator):
             recv.data_ptr(),
             core_dtype(recv.dtype),
             count,
+            tag,
             stream,
         )
 
@@ -209,6 +222,7 @@ class HostCommunicator(Communicator):
         op: ReduceOp = "sum",
         *,
         accumulate: bool = False,
+        tag: int = 0,
         stream: _C.Stream | None = None,
     ) -> None:
         check_sizes("reduce_scatter", recv=recv, send=send, whole=send, part=recv, size=self.size)
@@ -221,6 +235,7 @@ class HostCommunicator(Communicator):
             accumulate,
             recv.numel(),
             red_op("reduce_scatter", op),
+            tag,
             stream,
         )
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -106,6 +107,9 @@ class Engine:
             raise ValueError(
                 f"fully_shard: strategy is {strategy!r}; accepted: {', '.join(map(repr, STRATEGIES))}"
             )
+        if any(module in _sharded for module in model.modules()):
+            raise ValueError("fully_shard: model, or a module of it, is sharded already")
+        _sharded.update(model.modules())
         self.model = model
         self.comm = comm
         self.strategy: Strategy = STRATEGIES[strategy]
@@ -406,6 +410,9 @@ class Engine:
         yield unit.module.register_forward_pre_hook(pre_forward, prepend=True, with_kwargs=True)
         yield unit.module.register_forward_hook(post_forward)
 
+
+# Modules whose parameters are shards, also after their engine was closed.
+_sharded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 _Program = dict[Trigger, tuple[tuple[Callable[[ShardedUnit], None], ShardedUnit], ...]]
 

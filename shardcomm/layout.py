@@ -1,12 +1,11 @@
 """Where every element of a unit's parameters lives: its offset in the flat buffer, and on which rank.
 
-Two parameters, a of 4 rows x 6 and b of 5 rows x 4, over 2 ranks, aligned to 2 elements; | is the boundary between
-the shards. S is 22: 44 elements in all suffice, and the boundary falls between two rows of a or b, never inside one::
+Two parameters, a of 4 rows x 6 elements and b of 5 rows x 4, over 2 ranks. 44 elements in all: S = 22 would do, but
+would cut row a3 (18 to 24) as it would cut a row of a behind b. The smallest S that cuts no row is 24::
 
-    flat   0     6     12    18    24  28  32  36  40  44
-           [a0   |a1   |a2   |a3   ][b0|b1 |b2 |b3 |b4 ]        rows of a and b
-           [------- rank 0 ----|------- rank 1 --------]        22 would cut a3: b goes first instead
-           [b0|b1|b2|b3|b4][  ][a0 ...                          20 + 2 free, then a: rank 0 holds b, rank 1 holds a
+    flat    0     6     12    18    24  28  32  36  40  44  48
+            [ a0  | a1  | a2  | a3  ][b0 |b1 |b2 |b3 |b4 |....]      .... is padding, 4 of 48
+            [------ rank 0, S -------][------ rank 1, S ------]
 
 A shard boundary never cuts a granule (a row, a block of rows, or the whole parameter), every parameter is one
 contiguous, aligned range, and all shards are equally long. What that costs is padding. A parameter that spans several

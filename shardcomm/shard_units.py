@@ -86,6 +86,7 @@ def shard_units(
                 reduce_buffer=reduce_buffer[:reduce_numel].view(group.reduce_dtype),
                 replicas=replicas,
                 streams=streams,
+                tag=index + 1,
             )
             _load(bucket, group.params, comm)
             buckets.append((bucket, group.params))

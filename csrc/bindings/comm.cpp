@@ -51,24 +51,25 @@ void bind_comm(py::module_& m) {
            py::arg("nbytes"), py::arg("use"))
       .def("all_gather",
            [](const Comm& comm, std::uintptr_t send, DType send_dtype, std::uintptr_t recv,
-              DType recv_dtype, std::int64_t count, Stream* stream) {
+              DType recv_dtype, std::int64_t count, std::int64_t tag, Stream* stream) {
              submit(comm, stream, [=](Communicator& c) {
-               c.all_gather(pointer(send), send_dtype, pointer(recv), recv_dtype, count);
+               c.all_gather(pointer(send), send_dtype, pointer(recv), recv_dtype, count, tag);
              });
            },
            py::arg("send"), py::arg("send_dtype"), py::arg("recv"), py::arg("recv_dtype"),
-           py::arg("count"), on_stream)
+           py::arg("count"), py::arg("tag"), on_stream)
       .def("reduce_scatter",
            [](const Comm& comm, std::uintptr_t send, DType dtype, std::uintptr_t recv,
               DType recv_dtype, float scale, bool accumulate, std::int64_t count, RedOp op,
-              Stream* stream) {
+              std::int64_t tag, Stream* stream) {
              submit(comm, stream, [=](Communicator& c) {
                c.reduce_scatter(pointer(send), dtype, pointer(recv),
-                                {recv_dtype, scale, accumulate}, count, op);
+                                {recv_dtype, scale, accumulate}, count, op, tag);
              });
            },
            py::arg("send"), py::arg("dtype"), py::arg("recv"), py::arg("recv_dtype"),
-           py::arg("scale"), py::arg("accumulate"), py::arg("count"), py::arg("op"), on_stream)
+           py::arg("scale"), py::arg("accumulate"), py::arg("count"), py::arg("op"), py::arg("tag"),
+           on_stream)
       .def("all_reduce",
            [](const Comm& comm, std::uintptr_t buffer, DType dtype, std::int64_t count, RedOp op,
               Stream* stream) {

@@ -27,7 +27,9 @@ std::string arguments(const Call& call) {
 }  // namespace
 
 std::string describe(const Call& call) {
-  return std::string(name(call.op)) + "(" + arguments(call) + ") #" + std::to_string(call.sequence);
+  const std::string tag = call.tag == 0 ? "" : ", tag " + std::to_string(call.tag);
+  return std::string(name(call.op)) + "(" + arguments(call) + tag + ") #" +
+         std::to_string(call.sequence);
 }
 
 }  // namespace shardcomm

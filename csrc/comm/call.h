@@ -59,6 +59,7 @@ struct Call {
   RedOp red_op = RedOp::sum;
   std::int32_t root = 0;
   std::int64_t count = 0;  // elements per rank; bytes for allocate and broadcast
+  std::int64_t tag = 0;
   std::uint64_t sequence = 0;
   // Not compared: may differ from rank to rank.
   Place send;
@@ -67,7 +68,7 @@ struct Call {
 
   bool same_as(const Call& other) const {
     return op == other.op && send_dtype == other.send_dtype && recv_dtype == other.recv_dtype &&
-           red_op == other.red_op && root == other.root && count == other.count;
+           red_op == other.red_op && root == other.root && count == other.count && tag == other.tag;
   }
 };
 

@@ -178,7 +178,7 @@ std::shared_ptr<Memory> HostCommunicator::allocate(std::size_t bytes, Use use) {
 }
 
 void HostCommunicator::all_gather(const void* send, DType send_dtype, void* recv, DType recv_dtype,
-                                  std::int64_t count) {
+                                  std::int64_t count, std::int64_t tag) {
   check("all_gather", "send", send, count);
   check("all_gather", "recv", recv, count);
   check_conversion("all_gather", send_dtype, recv_dtype);
@@ -194,6 +194,7 @@ void HostCommunicator::all_gather(const void* send, DType send_dtype, void* recv
   call.send_dtype = send_dtype;
   call.recv_dtype = recv_dtype;
   call.count = count;
+  call.tag = tag;
   call.send = windows_->find(send, bytes_of(count, send_dtype), "all_gather: send");
   call.recv = windows_->find(recv, bytes_of(count * size_, recv_dtype), "all_gather: recv");
   // Nobody writes before this: a peer may still read what the window held.
@@ -237,7 +238,8 @@ void HostCommunicator::gather_staged(Channel& channel, const void* send, DType s
 }
 
 void HostCommunicator::reduce_scatter(const void* send, DType dtype, void* recv,
-                                      const Epilogue& epilogue, std::int64_t count, RedOp op) {
+                                      const Epilogue& epilogue, std::int64_t count, RedOp op,
+                                      std::int64_t tag) {
   check("reduce_scatter", "send", send, count);
   check("reduce_scatter", "recv", recv, count);
   check_epilogue(epilogue, dtype);
@@ -252,6 +254,7 @@ void HostCommunicator::reduce_scatter(const void* send, DType dtype, void* recv,
   call.send_dtype = call.recv_dtype = dtype;
   call.red_op = op;
   call.count = count;
+  call.tag = tag;
   call.send = windows_->find(send, bytes_of(count * size_, dtype), "reduce_scatter: send");
   channel.board.begin(call);
   if (!all_reachable(channel, &Call::send)) {

@@ -53,13 +53,14 @@ class Communicator {
   virtual std::shared_ptr<Memory> allocate(std::size_t bytes, Use use) = 0;
 
   // recv[r * count + i] = convert(send of rank r [i]). `count` elements per rank. In place when `send` is
-  // recv + rank * count and the dtypes agree.
+  // recv + rank * count and the dtypes agree. Ranks that pass different tags called different collectives: what tells
+  // two gathers of the same size apart.
   virtual void all_gather(const void* send, DType send_dtype, void* recv, DType recv_dtype,
-                          std::int64_t count) = 0;
+                          std::int64_t count, std::int64_t tag = 0) = 0;
 
   // recv[i] = epilogue(send of rank 0 [rank * count + i] op send of rank 1 [rank * count + i] op ...).
   virtual void reduce_scatter(const void* send, DType dtype, void* recv, const Epilogue& epilogue,
-                              std::int64_t count, RedOp op) = 0;
+                              std::int64_t count, RedOp op, std::int64_t tag = 0) = 0;
 
   // In place; bitwise the same on every rank.
   virtual void all_reduce(void* buffer, DType dtype, std::int64_t count, RedOp op) = 0;

@@ -1,0 +1,198 @@
+"""N ranks as local processes, with the environment that torchrun would give them.
+
+The launcher's process keeps the rendezvous store and watches; the ranks come from a fork server that has torch loaded,
+so that one starts in milliseconds. Whatever happens to a rank or to the launcher, no process is left.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerProcess
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+# How long the other ranks may take to notice a failure and say what they saw, before they are ended.
+GRACE_S = 5.0
+
+
+class RankError(RuntimeError):
+    """A rank failed: the message says which one, and how."""
+
+
+def launch(
+    fn: Callable[..., T], ranks: int, args: Sequence[Any] = (), *, deadline_s: float | None = None
+) -> list[T]:
+    """Runs fn(*args) in `ranks` new processes; returns their results in rank order.
+
+    Inside, both `Communicator.from_env()` and `torch.distributed.init_process_group()` find the other ranks.
+
+    Args:
+        fn: a function of a module (it is pickled by name), as are its arguments and its result.
+        deadline_s: seconds until all ranks are ended and TimeoutError is raised (default: none).
+
+    Raises:
+        RankError: a rank raised or was killed; the first cause, not what followed from it.
+        TimeoutError: the deadline passed.
+    """
+    if ranks < 1:
+        raise ValueError(f"launch: ranks is {ranks}; it must be at least 1")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["shardcomm"])
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    group = _Group(ranks)
+    try:
+        for rank in range(ranks):
+            group.start(context, rank, store.port, fn, args)
+        return group.results(deadline_s)
+    finally:
+        group.end()
+
+
+class _Group:
+    """The processes of one launch."""
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+        self.processes: list[ForkServerProcess] = []
+        self.outcomes: list[Connection] = []
+        self.lifelines: list[Connection] = []  # their other ends tell a rank that the launcher is gone
+
+    def start(
+        self,
+        context: multiprocessing.context.ForkServerContext,
+        rank: int,
+        port: int,
+        fn: Callable[..., Any],
+        args: Sequence[Any],
+    ) -> None:
+        outcome, tell = context.Pipe(duplex=False)
+        watched, lifeline = context.Pipe(duplex=False)
+        process = context.Process(
+            target=_run_rank,
+            args=(rank, self.ranks, port, fn, tuple(args), tell, watched),
+            name=f"rank {rank}",
+        )
+        process.start()
+        tell.close()
+        watched.close()
+        self.processes.append(process)
+        self.outcomes.append(outcome)
+        self.lifelines.append(lifeline)
+
+    def results(self, deadline_s: float | None) -> list[Any]:
+        """Waits for all; raises the first cause once a rank failed."""
+        end = None if deadline_s is None else time.monotonic() + deadline_s
+        results: dict[int, Any] = {}
+        failures: dict[int, str] = {}
+        pending = {rank: outcome for rank, outcome in enumerate(self.outcomes)}
+        while pending:
+            left = None if end is None else end - time.monotonic()
+            ready = wait(list(pending.values()), left)
+            if not ready:
+                break
+            for rank in [rank for rank, outcome in pending.items() if outcome in ready]:
+                ok, value = self._outcome(rank)
+                del pending[rank]
+                if ok:
+                    results[rank] = value
+                else:
+                    if not failures:
+                        grace_end = time.monotonic() + GRACE_S
+                        end = grace_end if end is None else min(end, grace_end)
+                    failures[rank] = value
+        if failures:
+            raise RankError(_first_cause(failures))
+        if pending:
+            raise TimeoutError(
+                f"launch: ranks {sorted(pending)} of {self.ranks} still ran after {deadline_s:g} s"
+            )
+        return [results[rank] for rank in range(self.ranks)]
+
+    def _outcome(self, rank: int) -> tuple[bool, Any]:
+        try:
+            ok, value = self.outcomes[rank].recv()
+        except EOFError:
+            process = self.processes[rank]
+            process.join(GRACE_S)
+            code = process.exitcode
+            if code is not None and code < 0:
+                return False, f"was killed by {signal.Signals(-code).name}"
+            return False, f"ended with exit status {code} and no result"
+        return bool(ok), value
+
+    def end(self) -> None:
+        """Ends what still runs. Ranks hold nothing that outlives them, so being killed is clean."""
+        for lifeline in self.lifelines:
+            lifeline.close()
+        for process in self.processes:
+            process.join(0.2)
+            if process.is_alive():
+                process.kill()
+            process.join()
+            process.close()
+        for outcome in self.outcomes:
+            outcome.close()
+
+
+def _first_cause(failures: dict[int, str]) -> str:
+    """A rank that was killed, or raised an error of its own, comes before CommErrors, which follow from it."""
+
+    def order(entry: tuple[int, str]) -> tuple[int, int]:
+        rank, text = entry
+        return (0 if text.startswith("was killed") else 2 if "CommError" in text else 1, rank)
+
+    rank, text = min(failures.items(), key=order)
+    others = [f"rank {r}: {_last_line(t)}" for r, t in sorted(failures.items()) if r != rank]
+    return "\n".join([f"rank {rank} {text}", *others])
+
+
+def _last_line(text: str) -> str:
+    return text.strip().splitlines()[-1]
+
+
+def _run_rank(
+    rank: int,
+    ranks: int,
+    port: int,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    tell: Connection,
+    watched: Connection,
+) -> None:
+    # Ctrl-C reaches the whole terminal; the launcher decides for all ranks.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_launcher, args=(watched,), daemon=True).start()
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(ranks),
+        LOCAL_WORLD_SIZE=str(ranks),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        TORCHELASTIC_USE_AGENT_STORE="True",  # the launcher's store, as under torchrun
+        TORCHELASTIC_RESTART_COUNT="0",
+    )
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
+    try:
+        outcome = (True, fn(*args))
+    except BaseException:
+        outcome = (False, "raised\n" + traceback.format_exc())
+    tell.send(outcome)
+
+
+def _end_with_launcher(watched: Connection) -> None:
+    try:
+        watched.recv()
+    except (EOFError, OSError):
+        os._exit(1)
