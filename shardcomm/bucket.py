@@ -102,7 +102,9 @@ class Bucket:
 
         pieces = [layout.piece(comm.rank, i) for i in range(len(layout.placements))]
         placed = list(zip(layout.placements, pieces, strict=True))
-        self.params = tuple(_full_view(self.full, p) for p in layout.placements)
+        # `.data` has a version counter of its own: refilling the buffer with the same values, as a second gather in a
+        # step does, must not look to autograd like a change of the weights it saved.
+        self.params = tuple(_full_view(self.full.data, p) for p in layout.placements)
         self.shards = tuple(_shard_view(self.shard, p, piece) for p, piece in placed)
         self.shard_grads = tuple(_shard_view(self.grad, p, piece) for p, piece in placed)
         self._pack: _C.BoundCopy | None = None

@@ -26,17 +26,19 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 class C10dCommunicator(Communicator):
-    """Runs on `group` without changing it. Not closed with it either: the group belongs to its maker.
+    """Runs on two groups of the same ranks, since a gather and a reduce may run at once and a group has one order.
 
-    The group's own timeout is the deadline. What the group raises becomes `CommError`.
+    The groups' own timeout is the deadline. What they raise becomes `CommError`. They are not closed with this: they
+    belong to their maker.
     """
 
     transport = "c10d"
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.rank = group.rank()
-        self.size = group.size()
-        self._group = group
+    def __init__(self, gathers: dist.ProcessGroup, reduces: dist.ProcessGroup) -> None:
+        self.rank = gathers.rank()
+        self.size = gathers.size()
+        self._gathers = gathers
+        self._reduces = reduces
         self._sequence = itertools.count(1)
         self._receipts: dict[str, Receipt] = {}
         self._failure: str | None = None
@@ -57,7 +59,7 @@ class C10dCommunicator(Communicator):
         check_sizes("all_gather", recv=recv, send=send, whole=recv, part=send, size=self.size)
 
         def run() -> None:
-            self._wait(self._group.allgather([list(recv.chunk(self.size))], [send.to(recv.dtype)]))
+            self._wait(self._gathers.allgather([list(recv.chunk(self.size))], [send.to(recv.dtype)]))
 
         self._submit("all_gather", run, stream)
 
@@ -79,7 +81,7 @@ class C10dCommunicator(Communicator):
             total = torch.empty(recv.numel(), dtype=wire)
             options = dist.ReduceScatterOptions()
             options.reduceOp = _OPS["sum" if op == "avg" else op]
-            self._wait(self._group._reduce_scatter_base(total, send.flatten().to(wire), options))
+            self._wait(self._reduces._reduce_scatter_base(total, send.flatten().to(wire), options))
             if op == "avg":
                 total /= self.size
             flat = recv.view(-1)
@@ -99,7 +101,7 @@ class C10dCommunicator(Communicator):
             total = buffer.to(_accumulation_dtype(buffer.dtype))
             options = dist.AllreduceOptions()
             options.reduceOp = _OPS["sum" if op == "avg" else op]
-            self._wait(self._group.allreduce([total], options))
+            self._wait(self._reduces.allreduce([total], options))
             if op == "avg":
                 total /= self.size
             if total is not buffer:
@@ -116,17 +118,18 @@ class C10dCommunicator(Communicator):
         def run() -> None:
             options = dist.BroadcastOptions()
             options.rootRank = root
-            self._wait(self._group.broadcast([buffer], options))
+            self._wait(self._gathers.broadcast([buffer], options))
 
         self._submit("broadcast", run, stream)
 
     def barrier(self) -> None:
-        self._submit("barrier", lambda: self._wait(self._group.barrier()), None)
+        self._submit("barrier", lambda: self._wait(self._gathers.barrier()), None)
 
     def abort(self, reason: str) -> None:
         """Only this rank hears the reason; the others fail when the group's connections or timeout do."""
         self._failure = f"rank {self.rank} aborted: {reason}"
-        self._group.abort()
+        self._gathers.abort()
+        self._reduces.abort()
 
     def close(self) -> None:
         self._failure = self._failure or f"rank {self.rank} closed the communicator"

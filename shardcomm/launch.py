@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import signal
 import threading
 import time
@@ -121,7 +122,7 @@ class _Group:
 
     def _outcome(self, rank: int) -> tuple[bool, Any]:
         try:
-            ok, value = self.outcomes[rank].recv()
+            ok, value = pickle.loads(self.outcomes[rank].recv_bytes())
         except EOFError:
             process = self.processes[rank]
             process.join(GRACE_S)
@@ -188,7 +189,8 @@ def _run_rank(
         outcome = (True, fn(*args))
     except BaseException:
         outcome = (False, "raised\n" + traceback.format_exc())
-    tell.send(outcome)
+    # Pickled by value: torch's own way would share the tensors' memory, which ends with this process.
+    tell.send_bytes(pickle.dumps(outcome))
 
 
 def _end_with_launcher(watched: Connection) -> None:

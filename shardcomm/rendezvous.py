@@ -54,8 +54,10 @@ def from_env(deadline_s: float, transport: Transport) -> Communicator:
             ) from error
 
     def gloo() -> Communicator:
-        group = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout)
-        return C10dCommunicator(group)
+        return C10dCommunicator(
+            dist.ProcessGroupGloo(dist.PrefixStore("gathers", store), rank, size, timeout),
+            dist.ProcessGroupGloo(dist.PrefixStore("reduces", store), rank, size, timeout),
+        )
 
     return connect(exchange, rank, size, deadline_s, transport, gloo)
 
@@ -80,9 +82,15 @@ def from_process_group(
         dist.all_gather_object(everybody, payload, group=group)
         return everybody
 
-    return connect(
-        exchange, rank, size, deadline_s, transport, lambda: C10dCommunicator(group)
-    )
+    def c10d() -> Communicator:
+        gathers = dist.new_group(
+            dist.get_process_group_ranks(group),
+            backend=dist.get_backend(group),
+            use_local_synchronization=True,
+        )
+        return C10dCommunicator(gathers, group)
+
+    return connect(exchange, rank, size, deadline_s, transport, c10d)
 
 
 def connect(
