@@ -1,0 +1,129 @@
+"""What the comparison scripts share: medians with their spread, one table, --json and --check.
+
+Peers are measured in turn within the same rounds (A B C, A B C, ...), so that whatever else the machine does hits all
+alike, and what is reported are ratios of medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+
+import torch
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of each round."""
+
+    samples: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.samples)
+
+    def quantile(self, fraction: float) -> float:
+        ordered = sorted(self.samples)
+        return ordered[min(len(ordered) - 1, round(fraction * (len(ordered) - 1)))]
+
+    def __str__(self) -> str:
+        low, high = self.quantile(0.1), self.quantile(0.9)
+        unit, scale = ("ms", 1e3) if self.median >= 1e-3 else ("us", 1e6)
+        return f"{self.median * scale:.2f} {unit} ({low * scale:.2f}-{high * scale:.2f})"
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A figure and what it must be: at least, or at most, `limit`."""
+
+    name: str
+    value: float
+    at_least: float | None = None
+    at_most: float | None = None
+
+    @property
+    def holds(self) -> bool:
+        if self.at_least is not None and self.value < self.at_least:
+            return False
+        return self.at_most is None or self.value <= self.at_most
+
+    def __str__(self) -> str:
+        wanted = f">= {self.at_least:g}" if self.at_least is not None else f"<= {self.at_most:g}"
+        verdict = "ok" if self.holds else "FALLS SHORT"
+        return f"{self.name}: {self.value:.3g} (wanted {wanted}) {verdict}"
+
+
+@dataclass
+class Report:
+    """A table, the figures behind it, and the bounds that --check holds them to."""
+
+    columns: Sequence[str]
+    rows: list[list[str]] = field(default_factory=list)
+    figures: dict[str, object] = field(default_factory=dict)
+    bounds: list[Bound] = field(default_factory=list)
+
+    def row(self, *cells: object) -> None:
+        self.rows.append([str(cell) for cell in cells])
+
+    def print(self, out: object = None) -> None:
+        table = [list(self.columns), *self.rows]
+        widths = [max(len(row[i]) for row in table) for i in range(len(self.columns))]
+        for row in table:
+            cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+            print("  ".join(cells).rstrip(), file=out or sys.stdout)  # type: ignore[arg-type]
+        print(file=out or sys.stdout)  # type: ignore[arg-type]
+        for bound in self.bounds:
+            print(bound, file=out or sys.stdout)  # type: ignore[arg-type]
+
+    def finish(self, args: argparse.Namespace) -> None:
+        """Prints, writes the JSON, and ends the process with 1 if --check found a figure short."""
+        self.print(sys.stderr if args.json == "-" else None)
+        if args.json:
+            text = json.dumps(self.as_json(), indent=1)
+            if args.json == "-":
+                print(text)
+            else:
+                Path(args.json).write_text(text + "\n")
+        short = [str(bound) for bound in self.bounds if not bound.holds]
+        if args.check and short:
+            sys.exit("\n".join(["check failed:", *short]))
+
+    def as_json(self) -> dict[str, object]:
+        return {
+            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "command": " ".join(["python", *sys.argv]),
+            "machine": machine(),
+            "versions": {"python": platform.python_version(), "torch": torch.__version__},
+            "figures": self.figures,
+            "bounds": [asdict(bound) | {"holds": bound.holds} for bound in self.bounds],
+        }
+
+
+def machine() -> dict[str, object]:
+    """The processor and its cores, as the system names them."""
+    model = platform.processor()
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            model = line.split(":", 1)[1].strip()
+            break
+    return {"cpu": model, "cores": os.cpu_count(), "system": platform.system()}
+
+
+def arguments(description: str | None) -> argparse.ArgumentParser:
+    """The options all comparison scripts have."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", metavar="FILE", help="write the figures there; - for stdout")
+    parser.add_argument(
+        "--check", action="store_true", help="exit with 1 if a figure falls short of its bound"
+    )
+    return parser
