@@ -2,6 +2,7 @@
 // one the processor has is taken at run time, so that one binary fits all.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 #include "shardcomm/dtype.h"
@@ -10,6 +11,8 @@
 namespace shardcomm {
 
 struct Kernels {
+  // As memcpy, past the caches: for copies so large that what they replace there is worth more.
+  void (*stream)(void* dst, const void* src, std::size_t bytes);
   // dst[i] = convert(scale * src[i]) (+ dst[i]); src and dst are f32, bf16 or f16.
   void (*convert)(void* dst, DType dst_dtype, const void* src, DType src_dtype, std::int64_t count,
                   float scale, bool accumulate);

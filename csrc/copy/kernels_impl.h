@@ -6,7 +6,7 @@
 
 #include "copy/kernels.h"
 
-#if defined(__F16C__)
+#if defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
@@ -156,6 +156,27 @@ void convert(void* dst, DType dst_dtype, const void* src, DType src_dtype, std::
   }
 }
 
+void stream(void* dst, const void* src, std::size_t bytes) {
+  auto* to = static_cast<char*>(dst);
+  const auto* from = static_cast<const char*>(src);
+#if defined(__AVX2__)
+  constexpr std::size_t kLine = sizeof(__m256i);
+  const std::size_t head = (kLine - reinterpret_cast<std::uintptr_t>(to) % kLine) % kLine;
+  if (bytes >= head + kLine) {
+    std::memcpy(to, from, head);
+    to += head;
+    from += head;
+    bytes -= head;
+    for (; bytes >= kLine; bytes -= kLine, to += kLine, from += kLine) {
+      const __m256i line = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+      _mm256_stream_si256(reinterpret_cast<__m256i*>(to), line);
+    }
+    _mm_sfence();  // before a flag tells others that the data is there
+  }
+#endif
+  std::memcpy(to, from, bytes);
+}
+
 template <typename A>
 inline A combine(RedOp op, A a, A b) {
   // Comparisons with NaN are false: written so that a NaN on either side comes through.
@@ -248,6 +269,6 @@ void reduce(void* dst, const Epilogue& epilogue, const void* const* sources, int
 }  // namespace
 
 extern const Kernels SHARDCOMM_KERNELS;
-const Kernels SHARDCOMM_KERNELS = {convert, reduce};
+const Kernels SHARDCOMM_KERNELS = {stream, convert, reduce};
 
 }  // namespace shardcomm
