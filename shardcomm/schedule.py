@@ -1,39 +1,47 @@
-"""What happens when, as data: for every trigger of a step, a list of actions.
+"""The schedule: what is gathered, awaited, released and reduced in a step, and when, as data.
 
-A model of a root (unit 0) and three blocks (units 1, 2, 3), full_shard, prefetch 1, so 2 slots for the blocks::
+A model's hooks fire *triggers*; the schedule says which *actions* each of them sets off.
+Strategies, prefetch depth and the number of slots are different tables, not different code.
+A root (unit 0) around three blocks (1, 2, 3), ``full_shard``, ``prefetch=1``: the blocks rotate
+over slots 0 and 1, the root has slot 2::
 
-    trigger            actions                                       slot 0    slot 1   root's slot
-    pre_forward 0      gather 0, wait 0, gather 1                    .         1..      0
-    pre_forward 1      wait 1, gather 2                              2..       1        0
-    post_forward 1     release 1                                     2         .        0
-    pre_forward 2      wait 2, gather 3                              2         3..      0
-    pre_forward 3      wait 3                                        2         3        0
-    pre_backward 3     (2 and 3 are still there)                     2         3        0
-    post_backward 3    release 3, reduce 3                           2         .        0
-    pre_backward 2     gather 1                                      2         1..      0
-    post_backward 2    release 2, reduce 2                           .         1        0
-    ...
-    end_of_backward    release 0, reduce 0, wait for the reduces     .         .        .
+    trigger         slot:    0   1   2  actions
+    pre_forward(0)          >1   .   0  gather 0, wait_gather 0, gather 1
+    pre_forward(1)           1  >2   0  wait_gather 1, gather 2
+    post_forward(1)          .  >2   0  release 1
+    pre_forward(2)          >3   2   0  wait_gather 2, gather 3
+    post_forward(2)         >3   2   0
+    pre_forward(3)           3   2   0  wait_gather 3
+    post_forward(3)          3   2   0
+    post_forward(0)          3   2   0
+    pre_backward(0)          3   2   0  wait_gather 0
+    pre_backward(3)          3   2   0  wait_gather 3
+    post_backward(3)         .   2   0  release 3, reduce 3
+    pre_backward(2)         >1   2   0  wait_gather 2, gather 1
+    post_backward(2)        >1   .   0  release 2, reduce 2
+    pre_backward(1)          1   .   0  wait_gather 1
+    post_backward(1)         .   .   0  release 1, wait_reduce 3, reduce 1
+    post_backward(0)         .   .   .  release 0, wait_reduce 2, reduce 0
+    end_of_backward          .   .   .  wait_reduce 1, wait_reduce 0
 
-The last units of the forward stay in their slots, since nobody needs these before their backward: a step gathers
-n + (n - slots) blocks and not 2 n. Strategies differ in these lists alone. The engine executes them; whatever costs,
-plans or draws a step reads the same lists.
-
-Executing is idempotent: gathering a gathered unit, waiting twice, or releasing a released one does nothing. So a unit
-that runs several times in a step has one list for each kind of trigger, which is right each time.
+The middle columns show what each slot holds once the actions are issued: ``>2`` is unit 2 on its
+way, ``2`` the unit ready to use, ``.`` a free slot. Unit 2 travels while 1 computes, and so on.
+Blocks 2 and 3 are the last of the forward: no other unit wants their slots before the backward
+wants them, so they stay, and only block 1 is gathered twice.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from types import MappingProxyType
+from itertools import islice, pairwise
 from typing import NamedTuple
 
 
 class Phase(Enum):
-    """When a trigger fires, relative to a unit."""
+    """Where in a step a trigger fires."""
 
     PRE_FORWARD = "pre_forward"
     POST_FORWARD = "post_forward"
@@ -43,14 +51,20 @@ class Phase(Enum):
 
 
 class Trigger(NamedTuple):
-    """A moment in a step. `unit` is -1 at the end of backward."""
+    """A point of a step that a hook reports; ``unit`` is -1 for END_OF_BACKWARD."""
 
     phase: Phase
     unit: int
 
+    def __str__(self) -> str:
+        return self.phase.value if self.unit < 0 else f"{self.phase.value}({self.unit})"
+
+
+END = Trigger(Phase.END_OF_BACKWARD, -1)
+
 
 class Verb(Enum):
-    """What an action does to its unit."""
+    """What an action does to its unit. Gathers and reduces are issued and waited for apart."""
 
     GATHER = "gather"
     WAIT_GATHER = "wait_gather"
@@ -60,21 +74,23 @@ class Verb(Enum):
 
 
 class Action(NamedTuple):
-    """One entry of a schedule. `slot` is where the full parameters are; -1 for reduces."""
+    """A verb on a unit; ``slot`` holds the full parameters (-1 for REDUCE, WAIT_REDUCE)."""
 
     verb: Verb
     unit: int
     slot: int
 
+    def __str__(self) -> str:
+        return f"{self.verb.value} {self.unit}"
+
 
 @dataclass(frozen=True)
 class Strategy:
-    """What is sharded.
+    """What is sharded between uses.
 
-    Attributes:
-        shard_params: parameters are sharded between steps, so gathered in each.
-        reshard_after_forward: a unit's full parameters give way to the next unit's after its forward, so units share
-            slots; otherwise each has its own, and is gathered once a step.
+    ``shard_params``: full parameters exist only between their gather and their release.
+    ``reshard_after_forward``: units share slots, so most are released after their forward and
+    gathered again for their backward; otherwise each has its own slot and stays in between.
     """
 
     name: str
@@ -82,31 +98,54 @@ class Strategy:
     reshard_after_forward: bool
 
 
-STRATEGIES: Mapping[str, Strategy] = MappingProxyType(
-    {
-        strategy.name: strategy
-        for strategy in (
-            Strategy("full_shard", shard_params=True, reshard_after_forward=True),  # ZeRO-3
-            Strategy("shard_grad_op", shard_params=True, reshard_after_forward=False),  # ZeRO-2
-            Strategy("no_shard", shard_params=False, reshard_after_forward=False),  # data parallel
-        )
-    }
-)
-
-END = Trigger(Phase.END_OF_BACKWARD, -1)
-
-_MIRROR = {Phase.PRE_FORWARD: Phase.POST_BACKWARD, Phase.POST_FORWARD: Phase.PRE_BACKWARD}
-_USES = (Phase.PRE_FORWARD, Phase.PRE_BACKWARD)
+STRATEGIES: Mapping[str, Strategy] = {
+    strategy.name: strategy
+    for strategy in (
+        Strategy("full_shard", shard_params=True, reshard_after_forward=True),  # ZeRO-3
+        Strategy("shard_grad_op", shard_params=True, reshard_after_forward=False),  # ZeRO-2
+        Strategy("no_shard", shard_params=False, reshard_after_forward=False),  # data parallel
+    )
+}
 
 
-@dataclass(frozen=True)
+def forward_order(parents: Sequence[int]) -> tuple[Trigger, ...]:
+    """Returns the forward triggers of a module tree whose units run in module order.
+
+    ``parents[u]`` is the unit around unit u, -1 for none: ``[-1, 0, 0]`` is a root with two blocks.
+    Children run in ascending order. Raises ValueError for a parent that does not precede its child.
+    """
+    children: dict[int, list[int]] = defaultdict(list)
+    for unit, parent in enumerate(parents):
+        if not -1 <= parent < unit:
+            raise ValueError(f"parents[{unit}] is {parent}; it must be -1 or a unit below {unit}")
+        children[parent].append(unit)
+
+    def call(unit: int) -> list[Trigger]:
+        inner = [trigger for child in children[unit] for trigger in call(child)]
+        return [Trigger(Phase.PRE_FORWARD, unit), *inner, Trigger(Phase.POST_FORWARD, unit)]
+
+    return tuple(trigger for unit in children[-1] for trigger in call(unit))
+
+
+@dataclass(frozen=True, repr=False)
 class Schedule:
-    """The actions of a step; made by `Schedule.plan`.
+    """The actions of every trigger of a step, in the order in which they are to be issued.
 
-    Attributes:
-        order: the forward's triggers it was planned for.
-        slot_of: unit -> slot, the same for the whole run, so that a unit's full parameters are the same memory.
-        actions: trigger -> what to do then, in order.
+    ``order``: the forward's triggers it was planned for. ``slot_of[unit]``: the slot of the unit's
+    full parameters, fixed for the whole run. ``actions``: for each of `triggers`, its actions.
+
+    The contract between a schedule and what executes it:
+
+    - A step starts with every unit released and no reduce unfinished, and ends so.
+    - The backward is the forward mirrored, then END_OF_BACKWARD.
+    - A unit called twice in a step fires its triggers twice, and the same actions run each time.
+      So GATHER of a gathered unit, WAIT_GATHER of one that has arrived and RELEASE of a released
+      one do nothing. REDUCE and WAIT_REDUCE are only at triggers that fire once a step.
+    - Every PRE trigger waits for its unit. That is where a step which deviates from ``order`` is
+      put right: an executor gathers there what is not gathered, into its slot once the unit in it
+      is not in use. Elsewhere it skips a GATHER whose slot holds another unit.
+    - Where parameters are not sharded, nothing is gathered or released, and a reduce leaves the
+      whole gradient on every rank.
     """
 
     order: tuple[Trigger, ...]
@@ -126,201 +165,267 @@ class Schedule:
         backward: bool = True,
         reduces_in_flight: int = 2,
     ) -> Schedule:
-        """Plans a step whose forward fires `order`; the backward is taken to be its mirror image.
+        """Plans a step.
 
         Args:
-            prefetch: how many units ahead are gathered.
-            slots: how many slots the units that contain no other share (default: prefetch + 1; a unit around
-                others has its own), or the slot of every unit, to keep those of an earlier plan.
-            trainable: units whose gradients are reduced (default: all).
-            backward: False plans a forward alone, after which everything is released.
-            reduces_in_flight: a reduce waits for the one that many before it, which bounds the gradients held.
+            order: the forward's triggers, PRE and POST properly nested. A unit may be called
+                several times, not inside itself; one that is missing gets a slot and no actions.
+            strategy: one of `STRATEGIES`, or its name.
+            prefetch: how many of the units needed next and not gathered are gathered ahead at each
+                PRE trigger, as far as their slots are free. >= 0.
+            slots: how many slots the units that contain no other unit rotate over, in first-use
+                order, where the strategy reshards after forward (>= 1, default prefetch + 1); other
+                units have a slot each. Or the slot of every unit: plans another order for a run
+                whose slots are given.
+            trainable: the units whose gradients are reduced; default all.
+            backward: False plans evaluation: the forward alone; units are released after their last
+                use.
+            reduces_in_flight: how many reduces may be unfinished at once. >= 1.
 
         Raises:
-            ValueError: an argument is out of its range.
+            ValueError: an argument is not as described (the message names it), or ``slots`` gives
+                the same slot to two units that are in use at the same time.
         """
         if isinstance(strategy, str):
             if strategy not in STRATEGIES:
-                raise ValueError(
-                    f"strategy is {strategy!r}; accepted: {', '.join(map(repr, STRATEGIES))}"
-                )
+                raise ValueError(f"strategy is {strategy!r}; it must be one of {[*STRATEGIES]}")
             strategy = STRATEGIES[strategy]
-        if prefetch < 0:
-            raise ValueError(f"prefetch is {prefetch}; it must be at least 0")
-        if reduces_in_flight < 1:
-            raise ValueError(f"reduces_in_flight is {reduces_in_flight}; it must be at least 1")
-        units = {trigger.unit for trigger in order}
-        count = max(units, default=-1) + 1
-        slot_of = _assign_slots(order, count, strategy, prefetch, slots)
-        reduced = units if trainable is None else units & set(trainable)
-        planner = _Planner(tuple(order), slot_of, prefetch, reduced, backward, reduces_in_flight)
-        return cls(
-            order=tuple(order),
-            slot_of=slot_of,
-            num_slots=max(slot_of, default=-1) + 1,
-            actions=MappingProxyType(planner.plan(strategy)),
-        )
+        _check_at_least("prefetch", prefetch, 0)
+        _check_at_least("reduces_in_flight", reduces_in_flight, 1)
+        order = tuple(order)
+        calls = _calls(order)
+        _check_at_least("the smallest of trainable", min(trainable or {0}), 0)
+        num_units = 1 + max(*(call.unit for call in calls), *(trainable or {0}))
+        if slots is None:
+            slots = prefetch + 1
+        if isinstance(slots, int):
+            slots = _rotate_slots(calls, num_units, slots, strategy)
+        slot_of = tuple(slots)
+        _check_slots(slot_of, calls, num_units, strategy)
 
-    def gathers(self) -> int:
-        """How many units a step gathers."""
-        return sum(action.verb is Verb.GATHER for acts in self.actions.values() for action in acts)
+        step = _Step(order, calls, backward)
+        table: dict[Trigger, list[Action]] = {trigger: [] for trigger in step.triggers}
+        if strategy.shard_params:
+            _plan_gathers(table, step, slot_of, prefetch)
+        if backward:
+            _plan_reduces(table, step, trainable, reduces_in_flight)
+        actions = {trigger: tuple(listed) for trigger, listed in table.items()}
+        return cls(order, slot_of, 1 + max(slot_of), actions)
+
+    def triggers(self) -> tuple[Trigger, ...]:
+        """Returns the triggers of a step in order: forward and, if planned, backward and END."""
+        return (*self.order, *_mirrored(self.order), END) if END in self.actions else self.order
+
+    def gathers(self, unit: int | None = None) -> int:
+        """Returns the number of gathers in a step, of one unit or (None) of all."""
+        gathered = [each for _, units, _ in self._replay() for each in units]
+        return len(gathered) if unit is None else gathered.count(unit)
+
+    def _replay(self) -> Iterator[tuple[Trigger, list[int], dict[int, str]]]:
+        """Yields each trigger, the units it really gathers, and what each slot then holds."""
+        verbs = {action.verb for actions in self.actions.values() for action in actions}
+        held: dict[int, str] = {}
+        if Verb.GATHER not in verbs:  # full parameters never leave
+            held = {slot: str(unit) for unit, slot in enumerate(self.slot_of)}
+        for trigger in self.triggers():
+            gathered = []
+            for verb, unit, slot in self.actions[trigger]:
+                if verb is Verb.GATHER and slot not in held:
+                    gathered.append(unit)
+                    held[slot] = f">{unit}"
+                elif verb is Verb.WAIT_GATHER:
+                    held[slot] = str(unit)
+                elif verb is Verb.RELEASE:
+                    held.pop(slot, None)
+            yield trigger, gathered, held
 
     def __repr__(self) -> str:
-        lines = [f"Schedule({self.num_slots} slots, {self.gathers()} gathers a step)"]
-        for trigger, actions in self.actions.items():
-            moment = trigger.phase.value + ("" if trigger.unit < 0 else f" {trigger.unit}")
-            what = ", ".join(
-                f"{a.verb.value} {a.unit}" + (f" in slot {a.slot}" if a.verb is Verb.GATHER else "")
-                for a in actions
-            )
-            lines.append(f"  {moment:<18} {what}")
+        """Draws the step, a line per trigger, as at the top of this file."""
+
+        def line(trigger: str, cells: Sequence[object], actions: str) -> str:
+            return f"{trigger:<22}{''.join(f'{cell:>4}' for cell in cells)}  {actions}".rstrip()
+
+        slots = range(self.num_slots)
+        lines = [line("trigger         slot:", slots, "actions")]
+        for trigger, _, held in self._replay():
+            actions = ", ".join(map(str, self.actions[trigger]))
+            lines.append(line(str(trigger), [held.get(slot, ".") for slot in slots], actions))
         return "\n".join(lines)
 
 
-def _assign_slots(
-    order: Sequence[Trigger],
-    count: int,
-    strategy: Strategy,
-    prefetch: int,
-    slots: int | Sequence[int] | None,
-) -> tuple[int, ...]:
-    """Units open around others get slots of their own; the others rotate, in order of first use."""
-    if slots is not None and not isinstance(slots, int):
-        if len(slots) < count or any(slot < 0 for slot in slots):
-            raise ValueError(f"slots is {list(slots)}; it must name a slot >= 0 for each of {count} units")
-        return tuple(slots)
-    if slots is not None and slots < 1:
-        raise ValueError(f"slots is {slots}; it must be at least 1")
-    outer = _units_around_others(order)
-    inner = list(dict.fromkeys(t.unit for t in order if t.unit not in outer))
-    inner += [u for u in range(count) if u not in outer and u not in inner]
-    shared = min(prefetch + 1 if slots is None else slots, len(inner))
-    if not strategy.reshard_after_forward:
-        shared = len(inner)
-    slot_of = {unit: i % shared for i, unit in enumerate(inner)}
-    slot_of.update({unit: shared + i for i, unit in enumerate(sorted(outer))})
-    return tuple(slot_of[unit] for unit in range(count))
+class _Use(NamedTuple):
+    """A call of a unit, forward or backward: the positions of its PRE and POST in the step."""
+
+    start: int
+    end: int
+    unit: int
 
 
-def _units_around_others(order: Sequence[Trigger]) -> set[int]:
-    outer: set[int] = set()
-    opened: list[int] = []
-    for phase, unit in order:
+class _Step:
+    """The triggers of one step and the uses of units in it."""
+
+    def __init__(self, order: tuple[Trigger, ...], calls: list[_Use], backward: bool) -> None:
+        self.triggers = order
+        self.uses = calls  # by start
+        if backward:
+            last = 2 * len(order) - 1
+            mirrored = [_Use(last - end, last - start, unit) for start, end, unit in calls]
+            self.triggers = (*order, *_mirrored(order), END)
+            self.uses = [*calls, *sorted(mirrored)]
+        self.positions: dict[Trigger, list[int]] = defaultdict(list)
+        for position, trigger in enumerate(self.triggers):
+            self.positions[trigger].append(position)
+
+    def once_from(self, position: int, until: int) -> int:
+        """Returns the first position in [position, until] whose trigger fires once a step.
+
+        Actions that are right at one occurrence of a trigger and wrong at another move there.
+        Without such a position, returns `position`.
+        """
+        for p in range(position, until + 1):
+            if len(self.positions[self.triggers[p]]) == 1:
+                return p
+        return position
+
+
+_Table = dict[Trigger, list[Action]]
+
+
+def _plan_releases(
+    step: _Step, slot_of: tuple[int, ...]
+) -> tuple[dict[Trigger, set[int]], dict[int, list[range]]]:
+    """Says which units each trigger releases, and in which stretches of the step each may come in.
+
+    A unit goes after a use when the next use of its slot is another unit's, or there is none.
+    """
+    releases: dict[Trigger, set[int]] = defaultdict(set)
+    windows: dict[int, list[range]] = defaultdict(list)
+    uses_of: dict[int, list[_Use]] = defaultdict(list)
+    for use in step.uses:
+        uses_of[slot_of[use.unit]].append(use)
+    for uses in uses_of.values():
+        free_from = 0
+        for use, following in zip(uses, [*uses[1:], None], strict=True):
+            windows[use.unit].append(range(free_from, use.start))
+            free_from = use.start
+            if following and following.start < use.end:
+                raise ValueError(
+                    f"slots gives unit {use.unit} and unit {following.unit} inside it one slot; "
+                    "they are in use at once and need two"
+                )
+            if following is None or following.unit != use.unit:
+                # Should this trigger fire several times a step and no later one be fit, the release
+                # runs each time. A use has just ended then, so that costs one more gather at most.
+                until = following.start if following else len(step.triggers) - 1
+                free_from = step.once_from(use.end, until)
+                releases[step.triggers[free_from]].add(use.unit)
+    return releases, windows
+
+
+def _plan_gathers(table: _Table, step: _Step, slot_of: tuple[int, ...], prefetch: int) -> None:
+    """Adds the releases, and at PRE triggers: gather the unit if it is missing, wait, prefetch."""
+    releases, windows = _plan_releases(step, slot_of)
+    gathered: set[int] = set()
+    missing: set[Trigger] = set()  # PRE triggers that find their unit not gathered
+    ahead: dict[Trigger, dict[int, None]] = {}  # ordered sets of units
+    index = 0
+    for trigger in step.triggers:
+        gathered -= releases[trigger]
+        if trigger.phase not in (Phase.PRE_FORWARD, Phase.PRE_BACKWARD):
+            continue
+        if trigger.unit not in gathered:
+            missing.add(trigger)
+        prefetched = ahead.setdefault(trigger, {})
+        gathered |= {trigger.unit, *prefetched}
+        index += 1
+        needed = (use.unit for use in step.uses[index:] if use.unit not in gathered)
+        for unit in islice(dict.fromkeys(needed), prefetch):
+            # What is added here runs each time the trigger fires, so it has to fit each time.
+            if all(any(p in window for window in windows[unit]) for p in step.positions[trigger]):
+                prefetched[unit] = None
+        gathered |= prefetched.keys()
+
+    def add(trigger: Trigger, verb: Verb, *units: int) -> None:
+        table[trigger] += [Action(verb, unit, slot_of[unit]) for unit in units]
+
+    for trigger in table:
+        add(trigger, Verb.RELEASE, *sorted(releases[trigger]))
+        if trigger in missing:
+            add(trigger, Verb.GATHER, trigger.unit)
+        if trigger in ahead:
+            add(trigger, Verb.WAIT_GATHER, trigger.unit)
+            add(trigger, Verb.GATHER, *ahead[trigger])
+
+
+def _plan_reduces(
+    table: _Table, step: _Step, trainable: Collection[int] | None, in_flight: int
+) -> None:
+    """Adds each trainable unit's reduce after its last use, when its gradient is complete."""
+    last_use = {use.unit: use for use in step.uses}
+    reduced: list[int] = []
+    for _, end, unit in sorted(last_use.values(), key=lambda use: use.end):
+        if trainable is not None and unit not in trainable:
+            continue
+        actions = table[step.triggers[step.once_from(end, len(step.triggers) - 1)]]
+        if len(reduced) >= in_flight:
+            actions.append(Action(Verb.WAIT_REDUCE, reduced[-in_flight], -1))
+        actions.append(Action(Verb.REDUCE, unit, -1))
+        reduced.append(unit)
+    table[END] += [Action(Verb.WAIT_REDUCE, unit, -1) for unit in reduced[-in_flight:]]
+
+
+_MIRROR = {Phase.PRE_FORWARD: Phase.POST_BACKWARD, Phase.POST_FORWARD: Phase.PRE_BACKWARD}
+
+
+def _mirrored(order: tuple[Trigger, ...]) -> tuple[Trigger, ...]:
+    return tuple(Trigger(_MIRROR[phase], unit) for phase, unit in reversed(order))
+
+
+def _calls(order: tuple[Trigger, ...]) -> list[_Use]:
+    """Checks that `order` is properly nested and returns its calls, by start."""
+    calls = []
+    open_at: dict[int, int] = {}  # unit -> position, innermost last
+    for position, (phase, unit) in enumerate(order):
+        here = f"order[{position}] is {Trigger(phase, unit)}"
+        if phase not in _MIRROR or unit < 0:
+            raise ValueError(f"{here}; only pre_forward and post_forward of units >= 0 belong here")
         if phase is Phase.PRE_FORWARD:
-            outer.update(opened)
-            opened.append(unit)
-        elif not opened or opened.pop() != unit:
-            raise ValueError(
-                f"order: post_forward of unit {unit} does not close the unit opened last; triggers must nest"
-            )
-    if opened:
-        raise ValueError(f"order: units {opened} are opened and never closed")
-    return outer
+            if unit in open_at:
+                raise ValueError(f"{here} inside unit {unit}; a unit cannot run inside itself")
+            open_at[unit] = position
+            continue
+        innermost = next(reversed(open_at), None)
+        if unit != innermost:
+            raise ValueError(f"{here}, but the innermost open unit is {innermost}; nest the calls")
+        calls.append(_Use(open_at.pop(unit), position, unit))
+    if open_at or not calls:
+        raise ValueError(f"order must open and close one unit or more; still open: {[*open_at]}")
+    return sorted(calls)
 
 
-class _Planner:
-    """Walks through a step, knowing the whole of it, and notes what each trigger must do."""
+def _rotate_slots(
+    calls: list[_Use], num_units: int, slots: int, strategy: Strategy
+) -> tuple[int, ...]:
+    """Units that contain no other rotate over the first slots; the others follow, a slot each."""
+    _check_at_least("slots", slots, 1)
+    outer = dict.fromkeys(call.unit for call, later in pairwise(calls) if later.start < call.end)
+    by_use = dict.fromkeys([*(call.unit for call in calls), *range(num_units)])
+    inner = [unit for unit in by_use if unit not in outer]
+    rotating = min(slots, len(inner)) if strategy.reshard_after_forward else len(inner)
+    slot_of = {unit: turn % rotating for turn, unit in enumerate(inner)}
+    slot_of |= {unit: rotating + turn for turn, unit in enumerate(outer)}
+    return tuple(slot_of[unit] for unit in range(num_units))
 
-    def __init__(
-        self,
-        order: tuple[Trigger, ...],
-        slot_of: Sequence[int],
-        prefetch: int,
-        reduced: set[int],
-        backward: bool,
-        reduces_in_flight: int,
-    ) -> None:
-        mirrored = tuple(Trigger(_MIRROR[phase], unit) for phase, unit in reversed(order))
-        self.step = (*order, *mirrored, END) if backward else order
-        self.slot_of = slot_of
-        self.prefetch = prefetch
-        self.reduced = reduced
-        self.reduces_in_flight = reduces_in_flight
-        self.actions: dict[Trigger, list[Action]] = {trigger: [] for trigger in self.step}
-        self.occupant: dict[int, int] = {}  # slot -> unit whose full parameters are in it
-        self.unfinished: list[int] = []  # reduced units not waited for
-        self.closes = {  # the last moment of each unit in a step, where its gradients are complete
-            trigger.unit: i
-            for i, trigger in enumerate(self.step)
-            if trigger.phase is (Phase.POST_BACKWARD if backward else Phase.POST_FORWARD)
-        }
 
-    def plan(self, strategy: Strategy) -> dict[Trigger, tuple[Action, ...]]:
-        for now, trigger in enumerate(self.step):
-            if strategy.shard_params:
-                self.place_params(now, trigger)
-            self.place_reduces(now, trigger)
-        return {trigger: tuple(actions) for trigger, actions in self.actions.items()}
+def _check_slots(
+    slot_of: tuple[int, ...], calls: list[_Use], num_units: int, strategy: Strategy
+) -> None:
+    if len(slot_of) < num_units or min(slot_of) < 0:
+        raise ValueError(f"slots is {slot_of}; it must give {num_units} units a slot >= 0 each")
+    if not strategy.shard_params and len(set(slot_of)) < len(slot_of):
+        raise ValueError(f"slots is {slot_of}; with {strategy.name} each unit needs its own slot")
 
-    def place_params(self, now: int, trigger: Trigger) -> None:
-        phase, unit = trigger
-        if phase in _USES:
-            if not self.is_gathered(unit):
-                self.gather(trigger, unit)
-            self.note(trigger, Verb.WAIT_GATHER, unit)
-            self.prefetch_after(now, trigger)
-        elif phase is Phase.END_OF_BACKWARD:
-            for left in sorted(self.occupant.values()):
-                self.note(trigger, Verb.RELEASE, left)
-            self.occupant.clear()
-        elif self.is_gathered(unit) and self.is_done_with(now, unit):
-            self.note(trigger, Verb.RELEASE, unit)
-            del self.occupant[self.slot_of[unit]]
-            if phase is Phase.POST_BACKWARD:
-                self.prefetch_after(now, trigger)
 
-    def place_reduces(self, now: int, trigger: Trigger) -> None:
-        phase, unit = trigger
-        if phase is Phase.END_OF_BACKWARD:
-            for left in self.unfinished:
-                self.note(trigger, Verb.WAIT_REDUCE, left)
-        elif phase is Phase.POST_BACKWARD and self.closes[unit] == now and unit in self.reduced:
-            if len(self.unfinished) == self.reduces_in_flight:
-                self.note(trigger, Verb.WAIT_REDUCE, self.unfinished.pop(0))
-            self.note(trigger, Verb.REDUCE, unit)
-            self.unfinished.append(unit)
-
-    def prefetch_after(self, now: int, trigger: Trigger) -> None:
-        """Gathers, of the units that are used next, as many as wanted, as far as their slots are free."""
-        wanted = self.prefetch
-        for unit in self.next_uses(now):
-            if wanted == 0:
-                return
-            if self.is_gathered(unit):
-                continue
-            if self.slot_of[unit] in self.occupant:
-                return  # in order: a later unit must not take the slot that an earlier one waits for
-            self.gather(trigger, unit)
-            wanted -= 1
-
-    def next_uses(self, now: int) -> Iterator[int]:
-        """Units in the order of their next uses after `now`, each once, up to `prefetch` of them that are not there."""
-        seen: set[int] = set()
-        ahead = 0
-        for phase, unit in self.step[now + 1 :]:
-            if phase in _USES and unit not in seen:
-                seen.add(unit)
-                ahead += 1
-                yield unit
-                if ahead >= self.prefetch:
-                    return
-
-    def is_done_with(self, now: int, unit: int) -> bool:
-        """Nobody loses: the unit is used no more, or another needs the slot before it is."""
-        for phase, other in self.step[now + 1 :]:
-            if phase in _USES and self.slot_of[other] == self.slot_of[unit]:
-                return other != unit
-        return True
-
-    def is_gathered(self, unit: int) -> bool:
-        return self.occupant.get(self.slot_of[unit]) == unit
-
-    def gather(self, trigger: Trigger, unit: int) -> None:
-        self.occupant[self.slot_of[unit]] = unit
-        self.note(trigger, Verb.GATHER, unit)
-
-    def note(self, trigger: Trigger, verb: Verb, unit: int) -> None:
-        in_slot = verb in (Verb.GATHER, Verb.WAIT_GATHER, Verb.RELEASE)
-        action = Action(verb, unit, self.slot_of[unit] if in_slot else -1)
-        if action not in self.actions[trigger]:
-            self.actions[trigger].append(action)
+def _check_at_least(name: str, value: int, least: int) -> None:
+    if value < least:
+        raise ValueError(f"{name} is {value}; it must be at least {least}")

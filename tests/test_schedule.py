@@ -1,0 +1,438 @@
+"""Schedules, checked by carrying them out: `Replay` runs a step's actions.
+
+The one literal plan is written by hand from the FSDP paper (arXiv 2304.11277).
+"""
+
+import inspect
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import shardcomm.schedule
+from shardcomm.schedule import (
+    END,
+    STRATEGIES,
+    Action,
+    Phase,
+    Schedule,
+    Trigger,
+    Verb,
+    forward_order,
+)
+
+CASES = settings(max_examples=1000, deadline=None, print_blob=True)
+
+
+def pre(unit):
+    return Trigger(Phase.PRE_FORWARD, unit)
+
+
+def post(unit):
+    return Trigger(Phase.POST_FORWARD, unit)
+
+
+def pre_backward(unit):
+    return Trigger(Phase.PRE_BACKWARD, unit)
+
+
+def post_backward(unit):
+    return Trigger(Phase.POST_BACKWARD, unit)
+
+
+def call(unit, *inner):
+    """The triggers of one call of `unit`, with the calls `inner` inside it."""
+    return (pre(unit), *(trigger for each in inner for trigger in each), post(unit))
+
+
+def chain(num_units):
+    return tuple(trigger for unit in range(num_units) for trigger in call(unit))
+
+
+def step_of(order, backward=True):
+    """A step's triggers, from first principles: the backward undoes the forward call by call."""
+    opposite = {Phase.PRE_FORWARD: Phase.POST_BACKWARD, Phase.POST_FORWARD: Phase.PRE_BACKWARD}
+    mirrored = [Trigger(opposite[phase], unit) for phase, unit in reversed(order)]
+    return [*order, *mirrored, END] if backward else list(order)
+
+
+@st.composite
+def orders(draw, max_units=8, repeats=True):
+    """Random calls: trees of any shape and flat orders, some units called again, some never."""
+    labels = draw(st.permutations(range(max_units)))
+    order, open_units, used = [], [], []
+    for _ in range(draw(st.integers(1, 10))):
+        again = [unit for unit in used if unit not in open_units] if repeats else []
+        fresh = [unit for unit in labels if unit not in used]
+        if again and (not fresh or draw(st.integers(0, 3)) == 0):
+            unit = draw(st.sampled_from(again))
+        elif fresh:
+            unit = fresh[0]
+            used.append(unit)
+        else:
+            break
+        order.append(pre(unit))
+        open_units.append(unit)
+        while open_units and draw(st.booleans()):
+            order.append(post(open_units.pop()))
+    order += [post(unit) for unit in reversed(open_units)]
+    return tuple(order)
+
+
+@st.composite
+def cases(draw, **kwargs):
+    """An order and the arguments to plan it with."""
+    order = draw(orders(**kwargs))
+    num_units = 1 + max(unit for _, unit in order)
+    return order, {
+        "strategy": draw(st.sampled_from([*STRATEGIES])),
+        "prefetch": draw(st.integers(0, 4)),
+        "slots": draw(st.none() | st.integers(1, 5)),
+        "trainable": draw(st.none() | st.sets(st.integers(0, num_units - 1))),
+        "backward": draw(st.booleans()),
+        "reduces_in_flight": draw(st.integers(1, 3)),
+    }
+
+
+class Replay:
+    """Carries out a step's actions, and fails where they would use or overwrite the wrong thing."""
+
+    def __init__(self, schedule, order, *, sharded=True, backward=True, reduces_in_flight=2):
+        self.schedule = schedule
+        self.sharded = sharded
+        self.reduces_in_flight = reduces_in_flight
+        self.step = step_of(order, backward)
+        self.slots = {}  # slot -> unit in it, arrived or on its way
+        self.arrived = set()
+        self.open = Counter()  # units in use
+        self.unfinished = []
+        self.reduced = []
+        self.gathers = []  # (position, unit)
+        self.to_come = Counter(self.step)  # how often each trigger will still fire
+        for position, trigger in enumerate(self.step):
+            self.fire(position, trigger)
+
+    def fire(self, position, trigger):
+        self.position, self.trigger = position, trigger
+        phase, unit = trigger
+        self.to_come[self.trigger] -= 1
+        if phase in (Phase.POST_FORWARD, Phase.POST_BACKWARD):
+            self.check_usable(unit)  # nobody took it while it was in use
+            self.open[unit] -= 1
+        for action in self.schedule.actions[self.trigger]:
+            getattr(self, action.verb.value)(action.unit, action.slot)
+        if phase in (Phase.PRE_FORWARD, Phase.PRE_BACKWARD):
+            self.check_usable(unit)
+            self.open[unit] += 1
+        for in_use in +self.open:
+            self.check_usable(in_use)
+
+    def check_usable(self, unit):
+        if self.sharded:
+            assert unit in self.arrived, f"{self.trigger}: unit {unit} is in use but not there"
+            assert self.slots[self.schedule.slot_of[unit]] == unit
+
+    def next_user(self, slot):
+        starts = (Phase.PRE_FORWARD, Phase.PRE_BACKWARD)
+        users = (unit for phase, unit in self.step[self.position :] if phase in starts)
+        return next((unit for unit in users if self.schedule.slot_of[unit] == slot), None)
+
+    def gather(self, unit, slot):
+        assert self.sharded
+        assert slot == self.schedule.slot_of[unit]
+        if self.slots.get(slot) == unit:
+            return
+        assert slot not in self.slots, f"{self.trigger}: gather {unit} overwrites {self.slots}"
+        assert self.next_user(slot) == unit, f"{self.trigger}: gather {unit} is in another's way"
+        self.slots[slot] = unit
+        self.gathers.append((self.position, unit))
+
+    def wait_gather(self, unit, slot):
+        assert self.slots.get(slot) == unit, f"{self.trigger}: nothing to wait for"
+        self.arrived.add(unit)
+
+    def release(self, unit, slot):
+        assert self.sharded
+        assert not self.open[unit], f"{self.trigger}: releases unit {unit} while in use"
+        if self.slots.get(slot) == unit:
+            assert unit in self.arrived, f"{self.trigger}: releases unit {unit} on its way"
+            del self.slots[slot]
+            self.arrived.remove(unit)
+
+    def reduce(self, unit, slot):
+        assert slot == -1
+        assert unit not in self.reduced
+        assert self.to_come[post_backward(unit)] == 0, f"{self.trigger}: gradient incomplete"
+        self.reduced.append(unit)
+        self.unfinished.append(unit)
+        assert len(self.unfinished) <= self.reduces_in_flight
+
+    def wait_reduce(self, unit, slot):
+        assert slot == -1
+        self.unfinished.remove(unit)
+
+
+def replay(order, arguments, schedule=None):
+    return Replay(
+        schedule or Schedule.plan(order, **arguments),
+        order,
+        sharded=arguments["strategy"] != "no_shard",
+        backward=arguments["backward"],
+        reduces_in_flight=arguments["reduces_in_flight"],
+    )
+
+
+@CASES
+@given(cases())
+def test_any_step_finds_what_it_uses_reduces_each_unit_once_and_leaves_nothing_behind(case):
+    order, arguments = case
+    done = replay(order, arguments)  # asserts at each trigger that what is in use is there
+    called = {unit for _, unit in order}
+    trainable = called if arguments["trainable"] is None else arguments["trainable"] & called
+    assert sorted(done.reduced) == (sorted(trainable) if arguments["backward"] else [])
+    assert not done.slots
+    assert not done.unfinished
+
+
+@CASES
+@given(cases(repeats=False))
+def test_units_called_once_are_gathered_again_only_if_another_took_their_slot(case):
+    order, arguments = case
+    done = replay(order, arguments)
+    slot_of = done.schedule.slot_of
+    for unit in {unit for _, unit in order}:
+        times = Counter(gathered for _, gathered in done.gathers)[unit]
+        after = order[order.index(post(unit)) :]
+        taken = any(
+            slot_of[u] == slot_of[unit] and phase is Phase.PRE_FORWARD for phase, u in after
+        )
+        again = taken and arguments["backward"]
+        assert times == (1 + again if done.sharded else 0)
+
+
+@CASES
+@given(cases())
+def test_reported_gathers_are_those_that_happen(case):
+    order, arguments = case
+    done = replay(order, arguments)
+    assert done.schedule.gathers() == len(done.gathers)
+    for unit, times in Counter(unit for _, unit in done.gathers).items():
+        assert done.schedule.gathers(unit) == times
+    assert done.schedule.triggers() == tuple(done.step)
+
+
+@CASES
+@given(cases(repeats=False))
+def test_units_called_once_go_and_are_reduced_right_after_their_last_use(case):
+    order, arguments = case
+    schedule = Schedule.plan(order, **arguments)
+    for unit in {unit for _, unit in order}:
+        last = post_backward(unit) if arguments["backward"] else post(unit)
+        verbs = {action.verb for action in schedule.actions[last] if action.unit == unit}
+        trainable = arguments["trainable"] is None or unit in arguments["trainable"]
+        assert (Verb.RELEASE in verbs) == (arguments["strategy"] != "no_shard")
+        assert (Verb.REDUCE in verbs) == (trainable and arguments["backward"])
+
+
+@CASES
+@given(cases())
+def test_planning_is_deterministic(case):
+    order, arguments = case
+    assert Schedule.plan(order, **arguments) == Schedule.plan(order, **arguments)
+
+
+@CASES
+@given(cases(), orders())
+def test_another_order_is_planned_with_the_slots_of_the_first(case, observed):
+    order, arguments = case
+    arguments |= {"trainable": None}
+    every_unit = tuple(trigger for unit in range(8) for trigger in call(unit))
+    used = {unit for _, unit in order}
+    flat = order + tuple(trigger for trigger in every_unit if trigger.unit not in used)
+    slot_of = Schedule.plan(flat, **arguments).slot_of
+    again = arguments | {"slots": slot_of}
+    try:
+        schedule = Schedule.plan(observed, **again)
+    except ValueError as error:
+        assert "slots" in str(error)  # noqa: PT017 - a refusal is right only if two units collide
+        assert any(slot_of[outer] == slot_of[inner] for outer, inner in nested_pairs(observed))
+        return
+    assert schedule.slot_of == slot_of
+    assert not replay(observed, again, schedule).slots
+
+
+def nested_pairs(order):
+    """The pairs (outer, inner) of units that are open at the same time."""
+    pairs, open_units = set(), []
+    for phase, unit in order:
+        if phase is Phase.PRE_FORWARD:
+            pairs |= {(outer, unit) for outer in open_units}
+            open_units.append(unit)
+        else:
+            open_units.pop()
+    return pairs
+
+
+@CASES
+@given(orders(), st.sampled_from([*STRATEGIES]), st.none() | st.integers(1, 5), st.integers(0, 4))
+def test_units_around_others_have_their_own_slots_and_the_rest_rotate(
+    order, strategy, slots, prefetch
+):
+    schedule = Schedule.plan(order, strategy, slots=slots, prefetch=prefetch)
+    slot_of = schedule.slot_of
+    assert len(slot_of) == 1 + max(unit for _, unit in order)
+    assert set(slot_of) == set(range(schedule.num_slots))
+    assert all(slot_of[outer] != slot_of[inner] for outer, inner in nested_pairs(order))
+    outer = {outer for outer, _ in nested_pairs(order)}
+    inner_units = len(schedule.slot_of) - len(outer)
+    rotating = prefetch + 1 if slots is None else slots
+    if strategy != "full_shard":
+        rotating = inner_units
+    assert schedule.num_slots == len(outer) + min(rotating, inner_units)
+
+
+@CASES
+@given(st.integers(1, 20), st.integers(1, 6), st.integers(0, 4))
+def test_gathers_of_a_chain(num_units, slots, prefetch):
+    def gathers(strategy):
+        return Schedule.plan(chain(num_units), strategy, slots=slots, prefetch=prefetch).gathers()
+
+    assert gathers("full_shard") == num_units + max(num_units - slots, 0)
+    assert gathers("shard_grad_op") == num_units
+    assert gathers("no_shard") == 0
+
+
+@CASES
+@given(st.integers(2, 20), st.integers(1, 6), st.booleans())
+def test_a_chain_gathers_ahead_by_the_prefetch_depth(num_units, prefetch, backward):
+    order = chain(num_units)
+    schedule = Schedule.plan(order, prefetch=prefetch, backward=backward)
+    done = Replay(schedule, order, backward=backward)
+    forward = {unit: position for position, unit in reversed(done.gathers)}
+    for unit in range(num_units):
+        assert done.step[forward[unit]] == pre(max(unit - prefetch, 0))
+    again = [(done.step[p], unit) for p, unit in done.gathers if p > len(order)]
+    resident = prefetch + 1  # the forward's last units, kept in its slots
+    if backward:
+        assert again == [
+            (pre_backward(unit + prefetch), unit) for unit in reversed(range(num_units - resident))
+        ]
+
+
+def test_three_blocks_and_a_root_are_planned_as_in_the_paper():
+    """arXiv 2304.11277, one block ahead, two slots for the three blocks.
+
+    Forward: gather a unit before its computation, issue the next gather before computing, free it
+    after; the root stays, and so do the last units, which the backward needs first. Backward: the
+    same from the last unit on; where a unit's gradients are complete, free it and start its
+    reduce-scatter, which overlaps with the next unit's computation. Wait for them all at the end.
+    """
+    root, first, second, third = 0, 1, 2, 3
+    slot = {first: 0, second: 1, third: 0, root: 2}
+
+    def gather(unit):
+        return Action(Verb.GATHER, unit, slot[unit])
+
+    def wait(unit):
+        return Action(Verb.WAIT_GATHER, unit, slot[unit])
+
+    def free(unit):
+        return Action(Verb.RELEASE, unit, slot[unit])
+
+    def reduce(unit):
+        return Action(Verb.REDUCE, unit, -1)
+
+    def reduced(unit):
+        return Action(Verb.WAIT_REDUCE, unit, -1)
+
+    order = call(root, call(first), call(second), call(third))
+    schedule = Schedule.plan(order, "full_shard", prefetch=1)
+
+    assert schedule.order == order
+    assert schedule.slot_of == (2, 0, 1, 0)
+    assert schedule.num_slots == 3
+    assert schedule.actions == {
+        pre(root): (gather(root), wait(root), gather(first)),
+        pre(first): (wait(first), gather(second)),
+        post(first): (free(first),),
+        pre(second): (wait(second), gather(third)),
+        post(second): (),
+        pre(third): (wait(third),),
+        post(third): (),
+        post(root): (),
+        pre_backward(root): (wait(root),),
+        pre_backward(third): (wait(third),),
+        post_backward(third): (free(third), reduce(third)),
+        pre_backward(second): (wait(second), gather(first)),
+        post_backward(second): (free(second), reduce(second)),
+        pre_backward(first): (wait(first),),
+        post_backward(first): (free(first), reduced(third), reduce(first)),
+        post_backward(root): (free(root), reduced(second), reduce(root)),
+        END: (reduced(first), reduced(root)),
+    }
+
+
+def test_a_unit_called_first_and_last_costs_no_gather_more_than_its_slot_requires():
+    """A tied embedding: gathered for the first call, again for the last, kept for the backward."""
+    embedding = 1
+    order = call(0, call(embedding), call(2), call(3), call(4), call(embedding))
+    done = Replay(Schedule.plan(order), order)
+    assert done.schedule.gathers(embedding) == 3  # first call, last call, backward of the first
+    assert done.reduced.count(embedding) == 1
+
+
+def test_no_shard_only_reduces():
+    schedule = Schedule.plan(forward_order([-1, 0, 0]), "no_shard")
+    verbs = {action.verb for actions in schedule.actions.values() for action in actions}
+    assert verbs == {Verb.REDUCE, Verb.WAIT_REDUCE}
+    assert schedule.num_slots == 3
+
+
+def test_an_unused_unit_has_a_slot_and_no_actions():
+    schedule = Schedule.plan(call(0, call(1), call(3)), trainable=range(6))
+    assert len(schedule.slot_of) == 6
+    units = {action.unit for actions in schedule.actions.values() for action in actions}
+    assert units == {0, 1, 3}
+
+
+def test_forward_order_nests_children_in_their_parents():
+    order = forward_order([-1, 0, 1, 1, 0])
+    assert order == call(0, call(1, call(2), call(3)), call(4))
+    assert forward_order([-1, -1]) == chain(2)
+    with pytest.raises(ValueError, match=r"parents\[1\] is 1"):
+        forward_order([-1, 1])
+
+
+def test_the_drawing_at_the_top_of_the_file_is_the_real_one():
+    drawing = repr(Schedule.plan(forward_order([-1, 0, 0, 0])))
+    documentation = inspect.cleandoc(shardcomm.schedule.__doc__)
+    assert all(f"    {line}\n" in documentation for line in drawing.splitlines())
+    assert len(drawing.splitlines()) == 1 + 17
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"order": ()}, "order must open and close"),
+        ({"order": (pre(0),)}, r"still open: \[0\]"),
+        ({"order": (post(0),)}, r"order\[0\] is post_forward\(0\)"),
+        ({"order": (pre(0), pre(1), post(0), post(1))}, r"innermost open unit is 1"),
+        ({"order": (pre(0), pre(0), post(0), post(0))}, "inside itself"),
+        ({"order": (pre_backward(0), post_backward(0))}, r"order\[0\] is pre_backward\(0\)"),
+        ({"order": (END,)}, r"order\[0\] is end_of_backward"),
+        ({"strategy": "zero_3"}, "strategy is 'zero_3'; .*full_shard"),
+        ({"prefetch": -1}, "prefetch is -1"),
+        ({"slots": 0}, "slots is 0"),
+        ({"slots": (0,)}, r"slots is \(0,\); .*3 units"),
+        ({"slots": (0, 1, -1)}, r"slots is \(0, 1, -1\)"),
+        ({"slots": (0, 0, 1)}, "slots gives unit 0 and unit 1 inside it one slot"),
+        ({"slots": (2, 0, 0), "strategy": "no_shard"}, "no_shard each unit needs its own"),
+        ({"reduces_in_flight": 0}, "reduces_in_flight is 0"),
+        ({"trainable": {-1}}, "smallest of trainable is -1"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused_by_name(changed, message):
+    arguments = {"order": call(0, call(1), call(2))} | changed
+    with pytest.raises(ValueError, match=message):
+        Schedule.plan(**arguments)
