@@ -21,6 +21,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from shardcomm._C import CommError
+
 T = TypeVar("T")
 
 # How long the other ranks may take to notice a failure and say what they saw, before they are ended.
@@ -154,12 +156,12 @@ def _first_cause(failures: dict[int, str]) -> str:
         return (0 if text.startswith("was killed") else 2 if "CommError" in text else 1, rank)
 
     rank, text = min(failures.items(), key=order)
-    others = [f"rank {r}: {_last_line(t)}" for r, t in sorted(failures.items()) if r != rank]
+    others = [
+        f"rank {other} {said.strip().splitlines()[0]}"
+        for other, said in sorted(failures.items())
+        if other != rank
+    ]
     return "\n".join([f"rank {rank} {text}", *others])
-
-
-def _last_line(text: str) -> str:
-    return text.strip().splitlines()[-1]
 
 
 def _run_rank(
@@ -187,6 +189,8 @@ def _run_rank(
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
     try:
         outcome = (True, fn(*args))
+    except CommError as error:  # says it all; where this rank was when it heard is of no interest
+        outcome = (False, f"raised CommError: {error}")
     except BaseException:
         outcome = (False, "raised\n" + traceback.format_exc())
     # Pickled by value: torch's own way would share the tensors' memory, which ends with this process.

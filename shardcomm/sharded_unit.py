@@ -157,8 +157,8 @@ class Footprint:
     Attributes:
         parameter_bytes: shards, padding included.
         gradient_bytes: their gradients, padding included.
-        padding_bytes: of the shards; what layout rules cost.
-        total_parameter_bytes: the whole model's parameters; ÷ ranks is the theory.
+        padding_bytes: of all ranks' shards together; what the layout costs.
+        total_parameter_bytes: the whole model's parameters. What `ranks` ranks hold is this plus the padding.
     """
 
     parameter_bytes: int
@@ -178,8 +178,7 @@ class Footprint:
                 if any(param.shard.requires_grad for param in params)
             ),
             padding_bytes=sum(
-                bucket.shard.nbytes - sum(param.shard.nbytes for param in params)
-                for bucket, params in buckets
+                bucket.layout.padding * bucket.shard.itemsize for bucket, _ in buckets
             ),
             total_parameter_bytes=sum(
                 bucket.layout.numel * bucket.shard.itemsize for bucket, _ in buckets

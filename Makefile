@@ -1,0 +1,69 @@
+# make demo: trains a sharded GPT here.   make test: runs all tests.   Both set up .venv first, once.
+
+# What the virtual environment gets as torch. Elsewhere: make setup TORCH=torch, or another version or index.
+TORCH ?= torch==2.13.0
+PYTHON ?= python3
+
+VENV := .venv
+BIN := $(VENV)/bin
+SANITIZERS := address,undefined thread
+CXX_FILES = $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'tests/cpp/*.cpp')
+CORE_SOURCES := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu') CMakeLists.txt setup.py
+
+.PHONY: help setup demo test lint bench sanitize clean
+
+help:
+	@echo "make setup     prepare $(VENV): install what is needed, build"
+	@echo "make demo      train a small GPT, fully sharded over two local processes"
+	@echo "make test      run all tests"
+	@echo "make bench     compare with Gloo, Open MPI, FSDP2 and plain copies"
+	@echo "make lint      check format, style and types"
+	@echo "make sanitize  run the C++ tests under address, undefined-behaviour and thread sanitizers"
+	@echo "make clean     remove what the above have made"
+
+setup: $(VENV)/built
+
+demo: setup
+	$(BIN)/shardcomm train
+
+test: setup
+	$(BIN)/python -m pytest
+
+$(VENV)/installed: pyproject.toml Makefile
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "Python 3.11 or newer is needed as '$(PYTHON)' (Debian: apt install python3; or make PYTHON=python3.12)"; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
+	  { echo "Python's venv module is missing (Debian: apt install python3-venv)"; exit 1; }
+	@$(PYTHON) -c 'import os, sysconfig, sys; sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")))' || \
+	  { echo "Python's headers are missing (Debian: apt install python3-dev)"; exit 1; }
+	@command -v $(or $(CXX),c++) >/dev/null || \
+	  { echo "A C++17 compiler is missing (Debian: apt install g++)"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade 'pip>=23.2' 'setuptools>=77'
+	$(BIN)/pip install --quiet '$(TORCH)' 'pybind11>=2.13' 'cmake>=3.25' ninja
+	touch $@
+
+$(VENV)/built: $(VENV)/installed $(CORE_SOURCES)
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pip install --quiet --no-build-isolation --editable '.[test,bench,lint]'
+	touch $@
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
+
+bench: setup
+	cd bench && for script in padding pack overhead compare_gloo compare_fsdp2; do \
+	  echo "== $$script"; ../$(BIN)/python $$script.py || exit 1; done
+
+sanitize: setup
+	for sanitizer in $(SANITIZERS); do \
+	  build=build/sanitize-$${sanitizer%%,*}; \
+	  PATH="$(CURDIR)/$(BIN):$$PATH" cmake -G Ninja -S . -B $$build -DCMAKE_BUILD_TYPE=RelWithDebInfo \
+	    -DSHARDCOMM_PYTHON=OFF -DSHARDCOMM_TESTS=ON -DSHARDCOMM_SANITIZE=$$sanitizer >/dev/null && \
+	  $(BIN)/cmake --build $$build && \
+	  (cd $$build && setarch -R ../../$(BIN)/ctest --output-on-failure) || exit 1; done
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info shardcomm/_C*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,24 @@
+"""The command line: `shardcomm COMMAND`, or `python -m shardcomm COMMAND`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+import shardcomm
+from shardcomm.train import command as train
+
+
+def main() -> int:
+    """Runs the subcommand that the arguments name; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="shardcomm", description=shardcomm.__doc__)
+    parser.add_argument("--version", action="version", version=shardcomm.__version__)
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    train.add_parser(commands)
+    args = parser.parse_args()
+    status: int = args.run(args)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

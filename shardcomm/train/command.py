@@ -1,0 +1,114 @@
+"""`shardcomm train`: its options, and where its ranks come from."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+from collections.abc import Callable
+
+from shardcomm._C import CommError
+from shardcomm.launch import RankError, launch
+from shardcomm.schedule import STRATEGIES
+from shardcomm.train.job import Options, Result, train
+from shardcomm.train.report import table, write_json
+from shardcomm.train.text import Corpus, read_text
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Registers the subcommand."""
+    parser = subparsers.add_parser(
+        "train",
+        help="train a byte-level GPT on real text, fully sharded",
+        description="Trains a byte-level GPT on real text with parameters, gradients and optimizer state sharded "
+        "over local processes, or, under torchrun, over the ranks it gives.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    number = _at_least(1)
+    parser.add_argument("--ranks", type=number, help="local processes (2; under torchrun, its own)")
+    parser.add_argument("--steps", type=number, default=150, help="optimizer steps")
+    parser.add_argument("--seed", type=_at_least(0), default=0, help="of weights, data and sample")
+    parser.add_argument("--width", type=number, default=256, help="of the residual stream")
+    parser.add_argument("--layers", type=number, default=6, help="transformer blocks")
+    parser.add_argument("--batch", type=number, default=4, help="sequences per rank and step")
+    parser.add_argument("--context", type=number, default=128, help="bytes per sequence")
+    parser.add_argument("--strategy", choices=list(STRATEGIES), default="full_shard")
+    parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
+    parser.add_argument("--lr", type=_positive, default=1e-3, help="AdamW's learning rate")
+    parser.add_argument("--text", metavar="PATH", help="a file, or a folder of files, instead of the "
+                        "Python sources of the standard library")  # fmt: skip
+    parser.add_argument("--deadline", type=_positive, default=60.0, metavar="SECONDS",
+                        help="longest wait for another rank")  # fmt: skip
+    parser.add_argument("--json", metavar="FILE", help="write the result there too; - for stdout")
+    parser.set_defaults(run=lambda args: run(parser, args))
+
+
+def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
+    """Exit status: 0, 1 if a rank failed, 2 for bad options, 130 for Ctrl-C."""
+    world_size = os.environ.get("WORLD_SIZE")
+    if world_size is not None and args.ranks not in (None, int(world_size)):
+        parser.error(f"--ranks is {args.ranks}, but the launcher started {world_size} ranks")
+    if args.width % max(1, args.width // 64):
+        parser.error(f"--width is {args.width}; it must be a multiple of its {args.width // 64} heads")
+    options = Options(
+        steps=args.steps,
+        seed=args.seed,
+        width=args.width,
+        layers=args.layers,
+        batch=args.batch,
+        context=args.context,
+        strategy=args.strategy,
+        precision=args.precision,
+        lr=args.lr,
+        text=args.text,
+        deadline_s=args.deadline,
+    )
+    try:
+        Corpus(read_text(args.text), args.context)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    try:
+        if world_size is not None:
+            result = train(options)
+            if os.environ.get("RANK") != "0":
+                return 0
+        else:
+            result = launch(train, args.ranks or 2, (options,))[0]
+    except KeyboardInterrupt:
+        print("shardcomm train: interrupted; all ranks have ended", file=sys.stderr)
+        return 130
+    except (RankError, CommError) as error:
+        print(f"shardcomm train: {error}", file=sys.stderr)
+        return 1
+    _report(args.json, options, result)
+    return 0
+
+
+def _report(json_path: str | None, options: Options, result: Result) -> None:
+    print(table(result), file=sys.stderr if json_path == "-" else sys.stdout)
+    if json_path is not None:
+        write_json(json_path, options, result)
+
+
+def _at_least(low: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = low - 1
+        if value < low:
+            raise argparse.ArgumentTypeError(f"{text!r}; it must be a whole number of at least {low}")
+        return value
+
+    return parse
+
+
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r}; it must be a number above 0")
+    return value

@@ -1,0 +1,165 @@
+"""The training loop that every rank runs."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from tqdm import tqdm
+
+from shardcomm.communicator import Communicator
+from shardcomm.engine import Engine, fully_shard
+from shardcomm.mixed_precision import MixedPrecision
+from shardcomm.train.gpt import GPT
+from shardcomm.train.text import Corpus, read_text
+
+SAMPLE_BYTES = 160
+SAMPLE_PROMPT = b"def "
+# The first steps allocate and learn the order of the units.
+WARM_UP_STEPS = 2
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line says; the same on every rank."""
+
+    steps: int
+    seed: int
+    width: int
+    layers: int
+    batch: int
+    context: int
+    strategy: str
+    precision: str
+    lr: float
+    text: str | None
+    deadline_s: float
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run amounts to, on one rank. Times and bytes are per step, over all steps but the first few."""
+
+    ranks: int
+    transport: str
+    losses: list[float]
+    tokens_per_s: float
+    step_s: float
+    exposed_s: float
+    gathered_bytes: int
+    reduced_bytes: int
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    padding_bytes: int
+    total_parameter_bytes: int
+    sample: str
+
+
+def train(options: Options) -> Result:
+    """Trains on this rank of the group that the environment describes."""
+    with Communicator.from_env(deadline_s=options.deadline_s) as comm:
+        return _Job(options, comm).run()
+
+
+class _Job:
+    def __init__(self, options: Options, comm: Communicator) -> None:
+        self.options = options
+        self.comm = comm
+        self.corpus = Corpus(read_text(options.text), options.context)
+        torch.manual_seed(options.seed)
+        self.model = GPT(options.width, options.layers, options.context)
+        half = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+        self.engine: Engine = fully_shard(
+            self.model,
+            comm,
+            units=list(self.model.blocks),
+            strategy=options.strategy,
+            mixed_precision=half if options.precision == "bf16" else None,
+        )
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=options.lr)
+
+    def run(self) -> Result:
+        tokens_per_step = self.options.batch * self.options.context * self.comm.size
+        traffic = self.engine.traffic
+        losses: list[float] = []
+        start = time.perf_counter()
+        exposed_start, gathered_start, reduced_start = 0.0, 0, 0
+        measured = 0
+        # The default is a lock between processes, a semaphore that a killed rank would leave behind.
+        tqdm.set_lock(threading.RLock())
+        with tqdm(total=self.options.steps, unit="step", disable=self.comm.rank != 0) as bar:
+            for step in range(self.options.steps):
+                if step == min(WARM_UP_STEPS, self.options.steps - 1):
+                    start = time.perf_counter()
+                    exposed_start = traffic.exposed_s
+                    gathered_start, reduced_start = traffic.gathered_bytes, traffic.reduced_bytes
+                    measured = self.options.steps - step
+                losses.append(self.step(step))
+                bar.update()
+                if measured:
+                    seconds = time.perf_counter() - start
+                    done = step + 1 - (self.options.steps - measured)
+                    bar.set_postfix_str(
+                        f"loss {losses[-1]:.3f}, {tokens_per_step * done / seconds:,.0f} tokens/s, "
+                        f"exposed {(traffic.exposed_s - exposed_start) / seconds:.1%}"
+                    )
+        seconds = time.perf_counter() - start
+        footprint = self.engine.footprint()
+        result = Result(
+            ranks=self.comm.size,
+            transport=self.comm.transport,
+            losses=losses,
+            tokens_per_s=tokens_per_step * measured / seconds,
+            step_s=seconds / measured,
+            exposed_s=(traffic.exposed_s - exposed_start) / measured,
+            gathered_bytes=(traffic.gathered_bytes - gathered_start) // measured,
+            reduced_bytes=(traffic.reduced_bytes - reduced_start) // measured,
+            parameter_bytes=footprint.parameter_bytes,
+            gradient_bytes=footprint.gradient_bytes,
+            optimizer_bytes=self.optimizer_bytes(),
+            padding_bytes=footprint.padding_bytes,
+            total_parameter_bytes=footprint.total_parameter_bytes,
+            sample=self.sample(),
+        )
+        self.engine.close()
+        return result
+
+    def step(self, step: int) -> float:
+        """One step on this rank's part of the batch; the loss over all ranks."""
+        options = self.options
+        inputs, targets = self.corpus.batch(options.seed, step, self.comm.rank, options.batch)
+        logits = self.model(inputs)
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.engine.clip_grad_norm_(1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        mean = loss.detach()
+        self.comm.all_reduce(mean, "avg")
+        return float(mean)
+
+    def optimizer_bytes(self) -> int:
+        return sum(
+            value.nbytes
+            for state in self.optimizer.state.values()
+            for value in state.values()
+            if value.dim() > 0  # not the step counters
+        )
+
+    @torch.no_grad()
+    def sample(self) -> str:
+        """Text that the model continues `SAMPLE_PROMPT` with; all ranks generate it together."""
+        generator = torch.Generator().manual_seed(self.options.seed)
+        tokens = list(SAMPLE_PROMPT)
+        for _ in range(SAMPLE_BYTES):
+            window = torch.tensor([tokens[-self.options.context :]])
+            logits = self.model(window)[0, -1].float()
+            likely = torch.topk(logits, 40)
+            weights = torch.softmax(likely.values / 0.8, dim=0)
+            choice = torch.multinomial(weights, 1, generator=generator)
+            tokens.append(int(likely.indices[choice]))
+        return bytes(tokens).decode("utf-8", errors="replace")

@@ -1,0 +1,69 @@
+"""What a training run prints at its end, and writes as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+
+from shardcomm.train.job import Options, Result
+
+
+def table(result: Result) -> str:
+    """Loss, speed, memory against theory, and communication, one line each."""
+    share = result.total_parameter_bytes / result.ranks
+    compute_s = result.step_s - result.exposed_s
+    held = {
+        "parameters": (result.parameter_bytes, share),
+        "gradients": (result.gradient_bytes, share),
+        "optimizer state": (result.optimizer_bytes, 2 * share),
+    }
+    rows = [
+        ("ranks", f"{result.ranks} ({result.transport})"),
+        ("loss", f"{result.losses[0]:.3f} -> {result.losses[-1]:.3f} ({len(result.losses)} steps)"),
+        ("tokens/s", f"{result.tokens_per_s:,.0f}"),
+        *(
+            (f"{name} / rank", f"{_mib(have)}, total / ranks = {_mib(theory)}")
+            for name, (have, theory) in held.items()
+        ),
+        ("padding, all ranks", _mib(result.padding_bytes)),
+        (
+            "communicated / step",
+            f"{_mib(result.gathered_bytes)} gathered, {_mib(result.reduced_bytes)} reduced, per rank",
+        ),
+        (
+            "time / step",
+            f"{result.step_s * 1e3:.1f} ms = {compute_s * 1e3:.1f} compute + "
+            f"{result.exposed_s * 1e3:.1f} exposed communication ({result.exposed_s / result.step_s:.1%})",
+        ),
+    ]
+    width = max(len(name) for name, _ in rows)
+    lines = [f"{name:<{width}}  {value}" for name, value in rows]
+    return "\n".join([*lines, "", "sample:", *(f"  | {s}" for s in result.sample.splitlines())])
+
+
+def write_json(path: str, options: Options, result: Result) -> None:
+    """All of the result and how it came about; "-" is stdout."""
+    report = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": " ".join(["shardcomm", *sys.argv[1:]]),
+        "machine": {"cores": os.cpu_count(), "system": platform.platform()},
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "options": asdict(options),
+        **asdict(result),
+    }
+    text = json.dumps(report, indent=1) + "\n"
+    if path == "-":
+        sys.stdout.write(text)
+    else:
+        Path(path).write_text(text)
+
+
+def _mib(count: float) -> str:
+    return f"{count / 2**20:.2f} MiB"

@@ -1,0 +1,65 @@
+"""Real text to train on: by default the Python sources of the interpreter's own standard library."""
+
+from __future__ import annotations
+
+import sysconfig
+from pathlib import Path
+
+import torch
+
+MAX_BYTES = 32 << 20
+# Not the library itself: what users installed, and test data with bytes that are no text.
+_SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+
+
+class Corpus:
+    """Bytes, and random windows of them that depend on nothing but the seed, the step and the rank."""
+
+    def __init__(self, text: bytes, context: int) -> None:
+        if len(text) < context + 2:
+            raise ValueError(
+                f"the text has {len(text)} bytes; with --context {context} it must have at least {context + 2}"
+            )
+        self.bytes = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        self.context = context
+
+    def batch(self, seed: int, step: int, rank: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """`size` windows (size, context) and the same one byte further: inputs and targets, int64."""
+        generator = torch.Generator().manual_seed(hash((seed, step, rank)) & 0x7FFFFFFFFFFFFFFF)
+        last = len(self.bytes) - self.context - 1
+        starts = torch.randint(0, last + 1, (size,), generator=generator)
+        windows = self.bytes[starts[:, None] + torch.arange(self.context + 1)].long()
+        return windows[:, :-1], windows[:, 1:]
+
+
+def read_text(path: str | None) -> bytes:
+    """The text of a file, of all files below a folder, or (None) of the standard library; at most `MAX_BYTES`.
+
+    Raises:
+        ValueError: there is no such path, or no text in it.
+    """
+    if path is None:
+        files = _files(Path(sysconfig.get_path("stdlib")), "*.py")
+    elif Path(path).is_dir():
+        files = _files(Path(path), "*")
+    elif Path(path).is_file():
+        files = [Path(path)]
+    else:
+        raise ValueError(f"--text is {path!r}; there is no such file or folder")
+    text = bytearray()
+    for file in files:
+        text += file.read_bytes()
+        if len(text) >= MAX_BYTES:
+            break
+    if not text:
+        raise ValueError(f"--text is {path!r}; there is no text in it")
+    return bytes(text[:MAX_BYTES])
+
+
+def _files(folder: Path, pattern: str) -> list[Path]:
+    """Sorted, so that every rank and every run reads the same."""
+    return sorted(
+        file
+        for file in folder.rglob(pattern)
+        if file.is_file() and not _SKIPPED & set(file.relative_to(folder).parts)
+    )

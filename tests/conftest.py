@@ -1,0 +1,38 @@
+"""Fixtures and options of all tests."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--seed", type=int, default=None, help="of tests on random inputs")
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"seed: {_seed(config)} (repeat with --seed)"
+
+
+@pytest.fixture
+def seed(request: pytest.FixtureRequest) -> int:
+    """Of random inputs; printed in the header."""
+    return _seed(request.config)
+
+
+def _seed(config: pytest.Config) -> int:
+    given: int | None = config.getoption("--seed")
+    if given is None:
+        given = random.randrange(1 << 32)
+        config.option.seed = given
+    return given
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("gpu") is not None:
+            import torch
+
+            if not torch.cuda.is_available():
+                item.add_marker(pytest.mark.skip(reason="no CUDA GPU here"))
