@@ -1,0 +1,329 @@
+"""Collectives against torch's own arithmetic on exactly representable numbers, over every transport."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from thread_ranks import run_threads
+
+from shardcomm import _C, CommError, Communicator, Stream, launch
+from shardcomm.communicator import HostCommunicator
+
+DTYPES = (
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float64,
+    torch.int32,
+    torch.int64,
+    torch.uint8,
+)
+OPS = ("sum", "avg", "max", "min")
+
+
+def values(case: int, rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Whole numbers so small that no sum of eight of them rounds."""
+    generator = torch.Generator().manual_seed(case * 64 + rank)
+    low = 0 if dtype is torch.uint8 else -8
+    return torch.randint(low, 9, (numel,), generator=generator).to(dtype)
+
+
+def reduced(tensors: list[torch.Tensor], op: str) -> torch.Tensor:
+    stacked = torch.stack(tensors)
+    if op == "sum":
+        return stacked.sum(0, dtype=stacked.dtype)
+    if op in ("max", "min"):
+        return stacked.amax(0) if op == "max" else stacked.amin(0)
+    if stacked.dtype.is_floating_point:
+        wide = torch.float64 if stacked.dtype is torch.float64 else torch.float32
+        ranks = torch.tensor(1.0, dtype=wide) / len(tensors)
+        total = stacked.to(wide).sum(0)
+        mean = total / len(tensors) if wide is torch.float64 else total * ranks
+        return mean.to(stacked.dtype)
+    return torch.div(stacked.sum(0, dtype=stacked.dtype), len(tensors), rounding_mode="trunc")
+
+
+def random_collectives(comm: Communicator, seed: int, cases: int) -> None:
+    """The same calls on every rank; memory, sizes, dtypes and operations at random."""
+    choose = random.Random(seed)
+    window = comm.allocate(1 << 15, dtype=torch.uint8, use="gather")
+    own = comm.allocate(1 << 15, dtype=torch.uint8, use="reduce")
+    stream = Stream()
+    for case in range(cases):
+        what = choose.choice(["all_gather", "reduce_scatter", "all_reduce", "broadcast"])
+        dtype = choose.choice(DTYPES)
+        op = choose.choice(OPS)
+        part = choose.choice([0, 1, 3, 8, 64, choose.randrange(400)])
+        queued = stream if choose.random() < 0.3 else None
+        in_comm_memory = choose.random() < 0.5
+        everybody = [values(case, r, part * comm.size, dtype) for r in range(comm.size)]
+        mine = everybody[comm.rank]
+
+        def memory(buffer: torch.Tensor, numel: int) -> torch.Tensor:
+            if in_comm_memory and numel > 0:  # noqa: B023
+                return buffer.view(dtype)[:numel]  # noqa: B023
+            return torch.zeros(numel, dtype=dtype)  # noqa: B023
+
+        if what == "all_gather":
+            result = memory(window, part * comm.size)
+            comm.all_gather(result, mine[:part].clone(), stream=None)
+            expected = torch.cat([t[:part] for t in everybody])
+        elif what == "reduce_scatter":
+            send = memory(own, part * comm.size)
+            send.copy_(mine)
+            result = torch.zeros(part, dtype=dtype)
+            comm.reduce_scatter(result, send, op, stream=queued)
+            expected = reduced(everybody, op)[comm.rank * part : (comm.rank + 1) * part]
+        elif what == "all_reduce":
+            result = memory(own, part * comm.size)
+            result.copy_(mine)
+            comm.all_reduce(result, op, stream=queued)
+            expected = reduced(everybody, op)
+        else:
+            root = choose.randrange(comm.size)
+            result = mine.clone()
+            comm.broadcast(result, root, stream=queued)
+            expected = everybody[root]
+        stream.synchronize()
+        assert torch.equal(result, expected), (seed, case, what, dtype, op, part, in_comm_memory)
+        # The next call may overwrite the shared window that a slower rank still compares.
+        comm.barrier()
+
+
+def random_collectives_from_env(seed: int, cases: int, transport: str) -> None:
+    with Communicator.from_env(transport=transport, deadline_s=30) as comm:  # type: ignore[arg-type]
+        assert comm.transport == transport
+        random_collectives(comm, seed, cases)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8])
+def test_random_collectives_between_threads(ranks: int, seed: int) -> None:
+    run_threads(lambda comm: random_collectives(comm, seed, 1000), ranks, deadline_s=120)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_random_collectives_between_processes(ranks: int, seed: int) -> None:
+    launch(random_collectives_from_env, ranks, (seed, 1250, "shm"), deadline_s=120)
+
+
+def exact_on_c10d() -> None:
+    with Communicator.from_env(transport="c10d", deadline_s=30) as comm:
+        for case, dtype in enumerate((torch.float32, torch.bfloat16, torch.int64)):
+            everybody = [values(case, r, 12, dtype) for r in range(comm.size)]
+            mine = everybody[comm.rank]
+            part = 12 // comm.size
+            gathered = torch.zeros(12 * comm.size, dtype=dtype)
+            comm.all_gather(gathered, mine)
+            assert torch.equal(gathered, torch.cat(everybody))
+            scattered = torch.zeros(part, dtype=dtype)
+            comm.reduce_scatter(scattered, mine, "sum")
+            total = reduced(everybody, "sum")
+            assert torch.equal(scattered, total[comm.rank * part : (comm.rank + 1) * part])
+            comm.all_reduce(mine, "max")
+            assert torch.equal(mine, reduced(everybody, "max"))
+
+
+def test_c10d_gives_the_same() -> None:
+    launch(exact_on_c10d, 3, deadline_s=60)
+
+
+@pytest.mark.parametrize("private", [True, False])
+def test_gather_converts(private: bool) -> None:
+    def body(comm: Communicator) -> None:
+        numel = 70001  # several staged chunks, and no multiple of anything
+        shards = [
+            torch.randn(numel, generator=torch.Generator().manual_seed(r)) for r in range(comm.size)
+        ]
+        for dtype in (torch.bfloat16, torch.float16):
+            result = (
+                torch.zeros(numel * comm.size, dtype=dtype)
+                if private
+                else comm.allocate(numel * comm.size, dtype=dtype, use="gather")
+            )
+            comm.all_gather(result, shards[comm.rank])
+            assert torch.equal(result, torch.cat(shards).to(dtype))
+            comm.barrier()
+
+    run_threads(body, 3)
+
+
+def large_buffers() -> None:
+    with Communicator.from_env(deadline_s=30) as comm:
+        numel = 300_001
+        everybody = [values(0, r, numel * comm.size, torch.float32) for r in range(comm.size)]
+        mine, total = everybody[comm.rank], reduced(everybody, "sum")
+        gathered = torch.zeros(numel * comm.size)
+        comm.all_gather(gathered, mine[:numel].clone())
+        assert torch.equal(gathered, torch.cat([t[:numel] for t in everybody]))
+        scattered = torch.ones(numel)
+        comm.reduce_scatter(scattered, mine, accumulate=True)
+        assert torch.equal(scattered, 1 + total[comm.rank * numel : (comm.rank + 1) * numel])
+        comm.all_reduce(mine)
+        assert torch.equal(mine, total)
+        operations = ("all_gather", "reduce_scatter", "all_reduce")
+        assert {r.operation: r.taken for r in comm.receipts()} == dict.fromkeys(operations, "staged")
+
+
+def test_private_buffers_larger_than_the_staging_area() -> None:
+    launch(large_buffers, 3, deadline_s=60)
+
+
+def test_receipts_say_the_path_and_why() -> None:
+    def body(comm: Communicator) -> None:
+        comm.all_gather(comm.allocate(8, use="gather"), torch.ones(4))
+        (receipt,) = [r for r in comm.receipts() if r.operation == "all_gather"]
+        assert (receipt.requested, receipt.taken, receipt.reason) == ("window", "window", "")
+        comm.all_gather(torch.zeros(8), torch.ones(4))
+        (receipt,) = [r for r in comm.receipts() if r.operation == "all_gather"]
+        assert (receipt.requested, receipt.taken) == ("window", "direct")
+        assert "not communication memory" in receipt.reason
+
+    run_threads(body, 2)
+
+
+def test_halves_are_summed_in_fp32() -> None:
+    # 256 + 1 + 1 in bf16 steps of 2: rounding after each addition loses both ones.
+    def body(comm: Communicator) -> torch.Tensor:
+        value = torch.full((3,), 256.0 if comm.rank == 0 else 1.0, dtype=torch.bfloat16)
+        comm.all_reduce(value)
+        return value
+
+    for result in run_threads(body, 3):
+        assert torch.equal(result, torch.full((3,), 258.0, dtype=torch.bfloat16))
+
+
+def test_nan_and_infinity_come_through() -> None:
+    def body(comm: Communicator) -> None:
+        bad = torch.tensor([float("nan"), float("inf"), 1.0])
+        value = bad.clone() if comm.rank == 1 else torch.ones(3)
+        for op in ("sum", "max", "min"):
+            result = value.clone()
+            comm.all_reduce(result, op)  # type: ignore[arg-type]
+            assert result[0].isnan()
+            assert result[1] == (1.0 if op == "min" else float("inf"))
+
+    run_threads(body, 3)
+
+
+def test_gather_and_reduce_may_run_at_once() -> None:
+    def body(comm: Communicator) -> None:
+        gathers, reduces = Stream(), Stream()
+        gathered = [torch.zeros(2 * comm.size) for _ in range(50)]
+        summed = [torch.full((5,), float(comm.rank + i)) for i in range(50)]
+        mine = torch.full((2,), float(comm.rank))
+        for result in gathered:
+            comm.all_gather(result, mine, stream=gathers)
+        for value in summed:
+            comm.all_reduce(value, stream=reduces)
+        gathers.synchronize()
+        reduces.synchronize()
+        ranks = torch.arange(comm.size).float()
+        for i in range(50):
+            assert torch.equal(gathered[i], ranks.repeat_interleave(2))
+            assert torch.equal(summed[i], torch.full((5,), float(ranks.sum()) + i * comm.size))
+
+    run_threads(body, 4)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda c: c.all_gather(torch.zeros(3), torch.zeros(2)), "recv must have 1 x 2 = 2"),
+        (lambda c: c.reduce_scatter(torch.zeros(2), torch.zeros(3)), "send must have 1 x 2 = 2"),
+        (lambda c: c.all_reduce(torch.zeros(2), "mean"), "op is 'mean'; accepted: 'sum', 'avg'"),
+        (lambda c: c.all_reduce(torch.zeros(4, 4).t()[:2]), "must be contiguous"),
+        (lambda c: c.broadcast(torch.zeros(2), 1), "root is 1; it must be a rank, 0 to 0"),
+        (lambda c: c.allocate(4, use="both"), "use is 'both'; accepted: 'gather', 'reduce'"),
+        (lambda c: c.allocate(-1, use="gather"), "numel is -1"),
+        (
+            lambda c: c.all_gather(torch.zeros(2), torch.zeros(2, dtype=torch.int32)),
+            "no conversion from i32 to f32",
+        ),
+    ],
+)
+def test_bad_arguments_are_named(call: Callable[[Communicator], object], message: str) -> None:
+    comm = Communicator.local_group(1)[0]
+    with pytest.raises(ValueError, match=message.replace("(", r"\(")):
+        call(comm)
+    comm.barrier()  # and the communicator goes on
+
+
+def test_buffer_that_leaves_its_window_is_refused() -> None:
+    def body(comm: Communicator) -> None:
+        window = comm.allocate(8, use="reduce")
+        assert isinstance(comm, HostCommunicator)
+        f32, total = _C.DType.f32, _C.RedOp.sum
+        with pytest.raises(ValueError, match="starts at byte 24 .* 32 bytes and is 16 bytes long"):
+            comm._core.all_reduce(window[6:].data_ptr(), f32, 4, total)
+
+    run_threads(body, 2)
+
+
+def test_from_env_alone_and_with_missing_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    assert Communicator.from_env().size == 1
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(ValueError, match="WORLD_SIZE, MASTER_ADDR, MASTER_PORT not set"):
+        Communicator.from_env()
+    with pytest.raises(ValueError, match="transport is 'tcp'; accepted: 'auto', 'shm', 'c10d'"):
+        Communicator.from_env(transport="tcp")  # type: ignore[arg-type]
+
+
+def several_communicators() -> None:
+    first = Communicator.from_env(deadline_s=30)
+    dist.init_process_group("gloo")
+    second = Communicator.from_process_group(deadline_s=30)
+    third = Communicator.from_process_group(deadline_s=30, transport="c10d")
+    for comm in (first, second, third):
+        value = torch.ones(4)
+        comm.all_reduce(value)
+        assert torch.equal(value, torch.full((4,), float(comm.size)))
+    dist.destroy_process_group()
+
+
+def test_communicators_live_side_by_side() -> None:
+    launch(several_communicators, 2, deadline_s=60)
+
+
+def memory_outlives() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    with Communicator.from_env(deadline_s=30) as comm:
+        window = comm.allocate(1 << 20, use="gather")
+        comm.all_gather(window, torch.full(((1 << 20) // comm.size,), float(comm.rank + 1)))
+    del comm
+    assert window[0] == 1
+    assert window[-1] == int(os.environ["WORLD_SIZE"])
+    assert "memfd:shardcomm" in open("/proc/self/maps").read()
+    del window
+    maps = open("/proc/self/maps").read()
+    assert "memfd:shardcomm" not in maps
+    # The rendezvous store keeps a connection; nothing of ours is open.
+    assert len(os.listdir("/proc/self/fd")) <= before + 2
+
+
+def test_memory_outlives_the_communicator_and_is_gone_with_its_last_tensor() -> None:
+    launch(memory_outlives, 2, deadline_s=60)
+
+
+def test_second_thread_in_a_channel_is_refused() -> None:
+    comms = Communicator.local_group(2, deadline_s=20)
+    waiting = threading.Thread(target=lambda: pytest.raises(CommError, comms[0].barrier))
+    waiting.start()
+    while True:  # until the thread is inside
+        try:
+            comms[0].broadcast(torch.zeros(1))
+        except ValueError as error:
+            assert "in use by another thread" in str(error)
+            break
+        except CommError:
+            pytest.fail("the first call was not the thread's")
+    comms[1].abort("enough")
+    waiting.join(20)
+    assert not waiting.is_alive()
