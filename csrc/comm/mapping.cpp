@@ -64,9 +64,9 @@ Fd open_window(int pid, int fd) {
   const std::string path = "/proc/" + std::to_string(pid) + "/fd/" + std::to_string(fd);
   Fd window(open(path.c_str(), O_RDWR | O_CLOEXEC));
   if (window.get() < 0) {
-    throw CommError("cannot reach the memory of rank 0 (pid " + std::to_string(pid) +
-                    "): " + std::strerror(errno) +
-                    "; the process has ended, or runs as another user or in another container");
+    throw CommError("cannot reach the memory of process " + std::to_string(pid) + ": " +
+                    std::strerror(errno) +
+                    "; it has ended, or runs as another user or in another container");
   }
   return window;
 }

@@ -18,21 +18,21 @@ namespace {
 
 class ShmProvider final : public WindowProvider {
  public:
-  explicit ShmProvider(int root_pid) : root_pid_(root_pid) {}
+  explicit ShmProvider(const BoardMemory* board) : board_(board) {}
 
   std::uint64_t create(std::size_t bytes) override {
     made_ = create_window(bytes, /*reserve=*/true);
     return static_cast<std::uint64_t>(made_.get());
   }
   std::shared_ptr<Mapping> open(std::uint64_t handle, std::size_t bytes) override {
-    const Fd fd = open_window(root_pid_, static_cast<int>(handle));
+    const Fd fd = open_window(board_->ranks[0].pid.load(), static_cast<int>(handle));
     return Mapping::of_file(fd.get(), bytes, /*populate=*/true);
   }
   void forget(std::uint64_t) noexcept override { made_ = Fd(); }
   bool shares_addresses() const override { return false; }
 
  private:
-  int root_pid_;
+  const BoardMemory* board_;
   Fd made_;
 };
 
@@ -87,17 +87,17 @@ std::string ShmSession::address() const {
 
 std::shared_ptr<Communicator> make_shm(const std::string& address, int rank, int size,
                                        const CommOptions& options) {
-  int root_pid = 0;
-  int root_fd = 0;
-  if (std::sscanf(address.c_str(), "%d:%d", &root_pid, &root_fd) != 2) {
+  int pid = 0;
+  int session_fd = 0;
+  if (std::sscanf(address.c_str(), "%d:%d", &pid, &session_fd) != 2) {
     throw std::invalid_argument("shm: address is '" + address +
-                                "'; it must come from rank 0's ShmSession");
+                                "'; it must be that of a ShmSession");
   }
   if (rank < 0 || rank >= size) {
     throw std::invalid_argument("shm: rank is " + std::to_string(rank) + "; it must be 0 to " +
                                 std::to_string(size - 1));
   }
-  const Fd fd = open_window(root_pid, root_fd);
+  const Fd fd = open_window(pid, session_fd);
   const off_t bytes = lseek(fd.get(), 0, SEEK_END);
   if (bytes != static_cast<off_t>(ControlMemory::bytes(size))) {
     throw CommError("shm: the group at " + address + " is not one of " + std::to_string(size) +
@@ -113,10 +113,10 @@ std::shared_ptr<Communicator> make_shm(const std::string& address, int rank, int
                       " is taken by process " + std::to_string(nobody));
     }
   }
-  auto processes = std::make_shared<Processes>(ControlMemory::board(control->data(), size, 0),
-                                               rank, size);
+  BoardMemory* board = ControlMemory::board(control->data(), size, 0);
+  auto processes = std::make_shared<Processes>(board, rank, size);
   auto communicator = std::make_shared<HostCommunicator>(
-      "shm", rank, size, options, control, std::make_unique<ShmProvider>(root_pid),
+      "shm", rank, size, options, control, std::make_unique<ShmProvider>(board),
       [processes] { return processes->find_dead(); });
   communicator->attach();
   return communicator;

@@ -82,9 +82,9 @@ struct CommOptions {
 // `size` communicators of one process, for one thread each.
 std::vector<std::shared_ptr<Communicator>> make_local_group(int size, const CommOptions& options = {});
 
-// Processes of one host. Rank 0 creates a session and sends `address()` to the others by any means; the session
-// must outlive the construction of all `size` communicators (rank 0's keeps it alive by itself). Nothing gets a name in
-// the file system: the memory is anonymous and found through rank 0's process.
+// Processes of one host. Any process, rank 0 or a launcher, creates a session and sends `address()` to the ranks by any
+// means; it lives until all ranks have attached. Nothing gets a name in the file system: memory is anonymous, and found
+// through the process that made it.
 class ShmSession {
  public:
   explicit ShmSession(int size);

@@ -1,0 +1,263 @@
+"""A rank dies, calls something else, or comes too late: every other rank hears of it, by name, and nothing is left."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+
+import pytest
+import torch
+from test_engine import batch, loss_of, make, optimizer_of
+from thread_ranks import run_threads
+
+from shardcomm import CommError, Communicator, RankError, Stream, _C, fully_shard, launch
+from shardcomm.communicator import HostCommunicator
+
+RANKS = 3
+NOTICED_S = 2.0
+KILLS = 50
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_in_shared_memory() -> Iterator[None]:
+    before = sorted(os.listdir("/dev/shm"))
+    yield
+    assert sorted(os.listdir("/dev/shm")) == before
+
+
+def train_until_error(rank: int, ranks: int, address: str, tell: Connection) -> None:
+    """Trains for ever; reports each step, and the error that ends it."""
+    torch.set_num_threads(1)
+    comm = HostCommunicator(_C.make_shm(address, rank, ranks, 60.0))
+    model = make(layers=2)
+    fully_shard(model, comm)
+    optimizer = optimizer_of(model)
+    step = 0
+    try:
+        while True:
+            loss_of(model, batch(rank, step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            step += 1
+            if step == 1:
+                tell.send("training")
+    except CommError as error:
+        tell.send(str(error))
+
+
+def test_rank_killed_at_random_moments_of_training_is_named_by_all_others(seed: int) -> None:
+    choose = random.Random(seed)
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["shardcomm", "test_engine"])
+    for kill in range(KILLS):
+        session = _C.ShmSession(RANKS)
+        pipes = [context.Pipe(duplex=False) for _ in range(RANKS)]
+        processes = [
+            context.Process(target=train_until_error, args=(r, RANKS, session.address, pipes[r][1]))
+            for r in range(RANKS)
+        ]
+        try:
+            for process in processes:
+                process.start()
+            for _, tell in pipes:
+                tell.close()
+            ears = [listen for listen, _ in pipes]
+            for ear in ears:
+                assert ear.poll(60)
+                assert ear.recv() == "training"
+            # The moment itself is the test's input, not a synchronisation.
+            time.sleep(choose.uniform(0.0, 0.05))
+            victim = choose.randrange(RANKS)
+            pid = processes[victim].pid
+            assert pid is not None
+            os.kill(pid, signal.SIGKILL)
+            killed = time.monotonic()
+            for rank, ear in enumerate(ears):
+                if rank != victim:
+                    assert ear.poll(30), (seed, kill, rank)
+                    message = ear.recv()
+                    assert time.monotonic() - killed < NOTICED_S, (seed, kill, rank, message)
+                    assert f"rank {victim} (pid {pid}) died" in message, (seed, kill, message)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join(10)
+                process.close()
+            del session
+
+
+def errors_of(fn: Callable[[Communicator], object], ranks: int, deadline_s: float) -> list[str]:
+    """What each rank's CommError says."""
+
+    def body(comm: Communicator) -> str:
+        with pytest.raises(CommError) as caught:
+            fn(comm)
+        with pytest.raises(CommError):  # and it stays closed for use
+            comm.barrier()
+            comm.all_reduce(torch.zeros(1))
+        return str(caught.value)
+
+    comms = Communicator.local_group(ranks, deadline_s=deadline_s)
+    results = [""] * ranks
+
+    def run(rank: int) -> None:
+        results[rank] = body(comms[rank])
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert all(results)
+    return results
+
+
+def other_operation(comm: Communicator) -> None:
+    if comm.rank == 1:
+        comm.barrier()
+    else:
+        comm.all_gather(torch.zeros(12), torch.zeros(4))
+
+
+def other_size(comm: Communicator) -> None:
+    n = 5 if comm.rank == 1 else 4
+    comm.reduce_scatter(torch.zeros(n), torch.zeros(3 * n))
+
+
+def other_dtype(comm: Communicator) -> None:
+    comm.all_reduce(torch.zeros(4, dtype=torch.bfloat16 if comm.rank == 1 else torch.float32))
+
+
+def other_reduction(comm: Communicator) -> None:
+    comm.all_reduce(torch.zeros(4), "max" if comm.rank == 1 else "sum")
+
+
+def other_root(comm: Communicator) -> None:
+    comm.broadcast(torch.zeros(4), root=comm.rank % 2)
+
+
+def other_memory(comm: Communicator) -> None:
+    comm.allocate(4 if comm.rank == 1 else 8, use="gather")
+
+
+def other_tag(comm: Communicator) -> None:
+    comm.all_gather(torch.zeros(12), torch.zeros(4), tag=2 if comm.rank == 1 else 0)
+
+
+@pytest.mark.parametrize(
+    ("call", "theirs", "ours"),
+    [
+        (other_operation, "barrier()", "all_gather(f32, count 4)"),
+        (other_size, "reduce_scatter(f32, count 5, sum)", "reduce_scatter(f32, count 4, sum)"),
+        (other_dtype, "all_reduce(bf16, count 4, sum)", "all_reduce(f32, count 4, sum)"),
+        (other_reduction, "all_reduce(f32, count 4, max)", "all_reduce(f32, count 4, sum)"),
+        (other_root, "broadcast(16 bytes, root 1)", "broadcast(16 bytes, root 0)"),
+        (other_memory, "allocate(16 bytes)", "allocate(32 bytes)"),
+        (other_tag, "all_gather(f32, count 4, tag 2)", "all_gather(f32, count 4)"),
+    ],
+)
+def test_rank_that_calls_something_else_is_named_with_both_calls(
+    call: Callable[[Communicator], None], theirs: str, ours: str
+) -> None:
+    for message in errors_of(call, 3, deadline_s=20):
+        assert f"rank 1 called {theirs} #" in message
+        assert f"rank 0 called {ours} #" in message
+
+
+def test_late_rank_is_named() -> None:
+    others_failed = threading.Event()
+
+    def body(comm: Communicator) -> None:
+        comm.all_reduce(torch.zeros(1))
+        if comm.rank == 2:
+            assert others_failed.wait(20)
+        try:
+            comm.all_gather(torch.zeros(3), torch.zeros(1))
+        finally:
+            others_failed.set()
+
+    for message in errors_of(body, 3, deadline_s=0.3):
+        assert "rank 2 did not come within 0.3 s" in message
+
+
+def test_rank_that_closes_is_named() -> None:
+    def body(comm: Communicator) -> None:
+        if comm.rank == 1:
+            comm.close()
+        else:
+            with pytest.raises(CommError, match="rank 1 closed the communicator"):
+                comm.barrier()
+
+    run_threads(body, 3)
+
+
+def test_abort_reaches_ranks_that_wait_on_a_stream() -> None:
+    def body(comm: Communicator) -> None:
+        if comm.rank == 0:
+            comm.abort("the data is bad")
+            return
+        stream = Stream()
+        comm.all_reduce(torch.zeros(4), stream=stream)
+        for _ in range(2):  # an event, and one queued after the failure
+            with pytest.raises(CommError, match="rank 0 aborted: the data is bad"):
+                stream.record().wait()
+
+    run_threads(body, 2)
+
+
+def test_error_in_a_stream_skips_what_is_queued_behind_it() -> None:
+    ran: list[int] = []
+    stream = Stream()
+
+    def fail() -> None:
+        raise LookupError("lost")
+
+    stream.enqueue(lambda: ran.append(1))
+    stream.enqueue(fail)
+    stream.enqueue(lambda: ran.append(2))
+    with pytest.raises(LookupError, match="lost"):
+        stream.synchronize()
+    assert ran == [1]
+
+
+def die_in_set_up() -> None:
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    Communicator.from_env(deadline_s=5)
+
+
+def test_rank_that_dies_before_it_attaches_does_not_hang_the_others() -> None:
+    with pytest.raises(RankError, match="rank 1 was killed by SIGKILL"):
+        launch(die_in_set_up, 2, deadline_s=60)
+
+
+def raise_on_rank_1() -> None:
+    with Communicator.from_env(deadline_s=20) as comm:
+        if comm.rank == 1:
+            raise ValueError("rank 1 has a bug")
+        comm.barrier()
+
+
+def test_launch_names_the_first_cause() -> None:
+    with pytest.raises(RankError) as caught:
+        launch(raise_on_rank_1, 3, deadline_s=60)
+    message = str(caught.value)
+    assert message.startswith("rank 1 raised")
+    assert "ValueError: rank 1 has a bug" in message
+    assert "rank 0 raised CommError: rank 1 (pid" in message
+
+
+def never_end() -> None:
+    threading.Event().wait()
+
+
+def test_launch_ends_ranks_at_its_deadline() -> None:
+    with pytest.raises(TimeoutError, match=r"ranks \[0, 1\] of 2 still ran after 1 s"):
+        launch(never_end, 2, deadline_s=1)
+
