@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from enum import Enum
+from typing import ClassVar
 
 class DType(Enum):
     u8 = ...
@@ -28,32 +29,52 @@ def plan_layout(
     params: Sequence[tuple[int, int, int]], world_size: int, align_elements: int
 ) -> tuple[int, list[int], list[int]]: ...
 
+_Fields = tuple[int, int, int, int, int, int, int, int]
+# src, dst, src_offset, src_pitch, dst_offset, dst_pitch, rows, cols
+
 class CopyPlan:
     def __init__(
-        self,
-        segments: Sequence[tuple[int, int, int, int, int, int, int, int]],
-        src_dtype: DType,
-        dst_dtype: DType,
+        self, segments: Sequence[Sequence[int]], src_dtype: DType, dst_dtype: DType
     ) -> None: ...
+    @property
+    def segments(self) -> list[_Fields]: ...
+    @property
+    def tiles(self) -> list[_Fields]: ...
+    @property
+    def src_dtype(self) -> DType: ...
+    @property
+    def dst_dtype(self) -> DType: ...
+    @property
+    def src_extents(self) -> list[int]: ...
+    @property
+    def dst_extents(self) -> list[int]: ...
     @property
     def num_sources(self) -> int: ...
     @property
     def num_destinations(self) -> int: ...
     @property
     def elements(self) -> int: ...
-    @property
-    def num_tiles(self) -> int: ...
-
-class BoundCopy:
-    def __init__(
+    def run(
         self,
-        plan: CopyPlan,
+        sources: Sequence[int],
         destinations: Sequence[int],
         scale: float = ...,
         accumulate: bool = ...,
         threads: int = ...,
     ) -> None: ...
-    def run(self, sources: Sequence[int], stream: Stream | None = ...) -> None: ...
+
+class BoundCopy:
+    def __init__(
+        self,
+        plan: CopyPlan,
+        sources: Sequence[int],
+        destinations: Sequence[int],
+        scale: float = ...,
+        accumulate: bool = ...,
+        threads: int = ...,
+    ) -> None: ...
+    def set_sources(self, sources: Sequence[int]) -> None: ...
+    def run(self, stream: Stream | None = ...) -> None: ...
 
 def reduce(
     dst: int,
@@ -65,6 +86,17 @@ def reduce(
     op: RedOp,
     count: int,
 ) -> None: ...
+
+class InstructionSet:
+    baseline: ClassVar[InstructionSet]
+    avx2: ClassVar[InstructionSet]
+    avx512: ClassVar[InstructionSet]
+    @property
+    def name(self) -> str: ...
+
+def instruction_sets() -> list[InstructionSet]: ...
+def instruction_set() -> InstructionSet: ...
+def use_instruction_set(set: InstructionSet) -> None: ...
 
 class Event:
     def query(self) -> bool: ...

@@ -1,13 +1,15 @@
-"""A CopyPlan says which rectangles move where; it is compiled once and run with fresh tensors every step.
+"""CopyPlan: which rectangles move where. Compiled once, run every step with fresh tensors.
 
-Packing two tensors of 6 and 4 elements into a flat buffer of 12, with a hole at 6 that is zeroed::
+A plan that packs three tensors into one flat buffer, with a gap that is zeroed:
 
-    source 0  [a a a a a a]           segment: source 0, 1 x 6  ->  destination 0 at 0
-    source 1  [b b b b]               segment: source 1, 1 x 4  ->  destination 0 at 8
-                                      segment: zeros,    1 x 2  ->  destination 0 at 6
-    flat      [a a a a a a 0 0 b b b b]
+    tensors (f32)     0: 5        1: 4      2: 6
+                      |           |         |
+                      v           v         v
+    flat (bf16)   [0 0 0 0 0 | 1 1 1 1 | - - - | 2 2 2 2 2 2]
+    offset         0           5         9       12          18
 
-The dtype conversion is part of the copy. So are, at run time, scaling and accumulation into the destination.
+Each arrow is a segment of one row. A segment of several rows copies a rectangle, for instance some
+columns of a matrix. However many segments there are, a run is one call into the core.
 """
 
 from __future__ import annotations
@@ -17,38 +19,40 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from shardcomm import _C
-from shardcomm.dtype import core_dtype
+from shardcomm.dtype import wire_dtype
+
+ZEROS = -1
+"""As the `src` of a segment: writes zeros."""
 
 
 class Segment(NamedTuple):
     """`rows` x `cols` elements from source operand `src` to destination operand `dst`.
 
-    Offsets, and pitches (from one row to the next), are in elements of that side. `src=-1` writes zeros.
+    Offsets and pitches (the distance from one row to the next) are in elements of that side.
     """
 
     src: int
+    dst: int
     src_offset: int
     src_pitch: int
-    dst: int
     dst_offset: int
     dst_pitch: int
     rows: int
     cols: int
 
 
-ZEROS = -1
-
-
 @dataclass(frozen=True)
 class CopyPlan:
-    """Segments from tensors of `src_dtype` to tensors of `dst_dtype`.
+    """Segments, compiled into tiles of equal work.
 
-    f32, bf16 and f16 convert among each other, rounding to nearest even; other dtypes copy to themselves.
+    float32, bfloat16 and float16 convert among each other, rounding to nearest even; any other
+    dtype copies only to itself. Destinations of different segments must not overlap.
 
-    Raises:
-        ValueError: a segment has a negative size or overlapping rows, or the dtypes do not convert.
+    Raises ValueError for negative sizes, a pitch shorter than a row, and a dtype pair without
+    conversion.
     """
 
     segments: tuple[Segment, ...]
@@ -57,8 +61,19 @@ class CopyPlan:
     core: _C.CopyPlan = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        core = _C.CopyPlan(self.segments, core_dtype(self.src_dtype), core_dtype(self.dst_dtype))
-        object.__setattr__(self, "core", core)
+        src_wire, src_items = wire_dtype(self.src_dtype)
+        dst_wire, dst_items = wire_dtype(self.dst_dtype)
+        if self.src_dtype != self.dst_dtype and _C.DType.u8 in (src_wire, dst_wire):
+            raise ValueError(
+                f"no conversion from {self.src_dtype} to {self.dst_dtype}: float32, bfloat16 and "
+                "float16 convert, others only copy to themselves"
+            )
+        # A dtype the core does not know travels as bytes: everything along a row counts in them.
+        units = (1, 1, src_items, src_items, dst_items, dst_items, 1, dst_items)
+        wire_segments = [
+            tuple(n * unit for n, unit in zip(s, units, strict=True)) for s in self.segments
+        ]
+        object.__setattr__(self, "core", _C.CopyPlan(wire_segments, src_wire, dst_wire))
 
     @classmethod
     def pack(
@@ -69,19 +84,19 @@ class CopyPlan:
         dst_dtype: torch.dtype,
         zero_ranges: Sequence[tuple[int, int]] = (),
     ) -> CopyPlan:
-        """Contiguous tensor i, of sizes[i] elements, goes to offsets[i] of one flat destination.
+        """Contiguous tensor i, of `sizes[i]` elements, goes to `offsets[i]` of one flat tensor.
 
-        `zero_ranges`: [start, stop) of the destination, written with zeros.
+        `zero_ranges` are [begin, end) ranges of the flat tensor, in elements, to fill with zeros.
         """
-        moves = [
-            Segment(i, 0, size, 0, offset, size, 1, size)
+        tensors = [
+            Segment(i, 0, 0, size, offset, size, 1, size)
             for i, (size, offset) in enumerate(zip(sizes, offsets, strict=True))
         ]
         zeros = [
-            Segment(ZEROS, 0, 0, 0, start, stop - start, 1, stop - start)
-            for start, stop in zero_ranges
+            Segment(ZEROS, 0, 0, end - begin, begin, end - begin, 1, end - begin)
+            for begin, end in zero_ranges
         ]
-        return cls((*moves, *zeros), src_dtype, dst_dtype)
+        return cls((*tensors, *zeros), src_dtype, dst_dtype)
 
     @classmethod
     def unpack(
@@ -91,95 +106,136 @@ class CopyPlan:
         src_dtype: torch.dtype,
         dst_dtype: torch.dtype,
     ) -> CopyPlan:
-        """The mirror of `pack`: offsets[i] of one flat source goes to contiguous tensor i."""
-        moves = [
-            Segment(0, offset, size, i, 0, size, 1, size)
+        """Contiguous tensor i, of `sizes[i]` elements, is read from `offsets[i]` of a flat one."""
+        segments = [
+            Segment(0, i, offset, size, 0, size, 1, size)
             for i, (size, offset) in enumerate(zip(sizes, offsets, strict=True))
         ]
-        return cls(tuple(moves), src_dtype, dst_dtype)
+        return cls(tuple(segments), src_dtype, dst_dtype)
 
     def run(
         self,
-        sources: Sequence[torch.Tensor | None],
-        destinations: Sequence[torch.Tensor],
+        sources: Sequence[Tensor | None],
+        destinations: Sequence[Tensor],
         *,
         scale: float = 1.0,
         accumulate: bool = False,
         threads: int = 1,
     ) -> None:
-        """destination = convert(scale * source), or, accumulating, convert(destination + scale * source).
+        """Writes scale * source, or with `accumulate` destination + scale * source.
 
-        A source of None counts as zeros. Computed in f32.
+        Computed in float32 and rounded once. A source that is None counts as zeros. Operands are
+        contiguous CPU tensors of the plan's dtypes, of any shape, with at least the elements that
+        the plan touches; sources and destinations must not overlap.
 
-        Raises:
-            ValueError: an operand is missing, too small, not contiguous or of another dtype.
+        Raises TypeError for a tensor of another dtype or device; ValueError for one that is not
+        contiguous or too small, for a wrong number of them, for threads < 1, and for a scale or
+        accumulation on dtypes without conversion.
         """
-        self._check("sources", sources, self.src_dtype, source=True)
-        self._check("destinations", destinations, self.dst_dtype, source=False)
-        bound = self.bind(destinations, scale=scale, accumulate=accumulate, threads=threads)
-        bound.run([0 if s is None else s.data_ptr() for s in sources])
+        self.bind(sources, destinations, scale=scale, accumulate=accumulate, threads=threads).run()
 
     def bind(
         self,
-        destinations: Sequence[torch.Tensor],
+        sources: Sequence[Tensor | None],
+        destinations: Sequence[Tensor],
         *,
         scale: float = 1.0,
         accumulate: bool = False,
         threads: int = 1,
-    ) -> _C.BoundCopy:
-        """For a hot path: run(source addresses, stream) with nothing checked again. Keep the destinations alive."""
-        self._check("destinations", destinations, self.dst_dtype, source=False)
-        addresses = [tensor.data_ptr() for tensor in destinations]
-        return _C.BoundCopy(self.core, addresses, scale, accumulate, threads)
+    ) -> BoundCopy:
+        """As `run`, but checks now and runs later, as often as wanted."""
+        core = _C.BoundCopy(
+            self.core,
+            self._source_pointers(sources),
+            self._destination_pointers(destinations),
+            scale,
+            accumulate,
+            threads,
+        )
+        return BoundCopy(self, core, tuple(sources), tuple(destinations))
 
-    def _check(
-        self,
-        name: str,
-        tensors: Sequence[torch.Tensor | None],
-        dtype: torch.dtype,
-        *,
-        source: bool,
-    ) -> None:
-        extents = self._extents(source)
-        if len(tensors) != len(extents):
-            raise ValueError(f"{name}: {len(tensors)} tensors given; the plan has {len(extents)}")
-        for i, (tensor, extent) in enumerate(zip(tensors, extents, strict=True)):
-            if tensor is None and source:
-                continue
-            if not isinstance(tensor, torch.Tensor) or tensor.dtype != dtype:
-                kind = tensor.dtype if isinstance(tensor, torch.Tensor) else type(tensor).__name__
-                raise ValueError(f"{name}[{i}] is {kind}; the plan takes {dtype}")
-            if not tensor.is_contiguous() or tensor.device.type != "cpu":
-                raise ValueError(f"{name}[{i}] must be contiguous and on the CPU")
-            if tensor.numel() < extent:
-                raise ValueError(
-                    f"{name}[{i}] has {tensor.numel()} elements; the plan reaches to {extent}"
-                )
+    def _source_pointers(self, tensors: Sequence[Tensor | None]) -> list[int]:
+        return _pointers("sources", tensors, self.src_dtype, self.core.src_extents)
 
-    def _extents(self, source: bool) -> list[int]:
-        """For each operand, how many elements the plan reaches."""
-        count = self.core.num_sources if source else self.core.num_destinations
-        extents = [0] * count
-        for s in self.segments:
-            operand, offset, pitch = (
-                (s.src, s.src_offset, s.src_pitch) if source else (s.dst, s.dst_offset, s.dst_pitch)
-            )
-            if operand != ZEROS and s.rows > 0 and s.cols > 0:
-                end = offset + (s.rows - 1) * pitch + s.cols
-                extents[operand] = max(extents[operand], end)
-        return extents
+    def _destination_pointers(self, tensors: Sequence[Tensor]) -> list[int]:
+        for i, tensor in enumerate(tensors):
+            if tensor is None:
+                raise TypeError(f"destinations[{i}] is None, it must be a tensor")
+        return _pointers("destinations", tensors, self.dst_dtype, self.core.dst_extents)
 
     def __repr__(self) -> str:
-        lines = [
-            f"CopyPlan({self.src_dtype} to {self.dst_dtype}, {self.core.elements} elements, "
-            f"{self.core.num_tiles} tiles)"
-        ]
-        shown = 8
-        for s in self.segments[:shown]:
-            origin = "zeros" if s.src == ZEROS else f"source {s.src} at {s.src_offset}"
-            lines.append(
-                f"  {origin}, {s.rows} x {s.cols} -> destination {s.dst} at {s.dst_offset}"
-            )
+        shown = 12
+        lines = [f"CopyPlan {self.src_dtype} -> {self.dst_dtype}"]
+        lines += [f"  {_draw(segment)}" for segment in self.segments[:shown]]
         if len(self.segments) > shown:
-            lines.append(f"  ... {len(self.segments) - shown} more")
+            lines.append(f"  ... {len(self.segments) - shown} more segments")
         return "\n".join(lines)
+
+
+class BoundCopy:
+    """A plan with its tensors, which it keeps alive. `core` can be enqueued on a stream."""
+
+    def __init__(
+        self,
+        plan: CopyPlan,
+        core: _C.BoundCopy,
+        sources: tuple[Tensor | None, ...],
+        destinations: tuple[Tensor, ...],
+    ) -> None:
+        self.plan = plan
+        self.core = core
+        self.sources = sources
+        self.destinations = destinations
+
+    def set_sources(self, sources: Sequence[Tensor | None]) -> None:
+        """Later runs read these. Not while a run is under way. Raises as `CopyPlan.run` does."""
+        self.core.set_sources(self.plan._source_pointers(sources))
+        self.sources = tuple(sources)
+
+    def run(self, stream: _C.Stream | None = None) -> None:
+        """Copies, without the GIL: here and now, or queued on `stream`. Keep queued sources alive."""
+        self.core.run(stream)
+
+
+def _pointers(
+    role: str, tensors: Sequence[Tensor | None], dtype: torch.dtype, wire_extents: Sequence[int]
+) -> list[int]:
+    """Addresses of tensors that a plan can use. Extents count elements as the core sees them."""
+    if len(tensors) != len(wire_extents):
+        raise ValueError(f"{role} has {len(tensors)} tensors, the plan has {len(wire_extents)}")
+    items = wire_dtype(dtype)[1]
+    addresses = []
+    for i, (tensor, extent) in enumerate(zip(tensors, wire_extents, strict=True)):
+        if tensor is None:
+            addresses.append(0)
+            continue
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{role}[{i}] is a {type(tensor).__name__}, it must be a tensor")
+        if tensor.dtype != dtype or not tensor.is_cpu:
+            raise TypeError(
+                f"{role}[{i}] is {tensor.dtype} on {tensor.device}, the plan takes {dtype} on cpu"
+            )
+        if not tensor.is_contiguous():
+            raise ValueError(f"{role}[{i}] is not contiguous, its strides are {tensor.stride()}")
+        if tensor.numel() * items < extent:
+            raise ValueError(
+                f"{role}[{i}] has {tensor.numel()} elements, the plan needs {extent // items}"
+            )
+        addresses.append(tensor.data_ptr())
+    return addresses
+
+
+def _draw(segment: Segment) -> str:
+    """E.g. `1[40:]  2 x 3 / 8 -> 0[16:]  2 x 3`.
+
+    2 rows of 3 elements; in operand 1, from the 40th element on, one row starts every 8.
+    """
+    s = segment
+    source = "zeros" if s.src == ZEROS else _draw_side(s, s.src, s.src_offset, s.src_pitch)
+    return f"{source} -> {_draw_side(s, s.dst, s.dst_offset, s.dst_pitch)}"
+
+
+def _draw_side(segment: Segment, operand: int, offset: int, pitch: int) -> str:
+    has_gaps = segment.rows > 1 and pitch != segment.cols
+    gaps = f" / {pitch}" if has_gaps else ""
+    return f"{operand}[{offset}:]  {segment.rows} x {segment.cols}{gaps}"

@@ -1,12 +1,10 @@
-"""torch dtypes as the core names them."""
-
-from __future__ import annotations
+"""torch dtypes and the core's: the one place where they meet."""
 
 import torch
 
 from shardcomm import _C
 
-_CORE = {
+_CORE_DTYPES = {
     torch.uint8: _C.DType.u8,
     torch.int32: _C.DType.i32,
     torch.int64: _C.DType.i64,
@@ -18,18 +16,22 @@ _CORE = {
 
 
 def core_dtype(dtype: torch.dtype) -> _C.DType:
-    """The core's name for `dtype`.
+    """The core's name for `dtype`, with which it can compute.
 
-    Raises:
-        TypeError: the core does not know it; such tensors travel as bytes, through `.view(torch.uint8)`.
+    Raises TypeError for a dtype whose arithmetic the core does not know.
     """
-    if dtype not in _CORE:
-        raise TypeError(
-            f"dtype is {dtype}; accepted: {', '.join(map(str, _CORE))}; view others as torch.uint8 to move them"
-        )
-    return _CORE[dtype]
+    try:
+        return _CORE_DTYPES[dtype]
+    except KeyError:
+        accepted = ", ".join(str(known) for known in _CORE_DTYPES)
+        raise TypeError(f"dtype is {dtype}, the core computes with: {accepted}") from None
 
 
-def as_known(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor`, or its bytes if the core does not know its dtype."""
-    return tensor if tensor.dtype in _CORE else tensor.view(torch.uint8)
+def wire_dtype(dtype: torch.dtype) -> tuple[_C.DType, int]:
+    """How an element of `dtype` travels when it is only moved: (core dtype, how many of them).
+
+    A dtype that the core does not know travels as its bytes.
+    """
+    if dtype in _CORE_DTYPES:
+        return _CORE_DTYPES[dtype], 1
+    return _C.DType.u8, dtype.itemsize

@@ -42,10 +42,8 @@ def reduced(tensors: list[torch.Tensor], op: str) -> torch.Tensor:
         return stacked.amax(0) if op == "max" else stacked.amin(0)
     if stacked.dtype.is_floating_point:
         wide = torch.float64 if stacked.dtype is torch.float64 else torch.float32
-        ranks = torch.tensor(1.0, dtype=wide) / len(tensors)
-        total = stacked.to(wide).sum(0)
-        mean = total / len(tensors) if wide is torch.float64 else total * ranks
-        return mean.to(stacked.dtype)
+        part = torch.tensor(1.0, dtype=wide) / len(tensors)
+        return (stacked.to(wide).sum(0) * part).to(stacked.dtype)
     return torch.div(stacked.sum(0, dtype=stacked.dtype), len(tensors), rounding_mode="trunc")
 
 

@@ -1,5 +1,12 @@
+#include <array>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
 #include "bindings/bindings.h"
 #include "copy/bound_copy.h"
+#include "copy/simd.h"
 #include "shardcomm/copy_plan.h"
 #include "shardcomm/reduce.h"
 #include "shardcomm/stream.h"
@@ -7,79 +14,148 @@
 namespace shardcomm::bindings {
 namespace {
 
-std::vector<const void*> const_pointers(const std::vector<std::uintptr_t>& addresses) {
-  std::vector<const void*> pointers;
-  pointers.reserve(addresses.size());
-  for (const std::uintptr_t a : addresses) pointers.push_back(reinterpret_cast<const void*>(a));
-  return pointers;
-}
+using Fields = std::array<std::int64_t, 8>;
+using Addresses = std::vector<std::uintptr_t>;
 
-std::vector<void*> pointers(const std::vector<std::uintptr_t>& addresses) {
-  std::vector<void*> result;
-  result.reserve(addresses.size());
-  for (const std::uintptr_t a : addresses) result.push_back(reinterpret_cast<void*>(a));
-  return result;
-}
-
-using SegmentTuple = std::tuple<std::int32_t, std::int64_t, std::int64_t, std::int32_t,
-                                std::int64_t, std::int64_t, std::int64_t, std::int64_t>;
-
-std::vector<Segment> segments(const std::vector<SegmentTuple>& tuples) {
-  std::vector<Segment> result;
-  result.reserve(tuples.size());
-  for (const auto& [src, src_offset, src_pitch, dst, dst_offset, dst_pitch, rows, cols] : tuples) {
-    result.push_back({src, dst, src_offset, src_pitch, dst_offset, dst_pitch, rows, cols});
+std::int32_t operand(std::int64_t index) {
+  if (index < INT32_MIN || index >= INT32_MAX) {
+    throw std::invalid_argument("operand " + std::to_string(index) + " does not fit into 31 bits");
   }
+  return static_cast<std::int32_t>(index);
+}
+
+Segment segment(const Fields& f) {
+  return {operand(f[0]), operand(f[1]), f[2], f[3], f[4], f[5], f[6], f[7]};
+}
+
+std::vector<Segment> segments_of(const std::vector<Fields>& rows) {
+  std::vector<Segment> segments;
+  segments.reserve(rows.size());
+  for (const Fields& row : rows) segments.push_back(segment(row));
+  return segments;
+}
+
+// An int64 array of shape (n, 8).
+std::vector<Segment> segments_of(const py::buffer& array) {
+  const py::buffer_info view = array.request();
+  const bool is_int64 = view.item_type_is_equivalent_to<std::int64_t>();
+  if (!is_int64 || view.ndim != 2 || view.shape[1] != 8) {
+    throw std::invalid_argument("segments must be an int64 array of shape (n, 8)");
+  }
+  std::vector<Segment> segments;
+  segments.reserve(static_cast<std::size_t>(view.shape[0]));
+  for (py::ssize_t i = 0; i < view.shape[0]; ++i) {
+    Fields fields{};
+    for (py::ssize_t j = 0; j < 8; ++j) {
+      const char* at =
+          static_cast<const char*>(view.ptr) + i * view.strides[0] + j * view.strides[1];
+      fields[static_cast<std::size_t>(j)] = *reinterpret_cast<const std::int64_t*>(at);
+    }
+    segments.push_back(segment(fields));
+  }
+  return segments;
+}
+
+template <class Pointer>
+std::vector<Pointer> pointers(const Addresses& addresses) {
+  std::vector<Pointer> result;
+  result.reserve(addresses.size());
+  for (std::uintptr_t address : addresses) result.push_back(reinterpret_cast<Pointer>(address));
   return result;
+}
+
+std::vector<py::tuple> fields_of(const std::vector<Segment>& segments) {
+  std::vector<py::tuple> rows;
+  rows.reserve(segments.size());
+  for (const Segment& s : segments) {
+    rows.push_back(py::make_tuple(s.src, s.dst, s.src_offset, s.src_pitch, s.dst_offset,
+                                  s.dst_pitch, s.rows, s.cols));
+  }
+  return rows;
+}
+
+template <class Segments>
+std::shared_ptr<CopyPlan> make_plan(const Segments& segments, DType src_dtype, DType dst_dtype) {
+  return std::make_shared<CopyPlan>(segments_of(segments), src_dtype, dst_dtype);
+}
+
+std::shared_ptr<BoundCopy> bind_pointers(std::shared_ptr<CopyPlan> plan, const Addresses& sources,
+                                         const Addresses& destinations, float scale,
+                                         bool accumulate, int threads) {
+  return std::make_shared<BoundCopy>(std::move(plan), pointers<const void*>(sources),
+                                     pointers<void*>(destinations),
+                                     CopyOptions{scale, accumulate, threads});
+}
+
+void run_bound(const BoundCopy& bound, Stream* stream) {
+  py::gil_scoped_release unlocked;
+  if (stream == nullptr) {
+    bound.run();
+  } else {
+    stream->enqueue([bound] { bound.run(); });  // a copy: sources set later are for later runs
+  }
+}
+
+void reduce(std::uintptr_t dst, DType dst_dtype, float scale, bool accumulate,
+            const Addresses& sources, DType dtype, RedOp op, std::int64_t count) {
+  const auto sources_of = pointers<const void*>(sources);
+  py::gil_scoped_release unlocked;
+  reduce_cpu(reinterpret_cast<void*>(dst), Epilogue{dst_dtype, scale, accumulate},
+             sources_of.data(), static_cast<int>(sources_of.size()), dtype, op, count);
 }
 
 }  // namespace
 
 void bind_copy(py::module_& m) {
   py::class_<CopyPlan, std::shared_ptr<CopyPlan>>(m, "CopyPlan")
-      .def(py::init([](const std::vector<SegmentTuple>& tuples, DType src_dtype, DType dst_dtype) {
-             return std::make_shared<CopyPlan>(segments(tuples), src_dtype, dst_dtype);
-           }),
-           py::arg("segments"), py::arg("src_dtype"), py::arg("dst_dtype"))
+      .def(py::init(&make_plan<py::buffer>), py::arg("segments"), py::arg("src_dtype"),
+           py::arg("dst_dtype"))
+      .def(py::init(&make_plan<std::vector<Fields>>), py::arg("segments"), py::arg("src_dtype"),
+           py::arg("dst_dtype"))
+      .def_property_readonly("segments",
+                             [](const CopyPlan& plan) { return fields_of(plan.segments()); })
+      .def_property_readonly("tiles", [](const CopyPlan& plan) { return fields_of(plan.tiles()); })
+      .def_property_readonly("src_dtype", &CopyPlan::src_dtype)
+      .def_property_readonly("dst_dtype", &CopyPlan::dst_dtype)
+      .def_property_readonly("src_extents", &CopyPlan::src_extents)
+      .def_property_readonly("dst_extents", &CopyPlan::dst_extents)
       .def_property_readonly("num_sources", &CopyPlan::num_sources)
       .def_property_readonly("num_destinations", &CopyPlan::num_destinations)
       .def_property_readonly("elements", &CopyPlan::elements)
-      .def_property_readonly("num_tiles", [](const CopyPlan& plan) { return plan.tiles().size(); });
-
-  py::class_<BoundCopy, std::shared_ptr<BoundCopy>>(m, "BoundCopy")
-      .def(py::init([](std::shared_ptr<CopyPlan> plan,
-                       const std::vector<std::uintptr_t>& destinations, float scale,
-                       bool accumulate, int threads) {
-             return std::make_shared<BoundCopy>(std::move(plan), pointers(destinations),
-                                                CopyOptions{scale, accumulate, threads});
-           }),
-           py::arg("plan"), py::arg("destinations"), py::arg("scale") = 1.0f,
-           py::arg("accumulate") = false, py::arg("threads") = 1)
       .def(
           "run",
-          [](const std::shared_ptr<BoundCopy>& copy, const std::vector<std::uintptr_t>& sources,
-             Stream* stream) {
-            std::vector<const void*> from = const_pointers(sources);
-            const py::gil_scoped_release release;
-            if (stream == nullptr) {
-              copy->run(from);
-            } else {
-              stream->enqueue([copy, from = std::move(from)] { copy->run(from); });
-            }
+          [](std::shared_ptr<CopyPlan> plan, const Addresses& sources,
+             const Addresses& destinations, float scale, bool accumulate, int threads) {
+            run_bound(
+                *bind_pointers(std::move(plan), sources, destinations, scale, accumulate, threads),
+                nullptr);
           },
-          py::arg("sources"), py::arg("stream") = nullptr);
+          py::arg("sources"), py::arg("destinations"), py::arg("scale") = 1.0f,
+          py::arg("accumulate") = false, py::arg("threads") = 1);
 
-  m.def(
-      "reduce",
-      [](std::uintptr_t dst, DType dst_dtype, float scale, bool accumulate,
-         const std::vector<std::uintptr_t>& sources, DType dtype, RedOp op, std::int64_t count) {
-        const std::vector<const void*> from = const_pointers(sources);
-        const py::gil_scoped_release release;
-        reduce_cpu(reinterpret_cast<void*>(dst), {dst_dtype, scale, accumulate}, from.data(),
-                   static_cast<int>(from.size()), dtype, op, count);
-      },
-      py::arg("dst"), py::arg("dst_dtype"), py::arg("scale"), py::arg("accumulate"),
-      py::arg("sources"), py::arg("dtype"), py::arg("op"), py::arg("count"));
+  py::class_<BoundCopy, std::shared_ptr<BoundCopy>>(m, "BoundCopy")
+      .def(py::init(&bind_pointers), py::arg("plan"), py::arg("sources"), py::arg("destinations"),
+           py::arg("scale") = 1.0f, py::arg("accumulate") = false, py::arg("threads") = 1)
+      .def(
+          "set_sources",
+          [](BoundCopy& bound, const Addresses& sources) {
+            bound.set_sources(pointers<const void*>(sources));
+          },
+          py::arg("sources"))
+      .def("run", &run_bound, py::arg("stream") = static_cast<Stream*>(nullptr));
+
+  m.def("reduce", &reduce, py::arg("dst"), py::arg("dst_dtype"), py::arg("scale"),
+        py::arg("accumulate"), py::arg("sources"), py::arg("dtype"), py::arg("op"),
+        py::arg("count"));
+
+  py::enum_<InstructionSet> instruction_sets_enum(m, "InstructionSet");
+  for (InstructionSet set :
+       {InstructionSet::baseline, InstructionSet::avx2, InstructionSet::avx512}) {
+    instruction_sets_enum.value(name(set), set);
+  }
+  m.def("instruction_sets", &instruction_sets);
+  m.def("instruction_set", &instruction_set);
+  m.def("use_instruction_set", &use_instruction_set, py::arg("set"));
 }
 
 }  // namespace shardcomm::bindings

@@ -24,8 +24,8 @@ PYBIND11_MODULE(_C, m) {
   py::register_exception<CommError>(m, "CommError", PyExc_RuntimeError);
 
   bind_layout(m);
+  bind_stream(m);  // first: others take a stream
   bind_copy(m);
-  bind_stream(m);
   bind_comm(m);
 }
 

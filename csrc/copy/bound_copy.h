@@ -1,38 +1,28 @@
-// A CopyPlan with its destinations: what a step runs again and again, from other sources each time.
+// A CopyPlan with its pointers: everything checked and looked up, ready to run every step, also on
+// a Stream.
 #pragma once
 
 #include <memory>
-#include <stdexcept>
-#include <string>
-#include <utility>
 #include <vector>
 
 #include "shardcomm/copy_plan.h"
 
 namespace shardcomm {
 
+// Copies on the CPU. Does not own the memory. A value: what is enqueued is a copy of it.
 class BoundCopy {
  public:
-  BoundCopy(std::shared_ptr<const CopyPlan> plan, std::vector<void*> destinations,
-            CopyOptions options)
-      : plan_(std::move(plan)), destinations_(std::move(destinations)), options_(options) {
-    check("destinations", destinations_.size(), plan_->num_destinations());
-  }
+  // Throws std::invalid_argument for a number of pointers that is not the plan's, a null
+  // destination, and for options that the plan's dtypes do not allow.
+  BoundCopy(std::shared_ptr<const CopyPlan> plan, std::vector<const void*> sources,
+            std::vector<void*> destinations, const CopyOptions& options);
 
-  void run(const std::vector<const void*>& sources) const {
-    check("sources", sources.size(), plan_->num_sources());
-    copy_cpu(*plan_, sources.data(), destinations_.data(), options_);
-  }
+  void set_sources(std::vector<const void*> sources);  // null: zeros
+  void run() const;
 
  private:
-  static void check(const char* what, std::size_t given, std::int32_t wanted) {
-    if (given < static_cast<std::size_t>(wanted)) {
-      throw std::invalid_argument(std::string("copy: ") + std::to_string(given) + " " + what +
-                                  " given; the plan has " + std::to_string(wanted));
-    }
-  }
-
   std::shared_ptr<const CopyPlan> plan_;
+  std::vector<const void*> sources_;
   std::vector<void*> destinations_;
   CopyOptions options_;
 };

@@ -1,101 +1,234 @@
+// The CPU executor of a CopyPlan: one kernel per dtype pair, chosen once; each thread runs its
+// share of the tiles.
 #include <algorithm>
 #include <cstddef>
+#include <cstdint>
 #include <cstring>
 #include <stdexcept>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
-#include "copy/kernels.h"
+#include "copy/element.h"
+#include "copy/simd.h"
+#include "copy/streaming.h"
 #include "shardcomm/copy_plan.h"
+#include "shardcomm/tile.h"
 
 namespace shardcomm {
 namespace {
 
-bool is_plain(const CopyPlan& plan, const CopyOptions& options) {
-  return plan.src_dtype() == plan.dst_dtype() && options.scale == 1.0f && !options.accumulate;
+// A thread costs tens of microseconds to start; it gets at least this many elements to be worth it.
+constexpr std::int64_t kElementsPerThread = 16 * CopyPlan::kTileElements;
+// From about this size on streaming is faster (measured: copies 1.2 to 1.4 times, casts 1.1 times),
+// counting also the core that reads the destination next; below, that core would still find it in
+// the shared cache.
+constexpr std::int64_t kStreamingRunBytes = std::int64_t{4} << 20;
+// Shorter rows are not worth the partly written lines at their ends.
+constexpr std::int64_t kStreamingRowBytes = 4096;
+
+// Copies `count` elements of one row.
+using RowKernel = void (*)(const void* src, void* dst, std::int64_t count, float scale);
+
+template <class Src, class Dst>
+struct ConvertRow {
+  [[gnu::always_inline]] static void run(const void* src, void* dst, std::int64_t count,
+                                         float scale) {
+    const Src* __restrict from = static_cast<const Src*>(src);
+    Dst* __restrict to = static_cast<Dst*>(dst);
+    for (std::int64_t i = 0; i < count; ++i) store(to[i], scale * load(from[i]));
+  }
+};
+
+template <class Src, class Dst>
+struct AccumulateRow {
+  [[gnu::always_inline]] static void run(const void* src, void* dst, std::int64_t count,
+                                         float scale) {
+    const Src* __restrict from = static_cast<const Src*>(src);
+    Dst* __restrict to = static_cast<Dst*>(dst);
+    for (std::int64_t i = 0; i < count; ++i) store(to[i], load(to[i]) + scale * load(from[i]));
+  }
+};
+
+template <template <class, class> class Row, class Src>
+RowKernel kernel_to(DType dst_dtype) {
+  switch (dst_dtype) {
+    case DType::f16:
+      return best_of<Row<Src, Half>>();
+    case DType::bf16:
+      return best_of<Row<Src, BFloat16>>();
+    default:
+      return best_of<Row<Src, float>>();
+  }
 }
 
-void check(const CopyPlan& plan, const CopyOptions& options) {
-  const DType dtype = plan.src_dtype();
-  const bool converts = dtype == DType::f32 || dtype == DType::bf16 || dtype == DType::f16;
-  if (!converts && !is_plain(plan, options)) {
-    throw std::invalid_argument(std::string("copy: scale and accumulate take f32, bf16 or f16; "
-                                            "the plan's dtype is ") +
-                                name(dtype));
-  }
-  if (options.threads < 1) {
-    throw std::invalid_argument("copy: threads is " + std::to_string(options.threads) +
-                                "; it must be at least 1");
+template <template <class, class> class Row>
+RowKernel kernel(DType src_dtype, DType dst_dtype) {
+  switch (src_dtype) {
+    case DType::f16:
+      return kernel_to<Row, Half>(dst_dtype);
+    case DType::bf16:
+      return kernel_to<Row, BFloat16>(dst_dtype);
+    default:
+      return kernel_to<Row, float>(dst_dtype);
   }
 }
 
-class TileCopier {
- public:
-  TileCopier(const CopyPlan& plan, const void* const* sources, void* const* destinations,
-             const CopyOptions& options)
-      : plan_(plan),
-        sources_(sources),
-        destinations_(destinations),
-        options_(options),
-        plain_(is_plain(plan, options)),
-        src_size_(static_cast<std::int64_t>(itemsize(plan.src_dtype()))),
-        dst_size_(static_cast<std::int64_t>(itemsize(plan.dst_dtype()))) {}
+// What is the same for every tile of a run.
+struct Run {
+  const void* const* sources;
+  void* const* destinations;
+  std::int64_t src_bytes;  // per element
+  std::int64_t dst_bytes;
+  RowKernel row_kernel;  // null: bytes are copied as they are
+  float scale;
+  bool accumulate;
+  bool streaming;
+};
 
-  void operator()(const Tile& tile) const {
-    const auto* src = tile.src == Segment::kZeros
-                          ? nullptr
-                          : static_cast<const std::byte*>(sources_[tile.src]);
-    if (src == nullptr && options_.accumulate) return;  // adding zeros
-    auto* dst = static_cast<std::byte*>(destinations_[tile.dst]);
-    for (std::int64_t row = 0; row < tile.rows; ++row) {
-      void* to = dst + (tile.dst_offset + row * tile.dst_pitch) * dst_size_;
-      if (src == nullptr) {
-        std::memset(to, 0, static_cast<std::size_t>(tile.cols * dst_size_));
-        continue;
-      }
-      copy_row(to, src + (tile.src_offset + row * tile.src_pitch) * src_size_, tile.cols);
+void copy_row(const Run& run, const std::byte* src, std::byte* dst, std::int64_t count) {
+  if (run.row_kernel != nullptr) {
+    run.row_kernel(src, dst, count, run.scale);
+  } else {
+    std::memcpy(dst, src, static_cast<std::size_t>(count * run.dst_bytes));
+  }
+}
+
+void copy_row_streaming(const Run& run, const std::byte* src, std::byte* dst, std::int64_t count) {
+  constexpr std::int64_t kBufferBytes = 4096;
+  alignas(kLineBytes) std::byte buffer[kBufferBytes];
+  const VectorSpan span =
+      vector_span(reinterpret_cast<std::uintptr_t>(dst), count, run.dst_bytes, kLineBytes);
+  copy_row(run, src, dst, span.head);
+  src += span.head * run.src_bytes;
+  dst += span.head * run.dst_bytes;
+  if (run.row_kernel == nullptr) {
+    copy_streaming(dst, src, span.body * run.dst_bytes);
+    src += span.body * run.src_bytes;
+    dst += span.body * run.dst_bytes;
+  } else {
+    const std::int64_t buffer_elements = kBufferBytes / run.dst_bytes;
+    for (std::int64_t left = span.body; left > 0; left -= buffer_elements) {
+      const std::int64_t n = std::min(left, buffer_elements);
+      run.row_kernel(src, buffer, n, run.scale);
+      copy_streaming(dst, buffer, n * run.dst_bytes);
+      src += n * run.src_bytes;
+      dst += n * run.dst_bytes;
     }
+  }
+  copy_row(run, src, dst, span.tail);
+}
+
+void copy_tile(const Run& run, const Tile& tile) {
+  const void* src_operand = tile.src == Segment::kZeros ? nullptr : run.sources[tile.src];
+  if (src_operand == nullptr && run.accumulate) return;
+  const auto* src = static_cast<const std::byte*>(src_operand);
+  auto* dst = static_cast<std::byte*>(run.destinations[tile.dst]);
+  const std::int64_t row_bytes = tile.cols * run.dst_bytes;
+  const bool streaming = run.streaming && row_bytes >= kStreamingRowBytes;
+  for (std::int64_t row = 0; row < tile.rows; ++row) {
+    std::byte* dst_row = dst + dst_index(tile, row, 0) * run.dst_bytes;
+    if (src == nullptr) {
+      std::memset(dst_row, 0, static_cast<std::size_t>(row_bytes));
+      continue;
+    }
+    const std::byte* src_row = src + src_index(tile, row, 0) * run.src_bytes;
+    if (streaming) {
+      copy_row_streaming(run, src_row, dst_row, tile.cols);
+    } else {
+      copy_row(run, src_row, dst_row, tile.cols);
+    }
+  }
+}
+
+using TileIterator = std::vector<Tile>::const_iterator;
+
+void copy_tiles(const Run& run, TileIterator begin, TileIterator end) {
+  for (; begin != end; ++begin) copy_tile(run, *begin);
+  if (run.streaming) streaming_fence();
+}
+
+// Cuts the tiles into consecutive shares of about equally many elements; share t is [cuts[t],
+// cuts[t + 1]).
+std::vector<TileIterator> equal_shares(const CopyPlan& plan, std::int64_t shares) {
+  std::vector<TileIterator> cuts{plan.tiles().begin()};
+  std::int64_t elements = 0;
+  for (auto tile = plan.tiles().begin(); tile != plan.tiles().end(); ++tile) {
+    elements += tile->rows * tile->cols;
+    while (static_cast<std::int64_t>(cuts.size()) < shares &&
+           elements >=
+               divide_up(plan.elements(), shares) * static_cast<std::int64_t>(cuts.size())) {
+      cuts.push_back(tile + 1);
+    }
+  }
+  cuts.resize(static_cast<std::size_t>(shares), plan.tiles().end());
+  cuts.push_back(plan.tiles().end());
+  return cuts;
+}
+
+// Threads that are joined whatever happens.
+class Workers {
+ public:
+  ~Workers() {
+    for (std::thread& thread : threads_) thread.join();
+  }
+  template <class Task>
+  void start(Task task) {
+    threads_.emplace_back(std::move(task));
   }
 
  private:
-  void copy_row(void* to, const void* from, std::int64_t count) const {
-    if (plain_) {
-      std::memcpy(to, from, static_cast<std::size_t>(count * dst_size_));
-    } else {
-      kernels().convert(to, plan_.dst_dtype(), from, plan_.src_dtype(), count, options_.scale,
-                        options_.accumulate);
-    }
-  }
-
-  const CopyPlan& plan_;
-  const void* const* sources_;
-  void* const* destinations_;
-  const CopyOptions& options_;
-  bool plain_;
-  std::int64_t src_size_;
-  std::int64_t dst_size_;
+  std::vector<std::thread> threads_;
 };
 
 }  // namespace
 
+void check_options(const CopyPlan& plan, const CopyOptions& options) {
+  if (options.threads < 1) {
+    throw std::invalid_argument("threads is " + std::to_string(options.threads) +
+                                ", it must be at least 1");
+  }
+  if (!is_convertible(plan.dst_dtype()) && (options.scale != 1.0f || options.accumulate)) {
+    throw std::invalid_argument(std::string("scale and accumulate need f32, bf16 or f16, not ") +
+                                name(plan.dst_dtype()));
+  }
+}
+
 void copy_cpu(const CopyPlan& plan, const void* const* sources, void* const* destinations,
               const CopyOptions& options) {
-  check(plan, options);
-  const TileCopier copy(plan, sources, destinations, options);
-  const std::vector<Tile>& tiles = plan.tiles();
-  const std::size_t share =
-      (tiles.size() + static_cast<std::size_t>(options.threads) - 1) / options.threads;
-  const auto run = [&](std::size_t begin) {
-    const std::size_t end = std::min(begin + share, tiles.size());
-    for (std::size_t i = begin; i < end; ++i) copy(tiles[i]);
-  };
-  std::vector<std::thread> helpers;
-  for (std::size_t begin = share; begin < tiles.size(); begin += share) {
-    helpers.emplace_back(run, begin);
+  check_options(plan, options);
+  Run run;
+  run.sources = sources;
+  run.destinations = destinations;
+  run.src_bytes = static_cast<std::int64_t>(itemsize(plan.src_dtype()));
+  run.dst_bytes = static_cast<std::int64_t>(itemsize(plan.dst_dtype()));
+  run.scale = options.scale;
+  run.accumulate = options.accumulate;
+  const bool plain =
+      plan.src_dtype() == plan.dst_dtype() && options.scale == 1.0f && !options.accumulate;
+  if (plain) {
+    run.row_kernel = nullptr;
+  } else if (options.accumulate) {
+    run.row_kernel = kernel<AccumulateRow>(plan.src_dtype(), plan.dst_dtype());
+  } else {
+    run.row_kernel = kernel<ConvertRow>(plan.src_dtype(), plan.dst_dtype());
   }
-  run(0);
-  for (std::thread& helper : helpers) helper.join();
+  // Accumulation has the destination in the cache already.
+  run.streaming = !options.accumulate && plan.elements() >= kStreamingRunBytes / run.dst_bytes;
+
+  const std::int64_t threads =
+      std::max<std::int64_t>(1, smaller(options.threads, plan.elements() / kElementsPerThread));
+  if (threads == 1) {
+    copy_tiles(run, plan.tiles().begin(), plan.tiles().end());
+    return;
+  }
+  const std::vector<TileIterator> cuts = equal_shares(plan, threads);
+  Workers workers;
+  for (std::size_t t = 1; t + 1 < cuts.size(); ++t) {
+    workers.start([&run, &cuts, t] { copy_tiles(run, cuts[t], cuts[t + 1]); });
+  }
+  copy_tiles(run, cuts[0], cuts[1]);
 }
 
 }  // namespace shardcomm

@@ -3,57 +3,80 @@
 #include <algorithm>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 #include "shardcomm/tile.h"
 
 namespace shardcomm {
 namespace {
 
-bool converts(DType dtype) {
-  return dtype == DType::f32 || dtype == DType::bf16 || dtype == DType::f16;
+[[noreturn]] void refuse(std::size_t index, const std::string& reason) {
+  throw std::invalid_argument("segment " + std::to_string(index) + ": " + reason);
 }
 
-void check(const Segment& s, std::size_t index) {
-  const auto fail = [index](const std::string& what) {
-    throw std::invalid_argument("CopyPlan: segment " + std::to_string(index) + ": " + what);
-  };
-  if (s.rows < 0 || s.cols < 0) {
-    fail("rows x cols is " + std::to_string(s.rows) + " x " + std::to_string(s.cols) +
-         "; both must be at least 0");
+void require_not_negative(std::size_t index, const char* field, std::int64_t value) {
+  if (value < 0) {
+    refuse(index, std::string(field) + " is " + std::to_string(value) + ", it must be at least 0");
   }
-  if (s.src < Segment::kZeros || s.dst < 0) {
-    fail("src is " + std::to_string(s.src) + ", dst is " + std::to_string(s.dst) +
-         "; operands count from 0 (src -1: zeros)");
+}
+
+// 1 + the index of the last element of the rectangle.
+std::int64_t extent(std::size_t index, const char* side, const Segment& segment,
+                    std::int64_t offset, std::int64_t pitch) {
+  if (segment.rows == 0 || segment.cols == 0) return 0;
+  if (segment.rows > 1 && pitch < segment.cols) {
+    refuse(index,
+           std::string(side) + "_pitch is " + std::to_string(pitch) +
+               ", it must be at least the row length, cols = " + std::to_string(segment.cols));
   }
-  if (s.src_offset < 0 || s.dst_offset < 0) fail("offsets must be at least 0");
-  if (s.rows > 1 && s.dst_pitch < s.cols) {
-    fail("dst_pitch is " + std::to_string(s.dst_pitch) + ", shorter than a row of " +
-         std::to_string(s.cols) + ": rows would overlap");
+  std::int64_t end = 0;
+  if (__builtin_mul_overflow(segment.rows - 1, pitch, &end) ||
+      __builtin_add_overflow(end, offset, &end) ||
+      __builtin_add_overflow(end, segment.cols, &end)) {
+    refuse(index, std::string("its ") + side + " extent does not fit into 63 bits");
   }
-  if (s.rows > 1 && s.src != Segment::kZeros && s.src_pitch < 0) {
-    fail("src_pitch is " + std::to_string(s.src_pitch) + "; it must be at least 0");
-  }
+  return end;
+}
+
+void widen(std::vector<std::int64_t>& extents, std::int32_t operand, std::int64_t extent) {
+  const auto index = static_cast<std::size_t>(operand);
+  if (extents.size() <= index) extents.resize(index + 1, 0);
+  extents[index] = std::max(extents[index], extent);
 }
 
 }  // namespace
 
 CopyPlan::CopyPlan(std::vector<Segment> segments, DType src_dtype, DType dst_dtype)
     : segments_(std::move(segments)), src_dtype_(src_dtype), dst_dtype_(dst_dtype) {
-  if (src_dtype != dst_dtype && !(converts(src_dtype) && converts(dst_dtype))) {
-    throw std::invalid_argument(std::string("CopyPlan: no conversion from ") + name(src_dtype) +
-                                " to " + name(dst_dtype) +
-                                "; f32, bf16 and f16 convert, other dtypes copy to themselves");
+  if (src_dtype != dst_dtype && !(is_convertible(src_dtype) && is_convertible(dst_dtype))) {
+    throw std::invalid_argument(std::string("no conversion from ") + name(src_dtype) + " to " +
+                                name(dst_dtype) +
+                                ": f32, bf16 and f16 convert, others only copy to themselves");
   }
   for (std::size_t i = 0; i < segments_.size(); ++i) {
-    check(segments_[i], i);
-    const Segment segment = tile::collapse(segments_[i]);
-    const tile::Grid grid = tile::grid_of(segment);
-    for (std::int64_t t = 0; t < grid.bands * grid.runs; ++t) {
-      tiles_.push_back(tile::tile_of(segment, grid, t));
+    const Segment& segment = segments_[i];
+    if (segment.src < Segment::kZeros) {
+      refuse(i, "src is " + std::to_string(segment.src) +
+                    ", it must be an operand's index or -1 for zeros");
     }
-    num_sources_ = std::max(num_sources_, segment.src + 1);
-    num_destinations_ = std::max(num_destinations_, segment.dst + 1);
+    require_not_negative(i, "dst", segment.dst);
+    require_not_negative(i, "src_offset", segment.src_offset);
+    require_not_negative(i, "src_pitch", segment.src_pitch);
+    require_not_negative(i, "dst_offset", segment.dst_offset);
+    require_not_negative(i, "dst_pitch", segment.dst_pitch);
+    require_not_negative(i, "rows", segment.rows);
+    require_not_negative(i, "cols", segment.cols);
+    if (segment.src != Segment::kZeros) {
+      widen(src_extents_, segment.src,
+            extent(i, "src", segment, segment.src_offset, segment.src_pitch));
+    }
+    widen(dst_extents_, segment.dst,
+          extent(i, "dst", segment, segment.dst_offset, segment.dst_pitch));
     elements_ += segment.rows * segment.cols;
+
+    const Segment rectangle = collapse(segment);
+    const TileGrid grid = tile_grid(rectangle);
+    for (std::int64_t t = 0; t < grid.tiles; ++t) tiles_.push_back(tile_of(rectangle, grid, t));
   }
 }
 

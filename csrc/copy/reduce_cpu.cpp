@@ -1,32 +1,220 @@
+// Reduction block by block: the partial result of a block stays in the nearest cache, so that each
+// element of each source is read once and each element of dst written once, whatever the number of
+// sources.
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 
-#include "copy/kernels.h"
+#include "copy/element.h"
+#include "copy/simd.h"
 #include "shardcomm/reduce.h"
 
 namespace shardcomm {
+namespace {
+
+constexpr std::int64_t kBlockElements = 128;
+
+template <class T>
+using Accumulator = decltype(load(T{}));
+
+// Integers are added as unsigned ones, where overflow is defined: it wraps.
+template <class T>
+[[gnu::always_inline]] inline T add(T a, T b) {
+  if constexpr (std::is_integral_v<T>) {
+    using Wrapping = std::make_unsigned_t<T>;
+    return static_cast<T>(static_cast<Wrapping>(a) + static_cast<Wrapping>(b));
+  } else {
+    return a + b;
+  }
+}
+
+struct Sum {
+  template <class T>
+  [[gnu::always_inline]] static T combine(T a, T b) {
+    return add(a, b);
+  }
+};
+
+// b != b only for NaN; a NaN in `a` survives since it compares as false. So NaN wins from either
+// side.
+struct Max {
+  template <class T>
+  [[gnu::always_inline]] static T combine(T a, T b) {
+    const T larger = a < b ? b : a;
+    return b != b ? b : larger;
+  }
+};
+
+struct Min {
+  template <class T>
+  [[gnu::always_inline]] static T combine(T a, T b) {
+    const T smaller = b < a ? b : a;
+    return b != b ? b : smaller;
+  }
+};
+
+// The loops over one block. `partial` holds Accumulator<Src> elements.
+
+template <class Src>
+struct LoadOne {
+  [[gnu::always_inline]] static void run(void* partial, const void* source, std::int64_t count) {
+    auto* __restrict to = static_cast<Accumulator<Src>*>(partial);
+    const auto* __restrict from = static_cast<const Src*>(source);
+    for (std::int64_t i = 0; i < count; ++i) to[i] = load(from[i]);
+  }
+};
+
+template <class Src, class Op>
+struct LoadTwo {
+  [[gnu::always_inline]] static void run(void* partial, const void* first, const void* second,
+                                         std::int64_t count) {
+    auto* __restrict to = static_cast<Accumulator<Src>*>(partial);
+    const auto* a = static_cast<const Src*>(first);
+    const auto* b = static_cast<const Src*>(second);
+    for (std::int64_t i = 0; i < count; ++i) to[i] = Op::combine(load(a[i]), load(b[i]));
+  }
+};
+
+template <class Src, class Op>
+struct Fold {
+  [[gnu::always_inline]] static void run(void* partial, const void* source, std::int64_t count) {
+    auto* __restrict to = static_cast<Accumulator<Src>*>(partial);
+    const auto* __restrict from = static_cast<const Src*>(source);
+    for (std::int64_t i = 0; i < count; ++i) to[i] = Op::combine(to[i], load(from[i]));
+  }
+};
+
+template <class Dst, bool kAccumulate>
+struct Finish {
+  [[gnu::always_inline]] static void run(void* dst, const void* partial, std::int64_t count,
+                                         int divisor, float scale) {
+    using Value = Accumulator<Dst>;
+    auto* __restrict to = static_cast<Dst*>(dst);
+    const auto* __restrict from = static_cast<const Value*>(partial);
+    if constexpr (std::is_integral_v<Value>) {
+      for (std::int64_t i = 0; i < count; ++i) {
+        const Value value = divisor == 1 ? from[i] : static_cast<Value>(from[i] / divisor);
+        store(to[i], kAccumulate ? add(to[i], value) : value);
+      }
+    } else {
+      const Value mean = Value{1} / static_cast<Value>(divisor);
+      for (std::int64_t i = 0; i < count; ++i) {
+        const Value value = static_cast<Value>(scale) * (from[i] * mean);
+        store(to[i], kAccumulate ? load(to[i]) + value : value);
+      }
+    }
+  }
+};
+
+struct Kernels {
+  void (*load_one)(void* partial, const void* source, std::int64_t count);
+  void (*load_two)(void* partial, const void* a, const void* b, std::int64_t count);
+  void (*fold)(void* partial, const void* source, std::int64_t count);
+  void (*finish)(void* dst, const void* partial, std::int64_t count, int divisor, float scale);
+};
+
+// Calls visit(T{}) with the C++ type of `dtype`.
+template <class Visit>
+void with_type(DType dtype, Visit visit) {
+  switch (dtype) {
+    case DType::u8:
+      return visit(std::uint8_t{});
+    case DType::i32:
+      return visit(std::int32_t{});
+    case DType::i64:
+      return visit(std::int64_t{});
+    case DType::f16:
+      return visit(Half{});
+    case DType::bf16:
+      return visit(BFloat16{});
+    case DType::f32:
+      return visit(float{});
+    case DType::f64:
+      return visit(double{});
+  }
+}
+
+template <class Src, class Op>
+void choose_loads(Kernels& kernels) {
+  kernels.load_one = best_of<LoadOne<Src>>();
+  kernels.load_two = best_of<LoadTwo<Src, Op>>();
+  kernels.fold = best_of<Fold<Src, Op>>();
+}
+
+Kernels choose(DType dtype, RedOp op, const Epilogue& epilogue) {
+  Kernels kernels{};
+  with_type(dtype, [&](auto src) {
+    using Src = decltype(src);
+    switch (op) {
+      case RedOp::sum:
+      case RedOp::avg:
+        return choose_loads<Src, Sum>(kernels);
+      case RedOp::max:
+        return choose_loads<Src, Max>(kernels);
+      case RedOp::min:
+        return choose_loads<Src, Min>(kernels);
+    }
+  });
+  with_type(epilogue.dtype, [&](auto dst) {
+    using Dst = decltype(dst);
+    kernels.finish =
+        epilogue.accumulate ? best_of<Finish<Dst, true>>() : best_of<Finish<Dst, false>>();
+  });
+  return kernels;
+}
+
+void check(int num_sources, std::int64_t count) {
+  if (num_sources < 1) {
+    throw std::invalid_argument("num_sources is " + std::to_string(num_sources) +
+                                ", it must be at least 1");
+  }
+  if (count < 0) {
+    throw std::invalid_argument("count is " + std::to_string(count) + ", it must be at least 0");
+  }
+}
+
+}  // namespace
 
 void check_epilogue(const Epilogue& epilogue, DType dtype) {
-  const bool floats = dtype == DType::f32 || dtype == DType::bf16 || dtype == DType::f16;
-  const bool to_floats = epilogue.dtype == DType::f32 || epilogue.dtype == DType::bf16 ||
-                         epilogue.dtype == DType::f16;
-  if (floats && to_floats) return;
-  if (epilogue.dtype != dtype || epilogue.scale != 1.0f) {
-    throw std::invalid_argument(std::string("reduce: ") + name(dtype) + " to " +
+  if (epilogue.dtype != dtype && !(is_convertible(epilogue.dtype) && is_convertible(dtype))) {
+    throw std::invalid_argument(std::string("no conversion from ") + name(dtype) + " to " +
                                 name(epilogue.dtype) +
-                                "; only f32, bf16 and f16 convert and scale, other dtypes are "
-                                "reduced into themselves");
+                                ": f32, bf16 and f16 convert, others stay themselves");
+  }
+  const bool floating = is_convertible(dtype) || dtype == DType::f64;
+  if (!floating && epilogue.scale != 1.0f) {
+    throw std::invalid_argument(std::string("scale is ") + std::to_string(epilogue.scale) +
+                                ", it must be 1 for " + name(dtype));
   }
 }
 
 void reduce_cpu(void* dst, const Epilogue& epilogue, const void* const* sources, int num_sources,
                 DType dtype, RedOp op, std::int64_t count) {
+  check(num_sources, count);
   check_epilogue(epilogue, dtype);
-  if (num_sources < 1) {
-    throw std::invalid_argument("reduce: num_sources is " + std::to_string(num_sources) +
-                                "; it must be at least 1");
+  const Kernels kernels = choose(dtype, op, epilogue);
+  const int divisor = op == RedOp::avg ? num_sources : 1;
+  const auto src_bytes = static_cast<std::int64_t>(itemsize(dtype));
+  const auto dst_bytes = static_cast<std::int64_t>(itemsize(epilogue.dtype));
+
+  alignas(64) std::byte partial[kBlockElements * sizeof(double)];
+  for (std::int64_t begin = 0; begin < count; begin += kBlockElements) {
+    const std::int64_t n = std::min(kBlockElements, count - begin);
+    const auto block = [&](int k) {
+      return static_cast<const std::byte*>(sources[k]) + begin * src_bytes;
+    };
+    if (num_sources == 1) {
+      kernels.load_one(partial, block(0), n);
+    } else {
+      kernels.load_two(partial, block(0), block(1), n);
+      for (int k = 2; k < num_sources; ++k) kernels.fold(partial, block(k), n);
+    }
+    kernels.finish(static_cast<std::byte*>(dst) + begin * dst_bytes, partial, n, divisor,
+                   epilogue.scale);
   }
-  kernels().reduce(dst, epilogue, sources, num_sources, dtype, op, count);
 }
 
 }  // namespace shardcomm

@@ -25,6 +25,11 @@ constexpr std::size_t itemsize(DType dtype) {
   return 0;
 }
 
+// Whether elements convert among each other and can be scaled.
+constexpr bool is_convertible(DType dtype) {
+  return dtype == DType::f16 || dtype == DType::bf16 || dtype == DType::f32;
+}
+
 constexpr const char* name(DType dtype) {
   switch (dtype) {
     case DType::u8:

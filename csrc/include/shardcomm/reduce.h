@@ -1,4 +1,5 @@
-// Element-wise reduction over ranks, in rank order: the arithmetic of reduce-scatter and all-reduce on a CPU.
+// Element-wise reduction over ranks, in rank order: the arithmetic of reduce-scatter and all-reduce
+// on a CPU.
 #pragma once
 
 #include <cstdint>
@@ -23,10 +24,12 @@ constexpr const char* name(RedOp op) {
   return "?";
 }
 
-// What happens to a reduced element before it is stored: dst = convert(scale * reduced), plus what dst held when
-// `accumulate`. Lets a shard gradient be cast, scaled and accumulated without another pass over memory.
+// What happens to a reduced element before it is stored: dst = convert(scale * reduced), plus what
+// dst held when `accumulate`. Lets a shard gradient be cast, scaled and accumulated without another
+// pass over memory.
 struct Epilogue {
-  DType dtype = DType::f32;  // of dst; f16, bf16 and f32 convert among each other, other types stay themselves
+  DType dtype = DType::f32;  // of dst; f16, bf16 and f32 convert among each other, other types stay
+                             // themselves
   float scale = 1.0f;
   bool accumulate = false;
 };
@@ -34,10 +37,14 @@ struct Epilogue {
 // Throws std::invalid_argument unless `dtype` can be reduced into this epilogue.
 void check_epilogue(const Epilogue& epilogue, DType dtype);
 
-// dst[i] = epilogue(sources[0][i] op sources[1][i] op ... op sources[num_sources - 1][i]), summed left to right.
-// f16, bf16 and f32 accumulate in f32, f64 in f64, integers in themselves (avg of integers: truncated division).
-// dst may be one of the sources.
-void reduce_cpu(void* dst, const Epilogue& epilogue, const void* const* sources, int num_sources, DType dtype,
-                RedOp op, std::int64_t count);
+// dst[i] = epilogue(sources[0][i] op sources[1][i] op ... op sources[num_sources - 1][i]), summed
+// left to right. f16, bf16 and f32 accumulate in f32, f64 in f64, integers in themselves, wrapping
+// (avg of integers: truncated division). avg of floats multiplies the sum by 1 / num_sources. max
+// and min of NaN and anything are NaN. `dst` may be one of the sources if its dtype is theirs; any
+// other overlap is an error the function cannot see. Throws std::invalid_argument for num_sources <
+// 1, a negative count, an epilogue dtype that `dtype` does not convert to, and a scale other than 1
+// on integers.
+void reduce_cpu(void* dst, const Epilogue& epilogue, const void* const* sources, int num_sources,
+                DType dtype, RedOp op, std::int64_t count);
 
 }  // namespace shardcomm

@@ -1,5 +1,13 @@
-// Index arithmetic of a CopyPlan, shared by the executors of every device: which tiles a segment falls into, and
-// where the rows of a tile lie.
+// The index arithmetic of a CopyPlan, for the CPU and CUDA executors alike: which elements of a
+// segment a tile covers, where an element of a tile lies on either side, and how much of a run can
+// be accessed in whole vectors.
+//
+//   segment, 5 x 6, gaps on one side        the same without gaps: one row of 30
+//   +-------------+                         +--------------+--------------+
+//   | 0 0 0 0 0 0 |  tiles of at most       | 0 0 0 .. 0 0 | 1 1 1 .. 1 1 |  tiles of at most 16
+//   elements | 0 0 0 0 0 0 |  12 elements: whole     +--------------+--------------+ | 1 1 1 1 1 1
+//   |  rows, equally many | 1 1 1 1 1 1 | | 2 2 2 2 2 2 |
+//   +-------------+
 #pragma once
 
 #include <cstdint>
@@ -12,51 +20,104 @@
 #define SHARDCOMM_HOST_DEVICE
 #endif
 
-namespace shardcomm::tile {
+namespace shardcomm {
 
-// A segment whose rows follow each other without a hole on both sides is one long row.
-SHARDCOMM_HOST_DEVICE constexpr bool is_contiguous(const Segment& s) {
-  const bool src_dense = s.src == Segment::kZeros || s.src_pitch == s.cols;
-  return s.rows <= 1 || (src_dense && s.dst_pitch == s.cols);
+// Rows are cut at multiples of this many elements, so that every piece of an aligned row is aligned
+// too.
+constexpr std::int64_t kCutElements = 128;
+static_assert(CopyPlan::kTileElements % kCutElements == 0, "a cut row must not exceed a tile");
+
+SHARDCOMM_HOST_DEVICE constexpr std::int64_t smaller(std::int64_t a, std::int64_t b) {
+  return a < b ? a : b;
 }
 
-SHARDCOMM_HOST_DEVICE constexpr Segment collapse(Segment s) {
-  if (is_contiguous(s)) {
-    s.cols *= s.rows;
-    s.rows = s.cols > 0 ? 1 : 0;
+SHARDCOMM_HOST_DEVICE constexpr std::int64_t divide_up(std::int64_t a, std::int64_t b) {
+  return a / b + (a % b != 0);
+}
+
+// A segment whose rows follow one another without gaps on both sides is one long row. Zeros come
+// from nowhere: their source never has gaps.
+SHARDCOMM_HOST_DEVICE constexpr Segment collapse(Segment segment) {
+  if (segment.src == Segment::kZeros) {
+    segment.src_offset = 0;
+    segment.src_pitch = segment.cols;
   }
-  return s;
+  if (segment.rows > 1 && segment.src_pitch == segment.cols && segment.dst_pitch == segment.cols) {
+    segment.cols *= segment.rows;
+    segment.rows = 1;
+    segment.src_pitch = segment.dst_pitch = segment.cols;
+  }
+  return segment;
 }
 
-// Tiles of a (collapsed) segment form a grid: bands of whole rows, each cut into runs of columns. A row of up to
-// kTileElements is not cut; shorter rows share a tile.
-struct Grid {
-  std::int64_t rows_per_tile;
-  std::int64_t cols_per_tile;
-  std::int64_t bands;
-  std::int64_t runs;
+// How a (collapsed) segment is cut: into tiles of `rows` x `cols`, those at the end of a direction
+// possibly smaller.
+struct TileGrid {
+  std::int64_t rows = 0;
+  std::int64_t cols = 0;
+  std::int64_t tiles_per_row = 0;
+  std::int64_t tiles = 0;
 };
 
-SHARDCOMM_HOST_DEVICE constexpr Grid grid_of(const Segment& s) {
-  if (s.rows == 0 || s.cols == 0) return {0, 0, 0, 0};
-  const std::int64_t limit = CopyPlan::kTileElements;
-  const std::int64_t cols = s.cols < limit ? s.cols : limit;
-  const std::int64_t fit = s.cols < limit ? limit / s.cols : 1;
-  const std::int64_t rows = fit < s.rows ? fit : s.rows;
-  return {rows, cols, (s.rows + rows - 1) / rows, (s.cols + cols - 1) / cols};
+SHARDCOMM_HOST_DEVICE constexpr TileGrid tile_grid(const Segment& segment) {
+  TileGrid grid;
+  if (segment.rows == 0 || segment.cols == 0) return grid;
+  grid.tiles_per_row = divide_up(segment.cols, CopyPlan::kTileElements);
+  grid.cols = segment.cols;
+  if (grid.tiles_per_row > 1) {
+    const std::int64_t equal_share = divide_up(segment.cols, grid.tiles_per_row);
+    grid.cols = divide_up(equal_share, kCutElements) * kCutElements;
+    grid.tiles_per_row = divide_up(segment.cols, grid.cols);
+  }
+  const std::int64_t most_rows = grid.tiles_per_row > 1 ? 1 : CopyPlan::kTileElements / grid.cols;
+  grid.rows = divide_up(segment.rows, divide_up(segment.rows, most_rows));
+  grid.tiles = divide_up(segment.rows, grid.rows) * grid.tiles_per_row;
+  return grid;
 }
 
-// Tile `index` of the grid, in row-major order.
-SHARDCOMM_HOST_DEVICE constexpr Tile tile_of(const Segment& s, const Grid& grid,
+SHARDCOMM_HOST_DEVICE constexpr Tile tile_of(const Segment& segment, const TileGrid& grid,
                                              std::int64_t index) {
-  const std::int64_t row = index / grid.runs * grid.rows_per_tile;
-  const std::int64_t col = index % grid.runs * grid.cols_per_tile;
-  Tile tile = s;
-  tile.src_offset += row * s.src_pitch + col;
-  tile.dst_offset += row * s.dst_pitch + col;
-  tile.rows = s.rows - row < grid.rows_per_tile ? s.rows - row : grid.rows_per_tile;
-  tile.cols = s.cols - col < grid.cols_per_tile ? s.cols - col : grid.cols_per_tile;
+  const std::int64_t row = index / grid.tiles_per_row * grid.rows;
+  const std::int64_t col = index % grid.tiles_per_row * grid.cols;
+  Tile tile = segment;
+  tile.src_offset += row * segment.src_pitch + col;
+  tile.dst_offset += row * segment.dst_pitch + col;
+  tile.rows = smaller(grid.rows, segment.rows - row);
+  tile.cols = smaller(grid.cols, segment.cols - col);
   return tile;
 }
 
-}  // namespace shardcomm::tile
+// Where element (row, col) of a tile lies in its operands, in elements.
+SHARDCOMM_HOST_DEVICE constexpr std::int64_t src_index(const Tile& tile, std::int64_t row,
+                                                       std::int64_t col) {
+  return tile.src_offset + row * tile.src_pitch + col;
+}
+
+SHARDCOMM_HOST_DEVICE constexpr std::int64_t dst_index(const Tile& tile, std::int64_t row,
+                                                       std::int64_t col) {
+  return tile.dst_offset + row * tile.dst_pitch + col;
+}
+
+// A run of elements seen as `head` single ones up to the first vector boundary, a `body` of whole
+// aligned vectors, and a `tail` of single ones. All in elements.
+struct VectorSpan {
+  std::int64_t head = 0;
+  std::int64_t body = 0;
+  std::int64_t tail = 0;
+};
+
+// `address` and `vector_bytes` must be multiples of `item_bytes`.
+SHARDCOMM_HOST_DEVICE constexpr VectorSpan vector_span(std::uintptr_t address, std::int64_t count,
+                                                       std::int64_t item_bytes,
+                                                       std::int64_t vector_bytes) {
+  const std::int64_t past_boundary =
+      static_cast<std::int64_t>(address % static_cast<std::uintptr_t>(vector_bytes));
+  const std::int64_t head_bytes = past_boundary == 0 ? 0 : vector_bytes - past_boundary;
+  VectorSpan span;
+  span.head = smaller(count, head_bytes / item_bytes);
+  span.tail = (count - span.head) % (vector_bytes / item_bytes);
+  span.body = count - span.head - span.tail;
+  return span;
+}
+
+}  // namespace shardcomm

@@ -1,0 +1,39 @@
+#include "copy/bound_copy.h"
+
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+namespace shardcomm {
+namespace {
+
+void require_count(const char* operands, std::size_t given, std::int32_t wanted) {
+  if (given != static_cast<std::size_t>(wanted)) {
+    throw std::invalid_argument(std::string(operands) + " has " + std::to_string(given) +
+                                " pointers, the plan has " + std::to_string(wanted));
+  }
+}
+
+}  // namespace
+
+BoundCopy::BoundCopy(std::shared_ptr<const CopyPlan> plan, std::vector<const void*> sources,
+                     std::vector<void*> destinations, const CopyOptions& options)
+    : plan_(std::move(plan)), destinations_(std::move(destinations)), options_(options) {
+  check_options(*plan_, options_);
+  set_sources(std::move(sources));
+  require_count("destinations", destinations_.size(), plan_->num_destinations());
+  for (std::size_t i = 0; i < destinations_.size(); ++i) {
+    if (destinations_[i] == nullptr && plan_->dst_extents()[i] > 0) {
+      throw std::invalid_argument("destination " + std::to_string(i) + " is null");
+    }
+  }
+}
+
+void BoundCopy::set_sources(std::vector<const void*> sources) {
+  require_count("sources", sources.size(), plan_->num_sources());
+  sources_ = std::move(sources);
+}
+
+void BoundCopy::run() const { copy_cpu(*plan_, sources_.data(), destinations_.data(), options_); }
+
+}  // namespace shardcomm

@@ -1,2 +1,0 @@
-#define SHARDCOMM_KERNELS kGenericKernels
-#include "copy/kernels_impl.h"

@@ -1,0 +1,40 @@
+// Stores that go past the caches to memory. A run too large to stay in a cache would otherwise read
+// every line of its destination only to overwrite it, and evict what compute needs.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__x86_64__)
+#include <emmintrin.h>
+#endif
+
+namespace shardcomm {
+
+constexpr std::int64_t kLineBytes = 64;
+
+// `dst` is aligned to a line and `bytes` a multiple of one; `src` is arbitrary. Others see the
+// stores after streaming_fence().
+inline void copy_streaming(void* dst, const void* src, std::int64_t bytes) {
+#if defined(__x86_64__)
+  auto* to = static_cast<__m128i*>(dst);
+  const auto* from = static_cast<const __m128i*>(src);
+  constexpr std::int64_t kLineVectors = kLineBytes / sizeof(__m128i);
+  for (std::int64_t line = 0; line < bytes / kLineBytes; ++line) {
+    for (std::int64_t i = 0; i < kLineVectors; ++i) {
+      _mm_stream_si128(to + line * kLineVectors + i,
+                       _mm_loadu_si128(from + line * kLineVectors + i));
+    }
+  }
+#else
+  std::memcpy(dst, src, static_cast<std::size_t>(bytes));
+#endif
+}
+
+inline void streaming_fence() {
+#if defined(__x86_64__)
+  _mm_sfence();
+#endif
+}
+
+}  // namespace shardcomm

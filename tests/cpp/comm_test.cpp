@@ -1,0 +1,136 @@
+// The communicators and streams under the sanitizers: `local` between threads, `shm` between forked processes.
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <functional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "shardcomm/communicator.h"
+#include "shardcomm/stream.h"
+
+namespace {
+
+using shardcomm::CommError;
+using shardcomm::Communicator;
+using shardcomm::DType;
+using shardcomm::RedOp;
+using shardcomm::Use;
+
+void require(bool holds, const std::string& claim) {
+  if (holds) return;
+  std::fprintf(stderr, "not so: %s\n", claim.c_str());
+  std::exit(1);
+}
+
+// What every rank sends is known to all, so each checks its own result.
+float value(int rank, int i) { return static_cast<float>((rank * 37 + i * 11) % 17 - 8); }
+
+void collectives(Communicator& comm) {
+  const int size = comm.size();
+  const auto window = comm.allocate(sizeof(float) * 4096, Use::gather);
+  const auto own = comm.allocate(sizeof(float) * 4096, Use::reduce);
+  for (int round = 0; round < 30; ++round) {
+    const int part = 1 + (round * 29) % 500;
+    std::vector<float> send(static_cast<std::size_t>(part * size));
+    for (int i = 0; i < part * size; ++i) send[static_cast<std::size_t>(i)] = value(comm.rank(), i);
+    std::vector<float> memory(send.size());
+
+    float* gathered = round % 2 ? static_cast<float*>(window->data()) : memory.data();
+    comm.all_gather(send.data(), DType::f32, gathered, DType::f32, part);
+    for (int r = 0; r < size; ++r) {
+      for (int i = 0; i < part; ++i) require(gathered[r * part + i] == value(r, i), "gathered");
+    }
+    comm.barrier();
+
+    float* source = round % 3 ? static_cast<float*>(own->data()) : send.data();
+    if (source != send.data()) std::copy(send.begin(), send.end(), source);
+    std::vector<float> reduced(static_cast<std::size_t>(part));
+    comm.reduce_scatter(source, DType::f32, reduced.data(), {}, part, RedOp::sum);
+    for (int i = 0; i < part; ++i) {
+      float total = 0;
+      for (int r = 0; r < size; ++r) total += value(r, comm.rank() * part + i);
+      require(reduced[static_cast<std::size_t>(i)] == total, "reduced");
+    }
+    comm.all_reduce(reduced.data(), DType::f32, part, RedOp::max);
+    comm.broadcast(send.data(), send.size() * sizeof(float), round % size);
+    require(send[0] == value(round % size, 0), "broadcast");
+  }
+}
+
+void on_threads(int size, const std::function<void(Communicator&)>& body) {
+  const auto group = shardcomm::make_local_group(size, {20.0});
+  std::vector<std::thread> threads;
+  for (const auto& comm : group) threads.emplace_back([&body, comm] { body(*comm); });
+  for (std::thread& thread : threads) thread.join();
+}
+
+void gathers_and_reduces_at_once(Communicator& comm) {
+  shardcomm::Stream gathers;
+  shardcomm::Stream reduces;
+  std::vector<float> shard(64, static_cast<float>(comm.rank()));
+  std::vector<float> full(64 * static_cast<std::size_t>(comm.size()));
+  std::vector<float> sum(64, 1.0f);
+  for (int i = 0; i < 50; ++i) {
+    gathers.enqueue(
+        [&] { comm.all_gather(shard.data(), DType::f32, full.data(), DType::f32, 64); });
+    reduces.enqueue([&] { comm.all_reduce(sum.data(), DType::f32, 64, RedOp::avg); });
+  }
+  gathers.record().wait();
+  reduces.record().wait();
+  require(full.back() == static_cast<float>(comm.size() - 1), "gathered on a stream");
+  require(sum[0] == 1.0f, "reduced on a stream");
+}
+
+void a_failure_reaches_all(Communicator& comm) {
+  try {
+    if (comm.rank() == 1) {
+      comm.barrier();
+    } else {
+      std::vector<float> buffer(4);
+      comm.broadcast(buffer.data(), 16, 0);
+    }
+    require(false, "ranks that disagree throw");
+  } catch (const CommError& error) {
+    require(std::string(error.what()).find("rank 1") != std::string::npos, "rank 1 is named");
+  }
+}
+
+void on_processes(int size) {
+  const shardcomm::ShmSession session(size);
+  std::vector<pid_t> children;
+  for (int rank = 0; rank < size; ++rank) {
+    const pid_t child = fork();
+    if (child == 0) {
+      alarm(60);
+      {
+        const auto comm = shardcomm::make_shm(session.address(), rank, size, {20.0});
+        collectives(*comm);
+      }
+      std::exit(0);
+    }
+    children.push_back(child);
+  }
+  for (const pid_t child : children) {
+    int status = 0;
+    waitpid(child, &status, 0);
+    require(WIFEXITED(status) && WEXITSTATUS(status) == 0, "a rank process succeeds");
+  }
+}
+
+}  // namespace
+
+int main() {
+  on_processes(3);  // before there are threads
+  on_threads(1, collectives);
+  on_threads(4, collectives);
+  on_threads(3, gathers_and_reduces_at_once);
+  on_threads(3, a_failure_reaches_all);
+  std::puts("ok");
+  return 0;
+}

@@ -1,0 +1,151 @@
+// CopyPlan, its CPU executor and the reduction, for the sanitizers: every buffer has exactly the
+// size it needs, so that an access out of bounds is seen. Expected values follow from how the
+// buffers are filled.
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <limits>
+#include <memory>
+#include <random>
+#include <stdexcept>
+#include <vector>
+
+#include "copy/bound_copy.h"
+#include "copy/element.h"
+#include "copy/simd.h"
+#include "shardcomm/copy_plan.h"
+#include "shardcomm/reduce.h"
+#include "shardcomm/tile.h"
+
+namespace {
+
+using namespace shardcomm;
+
+void require(bool condition, const char* claim) {
+  if (condition) return;
+  std::fprintf(stderr, "not true: %s (instruction set %s)\n", claim, name(instruction_set()));
+  std::exit(1);
+}
+
+// Integers small enough to be exact in every type.
+std::vector<float> integers(std::int64_t count) {
+  std::vector<float> values(static_cast<std::size_t>(count));
+  for (std::size_t i = 0; i < values.size(); ++i) values[i] = static_cast<float>(i % 251) - 125.0f;
+  return values;
+}
+
+void rectangles_land_where_they_should() {
+  std::mt19937 random(1);
+  const auto draw = [&](std::int64_t low, std::int64_t high) {
+    return std::uniform_int_distribution<std::int64_t>(low, high)(random);
+  };
+  for (int round = 0; round < 300; ++round) {
+    const std::int64_t rows = draw(1, 6), cols = draw(1, round % 10 == 0 ? 40000 : 90);
+    const std::int64_t src_pitch = cols + draw(0, 3), dst_pitch = cols + draw(0, 3);
+    const std::int64_t src_offset = draw(0, 9), dst_offset = draw(0, 9);
+    const CopyPlan plan({{0, 0, src_offset, src_pitch, dst_offset, dst_pitch, rows, cols}},
+                        DType::f32, DType::bf16);
+    const std::vector<float> source = integers(plan.src_extents()[0]);
+    std::vector<BFloat16> destination(static_cast<std::size_t>(plan.dst_extents()[0]),
+                                      BFloat16{0x7fc0});
+    const void* sources[] = {source.data()};
+    void* destinations[] = {destination.data()};
+    copy_cpu(plan, sources, destinations, {2.0f, false, 1});
+    std::int64_t untouched = 0;
+    for (const BFloat16& element : destination) untouched += std::isnan(load(element));
+    require(untouched == plan.dst_extents()[0] - rows * cols, "gaps are not touched");
+    for (std::int64_t row = 0; row < rows; ++row) {
+      for (std::int64_t col = 0; col < cols; ++col) {
+        const auto at = static_cast<std::size_t>(src_offset + row * src_pitch + col);
+        const auto to = static_cast<std::size_t>(dst_offset + row * dst_pitch + col);
+        require(load(destination[to]) == 2.0f * source[at],
+                "an element is where its row and col say");
+      }
+    }
+  }
+}
+
+// Enough for several threads, and for stores past the caches.
+void threads_and_streaming_copy_everything() {
+  const std::int64_t count = 2'300'001;
+  const std::vector<float> source = integers(count);
+  for (int threads : {1, 2, 4}) {
+    std::vector<float> destination(static_cast<std::size_t>(count) + 1, -1.0f);
+    const auto plan = std::make_shared<CopyPlan>(
+        std::vector<Segment>{{0, 0, 0, count, 1, count, 1, count}}, DType::f32, DType::f32);
+    BoundCopy bound(plan, {source.data()}, {destination.data()}, {1.0f, false, threads});
+    bound.run();
+    require(destination[0] == -1.0f, "what lies before the segment is not touched");
+    require(std::vector<float>(destination.begin() + 1, destination.end()) == source,
+            "a large copy copies everything");
+    bound.set_sources({nullptr});
+    bound.run();
+    require(std::vector<float>(destination.begin() + 1, destination.end()) ==
+                std::vector<float>(source.size(), 0.0f),
+            "a null source writes zeros");
+  }
+}
+
+void halves_survive_the_way_to_float_and_back() {
+  for (std::uint32_t bits = 0; bits < 0x10000; ++bits) {
+    const Half half{static_cast<std::uint16_t>(bits)};
+    const BFloat16 bfloat{static_cast<std::uint16_t>(bits)};
+    Half half_back{};
+    BFloat16 bfloat_back{};
+    store(half_back, load(half));
+    store(bfloat_back, load(bfloat));
+    require(std::isnan(load(half)) ? std::isnan(load(half_back)) : half_back.bits == half.bits,
+            "f16 -> f32 -> f16 changes nothing");
+    require(
+        std::isnan(load(bfloat)) ? std::isnan(load(bfloat_back)) : bfloat_back.bits == bfloat.bits,
+        "bf16 -> f32 -> bf16 changes nothing");
+  }
+}
+
+void reductions_add_up() {
+  for (std::int64_t count : {0, 1, 127, 128, 129, 5003}) {
+    const std::vector<float> source = integers(count);
+    for (int num_sources : {1, 2, 5}) {
+      const std::vector<const void*> sources(static_cast<std::size_t>(num_sources), source.data());
+      std::vector<Half> sum(source.size(), Half{0x3c00});  // 1.0
+      reduce_cpu(sum.data(), {DType::f16, 0.5f, true}, sources.data(), num_sources, DType::f32,
+                 RedOp::sum, count);
+      std::vector<float> largest = source;
+      const void* in_place[] = {largest.data(), source.data()};
+      reduce_cpu(largest.data(), {}, in_place, 2, DType::f32, RedOp::max, count);
+      for (std::size_t i = 0; i < source.size(); ++i) {
+        const float expected = 1.0f + 0.5f * static_cast<float>(num_sources) * source[i];
+        require(load(sum[i]) == expected, "a sum is scaled, accumulated and converted");
+        require(largest[i] == source[i], "the maximum of equal values is that value");
+      }
+    }
+  }
+  const std::vector<std::int32_t> limit(100, std::numeric_limits<std::int32_t>::max());
+  std::vector<std::int32_t> wrapped(100);
+  const void* sources[] = {limit.data(), limit.data()};
+  reduce_cpu(wrapped.data(), {DType::i32, 1.0f, false}, sources, 2, DType::i32, RedOp::sum, 100);
+  require(wrapped[99] == -2, "integers wrap");
+}
+
+void spans_split_at_vector_boundaries() {
+  const VectorSpan span = vector_span(/*address=*/60, /*count=*/100, /*item_bytes=*/4, 16);
+  require(span.head == 1 && span.body == 96 && span.tail == 3, "one head, 24 vectors, 3 left over");
+  const VectorSpan short_span = vector_span(4, 2, 4, 16);
+  require(short_span.head == 2 && short_span.body == 0 && short_span.tail == 0,
+          "a run that ends before the boundary is all head");
+}
+
+}  // namespace
+
+int main() {
+  halves_survive_the_way_to_float_and_back();
+  spans_split_at_vector_boundaries();
+  for (InstructionSet set : instruction_sets()) {
+    use_instruction_set(set);
+    rectangles_land_where_they_should();
+    threads_and_streaming_copy_everything();
+    reductions_add_up();
+  }
+  std::puts("copy_test: ok");
+}

@@ -1,0 +1,367 @@
+"""CopyPlan and its CPU executor, against PyTorch's copies and conversions."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from shardcomm import _C
+from shardcomm.copy_plan import ZEROS, CopyPlan, Segment
+
+FLOATS = [torch.float32, torch.bfloat16, torch.float16]
+OTHERS = [torch.uint8, torch.int32, torch.int64, torch.float64]
+UNKNOWN_TO_CORE = [torch.int8, torch.bool, torch.int16, torch.complex64, torch.float8_e4m3fn]
+TILE_ELEMENTS = 16384
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@pytest.fixture(params=_C.instruction_sets(), ids=lambda each: each.name)
+def instruction_set(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = _C.instruction_set()
+    _C.use_instruction_set(request.param)
+    yield
+    _C.use_instruction_set(before)
+
+
+def bits(x: Tensor) -> Tensor:
+    return x.view(BITS[x.element_size()])
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Bit for bit, except that any NaN equals any NaN."""
+    nan = a.isnan()
+    return torch.equal(nan, b.isnan()) and torch.equal(bits(a)[~nan], bits(b)[~nan])
+
+
+def every_16_bit_pattern() -> Tensor:
+    return torch.arange(2**16, dtype=torch.int32).to(torch.int16)
+
+
+def awkward_floats() -> Tensor:
+    """Random bit patterns, every half and bfloat16, and what lies around and halfway between."""
+    generator = torch.Generator().manual_seed(20)
+    random = torch.randint(-(2**31), 2**31, (200_000,), generator=generator).to(torch.int32)
+    narrow = torch.cat(
+        [every_16_bit_pattern().view(dtype).float().view(torch.int32) for dtype in FLOATS[1:]]
+    )
+    steps = [-1, 0, 1, 0xFFF, 0x1000, 0x1001, 0x7FFF, 0x8000, 0x8001]
+    return torch.cat([random] + [narrow + step for step in steps]).view(torch.float32)
+
+
+RANDOM = torch.randn(5_000_000, generator=torch.Generator().manual_seed(21))
+
+
+def values(count: int, dtype: torch.dtype, seed: int) -> Tensor:
+    """Random values; other ones for another seed."""
+    random = RANDOM[1000 * seed :]
+    if dtype.is_floating_point and dtype.itemsize > 1:
+        return random[:count].to(dtype, copy=True)
+    return (random[: count * dtype.itemsize] > 0).to(torch.uint8).view(dtype)
+
+
+def rectangle(flat: Tensor, offset: int, pitch: int, rows: int, cols: int) -> Tensor:
+    return flat.as_strided((rows, cols), (pitch, 1), flat.storage_offset() + offset)
+
+
+def expect(
+    segments: list[Segment],
+    sources: list[Tensor | None],
+    destinations: list[Tensor],
+    scale: float = 1.0,
+    accumulate: bool = False,
+) -> list[Tensor]:
+    """What PyTorch makes of it, one segment after the other."""
+    results = [destination.clone() for destination in destinations]
+    for s in segments:
+        to = rectangle(results[s.dst], s.dst_offset, s.dst_pitch, s.rows, s.cols)
+        source = None if s.src == ZEROS else sources[s.src]
+        if source is None:
+            if not accumulate:
+                to.zero_()
+            continue
+        value = rectangle(source, s.src_offset, s.src_pitch, s.rows, s.cols)
+        if scale != 1.0 or accumulate:
+            value = value.float() * scale
+        to.copy_(to.float() + value if accumulate else value)
+    return results
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> tuple[list[Segment], list[int], list[int]]:
+    """Random segments with disjoint destinations, and how many elements the operands need."""
+    src_sizes, dst_sizes = [0] * 3, [0] * 2
+    segments = []
+    used_sources = used_destinations = 0
+    for _ in range(draw(st.integers(1, 4))):
+        rows = draw(st.integers(0, 5))
+        cols = draw(st.one_of(*[st.integers(0, 40)] * 7, st.integers(9000, TILE_ELEMENTS + 500)))
+        src, dst = draw(st.integers(ZEROS, 2)), draw(st.integers(0, 1))
+        src_offset, src_gap, dst_gap = (draw(st.integers(0, 9)) for _ in range(3))
+        dst_offset = dst_sizes[dst] + draw(st.integers(0, 9))
+        segments.append(
+            Segment(src, dst, src_offset, cols + src_gap, dst_offset, cols + dst_gap, rows, cols)
+        )
+        dst_sizes[dst] = dst_offset + rows * (cols + dst_gap)
+        if src != ZEROS:
+            src_sizes[src] = max(src_sizes[src], src_offset + rows * (cols + src_gap))
+        used_sources = max(used_sources, src + 1)
+        used_destinations = max(used_destinations, dst + 1)
+    return segments, src_sizes[:used_sources], dst_sizes[:used_destinations]
+
+
+@settings(max_examples=1000, deadline=None)
+@given(plans())
+def test_tiles_cover_every_destination_element_exactly_once(
+    plan: tuple[list[Segment], list[int], list[int]],
+) -> None:
+    segments, _, dst_sizes = plan
+    core = CopyPlan(tuple(segments), torch.float32, torch.bfloat16).core
+
+    written = [torch.zeros(size, dtype=torch.int32) for size in dst_sizes]
+    for tile in map(Segment._make, core.tiles):
+        assert 0 < tile.rows * tile.cols <= TILE_ELEMENTS
+        rectangle(written[tile.dst], tile.dst_offset, tile.dst_pitch, tile.rows, tile.cols).add_(1)
+
+    wanted = [torch.zeros(size, dtype=torch.int32) for size in dst_sizes]
+    for s in segments:
+        rectangle(wanted[s.dst], s.dst_offset, s.dst_pitch, s.rows, s.cols).add_(1)
+    assert all(map(torch.equal, written, wanted))
+    assert core.elements == sum(s.rows * s.cols for s in segments)
+
+
+@settings(max_examples=1000, deadline=None)
+@given(
+    plan=plans(),
+    dtypes=st.tuples(st.sampled_from(FLOATS), st.sampled_from(FLOATS)),
+    scale=st.sampled_from([1.0, 0.5, 1 / 3]),
+    accumulate=st.booleans(),
+    missing=st.sampled_from([None, 0, 1]),
+)
+def test_copies_as_pytorch_does_and_touches_nothing_else(
+    plan: tuple[list[Segment], list[int], list[int]],
+    dtypes: tuple[torch.dtype, torch.dtype],
+    scale: float,
+    accumulate: bool,
+    missing: int | None,
+) -> None:
+    segments, src_sizes, dst_sizes = plan
+    src_dtype, dst_dtype = dtypes
+    scale = float(torch.tensor(scale))  # what a float32 can hold
+    sources: list[Tensor | None] = [
+        None if i == missing else values(size, src_dtype, seed=i)
+        for i, size in enumerate(src_sizes)
+    ]
+    # The destinations have guards in front and behind, and start anywhere within a vector.
+    guarded = [values(9 + size + 9, dst_dtype, seed=9) for size in dst_sizes]
+    before = [each.clone() for each in guarded]
+    destinations = [each[9 : 9 + size] for each, size in zip(guarded, dst_sizes, strict=True)]
+    expected = expect(segments, sources, destinations, scale, accumulate)
+
+    CopyPlan(tuple(segments), src_dtype, dst_dtype).run(
+        sources, destinations, scale=scale, accumulate=accumulate
+    )
+
+    assert all(map(same_bits, destinations, expected))
+    for now, then in zip(guarded, before, strict=True):
+        assert torch.equal(bits(now[:9]), bits(then[:9]))
+        assert torch.equal(bits(now[-9:]), bits(then[-9:]))
+
+
+@settings(max_examples=100, deadline=None)
+@given(plan=plans(), dtype=st.sampled_from(OTHERS + UNKNOWN_TO_CORE))
+def test_dtypes_without_conversion_are_moved(
+    plan: tuple[list[Segment], list[int], list[int]], dtype: torch.dtype
+) -> None:
+    segments, src_sizes, dst_sizes = plan
+    sources: list[Tensor | None] = [values(size, dtype, i) for i, size in enumerate(src_sizes)]
+    destinations = [values(size, dtype, 7) for size in dst_sizes]
+    expected = expect(segments, sources, destinations)
+
+    CopyPlan(tuple(segments), dtype, dtype).run(sources, destinations)
+
+    for result, wanted in zip(destinations, expected, strict=True):
+        assert torch.equal(result.view(torch.uint8), wanted.view(torch.uint8))
+
+
+@pytest.mark.usefixtures("instruction_set")
+@pytest.mark.parametrize("dst_dtype", FLOATS)
+@pytest.mark.parametrize("src_dtype", FLOATS)
+def test_every_conversion_equals_pytorch_bit_for_bit(
+    src_dtype: torch.dtype, dst_dtype: torch.dtype
+) -> None:
+    narrow = src_dtype != torch.float32
+    source = every_16_bit_pattern().view(src_dtype) if narrow else awkward_floats()
+    n = source.numel()
+    destination = torch.empty(n, dtype=dst_dtype)
+    CopyPlan.pack([n], [0], src_dtype, dst_dtype).run([source], [destination])
+    assert same_bits(destination, source.to(dst_dtype))
+
+
+@pytest.mark.usefixtures("instruction_set")
+@pytest.mark.parametrize("dst_dtype", FLOATS)
+def test_scale_and_accumulate_round_once(dst_dtype: torch.dtype) -> None:
+    source = awkward_floats()
+    destination = source.flip(0).to(dst_dtype)
+    expected = (destination.float() + source * 0.75).to(dst_dtype)
+    CopyPlan.pack([source.numel()], [0], torch.float32, dst_dtype).run(
+        [source], [destination], scale=0.75, accumulate=True
+    )
+    assert same_bits(destination, expected)
+
+
+@pytest.mark.parametrize("dst_dtype", FLOATS)
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_threads_change_no_bit(dst_dtype: torch.dtype, accumulate: bool) -> None:
+    sizes = [1, 300_001, 77, 0, 1_000_000, 128, 64_000]
+    offsets = [sum(sizes[:i]) + i for i in range(len(sizes))]
+    plan = CopyPlan.pack(sizes, offsets, torch.float32, dst_dtype)
+    sources = [values(size, torch.float32, seed) for seed, size in enumerate(sizes)]
+    start = values(offsets[-1] + sizes[-1], dst_dtype, seed=99)
+    results = []
+    for threads in (1, 2, 3, 5, 64):
+        flat = start.clone()
+        plan.run(sources, [flat], scale=0.3, accumulate=accumulate, threads=threads)
+        results.append(flat)
+    assert all(torch.equal(bits(result), bits(results[0])) for result in results)
+
+
+@pytest.mark.parametrize("dst_dtype", FLOATS)
+@pytest.mark.parametrize("misalignment", [0, 1, 31])
+def test_runs_too_large_for_the_caches(dst_dtype: torch.dtype, misalignment: int) -> None:
+    rows, cols, pitch = 33, 140_001, 140_007  # more than 8 MiB are written
+    source = values(rows * pitch, torch.float32, seed=1)
+    flat = torch.full((misalignment + rows * pitch,), 3.0).to(dst_dtype)
+    segments = [Segment(0, 0, 0, pitch, misalignment, pitch, rows, cols)]
+    (expected,) = expect(segments, [source], [flat])
+    CopyPlan(tuple(segments), torch.float32, dst_dtype).run([source], [flat], threads=2)
+    assert torch.equal(bits(flat), bits(expected))
+
+
+def test_unpack_undoes_pack() -> None:
+    sizes, offsets = [5, 0, 4, 6], [0, 5, 5, 12]
+    tensors = [values(size, torch.float32, seed) for seed, size in enumerate(sizes)]
+    flat = torch.full((20,), 7.0)
+    CopyPlan.pack(sizes, offsets, torch.float32, torch.float32, [(9, 12)]).run(tensors, [flat])
+    gap, tail = torch.zeros(3), torch.full((2,), 7.0)
+    assert torch.equal(flat, torch.cat([*tensors[:3], gap, tensors[3], tail]))
+
+    back = [torch.empty(size) for size in sizes]
+    CopyPlan.unpack(sizes, offsets, torch.float32, torch.float32).run([flat], back)
+    assert all(map(torch.equal, back, tensors))
+
+
+def test_rectangles_without_gaps_become_one_row() -> None:
+    (tile,) = CopyPlan(
+        (Segment(0, 0, 2, 8, 3, 8, 100, 8),), torch.float32, torch.float32
+    ).core.tiles
+    assert Segment._make(tile)[-2:] == (1, 800)
+
+
+def test_tiles_of_a_segment_have_equal_work() -> None:
+    cut_row = CopyPlan.pack([16385], [0], torch.float32, torch.float32).core.tiles
+    assert [Segment._make(tile).cols for tile in cut_row] == [8320, 8065]  # a multiple of 128 first
+    short_rows = CopyPlan((Segment(0, 0, 0, 9, 0, 8, 4096, 8),), torch.float32, torch.float32)
+    assert [Segment._make(tile).rows for tile in short_rows.core.tiles] == [2048, 2048]
+
+
+def test_bound_copy_reads_new_sources() -> None:
+    flat = torch.empty(4)
+    bound = CopyPlan.pack([4], [0], torch.float32, torch.float32).bind([torch.ones(4)], [flat])
+    bound.run()
+    assert flat.tolist() == [1.0] * 4
+    bound.set_sources([torch.full((4,), 2.0)])
+    bound.run()
+    assert flat.tolist() == [2.0] * 4
+    with pytest.raises(ValueError, match="needs 4"):
+        bound.set_sources([torch.ones(3)])
+
+
+def test_segments_may_come_as_an_array() -> None:
+    rows = [[0, 0, 1, 5, 2, 6, 3, 4], [1, 0, 0, 2, 40, 2, 1, 2]]
+    array = memoryview(torch.tensor(rows).numpy())
+    f32 = _C.DType.f32
+    assert _C.CopyPlan(array, f32, f32).segments == [tuple(row) for row in rows]
+    with pytest.raises(ValueError, match=r"int64 array of shape \(n, 8\)"):
+        _C.CopyPlan(memoryview(torch.zeros(2, 7, dtype=torch.int64).numpy()), f32, f32)
+
+
+def test_repr_draws_the_segments() -> None:
+    plan = CopyPlan(
+        (Segment(1, 0, 40, 8, 16, 3, 2, 3), Segment(ZEROS, 0, 0, 4, 30, 4, 1, 4)),
+        torch.float32,
+        torch.bfloat16,
+    )
+    assert repr(plan).splitlines() == [
+        "CopyPlan torch.float32 -> torch.bfloat16",
+        "  1[40:]  2 x 3 / 8 -> 0[16:]  2 x 3",
+        "  zeros -> 0[30:]  1 x 4",
+    ]
+    many = CopyPlan.pack([1] * 50, range(50), torch.float32, torch.float32)
+    assert repr(many).endswith("... 38 more segments")
+
+
+@pytest.mark.parametrize(
+    ("segment", "message"),
+    [
+        (Segment(-2, 0, 0, 1, 0, 1, 1, 1), "segment 0: src is -2"),
+        (Segment(0, -1, 0, 1, 0, 1, 1, 1), "segment 0: dst is -1"),
+        (Segment(0, 0, -1, 1, 0, 1, 1, 1), "src_offset is -1"),
+        (Segment(0, 0, 0, 1, -1, 1, 1, 1), "dst_offset is -1"),
+        (Segment(0, 0, 0, 1, 0, 1, -1, 1), "rows is -1"),
+        (Segment(0, 0, 0, 1, 0, 1, 1, -1), "cols is -1"),
+        (Segment(0, 0, 0, 3, 0, 4, 2, 4), "src_pitch is 3"),
+        (Segment(0, 0, 0, 4, 0, 3, 2, 4), "dst_pitch is 3"),
+        (Segment(0, 0, 0, 2**62, 0, 2**62, 9, 4), "63 bits"),
+        (Segment(2**40, 0, 0, 1, 0, 1, 1, 1), "31 bits"),
+    ],
+)
+def test_wrong_segments_are_refused(segment: Segment, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        CopyPlan((segment,), torch.float32, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("src_dtype", "dst_dtype"),
+    [
+        (torch.int32, torch.float32),
+        (torch.float64, torch.float32),
+        (torch.bool, torch.uint8),
+        (torch.int8, torch.bool),
+        (torch.complex64, torch.float32),
+    ],
+)
+def test_dtype_pairs_without_conversion_are_refused(
+    src_dtype: torch.dtype, dst_dtype: torch.dtype
+) -> None:
+    with pytest.raises(ValueError, match="no conversion"):
+        CopyPlan.pack([1], [0], src_dtype, dst_dtype)
+
+
+def test_wrong_operands_are_refused() -> None:
+    plan = CopyPlan.pack([4, 2], [0, 4], torch.float32, torch.bfloat16)
+    a, b, flat = torch.ones(4), torch.ones(2), torch.ones(6, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="sources has 1 tensors, the plan has 2"):
+        plan.run([a], [flat])
+    with pytest.raises(ValueError, match="destinations has 2 tensors, the plan has 1"):
+        plan.run([a, b], [flat, flat])
+    with pytest.raises(ValueError, match=r"sources\[0\] has 3 elements, the plan needs 4"):
+        plan.run([a[:3], b], [flat])
+    with pytest.raises(ValueError, match=r"destinations\[0\] has 5 elements, the plan needs 6"):
+        plan.run([a, b], [flat[:5]])
+    with pytest.raises(ValueError, match=r"sources\[1\] is not contiguous"):
+        plan.run([a, torch.ones(4)[::2]], [flat])
+    with pytest.raises(TypeError, match=r"destinations\[0\] is torch.float32 on cpu"):
+        plan.run([a, b], [torch.ones(6)])
+    with pytest.raises(TypeError, match=r"sources\[0\] is torch.float32 on meta"):
+        plan.run([a.to("meta"), b], [flat])
+    with pytest.raises(TypeError, match=r"destinations\[0\] is None"):
+        plan.run([a, b], [None])
+    with pytest.raises(ValueError, match="threads is 0"):
+        plan.run([a, b], [flat], threads=0)
+    integers = CopyPlan.pack([1], [0], torch.int32, torch.int32)
+    one = torch.ones(1, dtype=torch.int32)
+    with pytest.raises(ValueError, match="scale and accumulate need f32"):
+        integers.run([one], [one.clone()], scale=2.0)
