@@ -15,8 +15,16 @@ class CMakeBuild(build_ext):
         target = Path(self.get_ext_fullpath(ext.name)).parent.resolve()
         build = Path(self.build_temp).resolve()
         subprocess.run(
-            ["cmake", "-G", "Ninja", "-S", ROOT, "-B", build]
-            + [f"-DPython_EXECUTABLE={sys.executable}", "-DCMAKE_BUILD_TYPE=Release"],
+            [
+                "cmake",
+                "-G",
+                "Ninja",
+                "-S",
+                ROOT,
+                "-B",
+                build,
+                f"-DPython_EXECUTABLE={sys.executable}",
+            ],
             check=True,
         )
         subprocess.run(["cmake", "--build", build], check=True)

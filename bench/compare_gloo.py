@@ -137,7 +137,18 @@ def open_mpi(ranks: int) -> Timings | str:
 def main() -> None:
     args = arguments(__doc__).parse_args()
     report = Report(
-        ["operation", "ranks", "bytes", "shm", "shm private", "Gloo", "Open MPI", "x Gloo", "x MPI", "of memcpy"]
+        [
+            "operation",
+            "ranks",
+            "bytes",
+            "shm",
+            "shm private",
+            "Gloo",
+            "Open MPI",
+            "x Gloo",
+            "x MPI",
+            "of memcpy",
+        ]
     )
     for ranks in RANKS:
         timings: Timings = shardcomm.launch(rank_main, ranks, deadline_s=600)[0]
@@ -174,7 +185,15 @@ def add_row(report: Report, op: str, ranks: int, size: int, timings: Timings) ->
             report.bounds.append(Bound(f"{name}, x Open MPI", ratio, at_least=MPI_SPEEDUP))
     report.figures[name] = figures
     report.row(
-        op, ranks, size, ours, of("shm private"), gloo, mpi_text, f"{speedup:.1f}", mpi_ratio,
+        op,
+        ranks,
+        size,
+        ours,
+        of("shm private"),
+        gloo,
+        mpi_text,
+        f"{speedup:.1f}",
+        mpi_ratio,
         "-" if small else f"{copy.median / ours.median:.0%}",
     )
 

@@ -14,7 +14,7 @@ import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
@@ -98,7 +98,7 @@ class Report:
 
     def as_json(self) -> dict[str, object]:
         return {
-            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "command": " ".join(["python", *sys.argv]),
             "machine": machine(),
             "versions": {"python": platform.python_version(), "torch": torch.__version__},

@@ -132,9 +132,7 @@ class Bucket:
             comm.size,
             itemsize=min(d.itemsize for d in wire),
         )
-        bucket = cls(
-            layout, comm, dtype=dtype, param_dtype=param_dtype, reduce_dtype=reduce_dtype
-        )
+        bucket = cls(layout, comm, dtype=dtype, param_dtype=param_dtype, reduce_dtype=reduce_dtype)
         bucket.load(list(tensors.values()))
         return bucket
 

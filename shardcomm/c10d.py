@@ -21,7 +21,11 @@ from shardcomm.communicator import (
     red_op,
 )
 
-_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+_OPS = {
+    "sum": dist.ReduceOp(dist.ReduceOp.SUM),
+    "max": dist.ReduceOp(dist.ReduceOp.MAX),
+    "min": dist.ReduceOp(dist.ReduceOp.MIN),
+}
 _HALF = (torch.float16, torch.bfloat16)
 
 
@@ -59,7 +63,9 @@ class C10dCommunicator(Communicator):
         check_sizes("all_gather", recv=recv, send=send, whole=recv, part=send, size=self.size)
 
         def run() -> None:
-            self._wait(self._gathers.allgather([list(recv.chunk(self.size))], [send.to(recv.dtype)]))
+            self._wait(
+                self._gathers.allgather([list(recv.chunk(self.size))], [send.to(recv.dtype)])
+            )
 
         self._submit("all_gather", run, stream)
 
@@ -141,9 +147,7 @@ class C10dCommunicator(Communicator):
     def _wait(work: dist.Work) -> None:
         work.wait()
 
-    def _submit(
-        self, operation: str, run: Callable[[], None], stream: _C.Stream | None
-    ) -> None:
+    def _submit(self, operation: str, run: Callable[[], None], stream: _C.Stream | None) -> None:
         if self._failure is not None:
             raise _C.CommError(f"{operation}: {self._failure}")
         sequence = next(self._sequence)
@@ -153,7 +157,9 @@ class C10dCommunicator(Communicator):
             try:
                 run()
             except RuntimeError as error:
-                self._failure = f"{operation} #{sequence} failed on rank {self.rank} of {self.size}: {error}"
+                self._failure = (
+                    f"{operation} #{sequence} failed on rank {self.rank} of {self.size}: {error}"
+                )
                 raise _C.CommError(self._failure) from error
 
         if stream is None:

@@ -191,9 +191,7 @@ class HostCommunicator(Communicator):
             raise ValueError(f"allocate: numel is {numel}; it must be at least 0")
         if numel == 0:
             return torch.empty(0, dtype=dtype)
-        return torch.frombuffer(
-            self._core.allocate(numel * dtype.itemsize, USES[use]), dtype=dtype
-        )
+        return torch.frombuffer(self._core.allocate(numel * dtype.itemsize, USES[use]), dtype=dtype)
 
     def all_gather(
         self,
@@ -288,7 +286,9 @@ def check_tensor(operation: str, name: str, tensor: torch.Tensor) -> None:
             "it must be contiguous"
         )
     if tensor.device.type != "cpu":
-        raise ValueError(f"{operation}: {name} is on {tensor.device}; this transport takes CPU tensors")
+        raise ValueError(
+            f"{operation}: {name} is on {tensor.device}; this transport takes CPU tensors"
+        )
 
 
 def check_root(root: int, size: int) -> None:

@@ -29,9 +29,9 @@ from torch.utils import _pytree as pytree
 from shardcomm import _C
 from shardcomm.bucket import Streams
 from shardcomm.communicator import Communicator
-from shardcomm.shard_units import GranularityOf, shard_units
 from shardcomm.mixed_precision import MixedPrecision
 from shardcomm.schedule import STRATEGIES, Action, Phase, Schedule, Strategy, Trigger, Verb
+from shardcomm.shard_units import GranularityOf, shard_units
 from shardcomm.sharded_unit import Footprint, ShardedUnit, State
 from shardcomm.state_dict import full_state_dict, load_full_state_dict
 from shardcomm.unit import Units, find_units, registration_order
@@ -70,7 +70,14 @@ def fully_shard(
         CommError: a rank is missing, or called with another model.
     """
     return Engine(
-        model, comm, units, strategy, mixed_precision or MixedPrecision(), prefetch, slots, granularity
+        model,
+        comm,
+        units,
+        strategy,
+        mixed_precision or MixedPrecision(),
+        prefetch,
+        slots,
+        granularity,
     )
 
 
@@ -153,7 +160,9 @@ class Engine:
 
         As `torch.nn.utils.clip_grad_norm_` on the whole model, with one all-reduce of one number.
         """
-        grads = [p.shard.grad for unit in self.units for p in unit.params if p.shard.grad is not None]
+        grads = [
+            p.shard.grad for unit in self.units for p in unit.params if p.shard.grad is not None
+        ]
         norms = torch._foreach_norm(grads) if grads else [torch.zeros(())]
         square = torch.stack([norm.float() for norm in norms]).square().sum()
         if self.strategy.shard_params:  # else every rank has all of it already
@@ -226,11 +235,12 @@ class Engine:
             ]
         if torch.is_grad_enabled():
             where = [
-                i for i, leaf in enumerate(leaves)
+                i
+                for i, leaf in enumerate(leaves)
                 if isinstance(leaf, torch.Tensor) and leaf.requires_grad
             ]
             if where:
-                passed = _PostBackward.apply(self, unit, *(leaves[i] for i in where))
+                passed = _PostBackward.apply(self, unit, *(leaves[i] for i in where))  # type: ignore[no-untyped-call]
                 for i, leaf in zip(where, passed, strict=True):
                     leaves[i] = leaf
                 unit.pending_calls += not recompute
@@ -239,9 +249,11 @@ class Engine:
 
     def _post_forward(self, unit: ShardedUnit, output: Any) -> None:
         if torch.is_grad_enabled():
-            for leaf in [output] if isinstance(output, torch.Tensor) else pytree.tree_leaves(output):
+            for leaf in (
+                [output] if isinstance(output, torch.Tensor) else pytree.tree_leaves(output)
+            ):
                 if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                    leaf.register_hook(unit.on_backward)
+                    leaf.register_hook(unit.on_backward)  # type: ignore[no-untyped-call]
         if unit.state is State.BACKWARD:  # recomputed, and its backward goes on
             return
         unit.show_shard()

@@ -19,7 +19,7 @@ from multiprocessing.context import ForkServerProcess
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
 from shardcomm._C import CommError
 
@@ -52,7 +52,7 @@ def launch(
         raise ValueError(f"launch: ranks is {ranks}; it must be at least 1")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["shardcomm"])
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     group = _Group(ranks)
     try:
         for rank in range(ranks):
@@ -69,7 +69,9 @@ class _Group:
         self.ranks = ranks
         self.processes: list[ForkServerProcess] = []
         self.outcomes: list[Connection] = []
-        self.lifelines: list[Connection] = []  # their other ends tell a rank that the launcher is gone
+        self.lifelines: list[
+            Connection
+        ] = []  # their other ends tell a rank that the launcher is gone
 
     def start(
         self,

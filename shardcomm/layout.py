@@ -53,7 +53,9 @@ class ParamSpec:
 
     def __post_init__(self) -> None:
         if any(size < 0 for size in self.shape):
-            raise ValueError(f"ParamSpec {self.name!r}: shape is {self.shape}; sizes must be at least 0")
+            raise ValueError(
+                f"ParamSpec {self.name!r}: shape is {self.shape}; sizes must be at least 0"
+            )
         if self.granularity not in ("element", "row", "tensor") and not isinstance(
             self.granularity, Block
         ):
@@ -263,7 +265,7 @@ def _granule_rows(placement: Placement) -> int:
 
 
 def _dim_choices(params: Sequence[ParamSpec]) -> list[list[int]]:
-    """Ways to choose the dims left to "auto": first all 0, then those that agree best with each row size in the unit."""
+    """Ways to choose the dims left to "auto": first all 0, then those that agree best with each row size."""
     fixed = [0 if spec.shard_dim == "auto" else spec.shard_dim for spec in params]
     free = [i for i, spec in enumerate(params) if spec.shard_dim == "auto" and len(spec.shape) > 1]
     choices = [fixed]

@@ -9,8 +9,11 @@ import itertools
 import os
 from collections.abc import Callable
 from datetime import timedelta
+from typing import cast
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
+from torch.distributed.rendezvous import rendezvous
 
 from shardcomm import _C
 from shardcomm.c10d import C10dCommunicator
@@ -38,26 +41,28 @@ def from_env(deadline_s: float, transport: Transport) -> Communicator:
             "MASTER_PORT, and without any of them the group is this process alone"
         )
     timeout = timedelta(seconds=deadline_s)
-    store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
-    store = dist.PrefixStore(f"shardcomm/{next(_groups)}", store)
+    store, rank, size = next(rendezvous("env://", timeout=timeout))
+    store = PrefixStore(f"shardcomm/{next(_groups)}", store)
     store.set_timeout(timeout)
     rounds = itertools.count()
 
     def exchange(payload: bytes) -> list[bytes]:
         turn = next(rounds)
-        store.set(f"{turn}/{rank}", payload)
+        store.set(f"{turn}/{rank}", payload.hex())
         try:
-            return [store.get(f"{turn}/{peer}") for peer in range(size)]
+            return [bytes.fromhex(store.get(f"{turn}/{peer}").decode()) for peer in range(size)]
         except dist.DistError as error:
             raise _C.CommError(
                 f"rank {rank} of {size}: not all ranks came to the rendezvous within {deadline_s:g} s: {error}"
             ) from error
 
     def gloo() -> Communicator:
-        return C10dCommunicator(
-            dist.ProcessGroupGloo(dist.PrefixStore("gathers", store), rank, size, timeout),
-            dist.ProcessGroupGloo(dist.PrefixStore("reduces", store), rank, size, timeout),
-        )
+        groups = [
+            ProcessGroupGloo(PrefixStore(use, store), rank, size, timeout)
+            for use in ("gathers", "reduces")
+        ]
+        # A backend has the collectives of a ProcessGroup, without being one to the type checker.
+        return C10dCommunicator(*cast("list[dist.ProcessGroup]", groups))
 
     return connect(exchange, rank, size, deadline_s, transport, gloo)
 

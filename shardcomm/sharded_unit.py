@@ -59,7 +59,9 @@ class ShardedParam:
     def keeps_grad(self) -> bool:
         """The next reduce must add to the gradient that is there."""
         grad = self.shard.grad
-        if grad is not None and grad is not self.shard_grad:  # the user put a tensor of their own there
+        if (
+            grad is not None and grad is not self.shard_grad
+        ):  # the user put a tensor of their own there
             self.shard_grad.copy_(grad)
             self.shard.grad = self.shard_grad
         return grad is not None or self.reduced

@@ -21,7 +21,7 @@ from torch import nn
 
 from shardcomm.schedule import Phase, Trigger
 
-Units = Sequence[nn.Module] | type[nn.Module] | tuple[type[nn.Module], ...] | None
+Units = Sequence[nn.Module | type[nn.Module]] | type[nn.Module] | None
 
 
 @dataclass
@@ -102,21 +102,19 @@ def _unit_modules(model: nn.Module, units: Units) -> set[nn.Module]:
         chosen: Iterable[nn.Module] = (
             entry for module in everything if isinstance(module, nn.ModuleList) for entry in module
         )
-    elif isinstance(units, type | tuple) and not _holds_modules(units):
-        chosen = (module for module in everything if isinstance(module, units))
     else:
-        chosen = list(units)
+        given = [units] if isinstance(units, type) else list(units)
+        classes = tuple(unit for unit in given if isinstance(unit, type))
+        chosen = [module for module in everything if isinstance(module, classes)]
+        chosen += [unit for unit in given if not isinstance(unit, type)]
+        known = set(everything)
         for module in chosen:
-            if not isinstance(module, nn.Module) or module not in set(everything):
+            if module not in known:
                 raise ValueError(
                     f"fully_shard: units contains {type(module).__name__}, which is not a module of the model; "
                     "give modules of the model, module classes, or None for the entries of its ModuleLists"
                 )
     return {model, *chosen}
-
-
-def _holds_modules(units: object) -> bool:
-    return isinstance(units, tuple) and any(isinstance(unit, nn.Module) for unit in units)
 
 
 def _walk(

@@ -23,9 +23,7 @@ def tensors_of(rank: int, dtype: torch.dtype = torch.float32) -> dict[str, torch
 @pytest.mark.parametrize("async_op", [False, True])
 def test_gather_gives_the_full_parameters_and_reduce_the_mean(ranks: int, async_op: bool) -> None:
     full = tensors_of(99)
-    mean = {
-        name: sum(tensors_of(rank)[name] for rank in range(ranks)) / ranks for name in full
-    }
+    mean = {name: sum(tensors_of(rank)[name] for rank in range(ranks)) / ranks for name in full}
 
     def body(comm: Communicator) -> None:
         bucket = Bucket.from_tensors(full, comm)
@@ -124,7 +122,9 @@ def test_missing_gradients_count_as_zeros() -> None:
 def test_wrong_shapes_are_named() -> None:
     comm = Communicator.local_group(1)[0]
     bucket = Bucket.from_tensors({"w": torch.ones(4, 2)}, comm)
-    with pytest.raises(ValueError, match=r"grads for w has shape \(2, 4\); the layout says \(4, 2\)"):
+    with pytest.raises(
+        ValueError, match=r"grads for w has shape \(2, 4\); the layout says \(4, 2\)"
+    ):
         bucket.reduce_scatter([torch.ones(2, 4)])
     with pytest.raises(ValueError, match="tensors has 0 entries; the layout has 1 parameters"):
         bucket.load([])

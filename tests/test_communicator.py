@@ -6,6 +6,7 @@ import os
 import random
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -165,7 +166,9 @@ def large_buffers() -> None:
         comm.all_reduce(mine)
         assert torch.equal(mine, total)
         operations = ("all_gather", "reduce_scatter", "all_reduce")
-        assert {r.operation: r.taken for r in comm.receipts()} == dict.fromkeys(operations, "staged")
+        assert {r.operation: r.taken for r in comm.receipts()} == dict.fromkeys(
+            operations, "staged"
+        )
 
 
 def test_private_buffers_larger_than_the_staging_area() -> None:
@@ -257,7 +260,7 @@ def test_buffer_that_leaves_its_window_is_refused() -> None:
         window = comm.allocate(8, use="reduce")
         assert isinstance(comm, HostCommunicator)
         f32, total = _C.DType.f32, _C.RedOp.sum
-        with pytest.raises(ValueError, match="starts at byte 24 .* 32 bytes and is 16 bytes long"):
+        with pytest.raises(ValueError, match=r"starts at byte 24 .* 32 bytes and is 16 bytes long"):
             comm._core.all_reduce(window[6:].data_ptr(), f32, 4, total)
 
     run_threads(body, 2)
@@ -298,10 +301,10 @@ def memory_outlives() -> None:
     del comm
     assert window[0] == 1
     assert window[-1] == int(os.environ["WORLD_SIZE"])
-    assert "memfd:shardcomm" in open("/proc/self/maps").read()
+    maps = Path("/proc/self/maps")
+    assert "memfd:shardcomm" in maps.read_text()
     del window
-    maps = open("/proc/self/maps").read()
-    assert "memfd:shardcomm" not in maps
+    assert "memfd:shardcomm" not in maps.read_text()
     # The rendezvous store keeps a connection; nothing of ours is open.
     assert len(os.listdir("/proc/self/fd")) <= before + 2
 
@@ -312,16 +315,20 @@ def test_memory_outlives_the_communicator_and_is_gone_with_its_last_tensor() -> 
 
 def test_second_thread_in_a_channel_is_refused() -> None:
     comms = Communicator.local_group(2, deadline_s=20)
-    waiting = threading.Thread(target=lambda: pytest.raises(CommError, comms[0].barrier))
-    waiting.start()
-    while True:  # until the thread is inside
+    refused: list[str] = []
+
+    def call() -> None:
         try:
-            comms[0].broadcast(torch.zeros(1))
-        except ValueError as error:
-            assert "in use by another thread" in str(error)
-            break
-        except CommError:
-            pytest.fail("the first call was not the thread's")
-    comms[1].abort("enough")
-    waiting.join(20)
-    assert not waiting.is_alive()
+            comms[0].barrier()
+        except (ValueError, CommError) as error:
+            refused.append(str(error))
+            comms[1].abort("enough")  # lets go of the one that waits
+
+    threads = [threading.Thread(target=call) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
+    assert "in use by another thread" in refused[0]
+    assert "rank 1 aborted: enough" in refused[1]

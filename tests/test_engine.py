@@ -57,11 +57,10 @@ class Net(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embed(tokens)
-        for i, block in enumerate(self.blocks):
+        for i in range(len(self.blocks)):
             if self.variant == "skipped" and i == 2:
                 continue
-            if self.variant == "reversed":
-                block = self.blocks[-1 - i]
+            block = self.blocks[-1 - i if self.variant == "reversed" else i]
             if self.variant in ("checkpoint", "checkpoint-reentrant"):
                 x = checkpoint(block, x, use_reentrant=self.variant == "checkpoint-reentrant")
             elif self.variant == "checkpoint-two" and i % 2 == 0:
@@ -295,7 +294,9 @@ def test_clip_grad_norm_equals_torch() -> None:
     def body(comm: Communicator) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         model = make()
         engine = fully_shard(model, comm)
-        loss_of(model, batch(0, 0)).backward()  # the same batch on all ranks: the mean is one rank's
+        loss_of(
+            model, batch(0, 0)
+        ).backward()  # the same batch on all ranks: the mean is one rank's
         norm = engine.clip_grad_norm_(0.1)
         with torch.no_grad():
             for param in model.parameters():
@@ -327,9 +328,9 @@ def test_state_dict_round_trip() -> None:
 def test_state_dict_with_wrong_names_is_refused() -> None:
     def body(comm: Communicator) -> None:
         engine = fully_shard(make(), comm)
+        state = make().state_dict()
+        state["tail"] = state.pop("head.weight")
         with pytest.raises(ValueError, match=r"lacks \['head.weight'\] and has unknown \['tail'\]"):
-            state = make().state_dict()
-            state["tail"] = state.pop("head.weight")
             engine.load_full_state_dict(state)
 
     run_threads(body, 1)
@@ -444,7 +445,12 @@ def test_each_rank_holds_its_share_and_padding_only() -> None:
         rows = sum(p.nbytes for p in model.parameters())
         assert sum(p.grad.nbytes for p in model.parameters() if p.grad is not None) == rows
         assert footprint.gradient_bytes == footprint.parameter_bytes
-        return rows, footprint.parameter_bytes, footprint.padding_bytes, footprint.total_parameter_bytes
+        return (
+            rows,
+            footprint.parameter_bytes,
+            footprint.padding_bytes,
+            footprint.total_parameter_bytes,
+        )
 
     whole = sum(p.nbytes for p in make(layers=3, width=32).parameters())
     results = run_threads(body, 4)
@@ -460,8 +466,12 @@ def test_a_step_makes_no_views_of_parameters_and_allocates_nothing_for_communica
         model = make()
         engine = fully_shard(model, comm)
         storages = {p.full.untyped_storage().data_ptr() for u in engine.units for p in u.params}
-        storages |= {b.shard.untyped_storage().data_ptr() for u in engine.units for b, _ in u.buckets}
-        storages |= {b.grad.untyped_storage().data_ptr() for u in engine.units for b, _ in u.buckets}
+        storages |= {
+            b.shard.untyped_storage().data_ptr() for u in engine.units for b, _ in u.buckets
+        }
+        storages |= {
+            b.grad.untyped_storage().data_ptr() for u in engine.units for b, _ in u.buckets
+        }
 
         def step(count: _Counter | None) -> None:
             loss = loss_of(model, batch(comm.rank, 0))
@@ -512,10 +522,8 @@ def test_a_unit_skipped_by_one_rank_raises_on_all() -> None:
     def body(comm: Communicator) -> None:
         model = make("skipped" if comm.rank == 1 else "", layers=3)
         fully_shard(model, comm, prefetch=0)
-        with pytest.raises(CommError):
-            for step in range(3):
-                loss_of(model, batch(comm.rank, step)).backward()
-        comm.abort("the error was seen")
+        with pytest.raises(CommError, match=r"ranks called different collectives: .*tag"):
+            loss_of(model, batch(comm.rank, 0)).backward()
 
     run_threads(body, 2)
 
@@ -559,7 +567,13 @@ def test_unit_that_needs_a_busy_slot_says_what_to_do() -> None:
     model = nn.Sequential(Calls(other), other)
 
     def body(comm: Communicator) -> None:
-        fully_shard(model if comm.rank == 0 else nn.Sequential(Calls(other), other), comm, units=[*model], slots=1, prefetch=0)
+        fully_shard(
+            model if comm.rank == 0 else nn.Sequential(Calls(other), other),
+            comm,
+            units=[*model],
+            slots=1,
+            prefetch=0,
+        )
 
     engine_comm = Communicator.local_group(1)[0]
     engine: Engine = fully_shard(

@@ -93,7 +93,7 @@ def assert_same(result: Tensor, expected: Tensor) -> None:
     misalignment=st.integers(0, 3),
     seed=st.integers(0, 10_000),
 )
-def test_floats_reduce_in_float32_in_source_order(  # noqa: PLR0917
+def test_floats_reduce_in_float32_in_source_order(
     dtypes: tuple[torch.dtype, torch.dtype],
     op: str,
     num_sources: int,
@@ -130,7 +130,7 @@ def test_floats_reduce_in_float32_in_source_order(  # noqa: PLR0917
     accumulate=st.booleans(),
     seed=st.integers(0, 10_000),
 )
-def test_integers_wrap_and_doubles_stay_doubles(  # noqa: PLR0917
+def test_integers_wrap_and_doubles_stay_doubles(
     dtype: torch.dtype, op: str, num_sources: int, count: int, accumulate: bool, seed: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)

@@ -82,7 +82,7 @@ def wait_for_end(session: int) -> bool:
 
 
 def ranks_of(process: subprocess.Popen[str]) -> list[int]:
-    """Its rank processes: those whose environment says RANK cannot be told from outside, but who maps our memory can."""
+    """Its rank processes, told by the communication memory they map."""
     return [
         pid for pid in group_members(process.pid)
         if "memfd:shardcomm" in Path(f"/proc/{pid}/maps").read_text()
@@ -129,7 +129,14 @@ def test_strategies_agree(text_file: str) -> None:
 
 
 def test_torchrun_gives_the_ranks(text_file: str) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "3", "--standalone"]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "3",
+        "--standalone",
+    ]
     done = subprocess.run(
         [*torchrun, "-m", "shardcomm", "train", *SMALL, "--text", text_file, "--json", "-"],
         capture_output=True,

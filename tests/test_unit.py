@@ -30,7 +30,14 @@ def test_module_list_entries_are_units_and_the_root_takes_the_rest() -> None:
 
 def test_units_by_class_and_by_module() -> None:
     model = Tree()
-    assert list(names(model, nn.Linear)) == ["", "embed", "blocks.0", "blocks.1", "blocks.2", "head"]
+    assert list(names(model, nn.Linear)) == [
+        "",
+        "embed",
+        "blocks.0",
+        "blocks.1",
+        "blocks.2",
+        "head",
+    ]
     assert list(names(model, [model.blocks[1]])) == ["", "blocks.1"]
     assert list(names(model, (nn.ModuleList,))) == ["", "blocks"]
     assert list(names(model, [])) == [""]
@@ -72,5 +79,7 @@ def test_registration_order_opens_and_closes_units_like_a_forward() -> None:
 
 
 def test_module_of_another_model_is_refused() -> None:
-    with pytest.raises(ValueError, match="units contains Linear, which is not a module of the model"):
+    with pytest.raises(
+        ValueError, match="units contains Linear, which is not a module of the model"
+    ):
         find_units(Tree(), [nn.Linear(1, 1)])

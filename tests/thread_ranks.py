@@ -22,7 +22,7 @@ def run_threads(
     def body(rank: int) -> None:
         try:
             results[rank] = fn(comms[rank])
-        except BaseException as error:  # noqa: BLE001  (handed to the caller below)
+        except BaseException as error:
             errors[rank] = error
             comms[rank].abort(f"{type(error).__name__}: {error}")
 

@@ -42,53 +42,59 @@ void bind_comm(py::module_& m) {
       .def_property_readonly("rank", &Communicator::rank)
       .def_property_readonly("size", &Communicator::size)
       .def_property_readonly("transport", &Communicator::transport)
-      .def("allocate",
-           [](const Comm& comm, std::size_t nbytes, Use use) {
-             std::shared_ptr<Memory> memory;
-             submit(comm, nullptr, [&](Communicator& c) { memory = c.allocate(nbytes, use); });
-             return memory;
-           },
-           py::arg("nbytes"), py::arg("use"))
-      .def("all_gather",
-           [](const Comm& comm, std::uintptr_t send, DType send_dtype, std::uintptr_t recv,
-              DType recv_dtype, std::int64_t count, std::int64_t tag, Stream* stream) {
-             submit(comm, stream, [=](Communicator& c) {
-               c.all_gather(pointer(send), send_dtype, pointer(recv), recv_dtype, count, tag);
-             });
-           },
-           py::arg("send"), py::arg("send_dtype"), py::arg("recv"), py::arg("recv_dtype"),
-           py::arg("count"), py::arg("tag"), on_stream)
-      .def("reduce_scatter",
-           [](const Comm& comm, std::uintptr_t send, DType dtype, std::uintptr_t recv,
-              DType recv_dtype, float scale, bool accumulate, std::int64_t count, RedOp op,
-              std::int64_t tag, Stream* stream) {
-             submit(comm, stream, [=](Communicator& c) {
-               c.reduce_scatter(pointer(send), dtype, pointer(recv),
-                                {recv_dtype, scale, accumulate}, count, op, tag);
-             });
-           },
-           py::arg("send"), py::arg("dtype"), py::arg("recv"), py::arg("recv_dtype"),
-           py::arg("scale"), py::arg("accumulate"), py::arg("count"), py::arg("op"), py::arg("tag"),
-           on_stream)
-      .def("all_reduce",
-           [](const Comm& comm, std::uintptr_t buffer, DType dtype, std::int64_t count, RedOp op,
-              Stream* stream) {
-             submit(comm, stream,
-                    [=](Communicator& c) { c.all_reduce(pointer(buffer), dtype, count, op); });
-           },
-           py::arg("buffer"), py::arg("dtype"), py::arg("count"), py::arg("op"), on_stream)
-      .def("broadcast",
-           [](const Comm& comm, std::uintptr_t buffer, std::size_t nbytes, int root,
-              Stream* stream) {
-             submit(comm, stream,
-                    [=](Communicator& c) { c.broadcast(pointer(buffer), nbytes, root); });
-           },
-           py::arg("buffer"), py::arg("nbytes"), py::arg("root"), on_stream)
-      .def("barrier",
-           [](const Comm& comm, Stream* stream) {
-             submit(comm, stream, [](Communicator& c) { c.barrier(); });
-           },
-           on_stream)
+      .def(
+          "allocate",
+          [](const Comm& comm, std::size_t nbytes, Use use) {
+            std::shared_ptr<Memory> memory;
+            submit(comm, nullptr, [&](Communicator& c) { memory = c.allocate(nbytes, use); });
+            return memory;
+          },
+          py::arg("nbytes"), py::arg("use"))
+      .def(
+          "all_gather",
+          [](const Comm& comm, std::uintptr_t send, DType send_dtype, std::uintptr_t recv,
+             DType recv_dtype, std::int64_t count, std::int64_t tag, Stream* stream) {
+            submit(comm, stream, [=](Communicator& c) {
+              c.all_gather(pointer(send), send_dtype, pointer(recv), recv_dtype, count, tag);
+            });
+          },
+          py::arg("send"), py::arg("send_dtype"), py::arg("recv"), py::arg("recv_dtype"),
+          py::arg("count"), py::arg("tag"), on_stream)
+      .def(
+          "reduce_scatter",
+          [](const Comm& comm, std::uintptr_t send, DType dtype, std::uintptr_t recv,
+             DType recv_dtype, float scale, bool accumulate, std::int64_t count, RedOp op,
+             std::int64_t tag, Stream* stream) {
+            submit(comm, stream, [=](Communicator& c) {
+              c.reduce_scatter(pointer(send), dtype, pointer(recv), {recv_dtype, scale, accumulate},
+                               count, op, tag);
+            });
+          },
+          py::arg("send"), py::arg("dtype"), py::arg("recv"), py::arg("recv_dtype"),
+          py::arg("scale"), py::arg("accumulate"), py::arg("count"), py::arg("op"), py::arg("tag"),
+          on_stream)
+      .def(
+          "all_reduce",
+          [](const Comm& comm, std::uintptr_t buffer, DType dtype, std::int64_t count, RedOp op,
+             Stream* stream) {
+            submit(comm, stream,
+                   [=](Communicator& c) { c.all_reduce(pointer(buffer), dtype, count, op); });
+          },
+          py::arg("buffer"), py::arg("dtype"), py::arg("count"), py::arg("op"), on_stream)
+      .def(
+          "broadcast",
+          [](const Comm& comm, std::uintptr_t buffer, std::size_t nbytes, int root,
+             Stream* stream) {
+            submit(comm, stream,
+                   [=](Communicator& c) { c.broadcast(pointer(buffer), nbytes, root); });
+          },
+          py::arg("buffer"), py::arg("nbytes"), py::arg("root"), on_stream)
+      .def(
+          "barrier",
+          [](const Comm& comm, Stream* stream) {
+            submit(comm, stream, [](Communicator& c) { c.barrier(); });
+          },
+          on_stream)
       .def("abort", &Communicator::abort, py::arg("reason"))
       .def("close", &Communicator::close)
       .def("receipts", [](const Communicator& comm) {

@@ -37,11 +37,10 @@ class Callable {
 }  // namespace
 
 void bind_stream(py::module_& m) {
-  py::class_<Event>(m, "Event")
-      .def("query", &Event::query)
-      .def("wait", &wait);
+  py::class_<Event>(m, "Event").def("query", &Event::query).def("wait", &wait);
 
-  // Joining the worker takes the interpreter's lock from a callable that still runs there: let go of it first.
+  // Joining the worker takes the interpreter's lock from a callable that still runs there: let go
+  // of it first.
   struct JoinWithoutLock {
     void operator()(Stream* stream) const {
       const py::gil_scoped_release release;
@@ -50,10 +49,8 @@ void bind_stream(py::module_& m) {
   };
   py::class_<Stream, std::shared_ptr<Stream>>(m, "Stream")
       .def(py::init([] { return std::shared_ptr<Stream>(new Stream(), JoinWithoutLock{}); }))
-      .def("enqueue",
-           [](Stream& stream, py::function function) {
-             stream.enqueue(Callable(std::move(function)));
-           })
+      .def("enqueue", [](Stream& stream,
+                         py::function function) { stream.enqueue(Callable(std::move(function))); })
       .def("record", &Stream::record)
       .def("wait", &Stream::wait)
       .def("synchronize", [](Stream& stream) { wait(stream.record()); });

@@ -1,5 +1,5 @@
-// The board: where ranks post what they call, meet, and learn that one of them is gone. One per channel, in memory that
-// all ranks see (a shared window, or, for threads, any memory).
+// The board: where ranks post what they call, meet, and learn that one of them is gone. One per
+// channel, in memory that all ranks see (a shared window, or, for threads, any memory).
 #pragma once
 
 #include <atomic>
@@ -19,11 +19,11 @@ struct BoardMemory {
   static constexpr std::size_t kReasonBytes = 256;
 
   struct alignas(64) Rank {
-    std::atomic<std::int32_t> pid;      // 0: not attached, or a thread
-    std::atomic<std::uint32_t> closed;  // this rank left
+    std::atomic<std::int32_t> pid;       // 0: not attached, or a thread
+    std::atomic<std::uint32_t> closed;   // this rank left
     std::atomic<std::uint64_t> arrived;  // meetings it came to
-    Call calls[2];                       // the latest two, by sequence: a slow rank may still read the one before
-    char reason[kReasonBytes];           // of its abort
+    Call calls[2];  // the latest two, by sequence: a slow rank may still read the one before
+    char reason[kReasonBytes];  // of its abort
   };
 
   alignas(64) std::atomic<std::uint32_t> generation;  // meetings completed; the futex
@@ -45,8 +45,8 @@ class Board {
   Board(BoardMemory* memory, int rank, int size, std::chrono::duration<double> deadline,
         FindDead find_dead);
 
-  // Posts what this rank calls, meets the others, and compares: all ranks called the same, or all throw CommError.
-  // Until the next `begin`, `call_of` tells what rank r posted.
+  // Posts what this rank calls, meets the others, and compares: all ranks called the same, or all
+  // throw CommError. Until the next `begin`, `call_of` tells what rank r posted.
   void begin(Call call);
   const Call& call_of(int rank) const;
 
@@ -83,7 +83,8 @@ class Board {
   Call call_;
 };
 
-// While alive, long waits of this thread call `check` between two slices; what it throws ends the wait.
+// While alive, long waits of this thread call `check` between two slices; what it throws ends the
+// wait.
 class WaitCheck {
  public:
   explicit WaitCheck(std::function<void()> check);

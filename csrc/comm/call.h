@@ -38,7 +38,8 @@ constexpr const char* name(Op op) {
   return "?";
 }
 
-// Where a buffer lies, as a peer can find it: an offset into a window both map, or, between threads, an address.
+// Where a buffer lies, as a peer can find it: an offset into a window both map, or, between
+// threads, an address.
 struct Place {
   static constexpr std::uint32_t kNowhere = 0;  // memory that only its own rank can reach
   static constexpr std::uint32_t kAddress = 1;

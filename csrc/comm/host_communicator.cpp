@@ -35,7 +35,8 @@ void check(const char* operation, const char* name, const void* data, std::int64
   }
 }
 
-// A share of a window; gives it back when nobody refers to it any more, also after the communicator is gone.
+// A share of a window; gives it back when nobody refers to it any more, also after the communicator
+// is gone.
 class WindowMemory final : public Memory {
  public:
   WindowMemory(std::shared_ptr<Windows> windows, const Window& window, int rank)
@@ -59,7 +60,8 @@ class WindowMemory final : public Memory {
 };
 
 constexpr const char* kNotWindow =
-    "recv is not communication memory that all ranks share (allocate for use 'gather') at one place";
+    "recv is not communication memory that all ranks share (allocate for use 'gather') at one "
+    "place";
 constexpr const char* kPrivate =
     "a buffer is private memory of its rank: copied through a staging area";
 
@@ -70,8 +72,8 @@ std::size_t ControlMemory::bytes(int size) {
 }
 
 BoardMemory* ControlMemory::board(std::byte* base, int size, int channel) {
-  return reinterpret_cast<BoardMemory*>(base + static_cast<std::size_t>(channel) *
-                                                   board_bytes(size));
+  return reinterpret_cast<BoardMemory*>(base +
+                                        static_cast<std::size_t>(channel) * board_bytes(size));
 }
 
 std::byte* ControlMemory::stage(std::byte* base, int size, int channel, int rank, int half) {
@@ -278,8 +280,8 @@ void HostCommunicator::reduce_staged(Channel& channel, const void* send, DType d
     const std::int64_t n = std::min(step, count - done);
     const std::int64_t chunk = channel.chunks_staged++;
     for (int r = 0; r < size_; ++r) {
-      std::memcpy(at(stage(channel, rank_, chunk), r * n, dtype),
-                  at(send, r * count + done, dtype), bytes_of(n, dtype));
+      std::memcpy(at(stage(channel, rank_, chunk), r * n, dtype), at(send, r * count + done, dtype),
+                  bytes_of(n, dtype));
     }
     channel.board.meet();
     std::vector<const void*> sources;
@@ -311,7 +313,8 @@ void HostCommunicator::all_reduce(void* buffer, DType dtype, std::int64_t count,
   }
 }
 
-// Rank r reduces slice r of all buffers into its own, which no other rank reads in that phase; then all copy.
+// Rank r reduces slice r of all buffers into its own, which no other rank reads in that phase; then
+// all copy.
 void HostCommunicator::all_reduce_direct(Channel& channel, std::byte* buffer, DType dtype,
                                          std::int64_t count, RedOp op) {
   const std::int64_t slice = (count + size_ - 1) / size_;
@@ -326,8 +329,8 @@ void HostCommunicator::all_reduce_direct(Channel& channel, std::byte* buffer, DT
   channel.board.meet();
   for (int i = 1; i < size_; ++i) {
     const int r = (rank_ + i) % size_;
-    std::memcpy(at(buffer, begin(r), dtype),
-                at(peer(channel, &Call::send, r), begin(r), dtype), bytes_of(length(r), dtype));
+    std::memcpy(at(buffer, begin(r), dtype), at(peer(channel, &Call::send, r), begin(r), dtype),
+                bytes_of(length(r), dtype));
   }
   channel.board.meet();
 }
@@ -415,9 +418,9 @@ std::byte* HostCommunicator::peer(Channel& channel, Place Call::* place, int ran
   const Place& where = channel.board.call_of(rank).*place;
   std::byte* data = windows_->resolve(where, rank);
   if (data == nullptr && where.window != Place::kAddress) {
-    channel.board.fail("rank " + std::to_string(rank_) + " has let go of communication memory that rank " +
-                       std::to_string(rank) + " still uses in " +
-                       describe(channel.board.call_of(rank)));
+    channel.board.fail("rank " + std::to_string(rank_) +
+                       " has let go of communication memory that rank " + std::to_string(rank) +
+                       " still uses in " + describe(channel.board.call_of(rank)));
   }
   return data;
 }

@@ -1,5 +1,5 @@
-// The collectives of the CPU transports. `shm` and `local` differ in where memory comes from and in what a dead rank is;
-// everything else is here, once.
+// The collectives of the CPU transports. `shm` and `local` differ in where memory comes from and in
+// what a dead rank is; everything else is here, once.
 #pragma once
 
 #include <map>
@@ -14,10 +14,12 @@
 
 namespace shardcomm {
 
-// The control memory of a group: for each channel a board, and staging areas through which private buffers go.
+// The control memory of a group: for each channel a board, and staging areas through which private
+// buffers go.
 struct ControlMemory {
   static constexpr int kChannels = 2;  // gather, reduce
-  // Two halves per rank, so that one is filled while the other is read; both fit a second-level cache.
+  // Two halves per rank, so that one is filled while the other is read; both fit a second-level
+  // cache.
   static constexpr std::size_t kStageBytes = 256 * 1024;
 
   static std::size_t bytes(int size);

@@ -41,8 +41,9 @@ class Fd {
   int fd_ = -1;
 };
 
-// Memory that has no name anywhere: it is gone when the last process that maps it is. `reserve` takes the pages now, so
-// that too little memory is an error here and not a signal later. Throws CommError naming the bytes wanted.
+// Memory that has no name anywhere: it is gone when the last process that maps it is. `reserve`
+// takes the pages now, so that too little memory is an error here and not a signal later. Throws
+// CommError naming the bytes wanted.
 Fd create_window(std::size_t bytes, bool reserve);
 // The window behind descriptor `fd` of process `pid`.
 Fd open_window(int pid, int fd);

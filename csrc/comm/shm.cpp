@@ -1,5 +1,5 @@
-// `shm`: processes of one host. All memory is anonymous (memfd) and found through rank 0's process, so nothing has a name
-// that could be left behind.
+// `shm`: processes of one host. All memory is anonymous (memfd) and found through rank 0's process,
+// so nothing has a name that could be left behind.
 #include <poll.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -36,7 +36,8 @@ class ShmProvider final : public WindowProvider {
   Fd made_;
 };
 
-// Tells which rank's process has ended, through descriptors that stay with a process whatever becomes of its number.
+// Tells which rank's process has ended, through descriptors that stay with a process whatever
+// becomes of its number.
 class Processes {
  public:
   Processes(BoardMemory* board, int rank, int size) : board_(board), rank_(rank), fds_(size) {}
@@ -73,8 +74,7 @@ struct ShmSession::State {
 
 ShmSession::ShmSession(int size) : state_(std::make_shared<State>()) {
   if (size < 1) {
-    throw std::invalid_argument("shm: size is " + std::to_string(size) +
-                                "; it must be at least 1");
+    throw std::invalid_argument("shm: size is " + std::to_string(size) + "; it must be at least 1");
   }
   state_->fd = create_window(ControlMemory::bytes(size), /*reserve=*/false);
 }
@@ -103,8 +103,7 @@ std::shared_ptr<Communicator> make_shm(const std::string& address, int rank, int
     throw CommError("shm: the group at " + address + " is not one of " + std::to_string(size) +
                     " ranks");
   }
-  const auto control =
-      Mapping::of_file(fd.get(), ControlMemory::bytes(size), /*populate=*/false);
+  const auto control = Mapping::of_file(fd.get(), ControlMemory::bytes(size), /*populate=*/false);
   for (int channel = 0; channel < ControlMemory::kChannels; ++channel) {
     BoardMemory* board = ControlMemory::board(control->data(), size, channel);
     std::int32_t nobody = 0;

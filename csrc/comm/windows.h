@@ -1,4 +1,5 @@
-// Communication memory of one communicator: windows that all ranks map, and how a buffer in them is found by a peer.
+// Communication memory of one communicator: windows that all ranks map, and how a buffer in them is
+// found by a peer.
 #pragma once
 
 #include <cstddef>
@@ -45,7 +46,8 @@ class Windows {
   void add(Window window);
   void remove(std::uint32_t id);
 
-  // Where this rank's buffer is for peers. Throws std::invalid_argument if it starts in a window and leaves it.
+  // Where this rank's buffer is for peers. Throws std::invalid_argument if it starts in a window
+  // and leaves it.
   Place find(const void* data, std::size_t bytes, const char* name) const;
   // True if `place` lies in the one region that all ranks share.
   bool is_shared(const Place& place) const;

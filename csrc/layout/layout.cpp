@@ -37,9 +37,9 @@ class Search {
     in_order_.resize(items_.size());
     std::iota(in_order_.begin(), in_order_.end(), 0);
     large_first_ = in_order_;
-    std::stable_sort(large_first_.begin(), large_first_.end(), [this](std::size_t a, std::size_t b) {
-      return items_[a].numel > items_[b].numel;
-    });
+    std::stable_sort(
+        large_first_.begin(), large_first_.end(),
+        [this](std::size_t a, std::size_t b) { return items_[a].numel > items_[b].numel; });
   }
 
   LayoutResult run() {
@@ -47,7 +47,8 @@ class Search {
     std::int64_t shard = lower_bound();
     for (std::int64_t tried = 0; shard < last; ++tried) {
       const std::int64_t step = forced_multiple(shard);
-      // Where a forced parameter becomes short enough to span one boundary only, it forces nothing any more.
+      // Where a forced parameter becomes short enough to span one boundary only, it forces nothing
+      // any more.
       const std::int64_t candidate = std::min(round_up(shard, step), next_threshold(shard));
       if (candidate >= last) break;
       if (candidate % forced_multiple(candidate) == 0 && place_any(candidate)) {
@@ -71,8 +72,8 @@ class Search {
     return std::max(round_up(shard, align_), align_);
   }
 
-  // The first multiple of all granules that works: the method to beat. Where they have no usable common multiple,
-  // everything on one rank.
+  // The first multiple of all granules that works: the method to beat. Where they have no usable
+  // common multiple, everything on one rank.
   std::int64_t common_multiple_shard() {
     std::int64_t multiple = align_;
     for (const Item& item : items_) multiple = lcm_capped(multiple, item.granule);
@@ -85,7 +86,8 @@ class Search {
     return everything;
   }
 
-  // What `shard` must be a multiple of: the granules of parameters so long that they span two boundaries or more.
+  // What `shard` must be a multiple of: the granules of parameters so long that they span two
+  // boundaries or more.
   std::int64_t forced_multiple(std::int64_t shard) const {
     std::int64_t multiple = align_;
     for (const Item& item : items_) {
@@ -113,8 +115,8 @@ class Search {
     std::int64_t stop;
   };
 
-  // Puts the parameters one after the other, each as early as no boundary cuts a granule. What stays open in front of
-  // one is offered to those after it.
+  // Puts the parameters one after the other, each as early as no boundary cuts a granule. What
+  // stays open in front of one is offered to those after it.
   bool place(std::int64_t shard, const std::vector<std::size_t>& order) {
     offsets_.assign(items_.size(), 0);
     std::vector<Gap> gaps;
@@ -144,7 +146,8 @@ class Search {
     return false;
   }
 
-  // The first aligned offset from `cursor` on at which no boundary falls inside a granule; -1 if there is none.
+  // The first aligned offset from `cursor` on at which no boundary falls inside a granule; -1 if
+  // there is none.
   std::int64_t first_fit(const Item& item, std::int64_t cursor, std::int64_t shard) const {
     const std::int64_t boundary = (cursor / shard + 1) * shard;
     if (cursor + item.numel <= boundary) return cursor;

@@ -50,7 +50,9 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     if world_size is not None and args.ranks not in (None, int(world_size)):
         parser.error(f"--ranks is {args.ranks}, but the launcher started {world_size} ranks")
     if args.width % max(1, args.width // 64):
-        parser.error(f"--width is {args.width}; it must be a multiple of its {args.width // 64} heads")
+        parser.error(
+            f"--width is {args.width}; it must be a multiple of its {args.width // 64} heads"
+        )
     options = Options(
         steps=args.steps,
         seed=args.seed,
@@ -98,7 +100,9 @@ def _at_least(low: int) -> Callable[[str], int]:
         except ValueError:
             value = low - 1
         if value < low:
-            raise argparse.ArgumentTypeError(f"{text!r}; it must be a whole number of at least {low}")
+            raise argparse.ArgumentTypeError(
+                f"{text!r}; it must be a whole number of at least {low}"
+            )
         return value
 
     return parse

@@ -31,7 +31,8 @@ class Block(nn.Module):
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.attention_out(attended.transpose(1, 2).flatten(-2))
         grown = F.gelu(self.mlp_in(self.mlp_norm(x)), approximate="tanh")
-        return x + self.mlp_out(grown)
+        x = x + self.mlp_out(grown)
+        return x
 
 
 class GPT(nn.Module):

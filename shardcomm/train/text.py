@@ -23,7 +23,9 @@ class Corpus:
         self.bytes = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         self.context = context
 
-    def batch(self, seed: int, step: int, rank: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def batch(
+        self, seed: int, step: int, rank: int, size: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """`size` windows (size, context) and the same one byte further: inputs and targets, int64."""
         generator = torch.Generator().manual_seed(hash((seed, step, rank)) & 0x7FFFFFFFFFFFFFFF)
         last = len(self.bytes) - self.context - 1

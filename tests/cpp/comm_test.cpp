@@ -1,4 +1,5 @@
-// The communicators and streams under the sanitizers: `local` between threads, `shm` between forked processes.
+// The communicators and streams under the sanitizers: `local` between threads, `shm` between forked
+// processes.
 #include <sys/wait.h>
 #include <unistd.h>
 

@@ -1,5 +1,5 @@
-// Collectives between ranks. One interface; `shm` (processes of one host) and `local` (threads of one process)
-// implement it here.
+// Collectives between ranks. One interface; `shm` (processes of one host) and `local` (threads of
+// one process) implement it here.
 #pragma once
 
 #include <cstddef>
@@ -14,12 +14,14 @@
 
 namespace shardcomm {
 
-// What communication memory is for. A gather buffer receives every rank's shard; a reduce buffer holds this rank's
-// contribution for every rank. On shared memory the first is one window that all ranks map (so an all-gather into
-// it moves each byte once), the second one region per rank that the others can read.
+// What communication memory is for. A gather buffer receives every rank's shard; a reduce buffer
+// holds this rank's contribution for every rank. On shared memory the first is one window that all
+// ranks map (so an all-gather into it moves each byte once), the second one region per rank that
+// the others can read.
 enum class Use : std::uint8_t { gather, reduce };
 
-// Communication memory. Valid until the last owner lets go of it, also after the communicator failed or closed.
+// Communication memory. Valid until the last owner lets go of it, also after the communicator
+// failed or closed.
 class Memory {
  public:
   virtual ~Memory() = default;
@@ -27,8 +29,8 @@ class Memory {
   virtual std::size_t bytes() const = 0;
 };
 
-// How the last collective of a kind went. `requested` is the fastest path the transport knows, `taken` the one it
-// took; when they differ `reason` is the sentence why.
+// How the last collective of a kind went. `requested` is the fastest path the transport knows,
+// `taken` the one it took; when they differ `reason` is the sentence why.
 struct Receipt {
   std::string operation;
   std::uint64_t sequence = 0;
@@ -37,10 +39,11 @@ struct Receipt {
   std::string reason;
 };
 
-// All collectives are called by every rank in the same order, block until this rank's part is complete, and throw
-// CommError on every surviving rank when one rank died, called something else, or did not come in time. Gathers
-// (all_gather, broadcast, barrier, allocate(gather)) and reduces (reduce_scatter, all_reduce, allocate(reduce)) are
-// two independent channels: one of each may run at once, from two threads.
+// All collectives are called by every rank in the same order, block until this rank's part is
+// complete, and throw CommError on every surviving rank when one rank died, called something else,
+// or did not come in time. Gathers (all_gather, broadcast, barrier, allocate(gather)) and reduces
+// (reduce_scatter, all_reduce, allocate(reduce)) are two independent channels: one of each may run
+// at once, from two threads.
 class Communicator {
  public:
   virtual ~Communicator() = default;
@@ -49,16 +52,18 @@ class Communicator {
   virtual int size() const = 0;
   virtual std::string transport() const = 0;  // "shm", "local", ...
 
-  // Collective. Zero-filled, at least 128-byte aligned. Throws std::bad_alloc-like CommError when it does not fit.
+  // Collective. Zero-filled, at least 128-byte aligned. Throws std::bad_alloc-like CommError when
+  // it does not fit.
   virtual std::shared_ptr<Memory> allocate(std::size_t bytes, Use use) = 0;
 
-  // recv[r * count + i] = convert(send of rank r [i]). `count` elements per rank. In place when `send` is
-  // recv + rank * count and the dtypes agree. Ranks that pass different tags called different collectives: what tells
-  // two gathers of the same size apart.
+  // recv[r * count + i] = convert(send of rank r [i]). `count` elements per rank. In place when
+  // `send` is recv + rank * count and the dtypes agree. Ranks that pass different tags called
+  // different collectives: what tells two gathers of the same size apart.
   virtual void all_gather(const void* send, DType send_dtype, void* recv, DType recv_dtype,
                           std::int64_t count, std::int64_t tag = 0) = 0;
 
-  // recv[i] = epilogue(send of rank 0 [rank * count + i] op send of rank 1 [rank * count + i] op ...).
+  // recv[i] = epilogue(send of rank 0 [rank * count + i] op send of rank 1 [rank * count + i] op
+  // ...).
   virtual void reduce_scatter(const void* send, DType dtype, void* recv, const Epilogue& epilogue,
                               std::int64_t count, RedOp op, std::int64_t tag = 0) = 0;
 
@@ -67,7 +72,8 @@ class Communicator {
   virtual void broadcast(void* buffer, std::size_t bytes, int root) = 0;
   virtual void barrier() = 0;
 
-  // Makes every rank's present and later collectives throw CommError with this reason. Any thread may call it.
+  // Makes every rank's present and later collectives throw CommError with this reason. Any thread
+  // may call it.
   virtual void abort(const std::string& reason) noexcept = 0;
   // Leaves the group. Ranks that wait for this one, or will, get CommError. Idempotent.
   virtual void close() noexcept = 0;
@@ -80,11 +86,12 @@ struct CommOptions {
 };
 
 // `size` communicators of one process, for one thread each.
-std::vector<std::shared_ptr<Communicator>> make_local_group(int size, const CommOptions& options = {});
+std::vector<std::shared_ptr<Communicator>> make_local_group(int size,
+                                                            const CommOptions& options = {});
 
-// Processes of one host. Any process, rank 0 or a launcher, creates a session and sends `address()` to the ranks by any
-// means; it lives until all ranks have attached. Nothing gets a name in the file system: memory is anonymous, and found
-// through the process that made it.
+// Processes of one host. Any process, rank 0 or a launcher, creates a session and sends `address()`
+// to the ranks by any means; it lives until all ranks have attached. Nothing gets a name in the
+// file system: memory is anonymous, and found through the process that made it.
 class ShmSession {
  public:
   explicit ShmSession(int size);

@@ -1,5 +1,5 @@
-// One exception per kind of trouble. Callers' mistakes are std::invalid_argument (Python: ValueError);
-// trouble between ranks is CommError.
+// One exception per kind of trouble. Callers' mistakes are std::invalid_argument (Python:
+// ValueError); trouble between ranks is CommError.
 #pragma once
 
 #include <stdexcept>
@@ -7,8 +7,9 @@
 
 namespace shardcomm {
 
-// A rank died, called something else, or came too late. The message names the rank, the operation and its
-// sequence number, what was expected and what came. The communicator is closed for use afterwards.
+// A rank died, called something else, or came too late. The message names the rank, the operation
+// and its sequence number, what was expected and what came. The communicator is closed for use
+// afterwards.
 class CommError : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;

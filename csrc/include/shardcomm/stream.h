@@ -1,5 +1,5 @@
-// Streams and events on the CPU, with the meaning they have in CUDA. A stream runs its operations in order on a
-// worker thread; an event marks a point in a stream.
+// Streams and events on the CPU, with the meaning they have in CUDA. A stream runs its operations
+// in order on a worker thread; an event marks a point in a stream.
 #pragma once
 
 #include <chrono>
@@ -32,8 +32,8 @@ class Stream {
   Stream(const Stream&) = delete;
   Stream& operator=(const Stream&) = delete;
 
-  // Runs `operation` after all enqueued before it. Once an operation has thrown, later ones are dropped unrun and
-  // their events carry the same exception.
+  // Runs `operation` after all enqueued before it. Once an operation has thrown, later ones are
+  // dropped unrun and their events carry the same exception.
   void enqueue(std::function<void()> operation);
   Event record();
   void wait(const Event& event);  // later operations of this stream start after `event`
