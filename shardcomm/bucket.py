@@ -236,7 +236,9 @@ class Bucket:
         self._pack.run(stream)
         return self._reduce_buffer
 
-    def _stream(self, which: int) -> _C.Stream:
+    def _stream(self, which: int) -> _C.Stream | None:
+        if self.comm.size == 1 and self._replicas is None:
+            return None  # nobody to wait for: done sooner than handed over
         if self._streams is None:
             self._streams = Streams(_C.Stream(), _C.Stream())
         return self._streams[which]
@@ -292,6 +294,8 @@ def _as_stored(grad: torch.Tensor, placement: Placement, dtype: torch.dtype) -> 
     """`grad` with the shard dim outermost, contiguous, as the pack plan reads it. Rarely copies."""
     if grad.layout is not torch.strided:
         grad = grad.to_dense()
+    if grad.dtype == dtype and placement.shard_dim == 0 and grad.is_contiguous():
+        return grad
     if grad.dim() > 0:
         grad = grad.movedim(placement.shard_dim, 0)
     return grad.to(dtype).contiguous()

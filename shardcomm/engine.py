@@ -224,26 +224,25 @@ class Engine:
         self, unit: ShardedUnit, args: tuple[Any, ...], kwargs: dict[str, Any], recompute: bool
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Casts floating-point inputs, and passes those with a gradient through `_PostBackward`."""
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-        dtype = self._param_dtype
-        if dtype is not None:
-            leaves = [
-                leaf.to(dtype)
-                if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
-                else leaf
-                for leaf in leaves
-            ]
+        spec = None
+        if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):
+            leaves = list(args)  # the usual call; the general way costs more than the hooks do
+        else:
+            leaves, spec = pytree.tree_flatten((args, kwargs))
+        tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        if self._param_dtype is not None:
+            for i in tensors:
+                if leaves[i].is_floating_point():
+                    leaves[i] = leaves[i].to(self._param_dtype)
         if torch.is_grad_enabled():
-            where = [
-                i
-                for i, leaf in enumerate(leaves)
-                if isinstance(leaf, torch.Tensor) and leaf.requires_grad
-            ]
+            where = [i for i in tensors if leaves[i].requires_grad]
             if where:
                 passed = _PostBackward.apply(self, unit, *(leaves[i] for i in where))  # type: ignore[no-untyped-call]
                 for i, leaf in zip(where, passed, strict=True):
                     leaves[i] = leaf
                 unit.pending_calls += not recompute
+        if spec is None:
+            return tuple(leaves), kwargs
         args, kwargs = pytree.tree_unflatten(leaves, spec)
         return args, kwargs
 

@@ -144,8 +144,8 @@ class ShardedUnit:
             bucket.shard.grad = bucket.grad if any(keeps) else None
             grads = [param.take_full_grad() for param in params]
             work = bucket.reduce_scatter(grads, async_op=True)
-            assert work is not None
-            self.reduces.append(work)
+            if work is not None:
+                self.reduces.append(work)
             for param in params:
                 param.reduced = True
             sent_bytes += bucket.reduce_bytes

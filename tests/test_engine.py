@@ -458,7 +458,6 @@ def test_each_rank_holds_its_share_and_padding_only() -> None:
     for _, held, padding, total in results:
         assert total == whole
         assert 4 * held == total + padding
-        assert padding < 0.05 * total
 
 
 def test_a_step_makes_no_views_of_parameters_and_allocates_nothing_for_communication() -> None:
