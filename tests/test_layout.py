@@ -1,0 +1,253 @@
+"""The layout's rules on random units, its padding on real ones, against the least-common-multiple method."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardcomm import Block, Layout, ParamSpec
+
+# The largest layout a machine could hold is no test of arithmetic; small ones meet every boundary case.
+shapes = st.lists(st.integers(0, 9), min_size=0, max_size=3).map(tuple)
+granularities = st.one_of(
+    st.sampled_from(["element", "row", "tensor"]), st.integers(1, 4).map(Block)
+)
+
+
+@st.composite
+def units(draw: st.DrawFn) -> tuple[list[ParamSpec], int, int]:
+    params = []
+    for i in range(draw(st.integers(0, 8))):
+        shape = draw(shapes)
+        dim = draw(st.one_of(st.integers(0, max(len(shape) - 1, 0)), st.just("auto")))
+        params.append(ParamSpec(f"p{i}", shape, draw(granularities), dim))
+    return params, draw(st.integers(1, 9)), draw(st.sampled_from([4, 8, 32, 128]))
+
+
+def granule_numel(layout: Layout, index: int) -> int:
+    placement = layout.placements[index]
+    granularity = placement.spec.granularity
+    row = math.prod(placement.stored_shape[1:])
+    if granularity == "element":
+        return 1
+    if granularity == "tensor":
+        return max(placement.numel, 1)
+    return max(row * (granularity.rows if isinstance(granularity, Block) else 1), 1)
+
+
+@settings(max_examples=1000, deadline=None)
+@given(units())
+def test_parameters_are_aligned_and_disjoint_and_shards_equal(
+    unit: tuple[list[ParamSpec], int, int],
+) -> None:
+    params, ranks, align_bytes = unit
+    layout = Layout.plan(params, ranks, align_bytes=align_bytes, itemsize=4)
+    assert layout.flat_numel == layout.shard_numel * ranks
+    assert layout.shard_numel % (align_bytes // 4) == 0
+    end = 0
+    for placement in sorted(layout.placements, key=lambda p: (p.offset, p.numel)):
+        assert placement.numel == math.prod(placement.spec.shape)
+        assert sorted(placement.stored_shape) == sorted(placement.spec.shape)
+        if placement.numel:
+            assert placement.offset % (align_bytes // 4) == 0
+            assert placement.offset >= end
+            end = placement.offset + placement.numel
+    assert end <= layout.flat_numel
+
+
+@settings(max_examples=1000, deadline=None)
+@given(units())
+def test_boundary_never_cuts_a_granule(unit: tuple[list[ParamSpec], int, int]) -> None:
+    params, ranks, align_bytes = unit
+    layout = Layout.plan(params, ranks, align_bytes=align_bytes, itemsize=4)
+    for index, placement in enumerate(layout.placements):
+        for boundary in range(0, layout.flat_numel, layout.shard_numel):
+            inside = boundary - placement.offset
+            if 0 < inside < placement.numel:
+                assert inside % granule_numel(layout, index) == 0
+
+
+@settings(max_examples=1000, deadline=None)
+@given(units())
+def test_pieces_tile_every_parameter_exactly_once(unit: tuple[list[ParamSpec], int, int]) -> None:
+    params, ranks, align_bytes = unit
+    layout = Layout.plan(params, ranks, align_bytes=align_bytes, itemsize=4)
+    for index, placement in enumerate(layout.placements):
+        held = 0
+        row = 0
+        for rank in range(ranks):
+            piece = layout.piece(rank, index)
+            assert math.prod(piece.shape) == piece.numel
+            if piece.numel:
+                assert piece.start == row
+                row = piece.stop
+                # Where the piece lies in the flat buffer is where the parameter's rows lie.
+                flat = rank * layout.shard_numel + piece.offset
+                assert flat == placement.offset + held
+                assert piece.offset + piece.numel <= layout.shard_numel
+            held += piece.numel
+        assert held == placement.numel
+
+
+@settings(max_examples=1000, deadline=None)
+@given(units())
+def test_gaps_are_what_no_parameter_covers(unit: tuple[list[ParamSpec], int, int]) -> None:
+    params, ranks, align_bytes = unit
+    layout = Layout.plan(params, ranks, align_bytes=align_bytes, itemsize=4)
+    covered = [0] * layout.flat_numel
+    for placement in layout.placements:
+        for i in range(placement.offset, placement.offset + placement.numel):
+            covered[i] += 1
+    for start, stop in layout.gaps():
+        assert start < stop
+        for i in range(start, stop):
+            covered[i] += 1
+    assert covered == [1] * layout.flat_numel
+    assert layout.padding == sum(stop - start for start, stop in layout.gaps())
+
+
+def lcm_shard(params: Sequence[ParamSpec], ranks: int, align: int) -> int:
+    """Round up to a common multiple of all rows: then any boundary lies between rows of any parameter that starts at a
+    multiple of its row. One after the other, each at a multiple of its row and of the alignment."""
+    granules = [max(math.prod(p.shape[1:]), 1) for p in params]
+    multiple = math.lcm(align, *granules)
+    end = 0
+    for param, granule in zip(params, granules, strict=True):
+        start = math.ceil(end / math.lcm(granule, align)) * math.lcm(granule, align)
+        end = start + math.prod(param.shape)
+    return max(math.ceil(end / ranks / multiple), 1) * multiple
+
+
+@settings(max_examples=1000, deadline=None)
+@given(
+    st.lists(
+        st.lists(st.integers(1, 40), min_size=1, max_size=2).map(tuple), min_size=1, max_size=9
+    ),
+    st.integers(1, 16),
+)
+def test_never_more_padding_than_the_common_multiple_of_all_rows(
+    param_shapes: list[tuple[int, ...]], ranks: int
+) -> None:
+    params = [ParamSpec(str(i), shape) for i, shape in enumerate(param_shapes)]
+    layout = Layout.plan(params, ranks, align_bytes=16, itemsize=4)
+    assert layout.shard_numel <= lcm_shard(params, ranks, align=4)
+
+
+def smallest_in_order(sizes: Sequence[tuple[int, int]], ranks: int) -> int:
+    """The true optimum for parameters (rows, row size) in this order, unaligned: by trying everything."""
+
+    def fits(shard: int) -> bool:
+        def place(index: int, start: int) -> bool:
+            if index == len(sizes):
+                return True
+            rows, row = sizes[index]
+            for offset in range(start, shard * ranks - rows * row + 1):
+                inside = [
+                    b - offset
+                    for b in range(shard, shard * ranks, shard)
+                    if 0 < b - offset < rows * row
+                ]
+                if all(distance % row == 0 for distance in inside):
+                    return place(index + 1, offset + rows * row)
+            return False
+
+        return place(0, 0)
+
+    shard = 1
+    while not fits(shard):
+        shard += 1
+    return shard
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 5), st.integers(1, 5)), min_size=1, max_size=4),
+    st.integers(1, 5),
+)
+def test_shard_is_no_longer_than_the_best_of_this_order(
+    sizes: list[tuple[int, int]], ranks: int
+) -> None:
+    params = [ParamSpec(str(i), size) for i, size in enumerate(sizes)]
+    layout = Layout.plan(params, ranks, align_bytes=1, itemsize=1)
+    assert layout.shard_numel <= smallest_in_order(sizes, ranks)
+
+
+def llama3_8b_block(dim: object = 0) -> list[ParamSpec]:
+    weights = {
+        "wq": (4096, 4096), "wk": (1024, 4096), "wv": (1024, 4096), "wo": (4096, 4096),
+        "w1": (14336, 4096), "w2": (4096, 14336), "w3": (14336, 4096),
+    }  # fmt: skip
+    specs = [ParamSpec(name, shape, shard_dim=dim) for name, shape in weights.items()]  # type: ignore[arg-type]
+    return [*specs, ParamSpec("attention_norm", (4096,)), ParamSpec("ffn_norm", (4096,))]
+
+
+def gpt2_block(dim: object = 0) -> list[ParamSpec]:
+    specs = []
+    for name, shape in (
+        ("c_attn", (2304, 768)), ("c_proj", (768, 768)), ("c_fc", (3072, 768)), ("mlp_proj", (768, 3072)),
+    ):  # fmt: skip
+        specs.append(ParamSpec(f"{name}.weight", shape, shard_dim=dim))  # type: ignore[arg-type]
+        specs.append(ParamSpec(f"{name}.bias", shape[:1]))
+    norms = [f"ln_{i}.{part}" for i in (1, 2) for part in ("weight", "bias")]
+    return [*specs, *(ParamSpec(name, (768,)) for name in norms)]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8, 16, 24, 32, 64])
+def test_padding_of_a_llama_block_is_under_one_percent(ranks: int) -> None:
+    assert Layout.plan(llama3_8b_block(), ranks).padding_fraction < 0.01
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 5, 6, 7, 8])
+def test_padding_of_a_gpt2_block_is_under_one_percent(ranks: int) -> None:
+    assert Layout.plan(gpt2_block(), ranks).padding_fraction < 0.01
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8, 16, 32, 64, 128, 256, 512, 1024])
+def test_choosing_dims_keeps_padding_under_two_percent(ranks: int) -> None:
+    assert Layout.plan(llama3_8b_block("auto"), ranks).padding_fraction < 0.02
+    if ranks <= 64:
+        assert Layout.plan(gpt2_block("auto"), ranks).padding_fraction < 0.02
+
+
+def test_what_forces_the_shard_is_named() -> None:
+    layout = Layout.plan([ParamSpec("long", (100, 6)), ParamSpec("short", (2, 7))], 8)
+    assert layout.forced_by == ("long",)
+    assert "forced by long" in repr(layout)
+
+
+def test_whole_tensors_are_packed_like_boxes() -> None:
+    params = [ParamSpec(str(i), (n,), "tensor") for i, n in enumerate([64, 32, 32, 96, 32])]
+    layout = Layout.plan(params, 4, align_bytes=128)
+    assert layout.shard_numel == 96  # 96 | 64 + 32 | 32 + 32 | -
+
+
+def test_planning_is_deterministic() -> None:
+    assert Layout.plan(llama3_8b_block("auto"), 24) == Layout.plan(llama3_8b_block("auto"), 24)
+
+
+def test_row_sizes_without_a_usable_common_multiple() -> None:
+    params = [ParamSpec(str(n), (n, n)) for n in (4093, 4099, 4111, 4127, 4129, 4133, 4139)]
+    layout = Layout.plan(params, 64)
+    assert layout.flat_numel >= layout.numel
+    for index, placement in enumerate(layout.placements):
+        assert sum(layout.piece(r, index).numel for r in range(64)) == placement.numel
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Layout.plan([], 0), "world_size is 0"),
+        (lambda: Layout.plan([], 1, align_bytes=6), "align_bytes is 6 and itemsize 4"),
+        (lambda: ParamSpec("w", (2, -1)), r"'w': shape is \(2, -1\)"),
+        (lambda: ParamSpec("w", (2,), "rows"), "granularity is 'rows'; accepted: 'element'"),  # type: ignore[arg-type]
+        (lambda: ParamSpec("w", (2, 3), shard_dim=2), "shard_dim is 2; accepted: 0 to 1, 'auto'"),
+        (lambda: Block(0), "rows is 0"),
+    ],
+)
+def test_bad_arguments_are_named(make: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()  # type: ignore[operator]
