@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import tempfile
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -49,6 +50,7 @@ def slowest(run: Callable[[], object], comm: shardcomm.Communicator, inner: int)
 
 
 def rank_main() -> Timings:
+    warnings.filterwarnings("ignore", category=FutureWarning)  # torch renames its collectives
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     comm = shardcomm.Communicator.from_process_group()

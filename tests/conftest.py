@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import random
+from multiprocessing import forkserver
 
 import pytest
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", type=int, default=None, help="of tests on random inputs")
+
+
+def pytest_sessionstart() -> None:
+    # Rank processes are forked from a server that has loaded what they need.
+    multiprocessing.set_forkserver_preload(["shardcomm", "test_engine"])
+    forkserver.ensure_running()
 
 
 def pytest_report_header(config: pytest.Config) -> str:

@@ -54,7 +54,6 @@ def train_until_error(rank: int, ranks: int, address: str, tell: Connection) -> 
 def test_rank_killed_at_random_moments_of_training_is_named_by_all_others(seed: int) -> None:
     choose = random.Random(seed)
     context = get_context("forkserver")
-    context.set_forkserver_preload(["shardcomm", "test_engine"])
     for kill in range(KILLS):
         session = _C.ShmSession(RANKS)
         pipes = [context.Pipe(duplex=False) for _ in range(RANKS)]
