@@ -15,17 +15,14 @@ in turn; the ratio is the median over rounds of reference time / our time, the s
 
 from __future__ import annotations
 
-import argparse
 import ctypes
-import json
 import statistics
-import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from time import perf_counter
 
 import torch
+from harness import Bound, Report, Times, arguments
 from torch import Tensor
 
 from shardcomm import _C
@@ -45,24 +42,6 @@ class Contest:
     nbytes: int  # read plus written by ours
     ours: Operation
     references: dict[str, tuple[Operation, float | None]]  # name -> operation, target ratio
-
-
-@dataclass(frozen=True)
-class Figure:
-    """One line of the table. `ratio` is how many times faster than the reference."""
-
-    operation: str
-    ms: float
-    gb_per_s: float
-    reference: str
-    reference_ms: float
-    ratio: float
-    quartiles: tuple[float, float]
-    target: float | None
-
-    @property
-    def falls_short(self) -> bool:
-        return self.target is not None and self.ratio < self.target
 
 
 def memcpy(traffic_bytes: int) -> Operation:
@@ -172,76 +151,57 @@ def seconds(operation: Operation) -> float:
     return perf_counter() - start
 
 
-def measure(contest: Contest, rounds: int) -> list[Figure]:
+def measure(contest: Contest, rounds: int, report: Report) -> None:
     contenders = [contest.ours, *(operation for operation, _ in contest.references.values())]
     for operation in contenders:
         operation()
     times = [[seconds(operation) for operation in contenders] for _ in range(rounds)]
-    ours, *others = ([row[i] for row in times] for i in range(len(contenders)))
-    figures = []
-    for (name, (_, target)), theirs in zip(contest.references.items(), others, strict=True):
-        ratios = [reference / own for reference, own in zip(theirs, ours, strict=True)]
+    ours, *others = (Times(tuple(row[i] for row in times)) for i in range(len(contenders)))
+    for (reference, (_, target)), theirs in zip(contest.references.items(), others, strict=True):
+        ratios = [r / own for r, own in zip(theirs.samples, ours.samples, strict=True)]
         low, ratio, high = statistics.quantiles(ratios, n=4)
-        own = statistics.median(ours)
-        figures.append(
-            Figure(
-                operation=contest.name,
-                ms=own * 1e3,
-                gb_per_s=contest.nbytes / own / 1e9,
-                reference=name,
-                reference_ms=statistics.median(theirs) * 1e3,
-                ratio=ratio,
-                quartiles=(low, high),
-                target=target,
-            )
+        gb_per_s = contest.nbytes / ours.median / 1e9
+        report.row(
+            contest.name,
+            ours,
+            f"{gb_per_s:.1f}",
+            reference,
+            theirs,
+            f"{ratio:.2f} ({low:.2f}-{high:.2f})",
         )
-    return figures
+        name = f"{contest.name}, x {reference}"
+        report.figures[name] = {
+            "median_s": ours.median,
+            "reference_median_s": theirs.median,
+            "ratio": ratio,
+            "quartiles": (low, high),
+        }
+        if target is not None:
+            report.bounds.append(Bound(name, ratio, at_least=target))
 
 
-def table(figures: list[Figure]) -> str:
-    header = (
-        f"{'operation':<52} {'ms':>8} {'GB/s':>6}  {'against':<27} {'ms':>8} "
-        f"{'ratio':>6} {'quartiles':>13}  target"
-    )
-    lines = [f"one thread, {_C.instruction_set().name}, seed {SEED}", header]
-    for f in figures:
-        spread = f"{f.quartiles[0]:.2f} .. {f.quartiles[1]:.2f}"
-        target = "-" if f.target is None else f">= {f.target:g}"
-        lines.append(
-            f"{f.operation:<52} {f.ms:8.3f} {f.gb_per_s:6.1f}  {f.reference:<27} "
-            f"{f.reference_ms:8.3f} {f.ratio:6.2f} {spread:>13}  {target}"
-        )
-    return "\n".join(lines)
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main() -> None:
+    parser = arguments(__doc__)
     parser.add_argument("--rounds", type=int, default=31, help="times each contender runs")
-    parser.add_argument("--json", metavar="FILE", help="write the figures there; - is stdout")
-    parser.add_argument("--check", action="store_true", help="fail if a target is missed")
-    options = parser.parse_args()
-
+    args = parser.parse_args()
     torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(SEED)
     contests = [pack_block(generator), *pack_small(generator)]
     contests += [reduce_sources(n, generator) for n in (2, 4)]
-    figures = [figure for contest in contests for figure in measure(contest, options.rounds)]
-
-    if options.json == "-":
-        print(json.dumps([asdict(figure) for figure in figures], indent=1))
-    else:
-        print(table(figures))
-        if options.json:
-            Path(options.json).write_text(json.dumps([asdict(f) for f in figures], indent=1))
-
-    missed = [figure for figure in figures if figure.falls_short] if options.check else []
-    for f in missed:
-        print(
-            f"{f.operation}: {f.ratio:.2f} times {f.reference}, target {f.target:g}",
-            file=sys.stderr,
-        )
-    return 1 if missed else 0
+    report = Report(
+        [
+            "operation",
+            "median (p10-p90)",
+            "GB/s",
+            "against",
+            "median (p10-p90)",
+            "ratio (quartiles)",
+        ]
+    )
+    for contest in contests:
+        measure(contest, args.rounds, report)
+    report.finish(args)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

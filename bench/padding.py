@@ -1,8 +1,9 @@
 """Padding of the layout on real transformer blocks, 2 to 1,024 ranks, beside other methods; no hardware involved.
 
-"row": shards cut between rows of dim 0. "auto": the layout chooses the dim that is stored outermost. "LCM": the shard is
-rounded up to a common multiple of all row sizes, as Megatron-FSDP v2 does. "FSDP2": every parameter is chunked on dim 0
-by itself, the last chunks padded. Also the time to plan a unit of 300 random parameters for 1,024 ranks (limit: 10 ms).
+"row": shards cut between rows of dim 0. "auto": the layout chooses the dim that is stored
+outermost. "LCM": the shard is rounded up to a common multiple of all row sizes, as Megatron-FSDP v2
+does. "FSDP2": every parameter is chunked on dim 0 by itself, the last chunks padded. Also the time
+to plan a unit of 300 random parameters for 1,024 ranks (limit: 10 ms).
 """
 
 from __future__ import annotations

@@ -136,6 +136,7 @@ class Bucket:
         bucket.load(list(tensors.values()))
         return bucket
 
+    @torch.no_grad()
     def load(self, tensors: Sequence[torch.Tensor]) -> None:
         """Keeps this rank's rows of the full parameters `tensors`, in the layout's order. No communication."""
         self._check_full("load", "tensors", tensors)
