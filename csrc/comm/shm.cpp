@@ -72,7 +72,7 @@ struct ShmSession::State {
   Fd fd;
 };
 
-ShmSession::ShmSession(int size) : state_(std::make_shared<State>()) {
+ShmSession::ShmSession(int size) : state_(std::make_unique<State>()) {
   if (size < 1) {
     throw std::invalid_argument("shm: size is " + std::to_string(size) + "; it must be at least 1");
   }

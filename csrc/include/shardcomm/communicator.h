@@ -52,8 +52,8 @@ class Communicator {
   virtual int size() const = 0;
   virtual std::string transport() const = 0;  // "shm", "local", ...
 
-  // Collective. Zero-filled, at least 128-byte aligned. Throws std::bad_alloc-like CommError when
-  // it does not fit.
+  // Collective. Zero-filled, at least 128-byte aligned. Throws CommError, on all ranks, when
+  // there is not so much memory.
   virtual std::shared_ptr<Memory> allocate(std::size_t bytes, Use use) = 0;
 
   // recv[r * count + i] = convert(send of rank r [i]). `count` elements per rank. In place when
@@ -99,9 +99,8 @@ class ShmSession {
   std::string address() const;
 
  private:
-  friend std::shared_ptr<Communicator> make_shm(const std::string&, int, int, const CommOptions&);
   struct State;
-  std::shared_ptr<State> state_;
+  std::unique_ptr<State> state_;
 };
 
 // Collective: returns when all ranks have attached.
