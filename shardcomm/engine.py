@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import time
 import weakref
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -133,6 +134,11 @@ class Engine:
             found, comm, self.strategy, mixed_precision, self._slot_of, granularity, self._streams
         )
         self._occupant: list[ShardedUnit | None] = [None] * first_guess.num_slots
+
+        self._params = [param for unit in self.units for param in unit.params]
+        # Which parameters any rank had a gradient for; the tensor is the same memory.
+        self._used = array("i", [0]) * max(1, len(self._params))
+        self._used_tensor = torch.frombuffer(self._used, dtype=torch.int32)
 
         self._plans: dict[tuple[tuple[Trigger, ...], bool], _Program] = {}
         self._train = self._program(order, backward=True)
@@ -310,14 +316,15 @@ class Engine:
 
     def _publish_gradients(self) -> None:
         """Sets `.grad` of what any rank had a gradient for; what no rank used keeps None, as under DDP."""
-        reduced = [p for unit in self.units for p in unit.params if p.reduced]
-        if not reduced:
+        if not any(param.reduced for param in self._params):
             return
-        used = torch.tensor([p.used for p in reduced], dtype=torch.int32)
+        for i, param in enumerate(self._params):
+            self._used[i] = param.used
         if self.comm.size > 1:
-            self.comm.all_reduce(used, "max")
-        for param, is_used in zip(reduced, used.tolist(), strict=True):
-            param.publish_grad(bool(is_used))
+            self.comm.all_reduce(self._used_tensor, "max")
+        for used, param in zip(self._used, self._params, strict=False):
+            if param.reduced:
+                param.publish_grad(bool(used))
 
     # The actions. Each is idempotent, so that a trigger that fires twice, or not at all, does no harm.
 
