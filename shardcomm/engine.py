@@ -25,9 +25,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
-from shardcomm import _C
+from shardcomm import _C, boundary
 from shardcomm.bucket import Streams
 from shardcomm.communicator import Communicator
 from shardcomm.mixed_precision import MixedPrecision
@@ -56,7 +55,7 @@ def fully_shard(
     model on the meta device is materialised unit by unit, by its modules' `reset_parameters`.
 
     Args:
-        model: changed in place. Buffers are left alone.
+        model: changed in place. Buffers are left alone. Compile its blocks (`block.compile()`) before.
         comm: the ranks; every rank calls `fully_shard` with the same model and arguments.
         units: whose parameters are gathered together: modules, module classes, or None for the entries of every
             `nn.ModuleList`. What they leave belongs to the model itself, gathered from a step's start to its end.
@@ -205,7 +204,7 @@ class Engine:
     def _pre_forward(
         self, unit: ShardedUnit, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        recompute = _in_autograd()  # activation checkpointing runs a forward inside the backward
+        recompute = boundary.in_backward()
         if not recompute:
             if unit is self.units[0]:
                 self._begin_forward()
@@ -214,7 +213,9 @@ class Engine:
             self._fire(unit.trigger[Phase.PRE_FORWARD])
         self._require(unit)
         unit.show_full()
-        return self._prepare_inputs(unit, args, kwargs, recompute)
+        args, kwargs, marked = boundary.enter(args, kwargs, self._param_dtype, unit.on_backward_end)
+        unit.pending_calls += marked and not recompute
+        return args, kwargs
 
     def _begin_forward(self) -> None:
         """What was gathered before is stale: the optimizer may have stepped. An aborted step is forgotten."""
@@ -226,44 +227,13 @@ class Engine:
         self._seen.clear()
         self._current = self._train if torch.is_grad_enabled() else self._evaluate
 
-    def _prepare_inputs(
-        self, unit: ShardedUnit, args: tuple[Any, ...], kwargs: dict[str, Any], recompute: bool
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Casts floating-point inputs, and passes those with a gradient through `_PostBackward`."""
-        spec = None
-        if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):
-            leaves = list(args)  # the usual call; the general way costs more than the hooks do
-        else:
-            leaves, spec = pytree.tree_flatten((args, kwargs))
-        tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-        if self._param_dtype is not None:
-            for i in tensors:
-                if leaves[i].is_floating_point():
-                    leaves[i] = leaves[i].to(self._param_dtype)
-        if torch.is_grad_enabled():
-            where = [i for i in tensors if leaves[i].requires_grad]
-            if where:
-                passed = _PostBackward.apply(self, unit, *(leaves[i] for i in where))  # type: ignore[no-untyped-call]
-                for i, leaf in zip(where, passed, strict=True):
-                    leaves[i] = leaf
-                unit.pending_calls += not recompute
-        if spec is None:
-            return tuple(leaves), kwargs
-        args, kwargs = pytree.tree_unflatten(leaves, spec)
-        return args, kwargs
-
     def _post_forward(self, unit: ShardedUnit, output: Any) -> None:
-        if torch.is_grad_enabled():
-            for leaf in (
-                [output] if isinstance(output, torch.Tensor) else pytree.tree_leaves(output)
-            ):
-                if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                    leaf.register_hook(unit.on_backward)  # type: ignore[no-untyped-call]
+        boundary.leave(output, unit.on_backward)
         if unit.state is State.BACKWARD:  # recomputed, and its backward goes on
             return
         unit.show_shard()
         unit.state = State.IDLE
-        if _in_autograd():  # recomputed; stays gathered, since its backward comes next
+        if boundary.in_backward():  # recomputed; stays gathered, since its backward comes next
             return
         self._seen.append(unit.trigger[Phase.POST_FORWARD])
         self._fire(unit.trigger[Phase.POST_FORWARD])
@@ -424,7 +394,14 @@ class Engine:
         def on_backward(grad: torch.Tensor) -> None:
             self._pre_backward(unit)
 
-        unit.on_backward = on_backward
+        def on_backward_end() -> None:
+            self._post_backward(unit)
+
+        if unit.module._compiled_call_impl is not None:
+            # `module.compile()` compiles its hooks too; what is between them is what should be.
+            pre_forward = torch.compiler.disable(pre_forward)  # type: ignore[no-untyped-call]
+            post_forward = torch.compiler.disable(post_forward)  # type: ignore[no-untyped-call]
+        unit.on_backward, unit.on_backward_end = on_backward, on_backward_end
         yield unit.module.register_forward_pre_hook(pre_forward, prepend=True, with_kwargs=True)
         yield unit.module.register_forward_hook(post_forward)
 
@@ -433,23 +410,3 @@ class Engine:
 _sharded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 _Program = dict[Trigger, tuple[tuple[Callable[[ShardedUnit], None], ShardedUnit], ...]]
-
-
-class _PostBackward(torch.autograd.Function):
-    """Identity on a unit's inputs; its backward runs when all of the unit's gradients are there."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, engine: Engine, unit: ShardedUnit, *inputs: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.engine, ctx.unit = engine, unit
-        return inputs
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        ctx.engine._post_backward(ctx.unit)
-        return (None, None, *grads)
-
-
-def _in_autograd() -> bool:
-    return torch._C._current_graph_task_id() != -1

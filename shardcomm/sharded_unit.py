@@ -87,7 +87,8 @@ class ShardedUnit:
         self.name = name or "(root)"
         self.module = module
         self.trigger = {phase: Trigger(phase, index) for phase in Phase}
-        self.on_backward: Callable[[torch.Tensor], None]
+        self.on_backward: Callable[[torch.Tensor], None]  # set by the engine, as is the next
+        self.on_backward_end: Callable[[], None]
         self.buckets = [
             (
                 bucket,

@@ -51,3 +51,29 @@ def test_fp32_at_3_and_4_ranks_is_equal_within_summation_order() -> None:
             for name, expected in ddp.items():
                 error = (ours[name] - expected).norm() / expected.norm().clamp(min=1e-12)
                 assert error < 1e-6, (ranks, name, float(error))
+
+
+def train_compiled() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    torch.set_num_threads(1)
+    states = []
+    with Communicator.from_env() as comm:
+        for compiled in (True, False):
+            model = make(layers=2)
+            if compiled:
+                for block in model.blocks:
+                    block.compile(backend="aot_eager")
+            engine = fully_shard(model, comm)
+            optimizer = optimizer_of(model)
+            for step in range(3):
+                loss_of(model, batch(comm.rank, step)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            states.append(engine.full_state_dict())
+            engine.close()
+    return states[0], states[1]
+
+
+def test_compiled_blocks_train_as_eager_ones() -> None:
+    for compiled, eager in launch(train_compiled, 2, deadline_s=300):
+        for name, expected in eager.items():
+            torch.testing.assert_close(compiled[name], expected, rtol=1e-5, atol=1e-6, msg=name)

@@ -43,6 +43,8 @@ def long_run(text_file: str) -> Iterator[subprocess.Popen[str]]:
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,  # so that all of it can be found, and ended
+        # Whoever runs the tests in the background has Ctrl-C ignored, which children inherit.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     try:
         shown = ""
