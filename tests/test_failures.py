@@ -196,6 +196,19 @@ def test_rank_that_closes_is_named() -> None:
     run_threads(body, 3)
 
 
+def test_closing_releases_the_own_thread_that_waits_and_refuses_later_calls() -> None:
+    comms = Communicator.local_group(2, deadline_s=30)
+    stream = Stream()
+    comms[0].all_reduce(torch.zeros(4), stream=stream)  # rank 1 never comes
+    comms[0].close()
+    with pytest.raises(CommError, match=r"rank 0 (has )?closed"):
+        stream.synchronize()
+    with pytest.raises(CommError, match=r"rank 0 (has )?closed"):
+        comms[0].all_reduce(torch.zeros(4))
+    with pytest.raises(CommError, match="rank 0 closed the communicator"):
+        comms[1].all_reduce(torch.zeros(4))
+
+
 def test_abort_reaches_ranks_that_wait_on_a_stream() -> None:
     def body(comm: Communicator) -> None:
         if comm.rank == 0:

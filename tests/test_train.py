@@ -44,7 +44,7 @@ def long_run(text_file: str) -> Iterator[subprocess.Popen[str]]:
         text=True,
         start_new_session=True,  # so that all of it can be found, and ended
         # Whoever runs the tests in the background has Ctrl-C ignored, which children inherit.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # noqa: PLW1509
     )
     try:
         shown = ""

@@ -74,6 +74,9 @@ Board::Board(BoardMemory* memory, int rank, int size, std::chrono::duration<doub
 
 void Board::begin(Call call) {
   throw_if_failed();
+  if (rank_state(rank_).closed.load() != 0) {
+    throw CommError(who(rank_) + " has closed this communicator; it cannot be used any more");
+  }
   call.sequence = call_.sequence + 1;
   call_ = call;
   rank_state(rank_).calls[call.sequence & 1] = call;
@@ -135,7 +138,7 @@ void Board::sleep_until_changed(std::uint32_t generation) {
 void Board::look_for_trouble(std::uint32_t generation, Clock::time_point started) {
   const std::uint64_t arrived = rank_state(rank_).arrived.load();
   int missing = -1;
-  int closed = -1;
+  int closed = rank_state(rank_).closed.load() != 0 ? rank_ : -1;  // by another thread, meanwhile
   for (int r = size_ - 1; r >= 0; --r) {
     if (rank_state(r).arrived.load() >= arrived) continue;
     missing = r;
