@@ -27,6 +27,8 @@ struct ControlMemory {
   static std::byte* stage(std::byte* base, int size, int channel, int rank, int half);
 };
 
+class Channel;
+
 class HostCommunicator final : public Communicator {
  public:
   HostCommunicator(std::string transport, int rank, int size, const CommOptions& options,
@@ -53,9 +55,6 @@ class HostCommunicator final : public Communicator {
   std::vector<Receipt> receipts() const override;
 
  private:
-  class Channel;
-  class Turn;
-
   bool all_reachable(const Channel& channel, Place Call::* place) const;
   std::byte* peer(Channel& channel, Place Call::* place, int rank) const;
   std::byte* stage(const Channel& channel, int rank, std::int64_t chunk) const;

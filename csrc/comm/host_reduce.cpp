@@ -1,0 +1,123 @@
+// What combines the ranks' values: reduce_scatter and all_reduce.
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "comm/buffer.h"
+#include "comm/channel.h"
+#include "comm/host_communicator.h"
+
+namespace shardcomm {
+
+void HostCommunicator::reduce_scatter(const void* send, DType dtype, void* recv,
+                                      const Epilogue& epilogue, std::int64_t count, RedOp op,
+                                      std::int64_t tag) {
+  check_buffer("reduce_scatter", "send", send, count);
+  check_buffer("reduce_scatter", "recv", recv, count);
+  check_epilogue(epilogue, dtype);
+  Channel& channel = *reduces_;
+  const Turn turn(channel);
+  if (size_ == 1) {
+    reduce_cpu(recv, epilogue, &send, 1, dtype, op, count);
+    return took(channel, Op::reduce_scatter, "alone", "alone");
+  }
+  Call call;
+  call.op = Op::reduce_scatter;
+  call.send_dtype = call.recv_dtype = dtype;
+  call.red_op = op;
+  call.count = count;
+  call.tag = tag;
+  call.send = windows_->find(send, bytes_of(count * size_, dtype), "reduce_scatter: send");
+  channel.board.begin(call);
+  if (!all_reachable(channel, &Call::send)) {
+    reduce_staged(channel, send, dtype, recv, epilogue, count, op);
+    return took(channel, Op::reduce_scatter, "direct", "staged", kPrivate);
+  }
+  std::vector<const void*> sources;
+  for (int r = 0; r < size_; ++r) {
+    sources.push_back(at(peer(channel, &Call::send, r), rank_ * count, dtype));
+  }
+  reduce_cpu(recv, epilogue, sources.data(), size_, dtype, op, count);
+  channel.board.meet();  // all have read: the senders may overwrite
+  took(channel, Op::reduce_scatter, "direct", "direct");
+}
+
+void HostCommunicator::reduce_staged(Channel& channel, const void* send, DType dtype, void* recv,
+                                     const Epilogue& epilogue, std::int64_t count, RedOp op) {
+  const auto step = std::max<std::int64_t>(
+      1, static_cast<std::int64_t>(ControlMemory::kStageBytes / itemsize(dtype)) / size_);
+  for (std::int64_t done = 0; done < count; done += step) {
+    const std::int64_t n = std::min(step, count - done);
+    const std::int64_t chunk = channel.chunks_staged++;
+    for (int r = 0; r < size_; ++r) {
+      std::memcpy(at(stage(channel, rank_, chunk), r * n, dtype), at(send, r * count + done, dtype),
+                  bytes_of(n, dtype));
+    }
+    channel.board.meet();
+    std::vector<const void*> sources;
+    for (int r = 0; r < size_; ++r) {
+      sources.push_back(at(stage(channel, r, chunk), rank_ * n, dtype));
+    }
+    reduce_cpu(at(recv, done, epilogue.dtype), epilogue, sources.data(), size_, dtype, op, n);
+  }
+}
+
+void HostCommunicator::all_reduce(void* buffer, DType dtype, std::int64_t count, RedOp op) {
+  check_buffer("all_reduce", "buffer", buffer, count);
+  Channel& channel = *reduces_;
+  const Turn turn(channel);
+  if (size_ == 1) return took(channel, Op::all_reduce, "alone", "alone");
+  Call call;
+  call.op = Op::all_reduce;
+  call.send_dtype = call.recv_dtype = dtype;
+  call.red_op = op;
+  call.count = count;
+  call.send = windows_->find(buffer, bytes_of(count, dtype), "all_reduce: buffer");
+  channel.board.begin(call);
+  if (all_reachable(channel, &Call::send)) {
+    all_reduce_direct(channel, static_cast<std::byte*>(buffer), dtype, count, op);
+    took(channel, Op::all_reduce, "direct", "direct");
+  } else {
+    all_reduce_staged(channel, static_cast<std::byte*>(buffer), dtype, count, op);
+    took(channel, Op::all_reduce, "direct", "staged", kPrivate);
+  }
+}
+
+// Rank r reduces slice r of all buffers into its own, which no other rank reads in that phase; then
+// all copy.
+void HostCommunicator::all_reduce_direct(Channel& channel, std::byte* buffer, DType dtype,
+                                         std::int64_t count, RedOp op) {
+  const std::int64_t slice = (count + size_ - 1) / size_;
+  const auto begin = [&](int r) { return std::min(r * slice, count); };
+  const auto length = [&](int r) { return begin(r + 1) - begin(r); };
+  std::vector<const void*> sources;
+  for (int r = 0; r < size_; ++r) {
+    sources.push_back(at(peer(channel, &Call::send, r), begin(rank_), dtype));
+  }
+  reduce_cpu(at(buffer, begin(rank_), dtype), {dtype}, sources.data(), size_, dtype, op,
+             length(rank_));
+  channel.board.meet();
+  for (int i = 1; i < size_; ++i) {
+    const int r = (rank_ + i) % size_;
+    std::memcpy(at(buffer, begin(r), dtype), at(peer(channel, &Call::send, r), begin(r), dtype),
+                bytes_of(length(r), dtype));
+  }
+  channel.board.meet();
+}
+
+// Every rank reduces all of it: few bytes, and one meeting a chunk instead of two.
+void HostCommunicator::all_reduce_staged(Channel& channel, std::byte* buffer, DType dtype,
+                                         std::int64_t count, RedOp op) {
+  const auto step = static_cast<std::int64_t>(ControlMemory::kStageBytes / itemsize(dtype));
+  for (std::int64_t done = 0; done < count; done += step) {
+    const std::int64_t n = std::min(step, count - done);
+    const std::int64_t chunk = channel.chunks_staged++;
+    std::memcpy(stage(channel, rank_, chunk), at(buffer, done, dtype), bytes_of(n, dtype));
+    channel.board.meet();
+    std::vector<const void*> sources;
+    for (int r = 0; r < size_; ++r) sources.push_back(stage(channel, r, chunk));
+    reduce_cpu(at(buffer, done, dtype), {dtype}, sources.data(), size_, dtype, op, n);
+  }
+}
+
+}  // namespace shardcomm
