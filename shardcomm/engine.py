@@ -116,7 +116,6 @@ class Engine:
             )
         if any(module in _sharded for module in model.modules()):
             raise ValueError("fully_shard: model, or a module of it, is sharded already")
-        _sharded.update(model.modules())
         self.model = model
         self.comm = comm
         self.strategy: Strategy = STRATEGIES[strategy]
@@ -144,10 +143,10 @@ class Engine:
         self._evaluate = self._program(order, backward=False)
         self._current = self._train
         self._seen: list[Trigger] = []  # this forward's triggers, to learn the order from
-        self._in_forward = False
         self._in_backward = False
         self._sync = True
         self._hooks = [hook for unit in self.units for hook in self._install(unit)]
+        _sharded.update(model.modules())
 
     # What a training loop calls.
 
@@ -194,7 +193,7 @@ class Engine:
         return Footprint.of(self.units)
 
     def close(self) -> None:
-        """Removes the hooks and ends the streams; the model keeps this rank's rows."""
+        """Removes the hooks; the model keeps this rank's rows."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -222,8 +221,7 @@ class Engine:
         for unit in self.units:
             unit.state = State.IDLE
             unit.gathered = False
-            unit.pending_calls = 0
-        self._in_forward, self._in_backward = True, False
+        self._in_backward = False
         self._seen.clear()
         self._current = self._train if torch.is_grad_enabled() else self._evaluate
 
@@ -242,7 +240,6 @@ class Engine:
 
     def _end_forward(self) -> None:
         """Plans for the order that was seen, from this step's backward on."""
-        self._in_forward = False
         order = tuple(self._seen)
         if torch.is_grad_enabled():
             self._current = self._train = self._program(order, backward=True)

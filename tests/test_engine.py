@@ -532,8 +532,10 @@ def test_a_unit_skipped_by_one_rank_raises_on_all() -> None:
 )
 def test_bad_arguments_are_named(options: dict[str, object], message: str) -> None:
     comm = Communicator.local_group(1)[0]
+    model = make()
     with pytest.raises(ValueError, match=message):
-        fully_shard(make(), comm, **options)  # type: ignore[arg-type]
+        fully_shard(model, comm, **options)  # type: ignore[arg-type]
+    fully_shard(model, comm)  # the model is as it was
 
 
 def test_sharding_twice_is_refused() -> None:
