@@ -65,8 +65,8 @@ def test_boundary_never_cuts_a_granule(unit: tuple[list[ParamSpec], int, int]) -
     params, ranks, align_bytes = unit
     layout = Layout.plan(params, ranks, align_bytes=align_bytes, itemsize=4)
     for index, placement in enumerate(layout.placements):
-        for boundary in range(0, layout.flat_numel, layout.shard_numel):
-            inside = boundary - placement.offset
+        for rank in range(1, ranks):
+            inside = rank * layout.shard_numel - placement.offset
             if 0 < inside < placement.numel:
                 assert inside % granule_numel(layout, index) == 0
 
@@ -174,6 +174,13 @@ def test_shard_is_no_longer_than_the_best_of_this_order(
     params = [ParamSpec(str(i), size) for i, size in enumerate(sizes)]
     layout = Layout.plan(params, ranks, align_bytes=1, itemsize=1)
     assert layout.shard_numel <= smallest_in_order(sizes, ranks)
+
+
+def test_order_is_given_up_where_another_is_shorter() -> None:
+    # (rows, row size, rows that stay together): 18 holds them all, by trying every order and offset.
+    sizes = [(4, 4, 3), (9, 6, 3), (1, 5, 2), (2, 7, 2)]
+    params = [ParamSpec(str(i), (r, n), Block(g)) for i, (r, n, g) in enumerate(sizes)]
+    assert Layout.plan(params, 5, align_bytes=1, itemsize=1).shard_numel == 18
 
 
 def llama3_8b_block(dim: object = 0) -> list[ParamSpec]:
