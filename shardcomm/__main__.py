@@ -10,13 +10,17 @@ from shardcomm.train import command as train
 
 
 def main() -> int:
-    """Runs the subcommand that the arguments name; returns the exit status."""
+    """Runs the subcommand that the arguments name; returns the exit status (130 after Ctrl-C)."""
     parser = argparse.ArgumentParser(prog="shardcomm", description=shardcomm.__doc__)
     parser.add_argument("--version", action="version", version=shardcomm.__version__)
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     train.add_parser(commands)
     args = parser.parse_args()
-    status: int = args.run(args)
+    try:
+        status: int = args.run(args)
+    except KeyboardInterrupt:
+        print("\nshardcomm: interrupted", file=sys.stderr)  # below the progress bar
+        return 130
     return status
 
 

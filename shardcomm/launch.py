@@ -9,13 +9,17 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import shutil
 import signal
 import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
+from multiprocessing.util import get_temp_dir
 from typing import Any, TypeVar
 
 import torch
@@ -52,6 +56,7 @@ def launch(
         raise ValueError(f"launch: ranks is {ranks}; it must be at least 1")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["shardcomm"])
+    _start_fork_server()
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     group = _Group(ranks)
     try:
@@ -62,6 +67,19 @@ def launch(
         group.end()
 
 
+def _start_fork_server() -> None:
+    """Starts the server, unless it runs, with SIGINT blocked: Ctrl-C reaches the launcher alone, however early.
+
+    The ranks inherit the mask.
+    """
+    resource_tracker.ensure_running()  # here, since starting it unblocks SIGINT
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
 class _Group:
     """The processes of one launch."""
 
@@ -69,9 +87,8 @@ class _Group:
         self.ranks = ranks
         self.processes: list[ForkServerProcess] = []
         self.outcomes: list[Connection] = []
-        self.lifelines: list[
-            Connection
-        ] = []  # their other ends tell a rank that the launcher is gone
+        # Their other ends tell a rank that the launch is over, or that the launcher is gone.
+        self.lifelines: list[Connection] = []
 
     def start(
         self,
@@ -83,9 +100,10 @@ class _Group:
     ) -> None:
         outcome, tell = context.Pipe(duplex=False)
         watched, lifeline = context.Pipe(duplex=False)
+        self.lifelines.append(lifeline)  # first, for a Ctrl-C while the process starts
         process = context.Process(
             target=_run_rank,
-            args=(rank, self.ranks, port, fn, tuple(args), tell, watched),
+            args=(rank, self.ranks, port, fn, tuple(args), tell, watched, get_temp_dir()),
             name=f"rank {rank}",
         )
         process.start()
@@ -93,7 +111,6 @@ class _Group:
         watched.close()
         self.processes.append(process)
         self.outcomes.append(outcome)
-        self.lifelines.append(lifeline)
 
     def results(self, deadline_s: float | None) -> list[Any]:
         """Waits for all; raises the first cause once a rank failed."""
@@ -139,6 +156,8 @@ class _Group:
     def end(self) -> None:
         """Ends what still runs. Ranks hold nothing that outlives them, so being killed is clean."""
         for lifeline in self.lifelines:
+            with suppress(BrokenPipeError):  # that rank has ended
+                lifeline.send_bytes(b"over")
             lifeline.close()
         for process in self.processes:
             process.join(0.2)
@@ -174,10 +193,12 @@ def _run_rank(
     args: tuple[Any, ...],
     tell: Connection,
     watched: Connection,
+    temp_dir: str,
 ) -> None:
-    # Ctrl-C reaches the whole terminal; the launcher decides for all ranks.
+    # Ctrl-C reaches the whole terminal; the launcher decides for all ranks. (Blocked already, unless the fork server
+    # was started by someone else.)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_launcher, args=(watched,), daemon=True).start()
+    threading.Thread(target=_end_with_launcher, args=(watched, temp_dir), daemon=True).start()
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -190,17 +211,19 @@ def _run_rank(
     )
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
     try:
-        outcome = (True, fn(*args))
+        # By value: torch's own way would share the tensors' memory, which ends with this process.
+        outcome = pickle.dumps((True, fn(*args)))
     except CommError as error:  # says it all; where this rank was when it heard is of no interest
-        outcome = (False, f"raised CommError: {error}")
+        outcome = pickle.dumps((False, f"raised CommError: {error}"))
     except BaseException:
-        outcome = (False, "raised\n" + traceback.format_exc())
-    # Pickled by value: torch's own way would share the tensors' memory, which ends with this process.
-    tell.send_bytes(pickle.dumps(outcome))
+        outcome = pickle.dumps((False, "raised\n" + traceback.format_exc()))
+    tell.send_bytes(outcome)
 
 
-def _end_with_launcher(watched: Connection) -> None:
+def _end_with_launcher(watched: Connection, temp_dir: str) -> None:
+    """Ends this rank with the launch; removes the fork server's socket if the launcher was killed and cannot."""
     try:
-        watched.recv()
+        watched.recv_bytes()
     except (EOFError, OSError):
-        os._exit(1)
+        shutil.rmtree(temp_dir, ignore_errors=True)
+    os._exit(1)

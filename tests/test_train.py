@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -34,11 +35,13 @@ def text_file(tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def long_run(text_file: str) -> Iterator[subprocess.Popen[str]]:
-    """A training that would last for hours, some steps into it; what is left of it is ended afterwards."""
+def starting_run(text_file: str) -> Iterator[subprocess.Popen[str]]:
+    """A training that would last for hours, just begun; nothing of it may be left afterwards."""
     command = [sys.executable, "-m", "shardcomm", "train", *SMALL, "--steps", "1000000"]
+    temp_dir = tempfile.TemporaryDirectory()  # short: a socket's path has at most 107 characters
     process = subprocess.Popen(
         [*command, "--text", text_file],
+        env={**os.environ, "TMPDIR": temp_dir.name},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -46,18 +49,27 @@ def long_run(text_file: str) -> Iterator[subprocess.Popen[str]]:
         # Whoever runs the tests in the background has Ctrl-C ignored, which children inherit.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # noqa: PLW1509
     )
-    try:
-        shown = ""
-        while "exposed" not in shown:  # the progress bar: a few steps are done
-            assert process.stderr is not None
-            char = process.stderr.read(1)
-            assert char, shown
-            shown += char
-        yield process
-    finally:
-        process.kill()
-        process.communicate(timeout=10)
-        assert wait_for_end(process.pid), "processes are left"
+    with temp_dir:
+        try:
+            yield process
+        finally:
+            process.kill()
+            process.communicate(timeout=10)
+            assert wait_for_end(process.pid), "processes are left"
+        # multiprocessing's; torch keeps its cache of compiled code here, too
+        assert list(Path(temp_dir.name).glob("pymp-*")) == []
+
+
+@pytest.fixture
+def long_run(starting_run: subprocess.Popen[str]) -> subprocess.Popen[str]:
+    """The same, some steps into it."""
+    shown = ""
+    while "exposed" not in shown:  # the progress bar
+        assert starting_run.stderr is not None
+        char = starting_run.stderr.read(1)
+        assert char, shown
+        shown += char
+    return starting_run
 
 
 def group_members(session: int) -> list[int]:
@@ -89,6 +101,13 @@ def ranks_of(process: subprocess.Popen[str]) -> list[int]:
         pid for pid in group_members(process.pid)
         if "memfd:shardcomm" in Path(f"/proc/{pid}/maps").read_text()
     ]  # fmt: skip
+
+
+def is_fork_server(pid: int) -> bool:
+    try:
+        return b"multiprocessing.forkserver" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
 
 
 def test_loss_falls_and_the_report_is_complete(text_file: str, tmp_path: Path) -> None:
@@ -167,8 +186,20 @@ def test_ctrl_c_ends_the_run(long_run: subprocess.Popen[str]) -> None:
     assert "Traceback" not in err
 
 
-def test_killed_launcher_takes_the_ranks_along(long_run: subprocess.Popen[str]) -> None:
-    long_run.kill()
+def test_ctrl_c_while_the_ranks_start_ends_the_run(starting_run: subprocess.Popen[str]) -> None:
+    while not any(is_fork_server(pid) for pid in group_members(starting_run.pid)):
+        assert starting_run.poll() is None
+    os.killpg(starting_run.pid, signal.SIGINT)
+    _, err = starting_run.communicate(timeout=20)
+    assert starting_run.returncode == 130
+    assert err.strip() == "shardcomm: interrupted"
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_killed_launcher_takes_the_ranks_along(
+    how: signal.Signals, long_run: subprocess.Popen[str]
+) -> None:
+    long_run.send_signal(how)
     long_run.communicate(timeout=20)
     assert wait_for_end(long_run.pid)
 
@@ -182,6 +213,11 @@ def test_killed_launcher_takes_the_ranks_along(long_run: subprocess.Popen[str]) 
         (["--strategy", "zero9"], "--strategy: invalid choice: 'zero9'"),
         (["--text", "/nowhere"], "--text is '/nowhere'; there is no such file or folder"),
         (["--text", os.devnull], "there is no such file"),
+        (
+            ["--json", "/nowhere/x.json"],
+            "--json is '/nowhere/x.json'; it must be a file that can be",
+        ),
+        (["--json", "/"], "--json is '/'; it must be a file that can be written"),
         (["--width", "193"], "--width is 193; it must be a multiple of its 3 heads"),
     ],
 )
@@ -205,6 +241,13 @@ def test_default_text_is_the_standard_library() -> None:
     assert b"import" in text
     assert len(text) > 1 << 20
     assert text == read_text(None)
+
+
+def test_text_of_a_folder_is_that_of_all_its_files_but_hidden_ones(tmp_path: Path) -> None:
+    for name in ("b.txt", "a/tests/c.py", ".git/object", ".hidden"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"[{name}]")
+    assert read_text(str(tmp_path)) == b"[a/tests/c.py][b.txt]"
 
 
 def test_batches_depend_on_seed_step_and_rank_only() -> None:

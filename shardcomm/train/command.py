@@ -7,6 +7,7 @@ import math
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 from shardcomm._C import CommError
 from shardcomm.launch import RankError, launch
@@ -45,9 +46,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
-    """Exit status: 0, 1 if a rank failed, 2 for bad options, 130 for Ctrl-C."""
-    world_size = os.environ.get("WORLD_SIZE")
-    if world_size is not None and args.ranks not in (None, int(world_size)):
+    """Exit status: 0, 1 if a rank failed, 2 for bad options."""
+    rank = os.environ.get("RANK")  # of torchrun, or of any launcher that sets the same
+    world_size = os.environ.get("WORLD_SIZE", "1")
+    if rank is not None and args.ranks not in (None, int(world_size)):
         parser.error(f"--ranks is {args.ranks}, but the launcher started {world_size} ranks")
     if args.width % max(1, args.width // 64):
         parser.error(
@@ -66,24 +68,19 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
         text=args.text,
         deadline_s=args.deadline,
     )
+    if rank in (None, "0") and not _can_write(args.json):
+        parser.error(f"--json is {args.json!r}; it must be a file that can be written, or -")
     try:
         Corpus(read_text(args.text), args.context)
     except (ValueError, OSError) as error:
         parser.error(str(error))
     try:
-        if world_size is not None:
-            result = train(options)
-            if os.environ.get("RANK") != "0":
-                return 0
-        else:
-            result = launch(train, args.ranks or 2, (options,))[0]
-    except KeyboardInterrupt:
-        print("shardcomm train: interrupted; all ranks have ended", file=sys.stderr)
-        return 130
+        result = train(options) if rank else launch(train, args.ranks or 2, (options,))[0]
     except (RankError, CommError) as error:
-        print(f"shardcomm train: {error}", file=sys.stderr)
+        print(f"\nshardcomm train: {error}", file=sys.stderr)  # below the progress bar
         return 1
-    _report(args.json, options, result)
+    if rank in (None, "0"):
+        _report(args.json, options, result)
     return 0
 
 
@@ -91,6 +88,13 @@ def _report(json_path: str | None, options: Options, result: Result) -> None:
     print(table(result), file=sys.stderr if json_path == "-" else sys.stdout)
     if json_path is not None:
         write_json(json_path, options, result)
+
+
+def _can_write(path: str | None) -> bool:
+    if path is None or path == "-":
+        return True
+    target = path if Path(path).exists() else Path(path).parent
+    return not Path(path).is_dir() and os.access(target, os.W_OK)
 
 
 def _at_least(low: int) -> Callable[[str], int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from dataclasses import dataclass
@@ -91,7 +92,12 @@ class _Job:
         measured = 0
         # The default is a lock between processes, a semaphore that a killed rank would leave behind.
         tqdm.set_lock(threading.RLock())
-        with tqdm(total=self.options.steps, unit="step", disable=self.comm.rank != 0) as bar:
+        with tqdm(
+            total=self.options.steps,
+            unit="step",
+            mininterval=0.1 if sys.stderr.isatty() else 2.0,  # seconds; a log needs fewer lines
+            disable=self.comm.rank != 0,
+        ) as bar:
             for step in range(self.options.steps):
                 if step == min(WARM_UP_STEPS, self.options.steps - 1):
                     start = time.perf_counter()
@@ -99,14 +105,15 @@ class _Job:
                     gathered_start, reduced_start = traffic.gathered_bytes, traffic.reduced_bytes
                     measured = self.options.steps - step
                 losses.append(self.step(step))
-                bar.update()
                 if measured:
                     seconds = time.perf_counter() - start
                     done = step + 1 - (self.options.steps - measured)
                     bar.set_postfix_str(
                         f"loss {losses[-1]:.3f}, {tokens_per_step * done / seconds:,.0f} tokens/s, "
-                        f"exposed {(traffic.exposed_s - exposed_start) / seconds:.1%}"
+                        f"exposed {(traffic.exposed_s - exposed_start) / seconds:.1%}",
+                        refresh=False,
                     )
+                bar.update()
         seconds = time.perf_counter() - start
         footprint = self.engine.footprint()
         result = Result(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sysconfig
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -35,33 +36,34 @@ class Corpus:
 
 
 def read_text(path: str | None) -> bytes:
-    """The text of a file, of all files below a folder, or (None) of the standard library; at most `MAX_BYTES`.
+    """The text of a file, of all files below a folder that are not hidden, or (None) of the standard library.
+
+    Read in sorted order, so that every rank and every run has the same; at most `MAX_BYTES`.
 
     Raises:
         ValueError: there is no such path, or no text in it.
     """
     if path is None:
-        files = _files(Path(sysconfig.get_path("stdlib")), "*.py")
+        files = _files(Path(sysconfig.get_path("stdlib")), "*.py", _SKIPPED.__contains__)
     elif Path(path).is_dir():
-        files = _files(Path(path), "*")
+        files = _files(Path(path), "*", lambda part: part.startswith("."))
     elif Path(path).is_file():
         files = [Path(path)]
     else:
         raise ValueError(f"--text is {path!r}; there is no such file or folder")
     text = bytearray()
     for file in files:
-        text += file.read_bytes()
-        if len(text) >= MAX_BYTES:
-            break
+        with file.open("rb") as opened:
+            text += opened.read(MAX_BYTES - len(text))
     if not text:
         raise ValueError(f"--text is {path!r}; there is no text in it")
-    return bytes(text[:MAX_BYTES])
+    return bytes(text)
 
 
-def _files(folder: Path, pattern: str) -> list[Path]:
-    """Sorted, so that every rank and every run reads the same."""
+def _files(folder: Path, pattern: str, skipped: Callable[[str], bool]) -> list[Path]:
+    """Sorted; without those that are, or lie in a folder that is, `skipped` by name."""
     return sorted(
         file
         for file in folder.rglob(pattern)
-        if file.is_file() and not _SKIPPED & set(file.relative_to(folder).parts)
+        if file.is_file() and not any(map(skipped, file.relative_to(folder).parts))
     )
