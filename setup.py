@@ -1,5 +1,6 @@
 """Builds shardcomm._C with CMake. Everything else about the package stands in pyproject.toml."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -24,6 +25,7 @@ class CMakeBuild(build_ext):
                 "-B",
                 build,
                 f"-DPython_EXECUTABLE={sys.executable}",
+                f"-DSHARDCOMM_CUDA={os.environ.get('SHARDCOMM_CUDA', 'auto')}",
             ],
             check=True,
         )

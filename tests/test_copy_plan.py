@@ -6,16 +6,23 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_plans import (
+    FLOATS,
+    OTHERS,
+    TILE_ELEMENTS,
+    UNKNOWN_TO_CORE,
+    Plan,
+    bits,
+    expect,
+    plans,
+    rectangle,
+    same_bits,
+    values,
+)
 from torch import Tensor
 
 from shardcomm import _C
 from shardcomm.copy_plan import ZEROS, CopyPlan, Segment
-
-FLOATS = [torch.float32, torch.bfloat16, torch.float16]
-OTHERS = [torch.uint8, torch.int32, torch.int64, torch.float64]
-UNKNOWN_TO_CORE = [torch.int8, torch.bool, torch.int16, torch.complex64, torch.float8_e4m3fn]
-TILE_ELEMENTS = 16384
-BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @pytest.fixture(params=_C.instruction_sets(), ids=lambda each: each.name)
@@ -24,16 +31,6 @@ def instruction_set(request: pytest.FixtureRequest) -> Iterator[None]:
     _C.use_instruction_set(request.param)
     yield
     _C.use_instruction_set(before)
-
-
-def bits(x: Tensor) -> Tensor:
-    return x.view(BITS[x.element_size()])
-
-
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Bit for bit, except that any NaN equals any NaN."""
-    nan = a.isnan()
-    return torch.equal(nan, b.isnan()) and torch.equal(bits(a)[~nan], bits(b)[~nan])
 
 
 def every_16_bit_pattern() -> Tensor:
@@ -51,71 +48,10 @@ def awkward_floats() -> Tensor:
     return torch.cat([random] + [narrow + step for step in steps]).view(torch.float32)
 
 
-RANDOM = torch.randn(5_000_000, generator=torch.Generator().manual_seed(21))
-
-
-def values(count: int, dtype: torch.dtype, seed: int) -> Tensor:
-    """Random values; other ones for another seed."""
-    random = RANDOM[1000 * seed :]
-    if dtype.is_floating_point and dtype.itemsize > 1:
-        return random[:count].to(dtype, copy=True)
-    return (random[: count * dtype.itemsize] > 0).to(torch.uint8).view(dtype)
-
-
-def rectangle(flat: Tensor, offset: int, pitch: int, rows: int, cols: int) -> Tensor:
-    return flat.as_strided((rows, cols), (pitch, 1), flat.storage_offset() + offset)
-
-
-def expect(
-    segments: list[Segment],
-    sources: list[Tensor | None],
-    destinations: list[Tensor],
-    scale: float = 1.0,
-    accumulate: bool = False,
-) -> list[Tensor]:
-    """What PyTorch makes of it, one segment after the other."""
-    results = [destination.clone() for destination in destinations]
-    for s in segments:
-        to = rectangle(results[s.dst], s.dst_offset, s.dst_pitch, s.rows, s.cols)
-        source = None if s.src == ZEROS else sources[s.src]
-        if source is None:
-            if not accumulate:
-                to.zero_()
-            continue
-        value = rectangle(source, s.src_offset, s.src_pitch, s.rows, s.cols)
-        if scale != 1.0 or accumulate:
-            value = value.float() * scale
-        to.copy_(to.float() + value if accumulate else value)
-    return results
-
-
-@st.composite
-def plans(draw: st.DrawFn) -> tuple[list[Segment], list[int], list[int]]:
-    """Random segments with disjoint destinations, and how many elements the operands need."""
-    src_sizes, dst_sizes = [0] * 3, [0] * 2
-    segments = []
-    used_sources = used_destinations = 0
-    for _ in range(draw(st.integers(1, 4))):
-        rows = draw(st.integers(0, 5))
-        cols = draw(st.one_of(*[st.integers(0, 40)] * 7, st.integers(9000, TILE_ELEMENTS + 500)))
-        src, dst = draw(st.integers(ZEROS, 2)), draw(st.integers(0, 1))
-        src_offset, src_gap, dst_gap = (draw(st.integers(0, 9)) for _ in range(3))
-        dst_offset = dst_sizes[dst] + draw(st.integers(0, 9))
-        segments.append(
-            Segment(src, dst, src_offset, cols + src_gap, dst_offset, cols + dst_gap, rows, cols)
-        )
-        dst_sizes[dst] = dst_offset + rows * (cols + dst_gap)
-        if src != ZEROS:
-            src_sizes[src] = max(src_sizes[src], src_offset + rows * (cols + src_gap))
-        used_sources = max(used_sources, src + 1)
-        used_destinations = max(used_destinations, dst + 1)
-    return segments, src_sizes[:used_sources], dst_sizes[:used_destinations]
-
-
 @settings(max_examples=1000, deadline=None)
 @given(plans())
 def test_tiles_cover_every_destination_element_exactly_once(
-    plan: tuple[list[Segment], list[int], list[int]],
+    plan: Plan,
 ) -> None:
     segments, _, dst_sizes = plan
     core = CopyPlan(tuple(segments), torch.float32, torch.bfloat16).core
@@ -141,7 +77,7 @@ def test_tiles_cover_every_destination_element_exactly_once(
     missing=st.sampled_from([None, 0, 1]),
 )
 def test_copies_as_pytorch_does_and_touches_nothing_else(
-    plan: tuple[list[Segment], list[int], list[int]],
+    plan: Plan,
     dtypes: tuple[torch.dtype, torch.dtype],
     scale: float,
     accumulate: bool,
@@ -172,9 +108,7 @@ def test_copies_as_pytorch_does_and_touches_nothing_else(
 
 @settings(max_examples=100, deadline=None)
 @given(plan=plans(), dtype=st.sampled_from(OTHERS + UNKNOWN_TO_CORE))
-def test_dtypes_without_conversion_are_moved(
-    plan: tuple[list[Segment], list[int], list[int]], dtype: torch.dtype
-) -> None:
+def test_dtypes_without_conversion_are_moved(plan: Plan, dtype: torch.dtype) -> None:
     segments, src_sizes, dst_sizes = plan
     sources: list[Tensor | None] = [values(size, dtype, i) for i, size in enumerate(src_sizes)]
     destinations = [values(size, dtype, 7) for size in dst_sizes]

@@ -1,6 +1,5 @@
 #include "bindings/bindings.h"
 #include "bindings/interrupt.h"
-#include "comm/board.h"
 #include "shardcomm/communicator.h"
 #include "shardcomm/stream.h"
 
@@ -12,16 +11,9 @@ void* pointer(std::uintptr_t address) { return reinterpret_cast<void*>(address);
 // Runs `collective` on `stream`, or here and now, where Ctrl-C ends a long wait.
 template <typename Collective>
 void submit(const std::shared_ptr<Communicator>& comm, Stream* stream, Collective collective) {
-  const py::gil_scoped_release release;
-  if (stream != nullptr) {
-    stream->enqueue([comm, collective] { collective(*comm); });
-    return;
-  }
-  const WaitCheck check([] {
-    const py::gil_scoped_acquire acquire;
-    check_interrupt();
-  });
-  collective(*comm);
+  const InterruptibleWait scope;
+  if (stream == nullptr) return collective(*comm, nullptr);
+  stream->enqueue([comm, collective](NativeStream native) { collective(*comm, native); });
 }
 
 }  // namespace
@@ -46,7 +38,8 @@ void bind_comm(py::module_& m) {
           "allocate",
           [](const Comm& comm, std::size_t nbytes, Use use) {
             std::shared_ptr<Memory> memory;
-            submit(comm, nullptr, [&](Communicator& c) { memory = c.allocate(nbytes, use); });
+            submit(comm, nullptr,
+                   [&](Communicator& c, NativeStream) { memory = c.allocate(nbytes, use); });
             return memory;
           },
           py::arg("nbytes"), py::arg("use"))
@@ -54,8 +47,9 @@ void bind_comm(py::module_& m) {
           "all_gather",
           [](const Comm& comm, std::uintptr_t send, DType send_dtype, std::uintptr_t recv,
              DType recv_dtype, std::int64_t count, std::int64_t tag, Stream* stream) {
-            submit(comm, stream, [=](Communicator& c) {
-              c.all_gather(pointer(send), send_dtype, pointer(recv), recv_dtype, count, tag);
+            submit(comm, stream, [=](Communicator& c, NativeStream native) {
+              c.all_gather(pointer(send), send_dtype, pointer(recv), recv_dtype, count, tag,
+                           native);
             });
           },
           py::arg("send"), py::arg("send_dtype"), py::arg("recv"), py::arg("recv_dtype"),
@@ -65,9 +59,9 @@ void bind_comm(py::module_& m) {
           [](const Comm& comm, std::uintptr_t send, DType dtype, std::uintptr_t recv,
              DType recv_dtype, float scale, bool accumulate, std::int64_t count, RedOp op,
              std::int64_t tag, Stream* stream) {
-            submit(comm, stream, [=](Communicator& c) {
+            submit(comm, stream, [=](Communicator& c, NativeStream native) {
               c.reduce_scatter(pointer(send), dtype, pointer(recv), {recv_dtype, scale, accumulate},
-                               count, op, tag);
+                               count, op, tag, native);
             });
           },
           py::arg("send"), py::arg("dtype"), py::arg("recv"), py::arg("recv_dtype"),
@@ -77,22 +71,24 @@ void bind_comm(py::module_& m) {
           "all_reduce",
           [](const Comm& comm, std::uintptr_t buffer, DType dtype, std::int64_t count, RedOp op,
              Stream* stream) {
-            submit(comm, stream,
-                   [=](Communicator& c) { c.all_reduce(pointer(buffer), dtype, count, op); });
+            submit(comm, stream, [=](Communicator& c, NativeStream native) {
+              c.all_reduce(pointer(buffer), dtype, count, op, native);
+            });
           },
           py::arg("buffer"), py::arg("dtype"), py::arg("count"), py::arg("op"), on_stream)
       .def(
           "broadcast",
           [](const Comm& comm, std::uintptr_t buffer, std::size_t nbytes, int root,
              Stream* stream) {
-            submit(comm, stream,
-                   [=](Communicator& c) { c.broadcast(pointer(buffer), nbytes, root); });
+            submit(comm, stream, [=](Communicator& c, NativeStream native) {
+              c.broadcast(pointer(buffer), nbytes, root, native);
+            });
           },
           py::arg("buffer"), py::arg("nbytes"), py::arg("root"), on_stream)
       .def(
           "barrier",
           [](const Comm& comm, Stream* stream) {
-            submit(comm, stream, [](Communicator& c) { c.barrier(); });
+            submit(comm, stream, [](Communicator& c, NativeStream native) { c.barrier(native); });
           },
           on_stream)
       .def("abort", &Communicator::abort, py::arg("reason"))
@@ -116,11 +112,7 @@ void bind_comm(py::module_& m) {
   m.def(
       "make_shm",
       [](const std::string& address, int rank, int size, double deadline_s) {
-        const py::gil_scoped_release release;
-        const WaitCheck check([] {
-          const py::gil_scoped_acquire acquire;
-          check_interrupt();
-        });
+        const InterruptibleWait scope;
         return make_shm(address, rank, size, {deadline_s});
       },
       py::arg("address"), py::arg("rank"), py::arg("size"), py::arg("deadline_s"));

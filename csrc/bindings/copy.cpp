@@ -6,6 +6,7 @@
 
 #include "bindings/bindings.h"
 #include "copy/bound_copy.h"
+#include "copy/launch.h"
 #include "copy/simd.h"
 #include "shardcomm/copy_plan.h"
 #include "shardcomm/reduce.h"
@@ -81,19 +82,32 @@ std::shared_ptr<CopyPlan> make_plan(const Segments& segments, DType src_dtype, D
 
 std::shared_ptr<BoundCopy> bind_pointers(std::shared_ptr<CopyPlan> plan, const Addresses& sources,
                                          const Addresses& destinations, float scale,
-                                         bool accumulate, int threads) {
+                                         bool accumulate, int threads, int device) {
   return std::make_shared<BoundCopy>(std::move(plan), pointers<const void*>(sources),
                                      pointers<void*>(destinations),
-                                     CopyOptions{scale, accumulate, threads});
+                                     CopyOptions{scale, accumulate, threads}, device);
 }
 
 void run_bound(const BoundCopy& bound, Stream* stream) {
   py::gil_scoped_release unlocked;
   if (stream == nullptr) {
-    bound.run();
+    bound.run(nullptr);
   } else {
-    stream->enqueue([bound] { bound.run(); });  // a copy: sources set later are for later runs
+    // A copy: sources set later are for later runs.
+    stream->enqueue([bound](NativeStream native) { bound.run(native); });
   }
+}
+
+void walk(const CopyPlan& plan, const Addresses& sources, const Addresses& destinations,
+          float scale, bool accumulate, std::int64_t tile_elements, std::size_t most_operands,
+          std::uint32_t blocks, std::uint32_t threads) {
+  const auto from = pointers<const void*>(sources);
+  const auto to = pointers<void*>(destinations);
+  if (from.size() != plan.src_extents().size() || to.size() != plan.dst_extents().size()) {
+    throw std::invalid_argument("sources and destinations must be as many as the plan's");
+  }
+  walk_launches(plan, from.data(), to.data(), {scale, accumulate, 1}, tile_elements, most_operands,
+                blocks, threads);
 }
 
 void reduce(std::uintptr_t dst, DType dst_dtype, float scale, bool accumulate,
@@ -121,21 +135,12 @@ void bind_copy(py::module_& m) {
       .def_property_readonly("dst_extents", &CopyPlan::dst_extents)
       .def_property_readonly("num_sources", &CopyPlan::num_sources)
       .def_property_readonly("num_destinations", &CopyPlan::num_destinations)
-      .def_property_readonly("elements", &CopyPlan::elements)
-      .def(
-          "run",
-          [](std::shared_ptr<CopyPlan> plan, const Addresses& sources,
-             const Addresses& destinations, float scale, bool accumulate, int threads) {
-            run_bound(
-                *bind_pointers(std::move(plan), sources, destinations, scale, accumulate, threads),
-                nullptr);
-          },
-          py::arg("sources"), py::arg("destinations"), py::arg("scale") = 1.0f,
-          py::arg("accumulate") = false, py::arg("threads") = 1);
+      .def_property_readonly("elements", &CopyPlan::elements);
 
   py::class_<BoundCopy, std::shared_ptr<BoundCopy>>(m, "BoundCopy")
       .def(py::init(&bind_pointers), py::arg("plan"), py::arg("sources"), py::arg("destinations"),
-           py::arg("scale") = 1.0f, py::arg("accumulate") = false, py::arg("threads") = 1)
+           py::arg("scale") = 1.0f, py::arg("accumulate") = false, py::arg("threads") = 1,
+           py::arg("device") = BoundCopy::kCpu)
       .def(
           "set_sources",
           [](BoundCopy& bound, const Addresses& sources) {
@@ -143,6 +148,11 @@ void bind_copy(py::module_& m) {
           },
           py::arg("sources"))
       .def("run", &run_bound, py::arg("stream") = static_cast<Stream*>(nullptr));
+
+  m.def("walk_launches", &walk, py::arg("plan"), py::arg("sources"), py::arg("destinations"),
+        py::arg("scale"), py::arg("accumulate"), py::arg("tile_elements"), py::arg("most_operands"),
+        py::arg("blocks"), py::arg("threads"),
+        "The CUDA copy kernel's code on the CPU, block by block and thread by thread.");
 
   m.def("reduce", &reduce, py::arg("dst"), py::arg("dst_dtype"), py::arg("scale"),
         py::arg("accumulate"), py::arg("sources"), py::arg("dtype"), py::arg("op"),

@@ -1,17 +1,20 @@
-// Ctrl-C during a wait: long waits come back at this interval and let Python's signal handlers run.
+// Waits without the interpreter's lock, that Ctrl-C ends.
 #pragma once
 
-#include <chrono>
-
 #include "bindings/bindings.h"
+#include "stream/wait_check.h"
 
 namespace shardcomm::bindings {
 
-constexpr std::chrono::milliseconds kInterruptInterval{100};
-
-// Under the interpreter's lock. Throws what a handler raised, so KeyboardInterrupt for Ctrl-C.
-inline void check_interrupt() {
-  if (PyErr_CheckSignals() != 0) throw py::error_already_set();
-}
+// In this scope other Python threads run, and long waits of this one let signal handlers run: what
+// a handler raises, as Ctrl-C does, ends the wait.
+class InterruptibleWait {
+ private:
+  py::gil_scoped_release release_;
+  WaitCheck check_{[] {
+    const py::gil_scoped_acquire acquire;
+    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+  }};
+};
 
 }  // namespace shardcomm::bindings

@@ -7,13 +7,8 @@ namespace shardcomm::bindings {
 namespace {
 
 void wait(const Event& event) {
-  while (true) {
-    {
-      const py::gil_scoped_release release;
-      if (event.wait_for(kInterruptInterval)) return;
-    }
-    check_interrupt();
-  }
+  const InterruptibleWait scope;
+  event.wait();
 }
 
 // A Python callable that another thread runs, and lets go of, under the interpreter's lock.
@@ -37,7 +32,10 @@ class Callable {
 }  // namespace
 
 void bind_stream(py::module_& m) {
-  py::class_<Event>(m, "Event").def("query", &Event::query).def("wait", &wait);
+  py::class_<Event, std::shared_ptr<Event>>(m, "Event")
+      .def("query", &Event::query)
+      .def("wait", &wait)
+      .def("seconds_since", &Event::seconds_since, py::arg("earlier"));
 
   // Joining the worker takes the interpreter's lock from a callable that still runs there: let go
   // of it first.
@@ -47,13 +45,38 @@ void bind_stream(py::module_& m) {
       const std::unique_ptr<Stream> owner(stream);
     }
   };
+  const auto shared = [](std::unique_ptr<Stream> stream) {
+    return std::shared_ptr<Stream>(stream.release(), JoinWithoutLock{});
+  };
   py::class_<Stream, std::shared_ptr<Stream>>(m, "Stream")
-      .def(py::init([] { return std::shared_ptr<Stream>(new Stream(), JoinWithoutLock{}); }))
-      .def("enqueue", [](Stream& stream,
-                         py::function function) { stream.enqueue(Callable(std::move(function))); })
+      .def(py::init([shared] { return shared(make_thread_stream()); }))
+      .def_static("caller", [shared] { return shared(make_caller_stream()); })
+      .def_static(
+          "cuda",
+          [shared](int device, bool timed) { return shared(make_cuda_stream(device, timed)); },
+          py::arg("device"), py::arg("timed") = false)
+      .def_static(
+          "from_cuda",
+          [shared](int device, std::uintptr_t handle, bool timed) {
+            return shared(
+                borrow_cuda_stream(device, reinterpret_cast<NativeStream>(handle), timed));
+          },
+          py::arg("device"), py::arg("handle"), py::arg("timed") = false)
+      .def_property_readonly(
+          "handle",
+          [](const Stream& stream) { return reinterpret_cast<std::uintptr_t>(stream.native()); })
+      .def("enqueue",
+           [](Stream& stream, py::function function) {
+             stream.enqueue(
+                 [callable = Callable(std::move(function))](NativeStream) { callable(); });
+           })
       .def("record", &Stream::record)
-      .def("wait", &Stream::wait)
-      .def("synchronize", [](Stream& stream) { wait(stream.record()); });
+      .def("wait",
+           [](Stream& stream, std::shared_ptr<Event> event) {
+             const InterruptibleWait scope;
+             stream.wait(std::move(event));
+           })
+      .def("synchronize", [](Stream& stream) { wait(*stream.record()); });
 }
 
 }  // namespace shardcomm::bindings

@@ -12,17 +12,15 @@
 #include <thread>
 #include <utility>
 
+#include "stream/wait_check.h"
+
 namespace shardcomm {
 namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// How long a sleep lasts before a waiting rank looks whether the others still live.
-constexpr std::chrono::milliseconds kSlice{50};
 // Ranks that run side by side mostly meet within this; then no rank pays for being woken.
 constexpr std::chrono::microseconds kSpin{20};
-
-thread_local std::function<void()> wait_check;
 
 long futex(std::atomic<std::uint32_t>* word, int operation, std::uint32_t value,
            const timespec* timeout) {
@@ -59,9 +57,6 @@ struct Failure {
 };
 
 }  // namespace
-
-WaitCheck::WaitCheck(std::function<void()> check) { wait_check = std::move(check); }
-WaitCheck::~WaitCheck() { wait_check = nullptr; }
 
 Board::Board(BoardMemory* memory, int rank, int size, std::chrono::duration<double> deadline,
              FindDead find_dead)
@@ -105,13 +100,11 @@ void Board::meet() {
     sleep_until_changed(generation);
     if (memory_->generation.load() != generation) return;
     look_for_trouble(generation, started);
-    if (wait_check) {
-      try {
-        wait_check();
-      } catch (...) {
-        abort("interrupted while waiting in " + describe(call_));
-        throw;
-      }
+    try {
+      check_wait();
+    } catch (...) {
+      abort("interrupted while waiting in " + describe(call_));
+      throw;
     }
   }
 }
@@ -129,7 +122,7 @@ bool Board::spin(std::uint32_t generation) const {
 }
 
 void Board::sleep_until_changed(std::uint32_t generation) {
-  const timespec slice{0, std::chrono::nanoseconds(kSlice).count()};
+  const timespec slice{0, std::chrono::nanoseconds(kWaitSlice).count()};
   memory_->sleepers.fetch_add(1);
   futex(&memory_->generation, FUTEX_WAIT, generation, &slice);
   memory_->sleepers.fetch_sub(1);

@@ -83,14 +83,4 @@ class Board {
   Call call_;
 };
 
-// While alive, long waits of this thread call `check` between two slices; what it throws ends the
-// wait.
-class WaitCheck {
- public:
-  explicit WaitCheck(std::function<void()> check);
-  ~WaitCheck();
-  WaitCheck(const WaitCheck&) = delete;
-  WaitCheck& operator=(const WaitCheck&) = delete;
-};
-
 }  // namespace shardcomm

@@ -118,7 +118,7 @@ std::shared_ptr<Memory> HostCommunicator::allocate(std::size_t bytes, Use use) {
   return memory;
 }
 
-void HostCommunicator::barrier() {
+void HostCommunicator::barrier(NativeStream) {
   const Turn turn(*gathers_);
   Call call;
   call.op = Op::barrier;

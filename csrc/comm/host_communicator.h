@@ -44,12 +44,13 @@ class HostCommunicator final : public Communicator {
   std::string transport() const override { return transport_; }
   std::shared_ptr<Memory> allocate(std::size_t bytes, Use use) override;
   void all_gather(const void* send, DType send_dtype, void* recv, DType recv_dtype,
-                  std::int64_t count, std::int64_t tag) override;
+                  std::int64_t count, std::int64_t tag, NativeStream stream) override;
   void reduce_scatter(const void* send, DType dtype, void* recv, const Epilogue& epilogue,
-                      std::int64_t count, RedOp op, std::int64_t tag) override;
-  void all_reduce(void* buffer, DType dtype, std::int64_t count, RedOp op) override;
-  void broadcast(void* buffer, std::size_t bytes, int root) override;
-  void barrier() override;
+                      std::int64_t count, RedOp op, std::int64_t tag, NativeStream stream) override;
+  void all_reduce(void* buffer, DType dtype, std::int64_t count, RedOp op,
+                  NativeStream stream) override;
+  void broadcast(void* buffer, std::size_t bytes, int root, NativeStream stream) override;
+  void barrier(NativeStream stream) override;
   void abort(const std::string& reason) noexcept override;
   void close() noexcept override;
   std::vector<Receipt> receipts() const override;

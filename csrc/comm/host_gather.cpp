@@ -19,7 +19,7 @@ constexpr const char* kNotWindow =
 }  // namespace
 
 void HostCommunicator::all_gather(const void* send, DType send_dtype, void* recv, DType recv_dtype,
-                                  std::int64_t count, std::int64_t tag) {
+                                  std::int64_t count, std::int64_t tag, NativeStream) {
   check_buffer("all_gather", "send", send, count);
   check_buffer("all_gather", "recv", recv, count);
   check_conversion("all_gather", send_dtype, recv_dtype);
@@ -78,7 +78,7 @@ void HostCommunicator::gather_staged(Channel& channel, const void* send, DType s
   }
 }
 
-void HostCommunicator::broadcast(void* buffer, std::size_t bytes, int root) {
+void HostCommunicator::broadcast(void* buffer, std::size_t bytes, int root, NativeStream) {
   check_buffer("broadcast", "buffer", buffer, static_cast<std::int64_t>(bytes));
   if (root < 0 || root >= size_) {
     throw std::invalid_argument("broadcast: root is " + std::to_string(root) +

@@ -11,7 +11,7 @@ namespace shardcomm {
 
 void HostCommunicator::reduce_scatter(const void* send, DType dtype, void* recv,
                                       const Epilogue& epilogue, std::int64_t count, RedOp op,
-                                      std::int64_t tag) {
+                                      std::int64_t tag, NativeStream) {
   check_buffer("reduce_scatter", "send", send, count);
   check_buffer("reduce_scatter", "recv", recv, count);
   check_epilogue(epilogue, dtype);
@@ -62,7 +62,8 @@ void HostCommunicator::reduce_staged(Channel& channel, const void* send, DType d
   }
 }
 
-void HostCommunicator::all_reduce(void* buffer, DType dtype, std::int64_t count, RedOp op) {
+void HostCommunicator::all_reduce(void* buffer, DType dtype, std::int64_t count, RedOp op,
+                                  NativeStream) {
   check_buffer("all_reduce", "buffer", buffer, count);
   Channel& channel = *reduces_;
   const Turn turn(channel);

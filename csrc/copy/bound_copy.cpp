@@ -17,7 +17,7 @@ void require_count(const char* operands, std::size_t given, std::int32_t wanted)
 }  // namespace
 
 BoundCopy::BoundCopy(std::shared_ptr<const CopyPlan> plan, std::vector<const void*> sources,
-                     std::vector<void*> destinations, const CopyOptions& options)
+                     std::vector<void*> destinations, const CopyOptions& options, int device)
     : plan_(std::move(plan)), destinations_(std::move(destinations)), options_(options) {
   check_options(*plan_, options_);
   set_sources(std::move(sources));
@@ -27,6 +27,7 @@ BoundCopy::BoundCopy(std::shared_ptr<const CopyPlan> plan, std::vector<const voi
       throw std::invalid_argument("destination " + std::to_string(i) + " is null");
     }
   }
+  if (device != kCpu) on_device_ = std::make_shared<CudaCopy>(*plan_, options_, device);
 }
 
 void BoundCopy::set_sources(std::vector<const void*> sources) {
@@ -34,6 +35,9 @@ void BoundCopy::set_sources(std::vector<const void*> sources) {
   sources_ = std::move(sources);
 }
 
-void BoundCopy::run() const { copy_cpu(*plan_, sources_.data(), destinations_.data(), options_); }
+void BoundCopy::run(NativeStream stream) const {
+  if (on_device_ != nullptr) return on_device_->run(sources_.data(), destinations_.data(), stream);
+  copy_cpu(*plan_, sources_.data(), destinations_.data(), options_);
+}
 
 }  // namespace shardcomm

@@ -5,26 +5,32 @@
 #include <memory>
 #include <vector>
 
+#include "copy/copy_cuda.h"
 #include "shardcomm/copy_plan.h"
+#include "shardcomm/stream.h"
 
 namespace shardcomm {
 
-// Copies on the CPU. Does not own the memory. A value: what is enqueued is a copy of it.
+// Does not own the memory. A value: what is enqueued is a copy of it.
 class BoundCopy {
  public:
+  static constexpr int kCpu = -1;
+
+  // On the CPU or a CUDA device, which has all the pointers.
   // Throws std::invalid_argument for a number of pointers that is not the plan's, a null
   // destination, and for options that the plan's dtypes do not allow.
   BoundCopy(std::shared_ptr<const CopyPlan> plan, std::vector<const void*> sources,
-            std::vector<void*> destinations, const CopyOptions& options);
+            std::vector<void*> destinations, const CopyOptions& options, int device = kCpu);
 
   void set_sources(std::vector<const void*> sources);  // null: zeros
-  void run() const;
+  void run(NativeStream stream) const;
 
  private:
   std::shared_ptr<const CopyPlan> plan_;
   std::vector<const void*> sources_;
   std::vector<void*> destinations_;
   CopyOptions options_;
+  std::shared_ptr<const CudaCopy> on_device_;  // null: on the CPU
 };
 
 }  // namespace shardcomm

@@ -73,11 +73,18 @@ CopyPlan::CopyPlan(std::vector<Segment> segments, DType src_dtype, DType dst_dty
     widen(dst_extents_, segment.dst,
           extent(i, "dst", segment, segment.dst_offset, segment.dst_pitch));
     elements_ += segment.rows * segment.cols;
-
-    const Segment rectangle = collapse(segment);
-    const TileGrid grid = tile_grid(rectangle);
-    for (std::int64_t t = 0; t < grid.tiles; ++t) tiles_.push_back(tile_of(rectangle, grid, t));
   }
+  tiles_ = cut(kTileElements);
+}
+
+std::vector<Tile> CopyPlan::cut(std::int64_t tile_elements) const {
+  std::vector<Tile> tiles;
+  for (const Segment& segment : segments_) {
+    const Segment rectangle = collapse(segment);
+    const TileGrid grid = tile_grid(rectangle, tile_elements);
+    for (std::int64_t t = 0; t < grid.tiles; ++t) tiles.push_back(tile_of(rectangle, grid, t));
+  }
+  return tiles;
 }
 
 }  // namespace shardcomm

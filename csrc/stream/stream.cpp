@@ -4,83 +4,126 @@
 #include <deque>
 #include <exception>
 #include <mutex>
+#include <stdexcept>
 #include <thread>
 #include <utility>
 
+#include "stream/wait_check.h"
+
 namespace shardcomm {
 
-struct Event::State {
-  mutable std::mutex mutex;
-  mutable std::condition_variable fired_changed;
-  bool fired = false;
-  std::exception_ptr failure;
+void Event::wait() const {
+  while (!wait_for(kWaitSlice)) check_wait();
+}
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// An event of the host knows when it fired.
+class HostEvent : public Event {
+ public:
+  double seconds_since(const Event& earlier) const override {
+    const auto* begin = dynamic_cast<const HostEvent*>(&earlier);
+    if (begin == nullptr) {
+      throw std::invalid_argument("an event of the host and one of a device do not compare");
+    }
+    return std::chrono::duration<double>(fired_at() - begin->fired_at()).count();
+  }
+
+ private:
+  virtual Clock::time_point fired_at() const = 0;
+};
+
+class ThreadEvent final : public HostEvent {
+ public:
+  bool query() const override {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return fired_;
+  }
+
+  bool wait_for(std::chrono::milliseconds timeout) const override {
+    std::unique_lock<std::mutex> lock(mutex_);
+    if (!fired_changed_.wait_for(lock, timeout, [this] { return fired_; })) return false;
+    if (failure_) std::rethrow_exception(failure_);
+    return true;
+  }
 
   void fire(std::exception_ptr error) {
     {
-      const std::lock_guard<std::mutex> lock(mutex);
-      fired = true;
-      failure = std::move(error);
+      const std::lock_guard<std::mutex> lock(mutex_);
+      fired_ = true;
+      fired_at_ = Clock::now();
+      failure_ = std::move(error);
     }
-    fired_changed.notify_all();
+    fired_changed_.notify_all();
   }
 
-  bool wait_for(std::chrono::milliseconds timeout) const {
-    std::unique_lock<std::mutex> lock(mutex);
-    if (!fired_changed.wait_for(lock, timeout, [this] { return fired; })) return false;
-    if (failure) std::rethrow_exception(failure);
-    return true;
+ private:
+  Clock::time_point fired_at() const override {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return fired_at_;
   }
+
+  mutable std::mutex mutex_;
+  mutable std::condition_variable fired_changed_;
+  bool fired_ = false;
+  Clock::time_point fired_at_;
+  std::exception_ptr failure_;
 };
 
-Event::Event(std::shared_ptr<State> state) : state_(std::move(state)) {}
-
-bool Event::query() const {
-  const std::lock_guard<std::mutex> lock(state_->mutex);
-  return state_->fired;
-}
-
-bool Event::wait_for(std::chrono::milliseconds timeout) const { return state_->wait_for(timeout); }
-
-void Event::wait() const {
-  while (!wait_for(std::chrono::hours(1))) {
+class ThreadStream final : public Stream {
+ public:
+  ~ThreadStream() override {
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      closing_ = true;
+    }
+    queue_changed_.notify_one();
+    thread_.join();
   }
-}
 
-struct Stream::Worker {
+  void enqueue(Operation operation) override { push({std::move(operation), nullptr}); }
+
+  std::shared_ptr<Event> record() override {
+    auto event = std::make_shared<ThreadEvent>();
+    push({nullptr, event});
+    return event;
+  }
+
+  void wait(std::shared_ptr<Event> event) override {
+    enqueue([event = std::move(event)](NativeStream) { event->wait(); });
+  }
+
+ private:
   // An operation, or, when `event` is set, a point to mark.
   struct Entry {
-    std::function<void()> operation;
-    std::shared_ptr<Event::State> event;
+    Operation operation;
+    std::shared_ptr<ThreadEvent> event;
   };
-
-  std::mutex mutex;
-  std::condition_variable queue_changed;
-  std::deque<Entry> queue;
-  bool closing = false;
-  std::thread thread{[this] { run(); }};
 
   void push(Entry entry) {
     {
-      const std::lock_guard<std::mutex> lock(mutex);
-      queue.push_back(std::move(entry));
+      const std::lock_guard<std::mutex> lock(mutex_);
+      queue_.push_back(std::move(entry));
     }
-    queue_changed.notify_one();
+    queue_changed_.notify_one();
   }
 
   void run() {
     std::exception_ptr failure;
-    std::unique_lock<std::mutex> lock(mutex);
+    std::unique_lock<std::mutex> lock(mutex_);
     while (true) {
-      queue_changed.wait(lock, [this] { return closing || !queue.empty(); });
-      if (queue.empty()) return;
-      Entry entry = std::move(queue.front());
-      queue.pop_front();
+      queue_changed_.wait(lock, [this] { return closing_ || !queue_.empty(); });
+      if (queue_.empty()) return;
+      Entry entry = std::move(queue_.front());
+      queue_.pop_front();
       lock.unlock();
       if (entry.event) {
         entry.event->fire(failure);
       } else if (!failure) {
         try {
-          entry.operation();
+          entry.operation(nullptr);
         } catch (...) {
           failure = std::current_exception();
         }
@@ -89,31 +132,35 @@ struct Stream::Worker {
       lock.lock();
     }
   }
+
+  std::mutex mutex_;
+  std::condition_variable queue_changed_;
+  std::deque<Entry> queue_;
+  bool closing_ = false;
+  std::thread thread_{[this] { run(); }};  // last: it uses the others
 };
 
-Stream::Stream() : worker_(std::make_unique<Worker>()) {}
+class FiredEvent final : public HostEvent {
+ public:
+  bool query() const override { return true; }
+  bool wait_for(std::chrono::milliseconds) const override { return true; }
 
-Stream::~Stream() {
-  {
-    const std::lock_guard<std::mutex> lock(worker_->mutex);
-    worker_->closing = true;
-  }
-  worker_->queue_changed.notify_one();
-  worker_->thread.join();
-}
+ private:
+  Clock::time_point fired_at() const override { return at_; }
 
-void Stream::enqueue(std::function<void()> operation) {
-  worker_->push({std::move(operation), nullptr});
-}
+  Clock::time_point at_ = Clock::now();
+};
 
-Event Stream::record() {
-  auto state = std::make_shared<Event::State>();
-  worker_->push({nullptr, state});
-  return Event(std::move(state));
-}
+class CallerStream final : public Stream {
+ public:
+  void enqueue(Operation operation) override { operation(nullptr); }
+  std::shared_ptr<Event> record() override { return std::make_shared<FiredEvent>(); }
+  void wait(std::shared_ptr<Event> event) override { event->wait(); }
+};
 
-void Stream::wait(const Event& event) {
-  enqueue([event] { event.wait(); });
-}
+}  // namespace
+
+std::unique_ptr<Stream> make_thread_stream() { return std::make_unique<ThreadStream>(); }
+std::unique_ptr<Stream> make_caller_stream() { return std::make_unique<CallerStream>(); }
 
 }  // namespace shardcomm

@@ -72,18 +72,20 @@ void on_threads(int size, const std::function<void(Communicator&)>& body) {
 }
 
 void gathers_and_reduces_at_once(Communicator& comm) {
-  shardcomm::Stream gathers;
-  shardcomm::Stream reduces;
+  const auto gathers = shardcomm::make_thread_stream();
+  const auto reduces = shardcomm::make_thread_stream();
   std::vector<float> shard(64, static_cast<float>(comm.rank()));
   std::vector<float> full(64 * static_cast<std::size_t>(comm.size()));
   std::vector<float> sum(64, 1.0f);
   for (int i = 0; i < 50; ++i) {
-    gathers.enqueue(
-        [&] { comm.all_gather(shard.data(), DType::f32, full.data(), DType::f32, 64); });
-    reduces.enqueue([&] { comm.all_reduce(sum.data(), DType::f32, 64, RedOp::avg); });
+    gathers->enqueue([&](shardcomm::NativeStream) {
+      comm.all_gather(shard.data(), DType::f32, full.data(), DType::f32, 64);
+    });
+    reduces->enqueue(
+        [&](shardcomm::NativeStream) { comm.all_reduce(sum.data(), DType::f32, 64, RedOp::avg); });
   }
-  gathers.record().wait();
-  reduces.record().wait();
+  gathers->record()->wait();
+  reduces->record()->wait();
   require(full.back() == static_cast<float>(comm.size() - 1), "gathered on a stream");
   require(sum[0] == 1.0f, "reduced on a stream");
 }

@@ -75,12 +75,12 @@ void threads_and_streaming_copy_everything() {
     const auto plan = std::make_shared<CopyPlan>(
         std::vector<Segment>{{0, 0, 0, count, 1, count, 1, count}}, DType::f32, DType::f32);
     BoundCopy bound(plan, {source.data()}, {destination.data()}, {1.0f, false, threads});
-    bound.run();
+    bound.run(nullptr);
     require(destination[0] == -1.0f, "what lies before the segment is not touched");
     require(std::vector<float>(destination.begin() + 1, destination.end()) == source,
             "a large copy copies everything");
     bound.set_sources({nullptr});
-    bound.run();
+    bound.run(nullptr);
     require(std::vector<float>(destination.begin() + 1, destination.end()) ==
                 std::vector<float>(source.size(), 0.0f),
             "a null source writes zeros");

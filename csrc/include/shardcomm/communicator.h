@@ -11,6 +11,7 @@
 #include "shardcomm/dtype.h"
 #include "shardcomm/error.h"
 #include "shardcomm/reduce.h"
+#include "shardcomm/stream.h"
 
 namespace shardcomm {
 
@@ -39,9 +40,10 @@ struct Receipt {
   std::string reason;
 };
 
-// All collectives are called by every rank in the same order, block until this rank's part is
-// complete, and throw CommError on every surviving rank when one rank died, called something else,
-// or did not come in time. Gathers (all_gather, broadcast, barrier, allocate(gather)) and reduces
+// All collectives are called by every rank in the same order, and throw CommError on every
+// surviving rank when one rank died, called something else, or did not come in time. On a CPU they
+// block until this rank's part is complete, and take no notice of `stream`; on a device they put it
+// on `stream` and return. Gathers (all_gather, broadcast, barrier, allocate(gather)) and reduces
 // (reduce_scatter, all_reduce, allocate(reduce)) are two independent channels: one of each may run
 // at once, from two threads.
 class Communicator {
@@ -60,17 +62,21 @@ class Communicator {
   // `send` is recv + rank * count and the dtypes agree. Ranks that pass different tags called
   // different collectives: what tells two gathers of the same size apart.
   virtual void all_gather(const void* send, DType send_dtype, void* recv, DType recv_dtype,
-                          std::int64_t count, std::int64_t tag = 0) = 0;
+                          std::int64_t count, std::int64_t tag = 0,
+                          NativeStream stream = nullptr) = 0;
 
   // recv[i] = epilogue(send of rank 0 [rank * count + i] op send of rank 1 [rank * count + i] op
   // ...).
   virtual void reduce_scatter(const void* send, DType dtype, void* recv, const Epilogue& epilogue,
-                              std::int64_t count, RedOp op, std::int64_t tag = 0) = 0;
+                              std::int64_t count, RedOp op, std::int64_t tag = 0,
+                              NativeStream stream = nullptr) = 0;
 
   // In place; bitwise the same on every rank.
-  virtual void all_reduce(void* buffer, DType dtype, std::int64_t count, RedOp op) = 0;
-  virtual void broadcast(void* buffer, std::size_t bytes, int root) = 0;
-  virtual void barrier() = 0;
+  virtual void all_reduce(void* buffer, DType dtype, std::int64_t count, RedOp op,
+                          NativeStream stream = nullptr) = 0;
+  virtual void broadcast(void* buffer, std::size_t bytes, int root,
+                         NativeStream stream = nullptr) = 0;
+  virtual void barrier(NativeStream stream = nullptr) = 0;
 
   // Makes every rank's present and later collectives throw CommError with this reason. Any thread
   // may call it.

@@ -26,13 +26,12 @@ struct Segment {
 };
 
 // A piece of one segment that one worker (CPU thread, CUDA block, Triton program) copies on its
-// own. It is resolved: executors do no search. Same fields as a Segment, at most kTileElements
-// elements.
+// own. It is resolved: executors do no search. Same fields as a Segment.
 using Tile = Segment;
 
 class CopyPlan {
  public:
-  static constexpr std::int64_t kTileElements = 16384;
+  static constexpr std::int64_t kTileElements = 16384;  // most elements of a tile on a CPU
 
   // Throws std::invalid_argument for negative sizes, a pitch shorter than a row (so that rows would
   // overlap), an extent past 2^63, or a dtype pair that has no conversion (f32, bf16, f16 convert;
@@ -41,6 +40,8 @@ class CopyPlan {
 
   const std::vector<Segment>& segments() const { return segments_; }
   const std::vector<Tile>& tiles() const { return tiles_; }
+  // The same work in tiles of at most `tile_elements`, a multiple of kCutElements (tile.h).
+  std::vector<Tile> cut(std::int64_t tile_elements) const;
   DType src_dtype() const { return src_dtype_; }
   DType dst_dtype() const { return dst_dtype_; }
   // How many elements each operand must have: 1 + the largest index the plan reads or writes there.

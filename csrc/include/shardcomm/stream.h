@@ -1,5 +1,9 @@
-// Streams and events on the CPU, with the meaning they have in CUDA. A stream runs its operations
-// in order on a worker thread; an event marks a point in a stream.
+// Streams and events, with one meaning on both devices. A stream runs its operations in order; an
+// event marks a point in a stream.
+//
+//   thread   a worker thread of this process: communication on a CPU
+//   caller   whoever calls: computation on a CPU. Operations run at once, events have fired.
+//   cuda     a CUDA stream. Operations run at once and put their work on it.
 #pragma once
 
 #include <chrono>
@@ -8,39 +12,48 @@
 
 namespace shardcomm {
 
+// The cudaStream_t that device work goes to; null on a CPU.
+using NativeStream = void*;
+
 // Fires when the operations enqueued before it have finished, or one of them has failed.
 class Event {
  public:
-  bool query() const;  // true once fired; never throws, never blocks
-  // Blocks until fired. Rethrows the stream's failure, if it failed before this event.
+  virtual ~Event() = default;
+  virtual bool query() const = 0;  // true once fired; never throws, never blocks
+  // Blocks until fired; gives up after `timeout`: false. Rethrows the stream's failure, if it
+  // failed before this event.
+  virtual bool wait_for(std::chrono::milliseconds timeout) const = 0;
   void wait() const;
-  // As wait, but gives up after `timeout`: false.
-  bool wait_for(std::chrono::milliseconds timeout) const;
-
- private:
-  friend class Stream;
-  struct State;
-  explicit Event(std::shared_ptr<State> state);
-  std::shared_ptr<State> state_;
+  // Time from `earlier` to this, both fired and of the same kind of stream; on a CUDA stream, of
+  // one made `timed`.
+  virtual double seconds_since(const Event& earlier) const = 0;
 };
 
 class Stream {
  public:
-  Stream();
-  // Runs what is queued to its end, then joins the worker.
-  ~Stream();
-  Stream(const Stream&) = delete;
-  Stream& operator=(const Stream&) = delete;
+  using Operation = std::function<void(NativeStream)>;
 
-  // Runs `operation` after all enqueued before it. Once an operation has thrown, later ones are
-  // dropped unrun and their events carry the same exception.
-  void enqueue(std::function<void()> operation);
-  Event record();
-  void wait(const Event& event);  // later operations of this stream start after `event`
+  virtual ~Stream() = default;
 
- private:
-  struct Worker;
-  std::unique_ptr<Worker> worker_;
+  virtual NativeStream native() const { return nullptr; }
+
+  // Runs `operation` after all enqueued before it. Once an operation of a thread stream has thrown,
+  // later ones are dropped unrun and their events carry the same exception; elsewhere it throws
+  // here.
+  virtual void enqueue(Operation operation) = 0;
+  virtual std::shared_ptr<Event> record() = 0;
+  // Later operations of this stream start after `event`. Only the caller stream blocks.
+  virtual void wait(std::shared_ptr<Event> event) = 0;
 };
+
+// Its destructor runs what is queued to its end, then joins the worker.
+std::unique_ptr<Stream> make_thread_stream();
+std::unique_ptr<Stream> make_caller_stream();
+
+// A new stream of a device, without implicit synchronisation with the default stream. With `timed`
+// its events tell the time, which costs a little. Throws CudaError.
+std::unique_ptr<Stream> make_cuda_stream(int device, bool timed = false);
+// Somebody else's, which must outlive this.
+std::unique_ptr<Stream> borrow_cuda_stream(int device, NativeStream stream, bool timed = false);
 
 }  // namespace shardcomm

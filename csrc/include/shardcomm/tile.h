@@ -2,12 +2,15 @@
 // segment a tile covers, where an element of a tile lies on either side, and how much of a run can
 // be accessed in whole vectors.
 //
-//   segment, 5 x 6, gaps on one side        the same without gaps: one row of 30
-//   +-------------+                         +--------------+--------------+
-//   | 0 0 0 0 0 0 |  tiles of at most       | 0 0 0 .. 0 0 | 1 1 1 .. 1 1 |  tiles of at most 16
-//   elements | 0 0 0 0 0 0 |  12 elements: whole     +--------------+--------------+ | 1 1 1 1 1 1
-//   |  rows, equally many | 1 1 1 1 1 1 | | 2 2 2 2 2 2 |
-//   +-------------+
+//   segment, 5 x 6, gaps on one side:       the same without gaps is one row of 30:
+//   tiles of at most 12 elements are        tiles of at most 16 elements are
+//   whole rows, equally many                equal parts of it
+//
+//   | 0 0 0 0 0 0 |                         | 0 0 0 .. 0 0 | 1 1 1 .. 1 1 |
+//   | 0 0 0 0 0 0 |
+//   | 1 1 1 1 1 1 |
+//   | 1 1 1 1 1 1 |
+//   | 2 2 2 2 2 2 |
 #pragma once
 
 #include <cstdint>
@@ -25,7 +28,6 @@ namespace shardcomm {
 // Rows are cut at multiples of this many elements, so that every piece of an aligned row is aligned
 // too.
 constexpr std::int64_t kCutElements = 128;
-static_assert(CopyPlan::kTileElements % kCutElements == 0, "a cut row must not exceed a tile");
 
 SHARDCOMM_HOST_DEVICE constexpr std::int64_t smaller(std::int64_t a, std::int64_t b) {
   return a < b ? a : b;
@@ -59,17 +61,19 @@ struct TileGrid {
   std::int64_t tiles = 0;
 };
 
-SHARDCOMM_HOST_DEVICE constexpr TileGrid tile_grid(const Segment& segment) {
+// `tile_elements`: the most a tile may have, a multiple of kCutElements.
+SHARDCOMM_HOST_DEVICE constexpr TileGrid tile_grid(const Segment& segment,
+                                                   std::int64_t tile_elements) {
   TileGrid grid;
   if (segment.rows == 0 || segment.cols == 0) return grid;
-  grid.tiles_per_row = divide_up(segment.cols, CopyPlan::kTileElements);
+  grid.tiles_per_row = divide_up(segment.cols, tile_elements);
   grid.cols = segment.cols;
   if (grid.tiles_per_row > 1) {
     const std::int64_t equal_share = divide_up(segment.cols, grid.tiles_per_row);
     grid.cols = divide_up(equal_share, kCutElements) * kCutElements;
     grid.tiles_per_row = divide_up(segment.cols, grid.cols);
   }
-  const std::int64_t most_rows = grid.tiles_per_row > 1 ? 1 : CopyPlan::kTileElements / grid.cols;
+  const std::int64_t most_rows = grid.tiles_per_row > 1 ? 1 : tile_elements / grid.cols;
   grid.rows = divide_up(segment.rows, divide_up(segment.rows, most_rows));
   grid.tiles = divide_up(segment.rows, grid.rows) * grid.tiles_per_row;
   return grid;

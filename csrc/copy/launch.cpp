@@ -1,0 +1,109 @@
+#include "copy/launch.h"
+
+#include <algorithm>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <unordered_map>
+#include <utility>
+
+namespace shardcomm {
+namespace {
+
+constexpr std::int64_t kLeastTileElements = 1024;
+constexpr std::int64_t kMostTileElements = 8192;
+constexpr std::int64_t kTilesPerWorker = 4;
+
+// A launch under construction, and where each operand of the plan stands in it.
+class Filling {
+ public:
+  bool has_room_for(const Tile& tile, std::size_t most_operands) const {
+    const std::size_t more = (tile.src != Segment::kZeros && sources_.count(tile.src) == 0) +
+                             (destinations_.count(tile.dst) == 0);
+    return launch_.operands() + more <= most_operands;
+  }
+
+  void add(Tile tile) {
+    if (tile.src != Segment::kZeros) tile.src = place(tile.src, sources_, launch_.sources);
+    tile.dst = place(tile.dst, destinations_, launch_.destinations);
+    launch_.tiles.push_back(tile);
+  }
+
+  Launch finish() && {
+    const auto num_sources = static_cast<std::int32_t>(launch_.sources.size());
+    for (Tile& tile : launch_.tiles) tile.dst += num_sources;
+    return std::move(launch_);
+  }
+
+ private:
+  using Places = std::unordered_map<std::int32_t, std::int32_t>;
+
+  static std::int32_t place(std::int32_t operand, Places& places,
+                            std::vector<std::int32_t>& operands) {
+    const auto [found, is_new] =
+        places.emplace(operand, static_cast<std::int32_t>(operands.size()));
+    if (is_new) operands.push_back(operand);
+    return found->second;
+  }
+
+  Launch launch_;
+  Places sources_;
+  Places destinations_;
+};
+
+}  // namespace
+
+std::vector<Launch> launches_of(const CopyPlan& plan, std::int64_t tile_elements,
+                                std::size_t most_operands) {
+  std::vector<Launch> launches;
+  Filling filling;
+  bool is_empty = true;
+  for (const Tile& tile : plan.cut(tile_elements)) {
+    if (!filling.has_room_for(tile, most_operands)) {
+      launches.push_back(std::move(filling).finish());
+      filling = {};
+    }
+    filling.add(tile);
+    is_empty = false;
+  }
+  if (!is_empty) launches.push_back(std::move(filling).finish());
+  return launches;
+}
+
+std::int64_t tile_elements_for(const CopyPlan& plan, std::int64_t workers) {
+  const std::int64_t share = plan.elements() / (workers * kTilesPerWorker);
+  return std::clamp(share / kCutElements * kCutElements, kLeastTileElements, kMostTileElements);
+}
+
+void walk_launches(const CopyPlan& plan, const void* const* sources, void* const* destinations,
+                   const CopyOptions& options, std::int64_t tile_elements,
+                   std::size_t most_operands, std::uint32_t blocks, std::uint32_t threads) {
+  check_options(plan, options);
+  if (tile_elements < kCutElements || tile_elements % kCutElements != 0) {
+    throw std::invalid_argument("tile_elements is " + std::to_string(tile_elements) +
+                                ", it must be a positive multiple of " +
+                                std::to_string(kCutElements));
+  }
+  if (most_operands < 2 || most_operands > kMostOperands || blocks < 1 || threads < 1) {
+    throw std::invalid_argument("a launch has 2 to " + std::to_string(kMostOperands) +
+                                " operands, and at least one block and thread");
+  }
+  const auto operands = std::make_unique<Operands<kMostOperands>>();
+  for (const Launch& launch : launches_of(plan, tile_elements, most_operands)) {
+    auto* at = operands->at;
+    for (const std::int32_t source : launch.sources) *at++ = sources[source];
+    for (const std::int32_t destination : launch.destinations) *at++ = destinations[destination];
+    visit_copy(plan.src_dtype(), plan.dst_dtype(), options.scale, options.accumulate,
+               [&](auto copy) {
+                 for (std::uint32_t block = 0; block < blocks; ++block) {
+                   for (std::uint32_t thread = 0; thread < threads; ++thread) {
+                     copy_as_thread<decltype(copy)>(
+                         launch.tiles.data(), static_cast<std::uint32_t>(launch.tiles.size()),
+                         *operands, options.scale, block, blocks, thread, threads);
+                   }
+                 }
+               });
+  }
+}
+
+}  // namespace shardcomm

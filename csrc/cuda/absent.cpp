@@ -1,0 +1,35 @@
+// Everything that needs CUDA, in a build without it.
+#include "copy/copy_cuda.h"
+#include "shardcomm/cuda.h"
+#include "shardcomm/error.h"
+#include "shardcomm/stream.h"
+
+namespace shardcomm {
+namespace {
+
+constexpr const char* kAbsent =
+    "this build of shardcomm has no CUDA; install the CUDA toolkit (nvcc) and build it again, with "
+    "SHARDCOMM_CUDA=on";
+
+[[noreturn]] void refuse() { throw CudaError(kAbsent); }
+
+}  // namespace
+
+CudaStatus cuda_status() {
+  CudaStatus status;
+  status.reason = kAbsent;
+  return status;
+}
+
+std::unique_ptr<Stream> make_cuda_stream(int, bool) { refuse(); }
+std::unique_ptr<Stream> borrow_cuda_stream(int, NativeStream, bool) { refuse(); }
+
+struct CudaCopy::DeviceLaunch {};
+CudaCopy::CudaCopy(const CopyPlan&, const CopyOptions&, int) { refuse(); }
+CudaCopy::~CudaCopy() = default;
+void CudaCopy::run(const void* const*, void* const*, NativeStream) const { refuse(); }
+void convert_cuda(void*, DType, const void*, DType, std::int64_t, float, bool, NativeStream) {
+  refuse();
+}
+
+}  // namespace shardcomm

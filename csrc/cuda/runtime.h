@@ -1,0 +1,49 @@
+// The CUDA runtime, with errors as exceptions and resources that let go of themselves.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstddef>
+#include <memory>
+#include <string>
+
+#include "shardcomm/error.h"
+
+namespace shardcomm {
+
+// Throws CudaError, "<what>: <CUDA's description>", unless `result` is success.
+void check_cuda(cudaError_t result, const char* what);
+
+// `device` is current in this scope.
+class DeviceScope {
+ public:
+  explicit DeviceScope(int device);
+  ~DeviceScope();
+  DeviceScope(const DeviceScope&) = delete;
+  DeviceScope& operator=(const DeviceScope&) = delete;
+
+ private:
+  int before_ = 0;
+  bool changed_ = false;
+};
+
+// Memory of a device. Freeing it waits for all work of the device.
+class DeviceMemory {
+ public:
+  DeviceMemory(int device, std::size_t bytes);
+  ~DeviceMemory();
+  DeviceMemory(const DeviceMemory&) = delete;
+  DeviceMemory& operator=(const DeviceMemory&) = delete;
+  void* data() const { return data_; }
+  std::size_t bytes() const { return bytes_; }
+
+ private:
+  int device_;
+  std::size_t bytes_;
+  void* data_ = nullptr;
+};
+
+// The device that `pointer` belongs to; -1 for memory of the host.
+int device_of(const void* pointer);
+
+}  // namespace shardcomm

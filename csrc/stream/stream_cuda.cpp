@@ -1,0 +1,116 @@
+#include <algorithm>
+#include <stdexcept>
+#include <thread>
+#include <utility>
+
+#include "cuda/runtime.h"
+#include "shardcomm/stream.h"
+
+namespace shardcomm {
+namespace {
+
+class CudaEvent final : public Event {
+ public:
+  CudaEvent(int device, cudaStream_t stream, bool timed) : device_(device) {
+    const DeviceScope scope(device);
+    check_cuda(cudaEventCreateWithFlags(&event_, timed ? cudaEventDefault : cudaEventDisableTiming),
+               "cudaEventCreateWithFlags");
+    const cudaError_t recorded = cudaEventRecord(event_, stream);
+    if (recorded != cudaSuccess) {
+      cudaEventDestroy(event_);
+      check_cuda(recorded, "cudaEventRecord");
+    }
+  }
+  ~CudaEvent() override { cudaEventDestroy(event_); }
+  CudaEvent(const CudaEvent&) = delete;
+  CudaEvent& operator=(const CudaEvent&) = delete;
+
+  cudaEvent_t get() const { return event_; }
+
+  bool query() const override { return cudaEventQuery(event_) != cudaErrorNotReady; }
+
+  // CUDA has no wait with a timeout; what waits on the host for a device is in no hurry.
+  bool wait_for(std::chrono::milliseconds timeout) const override {
+    const DeviceScope scope(device_);
+    const auto end = std::chrono::steady_clock::now() + timeout;
+    std::chrono::microseconds pause{20};
+    while (true) {
+      const cudaError_t result = cudaEventQuery(event_);
+      if (result != cudaErrorNotReady) {
+        check_cuda(result, "cudaEventQuery");
+        return true;
+      }
+      if (std::chrono::steady_clock::now() >= end) return false;
+      std::this_thread::sleep_for(pause);
+      pause = std::min(2 * pause, std::chrono::microseconds{1000});
+    }
+  }
+
+  double seconds_since(const Event& earlier) const override {
+    const auto* begin = dynamic_cast<const CudaEvent*>(&earlier);
+    if (begin == nullptr)
+      throw std::invalid_argument("an event of the host and one of a device do not compare");
+    float milliseconds = 0;
+    check_cuda(cudaEventElapsedTime(&milliseconds, begin->event_, event_), "cudaEventElapsedTime");
+    return static_cast<double>(milliseconds) * 1e-3;
+  }
+
+ private:
+  int device_;
+  cudaEvent_t event_ = nullptr;
+};
+
+class CudaStream final : public Stream {
+ public:
+  CudaStream(int device, cudaStream_t stream, bool owned, bool timed)
+      : device_(device), stream_(stream), owned_(owned), timed_(timed) {}
+  ~CudaStream() override {
+    if (owned_) cudaStreamDestroy(stream_);  // what is on it still runs
+  }
+  CudaStream(const CudaStream&) = delete;
+  CudaStream& operator=(const CudaStream&) = delete;
+
+  NativeStream native() const override { return stream_; }
+
+  void enqueue(Operation operation) override {
+    const DeviceScope scope(device_);
+    operation(stream_);
+  }
+
+  std::shared_ptr<Event> record() override {
+    return std::make_shared<CudaEvent>(device_, stream_, timed_);
+  }
+
+  void wait(std::shared_ptr<Event> event) override {
+    const auto* on_device = dynamic_cast<const CudaEvent*>(event.get());
+    if (on_device == nullptr) return event->wait();  // the host's: nothing of it is on a device
+    check_cuda(cudaStreamWaitEvent(stream_, on_device->get(), 0), "cudaStreamWaitEvent");
+  }
+
+ private:
+  int device_;
+  cudaStream_t stream_;
+  bool owned_;
+  bool timed_;
+};
+
+}  // namespace
+
+std::unique_ptr<Stream> make_cuda_stream(int device, bool timed) {
+  const DeviceScope scope(device);
+  // Communication is what computation waits for: it goes first where both are ready.
+  int least = 0;
+  int greatest = 0;
+  check_cuda(cudaDeviceGetStreamPriorityRange(&least, &greatest),
+             "cudaDeviceGetStreamPriorityRange");
+  cudaStream_t stream = nullptr;
+  check_cuda(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, greatest),
+             "cudaStreamCreateWithPriority");
+  return std::make_unique<CudaStream>(device, stream, true, timed);
+}
+
+std::unique_ptr<Stream> borrow_cuda_stream(int device, NativeStream stream, bool timed) {
+  return std::make_unique<CudaStream>(device, static_cast<cudaStream_t>(stream), false, timed);
+}
+
+}  // namespace shardcomm
