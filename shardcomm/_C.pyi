@@ -54,14 +54,6 @@ class CopyPlan:
     def num_destinations(self) -> int: ...
     @property
     def elements(self) -> int: ...
-    def run(
-        self,
-        sources: Sequence[int],
-        destinations: Sequence[int],
-        scale: float = ...,
-        accumulate: bool = ...,
-        threads: int = ...,
-    ) -> None: ...
 
 class BoundCopy:
     def __init__(
@@ -97,6 +89,18 @@ def reduce(
     dtype: DType,
     op: RedOp,
     count: int,
+) -> None: ...
+
+def walk_reduce(
+    dst: int,
+    dst_dtype: DType,
+    scale: float,
+    accumulate: bool,
+    sources: Sequence[int],
+    dtype: DType,
+    op: RedOp,
+    count: int,
+    threads: int,
 ) -> None: ...
 
 class InstructionSet:

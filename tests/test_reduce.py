@@ -1,4 +1,4 @@
-"""The arithmetic of reduce-scatter and all-reduce on a CPU, against PyTorch's."""
+"""The arithmetic of reduce-scatter and all-reduce, against PyTorch's: of the CPU, and the CUDA kernel's code walked."""
 
 from collections.abc import Iterator
 from functools import reduce
@@ -61,10 +61,20 @@ def expect(
     return value.to(dst.dtype)
 
 
+CPU = 0
+walked_threads = st.sampled_from([CPU, 1, 5, 256])
+
+
 def run(
-    dst: Tensor, sources: list[Tensor], op: str, scale: float = 1.0, accumulate: bool = False
+    dst: Tensor,
+    sources: list[Tensor],
+    op: str,
+    scale: float = 1.0,
+    accumulate: bool = False,
+    threads: int = CPU,
 ) -> None:
-    _C.reduce(
+    """On the CPU, or the kernel's code, thread by thread of a launch of so many."""
+    arguments = (
         dst.data_ptr(),
         core_dtype(dst.dtype),
         scale,
@@ -74,6 +84,10 @@ def run(
         OPS[op],
         sources[0].numel(),
     )
+    if threads == CPU:
+        _C.reduce(*arguments)
+    else:
+        _C.walk_reduce(*arguments, threads)
 
 
 def assert_same(result: Tensor, expected: Tensor) -> None:
@@ -91,6 +105,7 @@ def assert_same(result: Tensor, expected: Tensor) -> None:
     count=st.integers(0, 700),
     epilogue=st.tuples(st.sampled_from([1.0, 0.25, -1.7]), st.booleans()),
     misalignment=st.integers(0, 3),
+    threads=walked_threads,
     seed=st.integers(0, 10_000),
 )
 def test_floats_reduce_in_float32_in_source_order(
@@ -100,6 +115,7 @@ def test_floats_reduce_in_float32_in_source_order(
     count: int,
     epilogue: tuple[float, bool],
     misalignment: int,
+    threads: int,
     seed: int,
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -114,7 +130,7 @@ def test_floats_reduce_in_float32_in_source_order(
     dst = guarded[8 : 8 + count]
     expected = expect(sources, op, dst, scale, accumulate)
 
-    run(dst, sources, op, scale, accumulate)
+    run(dst, sources, op, scale, accumulate, threads)
 
     assert_same(dst, expected)
     assert_same(guarded[:8], before[:8])
@@ -128,16 +144,23 @@ def test_floats_reduce_in_float32_in_source_order(
     num_sources=st.integers(1, 5),
     count=st.integers(0, 700),
     accumulate=st.booleans(),
+    threads=walked_threads,
     seed=st.integers(0, 10_000),
 )
 def test_integers_wrap_and_doubles_stay_doubles(
-    dtype: torch.dtype, op: str, num_sources: int, count: int, accumulate: bool, seed: int
+    dtype: torch.dtype,
+    op: str,
+    num_sources: int,
+    count: int,
+    accumulate: bool,
+    threads: int,
+    seed: int,
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     sources = [values(count, dtype, generator) for _ in range(num_sources)]
     dst = values(count, dtype, generator)
     expected = expect(sources, op, dst, accumulate=accumulate)
-    run(dst, sources, op, accumulate=accumulate)
+    run(dst, sources, op, accumulate=accumulate, threads=threads)
     assert_same(dst, expected)
 
 
@@ -153,14 +176,17 @@ def test_every_instruction_set_agrees(dtype: torch.dtype, op: str) -> None:
         assert_same(dst, expect(sources, op, dst))
 
 
+@pytest.mark.parametrize("threads", [CPU, 64])
 @pytest.mark.parametrize("num_sources", [1, 2, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
-def test_the_destination_may_be_a_source(dtype: torch.dtype, num_sources: int) -> None:
+def test_the_destination_may_be_a_source(
+    dtype: torch.dtype, num_sources: int, threads: int
+) -> None:
     generator = torch.Generator().manual_seed(6)
     for aliased in range(num_sources):
         sources = [values(3001, dtype, generator) for _ in range(num_sources)]
         expected = expect(sources, "sum", sources[aliased])
-        run(sources[aliased], sources, "sum")
+        run(sources[aliased], sources, "sum", threads=threads)
         assert_same(sources[aliased], expected)
 
 

@@ -8,6 +8,7 @@
 #include "copy/bound_copy.h"
 #include "copy/launch.h"
 #include "copy/simd.h"
+#include "copy/thread_reduce.h"
 #include "shardcomm/copy_plan.h"
 #include "shardcomm/reduce.h"
 #include "shardcomm/stream.h"
@@ -118,6 +119,14 @@ void reduce(std::uintptr_t dst, DType dst_dtype, float scale, bool accumulate,
              sources_of.data(), static_cast<int>(sources_of.size()), dtype, op, count);
 }
 
+void walk_reduction(std::uintptr_t dst, DType dst_dtype, float scale, bool accumulate,
+                    const Addresses& sources, DType dtype, RedOp op, std::int64_t count,
+                    std::int64_t threads) {
+  const auto sources_of = pointers<const void*>(sources);
+  walk_reduce(reinterpret_cast<void*>(dst), Epilogue{dst_dtype, scale, accumulate},
+              sources_of.data(), static_cast<int>(sources_of.size()), dtype, op, count, threads);
+}
+
 }  // namespace
 
 void bind_copy(py::module_& m) {
@@ -157,6 +166,10 @@ void bind_copy(py::module_& m) {
   m.def("reduce", &reduce, py::arg("dst"), py::arg("dst_dtype"), py::arg("scale"),
         py::arg("accumulate"), py::arg("sources"), py::arg("dtype"), py::arg("op"),
         py::arg("count"));
+  m.def("walk_reduce", &walk_reduction, py::arg("dst"), py::arg("dst_dtype"), py::arg("scale"),
+        py::arg("accumulate"), py::arg("sources"), py::arg("dtype"), py::arg("op"),
+        py::arg("count"), py::arg("threads"),
+        "The CUDA reduction kernel's code on the CPU, thread by thread.");
 
   py::enum_<InstructionSet> instruction_sets_enum(m, "InstructionSet");
   for (InstructionSet set :

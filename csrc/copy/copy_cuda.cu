@@ -30,18 +30,6 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// How many blocks of a kernel are resident at once: more would only queue up.
-template <class Kernel>
-int resident_blocks(Kernel kernel, int device) {
-  int processors = 0;
-  int per_processor = 0;
-  check_cuda(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device),
-             "cudaDeviceGetAttribute");
-  check_cuda(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_processor, kernel, kThreads, 0),
-             "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
-  return processors * std::max(1, per_processor);
-}
-
 template <class Copy, int kCapacity>
 void launch_tiles(const Tile* tiles, std::uint32_t num_tiles, int blocks, const Launch& launch,
                   const void* const* sources, void* const* destinations, float scale,
@@ -70,7 +58,7 @@ CudaCopy::CudaCopy(const CopyPlan& plan, const CopyOptions& options, int device)
   const DeviceScope scope(device);
   visit_copy(plan.src_dtype(), plan.dst_dtype(), options.scale, options.accumulate, [&](auto copy) {
     using Copy = decltype(copy);
-    const int resident = resident_blocks(copy_tiles<Copy, kFewOperands>, device);
+    const int resident = resident_blocks(copy_tiles<Copy, kFewOperands>, kThreads);
     for (Launch& launch : launches_of(plan, tile_elements_for(plan, resident))) {
       const std::size_t bytes = launch.tiles.size() * sizeof(Tile);
       auto tiles = std::make_unique<DeviceMemory>(device, bytes);
@@ -101,11 +89,9 @@ void CudaCopy::run(const void* const* sources, void* const* destinations,
 void convert_cuda(void* dst, DType dst_dtype, const void* src, DType src_dtype, std::int64_t count,
                   float scale, bool accumulate, NativeStream stream) {
   if (count == 0 || (dst == src && dst_dtype == src_dtype && scale == 1.0f && !accumulate)) return;
-  int device = 0;
-  check_cuda(cudaGetDevice(&device), "cudaGetDevice");
   visit_copy(src_dtype, dst_dtype, scale, accumulate, [&](auto copy) {
     using Copy = decltype(copy);
-    const int resident = resident_blocks(copy_run<Copy>, device);
+    const int resident = resident_blocks(copy_run<Copy>, kThreads);
     const Segment segment{0, 0, 0, count, 0, count, 1, count};
     const std::int64_t share = divide_up(divide_up(count, 4 * resident), kCutElements);
     const TileGrid grid = tile_grid(

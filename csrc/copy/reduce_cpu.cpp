@@ -8,7 +8,7 @@
 #include <string>
 #include <type_traits>
 
-#include "copy/element.h"
+#include "copy/reduce_element.h"
 #include "copy/simd.h"
 #include "shardcomm/reduce.h"
 
@@ -16,45 +16,6 @@ namespace shardcomm {
 namespace {
 
 constexpr std::int64_t kBlockElements = 128;
-
-template <class T>
-using Accumulator = decltype(load(T{}));
-
-// Integers are added as unsigned ones, where overflow is defined: it wraps.
-template <class T>
-[[gnu::always_inline]] inline T add(T a, T b) {
-  if constexpr (std::is_integral_v<T>) {
-    using Wrapping = std::make_unsigned_t<T>;
-    return static_cast<T>(static_cast<Wrapping>(a) + static_cast<Wrapping>(b));
-  } else {
-    return a + b;
-  }
-}
-
-struct Sum {
-  template <class T>
-  [[gnu::always_inline]] static T combine(T a, T b) {
-    return add(a, b);
-  }
-};
-
-// b != b only for NaN; a NaN in `a` survives since it compares as false. So NaN wins from either
-// side.
-struct Max {
-  template <class T>
-  [[gnu::always_inline]] static T combine(T a, T b) {
-    const T larger = a < b ? b : a;
-    return b != b ? b : larger;
-  }
-};
-
-struct Min {
-  template <class T>
-  [[gnu::always_inline]] static T combine(T a, T b) {
-    const T smaller = b < a ? b : a;
-    return b != b ? b : smaller;
-  }
-};
 
 // The loops over one block. `partial` holds Accumulator<Src> elements.
 
@@ -94,17 +55,12 @@ struct Finish {
     using Value = Accumulator<Dst>;
     auto* __restrict to = static_cast<Dst*>(dst);
     const auto* __restrict from = static_cast<const Value*>(partial);
-    if constexpr (std::is_integral_v<Value>) {
-      for (std::int64_t i = 0; i < count; ++i) {
-        const Value value = divisor == 1 ? from[i] : static_cast<Value>(from[i] / divisor);
-        store(to[i], kAccumulate ? add(to[i], value) : value);
-      }
-    } else {
-      const Value mean = Value{1} / static_cast<Value>(divisor);
-      for (std::int64_t i = 0; i < count; ++i) {
-        const Value value = static_cast<Value>(scale) * (from[i] * mean);
-        store(to[i], kAccumulate ? load(to[i]) + value : value);
-      }
+    // Integers have neither.
+    const Value mean =
+        std::is_integral_v<Value> ? Value{1} : Value{1} / static_cast<Value>(divisor);
+    const auto factor = static_cast<Value>(scale);
+    for (std::int64_t i = 0; i < count; ++i) {
+      finish<kAccumulate>(to[i], from[i], divisor, mean, factor);
     }
   }
 };
@@ -115,27 +71,6 @@ struct Kernels {
   void (*fold)(void* partial, const void* source, std::int64_t count);
   void (*finish)(void* dst, const void* partial, std::int64_t count, int divisor, float scale);
 };
-
-// Calls visit(T{}) with the C++ type of `dtype`.
-template <class Visit>
-void with_type(DType dtype, Visit visit) {
-  switch (dtype) {
-    case DType::u8:
-      return visit(std::uint8_t{});
-    case DType::i32:
-      return visit(std::int32_t{});
-    case DType::i64:
-      return visit(std::int64_t{});
-    case DType::f16:
-      return visit(Half{});
-    case DType::bf16:
-      return visit(BFloat16{});
-    case DType::f32:
-      return visit(float{});
-    case DType::f64:
-      return visit(double{});
-  }
-}
 
 template <class Src, class Op>
 void choose_loads(Kernels& kernels) {

@@ -1,5 +1,6 @@
 // Everything that needs CUDA, in a build without it.
 #include "copy/copy_cuda.h"
+#include "copy/reduce_cuda.h"
 #include "shardcomm/cuda.h"
 #include "shardcomm/error.h"
 #include "shardcomm/stream.h"
@@ -29,6 +30,11 @@ CudaCopy::CudaCopy(const CopyPlan&, const CopyOptions&, int) { refuse(); }
 CudaCopy::~CudaCopy() = default;
 void CudaCopy::run(const void* const*, void* const*, NativeStream) const { refuse(); }
 void convert_cuda(void*, DType, const void*, DType, std::int64_t, float, bool, NativeStream) {
+  refuse();
+}
+
+void reduce_cuda(void*, const Epilogue&, const void* const*, int, DType, RedOp, std::int64_t,
+                 NativeStream) {
   refuse();
 }
 

@@ -1,5 +1,10 @@
 #include "cuda/runtime.h"
 
+#include <algorithm>
+#include <map>
+#include <mutex>
+#include <tuple>
+
 #include "shardcomm/cuda.h"
 
 namespace shardcomm {
@@ -34,6 +39,26 @@ DeviceMemory::~DeviceMemory() {
     cudaFree(data_);
   } catch (const CudaError&) {  // the process ends and the driver has gone before
   }
+}
+
+int resident_blocks(const void* kernel, int threads) {
+  // Asked for at every launch of a communicator, and never another answer.
+  static std::mutex mutex;
+  static std::map<std::tuple<int, const void*, int>, int> known;
+  int device = 0;
+  check_cuda(cudaGetDevice(&device), "cudaGetDevice");
+  const std::lock_guard<std::mutex> lock(mutex);
+  int& blocks = known[{device, kernel, threads}];
+  if (blocks == 0) {
+    int processors = 0;
+    int per_processor = 0;
+    check_cuda(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device),
+               "cudaDeviceGetAttribute");
+    check_cuda(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_processor, kernel, threads, 0),
+               "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
+    blocks = processors * std::max(1, per_processor);
+  }
+  return blocks;
 }
 
 int device_of(const void* pointer) {

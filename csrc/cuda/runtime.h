@@ -43,6 +43,13 @@ class DeviceMemory {
   void* data_ = nullptr;
 };
 
+// How many blocks of a kernel the current device holds at once: more would only queue up.
+int resident_blocks(const void* kernel, int threads);
+template <class... Arguments>
+int resident_blocks(void (*kernel)(Arguments...), int threads) {
+  return resident_blocks(reinterpret_cast<const void*>(kernel), threads);
+}
+
 // The device that `pointer` belongs to; -1 for memory of the host.
 int device_of(const void* pointer);
 

@@ -1,0 +1,36 @@
+#include <algorithm>
+#include <cstdint>
+
+#include "copy/reduce_cuda.h"
+#include "copy/thread_reduce.h"
+#include "cuda/runtime.h"
+
+namespace shardcomm {
+namespace {
+
+constexpr int kThreads = 256;
+
+template <class Src, class Dst>
+__global__ void __launch_bounds__(kThreads)
+    reduce_run(const __grid_constant__ Reduction reduction) {
+  reduce_as_thread<Src, Dst>(reduction, std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x,
+                             std::int64_t{gridDim.x} * blockDim.x);
+}
+
+}  // namespace
+
+void reduce_cuda(void* dst, const Epilogue& epilogue, const void* const* sources, int num_sources,
+                 DType dtype, RedOp op, std::int64_t count, NativeStream stream) {
+  const Reduction reduction = reduction_of(dst, epilogue, sources, num_sources, dtype, op, count);
+  if (count == 0) return;
+  visit_reduction(dtype, epilogue.dtype, [&](auto src, auto to) {
+    const auto kernel = reduce_run<decltype(src), decltype(to)>;
+    const std::int64_t elements = kThreads * 4;
+    const std::int64_t blocks = std::min<std::int64_t>((count + elements - 1) / elements,
+                                                       resident_blocks(kernel, kThreads));
+    kernel<<<static_cast<int>(blocks), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(reduction);
+    check_cuda(cudaGetLastError(), "reduce kernel");
+  });
+}
+
+}  // namespace shardcomm

@@ -1,0 +1,89 @@
+// How two elements combine, and what becomes of the result: the arithmetic of a reduction, on a CPU
+// and on CUDA.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+#include <utility>
+
+#include "copy/element.h"
+#include "shardcomm/dtype.h"
+
+namespace shardcomm {
+
+template <class T>
+using Accumulator = decltype(load(std::declval<T>()));
+
+// Integers are added as unsigned ones, where overflow is defined: it wraps.
+template <class T>
+[[gnu::always_inline]] SHARDCOMM_HOST_DEVICE inline T add(T a, T b) {
+  if constexpr (std::is_integral_v<T>) {
+    using Wrapping = std::make_unsigned_t<T>;
+    return static_cast<T>(static_cast<Wrapping>(a) + static_cast<Wrapping>(b));
+  } else {
+    return a + b;
+  }
+}
+
+struct Sum {
+  template <class T>
+  [[gnu::always_inline]] SHARDCOMM_HOST_DEVICE static T combine(T a, T b) {
+    return add(a, b);
+  }
+};
+
+// b != b only for NaN; a NaN in `a` survives since it compares as false. So NaN wins from either
+// side.
+struct Max {
+  template <class T>
+  [[gnu::always_inline]] SHARDCOMM_HOST_DEVICE static T combine(T a, T b) {
+    const T larger = a < b ? b : a;
+    return b != b ? b : larger;
+  }
+};
+
+struct Min {
+  template <class T>
+  [[gnu::always_inline]] SHARDCOMM_HOST_DEVICE static T combine(T a, T b) {
+    const T smaller = b < a ? b : a;
+    return b != b ? b : smaller;
+  }
+};
+
+// Stores scale * (reduced / divisor), plus what `to` held if kAccumulate. `mean` is 1 / divisor:
+// floats multiply by it, integers divide and have no scale.
+template <bool kAccumulate, class Dst, class Value>
+[[gnu::always_inline]] SHARDCOMM_HOST_DEVICE inline void finish(Dst& to, Value reduced, int divisor,
+                                                                Value mean, Value scale) {
+  Value value{};
+  if constexpr (std::is_integral_v<Value>) {
+    value = divisor == 1 ? reduced : static_cast<Value>(reduced / divisor);
+    store(to, kAccumulate ? add(to, value) : value);
+  } else {
+    value = scale * (reduced * mean);
+    store(to, kAccumulate ? load(to) + value : value);
+  }
+}
+
+// Calls visit(T{}) with the C++ type of `dtype`.
+template <class Visit>
+void with_type(DType dtype, Visit visit) {
+  switch (dtype) {
+    case DType::u8:
+      return visit(std::uint8_t{});
+    case DType::i32:
+      return visit(std::int32_t{});
+    case DType::i64:
+      return visit(std::int64_t{});
+    case DType::f16:
+      return visit(Half{});
+    case DType::bf16:
+      return visit(BFloat16{});
+    case DType::f32:
+      return visit(float{});
+    case DType::f64:
+      return visit(double{});
+  }
+}
+
+}  // namespace shardcomm
