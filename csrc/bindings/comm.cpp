@@ -23,9 +23,23 @@ void bind_comm(py::module_& m) {
 
   py::class_<Memory, std::shared_ptr<Memory>>(m, "Memory", py::buffer_protocol())
       .def_property_readonly("nbytes", &Memory::bytes)
+      .def_property_readonly("device", &Memory::device)
       .def_buffer([](Memory& memory) {
+        if (memory.device() >= 0) throw py::buffer_error("this memory is on a CUDA device");
         return py::buffer_info(static_cast<std::uint8_t*>(memory.data()),
                                static_cast<py::ssize_t>(memory.bytes()));
+      })
+      // https://numba.readthedocs.io/en/stable/cuda/cuda_array_interface.html
+      .def_property_readonly("__cuda_array_interface__", [](const Memory& memory) {
+        if (memory.device() < 0) throw py::attribute_error("this memory is on the host");
+        py::dict view;
+        view["version"] = 3;
+        view["typestr"] = "|u1";
+        view["shape"] = py::make_tuple(memory.bytes());
+        view["strides"] = py::none();
+        view["data"] =
+            py::make_tuple(reinterpret_cast<std::uintptr_t>(memory.data()), /*read-only=*/false);
+        return view;
       });
 
   using Comm = std::shared_ptr<Communicator>;
@@ -103,8 +117,10 @@ void bind_comm(py::module_& m) {
 
   m.def(
       "make_local_group",
-      [](int size, double deadline_s) { return make_local_group(size, {deadline_s}); },
-      py::arg("size"), py::arg("deadline_s"));
+      [](int size, double deadline_s, int device) {
+        return make_local_group(size, {deadline_s}, device);
+      },
+      py::arg("size"), py::arg("deadline_s"), py::arg("device") = -1);
 
   py::class_<ShmSession>(m, "ShmSession")
       .def(py::init<int>(), py::arg("size"))

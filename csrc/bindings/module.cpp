@@ -1,4 +1,5 @@
 #include "bindings/bindings.h"
+#include "shardcomm/cuda.h"
 #include "shardcomm/dtype.h"
 #include "shardcomm/error.h"
 #include "shardcomm/reduce.h"
@@ -22,6 +23,16 @@ PYBIND11_MODULE(_C, m) {
       .value("max", RedOp::max)
       .value("min", RedOp::min);
   py::register_exception<CommError>(m, "CommError", PyExc_RuntimeError);
+  py::register_exception<CudaError>(m, "CudaError", PyExc_RuntimeError);
+
+  py::class_<CudaStatus>(m, "CudaStatus")
+      .def_readonly("built", &CudaStatus::built)
+      .def_readonly("available", &CudaStatus::available)
+      .def_readonly("reason", &CudaStatus::reason)
+      .def_readonly("devices", &CudaStatus::devices)
+      .def_readonly("runtime_version", &CudaStatus::runtime_version)
+      .def_readonly("driver_version", &CudaStatus::driver_version);
+  m.def("cuda_status", &cuda_status);
 
   bind_layout(m);
   bind_stream(m);  // first: others take a stream

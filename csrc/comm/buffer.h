@@ -32,6 +32,13 @@ inline void check_buffer(const char* operation, const char* name, const void* da
   }
 }
 
+inline void check_conversion(const char* operation, DType from, DType to) {
+  if (from == to || (is_convertible(from) && is_convertible(to))) return;
+  throw std::invalid_argument(std::string(operation) + ": no conversion from " + name(from) +
+                              " to " + name(to) +
+                              "; f32, bf16 and f16 convert, other dtypes go to themselves");
+}
+
 inline constexpr const char* kPrivate =
     "a buffer is private memory of its rank: copied through a staging area";
 

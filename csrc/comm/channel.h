@@ -17,6 +17,7 @@ class Channel {
   const int index;
   Board board;
   std::atomic_flag busy = ATOMIC_FLAG_INIT;
+  std::uint64_t meetings = 0;  // of those that order work on streams
   std::uint32_t windows_made = 0;
   std::int64_t chunks_staged = 0;
 };

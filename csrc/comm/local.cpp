@@ -1,17 +1,21 @@
 // `local`: N ranks as threads of one process.
+#include "comm/local.h"
+
 #include <stdexcept>
 #include <string>
 #include <utility>
 
-#include "comm/host_communicator.h"
+#include "comm/board_communicator.h"
 
 namespace shardcomm {
 namespace {
 
 class LocalProvider final : public WindowProvider {
  public:
+  explicit LocalProvider(const LocalPlace& place) : place_(place) {}
+
   std::uint64_t create(std::size_t bytes) override {
-    made_ = Mapping::anonymous(bytes);
+    made_ = place_.allocate(bytes);
     return reinterpret_cast<std::uint64_t>(&made_);
   }
   std::shared_ptr<Mapping> open(std::uint64_t handle, std::size_t) override {
@@ -21,22 +25,29 @@ class LocalProvider final : public WindowProvider {
   bool shares_addresses() const override { return true; }
 
  private:
+  LocalPlace place_;
   std::shared_ptr<Mapping> made_;
 };
 
+LocalPlace place_on_host() {
+  return {&Mapping::anonymous, [](int) { return make_host_executor(); }};
+}
+
 }  // namespace
 
-std::vector<std::shared_ptr<Communicator>> make_local_group(int size, const CommOptions& options) {
+std::vector<std::shared_ptr<Communicator>> make_local_group(int size, const CommOptions& options,
+                                                            int device) {
   if (size < 1) {
     throw std::invalid_argument("local group: size is " + std::to_string(size) +
                                 "; it must be at least 1");
   }
+  const LocalPlace place = device < 0 ? place_on_host() : place_on_device(device, size);
   const std::shared_ptr<Mapping> control = Mapping::anonymous(ControlMemory::bytes(size));
   std::vector<std::shared_ptr<Communicator>> group;
   for (int rank = 0; rank < size; ++rank) {
-    group.push_back(std::make_shared<HostCommunicator>("local", rank, size, options, control,
-                                                       std::make_unique<LocalProvider>(),
-                                                       [] { return -1; }));
+    group.push_back(std::make_shared<BoardCommunicator>("local", rank, size, options, control,
+                                                        std::make_unique<LocalProvider>(place),
+                                                        place.executor(rank), [] { return -1; }));
   }
   return group;
 }

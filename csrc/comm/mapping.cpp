@@ -15,7 +15,7 @@
 namespace shardcomm {
 namespace {
 
-std::byte* map(std::size_t bytes, int flags, int fd) {
+std::byte* map_pages(std::size_t bytes, int flags, int fd) {
   void* data = mmap(nullptr, std::max<std::size_t>(bytes, 1), PROT_READ | PROT_WRITE, flags, fd, 0);
   if (data == MAP_FAILED) {
     throw CommError("cannot map " + std::to_string(bytes) +
@@ -24,19 +24,23 @@ std::byte* map(std::size_t bytes, int flags, int fd) {
   return static_cast<std::byte*>(data);
 }
 
+class Pages final : public Mapping {
+ public:
+  Pages(std::size_t bytes, int flags, int fd) : Mapping(map_pages(bytes, flags, fd), bytes) {}
+  ~Pages() override { munmap(data(), std::max<std::size_t>(bytes(), 1)); }
+  Pages(const Pages&) = delete;
+  Pages& operator=(const Pages&) = delete;
+};
+
 }  // namespace
 
 std::shared_ptr<Mapping> Mapping::anonymous(std::size_t bytes) {
-  std::byte* data = map(bytes, MAP_PRIVATE | MAP_ANONYMOUS, -1);
-  return std::make_shared<Mapping>(data, bytes);
+  return std::make_shared<Pages>(bytes, MAP_PRIVATE | MAP_ANONYMOUS, -1);
 }
 
 std::shared_ptr<Mapping> Mapping::of_file(int fd, std::size_t bytes, bool populate) {
-  std::byte* data = map(bytes, MAP_SHARED | (populate ? MAP_POPULATE : 0), fd);
-  return std::make_shared<Mapping>(data, bytes);
+  return std::make_shared<Pages>(bytes, MAP_SHARED | (populate ? MAP_POPULATE : 0), fd);
 }
-
-Mapping::~Mapping() { munmap(data_, std::max<std::size_t>(bytes_, 1)); }
 
 Fd& Fd::operator=(Fd&& other) noexcept {
   std::swap(fd_, other.fd_);

@@ -1,4 +1,5 @@
-// Memory by pages: private to the process, or a window that several processes map.
+// Memory that ranks share: pages of this process, or a window that several processes map. On a
+// device: local_cuda.cpp.
 #pragma once
 
 #include <cstddef>
@@ -14,13 +15,16 @@ class Mapping {
   // The memory behind a file descriptor; the descriptor may be closed afterwards.
   static std::shared_ptr<Mapping> of_file(int fd, std::size_t bytes, bool populate);
 
-  Mapping(std::byte* data, std::size_t bytes) : data_(data), bytes_(bytes) {}  // adopts
-  ~Mapping();
+  virtual ~Mapping() = default;
   Mapping(const Mapping&) = delete;
   Mapping& operator=(const Mapping&) = delete;
 
   std::byte* data() const { return data_; }
   std::size_t bytes() const { return bytes_; }
+  virtual int device() const { return -1; }  // the CUDA device it is on; -1: the host
+
+ protected:
+  Mapping(std::byte* data, std::size_t bytes) : data_(data), bytes_(bytes) {}
 
  private:
   std::byte* data_;

@@ -11,7 +11,7 @@
 #include <string>
 #include <utility>
 
-#include "comm/host_communicator.h"
+#include "comm/board_communicator.h"
 
 namespace shardcomm {
 namespace {
@@ -114,9 +114,9 @@ std::shared_ptr<Communicator> make_shm(const std::string& address, int rank, int
   }
   BoardMemory* board = ControlMemory::board(control->data(), size, 0);
   auto processes = std::make_shared<Processes>(board, rank, size);
-  auto communicator = std::make_shared<HostCommunicator>(
+  auto communicator = std::make_shared<BoardCommunicator>(
       "shm", rank, size, options, control, std::make_unique<ShmProvider>(board),
-      [processes] { return processes->find_dead(); });
+      make_host_executor(), [processes] { return processes->find_dead(); });
   communicator->attach();
   return communicator;
 }

@@ -1,4 +1,5 @@
 // Everything that needs CUDA, in a build without it.
+#include "comm/local.h"
 #include "copy/copy_cuda.h"
 #include "copy/reduce_cuda.h"
 #include "shardcomm/cuda.h"
@@ -24,6 +25,8 @@ CudaStatus cuda_status() {
 
 std::unique_ptr<Stream> make_cuda_stream(int, bool) { refuse(); }
 std::unique_ptr<Stream> borrow_cuda_stream(int, NativeStream, bool) { refuse(); }
+
+LocalPlace place_on_device(int, int) { refuse(); }
 
 struct CudaCopy::DeviceLaunch {};
 CudaCopy::CudaCopy(const CopyPlan&, const CopyOptions&, int) { refuse(); }

@@ -41,6 +41,13 @@ DeviceMemory::~DeviceMemory() {
   }
 }
 
+OwnedEvent make_event(bool timed) {
+  cudaEvent_t event = nullptr;
+  check_cuda(cudaEventCreateWithFlags(&event, timed ? cudaEventDefault : cudaEventDisableTiming),
+             "cudaEventCreateWithFlags");
+  return OwnedEvent(event);
+}
+
 int resident_blocks(const void* kernel, int threads) {
   // Asked for at every launch of a communicator, and never another answer.
   static std::mutex mutex;

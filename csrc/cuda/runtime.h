@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <memory>
 #include <string>
+#include <type_traits>
 
 #include "shardcomm/error.h"
 
@@ -42,6 +43,13 @@ class DeviceMemory {
   std::size_t bytes_;
   void* data_ = nullptr;
 };
+
+struct DestroyEvent {
+  void operator()(cudaEvent_t event) const { cudaEventDestroy(event); }
+};
+using OwnedEvent = std::unique_ptr<std::remove_pointer_t<cudaEvent_t>, DestroyEvent>;
+// Of the current device.
+OwnedEvent make_event(bool timed = false);
 
 // How many blocks of a kernel the current device holds at once: more would only queue up.
 int resident_blocks(const void* kernel, int threads);

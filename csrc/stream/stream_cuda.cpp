@@ -13,21 +13,13 @@ class CudaEvent final : public Event {
  public:
   CudaEvent(int device, cudaStream_t stream, bool timed) : device_(device) {
     const DeviceScope scope(device);
-    check_cuda(cudaEventCreateWithFlags(&event_, timed ? cudaEventDefault : cudaEventDisableTiming),
-               "cudaEventCreateWithFlags");
-    const cudaError_t recorded = cudaEventRecord(event_, stream);
-    if (recorded != cudaSuccess) {
-      cudaEventDestroy(event_);
-      check_cuda(recorded, "cudaEventRecord");
-    }
+    event_ = make_event(timed);
+    check_cuda(cudaEventRecord(get(), stream), "cudaEventRecord");
   }
-  ~CudaEvent() override { cudaEventDestroy(event_); }
-  CudaEvent(const CudaEvent&) = delete;
-  CudaEvent& operator=(const CudaEvent&) = delete;
 
-  cudaEvent_t get() const { return event_; }
+  cudaEvent_t get() const { return event_.get(); }
 
-  bool query() const override { return cudaEventQuery(event_) != cudaErrorNotReady; }
+  bool query() const override { return cudaEventQuery(get()) != cudaErrorNotReady; }
 
   // CUDA has no wait with a timeout; what waits on the host for a device is in no hurry.
   bool wait_for(std::chrono::milliseconds timeout) const override {
@@ -35,7 +27,7 @@ class CudaEvent final : public Event {
     const auto end = std::chrono::steady_clock::now() + timeout;
     std::chrono::microseconds pause{20};
     while (true) {
-      const cudaError_t result = cudaEventQuery(event_);
+      const cudaError_t result = cudaEventQuery(get());
       if (result != cudaErrorNotReady) {
         check_cuda(result, "cudaEventQuery");
         return true;
@@ -51,13 +43,13 @@ class CudaEvent final : public Event {
     if (begin == nullptr)
       throw std::invalid_argument("an event of the host and one of a device do not compare");
     float milliseconds = 0;
-    check_cuda(cudaEventElapsedTime(&milliseconds, begin->event_, event_), "cudaEventElapsedTime");
+    check_cuda(cudaEventElapsedTime(&milliseconds, begin->get(), get()), "cudaEventElapsedTime");
     return static_cast<double>(milliseconds) * 1e-3;
   }
 
  private:
   int device_;
-  cudaEvent_t event_ = nullptr;
+  OwnedEvent event_;
 };
 
 class CudaStream final : public Stream {

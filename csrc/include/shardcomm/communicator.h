@@ -28,6 +28,7 @@ class Memory {
   virtual ~Memory() = default;
   virtual void* data() const = 0;
   virtual std::size_t bytes() const = 0;
+  virtual int device() const { return -1; }  // the CUDA device it is on; -1: the host
 };
 
 // How the last collective of a kind went. `requested` is the fastest path the transport knows,
@@ -91,9 +92,11 @@ struct CommOptions {
   double deadline_s = 300.0;  // longest wait for another rank inside one collective
 };
 
-// `size` communicators of one process, for one thread each.
+// `size` communicators of one process, for one thread each; on one CUDA device, or on the CPU (-1).
+// Throws CudaError if there is no such device.
 std::vector<std::shared_ptr<Communicator>> make_local_group(int size,
-                                                            const CommOptions& options = {});
+                                                            const CommOptions& options = {},
+                                                            int device = -1);
 
 // Processes of one host. Any process, rank 0 or a launcher, creates a session and sends `address()`
 // to the ranks by any means; it lives until all ranks have attached. Nothing gets a name in the

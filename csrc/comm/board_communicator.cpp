@@ -1,4 +1,4 @@
-#include "comm/host_communicator.h"
+#include "comm/board_communicator.h"
 
 #include <utility>
 
@@ -24,6 +24,7 @@ class WindowMemory final : public Memory {
   WindowMemory& operator=(const WindowMemory&) = delete;
   void* data() const override { return data_; }
   std::size_t bytes() const override { return bytes_; }
+  int device() const override { return mapping_->device(); }
 
  private:
   std::shared_ptr<Windows> windows_;
@@ -52,15 +53,16 @@ std::byte* ControlMemory::stage(std::byte* base, int size, int channel, int rank
   return base + kChannels * board_bytes(size) + index * kStageBytes;
 }
 
-HostCommunicator::HostCommunicator(std::string transport, int rank, int size,
-                                   const CommOptions& options, std::shared_ptr<Mapping> control,
-                                   std::unique_ptr<WindowProvider> provider,
-                                   const FindDead& find_dead)
+BoardCommunicator::BoardCommunicator(std::string transport, int rank, int size,
+                                     const CommOptions& options, std::shared_ptr<Mapping> control,
+                                     std::unique_ptr<WindowProvider> provider,
+                                     std::unique_ptr<Executor> executor, const FindDead& find_dead)
     : transport_(std::move(transport)),
       rank_(rank),
       size_(size),
       control_(std::move(control)),
       provider_(std::move(provider)),
+      executor_(std::move(executor)),
       windows_(std::make_shared<Windows>(rank, provider_->shares_addresses())) {
   const std::chrono::duration<double> deadline(options.deadline_s);
   const auto channel = [&](int index) {
@@ -72,16 +74,16 @@ HostCommunicator::HostCommunicator(std::string transport, int rank, int size,
   reduces_ = channel(1);
 }
 
-HostCommunicator::~HostCommunicator() { close(); }
+BoardCommunicator::~BoardCommunicator() { close(); }
 
-void HostCommunicator::attach() {
+void BoardCommunicator::attach() {
   Call call;
   call.op = Op::attach;
   gathers_->board.begin(call);
   reduces_->board.begin(call);
 }
 
-std::shared_ptr<Memory> HostCommunicator::allocate(std::size_t bytes, Use use) {
+std::shared_ptr<Memory> BoardCommunicator::allocate(std::size_t bytes, Use use) {
   Channel& channel = use == Use::gather ? *gathers_ : *reduces_;
   const Turn turn(channel);
   Window window;
@@ -118,39 +120,53 @@ std::shared_ptr<Memory> HostCommunicator::allocate(std::size_t bytes, Use use) {
   return memory;
 }
 
-void HostCommunicator::barrier(NativeStream) {
+void BoardCommunicator::barrier(NativeStream stream) {
   const Turn turn(*gathers_);
   Call call;
   call.op = Op::barrier;
-  gathers_->board.begin(call);
+  begin(*gathers_, call, stream);
   took(*gathers_, Op::barrier, "board", "board");
 }
 
-void HostCommunicator::abort(const std::string& reason) noexcept {
+void BoardCommunicator::abort(const std::string& reason) noexcept {
   gathers_->board.abort(reason);
   reduces_->board.abort(reason);
 }
 
-void HostCommunicator::close() noexcept {
+void BoardCommunicator::close() noexcept {
   gathers_->board.close();
   reduces_->board.close();
 }
 
-std::vector<Receipt> HostCommunicator::receipts() const {
+std::vector<Receipt> BoardCommunicator::receipts() const {
   const std::lock_guard<std::mutex> lock(receipts_mutex_);
   std::vector<Receipt> all;
   for (const auto& entry : receipts_) all.push_back(entry.second);
   return all;
 }
 
-bool HostCommunicator::all_reachable(const Channel& channel, Place Call::* place) const {
+void BoardCommunicator::begin(Channel& channel, const Call& call, NativeStream stream) {
+  const std::uint64_t meeting = channel.meetings++;
+  executor_->before_meeting(channel.index, meeting, stream);
+  channel.board.begin(call);
+  executor_->after_meeting(channel.index, meeting, stream);
+}
+
+void BoardCommunicator::meet(Channel& channel, NativeStream stream) {
+  const std::uint64_t meeting = channel.meetings++;
+  executor_->before_meeting(channel.index, meeting, stream);
+  channel.board.meet();
+  executor_->after_meeting(channel.index, meeting, stream);
+}
+
+bool BoardCommunicator::all_reachable(const Channel& channel, Place Call::* place) const {
   for (int r = 0; r < size_; ++r) {
     if (!(channel.board.call_of(r).*place).reachable()) return false;
   }
   return true;
 }
 
-std::byte* HostCommunicator::peer(Channel& channel, Place Call::* place, int rank) const {
+std::byte* BoardCommunicator::peer(Channel& channel, Place Call::* place, int rank) const {
   const Place& where = channel.board.call_of(rank).*place;
   std::byte* data = windows_->resolve(where, rank);
   if (data == nullptr && where.window != Place::kAddress) {
@@ -161,13 +177,13 @@ std::byte* HostCommunicator::peer(Channel& channel, Place Call::* place, int ran
   return data;
 }
 
-std::byte* HostCommunicator::stage(const Channel& channel, int rank, std::int64_t chunk) const {
+std::byte* BoardCommunicator::stage(const Channel& channel, int rank, std::int64_t chunk) const {
   return ControlMemory::stage(control_->data(), size_, channel.index, rank,
                               static_cast<int>(chunk & 1));
 }
 
-void HostCommunicator::took(const Channel& channel, Op op, const char* requested, const char* taken,
-                            const char* reason) {
+void BoardCommunicator::took(const Channel& channel, Op op, const char* requested,
+                             const char* taken, const char* reason) {
   const std::lock_guard<std::mutex> lock(receipts_mutex_);
   receipts_[op] = {name(op), channel.board.sequence(), requested, taken, reason};
 }

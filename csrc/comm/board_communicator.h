@@ -1,5 +1,6 @@
-// The collectives of the CPU transports. `shm` and `local` differ in where memory comes from and in
-// what a dead rank is; everything else is here, once.
+// The collectives of ranks that share memory and meet on a board. `shm`, and `local` on a CPU or on
+// one GPU, differ in where memory comes from, in what a dead rank is and in who moves the bytes;
+// everything else is here, once.
 #pragma once
 
 #include <map>
@@ -9,6 +10,7 @@
 #include <vector>
 
 #include "comm/board.h"
+#include "comm/executor.h"
 #include "comm/windows.h"
 #include "shardcomm/communicator.h"
 
@@ -29,12 +31,12 @@ struct ControlMemory {
 
 class Channel;
 
-class HostCommunicator final : public Communicator {
+class BoardCommunicator final : public Communicator {
  public:
-  HostCommunicator(std::string transport, int rank, int size, const CommOptions& options,
-                   std::shared_ptr<Mapping> control, std::unique_ptr<WindowProvider> provider,
-                   const FindDead& find_dead);
-  ~HostCommunicator() override;
+  BoardCommunicator(std::string transport, int rank, int size, const CommOptions& options,
+                    std::shared_ptr<Mapping> control, std::unique_ptr<WindowProvider> provider,
+                    std::unique_ptr<Executor> executor, const FindDead& find_dead);
+  ~BoardCommunicator() override;
 
   // All ranks are here: the first call of each channel.
   void attach();
@@ -59,12 +61,17 @@ class HostCommunicator final : public Communicator {
   bool all_reachable(const Channel& channel, Place Call::* place) const;
   std::byte* peer(Channel& channel, Place Call::* place, int rank) const;
   std::byte* stage(const Channel& channel, int rank, std::int64_t chunk) const;
+  // Meetings that order the work on `stream` against the other ranks' work.
+  void begin(Channel& channel, const Call& call, NativeStream stream);
+  void meet(Channel& channel, NativeStream stream);
+  // Staged: through host memory, a piece at a time. Only where ranks do not reach each other's
+  // addresses, which on a device they do.
   void gather_staged(Channel& channel, const void* send, DType send_dtype, void* recv,
                      DType recv_dtype, std::int64_t count);
   void reduce_staged(Channel& channel, const void* send, DType dtype, void* recv,
                      const Epilogue& epilogue, std::int64_t count, RedOp op);
   void all_reduce_direct(Channel& channel, std::byte* buffer, DType dtype, std::int64_t count,
-                         RedOp op);
+                         RedOp op, NativeStream stream);
   void all_reduce_staged(Channel& channel, std::byte* buffer, DType dtype, std::int64_t count,
                          RedOp op);
   void took(const Channel& channel, Op op, const char* requested, const char* taken,
@@ -75,6 +82,7 @@ class HostCommunicator final : public Communicator {
   int size_;
   std::shared_ptr<Mapping> control_;
   std::unique_ptr<WindowProvider> provider_;
+  std::unique_ptr<Executor> executor_;
   std::shared_ptr<Windows> windows_;  // shared with the memory that may outlive this
   std::unique_ptr<Channel> gathers_;
   std::unique_ptr<Channel> reduces_;

@@ -3,22 +3,22 @@
 #include <cstring>
 #include <vector>
 
+#include "comm/board_communicator.h"
 #include "comm/buffer.h"
 #include "comm/channel.h"
-#include "comm/host_communicator.h"
 
 namespace shardcomm {
 
-void HostCommunicator::reduce_scatter(const void* send, DType dtype, void* recv,
-                                      const Epilogue& epilogue, std::int64_t count, RedOp op,
-                                      std::int64_t tag, NativeStream) {
+void BoardCommunicator::reduce_scatter(const void* send, DType dtype, void* recv,
+                                       const Epilogue& epilogue, std::int64_t count, RedOp op,
+                                       std::int64_t tag, NativeStream stream) {
   check_buffer("reduce_scatter", "send", send, count);
   check_buffer("reduce_scatter", "recv", recv, count);
   check_epilogue(epilogue, dtype);
   Channel& channel = *reduces_;
   const Turn turn(channel);
   if (size_ == 1) {
-    reduce_cpu(recv, epilogue, &send, 1, dtype, op, count);
+    executor_->reduce(recv, epilogue, &send, 1, dtype, op, count, stream);
     return took(channel, Op::reduce_scatter, "alone", "alone");
   }
   Call call;
@@ -28,7 +28,7 @@ void HostCommunicator::reduce_scatter(const void* send, DType dtype, void* recv,
   call.count = count;
   call.tag = tag;
   call.send = windows_->find(send, bytes_of(count * size_, dtype), "reduce_scatter: send");
-  channel.board.begin(call);
+  begin(channel, call, stream);
   if (!all_reachable(channel, &Call::send)) {
     reduce_staged(channel, send, dtype, recv, epilogue, count, op);
     return took(channel, Op::reduce_scatter, "direct", "staged", kPrivate);
@@ -37,13 +37,13 @@ void HostCommunicator::reduce_scatter(const void* send, DType dtype, void* recv,
   for (int r = 0; r < size_; ++r) {
     sources.push_back(at(peer(channel, &Call::send, r), rank_ * count, dtype));
   }
-  reduce_cpu(recv, epilogue, sources.data(), size_, dtype, op, count);
-  channel.board.meet();  // all have read: the senders may overwrite
+  executor_->reduce(recv, epilogue, sources.data(), size_, dtype, op, count, stream);
+  meet(channel, stream);  // all have read: the senders may overwrite
   took(channel, Op::reduce_scatter, "direct", "direct");
 }
 
-void HostCommunicator::reduce_staged(Channel& channel, const void* send, DType dtype, void* recv,
-                                     const Epilogue& epilogue, std::int64_t count, RedOp op) {
+void BoardCommunicator::reduce_staged(Channel& channel, const void* send, DType dtype, void* recv,
+                                      const Epilogue& epilogue, std::int64_t count, RedOp op) {
   const auto step = std::max<std::int64_t>(
       1, static_cast<std::int64_t>(ControlMemory::kStageBytes / itemsize(dtype)) / size_);
   for (std::int64_t done = 0; done < count; done += step) {
@@ -58,12 +58,13 @@ void HostCommunicator::reduce_staged(Channel& channel, const void* send, DType d
     for (int r = 0; r < size_; ++r) {
       sources.push_back(at(stage(channel, r, chunk), rank_ * n, dtype));
     }
-    reduce_cpu(at(recv, done, epilogue.dtype), epilogue, sources.data(), size_, dtype, op, n);
+    executor_->reduce(at(recv, done, epilogue.dtype), epilogue, sources.data(), size_, dtype, op, n,
+                      nullptr);
   }
 }
 
-void HostCommunicator::all_reduce(void* buffer, DType dtype, std::int64_t count, RedOp op,
-                                  NativeStream) {
+void BoardCommunicator::all_reduce(void* buffer, DType dtype, std::int64_t count, RedOp op,
+                                   NativeStream stream) {
   check_buffer("all_reduce", "buffer", buffer, count);
   Channel& channel = *reduces_;
   const Turn turn(channel);
@@ -74,9 +75,9 @@ void HostCommunicator::all_reduce(void* buffer, DType dtype, std::int64_t count,
   call.red_op = op;
   call.count = count;
   call.send = windows_->find(buffer, bytes_of(count, dtype), "all_reduce: buffer");
-  channel.board.begin(call);
+  begin(channel, call, stream);
   if (all_reachable(channel, &Call::send)) {
-    all_reduce_direct(channel, static_cast<std::byte*>(buffer), dtype, count, op);
+    all_reduce_direct(channel, static_cast<std::byte*>(buffer), dtype, count, op, stream);
     took(channel, Op::all_reduce, "direct", "direct");
   } else {
     all_reduce_staged(channel, static_cast<std::byte*>(buffer), dtype, count, op);
@@ -86,29 +87,29 @@ void HostCommunicator::all_reduce(void* buffer, DType dtype, std::int64_t count,
 
 // Rank r reduces slice r of all buffers into its own, which no other rank reads in that phase; then
 // all copy.
-void HostCommunicator::all_reduce_direct(Channel& channel, std::byte* buffer, DType dtype,
-                                         std::int64_t count, RedOp op) {
+void BoardCommunicator::all_reduce_direct(Channel& channel, std::byte* buffer, DType dtype,
+                                          std::int64_t count, RedOp op, NativeStream stream) {
   const std::int64_t slice = (count + size_ - 1) / size_;
-  const auto begin = [&](int r) { return std::min(r * slice, count); };
-  const auto length = [&](int r) { return begin(r + 1) - begin(r); };
+  const auto first = [&](int r) { return std::min(r * slice, count); };
+  const auto length = [&](int r) { return first(r + 1) - first(r); };
   std::vector<const void*> sources;
   for (int r = 0; r < size_; ++r) {
-    sources.push_back(at(peer(channel, &Call::send, r), begin(rank_), dtype));
+    sources.push_back(at(peer(channel, &Call::send, r), first(rank_), dtype));
   }
-  reduce_cpu(at(buffer, begin(rank_), dtype), {dtype}, sources.data(), size_, dtype, op,
-             length(rank_));
-  channel.board.meet();
+  executor_->reduce(at(buffer, first(rank_), dtype), {dtype}, sources.data(), size_, dtype, op,
+                    length(rank_), stream);
+  meet(channel, stream);
   for (int i = 1; i < size_; ++i) {
     const int r = (rank_ + i) % size_;
-    std::memcpy(at(buffer, begin(r), dtype), at(peer(channel, &Call::send, r), begin(r), dtype),
-                bytes_of(length(r), dtype));
+    executor_->copy(at(buffer, first(r), dtype), at(peer(channel, &Call::send, r), first(r), dtype),
+                    bytes_of(length(r), dtype), stream);
   }
-  channel.board.meet();
+  meet(channel, stream);
 }
 
 // Every rank reduces all of it: few bytes, and one meeting a chunk instead of two.
-void HostCommunicator::all_reduce_staged(Channel& channel, std::byte* buffer, DType dtype,
-                                         std::int64_t count, RedOp op) {
+void BoardCommunicator::all_reduce_staged(Channel& channel, std::byte* buffer, DType dtype,
+                                          std::int64_t count, RedOp op) {
   const auto step = static_cast<std::int64_t>(ControlMemory::kStageBytes / itemsize(dtype));
   for (std::int64_t done = 0; done < count; done += step) {
     const std::int64_t n = std::min(step, count - done);
@@ -117,7 +118,8 @@ void HostCommunicator::all_reduce_staged(Channel& channel, std::byte* buffer, DT
     channel.board.meet();
     std::vector<const void*> sources;
     for (int r = 0; r < size_; ++r) sources.push_back(stage(channel, r, chunk));
-    reduce_cpu(at(buffer, done, dtype), {dtype}, sources.data(), size_, dtype, op, n);
+    executor_->reduce(at(buffer, done, dtype), {dtype}, sources.data(), size_, dtype, op, n,
+                      nullptr);
   }
 }
 

@@ -4,10 +4,9 @@
 #include <stdexcept>
 #include <string>
 
+#include "comm/board_communicator.h"
 #include "comm/buffer.h"
 #include "comm/channel.h"
-#include "comm/convert.h"
-#include "comm/host_communicator.h"
 
 namespace shardcomm {
 namespace {
@@ -18,8 +17,8 @@ constexpr const char* kNotWindow =
 
 }  // namespace
 
-void HostCommunicator::all_gather(const void* send, DType send_dtype, void* recv, DType recv_dtype,
-                                  std::int64_t count, std::int64_t tag, NativeStream) {
+void BoardCommunicator::all_gather(const void* send, DType send_dtype, void* recv, DType recv_dtype,
+                                   std::int64_t count, std::int64_t tag, NativeStream stream) {
   check_buffer("all_gather", "send", send, count);
   check_buffer("all_gather", "recv", recv, count);
   check_conversion("all_gather", send_dtype, recv_dtype);
@@ -27,7 +26,7 @@ void HostCommunicator::all_gather(const void* send, DType send_dtype, void* recv
   const Turn turn(channel);
   std::byte* own = at(recv, rank_ * count, recv_dtype);
   if (size_ == 1) {
-    convert(own, recv_dtype, send, send_dtype, count);
+    executor_->convert(own, recv_dtype, send, send_dtype, count, stream);
     return took(channel, Op::all_gather, "alone", "alone");
   }
   Call call;
@@ -39,36 +38,37 @@ void HostCommunicator::all_gather(const void* send, DType send_dtype, void* recv
   call.send = windows_->find(send, bytes_of(count, send_dtype), "all_gather: send");
   call.recv = windows_->find(recv, bytes_of(count * size_, recv_dtype), "all_gather: recv");
   // Nobody writes before this: a peer may still read what the window held.
-  channel.board.begin(call);
+  begin(channel, call, stream);
 
   const Place& place = channel.board.call_of(0).recv;
   bool one_window = windows_->is_shared(place);
   for (int r = 0; r < size_; ++r) one_window &= channel.board.call_of(r).recv == place;
   if (one_window) {
-    convert(own, recv_dtype, send, send_dtype, count);
-    channel.board.meet();
+    executor_->convert(own, recv_dtype, send, send_dtype, count, stream);
+    meet(channel, stream);
     return took(channel, Op::all_gather, "window", "window");
   }
   if (all_reachable(channel, &Call::send)) {
     for (int i = 0; i < size_; ++i) {
       const int r = (rank_ + i) % size_;  // not all from the same rank at once
-      convert(at(recv, r * count, recv_dtype), recv_dtype, peer(channel, &Call::send, r),
-              send_dtype, count);
+      executor_->convert(at(recv, r * count, recv_dtype), recv_dtype, peer(channel, &Call::send, r),
+                         send_dtype, count, stream);
     }
-    channel.board.meet();
+    meet(channel, stream);
     return took(channel, Op::all_gather, "window", "direct", kNotWindow);
   }
   gather_staged(channel, send, send_dtype, recv, recv_dtype, count);
   took(channel, Op::all_gather, "window", "staged", kNotWindow);
 }
 
-void HostCommunicator::gather_staged(Channel& channel, const void* send, DType send_dtype,
-                                     void* recv, DType recv_dtype, std::int64_t count) {
+void BoardCommunicator::gather_staged(Channel& channel, const void* send, DType send_dtype,
+                                      void* recv, DType recv_dtype, std::int64_t count) {
   const auto step = static_cast<std::int64_t>(ControlMemory::kStageBytes / itemsize(recv_dtype));
   for (std::int64_t done = 0; done < count; done += step) {
     const std::int64_t n = std::min(step, count - done);
     const std::int64_t chunk = channel.chunks_staged++;
-    convert(stage(channel, rank_, chunk), recv_dtype, at(send, done, send_dtype), send_dtype, n);
+    executor_->convert(stage(channel, rank_, chunk), recv_dtype, at(send, done, send_dtype),
+                       send_dtype, n, nullptr);
     // All have filled this half, so all have emptied the other, which the next chunk fills.
     channel.board.meet();
     for (int r = 0; r < size_; ++r) {
@@ -78,7 +78,7 @@ void HostCommunicator::gather_staged(Channel& channel, const void* send, DType s
   }
 }
 
-void HostCommunicator::broadcast(void* buffer, std::size_t bytes, int root, NativeStream) {
+void BoardCommunicator::broadcast(void* buffer, std::size_t bytes, int root, NativeStream stream) {
   check_buffer("broadcast", "buffer", buffer, static_cast<std::int64_t>(bytes));
   if (root < 0 || root >= size_) {
     throw std::invalid_argument("broadcast: root is " + std::to_string(root) +
@@ -92,11 +92,11 @@ void HostCommunicator::broadcast(void* buffer, std::size_t bytes, int root, Nati
   call.root = root;
   call.count = static_cast<std::int64_t>(bytes);
   call.send = windows_->find(buffer, bytes, "broadcast: buffer");
-  channel.board.begin(call);
+  begin(channel, call, stream);
   if (channel.board.call_of(root).send.reachable()) {
     const std::byte* source = peer(channel, &Call::send, root);
-    if (source != buffer) std::memcpy(buffer, source, bytes);
-    channel.board.meet();
+    if (source != buffer) executor_->copy(buffer, source, bytes, stream);
+    meet(channel, stream);
     return took(channel, Op::broadcast, "direct", "direct");
   }
   for (std::size_t done = 0; done < bytes; done += ControlMemory::kStageBytes) {

@@ -1,0 +1,33 @@
+#include "comm/executor.h"
+
+#include <cstring>
+
+#include "shardcomm/copy_plan.h"
+
+namespace shardcomm {
+namespace {
+
+class HostExecutor final : public Executor {
+ public:
+  void copy(void* dst, const void* src, std::size_t bytes, NativeStream) override {
+    std::memcpy(dst, src, bytes);
+  }
+  void convert(void* dst, DType dst_dtype, const void* src, DType src_dtype, std::int64_t count,
+               NativeStream) override {
+    if (dst == src && dst_dtype == src_dtype) return;
+    const CopyPlan plan({{0, 0, 0, count, 0, count, 1, count}}, src_dtype, dst_dtype);
+    copy_cpu(plan, &src, &dst, {});
+  }
+  void reduce(void* dst, const Epilogue& epilogue, const void* const* sources, int num_sources,
+              DType dtype, RedOp op, std::int64_t count, NativeStream) override {
+    reduce_cpu(dst, epilogue, sources, num_sources, dtype, op, count);
+  }
+  void before_meeting(int, std::uint64_t, NativeStream) override {}
+  void after_meeting(int, std::uint64_t, NativeStream) override {}
+};
+
+}  // namespace
+
+std::unique_ptr<Executor> make_host_executor() { return std::make_unique<HostExecutor>(); }
+
+}  // namespace shardcomm

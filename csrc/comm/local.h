@@ -1,0 +1,22 @@
+// `local` on a device, for local.cpp, which makes it on a CPU.
+#pragma once
+
+#include <cstddef>
+#include <functional>
+#include <memory>
+
+#include "comm/executor.h"
+#include "comm/mapping.h"
+
+namespace shardcomm {
+
+// What a group of thread ranks needs of the place it works on.
+struct LocalPlace {
+  std::function<std::shared_ptr<Mapping>(std::size_t bytes)> allocate;  // zeroed memory
+  std::function<std::unique_ptr<Executor>(int rank)> executor;
+};
+
+// Throws CudaError if there is no such device.
+LocalPlace place_on_device(int device, int size);
+
+}  // namespace shardcomm
