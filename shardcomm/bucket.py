@@ -11,38 +11,37 @@ The full and the reduce buffer may be shared by buckets that do not use them at 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 
-from shardcomm import _C
 from shardcomm.communicator import Communicator
 from shardcomm.copy_plan import BoundCopy, CopyPlan
 from shardcomm.layout import Layout, ParamSpec, Piece, Placement
-
-
-class Streams(NamedTuple):
-    """Where queued gathers and reduces run."""
-
-    gather: _C.Stream
-    reduce: _C.Stream
+from shardcomm.streams import Event, Stream, Streams, compute_stream, keep_until
 
 
 class Work:
-    """A queued collective. Holds what it reads until it is waited for."""
+    """A queued collective. What it reads is kept until it is waited for, or has ended."""
 
-    def __init__(self, event: _C.Event, reads: Sequence[torch.Tensor | None] = ()) -> None:
+    def __init__(
+        self, event: Event, device: torch.device, reads: Sequence[torch.Tensor | None] = ()
+    ) -> None:
         self._event = event
+        self._device = device
         self._reads: Sequence[torch.Tensor | None] = reads
 
     def wait(self) -> None:
-        """Returns when the collective is complete on this rank.
+        """What torch computes from now on comes after the collective. On a CPU: returns when it is complete here.
 
         Raises:
             CommError: it failed; see `shardcomm.communicator`.
         """
-        self._event.wait()
+        compute_stream(self._device).wait(self._event)
         self._reads = ()
+
+    def __del__(self) -> None:
+        if self._reads:
+            keep_until(self._event, self._reads)
 
 
 class Bucket:
@@ -92,7 +91,7 @@ class Bucket:
         self.comm = comm
         self.param_dtype = param_dtype or dtype
         self.reduce_dtype = reduce_dtype or self.param_dtype
-        self.shard = torch.zeros(layout.shard_numel, dtype=dtype)
+        self.shard = torch.zeros(layout.shard_numel, dtype=dtype, device=comm.device)
         self.full = self._full_buffer(full_buffer)
         self.grad = torch.zeros_like(self.shard)
         self._reduce_buffer = reduce_buffer
@@ -149,15 +148,16 @@ class Bucket:
         """Fills `params` on every rank. With `async_op` returns at once; `wait()` before reading them."""
         if self.full is self.shard:
             return None
-        stream = self._stream(0) if async_op else None
-        self.comm.all_gather(self.full, self.shard, tag=self._tag, stream=stream)
-        return Work(stream.record()) if stream is not None else None
+        stream = self._side_streams().gather if async_op and self._has_peers else None
+        self._after_compute(stream)
+        end = self.comm.all_gather(self.full, self.shard, tag=self._tag, stream=stream)
+        return None if end is None else Work(end, self.comm.device)
 
     def gathered_shards(self) -> list[torch.Tensor]:
         """The full parameters in the shard's dtype, as tensors of their own; collective."""
         flat = self.shard
         if self.comm.size > 1:
-            flat = torch.empty(self.layout.flat_numel, dtype=self.shard.dtype)
+            flat = self.shard.new_empty(self.layout.flat_numel)
             self.comm.all_gather(flat, self.shard)
         return [
             _full_view(flat, p).clone(memory_format=torch.contiguous_format)
@@ -173,20 +173,21 @@ class Bucket:
         zeros. With `async_op` returns at once; `shard.grad` is right after `wait()`.
         """
         self._check_full("reduce_scatter", "grads", grads)
-        stream = self._stream(1) if async_op else None
+        stream = self._side_streams().reduce if async_op and self._has_peers else None
         accumulate = self.shard.grad is not None
         sources = [
             None if grad is None else _as_stored(grad, placement, self.param_dtype)
             for grad, placement in zip(grads, self.layout.placements, strict=True)
         ]
+        self._after_compute(stream)
         buffer = self._packed(sources, stream)
         if self._replicas is not None:
             self._replicas.all_reduce(buffer, "avg", stream=stream)
-        self.comm.reduce_scatter(
+        end = self.comm.reduce_scatter(
             self.grad, buffer, "avg", accumulate=accumulate, tag=self._tag, stream=stream
         )
         self.shard.grad = self.grad
-        return Work(stream.record(), sources) if stream is not None else None
+        return None if end is None else Work(end, self.comm.device, sources)
 
     @property
     def gather_bytes(self) -> int:
@@ -216,7 +217,7 @@ class Bucket:
         return self.comm.allocate(self.layout.flat_numel, dtype=self.param_dtype, use="gather")
 
     def _packed(
-        self, sources: Sequence[torch.Tensor | None], stream: _C.Stream | None
+        self, sources: Sequence[torch.Tensor | None], stream: Stream | None
     ) -> torch.Tensor:
         """The reduce buffer, with `sources` packed into it."""
         if self._reduce_buffer is None:
@@ -237,12 +238,19 @@ class Bucket:
         self._pack.run(stream)
         return self._reduce_buffer
 
-    def _stream(self, which: int) -> _C.Stream | None:
-        if self.comm.size == 1 and self._replicas is None:
-            return None  # nobody to wait for: done sooner than handed over
+    @property
+    def _has_peers(self) -> bool:
+        """Without any there is nobody to wait for: work is done sooner than handed over."""
+        return self.comm.size > 1 or self._replicas is not None
+
+    def _side_streams(self) -> Streams:
         if self._streams is None:
-            self._streams = Streams(_C.Stream(), _C.Stream())
-        return self._streams[which]
+            self._streams = Streams(self.comm.device)
+        return self._streams
+
+    def _after_compute(self, stream: Stream | None) -> None:
+        if stream is not None:
+            self._side_streams().after_compute(stream)
 
     def _placed(self) -> list[tuple[Placement, Piece]]:
         rank = self.comm.rank

@@ -18,8 +18,10 @@ from shardcomm.communicator import (
     check_root,
     check_sizes,
     check_tensor,
+    queued,
     red_op,
 )
+from shardcomm.streams import Event, Stream
 
 _OPS = {
     "sum": dist.ReduceOp(dist.ReduceOp.SUM),
@@ -38,7 +40,10 @@ class C10dCommunicator(Communicator):
 
     transport = "c10d"
 
-    def __init__(self, gathers: dist.ProcessGroup, reduces: dist.ProcessGroup) -> None:
+    def __init__(
+        self, gathers: dist.ProcessGroup, reduces: dist.ProcessGroup, device: torch.device
+    ) -> None:
+        self.device = device
         self.rank = gathers.rank()
         self.size = gathers.size()
         self._gathers = gathers
@@ -50,7 +55,7 @@ class C10dCommunicator(Communicator):
     def allocate(self, numel: int, *, dtype: torch.dtype = torch.float32, use: Use) -> torch.Tensor:
         if use not in USES:
             raise ValueError(f"allocate: use is {use!r}; accepted: 'gather', 'reduce'")
-        return torch.zeros(numel, dtype=dtype)
+        return torch.zeros(numel, dtype=dtype, device=self.device)
 
     def all_gather(
         self,
@@ -58,9 +63,9 @@ class C10dCommunicator(Communicator):
         send: torch.Tensor,
         *,
         tag: int = 0,
-        stream: _C.Stream | None = None,
-    ) -> None:
-        check_sizes("all_gather", recv=recv, send=send, whole=recv, part=send, size=self.size)
+        stream: Stream | None = None,
+    ) -> Event | None:
+        check_sizes("all_gather", self, recv=recv, send=send, whole=recv, part=send)
 
         def run() -> None:
             self._wait(
@@ -68,6 +73,7 @@ class C10dCommunicator(Communicator):
             )
 
         self._submit("all_gather", run, stream)
+        return queued(stream, recv, send)
 
     def reduce_scatter(
         self,
@@ -77,14 +83,14 @@ class C10dCommunicator(Communicator):
         *,
         accumulate: bool = False,
         tag: int = 0,
-        stream: _C.Stream | None = None,
-    ) -> None:
-        check_sizes("reduce_scatter", recv=recv, send=send, whole=send, part=recv, size=self.size)
+        stream: Stream | None = None,
+    ) -> Event | None:
+        check_sizes("reduce_scatter", self, recv=recv, send=send, whole=send, part=recv)
         red_op("reduce_scatter", op)
 
         def run() -> None:
             wire = _accumulation_dtype(send.dtype)
-            total = torch.empty(recv.numel(), dtype=wire)
+            total = torch.empty(recv.numel(), dtype=wire, device=self.device)
             options = dist.ReduceScatterOptions()
             options.reduceOp = _OPS["sum" if op == "avg" else op]
             self._wait(self._reduces._reduce_scatter_base(total, send.flatten().to(wire), options))
@@ -96,11 +102,12 @@ class C10dCommunicator(Communicator):
             flat.copy_(total)
 
         self._submit("reduce_scatter", run, stream)
+        return queued(stream, recv, send)
 
     def all_reduce(
-        self, buffer: torch.Tensor, op: ReduceOp = "sum", *, stream: _C.Stream | None = None
-    ) -> None:
-        check_tensor("all_reduce", "buffer", buffer)
+        self, buffer: torch.Tensor, op: ReduceOp = "sum", *, stream: Stream | None = None
+    ) -> Event | None:
+        check_tensor("all_reduce", "buffer", buffer, self.device)
         red_op("all_reduce", op)
 
         def run() -> None:
@@ -114,11 +121,12 @@ class C10dCommunicator(Communicator):
                 buffer.copy_(total)
 
         self._submit("all_reduce", run, stream)
+        return queued(stream, buffer)
 
     def broadcast(
-        self, buffer: torch.Tensor, root: int = 0, *, stream: _C.Stream | None = None
-    ) -> None:
-        check_tensor("broadcast", "buffer", buffer)
+        self, buffer: torch.Tensor, root: int = 0, *, stream: Stream | None = None
+    ) -> Event | None:
+        check_tensor("broadcast", "buffer", buffer, self.device)
         check_root(root, self.size)
 
         def run() -> None:
@@ -127,6 +135,7 @@ class C10dCommunicator(Communicator):
             self._wait(self._gathers.broadcast([buffer], options))
 
         self._submit("broadcast", run, stream)
+        return queued(stream, buffer)
 
     def barrier(self) -> None:
         self._submit("barrier", lambda: self._wait(self._gathers.barrier()), None)
@@ -147,7 +156,7 @@ class C10dCommunicator(Communicator):
     def _wait(work: dist.Work) -> None:
         work.wait()
 
-    def _submit(self, operation: str, run: Callable[[], None], stream: _C.Stream | None) -> None:
+    def _submit(self, operation: str, run: Callable[[], None], stream: Stream | None) -> None:
         if self._failure is not None:
             raise _C.CommError(f"{operation}: {self._failure}")
         sequence = next(self._sequence)
@@ -164,6 +173,11 @@ class C10dCommunicator(Communicator):
 
         if stream is None:
             guarded()
+        elif isinstance(stream, _C.Stream) and stream.handle:
+            # torch's groups work on the stream that is torch's current one.
+            ours = torch.cuda.ExternalStream(stream.handle, self.device)  # type: ignore[no-untyped-call]
+            with torch.cuda.stream(ours):
+                guarded()
         else:
             stream.enqueue(guarded)
 

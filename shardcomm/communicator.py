@@ -2,13 +2,17 @@
 
 One interface, several transports::
 
-    shm    processes of one host (the default there)      compiled core: shared windows, futexes
-    local  N ranks as threads of one process              compiled core: ordinary memory
+    shm    processes of one host (the default on a CPU)   compiled core: shared windows, futexes
+    nccl   CUDA, one or many hosts (the default there)    NCCL, with the core's copies and sums around it
+    local  N ranks as threads of one process              compiled core: memory of a CPU or of one GPU
     c10d   whatever torch.distributed reaches             any ProcessGroup
 
-Every rank calls the same collectives in the same order. Each blocks until this rank's part is done, or, given a
-`stream`, is queued there and returns at once. A rank that died, called something else or did not come within the
-deadline raises `CommError` on every surviving rank; after that the communicator only raises.
+Every rank calls the same collectives in the same order. Given a `stream`, each is queued there and returns at once,
+with the event of its end; until then it holds on to its tensors. Without one it is part of what torch computes: on
+a CPU it blocks until this rank's part is done, on a GPU it goes to the current stream.
+
+A rank that died, called something else or did not come within the deadline raises `CommError` on every surviving
+rank; after that the communicator only raises.
 
 Gathers (`all_gather`, `broadcast`, `barrier`) and reduces (`reduce_scatter`, `all_reduce`) are separate channels:
 one of each may run at once.
@@ -18,24 +22,27 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
 import torch
 
 from shardcomm import _C
 from shardcomm.dtype import core_dtype
+from shardcomm.streams import Event, Stream, compute_stream, keep_until
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 ReduceOp = Literal["sum", "avg", "max", "min"]
 Use = Literal["gather", "reduce"]
-Transport = Literal["auto", "shm", "c10d"]
+Transport = Literal["auto", "shm", "nccl", "c10d"]
 
 RED_OPS = {"sum": _C.RedOp.sum, "avg": _C.RedOp.avg, "max": _C.RedOp.max, "min": _C.RedOp.min}
 USES = {"gather": _C.Use.gather, "reduce": _C.Use.reduce}
 
 DEADLINE_S = 300.0
+
+_CPU = torch.device("cpu")
 
 
 class Receipt(NamedTuple):
@@ -54,6 +61,8 @@ class Communicator(ABC):
     rank: int
     size: int
     transport: str
+    device: torch.device
+    """Where the tensors it takes, and those it allocates, are."""
 
     @staticmethod
     def from_env(*, deadline_s: float = DEADLINE_S, transport: Transport = "auto") -> Communicator:
@@ -86,11 +95,25 @@ class Communicator(ABC):
         return rendezvous.from_process_group(group, deadline_s, transport)
 
     @staticmethod
-    def local_group(size: int, *, deadline_s: float = DEADLINE_S) -> list[Communicator]:
-        """`size` communicators of this process, one for each of as many threads."""
+    def local_group(
+        size: int, *, deadline_s: float = DEADLINE_S, device: torch.device | str = "cpu"
+    ) -> list[Communicator]:
+        """`size` communicators of this process, one for each of as many threads, all on one device.
+
+        On a GPU, threads that run backwards at once need `torch.autograd.set_multithreading_enabled(False)`: autograd
+        has one thread for each GPU, where the first rank's backward would wait for the second's, behind it.
+
+        Raises:
+            ValueError: `size` is less than 1, or `device` is neither a CPU nor a CUDA GPU.
+            CudaError: there is no such GPU, or this build of shardcomm has no CUDA.
+        """
         if size < 1:
             raise ValueError(f"local_group: size is {size}; it must be at least 1")
-        return [HostCommunicator(core) for core in _C.make_local_group(size, deadline_s)]
+        where = core_device("local_group", device)
+        index = -1 if where.type == "cpu" else where.index
+        return [
+            CoreCommunicator(core, where) for core in _C.make_local_group(size, deadline_s, index)
+        ]
 
     @abstractmethod
     def allocate(self, numel: int, *, dtype: torch.dtype = torch.float32, use: Use) -> torch.Tensor:
@@ -108,8 +131,8 @@ class Communicator(ABC):
         send: torch.Tensor,
         *,
         tag: int = 0,
-        stream: _C.Stream | None = None,
-    ) -> None:
+        stream: Stream | None = None,
+    ) -> Event | None:
         """recv[r * n : (r + 1) * n] = `send` of rank r, converted to recv's dtype; n = send.numel().
 
         In place (nothing is copied for this rank) when `send` is that part of `recv`. Ranks that give different
@@ -125,8 +148,8 @@ class Communicator(ABC):
         *,
         accumulate: bool = False,
         tag: int = 0,
-        stream: _C.Stream | None = None,
-    ) -> None:
+        stream: Stream | None = None,
+    ) -> Event | None:
         """recv = this rank's n elements of `send` reduced over all ranks; n = recv.numel().
 
         f16 and bf16 are summed in f32, and rounded once, to recv's dtype. `accumulate` adds to what recv holds.
@@ -134,14 +157,14 @@ class Communicator(ABC):
 
     @abstractmethod
     def all_reduce(
-        self, buffer: torch.Tensor, op: ReduceOp = "sum", *, stream: _C.Stream | None = None
-    ) -> None:
+        self, buffer: torch.Tensor, op: ReduceOp = "sum", *, stream: Stream | None = None
+    ) -> Event | None:
         """Reduces `buffer` over all ranks in place; the result is bitwise the same on each."""
 
     @abstractmethod
     def broadcast(
-        self, buffer: torch.Tensor, root: int = 0, *, stream: _C.Stream | None = None
-    ) -> None:
+        self, buffer: torch.Tensor, root: int = 0, *, stream: Stream | None = None
+    ) -> Event | None:
         """Copies `buffer` of rank `root` to all."""
 
     @abstractmethod
@@ -175,11 +198,12 @@ class Communicator(ABC):
         return f"Communicator({self.transport}, rank {self.rank} of {self.size})"
 
 
-class HostCommunicator(Communicator):
-    """The transports of the compiled core: `shm` and `local`."""
+class CoreCommunicator(Communicator):
+    """The transports of the compiled core: `shm`, `local` and `nccl`."""
 
-    def __init__(self, core: _C.Communicator) -> None:
+    def __init__(self, core: _C.Communicator, device: torch.device = _CPU) -> None:
         self._core = core
+        self.device = device
         self.rank = core.rank
         self.size = core.size
         self.transport = core.transport
@@ -190,8 +214,11 @@ class HostCommunicator(Communicator):
         if numel < 0:
             raise ValueError(f"allocate: numel is {numel}; it must be at least 0")
         if numel == 0:
-            return torch.empty(0, dtype=dtype)
-        return torch.frombuffer(self._core.allocate(numel * dtype.itemsize, USES[use]), dtype=dtype)
+            return torch.empty(0, dtype=dtype, device=self.device)
+        memory = self._core.allocate(numel * dtype.itemsize, USES[use])
+        if self.device.type == "cpu":
+            return torch.frombuffer(memory, dtype=dtype)
+        return torch.as_tensor(memory, device=self.device).view(dtype)
 
     def all_gather(
         self,
@@ -199,10 +226,10 @@ class HostCommunicator(Communicator):
         send: torch.Tensor,
         *,
         tag: int = 0,
-        stream: _C.Stream | None = None,
-    ) -> None:
+        stream: Stream | None = None,
+    ) -> Event | None:
         count = send.numel()
-        check_sizes("all_gather", recv=recv, send=send, whole=recv, part=send, size=self.size)
+        check_sizes("all_gather", self, recv=recv, send=send, whole=recv, part=send)
         self._core.all_gather(
             send.data_ptr(),
             core_dtype(send.dtype),
@@ -210,8 +237,9 @@ class HostCommunicator(Communicator):
             core_dtype(recv.dtype),
             count,
             tag,
-            stream,
+            self._on(stream),
         )
+        return queued(stream, recv, send)
 
     def reduce_scatter(
         self,
@@ -221,9 +249,9 @@ class HostCommunicator(Communicator):
         *,
         accumulate: bool = False,
         tag: int = 0,
-        stream: _C.Stream | None = None,
-    ) -> None:
-        check_sizes("reduce_scatter", recv=recv, send=send, whole=send, part=recv, size=self.size)
+        stream: Stream | None = None,
+    ) -> Event | None:
+        check_sizes("reduce_scatter", self, recv=recv, send=send, whole=send, part=recv)
         self._core.reduce_scatter(
             send.data_ptr(),
             core_dtype(send.dtype),
@@ -234,32 +262,38 @@ class HostCommunicator(Communicator):
             recv.numel(),
             red_op("reduce_scatter", op),
             tag,
-            stream,
+            self._on(stream),
         )
+        return queued(stream, recv, send)
 
     def all_reduce(
-        self, buffer: torch.Tensor, op: ReduceOp = "sum", *, stream: _C.Stream | None = None
-    ) -> None:
-        check_tensor("all_reduce", "buffer", buffer)
+        self, buffer: torch.Tensor, op: ReduceOp = "sum", *, stream: Stream | None = None
+    ) -> Event | None:
+        check_tensor("all_reduce", "buffer", buffer, self.device)
         self._core.all_reduce(
             buffer.data_ptr(),
             core_dtype(buffer.dtype),
             buffer.numel(),
             red_op("all_reduce", op),
-            stream,
+            self._on(stream),
         )
+        return queued(stream, buffer)
 
     def broadcast(
-        self, buffer: torch.Tensor, root: int = 0, *, stream: _C.Stream | None = None
-    ) -> None:
-        check_tensor("broadcast", "buffer", buffer)
+        self, buffer: torch.Tensor, root: int = 0, *, stream: Stream | None = None
+    ) -> Event | None:
+        check_tensor("broadcast", "buffer", buffer, self.device)
         check_root(root, self.size)
         self._core.broadcast(
-            buffer.data_ptr(), buffer.numel() * buffer.element_size(), root, stream
+            buffer.data_ptr(), buffer.numel() * buffer.element_size(), root, self._on(stream)
         )
+        return queued(stream, buffer)
 
     def barrier(self) -> None:
-        self._core.barrier()
+        stream = self._on(None)
+        self._core.barrier(stream)
+        if stream is not None:
+            stream.record().wait()
 
     def abort(self, reason: str) -> None:
         self._core.abort(reason)
@@ -270,6 +304,20 @@ class HostCommunicator(Communicator):
     def receipts(self) -> list[Receipt]:
         return [Receipt(*receipt) for receipt in self._core.receipts()]
 
+    def _on(self, stream: Stream | None) -> Any:
+        if stream is not None or self.device.type == "cpu":
+            return stream
+        return compute_stream(self.device)
+
+
+def queued(stream: Stream | None, *tensors: torch.Tensor) -> Event | None:
+    """The end of what was queued on `stream`, until which its `tensors` are kept; None without a stream."""
+    if stream is None:
+        return None
+    event = stream.record()
+    keep_until(event, *tensors)
+    return event
+
 
 def red_op(operation: str, op: str) -> _C.RedOp:
     """The core's reduction of this name; ValueError for another."""
@@ -278,16 +326,26 @@ def red_op(operation: str, op: str) -> _C.RedOp:
     return RED_OPS[op]
 
 
-def check_tensor(operation: str, name: str, tensor: torch.Tensor) -> None:
-    """ValueError unless `tensor` is contiguous and on the CPU."""
+def core_device(operation: str, device: torch.device | str) -> torch.device:
+    """`device` with its index; ValueError unless it is one that the core can drive."""
+    where = torch.device(device)
+    if where.type not in ("cpu", "cuda"):
+        raise ValueError(f"{operation}: device is {where}; accepted: 'cpu', 'cuda', 'cuda:N'")
+    if where.type == "cuda" and where.index is None:
+        where = torch.device("cuda", torch.cuda.current_device())
+    return where
+
+
+def check_tensor(operation: str, name: str, tensor: torch.Tensor, device: torch.device) -> None:
+    """ValueError unless `tensor` is contiguous and on `device`."""
     if not tensor.is_contiguous():
         raise ValueError(
             f"{operation}: {name} has strides {tensor.stride()} for shape {tuple(tensor.shape)}; "
             "it must be contiguous"
         )
-    if tensor.device.type != "cpu":
+    if tensor.device != device:
         raise ValueError(
-            f"{operation}: {name} is on {tensor.device}; this transport takes CPU tensors"
+            f"{operation}: {name} is on {tensor.device}; this communicator works on {device}"
         )
 
 
@@ -299,16 +357,17 @@ def check_root(root: int, size: int) -> None:
 
 def check_sizes(
     operation: str,
+    comm: Communicator,
     *,
     recv: torch.Tensor,
     send: torch.Tensor,
     whole: torch.Tensor,
     part: torch.Tensor,
-    size: int,
 ) -> None:
-    """ValueError unless both are contiguous CPU tensors and `whole` holds one `part` for every rank."""
-    check_tensor(operation, "recv", recv)
-    check_tensor(operation, "send", send)
+    """ValueError unless both are contiguous, on `comm`'s device, and `whole` holds one `part` for every rank."""
+    check_tensor(operation, "recv", recv, comm.device)
+    check_tensor(operation, "send", send, comm.device)
+    size = comm.size
     if whole.numel() != size * part.numel():
         raise ValueError(
             f"{operation}: recv has {recv.numel()} elements and send has {send.numel()}; with {size} ranks "

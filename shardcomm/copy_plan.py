@@ -16,13 +16,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from shardcomm import _C
 from shardcomm.dtype import wire_dtype
+from shardcomm.streams import Stream, compute_stream, uses_core
 
 ZEROS = -1
 """As the `src` of a segment: writes zeros."""
@@ -125,8 +126,9 @@ class CopyPlan:
         """Writes scale * source, or with `accumulate` destination + scale * source.
 
         Computed in float32 and rounded once. A source that is None counts as zeros. Operands are
-        contiguous CPU tensors of the plan's dtypes, of any shape, with at least the elements that
-        the plan touches; sources and destinations must not overlap.
+        contiguous tensors of the plan's dtypes on one device, of any shape, with at least the
+        elements that the plan touches; sources and destinations must not overlap. `threads` are
+        the CPU's. On a GPU it runs on the current stream.
 
         Raises TypeError for a tensor of another dtype or device; ValueError for one that is not
         contiguous or too small, for a wrong number of them, for threads < 1, and for a scale or
@@ -144,24 +146,28 @@ class CopyPlan:
         threads: int = 1,
     ) -> BoundCopy:
         """As `run`, but checks now and runs later, as often as wanted."""
-        core = _C.BoundCopy(
-            self.core,
-            self._source_pointers(sources),
-            self._destination_pointers(destinations),
-            scale,
-            accumulate,
-            threads,
-        )
+        device = _device_of(destinations)
+        pointers = self.source_pointers(sources, device), self._destination_pointers(destinations)
+        core: Executor
+        if uses_core(device):
+            index = -1 if device.type == "cpu" else device.index
+            core = _C.BoundCopy(self.core, *pointers, scale, accumulate, threads, index)
+        else:
+            from shardcomm.copy_triton import TritonCopy  # noqa: PLC0415  (needs Triton)
+
+            core = TritonCopy(self.core, *pointers, scale, accumulate, device)
         return BoundCopy(self, core, tuple(sources), tuple(destinations))
 
-    def _source_pointers(self, tensors: Sequence[Tensor | None]) -> list[int]:
-        return _pointers("sources", tensors, self.src_dtype, self.core.src_extents)
+    def source_pointers(self, tensors: Sequence[Tensor | None], device: torch.device) -> list[int]:
+        """Addresses of `tensors`, 0 for None. Raises as `run` does."""
+        return _pointers("sources", tensors, self.src_dtype, self.core.src_extents, device)
 
     def _destination_pointers(self, tensors: Sequence[Tensor]) -> list[int]:
+        device = _device_of(tensors)
         for i, tensor in enumerate(tensors):
             if tensor is None:
                 raise TypeError(f"destinations[{i}] is None, it must be a tensor")
-        return _pointers("destinations", tensors, self.dst_dtype, self.core.dst_extents)
+        return _pointers("destinations", tensors, self.dst_dtype, self.core.dst_extents, device)
 
     def __repr__(self) -> str:
         shown = 12
@@ -172,13 +178,23 @@ class CopyPlan:
         return "\n".join(lines)
 
 
+class Executor(Protocol):
+    """A plan with addresses, on one device: the compiled core's or Triton's."""
+
+    def set_sources(self, sources: list[int]) -> None:
+        """Later runs read there."""
+
+    def run(self, stream: Any = ...) -> None:
+        """Queues the copy on `stream`."""
+
+
 class BoundCopy:
-    """A plan with its tensors, which it keeps alive. `core` can be enqueued on a stream."""
+    """A plan with its tensors, which it keeps alive."""
 
     def __init__(
         self,
         plan: CopyPlan,
-        core: _C.BoundCopy,
+        core: Executor,
         sources: tuple[Tensor | None, ...],
         destinations: tuple[Tensor, ...],
     ) -> None:
@@ -186,19 +202,31 @@ class BoundCopy:
         self.core = core
         self.sources = sources
         self.destinations = destinations
+        self.device = _device_of(destinations)
 
     def set_sources(self, sources: Sequence[Tensor | None]) -> None:
         """Later runs read these. Not while a run is under way. Raises as `CopyPlan.run` does."""
-        self.core.set_sources(self.plan._source_pointers(sources))
+        self.core.set_sources(self.plan.source_pointers(sources, self.device))
         self.sources = tuple(sources)
 
-    def run(self, stream: _C.Stream | None = None) -> None:
-        """Copies, without the GIL: here and now, or queued on `stream`. Keep queued sources alive."""
+    def run(self, stream: Stream | None = None) -> None:
+        """Copies, without the GIL, on `stream` or where torch computes now. Keep queued sources alive."""
+        if stream is None and self.device.type != "cpu":
+            stream = compute_stream(self.device)
         self.core.run(stream)
 
 
+def _device_of(destinations: Sequence[Tensor]) -> torch.device:
+    first = destinations[0] if destinations else None
+    return first.device if isinstance(first, Tensor) else torch.device("cpu")
+
+
 def _pointers(
-    role: str, tensors: Sequence[Tensor | None], dtype: torch.dtype, wire_extents: Sequence[int]
+    role: str,
+    tensors: Sequence[Tensor | None],
+    dtype: torch.dtype,
+    wire_extents: Sequence[int],
+    device: torch.device,
 ) -> list[int]:
     """Addresses of tensors that a plan can use. Extents count elements as the core sees them."""
     if len(tensors) != len(wire_extents):
@@ -211,9 +239,9 @@ def _pointers(
             continue
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{role}[{i}] is a {type(tensor).__name__}, it must be a tensor")
-        if tensor.dtype != dtype or not tensor.is_cpu:
+        if tensor.dtype != dtype or tensor.device != device:
             raise TypeError(
-                f"{role}[{i}] is {tensor.dtype} on {tensor.device}, the plan takes {dtype} on cpu"
+                f"{role}[{i}] is {tensor.dtype} on {tensor.device}, this copy takes {dtype} on {device}"
             )
         if not tensor.is_contiguous():
             raise ValueError(f"{role}[{i}] is not contiguous, its strides are {tensor.stride()}")

@@ -13,14 +13,12 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 
 from shardcomm import _C
-from shardcomm.copy_plan import CopyPlan
-from shardcomm.dtype import wire_dtype
+from shardcomm.streams import TorchStream
 
 try:
     import triton
@@ -30,114 +28,94 @@ except ImportError as error:
 
 # bfloat16 is converted to and from its bits: Triton's interpreter would truncate it.
 _FLOATS = {_C.DType.f32: tl.float32, _C.DType.f16: tl.float16, _C.DType.bf16: tl.uint16}
-_BITS = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32, 8: tl.uint64}
+_BITS = {
+    _C.DType.u8: tl.uint8,
+    _C.DType.f16: tl.uint16,
+    _C.DType.bf16: tl.uint16,
+    _C.DType.i32: tl.uint32,
+    _C.DType.f32: tl.uint32,
+    _C.DType.i64: tl.uint64,
+    _C.DType.f64: tl.uint64,
+}
 
 
 class TritonCopy:
-    """A plan with its tensors, which it keeps alive. Writes what `CopyPlan.run` does, bit for bit.
+    """A plan with addresses on one device. Writes what the core's executor does, bit for bit.
 
-    All operands lie on one GPU. The first run for a pair of dtypes compiles, which takes seconds.
-    Raises as `CopyPlan.run` does.
+    The first run for a pair of dtypes compiles, which takes seconds. Raises ValueError for a scale
+    or an accumulation on dtypes without conversion, TypeError for the CPU without the interpreter.
     """
 
     def __init__(
         self,
-        plan: CopyPlan,
-        sources: Sequence[Tensor | None],
-        destinations: Sequence[Tensor],
-        scale: float = 1.0,
-        accumulate: bool = False,
+        plan: _C.CopyPlan,
+        sources: Sequence[int],
+        destinations: Sequence[int],
+        scale: float,
+        accumulate: bool,
+        device: torch.device,
     ) -> None:
-        core = plan.core
-        self.plan = plan
-        self.destinations = tuple(destinations)
-        self._device = _device_of(destinations)
-        self._written = self._addresses("destinations", destinations)
+        _check_device(device)
+        self._device = device
+        self._destinations = list(destinations)
         self._scale = ctypes.c_float(scale).value
         plain = plan.src_dtype == plan.dst_dtype and self._scale == 1.0 and not accumulate
-        if not plain and core.dst_dtype not in _FLOATS:
+        if not plain and plan.dst_dtype not in _FLOATS:
             raise ValueError(
-                f"scale and accumulate need float32, bfloat16 or float16, not {plan.dst_dtype}"
+                f"scale and accumulate need float32, bfloat16 or float16, not {plan.dst_dtype.name}"
             )
-        src_bytes, dst_bytes = (
-            dtype.itemsize // wire_dtype(dtype)[1] for dtype in (plan.src_dtype, plan.dst_dtype)
-        )
+        types = _BITS if plain else _FLOATS
+        src, dst = types[plan.src_dtype], types[plan.dst_dtype]
         self._constants = {
-            "SRC": _BITS[src_bytes] if plain else _FLOATS[core.src_dtype],
-            "DST": _BITS[dst_bytes] if plain else _FLOATS[core.dst_dtype],
+            "SRC": src,
+            "DST": dst,
             "PLAIN": plain,
             "ACCUMULATE": accumulate,
-            "VECTOR": 16 // min(src_bytes, dst_bytes),
+            "VECTOR": 128 // min(src.primitive_bitwidth, dst.primitive_bitwidth),
             "BLOCK": 2048,  # elements of one step: two vectors of a 16-bit dtype for each thread
         }
         # The address table is [0, sources, destinations]: the source ZEROS (-1) becomes its row 0.
-        shift = torch.tensor([1, 1 + core.num_sources, 0, 0, 0, 0, 0, 0])
-        tiles = torch.tensor(core.tiles, dtype=torch.int64).reshape(-1, 8) + shift
+        shift = torch.tensor([1, 1 + plan.num_sources, 0, 0, 0, 0, 0, 0])
+        tiles = torch.tensor(plan.tiles, dtype=torch.int64).reshape(-1, 8) + shift
         self._grid = (len(tiles),)
-        self._tile_table = _Table(tiles, self._device)
+        self._tile_table = _Table(tiles, device)
         self.set_sources(sources)
 
-    def set_sources(self, sources: Sequence[Tensor | None]) -> None:
-        """Later runs read these; a run that is queued already reads the ones before."""
-        addresses = [0, *self._addresses("sources", sources), *self._written]
+    def set_sources(self, sources: Sequence[int]) -> None:
+        """Later runs read there; a run that is queued already reads where it was told before."""
+        # Signed, as the kernel's integers: some GPUs have addresses past 2^63.
+        addresses = [ctypes.c_int64(a).value for a in (0, *sources, *self._destinations)]
         self._address_table = _Table(torch.tensor(addresses, dtype=torch.int64), self._device)
-        self.sources = tuple(sources)
 
-    def run(self, stream: torch.Stream | None = None) -> None:
-        """Queues the copy on `stream`, or on the current one. Keep queued sources alive."""
+    def run(self, stream: TorchStream | None = None) -> None:
+        """Queues the copy on `stream`, or on the current one."""
         if self._grid == (0,):
             return
-        with torch.accelerator.device_index(self._device.index), stream or nullcontext():
-            _copy_tile[self._grid](
-                self._tile_table.on_current_stream(),
-                self._address_table.on_current_stream(),
-                self._scale,
-                **self._constants,
-                enable_fp_fusion=False,  # the product is rounded before it is added
-            )
+        if self._device.type == "cpu":
+            self._launch()
+        else:
+            with torch.accelerator.device_index(self._device.index):
+                stream.enqueue(self._launch) if stream is not None else self._launch()
 
-    def _addresses(self, role: str, tensors: Sequence[Tensor | None]) -> list[int]:
-        plan, written = self.plan, role == "destinations"
-        dtype = plan.dst_dtype if written else plan.src_dtype
-        extents = plan.core.dst_extents if written else plan.core.src_extents
-        if len(tensors) != len(extents):
-            raise ValueError(f"{role} has {len(tensors)} tensors, the plan has {len(extents)}")
-        addresses = []
-        for i, (tensor, extent) in enumerate(zip(tensors, extents, strict=True)):
-            if tensor is None and not written:
-                addresses.append(0)
-                continue
-            if not isinstance(tensor, Tensor):
-                raise TypeError(f"{role}[{i}] is a {type(tensor).__name__}, it must be a tensor")
-            if tensor.dtype != dtype or tensor.device != self._device:
-                raise TypeError(
-                    f"{role}[{i}] is {tensor.dtype} on {tensor.device}, this copy takes {dtype} on "
-                    f"{self._device}"
-                )
-            needed = extent // wire_dtype(dtype)[1]
-            if not tensor.is_contiguous() or tensor.numel() < needed:
-                raise ValueError(
-                    f"{role}[{i}] has shape {tuple(tensor.shape)} and strides {tensor.stride()}, "
-                    f"the plan needs {needed} contiguous elements"
-                )
-            # Signed, as the kernel's integers: some GPUs have addresses past 2^63.
-            addresses.append(ctypes.c_int64(tensor.data_ptr()).value)
-        return addresses
+    def _launch(self) -> None:
+        _copy_tile[self._grid](
+            self._tile_table.on_current_stream(),
+            self._address_table.on_current_stream(),
+            self._scale,
+            **self._constants,
+            enable_fp_fusion=False,  # the product is rounded before it is added
+        )
 
 
-def _device_of(destinations: Sequence[Tensor]) -> torch.device:
-    if not destinations or not isinstance(destinations[0], Tensor):
-        return torch.device("cpu")
-    device = destinations[0].device
+def _check_device(device: torch.device) -> None:
     interpreted = not isinstance(_copy_tile, triton.JITFunction)
     if interpreted != (device.type == "cpu"):
         # Interpreted on a GPU's addresses, the copy would end the process.
         needed = "unset" if interpreted else "1"
         raise TypeError(
-            f"destinations[0] is on {device}, for which TRITON_INTERPRET must be {needed} when "
+            f"the copy is on {device}, for which TRITON_INTERPRET must be {needed} when "
             "shardcomm.copy_triton is imported: Triton compiles for GPUs, interprets on the CPU"
         )
-    return device
 
 
 class _Table:
@@ -230,7 +208,7 @@ def _to_float32(x):
 
 @triton.jit
 def _round(x, DTYPE: tl.constexpr):
-    if DTYPE == tl.uint16:
+    if tl.uint16 == DTYPE:
         bits = x.to(tl.uint32, bitcast=True)
         to_nearest_even = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
         is_nan = (bits & 0x7FFFFFFF) > 0x7F800000

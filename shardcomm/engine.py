@@ -17,23 +17,22 @@ Reference: Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data
 from __future__ import annotations
 
 import contextlib
-import time
 import weakref
-from array import array
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from shardcomm import _C, boundary
-from shardcomm.bucket import Streams
+from shardcomm import boundary
 from shardcomm.communicator import Communicator
 from shardcomm.mixed_precision import MixedPrecision
 from shardcomm.schedule import STRATEGIES, Action, Phase, Schedule, Strategy, Trigger, Verb
 from shardcomm.shard_units import GranularityOf, shard_units
 from shardcomm.sharded_unit import Footprint, ShardedUnit, State
 from shardcomm.state_dict import full_state_dict, load_full_state_dict
+from shardcomm.streams import Event, Streams
 from shardcomm.unit import Units, find_units, registration_order
 
 
@@ -85,15 +84,33 @@ class Traffic:
     """What a step's communication amounts to, summed up since the start.
 
     Attributes:
-        exposed_s: seconds that forward and backward stood still, waiting for communication.
         gathered_bytes: received from other ranks by gathers.
         reduced_bytes: sent to other ranks by reduces.
     """
 
     def __init__(self) -> None:
-        self.exposed_s = 0.0
         self.gathered_bytes = 0
         self.reduced_bytes = 0
+        self._exposed_s = 0.0
+        self._waits: deque[tuple[Event, Event]] = deque()  # those that may still go on
+
+    @property
+    def exposed_s(self) -> float:
+        """Seconds that computation stood still, waiting for communication. To read it waits for the device."""
+        for _, end in self._waits:
+            end.wait()
+        self._count_ended()
+        return self._exposed_s
+
+    def waited(self, begin: Event, end: Event) -> None:
+        """Computation waits between these two events of its stream."""
+        self._waits.append((begin, end))
+        self._count_ended()
+
+    def _count_ended(self) -> None:
+        while self._waits and self._waits[0][1].query():
+            begin, end = self._waits.popleft()
+            self._exposed_s += end.seconds_since(begin)
 
 
 class Engine:
@@ -122,7 +139,7 @@ class Engine:
         self.traffic = Traffic()
         self._prefetch = prefetch
         self._param_dtype = mixed_precision.param_dtype
-        self._streams = Streams(_C.Stream(), _C.Stream())
+        self._streams = Streams(comm.device)
 
         found = find_units(model, units)
         order = registration_order(found)
@@ -134,9 +151,7 @@ class Engine:
         self._occupant: list[ShardedUnit | None] = [None] * first_guess.num_slots
 
         self._params = [param for unit in self.units for param in unit.params]
-        # Which parameters any rank had a gradient for; the tensor is the same memory.
-        self._used = array("i", [0]) * max(1, len(self._params))
-        self._used_tensor = torch.frombuffer(self._used, dtype=torch.int32)
+        self._all_used = torch.ones(len(self._params), dtype=torch.int32, device=comm.device)
 
         self._plans: dict[tuple[tuple[Trigger, ...], bool], _Program] = {}
         self._train = self._program(order, backward=True)
@@ -167,7 +182,11 @@ class Engine:
         grads = [
             p.shard.grad for unit in self.units for p in unit.params if p.shard.grad is not None
         ]
-        norms = torch._foreach_norm(grads) if grads else [torch.zeros(())]
+        norms = (
+            torch._foreach_norm(grads)
+            if grads
+            else [self._all_used.new_zeros((), dtype=torch.float32)]
+        )
         square = torch.stack([norm.float() for norm in norms]).square().sum()
         if self.strategy.shard_params:  # else every rank has all of it already
             self.comm.all_reduce(square, "sum")
@@ -285,13 +304,18 @@ class Engine:
         """Sets `.grad` of what any rank had a gradient for; what no rank used keeps None, as under DDP."""
         if not any(param.reduced for param in self._params):
             return
-        for i, param in enumerate(self._params):
-            self._used[i] = param.used
+        used = [param.used or not param.reduced for param in self._params]
         if self.comm.size > 1:
-            self.comm.all_reduce(self._used_tensor, "max")
-        for used, param in zip(self._used, self._params, strict=False):
+            # Who used all of them knows the result; it is the others who read it, and wait for it.
+            everybody = self._all_used
+            if not all(used):
+                everybody = torch.tensor(used, dtype=torch.int32, device=self.comm.device)
+            self.comm.all_reduce(everybody, "max")
+            if not all(used):
+                used = [bool(flag) for flag in everybody.tolist()]
+        for param, any_used in zip(self._params, used, strict=True):
             if param.reduced:
-                param.publish_grad(bool(used))
+                param.publish_grad(any_used)
 
     # The actions. Each is idempotent, so that a trigger that fires twice, or not at all, does no harm.
 
@@ -344,11 +368,12 @@ class Engine:
             self._wait(unit.reduces)
 
     def _wait(self, works: list[Any]) -> None:
-        start = time.perf_counter()
+        compute = self._streams.compute()
+        begin = compute.record(timed=True)
         for work in works:
             work.wait()
         works.clear()
-        self.traffic.exposed_s += time.perf_counter() - start
+        self.traffic.waited(begin, compute.record(timed=True))
 
     # Set-up.
 

@@ -11,13 +11,14 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import cast
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
 from torch.distributed.rendezvous import rendezvous
 
 from shardcomm import _C
 from shardcomm.c10d import C10dCommunicator
-from shardcomm.communicator import Communicator, HostCommunicator, Transport
+from shardcomm.communicator import Communicator, CoreCommunicator, Transport
 
 # Shows `payload` to all ranks and returns everybody's, in rank order. Every rank calls it equally often.
 Exchange = Callable[[bytes], list[bytes]]
@@ -62,7 +63,8 @@ def from_env(deadline_s: float, transport: Transport) -> Communicator:
             for use in ("gathers", "reduces")
         ]
         # A backend has the collectives of a ProcessGroup, without being one to the type checker.
-        return C10dCommunicator(*cast("list[dist.ProcessGroup]", groups))
+        gathers, reduces = cast("list[dist.ProcessGroup]", groups)
+        return C10dCommunicator(gathers, reduces, torch.device("cpu"))
 
     return connect(exchange, rank, size, deadline_s, transport, gloo)
 
@@ -93,7 +95,7 @@ def from_process_group(
             backend=dist.get_backend(group),
             use_local_synchronization=True,
         )
-        return C10dCommunicator(gathers, group)
+        return C10dCommunicator(gathers, group, torch.device("cpu"))
 
     return connect(exchange, rank, size, deadline_s, transport, c10d)
 
@@ -118,7 +120,7 @@ def connect(
     # Rank 0's session lives until all have attached, which make_shm waits for.
     session = _C.ShmSession(size) if rank == 0 else None
     address = exchange(session.address.encode() if session else b"")[0].decode()
-    return HostCommunicator(_C.make_shm(address, rank, size, deadline_s))
+    return CoreCommunicator(_C.make_shm(address, rank, size, deadline_s))
 
 
 def host_identity() -> bytes:

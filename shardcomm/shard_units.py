@@ -8,12 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from shardcomm.bucket import Bucket, Streams
+from shardcomm.bucket import Bucket
 from shardcomm.communicator import Communicator
 from shardcomm.layout import Granularity, Layout, ParamSpec
 from shardcomm.mixed_precision import MixedPrecision
 from shardcomm.schedule import Strategy
 from shardcomm.sharded_unit import ShardedUnit
+from shardcomm.streams import Streams
 from shardcomm.unit import OwnedParam, UnitParams
 
 GranularityOf = Granularity | Callable[[str, nn.Parameter], Granularity]
@@ -51,7 +52,7 @@ def shard_units(
 
     At any moment at most one unit exists in full besides what the model held before.
     """
-    alone = Communicator.local_group(1)[0]
+    alone = Communicator.local_group(1, device=comm.device)[0]
     shard_comm, replicas = (comm, None) if strategy.shard_params else (alone, comm)
     groups = [_group(unit, shard_comm.size, mixed_precision, granularity) for unit in units]
 
@@ -68,7 +69,7 @@ def shard_units(
 
     sharded = []
     for index, (unit, unit_groups) in enumerate(zip(units, groups, strict=True)):
-        materialize(unit)
+        materialize(unit, comm.device)
         free = slots[slot_of[index]]
         buckets = []
         for group in unit_groups:
@@ -94,8 +95,8 @@ def shard_units(
     return sharded
 
 
-def materialize(unit: UnitParams) -> None:
-    """Gives parameters on the meta device memory and initial values, by their modules' `reset_parameters`.
+def materialize(unit: UnitParams, device: torch.device) -> None:
+    """Gives parameters on the meta device memory on `device`, and initial values by their `reset_parameters`.
 
     Raises:
         ValueError: a module with such parameters has no `reset_parameters`.
@@ -108,9 +109,9 @@ def materialize(unit: UnitParams) -> None:
         if reset is None:
             raise ValueError(
                 f"fully_shard: {type(module).__name__} in unit {unit.name!r} has parameters on the meta device and "
-                "no reset_parameters() to initialise them; add one, or build the model on the CPU"
+                f"no reset_parameters() to initialise them; add one, or build the model on {device}"
             )
-        module.to_empty(device="cpu", recurse=False)
+        module.to_empty(device=device, recurse=False)
         reset()
     for owned in unit.params:
         module, attribute = owned.places[0]
@@ -121,7 +122,7 @@ def materialize(unit: UnitParams) -> None:
 
 def _load(bucket: Bucket, params: Sequence[OwnedParam], comm: Communicator) -> None:
     """Keeps this rank's rows of rank 0's values, and lets go of the full ones."""
-    values = [owned.param.detach().contiguous() for owned in params]
+    values = [owned.param.detach().to(comm.device).contiguous() for owned in params]
     if comm.size > 1:
         for value in values:
             comm.broadcast(value, root=0)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from thread_ranks import run_threads
 
 from shardcomm import _C, CommError, Communicator, Stream, launch
-from shardcomm.communicator import HostCommunicator
+from shardcomm.communicator import CoreCommunicator
 
 DTYPES = (
     torch.float32,
@@ -258,7 +258,7 @@ def test_bad_arguments_are_named(call: Callable[[Communicator], object], message
 def test_buffer_that_leaves_its_window_is_refused() -> None:
     def body(comm: Communicator) -> None:
         window = comm.allocate(8, use="reduce")
-        assert isinstance(comm, HostCommunicator)
+        assert isinstance(comm, CoreCommunicator)
         f32, total = _C.DType.f32, _C.RedOp.sum
         with pytest.raises(ValueError, match=r"starts at byte 24 .* 32 bytes and is 16 bytes long"):
             comm._core.all_reduce(window[6:].data_ptr(), f32, 4, total)

@@ -23,6 +23,7 @@ from test_copy_plan import awkward_floats, every_16_bit_pattern
 from torch import Tensor
 
 from shardcomm.copy_plan import ZEROS, CopyPlan, Segment
+from shardcomm.streams import TorchStream
 
 pytest.importorskip("triton", reason="the Triton executor needs triton: pip install triton")
 
@@ -36,6 +37,17 @@ with pytest.MonkeyPatch.context() as environment:
 
 # The interpreter's numpy reports each overflow to infinity.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+def triton_copy(
+    plan: CopyPlan,
+    sources: list[Tensor | None],
+    destinations: list[Tensor],
+    scale: float = 1.0,
+    accumulate: bool = False,
+) -> TritonCopy:
+    addresses = [plan.source_pointers(sources, DEVICE), [each.data_ptr() for each in destinations]]
+    return TritonCopy(plan.core, *addresses, scale, accumulate, DEVICE)
 
 
 def check(
@@ -55,7 +67,7 @@ def check(
 
     by_triton = [each.to(DEVICE, copy=True) for each in destinations]
     there = [None if each is None else each.to(DEVICE) for each in sources]
-    TritonCopy(plan, there, by_triton, scale, accumulate).run()
+    triton_copy(plan, there, by_triton, scale, accumulate).run()
 
     for result, cpu, pytorch in zip(by_triton, by_cpu, by_pytorch, strict=True):
         if result.dtype in FLOATS:
@@ -66,7 +78,7 @@ def check(
             assert torch.equal(result.cpu().view(torch.uint8), pytorch.view(torch.uint8))
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     plan=plans(),
     dtypes=st.tuples(st.sampled_from(FLOATS), st.sampled_from(FLOATS)),
@@ -91,7 +103,7 @@ def test_copies_as_the_cpu_and_pytorch_do(
     check(segments, sources, destinations, scale, accumulate)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(plan=plans(), dtype=st.sampled_from(OTHERS + UNKNOWN_TO_CORE))
 def test_dtypes_without_conversion_are_moved(
     plan: tuple[list[Segment], list[int], list[int]], dtype: torch.dtype
@@ -110,7 +122,9 @@ def test_rows_in_vectors_and_what_is_left(
     segments, end = [], 0
     for cols in (5, 16, 17, 48, 63, 2064):
         even = Segment(0, 0, 32, 4096, end, 4096, rows, cols)
-        segments.append(even._replace(**{odd: getattr(even, odd) + 1} if odd in even._fields else {}))
+        segments.append(
+            even._replace(**{odd: getattr(even, odd) + 1} if odd in even._fields else {})
+        )
         end += rows * 4096 + 16
     size = end + 4096
     check(segments, [values(size, dtypes[0], 1)], [values(size, dtypes[1], 2)])
@@ -169,27 +183,27 @@ def test_nan_payloads_survive_a_plain_copy() -> None:
     for dtype in FLOATS[1:]:
         source = every_16_bit_pattern().view(dtype).to(DEVICE)
         flat = torch.zeros_like(source)
-        TritonCopy(CopyPlan.pack([2**16], [0], dtype, dtype), [source], [flat]).run()
+        triton_copy(CopyPlan.pack([2**16], [0], dtype, dtype), [source], [flat]).run()
         assert torch.equal(bits(flat), bits(source))
 
 
 def test_zero_sized_plans_do_nothing() -> None:
     nothing = torch.empty(0, device=DEVICE)
-    TritonCopy(CopyPlan((), torch.float32, torch.float32), [], []).run()
-    TritonCopy(CopyPlan.pack([0], [0], torch.float32, torch.float32), [nothing], [nothing]).run()
+    triton_copy(CopyPlan((), torch.float32, torch.float32), [], []).run()
+    triton_copy(CopyPlan.pack([0], [0], torch.float32, torch.float32), [nothing], [nothing]).run()
 
 
 def test_a_copy_reads_new_sources() -> None:
     flat = torch.empty(4, device=DEVICE)
     plan = CopyPlan.pack([4], [0], torch.float32, torch.float32)
-    copy = TritonCopy(plan, [torch.ones(4, device=DEVICE)], [flat])
+    ones = torch.ones(4, device=DEVICE)
+    copy = triton_copy(plan, [ones], [flat])
     copy.run()
     assert flat.tolist() == [1.0] * 4
-    copy.set_sources([torch.full((4,), 2.0, device=DEVICE)])
+    source = torch.full((4,), 2.0, device=DEVICE)
+    copy.set_sources(plan.source_pointers([source], DEVICE))
     copy.run()
     assert flat.tolist() == [2.0] * 4
-    with pytest.raises(ValueError, match="needs 4"):
-        copy.set_sources([torch.ones(3, device=DEVICE)])
 
 
 @pytest.mark.gpu
@@ -198,40 +212,26 @@ def test_streams_see_the_sources_they_were_queued_with() -> None:
     plan = CopyPlan.pack([n], [0], torch.float32, torch.bfloat16)
     sources = [torch.full((n,), float(i), device=DEVICE) for i in range(8)]
     flat = torch.empty(n, dtype=torch.bfloat16, device=DEVICE)
-    copy = TritonCopy(plan, [sources[0]], [flat])
+    copy = triton_copy(plan, [sources[0]], [flat])
     torch.cuda.synchronize()
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
     results = []
     for i, source in enumerate(sources):
         stream = streams[i // 2 % 2]
         stream.wait_stream(streams[1 - i // 2 % 2])
-        copy.set_sources([source])
-        copy.run(stream)
+        copy.set_sources(plan.source_pointers([source], DEVICE))
+        copy.run(TorchStream(stream))
         with torch.cuda.stream(stream):
             results.append(flat.clone())
     torch.cuda.synchronize()
     assert [each.unique().tolist() for each in results] == [[float(i)] for i in range(8)]
 
 
-def test_wrong_operands_are_refused() -> None:
-    plan = CopyPlan.pack([4, 2], [0, 4], torch.float32, torch.bfloat16)
-    a, b = torch.ones(4, device=DEVICE), torch.ones(2, device=DEVICE)
-    flat = torch.ones(6, dtype=torch.bfloat16, device=DEVICE)
-    with pytest.raises(ValueError, match="sources has 1 tensors, the plan has 2"):
-        TritonCopy(plan, [a], [flat])
-    with pytest.raises(ValueError, match="destinations has 2 tensors, the plan has 1"):
-        TritonCopy(plan, [a, b], [flat, flat])
-    with pytest.raises(ValueError, match=r"sources\[0\] .* needs 4 contiguous elements"):
-        TritonCopy(plan, [a[:3], b], [flat])
-    with pytest.raises(ValueError, match=r"sources\[1\] has shape \(2,\) and strides \(2,\)"):
-        TritonCopy(plan, [a, a[::2]], [flat])
-    with pytest.raises(TypeError, match=r"destinations\[0\] is torch.float32 on"):
-        TritonCopy(plan, [a, b], [torch.ones(6, device=DEVICE)])
-    with pytest.raises(TypeError, match=r"sources\[0\] is torch.float32 on meta"):
-        TritonCopy(plan, [a.to("meta"), b], [flat])
-    with pytest.raises(TypeError, match=r"destinations\[0\] is a NoneType"):
-        TritonCopy(plan, [a, b], [None])
+def test_what_it_cannot_do_is_refused() -> None:
     integers = CopyPlan.pack([1], [0], torch.int32, torch.int32)
     one = torch.ones(1, dtype=torch.int32, device=DEVICE)
     with pytest.raises(ValueError, match="scale and accumulate need float32"):
-        TritonCopy(integers, [one], [one.clone()], scale=2.0)
+        triton_copy(integers, [one], [one.clone()], scale=2.0)
+    elsewhere = torch.device("cpu" if DEVICE.type == "cuda" else "cuda")
+    with pytest.raises(TypeError, match="TRITON_INTERPRET must be"):
+        TritonCopy(integers.core, [0], [0], 1.0, False, elsewhere)

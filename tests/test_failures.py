@@ -17,7 +17,7 @@ from test_engine import batch, loss_of, make, optimizer_of
 from thread_ranks import run_threads
 
 from shardcomm import _C, CommError, Communicator, RankError, Stream, fully_shard, launch
-from shardcomm.communicator import HostCommunicator
+from shardcomm.communicator import CoreCommunicator
 
 RANKS = 3
 NOTICED_S = 2.0
@@ -34,7 +34,7 @@ def nothing_is_left_in_shared_memory() -> Iterator[None]:
 def train_until_error(rank: int, ranks: int, address: str, tell: Connection) -> None:
     """Trains for ever; reports each step, and the error that ends it."""
     torch.set_num_threads(1)
-    comm = HostCommunicator(_C.make_shm(address, rank, ranks, 60.0))
+    comm = CoreCommunicator(_C.make_shm(address, rank, ranks, 60.0))
     model = make(layers=2)
     fully_shard(model, comm)
     optimizer = optimizer_of(model)

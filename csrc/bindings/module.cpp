@@ -33,6 +33,7 @@ PYBIND11_MODULE(_C, m) {
       .def_readonly("runtime_version", &CudaStatus::runtime_version)
       .def_readonly("driver_version", &CudaStatus::driver_version);
   m.def("cuda_status", &cuda_status);
+  m.attr("cuda_built") = cuda_built();
 
   bind_layout(m);
   bind_stream(m);  // first: others take a stream

@@ -52,16 +52,14 @@ void bind_stream(py::module_& m) {
       .def(py::init([shared] { return shared(make_thread_stream()); }))
       .def_static("caller", [shared] { return shared(make_caller_stream()); })
       .def_static(
-          "cuda",
-          [shared](int device, bool timed) { return shared(make_cuda_stream(device, timed)); },
-          py::arg("device"), py::arg("timed") = false)
+          "cuda", [shared](int device) { return shared(make_cuda_stream(device)); },
+          py::arg("device"))
       .def_static(
           "from_cuda",
-          [shared](int device, std::uintptr_t handle, bool timed) {
-            return shared(
-                borrow_cuda_stream(device, reinterpret_cast<NativeStream>(handle), timed));
+          [shared](int device, std::uintptr_t handle) {
+            return shared(borrow_cuda_stream(device, reinterpret_cast<NativeStream>(handle)));
           },
-          py::arg("device"), py::arg("handle"), py::arg("timed") = false)
+          py::arg("device"), py::arg("handle"))
       .def_property_readonly(
           "handle",
           [](const Stream& stream) { return reinterpret_cast<std::uintptr_t>(stream.native()); })
@@ -70,7 +68,7 @@ void bind_stream(py::module_& m) {
              stream.enqueue(
                  [callable = Callable(std::move(function))](NativeStream) { callable(); });
            })
-      .def("record", &Stream::record)
+      .def("record", &Stream::record, py::arg("timed") = false)
       .def("wait",
            [](Stream& stream, std::shared_ptr<Event> event) {
              const InterruptibleWait scope;

@@ -17,14 +17,16 @@ constexpr const char* kAbsent =
 
 }  // namespace
 
+bool cuda_built() { return false; }
+
 CudaStatus cuda_status() {
   CudaStatus status;
   status.reason = kAbsent;
   return status;
 }
 
-std::unique_ptr<Stream> make_cuda_stream(int, bool) { refuse(); }
-std::unique_ptr<Stream> borrow_cuda_stream(int, NativeStream, bool) { refuse(); }
+std::unique_ptr<Stream> make_cuda_stream(int) { refuse(); }
+std::unique_ptr<Stream> borrow_cuda_stream(int, NativeStream) { refuse(); }
 
 LocalPlace place_on_device(int, int) { refuse(); }
 

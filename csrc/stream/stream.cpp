@@ -85,7 +85,7 @@ class ThreadStream final : public Stream {
 
   void enqueue(Operation operation) override { push({std::move(operation), nullptr}); }
 
-  std::shared_ptr<Event> record() override {
+  std::shared_ptr<Event> record(bool) override {
     auto event = std::make_shared<ThreadEvent>();
     push({nullptr, event});
     return event;
@@ -154,7 +154,7 @@ class FiredEvent final : public HostEvent {
 class CallerStream final : public Stream {
  public:
   void enqueue(Operation operation) override { operation(nullptr); }
-  std::shared_ptr<Event> record() override { return std::make_shared<FiredEvent>(); }
+  std::shared_ptr<Event> record(bool) override { return std::make_shared<FiredEvent>(); }
   void wait(std::shared_ptr<Event> event) override { event->wait(); }
 };
 

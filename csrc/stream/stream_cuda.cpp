@@ -54,8 +54,8 @@ class CudaEvent final : public Event {
 
 class CudaStream final : public Stream {
  public:
-  CudaStream(int device, cudaStream_t stream, bool owned, bool timed)
-      : device_(device), stream_(stream), owned_(owned), timed_(timed) {}
+  CudaStream(int device, cudaStream_t stream, bool owned)
+      : device_(device), stream_(stream), owned_(owned) {}
   ~CudaStream() override {
     if (owned_) cudaStreamDestroy(stream_);  // what is on it still runs
   }
@@ -69,8 +69,8 @@ class CudaStream final : public Stream {
     operation(stream_);
   }
 
-  std::shared_ptr<Event> record() override {
-    return std::make_shared<CudaEvent>(device_, stream_, timed_);
+  std::shared_ptr<Event> record(bool timed) override {
+    return std::make_shared<CudaEvent>(device_, stream_, timed);
   }
 
   void wait(std::shared_ptr<Event> event) override {
@@ -83,12 +83,11 @@ class CudaStream final : public Stream {
   int device_;
   cudaStream_t stream_;
   bool owned_;
-  bool timed_;
 };
 
 }  // namespace
 
-std::unique_ptr<Stream> make_cuda_stream(int device, bool timed) {
+std::unique_ptr<Stream> make_cuda_stream(int device) {
   const DeviceScope scope(device);
   // Communication is what computation waits for: it goes first where both are ready.
   int least = 0;
@@ -98,11 +97,11 @@ std::unique_ptr<Stream> make_cuda_stream(int device, bool timed) {
   cudaStream_t stream = nullptr;
   check_cuda(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, greatest),
              "cudaStreamCreateWithPriority");
-  return std::make_unique<CudaStream>(device, stream, true, timed);
+  return std::make_unique<CudaStream>(device, stream, true);
 }
 
-std::unique_ptr<Stream> borrow_cuda_stream(int device, NativeStream stream, bool timed) {
-  return std::make_unique<CudaStream>(device, static_cast<cudaStream_t>(stream), false, timed);
+std::unique_ptr<Stream> borrow_cuda_stream(int device, NativeStream stream) {
+  return std::make_unique<CudaStream>(device, static_cast<cudaStream_t>(stream), false);
 }
 
 }  // namespace shardcomm

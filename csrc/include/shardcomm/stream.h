@@ -24,8 +24,8 @@ class Event {
   // failed before this event.
   virtual bool wait_for(std::chrono::milliseconds timeout) const = 0;
   void wait() const;
-  // Time from `earlier` to this, both fired and of the same kind of stream; on a CUDA stream, of
-  // one made `timed`.
+  // Time from `earlier` to this, both fired and of the same kind of stream; on a CUDA stream, both
+  // recorded `timed`.
   virtual double seconds_since(const Event& earlier) const = 0;
 };
 
@@ -41,7 +41,8 @@ class Stream {
   // later ones are dropped unrun and their events carry the same exception; elsewhere it throws
   // here.
   virtual void enqueue(Operation operation) = 0;
-  virtual std::shared_ptr<Event> record() = 0;
+  // On a CUDA stream, a `timed` event costs the device a little more; elsewhere every event is.
+  virtual std::shared_ptr<Event> record(bool timed = false) = 0;
   // Later operations of this stream start after `event`. Only the caller stream blocks.
   virtual void wait(std::shared_ptr<Event> event) = 0;
 };
@@ -50,10 +51,10 @@ class Stream {
 std::unique_ptr<Stream> make_thread_stream();
 std::unique_ptr<Stream> make_caller_stream();
 
-// A new stream of a device, without implicit synchronisation with the default stream. With `timed`
-// its events tell the time, which costs a little. Throws CudaError.
-std::unique_ptr<Stream> make_cuda_stream(int device, bool timed = false);
+// A new stream of a device, without implicit synchronisation with the default stream. Throws
+// CudaError.
+std::unique_ptr<Stream> make_cuda_stream(int device);
 // Somebody else's, which must outlive this.
-std::unique_ptr<Stream> borrow_cuda_stream(int device, NativeStream stream, bool timed = false);
+std::unique_ptr<Stream> borrow_cuda_stream(int device, NativeStream stream);
 
 }  // namespace shardcomm

@@ -1,0 +1,144 @@
+"""Where work runs: one stream that computes, one that gathers, one that reduces, and events between them.
+
+    compute   | forward u  |   wait    | forward u+1 | ...   torch's current stream; on a CPU, whoever calls
+    gather      | gather u+1           | gather u+2 | ...    ours; on a CPU, a worker thread
+    reduce                                                   ours
+
+What a stream waits for, its device waits for, and no host does; on a CPU that is the same.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from shardcomm import _C
+
+
+class Event(Protocol):
+    """Fires when what its stream did before has finished, or has failed."""
+
+    def query(self) -> bool:
+        """Whether it has fired. Never blocks, never raises."""
+
+    def wait(self) -> None:
+        """Blocks the host until it has fired; raises what the stream's work raised."""
+
+    def seconds_since(self, earlier: Any) -> float:
+        """Time between two events of one device that have fired, both recorded `timed`."""
+
+
+class Stream(Protocol):
+    """Runs what it is given in order."""
+
+    def enqueue(self, function: Callable[[], object]) -> None:
+        """Runs `function` after all that came before; on a GPU at once, and what it launches later."""
+
+    def record(self, timed: bool = ...) -> Event:
+        """Marks this point. Only a `timed` event can tell a GPU's time."""
+
+    def wait(self, event: Any) -> None:
+        """What comes later starts after `event`."""
+
+
+class Streams:
+    """The streams of one rank on one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.gather = _new_stream(device)
+        self.reduce = _new_stream(device)
+
+    def compute(self) -> Stream:
+        """Where torch computes now."""
+        return compute_stream(self.device)
+
+    def after_compute(self, stream: Stream) -> None:
+        """What `stream` does next, it does after all that was computed so far."""
+        if self.device.type != "cpu":  # there it has been computed
+            stream.wait(self.compute().record())
+
+
+def compute_stream(device: torch.device) -> Stream:
+    """The stream of `device` on which torch computes now; on a CPU, the caller itself."""
+    if device.type == "cpu":
+        return _CALLER
+    if not uses_core(device):
+        return TorchStream(torch.accelerator.current_stream(device))
+    handle = torch._C._cuda_getCurrentRawStream(device.index)  # a tenth of current_stream's time
+    key = device.index, handle
+    if key not in _borrowed:
+        _borrowed[key] = _C.Stream.from_cuda(device.index, handle)
+    return _borrowed[key]
+
+
+def keep_until(event: Event, *objects: object) -> None:
+    """Holds on to `objects`, whatever their owner does, until `event` has fired and somebody calls this again."""
+    with _kept_lock:
+        while _kept and _kept[0][0].query():
+            _kept.popleft()
+        _kept.append((event, objects))
+
+
+def uses_core(device: torch.device) -> bool:
+    """Whether the compiled core drives `device`: the CPU always, a CUDA GPU if it was built for it."""
+    return device.type == "cpu" or (device.type == "cuda" and _C.cuda_built)
+
+
+class TorchStream:
+    """A stream of a device that the core does not drive."""
+
+    def __init__(self, stream: torch.Stream) -> None:
+        self.torch_stream = stream
+
+    def enqueue(self, function: Callable[[], object]) -> None:
+        """See Stream."""
+        with self.torch_stream:
+            function()
+
+    def record(self, timed: bool = False) -> TorchEvent:
+        """See Stream."""
+        event = torch.Event(self.torch_stream.device, enable_timing=timed)
+        event.record(self.torch_stream)
+        return TorchEvent(event)
+
+    def wait(self, event: TorchEvent) -> None:
+        """See Stream."""
+        event.torch_event.wait(self.torch_stream)
+
+
+class TorchEvent:
+    """An event of a TorchStream."""
+
+    def __init__(self, event: torch.Event) -> None:
+        self.torch_event = event
+
+    def query(self) -> bool:
+        """See Event."""
+        return self.torch_event.query()
+
+    def wait(self) -> None:
+        """See Event."""
+        self.torch_event.synchronize()
+
+    def seconds_since(self, earlier: TorchEvent) -> float:
+        """See Event."""
+        return earlier.torch_event.elapsed_time(self.torch_event) * 1e-3
+
+
+def _new_stream(device: torch.device) -> Stream:
+    if device.type == "cpu":
+        return _C.Stream()
+    if uses_core(device):
+        return _C.Stream.cuda(device.index)
+    return TorchStream(torch.Stream(device, priority=-1))
+
+
+_CALLER = _C.Stream.caller()
+_kept: deque[tuple[Event, tuple[object, ...]]] = deque()
+_kept_lock = threading.Lock()
+_borrowed: dict[tuple[int, int], _C.Stream] = {}  # torch has a fixed pool of them
