@@ -91,13 +91,21 @@ def test_rank_killed_at_random_moments_of_training_is_named_by_all_others(seed: 
             del session
 
 
+def gather(comm: Communicator) -> None:
+    comm.all_gather(torch.zeros(4 * comm.size), torch.zeros(4))
+
+
+def reduce(comm: Communicator) -> None:
+    comm.all_reduce(torch.zeros(4))
+
+
 def errors_of(fn: Callable[[Communicator], object], ranks: int, deadline_s: float) -> list[str]:
     """What each rank's CommError says."""
 
     def body(comm: Communicator) -> str:
         with pytest.raises(CommError) as caught:
             fn(comm)
-        for call in (fn, fn):  # and it stays closed for use
+        for call in (fn, gather, reduce):  # and it stays closed for use, on both channels
             with pytest.raises(CommError):
                 call(comm)
         return str(caught.value)
@@ -183,6 +191,16 @@ def test_late_rank_is_named() -> None:
 
     for message in errors_of(body, 3, deadline_s=0.3):
         assert "rank 2 did not come within 0.3 s" in message
+
+
+def test_a_gather_that_meets_a_reduce_ends_with_both_named() -> None:
+    def body(comm: Communicator) -> None:
+        (gather if comm.rank == 0 else reduce)(comm)
+
+    for message in errors_of(body, 2, deadline_s=0.3):
+        assert "did not come within 0.3 s" in message
+        assert "all_gather(f32, count 4) #1" in message
+        assert "all_reduce(f32, count 4, sum) #1" in message
 
 
 def test_rank_that_closes_is_named() -> None:

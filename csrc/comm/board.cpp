@@ -58,9 +58,11 @@ struct Failure {
 
 }  // namespace
 
-Board::Board(BoardMemory* memory, int rank, int size, std::chrono::duration<double> deadline,
-             FindDead find_dead)
-    : memory_(memory),
+Board::Board(GroupMemory* group, BoardMemory* memory, const BoardMemory* other, int rank, int size,
+             std::chrono::duration<double> deadline, FindDead find_dead)
+    : group_(group),
+      memory_(memory),
+      other_(other),
       rank_(rank),
       size_(size),
       deadline_(deadline),
@@ -69,7 +71,7 @@ Board::Board(BoardMemory* memory, int rank, int size, std::chrono::duration<doub
 
 void Board::begin(Call call) {
   throw_if_failed();
-  if (rank_state(rank_).closed.load() != 0) {
+  if (group_->ranks[rank_].closed.load() != 0) {
     throw CommError(who(rank_) + " has closed this communicator; it cannot be used any more");
   }
   call.sequence = call_.sequence + 1;
@@ -131,11 +133,12 @@ void Board::sleep_until_changed(std::uint32_t generation) {
 void Board::look_for_trouble(std::uint32_t generation, Clock::time_point started) {
   const std::uint64_t arrived = rank_state(rank_).arrived.load();
   int missing = -1;
-  int closed = rank_state(rank_).closed.load() != 0 ? rank_ : -1;  // by another thread, meanwhile
+  int closed =
+      group_->ranks[rank_].closed.load() != 0 ? rank_ : -1;  // by another thread, meanwhile
   for (int r = size_ - 1; r >= 0; --r) {
     if (rank_state(r).arrived.load() >= arrived) continue;
     missing = r;
-    if (rank_state(r).closed.load() != 0) closed = r;
+    if (group_->ranks[r].closed.load() != 0) closed = r;
   }
   const int dead = find_dead_();
   // A rank may have come, and ended in peace, since the sleep.
@@ -152,18 +155,17 @@ void Board::look_for_trouble(std::uint32_t generation, Clock::time_point started
 
 void Board::report(Trouble trouble, int culprit) noexcept {
   std::uint64_t nothing = 0;
-  memory_->failure.compare_exchange_strong(
+  group_->failure.compare_exchange_strong(
       nothing, Failure{static_cast<std::uint8_t>(trouble), culprit, rank_}.pack());
   wake();
 }
 
 void Board::throw_if_failed() const {
-  const std::uint64_t word = memory_->failure.load();
+  const std::uint64_t word = group_->failure.load();
   if (word == 0) return;
   const Failure failure = Failure::unpack(word);
   std::ostringstream text;
   text << who(failure.culprit);
-  const BoardMemory::Rank& culprit = rank_state(failure.culprit);
   switch (static_cast<Trouble>(failure.trouble)) {
     case Trouble::died:
       text << " died";
@@ -175,7 +177,7 @@ void Board::throw_if_failed() const {
       text << " did not come within " << deadline_.count() << " s";
       break;
     case Trouble::aborted:
-      text << " aborted: " << culprit.reason;
+      text << " aborted: " << group_->ranks[failure.culprit].reason;
       break;
     case Trouble::none:
       break;
@@ -183,10 +185,8 @@ void Board::throw_if_failed() const {
   if (call_.sequence == 0) {
     text << "; no collective was under way on rank " << rank_;
   } else {
-    const std::uint64_t theirs = std::max(culprit.calls[0].sequence, culprit.calls[1].sequence);
     text << "; rank " << rank_ << " was in " << describe(call_) << ", the last call of rank "
-         << failure.culprit << " was "
-         << (theirs == 0 ? "none" : describe(culprit.calls[theirs & 1]));
+         << failure.culprit << " was " << last_calls(failure.culprit);
   }
   throw CommError(text.str());
 }
@@ -203,9 +203,20 @@ void Board::throw_mismatch() {
 }
 
 std::string Board::who(int rank) const {
-  const std::int32_t pid = rank_state(rank).pid.load();
+  const std::int32_t pid = group_->ranks[rank].pid.load();
   std::string text = "rank " + std::to_string(rank);
   return pid == 0 ? text : text + " (pid " + std::to_string(pid) + ")";
+}
+
+// Gathers and reduces are ordered apart, so both count as the last.
+std::string Board::last_calls(int rank) const {
+  std::string text;
+  for (const BoardMemory* board : {static_cast<const BoardMemory*>(memory_), other_}) {
+    const Call* calls = board->ranks[rank].calls;
+    const std::uint64_t latest = std::max(calls[0].sequence, calls[1].sequence);
+    if (latest > 0) text += (text.empty() ? "" : " and ") + describe(calls[latest & 1]);
+  }
+  return text.empty() ? "none" : text;
 }
 
 void Board::fail(const std::string& reason) {
@@ -214,13 +225,14 @@ void Board::fail(const std::string& reason) {
 }
 
 void Board::abort(const std::string& reason) noexcept {
-  char* text = rank_state(rank_).reason;
-  std::strncpy(text, reason.c_str(), BoardMemory::kReasonBytes - 1);
+  if (group_->failure.load() == 0) {
+    std::strncpy(group_->ranks[rank_].reason, reason.c_str(), GroupMemory::kReasonBytes - 1);
+  }
   report(Trouble::aborted, rank_);
 }
 
 void Board::close() noexcept {
-  rank_state(rank_).closed.store(1);
+  group_->ranks[rank_].closed.store(1);
   wake();  // so that who waits for this rank learns it now
 }
 

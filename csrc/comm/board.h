@@ -14,23 +14,36 @@
 
 namespace shardcomm {
 
-// Every field is right when zero, so fresh memory is a fresh board.
-struct BoardMemory {
+// Every field of both is right when zero, so fresh memory is a fresh group and a fresh board.
+//
+// What all channels share: who is there, and the first failure of any of them, which ends all.
+struct GroupMemory {
   static constexpr std::size_t kReasonBytes = 256;
 
   struct alignas(64) Rank {
-    std::atomic<std::int32_t> pid;       // 0: not attached, or a thread
-    std::atomic<std::uint32_t> closed;   // this rank left
+    std::atomic<std::int32_t> pid;      // 0: not attached, or a thread
+    std::atomic<std::uint32_t> closed;  // this rank left
+    char reason[kReasonBytes];          // of its abort
+  };
+
+  alignas(64) std::atomic<std::uint64_t> failure;  // 0, or the first failure, packed
+  Rank ranks[1];                                   // `size` of them
+
+  static std::size_t bytes(int size) {
+    return sizeof(GroupMemory) + sizeof(Rank) * static_cast<std::size_t>(size - 1);
+  }
+};
+
+struct BoardMemory {
+  struct alignas(64) Rank {
     std::atomic<std::uint64_t> arrived;  // meetings it came to
     Call calls[2];  // the latest two, by sequence: a slow rank may still read the one before
-    char reason[kReasonBytes];  // of its abort
   };
 
   alignas(64) std::atomic<std::uint32_t> generation;  // meetings completed; the futex
   alignas(64) std::atomic<std::uint32_t> arrivals;    // of the meeting under way
   std::atomic<std::uint32_t> sleepers;
-  alignas(64) std::atomic<std::uint64_t> failure;  // 0, or the first failure, packed
-  Rank ranks[1];                                   // `size` of them
+  Rank ranks[1];  // `size` of them
 
   static std::size_t bytes(int size) {
     return sizeof(BoardMemory) + sizeof(Rank) * static_cast<std::size_t>(size - 1);
@@ -42,8 +55,9 @@ using FindDead = std::function<int()>;  // a rank, or -1
 
 class Board {
  public:
-  Board(BoardMemory* memory, int rank, int size, std::chrono::duration<double> deadline,
-        FindDead find_dead);
+  // `other` is the other channel's: where a rank is that does not come here.
+  Board(GroupMemory* group, BoardMemory* memory, const BoardMemory* other, int rank, int size,
+        std::chrono::duration<double> deadline, FindDead find_dead);
 
   // Posts what this rank calls, meets the others, and compares: all ranks called the same, or all
   // throw CommError. Until the next `begin`, `call_of` tells what rank r posted.
@@ -72,9 +86,12 @@ class Board {
   void throw_if_failed() const;
   [[noreturn]] void throw_mismatch();
   std::string who(int rank) const;
+  std::string last_calls(int rank) const;
   void wake() const noexcept;
 
+  GroupMemory* group_;
   BoardMemory* memory_;
+  const BoardMemory* other_;
   int rank_;
   int size_;
   std::chrono::duration<double> deadline_;

@@ -7,6 +7,7 @@
 namespace shardcomm {
 namespace {
 
+std::size_t group_bytes(int size) { return round_up(GroupMemory::bytes(size), kPageBytes); }
 std::size_t board_bytes(int size) { return round_up(BoardMemory::bytes(size), kPageBytes); }
 
 // A share of a window; gives it back when nobody refers to it any more, also after the communicator
@@ -37,11 +38,14 @@ class WindowMemory final : public Memory {
 }  // namespace
 
 std::size_t ControlMemory::bytes(int size) {
-  return kChannels * (board_bytes(size) + static_cast<std::size_t>(size) * 2 * kStageBytes);
+  return group_bytes(size) +
+         kChannels * (board_bytes(size) + static_cast<std::size_t>(size) * 2 * kStageBytes);
 }
 
+GroupMemory* ControlMemory::group(std::byte* base) { return reinterpret_cast<GroupMemory*>(base); }
+
 BoardMemory* ControlMemory::board(std::byte* base, int size, int channel) {
-  return reinterpret_cast<BoardMemory*>(base +
+  return reinterpret_cast<BoardMemory*>(base + group_bytes(size) +
                                         static_cast<std::size_t>(channel) * board_bytes(size));
 }
 
@@ -50,7 +54,7 @@ std::byte* ControlMemory::stage(std::byte* base, int size, int channel, int rank
                              static_cast<std::size_t>(rank)) *
                                 2 +
                             static_cast<std::size_t>(half);
-  return base + kChannels * board_bytes(size) + index * kStageBytes;
+  return base + group_bytes(size) + kChannels * board_bytes(size) + index * kStageBytes;
 }
 
 BoardCommunicator::BoardCommunicator(std::string transport, int rank, int size,
@@ -67,7 +71,9 @@ BoardCommunicator::BoardCommunicator(std::string transport, int rank, int size,
   const std::chrono::duration<double> deadline(options.deadline_s);
   const auto channel = [&](int index) {
     return std::make_unique<Channel>(
-        index, Board(ControlMemory::board(control_->data(), size, index), rank, size, deadline,
+        index, Board(ControlMemory::group(control_->data()),
+                     ControlMemory::board(control_->data(), size, index),
+                     ControlMemory::board(control_->data(), size, 1 - index), rank, size, deadline,
                      find_dead));
   };
   gathers_ = channel(0);

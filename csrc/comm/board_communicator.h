@@ -16,8 +16,8 @@
 
 namespace shardcomm {
 
-// The control memory of a group: for each channel a board, and staging areas through which private
-// buffers go.
+// The control memory of a group: who is in it, and for each channel a board and staging areas
+// through which private buffers go.
 struct ControlMemory {
   static constexpr int kChannels = 2;  // gather, reduce
   // Two halves per rank, so that one is filled while the other is read; both fit a second-level
@@ -25,6 +25,7 @@ struct ControlMemory {
   static constexpr std::size_t kStageBytes = 256 * 1024;
 
   static std::size_t bytes(int size);
+  static GroupMemory* group(std::byte* base);
   static BoardMemory* board(std::byte* base, int size, int channel);
   static std::byte* stage(std::byte* base, int size, int channel, int rank, int half);
 };

@@ -18,21 +18,21 @@ namespace {
 
 class ShmProvider final : public WindowProvider {
  public:
-  explicit ShmProvider(const BoardMemory* board) : board_(board) {}
+  explicit ShmProvider(const GroupMemory* group) : group_(group) {}
 
   std::uint64_t create(std::size_t bytes) override {
     made_ = create_window(bytes, /*reserve=*/true);
     return static_cast<std::uint64_t>(made_.get());
   }
   std::shared_ptr<Mapping> open(std::uint64_t handle, std::size_t bytes) override {
-    const Fd fd = open_window(board_->ranks[0].pid.load(), static_cast<int>(handle));
+    const Fd fd = open_window(group_->ranks[0].pid.load(), static_cast<int>(handle));
     return Mapping::of_file(fd.get(), bytes, /*populate=*/true);
   }
   void forget(std::uint64_t) noexcept override { made_ = Fd(); }
   bool shares_addresses() const override { return false; }
 
  private:
-  const BoardMemory* board_;
+  const GroupMemory* group_;
   Fd made_;
 };
 
@@ -40,7 +40,8 @@ class ShmProvider final : public WindowProvider {
 // becomes of its number.
 class Processes {
  public:
-  Processes(BoardMemory* board, int rank, int size) : board_(board), rank_(rank), fds_(size) {}
+  Processes(const GroupMemory* group, int rank, int size)
+      : group_(group), rank_(rank), fds_(size) {}
 
   int find_dead() {
     for (int r = 0; r < static_cast<int>(fds_.size()); ++r) {
@@ -52,7 +53,7 @@ class Processes {
  private:
   bool is_dead(int r) {
     if (fds_[r].get() < 0) {
-      const std::int32_t pid = board_->ranks[r].pid.load();
+      const std::int32_t pid = group_->ranks[r].pid.load();
       if (pid == 0) return false;  // not attached yet
       fds_[r] = Fd(static_cast<int>(syscall(SYS_pidfd_open, pid, 0)));
       if (fds_[r].get() < 0) return errno == ESRCH;
@@ -61,7 +62,7 @@ class Processes {
     return poll(&ended, 1, 0) > 0;
   }
 
-  BoardMemory* board_;
+  const GroupMemory* group_;
   int rank_;
   std::vector<Fd> fds_;
 };
@@ -104,18 +105,15 @@ std::shared_ptr<Communicator> make_shm(const std::string& address, int rank, int
                     " ranks");
   }
   const auto control = Mapping::of_file(fd.get(), ControlMemory::bytes(size), /*populate=*/false);
-  for (int channel = 0; channel < ControlMemory::kChannels; ++channel) {
-    BoardMemory* board = ControlMemory::board(control->data(), size, channel);
-    std::int32_t nobody = 0;
-    if (!board->ranks[rank].pid.compare_exchange_strong(nobody, getpid())) {
-      throw CommError("shm: rank " + std::to_string(rank) + " of " + address +
-                      " is taken by process " + std::to_string(nobody));
-    }
+  GroupMemory* group = ControlMemory::group(control->data());
+  std::int32_t nobody = 0;
+  if (!group->ranks[rank].pid.compare_exchange_strong(nobody, getpid())) {
+    throw CommError("shm: rank " + std::to_string(rank) + " of " + address +
+                    " is taken by process " + std::to_string(nobody));
   }
-  BoardMemory* board = ControlMemory::board(control->data(), size, 0);
-  auto processes = std::make_shared<Processes>(board, rank, size);
+  auto processes = std::make_shared<Processes>(group, rank, size);
   auto communicator = std::make_shared<BoardCommunicator>(
-      "shm", rank, size, options, control, std::make_unique<ShmProvider>(board),
+      "shm", rank, size, options, control, std::make_unique<ShmProvider>(group),
       make_host_executor(), [processes] { return processes->find_dead(); });
   communicator->attach();
   return communicator;
