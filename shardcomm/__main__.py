@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
+from typing import NoReturn
 
 import shardcomm
 from shardcomm.train import command as train
 
 
 def main() -> int:
-    """Runs the subcommand that the arguments name; returns the exit status (130 after Ctrl-C)."""
+    """Runs the subcommand that the arguments name; returns the exit status (130 after Ctrl-C, 143 after SIGTERM)."""
+    signal.signal(signal.SIGTERM, _terminate)
     parser = argparse.ArgumentParser(prog="shardcomm", description=shardcomm.__doc__)
     parser.add_argument("--version", action="version", version=shardcomm.__version__)
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
@@ -18,10 +21,21 @@ def main() -> int:
     args = parser.parse_args()
     try:
         status: int = args.run(args)
+    except _Terminated:
+        print("\nshardcomm: terminated", file=sys.stderr)  # below the progress bar
+        return 143
     except KeyboardInterrupt:
-        print("\nshardcomm: interrupted", file=sys.stderr)  # below the progress bar
+        print("\nshardcomm: interrupted", file=sys.stderr)
         return 130
     return status
+
+
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM, which ends a command as Ctrl-C does."""
+
+
+def _terminate(number: int, frame: object) -> NoReturn:
+    raise _Terminated
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from shardcomm import _C
+from shardcomm.arrays import ArrayLike
 from shardcomm.communicator import (
     USES,
     Communicator,
@@ -17,7 +18,7 @@ from shardcomm.communicator import (
     Use,
     check_root,
     check_sizes,
-    check_tensor,
+    checked,
     queued,
     red_op,
 )
@@ -59,13 +60,15 @@ class C10dCommunicator(Communicator):
 
     def all_gather(
         self,
-        recv: torch.Tensor,
+        recv: ArrayLike,
         send: torch.Tensor,
         *,
         tag: int = 0,
         stream: Stream | None = None,
     ) -> Event | None:
-        check_sizes("all_gather", self, recv=recv, send=send, whole=recv, part=send)
+        recv = checked("all_gather", "recv", recv, self.device)
+        send = checked("all_gather", "send", send, self.device)
+        check_sizes("all_gather", self.size, recv=recv, send=send, whole="recv")
 
         def run() -> None:
             self._wait(
@@ -77,7 +80,7 @@ class C10dCommunicator(Communicator):
 
     def reduce_scatter(
         self,
-        recv: torch.Tensor,
+        recv: ArrayLike,
         send: torch.Tensor,
         op: ReduceOp = "sum",
         *,
@@ -85,7 +88,9 @@ class C10dCommunicator(Communicator):
         tag: int = 0,
         stream: Stream | None = None,
     ) -> Event | None:
-        check_sizes("reduce_scatter", self, recv=recv, send=send, whole=send, part=recv)
+        recv = checked("reduce_scatter", "recv", recv, self.device)
+        send = checked("reduce_scatter", "send", send, self.device)
+        check_sizes("reduce_scatter", self.size, recv=recv, send=send, whole="send")
         red_op("reduce_scatter", op)
 
         def run() -> None:
@@ -105,9 +110,9 @@ class C10dCommunicator(Communicator):
         return queued(stream, recv, send)
 
     def all_reduce(
-        self, buffer: torch.Tensor, op: ReduceOp = "sum", *, stream: Stream | None = None
+        self, buffer: ArrayLike, op: ReduceOp = "sum", *, stream: Stream | None = None
     ) -> Event | None:
-        check_tensor("all_reduce", "buffer", buffer, self.device)
+        buffer = checked("all_reduce", "buffer", buffer, self.device)
         red_op("all_reduce", op)
 
         def run() -> None:
@@ -124,9 +129,9 @@ class C10dCommunicator(Communicator):
         return queued(stream, buffer)
 
     def broadcast(
-        self, buffer: torch.Tensor, root: int = 0, *, stream: Stream | None = None
+        self, buffer: ArrayLike, root: int = 0, *, stream: Stream | None = None
     ) -> Event | None:
-        check_tensor("broadcast", "buffer", buffer, self.device)
+        buffer = checked("broadcast", "buffer", buffer, self.device)
         check_root(root, self.size)
 
         def run() -> None:

@@ -1,4 +1,4 @@
-"""Collectives between ranks, on tensors.
+"""Collectives between ranks, on tensors and on what can be seen as one (NumPy, CuPy, JAX, Numba arrays).
 
 One interface, several transports::
 
@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 import torch
 
 from shardcomm import _C
+from shardcomm.arrays import ArrayLike, as_tensor
 from shardcomm.dtype import core_dtype
 from shardcomm.streams import Event, Stream, compute_stream, keep_until
 
@@ -127,7 +128,7 @@ class Communicator(ABC):
     @abstractmethod
     def all_gather(
         self,
-        recv: torch.Tensor,
+        recv: ArrayLike,
         send: torch.Tensor,
         *,
         tag: int = 0,
@@ -142,7 +143,7 @@ class Communicator(ABC):
     @abstractmethod
     def reduce_scatter(
         self,
-        recv: torch.Tensor,
+        recv: ArrayLike,
         send: torch.Tensor,
         op: ReduceOp = "sum",
         *,
@@ -157,13 +158,13 @@ class Communicator(ABC):
 
     @abstractmethod
     def all_reduce(
-        self, buffer: torch.Tensor, op: ReduceOp = "sum", *, stream: Stream | None = None
+        self, buffer: ArrayLike, op: ReduceOp = "sum", *, stream: Stream | None = None
     ) -> Event | None:
         """Reduces `buffer` over all ranks in place; the result is bitwise the same on each."""
 
     @abstractmethod
     def broadcast(
-        self, buffer: torch.Tensor, root: int = 0, *, stream: Stream | None = None
+        self, buffer: ArrayLike, root: int = 0, *, stream: Stream | None = None
     ) -> Event | None:
         """Copies `buffer` of rank `root` to all."""
 
@@ -222,20 +223,21 @@ class CoreCommunicator(Communicator):
 
     def all_gather(
         self,
-        recv: torch.Tensor,
+        recv: ArrayLike,
         send: torch.Tensor,
         *,
         tag: int = 0,
         stream: Stream | None = None,
     ) -> Event | None:
-        count = send.numel()
-        check_sizes("all_gather", self, recv=recv, send=send, whole=recv, part=send)
+        recv = checked("all_gather", "recv", recv, self.device)
+        send = checked("all_gather", "send", send, self.device)
+        check_sizes("all_gather", self.size, recv=recv, send=send, whole="recv")
         self._core.all_gather(
             send.data_ptr(),
             core_dtype(send.dtype),
             recv.data_ptr(),
             core_dtype(recv.dtype),
-            count,
+            send.numel(),
             tag,
             self._on(stream),
         )
@@ -243,7 +245,7 @@ class CoreCommunicator(Communicator):
 
     def reduce_scatter(
         self,
-        recv: torch.Tensor,
+        recv: ArrayLike,
         send: torch.Tensor,
         op: ReduceOp = "sum",
         *,
@@ -251,7 +253,9 @@ class CoreCommunicator(Communicator):
         tag: int = 0,
         stream: Stream | None = None,
     ) -> Event | None:
-        check_sizes("reduce_scatter", self, recv=recv, send=send, whole=send, part=recv)
+        recv = checked("reduce_scatter", "recv", recv, self.device)
+        send = checked("reduce_scatter", "send", send, self.device)
+        check_sizes("reduce_scatter", self.size, recv=recv, send=send, whole="send")
         self._core.reduce_scatter(
             send.data_ptr(),
             core_dtype(send.dtype),
@@ -267,9 +271,9 @@ class CoreCommunicator(Communicator):
         return queued(stream, recv, send)
 
     def all_reduce(
-        self, buffer: torch.Tensor, op: ReduceOp = "sum", *, stream: Stream | None = None
+        self, buffer: ArrayLike, op: ReduceOp = "sum", *, stream: Stream | None = None
     ) -> Event | None:
-        check_tensor("all_reduce", "buffer", buffer, self.device)
+        buffer = checked("all_reduce", "buffer", buffer, self.device)
         self._core.all_reduce(
             buffer.data_ptr(),
             core_dtype(buffer.dtype),
@@ -280,9 +284,9 @@ class CoreCommunicator(Communicator):
         return queued(stream, buffer)
 
     def broadcast(
-        self, buffer: torch.Tensor, root: int = 0, *, stream: Stream | None = None
+        self, buffer: ArrayLike, root: int = 0, *, stream: Stream | None = None
     ) -> Event | None:
-        check_tensor("broadcast", "buffer", buffer, self.device)
+        buffer = checked("broadcast", "buffer", buffer, self.device)
         check_root(root, self.size)
         self._core.broadcast(
             buffer.data_ptr(), buffer.numel() * buffer.element_size(), root, self._on(stream)
@@ -336,8 +340,9 @@ def core_device(operation: str, device: torch.device | str) -> torch.device:
     return where
 
 
-def check_tensor(operation: str, name: str, tensor: torch.Tensor, device: torch.device) -> None:
-    """ValueError unless `tensor` is contiguous and on `device`."""
+def checked(operation: str, name: str, array: ArrayLike, device: torch.device) -> torch.Tensor:
+    """`array` as a tensor; TypeError if it is none, ValueError unless it is contiguous and on `device`."""
+    tensor = as_tensor(f"{operation}: {name}", array)
     if not tensor.is_contiguous():
         raise ValueError(
             f"{operation}: {name} has strides {tensor.stride()} for shape {tuple(tensor.shape)}; "
@@ -347,29 +352,22 @@ def check_tensor(operation: str, name: str, tensor: torch.Tensor, device: torch.
         raise ValueError(
             f"{operation}: {name} is on {tensor.device}; this communicator works on {device}"
         )
+    return tensor
+
+
+def check_sizes(
+    operation: str, size: int, *, recv: torch.Tensor, send: torch.Tensor, whole: str
+) -> None:
+    """ValueError unless the one named `whole` holds one of the other for each of `size` ranks."""
+    full, part = (recv, send) if whole == "recv" else (send, recv)
+    if full.numel() != size * part.numel():
+        raise ValueError(
+            f"{operation}: recv has {recv.numel()} elements and send has {send.numel()}; with {size} ranks "
+            f"{whole} must have {size} x {part.numel()} = {size * part.numel()}"
+        )
 
 
 def check_root(root: int, size: int) -> None:
     """ValueError unless `root` is a rank."""
     if not 0 <= root < size:
         raise ValueError(f"broadcast: root is {root}; it must be a rank, 0 to {size - 1}")
-
-
-def check_sizes(
-    operation: str,
-    comm: Communicator,
-    *,
-    recv: torch.Tensor,
-    send: torch.Tensor,
-    whole: torch.Tensor,
-    part: torch.Tensor,
-) -> None:
-    """ValueError unless both are contiguous, on `comm`'s device, and `whole` holds one `part` for every rank."""
-    check_tensor(operation, "recv", recv, comm.device)
-    check_tensor(operation, "send", send, comm.device)
-    size = comm.size
-    if whole.numel() != size * part.numel():
-        raise ValueError(
-            f"{operation}: recv has {recv.numel()} elements and send has {send.numel()}; with {size} ranks "
-            f"{'recv' if whole is recv else 'send'} must have {size} x {part.numel()} = {size * part.numel()}"
-        )

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from shardcomm import _C
+from shardcomm.arrays import ArrayLike, as_tensor
 from shardcomm.dtype import wire_dtype
 from shardcomm.streams import Stream, compute_stream, uses_core
 
@@ -116,8 +117,8 @@ class CopyPlan:
 
     def run(
         self,
-        sources: Sequence[Tensor | None],
-        destinations: Sequence[Tensor],
+        sources: Sequence[ArrayLike | None],
+        destinations: Sequence[ArrayLike],
         *,
         scale: float = 1.0,
         accumulate: bool = False,
@@ -126,9 +127,10 @@ class CopyPlan:
         """Writes scale * source, or with `accumulate` destination + scale * source.
 
         Computed in float32 and rounded once. A source that is None counts as zeros. Operands are
-        contiguous tensors of the plan's dtypes on one device, of any shape, with at least the
-        elements that the plan touches; sources and destinations must not overlap. `threads` are
-        the CPU's. On a GPU it runs on the current stream.
+        contiguous tensors, or arrays that can be seen as such (`shardcomm.arrays`), of the plan's
+        dtypes on one device, of any shape, with at least the elements that the plan touches;
+        sources and destinations must not overlap. `threads` are the CPU's. On a GPU it runs on the
+        current stream.
 
         Raises TypeError for a tensor of another dtype or device; ValueError for one that is not
         contiguous or too small, for a wrong number of them, for threads < 1, and for a scale or
@@ -138,16 +140,25 @@ class CopyPlan:
 
     def bind(
         self,
-        sources: Sequence[Tensor | None],
-        destinations: Sequence[Tensor],
+        sources: Sequence[ArrayLike | None],
+        destinations: Sequence[ArrayLike],
         *,
         scale: float = 1.0,
         accumulate: bool = False,
         threads: int = 1,
     ) -> BoundCopy:
         """As `run`, but checks now and runs later, as often as wanted."""
-        device = _device_of(destinations)
-        pointers = self.source_pointers(sources, device), self._destination_pointers(destinations)
+        read = _as_tensors("sources", sources)
+        written = []
+        for i, tensor in enumerate(_as_tensors("destinations", destinations)):
+            if tensor is None:
+                raise TypeError(f"destinations[{i}] is None, it must be a tensor")
+            written.append(tensor)
+        device = _device_of(written)
+        pointers = (
+            self.source_pointers(read, device),
+            _pointers("destinations", written, self.dst_dtype, self.core.dst_extents, device),
+        )
         core: Executor
         if uses_core(device):
             index = -1 if device.type == "cpu" else device.index
@@ -156,18 +167,11 @@ class CopyPlan:
             from shardcomm.copy_triton import TritonCopy  # noqa: PLC0415  (needs Triton)
 
             core = TritonCopy(self.core, *pointers, scale, accumulate, device)
-        return BoundCopy(self, core, tuple(sources), tuple(destinations))
+        return BoundCopy(self, core, read, tuple(written))
 
     def source_pointers(self, tensors: Sequence[Tensor | None], device: torch.device) -> list[int]:
         """Addresses of `tensors`, 0 for None. Raises as `run` does."""
         return _pointers("sources", tensors, self.src_dtype, self.core.src_extents, device)
-
-    def _destination_pointers(self, tensors: Sequence[Tensor]) -> list[int]:
-        device = _device_of(tensors)
-        for i, tensor in enumerate(tensors):
-            if tensor is None:
-                raise TypeError(f"destinations[{i}] is None, it must be a tensor")
-        return _pointers("destinations", tensors, self.dst_dtype, self.core.dst_extents, device)
 
     def __repr__(self) -> str:
         shown = 12
@@ -195,8 +199,8 @@ class BoundCopy:
         self,
         plan: CopyPlan,
         core: Executor,
-        sources: tuple[Tensor | None, ...],
-        destinations: tuple[Tensor, ...],
+        sources: Sequence[Tensor | None],
+        destinations: Sequence[Tensor],
     ) -> None:
         self.plan = plan
         self.core = core
@@ -204,10 +208,11 @@ class BoundCopy:
         self.destinations = destinations
         self.device = _device_of(destinations)
 
-    def set_sources(self, sources: Sequence[Tensor | None]) -> None:
+    def set_sources(self, sources: Sequence[ArrayLike | None]) -> None:
         """Later runs read these. Not while a run is under way. Raises as `CopyPlan.run` does."""
-        self.core.set_sources(self.plan.source_pointers(sources, self.device))
-        self.sources = tuple(sources)
+        read = _as_tensors("sources", sources)
+        self.core.set_sources(self.plan.source_pointers(read, self.device))
+        self.sources = read
 
     def run(self, stream: Stream | None = None) -> None:
         """Copies, without the GIL, on `stream` or where torch computes now. Keep queued sources alive."""
@@ -216,9 +221,15 @@ class BoundCopy:
         self.core.run(stream)
 
 
+def _as_tensors(role: str, arrays: Sequence[ArrayLike | None]) -> list[Tensor | None]:
+    return [
+        None if array is None else as_tensor(f"{role}[{i}]", array)
+        for i, array in enumerate(arrays)
+    ]
+
+
 def _device_of(destinations: Sequence[Tensor]) -> torch.device:
-    first = destinations[0] if destinations else None
-    return first.device if isinstance(first, Tensor) else torch.device("cpu")
+    return destinations[0].device if destinations else torch.device("cpu")
 
 
 def _pointers(
@@ -237,8 +248,6 @@ def _pointers(
         if tensor is None:
             addresses.append(0)
             continue
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{role}[{i}] is a {type(tensor).__name__}, it must be a tensor")
         if tensor.dtype != dtype or tensor.device != device:
             raise TypeError(
                 f"{role}[{i}] is {tensor.dtype} on {tensor.device}, this copy takes {dtype} on {device}"

@@ -178,11 +178,16 @@ def _first_cause(failures: dict[int, str]) -> str:
 
     rank, text = min(failures.items(), key=order)
     others = [
-        f"rank {other} {said.strip().splitlines()[0]}"
+        f"rank {other} {_in_one_line(said)}"
         for other, said in sorted(failures.items())
         if other != rank
     ]
     return "\n".join([f"rank {rank} {text}", *others])
+
+
+def _in_one_line(said: str) -> str:
+    first, *more = said.strip().splitlines()
+    return f"{first} {more[-1]}" if more and first == "raised" else first
 
 
 def _run_rank(

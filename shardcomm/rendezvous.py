@@ -42,7 +42,10 @@ def from_env(deadline_s: float, transport: Transport) -> Communicator:
             "MASTER_PORT, and without any of them the group is this process alone"
         )
     timeout = timedelta(seconds=deadline_s)
-    store, rank, size = next(rendezvous("env://", timeout=timeout))
+    try:
+        store, rank, size = next(rendezvous("env://", timeout=timeout))
+    except dist.DistError as error:
+        raise _C.CommError(f"rank {os.environ['RANK']}: no rendezvous: {error}") from error
     store = PrefixStore(f"shardcomm/{next(_groups)}", store)
     store.set_timeout(timeout)
     rounds = itertools.count()

@@ -186,6 +186,37 @@ def test_ctrl_c_ends_the_run(long_run: subprocess.Popen[str]) -> None:
     assert "Traceback" not in err
 
 
+def test_sigterm_to_all_of_it_ends_the_run(long_run: subprocess.Popen[str]) -> None:
+    os.killpg(long_run.pid, signal.SIGTERM)  # as a batch system does it
+    _, err = long_run.communicate(timeout=20)
+    assert long_run.returncode == 143
+    assert "shardcomm: terminated" in err
+    assert "Traceback" not in err
+
+
+def test_a_run_that_diverges_is_reported(text_file: str) -> None:
+    command = [sys.executable, "-m", "shardcomm", "train", *SMALL, "--steps", "3", "--lr", "1e9"]
+    run = subprocess.run(
+        [*command, "--text", text_file], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert "nan" in run.stdout
+    assert "the loss is not a finite number" in run.stdout
+
+
+def test_a_report_that_cannot_be_written_is_one_sentence(text_file: str) -> None:
+    command = [sys.executable, "-m", "shardcomm", "train", *SMALL, "--steps", "1"]
+    run = subprocess.run(
+        [*command, "--text", text_file, "--json", "/dev/full"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert run.returncode == 1
+    assert "tokens/s" in run.stdout
+    assert run.stderr.endswith("shardcomm train: --json /dev/full: No space left on device\n")
+
+
 def test_ctrl_c_while_the_ranks_start_ends_the_run(starting_run: subprocess.Popen[str]) -> None:
     while not any(is_fork_server(pid) for pid in group_members(starting_run.pid)):
         assert starting_run.poll() is None
@@ -207,7 +238,11 @@ def test_killed_launcher_takes_the_ranks_along(
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--ranks", "0"], "--ranks: '0'; it must be a whole number of at least 1"),
+        (["--ranks", "0"], "--ranks: '0'; it must be a whole number from 1 to 1024"),
+        (["--ranks", "100000"], "--ranks: '100000'; it must be a whole number from 1 to 1024"),
+        (["--seed", str(2**63)], "it must be a whole number from 0 to"),
+        (["--deadline", "inf"], "--deadline: 'inf'; it must be a number above 0, at most"),
+        (["--text", ""], "--text is ''; there is no such file or folder"),
         (["--steps", "x"], "--steps: 'x'; it must be a whole number"),
         (["--lr", "-1"], "--lr: '-1'; it must be a number above 0"),
         (["--strategy", "zero9"], "--strategy: invalid choice: 'zero9'"),

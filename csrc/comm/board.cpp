@@ -185,7 +185,10 @@ void Board::throw_if_failed() const {
   if (call_.sequence == 0) {
     text << "; no collective was under way on rank " << rank_;
   } else {
-    text << "; rank " << rank_ << " was in " << describe(call_) << ", the last call of rank "
+    // On the culprit itself, what the rank was in that missed it.
+    const bool own = failure.culprit == rank_;
+    text << "; rank " << (own ? failure.reporter : rank_) << " was in "
+         << (own ? last_calls(failure.reporter) : describe(call_)) << ", the last call of rank "
          << failure.culprit << " was " << last_calls(failure.culprit);
   }
   throw CommError(text.str());

@@ -24,13 +24,18 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="train a byte-level GPT on real text, fully sharded",
         description="Trains a byte-level GPT on real text with parameters, gradients and optimizer state sharded "
         "over local processes, or, under torchrun, over the ranks it gives.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=_DefaultsFormatter,
     )
-    number = _at_least(1)
-    parser.add_argument("--ranks", type=number, help="local processes (2; under torchrun, its own)")
+    number = _whole(1, 10**6)
+    parser.add_argument("--ranks", type=_whole(1, 1024),
+                        help="local processes (default: 2; under torchrun, its own)")  # fmt: skip
     parser.add_argument("--steps", type=number, default=150, help="optimizer steps")
-    parser.add_argument("--seed", type=_at_least(0), default=0, help="of weights, data and sample")
-    parser.add_argument("--width", type=number, default=256, help="of the residual stream")
+    parser.add_argument(
+        "--seed", type=_whole(0, 2**63 - 1), default=0, help="of weights, data and sample"
+    )
+    parser.add_argument(
+        "--width", type=_whole(1, 2**16), default=256, help="of the residual stream"
+    )
     parser.add_argument("--layers", type=number, default=6, help="transformer blocks")
     parser.add_argument("--batch", type=number, default=4, help="sequences per rank and step")
     parser.add_argument("--context", type=number, default=128, help="bytes per sequence")
@@ -79,33 +84,50 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     except (RankError, CommError) as error:
         print(f"\nshardcomm train: {error}", file=sys.stderr)  # below the progress bar
         return 1
-    if rank in (None, "0"):
-        _report(args.json, options, result)
-    return 0
+    return _report(args.json, options, result) if rank in (None, "0") else 0
 
 
-def _report(json_path: str | None, options: Options, result: Result) -> None:
+def _report(json_path: str | None, options: Options, result: Result) -> int:
     print(table(result), file=sys.stderr if json_path == "-" else sys.stdout)
-    if json_path is not None:
-        write_json(json_path, options, result)
+    try:
+        if json_path is not None:
+            write_json(json_path, options, result)
+    except OSError as error:
+        print(f"shardcomm train: --json {json_path}: {error.strerror}", file=sys.stderr)
+        return 1
+    return 0
 
 
 def _can_write(path: str | None) -> bool:
     if path is None or path == "-":
         return True
-    target = path if Path(path).exists() else Path(path).parent
-    return not Path(path).is_dir() and os.access(target, os.W_OK)
+    is_new = not Path(path).exists()
+    try:
+        with open(path, "a"):
+            pass
+    except OSError:
+        return False
+    if is_new:
+        Path(path).unlink()
+    return True
 
 
-def _at_least(low: int) -> Callable[[str], int]:
+class _DefaultsFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows defaults, where there is one."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help if action.default is None else super()._get_help_string(action)
+
+
+def _whole(low: int, high: int) -> Callable[[str], int]:
     def parse(text: str) -> int:
         try:
             value = int(text)
         except ValueError:
             value = low - 1
-        if value < low:
+        if not low <= value <= high:
             raise argparse.ArgumentTypeError(
-                f"{text!r}; it must be a whole number of at least {low}"
+                f"{text!r}; it must be a whole number from {low} to {high}"
             )
         return value
 
@@ -117,6 +139,6 @@ def _positive(text: str) -> float:
         value = float(text)
     except ValueError:
         value = math.nan
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r}; it must be a number above 0")
+    if not 0 < value <= 1e9:
+        raise argparse.ArgumentTypeError(f"{text!r}; it must be a number above 0, at most 1e9")
     return value

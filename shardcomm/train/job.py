@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 import time
@@ -130,7 +131,7 @@ class _Job:
             optimizer_bytes=self.optimizer_bytes(),
             padding_bytes=footprint.padding_bytes,
             total_parameter_bytes=footprint.total_parameter_bytes,
-            sample=self.sample(),
+            sample=self.sample(losses[-1]),
         )
         self.engine.close()
         return result
@@ -158,8 +159,10 @@ class _Job:
         )
 
     @torch.no_grad()
-    def sample(self) -> str:
+    def sample(self, last_loss: float) -> str:
         """Text that the model continues `SAMPLE_PROMPT` with; all ranks generate it together."""
+        if not math.isfinite(last_loss):
+            return "(none: the loss is not a finite number)"
         generator = torch.Generator().manual_seed(self.options.seed)
         tokens = list(SAMPLE_PROMPT)
         for _ in range(SAMPLE_BYTES):

@@ -45,7 +45,13 @@ def table(result: Result) -> str:
     ]
     width = max(len(name) for name, _ in rows)
     lines = [f"{name:<{width}}  {value}" for name, value in rows]
-    return "\n".join([*lines, "", "sample:", *(f"  | {s}" for s in result.sample.splitlines())])
+    return "\n".join([*lines, "", "sample:", *(f"  | {s}" for s in _printable(result.sample))])
+
+
+def _printable(text: str) -> list[str]:
+    """Lines that do a terminal no harm, whatever bytes the model came up with."""
+    shown = ("".join(c if c.isprintable() else "\ufffd" for c in line) for line in text.split("\n"))
+    return [line.rstrip() for line in shown]
 
 
 def write_json(path: str, options: Options, result: Result) -> None:

@@ -45,7 +45,7 @@ def read_text(path: str | None) -> bytes:
     """
     if path is None:
         files = _files(Path(sysconfig.get_path("stdlib")), "*.py", _SKIPPED.__contains__)
-    elif Path(path).is_dir():
+    elif path and Path(path).is_dir():
         files = _files(Path(path), "*", lambda part: part.startswith("."))
     elif Path(path).is_file():
         files = [Path(path)]
