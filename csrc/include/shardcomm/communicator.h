@@ -28,6 +28,7 @@ class Memory {
   virtual ~Memory() = default;
   virtual void* data() const = 0;
   virtual std::size_t bytes() const = 0;
+  virtual int device() const { return -1; }  // the CUDA device it is on; -1: the host
 };
 
 // How the last collective of a kind went. `requested` is the fastest path the transport knows,
