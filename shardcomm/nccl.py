@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
 DEADLINE_S = 300.0
 
-_ID_KEY = "shardcomm/nccl/id"
-
 
 def library_paths() -> list[str]:
     """Paths of libnccl.so.2 in the installed `nvidia-nccl` wheels (cu12 and cu13 share one package)."""
@@ -40,8 +38,8 @@ def connect(
 ) -> _C.Communicator:
     """The `size` ranks that share `store`, connected by NCCL; collective.
 
-    Rank 0 makes the group's id and leaves it in the store, where nothing of it stays. Groups that meet in one store
-    at the same time need a `PrefixStore` each.
+    Rank 0 makes the group's id and leaves it in the store until all have read it. Groups that meet in one store at
+    the same time need a `PrefixStore` each.
 
     Raises:
         ValueError: `rank` or `device` is none of those there are.
@@ -49,8 +47,10 @@ def connect(
         RuntimeError: there is no NCCL or no CUDA device here.
     """
     if not 0 <= rank < size:
-        raise ValueError(f"connect: rank is {rank}; it must be 0 to {size - 1}, size - 1")
-    return _C.make_nccl(_share_id(store, rank, size, deadline_s), rank, size, device, deadline_s)
+        raise ValueError(f"connect: rank is {rank}; it must be 0 to size - 1 = {size - 1}")
+    status()  # loads the NCCL that is to be used
+    unique_id = _share_id(store, rank, size, deadline_s)
+    return _C.make_nccl(unique_id, rank, size, device, deadline_s)
 
 
 def borrow(comm_ptr: int, device: int, deadline_s: float = DEADLINE_S) -> _C.Communicator:
@@ -69,31 +69,20 @@ def borrow(comm_ptr: int, device: int, deadline_s: float = DEADLINE_S) -> _C.Com
 
 
 def _share_id(store: Store, rank: int, size: int, deadline_s: float) -> bytes:
-    """Rank 0's new id on every rank, or its error as CommError on the others."""
-    found = status()
-    # Ranks number their groups alike, as they all make them in the same order: counted in the store, so that a store
-    # which serves several groups one after the other is never read too early.
-    turn = (store.add(f"{_ID_KEY}/{rank}/turns", 1)) - 1
-    key = f"{_ID_KEY}/{turn}"
+    """Rank 0's new id on every rank, or its error: as it is on rank 0, as CommError on the others."""
+    # Each rank counts its groups in the store, so that one which serves several, one after the other, is never read
+    # too early.
+    key = f"shardcomm/nccl/{store.add(f'shardcomm/nccl/groups of rank {rank}', 1)}"
     if rank == 0:
         try:
-            if not found.available:
-                raise RuntimeError(f"there is no NCCL to use: {found.reason}")
             unique_id = _C.nccl_unique_id()
         except Exception as error:
             store.set(key, f"error: {error}")
+            _leave(store, key, size)
             raise
         store.set(key, f"id: {unique_id.hex()}")
-    else:
-        unique_id = _receive_id(store, key, rank, size, deadline_s)
-    # Whoever reads last deletes it.
-    if store.add(f"{key}/readers", 1) == size:
-        store.delete_key(key)
-        store.delete_key(f"{key}/readers")
-    return unique_id
-
-
-def _receive_id(store: Store, key: str, rank: int, size: int, deadline_s: float) -> bytes:
+        _leave(store, key, size)
+        return unique_id
     try:
         store.wait([key], timedelta(seconds=deadline_s))
     except RuntimeError as error:
@@ -101,6 +90,14 @@ def _receive_id(store: Store, key: str, rank: int, size: int, deadline_s: float)
             f"rank {rank} of {size}: rank 0 did not send NCCL's id within {deadline_s:g} s: {error}"
         ) from error
     kind, _, text = store.get(key).decode().partition(": ")
+    _leave(store, key, size)
     if kind == "error":
         raise _C.CommError(f"rank {rank} of {size}: rank 0 could not make NCCL's id: {text}")
     return bytes.fromhex(text)
+
+
+def _leave(store: Store, key: str, size: int) -> None:
+    """Whoever is the last to have read the key deletes it."""
+    if store.add(f"{key}/readers", 1) == size:
+        store.delete_key(key)
+        store.delete_key(f"{key}/readers")

@@ -1,8 +1,6 @@
 // How an NCCL communicator comes about.
-#include <cstring>
 #include <stdexcept>
 #include <string>
-#include <utility>
 
 #include "comm/nccl_communicator.h"
 #include "shardcomm/nccl.h"
@@ -32,16 +30,16 @@ void check_nccl(const nccl::Library& nccl, nccl::Result result, const char* what
 }
 
 template <class Connect>
-std::shared_ptr<Communicator> open(std::shared_ptr<NcclSession> session, Connect&& connect) {
+std::shared_ptr<Communicator> open(const std::shared_ptr<NcclSession>& session, Connect&& connect) {
   try {
     connect(*session);
+    return std::make_shared<NcclCommunicator>(session);
   } catch (...) {
     // No watchdog yet, and nobody else in a call: here.
     session->rank.fail("the ranks did not connect");
     session->watchdog.abort_all();
     throw;
   }
-  return std::make_shared<NcclCommunicator>(std::move(session));
 }
 
 }  // namespace

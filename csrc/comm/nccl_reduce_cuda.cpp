@@ -47,13 +47,12 @@ nccl::Reduction nccl_reduction(RedOp op) {
   throw std::invalid_argument("this reduction is not one of NCCL's");
 }
 
-// Where NCCL's sum is not ours: it rounds 16-bit floats at every addition, and before 2.19 divides
-// signed integers as if they were unsigned.
+// Where NCCL's result may not be ours: it rounds 16-bit floats at every addition, and does not say
+// how it rounds the average of integers.
 bool sums_otherwise(DType dtype, RedOp op) {
   if (op != RedOp::sum && op != RedOp::avg) return false;
-  const bool narrow = dtype == DType::f16 || dtype == DType::bf16;
-  const bool integer = dtype == DType::i32 || dtype == DType::i64;
-  return narrow || (integer && op == RedOp::avg);
+  const bool integer = !is_convertible(dtype) && dtype != DType::f64;
+  return itemsize(dtype) == 2 || (integer && op == RedOp::avg);
 }
 
 }  // namespace
@@ -63,12 +62,11 @@ void NcclCommunicator::reduce_scatter(const void* send, DType dtype, void* recv,
                                       std::int64_t tag, NativeStream native) {
   static constexpr Path kExchanged{
       "nccl", "exchange",
-      "nccl: it would accumulate in the buffer's dtype: the ranks exchange their slices, and each "
-      "sums its own, in f32 if it is 16-bit"};
-  static constexpr Path kTooMany{
-      "exchange", "nccl",
-      "nccl: more than 256 ranks, which is as many as one kernel sums: accumulated by NCCL, in the "
-      "buffer's dtype"};
+      "nccl: it would accumulate 16-bit floats in 16 bits, and average integers as it likes: the "
+      "ranks exchange their slices, and each reduces its own"};
+  static constexpr Path kTooMany{"exchange", "nccl",
+                                 "nccl: more than 256 ranks, which is as many as one kernel "
+                                 "reduces: accumulated by NCCL, in the buffer's dtype"};
   check_buffer("reduce_scatter", "send", send, count);
   check_buffer("reduce_scatter", "recv", recv, count);
   check_epilogue(epilogue, dtype);
@@ -139,16 +137,16 @@ void NcclCommunicator::exchange(const Call& call, const void* send, void* recv,
 
 void NcclCommunicator::all_reduce(void* buffer, DType dtype, std::int64_t count, RedOp op,
                                   NativeStream native) {
-  static constexpr Path kNarrow{
-      "nccl", "nccl", "nccl: it accumulates in the buffer's dtype, rounding at every addition"};
+  static constexpr Path kNarrow{"nccl", "nccl",
+                                "nccl: it accumulates in the buffer's dtype, 16-bit floats in 16 "
+                                "bits, and averages integers as it likes"};
   check_buffer("all_reduce", "buffer", buffer, count);
   Call call;
   call.op = Op::all_reduce;
   call.send_dtype = call.recv_dtype = dtype;
   call.red_op = op;
   call.count = count;
-  const bool narrow = itemsize(dtype) == 2 && sums_otherwise(dtype, op);
-  const Path& path = narrow ? kNarrow : kDirect;
+  const Path& path = sums_otherwise(dtype, op) ? kNarrow : kDirect;
   if (count == 0) return skip(session_->reduces, call, path);
   run(session_->reduces, call, native, path, [&](cudaStream_t stream) {
     session_->reduces.call(call, [&](nccl::Comm comm) {
