@@ -84,7 +84,7 @@ nccl::Window register_window(NcclSession& session, NcclChannel& channel, const C
   nccl::Window window = std::exchange(channel.window, nullptr);
   if (session.agree(channel, call, window != nullptr)) return window;
   if (reason.empty()) {
-    reason = "nccl: the ranks of this system cannot all reach each other's memory: no window";
+    reason = "nccl: the ranks of this system cannot all reach each other's memory";
   }
   if (window != nullptr) {
     channel.call(call, [&](nccl::Comm comm) { return nccl.comm_window_deregister(comm, window); });
