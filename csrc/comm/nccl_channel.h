@@ -8,6 +8,7 @@
 #include <mutex>
 #include <string>
 #include <unordered_set>
+#include <utility>
 #include <vector>
 
 #include "comm/call.h"
@@ -55,9 +56,8 @@ struct Registration {
 
 // Locking. NCCL forbids two calls at once to a communicator, and to abort or destroy it under a
 // call. So every use of `comm` holds `mutex`, also the abort. Nobody holds it for long: no call of
-// a non-blocking communicator blocks, and the wait for one to be done (`settle`) ends as soon as
-// the rank has failed. As that wait lets check_wait in, which may want the interpreter's lock,
-// nobody waits for `mutex` who may hold that one: memory is let go of later instead.
+// a non-blocking communicator blocks, and while one is not done yet (`settling`) its thread pauses
+// without the mutex. Then the only thing that others may do to the communicator is to abort it.
 class NcclChannel {
  public:
   explicit NcclChannel(NcclRank& rank) : rank_(rank) {}
@@ -65,27 +65,29 @@ class NcclChannel {
   NcclChannel& operator=(const NcclChannel&) = delete;
 
   std::mutex mutex;
-  nccl::Comm comm = nullptr;      // null before it connects and after it ended
+  nccl::Comm comm = nullptr;  // null before it connects and after it ended
+  bool settling = false;
   nccl::Window window = nullptr;  // where NCCL, also after we gave up, writes a new one
   std::atomic_flag busy = ATOMIC_FLAG_INIT;
   std::uint64_t sequence = 0;
 
   // One call to NCCL, done on this host when this returns: what it launches is then on its stream.
-  // Throws CommError.
+  // Its result. Throws CommError when the rank ends or the deadline passes before, and what
+  // check_wait throws.
   template <class Function>
-  void call(const Call& described, Function&& function) {
+  nccl::Result attempt(const Call& described, Function&& function) {
     Registrations gone;  // freed after the mutex, as that may wait for the device
-    const std::lock_guard<std::mutex> lock(mutex);
+    std::unique_lock<std::mutex> lock(mutex);
     rank_.check();
     if (has_unwanted_.load(std::memory_order_relaxed)) gone = deregister_unwanted();
-    finish(described, settle(described, function(comm)));
+    return settle(described, function(comm), lock);
   }
-
-  // The caller holds the mutex. Waits until NCCL is done with its last call; its result. Throws
-  // CommError when the rank ends or the deadline passes before, and what check_wait throws.
-  nccl::Result settle(const Call& described, nccl::Result result);
-  // The caller holds the mutex. Throws CommError, for good, unless the result is success.
-  void finish(const Call& described, nccl::Result result);
+  // As above, for a call that must succeed: if not, the rank has failed, and this throws CommError.
+  template <class Function>
+  void call(const Call& described, Function&& function) {
+    const nccl::Result result = attempt(described, std::forward<Function>(function));
+    if (result != nccl::kSuccess) refuse(described, result);
+  }
 
   // A communicator's memory is known to it, as it is deregistered before the communicator ends.
   std::shared_ptr<Registration> keep(Registration registration);
@@ -95,6 +97,9 @@ class NcclChannel {
 
  private:
   using Registrations = std::vector<std::shared_ptr<Registration>>;
+  nccl::Result settle(const Call& described, nccl::Result result,
+                      std::unique_lock<std::mutex>& lock);
+  [[noreturn]] void refuse(const Call& described, nccl::Result result);
   void deregister(Registration& registration);
   Registrations deregister_unwanted();
 

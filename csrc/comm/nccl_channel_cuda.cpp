@@ -45,35 +45,40 @@ std::string NcclRank::refused(const Call& call, nccl::Result result, nccl::Comm 
   return text;
 }
 
-nccl::Result NcclChannel::settle(const Call& described, nccl::Result result) {
+// The caller holds the mutex. Waits until NCCL is done with its last call.
+nccl::Result NcclChannel::settle(const Call& described, nccl::Result result,
+                                 std::unique_lock<std::mutex>& lock) {
   if (result != kInProgress) return result;
   Patience patience(rank_.deadline);
-  try {
-    while (true) {
-      nccl::Result state = kInProgress;
-      const nccl::Result asked = rank_.nccl.comm_get_async_error(comm, &state);
-      if (asked != kSuccess) return asked;
-      if (state != kInProgress) return state;
-      if (rank_.ended()) break;
-      if (!patience.pause()) {
-        rank_.fail(rank_.late(described));
-        break;
-      }
+  // Whoever leaves this loop early has failed, and `comm` may be gone by then.
+  while (!rank_.ended()) {
+    nccl::Result state = kInProgress;
+    const nccl::Result asked = rank_.nccl.comm_get_async_error(comm, &state);
+    if (asked != kSuccess) return asked;
+    if (state != kInProgress) return state;
+    settling = true;
+    lock.unlock();
+    try {
+      if (!patience.pause()) rank_.fail(rank_.late(described));
+    } catch (...) {
+      rank_.fail(describe(described) + " was interrupted");
+      throw;  // and settling it stays: half done
     }
-  } catch (...) {
-    // Half done, it is of no more use to anybody.
-    rank_.fail(describe(described) + " was interrupted");
-    throw;
+    lock.lock();
+    settling = false;
   }
   rank_.fail(describe(described) + " was under way when the communicator was closed");
   rank_.check();
   return result;
 }
 
-void NcclChannel::finish(const Call& described, nccl::Result result) {
-  if (result == kSuccess) return;
-  rank_.fail(rank_.refused(described, result, comm));
+void NcclChannel::refuse(const Call& described, nccl::Result result) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    rank_.fail(rank_.refused(described, result, comm));
+  }
   rank_.check();
+  throw CommError(rank_.refused(described, result, nullptr));
 }
 
 std::shared_ptr<Registration> NcclChannel::keep(Registration registration) {
@@ -88,8 +93,8 @@ void NcclChannel::let_go(std::shared_ptr<Registration> registration) noexcept {
     has_unwanted_.store(true);
   }
   Registrations gone;
-  const std::unique_lock<std::mutex> lock(mutex, std::try_to_lock);
-  if (lock.owns_lock()) gone = deregister_unwanted();
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (!settling) gone = deregister_unwanted();  // else with the next call
 }
 
 NcclChannel::Registrations NcclChannel::deregister_unwanted() {
@@ -108,7 +113,8 @@ void NcclChannel::deregister_all() {
   registrations_.clear();
 }
 
-// Local, and done when it returns. What a failed communicator has registered, ncclCommAbort frees.
+// Local, and done when it returns. What an aborted communicator has registered, it has freed
+// itself.
 void NcclChannel::deregister(Registration& registration) {
   const bool alive = comm != nullptr && !rank_.failed();
   if (nccl::Window window = std::exchange(registration.window, nullptr); window && alive) {

@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <utility>
 
 #include "comm/nccl_memory.h"
@@ -70,17 +71,18 @@ nccl::Window register_window(NcclSession& session, NcclChannel& channel, const C
   }
   // NCCL says success and gives no window where the ranks do not reach each other's memory. An
   // error of this call alone is no more than that; one that stays with the communicator is its end.
-  channel.call(call, [&](nccl::Comm comm) {
-    channel.window = nullptr;
-    const nccl::Result result = channel.settle(
-        call,
-        nccl.comm_window_register(comm, data, bytes, &channel.window, nccl::kWindowSymmetric));
-    if (result == nccl::kSuccess) return result;
-    reason = std::string("nccl: window registration failed: ") + nccl.get_error_string(result);
-    nccl::Result state = nccl::kSuccess;
-    const nccl::Result asked = nccl.comm_get_async_error(comm, &state);
-    return asked == nccl::kSuccess ? state : asked;
+  channel.window = nullptr;
+  const nccl::Result result = channel.attempt(call, [&](nccl::Comm comm) {
+    return nccl.comm_window_register(comm, data, bytes, &channel.window, nccl::kWindowSymmetric);
   });
+  if (result != nccl::kSuccess) {
+    reason = std::string("nccl: window registration failed: ") + nccl.get_error_string(result);
+    channel.call(call, [&](nccl::Comm comm) {
+      nccl::Result state = nccl::kSuccess;
+      const nccl::Result asked = nccl.comm_get_async_error(comm, &state);
+      return asked == nccl::kSuccess ? state : asked;
+    });
+  }
   nccl::Window window = std::exchange(channel.window, nullptr);
   if (session.agree(channel, call, window != nullptr)) return window;
   if (reason.empty()) {
@@ -111,13 +113,14 @@ void* register_buffer(NcclSession& session, NcclChannel& channel, const Call& ca
 NcclAllocation allocate_nccl(const std::shared_ptr<NcclSession>& session, NcclChannel& channel,
                              const Call& call, std::size_t bytes) {
   NcclRank& rank = session->rank;
+  const std::size_t room = std::max<std::size_t>(bytes, 1);  // of nothing, NCCL makes an error
   // What the ranks agree on must not queue up behind a collective that waits for computation.
   session->watchdog.drain(channel);
   Registration registration;
   std::string failure;
   try {
-    registration.memory = take(rank, bytes);
-    check_cuda(cudaMemsetAsync(registration.memory.get(), 0, bytes, session->set_up(channel)),
+    registration.memory = take(rank, room);
+    check_cuda(cudaMemsetAsync(registration.memory.get(), 0, room, session->set_up(channel)),
                "cudaMemsetAsync");
   } catch (const CudaError& error) {
     failure = error.what();
@@ -132,10 +135,10 @@ NcclAllocation allocate_nccl(const std::shared_ptr<NcclSession>& session, NcclCh
   void* data = registration.memory.get();
   std::string reason;
   const char* taken = "window";
-  registration.window = register_window(*session, channel, call, data, bytes, reason);
+  registration.window = register_window(*session, channel, call, data, room, reason);
   if (registration.window == nullptr) {
     taken = "buffer";
-    registration.buffer = register_buffer(*session, channel, call, data, bytes, reason);
+    registration.buffer = register_buffer(*session, channel, call, data, room, reason);
     if (registration.buffer == nullptr) taken = "plain";
     reason += std::string(": ") + (registration.buffer ? "buffer registration" : "plain memory");
   }

@@ -134,6 +134,7 @@ void NcclSession::split(nccl::Comm borrowed) {
 
 bool NcclSession::finalize() noexcept {
   const std::scoped_lock lock(gathers.mutex, reduces.mutex);
+  if (gathers.settling || reduces.settling) return false;
   try {
     const DeviceScope scope(rank.device);
     const nccl::Library& nccl = rank.nccl;

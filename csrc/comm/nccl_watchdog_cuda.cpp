@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <utility>
 
 #include "comm/nccl_watchdog.h"
 #include "cuda/runtime.h"
@@ -148,13 +149,11 @@ void NcclWatchdog::abort_all() noexcept {
   // those of the other. In a group, both are told to end before either is waited for.
   nccl.group_start();
   for (NcclChannel* channel : {&gathers_, &reduces_}) {
-    if (channel->comm != nullptr) nccl.comm_abort(channel->comm);
+    nccl::Comm comm = std::exchange(channel->comm, nullptr);
+    if (comm != nullptr) nccl.comm_abort(comm);
   }
   nccl.group_end();
-  for (NcclChannel* channel : {&gathers_, &reduces_}) {
-    channel->deregister_all();
-    channel->comm = nullptr;
-  }
+  for (NcclChannel* channel : {&gathers_, &reduces_}) channel->deregister_all();
 }
 
 bool NcclWatchdog::idle() const {
@@ -191,7 +190,7 @@ void NcclWatchdog::look(WatchRing& watch) {
 // call sees them there.
 void NcclWatchdog::look_at_nccl(NcclChannel& channel) {
   const std::unique_lock<std::mutex> lock(channel.mutex, std::try_to_lock);
-  if (!lock.owns_lock() || channel.comm == nullptr) return;
+  if (!lock.owns_lock() || channel.settling || channel.comm == nullptr) return;
   nccl::Result state = nccl::kSuccess;
   const nccl::Result asked = rank_.nccl.comm_get_async_error(channel.comm, &state);
   if (asked != nccl::kSuccess) state = asked;
