@@ -12,5 +12,6 @@ void bind_layout(py::module_& m);
 void bind_copy(py::module_& m);
 void bind_stream(py::module_& m);
 void bind_comm(py::module_& m);
+void bind_nccl(py::module_& m);
 
 }  // namespace shardcomm::bindings

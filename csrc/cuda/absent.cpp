@@ -4,6 +4,7 @@
 #include "copy/reduce_cuda.h"
 #include "shardcomm/cuda.h"
 #include "shardcomm/error.h"
+#include "shardcomm/nccl.h"
 #include "shardcomm/stream.h"
 
 namespace shardcomm {
@@ -42,5 +43,11 @@ void reduce_cuda(void*, const Epilogue&, const void* const*, int, DType, RedOp, 
                  NativeStream) {
   refuse();
 }
+
+std::string nccl_unique_id() { refuse(); }
+std::shared_ptr<Communicator> make_nccl(const std::string&, int, int, int, const CommOptions&) {
+  refuse();
+}
+std::shared_ptr<Communicator> borrow_nccl(std::uintptr_t, int, const CommOptions&) { refuse(); }
 
 }  // namespace shardcomm

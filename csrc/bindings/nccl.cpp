@@ -1,0 +1,37 @@
+#include "shardcomm/nccl.h"
+
+#include "bindings/bindings.h"
+#include "bindings/interrupt.h"
+
+namespace shardcomm::bindings {
+
+void bind_nccl(py::module_& m) {
+  py::class_<NcclStatus>(m, "NcclStatus")
+      .def_readonly("available", &NcclStatus::available)
+      .def_readonly("path", &NcclStatus::path)
+      .def_readonly("version", &NcclStatus::version)
+      .def_readonly("reason", &NcclStatus::reason)
+      .def_readonly("missing", &NcclStatus::missing);
+
+  m.def("nccl_status", &nccl_status, py::arg("paths") = std::vector<std::string>{},
+        py::call_guard<py::gil_scoped_release>());
+  m.def("nccl_unique_id", [] { return py::bytes(nccl_unique_id()); });
+  m.def(
+      "make_nccl",
+      [](const py::bytes& unique_id, int rank, int size, int device, double deadline_s) {
+        const std::string id = unique_id;
+        const InterruptibleWait scope;
+        return make_nccl(id, rank, size, device, {deadline_s});
+      },
+      py::arg("unique_id"), py::arg("rank"), py::arg("size"), py::arg("device"),
+      py::arg("deadline_s"));
+  m.def(
+      "borrow_nccl",
+      [](std::uintptr_t comm, int device, double deadline_s) {
+        const InterruptibleWait scope;
+        return borrow_nccl(comm, device, {deadline_s});
+      },
+      py::arg("comm"), py::arg("device"), py::arg("deadline_s"));
+}
+
+}  // namespace shardcomm::bindings

@@ -1,0 +1,99 @@
+// The collectives of the `nccl` transport.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <string_view>
+#include <thread>
+#include <vector>
+
+#include "comm/nccl_session.h"
+#include "cuda/scratch.h"
+#include "shardcomm/communicator.h"
+
+namespace shardcomm {
+
+class NcclCommunicator final : public Communicator {
+ public:
+  explicit NcclCommunicator(std::shared_ptr<NcclSession> session);
+  ~NcclCommunicator() override;
+
+  int rank() const override { return rank_.rank; }
+  int size() const override { return rank_.size; }
+  std::string transport() const override { return "nccl"; }
+  std::shared_ptr<Memory> allocate(std::size_t bytes, Use use) override;
+  void all_gather(const void* send, DType send_dtype, void* recv, DType recv_dtype,
+                  std::int64_t count, std::int64_t tag, NativeStream stream) override;
+  void reduce_scatter(const void* send, DType dtype, void* recv, const Epilogue& epilogue,
+                      std::int64_t count, RedOp op, std::int64_t tag, NativeStream stream) override;
+  void all_reduce(void* buffer, DType dtype, std::int64_t count, RedOp op,
+                  NativeStream stream) override;
+  void broadcast(void* buffer, std::size_t bytes, int root, NativeStream stream) override;
+  void barrier(NativeStream stream) override;
+  void abort(const std::string& reason) noexcept override;
+  void close() noexcept override;
+  std::vector<Receipt> receipts() const override;
+
+ private:
+  struct Path {
+    const char* requested;
+    const char* taken;
+    const char* reason;
+  };
+  static constexpr Path kDirect{"nccl", "nccl", ""};
+
+  // Gives `call` its number and watches what `launch` puts on the stream.
+  template <class Launch>
+  void run(NcclChannel& channel, Call& call, NativeStream stream, const Path& path,
+           Launch&& launch);
+  void skip(NcclChannel& channel, Call& call, const Path& path);
+  void took(const Call& call, const char* requested, const char* taken, std::string_view reason);
+
+  void reduce(const Call& call, const void* send, void* recv, const Epilogue& epilogue,
+              cudaStream_t stream);
+  void exchange(const Call& call, const void* send, void* recv, const Epilogue& epilogue,
+                cudaStream_t stream);
+
+  std::shared_ptr<NcclSession> session_;
+  NcclRank& rank_;
+  const nccl::Library& nccl_;
+  ScratchPool scratch_;
+  std::atomic<bool> closed_{false};
+  mutable std::mutex receipts_mutex_;
+  std::array<Receipt, static_cast<std::size_t>(Op::barrier) + 1> receipts_;
+  std::thread watchdog_;  // last: it starts when all is there
+};
+
+template <class Launch>
+void NcclCommunicator::run(NcclChannel& channel, Call& call, NativeStream native, const Path& path,
+                           Launch&& launch) {
+  const NcclTurn turn(channel);
+  rank_.check();
+  const DeviceScope scope(rank_.device);
+  auto* stream = static_cast<cudaStream_t>(native);
+  // A capture runs nothing now: events would become part of the graph, and nobody could ask them.
+  cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+  check_cuda(cudaStreamIsCapturing(stream, &capture), "cudaStreamIsCapturing");
+  const bool watch = capture == cudaStreamCaptureStatusNone;
+  call.sequence = ++channel.sequence;
+  try {
+    Watched* watched = watch ? &session_->watchdog.begin(channel, call, stream) : nullptr;
+    launch(stream);
+    if (watched != nullptr) session_->watchdog.end(channel, *watched, stream);
+  } catch (const CudaError& error) {
+    rank_.fail(describe(call) + ": " + error.what());  // the other ranks wait for this one
+    session_->watchdog.wake();
+    throw;
+  } catch (...) {
+    rank_.fail(describe(call) + " was interrupted");
+    session_->watchdog.wake();
+    throw;
+  }
+  took(call, path.requested, path.taken, path.reason);
+}
+
+}  // namespace shardcomm

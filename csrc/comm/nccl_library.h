@@ -1,0 +1,100 @@
+// NCCL's entry points, found at run time. The few declarations needed are our own: the binary
+// interface of NCCL 2, which only ever grows.
+#pragma once
+
+#include <climits>
+#include <cstddef>
+#include <string>
+#include <vector>
+
+#include "shardcomm/stream.h"
+
+namespace shardcomm::nccl {
+
+// The versions, as NCCL counts them, that brought what not every accepted NCCL has.
+constexpr int kOldest = 21800;          // ncclCommSplit
+constexpr int kBufferSince = 21900;     // ncclMemAlloc, ncclCommRegister
+constexpr int kWindowSince = 22700;     // ncclCommWindowRegister
+std::string version_text(int version);  // "2.27.3"; "2.27" when the patch is 0
+
+using Comm = struct OpaqueComm*;
+using Window = struct OpaqueWindow*;
+
+enum Result : int { kSuccess = 0, kInProgress = 7 };  // the others are errors
+enum DataType : int {
+  kUint8 = 1,
+  kInt32 = 2,
+  kInt64 = 4,
+  kFloat16 = 6,
+  kFloat32 = 7,
+  kFloat64 = 8,
+  kBfloat16 = 9
+};
+enum Reduction : int { kSum = 0, kMax = 2, kMin = 3, kAvg = 4 };
+
+struct UniqueId {
+  char bytes[128];
+};
+
+// ncclConfig_t as NCCL 2.18 laid it out. A newer NCCL copies `size` bytes, and reads of them what
+// `version` knew: so it accepts this one, and sets what came later to its defaults.
+struct Config {
+  static constexpr int kUnset = INT_MIN;
+  std::size_t size = sizeof(Config);
+  unsigned magic = 0xcafebeef;
+  unsigned version = 21801;
+  int blocking = 0;  // calls return at once; ncclCommGetAsyncError tells when they are done
+  int cga_cluster_size = kUnset;
+  int min_ctas = kUnset;
+  int max_ctas = kUnset;
+  const char* net_name = nullptr;
+  int split_share = 0;  // a split shares nothing: it is aborted on its own
+  int padding = kUnset;
+};
+static_assert(sizeof(Config) == 48);
+
+struct Library {
+  std::string path;
+  int version = 0;
+  std::vector<std::string> missing;
+
+  Result (*get_unique_id)(UniqueId*) = nullptr;
+  Result (*comm_init_rank_config)(Comm*, int size, UniqueId, int rank, Config*) = nullptr;
+  Result (*comm_split)(Comm, int color, int key, Comm*, Config*) = nullptr;
+  Result (*comm_finalize)(Comm) = nullptr;
+  Result (*comm_destroy)(Comm) = nullptr;
+  Result (*comm_abort)(Comm) = nullptr;
+  Result (*comm_get_async_error)(Comm, Result*) = nullptr;
+  Result (*comm_count)(Comm, int*) = nullptr;
+  Result (*comm_user_rank)(Comm, int*) = nullptr;
+  Result (*comm_cu_device)(Comm, int*) = nullptr;
+  const char* (*get_error_string)(Result) = nullptr;
+  const char* (*get_last_error)(Comm) = nullptr;
+  Result (*group_start)() = nullptr;
+  Result (*group_end)() = nullptr;
+  Result (*all_gather)(const void*, void*, std::size_t, DataType, Comm, NativeStream) = nullptr;
+  Result (*reduce_scatter)(const void*, void*, std::size_t, DataType, Reduction, Comm,
+                           NativeStream) = nullptr;
+  Result (*all_reduce)(const void*, void*, std::size_t, DataType, Reduction, Comm,
+                       NativeStream) = nullptr;
+  Result (*broadcast)(const void*, void*, std::size_t, DataType, int root, Comm,
+                      NativeStream) = nullptr;
+  Result (*send)(const void*, std::size_t, DataType, int peer, Comm, NativeStream) = nullptr;
+  Result (*recv)(void*, std::size_t, DataType, int peer, Comm, NativeStream) = nullptr;
+
+  // Null where this NCCL is too old.
+  Result (*mem_alloc)(void**, std::size_t) = nullptr;
+  Result (*mem_free)(void*) = nullptr;
+  Result (*comm_register)(Comm, void*, std::size_t, void** handle) = nullptr;
+  Result (*comm_deregister)(Comm, void* handle) = nullptr;
+  Result (*comm_window_register)(Comm, void*, std::size_t, Window*, int flags) = nullptr;
+  Result (*comm_window_deregister)(Comm, Window) = nullptr;
+};
+
+// NCCL_WIN_COLL_SYMMETRIC: every rank uses the window at the same offsets.
+constexpr int kWindowSymmetric = 1;
+
+// The process's NCCL, loaded as nccl_status says. Throws CudaError when there is none.
+const Library& library();
+
+}  // namespace shardcomm::nccl

@@ -1,0 +1,37 @@
+#include <cstdint>
+
+#include "cuda/runtime.h"
+#include "cuda/scratch.h"
+
+namespace shardcomm {
+
+ScratchPool::ScratchPool(int device) : device_(device) {
+  const DeviceScope scope(device);
+  cudaMemPoolProps properties{};
+  properties.allocType = cudaMemAllocationTypePinned;
+  properties.handleTypes = cudaMemHandleTypeNone;
+  properties.location.type = cudaMemLocationTypeDevice;
+  properties.location.id = device;
+  check_cuda(cudaMemPoolCreate(&pool_, &properties), "cudaMemPoolCreate");
+  // Without this, a pool gives all memory back whenever the host waits for the device.
+  std::uint64_t keep = UINT64_MAX;
+  check_cuda(cudaMemPoolSetAttribute(pool_, cudaMemPoolAttrReleaseThreshold, &keep),
+             "cudaMemPoolSetAttribute");
+}
+
+ScratchPool::~ScratchPool() {
+  try {
+    const DeviceScope scope(device_);
+    cudaMemPoolDestroy(pool_);  // once what is queued no longer uses it
+  } catch (const CudaError&) {  // the process ends and the driver has gone before
+  }
+}
+
+Scratch::Scratch(const ScratchPool& pool, std::size_t bytes, cudaStream_t stream)
+    : stream_(stream) {
+  check_cuda(cudaMallocFromPoolAsync(&data_, bytes, pool.get(), stream), "cudaMallocFromPoolAsync");
+}
+
+Scratch::~Scratch() { cudaFreeAsync(data_, stream_); }
+
+}  // namespace shardcomm
