@@ -66,19 +66,27 @@ class Communicator(ABC):
     """Where the tensors it takes, and those it allocates, are."""
 
     @staticmethod
-    def from_env(*, deadline_s: float = DEADLINE_S, transport: Transport = "auto") -> Communicator:
+    def from_env(
+        *,
+        deadline_s: float = DEADLINE_S,
+        transport: Transport = "auto",
+        device: torch.device | str | None = None,
+    ) -> Communicator:
         """The group that torchrun (or any launcher that sets the same variables) started.
 
         Reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; without RANK and WORLD_SIZE the group is this process
-        alone. `transport` "auto" takes shm when all ranks share a host, else c10d over Gloo.
+        alone. `device`: "cpu", or this rank's GPU; by default GPU number LOCAL_RANK where every rank of the host has
+        one and NCCL is there, else the CPU. `transport` "auto" takes nccl on GPUs; on CPUs shm when all ranks share a
+        host, else c10d over Gloo.
 
         Raises:
-            ValueError: an environment variable is missing, or shm is asked for across hosts.
+            ValueError: an environment variable is missing, or the transport is not for these ranks or this device.
+            CudaError: NCCL or CUDA refused, or is not there.
             CommError: a rank did not come within `deadline_s` seconds.
         """
         from shardcomm import rendezvous  # noqa: PLC0415  (it builds on this module)
 
-        return rendezvous.from_env(deadline_s, transport)
+        return rendezvous.from_env(deadline_s, transport, device)
 
     @staticmethod
     def from_process_group(
@@ -86,14 +94,16 @@ class Communicator(ABC):
         *,
         deadline_s: float = DEADLINE_S,
         transport: Transport = "auto",
+        device: torch.device | str | None = None,
     ) -> Communicator:
         """The ranks of a torch ProcessGroup (default: the default group), which stays untouched.
 
-        `transport` "c10d" runs the collectives through the group itself.
+        `transport` "c10d" runs the collectives through the group itself. `device`: by default the current GPU for a
+        group of NCCL's, else the CPU.
         """
         from shardcomm import rendezvous  # noqa: PLC0415
 
-        return rendezvous.from_process_group(group, deadline_s, transport)
+        return rendezvous.from_process_group(group, deadline_s, transport, device)
 
     @staticmethod
     def local_group(

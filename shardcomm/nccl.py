@@ -7,14 +7,13 @@ else the system's. What it is too old for is left out, and the communicator's re
 from __future__ import annotations
 
 import importlib.util
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardcomm import _C
 
 if TYPE_CHECKING:
-    from torch.distributed.distributed_c10d import Store
+    from shardcomm.rendezvous import Exchange
 
 DEADLINE_S = 300.0
 
@@ -34,22 +33,31 @@ def status() -> _C.NcclStatus:
 
 
 def connect(
-    store: Store, rank: int, size: int, device: int, deadline_s: float = DEADLINE_S
+    exchange: Exchange, rank: int, size: int, device: int, deadline_s: float = DEADLINE_S
 ) -> _C.Communicator:
-    """The `size` ranks that share `store`, connected by NCCL; collective.
-
-    Rank 0 makes the group's id and leaves it in the store until all have read it. Groups that meet in one store at
-    the same time need a `PrefixStore` each.
+    """The `size` ranks that `exchange` reaches (see `shardcomm.rendezvous`), connected by NCCL; collective.
 
     Raises:
         ValueError: `rank` or `device` is none of those there are.
         CommError: a rank did not come within `deadline_s` seconds, or rank 0 could not make an id: it says why.
-        RuntimeError: there is no NCCL or no CUDA device here.
+        CudaError: there is no NCCL or no CUDA device here.
     """
     if not 0 <= rank < size:
         raise ValueError(f"connect: rank is {rank}; it must be 0 to size - 1 = {size - 1}")
     status()  # loads the NCCL that is to be used
-    unique_id = _share_id(store, rank, size, deadline_s)
+    if rank == 0:
+        try:
+            unique_id = _C.nccl_unique_id()
+        except Exception as error:
+            exchange(f"error: {error}".encode())
+            raise
+        exchange(unique_id)
+    else:
+        unique_id = exchange(b"")[0]
+        if unique_id.startswith(b"error: "):
+            raise _C.CommError(
+                f"rank {rank} of {size}: rank 0 could not make NCCL's id: {unique_id[7:].decode()}"
+            )
     return _C.make_nccl(unique_id, rank, size, device, deadline_s)
 
 
@@ -62,42 +70,7 @@ def borrow(comm_ptr: int, device: int, deadline_s: float = DEADLINE_S) -> _C.Com
     Raises:
         ValueError: `comm_ptr` is 0, or belongs to another device.
         CommError: a rank did not come within `deadline_s` seconds.
-        RuntimeError: there is no NCCL or no CUDA device here.
+        CudaError: there is no NCCL or no CUDA device here.
     """
     status()
     return _C.borrow_nccl(comm_ptr, device, deadline_s)
-
-
-def _share_id(store: Store, rank: int, size: int, deadline_s: float) -> bytes:
-    """Rank 0's new id on every rank, or its error: as it is on rank 0, as CommError on the others."""
-    # Each rank counts its groups in the store, so that one which serves several, one after the other, is never read
-    # too early.
-    key = f"shardcomm/nccl/{store.add(f'shardcomm/nccl/groups of rank {rank}', 1)}"
-    if rank == 0:
-        try:
-            unique_id = _C.nccl_unique_id()
-        except Exception as error:
-            store.set(key, f"error: {error}")
-            _leave(store, key, size)
-            raise
-        store.set(key, f"id: {unique_id.hex()}")
-        _leave(store, key, size)
-        return unique_id
-    try:
-        store.wait([key], timedelta(seconds=deadline_s))
-    except RuntimeError as error:
-        raise _C.CommError(
-            f"rank {rank} of {size}: rank 0 did not send NCCL's id within {deadline_s:g} s: {error}"
-        ) from error
-    kind, _, text = store.get(key).decode().partition(": ")
-    _leave(store, key, size)
-    if kind == "error":
-        raise _C.CommError(f"rank {rank} of {size}: rank 0 could not make NCCL's id: {text}")
-    return bytes.fromhex(text)
-
-
-def _leave(store: Store, key: str, size: int) -> None:
-    """Whoever is the last to have read the key deletes it."""
-    if store.add(f"{key}/readers", 1) == size:
-        store.delete_key(key)
-        store.delete_key(f"{key}/readers")

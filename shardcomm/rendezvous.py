@@ -1,6 +1,6 @@
 """How ranks find each other: each shows all others a few bytes, and from these the transport is chosen.
 
-The bytes travel over a torch Store (torchrun's environment) or a ProcessGroup, once, at set-up.
+The bytes travel over a torch Store (torchrun's environment) or a ProcessGroup, a few times at set-up.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import cast
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 from torch.distributed.rendezvous import rendezvous
 
-from shardcomm import _C
+from shardcomm import _C, nccl
 from shardcomm.c10d import C10dCommunicator
-from shardcomm.communicator import Communicator, CoreCommunicator, Transport
+from shardcomm.communicator import Communicator, CoreCommunicator, Transport, core_device
 
 # Shows `payload` to all ranks and returns everybody's, in rank order. Every rank calls it equally often.
 Exchange = Callable[[bytes], list[bytes]]
@@ -26,11 +26,14 @@ Exchange = Callable[[bytes], list[bytes]]
 _groups = itertools.count()  # keeps the keys of several communicators over one store apart
 
 
-def from_env(deadline_s: float, transport: Transport) -> Communicator:
+def from_env(
+    deadline_s: float, transport: Transport, device: torch.device | str | None
+) -> Communicator:
     """See `Communicator.from_env`."""
     check_transport(transport)
+    where = _own_device(transport) if device is None else core_device("from_env", device)
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
-        return Communicator.local_group(1, deadline_s=deadline_s)[0]
+        return Communicator.local_group(1, deadline_s=deadline_s, device=where)[0]
     missing = [
         name
         for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -47,33 +50,30 @@ def from_env(deadline_s: float, transport: Transport) -> Communicator:
     except dist.DistError as error:
         raise _C.CommError(f"rank {os.environ['RANK']}: no rendezvous: {error}") from error
     store = PrefixStore(f"shardcomm/{next(_groups)}", store)
-    store.set_timeout(timeout)
-    rounds = itertools.count()
-
-    def exchange(payload: bytes) -> list[bytes]:
-        turn = next(rounds)
-        store.set(f"{turn}/{rank}", payload.hex())
-        try:
-            return [bytes.fromhex(store.get(f"{turn}/{peer}").decode()) for peer in range(size)]
-        except dist.DistError as error:
-            raise _C.CommError(
-                f"rank {rank} of {size}: not all ranks came to the rendezvous within {deadline_s:g} s: {error}"
-            ) from error
 
     def gloo() -> Communicator:
+        if where.type != "cpu":
+            raise ValueError(
+                f"from_env: transport is 'c10d', which is Gloo here, and device is {where}; accepted: 'cpu', or "
+                "from_process_group with a group of that device"
+            )
         groups = [
             ProcessGroupGloo(PrefixStore(use, store), rank, size, timeout)
             for use in ("gathers", "reduces")
         ]
         # A backend has the collectives of a ProcessGroup, without being one to the type checker.
         gathers, reduces = cast("list[dist.ProcessGroup]", groups)
-        return C10dCommunicator(gathers, reduces, torch.device("cpu"))
+        return C10dCommunicator(gathers, reduces, where)
 
-    return connect(exchange, rank, size, deadline_s, transport, gloo)
+    exchange = over_store(store, rank, size, deadline_s)
+    return connect(exchange, rank, size, deadline_s, transport, where, gloo)
 
 
 def from_process_group(
-    group: dist.ProcessGroup | None, deadline_s: float, transport: Transport
+    group: dist.ProcessGroup | None,
+    deadline_s: float,
+    transport: Transport,
+    device: torch.device | str | None,
 ) -> Communicator:
     """See `Communicator.from_process_group`."""
     check_transport(transport)
@@ -86,6 +86,9 @@ def from_process_group(
         group = dist.group.WORLD
     assert group is not None
     rank, size = group.rank(), group.size()
+    if device is None:
+        device = "cuda" if transport == "nccl" or dist.get_backend(group) == "nccl" else "cpu"
+    where = core_device("from_process_group", device)
 
     def exchange(payload: bytes) -> list[bytes]:
         everybody: list[bytes] = [b""] * size
@@ -98,9 +101,27 @@ def from_process_group(
             backend=dist.get_backend(group),
             use_local_synchronization=True,
         )
-        return C10dCommunicator(gathers, group, torch.device("cpu"))
+        return C10dCommunicator(gathers, group, where)
 
-    return connect(exchange, rank, size, deadline_s, transport, c10d)
+    return connect(exchange, rank, size, deadline_s, transport, where, c10d)
+
+
+def over_store(store: Store, rank: int, size: int, deadline_s: float) -> Exchange:
+    """Ranks that share a store. A rank that does not come within `deadline_s` seconds is a CommError on the others."""
+    store.set_timeout(timedelta(seconds=deadline_s))
+    rounds = itertools.count()
+
+    def exchange(payload: bytes) -> list[bytes]:
+        turn = next(rounds)
+        store.set(f"{turn}/{rank}", payload.hex())
+        try:
+            return [bytes.fromhex(store.get(f"{turn}/{peer}").decode()) for peer in range(size)]
+        except dist.DistError as error:
+            raise _C.CommError(
+                f"rank {rank} of {size}: not all ranks came to the rendezvous within {deadline_s:g} s: {error}"
+            ) from error
+
+    return exchange
 
 
 def connect(
@@ -109,30 +130,60 @@ def connect(
     size: int,
     deadline_s: float,
     transport: Transport,
+    device: torch.device,
     c10d: Callable[[], Communicator],
 ) -> Communicator:
     """Chooses the transport that all ranks can use, and opens it."""
-    hosts = set(exchange(host_identity()))
-    if transport == "shm" and len(hosts) > 1:
+    everybody = exchange(f"{device.type} {host_identity()}".encode())
+    devices, hosts = zip(*(each.decode().split(" ", 1) for each in everybody), strict=True)
+    if len(set(devices)) > 1:
         raise ValueError(
-            f"transport is 'shm', but the {size} ranks are on {len(hosts)} hosts (or in containers that do not "
+            f"device is {device}, but the ranks have different kinds: {', '.join(devices)}"
+        )
+    if {"shm": "cpu", "nccl": "cuda"}.get(transport, device.type) != device.type:
+        raise ValueError(
+            f"transport is {transport!r} and device is {device}; 'shm' is for 'cpu', 'nccl' for 'cuda', 'auto' for both"
+        )
+    if transport == "c10d":
+        return c10d()
+    if device.type == "cuda":
+        if size == 1:
+            return Communicator.local_group(1, deadline_s=deadline_s, device=device)[0]
+        return CoreCommunicator(
+            nccl.connect(exchange, rank, size, device.index, deadline_s), device
+        )
+    if len(set(hosts)) == 1:
+        # Rank 0's session lives until all have attached, which make_shm waits for.
+        session = _C.ShmSession(size) if rank == 0 else None
+        address = exchange(session.address.encode() if session else b"")[0].decode()
+        return CoreCommunicator(_C.make_shm(address, rank, size, deadline_s), device)
+    if transport == "shm":
+        raise ValueError(
+            f"transport is 'shm', but the {size} ranks are on {len(set(hosts))} hosts (or in containers that do not "
             "see each other's processes); use 'c10d' or 'auto'"
         )
-    if transport == "c10d" or len(hosts) > 1:
-        return c10d()
-    # Rank 0's session lives until all have attached, which make_shm waits for.
-    session = _C.ShmSession(size) if rank == 0 else None
-    address = exchange(session.address.encode() if session else b"")[0].decode()
-    return CoreCommunicator(_C.make_shm(address, rank, size, deadline_s))
+    return c10d()
 
 
-def host_identity() -> bytes:
+def host_identity() -> str:
     """Equal for two processes if they can map each other's memory: same boot, same process namespace."""
-    with open("/proc/sys/kernel/random/boot_id", "rb") as boot:
-        return boot.read().strip() + os.readlink("/proc/self/ns/pid").encode()
+    with open("/proc/sys/kernel/random/boot_id") as boot:
+        return boot.read().strip() + os.readlink("/proc/self/ns/pid")
 
 
 def check_transport(transport: str) -> None:
     """ValueError unless `transport` is one of the names."""
-    if transport not in ("auto", "shm", "c10d"):
-        raise ValueError(f"transport is {transport!r}; accepted: 'auto', 'shm', 'c10d'")
+    if transport not in ("auto", "shm", "nccl", "c10d"):
+        raise ValueError(f"transport is {transport!r}; accepted: 'auto', 'shm', 'nccl', 'c10d'")
+
+
+def _own_device(transport: Transport) -> torch.device:
+    """This rank's GPU, if NCCL is asked for, or can be had and each rank of the host has a GPU; else the CPU."""
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1))
+    gpus = torch.cuda.device_count() if _C.cuda_built else 0
+    if transport == "nccl" or (
+        transport == "auto" and gpus >= ranks_here and nccl.status().available
+    ):
+        return torch.device("cuda", local_rank)
+    return torch.device("cpu")

@@ -3,7 +3,6 @@
 #include <string>
 
 #include "comm/buffer.h"
-#include "comm/convert.h"
 #include "comm/nccl_communicator.h"
 #include "copy/copy_cuda.h"
 
