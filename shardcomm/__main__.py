@@ -8,6 +8,7 @@ import sys
 from typing import NoReturn
 
 import shardcomm
+from shardcomm import doctor
 from shardcomm.train import command as train
 
 
@@ -18,6 +19,7 @@ def main() -> int:
     parser.add_argument("--version", action="version", version=shardcomm.__version__)
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     train.add_parser(commands)
+    doctor.add_parser(commands)
     args = parser.parse_args()
     try:
         status: int = args.run(args)

@@ -15,6 +15,7 @@ from thread_ranks import run_threads
 
 from shardcomm import _C, CommError, Communicator, Stream, launch
 from shardcomm.communicator import CoreCommunicator
+from shardcomm.streams import Streams
 
 DTYPES = (
     torch.float32,
@@ -53,7 +54,8 @@ def random_collectives(comm: Communicator, seed: int, cases: int) -> None:
     choose = random.Random(seed)
     window = comm.allocate(1 << 15, dtype=torch.uint8, use="gather")
     own = comm.allocate(1 << 15, dtype=torch.uint8, use="reduce")
-    stream = Stream()
+    streams = Streams(comm.device)
+    stream = streams.reduce
     for case in range(cases):
         what = choose.choice(["all_gather", "reduce_scatter", "all_reduce", "broadcast"])
         dtype = choose.choice(DTYPES)
@@ -61,13 +63,15 @@ def random_collectives(comm: Communicator, seed: int, cases: int) -> None:
         part = choose.choice([0, 1, 3, 8, 64, choose.randrange(400)])
         queued = stream if choose.random() < 0.3 else None
         in_comm_memory = choose.random() < 0.5
-        everybody = [values(case, r, part * comm.size, dtype) for r in range(comm.size)]
+        everybody = [
+            values(case, r, part * comm.size, dtype).to(comm.device) for r in range(comm.size)
+        ]
         mine = everybody[comm.rank]
 
         def memory(buffer: torch.Tensor, numel: int) -> torch.Tensor:
             if in_comm_memory and numel > 0:  # noqa: B023
                 return buffer.view(dtype)[:numel]  # noqa: B023
-            return torch.zeros(numel, dtype=dtype)  # noqa: B023
+            return torch.zeros(numel, dtype=dtype, device=comm.device)  # noqa: B023
 
         if what == "all_gather":
             result = memory(window, part * comm.size)
@@ -76,20 +80,23 @@ def random_collectives(comm: Communicator, seed: int, cases: int) -> None:
         elif what == "reduce_scatter":
             send = memory(own, part * comm.size)
             send.copy_(mine)
-            result = torch.zeros(part, dtype=dtype)
+            result = torch.zeros(part, dtype=dtype, device=comm.device)
+            streams.after_compute(stream)
             comm.reduce_scatter(result, send, op, stream=queued)
             expected = reduced(everybody, op)[comm.rank * part : (comm.rank + 1) * part]
         elif what == "all_reduce":
             result = memory(own, part * comm.size)
             result.copy_(mine)
+            streams.after_compute(stream)
             comm.all_reduce(result, op, stream=queued)
             expected = reduced(everybody, op)
         else:
             root = choose.randrange(comm.size)
             result = mine.clone()
+            streams.after_compute(stream)
             comm.broadcast(result, root, stream=queued)
             expected = everybody[root]
-        stream.synchronize()
+        stream.record().wait()
         assert torch.equal(result, expected), (seed, case, what, dtype, op, part, in_comm_memory)
         # The next call may overwrite the shared window that a slower rank still compares.
         comm.barrier()

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import TypeVar
+
+import torch
 
 from shardcomm import Communicator
 
@@ -12,16 +15,22 @@ T = TypeVar("T")
 
 
 def run_threads(
-    fn: Callable[[Communicator], T], ranks: int, *, deadline_s: float = 60.0
+    fn: Callable[[Communicator], T], ranks: int, *, deadline_s: float = 60.0, device: str = "cpu"
 ) -> list[T]:
-    """fn(communicator) in one thread per rank; results in rank order, or the first rank's exception."""
-    comms = Communicator.local_group(ranks, deadline_s=deadline_s)
+    """fn(communicator) in one thread per rank; results in rank order, or the first rank's exception.
+
+    On a GPU each rank computes on a stream of its own, and runs its backwards itself.
+    """
+    comms = Communicator.local_group(ranks, deadline_s=deadline_s, device=device)
     results: list[T | None] = [None] * ranks
     errors: list[BaseException | None] = [None] * ranks
 
     def body(rank: int) -> None:
         try:
-            results[rank] = fn(comms[rank])
+            on_gpu = comms[rank].device.type == "cuda"
+            stream = torch.cuda.stream(torch.cuda.Stream()) if on_gpu else nullcontext()
+            with stream, torch.autograd.set_multithreading_enabled(not on_gpu):
+                results[rank] = fn(comms[rank])
         except BaseException as error:
             errors[rank] = error
             comms[rank].abort(f"{type(error).__name__}: {error}")
