@@ -16,7 +16,7 @@ help:
 	@echo "make setup     prepare $(VENV): install what is needed, build"
 	@echo "make demo      train a small GPT, fully sharded over two local processes"
 	@echo "make test      run all tests"
-	@echo "make bench     compare with Gloo, Open MPI, FSDP2 and plain copies"
+	@echo "make bench     compare with Gloo, Open MPI, FSDP2 and plain copies (on a GPU: bench/gpu.sh)"
 	@echo "make lint      check format, style and types"
 	@echo "make sanitize  run the C++ tests under address, undefined-behaviour and thread sanitizers"
 	@echo "make clean     remove what the above have made"
@@ -61,7 +61,7 @@ sanitize: setup
 	for sanitizer in $(SANITIZERS); do \
 	  build=build/sanitize-$${sanitizer%%,*}; \
 	  PATH="$(CURDIR)/$(BIN):$$PATH" cmake -G Ninja -S . -B $$build -DCMAKE_BUILD_TYPE=RelWithDebInfo \
-	    -DSHARDCOMM_PYTHON=OFF -DSHARDCOMM_TESTS=ON -DSHARDCOMM_SANITIZE=$$sanitizer >/dev/null && \
+	    -DSHARDCOMM_PYTHON=OFF -DSHARDCOMM_TESTS=ON -DSHARDCOMM_CUDA=off -DSHARDCOMM_SANITIZE=$$sanitizer >/dev/null && \
 	  $(BIN)/cmake --build $$build && \
 	  (cd $$build && setarch -R ../../$(BIN)/ctest --output-on-failure) || exit 1; done
 

@@ -101,20 +101,31 @@ class Report:
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "command": " ".join(["python", *sys.argv]),
             "machine": machine(),
-            "versions": {"python": platform.python_version(), "torch": torch.__version__},
+            "versions": {
+                "python": platform.python_version(),
+                "torch": torch.__version__,
+                "cuda": torch.version.cuda,
+            },
             "figures": self.figures,
             "bounds": [asdict(bound) | {"holds": bound.holds} for bound in self.bounds],
         }
 
 
 def machine() -> dict[str, object]:
-    """The processor and its cores, as the system names them."""
+    """The processor, its cores and the GPU, as the system names them."""
     model = platform.processor()
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
             model = line.split(":", 1)[1].strip()
             break
-    return {"cpu": model, "cores": os.cpu_count(), "system": platform.system()}
+    found: dict[str, object] = {
+        "cpu": model,
+        "cores": os.cpu_count(),
+        "system": platform.system(),
+    }
+    if torch.cuda.is_available():
+        found["gpu"] = torch.cuda.get_device_name()
+    return found
 
 
 def arguments(description: str | None) -> argparse.ArgumentParser:

@@ -1,0 +1,269 @@
+"""Training on one GPU: shardcomm's engine against PyTorch FSDP2, alone and as 4 ranks that are threads.
+
+GPT of 24 blocks, width 1024, 512 tokens x batch 4, parameters gathered in bfloat16, gradients reduced in float32, fused
+AdamW. Alone (world size 1) FSDP2 skips its collectives, and so does the engine. As threads: the `local` transport
+against torch's threaded process group, both on one device. Step time and peak memory as ratios (targets: at most 1
+alone, below 1 as threads); memory is what torch's allocator held at most plus what the transport allocated. The losses
+of the first steps are compared in the same run. `--device cpu` runs a small model, to try the script.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from harness import Bound, Report, Times, arguments
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
+from torch.testing._internal.distributed import multi_threaded_pg
+
+import shardcomm
+from shardcomm.train.gpt import GPT, VOCAB
+
+WARM_UP_STEPS = 3
+
+
+@dataclass(frozen=True)
+class Size:
+    width: int
+    layers: int
+    context: int
+    batch: int
+
+
+class Trainer:
+    """One rank of one contender: a model, its optimizer and its data."""
+
+    def __init__(self, size: Size, device: torch.device, rank: int) -> None:
+        self.device = device
+        generator = torch.Generator().manual_seed(rank)
+        shape = (size.batch, size.context + 1)
+        self.tokens = torch.randint(0, VOCAB, shape, generator=generator).to(device)
+        with _building, torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.model = GPT(size.width, size.layers, size.context)
+
+    def optimize(self) -> None:
+        fused = self.device.type == "cuda"
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=fused)
+
+    def step(self) -> torch.Tensor:
+        logits = self.model(self.tokens[:, :-1])
+        loss = torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1).float(), self.tokens[:, 1:].flatten()
+        )
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+
+def ours(size: Size, comm: shardcomm.Communicator) -> Trainer:
+    trainer = Trainer(size, comm.device, comm.rank)
+    precision = shardcomm.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    units = list(trainer.model.blocks)
+    shardcomm.fully_shard(trainer.model, comm, units=units, mixed_precision=precision)
+    trainer.optimize()
+    return trainer
+
+
+def fsdp2(size: Size, device: torch.device, ranks: int) -> Trainer:
+    trainer = Trainer(size, device, dist.get_rank())
+    trainer.model.to(device)
+    mesh = init_device_mesh(device.type, (ranks,))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for block in trainer.model.blocks:
+        fsdp2_fully_shard(block, mesh=mesh, mp_policy=policy)
+    fsdp2_fully_shard(trainer.model, mesh=mesh, mp_policy=policy)
+    trainer.optimize()
+    return trainer
+
+
+_building = threading.Lock()  # torch's generator belongs to all threads
+
+
+class Ranks:
+    """A contender: `ranks` threads, each for itself through the whole run, that step together."""
+
+    def __init__(
+        self,
+        ranks: int,
+        make: Callable[[int], Trainer],
+        join: Callable[[int], None] = lambda rank: None,
+    ) -> None:
+        self.make = make
+        self.join = join
+        self.threads = [ThreadPoolExecutor(1) for _ in range(ranks)]
+        self.trainers: list[Trainer | None] = [None] * ranks
+        self.losses: list[list[float]] = [[] for _ in range(ranks)]
+
+    def together(self, body: Callable[[int], None]) -> None:
+        def alone(rank: int) -> None:
+            # Autograd's own thread of the device would run the ranks' backwards one after the other.
+            with torch.autograd.set_multithreading_enabled(False):
+                body(rank)
+
+        running = [thread.submit(alone, rank) for rank, thread in enumerate(self.threads)]
+        for future in running:
+            future.result(timeout=240)
+
+    def build(self) -> None:
+        def body(rank: int) -> None:
+            self.join(rank)
+            self.trainers[rank] = self.make(rank)
+
+        self.together(body)
+
+    def steps(self, count: int) -> None:
+        def body(rank: int) -> None:
+            trainer = self.trainers[rank]
+            assert trainer is not None
+            for _ in range(count):
+                self.losses[rank].append(float(trainer.step()))
+
+        self.together(body)
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def held_outside_torch(device: torch.device) -> int:
+    """Bytes of the device in use that are not torch's allocator's."""
+    if device.type != "cuda":
+        return 0
+    free, total = torch.cuda.mem_get_info()
+    return total - free - torch.cuda.memory_reserved()
+
+
+def measure(
+    contenders: dict[str, Ranks], device: torch.device, rounds: int, report: Report, label: str
+) -> None:
+    peak_bytes: dict[str, int] = {}
+    for name, ranks in contenders.items():
+        gc.collect()
+        synchronize(device)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        outside = held_outside_torch(device)
+        inside = torch.cuda.memory_allocated() if device.type == "cuda" else 0
+        ranks.build()
+        synchronize(device)
+        outside = held_outside_torch(device) - outside
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        ranks.steps(WARM_UP_STEPS)
+        synchronize(device)
+        peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 1
+        peak_bytes[name] = peak - inside + outside
+
+    samples: dict[str, list[float]] = {name: [] for name in contenders}
+    for _ in range(rounds):
+        for name, ranks in contenders.items():
+            synchronize(device)
+            start = time.perf_counter()
+            ranks.steps(2)
+            synchronize(device)
+            samples[name].append((time.perf_counter() - start) / 2)
+
+    first, *others = (ranks.losses for ranks in contenders.values())
+    for losses in others:
+        torch.testing.assert_close(
+            torch.tensor(losses)[:, :WARM_UP_STEPS],
+            torch.tensor(first)[:, :WARM_UP_STEPS],
+            rtol=2e-2,
+            atol=2e-2,
+        )
+    times = {name: Times(tuple(values)) for name, values in samples.items()}
+    mine, peer = times["shardcomm"], times["FSDP2"]
+    for name, measured in times.items():
+        report.row(
+            f"{label}: {name}",
+            measured,
+            f"{mine.median / measured.median:.3f}",
+            f"{peak_bytes[name] / 2**30:.2f} GiB",
+            f"{peak_bytes['shardcomm'] / max(1, peak_bytes[name]):.3f}",
+        )
+        report.figures[f"{label}: {name}"] = {
+            "median_s": measured.median,
+            "samples_s": measured.samples,
+            "peak_bytes": peak_bytes[name],
+        }
+    report.bounds += [
+        Bound(f"{label}: time / FSDP2", mine.median / peer.median, at_most=1.0),
+        Bound(
+            f"{label}: peak memory / FSDP2",
+            peak_bytes["shardcomm"] / max(1, peak_bytes["FSDP2"]),
+            at_most=1.0,
+        ),
+    ]
+
+
+@contextlib.contextmanager
+def one_rank_group(device: torch.device) -> Iterator[None]:
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def alone(size: Size, device: torch.device, rounds: int, report: Report) -> None:
+    with one_rank_group(device):
+        comm = shardcomm.Communicator.local_group(1, device=device)[0]
+        contenders = {
+            "shardcomm": Ranks(1, lambda rank: ours(size, comm)),
+            "FSDP2": Ranks(1, lambda rank: fsdp2(size, device, 1)),
+        }
+        measure(contenders, device, rounds, report, "alone")
+
+
+def as_threads(size: Size, device: torch.device, ranks: int, rounds: int, report: Report) -> None:
+    comms = shardcomm.Communicator.local_group(ranks, device=device)
+    multi_threaded_pg._install_threaded_pg()  # type: ignore[no-untyped-call]
+    torch._C._distributed_c10d._set_thread_isolation_mode(True)
+    store = dist.HashStore()
+
+    def join(rank: int) -> None:
+        dist.init_process_group("threaded", rank=rank, world_size=ranks, store=store)
+
+    contenders = {
+        "shardcomm": Ranks(ranks, lambda rank: ours(size, comms[rank])),
+        "FSDP2": Ranks(ranks, lambda rank: fsdp2(size, device, ranks), join),
+    }
+    try:
+        measure(contenders, device, rounds, report, f"{ranks} thread ranks")
+    finally:
+        torch._C._distributed_c10d._set_thread_isolation_mode(False)
+        multi_threaded_pg._uninstall_threaded_pg()  # type: ignore[no-untyped-call]
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--rounds", type=int, default=15)
+    args = parser.parse_args()
+    if args.device == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
+        size = Size(width=1024, layers=24, context=512, batch=4)
+    else:
+        device, size = torch.device(args.device), Size(width=64, layers=3, context=16, batch=2)
+    report = Report(["step", "median (p10-p90)", "shardcomm / this", "peak", "shardcomm / this"])
+    alone(size, device, args.rounds, report)
+    as_threads(size, device, 4, args.rounds, report)
+    report.finish(args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,288 @@
+"""The copy kernels on a GPU: against a large device-to-device copy, and against FSDP2's copies for the same job.
+
+- pack and unpack one Llama-3-8B block and one GPT-2 block: fraction of the bandwidth that a large copy reaches in the
+  same run, bytes counted read plus written (target: 0.9 for the Llama block).
+- the shapes of 8 ranks, rank 0's work: FSDP2's cast, copy-in and copy-out against our one cast (target: 4 times in
+  bytes and in time); its chunk-cat against our pack; its cast and foreach add of the reduced gradients against our
+  one unpack (target: never slower).
+- 1,000 tensors of 4 KiB: one launch against torch._foreach_copy_ (target: 5 times).
+- host time to issue a unit's gather and its reduce, one rank (target: 15 us each).
+
+Random inputs; every result is compared with PyTorch's. A round times all contenders once, in turn; the ratio is that
+of medians. `--device cpu` runs the same on small shapes, to try the script; its figures mean nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from harness import Bound, Report, Times, arguments
+from padding import BLOCKS, specs
+from torch import Tensor
+
+from shardcomm import Bucket, Communicator
+from shardcomm.copy_plan import CopyPlan
+from shardcomm.layout import Layout
+
+RANKS = 8
+Operation = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where it runs, and how large."""
+
+    device: torch.device
+    large_bytes: int
+    repeats: int
+
+    def seconds(self, operation: Operation) -> float:
+        """Of one operation, on the device, back to back."""
+        if self.device.type == "cpu":
+            start = time.perf_counter()
+            operation()
+            return time.perf_counter() - start
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(self.repeats):
+            operation()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) * 1e-3 / self.repeats
+
+    def random(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.randn(*shape, device=self.device, dtype=torch.float32).to(dtype)
+
+
+def require_equal(name: str, result: Tensor, expected: Tensor) -> None:
+    if not torch.equal(result, expected):
+        raise SystemExit(f"{name}: the result differs from PyTorch's")
+
+
+def contest(place: Place, rounds: int, *operations: Operation) -> list[Times]:
+    for operation in operations:
+        operation()
+    samples = [[place.seconds(operation) for operation in operations] for _ in range(rounds)]
+    return [Times(tuple(row[i] for row in samples)) for i in range(len(operations))]
+
+
+def copies(place: Place, rounds: int, report: Report) -> None:
+    """Pack and unpack whole blocks, as fractions of a plain copy."""
+    large = torch.empty(2, place.large_bytes, dtype=torch.uint8, device=place.device).random_()
+    for block, shapes in blocks(place).items():
+        layout = Layout.plan(specs(shapes, 0), RANKS, itemsize=2)
+        sizes = [p.numel for p in layout.placements]
+        offsets = [p.offset for p in layout.placements]
+        numel = sum(sizes)
+        f32, bf16 = torch.float32, torch.bfloat16
+        wide = [place.random(n) for n in sizes]
+        narrow = [each.to(bf16) for each in wide]
+        flat = torch.zeros(layout.flat_numel, dtype=bf16, device=place.device)
+        sums = [torch.zeros_like(each) for each in wide]
+
+        cast = CopyPlan.pack(sizes, offsets, f32, bf16, layout.gaps()).bind(wide, [flat])
+        cast.run()
+        for size, offset, source in zip(sizes, offsets, narrow, strict=True):
+            require_equal("pack f32 to bf16", flat[offset : offset + size], source)
+        plain = CopyPlan.pack(sizes, offsets, bf16, bf16, layout.gaps()).bind(narrow, [flat])
+        flat.zero_()
+        plain.run()
+        for size, offset, source in zip(sizes, offsets, narrow, strict=True):
+            require_equal("pack bf16 to bf16", flat[offset : offset + size], source)
+        unpack = CopyPlan.unpack(sizes, offsets, bf16, f32).bind([flat], sums, accumulate=True)
+        unpack.run()
+        unpack.run()
+        for total, source in zip(sums, narrow, strict=True):
+            require_equal("unpack, accumulate", total, source.float() * 2)
+
+        times = contest(
+            place, rounds, lambda: large[0].copy_(large[1]), cast.run, plain.run, unpack.run
+        )
+        limit = 2 * place.large_bytes / times[0].median
+        report.row("large copy", times[0], f"{limit / 1e9:.0f} GB/s", "the limit")
+        for name, nbytes, measured in zip(
+            ("pack f32 to bf16", "pack bf16 to bf16", "unpack bf16 to f32, accumulate"),
+            (6 * numel, 4 * numel, 10 * numel),
+            times[1:],
+            strict=True,
+        ):
+            fraction = nbytes / measured.median / limit
+            label = f"{block}: {name}"
+            report.row(
+                label,
+                measured,
+                f"{nbytes / measured.median / 1e9:.0f} GB/s",
+                f"{fraction:.2f} of limit",
+            )
+            report.figures[label] = {"median_s": measured.median, "fraction_of_limit": fraction}
+            if block.startswith("Llama"):
+                report.bounds.append(Bound(f"{label}, of limit", fraction, at_least=0.9))
+
+
+def against_fsdp2(place: Place, rounds: int, report: Report) -> None:
+    """Rank 0's copies of one gather and one reduce among 8 ranks."""
+    f32, bf16 = torch.float32, torch.bfloat16
+    for block, shapes in blocks(place).items():
+        numels = [math.prod(shape) for shape in shapes]
+        # FSDP2's shards: dim 0 in equal chunks, padded. Here every one divides.
+        parts = [n // RANKS for n in numels]
+        shards = [place.random(n) for n in parts]
+        gather_input = torch.empty(sum(parts), dtype=bf16, device=place.device)
+        cast = torch.empty_like(gather_input)
+        gathered = place.random(RANKS * sum(parts), dtype=bf16)
+        full = [torch.empty(RANKS, n, dtype=bf16, device=place.device) for n in parts]
+
+        def fsdp2_gather() -> None:
+            casts = torch.split(cast, parts)  # noqa: B023
+            torch._foreach_copy_(casts, shards)  # noqa: B023
+            torch._foreach_copy_(torch.split(gather_input, parts), casts)  # noqa: B023
+            torch.split_with_sizes_copy(gathered.view(RANKS, -1), parts, dim=1, out=full)  # noqa: B023
+
+        comm = Communicator.local_group(1, device=place.device)[0]
+        shard = place.random(sum(parts))
+        slot = torch.empty(RANKS * shard.numel(), dtype=bf16, device=place.device)
+        own_slice = slot[: shard.numel()]
+
+        def our_gather() -> None:
+            comm.all_gather(own_slice, shard)  # noqa: B023  (of one rank: the cast alone)
+
+        our_gather()
+        require_equal("gather", own_slice, shard.to(bf16))
+        theirs, ours = contest(place, rounds, fsdp2_gather, our_gather)
+        n = sum(numels)
+        nbytes = (n / RANKS * 10 + 4 * n) / (n / RANKS * 6)
+        result(report, f"{block}: gather's copies", ours, theirs, at_least=4.0)
+        report.bounds.append(Bound(f"{block}: gather's bytes, FSDP2 / ours", nbytes, at_least=4.0))
+
+        for reduce_dtype in (bf16, f32):
+            grads = [place.random(*shape, dtype=bf16) for shape in shapes]
+            scatter_input = torch.empty(RANKS, sum(parts), dtype=reduce_dtype, device=place.device)
+            layout = Layout.plan(specs(shapes, 0), RANKS, itemsize=2)
+            flat = torch.zeros(layout.flat_numel, dtype=reduce_dtype, device=place.device)
+            pack = CopyPlan.pack(
+                [p.numel for p in layout.placements],
+                [p.offset for p in layout.placements],
+                bf16,
+                reduce_dtype,
+                layout.gaps(),
+            ).bind(grads, [flat])
+            pack.run()
+            for p, grad in zip(layout.placements, grads, strict=True):
+                require_equal(
+                    "reduce", flat[p.offset : p.offset + p.numel], grad.flatten().to(reduce_dtype)
+                )
+
+            def chunk_cat() -> None:
+                torch._chunk_cat(grads, 0, RANKS, out=scatter_input)  # noqa: B023
+
+            theirs, ours = contest(place, rounds, chunk_cat, pack.run)
+            label = f"{block}: reduce's copy-in, bf16 to {str(reduce_dtype)[6:]}"
+            result(report, label, ours, theirs, at_least=1.0)
+
+        reduced = place.random(sum(parts), dtype=bf16)
+        grads_so_far = [torch.zeros(n, device=place.device) for n in parts]
+        own = torch.zeros(sum(parts), device=place.device)
+        accumulate = CopyPlan.unpack([sum(parts)], [0], bf16, f32).bind(
+            [reduced], [own], accumulate=True
+        )
+
+        def fsdp2_accumulate() -> None:
+            new = torch.split(reduced.to(f32), parts)  # noqa: B023
+            for total, part in zip(grads_so_far, new, strict=True):  # noqa: B023
+                total.add_(part)
+
+        accumulate.run()
+        require_equal("accumulate", own, reduced.float())
+        theirs, ours = contest(place, rounds, fsdp2_accumulate, accumulate.run)
+        result(report, f"{block}: reduce's cast and accumulation", ours, theirs, at_least=1.0)
+
+
+def many_small(place: Place, rounds: int, report: Report) -> None:
+    tensors = [place.random(1024) for _ in range(1000)]
+    flat = torch.zeros(1024 * 1000, device=place.device)
+    views = list(flat.view(1000, 1024).unbind())
+    plan = CopyPlan.pack([1024] * 1000, range(0, 1024 * 1000, 1024), torch.float32, torch.float32)
+    pack = plan.bind(tensors, [flat])
+    pack.run()
+    require_equal("1,000 tensors", flat, torch.cat(tensors))
+    theirs, ours = contest(place, rounds, lambda: torch._foreach_copy_(views, tensors), pack.run)
+    result(report, "1,000 tensors of 4 KiB, against _foreach_copy_", ours, theirs, at_least=5.0)
+
+
+def host_time(place: Place, rounds: int, report: Report) -> None:
+    """How long the host is busy with one unit, the device working beside it."""
+    comm = Communicator.local_group(1, device=place.device)[0]
+    shapes = blocks(place)["GPT-2"]
+    bucket = Bucket.from_tensors(
+        {str(i): place.random(*shape) for i, shape in enumerate(shapes)},
+        comm,
+        param_dtype=torch.bfloat16,
+    )
+    grads = [place.random(*shape, dtype=torch.bfloat16) for shape in shapes]
+
+    def host_seconds(operation: Operation) -> Times:
+        samples = []
+        for _ in range(10 * rounds):
+            start = time.perf_counter()
+            operation()
+            samples.append(time.perf_counter() - start)
+            if place.device.type == "cuda":
+                torch.cuda.synchronize()
+        return Times(tuple(samples))
+
+    for name, operation in (
+        ("gather", lambda: bucket.all_gather(async_op=True)),
+        ("reduce", lambda: bucket.reduce_scatter(grads, async_op=True)),
+    ):
+        operation()
+        measured = host_seconds(operation)
+        report.row(f"host time of a unit's {name}, GPT-2 block, 1 rank", measured, "", "")
+        report.figures[f"host time of a unit's {name}, us"] = measured.median * 1e6
+        report.bounds.append(Bound(f"host time of a {name}, us", measured.median * 1e6, at_most=15))
+
+
+def blocks(place: Place) -> dict[str, Sequence[tuple[int, ...]]]:
+    if place.device.type == "cuda":
+        return dict(BLOCKS)
+    return {
+        name: [tuple(max(8, n // 32) for n in shape) for shape in shapes]
+        for name, shapes in BLOCKS.items()
+    }
+
+
+def result(report: Report, name: str, ours: Times, theirs: Times, *, at_least: float) -> None:
+    ratio = theirs.median / ours.median
+    report.row(name, ours, f"{theirs}", f"{ratio:.2f} times")
+    report.figures[name] = {
+        "median_s": ours.median,
+        "reference_median_s": theirs.median,
+        "ratio": ratio,
+    }
+    report.bounds.append(Bound(f"{name}, theirs / ours", ratio, at_least=at_least))
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--rounds", type=int, default=31)
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    device = torch.device(args.device)
+    if device.type == "cuda":
+        place = Place(torch.device("cuda", torch.cuda.current_device()), 1 << 31, 10)
+    else:
+        place = Place(device, 1 << 24, 1)
+    report = Report(["operation", "ours, median (p10-p90)", "theirs, or bandwidth", "ratio"])
+    copies(place, args.rounds, report)
+    against_fsdp2(place, args.rounds, report)
+    many_small(place, args.rounds, report)
+    host_time(place, args.rounds, report)
+    report.finish(args)
+
+
+if __name__ == "__main__":
+    main()
