@@ -90,7 +90,6 @@ def reduce(
     op: RedOp,
     count: int,
 ) -> None: ...
-
 def walk_reduce(
     dst: int,
     dst_dtype: DType,

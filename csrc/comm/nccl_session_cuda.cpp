@@ -4,6 +4,7 @@
 #include <mutex>
 #include <thread>
 #include <utility>
+#include <vector>
 
 #include "comm/nccl_session.h"
 #include "stream/wait_check.h"
@@ -109,14 +110,21 @@ struct Split {
   bool abandoned_ = false;
 };
 
+// For good: NCCL may write to it until the parent ends.
+void keep(const std::shared_ptr<Split>& split) {
+  static std::mutex mutex;
+  static auto& kept = *std::make_unique<std::vector<std::shared_ptr<Split>>>().release();
+  const std::lock_guard<std::mutex> lock(mutex);
+  kept.push_back(split);
+}
+
 void run_split(const nccl::Library& nccl, int device, nccl::Comm parent, int key,
                const std::shared_ptr<Split>& split) {
   cudaSetDevice(device);
   split->result = nccl.comm_split(parent, 0, key, &split->child, &split->config);
   while (split->result == nccl::kInProgress) {
     if (!split->poll(nccl, parent)) {
-      // NCCL may write to it until the parent ends: it stays for good.
-      std::make_unique<std::shared_ptr<Split>>(split).release();
+      keep(split);
       return;
     }
     std::this_thread::sleep_for(std::chrono::microseconds(100));
