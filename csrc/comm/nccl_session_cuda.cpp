@@ -1,8 +1,10 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <mutex>
 #include <thread>
 #include <utility>
+#include <vector>
 
 #include "comm/nccl_session.h"
 #include "stream/wait_check.h"
@@ -88,19 +90,46 @@ struct Split {
   nccl::Comm child = nullptr;
   nccl::Result result = nccl::kSuccess;
   std::atomic<bool> done{false};
-  std::atomic<bool> abandoned{false};
-};
 
-void run_split(const nccl::Library& nccl, int device, nccl::Comm parent, int key, Split& split) {
-  cudaSetDevice(device);
-  nccl::Result result = nccl.comm_split(parent, 0, key, &split.child, &split.config);
-  while (result == nccl::kInProgress && !split.abandoned.load()) {
-    std::this_thread::sleep_for(std::chrono::microseconds(100));
+  // Who has abandoned it may end the parent.
+  void abandon() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    abandoned_ = true;
+  }
+  // False once abandoned.
+  bool poll(const nccl::Library& nccl, nccl::Comm parent) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (abandoned_) return false;
     const nccl::Result asked = nccl.comm_get_async_error(parent, &result);
     if (asked != nccl::kSuccess) result = asked;
+    return true;
   }
-  split.result = result;
-  split.done.store(true);
+
+ private:
+  std::mutex mutex_;
+  bool abandoned_ = false;
+};
+
+// For good: NCCL may write to it until the parent ends.
+void keep(const std::shared_ptr<Split>& split) {
+  static std::mutex mutex;
+  static auto& kept = *std::make_unique<std::vector<std::shared_ptr<Split>>>().release();
+  const std::lock_guard<std::mutex> lock(mutex);
+  kept.push_back(split);
+}
+
+void run_split(const nccl::Library& nccl, int device, nccl::Comm parent, int key,
+               const std::shared_ptr<Split>& split) {
+  cudaSetDevice(device);
+  split->result = nccl.comm_split(parent, 0, key, &split->child, &split->config);
+  while (split->result == nccl::kInProgress) {
+    if (!split->poll(nccl, parent)) {
+      keep(split);
+      return;
+    }
+    std::this_thread::sleep_for(std::chrono::microseconds(100));
+  }
+  split->done.store(true);
 }
 
 }  // namespace
@@ -109,9 +138,7 @@ void NcclSession::split(nccl::Comm borrowed) {
   for (NcclChannel* channel : {&gathers, &reduces}) {
     const auto split = std::make_shared<Split>();
     std::thread([&nccl = rank.nccl, device = rank.device, key = rank.rank, borrowed, split] {
-      run_split(nccl, device, borrowed, key, *split);
-      // NCCL may write to it until the owner of the communicator ends that: it stays for good.
-      if (split->abandoned.load()) std::make_unique<std::shared_ptr<Split>>(split).release();
+      run_split(nccl, device, borrowed, key, split);
     }).detach();
     Patience patience(rank.deadline);
     try {
@@ -120,7 +147,7 @@ void NcclSession::split(nccl::Comm borrowed) {
         rank.check();
       }
     } catch (...) {
-      split->abandoned.store(true);
+      split->abandon();
       throw;
     }
     if (split->result != nccl::kSuccess) {
