@@ -159,24 +159,9 @@ def all_reduce(comm: _C.Communicator, buffer: torch.Tensor, op: str = "sum") -> 
     )
 
 
-class DeviceArray:
-    """A communicator's memory, for torch to make a tensor of."""
-
-    def __init__(self, memory: _C.Memory) -> None:
-        import numpy
-
-        self.memory = memory
-        self.__cuda_array_interface__ = {
-            "data": (numpy.frombuffer(memory, numpy.uint8).ctypes.data, False),
-            "shape": (memory.nbytes,),
-            "typestr": "|u1",
-            "version": 3,
-        }
-
-
 def allocate(comm: _C.Communicator, numel: int, dtype: torch.dtype, use: _C.Use) -> torch.Tensor:
     memory = comm.allocate(numel * dtype.itemsize, use)
-    return torch.as_tensor(DeviceArray(memory), device="cuda").view(dtype)
+    return torch.as_tensor(memory, device="cuda").view(dtype)
 
 
 def receipt(comm: _C.Communicator, operation: str) -> tuple[str, int, str, str, str]:

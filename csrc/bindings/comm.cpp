@@ -54,7 +54,7 @@ void bind_comm(py::module_& m) {
             std::shared_ptr<Memory> memory;
             submit(comm, nullptr,
                    [&](Communicator& c, NativeStream) { memory = c.allocate(nbytes, use); });
-            return memory;
+            return destroyed_without_lock(std::move(memory));
           },
           py::arg("nbytes"), py::arg("use"))
       .def(
@@ -105,8 +105,9 @@ void bind_comm(py::module_& m) {
             submit(comm, stream, [](Communicator& c, NativeStream native) { c.barrier(native); });
           },
           on_stream)
-      .def("abort", &Communicator::abort, py::arg("reason"))
-      .def("close", &Communicator::close)
+      .def("abort", &Communicator::abort, py::arg("reason"),
+           py::call_guard<py::gil_scoped_release>())
+      .def("close", &Communicator::close, py::call_guard<py::gil_scoped_release>())
       .def("receipts", [](const Communicator& comm) {
         py::list receipts;
         for (const Receipt& r : comm.receipts()) {

@@ -1,5 +1,8 @@
-// Waits without the interpreter's lock, that Ctrl-C ends.
+// Waits without the interpreter's lock: those that Ctrl-C ends, and those of destructors.
 #pragma once
+
+#include <memory>
+#include <utility>
 
 #include "bindings/bindings.h"
 #include "stream/wait_check.h"
@@ -16,5 +19,16 @@ class InterruptibleWait {
     if (PyErr_CheckSignals() != 0) throw py::error_already_set();
   }};
 };
+
+// For what a destructor may wait for: another thread, which may want the lock, or a device.
+template <class T>
+std::shared_ptr<T> destroyed_without_lock(std::shared_ptr<T> owned) {
+  T* object = owned.get();
+  return {object, [owned = std::move(owned)](T*) mutable {
+            if (PyGILState_Check() == 0) return owned.reset();
+            const py::gil_scoped_release release;
+            owned.reset();
+          }};
+}
 
 }  // namespace shardcomm::bindings

@@ -21,7 +21,7 @@ void bind_nccl(py::module_& m) {
       [](const py::bytes& unique_id, int rank, int size, int device, double deadline_s) {
         const std::string id = unique_id;
         const InterruptibleWait scope;
-        return make_nccl(id, rank, size, device, {deadline_s});
+        return destroyed_without_lock(make_nccl(id, rank, size, device, {deadline_s}));
       },
       py::arg("unique_id"), py::arg("rank"), py::arg("size"), py::arg("device"),
       py::arg("deadline_s"));
@@ -29,7 +29,7 @@ void bind_nccl(py::module_& m) {
       "borrow_nccl",
       [](std::uintptr_t comm, int device, double deadline_s) {
         const InterruptibleWait scope;
-        return borrow_nccl(comm, device, {deadline_s});
+        return destroyed_without_lock(borrow_nccl(comm, device, {deadline_s}));
       },
       py::arg("comm"), py::arg("device"), py::arg("deadline_s"));
 }

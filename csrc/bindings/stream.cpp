@@ -37,16 +37,9 @@ void bind_stream(py::module_& m) {
       .def("wait", &wait)
       .def("seconds_since", &Event::seconds_since, py::arg("earlier"));
 
-  // Joining the worker takes the interpreter's lock from a callable that still runs there: let go
-  // of it first.
-  struct JoinWithoutLock {
-    void operator()(Stream* stream) const {
-      const py::gil_scoped_release release;
-      const std::unique_ptr<Stream> owner(stream);
-    }
-  };
+  // Joining the worker takes the interpreter's lock from a callable that still runs there.
   const auto shared = [](std::unique_ptr<Stream> stream) {
-    return std::shared_ptr<Stream>(stream.release(), JoinWithoutLock{});
+    return destroyed_without_lock(std::shared_ptr<Stream>(std::move(stream)));
   };
   py::class_<Stream, std::shared_ptr<Stream>>(m, "Stream")
       .def(py::init([shared] { return shared(make_thread_stream()); }))
