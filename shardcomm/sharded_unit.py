@@ -9,6 +9,7 @@ from enum import Enum
 import torch
 from torch import nn
 
+from shardcomm.boundary import Marked
 from shardcomm.bucket import Bucket, Work
 from shardcomm.schedule import Phase, Trigger
 from shardcomm.unit import OwnedParam
@@ -39,6 +40,7 @@ class ShardedParam:
         self.shard_grad = shard_grad
         self.reduced = False  # in this backward
         self.used = False  # this rank had a gradient for it in this backward
+        self.watched = False  # see ShardedUnit.watch_gradients
 
     def show_full(self) -> None:
         """The model computes with the full parameter."""
@@ -87,8 +89,9 @@ class ShardedUnit:
         self.name = name or "(root)"
         self.module = module
         self.trigger = {phase: Trigger(phase, index) for phase in Phase}
-        self.on_backward: Callable[[torch.Tensor], None]  # set by the engine, as is the next
+        self.on_backward: Callable[[torch.Tensor], None]  # set by the engine, as are the next
         self.on_backward_end: Callable[[], None]
+        self.on_gradient: Callable[[torch.Tensor], None]
         self.buckets = [
             (
                 bucket,
@@ -111,6 +114,10 @@ class ShardedUnit:
         self.reduces: list[Work] = []
         self.needs_reduce = False
         self.pending_calls = 0  # forward calls whose backward has not come yet
+        self.marked: Marked = []  # inputs of the forward that goes on
+        self.returned: type = type(None)  # what its forward returned last
+        self.shares_slot = False  # set by the engine
+        self.storages = frozenset(b.full.untyped_storage()._cdata for b, _ in buckets)
         self.show_shard()
 
     def show_full(self) -> None:
@@ -122,6 +129,20 @@ class ShardedUnit:
         """The optimizer, and whoever looks between steps, sees this rank's rows."""
         for param in self.params:
             param.show_shard()
+
+    def watch_gradients(self) -> None:
+        """Has `on_gradient` called whenever backward has left a parameter's gradient, from now on."""
+        for param in self.params:
+            if not param.watched and param.full.requires_grad:
+                param.full.register_post_accumulate_grad_hook(self.on_gradient)  # type: ignore[no-untyped-call]
+                param.watched = True
+
+    def forget_backward(self) -> None:
+        """Drops the gradients that are not reduced, and those that are but were not published."""
+        self.needs_reduce = False
+        for param in self.params:
+            param.full.grad = None
+            param.reduced = param.used = False
 
     def gather(self) -> None:
         """Queues the all-gathers; `gathers` are to be waited for."""
