@@ -16,6 +16,7 @@ import torch
 
 from shardcomm.communicator import Communicator
 from shardcomm.copy_plan import BoundCopy, CopyPlan
+from shardcomm.dtype import movable
 from shardcomm.layout import Layout, ParamSpec, Piece, Placement
 from shardcomm.streams import Event, Stream, Streams, compute_stream, keep_until
 
@@ -94,6 +95,9 @@ class Bucket:
         self.shard = torch.zeros(layout.shard_numel, dtype=dtype, device=comm.device)
         self.full = self._full_buffer(full_buffer)
         self.grad = torch.zeros_like(self.shard)
+        self._gather_recv, self._gather_send = self.full, self.shard
+        if self.param_dtype == dtype:  # else they are converted on the way
+            self._gather_recv, self._gather_send = movable(self.full), movable(self.shard)
         self._reduce_buffer = reduce_buffer
         self._replicas = replicas
         self._streams = streams
@@ -150,7 +154,9 @@ class Bucket:
             return None
         stream = self._side_streams().gather if async_op and self._has_peers else None
         self._after_compute(stream)
-        end = self.comm.all_gather(self.full, self.shard, tag=self._tag, stream=stream)
+        end = self.comm.all_gather(
+            self._gather_recv, self._gather_send, tag=self._tag, stream=stream
+        )
         return None if end is None else Work(end, self.comm.device)
 
     def gathered_shards(self) -> list[torch.Tensor]:
@@ -158,7 +164,7 @@ class Bucket:
         flat = self.shard
         if self.comm.size > 1:
             flat = self.shard.new_empty(self.layout.flat_numel)
-            self.comm.all_gather(flat, self.shard)
+            self.comm.all_gather(movable(flat), movable(self.shard))
         return [
             _full_view(flat, p).clone(memory_format=torch.contiguous_format)
             for p in self.layout.placements

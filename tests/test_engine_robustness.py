@@ -12,7 +12,7 @@ import torch
 from thread_ranks import run_threads
 from torch import nn
 
-from shardcomm import Communicator, fully_shard
+from shardcomm import Communicator, MixedPrecision, fully_shard
 from shardcomm.engine import Engine
 
 WIDTH = 8
@@ -461,3 +461,188 @@ def test_plans_of_random_orders_are_bounded() -> None:
         model.skipped = {i}
         model(values(3, WIDTH)).sum().backward()
     assert engine._program.cache_info().currsize <= 8
+
+
+# What is in a model.
+
+
+class Head(nn.Linear):
+    """Has a parameter of its own beside the tied one, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.register_buffer("scale", torch.empty(WIDTH))
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        if hasattr(self, "scale"):
+            nn.init.constant_(self.scale, 3.0)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WIDTH, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH, affine=False)  # has buffers only
+        self.head = Head()
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.embed(tokens))) * self.head.scale
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_tied_meta_parameters_and_buffers_are_materialised_once(ranks: int) -> None:
+    def body(comm: Communicator) -> None:
+        with torch.device("meta"):
+            model = Tied()
+        engine = fully_shard(model, comm, units=[model.embed, model.head])
+        assert model.embed.weight is model.head.weight
+        for unit in engine.units:
+            for bucket, params in unit.buckets:
+                storage = bucket.shard.untyped_storage().data_ptr()
+                assert all(p.shard.untyped_storage().data_ptr() == storage for p in params)
+        assert model.head.scale.eq(3).all()
+        assert model.norm.running_var.eq(1).all()
+
+        plain = Tied()
+        plain.load_state_dict(engine.full_state_dict())
+        assert plain.embed.weight.std() > 0.7  # as nn.Embedding draws it, not nn.Linear
+        for net in (model, plain):
+            net(torch.arange(WIDTH)).square().sum().backward()
+        assert_same_gradients(engine, model, plain)
+
+    run_threads(body, ranks)
+
+
+def test_what_is_not_on_meta_keeps_its_values() -> None:
+    def body(comm: Communicator) -> None:
+        model = nn.Linear(WIDTH, WIDTH)
+        weight = torch.arange(WIDTH * WIDTH).view(WIDTH, WIDTH).float()
+        model.weight = nn.Parameter(weight.clone())
+        model.bias = nn.Parameter(torch.empty(WIDTH, device="meta"))
+        state = fully_shard(model, comm).full_state_dict()
+        assert torch.equal(state["weight"], weight)
+        assert 0 < state["bias"].abs().max() < 1
+
+    run_threads(body, 2)
+
+
+class BufferOnly(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.rope = nn.Identity()
+        self.rope.register_buffer("inverse", torch.arange(2.0))
+
+
+def test_meta_buffers_without_reset_parameters_are_named() -> None:
+    with torch.device("meta"):
+        model = BufferOnly()
+    model.forward = model.linear.forward
+    with pytest.raises(ValueError, match=r"Identity 'rope' has inverse on the meta device"):
+        fully_shard(model, Communicator.local_group(1)[0])
+    assert model.linear.weight.is_meta
+
+
+def test_embedding_with_max_norm_is_refused() -> None:
+    model = nn.Sequential(nn.Embedding(4, 2, max_norm=1.0))
+    with pytest.raises(ValueError, match=r"Embedding '0' has max_norm=1.0"):
+        fully_shard(model, Communicator.local_group(1)[0])
+
+
+class Containers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.ModuleDict({"block": Block()}) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer["block"](x)
+        return x
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+def test_parameters_in_containers_are_trained(strategy: str) -> None:
+    def body(comm: Communicator) -> None:
+        model, plain = twins(Containers)
+        engine = fully_shard(model, comm, strategy=strategy)
+        model(values(3, WIDTH, seed=comm.rank)).square().sum().backward()
+        (sum(plain(values(3, WIDTH, seed=r)).square().sum() for r in range(2)) / 2).backward()
+        assert_same_gradients(engine, model, plain)
+
+    run_threads(body, 2)
+
+
+class Quantised(nn.Module):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        weight = torch.arange(WIDTH * WIDTH).view(WIDTH, WIDTH) % 5
+        self.weight = nn.Parameter(weight.to(dtype), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.linear(x)
+        return x @ (self.weight.real if self.weight.is_complex() else self.weight).to(x.dtype)
+
+
+@pytest.mark.parametrize("half", [None, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.int8, torch.bool, torch.int16, torch.int64, torch.float8_e4m3fn, torch.complex64],
+)
+def test_frozen_parameters_of_any_dtype_are_moved_as_they_are(
+    dtype: torch.dtype, half: torch.dtype | None
+) -> None:
+    def body(comm: Communicator) -> None:
+        model, plain = twins(lambda: Quantised(dtype))
+        engine = fully_shard(model, comm, mixed_precision=MixedPrecision(half))
+        out = model(values(3, WIDTH))
+        if half is None:
+            assert torch.equal(out, plain(values(3, WIDTH)))
+        out.sum().backward()
+        weight = engine.full_state_dict()["weight"]
+        assert weight.dtype == dtype
+        assert torch.equal(weight.view(torch.uint8), plain.weight.view(torch.uint8))
+
+    run_threads(body, 2)
+
+
+def test_float64_trains_as_it_is() -> None:
+    def body(comm: Communicator) -> None:
+        model, plain = twins(lambda: Chain().double())
+        engine = fully_shard(model, comm)
+        for net in (model, plain):
+            net(values(3, WIDTH).double()).square().sum().backward()
+        assert_same_gradients(engine, model, plain)
+
+    run_threads(body, 2)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "precision", "message"),
+    [
+        (
+            torch.complex64,
+            None,
+            "'weight' is torch.complex64, in which gradients cannot be reduced",
+        ),
+        (
+            torch.float64,
+            MixedPrecision(torch.bfloat16),
+            "'weight' is torch.float64, which mixed_pr",
+        ),
+        (
+            torch.float64,
+            MixedPrecision(None, torch.float32),
+            "'weight' is torch.float64, which mix",
+        ),
+    ],
+)
+def test_dtypes_that_cannot_be_converted_are_named(
+    dtype: torch.dtype, precision: MixedPrecision | None, message: str
+) -> None:
+    model = nn.Linear(2, 2)
+    model.weight = nn.Parameter(model.weight.detach().to(dtype))
+    with pytest.raises(ValueError, match=message):
+        fully_shard(model, Communicator.local_group(1)[0], mixed_precision=precision)
