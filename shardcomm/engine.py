@@ -145,7 +145,11 @@ class Engine:
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Gradients of backwards in here stay unsharded on this rank; the next backward outside reduces the sum."""
+        """Gradients of backwards in here stay unsharded on this rank; the next backward outside reduces the sum.
+
+        The sum is taken in `reduce_dtype` where that is wider than `param_dtype`. It is not in `.grad`, so
+        `zero_grad()` does not drop it (as in PyTorch FSDP2); an exception in a backward does.
+        """
         before, self._sync = self._sync, False
         try:
             yield
@@ -335,6 +339,9 @@ class Engine:
         self._in_backward = False
         if self._sync:
             self._gradients.publish()
+        else:
+            for unit in self.units:
+                unit.keep_gradients()
 
     # The actions. Each is idempotent, so that a trigger that fires twice, or not at all, does no harm.
 
