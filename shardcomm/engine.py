@@ -163,12 +163,12 @@ class Engine:
         """
         return self._gradients.clip_norm_(max_norm)
 
-    def full_state_dict(self) -> dict[str, torch.Tensor]:
+    def full_state_dict(self) -> dict[str, Any]:
         """The model's state dict with full parameters, original names and order, on every rank; collective."""
         self._settle()
         return full_state_dict(self.model, self.units)
 
-    def load_full_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> None:
+    def load_full_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Takes this rank's rows from a full state dict, which every rank passes; no communication.
 
         Raises:
