@@ -2,15 +2,24 @@
 
 forward    inputs ──enter──► unit ──► leave ──► outputs
 backward   on_end ◄────────  unit  ◄──────────  on_begin
+
+Tensors are found in what pytree opens (tuples, lists, dicts and what is registered with it) and in dataclasses.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+import dataclasses
+from collections.abc import Callable, Collection, Iterable
+from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
+
+Marked = list[tuple[torch.Tensor, torch.Tensor, int]]
+"""Of each marked input: the caller's tensor, its alias that the unit computes with, and its version at that time."""
 
 
 def enter(
@@ -18,40 +27,72 @@ def enter(
     kwargs: dict[str, Any],
     dtype: torch.dtype | None,
     on_end: Callable[[], None],
-) -> tuple[tuple[Any, ...], dict[str, Any], bool]:
+) -> tuple[tuple[Any, ...], dict[str, Any], Marked]:
     """Casts floating-point inputs to `dtype`, and has `on_end` called when their gradients are complete.
 
     By then all gradients inside the unit are, since autograd runs what was recorded last first. Returns the inputs to
-    go on with, and whether any has a gradient: otherwise `on_end` is never called.
+    go on with, and those that are marked: without any, `on_end` is never called.
     """
-    spec = None
+    rebuild = None
     if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):
         leaves = list(args)  # the usual call; the general way costs more than the rest of a trigger
     else:
-        leaves, spec = pytree.tree_flatten((args, kwargs))
+        leaves, rebuild = _flatten((args, kwargs))
     tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
     if dtype is not None:
         for i in tensors:
             if leaves[i].is_floating_point():
                 leaves[i] = leaves[i].to(dtype)
-    marked = [i for i in tensors if leaves[i].requires_grad] if torch.is_grad_enabled() else []
-    if marked:
-        passed = _Mark.apply(on_end, *(leaves[i] for i in marked))  # type: ignore[no-untyped-call]
-        for i, leaf in zip(marked, passed, strict=True):
-            leaves[i] = leaf
-    if spec is None:
-        return tuple(leaves), kwargs, bool(marked)
-    args, kwargs = pytree.tree_unflatten(leaves, spec)
-    return args, kwargs, bool(marked)
+    marked: Marked = []
+    to_mark = [i for i in tensors if leaves[i].requires_grad] if torch.is_grad_enabled() else []
+    if to_mark:
+        aliases = _Mark.apply(on_end, *(leaves[i] for i in to_mark))  # type: ignore[no-untyped-call]
+        for i, alias in zip(to_mark, aliases, strict=True):
+            marked.append((leaves[i], alias, alias._version))
+            leaves[i] = alias
+    if rebuild is None:
+        return tuple(leaves), kwargs, marked
+    args, kwargs = rebuild(leaves)
+    return args, kwargs, marked
 
 
-def leave(output: Any, on_begin: Callable[[torch.Tensor], None]) -> None:
-    """Has `on_begin` called when the gradient of an output is there, before backward enters the unit."""
-    if not torch.is_grad_enabled():
-        return
-    for leaf in [output] if isinstance(output, torch.Tensor) else pytree.tree_leaves(output):
-        if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-            leaf.register_hook(on_begin)  # type: ignore[no-untyped-call]
+def leave(
+    output: Any, own_storages: Collection[int], on_begin: Callable[[torch.Tensor], None]
+) -> tuple[Any, bool]:
+    """Has `on_begin` called when the gradient of an output is there, before backward enters the unit.
+
+    An output in one of the unit's `own_storages` (a view of a parameter) is copied: another unit's parameters may come
+    there next. Returns the output to go on with, and whether any tensor of it can call `on_begin`.
+    """
+    rebuild = None
+    if isinstance(output, torch.Tensor):
+        leaves = [output]
+    else:
+        leaves, rebuild = _flatten(output)
+    grad_enabled = torch.is_grad_enabled()
+    copied = marked = False
+    for i, leaf in enumerate(leaves):
+        if not isinstance(leaf, torch.Tensor):
+            continue
+        tensor = leaf
+        if leaf.layout is torch.strided and leaf.untyped_storage()._cdata in own_storages:
+            leaves[i] = tensor = leaf.clone()
+            copied = True
+        if grad_enabled and tensor.requires_grad:
+            tensor.register_hook(on_begin)  # type: ignore[no-untyped-call]
+            marked = True
+    if copied:
+        output = leaves[0] if rebuild is None else rebuild(leaves)
+    return output, marked
+
+
+def carry_back(marked: Marked) -> None:
+    """Gives the caller's tensors the autograd history of what the unit did to their aliases in place."""
+    for given, alias, version in marked:
+        if alias._version != version:
+            # Its values are there already, and may have been saved for backward: this is no new version of them.
+            with torch.autograd.grad_mode._unsafe_preserve_version_counter(given):
+                given.copy_(alias)
 
 
 def in_backward() -> bool:
@@ -60,16 +101,62 @@ def in_backward() -> bool:
 
 
 class _Mark(torch.autograd.Function):
-    """Identity on a unit's inputs."""
+    """Identity on a unit's inputs. Aliases of them, since autograd forbids in-place changes of a function's views."""
 
     @staticmethod
     def forward(
         ctx: Any, on_end: Callable[[], None], *inputs: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.on_end = on_end
-        return inputs
+        return tuple(tensor.detach() for tensor in inputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         ctx.on_end()
         return (None, *grads)
+
+
+_Rebuild = Callable[[Iterable[Any]], Any]
+
+
+def _flatten(tree: Any) -> tuple[list[Any], _Rebuild]:
+    """The leaves of `tree`, and what makes such a tree of others."""
+    leaves, spec = pytree.tree_flatten(tree)
+    opened = {
+        i: _flatten(_fields(leaf))
+        for i, leaf in enumerate(leaves)
+        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type)
+    }
+    if not opened:
+        return leaves, partial(pytree.tree_unflatten, treespec=spec)
+
+    def rebuild(values: Iterable[Any]) -> Any:
+        rest = iter(values)
+        made = [
+            _with_fields(leaf, opened[i][1](islice(rest, len(opened[i][0]))))
+            if i in opened
+            else next(rest)
+            for i, leaf in enumerate(leaves)
+        ]
+        return pytree.tree_unflatten(made, spec)
+
+    flat = [
+        each for i, leaf in enumerate(leaves) for each in (opened[i][0] if i in opened else [leaf])
+    ]
+    return flat, rebuild
+
+
+def _fields(instance: Any) -> dict[str, Any]:
+    names = [field.name for field in dataclasses.fields(instance)]
+    return {name: getattr(instance, name) for name in names if hasattr(instance, name)}
+
+
+def _with_fields(instance: Any, values: dict[str, Any]) -> Any:
+    """`instance` itself where nothing differs: the unit may mean to change it."""
+    differing = {name: new for name, new in values.items() if new is not getattr(instance, name)}
+    if not differing:
+        return instance
+    changed = copy.copy(instance)
+    for name, value in differing.items():
+        object.__setattr__(changed, name, value)  # a frozen one too
+    return changed

@@ -11,11 +11,13 @@ The full and the reduce buffer may be shared by buckets that do not use them at 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 
 import torch
 
 from shardcomm.communicator import Communicator
 from shardcomm.copy_plan import BoundCopy, CopyPlan
+from shardcomm.dtype import movable
 from shardcomm.layout import Layout, ParamSpec, Piece, Placement
 from shardcomm.streams import Event, Stream, Streams, compute_stream, keep_until
 
@@ -52,7 +54,7 @@ class Bucket:
         shard: this rank's elements, flat, `layout.shard_numel` of `dtype`; what an optimizer updates. After a reduce
             `shard.grad` holds the gradient; set it to None and the next reduce overwrites instead of accumulating.
         shards: the same memory, one view a parameter: this rank's rows (possibly none).
-        grad, shard_grads: likewise, the memory of the gradient.
+        grad, shard_grads: likewise, the memory of the gradient; allocated by the first reduce, or when asked for.
         full: the full buffer, flat, `layout.flat_numel` of `param_dtype`.
         params: the full parameters, views into `full`; their values are there between a gather and the next use of
             the full buffer by another bucket. Read them, do not write: ranks may share this memory.
@@ -93,7 +95,9 @@ class Bucket:
         self.reduce_dtype = reduce_dtype or self.param_dtype
         self.shard = torch.zeros(layout.shard_numel, dtype=dtype, device=comm.device)
         self.full = self._full_buffer(full_buffer)
-        self.grad = torch.zeros_like(self.shard)
+        self._gather_recv, self._gather_send = self.full, self.shard
+        if self.param_dtype == dtype:  # else they are converted on the way
+            self._gather_recv, self._gather_send = movable(self.full), movable(self.shard)
         self._reduce_buffer = reduce_buffer
         self._replicas = replicas
         self._streams = streams
@@ -105,8 +109,7 @@ class Bucket:
         # step does, must not look to autograd like a change of the weights it saved.
         self.params = tuple(_full_view(self.full.data, p) for p in layout.placements)
         self.shards = tuple(_shard_view(self.shard, p, piece) for p, piece in placed)
-        self.shard_grads = tuple(_shard_view(self.grad, p, piece) for p, piece in placed)
-        self._pack: BoundCopy | None = None
+        self._packs: dict[torch.dtype, BoundCopy] = {}  # by the gradients' dtype
 
     @classmethod
     def from_tensors(
@@ -150,7 +153,9 @@ class Bucket:
             return None
         stream = self._side_streams().gather if async_op and self._has_peers else None
         self._after_compute(stream)
-        end = self.comm.all_gather(self.full, self.shard, tag=self._tag, stream=stream)
+        end = self.comm.all_gather(
+            self._gather_recv, self._gather_send, tag=self._tag, stream=stream
+        )
         return None if end is None else Work(end, self.comm.device)
 
     def gathered_shards(self) -> list[torch.Tensor]:
@@ -158,7 +163,7 @@ class Bucket:
         flat = self.shard
         if self.comm.size > 1:
             flat = self.shard.new_empty(self.layout.flat_numel)
-            self.comm.all_gather(flat, self.shard)
+            self.comm.all_gather(movable(flat), movable(self.shard))
         return [
             _full_view(flat, p).clone(memory_format=torch.contiguous_format)
             for p in self.layout.placements
@@ -170,24 +175,44 @@ class Bucket:
         """Averages `grads` over all ranks into `shard.grad`, cast to its dtype; adds if it is not None.
 
         `grads`: one for each parameter, of its full shape and `param_dtype`, in the layout's order; None counts as
-        zeros. With `async_op` returns at once; `shard.grad` is right after `wait()`.
+        zeros. Where any has `reduce_dtype` instead (a sum of gradients), all are packed from that. With `async_op`
+        returns at once; `shard.grad` is right after `wait()`.
         """
         self._check_full("reduce_scatter", "grads", grads)
         stream = self._side_streams().reduce if async_op and self._has_peers else None
         accumulate = self.shard.grad is not None
+        dtype = self.param_dtype
+        if dtype != self.reduce_dtype and any(
+            grad is not None and grad.dtype == self.reduce_dtype for grad in grads
+        ):
+            dtype = self.reduce_dtype
         sources = [
-            None if grad is None else _as_stored(grad, placement, self.param_dtype)
+            None if grad is None else _as_stored(grad, placement, dtype)
             for grad, placement in zip(grads, self.layout.placements, strict=True)
         ]
+        shard_grad = self.grad  # may be zeroed now, which belongs to what was computed so far
         self._after_compute(stream)
-        buffer = self._packed(sources, stream)
+        buffer = self._packed(sources, dtype, stream)
         if self._replicas is not None:
             self._replicas.all_reduce(buffer, "avg", stream=stream)
         end = self.comm.reduce_scatter(
-            self.grad, buffer, "avg", accumulate=accumulate, tag=self._tag, stream=stream
+            shard_grad, buffer, "avg", accumulate=accumulate, tag=self._tag, stream=stream
         )
-        self.shard.grad = self.grad
+        self.shard.grad = shard_grad
         return None if end is None else Work(end, self.comm.device, sources)
+
+    @cached_property
+    def grad(self) -> torch.Tensor:  # noqa: D102  (in the class's docstring, as the next)
+        return torch.zeros_like(self.shard)
+
+    @cached_property
+    def shard_grads(self) -> tuple[torch.Tensor, ...]:  # noqa: D102
+        return tuple(_shard_view(self.grad, p, piece) for p, piece in self._placed())
+
+    @property
+    def gradient_bytes(self) -> int:
+        """What the gradient takes: nothing before the first reduce."""
+        return self.grad.nbytes if "grad" in vars(self) else 0
 
     @property
     def gather_bytes(self) -> int:
@@ -217,25 +242,26 @@ class Bucket:
         return self.comm.allocate(self.layout.flat_numel, dtype=self.param_dtype, use="gather")
 
     def _packed(
-        self, sources: Sequence[torch.Tensor | None], stream: Stream | None
+        self, sources: Sequence[torch.Tensor | None], dtype: torch.dtype, stream: Stream | None
     ) -> torch.Tensor:
-        """The reduce buffer, with `sources` packed into it."""
+        """The reduce buffer, with `sources`, all of `dtype`, packed into it."""
         if self._reduce_buffer is None:
             self._reduce_buffer = self.comm.allocate(
                 self.layout.flat_numel, dtype=self.reduce_dtype, use="reduce"
             )
-        if self._pack is None:
+        if dtype not in self._packs:
             plan = CopyPlan.pack(
                 [p.numel for p in self.layout.placements],
                 [p.offset for p in self.layout.placements],
-                self.param_dtype,
+                dtype,
                 self.reduce_dtype,
                 self.layout.gaps(),
             )
-            self._pack = plan.bind([None] * len(sources), [self._reduce_buffer])
+            self._packs[dtype] = plan.bind([None] * len(sources), [self._reduce_buffer])
         # Past the checks of `set_sources`: reduce_scatter has made them, at a fraction of their cost.
-        self._pack.core.set_sources([0 if s is None else s.data_ptr() for s in sources])
-        self._pack.run(stream)
+        pack = self._packs[dtype]
+        pack.core.set_sources([0 if s is None else s.data_ptr() for s in sources])
+        pack.run(stream)
         return self._reduce_buffer
 
     @property

@@ -35,3 +35,8 @@ def wire_dtype(dtype: torch.dtype) -> tuple[_C.DType, int]:
     if dtype in _CORE_DTYPES:
         return _CORE_DTYPES[dtype], 1
     return _C.DType.u8, dtype.itemsize
+
+
+def movable(flat: torch.Tensor) -> torch.Tensor:
+    """`flat` as every transport can move it: its bytes where the core does not know its dtype."""
+    return flat if flat.dtype in _CORE_DTYPES else flat.view(torch.uint8)

@@ -17,8 +17,9 @@ Reference: Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
-from collections import deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -27,12 +28,14 @@ from torch import nn
 
 from shardcomm import boundary
 from shardcomm.communicator import Communicator
+from shardcomm.gradients import Gradients
 from shardcomm.mixed_precision import MixedPrecision
 from shardcomm.schedule import STRATEGIES, Action, Phase, Schedule, Strategy, Trigger, Verb
 from shardcomm.shard_units import GranularityOf, shard_units
 from shardcomm.sharded_unit import Footprint, ShardedUnit, State
 from shardcomm.state_dict import full_state_dict, load_full_state_dict
-from shardcomm.streams import Event, Streams
+from shardcomm.streams import Streams
+from shardcomm.traffic import Traffic
 from shardcomm.unit import Units, find_units, registration_order
 
 
@@ -80,39 +83,6 @@ def fully_shard(
     )
 
 
-class Traffic:
-    """What a step's communication amounts to, summed up since the start.
-
-    Attributes:
-        gathered_bytes: received from other ranks by gathers.
-        reduced_bytes: sent to other ranks by reduces.
-    """
-
-    def __init__(self) -> None:
-        self.gathered_bytes = 0
-        self.reduced_bytes = 0
-        self._exposed_s = 0.0
-        self._waits: deque[tuple[Event, Event]] = deque()  # those that may still go on
-
-    @property
-    def exposed_s(self) -> float:
-        """Seconds that computation stood still, waiting for communication. To read it waits for the device."""
-        for _, end in self._waits:
-            end.wait()
-        self._count_ended()
-        return self._exposed_s
-
-    def waited(self, begin: Event, end: Event) -> None:
-        """Computation waits between these two events of its stream."""
-        self._waits.append((begin, end))
-        self._count_ended()
-
-    def _count_ended(self) -> None:
-        while self._waits and self._waits[0][1].query():
-            begin, end = self._waits.popleft()
-            self._exposed_s += end.seconds_since(begin)
-
-
 class Engine:
     """Drives the communication of one model; made by `fully_shard`."""
 
@@ -148,12 +118,20 @@ class Engine:
         self.units: list[ShardedUnit] = shard_units(
             found, comm, self.strategy, mixed_precision, self._slot_of, granularity, self._streams
         )
+        self._root = self.units[0]
         self._occupant: list[ShardedUnit | None] = [None] * first_guess.num_slots
+        users = Counter(unit.slot for unit in self.units if unit.slot >= 0)
+        for unit in self.units:
+            unit.shares_slot = users[unit.slot] > 1
 
-        self._params = [param for unit in self.units for param in unit.params]
-        self._all_used = torch.ones(len(self._params), dtype=torch.int32, device=comm.device)
+        self._gradients = Gradients(
+            [param for unit in self.units for param in unit.params],
+            comm,
+            split=self.strategy.shard_params,
+        )
 
-        self._plans: dict[tuple[tuple[Trigger, ...], bool], _Program] = {}
+        # Orders differ from step to step where layers are dropped at random; the latest are worth keeping.
+        self._program = functools.lru_cache(maxsize=8)(self._plan)
         self._train = self._program(order, backward=True)
         self._evaluate = self._program(order, backward=False)
         self._current = self._train
@@ -167,7 +145,11 @@ class Engine:
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Gradients of backwards in here stay unsharded on this rank; the next backward outside reduces the sum."""
+        """Gradients of backwards in here stay unsharded on this rank; the next backward outside reduces the sum.
+
+        The sum is taken in `reduce_dtype` where that is wider than `param_dtype`. It is not in `.grad`, so
+        `zero_grad()` does not drop it (as in PyTorch FSDP2); an exception in a backward does.
+        """
         before, self._sync = self._sync, False
         try:
             yield
@@ -179,32 +161,22 @@ class Engine:
 
         As `torch.nn.utils.clip_grad_norm_` on the whole model, with one all-reduce of one number.
         """
-        grads = [
-            p.shard.grad for unit in self.units for p in unit.params if p.shard.grad is not None
-        ]
-        norms = (
-            torch._foreach_norm(grads)
-            if grads
-            else [self._all_used.new_zeros((), dtype=torch.float32)]
-        )
-        square = torch.stack([norm.float() for norm in norms]).square().sum()
-        if self.strategy.shard_params:  # else every rank has all of it already
-            self.comm.all_reduce(square, "sum")
-        norm = square.sqrt()
-        if grads:
-            torch._foreach_mul_(grads, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
-        return norm
+        return self._gradients.clip_norm_(max_norm)
 
-    def full_state_dict(self) -> dict[str, torch.Tensor]:
+    def full_state_dict(self) -> dict[str, Any]:
         """The model's state dict with full parameters, original names and order, on every rank; collective."""
+        self._settle()
         return full_state_dict(self.model, self.units)
 
-    def load_full_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> None:
+    def load_full_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Takes this rank's rows from a full state dict, which every rank passes; no communication.
 
         Raises:
             ValueError: a name is missing or unknown, or a shape differs.
         """
+        self._settle()
+        for unit in self.units:
+            unit.gathered = False
         load_full_state_dict(self.model, self.units, state_dict)
 
     def footprint(self) -> Footprint:
@@ -216,6 +188,7 @@ class Engine:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        self._settle()
 
     # A step, in the order it happens. Hooks do nothing but call these.
 
@@ -224,38 +197,66 @@ class Engine:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         recompute = boundary.in_backward()
         if not recompute:
-            if unit is self.units[0]:
+            if unit is self._root:
                 self._begin_forward()
             unit.state = State.FORWARD
-            self._seen.append(unit.trigger[Phase.PRE_FORWARD])
-            self._fire(unit.trigger[Phase.PRE_FORWARD])
+            if self._root.state is State.FORWARD:
+                self._seen.append(unit.trigger[Phase.PRE_FORWARD])
+                self._fire(unit.trigger[Phase.PRE_FORWARD])
         self._require(unit)
         unit.show_full()
-        args, kwargs, marked = boundary.enter(args, kwargs, self._param_dtype, unit.on_backward_end)
-        unit.pending_calls += marked and not recompute
+        args, kwargs, unit.marked = boundary.enter(
+            args, kwargs, self._param_dtype, unit.on_backward_end
+        )
+        unit.pending_calls += bool(unit.marked) and not recompute
         return args, kwargs
 
     def _begin_forward(self) -> None:
-        """What was gathered before is stale: the optimizer may have stepped. An aborted step is forgotten."""
+        """What was gathered before is stale: the optimizer may have stepped."""
+        self._settle()
         for unit in self.units:
-            unit.state = State.IDLE
             unit.gathered = False
-        self._in_backward = False
         self._seen.clear()
         self._current = self._train if torch.is_grad_enabled() else self._evaluate
 
-    def _post_forward(self, unit: ShardedUnit, output: Any) -> None:
-        boundary.leave(output, unit.on_backward)
+    def _settle(self) -> None:
+        """Waits for what is queued. What an exception left of a step is forgotten, with its backward's gradients."""
+        for unit in self.units:
+            if unit.state is not State.IDLE:
+                unit.show_shard()
+                unit.state = State.IDLE
+                unit.pending_calls = 0
+                unit.marked = []
+            if self._in_backward:
+                unit.pending_calls = 0
+                unit.forget_backward()
+        self._in_backward = False
+        for unit in self.units:
+            self._wait_gather(unit)
+            self._wait_reduce(unit)
+
+    def _post_forward(self, unit: ShardedUnit, output: Any) -> Any:
+        boundary.carry_back(unit.marked)
+        unit.marked = []
+        unit.returned = type(output)
+        output, marked = boundary.leave(output, unit.storages, unit.on_backward)
+        if not marked and torch.is_grad_enabled():
+            unit.watch_gradients()
         if unit.state is State.BACKWARD:  # recomputed, and its backward goes on
-            return
+            return output
         unit.show_shard()
+        in_step = self._root.state is State.FORWARD
         unit.state = State.IDLE
         if boundary.in_backward():  # recomputed; stays gathered, since its backward comes next
-            return
-        self._seen.append(unit.trigger[Phase.POST_FORWARD])
-        self._fire(unit.trigger[Phase.POST_FORWARD])
-        if unit is self.units[0]:
+            return output
+        if in_step:
+            self._seen.append(unit.trigger[Phase.POST_FORWARD])
+            self._fire(unit.trigger[Phase.POST_FORWARD])
+        else:  # called by itself: nothing will tell when its parameters change
+            self._release(unit)
+        if unit is self._root:
             self._end_forward()
+        return output
 
     def _end_forward(self) -> None:
         """Plans for the order that was seen, from this step's backward on."""
@@ -264,13 +265,21 @@ class Engine:
             self._current = self._train = self._program(order, backward=True)
         else:
             self._evaluate = self._program(order, backward=False)
+            for unit in self.units:  # a prefetch of one that was not called
+                self._wait_gather(unit)
 
     def _pre_backward(self, unit: ShardedUnit) -> None:
         if unit.state is State.BACKWARD:  # another of its outputs came first
             return
+        if torch.is_grad_enabled():
+            self._prepare_double_backward(unit)
         if not self._in_backward:
             self._in_backward = True
             torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
+        occupant = self._occupant[unit.slot] if unit.slot >= 0 else None
+        if occupant is not None and occupant.state is State.BACKWARD:
+            # No input of it has a gradient whose end would tell; autograd runs what was recorded last first.
+            self._release_from_backward(occupant)
         unit.state = State.BACKWARD
         unit.needs_reduce = True
         self._fire(unit.trigger[Phase.PRE_BACKWARD])
@@ -279,9 +288,39 @@ class Engine:
 
     def _post_backward(self, unit: ShardedUnit) -> None:
         unit.pending_calls = max(0, unit.pending_calls - 1)
+        if unit.state is not State.BACKWARD:
+            self._check_unmarked(unit)
+        self._release_from_backward(unit)
+
+    def _release_from_backward(self, unit: ShardedUnit) -> None:
         unit.show_shard()
         unit.state = State.IDLE
         self._fire(unit.trigger[Phase.POST_BACKWARD])
+
+    def _on_gradient(self, unit: ShardedUnit) -> None:
+        """A gradient is complete in a unit whose outputs cannot tell of its backward."""
+        if unit.state is not State.BACKWARD:
+            self._check_unmarked(unit)
+            self._pre_backward(unit)
+
+    def _check_unmarked(self, unit: ShardedUnit) -> None:
+        """Backward has been in `unit` and no output of it told so: right only if nothing else came into its slot."""
+        if unit.shares_slot:
+            raise TypeError(
+                f"backward came to unit {unit.name!r} by another way than a tensor which it returned, after its "
+                f"parameters were released; it returned {unit.returned.__name__}: return the tensors in tuples, "
+                "lists, dicts or dataclasses, or use strategy='shard_grad_op'"
+            )
+
+    def _prepare_double_backward(self, unit: ShardedUnit) -> None:
+        """With create_graph=True: gradients come by ways that were recorded in backward, past the outputs."""
+        if unit.shares_slot:
+            raise RuntimeError(
+                f"backward with create_graph=True came to unit {unit.name!r}, whose parameters share slot "
+                f"{unit.slot} with other units' and would be overwritten before the second backward; use "
+                "strategy='shard_grad_op' or 'no_shard'"
+            )
+        unit.watch_gradients()
 
     def _end_of_backward(self) -> None:
         for unit in self.units:
@@ -295,27 +334,14 @@ class Engine:
         self._fire(Trigger(Phase.END_OF_BACKWARD, -1))
         for unit in self.units:
             self._wait_reduce(unit)
+            self._wait_gather(unit)  # a prefetch of one that backward did not come to
             unit.gathered = False
         self._in_backward = False
         if self._sync:
-            self._publish_gradients()
-
-    def _publish_gradients(self) -> None:
-        """Sets `.grad` of what any rank had a gradient for; what no rank used keeps None, as under DDP."""
-        if not any(param.reduced for param in self._params):
-            return
-        used = [param.used or not param.reduced for param in self._params]
-        if self.comm.size > 1:
-            # Who used all of them knows the result; it is the others who read it, and wait for it.
-            everybody = self._all_used
-            if not all(used):
-                everybody = torch.tensor(used, dtype=torch.int32, device=self.comm.device)
-            self.comm.all_reduce(everybody, "max")
-            if not all(used):
-                used = [bool(flag) for flag in everybody.tolist()]
-        for param, any_used in zip(self._params, used, strict=True):
-            if param.reduced:
-                param.publish_grad(any_used)
+            self._gradients.publish()
+        else:
+            for unit in self.units:
+                unit.keep_gradients()
 
     # The actions. Each is idempotent, so that a trigger that fires twice, or not at all, does no harm.
 
@@ -377,22 +403,15 @@ class Engine:
 
     # Set-up.
 
-    def _program(self, order: Sequence[Trigger], *, backward: bool) -> _Program:
+    def _plan(self, order: Sequence[Trigger], *, backward: bool) -> _Program:
         """The schedule for this order, with every action bound to the method that does it."""
-        key = (tuple(order), backward)
-        if key not in self._plans:
-            schedule = Schedule.plan(
-                order,
-                self.strategy,
-                prefetch=self._prefetch,
-                slots=self._slot_of,
-                backward=backward,
-            )
-            self._plans[key] = {
-                trigger: tuple(self._bind(action) for action in actions)
-                for trigger, actions in schedule.actions.items()
-            }
-        return self._plans[key]
+        schedule = Schedule.plan(
+            order, self.strategy, prefetch=self._prefetch, slots=self._slot_of, backward=backward
+        )
+        return {
+            trigger: tuple(self._bind(action) for action in actions)
+            for trigger, actions in schedule.actions.items()
+        }
 
     def _bind(self, action: Action) -> tuple[Callable[[ShardedUnit], None], ShardedUnit]:
         act = {
@@ -405,25 +424,22 @@ class Engine:
         return act, self.units[action.unit]
 
     def _install(self, unit: ShardedUnit) -> Iterator[Any]:
+        unit.on_backward = lambda _grad: self._pre_backward(unit)
+        unit.on_backward_end = lambda: self._post_backward(unit)
+        unit.on_gradient = lambda _param: self._on_gradient(unit)
+
         def pre_forward(
             module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         ) -> tuple[tuple[Any, ...], dict[str, Any]]:
             return self._pre_forward(unit, args, kwargs)
 
-        def post_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            self._post_forward(unit, output)
-
-        def on_backward(grad: torch.Tensor) -> None:
-            self._pre_backward(unit)
-
-        def on_backward_end() -> None:
-            self._post_backward(unit)
+        def post_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+            return self._post_forward(unit, output)
 
         if unit.module._compiled_call_impl is not None:
             # `module.compile()` compiles its hooks too; what is between them is what should be.
             pre_forward = torch.compiler.disable(pre_forward)  # type: ignore[no-untyped-call]
             post_forward = torch.compiler.disable(post_forward)  # type: ignore[no-untyped-call]
-        unit.on_backward, unit.on_backward_end = on_backward, on_backward_end
         yield unit.module.register_forward_pre_hook(pre_forward, prepend=True, with_kwargs=True)
         yield unit.module.register_forward_hook(post_forward)
 

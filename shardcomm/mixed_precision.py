@@ -23,10 +23,10 @@ class MixedPrecision:
     def __post_init__(self) -> None:
         for name in ("param_dtype", "reduce_dtype"):
             dtype = getattr(self, name)
-            if dtype is not None and dtype not in _FLOATS:
+            if dtype is not None and dtype not in FLOATS:
                 raise ValueError(
                     f"MixedPrecision: {name} is {dtype}; accepted: float32, bfloat16, float16, None"
                 )
 
 
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,8 +10,9 @@ from torch import nn
 
 from shardcomm.bucket import Bucket
 from shardcomm.communicator import Communicator
+from shardcomm.dtype import movable
 from shardcomm.layout import Granularity, Layout, ParamSpec
-from shardcomm.mixed_precision import MixedPrecision
+from shardcomm.mixed_precision import FLOATS, MixedPrecision
 from shardcomm.schedule import Strategy
 from shardcomm.sharded_unit import ShardedUnit
 from shardcomm.streams import Streams
@@ -51,7 +52,12 @@ def shard_units(
     """Shards `units` over `comm`; collective. Unit i computes in slot `slot_of[i]`.
 
     At any moment at most one unit exists in full besides what the model held before.
+
+    Raises:
+        ValueError: something in the model cannot be sharded, or initialised; nothing is changed then.
     """
+    model = units[0].module
+    _check_modules(model, comm.device)
     alone = Communicator.local_group(1, device=comm.device)[0]
     shard_comm, replicas = (comm, None) if strategy.shard_params else (alone, comm)
     groups = [_group(unit, shard_comm.size, mixed_precision, granularity) for unit in units]
@@ -67,9 +73,12 @@ def shard_units(
     )
     reduce_buffer = comm.allocate(reduce_bytes, dtype=torch.uint8, use="reduce")
 
+    for module in model.modules():
+        if _meta(module._buffers) and not _meta(module._parameters):
+            _materialize(module, comm.device)
     sharded = []
     for index, (unit, unit_groups) in enumerate(zip(units, groups, strict=True)):
-        materialize(unit, comm.device)
+        _materialize_unit(unit, comm.device)
         free = slots[slot_of[index]]
         buckets = []
         for group in unit_groups:
@@ -95,29 +104,58 @@ def shard_units(
     return sharded
 
 
-def materialize(unit: UnitParams, device: torch.device) -> None:
-    """Gives parameters on the meta device memory on `device`, and initial values by their `reset_parameters`.
-
-    Raises:
-        ValueError: a module with such parameters has no `reset_parameters`.
-    """
-    modules = dict.fromkeys(
-        module for owned in unit.params if owned.param.is_meta for module, _ in owned.places
-    )
-    for module in modules:
-        reset = getattr(module, "reset_parameters", None)
-        if reset is None:
+def _check_modules(model: nn.Module, device: torch.device) -> None:
+    for name, module in model.named_modules():
+        here = f"{type(module).__name__} {name!r}"
+        on_meta = [*_meta(module._parameters), *_meta(module._buffers)]
+        if on_meta and not hasattr(module, "reset_parameters"):
             raise ValueError(
-                f"fully_shard: {type(module).__name__} in unit {unit.name!r} has parameters on the meta device and "
-                f"no reset_parameters() to initialise them; add one, or build the model on {device}"
+                f"fully_shard: {here} has {', '.join(on_meta)} on the meta device and no reset_parameters() to "
+                f"initialise them; add one, or build the model on {device}"
             )
-        module.to_empty(device=device, recurse=False)
-        reset()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+            raise ValueError(
+                f"fully_shard: {here} has max_norm={module.max_norm}, by which its forward changes the gathered "
+                "weight, not the shard that is kept; leave it out, and renormalise after the optimizer's step"
+            )
+
+
+def _meta(tensors: Mapping[str, torch.Tensor | None]) -> list[str]:
+    return [name for name, tensor in tensors.items() if tensor is not None and tensor.is_meta]
+
+
+def _materialize_unit(unit: UnitParams, device: torch.device) -> None:
+    """Every module with a parameter of the unit on the meta device; where it is tied, its first place counts."""
     for owned in unit.params:
+        for module, _ in owned.places:
+            if _meta(module._parameters):
+                _materialize(module, device)
         module, attribute = owned.places[0]
         param = module._parameters[attribute]
         assert param is not None
         owned.param = param
+
+
+def _materialize(module: nn.Module, device: torch.device) -> None:
+    """Memory on `device` and values by `reset_parameters`, for the module's own tensors on the meta device only."""
+    kept = [
+        (tensor, tensor.detach().clone())
+        for tensor in (*module._parameters.values(), *module._buffers.values())
+        if tensor is not None and not tensor.is_meta
+    ]
+    for name in _meta(module._parameters):
+        param = module._parameters[name]
+        assert param is not None
+        empty = torch.empty_like(param, device=device)
+        module._parameters[name] = nn.Parameter(empty, requires_grad=param.requires_grad)
+    for name in _meta(module._buffers):
+        buffer = module._buffers[name]
+        assert buffer is not None
+        module._buffers[name] = torch.empty_like(buffer, device=device)
+    module.reset_parameters()  # type: ignore[operator]
+    with torch.no_grad():
+        for tensor, value in kept:
+            tensor.copy_(value)
 
 
 def _load(bucket: Bucket, params: Sequence[OwnedParam], comm: Communicator) -> None:
@@ -125,7 +163,7 @@ def _load(bucket: Bucket, params: Sequence[OwnedParam], comm: Communicator) -> N
     values = [owned.param.detach().to(comm.device).contiguous() for owned in params]
     if comm.size > 1:
         for value in values:
-            comm.broadcast(value, root=0)
+            comm.broadcast(movable(value.view(-1)), root=0)
     bucket.load(values)
 
 
@@ -138,10 +176,7 @@ def _group(
         by_kind.setdefault((owned.param.dtype, owned.param.requires_grad), []).append(owned)
     groups = []
     for (dtype, _), params in by_kind.items():
-        param_dtype = precision.param_dtype or dtype
-        if not dtype.is_floating_point:
-            param_dtype = dtype
-        reduce_dtype = precision.reduce_dtype or param_dtype
+        param_dtype, reduce_dtype = _dtypes(params[0], precision)
         layout = Layout.plan(
             [
                 ParamSpec(owned.name, tuple(owned.param.shape), _granularity(granularity, owned))
@@ -156,3 +191,22 @@ def _group(
 
 def _granularity(granularity: GranularityOf, owned: OwnedParam) -> Granularity:
     return granularity(owned.name, owned.param) if callable(granularity) else granularity
+
+
+def _dtypes(owned: OwnedParam, precision: MixedPrecision) -> tuple[torch.dtype, torch.dtype]:
+    """What a parameter is computed with, and what its gradient is reduced in."""
+    dtype, trainable = owned.param.dtype, owned.param.requires_grad
+    if dtype in FLOATS:
+        param_dtype = precision.param_dtype or dtype
+        return param_dtype, precision.reduce_dtype or param_dtype
+    if trainable and dtype != torch.float64:
+        raise ValueError(
+            f"fully_shard: parameter {owned.name!r} is {dtype}, in which gradients cannot be reduced; accepted: "
+            "float32, bfloat16, float16, float64, or any dtype with requires_grad=False"
+        )
+    if dtype == torch.float64 and (precision.param_dtype or (trainable and precision.reduce_dtype)):
+        raise ValueError(
+            f"fully_shard: parameter {owned.name!r} is {dtype}, which mixed_precision does not convert; accepted: "
+            "float32, bfloat16, float16"
+        )
+    return dtype, dtype  # quantised, or an index: moved as it is

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 
 import torch
 from torch import nn
 
+from shardcomm.boundary import Marked
 from shardcomm.bucket import Bucket, Work
 from shardcomm.schedule import Phase, Trigger
 from shardcomm.unit import OwnedParam
@@ -25,20 +27,25 @@ class State(Enum):
 class ShardedParam:
     """One parameter: `shard` is what the optimizer sees, `full` what forward and backward compute with.
 
-    All three tensors are views made once: of the bucket's shard, of its gradient, and of the unit's slot.
+    Both are views made once, of the bucket's shard and of the unit's slot; so is `shard_grad`, of the bucket's grad.
     """
 
-    def __init__(
-        self, owned: OwnedParam, shard: torch.Tensor, shard_grad: torch.Tensor, full: torch.Tensor
-    ) -> None:
+    def __init__(self, owned: OwnedParam, bucket: Bucket, index: int) -> None:
         requires_grad = owned.param.requires_grad
         self.name = owned.name
         self.owned = owned
-        self.shard = nn.Parameter(shard, requires_grad=requires_grad)
-        self.full = nn.Parameter(full, requires_grad=requires_grad)
-        self.shard_grad = shard_grad
+        self.shard = nn.Parameter(bucket.shards[index], requires_grad=requires_grad)
+        self.full = nn.Parameter(bucket.params[index], requires_grad=requires_grad)
+        self.unsharded_grad: torch.Tensor | None = None  # sum of backwards that were not reduced
+        self._bucket, self._index = bucket, index
         self.reduced = False  # in this backward
         self.used = False  # this rank had a gradient for it in this backward
+        self.watched = False  # see ShardedUnit.watch_gradients
+
+    @cached_property
+    def shard_grad(self) -> torch.Tensor:
+        """This rank's rows of the reduced gradient."""
+        return self._bucket.shard_grads[self._index]
 
     def show_full(self) -> None:
         """The model computes with the full parameter."""
@@ -51,10 +58,24 @@ class ShardedParam:
         self.owned.show(self.shard)
 
     def take_full_grad(self) -> torch.Tensor | None:
-        """What autograd left for the full parameter; the next backward starts from nothing."""
-        grad, self.full.grad = self.full.grad, None
+        """What backwards left for the full parameter; the next one starts from nothing."""
+        if self.unsharded_grad is not None:
+            self.add_full_grad(self.unsharded_grad.dtype)
+        grad = self.full.grad if self.unsharded_grad is None else self.unsharded_grad
+        self.full.grad = self.unsharded_grad = None
         self.used |= grad is not None
         return grad
+
+    def add_full_grad(self, dtype: torch.dtype) -> None:
+        """Moves what autograd left for the full parameter to the sum of earlier backwards, in `dtype`."""
+        grad, self.full.grad = self.full.grad, None
+        if grad is None:
+            return
+        grad = grad.detach().to_dense()
+        if self.unsharded_grad is None:
+            self.unsharded_grad = grad.to(dtype)
+        else:
+            self.unsharded_grad.add_(grad)
 
     def keeps_grad(self) -> bool:
         """The next reduce must add to the gradient that is there."""
@@ -87,17 +108,13 @@ class ShardedUnit:
         self.name = name or "(root)"
         self.module = module
         self.trigger = {phase: Trigger(phase, index) for phase in Phase}
-        self.on_backward: Callable[[torch.Tensor], None]  # set by the engine, as is the next
+        self.on_backward: Callable[[torch.Tensor], None]  # set by the engine, as are the next
         self.on_backward_end: Callable[[], None]
+        self.on_gradient: Callable[[torch.Tensor], None]
         self.buckets = [
             (
                 bucket,
-                [
-                    ShardedParam(*tensors)
-                    for tensors in zip(
-                        params, bucket.shards, bucket.shard_grads, bucket.params, strict=True
-                    )
-                ],
+                [ShardedParam(owned, bucket, index) for index, owned in enumerate(params)],
             )
             for bucket, params in buckets
         ]
@@ -111,6 +128,10 @@ class ShardedUnit:
         self.reduces: list[Work] = []
         self.needs_reduce = False
         self.pending_calls = 0  # forward calls whose backward has not come yet
+        self.marked: Marked = []  # inputs of the forward that goes on
+        self.returned: type = type(None)  # what its forward returned last
+        self.shares_slot = False  # set by the engine
+        self.storages = frozenset(b.full.untyped_storage()._cdata for b, _ in buckets)
         self.show_shard()
 
     def show_full(self) -> None:
@@ -123,6 +144,20 @@ class ShardedUnit:
         for param in self.params:
             param.show_shard()
 
+    def watch_gradients(self) -> None:
+        """Has `on_gradient` called whenever backward has left a parameter's gradient, from now on."""
+        for param in self.params:
+            if not param.watched and param.full.requires_grad:
+                param.full.register_post_accumulate_grad_hook(self.on_gradient)  # type: ignore[no-untyped-call]
+                param.watched = True
+
+    def forget_backward(self) -> None:
+        """Drops the gradients that are not reduced, and those that are but were not published."""
+        self.needs_reduce = False
+        for param in self.params:
+            param.full.grad = param.unsharded_grad = None
+            param.reduced = param.used = False
+
     def gather(self) -> None:
         """Queues the all-gathers; `gathers` are to be waited for."""
         self.gathered = True
@@ -130,6 +165,13 @@ class ShardedUnit:
             work = bucket.all_gather(async_op=True)
             if work is not None:
                 self.gathers.append(work)
+
+    def keep_gradients(self) -> None:
+        """Ends a backward that is not reduced: in a narrow dtype autograd's own sum would lose later gradients."""
+        for bucket, params in self.buckets:
+            if bucket.reduce_dtype.itemsize > bucket.param_dtype.itemsize:
+                for param in params:
+                    param.add_full_grad(bucket.reduce_dtype)
 
     def reduce(self) -> int:
         """Queues the reduces of the gradients that backward left; `reduces` are to be waited for. Bytes sent."""
@@ -159,7 +201,7 @@ class Footprint:
 
     Attributes:
         parameter_bytes: shards, padding included.
-        gradient_bytes: their gradients, padding included.
+        gradient_bytes: their gradients, padding included, of all that have been reduced so far.
         padding_bytes: of all ranks' shards together; what the layout costs.
         total_parameter_bytes: the whole model's parameters. What `ranks` ranks hold is this plus the padding.
     """
@@ -175,11 +217,7 @@ class Footprint:
         buckets = [entry for unit in units for entry in unit.buckets]
         return cls(
             parameter_bytes=sum(bucket.shard.nbytes for bucket, _ in buckets),
-            gradient_bytes=sum(
-                bucket.shard.nbytes
-                for bucket, params in buckets
-                if any(param.shard.requires_grad for param in params)
-            ),
+            gradient_bytes=sum(bucket.gradient_bytes for bucket, _ in buckets),
             padding_bytes=sum(
                 bucket.layout.padding * bucket.shard.itemsize for bucket, _ in buckets
             ),

@@ -51,10 +51,11 @@ class UnitParams:
 def find_units(model: nn.Module, units: Units) -> list[UnitParams]:
     """The units of `model`, the model itself first, in the order the model registers them.
 
-    `units`: modules, or module classes whose instances are units; None takes the entries of every `nn.ModuleList`.
+    `units`: modules, or module classes whose instances are units; None takes the entries of every `nn.ModuleList`,
+    containers apart.
 
     Raises:
-        ValueError: a unit is not a module of the model.
+        ValueError: a unit is not a module of the model, or has parameters and no forward before which to gather them.
     """
     modules = _unit_modules(model, units)
     names = {module: name for name, module in model.named_modules() if module in modules}
@@ -73,6 +74,11 @@ def find_units(model: nn.Module, units: Units) -> list[UnitParams]:
     for name, param in model.named_parameters():
         owner = _innermost_common(owners[param], parents)
         found[owner].params.append(OwnedParam(name, param, list(places[param])))
+    if found[model].params and not _has_forward(model):
+        raise ValueError(
+            f"fully_shard: model is a {type(model).__name__} with parameters and without a forward before which they "
+            "could be gathered; shard the modules in it that have one"
+        )
     return list(found.values())
 
 
@@ -100,7 +106,11 @@ def _unit_modules(model: nn.Module, units: Units) -> set[nn.Module]:
     everything = list(model.modules())
     if units is None:
         chosen: Iterable[nn.Module] = (
-            entry for module in everything if isinstance(module, nn.ModuleList) for entry in module
+            entry
+            for module in everything
+            if isinstance(module, nn.ModuleList)
+            for entry in module
+            if _has_forward(entry)
         )
     else:
         given = [units] if isinstance(units, type) else list(units)
@@ -114,7 +124,17 @@ def _unit_modules(model: nn.Module, units: Units) -> set[nn.Module]:
                     f"fully_shard: units contains {type(module).__name__}, which is not a module of the model; "
                     "give modules of the model, module classes, or None for the entries of its ModuleLists"
                 )
+            if not _has_forward(module):
+                raise ValueError(
+                    f"fully_shard: units contains a {type(module).__name__}, which has no forward before which its "
+                    "parameters could be gathered; give the modules in it that have one"
+                )
     return {model, *chosen}
+
+
+def _has_forward(module: nn.Module) -> bool:
+    """Containers (ModuleList, ModuleDict, ...) have none: their hooks never fire."""
+    return getattr(module.forward, "__func__", None) is not nn.Module.forward
 
 
 def _walk(

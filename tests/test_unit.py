@@ -14,6 +14,9 @@ class Tree(nn.Module):
         self.blocks = nn.ModuleList(nn.Linear(2, 2) for _ in range(3))
         self.head = nn.Linear(2, 2, bias=False)
 
+    def forward(self) -> None:
+        """What makes it a model, and no container."""
+
 
 def names(model: nn.Module, units: object = None) -> dict[str, list[str]]:
     return {u.name: [p.name for p in u.params] for u in find_units(model, units)}  # type: ignore[arg-type]
@@ -39,7 +42,6 @@ def test_units_by_class_and_by_module() -> None:
         "head",
     ]
     assert list(names(model, [model.blocks[1]])) == ["", "blocks.1"]
-    assert list(names(model, (nn.ModuleList,))) == ["", "blocks"]
     assert list(names(model, [])) == [""]
 
 
@@ -83,3 +85,17 @@ def test_module_of_another_model_is_refused() -> None:
         ValueError, match="units contains Linear, which is not a module of the model"
     ):
         find_units(Tree(), [nn.Linear(1, 1)])
+
+
+def test_containers_without_a_forward_are_no_units() -> None:
+    model = Tree()
+    model.blocks[1] = nn.ModuleDict({"inner": nn.ModuleList([nn.Linear(2, 2)])})
+    found = names(model)
+    assert list(found) == ["", "blocks.0", "blocks.1.inner.0", "blocks.2"]
+    for units in (nn.ModuleList, [model.blocks[1]]):
+        with pytest.raises(ValueError, match=r"units contains a Module.*, which has no forward"):
+            find_units(model, units)
+    with pytest.raises(
+        ValueError, match="model is a ModuleList with parameters and without a forw"
+    ):
+        find_units(nn.ModuleList([nn.ModuleDict({"inner": nn.Linear(2, 2)})]), None)

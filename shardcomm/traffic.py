@@ -1,0 +1,40 @@
+"""Traffic: what the communication of a run amounts to, and how long computation waited for it."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from shardcomm.streams import Event
+
+
+class Traffic:
+    """What a step's communication amounts to, summed up since the start.
+
+    Attributes:
+        gathered_bytes: received from other ranks by gathers.
+        reduced_bytes: sent to other ranks by reduces.
+    """
+
+    def __init__(self) -> None:
+        self.gathered_bytes = 0
+        self.reduced_bytes = 0
+        self._exposed_s = 0.0
+        self._waits: deque[tuple[Event, Event]] = deque()  # those that may still go on
+
+    @property
+    def exposed_s(self) -> float:
+        """Seconds that computation stood still, waiting for communication. To read it waits for the device."""
+        for _, end in self._waits:
+            end.wait()
+        self._count_ended()
+        return self._exposed_s
+
+    def waited(self, begin: Event, end: Event) -> None:
+        """Computation waits between these two events of its stream."""
+        self._waits.append((begin, end))
+        self._count_ended()
+
+    def _count_ended(self) -> None:
+        while self._waits and self._waits[0][1].query():
+            begin, end = self._waits.popleft()
+            self._exposed_s += end.seconds_since(begin)
