@@ -7,7 +7,7 @@ From the bottom up, each usable on its own: `Layout` (where every element lives)
 
 from importlib.metadata import version as _version
 
-from shardcomm._C import CommError, Event, Stream
+from shardcomm._C import CommError, CudaError, Event, Stream
 from shardcomm.bucket import Bucket, Work
 from shardcomm.communicator import Communicator, Receipt
 from shardcomm.copy_plan import CopyPlan, Segment
@@ -26,6 +26,7 @@ __all__ = [
     "CommError",
     "Communicator",
     "CopyPlan",
+    "CudaError",
     "Engine",
     "Event",
     "Layout",

@@ -5,6 +5,8 @@ One step of a unit, on one rank::
     shard ──cast──► full buffer ──all-gather──► params: views into it, nothing is copied out
     grads ──pack, cast──► reduce buffer ──reduce-scatter──► shard.grad (summed in f32, cast, accumulated)
 
+Of one rank alone, the gradients are packed straight into `shard.grad`.
+
 The full and the reduce buffer may be shared by buckets that do not use them at the same time; the engine does that.
 """
 
@@ -19,18 +21,24 @@ from shardcomm.communicator import Communicator
 from shardcomm.copy_plan import BoundCopy, CopyPlan
 from shardcomm.dtype import movable
 from shardcomm.layout import Layout, ParamSpec, Piece, Placement
+from shardcomm.mixed_precision import FLOATS
 from shardcomm.streams import Event, Stream, Streams, compute_stream, keep_until
 
 
 class Work:
-    """A queued collective. What it reads is kept until it is waited for, or has ended."""
+    """A collective, queued or done. What it reads is kept until it is waited for, or has ended."""
 
     def __init__(
-        self, event: Event, device: torch.device, reads: Sequence[torch.Tensor | None] = ()
+        self, event: Event | None, device: torch.device, reads: Sequence[torch.Tensor | None] = ()
     ) -> None:
-        self._event = event
+        self._event = event  # None: nothing to wait for
         self._device = device
         self._reads: Sequence[torch.Tensor | None] = reads
+
+    @property
+    def queued(self) -> bool:
+        """Whether there is something to wait for."""
+        return self._event is not None
 
     def wait(self) -> None:
         """What torch computes from now on comes after the collective. On a CPU: returns when it is complete here.
@@ -38,11 +46,12 @@ class Work:
         Raises:
             CommError: it failed; see `shardcomm.communicator`.
         """
-        compute_stream(self._device).wait(self._event)
+        if self._event is not None:
+            compute_stream(self._device).wait(self._event)
         self._reads = ()
 
     def __del__(self) -> None:
-        if self._reads:
+        if self._reads and self._event is not None:
             keep_until(self._event, self._reads)
 
 
@@ -109,7 +118,7 @@ class Bucket:
         # step does, must not look to autograd like a change of the weights it saved.
         self.params = tuple(_full_view(self.full.data, p) for p in layout.placements)
         self.shards = tuple(_shard_view(self.shard, p, piece) for p, piece in placed)
-        self._packs: dict[torch.dtype, BoundCopy] = {}  # by the gradients' dtype
+        self._packs: dict[tuple[torch.dtype, bool], BoundCopy] = {}
 
     @classmethod
     def from_tensors(
@@ -147,16 +156,16 @@ class Bucket:
         ):
             shard.copy_(_rows(tensor, placement, piece))
 
-    def all_gather(self, *, async_op: bool = False) -> Work | None:
+    def all_gather(self, *, async_op: bool = False) -> Work:
         """Fills `params` on every rank. With `async_op` returns at once; `wait()` before reading them."""
         if self.full is self.shard:
-            return None
+            return Work(None, self.comm.device)
         stream = self._side_streams().gather if async_op and self._has_peers else None
         self._after_compute(stream)
         end = self.comm.all_gather(
             self._gather_recv, self._gather_send, tag=self._tag, stream=stream
         )
-        return None if end is None else Work(end, self.comm.device)
+        return Work(end, self.comm.device)
 
     def gathered_shards(self) -> list[torch.Tensor]:
         """The full parameters in the shard's dtype, as tensors of their own; collective."""
@@ -171,7 +180,7 @@ class Bucket:
 
     def reduce_scatter(
         self, grads: Sequence[torch.Tensor | None], *, async_op: bool = False
-    ) -> Work | None:
+    ) -> Work:
         """Averages `grads` over all ranks into `shard.grad`, cast to its dtype; adds if it is not None.
 
         `grads`: one for each parameter, of its full shape and `param_dtype`, in the layout's order; None counts as
@@ -191,15 +200,24 @@ class Bucket:
             for grad, placement in zip(grads, self.layout.placements, strict=True)
         ]
         shard_grad = self.grad  # may be zeroed now, which belongs to what was computed so far
+        if not self._has_peers and (shard_grad.dtype in FLOATS or not accumulate):
+            self._pack(sources, dtype, shard_grad, None, accumulate=accumulate)
+            self.shard.grad = shard_grad
+            return Work(None, self.comm.device)
         self._after_compute(stream)
-        buffer = self._packed(sources, dtype, stream)
+        buffer = self._reduce_buffer
+        if buffer is None:
+            numel = self.layout.flat_numel
+            buffer = self.comm.allocate(numel, dtype=self.reduce_dtype, use="reduce")
+            self._reduce_buffer = buffer
+        self._pack(sources, dtype, buffer, stream)
         if self._replicas is not None:
             self._replicas.all_reduce(buffer, "avg", stream=stream)
         end = self.comm.reduce_scatter(
             shard_grad, buffer, "avg", accumulate=accumulate, tag=self._tag, stream=stream
         )
         self.shard.grad = shard_grad
-        return None if end is None else Work(end, self.comm.device, sources)
+        return Work(end, self.comm.device, sources)
 
     @cached_property
     def grad(self) -> torch.Tensor:  # noqa: D102  (in the class's docstring, as the next)
@@ -241,28 +259,30 @@ class Bucket:
             return self.shard  # the shard is the whole unit: nothing to gather
         return self.comm.allocate(self.layout.flat_numel, dtype=self.param_dtype, use="gather")
 
-    def _packed(
-        self, sources: Sequence[torch.Tensor | None], dtype: torch.dtype, stream: Stream | None
-    ) -> torch.Tensor:
-        """The reduce buffer, with `sources`, all of `dtype`, packed into it."""
-        if self._reduce_buffer is None:
-            self._reduce_buffer = self.comm.allocate(
-                self.layout.flat_numel, dtype=self.reduce_dtype, use="reduce"
-            )
-        if dtype not in self._packs:
+    def _pack(
+        self,
+        sources: Sequence[torch.Tensor | None],
+        dtype: torch.dtype,
+        flat: torch.Tensor,
+        stream: Stream | None,
+        *,
+        accumulate: bool = False,
+    ) -> None:
+        """Packs `sources`, all of `dtype`, into `flat`: always the same one of this bucket."""
+        if (dtype, accumulate) not in self._packs:
             plan = CopyPlan.pack(
                 [p.numel for p in self.layout.placements],
                 [p.offset for p in self.layout.placements],
                 dtype,
-                self.reduce_dtype,
-                self.layout.gaps(),
+                flat.dtype,
+                () if accumulate else self.layout.gaps(),
             )
-            self._packs[dtype] = plan.bind([None] * len(sources), [self._reduce_buffer])
+            bound = plan.bind([None] * len(sources), [flat], accumulate=accumulate)
+            self._packs[dtype, accumulate] = bound
         # Past the checks of `set_sources`: reduce_scatter has made them, at a fraction of their cost.
-        pack = self._packs[dtype]
+        pack = self._packs[dtype, accumulate]
         pack.core.set_sources([0 if s is None else s.data_ptr() for s in sources])
         pack.run(stream)
-        return self._reduce_buffer
 
     @property
     def _has_peers(self) -> bool:

@@ -75,7 +75,7 @@ class Communicator(ABC):
         """The group that torchrun (or any launcher that sets the same variables) started.
 
         Reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; without RANK and WORLD_SIZE the group is this process
-        alone. `device`: "cpu", or this rank's GPU; by default GPU number LOCAL_RANK where every rank of the host has
+        alone. `device`: "cpu", or "cuda" for GPU number LOCAL_RANK; by default that GPU where each rank of the host has
         one and NCCL is there, else the CPU. `transport` "auto" takes nccl on GPUs; on CPUs shm when all ranks share a
         host, else c10d over Gloo.
 

@@ -57,7 +57,8 @@ def fully_shard(
     model on the meta device is materialised unit by unit, by its modules' `reset_parameters`.
 
     Args:
-        model: changed in place. Buffers are left alone. Compile its blocks (`block.compile()`) before.
+        model: changed in place; its buffers move to the device of `comm`. Compile its blocks (`block.compile()`)
+            before.
         comm: the ranks; every rank calls `fully_shard` with the same model and arguments.
         units: whose parameters are gathered together: modules, module classes, or None for the entries of every
             `nn.ModuleList`. What they leave belongs to the model itself, gathered from a step's start to its end.

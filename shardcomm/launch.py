@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 import torch
 from torch._C._distributed_c10d import TCPStore
 
-from shardcomm._C import CommError
+from shardcomm._C import CommError, CudaError
 
 T = TypeVar("T")
 
@@ -218,8 +218,8 @@ def _run_rank(
     try:
         # By value: torch's own way would share the tensors' memory, which ends with this process.
         outcome = pickle.dumps((True, fn(*args)))
-    except CommError as error:  # says it all; where this rank was when it heard is of no interest
-        outcome = pickle.dumps((False, f"raised CommError: {error}"))
+    except (CommError, CudaError) as error:  # says it all; where this rank was is of no interest
+        outcome = pickle.dumps((False, f"raised {type(error).__name__}: {error}"))
     except BaseException:
         outcome = pickle.dumps((False, "raised\n" + traceback.format_exc()))
     tell.send_bytes(outcome)

@@ -31,7 +31,7 @@ def from_env(
 ) -> Communicator:
     """See `Communicator.from_env`."""
     check_transport(transport)
-    where = _own_device(transport) if device is None else core_device("from_env", device)
+    where = _own_device(transport) if device is None else _given_device(device)
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
         return Communicator.local_group(1, deadline_s=deadline_s, device=where)[0]
     missing = [
@@ -175,6 +175,14 @@ def check_transport(transport: str) -> None:
     """ValueError unless `transport` is one of the names."""
     if transport not in ("auto", "shm", "nccl", "c10d"):
         raise ValueError(f"transport is {transport!r}; accepted: 'auto', 'shm', 'nccl', 'c10d'")
+
+
+def _given_device(device: torch.device | str) -> torch.device:
+    where = torch.device(device)
+    if where.type == "cuda" and where.index is None:
+        gpus = max(1, torch.cuda.device_count())
+        where = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % gpus)
+    return core_device("from_env", where)
 
 
 def _own_device(transport: Transport) -> torch.device:

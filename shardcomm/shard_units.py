@@ -71,11 +71,16 @@ def shard_units(
     reduce_bytes = max(
         (g.layout.flat_numel * g.reduce_dtype.itemsize for gs in groups for g in gs), default=0
     )
-    reduce_buffer = comm.allocate(reduce_bytes, dtype=torch.uint8, use="reduce")
+    reduce_buffer = None  # of one rank alone, gradients need none
+    if comm.size > 1:
+        reduce_buffer = comm.allocate(reduce_bytes, dtype=torch.uint8, use="reduce")
 
     for module in model.modules():
         if _meta(module._buffers) and not _meta(module._parameters):
             _materialize(module, comm.device)
+        for name, tensor in module._buffers.items():
+            if tensor is not None and not tensor.is_meta:
+                module._buffers[name] = tensor.to(comm.device)
     sharded = []
     for index, (unit, unit_groups) in enumerate(zip(units, groups, strict=True)):
         _materialize_unit(unit, comm.device)
@@ -85,7 +90,10 @@ def shard_units(
             full = None
             if group.needs_slot:
                 full, free = free[: group.full_bytes], free[group.full_bytes :]
-            reduce_numel = group.layout.flat_numel * group.reduce_dtype.itemsize
+            in_reduce_buffer = None
+            if reduce_buffer is not None:
+                nbytes = group.layout.flat_numel * group.reduce_dtype.itemsize
+                in_reduce_buffer = reduce_buffer[:nbytes].view(group.reduce_dtype)
             bucket = Bucket(
                 group.layout,
                 shard_comm,
@@ -93,7 +101,7 @@ def shard_units(
                 param_dtype=group.param_dtype,
                 reduce_dtype=group.reduce_dtype,
                 full_buffer=None if full is None else full.view(group.param_dtype),
-                reduce_buffer=reduce_buffer[:reduce_numel].view(group.reduce_dtype),
+                reduce_buffer=in_reduce_buffer,
                 replicas=replicas,
                 streams=streams,
                 tag=index + 1,

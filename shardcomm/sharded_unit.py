@@ -163,7 +163,7 @@ class ShardedUnit:
         self.gathered = True
         for bucket, _ in self.buckets:
             work = bucket.all_gather(async_op=True)
-            if work is not None:
+            if work.queued:
                 self.gathers.append(work)
 
     def keep_gradients(self) -> None:
@@ -187,7 +187,7 @@ class ShardedUnit:
             bucket.shard.grad = bucket.grad if any(keeps) else None
             grads = [param.take_full_grad() for param in params]
             work = bucket.reduce_scatter(grads, async_op=True)
-            if work is not None:
+            if work.queued:
                 self.reduces.append(work)
             for param in params:
                 param.reduced = True

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from shardcomm._C import CommError
+from shardcomm._C import CommError, CudaError
 from shardcomm.launch import RankError, launch
 from shardcomm.schedule import STRATEGIES
 from shardcomm.train.job import Options, Result, train
@@ -41,6 +41,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--context", type=number, default=128, help="bytes per sequence")
     parser.add_argument("--strategy", choices=list(STRATEGIES), default="full_shard")
     parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto",
+                        help="auto: a GPU for each rank, if there are so many, else the CPU")  # fmt: skip
     parser.add_argument("--lr", type=_positive, default=1e-3, help="AdamW's learning rate")
     parser.add_argument("--text", metavar="PATH", help="a file, or a folder of files, instead of the "
                         "Python sources of the standard library")  # fmt: skip
@@ -71,6 +73,7 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
         precision=args.precision,
         lr=args.lr,
         text=args.text,
+        device=args.device,
         deadline_s=args.deadline,
     )
     if rank in (None, "0") and not _can_write(args.json):
@@ -81,7 +84,7 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
         parser.error(str(error))
     try:
         result = train(options) if rank else launch(train, args.ranks or 2, (options,))[0]
-    except (RankError, CommError) as error:
+    except (RankError, CommError, CudaError) as error:
         print(f"\nshardcomm train: {error}", file=sys.stderr)  # below the progress bar
         return 1
     return _report(args.json, options, result) if rank in (None, "0") else 0

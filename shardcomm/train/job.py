@@ -38,6 +38,7 @@ class Options:
     precision: str
     lr: float
     text: str | None
+    device: str
     deadline_s: float
 
 
@@ -47,6 +48,7 @@ class Result:
 
     ranks: int
     transport: str
+    device: str
     losses: list[float]
     tokens_per_s: float
     step_s: float
@@ -63,7 +65,10 @@ class Result:
 
 def train(options: Options) -> Result:
     """Trains on this rank of the group that the environment describes."""
-    with Communicator.from_env(deadline_s=options.deadline_s) as comm:
+    device = None if options.device == "auto" else options.device
+    with Communicator.from_env(deadline_s=options.deadline_s, device=device) as comm:
+        if comm.device.type == "cuda":
+            torch.cuda.set_device(comm.device)
         return _Job(options, comm).run()
 
 
@@ -120,6 +125,7 @@ class _Job:
         result = Result(
             ranks=self.comm.size,
             transport=self.comm.transport,
+            device=str(self.comm.device),
             losses=losses,
             tokens_per_s=tokens_per_step * measured / seconds,
             step_s=seconds / measured,
@@ -140,8 +146,9 @@ class _Job:
         """One step on this rank's part of the batch; the loss over all ranks."""
         options = self.options
         inputs, targets = self.corpus.batch(options.seed, step, self.comm.rank, options.batch)
-        logits = self.model(inputs)
-        loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+        device = self.comm.device
+        logits = self.model(inputs.to(device))
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten().to(device))
         loss.backward()  # type: ignore[no-untyped-call]
         self.engine.clip_grad_norm_(1.0)
         self.optimizer.step()
@@ -166,8 +173,8 @@ class _Job:
         generator = torch.Generator().manual_seed(self.options.seed)
         tokens = list(SAMPLE_PROMPT)
         for _ in range(SAMPLE_BYTES):
-            window = torch.tensor([tokens[-self.options.context :]])
-            logits = self.model(window)[0, -1].float()
+            window = torch.tensor([tokens[-self.options.context :]], device=self.comm.device)
+            logits = self.model(window)[0, -1].float().cpu()
             likely = torch.topk(logits, 40)
             weights = torch.softmax(likely.values / 0.8, dim=0)
             choice = torch.multinomial(weights, 1, generator=generator)

@@ -25,7 +25,7 @@ def table(result: Result) -> str:
         "optimizer state": (result.optimizer_bytes, 2 * share),
     }
     rows = [
-        ("ranks", f"{result.ranks} ({result.transport})"),
+        ("ranks", f"{result.ranks} ({result.transport}, {result.device.partition(':')[0]})"),
         ("loss", f"{result.losses[0]:.3f} -> {result.losses[-1]:.3f} ({len(result.losses)} steps)"),
         ("tokens/s", f"{result.tokens_per_s:,.0f}"),
         *(
