@@ -8,8 +8,8 @@ It reads in the order a step happens. For each unit:
     post_backward   release, and reduce the gradients over the ranks
     end_of_backward wait for the reduces; the optimizer's parameters have their `.grad`
 
-What is issued, awaited and released at each trigger is not decided here but in `schedule.py`. A step that deviates
-from the schedule (a unit skipped, repeated, or recomputed) is gathered on demand, and planned for from then on.
+What is issued, awaited and released at each trigger is decided in `schedule.py`, and done in `actions.py`. A step that
+deviates from the schedule (a unit skipped, repeated, or recomputed) is gathered on demand, and planned for from there.
 
 Reference: Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", arXiv 2304.11277.
 """
@@ -19,18 +19,18 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from shardcomm import boundary
+from shardcomm.actions import Actions, Program
 from shardcomm.communicator import Communicator
 from shardcomm.gradients import Gradients
 from shardcomm.mixed_precision import MixedPrecision
-from shardcomm.schedule import STRATEGIES, Action, Phase, Schedule, Strategy, Trigger, Verb
+from shardcomm.schedule import STRATEGIES, Phase, Schedule, Strategy, Trigger
 from shardcomm.shard_units import GranularityOf, shard_units
 from shardcomm.sharded_unit import Footprint, ShardedUnit, State
 from shardcomm.state_dict import full_state_dict, load_full_state_dict
@@ -61,7 +61,8 @@ def fully_shard(
             before.
         comm: the ranks; every rank calls `fully_shard` with the same model and arguments.
         units: whose parameters are gathered together: modules, module classes, or None for the entries of every
-            `nn.ModuleList`. What they leave belongs to the model itself, gathered from a step's start to its end.
+            `nn.ModuleList` that have a forward. What they leave belongs to the model itself, gathered from a step's
+            start to its end.
         strategy: "full_shard" (ZeRO-3), "shard_grad_op" (ZeRO-2) or "no_shard" (data parallel).
         mixed_precision: dtypes to compute and communicate in; the shards keep the parameters' own.
         prefetch: how many units ahead are gathered while one computes.
@@ -69,7 +70,8 @@ def fully_shard(
         granularity: the smallest piece of a parameter that stays on one rank; see `shardcomm.layout`.
 
     Raises:
-        ValueError: an argument is out of its range, or the model is sharded already.
+        ValueError: an argument is out of its range, or the model is sharded already, or has something that cannot
+            be (the message names it).
         CommError: a rank is missing, or called with another model.
     """
     return Engine(
@@ -107,24 +109,19 @@ class Engine:
         self.model = model
         self.comm = comm
         self.strategy: Strategy = STRATEGIES[strategy]
-        self.traffic = Traffic()
         self._prefetch = prefetch
         self._param_dtype = mixed_precision.param_dtype
-        self._streams = Streams(comm.device)
+        streams = Streams(comm.device)
 
         found = find_units(model, units)
         order = registration_order(found)
         first_guess = Schedule.plan(order, self.strategy, prefetch=prefetch, slots=slots)
         self._slot_of = first_guess.slot_of
         self.units: list[ShardedUnit] = shard_units(
-            found, comm, self.strategy, mixed_precision, self._slot_of, granularity, self._streams
+            found, comm, self.strategy, mixed_precision, self._slot_of, granularity, streams
         )
         self._root = self.units[0]
-        self._occupant: list[ShardedUnit | None] = [None] * first_guess.num_slots
-        users = Counter(unit.slot for unit in self.units if unit.slot >= 0)
-        for unit in self.units:
-            unit.shares_slot = users[unit.slot] > 1
-
+        self._actions = Actions(self.units, streams)
         self._gradients = Gradients(
             [param for unit in self.units for param in unit.params],
             comm,
@@ -138,11 +135,15 @@ class Engine:
         self._current = self._train
         self._seen: list[Trigger] = []  # this forward's triggers, to learn the order from
         self._in_backward = False
-        self._sync = True
         self._hooks = [hook for unit in self.units for hook in self._install(unit)]
         _sharded.update(model.modules())
 
     # What a training loop calls.
+
+    @property
+    def traffic(self) -> Traffic:
+        """Bytes moved and time waited so far."""
+        return self._actions.traffic
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -151,11 +152,11 @@ class Engine:
         The sum is taken in `reduce_dtype` where that is wider than `param_dtype`. It is not in `.grad`, so
         `zero_grad()` does not drop it (as in PyTorch FSDP2); an exception in a backward does.
         """
-        before, self._sync = self._sync, False
+        before, self._actions.sync = self._actions.sync, False
         try:
             yield
         finally:
-            self._sync = before
+            self._actions.sync = before
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Scales all gradients so that their global L2 norm is at most `max_norm`; returns the norm before.
@@ -204,12 +205,14 @@ class Engine:
             if self._root.state is State.FORWARD:
                 self._seen.append(unit.trigger[Phase.PRE_FORWARD])
                 self._fire(unit.trigger[Phase.PRE_FORWARD])
-        self._require(unit)
+            else:  # called by itself: nothing has told whether its parameters have changed
+                self._actions.release(unit)
+        self._actions.require(unit)
         unit.show_full()
-        args, kwargs, unit.marked = boundary.enter(
-            args, kwargs, self._param_dtype, unit.on_backward_end
-        )
-        unit.pending_calls += bool(unit.marked) and not recompute
+        args, kwargs, marked = boundary.enter(args, kwargs, self._param_dtype, unit.on_backward_end)
+        if marked and not recompute:
+            unit.marked = marked
+            unit.pending_calls += 1
         return args, kwargs
 
     def _begin_forward(self) -> None:
@@ -226,15 +229,11 @@ class Engine:
             if unit.state is not State.IDLE:
                 unit.show_shard()
                 unit.state = State.IDLE
-                unit.pending_calls = 0
                 unit.marked = []
             if self._in_backward:
-                unit.pending_calls = 0
                 unit.forget_backward()
         self._in_backward = False
-        for unit in self.units:
-            self._wait_gather(unit)
-            self._wait_reduce(unit)
+        self._actions.wait_all()
 
     def _post_forward(self, unit: ShardedUnit, output: Any) -> Any:
         boundary.carry_back(unit.marked)
@@ -253,8 +252,6 @@ class Engine:
         if in_step:
             self._seen.append(unit.trigger[Phase.POST_FORWARD])
             self._fire(unit.trigger[Phase.POST_FORWARD])
-        else:  # called by itself: nothing will tell when its parameters change
-            self._release(unit)
         if unit is self._root:
             self._end_forward()
         return output
@@ -266,8 +263,7 @@ class Engine:
             self._current = self._train = self._program(order, backward=True)
         else:
             self._evaluate = self._program(order, backward=False)
-            for unit in self.units:  # a prefetch of one that was not called
-                self._wait_gather(unit)
+            self._actions.wait_all()  # for a prefetch of a unit that was not called
 
     def _pre_backward(self, unit: ShardedUnit) -> None:
         if unit.state is State.BACKWARD:  # another of its outputs came first
@@ -277,14 +273,14 @@ class Engine:
         if not self._in_backward:
             self._in_backward = True
             torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
-        occupant = self._occupant[unit.slot] if unit.slot >= 0 else None
+        occupant = self._actions.occupant(unit)
         if occupant is not None and occupant.state is State.BACKWARD:
             # No input of it has a gradient whose end would tell; autograd runs what was recorded last first.
             self._release_from_backward(occupant)
         unit.state = State.BACKWARD
         unit.needs_reduce = True
         self._fire(unit.trigger[Phase.PRE_BACKWARD])
-        self._require(unit)
+        self._actions.require(unit)
         unit.show_full()
 
     def _post_backward(self, unit: ShardedUnit) -> None:
@@ -331,98 +327,30 @@ class Engine:
                 unit.state = State.IDLE
         # In the order in which a backward would have come to them, the same on every rank.
         for unit in reversed(self.units):
-            self._reduce(unit)
+            self._actions.reduce(unit)
         self._fire(Trigger(Phase.END_OF_BACKWARD, -1))
+        self._actions.wait_all()  # for a prefetch of a unit that backward did not come to, too
         for unit in self.units:
-            self._wait_reduce(unit)
-            self._wait_gather(unit)  # a prefetch of one that backward did not come to
             unit.gathered = False
         self._in_backward = False
-        if self._sync:
+        if self._actions.sync:
             self._gradients.publish()
         else:
             for unit in self.units:
                 unit.keep_gradients()
 
-    # The actions. Each is idempotent, so that a trigger that fires twice, or not at all, does no harm.
-
     def _fire(self, trigger: Trigger) -> None:
         for act, unit in self._current.get(trigger, ()):
             act(unit)
 
-    def _gather(self, unit: ShardedUnit) -> None:
-        if unit.gathered:
-            return
-        if unit.slot >= 0:
-            occupant = self._occupant[unit.slot]
-            if occupant is not None and occupant is not unit:
-                if occupant.state is not State.IDLE:
-                    return  # only a prefetch can come here; `_require` says it where it matters
-                occupant.gathered = False
-            self._occupant[unit.slot] = unit
-        unit.gather()
-        self.traffic.gathered_bytes += unit.gather_bytes
-
-    def _require(self, unit: ShardedUnit) -> None:
-        """The parameters of `unit` are there, gathered now if no schedule did it."""
-        if not unit.gathered:
-            self._gather(unit)
-        if not unit.gathered:
-            occupant = self._occupant[unit.slot]
-            assert occupant is not None
-            raise RuntimeError(
-                f"unit {unit.name!r} is needed while unit {occupant.name!r}, which has the same slot "
-                f"{unit.slot}, is still in use; call fully_shard with slots={len(self.units)}"
-            )
-        self._wait_gather(unit)
-
-    def _wait_gather(self, unit: ShardedUnit) -> None:
-        if unit.gathers:
-            self._wait(unit.gathers)
-
-    def _release(self, unit: ShardedUnit) -> None:
-        unit.gathered = False
-
-    def _reduce(self, unit: ShardedUnit) -> None:
-        if not (self._sync and unit.needs_reduce) or unit.pending_calls:
-            return
-        self._wait_reduce(unit)
-        unit.needs_reduce = False
-        self.traffic.reduced_bytes += unit.reduce()
-
-    def _wait_reduce(self, unit: ShardedUnit) -> None:
-        if unit.reduces:
-            self._wait(unit.reduces)
-
-    def _wait(self, works: list[Any]) -> None:
-        compute = self._streams.compute()
-        begin = compute.record(timed=True)
-        for work in works:
-            work.wait()
-        works.clear()
-        self.traffic.waited(begin, compute.record(timed=True))
-
     # Set-up.
 
-    def _plan(self, order: Sequence[Trigger], *, backward: bool) -> _Program:
+    def _plan(self, order: Sequence[Trigger], *, backward: bool) -> Program:
         """The schedule for this order, with every action bound to the method that does it."""
         schedule = Schedule.plan(
             order, self.strategy, prefetch=self._prefetch, slots=self._slot_of, backward=backward
         )
-        return {
-            trigger: tuple(self._bind(action) for action in actions)
-            for trigger, actions in schedule.actions.items()
-        }
-
-    def _bind(self, action: Action) -> tuple[Callable[[ShardedUnit], None], ShardedUnit]:
-        act = {
-            Verb.GATHER: self._gather,
-            Verb.WAIT_GATHER: self._wait_gather,
-            Verb.RELEASE: self._release,
-            Verb.REDUCE: self._reduce,
-            Verb.WAIT_REDUCE: self._wait_reduce,
-        }[action.verb]
-        return act, self.units[action.unit]
+        return self._actions.program(schedule)
 
     def _install(self, unit: ShardedUnit) -> Iterator[Any]:
         unit.on_backward = lambda _grad: self._pre_backward(unit)
@@ -447,5 +375,3 @@ class Engine:
 
 # Modules whose parameters are shards, also after their engine was closed.
 _sharded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-
-_Program = dict[Trigger, tuple[tuple[Callable[[ShardedUnit], None], ShardedUnit], ...]]

@@ -130,7 +130,7 @@ class ShardedUnit:
         self.pending_calls = 0  # forward calls whose backward has not come yet
         self.marked: Marked = []  # inputs of the forward that goes on
         self.returned: type = type(None)  # what its forward returned last
-        self.shares_slot = False  # set by the engine
+        self.shares_slot = False  # with another unit; set with the actions
         self.storages = frozenset(b.full.untyped_storage()._cdata for b, _ in buckets)
         self.show_shard()
 
@@ -154,6 +154,7 @@ class ShardedUnit:
     def forget_backward(self) -> None:
         """Drops the gradients that are not reduced, and those that are but were not published."""
         self.needs_reduce = False
+        self.pending_calls = 0
         for param in self.params:
             param.full.grad = param.unsharded_grad = None
             param.reduced = param.used = False

@@ -436,7 +436,7 @@ def test_double_backward_with_shared_slots_says_what_to_use() -> None:
     run_threads(body, 2)
 
 
-def test_submodule_called_by_itself_sees_loaded_parameters() -> None:
+def test_unit_called_by_itself_computes_with_the_parameters_of_now() -> None:
     def body(comm: Communicator) -> None:
         model, plain = twins(Chain)
         engine = fully_shard(model, comm)
@@ -449,7 +449,14 @@ def test_submodule_called_by_itself_sees_loaded_parameters() -> None:
                 scaled.load_state_dict(state)
                 for _ in range(10):
                     assert torch.equal(model.blocks[3](x), scaled.blocks[3](x))
-        assert len(engine._seen) == 0
+            assert len(engine._seen) == 0
+            torch.set_grad_enabled(True)
+            model(x)  # without a backward
+            torch.set_grad_enabled(False)
+            for net in (model, scaled):
+                for param in net.parameters():
+                    param.add_(1)
+            assert torch.equal(model.blocks[3](x), scaled.blocks[3](x))
 
     run_threads(body, 2)
 
