@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
 
+from shardcomm.bucket import Work
 from shardcomm.schedule import Action, Schedule, Trigger, Verb
 from shardcomm.sharded_unit import ShardedUnit, State
-from shardcomm.streams import Streams
+from shardcomm.streams import Stream, Streams
+from shardcomm.trace import Trace
 from shardcomm.traffic import Traffic
 
 Program = dict[Trigger, tuple[tuple[Callable[[ShardedUnit], None], ShardedUnit], ...]]
@@ -21,11 +23,13 @@ class Actions:
     Attributes:
         sync: whether gradients are reduced, or left where backward put them.
         traffic: what it amounted to so far.
+        trace: what is to record it, if anything.
     """
 
     def __init__(self, units: Sequence[ShardedUnit], streams: Streams) -> None:
         self.sync = True
         self.traffic = Traffic()
+        self.trace: Trace | None = None
         self._units = units
         self._streams = streams
         self._occupant: dict[int, ShardedUnit] = {}  # of each slot
@@ -66,7 +70,8 @@ class Actions:
                     return  # only a prefetch can come here; `require` says it where it matters
                 occupant.gathered = False
             self._occupant[unit.slot] = unit
-        unit.gather()
+        with self._traced("gather", unit, self._streams.gather, unit.gather_bytes):
+            unit.gather()
         self.traffic.gathered_bytes += unit.gather_bytes
 
     def require(self, unit: ShardedUnit) -> None:
@@ -83,7 +88,7 @@ class Actions:
     def wait_gather(self, unit: ShardedUnit) -> None:
         """Computation goes on with the parameters of `unit`."""
         if unit.gathers:
-            self._wait(unit.gathers)
+            self._wait(unit.gathers, unit, "gather")
 
     def release(self, unit: ShardedUnit) -> None:
         """Whoever needs the parameters next gathers them."""
@@ -95,12 +100,14 @@ class Actions:
             return
         self.wait_reduce(unit)
         unit.needs_reduce = False
-        self.traffic.reduced_bytes += unit.reduce()
+        with self._traced("reduce", unit, self._streams.reduce, unit.reduce_bytes):
+            unit.reduce()
+        self.traffic.reduced_bytes += unit.reduce_bytes
 
     def wait_reduce(self, unit: ShardedUnit) -> None:
         """Computation goes on with the reduced gradients of `unit`."""
         if unit.reduces:
-            self._wait(unit.reduces)
+            self._wait(unit.reduces, unit, "reduce")
 
     def wait_all(self) -> None:
         """Nothing is on its way any more."""
@@ -108,10 +115,32 @@ class Actions:
             self.wait_gather(unit)
             self.wait_reduce(unit)
 
-    def _wait(self, works: list[Any]) -> None:
+    def _wait(self, works: list[Work], unit: ShardedUnit, what: str) -> None:
         compute = self._streams.compute()
         begin = compute.record(timed=True)
         for work in works:
             work.wait()
         works.clear()
-        self.traffic.waited(begin, compute.record(timed=True))
+        end = compute.record(timed=True)
+        self.traffic.waited(begin, end)
+        if self.trace is not None:
+            self.trace.add("waiting", f"{what} {unit.name}", begin, end)
+
+    def begin_compute(self, unit: ShardedUnit) -> None:
+        """For a trace: what `unit` computes begins."""
+        if self.trace is not None:
+            unit.began = self._streams.compute().record(timed=True)
+
+    def end_compute(self, unit: ShardedUnit, what: str) -> None:
+        """For a trace: its forward or backward has ended."""
+        if self.trace is not None and unit.began is not None:
+            end = self._streams.compute().record(timed=True)
+            self.trace.add("compute", f"{what} {unit.name}", unit.began, end)
+        unit.began = None
+
+    def _traced(
+        self, row: str, unit: ShardedUnit, stream: Stream, nbytes: int
+    ) -> AbstractContextManager[None]:
+        return (
+            nullcontext() if self.trace is None else self.trace.span(row, unit.name, stream, nbytes)
+        )

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -35,6 +36,7 @@ from shardcomm.shard_units import GranularityOf, shard_units
 from shardcomm.sharded_unit import Footprint, ShardedUnit, State
 from shardcomm.state_dict import full_state_dict, load_full_state_dict
 from shardcomm.streams import Streams
+from shardcomm.trace import Trace
 from shardcomm.traffic import Traffic
 from shardcomm.unit import Units, find_units, registration_order
 
@@ -70,6 +72,7 @@ def fully_shard(
         granularity: the smallest piece of a parameter that stays on one rank; see `shardcomm.layout`.
 
     Raises:
+        TypeError: `model` is no module, or `comm` no communicator.
         ValueError: an argument is out of its range, or the model is sharded already, or has something that cannot
             be (the message names it).
         CommError: a rank is missing, or called with another model.
@@ -100,6 +103,15 @@ class Engine:
         slots: int | None,
         granularity: GranularityOf,
     ) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(
+                f"fully_shard: model is a {type(model).__name__}; it must be a torch.nn.Module"
+            )
+        if not isinstance(comm, Communicator):
+            raise TypeError(
+                f"fully_shard: comm is a {type(comm).__name__}; it must be a shardcomm.Communicator, for instance "
+                "Communicator.from_env()"
+            )
         if strategy not in STRATEGIES:
             raise ValueError(
                 f"fully_shard: strategy is {strategy!r}; accepted: {', '.join(map(repr, STRATEGIES))}"
@@ -111,17 +123,17 @@ class Engine:
         self.strategy: Strategy = STRATEGIES[strategy]
         self._prefetch = prefetch
         self._param_dtype = mixed_precision.param_dtype
-        streams = Streams(comm.device)
+        self._streams = Streams(comm.device)
 
         found = find_units(model, units)
         order = registration_order(found)
         first_guess = Schedule.plan(order, self.strategy, prefetch=prefetch, slots=slots)
         self._slot_of = first_guess.slot_of
         self.units: list[ShardedUnit] = shard_units(
-            found, comm, self.strategy, mixed_precision, self._slot_of, granularity, streams
+            found, comm, self.strategy, mixed_precision, self._slot_of, granularity, self._streams
         )
         self._root = self.units[0]
-        self._actions = Actions(self.units, streams)
+        self._actions = Actions(self.units, self._streams)
         self._gradients = Gradients(
             [param for unit in self.units for param in unit.params],
             comm,
@@ -135,6 +147,10 @@ class Engine:
         self._current = self._train
         self._seen: list[Trigger] = []  # this forward's triggers, to learn the order from
         self._in_backward = False
+        self._thread = threading.get_ident()
+        self._thread_ranks_on_gpu = (
+            comm.transport == "local" and comm.size > 1 and comm.device.type != "cpu"
+        )
         self._hooks = [hook for unit in self.units for hook in self._install(unit)]
         _sharded.update(model.modules())
 
@@ -181,6 +197,15 @@ class Engine:
             unit.gathered = False
         load_full_state_dict(self.model, self.units, state_dict)
 
+    @contextlib.contextmanager
+    def trace(self) -> Iterator[Trace]:
+        """Records what this rank computes, gathers, reduces and waits for in here; see `shardcomm.trace`."""
+        self._actions.trace = Trace(self.comm.rank, self._streams)
+        try:
+            yield self._actions.trace
+        finally:
+            self._actions.trace = None
+
     def footprint(self) -> Footprint:
         """Bytes this rank holds."""
         return Footprint.of(self.units)
@@ -208,6 +233,7 @@ class Engine:
             else:  # called by itself: nothing has told whether its parameters have changed
                 self._actions.release(unit)
         self._actions.require(unit)
+        self._actions.begin_compute(unit)
         unit.show_full()
         args, kwargs, marked = boundary.enter(args, kwargs, self._param_dtype, unit.on_backward_end)
         if marked and not recompute:
@@ -221,6 +247,7 @@ class Engine:
         for unit in self.units:
             unit.gathered = False
         self._seen.clear()
+        self._thread = threading.get_ident()
         self._current = self._train if torch.is_grad_enabled() else self._evaluate
 
     def _settle(self) -> None:
@@ -236,6 +263,7 @@ class Engine:
         self._actions.wait_all()
 
     def _post_forward(self, unit: ShardedUnit, output: Any) -> Any:
+        self._actions.end_compute(unit, "forward")
         boundary.carry_back(unit.marked)
         unit.marked = []
         unit.returned = type(output)
@@ -271,6 +299,7 @@ class Engine:
         if torch.is_grad_enabled():
             self._prepare_double_backward(unit)
         if not self._in_backward:
+            self._check_thread()
             self._in_backward = True
             torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
         occupant = self._actions.occupant(unit)
@@ -281,7 +310,16 @@ class Engine:
         unit.needs_reduce = True
         self._fire(unit.trigger[Phase.PRE_BACKWARD])
         self._actions.require(unit)
+        self._actions.begin_compute(unit)
         unit.show_full()
+
+    def _check_thread(self) -> None:
+        """Thread ranks on one GPU wait for each other, which autograd's only thread of that GPU must not."""
+        if self._thread_ranks_on_gpu and threading.get_ident() != self._thread:
+            raise RuntimeError(
+                f"backward runs in autograd's own thread of {self.comm.device}, where the ranks of a local group "
+                "would wait for each other for ever; run it inside torch.autograd.set_multithreading_enabled(False)"
+            )
 
     def _post_backward(self, unit: ShardedUnit) -> None:
         unit.pending_calls = max(0, unit.pending_calls - 1)
@@ -290,6 +328,7 @@ class Engine:
         self._release_from_backward(unit)
 
     def _release_from_backward(self, unit: ShardedUnit) -> None:
+        self._actions.end_compute(unit, "backward")
         unit.show_shard()
         unit.state = State.IDLE
         self._fire(unit.trigger[Phase.POST_BACKWARD])

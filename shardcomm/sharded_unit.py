@@ -13,6 +13,7 @@ from torch import nn
 from shardcomm.boundary import Marked
 from shardcomm.bucket import Bucket, Work
 from shardcomm.schedule import Phase, Trigger
+from shardcomm.streams import Event
 from shardcomm.unit import OwnedParam
 
 
@@ -130,6 +131,7 @@ class ShardedUnit:
         self.pending_calls = 0  # forward calls whose backward has not come yet
         self.marked: Marked = []  # inputs of the forward that goes on
         self.returned: type = type(None)  # what its forward returned last
+        self.began: Event | None = None  # of a trace: its computation
         self.shares_slot = False  # with another unit; set with the actions
         self.storages = frozenset(b.full.untyped_storage()._cdata for b, _ in buckets)
         self.show_shard()
@@ -174,11 +176,15 @@ class ShardedUnit:
                 for param in params:
                     param.add_full_grad(bucket.reduce_dtype)
 
-    def reduce(self) -> int:
-        """Queues the reduces of the gradients that backward left; `reduces` are to be waited for. Bytes sent."""
-        sent_bytes = 0
+    @property
+    def reduce_bytes(self) -> int:
+        """What this rank sends in one reduce."""
+        return sum(bucket.reduce_bytes for bucket, params in self.buckets if _trainable(params))
+
+    def reduce(self) -> None:
+        """Queues the reduces of the gradients that backward left; `reduces` are to be waited for."""
         for bucket, params in self.buckets:
-            if not any(param.shard.requires_grad for param in params):
+            if not _trainable(params):
                 continue
             keeps = [param.keeps_grad() for param in params]
             if any(keeps):
@@ -192,8 +198,10 @@ class ShardedUnit:
                 self.reduces.append(work)
             for param in params:
                 param.reduced = True
-            sent_bytes += bucket.reduce_bytes
-        return sent_bytes
+
+
+def _trainable(params: Iterable[ShardedParam]) -> bool:
+    return any(param.shard.requires_grad for param in params)
 
 
 @dataclass(frozen=True)

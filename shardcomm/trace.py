@@ -11,6 +11,8 @@ Times come from events on the streams themselves, so on a GPU they are the devic
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,11 +40,13 @@ class Trace:
         self._origin = streams.compute().record(timed=True)
         self._spans: list[tuple[str, str, Event, Event, int]] = []
 
-    def mark(self, stream: Stream) -> Event:
-        """The point that `stream` has come to, after all that was computed so far."""
-        if stream is not self._streams.compute():
-            self._streams.after_compute(stream)
-        return stream.record(timed=True)
+    @contextmanager
+    def span(self, row: str, name: str, stream: Stream, nbytes: int = 0) -> Iterator[None]:
+        """What is queued on `stream` in here, which follows all that was computed so far."""
+        self._streams.after_compute(stream)
+        begin = stream.record(timed=True)
+        yield
+        self.add(row, name, begin, stream.record(timed=True), nbytes)
 
     def add(self, row: str, name: str, begin: Event, end: Event, nbytes: int = 0) -> None:
         """`name` went on between two events of one stream."""

@@ -116,6 +116,11 @@ def _unit_modules(model: nn.Module, units: Units) -> set[nn.Module]:
         given = [units] if isinstance(units, type) else list(units)
         classes = tuple(unit for unit in given if isinstance(unit, type))
         chosen = [module for module in everything if isinstance(module, classes)]
+        for kind in classes:
+            if not any(isinstance(module, kind) for module in everything):
+                raise ValueError(
+                    f"fully_shard: units contains the class {kind.__name__}, of which the model has no module"
+                )
         chosen += [unit for unit in given if not isinstance(unit, type)]
         known = set(everything)
         for module in chosen:
