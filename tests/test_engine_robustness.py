@@ -11,6 +11,7 @@ import pytest
 import torch
 from thread_ranks import run_threads
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from shardcomm import Communicator, MixedPrecision, fully_shard
 from shardcomm.engine import Engine
@@ -244,6 +245,34 @@ def test_in_place_relu_as_first_module() -> None:
         engine = fully_shard(model, comm)
         for net in (model, plain):
             net(values(3, WIDTH)).square().sum().backward()
+        assert_same_gradients(engine, model, plain)
+
+    run_threads(body, 2)
+
+
+def test_in_place_on_a_leaf_raises_as_without_sharding() -> None:
+    model, plain = twins(InPlace)
+    fully_shard(model, Communicator.local_group(1)[0])
+    for net in (plain, model):
+        with pytest.raises(RuntimeError, match="a leaf Variable that requires grad"):
+            net(values(3, WIDTH).requires_grad_())
+
+
+class Checkpointed(Chain):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+def test_recomputed_units_keep_no_inputs() -> None:
+    def body(comm: Communicator) -> None:
+        model, plain = twins(Checkpointed)
+        engine = fully_shard(model, comm)
+        for net in (model, plain):
+            net(values(3, WIDTH)).square().sum().backward()
+        assert not any(unit.marked for unit in engine.units)
         assert_same_gradients(engine, model, plain)
 
     run_threads(body, 2)
