@@ -39,10 +39,12 @@ def test_collectives_come_after_what_was_queued_before_and_before_what_comes_aft
     run_threads(body, 4, device="cuda")
 
 
-def train(comm: Communicator, model: Net, **options: object) -> dict[str, torch.Tensor]:
+def train(
+    comm: Communicator, model: Net, steps: int = STEPS, **options: object
+) -> dict[str, torch.Tensor]:
     engine = fully_shard(model, comm, **options)  # type: ignore[arg-type]
     optimizer = optimizer_of(model)
-    for step in range(STEPS):
+    for step in range(steps):
         loss_of(model, batch(comm.rank, step).to(comm.device)).backward()
         optimizer.step()
         optimizer.zero_grad()

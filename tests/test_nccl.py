@@ -16,8 +16,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from test_communicator import OPS, reduced, values
+from test_engine import make, reference
+from test_local_gpu import train
 
-from shardcomm import _C, CommError, Stream, launch, nccl
+from shardcomm import _C, CommError, Communicator, Stream, launch, nccl
 from shardcomm.communicator import RED_OPS
 from shardcomm.dtype import core_dtype
 from shardcomm.rendezvous import over_store
@@ -449,3 +451,25 @@ def refused() -> None:
 @pytest.mark.gpu
 def test_gpu_bad_arguments_are_named() -> None:
     launch(refused, 2, deadline_s=120)
+
+
+def train_20_steps() -> dict[str, torch.Tensor]:
+    rank = int(os.environ["RANK"])
+    devices = torch.cuda.device_count()
+    if devices < int(os.environ["WORLD_SIZE"]):
+        share_gpu(rank)
+    device = f"cuda:{rank % devices}"
+    torch.cuda.set_device(device)
+    with Communicator.from_env(transport="nccl", device=device, deadline_s=60) as comm:
+        assert comm.transport == "nccl"
+        state = train(comm, make(), steps=20)
+    return {name: value.cpu() for name, value in state.items()}
+
+
+@pytest.mark.gpu
+def test_gpu_training_equals_the_cpus() -> None:
+    expected = reference(make(), 2, steps=20).state_dict()
+    for state in launch(train_20_steps, 2, deadline_s=200):
+        for name, value in expected.items():
+            if not name.endswith("calls"):
+                torch.testing.assert_close(state[name], value, rtol=1e-2, atol=1e-2, msg=name)
