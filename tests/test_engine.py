@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -115,7 +116,18 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.05, foreach=False)
 
 
-def reference(model: Net, ranks: int, steps: int = STEPS, micro: int = 1) -> Net:
+def sgd_of(model: nn.Module) -> torch.optim.Optimizer:
+    """For comparisons within rounding: Adam divides by it."""
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+
+
+def reference(
+    model: Net,
+    ranks: int,
+    steps: int = STEPS,
+    micro: int = 1,
+    optimizer_of: Callable[[nn.Module], torch.optim.Optimizer] = optimizer_of,
+) -> Net:
     """Data-parallel training in one process, as DDP does it: every rank's gradient, averaged in rank order."""
     optimizer = optimizer_of(model)
     for step in range(steps):
