@@ -100,7 +100,7 @@ class C10dCommunicator(Communicator):
             options.reduceOp = _OPS["sum" if op == "avg" else op]
             self._wait(self._reduces._reduce_scatter_base(total, send.flatten().to(wire), options))
             if op == "avg":
-                total /= self.size
+                _divide_(total, self.size)
             flat = recv.view(-1)
             if accumulate:
                 total += flat
@@ -121,7 +121,7 @@ class C10dCommunicator(Communicator):
             options.reduceOp = _OPS["sum" if op == "avg" else op]
             self._wait(self._reduces.allreduce([total], options))
             if op == "avg":
-                total /= self.size
+                _divide_(total, self.size)
             if total is not buffer:
                 buffer.copy_(total)
 
@@ -185,6 +185,10 @@ class C10dCommunicator(Communicator):
                 guarded()
         else:
             stream.enqueue(guarded)
+
+
+def _divide_(total: torch.Tensor, ranks: int) -> None:
+    total.div_(ranks, rounding_mode=None if total.is_floating_point() else "trunc")
 
 
 def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -33,7 +33,7 @@ wants them, so they stay, and only block 1 is gathered twice.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import islice, pairwise
@@ -108,23 +108,8 @@ STRATEGIES: Mapping[str, Strategy] = {
 }
 
 
-def forward_order(parents: Sequence[int]) -> tuple[Trigger, ...]:
-    """Returns the forward triggers of a module tree whose units run in module order.
-
-    ``parents[u]`` is the unit around unit u, -1 for none: ``[-1, 0, 0]`` is a root with two blocks.
-    Children run in ascending order. Raises ValueError for a parent that does not precede its child.
-    """
-    children: dict[int, list[int]] = defaultdict(list)
-    for unit, parent in enumerate(parents):
-        if not -1 <= parent < unit:
-            raise ValueError(f"parents[{unit}] is {parent}; it must be -1 or a unit below {unit}")
-        children[parent].append(unit)
-
-    def call(unit: int) -> list[Trigger]:
-        inner = [trigger for child in children[unit] for trigger in call(child)]
-        return [Trigger(Phase.PRE_FORWARD, unit), *inner, Trigger(Phase.POST_FORWARD, unit)]
-
-    return tuple(trigger for unit in children[-1] for trigger in call(unit))
+REDUCES_IN_FLIGHT = 2
+"""How many reduces may be unfinished at once: one on its way while the next one's gradients are packed."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -161,9 +146,7 @@ class Schedule:
         *,
         prefetch: int = 1,
         slots: int | Sequence[int] | None = None,
-        trainable: Collection[int] | None = None,
         backward: bool = True,
-        reduces_in_flight: int = 2,
     ) -> Schedule:
         """Plans a step.
 
@@ -177,10 +160,8 @@ class Schedule:
                 order, where the strategy reshards after forward (>= 1, default prefetch + 1); other
                 units have a slot each. Or the slot of every unit: plans another order for a run
                 whose slots are given.
-            trainable: the units whose gradients are reduced; default all.
             backward: False plans evaluation: the forward alone; units are released after their last
                 use.
-            reduces_in_flight: how many reduces may be unfinished at once. >= 1.
 
         Raises:
             ValueError: an argument is not as described (the message names it), or ``slots`` gives
@@ -191,11 +172,9 @@ class Schedule:
                 raise ValueError(f"strategy is {strategy!r}; it must be one of {[*STRATEGIES]}")
             strategy = STRATEGIES[strategy]
         _check_at_least("prefetch", prefetch, 0)
-        _check_at_least("reduces_in_flight", reduces_in_flight, 1)
         order = tuple(order)
         calls = _calls(order)
-        _check_at_least("the smallest of trainable", min(trainable or {0}), 0)
-        num_units = 1 + max(*(call.unit for call in calls), *(trainable or {0}))
+        num_units = 1 + max((call.unit for call in calls), default=0)
         if slots is None:
             slots = prefetch + 1
         if isinstance(slots, int):
@@ -208,7 +187,7 @@ class Schedule:
         if strategy.shard_params:
             _plan_gathers(table, step, slot_of, prefetch)
         if backward:
-            _plan_reduces(table, step, trainable, reduces_in_flight)
+            _plan_reduces(table, step)
         actions = {trigger: tuple(listed) for trigger, listed in table.items()}
         return cls(order, slot_of, 1 + max(slot_of), actions)
 
@@ -357,21 +336,17 @@ def _plan_gathers(table: _Table, step: _Step, slot_of: tuple[int, ...], prefetch
             add(trigger, Verb.GATHER, *ahead[trigger])
 
 
-def _plan_reduces(
-    table: _Table, step: _Step, trainable: Collection[int] | None, in_flight: int
-) -> None:
-    """Adds each trainable unit's reduce after its last use, when its gradient is complete."""
+def _plan_reduces(table: _Table, step: _Step) -> None:
+    """Adds each unit's reduce after its last use, when its gradient is complete."""
     last_use = {use.unit: use for use in step.uses}
     reduced: list[int] = []
     for _, end, unit in sorted(last_use.values(), key=lambda use: use.end):
-        if trainable is not None and unit not in trainable:
-            continue
         actions = table[step.triggers[step.once_from(end, len(step.triggers) - 1)]]
-        if len(reduced) >= in_flight:
-            actions.append(Action(Verb.WAIT_REDUCE, reduced[-in_flight], -1))
+        if len(reduced) >= REDUCES_IN_FLIGHT:
+            actions.append(Action(Verb.WAIT_REDUCE, reduced[-REDUCES_IN_FLIGHT], -1))
         actions.append(Action(Verb.REDUCE, unit, -1))
         reduced.append(unit)
-    table[END] += [Action(Verb.WAIT_REDUCE, unit, -1) for unit in reduced[-in_flight:]]
+    table[END] += [Action(Verb.WAIT_REDUCE, unit, -1) for unit in reduced[-REDUCES_IN_FLIGHT:]]
 
 
 _MIRROR = {Phase.PRE_FORWARD: Phase.POST_BACKWARD, Phase.POST_FORWARD: Phase.PRE_BACKWARD}

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 import shardcomm.schedule
 from shardcomm.schedule import (
     END,
+    REDUCES_IN_FLIGHT,
     STRATEGIES,
     Action,
     Phase,
     Schedule,
     Trigger,
     Verb,
-    forward_order,
 )
 
 CASES = settings(max_examples=1000, deadline=None, print_blob=True)
@@ -84,24 +84,20 @@ def orders(draw, max_units=8, repeats=True):
 def cases(draw, **kwargs):
     """An order and the arguments to plan it with."""
     order = draw(orders(**kwargs))
-    num_units = 1 + max(unit for _, unit in order)
     return order, {
         "strategy": draw(st.sampled_from([*STRATEGIES])),
         "prefetch": draw(st.integers(0, 4)),
         "slots": draw(st.none() | st.integers(1, 5)),
-        "trainable": draw(st.none() | st.sets(st.integers(0, num_units - 1))),
         "backward": draw(st.booleans()),
-        "reduces_in_flight": draw(st.integers(1, 3)),
     }
 
 
 class Replay:
     """Carries out a step's actions, and fails where they would use or overwrite the wrong thing."""
 
-    def __init__(self, schedule, order, *, sharded=True, backward=True, reduces_in_flight=2):
+    def __init__(self, schedule, order, *, sharded=True, backward=True):
         self.schedule = schedule
         self.sharded = sharded
-        self.reduces_in_flight = reduces_in_flight
         self.step = step_of(order, backward)
         self.slots = {}  # slot -> unit in it, arrived or on its way
         self.arrived = set()
@@ -166,7 +162,7 @@ class Replay:
         assert self.to_come[post_backward(unit)] == 0, f"{self.trigger}: gradient incomplete"
         self.reduced.append(unit)
         self.unfinished.append(unit)
-        assert len(self.unfinished) <= self.reduces_in_flight
+        assert len(self.unfinished) <= REDUCES_IN_FLIGHT
 
     def wait_reduce(self, unit, slot):
         assert slot == -1
@@ -179,7 +175,6 @@ def replay(order, arguments, schedule=None):
         order,
         sharded=arguments["strategy"] != "no_shard",
         backward=arguments["backward"],
-        reduces_in_flight=arguments["reduces_in_flight"],
     )
 
 
@@ -189,8 +184,7 @@ def test_any_step_finds_what_it_uses_reduces_each_unit_once_and_leaves_nothing_b
     order, arguments = case
     done = replay(order, arguments)  # asserts at each trigger that what is in use is there
     called = {unit for _, unit in order}
-    trainable = called if arguments["trainable"] is None else arguments["trainable"] & called
-    assert sorted(done.reduced) == (sorted(trainable) if arguments["backward"] else [])
+    assert sorted(done.reduced) == (sorted(called) if arguments["backward"] else [])
     assert not done.slots
     assert not done.unfinished
 
@@ -230,9 +224,8 @@ def test_units_called_once_go_and_are_reduced_right_after_their_last_use(case):
     for unit in {unit for _, unit in order}:
         last = post_backward(unit) if arguments["backward"] else post(unit)
         verbs = {action.verb for action in schedule.actions[last] if action.unit == unit}
-        trainable = arguments["trainable"] is None or unit in arguments["trainable"]
         assert (Verb.RELEASE in verbs) == (arguments["strategy"] != "no_shard")
-        assert (Verb.REDUCE in verbs) == (trainable and arguments["backward"])
+        assert (Verb.REDUCE in verbs) == arguments["backward"]
 
 
 @CASES
@@ -246,7 +239,6 @@ def test_planning_is_deterministic(case):
 @given(cases(), orders())
 def test_another_order_is_planned_with_the_slots_of_the_first(case, observed):
     order, arguments = case
-    arguments |= {"trainable": None}
     every_unit = tuple(trigger for unit in range(8) for trigger in call(unit))
     used = {unit for _, unit in order}
     flat = order + tuple(trigger for trigger in every_unit if trigger.unit not in used)
@@ -383,29 +375,21 @@ def test_a_unit_called_first_and_last_costs_no_gather_more_than_its_slot_require
 
 
 def test_no_shard_only_reduces():
-    schedule = Schedule.plan(forward_order([-1, 0, 0]), "no_shard")
+    schedule = Schedule.plan(call(0, call(1), call(2)), "no_shard")
     verbs = {action.verb for actions in schedule.actions.values() for action in actions}
     assert verbs == {Verb.REDUCE, Verb.WAIT_REDUCE}
     assert schedule.num_slots == 3
 
 
 def test_an_unused_unit_has_a_slot_and_no_actions():
-    schedule = Schedule.plan(call(0, call(1), call(3)), trainable=range(6))
+    schedule = Schedule.plan(call(0, call(1), call(3)), slots=range(6))
     assert len(schedule.slot_of) == 6
     units = {action.unit for actions in schedule.actions.values() for action in actions}
     assert units == {0, 1, 3}
 
 
-def test_forward_order_nests_children_in_their_parents():
-    order = forward_order([-1, 0, 1, 1, 0])
-    assert order == call(0, call(1, call(2), call(3)), call(4))
-    assert forward_order([-1, -1]) == chain(2)
-    with pytest.raises(ValueError, match=r"parents\[1\] is 1"):
-        forward_order([-1, 1])
-
-
 def test_the_drawing_at_the_top_of_the_file_is_the_real_one():
-    drawing = repr(Schedule.plan(forward_order([-1, 0, 0, 0])))
+    drawing = repr(Schedule.plan(call(0, call(1), call(2), call(3))))
     documentation = inspect.cleandoc(shardcomm.schedule.__doc__)
     assert all(f"    {line}\n" in documentation for line in drawing.splitlines())
     assert len(drawing.splitlines()) == 1 + 17
@@ -428,8 +412,6 @@ def test_the_drawing_at_the_top_of_the_file_is_the_real_one():
         ({"slots": (0, 1, -1)}, r"slots is \(0, 1, -1\)"),
         ({"slots": (0, 0, 1)}, "slots gives unit 0 and unit 1 inside it one slot"),
         ({"slots": (2, 0, 0), "strategy": "no_shard"}, "no_shard each unit needs its own"),
-        ({"reduces_in_flight": 0}, "reduces_in_flight is 0"),
-        ({"trainable": {-1}}, "smallest of trainable is -1"),
     ],
 )
 def test_what_cannot_be_planned_is_refused_by_name(changed, message):
