@@ -3,8 +3,8 @@
 - pack and unpack one Llama-3-8B block and one GPT-2 block: fraction of the bandwidth that a large copy reaches in the
   same run, bytes counted read plus written (target: 0.9 for the Llama block).
 - the shapes of 8 ranks, rank 0's work: FSDP2's cast, copy-in and copy-out against our one cast (target: 4 times in
-  bytes and in time); its chunk-cat against our pack; its cast and foreach add of the reduced gradients against our
-  one unpack (target: never slower).
+  bytes and in time); its copy-out and its chunk-cat against our plans of the same copies; its chunk-cat against our pack;
+  its cast and additions of the reduced gradients against our one unpack (target: never slower).
 - 1,000 tensors of 4 KiB: one launch against torch._foreach_copy_ (target: 5 times).
 - host time to issue a unit's gather and its reduce, one rank (target: 15 us each).
 
@@ -123,12 +123,11 @@ def copies(place: Place, rounds: int, report: Report) -> None:
                 report.bounds.append(Bound(f"{label}, of limit", fraction, at_least=0.9))
 
 
-def against_fsdp2(place: Place, rounds: int, report: Report) -> None:
-    """Rank 0's copies of one gather and one reduce among 8 ranks."""
-    f32, bf16 = torch.float32, torch.bfloat16
+def gathers(place: Place, rounds: int, report: Report) -> None:
+    """Rank 0's copies of one gather among 8 ranks. Every first dimension here divides by 8."""
+    bf16 = torch.bfloat16
     for block, shapes in blocks(place).items():
         numels = [math.prod(shape) for shape in shapes]
-        # FSDP2's shards: dim 0 in equal chunks, padded. Here every one divides.
         parts = [n // RANKS for n in numels]
         shards = [place.random(n) for n in parts]
         gather_input = torch.empty(sum(parts), dtype=bf16, device=place.device)
@@ -136,11 +135,23 @@ def against_fsdp2(place: Place, rounds: int, report: Report) -> None:
         gathered = place.random(RANKS * sum(parts), dtype=bf16)
         full = [torch.empty(RANKS, n, dtype=bf16, device=place.device) for n in parts]
 
+        def fsdp2_copy_out() -> None:
+            torch.split_with_sizes_copy(gathered.view(RANKS, -1), parts, dim=1, out=full)  # noqa: B023
+
         def fsdp2_gather() -> None:
             casts = torch.split(cast, parts)  # noqa: B023
             torch._foreach_copy_(casts, shards)  # noqa: B023
             torch._foreach_copy_(torch.split(gather_input, parts), casts)  # noqa: B023
-            torch.split_with_sizes_copy(gathered.view(RANKS, -1), parts, dim=1, out=full)  # noqa: B023
+            fsdp2_copy_out()  # noqa: B023
+
+        copied = [torch.empty_like(each) for each in full]
+        copy_out = CopyPlan.copy_out(parts, RANKS, bf16, bf16).bind([gathered], copied)
+        copy_out.run()
+        fsdp2_gather()
+        for mine, peers in zip(copied, full, strict=True):
+            require_equal("copy-out", mine, peers)
+        theirs, ours = contest(place, rounds, fsdp2_copy_out, copy_out.run)
+        result(report, f"{block}: copy-out, were it needed", ours, theirs, at_least=1.0)
 
         comm = Communicator.local_group(1, device=place.device)[0]
         shard = place.random(sum(parts))
@@ -153,46 +164,52 @@ def against_fsdp2(place: Place, rounds: int, report: Report) -> None:
         our_gather()
         require_equal("gather", own_slice, shard.to(bf16))
         theirs, ours = contest(place, rounds, fsdp2_gather, our_gather)
+        result(report, f"{block}: gather's copies", ours, theirs, at_least=4.0)
         n = sum(numels)
         nbytes = (n / RANKS * 10 + 4 * n) / (n / RANKS * 6)
-        result(report, f"{block}: gather's copies", ours, theirs, at_least=4.0)
         report.bounds.append(Bound(f"{block}: gather's bytes, FSDP2 / ours", nbytes, at_least=4.0))
 
-        for reduce_dtype in (bf16, f32):
-            grads = [place.random(*shape, dtype=bf16) for shape in shapes]
-            scatter_input = torch.empty(RANKS, sum(parts), dtype=reduce_dtype, device=place.device)
-            layout = Layout.plan(specs(shapes, 0), RANKS, itemsize=2)
-            flat = torch.zeros(layout.flat_numel, dtype=reduce_dtype, device=place.device)
-            pack = CopyPlan.pack(
-                [p.numel for p in layout.placements],
-                [p.offset for p in layout.placements],
-                bf16,
-                reduce_dtype,
-                layout.gaps(),
-            ).bind(grads, [flat])
+
+def reduces(place: Place, rounds: int, report: Report) -> None:
+    """Rank 0's copies of one reduce among 8 ranks."""
+    f32, bf16 = torch.float32, torch.bfloat16
+    for block, shapes in blocks(place).items():
+        parts = [math.prod(shape) // RANKS for shape in shapes]
+        grads = [place.random(*shape, dtype=bf16) for shape in shapes]
+        layout = Layout.plan(specs(shapes, 0), RANKS, itemsize=2)
+        sizes = [p.numel for p in layout.placements]
+        offsets = [p.offset for p in layout.placements]
+        for dtype in (bf16, f32):
+            flat = torch.zeros(layout.flat_numel, dtype=dtype, device=place.device)
+            pack = CopyPlan.pack(sizes, offsets, bf16, dtype, layout.gaps()).bind(grads, [flat])
             pack.run()
-            for p, grad in zip(layout.placements, grads, strict=True):
-                require_equal(
-                    "reduce", flat[p.offset : p.offset + p.numel], grad.flatten().to(reduce_dtype)
-                )
+            for offset, grad in zip(offsets, grads, strict=True):
+                piece = flat[offset : offset + grad.numel()]
+                require_equal("pack", piece, grad.flatten().to(dtype))
+            chunks = torch.empty(RANKS, sum(parts), dtype=dtype, device=place.device)
+            interleaved = torch.empty_like(chunks)
+            ours_too = CopyPlan.chunk_cat(shapes, RANKS, bf16, dtype).bind(grads, [interleaved])
+            ours_too.run()
 
             def chunk_cat() -> None:
-                torch._chunk_cat(grads, 0, RANKS, out=scatter_input)  # noqa: B023
+                torch._chunk_cat(grads, 0, RANKS, out=chunks)  # noqa: B023
 
-            theirs, ours = contest(place, rounds, chunk_cat, pack.run)
-            label = f"{block}: reduce's copy-in, bf16 to {str(reduce_dtype)[6:]}"
-            result(report, label, ours, theirs, at_least=1.0)
+            chunk_cat()
+            require_equal("chunk-cat", interleaved, chunks)
+            theirs, same, ours = contest(place, rounds, chunk_cat, ours_too.run, pack.run)
+            name = str(dtype).removeprefix("torch.")
+            result(report, f"{block}: chunk-cat, bf16 to {name}", same, theirs, at_least=1.0)
+            result(report, f"{block}: pack, bf16 to {name}", ours, theirs, at_least=1.0)
 
         reduced = place.random(sum(parts), dtype=bf16)
-        grads_so_far = [torch.zeros(n, device=place.device) for n in parts]
+        totals = [torch.zeros(n, device=place.device) for n in parts]
         own = torch.zeros(sum(parts), device=place.device)
-        accumulate = CopyPlan.unpack([sum(parts)], [0], bf16, f32).bind(
-            [reduced], [own], accumulate=True
-        )
+        plan = CopyPlan.unpack([sum(parts)], [0], bf16, f32)
+        accumulate = plan.bind([reduced], [own], accumulate=True)
 
         def fsdp2_accumulate() -> None:
             new = torch.split(reduced.to(f32), parts)  # noqa: B023
-            for total, part in zip(grads_so_far, new, strict=True):  # noqa: B023
+            for total, part in zip(totals, new, strict=True):  # noqa: B023
                 total.add_(part)
 
         accumulate.run()
@@ -278,7 +295,8 @@ def main() -> None:
         place = Place(device, 1 << 24, 1)
     report = Report(["operation", "ours, median (p10-p90)", "theirs, or bandwidth", "ratio"])
     copies(place, args.rounds, report)
-    against_fsdp2(place, args.rounds, report)
+    gathers(place, args.rounds, report)
+    reduces(place, args.rounds, report)
     many_small(place, args.rounds, report)
     host_time(place, args.rounds, report)
     report.finish(args)

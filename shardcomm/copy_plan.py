@@ -14,8 +14,10 @@ columns of a matrix. However many segments there are, a run is one call into the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -113,6 +115,57 @@ class CopyPlan:
             Segment(0, i, offset, size, 0, size, 1, size)
             for i, (size, offset) in enumerate(zip(sizes, offsets, strict=True))
         ]
+        return cls(tuple(segments), src_dtype, dst_dtype)
+
+    @classmethod
+    def copy_out(
+        cls, sizes: Sequence[int], ranks: int, src_dtype: torch.dtype, dst_dtype: torch.dtype
+    ) -> CopyPlan:
+        """FSDP2's copy-out, `torch.split_with_sizes_copy` on dim 1.
+
+        A gathered tensor of shape (ranks, sum(sizes)), where each rank's parts lie side by side,
+        goes to tensor i of shape (ranks, sizes[i]).
+        """
+        total = sum(sizes)
+        starts = accumulate(sizes, initial=0)
+        segments = [
+            Segment(0, i, start, total, 0, size, ranks, size)
+            for i, (size, start) in enumerate(zip(sizes, starts, strict=False))
+        ]
+        return cls(tuple(segments), src_dtype, dst_dtype)
+
+    @classmethod
+    def chunk_cat(
+        cls,
+        shapes: Sequence[Sequence[int]],
+        chunks: int,
+        src_dtype: torch.dtype,
+        dst_dtype: torch.dtype,
+    ) -> CopyPlan:
+        """FSDP2's copy-in of gradients, `torch._chunk_cat` on dim 0.
+
+        Tensor i is cut on dim 0 into `chunks` of equal size, with zeros where it ends too early;
+        chunk c of all tensors, side by side, is row c of the flat destination.
+        """
+        per_chunk = [-(-shape[0] // chunks) for shape in shapes]
+        sizes = [rows * math.prod(shape[1:]) for rows, shape in zip(per_chunk, shapes, strict=True)]
+        total = sum(sizes)
+        starts = accumulate(sizes, initial=0)
+        segments = []
+        for i, (shape, size, start) in enumerate(zip(shapes, sizes, starts, strict=False)):
+            if size == 0:
+                continue
+            full, rest = divmod(math.prod(shape), size)
+            segments.append(Segment(i, 0, 0, size, start, total, full, size))
+            if full < chunks:
+                end = full * total + start
+                missing = size - rest
+                empty = chunks - full - 1
+                segments += [
+                    Segment(i, 0, full * size, rest, end, rest, 1, rest),
+                    Segment(ZEROS, 0, 0, missing, end + rest, missing, 1, missing),
+                    Segment(ZEROS, 0, 0, size, end + total, total, empty, size),
+                ]
         return cls(tuple(segments), src_dtype, dst_dtype)
 
     def run(

@@ -187,6 +187,29 @@ def test_unpack_undoes_pack() -> None:
     assert all(map(torch.equal, back, tensors))
 
 
+@pytest.mark.parametrize("dst_dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+def test_copy_out_is_torchs_split_with_sizes_copy(ranks: int, dst_dtype: torch.dtype) -> None:
+    sizes = [5, 0, 128, 1, 77]
+    gathered = values(ranks * sum(sizes), torch.bfloat16, 1)
+    ours = [torch.zeros(ranks, size, dtype=dst_dtype) for size in sizes]
+    theirs = [torch.zeros(ranks, size, dtype=torch.bfloat16) for size in sizes]
+    CopyPlan.copy_out(sizes, ranks, torch.bfloat16, dst_dtype).run([gathered], ours)
+    torch.split_with_sizes_copy(gathered.view(ranks, -1), sizes, dim=1, out=theirs)
+    assert all(torch.equal(a, b.to(dst_dtype)) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("dst_dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("chunks", [1, 2, 3, 8, 50])
+def test_chunk_cat_is_torchs(chunks: int, dst_dtype: torch.dtype) -> None:
+    shapes = [(8, 3), (1,), (17, 2, 5), (3, 1), (40,), (9, 64)]
+    grads = [values(torch.Size(shape).numel(), torch.bfloat16, 2).view(shape) for shape in shapes]
+    expected = torch._chunk_cat(grads, 0, chunks)
+    flat = values(expected.numel(), dst_dtype, 3)
+    CopyPlan.chunk_cat(shapes, chunks, torch.bfloat16, dst_dtype).run(grads, [flat])
+    assert torch.equal(flat.view(chunks, -1), expected.to(dst_dtype))
+
+
 def test_rectangles_without_gaps_become_one_row() -> None:
     (tile,) = CopyPlan(
         (Segment(0, 0, 2, 8, 3, 8, 100, 8),), torch.float32, torch.float32
