@@ -3,7 +3,7 @@
 - pack and unpack one Llama-3-8B block and one GPT-2 block: fraction of the bandwidth that a large copy reaches in the
   same run, bytes counted read plus written (target: 0.9 for the Llama block).
 - the shapes of 8 ranks, rank 0's work: FSDP2's cast, copy-in and copy-out against our one cast (target: 4 times in
-  bytes and in time); its copy-out and its chunk-cat against our plans of the same copies; its chunk-cat against our pack;
+  bytes and in time); its copy-out and its chunk-cat against our plans of the same copies, and against our pack;
   its cast and additions of the reduced gradients against our one unpack (target: never slower).
 - 1,000 tensors of 4 KiB: one launch against torch._foreach_copy_ (target: 5 times).
 - host time to issue a unit's gather and its reduce, one rank (target: 15 us each).
@@ -142,7 +142,7 @@ def gathers(place: Place, rounds: int, report: Report) -> None:
             casts = torch.split(cast, parts)  # noqa: B023
             torch._foreach_copy_(casts, shards)  # noqa: B023
             torch._foreach_copy_(torch.split(gather_input, parts), casts)  # noqa: B023
-            fsdp2_copy_out()  # noqa: B023
+            fsdp2_copy_out()
 
         copied = [torch.empty_like(each) for each in full]
         copy_out = CopyPlan.copy_out(parts, RANKS, bf16, bf16).bind([gathered], copied)
