@@ -1,0 +1,127 @@
+// The `local` transport on a device under the sanitizers, without a GPU: streams that are threads,
+// so that work which is not ordered by events is a race that the thread sanitizer sees.
+#include <algorithm>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <memory>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "fake_cuda.h"
+#include "shardcomm/communicator.h"
+#include "shardcomm/stream.h"
+
+namespace {
+
+using namespace shardcomm;
+using Comm = std::shared_ptr<Communicator>;
+
+constexpr int kRanks = 4;
+constexpr int kRounds = 300;
+constexpr std::int64_t kMost = 2000;  // elements of a rank's part
+
+void require(bool holds, const std::string& claim) {
+  if (holds) return;
+  std::fprintf(stderr, "not so: %s\n", claim.c_str());
+  std::_Exit(1);
+}
+
+float value(int round, int rank, std::int64_t i) {
+  return static_cast<float>((round * 7 + rank * 3 + i) % 17 - 8);
+}
+
+void fill(const std::unique_ptr<Stream>& stream, float* data, int round, int rank,
+          std::int64_t count) {
+  fake_enqueue(static_cast<cudaStream_t>(stream->native()), [=] {
+    for (std::int64_t i = 0; i < count; ++i) data[i] = value(round, rank, i);
+  });
+}
+
+template <class Expected>
+void check(const std::unique_ptr<Stream>& stream, const float* data, std::int64_t count,
+           const char* what, Expected expected) {
+  fake_enqueue(static_cast<cudaStream_t>(stream->native()), [=] {
+    for (std::int64_t i = 0; i < count; ++i) require(data[i] == expected(i), what);
+  });
+}
+
+// As an engine does it: what computes is one stream, gathers and reduces two others, and only
+// events order them. No host waits but where ranks meet.
+void rank_main(const Comm& comm, std::uint32_t seed) {
+  cudaSetDevice(0);
+  std::mt19937 choose(seed);  // the same on every rank
+  const int rank = comm->rank();
+  const auto compute = make_cuda_stream(0);
+  const auto gathers = make_cuda_stream(0);
+  const auto reduces = make_cuda_stream(0);
+  const auto bytes = static_cast<std::size_t>(kRanks * kMost) * sizeof(float);
+  const auto window = comm->allocate(bytes, Use::gather);
+  const auto own = comm->allocate(bytes, Use::reduce);
+  require(window->device() == 0 && own->device() == 0, "memory is on the device");
+  std::vector<float> part(kMost);
+  std::vector<float> whole(kRanks * kMost);
+  std::vector<float> result(kMost);
+  for (int round = 0; round < kRounds; ++round) {
+    const std::int64_t n = choose() % kMost + 1;
+    const bool in_window = choose() % 2 == 0;
+    auto* full = in_window ? static_cast<float*>(window->data()) : whole.data();
+    fill(compute, part.data(), round, rank, n);
+    gathers->wait(compute->record());
+    comm->all_gather(part.data(), DType::f32, full, DType::f32, n, 0, gathers->native());
+    compute->wait(gathers->record());
+    check(compute, full, kRanks * n, "gathered",
+          [=](std::int64_t i) { return value(round, static_cast<int>(i / n), i % n); });
+
+    const bool in_memory = choose() % 2 == 0;
+    auto* grads = in_memory ? static_cast<float*>(own->data()) : whole.data();
+    compute->wait(reduces->record());  // the last reduce has read them
+    fill(compute, grads, round, rank, kRanks * n);
+    reduces->wait(compute->record());
+    comm->reduce_scatter(grads, DType::f32, result.data(), {}, n, RedOp::sum, 0, reduces->native());
+    compute->wait(reduces->record());
+    check(compute, result.data(), n, "reduced", [=](std::int64_t i) {
+      float sum = 0;
+      for (int r = 0; r < kRanks; ++r) sum += value(round, r, rank * n + i);
+      return sum;
+    });
+
+    if (choose() % 4 == 0) {
+      fill(compute, result.data(), round, rank, n);
+      reduces->wait(compute->record());
+      comm->all_reduce(result.data(), DType::f32, n, RedOp::max, reduces->native());
+      compute->wait(reduces->record());
+      check(compute, result.data(), n, "all-reduced", [=](std::int64_t i) {
+        float most = value(round, 0, i);
+        for (int r = 1; r < kRanks; ++r) most = std::max(most, value(round, r, i));
+        return most;
+      });
+    }
+    if (choose() % 4 == 0) {
+      const int root = static_cast<int>(choose() % kRanks);
+      fill(compute, result.data(), round, rank, n);
+      gathers->wait(compute->record());
+      comm->broadcast(result.data(), static_cast<std::size_t>(n) * sizeof(float), root,
+                      gathers->native());
+      compute->wait(gathers->record());
+      check(compute, result.data(), n, "broadcast",
+            [=](std::int64_t i) { return value(round, root, i); });
+    }
+  }
+  compute->record()->wait();
+}
+
+}  // namespace
+
+int main() {
+  const std::uint32_t seed = std::random_device()();
+  std::printf("seed %u\n", seed);
+  const auto group = make_local_group(kRanks, {60}, 0);
+  std::vector<std::thread> ranks;
+  for (const Comm& comm : group) ranks.emplace_back([&comm, seed] { rank_main(comm, seed); });
+  for (std::thread& rank : ranks) rank.join();
+  std::puts("good");
+  return 0;
+}
