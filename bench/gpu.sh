@@ -3,8 +3,8 @@
 #
 #   bench/gpu.sh [FOLDER]    figures as JSON, and each step's output, go to FOLDER (default: bench/results)
 #
-# In an environment with torch, Triton, pybind11, cmake, ninja, setuptools, tqdm, pytest and hypothesis; PYTHON names
-# its interpreter. A step that fails does not stop the next; the exit status is 1 if any failed.
+# In an environment with torch, numpy, Triton, pybind11, cmake, ninja, setuptools, tqdm, pytest and hypothesis; PYTHON
+# names its interpreter. A step that fails does not stop the next; the exit status is 1 if any failed.
 set -u
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
@@ -26,16 +26,16 @@ step() {  # name, seconds, command...
 }
 
 export SHARDCOMM_CUDA=on
-step build 240 "$python" -m pip install -q --no-build-isolation --no-deps -e .
+step build 180 "$python" -m pip install -q --no-build-isolation --no-deps -e .
 step doctor 30 "$python" -m shardcomm doctor
 cat "$out/gpu-doctor.txt"
-step tests 200 "$python" -m pytest -q -m gpu -p no:cacheprovider
-step kernels 90 "$python" bench/gpu_kernels.py --json "$out/gpu_kernels.json" --check
-step engine 120 "$python" bench/gpu_engine.py --json "$out/gpu_engine.json" --check
+step tests 150 "$python" -m pytest -q -m gpu -p no:cacheprovider
+step kernels 60 "$python" bench/gpu_kernels.py --json "$out/gpu_kernels.json" --check
+step engine 90 "$python" bench/gpu_engine.py --json "$out/gpu_engine.json" --check
 sanitizer=$(command -v compute-sanitizer || echo /usr/local/cuda/bin/compute-sanitizer)
 if [ -x "$sanitizer" ]; then
     for tool in memcheck racecheck; do
-        step "$tool" 60 "$sanitizer" --tool "$tool" --error-exitcode 9 \
+        step "$tool" 50 "$sanitizer" --tool "$tool" --error-exitcode 9 \
             "$python" -m pytest -q -m gpu -p no:cacheprovider tests/test_copy_cuda.py
     done
 else

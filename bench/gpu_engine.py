@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -102,13 +103,19 @@ class Ranks:
         self.make = make
         self.join = join
         self.threads = [ThreadPoolExecutor(1) for _ in range(ranks)]
+        self.streams = [
+            torch.cuda.stream(torch.cuda.Stream())
+            if torch.cuda.is_available()
+            else contextlib.nullcontext()
+            for _ in range(ranks)
+        ]
         self.trainers: list[Trainer | None] = [None] * ranks
         self.losses: list[list[float]] = [[] for _ in range(ranks)]
 
     def together(self, body: Callable[[int], None]) -> None:
         def alone(rank: int) -> None:
             # Autograd's own thread of the device would run the ranks' backwards one after the other.
-            with torch.autograd.set_multithreading_enabled(False):
+            with self.streams[rank], torch.autograd.set_multithreading_enabled(False):
                 body(rank)
 
         running = [thread.submit(alone, rank) for rank, thread in enumerate(self.threads)]
@@ -176,14 +183,9 @@ def measure(
             synchronize(device)
             samples[name].append((time.perf_counter() - start) / 2)
 
-    first, *others = (ranks.losses for ranks in contenders.values())
-    for losses in others:
-        torch.testing.assert_close(
-            torch.tensor(losses)[:, :WARM_UP_STEPS],
-            torch.tensor(first)[:, :WARM_UP_STEPS],
-            rtol=2e-2,
-            atol=2e-2,
-        )
+    first, second = (torch.tensor(ranks.losses)[:, :WARM_UP_STEPS] for ranks in contenders.values())
+    difference = float(((first - second).abs() / second.abs()).max())
+    report.bounds.append(Bound(f"{label}: losses differ by", difference, at_most=0.02))
     times = {name: Times(tuple(values)) for name, values in samples.items()}
     mine, peer = times["shardcomm"], times["FSDP2"]
     for name, measured in times.items():
@@ -222,6 +224,12 @@ def one_rank_group(device: torch.device) -> Iterator[None]:
 def alone(size: Size, device: torch.device, rounds: int, report: Report) -> None:
     with one_rank_group(device):
         comm = shardcomm.Communicator.local_group(1, device=device)[0]
+        # What CUDA loads when it is first used must not count as the first contender's memory.
+        tiny = Size(width=64, layers=1, context=8, batch=1)
+        for make in (lambda rank: ours(tiny, comm), lambda rank: fsdp2(tiny, device, 1)):
+            ranks = Ranks(1, make)
+            ranks.build()
+            ranks.steps(1)
         contenders = {
             "shardcomm": Ranks(1, lambda rank: ours(size, comm)),
             "FSDP2": Ranks(1, lambda rank: fsdp2(size, device, 1)),
@@ -229,8 +237,41 @@ def alone(size: Size, device: torch.device, rounds: int, report: Report) -> None
         measure(contenders, device, rounds, report, "alone")
 
 
+def order_on_streams() -> None:
+    """torch's threaded group copies all ranks' tensors in one thread, and takes no notice of streams: here it does."""
+    join = multi_threaded_pg.Collective.join
+    lock = threading.Lock()
+    before: dict[int, list[torch.cuda.Event]] = {}
+
+    def ordered(self: Any, rank: int, data: object) -> Any:
+        event = torch.cuda.Event()
+        event.record()
+        with lock:
+            before.setdefault(id(self), []).append(event)
+        work = self._collective.work
+
+        def after_all(tensors: object) -> None:
+            with lock:
+                arrived = before.pop(id(self))
+            for each in arrived:
+                each.wait()
+            work(tensors)
+            self.done = torch.cuda.Event()
+            self.done.record()
+
+        if rank == 0:
+            self._collective.work = after_all
+        result = join(self, rank, data)
+        self.done.wait()
+        return result
+
+    multi_threaded_pg.Collective.join = ordered
+
+
 def as_threads(size: Size, device: torch.device, ranks: int, rounds: int, report: Report) -> None:
     comms = shardcomm.Communicator.local_group(ranks, device=device)
+    if device.type == "cuda":
+        order_on_streams()
     multi_threaded_pg._install_threaded_pg()  # type: ignore[no-untyped-call]
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
     store = dist.HashStore()

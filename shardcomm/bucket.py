@@ -150,7 +150,9 @@ class Bucket:
     @torch.no_grad()
     def load(self, tensors: Sequence[torch.Tensor]) -> None:
         """Keeps this rank's rows of the full parameters `tensors`, in the layout's order. No communication."""
-        self._check_full("load", "tensors", tensors)
+        self._check_count("load", "tensors", tensors)
+        for tensor, placement in zip(tensors, self.layout.placements, strict=True):
+            _check_shape("load", "tensors", tensor, placement)
         for tensor, shard, (placement, piece) in zip(
             tensors, self.shards, self._placed(), strict=True
         ):
@@ -187,7 +189,6 @@ class Bucket:
         zeros. Where any has `reduce_dtype` instead (a sum of gradients), all are packed from that. With `async_op`
         returns at once; `shard.grad` is right after `wait()`.
         """
-        self._check_full("reduce_scatter", "grads", grads)
         stream = self._side_streams().reduce if async_op and self._has_peers else None
         accumulate = self.shard.grad is not None
         dtype = self.param_dtype
@@ -195,10 +196,9 @@ class Bucket:
             grad is not None and grad.dtype == self.reduce_dtype for grad in grads
         ):
             dtype = self.reduce_dtype
-        sources = [
-            None if grad is None else _as_stored(grad, placement, dtype)
-            for grad, placement in zip(grads, self.layout.placements, strict=True)
-        ]
+        sources = self._stored("reduce_scatter", "grads", grads, dtype)
+        if not accumulate and "grad" not in vars(self):
+            vars(self)["grad"] = torch.empty_like(self.shard)  # all of it is written
         shard_grad = self.grad  # may be zeroed now, which belongs to what was computed so far
         if not self._has_peers and (shard_grad.dtype in FLOATS or not accumulate):
             self._pack(sources, dtype, shard_grad, None, accumulate=accumulate)
@@ -226,6 +226,12 @@ class Bucket:
     @cached_property
     def shard_grads(self) -> tuple[torch.Tensor, ...]:  # noqa: D102
         return tuple(_shard_view(self.grad, p, piece) for p, piece in self._placed())
+
+    def drop_gradient(self) -> None:
+        """Gives the gradient's memory back until the next reduce."""
+        self.shard.grad = None
+        for name in ("grad", "shard_grads"):
+            vars(self).pop(name, None)
 
     @property
     def gradient_bytes(self) -> int:
@@ -268,7 +274,7 @@ class Bucket:
         *,
         accumulate: bool = False,
     ) -> None:
-        """Packs `sources`, all of `dtype`, into `flat`: always the same one of this bucket."""
+        """Packs `sources`, all of `dtype`, into `flat`: the reduce buffer, or the gradient."""
         if (dtype, accumulate) not in self._packs:
             plan = CopyPlan.pack(
                 [p.numel for p in self.layout.placements],
@@ -281,7 +287,8 @@ class Bucket:
             self._packs[dtype, accumulate] = bound
         # Past the checks of `set_sources`: reduce_scatter has made them, at a fraction of their cost.
         pack = self._packs[dtype, accumulate]
-        pack.core.set_sources([0 if s is None else s.data_ptr() for s in sources])
+        addresses = [0 if source is None else source.data_ptr() for source in sources]
+        pack.core.set_operands(addresses, [flat.data_ptr()])
         pack.run(stream)
 
     @property
@@ -302,20 +309,40 @@ class Bucket:
         rank = self.comm.rank
         return [(p, self.layout.piece(rank, i)) for i, p in enumerate(self.layout.placements)]
 
-    def _check_full(
+    def _stored(
+        self,
+        operation: str,
+        name: str,
+        tensors: Sequence[torch.Tensor | None],
+        dtype: torch.dtype,
+    ) -> list[torch.Tensor | None]:
+        """As the pack plan reads them; ValueError for another shape than the layout's."""
+        self._check_count(operation, name, tensors)
+        stored: list[torch.Tensor | None] = []
+        for tensor, placement in zip(tensors, self.layout.placements, strict=True):
+            if tensor is None:
+                stored.append(None)
+                continue
+            _check_shape(operation, name, tensor, placement)
+            stored.append(_as_stored(tensor, placement, dtype))
+        return stored
+
+    def _check_count(
         self, operation: str, name: str, tensors: Sequence[torch.Tensor | None]
     ) -> None:
-        placements = self.layout.placements
-        if len(tensors) != len(placements):
+        if len(tensors) != len(self.layout.placements):
             raise ValueError(
-                f"{operation}: {name} has {len(tensors)} entries; the layout has {len(placements)} parameters"
+                f"{operation}: {name} has {len(tensors)} entries; the layout has "
+                f"{len(self.layout.placements)} parameters"
             )
-        for tensor, placement in zip(tensors, placements, strict=True):
-            if tensor is not None and tensor.shape != placement.spec.shape:
-                raise ValueError(
-                    f"{operation}: {name} for {placement.spec.name} has shape {tuple(tensor.shape)}; the layout "
-                    f"says {placement.spec.shape}"
-                )
+
+
+def _check_shape(operation: str, name: str, tensor: torch.Tensor, placement: Placement) -> None:
+    if tensor.shape != placement.spec.shape:
+        raise ValueError(
+            f"{operation}: {name} for {placement.spec.name} has shape {tuple(tensor.shape)}; the layout "
+            f"says {placement.spec.shape}"
+        )
 
 
 def _full_view(flat: torch.Tensor, placement: Placement) -> torch.Tensor:

@@ -183,7 +183,7 @@ class CopyPlan:
         contiguous tensors, or arrays that can be seen as such (`shardcomm.arrays`), of the plan's
         dtypes on one device, of any shape, with at least the elements that the plan touches;
         sources and destinations must not overlap. `threads` are the CPU's. On a GPU it runs on the
-        current stream.
+        current stream, after it has taken the plan there and waited for that: `bind` once instead.
 
         Raises TypeError for a tensor of another dtype or device; ValueError for one that is not
         contiguous or too small, for a wrong number of them, for threads < 1, and for a scale or
@@ -200,7 +200,10 @@ class CopyPlan:
         accumulate: bool = False,
         threads: int = 1,
     ) -> BoundCopy:
-        """As `run`, but checks now and runs later, as often as wanted."""
+        """As `run`, but checks now and runs later, as often as wanted.
+
+        On a GPU a run can be captured in a CUDA graph, which needs the BoundCopy as long as it lives.
+        """
         read = _as_tensors("sources", sources)
         written = []
         for i, tensor in enumerate(_as_tensors("destinations", destinations)):
@@ -238,8 +241,8 @@ class CopyPlan:
 class Executor(Protocol):
     """A plan with addresses, on one device: the compiled core's or Triton's."""
 
-    def set_sources(self, sources: list[int]) -> None:
-        """Later runs read there."""
+    def set_operands(self, sources: list[int], destinations: list[int]) -> None:
+        """Later runs read and write there."""
 
     def run(self, stream: Any = ...) -> None:
         """Queues the copy on `stream`."""
@@ -264,7 +267,10 @@ class BoundCopy:
     def set_sources(self, sources: Sequence[ArrayLike | None]) -> None:
         """Later runs read these. Not while a run is under way. Raises as `CopyPlan.run` does."""
         read = _as_tensors("sources", sources)
-        self.core.set_sources(self.plan.source_pointers(read, self.device))
+        self.core.set_operands(
+            self.plan.source_pointers(read, self.device),
+            [destination.data_ptr() for destination in self.destinations],
+        )
         self.sources = read
 
     def run(self, stream: Stream | None = None) -> None:

@@ -57,7 +57,6 @@ class TritonCopy:
     ) -> None:
         _check_device(device)
         self._device = device
-        self._destinations = list(destinations)
         self._scale = ctypes.c_float(scale).value
         plain = plan.src_dtype == plan.dst_dtype and self._scale == 1.0 and not accumulate
         if not plain and plan.dst_dtype not in _FLOATS:
@@ -79,12 +78,12 @@ class TritonCopy:
         tiles = torch.tensor(plan.tiles, dtype=torch.int64).reshape(-1, 8) + shift
         self._grid = (len(tiles),)
         self._tile_table = _Table(tiles, device)
-        self.set_sources(sources)
+        self.set_operands(sources, destinations)
 
-    def set_sources(self, sources: Sequence[int]) -> None:
-        """Later runs read there; a run that is queued already reads where it was told before."""
+    def set_operands(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
+        """Later runs read and write there; a run that is queued already does where it was told before."""
         # Signed, as the kernel's integers: some GPUs have addresses past 2^63.
-        addresses = [ctypes.c_int64(a).value for a in (0, *sources, *self._destinations)]
+        addresses = [ctypes.c_int64(a).value for a in (0, *sources, *destinations)]
         self._address_table = _Table(torch.tensor(addresses, dtype=torch.int64), self._device)
 
     def run(self, stream: TorchStream | None = None) -> None:

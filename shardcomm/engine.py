@@ -246,6 +246,8 @@ class Engine:
         self._settle()
         for unit in self.units:
             unit.gathered = False
+            if self.comm.device.type != "cpu":  # where memory comes and goes at no cost
+                unit.drop_gradients()
         self._seen.clear()
         self._thread = threading.get_ident()
         self._current = self._train if torch.is_grad_enabled() else self._evaluate

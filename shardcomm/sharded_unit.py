@@ -153,6 +153,14 @@ class ShardedUnit:
                 param.full.register_post_accumulate_grad_hook(self.on_gradient)  # type: ignore[no-untyped-call]
                 param.watched = True
 
+    def drop_gradients(self) -> None:
+        """Gives back the memory of gradients that nobody has: after `zero_grad()` mostly all."""
+        for bucket, params in self.buckets:
+            if bucket.gradient_bytes > 0 and all(param.shard.grad is None for param in params):
+                bucket.drop_gradient()
+                for param in params:
+                    vars(param).pop("shard_grad", None)
+
     def forget_backward(self) -> None:
         """Drops the gradients that are not reduced, and those that are but were not published."""
         self.needs_reduce = False

@@ -140,5 +140,5 @@ def _new_stream(device: torch.device) -> Stream:
 
 _CALLER = _C.Stream.caller()
 _kept: deque[tuple[Event, tuple[object, ...]]] = deque()
-_kept_lock = threading.Lock()
+_kept_lock = threading.RLock()  # the collector may end a Work in here, which comes here too
 _borrowed: dict[tuple[int, int], _C.Stream] = {}  # torch has a fixed pool of them

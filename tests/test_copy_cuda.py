@@ -156,7 +156,7 @@ def test_impossible_launches_are_refused(changed: dict[str, int], message: str) 
 
 
 @pytest.mark.gpu
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     plan=plans(),
     dtypes=st.tuples(st.sampled_from(FLOATS), st.sampled_from(FLOATS)),

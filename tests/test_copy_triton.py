@@ -27,7 +27,7 @@ from shardcomm.streams import TorchStream
 
 pytest.importorskip("triton", reason="the Triton executor needs triton: pip install triton")
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 # Read where a kernel is defined: Triton itself, and what else uses it in this process, compile.
 with pytest.MonkeyPatch.context() as environment:
@@ -201,7 +201,7 @@ def test_a_copy_reads_new_sources() -> None:
     copy.run()
     assert flat.tolist() == [1.0] * 4
     source = torch.full((4,), 2.0, device=DEVICE)
-    copy.set_sources(plan.source_pointers([source], DEVICE))
+    copy.set_operands(plan.source_pointers([source], DEVICE), [flat.data_ptr()])
     copy.run()
     assert flat.tolist() == [2.0] * 4
 
@@ -219,7 +219,7 @@ def test_streams_see_the_sources_they_were_queued_with() -> None:
     for i, source in enumerate(sources):
         stream = streams[i // 2 % 2]
         stream.wait_stream(streams[1 - i // 2 % 2])
-        copy.set_sources(plan.source_pointers([source], DEVICE))
+        copy.set_operands(plan.source_pointers([source], DEVICE), [flat.data_ptr()])
         copy.run(TorchStream(stream))
         with torch.cuda.stream(stream):
             results.append(flat.clone())

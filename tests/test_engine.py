@@ -194,6 +194,39 @@ def test_strategy_prefetch_and_slots_do_not_change_results(
         assert_same(state, expected, bitwise=True)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_gradients_memory_may_be_given_back_between_steps(ranks: int) -> None:
+    def body(comm: Communicator) -> dict[str, torch.Tensor]:
+        model = make()
+        engine = fully_shard(model, comm)
+        optimizer = optimizer_of(model)
+        for step in range(STEPS):
+            for unit in engine.units:  # as every forward does on a GPU
+                unit.drop_gradients()
+            assert engine.footprint().gradient_bytes == 0
+            loss_of(model, batch(comm.rank, step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return engine.full_state_dict()
+
+    expected = reference(make(), ranks)
+    for state in run_threads(body, ranks):
+        assert_same(state, expected, bitwise=True)
+
+
+def test_gradients_that_somebody_has_are_not_given_back() -> None:
+    comm = Communicator.local_group(1)[0]
+    model = make()
+    engine = fully_shard(model, comm)
+    loss_of(model, batch(0, 0)).backward()
+    before = [param.grad.clone() for param in model.parameters() if param.grad is not None]
+    for unit in engine.units:
+        unit.drop_gradients()
+    after = [param.grad for param in model.parameters() if param.grad is not None]
+    assert len(before) == len(after) > 0
+    assert all(map(torch.equal, before, after))
+
+
 def test_nested_units() -> None:
     def body(comm: Communicator) -> dict[str, torch.Tensor]:
         return train(comm, make("nested"), units=Block)

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "bindings/bindings.h"
+#include "bindings/interrupt.h"
 #include "copy/bound_copy.h"
 #include "copy/launch.h"
 #include "copy/simd.h"
@@ -84,9 +85,10 @@ std::shared_ptr<CopyPlan> make_plan(const Segments& segments, DType src_dtype, D
 std::shared_ptr<BoundCopy> bind_pointers(std::shared_ptr<CopyPlan> plan, const Addresses& sources,
                                          const Addresses& destinations, float scale,
                                          bool accumulate, int threads, int device) {
-  return std::make_shared<BoundCopy>(std::move(plan), pointers<const void*>(sources),
-                                     pointers<void*>(destinations),
-                                     CopyOptions{scale, accumulate, threads}, device);
+  // Its tiles on a device are freed when the device is done.
+  return destroyed_without_lock(std::make_shared<BoundCopy>(
+      std::move(plan), pointers<const void*>(sources), pointers<void*>(destinations),
+      CopyOptions{scale, accumulate, threads}, device));
 }
 
 void run_bound(const BoundCopy& bound, Stream* stream) {
@@ -151,11 +153,11 @@ void bind_copy(py::module_& m) {
            py::arg("scale") = 1.0f, py::arg("accumulate") = false, py::arg("threads") = 1,
            py::arg("device") = BoundCopy::kCpu)
       .def(
-          "set_sources",
-          [](BoundCopy& bound, const Addresses& sources) {
-            bound.set_sources(pointers<const void*>(sources));
+          "set_operands",
+          [](BoundCopy& bound, const Addresses& sources, const Addresses& destinations) {
+            bound.set_operands(pointers<const void*>(sources), pointers<void*>(destinations));
           },
-          py::arg("sources"))
+          py::arg("sources"), py::arg("destinations"))
       .def("run", &run_bound, py::arg("stream") = static_cast<Stream*>(nullptr));
 
   m.def("walk_launches", &walk, py::arg("plan"), py::arg("sources"), py::arg("destinations"),

@@ -2,8 +2,6 @@
 
 #include <utility>
 
-#include "comm/channel.h"
-
 namespace shardcomm {
 namespace {
 
@@ -127,11 +125,12 @@ std::shared_ptr<Memory> BoardCommunicator::allocate(std::size_t bytes, Use use) 
 }
 
 void BoardCommunicator::barrier(NativeStream stream) {
-  const Turn turn(*gathers_);
-  Call call;
-  call.op = Op::barrier;
-  begin(*gathers_, call, stream);
-  took(*gathers_, Op::barrier, "board", "board");
+  perform(*gathers_, "barrier", [&] {
+    Call call;
+    call.op = Op::barrier;
+    begin(*gathers_, call, stream);
+    took(*gathers_, Op::barrier, "board", "board");
+  });
 }
 
 void BoardCommunicator::abort(const std::string& reason) noexcept {

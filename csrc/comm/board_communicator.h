@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "comm/board.h"
+#include "comm/channel.h"
 #include "comm/executor.h"
 #include "comm/windows.h"
 #include "shardcomm/communicator.h"
@@ -29,8 +30,6 @@ struct ControlMemory {
   static BoardMemory* board(std::byte* base, int size, int channel);
   static std::byte* stage(std::byte* base, int size, int channel, int rank, int half);
 };
-
-class Channel;
 
 class BoardCommunicator final : public Communicator {
  public:
@@ -59,6 +58,17 @@ class BoardCommunicator final : public Communicator {
   std::vector<Receipt> receipts() const override;
 
  private:
+  // One call of a channel. What the device refuses here is the end for the other ranks, too.
+  template <class Body>
+  void perform(Channel& channel, const char* operation, Body&& body) {
+    const Turn turn(channel);
+    try {
+      body();
+    } catch (const CudaError& error) {
+      abort(std::string(operation) + ": " + error.what());
+      throw;
+    }
+  }
   bool all_reachable(const Channel& channel, Place Call::* place) const;
   std::byte* peer(Channel& channel, Place Call::* place, int rank) const;
   std::byte* stage(const Channel& channel, int rank, std::int64_t chunk) const;

@@ -6,7 +6,6 @@
 
 #include "comm/board_communicator.h"
 #include "comm/buffer.h"
-#include "comm/channel.h"
 
 namespace shardcomm {
 namespace {
@@ -23,42 +22,43 @@ void BoardCommunicator::all_gather(const void* send, DType send_dtype, void* rec
   check_buffer("all_gather", "recv", recv, count);
   check_conversion("all_gather", send_dtype, recv_dtype);
   Channel& channel = *gathers_;
-  const Turn turn(channel);
-  std::byte* own = at(recv, rank_ * count, recv_dtype);
-  if (size_ == 1) {
-    executor_->convert(own, recv_dtype, send, send_dtype, count, stream);
-    return took(channel, Op::all_gather, "alone", "alone");
-  }
-  Call call;
-  call.op = Op::all_gather;
-  call.send_dtype = send_dtype;
-  call.recv_dtype = recv_dtype;
-  call.count = count;
-  call.tag = tag;
-  call.send = windows_->find(send, bytes_of(count, send_dtype), "all_gather: send");
-  call.recv = windows_->find(recv, bytes_of(count * size_, recv_dtype), "all_gather: recv");
-  // Nobody writes before this: a peer may still read what the window held.
-  begin(channel, call, stream);
-
-  const Place& place = channel.board.call_of(0).recv;
-  bool one_window = windows_->is_shared(place);
-  for (int r = 0; r < size_; ++r) one_window &= channel.board.call_of(r).recv == place;
-  if (one_window) {
-    executor_->convert(own, recv_dtype, send, send_dtype, count, stream);
-    meet(channel, stream);
-    return took(channel, Op::all_gather, "window", "window");
-  }
-  if (all_reachable(channel, &Call::send)) {
-    for (int i = 0; i < size_; ++i) {
-      const int r = (rank_ + i) % size_;  // not all from the same rank at once
-      executor_->convert(at(recv, r * count, recv_dtype), recv_dtype, peer(channel, &Call::send, r),
-                         send_dtype, count, stream);
+  perform(channel, "all_gather", [&] {
+    std::byte* own = at(recv, rank_ * count, recv_dtype);
+    if (size_ == 1) {
+      executor_->convert(own, recv_dtype, send, send_dtype, count, stream);
+      return took(channel, Op::all_gather, "alone", "alone");
     }
-    meet(channel, stream);
-    return took(channel, Op::all_gather, "window", "direct", kNotWindow);
-  }
-  gather_staged(channel, send, send_dtype, recv, recv_dtype, count);
-  took(channel, Op::all_gather, "window", "staged", kNotWindow);
+    Call call;
+    call.op = Op::all_gather;
+    call.send_dtype = send_dtype;
+    call.recv_dtype = recv_dtype;
+    call.count = count;
+    call.tag = tag;
+    call.send = windows_->find(send, bytes_of(count, send_dtype), "all_gather: send");
+    call.recv = windows_->find(recv, bytes_of(count * size_, recv_dtype), "all_gather: recv");
+    // Nobody writes before this: a peer may still read what the window held.
+    begin(channel, call, stream);
+
+    const Place& place = channel.board.call_of(0).recv;
+    bool one_window = windows_->is_shared(place);
+    for (int r = 0; r < size_; ++r) one_window &= channel.board.call_of(r).recv == place;
+    if (one_window) {
+      executor_->convert(own, recv_dtype, send, send_dtype, count, stream);
+      meet(channel, stream);
+      return took(channel, Op::all_gather, "window", "window");
+    }
+    if (all_reachable(channel, &Call::send)) {
+      for (int i = 0; i < size_; ++i) {
+        const int r = (rank_ + i) % size_;  // not all from the same rank at once
+        executor_->convert(at(recv, r * count, recv_dtype), recv_dtype,
+                           peer(channel, &Call::send, r), send_dtype, count, stream);
+      }
+      meet(channel, stream);
+      return took(channel, Op::all_gather, "window", "direct", kNotWindow);
+    }
+    gather_staged(channel, send, send_dtype, recv, recv_dtype, count);
+    took(channel, Op::all_gather, "window", "staged", kNotWindow);
+  });
 }
 
 void BoardCommunicator::gather_staged(Channel& channel, const void* send, DType send_dtype,
@@ -85,29 +85,30 @@ void BoardCommunicator::broadcast(void* buffer, std::size_t bytes, int root, Nat
                                 "; it must be a rank, 0 to " + std::to_string(size_ - 1));
   }
   Channel& channel = *gathers_;
-  const Turn turn(channel);
-  if (size_ == 1) return took(channel, Op::broadcast, "alone", "alone");
-  Call call;
-  call.op = Op::broadcast;
-  call.root = root;
-  call.count = static_cast<std::int64_t>(bytes);
-  call.send = windows_->find(buffer, bytes, "broadcast: buffer");
-  begin(channel, call, stream);
-  if (channel.board.call_of(root).send.reachable()) {
-    const std::byte* source = peer(channel, &Call::send, root);
-    if (source != buffer) executor_->copy(buffer, source, bytes, stream);
-    meet(channel, stream);
-    return took(channel, Op::broadcast, "direct", "direct");
-  }
-  for (std::size_t done = 0; done < bytes; done += ControlMemory::kStageBytes) {
-    const std::size_t n = std::min(ControlMemory::kStageBytes, bytes - done);
-    std::byte* part = static_cast<std::byte*>(buffer) + done;
-    const std::int64_t chunk = channel.chunks_staged++;
-    if (rank_ == root) std::memcpy(stage(channel, root, chunk), part, n);
-    channel.board.meet();
-    if (rank_ != root) std::memcpy(part, stage(channel, root, chunk), n);
-  }
-  took(channel, Op::broadcast, "direct", "staged", kPrivate);
+  perform(channel, "broadcast", [&] {
+    if (size_ == 1) return took(channel, Op::broadcast, "alone", "alone");
+    Call call;
+    call.op = Op::broadcast;
+    call.root = root;
+    call.count = static_cast<std::int64_t>(bytes);
+    call.send = windows_->find(buffer, bytes, "broadcast: buffer");
+    begin(channel, call, stream);
+    if (channel.board.call_of(root).send.reachable()) {
+      const std::byte* source = peer(channel, &Call::send, root);
+      if (source != buffer) executor_->copy(buffer, source, bytes, stream);
+      meet(channel, stream);
+      return took(channel, Op::broadcast, "direct", "direct");
+    }
+    for (std::size_t done = 0; done < bytes; done += ControlMemory::kStageBytes) {
+      const std::size_t n = std::min(ControlMemory::kStageBytes, bytes - done);
+      std::byte* part = static_cast<std::byte*>(buffer) + done;
+      const std::int64_t chunk = channel.chunks_staged++;
+      if (rank_ == root) std::memcpy(stage(channel, root, chunk), part, n);
+      channel.board.meet();
+      if (rank_ != root) std::memcpy(part, stage(channel, root, chunk), n);
+    }
+    took(channel, Op::broadcast, "direct", "staged", kPrivate);
+  });
 }
 
 }  // namespace shardcomm

@@ -5,7 +5,6 @@
 
 #include "comm/board_communicator.h"
 #include "comm/buffer.h"
-#include "comm/channel.h"
 
 namespace shardcomm {
 
@@ -16,30 +15,31 @@ void BoardCommunicator::reduce_scatter(const void* send, DType dtype, void* recv
   check_buffer("reduce_scatter", "recv", recv, count);
   check_epilogue(epilogue, dtype);
   Channel& channel = *reduces_;
-  const Turn turn(channel);
-  if (size_ == 1) {
-    executor_->reduce(recv, epilogue, &send, 1, dtype, op, count, stream);
-    return took(channel, Op::reduce_scatter, "alone", "alone");
-  }
-  Call call;
-  call.op = Op::reduce_scatter;
-  call.send_dtype = call.recv_dtype = dtype;
-  call.red_op = op;
-  call.count = count;
-  call.tag = tag;
-  call.send = windows_->find(send, bytes_of(count * size_, dtype), "reduce_scatter: send");
-  begin(channel, call, stream);
-  if (!all_reachable(channel, &Call::send)) {
-    reduce_staged(channel, send, dtype, recv, epilogue, count, op);
-    return took(channel, Op::reduce_scatter, "direct", "staged", kPrivate);
-  }
-  std::vector<const void*> sources;
-  for (int r = 0; r < size_; ++r) {
-    sources.push_back(at(peer(channel, &Call::send, r), rank_ * count, dtype));
-  }
-  executor_->reduce(recv, epilogue, sources.data(), size_, dtype, op, count, stream);
-  meet(channel, stream);  // all have read: the senders may overwrite
-  took(channel, Op::reduce_scatter, "direct", "direct");
+  perform(channel, "reduce_scatter", [&] {
+    if (size_ == 1) {
+      executor_->reduce(recv, epilogue, &send, 1, dtype, op, count, stream);
+      return took(channel, Op::reduce_scatter, "alone", "alone");
+    }
+    Call call;
+    call.op = Op::reduce_scatter;
+    call.send_dtype = call.recv_dtype = dtype;
+    call.red_op = op;
+    call.count = count;
+    call.tag = tag;
+    call.send = windows_->find(send, bytes_of(count * size_, dtype), "reduce_scatter: send");
+    begin(channel, call, stream);
+    if (!all_reachable(channel, &Call::send)) {
+      reduce_staged(channel, send, dtype, recv, epilogue, count, op);
+      return took(channel, Op::reduce_scatter, "direct", "staged", kPrivate);
+    }
+    std::vector<const void*> sources;
+    for (int r = 0; r < size_; ++r) {
+      sources.push_back(at(peer(channel, &Call::send, r), rank_ * count, dtype));
+    }
+    executor_->reduce(recv, epilogue, sources.data(), size_, dtype, op, count, stream);
+    meet(channel, stream);  // all have read: the senders may overwrite
+    took(channel, Op::reduce_scatter, "direct", "direct");
+  });
 }
 
 void BoardCommunicator::reduce_staged(Channel& channel, const void* send, DType dtype, void* recv,
@@ -67,22 +67,23 @@ void BoardCommunicator::all_reduce(void* buffer, DType dtype, std::int64_t count
                                    NativeStream stream) {
   check_buffer("all_reduce", "buffer", buffer, count);
   Channel& channel = *reduces_;
-  const Turn turn(channel);
-  if (size_ == 1) return took(channel, Op::all_reduce, "alone", "alone");
-  Call call;
-  call.op = Op::all_reduce;
-  call.send_dtype = call.recv_dtype = dtype;
-  call.red_op = op;
-  call.count = count;
-  call.send = windows_->find(buffer, bytes_of(count, dtype), "all_reduce: buffer");
-  begin(channel, call, stream);
-  if (all_reachable(channel, &Call::send)) {
-    all_reduce_direct(channel, static_cast<std::byte*>(buffer), dtype, count, op, stream);
-    took(channel, Op::all_reduce, "direct", "direct");
-  } else {
-    all_reduce_staged(channel, static_cast<std::byte*>(buffer), dtype, count, op);
-    took(channel, Op::all_reduce, "direct", "staged", kPrivate);
-  }
+  perform(channel, "all_reduce", [&] {
+    if (size_ == 1) return took(channel, Op::all_reduce, "alone", "alone");
+    Call call;
+    call.op = Op::all_reduce;
+    call.send_dtype = call.recv_dtype = dtype;
+    call.red_op = op;
+    call.count = count;
+    call.send = windows_->find(buffer, bytes_of(count, dtype), "all_reduce: buffer");
+    begin(channel, call, stream);
+    if (all_reachable(channel, &Call::send)) {
+      all_reduce_direct(channel, static_cast<std::byte*>(buffer), dtype, count, op, stream);
+      took(channel, Op::all_reduce, "direct", "direct");
+    } else {
+      all_reduce_staged(channel, static_cast<std::byte*>(buffer), dtype, count, op);
+      took(channel, Op::all_reduce, "direct", "staged", kPrivate);
+    }
+  });
 }
 
 // Rank r reduces slice r of all buffers into its own, which no other rank reads in that phase; then

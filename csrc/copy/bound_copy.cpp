@@ -18,21 +18,22 @@ void require_count(const char* operands, std::size_t given, std::int32_t wanted)
 
 BoundCopy::BoundCopy(std::shared_ptr<const CopyPlan> plan, std::vector<const void*> sources,
                      std::vector<void*> destinations, const CopyOptions& options, int device)
-    : plan_(std::move(plan)), destinations_(std::move(destinations)), options_(options) {
+    : plan_(std::move(plan)), options_(options) {
   check_options(*plan_, options_);
-  set_sources(std::move(sources));
-  require_count("destinations", destinations_.size(), plan_->num_destinations());
-  for (std::size_t i = 0; i < destinations_.size(); ++i) {
-    if (destinations_[i] == nullptr && plan_->dst_extents()[i] > 0) {
-      throw std::invalid_argument("destination " + std::to_string(i) + " is null");
-    }
-  }
+  set_operands(std::move(sources), std::move(destinations));
   if (device != kCpu) on_device_ = std::make_shared<CudaCopy>(*plan_, options_, device);
 }
 
-void BoundCopy::set_sources(std::vector<const void*> sources) {
+void BoundCopy::set_operands(std::vector<const void*> sources, std::vector<void*> destinations) {
   require_count("sources", sources.size(), plan_->num_sources());
+  require_count("destinations", destinations.size(), plan_->num_destinations());
+  for (std::size_t i = 0; i < destinations.size(); ++i) {
+    if (destinations[i] == nullptr && plan_->dst_extents()[i] > 0) {
+      throw std::invalid_argument("destination " + std::to_string(i) + " is null");
+    }
+  }
   sources_ = std::move(sources);
+  destinations_ = std::move(destinations);
 }
 
 void BoundCopy::run(NativeStream stream) const {

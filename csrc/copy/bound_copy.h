@@ -22,7 +22,8 @@ class BoundCopy {
   BoundCopy(std::shared_ptr<const CopyPlan> plan, std::vector<const void*> sources,
             std::vector<void*> destinations, const CopyOptions& options, int device = kCpu);
 
-  void set_sources(std::vector<const void*> sources);  // null: zeros
+  // As in the constructor. A null source: zeros.
+  void set_operands(std::vector<const void*> sources, std::vector<void*> destinations);
   void run(NativeStream stream) const;
 
  private:

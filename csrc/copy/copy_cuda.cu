@@ -38,8 +38,8 @@ void launch_tiles(const Tile* tiles, std::uint32_t num_tiles, int blocks, const 
   const void** at = operands.at;
   for (const std::int32_t source : launch.sources) *at++ = sources[source];
   for (const std::int32_t destination : launch.destinations) *at++ = destinations[destination];
-  copy_tiles<Copy, kCapacity><<<blocks, kThreads, 0, stream>>>(tiles, num_tiles, operands, scale);
-  check_cuda(cudaGetLastError(), "copy kernel");
+  launch_kernel(copy_tiles<Copy, kCapacity>, blocks, kThreads, stream, tiles, num_tiles, operands,
+                scale);
 }
 
 }  // namespace
@@ -97,10 +97,9 @@ void convert_cuda(void* dst, DType dst_dtype, const void* src, DType src_dtype, 
     const TileGrid grid = tile_grid(
         segment, std::min<std::int64_t>(std::max<std::int64_t>(share, 8), 64) * kCutElements);
     const auto blocks = static_cast<int>(std::min<std::int64_t>(grid.tiles, resident));
-    copy_run<Copy><<<blocks, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(
-        static_cast<const typename Copy::Src*>(src), static_cast<typename Copy::Dst*>(dst), segment,
-        grid, scale);
-    check_cuda(cudaGetLastError(), "copy kernel");
+    launch_kernel(copy_run<Copy>, blocks, kThreads, stream,
+                  static_cast<const typename Copy::Src*>(src),
+                  static_cast<typename Copy::Dst*>(dst), segment, grid, scale);
   });
 }
 

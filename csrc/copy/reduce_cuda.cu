@@ -28,8 +28,7 @@ void reduce_cuda(void* dst, const Epilogue& epilogue, const void* const* sources
     const std::int64_t elements = kThreads * 4;
     const std::int64_t blocks = std::min<std::int64_t>((count + elements - 1) / elements,
                                                        resident_blocks(kernel, kThreads));
-    kernel<<<static_cast<int>(blocks), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(reduction);
-    check_cuda(cudaGetLastError(), "reduce kernel");
+    launch_kernel(kernel, static_cast<int>(blocks), kThreads, stream, reduction);
   });
 }
 

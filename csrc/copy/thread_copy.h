@@ -8,6 +8,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 
 #include "copy/element.h"
 #include "shardcomm/copy_plan.h"
@@ -23,6 +24,7 @@ struct Converted {
   using Src = SrcType;
   using Dst = DstType;
   static constexpr bool kAccumulates = false;
+  static constexpr bool kMoves = false;
   SHARDCOMM_HOST_DEVICE static Dst apply(Src src, Dst, float scale) {
     Dst result;
     store(result, scale * load(src));
@@ -35,6 +37,7 @@ struct Accumulated {
   using Src = SrcType;
   using Dst = DstType;
   static constexpr bool kAccumulates = true;
+  static constexpr bool kMoves = false;
   SHARDCOMM_HOST_DEVICE static Dst apply(Src src, Dst dst, float scale) {
     Dst result;
     store(result, load(dst) + scale * load(src));
@@ -47,6 +50,7 @@ struct Moved {
   using Src = Bits;
   using Dst = Bits;
   static constexpr bool kAccumulates = false;
+  static constexpr bool kMoves = true;  // bits, as they are
   SHARDCOMM_HOST_DEVICE static Dst apply(Src src, Dst, float) { return src; }
 };
 
@@ -93,6 +97,86 @@ SHARDCOMM_HOST_DEVICE inline void store_vector(T* to, const Vector<T, kElements>
   }
 }
 
+// A vector on its way through registers. As words, which nothing has to take apart before it is
+// used: as elements of 16 bits, each load would be waited for before the next is issued.
+template <class T, int kElements>
+struct alignas(kVectorBytes) Words {
+  std::uint32_t at[sizeof(Vector<T, kElements>) / sizeof(std::uint32_t)];
+};
+
+template <class T, int kElements>
+SHARDCOMM_HOST_DEVICE inline Words<T, kElements> load_words(const T* from, bool is_whole) {
+  if (is_whole) return *reinterpret_cast<const Words<T, kElements>*>(from);
+  const auto vector = load_vector<T, kElements>(from, false);
+  Words<T, kElements> words;
+  memcpy(&words, &vector, sizeof(words));
+  return words;
+}
+
+// Where the vectors of a tile are.
+struct VectorGrid {
+  std::uint32_t rows;
+  std::uint32_t per_row;
+  std::uint32_t head;  // elements before the first
+  std::int64_t src_pitch;
+  std::int64_t dst_pitch;
+};
+
+// `kBatch` vectors of one thread, `threads` apart, from `first` on.
+template <class Copy, bool kWhole, int kBatch>
+SHARDCOMM_HOST_DEVICE inline void copy_batch(const VectorGrid& grid,
+                                             const typename Copy::Src* __restrict src,
+                                             typename Copy::Dst* __restrict dst, float scale,
+                                             std::uint32_t first, std::uint32_t threads) {
+  using Src = typename Copy::Src;
+  using Dst = typename Copy::Dst;
+  constexpr int kElements = kVectorElements<Copy>;
+  Words<Src, kElements> from[kBatch] = {};
+  Words<Dst, kElements> to[kBatch] = {};
+  std::int64_t at[kBatch] = {};
+  for (int k = 0; k < kBatch; ++k) {
+    const std::uint32_t index = first + static_cast<std::uint32_t>(k) * threads;
+    const std::uint32_t row = grid.rows == 1 ? 0 : index / grid.per_row;
+    const std::int64_t col = grid.head + (index - row * grid.per_row) * kElements;
+    at[k] = row * grid.dst_pitch + col;
+    if (src != nullptr) {
+      from[k] = load_words<Src, kElements>(src + row * grid.src_pitch + col, kWhole);
+    }
+    if (Copy::kAccumulates) to[k] = load_words<Dst, kElements>(dst + at[k], kWhole);
+  }
+  for (int k = 0; k < kBatch; ++k) {
+    if constexpr (Copy::kMoves && kWhole) {
+      *reinterpret_cast<Words<Dst, kElements>*>(dst + at[k]) = from[k];
+    } else {
+      Vector<Src, kElements> read;
+      Vector<Dst, kElements> written;
+      memcpy(&read, &from[k], sizeof(read));
+      memcpy(&written, &to[k], sizeof(written));
+      for (int i = 0; i < kElements; ++i) {
+        written.at[i] = src == nullptr ? Dst{} : Copy::apply(read.at[i], written.at[i], scale);
+      }
+      store_vector(dst + at[k], written, kWhole);
+    }
+  }
+}
+
+template <class Copy, bool kWhole>
+SHARDCOMM_HOST_DEVICE inline void copy_vectors(const VectorGrid& grid,
+                                               const typename Copy::Src* __restrict src,
+                                               typename Copy::Dst* __restrict dst, float scale,
+                                               std::uint32_t thread, std::uint32_t threads) {
+  // Loads in flight per thread before the first store: what hides the latency of memory.
+  constexpr std::uint32_t kBatch = 4;
+  const std::uint32_t vectors = grid.rows * grid.per_row;
+  std::uint32_t next = thread;
+  for (; next + (kBatch - 1) * threads < vectors; next += kBatch * threads) {
+    copy_batch<Copy, kWhole, kBatch>(grid, src, dst, scale, next, threads);
+  }
+  for (; next < vectors; next += threads) {
+    copy_batch<Copy, kWhole, 1>(grid, src, dst, scale, next, threads);
+  }
+}
+
 // One thread's share of one tile. `src`: the first element; null: zeros.
 template <class Copy>
 SHARDCOMM_HOST_DEVICE inline void copy_share(const Tile& tile,
@@ -102,8 +186,6 @@ SHARDCOMM_HOST_DEVICE inline void copy_share(const Tile& tile,
   using Src = typename Copy::Src;
   using Dst = typename Copy::Dst;
   constexpr int kElements = kVectorElements<Copy>;
-  // Loads in flight per thread before the first store: what hides the latency of memory.
-  constexpr std::uint32_t kBatch = 4;
 
   // The side of the narrower type sets where vectors begin. Rows that lie differently to the vector
   // boundaries have no common head: element by element then.
@@ -118,33 +200,14 @@ SHARDCOMM_HOST_DEVICE inline void copy_share(const Tile& tile,
        tile.src_pitch * static_cast<std::int64_t>(sizeof(Src)) % kVectorBytes == 0);
   if (!is_regular) span = {tile.cols, 0, 0};
   const auto head = static_cast<std::uint32_t>(span.head);
-  const auto vectors = static_cast<std::uint32_t>(span.body) / kElements;
   const auto singles = static_cast<std::uint32_t>(span.head + span.tail);
   const auto rows = static_cast<std::uint32_t>(tile.rows);
-  const bool whole_src = is_vector_aligned(src + span.head);
-  const bool whole_dst = is_vector_aligned(dst + span.head);
-
-  for (std::uint32_t first = thread; first < rows * vectors; first += threads * kBatch) {
-    Vector<Src, kElements> from[kBatch] = {};
-    Vector<Dst, kElements> to[kBatch] = {};
-    std::int64_t at[kBatch] = {};
-    for (std::uint32_t k = 0; k < kBatch; ++k) {
-      const std::uint32_t index = first + k * threads;
-      if (index >= rows * vectors) continue;
-      const std::uint32_t row = rows == 1 ? 0 : index / vectors;
-      const std::int64_t col = head + (index - row * vectors) * kElements;
-      at[k] = row * tile.dst_pitch + col;
-      if (src != nullptr)
-        from[k] = load_vector<Src, kElements>(src + row * tile.src_pitch + col, whole_src);
-      if (Copy::kAccumulates) to[k] = load_vector<Dst, kElements>(dst + at[k], whole_dst);
-    }
-    for (std::uint32_t k = 0; k < kBatch; ++k) {
-      if (first + k * threads >= rows * vectors) continue;
-      for (int i = 0; i < kElements; ++i) {
-        to[k].at[i] = src == nullptr ? Dst{} : Copy::apply(from[k].at[i], to[k].at[i], scale);
-      }
-      store_vector(dst + at[k], to[k], whole_dst);
-    }
+  const VectorGrid grid{rows, static_cast<std::uint32_t>(span.body) / kElements, head,
+                        tile.src_pitch, tile.dst_pitch};
+  if ((src == nullptr || is_vector_aligned(src + head)) && is_vector_aligned(dst + head)) {
+    copy_vectors<Copy, true>(grid, src, dst, scale, thread, threads);
+  } else {
+    copy_vectors<Copy, false>(grid, src, dst, scale, thread, threads);
   }
   for (std::uint32_t index = thread; index < rows * singles; index += threads) {
     const std::uint32_t row = rows == 1 ? 0 : index / singles;

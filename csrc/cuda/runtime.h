@@ -51,6 +51,21 @@ using OwnedEvent = std::unique_ptr<std::remove_pointer_t<cudaEvent_t>, DestroyEv
 // Of the current device.
 OwnedEvent make_event(bool timed = false);
 
+// Launches `kernel`; throws CudaError by what the launch itself says. (cudaGetLastError would also
+// give what an earlier call of this thread left, for instance cudaErrorNotReady of a query.)
+template <class... Parameters, class... Arguments>
+void launch_kernel(void (*kernel)(Parameters...), int blocks, int threads, void* stream,
+                   Arguments&&... arguments) {
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.stream = static_cast<cudaStream_t>(stream);
+  void* pointers[] = {const_cast<void*>(static_cast<const void*>(&arguments))...};
+  static_assert((std::is_same_v<std::decay_t<Parameters>, std::decay_t<Arguments>> && ...));
+  check_cuda(cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kernel), pointers),
+             "kernel launch");
+}
+
 // How many blocks of a kernel the current device holds at once: more would only queue up.
 int resident_blocks(const void* kernel, int threads);
 template <class... Arguments>

@@ -1,7 +1,10 @@
 #include <algorithm>
+#include <map>
+#include <mutex>
 #include <stdexcept>
 #include <thread>
 #include <utility>
+#include <vector>
 
 #include "cuda/runtime.h"
 #include "shardcomm/stream.h"
@@ -9,17 +12,52 @@
 namespace shardcomm {
 namespace {
 
+// Events of a device that nobody refers to any more, for others to record again: a step makes
+// several for each unit, and to create one costs more than to record it.
+class EventPool {
+ public:
+  OwnedEvent take(int device, bool timed) {
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      auto& free = free_[{device, timed}];
+      if (!free.empty()) {
+        OwnedEvent event = std::move(free.back());
+        free.pop_back();
+        return event;
+      }
+    }
+    return make_event(timed);
+  }
+  void give(int device, bool timed, OwnedEvent event) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    free_[{device, timed}].push_back(std::move(event));
+  }
+
+ private:
+  std::mutex mutex_;
+  std::map<std::pair<int, bool>, std::vector<OwnedEvent>> free_;
+};
+
+// Never destroyed: events may outlive everything, and the driver them.
+EventPool& event_pool() {
+  static auto& pool = *std::make_unique<EventPool>().release();
+  return pool;
+}
+
 class CudaEvent final : public Event {
  public:
-  CudaEvent(int device, cudaStream_t stream, bool timed) : device_(device) {
+  CudaEvent(int device, cudaStream_t stream, bool timed) : device_(device), timed_(timed) {
     const DeviceScope scope(device);
-    event_ = make_event(timed);
+    event_ = event_pool().take(device, timed);
     check_cuda(cudaEventRecord(get(), stream), "cudaEventRecord");
   }
+  ~CudaEvent() override { event_pool().give(device_, timed_, std::move(event_)); }
+  CudaEvent(const CudaEvent&) = delete;
+  CudaEvent& operator=(const CudaEvent&) = delete;
 
   cudaEvent_t get() const { return event_.get(); }
 
-  bool query() const override { return cudaEventQuery(get()) != cudaErrorNotReady; }
+  bool query() const override { return state() != cudaErrorNotReady; }
 
   // CUDA has no wait with a timeout; what waits on the host for a device is in no hurry.
   bool wait_for(std::chrono::milliseconds timeout) const override {
@@ -27,7 +65,7 @@ class CudaEvent final : public Event {
     const auto end = std::chrono::steady_clock::now() + timeout;
     std::chrono::microseconds pause{20};
     while (true) {
-      const cudaError_t result = cudaEventQuery(get());
+      const cudaError_t result = state();
       if (result != cudaErrorNotReady) {
         check_cuda(result, "cudaEventQuery");
         return true;
@@ -48,7 +86,15 @@ class CudaEvent final : public Event {
   }
 
  private:
+  // "Not ready" is no error: it must not stay behind as this thread's last one.
+  cudaError_t state() const {
+    const cudaError_t result = cudaEventQuery(get());
+    if (result == cudaErrorNotReady) cudaGetLastError();
+    return result;
+  }
+
   int device_;
+  bool timed_;
   OwnedEvent event_;
 };
 
@@ -76,6 +122,7 @@ class CudaStream final : public Stream {
   void wait(std::shared_ptr<Event> event) override {
     const auto* on_device = dynamic_cast<const CudaEvent*>(event.get());
     if (on_device == nullptr) return event->wait();  // the host's: nothing of it is on a device
+    const DeviceScope scope(device_);                // null is a stream of the current device
     check_cuda(cudaStreamWaitEvent(stream_, on_device->get(), 0), "cudaStreamWaitEvent");
   }
 

@@ -79,7 +79,7 @@ void threads_and_streaming_copy_everything() {
     require(destination[0] == -1.0f, "what lies before the segment is not touched");
     require(std::vector<float>(destination.begin() + 1, destination.end()) == source,
             "a large copy copies everything");
-    bound.set_sources({nullptr});
+    bound.set_operands({nullptr}, {destination.data()});
     bound.run(nullptr);
     require(std::vector<float>(destination.begin() + 1, destination.end()) ==
                 std::vector<float>(source.size(), 0.0f),

@@ -14,6 +14,7 @@
 namespace {
 
 thread_local int current = 0;
+thread_local cudaError_t last_error = cudaSuccess;
 
 }  // namespace
 
@@ -176,7 +177,8 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
   return cudaSuccess;
 }
 cudaError_t cudaEventQuery(cudaEvent_t event) {
-  return event->get()->load() ? cudaSuccess : cudaErrorNotReady;
+  if (event->get()->load()) return cudaSuccess;
+  return last_error = cudaErrorNotReady;
 }
 cudaError_t cudaEventElapsedTime(float* time, cudaEvent_t, cudaEvent_t) {
   *time = 0;
@@ -218,7 +220,7 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, std::size_t bytes, cudaM
 }
 
 const char* cudaGetErrorString(cudaError_t) { return "an error"; }
-cudaError_t cudaGetLastError() { return cudaSuccess; }
+cudaError_t cudaGetLastError() { return std::exchange(last_error, cudaSuccess); }
 cudaError_t cudaDriverGetVersion(int* version) {
   *version = CUDART_VERSION;
   return cudaSuccess;
