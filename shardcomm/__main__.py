@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 from typing import NoReturn
@@ -23,12 +24,16 @@ def main() -> int:
     args = parser.parse_args()
     try:
         status: int = args.run(args)
+        sys.stdout.flush()
     except _Terminated:
         print("\nshardcomm: terminated", file=sys.stderr)  # below the progress bar
         return 143
     except KeyboardInterrupt:
         print("\nshardcomm: interrupted", file=sys.stderr)
         return 130
+    except OSError as error:
+        print(f"shardcomm: {error.strerror}", file=sys.stderr)
+        os._exit(1)  # without another try to write what could not be written
     return status
 
 

@@ -28,7 +28,7 @@ class HasCudaArrayInterface(Protocol):
 ArrayLike = torch.Tensor | HasDLPack | HasCudaArrayInterface
 
 
-def as_tensor(name: str, array: ArrayLike) -> torch.Tensor:
+def as_tensor(name: str, array: ArrayLike, *, written: bool = False) -> torch.Tensor:
     """`array` itself if it is a tensor, else a tensor on the same memory.
 
     By DLPack (https://dmlc.github.io/dlpack) where the array has it, which also makes torch's current stream wait
@@ -36,14 +36,31 @@ def as_tensor(name: str, array: ArrayLike) -> torch.Tensor:
 
     Raises:
         TypeError: `array` has neither; the message calls it `name`.
+        ValueError: `array` is read-only and to be `written`, or runs backwards in memory, as no tensor can.
     """
     if isinstance(array, torch.Tensor):
         return array
+    for protocol in ("__array_interface__", "__cuda_array_interface__"):
+        _check(name, getattr(array, protocol, None), written)
     if hasattr(array, "__dlpack__"):
-        return torch.utils.dlpack.from_dlpack(array)
+        try:
+            return torch.utils.dlpack.from_dlpack(array)
+        except BufferError as error:
+            raise TypeError(f"{name}: {error}") from error
     if hasattr(array, "__cuda_array_interface__"):
         return torch.as_tensor(array)
     raise TypeError(
         f"{name} is a {type(array).__name__}; accepted: a torch.Tensor, or an array with __dlpack__ or "
         "__cuda_array_interface__"
     )
+
+
+def _check(name: str, interface: dict[str, Any] | None, written: bool) -> None:
+    if interface is None:
+        return
+    strides = interface.get("strides")
+    if strides and min(strides) < 0:
+        raise ValueError(f"{name} has strides {strides} in bytes; it must be contiguous")
+    _, read_only = interface["data"]
+    if written and read_only:
+        raise ValueError(f"{name} is a read-only array; it is written to")

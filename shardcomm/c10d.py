@@ -11,11 +11,11 @@ import torch.distributed as dist
 from shardcomm import _C
 from shardcomm.arrays import ArrayLike
 from shardcomm.communicator import (
-    USES,
     Communicator,
     Receipt,
     ReduceOp,
     Use,
+    check_allocation,
     check_root,
     check_sizes,
     checked,
@@ -54,8 +54,7 @@ class C10dCommunicator(Communicator):
         self._failure: str | None = None
 
     def allocate(self, numel: int, *, dtype: torch.dtype = torch.float32, use: Use) -> torch.Tensor:
-        if use not in USES:
-            raise ValueError(f"allocate: use is {use!r}; accepted: 'gather', 'reduce'")
+        check_allocation(numel, dtype, use)
         return torch.zeros(numel, dtype=dtype, device=self.device)
 
     def all_gather(

@@ -20,6 +20,7 @@ one of each may run at once.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
@@ -98,8 +99,8 @@ class Communicator(ABC):
     ) -> Communicator:
         """The ranks of a torch ProcessGroup (default: the default group), which stays untouched.
 
-        `transport` "c10d" runs the collectives through the group itself. `device`: by default the current GPU for a
-        group of NCCL's, else the CPU.
+        `transport` "c10d" runs the collectives through two new groups of the same ranks and backend. `device`: by
+        default the current GPU for a group of NCCL's, else the CPU.
         """
         from shardcomm import rendezvous  # noqa: PLC0415
 
@@ -118,8 +119,9 @@ class Communicator(ABC):
             ValueError: `size` is less than 1, or `device` is neither a CPU nor a CUDA GPU.
             CudaError: there is no such GPU, or this build of shardcomm has no CUDA.
         """
-        if size < 1:
-            raise ValueError(f"local_group: size is {size}; it must be at least 1")
+        if not isinstance(size, int) or size < 1:
+            raise ValueError(f"local_group: size is {size!r}; it must be at least 1")
+        check_deadline("local_group", deadline_s)
         where = core_device("local_group", device)
         index = -1 if where.type == "cpu" else where.index
         return [
@@ -220,10 +222,7 @@ class CoreCommunicator(Communicator):
         self.transport = core.transport
 
     def allocate(self, numel: int, *, dtype: torch.dtype = torch.float32, use: Use) -> torch.Tensor:
-        if use not in USES:
-            raise ValueError(f"allocate: use is {use!r}; accepted: 'gather', 'reduce'")
-        if numel < 0:
-            raise ValueError(f"allocate: numel is {numel}; it must be at least 0")
+        check_allocation(numel, dtype, use)
         if numel == 0:
             return torch.empty(0, dtype=dtype, device=self.device)
         memory = self._core.allocate(numel * dtype.itemsize, USES[use])
@@ -324,6 +323,16 @@ class CoreCommunicator(Communicator):
         return compute_stream(self.device)
 
 
+def check_allocation(numel: int, dtype: torch.dtype, use: str) -> None:
+    """ValueError, or TypeError for a dtype that is none, unless `allocate` can be called so."""
+    if use not in USES:
+        raise ValueError(f"allocate: use is {use!r}; accepted: 'gather', 'reduce'")
+    if not isinstance(numel, int) or not 0 <= numel < 1 << 56:
+        raise ValueError(f"allocate: numel is {numel!r}; it must be a whole number of at least 0")
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"allocate: dtype is {dtype!r}; it must be a torch.dtype")
+
+
 def queued(stream: Stream | None, *tensors: torch.Tensor) -> Event | None:
     """The end of what was queued on `stream`, until which its `tensors` are kept; None without a stream."""
     if stream is None:
@@ -335,24 +344,39 @@ def queued(stream: Stream | None, *tensors: torch.Tensor) -> Event | None:
 
 def red_op(operation: str, op: str) -> _C.RedOp:
     """The core's reduction of this name; ValueError for another."""
-    if op not in RED_OPS:
+    if not isinstance(op, str) or op not in RED_OPS:
         raise ValueError(f"{operation}: op is {op!r}; accepted: {', '.join(map(repr, RED_OPS))}")
     return RED_OPS[op]
 
 
 def core_device(operation: str, device: torch.device | str) -> torch.device:
-    """`device` with its index; ValueError unless it is one that the core can drive."""
+    """`device` with its index; ValueError unless it is one that the core can drive, CudaError if it is not there."""
     where = torch.device(device)
     if where.type not in ("cpu", "cuda"):
         raise ValueError(f"{operation}: device is {where}; accepted: 'cpu', 'cuda', 'cuda:N'")
-    if where.type == "cuda" and where.index is None:
+    if where.type == "cpu":
+        return where
+    status = _C.cuda_status()
+    if not status.available:
+        raise _C.CudaError(f"{operation}: device is {where}: {status.reason}")
+    if where.index is None:
         where = torch.device("cuda", torch.cuda.current_device())
+    if where.index >= status.devices:
+        raise ValueError(
+            f"{operation}: device is {where}; this process has {status.devices} GPUs, counted from 0"
+        )
     return where
+
+
+def check_deadline(operation: str, deadline_s: float) -> None:
+    """ValueError unless it is a number of seconds."""
+    if not (isinstance(deadline_s, (int, float)) and 0 < deadline_s < math.inf):
+        raise ValueError(f"{operation}: deadline_s is {deadline_s!r}; it must be a number above 0")
 
 
 def checked(operation: str, name: str, array: ArrayLike, device: torch.device) -> torch.Tensor:
     """`array` as a tensor; TypeError if it is none, ValueError unless it is contiguous and on `device`."""
-    tensor = as_tensor(f"{operation}: {name}", array)
+    tensor = as_tensor(f"{operation}: {name}", array, written=name != "send")
     if not tensor.is_contiguous():
         raise ValueError(
             f"{operation}: {name} has strides {tensor.stride()} for shape {tuple(tensor.shape)}; "
@@ -379,5 +403,5 @@ def check_sizes(
 
 def check_root(root: int, size: int) -> None:
     """ValueError unless `root` is a rank."""
-    if not 0 <= root < size:
-        raise ValueError(f"broadcast: root is {root}; it must be a rank, 0 to {size - 1}")
+    if not (isinstance(root, int) and 0 <= root < size):
+        raise ValueError(f"broadcast: root is {root!r}; it must be a rank, 0 to {size - 1}")

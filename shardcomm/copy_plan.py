@@ -281,8 +281,9 @@ class BoundCopy:
 
 
 def _as_tensors(role: str, arrays: Sequence[ArrayLike | None]) -> list[Tensor | None]:
+    written = role == "destinations"
     return [
-        None if array is None else as_tensor(f"{role}[{i}]", array)
+        None if array is None else as_tensor(f"{role}[{i}]", array, written=written)
         for i, array in enumerate(arrays)
     ]
 

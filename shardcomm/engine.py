@@ -112,7 +112,11 @@ class Engine:
                 f"fully_shard: comm is a {type(comm).__name__}; it must be a shardcomm.Communicator, for instance "
                 "Communicator.from_env()"
             )
-        if strategy not in STRATEGIES:
+        if not isinstance(mixed_precision, MixedPrecision):
+            raise TypeError(
+                f"fully_shard: mixed_precision is {mixed_precision!r}; it must be a shardcomm.MixedPrecision"
+            )
+        if not isinstance(strategy, str) or strategy not in STRATEGIES:
             raise ValueError(
                 f"fully_shard: strategy is {strategy!r}; accepted: {', '.join(map(repr, STRATEGIES))}"
             )

@@ -18,7 +18,13 @@ from torch.distributed.rendezvous import rendezvous
 
 from shardcomm import _C, nccl
 from shardcomm.c10d import C10dCommunicator
-from shardcomm.communicator import Communicator, CoreCommunicator, Transport, core_device
+from shardcomm.communicator import (
+    Communicator,
+    CoreCommunicator,
+    Transport,
+    check_deadline,
+    core_device,
+)
 
 # Shows `payload` to all ranks and returns everybody's, in rank order. Every rank calls it equally often.
 Exchange = Callable[[bytes], list[bytes]]
@@ -31,6 +37,7 @@ def from_env(
 ) -> Communicator:
     """See `Communicator.from_env`."""
     check_transport(transport)
+    check_deadline("from_env", deadline_s)
     where = _own_device(transport) if device is None else _given_device(device)
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
         return Communicator.local_group(1, deadline_s=deadline_s, device=where)[0]
@@ -77,6 +84,7 @@ def from_process_group(
 ) -> Communicator:
     """See `Communicator.from_process_group`."""
     check_transport(transport)
+    check_deadline("from_process_group", deadline_s)
     if group is None:
         if not dist.is_initialized():
             raise ValueError(
@@ -88,7 +96,9 @@ def from_process_group(
     rank, size = group.rank(), group.size()
     if device is None:
         device = "cuda" if transport == "nccl" or dist.get_backend(group) == "nccl" else "cpu"
-    where = core_device("from_process_group", device)
+    where = (
+        torch.device(device) if transport == "c10d" else core_device("from_process_group", device)
+    )
 
     def exchange(payload: bytes) -> list[bytes]:
         everybody: list[bytes] = [b""] * size
@@ -96,12 +106,16 @@ def from_process_group(
         return everybody
 
     def c10d() -> Communicator:
-        gathers = dist.new_group(
-            dist.get_process_group_ranks(group),
-            backend=dist.get_backend(group),
-            use_local_synchronization=True,
+        gathers, reduces = (
+            dist.new_group(
+                dist.get_process_group_ranks(group),
+                timedelta(seconds=deadline_s),
+                dist.get_backend(group),
+                use_local_synchronization=True,
+            )
+            for _ in range(2)
         )
-        return C10dCommunicator(gathers, group, where)
+        return C10dCommunicator(gathers, reduces, where)
 
     return connect(exchange, rank, size, deadline_s, transport, where, c10d)
 

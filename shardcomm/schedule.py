@@ -177,6 +177,10 @@ class Schedule:
         num_units = 1 + max((call.unit for call in calls), default=0)
         if slots is None:
             slots = prefetch + 1
+        if isinstance(slots, str | float):
+            raise ValueError(
+                f"slots is {slots!r}; it must be a whole number, or the slot of every unit"
+            )
         if isinstance(slots, int):
             slots = _rotate_slots(calls, num_units, slots, strategy)
         slot_of = tuple(slots)
@@ -402,5 +406,5 @@ def _check_slots(
 
 
 def _check_at_least(name: str, value: int, least: int) -> None:
-    if value < least:
-        raise ValueError(f"{name} is {value}; it must be at least {least}")
+    if not isinstance(value, int) or value < least:
+        raise ValueError(f"{name} is {value!r}; it must be a whole number of at least {least}")

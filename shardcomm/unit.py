@@ -113,6 +113,11 @@ def _unit_modules(model: nn.Module, units: Units) -> set[nn.Module]:
             if _has_forward(entry)
         )
     else:
+        if not isinstance(units, type | Iterable):
+            raise TypeError(
+                f"fully_shard: units is {units!r}; it must be modules, module classes, or None for the entries of "
+                "ModuleLists"
+            )
         given = [units] if isinstance(units, type) else list(units)
         classes = tuple(unit for unit in given if isinstance(unit, type))
         chosen = [module for module in everything if isinstance(module, classes)]

@@ -28,6 +28,21 @@ def test_numpy_arrays_go_through_collectives() -> None:
     run_threads(body, 3)
 
 
+def test_arrays_that_run_backwards_or_must_not_be_written_are_refused() -> None:
+    comm = Communicator.local_group(1)[0]
+    with pytest.raises(ValueError, match=r"all_reduce: buffer has strides \(-4,\) in bytes"):
+        comm.all_reduce(np.ones(4, dtype=np.float32)[::-1])
+    frozen = np.ones(4, dtype=np.float32)
+    frozen.flags.writeable = False
+    with pytest.raises(ValueError, match="all_reduce: buffer is a read-only array"):
+        comm.all_reduce(frozen)
+    whole = np.zeros(4, dtype=np.float32)
+    comm.all_gather(whole, frozen)  # which only reads it
+    assert whole.tolist() == [1.0] * 4
+    with pytest.raises(TypeError, match="all_reduce: buffer: DLPack only supports"):
+        comm.all_reduce(np.array(["a"]))
+
+
 def test_a_tensor_is_itself() -> None:
     tensor = torch.ones(2)
     assert as_tensor("x", tensor) is tensor

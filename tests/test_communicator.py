@@ -118,6 +118,40 @@ def test_random_collectives_between_processes(ranks: int, seed: int) -> None:
     launch(random_collectives_from_env, ranks, (seed, 1250, "shm"), deadline_s=120)
 
 
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda c: c.allocate(10.5, use="gather"), "numel is 10.5; it must be a whole number"),
+        (lambda c: c.allocate(2**62, use="gather"), "numel is 4611686018427387904"),
+        (lambda c: c.allocate(1, dtype="float32", use="gather"), "dtype is 'float32'; it must be"),
+        (lambda c: c.all_reduce(torch.ones(1), ["sum"]), r"op is \['sum'\]; accepted: 'sum'"),
+        (lambda c: c.broadcast(torch.ones(1), "0"), "root is '0'; it must be a rank, 0 to 0"),
+        (lambda _: Communicator.local_group(2, deadline_s=float("nan")), "deadline_s is nan"),
+        (lambda _: Communicator.local_group(2, deadline_s=-1), "deadline_s is -1; it must be"),
+        (lambda _: Communicator.local_group(1.5), "size is 1.5; it must be at least 1"),
+        (lambda _: Communicator.local_group(1, device="meta"), "device is meta; accepted: 'cpu'"),
+    ],
+)
+def test_arguments_that_are_no_such_thing_are_named(
+    call: Callable[[Communicator], object], message: str
+) -> None:
+    comm = Communicator.local_group(1)[0]
+    with pytest.raises((ValueError, TypeError), match=message):
+        call(comm)
+
+
+@pytest.mark.skipif(_C.cuda_status().available, reason="there is a GPU here")
+def test_a_gpu_that_is_not_there_is_refused_with_the_reason() -> None:
+    reason = _C.cuda_status().reason.split("(", maxsplit=1)[0]
+    for ask in (
+        lambda: Communicator.local_group(2, device="cuda"),
+        lambda: Communicator.from_env(device="cuda:0"),
+        lambda: Communicator.from_env(transport="nccl"),
+    ):
+        with pytest.raises(_C.CudaError, match=f"device is cuda.*{reason}"):
+            ask()
+
+
 def exact_on_c10d() -> None:
     with Communicator.from_env(transport="c10d", deadline_s=30) as comm:
         for case, dtype in enumerate((torch.float32, torch.bfloat16, torch.int64)):

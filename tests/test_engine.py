@@ -227,6 +227,23 @@ def test_gradients_that_somebody_has_are_not_given_back() -> None:
     assert all(map(torch.equal, before, after))
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mixed_precision": torch.bfloat16}, "mixed_precision is torch.bfloat16; it must be"),
+        ({"units": 3}, "units is 3; it must be modules, module classes"),
+        ({"units": nn.Conv2d}, "class Conv2d, of which the model has no module"),
+        ({"strategy": ["full_shard"]}, r"strategy is \['full_shard'\]; accepted"),
+        ({"prefetch": 1.5}, "prefetch is 1.5; it must be a whole number"),
+        ({"slots": "2"}, "slots is '2'; it must be a whole number"),
+    ],
+)
+def test_options_that_are_no_such_thing_are_named(options: dict[str, object], message: str) -> None:
+    comm = Communicator.local_group(1)[0]
+    with pytest.raises((ValueError, TypeError), match=message):
+        fully_shard(make(), comm, **options)  # type: ignore[arg-type]
+
+
 def test_nested_units() -> None:
     def body(comm: Communicator) -> dict[str, torch.Tensor]:
         return train(comm, make("nested"), units=Block)

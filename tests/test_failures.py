@@ -165,7 +165,7 @@ def other_tag(comm: Communicator) -> None:
         (other_dtype, "all_reduce(bf16, count 4, sum)", "all_reduce(f32, count 4, sum)"),
         (other_reduction, "all_reduce(f32, count 4, max)", "all_reduce(f32, count 4, sum)"),
         (other_root, "broadcast(16 bytes, root 1)", "broadcast(16 bytes, root 0)"),
-        (other_memory, "allocate(16 bytes)", "allocate(32 bytes)"),
+        (other_memory, "allocate(16 bytes, gather)", "allocate(32 bytes, gather)"),
         (other_tag, "all_gather(f32, count 4, tag 2)", "all_gather(f32, count 4)"),
     ],
 )

@@ -16,7 +16,8 @@ std::string arguments(const Call& call) {
     case Op::broadcast:
       return std::to_string(call.count) + " bytes, root " + std::to_string(call.root);
     case Op::allocate:
-      return std::to_string(call.count) + " bytes";
+      return std::to_string(call.count) + " bytes, " +
+             (call.root == static_cast<std::int32_t>(Use::gather) ? "gather" : "reduce");
     case Op::attach:
     case Op::barrier:
       return "";

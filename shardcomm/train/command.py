@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from shardcomm._C import CommError, CudaError
+from shardcomm._C import CommError, CudaError, cuda_status
 from shardcomm.launch import RankError, launch
 from shardcomm.schedule import STRATEGIES
 from shardcomm.train.job import Options, Result, train
@@ -80,8 +80,12 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
         parser.error(f"--json is {args.json!r}; it must be a file that can be written, or -")
     try:
         Corpus(read_text(args.text), args.context)
-    except (ValueError, OSError) as error:
+    except ValueError as error:
         parser.error(str(error))
+    except OSError as error:
+        parser.error(f"--text is {args.text!r}: {error}")
+    if args.device == "cuda" and not cuda_status().available:
+        parser.error(f"--device is cuda, but {cuda_status().reason}")
     try:
         result = train(options) if rank else launch(train, args.ranks or 2, (options,))[0]
     except (RankError, CommError, CudaError) as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import sys
@@ -63,6 +64,8 @@ def write_json(path: str, options: Options, result: Result) -> None:
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
         "options": asdict(options),
         **asdict(result),
+        # JSON has no nan.
+        "losses": [loss if math.isfinite(loss) else None for loss in result.losses],
     }
     text = json.dumps(report, indent=1) + "\n"
     if path == "-":

@@ -50,7 +50,12 @@ def read_text(path: str | None) -> bytes:
     elif Path(path).is_file():
         files = [Path(path)]
     else:
-        raise ValueError(f"--text is {path!r}; there is no such file or folder")
+        there_is = (
+            "neither a file nor a folder"
+            if path and Path(path).exists()
+            else "no such file or folder"
+        )
+        raise ValueError(f"--text is {path!r}; there is {there_is}")
     text = bytearray()
     for file in files:
         with file.open("rb") as opened:
