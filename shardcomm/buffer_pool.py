@@ -80,11 +80,6 @@ class BufferPool:
         self._agreed = {i for i in self._buffers if free >> i & 1}
         self._turn = 1 - self._turn
 
-    @property
-    def nbytes(self) -> int:
-        """Of all buffers, in use or free."""
-        return sum(map(len, self._buffers.values()))
-
     def _drop_agreed(self) -> None:
         """The free ones are too small: a larger one takes their place."""
         for index in self._agreed:
