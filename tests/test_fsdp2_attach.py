@@ -6,6 +6,7 @@ import os
 import runpy
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -148,12 +149,12 @@ CASES = {
     "blocks": Case(),
     "groups": Case(shard=shard_in_groups),
     "kept after forward": Case(options={"reshard_after_forward": False}),
-    "bf16": Case(options={"mp_policy": MixedPrecisionPolicy(BF16)}, tolerance=2e-2),
+    "bf16": Case(options={"mp_policy": MixedPrecisionPolicy(BF16)}, tolerance=5e-3),
     "bf16, reduced in fp32": Case(
-        options={"mp_policy": MixedPrecisionPolicy(BF16, torch.float32)}, tolerance=2e-2
+        options={"mp_policy": MixedPrecisionPolicy(BF16, torch.float32)}, tolerance=5e-3
     ),
     "reduced in fp16": Case(
-        options={"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float16)}, tolerance=2e-2
+        options={"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float16)}, tolerance=5e-3
     ),
     "frozen": Case(before=freeze),
     "frozen, another dtype": Case(before=freeze_in_another_dtype),
@@ -171,7 +172,7 @@ CASES = {
 CASES_OF_4 = {
     "HSDP": Case(mesh=(2, 2)),
     "HSDP, bf16": Case(
-        mesh=(2, 2), options={"mp_policy": MixedPrecisionPolicy(BF16)}, tolerance=2e-2
+        mesh=(2, 2), options={"mp_policy": MixedPrecisionPolicy(BF16)}, tolerance=5e-3
     ),
     "HSDP, accumulation": Case(mesh=(2, 2), micro_batches=2),
     "resharded to 2": Case(options={"reshard_after_forward": 2}),
@@ -189,7 +190,9 @@ def make(case: Case, mesh: DeviceMesh) -> Any:
 
 def optimizer_of(net: nn.Module) -> torch.optim.Optimizer:
     trained = [p for p in net.parameters() if p.requires_grad]
-    return torch.optim.AdamW(trained, lr=1e-2, foreach=False)
+    return torch.optim.SGD(
+        trained, lr=0.05, momentum=0.9
+    )  # unlike Adam, it shows a gradient's scale
 
 
 def step(net: Any, optimizer: torch.optim.Optimizer, seed: int, micro_batches: int = 1) -> float:
@@ -219,14 +222,16 @@ def train(net: Any, case: Case) -> tuple[list[float], dict[str, torch.Tensor]]:
 
 def check_same(name: str, ours: Any, theirs: Any, tolerance: float) -> None:
     (losses, params), (their_losses, their_params) = ours, theirs
-    torch.testing.assert_close(
-        losses, their_losses, rtol=tolerance, atol=tolerance, msg=f"{name}: losses"
+    compare = partial(
+        torch.testing.assert_close,
+        rtol=tolerance,
+        atol=tolerance,
+        msg=lambda said: f"{name}: {said}",
     )
+    compare(losses, their_losses)
     assert params.keys() == their_params.keys()
     for key, value in params.items():
-        torch.testing.assert_close(
-            value, their_params[key], rtol=tolerance, atol=tolerance, msg=f"{name}: {key}"
-        )
+        compare(value, their_params[key], msg=lambda said, key=key: f"{name}, {key}: {said}")
 
 
 def train_all(cases: list[str]) -> None:
@@ -397,8 +402,9 @@ def receipts_and_errors() -> None:
         fsdp2.attach(Net())
 
     net = Net()
-    for part in (net.embed, net.blocks, net.head):
-        fully_shard(part, mesh=mesh["alone"] if part is net.head else mesh["replicas"])
+    for part in (net.embed, *net.blocks):
+        fully_shard(part, mesh=mesh["replicas"])
+    fully_shard(net.head, mesh=mesh["alone"])
     fully_shard(net, mesh=mesh["replicas"])
     with pytest.raises(ValueError, match="level is 'fastest'; accepted: 'hooks'"):
         fsdp2.attach(net, level="fastest")  # type: ignore[arg-type]
@@ -406,10 +412,12 @@ def receipts_and_errors() -> None:
     assert {receipt.module: receipt[1:] for receipt in attached.receipts} == {
         "": ("hooks", "torch", "it has no parameters of its own to communicate"),
         "embed": ("hooks", "hooks", ""),
-        "blocks": ("hooks", "hooks", ""),
+        "blocks.0": ("hooks", "hooks", ""),
+        "blocks.1": ("hooks", "hooks", ""),
+        "blocks.2": ("hooks", "hooks", ""),
         "head": ("hooks", "torch", "of one rank alone FSDP2 calls no collectives"),
     }
-    assert "head     torch  of one rank alone" in str(attached)
+    assert "head      torch  of one rank alone" in str(attached)
     assert [comm.transport for comm in attached.communicators] == ["shm"]
     for whole_or_part in (net, net.embed):
         with pytest.raises(ValueError, match="is attached already; call detach"):
