@@ -15,7 +15,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_sessionstart() -> None:
     # Rank processes are forked from a server that has loaded what they need.
-    multiprocessing.set_forkserver_preload(["shardcomm", "test_engine"])
+    # (FSDP2 loads torch._dynamo when it is first called.)
+    multiprocessing.set_forkserver_preload(
+        ["shardcomm", "test_engine", "torch._dynamo", "test_fsdp2_attach"]
+    )
     forkserver.ensure_running()
 
 
