@@ -209,19 +209,21 @@ class ShardcommGroup(_ProcessGroup):  # type: ignore[misc]
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
+        # A program may destroy its groups and make new ones over one store, where the old ones' keys still are.
+        store = PrefixStore(f"{NAME}/{store.add(f'made by {rank}', 1)}", store)
         self._gathers = Channel()
         self._reduces = Channel()
         self._sequence = itertools.count(1)
         self._receipts: dict[str, Receipt] = {}
         self._others = dist.ProcessGroup(store, rank, size)
-        gloo = ProcessGroupGloo(PrefixStore("gloo/", store), rank, size, timeout)
+        gloo = ProcessGroupGloo(PrefixStore("gloo", store), rank, size, timeout)
         self._add(_CPU, dist.ProcessGroup.BackendType.GLOO, gloo)
         if torch.cuda.is_available() and dist.is_nccl_available():
             # A group that is made in Python has to serve all devices: torch makes no second backend beside it. NCCL
             # connects when it is first used.
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timeout
-            nccl = dist.ProcessGroupNCCL(PrefixStore("nccl/", store), rank, size, options)
+            nccl = dist.ProcessGroupNCCL(PrefixStore("nccl", store), rank, size, options)
             self._add(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, nccl)
 
         def through_gloo() -> Communicator:
@@ -231,7 +233,7 @@ class ShardcommGroup(_ProcessGroup):  # type: ignore[misc]
         before = store.timeout  # type: ignore[attr-defined]  # torch's stubs have not heard of it
         deadline_s = timeout.total_seconds()
         try:
-            exchange = rendezvous.over_store(PrefixStore(f"{NAME}/", store), rank, size, deadline_s)
+            exchange = rendezvous.over_store(PrefixStore("connect", store), rank, size, deadline_s)
             self._comm = rendezvous.connect(
                 exchange, rank, size, deadline_s, "auto", _CPU, through_gloo
             )
