@@ -7,6 +7,7 @@ From the bottom up, each usable on its own: `Layout` (where every element lives)
 
 from importlib.metadata import version as _version
 
+from shardcomm import backend  # registers itself with torch.distributed
 from shardcomm._C import CommError, CudaError, Event, Stream
 from shardcomm.bucket import Bucket, Work
 from shardcomm.communicator import Communicator, Receipt
@@ -39,6 +40,7 @@ __all__ = [
     "Strategy",
     "Stream",
     "Work",
+    "backend",
     "fully_shard",
     "launch",
 ]

@@ -1,0 +1,525 @@
+"""The `shardcomm` backend of torch.distributed: its collectives on CPU tensors, through shared memory.
+
+    import shardcomm
+    torch.distributed.init_process_group("cpu:shardcomm")  # or "cpu:shardcomm,cuda:nccl"
+
+Whatever a program then does through torch.distributed (FSDP, DDP, DTensor, collectives by hand) uses it unmodified:
+
+    all_gather*, broadcast, barrier          the communicator's gathers    ─┐ two channels: asynchronous collectives
+    reduce_scatter*, all_reduce              the communicator's reduces    ─┘ of the two kinds run at once
+    all other collectives, send and recv     Gloo over the same store
+    tensors on a CUDA GPU                    NCCL
+
+Where the ranks are on several hosts, all goes to Gloo. `receipts` says what went where, and why.
+
+Which way a collective goes depends only on what all ranks agree on: the collective, the dtype, the reduction. A tensor
+that is not contiguous takes the same way, through a copy.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from functools import cached_property
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
+from torch.futures import Future
+from torch.utils import _pytree as pytree
+
+from shardcomm import _C, rendezvous
+from shardcomm.c10d import C10dCommunicator
+from shardcomm.communicator import Communicator, Receipt, ReduceOp, check_root
+from shardcomm.dtype import core_dtype, movable
+from shardcomm.streams import Event, Stream
+
+NAME = "shardcomm"
+
+_CPU = torch.device("cpu")
+_OPS: dict[Any, ReduceOp] = {
+    dist.ReduceOp.SUM: "sum",
+    dist.ReduceOp.AVG: "avg",
+    dist.ReduceOp.MAX: "max",
+    dist.ReduceOp.MIN: "min",
+}
+_NO_TIMEOUT = timedelta(0)
+
+# torch's stubs give neither the options that the methods get, nor all of their forms.
+_ProcessGroup: Any = dist.ProcessGroup
+
+# Queues a collective on a stream, or without one runs it.
+Run = Callable[[Stream | None], None]
+
+
+def receipts(group: dist.ProcessGroup | None = None) -> list[Receipt]:
+    """How the latest collective of each kind went in a group of this backend (default: the default group).
+
+    Raises:
+        ValueError: the group is of another backend, or there is no default group.
+    """
+    if group is None:
+        if not dist.is_initialized():
+            raise ValueError(
+                "receipts: there is no default group; call torch.distributed.init_process_group first"
+            )
+        group = dist.group.WORLD
+    if not isinstance(group, ShardcommGroup):
+        raise ValueError(
+            f"receipts: the group's backend is {dist.get_backend(group)!r}; accepted: a group made with "
+            f"'cpu:{NAME}'"
+        )
+    return group.receipts()
+
+
+class Work(dist.Work):
+    """A collective that was begun. What it raises, `wait` raises, as often as it is called."""
+
+    def __init__(self, channel: Channel, event: Event | None, results: list[torch.Tensor]) -> None:
+        super().__init__()
+        self._channel = channel
+        self._event = event
+        self._results = results
+        self._future: Future[list[torch.Tensor]] | None = None
+
+    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
+        """Blocks until this rank's part is done; the group's timeout applies, whatever `timeout` says.
+
+        Raises:
+            CommError: a rank died, called something else or did not come in time.
+        """
+        if self._event is not None:
+            self._event.wait()
+        return True
+
+    def synchronize(self) -> None:
+        """As `wait`."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Whether `wait` would return, or raise, at once."""
+        return self._event is None or self._event.query()
+
+    def result(self) -> list[torch.Tensor]:
+        """The tensors that the collective writes."""
+        return self._results
+
+    def get_future(self) -> Future[list[torch.Tensor]]:
+        """Completes with the tensors that the collective writes, or with what `wait` raises."""
+        if self._future is None:
+
+            def finished(_: Future[None]) -> list[torch.Tensor]:
+                self.wait()
+                return self._results
+
+            # An error has to come out of `then`: only so is it one to C++, where DDP waits.
+            begun: Future[None] = Future()
+            self._future = begun.then(finished)
+            if self.is_completed():
+                begun.set_result(None)
+            else:
+                self._channel.completions.enqueue(lambda: begun.set_result(None))
+        return self._future
+
+
+class Channel:
+    """Collectives in the order of their calls: on a thread, or by the caller where nothing is queued before."""
+
+    def __init__(self) -> None:
+        self.last: Event | None = None
+
+    @cached_property
+    def stream(self) -> Stream:
+        """Where asynchronous collectives run."""
+        return _C.Stream()
+
+    @cached_property
+    def completions(self) -> Stream:
+        """Waits for them, where somebody asked for a future."""
+        return _C.Stream()
+
+    def idle(self) -> bool:
+        """Whether all that was queued has finished."""
+        return self.last is None or self.last.query()
+
+    def begin(self, run: Run, asynchronous: bool, results: list[torch.Tensor]) -> Work:
+        """Queues `run`; a synchronous one is finished on return."""
+        if not asynchronous and self.idle():
+            run(None)
+            return Work(self, None, results)
+        run(self.stream)
+        self.last = self.stream.record()
+        if not asynchronous:
+            self.last.wait()
+        return Work(self, self.last, results)
+
+    def drain(self) -> None:
+        """Waits for all that was queued, whether it succeeds or not."""
+        if self.last is not None:
+            with suppress(Exception):
+                self.last.wait()
+
+
+class Flat:
+    """Tensors of one dtype as one flat tensor: a view of them where they lie one after the other, else a copy."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._tensors = [tensor.detach() for tensor in tensors]
+        self._copied = not _consecutive(self._tensors)
+        numel = sum(tensor.numel() for tensor in tensors)
+        first = self._tensors[0]
+        self.flat = (
+            torch.empty(numel, dtype=first.dtype)
+            if self._copied
+            else first.as_strided((numel,), (1,))
+        )
+
+    def load(self, stream: Stream | None) -> None:
+        """Brings the tensors' values into `flat`."""
+        if self._copied:
+            _do(stream, lambda: [part.copy_(tensor) for part, tensor in self._parts()])
+
+    def store(self, stream: Stream | None) -> None:
+        """Brings `flat`'s values into the tensors."""
+        if self._copied:
+            _do(stream, lambda: [tensor.copy_(part) for part, tensor in self._parts()])
+
+    def _parts(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        pieces = torch.split(self.flat, [tensor.numel() for tensor in self._tensors])
+        return [
+            (piece.view(tensor.shape), tensor)
+            for piece, tensor in zip(pieces, self._tensors, strict=True)
+        ]
+
+
+def _delegated(name: str) -> Callable[..., Any]:
+    """A method for what the communicator has no collective for."""
+
+    def method(self: ShardcommGroup, *args: Any) -> Any:
+        return self._delegate(name, f"{self._comm.transport} has no {name}", *args)
+
+    return method
+
+
+class ShardcommGroup(_ProcessGroup):  # type: ignore[misc]
+    """The ranks of a group of torch.distributed; made by `init_process_group` and `new_group`, collectively."""
+
+    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(rank, size)
+        # A program may destroy its groups and make new ones over one store, where the old ones' keys still are.
+        store = PrefixStore(f"{NAME}/{store.add(f'made by {rank}', 1)}", store)
+        self._gathers = Channel()
+        self._reduces = Channel()
+        self._sequence = itertools.count(1)
+        self._receipts: dict[str, Receipt] = {}
+        self._others = dist.ProcessGroup(store, rank, size)
+        gloo = ProcessGroupGloo(PrefixStore("gloo", store), rank, size, timeout)
+        self._add(_CPU, dist.ProcessGroup.BackendType.GLOO, gloo)
+        if torch.cuda.is_available() and dist.is_nccl_available():
+            # A group that is made in Python has to serve all devices: torch makes no second backend beside it. NCCL
+            # connects when it is first used.
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = timeout
+            nccl = dist.ProcessGroupNCCL(PrefixStore("nccl", store), rank, size, options)
+            self._add(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, nccl)
+
+        def through_gloo() -> Communicator:
+            groups = cast("dist.ProcessGroup", gloo)
+            return C10dCommunicator(groups, groups, _CPU)
+
+        before = store.timeout  # type: ignore[attr-defined]  # torch's stubs have not heard of it
+        deadline_s = timeout.total_seconds()
+        try:
+            exchange = rendezvous.over_store(PrefixStore("connect", store), rank, size, deadline_s)
+            self._comm = rendezvous.connect(
+                exchange, rank, size, deadline_s, "auto", _CPU, through_gloo
+            )
+        finally:
+            store.set_timeout(before)  # the groups of a program share one
+
+    def receipts(self) -> list[Receipt]:
+        """See `receipts`."""
+        return [*self._comm.receipts(), *self._receipts.values()]
+
+    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any) -> dist.Work:
+        """output[r * n : (r + 1) * n] = `input` of rank r, flat; n = input.numel()."""
+        if reason := self._no_move(input):
+            return self._delegate("_allgather_base", reason, output, input, opts)
+        run = self._gather("all_gather_into_tensor", [output], input)
+        return self._gathers.begin(run, opts.asyncOp, [output])
+
+    def all_gather_single_coalesced(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any
+    ) -> dist.Work:
+        """One `all_gather_single` for each pair."""
+        if reason := self._no_move(*inputs):
+            return self._delegate("allgather_into_tensor_coalesced", reason, outputs, inputs, opts)
+        runs = [
+            self._gather("all_gather_into_tensor", [output], input)
+            for output, input in zip(outputs, inputs, strict=True)
+        ]
+        return self._gathers.begin(_all(runs), opts.asyncOp, outputs)
+
+    def allgather(
+        self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any
+    ) -> dist.Work:
+        """outputs[0][r] = inputs[0] of rank r."""
+        if reason := self._no_move(*inputs):
+            return self._delegate("allgather", reason, outputs, inputs, opts)
+        [gathered], [input] = outputs, inputs
+        self._check_list("all_gather", "tensor_list", gathered)
+        if any(tensor.numel() != input.numel() for tensor in gathered):
+            raise ValueError(
+                f"all_gather: tensor_list has tensors of {[tensor.numel() for tensor in gathered]} elements, and the "
+                f"input has {input.numel()}; all must have as many"
+            )
+        run = self._gather("all_gather", gathered, input)
+        return self._gathers.begin(run, opts.asyncOp, gathered)
+
+    def broadcast(self, tensors: list[torch.Tensor], opts: Any) -> dist.Work:
+        """Copies the tensors of rank `opts.rootRank` to all."""
+        if reason := self._no_move(*tensors):
+            return self._delegate("broadcast", reason, tensors, opts)
+        check_root(opts.rootRank, self._comm.size)
+        buffers = [Flat([tensor]) for tensor in tensors]
+
+        def run(stream: Stream | None) -> None:
+            for buffer in buffers:
+                buffer.load(stream)
+                self._comm.broadcast(buffer.flat, opts.rootRank, stream=stream)
+                buffer.store(stream)
+
+        return self._gathers.begin(run, opts.asyncOp, tensors)
+
+    def barrier(self, opts: Any) -> dist.Work:
+        """Ends when every rank has called it and its earlier collectives have finished."""
+        if reason := self._no_move():
+            return self._delegate("barrier", reason, opts)
+        reduces = self._reduces.last
+        if not opts.asyncOp:
+            self._reduces.drain()
+            reduces = None
+
+        def run(stream: Stream | None) -> None:
+            if stream is not None and reduces is not None:
+                stream.wait(reduces)
+            _do(stream, self._comm.barrier)
+
+        return self._gathers.begin(run, opts.asyncOp, [])
+
+    def reduce_scatter_single(
+        self, output: torch.Tensor, input: torch.Tensor, opts: Any
+    ) -> dist.Work:
+        """Output = this rank's part of `input`, flat, reduced over all ranks."""
+        if reason := self._no_reduction(opts.reduceOp, input):
+            return self._delegate("_reduce_scatter_base", reason, output, input, opts)
+        run = self._scatter("reduce_scatter_tensor", output, [input], opts)
+        return self._reduces.begin(run, opts.asyncOp, [output])
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any
+    ) -> dist.Work:
+        """One `reduce_scatter_single` for each pair."""
+        if reason := self._no_reduction(opts.reduceOp, *inputs):
+            return self._delegate("reduce_scatter_tensor_coalesced", reason, outputs, inputs, opts)
+        runs = [
+            self._scatter("reduce_scatter_tensor", output, [input], opts)
+            for output, input in zip(outputs, inputs, strict=True)
+        ]
+        return self._reduces.begin(_all(runs), opts.asyncOp, outputs)
+
+    def reduce_scatter(
+        self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any
+    ) -> dist.Work:
+        """outputs[0] = inputs[0][this rank] reduced over all ranks."""
+        [output], [parts] = outputs, inputs
+        self._check_list("reduce_scatter", "input_list", parts)
+        reason = self._no_reduction(opts.reduceOp, *parts)
+        if len({part.numel() for part in parts}) > 1:
+            reason = reason or "the parts are of different sizes"
+        if reason:
+            return self._delegate("reduce_scatter", reason, outputs, inputs, opts)
+        run = self._scatter("reduce_scatter", output, parts, opts)
+        return self._reduces.begin(run, opts.asyncOp, outputs)
+
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any) -> dist.Work:
+        """Reduces each of `tensors` over all ranks, in place."""
+        return self._reduce_all("allreduce", tensors, opts)
+
+    def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any) -> dist.Work:
+        """As `allreduce`."""
+        return self._reduce_all("allreduce_coalesced", tensors, opts)
+
+    allgather_coalesced = _delegated("allgather_coalesced")
+    all_to_all_single = _delegated("all_to_all_single")
+    alltoall = _delegated("alltoall")
+    alltoall_base = _delegated("alltoall_base")
+    gather = _delegated("gather")
+    recv = _delegated("recv")
+    recv_anysource = _delegated("recv_anysource")
+    reduce = _delegated("reduce")
+    scatter = _delegated("scatter")
+    send = _delegated("send")
+
+    # What torch calls them up to 2.12.
+    _allgather_base = all_gather_single
+    _reduce_scatter_base = reduce_scatter_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def abort(self) -> None:
+        """Makes every rank's present and later collectives raise."""
+        self._comm.abort("torch.distributed aborted the group")
+        self._others.abort()
+
+    def shutdown(self) -> None:
+        """Leaves the group, after what was begun; `destroy_process_group` calls it."""
+        self._gathers.drain()
+        self._reduces.drain()
+        self._comm.close()
+        self._others.shutdown()
+
+    def getBackendName(self) -> str:
+        """The name under which it is registered."""
+        return NAME
+
+    def _add(self, device: torch.device, kind: Any, backend: Any) -> None:
+        # Both to the group that is delegated to, and here, where torch asks for a device's backend.
+        for group in (self._others, self):
+            group._register_backend(device, kind, backend)
+            if device == _CPU:
+                group._set_default_backend(kind)
+
+    def _delegate(self, name: str, reason: str, *args: Any) -> dist.Work:
+        on_gpu = any(
+            isinstance(leaf, torch.Tensor) and leaf.is_cuda for leaf in pytree.tree_leaves(args)
+        )
+        taken = "nccl" if on_gpu else "gloo"
+        self._receipts[name] = Receipt(name, next(self._sequence), "shm", taken, reason)
+        work: dist.Work = getattr(self._others, name)(*args)
+        return work
+
+    def _no_move(self, *tensors: torch.Tensor) -> str:
+        """Why the communicator does not move these tensors; empty if it does."""
+        if self._comm.transport != "shm":
+            return "the ranks are on several hosts"
+        for tensor in tensors:
+            if tensor.device != _CPU:
+                return f"a tensor is on {tensor.device}"
+            if tensor.layout != torch.strided:
+                return f"a tensor's layout is {tensor.layout}"
+        return ""
+
+    def _no_reduction(self, op: Any, *tensors: torch.Tensor) -> str:
+        """Why the communicator does not reduce these tensors; empty if it does."""
+        if reason := self._no_move(*tensors):
+            return reason
+        if op.op not in _OPS:
+            return f"shm has no {op.op.name}"
+        for tensor in tensors:
+            try:
+                core_dtype(tensor.dtype)
+            except TypeError as error:
+                return str(error)
+            if _OPS[op.op] == "avg" and not tensor.is_floating_point():
+                return f"an average of {tensor.dtype} is for torch to define"
+        return ""
+
+    def _gather(self, operation: str, outputs: list[torch.Tensor], input: torch.Tensor) -> Run:
+        self._check(operation, outputs, [input], "output")
+        recv, send = Flat(outputs), Flat([input])
+
+        def run(stream: Stream | None) -> None:
+            send.load(stream)
+            self._comm.all_gather(movable(recv.flat), movable(send.flat), stream=stream)
+            recv.store(stream)
+
+        return run
+
+    def _scatter(
+        self, operation: str, output: torch.Tensor, inputs: list[torch.Tensor], opts: Any
+    ) -> Run:
+        self._check(operation, [output], inputs, "input")
+        recv, send = Flat([output]), Flat(inputs)
+
+        def run(stream: Stream | None) -> None:
+            send.load(stream)
+            self._comm.reduce_scatter(recv.flat, send.flat, _OPS[opts.reduceOp.op], stream=stream)
+            recv.store(stream)
+
+        return run
+
+    def _reduce_all(self, name: str, tensors: list[torch.Tensor], opts: Any) -> dist.Work:
+        if reason := self._no_reduction(opts.reduceOp, *tensors):
+            return self._delegate(name, reason, tensors, opts)
+        buffers = [Flat([tensor]) for tensor in tensors]
+
+        def run(stream: Stream | None) -> None:
+            for buffer in buffers:
+                buffer.load(stream)
+                self._comm.all_reduce(buffer.flat, _OPS[opts.reduceOp.op], stream=stream)
+                buffer.store(stream)
+
+        return self._reduces.begin(run, opts.asyncOp, tensors)
+
+    def _check(
+        self,
+        operation: str,
+        outputs: list[torch.Tensor],
+        inputs: list[torch.Tensor],
+        whole: str,
+    ) -> None:
+        """ValueError unless both are alike, and the one named `whole` has one of the other for each rank."""
+        kinds = {(str(tensor.dtype), str(tensor.device)) for tensor in (*outputs, *inputs)}
+        if len(kinds) > 1:
+            raise ValueError(
+                f"{operation}: the tensors are {' and '.join(map(' on '.join, sorted(kinds)))}; all must have one "
+                "dtype and be on the CPU"
+            )
+        sizes = [sum(tensor.numel() for tensor in tensors) for tensors in (outputs, inputs)]
+        full, part = sizes if whole == "output" else reversed(sizes)
+        if full != part * self._comm.size:
+            raise ValueError(
+                f"{operation}: the output has {sizes[0]} elements and the input has {sizes[1]}; with "
+                f"{self._comm.size} ranks the {whole} must have {self._comm.size} x {part} = {self._comm.size * part}"
+            )
+
+    def _check_list(self, operation: str, name: str, tensors: list[torch.Tensor]) -> None:
+        if len(tensors) != self._comm.size:
+            raise ValueError(
+                f"{operation}: {name} has {len(tensors)} tensors; it must have one for each of {self._comm.size} ranks"
+            )
+
+
+def _all(runs: list[Run]) -> Run:
+    def run(stream: Stream | None) -> None:
+        for each in runs:
+            each(stream)
+
+    return run
+
+
+def _do(stream: Stream | None, function: Callable[[], object]) -> None:
+    if stream is None:
+        function()
+    else:
+        stream.enqueue(function)
+
+
+def _consecutive(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether each tensor is contiguous, and begins where the one before it ends."""
+    first = tensors[0]
+    address, storage = first.data_ptr(), first.untyped_storage().data_ptr()
+    for tensor in tensors:
+        if not tensor.is_contiguous() or tensor.data_ptr() != address:
+            return False
+        if tensor.untyped_storage().data_ptr() != storage:
+            return False
+        address += tensor.numel() * tensor.element_size()
+    return True
+
+
+dist.Backend.register_backend(NAME, ShardcommGroup, devices=["cpu"])

@@ -1,0 +1,642 @@
+"""The torch.distributed backend: every collective, and unmodified training loops, against Gloo on the same inputs."""
+
+from __future__ import annotations
+
+import functools
+import os
+import runpy
+import signal
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+from shardcomm import CommError, RankError, backend, launch, rendezvous
+
+OURS = "cpu:shardcomm"
+EXAMPLE = Path(__file__).parents[1] / "examples" / "backend.py"
+CORE_DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.int32,
+    torch.int64,
+    torch.uint8,
+)
+OTHER_DTYPES = (torch.int8, torch.bool)
+OPS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.MAX, dist.ReduceOp.MIN)
+NUMELS = (0, 6, 4099)
+
+Tensors = list[torch.Tensor]
+Group = dist.ProcessGroup
+gather_into = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+scatter_from = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_in_shared_memory() -> Iterator[None]:
+    before = sorted(os.listdir("/dev/shm"))
+    yield
+    assert sorted(os.listdir("/dev/shm")) == before
+
+
+def both_groups() -> tuple[Group, Group]:
+    """The default group, of this backend, and Gloo's of the same ranks."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore", FutureWarning)  # 2.13's names of some differ
+    dist.init_process_group(OURS, timeout=timedelta(seconds=60))
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD, dist.new_group(backend="gloo")
+
+
+def values(case: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """This rank's: whole numbers so small that no sum of them rounds."""
+    generator = torch.Generator().manual_seed(case * 64 + dist.get_rank())
+    low = 0 if dtype in (torch.uint8, torch.bool) else -8
+    return torch.randint(low, 9, (numel,), generator=generator).to(dtype)
+
+
+# Of each collective: its outputs. `x` has a multiple of the group's size of elements, `part` one of that many.
+
+
+def into_tensor(group: Group, x: torch.Tensor) -> Tensors:
+    output = x.new_empty(group.size() * x.numel())
+    gather_into(output, x, group=group)
+    return [output]
+
+
+def in_place(group: Group, x: torch.Tensor) -> Tensors:
+    output = x.new_empty(group.size() * x.numel())
+    mine = output.chunk(group.size())[group.rank()] if x.numel() else output
+    gather_into(output, mine.copy_(x), group=group)
+    return [output]
+
+
+def into_list(group: Group, x: torch.Tensor) -> Tensors:
+    outputs = [torch.empty_like(x) for _ in range(group.size())]
+    dist.all_gather(outputs, x, group=group)
+    return outputs
+
+
+def into_views(group: Group, x: torch.Tensor) -> Tensors:
+    outputs = list(x.new_empty(group.size(), x.numel()))
+    dist.all_gather(outputs, x, group=group)
+    return outputs
+
+
+def into_strided_list(group: Group, x: torch.Tensor) -> Tensors:
+    x = x.view(group.size(), -1)
+    outputs = [torch.empty_like(x).t().contiguous().t() for _ in range(group.size())]
+    dist.all_gather(outputs, x.t().contiguous().t(), group=group)
+    return outputs
+
+
+def gathers_coalesced(group: Group, x: torch.Tensor) -> Tensors:
+    inputs = [x, x + x, x[: x.numel() // 2]]
+    outputs = [each.new_empty(group.size() * each.numel()) for each in inputs]
+    with dist._coalescing_manager(group):
+        for output, each in zip(outputs, inputs, strict=True):
+            gather_into(output, each, group=group)
+    return outputs
+
+
+def broadcast(group: Group, x: torch.Tensor) -> Tensors:
+    copies = [x.clone(), x.view(group.size(), -1).t().contiguous().t()]
+    for root, copy in enumerate(copies):
+        dist.broadcast(copy, root, group=group)
+    return copies
+
+
+def functional_gathers(group: Group, x: torch.Tensor) -> Tensors:
+    gathered = funcol.all_gather_tensor(x.view(-1, 1), 0, group)
+    return [funcol.wait_tensor(gathered), funcol.wait_tensor(funcol.broadcast(x, 1, group))]
+
+
+def delegated(group: Group, x: torch.Tensor) -> Tensors:
+    rank, size = group.rank(), group.size()
+    swapped, received, summed = torch.empty_like(x), torch.zeros_like(x), x.clone()
+    dist.all_to_all_single(swapped, x, group=group)
+    gathered = [torch.empty_like(x) for _ in range(size)] if rank == 0 else None
+    dist.gather(x, gathered, dst=0, group=group)
+    scattered = torch.empty_like(x)
+    dist.scatter(scattered, [x * i for i in range(size)] if rank == 0 else None, 0, group=group)
+    dist.reduce(summed, 1, group=group)
+    if rank == 0:
+        dist.send(x, 1, group=group)
+    if rank == 1:
+        dist.recv(received, 0, group=group)
+    product = x.clone()
+    dist.all_reduce(product, dist.ReduceOp.PRODUCT, group=group)
+    outputs = [swapped, scattered, received, product, *(gathered or [])]
+    return [*outputs, summed] if rank == 1 else outputs
+
+
+def all_reduce(group: Group, x: torch.Tensor, op: Any) -> Tensors:
+    copies = [x.clone(), x.view(group.size(), -1).t().contiguous().t()]
+    for copy in copies:
+        dist.all_reduce(copy, op, group=group)
+    return copies
+
+
+def all_reduces_coalesced(group: Group, x: torch.Tensor, op: Any) -> Tensors:
+    copies = [x.clone(), x[: x.numel() // 2].clone()]
+    with dist._coalescing_manager(group):
+        for copy in copies:
+            dist.all_reduce(copy, op, group=group)
+    return copies
+
+
+def scatter_tensor(group: Group, x: torch.Tensor, op: Any) -> Tensors:
+    outputs = [x.new_empty(x.numel() // group.size()) for _ in range(2)]
+    scatter_from(outputs[0], x, op, group=group)
+    scatter_from(outputs[1], torch.stack([x, x], 1)[:, 0], op, group=group)
+    return outputs
+
+
+def scatter_list(group: Group, x: torch.Tensor, op: Any) -> Tensors:
+    parts = list(x.chunk(group.size())) if x.numel() else [x] * group.size()
+    outputs = [torch.empty_like(parts[0]) for _ in range(2)]
+    dist.reduce_scatter(outputs[0], parts, op, group=group)
+    dist.reduce_scatter(outputs[1], [part.clone() for part in parts], op, group=group)
+    return outputs
+
+
+def scatters_coalesced(group: Group, x: torch.Tensor, op: Any) -> Tensors:
+    outputs = [x.new_empty(x.numel() // group.size()) for _ in range(2)]
+    with dist._coalescing_manager(group):
+        for output in outputs:
+            scatter_from(output, x, op, group=group)
+    return outputs
+
+
+def functional_reduces(group: Group, x: torch.Tensor, op: Any) -> Tensors:
+    name = op.name.lower()
+    return [
+        funcol.wait_tensor(funcol.all_reduce(x, name, group)),
+        funcol.wait_tensor(funcol.reduce_scatter_tensor(x, name, 0, group)),
+    ]
+
+
+MOVES = (
+    into_tensor,
+    in_place,
+    into_list,
+    into_views,
+    into_strided_list,
+    gathers_coalesced,
+    broadcast,
+    functional_gathers,
+)
+REDUCES = (
+    all_reduce,
+    all_reduces_coalesced,
+    scatter_tensor,
+    scatter_list,
+    scatters_coalesced,
+    functional_reduces,
+)
+
+
+def compare(run: Callable[[Group, torch.Tensor], Tensors], case: int, dtype: torch.dtype) -> None:
+    """Raises unless both backends give the same, or refuse."""
+    assert dist.group.WORLD is not None
+    for numel in NUMELS:
+        results: list[Tensors | None] = []
+        for group in (dist.group.WORLD, GLOO[0]):
+            try:
+                results.append(run(group, values(case, numel * group.size(), dtype)))
+            except CommError:
+                raise
+            except RuntimeError:
+                results.append(None)
+        got, wanted = results
+        assert (got is None) == (wanted is None), (run, dtype, numel, results)
+        # Values are exact, but for averages, which torch rounds twice in halves.
+        rtol = {torch.bfloat16: 2**-7, torch.float16: 2**-10}.get(dtype, 2**-22)
+        for mine, gloos in zip(got or [], wanted or [], strict=True):
+            torch.testing.assert_close(mine, gloos, rtol=rtol, atol=0, msg=f"{run} {dtype} {numel}")
+
+
+GLOO: list[Group] = []
+
+
+def every_move() -> list[backend.Receipt]:
+    GLOO.append(both_groups()[1])
+    for case, move in enumerate(MOVES):
+        for dtype in (*CORE_DTYPES, *OTHER_DTYPES, torch.complex64):
+            compare(move, case, dtype)
+    receipts = backend.receipts()
+    for dtype in (torch.float32, torch.int64):
+        compare(delegated, 99, dtype)
+    dist.destroy_process_group()
+    return receipts
+
+
+def every_reduce() -> None:
+    GLOO.append(both_groups()[1])
+    for case, reduce in enumerate(REDUCES):
+        for dtype in (*CORE_DTYPES, *OTHER_DTYPES):
+            for op in OPS:
+                compare(functools.partial(reduce, op=op), case, dtype)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_every_move_equals_gloos(ranks: int) -> None:
+    for receipts in launch(every_move, ranks, deadline_s=120):
+        assert {receipt.operation for receipt in receipts} == {"all_gather", "broadcast"}
+        assert all(receipt.taken != "gloo" for receipt in receipts), receipts
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_every_reduction_equals_gloos(ranks: int) -> None:
+    launch(every_reduce, ranks, deadline_s=120)
+
+
+def say_what_was_delegated() -> dict[str, backend.Receipt]:
+    dist.init_process_group(OURS)
+    small, half = torch.ones(2, dtype=torch.int8), torch.ones(2, dtype=torch.int32)
+    dist.all_reduce(torch.ones(2))
+    dist.all_reduce(small)
+    dist.reduce(half, 0)
+    dist.barrier()
+    receipts = {receipt.operation: receipt for receipt in backend.receipts()}
+    dist.destroy_process_group()
+    return receipts
+
+
+def test_receipts_say_what_went_to_gloo_and_why() -> None:
+    for receipts in launch(say_what_was_delegated, 2, deadline_s=60):
+        assert set(receipts) == {"all_reduce", "barrier", "allreduce", "reduce"}
+        assert receipts["all_reduce"].taken != "gloo"
+        assert receipts["allreduce"].taken == receipts["reduce"].taken == "gloo"
+        assert "torch.int8" in receipts["allreduce"].reason
+        assert receipts["reduce"].reason == "shm has no reduce"
+
+
+def asynchronous() -> None:
+    dist.init_process_group(OURS)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    store = dist.distributed_c10d._get_default_store()
+    whole, total = torch.empty(4 * size), torch.full((1000,), float(rank))
+
+    # Rank 0 begins both; the others come only when it has seen that it did not wait for them.
+    if rank > 0:
+        store.wait(["begun"])
+    gathering = gather_into(whole, torch.full((4,), float(rank)), async_op=True)
+    reducing = dist.all_reduce(total, async_op=True)
+    if rank == 0:
+        assert not gathering.is_completed()
+        assert not reducing.is_completed()
+        store.set("begun", "")
+    reducing.wait()  # the reverse order
+    gathering.wait()
+    assert gathering.is_completed()
+    assert torch.equal(whole, torch.arange(size).repeat_interleave(4).float())
+    assert torch.equal(total, torch.full((1000,), size * (size - 1) / 2))
+
+    # A reduce ends while a gather before it waits for the other ranks.
+    pending = gather_into(whole, torch.zeros(4), async_op=True) if rank == 0 else None
+    dist.all_reduce(total)
+    if pending is None:
+        store.wait(["reduced"])
+        gather_into(whole, torch.ones(4))
+    else:
+        assert not pending.is_completed()
+        store.set("reduced", "")
+        pending.wait()
+
+    # Whatever is synchronous comes after what was begun before it; the works need not be kept.
+    counter = torch.ones(3)
+    for _ in range(5):
+        dist.all_reduce(counter, async_op=True)
+    dist.all_reduce(counter)
+    assert torch.equal(counter, torch.full((3,), float(size**6)))
+    future = dist.all_reduce(counter, async_op=True).get_future()
+    assert torch.equal(future.wait()[0], torch.full((3,), float(size**7)))
+    late = torch.full((1,), float(rank))
+    dist.all_reduce(late, async_op=True)
+    dist.barrier()
+    assert late.item() == size * (size - 1) / 2
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_asynchronous_gathers_and_reduces_overlap(ranks: int) -> None:
+    launch(asynchronous, ranks, deadline_s=60)
+
+
+def in_sub_groups() -> None:
+    dist.init_process_group(OURS)
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    peers = {"replicate": rank + (rank + 2) % 4, "shard": rank + (rank ^ 1)}
+    for name, total in peers.items():
+        x = torch.tensor([float(rank)])
+        dist.all_reduce(x, group=mesh.get_group(name))
+        assert x.item() == total
+        assert backend.receipts(mesh.get_group(name))
+
+    outer = dist.new_group([1, 3])
+    if rank in (1, 3):
+        whole = torch.empty(2)
+        gather_into(whole, torch.tensor([float(rank)]), group=outer)
+        assert whole.tolist() == [1, 3]
+        dist.broadcast(whole, 3, group=outer)
+        dist.destroy_process_group(outer)
+    if rank < 3:
+        first = dist.new_group([0, 1, 2], use_local_synchronization=True)
+        whole = torch.ones(3)
+        dist.all_reduce(whole, group=first)
+        assert whole.tolist() == [3, 3, 3]
+    dist.destroy_process_group()
+
+
+def test_sub_groups_and_device_meshes() -> None:
+    launch(in_sub_groups, 4, deadline_s=60)
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(
+        nn.Linear(7, 12), nn.GELU(), nn.Linear(12, 12), nn.GELU(), nn.Linear(12, 5)
+    )
+
+
+def train(model: nn.Module, same_data: bool = False) -> Tensors:
+    """Losses and parameters of a few steps."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for step in range(4):
+        generator = torch.Generator().manual_seed(
+            100 * step + (0 if same_data else dist.get_rank())
+        )
+        loss = model(torch.randn(4, 7, generator=generator)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    parameters = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
+    return [*losses, *(parameter.detach().clone() for parameter in parameters)]
+
+
+def ddp() -> Tensors:
+    return train(DistributedDataParallel(net(), bucket_cap_mb=0.0005))  # type: ignore[arg-type]
+
+
+def ddp_with_hook() -> Tensors:
+    model = DistributedDataParallel(net())
+    model.register_comm_hook(None, allreduce_hook)
+    return train(model)
+
+
+def fsdp1() -> Tensors:
+    model = FullyShardedDataParallel(net(), device_id=torch.device("cpu"), use_orig_params=True)
+    losses = train(model)[:4]
+    with FullyShardedDataParallel.summon_full_params(model):
+        return [*losses, *(parameter.detach().clone() for parameter in model.parameters())]
+
+
+def fsdp2(*shape: int, **options: Any) -> Tensors:
+    shape = shape or (dist.get_world_size(),)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    model = net()
+    for layer in model[::2]:
+        fully_shard(layer, mesh=mesh, **options)
+    fully_shard(model, mesh=mesh, **options)
+    return train(model)
+
+
+def hsdp() -> Tensors:
+    return fsdp2(2, dist.get_world_size() // 2)
+
+
+def fsdp2_reshard_to_pairs() -> Tensors:
+    return fsdp2(reshard_after_forward=2)
+
+
+def tensor_parallel() -> Tensors:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    return train(parallelize_module(net(), mesh, plan), same_data=True)  # type: ignore[arg-type]
+
+
+def redistributed() -> Tensors:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    x = distribute_tensor(torch.arange(35.0).view(5, 7), mesh, [Shard(0)])
+    columns = x.redistribute(mesh, [Shard(1)])
+    return [x.to_local(), columns.to_local(), columns.redistribute(mesh, [Replicate()]).to_local()]
+
+
+WAYS = (ddp, ddp_with_hook, fsdp1, fsdp2, tensor_parallel, redistributed)
+ON_FOUR = (fsdp2, hsdp, fsdp2_reshard_to_pairs)
+
+
+def train_all(name: str, ways: tuple[Callable[[], Tensors], ...]) -> dict[str, Tensors]:
+    torch.set_num_threads(1)
+    dist.init_process_group(name)
+    results = {way.__name__: way() for way in ways}
+    if name == OURS:
+        taken = {receipt.operation: receipt.taken for receipt in backend.receipts()}
+        assert {"all_gather", "reduce_scatter"} <= set(taken)
+    dist.destroy_process_group()
+    return results
+
+
+def test_unmodified_training_at_2_ranks_is_bitwise_gloos() -> None:
+    ours, gloos = (launch(train_all, 2, (name, WAYS), deadline_s=120) for name in (OURS, "gloo"))
+    for mine, theirs in zip(ours, gloos, strict=True):
+        for way, wanted in theirs.items():
+            for got, want in zip(mine[way], wanted, strict=True):
+                assert torch.equal(got, want), way
+
+
+def test_unmodified_fsdp2_at_4_ranks_is_gloos_within_summation_order() -> None:
+    ours, gloos = (launch(train_all, 4, (name, ON_FOUR), deadline_s=120) for name in (OURS, "gloo"))
+    for mine, theirs in zip(ours, gloos, strict=True):
+        for way, wanted in theirs.items():
+            torch.testing.assert_close(mine[way], wanted, rtol=1e-4, atol=1e-6, msg=way)
+
+
+BAD: list[tuple[Callable[[], object], str]] = [
+    (
+        lambda: gather_into(torch.zeros(5), torch.zeros(2)),
+        "the output has 5 elements and the input has 2; with 2 ranks the output must have 2 x 2 = 4",
+    ),
+    (
+        lambda: gather_into(torch.zeros(4).double(), torch.zeros(2)),
+        "the tensors are torch.float32 on cpu and torch.float64 on cpu",
+    ),
+    (
+        lambda: scatter_from(torch.zeros(3), torch.zeros(4)),
+        "the output has 3 elements and the input has 4; with 2 ranks the input must have 2 x 3 = 6",
+    ),
+    (
+        lambda: dist.all_gather([torch.zeros(2)], torch.zeros(2)),
+        "tensor_list has 1 tensors; it must have one for each of 2 ranks",
+    ),
+    (
+        lambda: dist.all_gather([torch.zeros(1), torch.zeros(3)], torch.zeros(2)),
+        r"tensor_list has tensors of \[1, 3\] elements, and the input has 2",
+    ),
+    (
+        lambda: dist.reduce_scatter(torch.zeros(2), [torch.zeros(2)]),
+        "input_list has 1 tensors; it must have one for each of 2 ranks",
+    ),
+]
+
+
+def call_badly() -> None:
+    with pytest.raises(ValueError, match="there is no default group"):
+        backend.receipts()
+    _, gloo = both_groups()
+    with pytest.raises(ValueError, match="the group's backend is 'gloo'"):
+        backend.receipts(gloo)
+    for call, message in BAD:
+        with pytest.raises(ValueError, match=message):
+            call()
+    x = torch.ones(2)
+    dist.all_reduce(x)  # and none of it has harmed the group
+    assert x.tolist() == [2, 2]
+    dist.destroy_process_group()
+
+
+def test_bad_input_is_named_and_harms_nothing() -> None:
+    launch(call_badly, 2, deadline_s=60)
+
+
+def wait_for_the_dead() -> None:
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_reduce(torch.ones(2), async_op=True).wait()
+
+
+def gather_from_the_dead() -> None:
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_gather_object([None] * dist.get_world_size(), "here")
+
+
+def train_with_the_dead() -> None:
+    model = DistributedDataParallel(net())
+    loss = model(torch.ones(4, 7)).sum()
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    loss.backward()
+
+
+def die_in(what: Callable[[], None]) -> None:
+    dist.init_process_group(OURS)
+    try:
+        what()
+    except RuntimeError as error:  # through DDP's C++, it is no longer a CommError
+        raise CommError(" ".join(str(error).split())) from error
+
+
+@pytest.mark.parametrize("what", [wait_for_the_dead, gather_from_the_dead, train_with_the_dead])
+def test_killed_rank_is_named_by_all_others_within_seconds(what: Callable[[], None]) -> None:
+    begun = time.monotonic()
+    with pytest.raises(RankError, match="rank 1 was killed by SIGKILL") as caught:
+        launch(die_in, 3, (what,), deadline_s=60)
+    assert time.monotonic() - begun < 30
+    _, *others = str(caught.value).splitlines()
+    assert len(others) == 2
+    for said in others:
+        assert "rank 1 (pid" in said
+        assert "died" in said
+
+
+def threads_of_this_process() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+def come_and_go() -> tuple[list[int], list[int]]:
+    threads, files = [], []
+    for _ in range(4):
+        dist.init_process_group(OURS)
+        world = dist.group.WORLD
+        work = dist.all_reduce(torch.ones(5), async_op=True)
+        work.get_future().wait()
+        gather_into(torch.empty(2 * dist.get_world_size()), torch.ones(2), async_op=True)
+        dist.destroy_process_group()
+        with pytest.raises(CommError, match="closed"):
+            world.allreduce([torch.ones(1)], dist.distributed_c10d.AllreduceOptions()).wait()  # type: ignore[union-attr]
+        del world, work
+        threads.append(threads_of_this_process())
+        files.append(len(os.listdir("/proc/self/fd")))
+    return threads, files
+
+
+def test_destroyed_groups_leave_nothing_behind_and_new_ones_follow() -> None:
+    for counts in launch(come_and_go, 2, deadline_s=60):
+        for of_each_round in counts:
+            assert len(set(of_each_round[1:])) == 1, counts
+
+
+def on_two_hosts() -> list[backend.Receipt]:
+    rank = os.environ["RANK"]
+    rendezvous.host_identity = lambda: f"host {rank}"  # type: ignore[assignment]
+    dist.init_process_group(OURS)
+    x, whole = torch.ones(2), torch.empty(4)
+    dist.all_reduce(x, dist.ReduceOp.AVG)
+    gather_into(whole, x)
+    scatter_from(x, whole)
+    dist.barrier()
+    assert x.tolist() == [2, 2]
+    receipts = backend.receipts()
+    dist.destroy_process_group()
+    return receipts
+
+
+def test_ranks_on_several_hosts_use_gloo_and_say_so() -> None:
+    for receipts in launch(on_two_hosts, 2, deadline_s=60):
+        assert len(receipts) == 4
+        for receipt in receipts:
+            assert (receipt.taken, receipt.reason) == ("gloo", "the ranks are on several hosts")
+
+
+def init_with(name: str) -> float:
+    dist.init_process_group(name)
+    x = torch.ones(3)
+    dist.all_reduce(x)
+    assert dist.group.WORLD is not None
+    assert dist.group.WORLD.name() == "shardcomm"
+    assert backend.receipts()
+    dist.destroy_process_group()
+    return float(x.sum())
+
+
+@pytest.mark.parametrize("name", ["shardcomm", "cpu:shardcomm", "cpu:shardcomm,cuda:nccl"])
+def test_names_under_which_it_is_found(name: str) -> None:
+    assert launch(init_with, 2, (name,), deadline_s=60) == [6.0, 6.0]
+    assert launch(init_with, 1, (name,), deadline_s=60) == [3.0]
+
+
+def run_example(name: str) -> list[float]:
+    losses: list[float] = runpy.run_path(str(EXAMPLE))["main"](name)
+    return losses
+
+
+def test_the_example_trains_alike_on_both_backends() -> None:
+    ours, gloos = (launch(run_example, 2, (name,), deadline_s=60) for name in (OURS, "gloo"))
+    assert ours == gloos
+    assert ours[0][-1] < ours[0][0]
