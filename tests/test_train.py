@@ -247,7 +247,7 @@ def test_killed_launcher_takes_the_ranks_along(
         (["--lr", "-1"], "--lr: '-1'; it must be a number above 0"),
         (["--strategy", "zero9"], "--strategy: invalid choice: 'zero9'"),
         (["--text", "/nowhere"], "--text is '/nowhere'; there is no such file or folder"),
-        (["--text", os.devnull], "there is no such file"),
+        (["--text", os.devnull], "there is neither a file nor a folder"),
         (
             ["--json", "/nowhere/x.json"],
             "--json is '/nowhere/x.json'; it must be a file that can be",
