@@ -28,7 +28,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
 from torch.distributed.tensor import Shard
 
-from shardcomm import fsdp2, launch, rendezvous
+from shardcomm import CommError, fsdp2, launch, rendezvous
 
 STEPS = 3
 WIDTH = 12
@@ -470,6 +470,19 @@ def receipts_and_errors() -> None:
 
 def test_receipts_say_what_is_in_force_and_errors_what_to_do() -> None:
     launch(receipts_and_errors, 2, deadline_s=60)
+
+
+def run_different_blocks() -> None:
+    dist.init_process_group("gloo")
+    net = make(CASES["blocks"], init_device_mesh("cpu", (dist.get_world_size(),)))
+    fsdp2.attach(net)
+    with pytest.raises(CommError, match=r"tag 1.*tag 2|tag 2.*tag 1"):
+        net.blocks[dist.get_rank()](torch.ones(2, WIDTH))
+    dist.destroy_process_group()
+
+
+def test_ranks_that_gather_different_blocks_of_equal_size_are_told() -> None:
+    launch(run_different_blocks, 2, deadline_s=60)
 
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "fsdp2_attach.py"
