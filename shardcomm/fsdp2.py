@@ -25,8 +25,14 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+
+try:
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+except ImportError as error:
+    raise ImportError(
+        f"shardcomm.fsdp2: torch {torch.__version__} has no FSDP2 that takes custom collectives; install torch 2.13"
+    ) from error
 
 from shardcomm.buffer_pool import BufferPool
 from shardcomm.communicator import Communicator, ReduceOp, Use
@@ -179,11 +185,15 @@ class _Links:
     def refused(self, group: dist.ProcessGroup, device: torch.device) -> str:
         """Why there is no link between the ranks of `group`; "" if there is one."""
         if group not in self._refused:
+            self._refused[group] = ""
             try:
                 self.get(group, device)
-                self._refused[group] = ""
-            except ValueError as error:
-                self._refused[group] = str(error)
+            except ValueError:
+                if device.type != "cpu":
+                    raise
+                self._refused[group] = (
+                    "its ranks are on several hosts, and from a CPU only torch's collectives reach past one"
+                )
         return self._refused[group]
 
     def __iter__(self) -> Iterator[_Link]:
@@ -196,7 +206,10 @@ class _Links:
 
 
 class _AllGather(AllGather):
-    """The all-gather of one parameter group. On a CPU it blocks, with `async_op` too: no byte is left to move."""
+    """The all-gather of one parameter group, where FSDP2 calls it: on a GPU on its current stream, on a CPU at once.
+
+    There `async_op` would gain nothing: no byte is left to move.
+    """
 
     def __init__(self, param_group: Any, links: _Links, tag: int) -> None:
         self._param_group = param_group
@@ -283,8 +296,9 @@ def _param_groups(module: FSDPModule) -> list[Any]:
     state: Any = module._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):
         groups = list(state._fsdp_param_groups)
-    else:  # torch 2.11
-        groups = [group for group in [state._fsdp_param_group] if group is not None]
+    else:  # torch 2.11: one at most. Neither: `state`, which has nothing of what is needed.
+        only = getattr(state, "_fsdp_param_group", state)
+        groups = [] if only is None else [only]
     for group in groups:
         missing = _INTERNALS - {*dir(type(group)), *vars(group)}
         if missing:
@@ -297,7 +311,8 @@ def _param_groups(module: FSDPModule) -> list[Any]:
 
 def _check(name: str, groups: list[Any]) -> None:
     for group in groups:
-        if isinstance(group._all_gather_comm, _AllGather):
+        comms = group._all_gather_comm, group._reduce_scatter_comm
+        if any(isinstance(comm, _AllGather | _ReduceScatter) for comm in comms):
             raise ValueError(
                 f"attach: module {name!r} is attached already; call detach() of what that attach returned first"
             )

@@ -25,9 +25,10 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
 from torch.distributed.tensor import Shard
 
-from shardcomm import fsdp2, launch
+from shardcomm import CommError, fsdp2, launch, rendezvous
 
 STEPS = 3
 WIDTH = 12
@@ -142,6 +143,7 @@ class Case:
     after: Callable[[Any], None] = lambda net: None
     attached: Callable[[Any], None] = lambda net: None
     micro_batches: int = 1
+    until_last: str = "set_requires_gradient_sync"
     tolerance: float | None = None
 
 
@@ -175,6 +177,9 @@ CASES_OF_4 = {
         mesh=(2, 2), options={"mp_policy": MixedPrecisionPolicy(BF16)}, tolerance=5e-3
     ),
     "HSDP, accumulation": Case(mesh=(2, 2), micro_batches=2),
+    "HSDP, accumulation of shards": Case(
+        mesh=(2, 2), micro_batches=2, until_last="set_requires_all_reduce"
+    ),
     "resharded to 2": Case(options={"reshard_after_forward": 2}),
 }
 
@@ -195,11 +200,13 @@ def optimizer_of(net: nn.Module) -> torch.optim.Optimizer:
     )  # unlike Adam, it shows a gradient's scale
 
 
-def step(net: Any, optimizer: torch.optim.Optimizer, seed: int, micro_batches: int = 1) -> float:
+def step(
+    net: Any, optimizer: torch.optim.Optimizer, seed: int, case: Case = CASES["blocks"]
+) -> float:
     generator = torch.Generator().manual_seed(1000 * dist.get_rank() + seed)
     total = 0.0
-    for i in range(micro_batches):
-        net.set_requires_gradient_sync(i == micro_batches - 1)
+    for i in range(case.micro_batches):
+        getattr(net, case.until_last)(i == case.micro_batches - 1)
         width = 5 if isinstance(net, Net) else WIDTH
         loss = (net(torch.randn(4, width, generator=generator)) - 1).square().mean()
         loss.backward()
@@ -216,7 +223,7 @@ def full(net: nn.Module) -> dict[str, torch.Tensor]:
 
 def train(net: Any, case: Case) -> tuple[list[float], dict[str, torch.Tensor]]:
     optimizer = optimizer_of(net)
-    losses = [step(net, optimizer, seed, case.micro_batches) for seed in range(STEPS)]
+    losses = [step(net, optimizer, seed, case) for seed in range(STEPS)]
     return losses, full(net)
 
 
@@ -252,6 +259,9 @@ def train_all(cases: list[str]) -> None:
         taken = {r.operation: r.taken for comm in attached.communicators for r in comm.receipts()}
         assert taken["all_gather"] == "window", (name, taken)
         assert taken["reduce_scatter"] == "direct", (name, taken)
+        left = "the all-reduce between replicas stays torch's: FSDP2 has no hook for it"
+        reasons = {receipt.reason for receipt in attached.receipts if receipt.taken == "hooks"}
+        assert reasons == {left if case.mesh else ""}, (name, reasons)
         attached.detach()
     dist.destroy_process_group()
 
@@ -434,11 +444,45 @@ def receipts_and_errors() -> None:
         fsdp2.attach(net)
     group._all_gather_comm = comm
     fsdp2.attach(net).detach()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rendezvous, "host_identity", lambda: f"host {dist.get_rank()}")
+        attached = fsdp2.attach(net)
+    assert attached.receipts[1][2:] == (
+        "torch",
+        "its ranks are on several hosts, and from a CPU only torch's collectives reach past one",
+    )
+    attached.detach()
+
+    halves = Even()
+    placement = ShardPlacementResult(Shard(0), FSDPMeshInfo(mesh["replicas"], shard_mesh_dim=0))
+    elsewhere = ShardPlacementResult(Shard(0), FSDPMeshInfo(mesh["alone"], shard_mesh_dim=0))
+    fully_shard(
+        halves,
+        mesh=mesh["replicas"],
+        shard_placement_fn=lambda p: placement if p is halves[0].weight else elsewhere,
+    )
+    (receipt,) = fsdp2.attach(halves).receipts
+    assert receipt.taken == "torch"
+    assert receipt.reason.startswith("it has 2 parameter groups, and FSDP2 takes custom")
     dist.destroy_process_group()
 
 
 def test_receipts_say_what_is_in_force_and_errors_what_to_do() -> None:
     launch(receipts_and_errors, 2, deadline_s=60)
+
+
+def run_different_blocks() -> None:
+    dist.init_process_group("gloo")
+    net = make(CASES["blocks"], init_device_mesh("cpu", (dist.get_world_size(),)))
+    fsdp2.attach(net)
+    with pytest.raises(CommError, match=r"tag 1.*tag 2|tag 2.*tag 1"):
+        net.blocks[dist.get_rank()](torch.ones(2, WIDTH))
+    dist.destroy_process_group()
+
+
+def test_ranks_that_gather_different_blocks_of_equal_size_are_told() -> None:
+    launch(run_different_blocks, 2, deadline_s=60)
 
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "fsdp2_attach.py"
