@@ -18,7 +18,9 @@ that is not contiguous takes the same way, through a copy.
 
 from __future__ import annotations
 
+import atexit
 import itertools
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -30,6 +32,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 from torch.futures import Future
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shardcomm import _C, rendezvous
 from shardcomm.c10d import C10dCommunicator
@@ -132,12 +135,12 @@ class Channel:
         self.last: Event | None = None
 
     @cached_property
-    def stream(self) -> Stream:
+    def stream(self) -> _C.Stream:
         """Where asynchronous collectives run."""
         return _C.Stream()
 
     @cached_property
-    def completions(self) -> Stream:
+    def completions(self) -> _C.Stream:
         """Waits for them, where somebody asked for a future."""
         return _C.Stream()
 
@@ -161,6 +164,12 @@ class Channel:
         if self.last is not None:
             with suppress(Exception):
                 self.last.wait()
+
+    def stop(self) -> None:
+        """As `drain`, and for the callbacks of the futures."""
+        self.drain()
+        if "completions" in vars(self):
+            self.completions.synchronize()
 
 
 class Flat:
@@ -239,6 +248,7 @@ class ShardcommGroup(_ProcessGroup):  # type: ignore[misc]
             )
         finally:
             store.set_timeout(before)  # the groups of a program share one
+        _groups.add(self)
 
     def receipts(self) -> list[Receipt]:
         """See `receipts`."""
@@ -377,10 +387,16 @@ class ShardcommGroup(_ProcessGroup):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """Leaves the group, after what was begun; `destroy_process_group` calls it."""
-        self._gathers.drain()
-        self._reduces.drain()
+        self._gathers.stop()
+        self._reduces.stop()
         self._comm.close()
         self._others.shutdown()
+
+    def leave(self) -> None:
+        """Leaves the group at once: what has not finished fails, on the other ranks too."""
+        self._comm.close()
+        self._gathers.stop()
+        self._reduces.stop()
 
     def getBackendName(self) -> str:
         """The name under which it is registered."""
@@ -411,6 +427,8 @@ class ShardcommGroup(_ProcessGroup):  # type: ignore[misc]
                 return f"a tensor is on {tensor.device}"
             if tensor.layout != torch.strided:
                 return f"a tensor's layout is {tensor.layout}"
+            if is_traceable_wrapper_subclass(tensor):
+                return f"a {type(tensor).__name__} has no memory of its own"
         return ""
 
     def _no_reduction(self, op: Any, *tensors: torch.Tensor) -> str:
@@ -521,5 +539,14 @@ def _consecutive(tensors: Sequence[torch.Tensor]) -> bool:
         address += tensor.numel() * tensor.element_size()
     return True
 
+
+@atexit.register
+def _leave_all() -> None:
+    # A thread that needs the interpreter after its end would abort the process.
+    for group in list(_groups):
+        group.leave()
+
+
+_groups: weakref.WeakSet[ShardcommGroup] = weakref.WeakSet()
 
 dist.Backend.register_backend(NAME, ShardcommGroup, devices=["cpu"])
