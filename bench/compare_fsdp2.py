@@ -4,6 +4,8 @@ GPT of width 512, 8 blocks, 64 tokens x batch 2 per rank, float32, 2 ranks on th
 and DDP run on Gloo, the only torch backend for CPU ranks in a plain install. The limit is the same model without any
 communication, both processes at work. A time is that of the slowest rank from a common start to its end; gradients are
 set to None in between. Losses and gradients are compared in the same run.
+
+--drop-in: unmodified FSDP2 on Gloo against the same on shardcomm's backend, at 2 and 4 ranks.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from harness import Bound, Report, Times, arguments
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -23,6 +25,7 @@ import shardcomm
 from shardcomm.train.gpt import GPT, VOCAB
 
 WIDTH, LAYERS, CONTEXT, BATCH = 512, 8, 64, 2
+DROP_IN = {"FSDP2 on Gloo": "gloo", "FSDP2 on shardcomm": "cpu:shardcomm"}
 NAMES = ("shardcomm", "FSDP2 (Gloo)", "DDP (Gloo)", "no communication")
 
 
@@ -106,10 +109,58 @@ def rank_main(rounds: int) -> dict[str, object]:
     }
 
 
+def drop_in_main(rounds: int) -> dict[str, list[float]]:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    tokens = torch.randint(0, VOCAB, (BATCH, CONTEXT + 1), generator=generator)
+    nets = {}
+    for name, backend in DROP_IN.items():
+        mesh = DeviceMesh.from_group(dist.new_group(backend=backend), "cpu")
+        nets[name] = net = model()
+        for block in net.blocks:
+            fsdp2_fully_shard(block, mesh=mesh)
+        fsdp2_fully_shard(net, mesh=mesh)
+
+    times: dict[str, list[float]] = {name: [] for name in nets}
+    losses: dict[str, float] = {}
+    for round_ in range(rounds + 2):
+        for name, net in nets.items():
+            seconds, losses[name] = timed(net, tokens)
+            if round_ >= 2:  # the first two warm up
+                times[name].append(seconds)
+
+    assert len(set(losses.values())) == 1, losses
+    for ours, gloos in zip(*(net.parameters() for net in nets.values()), strict=True):
+        torch.testing.assert_close(ours.grad, gloos.grad, rtol=1e-5, atol=1e-8)
+    dist.destroy_process_group()
+    return times
+
+
+def drop_in(rounds: int) -> Report:
+    report = Report(["forward + backward", "median (p10-p90)", "times faster than on Gloo"])
+    for ranks in (2, 4):
+        measured = shardcomm.launch(drop_in_main, ranks, (rounds,), deadline_s=600)[0]
+        times = {name: Times(tuple(samples)) for name, samples in measured.items()}
+        gloo, ours = times.values()
+        for name, each in times.items():
+            row = f"{name}, {ranks} ranks"
+            report.row(row, each, f"{gloo.median / each.median:.2f}")
+            report.figures[row] = {"median_s": each.median, "samples_s": each.samples}
+        report.bounds.append(
+            Bound(f"FSDP2's speed-up, {ranks} ranks", gloo.median / ours.median, at_least=1.6)
+        )
+    return report
+
+
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--drop-in", action="store_true", help="compare FSDP2 on the two backends")
     args = parser.parse_args()
+    if args.drop_in:
+        drop_in(args.rounds).finish(args)
+        return
     run: Callable[[int], dict[str, object]] = rank_main
     result = shardcomm.launch(run, 2, (args.rounds,), deadline_s=600)[0]
     times = {name: Times(tuple(samples)) for name, samples in result["times"].items()}  # type: ignore[attr-defined]

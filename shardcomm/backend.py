@@ -18,24 +18,25 @@ that is not contiguous takes the same way, through a copy.
 
 from __future__ import annotations
 
+import atexit
 import itertools
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+import weakref
+from collections.abc import Callable
 from datetime import timedelta
-from functools import cached_property
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
-from torch.futures import Future
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from shardcomm import _C, rendezvous
+from shardcomm import rendezvous
 from shardcomm.c10d import C10dCommunicator
+from shardcomm.channel import Channel, Flat, Run, do
 from shardcomm.communicator import Communicator, Receipt, ReduceOp, check_root
 from shardcomm.dtype import core_dtype, movable
-from shardcomm.streams import Event, Stream
+from shardcomm.streams import Stream
 
 NAME = "shardcomm"
 
@@ -46,13 +47,9 @@ _OPS: dict[Any, ReduceOp] = {
     dist.ReduceOp.MAX: "max",
     dist.ReduceOp.MIN: "min",
 }
-_NO_TIMEOUT = timedelta(0)
 
 # torch's stubs give neither the options that the methods get, nor all of their forms.
 _ProcessGroup: Any = dist.ProcessGroup
-
-# Queues a collective on a stream, or without one runs it.
-Run = Callable[[Stream | None], None]
 
 
 def receipts(group: dist.ProcessGroup | None = None) -> list[Receipt]:
@@ -73,126 +70,6 @@ def receipts(group: dist.ProcessGroup | None = None) -> list[Receipt]:
             f"'cpu:{NAME}'"
         )
     return group.receipts()
-
-
-class Work(dist.Work):
-    """A collective that was begun. What it raises, `wait` raises, as often as it is called."""
-
-    def __init__(self, channel: Channel, event: Event | None, results: list[torch.Tensor]) -> None:
-        super().__init__()
-        self._channel = channel
-        self._event = event
-        self._results = results
-        self._future: Future[list[torch.Tensor]] | None = None
-
-    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
-        """Blocks until this rank's part is done; the group's timeout applies, whatever `timeout` says.
-
-        Raises:
-            CommError: a rank died, called something else or did not come in time.
-        """
-        if self._event is not None:
-            self._event.wait()
-        return True
-
-    def synchronize(self) -> None:
-        """As `wait`."""
-        self.wait()
-
-    def is_completed(self) -> bool:
-        """Whether `wait` would return, or raise, at once."""
-        return self._event is None or self._event.query()
-
-    def result(self) -> list[torch.Tensor]:
-        """The tensors that the collective writes."""
-        return self._results
-
-    def get_future(self) -> Future[list[torch.Tensor]]:
-        """Completes with the tensors that the collective writes, or with what `wait` raises."""
-        if self._future is None:
-
-            def finished(_: Future[None]) -> list[torch.Tensor]:
-                self.wait()
-                return self._results
-
-            # An error has to come out of `then`: only so is it one to C++, where DDP waits.
-            begun: Future[None] = Future()
-            self._future = begun.then(finished)
-            if self.is_completed():
-                begun.set_result(None)
-            else:
-                self._channel.completions.enqueue(lambda: begun.set_result(None))
-        return self._future
-
-
-class Channel:
-    """Collectives in the order of their calls: on a thread, or by the caller where nothing is queued before."""
-
-    def __init__(self) -> None:
-        self.last: Event | None = None
-
-    @cached_property
-    def stream(self) -> Stream:
-        """Where asynchronous collectives run."""
-        return _C.Stream()
-
-    @cached_property
-    def completions(self) -> Stream:
-        """Waits for them, where somebody asked for a future."""
-        return _C.Stream()
-
-    def idle(self) -> bool:
-        """Whether all that was queued has finished."""
-        return self.last is None or self.last.query()
-
-    def begin(self, run: Run, asynchronous: bool, results: list[torch.Tensor]) -> Work:
-        """Queues `run`; a synchronous one is finished on return."""
-        if not asynchronous and self.idle():
-            run(None)
-            return Work(self, None, results)
-        run(self.stream)
-        self.last = self.stream.record()
-        if not asynchronous:
-            self.last.wait()
-        return Work(self, self.last, results)
-
-    def drain(self) -> None:
-        """Waits for all that was queued, whether it succeeds or not."""
-        if self.last is not None:
-            with suppress(Exception):
-                self.last.wait()
-
-
-class Flat:
-    """Tensors of one dtype as one flat tensor: a view of them where they lie one after the other, else a copy."""
-
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._tensors = [tensor.detach() for tensor in tensors]
-        self._copied = not _consecutive(self._tensors)
-        numel = sum(tensor.numel() for tensor in tensors)
-        first = self._tensors[0]
-        self.flat = (
-            torch.empty(numel, dtype=first.dtype)
-            if self._copied
-            else first.as_strided((numel,), (1,))
-        )
-
-    def load(self, stream: Stream | None) -> None:
-        """Brings the tensors' values into `flat`."""
-        if self._copied:
-            _do(stream, lambda: [part.copy_(tensor) for part, tensor in self._parts()])
-
-    def store(self, stream: Stream | None) -> None:
-        """Brings `flat`'s values into the tensors."""
-        if self._copied:
-            _do(stream, lambda: [tensor.copy_(part) for part, tensor in self._parts()])
-
-    def _parts(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        pieces = torch.split(self.flat, [tensor.numel() for tensor in self._tensors])
-        return [
-            (piece.view(tensor.shape), tensor)
-            for piece, tensor in zip(pieces, self._tensors, strict=True)
-        ]
 
 
 def _delegated(name: str) -> Callable[..., Any]:
@@ -239,6 +116,7 @@ class ShardcommGroup(_ProcessGroup):  # type: ignore[misc]
             )
         finally:
             store.set_timeout(before)  # the groups of a program share one
+        _groups.add(self)
 
     def receipts(self) -> list[Receipt]:
         """See `receipts`."""
@@ -306,7 +184,7 @@ class ShardcommGroup(_ProcessGroup):  # type: ignore[misc]
         def run(stream: Stream | None) -> None:
             if stream is not None and reduces is not None:
                 stream.wait(reduces)
-            _do(stream, self._comm.barrier)
+            do(stream, self._comm.barrier)
 
         return self._gathers.begin(run, opts.asyncOp, [])
 
@@ -377,10 +255,16 @@ class ShardcommGroup(_ProcessGroup):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """Leaves the group, after what was begun; `destroy_process_group` calls it."""
-        self._gathers.drain()
-        self._reduces.drain()
+        self._gathers.stop()
+        self._reduces.stop()
         self._comm.close()
         self._others.shutdown()
+
+    def leave(self) -> None:
+        """Leaves the group at once: what has not finished fails, on the other ranks too."""
+        self._comm.close()
+        self._gathers.stop()
+        self._reduces.stop()
 
     def getBackendName(self) -> str:
         """The name under which it is registered."""
@@ -411,6 +295,8 @@ class ShardcommGroup(_ProcessGroup):  # type: ignore[misc]
                 return f"a tensor is on {tensor.device}"
             if tensor.layout != torch.strided:
                 return f"a tensor's layout is {tensor.layout}"
+            if is_traceable_wrapper_subclass(tensor):
+                return f"a {type(tensor).__name__} has no memory of its own"
         return ""
 
     def _no_reduction(self, op: Any, *tensors: torch.Tensor) -> str:
@@ -502,24 +388,13 @@ def _all(runs: list[Run]) -> Run:
     return run
 
 
-def _do(stream: Stream | None, function: Callable[[], object]) -> None:
-    if stream is None:
-        function()
-    else:
-        stream.enqueue(function)
+@atexit.register
+def _leave_all() -> None:
+    # A thread that needs the interpreter after its end would abort the process.
+    for group in list(_groups):
+        group.leave()
 
 
-def _consecutive(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether each tensor is contiguous, and begins where the one before it ends."""
-    first = tensors[0]
-    address, storage = first.data_ptr(), first.untyped_storage().data_ptr()
-    for tensor in tensors:
-        if not tensor.is_contiguous() or tensor.data_ptr() != address:
-            return False
-        if tensor.untyped_storage().data_ptr() != storage:
-            return False
-        address += tensor.numel() * tensor.element_size()
-    return True
-
+_groups: weakref.WeakSet[ShardcommGroup] = weakref.WeakSet()
 
 dist.Backend.register_backend(NAME, ShardcommGroup, devices=["cpu"])

@@ -6,6 +6,8 @@ import functools
 import os
 import runpy
 import signal
+import subprocess
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -196,6 +198,14 @@ def functional_reduces(group: Group, x: torch.Tensor, op: Any) -> Tensors:
     ]
 
 
+def sparse_and_unwaited(group: Group, x: torch.Tensor) -> Tensors:
+    sparse = x.to_sparse()
+    dist.all_reduce(sparse, group=group)
+    unwaited = funcol.all_reduce(x, "sum", group)
+    dist.all_reduce(unwaited, group=group)
+    return [sparse.to_dense(), unwaited + 0]
+
+
 MOVES = (
     into_tensor,
     in_place,
@@ -247,6 +257,7 @@ def every_move() -> list[backend.Receipt]:
     receipts = backend.receipts()
     for dtype in (torch.float32, torch.int64):
         compare(delegated, 99, dtype)
+        compare(sparse_and_unwaited, 98, dtype)
     dist.destroy_process_group()
     return receipts
 
@@ -409,6 +420,33 @@ def ddp_with_hook() -> Tensors:
     return train(model)
 
 
+class Sparse(nn.Module):
+    """Gradients that are sparse, and a layer that takes no part in each second step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.embed = nn.Embedding(9, 5, sparse=True)
+        self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(2))
+
+    def forward(self, step: int) -> torch.Tensor:
+        tokens = torch.tensor([step, 2 * step, dist.get_rank()])
+        x = self.embed(tokens)
+        for layer in self.layers[step % 2 :]:
+            x = layer(x)
+        return x.square().mean()
+
+
+def ddp_sparse_and_unused() -> Tensors:
+    model = DistributedDataParallel(Sparse(), find_unused_parameters=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(4):
+        optimizer.zero_grad()
+        model(step).backward()
+        optimizer.step()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
 def fsdp1() -> Tensors:
     model = FullyShardedDataParallel(net(), device_id=torch.device("cpu"), use_orig_params=True)
     losses = train(model)[:4]
@@ -447,7 +485,7 @@ def redistributed() -> Tensors:
     return [x.to_local(), columns.to_local(), columns.redistribute(mesh, [Replicate()]).to_local()]
 
 
-WAYS = (ddp, ddp_with_hook, fsdp1, fsdp2, tensor_parallel, redistributed)
+WAYS = (ddp, ddp_with_hook, ddp_sparse_and_unused, fsdp1, fsdp2, tensor_parallel, redistributed)
 ON_FOUR = (fsdp2, hsdp, fsdp2_reshard_to_pairs)
 
 
@@ -590,6 +628,26 @@ def test_destroyed_groups_leave_nothing_behind_and_new_ones_follow() -> None:
     for counts in launch(come_and_go, 2, deadline_s=60):
         for of_each_round in counts:
             assert len(set(of_each_round[1:])) == 1, counts
+
+
+UNTIDY = """
+import torch, torch.distributed as dist, shardcomm
+dist.init_process_group("cpu:shardcomm")
+x = torch.ones(9)
+dist.all_reduce(x, async_op=True).get_future()
+if dist.get_rank() == 0:
+    dist.all_gather([x, x], x, async_op=True)  # the other never comes
+"""
+
+
+def test_a_program_that_ends_with_work_begun_ends_quietly(tmp_path: Path) -> None:
+    script = tmp_path / "untidy.py"
+    script.write_text(UNTIDY)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    ended = subprocess.run(
+        [*command, str(script)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
 
 
 def on_two_hosts() -> list[backend.Receipt]:
