@@ -1,5 +1,7 @@
-"""What torch.distributed gets of our collectives: each goes through a channel, which runs or queues it and returns a
-Work; the tensors it is given become flat ones.
+"""Collectives as torch.distributed begins them: a channel runs them in order, a `Work` tells their end.
+
+synchronous, nothing queued before    by the caller, who waits anyway
+asynchronous, or behind such          on the channel's thread
 """
 
 from __future__ import annotations
@@ -16,10 +18,10 @@ from torch.futures import Future
 from shardcomm import _C
 from shardcomm.streams import Event, Stream
 
-_NO_TIMEOUT = timedelta(0)
-
 # Queues a collective on a stream, or without one runs it.
 Run = Callable[[Stream | None], None]
+
+_NO_TIMEOUT = timedelta(0)
 
 
 class Work(dist.Work):
@@ -133,12 +135,12 @@ class Flat:
     def load(self, stream: Stream | None) -> None:
         """Brings the tensors' values into `flat`."""
         if self._copied:
-            do(stream, lambda: [part.copy_(tensor) for part, tensor in self._parts()])
+            do(stream, lambda: _copy(self._parts()))
 
     def store(self, stream: Stream | None) -> None:
         """Brings `flat`'s values into the tensors."""
         if self._copied:
-            do(stream, lambda: [tensor.copy_(part) for part, tensor in self._parts()])
+            do(stream, lambda: _copy([(tensor, part) for part, tensor in self._parts()]))
 
     def _parts(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         pieces = torch.split(self.flat, [tensor.numel() for tensor in self._tensors])
@@ -149,11 +151,17 @@ class Flat:
 
 
 def do(stream: Stream | None, function: Callable[[], object]) -> None:
-    """Queues `function` on `stream`, or without one runs it."""
+    """Queues `function` on `stream`, or without one calls it."""
     if stream is None:
         function()
     else:
         stream.enqueue(function)
+
+
+def _copy(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    with torch.inference_mode():  # writes to tensors of that mode too, whatever thread this is
+        for target, source in pairs:
+            target.copy_(source)
 
 
 def _consecutive(tensors: Sequence[torch.Tensor]) -> bool:

@@ -344,6 +344,10 @@ def asynchronous() -> None:
     assert torch.equal(counter, torch.full((3,), float(size**6)))
     future = dist.all_reduce(counter, async_op=True).get_future()
     assert torch.equal(future.wait()[0], torch.full((3,), float(size**7)))
+    with torch.inference_mode():
+        parts = [torch.empty(2) for _ in range(size)]
+        dist.all_gather(parts, torch.full((2,), float(rank)), async_op=True).wait()
+        assert [part.tolist() for part in parts] == [[r, r] for r in range(size)]
     late = torch.full((1,), float(rank))
     dist.all_reduce(late, async_op=True)
     dist.barrier()

@@ -225,7 +225,8 @@ void interrupted_call_ends_the_communicator(const Comm& comm) {
     require(false, "it is interrupted");
   } catch (const Interrupt&) {
   }
-  require_text(comm_error([&] { comm->barrier(); }), "allocate(64 bytes, gather) #1 was interrupted");
+  require_text(comm_error([&] { comm->barrier(); }),
+               "allocate(64 bytes, gather) #1 was interrupted");
 }
 
 // The closer holds a lock that the other thread's check_wait wants, as Python's.
