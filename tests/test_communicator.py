@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from thread_ranks import run_threads
 
-from shardcomm import _C, CommError, Communicator, Stream, launch
+from shardcomm import _C, Bucket, CommError, Communicator, Stream, launch
 from shardcomm.communicator import CoreCommunicator
 from shardcomm.streams import Streams
 
@@ -150,6 +150,54 @@ def test_a_gpu_that_is_not_there_is_refused_with_the_reason() -> None:
     ):
         with pytest.raises(_C.CudaError, match=f"device is cuda.*{reason}"):
             ask()
+
+
+def test_tensors_on_a_stream_live_until_it_is_done() -> None:
+    def body(comm: Communicator) -> None:
+        streams = Streams(comm.device)
+        results = []
+        for step in range(50):  # nobody else holds what is sent, and what takes its place is other
+            whole = torch.empty(comm.size * 20_000)
+            sent = torch.full((20_000,), float(step * 8 + comm.rank))
+            comm.all_gather(whole, sent, stream=streams.gather)
+            del sent
+            torch.full((20_000,), float("nan"))
+            results.append(whole)
+        streams.gather.record().wait()
+        for step, whole in enumerate(results):
+            expected = torch.arange(comm.size, dtype=torch.float32) + step * 8
+            assert torch.equal(whole.view(comm.size, -1)[:, 0], expected)
+            assert torch.equal(whole.view(comm.size, -1)[:, -1], expected)
+
+    run_threads(body, 2)
+
+
+def gradient_of_dropped_works() -> float:
+    with Communicator.from_env(transport="shm", deadline_s=30) as comm:
+        bucket = Bucket.from_tensors({"a": torch.zeros(400, 400)}, comm)
+        for step in range(10):
+            bucket.shard.grad = None
+            bucket.reduce_scatter([torch.full((400, 400), step + comm.rank * 1.0)], async_op=True)
+            torch.full((400, 400), float("nan"))
+        bucket.reduce_scatter([torch.full((400, 400), 3.0)], async_op=True).wait()
+        assert bucket.shard.grad is not None
+        return float(bucket.shard.grad.sub(3.0 + 9 + 0.5).abs().max())
+
+
+def test_gradients_live_though_their_work_is_dropped() -> None:
+    assert launch(gradient_of_dropped_works, 2, deadline_s=60) == [0.0, 0.0]
+
+
+def allocate_too_much() -> str:
+    with Communicator.from_env(transport="shm", deadline_s=30) as comm:
+        with pytest.raises(CommError) as caught:
+            comm.allocate(1 << 44, dtype=torch.uint8, use="gather")
+        return str(caught.value)
+
+
+def test_more_memory_than_there_is_is_refused_before_it_is_taken() -> None:
+    for message in launch(allocate_too_much, 2, deadline_s=60):
+        assert f"cannot reserve {1 << 44} bytes of shared memory" in message
 
 
 def exact_on_c10d() -> None:
