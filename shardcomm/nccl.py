@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardcomm import _C
+from shardcomm.communicator import DEADLINE_S
 
 if TYPE_CHECKING:
     from shardcomm.rendezvous import Exchange
-
-DEADLINE_S = 300.0
 
 
 def library_paths() -> list[str]:

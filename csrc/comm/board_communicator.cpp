@@ -89,7 +89,7 @@ void BoardCommunicator::attach() {
 
 std::shared_ptr<Memory> BoardCommunicator::allocate(std::size_t bytes, Use use) {
   Channel& channel = use == Use::gather ? *gathers_ : *reduces_;
-  const Turn turn(channel);
+  const Turn turn(channel.busy);
   Window window;
   // Numbered apart per channel, after the numbers that Place reserves.
   window.id = 2 + channel.windows_made++ * 2 + (use == Use::gather ? 0 : 1);

@@ -61,7 +61,7 @@ class BoardCommunicator final : public Communicator {
   // One call of a channel. What the device refuses here is the end for the other ranks, too.
   template <class Body>
   void perform(Channel& channel, const char* operation, Body&& body) {
-    const Turn turn(channel);
+    const Turn turn(channel.busy);
     try {
       body();
     } catch (const CudaError& error) {

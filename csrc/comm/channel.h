@@ -1,12 +1,12 @@
-// One order of collectives: a board, and who may use it now.
+// One order of collectives: a board, and what goes with it.
 #pragma once
 
 #include <atomic>
 #include <cstdint>
-#include <stdexcept>
 #include <utility>
 
 #include "comm/board.h"
+#include "comm/turn.h"
 
 namespace shardcomm {
 
@@ -20,24 +20,6 @@ class Channel {
   std::uint64_t meetings = 0;  // of those that order work on streams
   std::uint32_t windows_made = 0;
   std::int64_t chunks_staged = 0;
-};
-
-// One thread at a time: ranks must agree on the order of a channel's calls, and two threads cannot.
-class Turn {
- public:
-  explicit Turn(Channel& channel) : channel_(channel) {
-    if (channel_.busy.test_and_set()) {
-      throw std::invalid_argument(
-          "this communicator's channel is in use by another thread; gathers and reduces are one "
-          "channel each, and the calls of a channel need one order on all ranks");
-    }
-  }
-  ~Turn() { channel_.busy.clear(); }
-  Turn(const Turn&) = delete;
-  Turn& operator=(const Turn&) = delete;
-
- private:
-  Channel& channel_;
 };
 
 }  // namespace shardcomm

@@ -13,6 +13,7 @@
 
 #include "comm/call.h"
 #include "comm/nccl_library.h"
+#include "comm/turn.h"
 #include "shardcomm/error.h"
 
 namespace shardcomm {
@@ -108,18 +109,6 @@ class NcclChannel {
   std::unordered_set<std::shared_ptr<Registration>> registrations_;
   Registrations unwanted_;
   std::atomic<bool> has_unwanted_{false};
-};
-
-// One thread at a time: ranks must agree on the order of a channel's calls, and two threads cannot.
-class NcclTurn {
- public:
-  explicit NcclTurn(NcclChannel& channel);
-  ~NcclTurn() { channel_.busy.clear(); }
-  NcclTurn(const NcclTurn&) = delete;
-  NcclTurn& operator=(const NcclTurn&) = delete;
-
- private:
-  NcclChannel& channel_;
 };
 
 // Waits of the host with a deadline: often at first, then with pauses; lets check_wait in.

@@ -1,6 +1,5 @@
 #include <algorithm>
 #include <cstdio>
-#include <stdexcept>
 #include <thread>
 #include <utility>
 
@@ -122,14 +121,6 @@ void NcclChannel::deregister(Registration& registration) {
   }
   if (void* buffer = std::exchange(registration.buffer, nullptr); buffer && alive) {
     rank_.nccl.comm_deregister(comm, buffer);
-  }
-}
-
-NcclTurn::NcclTurn(NcclChannel& channel) : channel_(channel) {
-  if (channel_.busy.test_and_set()) {
-    throw std::invalid_argument(
-        "this communicator's channel is in use by another thread; gathers and reduces are one "
-        "channel each, and the calls of a channel need one order on all ranks");
   }
 }
 

@@ -71,7 +71,7 @@ class NcclCommunicator final : public Communicator {
 template <class Launch>
 void NcclCommunicator::run(NcclChannel& channel, Call& call, NativeStream native, const Path& path,
                            Launch&& launch) {
-  const NcclTurn turn(channel);
+  const Turn turn(channel.busy);
   rank_.check();
   const DeviceScope scope(rank_.device);
   auto* stream = static_cast<cudaStream_t>(native);

@@ -14,7 +14,7 @@ NcclCommunicator::NcclCommunicator(std::shared_ptr<NcclSession> session)
 NcclCommunicator::~NcclCommunicator() { close(); }
 
 void NcclCommunicator::skip(NcclChannel& channel, Call& call, const Path& path) {
-  const NcclTurn turn(channel);
+  const Turn turn(channel.busy);
   rank_.check();
   call.sequence = ++channel.sequence;
   took(call, path.requested, path.taken, path.reason);
@@ -22,7 +22,7 @@ void NcclCommunicator::skip(NcclChannel& channel, Call& call, const Path& path) 
 
 std::shared_ptr<Memory> NcclCommunicator::allocate(std::size_t bytes, Use use) {
   NcclChannel& channel = session_->channel(use);
-  const NcclTurn turn(channel);
+  const Turn turn(channel.busy);
   rank_.check();
   const DeviceScope scope(rank_.device);
   Call call;
