@@ -10,6 +10,7 @@ from importlib.metadata import version as _version
 from shardcomm import backend  # registers itself with torch.distributed
 from shardcomm._C import CommError, CudaError, Event, Stream
 from shardcomm.bucket import Bucket, Work
+from shardcomm.collectives import all_gather_into_tensor, reduce_scatter_tensor
 from shardcomm.communicator import Communicator, Receipt
 from shardcomm.copy_plan import CopyPlan, Segment
 from shardcomm.engine import Engine, fully_shard
@@ -40,7 +41,9 @@ __all__ = [
     "Strategy",
     "Stream",
     "Work",
+    "all_gather_into_tensor",
     "backend",
     "fully_shard",
     "launch",
+    "reduce_scatter_tensor",
 ]
