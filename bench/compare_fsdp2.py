@@ -56,7 +56,7 @@ def full_gradients(engine: shardcomm.Engine) -> dict[str, torch.Tensor]:
     for unit in engine.units:
         for bucket, params in unit.buckets:
             flat = torch.empty(bucket.layout.flat_numel)
-            engine.comm.all_gather(flat, bucket.grad)
+            engine.mesh.shard.all_gather(flat, bucket.grad)
             for param, placement in zip(params, bucket.layout.placements, strict=True):
                 piece = flat[placement.offset : placement.offset + placement.numel]
                 grads[param.name] = piece.view(placement.spec.shape)

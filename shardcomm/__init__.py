@@ -13,11 +13,14 @@ from shardcomm.bucket import Bucket, Work
 from shardcomm.collectives import all_gather_into_tensor, reduce_scatter_tensor
 from shardcomm.communicator import Communicator, Receipt
 from shardcomm.copy_plan import CopyPlan, Segment
-from shardcomm.engine import Engine, fully_shard
+from shardcomm.engine import Engine
 from shardcomm.launch import RankError, launch
 from shardcomm.layout import Block, Layout, ParamSpec
+from shardcomm.mesh import Mesh
 from shardcomm.mixed_precision import MixedPrecision
-from shardcomm.schedule import STRATEGIES, Schedule, Strategy
+from shardcomm.schedule import Schedule
+from shardcomm.sharding import fully_shard
+from shardcomm.strategy import STRATEGIES, Strategy
 
 __version__ = _version("shardcomm")
 
@@ -32,6 +35,7 @@ __all__ = [
     "Engine",
     "Event",
     "Layout",
+    "Mesh",
     "MixedPrecision",
     "ParamSpec",
     "RankError",

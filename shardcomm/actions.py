@@ -44,6 +44,7 @@ class Actions:
             Verb.WAIT_GATHER: self.wait_gather,
             Verb.RELEASE: self.release,
             Verb.REDUCE: self.reduce,
+            Verb.ALL_REDUCE: self.all_reduce,
             Verb.WAIT_REDUCE: self.wait_reduce,
         }
 
@@ -103,6 +104,16 @@ class Actions:
         with self._traced("reduce", unit, self._streams.reduce, unit.reduce_bytes):
             unit.reduce()
         self.traffic.reduced_bytes += unit.reduce_bytes
+
+    def all_reduce(self, unit: ShardedUnit) -> None:
+        """Issues the all-reduce of what `reduce` left, if anything."""
+        if not unit.needs_all_reduce:
+            return
+        if self.trace is not None:  # else its span would begin with a wait for the reduce
+            self._streams.replicate.wait(self._streams.reduce.record())
+        with self._traced("all_reduce", unit, self._streams.replicate, unit.all_reduce_bytes):
+            unit.all_reduce()
+        self.traffic.reduced_bytes += unit.all_reduce_bytes
 
     def wait_reduce(self, unit: ShardedUnit) -> None:
         """Computation goes on with the reduced gradients of `unit`."""

@@ -57,12 +57,16 @@ def enter(
 
 
 def leave(
-    output: Any, own_storages: Collection[int], on_begin: Callable[[torch.Tensor], None]
+    output: Any,
+    dtype: torch.dtype | None,
+    own_storages: Collection[int],
+    on_begin: Callable[[torch.Tensor], None],
 ) -> tuple[Any, bool]:
-    """Has `on_begin` called when the gradient of an output is there, before backward enters the unit.
+    """Casts floating-point outputs to `dtype`, and has `on_begin` called when the gradient of an output is there.
 
-    An output in one of the unit's `own_storages` (a view of a parameter) is copied: another unit's parameters may come
-    there next. Returns the output to go on with, and whether any tensor of it can call `on_begin`.
+    That is before backward enters the unit. An output in one of the unit's `own_storages` (a view of a parameter) is
+    copied: another unit's parameters may come there next. Returns the output to go on with, and whether any tensor of
+    it can call `on_begin`.
     """
     rebuild = None
     if isinstance(output, torch.Tensor):
@@ -70,18 +74,21 @@ def leave(
     else:
         leaves, rebuild = _flatten(output)
     grad_enabled = torch.is_grad_enabled()
-    copied = marked = False
+    changed = marked = False
     for i, leaf in enumerate(leaves):
         if not isinstance(leaf, torch.Tensor):
             continue
         tensor = leaf
         if leaf.layout is torch.strided and leaf.untyped_storage()._cdata in own_storages:
             leaves[i] = tensor = leaf.clone()
-            copied = True
+            changed = True
+        if dtype is not None and tensor.is_floating_point() and tensor.dtype != dtype:
+            leaves[i] = tensor = tensor.to(dtype)
+            changed = True
         if grad_enabled and tensor.requires_grad:
             tensor.register_hook(on_begin)  # type: ignore[no-untyped-call]
             marked = True
-    if copied:
+    if changed:
         output = leaves[0] if rebuild is None else rebuild(leaves)
     return output, marked
 

@@ -3,9 +3,11 @@
 One step of a unit, on one rank::
 
     shard ──cast──► full buffer ──all-gather──► params: views into it, nothing is copied out
-    grads ──pack, cast──► reduce buffer ──reduce-scatter──► shard.grad (summed in f32, cast, accumulated)
+    grads ──pack, cast──► reduce buffer ──reduce-scatter──► grad (summed in f32, cast, accumulated), shown as
+                                                                the `.grad` of `shards`
 
-Of one rank alone, the gradients are packed straight into `shard.grad`.
+Of one rank alone, the gradients are packed straight into `grad`. Where other ranks hold the same shard (replicas), what
+the reduce-scatter leaves goes to a staging buffer, is all-reduced among them there, and then cast and accumulated.
 
 The full and the reduce buffer may be shared by buckets that do not use them at the same time; the engine does that.
 """
@@ -16,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 import torch
+from torch import nn
 
 from shardcomm.communicator import Communicator
 from shardcomm.copy_plan import BoundCopy, CopyPlan
@@ -55,15 +58,29 @@ class Work:
             keep_until(self._event, self._reads)
 
 
+class Staging:
+    """Where shards' gradients are all-reduced among replicas. Buckets share some, so that they use them in turn.
+
+    Attributes:
+        memory: from `replicas.allocate(use="reduce")`, bytes.
+        free: fires when what was there last has left; None: has left.
+    """
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.memory = memory
+        self.free: Event | None = None
+
+
 class Bucket:
     """The parameters of one unit, all of one dtype, sharded over the ranks of `comm`.
 
     Attributes:
         layout: where every element lives; `layout.world_size == comm.size`.
-        shard: this rank's elements, flat, `layout.shard_numel` of `dtype`; what an optimizer updates. After a reduce
-            `shard.grad` holds the gradient; set it to None and the next reduce overwrites instead of accumulating.
-        shards: the same memory, one view a parameter: this rank's rows (possibly none).
-        grad, shard_grads: likewise, the memory of the gradient; allocated by the first reduce, or when asked for.
+        shard: this rank's elements, flat, `layout.shard_numel` of `dtype`.
+        shards: the same memory, one a parameter: this rank's rows (possibly none); what an optimizer updates. After a
+            reduce their `.grad` hold the gradients; the next reduce adds to those that are not None.
+        grad, shard_grads: likewise, the memory of the gradients; allocated by the first reduce, or when asked for.
+        grad_scale: what the mean over all ranks is multiplied by.
         full: the full buffer, flat, `layout.flat_numel` of `param_dtype`.
         params: the full parameters, views into `full`; their values are there between a gather and the next use of
             the full buffer by another bucket. Read them, do not write: ranks may share this memory.
@@ -75,6 +92,7 @@ class Bucket:
         full_buffer: `layout.flat_numel` of `param_dtype`, from `comm.allocate(use="gather")` (default: its own).
         reduce_buffer: `layout.flat_numel` of `reduce_dtype`, from `allocate(use="reduce")` (default: its own).
         replicas: ranks that hold the same shard; gradients are averaged over them too.
+        staging: at least `layout.shard_numel` of `reduce_dtype` (default: its own).
         tag: tells this bucket's collectives from others of the same size, should ranks disagree on their order.
         streams: where `async_op=True` runs (default: two of its own, made when first needed).
     """
@@ -90,6 +108,7 @@ class Bucket:
         full_buffer: torch.Tensor | None = None,
         reduce_buffer: torch.Tensor | None = None,
         replicas: Communicator | None = None,
+        staging: Staging | None = None,
         streams: Streams | None = None,
         tag: int = 0,
     ) -> None:
@@ -108,7 +127,12 @@ class Bucket:
         if self.param_dtype == dtype:  # else they are converted on the way
             self._gather_recv, self._gather_send = movable(self.full), movable(self.shard)
         self._reduce_buffer = reduce_buffer
-        self._replicas = replicas
+        self.replicas = replicas if replicas is not None and replicas.size > 1 else None
+        if self.replicas is not None:
+            self._staging = staging or self._new_staging(self.replicas)
+            self._alone = (
+                comm if comm.size == 1 else Communicator.local_group(1, device=comm.device)[0]
+            )
         self._streams = streams
         self._tag = tag
 
@@ -117,8 +141,16 @@ class Bucket:
         # `.data` has a version counter of its own: refilling the buffer with the same values, as a second gather in a
         # step does, must not look to autograd like a change of the weights it saved.
         self.params = tuple(_full_view(self.full.data, p) for p in layout.placements)
-        self.shards = tuple(_shard_view(self.shard, p, piece) for p, piece in placed)
-        self._packs: dict[tuple[torch.dtype, bool], BoundCopy] = {}
+        self.shards = tuple(
+            nn.Parameter(_shard_view(self.shard, p, piece), requires_grad=dtype.is_floating_point)
+            for p, piece in placed
+        )
+        self.grad_scale = 1.0
+        self.reduced = False  # since the gradients were shown last
+        self._scattered: Event | None = (
+            None  # end of the reduce-scatter that fills the staging buffer
+        )
+        self._packs: dict[tuple[torch.dtype, torch.dtype, bool, float], BoundCopy] = {}
 
     @classmethod
     def from_tensors(
@@ -183,41 +215,101 @@ class Bucket:
     def reduce_scatter(
         self, grads: Sequence[torch.Tensor | None], *, async_op: bool = False
     ) -> Work:
-        """Averages `grads` over all ranks into `shard.grad`, cast to its dtype; adds if it is not None.
+        """Averages `grads` over all ranks into the `.grad` of `shards`, cast to their dtype; adds to what is not None.
 
         `grads`: one for each parameter, of its full shape and `param_dtype`, in the layout's order; None counts as
         zeros. Where any has `reduce_dtype` instead (a sum of gradients), all are packed from that. With `async_op`
-        returns at once; `shard.grad` is right after `wait()`.
+        returns at once; the gradients are right after `wait()`.
         """
+        work = self.reduce(grads, async_op=async_op)
+        if self.replicas is not None:
+            work = self.all_reduce(async_op=async_op)
+        self.show_gradients()
+        return work
+
+    # The three parts of it, which the engine runs at different times.
+
+    def reduce(self, grads: Sequence[torch.Tensor | None], *, async_op: bool = False) -> Work:
+        """Averages over the ranks of `comm`, into `grad`; where there are replicas, for `all_reduce` to go on."""
         stream = self._side_streams().reduce if async_op and self._has_peers else None
-        accumulate = self.shard.grad is not None
         dtype = self.param_dtype
         if dtype != self.reduce_dtype and any(
             grad is not None and grad.dtype == self.reduce_dtype for grad in grads
         ):
             dtype = self.reduce_dtype
         sources = self._stored("reduce_scatter", "grads", grads, dtype)
-        if not accumulate and "grad" not in vars(self):
-            vars(self)["grad"] = torch.empty_like(self.shard)  # all of it is written
-        shard_grad = self.grad  # may be zeroed now, which belongs to what was computed so far
-        if not self._has_peers and (shard_grad.dtype in FLOATS or not accumulate):
-            self._pack(sources, dtype, shard_grad, None, accumulate=accumulate)
-            self.shard.grad = shard_grad
+        accumulate = (
+            self._keep_gradients()
+        )  # may zero some now, which belongs to what was computed so far
+        self.reduced = True
+        if not self._has_peers and (
+            self.grad.dtype in FLOATS or not (accumulate or self.grad_scale != 1.0)
+        ):
+            self._pack(sources, dtype, self.grad, None, self.grad_scale, accumulate=accumulate)
             return Work(None, self.comm.device)
         self._after_compute(stream)
-        buffer = self._reduce_buffer
-        if buffer is None:
-            numel = self.layout.flat_numel
-            buffer = self.comm.allocate(numel, dtype=self.reduce_dtype, use="reduce")
-            self._reduce_buffer = buffer
-        self._pack(sources, dtype, buffer, stream)
-        if self._replicas is not None:
-            self._replicas.all_reduce(buffer, "avg", stream=stream)
-        end = self.comm.reduce_scatter(
-            shard_grad, buffer, "avg", accumulate=accumulate, tag=self._tag, stream=stream
-        )
-        self.shard.grad = shard_grad
+        if self.replicas is None:
+            buffer = self._packed(sources, dtype, stream)
+            end = self.comm.reduce_scatter(
+                self.grad,
+                buffer,
+                "avg",
+                scale=self.grad_scale,
+                accumulate=accumulate,
+                tag=self._tag,
+                stream=stream,
+            )
+            return Work(end, self.comm.device, sources)
+        if self._staging.free is not None:
+            (stream or compute_stream(self.comm.device)).wait(self._staging.free)
+        if self.comm.size == 1:
+            self._pack(sources, dtype, self._staged, stream)
+            end = None if stream is None else stream.record()
+        else:
+            buffer = self._packed(sources, dtype, stream)
+            end = self.comm.reduce_scatter(
+                self._staged, buffer, "avg", tag=self._tag, stream=stream
+            )
+        self._scattered, self._accumulate = end, accumulate
         return Work(end, self.comm.device, sources)
+
+    def all_reduce(self, *, async_op: bool = False) -> Work:
+        """Averages what `reduce` left over the replicas, into `grad`."""
+        assert self.replicas is not None
+        stream = self._side_streams().replicate if async_op else None
+        if self._scattered is not None:
+            (stream or compute_stream(self.comm.device)).wait(self._scattered)
+        self.replicas.all_reduce(self._staged, "avg", stream=stream)
+        self._staging.free = self._alone.reduce_scatter(
+            self.grad,
+            self._staged,
+            scale=self.grad_scale,
+            accumulate=self._accumulate,
+            stream=stream,
+        )
+        return Work(self._staging.free, self.comm.device)
+
+    def show_gradients(self, used: Sequence[bool] | None = None) -> None:
+        """Sets the `.grad` of `shards`, of all or of those `used`; the others keep theirs."""
+        for i, (shard, grad) in enumerate(zip(self.shards, self.shard_grads, strict=True)):
+            if used is None or used[i]:
+                shard.grad = grad
+        self.reduced = False
+
+    def _keep_gradients(self) -> bool:
+        """Whether the next reduce must add to what `grad` holds; of what nobody has, that is zeros then."""
+        shown = [shard.grad for shard in self.shards]
+        keeps = self.reduced or any(grad is not None for grad in shown)
+        if "grad" not in vars(self):
+            # All of it is written, unless the user has put tensors of their own there.
+            vars(self)["grad"] = (torch.zeros_like if keeps else torch.empty_like)(self.shard)
+        if keeps and not self.reduced:
+            for shard_grad, grad in zip(self.shard_grads, shown, strict=True):
+                if grad is None:
+                    shard_grad.zero_()
+                elif grad is not shard_grad:
+                    shard_grad.copy_(grad)
+        return keeps
 
     @cached_property
     def grad(self) -> torch.Tensor:  # noqa: D102  (in the class's docstring, as the next)
@@ -227,11 +319,11 @@ class Bucket:
     def shard_grads(self) -> tuple[torch.Tensor, ...]:  # noqa: D102
         return tuple(_shard_view(self.grad, p, piece) for p, piece in self._placed())
 
-    def drop_gradient(self) -> None:
-        """Gives the gradient's memory back until the next reduce."""
-        self.shard.grad = None
-        for name in ("grad", "shard_grads"):
-            vars(self).pop(name, None)
+    def drop_gradients(self) -> None:
+        """Gives the gradients' memory back until the next reduce, if nobody has any: after `zero_grad()` mostly so."""
+        if all(shard.grad is None for shard in self.shards):
+            for name in ("grad", "shard_grads"):
+                vars(self).pop(name, None)
 
     @property
     def gradient_bytes(self) -> int:
@@ -245,14 +337,14 @@ class Bucket:
 
     @property
     def reduce_bytes(self) -> int:
-        """What this rank sends to the others in one reduce (an all-reduce sends 2 (n - 1) / n of the buffer)."""
-        flat_bytes = self.layout.flat_numel * self.reduce_dtype.itemsize
-        ranks = self.comm.size
-        scattered = flat_bytes * (ranks - 1) // ranks
-        if self._replicas is None:
-            return scattered
-        replicas = self._replicas.size
-        return scattered + 2 * flat_bytes * (replicas - 1) // replicas
+        """What this rank sends to the others in one reduce-scatter."""
+        return (self.comm.size - 1) * self.shard.numel() * self.reduce_dtype.itemsize
+
+    @property
+    def all_reduce_bytes(self) -> int:
+        """What this rank sends to the replicas of n in one all-reduce: 2 (n - 1) / n of its shard."""
+        replicas = 1 if self.replicas is None else self.replicas.size
+        return 2 * self.shard.numel() * self.reduce_dtype.itemsize * (replicas - 1) // replicas
 
     def __repr__(self) -> str:
         wire = f"{self.param_dtype} gathered, {self.reduce_dtype} reduced"
@@ -265,17 +357,38 @@ class Bucket:
             return self.shard  # the shard is the whole unit: nothing to gather
         return self.comm.allocate(self.layout.flat_numel, dtype=self.param_dtype, use="gather")
 
+    def _new_staging(self, replicas: Communicator) -> Staging:
+        nbytes = self.layout.shard_numel * self.reduce_dtype.itemsize
+        return Staging(replicas.allocate(nbytes, dtype=torch.uint8, use="reduce"))
+
+    @cached_property
+    def _staged(self) -> torch.Tensor:
+        nbytes = self.layout.shard_numel * self.reduce_dtype.itemsize
+        return self._staging.memory[:nbytes].view(self.reduce_dtype)
+
+    def _packed(
+        self, sources: Sequence[torch.Tensor | None], dtype: torch.dtype, stream: Stream | None
+    ) -> torch.Tensor:
+        """The reduce buffer, with `sources` packed into it."""
+        if self._reduce_buffer is None:
+            numel = self.layout.flat_numel
+            self._reduce_buffer = self.comm.allocate(numel, dtype=self.reduce_dtype, use="reduce")
+        self._pack(sources, dtype, self._reduce_buffer, stream)
+        return self._reduce_buffer
+
     def _pack(
         self,
         sources: Sequence[torch.Tensor | None],
         dtype: torch.dtype,
         flat: torch.Tensor,
         stream: Stream | None,
+        scale: float = 1.0,
         *,
         accumulate: bool = False,
     ) -> None:
-        """Packs `sources`, all of `dtype`, into `flat`: the reduce buffer, or the gradient."""
-        if (dtype, accumulate) not in self._packs:
+        """Packs `sources`, all of `dtype`, into `flat`: the reduce buffer, the staging buffer, or the gradient."""
+        key = dtype, flat.dtype, accumulate, scale
+        if key not in self._packs:
             plan = CopyPlan.pack(
                 [p.numel for p in self.layout.placements],
                 [p.offset for p in self.layout.placements],
@@ -283,10 +396,10 @@ class Bucket:
                 flat.dtype,
                 () if accumulate else self.layout.gaps(),
             )
-            bound = plan.bind([None] * len(sources), [flat], accumulate=accumulate)
-            self._packs[dtype, accumulate] = bound
+            nothing = [None] * len(sources)
+            self._packs[key] = plan.bind(nothing, [flat], scale=scale, accumulate=accumulate)
         # Past the checks of `set_sources`: reduce_scatter has made them, at a fraction of their cost.
-        pack = self._packs[dtype, accumulate]
+        pack = self._packs[key]
         addresses = [0 if source is None else source.data_ptr() for source in sources]
         pack.core.set_operands(addresses, [flat.data_ptr()])
         pack.run(stream)
@@ -294,7 +407,7 @@ class Bucket:
     @property
     def _has_peers(self) -> bool:
         """Without any there is nobody to wait for: work is done sooner than handed over."""
-        return self.comm.size > 1 or self._replicas is not None
+        return self.comm.size > 1 or self.replicas is not None
 
     def _side_streams(self) -> Streams:
         if self._streams is None:

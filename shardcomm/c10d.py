@@ -83,6 +83,7 @@ class C10dCommunicator(Communicator):
         send: torch.Tensor,
         op: ReduceOp = "sum",
         *,
+        scale: float = 1.0,
         accumulate: bool = False,
         tag: int = 0,
         stream: Stream | None = None,
@@ -100,6 +101,8 @@ class C10dCommunicator(Communicator):
             self._wait(self._reduces._reduce_scatter_base(total, send.flatten().to(wire), options))
             if op == "avg":
                 _divide_(total, self.size)
+            if scale != 1.0:
+                total *= scale
             flat = recv.view(-1)
             if accumulate:
                 total += flat

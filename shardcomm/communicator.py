@@ -159,13 +159,15 @@ class Communicator(ABC):
         send: torch.Tensor,
         op: ReduceOp = "sum",
         *,
+        scale: float = 1.0,
         accumulate: bool = False,
         tag: int = 0,
         stream: Stream | None = None,
     ) -> Event | None:
         """recv = this rank's n elements of `send` reduced over all ranks; n = recv.numel().
 
-        f16 and bf16 are summed in f32, and rounded once, to recv's dtype. `accumulate` adds to what recv holds.
+        f16 and bf16 are summed in f32, multiplied by `scale`, and rounded once, to recv's dtype. `accumulate` adds to
+        what recv holds.
         """
 
     @abstractmethod
@@ -258,6 +260,7 @@ class CoreCommunicator(Communicator):
         send: torch.Tensor,
         op: ReduceOp = "sum",
         *,
+        scale: float = 1.0,
         accumulate: bool = False,
         tag: int = 0,
         stream: Stream | None = None,
@@ -270,7 +273,7 @@ class CoreCommunicator(Communicator):
             core_dtype(send.dtype),
             recv.data_ptr(),
             core_dtype(recv.dtype),
-            1.0,
+            scale,
             accumulate,
             recv.numel(),
             red_op("reduce_scatter", op),

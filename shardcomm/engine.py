@@ -18,9 +18,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import threading
-import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,135 +28,64 @@ from torch import nn
 
 from shardcomm import boundary
 from shardcomm.actions import Actions, Program
-from shardcomm.communicator import Communicator
-from shardcomm.gradients import Gradients
+from shardcomm.gradients import Gradients, OnNonfinite
+from shardcomm.mesh import Mesh
 from shardcomm.mixed_precision import MixedPrecision
-from shardcomm.schedule import STRATEGIES, Phase, Schedule, Strategy, Trigger
-from shardcomm.shard_units import GranularityOf, shard_units
+from shardcomm.schedule import Phase, Schedule, Trigger
 from shardcomm.sharded_unit import Footprint, ShardedUnit, State
 from shardcomm.state_dict import full_state_dict, load_full_state_dict
 from shardcomm.streams import Streams
 from shardcomm.trace import Trace
 from shardcomm.traffic import Traffic
-from shardcomm.unit import Units, find_units, registration_order
-
-
-def fully_shard(
-    model: nn.Module,
-    comm: Communicator,
-    *,
-    units: Units = None,
-    strategy: str = "full_shard",
-    mixed_precision: MixedPrecision | None = None,
-    prefetch: int = 1,
-    slots: int | None = None,
-    granularity: GranularityOf = "row",
-) -> Engine:
-    """Shards `model`'s parameters, gradients and, through them, the optimizer's state over the ranks of `comm`.
-
-    Afterwards `model.parameters()` are this rank's rows of each parameter; make the optimizer from them. Forward,
-    backward and the optimizer's step are written as without sharding. All ranks start from rank 0's values. A
-    model on the meta device is materialised unit by unit, by its modules' `reset_parameters`.
-
-    Args:
-        model: changed in place; its buffers move to the device of `comm`. Compile its blocks (`block.compile()`)
-            before.
-        comm: the ranks; every rank calls `fully_shard` with the same model and arguments.
-        units: whose parameters are gathered together: modules, module classes, or None for the entries of every
-            `nn.ModuleList` that have a forward. What they leave belongs to the model itself, gathered from a step's
-            start to its end.
-        strategy: "full_shard" (ZeRO-3), "shard_grad_op" (ZeRO-2) or "no_shard" (data parallel).
-        mixed_precision: dtypes to compute and communicate in; the shards keep the parameters' own.
-        prefetch: how many units ahead are gathered while one computes.
-        slots: full-size buffers that the units share (default: prefetch + 1).
-        granularity: the smallest piece of a parameter that stays on one rank; see `shardcomm.layout`.
-
-    Raises:
-        TypeError: `model` is no module, or `comm` no communicator.
-        ValueError: an argument is out of its range, or the model is sharded already, or has something that cannot
-            be (the message names it).
-        CommError: a rank is missing, or called with another model.
-    """
-    return Engine(
-        model,
-        comm,
-        units,
-        strategy,
-        mixed_precision or MixedPrecision(),
-        prefetch,
-        slots,
-        granularity,
-    )
 
 
 class Engine:
-    """Drives the communication of one model; made by `fully_shard`."""
+    """Drives the communication of one model; made by `fully_shard`.
+
+    Attributes:
+        model: with this rank's rows as its parameters.
+        mesh: the ranks; `mesh.rank` of `mesh.size` is this one.
+        units: what is gathered and reduced together; the model itself is the first.
+    """
 
     def __init__(
         self,
         model: nn.Module,
-        comm: Communicator,
-        units: Units,
-        strategy: str,
+        mesh: Mesh,
+        units: Sequence[ShardedUnit],
+        plan: Callable[[Sequence[Trigger], bool], Schedule],
+        order: Sequence[Trigger],
         mixed_precision: MixedPrecision,
-        prefetch: int,
-        slots: int | None,
-        granularity: GranularityOf,
+        streams: Streams,
+        on_nonfinite: OnNonfinite,
+        *,
+        owns_mesh: bool,
     ) -> None:
-        if not isinstance(model, nn.Module):
-            raise TypeError(
-                f"fully_shard: model is a {type(model).__name__}; it must be a torch.nn.Module"
-            )
-        if not isinstance(comm, Communicator):
-            raise TypeError(
-                f"fully_shard: comm is a {type(comm).__name__}; it must be a shardcomm.Communicator, for instance "
-                "Communicator.from_env()"
-            )
-        if not isinstance(mixed_precision, MixedPrecision):
-            raise TypeError(
-                f"fully_shard: mixed_precision is {mixed_precision!r}; it must be a shardcomm.MixedPrecision"
-            )
-        if not isinstance(strategy, str) or strategy not in STRATEGIES:
-            raise ValueError(
-                f"fully_shard: strategy is {strategy!r}; accepted: {', '.join(map(repr, STRATEGIES))}"
-            )
-        if any(module in _sharded for module in model.modules()):
-            raise ValueError("fully_shard: model, or a module of it, is sharded already")
         self.model = model
-        self.comm = comm
-        self.strategy: Strategy = STRATEGIES[strategy]
-        self._prefetch = prefetch
-        self._param_dtype = mixed_precision.param_dtype
-        self._streams = Streams(comm.device)
-
-        found = find_units(model, units)
-        order = registration_order(found)
-        first_guess = Schedule.plan(order, self.strategy, prefetch=prefetch, slots=slots)
-        self._slot_of = first_guess.slot_of
-        self.units: list[ShardedUnit] = shard_units(
-            found, comm, self.strategy, mixed_precision, self._slot_of, granularity, self._streams
-        )
-        self._root = self.units[0]
-        self._actions = Actions(self.units, self._streams)
-        self._gradients = Gradients(
-            [param for unit in self.units for param in unit.params],
-            comm,
-            split=self.strategy.shard_params,
-        )
+        self.mesh = mesh
+        self._owns_mesh = owns_mesh
+        self.units = units
+        self._root = units[0]
+        self._input_dtype = mixed_precision.input_dtype
+        self._output_dtype = mixed_precision.output_dtype
+        self._streams = streams
+        self._actions = Actions(units, streams)
+        self._gradients = Gradients(units, mesh, on_nonfinite)
 
         # Orders differ from step to step where layers are dropped at random; the latest are worth keeping.
-        self._program = functools.lru_cache(maxsize=8)(self._plan)
-        self._train = self._program(order, backward=True)
-        self._evaluate = self._program(order, backward=False)
+        self._program = functools.lru_cache(maxsize=8)(
+            lambda order, backward: self._actions.program(plan(order, backward))
+        )
+        self._train = self._program(order, True)
+        self._evaluate = self._program(order, False)
         self._current = self._train
         self._seen: list[Trigger] = []  # this forward's triggers, to learn the order from
         self._in_backward = False
         self._thread = threading.get_ident()
-        self._thread_ranks_on_gpu = (
-            comm.transport == "local" and comm.size > 1 and comm.device.type != "cpu"
+        self._thread_ranks_on_gpu = mesh.device.type != "cpu" and any(
+            comm.transport == "local" and comm.size > 1 for comm in (mesh.shard, mesh.replicate)
         )
-        self._hooks = [hook for unit in self.units for hook in self._install(unit)]
-        _sharded.update(model.modules())
+        self._hooks = [hook for unit in units for hook in self._install(unit)]
 
     # What a training loop calls.
 
@@ -177,6 +106,25 @@ class Engine:
             yield
         finally:
             self._actions.sync = before
+
+    @property
+    def nonfinite(self) -> tuple[str, ...]:
+        """Names of units in whose gradients the latest backward left NaN or Inf; see `on_nonfinite`."""
+        return self._gradients.nonfinite
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Sums of gradients over all ranks are divided by `factor` from now on, instead of by the number of ranks.
+
+        Raises:
+            ValueError: `factor` is not a number above 0.
+        """
+        if not (isinstance(factor, int | float) and 0 < factor < math.inf):
+            raise ValueError(
+                f"set_gradient_divide_factor: factor is {factor!r}; it must be a number above 0"
+            )
+        for unit in self.units:
+            for bucket, _ in unit.buckets:
+                bucket.grad_scale = self.mesh.size / factor
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Scales all gradients so that their global L2 norm is at most `max_norm`; returns the norm before.
@@ -204,7 +152,7 @@ class Engine:
     @contextlib.contextmanager
     def trace(self) -> Iterator[Trace]:
         """Records what this rank computes, gathers, reduces and waits for in here; see `shardcomm.trace`."""
-        self._actions.trace = Trace(self.comm.rank, self._streams)
+        self._actions.trace = Trace(self.mesh.rank, self._streams)
         try:
             yield self._actions.trace
         finally:
@@ -220,6 +168,8 @@ class Engine:
             hook.remove()
         self._hooks.clear()
         self._settle()
+        if self._owns_mesh:
+            self.mesh.close()
 
     # A step, in the order it happens. Hooks do nothing but call these.
 
@@ -239,7 +189,7 @@ class Engine:
         self._actions.require(unit)
         self._actions.begin_compute(unit)
         unit.show_full()
-        args, kwargs, marked = boundary.enter(args, kwargs, self._param_dtype, unit.on_backward_end)
+        args, kwargs, marked = boundary.enter(args, kwargs, self._input_dtype, unit.on_backward_end)
         if marked and not recompute:
             unit.marked = marked
             unit.pending_calls += 1
@@ -250,8 +200,9 @@ class Engine:
         self._settle()
         for unit in self.units:
             unit.gathered = False
-            if self.comm.device.type != "cpu":  # where memory comes and goes at no cost
-                unit.drop_gradients()
+            if self.mesh.device.type != "cpu":  # where memory comes and goes at no cost
+                for bucket, _ in unit.buckets:
+                    bucket.drop_gradients()
         self._seen.clear()
         self._thread = threading.get_ident()
         self._current = self._train if torch.is_grad_enabled() else self._evaluate
@@ -273,7 +224,8 @@ class Engine:
         boundary.carry_back(unit.marked)
         unit.marked = []
         unit.returned = type(output)
-        output, marked = boundary.leave(output, unit.storages, unit.on_backward)
+        dtype = self._output_dtype if unit is self._root else None
+        output, marked = boundary.leave(output, dtype, unit.storages, unit.on_backward)
         if not marked and torch.is_grad_enabled():
             unit.watch_gradients()
         if unit.state is State.BACKWARD:  # recomputed, and its backward goes on
@@ -294,9 +246,9 @@ class Engine:
         """Plans for the order that was seen, from this step's backward on."""
         order = tuple(self._seen)
         if torch.is_grad_enabled():
-            self._current = self._train = self._program(order, backward=True)
+            self._current = self._train = self._program(order, True)
         else:
-            self._evaluate = self._program(order, backward=False)
+            self._evaluate = self._program(order, False)
             self._actions.wait_all()  # for a prefetch of a unit that was not called
 
     def _pre_backward(self, unit: ShardedUnit) -> None:
@@ -323,7 +275,7 @@ class Engine:
         """Thread ranks on one GPU wait for each other, which autograd's only thread of that GPU must not."""
         if self._thread_ranks_on_gpu and threading.get_ident() != self._thread:
             raise RuntimeError(
-                f"backward runs in autograd's own thread of {self.comm.device}, where the ranks of a local group "
+                f"backward runs in autograd's own thread of {self.mesh.device}, where the ranks of a local group "
                 "would wait for each other for ever; run it inside torch.autograd.set_multithreading_enabled(False)"
             )
 
@@ -373,6 +325,7 @@ class Engine:
         # In the order in which a backward would have come to them, the same on every rank.
         for unit in reversed(self.units):
             self._actions.reduce(unit)
+            self._actions.all_reduce(unit)
         self._fire(Trigger(Phase.END_OF_BACKWARD, -1))
         self._actions.wait_all()  # for a prefetch of a unit that backward did not come to, too
         for unit in self.units:
@@ -389,13 +342,6 @@ class Engine:
             act(unit)
 
     # Set-up.
-
-    def _plan(self, order: Sequence[Trigger], *, backward: bool) -> Program:
-        """The schedule for this order, with every action bound to the method that does it."""
-        schedule = Schedule.plan(
-            order, self.strategy, prefetch=self._prefetch, slots=self._slot_of, backward=backward
-        )
-        return self._actions.program(schedule)
 
     def _install(self, unit: ShardedUnit) -> Iterator[Any]:
         unit.on_backward = lambda _grad: self._pre_backward(unit)
@@ -416,7 +362,3 @@ class Engine:
             post_forward = torch.compiler.disable(post_forward)  # type: ignore[no-untyped-call]
         yield unit.module.register_forward_pre_hook(pre_forward, prepend=True, with_kwargs=True)
         yield unit.module.register_forward_hook(post_forward)
-
-
-# Modules whose parameters are shards, also after their engine was closed.
-_sharded: weakref.WeakSet[nn.Module] = weakref.WeakSet()

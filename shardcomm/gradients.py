@@ -1,43 +1,68 @@
-"""What becomes of the reduced gradients of all units: they are published as `.grad`, and clipped by their norm."""
+"""What becomes of the reduced gradients of all units: they are checked, shown as `.grad`, and clipped by their norm."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 
-from shardcomm.communicator import Communicator
-from shardcomm.sharded_unit import ShardedParam
+from shardcomm.mesh import Mesh
+from shardcomm.sharded_unit import ShardedUnit
+
+OnNonfinite = Literal["raise", "skip"] | None
 
 
 class Gradients:
-    """The gradients of a model's sharded parameters, over the ranks of `comm`.
+    """The gradients of a model's sharded parameters, over the ranks of `mesh`.
 
-    `split`: whether each rank has its rows of them only, else all of them.
+    Attributes:
+        nonfinite: the units in whose gradients the latest backward that was reduced left NaN or Inf, on any rank;
+            found where `on_nonfinite` is not None.
     """
 
-    def __init__(self, params: Sequence[ShardedParam], comm: Communicator, *, split: bool) -> None:
-        self._params = params
-        self._comm = comm
-        self._split = split
-        self._all_used = torch.ones(len(params), dtype=torch.int32, device=comm.device)
+    def __init__(self, units: Sequence[ShardedUnit], mesh: Mesh, on_nonfinite: OnNonfinite) -> None:
+        self.nonfinite: tuple[str, ...] = ()
+        self._units = units
+        self._params = [param for unit in units for param in unit.params]
+        self._mesh = mesh
+        self._on_nonfinite = on_nonfinite
+        numel = len(self._params) + (len(units) if on_nonfinite else 0)
+        self._all_used = torch.ones(numel, dtype=torch.int32, device=mesh.device)
 
     def publish(self) -> None:
-        """Sets `.grad` of what any rank had a gradient for; what no rank used keeps None, as under DDP."""
-        if not any(param.reduced for param in self._params):
+        """Sets `.grad` of what any rank had a gradient for; what no rank used keeps None, as under DDP.
+
+        Raises:
+            FloatingPointError: they are not finite, where that is to raise.
+        """
+        buckets = [entry for unit in self._units for entry in unit.buckets]
+        if not any(bucket.reduced for bucket, _ in buckets):
             return
-        used = [param.used or not param.reduced for param in self._params]
-        if self._comm.size > 1:
-            # Who used all of them knows the result; it is the others who read it, and wait for it.
-            everybody = self._all_used
-            if not all(used):
-                everybody = torch.tensor(used, dtype=torch.int32, device=self._comm.device)
-            self._comm.all_reduce(everybody, "max")
-            if not all(used):
-                used = [bool(flag) for flag in everybody.tolist()]
-        for param, any_used in zip(self._params, used, strict=True):
-            if param.reduced:
-                param.publish_grad(any_used)
+        flags = [param.used or not bucket.reduced for bucket, params in buckets for param in params]
+        if self._on_nonfinite is not None:
+            flags += [not _finite(unit) for unit in self._units]
+        if self._mesh.size > 1:
+            flags = self._of_any_rank(flags)
+        used, nonfinite = iter(flags), flags[len(self._params) :]
+        if any(nonfinite):
+            self._drop_all()
+        self.nonfinite = tuple(
+            unit.name for unit, bad in zip(self._units, nonfinite, strict=False) if bad
+        )
+        if self.nonfinite and self._on_nonfinite == "raise":
+            raise FloatingPointError(
+                f"backward: gradients of {', '.join(map(repr, self.nonfinite))} are NaN or Inf after their reduce; no "
+                "parameter has a .grad now. Look for the cause in that unit, or train on with on_nonfinite='skip'"
+            )
+        if self.nonfinite:
+            return
+        for bucket, params in buckets:
+            here = [next(used) for _ in params]
+            if bucket.reduced:
+                bucket.show_gradients(here)
+            for param in params:
+                param.used = False
 
     def clip_norm_(self, max_norm: float) -> torch.Tensor:
         """Scales them so that their global L2 norm is at most `max_norm`; returns the norm before."""
@@ -48,9 +73,31 @@ class Gradients:
             else [self._all_used.new_zeros((), dtype=torch.float32)]
         )
         square = torch.stack([norm.float() for norm in norms]).square().sum()
-        if self._split:
-            self._comm.all_reduce(square, "sum")
+        if self._mesh.shard.size > 1:  # replicas have the same
+            self._mesh.shard.all_reduce(square, "sum")
         norm = square.sqrt()
         if grads:
             torch._foreach_mul_(grads, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
         return norm
+
+    def _of_any_rank(self, flags: list[bool]) -> list[bool]:
+        # Who used all of them knows the result; it is the others who read it, and wait for it.
+        everybody = self._all_used
+        unknown = self._on_nonfinite is not None or not all(flags)
+        if unknown:
+            everybody = torch.tensor(flags, dtype=torch.int32, device=self._mesh.device)
+        self._mesh.all_reduce(everybody, "max")
+        return [bool(flag) for flag in everybody.tolist()] if unknown else flags
+
+    def _drop_all(self) -> None:
+        """Those of earlier backwards too, which these were added to."""
+        for unit in self._units:
+            unit.forget_backward()
+        for param in self._params:
+            param.shard.grad = None
+
+
+def _finite(unit: ShardedUnit) -> bool:
+    """A sum is NaN or Inf if any element is, at a read's cost; finite elements whose sum is not are looked at again."""
+    grads = [bucket.grad for bucket, _ in unit.buckets if bucket.reduced]
+    return all(bool(grad.sum().isfinite()) or bool(grad.isfinite().all()) for grad in grads)

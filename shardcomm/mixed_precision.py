@@ -12,21 +12,29 @@ class MixedPrecision:
     """Dtypes of a step, as in PyTorch FSDP2's `MixedPrecisionPolicy`.
 
     Attributes:
-        param_dtype: of the full parameters, so of compute and of the gather's wire; floating-point inputs of a unit
-            are cast to it. None: the parameter's own.
+        param_dtype: of the full parameters, so of compute and of the gather's wire. None: the parameter's own.
         reduce_dtype: of the gradients on the wire. None: `param_dtype`. Sums are always taken in f32 or wider.
+        output_dtype: that floating-point outputs of the model (not of the units in it) are cast to. None: none.
+        cast_forward_inputs: whether floating-point inputs of every unit are cast to `param_dtype`.
     """
 
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    cast_forward_inputs: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("param_dtype", "reduce_dtype"):
+        for name in ("param_dtype", "reduce_dtype", "output_dtype"):
             dtype = getattr(self, name)
             if dtype is not None and dtype not in FLOATS:
                 raise ValueError(
                     f"MixedPrecision: {name} is {dtype}; accepted: float32, bfloat16, float16, None"
                 )
+
+    @property
+    def input_dtype(self) -> torch.dtype | None:
+        """What the inputs of units are cast to."""
+        return self.param_dtype if self.cast_forward_inputs else None
 
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)

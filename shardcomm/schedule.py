@@ -39,6 +39,8 @@ from enum import Enum
 from itertools import islice, pairwise
 from typing import NamedTuple
 
+from shardcomm.strategy import Strategy
+
 
 class Phase(Enum):
     """Where in a step a trigger fires."""
@@ -70,11 +72,12 @@ class Verb(Enum):
     WAIT_GATHER = "wait_gather"
     RELEASE = "release"
     REDUCE = "reduce"
+    ALL_REDUCE = "all_reduce"
     WAIT_REDUCE = "wait_reduce"
 
 
 class Action(NamedTuple):
-    """A verb on a unit; ``slot`` holds the full parameters (-1 for REDUCE, WAIT_REDUCE)."""
+    """A verb on a unit; ``slot`` holds the full parameters (-1 where they are not concerned)."""
 
     verb: Verb
     unit: int
@@ -82,30 +85,6 @@ class Action(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.verb.value} {self.unit}"
-
-
-@dataclass(frozen=True)
-class Strategy:
-    """What is sharded between uses.
-
-    ``shard_params``: full parameters exist only between their gather and their release.
-    ``reshard_after_forward``: units share slots, so most are released after their forward and
-    gathered again for their backward; otherwise each has its own slot and stays in between.
-    """
-
-    name: str
-    shard_params: bool
-    reshard_after_forward: bool
-
-
-STRATEGIES: Mapping[str, Strategy] = {
-    strategy.name: strategy
-    for strategy in (
-        Strategy("full_shard", shard_params=True, reshard_after_forward=True),  # ZeRO-3
-        Strategy("shard_grad_op", shard_params=True, reshard_after_forward=False),  # ZeRO-2
-        Strategy("no_shard", shard_params=False, reshard_after_forward=False),  # data parallel
-    )
-}
 
 
 REDUCES_IN_FLIGHT = 2
@@ -125,12 +104,14 @@ class Schedule:
     - The backward is the forward mirrored, then END_OF_BACKWARD.
     - A unit called twice in a step fires its triggers twice, and the same actions run each time.
       So GATHER of a gathered unit, WAIT_GATHER of one that has arrived and RELEASE of a released
-      one do nothing. REDUCE and WAIT_REDUCE are only at triggers that fire once a step.
+      one do nothing. What reduces is only at triggers that fire once a step.
     - Every PRE trigger waits for its unit. That is where a step which deviates from ``order`` is
       put right: an executor gathers there what is not gathered, into its slot once the unit in it
       is not in use. Elsewhere it skips a GATHER whose slot holds another unit.
-    - Where parameters are not sharded, nothing is gathered or released, and a reduce leaves the
-      whole gradient on every rank.
+    - Where parameters are not sharded, nothing is gathered or released.
+    - REDUCE leaves each rank its shard's gradient, the mean over the ranks that shard the model.
+      Where several hold the same shard ALL_REDUCE comes right after it: their mean, on a stream of
+      its own, beside the next unit's REDUCE. WAIT_REDUCE waits for both.
     """
 
     order: tuple[Trigger, ...]
@@ -153,7 +134,7 @@ class Schedule:
         Args:
             order: the forward's triggers, PRE and POST properly nested. A unit may be called
                 several times, not inside itself; one that is missing gets a slot and no actions.
-            strategy: one of `STRATEGIES`, or its name.
+            strategy: one of `shardcomm.STRATEGIES`, or its name.
             prefetch: how many of the units needed next and not gathered are gathered ahead at each
                 PRE trigger, as far as their slots are free. >= 0.
             slots: how many slots the units that contain no other unit rotate over, in first-use
@@ -167,10 +148,7 @@ class Schedule:
             ValueError: an argument is not as described (the message names it), or ``slots`` gives
                 the same slot to two units that are in use at the same time.
         """
-        if isinstance(strategy, str):
-            if strategy not in STRATEGIES:
-                raise ValueError(f"strategy is {strategy!r}; it must be one of {[*STRATEGIES]}")
-            strategy = STRATEGIES[strategy]
+        strategy = Strategy.named(strategy)
         _check_at_least("prefetch", prefetch, 0)
         order = tuple(order)
         calls = _calls(order)
@@ -191,7 +169,7 @@ class Schedule:
         if strategy.shard_params:
             _plan_gathers(table, step, slot_of, prefetch)
         if backward:
-            _plan_reduces(table, step)
+            _plan_reduces(table, step, strategy.replicate)
         actions = {trigger: tuple(listed) for trigger, listed in table.items()}
         return cls(order, slot_of, 1 + max(slot_of), actions)
 
@@ -340,15 +318,16 @@ def _plan_gathers(table: _Table, step: _Step, slot_of: tuple[int, ...], prefetch
             add(trigger, Verb.GATHER, *ahead[trigger])
 
 
-def _plan_reduces(table: _Table, step: _Step) -> None:
+def _plan_reduces(table: _Table, step: _Step, replicate: bool) -> None:
     """Adds each unit's reduce after its last use, when its gradient is complete."""
+    verbs = (Verb.REDUCE, Verb.ALL_REDUCE) if replicate else (Verb.REDUCE,)
     last_use = {use.unit: use for use in step.uses}
     reduced: list[int] = []
     for _, end, unit in sorted(last_use.values(), key=lambda use: use.end):
         actions = table[step.triggers[step.once_from(end, len(step.triggers) - 1)]]
         if len(reduced) >= REDUCES_IN_FLIGHT:
             actions.append(Action(Verb.WAIT_REDUCE, reduced[-REDUCES_IN_FLIGHT], -1))
-        actions.append(Action(Verb.REDUCE, unit, -1))
+        actions += [Action(verb, unit, -1) for verb in verbs]
         reduced.append(unit)
     table[END] += [Action(Verb.WAIT_REDUCE, unit, -1) for unit in reduced[-REDUCES_IN_FLIGHT:]]
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle, repeat
 
 import torch
 from torch import nn
 
-from shardcomm.bucket import Bucket
-from shardcomm.communicator import Communicator
-from shardcomm.dtype import movable
+from shardcomm.bucket import Bucket, Staging
 from shardcomm.layout import Granularity, Layout, ParamSpec
+from shardcomm.mesh import Mesh
 from shardcomm.mixed_precision import FLOATS, MixedPrecision
-from shardcomm.schedule import Strategy
+from shardcomm.schedule import REDUCES_IN_FLIGHT
 from shardcomm.sharded_unit import ShardedUnit
 from shardcomm.streams import Streams
 from shardcomm.unit import OwnedParam, UnitParams
@@ -36,20 +36,23 @@ class _Group:
         return self.layout.flat_numel * self.param_dtype.itemsize
 
     @property
+    def reduced_shard_bytes(self) -> int:
+        return self.layout.shard_numel * self.reduce_dtype.itemsize
+
+    @property
     def needs_slot(self) -> bool:
         return self.layout.world_size > 1 or self.param_dtype != self.dtype
 
 
 def shard_units(
     units: Sequence[UnitParams],
-    comm: Communicator,
-    strategy: Strategy,
+    mesh: Mesh,
     mixed_precision: MixedPrecision,
     slot_of: Sequence[int],
     granularity: GranularityOf,
     streams: Streams,
 ) -> list[ShardedUnit]:
-    """Shards `units` over `comm`; collective. Unit i computes in slot `slot_of[i]`.
+    """Shards `units` over `mesh`; collective. Unit i computes in slot `slot_of[i]`.
 
     At any moment at most one unit exists in full besides what the model held before.
 
@@ -57,33 +60,40 @@ def shard_units(
         ValueError: something in the model cannot be sharded, or initialised; nothing is changed then.
     """
     model = units[0].module
-    _check_modules(model, comm.device)
-    alone = Communicator.local_group(1, device=comm.device)[0]
-    shard_comm, replicas = (comm, None) if strategy.shard_params else (alone, comm)
-    groups = [_group(unit, shard_comm.size, mixed_precision, granularity) for unit in units]
+    device = mesh.device
+    _check_modules(model, device)
+    groups = [_group(unit, mesh.shard.size, mixed_precision, granularity) for unit in units]
 
     slot_bytes = [0] * (max(slot_of, default=-1) + 1)
     for slot, unit_groups in zip(slot_of, groups, strict=True):
         wanted = sum(group.full_bytes for group in unit_groups if group.needs_slot)
         slot_bytes[slot] = max(slot_bytes[slot], wanted)
-    slots = [shard_comm.allocate(n, dtype=torch.uint8, use="gather") for n in slot_bytes]
+    slots = [mesh.shard.allocate(n, dtype=torch.uint8, use="gather") for n in slot_bytes]
     # One reduce buffer serves all: the reduce stream packs into it only when the reduce before has ended.
-    reduce_bytes = max(
-        (g.layout.flat_numel * g.reduce_dtype.itemsize for gs in groups for g in gs), default=0
-    )
+    shard_bytes = max((group.reduced_shard_bytes for each in groups for group in each), default=0)
     reduce_buffer = None  # of one rank alone, gradients need none
-    if comm.size > 1:
-        reduce_buffer = comm.allocate(reduce_bytes, dtype=torch.uint8, use="reduce")
+    if mesh.shard.size > 1:
+        reduce_bytes = mesh.shard.size * shard_bytes
+        reduce_buffer = mesh.shard.allocate(reduce_bytes, dtype=torch.uint8, use="reduce")
+    staging: Iterator[Staging | None] = repeat(None)
+    if mesh.replicate.size > 1:
+        # While one unit's shard is all-reduced, the next unit's comes.
+        staging = cycle(
+            [
+                Staging(mesh.replicate.allocate(shard_bytes, dtype=torch.uint8, use="reduce"))
+                for _ in range(REDUCES_IN_FLIGHT)
+            ]
+        )
 
     for module in model.modules():
         if _meta(module._buffers) and not _meta(module._parameters):
-            _materialize(module, comm.device)
+            _materialize(module, device)
         for name, tensor in module._buffers.items():
             if tensor is not None and not tensor.is_meta:
-                module._buffers[name] = tensor.to(comm.device)
+                module._buffers[name] = tensor.to(device)
     sharded = []
     for index, (unit, unit_groups) in enumerate(zip(units, groups, strict=True)):
-        _materialize_unit(unit, comm.device)
+        _materialize_unit(unit, device)
         free = slots[slot_of[index]]
         buckets = []
         for group in unit_groups:
@@ -92,21 +102,22 @@ def shard_units(
                 full, free = free[: group.full_bytes], free[group.full_bytes :]
             in_reduce_buffer = None
             if reduce_buffer is not None:
-                nbytes = group.layout.flat_numel * group.reduce_dtype.itemsize
+                nbytes = mesh.shard.size * group.reduced_shard_bytes
                 in_reduce_buffer = reduce_buffer[:nbytes].view(group.reduce_dtype)
             bucket = Bucket(
                 group.layout,
-                shard_comm,
+                mesh.shard,
                 dtype=group.dtype,
                 param_dtype=group.param_dtype,
                 reduce_dtype=group.reduce_dtype,
                 full_buffer=None if full is None else full.view(group.param_dtype),
                 reduce_buffer=in_reduce_buffer,
-                replicas=replicas,
+                replicas=mesh.replicate,
+                staging=next(staging),
                 streams=streams,
                 tag=index + 1,
             )
-            _load(bucket, group.params, comm)
+            _load(bucket, group.params, mesh)
             buckets.append((bucket, group.params))
         sharded.append(ShardedUnit(index, unit.name, unit.module, slot_of[index], buckets))
     return sharded
@@ -166,12 +177,11 @@ def _materialize(module: nn.Module, device: torch.device) -> None:
             tensor.copy_(value)
 
 
-def _load(bucket: Bucket, params: Sequence[OwnedParam], comm: Communicator) -> None:
+def _load(bucket: Bucket, params: Sequence[OwnedParam], mesh: Mesh) -> None:
     """Keeps this rank's rows of rank 0's values, and lets go of the full ones."""
-    values = [owned.param.detach().to(comm.device).contiguous() for owned in params]
-    if comm.size > 1:
-        for value in values:
-            comm.broadcast(movable(value.view(-1)), root=0)
+    values = [owned.param.detach().to(mesh.device).contiguous() for owned in params]
+    for value in values:
+        mesh.broadcast(value)
     bucket.load(values)
 
 

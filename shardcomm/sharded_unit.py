@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from functools import cached_property
 
 import torch
 from torch import nn
@@ -28,25 +27,19 @@ class State(Enum):
 class ShardedParam:
     """One parameter: `shard` is what the optimizer sees, `full` what forward and backward compute with.
 
-    Both are views made once, of the bucket's shard and of the unit's slot; so is `shard_grad`, of the bucket's grad.
+    Both are views made once, of the bucket's shard and of the unit's slot.
     """
 
-    def __init__(self, owned: OwnedParam, bucket: Bucket, index: int) -> None:
+    def __init__(self, owned: OwnedParam, shard: nn.Parameter, full: torch.Tensor) -> None:
         requires_grad = owned.param.requires_grad
         self.name = owned.name
         self.owned = owned
-        self.shard = nn.Parameter(bucket.shards[index], requires_grad=requires_grad)
-        self.full = nn.Parameter(bucket.params[index], requires_grad=requires_grad)
+        shard.requires_grad = requires_grad
+        self.shard = shard
+        self.full = nn.Parameter(full, requires_grad=requires_grad)
         self.unsharded_grad: torch.Tensor | None = None  # sum of backwards that were not reduced
-        self._bucket, self._index = bucket, index
-        self.reduced = False  # in this backward
         self.used = False  # this rank had a gradient for it in this backward
         self.watched = False  # see ShardedUnit.watch_gradients
-
-    @cached_property
-    def shard_grad(self) -> torch.Tensor:
-        """This rank's rows of the reduced gradient."""
-        return self._bucket.shard_grads[self._index]
 
     def show_full(self) -> None:
         """The model computes with the full parameter."""
@@ -78,22 +71,6 @@ class ShardedParam:
         else:
             self.unsharded_grad.add_(grad)
 
-    def keeps_grad(self) -> bool:
-        """The next reduce must add to the gradient that is there."""
-        grad = self.shard.grad
-        if (
-            grad is not None and grad is not self.shard_grad
-        ):  # the user put a tensor of their own there
-            self.shard_grad.copy_(grad)
-            self.shard.grad = self.shard_grad
-        return grad is not None or self.reduced
-
-    def publish_grad(self, used: bool) -> None:
-        """Ends the backward: shows the reduced gradient if any rank used the parameter."""
-        if used:
-            self.shard.grad = self.shard_grad
-        self.reduced = self.used = False
-
 
 class ShardedUnit:
     """The buckets of one unit (one per dtype, frozen parameters apart), and the state of its full parameters."""
@@ -115,7 +92,10 @@ class ShardedUnit:
         self.buckets = [
             (
                 bucket,
-                [ShardedParam(owned, bucket, index) for index, owned in enumerate(params)],
+                [
+                    ShardedParam(*each)
+                    for each in zip(params, bucket.shards, bucket.params, strict=True)
+                ],
             )
             for bucket, params in buckets
         ]
@@ -127,7 +107,7 @@ class ShardedUnit:
         self.gathered = False
         self.gathers: list[Work] = []
         self.reduces: list[Work] = []
-        self.needs_reduce = False
+        self.needs_reduce = self.needs_all_reduce = False
         self.pending_calls = 0  # forward calls whose backward has not come yet
         self.marked: Marked = []  # inputs of the forward that goes on
         self.returned: type = type(None)  # what its forward returned last
@@ -153,21 +133,15 @@ class ShardedUnit:
                 param.full.register_post_accumulate_grad_hook(self.on_gradient)  # type: ignore[no-untyped-call]
                 param.watched = True
 
-    def drop_gradients(self) -> None:
-        """Gives back the memory of gradients that nobody has: after `zero_grad()` mostly all."""
-        for bucket, params in self.buckets:
-            if bucket.gradient_bytes > 0 and all(param.shard.grad is None for param in params):
-                bucket.drop_gradient()
-                for param in params:
-                    vars(param).pop("shard_grad", None)
-
     def forget_backward(self) -> None:
-        """Drops the gradients that are not reduced, and those that are but were not published."""
-        self.needs_reduce = False
+        """Drops the gradients that are not reduced, and those that are but were not shown."""
+        self.needs_reduce = self.needs_all_reduce = False
         self.pending_calls = 0
+        for bucket, _ in self.buckets:
+            bucket.reduced = False
         for param in self.params:
             param.full.grad = param.unsharded_grad = None
-            param.reduced = param.used = False
+            param.used = False
 
     def gather(self) -> None:
         """Queues the all-gathers; `gathers` are to be waited for."""
@@ -187,29 +161,28 @@ class ShardedUnit:
     @property
     def reduce_bytes(self) -> int:
         """What this rank sends in one reduce."""
-        return sum(bucket.reduce_bytes for bucket, params in self.buckets if _trainable(params))
+        return sum(bucket.reduce_bytes for bucket, _ in self._trained())
+
+    @property
+    def all_reduce_bytes(self) -> int:
+        """What this rank sends in one all-reduce."""
+        return sum(bucket.all_reduce_bytes for bucket, _ in self._trained())
 
     def reduce(self) -> None:
         """Queues the reduces of the gradients that backward left; `reduces` are to be waited for."""
-        for bucket, params in self.buckets:
-            if not _trainable(params):
-                continue
-            keeps = [param.keeps_grad() for param in params]
-            if any(keeps):
-                for param, keep in zip(params, keeps, strict=True):
-                    if not keep:
-                        param.shard_grad.zero_()
-            bucket.shard.grad = bucket.grad if any(keeps) else None
-            grads = [param.take_full_grad() for param in params]
-            work = bucket.reduce_scatter(grads, async_op=True)
+        for bucket, params in self._trained():
+            work = bucket.reduce([param.take_full_grad() for param in params], async_op=True)
             if work.queued:
                 self.reduces.append(work)
-            for param in params:
-                param.reduced = True
+        self.needs_all_reduce = any(bucket.replicas is not None for bucket, _ in self.buckets)
 
+    def all_reduce(self) -> None:
+        """Queues the all-reduces of what `reduce` left; `reduces` are to be waited for."""
+        self.needs_all_reduce = False
+        self.reduces += [bucket.all_reduce(async_op=True) for bucket, _ in self._trained()]
 
-def _trainable(params: Iterable[ShardedParam]) -> bool:
-    return any(param.shard.requires_grad for param in params)
+    def _trained(self) -> Iterable[tuple[Bucket, list[ShardedParam]]]:
+        return (entry for entry in self.buckets if any(p.shard.requires_grad for p in entry[1]))
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
-"""Where work runs: one stream that computes, one that gathers, one that reduces, and events between them.
+"""Where work runs: a stream that computes, one that gathers, one or two that reduce, and events between them.
 
     compute   | forward u  |   wait    | forward u+1 | ...   torch's current stream; on a CPU, whoever calls
     gather      | gather u+1           | gather u+2 | ...    ours; on a CPU, a worker thread
     reduce                                                   ours
+    replicate                                                ours; the all-reduce of shards that several ranks hold
 
 What a stream waits for, its device waits for, and no host does; on a CPU that is the same.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -52,6 +54,11 @@ class Streams:
         self.device = device
         self.gather = _new_stream(device)
         self.reduce = _new_stream(device)
+
+    @cached_property
+    def replicate(self) -> Stream:
+        """Made when first needed: few strategies do."""
+        return _new_stream(self.device)
 
     def compute(self) -> Stream:
         """Where torch computes now."""

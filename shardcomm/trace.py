@@ -6,6 +6,7 @@ Times come from events on the streams themselves, so on a GPU they are the devic
     waiting                      | w. |                            computation stands still: exposed communication
     gather        | blocks.1          |
     reduce
+    all_reduce                                               of shards that several ranks hold
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import NamedTuple
 
 from shardcomm.streams import Event, Stream, Streams
 
-ROWS = ("compute", "waiting", "gather", "reduce")
+ROWS = ("compute", "waiting", "gather", "reduce", "all_reduce")
 
 
 class Span(NamedTuple):

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from shardcomm import CommError, Communicator, MixedPrecision, fully_shard
+from shardcomm import CommError, Communicator, Engine, MixedPrecision, fully_shard
 
 STEPS = 4
 
@@ -194,6 +194,12 @@ def test_strategy_prefetch_and_slots_do_not_change_results(
         assert_same(state, expected, bitwise=True)
 
 
+def drop_gradients(engine: Engine) -> None:
+    for unit in engine.units:
+        for bucket, _ in unit.buckets:
+            bucket.drop_gradients()
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_gradients_memory_may_be_given_back_between_steps(ranks: int) -> None:
     def body(comm: Communicator) -> dict[str, torch.Tensor]:
@@ -201,8 +207,7 @@ def test_gradients_memory_may_be_given_back_between_steps(ranks: int) -> None:
         engine = fully_shard(model, comm)
         optimizer = optimizer_of(model)
         for step in range(STEPS):
-            for unit in engine.units:  # as every forward does on a GPU
-                unit.drop_gradients()
+            drop_gradients(engine)  # as every forward does on a GPU
             assert engine.footprint().gradient_bytes == 0
             loss_of(model, batch(comm.rank, step)).backward()
             optimizer.step()
@@ -220,8 +225,7 @@ def test_gradients_that_somebody_has_are_not_given_back() -> None:
     engine = fully_shard(model, comm)
     loss_of(model, batch(0, 0)).backward()
     before = [param.grad.clone() for param in model.parameters() if param.grad is not None]
-    for unit in engine.units:
-        unit.drop_gradients()
+    drop_gradients(engine)
     after = [param.grad for param in model.parameters() if param.grad is not None]
     assert len(before) == len(after) > 0
     assert all(map(torch.equal, before, after))

@@ -14,13 +14,13 @@ import shardcomm.schedule
 from shardcomm.schedule import (
     END,
     REDUCES_IN_FLIGHT,
-    STRATEGIES,
     Action,
     Phase,
     Schedule,
     Trigger,
     Verb,
 )
+from shardcomm.strategy import STRATEGIES
 
 CASES = settings(max_examples=1000, deadline=None, print_blob=True)
 
@@ -95,9 +95,11 @@ def cases(draw, **kwargs):
 class Replay:
     """Carries out a step's actions, and fails where they would use or overwrite the wrong thing."""
 
-    def __init__(self, schedule, order, *, sharded=True, backward=True):
+    def __init__(self, schedule, order, *, sharded=True, replicate=False, backward=True):
         self.schedule = schedule
         self.sharded = sharded
+        self.replicate = replicate
+        self.to_all_reduce = set()
         self.step = step_of(order, backward)
         self.slots = {}  # slot -> unit in it, arrived or on its way
         self.arrived = set()
@@ -162,10 +164,16 @@ class Replay:
         assert self.to_come[post_backward(unit)] == 0, f"{self.trigger}: gradient incomplete"
         self.reduced.append(unit)
         self.unfinished.append(unit)
+        self.to_all_reduce |= {unit} if self.replicate else set()
         assert len(self.unfinished) <= REDUCES_IN_FLIGHT
+
+    def all_reduce(self, unit, slot):
+        assert slot == -1
+        self.to_all_reduce.remove(unit)
 
     def wait_reduce(self, unit, slot):
         assert slot == -1
+        assert unit not in self.to_all_reduce
         self.unfinished.remove(unit)
 
 
@@ -174,6 +182,7 @@ def replay(order, arguments, schedule=None):
         schedule or Schedule.plan(order, **arguments),
         order,
         sharded=arguments["strategy"] != "no_shard",
+        replicate=arguments["strategy"] in ("no_shard", "hybrid_shard"),
         backward=arguments["backward"],
     )
 
@@ -377,7 +386,7 @@ def test_a_unit_called_first_and_last_costs_no_gather_more_than_its_slot_require
 def test_no_shard_only_reduces():
     schedule = Schedule.plan(call(0, call(1), call(2)), "no_shard")
     verbs = {action.verb for actions in schedule.actions.values() for action in actions}
-    assert verbs == {Verb.REDUCE, Verb.WAIT_REDUCE}
+    assert verbs == {Verb.REDUCE, Verb.ALL_REDUCE, Verb.WAIT_REDUCE}
     assert schedule.num_slots == 3
 
 

@@ -66,7 +66,7 @@ def test_file_is_a_chrome_trace(tmp_path: Path) -> None:
         assert [event["name"] for event in shown] == [span.name for span in spans]
         assert {event["pid"] for event in events} == {rank}
         rows = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
-        assert {*rows.values()} == {"compute", "waiting", "gather", "reduce"}
+        assert {*rows.values()} == {"compute", "waiting", "gather", "reduce", "all_reduce"}
         for event, span in zip(shown, spans, strict=True):
             assert event["dur"] == pytest.approx((span.end_s - span.begin_s) * 1e6)
             assert rows[event["tid"]] == span.row

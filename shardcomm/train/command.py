@@ -11,7 +11,7 @@ from pathlib import Path
 
 from shardcomm._C import CommError, CudaError, cuda_status
 from shardcomm.launch import RankError, launch
-from shardcomm.schedule import STRATEGIES
+from shardcomm.strategy import STRATEGIES
 from shardcomm.train.job import Options, Result, train
 from shardcomm.train.report import table, write_json
 from shardcomm.train.text import Corpus, read_text

@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from shardcomm.communicator import Communicator
-from shardcomm.engine import Engine, fully_shard
+from shardcomm.engine import Engine
 from shardcomm.mixed_precision import MixedPrecision
+from shardcomm.sharding import fully_shard
 from shardcomm.train.gpt import GPT
 from shardcomm.train.text import Corpus, read_text
 

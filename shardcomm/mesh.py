@@ -1,0 +1,117 @@
+"""A Mesh: ranks in rows and columns. A row shards a model, a column holds copies of the same shard::
+
+                   shard ──►
+    replicate   0    1    2    3      0 to 3 hold one model between them, 4 to 7 another;
+        ▼       4    5    6    7      1 and 5 hold the same rows of it, and average their gradients
+
+One row is `full_shard`, one column `no_shard`. On several hosts a row is best the ranks of one: parameters then travel
+inside hosts only, and gradients between hosts after they were reduced to a shard. Gradients are averaged over all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardcomm.communicator import Communicator, ReduceOp
+from shardcomm.dtype import movable
+from shardcomm.strategy import Strategy
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The two groups of this rank: its row and its column. Either may be of one rank.
+
+    Attributes:
+        shard: the ranks that hold a model between them.
+        replicate: the ranks that hold the same shard as this one.
+    """
+
+    shard: Communicator
+    replicate: Communicator
+
+    def __post_init__(self) -> None:
+        for name in ("shard", "replicate"):
+            comm = getattr(self, name)
+            if not isinstance(comm, Communicator):
+                raise TypeError(
+                    f"Mesh: {name} is a {type(comm).__name__}; it must be a shardcomm.Communicator"
+                )
+        if self.shard.device != self.replicate.device:
+            raise ValueError(
+                f"Mesh: shard works on {self.shard.device} and replicate on {self.replicate.device}; "
+                "both must work on the same device"
+            )
+
+    @staticmethod
+    def of(ranks: Communicator | DeviceMesh | Mesh, strategy: Strategy) -> Mesh:
+        """`ranks` as `strategy` lays a model over them; collective for a DeviceMesh.
+
+        Raises:
+            TypeError, ValueError: they are not what the strategy needs; the message says what is.
+        """
+        if not isinstance(ranks, Communicator | DeviceMesh | Mesh):
+            raise TypeError(
+                f"fully_shard: comm is a {type(ranks).__name__}; it must be a shardcomm.Communicator, for instance "
+                "Communicator.from_env(), a torch DeviceMesh or a shardcomm.Mesh"
+            )
+        dims = ranks.ndim if isinstance(ranks, DeviceMesh) else 1 + isinstance(ranks, Mesh)
+        hybrid = strategy.shard_params and strategy.replicate
+        if hybrid and dims != 2:
+            raise ValueError(
+                f"fully_shard: strategy {strategy.name!r} needs ranks in 2 dimensions, and comm has {dims}; give a "
+                "DeviceMesh of 2 dimensions (the first replicates, the second shards) or a shardcomm.Mesh"
+            )
+        if not hybrid and dims != 1:
+            raise ValueError(
+                f"fully_shard: strategy {strategy.name!r} needs ranks in 1 dimension, and comm has {dims}; give a "
+                "Communicator or a DeviceMesh of 1 dimension, or take strategy='hybrid_shard'"
+            )
+        if isinstance(ranks, Mesh):
+            return ranks
+        if isinstance(ranks, DeviceMesh) and hybrid:
+            return Mesh(shard=_of_dim(ranks, 1), replicate=_of_dim(ranks, 0))
+        comm = _of_dim(ranks, 0) if isinstance(ranks, DeviceMesh) else ranks
+        alone = Communicator.local_group(1, device=comm.device)[0]
+        return Mesh(comm, alone) if strategy.shard_params else Mesh(alone, comm)
+
+    @property
+    def size(self) -> int:
+        """All ranks."""
+        return self.shard.size * self.replicate.size
+
+    @property
+    def rank(self) -> int:
+        """Counted row by row."""
+        return self.replicate.rank * self.shard.size + self.shard.rank
+
+    @property
+    def device(self) -> torch.device:
+        """Where the ranks compute."""
+        return self.shard.device
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Copies the contiguous `tensor`, of any dtype, of rank 0 to all: down the columns, then along the rows."""
+        for comm in (self.replicate, self.shard):
+            if comm.size > 1:
+                comm.broadcast(movable(tensor.view(-1)))
+
+    def all_reduce(self, buffer: torch.Tensor, op: ReduceOp) -> None:
+        """Reduces `buffer` over all ranks in place."""
+        for comm in (self.shard, self.replicate):
+            if comm.size > 1:
+                comm.all_reduce(buffer, op)
+
+    def close(self) -> None:
+        """Leaves both groups."""
+        self.shard.close()
+        self.replicate.close()
+
+    def __repr__(self) -> str:
+        return f"Mesh(shard: {self.shard}, replicate: {self.replicate})"
+
+
+def _of_dim(mesh: DeviceMesh, dim: int) -> Communicator:
+    return Communicator.from_process_group(mesh.get_group(dim), device=mesh.device_type)

@@ -1,0 +1,110 @@
+"""`fully_shard`: the one call that turns a model into a sharded one, with the engine that trains it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardcomm.communicator import Communicator
+from shardcomm.engine import Engine
+from shardcomm.gradients import OnNonfinite
+from shardcomm.mesh import Mesh
+from shardcomm.mixed_precision import MixedPrecision
+from shardcomm.schedule import Schedule, Trigger
+from shardcomm.shard_units import GranularityOf, shard_units
+from shardcomm.strategy import Strategy
+from shardcomm.streams import Streams
+from shardcomm.unit import Units, find_units, registration_order
+
+
+def fully_shard(
+    model: nn.Module,
+    comm: Communicator | DeviceMesh | Mesh,
+    *,
+    units: Units = None,
+    strategy: str = "full_shard",
+    mixed_precision: MixedPrecision | None = None,
+    prefetch: int = 1,
+    slots: int | None = None,
+    granularity: GranularityOf = "row",
+    on_nonfinite: OnNonfinite = None,
+) -> Engine:
+    """Shards `model`'s parameters, gradients and, through them, the optimizer's state over the ranks of `comm`.
+
+    Afterwards `model.parameters()` are this rank's rows of each parameter; make the optimizer from them. Forward,
+    backward and the optimizer's step are written as without sharding. All ranks start from rank 0's values. A
+    model on the meta device is materialised unit by unit, by its modules' `reset_parameters`.
+
+    Args:
+        model: changed in place; its buffers move to the device of `comm`. Compile its blocks (`block.compile()`)
+            before.
+        comm: the ranks: a Communicator or a torch DeviceMesh of one dimension; for "hybrid_shard" a DeviceMesh of two,
+            whose first replicates and whose second shards (as in PyTorch FSDP2), or a `shardcomm.Mesh`. Every rank
+            calls `fully_shard` with the same model and arguments.
+        units: whose parameters are gathered together: modules, module classes, or None for the entries of every
+            `nn.ModuleList` that have a forward. What they leave belongs to the model itself, gathered from a step's
+            start to its end.
+        strategy: "full_shard" (ZeRO-3), "shard_grad_op" (ZeRO-2), "hybrid_shard" (ZeRO-3 in groups of ranks, data
+            parallel between them) or "no_shard" (data parallel).
+        mixed_precision: dtypes to compute and communicate in; the shards keep the parameters' own.
+        prefetch: how many units ahead are gathered while one computes.
+        slots: full-size buffers that the units share (default: prefetch + 1).
+        granularity: the smallest piece of a parameter that stays on one rank; see `shardcomm.layout`.
+        on_nonfinite: what a backward does on every rank when a gradient, reduced over the ranks, is NaN or Inf: "raise"
+            a FloatingPointError that names the units, or "skip" them: it leaves no parameter a `.grad`, so that the
+            optimizer's step passes over all, and `engine.nonfinite` names the units. Costs a read of the shard's
+            gradients; on a GPU, the host waits for them. Leave it None with a GradScaler, which looks for itself.
+
+    Raises:
+        TypeError: `model` is no module, or `comm` none of these.
+        ValueError: an argument is out of its range, or the model is sharded already, or has something that cannot
+            be (the message names it).
+        CommError: a rank is missing, or called with another model.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"fully_shard: model is a {type(model).__name__}; it must be a torch.nn.Module"
+        )
+    if not isinstance(mixed_precision, MixedPrecision | None):
+        raise TypeError(
+            f"fully_shard: mixed_precision is {mixed_precision!r}; it must be a shardcomm.MixedPrecision"
+        )
+    if on_nonfinite not in (None, "raise", "skip"):
+        raise ValueError(
+            f"fully_shard: on_nonfinite is {on_nonfinite!r}; accepted: 'raise', 'skip', None"
+        )
+    if any(module in _sharded for module in model.modules()):
+        raise ValueError("fully_shard: model, or a module of it, is sharded already")
+    how = Strategy.named(strategy)
+    found = find_units(model, units)
+    order = registration_order(found)
+    first_guess = Schedule.plan(order, how, prefetch=prefetch, slots=slots)
+    mesh = Mesh.of(comm, how)
+
+    def plan(order: Sequence[Trigger], backward: bool) -> Schedule:
+        slot_of = first_guess.slot_of
+        return Schedule.plan(order, how, prefetch=prefetch, slots=slot_of, backward=backward)
+
+    precision = mixed_precision or MixedPrecision()
+    streams = Streams(mesh.device)
+    sharded = shard_units(found, mesh, precision, first_guess.slot_of, granularity, streams)
+    engine = Engine(
+        model,
+        mesh,
+        sharded,
+        plan,
+        order,
+        precision,
+        streams,
+        on_nonfinite,
+        owns_mesh=isinstance(comm, DeviceMesh),
+    )
+    _sharded.update(model.modules())
+    return engine
+
+
+# Modules whose parameters are shards, also after their engine was closed.
+_sharded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
