@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from shardcomm import boundary
-from shardcomm.actions import Actions, Program
+from shardcomm.actions import Actions
 from shardcomm.gradients import Gradients, OnNonfinite
 from shardcomm.mesh import Mesh
 from shardcomm.mixed_precision import MixedPrecision

@@ -1,17 +1,18 @@
-"""Runs N thread ranks of this process over the `local` transport."""
+"""Runs thread ranks of this process over the `local` transport: a row of them, or a mesh."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import TypeVar
 
 import torch
 
-from shardcomm import Communicator
+from shardcomm import Communicator, Mesh
 
 T = TypeVar("T")
+Ranks = TypeVar("Ranks", Communicator, Mesh)
 
 
 def run_threads(
@@ -21,21 +22,40 @@ def run_threads(
 
     On a GPU each rank computes on a stream of its own, and runs its backwards itself.
     """
-    comms = Communicator.local_group(ranks, deadline_s=deadline_s, device=device)
-    results: list[T | None] = [None] * ranks
-    errors: list[BaseException | None] = [None] * ranks
+    return _run(
+        fn, Communicator.local_group(ranks, deadline_s=deadline_s, device=device), deadline_s
+    )
 
-    def body(rank: int) -> None:
+
+def run_mesh(
+    fn: Callable[[Mesh], T], replicas: int, shards: int, *, deadline_s: float = 60.0
+) -> list[T]:
+    """As `run_threads`, with `replicas` rows of `shards` ranks each."""
+    rows = [Communicator.local_group(shards, deadline_s=deadline_s) for _ in range(replicas)]
+    columns = [Communicator.local_group(replicas, deadline_s=deadline_s) for _ in range(shards)]
+    meshes = [Mesh(rows[r][s], columns[s][r]) for r in range(replicas) for s in range(shards)]
+    return _run(fn, meshes, deadline_s)
+
+
+def _run(fn: Callable[[Ranks], T], ranks: Sequence[Ranks], deadline_s: float) -> list[T]:
+    results: list[T | None] = [None] * len(ranks)
+    errors: list[BaseException | None] = [None] * len(ranks)
+
+    def body(index: int) -> None:
+        rank = ranks[index]
         try:
-            on_gpu = comms[rank].device.type == "cuda"
+            on_gpu = rank.device.type == "cuda"
             stream = torch.cuda.stream(torch.cuda.Stream()) if on_gpu else nullcontext()
             with stream, torch.autograd.set_multithreading_enabled(not on_gpu):
-                results[rank] = fn(comms[rank])
+                results[index] = fn(rank)
         except BaseException as error:
-            errors[rank] = error
-            comms[rank].abort(f"{type(error).__name__}: {error}")
+            errors[index] = error
+            for comm in (rank.shard, rank.replicate) if isinstance(rank, Mesh) else (rank,):
+                comm.abort(f"{type(error).__name__}: {error}")
 
-    threads = [threading.Thread(target=body, args=(rank,), daemon=True) for rank in range(ranks)]
+    threads = [
+        threading.Thread(target=body, args=(index,), daemon=True) for index in range(len(ranks))
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -39,7 +39,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--layers", type=number, default=6, help="transformer blocks")
     parser.add_argument("--batch", type=number, default=4, help="sequences per rank and step")
     parser.add_argument("--context", type=number, default=128, help="bytes per sequence")
-    parser.add_argument("--strategy", choices=list(STRATEGIES), default="full_shard")
+    parser.add_argument(
+        "--strategy",
+        choices=[name for name in STRATEGIES if name != "hybrid_shard"],
+        default="full_shard",
+    )
     parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto",
                         help="auto: a GPU for each rank, if there are so many, else the CPU")  # fmt: skip
