@@ -14,6 +14,7 @@ from shardcomm.collectives import all_gather_into_tensor, reduce_scatter_tensor
 from shardcomm.communicator import Communicator, Receipt
 from shardcomm.copy_plan import CopyPlan, Segment
 from shardcomm.engine import Engine
+from shardcomm.grad_scaler import GradScaler
 from shardcomm.launch import RankError, launch
 from shardcomm.layout import Block, Layout, ParamSpec
 from shardcomm.mesh import Mesh
@@ -34,6 +35,7 @@ __all__ = [
     "CudaError",
     "Engine",
     "Event",
+    "GradScaler",
     "Layout",
     "Mesh",
     "MixedPrecision",

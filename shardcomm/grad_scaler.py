@@ -1,0 +1,39 @@
+"""Loss scaling for float16: torch's GradScaler, with all ranks of one mind about a step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from shardcomm.engine import Engine
+
+
+class GradScaler(torch.amp.GradScaler):
+    """`torch.amp.GradScaler` for the model of `engine`; everything else is torch's.
+
+    A rank sees the gradients of its rows only. torch's scaler would skip the step on ranks that find an Inf there and
+    take it on the others; this one skips it on all, with an all-reduce of one number for each `unscale_`. (For
+    DTensors, as of PyTorch FSDP2, torch does that itself; for FSDP1's plain tensors its `ShardedGradScaler` does.)
+
+    Args:
+        engine: from `fully_shard`.
+        options: of torch's: `init_scale`, `growth_factor`, `backoff_factor`, `growth_interval`, `enabled`.
+    """
+
+    def __init__(self, engine: Engine, **options: Any) -> None:
+        super().__init__(engine.mesh.device.type, **options)
+        self._ranks = engine.mesh.shard  # replicas have the same gradients
+
+    def _unscale_grads_(
+        self,
+        optimizer: torch.optim.Optimizer,
+        inv_scale: torch.Tensor,
+        found_inf: torch.Tensor,
+        allow_fp16: bool,
+    ) -> dict[torch.device, torch.Tensor]:
+        found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        anywhere = found.get(found_inf.device, found_inf)  # nothing was found where no row is
+        if self._ranks.size > 1:
+            self._ranks.all_reduce(anywhere, "max")
+        return {anywhere.device: anywhere}
