@@ -9,7 +9,7 @@ from importlib.metadata import version as _version
 
 from shardcomm import backend  # registers itself with torch.distributed
 from shardcomm._C import CommError, CudaError, Event, Stream
-from shardcomm.bucket import Bucket, Work
+from shardcomm.bucket import Bucket
 from shardcomm.collectives import all_gather_into_tensor, reduce_scatter_tensor
 from shardcomm.communicator import Communicator, Receipt
 from shardcomm.copy_plan import CopyPlan, Segment
@@ -22,6 +22,7 @@ from shardcomm.mixed_precision import MixedPrecision
 from shardcomm.schedule import Schedule
 from shardcomm.sharding import fully_shard
 from shardcomm.strategy import STRATEGIES, Strategy
+from shardcomm.work import Work
 
 __version__ = _version("shardcomm")
 

@@ -6,12 +6,12 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
-from shardcomm.bucket import Work
 from shardcomm.schedule import Action, Schedule, Trigger, Verb
 from shardcomm.sharded_unit import ShardedUnit, State
 from shardcomm.streams import Stream, Streams
 from shardcomm.trace import Trace
 from shardcomm.traffic import Traffic
+from shardcomm.work import Work
 
 Program = dict[Trigger, tuple[tuple[Callable[[ShardedUnit], None], ShardedUnit], ...]]
 """A schedule's actions, each bound to what does it."""

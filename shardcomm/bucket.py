@@ -23,39 +23,12 @@ from torch import nn
 from shardcomm.communicator import Communicator
 from shardcomm.copy_plan import BoundCopy, CopyPlan
 from shardcomm.dtype import movable
-from shardcomm.layout import Layout, ParamSpec, Piece, Placement
+from shardcomm.layout import Layout, ParamSpec
 from shardcomm.mixed_precision import FLOATS
-from shardcomm.streams import Event, Stream, Streams, compute_stream, keep_until
-
-
-class Work:
-    """A collective, queued or done. What it reads is kept until it is waited for, or has ended."""
-
-    def __init__(
-        self, event: Event | None, device: torch.device, reads: Sequence[torch.Tensor | None] = ()
-    ) -> None:
-        self._event = event  # None: nothing to wait for
-        self._device = device
-        self._reads: Sequence[torch.Tensor | None] = reads
-
-    @property
-    def queued(self) -> bool:
-        """Whether there is something to wait for."""
-        return self._event is not None
-
-    def wait(self) -> None:
-        """What torch computes from now on comes after the collective. On a CPU: returns when it is complete here.
-
-        Raises:
-            CommError: it failed; see `shardcomm.communicator`.
-        """
-        if self._event is not None:
-            compute_stream(self._device).wait(self._event)
-        self._reads = ()
-
-    def __del__(self) -> None:
-        if self._reads and self._event is not None:
-            keep_until(self._event, self._reads)
+from shardcomm.shard_gradients import ShardGradients
+from shardcomm.streams import Event, Stream, Streams, compute_stream
+from shardcomm.views import as_stored, check_shape, full_view, rows, shard_view
+from shardcomm.work import Work
 
 
 class Staging:
@@ -79,7 +52,7 @@ class Bucket:
         shard: this rank's elements, flat, `layout.shard_numel` of `dtype`.
         shards: the same memory, one a parameter: this rank's rows (possibly none); what an optimizer updates. After a
             reduce their `.grad` hold the gradients; the next reduce adds to those that are not None.
-        grad, shard_grads: likewise, the memory of the gradients; allocated by the first reduce, or when asked for.
+        gradients: the memory of the gradients, and what of it is shown as `.grad`.
         grad_scale: what the mean over all ranks is multiplied by.
         full: the full buffer, flat, `layout.flat_numel` of `param_dtype`.
         params: the full parameters, views into `full`; their values are there between a gather and the next use of
@@ -137,19 +110,18 @@ class Bucket:
         self._tag = tag
 
         pieces = [layout.piece(comm.rank, i) for i in range(len(layout.placements))]
-        placed = list(zip(layout.placements, pieces, strict=True))
+        self._placed = placed = list(zip(layout.placements, pieces, strict=True))
         # `.data` has a version counter of its own: refilling the buffer with the same values, as a second gather in a
         # step does, must not look to autograd like a change of the weights it saved.
-        self.params = tuple(_full_view(self.full.data, p) for p in layout.placements)
+        self.params = tuple(full_view(self.full.data, p) for p in layout.placements)
         self.shards = tuple(
-            nn.Parameter(_shard_view(self.shard, p, piece), requires_grad=dtype.is_floating_point)
+            nn.Parameter(shard_view(self.shard, p, piece), requires_grad=dtype.is_floating_point)
             for p, piece in placed
         )
+        self.gradients = ShardGradients(self.shard, self.shards, placed)
         self.grad_scale = 1.0
-        self.reduced = False  # since the gradients were shown last
-        self._scattered: Event | None = (
-            None  # end of the reduce-scatter that fills the staging buffer
-        )
+        self._add = False  # the reduce under way adds to the gradients
+        self._filled: Event | None = None  # when the staging buffer is
         self._packs: dict[tuple[torch.dtype, torch.dtype, bool, float], BoundCopy] = {}
 
     @classmethod
@@ -184,11 +156,11 @@ class Bucket:
         """Keeps this rank's rows of the full parameters `tensors`, in the layout's order. No communication."""
         self._check_count("load", "tensors", tensors)
         for tensor, placement in zip(tensors, self.layout.placements, strict=True):
-            _check_shape("load", "tensors", tensor, placement)
+            check_shape("load", "tensors", tensor, placement)
         for tensor, shard, (placement, piece) in zip(
-            tensors, self.shards, self._placed(), strict=True
+            tensors, self.shards, self._placed, strict=True
         ):
-            shard.copy_(_rows(tensor, placement, piece))
+            shard.copy_(rows(tensor, placement, piece))
 
     def all_gather(self, *, async_op: bool = False) -> Work:
         """Fills `params` on every rank. With `async_op` returns at once; `wait()` before reading them."""
@@ -208,7 +180,7 @@ class Bucket:
             flat = self.shard.new_empty(self.layout.flat_numel)
             self.comm.all_gather(movable(flat), movable(self.shard))
         return [
-            _full_view(flat, p).clone(memory_format=torch.contiguous_format)
+            full_view(flat, p).clone(memory_format=torch.contiguous_format)
             for p in self.layout.placements
         ]
 
@@ -224,42 +196,33 @@ class Bucket:
         work = self.reduce(grads, async_op=async_op)
         if self.replicas is not None:
             work = self.all_reduce(async_op=async_op)
-        self.show_gradients()
+        self.gradients.show()
         return work
 
-    # The three parts of it, which the engine runs at different times.
+    # The two parts of it, which the engine runs at different times.
 
     def reduce(self, grads: Sequence[torch.Tensor | None], *, async_op: bool = False) -> Work:
         """Averages over the ranks of `comm`, into `grad`; where there are replicas, for `all_reduce` to go on."""
         stream = self._side_streams().reduce if async_op and self._has_peers else None
-        dtype = self.param_dtype
-        if dtype != self.reduce_dtype and any(
-            grad is not None and grad.dtype == self.reduce_dtype for grad in grads
-        ):
-            dtype = self.reduce_dtype
-        sources = self._stored("reduce_scatter", "grads", grads, dtype)
-        accumulate = (
-            self._keep_gradients()
-        )  # may zero some now, which belongs to what was computed so far
-        self.reduced = True
-        if not self._has_peers and (
-            self.grad.dtype in FLOATS or not (accumulate or self.grad_scale != 1.0)
-        ):
-            self._pack(sources, dtype, self.grad, None, self.grad_scale, accumulate=accumulate)
+        sources, dtype = self._stored(grads)
+        self._add = self.gradients.begin_reduce()  # its zeros belong to what was computed so far
+        if self.replicas is not None:
+            return self._reduce_into_staging(sources, dtype, stream)
+        scale, add = self.grad_scale, self._add
+        if self.comm.size == 1 and (self.grad.dtype in FLOATS or not (add or scale != 1.0)):
+            self._pack(sources, dtype, self.grad, None, scale, add=add)
             return Work(None, self.comm.device)
         self._after_compute(stream)
-        if self.replicas is None:
-            buffer = self._packed(sources, dtype, stream)
-            end = self.comm.reduce_scatter(
-                self.grad,
-                buffer,
-                "avg",
-                scale=self.grad_scale,
-                accumulate=accumulate,
-                tag=self._tag,
-                stream=stream,
-            )
-            return Work(end, self.comm.device, sources)
+        buffer = self._packed(sources, dtype, stream)
+        end = self.comm.reduce_scatter(
+            self.grad, buffer, "avg", scale=scale, accumulate=add, tag=self._tag, stream=stream
+        )
+        return Work(end, self.comm.device, sources)
+
+    def _reduce_into_staging(
+        self, sources: Sequence[torch.Tensor | None], dtype: torch.dtype, stream: Stream | None
+    ) -> Work:
+        self._after_compute(stream)
         if self._staging.free is not None:
             (stream or compute_stream(self.comm.device)).wait(self._staging.free)
         if self.comm.size == 1:
@@ -270,65 +233,26 @@ class Bucket:
             end = self.comm.reduce_scatter(
                 self._staged, buffer, "avg", tag=self._tag, stream=stream
             )
-        self._scattered, self._accumulate = end, accumulate
+        self._filled = end
         return Work(end, self.comm.device, sources)
 
     def all_reduce(self, *, async_op: bool = False) -> Work:
         """Averages what `reduce` left over the replicas, into `grad`."""
         assert self.replicas is not None
         stream = self._side_streams().replicate if async_op else None
-        if self._scattered is not None:
-            (stream or compute_stream(self.comm.device)).wait(self._scattered)
+        if self._filled is not None:
+            (stream or compute_stream(self.comm.device)).wait(self._filled)
         self.replicas.all_reduce(self._staged, "avg", stream=stream)
+        # Over one rank: a cast with a scale and a sum.
         self._staging.free = self._alone.reduce_scatter(
-            self.grad,
-            self._staged,
-            scale=self.grad_scale,
-            accumulate=self._accumulate,
-            stream=stream,
+            self.grad, self._staged, scale=self.grad_scale, accumulate=self._add, stream=stream
         )
         return Work(self._staging.free, self.comm.device)
 
-    def show_gradients(self, used: Sequence[bool] | None = None) -> None:
-        """Sets the `.grad` of `shards`, of all or of those `used`; the others keep theirs."""
-        for i, (shard, grad) in enumerate(zip(self.shards, self.shard_grads, strict=True)):
-            if used is None or used[i]:
-                shard.grad = grad
-        self.reduced = False
-
-    def _keep_gradients(self) -> bool:
-        """Whether the next reduce must add to what `grad` holds; of what nobody has, that is zeros then."""
-        shown = [shard.grad for shard in self.shards]
-        keeps = self.reduced or any(grad is not None for grad in shown)
-        if "grad" not in vars(self):
-            # All of it is written, unless the user has put tensors of their own there.
-            vars(self)["grad"] = (torch.zeros_like if keeps else torch.empty_like)(self.shard)
-        if keeps and not self.reduced:
-            for shard_grad, grad in zip(self.shard_grads, shown, strict=True):
-                if grad is None:
-                    shard_grad.zero_()
-                elif grad is not shard_grad:
-                    shard_grad.copy_(grad)
-        return keeps
-
-    @cached_property
-    def grad(self) -> torch.Tensor:  # noqa: D102  (in the class's docstring, as the next)
-        return torch.zeros_like(self.shard)
-
-    @cached_property
-    def shard_grads(self) -> tuple[torch.Tensor, ...]:  # noqa: D102
-        return tuple(_shard_view(self.grad, p, piece) for p, piece in self._placed())
-
-    def drop_gradients(self) -> None:
-        """Gives the gradients' memory back until the next reduce, if nobody has any: after `zero_grad()` mostly so."""
-        if all(shard.grad is None for shard in self.shards):
-            for name in ("grad", "shard_grads"):
-                vars(self).pop(name, None)
-
     @property
-    def gradient_bytes(self) -> int:
-        """What the gradient takes: nothing before the first reduce."""
-        return self.grad.nbytes if "grad" in vars(self) else 0
+    def grad(self) -> torch.Tensor:
+        """The gradients of `shard`, flat."""
+        return self.gradients.flat
 
     @property
     def gather_bytes(self) -> int:
@@ -384,20 +308,20 @@ class Bucket:
         stream: Stream | None,
         scale: float = 1.0,
         *,
-        accumulate: bool = False,
+        add: bool = False,
     ) -> None:
         """Packs `sources`, all of `dtype`, into `flat`: the reduce buffer, the staging buffer, or the gradient."""
-        key = dtype, flat.dtype, accumulate, scale
+        key = dtype, flat.dtype, add, scale
         if key not in self._packs:
             plan = CopyPlan.pack(
                 [p.numel for p in self.layout.placements],
                 [p.offset for p in self.layout.placements],
                 dtype,
                 flat.dtype,
-                () if accumulate else self.layout.gaps(),
+                () if add else self.layout.gaps(),
             )
             nothing = [None] * len(sources)
-            self._packs[key] = plan.bind(nothing, [flat], scale=scale, accumulate=accumulate)
+            self._packs[key] = plan.bind(nothing, [flat], scale=scale, accumulate=add)
         # Past the checks of `set_sources`: reduce_scatter has made them, at a fraction of their cost.
         pack = self._packs[key]
         addresses = [0 if source is None else source.data_ptr() for source in sources]
@@ -418,27 +342,24 @@ class Bucket:
         if stream is not None:
             self._side_streams().after_compute(stream)
 
-    def _placed(self) -> list[tuple[Placement, Piece]]:
-        rank = self.comm.rank
-        return [(p, self.layout.piece(rank, i)) for i, p in enumerate(self.layout.placements)]
-
     def _stored(
-        self,
-        operation: str,
-        name: str,
-        tensors: Sequence[torch.Tensor | None],
-        dtype: torch.dtype,
-    ) -> list[torch.Tensor | None]:
-        """As the pack plan reads them; ValueError for another shape than the layout's."""
-        self._check_count(operation, name, tensors)
+        self, grads: Sequence[torch.Tensor | None]
+    ) -> tuple[list[torch.Tensor | None], torch.dtype]:
+        """As the pack plan reads them, in one dtype; ValueError for another shape than the layout's."""
+        self._check_count("reduce_scatter", "grads", grads)
+        dtype = self.param_dtype
+        if dtype != self.reduce_dtype and any(
+            grad is not None and grad.dtype == self.reduce_dtype for grad in grads
+        ):
+            dtype = self.reduce_dtype
         stored: list[torch.Tensor | None] = []
-        for tensor, placement in zip(tensors, self.layout.placements, strict=True):
-            if tensor is None:
+        for grad, placement in zip(grads, self.layout.placements, strict=True):
+            if grad is None:
                 stored.append(None)
                 continue
-            _check_shape(operation, name, tensor, placement)
-            stored.append(_as_stored(tensor, placement, dtype))
-        return stored
+            check_shape("reduce_scatter", "grads", grad, placement)
+            stored.append(as_stored(grad, placement, dtype))
+        return stored, dtype
 
     def _check_count(
         self, operation: str, name: str, tensors: Sequence[torch.Tensor | None]
@@ -448,49 +369,3 @@ class Bucket:
                 f"{operation}: {name} has {len(tensors)} entries; the layout has "
                 f"{len(self.layout.placements)} parameters"
             )
-
-
-def _check_shape(operation: str, name: str, tensor: torch.Tensor, placement: Placement) -> None:
-    if tensor.shape != placement.spec.shape:
-        raise ValueError(
-            f"{operation}: {name} for {placement.spec.name} has shape {tuple(tensor.shape)}; the layout "
-            f"says {placement.spec.shape}"
-        )
-
-
-def _full_view(flat: torch.Tensor, placement: Placement) -> torch.Tensor:
-    stored = flat[placement.offset : placement.offset + placement.numel]
-    if not placement.spec.shape:
-        return stored.view(())
-    return stored.view(placement.stored_shape).movedim(0, placement.shard_dim)
-
-
-def _shard_view(flat: torch.Tensor, placement: Placement, piece: Piece) -> torch.Tensor:
-    stored = flat[piece.offset : piece.offset + piece.numel].view(piece.shape)
-    if len(piece.shape) != len(placement.spec.shape):  # granularity "element": a flat run
-        return stored
-    return stored.movedim(0, placement.shard_dim) if piece.shape else stored
-
-
-def _rows(tensor: torch.Tensor, placement: Placement, piece: Piece) -> torch.Tensor:
-    """The part of a full parameter that `piece` describes, in the shape of the shard's view."""
-    if len(piece.shape) != tensor.dim():
-        stored = tensor if tensor.dim() == 0 else tensor.movedim(placement.shard_dim, 0)
-        return stored.reshape(-1)[piece.start * _row(placement, piece) :][: piece.numel]
-    return tensor.narrow(placement.shard_dim, piece.start, piece.stop - piece.start)
-
-
-def _row(placement: Placement, piece: Piece) -> int:
-    """Elements per index of [start, stop)."""
-    return piece.numel // (piece.stop - piece.start) if piece.stop > piece.start else 1
-
-
-def _as_stored(grad: torch.Tensor, placement: Placement, dtype: torch.dtype) -> torch.Tensor:
-    """`grad` with the shard dim outermost, contiguous, as the pack plan reads it. Rarely copies."""
-    if grad.layout is not torch.strided:
-        grad = grad.to_dense()
-    if grad.dtype == dtype and placement.shard_dim == 0 and grad.is_contiguous():
-        return grad
-    if grad.dim() > 0:
-        grad = grad.movedim(placement.shard_dim, 0)
-    return grad.to(dtype).contiguous()

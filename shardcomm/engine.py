@@ -202,7 +202,7 @@ class Engine:
             unit.gathered = False
             if self.mesh.device.type != "cpu":  # where memory comes and goes at no cost
                 for bucket, _ in unit.buckets:
-                    bucket.drop_gradients()
+                    bucket.gradients.drop()
         self._seen.clear()
         self._thread = threading.get_ident()
         self._current = self._train if torch.is_grad_enabled() else self._evaluate

@@ -37,9 +37,13 @@ class Gradients:
             FloatingPointError: they are not finite, where that is to raise.
         """
         buckets = [entry for unit in self._units for entry in unit.buckets]
-        if not any(bucket.reduced for bucket, _ in buckets):
+        if not any(bucket.gradients.unshown for bucket, _ in buckets):
             return
-        flags = [param.used or not bucket.reduced for bucket, params in buckets for param in params]
+        flags = [
+            param.used or not bucket.gradients.unshown
+            for bucket, params in buckets
+            for param in params
+        ]
         if self._on_nonfinite is not None:
             flags += [not _finite(unit) for unit in self._units]
         if self._mesh.size > 1:
@@ -59,8 +63,8 @@ class Gradients:
             return
         for bucket, params in buckets:
             here = [next(used) for _ in params]
-            if bucket.reduced:
-                bucket.show_gradients(here)
+            if bucket.gradients.unshown:
+                bucket.gradients.show(here)
             for param in params:
                 param.used = False
 
@@ -99,5 +103,5 @@ class Gradients:
 
 def _finite(unit: ShardedUnit) -> bool:
     """A sum is NaN or Inf if any element is, at a read's cost; finite elements whose sum is not are looked at again."""
-    grads = [bucket.grad for bucket, _ in unit.buckets if bucket.reduced]
+    grads = [bucket.grad for bucket, _ in unit.buckets if bucket.gradients.unshown]
     return all(bool(grad.sum().isfinite()) or bool(grad.isfinite().all()) for grad in grads)

@@ -10,10 +10,11 @@ import torch
 from torch import nn
 
 from shardcomm.boundary import Marked
-from shardcomm.bucket import Bucket, Work
+from shardcomm.bucket import Bucket
 from shardcomm.schedule import Phase, Trigger
 from shardcomm.streams import Event
 from shardcomm.unit import OwnedParam
+from shardcomm.work import Work
 
 
 class State(Enum):
@@ -138,7 +139,7 @@ class ShardedUnit:
         self.needs_reduce = self.needs_all_reduce = False
         self.pending_calls = 0
         for bucket, _ in self.buckets:
-            bucket.reduced = False
+            bucket.gradients.unshown = False
         for param in self.params:
             param.full.grad = param.unsharded_grad = None
             param.used = False
@@ -207,7 +208,7 @@ class Footprint:
         buckets = [entry for unit in units for entry in unit.buckets]
         return cls(
             parameter_bytes=sum(bucket.shard.nbytes for bucket, _ in buckets),
-            gradient_bytes=sum(bucket.gradient_bytes for bucket, _ in buckets),
+            gradient_bytes=sum(bucket.gradients.nbytes for bucket, _ in buckets),
             padding_bytes=sum(
                 bucket.layout.padding * bucket.shard.itemsize for bucket, _ in buckets
             ),

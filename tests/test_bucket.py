@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from thread_ranks import run_threads
+from thread_ranks import run_mesh, run_threads
 
-from shardcomm import Bucket, Communicator, Layout, ParamSpec
+from shardcomm import Bucket, Communicator, Layout, Mesh, ParamSpec
 
 
 def tensors_of(rank: int, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
@@ -104,14 +104,36 @@ def test_half_precision_wire_rounds_once_and_sums_in_fp32(half: torch.dtype) -> 
     run_threads(body, ranks)
 
 
+@pytest.mark.parametrize(("replicas", "shards"), [(1, 2), (2, 1), (2, 2), (3, 2)])
+@pytest.mark.parametrize("async_op", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_replicas_average_their_shards(
+    replicas: int, shards: int, async_op: bool, dtype: torch.dtype
+) -> None:
+    ranks = replicas * shards
+    total = sum(tensors_of(rank, dtype)["weight"] for rank in range(ranks))
+
+    def body(mesh: Mesh) -> None:
+        layout = Layout.plan([ParamSpec("w", (7, 5))], shards)
+        bucket = Bucket(layout, mesh.shard, dtype=dtype, replicas=mesh.replicate)
+        for times in (1, 2):  # the second reduce accumulates
+            grad = tensors_of(mesh.rank, dtype)["weight"]
+            bucket.reduce_scatter([grad], async_op=async_op).wait()
+            whole = torch.empty(layout.flat_numel, dtype=dtype)
+            mesh.shard.all_gather(whole, bucket.grad)
+            torch.testing.assert_close(whole[:35].view(7, 5), times * total / ranks)
+
+    run_mesh(body, replicas, shards)
+
+
 def test_missing_gradients_count_as_zeros() -> None:
     def body(comm: Communicator) -> None:
         bucket = Bucket.from_tensors({"a": torch.ones(4, 2), "b": torch.ones(3)}, comm)
-        for shard_grad in bucket.shard_grads:
+        for shard_grad in bucket.gradients.rows:
             shard_grad.fill_(9.0)  # an overwriting reduce must not leave this behind
         bucket.reduce_scatter([torch.ones(4, 2) if comm.rank == 0 else None, None])
-        assert bucket.shard_grads[0].eq(0.5).all()
-        assert bucket.shard_grads[1].eq(0.0).all()
+        assert bucket.gradients.rows[0].eq(0.5).all()
+        assert bucket.gradients.rows[1].eq(0.0).all()
 
     run_threads(body, 2)
 

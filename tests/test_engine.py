@@ -197,7 +197,7 @@ def test_strategy_prefetch_and_slots_do_not_change_results(
 def drop_gradients(engine: Engine) -> None:
     for unit in engine.units:
         for bucket, _ in unit.buckets:
-            bucket.drop_gradients()
+            bucket.gradients.drop()
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -1,0 +1,74 @@
+"""ShardGradients: the gradients of this rank's rows. Their memory, what a reduce adds to, and what `.grad` shows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import torch
+from torch import nn
+
+from shardcomm.layout import Piece, Placement
+from shardcomm.views import shard_view
+
+
+class ShardGradients:
+    """The gradients of the flat `shard`, whose views `shards` are placed in it as `placed` says.
+
+    Attributes:
+        flat: as the shard; allocated by the first reduce, or when asked for.
+        rows: the same memory, a view a parameter.
+        unshown: whether there was a reduce since `show`.
+    """
+
+    def __init__(
+        self,
+        shard: torch.Tensor,
+        shards: Sequence[nn.Parameter],
+        placed: Sequence[tuple[Placement, Piece]],
+    ) -> None:
+        self.unshown = False
+        self._shard = shard
+        self._shards = shards
+        self._placed = placed
+
+    @cached_property
+    def flat(self) -> torch.Tensor:  # noqa: D102  (in the class's docstring, as the next)
+        return torch.zeros_like(self._shard)
+
+    @cached_property
+    def rows(self) -> tuple[torch.Tensor, ...]:  # noqa: D102
+        return tuple(shard_view(self.flat, p, piece) for p, piece in self._placed)
+
+    def begin_reduce(self) -> bool:
+        """Whether the reduce must add to what `flat` holds, which is zeros then where a parameter has no `.grad`."""
+        shown = [shard.grad for shard in self._shards]
+        add = self.unshown or any(grad is not None for grad in shown)
+        if not add and "flat" not in vars(self):
+            vars(self)["flat"] = torch.empty_like(self._shard)  # all of it is written
+        if add and not self.unshown:
+            for rows, grad in zip(self.rows, shown, strict=True):
+                if grad is None:
+                    rows.zero_()
+                elif grad is not rows:  # a tensor of the user's own
+                    rows.copy_(grad)
+        self.unshown = True
+        return add
+
+    def show(self, used: Sequence[bool] | None = None) -> None:
+        """Sets `.grad` of all shards, or of those `used`; the others keep theirs."""
+        for i, (shard, rows) in enumerate(zip(self._shards, self.rows, strict=True)):
+            if used is None or used[i]:
+                shard.grad = rows
+        self.unshown = False
+
+    def drop(self) -> None:
+        """Gives the memory back until the next reduce, if no shard has a `.grad`: after `zero_grad()` mostly so."""
+        if all(shard.grad is None for shard in self._shards):
+            for name in ("flat", "rows"):
+                vars(self).pop(name, None)
+
+    @property
+    def nbytes(self) -> int:
+        """What they take: nothing before the first reduce."""
+        return self.flat.nbytes if "flat" in vars(self) else 0

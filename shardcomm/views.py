@@ -1,0 +1,56 @@
+"""Views: a parameter, or a rank's rows of it, as a tensor in a flat buffer, and the way back."""
+
+from __future__ import annotations
+
+import torch
+
+from shardcomm.layout import Piece, Placement
+
+
+def check_shape(operation: str, name: str, tensor: torch.Tensor, placement: Placement) -> None:
+    """ValueError unless `tensor` has the parameter's full shape."""
+    if tensor.shape != placement.spec.shape:
+        raise ValueError(
+            f"{operation}: {name} for {placement.spec.name} has shape {tuple(tensor.shape)}; the layout "
+            f"says {placement.spec.shape}"
+        )
+
+
+def full_view(flat: torch.Tensor, placement: Placement) -> torch.Tensor:
+    """The full parameter in the full buffer `flat`."""
+    stored = flat[placement.offset : placement.offset + placement.numel]
+    if not placement.spec.shape:
+        return stored.view(())
+    return stored.view(placement.stored_shape).movedim(0, placement.shard_dim)
+
+
+def shard_view(flat: torch.Tensor, placement: Placement, piece: Piece) -> torch.Tensor:
+    """A rank's rows of it in its shard `flat`."""
+    stored = flat[piece.offset : piece.offset + piece.numel].view(piece.shape)
+    if len(piece.shape) != len(placement.spec.shape):  # granularity "element": a flat run
+        return stored
+    return stored.movedim(0, placement.shard_dim) if piece.shape else stored
+
+
+def rows(tensor: torch.Tensor, placement: Placement, piece: Piece) -> torch.Tensor:
+    """The part of a full parameter that `piece` describes, in the shape of the shard's view."""
+    if len(piece.shape) != tensor.dim():
+        stored = tensor if tensor.dim() == 0 else tensor.movedim(placement.shard_dim, 0)
+        return stored.reshape(-1)[piece.start * _row(placement, piece) :][: piece.numel]
+    return tensor.narrow(placement.shard_dim, piece.start, piece.stop - piece.start)
+
+
+def _row(placement: Placement, piece: Piece) -> int:
+    """Elements per index of [start, stop)."""
+    return piece.numel // (piece.stop - piece.start) if piece.stop > piece.start else 1
+
+
+def as_stored(grad: torch.Tensor, placement: Placement, dtype: torch.dtype) -> torch.Tensor:
+    """`grad` with the shard dim outermost, contiguous, as the pack plan reads it. Rarely copies."""
+    if grad.layout is not torch.strided:
+        grad = grad.to_dense()
+    if grad.dtype == dtype and placement.shard_dim == 0 and grad.is_contiguous():
+        return grad
+    if grad.dim() > 0:
+        grad = grad.movedim(placement.shard_dim, 0)
+    return grad.to(dtype).contiguous()
