@@ -102,6 +102,10 @@ class Gradients:
 
 
 def _finite(unit: ShardedUnit) -> bool:
-    """A sum is NaN or Inf if any element is, at a read's cost; finite elements whose sum is not are looked at again."""
+    """A sum is NaN or Inf if an element is, at a read's cost; where all are finite and it is not, they are looked at."""
     grads = [bucket.grad for bucket, _ in unit.buckets if bucket.gradients.unshown]
-    return all(bool(grad.sum().isfinite()) or bool(grad.isfinite().all()) for grad in grads)
+    return all(
+        bool(grad.sum(dtype=torch.promote_types(grad.dtype, torch.float32)).isfinite())
+        or bool(grad.isfinite().all())
+        for grad in grads
+    )

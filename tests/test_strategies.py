@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardcomm import STRATEGIES, Communicator, Mesh, MixedPrecision, fully_shard, launch
 
-STEPS = 3
+STEPS = 2
 HALF = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 # How a step of two batches is accumulated: not at all (two steps), unsharded, or reduced each time.
 ACCUMULATION = ["", "no_sync", "every"]
