@@ -45,7 +45,7 @@ class Gradients:
             for param in params
         ]
         if self._on_nonfinite is not None:
-            flags += [not _finite(unit) for unit in self._units]
+            flags += self._nonfinite_here()
         if self._mesh.size > 1:
             flags = self._of_any_rank(flags)
         used, nonfinite = iter(flags), flags[len(self._params) :]
@@ -93,6 +93,20 @@ class Gradients:
         self._mesh.all_reduce(everybody, "max")
         return [bool(flag) for flag in everybody.tolist()] if unknown else flags
 
+    def _nonfinite_here(self) -> list[bool]:
+        """Of each unit. A sum is not finite if an element is not; of those whose is not, the elements are looked at."""
+        reduced = [
+            [bucket.grad for bucket, _ in unit.buckets if bucket.gradients.unshown]
+            for unit in self._units
+        ]
+        zero = self._all_used.new_zeros((), dtype=torch.float32)
+        sums = [sum((grad.sum(dtype=_wide(grad)) for grad in grads), zero) for grads in reduced]
+        finite = torch.stack([total.isfinite() for total in sums]).tolist()
+        return [
+            not ok and not all(bool(grad.isfinite().all()) for grad in grads)
+            for ok, grads in zip(finite, reduced, strict=True)
+        ]
+
     def _drop_all(self) -> None:
         """Those of earlier backwards too, which these were added to."""
         for unit in self._units:
@@ -101,11 +115,5 @@ class Gradients:
             param.shard.grad = None
 
 
-def _finite(unit: ShardedUnit) -> bool:
-    """A sum is NaN or Inf if an element is, at a read's cost; where all are finite and it is not, they are looked at."""
-    grads = [bucket.grad for bucket, _ in unit.buckets if bucket.gradients.unshown]
-    return all(
-        bool(grad.sum(dtype=torch.promote_types(grad.dtype, torch.float32)).isfinite())
-        or bool(grad.isfinite().all())
-        for grad in grads
-    )
+def _wide(grad: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(grad.dtype, torch.float32)

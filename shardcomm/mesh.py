@@ -58,20 +58,19 @@ class Mesh:
                 "Communicator.from_env(), a torch DeviceMesh or a shardcomm.Mesh"
             )
         dims = ranks.ndim if isinstance(ranks, DeviceMesh) else 1 + isinstance(ranks, Mesh)
-        hybrid = strategy.shard_params and strategy.replicate
-        if hybrid and dims != 2:
+        if strategy.hybrid and dims != 2:
             raise ValueError(
                 f"fully_shard: strategy {strategy.name!r} needs ranks in 2 dimensions, and comm has {dims}; give a "
                 "DeviceMesh of 2 dimensions (the first replicates, the second shards) or a shardcomm.Mesh"
             )
-        if not hybrid and dims != 1:
+        if not strategy.hybrid and dims != 1:
             raise ValueError(
                 f"fully_shard: strategy {strategy.name!r} needs ranks in 1 dimension, and comm has {dims}; give a "
                 "Communicator or a DeviceMesh of 1 dimension, or take strategy='hybrid_shard'"
             )
         if isinstance(ranks, Mesh):
             return ranks
-        if isinstance(ranks, DeviceMesh) and hybrid:
+        if isinstance(ranks, DeviceMesh) and strategy.hybrid:
             return Mesh(shard=_of_dim(ranks, 1), replicate=_of_dim(ranks, 0))
         comm = _of_dim(ranks, 0) if isinstance(ranks, DeviceMesh) else ranks
         alone = Communicator.local_group(1, device=comm.device)[0]

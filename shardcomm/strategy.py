@@ -21,6 +21,11 @@ class Strategy:
     reshard_after_forward: bool
     replicate: bool
 
+    @property
+    def hybrid(self) -> bool:
+        """Whether its ranks are in two dimensions."""
+        return self.shard_params and self.replicate
+
     @staticmethod
     def named(name: Strategy | str) -> Strategy:
         """The strategy of this name, or itself; ValueError for any other."""

@@ -8,9 +8,9 @@ import pytest
 import torch
 from test_communicator import random_collectives
 from test_engine import STEPS, Net, batch, loss_of, make, reference, sgd_of
-from thread_ranks import run_threads
+from thread_ranks import run_mesh, run_threads
 
-from shardcomm import Bucket, Communicator, CopyPlan, MixedPrecision, fully_shard
+from shardcomm import Bucket, Communicator, CopyPlan, Mesh, MixedPrecision, fully_shard
 
 pytestmark = pytest.mark.gpu
 
@@ -40,7 +40,7 @@ def test_collectives_come_after_what_was_queued_before_and_before_what_comes_aft
 
 
 def train(
-    comm: Communicator, model: Net, steps: int = STEPS, **options: object
+    comm: Communicator | Mesh, model: Net, steps: int = STEPS, **options: object
 ) -> dict[str, torch.Tensor]:
     engine = fully_shard(model, comm, **options)  # type: ignore[arg-type]
     optimizer = sgd_of(model)
@@ -77,6 +77,18 @@ def test_strategy_prefetch_and_slots_do_not_change_results(
     for state in run_threads(body, 2, device="cuda"):
         for name, value in plain.items():
             assert torch.equal(state[name], value), name
+
+
+@pytest.mark.parametrize(("replicas", "shards"), [(2, 1), (2, 2)])
+def test_hybrid_shard_equals_data_parallel_on_the_cpu(replicas: int, shards: int) -> None:
+    def body(mesh: Mesh) -> dict[str, torch.Tensor]:
+        return train(mesh, make(), strategy="hybrid_shard")
+
+    expected = reference(make(), replicas * shards, optimizer_of=sgd_of).state_dict()
+    for state in run_mesh(body, replicas, shards, device="cuda"):
+        for name, value in expected.items():
+            if not name.endswith("calls"):
+                torch.testing.assert_close(state[name].cpu(), value, rtol=1e-3, atol=1e-4, msg=name)
 
 
 def test_half_precision_trains() -> None:

@@ -28,11 +28,22 @@ def run_threads(
 
 
 def run_mesh(
-    fn: Callable[[Mesh], T], replicas: int, shards: int, *, deadline_s: float = 60.0
+    fn: Callable[[Mesh], T],
+    replicas: int,
+    shards: int,
+    *,
+    deadline_s: float = 60.0,
+    device: str = "cpu",
 ) -> list[T]:
     """As `run_threads`, with `replicas` rows of `shards` ranks each."""
-    rows = [Communicator.local_group(shards, deadline_s=deadline_s) for _ in range(replicas)]
-    columns = [Communicator.local_group(replicas, deadline_s=deadline_s) for _ in range(shards)]
+
+    def groups(number: int, ranks: int) -> list[list[Communicator]]:
+        return [
+            Communicator.local_group(ranks, deadline_s=deadline_s, device=device)
+            for _ in range(number)
+        ]
+
+    rows, columns = groups(replicas, shards), groups(shards, replicas)
     meshes = [Mesh(rows[r][s], columns[s][r]) for r in range(replicas) for s in range(shards)]
     return _run(fn, meshes, deadline_s)
 

@@ -41,7 +41,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--context", type=number, default=128, help="bytes per sequence")
     parser.add_argument(
         "--strategy",
-        choices=[name for name in STRATEGIES if name != "hybrid_shard"],
+        choices=[name for name, each in STRATEGIES.items() if not each.hybrid],
         default="full_shard",
     )
     parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
