@@ -16,10 +16,10 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from shardcomm.bucket import Work
 from shardcomm.communicator import Communicator, ReduceOp
 from shardcomm.dtype import movable
 from shardcomm.streams import Event, Stream, Streams, compute_stream
+from shardcomm.work import Work
 
 Group = dist.ProcessGroup | Communicator | None
 
