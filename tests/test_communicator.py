@@ -82,8 +82,9 @@ def random_collectives(comm: Communicator, seed: int, cases: int) -> None:
             send.copy_(mine)
             result = torch.zeros(part, dtype=dtype, device=comm.device)
             streams.after_compute(stream)
-            comm.reduce_scatter(result, send, op, stream=queued)
-            expected = reduced(everybody, op)[comm.rank * part : (comm.rank + 1) * part]
+            scale = choose.choice([1.0, 0.5, 4.0]) if dtype.is_floating_point else 1
+            comm.reduce_scatter(result, send, op, scale=scale, stream=queued)
+            expected = reduced(everybody, op)[comm.rank * part : (comm.rank + 1) * part] * scale
         elif what == "all_reduce":
             result = memory(own, part * comm.size)
             result.copy_(mine)
@@ -209,8 +210,9 @@ def exact_on_c10d() -> None:
             comm.all_gather(gathered, mine)
             assert torch.equal(gathered, torch.cat(everybody))
             scattered = torch.zeros(part, dtype=dtype)
-            comm.reduce_scatter(scattered, mine, "sum")
-            total = reduced(everybody, "sum")
+            scale = 0.5 if dtype.is_floating_point else 1
+            comm.reduce_scatter(scattered, mine, "sum", scale=scale)
+            total = reduced(everybody, "sum") * scale
             assert torch.equal(scattered, total[comm.rank * part : (comm.rank + 1) * part])
             for op in OPS:
                 buffer = mine.clone()
