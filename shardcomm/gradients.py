@@ -49,22 +49,16 @@ class Gradients:
         if self._mesh.size > 1:
             flags = self._of_any_rank(flags)
         used, nonfinite = iter(flags), flags[len(self._params) :]
-        if any(nonfinite):
-            self._drop_all()
         self.nonfinite = tuple(
             unit.name for unit, bad in zip(self._units, nonfinite, strict=False) if bad
         )
-        if self.nonfinite and self._on_nonfinite == "raise":
-            raise FloatingPointError(
-                f"backward: gradients of {', '.join(map(repr, self.nonfinite))} are NaN or Inf after their reduce; no "
-                "parameter has a .grad now. Look for the cause in that unit, or train on with on_nonfinite='skip'"
-            )
         if self.nonfinite:
+            self._leave_out()
             return
         for bucket, params in buckets:
-            here = [next(used) for _ in params]
+            used_here = [next(used) for _ in params]
             if bucket.gradients.unshown:
-                bucket.gradients.show(here)
+                bucket.gradients.show(used_here)
             for param in params:
                 param.used = False
 
@@ -107,12 +101,17 @@ class Gradients:
             for ok, grads in zip(finite, reduced, strict=True)
         ]
 
-    def _drop_all(self) -> None:
-        """Those of earlier backwards too, which these were added to."""
+    def _leave_out(self) -> None:
+        """Drops all gradients: those of earlier backwards too, which these were added to."""
         for unit in self._units:
             unit.forget_backward()
         for param in self._params:
             param.shard.grad = None
+        if self._on_nonfinite == "raise":
+            raise FloatingPointError(
+                f"backward: gradients of {', '.join(map(repr, self.nonfinite))} are NaN or Inf after their reduce; no "
+                "parameter has a .grad now. Look for the cause in that unit, or train on with on_nonfinite='skip'"
+            )
 
 
 def _wide(grad: torch.Tensor) -> torch.dtype:
