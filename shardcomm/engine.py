@@ -163,7 +163,7 @@ class Engine:
         return Footprint.of(self.units)
 
     def close(self) -> None:
-        """Removes the hooks; the model keeps this rank's rows."""
+        """Removes the hooks, and leaves the groups made of a DeviceMesh; the model keeps this rank's rows."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
