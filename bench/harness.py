@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 
-import torch
+from shardcomm.provenance import provenance
 
 
 @dataclass(frozen=True)
@@ -98,34 +95,10 @@ class Report:
 
     def as_json(self) -> dict[str, object]:
         return {
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "command": " ".join(["python", *sys.argv]),
-            "machine": machine(),
-            "versions": {
-                "python": platform.python_version(),
-                "torch": torch.__version__,
-                "cuda": torch.version.cuda,
-            },
+            **provenance(" ".join(["python", *sys.argv])),
             "figures": self.figures,
             "bounds": [asdict(bound) | {"holds": bound.holds} for bound in self.bounds],
         }
-
-
-def machine() -> dict[str, object]:
-    """The processor, its cores and the GPU, as the system names them."""
-    model = platform.processor()
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            model = line.split(":", 1)[1].strip()
-            break
-    found: dict[str, object] = {
-        "cpu": model,
-        "cores": os.cpu_count(),
-        "system": platform.system(),
-    }
-    if torch.cuda.is_available():
-        found["gpu"] = torch.cuda.get_device_name()
-    return found
 
 
 def arguments(description: str | None) -> argparse.ArgumentParser:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import sys
-from collections.abc import Callable
-from pathlib import Path
 
 from shardcomm._C import CommError, CudaError, cuda_status
 from shardcomm.launch import RankError, launch
+from shardcomm.options import DefaultsFormatter, can_write, positive, whole
 from shardcomm.strategy import STRATEGIES
 from shardcomm.train.job import Options, Result, train
 from shardcomm.train.report import table, write_json
@@ -24,18 +22,16 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="train a byte-level GPT on real text, fully sharded",
         description="Trains a byte-level GPT on real text with parameters, gradients and optimizer state sharded "
         "over local processes, or, under torchrun, over the ranks it gives.",
-        formatter_class=_DefaultsFormatter,
+        formatter_class=DefaultsFormatter,
     )
-    number = _whole(1, 10**6)
-    parser.add_argument("--ranks", type=_whole(1, 1024),
+    number = whole(1, 10**6)
+    parser.add_argument("--ranks", type=whole(1, 1024),
                         help="local processes (default: 2; under torchrun, its own)")  # fmt: skip
     parser.add_argument("--steps", type=number, default=150, help="optimizer steps")
     parser.add_argument(
-        "--seed", type=_whole(0, 2**63 - 1), default=0, help="of weights, data and sample"
+        "--seed", type=whole(0, 2**63 - 1), default=0, help="of weights, data and sample"
     )
-    parser.add_argument(
-        "--width", type=_whole(1, 2**16), default=256, help="of the residual stream"
-    )
+    parser.add_argument("--width", type=whole(1, 2**16), default=256, help="of the residual stream")
     parser.add_argument("--layers", type=number, default=6, help="transformer blocks")
     parser.add_argument("--batch", type=number, default=4, help="sequences per rank and step")
     parser.add_argument("--context", type=number, default=128, help="bytes per sequence")
@@ -47,10 +43,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto",
                         help="auto: a GPU for each rank, if there are so many, else the CPU")  # fmt: skip
-    parser.add_argument("--lr", type=_positive, default=1e-3, help="AdamW's learning rate")
+    parser.add_argument("--lr", type=positive, default=1e-3, help="AdamW's learning rate")
     parser.add_argument("--text", metavar="PATH", help="a file, or a folder of files, instead of the "
                         "Python sources of the standard library")  # fmt: skip
-    parser.add_argument("--deadline", type=_positive, default=60.0, metavar="SECONDS",
+    parser.add_argument("--deadline", type=positive, default=60.0, metavar="SECONDS",
                         help="longest wait for another rank")  # fmt: skip
     parser.add_argument("--json", metavar="FILE", help="write the result there too; - for stdout")
     parser.set_defaults(run=lambda args: run(parser, args))
@@ -80,7 +76,7 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
         device=args.device,
         deadline_s=args.deadline,
     )
-    if rank in (None, "0") and not _can_write(args.json):
+    if rank in (None, "0") and not can_write(args.json):
         parser.error(f"--json is {args.json!r}; it must be a file that can be written, or -")
     try:
         Corpus(read_text(args.text), args.context)
@@ -107,49 +103,3 @@ def _report(json_path: str | None, options: Options, result: Result) -> int:
         print(f"shardcomm train: --json {json_path}: {error.strerror}", file=sys.stderr)
         return 1
     return 0
-
-
-def _can_write(path: str | None) -> bool:
-    if path is None or path == "-":
-        return True
-    is_new = not Path(path).exists()
-    try:
-        with open(path, "a"):
-            pass
-    except OSError:
-        return False
-    if is_new:
-        Path(path).unlink()
-    return True
-
-
-class _DefaultsFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows defaults, where there is one."""
-
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        return action.help if action.default is None else super()._get_help_string(action)
-
-
-def _whole(low: int, high: int) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = low - 1
-        if not low <= value <= high:
-            raise argparse.ArgumentTypeError(
-                f"{text!r}; it must be a whole number from {low} to {high}"
-            )
-        return value
-
-    return parse
-
-
-def _positive(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value <= 1e9:
-        raise argparse.ArgumentTypeError(f"{text!r}; it must be a number above 0, at most 1e9")
-    return value

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import platform
 import sys
 from dataclasses import asdict
-from datetime import UTC, datetime
 from pathlib import Path
 
-import torch
-
+from shardcomm.provenance import provenance
 from shardcomm.train.job import Options, Result
 
 
@@ -58,10 +54,7 @@ def _printable(text: str) -> list[str]:
 def write_json(path: str, options: Options, result: Result) -> None:
     """All of the result and how it came about; "-" is stdout."""
     report = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": " ".join(["shardcomm", *sys.argv[1:]]),
-        "machine": {"cores": os.cpu_count(), "system": platform.platform()},
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        **provenance(" ".join(["shardcomm", *sys.argv[1:]])),
         "options": asdict(options),
         **asdict(result),
         # JSON has no nan.

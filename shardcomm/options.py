@@ -1,0 +1,58 @@
+"""Types of command-line options, whose errors name what was given and what is accepted."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+
+class DefaultsFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows defaults, where there is one."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help if action.default is None else super()._get_help_string(action)
+
+
+def whole(low: int, high: int) -> Callable[[str], int]:
+    """A whole number from `low` to `high`."""
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = low - 1
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(
+                f"{text!r}; it must be a whole number from {low} to {high}"
+            )
+        return value
+
+    return parse
+
+
+def positive(text: str) -> float:
+    """A number above 0, at most 1e9."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value <= 1e9:
+        raise argparse.ArgumentTypeError(f"{text!r}; it must be a number above 0, at most 1e9")
+    return value
+
+
+def can_write(path: str | None) -> bool:
+    """Whether `path` (- for stdout, None for nowhere) can be written; leaves nothing there."""
+    if path is None or path == "-":
+        return True
+    is_new = not Path(path).exists()
+    try:
+        with open(path, "a"):
+            pass
+    except OSError:
+        return False
+    if is_new:
+        Path(path).unlink()
+    return True
