@@ -1,0 +1,113 @@
+"""The parameters of well-known models, as names and shapes: for benchmarks and plans that need no weights.
+
+Linear weights are (out, in), as `torch.nn.Linear` holds them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class ModelShapes:
+    """A model of equal blocks.
+
+    Attributes:
+        block: names and shapes of one block's parameters.
+        layers: how many blocks there are.
+        rest: the parameters outside the blocks; tied ones once.
+    """
+
+    block: Shapes
+    layers: int
+    rest: Shapes
+
+    @property
+    def numel(self) -> int:
+        """Parameters of the whole model."""
+        block, rest = (sum(map(math.prod, part.values())) for part in (self.block, self.rest))
+        return self.layers * block + rest
+
+    def on_meta(self) -> nn.Module:
+        """A module with these parameters on the meta device (float32), its blocks in a ModuleList; it cannot run."""
+        model = _Parameters(self.rest)
+        model.blocks = nn.ModuleList(_Parameters(self.block) for _ in range(self.layers))
+        return model
+
+
+class _Parameters(nn.Module):
+    def __init__(self, shapes: Shapes) -> None:
+        super().__init__()
+        for name, shape in shapes.items():
+            *path, attribute = name.split(".")
+            owner: nn.Module = self
+            for part in path:
+                if part not in owner._modules:
+                    owner.add_module(part, nn.Module())
+                owner = owner.get_submodule(part)
+            param = nn.Parameter(torch.empty(shape, device="meta"))
+            owner.register_parameter(attribute, param)
+
+    def forward(self) -> None:
+        raise NotImplementedError("these are shapes only; they can be planned for, not run")
+
+
+def equal_blocks(numel: int, layers: int) -> ModelShapes:
+    """`numel` parameters of a model that nobody has described, in `layers` equal blocks."""
+    rest = {"rest": (numel % layers,)} if numel % layers else {}
+    return ModelShapes({"weight": (numel // layers,)}, layers, rest)
+
+
+SHAPES: Mapping[str, ModelShapes] = {
+    # Names as in Meta's reference code, https://github.com/meta-llama/llama3
+    "llama3-8b": ModelShapes(
+        block={
+            "attention.wq.weight": (4096, 4096),
+            "attention.wk.weight": (1024, 4096),
+            "attention.wv.weight": (1024, 4096),
+            "attention.wo.weight": (4096, 4096),
+            "feed_forward.w1.weight": (14336, 4096),
+            "feed_forward.w2.weight": (4096, 14336),
+            "feed_forward.w3.weight": (14336, 4096),
+            "attention_norm.weight": (4096,),
+            "ffn_norm.weight": (4096,),
+        },
+        layers=32,
+        rest={
+            "tok_embeddings.weight": (128256, 4096),
+            "norm.weight": (4096,),
+            "output.weight": (128256, 4096),
+        },
+    ),
+    # Names as in https://github.com/openai/gpt-2 and its ports
+    "gpt2": ModelShapes(
+        block={
+            "attn.c_attn.weight": (2304, 768),
+            "attn.c_attn.bias": (2304,),
+            "attn.c_proj.weight": (768, 768),
+            "attn.c_proj.bias": (768,),
+            "mlp.c_fc.weight": (3072, 768),
+            "mlp.c_fc.bias": (3072,),
+            "mlp.c_proj.weight": (768, 3072),
+            "mlp.c_proj.bias": (768,),
+            "ln_1.weight": (768,),
+            "ln_1.bias": (768,),
+            "ln_2.weight": (768,),
+            "ln_2.bias": (768,),
+        },
+        layers=12,
+        rest={
+            "wte.weight": (50257, 768),
+            "wpe.weight": (1024, 768),
+            "ln_f.weight": (768,),
+            "ln_f.bias": (768,),
+        },
+    ),
+}
