@@ -10,6 +10,7 @@ from typing import NoReturn
 
 import shardcomm
 from shardcomm import doctor
+from shardcomm.bench import command as bench
 from shardcomm.train import command as train
 
 
@@ -20,6 +21,7 @@ def main() -> int:
     parser.add_argument("--version", action="version", version=shardcomm.__version__)
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     train.add_parser(commands)
+    bench.add_parser(commands)
     doctor.add_parser(commands)
     args = parser.parse_args()
     try:

@@ -1,0 +1,14 @@
+"""`shardcomm bench`: what collectives cost here, measured and printed as nccl-tests does.
+
+From the command line down::
+
+    command      options -> Options; local ranks or a launcher's; exit status
+    driver       each operation, on each size or layer, over each transport -> Results
+    measure      a row: limit, time, check
+    operations   all_gather, reduce_scatter, all_reduce, broadcast: counts, bandwidth, run, expected values
+    layers       gather, reduce, pack, unpack: the same on the parameters of a layer
+    transports   what carries them, or why it cannot
+    case         one of either, ready to be run; values: its random inputs
+    timing       the timed loop, its spread, what the loop itself costs
+    table, files, plot, compare    what is made of Results; fit: latency and bandwidth
+"""

@@ -1,0 +1,286 @@
+"""The parts of `shardcomm bench` that need no ranks: sizes, options, inputs, the fit, the comparison."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from thread_ranks import run_threads
+
+from shardcomm import Communicator
+from shardcomm.bench import command, timing
+from shardcomm.bench.fit import fit
+from shardcomm.bench.link import nominal_link
+from shardcomm.bench.options import Options, Sizes, size_bytes
+from shardcomm.bench.values import values
+
+
+def status(*args: str) -> int:
+    parser = argparse.ArgumentParser()
+    command.add_parser(parser.add_subparsers())
+    parsed = parser.parse_args(["bench", *args])
+    found: int = parsed.run(parsed)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("0", 0), ("1000", 1000), ("64K", 65536), ("1.5m", 1572864), ("2G", 1 << 31), ("8KB", 8192)],
+)
+def test_sizes_are_read_as_nccl_tests_does(text: str, expected: int) -> None:
+    assert size_bytes(text) == expected
+
+
+def test_sizes_go_up_by_the_factor_or_else_by_the_step() -> None:
+    assert Sizes(1 << 10, 1 << 20, 1, 4).all() == [1 << n for n in range(10, 21, 2)]
+    assert list(Sizes(100, 350, 100, 1).all()) == [100, 200, 300]
+    assert list(Sizes(5, 5, 1 << 20, 1).all()) == [5]
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--op", "all_gather,alltoall"], "there is no operation 'alltoall'; accepted"),
+        (
+            ["--transport", "tcp"],
+            "there is no transport 'tcp'; accepted, separated by commas: shm,",
+        ),
+        (["-b", "2M", "-e", "1M"], "-b is 2097152 bytes and -e is 1048576; the first size must"),
+        (["-b", "0", "-e", "1M", "-f", "2"], "-b is 0 and -f is 2; a factor needs"),
+        (["-b", "x"], "-b: 'x'; it must be a number of bytes"),
+        (["-b", "-1"], "-b"),
+        (["-e", "2000000G"], "at most 1 PiB"),
+        (["-i", "0"], "-i: '0'; it must be at least 1 byte"),
+        (["-f", "0"], "-f: '0'; it must be a whole number from 1 to"),
+        (["-n", "0"], "-n: '0'; it must be a whole number from 1 to"),
+        (["-a", "4"], "-a: '4'; it must be a whole number from 0 to 3"),
+        (["-d", "fp3"], "-d: invalid choice: 'fp3'"),
+        (["-o", "prod"], "-o: invalid choice: 'prod'"),
+        (["-T", "0"], "-T: '0'; it must be a number above 0"),
+        (["--ranks", "0"], "--ranks: '0'; it must be a whole number from 1 to 1024"),
+        (["-b", "512G", "-e", "512G"], "2 ranks need about 9216.0 GiB for a size of 524288 MiB"),
+        (["--op", "gather", "-d", "int32"], "-d is int32; gather take"),
+        (["--shapes", "gpt9"], "'gpt9' is neither one of"),
+        (["--json", "/nowhere/x"], "--json is '/nowhere/x'; it must be a file that can be written"),
+        (["--json", "-", "--csv", "-"], "--json and --csv are both -"),
+        (["--plot", "x.bmp3"], "--plot is 'x.bmp3'; it must end in"),
+        (["--compare", "/nowhere/a", "/nowhere/b"], "--compare: "),
+    ],
+)
+def test_bad_options_are_named(
+    args: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        status(*args)
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_graphs_need_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        status("-G", "1")
+    assert "-G is 1, but a CUDA graph needs a GPU" in capsys.readouterr().err
+
+
+def test_plot_without_matplotlib_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(command, "can_plot", lambda: False)
+    with pytest.raises(SystemExit):
+        status("--plot", str(tmp_path / "x.png"))
+    assert "pip install 'shardcomm[plot]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", ["[]", "{}", '{"w": [0]}', '{"w": []}', '{"w": 3}', "no"])
+def test_a_file_of_shapes_that_is_none_is_refused(
+    content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "shapes.json"
+    file.write_text(content)
+    with pytest.raises(SystemExit):
+        status("--op", "gather", "--shapes", str(file))
+    assert str(file) in capsys.readouterr().err
+
+
+def options(**changed: object) -> Options:
+    return replace(
+        Options(
+            operations=("all_gather",),
+            transports=("local",),
+            sizes=Sizes(64, 64, 1, 1),
+            layers=(),
+            dtype="float",
+            redop="sum",
+            iterations=4,
+            warmups=2,
+            aggregate=3,
+            checks=1,
+            average=1,
+            cpu_time=False,
+            graph_launches=0,
+            communication_memory=False,
+            statistics=False,
+            timeout_s=60.0,
+            ranks=3,
+            to_stderr=True,
+        ),
+        **changed,  # type: ignore[arg-type]
+    )
+
+
+def test_warm_ups_iterations_and_aggregates_are_run_as_often_as_asked() -> None:
+    calls = []
+    (comm,) = Communicator.local_group(1)
+    with comm:
+        found = timing.timing(lambda: calls.append(1), comm, comm.device, options(), 0.0)
+    assert len(calls) == 2 + 4 * 3
+    assert found.spread is not None
+    assert found.spread.min_s <= found.time_s <= found.spread.max_s
+
+
+@pytest.mark.parametrize(("average", "expected"), list(enumerate([1.0, 7 / 3, 1.0, 4.0])))
+def test_the_time_printed_is_of_the_ranks_asked_for(
+    average: int, expected: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three ranks take 1, 2 and 4 seconds; half a second is the loop's own."""
+    monkeypatch.setattr(timing, "loop", lambda rank, device, options: [2.0**rank, 2.0**rank + 1.0])
+
+    class Rank(int):
+        def __call__(self) -> None:
+            pass
+
+    def time(comm: Communicator) -> timing.Timing:
+        return timing.timing(Rank(comm.rank), comm, comm.device, options(average=average), 0.5)
+
+    for found in run_threads(time, 3):
+        assert found.time_s == pytest.approx(
+            expected
+        )  # 0.5 more for the mean of two iterations, and 0.5 less
+        assert found.spread is not None
+        assert found.spread.max_s - found.spread.min_s == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.bfloat16, torch.float32, torch.uint8, torch.int64]
+)
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_sums_and_means_of_inputs_are_exact(dtype: torch.dtype, ranks: int, seed: int) -> None:
+    inputs = [values(500, dtype, r, seed % 1000, terms=ranks, divisor=ranks) for r in range(ranks)]
+    exact = np.sum([tensor.double().numpy() for tensor in inputs], axis=0)
+    summed = inputs[0].clone()
+    for tensor in inputs[1:]:
+        summed += tensor  # rounded, or wrapped, each time
+    assert np.array_equal(summed.double().numpy(), exact)
+    assert np.array_equal(exact / ranks, exact // ranks)
+    assert len(inputs[0].unique()) > 1
+    assert not torch.equal(inputs[0], inputs[1])
+    assert not torch.equal(inputs[0], values(500, dtype, 0, seed % 1000 + 1))
+
+
+def test_fit_finds_latency_and_bandwidth() -> None:
+    points = [(1 << n, 5e-6 + (1 << n) / 8e9) for n in range(10, 27, 2)]
+    found = fit(points)
+    assert found is not None
+    assert found.alpha_s == pytest.approx(5e-6)
+    assert found.beta_s == pytest.approx(1 / 8e9)
+    assert found.worst_error < 1e-9
+
+
+def test_fit_minimises_relative_errors(seed: int) -> None:
+    """Against numpy's least squares on rows divided by the time."""
+    noise = random.Random(seed)
+    points = [(1 << n, (5e-6 + (1 << n) / 8e9) * noise.uniform(0.9, 1.1)) for n in range(10, 27)]
+    found = fit(points)
+    rows = np.array([[1 / t, size / t] for size, t in points])
+    expected, *_ = np.linalg.lstsq(rows, np.ones(len(points)), rcond=None)
+    assert found is not None
+    assert (found.alpha_s, found.beta_s) == pytest.approx(tuple(expected))
+    errors = np.abs(rows @ expected - 1)
+    assert found.rms_error == pytest.approx(np.sqrt((errors**2).mean()))
+    assert found.worst_error == pytest.approx(errors.max())
+
+
+def test_fit_has_no_negative_term() -> None:
+    falling = fit([(1000, 3e-6), (2000, 2e-6), (4000, 1e-6)])
+    steep = fit([(1000, 1e-6), (2000, 4e-6), (4000, 16e-6)])
+    assert falling is not None
+    assert steep is not None
+    assert falling.beta_s == 0.0 < falling.alpha_s
+    assert steep.alpha_s == 0.0 < steep.beta_s
+
+
+def test_two_sizes_are_no_fit() -> None:
+    assert fit([(1000, 1e-6), (2000, 2e-6), (1000, 1.1e-6)]) is None
+
+
+NVLINK = """GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-0)
+\t Link 0: 26.562 GB/s
+\t Link 1: 26.562 GB/s
+"""
+
+
+@pytest.mark.parametrize(
+    ("nvlink", "pcie", "expected"),
+    [
+        (NVLINK, "5, 16", "NVLink, 2 x 26.562 GB/s = 53 GB/s"),
+        ("", "4, 16", "PCI Express 4 x16, 32 GB/s"),
+        ("", "[N/A], [N/A]", None),
+    ],
+)
+def test_nominal_link_is_what_nvidia_smi_states(
+    nvlink: str, pcie: str, expected: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    script = tmp_path / "nvidia-smi"
+    script.write_text(f"#!/bin/sh\n[ $1 = nvlink ] && printf '{nvlink}' || echo '{pcie}'\n")
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    assert nominal_link() == expected
+
+
+def test_no_nvidia_smi_is_no_link(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert nominal_link() is None
+
+
+def result(time_s: float, spread: bool = True) -> dict[str, Any]:
+    found = {"p10_s": time_s * 0.9, "p90_s": time_s * 1.1}
+    figure = {"time_s": time_s, "spread": found if spread else None}
+    row = {"layer": None, "size_bytes": 1024, "out_of_place": figure, "in_place": None}
+    section = {"operation": "all_gather", "transport": "shm", "device": "cpu", "dtype": "float"}
+    return {"sections": [{**section, "redop": "none", "root": -1, "rows": [row]}]}
+
+
+@pytest.mark.parametrize(
+    ("after", "tolerance", "expected"),
+    [(1.05e-5, "0.1", 0), (1.3e-5, "0.1", 1), (1.3e-5, "0.5", 0), (0.5e-5, "0.1", 0)],
+)
+def test_compare_fails_on_what_became_slower_past_the_tolerance(
+    after: float, tolerance: str, expected: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a, b = tmp_path / "a.json", tmp_path / "b.json"
+    a.write_text(json.dumps(result(1e-5)))
+    b.write_text(json.dumps(result(after)))
+    assert status("--compare", str(a), str(b), "--tolerance", tolerance) == expected
+    shown = capsys.readouterr().out
+    low, high = after * 0.9 / 1.1e-5, after * 1.1 / 0.9e-5
+    assert f"{after / 1e-5:.3f}  ({low:.2f} - {high:.2f})" in shown
+    assert ("SLOWER" in shown) == bool(expected)
+
+
+def test_compare_refuses_files_that_are_no_results(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a, b = tmp_path / "a.json", tmp_path / "b.json"
+    a.write_text(json.dumps(result(1e-5)))
+    b.write_text('{"something": "else"}')
+    with pytest.raises(SystemExit):
+        status("--compare", str(a), str(b))
+    assert f"{b} is no result of shardcomm bench --json" in capsys.readouterr().err
