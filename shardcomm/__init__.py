@@ -10,6 +10,7 @@ from importlib.metadata import version as _version
 from shardcomm import backend  # registers itself with torch.distributed
 from shardcomm._C import CommError, CudaError, Event, Stream
 from shardcomm.bucket import Bucket
+from shardcomm.checkpoints import CheckpointError, Checkpoints
 from shardcomm.collectives import all_gather_into_tensor, reduce_scatter_tensor
 from shardcomm.communicator import Communicator, Receipt
 from shardcomm.copy_plan import CopyPlan, Segment
@@ -30,6 +31,8 @@ __all__ = [
     "STRATEGIES",
     "Block",
     "Bucket",
+    "CheckpointError",
+    "Checkpoints",
     "CommError",
     "Communicator",
     "CopyPlan",

@@ -173,16 +173,10 @@ class Bucket:
         )
         return Work(end, self.comm.device)
 
-    def gathered_shards(self) -> list[torch.Tensor]:
-        """The full parameters in the shard's dtype, as tensors of their own; collective."""
-        flat = self.shard
-        if self.comm.size > 1:
-            flat = self.shard.new_empty(self.layout.flat_numel)
-            self.comm.all_gather(movable(flat), movable(self.shard))
-        return [
-            full_view(flat, p).clone(memory_format=torch.contiguous_format)
-            for p in self.layout.placements
-        ]
+    def gathered_shards(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Gathers the shards in their own dtype into `flat`, of `layout.flat_numel`; the full parameters in it."""
+        self.comm.all_gather(movable(flat), movable(self.shard))
+        return [full_view(flat, p) for p in self.layout.placements]
 
     def reduce_scatter(
         self, grads: Sequence[torch.Tensor | None], *, async_op: bool = False

@@ -31,9 +31,10 @@ from shardcomm.actions import Actions
 from shardcomm.gradients import Gradients, OnNonfinite
 from shardcomm.mesh import Mesh
 from shardcomm.mixed_precision import MixedPrecision
+from shardcomm.optimizer_state import OptimizerState
 from shardcomm.schedule import Phase, Schedule, Trigger
 from shardcomm.sharded_unit import Footprint, ShardedUnit, State
-from shardcomm.state_dict import full_state_dict, load_full_state_dict
+from shardcomm.state_dict import Parts, full_state_dict, load_state_dict, parts_of, state_dict
 from shardcomm.streams import Streams
 from shardcomm.trace import Trace
 from shardcomm.traffic import Traffic
@@ -133,21 +134,50 @@ class Engine:
         """
         return self._gradients.clip_norm_(max_norm)
 
-    def full_state_dict(self) -> dict[str, Any]:
-        """The model's state dict with full parameters, original names and order, on every rank; collective."""
-        self._settle()
-        return full_state_dict(self.model, self.units)
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's part of the model, with the model's own names: for `torch.distributed.checkpoint` (DCP).
 
-    def load_full_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Takes this rank's rows from a full state dict, which every rank passes; no communication.
+        Parameters are ShardTensors, views of the shards, from which DCP saves and into which it loads; no rank sends
+        parameters. With `load_state_dict` this makes the engine itself DCP's `Stateful`::
+
+            state = {"model": engine, "optimizer": engine.optimizer_state(optimizer)}
+            torch.distributed.checkpoint.save(state, checkpoint_id=path)  # load: the same, with load
+
+        It needs a torch process group of the same ranks (Gloo is enough) to agree on what is where. A checkpoint can
+        be loaded with any number of ranks, strategy and granularity, by PyTorch's FSDP2 and by a plain model, and
+        theirs here (`torch.distributed.checkpoint.state_dict.get_state_dict` gives the same names).
+        """
+        self._settle()
+        return state_dict(self.model, self._parts)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Takes this rank's part of what `state_dict()` gave, or of full tensors; no communication.
 
         Raises:
-            ValueError: a name is missing or unknown, or a shape differs.
+            ValueError: a name is missing or unknown, or a shape differs; nothing is changed then.
         """
         self._settle()
         for unit in self.units:
             unit.gathered = False
-        load_full_state_dict(self.model, self.units, state_dict)
+        load_state_dict(self.model, self._parts, state_dict)
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> OptimizerState:
+        """Saves and loads the state of an optimizer of this model by DCP; see `state_dict`."""
+        return OptimizerState(optimizer, self.model, self._parts)
+
+    def full_state_dict(self, rank: int | None = None) -> dict[str, Any]:
+        """The model's state dict with full parameters, original names and order, in CPU memory; collective.
+
+        On every rank, or on `rank` alone (the others get {}). Parameters are gathered unit by unit: at any moment at
+        most one unit exists in full besides the result.
+        """
+        self._settle()
+        wanted = rank in (None, self.mesh.rank)
+        return full_state_dict(self.model, self.units, self.mesh.device, wanted)
+
+    @functools.cached_property
+    def _parts(self) -> Parts:
+        return parts_of(self.units, self.mesh.size)
 
     @contextlib.contextmanager
     def trace(self) -> Iterator[Trace]:

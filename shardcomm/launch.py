@@ -26,6 +26,7 @@ import torch
 from torch._C._distributed_c10d import TCPStore
 
 from shardcomm._C import CommError, CudaError
+from shardcomm.checkpoints import CheckpointError
 
 T = TypeVar("T")
 
@@ -218,7 +219,11 @@ def _run_rank(
     try:
         # By value: torch's own way would share the tensors' memory, which ends with this process.
         outcome = pickle.dumps((True, fn(*args)))
-    except (CommError, CudaError) as error:  # says it all; where this rank was is of no interest
+    except (
+        CommError,
+        CudaError,
+        CheckpointError,
+    ) as error:  # says it all; where this rank was is of no interest
         outcome = pickle.dumps((False, f"raised {type(error).__name__}: {error}"))
     except BaseException:
         outcome = pickle.dumps((False, "raised\n" + traceback.format_exc()))

@@ -52,10 +52,7 @@ def from_env(
             "MASTER_PORT, and without any of them the group is this process alone"
         )
     timeout = timedelta(seconds=deadline_s)
-    try:
-        store, rank, size = next(rendezvous("env://", timeout=timeout))
-    except dist.DistError as error:
-        raise _C.CommError(f"rank {os.environ['RANK']}: no rendezvous: {error}") from error
+    store, rank, size = env_store(timeout)
     store = PrefixStore(f"shardcomm/{next(_groups)}", store)
 
     def gloo() -> Communicator:
@@ -74,6 +71,19 @@ def from_env(
 
     exchange = over_store(store, rank, size, deadline_s)
     return connect(exchange, rank, size, deadline_s, transport, where, gloo)
+
+
+def env_store(timeout: timedelta) -> tuple[Store, int, int]:
+    """The store that the launcher's environment describes, this rank, and the number of ranks.
+
+    torchrun keeps one store over all its restarts: without a prefix, ranks would read what those before them wrote.
+    """
+    try:
+        store, rank, size = next(rendezvous("env://", timeout=timeout))
+    except dist.DistError as error:
+        raise _C.CommError(f"rank {os.environ['RANK']}: no rendezvous: {error}") from error
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return PrefixStore(f"attempt {attempt}", store), rank, size
 
 
 def from_process_group(

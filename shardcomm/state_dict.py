@@ -1,84 +1,117 @@
-"""Full state dicts: the model's own names and shapes, gathered from or cut into the shards, unit by unit."""
+"""A model's state dict, with its own names: this rank's part of it, or full tensors, gathered unit by unit."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
+from shardcomm.shard_tensor import Part, ShardTensor
 from shardcomm.sharded_unit import ShardedUnit
 
+Parts = Mapping[nn.Parameter, Part]
 
-def full_state_dict(model: nn.Module, units: Iterable[ShardedUnit]) -> dict[str, Any]:
-    """`model.state_dict()` as it would be without sharding, in the shards' dtype, on every rank; collective.
 
-    All tensors are copies; what modules give by `get_extra_state` is passed on as it is.
+def parts_of(units: Iterable[ShardedUnit], ranks: int) -> Parts:
+    """Which part of each of the model's parameters this rank holds."""
+    return {
+        param.shard: Part(placement, bucket.layout.piece(bucket.comm.rank, index), ranks)
+        for unit in units
+        for bucket, params in unit.buckets
+        for index, (param, placement) in enumerate(
+            zip(params, bucket.layout.placements, strict=True)
+        )
+    }
+
+
+def state_dict(model: nn.Module, parts: Parts) -> dict[str, Any]:
+    """`model.state_dict()` with ShardTensors for parameters. Tensors are views, to be saved from and loaded into."""
+    return {
+        name: value if _is_extra(name) else _held(value, parts)
+        for name, value in model.state_dict(keep_vars=True).items()
+    }
+
+
+def full_state_dict(
+    model: nn.Module, units: Iterable[ShardedUnit], device: torch.device, wanted: bool
+) -> dict[str, Any]:
+    """`model.state_dict()` as it would be without sharding, copied to the CPU where `wanted`, else {}; collective.
+
+    What modules give by `get_extra_state` is passed on as it is.
     """
     full: dict[nn.Parameter, torch.Tensor] = {}
-    for unit in units:
-        for bucket, params in unit.buckets:
-            for param, value in zip(params, bucket.gathered_shards(), strict=True):
-                full[param.shard] = value
-    state: dict[str, Any] = {}
-    for name, value in model.state_dict(keep_vars=True).items():
-        if _is_extra(name):
-            state[name] = value
-        else:
-            state[name] = full[value] if value in full else value.detach().clone()
+    buckets = [entry for unit in units for entry in unit.buckets]
+    # One buffer for all: as many of their own would leave holes between the values that are kept.
+    sizes = [bucket.layout.flat_numel * bucket.shard.itemsize for bucket, _ in buckets]
+    buffer = torch.empty(max(sizes, default=0), dtype=torch.uint8, device=device)
+    for bucket, params in buckets:
+        flat = buffer[: bucket.layout.flat_numel * bucket.shard.itemsize].view(bucket.shard.dtype)
+        values = bucket.gathered_shards(flat)
+        if wanted:
+            full |= {p.shard: _copied(v) for p, v in zip(params, values, strict=True)}
+    state: dict[str, Any] = dict(model.state_dict(keep_vars=True)) if wanted else {}
+    for name, value in state.items():
+        if not _is_extra(name):
+            state[name] = full[value] if value in full else _copied(value.detach())
     return state
 
 
 @torch.no_grad()
-def load_full_state_dict(
-    model: nn.Module, units: Sequence[ShardedUnit], state_dict: Mapping[str, Any]
-) -> None:
-    """Takes this rank's rows, the buffers and the extra state from `state_dict`; no communication."""
+def load_state_dict(model: nn.Module, parts: Parts, given: Mapping[str, Any]) -> None:
+    """Takes this rank's parts, the buffers and the extra state from `given`; no communication.
+
+    Raises:
+        ValueError: a name is missing or unknown, or a value is not one for this model; nothing is changed then.
+    """
     state: dict[str, Any] = model.state_dict(keep_vars=True)
-    shape_of = {
-        param.shard: placement.spec.shape
-        for unit in units
-        for bucket, params in unit.buckets
-        for param, placement in zip(params, bucket.layout.placements, strict=True)
-    }
-    _check(state, state_dict, shape_of)
-    values: dict[nn.Parameter, torch.Tensor] = {}
-    for name, current in state.items():
-        if _is_extra(name):
-            model.get_submodule(name.rpartition(".")[0]).set_extra_state(state_dict[name])
-        elif current in shape_of:
-            values[current] = state_dict[name]
-        else:
-            current.copy_(state_dict[name])
-    for unit in units:
-        for bucket, params in unit.buckets:
-            bucket.load([values[param.shard] for param in params])
-
-
-def _check(
-    state: Mapping[str, Any],
-    given: Mapping[str, Any],
-    shape_of: Mapping[nn.Parameter, tuple[int, ...]],
-) -> None:
     missing, unknown = state.keys() - given.keys(), given.keys() - state.keys()
     if missing or unknown:
         raise ValueError(
-            f"load_full_state_dict: state_dict lacks {sorted(missing)} and has unknown {sorted(unknown)}"
+            f"load_state_dict: state_dict lacks {sorted(missing)} and has unknown {sorted(unknown)}"
         )
     for name, current in state.items():
+        if not _is_extra(name):
+            check_value("load_state_dict", name, _held(current, parts), given[name])
+    for name, current in state.items():
         if _is_extra(name):
-            continue
-        wanted = shape_of.get(current, tuple(current.shape))
-        value = given[name]
-        if not isinstance(value, torch.Tensor):
-            raise ValueError(
-                f"load_full_state_dict: {name} is a {type(value).__name__}; it must be a tensor"
-            )
-        if tuple(value.shape) != wanted:
-            raise ValueError(
-                f"load_full_state_dict: {name} has shape {tuple(value.shape)}; the model's is {wanted}"
-            )
+            model.get_submodule(name.rpartition(".")[0]).set_extra_state(given[name])
+        else:
+            load_value(_held(current, parts), given[name])
+
+
+def check_value(operation: str, name: str, current: torch.Tensor, value: object) -> None:
+    """ValueError unless `value` is a tensor of the shape of `current`, or the same part of it."""
+    if not isinstance(value, torch.Tensor):
+        raise ValueError(f"{operation}: {name} is a {type(value).__name__}; it must be a tensor")
+    if value.shape != current.shape:
+        raise ValueError(
+            f"{operation}: {name} has shape {tuple(value.shape)}; the model's is {tuple(current.shape)}"
+        )
+    if isinstance(value, ShardTensor) and not (
+        isinstance(current, ShardTensor) and value.rectangles == current.rectangles
+    ):
+        raise ValueError(
+            f"{operation}: {name} is {value!r}; this rank holds {current!r}. Between layouts, save and load by "
+            "torch.distributed.checkpoint, or pass full tensors"
+        )
+
+
+def load_value(current: torch.Tensor, value: torch.Tensor) -> None:
+    """Copies a checked `value` to `current`, or the part of it that `current` is."""
+    if isinstance(current, ShardTensor):
+        current.load_(value)
+    else:
+        current.copy_(value)
+
+
+def _held(value: torch.Tensor, parts: Parts) -> torch.Tensor:
+    return parts[value].of(value) if value in parts else value.detach()  # type: ignore[index]
+
+
+def _copied(value: torch.Tensor) -> torch.Tensor:
+    return value.to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
 def _is_extra(name: str) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import random
 from multiprocessing import forkserver
+from pathlib import Path
 
 import pytest
 
@@ -30,6 +31,14 @@ def pytest_report_header(config: pytest.Config) -> str:
 def seed(request: pytest.FixtureRequest) -> int:
     """Of random inputs; printed in the header."""
     return _seed(request.config)
+
+
+@pytest.fixture
+def text_file(tmp_path: Path) -> str:
+    """A text to train on."""
+    file = tmp_path / "text.txt"
+    file.write_bytes(b"".join(b"line %d of a text to train on\n" % i for i in range(500)))
+    return str(file)
 
 
 def _seed(config: pytest.Config) -> int:

@@ -386,7 +386,7 @@ def test_state_dict_round_trip() -> None:
     def body(comm: Communicator) -> dict[str, torch.Tensor]:
         model = make("tied", seed=1)
         engine = fully_shard(model, comm)
-        engine.load_full_state_dict(make("tied", seed=7).state_dict())
+        engine.load_state_dict(make("tied", seed=7).state_dict())
         return engine.full_state_dict()
 
     for state in run_threads(body, 3):
@@ -399,7 +399,7 @@ def test_state_dict_with_wrong_names_is_refused() -> None:
         state = make().state_dict()
         state["tail"] = state.pop("head.weight")
         with pytest.raises(ValueError, match=r"lacks \['head.weight'\] and has unknown \['tail'\]"):
-            engine.load_full_state_dict(state)
+            engine.load_state_dict(state)
 
     run_threads(body, 1)
 

@@ -341,7 +341,7 @@ def test_exception_in_forward_does_not_reach_the_state_dict(ranks: int) -> None:
 
         failing_forward(model, at=1)
         doubled = {name: 2 * value for name, value in plain.state_dict().items()}
-        engine.load_full_state_dict(doubled)
+        engine.load_state_dict(doubled)
         for name, value in engine.full_state_dict().items():
             assert torch.equal(value, doubled[name]), name
 
@@ -473,7 +473,7 @@ def test_unit_called_by_itself_computes_with_the_parameters_of_now() -> None:
         with torch.no_grad():
             for factor in (1, 2, 3):
                 state = {name: factor * value for name, value in plain.state_dict().items()}
-                engine.load_full_state_dict(state)
+                engine.load_state_dict(state)
                 scaled = copy.deepcopy(plain)
                 scaled.load_state_dict(state)
                 for _ in range(10):
@@ -804,7 +804,7 @@ def test_extra_state_passes_both_ways(make: type[nn.Module]) -> None:
         plain.load_state_dict(state)
         name = next(name for name in state if name.endswith("_extra_state"))
         assert state[name] == ["made"]
-        engine.load_full_state_dict({**state, name: ["loaded"]})
+        engine.load_state_dict({**state, name: ["loaded"]})
         assert owner.history == ["loaded"]
 
     run_threads(body, 2)
@@ -822,7 +822,7 @@ def test_refused_state_dict_changes_nothing(wrong: str, value: object) -> None:
         }
         state[wrong] = value
         with pytest.raises(ValueError, match=f"{wrong} (has shape|is a list)"):
-            engine.load_full_state_dict(state)
+            engine.load_state_dict(state)
         after = engine.full_state_dict()
         for name, expected in plain.state_dict().items():
             if isinstance(expected, torch.Tensor):

@@ -28,13 +28,6 @@ def train(*args: str, **options: object) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture
-def text_file(tmp_path: Path) -> str:
-    file = tmp_path / "text.txt"
-    file.write_bytes(b"".join(b"line %d of a text to train on\n" % i for i in range(500)))
-    return str(file)
-
-
-@pytest.fixture
 def starting_run(text_file: str) -> Iterator[subprocess.Popen[str]]:
     """A training that would last for hours, just begun; nothing of it may be left afterwards."""
     command = [sys.executable, "-m", "shardcomm", "train", *SMALL, "--steps", "1000000"]

@@ -5,12 +5,15 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from pathlib import Path
 
 from shardcomm._C import CommError, CudaError, cuda_status
+from shardcomm.checkpoints import CheckpointError, check_directory
 from shardcomm.launch import RankError, launch
 from shardcomm.options import DefaultsFormatter, can_write, positive, whole
 from shardcomm.strategy import STRATEGIES
 from shardcomm.train.job import Options, Result, train
+from shardcomm.train.progress import Progress
 from shardcomm.train.report import table, write_json
 from shardcomm.train.text import Corpus, read_text
 
@@ -48,6 +51,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
                         "Python sources of the standard library")  # fmt: skip
     parser.add_argument("--deadline", type=positive, default=60.0, metavar="SECONDS",
                         help="longest wait for another rank")  # fmt: skip
+    parser.add_argument("--checkpoint", metavar="DIR",
+                        help="save model, optimizer and progress there; the newest two are kept")  # fmt: skip
+    parser.add_argument("--save-every", type=number, default=50, metavar="N",
+                        help="steps between checkpoints; there is one after the last, too")  # fmt: skip
+    parser.add_argument("--resume", action="store_true",
+                        help="go on from the newest checkpoint in DIR, if there is one")  # fmt: skip
     parser.add_argument("--json", metavar="FILE", help="write the result there too; - for stdout")
     parser.set_defaults(run=lambda args: run(parser, args))
 
@@ -62,7 +71,30 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
         parser.error(
             f"--width is {args.width}; it must be a multiple of its {args.width // 64} heads"
         )
-    options = Options(
+    options = options_of(args)
+    if rank in (None, "0") and not can_write(args.json):
+        parser.error(f"--json is {args.json!r}; it must be a file that can be written, or -")
+    try:
+        text = read_text(args.text)
+        Corpus(text, args.context)
+        _check_checkpoint(options, args.resume, text)
+    except ValueError as error:
+        parser.error(str(error))
+    except OSError as error:
+        parser.error(f"--text is {args.text!r}: {error}")
+    if args.device == "cuda" and not cuda_status().available:
+        parser.error(f"--device is cuda, but {cuda_status().reason}")
+    try:
+        result = train(options) if rank else launch(train, args.ranks or 2, (options,))[0]
+    except (RankError, CommError, CudaError, CheckpointError) as error:
+        print(f"\nshardcomm train: {error}", file=sys.stderr)  # below the progress bar
+        return 1
+    return _report(args.json, options, result) if rank in (None, "0") else 0
+
+
+def options_of(args: argparse.Namespace) -> Options:
+    """What the ranks must know of the command line."""
+    return Options(
         steps=args.steps,
         seed=args.seed,
         width=args.width,
@@ -75,23 +107,9 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
         text=args.text,
         device=args.device,
         deadline_s=args.deadline,
+        checkpoint=args.checkpoint,
+        save_every=args.save_every,
     )
-    if rank in (None, "0") and not can_write(args.json):
-        parser.error(f"--json is {args.json!r}; it must be a file that can be written, or -")
-    try:
-        Corpus(read_text(args.text), args.context)
-    except ValueError as error:
-        parser.error(str(error))
-    except OSError as error:
-        parser.error(f"--text is {args.text!r}: {error}")
-    if args.device == "cuda" and not cuda_status().available:
-        parser.error(f"--device is cuda, but {cuda_status().reason}")
-    try:
-        result = train(options) if rank else launch(train, args.ranks or 2, (options,))[0]
-    except (RankError, CommError, CudaError) as error:
-        print(f"\nshardcomm train: {error}", file=sys.stderr)  # below the progress bar
-        return 1
-    return _report(args.json, options, result) if rank in (None, "0") else 0
 
 
 def _report(json_path: str | None, options: Options, result: Result) -> int:
@@ -103,3 +121,26 @@ def _report(json_path: str | None, options: Options, result: Result) -> int:
         print(f"shardcomm train: --json {json_path}: {error.strerror}", file=sys.stderr)
         return 1
     return 0
+
+
+def _check_checkpoint(options: Options, resume: bool, text: bytes) -> None:
+    """ValueError if the run can neither begin nor go on in the folder of --checkpoint."""
+    if options.checkpoint is None:
+        if resume:
+            raise ValueError("--resume needs the folder of the checkpoints: --checkpoint DIR")
+        return
+    given = f"--checkpoint is {options.checkpoint!r}"
+    try:
+        check_directory(Path(options.checkpoint))
+        saved = Progress.latest(Path(options.checkpoint))
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{given}: {error}") from error
+    if saved is None:
+        return
+    given = f"{given}, where there is a checkpoint of step {saved.step}"
+    if not resume:
+        raise ValueError(f"{given}; add --resume to go on from it, or name another folder")
+    if differences := saved.differences(options.identity(text)):
+        raise ValueError(f"{given} of another run: {'; '.join(differences)}")
+    if saved.step > options.steps:
+        raise ValueError(f"{given}; --steps is {options.steps}; it must be at least as many")

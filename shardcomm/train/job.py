@@ -6,17 +6,24 @@ import math
 import sys
 import threading
 import time
+import zlib
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from tqdm import tqdm
 
+from shardcomm.checkpoints import Checkpoints
 from shardcomm.communicator import Communicator
 from shardcomm.engine import Engine
 from shardcomm.mixed_precision import MixedPrecision
+from shardcomm.rendezvous import env_store
 from shardcomm.sharding import fully_shard
+from shardcomm.train import progress
 from shardcomm.train.gpt import GPT
+from shardcomm.train.progress import Progress
 from shardcomm.train.text import Corpus, read_text
 
 SAMPLE_BYTES = 160
@@ -41,6 +48,14 @@ class Options:
     text: str | None
     device: str
     deadline_s: float
+    checkpoint: str | None
+    save_every: int
+
+    def identity(self, text: bytes) -> dict[str, object]:
+        """What must be the same for a checkpoint's run to go on; how it is spread over ranks may change."""
+        names = ("seed", "width", "layers", "batch", "context", "precision", "lr")
+        of_text = f"{len(text)} bytes (checksum {zlib.crc32(text):08x})"
+        return {**{name: getattr(self, name) for name in names}, "text": of_text}
 
 
 @dataclass(frozen=True)
@@ -70,14 +85,23 @@ def train(options: Options) -> Result:
     with Communicator.from_env(deadline_s=options.deadline_s, device=device) as comm:
         if comm.device.type == "cuda":
             torch.cuda.set_device(comm.device)
-        return _Job(options, comm).run()
+        if options.checkpoint is None:
+            return _Job(options, comm).run()
+        timeout = timedelta(seconds=options.deadline_s)
+        store, rank, size = env_store(timeout)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
+        try:
+            return _Job(options, comm).run()
+        finally:
+            dist.destroy_process_group()
 
 
 class _Job:
     def __init__(self, options: Options, comm: Communicator) -> None:
         self.options = options
         self.comm = comm
-        self.corpus = Corpus(read_text(options.text), options.context)
+        text = read_text(options.text)
+        self.corpus = Corpus(text, options.context)
         torch.manual_seed(options.seed)
         self.model = GPT(options.width, options.layers, options.context)
         half = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
@@ -89,11 +113,16 @@ class _Job:
             mixed_precision=half if options.precision == "bf16" else None,
         )
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=options.lr)
+        self.checkpoints = None
+        if options.checkpoint is not None:
+            self.checkpoints = Checkpoints(options.checkpoint, comm)
+        self.identity = options.identity(text)
 
     def run(self) -> Result:
         tokens_per_step = self.options.batch * self.options.context * self.comm.size
         traffic = self.engine.traffic
-        losses: list[float] = []
+        losses = self.resume()
+        first = len(losses)
         start = time.perf_counter()
         exposed_start, gathered_start, reduced_start = 0.0, 0, 0
         measured = 0
@@ -101,12 +130,13 @@ class _Job:
         tqdm.set_lock(threading.RLock())
         with tqdm(
             total=self.options.steps,
+            initial=first,
             unit="step",
             mininterval=0.1 if sys.stderr.isatty() else 2.0,  # seconds; a log needs fewer lines
             disable=self.comm.rank != 0,
         ) as bar:
-            for step in range(self.options.steps):
-                if step == min(WARM_UP_STEPS, self.options.steps - 1):
+            for step in range(first, self.options.steps):
+                if step == min(first + WARM_UP_STEPS, self.options.steps - 1):
                     start = time.perf_counter()
                     exposed_start = traffic.exposed_s
                     gathered_start, reduced_start = traffic.gathered_bytes, traffic.reduced_bytes
@@ -121,6 +151,7 @@ class _Job:
                         refresh=False,
                     )
                 bar.update()
+                start += self.save(losses)
         seconds = time.perf_counter() - start
         footprint = self.engine.footprint()
         result = Result(
@@ -129,10 +160,10 @@ class _Job:
             device=str(self.comm.device),
             losses=losses,
             tokens_per_s=tokens_per_step * measured / seconds,
-            step_s=seconds / measured,
-            exposed_s=(traffic.exposed_s - exposed_start) / measured,
-            gathered_bytes=(traffic.gathered_bytes - gathered_start) // measured,
-            reduced_bytes=(traffic.reduced_bytes - reduced_start) // measured,
+            step_s=seconds / max(measured, 1),  # a run resumed at its end has none
+            exposed_s=(traffic.exposed_s - exposed_start) / max(measured, 1),
+            gathered_bytes=(traffic.gathered_bytes - gathered_start) // max(measured, 1),
+            reduced_bytes=(traffic.reduced_bytes - reduced_start) // max(measured, 1),
             parameter_bytes=footprint.parameter_bytes,
             gradient_bytes=footprint.gradient_bytes,
             optimizer_bytes=self.optimizer_bytes(),
@@ -157,6 +188,23 @@ class _Job:
         mean = loss.detach()
         self.comm.all_reduce(mean, "avg")
         return float(mean)
+
+    def resume(self) -> list[float]:
+        """The losses of the steps that a checkpoint has done already."""
+        if self.checkpoints is None:
+            return []
+        saved = progress.load(self.checkpoints, self.engine, self.optimizer)
+        return [] if saved is None else saved.losses
+
+    def save(self, losses: list[float]) -> float:
+        """A checkpoint, if it is time for one; how many seconds it took."""
+        every, step = self.options.save_every, len(losses)
+        if self.checkpoints is None or (step % every and step < self.options.steps):
+            return 0.0
+        start = time.perf_counter()
+        done = Progress(self.comm.size, losses, self.identity)
+        progress.save(self.checkpoints, done, self.engine, self.optimizer)
+        return time.perf_counter() - start
 
     def optimizer_bytes(self) -> int:
         return sum(

@@ -1,0 +1,161 @@
+"""A folder of checkpoints in which the newest complete one survives whatever happens to the next::
+
+    DIR/step-00000100            complete
+    DIR/step-00000200            complete, the newest
+    DIR/step-00000300.partial    being written, or left by a save that was killed
+
+A checkpoint is written under its partial name, and renamed by one rank once every rank has written its part: the rename
+is what makes it one. An older one loses its name before its files. What is partial is removed by the next save. The
+files themselves are written by `torch.distributed.checkpoint` (DCP), or by whoever else.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+
+from shardcomm.communicator import Communicator
+
+_COMPLETE = re.compile(r"step-(\d{8,})")
+_PARTIAL = ".partial"
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be saved or loaded; the message says by which rank, and why."""
+
+
+class Checkpoints:
+    """The checkpoints of one run, in `directory`, which is made if it is not there.
+
+    Args:
+        comm: the ranks that save and load; all of them see the directory.
+        keep: how many complete checkpoints are left; at least 1.
+
+    Raises:
+        ValueError: `directory` is not one, or cannot be written to.
+    """
+
+    def __init__(self, directory: str | Path, comm: Communicator, *, keep: int = 2) -> None:
+        if keep < 1:
+            raise ValueError(f"Checkpoints: keep is {keep}; it must be at least 1")
+        self.directory = Path(directory)
+        self.comm = comm
+        self._keep = keep
+        check_directory(self.directory)
+
+    def latest(self) -> int | None:
+        """The step of the newest complete checkpoint; collective, the same on every rank."""
+        steps = complete_steps(self.directory)
+        found = torch.tensor([steps[-1] if steps else -1], device=self.comm.device)
+        self.comm.broadcast(found)
+        step = int(found)
+        return None if step < 0 else step
+
+    @contextmanager
+    def save(self, step: int) -> Iterator[Path]:
+        """A new directory, into which every rank writes its part of the checkpoint of `step`; collective.
+
+        When all ranks have left the context it becomes a checkpoint; if one leaves it by an exception, or dies, it
+        never does. What is written asynchronously must be waited for inside.
+
+        Raises:
+            ValueError: there is a checkpoint of this step.
+            CheckpointError: DCP could not save, a file could not be written, or another rank failed.
+            CommError: a rank died, or did not come.
+        """
+        complete = self._path(step)
+        if complete.exists():
+            raise ValueError(f"save: step is {step}, of which there is a checkpoint: {complete}")
+        partial = _partial(complete)
+        first = self.comm.rank == 0
+        what = f"the checkpoint of step {step} was not saved"
+        with self._together(what):
+            if first:
+                for stale in self.directory.glob(f"step-*{_PARTIAL}"):
+                    shutil.rmtree(stale)
+                partial.mkdir()
+        with self._together(what):
+            yield partial
+        with self._together(what):
+            if first:
+                _sync(partial)
+                partial.rename(complete)
+                _sync(self.directory)
+                self._remove_old()
+
+    @contextmanager
+    def load(self, step: int) -> Iterator[Path]:
+        """The checkpoint of `step`, from which every rank reads; errors as of `save`."""
+        with self._together(f"the checkpoint of step {step} was not loaded"):
+            yield self._path(step)
+
+    def _remove_old(self) -> None:
+        for step in complete_steps(self.directory)[: -self._keep]:
+            without_name = _partial(self._path(step))
+            self._path(step).rename(without_name)
+            shutil.rmtree(without_name)
+
+    @contextmanager
+    def _together(self, what: str) -> Iterator[None]:
+        """Fails on every rank where it fails on one; a rank that died is a CommError, whatever that led to in here."""
+        try:
+            yield
+        except OSError as error:
+            self._failed(here=True)
+            reason = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+            raise CheckpointError(f"{what}: {reason}") from error
+        except CheckpointException as error:  # DCP's, and the same on every rank
+            self._failed(here=True)
+            rank, (cause, _) = next(iter(error.failures.items()))
+            raise CheckpointError(f"{what}: rank {rank}: {cause}") from error
+        except Exception:
+            self._failed(here=True)
+            raise
+        rank = self._failed(here=False)
+        if rank >= 0:
+            raise CheckpointError(f"{what}: rank {rank} failed; it says why")
+
+    def _failed(self, *, here: bool) -> int:
+        """A rank that failed, or -1; collective."""
+        failed = torch.tensor([float(self.comm.rank if here else -1)], device=self.comm.device)
+        self.comm.all_reduce(failed, "max")
+        return int(failed)
+
+    def _path(self, step: int) -> Path:
+        return self.directory / f"step-{step:08d}"
+
+
+def complete_steps(directory: Path) -> list[int]:
+    """The steps of which there are complete checkpoints, in order."""
+    names = (_COMPLETE.fullmatch(entry.name) for entry in directory.iterdir())
+    return sorted(int(name[1]) for name in names if name)
+
+
+def check_directory(directory: Path) -> None:
+    """Makes it; ValueError if that cannot be, or nothing can be written there."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"{directory}: no such folder can be made: {error.strerror}") from error
+    if not os.access(directory, os.R_OK | os.W_OK | os.X_OK):
+        raise ValueError(f"{directory}: the folder cannot be written to")
+
+
+def _partial(complete: Path) -> Path:
+    return complete.with_name(complete.name + _PARTIAL)
+
+
+def _sync(directory: Path) -> None:
+    """Its entries to the disk; the files' own contents are their writers' business."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

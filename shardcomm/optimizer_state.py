@@ -1,0 +1,148 @@
+"""An optimizer's state as `torch.distributed.checkpoint` (DCP) saves and loads it: by the parameters' names.
+
+The form is that of `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`, so that FSDP2 and plain models
+read it, and this reads theirs::
+
+    {"state": {"head.weight": {"step": ..., "exp_avg": ShardTensor, ...}, ...},
+     "param_groups": [{"lr": 0.001, ..., "params": ["head.weight", ...]}]}
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardcomm.state_dict import Parts, check_value, load_value
+
+
+class OptimizerState:
+    """DCP's `Stateful` for `optimizer`, whose parameters are those of the sharded `model`.
+
+    A tensor of the shape of this rank's rows, such as AdamW's moments, is saved as the rows of the full one; anything
+    else (a step counter, a number) must be the same on every rank.
+
+    Raises:
+        ValueError: the optimizer has a parameter that is not one of `model`.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, model: nn.Module, parts: Parts) -> None:
+        self._optimizer = optimizer
+        self._parts = parts
+        self._names = {param: name for name, param in model.named_parameters()}
+        for number, group in enumerate(optimizer.param_groups):
+            for param in group["params"]:
+                if param not in self._names:
+                    raise ValueError(
+                        f"optimizer_state: group {number} of the optimizer has a parameter of shape "
+                        f"{tuple(param.shape)} that is none of the model's; make the optimizer of "
+                        "model.parameters() after fully_shard"
+                    )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Views of the state, to be saved from and loaded into.
+
+        An optimizer that has not stepped yet gets its state first, so that there is something to load into. DCP
+        refuses to load a parameter's state that is not in the checkpoint, as of one that never had a gradient: then
+        give it `planner=DefaultLoadPlanner(allow_partial_load=True)`.
+
+        Raises:
+            ValueError: a state is neither of the rows' shape nor of one element, such as Adafactor's column means.
+        """
+        if not self._optimizer.state:
+            self._make_state()
+        return {
+            "state": {
+                self._names[param]: {
+                    key: self._whole(param, key, value)
+                    for key, value in self._optimizer.state[param].items()
+                }
+                for param in self._params()
+                if param in self._optimizer.state
+            },
+            "param_groups": [
+                {**group, "params": [self._names[param] for param in group["params"]]}
+                for group in self._optimizer.param_groups
+            ],
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Takes this rank's part of what `state_dict()` gave, or of full tensors; no communication.
+
+        Parameters without a state in it have none afterwards.
+
+        Raises:
+            ValueError: it is of other parameters, or groups them otherwise.
+        """
+        self._check_groups(state_dict["param_groups"])
+        if not self._optimizer.state:
+            self._make_state()
+        for param in self._params():
+            name = self._names[param]
+            if name not in state_dict["state"]:
+                self._optimizer.state.pop(param, None)
+                continue
+            state = self._optimizer.state[param]
+            for key, value in state_dict["state"][name].items():
+                current = self._whole(param, key, state[key]) if key in state else None
+                if isinstance(current, torch.Tensor):
+                    check_value("load_state_dict", f"{key} of {name}", current, value)
+                    load_value(current, value)
+                else:
+                    state[key] = value
+        for group, given in zip(
+            self._optimizer.param_groups, state_dict["param_groups"], strict=True
+        ):
+            group.update({key: value for key, value in given.items() if key != "params"})
+
+    def _params(self) -> Iterator[nn.Parameter]:
+        for group in self._optimizer.param_groups:
+            yield from group["params"]
+
+    def _whole(self, param: nn.Parameter, key: str, value: Any) -> Any:
+        """A state of this rank's rows as part of the full tensor's; any other as it is."""
+        if not isinstance(value, torch.Tensor):
+            return value
+        if value.shape == param.shape:
+            return self._parts[param].of(value)
+        if value.numel() == 1:
+            return value
+        raise ValueError(
+            f"optimizer_state: {key!r} of {self._names[param]!r} has shape {tuple(value.shape)}, this rank's rows "
+            f"{tuple(param.shape)}; a state can be saved that has the shape of the rows, or one element"
+        )
+
+    def _make_state(self) -> None:
+        """What the optimizer's first step would make, without a step of the parameters."""
+        probe = copy.copy(self._optimizer)
+        for group in self._optimizer.param_groups:
+            for param in group["params"]:
+                if not param.requires_grad:
+                    continue
+                stand_in = nn.Parameter(torch.zeros_like(param))
+                stand_in.grad = torch.zeros_like(param)
+                probe.state = defaultdict(dict)
+                probe.param_groups = [{**group, "params": [stand_in]}]
+                probe.step()
+                if stand_in in probe.state:
+                    self._optimizer.state[param] = probe.state[stand_in]
+
+    def _check_groups(self, given: list[dict[str, Any]]) -> None:
+        saved = [set(group["params"]) for group in given]
+        own = [
+            {self._names[param] for param in group["params"]}
+            for group in self._optimizer.param_groups
+        ]
+        if saved != own:
+            differing = sorted(set().union(*saved) ^ set().union(*own))
+            what = f"only one of them has {differing[:3]}" if differing else "groups differ"
+            raise ValueError(
+                f"load_state_dict: the state is of {len(saved)} parameter groups with {sum(map(len, saved))} "
+                f"parameters, the optimizer has {len(own)} with {sum(map(len, own))}, and {what}; make the "
+                "optimizer as the saved one was"
+            )

@@ -1,0 +1,228 @@
+"""What one rank holds of a tensor, as `torch.distributed.checkpoint` (DCP) saves and loads it.
+
+A checkpoint keeps a tensor as rectangles, each with its offsets in the whole, and reads from those that overlap what it
+is asked for. Whole rows are one rectangle, a run of elements is a few. Elements 4 to 16 of a 4 x 6 tensor are three::
+
+    .  .  .  .  a  a        a: offsets (0, 4), sizes (1, 2)
+    b  b  b  b  b  b        b: offsets (1, 0), sizes (1, 6)
+    c  c  c  c  c  .        c: offsets (2, 0), sizes (1, 5)
+    .  .  .  .  .  .
+
+So every rank writes and reads what it holds, on whatever layout the other side had, and ranks exchange only this list.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from shardcomm.layout import Piece, Placement
+
+
+@dataclass(frozen=True)
+class Rectangle:
+    """A part of a tensor: its first index and its size in every dim."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """Indexes it in the whole tensor."""
+        return tuple(slice(o, o + s) for o, s in zip(self.offsets, self.sizes, strict=True))
+
+
+def rectangles(shape: Sequence[int], begin: int, end: int) -> list[Rectangle]:
+    """The elements [begin, end) of a contiguous tensor of `shape`, in their order, in few rectangles."""
+    if begin >= end:
+        return []
+    if not shape:
+        return [Rectangle((), ())]
+    row = math.prod(shape[1:])
+    first, last = -(-begin // row), end // row  # whole rows
+    if first > last:
+        return _in_row(shape, last, begin - last * row, end - last * row)
+    found = []
+    if begin < first * row:
+        found += _in_row(shape, first - 1, begin - (first - 1) * row, row)
+    if first < last:
+        found.append(Rectangle((first, *(0,) * (len(shape) - 1)), (last - first, *shape[1:])))
+    if last * row < end:
+        found += _in_row(shape, last, 0, end - last * row)
+    return found
+
+
+def _in_row(shape: Sequence[int], row: int, begin: int, end: int) -> list[Rectangle]:
+    return [
+        Rectangle((row, *inner.offsets), (1, *inner.sizes))
+        for inner in rectangles(shape[1:], begin, end)
+    ]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Which part of a parameter a rank holds, and of anything of its shape, such as an optimizer's state.
+
+    Attributes:
+        ranks: how many ranks hold the parameter together.
+    """
+
+    placement: Placement
+    piece: Piece
+    ranks: int
+
+    def of(self, held: torch.Tensor) -> ShardTensor:
+        """`held` has the shape of the parameter's entry in `Bucket.shards`."""
+        held = held.detach()
+        shape, dim = self.placement.spec.shape, self.placement.shard_dim
+        if self.placement.numel == 0:
+            # Nobody holds any of it; it is in the checkpoint all the same.
+            nothing = Rectangle((0,) * len(shape), shape)
+            return ShardTensor(shape, held, [nothing], [held.new_empty(shape)], self.ranks)
+        start, stop, numel = self.piece.start, self.piece.stop, self.piece.numel
+        row = numel // max(stop - start, 1)
+        stored = rectangles(self.placement.stored_shape, start * row, stop * row)
+        if len(stored) == 1 and held.dim() == len(shape):
+            held_parts = [held]
+        else:  # a run of elements, or nothing
+            runs = torch.split(held.reshape(-1), [math.prod(r.sizes) for r in stored])
+            held_parts = [
+                run.view(r.sizes).movedim(0, dim) if shape else run.view(())
+                for r, run in zip(stored, runs, strict=True)
+            ]
+        return ShardTensor(shape, held, [_moved(r, dim) for r in stored], held_parts, self.ranks)
+
+
+class ShardTensor(torch.Tensor):
+    """A tensor of the whole's shape of which only `parts` are here, views of the memory they were made from.
+
+    To be saved, loaded and staged by DCP (its `_Checkpointable` protocol), not to compute with.
+
+    Attributes:
+        rectangles: where each of `parts` lies in the whole.
+        ranks: how many ranks hold the tensor together.
+    """
+
+    rectangles: tuple[Rectangle, ...]
+    parts: tuple[torch.Tensor, ...]
+    ranks: int
+
+    @staticmethod
+    def __new__(  # noqa: D102
+        cls,
+        shape: Sequence[int],
+        like: torch.Tensor,
+        where: Sequence[Rectangle],
+        parts: Sequence[torch.Tensor],
+        ranks: int,
+    ) -> ShardTensor:
+        self: ShardTensor = torch.Tensor._make_wrapper_subclass(
+            cls, tuple(shape), dtype=like.dtype, device=like.device
+        )
+        self.rectangles, self.parts, self.ranks = tuple(where), tuple(parts), ranks
+        return self
+
+    @torch.no_grad()
+    def load_(self, values: torch.Tensor) -> None:
+        """Takes this rank's part of `values`: the whole tensor, or a ShardTensor of the same rectangles."""
+        if isinstance(values, ShardTensor):
+            for part, value in zip(self.parts, values.parts, strict=True):
+                if part.data_ptr() != value.data_ptr():  # DCP loads in place
+                    part.copy_(value)
+            return
+        for rectangle, part in zip(self.rectangles, self.parts, strict=True):
+            part.copy_(values[rectangle.slices])
+
+    # DCP's protocol: torch/distributed/_checkpointable.py.
+
+    def __create_write_items__(self, fqn: str, tensor: object) -> list[WriteItem]:
+        if self.ranks > 1 and not dist.is_initialized():
+            raise RuntimeError(
+                f"torch.distributed has no process group, without which each of the {self.ranks} ranks would write a "
+                "checkpoint of its part alone; call torch.distributed.init_process_group('gloo') before saving"
+            )
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk=chunk,
+                    properties=TensorProperties(dtype=self.dtype),
+                    size=self.size(),
+                ),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [
+            ChunkStorageMetadata(torch.Size(rectangle.offsets), torch.Size(rectangle.sizes))
+            for rectangle in self.rectangles
+        ]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        for rectangle, part in zip(self.rectangles, self.parts, strict=True):
+            if index.offset is not None and tuple(index.offset) == rectangle.offsets:
+                return part
+        raise ValueError(f"{index.fqn}: this rank holds {self!r}, nothing at {index.offset}")
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Any = None,
+    ) -> Any:
+        """What DCP's stagers and `copy.deepcopy` do; there is nothing else to be done with one."""
+        device = (kwargs or {}).get("device")
+        if func in _LIKE:
+            return args[0]._like(device)
+        if func is torch.ops.aten.clone.default:
+            return args[0]._like(None).copy_(args[0])
+        if func is torch.ops.aten.copy_.default and all(isinstance(a, cls) for a in args[:2]):
+            args[0].load_(args[1])
+            return args[0]
+        raise NotImplementedError(
+            f"{func} of a ShardTensor, which is for checkpoints only; compute with the parameters, or with "
+            "engine.full_state_dict(). (To stage one for async_save, take DCP's DefaultStager.)"
+        )
+
+    def _like(self, device: torch.device | None) -> ShardTensor:
+        parts = [torch.empty_like(part, device=device) for part in self.parts]
+        like = torch.empty(0, dtype=self.dtype, device=device or self.device)
+        return ShardTensor(self.shape, like, self.rectangles, parts, self.ranks)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        held = [
+            "[" + ", ".join(f"{s.start}:{s.stop}" for s in rectangle.slices) + "]"
+            for rectangle in self.rectangles
+        ]
+        return f"ShardTensor({', '.join(held) or 'nothing'} of {tuple(self.shape)}, {self.dtype})"
+
+
+_LIKE = {
+    torch.ops.aten.new_empty.default,
+    torch.ops.aten.empty_like.default,
+    torch.ops.aten.zeros_like.default,
+}
+
+
+def _moved(rectangle: Rectangle, dim: int) -> Rectangle:
+    """From the stored dims, the shard dim outermost, to the tensor's own."""
+
+    def moved(sizes: tuple[int, ...]) -> tuple[int, ...]:
+        return (*sizes[1 : dim + 1], sizes[0], *sizes[dim + 1 :]) if sizes else ()
+
+    return Rectangle(moved(rectangle.offsets), moved(rectangle.sizes))

@@ -1,0 +1,127 @@
+"""How far a training run is: what it must save to go on, bit for bit, as if it had never stopped.
+
+The model and the optimizer's state, by `torch.distributed.checkpoint`; each rank's random state; and in a file that can
+be read, the step (from which the data follow), the losses, and the options that must be the same again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+
+from shardcomm.checkpoints import Checkpoints, complete_steps
+from shardcomm.engine import Engine
+
+FILE = "progress.json"
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What is saved beside the tensors.
+
+    Attributes:
+        ranks: how many saved it.
+        losses: one for each step that was done.
+        run: what makes it this run: the options that shape the model, its data and its steps, by name.
+    """
+
+    ranks: int
+    losses: list[float]
+    run: dict[str, Any]
+
+    @property
+    def step(self) -> int:
+        """Steps done."""
+        return len(self.losses)
+
+    @classmethod
+    def latest(cls, directory: Path) -> Progress | None:
+        """That of the newest complete checkpoint."""
+        steps = complete_steps(directory)
+        return cls.read(directory / f"step-{steps[-1]:08d}") if steps else None
+
+    @classmethod
+    def read(cls, checkpoint: Path) -> Progress:
+        """Raises OSError or ValueError if `checkpoint` is none of a training run."""
+        try:
+            return cls(**json.loads((checkpoint / FILE).read_text()))
+        except TypeError as error:
+            raise ValueError(f"{checkpoint / FILE}: {error}") from error
+
+    def write(self, checkpoint: Path) -> None:
+        """Down to the disk."""
+        with (checkpoint / FILE).open("w") as file:
+            json.dump(asdict(self), file)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def differences(self, run: dict[str, Any]) -> list[str]:
+        """Where `run` is another run than this."""
+        return [
+            f"--{name} is {run[name]}, the checkpoint's is {self.run.get(name)}"
+            for name in run
+            if run[name] != self.run.get(name)
+        ]
+
+
+def save(
+    checkpoints: Checkpoints,
+    progress: Progress,
+    engine: Engine,
+    optimizer: torch.optim.Optimizer,
+) -> None:
+    """Collective; see `Checkpoints.save` for its errors."""
+    state = {**_state(engine, optimizer), "random": _RandomState(checkpoints.comm.rank)}
+    with checkpoints.save(progress.step) as path:
+        dcp_save(state, checkpoint_id=path)
+        if checkpoints.comm.rank == 0:
+            progress.write(path)
+
+
+def load(
+    checkpoints: Checkpoints, engine: Engine, optimizer: torch.optim.Optimizer
+) -> Progress | None:
+    """From the newest checkpoint; None if there is no complete one. Collective; errors as of `Checkpoints.load`.
+
+    With another number of ranks than saved it, they draw other batches, and random numbers of their own.
+    """
+    step = checkpoints.latest()
+    if step is None:
+        return None
+    with checkpoints.load(step) as path:
+        progress = Progress.read(path)
+        state: dict[str, Any] = _state(engine, optimizer)
+        if progress.ranks == checkpoints.comm.size:
+            state["random"] = _RandomState(checkpoints.comm.rank)
+        dcp_load(state, checkpoint_id=path)
+    return progress
+
+
+def _state(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {"model": engine, "optimizer": engine.optimizer_state(optimizer)}
+
+
+class _RandomState:
+    """DCP's `Stateful` for this rank's random generators."""
+
+    def __init__(self, rank: int) -> None:
+        self._name = f"rank {rank}"
+
+    def state_dict(self) -> dict[str, Any]:
+        state = {"cpu": torch.get_rng_state()}
+        if torch.cuda.is_available():
+            state["cuda"] = torch.cuda.get_rng_state()
+        return {self._name: state}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        state = state_dict[self._name]
+        torch.set_rng_state(state["cpu"])
+        if "cuda" in state:
+            torch.cuda.set_rng_state(state["cuda"])

@@ -1,0 +1,429 @@
+"""Sharded state dicts through torch.distributed.checkpoint, against a model trained by one process, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from test_engine import _generator, batch, loss_of, reference
+from thread_ranks import run_threads
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import fully_shard as fsdp2_shard
+
+from shardcomm import Block, Communicator, Engine, fully_shard, launch
+from shardcomm.shard_tensor import ShardTensor
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+SAVED_BY = 4
+STEPS = 3
+OPTIONS: dict[str, dict[str, Any]] = {
+    "rows": {},
+    "elements": {"granularity": "element", "strategy": "shard_grad_op"},
+    "blocks": {"granularity": Block(2)},
+    "tensors": {"granularity": "tensor"},
+    "replicas": {"strategy": "no_shard"},
+}
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Parameter(torch.randn(2, 3, 5) / 4)
+        self.shift = nn.Parameter(torch.randn(3))  # fewer rows than ranks
+        self.wide = nn.Linear(5, 5, bias=False)
+        self.register_buffer("scale", torch.rand(5))
+        self.history = ["made"]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.einsum("...c,arc->...ar", x, self.mix) + self.shift
+        return x + torch.relu(self.wide(x)) * self.scale + y.mean((-2, -1)).unsqueeze(-1)
+
+    def get_extra_state(self) -> object:
+        return self.history
+
+    def set_extra_state(self, state: object) -> None:
+        self.history = list(state)  # type: ignore[call-overload]
+
+
+class Tied(nn.Module):
+    """With tied weights, a frozen parameter, a buffer, extra state, and shapes that no number of ranks divides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 5)
+        self.layers = nn.ModuleList(Layer() for _ in range(2))
+        self.layers[1].wide.requires_grad_(False)
+        self.head = nn.Linear(5, 11, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def make(seed: int = 0) -> Tied:
+    with _generator, torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return Tied()
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    """With two groups of parameters."""
+    named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+    groups = [
+        {"params": [p for n, p in named if "wide" not in n], "lr": 0.05},
+        {"params": [p for n, p in named if "wide" in n], "lr": 0.02, "weight_decay": 0.3},
+    ]
+    return torch.optim.AdamW(groups, foreach=False)
+
+
+def state_of(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {"model": engine, "optim": engine.optimizer_state(optimizer)}
+
+
+def trained() -> tuple[Tied, torch.optim.Optimizer]:
+    """What SAVED_BY ranks must arrive at."""
+    optimizers = []
+
+    def keep(model: nn.Module) -> torch.optim.Optimizer:
+        optimizers.append(adamw(model))
+        return optimizers[0]
+
+    model = reference(make(), SAVED_BY, STEPS, optimizer_of=keep)  # type: ignore[arg-type]
+    for layer in model.layers:
+        layer.history = ["trained"]
+    return model, optimizers[0]
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, Any]:
+    model, optim = get_state_dict(*trained())
+    return {"model": model, "optim": optim}
+
+
+def save(directory: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    for name, options in OPTIONS.items():
+        with Communicator.from_env(deadline_s=60) as comm:
+            model = make()
+            engine = fully_shard(model, comm, **options)
+            optimizer = adamw(model)
+            for step in range(STEPS):
+                loss_of(model, batch(comm.rank, step)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            for layer in model.layers:
+                layer.history = ["trained"]
+            state = state_of(engine, optimizer)
+            if name != "rows":
+                dcp.save(state, checkpoint_id=f"{directory}/{name}")
+            else:
+                saving = dcp.async_save(state, checkpoint_id=f"{directory}/{name}")
+                with torch.no_grad():  # training goes on
+                    for param in model.parameters():
+                        param.zero_()
+                        for value in optimizer.state[param].values():
+                            value.zero_()
+                saving.result()
+            engine.close()
+    # Gradients are summed in another order there: only what is loaded can be the same, bit for bit.
+    engine = fully_shard(model := make(), init_device_mesh("cpu", (2, 2)), strategy="hybrid_shard")
+    state = state_of(engine, adamw(model))
+    dcp.load(state, checkpoint_id=f"{directory}/elements")
+    dcp.save(state, checkpoint_id=f"{directory}/hybrid")
+    engine.close()
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint by SAVED_BY ranks for each of OPTIONS; that of "rows" by async_save."""
+    directory = tmp_path_factory.mktemp("saved")
+    launch(save, SAVED_BY, (str(directory),), deadline_s=120)
+    return directory
+
+
+def load_here(state: dict[str, Any], checkpoint: Path) -> None:
+    """Without a process group: every rank of threads reads its own part."""
+    dcp.load(state, checkpoint_id=checkpoint, no_dist=True)
+
+
+def assert_equal(state: Any, wanted: Any, path: str = "") -> None:
+    """All values, and for a ShardTensor those of its rectangles."""
+    if isinstance(wanted, dict):
+        assert state.keys() == wanted.keys(), path
+        for key in wanted:
+            assert_equal(state[key], wanted[key], f"{path}.{key}")
+    elif isinstance(wanted, list) and path.endswith("groups"):
+        for i, (group, wanted_group) in enumerate(zip(state, wanted, strict=True)):
+            assert_equal(group, wanted_group, f"{path}.{i}")
+    elif isinstance(state, ShardTensor):
+        for rectangle, part in zip(state.rectangles, state.parts, strict=True):
+            assert torch.equal(part, wanted[rectangle.slices]), f"{path}: {state}"
+    elif isinstance(wanted, torch.Tensor):
+        assert torch.equal(state, wanted), path
+    else:
+        assert state == wanted, path
+
+
+def load_into_engine(
+    comm: Communicator, checkpoint: Path, wanted: dict[str, Any], **options: Any
+) -> tuple[Tied, torch.optim.Optimizer, Engine]:
+    model = make(seed=1)
+    engine = fully_shard(model, comm, **options)
+    optimizer = adamw(model)
+    state = state_of(engine, optimizer)
+    load_here(state, checkpoint)
+    assert_equal({key: value.state_dict() for key, value in state.items()}, wanted)
+    assert_equal(engine.full_state_dict(), wanted["model"])
+    return model, optimizer, engine
+
+
+@pytest.mark.parametrize("name", [*OPTIONS, "hybrid"])
+def test_a_plain_model_loads_what_ranks_saved(
+    name: str, saved: Path, expected: dict[str, Any]
+) -> None:
+    model = make(seed=1)
+    optimizer = adamw(model)
+    model_state, optim_state = get_state_dict(model, optimizer)
+    state = {"model": model_state, "optim": optim_state}
+    load_here(state, saved / name)
+    set_state_dict(
+        model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"]
+    )
+    model_state, optim_state = get_state_dict(model, optimizer)
+    assert_equal({"model": model_state, "optim": optim_state}, expected)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_any_number_of_ranks_loads_what_others_saved(
+    name: str, ranks: int, saved: Path, expected: dict[str, Any]
+) -> None:
+    names = list(OPTIONS)
+    other = names[(names.index(name) + ranks) % len(names)]
+    run_threads(
+        lambda comm: load_into_engine(comm, saved / name, expected, **OPTIONS[other]), ranks
+    )
+
+
+def test_training_goes_on_where_it_was_saved(saved: Path, expected: dict[str, Any]) -> None:
+    def body(comm: Communicator) -> dict[str, torch.Tensor]:
+        model, optimizer, engine = load_into_engine(comm, saved / "rows", expected)
+        loss_of(model, batch(comm.rank, STEPS)).backward()
+        optimizer.step()
+        return engine.full_state_dict()
+
+    model, optimizer = trained()
+    total: list[torch.Tensor] = []
+    for rank in range(SAVED_BY):
+        grads = torch.autograd.grad(
+            loss_of(model, batch(rank, STEPS)),
+            [param for param in model.parameters() if param.requires_grad],
+        )
+        total = [a + b for a, b in zip(total, grads, strict=True)] if total else list(grads)
+    trainable = (param for param in model.parameters() if param.requires_grad)
+    for param, grad in zip(trainable, total, strict=True):
+        param.grad = grad / SAVED_BY
+    optimizer.step()
+    assert_equal(run_threads(body, SAVED_BY)[0], model.state_dict())
+
+
+def fsdp2(model: Tied) -> FSDPModule:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in model.layers:
+        fsdp2_shard(layer, mesh=mesh)
+    return fsdp2_shard(model, mesh=mesh)
+
+
+def through_fsdp2(saved: str, directory: str) -> list[dict[str, Any]]:
+    """Loads each checkpoint and saves it again; what the loaded ones held, in full."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    found = []
+    for name in OPTIONS:
+        model = fsdp2(make(seed=1))
+        optimizer = adamw(model)
+        model_state, optim_state = get_state_dict(model, optimizer)
+        state = {"model": model_state, "optim": optim_state}
+        dcp.load(state, checkpoint_id=f"{saved}/{name}")
+        set_state_dict(
+            model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"]
+        )
+        model_state, optim_state = get_state_dict(model, optimizer)
+        state = {"model": model_state, "optim": optim_state}
+        dcp.save(state, checkpoint_id=f"{directory}/{name}")
+        found.append(full(copy.deepcopy(state)))
+    dist.destroy_process_group()
+    return found
+
+
+def full(state: Any) -> Any:
+    if isinstance(state, dict):
+        return {key: full(value) for key, value in state.items()}
+    return state.full_tensor() if hasattr(state, "full_tensor") else state
+
+
+def test_fsdp2_loads_what_ranks_saved_and_back(
+    saved: Path, expected: dict[str, Any], tmp_path: Path
+) -> None:
+    for states in launch(through_fsdp2, 3, (str(saved), str(tmp_path)), deadline_s=120):
+        for state in states:
+            assert_equal(state, expected)
+    for name, options in OPTIONS.items():
+        run_threads(
+            lambda comm: load_into_engine(comm, tmp_path / name, expected, **options),  # noqa: B023
+            2,
+        )
+
+
+def test_ranks_load_what_a_plain_model_saved(expected: dict[str, Any], tmp_path: Path) -> None:
+    model, optimizer = trained()
+    model_state, optim_state = get_state_dict(model, optimizer)
+    dcp.save({"model": model_state, "optim": optim_state}, checkpoint_id=tmp_path)
+    for options in OPTIONS.values():
+        run_threads(
+            lambda comm: load_into_engine(comm, tmp_path, expected, **options),  # noqa: B023
+            3,
+        )
+
+
+def test_full_tensors_load_too(expected: dict[str, Any]) -> None:
+    def body(comm: Communicator) -> None:
+        model = make(seed=1)
+        engine = fully_shard(model, comm, granularity="element")
+        optimizer = engine.optimizer_state(adamw(model))
+        engine.load_state_dict(expected["model"])
+        optimizer.load_state_dict(expected["optim"])
+        assert_equal(engine.full_state_dict(), expected["model"])
+        assert_equal(optimizer.state_dict(), expected["optim"])
+
+    run_threads(body, 3)
+
+
+OPTIMIZERS = {
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.1),
+    "Adagrad": lambda params: torch.optim.Adagrad(params, lr=0.1),
+    "NAdam": lambda params: torch.optim.NAdam(params, lr=0.1),
+    "amsgrad": lambda params: torch.optim.AdamW(params, lr=torch.tensor(0.1), amsgrad=True),
+    "stateless": lambda params: torch.optim.SGD(params, lr=0.1, weight_decay=0.1),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_asking_for_an_optimizers_state_changes_no_parameter(name: str) -> None:
+    comm = Communicator.local_group(1)[0]
+    model = make()
+    with torch.no_grad():
+        model.layers[0].shift.fill_(-0.0)
+        model.layers[1].shift.fill_(torch.inf)
+    engine = fully_shard(model, comm)
+    before = engine.full_state_dict()
+    optimizer = OPTIMIZERS[name](model.parameters())
+    state = engine.optimizer_state(optimizer).state_dict()
+    assert_equal(engine.full_state_dict(), before)
+    assert torch.signbit(model.layers[0].shift).all()
+    assert all(param.grad is None for param in model.parameters())
+    trainable = {name for name, param in model.named_parameters() if param.requires_grad}
+    assert name == "stateless" or trainable <= state["state"].keys()
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_any_optimizer_goes_on_where_it_was(name: str) -> None:
+    def run(comm: Communicator, steps: int, state: Any = None) -> tuple[Any, dict[str, Any]]:
+        model = make()
+        engine = fully_shard(model, comm)
+        optimizer = OPTIMIZERS[name](model.parameters())
+        saved = engine.optimizer_state(optimizer)
+        first = 0
+        if state is not None:
+            engine.load_state_dict(state[0])
+            saved.load_state_dict(state[1])
+            first = STEPS - steps
+        for step in range(first, first + steps):
+            loss_of(model, batch(comm.rank, step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return copy.deepcopy((engine.full_state_dict(), saved.state_dict()))
+
+    def body(comm: Communicator) -> None:
+        assert_parts_equal(run(comm, STEPS), run(comm, 1, run(comm, STEPS - 1)))
+
+    run_threads(body, 2)
+
+
+def assert_parts_equal(a: Any, b: Any) -> None:
+    if isinstance(a, dict):
+        assert a.keys() == b.keys()
+        a, b = list(a.values()), list(b.values())
+    if isinstance(a, ShardTensor):
+        a, b = a.parts, b.parts
+    if isinstance(a, list | tuple):
+        for x, y in zip(a, b, strict=True):
+            assert_parts_equal(x, y)
+    else:
+        assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+
+
+def test_what_an_optimizer_state_refuses(expected: dict[str, Any]) -> None:
+    def body(comm: Communicator) -> None:
+        model = make()
+        engine = fully_shard(model, comm)
+        with pytest.raises(ValueError, match=r"group 0 of the optimizer has a parameter of shape"):
+            engine.optimizer_state(adamw(make()))
+        one_group = engine.optimizer_state(torch.optim.AdamW(model.parameters()))
+        with pytest.raises(
+            ValueError, match=r"of 2 parameter groups with \d+ parameters, the opti"
+        ):
+            one_group.load_state_dict(expected["optim"])
+
+    run_threads(body, 2)
+
+
+class Deep(nn.Sequential):
+    """Eight layers of 4 MiB."""
+
+    def __init__(self) -> None:
+        super().__init__(*(nn.Linear(1024, 1024, bias=False) for _ in range(8)))
+
+
+def grown_by_full_state() -> tuple[int, int]:
+    """Names in the full state of rank 0, and by how much the memory's peak grew."""
+    with Communicator.from_env(deadline_s=60) as comm:
+        engine = fully_shard(Deep(), comm, units=nn.Linear)
+        before = peak_bytes()
+        state = engine.full_state_dict(rank=0)
+        return len(state), peak_bytes() - before
+
+
+def peak_bytes() -> int:
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(status.partition("VmHWM:")[2].split()[0])
+
+
+def test_full_state_on_one_rank_holds_one_unit_besides() -> None:
+    unit = 4 << 20
+    (names, first), (nothing, second) = launch(grown_by_full_state, 2, deadline_s=60)
+    assert (names, nothing) == (8, 0)
+    assert first < (8 + 3) * unit
+    assert second < 3 * unit
+
+
+def test_a_state_of_another_shape_is_refused() -> None:
+    model = make()
+    engine = fully_shard(model, Communicator.local_group(1)[0])
+    state = engine.optimizer_state(torch.optim.Adafactor(model.parameters()))
+    with pytest.raises(ValueError, match=r"'row_var' of 'embed.weight' has shape \(11, 1\), this "):
+        state.state_dict()

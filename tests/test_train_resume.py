@@ -1,0 +1,203 @@
+"""`shardcomm train --checkpoint`: a run that was interrupted ends as if it had not been."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_train import DEADLINE_S, SMALL
+from torch.distributed import TCPStore
+
+from shardcomm import Checkpoints, Communicator, RankError, fully_shard, launch
+from shardcomm.checkpoints import complete_steps
+from shardcomm.rendezvous import env_store
+from shardcomm.train import command, job, progress
+
+STEPS = 40
+KILLS = 1
+
+
+def run(text: str, **changed: Any) -> list[float]:
+    """The losses of a small run; by the function that the command calls on every rank."""
+    ranks = changed.pop("ranks", 2)
+    options = dataclasses.replace(small(text), **changed)
+    results = launch(job.train, ranks, (options,), deadline_s=DEADLINE_S)
+    return results[0].losses
+
+
+def small(text: str) -> job.Options:
+    parser = argparse.ArgumentParser()
+    command.add_parser(parser.add_subparsers())
+    return command.options_of(parser.parse_args(["train", *SMALL, "--text", text]))
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *args: str) -> str:
+    """What the command says, in this process, before it starts any."""
+    parser = argparse.ArgumentParser()
+    command.add_parser(parser.add_subparsers())
+    with pytest.raises(SystemExit, match="2"):  # noqa: PT012
+        arguments = parser.parse_args(["train", *args])
+        arguments.run(arguments)
+    return capsys.readouterr().err
+
+
+def test_a_resumed_run_equals_one_that_was_not_interrupted(text_file: str, tmp_path: Path) -> None:
+    undisturbed = run(text_file, steps=9)
+    saving = {"checkpoint": str(tmp_path), "save_every": 2}
+    assert run(text_file, steps=5, **saving) == undisturbed[:5]
+    assert complete_steps(tmp_path) == [4, 5]
+    assert run(text_file, steps=9, **saving) == undisturbed
+    assert run(text_file, steps=9, **saving) == undisturbed  # nothing left to do
+    # Other ranks go on too, with other batches.
+    resharded = run(text_file, steps=10, ranks=3, strategy="shard_grad_op", **saving)
+    assert resharded[:9] == undisturbed
+
+
+def test_what_no_run_can_go_on_from_is_named(
+    text_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved, file, damaged = tmp_path / "saved", tmp_path / "file", tmp_path / "damaged"
+    run(text_file, ranks=1, steps=2, checkpoint=str(saved))
+    file.touch()
+    (damaged / "step-00000007").mkdir(parents=True)
+    there_is = f"--checkpoint is '{saved}', where there is a checkpoint of step 2"
+    other = ["--text", text_file, *SMALL]
+    for args, message in [
+        (["--resume"], "--resume needs the folder of the checkpoints: --checkpoint DIR"),
+        (["--save-every", "0"], "--save-every: '0'; it must be a whole number from 1"),
+        (["--checkpoint", str(file)], f"'{file}': {file}: no such folder can be made: File exists"),
+        (["--checkpoint", "/proc/x"], "'/proc/x': /proc/x: no such folder can be made: No such"),
+        (["--checkpoint", str(damaged), "--resume"], "No such file or directory"),
+        (["--checkpoint", str(saved)], f"{there_is}; add --resume to go on from it, or name ano"),
+        (
+            ["--checkpoint", str(saved), "--resume", *other, "--width", "64", "--lr", "0.1"],
+            f"{there_is} of another run: --width is 64, the checkpoint's is 32; --lr is 0.1, the c",
+        ),
+        (
+            ["--checkpoint", str(saved), "--resume", *other, "--steps", "1"],
+            f"{there_is}; --steps is 1; it must be at least as many",
+        ),
+    ]:
+        assert message in refusal(capsys, *args)
+
+
+def test_a_checkpoint_that_cannot_be_written_is_a_sentence(text_file: str, tmp_path: Path) -> None:
+    (tmp_path / "step-00000002.partial").write_text("not a folder, and so not to be removed")
+    with pytest.raises(RankError) as caught:
+        run(text_file, checkpoint=str(tmp_path), save_every=2)
+    assert str(caught.value).splitlines() == [
+        f"rank 0 raised CheckpointError: the checkpoint of step 2 was not saved: "
+        f"{tmp_path}/step-00000002.partial: Not a directory",
+        "rank 1 raised CheckpointError: the checkpoint of step 2 was not saved: rank 0 failed; it "
+        "says why",
+    ]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_random_numbers_go_on_where_they_were(tmp_path: Path) -> None:
+    comm = Communicator.local_group(1)[0]
+    model = torch.nn.Linear(2, 2)
+    engine = fully_shard(model, comm)
+    optimizer = torch.optim.AdamW(model.parameters())
+    checkpoints = Checkpoints(tmp_path, comm)
+    with torch.random.fork_rng():
+        assert progress.load(checkpoints, engine, optimizer) is None
+        saved = progress.Progress(1, [0.25, 0.5], {"seed": 0})
+        progress.save(checkpoints, saved, engine, optimizer)
+        numbers = torch.rand(4)
+        assert progress.load(checkpoints, engine, optimizer) == saved
+        assert torch.equal(torch.rand(4), numbers)
+
+
+def test_ranks_started_again_do_not_read_what_those_before_them_wrote(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for name, value in {
+        "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0",
+    }.items():  # fmt: skip
+        monkeypatch.setenv(name, value)
+    before, _, _ = env_store(timedelta(seconds=10))
+    before.set("address", "of a rank that is dead")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    now, _, _ = env_store(timedelta(seconds=10))
+    assert before.check(["address"])
+    assert not now.check(["address"])
+
+
+@contextmanager
+def torchrun(*args: str) -> Iterator[subprocess.Popen[str]]:
+    """`shardcomm train` on two ranks, started again when one fails; none of it is left afterwards."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone",
+         "--max-restarts", str(KILLS), "--monitor-interval", "0.1", "-m", "shardcomm", "train",
+         *args],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )  # fmt: skip
+    try:
+        yield process
+    finally:
+        ranks = ranks_of(process)
+        process.kill()
+        for rank in ranks:
+            with suppress(ProcessLookupError):
+                os.kill(rank, signal.SIGKILL)
+        process.communicate(timeout=10)
+
+
+def ranks_of(process: subprocess.Popen[str]) -> list[int]:
+    """Its children that map communication memory."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            if int(fields[1]) == process.pid and "shardcomm" in (entry / "maps").read_text():
+                found.append(int(entry.name))
+        except OSError:  # not a process, or one that has ended
+            continue
+    return found
+
+
+def newest(directory: Path) -> int:
+    return (complete_steps(directory) or [0])[-1] if directory.exists() else 0
+
+
+def test_torchrun_restarts_a_run_whose_ranks_are_killed(
+    text_file: str,
+    tmp_path: Path,
+    seed: int,
+) -> None:
+    choose = random.Random(seed)
+    undisturbed = run(text_file, steps=STEPS)
+    out, saved = tmp_path / "killed.json", tmp_path / "saved"
+    options = [*SMALL, "--steps", str(STEPS), "--text", text_file, "--json", str(out)]
+    with torchrun(*options, "--checkpoint", str(saved), "--save-every", "2", "--resume") as process:
+        victims: list[int] = []
+        end = time.monotonic() + 120 * KILLS
+        for kill in range(1, KILLS + 1):
+            step = choose.randrange((kill - 1) * STEPS // (KILLS + 1), kill * STEPS // (KILLS + 1))
+            while newest(saved) < step or not (ranks := set(ranks_of(process)) - set(victims)):
+                assert process.poll() is None, process.communicate()
+                assert time.monotonic() < end
+            victims.append(choose.choice(sorted(ranks)))
+            os.kill(victims[-1], signal.SIGKILL)
+        _, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert json.loads(out.read_text())["losses"] == undisturbed, seed
