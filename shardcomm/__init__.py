@@ -9,6 +9,7 @@ from importlib.metadata import version as _version
 
 from shardcomm import backend  # registers itself with torch.distributed
 from shardcomm._C import CommError, CudaError, Event, Stream
+from shardcomm.adamw import AdamW
 from shardcomm.bucket import Bucket
 from shardcomm.checkpoints import CheckpointError, Checkpoints
 from shardcomm.collectives import all_gather_into_tensor, reduce_scatter_tensor
@@ -29,6 +30,7 @@ __version__ = _version("shardcomm")
 
 __all__ = [
     "STRATEGIES",
+    "AdamW",
     "Block",
     "Bucket",
     "CheckpointError",

@@ -1,0 +1,217 @@
+"""AdamW for parameters that lie back to back in memory, as a bucket's shards do: many are updated in one go.
+
+One step, for a group of five parameters in two buckets, of which the fourth has no gradient::
+
+    parameters   | a | b |   c   |    | d | e | f |
+    gradients    | a | b |   c   |    | d |   | f |
+    updated as   |       run     |    |run|   |run|
+
+The arithmetic is PyTorch's own fused kernel, which meets three runs here instead of five parameters; with the hundreds
+of small ones that a model has, its time is mostly what is spent on each. The moments of a run are one tensor, and each
+parameter's state a view of it, under PyTorch's names. Nothing is asked of the parameters: those that have no neighbours
+are updated one by one.
+
+Reference: Loshchilov and Hutter, "Decoupled Weight Decay Regularization", arXiv 1711.05101.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch.optim.adamw import adamw
+from torch.optim.optimizer import ParamsT
+
+MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+
+
+class AdamW(torch.optim.AdamW):
+    """`torch.optim.AdamW(..., fused=True)`, with one update for each run of neighbours.
+
+    Arguments, parameter groups, and `state_dict` (which either can load from the other) are PyTorch's, and so are the
+    results. As there, state has its parameter's dtype, and a parameter without gradient is skipped. A run ends where
+    the group does, where a parameter has no gradient, where steps differ (one was skipped before), and at alignment
+    gaps, of which there are none between parameters of a multiple of 128 bytes.
+
+    To replace a parameter's state, use `load_state_dict`, or write into the tensors that are there.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+    ) -> None:
+        self._plans: dict[int, _Plan] = {}  # by index of the group
+        super().__init__(
+            params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, fused=True
+        )
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Ends `load_state_dict` and unpickling: the next step gathers the new state into runs."""
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._plans = {}
+        for group in self.param_groups:
+            group["fused"] = True
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update of all parameters that have a gradient; returns what `closure` does."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for index, group in enumerate(self.param_groups):
+            params = [param for param in group["params"] if param.grad is not None]
+            grads = [param.grad for param in params]
+            where = _where(params, grads)
+            plan = self._plans.get(index)
+            if plan is None or plan.where != where:
+                plan = self._plans[index] = self._plan(group, params, grads, where)
+            beta1, beta2 = group["betas"]
+            adamw(
+                plan.params,
+                [_flat([grads[i] for i in run]) for run in plan.runs],
+                plan.moments[0],
+                plan.moments[1],
+                plan.moments[2],
+                plan.steps,
+                fused=True,
+                grad_scale=getattr(self, "grad_scale", None),  # set by torch.amp.GradScaler
+                found_inf=getattr(self, "found_inf", None),
+                amsgrad=group["amsgrad"],
+                beta1=beta1,
+                beta2=beta2,
+                lr=group["lr"],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                maximize=group["maximize"],
+            )
+            for step, others in zip(plan.steps, plan.other_steps, strict=True):
+                others.copy_(step)
+        return loss
+
+    def _plan(
+        self,
+        group: dict[str, Any],
+        params: Sequence[torch.Tensor],
+        grads: Sequence[torch.Tensor],
+        where: Sequence[object],
+    ) -> _Plan:
+        """Finds the runs, and makes the state of each one tensor."""
+        plan = _Plan(where)
+        names = MOMENTS if group["amsgrad"] else MOMENTS[:2]
+        steps = [float(self.state[param].get("step", 0)) for param in params]
+        for run in _runs(params, grads, steps):
+            members = [params[i] for i in run]
+            plan.runs.append(run)
+            plan.params.append(_flat(members))
+            for name, moments in zip(names, plan.moments, strict=False):
+                moments.append(self._flat_state(members, name))
+            counted = members[0].new_full((len(run),), steps[run[0]], dtype=torch.float32)
+            plan.steps.append(counted[0])
+            plan.other_steps.append(counted[1:])
+            for param, step in zip(members, counted, strict=True):
+                self.state[param]["step"] = step
+        return plan
+
+    def _flat_state(self, params: Sequence[torch.Tensor], name: str) -> torch.Tensor:
+        """The state `name` of a run, zeros where there is none; moved together where it lies apart."""
+        held = [self.state[param].get(name) for param in params]
+        if None in held or not all(_follows(a, b) for a, b in pairwise(held)):
+            flat = torch.zeros_like(_flat(params))
+            offset = 0
+            for i, (param, old) in enumerate(zip(params, held, strict=True)):
+                held[i] = flat
+                if len(params) > 1:
+                    held[i] = flat.as_strided(param.shape, param.stride(), offset)
+                if old is not None:
+                    held[i].copy_(old)
+                self.state[param][name] = held[i]
+                offset += param.numel()
+        return _flat(held)
+
+
+@dataclass
+class _Plan:
+    """One group's runs, as long as parameters and gradients lie `where` they did; see `_where`."""
+
+    where: Sequence[object]
+    runs: list[list[int]] = field(default_factory=list)  # of indices into those with a gradient
+    params: list[torch.Tensor] = field(default_factory=list)  # of each run, as are the next
+    moments: list[list[torch.Tensor]] = field(default_factory=lambda: [[], [], []])
+    steps: list[torch.Tensor] = field(
+        default_factory=list
+    )  # counted for the run's first parameter,
+    other_steps: list[torch.Tensor] = field(default_factory=list)  # and copied to the others'
+
+
+def _where(params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> list[object]:
+    """What a plan depends on: where parameters are, and which gradients share a storage at which offsets.
+
+    Not where that storage is: on a GPU it is another one in each step.
+    """
+    storages: dict[int, int] = {}  # numbered as they are met
+    where: list[object] = []
+    number = -1
+    for param, grad in zip(params, grads, strict=True):
+        offset = grad.storage_offset()
+        if address := grad.data_ptr():  # else it is empty, and as well in the last one's
+            number = storages.setdefault(int(address - offset * grad.itemsize), len(storages))
+        where.append((id(param), param.data_ptr(), number, offset, grad.stride()))
+    return where
+
+
+def _runs(
+    params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], steps: Sequence[float]
+) -> Iterator[list[int]]:
+    """Indices of parameters that follow each other in memory, as their gradients do, and are at the same step."""
+
+    def position(i: int) -> tuple[int, int, int]:
+        param = params[i]
+        return param.untyped_storage().data_ptr(), int(param.storage_offset()), param.numel()
+
+    run: list[int] = []
+    for i in sorted(range(len(params)), key=position):
+        if run and not (
+            steps[run[-1]] == steps[i]
+            and _follows(params[run[-1]], params[i])
+            and _follows(grads[run[-1]], grads[i])
+            and all(params[j].stride() == grads[j].stride() for j in (run[-1], i))
+        ):
+            yield run
+            run = []
+        run.append(i)
+    if run:
+        yield run
+
+
+def _follows(before: torch.Tensor, after: torch.Tensor) -> bool:
+    """Whether `after` begins where `before` ends, and both fill their memory."""
+    return (
+        before.dtype == after.dtype
+        and before.untyped_storage().data_ptr() == after.untyped_storage().data_ptr()
+        and before.storage_offset() + before.numel() == after.storage_offset()
+        and _dense(before)
+        and _dense(after)
+    )
+
+
+def _dense(tensor: torch.Tensor) -> bool:
+    """Whether its elements fill one range of memory, in whatever order of dims."""
+    return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
+
+
+def _flat(run: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Tensors that follow each other, as one; a single one as it is."""
+    if len(run) == 1:
+        return run[0]
+    return run[0].as_strided((sum(map(torch.numel, run)),), (1,))
