@@ -67,7 +67,9 @@ class Bucket:
         replicas: ranks that hold the same shard; gradients are averaged over them too.
         staging: at least `layout.shard_numel` of `reduce_dtype` (default: its own).
         tag: tells this bucket's collectives from others of the same size, should ranks disagree on their order.
-        streams: where `async_op=True` runs (default: two of its own, made when first needed).
+        streams: where `async_op=True` runs (default: two of its own, made when first needed). Buckets whose collectives
+            are under way at once share one, and bring their `reduce_buffer` (it may be the same): a communicator's
+            gathers need one order on all ranks, and so do its reduces.
     """
 
     def __init__(
