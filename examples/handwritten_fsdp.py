@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import gelu, linear
 
-from shardcomm import Bucket, Communicator, Layout, ParamSpec, Streams
+from shardcomm import AdamW, Bucket, Communicator, Layout, ParamSpec
 
 WIDTH, LAYERS, BATCH, STEPS = 768, 4, 16, 6
 SHAPES = {"up": (2 * WIDTH, WIDTH), "bias": (2 * WIDTH,), "down": (WIDTH, 2 * WIDTH)}
@@ -24,17 +24,17 @@ class ByHand:
 
     def __init__(self, tensors, full):
         torch.cat([tensor.flatten() for tensor in tensors], out=full)
-        self.full, self.shard = full, full.chunk(dist.get_world_size())[dist.get_rank()].clone()
+        self.full, self.shards = full, [full.chunk(dist.get_world_size())[dist.get_rank()].clone()]
         parts = full.split([tensor.numel() for tensor in tensors])
         self.params = [part.view(t.shape) for part, t in zip(parts, tensors, strict=True)]
 
     def all_gather(self, *, async_op):  # fills params
-        return dist.all_gather_into_tensor(self.full, self.shard, async_op=async_op)
+        return dist.all_gather_into_tensor(self.full, self.shards[0], async_op=async_op)
 
-    def reduce_scatter(self, grads, *, async_op):  # averages into shard.grad
-        self.shard.grad = torch.empty_like(self.shard)
+    def reduce_scatter(self, grads, *, async_op):  # averages into the .grad of shards
+        self.shards[0].grad = torch.empty_like(self.shards[0])
         flat = torch.cat([grad.flatten() for grad in grads]) / dist.get_world_size()
-        return dist.reduce_scatter_tensor(self.shard.grad, flat, async_op=async_op)
+        return dist.reduce_scatter_tensor(self.shards[0].grad, flat, async_op=async_op)
 
 
 def gathered(layers):
@@ -72,16 +72,16 @@ def main():
     before = [ByHand(layer, full[i % 2]) for i, layer in enumerate(tensors)]
     comm = Communicator.from_process_group()
     layout = Layout.plan([ParamSpec(*named) for named in SHAPES.items()], comm.size)
-    numel = layout.flat_numel
-    full = [comm.allocate(numel, use="gather") for _ in range(2)]
-    shared = {"reduce_buffer": comm.allocate(numel, use="reduce"), "streams": Streams(comm.device)}
-    after = [Bucket(layout, comm, full_buffer=full[i % 2], **shared) for i in range(LAYERS)]
-    for bucket, layer in zip(after, tensors, strict=True):
-        bucket.load(layer)
+    full = [comm.allocate(layout.flat_numel, use="gather") for _ in range(2)]
+    grads = comm.allocate(layout.flat_numel, use="reduce")
+    after = []
+    for i, layer in enumerate(tensors):
+        after.append(Bucket(layout, comm, full_buffer=full[i % 2], reduce_buffer=grads))
+        after[i].load(layer)
     losses = {}
     x = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(dist.get_rank()))
     for name, layers in {"by hand": before, "on Bucket": after}.items():
-        optimizer = torch.optim.AdamW([layer.shard for layer in layers], fused=True)
+        optimizer = AdamW([shard for layer in layers for shard in layer.shards])
         start = time.perf_counter()
         for _ in range(STEPS):
             losses[name] = step(layers, x).item()

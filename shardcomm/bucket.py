@@ -67,9 +67,7 @@ class Bucket:
         replicas: ranks that hold the same shard; gradients are averaged over them too.
         staging: at least `layout.shard_numel` of `reduce_dtype` (default: its own).
         tag: tells this bucket's collectives from others of the same size, should ranks disagree on their order.
-        streams: where `async_op=True` runs (default: two of its own, made when first needed). Buckets whose collectives
-            are under way at once share one, and bring their `reduce_buffer` (it may be the same): a communicator's
-            gathers need one order on all ranks, and so do its reduces.
+        streams: where `async_op=True` runs (default: those of `comm`).
     """
 
     def __init__(
@@ -292,6 +290,8 @@ class Bucket:
         """The reduce buffer, with `sources` packed into it."""
         if self._reduce_buffer is None:
             numel = self.layout.flat_numel
+            if stream is not None:  # another bucket's reduce may be under way
+                compute_stream(self.comm.device).wait(stream.record())
             self._reduce_buffer = self.comm.allocate(numel, dtype=self.reduce_dtype, use="reduce")
         self._pack(sources, dtype, self._reduce_buffer, stream)
         return self._reduce_buffer
@@ -330,9 +330,7 @@ class Bucket:
         return self.comm.size > 1 or self.replicas is not None
 
     def _side_streams(self) -> Streams:
-        if self._streams is None:
-            self._streams = Streams(self.comm.device)
-        return self._streams
+        return self._streams or self.comm.streams
 
     def _after_compute(self, stream: Stream | None) -> None:
         if stream is not None:

@@ -101,8 +101,7 @@ class _Queue:
 class _Queues:
     """Those of one communicator."""
 
-    def __init__(self, device: torch.device) -> None:
-        streams = Streams(device)
+    def __init__(self, streams: Streams) -> None:
         self.gathers = _Queue(streams, streams.gather)
         self.reduces = _Queue(streams, streams.reduce)
 
@@ -128,7 +127,7 @@ def _communicator(operation: str, group: Group) -> Communicator:
 
 def _queues(comm: Communicator) -> _Queues:
     if comm not in _queues_of:
-        _queues_of[comm] = _Queues(comm.device)
+        _queues_of[comm] = _Queues(comm.streams)
     return _queues_of[comm]
 
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
@@ -30,7 +31,7 @@ import torch
 from shardcomm import _C
 from shardcomm.arrays import ArrayLike, as_tensor
 from shardcomm.dtype import core_dtype
-from shardcomm.streams import Event, Stream, compute_stream, keep_until
+from shardcomm.streams import Event, Stream, Streams, compute_stream, keep_until
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -65,6 +66,11 @@ class Communicator(ABC):
     transport: str
     device: torch.device
     """Where the tensors it takes, and those it allocates, are."""
+
+    @cached_property
+    def streams(self) -> Streams:
+        """Where whoever uses it queues its collectives: gathers need one order on all ranks, and so do reduces."""
+        return Streams(self.device)
 
     @staticmethod
     def from_env(

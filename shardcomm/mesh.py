@@ -11,6 +11,7 @@ inside hosts only, and gradients between hosts after they were reduced to a shar
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -18,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardcomm.communicator import Communicator, ReduceOp
 from shardcomm.dtype import movable
 from shardcomm.strategy import Strategy
+from shardcomm.streams import Streams, compute_stream
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,13 @@ class Mesh:
         """Where the ranks compute."""
         return self.shard.device
 
+    @cached_property
+    def streams(self) -> Streams:
+        """Those of the communicators, which engines share: what a group calls needs one order on all its ranks."""
+        row = self.shard.streams
+        column = self.replicate.streams.reduce if self.replicate.size > 1 else None
+        return Streams(self.device, row.gather, row.reduce, column)
+
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Copies the contiguous `tensor`, of any dtype, of rank 0 to all: down the columns, then along the rows."""
         for comm in (self.replicate, self.shard):
@@ -98,9 +107,13 @@ class Mesh:
                 comm.broadcast(movable(tensor.view(-1)))
 
     def all_reduce(self, buffer: torch.Tensor, op: ReduceOp) -> None:
-        """Reduces `buffer` over all ranks in place."""
+        """Reduces `buffer` over all ranks in place, after what another engine on them has queued.
+
+        A backward that goes through two models ends in one while reduces of the other are under way.
+        """
         for comm in (self.shard, self.replicate):
             if comm.size > 1:
+                compute_stream(self.device).wait(comm.streams.reduce.record())
                 comm.all_reduce(buffer, op)
 
     def close(self) -> None:

@@ -16,7 +16,6 @@ from shardcomm.mixed_precision import MixedPrecision
 from shardcomm.schedule import Schedule, Trigger
 from shardcomm.shard_units import GranularityOf, shard_units
 from shardcomm.strategy import Strategy
-from shardcomm.streams import Streams
 from shardcomm.unit import Units, find_units, registration_order
 
 
@@ -89,8 +88,7 @@ def fully_shard(
         return Schedule.plan(order, how, prefetch=prefetch, slots=slot_of, backward=backward)
 
     precision = mixed_precision or MixedPrecision()
-    streams = Streams(mesh.device)
-    sharded = shard_units(found, mesh, precision, first_guess.slot_of, granularity, streams)
+    sharded = shard_units(found, mesh, precision, first_guess.slot_of, granularity, mesh.streams)
     engine = Engine(
         model,
         mesh,
@@ -98,7 +96,7 @@ def fully_shard(
         plan,
         order,
         precision,
-        streams,
+        mesh.streams,
         on_nonfinite,
         owns_mesh=isinstance(comm, DeviceMesh),
     )

@@ -50,15 +50,22 @@ class Stream(Protocol):
 class Streams:
     """The streams of one rank on one device."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        gather: Stream | None = None,
+        reduce: Stream | None = None,
+        replicate: Stream | None = None,
+    ) -> None:
         self.device = device
-        self.gather = _new_stream(device)
-        self.reduce = _new_stream(device)
+        self.gather = gather or _new_stream(device)
+        self.reduce = reduce or _new_stream(device)
+        self._replicate = replicate
 
     @cached_property
     def replicate(self) -> Stream:
         """Made when first needed: few strategies do."""
-        return _new_stream(self.device)
+        return self._replicate or _new_stream(self.device)
 
     def compute(self) -> Stream:
         """Where torch computes now."""

@@ -151,3 +151,22 @@ def test_wrong_shapes_are_named() -> None:
         Bucket.from_tensors({"a": torch.ones(1), "b": torch.ones(1, dtype=torch.half)}, comm)
     with pytest.raises(ValueError, match="layout is for 2 ranks, comm has 1"):
         Bucket(Layout.plan([ParamSpec("w", (4, 2))], 2), comm)
+
+
+def test_buckets_of_one_communicator_may_be_under_way_together() -> None:
+    """Without buffers or streams of their own choice, made with different data."""
+    wholes = [{"weight": torch.full((64, 32), float(i))} for i in range(6)]
+
+    def body(comm: Communicator) -> None:
+        buckets = [Bucket.from_tensors(whole, comm) for whole in wholes]
+        for work in [bucket.all_gather(async_op=True) for bucket in buckets]:
+            work.wait()
+        grads = [[(1 + comm.rank) * bucket.params[0]] for bucket in buckets]
+        pairs = zip(buckets, grads, strict=True)
+        for work in [bucket.reduce_scatter(grad, async_op=True) for bucket, grad in pairs]:
+            work.wait()
+        for i, bucket in enumerate(buckets):
+            assert bucket.grad.eq(1.5 * i).all()
+
+    for _ in range(5):
+        run_threads(body, 2)
