@@ -1,0 +1,102 @@
+"""What an exception in forward or backward leaves behind: nothing that the next step, or a state dict, would see."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from thread_ranks import run_threads
+from torch import nn
+from twins import WIDTH, Chain, assert_same_gradients, twins, values
+
+from shardcomm import Communicator, fully_shard
+
+
+class Failure(Exception):
+    pass
+
+
+class _FailInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):  # type: ignore[no-untyped-def]
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        raise Failure
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("no_sync", [False, True])
+def test_exception_in_backward_leaves_nothing_to_the_next_step(ranks: int, no_sync: bool) -> None:
+    def body(comm: Communicator) -> None:
+        model, plain = twins(Chain)
+        engine = fully_shard(model, comm)
+        model.between = lambda i, x: _FailInBackward.apply(x) if i == 1 else x
+        with engine.no_sync() if no_sync else torch.enable_grad(), pytest.raises(Failure):
+            model(values(3, WIDTH)).sum().backward()
+        model.between = lambda i, x: x
+        model.zero_grad()
+        for net in (model, plain):
+            net(values(3, WIDTH, seed=2)).sum().backward()
+        assert_same_gradients(engine, model, plain)
+
+    run_threads(body, ranks)
+
+
+def failing_forward(model: nn.Module, *, at: int) -> None:
+    """Of a unit: its parameters are shown in full when it raises."""
+
+    def fail(*_: object) -> None:
+        raise Failure
+
+    hook = model.blocks[at].linear.register_forward_hook(fail)
+    with pytest.raises(Failure):
+        model(values(3, WIDTH))
+    hook.remove()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_exception_in_forward_does_not_reach_the_state_dict(ranks: int) -> None:
+    def body(comm: Communicator) -> None:
+        model, plain = twins(Chain)
+        engine = fully_shard(model, comm)
+        failing_forward(model, at=2)
+        state = engine.full_state_dict()
+        for name, value in plain.state_dict().items():
+            assert torch.equal(state[name], value), name
+        with torch.no_grad():
+            model(values(3, WIDTH))  # takes the slots
+        for name, value in plain.state_dict().items():
+            assert torch.equal(state[name], value), name
+
+        failing_forward(model, at=1)
+        doubled = {name: 2 * value for name, value in plain.state_dict().items()}
+        engine.load_state_dict(doubled)
+        for name, value in engine.full_state_dict().items():
+            assert torch.equal(value, doubled[name]), name
+
+        failing_forward(model, at=1)
+        engine.close()
+        assert sum(p.numel() for u in engine.units for p in u.module.parameters(recurse=False)) <= (
+            sum(p.numel() for p in plain.parameters())
+        )
+        for unit in engine.units:
+            for param in unit.params:
+                assert all(m._parameters[a] is param.shard for m, a in param.owned.places)
+
+    run_threads(body, ranks)
+
+
+def test_exception_in_forward_keeps_gradients_of_no_sync() -> None:
+    def body(comm: Communicator) -> None:
+        model, plain = twins(Chain)
+        engine = fully_shard(model, comm)
+        with engine.no_sync():
+            model(values(3, WIDTH)).sum().backward()
+        failing_forward(model, at=2)
+        model(values(3, WIDTH, seed=2)).sum().backward()
+        for seed in (1, 2):
+            plain(values(3, WIDTH, seed=seed)).sum().backward()
+        assert_same_gradients(engine, model, plain)
+
+    run_threads(body, 2)

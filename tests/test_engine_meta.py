@@ -1,0 +1,90 @@
+"""Models on the meta device, materialised unit by unit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from thread_ranks import run_threads
+from torch import nn
+from twins import WIDTH, assert_same_gradients
+
+from shardcomm import Communicator, fully_shard
+
+
+class Head(nn.Linear):
+    """Has a parameter of its own beside the tied one, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.register_buffer("scale", torch.empty(WIDTH))
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        if hasattr(self, "scale"):
+            nn.init.constant_(self.scale, 3.0)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WIDTH, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH, affine=False)  # has buffers only
+        self.head = Head()
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.embed(tokens))) * self.head.scale
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_tied_meta_parameters_and_buffers_are_materialised_once(ranks: int) -> None:
+    def body(comm: Communicator) -> None:
+        with torch.device("meta"):
+            model = Tied()
+        engine = fully_shard(model, comm, units=[model.embed, model.head])
+        assert model.embed.weight is model.head.weight
+        for unit in engine.units:
+            for bucket, params in unit.buckets:
+                storage = bucket.shard.untyped_storage().data_ptr()
+                assert all(p.shard.untyped_storage().data_ptr() == storage for p in params)
+        assert model.head.scale.eq(3).all()
+        assert model.norm.running_var.eq(1).all()
+
+        plain = Tied()
+        plain.load_state_dict(engine.full_state_dict())
+        assert plain.embed.weight.std() > 0.7  # as nn.Embedding draws it, not nn.Linear
+        for net in (model, plain):
+            net(torch.arange(WIDTH)).square().sum().backward()
+        assert_same_gradients(engine, model, plain)
+
+    run_threads(body, ranks)
+
+
+def test_what_is_not_on_meta_keeps_its_values() -> None:
+    def body(comm: Communicator) -> None:
+        model = nn.Linear(WIDTH, WIDTH)
+        weight = torch.arange(WIDTH * WIDTH).view(WIDTH, WIDTH).float()
+        model.weight = nn.Parameter(weight.clone())
+        model.bias = nn.Parameter(torch.empty(WIDTH, device="meta"))
+        state = fully_shard(model, comm).full_state_dict()
+        assert torch.equal(state["weight"], weight)
+        assert 0 < state["bias"].abs().max() < 1
+
+    run_threads(body, 2)
+
+
+class BufferOnly(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.rope = nn.Identity()
+        self.rope.register_buffer("inverse", torch.arange(2.0))
+
+
+def test_meta_buffers_without_reset_parameters_are_named() -> None:
+    with torch.device("meta"):
+        model = BufferOnly()
+    model.forward = model.linear.forward
+    with pytest.raises(ValueError, match=r"Identity 'rope' has inverse on the meta device"):
+        fully_shard(model, Communicator.local_group(1)[0])
+    assert model.linear.weight.is_meta

@@ -1,0 +1,218 @@
+"""What modules return, share and change in place, against plain autograd."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from thread_ranks import run_threads
+from torch import nn
+from twins import WIDTH, Block, Chain, assert_same_gradients, twins, values
+
+from shardcomm import Communicator, fully_shard
+
+
+@dataclass(frozen=True)
+class Hidden:
+    state: torch.Tensor
+    note: str = ""
+
+
+class InDataclass(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.second = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Hidden) -> Hidden:
+        return Hidden(torch.tanh(self.second(torch.tanh(self.first(x.state)))), note="out")
+
+
+class DataclassChain(Chain):
+    def __init__(self) -> None:
+        super().__init__(InDataclass)
+
+    def forward(self, x: torch.Tensor) -> Hidden:
+        hidden = Hidden(self.stem(x))
+        for block in self.blocks:
+            hidden = block(hidden)
+        return hidden
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_dataclasses_are_opened(ranks: int) -> None:
+    def body(comm: Communicator) -> None:
+        model, plain = twins(DataclassChain)
+        engine = fully_shard(model, comm)
+        for net in (model, plain):
+            net(values(3, WIDTH)).state.square().sum().backward()
+        # Each was reduced in turn, as soon as backward had left it.
+        assert all(unit.pending_calls == 0 for unit in engine.units)
+        assert_same_gradients(engine, model, plain)
+
+    run_threads(body, ranks)
+
+
+class Opaque:
+    """What no pytree opens."""
+
+    def __init__(self, state: torch.Tensor) -> None:
+        self.state = state
+
+
+class InOpaque(Block):
+    def forward(self, x: torch.Tensor) -> Opaque:  # type: ignore[override]
+        return Opaque(super().forward(x))
+
+
+class OpaqueChain(Chain):
+    def __init__(self) -> None:
+        super().__init__(InOpaque)
+
+    def forward(self, x: torch.Tensor) -> Opaque:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x).state
+        return Opaque(x)
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
+def test_opaque_output_raises_or_trains_but_never_loses_gradients(strategy: str) -> None:
+    def body(comm: Communicator) -> None:
+        model, plain = twins(OpaqueChain)
+        engine = fully_shard(model, comm, strategy=strategy)
+        loss = model(values(3, WIDTH)).state.square().sum()
+        if strategy == "full_shard":  # its slots are overwritten
+            with pytest.raises(TypeError, match=r"unit 'blocks.3' .* returned Opaque"):
+                loss.backward()
+            return
+        loss.backward()
+        plain(values(3, WIDTH)).state.square().sum().backward()
+        assert_same_gradients(engine, model, plain)
+
+    run_threads(body, 2)
+
+
+def test_opaque_output_of_the_model_alone_loses_no_gradients() -> None:
+    def body(comm: Communicator) -> None:
+        model, plain = twins(InOpaque)
+        engine = fully_shard(model, comm)
+        for net in (model, plain):
+            net(values(3, WIDTH)).state.square().sum().backward()
+        assert_same_gradients(engine, model, plain)
+
+    run_threads(body, 2)
+
+
+class Position(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(16, WIDTH))
+
+    def forward(self, length: int) -> torch.Tensor:
+        return self.table[:length]
+
+
+class Positions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(Position() for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tables = [table(len(x)) for table in self.tables]
+        return sum((x * 10**i * table for i, table in enumerate(tables)), x)
+
+
+def test_view_of_a_parameter_outlives_its_slot() -> None:
+    def body(comm: Communicator) -> None:
+        model, plain = twins(Positions)
+        engine = fully_shard(model, comm)
+        x = values(3, WIDTH)
+        with torch.no_grad():
+            assert torch.equal(model(x), plain(x))
+        for net in (model, plain):
+            net(x).square().sum().backward()
+        assert_same_gradients(engine, model, plain)
+
+    run_threads(body, 2)
+
+
+class InPlace(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x.mul_(2)
+        x += super().forward(x.clone())
+        return x
+
+
+class Residual(Chain):
+    """The caller goes on with what a block has changed in place."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = x + torch.sin(block(x))
+        return x
+
+
+@pytest.mark.parametrize("make", [Chain, Residual])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_in_place_on_an_input_is_as_without_sharding(make: type[Chain], ranks: int) -> None:
+    def body(comm: Communicator) -> None:
+        model, plain = twins(lambda: make(InPlace))
+        engine = fully_shard(model, comm)
+        for net in (model, plain):
+            net(values(3, WIDTH)).square().sum().backward()
+        assert_same_gradients(engine, model, plain)
+
+    run_threads(body, ranks)
+
+
+def test_in_place_relu_as_first_module() -> None:
+    def body(comm: Communicator) -> None:
+        model, plain = twins(
+            lambda: Chain(lambda: nn.Sequential(nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH)))
+        )
+        engine = fully_shard(model, comm)
+        for net in (model, plain):
+            net(values(3, WIDTH)).square().sum().backward()
+        assert_same_gradients(engine, model, plain)
+
+    run_threads(body, 2)
+
+
+def test_in_place_on_a_leaf_raises_as_without_sharding() -> None:
+    model, plain = twins(InPlace)
+    fully_shard(model, Communicator.local_group(1)[0])
+    for net in (plain, model):
+        with pytest.raises(RuntimeError, match="a leaf Variable that requires grad"):
+            net(values(3, WIDTH).requires_grad_())
+
+
+class Containers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.ModuleDict({"block": Block()}) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer["block"](x)
+        return x
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+def test_parameters_in_containers_are_trained(strategy: str) -> None:
+    def body(comm: Communicator) -> None:
+        model, plain = twins(Containers)
+        engine = fully_shard(model, comm, strategy=strategy)
+        model(values(3, WIDTH, seed=comm.rank)).square().sum().backward()
+        (sum(plain(values(3, WIDTH, seed=r)).square().sum() for r in range(2)) / 2).backward()
+        assert_same_gradients(engine, model, plain)
+
+    run_threads(body, 2)
+
+
+def test_embedding_with_max_norm_is_refused() -> None:
+    model = nn.Sequential(nn.Embedding(4, 2, max_norm=1.0))
+    with pytest.raises(ValueError, match=r"Embedding '0' has max_norm=1.0"):
+        fully_shard(model, Communicator.local_group(1)[0])

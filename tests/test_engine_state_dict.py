@@ -1,0 +1,96 @@
+"""The full state dict beside parameters: buffers, extra state, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from thread_ranks import run_threads
+from torch import nn
+from twins import WIDTH, twins, values
+
+from shardcomm import Communicator, fully_shard
+
+
+class Normed(nn.Module):
+    """Has parameters, buffers, and extra state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.history = ["made"]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.linear(x))
+
+    def get_extra_state(self) -> list[str]:
+        return self.history
+
+    def set_extra_state(self, state: list[str]) -> None:
+        self.history = state
+
+
+class Nested(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Normed()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+def test_state_dict_is_a_copy_of_parameters_and_buffers() -> None:
+    def body(comm: Communicator) -> None:
+        model, plain = twins(Normed)
+        engine = fully_shard(model, comm)
+        state = engine.full_state_dict()
+        model(values(4, WIDTH))
+        assert not torch.equal(model.norm.running_mean, plain.norm.running_mean)
+        with torch.no_grad():
+            for param in model.parameters():
+                param.zero_()
+        for name, value in plain.state_dict().items():
+            if isinstance(value, torch.Tensor):
+                assert torch.equal(state[name], value), name
+
+    run_threads(body, 1)
+
+
+@pytest.mark.parametrize("make", [Normed, Nested])
+def test_extra_state_passes_both_ways(make: type[nn.Module]) -> None:
+    def body(comm: Communicator) -> None:
+        model, plain = twins(make)
+        owner = model if make is Normed else model.inner
+        engine = fully_shard(model, comm)
+        state = engine.full_state_dict()
+        assert state.keys() == plain.state_dict().keys()
+        plain.load_state_dict(state)
+        name = next(name for name in state if name.endswith("_extra_state"))
+        assert state[name] == ["made"]
+        engine.load_state_dict({**state, name: ["loaded"]})
+        assert owner.history == ["loaded"]
+
+    run_threads(body, 2)
+
+
+@pytest.mark.parametrize("wrong", ["norm.running_var", "norm.bias", "linear.weight"])
+@pytest.mark.parametrize("value", [torch.zeros(3), [0.0]])
+def test_refused_state_dict_changes_nothing(wrong: str, value: object) -> None:
+    def body(comm: Communicator) -> None:
+        model, plain = twins(Normed)
+        engine = fully_shard(model, comm)
+        state = {
+            name: value + 1 if isinstance(value, torch.Tensor) else ["changed"]
+            for name, value in plain.state_dict().items()
+        }
+        state[wrong] = value
+        with pytest.raises(ValueError, match=f"{wrong} (has shape|is a list)"):
+            engine.load_state_dict(state)
+        after = engine.full_state_dict()
+        for name, expected in plain.state_dict().items():
+            if isinstance(expected, torch.Tensor):
+                assert torch.equal(after[name], expected), name
+            else:
+                assert after[name] == expected
+
+    run_threads(body, 2)
