@@ -64,7 +64,11 @@ class AdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update of all parameters that have a gradient; returns what `closure` does."""
+        """One update of all parameters that have a gradient; returns what `closure` does.
+
+        Raises:
+            ValueError: a gradient is sparse, or a parameter has gaps in its memory.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -79,7 +83,7 @@ class AdamW(torch.optim.AdamW):
             beta1, beta2 = group["betas"]
             adamw(
                 plan.params,
-                [_flat([grads[i] for i in run]) for run in plan.runs],
+                [_flat_gradient(run, params, grads) for run in plan.runs],
                 plan.moments[0],
                 plan.moments[1],
                 plan.moments[2],
@@ -110,23 +114,31 @@ class AdamW(torch.optim.AdamW):
         plan = _Plan(where)
         names = MOMENTS if group["amsgrad"] else MOMENTS[:2]
         steps = [float(self.state[param].get("step", 0)) for param in params]
+        for param in params:
+            if not _dense(param):
+                raise ValueError(
+                    f"AdamW: a parameter of shape {tuple(param.shape)} has strides {param.stride()}, with gaps in its "
+                    "memory, which PyTorch's fused kernel would write into; pass a contiguous one"
+                )
         for run in _runs(params, grads, steps):
             members = [params[i] for i in run]
             plan.runs.append(run)
             plan.params.append(_flat(members))
-            for name, moments in zip(names, plan.moments, strict=False):
-                moments.append(self._flat_state(members, name))
             counted = members[0].new_full((len(run),), steps[run[0]], dtype=torch.float32)
             plan.steps.append(counted[0])
             plan.other_steps.append(counted[1:])
             for param, step in zip(members, counted, strict=True):
                 self.state[param]["step"] = step
+            for name, moments in zip(names, plan.moments, strict=False):
+                moments.append(self._flat_state(members, name))
         return plan
 
     def _flat_state(self, params: Sequence[torch.Tensor], name: str) -> torch.Tensor:
         """The state `name` of a run, zeros where there is none; moved together where it lies apart."""
         held = [self.state[param].get(name) for param in params]
-        if None in held or not all(_follows(a, b) for a, b in pairwise(held)):
+        if any(
+            old is None or old.stride() != p.stride() for old, p in zip(held, params, strict=True)
+        ) or not all(_follows(a, b) for a, b in pairwise(held)):
             flat = torch.zeros_like(_flat(params))
             offset = 0
             for i, (param, old) in enumerate(zip(params, held, strict=True)):
@@ -163,6 +175,11 @@ def _where(params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> lis
     where: list[object] = []
     number = -1
     for param, grad in zip(params, grads, strict=True):
+        if grad.layout is not torch.strided:
+            raise ValueError(
+                f"AdamW: a parameter of shape {tuple(param.shape)} has a {grad.layout} gradient; it must be dense: use "
+                "torch.optim.SparseAdam for it"
+            )
         offset = grad.storage_offset()
         if address := grad.data_ptr():  # else it is empty, and as well in the last one's
             number = storages.setdefault(int(address - offset * grad.itemsize), len(storages))
@@ -215,3 +232,13 @@ def _flat(run: Sequence[torch.Tensor]) -> torch.Tensor:
     if len(run) == 1:
         return run[0]
     return run[0].as_strided((sum(map(torch.numel, run)),), (1,))
+
+
+def _flat_gradient(
+    run: Sequence[int], params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    """Of a run; a single one's with its parameter's strides, since the kernel goes through both in order of memory."""
+    flat = _flat([grads[i] for i in run])
+    if len(run) > 1 or flat.stride() == params[run[0]].stride():
+        return flat
+    return torch.empty_like(params[run[0]]).copy_(flat)
