@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterable
 
 import pytest
 import torch
-from thread_ranks import run_threads
+from thread_ranks import run_mesh, run_threads
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from twins import WIDTH, Block, Chain, assert_same_gradients, twins, values
 
-from shardcomm import Communicator, Engine, fully_shard
+from shardcomm import Communicator, Engine, Mesh, fully_shard
 
 STRATEGIES = ["full_shard", "shard_grad_op", "no_shard"]
 Loop = Callable[[nn.Module], None]
@@ -147,6 +147,19 @@ def test_two_engines_train_against_each_other(strategy: str, freeze: bool) -> No
         assert_same_parameters(engines[1], plain.critic)
 
     run_threads(body, 2)
+
+
+def test_two_engines_on_one_mesh() -> None:
+    def body(mesh: Mesh) -> None:
+        pair, plain = twins(Pair)
+        models = (pair.generator, pair.critic)
+        engines = [fully_shard(model, mesh, strategy="hybrid_shard") for model in models]
+        for each in (pair, plain):
+            adversarial(each, freeze=False)
+        assert_same_parameters(engines[0], plain.generator)
+        assert_same_parameters(engines[1], plain.critic)
+
+    run_mesh(body, 2, 2)
 
 
 def test_gradient_penalty_of_a_critic() -> None:
