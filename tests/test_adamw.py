@@ -13,7 +13,7 @@ from thread_ranks import run_threads
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardcomm import AdamW, Communicator, fully_shard
+from shardcomm import AdamW, Communicator, GradScaler, fully_shard
 
 LANES = (
     32  # elements that fill whole vector registers, so that nothing depends on where a run begins
@@ -273,3 +273,27 @@ def test_sharded_model_trains_as_with_torchs(ranks: int) -> None:
             assert torch.equal(states[0][name], value), name
 
     run_threads(body, ranks)
+
+
+def test_infinity_on_one_rank_skips_the_step_on_all() -> None:
+    nets = [net() for _ in range(2)]
+
+    def body(comm: Communicator) -> None:
+        model = nets[comm.rank]
+        engine = fully_shard(model, comm, units=nn.Linear)
+        optimizer = AdamW(model.parameters(), lr=0.05)
+        scaler = GradScaler(engine, init_scale=4.0)
+        before = engine.full_state_dict()
+        for step in range(2):
+            scaler.scale(model(torch.ones(2, LANES)).square().sum()).backward()
+            if step == 0 and comm.rank == 1:
+                grad = model[1].weight.grad
+                assert grad is not None
+                grad.fill_(float("inf"))
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            after = engine.full_state_dict()
+            assert all(torch.equal(after[name], before[name]) for name in before) is (step == 0)
+
+    run_threads(body, 2)
