@@ -144,8 +144,9 @@ class C10dCommunicator(Communicator):
         self._submit("broadcast", run, stream)
         return queued(stream, buffer)
 
-    def barrier(self) -> None:
-        self._submit("barrier", lambda: self._wait(self._gathers.barrier()), None)
+    def barrier(self, *, tag: int = 0, stream: Stream | None = None) -> Event | None:
+        self._submit("barrier", lambda: self._wait(self._gathers.barrier()), stream)
+        return queued(stream)
 
     def abort(self, reason: str) -> None:
         """Only this rank hears the reason; the others fail when the group's connections or timeout do."""

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 ReduceOp = Literal["sum", "avg", "max", "min"]
 Use = Literal["gather", "reduce"]
-Transport = Literal["auto", "shm", "nccl", "c10d"]
+Transport = Literal["auto", "shm", "nccl", "c10d", "local"]
 
 RED_OPS = {"sum": _C.RedOp.sum, "avg": _C.RedOp.avg, "max": _C.RedOp.max, "min": _C.RedOp.min}
 USES = {"gather": _C.Use.gather, "reduce": _C.Use.reduce}
@@ -105,8 +105,8 @@ class Communicator(ABC):
     ) -> Communicator:
         """The ranks of a torch ProcessGroup (default: the default group), which stays untouched.
 
-        `transport` "c10d" runs the collectives through two new groups of the same ranks and backend. `device`: by
-        default the current GPU for a group of NCCL's, else the CPU.
+        `transport` "c10d" runs the collectives through two new groups of the same ranks and backend; "local" is for
+        ranks that are threads of one process. `device`: by default the current GPU for a group of NCCL's, else the CPU.
         """
         from shardcomm import rendezvous  # noqa: PLC0415
 
@@ -189,8 +189,9 @@ class Communicator(ABC):
         """Copies `buffer` of rank `root` to all."""
 
     @abstractmethod
-    def barrier(self) -> None:
-        """Returns when every rank has called it."""
+    def barrier(self, *, tag: int = 0, stream: Stream | None = None) -> Event | None:
+        """Returns when every rank has called it; on a `stream`, what comes later there starts then. `tag`: as in
+        `all_gather`."""
 
     @abstractmethod
     def abort(self, reason: str) -> None:
@@ -311,11 +312,12 @@ class CoreCommunicator(Communicator):
         )
         return queued(stream, buffer)
 
-    def barrier(self) -> None:
-        stream = self._on(None)
-        self._core.barrier(stream)
-        if stream is not None:
-            stream.record().wait()
+    def barrier(self, *, tag: int = 0, stream: Stream | None = None) -> Event | None:
+        on = self._on(stream)
+        self._core.barrier(tag, on)
+        if stream is None and on is not None:
+            on.record().wait()
+        return queued(stream)
 
     def abort(self, reason: str) -> None:
         self._core.abort(reason)

@@ -15,6 +15,7 @@ columns of a matrix. However many segments there are, a run is one call into the
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -63,6 +64,12 @@ class CopyPlan:
     src_dtype: torch.dtype
     dst_dtype: torch.dtype
     core: _C.CopyPlan = field(init=False, repr=False, compare=False)
+    _uploaded: dict[Any, Executor] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    _uploading: threading.Lock = field(
+        default_factory=threading.Lock, init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         src_wire, src_items = wire_dtype(self.src_dtype)
@@ -183,13 +190,26 @@ class CopyPlan:
         contiguous tensors, or arrays that can be seen as such (`shardcomm.arrays`), of the plan's
         dtypes on one device, of any shape, with at least the elements that the plan touches;
         sources and destinations must not overlap. `threads` are the CPU's. On a GPU it runs on the
-        current stream, after it has taken the plan there and waited for that: `bind` once instead.
+        current stream; the first run there also uploads the plan, and waits for that.
 
         Raises TypeError for a tensor of another dtype or device; ValueError for one that is not
         contiguous or too small, for a wrong number of them, for threads < 1, and for a scale or
         accumulation on dtypes without conversion.
         """
-        self.bind(sources, destinations, scale=scale, accumulate=accumulate, threads=threads).run()
+        read, written = _operands(sources, destinations)
+        device = _device_of(written)
+        if device.type == "cpu":
+            self._executor(read, written, device, scale, accumulate, threads).run()
+            return
+        key = device, scale, accumulate
+        with self._uploading:  # and nobody else's operands come between these and their run
+            if key not in self._uploaded:
+                self._uploaded[key] = self._executor(
+                    read, written, device, scale, accumulate, threads
+                )
+            executor = self._uploaded[key]
+            executor.set_operands(*self._pointers(read, written, device))
+            executor.run(compute_stream(device))
 
     def bind(
         self,
@@ -204,26 +224,35 @@ class CopyPlan:
 
         On a GPU a run can be captured in a CUDA graph, which needs the BoundCopy as long as it lives.
         """
-        read = _as_tensors("sources", sources)
-        written = []
-        for i, tensor in enumerate(_as_tensors("destinations", destinations)):
-            if tensor is None:
-                raise TypeError(f"destinations[{i}] is None, it must be a tensor")
-            written.append(tensor)
-        device = _device_of(written)
-        pointers = (
-            self.source_pointers(read, device),
-            _pointers("destinations", written, self.dst_dtype, self.core.dst_extents, device),
-        )
-        core: Executor
+        read, written = _operands(sources, destinations)
+        core = self._executor(read, written, _device_of(written), scale, accumulate, threads)
+        return BoundCopy(self, core, read, tuple(written))
+
+    def _executor(
+        self,
+        read: Sequence[Tensor | None],
+        written: Sequence[Tensor],
+        device: torch.device,
+        scale: float,
+        accumulate: bool,
+        threads: int,
+    ) -> Executor:
+        pointers = self._pointers(read, written, device)
         if uses_core(device):
             index = -1 if device.type == "cpu" else device.index
-            core = _C.BoundCopy(self.core, *pointers, scale, accumulate, threads, index)
-        else:
-            from shardcomm.copy_triton import TritonCopy  # noqa: PLC0415  (needs Triton)
+            return _C.BoundCopy(self.core, *pointers, scale, accumulate, threads, index)
+        from shardcomm.copy_triton import TritonCopy  # noqa: PLC0415  (needs Triton)
 
-            core = TritonCopy(self.core, *pointers, scale, accumulate, device)
-        return BoundCopy(self, core, read, tuple(written))
+        return TritonCopy(self.core, *pointers, scale, accumulate, device)
+
+    def _pointers(
+        self, read: Sequence[Tensor | None], written: Sequence[Tensor], device: torch.device
+    ) -> tuple[list[int], list[int]]:
+        extents = self.core.dst_extents
+        return (
+            self.source_pointers(read, device),
+            _pointers("destinations", written, self.dst_dtype, extents, device),
+        )
 
     def source_pointers(self, tensors: Sequence[Tensor | None], device: torch.device) -> list[int]:
         """Addresses of `tensors`, 0 for None. Raises as `run` does."""
@@ -278,6 +307,18 @@ class BoundCopy:
         if stream is None and self.device.type != "cpu":
             stream = compute_stream(self.device)
         self.core.run(stream)
+
+
+def _operands(
+    sources: Sequence[ArrayLike | None], destinations: Sequence[ArrayLike]
+) -> tuple[list[Tensor | None], list[Tensor]]:
+    read = _as_tensors("sources", sources)
+    written = []
+    for i, tensor in enumerate(_as_tensors("destinations", destinations)):
+        if tensor is None:
+            raise TypeError(f"destinations[{i}] is None, it must be a tensor")
+        written.append(tensor)
+    return read, written
 
 
 def _as_tensors(role: str, arrays: Sequence[ArrayLike | None]) -> list[Tensor | None]:

@@ -9,7 +9,7 @@ import itertools
 import os
 from collections.abc import Callable
 from datetime import timedelta
-from typing import cast
+from typing import cast, get_args
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,7 @@ from shardcomm.communicator import (
 Exchange = Callable[[bytes], list[bytes]]
 
 _groups = itertools.count()  # keeps the keys of several communicators over one store apart
+_local: dict[bytes, list[Communicator]] = {}  # made by one thread for all
 
 
 def from_env(
@@ -170,6 +171,8 @@ def connect(
         )
     if transport == "c10d":
         return c10d()
+    if transport == "local":
+        return _thread_rank(exchange, rank, size, deadline_s, device)
     if device.type == "cuda":
         if size == 1:
             return Communicator.local_group(1, deadline_s=deadline_s, device=device)[0]
@@ -195,10 +198,33 @@ def host_identity() -> str:
         return boot.read().strip() + os.readlink("/proc/self/ns/pid")
 
 
+def _thread_rank(
+    exchange: Exchange, rank: int, size: int, deadline_s: float, device: torch.device
+) -> Communicator:
+    """This thread's of a local group, which the thread of rank 0 makes."""
+    processes = exchange(str(os.getpid()).encode())
+    if len(set(processes)) > 1:
+        raise ValueError(
+            f"transport is 'local', but the {size} ranks are {len(set(processes))} processes; 'local' is for threads "
+            "of one, use 'auto'"
+        )
+    key = b""
+    if rank == 0:
+        key = str(next(_groups)).encode()
+        _local[key] = Communicator.local_group(size, deadline_s=deadline_s, device=device)
+    key = exchange(key)[0]
+    own = _local[key][rank]
+    exchange(b"")  # all have theirs
+    if rank == 0:
+        del _local[key]
+    return own
+
+
 def check_transport(transport: str) -> None:
     """ValueError unless `transport` is one of the names."""
-    if transport not in ("auto", "shm", "nccl", "c10d"):
-        raise ValueError(f"transport is {transport!r}; accepted: 'auto', 'shm', 'nccl', 'c10d'")
+    if transport not in get_args(Transport):
+        accepted = ", ".join(map(repr, get_args(Transport)))
+        raise ValueError(f"transport is {transport!r}; accepted: {accepted}")
 
 
 def _given_device(device: torch.device | str) -> torch.device:

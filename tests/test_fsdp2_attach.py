@@ -29,6 +29,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, Shard
 from torch.distributed.tensor import Shard
 
 from shardcomm import CommError, fsdp2, launch, rendezvous
+from shardcomm.fsdp2 import internals
 
 STEPS = 3
 WIDTH = 12
@@ -307,7 +308,7 @@ def train_before_and_after() -> None:
 
 
 def comms_of(net: nn.Module) -> list[object]:
-    groups = [group for module in fsdp_modules(net) for group in fsdp2._param_groups(module)]
+    groups = [group for module in fsdp_modules(net) for group in internals.param_groups(module)]
     return [c for group in groups for c in (group._all_gather_comm, group._reduce_scatter_comm)]
 
 
@@ -434,7 +435,7 @@ def receipts_and_errors() -> None:
             fsdp2.attach(whole_or_part)
     attached.detach()
 
-    (group,) = fsdp2._param_groups(net.embed)
+    (group,) = internals.param_groups(net.embed)
     group.device = torch.device("xpu")
     with pytest.raises(ValueError, match="module 'embed' is on xpu; supported: 'cpu', and 'cuda'"):
         fsdp2.attach(net)

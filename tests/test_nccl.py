@@ -246,7 +246,7 @@ def others() -> None:
         comm.broadcast(value.data_ptr(), value.numel() * value.itemsize, root, current_stream())
         assert torch.equal(value.cpu(), torch.arange(1000) * (root + 1))
     for _ in range(3):
-        comm.barrier(current_stream())
+        comm.barrier(0, current_stream())
     torch.cuda.synchronize()
     empty = torch.zeros(0, device="cuda")
     all_gather(comm, empty, empty)
@@ -350,7 +350,7 @@ def test_gpu_ranks_of_a_torch_process_group_are_borrowed() -> None:
 def errors_after(comm: _C.Communicator) -> str:
     """What every call says from now on."""
     with pytest.raises(CommError) as caught:
-        comm.barrier(current_stream())
+        comm.barrier(0, current_stream())
     with pytest.raises(CommError) as again:
         all_reduce(comm, torch.zeros(4, device="cuda"))
     assert str(caught.value) == str(again.value)
@@ -404,7 +404,7 @@ def mismatch() -> str:
         if comm.rank == 0:  # the other has gone to another channel
             all_reduce(comm, value)
         else:
-            comm.barrier(current_stream())
+            comm.barrier(0, current_stream())
     torch.cuda.synchronize()
     return errors_after(comm)
 

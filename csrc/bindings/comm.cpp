@@ -101,10 +101,11 @@ void bind_comm(py::module_& m) {
           py::arg("buffer"), py::arg("nbytes"), py::arg("root"), on_stream)
       .def(
           "barrier",
-          [](const Comm& comm, Stream* stream) {
-            submit(comm, stream, [](Communicator& c, NativeStream native) { c.barrier(native); });
+          [](const Comm& comm, std::int64_t tag, Stream* stream) {
+            submit(comm, stream,
+                   [=](Communicator& c, NativeStream native) { c.barrier(tag, native); });
           },
-          on_stream)
+          py::arg("tag") = 0, on_stream)
       .def("abort", &Communicator::abort, py::arg("reason"),
            py::call_guard<py::gil_scoped_release>())
       .def("close", &Communicator::close, py::call_guard<py::gil_scoped_release>())

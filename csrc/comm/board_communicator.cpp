@@ -124,10 +124,11 @@ std::shared_ptr<Memory> BoardCommunicator::allocate(std::size_t bytes, Use use) 
   return memory;
 }
 
-void BoardCommunicator::barrier(NativeStream stream) {
+void BoardCommunicator::barrier(std::int64_t tag, NativeStream stream) {
   perform(*gathers_, "barrier", [&] {
     Call call;
     call.op = Op::barrier;
+    call.tag = tag;
     begin(*gathers_, call, stream);
     took(*gathers_, Op::barrier, "board", "board");
   });

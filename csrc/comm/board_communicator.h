@@ -52,7 +52,7 @@ class BoardCommunicator final : public Communicator {
   void all_reduce(void* buffer, DType dtype, std::int64_t count, RedOp op,
                   NativeStream stream) override;
   void broadcast(void* buffer, std::size_t bytes, int root, NativeStream stream) override;
-  void barrier(NativeStream stream) override;
+  void barrier(std::int64_t tag, NativeStream stream) override;
   void abort(const std::string& reason) noexcept override;
   void close() noexcept override;
   std::vector<Receipt> receipts() const override;

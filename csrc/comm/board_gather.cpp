@@ -71,7 +71,10 @@ void BoardCommunicator::gather_staged(Channel& channel, const void* send, DType 
                        send_dtype, n, nullptr);
     // All have filled this half, so all have emptied the other, which the next chunk fills.
     channel.board.meet();
+    executor_->convert(at(recv, rank_ * count + done, recv_dtype), recv_dtype,
+                       at(send, done, send_dtype), send_dtype, n, nullptr);
     for (int r = 0; r < size_; ++r) {
+      if (r == rank_) continue;
       std::memcpy(at(recv, r * count + done, recv_dtype), stage(channel, r, chunk),
                   bytes_of(n, recv_dtype));
     }

@@ -50,13 +50,15 @@ void BoardCommunicator::reduce_staged(Channel& channel, const void* send, DType 
     const std::int64_t n = std::min(step, count - done);
     const std::int64_t chunk = channel.chunks_staged++;
     for (int r = 0; r < size_; ++r) {
+      if (r == rank_) continue;  // that slice no other rank reads
       std::memcpy(at(stage(channel, rank_, chunk), r * n, dtype), at(send, r * count + done, dtype),
                   bytes_of(n, dtype));
     }
     channel.board.meet();
     std::vector<const void*> sources;
     for (int r = 0; r < size_; ++r) {
-      sources.push_back(at(stage(channel, r, chunk), rank_ * n, dtype));
+      sources.push_back(r == rank_ ? at(send, rank_ * count + done, dtype)
+                                   : at(stage(channel, r, chunk), rank_ * n, dtype));
     }
     executor_->reduce(at(recv, done, epilogue.dtype), epilogue, sources.data(), size_, dtype, op, n,
                       nullptr);

@@ -51,9 +51,10 @@ void NcclCommunicator::broadcast(void* buffer, std::size_t bytes, int root, Nati
   });
 }
 
-void NcclCommunicator::barrier(NativeStream native) {
+void NcclCommunicator::barrier(std::int64_t tag, NativeStream native) {
   Call call;
   call.op = Op::barrier;
+  call.tag = tag;
   run(session_->gathers, call, native, kDirect, [&](cudaStream_t stream) {
     void* word = session_->word(session_->gathers);
     session_->gathers.call(call, [&](nccl::Comm comm) {

@@ -77,7 +77,8 @@ class Communicator {
                           NativeStream stream = nullptr) = 0;
   virtual void broadcast(void* buffer, std::size_t bytes, int root,
                          NativeStream stream = nullptr) = 0;
-  virtual void barrier(NativeStream stream = nullptr) = 0;
+  // `tag` as in all_gather.
+  virtual void barrier(std::int64_t tag = 0, NativeStream stream = nullptr) = 0;
 
   // Makes every rank's present and later collectives throw CommError with this reason. Any thread
   // may call it.

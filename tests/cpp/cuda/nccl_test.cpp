@@ -123,7 +123,7 @@ void collectives(const Comm& comm) {
     require(value[4] == kRanks, "reduced on all");
     value[0] = mine;
     comm->broadcast(value.data(), sizeof(float), 1, queue.get());
-    comm->barrier(queue.get());
+    comm->barrier(0, queue.get());
     queue.finish();
     require(value[0] == 2, "broadcast");
     comm->all_gather(nullptr, DType::f32, nullptr, DType::f32, 0, 0, queue.get());
@@ -174,7 +174,7 @@ void waiting_for_computation_is_not_late(const Comm& comm) {
     comm->all_reduce(value.data(), DType::f32, 8, RedOp::max, queue.get());
   }
   queue.finish();
-  comm->barrier(queue.get());
+  comm->barrier(0, queue.get());
   queue.finish();
 }
 
@@ -190,7 +190,7 @@ void late_rank_ends_the_others(const Comm& comm) {
   comm->all_reduce(value.data(), DType::f32, 8, RedOp::sum, queue.get());
   queue.finish();  // its kernel was ended
   require(seconds_since(begin) < 1.9, "the stream drains at the deadline");
-  const std::string error = comm_error([&] { comm->barrier(queue.get()); });
+  const std::string error = comm_error([&] { comm->barrier(0, queue.get()); });
   require_text(error, "all_reduce(f32, count 8, sum) #1 did not complete in 0.5 s");
   require(error == comm_error([&] { comm->allocate(8, Use::reduce); }), "the first failure stays");
 }
@@ -202,7 +202,7 @@ void abort_ends_streams_that_wait_for_each_other(const Comm& comm) {
   if (comm->rank() == 0) {
     comm->all_reduce(&value, DType::f32, 1, RedOp::sum, reduces.get());
     gathers.stream().wait(reduces.stream().record());
-    comm->barrier(gathers.get());
+    comm->barrier(0, gathers.get());
   }
   comm->abort("enough");
   gathers.finish();
