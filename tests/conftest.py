@@ -18,7 +18,7 @@ def pytest_sessionstart() -> None:
     # Rank processes are forked from a server that has loaded what they need.
     # (FSDP2 loads torch._dynamo when it is first called.)
     multiprocessing.set_forkserver_preload(
-        ["shardcomm", "test_engine", "torch._dynamo", "test_fsdp2_attach"]
+        ["shardcomm", "test_engine", "torch._dynamo", "fsdp2_cases"]
     )
     forkserver.ensure_running()
 

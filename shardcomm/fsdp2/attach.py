@@ -164,7 +164,7 @@ class _Group:
         module.set_custom_all_gather(self._ours[0])
         module.set_custom_reduce_scatter(self._ours[1])
         if level == "full" and not difference():
-            self._full = FullGather(param_group, self._ours[0], links, tag)
+            self._full = FullGather(param_group, self._ours[0], self._before[0], links, tag)
 
     def taken(self) -> tuple[str, str]:
         """The level in force, and what stays torch's."""

@@ -57,9 +57,12 @@ class FullGather:
     `reason`: why it is torch's for now, or for good; "" while the parameters are views of the window.
     """
 
-    def __init__(self, param_group: Any, comm: AllGather, links: Links, tag: int) -> None:
+    def __init__(
+        self, param_group: Any, comm: AllGather, before: AllGather, links: Links, tag: int
+    ) -> None:
         self._param_group = param_group
         self._comm = comm
+        self._before = before
         self._links = links
         self._tag = tag
         self._window: _Window | None = None
@@ -69,15 +72,14 @@ class FullGather:
 
     def gather(self, torchs: Callable[..., Any], *args: Any) -> Any:
         """As `foreach_all_gather`, which is `torchs`."""
-        *_, copy_in_stream, gather_stream, device, comm = args
+        *others, comm = args
         if comm is not self._comm:  # somebody set another
             self.give_back("its all-gather has been replaced")
-        if not self.reason:
-            return self._gather(copy_in_stream, gather_stream, device)
-        result = torchs(*args)
+        if self._checked and self.reason:
+            return torchs(*args)
         if self._checked:
-            return result
-        return self._mark(_Result(*result))
+            return self._mark(self._gather(*others[-3:]))
+        return self._mark(_Result(*torchs(*others, self._before)))
 
     def copy_out(
         self, torchs: Callable[..., None], result: _Result, *args: Any, **options: Any
@@ -125,7 +127,7 @@ class FullGather:
         gather_stream.wait_stream(copy_in_stream)
         assert self._window is not None
         event = gather_stream.record_event()
-        return self._mark(_Result(self._window.flat, event, None, [], [], []))
+        return _Result(self._window.flat, event, None, [], [], [])
 
     def _pack(self) -> None:
         """Every rank its shards, between a meeting after which nobody reads and one after which all is written."""
@@ -177,7 +179,9 @@ def _reason_against(param_group: Any, link: Link) -> str:
             hasattr(param._sharded_local_tensor, "fsdp_pre_all_gather") for param in params
         ),
         "its parameters have different dtypes": len(dtypes) > 1,
-        "its parameters are not float32, bfloat16 or float16": not {*FLOATS}.issuperset(*dtypes),
+        "its parameters are not float32, bfloat16 or float16": not all(
+            {*FLOATS}.issuperset(pair) for pair in dtypes
+        ),
         "its shards are in the CPU's memory": param_group.device.type != "cpu"
         and any(param.offload_to_cpu for param in params),
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from functools import cache
 from typing import Any
 
 import torch
@@ -89,6 +90,7 @@ def param_groups(module: FSDPModule) -> list[Any]:
     return groups
 
 
+@cache  # level "full" puts its own functions there
 def difference() -> str:
     """In what this torch's gather is not the one that level "full" was tested with; "" if in nothing."""
     for (owner, name), expected in _SIGNATURES.items():
