@@ -164,7 +164,7 @@ def held() -> dict[str, int]:
         "windows": len(windows()),
         "kernels": len(torch.library._impls),
         "tensors": sum(isinstance(each, torch.Tensor) for each in objects),
-        "objects": len(objects) // 100,
+        "objects": len(objects),
     }
 
 
@@ -175,16 +175,17 @@ def attach_a_hundred_times(level: Level) -> None:
     optimizer = optimizer_of(net)
     functions = dict(vars(internals.torchs_gather))
     before: dict[str, int] = {}
-    for i in range(105):
+    for i in range(121):
         attached = fsdp2.attach(net, level=level)
         if i % 10 == 0:
             step(net, optimizer, i)
             assert windows()
         attached.detach()
         del attached
-        if i == 5:
+        if i == 20:  # torch has filled its caches
             before = held()
     after = held()
+    after["objects"] -= 50  # less than one for each attachment is somebody else's
     assert all(after[what] <= before[what] for what in before), (level, before, after)
     assert not windows()
     assert dict(vars(internals.torchs_gather)) == functions

@@ -28,9 +28,9 @@ std::string arguments(const Call& call) {
 }  // namespace
 
 std::string describe(const Call& call) {
-  const std::string tag = call.tag == 0 ? "" : ", tag " + std::to_string(call.tag);
-  return std::string(name(call.op)) + "(" + arguments(call) + tag + ") #" +
-         std::to_string(call.sequence);
+  std::string given = arguments(call);
+  if (call.tag != 0) given += (given.empty() ? "tag " : ", tag ") + std::to_string(call.tag);
+  return std::string(name(call.op)) + "(" + given + ") #" + std::to_string(call.sequence);
 }
 
 }  // namespace shardcomm
