@@ -1,4 +1,4 @@
-"""An FSDP2 loop on CPU ranks: some steps as it is, some with shardcomm's collectives, some as it was.
+"""An FSDP2 loop on CPU ranks: some steps as it is, some attached to shardcomm at each level, some as it was.
 
 torchrun --nproc-per-node 2 examples/fsdp2_attach.py
 """
@@ -38,11 +38,12 @@ def main() -> None:
             print(f"{name:10}  {milliseconds:6.1f} ms a step, loss {loss.item():.4f}")
 
     train("FSDP2")
-    attached = shardcomm.fsdp2.attach(model)
-    train("attached")
-    if dist.get_rank() == 0:
-        print(attached)
-    attached.detach()
+    for level in ("hooks", "copies", "full"):
+        attached = shardcomm.fsdp2.attach(model, level=level)
+        train(level)
+        if dist.get_rank() == 0:
+            print(attached)
+        attached.detach()
     train("detached")
     dist.destroy_process_group()
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
@@ -12,6 +14,7 @@ import torch.distributed as dist
 from fsdp2_cases import Case, Net, fsdp_modules, make, optimizer_of, step
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
+from torch.testing._internal.distributed import multi_threaded_pg
 
 from shardcomm import CommError, fsdp2, launch
 from shardcomm.fsdp2 import full as full_module
@@ -226,6 +229,34 @@ def read_receipts() -> None:
         net(X)
     assert taken(attached) == {("full", "")}
     dist.destroy_process_group()
+
+
+def test_ranks_may_be_threads() -> None:
+    launch(
+        be_threads, 1, deadline_s=60
+    )  # in a process of its own: it replaces what torch.distributed keeps
+
+
+def be_threads() -> None:
+    multi_threaded_pg._install_threaded_pg()  # type: ignore[no-untyped-call]
+    torch._C._distributed_c10d._set_thread_isolation_mode(True)
+    store = dist.HashStore()
+
+    def rank_main(rank: int) -> list[str]:
+        dist.init_process_group("threaded", rank=rank, world_size=3, store=store)
+        mesh = init_device_mesh("cpu", (3,))
+        with building:  # torch's generator belongs to all threads
+            net = make(Case(), mesh)
+        attached = fsdp2.attach(net)
+        optimizer = optimizer_of(net)
+        for seed in range(2):
+            step(net, optimizer, seed)
+        assert taken(attached) == {("full", "")}
+        return [comm.transport for comm in attached.communicators]
+
+    building = threading.Lock()
+    with ThreadPoolExecutor(3) as ranks:
+        assert list(ranks.map(rank_main, range(3))) == [["local"]] * 3
 
 
 def test_ranks_that_gather_different_blocks_are_told() -> None:
