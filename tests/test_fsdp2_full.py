@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from torch.testing._internal.distributed import multi_threaded_pg
 
 from shardcomm import CommError, fsdp2, launch
 from shardcomm.fsdp2 import full as full_module
+from shardcomm.fsdp2 import internals
 
 X = torch.ones(2, 5)
 
@@ -228,6 +231,24 @@ def read_receipts() -> None:
     with torch.no_grad():
         net(X)
     assert taken(attached) == {("full", "")}
+    dist.destroy_process_group()
+
+
+def test_a_model_dropped_while_attached_leaves_nothing() -> None:
+    launch(drop_attached, 2, deadline_s=60)
+
+
+def drop_attached() -> None:
+    dist.init_process_group("gloo")
+    before = dict(vars(internals.torchs_gather))
+    net = make(Case(), init_device_mesh("cpu", (2,)))
+    attached = fsdp2.attach(net)
+    step(net, optimizer_of(net), 0)
+    assert dict(vars(internals.torchs_gather)) != before
+    del net, attached
+    gc.collect()
+    assert dict(vars(internals.torchs_gather)) == before
+    assert "memfd:shardcomm" not in Path("/proc/self/maps").read_text()
     dist.destroy_process_group()
 
 

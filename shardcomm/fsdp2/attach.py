@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 
 from shardcomm.communicator import Communicator
-from shardcomm.fsdp2 import copies, full
 from shardcomm.fsdp2.copies import GroupCopies
 from shardcomm.fsdp2.full import FullGather
 from shardcomm.fsdp2.hooks import GroupAllGather, GroupReduceScatter
@@ -33,14 +31,11 @@ class ModuleReceipt(NamedTuple):
 class Attached:
     """What `attach` did. `str()` of it is a table of the receipts."""
 
-    def __init__(
-        self, level: Level, modules: dict[str, _Group | str], links: Links, patches: _Patches
-    ) -> None:
+    def __init__(self, level: Level, modules: dict[str, _Group | str], links: Links) -> None:
         self._level = level
         self._modules = modules
         self._groups = {id(group): group for group in modules.values() if isinstance(group, _Group)}
         self._links = links
-        self._patches = patches
 
     @property
     def receipts(self) -> tuple[ModuleReceipt, ...]:
@@ -65,7 +60,6 @@ class Attached:
         for group in self._groups.values():
             group.undo()
         self._groups.clear()
-        self._patches.end()
         self._links.close()
 
     def __str__(self) -> str:
@@ -116,7 +110,6 @@ def attach(model: torch.nn.Module, *, level: Level = "full") -> Attached:
         links.close()
         raise
 
-    patches = _Patches(level, {group.device.type for each in groups.values() for group in each})
     attached: dict[str, _Group | str] = {}
     shared: dict[int, _Group] = {}  # several modules may share a group: fully_shard([a, b])
     for tag, (name, module) in enumerate(modules.items()):
@@ -127,22 +120,7 @@ def attach(model: torch.nn.Module, *, level: Level = "full") -> Attached:
         if id(group) not in shared:
             shared[id(group)] = _Group(module, group, links, tag, level)
         attached[name] = shared[id(group)]
-    return Attached(level, attached, links, patches)
-
-
-class _Patches:
-    """What a level changes in torch, for all models; each knows which calls are its own."""
-
-    def __init__(self, level: Level, device_types: set[str]) -> None:
-        self._ends: list[Callable[[], None]] = []
-        if level != "hooks":
-            self._ends += [copies.route(device_type) for device_type in sorted(device_types)]
-        if level == "full" and not difference():
-            self._ends.append(full.patch.take())
-
-    def end(self) -> None:
-        while self._ends:
-            self._ends.pop()()
+    return Attached(level, attached, links)
 
 
 class _Group:
@@ -156,7 +134,7 @@ class _Group:
         self._level = level
         self._before = param_group._all_gather_comm, param_group._reduce_scatter_comm
         self._full: FullGather | None = None
-        ours = None if level == "hooks" else GroupCopies()
+        self._copies = ours = None if level == "hooks" else GroupCopies(param_group.device.type)
         self._ours = (
             GroupAllGather(param_group, links, tag, ours),
             GroupReduceScatter(param_group, links, tag, ours),
@@ -184,6 +162,8 @@ class _Group:
     def undo(self) -> None:
         if self._full is not None:
             self._full.close()
+        if self._copies is not None:
+            self._copies.close()
         if self._param_group._all_gather_comm is self._ours[0]:
             self._module.set_custom_all_gather(self._before[0])
         if self._param_group._reduce_scatter_comm is self._ours[1]:

@@ -5,18 +5,18 @@
     torch.ops.fsdp.chunk_cat                gradients, cast, into a row for each rank
     torch.ops.fsdp.chunk_cat_mixed_dtype    what torch 2.15 calls instead
 
-FSDP2 calls these operators for every model. `route` registers kernels over torch's that look whose memory they are
-given: in communication memory that a `GroupCopies` owns, that group's plans copy; all else reaches torch's kernels.
+FSDP2 calls these operators for every model. Our kernels, registered over torch's, look whose memory they are given: in
+communication memory that a `GroupCopies` owns, that group's plans copy; all else reaches torch's kernels.
 """
 
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import Any
+from weakref import finalize
 
 import torch
 
@@ -33,17 +33,19 @@ _OPERATORS = (
 
 
 class GroupCopies:
-    """The copies of one parameter group."""
+    """The copies of one parameter group, on one kind of device."""
 
-    def __init__(self) -> None:
+    def __init__(self, device_type: str) -> None:
         self._plans: dict[Any, CopyPlan] = {}
+        self.close = finalize(self, _route(device_type))
+        """Leaves them to torch."""
 
     def own(self, memory: torch.Tensor) -> torch.Tensor:
         """`memory`, whose copies are this group's from now on, as long as the tensor lives."""
         address = memory.data_ptr()
         if address:
             _owners[address] = self
-            weakref.finalize(memory, _owners.pop, address, None).atexit = False
+            finalize(memory, _owners.pop, address, None)
         return memory
 
     def all_gather_copy_in(
@@ -108,7 +110,7 @@ class GroupCopies:
         self._plans[key].run(sources, destinations, threads=torch.get_num_threads())
 
 
-def route(device_type: str) -> Undo:
+def _route(device_type: str) -> Undo:
     """Has copies in memory that a `GroupCopies` owns made by it; returns what ends that. For each call, one end."""
     key = device_type.upper()
     return _routes.setdefault(key, Patch(partial(_register, key))).take()

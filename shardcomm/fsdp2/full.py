@@ -17,9 +17,9 @@ where `FullGather` has a reason against it.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
+from weakref import finalize
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,7 @@ from shardcomm.mixed_precision import FLOATS
 from shardcomm.streams import compute_stream
 
 _ALIGNMENT = 128  # bytes: the parameters start as torch's allocators start them
+_OWN = "_shardcomm_gather"  # of a group's first FSDPParam
 _UNCHECKED = "its first gather is torch's, and ours is held against it"
 
 
@@ -45,7 +46,6 @@ class _Window(NamedTuple):
     """The full parameters of a group, padded."""
 
     flat: torch.Tensor
-    offsets: list[int]
     params: list[torch.Tensor]
     """Flat, each with a storage that begins where it does: FSDP2 takes its parameters from there."""
     pack: CopyPlan
@@ -68,7 +68,10 @@ class FullGather:
         self._window: _Window | None = None
         self._checked = False
         self.reason = _UNCHECKED
-        _gathers[param_group.fsdp_params[0]] = self
+        self._end = finalize(self, patch.take())
+        vars(param_group.fsdp_params[0])[_OWN] = (
+            self  # FSDP2 hands over no more than the parameters
+        )
 
     def gather(self, torchs: Callable[..., Any], *args: Any) -> Any:
         """As `foreach_all_gather`, which is `torchs`."""
@@ -85,9 +88,9 @@ class FullGather:
         self, torchs: Callable[..., None], result: _Result, *args: Any, **options: Any
     ) -> None:
         """As `foreach_all_gather_copy_out`, which is `torchs`."""
-        device = self._param_group.device
         if not self.reason:
-            torch.get_device_module(device).current_stream().wait_event(result.all_gather_event)
+            module = torch.get_device_module(self._param_group.device)
+            module.current_stream().wait_event(result.all_gather_event)
             return
         torchs(result, *args, **options)
         if self._checked:
@@ -112,7 +115,8 @@ class FullGather:
             self._param_group.wait_for_unshard()
             self._param_group.reshard()
         self.give_back("it is detached")
-        del _gathers[self._param_group.fsdp_params[0]]
+        del vars(self._param_group.fsdp_params[0])[_OWN]
+        self._end()
 
     def _link(self) -> Link:
         group = self._param_group
@@ -208,7 +212,7 @@ def _window(params: Sequence[Any], link: Link) -> _Window:
         for offset, numel in zip(offsets, per_rank, strict=True)
     ]
     own = [offset + numel * rank for offset, numel in zip(offsets, per_rank, strict=True)]
-    return _Window(flat, offsets, full, CopyPlan.pack(per_rank, own, stored, dtype))
+    return _Window(flat, full, CopyPlan.pack(per_rank, own, stored, dtype))
 
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -242,7 +246,7 @@ def _apply() -> Undo:
 
 
 def _all_gather(fsdp_params: Sequence[Any], *args: Any) -> Any:
-    gather = _gathers.get(fsdp_params[0])
+    gather: FullGather | None = vars(fsdp_params[0]).get(_OWN)
     torchs = _torchs["foreach_all_gather"]
     if gather is None:
         return torchs(fsdp_params, *args)
@@ -261,8 +265,5 @@ def _copy_out(
 
 _ours = {"foreach_all_gather": _all_gather, "foreach_all_gather_copy_out": _copy_out}
 _torchs: dict[str, Any] = {}
-# By the first of a group's parameters: FSDP2 hands over these.
-_gathers: weakref.WeakKeyDictionary[Any, FullGather] = weakref.WeakKeyDictionary()
-
 patch = Patch(_apply)
 """Has FSDP2 ask a `FullGather`, for parameters that have one."""
