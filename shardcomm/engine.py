@@ -181,8 +181,11 @@ class Engine:
 
     @contextlib.contextmanager
     def trace(self) -> Iterator[Trace]:
-        """Records what this rank computes, gathers, reduces and waits for in here; see `shardcomm.trace`."""
-        self._actions.trace = Trace(self.mesh.rank, self._streams)
+        """Records what this rank computes, gathers, reduces and waits for in here; see `shardcomm.trace`.
+
+        Afterwards `trace.timeline()`, which is collective, has it of all ranks.
+        """
+        self._actions.trace = Trace(self.mesh, self._streams)
         try:
             yield self._actions.trace
         finally:

@@ -1,45 +1,41 @@
-"""A trace of what one rank computes, gathers and reduces, as Perfetto and chrome://tracing show it.
+"""A trace of what one rank computes, gathers and reduces; all ranks' traces together are a `Timeline`.
 
-Times come from events on the streams themselves, so on a GPU they are the device's, and nothing waits for it::
-
-    compute   | forward blocks.0 |      | forward blocks.1 | ...
-    waiting                      | w. |                            computation stands still: exposed communication
-    gather        | blocks.1          |
-    reduce
-    all_reduce                                               of shards that several ranks hold
+Times come from events on the streams themselves, so on a GPU they are the device's, and nothing waits for them but
+the beginning and the end of the trace.
 """
 
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
+import torch
+
+from shardcomm.communicator import Communicator
+from shardcomm.mesh import Mesh
+from shardcomm.rendezvous import host_identity
 from shardcomm.streams import Event, Stream, Streams
-
-ROWS = ("compute", "waiting", "gather", "reduce", "all_reduce")
-
-
-class Span(NamedTuple):
-    """Something that a rank did. Times are seconds since the trace began, `nbytes` what it communicated."""
-
-    row: str
-    name: str
-    begin_s: float
-    end_s: float
-    nbytes: int
+from shardcomm.timeline import RankTimeline, Span, Timeline
 
 
 class Trace:
-    """What happened on one rank since this was made; see `Engine.trace`."""
+    """What happened on this rank since this was made; see `Engine.trace`."""
 
-    def __init__(self, rank: int, streams: Streams) -> None:
-        self.rank = rank
+    def __init__(self, mesh: Mesh, streams: Streams) -> None:
+        self._mesh = mesh
         self._streams = streams
-        self._origin = streams.compute().record(timed=True)
+        self._origin, self._origin_s = _origin(streams.compute())
         self._spans: list[tuple[str, str, Event, Event, int]] = []
+
+    @contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """A step of the training loop goes on in here; the timeline's figures are then per step."""
+        begin = self._streams.compute().record(timed=True)
+        yield
+        self.add("step", f"step {number}", begin, self._streams.compute().record(timed=True))
 
     @contextmanager
     def span(self, row: str, name: str, stream: Stream, nbytes: int = 0) -> Iterator[None]:
@@ -68,24 +64,56 @@ class Trace:
         """Seconds that computation stood still, waiting for communication."""
         return sum(span.end_s - span.begin_s for span in self.spans() if span.row == "waiting")
 
-    def save(self, path: str | Path) -> None:
-        """Writes Chrome's JSON trace format (https://ui.perfetto.dev reads it): a process for the rank, a row each."""
-        names: list[dict[str, object]] = [
-            {"name": "thread_name", "ph": "M", "pid": self.rank, "tid": tid, "args": {"name": row}}
-            for tid, row in enumerate(ROWS)
-        ]
-        process = {"name": f"rank {self.rank}"}
-        names.append({"name": "process_name", "ph": "M", "pid": self.rank, "args": process})
-        events: list[dict[str, object]] = [
-            {
-                "name": span.name,
-                "ph": "X",
-                "pid": self.rank,
-                "tid": ROWS.index(span.row),
-                "ts": span.begin_s * 1e6,
-                "dur": (span.end_s - span.begin_s) * 1e6,
-                "args": {"bytes": span.nbytes} if span.nbytes else {},
-            }
-            for span in self.spans()
-        ]
-        Path(path).write_text(json.dumps({"traceEvents": names + events}) + "\n")
+    def timeline(self) -> Timeline:
+        """All ranks' traces on one clock, on every rank; collective."""
+        everybody: list[Any] = [[host_identity(), self._origin_s, self.spans(), _paths(self._mesh)]]
+        for comm in (self._mesh.shard, self._mesh.replicate):
+            payload = json.dumps(everybody).encode()
+            everybody = [
+                each for part in _all_gather_bytes(comm, payload) for each in json.loads(part)
+            ]
+        clocks, ranks = [], []
+        for rank, (host, origin_s, spans, paths) in enumerate(everybody):
+            clocks.append((host, origin_s))
+            ranks.append(RankTimeline(rank, tuple(Span(*span) for span in spans), paths))
+        return Timeline.of(ranks, clocks)
+
+
+def _origin(stream: Stream) -> tuple[Event, float]:
+    """An event of now, and when that is on the clock of the host, in seconds; the closest of several tries."""
+    tries = []
+    for _ in range(8):
+        before = time.monotonic()
+        event = stream.record(timed=True)
+        event.wait()
+        after = time.monotonic()
+        tries.append((after - before, (before + after) / 2, event))
+    _, origin_s, event = min(tries, key=lambda each: each[0])
+    return event, origin_s
+
+
+def _paths(mesh: Mesh) -> dict[str, str]:
+    """For each row of communication, which way it went, and why not a faster one."""
+    row_of = {
+        (mesh.shard, "all_gather"): "gather",
+        (mesh.shard, "reduce_scatter"): "reduce",
+        (mesh.replicate, "all_reduce"): "all_reduce",
+    }
+    return {
+        row_of[comm, receipt.operation]: ": ".join(filter(None, (receipt.taken, receipt.reason)))
+        for comm in (mesh.shard, mesh.replicate)
+        for receipt in comm.receipts()
+        if comm.size > 1 and (comm, receipt.operation) in row_of
+    }
+
+
+def _all_gather_bytes(comm: Communicator, payload: bytes) -> list[bytes]:
+    """Everybody's payload, which may differ in length, in rank order; collective."""
+    length = torch.tensor([len(payload)], device=comm.device)
+    lengths = length.new_empty(comm.size)
+    comm.all_gather(lengths, length)
+    longest = int(lengths.max())
+    mine = torch.frombuffer(bytearray(payload.ljust(longest)), dtype=torch.uint8).to(comm.device)
+    everybody = mine.new_empty(comm.size * longest)
+    comm.all_gather(everybody, mine)
+    return [row.numpy().tobytes() for row in everybody.cpu().view(comm.size, longest)]

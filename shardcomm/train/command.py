@@ -12,7 +12,8 @@ from shardcomm.checkpoints import CheckpointError, check_directory
 from shardcomm.launch import RankError, launch
 from shardcomm.options import DefaultsFormatter, can_write, positive, whole
 from shardcomm.strategy import STRATEGIES
-from shardcomm.train.job import Options, Result, train
+from shardcomm.timeline import Timeline
+from shardcomm.train.job import MAX_TRACED_STEPS, WARM_UP_STEPS, Options, Result, train
 from shardcomm.train.progress import Progress
 from shardcomm.train.report import table, write_json
 from shardcomm.train.text import Corpus, read_text
@@ -58,6 +59,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--resume", action="store_true",
                         help="go on from the newest checkpoint in DIR, if there is one")  # fmt: skip
     parser.add_argument("--json", metavar="FILE", help="write the result there too; - for stdout")
+    parser.add_argument(
+        "--trace",
+        metavar="FILE",
+        help="write what every rank computed, gathered, reduced and waited for when, for https://ui.perfetto.dev and "
+        f"`shardcomm trace`: of all steps but the first {WARM_UP_STEPS}, at most the last {MAX_TRACED_STEPS}",
+    )
     parser.set_defaults(run=lambda args: run(parser, args))
 
 
@@ -74,6 +81,8 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     options = options_of(args)
     if rank in (None, "0") and not can_write(args.json):
         parser.error(f"--json is {args.json!r}; it must be a file that can be written, or -")
+    if rank in (None, "0") and (args.trace == "-" or not can_write(args.trace)):
+        parser.error(f"--trace is {args.trace!r}; it must be a file that can be written")
     try:
         text = read_text(args.text)
         Corpus(text, args.context)
@@ -85,11 +94,11 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     if args.device == "cuda" and not cuda_status().available:
         parser.error(f"--device is cuda, but {cuda_status().reason}")
     try:
-        result = train(options) if rank else launch(train, args.ranks or 2, (options,))[0]
+        result, timeline = train(options) if rank else launch(train, args.ranks or 2, (options,))[0]
     except (RankError, CommError, CudaError, CheckpointError) as error:
         print(f"\nshardcomm train: {error}", file=sys.stderr)  # below the progress bar
         return 1
-    return _report(args.json, options, result) if rank in (None, "0") else 0
+    return _report(args.json, options, result, timeline) if rank in (None, "0") else 0
 
 
 def options_of(args: argparse.Namespace) -> Options:
@@ -109,16 +118,23 @@ def options_of(args: argparse.Namespace) -> Options:
         deadline_s=args.deadline,
         checkpoint=args.checkpoint,
         save_every=args.save_every,
+        trace=args.trace,
     )
 
 
-def _report(json_path: str | None, options: Options, result: Result) -> int:
+def _report(
+    json_path: str | None, options: Options, result: Result, timeline: Timeline | None
+) -> int:
     print(table(result), file=sys.stderr if json_path == "-" else sys.stdout)
     try:
+        option = f"--json {json_path}"
         if json_path is not None:
             write_json(json_path, options, result)
+        option = f"--trace {options.trace}"
+        if options.trace is not None and timeline is not None:
+            timeline.save(options.trace)
     except OSError as error:
-        print(f"shardcomm train: --json {json_path}: {error.strerror}", file=sys.stderr)
+        print(f"shardcomm train: {option}: {error.strerror}", file=sys.stderr)
         return 1
     return 0
 

@@ -7,6 +7,8 @@ import sys
 import threading
 import time
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -21,6 +23,8 @@ from shardcomm.engine import Engine
 from shardcomm.mixed_precision import MixedPrecision
 from shardcomm.rendezvous import env_store
 from shardcomm.sharding import fully_shard
+from shardcomm.timeline import Timeline
+from shardcomm.traffic import Traffic
 from shardcomm.train import progress
 from shardcomm.train.gpt import GPT
 from shardcomm.train.progress import Progress
@@ -30,6 +34,8 @@ SAMPLE_BYTES = 160
 SAMPLE_PROMPT = b"def "
 # The first steps allocate and learn the order of the units.
 WARM_UP_STEPS = 2
+# A trace has at most so many, the last: about 20 kB each for every rank.
+MAX_TRACED_STEPS = 200
 
 
 @dataclass(frozen=True)
@@ -50,6 +56,7 @@ class Options:
     deadline_s: float
     checkpoint: str | None
     save_every: int
+    trace: str | None
 
     def identity(self, text: bytes) -> dict[str, object]:
         """What must be the same for a checkpoint's run to go on; how it is spread over ranks may change."""
@@ -60,12 +67,16 @@ class Options:
 
 @dataclass(frozen=True)
 class Result:
-    """What a run amounts to, on one rank. Times and bytes are per step, over all steps but the first few."""
+    """What a run amounts to, on one rank. Times and bytes are per step, over the last `measured_steps`.
+
+    These are all but the first few; in a run that is traced, those that are traced.
+    """
 
     ranks: int
     transport: str
     device: str
     losses: list[float]
+    measured_steps: int
     tokens_per_s: float
     step_s: float
     exposed_s: float
@@ -79,8 +90,8 @@ class Result:
     sample: str
 
 
-def train(options: Options) -> Result:
-    """Trains on this rank of the group that the environment describes."""
+def train(options: Options) -> tuple[Result, Timeline | None]:
+    """Trains on this rank of the group that the environment describes; rank 0 has the timeline, if one is asked for."""
     device = None if options.device == "auto" else options.device
     with Communicator.from_env(deadline_s=options.deadline_s, device=device) as comm:
         if comm.device.type == "cuda":
@@ -94,6 +105,46 @@ def train(options: Options) -> Result:
             return _Job(options, comm).run()
         finally:
             dist.destroy_process_group()
+
+
+class Measured:
+    """Time and traffic of the steps that are done in `step()`; means, 0 while there is none."""
+
+    def __init__(self, traffic: Traffic) -> None:
+        self.steps = 0
+        self._seconds = 0.0
+        self._traffic = traffic
+        self._exposed_s = traffic.exposed_s  # waits for what was queued before
+        self._gathered_bytes = traffic.gathered_bytes
+        self._reduced_bytes = traffic.reduced_bytes
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """A step goes on in here."""
+        start = time.perf_counter()
+        yield
+        self._seconds += time.perf_counter() - start
+        self.steps += 1
+
+    @property
+    def step_s(self) -> float:
+        """Of a step, without what comes between steps."""
+        return self._seconds / max(1, self.steps)
+
+    @property
+    def exposed_s(self) -> float:
+        """Of it, computation waited for communication."""
+        return (self._traffic.exposed_s - self._exposed_s) / max(1, self.steps)
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Received by gathers."""
+        return (self._traffic.gathered_bytes - self._gathered_bytes) // max(1, self.steps)
+
+    @property
+    def reduced_bytes(self) -> int:
+        """Sent by reduces."""
+        return (self._traffic.reduced_bytes - self._reduced_bytes) // max(1, self.steps)
 
 
 class _Job:
@@ -118,52 +169,49 @@ class _Job:
             self.checkpoints = Checkpoints(options.checkpoint, comm)
         self.identity = options.identity(text)
 
-    def run(self) -> Result:
-        tokens_per_step = self.options.batch * self.options.context * self.comm.size
-        traffic = self.engine.traffic
+    def run(self) -> tuple[Result, Timeline | None]:
+        options = self.options
         losses = self.resume()
         first = len(losses)
-        start = time.perf_counter()
-        exposed_start, gathered_start, reduced_start = 0.0, 0, 0
-        measured = 0
-        # The default is a lock between processes, a semaphore that a killed rank would leave behind.
-        tqdm.set_lock(threading.RLock())
-        with tqdm(
-            total=self.options.steps,
-            initial=first,
-            unit="step",
-            mininterval=0.1 if sys.stderr.isatty() else 2.0,  # seconds; a log needs fewer lines
-            disable=self.comm.rank != 0,
-        ) as bar:
-            for step in range(first, self.options.steps):
-                if step == min(first + WARM_UP_STEPS, self.options.steps - 1):
-                    start = time.perf_counter()
-                    exposed_start = traffic.exposed_s
-                    gathered_start, reduced_start = traffic.gathered_bytes, traffic.reduced_bytes
-                    measured = self.options.steps - step
+        begin = max(first, min(first + WARM_UP_STEPS, options.steps - 1))  # of what is measured
+        if options.trace is not None:
+            begin = max(begin, options.steps - MAX_TRACED_STEPS)
+        with self.progress(first) as bar:
+            for step in range(first, begin):
                 losses.append(self.step(step))
-                if measured:
-                    seconds = time.perf_counter() - start
-                    done = step + 1 - (self.options.steps - measured)
+                bar.update()
+                self.save(losses)
+            measured = Measured(self.engine.traffic)
+            with self.engine.trace() if options.trace else nullcontext() as trace:
+                for step in range(begin, options.steps):
+                    with measured.step(), trace.step(step) if trace else nullcontext():
+                        losses.append(self.step(step))
                     bar.set_postfix_str(
-                        f"loss {losses[-1]:.3f}, {tokens_per_step * done / seconds:,.0f} tokens/s, "
-                        f"exposed {(traffic.exposed_s - exposed_start) / seconds:.1%}",
+                        f"loss {losses[-1]:.3f}, {self.tokens_per_step / measured.step_s:,.0f} tokens/s, "
+                        f"exposed {measured.exposed_s / measured.step_s:.1%}",
                         refresh=False,
                     )
-                bar.update()
-                start += self.save(losses)
-        seconds = time.perf_counter() - start
+                    bar.update()
+                    self.save(losses)
+        result = self.result(losses, measured)
+        timeline = None if trace is None else trace.timeline()
+        self.engine.close()
+        return result, timeline if self.comm.rank == 0 else None
+
+    def result(self, losses: list[float], measured: Measured) -> Result:
         footprint = self.engine.footprint()
-        result = Result(
+        step_s = measured.step_s
+        return Result(
             ranks=self.comm.size,
             transport=self.comm.transport,
             device=str(self.comm.device),
             losses=losses,
-            tokens_per_s=tokens_per_step * measured / seconds,
-            step_s=seconds / max(measured, 1),  # a run resumed at its end has none
-            exposed_s=(traffic.exposed_s - exposed_start) / max(measured, 1),
-            gathered_bytes=(traffic.gathered_bytes - gathered_start) // max(measured, 1),
-            reduced_bytes=(traffic.reduced_bytes - reduced_start) // max(measured, 1),
+            measured_steps=measured.steps,
+            tokens_per_s=self.tokens_per_step / step_s if step_s else 0.0,
+            step_s=step_s,
+            exposed_s=measured.exposed_s,
+            gathered_bytes=measured.gathered_bytes,
+            reduced_bytes=measured.reduced_bytes,
             parameter_bytes=footprint.parameter_bytes,
             gradient_bytes=footprint.gradient_bytes,
             optimizer_bytes=self.optimizer_bytes(),
@@ -171,8 +219,22 @@ class _Job:
             total_parameter_bytes=footprint.total_parameter_bytes,
             sample=self.sample(losses[-1]),
         )
-        self.engine.close()
-        return result
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.options.batch * self.options.context * self.comm.size
+
+    def progress(self, first: int) -> tqdm[None]:
+        """The bar, at step `first`."""
+        # The default is a lock between processes, a semaphore that a killed rank would leave behind.
+        tqdm.set_lock(threading.RLock())
+        return tqdm(
+            total=self.options.steps,
+            initial=first,
+            unit="step",
+            mininterval=0.1 if sys.stderr.isatty() else 2.0,  # seconds; a log needs fewer lines
+            disable=self.comm.rank != 0,
+        )
 
     def step(self, step: int) -> float:
         """One step on this rank's part of the batch; the loss over all ranks."""
@@ -196,15 +258,13 @@ class _Job:
         saved = progress.load(self.checkpoints, self.engine, self.optimizer)
         return [] if saved is None else saved.losses
 
-    def save(self, losses: list[float]) -> float:
-        """A checkpoint, if it is time for one; how many seconds it took."""
+    def save(self, losses: list[float]) -> None:
+        """A checkpoint, if it is time for one."""
         every, step = self.options.save_every, len(losses)
         if self.checkpoints is None or (step % every and step < self.options.steps):
-            return 0.0
-        start = time.perf_counter()
+            return
         done = Progress(self.comm.size, losses, self.identity)
         progress.save(self.checkpoints, done, self.engine, self.optimizer)
-        return time.perf_counter() - start
 
     def optimizer_bytes(self) -> int:
         return sum(

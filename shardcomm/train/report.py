@@ -15,7 +15,6 @@ from shardcomm.train.job import Options, Result
 def table(result: Result) -> str:
     """Loss, speed, memory against theory, and communication, one line each."""
     share = result.total_parameter_bytes / result.ranks
-    compute_s = result.step_s - result.exposed_s
     held = {
         "parameters": (result.parameter_bytes, share),
         "gradients": (result.gradient_bytes, share),
@@ -34,15 +33,21 @@ def table(result: Result) -> str:
             "communicated / step",
             f"{_mib(result.gathered_bytes)} gathered, {_mib(result.reduced_bytes)} reduced, per rank",
         ),
-        (
-            "time / step",
-            f"{result.step_s * 1e3:.1f} ms = {compute_s * 1e3:.1f} compute + "
-            f"{result.exposed_s * 1e3:.1f} exposed communication ({result.exposed_s / result.step_s:.1%})",
-        ),
+        ("time / step", _time(result)),
     ]
     width = max(len(name) for name, _ in rows)
     lines = [f"{name:<{width}}  {value}" for name, value in rows]
     return "\n".join([*lines, "", "sample:", *(f"  | {s}" for s in _printable(result.sample))])
+
+
+def _time(result: Result) -> str:
+    if not result.measured_steps:
+        return "not measured: no step was left to do"
+    compute_s, share = result.step_s - result.exposed_s, result.exposed_s / result.step_s
+    return (
+        f"{result.step_s * 1e3:.1f} ms = {compute_s * 1e3:.1f} compute + "
+        f"{result.exposed_s * 1e3:.1f} exposed communication ({share:.1%})"
+    )
 
 
 def _printable(text: str) -> list[str]:

@@ -1,0 +1,158 @@
+"""Timelines: what they amount to, by hand; their file; and `shardcomm train --trace` with `shardcomm trace`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from test_train import SMALL, train
+
+from shardcomm.timeline import RankTimeline, Span, Timeline
+
+#           0    1    2    3    4    5    6    7    8    9    10
+# compute   [ a       ]         [ b            ]
+# waiting             [ wait    ]                   [    ]
+# gather         [              ]
+# reduce                                  [              ]
+BY_HAND = (
+    Span("step", "step 4", 0.0, 10.0, 0),
+    Span("compute", "a", 0.0, 2.0, 0),
+    Span("gather", "b", 1.0, 4.0, 100),
+    Span("waiting", "gather b", 2.0, 4.0, 0),
+    Span("compute", "b", 4.0, 7.0, 0),
+    Span("reduce", "b", 6.0, 9.0, 30),
+    Span("waiting", "reduce b", 8.0, 9.0, 0),
+)
+
+
+def trace(*args: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "shardcomm", "trace", *args]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def by_hand() -> Timeline:
+    other = RankTimeline(1, BY_HAND, {"gather": "window"})
+    mine = RankTimeline(0, BY_HAND, {"gather": "window", "reduce": "staged: private memory"})
+    return Timeline.of([mine, other], [("here", 50.0), ("here", 50.25)])
+
+
+def test_figures_are_those_counted_by_hand() -> None:
+    for figures in by_hand().figures():
+        assert figures.steps == 1
+        assert figures.total_s == pytest.approx(10)
+        assert figures.exposed_s == pytest.approx(3)
+        assert figures.compute_s == pytest.approx(7)
+        assert (figures.gather_s, figures.reduce_s) == (pytest.approx(3), pytest.approx(3))
+        assert (figures.gathered_bytes, figures.reduced_bytes) == (100, 30)
+        assert figures.hidden == pytest.approx(0.5)  # 3 of 6 seconds
+
+
+def test_ranks_of_a_host_share_its_clock_and_hosts_begin_at_once() -> None:
+    ranks = [RankTimeline(rank, BY_HAND, {}) for rank in range(4)]
+    clocks = [("a", 7.0), ("a", 7.5), ("b", 300.25), ("b", 300.0)]
+    timeline = Timeline.of(ranks, clocks)
+    assert [each.spans[0].begin_s for each in timeline.ranks] == [0.0, 0.5, 0.25, 0.0]
+    assert "2 hosts" in timeline.clock
+
+
+def test_one_step_alone() -> None:
+    later = tuple(
+        span._replace(begin_s=span.begin_s + 20, end_s=span.end_s + 21) for span in BY_HAND
+    )
+    spans = (*BY_HAND, later[0]._replace(name="step 5"), *later[1:])
+    timeline = Timeline.of([RankTimeline(0, spans, {})], [("here", 0.0)])
+    assert timeline.steps() == ["step 4", "step 5"]
+    assert timeline.only("step 4").ranks[0].spans == BY_HAND
+    assert timeline.only("step 5").ranks[0].spans[1:] == later[1:]
+    assert timeline.median_step() == "step 5"
+
+
+def test_file_is_in_chromes_format_and_reads_back(tmp_path: Path) -> None:
+    timeline = by_hand()
+    timeline.save(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    names = {
+        (e["pid"], e.get("tid")): e["args"]["name"]
+        for e in events
+        if e["name"] in ("process_name", "thread_name")
+    }
+    assert names[1, None] == "rank 1"
+    shown = [e for e in events if e["ph"] == "X" and e["pid"] == 1]
+    for event, span in zip(shown, BY_HAND, strict=True):
+        assert event["name"] == span.name
+        assert names[1, event["tid"]] == span.row
+        assert event["ts"] == pytest.approx((span.begin_s + 0.25) * 1e6)  # microseconds
+        assert event["dur"] == pytest.approx((span.end_s - span.begin_s) * 1e6)
+        assert event["args"].get("bytes", 0) == span.nbytes
+
+    again = Timeline.load(tmp_path / "trace.json")
+    assert again.clock == timeline.clock
+    for read, written in zip(again.ranks, timeline.ranks, strict=True):
+        assert (read.rank, read.paths) == (written.rank, written.paths)
+        for one, other in zip(read.spans, written.spans, strict=True):
+            assert (one.row, one.name, one.nbytes) == (other.row, other.name, other.nbytes)
+            assert one[2:4] == pytest.approx(other[2:4])
+
+
+def test_training_is_traced_and_the_trace_agrees_with_its_report(
+    text_file: str, tmp_path: Path
+) -> None:
+    file, report, picture = (str(tmp_path / name) for name in ("t.json", "r.json", "p.png"))
+    done = train(*SMALL, "--text", text_file, "--trace", file, "--json", report)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(Path(report).read_text())
+    timeline = Timeline.load(file)
+    assert timeline.steps() == ["step 2", "step 3", "step 4", "step 5"]  # of 6; two warm up
+    assert [each.rank for each in timeline.ranks] == [0, 1]
+    figures = timeline.figures()[0]
+    assert figures.steps == result["measured_steps"]
+    assert figures.exposed_s / 4 == pytest.approx(result["exposed_s"], rel=1e-2)
+    assert figures.total_s / 4 == pytest.approx(result["step_s"], rel=1e-2, abs=1e-4)
+    assert figures.gathered_bytes // 4 == result["gathered_bytes"]
+    assert figures.reduced_bytes // 4 == result["reduced_bytes"]
+
+    drawn = trace(file, "--step", "3", "--plot", picture)
+    assert drawn.returncode == 0, drawn.stderr
+    assert "gather by window" in drawn.stdout
+    assert Path(picture).read_bytes().startswith(b"\x89PNG")
+    for bad, message in (
+        (["--step", "1"], "--step is 1; the trace has step 2 to step 5"),
+        (["--plot", str(tmp_path / "p.word")], "the file's name must end in one of"),
+        (["--plot", str(tmp_path / "no" / "p.png")], "No such file"),
+    ):
+        refused = trace(file, *bad)
+        assert refused.returncode == 1
+        assert message in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "No such file"),
+        ("", "is not a trace of shardcomm's"),
+        ("[]", "is not a trace of shardcomm's"),
+        ('{"traceEvents": []}', "is not a trace of shardcomm's"),
+        (
+            '{"traceEvents": [], "otherData": {"clock": "", "receipts": {}}}',
+            "a trace in which nothing happens",
+        ),
+    ],
+)
+def test_what_is_no_trace_is_refused(tmp_path: Path, content: str | None, message: str) -> None:
+    file = tmp_path / "file"
+    if content is not None:
+        file.write_text(content)
+    refused = trace(str(file))
+    assert refused.returncode == 1
+    assert message in refused.stderr
+    assert "Traceback" not in refused.stderr
+
+
+def test_a_trace_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> None:
+    for file in (str(tmp_path / "no" / "t.json"), "-"):
+        refused = train(*SMALL, "--trace", file)
+        assert refused.returncode == 2
+        assert f"--trace is {file!r}; it must be a file that can be written" in refused.stderr
