@@ -27,7 +27,7 @@ step() {  # name, seconds, command...
 
 export SHARDCOMM_CUDA=on
 step build 180 "$python" -m pip install -q --no-build-isolation --no-deps -e .
-step doctor 30 "$python" -m shardcomm doctor
+step doctor 90 "$python" -m shardcomm doctor
 cat "$out/gpu-doctor.txt"
 step tests 150 "$python" -m pytest -q -m gpu -p no:cacheprovider
 step kernels 60 "$python" bench/gpu_kernels.py --json "$out/gpu_kernels.json" --check

@@ -9,8 +9,9 @@ import sys
 from typing import NoReturn
 
 import shardcomm
-from shardcomm import doctor, timeline_command
+from shardcomm import timeline_command
 from shardcomm.bench import command as bench
+from shardcomm.doctor import command as doctor
 from shardcomm.train import command as train
 
 

@@ -86,7 +86,7 @@ class ThreadRanks(Ranks):
             local, size = Communicator.local_group, control.size
             self._comms = local(size, deadline_s=options.timeout_s, device=device)
             self._controls = local(size, deadline_s=options.timeout_s)
-            self._threads = ThreadPoolExecutor(size, initializer=_start_stream, initargs=(device,))
+            self._threads = ThreadPoolExecutor(size, initializer=start_stream, initargs=(device,))
 
     def run(self, fn: Callable[[Collectives, Communicator], T]) -> T | None:
         """See Ranks."""
@@ -123,7 +123,8 @@ class ThreadRanks(Ranks):
                 comm.close()
 
 
-def _start_stream(device: torch.device) -> None:
+def start_stream(device: torch.device) -> None:
+    """A stream of its own for this thread's work on a GPU; nothing on a CPU."""
     if device.type == "cuda":  # a thread's current stream lasts as long as the thread
         torch.cuda.set_device(device)
         torch.accelerator.set_stream(torch.Stream(device))
