@@ -34,6 +34,7 @@ class Block:
 
 
 Granularity = Literal["element", "row", "tensor"] | Block
+ShardDim = int | Literal["auto"]
 
 
 @dataclass(frozen=True)
@@ -43,13 +44,14 @@ class ParamSpec:
     Attributes:
         granularity: the smallest piece that stays on one rank: "element", "row" (an index of the shard dim),
             `Block(n)` rows, or "tensor" (one rank owns it whole).
-        shard_dim: the dim whose indices are rows; it is stored outermost. "auto": the layout chooses.
+        shard_dim: the dim whose indices are rows; it is stored outermost. Below 0 it counts from the last. "auto": the
+            one with which the layout has the least padding, 0 where others have no less.
     """
 
     name: str
     shape: tuple[int, ...]
     granularity: Granularity = "row"
-    shard_dim: int | Literal["auto"] = 0
+    shard_dim: ShardDim = 0
 
     def __post_init__(self) -> None:
         if any(size < 0 for size in self.shape):
@@ -65,10 +67,11 @@ class ParamSpec:
             )
         dims = max(len(self.shape), 1)
         if self.shard_dim != "auto" and not (
-            isinstance(self.shard_dim, int) and 0 <= self.shard_dim < dims
+            isinstance(self.shard_dim, int) and -dims <= self.shard_dim < dims
         ):
             raise ValueError(
-                f"ParamSpec {self.name!r}: shard_dim is {self.shard_dim!r}; accepted: 0 to {dims - 1}, 'auto'"
+                f"ParamSpec {self.name!r}: shard_dim is {self.shard_dim!r}; accepted for shape {self.shape}: "
+                f"{-dims} to {dims - 1}, 'auto'"
             )
 
 
@@ -77,7 +80,7 @@ class Placement:
     """Where a parameter lies in the flat buffer.
 
     Attributes:
-        shard_dim: as resolved.
+        shard_dim: as resolved, 0 or more.
         offset: its first element.
         stored_shape: its shape with `shard_dim` outermost.
     """
@@ -266,7 +269,10 @@ def _granule_rows(placement: Placement) -> int:
 
 def _dim_choices(params: Sequence[ParamSpec]) -> list[list[int]]:
     """Ways to choose the dims left to "auto": first all 0, then those that agree best with each row size."""
-    fixed = [0 if spec.shard_dim == "auto" else spec.shard_dim for spec in params]
+    fixed = [
+        0 if spec.shard_dim == "auto" else spec.shard_dim % max(len(spec.shape), 1)
+        for spec in params
+    ]
     free = [i for i, spec in enumerate(params) if spec.shard_dim == "auto" and len(spec.shape) > 1]
     choices = [fixed]
     row_sizes = {_row(params[i].shape, dim) for i in free for dim in range(len(params[i].shape))}

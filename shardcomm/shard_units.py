@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from shardcomm.bucket import Bucket, Staging
-from shardcomm.layout import Granularity, Layout, ParamSpec
+from shardcomm.layout import Granularity, Layout, ParamSpec, ShardDim
 from shardcomm.mesh import Mesh
 from shardcomm.mixed_precision import FLOATS, MixedPrecision
 from shardcomm.schedule import REDUCES_IN_FLIGHT
@@ -19,6 +19,7 @@ from shardcomm.streams import Streams
 from shardcomm.unit import OwnedParam, UnitParams
 
 GranularityOf = Granularity | Callable[[str, nn.Parameter], Granularity]
+ShardDimOf = ShardDim | Callable[[str, nn.Parameter], ShardDim]
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ def shard_units(
     mixed_precision: MixedPrecision,
     slot_of: Sequence[int],
     granularity: GranularityOf,
+    shard_dim: ShardDimOf,
     streams: Streams,
 ) -> list[ShardedUnit]:
     """Shards `units` over `mesh`; collective. Unit i computes in slot `slot_of[i]`.
@@ -62,7 +64,9 @@ def shard_units(
     model = units[0].module
     device = mesh.device
     _check_modules(model, device)
-    groups = [_group(unit, mesh.shard.size, mixed_precision, granularity) for unit in units]
+    groups = [
+        _group(unit, mesh.shard.size, mixed_precision, granularity, shard_dim) for unit in units
+    ]
 
     slot_bytes = [0] * (max(slot_of, default=-1) + 1)
     for slot, unit_groups in zip(slot_of, groups, strict=True):
@@ -186,7 +190,11 @@ def _load(bucket: Bucket, params: Sequence[OwnedParam], mesh: Mesh) -> None:
 
 
 def _group(
-    unit: UnitParams, world_size: int, precision: MixedPrecision, granularity: GranularityOf
+    unit: UnitParams,
+    world_size: int,
+    precision: MixedPrecision,
+    granularity: GranularityOf,
+    shard_dim: ShardDimOf,
 ) -> list[_Group]:
     """A bucket for each dtype; frozen parameters apart, since they are never reduced."""
     by_kind: dict[tuple[torch.dtype, bool], list[OwnedParam]] = {}
@@ -196,10 +204,7 @@ def _group(
     for (dtype, _), params in by_kind.items():
         param_dtype, reduce_dtype = _dtypes(params[0], precision)
         layout = Layout.plan(
-            [
-                ParamSpec(owned.name, tuple(owned.param.shape), _granularity(granularity, owned))
-                for owned in params
-            ],
+            [_spec(owned, granularity, shard_dim) for owned in params],
             world_size,
             itemsize=min(dtype.itemsize, param_dtype.itemsize, reduce_dtype.itemsize),
         )
@@ -207,8 +212,14 @@ def _group(
     return groups
 
 
-def _granularity(granularity: GranularityOf, owned: OwnedParam) -> Granularity:
-    return granularity(owned.name, owned.param) if callable(granularity) else granularity
+def _spec(owned: OwnedParam, granularity: GranularityOf, shard_dim: ShardDimOf) -> ParamSpec:
+    name, param = owned.name, owned.param
+    return ParamSpec(
+        name,
+        tuple(param.shape),
+        granularity(name, param) if callable(granularity) else granularity,
+        shard_dim(name, param) if callable(shard_dim) else shard_dim,
+    )
 
 
 def _dtypes(owned: OwnedParam, precision: MixedPrecision) -> tuple[torch.dtype, torch.dtype]:

@@ -14,7 +14,7 @@ from shardcomm.gradients import OnNonfinite
 from shardcomm.mesh import Mesh
 from shardcomm.mixed_precision import MixedPrecision
 from shardcomm.schedule import Schedule, Trigger
-from shardcomm.shard_units import GranularityOf, shard_units
+from shardcomm.shard_units import GranularityOf, ShardDimOf, shard_units
 from shardcomm.strategy import Strategy
 from shardcomm.unit import Units, find_units, registration_order
 
@@ -29,6 +29,7 @@ def fully_shard(
     prefetch: int = 1,
     slots: int | None = None,
     granularity: GranularityOf = "row",
+    shard_dim: ShardDimOf = 0,
     on_nonfinite: OnNonfinite = None,
 ) -> Engine:
     """Shards `model`'s parameters, gradients and, through them, the optimizer's state over the ranks of `comm`.
@@ -51,7 +52,12 @@ def fully_shard(
         mixed_precision: dtypes to compute and communicate in; the shards keep the parameters' own.
         prefetch: how many units ahead are gathered while one computes.
         slots: full-size buffers that the units share (default: prefetch + 1).
-        granularity: the smallest piece of a parameter that stays on one rank; see `shardcomm.layout`.
+        granularity: the smallest piece of a parameter that stays on one rank: "element", "row", `Block(rows)` or
+            "tensor" (one rank owns it, its gradient and its optimizer state; the others have none of it). One for all,
+            or a function of a parameter's name and the parameter.
+        shard_dim: the dim whose indices are the rows that ranks share out, given in the same way; -1 is the last.
+            "auto" takes the dims that make the least padding. A rank's rows are a slice along it, in the parameter's
+            own order of dims; the full parameter is a strided view, which some of PyTorch's kernels read more slowly.
         on_nonfinite: what a backward does on every rank when a gradient, reduced over the ranks, is NaN or Inf: "raise"
             a FloatingPointError that names the units, or "skip" them: it leaves no parameter a `.grad`, so that the
             optimizer's step passes over all, and `engine.nonfinite` names the units. Costs a read of the shard's
@@ -88,7 +94,9 @@ def fully_shard(
         return Schedule.plan(order, how, prefetch=prefetch, slots=slot_of, backward=backward)
 
     precision = mixed_precision or MixedPrecision()
-    sharded = shard_units(found, mesh, precision, first_guess.slot_of, granularity, mesh.streams)
+    sharded = shard_units(
+        found, mesh, precision, first_guess.slot_of, granularity, shard_dim, mesh.streams
+    )
     engine = Engine(
         model,
         mesh,

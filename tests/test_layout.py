@@ -23,7 +23,9 @@ def units(draw: st.DrawFn) -> tuple[list[ParamSpec], int, int]:
     params = []
     for i in range(draw(st.integers(0, 8))):
         shape = draw(shapes)
-        dim = draw(st.one_of(st.integers(0, max(len(shape) - 1, 0)), st.just("auto")))
+        dim = draw(
+            st.one_of(st.integers(-max(len(shape), 1), max(len(shape) - 1, 0)), st.just("auto"))
+        )
         params.append(ParamSpec(f"p{i}", shape, draw(granularities), dim))
     return params, draw(st.integers(1, 9)), draw(st.sampled_from([4, 8, 32, 128]))
 
@@ -251,7 +253,10 @@ def test_row_sizes_without_a_usable_common_multiple() -> None:
         (lambda: Layout.plan([], 1, align_bytes=6), "align_bytes is 6 and itemsize 4"),
         (lambda: ParamSpec("w", (2, -1)), r"'w': shape is \(2, -1\)"),
         (lambda: ParamSpec("w", (2,), "rows"), "granularity is 'rows'; accepted: 'element'"),  # type: ignore[arg-type]
-        (lambda: ParamSpec("w", (2, 3), shard_dim=2), "shard_dim is 2; accepted: 0 to 1, 'auto'"),
+        (
+            lambda: ParamSpec("w", (2, 3), shard_dim=2),
+            r"shard_dim is 2; accepted for shape \(2, 3\): -2 to 1, 'auto'",
+        ),
         (lambda: Block(0), "rows is 0"),
     ],
 )

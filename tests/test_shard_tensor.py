@@ -20,7 +20,9 @@ shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 def specs(draw: st.DrawFn) -> ParamSpec:
     shape = draw(shapes)
     granularity = draw(st.sampled_from(["element", "row", "tensor", Block(2)]))
-    return ParamSpec("p", shape, granularity, draw(st.integers(0, max(len(shape) - 1, 0))))
+    return ParamSpec(
+        "p", shape, granularity, draw(st.integers(-max(len(shape), 1), max(len(shape) - 1, 0)))
+    )
 
 
 @given(shapes, st.data())
