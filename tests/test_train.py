@@ -132,14 +132,17 @@ def test_same_seed_gives_the_same_losses(options: list[str], text_file: str) -> 
 
 
 def test_strategies_agree(text_file: str) -> None:
-    def losses(strategy: str) -> list[float]:
-        done = train(*SMALL, "--strategy", strategy, "--text", text_file, "--json", "-")
+    def losses(strategy: str, *options: str) -> list[float]:
+        done = train(*SMALL, "--strategy", strategy, *options, "--text", text_file, "--json", "-")
         assert done.returncode == 0, done.stderr
         found: list[float] = json.loads(done.stdout)["losses"]
         return found
 
-    assert losses("full_shard") == losses("shard_grad_op")
-    torch.testing.assert_close(losses("full_shard"), losses("no_shard"), rtol=1e-5, atol=1e-5)
+    sharded = losses("full_shard")
+    assert sharded == losses("shard_grad_op")
+    replicated = losses("no_shard")
+    torch.testing.assert_close(sharded, replicated, rtol=1e-5, atol=1e-5)
+    assert losses("hybrid_shard", "--replicas", "2") == replicated
 
 
 def test_torchrun_gives_the_ranks(text_file: str) -> None:
@@ -239,6 +242,11 @@ def test_killed_launcher_takes_the_ranks_along(
         (["--steps", "x"], "--steps: 'x'; it must be a whole number"),
         (["--lr", "-1"], "--lr: '-1'; it must be a number above 0"),
         (["--strategy", "zero9"], "--strategy: invalid choice: 'zero9'"),
+        (["--strategy", "hybrid_shard"], "--strategy is hybrid_shard, which needs --replicas N"),
+        (
+            ["--ranks", "3", "--strategy", "hybrid_shard", "--replicas", "2"],
+            "--replicas is 2, which does not divide the 3 ranks",
+        ),
         (["--text", "/nowhere"], "--text is '/nowhere'; there is no such file or folder"),
         (["--text", os.devnull], "there is neither a file nor a folder"),
         (

@@ -39,11 +39,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--layers", type=number, default=6, help="transformer blocks")
     parser.add_argument("--batch", type=number, default=4, help="sequences per rank and step")
     parser.add_argument("--context", type=number, default=128, help="bytes per sequence")
-    parser.add_argument(
-        "--strategy",
-        choices=[name for name, each in STRATEGIES.items() if not each.hybrid],
-        default="full_shard",
-    )
+    parser.add_argument("--strategy", choices=list(STRATEGIES), default="full_shard")
+    parser.add_argument("--replicas", type=whole(1, 1024), metavar="N",
+                        help="for hybrid_shard: groups of ranks, each of which holds a whole model")  # fmt: skip
     parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto",
                         help="auto: a GPU for each rank, if there are so many, else the CPU")  # fmt: skip
@@ -78,6 +76,7 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
         parser.error(
             f"--width is {args.width}; it must be a multiple of its {args.width // 64} heads"
         )
+    _check_replicas(parser, args, int(world_size) if rank else args.ranks or 2)
     options = options_of(args)
     if rank in (None, "0") and not can_write(args.json):
         parser.error(f"--json is {args.json!r}; it must be a file that can be written, or -")
@@ -111,6 +110,7 @@ def options_of(args: argparse.Namespace) -> Options:
         batch=args.batch,
         context=args.context,
         strategy=args.strategy,
+        replicas=args.replicas,
         precision=args.precision,
         lr=args.lr,
         text=args.text,
@@ -137,6 +137,18 @@ def _report(
         print(f"shardcomm train: {option}: {error.strerror}", file=sys.stderr)
         return 1
     return 0
+
+
+def _check_replicas(parser: argparse.ArgumentParser, args: argparse.Namespace, ranks: int) -> None:
+    hybrid = STRATEGIES[args.strategy].hybrid
+    if hybrid and args.replicas is None:
+        parser.error(f"--strategy is {args.strategy}, which needs --replicas N")
+    if args.replicas is not None and not hybrid:
+        parser.error(
+            f"--replicas is {args.replicas}, which --strategy {args.strategy} does not take"
+        )
+    if ranks % (args.replicas or 1):
+        parser.error(f"--replicas is {args.replicas}, which does not divide the {ranks} ranks")
 
 
 def _check_checkpoint(options: Options, resume: bool, text: bytes) -> None:

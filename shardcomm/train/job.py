@@ -8,18 +8,20 @@ import threading
 import time
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
 from tqdm import tqdm
 
 from shardcomm.checkpoints import Checkpoints
 from shardcomm.communicator import Communicator
 from shardcomm.engine import Engine
+from shardcomm.mesh import Mesh
 from shardcomm.mixed_precision import MixedPrecision
 from shardcomm.rendezvous import env_store
 from shardcomm.sharding import fully_shard
@@ -49,6 +51,7 @@ class Options:
     batch: int
     context: int
     strategy: str
+    replicas: int | None
     precision: str
     lr: float
     text: str | None
@@ -96,15 +99,30 @@ def train(options: Options) -> tuple[Result, Timeline | None]:
     with Communicator.from_env(deadline_s=options.deadline_s, device=device) as comm:
         if comm.device.type == "cuda":
             torch.cuda.set_device(comm.device)
-        if options.checkpoint is None:
-            return _Job(options, comm).run()
+        if options.checkpoint is None and options.replicas is None:
+            return _Job(options, comm, comm).run()
         timeout = timedelta(seconds=options.deadline_s)
         store, rank, size = env_store(timeout)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
         try:
-            return _Job(options, comm).run()
+            if options.replicas is None:
+                return _Job(options, comm, comm).run()
+            with closing(_mesh(options, comm, options.replicas)) as mesh:
+                return _Job(options, comm, mesh).run()
         finally:
             dist.destroy_process_group()
+
+
+def _mesh(options: Options, comm: Communicator, replicas: int) -> Mesh:
+    """The ranks of `comm` in `replicas` rows; collective."""
+    groups = init_device_mesh("cpu", (replicas, comm.size // replicas))
+    replicate, shard = (
+        Communicator.from_process_group(
+            groups.get_group(dim), deadline_s=options.deadline_s, device=comm.device
+        )
+        for dim in (0, 1)
+    )
+    return Mesh(shard, replicate)
 
 
 class Measured:
@@ -148,7 +166,7 @@ class Measured:
 
 
 class _Job:
-    def __init__(self, options: Options, comm: Communicator) -> None:
+    def __init__(self, options: Options, comm: Communicator, ranks: Communicator | Mesh) -> None:
         self.options = options
         self.comm = comm
         text = read_text(options.text)
@@ -158,7 +176,7 @@ class _Job:
         half = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
         self.engine: Engine = fully_shard(
             self.model,
-            comm,
+            ranks,
             units=list(self.model.blocks),
             strategy=options.strategy,
             mixed_precision=half if options.precision == "bf16" else None,
