@@ -144,7 +144,7 @@ class Engine:
             torch.distributed.checkpoint.save(state, checkpoint_id=path)  # load: the same, with load
 
         It needs a torch process group of the same ranks (Gloo is enough) to agree on what is where. A checkpoint can
-        be loaded with any number of ranks, strategy and granularity, by PyTorch's FSDP2 and by a plain model, and
+        be loaded with any number of ranks, strategy, granularity and dims, by PyTorch's FSDP2 and by a plain model, and
         theirs here (`torch.distributed.checkpoint.state_dict.get_state_dict` gives the same names).
         """
         self._settle()
