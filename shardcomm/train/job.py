@@ -36,7 +36,7 @@ SAMPLE_BYTES = 160
 SAMPLE_PROMPT = b"def "
 # The first steps allocate and learn the order of the units.
 WARM_UP_STEPS = 2
-# A trace has at most so many, the last: about 20 kB each for every rank.
+# A trace has at most so many, the last: about 5 kB each for every rank.
 MAX_TRACED_STEPS = 200
 
 
