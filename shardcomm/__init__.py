@@ -21,6 +21,7 @@ from shardcomm.launch import RankError, launch
 from shardcomm.layout import Block, Layout, ParamSpec
 from shardcomm.mesh import Mesh
 from shardcomm.mixed_precision import MixedPrecision
+from shardcomm.planner import Plan
 from shardcomm.schedule import Schedule
 from shardcomm.sharding import fully_shard
 from shardcomm.strategy import STRATEGIES, Strategy
@@ -46,6 +47,7 @@ __all__ = [
     "Mesh",
     "MixedPrecision",
     "ParamSpec",
+    "Plan",
     "RankError",
     "Receipt",
     "Schedule",

@@ -20,6 +20,7 @@ from functools import cached_property
 import torch
 from torch import nn
 
+from shardcomm import traffic
 from shardcomm.communicator import Communicator
 from shardcomm.copy_plan import BoundCopy, CopyPlan
 from shardcomm.dtype import movable
@@ -57,6 +58,8 @@ class Bucket:
         full: the full buffer, flat, `layout.flat_numel` of `param_dtype`.
         params: the full parameters, views into `full`; their values are there between a gather and the next use of
             the full buffer by another bucket. Read them, do not write: ranks may share this memory.
+        reduce_buffer: where gradients are packed; None until the first reduce, unless given.
+        staging: where they are all-reduced; None without replicas.
 
     Args:
         dtype: of the shard and of its gradient.
@@ -99,10 +102,11 @@ class Bucket:
         self._gather_recv, self._gather_send = self.full, self.shard
         if self.param_dtype == dtype:  # else they are converted on the way
             self._gather_recv, self._gather_send = movable(self.full), movable(self.shard)
-        self._reduce_buffer = reduce_buffer
+        self.reduce_buffer = reduce_buffer
         self.replicas = replicas if replicas is not None and replicas.size > 1 else None
+        self.staging: Staging | None = None
         if self.replicas is not None:
-            self._staging = staging or self._new_staging(self.replicas)
+            self.staging = staging or self._new_staging(self.replicas)
             self._alone = (
                 comm if comm.size == 1 else Communicator.local_group(1, device=comm.device)[0]
             )
@@ -216,9 +220,10 @@ class Bucket:
     def _reduce_into_staging(
         self, sources: Sequence[torch.Tensor | None], dtype: torch.dtype, stream: Stream | None
     ) -> Work:
+        assert self.staging is not None
         self._after_compute(stream)
-        if self._staging.free is not None:
-            (stream or compute_stream(self.comm.device)).wait(self._staging.free)
+        if self.staging.free is not None:
+            (stream or compute_stream(self.comm.device)).wait(self.staging.free)
         if self.comm.size == 1:
             self._pack(sources, dtype, self._staged, stream)
             end = None if stream is None else stream.record()
@@ -233,15 +238,16 @@ class Bucket:
     def all_reduce(self, *, async_op: bool = False) -> Work:
         """Averages what `reduce` left over the replicas, into `grad`."""
         assert self.replicas is not None
+        assert self.staging is not None
         stream = self._side_streams().replicate if async_op else None
         if self._filled is not None:
             (stream or compute_stream(self.comm.device)).wait(self._filled)
         self.replicas.all_reduce(self._staged, "avg", stream=stream)
         # Over one rank: a cast with a scale and a sum.
-        self._staging.free = self._alone.reduce_scatter(
+        self.staging.free = self._alone.reduce_scatter(
             self.grad, self._staged, scale=self.grad_scale, accumulate=self._add, stream=stream
         )
-        return Work(self._staging.free, self.comm.device)
+        return Work(self.staging.free, self.comm.device)
 
     @property
     def grad(self) -> torch.Tensor:
@@ -251,18 +257,20 @@ class Bucket:
     @property
     def gather_bytes(self) -> int:
         """What this rank receives from the others in one gather."""
-        return (self.comm.size - 1) * self.shard.numel() * self.param_dtype.itemsize
+        return traffic.gather_bytes(
+            self.layout.shard_numel * self.param_dtype.itemsize, self.comm.size
+        )
 
     @property
     def reduce_bytes(self) -> int:
         """What this rank sends to the others in one reduce-scatter."""
-        return (self.comm.size - 1) * self.shard.numel() * self.reduce_dtype.itemsize
+        return traffic.gather_bytes(self._reduced_shard_bytes, self.comm.size)
 
     @property
     def all_reduce_bytes(self) -> int:
-        """What this rank sends to the replicas of n in one all-reduce: 2 (n - 1) / n of its shard."""
+        """What this rank sends to the replicas in one all-reduce."""
         replicas = 1 if self.replicas is None else self.replicas.size
-        return 2 * self.shard.numel() * self.reduce_dtype.itemsize * (replicas - 1) // replicas
+        return traffic.all_reduce_bytes(self._reduced_shard_bytes, replicas)
 
     def __repr__(self) -> str:
         wire = f"{self.param_dtype} gathered, {self.reduce_dtype} reduced"
@@ -276,25 +284,29 @@ class Bucket:
         return self.comm.allocate(self.layout.flat_numel, dtype=self.param_dtype, use="gather")
 
     def _new_staging(self, replicas: Communicator) -> Staging:
-        nbytes = self.layout.shard_numel * self.reduce_dtype.itemsize
+        nbytes = self._reduced_shard_bytes
         return Staging(replicas.allocate(nbytes, dtype=torch.uint8, use="reduce"))
+
+    @property
+    def _reduced_shard_bytes(self) -> int:
+        return self.layout.shard_numel * self.reduce_dtype.itemsize
 
     @cached_property
     def _staged(self) -> torch.Tensor:
-        nbytes = self.layout.shard_numel * self.reduce_dtype.itemsize
-        return self._staging.memory[:nbytes].view(self.reduce_dtype)
+        assert self.staging is not None
+        return self.staging.memory[: self._reduced_shard_bytes].view(self.reduce_dtype)
 
     def _packed(
         self, sources: Sequence[torch.Tensor | None], dtype: torch.dtype, stream: Stream | None
     ) -> torch.Tensor:
         """The reduce buffer, with `sources` packed into it."""
-        if self._reduce_buffer is None:
+        if self.reduce_buffer is None:
             numel = self.layout.flat_numel
             if stream is not None:  # another bucket's reduce may be under way
                 compute_stream(self.comm.device).wait(stream.record())
-            self._reduce_buffer = self.comm.allocate(numel, dtype=self.reduce_dtype, use="reduce")
-        self._pack(sources, dtype, self._reduce_buffer, stream)
-        return self._reduce_buffer
+            self.reduce_buffer = self.comm.allocate(numel, dtype=self.reduce_dtype, use="reduce")
+        self._pack(sources, dtype, self.reduce_buffer, stream)
+        return self.reduce_buffer
 
     def _pack(
         self,

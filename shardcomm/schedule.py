@@ -32,7 +32,7 @@ wants them, so they stay, and only block 1 is gathered twice.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -177,10 +177,9 @@ class Schedule:
         """Returns the triggers of a step in order: forward and, if planned, backward and END."""
         return (*self.order, *_mirrored(self.order), END) if END in self.actions else self.order
 
-    def gathers(self, unit: int | None = None) -> int:
-        """Returns the number of gathers in a step, of one unit or (None) of all."""
-        gathered = [each for _, units, _ in self._replay() for each in units]
-        return len(gathered) if unit is None else gathered.count(unit)
+    def gathers(self) -> Counter[int]:
+        """Returns how often each unit is gathered in a step."""
+        return Counter(unit for _, gathered, _ in self._replay() for unit in gathered)
 
     def _replay(self) -> Iterator[tuple[Trigger, list[int], dict[int, str]]]:
         """Yields each trigger, the units it really gathers, and what each slot then holds."""

@@ -2,59 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import cycle, repeat
+from collections.abc import Mapping, Sequence
+from itertools import cycle
 
 import torch
 from torch import nn
 
 from shardcomm.bucket import Bucket, Staging
-from shardcomm.layout import Granularity, Layout, ParamSpec, ShardDim
+from shardcomm.groups import Group, reduce_buffer_bytes, slot_bytes, staging_bytes
 from shardcomm.mesh import Mesh
-from shardcomm.mixed_precision import FLOATS, MixedPrecision
-from shardcomm.schedule import REDUCES_IN_FLIGHT
 from shardcomm.sharded_unit import ShardedUnit
 from shardcomm.streams import Streams
 from shardcomm.unit import OwnedParam, UnitParams
 
-GranularityOf = Granularity | Callable[[str, nn.Parameter], Granularity]
-ShardDimOf = ShardDim | Callable[[str, nn.Parameter], ShardDim]
-
-
-@dataclass(frozen=True)
-class _Group:
-    """Parameters that share a bucket, its layout, and its dtypes."""
-
-    params: list[OwnedParam]
-    layout: Layout
-    dtype: torch.dtype
-    param_dtype: torch.dtype
-    reduce_dtype: torch.dtype
-
-    @property
-    def full_bytes(self) -> int:
-        return self.layout.flat_numel * self.param_dtype.itemsize
-
-    @property
-    def reduced_shard_bytes(self) -> int:
-        return self.layout.shard_numel * self.reduce_dtype.itemsize
-
-    @property
-    def needs_slot(self) -> bool:
-        return self.layout.world_size > 1 or self.param_dtype != self.dtype
-
 
 def shard_units(
     units: Sequence[UnitParams],
+    groups: Sequence[Sequence[Group]],
     mesh: Mesh,
-    mixed_precision: MixedPrecision,
     slot_of: Sequence[int],
-    granularity: GranularityOf,
-    shard_dim: ShardDimOf,
     streams: Streams,
 ) -> list[ShardedUnit]:
-    """Shards `units` over `mesh`; collective. Unit i computes in slot `slot_of[i]`.
+    """Shards `units` over `mesh`; collective. Unit i has a bucket for each of `groups[i]`, and slot `slot_of[i]`.
 
     At any moment at most one unit exists in full besides what the model held before.
 
@@ -64,30 +33,19 @@ def shard_units(
     model = units[0].module
     device = mesh.device
     _check_modules(model, device)
-    groups = [
-        _group(unit, mesh.shard.size, mixed_precision, granularity, shard_dim) for unit in units
+    slots = [
+        mesh.shard.allocate(nbytes, dtype=torch.uint8, use="gather")
+        for nbytes in slot_bytes(groups, slot_of)
     ]
-
-    slot_bytes = [0] * (max(slot_of, default=-1) + 1)
-    for slot, unit_groups in zip(slot_of, groups, strict=True):
-        wanted = sum(group.full_bytes for group in unit_groups if group.needs_slot)
-        slot_bytes[slot] = max(slot_bytes[slot], wanted)
-    slots = [mesh.shard.allocate(n, dtype=torch.uint8, use="gather") for n in slot_bytes]
     # One reduce buffer serves all: the reduce stream packs into it only when the reduce before has ended.
-    shard_bytes = max((group.reduced_shard_bytes for each in groups for group in each), default=0)
-    reduce_buffer = None  # of one rank alone, gradients need none
-    if mesh.shard.size > 1:
-        reduce_bytes = mesh.shard.size * shard_bytes
-        reduce_buffer = mesh.shard.allocate(reduce_bytes, dtype=torch.uint8, use="reduce")
-    staging: Iterator[Staging | None] = repeat(None)
-    if mesh.replicate.size > 1:
-        # While one unit's shard is all-reduced, the next unit's comes.
-        staging = cycle(
-            [
-                Staging(mesh.replicate.allocate(shard_bytes, dtype=torch.uint8, use="reduce"))
-                for _ in range(REDUCES_IN_FLIGHT)
-            ]
-        )
+    reduce_buffer = None
+    if nbytes := reduce_buffer_bytes(groups, mesh.shard.size):
+        reduce_buffer = mesh.shard.allocate(nbytes, dtype=torch.uint8, use="reduce")
+    staging = [
+        Staging(mesh.replicate.allocate(nbytes, dtype=torch.uint8, use="reduce"))
+        for nbytes in staging_bytes(groups, mesh.replicate.size)
+    ]
+    next_staging = cycle(staging or [None])
 
     for module in model.modules():
         if _meta(module._buffers) and not _meta(module._parameters):
@@ -117,7 +75,7 @@ def shard_units(
                 full_buffer=None if full is None else full.view(group.param_dtype),
                 reduce_buffer=in_reduce_buffer,
                 replicas=mesh.replicate,
-                staging=next(staging),
+                staging=next(next_staging),
                 streams=streams,
                 tag=index + 1,
             )
@@ -187,55 +145,3 @@ def _load(bucket: Bucket, params: Sequence[OwnedParam], mesh: Mesh) -> None:
     for value in values:
         mesh.broadcast(value)
     bucket.load(values)
-
-
-def _group(
-    unit: UnitParams,
-    world_size: int,
-    precision: MixedPrecision,
-    granularity: GranularityOf,
-    shard_dim: ShardDimOf,
-) -> list[_Group]:
-    """A bucket for each dtype; frozen parameters apart, since they are never reduced."""
-    by_kind: dict[tuple[torch.dtype, bool], list[OwnedParam]] = {}
-    for owned in unit.params:
-        by_kind.setdefault((owned.param.dtype, owned.param.requires_grad), []).append(owned)
-    groups = []
-    for (dtype, _), params in by_kind.items():
-        param_dtype, reduce_dtype = _dtypes(params[0], precision)
-        layout = Layout.plan(
-            [_spec(owned, granularity, shard_dim) for owned in params],
-            world_size,
-            itemsize=min(dtype.itemsize, param_dtype.itemsize, reduce_dtype.itemsize),
-        )
-        groups.append(_Group(params, layout, dtype, param_dtype, reduce_dtype))
-    return groups
-
-
-def _spec(owned: OwnedParam, granularity: GranularityOf, shard_dim: ShardDimOf) -> ParamSpec:
-    name, param = owned.name, owned.param
-    return ParamSpec(
-        name,
-        tuple(param.shape),
-        granularity(name, param) if callable(granularity) else granularity,
-        shard_dim(name, param) if callable(shard_dim) else shard_dim,
-    )
-
-
-def _dtypes(owned: OwnedParam, precision: MixedPrecision) -> tuple[torch.dtype, torch.dtype]:
-    """What a parameter is computed with, and what its gradient is reduced in."""
-    dtype, trainable = owned.param.dtype, owned.param.requires_grad
-    if dtype in FLOATS:
-        param_dtype = precision.param_dtype or dtype
-        return param_dtype, precision.reduce_dtype or param_dtype
-    if trainable and dtype != torch.float64:
-        raise ValueError(
-            f"fully_shard: parameter {owned.name!r} is {dtype}, in which gradients cannot be reduced; accepted: "
-            "float32, bfloat16, float16, float64, or any dtype with requires_grad=False"
-        )
-    if dtype == torch.float64 and (precision.param_dtype or (trainable and precision.reduce_dtype)):
-        raise ValueError(
-            f"fully_shard: parameter {owned.name!r} is {dtype}, which mixed_precision does not convert; accepted: "
-            "float32, bfloat16, float16"
-        )
-    return dtype, dtype  # quantised, or an index: moved as it is

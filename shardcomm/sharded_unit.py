@@ -35,6 +35,7 @@ class ShardedParam:
         requires_grad = owned.param.requires_grad
         self.name = owned.name
         self.owned = owned
+        owned.param = shard  # lets go of the full one
         shard.requires_grad = requires_grad
         self.shard = shard
         self.full = nn.Parameter(full, requires_grad=requires_grad)
@@ -193,26 +194,41 @@ class Footprint:
     Attributes:
         parameter_bytes: shards, padding included.
         gradient_bytes: their gradients, padding included, of all that have been reduced so far.
+        slot_bytes: full-size buffers; between processes of one host all see the same ones.
+        reduce_buffer_bytes: where gradients are packed to be reduced.
+        staging_bytes: where they are all-reduced among replicas.
         padding_bytes: of all ranks' shards together; what the layout costs.
         total_parameter_bytes: the whole model's parameters. What `ranks` ranks hold is this plus the padding.
     """
 
     parameter_bytes: int
     gradient_bytes: int
+    slot_bytes: int
+    reduce_buffer_bytes: int
+    staging_bytes: int
     padding_bytes: int
     total_parameter_bytes: int
 
     @classmethod
     def of(cls, units: Iterable[ShardedUnit]) -> Footprint:
         """Measured from the tensors of `units`."""
-        buckets = [entry for unit in units for entry in unit.buckets]
+        buckets = [bucket for unit in units for bucket, _ in unit.buckets]
         return cls(
-            parameter_bytes=sum(bucket.shard.nbytes for bucket, _ in buckets),
-            gradient_bytes=sum(bucket.gradients.nbytes for bucket, _ in buckets),
-            padding_bytes=sum(
-                bucket.layout.padding * bucket.shard.itemsize for bucket, _ in buckets
+            parameter_bytes=sum(bucket.shard.nbytes for bucket in buckets),
+            gradient_bytes=sum(bucket.gradients.nbytes for bucket in buckets),
+            slot_bytes=_memory(b.full for b in buckets if b.full is not b.shard),
+            reduce_buffer_bytes=_memory(
+                b.reduce_buffer for b in buckets if b.reduce_buffer is not None
             ),
+            staging_bytes=_memory(b.staging.memory for b in buckets if b.staging is not None),
+            padding_bytes=sum(bucket.layout.padding * bucket.shard.itemsize for bucket in buckets),
             total_parameter_bytes=sum(
-                bucket.layout.numel * bucket.shard.itemsize for bucket, _ in buckets
+                bucket.layout.numel * bucket.shard.itemsize for bucket in buckets
             ),
         )
+
+
+def _memory(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes behind `tensors`, once where several share them."""
+    storages = {s._cdata: s.nbytes() for s in (t.untyped_storage() for t in tensors)}
+    return sum(storages.values())

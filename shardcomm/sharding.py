@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -11,10 +12,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardcomm.communicator import Communicator
 from shardcomm.engine import Engine
 from shardcomm.gradients import OnNonfinite
+from shardcomm.groups import GranularityOf, ShardDimOf, group_params
 from shardcomm.mesh import Mesh
 from shardcomm.mixed_precision import MixedPrecision
+from shardcomm.planner import Plan
 from shardcomm.schedule import Schedule, Trigger
-from shardcomm.shard_units import GranularityOf, ShardDimOf, shard_units
+from shardcomm.shard_units import shard_units
 from shardcomm.strategy import Strategy
 from shardcomm.unit import Units, find_units, registration_order
 
@@ -94,9 +97,12 @@ def fully_shard(
         return Schedule.plan(order, how, prefetch=prefetch, slots=slot_of, backward=backward)
 
     precision = mixed_precision or MixedPrecision()
-    sharded = shard_units(
-        found, mesh, precision, first_guess.slot_of, granularity, shard_dim, mesh.streams
-    )
+    groups = [
+        group_params(unit, mesh.shard.size, precision, granularity, shard_dim) for unit in found
+    ]
+    ranks = (mesh.replicate.size, mesh.shard.size)
+    planned = Plan.of_groups(found, groups, how, first_guess, ranks).footprint
+    sharded = shard_units(found, groups, mesh, first_guess.slot_of, mesh.streams)
     engine = Engine(
         model,
         mesh,
@@ -108,6 +114,8 @@ def fully_shard(
         on_nonfinite,
         owns_mesh=isinstance(comm, DeviceMesh),
     )
+    held = engine.footprint()
+    assert held == replace(planned, gradient_bytes=0), f"holds {held}, planned was {planned}"
     _sharded.update(model.modules())
     return engine
 

@@ -26,7 +26,10 @@ Units = Sequence[nn.Module | type[nn.Module]] | type[nn.Module] | None
 
 @dataclass
 class OwnedParam:
-    """A parameter of a unit: its name in the model, and every place (module, attribute) that shows it."""
+    """A parameter of a unit: its name in the model, and every place (module, attribute) that shows it.
+
+    `param`: the full parameter, and once it is sharded this rank's rows.
+    """
 
     name: str
     param: nn.Parameter

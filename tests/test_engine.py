@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable
 
@@ -528,6 +530,15 @@ def test_each_rank_holds_its_share_and_padding_only() -> None:
     for _, held, padding, total in results:
         assert total == whole
         assert 4 * held == total + padding
+
+
+def test_full_parameters_are_let_go_of_once_they_are_sharded() -> None:
+    model = make()
+    whole = [weakref.ref(param) for param in model.parameters()]
+    engine = fully_shard(model, Communicator.local_group(1)[0])
+    gc.collect()
+    assert not any(param() for param in whole)
+    engine.close()
 
 
 class _Operations(TorchDispatchMode):

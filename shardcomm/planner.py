@@ -1,0 +1,403 @@
+"""The planner: what a model costs each rank, in memory and in communication, before anything is allocated.
+
+It groups, lays out and schedules by the functions that the engine runs, so its figures are the engine's, to the byte
+(the engine checks them when it is set up). What a rank holds, for P parameters of 4 bytes over N ranks with AdamW::
+
+                 no_shard     shard_grad_op   full_shard
+    parameters   4 P          4 P / N         4 P / N      shards: what the optimizer updates
+    gradients    4 P          4 P / N         4 P / N      of the shards
+    optimizer    8 P          8 P / N         8 P / N      two moments
+    slots        -            4 P             a few units  full parameters (2 bytes each in bf16)
+
+`hybrid_shard` is `full_shard` over N / replicas ranks. Buffers to reduce in come on top, of the size of a unit, and,
+during backward, the full gradients of a few units. The first three lines make the
+usual 16 bytes a parameter: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
+arXiv 1910.02054, figure 1. (It counts weights and gradients in fp16 beside an fp32 copy: 2 + 2 + 12.)
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from shardcomm import traffic
+from shardcomm.groups import (
+    GranularityOf,
+    ShardDimOf,
+    Group,
+    group_params,
+    reduce_buffer_bytes,
+    slot_bytes,
+    staging_bytes,
+)
+from shardcomm.mixed_precision import MixedPrecision
+from shardcomm.schedule import Phase, Schedule, Verb
+from shardcomm.sharded_unit import Footprint
+from shardcomm.strategy import Strategy
+from shardcomm.unit import UnitParams, Units, find_units, registration_order
+
+OPTIMIZERS: Mapping[str, int] = {"adamw": 2, "momentum": 1, "sgd": 0}
+"""Tensors of state that an optimizer of torch keeps for each parameter, in its shape and dtype."""
+
+
+@dataclass(frozen=True)
+class UnitPlan:
+    """What one unit costs a rank, in bytes.
+
+    Attributes:
+        numel: parameters of the whole unit.
+        parameter_bytes, gradient_bytes: of its shard, padding included.
+        padding_bytes: of all ranks' shards together.
+        full_bytes: of its full parameters, in the slot; 0 where the shard is all of them.
+        full_gradient_bytes: of the gradients that backward leaves, until they are reduced.
+        gather_bytes: received from the others in one gather.
+        gathers: how many of them there are in a step.
+        reduce_bytes: sent to the others in the step's reduce-scatter.
+        all_reduce_bytes: sent to the replicas in the step's all-reduce.
+    """
+
+    name: str
+    numel: int
+    parameter_bytes: int
+    gradient_bytes: int
+    padding_bytes: int
+    full_bytes: int
+    full_gradient_bytes: int
+    gather_bytes: int
+    gathers: int
+    reduce_bytes: int
+    all_reduce_bytes: int
+
+    @classmethod
+    def of(cls, name: str, groups: Sequence[Group], replicas: int, gathers: int) -> UnitPlan:
+        """From the unit's buckets-to-be; `replicas` ranks hold each shard."""
+        trained = [group for group in groups if group.trainable]
+        return cls(
+            name=name,
+            numel=sum(group.layout.numel for group in groups),
+            parameter_bytes=sum(group.shard_bytes for group in groups),
+            gradient_bytes=sum(group.shard_bytes for group in trained),
+            padding_bytes=sum(group.layout.padding * group.dtype.itemsize for group in groups),
+            full_bytes=sum(group.full_bytes for group in groups if group.needs_slot),
+            full_gradient_bytes=sum(
+                group.layout.numel * group.param_dtype.itemsize for group in trained
+            ),
+            gather_bytes=sum(
+                traffic.gather_bytes(
+                    group.layout.shard_numel * group.param_dtype.itemsize, group.layout.world_size
+                )
+                for group in groups
+            ),
+            gathers=gathers,
+            reduce_bytes=sum(
+                traffic.gather_bytes(group.reduced_shard_bytes, group.layout.world_size)
+                for group in trained
+            ),
+            all_reduce_bytes=sum(
+                traffic.all_reduce_bytes(group.reduced_shard_bytes, replicas) for group in trained
+            ),
+        )
+
+
+@dataclass(frozen=True, repr=False)
+class Plan:
+    """Bytes per rank; made by `Plan.of`, printed as a table.
+
+    Activations are not in it, nor what the optimizer's step allocates for itself (torch's foreach AdamW on a GPU: the
+    parameters once more). Every module is taken to run once a step, in the order of registration.
+
+    Attributes:
+        ranks: all; `replicas` groups of them hold the model each.
+        units: what each costs, the model itself first.
+        slot_bytes: of each slot.
+        reduce_buffer_bytes: where gradients are packed to be reduced.
+        staging_bytes: where they are all-reduced among replicas: the sizes of the buffers.
+        full_gradient_bytes: unsharded gradients that backward has at most at one time.
+        optimizer_bytes: state of the rank that holds the most elements; step counters are not counted.
+        total_parameter_bytes: the whole model, once.
+        schedule: of a step.
+    """
+
+    ranks: int
+    replicas: int
+    strategy: str
+    optimizer: str
+    units: tuple[UnitPlan, ...]
+    slot_bytes: tuple[int, ...]
+    reduce_buffer_bytes: int
+    staging_bytes: tuple[int, ...]
+    full_gradient_bytes: int
+    optimizer_bytes: int
+    total_parameter_bytes: int
+    schedule: Schedule
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        ranks: int,
+        *,
+        units: Units = None,
+        strategy: str = "full_shard",
+        replicas: int | None = None,
+        mixed_precision: MixedPrecision | None = None,
+        prefetch: int = 1,
+        slots: int | None = None,
+        granularity: GranularityOf = "row",
+        shard_dim: ShardDimOf = 0,
+        optimizer: str = "adamw",
+    ) -> Plan:
+        """What `fully_shard` with the same arguments on `ranks` ranks will take; nothing is allocated or changed.
+
+        Args:
+            model: on any device, for instance meta.
+            replicas: for "hybrid_shard", how many times the ranks hold the model.
+            optimizer: one of `OPTIMIZERS`.
+
+        Raises:
+            ValueError: an argument is out of its range; for the rest, as `fully_shard`.
+        """
+        if not isinstance(ranks, int) or ranks < 1:
+            raise ValueError(f"Plan.of: ranks is {ranks!r}; it must be a whole number above 0")
+        if optimizer not in OPTIMIZERS:
+            raise ValueError(
+                f"Plan.of: optimizer is {optimizer!r}; accepted: {', '.join(map(repr, OPTIMIZERS))}"
+            )
+        how = Strategy.named(strategy)
+        mesh = _mesh(how, ranks, replicas)
+        precision = mixed_precision or MixedPrecision()
+        found = find_units(model, units)
+        schedule = Schedule.plan(registration_order(found), how, prefetch=prefetch, slots=slots)
+        groups = [
+            group_params(unit, mesh[1], precision, granularity, shard_dim) for unit in found
+        ]
+        return cls.of_groups(found, groups, how, schedule, mesh, optimizer)
+
+    @classmethod
+    def of_groups(
+        cls,
+        units: Sequence[UnitParams],
+        groups: Sequence[Sequence[Group]],
+        strategy: Strategy,
+        schedule: Schedule,
+        ranks: tuple[int, int],
+        optimizer: str = "adamw",
+    ) -> Plan:
+        """As `of`, of what has been found, laid out and scheduled already; `ranks`: replicas, and shards of each."""
+        replicas, shard_ranks = ranks
+        gathers = schedule.gathers()
+        planned = tuple(
+            UnitPlan.of(unit.name or "(root)", unit_groups, replicas, gathers[index])
+            for index, (unit, unit_groups) in enumerate(zip(units, groups, strict=True))
+        )
+        alone = shard_ranks == replicas == 1
+        return cls(
+            ranks=replicas * shard_ranks,
+            replicas=replicas,
+            strategy=strategy.name,
+            optimizer=optimizer,
+            units=planned,
+            slot_bytes=tuple(slot_bytes(groups, schedule.slot_of)),
+            reduce_buffer_bytes=reduce_buffer_bytes(groups, shard_ranks),
+            staging_bytes=tuple(staging_bytes(groups, replicas)),
+            full_gradient_bytes=_most_full_gradients(planned, schedule, alone=alone),
+            optimizer_bytes=OPTIMIZERS[optimizer] * _most_trained_bytes(groups, shard_ranks),
+            total_parameter_bytes=sum(
+                group.layout.numel * group.dtype.itemsize for unit in groups for group in unit
+            ),
+            schedule=schedule,
+        )
+
+    @property
+    def footprint(self) -> Footprint:
+        """What `engine.footprint()` says after a step."""
+        return Footprint(
+            parameter_bytes=sum(unit.parameter_bytes for unit in self.units),
+            gradient_bytes=sum(unit.gradient_bytes for unit in self.units),
+            slot_bytes=sum(self.slot_bytes),
+            reduce_buffer_bytes=self.reduce_buffer_bytes,
+            staging_bytes=sum(self.staging_bytes),
+            padding_bytes=sum(unit.padding_bytes for unit in self.units),
+            total_parameter_bytes=self.total_parameter_bytes,
+        )
+
+    @property
+    def state_bytes(self) -> int:
+        """Parameters, gradients and optimizer state: what the usual tables count."""
+        held = self.footprint
+        return held.parameter_bytes + held.gradient_bytes + self.optimizer_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that a rank holds at one time: in the backward of any step but the first."""
+        return self.state_bytes + self.buffer_bytes + self.full_gradient_bytes
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Communication memory: slots, the reduce buffer, and staging buffers."""
+        return sum(self.slot_bytes) + self.reduce_buffer_bytes + sum(self.staging_bytes)
+
+    @property
+    def peak_resident_bytes(self) -> int:
+        """The same as the system counts it for a process over shm.
+
+        It maps the reduce and staging buffers of the others on its host, all of them here, too. Slots all share.
+        """
+        shard_ranks = self.ranks // self.replicas
+        peers = (shard_ranks - 1) * _pages(self.reduce_buffer_bytes)
+        peers += (self.replicas - 1) * sum(map(_pages, self.staging_bytes))
+        return self.peak_bytes + peers
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Received from the others by the gathers of a step."""
+        return sum(unit.gathers * unit.gather_bytes for unit in self.units)
+
+    @property
+    def reduced_bytes(self) -> int:
+        """Sent to the others by the reduces of a step, and to the replicas by the all-reduces."""
+        return sum(unit.reduce_bytes + unit.all_reduce_bytes for unit in self.units)
+
+    def as_json(self) -> dict[str, Any]:
+        """All figures; the schedule as its drawing."""
+        held = asdict(self.footprint)
+        derived = ("peak_bytes", "peak_resident_bytes", "gathered_bytes", "reduced_bytes")
+        return {
+            "ranks": self.ranks,
+            "replicas": self.replicas,
+            "strategy": self.strategy,
+            "optimizer": self.optimizer,
+            **held,
+            "optimizer_bytes": self.optimizer_bytes,
+            "full_gradient_bytes": self.full_gradient_bytes,
+            "state_bytes": self.state_bytes,
+            **{name: getattr(self, name) for name in derived},
+            "slots": list(self.slot_bytes),
+            "units": [
+                asdict(unit) | {"slot": slot}
+                for unit, slot in zip(self.units, self.schedule.slot_of, strict=True)
+            ],
+            "schedule": repr(self.schedule).splitlines(),
+        }
+
+    def __repr__(self) -> str:
+        held = self.footprint
+        rows = [
+            ("parameters", held.parameter_bytes, f"of {size(self.total_parameter_bytes)}"),
+            ("gradients", held.gradient_bytes, ""),
+            ("optimizer state", self.optimizer_bytes, self.optimizer),
+            ("slots", held.slot_bytes, _counted(self.slot_bytes)),
+            ("reduce buffer", held.reduce_buffer_bytes, ""),
+            ("staging buffers", held.staging_bytes, _counted(self.staging_bytes)),
+            ("full gradients", self.full_gradient_bytes, "during backward"),
+            ("peak", self.peak_bytes, "activations not counted"),
+            ("padding, all ranks", held.padding_bytes, ""),
+            ("gathered / step", self.gathered_bytes, ""),
+            ("reduced / step", self.reduced_bytes, ""),
+        ]
+        copies = f", {self.replicas} replicas" if self.strategy == "hybrid_shard" else ""
+        lines = [f"Plan: {self.strategy} over {self.ranks} ranks{copies}; of each rank:"]
+        lines += [f"  {name:<18}{size(n):>11}  {note}".rstrip() for name, n, note in rows]
+        return "\n".join([*lines, "", *self._unit_lines()])
+
+    def _unit_lines(self) -> list[str]:
+        """A line per unit; runs of equal ones in one."""
+        table: list[tuple[str, ...]] = [
+            ("unit", "parameters", "shard", "full", "padding", "gathers", "gathered", "reduced")
+        ]
+        for figures, run in groupby(self.units, key=_figures):
+            first, *more = run
+            name = f"{first.name} ... {more[-1].name}" if more else first.name
+            table.append((name, *figures))
+        return aligned(table)
+
+
+def _figures(unit: UnitPlan) -> tuple[str, ...]:
+    return (
+        f"{unit.numel:,}",
+        size(unit.parameter_bytes),
+        size(unit.full_bytes),
+        size(unit.padding_bytes),
+        str(unit.gathers),
+        size(unit.gathers * unit.gather_bytes),
+        size(unit.reduce_bytes + unit.all_reduce_bytes),
+    )
+
+
+def size(count: float) -> str:
+    """Bytes for people, in powers of 1,000."""
+    if count < 1000:
+        return f"{count:.0f} B"
+    power = next((p for p in range(1, 4) if count < 999.995 * 1000**p), 4)
+    return f"{count / 1000**power:.2f} {'kMGT'[power - 1]}B"
+
+
+def aligned(table: Sequence[Sequence[str]]) -> list[str]:
+    """Its rows as indented lines, the first column to the left and the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    return [
+        "  ".join(["", row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])])
+        for row in table
+    ]
+
+
+def _mesh(strategy: Strategy, ranks: int, replicas: int | None) -> tuple[int, int]:
+    """How many replicas, and shards of each."""
+    if not strategy.hybrid:
+        if replicas is not None:
+            raise ValueError(
+                f"Plan.of: replicas is {replicas!r}; it is for 'hybrid_shard', and strategy is {strategy.name!r}"
+            )
+        return (1, ranks) if strategy.shard_params else (ranks, 1)
+    if not isinstance(replicas, int) or replicas < 1 or ranks % replicas:
+        raise ValueError(
+            f"Plan.of: replicas is {replicas!r}; for 'hybrid_shard' it must divide the {ranks} ranks"
+        )
+    return replicas, ranks // replicas
+
+
+def _pages(nbytes: int) -> int:
+    """As memory is mapped, in whole pages."""
+    return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def _counted(sizes: Sequence[int]) -> str:
+    """Equal ones together, as 2 x 3.15 MB + 1.19 MB."""
+    counts = Counter(filter(None, sizes)).items()
+    return " + ".join(f"{n} x {size(each)}" if n > 1 else size(each) for each, n in counts)
+
+
+def _most_full_gradients(units: Sequence[UnitPlan], schedule: Schedule, *, alone: bool) -> int:
+    """Full gradients are there from a unit's backward until its reduce has read them: until it is waited for.
+
+    Of one rank alone they are packed at once. A unit that contains others has all of its own from its first backward.
+    """
+    read = Verb.REDUCE if alone else Verb.WAIT_REDUCE
+    alive: set[int] = set()
+    most = 0
+    for trigger in schedule.triggers():
+        if trigger.phase is Phase.PRE_BACKWARD:
+            alive.add(trigger.unit)
+        most = max(most, sum(units[unit].full_gradient_bytes for unit in alive))
+        alive -= {action.unit for action in schedule.actions[trigger] if action.verb is read}
+    return most
+
+
+def _most_trained_bytes(groups: Sequence[Sequence[Group]], ranks: int) -> int:
+    """Of trainable parameters, without padding, on the rank that holds the most."""
+    held = np.zeros(ranks, dtype=np.int64)
+    for group in (group for unit in groups for group in unit if group.trainable):
+        held += group.shard_bytes
+        length = group.layout.shard_numel
+        for start, stop in group.layout.gaps():
+            for rank in range(start // length, -(-stop // length)):
+                here = min(stop, (rank + 1) * length) - max(start, rank * length)
+                held[rank] -= here * group.dtype.itemsize
+    return int(held.max())

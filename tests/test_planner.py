@@ -1,0 +1,250 @@
+"""The planner against hand-computed cases, the ZeRO paper's figures, and what the engine really holds and moves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from test_engine import batch, loss_of, make
+from thread_ranks import run_mesh, run_threads
+from torch import nn
+
+from shardcomm import Communicator, Mesh, MixedPrecision, Plan, fully_shard
+from shardcomm.schedule import Phase, Trigger
+from shardcomm.shapes import SHAPES, equal_blocks
+from shardcomm.sharded_unit import Footprint
+
+HALF = MixedPrecision(torch.bfloat16, torch.bfloat16)
+HALF_WIDE_SUMS = MixedPrecision(torch.bfloat16, torch.float32)
+
+
+def chain(layers: int = 3, width: int = 32) -> nn.Module:
+    """Units of width x width elements, and a root without parameters."""
+    return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
+
+
+def measured(
+    ranks: Communicator | Mesh, model: nn.Module, **options: Any
+) -> tuple[Footprint, int, int, int]:
+    """Footprint, optimizer state, and the bytes that a steady step gathers and reduces."""
+    engine = fully_shard(model, ranks, **options)
+    optimizer = torch.optim.AdamW(model.parameters())
+    before = (0, 0)
+    for step in range(2):
+        before = (engine.traffic.gathered_bytes, engine.traffic.reduced_bytes)
+        loss_of(model, batch(ranks.rank, step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    state = sum(
+        value.nbytes
+        for param, entry in optimizer.state.items()
+        for value in entry.values()
+        if value.shape == param.shape and value.dim() > 0
+    )
+    gathered = engine.traffic.gathered_bytes - before[0]
+    reduced = engine.traffic.reduced_bytes - before[1]
+    footprint = engine.footprint()
+    engine.close()
+    return footprint, state, gathered, reduced
+
+
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("", {}),
+    ("frozen", {"mixed_precision": HALF_WIDE_SUMS, "granularity": "tensor"}),
+    ("tied-across-units", {"mixed_precision": HALF, "prefetch": 2}),
+    ("nested", {"slots": 1, "prefetch": 0, "granularity": "element"}),
+]
+
+
+def assert_as_planned(results: list[tuple[Footprint, int, int, int]], plan: Plan) -> None:
+    for footprint, _, gathered, reduced in results:
+        assert footprint == plan.footprint
+        assert (gathered, reduced) == (plan.gathered_bytes, plan.reduced_bytes)
+    assert max(state for _, state, _, _ in results) == plan.optimizer_bytes
+
+
+@pytest.mark.parametrize(("variant", "options"), CASES, ids=[name or "plain" for name, _ in CASES])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("strategy", ["no_shard", "shard_grad_op", "full_shard"])
+def test_training_takes_what_was_planned_to_the_byte(
+    strategy: str, ranks: int, variant: str, options: dict[str, Any]
+) -> None:
+    def body(comm: Communicator) -> tuple[Footprint, int, int, int]:
+        return measured(comm, make(variant, width=13), strategy=strategy, **options)
+
+    plan = Plan.of(make(variant, width=13), ranks, strategy=strategy, **options)
+    assert_as_planned(run_threads(body, ranks), plan)
+
+
+@pytest.mark.parametrize(("variant", "options"), CASES, ids=[name or "plain" for name, _ in CASES])
+@pytest.mark.parametrize(("replicas", "shards"), [(2, 2), (1, 2), (3, 1)])
+def test_hybrid_training_takes_what_was_planned_to_the_byte(
+    replicas: int, shards: int, variant: str, options: dict[str, Any]
+) -> None:
+    def body(mesh: Mesh) -> tuple[Footprint, int, int, int]:
+        return measured(mesh, make(variant, width=13), strategy="hybrid_shard", **options)
+
+    plan = Plan.of(
+        make(variant, width=13),
+        replicas * shards,
+        strategy="hybrid_shard",
+        replicas=replicas,
+        **options,
+    )
+    assert_as_planned(run_mesh(body, replicas, shards), plan)
+
+
+def test_a_model_on_the_meta_device_has_the_same_plan() -> None:
+    with torch.device("meta"):
+        on_meta = make()
+    assert repr(Plan.of(on_meta, 3)) == repr(Plan.of(make(), 3))
+
+
+def test_planning_leaves_the_model_as_it_was() -> None:
+    model = make()
+    params = list(model.parameters())
+    Plan.of(model, 4)
+    assert all(a is b for a, b in zip(params, model.parameters(), strict=True))
+
+
+def test_full_shard_by_hand() -> None:
+    """3 units of 1,024 elements over 4 ranks, float32; units 0 and 2 of the chain share slot 0."""
+    plan = Plan.of(chain(), 4, units=nn.Linear)
+    unit = 4 * 1024
+    held = plan.footprint
+    assert held.total_parameter_bytes == 3 * unit
+    assert held.parameter_bytes == held.gradient_bytes == 3 * unit // 4
+    assert held.padding_bytes == 0
+    assert plan.optimizer_bytes == 2 * 3 * unit // 4
+    assert plan.slot_bytes == (unit, unit, 0)
+    assert plan.reduce_buffer_bytes == unit
+    # Two reduces are under way while the third unit's backward runs.
+    assert plan.full_gradient_bytes == 3 * unit
+    assert plan.peak_bytes == 4 * 3 * unit // 4 + 2 * unit + unit + 3 * unit
+    assert plan.peak_resident_bytes == plan.peak_bytes + 3 * unit  # a unit is one page
+    # Only the first is gathered twice, and 3/4 of it each time.
+    assert [u.gathers for u in plan.units] == [1, 2, 1, 1]
+    assert plan.gathered_bytes == 4 * unit * 3 // 4
+    assert plan.reduced_bytes == 3 * unit * 3 // 4
+
+
+def test_no_shard_by_hand() -> None:
+    plan = Plan.of(chain(), 4, units=nn.Linear, strategy="no_shard", optimizer="momentum")
+    unit = 4 * 1024
+    assert plan.footprint.parameter_bytes == plan.footprint.gradient_bytes == 3 * unit
+    assert plan.optimizer_bytes == 3 * unit
+    assert sum(plan.slot_bytes) == plan.gathered_bytes == plan.reduce_buffer_bytes == 0
+    assert plan.staging_bytes == (unit, unit)
+    assert plan.reduced_bytes == 3 * 2 * unit * 3 // 4  # an all-reduce sends 2 (n - 1) / n
+    assert plan.peak_resident_bytes == plan.peak_bytes + 3 * 2 * unit  # a unit is one page
+
+
+def test_hybrid_shard_by_hand() -> None:
+    """6 ranks: 3 replicas of 2 shards."""
+    plan = Plan.of(chain(), 6, units=nn.Linear, strategy="hybrid_shard", replicas=3)
+    unit = 4 * 1024
+    half = unit // 2
+    assert plan.footprint.parameter_bytes == plan.footprint.gradient_bytes == 3 * half
+    assert plan.slot_bytes == (unit, unit, 0)
+    assert plan.reduce_buffer_bytes == unit
+    assert plan.staging_bytes == (half, half)
+    assert plan.gathered_bytes == 4 * half
+    # Half of each unit to the peer of the row, and 2 x 2/3 of the other half to the column.
+    assert plan.reduced_bytes == 3 * (half + 2 * half * 2 // 3)
+
+
+def test_one_bucket_takes_no_turns_in_two_staging_buffers() -> None:
+    plan = Plan.of(chain(layers=1), 2, units=[], strategy="no_shard")
+    assert plan.staging_bytes == (4 * 1024,)
+
+
+def test_mixed_precision_by_hand() -> None:
+    plan = Plan.of(chain(), 4, units=nn.Linear, strategy="shard_grad_op", mixed_precision=HALF)
+    unit = 2 * 1024
+    assert plan.slot_bytes == (unit, unit, unit, 0)
+    assert plan.reduce_buffer_bytes == unit
+    assert plan.full_gradient_bytes == 3 * unit
+    assert plan.gathered_bytes == plan.reduced_bytes == 3 * unit * 3 // 4
+    assert plan.footprint.parameter_bytes == 3 * 4 * 1024 // 4  # the master copy is float32
+
+
+def test_one_rank_alone_packs_gradients_at_once() -> None:
+    plan = Plan.of(chain(), 1, units=nn.Linear)
+    assert plan.full_gradient_bytes == 4 * 1024
+    assert plan.reduce_buffer_bytes == sum(plan.slot_bytes) == 0
+    assert plan.gathered_bytes == plan.reduced_bytes == 0
+    assert plan.peak_bytes == 16 * 3 * 1024 + 4 * 1024
+
+
+def test_optimizer_state_is_that_of_the_rank_with_the_most() -> None:
+    """A row of 96 on rank 0 and one of 32 on rank 1, whose shard is padded: 64 elements of padding."""
+    model = nn.ParameterDict({"a": torch.zeros(1, 96), "b": torch.zeros(1, 32)})
+    root = nn.Linear(1, 1, bias=False)
+    root.inner = model
+    del root.weight
+    plan = Plan.of(root, 2, granularity="tensor")
+    assert plan.footprint.parameter_bytes == 4 * 96
+    assert plan.footprint.padding_bytes == 4 * 64
+    assert plan.optimizer_bytes == 2 * 4 * 96
+
+
+def test_frozen_parameters_have_no_gradients_and_no_state() -> None:
+    model = chain()
+    model[0].requires_grad_(False)
+    plan = Plan.of(model, 4, units=nn.Linear)
+    assert plan.footprint.gradient_bytes == 2 * 1024
+    assert plan.optimizer_bytes == 2 * 2 * 1024
+    assert plan.units[1].full_gradient_bytes == plan.units[1].reduce_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("strategy", "paper_gb"), [("no_shard", 120.0), ("full_shard", 1.9)], ids=str
+)
+def test_zero_paper_figure_1(strategy: str, paper_gb: float) -> None:
+    """7.5e9 parameters over 64 ranks, mixed-precision Adam: 16 bytes a parameter."""
+    model = equal_blocks(7_500_000_000, 32).on_meta()
+    plan = Plan.of(model, 64, strategy=strategy, mixed_precision=HALF)
+    assert round(plan.state_bytes / 1e9, 1) == paper_gb
+
+
+@pytest.mark.parametrize(("name", "numel"), [("gpt2", 124_439_808), ("llama3-8b", 8_030_261_248)])
+def test_known_models_have_the_published_size(name: str, numel: int) -> None:
+    assert SHAPES[name].numel == numel
+    assert sum(param.numel() for param in SHAPES[name].on_meta().parameters()) == numel
+
+
+def test_equal_blocks_lose_no_parameter() -> None:
+    assert equal_blocks(1_000_003, 7).numel == 1_000_003
+
+
+def test_plan_prints_a_table() -> None:
+    drawn = repr(Plan.of(chain(8), 4, units=nn.Linear))
+    assert drawn.startswith("Plan: full_shard over 4 ranks")
+    assert "2 x 4.10 kB" in drawn  # the slots
+    assert "0 ... 5" in drawn  # equal units in one line
+
+
+def test_the_schedule_is_the_engine_s() -> None:
+    plan = Plan.of(chain(), 2, units=nn.Linear)
+    assert plan.schedule.order[0] == Trigger(Phase.PRE_FORWARD, 0)
+    assert len(plan.schedule.order) == 2 * len(plan.units)
+
+
+@pytest.mark.parametrize(
+    ("make_plan", "message"),
+    [
+        (lambda: Plan.of(chain(), 0), "ranks is 0"),
+        (lambda: Plan.of(chain(), 2, optimizer="adam"), "'adam'; accepted: 'adamw', 'momentum'"),
+        (lambda: Plan.of(chain(), 2, strategy="zero"), "strategy is 'zero'"),
+        (lambda: Plan.of(chain(), 2, prefetch=-1), "prefetch is -1"),
+        (lambda: Plan.of(chain(), 2, units=nn.GELU), "no module"),
+        (lambda: Plan.of(chain(), 2, replicas=2), "replicas is 2; it is for 'hybrid_shard'"),
+        (lambda: Plan.of(chain(), 6, strategy="hybrid_shard"), "replicas is None; .* 6 ranks"),
+        (lambda: Plan.of(chain(), 6, strategy="hybrid_shard", replicas=4), "replicas is 4"),
+    ],
+)
+def test_bad_arguments_are_named(make_plan: Callable[[], Plan], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_plan()
