@@ -16,20 +16,14 @@ from collections.abc import Sequence
 from harness import Bound, Report, Times, arguments
 
 from shardcomm import Layout, ParamSpec
+from shardcomm.shapes import SHAPES
 
 RANKS = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
-# Weights as torch.nn.Linear holds them, (out, in), and what comes with them.
-BLOCKS: dict[str, list[tuple[int, ...]]] = {
-    "Llama-3-8B": [
-        (4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096),
-        (14336, 4096), (4096, 14336), (14336, 4096), (4096,), (4096,),
-    ],
-    "GPT-2": [
-        (2304, 768), (2304,), (768, 768), (768,), (3072, 768), (3072,), (768, 3072), (768,),
-        *[(768,)] * 4,
-    ],
-}  # fmt: skip
+BLOCKS = {
+    "Llama-3-8B": list(SHAPES["llama3-8b"].block.values()),
+    "GPT-2": list(SHAPES["gpt2"].block.values()),
+}
 
 
 def specs(shapes: Sequence[tuple[int, ...]], dim: object) -> list[ParamSpec]:

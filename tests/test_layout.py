@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardcomm import Block, Layout, ParamSpec
+from shardcomm.shapes import SHAPES
 
 # The largest layout a machine could hold is no test of arithmetic; small ones meet every boundary case.
 shapes = st.lists(st.integers(0, 9), min_size=0, max_size=3).map(tuple)
@@ -185,41 +186,28 @@ def test_order_is_given_up_where_another_is_shorter() -> None:
     assert Layout.plan(params, 5, align_bytes=1, itemsize=1).shard_numel == 18
 
 
-def llama3_8b_block(dim: object = 0) -> list[ParamSpec]:
-    weights = {
-        "wq": (4096, 4096), "wk": (1024, 4096), "wv": (1024, 4096), "wo": (4096, 4096),
-        "w1": (14336, 4096), "w2": (4096, 14336), "w3": (14336, 4096),
-    }  # fmt: skip
-    specs = [ParamSpec(name, shape, shard_dim=dim) for name, shape in weights.items()]  # type: ignore[arg-type]
-    return [*specs, ParamSpec("attention_norm", (4096,)), ParamSpec("ffn_norm", (4096,))]
-
-
-def gpt2_block(dim: object = 0) -> list[ParamSpec]:
-    specs = []
-    for name, shape in (
-        ("c_attn", (2304, 768)), ("c_proj", (768, 768)), ("c_fc", (3072, 768)), ("mlp_proj", (768, 3072)),
-    ):  # fmt: skip
-        specs.append(ParamSpec(f"{name}.weight", shape, shard_dim=dim))  # type: ignore[arg-type]
-        specs.append(ParamSpec(f"{name}.bias", shape[:1]))
-    norms = [f"ln_{i}.{part}" for i in (1, 2) for part in ("weight", "bias")]
-    return [*specs, *(ParamSpec(name, (768,)) for name in norms)]
+def block_of(model: str, dim: object = 0) -> list[ParamSpec]:
+    return [
+        ParamSpec(name, shape, shard_dim=dim if len(shape) > 1 else 0)  # type: ignore[arg-type]
+        for name, shape in SHAPES[model].block.items()
+    ]
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8, 16, 24, 32, 64])
 def test_padding_of_a_llama_block_is_under_one_percent(ranks: int) -> None:
-    assert Layout.plan(llama3_8b_block(), ranks).padding_fraction < 0.01
+    assert Layout.plan(block_of("llama3-8b"), ranks).padding_fraction < 0.01
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 5, 6, 7, 8])
 def test_padding_of_a_gpt2_block_is_under_one_percent(ranks: int) -> None:
-    assert Layout.plan(gpt2_block(), ranks).padding_fraction < 0.01
+    assert Layout.plan(block_of("gpt2"), ranks).padding_fraction < 0.01
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8, 16, 32, 64, 128, 256, 512, 1024])
 def test_choosing_dims_keeps_padding_under_two_percent(ranks: int) -> None:
-    assert Layout.plan(llama3_8b_block("auto"), ranks).padding_fraction < 0.02
+    assert Layout.plan(block_of("llama3-8b", "auto"), ranks).padding_fraction < 0.02
     if ranks <= 64:
-        assert Layout.plan(gpt2_block("auto"), ranks).padding_fraction < 0.02
+        assert Layout.plan(block_of("gpt2", "auto"), ranks).padding_fraction < 0.02
 
 
 def test_what_forces_the_shard_is_named() -> None:
@@ -235,7 +223,9 @@ def test_whole_tensors_are_packed_like_boxes() -> None:
 
 
 def test_planning_is_deterministic() -> None:
-    assert Layout.plan(llama3_8b_block("auto"), 24) == Layout.plan(llama3_8b_block("auto"), 24)
+    assert Layout.plan(block_of("llama3-8b", "auto"), 24) == Layout.plan(
+        block_of("llama3-8b", "auto"), 24
+    )
 
 
 def test_row_sizes_without_a_usable_common_multiple() -> None:
