@@ -9,7 +9,7 @@ import sys
 from typing import NoReturn
 
 import shardcomm
-from shardcomm import timeline_command
+from shardcomm import plan_command, timeline_command
 from shardcomm.bench import command as bench
 from shardcomm.doctor import command as doctor
 from shardcomm.train import command as train
@@ -22,6 +22,7 @@ def main() -> int:
     parser.add_argument("--version", action="version", version=shardcomm.__version__)
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     train.add_parser(commands)
+    plan_command.add_parser(commands)
     bench.add_parser(commands)
     timeline_command.add_parser(commands)
     doctor.add_parser(commands)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import math
 from collections.abc import Callable
 from pathlib import Path
+
+_PICTURES = (".png", ".svg", ".pdf")
 
 
 class DefaultsFormatter(argparse.ArgumentDefaultsHelpFormatter):
@@ -41,6 +44,15 @@ def positive(text: str) -> float:
     if not 0 < value <= 1e9:
         raise argparse.ArgumentTypeError(f"{text!r}; it must be a number above 0, at most 1e9")
     return value
+
+
+def picture(text: str) -> str:
+    """A file to draw into, of a kind that matplotlib knows; matplotlib must be there."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise argparse.ArgumentTypeError("it needs matplotlib: pip install 'shardcomm[plot]'")
+    if Path(text).suffix not in _PICTURES:
+        raise argparse.ArgumentTypeError(f"{text!r}; it must end in {', '.join(_PICTURES)}")
+    return text
 
 
 def can_write(path: str | None) -> bool:

@@ -165,10 +165,10 @@ class Plan:
             ValueError: an argument is out of its range; for the rest, as `fully_shard`.
         """
         if not isinstance(ranks, int) or ranks < 1:
-            raise ValueError(f"Plan.of: ranks is {ranks!r}; it must be a whole number above 0")
+            raise ValueError(f"ranks is {ranks!r}; it must be a whole number above 0")
         if optimizer not in OPTIMIZERS:
             raise ValueError(
-                f"Plan.of: optimizer is {optimizer!r}; accepted: {', '.join(map(repr, OPTIMIZERS))}"
+                f"optimizer is {optimizer!r}; accepted: {', '.join(map(repr, OPTIMIZERS))}"
             )
         how = Strategy.named(strategy)
         mesh = _mesh(how, ranks, replicas)
@@ -353,12 +353,12 @@ def _mesh(strategy: Strategy, ranks: int, replicas: int | None) -> tuple[int, in
     if not strategy.hybrid:
         if replicas is not None:
             raise ValueError(
-                f"Plan.of: replicas is {replicas!r}; it is for 'hybrid_shard', and strategy is {strategy.name!r}"
+                f"replicas is {replicas!r}; it is for 'hybrid_shard', and strategy is {strategy.name!r}"
             )
         return (1, ranks) if strategy.shard_params else (ranks, 1)
     if not isinstance(replicas, int) or replicas < 1 or ranks % replicas:
         raise ValueError(
-            f"Plan.of: replicas is {replicas!r}; for 'hybrid_shard' it must divide the {ranks} ranks"
+            f"replicas is {replicas!r}; for 'hybrid_shard' it must divide the {ranks} ranks"
         )
     return replicas, ranks // replicas
 

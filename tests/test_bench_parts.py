@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import random
 from dataclasses import replace
@@ -70,7 +71,7 @@ def test_sizes_go_up_by_the_factor_or_else_by_the_step() -> None:
         (["--shapes", "gpt9"], "'gpt9' is neither one of"),
         (["--json", "/nowhere/x"], "--json is '/nowhere/x'; it must be a file that can be written"),
         (["--json", "-", "--csv", "-"], "--json and --csv are both -"),
-        (["--plot", "x.bmp3"], "--plot is 'x.bmp3'; it must end in"),
+        (["--plot", "x.bmp3"], "--plot: 'x.bmp3'; it must end in"),
         (["--compare", "/nowhere/a", "/nowhere/b"], "--compare: "),
     ],
 )
@@ -93,7 +94,7 @@ def test_graphs_need_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
 def test_plot_without_matplotlib_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(command, "can_plot", lambda: False)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SystemExit):
         status("--plot", str(tmp_path / "x.png"))
     assert "pip install 'shardcomm[plot]'" in capsys.readouterr().err

@@ -16,13 +16,13 @@ from shardcomm.bench.files import write_csv, write_json
 from shardcomm.bench.layers import LAYER_OPERATIONS
 from shardcomm.bench.operations import OPERATIONS
 from shardcomm.bench.options import DTYPES, Options, Sizes, layers, size_bytes, step_bytes
-from shardcomm.bench.plot import KINDS, MISSING, can_plot, write_plot
+from shardcomm.bench.plot import write_plot
 from shardcomm.bench.results import Results
 from shardcomm.bench.transports import TRANSPORTS
 from shardcomm.communicator import RED_OPS
 from shardcomm.launch import RankError, launch
 from shardcomm.mixed_precision import FLOATS
-from shardcomm.options import DefaultsFormatter, can_write, positive, whole
+from shardcomm.options import DefaultsFormatter, can_write, picture, positive, whole
 from shardcomm.shapes import SHAPES
 
 # Buffers, the copy that is the limit, random inputs and the expected result, in units of the size.
@@ -73,7 +73,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add("-T", type=positive, default=60.0, metavar="SECONDS", help="longest wait for another rank")
     add("-J", "--json", metavar="FILE", help="write the results there too; - for stdout")
     add("--csv", metavar="FILE", help="write the figures there too; - for stdout")
-    add("--plot", metavar="FILE", help="draw busbw over size there")
+    add("--plot", type=picture, metavar="FILE", help="draw busbw over size there")
     add("--compare", nargs=2, metavar=("A", "B"), help="measure nothing; compare two --json files")
     add("--tolerance", type=positive, default=0.1, metavar="SHARE",
         help="of --compare: exit with 1 if B is slower by more")
@@ -191,12 +191,6 @@ def _check_files(parser: argparse.ArgumentParser, args: argparse.Namespace) -> N
             parser.error(f"--{option} is {path!r}; it must be a file that can be written, or -")
     if args.json == args.csv == "-":
         parser.error("--json and --csv are both -; stdout takes one of them")
-    if args.plot is None:
-        return
-    if not can_plot():
-        parser.error(MISSING)
-    if Path(args.plot).suffix not in KINDS:
-        parser.error(f"--plot is {args.plot!r}; it must end in {', '.join(KINDS)}")
 
 
 def _report(args: argparse.Namespace, options: Options, results: Results) -> int:

@@ -2,17 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 from shardcomm.bench.results import Results
-
-KINDS = (".png", ".svg", ".pdf")
-MISSING = "--plot needs matplotlib: pip install 'shardcomm[plot]'"
-
-
-def can_plot() -> bool:
-    """Whether matplotlib is there."""
-    return importlib.util.find_spec("matplotlib") is not None
 
 
 def write_plot(path: str, results: Results) -> None:
