@@ -1,8 +1,8 @@
 """A schedule as a picture: what computes and travels when, and what each slot holds meanwhile.
 
-Durations are not measured: a forward takes 2, a backward 4, a gather and a reduce 1.5 each. Gathers go one after the
-other, and so do reduces, beside the computation. What the picture shows is the order, which the schedule fixes: how
-far ahead units are gathered, which of them stay, and where computation would wait.
+Durations are not measured: a forward takes 2, a backward 4, a gather, a reduce and an all-reduce 1.5 each. Gathers go
+one after the other, and so do the others, beside the computation. What the picture shows is the order, which the
+schedule fixes: how far ahead units are gathered, which of them stay, and where computation would wait.
 """
 
 from __future__ import annotations
@@ -12,14 +12,17 @@ from typing import Any, NamedTuple
 
 from shardcomm.schedule import Phase, Schedule, Trigger, Verb
 
-FORWARD, BACKWARD, GATHER, REDUCE = 2.0, 4.0, 1.5, 1.5
+FORWARD, BACKWARD, COLLECTIVE = 2.0, 4.0, 1.5
 # What a unit does between the units that it contains.
 BETWEEN = 0.3
 
 
 class Box(NamedTuple):
-    """Something that lasts. `lane`: "compute", "reduce", or the number of a slot; `what`: "forward", "backward",
-    "reduce", or in a slot "gather" and, once it is there, "full".
+    """Something that lasts.
+
+    Attributes:
+        lane: "compute", "reduce", "all-reduce", or the number of a slot.
+        what: "forward", "backward", "reduce", "all-reduce", or in a slot "gather" and, once it is there, "full".
     """
 
     lane: str
@@ -29,7 +32,7 @@ class Box(NamedTuple):
     stop: float
 
 
-def timeline(schedule: Schedule) -> list[Box]:
+def boxes_of(schedule: Schedule) -> list[Box]:
     """The boxes of a step, in the order in which they end."""
     step = _Step(schedule)
     triggers = schedule.triggers()
@@ -47,29 +50,37 @@ class _Step:
 
     def __init__(self, schedule: Schedule) -> None:
         self.boxes: list[Box] = []
-        self.now = self.gathers_end = self.reduces_end = 0.0
+        self.now = 0.0
+        self.ends = {Verb.GATHER: 0.0, Verb.REDUCE: 0.0, Verb.ALL_REDUCE: 0.0}  # of each stream
         self.running: list[int] = []  # units, the innermost last
         self.reduced: dict[int, float] = {}
         self.arrival: dict[int, tuple[int, float]] = {}  # of the unit in each slot
-        if not schedule.gathers():
+        self.sharded = bool(schedule.gathers())
+        if not self.sharded:
             self.arrival = {slot: (unit, 0.0) for unit, slot in enumerate(schedule.slot_of)}
 
     def do(self, verb: Verb, unit: int, slot: int) -> None:
         if verb is Verb.GATHER and slot not in self.arrival:
-            start = max(self.now, self.gathers_end)
-            self.gathers_end = start + GATHER
-            self.boxes.append(Box(str(slot), unit, "gather", start, self.gathers_end))
-            self.arrival[slot] = (unit, self.gathers_end)
+            self.arrival[slot] = unit, self.collective(verb, str(slot), unit, self.now)
         elif verb is Verb.WAIT_GATHER:
             self.now = max(self.now, self.arrival[slot][1])
         elif verb is Verb.RELEASE:
             self.release(slot)
         elif verb is Verb.REDUCE:
-            start = max(self.now, self.reduces_end)
-            self.reduces_end = self.reduced[unit] = start + REDUCE
-            self.boxes.append(Box("reduce", unit, "reduce", start, self.reduces_end))
+            # Of one shard alone it is a copy.
+            end = self.collective(verb, "reduce", unit, self.now) if self.sharded else self.now
+            self.reduced[unit] = end
+        elif verb is Verb.ALL_REDUCE:
+            self.reduced[unit] = self.collective(verb, "all-reduce", unit, self.reduced[unit])
         elif verb is Verb.WAIT_REDUCE:
             self.now = max(self.now, self.reduced[unit])
+
+    def collective(self, verb: Verb, lane: str, unit: int, earliest: float) -> float:
+        """Queues it behind those of its stream; returns when it ends."""
+        start = max(earliest, self.ends[verb])
+        self.ends[verb] = end = start + COLLECTIVE
+        self.boxes.append(Box(lane, unit, verb.value.replace("_", "-"), start, end))
+        return end
 
     def release(self, slot: int) -> None:
         if slot in self.arrival:
@@ -104,48 +115,44 @@ _STYLES: Mapping[str, dict[str, Any]] = {
     "gather": {"alpha": 0.5, "hatch": "////", "edgecolor": "white"},
     "full": {"alpha": 0.35},
     "reduce": {"alpha": 0.75, "hatch": "....", "edgecolor": "white"},
+    "all-reduce": {"alpha": 0.75, "hatch": "xxxx", "edgecolor": "white"},
     "waiting": {"alpha": 1.0},
 }
 
 
 def draw(path: str, schedules: Mapping[str, Schedule]) -> None:
-    """Draws `schedules`, each under its name, into a file whose suffix says the format.
+    """Draws `schedules`, each under its name, into an image of the kind that `path` ends in; needs matplotlib."""
+    from matplotlib.figure import Figure  # noqa: PLC0415  (an extra)
+    from matplotlib.patches import Patch  # noqa: PLC0415
 
-    Raises:
-        ImportError: matplotlib is not installed; the message says how to.
-        ValueError: the suffix is none that matplotlib knows.
-        OSError: the file cannot be written.
-    """
-    try:
-        from matplotlib.figure import Figure  # noqa: PLC0415
-        from matplotlib.patches import Patch  # noqa: PLC0415
-    except ImportError:
-        raise ImportError(
-            "drawing needs matplotlib; pip install 'shardcomm[plot]'", name="matplotlib"
-        ) from None
-    lanes = {name: _lanes(schedule) for name, schedule in schedules.items()}
-    heights = [len(each) for each in lanes.values()]
-    figure = Figure(
-        figsize=(10, 1.2 + 0.27 * sum(heights) + 0.25 * len(heights)), layout="constrained"
-    )
-    axes = figure.subplots(len(schedules), sharex=True, height_ratios=heights, squeeze=False)[:, 0]
-    for ax, (name, schedule) in zip(axes, schedules.items(), strict=True):
-        _draw_one(ax, name, schedule, lanes[name])
-    axes[-1].set_xlabel("time (a forward 2, a backward 4, a gather or reduce 1.5)")
-    shown = [Patch(label=what, **{"facecolor": _ROOT, **style}) for what, style in _STYLES.items()]
-    shown[-1].set_facecolor(_WAITING)
+    drawn = {name: boxes_of(schedule) for name, schedule in schedules.items()}
+    lanes = [_lanes(boxes) for boxes in drawn.values()]
+    heights = [len(each) for each in lanes]
+    size = (10, 1.2 + 0.27 * sum(heights) + 0.25 * len(heights))
+    figure = Figure(figsize=size, layout="constrained")
+    axes = figure.subplots(len(drawn), sharex=True, height_ratios=heights, squeeze=False)[:, 0]
+    for ax, (name, boxes), rows in zip(axes, drawn.items(), lanes, strict=True):
+        _draw_one(ax, name, boxes, rows)
+    axes[-1].set_xlabel("time (a forward 2, a backward 4, a collective 1.5)")
+    there = {box.what for boxes in drawn.values() for box in [*boxes, *_waits(boxes)]}
+    shown = [
+        Patch(label=what, **{"facecolor": _WAITING if what == "waiting" else _ROOT, **style})
+        for what, style in _STYLES.items()
+        if what in there
+    ]
     figure.legend(
         handles=shown, loc="outside upper right", ncols=len(shown), fontsize=8, frameon=False
     )
     figure.savefig(path, dpi=100)
 
 
-def _lanes(schedule: Schedule) -> list[str]:
-    return ["compute", *map(str, range(schedule.num_slots)), "reduce"]
+def _lanes(boxes: list[Box]) -> list[str]:
+    there = {box.lane for box in boxes}
+    slots = sorted(filter(str.isdigit, there), key=int)
+    return ["compute", *slots, *(lane for lane in ("reduce", "all-reduce") if lane in there)]
 
 
-def _draw_one(ax: Any, name: str, schedule: Schedule, lanes: list[str]) -> None:
-    boxes = timeline(schedule)
+def _draw_one(ax: Any, name: str, boxes: list[Box], lanes: list[str]) -> None:
     for lane, unit, what, start, stop in [*boxes, *_waits(boxes)]:
         colour = (
             _WAITING if what == "waiting" else _COLOURS[unit % len(_COLOURS)] if unit else _ROOT

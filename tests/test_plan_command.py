@@ -1,0 +1,105 @@
+"""`shardcomm plan`: what it prints and writes, and the options that it refuses."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+from shardcomm import plan_command
+
+
+def run(*args: str) -> int:
+    parser = argparse.ArgumentParser()
+    plan_command.add_parser(parser.add_subparsers())
+    parsed = parser.parse_args(["plan", *args])
+    status: int = parsed.run(parsed)
+    return status
+
+
+def test_7e9_parameters_over_4_ranks_fit_on_40_gb_only_if_fully_sharded(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """16 bytes a parameter: 112 GB in full, 28 GB as a quarter."""
+    assert run("--params", "7e9", "--ranks", "4", "--dtype", "bf16", "--memory", "40GB") == 0
+    lines = capsys.readouterr().out.splitlines()
+    rows = {line.split()[0]: line.split() for line in lines if line.startswith("  ")}
+    assert rows["no_shard:"][1] == "no,"
+    assert rows["shard_grad_op:"][1] == "no,"  # a quarter, and the whole model in bf16
+    assert rows["full_shard:"][1] == "yes,"
+    states = {line.split()[0]: line.split()[1:7] for line in lines if " GB  " in line}
+    assert states["no_shard"] == ["28.00", "GB", "28.00", "GB", "56.00", "GB"]
+    assert states["full_shard"] == ["7.00", "GB", "7.00", "GB", "14.00", "GB"]
+
+
+def test_json_has_the_figures_of_every_strategy(capsys: pytest.CaptureFixture[str]) -> None:
+    args = ("--params", "1e6", "--ranks", "6", "--replicas", "2", "--memory", "1GB", "--json", "-")
+    assert run(*args) == 0
+    captured = capsys.readouterr()
+    plans = {plan["strategy"]: plan for plan in json.loads(captured.out)["plans"]}
+    assert list(plans) == ["no_shard", "shard_grad_op", "full_shard", "hybrid_shard"]
+    assert plans["no_shard"]["state_bytes"] >= 16 * 10**6
+    assert plans["hybrid_shard"]["replicas"] == 2
+    assert all(plan["fits"] for plan in plans.values())
+    assert "1,000,000 parameters" in captured.err
+
+
+def test_one_strategy_is_shown_unit_by_unit(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--model", "gpt2", "--strategy", "full_shard") == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("gpt2: 124,439,808 parameters, fp32, adamw")
+    assert "blocks.0 ... blocks.9" in printed
+
+
+def test_plot_draws_the_strategies(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    file = tmp_path / "schedule.svg"
+    assert run("--model", "gpt", "--layers", "3", "--plot", str(file)) == 0
+    assert "full_shard" in file.read_text()
+
+
+def test_plot_without_matplotlib_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        run("--model", "gpt", "--plot", "x.png")
+    assert "pip install 'shardcomm[plot]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ((), "one of the arguments --model --params is required"),
+        (("--params", "7.5"), "'7.5'; it must be a whole number above 0"),
+        (("--params", "1e99"), "'1e99'; it must be"),
+        (("--params", "nan"), "'nan'; it must be"),
+        (("--model", "gpt3"), "invalid choice: 'gpt3'"),
+        (("--model", "gpt2", "--width", "64"), "--width is for --model gpt"),
+        (("--params", "7e9", "--memory", "40 apples"), "'40 apples'; it must be a size, as 40GB"),
+        (("--params", "7e9", "--ranks", "0"), "'0'; it must be a whole number from 1"),
+        (("--params", "7e9", "--ranks", "4", "--replicas", "3"), "replicas is 3; for 'hybrid_shard'"),
+        (("--params", "7e9", "--strategy", "hybrid_shard"), "replicas is None"),
+        (("--params", "7e9", "--json", "/nowhere/x"), "--json is '/nowhere/x'"),
+        (("--params", "7e9", "--plot", "x.png"), "--plot draws up to 9 units"),
+        (("--params", "7e9", "--plot", "x.bmp3"), "'x.bmp3'; it must end in"),
+    ],
+)  # fmt: skip
+def test_bad_options_are_named(
+    args: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run(*args)
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [("40GB", 40e9), ("512 MB", 512e6), ("80GiB", 80 * 2**30), ("1.5k", 1500), ("7", 7)],
+)
+def test_sizes_of_memory(text: str, nbytes: float) -> None:
+    assert plan_command._bytes(text) == nbytes
