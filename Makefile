@@ -54,7 +54,7 @@ lint: setup
 	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
 
 bench: setup
-	cd bench && for script in padding pack overhead adamw microbenchmark compare_gloo compare_fsdp2 compare_strategies; do \
+	cd bench && for script in padding memory pack overhead adamw microbenchmark compare_gloo compare_fsdp2 compare_strategies; do \
 	  echo "== $$script"; ../$(BIN)/python $$script.py || exit 1; done
 
 sanitize: setup
