@@ -30,8 +30,8 @@ from torch import nn
 from shardcomm import traffic
 from shardcomm.groups import (
     GranularityOf,
-    ShardDimOf,
     Group,
+    ShardDimOf,
     group_params,
     reduce_buffer_bytes,
     slot_bytes,
@@ -175,9 +175,7 @@ class Plan:
         precision = mixed_precision or MixedPrecision()
         found = find_units(model, units)
         schedule = Schedule.plan(registration_order(found), how, prefetch=prefetch, slots=slots)
-        groups = [
-            group_params(unit, mesh[1], precision, granularity, shard_dim) for unit in found
-        ]
+        groups = [group_params(unit, mesh[1], precision, granularity, shard_dim) for unit in found]
         return cls.of_groups(found, groups, how, schedule, mesh, optimizer)
 
     @classmethod
