@@ -55,6 +55,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("frozen", {"mixed_precision": HALF_WIDE_SUMS, "granularity": "tensor"}),
     ("tied-across-units", {"mixed_precision": HALF, "prefetch": 2}),
     ("nested", {"slots": 1, "prefetch": 0, "granularity": "element"}),
+    ("", {"shard_dim": "auto"}),
 ]
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from twins import twins
 
 from shardcomm import AdamW, Communicator, Mesh, MixedPrecision, fully_shard
-from shardcomm.shard_units import ShardDimOf
+from shardcomm.groups import ShardDimOf
 
 STEPS = 3
 
