@@ -123,6 +123,43 @@ def attached_and_detached_between_micro_batches(twins: Twins) -> None:
     twins.step(1)
 
 
+def attached_and_detached_between_forward_and_backward(twins: Twins) -> None:
+    def forward(net: Net) -> torch.Tensor:
+        return net(X).square().sum()  # type: ignore[no-any-return]
+
+    losses = [forward(net) for net in (twins.ours, twins.theirs)]
+    with attached_to(twins):
+        losses += [forward(net) for net in (twins.ours, twins.theirs)]
+        for loss in losses:
+            loss.backward()
+        twins.step(0)
+        losses = [forward(net) for net in (twins.ours, twins.theirs)]
+    losses += [forward(net) for net in (twins.ours, twins.theirs)]
+    for loss in losses:
+        loss.backward()
+    twins.step(1)
+
+
+def unsharded_before_it_is_attached(twins: Twins) -> None:
+    first, second, _ = fsdp_modules(twins.ours.blocks)
+    first.unshard()
+    second.unshard(async_op=True)
+    with attached_to(twins):  # so its first gather is in backward
+        twins.step(0)
+        twins.step(1)
+
+
+def detached_after_an_error_in_forward(twins: Twins) -> None:
+    def fail(net: Net) -> None:
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            net(X[:, 1:])  # in the root's own layer: its forward never ends
+
+    with attached_to(twins):
+        twins.step(0)
+        twins.each(fail)
+    twins.step(1)
+
+
 def frozen_later(twins: Twins) -> None:
     with attached_to(twins):
         twins.step(0)
@@ -159,6 +196,9 @@ SCENARIOS = (
     unsharded_by_hand,
     detached_while_unsharded,
     attached_and_detached_between_micro_batches,
+    attached_and_detached_between_forward_and_backward,
+    unsharded_before_it_is_attached,
+    detached_after_an_error_in_forward,
     frozen_later,
     loaded_between_steps,
     given_another_gather,

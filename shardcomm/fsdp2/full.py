@@ -113,7 +113,7 @@ class FullGather:
         """As `give_back`, in whatever state the parameters are."""
         if not self.reason:
             self._param_group.wait_for_unshard()
-            self._param_group.reshard()
+            self._param_group._to_sharded()  # `reshard` would not, where an error left a forward half done
         self.give_back("it is detached")
         del vars(self._param_group.fsdp_params[0])[_OWN]
         self._end()
@@ -220,9 +220,10 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _renew(param: Any, gathered: list[torch.Tensor]) -> None:
-    """Makes `param`'s full parameter anew, over `gathered`, or if that is empty over memory as FSDP2 makes it.
+    """Puts `param`'s full parameter over `gathered`, or if that is empty over memory as FSDP2 makes it.
 
-    FSDP2 frees and makes memory by the size of the storages of `all_gather_outputs`; ours are not among them.
+    FSDP2 frees and makes memory by the size of the storages of `all_gather_outputs`; ours are not among them. The
+    parameter stays the same object: a forward's graph may wait to give it gradients, and it may have hooks.
     """
     before = vars(param).pop("_unsharded_param", None)
     param.all_gather_outputs = gathered
@@ -231,8 +232,11 @@ def _renew(param: Any, gathered: list[torch.Tensor]) -> None:
         ranks = param.mesh_info.shard_mesh_size
         param.init_all_gather_outputs([shard.numel()], [_dtypes(param)[1]], ranks, param.device)
     param.init_unsharded_param()
-    if before is not None:
-        param._unsharded_param.grad = before.grad
+    if (
+        before is not None and not before.is_inference()
+    ):  # which no graph knows, and stays so for good
+        before.data = param._unsharded_param.data
+        param._unsharded_param = before
     if gathered:
         param.all_gather_outputs = []
     else:

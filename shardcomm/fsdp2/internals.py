@@ -68,7 +68,7 @@ _SIGNATURES = {
     (FSDPParam, "init_unsharded_param"): ("self",),
     (FSDPParam, "free_unsharded_param"): ("self",),
     (_fsdp_param_group.FSDPParamGroup, "wait_for_unshard"): ("self",),
-    (_fsdp_param_group.FSDPParamGroup, "reshard"): ("self",),
+    (_fsdp_param_group.FSDPParamGroup, "_to_sharded"): ("self",),
 }
 
 
