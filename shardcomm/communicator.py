@@ -99,7 +99,7 @@ class Communicator(ABC):
     def from_process_group(
         group: ProcessGroup | None = None,
         *,
-        deadline_s: float = DEADLINE_S,
+        deadline_s: float | None = None,
         transport: Transport = "auto",
         device: torch.device | str | None = None,
     ) -> Communicator:
@@ -107,6 +107,7 @@ class Communicator(ABC):
 
         `transport` "c10d" runs the collectives through two new groups of the same ranks and backend; "local" is for
         ranks that are threads of one process. `device`: by default the current GPU for a group of NCCL's, else the CPU.
+        `deadline_s`: by default the group's own timeout, which a program may have made long for a rank that is late.
         """
         from shardcomm import rendezvous  # noqa: PLC0415
 

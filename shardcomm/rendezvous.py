@@ -19,6 +19,7 @@ from torch.distributed.rendezvous import rendezvous
 from shardcomm import _C, nccl
 from shardcomm.c10d import C10dCommunicator
 from shardcomm.communicator import (
+    DEADLINE_S,
     Communicator,
     CoreCommunicator,
     Transport,
@@ -89,13 +90,14 @@ def env_store(timeout: timedelta) -> tuple[Store, int, int]:
 
 def from_process_group(
     group: dist.ProcessGroup | None,
-    deadline_s: float,
+    deadline_s: float | None,
     transport: Transport,
     device: torch.device | str | None,
 ) -> Communicator:
     """See `Communicator.from_process_group`."""
     check_transport(transport)
-    check_deadline("from_process_group", deadline_s)
+    if deadline_s is not None:
+        check_deadline("from_process_group", deadline_s)
     if group is None:
         if not dist.is_initialized():
             raise ValueError(
@@ -110,6 +112,7 @@ def from_process_group(
     where = (
         torch.device(device) if transport == "c10d" else core_device("from_process_group", device)
     )
+    patience_s = _timeout_s(group, where) if deadline_s is None else deadline_s
 
     def exchange(payload: bytes) -> list[bytes]:
         everybody: list[bytes] = [b""] * size
@@ -120,7 +123,7 @@ def from_process_group(
         gathers, reduces = (
             dist.new_group(
                 dist.get_process_group_ranks(group),
-                timedelta(seconds=deadline_s),
+                timedelta(seconds=patience_s),
                 dist.get_backend(group),
                 use_local_synchronization=True,
             )
@@ -128,7 +131,16 @@ def from_process_group(
         )
         return C10dCommunicator(gathers, reduces, where)
 
-    return connect(exchange, rank, size, deadline_s, transport, where, c10d)
+    return connect(exchange, rank, size, patience_s, transport, where, c10d)
+
+
+def _timeout_s(group: dist.ProcessGroup, device: torch.device) -> float:
+    """How long a collective of `group` waits for a rank."""
+    try:
+        timeout: timedelta = group._get_backend(device).options._timeout
+    except RuntimeError:  # not every backend has one
+        return DEADLINE_S
+    return timeout.total_seconds()
 
 
 def over_store(store: Store, rank: int, size: int, deadline_s: float) -> Exchange:

@@ -6,6 +6,7 @@ import os
 import random
 import threading
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -387,6 +388,37 @@ def several_communicators() -> None:
 
 def test_communicators_live_side_by_side() -> None:
     launch(several_communicators, 2, deadline_s=60)
+
+
+def wait_as_long_as_the_group() -> None:
+    dist.init_process_group("gloo")
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    comm = Communicator.from_process_group(group)
+    if comm.rank == 0:
+        with pytest.raises(CommError, match=r"rank 1.* did not come within 2 s"):
+            comm.barrier()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_a_groups_timeout_is_the_deadline_unless_another_is_given() -> None:
+    launch(wait_as_long_as_the_group, 2, deadline_s=60)
+
+
+def forked_child_lets_go() -> None:
+    comm = Communicator.from_env(deadline_s=30)
+    child = os.fork()
+    if child == 0:
+        comm.close()
+        os._exit(0)
+    os.waitpid(child, 0)
+    value = torch.ones(4)
+    comm.all_reduce(value)
+    assert torch.equal(value, torch.full((4,), float(comm.size)))
+
+
+def test_a_forked_child_that_closes_or_drops_it_is_not_the_rank() -> None:
+    launch(forked_child_lets_go, 2, deadline_s=60)
 
 
 def memory_outlives() -> None:

@@ -235,6 +235,9 @@ void Board::abort(const std::string& reason) noexcept {
 }
 
 void Board::close() noexcept {
+  // A forked child, too, lets go of what its parent has; but it is not the rank.
+  const std::int32_t pid = group_->ranks[rank_].pid.load();
+  if (pid != 0 && pid != getpid()) return;
   group_->ranks[rank_].closed.store(1);
   wake();  // so that who waits for this rank learns it now
 }
