@@ -126,6 +126,7 @@ def attach_and_detach(level: Level) -> None:
     assert all(now is then for now, then in zip(comms_of(other), others, strict=True))
     attached.detach()
     assert all(now is then for now, then in zip(comms_of(net), before, strict=True))
+    assert {receipt[2:] for receipt in attached.receipts} == {("torch", "it is detached")}
     step_all(4)
     attached.detach()  # does nothing
 
@@ -134,6 +135,7 @@ def attach_and_detach(level: Level) -> None:
     theirs = DefaultAllGather()
     net.set_custom_all_gather(theirs)
     step_all(6)
+    assert "its all-gather has been replaced" in again.receipts[0].reason
     again.detach()
     assert comms_of(net)[0] is theirs, "what was set since stays"
     step_all(7)

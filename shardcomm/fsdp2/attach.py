@@ -34,7 +34,6 @@ class Attached:
     def __init__(self, level: Level, modules: dict[str, _Group | str], links: Links) -> None:
         self._level = level
         self._modules = modules
-        self._groups = {id(group): group for group in modules.values() if isinstance(group, _Group)}
         self._links = links
 
     @property
@@ -57,9 +56,14 @@ class Attached:
 
         A module that was given other collectives since keeps those. A second call does nothing.
         """
-        for group in self._groups.values():
-            group.undo()
-        self._groups.clear()
+        groups = {id(group): group for group in self._modules.values()}
+        for group in groups.values():
+            if isinstance(group, _Group):
+                group.undo()
+        self._modules = {
+            name: "it is detached" if isinstance(group, _Group) else group
+            for name, group in self._modules.items()
+        }
         self._links.close()
 
     def __str__(self) -> str:
@@ -153,6 +157,10 @@ class _Group:
             if against:
                 taken = "copies"
                 reasons.append(f"not full: {against}")
+        if self._full is None and self._param_group._all_gather_comm is not self._ours[0]:
+            reasons.append("its all-gather has been replaced")
+        if self._param_group._reduce_scatter_comm is not self._ours[1]:
+            reasons.append("its reduce-scatter has been replaced")
         if getattr(self._param_group.mesh_info, "replicate_process_group", None) is not None:
             reasons.append(
                 "the all-reduce between replicas stays torch's: FSDP2 has no hook for it"
