@@ -15,7 +15,10 @@ import torch
 import torch.distributed as dist
 from fsdp2_cases import Case, Net, fsdp_modules, make, optimizer_of, step
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+    DefaultAllGather,
+    DefaultReduceScatter,
+)
 from torch.testing._internal.distributed import multi_threaded_pg
 
 from shardcomm import CommError, fsdp2, launch
@@ -184,9 +187,15 @@ def given_another_gather(twins: Twins) -> None:
         twins.step(1)
         twins.ours.blocks[1].set_custom_all_gather(DefaultAllGather())
         twins.step(2)
+        twins.ours.blocks[1].set_custom_reduce_scatter(DefaultReduceScatter())
+        with pytest.raises(ValueError, match="'' is attached already; call detach"):
+            fsdp2.attach(twins.ours.blocks[1])
         assert taken(attached) == {
             ("full", ""),
-            ("copies", "not full: its all-gather has been replaced"),
+            (
+                "copies",
+                "not full: its all-gather has been replaced; its reduce-scatter has been replaced",
+            ),
         }
 
 

@@ -8,7 +8,7 @@ import torch
 
 from shardcomm.communicator import Communicator
 from shardcomm.fsdp2.copies import GroupCopies
-from shardcomm.fsdp2.full import FullGather
+from shardcomm.fsdp2.full import FullGather, has_gather
 from shardcomm.fsdp2.hooks import GroupAllGather, GroupReduceScatter
 from shardcomm.fsdp2.internals import FSDPModule, difference, param_groups
 from shardcomm.fsdp2.links import Links
@@ -181,7 +181,8 @@ class _Group:
 def _check(name: str, groups: list[Any]) -> None:
     for group in groups:
         comms = group._all_gather_comm, group._reduce_scatter_comm
-        if any(isinstance(comm, GroupAllGather | GroupReduceScatter) for comm in comms):
+        ours = any(isinstance(comm, GroupAllGather | GroupReduceScatter) for comm in comms)
+        if ours or has_gather(group):
             raise ValueError(
                 f"attach: module {name!r} is attached already; call detach() of what that attach returned first"
             )

@@ -168,6 +168,11 @@ class FullGather:
         return result
 
 
+def has_gather(param_group: Any) -> bool:
+    """Whether a `FullGather` is there, even if other collectives have been set since."""
+    return any(_OWN in vars(param) for param in param_group.fsdp_params)
+
+
 def _reason_against(param_group: Any, link: Link) -> str:
     """Why the parameters of a group cannot be views of a window; "" if they can. The same on every rank."""
     params = param_group.fsdp_params
