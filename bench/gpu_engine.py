@@ -177,11 +177,12 @@ def measure(
         inside = torch.cuda.memory_allocated() if device.type == "cuda" else 0
         ranks.build()
         synchronize(device)
-        outside = held_outside_torch(device) - outside
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         ranks.steps(WARM_UP_STEPS)
         synchronize(device)
+        # Here, and not before the steps: what is attached allocates in the first ones.
+        outside = held_outside_torch(device) - outside
         peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 1
         peak_bytes[name] = peak - inside + outside
 

@@ -34,20 +34,14 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from shardcomm import rendezvous
 from shardcomm.c10d import C10dCommunicator
 from shardcomm.channel import Channel, Flat, Run, do
-from shardcomm.communicator import Communicator, Receipt, ReduceOp, check_root
+from shardcomm.collectives import OPS
+from shardcomm.communicator import Communicator, Receipt, check_root
 from shardcomm.dtype import core_dtype, movable
 from shardcomm.streams import Stream
 
 NAME = "shardcomm"
 
 _CPU = torch.device("cpu")
-_OPS: dict[Any, ReduceOp] = {
-    dist.ReduceOp.SUM: "sum",
-    dist.ReduceOp.AVG: "avg",
-    dist.ReduceOp.MAX: "max",
-    dist.ReduceOp.MIN: "min",
-}
-
 # torch's stubs give neither the options that the methods get, nor all of their forms.
 _ProcessGroup: Any = dist.ProcessGroup
 
@@ -303,14 +297,14 @@ class ShardcommGroup(_ProcessGroup):  # type: ignore[misc]
         """Why the communicator does not reduce these tensors; empty if it does."""
         if reason := self._no_move(*tensors):
             return reason
-        if op.op not in _OPS:
+        if op.op not in OPS:
             return f"shm has no {op.op.name}"
         for tensor in tensors:
             try:
                 core_dtype(tensor.dtype)
             except TypeError as error:
                 return str(error)
-            if _OPS[op.op] == "avg" and not tensor.is_floating_point():
+            if OPS[op.op] == "avg" and not tensor.is_floating_point():
                 return f"an average of {tensor.dtype} is for torch to define"
         return ""
 
@@ -333,7 +327,7 @@ class ShardcommGroup(_ProcessGroup):  # type: ignore[misc]
 
         def run(stream: Stream | None) -> None:
             send.load(stream)
-            self._comm.reduce_scatter(recv.flat, send.flat, _OPS[opts.reduceOp.op], stream=stream)
+            self._comm.reduce_scatter(recv.flat, send.flat, OPS[opts.reduceOp.op], stream=stream)
             recv.store(stream)
 
         return run
@@ -346,7 +340,7 @@ class ShardcommGroup(_ProcessGroup):  # type: ignore[misc]
         def run(stream: Stream | None) -> None:
             for buffer in buffers:
                 buffer.load(stream)
-                self._comm.all_reduce(buffer.flat, _OPS[opts.reduceOp.op], stream=stream)
+                self._comm.all_reduce(buffer.flat, OPS[opts.reduceOp.op], stream=stream)
                 buffer.store(stream)
 
         return self._reduces.begin(run, opts.asyncOp, tensors)

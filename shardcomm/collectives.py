@@ -23,12 +23,13 @@ from shardcomm.work import Work
 
 Group = dist.ProcessGroup | Communicator | None
 
-_OPS: dict[Any, ReduceOp] = {
+OPS: dict[Any, ReduceOp] = {
     dist.ReduceOp.SUM: "sum",
     dist.ReduceOp.AVG: "avg",
     dist.ReduceOp.MAX: "max",
     dist.ReduceOp.MIN: "min",
 }
+"""Our names of torch's reductions."""
 
 
 def all_gather_into_tensor(
@@ -67,13 +68,13 @@ def reduce_scatter_tensor(
     As `torch.distributed.reduce_scatter_tensor`, with SUM, AVG, MAX or MIN; the rest as `all_gather_into_tensor`.
     """
     comm = _communicator("reduce_scatter_tensor", group)
-    if op not in _OPS:
+    if op not in OPS:
         raise ValueError(
             f"reduce_scatter_tensor: op is {op}; accepted: ReduceOp.SUM, AVG, MAX and MIN"
         )
     recv, send = output.detach(), input.detach()
     return _queues(comm).reduces.begin(
-        lambda stream: comm.reduce_scatter(recv, send, _OPS[op], stream=stream), async_op
+        lambda stream: comm.reduce_scatter(recv, send, OPS[op], stream=stream), async_op
     )
 
 
