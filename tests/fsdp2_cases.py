@@ -58,6 +58,17 @@ class Even(nn.Sequential):
         )
 
 
+class Renormed(nn.Module):
+    """Its forward writes into its parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WIDTH, WIDTH, max_norm=1.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.embed(torch.arange(WIDTH))
+
+
 def shard(net: nn.Module, mesh: DeviceMesh, **options: Any) -> None:
     """Each block, and the rest."""
     for block in getattr(net, "blocks", ()):
@@ -157,6 +168,10 @@ CASES = {
         net=Even,
         options={"shard_placement_fn": lambda param: Shard(1)},
         not_full="a parameter is sharded on another dim than 0",
+    ),
+    "renormed": Case(
+        net=Renormed,
+        not_full="an Embedding with max_norm writes into its parameter, which all ranks share",
     ),
     "accumulation": Case(micro_batches=3),
     "recomputed": Case(before=recompute),

@@ -187,6 +187,11 @@ def _reason_against(param_group: Any, link: Link) -> str:
         "a parameter has a gather of its own (fsdp_pre_all_gather)": any(
             hasattr(param._sharded_local_tensor, "fsdp_pre_all_gather") for param in params
         ),
+        "an Embedding with max_norm writes into its parameter, which all ranks share": any(
+            getattr(module, "max_norm", None) is not None
+            for info in (param._module_info for param in params)
+            for module in (info.module, *info.shared_modules)
+        ),
         "its parameters have different dtypes": len(dtypes) > 1,
         "its parameters are not float32, bfloat16 or float16": not all(
             {*FLOATS}.issuperset(pair) for pair in dtypes
