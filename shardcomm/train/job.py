@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from tqdm import tqdm
 
+from shardcomm.adamw import AdamW
 from shardcomm.checkpoints import Checkpoints
 from shardcomm.communicator import Communicator
 from shardcomm.engine import Engine
@@ -181,7 +182,7 @@ class _Job:
             strategy=options.strategy,
             mixed_precision=half if options.precision == "bf16" else None,
         )
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=options.lr)
+        self.optimizer = AdamW(self.model.parameters(), lr=options.lr)
         self.checkpoints = None
         if options.checkpoint is not None:
             self.checkpoints = Checkpoints(options.checkpoint, comm)
