@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import sys
 
+from shardcomm.options import picture
 from shardcomm.timeline import Figures, Timeline
+from shardcomm.timeline_plot import draw
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -18,7 +20,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument("file", metavar="FILE", help="the trace")
     parser.add_argument(
-        "--plot", metavar="PICTURE", help="draw one step there too, in the format that its ending names"
+        "--plot", type=picture, metavar="PICTURE", help="draw one step there, too"
     )  # fmt: skip
     parser.add_argument(
         "--step", type=int, metavar="N", help="this one alone (default: all, and a picture of one of median duration)"
@@ -33,15 +35,13 @@ def run(args: argparse.Namespace) -> int:
         if args.step is not None:
             timeline = _only(timeline, args.step)
         if args.plot is not None:
-            from shardcomm.timeline_plot import draw  # noqa: PLC0415  (matplotlib is optional)
-
             several = args.step is None and timeline.steps()
             draw(timeline.only(timeline.median_step()) if several else timeline, args.plot)
         print(table(timeline))
     except OSError as error:
         print(f"shardcomm trace: {error.filename}: {error.strerror}", file=sys.stderr)
         return 1
-    except (ValueError, ImportError) as error:
+    except ValueError as error:
         print(f"shardcomm trace: {error}", file=sys.stderr)
         return 1
     return 0

@@ -118,13 +118,13 @@ def test_training_is_traced_and_the_trace_agrees_with_its_report(
     assert drawn.returncode == 0, drawn.stderr
     assert "gather by window" in drawn.stdout
     assert Path(picture).read_bytes().startswith(b"\x89PNG")
-    for bad, message in (
-        (["--step", "1"], "--step is 1; the trace has step 2 to step 5"),
-        (["--plot", str(tmp_path / "p.word")], "the file's name must end in one of"),
-        (["--plot", str(tmp_path / "no" / "p.png")], "No such file"),
+    for bad, status, message in (
+        (["--step", "1"], 1, "--step is 1; the trace has step 2 to step 5"),
+        (["--plot", str(tmp_path / "p.word")], 2, "it must end in .png, .svg, .pdf"),
+        (["--plot", str(tmp_path / "no" / "p.png")], 1, "No such file"),
     ):
         refused = trace(file, *bad)
-        assert refused.returncode == 1
+        assert refused.returncode == status
         assert message in refused.stderr
 
 
