@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from datetime import timedelta
 from typing import TypeVar
 
@@ -81,6 +81,7 @@ class ThreadRanks(Ranks):
     ) -> None:
         super().__init__(transport, device)
         self._outer = control
+        self._timeout_s = options.timeout_s
         self._comms: list[Communicator] = []
         if control.rank == 0:
             local, size = Communicator.local_group, control.size
@@ -90,11 +91,22 @@ class ThreadRanks(Ranks):
 
     def run(self, fn: Callable[[Collectives, Communicator], T]) -> T | None:
         """See Ranks."""
-        result = self._run_threads(fn) if self._comms else None
-        self._outer.barrier()
-        return result
+        futures = self._start_threads(fn) if self._comms else []
+        self._wait(futures)
+        errors = [error for future in futures if (error := future.exception()) is not None]
+        for error in sorted(errors, key=lambda error: isinstance(error, _C.CommError)):
+            raise error  # a rank's own comes before the CommErrors that follow from it
+        return futures[0].result() if futures else None
 
-    def _run_threads(self, fn: Callable[[Collectives, Communicator], T]) -> T:
+    def _wait(self, futures: Sequence[Future[T]]) -> None:
+        """Until process 0's threads have ended: it says often that they have not, so that no other's wait times out."""
+        going = torch.ones(1, dtype=torch.int32)
+        while going:
+            if self._comms:
+                going.fill_(len(wait(futures, self._timeout_s / 4).not_done))
+            self._outer.broadcast(going)
+
+    def _start_threads(self, fn: Callable[[Collectives, Communicator], T]) -> list[Future[T]]:
         started = threading.Barrier(len(self._comms))  # one thread each
 
         def body(comm: Communicator, control: Communicator) -> T:
@@ -106,14 +118,10 @@ class ThreadRanks(Ranks):
                     each.abort(f"{type(error).__name__}: {error}")
                 raise
 
-        futures = [
+        return [
             self._threads.submit(body, *pair)
             for pair in zip(self._comms, self._controls, strict=True)
         ]
-        errors = [error for future in futures if (error := future.exception()) is not None]
-        for error in sorted(errors, key=lambda error: isinstance(error, _C.CommError)):
-            raise error  # a rank's own comes before the CommErrors that follow from it
-        return futures[0].result()
 
     def close(self) -> None:
         """See Ranks."""
