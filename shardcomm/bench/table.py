@@ -93,7 +93,7 @@ def overhead(results: Results) -> str:
     share = results.overhead_s / results.smallest_time_s
     return (
         f"# Harness: {results.overhead_s * 1e6:.3f} us an operation, {share:.1%} of the smallest time; "
-        "taken off all times"
+        "taken off all times on a CPU"
     )
 
 
