@@ -214,12 +214,9 @@ def _report(args: argparse.Namespace, options: Options, results: Results) -> int
 
 def _compare(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     try:
-        a, b = (compare.read(path) for path in args.compare)
+        changes = compare.compare(*map(compare.read, args.compare))
     except (OSError, ValueError) as error:
         parser.error(f"--compare: {error}")
-    changes = compare.compare(a, b)
-    if not changes:
-        parser.error("--compare: the two files have no figure in common")
     print(compare.screen(changes, args.tolerance))
     return int(any(change.ratio > 1 + args.tolerance for change in changes))
 

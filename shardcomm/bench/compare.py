@@ -4,11 +4,22 @@ from __future__ import annotations
 
 import json
 import math
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from shardcomm.bench.files import PLACEMENTS
 
 _KEY = ("operation", "transport", "device", "dtype", "redop", "root")
+
+
+Figures: TypeAlias = dict[tuple[Any, ...], dict[str, Any]]
+"""What --json has of an operation in a placement, by all that tells it from others."""
+
+
+class Run(NamedTuple):
+    """A run of so many ranks."""
+
+    ranks: int
+    figures: Figures
 
 
 class Change(NamedTuple):
@@ -25,24 +36,28 @@ class Change(NamedTuple):
     high: float
 
 
-def read(path: str) -> dict[str, Any]:
+def read(path: str) -> Run:
     """What --json wrote. Raises OSError, or ValueError if it is something else."""
     with open(path) as file:
         try:
             found = json.load(file)
         except ValueError as error:
             raise ValueError(f"{path} is not JSON: {error}") from None
-    if not isinstance(found, dict) or "sections" not in found:
-        raise ValueError(f"{path} is no result of shardcomm bench --json")
-    return found
+    try:
+        return Run(found["ranks"], _figures(found))
+    except (LookupError, TypeError):
+        raise ValueError(f"{path} is no result of shardcomm bench --json") from None
 
 
-def compare(a: dict[str, Any], b: dict[str, Any]) -> list[Change]:
-    """Every figure that both runs have, in A's order."""
-    in_b = _figures(b)
+def compare(a: Run, b: Run) -> list[Change]:
+    """Every figure that both runs have, in A's order. Raises ValueError if there is none, or they differ in ranks."""
+    if a.ranks != b.ranks:
+        raise ValueError(
+            f"A is of {a.ranks} ranks and B of {b.ranks}; only runs of as many ranks can be compared"
+        )
     changes = []
-    for key, old in _figures(a).items():
-        new = in_b.get(key)
+    for key, old in a.figures.items():
+        new = b.figures.get(key)
         if new is None:
             continue
         operation, transport, _device, dtype, *_, layer, size_bytes, placement = key
@@ -53,6 +68,8 @@ def compare(a: dict[str, Any], b: dict[str, Any]) -> list[Change]:
         times = old["time_s"], new["time_s"]
         name = f"{operation}: {transport}, {dtype}" + (f", {layer}" if layer else "")
         changes.append(Change(name, size_bytes, placement, *times, times[1] / times[0], low, high))
+    if not changes:
+        raise ValueError("the two files have no figure in common")
     return changes
 
 
@@ -78,7 +95,7 @@ def screen(changes: list[Change], tolerance: float) -> str:
     return "\n".join(lines)
 
 
-def _figures(run: dict[str, Any]) -> dict[tuple[Any, ...], dict[str, Any]]:
+def _figures(run: dict[str, Any]) -> Figures:
     return {
         (*(section[name] for name in _KEY), row["layer"], row["size_bytes"], placement): row[
             placement

@@ -7,14 +7,18 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any, TextIO
 
 from shardcomm.bench.options import Options
 from shardcomm.bench.results import Results, Section
+from shardcomm.bench.timing import Spread
 from shardcomm.provenance import provenance
 
 PLACEMENTS = ("out_of_place", "in_place")
+
+# Empty where single iterations were not timed, which may differ from device to device.
+_NO_SPREAD = dict.fromkeys(field.name for field in fields(Spread))
 
 
 def as_json(options: Options, results: Results) -> dict[str, Any]:
@@ -32,11 +36,11 @@ def as_json(options: Options, results: Results) -> dict[str, Any]:
 
 
 def _section(section: Section) -> dict[str, Any]:
-    fit = section.fit
+    fits = {"fit": section.fit, "fit_in_place": section.fit_in_place}
     return {
         **asdict(section),
         "mean_busbw": section.mean_busbw,
-        "fit": None if fit is None else asdict(fit),
+        **{name: None if fit is None else asdict(fit) for name, fit in fits.items()},
     }
 
 
@@ -63,7 +67,7 @@ def _lines(results: Results) -> Iterator[dict[str, Any]]:
         for row in section.rows:
             for placement, figure in zip(PLACEMENTS, row.figures(), strict=False):
                 found = asdict(figure)
-                spread = found.pop("spread") or {}
+                spread = found.pop("spread") or _NO_SPREAD
                 yield {
                     **head,
                     "ranks": results.ranks,

@@ -64,13 +64,18 @@ class Section:
         """Latency and bandwidth out of place; None for less than three sizes."""
         return fit([(row.size_bytes, row.out_of_place.time_s) for row in self.rows])
 
+    @property
+    def fit_in_place(self) -> Fit | None:
+        """The same in place, where an all-reduce or a broadcast has no copy of its input in it."""
+        return fit([(row.size_bytes, row.in_place.time_s) for row in self.rows if row.in_place])
+
 
 @dataclass
 class Results:
     """A run.
 
     Attributes:
-        overhead_s: what the timed loop itself takes for each operation; was taken off every time.
+        overhead_s: what the timed loop itself takes for each operation; was taken off every time on a CPU.
         link: between several GPUs, as stated by its maker.
         skipped: transports and operations, with the reason.
     """
