@@ -117,7 +117,7 @@ class Timeline:
             document = json.loads(Path(path).read_bytes())
             ranks = _ranks(document["traceEvents"], document["otherData"]["receipts"])
             clock = str(document["otherData"]["clock"])
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise ValueError(
                 f"{path} is not a trace of shardcomm's ({type(error).__name__}: {error}); `shardcomm train --trace` "
                 "and Timeline.save write one"
