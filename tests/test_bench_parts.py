@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import csv
 import importlib.util
 import json
 import random
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import replace
+from functools import partial
+from itertools import chain
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -17,10 +24,17 @@ from thread_ranks import run_threads
 
 from shardcomm import Communicator
 from shardcomm.bench import command, timing
+from shardcomm.bench.case import Collectives
+from shardcomm.bench.files import write_csv
 from shardcomm.bench.fit import fit
 from shardcomm.bench.link import nominal_link
+from shardcomm.bench.measure import measure
+from shardcomm.bench.operations import OPERATIONS
 from shardcomm.bench.options import Options, Sizes, size_bytes
+from shardcomm.bench.results import Figure, Results, Row, Section
+from shardcomm.bench.transports import ThreadRanks
 from shardcomm.bench.values import values
+from shardcomm.communicator import RED_OPS
 
 
 def status(*args: str) -> int:
@@ -169,6 +183,80 @@ def test_the_time_printed_is_of_the_ranks_asked_for(
         assert found.spread.max_s - found.spread.min_s == pytest.approx(1.0)
 
 
+def test_loops_own_time_is_taken_off_on_a_cpu_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU it goes on beside what is timed. No GPU is needed: the loop is played."""
+    monkeypatch.setattr(timing, "loop", lambda run, device, options: [2.0])
+    monkeypatch.setattr(timing, "synchronise", lambda device: None)
+    (comm,) = Communicator.local_group(1)
+    with comm:
+        for device, expected in (("cpu", 1.5), ("cuda", 2.0)):
+            found = timing.timing(lambda: None, comm, torch.device(device), options(), 0.5)
+            assert found.time_s == pytest.approx(expected)
+
+
+def test_a_graph_is_captured_before_ranks_meet_and_only_its_launches_are_timed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As nccl-tests does. No GPU is needed: capture, clock and meeting are played."""
+    happened: list[str] = []
+
+    def graph(run: object, options: Options) -> Callable[[], None]:
+        happened.append("capture")
+        return partial(happened.append, "launch")
+
+    def clock() -> float:
+        happened.append("clock")
+        return 12.0 * happened.count("launch")
+
+    monkeypatch.setattr(timing, "_graph", graph)
+    monkeypatch.setattr(timing, "synchronise", lambda device: None)
+    monkeypatch.setattr(timing.time, "perf_counter", clock)
+    (comm,) = Communicator.local_group(1)
+    monkeypatch.setattr(comm, "barrier", partial(happened.append, "meet"))
+    with comm:
+        asked = options(graph_launches=2)
+        found = timing.timing(lambda: None, comm, torch.device("cuda"), asked, 0.0)
+    assert happened == ["capture", "meet", "clock", "launch", "launch", "clock"]
+    assert found.time_s == pytest.approx(1.0)  # 4 iterations of 3 operations in a launch
+
+
+@pytest.mark.parametrize("dtype", ["half", "bfloat16", "int32", "uint8", "double", "int64"])
+def test_every_type_and_reduction_is_right(dtype: str) -> None:
+    """What a row expects is right, since the collectives are: tests of theirs compare them with PyTorch."""
+
+    def rows(comm: Communicator) -> list[Row | None]:
+        return [
+            measure(
+                OPERATIONS[name], 640, options(dtype=dtype, redop=op, checks=2), 0.0, comm, comm
+            )
+            for name in ("all_gather", "reduce_scatter", "all_reduce", "broadcast")
+            for op in RED_OPS
+        ]
+
+    for row in chain.from_iterable(run_threads(rows, 3)):
+        assert row is not None
+        assert [figure.wrong for figure in row.figures()] == [0, 0]
+
+
+def test_other_processes_wait_for_threads_that_take_longer_than_the_timeout() -> None:
+    """Two threads play the processes; the ranks of `local` are threads of the first."""
+    timeout_s = 2.0
+
+    def process(control: Communicator) -> int | None:
+        with closing(
+            ThreadRanks("local", control, control.device, options(timeout_s=timeout_s))
+        ) as ranks:
+            return ranks.run(takes_long)
+
+    def takes_long(on: Collectives, control: Communicator) -> int:
+        Event().wait(1.5 * timeout_s)
+        return on.rank
+
+    controls = Communicator.local_group(2, deadline_s=timeout_s)
+    with ThreadPoolExecutor(2) as processes:
+        assert list(processes.map(process, controls, timeout=60)) == [0, None]
+
+
 @pytest.mark.parametrize(
     "dtype", [torch.float16, torch.bfloat16, torch.float32, torch.uint8, torch.int64]
 )
@@ -256,7 +344,7 @@ def result(time_s: float, spread: bool = True) -> dict[str, Any]:
     figure = {"time_s": time_s, "spread": found if spread else None}
     row = {"layer": None, "size_bytes": 1024, "out_of_place": figure, "in_place": None}
     section = {"operation": "all_gather", "transport": "shm", "device": "cpu", "dtype": "float"}
-    return {"sections": [{**section, "redop": "none", "root": -1, "rows": [row]}]}
+    return {"ranks": 2, "sections": [{**section, "redop": "none", "root": -1, "rows": [row]}]}
 
 
 @pytest.mark.parametrize(
@@ -276,12 +364,42 @@ def test_compare_fails_on_what_became_slower_past_the_tolerance(
     assert ("SLOWER" in shown) == bool(expected)
 
 
-def test_compare_refuses_files_that_are_no_results(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ('{"something": "else"}', "is no result of shardcomm bench --json"),
+        ("[]", "is no result of shardcomm bench --json"),
+        ('{"ranks": 2, "sections": [{}]}', "is no result of shardcomm bench --json"),
+        ("{", "is not JSON"),
+        ('{"ranks": 2, "sections": []}', "the two files have no figure in common"),
+        (json.dumps(result(1e-5) | {"ranks": 4}), "A is of 2 ranks and B of 4"),
+    ],
+)
+def test_compare_refuses_what_cannot_be_compared(
+    other: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     a, b = tmp_path / "a.json", tmp_path / "b.json"
     a.write_text(json.dumps(result(1e-5)))
-    b.write_text('{"something": "else"}')
-    with pytest.raises(SystemExit):
+    b.write_text(other)
+    with pytest.raises(SystemExit) as ended:
         status("--compare", str(a), str(b))
-    assert f"{b} is no result of shardcomm bench --json" in capsys.readouterr().err
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_csv_has_the_same_columns_whether_or_not_single_iterations_were_timed(
+    tmp_path: Path,
+) -> None:
+    """As with `--transport nccl,shm`, where only the CPU's have spreads."""
+    spread = timing.Spread(*range(1, 8))
+
+    def section(device: str, spread: timing.Spread | None) -> Section:
+        row = Row(None, 64, 8, 1e9, Figure(1e-6, 6.4e7, 3.2e7, 0, spread), None)
+        return Section("all_gather", device, device, "float", "none", -1, [row])
+
+    found = Results(2, 0.0, None, [section("cuda", None), section("cpu", spread)])
+    write_csv(str(tmp_path / "csv"), found)
+    with (tmp_path / "csv").open() as file:
+        without, with_spread = csv.DictReader(file)
+    assert (without["time_s"], without["p99_s"]) == ("1e-06", "")
+    assert (with_spread["time_s"], with_spread["p99_s"]) == ("1e-06", "5")
