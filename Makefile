@@ -10,13 +10,14 @@ SANITIZERS := address,undefined thread
 CXX_FILES = $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'tests/cpp/*.cpp')
 CORE_SOURCES := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu') CMakeLists.txt setup.py
 
-.PHONY: help setup demo test lint bench sanitize clean
+.PHONY: help setup demo test lint bench figures sanitize clean
 
 help:
 	@echo "make setup     prepare $(VENV): install what is needed, build"
 	@echo "make demo      train a small GPT, fully sharded over two local processes"
 	@echo "make test      run all tests"
 	@echo "make bench     compare with Gloo, Open MPI, FSDP2 and plain copies (on a GPU: bench/gpu.sh)"
+	@echo "make figures   the same, kept in bench/results, and the README's tables from it"
 	@echo "make lint      check format, style and types"
 	@echo "make sanitize  run the C++ tests under address, undefined-behaviour and thread sanitizers"
 	@echo "make clean     remove what the above have made"
@@ -53,9 +54,21 @@ lint: setup
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
 
+# Where `bench` leaves its JSON files, and how their names begin.
+RESULTS ?= build/bench/
+
 bench: setup
-	cd bench && for script in padding memory pack overhead adamw microbenchmark compare_gloo compare_fsdp2 compare_strategies; do \
-	  echo "== $$script"; ../$(BIN)/python $$script.py || exit 1; done
+	mkdir -p $(dir $(RESULTS)) build/bench
+	for comparison in padding memory pack overhead adamw microbenchmark compare_gloo compare_fsdp2 \
+	    "compare_fsdp2 --drop-in" compare_strategies; do \
+	  echo "== $$comparison"; set -- $$comparison; \
+	  $(BIN)/python bench/$$1.py $$2 --json "$(RESULTS)$$1$$2.json" || exit 1; done
+	for suite in kernels collectives; do \
+	  $(BIN)/python -m pytest bench/bench_$$suite.py --benchmark-json build/bench/$$suite.json || exit 1; done
+
+figures:
+	$(MAKE) bench RESULTS=bench/results/$(shell date -I)-$(shell nproc)-core-cpu-
+	$(BIN)/python bench/report.py
 
 sanitize: setup
 	for sanitizer in $(SANITIZERS); do \

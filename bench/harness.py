@@ -63,6 +63,7 @@ class Report:
     """A table, the figures behind it, and the bounds that --check holds them to."""
 
     columns: Sequence[str]
+    title: str | None = None  # None: the first line of the script's description
     rows: list[list[str]] = field(default_factory=list)
     figures: dict[str, object] = field(default_factory=dict)
     bounds: list[Bound] = field(default_factory=list)
@@ -84,7 +85,7 @@ class Report:
         """Prints, writes the JSON, and ends the process with 1 if --check found a figure short."""
         self.print(sys.stderr if args.json == "-" else None)
         if args.json:
-            text = json.dumps(self.as_json(), indent=1)
+            text = json.dumps(self.as_json(self.title or args.title), indent=1)
             if args.json == "-":
                 print(text)
             else:
@@ -93,15 +94,17 @@ class Report:
         if args.check and short:
             sys.exit("\n".join(["check failed:", *short]))
 
-    def as_json(self) -> dict[str, object]:
+    def as_json(self, title: str) -> dict[str, object]:
         return {
             **provenance(" ".join(["python", *sys.argv])),
+            "title": title,
+            "table": [list(self.columns), *self.rows],
             "figures": self.figures,
             "bounds": [asdict(bound) | {"holds": bound.holds} for bound in self.bounds],
         }
 
 
-def arguments(description: str | None) -> argparse.ArgumentParser:
+def arguments(description: str) -> argparse.ArgumentParser:
     """The options all comparison scripts have."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -110,4 +113,5 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument(
         "--check", action="store_true", help="exit with 1 if a figure falls short of its bound"
     )
+    parser.set_defaults(title=description.splitlines()[0])
     return parser

@@ -1,0 +1,133 @@
+"""Writes the README's tables and picture from the saved results, so that nobody types a figure.
+
+    python bench/NAME.py --json bench/results/FILE.json    # any comparison script, run on a quiet machine
+    python bench/report.py                                 # or --check, which only says what differs
+
+Between `<!-- bench: NAME -->` and `<!-- end -->` the README gets the table that bench/NAME.py printed on its last saved
+run, and where that was. The last one is found by the date inside, the name by the command. NAME has its option where a
+script compares more than one thing (`compare_fsdp2 --drop-in`). Without a saved result there is nothing in between.
+
+The picture, docs/compare_gloo.png, is drawn with matplotlib; --check does not look at it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+RESULTS = ROOT / "bench/results"
+PICTURE = ROOT / "docs/compare_gloo.png"
+
+BEGIN = "<!-- bench: "
+BLOCK = re.compile(rf"({BEGIN}([^\n]+) -->\n)((?:(?!<!--).)*)(<!-- end -->\n)", re.DOTALL)
+PEERS = {"shm": "shm", "shm private": "shm private", "gloo": "Gloo", "mpi": "Open MPI"}
+
+Result = dict[str, Any]
+
+
+def name_of(command: str) -> str:
+    """What compared what: "compare_fsdp2 --drop-in" of "python bench/compare_fsdp2.py --drop-in --json x"."""
+    words = command.split()
+    script = next(word for word in words if word.endswith(".py"))
+    return " ".join([Path(script).stem, *(word for word in words if word == "--drop-in")])
+
+
+def newest() -> dict[str, Result]:
+    """The last result with a table, by name."""
+    results = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))]
+    in_order = sorted((r for r in results if "table" in r), key=lambda result: result["date"])
+    return {name_of(result["command"]): result for result in in_order}
+
+
+def markdown(name: str, result: Result) -> str:
+    """Title, where it was measured, and the table."""
+    machine = result["machine"]
+    where = f"{machine.get('gpu') or machine['cpu']}, {machine['cores']} cores"
+    day, torch = result["date"][:10], result["versions"]["torch"]
+    header, *rows = result["table"]
+    lines = [
+        f"**{result['title'].rstrip('.')}** (`{name}`; {where}, torch {torch}, {day})",
+        "",
+        *(f"| {' | '.join(row)} |" for row in (header, ["---"] * len(header), *rows)),
+    ]
+    return "".join(f"{line}\n" for line in lines)
+
+
+def rewritten(text: str, results: dict[str, Result]) -> tuple[str, list[str]]:
+    """The README as it should be, and the names of the blocks that were not so."""
+    blocks = BLOCK.findall(text)
+    if len(blocks) != text.count(BEGIN):
+        sys.exit(f"{README.name}: a `{BEGIN}NAME -->` line has no `<!-- end -->` line of its own")
+    changed = []
+
+    def fill(block: re.Match[str]) -> str:
+        begin, name, old, end = block.groups()
+        new = markdown(name, results[name]) if name in results else ""
+        if new != old:
+            changed.append(name)
+        return begin + new + end
+
+    return BLOCK.sub(fill, text), changed
+
+
+def draw(result: Result) -> None:
+    """Bus bandwidth over size as compare_gloo measured it: a panel for each operation and number of ranks."""
+    from matplotlib.figure import Figure
+
+    # (operation, ranks) -> peer -> [(bytes, GB/s)]
+    panels: dict[tuple[str, int], dict[str, list[tuple[int, float]]]] = {}
+    for name, times in result["figures"].items():
+        operation, size, _, ranks, _ = name.split()  # "all_gather 1024 B 2 ranks"
+        lines = panels.setdefault((operation, int(ranks)), {})
+        moved = int(size) * (int(ranks) - 1) / int(ranks)
+        for peer, seconds in times.items():
+            if peer in PEERS:
+                lines.setdefault(peer, []).append((int(size), moved / seconds / 1e9))
+    figure = Figure(figsize=(3 * len(panels), 3), layout="constrained")
+    shared = None
+    for i, ((operation, ranks), lines) in enumerate(panels.items()):
+        shared = axes = figure.add_subplot(1, len(panels), i + 1, sharey=shared)
+        for peer, points in lines.items():
+            axes.plot(*zip(*points, strict=True), marker="o", label=PEERS[peer])
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_title(f"{operation}, {ranks} ranks")
+        axes.set_xlabel("size (bytes)")
+        axes.label_outer()
+    figure.axes[0].set_ylabel("busbw (GB/s)")
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    PICTURE.parent.mkdir(exist_ok=True)
+    figure.savefig(PICTURE, dpi=72, pil_kwargs={"optimize": True})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; exit with 1 if a table is not its result's"
+    )
+    args = parser.parse_args()
+    results = newest()
+    text, changed = rewritten(README.read_text(), results)
+    if args.check:
+        if changed:
+            sys.exit(
+                f"{README.name} differs from {RESULTS.relative_to(ROOT)} in: {', '.join(changed)}\n"
+                "Run: python bench/report.py"
+            )
+        return
+    README.write_text(text)
+    print(f"{README.name}: {', '.join(changed) or 'nothing'} rewritten")
+    if "compare_gloo" in results:
+        draw(results["compare_gloo"])
+
+
+if __name__ == "__main__":
+    main()
