@@ -9,7 +9,6 @@ once, before. What happens between the rounds of one contender hits that one alo
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -26,9 +25,10 @@ RANKS, ROUNDS, WARM_UP = 2, 50, 2
 PEERS = ("shm", "shm private", "gloo", "memcpy")
 DEADLINE_S = 60.0
 
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # torch renames its collectives
+
 
 def join(rank: int, store: dist.Store) -> shardcomm.Communicator:
-    warnings.filterwarnings("ignore", category=FutureWarning)  # torch renames its collectives
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
     return shardcomm.Communicator.from_process_group(deadline_s=DEADLINE_S)

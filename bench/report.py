@@ -111,7 +111,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--check", action="store_true", help="write nothing; exit with 1 if a table is not its result's"
+        "--check",
+        action="store_true",
+        help="write nothing; exit with 1 if a table is not its result's",
     )
     args = parser.parse_args()
     results = newest()
