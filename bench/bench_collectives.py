@@ -10,6 +10,7 @@ once, before. What happens between the rounds of one contender hits that one alo
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import timedelta
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 
@@ -30,7 +31,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # torch rename
 
 def join(rank: int, store: dist.Store) -> shardcomm.Communicator:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
+    timeout = timedelta(seconds=DEADLINE_S)
+    dist.init_process_group("gloo", timeout, store=store, rank=rank, world_size=RANKS)
     return shardcomm.Communicator.from_process_group(deadline_s=DEADLINE_S)
 
 
@@ -63,7 +65,7 @@ def rank0() -> Iterator[tuple[shardcomm.Communicator, Connection]]:
     finally:
         if comm is not None:
             comm.close()
-        dist.destroy_process_group()
+            dist.destroy_process_group()
         peer.join(5)
         peer.kill()
 
