@@ -31,8 +31,9 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # torch rename
 
 def join(rank: int, store: dist.Store) -> shardcomm.Communicator:
     torch.set_num_threads(1)
-    timeout = timedelta(seconds=DEADLINE_S)
-    dist.init_process_group("gloo", timeout, store=store, rank=rank, world_size=RANKS)
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=DEADLINE_S)
+    )
     return shardcomm.Communicator.from_process_group(deadline_s=DEADLINE_S)
 
 
