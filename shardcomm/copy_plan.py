@@ -324,7 +324,10 @@ def _operands(
 def _as_tensors(role: str, arrays: Sequence[ArrayLike | None]) -> list[Tensor | None]:
     written = role == "destinations"
     return [
-        None if array is None else as_tensor(f"{role}[{i}]", array, written=written)
+        # Mostly they are tensors, of which there may be a thousand: nothing is made for them.
+        array
+        if array is None or isinstance(array, Tensor)
+        else as_tensor(f"{role}[{i}]", array, written=written)
         for i, array in enumerate(arrays)
     ]
 

@@ -35,8 +35,8 @@ def run(text: str, **changed: Any) -> list[float]:
     """The losses of a small run; by the function that the command calls on every rank."""
     ranks = changed.pop("ranks", 2)
     options = dataclasses.replace(small(text), **changed)
-    results = launch(job.train, ranks, (options,), deadline_s=DEADLINE_S)
-    return results[0].losses
+    result, _ = launch(job.train, ranks, (options,), deadline_s=DEADLINE_S)[0]
+    return result.losses
 
 
 def small(text: str) -> job.Options:

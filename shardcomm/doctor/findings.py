@@ -14,7 +14,6 @@ from shardcomm import _C, nccl
 from shardcomm.doctor.memory import shared_memory
 from shardcomm.provenance import provenance
 
-_BUILD_CUDA = "build with SHARDCOMM_CUDA=on where nvcc 12.8 or newer is on the PATH"
 _SHOW_GPU = "install the driver, or let this container have the GPUs (docker run --gpus all)"
 _INSTALL_NCCL = "pip install nvidia-nccl-cu13 (-cu12 where nvidia-smi shows CUDA 12)"
 
@@ -25,7 +24,8 @@ def findings() -> dict[str, Any]:
     What cannot be used has a `reason` and a `remedy`; both are "" for what can.
     """
     cuda, library = _C.cuda_status(), nccl.status()
-    gpu = _state(cuda.available, cuda.reason, _SHOW_GPU if cuda.built else _BUILD_CUDA)
+    reason, _, remedy = cuda.reason.partition("; ")  # a build without CUDA says what to do, too
+    gpu = _state(cuda.available, reason, remedy or _SHOW_GPU)
     loaded = _state(library.available, library.reason, _INSTALL_NCCL)
     system = provenance("shardcomm doctor")
     return {
