@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import time
+from datetime import timedelta
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -115,7 +116,11 @@ def save_until_error(
     """Goes on from the newest checkpoint and saves for ever; reports the first, and the error that ends it."""
     torch.set_num_threads(1)
     comm = CoreCommunicator(_C.make_shm(address, rank, RANKS, 60.0))
-    dist.init_process_group("gloo", f"file://{meeting}", world_size=RANKS, rank=rank)
+    # Should Gloo not notice a death at some moment, its own timeout ends the wait.
+    timeout = timedelta(seconds=10)
+    dist.init_process_group(
+        "gloo", f"file://{meeting}", timeout=timeout, world_size=RANKS, rank=rank
+    )
     model, full = make(layers=2), make(layers=2)
     engine = fully_shard(model, comm)
     checkpoints = Checkpoints(directory, comm)
