@@ -1,11 +1,12 @@
-"""Writes the README's tables and picture from the saved results, so that nobody types a figure.
+"""Writes the tables and the picture of README.md and bench/results/README.md, so that nobody types a figure.
 
     python bench/NAME.py --json bench/results/FILE.json    # any comparison script, run on a quiet machine
     python bench/report.py                                 # or --check, which only says what differs
 
-Between `<!-- bench: NAME -->` and `<!-- end -->` the README gets the table that bench/NAME.py printed on its last saved
+Between `<!-- bench: NAME -->` and `<!-- end -->` a page gets the table that bench/NAME.py printed on its last saved
 run, and where that was. The last one is found by the date inside, the name by the command. NAME has its option where a
 script compares more than one thing (`compare_fsdp2 --drop-in`). Without a saved result there is nothing in between.
+`goals` is of all last results: how many of the bounds that `--check` holds each to were kept, and which were not.
 
 The picture, docs/compare_gloo.png, is drawn with matplotlib; --check does not look at it.
 """
@@ -20,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-README = ROOT / "README.md"
 RESULTS = ROOT / "bench/results"
+PAGES = (ROOT / "README.md", RESULTS / "README.md")
 PICTURE = ROOT / "docs/compare_gloo.png"
 
 BEGIN = "<!-- bench: "
@@ -45,30 +46,47 @@ def newest() -> dict[str, Result]:
     return {name_of(result["command"]): result for result in in_order}
 
 
-def markdown(name: str, result: Result) -> str:
+def table(header: list[str], *rows: list[str]) -> str:
+    """In Markdown."""
+    return "".join(f"| {' | '.join(row)} |\n" for row in (header, ["---"] * len(header), *rows))
+
+
+def comparison(name: str, result: Result) -> str:
     """Title, where it was measured, and the table."""
     machine = result["machine"]
     where = f"{machine.get('gpu') or machine['cpu']}, {machine['cores']} cores"
     day, torch = result["date"][:10], result["versions"]["torch"]
-    header, *rows = result["table"]
-    lines = [
-        f"**{result['title'].rstrip('.')}** (`{name}`; {where}, torch {torch}, {day})",
-        "",
-        *(f"| {' | '.join(row)} |" for row in (header, ["---"] * len(header), *rows)),
-    ]
-    return "".join(f"{line}\n" for line in lines)
+    title = f"**{result['title'].rstrip('.')}** (`{name}`; {where}, torch {torch}, {day})"
+    return f"{title}\n\n{table(*result['table'])}"
 
 
-def rewritten(text: str, results: dict[str, Result]) -> tuple[str, list[str]]:
-    """The README as it should be, and the names of the blocks that were not so."""
-    blocks = BLOCK.findall(text)
-    if len(blocks) != text.count(BEGIN):
-        sys.exit(f"{README.name}: a `{BEGIN}NAME -->` line has no `<!-- end -->` line of its own")
+def goals(results: dict[str, Result]) -> str:
+    """What each result was to reach, and where it falls short."""
+    rows = []
+    for name, result in sorted(results.items()):
+        bounds = result["bounds"]
+        short = [
+            f"{bound['name']}: {bound['value']:.3g}, "
+            + (f"at least {least:g}" if least is not None else f"at most {bound['at_most']:g}")
+            for bound in bounds
+            if not bound["holds"]
+            for least in [bound["at_least"]]
+        ]
+        rows.append([name, f"{len(bounds) - len(short)} of {len(bounds)}", "; ".join(short)])
+    return table(["comparison", "reached", "falls short (wanted)"], *rows)
+
+
+def rewritten(page: Path, tables: dict[str, str]) -> tuple[str, list[str]]:
+    """The page as it should be, and the names of the blocks that were not so."""
+    text = page.read_text()
+    if len(BLOCK.findall(text)) != text.count(BEGIN):
+        here = page.relative_to(ROOT)
+        sys.exit(f"{here}: a `{BEGIN}NAME -->` line has no `<!-- end -->` line of its own")
     changed = []
 
     def fill(block: re.Match[str]) -> str:
         begin, name, old, end = block.groups()
-        new = markdown(name, results[name]) if name in results else ""
+        new = tables.get(name, "")
         if new != old:
             changed.append(name)
         return begin + new + end
@@ -117,16 +135,23 @@ def main() -> None:
     )
     args = parser.parse_args()
     results = newest()
-    text, changed = rewritten(README.read_text(), results)
+    tables = {name: comparison(name, result) for name, result in results.items()}
+    tables["goals"] = goals(results)
+    differing = []
+    for page in PAGES:
+        text, changed = rewritten(page, tables)
+        differing += [f"{page.relative_to(ROOT)}: {name}" for name in changed]
+        if not args.check:
+            page.write_text(text)
     if args.check:
-        if changed:
+        if differing:
             sys.exit(
-                f"{README.name} differs from {RESULTS.relative_to(ROOT)} in: {', '.join(changed)}\n"
-                "Run: python bench/report.py"
+                "not as in bench/results:\n  {}\nRun: python bench/report.py".format(
+                    "\n  ".join(differing)
+                )
             )
         return
-    README.write_text(text)
-    print(f"{README.name}: {', '.join(changed) or 'nothing'} rewritten")
+    print("rewritten:", *(differing or ["nothing"]), sep="\n  ")
     if "compare_gloo" in results:
         draw(results["compare_gloo"])
 

@@ -53,8 +53,10 @@ def test_a_table_that_is_not_its_results_is_named(tmp_path: Path) -> None:
             "versions": {"torch": "2.13.0"},
             "title": "One.",
             "table": [["what", "time"], ["all", seconds]],
+            "bounds": [],
         }
         (tmp_path / f"bench/results/{day}.json").write_text(json.dumps(result))
+    (tmp_path / "bench/results/README.md").touch()
     readme = tmp_path / "README.md"
     for block in ("one", "other"):
         with readme.open("a") as file:
@@ -62,7 +64,7 @@ def test_a_table_that_is_not_its_results_is_named(tmp_path: Path) -> None:
 
     checked = check_tables(tmp_path)
     assert checked.returncode == 1
-    assert "in: one\n" in checked.stderr
+    assert "README.md: one\n" in checked.stderr
 
     subprocess.run([sys.executable, tmp_path / "bench/report.py"], check=True, timeout=60)
     assert check_tables(tmp_path).returncode == 0
