@@ -48,8 +48,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
                         help="to compute and communicate in; shards stay fp32")  # fmt: skip
     parser.add_argument("--optimizer", choices=list(OPTIMIZERS), default="adamw", help="of torch")
     parser.add_argument("--prefetch", type=whole(0, 10**4), default=1, help="units gathered ahead")
+    parser.add_argument("--backward-prefetch", type=whole(0, 10**4),
+                        help="the same in backward (default: --prefetch)")  # fmt: skip
     parser.add_argument("--slots", type=whole(1, 10**4),
-                        help="full-size buffers (default: prefetch + 1)")  # fmt: skip
+                        help="full-size buffers (default: the deeper prefetch + 1)")  # fmt: skip
     parser.add_argument("--memory", type=_bytes, metavar="SIZE",
                         help="of a device, as 40GB: does it fit?")  # fmt: skip
     parser.add_argument("--json", metavar="FILE", help="write all figures there too; - for stdout")
@@ -107,6 +109,7 @@ def _plans(args: argparse.Namespace) -> list[Plan]:
             replicas=args.replicas if alone or strategy == "hybrid_shard" else None,
             mixed_precision=MixedPrecision(param_dtype=half, reduce_dtype=half),
             prefetch=args.prefetch,
+            backward_prefetch=args.backward_prefetch,
             slots=args.slots,
             optimizer=args.optimizer,
         )

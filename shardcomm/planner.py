@@ -149,6 +149,7 @@ class Plan:
         replicas: int | None = None,
         mixed_precision: MixedPrecision | None = None,
         prefetch: int = 1,
+        backward_prefetch: int | None = None,
         slots: int | None = None,
         granularity: GranularityOf = "row",
         shard_dim: ShardDimOf = 0,
@@ -174,7 +175,13 @@ class Plan:
         mesh = _mesh(how, ranks, replicas)
         precision = mixed_precision or MixedPrecision()
         found = find_units(model, units)
-        schedule = Schedule.plan(registration_order(found), how, prefetch=prefetch, slots=slots)
+        schedule = Schedule.plan(
+            registration_order(found),
+            how,
+            prefetch=prefetch,
+            backward_prefetch=backward_prefetch,
+            slots=slots,
+        )
         groups = [group_params(unit, mesh[1], precision, granularity, shard_dim) for unit in found]
         return cls.of_groups(found, groups, how, schedule, mesh, optimizer)
 

@@ -1,7 +1,7 @@
 """The schedule: what is gathered, awaited, released and reduced in a step, and when, as data.
 
 A model's hooks fire *triggers*; the schedule says which *actions* each of them sets off.
-Strategies, prefetch depth and the number of slots are different tables, not different code.
+Strategies, prefetch depths and the number of slots are different tables, not different code.
 A root (unit 0) around three blocks (1, 2, 3), ``full_shard``, ``prefetch=1``: the blocks rotate
 over slots 0 and 1, the root has slot 2::
 
@@ -126,6 +126,7 @@ class Schedule:
         strategy: Strategy | str = "full_shard",
         *,
         prefetch: int = 1,
+        backward_prefetch: int | None = None,
         slots: int | Sequence[int] | None = None,
         backward: bool = True,
     ) -> Schedule:
@@ -135,12 +136,13 @@ class Schedule:
             order: the forward's triggers, PRE and POST properly nested. A unit may be called
                 several times, not inside itself; one that is missing gets a slot and no actions.
             strategy: one of `shardcomm.STRATEGIES`, or its name.
-            prefetch: how many of the units needed next and not gathered are gathered ahead at each
-                PRE trigger, as far as their slots are free. >= 0.
+            prefetch: how many units are gathered ahead in forward: at each PRE_FORWARD, of so many
+                that are needed next, those that are not there and whose slots are free. >= 0.
+            backward_prefetch: the same at each PRE_BACKWARD; None: as ``prefetch``.
             slots: how many slots the units that contain no other unit rotate over, in first-use
-                order, where the strategy reshards after forward (>= 1, default prefetch + 1); other
-                units have a slot each. Or the slot of every unit: plans another order for a run
-                whose slots are given.
+                order, where the strategy reshards after forward (>= 1, default: one more than the
+                deeper prefetch); other units have a slot each. Or the slot of every unit: plans
+                another order for a run whose slots are given.
             backward: False plans evaluation: the forward alone; units are released after their last
                 use.
 
@@ -150,11 +152,14 @@ class Schedule:
         """
         strategy = Strategy.named(strategy)
         _check_at_least("prefetch", prefetch, 0)
+        if backward_prefetch is None:
+            backward_prefetch = prefetch
+        _check_at_least("backward_prefetch", backward_prefetch, 0)
         order = tuple(order)
         calls = _calls(order)
         num_units = 1 + max((call.unit for call in calls), default=0)
         if slots is None:
-            slots = prefetch + 1
+            slots = max(prefetch, backward_prefetch) + 1
         if isinstance(slots, str | float):
             raise ValueError(
                 f"slots is {slots!r}; it must be a whole number, or the slot of every unit"
@@ -167,7 +172,8 @@ class Schedule:
         step = _Step(order, calls, backward)
         table: dict[Trigger, list[Action]] = {trigger: [] for trigger in step.triggers}
         if strategy.shard_params:
-            _plan_gathers(table, step, slot_of, prefetch)
+            depths = {Phase.PRE_FORWARD: prefetch, Phase.PRE_BACKWARD: backward_prefetch}
+            _plan_gathers(table, step, slot_of, depths)
         if backward:
             _plan_reduces(table, step, strategy.replicate)
         actions = {trigger: tuple(listed) for trigger, listed in table.items()}
@@ -282,7 +288,9 @@ def _plan_releases(
     return releases, windows
 
 
-def _plan_gathers(table: _Table, step: _Step, slot_of: tuple[int, ...], prefetch: int) -> None:
+def _plan_gathers(
+    table: _Table, step: _Step, slot_of: tuple[int, ...], depths: Mapping[Phase, int]
+) -> None:
     """Adds the releases, and at PRE triggers: gather the unit if it is missing, wait, prefetch."""
     releases, windows = _plan_releases(step, slot_of)
     gathered: set[int] = set()
@@ -291,17 +299,19 @@ def _plan_gathers(table: _Table, step: _Step, slot_of: tuple[int, ...], prefetch
     index = 0
     for trigger in step.triggers:
         gathered -= releases[trigger]
-        if trigger.phase not in (Phase.PRE_FORWARD, Phase.PRE_BACKWARD):
+        if trigger.phase not in depths:
             continue
         if trigger.unit not in gathered:
             missing.add(trigger)
         prefetched = ahead.setdefault(trigger, {})
         gathered |= {trigger.unit, *prefetched}
         index += 1
-        needed = (use.unit for use in step.uses[index:] if use.unit not in gathered)
-        for unit in islice(dict.fromkeys(needed), prefetch):
+        needed = dict.fromkeys(use.unit for use in step.uses[index:])
+        for unit in islice(needed, depths[trigger.phase]):
             # What is added here runs each time the trigger fires, so it has to fit each time.
-            if all(any(p in window for window in windows[unit]) for p in step.positions[trigger]):
+            if unit not in gathered and all(
+                any(p in window for window in windows[unit]) for p in step.positions[trigger]
+            ):
                 prefetched[unit] = None
         gathered |= prefetched.keys()
 

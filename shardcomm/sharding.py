@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -30,6 +31,7 @@ def fully_shard(
     strategy: str = "full_shard",
     mixed_precision: MixedPrecision | None = None,
     prefetch: int = 1,
+    backward_prefetch: int | None = None,
     slots: int | None = None,
     granularity: GranularityOf = "row",
     shard_dim: ShardDimOf = 0,
@@ -53,8 +55,9 @@ def fully_shard(
         strategy: "full_shard" (ZeRO-3), "shard_grad_op" (ZeRO-2), "hybrid_shard" (ZeRO-3 in groups of ranks, data
             parallel between them) or "no_shard" (data parallel).
         mixed_precision: dtypes to compute and communicate in; the shards keep the parameters' own.
-        prefetch: how many units ahead are gathered while one computes.
-        slots: full-size buffers that the units share (default: prefetch + 1).
+        prefetch: how many units ahead are gathered while one computes, in forward.
+        backward_prefetch: the same in backward (default: as `prefetch`).
+        slots: full-size buffers that the units share (default: one more than the deeper prefetch).
         granularity: the smallest piece of a parameter that stays on one rank: "element", "row", `Block(rows)` or
             "tensor" (one rank owns it, its gradient and its optimizer state; the others have none of it). One for all,
             or a function of a parameter's name and the parameter.
@@ -89,12 +92,14 @@ def fully_shard(
     how = Strategy.named(strategy)
     found = find_units(model, units)
     order = registration_order(found)
-    first_guess = Schedule.plan(order, how, prefetch=prefetch, slots=slots)
+    schedule_of = partial(
+        Schedule.plan, strategy=how, prefetch=prefetch, backward_prefetch=backward_prefetch
+    )
+    first_guess = schedule_of(order, slots=slots)
     mesh = Mesh.of(comm, how)
 
     def plan(order: Sequence[Trigger], backward: bool) -> Schedule:
-        slot_of = first_guess.slot_of
-        return Schedule.plan(order, how, prefetch=prefetch, slots=slot_of, backward=backward)
+        return schedule_of(order, slots=first_guess.slot_of, backward=backward)
 
     precision = mixed_precision or MixedPrecision()
     groups = [

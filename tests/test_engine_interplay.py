@@ -290,9 +290,9 @@ def test_evaluation_before_between_and_within_steps(
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize(("prefetch", "slots"), [(0, 1), (1, 2), (2, None)])
+@pytest.mark.parametrize(("prefetch", "back", "slots"), [(0, 3, 1), (1, None, 2), (2, 1, None)])
 def test_units_skipped_and_repeated_at_random(
-    strategy: str, prefetch: int, slots: int | None, seed: int
+    strategy: str, prefetch: int, back: int | None, slots: int | None, seed: int
 ) -> None:
     class Random(Chain):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -310,7 +310,8 @@ def test_units_skipped_and_repeated_at_random(
             optimizer.step()
             optimizer.zero_grad()
 
-    train_both(Random, loop, strategy=strategy, prefetch=prefetch, slots=slots)
+    depths = {"prefetch": prefetch, "backward_prefetch": back, "slots": slots}
+    train_both(Random, loop, strategy=strategy, **depths)
 
 
 # Compiled blocks.

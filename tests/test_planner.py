@@ -53,7 +53,7 @@ def measured(
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("", {}),
     ("frozen", {"mixed_precision": HALF_WIDE_SUMS, "granularity": "tensor"}),
-    ("tied-across-units", {"mixed_precision": HALF, "prefetch": 2}),
+    ("tied-across-units", {"mixed_precision": HALF, "prefetch": 0, "backward_prefetch": 2}),
     ("nested", {"slots": 1, "prefetch": 0, "granularity": "element"}),
     ("", {"shard_dim": "auto"}),
 ]
@@ -129,6 +129,17 @@ def test_full_shard_by_hand() -> None:
     assert [u.gathers for u in plan.units] == [1, 2, 1, 1]
     assert plan.gathered_bytes == 4 * unit * 3 // 4
     assert plan.reduced_bytes == 3 * unit * 3 // 4
+
+
+@pytest.mark.parametrize(("prefetch", "backward_prefetch"), [(0, 2), (2, 0), (2, None)])
+def test_the_deeper_prefetch_takes_the_slots(prefetch: int, backward_prefetch: int | None) -> None:
+    """2 units ahead of the one that computes take 3 slots, whose units are not gathered again."""
+    plan = Plan.of(
+        chain(5), 4, units=nn.Linear, prefetch=prefetch, backward_prefetch=backward_prefetch
+    )
+    unit = 4 * 1024
+    assert plan.slot_bytes == (unit, unit, unit, 0)
+    assert plan.gathered_bytes == (5 + 2) * unit * 3 // 4
 
 
 def test_no_shard_by_hand() -> None:

@@ -87,9 +87,16 @@ def cases(draw, **kwargs):
     return order, {
         "strategy": draw(st.sampled_from([*STRATEGIES])),
         "prefetch": draw(st.integers(0, 4)),
+        "backward_prefetch": draw(st.none() | st.integers(0, 4)),
         "slots": draw(st.none() | st.integers(1, 5)),
         "backward": draw(st.booleans()),
     }
+
+
+def depths_of(arguments):
+    """How far ahead each direction may gather: the backward as the forward, unless it is said."""
+    prefetch, back = arguments["prefetch"], arguments["backward_prefetch"]
+    return {Phase.PRE_FORWARD: prefetch, Phase.PRE_BACKWARD: prefetch if back is None else back}
 
 
 class Replay:
@@ -276,18 +283,18 @@ def nested_pairs(order):
 
 
 @CASES
-@given(orders(), st.sampled_from([*STRATEGIES]), st.none() | st.integers(1, 5), st.integers(0, 4))
-def test_units_around_others_have_their_own_slots_and_the_rest_rotate(
-    order, strategy, slots, prefetch
-):
-    schedule = Schedule.plan(order, strategy, slots=slots, prefetch=prefetch)
+@given(cases())
+def test_units_around_others_have_their_own_slots_and_the_rest_rotate(case):
+    order, arguments = case
+    strategy, slots = arguments["strategy"], arguments["slots"]
+    schedule = Schedule.plan(order, **arguments)
     slot_of = schedule.slot_of
     assert len(slot_of) == 1 + max(unit for _, unit in order)
     assert set(slot_of) == set(range(schedule.num_slots))
     assert all(slot_of[outer] != slot_of[inner] for outer, inner in nested_pairs(order))
     outer = {outer for outer, _ in nested_pairs(order)}
     inner_units = len(schedule.slot_of) - len(outer)
-    rotating = prefetch + 1 if slots is None else slots
+    rotating = max(depths_of(arguments).values()) + 1 if slots is None else slots
     if strategy not in ("full_shard", "hybrid_shard"):
         rotating = inner_units
     assert schedule.num_slots == len(outer) + min(rotating, inner_units)
@@ -306,20 +313,42 @@ def test_gathers_of_a_chain(num_units, slots, prefetch):
 
 
 @CASES
-@given(st.integers(2, 20), st.integers(1, 6), st.booleans())
-def test_a_chain_gathers_ahead_by_the_prefetch_depth(num_units, prefetch, backward):
+@given(st.integers(2, 20), st.integers(1, 6), st.none() | st.integers(0, 6), st.booleans())
+def test_a_chain_gathers_ahead_by_the_depth_of_each_direction(num_units, prefetch, back, backward):
     order = chain(num_units)
-    schedule = Schedule.plan(order, prefetch=prefetch, backward=backward)
+    schedule = Schedule.plan(order, prefetch=prefetch, backward_prefetch=back, backward=backward)
     done = Replay(schedule, order, backward=backward)
+    back = prefetch if back is None else back
     forward = {unit: position for position, unit in reversed(done.gathers)}
     for unit in range(num_units):
         assert done.step[forward[unit]] == pre(max(unit - prefetch, 0))
     again = [(done.step[p], unit) for p, unit in done.gathers if p > len(order)]
-    resident = prefetch + 1  # the forward's last units, kept in its slots
+    resident = max(prefetch, back) + 1  # the forward's last units, kept in its slots
     if backward:
         assert again == [
-            (pre_backward(unit + prefetch), unit) for unit in reversed(range(num_units - resident))
+            (pre_backward(unit + back), unit) for unit in reversed(range(num_units - resident))
         ]
+
+
+@CASES
+@given(cases(repeats=False))
+def test_units_are_gathered_as_early_as_depth_and_slots_allow_and_no_earlier(case):
+    """Brute force: at each PRE trigger, of as many next units as the direction looks ahead, those that fit."""
+    order, arguments = case
+    done = replay(order, arguments)
+    depths, slot_of = depths_of(arguments), done.schedule.slot_of
+    held = {}  # slot -> unit
+    for position, trigger in enumerate(done.step):
+        released = [a.slot for a in done.schedule.actions[trigger] if a.verb is Verb.RELEASE]
+        held = {slot: unit for slot, unit in held.items() if slot not in released}
+        coming = [unit for phase, unit in done.step[position + 1 :] if phase in depths]
+        ahead = [*dict.fromkeys(coming)][: depths.get(trigger.phase, 0)]
+        expected = []
+        for unit in [trigger.unit, *ahead] if trigger.phase in depths else []:
+            if done.sharded and slot_of[unit] not in held:
+                held[slot_of[unit]] = unit
+                expected.append(unit)
+        assert [unit for at, unit in done.gathers if at == position] == expected
 
 
 def test_three_blocks_and_a_root_are_planned_as_in_the_paper():
@@ -417,6 +446,7 @@ def test_the_drawing_at_the_top_of_the_file_is_the_real_one():
         ({"order": (END,)}, r"order\[0\] is end_of_backward"),
         ({"strategy": "zero_3"}, "strategy is 'zero_3'; .*full_shard"),
         ({"prefetch": -1}, "prefetch is -1"),
+        ({"backward_prefetch": -1}, "backward_prefetch is -1"),
         ({"slots": 0}, "slots is 0"),
         ({"slots": (0,)}, r"slots is \(0,\); .*3 units"),
         ({"slots": (0, 1, -1)}, r"slots is \(0, 1, -1\)"),
