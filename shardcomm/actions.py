@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
+from shardcomm.mesh import Mesh
 from shardcomm.schedule import Action, Schedule, Trigger, Verb
 from shardcomm.sharded_unit import ShardedUnit, State
 from shardcomm.streams import Stream, Streams
@@ -26,11 +27,12 @@ class Actions:
         trace: what is to record it, if anything.
     """
 
-    def __init__(self, units: Sequence[ShardedUnit], streams: Streams) -> None:
+    def __init__(self, units: Sequence[ShardedUnit], mesh: Mesh, streams: Streams) -> None:
         self.sync = True
         self.traffic = Traffic()
         self.trace: Trace | None = None
         self._units = units
+        self._together = mesh.failing_together
         self._streams = streams
         self._occupant: dict[int, ShardedUnit] = {}  # of each slot
         users = Counter(unit.slot for unit in units if unit.slot >= 0)
@@ -71,7 +73,7 @@ class Actions:
                     return  # only a prefetch can come here; `require` says it where it matters
                 occupant.gathered = False
             self._occupant[unit.slot] = unit
-        with self._traced("gather", unit, self._streams.gather, unit.gather_bytes):
+        with self._together, self._traced("gather", unit, self._streams.gather, unit.gather_bytes):
             unit.gather()
         self.traffic.gathered_bytes += unit.gather_bytes
 
@@ -101,7 +103,7 @@ class Actions:
             return
         self.wait_reduce(unit)
         unit.needs_reduce = False
-        with self._traced("reduce", unit, self._streams.reduce, unit.reduce_bytes):
+        with self._together, self._traced("reduce", unit, self._streams.reduce, unit.reduce_bytes):
             unit.reduce()
         self.traffic.reduced_bytes += unit.reduce_bytes
 
@@ -111,7 +113,10 @@ class Actions:
             return
         if self.trace is not None:  # else its span would begin with a wait for the reduce
             self._streams.replicate.wait(self._streams.reduce.record())
-        with self._traced("all_reduce", unit, self._streams.replicate, unit.all_reduce_bytes):
+        with (
+            self._together,
+            self._traced("all_reduce", unit, self._streams.replicate, unit.all_reduce_bytes),
+        ):
             unit.all_reduce()
         self.traffic.reduced_bytes += unit.all_reduce_bytes
 
@@ -129,8 +134,9 @@ class Actions:
     def _wait(self, works: list[Work], unit: ShardedUnit, what: str) -> None:
         compute = self._streams.compute()
         begin = compute.record(timed=True)
-        for work in works:
-            work.wait()
+        with self._together:
+            for work in works:
+                work.wait()
         works.clear()
         end = compute.record(timed=True)
         self.traffic.waited(begin, end)

@@ -149,8 +149,11 @@ class C10dCommunicator(Communicator):
         return queued(stream)
 
     def abort(self, reason: str) -> None:
-        """Only this rank hears the reason; the others fail when the group's connections or timeout do."""
-        self._failure = f"rank {self.rank} aborted: {reason}"
+        """Only this rank hears the reason; the others fail when the group's connections or timeout do.
+
+        Gloo closes connections when a process ends, not here.
+        """
+        self._failure = self._failure or f"rank {self.rank} aborted: {reason}"
         self._gathers.abort()
         self._reduces.abort()
 

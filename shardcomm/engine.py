@@ -70,7 +70,7 @@ class Engine:
         self._input_dtype = mixed_precision.input_dtype
         self._output_dtype = mixed_precision.output_dtype
         self._streams = streams
-        self._actions = Actions(units, streams)
+        self._actions = Actions(units, mesh, streams)
         self._gradients = Gradients(units, mesh, on_nonfinite)
 
         # Orders differ from step to step where layers are dropped at random; the latest are worth keeping.
@@ -173,7 +173,8 @@ class Engine:
         """
         self._settle()
         wanted = rank in (None, self.mesh.rank)
-        return full_state_dict(self.model, self.units, self.mesh.device, wanted)
+        with self.mesh.failing_together:
+            return full_state_dict(self.model, self.units, self.mesh.device, wanted)
 
     @functools.cached_property
     def _parts(self) -> Parts:

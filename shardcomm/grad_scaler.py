@@ -23,7 +23,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def __init__(self, engine: Engine, **options: Any) -> None:
         super().__init__(engine.mesh.device.type, **options)
-        self._ranks = engine.mesh.shard  # replicas have the same gradients
+        self._mesh = engine.mesh
 
     def _unscale_grads_(
         self,
@@ -34,6 +34,5 @@ class GradScaler(torch.amp.GradScaler):
     ) -> dict[torch.device, torch.Tensor]:
         found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         anywhere = found.get(found_inf.device, found_inf)  # nothing was found where no row is
-        if self._ranks.size > 1:
-            self._ranks.all_reduce(anywhere, "max")
+        self._mesh.all_reduce_shards(anywhere, "max")
         return {anywhere.device: anywhere}

@@ -71,8 +71,7 @@ class Gradients:
             else [self._all_used.new_zeros((), dtype=torch.float32)]
         )
         square = torch.stack([norm.float() for norm in norms]).square().sum()
-        if self._mesh.shard.size > 1:  # replicas have the same
-            self._mesh.shard.all_reduce(square, "sum")
+        self._mesh.all_reduce_shards(square, "sum")
         norm = square.sqrt()
         if grads:
             torch._foreach_mul_(grads, torch.clamp(max_norm / (norm + 1e-6), max=1.0))

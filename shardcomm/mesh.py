@@ -12,10 +12,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from types import TracebackType
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardcomm._C import CommError
 from shardcomm.communicator import Communicator, ReduceOp
 from shardcomm.dtype import movable
 from shardcomm.strategy import Strategy
@@ -111,10 +113,30 @@ class Mesh:
 
         A backward that goes through two models ends in one while reduces of the other are under way.
         """
-        for comm in (self.shard, self.replicate):
-            if comm.size > 1:
-                compute_stream(self.device).wait(comm.streams.reduce.record())
-                comm.all_reduce(buffer, op)
+        with self.failing_together:
+            for comm in (self.shard, self.replicate):
+                if comm.size > 1:
+                    compute_stream(self.device).wait(comm.streams.reduce.record())
+                    comm.all_reduce(buffer, op)
+
+    def all_reduce_shards(self, buffer: torch.Tensor, op: ReduceOp) -> None:
+        """Reduces in place what replicas have the same of, such as a norm of gradients: over one row."""
+        if self.shard.size > 1:
+            with self.failing_together:
+                self.shard.all_reduce(buffer, op)
+
+    @cached_property
+    def failing_together(self) -> FailingTogether:
+        """`with mesh.failing_together:` goes around what may raise CommError; see `FailingTogether`."""
+        return FailingTogether(self)
+
+    def abort(self, reason: str) -> None:
+        """Makes present and later collectives of both groups raise `CommError` with this reason, on all their ranks.
+
+        An engine there then does the same, so that the ranks which are in neither group hear of it too.
+        """
+        self.shard.abort(reason)
+        self.replicate.abort(reason)
 
     def close(self) -> None:
         """Leaves both groups."""
@@ -123,6 +145,28 @@ class Mesh:
 
     def __repr__(self) -> str:
         return f"Mesh(shard: {self.shard}, replicate: {self.replicate})"
+
+
+class FailingTogether:
+    """A CommError that leaves this context has ended one group of `mesh`; it ends the other as well.
+
+    Else the other's ranks would wait until the deadline for this one, which may live on.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if isinstance(error, CommError):
+            self._mesh.abort(f"its other group failed: {error}")
 
 
 def _of_dim(mesh: DeviceMesh, dim: int) -> Communicator:

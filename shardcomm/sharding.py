@@ -107,7 +107,8 @@ def fully_shard(
     ]
     ranks = (mesh.replicate.size, mesh.shard.size)
     planned = Plan.of_groups(found, groups, how, first_guess, ranks).footprint
-    sharded = shard_units(found, groups, mesh, first_guess.slot_of, mesh.streams)
+    with mesh.failing_together:
+        sharded = shard_units(found, groups, mesh, first_guess.slot_of, mesh.streams)
     engine = Engine(
         model,
         mesh,

@@ -8,15 +8,16 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from itertools import count
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 
 import pytest
 import torch
 from test_engine import batch, loss_of, make, optimizer_of
-from thread_ranks import run_threads
+from thread_ranks import run_mesh, run_threads
 
-from shardcomm import _C, CommError, Communicator, RankError, Stream, fully_shard, launch
+from shardcomm import _C, CommError, Communicator, Mesh, RankError, Stream, fully_shard, launch
 from shardcomm.communicator import CoreCommunicator
 
 RANKS = 3
@@ -239,6 +240,35 @@ def test_abort_reaches_ranks_that_wait_on_a_stream() -> None:
                 stream.record().wait()
 
     run_threads(body, 2)
+
+
+@pytest.mark.parametrize("group", ["shard", "replicate"])
+@pytest.mark.parametrize("steps", [0, 1, 3], ids="after {} steps".format)
+def test_a_failure_of_one_group_of_a_mesh_ends_all_groups_and_names_its_cause(
+    group: str, steps: int
+) -> None:
+    """Everybody lives on: who is in no group with rank 0 hears it from those who are, and not by a deadline."""
+
+    def train(mesh: Mesh) -> None:
+        for step in count():
+            if mesh.rank == 0 and step == steps:
+                getattr(mesh, group).abort("the data is bad")
+            if step == 0:
+                model = make(layers=2)
+                engine = fully_shard(model, mesh, strategy="hybrid_shard")
+            loss_of(model, batch(mesh.rank, step)).backward()
+            engine.clip_grad_norm_(1.0)
+
+    def body(mesh: Mesh) -> str:
+        with pytest.raises(CommError) as caught:
+            train(mesh)
+        for comm in (mesh.shard, mesh.replicate):
+            with pytest.raises(CommError):
+                reduce(comm)
+        return str(caught.value)
+
+    for message in run_mesh(body, 2, 2):
+        assert "rank 0 aborted: the data is bad" in message
 
 
 def test_error_in_a_stream_skips_what_is_queued_behind_it() -> None:
