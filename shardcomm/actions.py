@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from shardcomm.mesh import Mesh
 from shardcomm.schedule import Action, Schedule, Trigger, Verb
 from shardcomm.sharded_unit import ShardedUnit, State
-from shardcomm.streams import Stream, Streams
+from shardcomm.streams import Stream
 from shardcomm.trace import Trace
 from shardcomm.traffic import Traffic
 from shardcomm.work import Work
@@ -27,13 +27,13 @@ class Actions:
         trace: what is to record it, if anything.
     """
 
-    def __init__(self, units: Sequence[ShardedUnit], mesh: Mesh, streams: Streams) -> None:
+    def __init__(self, units: Sequence[ShardedUnit], mesh: Mesh) -> None:
         self.sync = True
         self.traffic = Traffic()
         self.trace: Trace | None = None
         self._units = units
         self._together = mesh.failing_together
-        self._streams = streams
+        self._streams = mesh.streams
         self._occupant: dict[int, ShardedUnit] = {}  # of each slot
         users = Counter(unit.slot for unit in units if unit.slot >= 0)
         for unit in units:

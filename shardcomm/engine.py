@@ -35,7 +35,6 @@ from shardcomm.optimizer_state import OptimizerState
 from shardcomm.schedule import Phase, Schedule, Trigger
 from shardcomm.sharded_unit import Footprint, ShardedUnit, State
 from shardcomm.state_dict import Parts, full_state_dict, load_state_dict, parts_of, state_dict
-from shardcomm.streams import Streams
 from shardcomm.trace import Trace
 from shardcomm.traffic import Traffic
 
@@ -56,8 +55,8 @@ class Engine:
         units: Sequence[ShardedUnit],
         plan: Callable[[Sequence[Trigger], bool], Schedule],
         order: Sequence[Trigger],
+        check: Callable[[], None],
         mixed_precision: MixedPrecision,
-        streams: Streams,
         on_nonfinite: OnNonfinite,
         *,
         owns_mesh: bool,
@@ -69,9 +68,10 @@ class Engine:
         self._root = units[0]
         self._input_dtype = mixed_precision.input_dtype
         self._output_dtype = mixed_precision.output_dtype
-        self._streams = streams
-        self._actions = Actions(units, mesh, streams)
+        self._streams = mesh.streams
+        self._actions = Actions(units, mesh)
         self._gradients = Gradients(units, mesh, on_nonfinite)
+        self._check = check
 
         # Orders differ from step to step where layers are dropped at random; the latest are worth keeping.
         self._program = functools.lru_cache(maxsize=8)(
@@ -172,9 +172,7 @@ class Engine:
         most one unit exists in full besides the result.
         """
         self._settle()
-        wanted = rank in (None, self.mesh.rank)
-        with self.mesh.failing_together:
-            return full_state_dict(self.model, self.units, self.mesh.device, wanted)
+        return full_state_dict(self.model, self.units, self.mesh, rank)
 
     @functools.cached_property
     def _parts(self) -> Parts:
@@ -367,6 +365,7 @@ class Engine:
         self._in_backward = False
         if self._actions.sync:
             self._gradients.publish()
+            self._check()
         else:
             for unit in self.units:
                 unit.keep_gradients()

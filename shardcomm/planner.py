@@ -1,7 +1,8 @@
 """The planner: what a model costs each rank, in memory and in communication, before anything is allocated.
 
 It groups, lays out and schedules by the functions that the engine runs, so its figures are the engine's, to the byte
-(the engine checks them when it is set up). What a rank holds, for P parameters of 4 bytes over N ranks with AdamW::
+(which is checked when it is set up, and again when its first gradients are there). What a rank holds, for P parameters
+of 4 bytes over N ranks with AdamW::
 
                  no_shard     shard_grad_op   full_shard
     parameters   4 P          4 P / N         4 P / N      shards: what the optimizer updates

@@ -160,11 +160,7 @@ class Schedule:
         num_units = 1 + max((call.unit for call in calls), default=0)
         if slots is None:
             slots = max(prefetch, backward_prefetch) + 1
-        if isinstance(slots, str | float):
-            raise ValueError(
-                f"slots is {slots!r}; it must be a whole number, or the slot of every unit"
-            )
-        if isinstance(slots, int):
+        if isinstance(slots, int | float | str):
             slots = _rotate_slots(calls, num_units, slots, strategy)
         slot_of = tuple(slots)
         _check_slots(slot_of, calls, num_units, strategy)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from dataclasses import replace
-from functools import partial
+from dataclasses import asdict, replace
+from functools import cache, partial
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -19,6 +19,7 @@ from shardcomm.mixed_precision import MixedPrecision
 from shardcomm.planner import Plan
 from shardcomm.schedule import Schedule, Trigger
 from shardcomm.shard_units import shard_units
+from shardcomm.sharded_unit import Footprint, ShardedUnit
 from shardcomm.strategy import Strategy
 from shardcomm.unit import Units, find_units, registration_order
 
@@ -106,24 +107,54 @@ def fully_shard(
         group_params(unit, mesh.shard.size, precision, granularity, shard_dim) for unit in found
     ]
     ranks = (mesh.replicate.size, mesh.shard.size)
-    planned = Plan.of_groups(found, groups, how, first_guess, ranks).footprint
+    planned = Plan.of_groups(found, groups, how, first_guess, ranks)
     with mesh.failing_together:
         sharded = shard_units(found, groups, mesh, first_guess.slot_of, mesh.streams)
+    _check(sharded, planned)
+    trained = _trained(sharded)
+
+    @cache  # once
+    def check() -> None:
+        if _trained(sharded) == trained:  # else the plan was of another model
+            _check(sharded, planned)
+
     engine = Engine(
         model,
         mesh,
         sharded,
         plan,
         order,
+        check,
         precision,
-        mesh.streams,
         on_nonfinite,
         owns_mesh=isinstance(comm, DeviceMesh),
     )
-    held = engine.footprint()
-    assert held == replace(planned, gradient_bytes=0), f"holds {held}, planned was {planned}"
     _sharded.update(model.modules())
     return engine
+
+
+def _check(units: Sequence[ShardedUnit], plan: Plan) -> None:
+    """RuntimeError if `units` hold other than planned, by a byte; of gradients, those of units that were reduced."""
+    gradient_bytes = sum(
+        planned.gradient_bytes
+        for planned, unit in zip(plan.units, units, strict=True)
+        if any(bucket.gradients.nbytes for bucket, _ in unit.buckets)
+    )
+    planned = asdict(replace(plan.footprint, gradient_bytes=gradient_bytes))
+    held = asdict(Footprint.of(units))
+    wrong = [
+        f"{name} is {held[name]:,} and not {count:,}"
+        for name, count in planned.items()
+        if held[name] != count
+    ]
+    if wrong:
+        raise RuntimeError(
+            f"fully_shard: this rank holds other than planned: {', '.join(wrong)}; please report this"
+        )
+
+
+def _trained(units: Sequence[ShardedUnit]) -> list[bool]:
+    return [param.shard.requires_grad for unit in units for param in unit.params]
 
 
 # Modules whose parameters are shards, also after their engine was closed.

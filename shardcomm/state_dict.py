@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardcomm.mesh import Mesh
 from shardcomm.shard_tensor import Part, ShardTensor
 from shardcomm.sharded_unit import ShardedUnit
 
@@ -35,9 +36,9 @@ def state_dict(model: nn.Module, parts: Parts) -> dict[str, Any]:
 
 
 def full_state_dict(
-    model: nn.Module, units: Iterable[ShardedUnit], device: torch.device, wanted: bool
+    model: nn.Module, units: Iterable[ShardedUnit], mesh: Mesh, rank: int | None
 ) -> dict[str, Any]:
-    """`model.state_dict()` as it would be without sharding, copied to the CPU where `wanted`, else {}; collective.
+    """`model.state_dict()` as it would be without sharding, copied to the CPU, on all ranks or on one; collective.
 
     What modules give by `get_extra_state` is passed on as it is.
     """
@@ -45,10 +46,12 @@ def full_state_dict(
     buckets = [entry for unit in units for entry in unit.buckets]
     # One buffer for all: as many of their own would leave holes between the values that are kept.
     sizes = [bucket.layout.flat_numel * bucket.shard.itemsize for bucket, _ in buckets]
-    buffer = torch.empty(max(sizes, default=0), dtype=torch.uint8, device=device)
+    buffer = torch.empty(max(sizes, default=0), dtype=torch.uint8, device=mesh.device)
+    wanted = rank in (None, mesh.rank)
     for bucket, params in buckets:
         flat = buffer[: bucket.layout.flat_numel * bucket.shard.itemsize].view(bucket.shard.dtype)
-        values = bucket.gathered_shards(flat)
+        with mesh.failing_together:
+            values = bucket.gathered_shards(flat)
         if wanted:
             full |= {p.shard: _copied(v) for p, v in zip(params, values, strict=True)}
     state: dict[str, Any] = dict(model.state_dict(keep_vars=True)) if wanted else {}

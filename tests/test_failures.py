@@ -243,7 +243,7 @@ def test_abort_reaches_ranks_that_wait_on_a_stream() -> None:
 
 
 @pytest.mark.parametrize("group", ["shard", "replicate"])
-@pytest.mark.parametrize("steps", [0, 1, 3], ids="after {} steps".format)
+@pytest.mark.parametrize("steps", [0, 2], ids="after {} steps".format)
 def test_a_failure_of_one_group_of_a_mesh_ends_all_groups_and_names_its_cause(
     group: str, steps: int
 ) -> None:

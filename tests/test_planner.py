@@ -12,6 +12,7 @@ from thread_ranks import run_mesh, run_threads
 from torch import nn
 
 from shardcomm import Communicator, Mesh, MixedPrecision, Plan, fully_shard
+from shardcomm.groups import slot_bytes
 from shardcomm.schedule import Phase, Trigger
 from shardcomm.shapes import SHAPES, equal_blocks
 from shardcomm.sharded_unit import Footprint
@@ -95,6 +96,51 @@ def test_hybrid_training_takes_what_was_planned_to_the_byte(
         **options,
     )
     assert_as_planned(run_mesh(body, replicas, shards), plan)
+
+
+def test_a_slot_of_another_size_than_planned_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def larger(*args: Any) -> list[int]:
+        return [nbytes + 64 for nbytes in slot_bytes(*args)]
+
+    monkeypatch.setattr("shardcomm.shard_units.slot_bytes", larger)
+    planned = 2 * 4 * 1024
+    expected = f"slot_bytes is {planned + 2 * 64:,} and not {planned:,}; please report"
+
+    def body(comm: Communicator) -> None:
+        with pytest.raises(RuntimeError, match=expected):
+            fully_shard(chain(), comm, units=nn.Linear)
+
+    run_threads(body, 2)
+
+
+def test_gradients_of_another_size_than_planned_are_refused_once_they_are_there() -> None:
+    model = chain()
+    engine = fully_shard(model, Communicator.local_group(1)[0], units=nn.Linear)
+    unit = engine.units[2]
+    reduce = unit.reduce
+
+    def reduce_into_more() -> None:
+        reduce()
+        gradients = unit.buckets[0][0].gradients
+        gradients.flat = torch.cat([gradients.flat, torch.zeros(8)])
+
+    unit.reduce = reduce_into_more  # type: ignore[method-assign]
+    with engine.no_sync():
+        model(torch.ones(1, 32)).sum().backward()  # leaves none
+    held, planned = 4 * (3 * 1024 + 8), 4 * 3 * 1024
+    with pytest.raises(RuntimeError, match=f"gradient_bytes is {held:,} and not {planned:,}"):
+        model(torch.ones(1, 32)).sum().backward()
+
+
+@pytest.mark.parametrize("trained", [{0, 1}, {2}, set()], ids=str)
+def test_a_plan_is_not_held_against_what_was_frozen_or_thawed_since(trained: set[int]) -> None:
+    model = chain()
+    model[2].requires_grad_(False)
+    engine = fully_shard(model, Communicator.local_group(1)[0], units=nn.Linear)
+    for index, layer in enumerate(model):
+        layer.requires_grad_(index in trained)
+    model(torch.ones(1, 32, requires_grad=True)).sum().backward()
+    assert engine.footprint().gradient_bytes == len(trained) * 4 * 1024
 
 
 def test_a_model_on_the_meta_device_has_the_same_plan() -> None:
