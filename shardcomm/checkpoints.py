@@ -68,7 +68,8 @@ class Checkpoints:
         Raises:
             ValueError: there is a checkpoint of this step.
             CheckpointError: DCP could not save, a file could not be written, or another rank failed.
-            CommError: a rank died, or did not come.
+            CommError: a rank died, or did not come. At once where `comm` waits for it, but what waits in DCP may do so
+                until its process group's timeout: Gloo does not end a send that was under way when its receiver died.
         """
         complete = self._path(step)
         if complete.exists():

@@ -6,9 +6,12 @@ import os
 import random
 import signal
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 import pytest
@@ -110,17 +113,63 @@ def fill(model: Net, step: int) -> None:
             param.copy_(torch.arange(param.numel()).view(param.shape) + 1000.0 * step)
 
 
-def save_until_error(
-    rank: int, address: str, meeting: str, directory: Path, tell: Connection
-) -> None:
-    """Goes on from the newest checkpoint and saves for ever; reports the first, and the error that ends it."""
+def join(rank: int, ranks: int, address: str, meeting: str) -> CoreCommunicator:
+    """This process among the ranks, for the communicator and for torch."""
     torch.set_num_threads(1)
-    comm = CoreCommunicator(_C.make_shm(address, rank, RANKS, 60.0))
-    # Should Gloo not notice a death at some moment, its own timeout ends the wait.
+    # What Gloo does not notice ends with its timeout, which is half an hour by default.
     timeout = timedelta(seconds=10)
     dist.init_process_group(
-        "gloo", f"file://{meeting}", timeout=timeout, world_size=RANKS, rank=rank
+        "gloo", f"file://{meeting}", timeout=timeout, world_size=ranks, rank=rank
     )
+    return CoreCommunicator(_C.make_shm(address, rank, ranks, 60.0))
+
+
+@contextmanager
+def processes(
+    target: Callable[..., None], ranks: int, meeting: Path, *args: object
+) -> Iterator[tuple[list[ForkServerProcess], list[Connection]]]:
+    """target(rank, tell, ranks, address, meeting, *args) in each; they, and what they tell. None is left afterwards."""
+    context = get_context("forkserver")
+    session = _C.ShmSession(ranks)
+    pipes = [context.Pipe(duplex=False) for _ in range(ranks)]
+    started = [
+        context.Process(
+            target=target, args=(rank, tell, ranks, session.address, str(meeting), *args)
+        )
+        for rank, (_, tell) in enumerate(pipes)
+    ]
+    try:
+        for process in started:
+            process.start()
+        for _, tell in pipes:
+            tell.close()
+        yield started, [listen for listen, _ in pipes]
+    finally:
+        for process in started:
+            process.kill()
+            process.join(10)
+            process.close()
+        del session
+
+
+def kill(process: ForkServerProcess) -> int:
+    """Its pid."""
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGKILL)
+    return process.pid
+
+
+def heard(ear: Connection, *context: object) -> str:
+    assert ear.poll(60), context
+    said: str = ear.recv()
+    return said
+
+
+def save_until_error(
+    rank: int, tell: Connection, ranks: int, address: str, meeting: str, directory: Path
+) -> None:
+    """Goes on from the newest checkpoint and saves for ever; reports the first, and the error that ends it."""
+    comm = join(rank, ranks, address, meeting)
     model, full = make(layers=2), make(layers=2)
     engine = fully_shard(model, comm)
     checkpoints = Checkpoints(directory, comm)
@@ -141,53 +190,59 @@ def save_until_error(
 
 def test_a_rank_killed_while_saving_damages_no_checkpoint(seed: int, tmp_path: Path) -> None:
     choose = random.Random(seed)
-    context = get_context("forkserver")
     directory = tmp_path / "checkpoints"
     saved = 0
-    for kill in range(KILLS):
-        session = _C.ShmSession(RANKS)
-        pipes = [context.Pipe(duplex=False) for _ in range(RANKS)]
-        meeting = str(tmp_path / f"meeting-{kill}")
-        processes = [
-            context.Process(
-                target=save_until_error,
-                args=(rank, session.address, meeting, directory, pipes[rank][1]),
-            )
-            for rank in range(RANKS)
-        ]
-        try:
-            for process in processes:
-                process.start()
-            for _, tell in pipes:
-                tell.close()
-            ears = [listen for listen, _ in pipes]
+    for round_ in range(KILLS):
+        meeting = tmp_path / f"meeting-{round_}"
+        with processes(save_until_error, RANKS, meeting, directory) as (ranks, ears):
             for ear in ears:
-                assert ear.poll(60)
-                assert ear.recv() == "saving"
+                assert heard(ear) == "saving"
             # The moment itself is the test's input, not a synchronisation.
             time.sleep(choose.uniform(0.0, 0.1))
             victim = choose.randrange(RANKS)
-            pid = processes[victim].pid
-            assert pid is not None
-            os.kill(pid, signal.SIGKILL)
+            pid = kill(ranks[victim])
             for rank, ear in enumerate(ears):
                 if rank != victim:
-                    assert ear.poll(30), (seed, kill, rank)
-                    assert f"rank {victim} (pid {pid}) died" in ear.recv(), (seed, kill, rank)
-        finally:
-            for process in processes:
-                process.kill()
-                process.join(10)
-                process.close()
-            del session
+                    said = heard(ear, seed, round_, rank)
+                    assert f"rank {victim} (pid {pid}) died" in said, (seed, round_, rank)
         steps = complete_steps(directory)
-        assert steps[-1] > saved, (seed, kill)
-        assert len(steps) <= 3, (seed, kill)  # the third when killed between rename and removal
+        assert steps[-1] > saved, (seed, round_)
+        assert len(steps) <= 3, (seed, round_)  # the third when killed between rename and removal
         for step in steps:
             model, wanted = make(layers=2), make(layers=2)
             state = {"model": model.state_dict()}
             load_here(state, directory / f"step-{step:08d}")
             fill(wanted, step)
             for name, value in wanted.named_parameters():
-                assert torch.equal(state["model"][name], value), (seed, kill, step, name)
+                assert torch.equal(state["model"][name], value), (seed, round_, step, name)
         saved = steps[-1]
+
+
+def send_while_saving(
+    rank: int, tell: Connection, ranks: int, address: str, meeting: str, directory: Path
+) -> None:
+    """Rank 1 stops in a receive that rank 0 sends to: more than the sockets' buffers hold."""
+    checkpoints = Checkpoints(directory, join(rank, ranks, address, meeting))
+    much, ready = torch.zeros(1 << 26, dtype=torch.uint8), torch.zeros(1)
+    try:
+        with checkpoints.save(1):
+            if rank == 1:
+                receiving = dist.irecv(much, 0)
+                dist.send(ready, 0)
+                os.kill(os.getpid(), signal.SIGSTOP)
+                receiving.wait()
+            else:
+                dist.recv(ready, 1)
+                sending = dist.isend(much, 1)
+                tell.send("sending")
+                sending.wait(timedelta(seconds=1))
+    except CommError as error:
+        tell.send(str(error))
+
+
+def test_a_death_that_gloo_does_not_notice_ends_a_save_with_the_timeout(tmp_path: Path) -> None:
+    with processes(send_while_saving, 2, tmp_path / "meeting", tmp_path) as (ranks, ears):
+        assert heard(ears[0]) == "sending"
+        pid = kill(ranks[1])
+        assert f"rank 1 (pid {pid}) died" in heard(ears[0])
+    assert complete_steps(tmp_path) == []
