@@ -101,6 +101,10 @@ class Placement:
         """Rows; elements for granularity "element"."""
         return self.numel if self.spec.granularity == "element" else (*self.stored_shape, 1)[0]
 
+    def is_elsewhere(self, piece: Piece) -> bool:
+        """Whether another rank than that of `piece` owns it: the parameter, its gradient and its optimizer state."""
+        return self.spec.granularity == "tensor" and piece.numel < self.numel
+
 
 @dataclass(frozen=True)
 class Piece:

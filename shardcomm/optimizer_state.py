@@ -23,8 +23,9 @@ from shardcomm.state_dict import Parts, check_value, load_value
 class OptimizerState:
     """DCP's `Stateful` for `optimizer`, whose parameters are those of the sharded `model`.
 
-    A tensor of the shape of this rank's rows, such as AdamW's moments, is saved as the rows of the full one; anything
-    else (a step counter, a number) must be the same on every rank.
+    A tensor of the shape of this rank's rows, such as AdamW's moments, is saved as the rows of the full one. One of
+    another shape, such as Adafactor's means of rows and columns, is saved where the rank holds the whole parameter.
+    Numbers, such as a step counter, must be the same on every rank.
 
     Raises:
         ValueError: the optimizer has a parameter that is not one of `model`.
@@ -51,7 +52,7 @@ class OptimizerState:
         give it `planner=DefaultLoadPlanner(allow_partial_load=True)`.
 
         Raises:
-            ValueError: a state is neither of the rows' shape nor of one element, such as Adafactor's column means.
+            ValueError: a state that is not of the rows' shape belongs to a parameter whose rows ranks share.
         """
         if not self._optimizer.state:
             self._make_state()
@@ -61,7 +62,7 @@ class OptimizerState:
                     key: self._whole(param, key, value)
                     for key, value in self._optimizer.state[param].items()
                 }
-                for param in self._params()
+                for param in self._held()
                 if param in self._optimizer.state
             },
             "param_groups": [
@@ -82,7 +83,7 @@ class OptimizerState:
         self._check_groups(state_dict["param_groups"])
         if not self._optimizer.state:
             self._make_state()
-        for param in self._params():
+        for param in self._held():
             name = self._names[param]
             if name not in state_dict["state"]:
                 self._optimizer.state.pop(param, None)
@@ -100,21 +101,24 @@ class OptimizerState:
         ):
             group.update({key: value for key, value in given.items() if key != "params"})
 
-    def _params(self) -> Iterator[nn.Parameter]:
+    def _held(self) -> Iterator[nn.Parameter]:
+        """The optimizer's parameters but those of which another rank has the state: all of it."""
         for group in self._optimizer.param_groups:
-            yield from group["params"]
+            yield from (param for param in group["params"] if not self._parts[param].elsewhere)
 
     def _whole(self, param: nn.Parameter, key: str, value: Any) -> Any:
         """A state of this rank's rows as part of the full tensor's; any other as it is."""
         if not isinstance(value, torch.Tensor):
             return value
+        part = self._parts[param]
         if value.shape == param.shape:
-            return self._parts[param].of(value)
-        if value.numel() == 1:
+            return part.of(value)
+        if value.dim() == 0 or param.shape == part.placement.spec.shape:
             return value
         raise ValueError(
             f"optimizer_state: {key!r} of {self._names[param]!r} has shape {tuple(value.shape)}, this rank's rows "
-            f"{tuple(param.shape)}; a state can be saved that has the shape of the rows, or one element"
+            f"{tuple(param.shape)}: it was computed from these rows alone and is no part of what the whole parameter's "
+            'would be; for an optimizer that looks at whole parameters, fully_shard with granularity="tensor"'
         )
 
     def _make_state(self) -> None:
@@ -122,7 +126,7 @@ class OptimizerState:
         probe = copy.copy(self._optimizer)
         for group in self._optimizer.param_groups:
             for param in group["params"]:
-                if not param.requires_grad:
+                if not param.requires_grad or self._parts[param].elsewhere:
                     continue
                 stand_in = nn.Parameter(torch.zeros_like(param))
                 stand_in.grad = torch.zeros_like(param)

@@ -56,9 +56,11 @@ class ShardGradients:
         return add
 
     def show(self, used: Sequence[bool] | None = None) -> None:
-        """Sets `.grad` of all shards, or of those `used`; the others keep theirs."""
-        for i, (shard, rows) in enumerate(zip(self._shards, self.rows, strict=True)):
-            if used is None or used[i]:
+        """Sets `.grad` of all shards, or of those `used`; the others keep theirs. What another rank owns has none."""
+        for i, (shard, rows, (placement, piece)) in enumerate(
+            zip(self._shards, self.rows, self._placed, strict=True)
+        ):
+            if (used is None or used[i]) and not placement.is_elsewhere(piece):
                 shard.grad = rows
         self.unshown = False
 

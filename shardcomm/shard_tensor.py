@@ -82,6 +82,11 @@ class Part:
     piece: Piece
     ranks: int
 
+    @property
+    def elsewhere(self) -> bool:
+        """Whether another rank owns the whole parameter, its gradient and its optimizer state."""
+        return self.placement.is_elsewhere(self.piece)
+
     def of(self, held: torch.Tensor) -> ShardTensor:
         """`held` has the shape of the parameter's entry in `Bucket.shards`."""
         held = held.detach()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -96,16 +98,25 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, foreach=False)
 
 
+def adafactor(model: nn.Module) -> torch.optim.Optimizer:
+    """Its state has other shapes than the parameters."""
+    trainable = [param for param in model.parameters() if param.requires_grad]
+    return torch.optim.Adafactor(trainable, lr=0.05)
+
+
+OptimizerOf = Callable[[nn.Module], torch.optim.Optimizer]
+
+
 def state_of(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {"model": engine, "optim": engine.optimizer_state(optimizer)}
 
 
-def trained() -> tuple[Tied, torch.optim.Optimizer]:
+def trained(optimizer_of: OptimizerOf = adamw) -> tuple[Tied, torch.optim.Optimizer]:
     """What SAVED_BY ranks must arrive at."""
     optimizers = []
 
     def keep(model: nn.Module) -> torch.optim.Optimizer:
-        optimizers.append(adamw(model))
+        optimizers.append(optimizer_of(model))
         return optimizers[0]
 
     model = reference(make(), SAVED_BY, STEPS, optimizer_of=keep)  # type: ignore[arg-type]
@@ -123,11 +134,11 @@ def expected() -> dict[str, Any]:
 def save(directory: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    for name, options in TRAINED.items():
+    for name, options in {**TRAINED, "adafactor": TRAINED["tensors"]}.items():
         with Communicator.from_env(deadline_s=60) as comm:
             model = make()
             engine = fully_shard(model, comm, **options)
-            optimizer = adamw(model)
+            optimizer = adafactor(model) if name == "adafactor" else adamw(model)
             for step in range(STEPS):
                 loss_of(model, batch(comm.rank, step)).backward()
                 optimizer.step()
@@ -158,7 +169,7 @@ def save(directory: str) -> None:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint by SAVED_BY ranks for each of OPTIONS, and of a mesh; that of "rows" by async_save."""
+    """A checkpoint by SAVED_BY ranks for each of OPTIONS, of Adafactor, and of a mesh; that of "rows" by async_save."""
     directory = tmp_path_factory.mktemp("saved")
     launch(save, SAVED_BY, (str(directory),), deadline_s=120)
     return directory
@@ -188,32 +199,49 @@ def assert_equal(state: Any, wanted: Any, path: str = "") -> None:
 
 
 def load_into_engine(
-    comm: Communicator, checkpoint: Path, wanted: dict[str, Any], **options: Any
+    comm: Communicator,
+    checkpoint: Path,
+    wanted: dict[str, Any],
+    optimizer_of: OptimizerOf = adamw,
+    **options: Any,
 ) -> tuple[Tied, torch.optim.Optimizer, Engine]:
     model = make(seed=1)
     engine = fully_shard(model, comm, **options)
-    optimizer = adamw(model)
+    optimizer = optimizer_of(model)
     state = state_of(engine, optimizer)
     load_here(state, checkpoint)
-    assert_equal({key: value.state_dict() for key, value in state.items()}, wanted)
+    got = {key: value.state_dict() for key, value in state.items()}
+    if options.get("granularity") == "tensor":  # state is its owner's
+        held = {name for name, param in model.named_parameters() if param.numel()}
+        of_held = {name: value for name, value in wanted["optim"]["state"].items() if name in held}
+        assert_equal(got["optim"], {**wanted["optim"], "state": of_held}, ".optim")
+        del got["optim"]
+    assert_equal(got, {key: wanted[key] for key in got})
     assert_equal(engine.full_state_dict(), wanted["model"])
     return model, optimizer, engine
+
+
+def plain_state(model: Tied, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    model_state, optim_state = get_state_dict(model, optimizer)
+    return {"model": model_state, "optim": optim_state}
+
+
+def loaded_by_plain(checkpoint: Path, optimizer_of: OptimizerOf) -> dict[str, Any]:
+    model = make(seed=1)
+    optimizer = optimizer_of(model)
+    state = plain_state(model, optimizer)
+    load_here(state, checkpoint)
+    set_state_dict(
+        model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"]
+    )
+    return plain_state(model, optimizer)
 
 
 @pytest.mark.parametrize("name", [*OPTIONS, "hybrid"])
 def test_a_plain_model_loads_what_ranks_saved(
     name: str, saved: Path, expected: dict[str, Any]
 ) -> None:
-    model = make(seed=1)
-    optimizer = adamw(model)
-    model_state, optim_state = get_state_dict(model, optimizer)
-    state = {"model": model_state, "optim": optim_state}
-    load_here(state, saved / name)
-    set_state_dict(
-        model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"]
-    )
-    model_state, optim_state = get_state_dict(model, optimizer)
-    assert_equal({"model": model_state, "optim": optim_state}, expected)
+    assert_equal(loaded_by_plain(saved / name, adamw), expected)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
@@ -248,6 +276,33 @@ def test_training_goes_on_where_it_was_saved(saved: Path, expected: dict[str, An
         param.grad = grad / SAVED_BY
     optimizer.step()
     assert_equal(run_threads(body, SAVED_BY)[0], model.state_dict())
+
+
+def test_adafactor_goes_on_where_ranks_hold_whole_parameters(saved: Path, tmp_path: Path) -> None:
+    model, optimizer = trained(adafactor)
+    expected = copy.deepcopy(plain_state(model, optimizer))
+    assert_equal(loaded_by_plain(saved / "adafactor", adafactor), expected)
+    dcp.save(expected, checkpoint_id=tmp_path)
+    go_on(model, optimizer)
+
+    def body(comm: Communicator, checkpoint: Path) -> dict[str, torch.Tensor]:
+        model, optimizer, engine = load_into_engine(
+            comm, checkpoint, expected, adafactor, granularity="tensor"
+        )
+        go_on(model, optimizer)
+        return engine.full_state_dict()
+
+    for checkpoint, ranks in [(saved / "adafactor", 2), (tmp_path, 2), (tmp_path, 1)]:
+        for state in run_threads(functools.partial(body, checkpoint=checkpoint), ranks):
+            assert_equal(state, model.state_dict())
+
+
+def go_on(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """On batches that all ranks share: of two equal gradients the mean is exact."""
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(model, batch(0, step)).backward()
+        optimizer.step()
 
 
 def fsdp2(model: Tied, dim: int) -> FSDPModule:
@@ -435,9 +490,15 @@ def test_full_state_on_one_rank_holds_one_unit_besides() -> None:
     assert second < 3 * unit
 
 
-def test_a_state_of_another_shape_is_refused() -> None:
-    model = make()
-    engine = fully_shard(model, Communicator.local_group(1)[0])
-    state = engine.optimizer_state(torch.optim.Adafactor(model.parameters()))
-    with pytest.raises(ValueError, match=r"'row_var' of 'embed.weight' has shape \(11, 1\), this "):
-        state.state_dict()
+@pytest.mark.parametrize("width", [1, 5])
+def test_means_over_some_rows_are_no_state_to_save(width: int) -> None:
+    def body(comm: Communicator) -> None:
+        model = nn.Linear(width, 64, bias=False)
+        engine = fully_shard(model, comm)
+        state = engine.optimizer_state(torch.optim.Adafactor(model.parameters()))
+        with pytest.raises(
+            ValueError, match=r"has shape .*rows \(32, .*with granularity=\"tensor\""
+        ):
+            state.state_dict()
+
+    run_threads(body, 2)
