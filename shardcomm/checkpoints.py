@@ -14,9 +14,11 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
@@ -48,6 +50,8 @@ class Checkpoints:
         self.directory = Path(directory)
         self.comm = comm
         self._keep = keep
+        self._background = ThreadPoolExecutor(1, "checkpoints")
+        self._pending: tuple[str, Future[None]] | None = None
         check_directory(self.directory)
 
     def latest(self) -> int | None:
@@ -63,7 +67,7 @@ class Checkpoints:
         """A new directory, into which every rank writes its part of the checkpoint of `step`; collective.
 
         When all ranks have left the context it becomes a checkpoint; if one leaves it by an exception, or dies, it
-        never does. What is written asynchronously must be waited for inside.
+        never does. It waits for an `async_save` that is under way first.
 
         Raises:
             ValueError: there is a checkpoint of this step.
@@ -71,31 +75,67 @@ class Checkpoints:
             CommError: a rank died, or did not come. At once where `comm` waits for it, but what waits in DCP may do so
                 until its process group's timeout: Gloo does not end a send that was under way when its receiver died.
         """
-        complete = self._path(step)
-        if complete.exists():
-            raise ValueError(f"save: step is {step}, of which there is a checkpoint: {complete}")
-        partial = _partial(complete)
-        first = self.comm.rank == 0
-        what = f"the checkpoint of step {step} was not saved"
-        with self._together(what):
-            if first:
-                for stale in self.directory.glob(f"step-*{_PARTIAL}"):
-                    shutil.rmtree(stale)
-                partial.mkdir()
+        what, partial = self._begin(step)
         with self._together(what):
             yield partial
         with self._together(what):
-            if first:
-                _sync(partial)
-                partial.rename(complete)
-                _sync(self.directory)
-                self._remove_old()
+            self._complete(partial)
+
+    def async_save(self, step: int, write: Callable[[Path], Future[Any]]) -> None:
+        """Begins to save, and returns while it goes on in the background; collective.
+
+        One at a time: this, `save` and `wait` first wait for the one before, and raise what went wrong with it, as
+        `save` does. It becomes a checkpoint when it is written; call `wait` to be sure of the last one.
+
+        Args:
+            write: called with the new directory; returns a future that is done when all ranks have written their parts,
+                as `torch.distributed.checkpoint.async_save` does. That copies the state to CPU memory at once, and then
+                talks from another thread: over a process group that nothing else uses meanwhile.
+        """
+        what, partial = self._begin(step)
+        with self._together(what):
+            written = write(partial)
+        self._pending = what, self._background.submit(self._complete_when, written, partial)
+
+    def wait(self) -> None:
+        """Until what `async_save` began is a checkpoint; collective. Errors as of `save`."""
+        if self._pending is None:
+            return
+        (what, completed), self._pending = self._pending, None
+        with self._together(what):
+            completed.result()
 
     @contextmanager
     def load(self, step: int) -> Iterator[Path]:
         """The checkpoint of `step`, from which every rank reads; errors as of `save`."""
         with self._together(f"the checkpoint of step {step} was not loaded"):
             yield self._path(step)
+
+    def _begin(self, step: int) -> tuple[str, Path]:
+        """What to say if it fails, and the directory to write into."""
+        self.wait()
+        complete = self._path(step)
+        if complete.exists():
+            raise ValueError(f"save: step is {step}, of which there is a checkpoint: {complete}")
+        what, partial = f"the checkpoint of step {step} was not saved", _partial(complete)
+        with self._together(what):
+            if self.comm.rank == 0:
+                for stale in self.directory.glob(f"step-*{_PARTIAL}"):
+                    shutil.rmtree(stale)
+                partial.mkdir()
+        return what, partial
+
+    def _complete_when(self, written: Future[Any], partial: Path) -> None:
+        written.result()
+        self._complete(partial)
+
+    def _complete(self, partial: Path) -> None:
+        """Makes it a checkpoint; one rank does."""
+        if self.comm.rank == 0:
+            _sync(partial)
+            partial.rename(partial.with_suffix(""))
+            _sync(self.directory)
+            self._remove_old()
 
     def _remove_old(self) -> None:
         for step in complete_steps(self.directory)[: -self._keep]:

@@ -7,6 +7,7 @@ import random
 import signal
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing import get_context
@@ -77,6 +78,39 @@ def test_a_save_that_fails_on_one_rank_is_no_checkpoint(tmp_path: Path) -> None:
 
     run_threads(again, 2)
     assert sorted(os.listdir(tmp_path)) == ["step-00000001", "step-00000003"]
+
+
+def test_a_save_in_the_background_is_a_checkpoint_once_it_is_written(tmp_path: Path) -> None:
+    def body(comm: Communicator) -> None:
+        checkpoints = Checkpoints(tmp_path, comm)
+        for step in (1, 2):
+            written: Future[None] = Future()
+            checkpoints.async_save(step, lambda path: written)  # noqa: B023
+            assert checkpoints.latest() == (step - 1 or None)
+            written.set_result(None)
+            if step == 1:
+                checkpoints.wait()
+                assert checkpoints.latest() == 1
+        write(checkpoints, 3, comm.rank)  # after the one before
+        checkpoints.wait()  # there is none
+
+    run_threads(body, 2)
+    assert complete_steps(tmp_path) == [2, 3]
+
+
+def test_what_went_wrong_in_the_background_is_raised_by_the_next_save(tmp_path: Path) -> None:
+    def body(comm: Communicator) -> None:
+        checkpoints = Checkpoints(tmp_path, comm)
+        written: Future[None] = Future()
+        checkpoints.async_save(1, lambda path: written)
+        written.set_exception(OSError(28, "No space left", f"of rank {comm.rank}"))
+        message = f"the checkpoint of step 1 was not saved: of rank {comm.rank}: No space left"
+        with pytest.raises(CheckpointError, match=message):
+            write(checkpoints, 2, comm.rank)
+        write(checkpoints, 2, comm.rank)
+
+    run_threads(body, 2)
+    assert sorted(os.listdir(tmp_path)) == ["step-00000002"]
 
 
 def test_what_is_refused(tmp_path: Path) -> None:
@@ -166,7 +200,13 @@ def heard(ear: Connection, *context: object) -> str:
 
 
 def save_until_error(
-    rank: int, tell: Connection, ranks: int, address: str, meeting: str, directory: Path
+    rank: int,
+    tell: Connection,
+    ranks: int,
+    address: str,
+    meeting: str,
+    directory: Path,
+    background: bool,
 ) -> None:
     """Goes on from the newest checkpoint and saves for ever; reports the first, and the error that ends it."""
     comm = join(rank, ranks, address, meeting)
@@ -180,9 +220,15 @@ def save_until_error(
             step += 1
             fill(full, step)
             engine.load_state_dict(full.state_dict())
-            with checkpoints.save(step) as path:
-                dcp.save({"model": engine}, checkpoint_id=path)
+            if background:
+                checkpoints.async_save(
+                    step, lambda path: dcp.async_save({"model": engine}, checkpoint_id=path)
+                )
+            else:
+                with checkpoints.save(step) as path:
+                    dcp.save({"model": engine}, checkpoint_id=path)
             if step == first + 1:
+                checkpoints.wait()
                 tell.send("saving")
     except CommError as error:
         tell.send(str(error))
@@ -194,7 +240,8 @@ def test_a_rank_killed_while_saving_damages_no_checkpoint(seed: int, tmp_path: P
     saved = 0
     for round_ in range(KILLS):
         meeting = tmp_path / f"meeting-{round_}"
-        with processes(save_until_error, RANKS, meeting, directory) as (ranks, ears):
+        background = round_ % 2 == 1
+        with processes(save_until_error, RANKS, meeting, directory, background) as (ranks, ears):
             for ear in ears:
                 assert heard(ear) == "saving"
             # The moment itself is the test's input, not a synchronisation.

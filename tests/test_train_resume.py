@@ -118,6 +118,7 @@ def test_random_numbers_go_on_where_they_were(tmp_path: Path) -> None:
         assert progress.load(checkpoints, engine, optimizer) is None
         saved = progress.Progress(1, [0.25, 0.5], {"seed": 0})
         progress.save(checkpoints, saved, engine, optimizer)
+        checkpoints.wait()
         numbers = torch.rand(4)
         assert progress.load(checkpoints, engine, optimizer) == saved
         assert torch.equal(torch.rand(4), numbers)

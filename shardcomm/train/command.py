@@ -53,7 +53,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--checkpoint", metavar="DIR",
                         help="save model, optimizer and progress there; the newest two are kept")  # fmt: skip
     parser.add_argument("--save-every", type=number, default=50, metavar="N",
-                        help="steps between checkpoints; there is one after the last, too")  # fmt: skip
+                        help="steps between checkpoints, which are written while training goes on; there is one after "
+                        "the last, too")  # fmt: skip
     parser.add_argument("--resume", action="store_true",
                         help="go on from the newest checkpoint in DIR, if there is one")  # fmt: skip
     parser.add_argument("--json", metavar="FILE", help="write the result there too; - for stdout")

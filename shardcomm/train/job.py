@@ -104,6 +104,7 @@ def train(options: Options) -> tuple[Result, Timeline | None]:
             return _Job(options, comm, comm).run()
         timeout = timedelta(seconds=options.deadline_s)
         store, rank, size = env_store(timeout)
+        # For checkpoints, which use it from another thread; a mesh has groups of its own.
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
         try:
             if options.replicas is None:
@@ -284,6 +285,8 @@ class _Job:
             return
         done = Progress(self.comm.size, losses, self.identity)
         progress.save(self.checkpoints, done, self.engine, self.optimizer)
+        if step == self.options.steps:
+            self.checkpoints.wait()
 
     def optimizer_bytes(self) -> int:
         return sum(

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 import os
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
-from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.distributed.checkpoint.state_dict_saver import async_save as dcp_async_save
 
 from shardcomm.checkpoints import Checkpoints, complete_steps
 from shardcomm.engine import Engine
@@ -77,12 +78,15 @@ def save(
     engine: Engine,
     optimizer: torch.optim.Optimizer,
 ) -> None:
-    """Collective; see `Checkpoints.save` for its errors."""
+    """Collective; goes on in the background, as `Checkpoints.async_save` does, until `checkpoints.wait()`."""
     state = {**_state(engine, optimizer), "random": _RandomState(checkpoints.comm.rank)}
-    with checkpoints.save(progress.step) as path:
-        dcp_save(state, checkpoint_id=path)
+
+    def write(path: Path) -> Future[Any]:
         if checkpoints.comm.rank == 0:
             progress.write(path)
+        return cast("Future[Any]", dcp_async_save(state, checkpoint_id=path))
+
+    checkpoints.async_save(progress.step, write)
 
 
 def load(
