@@ -31,7 +31,7 @@ step doctor 90 "$python" -m shardcomm doctor
 cat "$out/gpu-doctor.txt"
 step tests 150 "$python" -m pytest -q -m gpu -p no:cacheprovider
 step kernels 60 "$python" bench/gpu_kernels.py --json "$out/gpu_kernels.json" --check
-step engine 150 "$python" bench/gpu_engine.py --json "$out/gpu_engine.json" --check
+step engine 200 "$python" bench/gpu_engine.py --json "$out/gpu_engine.json" --check
 sanitizer=$(command -v compute-sanitizer || echo /usr/local/cuda/bin/compute-sanitizer)
 if [ -x "$sanitizer" ]; then
     for tool in memcheck racecheck; do

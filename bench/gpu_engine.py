@@ -5,7 +5,9 @@ AdamW. Alone (world size 1) FSDP2 skips its collectives, and so does the engine.
 against torch's threaded process group, all on one device; there FSDP2 also runs attached, with its copies or its whole
 gather ours (shardcomm.fsdp2). Step time, peak memory as ratios (targets: at most 1 alone, below 1 as threads); memory
 is what torch's allocator held at most plus what the transport allocated. The losses of the first steps are compared in
-the same run. `--device cpu` runs a small model, to try the script.
+the same run. Alone once more with shards, gradients and optimizer state in host memory (`cpu_offload=True` against
+FSDP2's `CPUOffloadPolicy()`): what the device holds, and how long a step takes with the copies, and AdamW on the CPU.
+`--device cpu` runs a small model, to try the script.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import torch
 import torch.distributed as dist
 from harness import Bound, Report, Times, arguments
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
 from torch.testing._internal.distributed import multi_threaded_pg
 
@@ -74,25 +76,33 @@ class Trainer:
         return loss.detach()
 
 
-def ours(size: Size, comm: shardcomm.Communicator) -> Trainer:
+def ours(size: Size, comm: shardcomm.Communicator, *, cpu_offload: bool = False) -> Trainer:
     trainer = Trainer(size, comm.device, comm.rank)
     precision = shardcomm.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     units = list(trainer.model.blocks)
-    shardcomm.fully_shard(trainer.model, comm, units=units, mixed_precision=precision)
+    shardcomm.fully_shard(
+        trainer.model, comm, units=units, mixed_precision=precision, cpu_offload=cpu_offload
+    )
     trainer.optimize()
     return trainer
 
 
 def fsdp2(
-    size: Size, device: torch.device, ranks: int, level: shardcomm.fsdp2.Level | None = None
+    size: Size,
+    device: torch.device,
+    ranks: int,
+    level: shardcomm.fsdp2.Level | None = None,
+    *,
+    cpu_offload: bool = False,
 ) -> Trainer:
     trainer = Trainer(size, device, dist.get_rank())
     trainer.model.to(device)
     mesh = init_device_mesh(device.type, (ranks,))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for block in trainer.model.blocks:
-        fsdp2_fully_shard(block, mesh=mesh, mp_policy=policy)
-    fsdp2_fully_shard(trainer.model, mesh=mesh, mp_policy=policy)
+    pinned = device.type == "cuda"
+    offload = CPUOffloadPolicy(pin_memory=pinned) if cpu_offload else OffloadPolicy()
+    for module in (*trainer.model.blocks, trainer.model):
+        fsdp2_fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=offload)
     if level is not None:
         trainer.attached = shardcomm.fsdp2.attach(trainer.model, level=level)
     trainer.optimize()
@@ -250,6 +260,11 @@ def alone(size: Size, device: torch.device, rounds: int, report: Report) -> None
             "FSDP2": Ranks(1, lambda rank: fsdp2(size, device, 1)),
         }
         measure(contenders, device, rounds, report, "alone")
+        contenders = {
+            "shardcomm": Ranks(1, lambda rank: ours(size, comm, cpu_offload=True)),
+            "FSDP2": Ranks(1, lambda rank: fsdp2(size, device, 1, cpu_offload=True)),
+        }
+        measure(contenders, device, max(1, rounds // 3), report, "alone, offloaded")
 
 
 def order_on_streams() -> None:

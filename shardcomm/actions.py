@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 from shardcomm.mesh import Mesh
+from shardcomm.offload import Offload
 from shardcomm.schedule import Action, Schedule, Trigger, Verb
 from shardcomm.sharded_unit import ShardedUnit, State
 from shardcomm.streams import Stream
@@ -34,6 +35,7 @@ class Actions:
         self._units = units
         self._together = mesh.failing_together
         self._streams = mesh.streams
+        self._offloads = {b.offload for unit in units for b, _ in unit.buckets if b.offload}
         self._occupant: dict[int, ShardedUnit] = {}  # of each slot
         users = Counter(unit.slot for unit in units if unit.slot >= 0)
         for unit in units:
@@ -91,7 +93,8 @@ class Actions:
     def wait_gather(self, unit: ShardedUnit) -> None:
         """Computation goes on with the parameters of `unit`."""
         if unit.gathers:
-            self._wait(unit.gathers, unit, "gather")
+            self._wait(unit.gathers, "gather", unit.name)
+            unit.gathers.clear()
 
     def release(self, unit: ShardedUnit) -> None:
         """Whoever needs the parameters next gathers them."""
@@ -123,25 +126,31 @@ class Actions:
     def wait_reduce(self, unit: ShardedUnit) -> None:
         """Computation goes on with the reduced gradients of `unit`."""
         if unit.reduces:
-            self._wait(unit.reduces, unit, "reduce")
+            self._wait(unit.reduces, "reduce", unit.name)
+            unit.reduces.clear()
 
     def wait_all(self) -> None:
         """Nothing is on its way any more."""
         for unit in self._units:
             self.wait_gather(unit)
             self.wait_reduce(unit)
+        self.wait_host()
 
-    def _wait(self, works: list[Work], unit: ShardedUnit, what: str) -> None:
+    def wait_host(self) -> None:
+        """The host may read gradients and write shards, where they are in its memory."""
+        if self._offloads:
+            self._wait(self._offloads, "host", "memory")
+
+    def _wait(self, works: Iterable[Work | Offload], what: str, name: str) -> None:
         compute = self._streams.compute()
         begin = compute.record(timed=True)
         with self._together:
             for work in works:
                 work.wait()
-        works.clear()
         end = compute.record(timed=True)
         self.traffic.waited(begin, end)
         if self.trace is not None:
-            self.trace.add("waiting", f"{what} {unit.name}", begin, end)
+            self.trace.add("waiting", f"{what} {name}", begin, end)
 
     def begin_compute(self, unit: ShardedUnit) -> None:
         """For a trace: what `unit` computes begins."""

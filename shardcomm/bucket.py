@@ -15,6 +15,7 @@ The full and the reduce buffer may be shared by buckets that do not use them at 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 
 import torch
@@ -26,23 +27,12 @@ from shardcomm.copy_plan import BoundCopy, CopyPlan
 from shardcomm.dtype import movable
 from shardcomm.layout import Layout, ParamSpec
 from shardcomm.mixed_precision import FLOATS
+from shardcomm.offload import Offload
 from shardcomm.shard_gradients import ShardGradients
+from shardcomm.staging import Staging
 from shardcomm.streams import Event, Stream, Streams, compute_stream
 from shardcomm.views import as_stored, check_shape, full_view, rows, shard_view
 from shardcomm.work import Work
-
-
-class Staging:
-    """Where shards' gradients are all-reduced among replicas. Buckets share some, so that they use them in turn.
-
-    Attributes:
-        memory: from `replicas.allocate(use="reduce")`, bytes.
-        free: fires when what was there last has left; None: has left.
-    """
-
-    def __init__(self, memory: torch.Tensor) -> None:
-        self.memory = memory
-        self.free: Event | None = None
 
 
 class Bucket:
@@ -69,6 +59,8 @@ class Bucket:
         reduce_buffer: `layout.flat_numel` of `reduce_dtype`, from `allocate(use="reduce")` (default: its own).
         replicas: ranks that hold the same shard; gradients are averaged over them too.
         staging: at least `layout.shard_numel` of `reduce_dtype` (default: its own).
+        offload: keeps shard and gradient in host memory, and brings them to the device when they are needed; buckets
+            share it (default: they are on the device).
         tag: tells this bucket's collectives from others of the same size, should ranks disagree on their order.
         streams: where `async_op=True` runs (default: those of `comm`).
     """
@@ -85,6 +77,7 @@ class Bucket:
         reduce_buffer: torch.Tensor | None = None,
         replicas: Communicator | None = None,
         staging: Staging | None = None,
+        offload: Offload | None = None,
         streams: Streams | None = None,
         tag: int = 0,
     ) -> None:
@@ -97,11 +90,16 @@ class Bucket:
         self.comm = comm
         self.param_dtype = param_dtype or dtype
         self.reduce_dtype = reduce_dtype or self.param_dtype
-        self.shard = torch.zeros(layout.shard_numel, dtype=dtype, device=comm.device)
+        self.offload = offload
+        if offload is None:
+            self.shard = torch.zeros(layout.shard_numel, dtype=dtype, device=comm.device)
+        else:
+            self.shard = offload.zeros(layout.shard_numel, dtype)
         self.full = self._full_buffer(full_buffer)
-        self._gather_recv, self._gather_send = self.full, self.shard
+        self._sent = self.shard if offload is None else offload.staged(self.shard)
+        self._gather_recv, self._gather_send = self.full, self._sent
         if self.param_dtype == dtype:  # else they are converted on the way
-            self._gather_recv, self._gather_send = movable(self.full), movable(self.shard)
+            self._gather_recv, self._gather_send = movable(self.full), movable(self._sent)
         self.reduce_buffer = reduce_buffer
         self.replicas = replicas if replicas is not None and replicas.size > 1 else None
         self.staging: Staging | None = None
@@ -170,17 +168,23 @@ class Bucket:
         """Fills `params` on every rank. With `async_op` returns at once; `wait()` before reading them."""
         if self.full is self.shard:
             return Work(None, self.comm.device)
-        stream = self._side_streams().gather if async_op and self._has_peers else None
-        self._after_compute(stream)
-        end = self.comm.all_gather(
-            self._gather_recv, self._gather_send, tag=self._tag, stream=stream
-        )
-        return Work(end, self.comm.device)
+        return self._gather(self._gather_recv, self._gather_send, async_op=async_op)
 
     def gathered_shards(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Gathers the shards in their own dtype into `flat`, of `layout.flat_numel`; the full parameters in it."""
-        self.comm.all_gather(movable(flat), movable(self.shard))
+        self._gather(movable(flat), movable(self._sent), async_op=False)
         return [full_view(flat, p) for p in self.layout.placements]
+
+    def _gather(self, recv: torch.Tensor, send: torch.Tensor, *, async_op: bool) -> Work:
+        stream = self._side_streams().gather if self._aside(async_op) else None
+        if self.offload is not None and stream is not None:
+            self.offload.fetch(self.shard, stream)  # while what is in `recv` is still computed with
+        self._after_compute(stream)
+        end = self.comm.all_gather(recv, send, tag=self._tag, stream=stream)
+        work = Work(end, self.comm.device)
+        if not async_op:
+            work.wait()
+        return work
 
     def reduce_scatter(
         self, grads: Sequence[torch.Tensor | None], *, async_op: bool = False
@@ -194,6 +198,10 @@ class Bucket:
         work = self.reduce(grads, async_op=async_op)
         if self.replicas is not None:
             work = self.all_reduce(async_op=async_op)
+        if self.offload is not None:  # it is the host that reads them
+            work = Work(self.offload.landed, self.shard.device)
+            if not async_op:
+                work.wait()
         self.gradients.show()
         return work
 
@@ -201,21 +209,29 @@ class Bucket:
 
     def reduce(self, grads: Sequence[torch.Tensor | None], *, async_op: bool = False) -> Work:
         """Averages over the ranks of `comm`, into `grad`; where there are replicas, for `all_reduce` to go on."""
-        stream = self._side_streams().reduce if async_op and self._has_peers else None
+        stream = self._side_streams().reduce if self._aside(async_op) else None
         sources, dtype = self._stored(grads)
         self._add = self.gradients.begin_reduce()  # its zeros belong to what was computed so far
         if self.replicas is not None:
             return self._reduce_into_staging(sources, dtype, stream)
         scale, add = self.grad_scale, self._add
-        if self.comm.size == 1 and (self.grad.dtype in FLOATS or not (add or scale != 1.0)):
-            self._pack(sources, dtype, self.grad, None, scale, add=add)
-            return Work(None, self.comm.device)
         self._after_compute(stream)
-        buffer = self._packed(sources, dtype, stream)
-        end = self.comm.reduce_scatter(
-            self.grad, buffer, "avg", scale=scale, accumulate=add, tag=self._tag, stream=stream
-        )
+        with self._gradient(stream) as grad:
+            if self.comm.size == 1 and (grad.dtype in FLOATS or not (add or scale != 1.0)):
+                self._pack(sources, dtype, grad, stream, scale, add=add)
+                end = None if stream is None else stream.record()
+            else:
+                buffer = self._packed(sources, dtype, stream)
+                end = self.comm.reduce_scatter(
+                    grad, buffer, "avg", scale=scale, accumulate=add, tag=self._tag, stream=stream
+                )
         return Work(end, self.comm.device, sources)
+
+    def _gradient(self, stream: Stream | None) -> AbstractContextManager[torch.Tensor]:
+        """What is reduced into."""
+        if self.offload is None or stream is None:
+            return nullcontext(self.grad)
+        return self.offload.gradient(self.grad, stream, add=self._add)
 
     def _reduce_into_staging(
         self, sources: Sequence[torch.Tensor | None], dtype: torch.dtype, stream: Stream | None
@@ -239,14 +255,15 @@ class Bucket:
         """Averages what `reduce` left over the replicas, into `grad`."""
         assert self.replicas is not None
         assert self.staging is not None
-        stream = self._side_streams().replicate if async_op else None
+        stream = self._side_streams().replicate if self._aside(async_op) else None
         if self._filled is not None:
             (stream or compute_stream(self.comm.device)).wait(self._filled)
         self.replicas.all_reduce(self._staged, "avg", stream=stream)
-        # Over one rank: a cast with a scale and a sum.
-        self.staging.free = self._alone.reduce_scatter(
-            self.grad, self._staged, scale=self.grad_scale, accumulate=self._add, stream=stream
-        )
+        with self._gradient(stream) as grad:
+            # Over one rank: a cast with a scale and a sum.
+            self.staging.free = self._alone.reduce_scatter(
+                grad, self._staged, scale=self.grad_scale, accumulate=self._add, stream=stream
+            )
         return Work(self.staging.free, self.comm.device)
 
     @property
@@ -279,7 +296,7 @@ class Bucket:
     def _full_buffer(self, given: torch.Tensor | None) -> torch.Tensor:
         if given is not None:
             return given
-        if self.comm.size == 1 and self.param_dtype == self.shard.dtype:
+        if self.comm.size == 1 and self.param_dtype == self.shard.dtype and self.offload is None:
             return self.shard  # the shard is the whole unit: nothing to gather
         return self.comm.allocate(self.layout.flat_numel, dtype=self.param_dtype, use="gather")
 
@@ -336,10 +353,13 @@ class Bucket:
         pack.core.set_operands(addresses, [flat.data_ptr()])
         pack.run(stream)
 
-    @property
-    def _has_peers(self) -> bool:
-        """Without any there is nobody to wait for: work is done sooner than handed over."""
-        return self.comm.size > 1 or self.replicas is not None
+    def _aside(self, async_op: bool) -> bool:
+        """Whether work goes to a stream of its own: an offload's always, by which its staging is used in turn.
+
+        Without peers there is nobody to wait for: work is done sooner than handed over.
+        """
+        has_peers = self.comm.size > 1 or self.replicas is not None
+        return self.offload is not None or (async_op and has_peers)
 
     def _side_streams(self) -> Streams:
         return self._streams or self.comm.streams

@@ -232,8 +232,8 @@ class Engine:
         self._settle()
         for unit in self.units:
             unit.gathered = False
-            if self.mesh.device.type != "cpu":  # where memory comes and goes at no cost
-                for bucket, _ in unit.buckets:
+            for bucket, _ in unit.buckets:
+                if bucket.shard.device.type != "cpu":  # where memory comes and goes at no cost
                     bucket.gradients.drop()
         self._seen.clear()
         self._thread = threading.get_ident()
@@ -272,6 +272,8 @@ class Engine:
             self._fire(unit.trigger[Phase.POST_FORWARD])
         if unit is self._root:
             self._end_forward()
+        if self._root.state is not State.FORWARD:  # the model's user may write shards now
+            self._actions.wait_host()
         return output
 
     def _end_forward(self) -> None:

@@ -24,6 +24,11 @@ class GradScaler(torch.amp.GradScaler):
     def __init__(self, engine: Engine, **options: Any) -> None:
         super().__init__(engine.mesh.device.type, **options)
         self._mesh = engine.mesh
+        self._shards = next((param.device for param in engine.model.parameters()), None)
+
+    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
+        # Of shards in host memory it stays there: torch's optimizers would not wait for its copy from the device.
+        super()._lazy_init_scale_growth_tracker(self._shards or dev)
 
     def _unscale_grads_(
         self,
@@ -33,6 +38,7 @@ class GradScaler(torch.amp.GradScaler):
         allow_fp16: bool,
     ) -> dict[torch.device, torch.Tensor]:
         found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-        anywhere = found.get(found_inf.device, found_inf)  # nothing was found where no row is
+        here = found.get(found_inf.device, found_inf)  # nothing was found where no row is
+        anywhere = here.to(self._mesh.device)
         self._mesh.all_reduce_shards(anywhere, "max")
-        return {anywhere.device: anywhere}
+        return {here.device: anywhere.to(here.device)}

@@ -70,11 +70,12 @@ class Gradients:
             if grads
             else [self._all_used.new_zeros((), dtype=torch.float32)]
         )
-        square = torch.stack([norm.float() for norm in norms]).square().sum()
+        square = torch.stack([norm.float() for norm in norms]).square().sum().to(self._mesh.device)
         self._mesh.all_reduce_shards(square, "sum")
         norm = square.sqrt()
         if grads:
-            torch._foreach_mul_(grads, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+            scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+            torch._foreach_mul_(grads, scale.to(grads[0].device))
         return norm
 
     def _of_any_rank(self, flags: list[bool]) -> list[bool]:

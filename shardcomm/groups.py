@@ -22,13 +22,17 @@ ShardDimOf = ShardDim | Callable[[str, nn.Parameter], ShardDim]
 
 @dataclass(frozen=True)
 class Group:
-    """Parameters that share a bucket, its layout, and its dtypes (as in `Bucket`)."""
+    """Parameters that share a bucket, its layout, and its dtypes (as in `Bucket`).
+
+    `cpu_offload`: whether its shard is in host memory.
+    """
 
     params: list[OwnedParam]
     layout: Layout
     dtype: torch.dtype
     param_dtype: torch.dtype
     reduce_dtype: torch.dtype
+    cpu_offload: bool
 
     @property
     def trainable(self) -> bool:
@@ -53,7 +57,7 @@ class Group:
     @property
     def needs_slot(self) -> bool:
         """Whether full parameters are anything else than the shard."""
-        return self.layout.world_size > 1 or self.param_dtype != self.dtype
+        return self.layout.world_size > 1 or self.param_dtype != self.dtype or self.cpu_offload
 
 
 def group_params(
@@ -62,6 +66,8 @@ def group_params(
     precision: MixedPrecision,
     granularity: GranularityOf,
     shard_dim: ShardDimOf,
+    *,
+    cpu_offload: bool,
 ) -> list[Group]:
     """A bucket for each dtype; frozen parameters apart, since they are never reduced."""
     by_kind: dict[tuple[torch.dtype, bool], list[OwnedParam]] = {}
@@ -75,7 +81,7 @@ def group_params(
             world_size,
             itemsize=min(dtype.itemsize, param_dtype.itemsize, reduce_dtype.itemsize),
         )
-        groups.append(Group(params, layout, dtype, param_dtype, reduce_dtype))
+        groups.append(Group(params, layout, dtype, param_dtype, reduce_dtype, cpu_offload))
     return groups
 
 
@@ -99,6 +105,15 @@ def staging_bytes(groups: Sequence[Sequence[Group]], replicas: int) -> list[int]
         return []
     # While one unit's shard is all-reduced, the next unit's comes.
     return [_reduced_shard_bytes(groups)] * min(REDUCES_IN_FLIGHT, sum(map(len, groups)))
+
+
+def offload_bytes(groups: Sequence[Sequence[Group]]) -> tuple[int, int]:
+    """The sizes of the device's memory through which offloaded shards pass, and their gradients."""
+    offloaded = [group for unit in groups for group in unit if group.cpu_offload]
+    return (
+        max((group.shard_bytes for group in offloaded), default=0),
+        max((group.shard_bytes for group in offloaded if group.trainable), default=0),
+    )
 
 
 def _reduced_shard_bytes(groups: Sequence[Sequence[Group]]) -> int:

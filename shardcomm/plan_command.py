@@ -15,7 +15,8 @@ from torch import nn
 
 from shardcomm.mixed_precision import MixedPrecision
 from shardcomm.options import DefaultsFormatter, can_write, picture, whole
-from shardcomm.planner import OPTIMIZERS, Plan, aligned, size
+from shardcomm.plan_table import aligned, size
+from shardcomm.planner import OPTIMIZERS, Plan
 from shardcomm.schedule_plot import draw
 from shardcomm.shapes import SHAPES, equal_blocks
 from shardcomm.strategy import STRATEGIES
@@ -46,6 +47,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--strategy", choices=list(STRATEGIES), help="this one only, unit by unit")
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32",
                         help="to compute and communicate in; shards stay fp32")  # fmt: skip
+    parser.add_argument("--cpu-offload", action="store_true",
+                        help="parameters, gradients and optimizer state in host memory")  # fmt: skip
     parser.add_argument("--optimizer", choices=list(OPTIMIZERS), default="adamw", help="of torch")
     parser.add_argument("--prefetch", type=whole(0, 10**4), default=1, help="units gathered ahead")
     parser.add_argument("--backward-prefetch", type=whole(0, 10**4),
@@ -111,6 +114,7 @@ def _plans(args: argparse.Namespace) -> list[Plan]:
             prefetch=args.prefetch,
             backward_prefetch=args.backward_prefetch,
             slots=args.slots,
+            cpu_offload=args.cpu_offload,
             optimizer=args.optimizer,
         )
         for strategy in strategies
@@ -131,10 +135,12 @@ def _model(args: argparse.Namespace) -> nn.Module:
 
 def _comparison(plans: Sequence[Plan]) -> str:
     """A line per plan."""
+    offloaded = plans[0].cpu_offload
     table = [
         [
             f"of each of {plans[0].ranks} ranks",
-            *("parameters", "gradients", "optimizer", "buffers", "full grads", "peak"),
+            *("parameters", "gradients", "optimizer", "buffers", "full grads"),
+            *(["on the host", "on the device"] if offloaded else ["peak"]),
             *("gathered/step", "reduced/step"),
         ]
     ]
@@ -146,6 +152,7 @@ def _comparison(plans: Sequence[Plan]) -> str:
             plan.optimizer_bytes,
             plan.buffer_bytes,
             plan.full_gradient_bytes,
+            *([plan.host_bytes] if offloaded else []),
             plan.peak_bytes,
             plan.gathered_bytes,
             plan.reduced_bytes,

@@ -19,10 +19,8 @@ arXiv 1910.02054, figure 1. (It counts weights and gradients in fp16 beside an f
 from __future__ import annotations
 
 import mmap
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -34,11 +32,13 @@ from shardcomm.groups import (
     Group,
     ShardDimOf,
     group_params,
+    offload_bytes,
     reduce_buffer_bytes,
     slot_bytes,
     staging_bytes,
 )
 from shardcomm.mixed_precision import MixedPrecision
+from shardcomm.plan_table import drawn
 from shardcomm.schedule import Phase, Schedule, Verb
 from shardcomm.sharded_unit import Footprint
 from shardcomm.strategy import Strategy
@@ -120,6 +120,8 @@ class Plan:
         slot_bytes: of each slot.
         reduce_buffer_bytes: where gradients are packed to be reduced.
         staging_bytes: where they are all-reduced among replicas: the sizes of the buffers.
+        cpu_offload: whether parameters, gradients and optimizer state are in host memory.
+        offload_bytes: of the device, through which they then pass.
         full_gradient_bytes: unsharded gradients that backward has at most at one time.
         optimizer_bytes: state of the rank that holds the most elements; step counters are not counted.
         total_parameter_bytes: the whole model, once.
@@ -134,6 +136,8 @@ class Plan:
     slot_bytes: tuple[int, ...]
     reduce_buffer_bytes: int
     staging_bytes: tuple[int, ...]
+    cpu_offload: bool
+    offload_bytes: int
     full_gradient_bytes: int
     optimizer_bytes: int
     total_parameter_bytes: int
@@ -154,6 +158,7 @@ class Plan:
         slots: int | None = None,
         granularity: GranularityOf = "row",
         shard_dim: ShardDimOf = 0,
+        cpu_offload: bool = False,
         optimizer: str = "adamw",
     ) -> Plan:
         """What `fully_shard` with the same arguments on `ranks` ranks will take; nothing is allocated or changed.
@@ -178,12 +183,15 @@ class Plan:
         found = find_units(model, units)
         schedule = Schedule.plan(
             registration_order(found),
-            how,
+            how.scheduled(cpu_offload=cpu_offload),
             prefetch=prefetch,
             backward_prefetch=backward_prefetch,
             slots=slots,
         )
-        groups = [group_params(unit, mesh[1], precision, granularity, shard_dim) for unit in found]
+        groups = [
+            group_params(unit, mesh[1], precision, granularity, shard_dim, cpu_offload=cpu_offload)
+            for unit in found
+        ]
         return cls.of_groups(found, groups, how, schedule, mesh, optimizer)
 
     @classmethod
@@ -203,7 +211,8 @@ class Plan:
             UnitPlan.of(unit.name or "(root)", unit_groups, replicas, gathers[index])
             for index, (unit, unit_groups) in enumerate(zip(units, groups, strict=True))
         )
-        alone = shard_ranks == replicas == 1
+        cpu_offload = any(group.cpu_offload for unit in groups for group in unit)
+        at_once = shard_ranks == replicas == 1 and not cpu_offload
         return cls(
             ranks=replicas * shard_ranks,
             replicas=replicas,
@@ -213,7 +222,9 @@ class Plan:
             slot_bytes=tuple(slot_bytes(groups, schedule.slot_of)),
             reduce_buffer_bytes=reduce_buffer_bytes(groups, shard_ranks),
             staging_bytes=tuple(staging_bytes(groups, replicas)),
-            full_gradient_bytes=_most_full_gradients(planned, schedule, alone=alone),
+            cpu_offload=cpu_offload,
+            offload_bytes=sum(offload_bytes(groups)),
+            full_gradient_bytes=_most_full_gradients(planned, schedule, at_once=at_once),
             optimizer_bytes=OPTIMIZERS[optimizer] * _most_trained_bytes(groups, shard_ranks),
             total_parameter_bytes=sum(
                 group.layout.numel * group.dtype.itemsize for unit in groups for group in unit
@@ -230,6 +241,7 @@ class Plan:
             slot_bytes=sum(self.slot_bytes),
             reduce_buffer_bytes=self.reduce_buffer_bytes,
             staging_bytes=sum(self.staging_bytes),
+            offload_bytes=self.offload_bytes,
             padding_bytes=sum(unit.padding_bytes for unit in self.units),
             total_parameter_bytes=self.total_parameter_bytes,
         )
@@ -241,14 +253,21 @@ class Plan:
         return held.parameter_bytes + held.gradient_bytes + self.optimizer_bytes
 
     @property
+    def host_bytes(self) -> int:
+        """What of these `cpu_offload` keeps in host memory: all or nothing. (torch rounds pinned blocks up.)"""
+        return self.state_bytes if self.cpu_offload else 0
+
+    @property
     def peak_bytes(self) -> int:
-        """The most that a rank holds at one time: in the backward of any step but the first."""
-        return self.state_bytes + self.buffer_bytes + self.full_gradient_bytes
+        """The most that a rank's device holds at one time: in the backward of any step but the first."""
+        on_device = self.state_bytes - self.host_bytes
+        return on_device + self.buffer_bytes + self.full_gradient_bytes
 
     @property
     def buffer_bytes(self) -> int:
-        """Communication memory: slots, the reduce buffer, and staging buffers."""
-        return sum(self.slot_bytes) + self.reduce_buffer_bytes + sum(self.staging_bytes)
+        """Of the device: slots, the reduce buffer, staging buffers, and those of `cpu_offload`."""
+        staging_bytes = sum(self.staging_bytes) + self.offload_bytes
+        return sum(self.slot_bytes) + self.reduce_buffer_bytes + staging_bytes
 
     @property
     def peak_resident_bytes(self) -> int:
@@ -259,7 +278,7 @@ class Plan:
         shard_ranks = self.ranks // self.replicas
         peers = (shard_ranks - 1) * _pages(self.reduce_buffer_bytes)
         peers += (self.replicas - 1) * sum(map(_pages, self.staging_bytes))
-        return self.peak_bytes + peers
+        return self.peak_bytes + self.host_bytes + peers
 
     @property
     def gathered_bytes(self) -> int:
@@ -274,12 +293,19 @@ class Plan:
     def as_json(self) -> dict[str, Any]:
         """All figures; the schedule as its drawing."""
         held = asdict(self.footprint)
-        derived = ("peak_bytes", "peak_resident_bytes", "gathered_bytes", "reduced_bytes")
+        derived = (
+            "host_bytes",
+            "peak_bytes",
+            "peak_resident_bytes",
+            "gathered_bytes",
+            "reduced_bytes",
+        )
         return {
             "ranks": self.ranks,
             "replicas": self.replicas,
             "strategy": self.strategy,
             "optimizer": self.optimizer,
+            "cpu_offload": self.cpu_offload,
             **held,
             "optimizer_bytes": self.optimizer_bytes,
             "full_gradient_bytes": self.full_gradient_bytes,
@@ -294,64 +320,7 @@ class Plan:
         }
 
     def __repr__(self) -> str:
-        held = self.footprint
-        rows = [
-            ("parameters", held.parameter_bytes, f"of {size(self.total_parameter_bytes)}"),
-            ("gradients", held.gradient_bytes, ""),
-            ("optimizer state", self.optimizer_bytes, self.optimizer),
-            ("slots", held.slot_bytes, _counted(self.slot_bytes)),
-            ("reduce buffer", held.reduce_buffer_bytes, ""),
-            ("staging buffers", held.staging_bytes, _counted(self.staging_bytes)),
-            ("full gradients", self.full_gradient_bytes, "during backward"),
-            ("peak", self.peak_bytes, "activations not counted"),
-            ("padding, all ranks", held.padding_bytes, ""),
-            ("gathered / step", self.gathered_bytes, ""),
-            ("reduced / step", self.reduced_bytes, ""),
-        ]
-        copies = f", {self.replicas} replicas" if self.strategy == "hybrid_shard" else ""
-        lines = [f"Plan: {self.strategy} over {self.ranks} ranks{copies}; of each rank:"]
-        lines += [f"  {name:<18}{size(n):>11}  {note}".rstrip() for name, n, note in rows]
-        return "\n".join([*lines, "", *self._unit_lines()])
-
-    def _unit_lines(self) -> list[str]:
-        """A line per unit; runs of equal ones in one."""
-        table: list[tuple[str, ...]] = [
-            ("unit", "parameters", "shard", "full", "padding", "gathers", "gathered", "reduced")
-        ]
-        for figures, run in groupby(self.units, key=_figures):
-            first, *more = run
-            name = f"{first.name} ... {more[-1].name}" if more else first.name
-            table.append((name, *figures))
-        return aligned(table)
-
-
-def _figures(unit: UnitPlan) -> tuple[str, ...]:
-    return (
-        f"{unit.numel:,}",
-        size(unit.parameter_bytes),
-        size(unit.full_bytes),
-        size(unit.padding_bytes),
-        str(unit.gathers),
-        size(unit.gathers * unit.gather_bytes),
-        size(unit.reduce_bytes + unit.all_reduce_bytes),
-    )
-
-
-def size(count: float) -> str:
-    """Bytes for people, in powers of 1,000."""
-    if count < 1000:
-        return f"{count:.0f} B"
-    power = next((p for p in range(1, 4) if count < 999.995 * 1000**p), 4)
-    return f"{count / 1000**power:.2f} {'kMGT'[power - 1]}B"
-
-
-def aligned(table: Sequence[Sequence[str]]) -> list[str]:
-    """Its rows as indented lines, the first column to the left and the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    return [
-        "  ".join(["", row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])])
-        for row in table
-    ]
+        return drawn(self)
 
 
 def _mesh(strategy: Strategy, ranks: int, replicas: int | None) -> tuple[int, int]:
@@ -374,18 +343,12 @@ def _pages(nbytes: int) -> int:
     return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-def _counted(sizes: Sequence[int]) -> str:
-    """Equal ones together, as 2 x 3.15 MB + 1.19 MB."""
-    counts = Counter(filter(None, sizes)).items()
-    return " + ".join(f"{n} x {size(each)}" if n > 1 else size(each) for each, n in counts)
-
-
-def _most_full_gradients(units: Sequence[UnitPlan], schedule: Schedule, *, alone: bool) -> int:
+def _most_full_gradients(units: Sequence[UnitPlan], schedule: Schedule, *, at_once: bool) -> int:
     """Full gradients are there from a unit's backward until its reduce has read them: until it is waited for.
 
-    Of one rank alone they are packed at once. A unit that contains others has all of its own from its first backward.
+    Of one rank alone they are packed `at_once`. A unit that contains others has all of its own from its first backward.
     """
-    read = Verb.REDUCE if alone else Verb.WAIT_REDUCE
+    read = Verb.REDUCE if at_once else Verb.WAIT_REDUCE
     alive: set[int] = set()
     most = 0
     for trigger in schedule.triggers():

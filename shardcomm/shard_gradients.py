@@ -34,7 +34,7 @@ class ShardGradients:
 
     @cached_property
     def flat(self) -> torch.Tensor:  # noqa: D102  (in the class's docstring, as the next)
-        return torch.zeros_like(self._shard)
+        return torch.zeros_like(self._shard, pin_memory=self._shard.is_pinned())
 
     @cached_property
     def rows(self) -> tuple[torch.Tensor, ...]:  # noqa: D102
@@ -45,7 +45,9 @@ class ShardGradients:
         shown = [shard.grad for shard in self._shards]
         add = self.unshown or any(grad is not None for grad in shown)
         if not add and "flat" not in vars(self):
-            vars(self)["flat"] = torch.empty_like(self._shard)  # all of it is written
+            # All of it is written.
+            pinned = self._shard.is_pinned()
+            vars(self)["flat"] = torch.empty_like(self._shard, pin_memory=pinned)
         if add and not self.unshown:
             for rows, grad in zip(self.rows, shown, strict=True):
                 if grad is None:

@@ -8,10 +8,18 @@ from itertools import cycle
 import torch
 from torch import nn
 
-from shardcomm.bucket import Bucket, Staging
-from shardcomm.groups import Group, reduce_buffer_bytes, slot_bytes, staging_bytes
+from shardcomm.bucket import Bucket
+from shardcomm.groups import (
+    Group,
+    offload_bytes,
+    reduce_buffer_bytes,
+    slot_bytes,
+    staging_bytes,
+)
 from shardcomm.mesh import Mesh
+from shardcomm.offload import Offload
 from shardcomm.sharded_unit import ShardedUnit
+from shardcomm.staging import Staging
 from shardcomm.streams import Streams
 from shardcomm.unit import OwnedParam, UnitParams
 
@@ -46,6 +54,8 @@ def shard_units(
         for nbytes in staging_bytes(groups, mesh.replicate.size)
     ]
     next_staging = cycle(staging or [None])
+    shard_bytes, gradient_bytes = offload_bytes(groups)
+    offload = Offload(device, shard_bytes, gradient_bytes) if shard_bytes else None
 
     for module in model.modules():
         if _meta(module._buffers) and not _meta(module._parameters):
@@ -76,6 +86,7 @@ def shard_units(
                 reduce_buffer=in_reduce_buffer,
                 replicas=mesh.replicate,
                 staging=next(next_staging),
+                offload=offload,
                 streams=streams,
                 tag=index + 1,
             )

@@ -192,11 +192,12 @@ class Footprint:
     """Bytes one rank holds for a model between steps. Optimizer state comes on top, in the shards' shapes.
 
     Attributes:
-        parameter_bytes: shards, padding included.
+        parameter_bytes: shards, padding included; with `cpu_offload` in host memory, as are the gradients.
         gradient_bytes: their gradients, padding included, of all that have been reduced so far.
         slot_bytes: full-size buffers; between processes of one host all see the same ones.
         reduce_buffer_bytes: where gradients are packed to be reduced.
         staging_bytes: where they are all-reduced among replicas.
+        offload_bytes: of the device, through which shards and gradients pass that are in host memory.
         padding_bytes: of all ranks' shards together; what the layout costs.
         total_parameter_bytes: the whole model's parameters. What `ranks` ranks hold is this plus the padding.
     """
@@ -206,6 +207,7 @@ class Footprint:
     slot_bytes: int
     reduce_buffer_bytes: int
     staging_bytes: int
+    offload_bytes: int
     padding_bytes: int
     total_parameter_bytes: int
 
@@ -221,6 +223,9 @@ class Footprint:
                 b.reduce_buffer for b in buckets if b.reduce_buffer is not None
             ),
             staging_bytes=_memory(b.staging.memory for b in buckets if b.staging is not None),
+            offload_bytes=sum(
+                offload.nbytes for offload in {b.offload for b in buckets} if offload
+            ),
             padding_bytes=sum(bucket.layout.padding * bucket.shard.itemsize for bucket in buckets),
             total_parameter_bytes=sum(
                 bucket.layout.numel * bucket.shard.itemsize for bucket in buckets

@@ -36,6 +36,7 @@ def fully_shard(
     slots: int | None = None,
     granularity: GranularityOf = "row",
     shard_dim: ShardDimOf = 0,
+    cpu_offload: bool = False,
     on_nonfinite: OnNonfinite = None,
 ) -> Engine:
     """Shards `model`'s parameters, gradients and, through them, the optimizer's state over the ranks of `comm`.
@@ -65,6 +66,10 @@ def fully_shard(
         shard_dim: the dim whose indices are the rows that ranks share out, given in the same way; -1 is the last.
             "auto" takes the dims that make the least padding. A rank's rows are a slice along it, in the parameter's
             own order of dims; the full parameter is a strided view, which some of PyTorch's kernels read more slowly.
+        cpu_offload: keeps shards, gradients and, through them, the optimizer's state in host memory: the parameters
+            that the optimizer updates are CPU tensors. A gather copies a shard to the device first, a reduce copies
+            the gradient back, beside computation; that memory is pinned, in blocks which torch rounds up to a power
+            of two. As PyTorch FSDP2's `CPUOffloadPolicy()`. Ranks on a CPU gain nothing by it, but do the same.
         on_nonfinite: what a backward does on every rank when a gradient, reduced over the ranks, is NaN or Inf: "raise"
             a FloatingPointError that names the units, or "skip" them: it leaves no parameter a `.grad`, so that the
             optimizer's step passes over all, and `engine.nonfinite` names the units. Costs a read of the shard's
@@ -94,7 +99,10 @@ def fully_shard(
     found = find_units(model, units)
     order = registration_order(found)
     schedule_of = partial(
-        Schedule.plan, strategy=how, prefetch=prefetch, backward_prefetch=backward_prefetch
+        Schedule.plan,
+        strategy=how.scheduled(cpu_offload=cpu_offload),
+        prefetch=prefetch,
+        backward_prefetch=backward_prefetch,
     )
     first_guess = schedule_of(order, slots=slots)
     mesh = Mesh.of(comm, how)
@@ -104,7 +112,10 @@ def fully_shard(
 
     precision = mixed_precision or MixedPrecision()
     groups = [
-        group_params(unit, mesh.shard.size, precision, granularity, shard_dim) for unit in found
+        group_params(
+            unit, mesh.shard.size, precision, granularity, shard_dim, cpu_offload=cpu_offload
+        )
+        for unit in found
     ]
     ranks = (mesh.replicate.size, mesh.shard.size)
     planned = Plan.of_groups(found, groups, how, first_guess, ranks)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,10 @@ class Strategy:
     def hybrid(self) -> bool:
         """Whether its ranks are in two dimensions."""
         return self.shard_params and self.replicate
+
+    def scheduled(self, *, cpu_offload: bool) -> Strategy:
+        """As steps are scheduled: what is in host memory is gathered from there, even where no rank shares it."""
+        return replace(self, shard_params=self.shard_params or cpu_offload)
 
     @staticmethod
     def named(name: Strategy | str) -> Strategy:

@@ -90,6 +90,21 @@ def compute_stream(device: torch.device) -> Stream:
     return _borrowed[key]
 
 
+def copy(to: torch.Tensor, source: torch.Tensor, stream: Stream) -> Event:
+    """Queues the copy of a flat tensor between host and device, or within either; the event of its end.
+
+    Memory of the host that is not pinned is copied as well, but a GPU's host then waits for it.
+    """
+    if isinstance(stream, TorchStream):
+        stream.enqueue(lambda: to.copy_(source, non_blocking=True))
+    else:
+        assert isinstance(stream, _C.Stream)
+        stream.copy(to.data_ptr(), source.data_ptr(), source.nbytes)
+    event = stream.record()
+    keep_until(event, to, source)
+    return event
+
+
 def keep_until(event: Event, *objects: object) -> None:
     """Holds on to `objects`, whatever their owner does, until `event` has fired and somebody calls this again."""
     with _kept_lock:

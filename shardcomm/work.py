@@ -31,7 +31,10 @@ class Work:
             CommError: it failed; see `shardcomm.communicator`.
         """
         if self._event is not None:
-            compute_stream(self._device).wait(self._event)
+            if self._device.type == "cpu":  # the host itself waits, for a GPU's event as well
+                self._event.wait()
+            else:
+                compute_stream(self._device).wait(self._event)
         self._reads = ()
 
     def __del__(self) -> None:

@@ -57,6 +57,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("tied-across-units", {"mixed_precision": HALF, "prefetch": 0, "backward_prefetch": 2}),
     ("nested", {"slots": 1, "prefetch": 0, "granularity": "element"}),
     ("", {"shard_dim": "auto"}),
+    ("frozen", {"cpu_offload": True, "mixed_precision": HALF_WIDE_SUMS}),
 ]
 
 

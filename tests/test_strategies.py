@@ -52,10 +52,18 @@ def expected(ranks: int, half: bool, micro: int) -> Net:
 
 
 def train(
-    ranks: Communicator | Mesh, strategy: str, half: bool, accumulation: str
+    ranks: Communicator | Mesh,
+    strategy: str,
+    half: bool,
+    accumulation: str,
+    *,
+    cpu_offload: bool = False,
 ) -> dict[str, torch.Tensor]:
     model = make(layers=3)
-    engine = fully_shard(model, ranks, strategy=strategy, mixed_precision=HALF if half else None)
+    precision = HALF if half else None
+    engine = fully_shard(
+        model, ranks, strategy=strategy, mixed_precision=precision, cpu_offload=cpu_offload
+    )
     optimizer = sgd_of(model)
     batches = 2 if accumulation else 1
     for step in range(STEPS):

@@ -61,6 +61,13 @@ void bind_stream(py::module_& m) {
              stream.enqueue(
                  [callable = Callable(std::move(function))](NativeStream) { callable(); });
            })
+      .def(
+          "copy",
+          [](Stream& stream, std::uintptr_t dst, std::uintptr_t src, std::size_t nbytes) {
+            stream.copy(reinterpret_cast<void*>(dst), reinterpret_cast<const void*>(src), nbytes);
+          },
+          py::arg("dst"), py::arg("src"), py::arg("nbytes"),
+          py::call_guard<py::gil_scoped_release>())
       .def("record", &Stream::record, py::arg("timed") = false)
       .def("wait",
            [](Stream& stream, std::shared_ptr<Event> event) {

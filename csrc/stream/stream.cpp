@@ -1,6 +1,7 @@
 #include "shardcomm/stream.h"
 
 #include <condition_variable>
+#include <cstring>
 #include <deque>
 #include <exception>
 #include <mutex>
@@ -14,6 +15,11 @@ namespace shardcomm {
 
 void Event::wait() const {
   while (!wait_for(kWaitSlice)) check_wait();
+}
+
+void Stream::copy(void* dst, const void* src, std::size_t bytes) {
+  if (bytes == 0) return;
+  enqueue([=](NativeStream) { std::memcpy(dst, src, bytes); });
 }
 
 namespace {

@@ -115,6 +115,11 @@ class CudaStream final : public Stream {
     operation(stream_);
   }
 
+  void copy(void* dst, const void* src, std::size_t bytes) override {
+    const DeviceScope scope(device_);
+    check_cuda(cudaMemcpyAsync(dst, src, bytes, cudaMemcpyDefault, stream_), "cudaMemcpyAsync");
+  }
+
   std::shared_ptr<Event> record(bool timed) override {
     return std::make_shared<CudaEvent>(device_, stream_, timed);
   }

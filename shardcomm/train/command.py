@@ -42,6 +42,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--strategy", choices=list(STRATEGIES), default="full_shard")
     parser.add_argument("--replicas", type=whole(1, 1024), metavar="N",
                         help="for hybrid_shard: groups of ranks, each of which holds a whole model")  # fmt: skip
+    parser.add_argument("--cpu-offload", action="store_true",
+                        help="parameters, gradients and optimizer state in host memory")  # fmt: skip
     parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto",
                         help="auto: a GPU for each rank, if there are so many, else the CPU")  # fmt: skip
@@ -112,6 +114,7 @@ def options_of(args: argparse.Namespace) -> Options:
         context=args.context,
         strategy=args.strategy,
         replicas=args.replicas,
+        cpu_offload=args.cpu_offload,
         precision=args.precision,
         lr=args.lr,
         text=args.text,

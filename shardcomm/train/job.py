@@ -53,6 +53,7 @@ class Options:
     context: int
     strategy: str
     replicas: int | None
+    cpu_offload: bool
     precision: str
     lr: float
     text: str | None
@@ -182,6 +183,7 @@ class _Job:
             units=list(self.model.blocks),
             strategy=options.strategy,
             mixed_precision=half if options.precision == "bf16" else None,
+            cpu_offload=options.cpu_offload,
         )
         self.optimizer = AdamW(self.model.parameters(), lr=options.lr)
         self.checkpoints = None

@@ -7,6 +7,7 @@
 #pragma once
 
 #include <chrono>
+#include <cstddef>
 #include <functional>
 #include <memory>
 
@@ -41,6 +42,9 @@ class Stream {
   // later ones are dropped unrun and their events carry the same exception; elsewhere it throws
   // here.
   virtual void enqueue(Operation operation) = 0;
+  // Copies after all enqueued before it; both ends must stay until it is done. On a CUDA stream
+  // they are of its device or of the host: pinned memory, else the caller may wait.
+  virtual void copy(void* dst, const void* src, std::size_t bytes);
   // On a CUDA stream, a `timed` event costs the device a little more; elsewhere every event is.
   virtual std::shared_ptr<Event> record(bool timed = false) = 0;
   // Later operations of this stream start after `event`. Only the caller stream blocks.

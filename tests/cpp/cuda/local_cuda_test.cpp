@@ -64,11 +64,21 @@ void rank_main(const Comm& comm, std::uint32_t seed) {
   std::vector<float> part(kMost);
   std::vector<float> whole(kRanks * kMost);
   std::vector<float> result(kMost);
+  std::vector<float> home(kMost);  // the host's own, which no stream touches but by copies
+  std::shared_ptr<Event> fetched;
   for (int round = 0; round < kRounds; ++round) {
     const std::int64_t n = choose() % kMost + 1;
     const bool in_window = choose() % 2 == 0;
     auto* full = in_window ? static_cast<float*>(window->data()) : whole.data();
-    fill(compute, part.data(), round, rank, n);
+    const bool offloaded = choose() % 2 == 0;
+    if (offloaded) {
+      if (fetched) fetched->wait();
+      for (std::int64_t i = 0; i < n; ++i) home[i] = value(round, rank, i);
+      gathers->copy(part.data(), home.data(), static_cast<std::size_t>(n) * sizeof(float));
+      fetched = gathers->record();
+    } else {
+      fill(compute, part.data(), round, rank, n);
+    }
     gathers->wait(compute->record());
     comm->all_gather(part.data(), DType::f32, full, DType::f32, n, 0, gathers->native());
     compute->wait(gathers->record());
@@ -87,6 +97,15 @@ void rank_main(const Comm& comm, std::uint32_t seed) {
       for (int r = 0; r < kRanks; ++r) sum += value(round, r, rank * n + i);
       return sum;
     });
+    if (offloaded) {
+      std::vector<float> landed(static_cast<std::size_t>(n));
+      reduces->copy(landed.data(), result.data(), landed.size() * sizeof(float));
+      reduces->record()->wait();
+      for (int r = 0; r < kRanks; ++r)
+        for (std::int64_t i = 0; i < n; ++i) landed[i] -= value(round, r, rank * n + i);
+      require(landed == std::vector<float>(landed.size(), 0), "copied to the host");
+      compute->wait(reduces->record());  // the result has been read
+    }
 
     if (choose() % 4 == 0) {
       fill(compute, result.data(), round, rank, n);
