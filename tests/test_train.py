@@ -1,7 +1,12 @@
-"""`shardcomm train` as its users meet it: through the command line."""
+"""`shardcomm train` as its users meet it: through the command line.
+
+One run starts it as they do; what its result holds and what it refuses are asked for in the test's own process.
+"""
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import json
 import os
 import signal
@@ -10,21 +15,40 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from shardcomm import launch
+from shardcomm.train import command, job
+from shardcomm.train.report import table
 from shardcomm.train.text import Corpus, read_text
 
 SMALL = ["--steps", "6", "--width", "32", "--layers", "3", "--batch", "2", "--context", "16"]
 DEADLINE_S = 120.0
 
 
-def train(*args: str, **options: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "shardcomm", "train", *args]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=DEADLINE_S, check=False, **options
-    )  # type: ignore[call-overload,no-any-return]
+def run(text: str, **changed: Any) -> job.Result:
+    """Of a small run; by the function that the command calls on every rank."""
+    ranks = changed.pop("ranks", 2)
+    options = command.options_of(parsed(*SMALL, "--text", text))
+    options = dataclasses.replace(options, **changed)
+    return launch(job.train, ranks, (options,), deadline_s=DEADLINE_S)[0][0]
+
+
+def parsed(*args: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    command.add_parser(parser.add_subparsers())
+    return parser.parse_args(["train", *args])
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *args: str) -> str:
+    """What the command says, in this process, before it starts any."""
+    with pytest.raises(SystemExit, match="2"):  # noqa: PT012
+        arguments = parsed(*args)
+        arguments.run(arguments)
+    return capsys.readouterr().err
 
 
 @pytest.fixture
@@ -105,7 +129,14 @@ def is_fork_server(pid: int) -> bool:
 
 def test_loss_falls_and_the_report_is_complete(text_file: str, tmp_path: Path) -> None:
     out = tmp_path / "result.json"
-    done = train(*SMALL, "--steps", "40", "--lr", "0.01", "--text", text_file, "--json", str(out))
+    options = ["--steps", "40", "--lr", "0.01", "--text", text_file, "--json", str(out)]
+    done = subprocess.run(
+        [sys.executable, "-m", "shardcomm", "train", *SMALL, *options],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     result = json.loads(out.read_text())
     assert len(result["losses"]) == 40
@@ -119,30 +150,20 @@ def test_loss_falls_and_the_report_is_complete(text_file: str, tmp_path: Path) -
         assert word in done.stdout
 
 
-@pytest.mark.parametrize("options", [[], ["--precision", "bf16"], ["--strategy", "no_shard"]])
-def test_same_seed_gives_the_same_losses(options: list[str], text_file: str) -> None:
-    def losses(seed: str) -> list[float]:
-        done = train(*SMALL, *options, "--seed", seed, "--text", text_file, "--json", "-")
-        assert done.returncode == 0, done.stderr
-        found: list[float] = json.loads(done.stdout)["losses"]
-        return found
-
-    assert losses("3") == losses("3")
-    assert losses("3") != losses("4")
+@pytest.mark.parametrize("options", [{}, {"precision": "bf16"}, {"strategy": "no_shard"}])
+def test_same_seed_gives_the_same_losses(options: dict[str, str], text_file: str) -> None:
+    losses = run(text_file, seed=3, **options).losses
+    assert run(text_file, seed=3, **options).losses == losses
+    assert run(text_file, seed=4, **options).losses != losses
 
 
 def test_strategies_agree(text_file: str) -> None:
-    def losses(strategy: str, *options: str) -> list[float]:
-        done = train(*SMALL, "--strategy", strategy, *options, "--text", text_file, "--json", "-")
-        assert done.returncode == 0, done.stderr
-        found: list[float] = json.loads(done.stdout)["losses"]
-        return found
-
-    sharded = losses("full_shard")
-    assert sharded == losses("shard_grad_op", "--cpu-offload")
-    replicated = losses("no_shard")
+    sharded = run(text_file).losses
+    assert run(text_file, strategy="shard_grad_op").losses == sharded
+    assert run(text_file, strategy="shard_grad_op", cpu_offload=True).losses == sharded
+    replicated = run(text_file, strategy="no_shard").losses
     torch.testing.assert_close(sharded, replicated, rtol=1e-5, atol=1e-5)
-    assert losses("hybrid_shard", "--replicas", "2") == replicated
+    assert run(text_file, strategy="hybrid_shard", replicas=2).losses == replicated
 
 
 def test_torchrun_gives_the_ranks(text_file: str) -> None:
@@ -191,26 +212,19 @@ def test_sigterm_to_all_of_it_ends_the_run(long_run: subprocess.Popen[str]) -> N
 
 
 def test_a_run_that_diverges_is_reported(text_file: str) -> None:
-    command = [sys.executable, "-m", "shardcomm", "train", *SMALL, "--steps", "3", "--lr", "1e9"]
-    run = subprocess.run(
-        [*command, "--text", text_file], capture_output=True, text=True, timeout=120, check=True
-    )
-    assert "nan" in run.stdout
-    assert "the loss is not a finite number" in run.stdout
+    shown = table(run(text_file, steps=3, lr=1e9))
+    assert "nan" in shown
+    assert "the loss is not a finite number" in shown
 
 
-def test_a_report_that_cannot_be_written_is_one_sentence(text_file: str) -> None:
-    command = [sys.executable, "-m", "shardcomm", "train", *SMALL, "--steps", "1"]
-    run = subprocess.run(
-        [*command, "--text", text_file, "--json", "/dev/full"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert run.returncode == 1
-    assert "tokens/s" in run.stdout
-    assert run.stderr.endswith("shardcomm train: --json /dev/full: No space left on device\n")
+def test_a_report_that_cannot_be_written_is_one_sentence(
+    text_file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = parsed(*SMALL, "--steps", "1", "--text", text_file, "--json", "/dev/full")
+    assert arguments.run(arguments) == 1
+    out, err = capsys.readouterr()
+    assert "tokens/s" in out
+    assert err.endswith("shardcomm train: --json /dev/full: No space left on device\n")
 
 
 def test_ctrl_c_while_the_ranks_start_ends_the_run(starting_run: subprocess.Popen[str]) -> None:
@@ -257,19 +271,19 @@ def test_killed_launcher_takes_the_ranks_along(
         (["--width", "193"], "--width is 193; it must be a multiple of its 3 heads"),
     ],
 )
-def test_bad_options_are_named(args: list[str], message: str) -> None:
-    done = train(*args)
-    assert done.returncode == 2
-    assert message in done.stderr
-    assert "Traceback" not in done.stderr
+def test_bad_options_are_named(
+    args: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert message in refusal(capsys, *args)
 
 
-def test_text_shorter_than_the_context_is_refused(tmp_path: Path) -> None:
+def test_text_shorter_than_the_context_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "short.txt"
     file.write_text("short")
-    done = train("--text", str(file), "--context", "64")
-    assert done.returncode == 2
-    assert "the text has 5 bytes; with --context 64 it must have at least 66" in done.stderr
+    said = refusal(capsys, "--text", str(file), "--context", "64")
+    assert "the text has 5 bytes; with --context 64 it must have at least 66" in said
 
 
 def test_default_text_is_the_standard_library() -> None:

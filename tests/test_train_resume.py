@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
 import json
 import os
 import random
@@ -15,56 +13,31 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from test_train import DEADLINE_S, SMALL
+from test_train import SMALL, refusal, run
 from torch.distributed import TCPStore
 
-from shardcomm import Checkpoints, Communicator, RankError, fully_shard, launch
+from shardcomm import Checkpoints, Communicator, RankError, fully_shard
 from shardcomm.checkpoints import complete_steps
 from shardcomm.rendezvous import env_store
-from shardcomm.train import command, job, progress
+from shardcomm.train import progress
 
 STEPS = 40
 KILLS = 1
 
 
-def run(text: str, **changed: Any) -> list[float]:
-    """The losses of a small run; by the function that the command calls on every rank."""
-    ranks = changed.pop("ranks", 2)
-    options = dataclasses.replace(small(text), **changed)
-    result, _ = launch(job.train, ranks, (options,), deadline_s=DEADLINE_S)[0]
-    return result.losses
-
-
-def small(text: str) -> job.Options:
-    parser = argparse.ArgumentParser()
-    command.add_parser(parser.add_subparsers())
-    return command.options_of(parser.parse_args(["train", *SMALL, "--text", text]))
-
-
-def refusal(capsys: pytest.CaptureFixture[str], *args: str) -> str:
-    """What the command says, in this process, before it starts any."""
-    parser = argparse.ArgumentParser()
-    command.add_parser(parser.add_subparsers())
-    with pytest.raises(SystemExit, match="2"):  # noqa: PT012
-        arguments = parser.parse_args(["train", *args])
-        arguments.run(arguments)
-    return capsys.readouterr().err
-
-
 def test_a_resumed_run_equals_one_that_was_not_interrupted(text_file: str, tmp_path: Path) -> None:
-    undisturbed = run(text_file, steps=9)
+    undisturbed = run(text_file, steps=9).losses
     saving = {"checkpoint": str(tmp_path), "save_every": 2}
-    assert run(text_file, steps=5, **saving) == undisturbed[:5]
+    assert run(text_file, steps=5, **saving).losses == undisturbed[:5]
     assert complete_steps(tmp_path) == [4, 5]
-    assert run(text_file, steps=9, **saving) == undisturbed
-    assert run(text_file, steps=9, **saving) == undisturbed  # nothing left to do
+    assert run(text_file, steps=9, **saving).losses == undisturbed
+    assert run(text_file, steps=9, **saving).losses == undisturbed  # nothing left to do
     # Other ranks go on too, with other batches.
     resharded = run(text_file, steps=10, ranks=3, strategy="shard_grad_op", **saving)
-    assert resharded[:9] == undisturbed
+    assert resharded.losses[:9] == undisturbed
 
 
 def test_what_no_run_can_go_on_from_is_named(
@@ -186,7 +159,7 @@ def test_torchrun_restarts_a_run_whose_ranks_are_killed(
     seed: int,
 ) -> None:
     choose = random.Random(seed)
-    undisturbed = run(text_file, steps=STEPS)
+    undisturbed = run(text_file, steps=STEPS).losses
     out, saved = tmp_path / "killed.json", tmp_path / "saved"
     options = [*SMALL, "--steps", str(STEPS), "--text", text_file, "--json", str(out)]
     with torchrun(*options, "--checkpoint", str(saved), "--save-every", "2", "--resume") as process:
