@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.api import CheckpointException
 
 from shardcomm.communicator import Communicator
 
@@ -146,6 +145,9 @@ class Checkpoints:
     @contextmanager
     def _together(self, what: str) -> Iterator[None]:
         """Fails on every rank where it fails on one; a rank that died is a CommError, whatever that led to in here."""
+        # Not at every start: it takes a second, as long as torch itself.
+        from torch.distributed.checkpoint.api import CheckpointException  # noqa: PLC0415
+
         try:
             yield
         except OSError as error:

@@ -16,18 +16,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
-)
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from shardcomm.layout import Piece, Placement
+
+if TYPE_CHECKING:  # DCP loads slowly, and whoever calls the methods for it has it
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
 
 
 @dataclass(frozen=True)
@@ -157,6 +155,13 @@ class ShardTensor(torch.Tensor):
                 f"torch.distributed has no process group, without which each of the {self.ranks} ranks would write a "
                 "checkpoint of its part alone; call torch.distributed.init_process_group('gloo') before saving"
             )
+        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties  # noqa: PLC0415
+        from torch.distributed.checkpoint.planner import (  # noqa: PLC0415
+            TensorWriteData,
+            WriteItem,
+            WriteItemType,
+        )
+
         return [
             WriteItem(
                 index=MetadataIndex(fqn, chunk.offsets),
@@ -171,6 +176,8 @@ class ShardTensor(torch.Tensor):
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata  # noqa: PLC0415
+
         return [
             ChunkStorageMetadata(torch.Size(rectangle.offsets), torch.Size(rectangle.sizes))
             for rectangle in self.rectangles

@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
-from torch.distributed.checkpoint.state_dict_saver import async_save as dcp_async_save
 
 from shardcomm.checkpoints import Checkpoints, complete_steps
 from shardcomm.engine import Engine
@@ -79,6 +77,11 @@ def save(
     optimizer: torch.optim.Optimizer,
 ) -> None:
     """Collective; goes on in the background, as `Checkpoints.async_save` does, until `checkpoints.wait()`."""
+    # Not at every start: it takes a second.
+    from torch.distributed.checkpoint.state_dict_saver import (  # noqa: PLC0415
+        async_save as dcp_async_save,
+    )
+
     state = {**_state(engine, optimizer), "random": _RandomState(checkpoints.comm.rank)}
 
     def write(path: Path) -> Future[Any]:
@@ -99,6 +102,8 @@ def load(
     step = checkpoints.latest()
     if step is None:
         return None
+    from torch.distributed.checkpoint.state_dict_loader import load as dcp_load  # noqa: PLC0415
+
     with checkpoints.load(step) as path:
         progress = Progress.read(path)
         state: dict[str, Any] = _state(engine, optimizer)
