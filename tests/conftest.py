@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import random
 from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
+
+# Before torch is loaded. Ranks that are threads would each have a pool of them, which spin for each other's cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -22,7 +22,7 @@ from shardcomm.communicator import CoreCommunicator
 
 RANKS = 3
 NOTICED_S = 2.0
-KILLS = 50
+KILLS = 20
 
 
 @pytest.fixture(autouse=True)

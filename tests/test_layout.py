@@ -42,7 +42,7 @@ def granule_numel(layout: Layout, index: int) -> int:
     return max(row * (granularity.rows if isinstance(granularity, Block) else 1), 1)
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(units())
 def test_parameters_are_aligned_and_disjoint_and_shards_equal(
     unit: tuple[list[ParamSpec], int, int],
@@ -62,7 +62,7 @@ def test_parameters_are_aligned_and_disjoint_and_shards_equal(
     assert end <= layout.flat_numel
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(units())
 def test_boundary_never_cuts_a_granule(unit: tuple[list[ParamSpec], int, int]) -> None:
     params, ranks, align_bytes = unit
@@ -74,7 +74,7 @@ def test_boundary_never_cuts_a_granule(unit: tuple[list[ParamSpec], int, int]) -
                 assert inside % granule_numel(layout, index) == 0
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(units())
 def test_pieces_tile_every_parameter_exactly_once(unit: tuple[list[ParamSpec], int, int]) -> None:
     params, ranks, align_bytes = unit
@@ -96,7 +96,7 @@ def test_pieces_tile_every_parameter_exactly_once(unit: tuple[list[ParamSpec], i
         assert held == placement.numel
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(units())
 def test_gaps_are_what_no_parameter_covers(unit: tuple[list[ParamSpec], int, int]) -> None:
     params, ranks, align_bytes = unit
@@ -125,7 +125,7 @@ def lcm_shard(params: Sequence[ParamSpec], ranks: int, align: int) -> int:
     return max(math.ceil(end / ranks / multiple), 1) * multiple
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(
     st.lists(
         st.lists(st.integers(1, 40), min_size=1, max_size=2).map(tuple), min_size=1, max_size=9

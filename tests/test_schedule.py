@@ -22,7 +22,7 @@ from shardcomm.schedule import (
 )
 from shardcomm.strategy import STRATEGIES
 
-CASES = settings(max_examples=1000, deadline=None, print_blob=True)
+CASES = settings(max_examples=400, deadline=None, print_blob=True)
 
 
 def pre(unit):

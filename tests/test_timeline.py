@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
-from test_train import SMALL, train
+from test_train import SMALL
 
 from shardcomm import timeline_command
 from shardcomm.timeline import RankTimeline, Span, Timeline
@@ -111,8 +111,7 @@ def test_training_is_traced_and_the_trace_agrees_with_its_report(
     text_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file, report, picture = (str(tmp_path / name) for name in ("t.json", "r.json", "p.png"))
-    done = train(*SMALL, "--text", text_file, "--trace", file, "--json", report)
-    assert done.returncode == 0, done.stderr
+    assert status("train", *SMALL, "--text", text_file, "--trace", file, "--json", report) == 0
     result = json.loads(Path(report).read_text())
     timeline = Timeline.load(file)
     assert timeline.steps() == ["step 2", "step 3", "step 4", "step 5"]  # of 6; two warm up

@@ -24,7 +24,7 @@ from shardcomm.checkpoints import complete_steps
 from shardcomm.rendezvous import env_store
 from shardcomm.train import progress
 
-STEPS = 40
+STEPS = 20
 KILLS = 1
 
 
