@@ -34,6 +34,10 @@ _groups = itertools.count()  # keeps the keys of several communicators over one 
 _local: dict[bytes, list[Communicator]] = {}  # made by one thread for all
 
 
+class SeveralHostsError(ValueError):
+    """The transport is for ranks of one host."""
+
+
 def from_env(
     deadline_s: float, transport: Transport, device: torch.device | str | None
 ) -> Communicator:
@@ -197,7 +201,7 @@ def connect(
         address = exchange(session.address.encode() if session else b"")[0].decode()
         return CoreCommunicator(_C.make_shm(address, rank, size, deadline_s), device)
     if transport == "shm":
-        raise ValueError(
+        raise SeveralHostsError(
             f"transport is 'shm', but the {size} ranks are on {len(set(hosts))} hosts (or in containers that do not "
             "see each other's processes); use 'c10d' or 'auto'"
         )

@@ -15,6 +15,7 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 from threading import Event
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ import torch
 from thread_ranks import run_threads
 
 from shardcomm import Communicator
-from shardcomm.bench import command, timing
+from shardcomm.bench import command, timing, transports
 from shardcomm.bench.case import Collectives
 from shardcomm.bench.files import write_csv
 from shardcomm.bench.fit import fit
@@ -103,6 +104,18 @@ def test_graphs_need_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         status("-G", "1")
     assert "-G is 1, but a CUDA graph needs a GPU" in capsys.readouterr().err
+
+
+def test_thread_ranks_on_a_gpu_take_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No GPU is needed: one is played."""
+    played = SimpleNamespace(available=True, reason="")
+    monkeypatch.setattr(transports._C, "cuda_status", lambda: played)
+
+    def refused(control: Communicator) -> None:
+        with pytest.raises(transports.Unusable, match="which a CUDA graph of one rank cannot hold"):
+            transports.open_transport("local:cuda", control, options(graph_launches=1))
+
+    run_threads(refused, 2)
 
 
 def test_plot_without_matplotlib_says_what_to_install(

@@ -157,13 +157,22 @@ def test_same_seed_gives_the_same_losses(options: dict[str, str], text_file: str
     assert run(text_file, seed=4, **options).losses != losses
 
 
-def test_strategies_agree(text_file: str) -> None:
-    sharded = run(text_file).losses
-    assert run(text_file, strategy="shard_grad_op").losses == sharded
-    assert run(text_file, strategy="shard_grad_op", cpu_offload=True).losses == sharded
-    replicated = run(text_file, strategy="no_shard").losses
-    torch.testing.assert_close(sharded, replicated, rtol=1e-5, atol=1e-5)
-    assert run(text_file, strategy="hybrid_shard", replicas=2).losses == replicated
+def test_strategies_agree_and_each_is_held_against_what_it_shares_out(text_file: str) -> None:
+    sharded = run(text_file)
+    assert run(text_file, strategy="shard_grad_op").losses == sharded.losses
+    offloaded = run(text_file, strategy="shard_grad_op", cpu_offload=True)
+    assert offloaded.losses == sharded.losses
+    replicated = run(text_file, strategy="no_shard")
+    torch.testing.assert_close(sharded.losses, replicated.losses, rtol=1e-5, atol=1e-5)
+    hybrid = run(text_file, strategy="hybrid_shard", replicas=2)
+    assert hybrid.losses == replicated.losses
+    total = f"{sharded.total_parameter_bytes / 2**20:.2f} MiB"
+    half = f"{sharded.total_parameter_bytes / 2**21:.2f} MiB"
+    assert f"total / ranks = {half}\n" in table(sharded)
+    for whole in (replicated, hybrid):
+        assert f"parameters / rank       {total}, total = {total}\n" in table(whole)
+    of_four = dataclasses.replace(sharded, ranks=4)  # in two replicas
+    assert f"total / 2 of them = {half}\n" in table(of_four)
 
 
 def test_torchrun_gives_the_ranks(text_file: str) -> None:

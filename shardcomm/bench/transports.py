@@ -177,6 +177,10 @@ def open_transport(name: str, control: Communicator, options: Options) -> Ranks:
         Unusable: on every rank, if any cannot.
     """
     reason = _why_not(name, control)
+    if name == "local:cuda" and options.graph_launches and control.size > 1:
+        reason = reason or (
+            "-G: its ranks wait for one another's streams, which a CUDA graph of one rank cannot hold"
+        )
     usable = torch.tensor(0 if reason else 1, dtype=torch.int32)
     control.all_reduce(usable, "min")
     if not usable:

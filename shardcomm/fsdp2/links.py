@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from shardcomm.buffer_pool import BufferPool
 from shardcomm.communicator import Communicator, Transport, Use
+from shardcomm.rendezvous import SeveralHostsError
 
 
 class Link:
@@ -66,9 +67,7 @@ class Links:
             self._refused[group] = ""
             try:
                 self.get(group, device)
-            except ValueError:
-                if device.type != "cpu":
-                    raise
+            except SeveralHostsError:
                 self._refused[group] = (
                     "its ranks are on several hosts, and from a CPU only torch's collectives reach past one"
                 )

@@ -78,6 +78,8 @@ class Result:
     """
 
     ranks: int
+    shard_ranks: int
+    """How many of them share out one copy of the model."""
     transport: str
     device: str
     losses: list[float]
@@ -225,6 +227,7 @@ class _Job:
         step_s = measured.step_s
         return Result(
             ranks=self.comm.size,
+            shard_ranks=self.engine.mesh.shard.size,
             transport=self.comm.transport,
             device=str(self.comm.device),
             losses=losses,

@@ -14,7 +14,9 @@ from shardcomm.train.job import Options, Result
 
 def table(result: Result) -> str:
     """Loss, speed, memory against theory, and communication, one line each."""
-    share = result.total_parameter_bytes / result.ranks
+    share = result.total_parameter_bytes / result.shard_ranks
+    divided = {1: "total", result.ranks: "total / ranks"}
+    theory = divided.get(result.shard_ranks, f"total / {result.shard_ranks} of them")
     held = {
         "parameters": (result.parameter_bytes, share),
         "gradients": (result.gradient_bytes, share),
@@ -25,8 +27,8 @@ def table(result: Result) -> str:
         ("loss", f"{result.losses[0]:.3f} -> {result.losses[-1]:.3f} ({len(result.losses)} steps)"),
         ("tokens/s", f"{result.tokens_per_s:,.0f}"),
         *(
-            (f"{name} / rank", f"{_mib(have)}, total / ranks = {_mib(theory)}")
-            for name, (have, theory) in held.items()
+            (f"{name} / rank", f"{_mib(have)}, {theory} = {_mib(least)}")
+            for name, (have, least) in held.items()
         ),
         ("padding, all ranks", _mib(result.padding_bytes)),
         (
