@@ -19,7 +19,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -348,22 +348,31 @@ def _pointers(
         raise ValueError(f"{role} has {len(tensors)} tensors, the plan has {len(wire_extents)}")
     items = wire_dtype(dtype)[1]
     addresses = []
-    for i, (tensor, extent) in enumerate(zip(tensors, wire_extents, strict=True)):
+    for tensor, extent in zip(tensors, wire_extents, strict=True):
         if tensor is None:
             addresses.append(0)
-            continue
-        if tensor.dtype != dtype or tensor.device != device:
-            raise TypeError(
-                f"{role}[{i}] is {tensor.dtype} on {tensor.device}, this copy takes {dtype} on {device}"
-            )
-        if not tensor.is_contiguous():
-            raise ValueError(f"{role}[{i}] is not contiguous, its strides are {tensor.stride()}")
-        if tensor.numel() * items < extent:
-            raise ValueError(
-                f"{role}[{i}] has {tensor.numel()} elements, the plan needs {extent // items}"
-            )
-        addresses.append(tensor.data_ptr())
+        elif (
+            tensor.dtype is dtype
+            and tensor.device == device
+            and tensor.is_contiguous()
+            and tensor.numel() * items >= extent
+        ):
+            addresses.append(tensor.data_ptr())
+        else:
+            _refuse(f"{role}[{len(addresses)}]", tensor, dtype, extent // items, device)
     return addresses
+
+
+def _refuse(
+    name: str, tensor: Tensor, dtype: torch.dtype, extent: int, device: torch.device
+) -> NoReturn:
+    if tensor.dtype != dtype or tensor.device != device:
+        raise TypeError(
+            f"{name} is {tensor.dtype} on {tensor.device}, this copy takes {dtype} on {device}"
+        )
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name} is not contiguous, its strides are {tensor.stride()}")
+    raise ValueError(f"{name} has {tensor.numel()} elements, the plan needs {extent}")
 
 
 def _draw(segment: Segment) -> str:
