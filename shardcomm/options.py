@@ -5,8 +5,11 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import math
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TextIO
 
 _PICTURES = (".png", ".svg", ".pdf")
 
@@ -68,3 +71,14 @@ def can_write(path: str | None) -> bool:
     if is_new:
         Path(path).unlink()
     return True
+
+
+@contextmanager
+def opened(path: str) -> Iterator[TextIO]:
+    """The file `path` to write into (- for stdout); line ends stay as they are written."""
+    if path == "-":
+        yield sys.stdout
+        sys.stdout.flush()
+        return
+    with open(path, "w", newline="") as file:
+        yield file

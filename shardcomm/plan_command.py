@@ -8,13 +8,12 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from torch import nn
 
 from shardcomm.mixed_precision import MixedPrecision
-from shardcomm.options import DefaultsFormatter, can_write, picture, whole
+from shardcomm.options import DefaultsFormatter, can_write, opened, picture, whole
 from shardcomm.plan_table import aligned, size
 from shardcomm.planner import OPTIMIZERS, Plan
 from shardcomm.schedule_plot import draw
@@ -174,11 +173,8 @@ def _write_json(path: str, plans: Sequence[Plan], memory: int | None) -> None:
         "memory_bytes": memory,
         "plans": [plan.as_json() | fit for plan, fit in zip(plans, fits, strict=True)],
     }
-    text = json.dumps(report, indent=1) + "\n"
-    if path == "-":
-        sys.stdout.write(text)
-    else:
-        Path(path).write_text(text)
+    with opened(path) as file:
+        file.write(json.dumps(report, indent=1) + "\n")
 
 
 def _params(text: str) -> int:

@@ -6,13 +6,13 @@ import csv
 import json
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, fields
-from typing import Any, TextIO
+from typing import Any
 
 from shardcomm.bench.options import Options
 from shardcomm.bench.results import Results, Section
 from shardcomm.bench.timing import Spread
+from shardcomm.options import opened
 from shardcomm.provenance import provenance
 
 PLACEMENTS = ("out_of_place", "in_place")
@@ -46,7 +46,7 @@ def _section(section: Section) -> dict[str, Any]:
 
 def write_json(path: str, options: Options, results: Results) -> None:
     """Writes all there is; "-" is stdout."""
-    with _opened(path) as out:
+    with opened(path) as out:
         json.dump(as_json(options, results), out, indent=1)
         out.write("\n")
 
@@ -54,7 +54,7 @@ def write_json(path: str, options: Options, results: Results) -> None:
 def write_csv(path: str, results: Results) -> None:
     """A line for each figure; times in seconds, bandwidths in bytes a second; "-" is stdout."""
     lines = list(_lines(results))
-    with _opened(path) as out:
+    with opened(path) as out:
         writer = csv.DictWriter(out, list(lines[0]) if lines else [])
         writer.writeheader()
         writer.writerows(lines)
@@ -79,13 +79,3 @@ def _lines(results: Results) -> Iterator[dict[str, Any]]:
                     **found,
                     **spread,
                 }
-
-
-@contextmanager
-def _opened(path: str) -> Iterator[TextIO]:
-    if path == "-":
-        yield sys.stdout
-        sys.stdout.flush()
-        return
-    with open(path, "w", newline="") as file:
-        yield file

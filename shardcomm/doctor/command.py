@@ -5,13 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
 from shardcomm.doctor import self_test
 from shardcomm.doctor.findings import findings
 from shardcomm.doctor.screen import screen
-from shardcomm.options import can_write
+from shardcomm.options import can_write, opened
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -37,10 +36,8 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     usable = [name for name, state in found["transports"].items() if state["usable"]]
     found["self_test"] = self_test.self_test(usable)
     text = screen(found) if args.json is None else json.dumps(found, indent=1)
-    if args.json in (None, "-"):
-        print(text, flush=True)
-    else:
-        Path(args.json).write_text(text + "\n")
+    with opened(args.json or "-") as out:
+        print(text, file=out)
     return _verdict(found["self_test"])
 
 

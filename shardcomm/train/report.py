@@ -6,8 +6,8 @@ import json
 import math
 import sys
 from dataclasses import asdict
-from pathlib import Path
 
+from shardcomm.options import opened
 from shardcomm.provenance import provenance
 from shardcomm.train.job import Options, Result
 
@@ -67,11 +67,8 @@ def write_json(path: str, options: Options, result: Result) -> None:
         # JSON has no nan.
         "losses": [loss if math.isfinite(loss) else None for loss in result.losses],
     }
-    text = json.dumps(report, indent=1) + "\n"
-    if path == "-":
-        sys.stdout.write(text)
-    else:
-        Path(path).write_text(text)
+    with opened(path) as file:
+        file.write(json.dumps(report, indent=1) + "\n")
 
 
 def _mib(count: float) -> str:
