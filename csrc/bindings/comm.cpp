@@ -72,15 +72,17 @@ void bind_comm(py::module_& m) {
           "reduce_scatter",
           [](const Comm& comm, std::uintptr_t send, DType dtype, std::uintptr_t recv,
              DType recv_dtype, float scale, bool accumulate, std::int64_t count, RedOp op,
-             std::int64_t tag, Stream* stream) {
+             std::int64_t tag, std::uintptr_t nonfinite, Stream* stream) {
+            const Epilogue epilogue{recv_dtype, scale, accumulate,
+                                    static_cast<std::int32_t*>(pointer(nonfinite))};
             submit(comm, stream, [=](Communicator& c, NativeStream native) {
-              c.reduce_scatter(pointer(send), dtype, pointer(recv), {recv_dtype, scale, accumulate},
-                               count, op, tag, native);
+              c.reduce_scatter(pointer(send), dtype, pointer(recv), epilogue, count, op, tag,
+                               native);
             });
           },
           py::arg("send"), py::arg("dtype"), py::arg("recv"), py::arg("recv_dtype"),
           py::arg("scale"), py::arg("accumulate"), py::arg("count"), py::arg("op"), py::arg("tag"),
-          on_stream)
+          py::arg("nonfinite") = 0, on_stream)
       .def(
           "all_reduce",
           [](const Comm& comm, std::uintptr_t buffer, DType dtype, std::int64_t count, RedOp op,

@@ -59,6 +59,8 @@ std::vector<Segment> segments_of(const py::buffer& array) {
   return segments;
 }
 
+std::int32_t* flag(std::uintptr_t address) { return reinterpret_cast<std::int32_t*>(address); }
+
 template <class Pointer>
 std::vector<Pointer> pointers(const Addresses& addresses) {
   std::vector<Pointer> result;
@@ -84,11 +86,12 @@ std::shared_ptr<CopyPlan> make_plan(const Segments& segments, DType src_dtype, D
 
 std::shared_ptr<BoundCopy> bind_pointers(std::shared_ptr<CopyPlan> plan, const Addresses& sources,
                                          const Addresses& destinations, float scale,
-                                         bool accumulate, int threads, int device) {
+                                         bool accumulate, int threads, int device,
+                                         std::uintptr_t nonfinite) {
   // Its tiles on a device are freed when the device is done.
   return destroyed_without_lock(std::make_shared<BoundCopy>(
       std::move(plan), pointers<const void*>(sources), pointers<void*>(destinations),
-      CopyOptions{scale, accumulate, threads}, device));
+      CopyOptions{scale, accumulate, threads, flag(nonfinite)}, device));
 }
 
 void run_bound(const BoundCopy& bound, Stream* stream) {
@@ -103,29 +106,30 @@ void run_bound(const BoundCopy& bound, Stream* stream) {
 
 void walk(const CopyPlan& plan, const Addresses& sources, const Addresses& destinations,
           float scale, bool accumulate, std::int64_t tile_elements, std::size_t most_operands,
-          std::uint32_t blocks, std::uint32_t threads) {
+          std::uint32_t blocks, std::uint32_t threads, std::uintptr_t nonfinite) {
   const auto from = pointers<const void*>(sources);
   const auto to = pointers<void*>(destinations);
   if (from.size() != plan.src_extents().size() || to.size() != plan.dst_extents().size()) {
     throw std::invalid_argument("sources and destinations must be as many as the plan's");
   }
-  walk_launches(plan, from.data(), to.data(), {scale, accumulate, 1}, tile_elements, most_operands,
-                blocks, threads);
+  walk_launches(plan, from.data(), to.data(), {scale, accumulate, 1, flag(nonfinite)},
+                tile_elements, most_operands, blocks, threads);
 }
 
 void reduce(std::uintptr_t dst, DType dst_dtype, float scale, bool accumulate,
-            const Addresses& sources, DType dtype, RedOp op, std::int64_t count) {
+            const Addresses& sources, DType dtype, RedOp op, std::int64_t count,
+            std::uintptr_t nonfinite) {
   const auto sources_of = pointers<const void*>(sources);
   py::gil_scoped_release unlocked;
-  reduce_cpu(reinterpret_cast<void*>(dst), Epilogue{dst_dtype, scale, accumulate},
+  reduce_cpu(reinterpret_cast<void*>(dst), Epilogue{dst_dtype, scale, accumulate, flag(nonfinite)},
              sources_of.data(), static_cast<int>(sources_of.size()), dtype, op, count);
 }
 
 void walk_reduction(std::uintptr_t dst, DType dst_dtype, float scale, bool accumulate,
                     const Addresses& sources, DType dtype, RedOp op, std::int64_t count,
-                    std::int64_t threads) {
+                    std::int64_t threads, std::uintptr_t nonfinite) {
   const auto sources_of = pointers<const void*>(sources);
-  walk_reduce(reinterpret_cast<void*>(dst), Epilogue{dst_dtype, scale, accumulate},
+  walk_reduce(reinterpret_cast<void*>(dst), Epilogue{dst_dtype, scale, accumulate, flag(nonfinite)},
               sources_of.data(), static_cast<int>(sources_of.size()), dtype, op, count, threads);
 }
 
@@ -151,7 +155,7 @@ void bind_copy(py::module_& m) {
   py::class_<BoundCopy, std::shared_ptr<BoundCopy>>(m, "BoundCopy")
       .def(py::init(&bind_pointers), py::arg("plan"), py::arg("sources"), py::arg("destinations"),
            py::arg("scale") = 1.0f, py::arg("accumulate") = false, py::arg("threads") = 1,
-           py::arg("device") = BoundCopy::kCpu)
+           py::arg("device") = BoundCopy::kCpu, py::arg("nonfinite") = 0)
       .def(
           "set_operands",
           [](BoundCopy& bound, const Addresses& sources, const Addresses& destinations) {
@@ -162,15 +166,15 @@ void bind_copy(py::module_& m) {
 
   m.def("walk_launches", &walk, py::arg("plan"), py::arg("sources"), py::arg("destinations"),
         py::arg("scale"), py::arg("accumulate"), py::arg("tile_elements"), py::arg("most_operands"),
-        py::arg("blocks"), py::arg("threads"),
+        py::arg("blocks"), py::arg("threads"), py::arg("nonfinite") = 0,
         "The CUDA copy kernel's code on the CPU, block by block and thread by thread.");
 
   m.def("reduce", &reduce, py::arg("dst"), py::arg("dst_dtype"), py::arg("scale"),
         py::arg("accumulate"), py::arg("sources"), py::arg("dtype"), py::arg("op"),
-        py::arg("count"));
+        py::arg("count"), py::arg("nonfinite") = 0);
   m.def("walk_reduce", &walk_reduction, py::arg("dst"), py::arg("dst_dtype"), py::arg("scale"),
         py::arg("accumulate"), py::arg("sources"), py::arg("dtype"), py::arg("op"),
-        py::arg("count"), py::arg("threads"),
+        py::arg("count"), py::arg("threads"), py::arg("nonfinite") = 0,
         "The CUDA reduction kernel's code on the CPU, thread by thread.");
 
   py::enum_<InstructionSet> instruction_sets_enum(m, "InstructionSet");

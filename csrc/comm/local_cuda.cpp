@@ -71,9 +71,8 @@ class DeviceExecutor final : public Executor {
   }
   void convert(void* dst, DType dst_dtype, const void* src, DType src_dtype, std::int64_t count,
                NativeStream stream) override {
-    if (dst == src && dst_dtype == src_dtype) return;
     const DeviceScope scope(device_);
-    convert_cuda(dst, dst_dtype, src, src_dtype, count, 1.0f, false, stream);
+    convert_cuda(dst, dst_dtype, src, src_dtype, count, stream);
   }
   void reduce(void* dst, const Epilogue& epilogue, const void* const* sources, int num_sources,
               DType dtype, RedOp op, std::int64_t count, NativeStream stream) override {

@@ -24,7 +24,7 @@ void NcclCommunicator::all_gather(const void* send, DType send_dtype, void* recv
     const void* part = send;
     if (send_dtype != recv_dtype) {
       void* own = at(recv, rank_.rank * count, recv_dtype);
-      convert_cuda(own, recv_dtype, send, send_dtype, count, 1.0f, false, stream);
+      convert_cuda(own, recv_dtype, send, send_dtype, count, stream);
       part = own;
     }
     session_->gathers.call(call, [&](nccl::Comm comm) {

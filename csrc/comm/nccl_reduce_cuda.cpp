@@ -5,7 +5,6 @@
 
 #include "comm/buffer.h"
 #include "comm/nccl_communicator.h"
-#include "copy/copy_cuda.h"
 #include "copy/reduce_cuda.h"
 
 namespace shardcomm {
@@ -98,11 +97,19 @@ void NcclCommunicator::reduce(const Call& call, const void* send, void* recv,
                                   nccl_dtype(dtype), nccl_reduction(call.red_op), comm, stream);
     });
   };
-  if (epilogue.dtype == dtype && epilogue.scale == 1.0f && !epilogue.accumulate) return into(recv);
+  // The epilogue is the reduction of one source. NCCL has none; where there is nothing to do but
+  // to look for NaN and Inf, that is a pass over the result.
+  const auto finish = [&](const void* reduced) {
+    reduce_cuda(recv, epilogue, &reduced, 1, dtype, RedOp::sum, call.count, stream);
+  };
+  if (epilogue.dtype == dtype && epilogue.scale == 1.0f && !epilogue.accumulate) {
+    into(recv);
+    if (epilogue.nonfinite != nullptr) finish(recv);
+    return;
+  }
   const Scratch reduced(scratch_, bytes_of(call.count, dtype), stream);
   into(reduced.data());
-  convert_cuda(recv, epilogue.dtype, reduced.data(), dtype, call.count, epilogue.scale,
-               epilogue.accumulate, stream);
+  finish(reduced.data());
 }
 
 // Each rank gets all ranks' versions of its own slice and sums them in rank order, so the result is

@@ -10,7 +10,7 @@
 #include <utility>
 #include <vector>
 
-#include "copy/element.h"
+#include "copy/launch.h"
 #include "copy/simd.h"
 #include "copy/streaming.h"
 #include "shardcomm/copy_plan.h"
@@ -29,51 +29,23 @@ constexpr std::int64_t kStreamingRunBytes = std::int64_t{4} << 20;
 constexpr std::int64_t kStreamingRowBytes = 4096;
 
 // Copies `count` elements of one row.
-using RowKernel = void (*)(const void* src, void* dst, std::int64_t count, float scale);
+using RowKernel = void (*)(const void* src, void* dst, std::int64_t count, float scale,
+                           std::int32_t* nonfinite);
 
-template <class Src, class Dst>
-struct ConvertRow {
+template <class Copy>
+struct Row {
   [[gnu::always_inline]] static void run(const void* src, void* dst, std::int64_t count,
-                                         float scale) {
-    const Src* __restrict from = static_cast<const Src*>(src);
-    Dst* __restrict to = static_cast<Dst*>(dst);
-    for (std::int64_t i = 0; i < count; ++i) store(to[i], scale * load(from[i]));
+                                         float scale, std::int32_t* nonfinite) {
+    const auto* __restrict from = static_cast<const typename Copy::Src*>(src);
+    auto* __restrict to = static_cast<typename Copy::Dst*>(dst);
+    typename Copy::Side side;
+    for (std::int64_t i = 0; i < count; ++i) {
+      to[i] = Copy::apply(from[i], to[i], scale);
+      side.wrote(to[i]);
+    }
+    report(side.nonfinite(), nonfinite);
   }
 };
-
-template <class Src, class Dst>
-struct AccumulateRow {
-  [[gnu::always_inline]] static void run(const void* src, void* dst, std::int64_t count,
-                                         float scale) {
-    const Src* __restrict from = static_cast<const Src*>(src);
-    Dst* __restrict to = static_cast<Dst*>(dst);
-    for (std::int64_t i = 0; i < count; ++i) store(to[i], load(to[i]) + scale * load(from[i]));
-  }
-};
-
-template <template <class, class> class Row, class Src>
-RowKernel kernel_to(DType dst_dtype) {
-  switch (dst_dtype) {
-    case DType::f16:
-      return best_of<Row<Src, Half>>();
-    case DType::bf16:
-      return best_of<Row<Src, BFloat16>>();
-    default:
-      return best_of<Row<Src, float>>();
-  }
-}
-
-template <template <class, class> class Row>
-RowKernel kernel(DType src_dtype, DType dst_dtype) {
-  switch (src_dtype) {
-    case DType::f16:
-      return kernel_to<Row, Half>(dst_dtype);
-    case DType::bf16:
-      return kernel_to<Row, BFloat16>(dst_dtype);
-    default:
-      return kernel_to<Row, float>(dst_dtype);
-  }
-}
 
 // What is the same for every tile of a run.
 struct Run {
@@ -82,14 +54,13 @@ struct Run {
   std::int64_t src_bytes;  // per element
   std::int64_t dst_bytes;
   RowKernel row_kernel;  // null: bytes are copied as they are
-  float scale;
-  bool accumulate;
+  const CopyOptions& options;
   bool streaming;
 };
 
 void copy_row(const Run& run, const std::byte* src, std::byte* dst, std::int64_t count) {
   if (run.row_kernel != nullptr) {
-    run.row_kernel(src, dst, count, run.scale);
+    run.row_kernel(src, dst, count, run.options.scale, run.options.nonfinite);
   } else {
     std::memcpy(dst, src, static_cast<std::size_t>(count * run.dst_bytes));
   }
@@ -111,7 +82,7 @@ void copy_row_streaming(const Run& run, const std::byte* src, std::byte* dst, st
     const std::int64_t buffer_elements = kBufferBytes / run.dst_bytes;
     for (std::int64_t left = span.body; left > 0; left -= buffer_elements) {
       const std::int64_t n = std::min(left, buffer_elements);
-      run.row_kernel(src, buffer, n, run.scale);
+      run.row_kernel(src, buffer, n, run.options.scale, run.options.nonfinite);
       copy_streaming(dst, buffer, n * run.dst_bytes);
       src += n * run.src_bytes;
       dst += n * run.dst_bytes;
@@ -122,7 +93,7 @@ void copy_row_streaming(const Run& run, const std::byte* src, std::byte* dst, st
 
 void copy_tile(const Run& run, const Tile& tile) {
   const void* src_operand = tile.src == Segment::kZeros ? nullptr : run.sources[tile.src];
-  if (src_operand == nullptr && run.accumulate) return;
+  if (src_operand == nullptr && run.options.accumulate) return;
   const auto* src = static_cast<const std::byte*>(src_operand);
   auto* dst = static_cast<std::byte*>(run.destinations[tile.dst]);
   const std::int64_t row_bytes = tile.cols * run.dst_bytes;
@@ -189,33 +160,26 @@ void check_options(const CopyPlan& plan, const CopyOptions& options) {
     throw std::invalid_argument("threads is " + std::to_string(options.threads) +
                                 ", it must be at least 1");
   }
-  if (!is_convertible(plan.dst_dtype()) && (options.scale != 1.0f || options.accumulate)) {
-    throw std::invalid_argument(std::string("scale and accumulate need f32, bf16 or f16, not ") +
-                                name(plan.dst_dtype()));
+  const bool computes = options.scale != 1.0f || options.accumulate || options.nonfinite != nullptr;
+  if (computes && !is_convertible(plan.dst_dtype())) {
+    throw std::invalid_argument(
+        std::string("scale, accumulate and nonfinite need f32, bf16 or f16, not ") +
+        name(plan.dst_dtype()));
   }
 }
 
 void copy_cpu(const CopyPlan& plan, const void* const* sources, void* const* destinations,
               const CopyOptions& options) {
   check_options(plan, options);
-  Run run;
-  run.sources = sources;
-  run.destinations = destinations;
-  run.src_bytes = static_cast<std::int64_t>(itemsize(plan.src_dtype()));
-  run.dst_bytes = static_cast<std::int64_t>(itemsize(plan.dst_dtype()));
-  run.scale = options.scale;
-  run.accumulate = options.accumulate;
-  const bool plain =
-      plan.src_dtype() == plan.dst_dtype() && options.scale == 1.0f && !options.accumulate;
-  if (plain) {
-    run.row_kernel = nullptr;
-  } else if (options.accumulate) {
-    run.row_kernel = kernel<AccumulateRow>(plan.src_dtype(), plan.dst_dtype());
-  } else {
-    run.row_kernel = kernel<ConvertRow>(plan.src_dtype(), plan.dst_dtype());
-  }
+  const auto src_bytes = static_cast<std::int64_t>(itemsize(plan.src_dtype()));
+  const auto dst_bytes = static_cast<std::int64_t>(itemsize(plan.dst_dtype()));
   // Accumulation has the destination in the cache already.
-  run.streaming = !options.accumulate && plan.elements() >= kStreamingRunBytes / run.dst_bytes;
+  const bool streaming = !options.accumulate && plan.elements() >= kStreamingRunBytes / dst_bytes;
+  Run run{sources, destinations, src_bytes, dst_bytes, nullptr, options, streaming};
+  visit_copy(plan.src_dtype(), plan.dst_dtype(), options, [&](auto copy) {
+    using Copy = decltype(copy);
+    if constexpr (!Copy::kMoves) run.row_kernel = best_of<Row<Copy>>();
+  });
 
   const std::int64_t threads =
       std::max<std::int64_t>(1, smaller(options.threads, plan.elements() / kElementsPerThread));

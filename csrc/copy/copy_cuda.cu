@@ -14,32 +14,38 @@ constexpr int kThreads = 256;
 template <class Copy, int kCapacity>
 __global__ void __launch_bounds__(kThreads)
     copy_tiles(const Tile* __restrict__ tiles, std::uint32_t num_tiles,
-               const __grid_constant__ Operands<kCapacity> operands, float scale) {
+               const __grid_constant__ Operands<kCapacity> operands, float scale,
+               std::int32_t* nonfinite) {
+  typename Copy::Side side;
   copy_as_thread<Copy>(tiles, num_tiles, operands, scale, blockIdx.x, gridDim.x, threadIdx.x,
-                       blockDim.x);
+                       blockDim.x, side);
+  if constexpr (!std::is_same_v<typename Copy::Side, Unwatched>) {
+    report_of_block(side.nonfinite(), nonfinite);
+  }
 }
 
 template <class Copy>
 __global__ void __launch_bounds__(kThreads)
     copy_run(const typename Copy::Src* __restrict__ src, typename Copy::Dst* __restrict__ dst,
-             const Segment segment, const TileGrid grid, float scale) {
+             const Segment segment, const TileGrid grid) {
+  typename Copy::Side side;
   for (std::int64_t t = blockIdx.x; t < grid.tiles; t += gridDim.x) {
     const Tile tile = tile_of(segment, grid, t);
-    copy_share<Copy>(tile, src + tile.src_offset, dst + tile.dst_offset, scale, threadIdx.x,
-                     blockDim.x);
+    copy_share<Copy>(tile, src + tile.src_offset, dst + tile.dst_offset, 1.0f, threadIdx.x,
+                     blockDim.x, side);
   }
 }
 
 template <class Copy, int kCapacity>
 void launch_tiles(const Tile* tiles, std::uint32_t num_tiles, int blocks, const Launch& launch,
-                  const void* const* sources, void* const* destinations, float scale,
+                  const void* const* sources, void* const* destinations, const CopyOptions& options,
                   cudaStream_t stream) {
   Operands<kCapacity> operands;
   const void** at = operands.at;
   for (const std::int32_t source : launch.sources) *at++ = sources[source];
   for (const std::int32_t destination : launch.destinations) *at++ = destinations[destination];
   launch_kernel(copy_tiles<Copy, kCapacity>, blocks, kThreads, stream, tiles, num_tiles, operands,
-                scale);
+                options.scale, options.nonfinite);
 }
 
 }  // namespace
@@ -56,7 +62,7 @@ CudaCopy::CudaCopy(const CopyPlan& plan, const CopyOptions& options, int device)
     : options_(options), device_(device) {
   check_options(plan, options);
   const DeviceScope scope(device);
-  visit_copy(plan.src_dtype(), plan.dst_dtype(), options.scale, options.accumulate, [&](auto copy) {
+  visit_copy(plan.src_dtype(), plan.dst_dtype(), options, [&](auto copy) {
     using Copy = decltype(copy);
     const int resident = resident_blocks(copy_tiles<Copy, kFewOperands>, kThreads);
     for (Launch& launch : launches_of(plan, tile_elements_for(plan, resident))) {
@@ -82,14 +88,14 @@ void CudaCopy::run(const void* const* sources, void* const* destinations,
   const DeviceScope scope(device_);
   for (const DeviceLaunch& each : launches_) {
     each.run(static_cast<const Tile*>(each.tiles->data()), each.num_tiles, each.blocks, each.launch,
-             sources, destinations, options_.scale, static_cast<cudaStream_t>(stream));
+             sources, destinations, options_, static_cast<cudaStream_t>(stream));
   }
 }
 
 void convert_cuda(void* dst, DType dst_dtype, const void* src, DType src_dtype, std::int64_t count,
-                  float scale, bool accumulate, NativeStream stream) {
-  if (count == 0 || (dst == src && dst_dtype == src_dtype && scale == 1.0f && !accumulate)) return;
-  visit_copy(src_dtype, dst_dtype, scale, accumulate, [&](auto copy) {
+                  NativeStream stream) {
+  if (count == 0 || (dst == src && dst_dtype == src_dtype)) return;
+  visit_conversion(src_dtype, dst_dtype, [&](auto copy) {
     using Copy = decltype(copy);
     const int resident = resident_blocks(copy_run<Copy>, kThreads);
     const Segment segment{0, 0, 0, count, 0, count, 1, count};
@@ -99,7 +105,7 @@ void convert_cuda(void* dst, DType dst_dtype, const void* src, DType src_dtype, 
     const auto blocks = static_cast<int>(std::min<std::int64_t>(grid.tiles, resident));
     launch_kernel(copy_run<Copy>, blocks, kThreads, stream,
                   static_cast<const typename Copy::Src*>(src),
-                  static_cast<typename Copy::Dst*>(dst), segment, grid, scale);
+                  static_cast<typename Copy::Dst*>(dst), segment, grid);
   });
 }
 

@@ -30,9 +30,9 @@ class CudaCopy {
   int device_;
 };
 
-// One contiguous run of elements, without a plan: dst = convert(scale * src), plus what dst held
-// when `accumulate`. On the current device.
+// One contiguous run of elements, without a plan: dst = convert(src); nothing if that is the same
+// place. On the current device.
 void convert_cuda(void* dst, DType dst_dtype, const void* src, DType src_dtype, std::int64_t count,
-                  float scale, bool accumulate, NativeStream stream);
+                  NativeStream stream);
 
 }  // namespace shardcomm

@@ -93,16 +93,17 @@ void walk_launches(const CopyPlan& plan, const void* const* sources, void* const
     auto* at = operands->at;
     for (const std::int32_t source : launch.sources) *at++ = sources[source];
     for (const std::int32_t destination : launch.destinations) *at++ = destinations[destination];
-    visit_copy(plan.src_dtype(), plan.dst_dtype(), options.scale, options.accumulate,
-               [&](auto copy) {
-                 for (std::uint32_t block = 0; block < blocks; ++block) {
-                   for (std::uint32_t thread = 0; thread < threads; ++thread) {
-                     copy_as_thread<decltype(copy)>(
-                         launch.tiles.data(), static_cast<std::uint32_t>(launch.tiles.size()),
-                         *operands, options.scale, block, blocks, thread, threads);
-                   }
-                 }
-               });
+    visit_copy(plan.src_dtype(), plan.dst_dtype(), options, [&](auto copy) {
+      using Copy = decltype(copy);
+      for (std::uint32_t block = 0; block < blocks; ++block) {
+        for (std::uint32_t thread = 0; thread < threads; ++thread) {
+          typename Copy::Side side;
+          copy_as_thread<Copy>(launch.tiles.data(), static_cast<std::uint32_t>(launch.tiles.size()),
+                               *operands, options.scale, block, blocks, thread, threads, side);
+          report(side.nonfinite(), options.nonfinite);
+        }
+      }
+    });
   }
 }
 

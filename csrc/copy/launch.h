@@ -44,6 +44,11 @@ void visit_dst(DType dst_dtype, const Visitor& visitor) {
   }
 }
 
+template <class Src, class Dst>
+using WatchedConverted = Watched<Converted<Src, Dst>>;
+template <class Src, class Dst>
+using WatchedAccumulated = Watched<Accumulated<Src, Dst>>;
+
 template <template <class, class> class Copy, class Visitor>
 void visit_src(DType src_dtype, DType dst_dtype, const Visitor& visitor) {
   switch (src_dtype) {
@@ -58,14 +63,10 @@ void visit_src(DType src_dtype, DType dst_dtype, const Visitor& visitor) {
 
 }  // namespace detail
 
-// Calls `visitor` with the element operation (an empty object) of this copy.
+// Calls `visitor` with the element operation (an empty object) of a mere conversion.
 template <class Visitor>
-void visit_copy(DType src_dtype, DType dst_dtype, float scale, bool accumulate,
-                const Visitor& visitor) {
-  if (accumulate) return detail::visit_src<Accumulated>(src_dtype, dst_dtype, visitor);
-  if (src_dtype != dst_dtype || scale != 1.0f) {
-    return detail::visit_src<Converted>(src_dtype, dst_dtype, visitor);
-  }
+void visit_conversion(DType src_dtype, DType dst_dtype, const Visitor& visitor) {
+  if (src_dtype != dst_dtype) return detail::visit_src<Converted>(src_dtype, dst_dtype, visitor);
   switch (itemsize(src_dtype)) {
     case 1:
       return visitor(Moved<std::uint8_t>{});
@@ -76,6 +77,20 @@ void visit_copy(DType src_dtype, DType dst_dtype, float scale, bool accumulate,
     default:
       return visitor(Moved<std::uint64_t>{});
   }
+}
+
+// The same for a copy with these options.
+template <class Visitor>
+void visit_copy(DType src_dtype, DType dst_dtype, const CopyOptions& options,
+                const Visitor& visitor) {
+  if (options.nonfinite != nullptr) {
+    return options.accumulate
+               ? detail::visit_src<detail::WatchedAccumulated>(src_dtype, dst_dtype, visitor)
+               : detail::visit_src<detail::WatchedConverted>(src_dtype, dst_dtype, visitor);
+  }
+  if (options.accumulate) return detail::visit_src<Accumulated>(src_dtype, dst_dtype, visitor);
+  if (options.scale != 1.0f) return detail::visit_src<Converted>(src_dtype, dst_dtype, visitor);
+  return visit_conversion(src_dtype, dst_dtype, visitor);
 }
 
 // The CUDA kernel's code on the CPU, block by block and thread by thread: shows without a GPU what

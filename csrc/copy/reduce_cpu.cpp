@@ -8,6 +8,7 @@
 #include <string>
 #include <type_traits>
 
+#include "copy/nonfinite.h"
 #include "copy/reduce_element.h"
 #include "copy/simd.h"
 #include "shardcomm/reduce.h"
@@ -48,10 +49,10 @@ struct Fold {
   }
 };
 
-template <class Dst, bool kAccumulate>
+template <class Dst, bool kAccumulate, class Side>
 struct Finish {
   [[gnu::always_inline]] static void run(void* dst, const void* partial, std::int64_t count,
-                                         int divisor, float scale) {
+                                         int divisor, float scale, std::int32_t* nonfinite) {
     using Value = Accumulator<Dst>;
     auto* __restrict to = static_cast<Dst*>(dst);
     const auto* __restrict from = static_cast<const Value*>(partial);
@@ -59,9 +60,12 @@ struct Finish {
     const Value mean =
         std::is_integral_v<Value> ? Value{1} : Value{1} / static_cast<Value>(divisor);
     const auto factor = static_cast<Value>(scale);
+    Side side;
     for (std::int64_t i = 0; i < count; ++i) {
       finish<kAccumulate>(to[i], from[i], divisor, mean, factor);
+      side.wrote(to[i]);
     }
+    report(side.nonfinite(), nonfinite);
   }
 };
 
@@ -69,7 +73,8 @@ struct Kernels {
   void (*load_one)(void* partial, const void* source, std::int64_t count);
   void (*load_two)(void* partial, const void* a, const void* b, std::int64_t count);
   void (*fold)(void* partial, const void* source, std::int64_t count);
-  void (*finish)(void* dst, const void* partial, std::int64_t count, int divisor, float scale);
+  void (*finish)(void* dst, const void* partial, std::int64_t count, int divisor, float scale,
+                 std::int32_t* nonfinite);
 };
 
 template <class Src, class Op>
@@ -77,6 +82,12 @@ void choose_loads(Kernels& kernels) {
   kernels.load_one = best_of<LoadOne<Src>>();
   kernels.load_two = best_of<LoadTwo<Src, Op>>();
   kernels.fold = best_of<Fold<Src, Op>>();
+}
+
+template <class Dst, class Side>
+void choose_finish(Kernels& kernels, bool accumulate) {
+  kernels.finish =
+      accumulate ? best_of<Finish<Dst, true, Side>>() : best_of<Finish<Dst, false, Side>>();
 }
 
 Kernels choose(DType dtype, RedOp op, const Epilogue& epilogue) {
@@ -95,8 +106,11 @@ Kernels choose(DType dtype, RedOp op, const Epilogue& epilogue) {
   });
   with_type(epilogue.dtype, [&](auto dst) {
     using Dst = decltype(dst);
-    kernels.finish =
-        epilogue.accumulate ? best_of<Finish<Dst, true>>() : best_of<Finish<Dst, false>>();
+    if (epilogue.nonfinite == nullptr) {
+      choose_finish<Dst, Unwatched>(kernels, epilogue.accumulate);
+    } else {
+      choose_finish<Dst, Watch<Dst>>(kernels, epilogue.accumulate);
+    }
   });
   return kernels;
 }
@@ -148,7 +162,7 @@ void reduce_cpu(void* dst, const Epilogue& epilogue, const void* const* sources,
       for (int k = 2; k < num_sources; ++k) kernels.fold(partial, block(k), n);
     }
     kernels.finish(static_cast<std::byte*>(dst) + begin * dst_bytes, partial, n, divisor,
-                   epilogue.scale);
+                   epilogue.scale, epilogue.nonfinite);
   }
 }
 

@@ -10,7 +10,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "copy/element.h"
+#include "copy/nonfinite.h"
 #include "shardcomm/copy_plan.h"
 #include "shardcomm/tile.h"
 
@@ -18,14 +18,16 @@ namespace shardcomm {
 
 constexpr int kVectorBytes = 16;
 
-// Element operations. `Src` and `Dst` have the size of one element; `apply` returns what is stored.
+// Element operations. `Src` and `Dst` have the size of one element; `apply` returns what is stored,
+// and `Side`, one a thread, takes note of it.
 template <class SrcType, class DstType>
 struct Converted {
   using Src = SrcType;
   using Dst = DstType;
+  using Side = Unwatched;
   static constexpr bool kAccumulates = false;
   static constexpr bool kMoves = false;
-  SHARDCOMM_HOST_DEVICE static Dst apply(Src src, Dst, float scale) {
+  [[gnu::always_inline]] SHARDCOMM_HOST_DEVICE static Dst apply(Src src, Dst, float scale) {
     Dst result;
     store(result, scale * load(src));
     return result;
@@ -36,9 +38,10 @@ template <class SrcType, class DstType>
 struct Accumulated {
   using Src = SrcType;
   using Dst = DstType;
+  using Side = Unwatched;
   static constexpr bool kAccumulates = true;
   static constexpr bool kMoves = false;
-  SHARDCOMM_HOST_DEVICE static Dst apply(Src src, Dst dst, float scale) {
+  [[gnu::always_inline]] SHARDCOMM_HOST_DEVICE static Dst apply(Src src, Dst dst, float scale) {
     Dst result;
     store(result, load(dst) + scale * load(src));
     return result;
@@ -49,9 +52,15 @@ template <class Bits>
 struct Moved {
   using Src = Bits;
   using Dst = Bits;
+  using Side = Unwatched;
   static constexpr bool kAccumulates = false;
   static constexpr bool kMoves = true;  // bits, as they are
   SHARDCOMM_HOST_DEVICE static Dst apply(Src src, Dst, float) { return src; }
+};
+
+template <class Copy>
+struct Watched : Copy {
+  using Side = Watch<typename Copy::Dst>;
 };
 
 // The pointers of a launch travel as kernel arguments: first the sources, then the destinations.
@@ -127,7 +136,8 @@ template <class Copy, bool kWhole, int kBatch>
 SHARDCOMM_HOST_DEVICE inline void copy_batch(const VectorGrid& grid,
                                              const typename Copy::Src* __restrict src,
                                              typename Copy::Dst* __restrict dst, float scale,
-                                             std::uint32_t first, std::uint32_t threads) {
+                                             std::uint32_t first, std::uint32_t threads,
+                                             typename Copy::Side& side) {
   using Src = typename Copy::Src;
   using Dst = typename Copy::Dst;
   constexpr int kElements = kVectorElements<Copy>;
@@ -154,6 +164,7 @@ SHARDCOMM_HOST_DEVICE inline void copy_batch(const VectorGrid& grid,
       memcpy(&written, &to[k], sizeof(written));
       for (int i = 0; i < kElements; ++i) {
         written.at[i] = src == nullptr ? Dst{} : Copy::apply(read.at[i], written.at[i], scale);
+        side.wrote(written.at[i]);
       }
       store_vector(dst + at[k], written, kWhole);
     }
@@ -164,16 +175,17 @@ template <class Copy, bool kWhole>
 SHARDCOMM_HOST_DEVICE inline void copy_vectors(const VectorGrid& grid,
                                                const typename Copy::Src* __restrict src,
                                                typename Copy::Dst* __restrict dst, float scale,
-                                               std::uint32_t thread, std::uint32_t threads) {
+                                               std::uint32_t thread, std::uint32_t threads,
+                                               typename Copy::Side& side) {
   // Loads in flight per thread before the first store: what hides the latency of memory.
   constexpr std::uint32_t kBatch = 4;
   const std::uint32_t vectors = grid.rows * grid.per_row;
   std::uint32_t next = thread;
   for (; next + (kBatch - 1) * threads < vectors; next += kBatch * threads) {
-    copy_batch<Copy, kWhole, kBatch>(grid, src, dst, scale, next, threads);
+    copy_batch<Copy, kWhole, kBatch>(grid, src, dst, scale, next, threads, side);
   }
   for (; next < vectors; next += threads) {
-    copy_batch<Copy, kWhole, 1>(grid, src, dst, scale, next, threads);
+    copy_batch<Copy, kWhole, 1>(grid, src, dst, scale, next, threads, side);
   }
 }
 
@@ -182,7 +194,8 @@ template <class Copy>
 SHARDCOMM_HOST_DEVICE inline void copy_share(const Tile& tile,
                                              const typename Copy::Src* __restrict src,
                                              typename Copy::Dst* __restrict dst, float scale,
-                                             std::uint32_t thread, std::uint32_t threads) {
+                                             std::uint32_t thread, std::uint32_t threads,
+                                             typename Copy::Side& side) {
   using Src = typename Copy::Src;
   using Dst = typename Copy::Dst;
   constexpr int kElements = kVectorElements<Copy>;
@@ -205,9 +218,9 @@ SHARDCOMM_HOST_DEVICE inline void copy_share(const Tile& tile,
   const VectorGrid grid{rows, static_cast<std::uint32_t>(span.body) / kElements, head,
                         tile.src_pitch, tile.dst_pitch};
   if ((src == nullptr || is_vector_aligned(src + head)) && is_vector_aligned(dst + head)) {
-    copy_vectors<Copy, true>(grid, src, dst, scale, thread, threads);
+    copy_vectors<Copy, true>(grid, src, dst, scale, thread, threads, side);
   } else {
-    copy_vectors<Copy, false>(grid, src, dst, scale, thread, threads);
+    copy_vectors<Copy, false>(grid, src, dst, scale, thread, threads, side);
   }
   for (std::uint32_t index = thread; index < rows * singles; index += threads) {
     const std::uint32_t row = rows == 1 ? 0 : index / singles;
@@ -215,6 +228,7 @@ SHARDCOMM_HOST_DEVICE inline void copy_share(const Tile& tile,
     const std::int64_t col = single < head ? single : single + span.body;
     Dst& to = dst[row * tile.dst_pitch + col];
     to = src == nullptr ? Dst{} : Copy::apply(src[row * tile.src_pitch + col], to, scale);
+    side.wrote(to);
   }
 }
 
@@ -223,7 +237,8 @@ template <class Copy, int kCapacity>
 SHARDCOMM_HOST_DEVICE inline void copy_as_thread(const Tile* tiles, std::uint32_t num_tiles,
                                                  const Operands<kCapacity>& operands, float scale,
                                                  std::uint32_t block, std::uint32_t blocks,
-                                                 std::uint32_t thread, std::uint32_t threads) {
+                                                 std::uint32_t thread, std::uint32_t threads,
+                                                 typename Copy::Side& side) {
   for (std::uint32_t t = block; t < num_tiles; t += blocks) {
     const Tile tile = tiles[t];
     const void* src = tile.src == Segment::kZeros ? nullptr : operands.at[tile.src];
@@ -231,7 +246,7 @@ SHARDCOMM_HOST_DEVICE inline void copy_as_thread(const Tile* tiles, std::uint32_
     auto* dst = static_cast<typename Copy::Dst*>(const_cast<void*>(operands.at[tile.dst]));
     const auto* from = static_cast<const typename Copy::Src*>(src);
     copy_share<Copy>(tile, from == nullptr ? nullptr : from + tile.src_offset,
-                     dst + tile.dst_offset, scale, thread, threads);
+                     dst + tile.dst_offset, scale, thread, threads, side);
   }
 }
 

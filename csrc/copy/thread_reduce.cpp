@@ -22,6 +22,7 @@ Reduction reduction_of(void* dst, const Epilogue& epilogue, const void* const* s
   reduction.op = op;
   reduction.scale = epilogue.scale;
   reduction.accumulate = epilogue.accumulate;
+  reduction.nonfinite = epilogue.nonfinite;
   reduction.is_whole = is_vector_aligned(dst);
   for (int k = 0; k < num_sources; ++k) {
     reduction.sources.at[k] = sources[k];
@@ -33,10 +34,11 @@ Reduction reduction_of(void* dst, const Epilogue& epilogue, const void* const* s
 void walk_reduce(void* dst, const Epilogue& epilogue, const void* const* sources, int num_sources,
                  DType dtype, RedOp op, std::int64_t count, std::int64_t threads) {
   const Reduction reduction = reduction_of(dst, epilogue, sources, num_sources, dtype, op, count);
-  visit_reduction(dtype, epilogue.dtype, [&](auto src, auto to) {
+  visit_reduction(dtype, epilogue, [&](auto src, auto to, auto side) {
     for (std::int64_t thread = 0; thread < threads; ++thread) {
-      reduce_as_thread<decltype(src), decltype(to)>(reduction, thread, threads);
+      reduce_as_thread<decltype(src), decltype(to)>(reduction, thread, threads, side);
     }
+    report(side.nonfinite(), epilogue.nonfinite);
   });
 }
 

@@ -22,6 +22,7 @@ struct Reduction {
   float scale;
   bool accumulate;
   bool is_whole;  // all pointers allow accesses of 16 bytes
+  std::int32_t* nonfinite;
 };
 
 template <class T>
@@ -36,9 +37,9 @@ SHARDCOMM_HOST_DEVICE inline T combine(RedOp op, T a, T b) {
   }
 }
 
-template <class Src, class Dst>
+template <class Src, class Dst, class Side>
 SHARDCOMM_HOST_DEVICE inline void reduce_as_thread(const Reduction& reduction, std::int64_t thread,
-                                                   std::int64_t threads) {
+                                                   std::int64_t threads, Side& side) {
   using Value = Accumulator<Src>;
   constexpr int kElements = kVectorElements<Converted<Src, Dst>>;
   const int divisor = reduction.op == RedOp::avg ? reduction.num_sources : 1;
@@ -65,6 +66,7 @@ SHARDCOMM_HOST_DEVICE inline void reduce_as_thread(const Reduction& reduction, s
       } else {
         finish<false>(to.at[i], total[i], divisor, mean, scale);
       }
+      side.wrote(to.at[i]);
     }
     store_vector(dst + at, to, reduction.is_whole);
   }
@@ -79,6 +81,7 @@ SHARDCOMM_HOST_DEVICE inline void reduce_as_thread(const Reduction& reduction, s
     } else {
       finish<false>(dst[i], total, divisor, mean, scale);
     }
+    side.wrote(dst[i]);
   }
 }
 
@@ -86,16 +89,17 @@ SHARDCOMM_HOST_DEVICE inline void reduce_as_thread(const Reduction& reduction, s
 Reduction reduction_of(void* dst, const Epilogue& epilogue, const void* const* sources,
                        int num_sources, DType dtype, RedOp op, std::int64_t count);
 
-// Calls visit(Src{}, Dst{}) with the types of a reduction.
+// Calls visit(Src{}, Dst{}, Side{}) with the types of a reduction.
 template <class Visit>
-void visit_reduction(DType dtype, DType dst_dtype, Visit visit) {
+void visit_reduction(DType dtype, const Epilogue& epilogue, Visit visit) {
   with_type(dtype, [&](auto src) {
-    with_type(dst_dtype, [&](auto dst) {
+    with_type(epilogue.dtype, [&](auto dst) {
       using Src = std::decay_t<decltype(src)>;
       using Dst = std::decay_t<decltype(dst)>;
       if constexpr (std::is_same_v<Src, Dst> || (std::is_same_v<Accumulator<Src>, float> &&
                                                  std::is_same_v<Accumulator<Dst>, float>)) {
-        visit(src, dst);
+        return epilogue.nonfinite == nullptr ? visit(src, dst, Unwatched{})
+                                             : visit(src, dst, Watch<Dst>{});
       }
     });
   });

@@ -35,9 +35,7 @@ struct CudaCopy::DeviceLaunch {};
 CudaCopy::CudaCopy(const CopyPlan&, const CopyOptions&, int) { refuse(); }
 CudaCopy::~CudaCopy() = default;
 void CudaCopy::run(const void* const*, void* const*, NativeStream) const { refuse(); }
-void convert_cuda(void*, DType, const void*, DType, std::int64_t, float, bool, NativeStream) {
-  refuse();
-}
+void convert_cuda(void*, DType, const void*, DType, std::int64_t, NativeStream) { refuse(); }
 
 void reduce_cuda(void*, const Epilogue&, const void* const*, int, DType, RedOp, std::int64_t,
                  NativeStream) {

@@ -25,13 +25,16 @@ constexpr const char* name(RedOp op) {
 }
 
 // What happens to a reduced element before it is stored: dst = convert(scale * reduced), plus what
-// dst held when `accumulate`. Lets a shard gradient be cast, scaled and accumulated without another
-// pass over memory.
+// dst held when `accumulate`. Lets a shard gradient be cast, scaled, accumulated and looked at
+// without another pass over memory.
 struct Epilogue {
   DType dtype = DType::f32;  // of dst; f16, bf16 and f32 convert among each other, other types stay
                              // themselves
   float scale = 1.0f;
   bool accumulate = false;
+  // Where dst is; null: nobody asks. Set to 1 if an element that was stored is NaN or Inf (also
+  // when it overflowed as it was rounded to `dtype`), otherwise left as it is.
+  std::int32_t* nonfinite = nullptr;
 };
 
 // Throws std::invalid_argument unless `dtype` can be reduced into this epilogue.

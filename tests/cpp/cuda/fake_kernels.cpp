@@ -8,13 +8,10 @@
 namespace shardcomm {
 
 void convert_cuda(void* dst, DType dst_dtype, const void* src, DType src_dtype, std::int64_t count,
-                  float scale, bool accumulate, NativeStream stream) {
+                  NativeStream stream) {
   fake_enqueue(static_cast<cudaStream_t>(stream), [=] {
     const CopyPlan plan({{0, 0, 0, count, 0, count, 1, count}}, src_dtype, dst_dtype);
-    CopyOptions options;
-    options.scale = scale;
-    options.accumulate = accumulate;
-    copy_cpu(plan, &src, &dst, options);
+    copy_cpu(plan, &src, &dst, {});
   });
 }
 

@@ -1,0 +1,62 @@
+// A side output of element operations: whether any element that they wrote is NaN or Inf.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "copy/element.h"
+
+namespace shardcomm {
+
+// Nobody asked: costs nothing.
+struct Unwatched {
+  template <class T>
+  [[gnu::always_inline]] SHARDCOMM_HOST_DEVICE void wrote(T) {}
+  [[gnu::always_inline]] SHARDCOMM_HOST_DEVICE bool nonfinite() const { return false; }
+};
+
+// The exponents of NaN and Inf are all ones. With the sign cleared, one more step of the exponent
+// carries into the sign's place from those only: three instructions an element, no branch, and a
+// vector loop on every instruction set.
+template <class T, class Bits, Bits kExponentStep>
+class ExponentWatch {
+ public:
+  [[gnu::always_inline]] SHARDCOMM_HOST_DEVICE void wrote(T element) {
+    Bits bits;
+    std::memcpy(&bits, &element, sizeof bits);
+    carries_ |= static_cast<Bits>((bits & static_cast<Bits>(~kSign)) + kExponentStep);
+  }
+  [[gnu::always_inline]] SHARDCOMM_HOST_DEVICE bool nonfinite() const {
+    return (carries_ & kSign) != 0;
+  }
+
+ private:
+  static constexpr Bits kSign = static_cast<Bits>(Bits{1} << (8 * sizeof(Bits) - 1));
+  Bits carries_ = 0;
+};
+
+// What watches elements of type T; integers are always finite.
+template <class T>
+struct Watch : Unwatched {};
+template <>
+struct Watch<Half> : ExponentWatch<Half, std::uint16_t, 1 << 10> {};
+template <>
+struct Watch<BFloat16> : ExponentWatch<BFloat16, std::uint16_t, 1 << 7> {};
+template <>
+struct Watch<float> : ExponentWatch<float, std::uint32_t, 1 << 23> {};
+template <>
+struct Watch<double> : ExponentWatch<double, std::uint64_t, std::uint64_t{1} << 52> {};
+
+// Sets `flag` where something was found. Several threads may, of one copy or of several.
+inline void report(bool nonfinite, std::int32_t* flag) {
+  if (nonfinite) __atomic_store_n(flag, 1, __ATOMIC_RELAXED);
+}
+
+#ifdef __CUDACC__
+// As above, once a block; all of its threads call it.
+__device__ inline void report_of_block(bool nonfinite, std::int32_t* flag) {
+  if (__syncthreads_or(nonfinite) && threadIdx.x == 0) atomicOr(flag, 1);
+}
+#endif
+
+}  // namespace shardcomm
