@@ -84,6 +84,7 @@ class BoundCopy:
         accumulate: bool = ...,
         threads: int = ...,
         device: int = ...,
+        nonfinite: int = ...,
     ) -> None: ...
     def set_operands(self, sources: Sequence[int], destinations: Sequence[int]) -> None: ...
     def run(self, stream: Stream | None = ...) -> None: ...
@@ -98,6 +99,7 @@ def walk_launches(
     most_operands: int,
     blocks: int,
     threads: int,
+    nonfinite: int = ...,
 ) -> None: ...
 def reduce(
     dst: int,
@@ -108,6 +110,7 @@ def reduce(
     dtype: DType,
     op: RedOp,
     count: int,
+    nonfinite: int = ...,
 ) -> None: ...
 def walk_reduce(
     dst: int,
@@ -119,6 +122,7 @@ def walk_reduce(
     op: RedOp,
     count: int,
     threads: int,
+    nonfinite: int = ...,
 ) -> None: ...
 
 class InstructionSet:
@@ -191,6 +195,7 @@ class Communicator:
         count: int,
         op: RedOp,
         tag: int,
+        nonfinite: int = ...,
         stream: Stream | None = ...,
     ) -> None: ...
     def all_reduce(

@@ -45,6 +45,7 @@ class Bucket:
             reduce their `.grad` hold the gradients; the next reduce adds to those that are not None.
         gradients: the memory of the gradients, and what of it is shown as `.grad`.
         grad_scale: what the mean over all ranks is multiplied by.
+        nonfinite: one int32 element, which a reduce sets to 1 if it leaves NaN or Inf in `grad`; None: nobody asks.
         full: the full buffer, flat, `layout.flat_numel` of `param_dtype`.
         params: the full parameters, views into `full`; their values are there between a gather and the next use of
             the full buffer by another bucket. Read them, do not write: ranks may share this memory.
@@ -122,9 +123,10 @@ class Bucket:
         )
         self.gradients = ShardGradients(self.shard, self.shards, placed)
         self.grad_scale = 1.0
+        self.nonfinite: torch.Tensor | None = None
         self._add = False  # the reduce under way adds to the gradients
         self._filled: Event | None = None  # when the staging buffer is
-        self._packs: dict[tuple[torch.dtype, torch.dtype, bool, float], BoundCopy] = {}
+        self._packs: dict[tuple[object, ...], BoundCopy] = {}
 
     @classmethod
     def from_tensors(
@@ -214,16 +216,24 @@ class Bucket:
         self._add = self.gradients.begin_reduce()  # its zeros belong to what was computed so far
         if self.replicas is not None:
             return self._reduce_into_staging(sources, dtype, stream)
-        scale, add = self.grad_scale, self._add
+        scale, add, nonfinite = self.grad_scale, self._add, self.nonfinite
+        plain = scale == 1.0 and not add and nonfinite is None
         self._after_compute(stream)
         with self._gradient(stream) as grad:
-            if self.comm.size == 1 and (grad.dtype in FLOATS or not (add or scale != 1.0)):
-                self._pack(sources, dtype, grad, stream, scale, add=add)
+            if self.comm.size == 1 and (plain or grad.dtype in FLOATS):
+                self._pack(sources, dtype, grad, stream, scale, add=add, nonfinite=nonfinite)
                 end = None if stream is None else stream.record()
             else:
                 buffer = self._packed(sources, dtype, stream)
                 end = self.comm.reduce_scatter(
-                    grad, buffer, "avg", scale=scale, accumulate=add, tag=self._tag, stream=stream
+                    grad,
+                    buffer,
+                    "avg",
+                    scale=scale,
+                    accumulate=add,
+                    nonfinite=nonfinite,
+                    tag=self._tag,
+                    stream=stream,
                 )
         return Work(end, self.comm.device, sources)
 
@@ -262,7 +272,12 @@ class Bucket:
         with self._gradient(stream) as grad:
             # Over one rank: a cast with a scale and a sum.
             self.staging.free = self._alone.reduce_scatter(
-                grad, self._staged, scale=self.grad_scale, accumulate=self._add, stream=stream
+                grad,
+                self._staged,
+                scale=self.grad_scale,
+                accumulate=self._add,
+                nonfinite=self.nonfinite,
+                stream=stream,
             )
         return Work(self.staging.free, self.comm.device)
 
@@ -334,9 +349,10 @@ class Bucket:
         scale: float = 1.0,
         *,
         add: bool = False,
+        nonfinite: torch.Tensor | None = None,
     ) -> None:
         """Packs `sources`, all of `dtype`, into `flat`: the reduce buffer, the staging buffer, or the gradient."""
-        key = dtype, flat.dtype, add, scale
+        key = dtype, flat.dtype, add, scale, nonfinite
         if key not in self._packs:
             plan = CopyPlan.pack(
                 [p.numel for p in self.layout.placements],
@@ -346,7 +362,9 @@ class Bucket:
                 () if add else self.layout.gaps(),
             )
             nothing = [None] * len(sources)
-            self._packs[key] = plan.bind(nothing, [flat], scale=scale, accumulate=add)
+            self._packs[key] = plan.bind(
+                nothing, [flat], scale=scale, accumulate=add, nonfinite=nonfinite
+            )
         # Past the checks of `set_sources`: reduce_scatter has made them, at a fraction of their cost.
         pack = self._packs[key]
         addresses = [0 if source is None else source.data_ptr() for source in sources]

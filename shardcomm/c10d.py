@@ -22,6 +22,7 @@ from shardcomm.communicator import (
     queued,
     red_op,
 )
+from shardcomm.nonfinite import flag_address, look
 from shardcomm.streams import Event, Stream
 
 _OPS = {
@@ -85,6 +86,7 @@ class C10dCommunicator(Communicator):
         *,
         scale: float = 1.0,
         accumulate: bool = False,
+        nonfinite: torch.Tensor | None = None,
         tag: int = 0,
         stream: Stream | None = None,
     ) -> Event | None:
@@ -92,6 +94,7 @@ class C10dCommunicator(Communicator):
         send = checked("reduce_scatter", "send", send, self.device)
         check_sizes("reduce_scatter", self.size, recv=recv, send=send, whole="send")
         red_op("reduce_scatter", op)
+        flag_address("reduce_scatter", nonfinite, self.device)
 
         def run() -> None:
             wire = _accumulation_dtype(send.dtype)
@@ -107,9 +110,11 @@ class C10dCommunicator(Communicator):
             if accumulate:
                 total += flat
             flat.copy_(total)
+            if nonfinite is not None:
+                look(flat, nonfinite)
 
         self._submit("reduce_scatter", run, stream)
-        return queued(stream, recv, send)
+        return queued(stream, recv, send, nonfinite)
 
     def all_reduce(
         self, buffer: ArrayLike, op: ReduceOp = "sum", *, stream: Stream | None = None

@@ -31,6 +31,7 @@ import torch
 from shardcomm import _C
 from shardcomm.arrays import ArrayLike, as_tensor
 from shardcomm.dtype import core_dtype
+from shardcomm.nonfinite import flag_address
 from shardcomm.streams import Event, Stream, Streams, compute_stream, keep_until
 
 if TYPE_CHECKING:
@@ -168,13 +169,16 @@ class Communicator(ABC):
         *,
         scale: float = 1.0,
         accumulate: bool = False,
+        nonfinite: torch.Tensor | None = None,
         tag: int = 0,
         stream: Stream | None = None,
     ) -> Event | None:
         """recv = this rank's n elements of `send` reduced over all ranks; n = recv.numel().
 
         f16 and bf16 are summed in f32, multiplied by `scale`, and rounded once, to recv's dtype. `accumulate` adds to
-        what recv holds.
+        what recv holds. `nonfinite`: one int32 element, set to 1 if an element of the result in `recv` is NaN or Inf
+        (also by overflow of a sum or of recv's dtype), and else left as it is. What writes the result looks; where
+        that is not ours (c10d; nccl with neither conversion nor scale nor accumulation) the result is read again.
         """
 
     @abstractmethod
@@ -270,6 +274,7 @@ class CoreCommunicator(Communicator):
         *,
         scale: float = 1.0,
         accumulate: bool = False,
+        nonfinite: torch.Tensor | None = None,
         tag: int = 0,
         stream: Stream | None = None,
     ) -> Event | None:
@@ -286,9 +291,10 @@ class CoreCommunicator(Communicator):
             recv.numel(),
             red_op("reduce_scatter", op),
             tag,
+            flag_address("reduce_scatter", nonfinite, self.device),
             self._on(stream),
         )
-        return queued(stream, recv, send)
+        return queued(stream, recv, send, nonfinite)
 
     def all_reduce(
         self, buffer: ArrayLike, op: ReduceOp = "sum", *, stream: Stream | None = None
@@ -345,7 +351,7 @@ def check_allocation(numel: int, dtype: torch.dtype, use: str) -> None:
         raise TypeError(f"allocate: dtype is {dtype!r}; it must be a torch.dtype")
 
 
-def queued(stream: Stream | None, *tensors: torch.Tensor) -> Event | None:
+def queued(stream: Stream | None, *tensors: torch.Tensor | None) -> Event | None:
     """The end of what was queued on `stream`, until which its `tensors` are kept; None without a stream."""
     if stream is None:
         return None

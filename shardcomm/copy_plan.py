@@ -27,6 +27,7 @@ from torch import Tensor
 from shardcomm import _C
 from shardcomm.arrays import ArrayLike, as_tensor
 from shardcomm.dtype import wire_dtype
+from shardcomm.nonfinite import flag_address
 from shardcomm.streams import Stream, compute_stream, uses_core
 
 ZEROS = -1
@@ -219,14 +220,18 @@ class CopyPlan:
         scale: float = 1.0,
         accumulate: bool = False,
         threads: int = 1,
+        nonfinite: Tensor | None = None,
     ) -> BoundCopy:
         """As `run`, but checks now and runs later, as often as wanted.
 
-        On a GPU a run can be captured in a CUDA graph, which needs the BoundCopy as long as it lives.
+        On a GPU a run can be captured in a CUDA graph, which needs the BoundCopy as long as it lives. `nonfinite`: one
+        int32 element, which a run sets to 1 if an element that it writes is NaN or Inf, and else leaves as it is.
         """
         read, written = _operands(sources, destinations)
-        core = self._executor(read, written, _device_of(written), scale, accumulate, threads)
-        return BoundCopy(self, core, read, tuple(written))
+        device = _device_of(written)
+        flag = flag_address("bind", nonfinite, device)
+        core = self._executor(read, written, device, scale, accumulate, threads, flag)
+        return BoundCopy(self, core, read, tuple(written), nonfinite)
 
     def _executor(
         self,
@@ -236,14 +241,15 @@ class CopyPlan:
         scale: float,
         accumulate: bool,
         threads: int,
+        nonfinite: int = 0,
     ) -> Executor:
         pointers = self._pointers(read, written, device)
         if uses_core(device):
             index = -1 if device.type == "cpu" else device.index
-            return _C.BoundCopy(self.core, *pointers, scale, accumulate, threads, index)
+            return _C.BoundCopy(self.core, *pointers, scale, accumulate, threads, index, nonfinite)
         from shardcomm.copy_triton import TritonCopy  # noqa: PLC0415  (needs Triton)
 
-        return TritonCopy(self.core, *pointers, scale, accumulate, device)
+        return TritonCopy(self.core, *pointers, scale, accumulate, device, nonfinite)
 
     def _pointers(
         self, read: Sequence[Tensor | None], written: Sequence[Tensor], device: torch.device
@@ -286,11 +292,13 @@ class BoundCopy:
         core: Executor,
         sources: Sequence[Tensor | None],
         destinations: Sequence[Tensor],
+        nonfinite: Tensor | None = None,
     ) -> None:
         self.plan = plan
         self.core = core
         self.sources = sources
         self.destinations = destinations
+        self.nonfinite = nonfinite
         self.device = _device_of(destinations)
 
     def set_sources(self, sources: Sequence[ArrayLike | None]) -> None:

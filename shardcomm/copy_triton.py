@@ -54,14 +54,18 @@ class TritonCopy:
         scale: float,
         accumulate: bool,
         device: torch.device,
+        nonfinite: int = 0,
     ) -> None:
         _check_device(device)
         self._device = device
         self._scale = ctypes.c_float(scale).value
-        plain = plan.src_dtype == plan.dst_dtype and self._scale == 1.0 and not accumulate
+        self._nonfinite = ctypes.c_int64(nonfinite).value
+        computes = self._scale != 1.0 or accumulate or nonfinite != 0
+        plain = plan.src_dtype == plan.dst_dtype and not computes
         if not plain and plan.dst_dtype not in _FLOATS:
             raise ValueError(
-                f"scale and accumulate need float32, bfloat16 or float16, not {plan.dst_dtype.name}"
+                "scale, accumulate and nonfinite need float32, bfloat16 or float16, not "
+                f"{plan.dst_dtype.name}"
             )
         types = _BITS if plain else _FLOATS
         src, dst = types[plan.src_dtype], types[plan.dst_dtype]
@@ -70,6 +74,7 @@ class TritonCopy:
             "DST": dst,
             "PLAIN": plain,
             "ACCUMULATE": accumulate,
+            "WATCHED": nonfinite != 0,
             "VECTOR": 128 // min(src.primitive_bitwidth, dst.primitive_bitwidth),
             "BLOCK": 2048,  # elements of one step: two vectors of a 16-bit dtype for each thread
         }
@@ -101,6 +106,7 @@ class TritonCopy:
             self._tile_table.on_current_stream(),
             self._address_table.on_current_stream(),
             self._scale,
+            self._nonfinite,
             **self._constants,
             enable_fp_fusion=False,  # the product is rounded before it is added
         )
@@ -145,10 +151,12 @@ def _copy_tile(
     tiles,
     addresses,
     scale,
+    nonfinite,
     SRC: tl.constexpr,
     DST: tl.constexpr,
     PLAIN: tl.constexpr,
     ACCUMULATE: tl.constexpr,
+    WATCHED: tl.constexpr,
     VECTOR: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -195,6 +203,10 @@ def _copy_tile(
                 if ACCUMULATE:
                     value = _to_float32(tl.load(dst_elements, mask=inside)) + value
                 value = tl.where(has_source, _round(value, DST), 0)
+            if WATCHED:
+                is_finite = tl.abs(_to_float32(value)) < float("inf")
+                flag = nonfinite.to(tl.pointer_type(tl.int32)) + tl.zeros_like(col)
+                tl.store(flag, 1, mask=inside & (is_finite == 0))
             tl.store(dst_elements, value, mask=inside)
 
 

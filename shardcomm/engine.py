@@ -293,6 +293,7 @@ class Engine:
         if not self._in_backward:
             self._check_thread()
             self._in_backward = True
+            self._gradients.begin_backward()
             torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
         occupant = self._actions.occupant(unit)
         if occupant is not None and occupant.state is State.BACKWARD:

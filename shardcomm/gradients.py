@@ -27,8 +27,17 @@ class Gradients:
         self._params = [param for unit in units for param in unit.params]
         self._mesh = mesh
         self._on_nonfinite = on_nonfinite
-        numel = len(self._params) + (len(units) if on_nonfinite else 0)
-        self._all_used = torch.ones(numel, dtype=torch.int32, device=mesh.device)
+        self._all_used = torch.ones(len(self._params), dtype=torch.int32, device=mesh.device)
+        # One a unit, set by whatever writes its gradients.
+        self._nonfinite = self._all_used.new_zeros(len(units) if on_nonfinite else 0)
+        if on_nonfinite:
+            for unit, flag in zip(units, torch.split(self._nonfinite, 1), strict=True):
+                for bucket, _ in unit.buckets:
+                    bucket.nonfinite = flag
+
+    def begin_backward(self) -> None:
+        """Forgets what the reduces of the one before left."""
+        self._nonfinite.zero_()
 
     def publish(self) -> None:
         """Sets `.grad` of what any rank had a gradient for; what no rank used keeps None, as under DDP.
@@ -39,15 +48,13 @@ class Gradients:
         buckets = [entry for unit in self._units for entry in unit.buckets]
         if not any(bucket.gradients.unshown for bucket, _ in buckets):
             return
-        flags = [
-            param.used or not bucket.gradients.unshown
-            for bucket, params in buckets
-            for param in params
-        ]
-        if self._on_nonfinite is not None:
-            flags += self._nonfinite_here()
-        if self._mesh.size > 1:
-            flags = self._of_any_rank(flags)
+        flags = self._of_any_rank(
+            [
+                param.used or not bucket.gradients.unshown
+                for bucket, params in buckets
+                for param in params
+            ]
+        )
         used, nonfinite = iter(flags), flags[len(self._params) :]
         self.nonfinite = tuple(
             unit.name for unit, bad in zip(self._units, nonfinite, strict=False) if bad
@@ -78,28 +85,18 @@ class Gradients:
             torch._foreach_mul_(grads, scale.to(grads[0].device))
         return norm
 
-    def _of_any_rank(self, flags: list[bool]) -> list[bool]:
+    def _of_any_rank(self, used: list[bool]) -> list[bool]:
+        """For each parameter whether a rank used it; then for each unit whether its gradients have NaN or Inf."""
+        if self._mesh.size == 1 and not self._on_nonfinite:
+            return used
         # Who used all of them knows the result; it is the others who read it, and wait for it.
-        everybody = self._all_used
-        unknown = self._on_nonfinite is not None or not all(flags)
+        flags = self._all_used
+        unknown = self._on_nonfinite is not None or not all(used)
         if unknown:
-            everybody = torch.tensor(flags, dtype=torch.int32, device=self._mesh.device)
-        self._mesh.all_reduce(everybody, "max")
-        return [bool(flag) for flag in everybody.tolist()] if unknown else flags
-
-    def _nonfinite_here(self) -> list[bool]:
-        """Of each unit. A sum is not finite if an element is not; of those whose is not, the elements are looked at."""
-        reduced = [
-            [bucket.grad for bucket, _ in unit.buckets if bucket.gradients.unshown]
-            for unit in self._units
-        ]
-        zero = self._all_used.new_zeros((), dtype=torch.float32)
-        sums = [sum((grad.sum(dtype=_wide(grad)) for grad in grads), zero) for grads in reduced]
-        finite = torch.stack([total.isfinite() for total in sums]).tolist()
-        return [
-            not ok and not all(bool(grad.isfinite().all()) for grad in grads)
-            for ok, grads in zip(finite, reduced, strict=True)
-        ]
+            flags = torch.cat([flags.new_tensor(used), self._nonfinite])
+        if self._mesh.size > 1:
+            self._mesh.all_reduce(flags, "max")
+        return [bool(flag) for flag in flags.tolist()] if unknown else used
 
     def _leave_out(self) -> None:
         """Drops all gradients: those of earlier backwards too, which these were added to."""
@@ -112,7 +109,3 @@ class Gradients:
                 f"backward: gradients of {', '.join(map(repr, self.nonfinite))} are NaN or Inf after their reduce; no "
                 "parameter has a .grad now. Look for the cause in that unit, or train on with on_nonfinite='skip'"
             )
-
-
-def _wide(grad: torch.Tensor) -> torch.dtype:
-    return torch.promote_types(grad.dtype, torch.float32)

@@ -72,8 +72,9 @@ def fully_shard(
             of two. As PyTorch FSDP2's `CPUOffloadPolicy()`. Ranks on a CPU gain nothing by it, but do the same.
         on_nonfinite: what a backward does on every rank when a gradient, reduced over the ranks, is NaN or Inf: "raise"
             a FloatingPointError that names the units, or "skip" them: it leaves no parameter a `.grad`, so that the
-            optimizer's step passes over all, and `engine.nonfinite` names the units. Costs a read of the shard's
-            gradients; on a GPU, the host waits for them. Leave it None with a GradScaler, which looks for itself.
+            optimizer's step passes over all, and `engine.nonfinite` names the units. What writes a gradient
+            looks at it on the way (see `Communicator.reduce_scatter`), at next to no cost; on a GPU, the host waits for
+            the result. Leave it None with a GradScaler, which looks for itself.
 
     Raises:
         TypeError: `model` is no module, or `comm` none of these.

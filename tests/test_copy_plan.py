@@ -320,5 +320,5 @@ def test_wrong_operands_are_refused() -> None:
         plan.run([a, b], [flat], threads=0)
     integers = CopyPlan.pack([1], [0], torch.int32, torch.int32)
     one = torch.ones(1, dtype=torch.int32)
-    with pytest.raises(ValueError, match="scale and accumulate need f32"):
+    with pytest.raises(ValueError, match="scale, accumulate and nonfinite need f32"):
         integers.run([one], [one.clone()], scale=2.0)

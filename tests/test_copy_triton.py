@@ -45,9 +45,10 @@ def triton_copy(
     destinations: list[Tensor],
     scale: float = 1.0,
     accumulate: bool = False,
+    nonfinite: int = 0,
 ) -> TritonCopy:
     addresses = [plan.source_pointers(sources, DEVICE), [each.data_ptr() for each in destinations]]
-    return TritonCopy(plan.core, *addresses, scale, accumulate, DEVICE)
+    return TritonCopy(plan.core, *addresses, scale, accumulate, DEVICE, nonfinite)
 
 
 def check(
@@ -227,10 +228,27 @@ def test_streams_see_the_sources_they_were_queued_with() -> None:
     assert [each.unique().tolist() for each in results] == [[float(i)] for i in range(8)]
 
 
+@pytest.mark.parametrize("value", [1.0, 1e5, float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_the_flag_is_set_if_what_it_writes_is_not_finite(dtype: torch.dtype, value: float) -> None:
+    plan = CopyPlan.pack([1000, 30], [1, 1002], torch.float32, dtype)
+    for at, accumulate in ((0, False), (999, True)):
+        sources: list[Tensor | None] = [torch.ones(1000, device=DEVICE), None]
+        assert sources[0] is not None
+        sources[0][at] = value
+        flat = torch.ones(1100, dtype=dtype, device=DEVICE)
+        flat[0] = float("nan")  # not written
+        flag = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+        copy = triton_copy(plan, sources, [flat], 1.0, accumulate, flag.data_ptr())
+        copy.run()
+        assert bool(flag) == (not flat[1:].isfinite().all())
+        assert bool(flag) == (value != 1.0 and not (value == 1e5 and dtype != torch.float16))
+
+
 def test_what_it_cannot_do_is_refused() -> None:
     integers = CopyPlan.pack([1], [0], torch.int32, torch.int32)
     one = torch.ones(1, dtype=torch.int32, device=DEVICE)
-    with pytest.raises(ValueError, match="scale and accumulate need float32"):
+    with pytest.raises(ValueError, match="scale, accumulate and nonfinite need float32"):
         triton_copy(integers, [one], [one.clone()], scale=2.0)
     elsewhere = torch.device("cpu" if DEVICE.type == "cuda" else "cuda")
     with pytest.raises(TypeError, match="TRITON_INTERPRET must be"):

@@ -128,6 +128,31 @@ void reductions_add_up() {
   require(wrapped[99] == -2, "integers wrap");
 }
 
+// Of `count` elements, one is NaN or Inf, or none (-1).
+void a_flag_tells_of_what_is_not_finite() {
+  constexpr float kInfinity = std::numeric_limits<float>::infinity();
+  for (std::int64_t count : {1, 31, 128, 129, 1000}) {
+    for (std::int64_t at : {std::int64_t{-1}, std::int64_t{0}, count / 2, count - 1}) {
+      std::vector<float> source = integers(count);
+      if (at >= 0) source[static_cast<std::size_t>(at)] = at % 2 == 0 ? kInfinity : std::nanf("");
+      const void* sources[] = {source.data()};
+      for (DType dtype : {DType::f32, DType::f16, DType::bf16}) {
+        for (bool accumulate : {false, true}) {
+          std::vector<float> result(source.size());  // room for any of them
+          std::int32_t reduced = 0, copied = 0;
+          reduce_cpu(result.data(), {dtype, 1.0f, accumulate, &reduced}, sources, 1, DType::f32,
+                     RedOp::sum, count);
+          result.assign(source.size(), 0.0f);
+          void* destinations[] = {result.data()};
+          const CopyPlan plan({{0, 0, 0, count, 0, count, 1, count}}, DType::f32, dtype);
+          copy_cpu(plan, sources, destinations, {1.0f, accumulate, 1, &copied});
+          require(reduced == (at >= 0) && copied == (at >= 0), "the flag is set if, and only if");
+        }
+      }
+    }
+  }
+}
+
 void spans_split_at_vector_boundaries() {
   const VectorSpan span = vector_span(/*address=*/60, /*count=*/100, /*item_bytes=*/4, 16);
   require(span.head == 1 && span.body == 96 && span.tail == 3, "one head, 24 vectors, 3 left over");
@@ -146,6 +171,7 @@ int main() {
     rectangles_land_where_they_should();
     threads_and_streaming_copy_everything();
     reductions_add_up();
+    a_flag_tells_of_what_is_not_finite();
   }
   std::puts("copy_test: ok");
 }

@@ -11,6 +11,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <limits>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -116,6 +117,25 @@ void collectives(const Comm& comm) {
                          RedOp::sum, 0, queue.get());
     queue.finish();
     require(result[kPart - 1] == 2.5f * kRanks * mine, "reduced, scaled, accumulated, exchanged");
+
+    // Plainly, with something to do, and exchanged.
+    for (const Epilogue& each : {Epilogue{}, Epilogue{DType::f32, 0.5f, true}}) {
+      for (const bool exchanged : {false, true}) {
+        std::int32_t nonfinite = 0;
+        Epilogue epilogue = each;
+        epilogue.nonfinite = &nonfinite;
+        for (const bool bad : {false, true}) {
+          result.assign(kPart, 0);
+          full[0] = bad ? std::numeric_limits<float>::infinity() : 1.0f;
+          narrow[0] = bad ? 0x7f80 : 0x3f80;
+          const void* send = exchanged ? static_cast<const void*>(narrow.data()) : full;
+          comm->reduce_scatter(send, exchanged ? DType::bf16 : DType::f32, result.data(), epilogue,
+                               kPart, RedOp::sum, 0, queue.get());
+          queue.finish();
+          require(nonfinite == (bad && rank == 0), "the flag tells of this rank's part");
+        }
+      }
+    }
 
     std::vector<float> value(5, mine);
     comm->all_reduce(value.data(), DType::f32, 5, RedOp::max, queue.get());

@@ -1,0 +1,24 @@
+"""Flags for NaN and Inf: one int32 element, which whoever writes gradients sets to 1 and never clears."""
+
+from __future__ import annotations
+
+import torch
+
+
+def flag_address(operation: str, flag: torch.Tensor | None, device: torch.device) -> int:
+    """Where `flag` is, 0 for None; ValueError unless it is one int32 element on `device`."""
+    if flag is None:
+        return 0
+    if flag.dtype != torch.int32 or flag.numel() != 1 or flag.device != device:
+        raise ValueError(
+            f"{operation}: nonfinite is {flag.numel()} elements of {flag.dtype} on {flag.device}; it must be one of "
+            f"torch.int32 on {device}"
+        )
+    return flag.data_ptr()
+
+
+def look(written: torch.Tensor, flag: torch.Tensor) -> None:
+    """Sets `flag` if an element of `written` is NaN or Inf: reads it all, for writers that do not look themselves."""
+    if written.is_floating_point() and written.numel():
+        least, largest = torch.aminmax(written)  # NaN is both of them
+        flag |= ~(least.isfinite() & largest.isfinite())
