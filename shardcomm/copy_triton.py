@@ -59,7 +59,7 @@ class TritonCopy:
         _check_device(device)
         self._device = device
         self._scale = ctypes.c_float(scale).value
-        self._nonfinite = ctypes.c_int64(nonfinite).value
+        self._nonfinite = nonfinite
         computes = self._scale != 1.0 or accumulate or nonfinite != 0
         plain = plan.src_dtype == plan.dst_dtype and not computes
         if not plain and plan.dst_dtype not in _FLOATS:
@@ -78,8 +78,8 @@ class TritonCopy:
             "VECTOR": 128 // min(src.primitive_bitwidth, dst.primitive_bitwidth),
             "BLOCK": 2048,  # elements of one step: two vectors of a 16-bit dtype for each thread
         }
-        # The address table is [0, sources, destinations]: the source ZEROS (-1) becomes its row 0.
-        shift = torch.tensor([1, 1 + plan.num_sources, 0, 0, 0, 0, 0, 0])
+        # The address table is [nonfinite, 0, sources, destinations]: the source ZEROS (-1) becomes its row 1.
+        shift = torch.tensor([2, 2 + plan.num_sources, 0, 0, 0, 0, 0, 0])
         tiles = torch.tensor(plan.tiles, dtype=torch.int64).reshape(-1, 8) + shift
         self._grid = (len(tiles),)
         self._tile_table = _Table(tiles, device)
@@ -88,7 +88,8 @@ class TritonCopy:
     def set_operands(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
         """Later runs read and write there; a run that is queued already does where it was told before."""
         # Signed, as the kernel's integers: some GPUs have addresses past 2^63.
-        addresses = [ctypes.c_int64(a).value for a in (0, *sources, *destinations)]
+        table = (self._nonfinite, 0, *sources, *destinations)
+        addresses = [ctypes.c_int64(address).value for address in table]
         self._address_table = _Table(torch.tensor(addresses, dtype=torch.int64), self._device)
 
     def run(self, stream: TorchStream | None = None) -> None:
@@ -106,7 +107,6 @@ class TritonCopy:
             self._tile_table.on_current_stream(),
             self._address_table.on_current_stream(),
             self._scale,
-            self._nonfinite,
             **self._constants,
             enable_fp_fusion=False,  # the product is rounded before it is added
         )
@@ -151,7 +151,6 @@ def _copy_tile(
     tiles,
     addresses,
     scale,
-    nonfinite,
     SRC: tl.constexpr,
     DST: tl.constexpr,
     PLAIN: tl.constexpr,
@@ -205,8 +204,8 @@ def _copy_tile(
                 value = tl.where(has_source, _round(value, DST), 0)
             if WATCHED:
                 is_finite = tl.abs(_to_float32(value)) < float("inf")
-                flag = nonfinite.to(tl.pointer_type(tl.int32)) + tl.zeros_like(col)
-                tl.store(flag, 1, mask=inside & (is_finite == 0))
+                flag = tl.load(addresses).to(tl.pointer_type(tl.int32))
+                tl.store(flag + 0 * col, 1, mask=inside & (is_finite == 0))
             tl.store(dst_elements, value, mask=inside)
 
 

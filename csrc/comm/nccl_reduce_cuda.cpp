@@ -97,8 +97,8 @@ void NcclCommunicator::reduce(const Call& call, const void* send, void* recv,
                                   nccl_dtype(dtype), nccl_reduction(call.red_op), comm, stream);
     });
   };
-  // The epilogue is the reduction of one source. NCCL has none; where there is nothing to do but
-  // to look for NaN and Inf, that is a pass over the result.
+  // NCCL has no epilogue. Ours is a reduction of its result alone; in place, where nothing is left
+  // to do but to look for NaN and Inf.
   const auto finish = [&](const void* reduced) {
     reduce_cuda(recv, epilogue, &reduced, 1, dtype, RedOp::sum, call.count, stream);
   };

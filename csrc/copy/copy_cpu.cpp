@@ -10,7 +10,7 @@
 #include <utility>
 #include <vector>
 
-#include "copy/launch.h"
+#include "copy/operation.h"
 #include "copy/simd.h"
 #include "copy/streaming.h"
 #include "shardcomm/copy_plan.h"
@@ -43,7 +43,7 @@ struct Row {
       to[i] = Copy::apply(from[i], to[i], scale);
       side.wrote(to[i]);
     }
-    report(side.nonfinite(), nonfinite);
+    report(side, nonfinite);
   }
 };
 

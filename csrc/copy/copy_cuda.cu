@@ -19,9 +19,7 @@ __global__ void __launch_bounds__(kThreads)
   typename Copy::Side side;
   copy_as_thread<Copy>(tiles, num_tiles, operands, scale, blockIdx.x, gridDim.x, threadIdx.x,
                        blockDim.x, side);
-  if constexpr (!std::is_same_v<typename Copy::Side, Unwatched>) {
-    report_of_block(side.nonfinite(), nonfinite);
-  }
+  report_of_block(side, nonfinite);
 }
 
 template <class Copy>

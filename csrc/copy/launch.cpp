@@ -100,7 +100,7 @@ void walk_launches(const CopyPlan& plan, const void* const* sources, void* const
           typename Copy::Side side;
           copy_as_thread<Copy>(launch.tiles.data(), static_cast<std::uint32_t>(launch.tiles.size()),
                                *operands, options.scale, block, blocks, thread, threads, side);
-          report(side.nonfinite(), options.nonfinite);
+          report(side, options.nonfinite);
         }
       }
     });

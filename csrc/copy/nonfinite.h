@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #include "copy/element.h"
 
@@ -35,27 +36,48 @@ class ExponentWatch {
   Bits carries_ = 0;
 };
 
-// What watches elements of type T; integers are always finite.
-template <class T>
-struct Watch : Unwatched {};
-template <>
-struct Watch<Half> : ExponentWatch<Half, std::uint16_t, 1 << 10> {};
-template <>
-struct Watch<BFloat16> : ExponentWatch<BFloat16, std::uint16_t, 1 << 7> {};
-template <>
-struct Watch<float> : ExponentWatch<float, std::uint32_t, 1 << 23> {};
-template <>
-struct Watch<double> : ExponentWatch<double, std::uint64_t, std::uint64_t{1} << 52> {};
+namespace detail {
 
-// Sets `flag` where something was found. Several threads may, of one copy or of several.
-inline void report(bool nonfinite, std::int32_t* flag) {
-  if (nonfinite) __atomic_store_n(flag, 1, __ATOMIC_RELAXED);
+template <class T>
+struct WatchOf {
+  using Type = Unwatched;  // integers are always finite
+};
+template <>
+struct WatchOf<Half> {
+  using Type = ExponentWatch<Half, std::uint16_t, 1 << 10>;
+};
+template <>
+struct WatchOf<BFloat16> {
+  using Type = ExponentWatch<BFloat16, std::uint16_t, 1 << 7>;
+};
+template <>
+struct WatchOf<float> {
+  using Type = ExponentWatch<float, std::uint32_t, 1 << 23>;
+};
+template <>
+struct WatchOf<double> {
+  using Type = ExponentWatch<double, std::uint64_t, std::uint64_t{1} << 52>;
+};
+
+}  // namespace detail
+
+// What watches elements of type T.
+template <class T>
+using Watch = typename detail::WatchOf<T>::Type;
+
+// Sets `flag` if `side` has seen NaN or Inf. Several threads may, of one copy or of several.
+template <class Side>
+inline void report(const Side& side, std::int32_t* flag) {
+  if (side.nonfinite()) __atomic_store_n(flag, 1, __ATOMIC_RELAXED);
 }
 
 #ifdef __CUDACC__
 // As above, once a block; all of its threads call it.
-__device__ inline void report_of_block(bool nonfinite, std::int32_t* flag) {
-  if (__syncthreads_or(nonfinite) && threadIdx.x == 0) atomicOr(flag, 1);
+template <class Side>
+__device__ inline void report_of_block(const Side& side, std::int32_t* flag) {
+  if constexpr (!std::is_same_v<Side, Unwatched>) {
+    if (__syncthreads_or(side.nonfinite()) && threadIdx.x == 0) atomicOr(flag, 1);
+  }
 }
 #endif
 

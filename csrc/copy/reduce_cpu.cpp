@@ -65,7 +65,7 @@ struct Finish {
       finish<kAccumulate>(to[i], from[i], divisor, mean, factor);
       side.wrote(to[i]);
     }
-    report(side.nonfinite(), nonfinite);
+    report(side, nonfinite);
   }
 };
 

@@ -16,9 +16,7 @@ __global__ void __launch_bounds__(kThreads)
   Side side;
   reduce_as_thread<Src, Dst>(reduction, std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x,
                              std::int64_t{gridDim.x} * blockDim.x, side);
-  if constexpr (!std::is_same_v<Side, Unwatched>) {
-    report_of_block(side.nonfinite(), reduction.nonfinite);
-  }
+  report_of_block(side, reduction.nonfinite);
 }
 
 }  // namespace

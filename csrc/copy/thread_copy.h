@@ -10,58 +10,13 @@
 #include <cstdint>
 #include <cstring>
 
-#include "copy/nonfinite.h"
+#include "copy/operation.h"
 #include "shardcomm/copy_plan.h"
 #include "shardcomm/tile.h"
 
 namespace shardcomm {
 
 constexpr int kVectorBytes = 16;
-
-// Element operations. `Src` and `Dst` have the size of one element; `apply` returns what is stored,
-// and `Side`, one a thread, takes note of it.
-template <class SrcType, class DstType>
-struct Converted {
-  using Src = SrcType;
-  using Dst = DstType;
-  using Side = Unwatched;
-  static constexpr bool kAccumulates = false;
-  static constexpr bool kMoves = false;
-  [[gnu::always_inline]] SHARDCOMM_HOST_DEVICE static Dst apply(Src src, Dst, float scale) {
-    Dst result;
-    store(result, scale * load(src));
-    return result;
-  }
-};
-
-template <class SrcType, class DstType>
-struct Accumulated {
-  using Src = SrcType;
-  using Dst = DstType;
-  using Side = Unwatched;
-  static constexpr bool kAccumulates = true;
-  static constexpr bool kMoves = false;
-  [[gnu::always_inline]] SHARDCOMM_HOST_DEVICE static Dst apply(Src src, Dst dst, float scale) {
-    Dst result;
-    store(result, load(dst) + scale * load(src));
-    return result;
-  }
-};
-
-template <class Bits>
-struct Moved {
-  using Src = Bits;
-  using Dst = Bits;
-  using Side = Unwatched;
-  static constexpr bool kAccumulates = false;
-  static constexpr bool kMoves = true;  // bits, as they are
-  SHARDCOMM_HOST_DEVICE static Dst apply(Src src, Dst, float) { return src; }
-};
-
-template <class Copy>
-struct Watched : Copy {
-  using Side = Watch<typename Copy::Dst>;
-};
 
 // The pointers of a launch travel as kernel arguments: first the sources, then the destinations.
 template <int kCapacity>

@@ -38,7 +38,7 @@ void walk_reduce(void* dst, const Epilogue& epilogue, const void* const* sources
     for (std::int64_t thread = 0; thread < threads; ++thread) {
       reduce_as_thread<decltype(src), decltype(to)>(reduction, thread, threads, side);
     }
-    report(side.nonfinite(), epilogue.nonfinite);
+    report(side, epilogue.nonfinite);
   });
 }
 

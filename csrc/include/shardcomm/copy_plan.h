@@ -69,8 +69,8 @@ struct CopyOptions {
   float scale = 1.0f;
   bool accumulate = false;
   int threads = 1;
-  // Where the destinations are; null: nobody asks. Set to 1 if an element that was written is NaN
-  // or Inf, otherwise left as it is. Only for types with conversion.
+  // A flag on the destinations' device; null: nobody asks. Set to 1 if an element that was written
+  // is NaN or Inf, otherwise left as it is. Only for types with conversion.
   std::int32_t* nonfinite = nullptr;
 };
 

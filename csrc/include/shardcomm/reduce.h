@@ -32,8 +32,8 @@ struct Epilogue {
                              // themselves
   float scale = 1.0f;
   bool accumulate = false;
-  // Where dst is; null: nobody asks. Set to 1 if an element that was stored is NaN or Inf (also
-  // when it overflowed as it was rounded to `dtype`), otherwise left as it is.
+  // A flag on dst's device; null: nobody asks. Set to 1 if an element that was stored is NaN or Inf
+  // (also when it overflowed as it was rounded to `dtype`), otherwise left as it is.
   std::int32_t* nonfinite = nullptr;
 };
 
