@@ -73,8 +73,8 @@ def fully_shard(
         on_nonfinite: what a backward does on every rank when a gradient, reduced over the ranks, is NaN or Inf: "raise"
             a FloatingPointError that names the units, or "skip" them: it leaves no parameter a `.grad`, so that the
             optimizer's step passes over all, and `engine.nonfinite` names the units. What writes a gradient
-            looks at it on the way (see `Communicator.reduce_scatter`), at next to no cost; on a GPU, the host waits for
-            the result. Leave it None with a GradScaler, which looks for itself.
+            looks at it on the way, at little cost (see `Communicator.reduce_scatter`); on a GPU, the host waits for the
+            result. Leave it None with a GradScaler, which looks for itself.
 
     Raises:
         TypeError: `model` is no module, or `comm` none of these.
