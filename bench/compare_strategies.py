@@ -97,7 +97,7 @@ def memory_main(strategy: str, name: str, in_use: bool) -> int:
     mesh, tokens = start(strategy)
     small = CONTENDERS[name](GPT(64, 1, CONTEXT), strategy, mesh)  # imports, threads, code
     timed(small, tokens)
-    before = status_bytes("RssAnon")
+    before = status_bytes("RssAnon") + status_bytes("Pss_Shmem", "smaps_rollup")
     net = CONTENDERS[name](model(), strategy, mesh)
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew: man 5 proc
     for _ in range(WARM_UP + 1):

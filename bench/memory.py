@@ -84,7 +84,7 @@ def _ranks(strategy: str) -> Communicator | Mesh:
 def _train(case: Case, ranks: Communicator | Mesh, width: int) -> None:
     model = case.model(width)
     engine = fully_shard(model, ranks, units=nn.Linear, strategy=case.strategy)
-    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)  # its step takes no memory
     for _ in range(STEPS):
         model(torch.randn(1, width)).sum().backward()
         optimizer.step()

@@ -37,6 +37,7 @@ class Actions:
         self._streams = mesh.streams
         self._offloads = {b.offload for unit in units for b, _ in unit.buckets if b.offload}
         self._occupant: dict[int, ShardedUnit] = {}  # of each slot
+        self._reducing: ShardedUnit | None = None  # whose gradients are in the reduce buffer
         users = Counter(unit.slot for unit in units if unit.slot >= 0)
         for unit in units:
             unit.shares_slot = users[unit.slot] > 1
@@ -101,11 +102,15 @@ class Actions:
         unit.gathered = False
 
     def reduce(self, unit: ShardedUnit) -> None:
-        """Issues the reduce, unless another backward of `unit` is to come."""
+        """Issues the reduce, unless another backward of `unit` is to come; its full gradients are let go of."""
         if not (self.sync and unit.needs_reduce) or unit.pending_calls:
             return
         self.wait_reduce(unit)
         unit.needs_reduce = False
+        if self._reducing is not None and self._reducing.reduces:
+            self._wait(self._reducing.reduces, "reduce", self._reducing.name)
+            self._reducing.reduces.clear()
+        self._reducing = unit
         with self._together, self._traced("reduce", unit, self._streams.reduce, unit.reduce_bytes):
             unit.reduce()
         self.traffic.reduced_bytes += unit.reduce_bytes
@@ -128,6 +133,9 @@ class Actions:
         if unit.reduces:
             self._wait(unit.reduces, "reduce", unit.name)
             unit.reduces.clear()
+        if unit.all_reduces:
+            self._wait(unit.all_reduces, "all_reduce", unit.name)
+            unit.all_reduces.clear()
 
     def wait_all(self) -> None:
         """Nothing is on its way any more."""

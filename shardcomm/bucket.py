@@ -124,6 +124,7 @@ class Bucket:
         self.gradients = ShardGradients(self.shard, self.shards, placed)
         self.grad_scale = 1.0
         self.nonfinite: torch.Tensor | None = None
+        self._packed: torch.Tensor | None = None  # where `pack` left the gradients; None: in `grad`
         self._add = False  # the reduce under way adds to the gradients
         self._filled: Event | None = None  # when the staging buffer is
         self._packs: dict[tuple[object, ...], BoundCopy] = {}
@@ -197,7 +198,8 @@ class Bucket:
         zeros. Where any has `reduce_dtype` instead (a sum of gradients), all are packed from that. With `async_op`
         returns at once; the gradients are right after `wait()`.
         """
-        work = self.reduce(grads, async_op=async_op)
+        self.pack(grads, async_op=async_op)
+        work = self.reduce(async_op=async_op)
         if self.replicas is not None:
             work = self.all_reduce(async_op=async_op)
         if self.offload is not None:  # it is the host that reads them
@@ -207,59 +209,66 @@ class Bucket:
         self.gradients.show()
         return work
 
-    # The two parts of it, which the engine runs at different times.
+    # The parts of it, which the engine runs at different times.
 
-    def reduce(self, grads: Sequence[torch.Tensor | None], *, async_op: bool = False) -> Work:
-        """Averages over the ranks of `comm`, into `grad`; where there are replicas, for `all_reduce` to go on."""
-        stream = self._side_streams().reduce if self._aside(async_op) else None
+    def pack(self, grads: Sequence[torch.Tensor | None], *, async_op: bool = False) -> None:
+        """Copies `grads` to where `reduce` finds them, once what was there has been reduced; the caller may drop them.
+
+        Computation does it, not the stream that reduces: nobody would know when that has come to it.
+        """
         sources, dtype = self._stored(grads)
+        stream = self._reduce_stream(async_op)
+        alone = self.comm.size == 1 and self.replicas is None
+        plain = self.grad_scale == 1.0 and not self.gradients.adds and self.nonfinite is None
+        if alone and (plain or self.shard.dtype in FLOATS):
+            self._packed = None
+            self._add = self.gradients.begin_reduce()
+            with self._gradient(stream) as grad:
+                if stream is not None:  # what an offload's staging held has left it
+                    compute_stream(self.comm.device).wait(stream.record())
+                self._pack(
+                    sources, dtype, grad, self.grad_scale, add=self._add, nonfinite=self.nonfinite
+                )
+                self._after_compute(stream)
+        else:
+            self._packed = self._free_buffer(stream)
+            self._pack(sources, dtype, self._packed)
+
+    def reduce(self, *, async_op: bool = False) -> Work:
+        """Averages over the ranks of `comm` what was packed, into `grad`; with replicas, for `all_reduce` to go on."""
+        if self._packed is None:
+            return Work(None, self.comm.device)
         self._add = self.gradients.begin_reduce()  # its zeros belong to what was computed so far
-        if self.replicas is not None:
-            return self._reduce_into_staging(sources, dtype, stream)
-        scale, add, nonfinite = self.grad_scale, self._add, self.nonfinite
-        plain = scale == 1.0 and not add and nonfinite is None
+        stream = self._reduce_stream(async_op)
         self._after_compute(stream)
-        with self._gradient(stream) as grad:
-            if self.comm.size == 1 and (plain or grad.dtype in FLOATS):
-                self._pack(sources, dtype, grad, stream, scale, add=add, nonfinite=nonfinite)
-                end = None if stream is None else stream.record()
-            else:
-                buffer = self._packed(sources, dtype, stream)
+        if self.staging is None:
+            with self._gradient(stream) as grad:
                 end = self.comm.reduce_scatter(
                     grad,
-                    buffer,
+                    self._packed,
                     "avg",
-                    scale=scale,
-                    accumulate=add,
-                    nonfinite=nonfinite,
+                    scale=self.grad_scale,
+                    accumulate=self._add,
+                    nonfinite=self.nonfinite,
                     tag=self._tag,
                     stream=stream,
                 )
-        return Work(end, self.comm.device, sources)
+            return Work(end, self.comm.device)
+        if self._packed is self._staged:  # the only shard
+            self._filled = compute_stream(self.comm.device).record()
+            return Work(None, self.comm.device)
+        if self.staging.free is not None:
+            (stream or compute_stream(self.comm.device)).wait(self.staging.free)
+        self._filled = self.comm.reduce_scatter(
+            self._staged, self._packed, "avg", tag=self._tag, stream=stream
+        )
+        return Work(self._filled, self.comm.device)
 
     def _gradient(self, stream: Stream | None) -> AbstractContextManager[torch.Tensor]:
         """What is reduced into."""
         if self.offload is None or stream is None:
             return nullcontext(self.grad)
         return self.offload.gradient(self.grad, stream, add=self._add)
-
-    def _reduce_into_staging(
-        self, sources: Sequence[torch.Tensor | None], dtype: torch.dtype, stream: Stream | None
-    ) -> Work:
-        assert self.staging is not None
-        self._after_compute(stream)
-        if self.staging.free is not None:
-            (stream or compute_stream(self.comm.device)).wait(self.staging.free)
-        if self.comm.size == 1:
-            self._pack(sources, dtype, self._staged, stream)
-            end = None if stream is None else stream.record()
-        else:
-            buffer = self._packed(sources, dtype, stream)
-            end = self.comm.reduce_scatter(
-                self._staged, buffer, "avg", tag=self._tag, stream=stream
-            )
-        self._filled = end
-        return Work(end, self.comm.device, sources)
 
     def all_reduce(self, *, async_op: bool = False) -> Work:
         """Averages what `reduce` left over the replicas, into `grad`."""
@@ -328,16 +337,18 @@ class Bucket:
         assert self.staging is not None
         return self.staging.memory[: self._reduced_shard_bytes].view(self.reduce_dtype)
 
-    def _packed(
-        self, sources: Sequence[torch.Tensor | None], dtype: torch.dtype, stream: Stream | None
-    ) -> torch.Tensor:
-        """The reduce buffer, with `sources` packed into it."""
+    def _free_buffer(self, stream: Stream | None) -> torch.Tensor:
+        """Where gradients are packed; what is computed from now on comes after the reduce that read it last."""
+        compute = compute_stream(self.comm.device)
+        if self.comm.size == 1 and self.staging is not None:
+            if self.staging.free is not None:
+                compute.wait(self.staging.free)
+            return self._staged
+        if stream is not None:
+            compute.wait(stream.record())
         if self.reduce_buffer is None:
             numel = self.layout.flat_numel
-            if stream is not None:  # another bucket's reduce may be under way
-                compute_stream(self.comm.device).wait(stream.record())
             self.reduce_buffer = self.comm.allocate(numel, dtype=self.reduce_dtype, use="reduce")
-        self._pack(sources, dtype, self.reduce_buffer, stream)
         return self.reduce_buffer
 
     def _pack(
@@ -345,7 +356,6 @@ class Bucket:
         sources: Sequence[torch.Tensor | None],
         dtype: torch.dtype,
         flat: torch.Tensor,
-        stream: Stream | None,
         scale: float = 1.0,
         *,
         add: bool = False,
@@ -363,13 +373,18 @@ class Bucket:
             )
             nothing = [None] * len(sources)
             self._packs[key] = plan.bind(
-                nothing, [flat], scale=scale, accumulate=add, nonfinite=nonfinite
+                nothing,
+                [flat],
+                scale=scale,
+                accumulate=add,
+                nonfinite=nonfinite,
+                threads=torch.get_num_threads(),
             )
         # Past the checks of `set_sources`: reduce_scatter has made them, at a fraction of their cost.
         pack = self._packs[key]
         addresses = [0 if source is None else source.data_ptr() for source in sources]
         pack.core.set_operands(addresses, [flat.data_ptr()])
-        pack.run(stream)
+        pack.run()
 
     def _aside(self, async_op: bool) -> bool:
         """Whether work goes to a stream of its own: an offload's always, by which its staging is used in turn.
@@ -381,6 +396,9 @@ class Bucket:
 
     def _side_streams(self) -> Streams:
         return self._streams or self.comm.streams
+
+    def _reduce_stream(self, async_op: bool) -> Stream | None:
+        return self._side_streams().reduce if self._aside(async_op) else None
 
     def _after_compute(self, stream: Stream | None) -> None:
         if stream is not None:

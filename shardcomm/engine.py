@@ -233,7 +233,8 @@ class Engine:
         for unit in self.units:
             unit.gathered = False
             for bucket, _ in unit.buckets:
-                if bucket.shard.device.type != "cpu":  # where memory comes and goes at no cost
+                # Not what is pinned, nor whole gradients: to come by as much memory takes a CPU long.
+                if bucket.offload is None and self.mesh.shard.size > 1:
                     bucket.gradients.drop()
         self._seen.clear()
         self._thread = threading.get_ident()

@@ -11,7 +11,7 @@ of 4 bytes over N ranks with AdamW::
     slots        -            4 P             a few units  full parameters (2 bytes each in bf16)
 
 `hybrid_shard` is `full_shard` over N / replicas ranks. Buffers to reduce in come on top, of the size of a unit, and,
-during backward, the full gradients of a few units. The first three lines make the
+during backward, the full gradients of one or two. The first three lines make the
 usual 16 bytes a parameter: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
 arXiv 1910.02054, figure 1. (It counts weights and gradients in fp16 beside an fp32 copy: 2 + 2 + 12.)
 """
@@ -57,7 +57,7 @@ class UnitPlan:
         parameter_bytes, gradient_bytes: of its shard, padding included.
         padding_bytes: of all ranks' shards together.
         full_bytes: of its full parameters, in the slot; 0 where the shard is all of them.
-        full_gradient_bytes: of the gradients that backward leaves, until they are reduced.
+        full_gradient_bytes: of the gradients that backward leaves, until they are packed.
         gather_bytes: received from the others in one gather.
         gathers: how many of them there are in a step.
         reduce_bytes: sent to the others in the step's reduce-scatter.
@@ -212,7 +212,6 @@ class Plan:
             for index, (unit, unit_groups) in enumerate(zip(units, groups, strict=True))
         )
         cpu_offload = any(group.cpu_offload for unit in groups for group in unit)
-        at_once = shard_ranks == replicas == 1 and not cpu_offload
         return cls(
             ranks=replicas * shard_ranks,
             replicas=replicas,
@@ -224,7 +223,7 @@ class Plan:
             staging_bytes=tuple(staging_bytes(groups, replicas)),
             cpu_offload=cpu_offload,
             offload_bytes=sum(offload_bytes(groups)),
-            full_gradient_bytes=_most_full_gradients(planned, schedule, at_once=at_once),
+            full_gradient_bytes=_most_full_gradients(planned, schedule),
             optimizer_bytes=OPTIMIZERS[optimizer] * _most_trained_bytes(groups, shard_ranks),
             total_parameter_bytes=sum(
                 group.layout.numel * group.dtype.itemsize for unit in groups for group in unit
@@ -259,7 +258,10 @@ class Plan:
 
     @property
     def peak_bytes(self) -> int:
-        """The most that a rank's device holds at one time: in the backward of any step but the first."""
+        """The most that a rank's device holds at one time: in a backward that adds to the gradients of an earlier one.
+
+        In one that starts without any, less by the shard of the unit whose gradient comes last.
+        """
         on_device = self.state_bytes - self.host_bytes
         return on_device + self.buffer_bytes + self.full_gradient_bytes
 
@@ -343,19 +345,18 @@ def _pages(nbytes: int) -> int:
     return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-def _most_full_gradients(units: Sequence[UnitPlan], schedule: Schedule, *, at_once: bool) -> int:
-    """Full gradients are there from a unit's backward until its reduce has read them: until it is waited for.
+def _most_full_gradients(units: Sequence[UnitPlan], schedule: Schedule) -> int:
+    """Full gradients are there from a unit's backward until REDUCE has packed them.
 
-    Of one rank alone they are packed `at_once`. A unit that contains others has all of its own from its first backward.
+    A unit that contains others has all of its own from its first backward.
     """
-    read = Verb.REDUCE if at_once else Verb.WAIT_REDUCE
     alive: set[int] = set()
     most = 0
     for trigger in schedule.triggers():
         if trigger.phase is Phase.PRE_BACKWARD:
             alive.add(trigger.unit)
         most = max(most, sum(units[unit].full_gradient_bytes for unit in alive))
-        alive -= {action.unit for action in schedule.actions[trigger] if action.verb is read}
+        alive -= {a.unit for a in schedule.actions[trigger] if a.verb is Verb.REDUCE}
     return most
 
 

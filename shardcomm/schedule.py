@@ -88,7 +88,7 @@ class Action(NamedTuple):
 
 
 REDUCES_IN_FLIGHT = 2
-"""How many reduces may be unfinished at once: one on its way while the next one's gradients are packed."""
+"""How many reduces may be unfinished at once: one shard is all-reduced while the next is reduce-scattered."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -109,7 +109,9 @@ class Schedule:
       put right: an executor gathers there what is not gathered, into its slot once the unit in it
       is not in use. Elsewhere it skips a GATHER whose slot holds another unit.
     - Where parameters are not sharded, nothing is gathered or released.
-    - REDUCE leaves each rank its shard's gradient, the mean over the ranks that shard the model.
+    - REDUCE packs the unit's gradients, once the reduce-scatter before has left the reduce buffer,
+      and lets go of them; then it reduces. It leaves each rank its shard's gradient, the mean over
+      the ranks that shard the model.
       Where several hold the same shard ALL_REDUCE comes right after it: their mean, on a stream of
       its own, beside the next unit's REDUCE. WAIT_REDUCE waits for both.
     """

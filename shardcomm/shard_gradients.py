@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from shardcomm.layout import Piece, Placement
-from shardcomm.views import shard_view
 
 
 class ShardGradients:
@@ -29,31 +28,36 @@ class ShardGradients:
     ) -> None:
         self.unshown = False
         self._shard = shard
+        self._pinned = shard.is_pinned()
         self._shards = shards
         self._placed = placed
+        self._views = [(s.shape, s.stride(), s.storage_offset()) for s in shards]
 
     @cached_property
     def flat(self) -> torch.Tensor:  # noqa: D102  (in the class's docstring, as the next)
-        return torch.zeros_like(self._shard, pin_memory=self._shard.is_pinned())
+        return torch.zeros_like(self._shard, pin_memory=self._pinned)
 
     @cached_property
     def rows(self) -> tuple[torch.Tensor, ...]:  # noqa: D102
-        return tuple(shard_view(self.flat, p, piece) for p, piece in self._placed)
+        return tuple(self.flat.as_strided(*view) for view in self._views)
+
+    @property
+    def adds(self) -> bool:
+        """Whether the next reduce adds to what there is."""
+        return self.unshown or any(shard.grad is not None for shard in self._shards)
 
     def begin_reduce(self) -> bool:
         """Whether the reduce must add to what `flat` holds, which is zeros then where a parameter has no `.grad`."""
-        shown = [shard.grad for shard in self._shards]
-        add = self.unshown or any(grad is not None for grad in shown)
+        add = self.adds
         if not add and "flat" not in vars(self):
             # All of it is written.
-            pinned = self._shard.is_pinned()
-            vars(self)["flat"] = torch.empty_like(self._shard, pin_memory=pinned)
+            vars(self)["flat"] = torch.empty_like(self._shard, pin_memory=self._pinned)
         if add and not self.unshown:
-            for rows, grad in zip(self.rows, shown, strict=True):
-                if grad is None:
+            for rows, shard in zip(self.rows, self._shards, strict=True):
+                if shard.grad is None:
                     rows.zero_()
-                elif grad is not rows:  # a tensor of the user's own
-                    rows.copy_(grad)
+                elif shard.grad is not rows:  # a tensor of the user's own
+                    rows.copy_(shard.grad)
         self.unshown = True
         return add
 

@@ -45,7 +45,7 @@ def shard_units(
         mesh.shard.allocate(nbytes, dtype=torch.uint8, use="gather")
         for nbytes in slot_bytes(groups, slot_of)
     ]
-    # One reduce buffer serves all: the reduce stream packs into it only when the reduce before has ended.
+    # One reduce buffer serves all: gradients are packed into it only when the reduce before has ended.
     reduce_buffer = None
     if nbytes := reduce_buffer_bytes(groups, mesh.shard.size):
         reduce_buffer = mesh.shard.allocate(nbytes, dtype=torch.uint8, use="reduce")

@@ -109,6 +109,7 @@ class ShardedUnit:
         self.gathered = False
         self.gathers: list[Work] = []
         self.reduces: list[Work] = []
+        self.all_reduces: list[Work] = []
         self.needs_reduce = self.needs_all_reduce = False
         self.pending_calls = 0  # forward calls whose backward has not come yet
         self.marked: Marked = []  # inputs of the forward that goes on
@@ -173,15 +174,16 @@ class ShardedUnit:
     def reduce(self) -> None:
         """Queues the reduces of the gradients that backward left; `reduces` are to be waited for."""
         for bucket, params in self._trained():
-            work = bucket.reduce([param.take_full_grad() for param in params], async_op=True)
+            bucket.pack([param.take_full_grad() for param in params], async_op=True)
+            work = bucket.reduce(async_op=True)
             if work.queued:
                 self.reduces.append(work)
         self.needs_all_reduce = any(bucket.replicas is not None for bucket, _ in self.buckets)
 
     def all_reduce(self) -> None:
-        """Queues the all-reduces of what `reduce` left; `reduces` are to be waited for."""
+        """Queues the all-reduces of what `reduce` left; `all_reduces` are to be waited for."""
         self.needs_all_reduce = False
-        self.reduces += [bucket.all_reduce(async_op=True) for bucket, _ in self._trained()]
+        self.all_reduces += [bucket.all_reduce(async_op=True) for bucket, _ in self._trained()]
 
     def _trained(self) -> Iterable[tuple[Bucket, list[ShardedParam]]]:
         return (entry for entry in self.buckets if any(p.shard.requires_grad for p in entry[1]))

@@ -169,5 +169,5 @@ def _new_stream(device: torch.device) -> Stream:
 
 _CALLER = _C.Stream.caller()
 _kept: deque[tuple[Event, tuple[object, ...]]] = deque()
-_kept_lock = threading.RLock()  # the collector may end a Work in here, which comes here too
+_kept_lock = threading.RLock()  # what the collector ends in here may come here, too
 _borrowed: dict[tuple[int, int], _C.Stream] = {}  # torch has a fixed pool of them

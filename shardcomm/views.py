@@ -27,9 +27,9 @@ def full_view(flat: torch.Tensor, placement: Placement) -> torch.Tensor:
 def shard_view(flat: torch.Tensor, placement: Placement, piece: Piece) -> torch.Tensor:
     """A rank's rows of it in its shard `flat`."""
     stored = flat[piece.offset : piece.offset + piece.numel].view(piece.shape)
-    if len(piece.shape) != len(placement.spec.shape):  # granularity "element": a flat run
+    if placement.shard_dim == 0 or len(piece.shape) != len(placement.spec.shape):  # or a flat run
         return stored
-    return stored.movedim(0, placement.shard_dim) if piece.shape else stored
+    return stored.movedim(0, placement.shard_dim)
 
 
 def rows(tensor: torch.Tensor, placement: Placement, piece: Piece) -> torch.Tensor:

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
-from shardcomm.streams import Event, compute_stream, keep_until
+from shardcomm.streams import Event, compute_stream
 
 
 class Work:
-    """A collective, queued or done. What it reads is kept until it is waited for, or has ended."""
+    """A collective, queued or done."""
 
-    def __init__(
-        self, event: Event | None, device: torch.device, reads: Sequence[torch.Tensor | None] = ()
-    ) -> None:
+    def __init__(self, event: Event | None, device: torch.device) -> None:
         self._event = event  # None: nothing to wait for
         self._device = device
-        self._reads: Sequence[torch.Tensor | None] = reads
 
     @property
     def queued(self) -> bool:
@@ -35,8 +30,3 @@ class Work:
                 self._event.wait()
             else:
                 compute_stream(self._device).wait(self._event)
-        self._reads = ()
-
-    def __del__(self) -> None:
-        if self._reads and self._event is not None:
-            keep_until(self._event, self._reads)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from thread_ranks import run_threads
+from thread_ranks import run_mesh, run_threads
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from twins import WIDTH, Chain, assert_same_gradients, twins, values
 
-from shardcomm import Communicator, MixedPrecision, fully_shard
+from shardcomm import Communicator, Engine, Mesh, MixedPrecision, Plan, fully_shard
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -34,6 +35,54 @@ def test_frozen_buckets_hold_no_gradients_until_they_are_thawed(ranks: int) -> N
         assert_same_gradients(engine, model, plain)
 
     run_threads(body, ranks)
+
+
+def most_gradients(engine: Engine, model: nn.Module) -> tuple[int, int]:
+    """Bytes of full gradients, and of these and the shards' together, that a step from `zero_grad` has at most."""
+    alive: list[tuple[StorageWeakRef, int]] = []
+    full, together = [], []
+
+    def count(param: torch.Tensor) -> None:
+        assert param.grad is not None
+        alive.append((StorageWeakRef(param.grad.untyped_storage()), param.grad.nbytes))
+        full.append(sum(nbytes for grad, nbytes in alive if not grad.expired()))
+        together.append(full[-1] + engine.footprint().gradient_bytes)
+
+    hooks = [
+        param.full.register_post_accumulate_grad_hook(count)
+        for unit in engine.units
+        for param in unit.params
+    ]
+    model.zero_grad()
+    model(values(3, 4 * WIDTH)).sum().backward()
+    for hook in hooks:
+        hook.remove()
+    return max(full), max(together)
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "shard_grad_op", "full_shard", "hybrid_shard"])
+def test_full_gradients_are_gone_when_the_plan_says_so(strategy: str) -> None:
+    """And their unit's sharded ones come only then, into memory that the step before does not keep."""
+    replicas = 2 if strategy == "hybrid_shard" else None
+
+    def chain() -> nn.Module:
+        return nn.Sequential(*(nn.Linear(4 * WIDTH, 4 * WIDTH, bias=False) for _ in range(4)))
+
+    def body(ranks: Communicator | Mesh) -> None:
+        model, _ = twins(chain)
+        engine = fully_shard(model, ranks, units=nn.Linear, strategy=strategy)
+        plan = Plan.of(chain(), ranks.size, units=nn.Linear, strategy=strategy, replicas=replicas)
+        reduced_last = plan.units[1].gradient_bytes
+        for _ in range(2):
+            full, together = most_gradients(engine, model)
+            assert full == plan.full_gradient_bytes
+            if strategy != "no_shard":  # it keeps them
+                assert together == full + plan.footprint.gradient_bytes - reduced_last
+
+    if replicas:
+        run_mesh(body, replicas, 2)
+    else:
+        run_threads(body, 2)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

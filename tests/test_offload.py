@@ -132,8 +132,16 @@ def test_host_memory_is_not_communicated(strategy: str, monkeypatch: pytest.Monk
     assert not hosts & {tensor.untyped_storage().data_ptr() for tensor in communicated}
 
 
-def test_the_host_waits_for_what_is_copied() -> None:
+def test_the_host_waits_for_what_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a stream that lags behind, as a GPU's does."""
+    go_on = threading.Event()
+
+    def lagging(to: torch.Tensor, source: torch.Tensor, stream: Any) -> Any:
+        if to is bucket.grad:
+            stream.enqueue(lambda: go_on.wait(30))
+        return copy(to, source, stream)
+
+    monkeypatch.setattr("shardcomm.offload.copy", lagging)
     comm = Communicator.local_group(1)[0]
     streams = Streams(CPU)
     layout = Layout.plan([ParamSpec("w", (4, 2))], 1)
@@ -142,8 +150,7 @@ def test_the_host_waits_for_what_is_copied() -> None:
     weight = torch.arange(8.0).view(4, 2)
     bucket.load([weight])
     for times in (1, 2):  # the second reduce is added to the first
-        go_on = threading.Event()
-        streams.reduce.enqueue(lambda go_on=go_on: go_on.wait(30))  # type: ignore[misc]
+        go_on.clear()
         gathered = bucket.all_gather(async_op=True)
         reduced = bucket.reduce_scatter([torch.full((4, 2), 3.0)], async_op=True)
         assert offload.landed is not None

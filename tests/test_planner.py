@@ -168,9 +168,8 @@ def test_full_shard_by_hand() -> None:
     assert plan.optimizer_bytes == 2 * 3 * unit // 4
     assert plan.slot_bytes == (unit, unit, 0)
     assert plan.reduce_buffer_bytes == unit
-    # Two reduces are under way while the third unit's backward runs.
-    assert plan.full_gradient_bytes == 3 * unit
-    assert plan.peak_bytes == 4 * 3 * unit // 4 + 2 * unit + unit + 3 * unit
+    assert plan.full_gradient_bytes == unit  # those of the unit before are packed when its own come
+    assert plan.peak_bytes == 4 * 3 * unit // 4 + 2 * unit + unit + unit
     assert plan.peak_resident_bytes == plan.peak_bytes + 3 * unit  # a unit is one page
     # Only the first is gathered twice, and 3/4 of it each time.
     assert [u.gathers for u in plan.units] == [1, 2, 1, 1]
@@ -224,7 +223,7 @@ def test_mixed_precision_by_hand() -> None:
     unit = 2 * 1024
     assert plan.slot_bytes == (unit, unit, unit, 0)
     assert plan.reduce_buffer_bytes == unit
-    assert plan.full_gradient_bytes == 3 * unit
+    assert plan.full_gradient_bytes == unit
     assert plan.gathered_bytes == plan.reduced_bytes == 3 * unit * 3 // 4
     assert plan.footprint.parameter_bytes == 3 * 4 * 1024 // 4  # the master copy is float32
 
