@@ -37,7 +37,8 @@ class Gradients:
 
     def begin_backward(self) -> None:
         """Forgets what the reduces of the one before left."""
-        self._nonfinite.zero_()
+        if self._on_nonfinite is not None:
+            self._nonfinite.zero_()
 
     def publish(self) -> None:
         """Sets `.grad` of what any rank had a gradient for; what no rank used keeps None, as under DDP.
