@@ -35,8 +35,9 @@ from shardcomm import rendezvous
 from shardcomm.c10d import C10dCommunicator
 from shardcomm.channel import Channel, Flat, Run, do
 from shardcomm.collectives import OPS
-from shardcomm.communicator import Communicator, Receipt, check_root
+from shardcomm.communicator import Communicator, Receipt
 from shardcomm.dtype import core_dtype, movable
+from shardcomm.operands import check_root
 from shardcomm.streams import Stream
 
 NAME = "shardcomm"

@@ -10,19 +10,9 @@ import torch.distributed as dist
 
 from shardcomm import _C
 from shardcomm.arrays import ArrayLike
-from shardcomm.communicator import (
-    Communicator,
-    Receipt,
-    ReduceOp,
-    Use,
-    check_allocation,
-    check_root,
-    check_sizes,
-    checked,
-    queued,
-    red_op,
-)
+from shardcomm.communicator import Communicator, Receipt, ReduceOp, Use
 from shardcomm.nonfinite import flag_address, look
+from shardcomm.operands import check_allocation, check_root, check_sizes, checked, queued, red_op
 from shardcomm.streams import Event, Stream
 
 _OPS = {

@@ -6,6 +6,7 @@ The bytes travel over a torch Store (torchrun's environment) or a ProcessGroup, 
 from __future__ import annotations
 
 import itertools
+import math
 import os
 from collections.abc import Callable
 from datetime import timedelta
@@ -18,14 +19,8 @@ from torch.distributed.rendezvous import rendezvous
 
 from shardcomm import _C, nccl
 from shardcomm.c10d import C10dCommunicator
-from shardcomm.communicator import (
-    DEADLINE_S,
-    Communicator,
-    CoreCommunicator,
-    Transport,
-    check_deadline,
-    core_device,
-)
+from shardcomm.communicator import DEADLINE_S, Communicator, Transport
+from shardcomm.core_communicator import CoreCommunicator, core_device
 
 # Shows `payload` to all ranks and returns everybody's, in rank order. Every rank calls it equally often.
 Exchange = Callable[[bytes], list[bytes]]
@@ -90,6 +85,16 @@ def env_store(timeout: timedelta) -> tuple[Store, int, int]:
         raise _C.CommError(f"rank {os.environ['RANK']}: no rendezvous: {error}") from error
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return PrefixStore(f"attempt {attempt}", store), rank, size
+
+
+def local_group(size: int, deadline_s: float, device: torch.device | str) -> list[Communicator]:
+    """See `Communicator.local_group`."""
+    if not isinstance(size, int) or size < 1:
+        raise ValueError(f"local_group: size is {size!r}; it must be at least 1")
+    check_deadline("local_group", deadline_s)
+    where = core_device("local_group", device)
+    index = -1 if where.type == "cpu" else where.index
+    return [CoreCommunicator(core, where) for core in _C.make_local_group(size, deadline_s, index)]
 
 
 def from_process_group(
@@ -234,6 +239,12 @@ def _thread_rank(
     if rank == 0:
         del _local[key]
     return own
+
+
+def check_deadline(operation: str, deadline_s: float) -> None:
+    """ValueError unless it is a number of seconds."""
+    if not (isinstance(deadline_s, (int, float)) and 0 < deadline_s < math.inf):
+        raise ValueError(f"{operation}: deadline_s is {deadline_s!r}; it must be a number above 0")
 
 
 def check_transport(transport: str) -> None:

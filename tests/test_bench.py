@@ -25,7 +25,7 @@ from shardcomm.bench import command
 from shardcomm.bench.driver import benchmark
 from shardcomm.bench.options import Options
 from shardcomm.bench.results import Results
-from shardcomm.communicator import CoreCommunicator
+from shardcomm.core_communicator import CoreCommunicator
 
 DEADLINE_S = 120.0
 RANKS = 3

@@ -35,7 +35,7 @@ from shardcomm.bench.options import Options, Sizes, size_bytes
 from shardcomm.bench.results import Figure, Results, Row, Section
 from shardcomm.bench.transports import ThreadRanks
 from shardcomm.bench.values import values
-from shardcomm.communicator import RED_OPS
+from shardcomm.operands import RED_OPS
 
 
 def status(*args: str) -> int:

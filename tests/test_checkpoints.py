@@ -25,7 +25,7 @@ from thread_ranks import run_threads
 
 from shardcomm import _C, CommError, Communicator, fully_shard
 from shardcomm.checkpoints import CheckpointError, Checkpoints, complete_steps
-from shardcomm.communicator import CoreCommunicator
+from shardcomm.core_communicator import CoreCommunicator
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

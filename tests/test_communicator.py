@@ -15,7 +15,7 @@ import torch.distributed as dist
 from thread_ranks import run_threads
 
 from shardcomm import _C, Bucket, CommError, Communicator, Stream, launch
-from shardcomm.communicator import CoreCommunicator
+from shardcomm.core_communicator import CoreCommunicator
 from shardcomm.streams import Streams
 
 DTYPES = (

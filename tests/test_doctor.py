@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from shardcomm import _C, Communicator, CopyPlan
-from shardcomm.communicator import CoreCommunicator
+from shardcomm.core_communicator import CoreCommunicator
 from shardcomm.doctor import command, self_test
 from shardcomm.doctor.memory import cgroup_limit
 from shardcomm.doctor.screen import screen

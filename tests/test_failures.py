@@ -18,7 +18,7 @@ from test_engine import batch, loss_of, make, optimizer_of
 from thread_ranks import run_mesh, run_threads
 
 from shardcomm import _C, CommError, Communicator, Mesh, RankError, Stream, fully_shard, launch
-from shardcomm.communicator import CoreCommunicator
+from shardcomm.core_communicator import CoreCommunicator
 
 RANKS = 3
 NOTICED_S = 2.0

@@ -20,8 +20,8 @@ from test_engine import make, reference, sgd_of
 from test_local_gpu import train
 
 from shardcomm import _C, CommError, Communicator, Stream, launch, nccl
-from shardcomm.communicator import RED_OPS
 from shardcomm.dtype import core_dtype
+from shardcomm.operands import RED_OPS
 from shardcomm.rendezvous import over_store
 
 RANKS = 3

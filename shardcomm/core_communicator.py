@@ -1,0 +1,160 @@
+"""The transports of the compiled core: `shm`, `local` and `nccl`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from shardcomm import _C
+from shardcomm.arrays import ArrayLike
+from shardcomm.communicator import Communicator, Receipt, ReduceOp, Use
+from shardcomm.dtype import core_dtype
+from shardcomm.nonfinite import flag_address
+from shardcomm.operands import (
+    check_allocation,
+    check_root,
+    check_sizes,
+    checked,
+    queued,
+    red_op,
+)
+from shardcomm.streams import Event, Stream, compute_stream
+
+_CPU = torch.device("cpu")
+_USES = {"gather": _C.Use.gather, "reduce": _C.Use.reduce}
+
+
+class CoreCommunicator(Communicator):
+    """See `Communicator`; `core` does it."""
+
+    def __init__(self, core: _C.Communicator, device: torch.device = _CPU) -> None:
+        self._core = core
+        self.device = device
+        self.rank = core.rank
+        self.size = core.size
+        self.transport = core.transport
+
+    def allocate(self, numel: int, *, dtype: torch.dtype = torch.float32, use: Use) -> torch.Tensor:
+        check_allocation(numel, dtype, use)
+        if numel == 0:
+            return torch.empty(0, dtype=dtype, device=self.device)
+        memory = self._core.allocate(numel * dtype.itemsize, _USES[use])
+        if self.device.type == "cpu":
+            return torch.frombuffer(memory, dtype=dtype)
+        return torch.as_tensor(memory, device=self.device).view(dtype)
+
+    def all_gather(
+        self,
+        recv: ArrayLike,
+        send: torch.Tensor,
+        *,
+        tag: int = 0,
+        stream: Stream | None = None,
+    ) -> Event | None:
+        recv = checked("all_gather", "recv", recv, self.device)
+        send = checked("all_gather", "send", send, self.device)
+        check_sizes("all_gather", self.size, recv=recv, send=send, whole="recv")
+        self._core.all_gather(
+            send.data_ptr(),
+            core_dtype(send.dtype),
+            recv.data_ptr(),
+            core_dtype(recv.dtype),
+            send.numel(),
+            tag,
+            self._on(stream),
+        )
+        return queued(stream, recv, send)
+
+    def reduce_scatter(
+        self,
+        recv: ArrayLike,
+        send: torch.Tensor,
+        op: ReduceOp = "sum",
+        *,
+        scale: float = 1.0,
+        accumulate: bool = False,
+        nonfinite: torch.Tensor | None = None,
+        tag: int = 0,
+        stream: Stream | None = None,
+    ) -> Event | None:
+        recv = checked("reduce_scatter", "recv", recv, self.device)
+        send = checked("reduce_scatter", "send", send, self.device)
+        check_sizes("reduce_scatter", self.size, recv=recv, send=send, whole="send")
+        self._core.reduce_scatter(
+            send.data_ptr(),
+            core_dtype(send.dtype),
+            recv.data_ptr(),
+            core_dtype(recv.dtype),
+            scale,
+            accumulate,
+            recv.numel(),
+            red_op("reduce_scatter", op),
+            tag,
+            flag_address("reduce_scatter", nonfinite, self.device),
+            self._on(stream),
+        )
+        return queued(stream, recv, send, nonfinite)
+
+    def all_reduce(
+        self, buffer: ArrayLike, op: ReduceOp = "sum", *, stream: Stream | None = None
+    ) -> Event | None:
+        buffer = checked("all_reduce", "buffer", buffer, self.device)
+        self._core.all_reduce(
+            buffer.data_ptr(),
+            core_dtype(buffer.dtype),
+            buffer.numel(),
+            red_op("all_reduce", op),
+            self._on(stream),
+        )
+        return queued(stream, buffer)
+
+    def broadcast(
+        self, buffer: ArrayLike, root: int = 0, *, stream: Stream | None = None
+    ) -> Event | None:
+        buffer = checked("broadcast", "buffer", buffer, self.device)
+        check_root(root, self.size)
+        self._core.broadcast(
+            buffer.data_ptr(), buffer.numel() * buffer.element_size(), root, self._on(stream)
+        )
+        return queued(stream, buffer)
+
+    def barrier(self, *, tag: int = 0, stream: Stream | None = None) -> Event | None:
+        on = self._on(stream)
+        self._core.barrier(tag, on)
+        if stream is None and on is not None:
+            on.record().wait()
+        return queued(stream)
+
+    def abort(self, reason: str) -> None:
+        self._core.abort(reason)
+
+    def close(self) -> None:
+        self._core.close()
+
+    def receipts(self) -> list[Receipt]:
+        return [Receipt(*receipt) for receipt in self._core.receipts()]
+
+    def _on(self, stream: Stream | None) -> Any:
+        if stream is not None or self.device.type == "cpu":
+            return stream
+        return compute_stream(self.device)
+
+
+def core_device(operation: str, device: torch.device | str) -> torch.device:
+    """`device` with its index; ValueError unless it is one that the core can drive, CudaError if it is not there."""
+    where = torch.device(device)
+    if where.type not in ("cpu", "cuda"):
+        raise ValueError(f"{operation}: device is {where}; accepted: 'cpu', 'cuda', 'cuda:N'")
+    if where.type == "cpu":
+        return where
+    status = _C.cuda_status()
+    if not status.available:
+        raise _C.CudaError(f"{operation}: device is {where}: {status.reason}")
+    if where.index is None:
+        where = torch.device("cuda", torch.cuda.current_device())
+    if where.index >= status.devices:
+        raise ValueError(
+            f"{operation}: device is {where}; this process has {status.devices} GPUs, counted from 0"
+        )
+    return where
