@@ -1,4 +1,4 @@
-"""The README's Python examples run as they stand, on two ranks."""
+"""The README's Python examples run as they stand, on two ranks; its plan and its tables are what commands print."""
 
 from __future__ import annotations
 
@@ -30,6 +30,15 @@ def test_example_runs(index: int, tmp_path: Path) -> None:
 
 def test_there_are_examples() -> None:
     assert len(EXAMPLES) >= 2
+
+
+def test_the_plan_shown_is_the_plan_printed() -> None:
+    command, shown = re.findall(
+        r"```\n\$ shardcomm (plan .*)\n((?:.*\n)*?)```", README.read_text()
+    )[0]
+    arguments = [sys.executable, "-m", "shardcomm", *command.split()]
+    printed = subprocess.run(arguments, capture_output=True, text=True, check=True, timeout=60)
+    assert printed.stdout.strip() == shown.strip()
 
 
 def check_tables(root: Path) -> subprocess.CompletedProcess[str]:
