@@ -23,15 +23,15 @@ from torch import nn
 
 from shardcomm import traffic
 from shardcomm.communicator import Communicator
-from shardcomm.copy_plan import BoundCopy, CopyPlan
 from shardcomm.dtype import movable
+from shardcomm.full_gradients import FullGradients
 from shardcomm.layout import Layout, ParamSpec
 from shardcomm.mixed_precision import FLOATS
 from shardcomm.offload import Offload
 from shardcomm.shard_gradients import ShardGradients
 from shardcomm.staging import Staging
 from shardcomm.streams import Event, Stream, Streams, compute_stream
-from shardcomm.views import as_stored, check_shape, full_view, rows, shard_view
+from shardcomm.views import check_count, check_shape, full_view, rows, shard_view
 from shardcomm.work import Work
 
 
@@ -127,7 +127,7 @@ class Bucket:
         self._packed: torch.Tensor | None = None  # where `pack` left the gradients; None: in `grad`
         self._add = False  # the reduce under way adds to the gradients
         self._filled: Event | None = None  # when the staging buffer is
-        self._packs: dict[tuple[object, ...], BoundCopy] = {}
+        self._full_gradients = FullGradients(layout, self.param_dtype, self.reduce_dtype)
 
     @classmethod
     def from_tensors(
@@ -159,7 +159,7 @@ class Bucket:
     @torch.no_grad()
     def load(self, tensors: Sequence[torch.Tensor]) -> None:
         """Keeps this rank's rows of the full parameters `tensors`, in the layout's order. No communication."""
-        self._check_count("load", "tensors", tensors)
+        check_count("load", "tensors", tensors, self.layout)
         for tensor, placement in zip(tensors, self.layout.placements, strict=True):
             check_shape("load", "tensors", tensor, placement)
         for tensor, shard, (placement, piece) in zip(
@@ -216,7 +216,7 @@ class Bucket:
 
         Computation does it, not the stream that reduces: nobody would know when that has come to it.
         """
-        sources, dtype = self._stored(grads)
+        sources = self._full_gradients.checked(grads)
         stream = self._reduce_stream(async_op)
         alone = self.comm.size == 1 and self.replicas is None
         plain = self.grad_scale == 1.0 and not self.gradients.adds and self.nonfinite is None
@@ -226,13 +226,13 @@ class Bucket:
             with self._gradient(stream) as grad:
                 if stream is not None:  # what an offload's staging held has left it
                     compute_stream(self.comm.device).wait(stream.record())
-                self._pack(
-                    sources, dtype, grad, self.grad_scale, add=self._add, nonfinite=self.nonfinite
+                self._full_gradients.pack(
+                    sources, grad, self.grad_scale, add=self._add, nonfinite=self.nonfinite
                 )
                 self._after_compute(stream)
         else:
             self._packed = self._free_buffer(stream)
-            self._pack(sources, dtype, self._packed)
+            self._full_gradients.pack(sources, self._packed)
 
     def reduce(self, *, async_op: bool = False) -> Work:
         """Averages over the ranks of `comm` what was packed, into `grad`; with replicas, for `all_reduce` to go on."""
@@ -351,41 +351,6 @@ class Bucket:
             self.reduce_buffer = self.comm.allocate(numel, dtype=self.reduce_dtype, use="reduce")
         return self.reduce_buffer
 
-    def _pack(
-        self,
-        sources: Sequence[torch.Tensor | None],
-        dtype: torch.dtype,
-        flat: torch.Tensor,
-        scale: float = 1.0,
-        *,
-        add: bool = False,
-        nonfinite: torch.Tensor | None = None,
-    ) -> None:
-        """Packs `sources`, all of `dtype`, into `flat`: the reduce buffer, the staging buffer, or the gradient."""
-        key = dtype, flat.dtype, add, scale, nonfinite
-        if key not in self._packs:
-            plan = CopyPlan.pack(
-                [p.numel for p in self.layout.placements],
-                [p.offset for p in self.layout.placements],
-                dtype,
-                flat.dtype,
-                () if add else self.layout.gaps(),
-            )
-            nothing = [None] * len(sources)
-            self._packs[key] = plan.bind(
-                nothing,
-                [flat],
-                scale=scale,
-                accumulate=add,
-                nonfinite=nonfinite,
-                threads=torch.get_num_threads(),
-            )
-        # Past the checks of `set_sources`: reduce_scatter has made them, at a fraction of their cost.
-        pack = self._packs[key]
-        addresses = [0 if source is None else source.data_ptr() for source in sources]
-        pack.core.set_operands(addresses, [flat.data_ptr()])
-        pack.run()
-
     def _aside(self, async_op: bool) -> bool:
         """Whether work goes to a stream of its own: an offload's always, by which its staging is used in turn.
 
@@ -403,31 +368,3 @@ class Bucket:
     def _after_compute(self, stream: Stream | None) -> None:
         if stream is not None:
             self._side_streams().after_compute(stream)
-
-    def _stored(
-        self, grads: Sequence[torch.Tensor | None]
-    ) -> tuple[list[torch.Tensor | None], torch.dtype]:
-        """As the pack plan reads them, in one dtype; ValueError for another shape than the layout's."""
-        self._check_count("reduce_scatter", "grads", grads)
-        dtype = self.param_dtype
-        if dtype != self.reduce_dtype and any(
-            grad is not None and grad.dtype == self.reduce_dtype for grad in grads
-        ):
-            dtype = self.reduce_dtype
-        stored: list[torch.Tensor | None] = []
-        for grad, placement in zip(grads, self.layout.placements, strict=True):
-            if grad is None:
-                stored.append(None)
-                continue
-            check_shape("reduce_scatter", "grads", grad, placement)
-            stored.append(as_stored(grad, placement, dtype))
-        return stored, dtype
-
-    def _check_count(
-        self, operation: str, name: str, tensors: Sequence[torch.Tensor | None]
-    ) -> None:
-        if len(tensors) != len(self.layout.placements):
-            raise ValueError(
-                f"{operation}: {name} has {len(tensors)} entries; the layout has "
-                f"{len(self.layout.placements)} parameters"
-            )

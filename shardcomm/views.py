@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-from shardcomm.layout import Piece, Placement
+from shardcomm.layout import Layout, Piece, Placement
 
 
 def check_shape(operation: str, name: str, tensor: torch.Tensor, placement: Placement) -> None:
@@ -13,6 +15,17 @@ def check_shape(operation: str, name: str, tensor: torch.Tensor, placement: Plac
         raise ValueError(
             f"{operation}: {name} for {placement.spec.name} has shape {tuple(tensor.shape)}; the layout "
             f"says {placement.spec.shape}"
+        )
+
+
+def check_count(
+    operation: str, name: str, tensors: Sequence[torch.Tensor | None], layout: Layout
+) -> None:
+    """ValueError unless there is an entry for each parameter."""
+    if len(tensors) != len(layout.placements):
+        raise ValueError(
+            f"{operation}: {name} has {len(tensors)} entries; the layout has "
+            f"{len(layout.placements)} parameters"
         )
 
 

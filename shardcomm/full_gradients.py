@@ -1,0 +1,80 @@
+"""FullGradients: what a backward leaves for the parameters of a layout, and the copies that pack it into one buffer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from shardcomm.copy_plan import BoundCopy, CopyPlan
+from shardcomm.layout import Layout
+from shardcomm.views import as_stored, check_count, check_shape
+
+
+class Sources(NamedTuple):
+    """Gradients as they are packed, all of one dtype; None counts as zeros."""
+
+    tensors: list[torch.Tensor | None]
+    dtype: torch.dtype
+
+
+class FullGradients:
+    """Packs gradients of `param_dtype`, or, where some are sums in `reduce_dtype`, of that; one launch for all."""
+
+    def __init__(self, layout: Layout, param_dtype: torch.dtype, reduce_dtype: torch.dtype) -> None:
+        self._layout = layout
+        self._param_dtype = param_dtype
+        self._reduce_dtype = reduce_dtype
+        self._packs: dict[tuple[object, ...], BoundCopy] = {}
+
+    def checked(self, grads: Sequence[torch.Tensor | None]) -> Sources:
+        """As the copies read them; ValueError unless there is one of its shape, or None, for each parameter."""
+        check_count("reduce_scatter", "grads", grads, self._layout)
+        dtype = self._param_dtype
+        if dtype != self._reduce_dtype and any(
+            grad is not None and grad.dtype == self._reduce_dtype for grad in grads
+        ):
+            dtype = self._reduce_dtype
+        stored: list[torch.Tensor | None] = []
+        for grad, placement in zip(grads, self._layout.placements, strict=True):
+            if grad is None:
+                stored.append(None)
+                continue
+            check_shape("reduce_scatter", "grads", grad, placement)
+            stored.append(as_stored(grad, placement, dtype))
+        return Sources(stored, dtype)
+
+    def pack(
+        self,
+        sources: Sources,
+        flat: torch.Tensor,
+        scale: float = 1.0,
+        *,
+        add: bool = False,
+        nonfinite: torch.Tensor | None = None,
+    ) -> None:
+        """Copies them into `flat`, of the layout's length: a buffer to reduce, or the gradient of one rank alone."""
+        key = sources.dtype, flat.dtype, add, scale, nonfinite
+        if key not in self._packs:
+            placements = self._layout.placements
+            plan = CopyPlan.pack(
+                [p.numel for p in placements],
+                [p.offset for p in placements],
+                sources.dtype,
+                flat.dtype,
+                () if add else self._layout.gaps(),
+            )
+            self._packs[key] = plan.bind(
+                [None] * len(placements),
+                [flat],
+                scale=scale,
+                accumulate=add,
+                nonfinite=nonfinite,
+                threads=torch.get_num_threads(),
+            )
+        # Past the checks of `set_sources`: `checked` has made them, at a fraction of their cost.
+        pack = self._packs[key]
+        addresses = [0 if source is None else source.data_ptr() for source in sources.tensors]
+        pack.core.set_operands(addresses, [flat.data_ptr()])
+        pack.run()
