@@ -69,7 +69,8 @@ class Checkpoints:
         never does. It waits for an `async_save` that is under way first.
 
         Raises:
-            ValueError: there is a checkpoint of this step.
+            ValueError: `step` is no whole number of at least 0, or not the same on every rank, or there is a checkpoint
+                of it; on every rank, and nothing is written.
             CheckpointError: DCP could not save, a file could not be written, or another rank failed.
             CommError: a rank died, or did not come. At once where `comm` waits for it, but what waits in DCP may do so
                 until its process group's timeout: Gloo does not end a send that was under way when its receiver died.
@@ -106,23 +107,57 @@ class Checkpoints:
 
     @contextmanager
     def load(self, step: int) -> Iterator[Path]:
-        """The checkpoint of `step`, from which every rank reads; errors as of `save`."""
-        with self._together(f"the checkpoint of step {step} was not loaded"):
+        """The checkpoint of `step`, from which every rank reads; collective.
+
+        Raises:
+            CheckpointError: there is none of this step, or not all ranks could load it.
+            ValueError, CommError: as of `save`.
+        """
+        self._check_step("load", step)
+        what = f"the checkpoint of step {step} was not loaded"
+        with self._together(what):
+            steps = complete_steps(self.directory)
+            if step not in steps:
+                there = ", ".join(map(str, steps)) or "none"
+                raise CheckpointError(
+                    f"{what}: it is not in {self.directory}; the steps there: {there}"
+                )
+        with self._together(what):
             yield self._path(step)
 
     def _begin(self, step: int) -> tuple[str, Path]:
         """What to say if it fails, and the directory to write into."""
         self.wait()
+        self._check_step("save", step)
         complete = self._path(step)
-        if complete.exists():
-            raise ValueError(f"save: step is {step}, of which there is a checkpoint: {complete}")
         what, partial = f"the checkpoint of step {step} was not saved", _partial(complete)
         with self._together(what):
+            if complete.exists():
+                raise ValueError(
+                    f"save: step is {step}, of which there is a checkpoint: {complete}"
+                )
             if self.comm.rank == 0:
                 for stale in self.directory.glob(f"step-*{_PARTIAL}"):
                     shutil.rmtree(stale)
                 partial.mkdir()
         return what, partial
+
+    def _check_step(self, operation: str, step: int) -> None:
+        """ValueError on every rank unless all of them give the same whole number."""
+        good = isinstance(step, int) and not isinstance(step, bool) and 0 <= step < 1 << 63
+        given = torch.tensor([step if good else -1], device=self.comm.device)
+        of_ranks = given.new_empty(self.comm.size)
+        self.comm.all_gather(of_ranks, given)
+        if not good:
+            raise ValueError(
+                f"{operation}: step is {step!r}; it must be a whole number of at least 0"
+            )
+        for rank, other in enumerate(of_ranks.tolist()):
+            if other != step:
+                theirs = other if other >= 0 else "no step"
+                raise ValueError(
+                    f"{operation}: step is {step} here and {theirs} on rank {rank}; every rank must give the same"
+                )
 
     def _complete_when(self, written: Future[Any], partial: Path) -> None:
         written.result()

@@ -128,6 +128,43 @@ def test_what_is_refused(tmp_path: Path) -> None:
             Checkpoints(directory, comm)
 
 
+@pytest.mark.parametrize(
+    ("steps", "messages"),
+    [
+        ((10, 11), ("step is 10 here and 11 on rank 1", "step is 11 here and 10 on rank 0")),
+        ((10, "1"), ("step is 10 here and no step on rank 1", "step is '1'; it must be a whole")),
+        ((-5, -5), ("step is -5; it must be a whole number of at least 0",) * 2),
+    ],
+)
+def test_every_rank_refuses_what_is_not_one_step_of_all(
+    steps: tuple[int, int], messages: tuple[str, str], tmp_path: Path
+) -> None:
+    def body(comm: Communicator) -> None:
+        checkpoints = Checkpoints(tmp_path, comm)
+        step, message = steps[comm.rank], messages[comm.rank]
+        with pytest.raises(ValueError, match=f"save: {message}"):
+            write(checkpoints, step, comm.rank)
+        with pytest.raises(ValueError, match=f"save: {message}"):
+            checkpoints.async_save(step, lambda path: Future())
+        with pytest.raises(ValueError, match=f"load: {message}"), checkpoints.load(step):
+            pass
+
+    run_threads(body, 2)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_loading_a_step_that_is_not_there_tells_those_that_are(tmp_path: Path) -> None:
+    def body(comm: Communicator) -> None:
+        checkpoints = Checkpoints(tmp_path, comm)
+        for step, there in ((7, "none"), (8, "7"), (9, "7, 8")):
+            message = f"step 99 was not loaded: it is not in .*; the steps there: {there}$"
+            with pytest.raises(CheckpointError, match=message), checkpoints.load(99):
+                pass
+            write(checkpoints, step, comm.rank)
+
+    run_threads(body, 2)
+
+
 def test_why_a_checkpoint_was_not_written_is_told_in_a_sentence(tmp_path: Path) -> None:
     comm = Communicator.local_group(1)[0]
     engine = fully_shard(make(), comm)
