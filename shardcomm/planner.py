@@ -169,7 +169,7 @@ class Plan:
             optimizer: one of `OPTIMIZERS`.
 
         Raises:
-            ValueError: an argument is out of its range; for the rest, as `fully_shard`.
+            TypeError, ValueError: an argument is not of its type, or out of its range; for the rest, as `fully_shard`.
         """
         if not isinstance(ranks, int) or ranks < 1:
             raise ValueError(f"ranks is {ranks!r}; it must be a whole number above 0")

@@ -77,7 +77,7 @@ def fully_shard(
             result. Leave it None with a GradScaler, which looks for itself.
 
     Raises:
-        TypeError: `model` is no module, or `comm` none of these.
+        TypeError: `model` is no module, `comm` none of these, or `cpu_offload` no bool.
         ValueError: an argument is out of its range, or the model is sharded already, or has something that cannot
             be (the message names it).
         CommError: a rank is missing, or called with another model.

@@ -27,7 +27,15 @@ class Strategy:
         return self.shard_params and self.replicate
 
     def scheduled(self, *, cpu_offload: bool) -> Strategy:
-        """As steps are scheduled: what is in host memory is gathered from there, even where no rank shares it."""
+        """As steps are scheduled: what is in host memory is gathered from there, even where no rank shares it.
+
+        Raises:
+            TypeError: `cpu_offload` is no bool.
+        """
+        if not isinstance(cpu_offload, bool):  # objects that say "off" are true as well
+            raise TypeError(
+                f"cpu_offload is {cpu_offload!r}; it must be True, as FSDP2's CPUOffloadPolicy() is, or False"
+            )
         return replace(self, shard_params=self.shard_params or cpu_offload)
 
     @staticmethod

@@ -16,6 +16,7 @@ from test_engine import Net, batch, loss_of, make, sgd_of
 from test_strategies import train
 from thread_ranks import run_mesh, run_threads
 from torch import nn
+from torch.distributed.fsdp import CPUOffload, OffloadPolicy
 
 from shardcomm import (
     AdamW,
@@ -240,6 +241,18 @@ def test_plan_by_hand() -> None:
     assert plan.peak_resident_bytes == resident.peak_resident_bytes + plan.offload_bytes
     assert plan.gathered_bytes == resident.gathered_bytes
     assert resident.host_bytes == resident.offload_bytes == 0
+
+
+@pytest.mark.parametrize("given", [CPUOffload(offload_params=False), OffloadPolicy(), "no", None])
+def test_what_is_no_bool_turns_nothing_on(given: Any) -> None:
+    model = make()
+    message = r"cpu_offload is .*; it must be True, as FSDP2's CPUOffloadPolicy\(\) is, or False"
+    with pytest.raises(TypeError, match=message):
+        Plan.of(model, 2, cpu_offload=given)
+    comm = Communicator.local_group(1)[0]
+    with pytest.raises(TypeError, match=message):
+        fully_shard(model, comm, cpu_offload=given)
+    fully_shard(model, comm)  # the model is as it was
 
 
 def test_plan_of_one_rank_has_slots_which_it_needs_only_with_offload() -> None:
