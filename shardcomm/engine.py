@@ -170,6 +170,9 @@ class Engine:
 
         On every rank, or on `rank` alone (the others get {}). Parameters are gathered unit by unit: at any moment at
         most one unit exists in full besides the result.
+
+        Raises:
+            ValueError: `rank` is neither None nor a rank of the mesh.
         """
         self._settle()
         return full_state_dict(self.model, self.units, self.mesh, rank)

@@ -41,7 +41,14 @@ def full_state_dict(
     """`model.state_dict()` as it would be without sharding, copied to the CPU, on all ranks or on one; collective.
 
     What modules give by `get_extra_state` is passed on as it is.
+
+    Raises:
+        ValueError: `rank` is neither None nor a rank of `mesh`; nothing is gathered then.
     """
+    if rank is not None and rank not in range(mesh.size):
+        raise ValueError(
+            f"full_state_dict: rank is {rank!r}; it must be None, for all, or a rank from 0 to {mesh.size - 1}"
+        )
     full: dict[nn.Parameter, torch.Tensor] = {}
     buckets = [entry for unit in units for entry in unit.buckets]
     # One buffer for all: as many of their own would leave holes between the values that are kept.

@@ -56,6 +56,17 @@ def test_state_dict_is_a_copy_of_parameters_and_buffers() -> None:
     run_threads(body, 1)
 
 
+def test_a_full_state_dict_for_a_rank_that_is_not_there_is_refused() -> None:
+    def body(comm: Communicator) -> None:
+        engine = fully_shard(twins(Normed)[0], comm)
+        for rank in (2, -1, "0"):
+            with pytest.raises(ValueError, match=f"rank is {rank!r}; .* a rank from 0 to 1"):
+                engine.full_state_dict(rank)  # type: ignore[arg-type]
+        assert bool(engine.full_state_dict(rank=1)) is (comm.rank == 1)
+
+    run_threads(body, 2)
+
+
 @pytest.mark.parametrize("make", [Normed, Nested])
 def test_extra_state_passes_both_ways(make: type[nn.Module]) -> None:
     def body(comm: Communicator) -> None:
