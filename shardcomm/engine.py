@@ -168,11 +168,8 @@ class Engine:
     def full_state_dict(self, rank: int | None = None) -> dict[str, Any]:
         """The model's state dict with full parameters, original names and order, in CPU memory; collective.
 
-        On every rank, or on `rank` alone (the others get {}). Parameters are gathered unit by unit: at any moment at
-        most one unit exists in full besides the result.
-
-        Raises:
-            ValueError: `rank` is neither None nor a rank of the mesh.
+        On every rank, or on `rank` alone (the others get {}; ValueError if it is no rank of the mesh). Parameters are
+        gathered unit by unit: at any moment at most one unit exists in full besides the result.
         """
         self._settle()
         return full_state_dict(self.model, self.units, self.mesh, rank)
@@ -198,10 +195,15 @@ class Engine:
         return Footprint.of(self.units)
 
     def close(self) -> None:
-        """Removes the hooks, and leaves the groups made of a DeviceMesh; the model keeps this rank's rows."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        """Ends training: removes the hooks, and leaves the groups made of a DeviceMesh.
+
+        The model keeps this rank's rows. State dicts can still be saved and loaded (but not `full_state_dict` over a
+        DeviceMesh, since it gathers). A forward raises RuntimeError, unless each rank has the whole model ("no_shard").
+        """
+        while self._hooks:
+            self._hooks.pop().remove()
+        for unit in self.units:
+            unit.refuse_forward()
         self._settle()
         if self._owns_mesh:
             self.mesh.close()

@@ -129,6 +129,11 @@ class ShardedUnit:
         for param in self.params:
             param.show_shard()
 
+    def refuse_forward(self) -> None:
+        """Its forward says from now on that nobody gathers its parameters; unless this rank has all of them."""
+        if any(bucket.layout.world_size > 1 for bucket, _ in self.buckets):
+            self.module.register_forward_pre_hook(_refuse_forward, prepend=True)
+
     def watch_gradients(self) -> None:
         """Has `on_gradient` called whenever backward has left a parameter's gradient, from now on."""
         for param in self.params:
@@ -239,3 +244,10 @@ def _memory(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes behind `tensors`, once where several share them."""
     storages = {s._cdata: s.nbytes() for s in (t.untyped_storage() for t in tensors)}
     return sum(storages.values())
+
+
+def _refuse_forward(module: nn.Module, args: tuple[object, ...]) -> None:
+    raise RuntimeError(
+        f"forward of a {type(module).__name__} whose engine was closed: this rank has only its rows of the "
+        "parameters; close the engine after the last forward, or load its full_state_dict() into another model"
+    )

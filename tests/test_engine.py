@@ -617,6 +617,28 @@ def test_bad_arguments_are_named(options: dict[str, object], message: str) -> No
     fully_shard(model, comm)  # the model is as it was
 
 
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+def test_a_closed_model_computes_only_where_each_rank_has_all_of_it(strategy: str) -> None:
+    def body(comm: Communicator) -> None:
+        model, plain = make(), make()
+        engine = fully_shard(model, comm, strategy=strategy)
+        engine.close()
+        engine.close()  # again does nothing
+        state = plain.state_dict()
+        for name, value in engine.full_state_dict().items():
+            assert torch.equal(value, state[name]), name
+        tokens = batch(comm.rank, 0)
+        if strategy == "no_shard":
+            assert torch.equal(model(tokens), plain(tokens))
+        else:
+            with pytest.raises(RuntimeError, match="forward of a Net whose engine was closed: "):
+                model(tokens)
+            with pytest.raises(RuntimeError, match="forward of a Block whose engine was closed: "):
+                model.blocks[0](torch.zeros(1))
+
+    run_threads(body, 2)
+
+
 def test_sharding_twice_is_refused() -> None:
     comm = Communicator.local_group(1)[0]
     model = make()
