@@ -1,15 +1,20 @@
 """A Hugging Face model, its decoder layers sharded over all ranks: trained, asked, and saved in its own format.
 
+pip install transformers
 torchrun --nproc-per-node 2 examples/finetune_hf.py [FOLDER TO SAVE IN]
 """
 
 import sys
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import shardcomm
+
+try:
+    from transformers import AutoModelForCausalLM, LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+except ModuleNotFoundError:
+    sys.exit("This example needs transformers: pip install transformers")
 
 
 def main(folder: str | None = None, steps: int = 20) -> list[float]:

@@ -13,6 +13,8 @@ from shardcomm import AdamW, Bucket, Communicator, Layout, ParamSpec
 
 WIDTH, LAYERS, BATCH, STEPS = 768, 4, 16, 6
 SHAPES = {"up": (2 * WIDTH, WIDTH), "bias": (2 * WIDTH,), "down": (WIDTH, 2 * WIDTH)}
+gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch < 2.13
+reduce = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def mlp(x, up, bias, down):
@@ -29,12 +31,12 @@ class ByHand:
         self.params = [part.view(t.shape) for part, t in zip(parts, tensors, strict=True)]
 
     def all_gather(self, *, async_op):  # fills params
-        return dist.all_gather_into_tensor(self.full, self.shards[0], async_op=async_op)
+        return gather(self.full, self.shards[0], async_op=async_op)
 
     def reduce_scatter(self, grads, *, async_op):  # averages into the .grad of shards
         self.shards[0].grad = torch.empty_like(self.shards[0])
         flat = torch.cat([grad.flatten() for grad in grads]) / dist.get_world_size()
-        return dist.reduce_scatter_tensor(self.shards[0].grad, flat, async_op=async_op)
+        return reduce(self.shards[0].grad, flat, async_op=async_op)
 
 
 def gathered(layers):
@@ -72,12 +74,10 @@ def main():
     before = [ByHand(layer, full[i % 2]) for i, layer in enumerate(tensors)]
     comm = Communicator.from_process_group()
     layout = Layout.plan([ParamSpec(*named) for named in SHAPES.items()], comm.size)
-    full = [comm.allocate(layout.flat_numel, use="gather") for _ in range(2)]
-    grads = comm.allocate(layout.flat_numel, use="reduce")
-    after = []
-    for i, layer in enumerate(tensors):
-        after.append(Bucket(layout, comm, full_buffer=full[i % 2], reduce_buffer=grads))
-        after[i].load(layer)
+    *full, grads = (comm.allocate(layout.flat_numel, use=u) for u in ("gather", "gather", "reduce"))
+    after = [Bucket(layout, comm, full_buffer=f, reduce_buffer=grads) for f in full * (LAYERS // 2)]
+    for bucket, layer in zip(after, tensors, strict=True):
+        bucket.load(layer)
     losses = {}
     x = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(dist.get_rank()))
     for name, layers in {"by hand": before, "on Bucket": after}.items():
