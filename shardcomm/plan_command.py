@@ -55,7 +55,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--slots", type=whole(1, 10**4),
                         help="full-size buffers (default: the deeper prefetch + 1)")  # fmt: skip
     parser.add_argument("--memory", type=_bytes, metavar="SIZE",
-                        help="of a device, as 40GB: does it fit?")  # fmt: skip
+                        help="of a device, as 40GB or 80GiB: does it fit?")  # fmt: skip
     parser.add_argument("--json", metavar="FILE", help="write all figures there too; - for stdout")
     parser.add_argument("--plot", type=picture, metavar="FILE",
                         help="draw the schedules there, as .png, .svg or .pdf")  # fmt: skip
@@ -85,10 +85,10 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
         f"{args.model or 'model'}: {numel:,} parameters, {args.dtype}, {args.optimizer}\n", file=out
     )
     print(plans[0] if args.strategy else _comparison(plans), file=out)
+    if args.strategy is None and args.replicas is None:
+        print("  hybrid_shard: give --replicas", file=out)
     if args.memory is not None:
-        print(f"\n  fits on {size(args.memory)}?", file=out)
-        for plan in plans:
-            print(f"    {plan.strategy}: {_fits(plan, args.memory)}", file=out)
+        print("\n".join(["", *_fit_lines(plans, args.memory)]), file=out)
     if args.json is not None:
         _write_json(args.json, plans, args.memory)
     return 0
@@ -160,10 +160,24 @@ def _comparison(plans: Sequence[Plan]) -> str:
     return "\n".join(aligned(table))
 
 
-def _fits(plan: Plan, memory: int) -> str:
-    """With what is left for activations, or what is missing."""
-    left = memory - plan.peak_bytes
-    return f"yes, {size(left)} left for activations" if left >= 0 else f"no, {size(-left)} too much"
+def _fit_lines(plans: Sequence[Plan], memory: int) -> list[str]:
+    """A line per plan: what is left of a device for activations, or is missing; and what the host must have."""
+    offloaded = plans[0].cpu_offload
+    lines = [f"  fits on {size(memory)}{' of a device' if offloaded else ''}?"]
+    for plan in plans:
+        left = memory - plan.peak_bytes
+        fits = (
+            f"yes, {size(left)} left for activations"
+            if left >= 0
+            else f"no, {size(-left)} too much"
+        )
+        host = f"; {size(plan.host_bytes)} of its host for each rank" if offloaded else ""
+        lines.append(f"    {plan.strategy}: {fits}{host}")
+    if offloaded:
+        lines.append(
+            "  where the host's memory is pinned, torch rounds each block up to a power of two"
+        )
+    return lines
 
 
 def _write_json(path: str, plans: Sequence[Plan], memory: int | None) -> None:
@@ -192,8 +206,10 @@ def _params(text: str) -> int:
 
 def _bytes(text: str) -> int:
     """40GB, 39.6GiB, 512 MB; powers of 1,000, with an i of 1,024."""
-    parsed = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kKMGT]?)(i?)B?", text.strip())
-    if parsed is None or (parsed[3] and not parsed[2]):
-        raise argparse.ArgumentTypeError(f"{text!r}; it must be a size, as 40GB, 80GiB or 512MB")
+    parsed = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([kKMGT])(i?)B?|B)", text.strip())
+    if parsed is None:
+        raise argparse.ArgumentTypeError(
+            f"{text!r}; it must be a size with its unit, as 40GB, 80GiB or 512MB"
+        )
     base = 1024 if parsed[3] else 1000
-    return int(float(parsed[1]) * base ** " KMGT".index(parsed[2].upper() or " "))
+    return int(float(parsed[1]) * base ** " KMGT".index((parsed[2] or " ").upper()))

@@ -333,6 +333,10 @@ def _mesh(strategy: Strategy, ranks: int, replicas: int | None) -> tuple[int, in
                 f"replicas is {replicas!r}; it is for 'hybrid_shard', and strategy is {strategy.name!r}"
             )
         return (1, ranks) if strategy.shard_params else (ranks, 1)
+    if replicas is None:
+        raise ValueError(
+            f"strategy is 'hybrid_shard', which needs replicas: a number that divides the {ranks} ranks"
+        )
     if not isinstance(replicas, int) or replicas < 1 or ranks % replicas:
         raise ValueError(
             f"replicas is {replicas!r}; for 'hybrid_shard' it must divide the {ranks} ranks"

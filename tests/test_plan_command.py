@@ -35,6 +35,24 @@ def test_7e9_parameters_over_4_ranks_fit_on_40_gb_only_if_fully_sharded(
     assert states["full_shard"] == ["7.00", "GB", "7.00", "GB", "14.00", "GB"]
 
 
+def test_what_is_offloaded_is_asked_of_the_host(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--params", "7e9", "--memory", "40GB", "--cpu-offload") == 0
+    printed = capsys.readouterr().out
+    assert "fits on 40.00 GB of a device?" in printed
+    assert "no_shard: yes, 7.62 GB left for activations; 112.00 GB of its host for each" in printed
+
+
+def test_hybrid_shard_is_compared_once_its_replicas_are_given(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    needed = "hybrid_shard: give --replicas"
+    assert run("--params", "1e6") == 0
+    assert needed in capsys.readouterr().out
+    for given in (["--replicas", "2"], ["--strategy", "full_shard"]):
+        assert run("--params", "1e6", *given) == 0
+        assert needed not in capsys.readouterr().out
+
+
 def test_json_has_the_figures_of_every_strategy(capsys: pytest.CaptureFixture[str]) -> None:
     args = ("--params", "1e6", "--ranks", "6", "--replicas", "2", "--memory", "1GB", "--json", "-")
     assert run(*args) == 0
@@ -79,10 +97,12 @@ def test_plot_without_matplotlib_says_what_to_install(
         (("--params", "nan"), "'nan'; it must be"),
         (("--model", "gpt3"), "invalid choice: 'gpt3'"),
         (("--model", "gpt2", "--width", "64"), "--width is for --model gpt"),
-        (("--params", "7e9", "--memory", "40 apples"), "'40 apples'; it must be a size, as 40GB"),
+        (("--params", "7e9", "--memory", "40 apples"), "'40 apples'; it must be a size with its unit"),
+        (("--params", "7e9", "--memory", "40"), "'40'; it must be a size with its unit, as 40GB"),
+        (("--params", "7e9", "--memory", "40i"), "'40i'; it must be a size with its unit"),
         (("--params", "7e9", "--ranks", "0"), "'0'; it must be a whole number from 1"),
         (("--params", "7e9", "--ranks", "4", "--replicas", "3"), "replicas is 3; for 'hybrid_shard'"),
-        (("--params", "7e9", "--strategy", "hybrid_shard"), "replicas is None"),
+        (("--params", "7e9", "--strategy", "hybrid_shard"), "'hybrid_shard', which needs replicas"),
         (("--params", "7e9", "--json", "/nowhere/x"), "--json is '/nowhere/x'"),
         (("--params", "7e9", "--plot", "x.png"), "--plot draws up to 9 units"),
         (("--params", "7e9", "--plot", "x.bmp3"), "'x.bmp3'; it must end in"),
@@ -99,7 +119,7 @@ def test_bad_options_are_named(
 
 @pytest.mark.parametrize(
     ("text", "nbytes"),
-    [("40GB", 40e9), ("512 MB", 512e6), ("80GiB", 80 * 2**30), ("1.5k", 1500), ("7", 7)],
+    [("40GB", 40e9), ("512 MB", 512e6), ("80GiB", 80 * 2**30), ("1.5k", 1500), ("7 B", 7)],
 )
 def test_sizes_of_memory(text: str, nbytes: float) -> None:
     assert plan_command._bytes(text) == nbytes

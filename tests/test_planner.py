@@ -299,7 +299,10 @@ def test_the_schedule_is_the_engine_s() -> None:
         (lambda: Plan.of(chain(), 2, prefetch=-1), "prefetch is -1"),
         (lambda: Plan.of(chain(), 2, units=nn.GELU), "no module"),
         (lambda: Plan.of(chain(), 2, replicas=2), "replicas is 2; it is for 'hybrid_shard'"),
-        (lambda: Plan.of(chain(), 6, strategy="hybrid_shard"), "replicas is None; .* 6 ranks"),
+        (
+            lambda: Plan.of(chain(), 6, strategy="hybrid_shard"),
+            "'hybrid_shard', which needs replicas: .* 6 ranks",
+        ),
         (lambda: Plan.of(chain(), 6, strategy="hybrid_shard", replicas=4), "replicas is 4"),
     ],
 )
