@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import io
 import json
 import os
 import signal
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +36,12 @@ def run(text: str, **changed: Any) -> job.Result:
     ranks = changed.pop("ranks", 2)
     options = command.options_of(parsed(*SMALL, "--text", text))
     options = dataclasses.replace(options, **changed)
-    return launch(job.train, ranks, (options,), deadline_s=DEADLINE_S)[0][0]
+    return launch(train, ranks, (options,), deadline_s=DEADLINE_S)[0]
+
+
+def train(options: job.Options) -> job.Result:
+    with redirect_stderr(io.StringIO()):  # the progress bar is no output of the tests
+        return job.train(options)[0]
 
 
 def parsed(*args: str) -> argparse.Namespace:
@@ -162,6 +169,8 @@ def test_strategies_agree_and_each_is_held_against_what_it_shares_out(text_file:
     assert run(text_file, strategy="shard_grad_op").losses == sharded.losses
     offloaded = run(text_file, strategy="shard_grad_op", cpu_offload=True)
     assert offloaded.losses == sharded.losses
+    assert "2 (shm, cpu, offloaded)\n" in table(offloaded)
+    assert "2 (shm, cpu)\n" in table(sharded)
     replicated = run(text_file, strategy="no_shard")
     torch.testing.assert_close(sharded.losses, replicated.losses, rtol=1e-5, atol=1e-5)
     hybrid = run(text_file, strategy="hybrid_shard", replicas=2)

@@ -23,6 +23,7 @@ from shardcomm import Checkpoints, Communicator, RankError, fully_shard
 from shardcomm.checkpoints import complete_steps
 from shardcomm.rendezvous import env_store
 from shardcomm.train import progress
+from shardcomm.train.report import table
 
 STEPS = 20
 KILLS = 1
@@ -34,7 +35,12 @@ def test_a_resumed_run_equals_one_that_was_not_interrupted(text_file: str, tmp_p
     assert run(text_file, steps=5, **saving).losses == undisturbed[:5]
     assert complete_steps(tmp_path) == [4, 5]
     assert run(text_file, steps=9, **saving).losses == undisturbed
-    assert run(text_file, steps=9, **saving).losses == undisturbed  # nothing left to do
+    done = run(text_file, steps=9, **saving)
+    assert done.losses == undisturbed
+    shown = table(done)
+    assert "not measured: no step was left to do" in shown
+    for of_steps in ("tokens/s", "gradients / rank", "communicated / step"):
+        assert of_steps not in shown
     # Other ranks go on too, with other batches.
     resharded = run(text_file, steps=10, ranks=3, strategy="shard_grad_op", **saving)
     assert resharded.losses[:9] == undisturbed

@@ -82,6 +82,7 @@ class Result:
     """How many of them share out one copy of the model."""
     transport: str
     device: str
+    cpu_offload: bool
     losses: list[float]
     measured_steps: int
     tokens_per_s: float
@@ -230,6 +231,7 @@ class _Job:
             shard_ranks=self.engine.mesh.shard.size,
             transport=self.comm.transport,
             device=str(self.comm.device),
+            cpu_offload=self.options.cpu_offload,
             losses=losses,
             measured_steps=measured.steps,
             tokens_per_s=self.tokens_per_step / step_s if step_s else 0.0,

@@ -11,6 +11,9 @@ from shardcomm.options import opened
 from shardcomm.provenance import provenance
 from shardcomm.train.job import Options, Result
 
+# What a run that had no step left to do has nothing to say of.
+_OF_STEPS = ("tokens/s", "gradients / rank", "communicated / step")
+
 
 def table(result: Result) -> str:
     """Loss, speed, memory against theory, and communication, one line each."""
@@ -22,8 +25,10 @@ def table(result: Result) -> str:
         "gradients": (result.gradient_bytes, share),
         "optimizer state": (result.optimizer_bytes, 2 * share),
     }
+    where = [result.transport, result.device.partition(":")[0]]
+    where += ["offloaded"] if result.cpu_offload else []
     rows = [
-        ("ranks", f"{result.ranks} ({result.transport}, {result.device.partition(':')[0]})"),
+        ("ranks", f"{result.ranks} ({', '.join(where)})"),
         ("loss", f"{result.losses[0]:.3f} -> {result.losses[-1]:.3f} ({len(result.losses)} steps)"),
         ("tokens/s", f"{result.tokens_per_s:,.0f}"),
         *(
@@ -37,6 +42,8 @@ def table(result: Result) -> str:
         ),
         ("time / step", _time(result)),
     ]
+    if not result.measured_steps:
+        rows = [(name, value) for name, value in rows if name not in _OF_STEPS]
     width = max(len(name) for name, _ in rows)
     lines = [f"{name:<{width}}  {value}" for name, value in rows]
     return "\n".join([*lines, "", "sample:", *(f"  | {s}" for s in _printable(result.sample))])
