@@ -23,6 +23,7 @@ import pytest
 import torch
 
 from shardcomm import launch
+from shardcomm.timeline import Timeline
 from shardcomm.train import command, job
 from shardcomm.train.report import table
 from shardcomm.train.text import Corpus, read_text
@@ -36,12 +37,12 @@ def run(text: str, **changed: Any) -> job.Result:
     ranks = changed.pop("ranks", 2)
     options = command.options_of(parsed(*SMALL, "--text", text))
     options = dataclasses.replace(options, **changed)
-    return launch(train, ranks, (options,), deadline_s=DEADLINE_S)[0]
+    return launch(quiet_train, ranks, (options,), deadline_s=DEADLINE_S)[0][0]
 
 
-def train(options: job.Options) -> job.Result:
+def quiet_train(options: job.Options) -> tuple[job.Result, Timeline | None]:
     with redirect_stderr(io.StringIO()):  # the progress bar is no output of the tests
-        return job.train(options)[0]
+        return job.train(options)
 
 
 def parsed(*args: str) -> argparse.Namespace:
@@ -236,8 +237,9 @@ def test_a_run_that_diverges_is_reported(text_file: str) -> None:
 
 
 def test_a_report_that_cannot_be_written_is_one_sentence(
-    text_file: str, capsys: pytest.CaptureFixture[str]
+    text_file: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(command, "train", quiet_train)
     arguments = parsed(*SMALL, "--steps", "1", "--text", text_file, "--json", "/dev/full")
     assert arguments.run(arguments) == 1
     out, err = capsys.readouterr()
