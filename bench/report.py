@@ -60,6 +60,17 @@ def comparison(name: str, result: Result) -> str:
     return f"{title}\n\n{table(*result['table'])}"
 
 
+def wanted(bounds: list[Result]) -> str:
+    """The lowest and the highest limit of either kind."""
+    parts = []
+    for kind in ("at_least", "at_most"):
+        limits = [bound[kind] for bound in bounds if bound[kind] is not None]
+        if limits:
+            ends = dict.fromkeys(f"{limit:g}" for limit in (min(limits), max(limits)))
+            parts.append(f"{kind.replace('_', ' ')} {' to '.join(ends)}")
+    return "; ".join(parts)
+
+
 def goals(results: dict[str, Result]) -> str:
     """What each result was to reach, and where it falls short."""
     rows = []
@@ -72,8 +83,9 @@ def goals(results: dict[str, Result]) -> str:
             if not bound["holds"]
             for least in [bound["at_least"]]
         ]
-        rows.append([name, f"{len(bounds) - len(short)} of {len(bounds)}", "; ".join(short)])
-    return table(["comparison", "reached", "falls short (wanted)"], *rows)
+        reached = f"{len(bounds) - len(short)} of {len(bounds)}"
+        rows.append([name, wanted(bounds), reached, "; ".join(short)])
+    return table(["comparison", "wanted", "reached", "falls short"], *rows)
 
 
 def rewritten(page: Path, tables: dict[str, str]) -> tuple[str, list[str]]:
