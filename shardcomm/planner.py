@@ -165,7 +165,7 @@ class Plan:
 
         Args:
             model: on any device, for instance meta.
-            replicas: for "hybrid_shard", how many times the ranks hold the model.
+            replicas: for "hybrid_shard", which needs it: how many times the ranks hold the model.
             optimizer: one of `OPTIMIZERS`.
 
         Raises:

@@ -39,7 +39,9 @@ def test_what_is_offloaded_is_asked_of_the_host(capsys: pytest.CaptureFixture[st
     assert run("--params", "7e9", "--memory", "40GB", "--cpu-offload") == 0
     printed = capsys.readouterr().out
     assert "fits on 40.00 GB of a device?" in printed
-    assert "no_shard: yes, 7.62 GB left for activations; 112.00 GB of its host for each" in printed
+    # As the README has it: 16 bytes a parameter, a quarter of them.
+    answer = "full_shard: yes, 36.06 GB left for activations; 28.00 GB of its host for each rank"
+    assert answer in printed
 
 
 def test_hybrid_shard_is_compared_once_its_replicas_are_given(
