@@ -107,13 +107,12 @@ def staging_bytes(groups: Sequence[Sequence[Group]], replicas: int) -> list[int]
     return [_reduced_shard_bytes(groups)] * min(REDUCES_IN_FLIGHT, sum(map(len, groups)))
 
 
-def offload_bytes(groups: Sequence[Sequence[Group]]) -> tuple[int, int]:
-    """The sizes of the device's memory through which offloaded shards pass, and their gradients."""
-    offloaded = [group for unit in groups for group in unit if group.cpu_offload]
-    return (
-        max((group.shard_bytes for group in offloaded), default=0),
-        max((group.shard_bytes for group in offloaded if group.trainable), default=0),
-    )
+def offload_bytes(groups: Sequence[Sequence[Group]]) -> int:
+    """The size of the device's memory through which offloaded shards pass; their gradients have as much.
+
+    Gradients of frozen parameters count, too: they may be thawed later.
+    """
+    return max((g.shard_bytes for unit in groups for g in unit if g.cpu_offload), default=0)
 
 
 def _reduced_shard_bytes(groups: Sequence[Sequence[Group]]) -> int:

@@ -29,16 +29,16 @@ class Offload:
 
     Args:
         device: where the ranks compute.
-        shard_bytes, gradient_bytes: of the largest shard, and of the largest that has gradients.
+        shard_bytes: of the largest shard.
 
     Attributes:
         landed: fires when the latest gradient is in host memory; None: there was none.
     """
 
-    def __init__(self, device: torch.device, shard_bytes: int, gradient_bytes: int) -> None:
+    def __init__(self, device: torch.device, shard_bytes: int) -> None:
         self._device = device
         self._shard = torch.empty(shard_bytes, dtype=torch.uint8, device=device)
-        self._gradient = torch.empty(gradient_bytes, dtype=torch.uint8, device=device)
+        self._gradient = torch.empty(shard_bytes, dtype=torch.uint8, device=device)
         self._fetched: Event | None = None
         self.landed: Event | None = None
 

@@ -222,7 +222,7 @@ class Plan:
             reduce_buffer_bytes=reduce_buffer_bytes(groups, shard_ranks),
             staging_bytes=tuple(staging_bytes(groups, replicas)),
             cpu_offload=cpu_offload,
-            offload_bytes=sum(offload_bytes(groups)),
+            offload_bytes=2 * offload_bytes(groups),
             full_gradient_bytes=_most_full_gradients(planned, schedule),
             optimizer_bytes=OPTIMIZERS[optimizer] * _most_trained_bytes(groups, shard_ranks),
             total_parameter_bytes=sum(

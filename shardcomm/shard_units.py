@@ -54,8 +54,8 @@ def shard_units(
         for nbytes in staging_bytes(groups, mesh.replicate.size)
     ]
     next_staging = cycle(staging or [None])
-    shard_bytes, gradient_bytes = offload_bytes(groups)
-    offload = Offload(device, shard_bytes, gradient_bytes) if shard_bytes else None
+    shard_bytes = offload_bytes(groups)
+    offload = Offload(device, shard_bytes) if shard_bytes else None
 
     for module in model.modules():
         if _meta(module._buffers) and not _meta(module._parameters):

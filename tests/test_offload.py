@@ -146,7 +146,7 @@ def test_the_host_waits_for_what_is_copied(monkeypatch: pytest.MonkeyPatch) -> N
     comm = Communicator.local_group(1)[0]
     streams = Streams(CPU)
     layout = Layout.plan([ParamSpec("w", (4, 2))], 1)
-    offload = Offload(CPU, 4 * layout.shard_numel, 4 * layout.shard_numel)
+    offload = Offload(CPU, 4 * layout.shard_numel)
     bucket = Bucket(layout, comm, offload=offload, streams=streams)
     weight = torch.arange(8.0).view(4, 2)
     bucket.load([weight])
@@ -213,6 +213,30 @@ def test_checkpoints_know_nothing_of_offload(saved_offloaded: bool, tmp_path: Pa
     run(0, make(), cpu_offload=saved_offloaded)
     engine, _ = run(1, make(seed=1), cpu_offload=not saved_offloaded)
     assert_equal(engine.full_state_dict(), two_steps())
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_frozen_parameters_may_be_thawed(ranks: int) -> None:
+    """Also where they are larger than all whose gradients there were before."""
+
+    def trained(comm: Communicator, *, cpu_offload: bool) -> dict[str, Any]:
+        model = make()
+        for name, param in model.named_parameters():
+            param.requires_grad = name == "head.weight"
+        engine = fully_shard(model, comm, cpu_offload=cpu_offload)
+        optimizer = sgd_of(model)
+        for step in range(4):
+            loss_of(model, batch(comm.rank, step)).backward()
+            if step % 2:  # a gradient is added to, too
+                optimizer.step()
+                optimizer.zero_grad()
+                model.requires_grad_(True)
+        return engine.full_state_dict()
+
+    def body(comm: Communicator) -> None:
+        assert_equal(trained(comm, cpu_offload=True), trained(comm, cpu_offload=False))
+
+    run_threads(body, ranks)
 
 
 def test_full_tensors_are_loaded_into_host_memory() -> None:
