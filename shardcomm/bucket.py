@@ -236,7 +236,8 @@ class Bucket:
 
     def reduce(self, *, async_op: bool = False) -> Work:
         """Averages over the ranks of `comm` what was packed, into `grad`; with replicas, for `all_reduce` to go on."""
-        if self._packed is None:
+        packed, self._packed = self._packed, None
+        if packed is None:
             return Work(None, self.comm.device)
         self._add = self.gradients.begin_reduce()  # its zeros belong to what was computed so far
         stream = self._reduce_stream(async_op)
@@ -245,7 +246,7 @@ class Bucket:
             with self._gradient(stream) as grad:
                 end = self.comm.reduce_scatter(
                     grad,
-                    self._packed,
+                    packed,
                     "avg",
                     scale=self.grad_scale,
                     accumulate=self._add,
@@ -254,13 +255,13 @@ class Bucket:
                     stream=stream,
                 )
             return Work(end, self.comm.device)
-        if self._packed is self._staged:  # the only shard
+        if packed is self._staged:  # the only shard
             self._filled = compute_stream(self.comm.device).record()
             return Work(None, self.comm.device)
         if self.staging.free is not None:
             (stream or compute_stream(self.comm.device)).wait(self.staging.free)
         self._filled = self.comm.reduce_scatter(
-            self._staged, self._packed, "avg", tag=self._tag, stream=stream
+            self._staged, packed, "avg", tag=self._tag, stream=stream
         )
         return Work(self._filled, self.comm.device)
 
@@ -344,10 +345,12 @@ class Bucket:
             if self.staging.free is not None:
                 compute.wait(self.staging.free)
             return self._staged
+        numel = self.layout.flat_numel
+        if self.comm.size == 1:  # float64 that is more than copied: a pack computes in float32 only
+            return torch.empty(numel, dtype=self.reduce_dtype, device=self.comm.device)
         if stream is not None:
             compute.wait(stream.record())
         if self.reduce_buffer is None:
-            numel = self.layout.flat_numel
             self.reduce_buffer = self.comm.allocate(numel, dtype=self.reduce_dtype, use="reduce")
         return self.reduce_buffer
 

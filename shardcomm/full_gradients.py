@@ -11,6 +11,8 @@ from shardcomm.copy_plan import BoundCopy, CopyPlan
 from shardcomm.layout import Layout
 from shardcomm.views import as_stored, check_count, check_shape
 
+MOST_PACKS = 8
+
 
 class Sources(NamedTuple):
     """Gradients as they are packed, all of one dtype; None counts as zeros."""
@@ -57,6 +59,8 @@ class FullGradients:
         """Copies them into `flat`, of the layout's length: a buffer to reduce, or the gradient of one rank alone."""
         key = sources.dtype, flat.dtype, add, scale, nonfinite
         if key not in self._packs:
+            if len(self._packs) == MOST_PACKS:  # one each, where every step has another scale
+                self._packs.clear()
             placements = self._layout.placements
             plan = CopyPlan.pack(
                 [p.numel for p in placements],

@@ -200,7 +200,8 @@ class Footprint:
 
     Attributes:
         parameter_bytes: shards, padding included; with `cpu_offload` in host memory, as are the gradients.
-        gradient_bytes: their gradients, padding included, of all that have been reduced so far.
+        gradient_bytes: their gradients, padding included: of all that have been reduced, until the next forward gives
+            the memory back where it can.
         slot_bytes: full-size buffers; between processes of one host all see the same ones.
         reduce_buffer_bytes: where gradients are packed to be reduced.
         staging_bytes: where they are all-reduced among replicas.

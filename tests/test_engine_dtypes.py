@@ -45,15 +45,22 @@ def test_frozen_parameters_of_any_dtype_are_moved_as_they_are(
     run_threads(body, 2)
 
 
-def test_float64_trains_as_it_is() -> None:
+@pytest.mark.parametrize("cpu_offload", [False, True])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_float64_trains_as_it_is(ranks: int, cpu_offload: bool) -> None:
+    """Scaled, added, and looked at for NaN, too: what a copy does in float32 only."""
+
     def body(comm: Communicator) -> None:
         model, plain = twins(lambda: Chain().double())
-        engine = fully_shard(model, comm)
-        for net in (model, plain):
-            net(values(3, WIDTH).double()).square().sum().backward()
+        engine = fully_shard(model, comm, on_nonfinite="raise", cpu_offload=cpu_offload)
+        engine.set_gradient_divide_factor(ranks / 2)
+        for seed in (1, 2):
+            x = values(3, WIDTH, seed=seed).double()
+            model(x).square().sum().backward()
+            (2 * plain(x).square().sum()).backward()
         assert_same_gradients(engine, model, plain)
 
-    run_threads(body, 2)
+    run_threads(body, ranks)
 
 
 @pytest.mark.parametrize(

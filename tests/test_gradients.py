@@ -111,6 +111,19 @@ def test_factors_that_divide_nothing_are_refused(factor: object) -> None:
         engine.set_gradient_divide_factor(factor)  # type: ignore[arg-type]
 
 
+def test_of_factors_that_change_each_step_only_the_latest_are_kept() -> None:
+    model = nn.Linear(2, 2, bias=False)
+    engine = fully_shard(model, Communicator.local_group(1)[0])
+    (bucket, _) = engine.units[0].buckets[0]
+    for factor in range(1, 30):
+        engine.set_gradient_divide_factor(factor)
+        model(torch.ones(1, 2)).sum().backward()
+        assert model.weight.grad is not None
+        assert model.weight.grad.eq(torch.tensor(1.0) / factor).all()
+        assert len(bucket._full_gradients._packs) < 10
+        model.zero_grad()
+
+
 def poison(model: nn.Module, unit: int, value: float) -> None:
     """The next gradient of a block's weight has `value` in one place."""
 
