@@ -20,6 +20,7 @@ import contextlib
 import functools
 import math
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -82,6 +83,9 @@ class Engine:
         self._current = self._train
         self._seen: list[Trigger] = []  # this forward's triggers, to learn the order from
         self._in_backward = False
+        self._at_end: Callable[[], object] = lambda: (
+            None
+        )  # what autograd calls then, while it means to
         self._thread = threading.get_ident()
         self._thread_ranks_on_gpu = mesh.device.type != "cpu" and any(
             comm.transport == "local" and comm.size > 1 for comm in (mesh.shard, mesh.replicate)
@@ -292,6 +296,8 @@ class Engine:
             self._actions.wait_all()  # for a prefetch of a unit that was not called
 
     def _pre_backward(self, unit: ShardedUnit) -> None:
+        if self._in_backward and self._at_end() is None:  # an exception ended the one before
+            self._settle()
         if unit.state is State.BACKWARD:  # another of its outputs came first
             return
         if torch.is_grad_enabled():
@@ -300,7 +306,9 @@ class Engine:
             self._check_thread()
             self._in_backward = True
             self._gradients.begin_backward()
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
+            at_end = functools.partial(self._end_of_backward)  # autograd alone keeps it
+            self._at_end = weakref.ref(at_end)
+            torch.autograd.Variable._execution_engine.queue_callback(at_end)
         occupant = self._actions.occupant(unit)
         if occupant is not None and occupant.state is State.BACKWARD:
             # No input of it has a gradient whose end would tell; autograd runs what was recorded last first.

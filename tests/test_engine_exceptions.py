@@ -43,6 +43,27 @@ def test_exception_in_backward_leaves_nothing_to_the_next_step(ranks: int, no_sy
     run_threads(body, ranks)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("layers", [2, 4])  # with a slot each, and shared ones
+def test_exception_in_backward_leaves_nothing_to_the_next_one(ranks: int, layers: int) -> None:
+    """Of a graph that was there before: no forward comes between."""
+
+    def body(comm: Communicator) -> None:
+        model, plain = twins(lambda: Chain(layers=layers))
+        engine = fully_shard(model, comm)
+        model.between = lambda i, x: _FailInBackward.apply(x) if i == 1 else x
+        failing = model(values(3, WIDTH)).sum()
+        model.between = lambda i, x: x
+        loss = model(values(3, WIDTH, seed=2)).sum()
+        with pytest.raises(Failure):
+            failing.backward()
+        loss.backward()
+        plain(values(3, WIDTH, seed=2)).sum().backward()
+        assert_same_gradients(engine, model, plain)
+
+    run_threads(body, ranks)
+
+
 def failing_forward(model: nn.Module, *, at: int) -> None:
     """Of a unit: its parameters are shown in full when it raises."""
 
