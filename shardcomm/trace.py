@@ -69,9 +69,9 @@ class Trace:
         everybody: list[Any] = [[host_identity(), self._origin_s, self.spans(), _paths(self._mesh)]]
         for comm in (self._mesh.shard, self._mesh.replicate):
             payload = json.dumps(everybody).encode()
-            everybody = [
-                each for part in _all_gather_bytes(comm, payload) for each in json.loads(part)
-            ]
+            with self._mesh.failing_together:
+                parts = _all_gather_bytes(comm, payload)
+            everybody = [each for part in parts for each in json.loads(part)]
         clocks, ranks = [], []
         for rank, (host, origin_s, spans, paths) in enumerate(everybody):
             clocks.append((host, origin_s))

@@ -7,7 +7,7 @@ import torch
 from test_engine import batch, loss_of, make
 from thread_ranks import run_mesh, run_threads
 
-from shardcomm import Communicator, Mesh, fully_shard
+from shardcomm import CommError, Communicator, Mesh, fully_shard
 from shardcomm.timeline import Span, Timeline
 
 CLOCK_S = 1e-5  # a GPU's, between two streams
@@ -51,6 +51,21 @@ def test_exposed_time_is_that_of_the_engine(device: str) -> None:
     for _, engines, traces in run_threads(traced_step, 2, device=device):
         assert traces == pytest.approx(engines, rel=1e-3, abs=1e-6)
         assert traces > 0
+
+
+def test_a_failure_of_one_group_ends_the_timeline_of_all() -> None:
+    """Not by the deadline: rank 0 is in no group with rank 3."""
+
+    def body(mesh: Mesh) -> None:
+        engine = fully_shard(make(layers=1), mesh, strategy="hybrid_shard")
+        with engine.trace() as trace:
+            pass
+        if mesh.rank == 3:
+            mesh.shard.abort("the data is bad")
+        with pytest.raises(CommError, match="rank 1 aborted: the data is bad"):
+            trace.timeline()
+
+    run_mesh(body, 2, 2)
 
 
 @pytest.mark.parametrize(("replicas", "sharing"), [(1, 2), (2, 2)])
