@@ -90,7 +90,9 @@ class Checkpoints:
         Args:
             write: called with the new directory; returns a future that is done when all ranks have written their parts,
                 as `torch.distributed.checkpoint.async_save` does. That copies the state to CPU memory at once, and then
-                talks from another thread: over a process group that nothing else uses meanwhile.
+                talks from another thread: over a process group that nothing else uses meanwhile. If `write`
+                raises on one rank alone, the others wait for that rank until the group's timeout, and no later save
+                over this group succeeds: end the run then.
         """
         what, partial = self._begin(step)
         with self._together(what):
@@ -160,7 +162,11 @@ class Checkpoints:
                 )
 
     def _complete_when(self, written: Future[Any], partial: Path) -> None:
-        written.result()
+        try:
+            written.result()
+        except Exception as error:
+            error.add_note(f"in the background, while {partial.name} was written")
+            raise
         self._complete(partial)
 
     def _complete(self, partial: Path) -> None:

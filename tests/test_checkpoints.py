@@ -108,9 +108,16 @@ def test_what_went_wrong_in_the_background_is_raised_by_the_next_save(tmp_path: 
         with pytest.raises(CheckpointError, match=message):
             write(checkpoints, 2, comm.rank)
         write(checkpoints, 2, comm.rank)
+        written = Future()
+        checkpoints.async_save(3, lambda path: written)
+        written.set_exception(RuntimeError("timed out"))
+        with pytest.raises(RuntimeError) as caught:
+            checkpoints.wait()
+        note = "in the background, while step-00000003.partial was written"
+        assert caught.value.__notes__ == [note]
 
     run_threads(body, 2)
-    assert sorted(os.listdir(tmp_path)) == ["step-00000002"]
+    assert complete_steps(tmp_path) == [2]
 
 
 def test_what_is_refused(tmp_path: Path) -> None:
