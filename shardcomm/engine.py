@@ -83,9 +83,7 @@ class Engine:
         self._current = self._train
         self._seen: list[Trigger] = []  # this forward's triggers, to learn the order from
         self._in_backward = False
-        self._at_end: Callable[[], object] = lambda: (
-            None
-        )  # what autograd calls then, while it means to
+        self._at_end: weakref.ref[Any] | None = None  # what autograd calls then, while it means to
         self._thread = threading.get_ident()
         self._thread_ranks_on_gpu = mesh.device.type != "cpu" and any(
             comm.transport == "local" and comm.size > 1 for comm in (mesh.shard, mesh.replicate)
@@ -296,12 +294,12 @@ class Engine:
             self._actions.wait_all()  # for a prefetch of a unit that was not called
 
     def _pre_backward(self, unit: ShardedUnit) -> None:
-        if self._in_backward and self._at_end() is None:  # an exception ended the one before
-            self._settle()
+        if self._at_end is not None and self._in_backward and self._at_end() is None:
+            self._settle()  # an exception ended the backward before
         if unit.state is State.BACKWARD:  # another of its outputs came first
             return
         if torch.is_grad_enabled():
-            self._prepare_double_backward(unit)
+            unit.prepare_double_backward()
         if not self._in_backward:
             self._check_thread()
             self._in_backward = True
@@ -331,7 +329,7 @@ class Engine:
     def _post_backward(self, unit: ShardedUnit) -> None:
         unit.pending_calls = max(0, unit.pending_calls - 1)
         if unit.state is not State.BACKWARD:
-            self._check_unmarked(unit)
+            unit.check_unmarked_backward()
         self._release_from_backward(unit)
 
     def _release_from_backward(self, unit: ShardedUnit) -> None:
@@ -343,27 +341,8 @@ class Engine:
     def _on_gradient(self, unit: ShardedUnit) -> None:
         """A gradient is complete in a unit whose outputs cannot tell of its backward."""
         if unit.state is not State.BACKWARD:
-            self._check_unmarked(unit)
+            unit.check_unmarked_backward()
             self._pre_backward(unit)
-
-    def _check_unmarked(self, unit: ShardedUnit) -> None:
-        """Backward has been in `unit` and no output of it told so: right only if nothing else came into its slot."""
-        if unit.shares_slot:
-            raise TypeError(
-                f"backward came to unit {unit.name!r} by another way than a tensor which it returned, after its "
-                f"parameters were released; it returned {unit.returned.__name__}: return the tensors in tuples, "
-                "lists, dicts or dataclasses, or use strategy='shard_grad_op'"
-            )
-
-    def _prepare_double_backward(self, unit: ShardedUnit) -> None:
-        """With create_graph=True: gradients come by ways that were recorded in backward, past the outputs."""
-        if unit.shares_slot:
-            raise RuntimeError(
-                f"backward with create_graph=True came to unit {unit.name!r}, whose parameters share slot "
-                f"{unit.slot} with other units' and would be overwritten before the second backward; use "
-                "strategy='shard_grad_op' or 'no_shard'"
-            )
-        unit.watch_gradients()
 
     def _end_of_backward(self) -> None:
         for unit in self.units:

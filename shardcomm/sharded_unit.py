@@ -141,6 +141,29 @@ class ShardedUnit:
                 param.full.register_post_accumulate_grad_hook(self.on_gradient)  # type: ignore[no-untyped-call]
                 param.watched = True
 
+    def check_unmarked_backward(self) -> None:
+        """Backward has been here and no output told so: TypeError unless nothing else can have come into the slot."""
+        if self.shares_slot:
+            raise TypeError(
+                f"backward came to unit {self.name!r} by another way than a tensor which it returned, after its "
+                f"parameters were released; it returned {self.returned.__name__}: return the tensors in tuples, "
+                "lists, dicts or dataclasses, or use strategy='shard_grad_op'"
+            )
+
+    def prepare_double_backward(self) -> None:
+        """With create_graph=True gradients come by ways that were recorded in backward, past the outputs.
+
+        Raises:
+            RuntimeError: the parameters would be overwritten before the second backward.
+        """
+        if self.shares_slot:
+            raise RuntimeError(
+                f"backward with create_graph=True came to unit {self.name!r}, whose parameters share slot "
+                f"{self.slot} with other units' and would be overwritten before the second backward; use "
+                "strategy='shard_grad_op' or 'no_shard'"
+            )
+        self.watch_gradients()
+
     def forget_backward(self) -> None:
         """Drops the gradients that are not reduced, and those that are but were not shown."""
         self.needs_reduce = self.needs_all_reduce = False
