@@ -5,11 +5,12 @@
 #include <cstdlib>
 #include <cstring>
 #include <deque>
+#include <map>
 #include <memory>
 #include <mutex>
-#include <set>
 #include <thread>
 #include <utility>
+#include <vector>
 
 namespace {
 
@@ -79,12 +80,12 @@ struct CUevent_st {
 namespace {
 
 std::mutex streams_mutex;
-std::set<cudaStream_t> streams;
+std::map<cudaStream_t, std::shared_ptr<CUstream_st>> streams;
 
 cudaStream_t make_stream() {
-  auto stream = std::make_unique<CUstream_st>();
+  auto stream = std::make_shared<CUstream_st>();
   const std::lock_guard<std::mutex> lock(streams_mutex);
-  return *streams.insert(stream.release()).first;
+  return streams.emplace(stream.get(), stream).first->first;
 }
 
 cudaStream_t or_default(cudaStream_t stream) {
@@ -116,14 +117,14 @@ cudaError_t cudaSetDevice(int device) {
   return cudaSuccess;
 }
 cudaError_t cudaDeviceSynchronize() {
-  std::set<cudaStream_t> own;
+  std::vector<std::shared_ptr<CUstream_st>> own;  // which another thread may destroy meanwhile
   {
     const std::lock_guard<std::mutex> lock(streams_mutex);
-    for (cudaStream_t stream : streams) {
-      if (stream->device == current) own.insert(stream);
+    for (const auto& [_, stream] : streams) {
+      if (stream->device == current) own.push_back(stream);
     }
   }
-  for (cudaStream_t stream : own) stream->synchronize();
+  for (const auto& stream : own) stream->synchronize();
   return cudaSuccess;
 }
 
@@ -132,11 +133,11 @@ cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned, int) {
   return cudaSuccess;
 }
 cudaError_t cudaStreamDestroy(cudaStream_t stream) {
-  {
-    const std::lock_guard<std::mutex> lock(streams_mutex);
-    streams.erase(stream);
-  }
-  std::unique_ptr<CUstream_st>(stream).reset();
+  std::shared_ptr<CUstream_st> ended;  // waits for its work outside of the lock
+  const std::lock_guard<std::mutex> lock(streams_mutex);
+  const auto found = streams.find(stream);
+  ended = std::move(found->second);
+  streams.erase(found);
   return cudaSuccess;
 }
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
