@@ -93,9 +93,7 @@ class Actions:
 
     def wait_gather(self, unit: ShardedUnit) -> None:
         """Computation goes on with the parameters of `unit`."""
-        if unit.gathers:
-            self._wait(unit.gathers, "gather", unit.name)
-            unit.gathers.clear()
+        self._finish(unit.gathers, "gather", unit)
 
     def release(self, unit: ShardedUnit) -> None:
         """Whoever needs the parameters next gathers them."""
@@ -107,9 +105,8 @@ class Actions:
             return
         self.wait_reduce(unit)
         unit.needs_reduce = False
-        if self._reducing is not None and self._reducing.reduces:
-            self._wait(self._reducing.reduces, "reduce", self._reducing.name)
-            self._reducing.reduces.clear()
+        if self._reducing is not None:
+            self._finish(self._reducing.reduces, "reduce", self._reducing)
         self._reducing = unit
         with self._together, self._traced("reduce", unit, self._streams.reduce, unit.reduce_bytes):
             unit.reduce()
@@ -130,12 +127,8 @@ class Actions:
 
     def wait_reduce(self, unit: ShardedUnit) -> None:
         """Computation goes on with the reduced gradients of `unit`."""
-        if unit.reduces:
-            self._wait(unit.reduces, "reduce", unit.name)
-            unit.reduces.clear()
-        if unit.all_reduces:
-            self._wait(unit.all_reduces, "all_reduce", unit.name)
-            unit.all_reduces.clear()
+        self._finish(unit.reduces, "reduce", unit)
+        self._finish(unit.all_reduces, "all_reduce", unit)
 
     def wait_all(self) -> None:
         """Nothing is on its way any more."""
@@ -148,6 +141,11 @@ class Actions:
         """The host may read gradients and write shards, where they are in its memory."""
         if self._offloads:
             self._wait(self._offloads, "host", "memory")
+
+    def _finish(self, works: list[Work], what: str, unit: ShardedUnit) -> None:
+        if works:
+            self._wait(works, what, unit.name)
+            works.clear()
 
     def _wait(self, works: Iterable[Work | Offload], what: str, name: str) -> None:
         compute = self._streams.compute()

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import copy
-import gc
 import threading
-import weakref
-from collections import Counter
 from collections.abc import Callable
 
 import pytest
 import torch
 from thread_ranks import run_threads
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from shardcomm import CommError, Communicator, MixedPrecision, fully_shard
@@ -196,36 +191,6 @@ def test_strategy_prefetch_and_slots_do_not_change_results(
         assert_same(state, expected, bitwise=True)
 
 
-def test_gradients_memory_is_given_back_between_steps() -> None:
-    def body(comm: Communicator) -> dict[str, torch.Tensor]:
-        model = make()
-        engine = fully_shard(model, comm)
-        optimizer = optimizer_of(model)
-        for step in range(STEPS):
-            loss = loss_of(model, batch(comm.rank, step))
-            assert engine.footprint().gradient_bytes == 0
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return engine.full_state_dict()
-
-    expected = reference(make(), 2)
-    for state in run_threads(body, 2):
-        assert_same(state, expected, bitwise=True)
-
-
-def test_gradients_that_somebody_has_are_not_given_back() -> None:
-    comm = Communicator.local_group(1)[0]
-    model = make()
-    fully_shard(model, comm)
-    loss_of(model, batch(0, 0)).backward()
-    before = [param.grad.clone() for param in model.parameters() if param.grad is not None]
-    loss_of(model, batch(0, 1))
-    after = [param.grad for param in model.parameters() if param.grad is not None]
-    assert len(before) == len(after) > 0
-    assert all(map(torch.equal, before, after))
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -374,209 +339,6 @@ def test_clip_grad_norm_equals_torch() -> None:
         torch.testing.assert_close(norm, expected)
         for name, grad in grads.items():
             torch.testing.assert_close(state[name], grad)
-
-
-def test_state_dict_round_trip() -> None:
-    def body(comm: Communicator) -> dict[str, torch.Tensor]:
-        model = make("tied", seed=1)
-        engine = fully_shard(model, comm)
-        engine.load_state_dict(make("tied", seed=7).state_dict())
-        return engine.full_state_dict()
-
-    for state in run_threads(body, 3):
-        assert_same(state, make("tied", seed=7), bitwise=True)
-
-
-def test_state_dict_with_wrong_names_is_refused() -> None:
-    def body(comm: Communicator) -> None:
-        engine = fully_shard(make(), comm)
-        state = make().state_dict()
-        state["tail"] = state.pop("head.weight")
-        with pytest.raises(ValueError, match=r"lacks \['head.weight'\] and has unknown \['tail'\]"):
-            engine.load_state_dict(state)
-
-    run_threads(body, 1)
-
-
-def test_meta_model_is_materialised_on_rank_0_and_sharded() -> None:
-    def body(comm: Communicator) -> dict[str, torch.Tensor]:
-        with torch.device("meta"):
-            model = nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.Linear(7, 5))
-        engine = fully_shard(model, comm, units=nn.Linear)
-        assert not any(param.is_meta for param in model.parameters())
-        return engine.full_state_dict()
-
-    first, second = run_threads(body, 2)
-    for name, value in first.items():
-        assert torch.equal(value, second[name])
-    # As nn.Linear and nn.LayerNorm initialise themselves.
-    assert 0 < first["0.weight"].abs().max() <= 5**-0.5
-    assert 0 < first["2.weight"].abs().max() <= 7**-0.5
-    assert torch.equal(first["1.weight"], torch.ones(7))
-
-
-def test_meta_module_without_reset_parameters_is_refused() -> None:
-    class Bare(nn.Identity):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.empty(2, device="meta"))
-
-    with pytest.raises(ValueError, match=r"Bare '' has weight on the meta device and no reset_"):
-        fully_shard(Bare(), Communicator.local_group(1)[0])
-
-
-def bf16_reference(ranks: int) -> Net:
-    """Computes with a bf16 copy of fp32 parameters; averages bf16 gradients in fp32, in rank order."""
-    model = make()
-    optimizer = optimizer_of(model)
-    for step in range(STEPS):
-        totals: list[torch.Tensor] = []
-        for rank in range(ranks):
-            half = copy.deepcopy(model)
-            for param in half.parameters():
-                param.data = param.data.to(torch.bfloat16)
-            loss_of(half, batch(rank, step)).backward()
-            grads = [p.grad.float() for p in half.parameters() if p.grad is not None]
-            totals = [t + g for t, g in zip(totals, grads, strict=True)] if totals else grads
-        for param, total in zip(model.parameters(), totals, strict=True):
-            param.grad = total * (1.0 / ranks)
-        optimizer.step()
-    return model
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("reduce_dtype", [None, torch.float32])
-def test_bf16_parameters_with_fp32_shards(ranks: int, reduce_dtype: torch.dtype | None) -> None:
-    precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
-
-    def body(comm: Communicator) -> dict[str, torch.Tensor]:
-        model = make()
-        seen: list[torch.dtype] = []
-        model.blocks[0].register_forward_hook(lambda m, a, out: seen.append(m.up.weight.dtype))
-        state = train(comm, model, mixed_precision=precision)
-        assert set(seen) == {torch.bfloat16}
-        return state
-
-    expected = bf16_reference(ranks)
-    for state in run_threads(body, ranks):
-        assert_same(state, expected, bitwise=True)
-
-
-def test_one_unit_may_hold_several_dtypes() -> None:
-    def model_of() -> nn.Sequential:
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).to(torch.bfloat16))
-
-    def run(model: nn.Sequential) -> None:
-        hidden = model[0](torch.ones(2, 4))
-        model[1](hidden.to(torch.bfloat16)).float().sum().backward()
-
-    class Whole(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = model_of()
-
-        def forward(self) -> torch.Tensor:
-            return self.net[1](self.net[0](torch.ones(2, 4)).to(torch.bfloat16)).float().sum()
-
-    plain = Whole()
-    plain().backward()
-    grads = {name: param.grad for name, param in plain.named_parameters()}
-
-    def body(comm: Communicator) -> dict[str, torch.Tensor]:
-        model = Whole()
-        model.load_state_dict(plain.state_dict())
-        engine = fully_shard(model, comm)
-        model().backward()
-        with torch.no_grad():
-            for param in model.parameters():
-                assert param.grad is not None
-                assert param.grad.dtype == param.dtype
-                param.copy_(param.grad)
-        return engine.full_state_dict()
-
-    for state in run_threads(body, 2):
-        for name, grad in grads.items():
-            assert torch.equal(state[name], grad), name
-
-
-def test_each_rank_holds_its_share_and_padding_only() -> None:
-    def body(comm: Communicator) -> tuple[int, ...]:
-        model = make(layers=3, width=32)
-        engine = fully_shard(model, comm)
-        loss_of(model, batch(comm.rank, 0)).backward()
-        footprint = engine.footprint()
-        rows = sum(p.nbytes for p in model.parameters())
-        assert sum(p.grad.nbytes for p in model.parameters() if p.grad is not None) == rows
-        assert footprint.gradient_bytes == footprint.parameter_bytes
-        return (
-            rows,
-            footprint.parameter_bytes,
-            footprint.padding_bytes,
-            footprint.total_parameter_bytes,
-        )
-
-    whole = sum(p.nbytes for p in make(layers=3, width=32).parameters())
-    results = run_threads(body, 4)
-    assert sum(rows for rows, _, _, _ in results) == whole
-    for _, held, padding, total in results:
-        assert total == whole
-        assert 4 * held == total + padding
-
-
-def test_full_parameters_are_let_go_of_once_they_are_sharded() -> None:
-    model = make()
-    whole = [weakref.ref(param) for param in model.parameters()]
-    engine = fully_shard(model, Communicator.local_group(1)[0])
-    gc.collect()
-    assert not any(param() for param in whole)
-    engine.close()
-
-
-class _Operations(TorchDispatchMode):
-    """Counts what is dispatched: every allocation and every view is an operation."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        self.counts[func.overloadpacket.__name__] += 1
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("adds", [True, False])
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_step_makes_gradients_and_no_other_memory_or_views_of_its_own(
-    ranks: int, adds: bool
-) -> None:
-    """Only of shards, and where it does not add to the step before: one allocation a unit, and a view a parameter."""
-
-    def operations_of_third_step(
-        model: nn.Module, tokens: torch.Tensor, adds: bool
-    ) -> Counter[str]:
-        for _ in range(2):
-            loss_of(model, tokens).backward()
-            if not adds:
-                model.zero_grad()
-        with _Operations() as operations:
-            loss_of(model, tokens).backward()
-        return operations.counts
-
-    plain = operations_of_third_step(make(), batch(0, 0), adds=False)
-
-    def body(comm: Communicator) -> Counter[str]:
-        model = make()
-        fully_shard(model, comm)
-        return operations_of_third_step(model, batch(comm.rank, 0), adds)
-
-    for ours in run_threads(body, ranks):
-        extra = ours - plain
-        units, params = 1 + len(make().blocks), len(list(make().parameters()))
-        expected = {"empty_like": units, "as_strided": params}
-        # The mark shows each unit's input, an activation, as an alias of itself.
-        assert extra.pop("detach", 0) <= len(make().blocks)
-        assert extra == ({} if adds or ranks == 1 else expected), extra
 
 
 def test_compiled_blocks() -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
+from test_engine import STEPS, Net, assert_same, batch, loss_of, make, optimizer_of, train
 from thread_ranks import run_threads
 from torch import nn
 from twins import WIDTH, Chain, assert_same_gradients, twins, values
@@ -90,3 +93,78 @@ def test_dtypes_that_cannot_be_converted_are_named(
     model.weight = nn.Parameter(model.weight.detach().to(dtype))
     with pytest.raises(ValueError, match=message):
         fully_shard(model, Communicator.local_group(1)[0], mixed_precision=precision)
+
+
+def bf16_reference(ranks: int) -> Net:
+    """Computes with a bf16 copy of fp32 parameters; averages bf16 gradients in fp32, in rank order."""
+    model = make()
+    optimizer = optimizer_of(model)
+    for step in range(STEPS):
+        totals: list[torch.Tensor] = []
+        for rank in range(ranks):
+            half = copy.deepcopy(model)
+            for param in half.parameters():
+                param.data = param.data.to(torch.bfloat16)
+            loss_of(half, batch(rank, step)).backward()
+            grads = [p.grad.float() for p in half.parameters() if p.grad is not None]
+            totals = [t + g for t, g in zip(totals, grads, strict=True)] if totals else grads
+        for param, total in zip(model.parameters(), totals, strict=True):
+            param.grad = total * (1.0 / ranks)
+        optimizer.step()
+    return model
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("reduce_dtype", [None, torch.float32])
+def test_bf16_parameters_with_fp32_shards(ranks: int, reduce_dtype: torch.dtype | None) -> None:
+    precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
+
+    def body(comm: Communicator) -> dict[str, torch.Tensor]:
+        model = make()
+        seen: list[torch.dtype] = []
+        model.blocks[0].register_forward_hook(lambda m, a, out: seen.append(m.up.weight.dtype))
+        state = train(comm, model, mixed_precision=precision)
+        assert set(seen) == {torch.bfloat16}
+        return state
+
+    expected = bf16_reference(ranks)
+    for state in run_threads(body, ranks):
+        assert_same(state, expected, bitwise=True)
+
+
+def test_one_unit_may_hold_several_dtypes() -> None:
+    def model_of() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).to(torch.bfloat16))
+
+    def run(model: nn.Sequential) -> None:
+        hidden = model[0](torch.ones(2, 4))
+        model[1](hidden.to(torch.bfloat16)).float().sum().backward()
+
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = model_of()
+
+        def forward(self) -> torch.Tensor:
+            return self.net[1](self.net[0](torch.ones(2, 4)).to(torch.bfloat16)).float().sum()
+
+    plain = Whole()
+    plain().backward()
+    grads = {name: param.grad for name, param in plain.named_parameters()}
+
+    def body(comm: Communicator) -> dict[str, torch.Tensor]:
+        model = Whole()
+        model.load_state_dict(plain.state_dict())
+        engine = fully_shard(model, comm)
+        model().backward()
+        with torch.no_grad():
+            for param in model.parameters():
+                assert param.grad is not None
+                assert param.grad.dtype == param.dtype
+                param.copy_(param.grad)
+        return engine.full_state_dict()
+
+    for state in run_threads(body, 2):
+        for name, grad in grads.items():
+            assert torch.equal(state[name], grad), name

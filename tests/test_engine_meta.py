@@ -88,3 +88,30 @@ def test_meta_buffers_without_reset_parameters_are_named() -> None:
     with pytest.raises(ValueError, match=r"Identity 'rope' has inverse on the meta device"):
         fully_shard(model, Communicator.local_group(1)[0])
     assert model.linear.weight.is_meta
+
+
+def test_meta_model_is_materialised_on_rank_0_and_sharded() -> None:
+    def body(comm: Communicator) -> dict[str, torch.Tensor]:
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.Linear(7, 5))
+        engine = fully_shard(model, comm, units=nn.Linear)
+        assert not any(param.is_meta for param in model.parameters())
+        return engine.full_state_dict()
+
+    first, second = run_threads(body, 2)
+    for name, value in first.items():
+        assert torch.equal(value, second[name])
+    # As nn.Linear and nn.LayerNorm initialise themselves.
+    assert 0 < first["0.weight"].abs().max() <= 5**-0.5
+    assert 0 < first["2.weight"].abs().max() <= 7**-0.5
+    assert torch.equal(first["1.weight"], torch.ones(7))
+
+
+def test_meta_module_without_reset_parameters_is_refused() -> None:
+    class Bare(nn.Identity):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.empty(2, device="meta"))
+
+    with pytest.raises(ValueError, match=r"Bare '' has weight on the meta device and no reset_"):
+        fully_shard(Bare(), Communicator.local_group(1)[0])

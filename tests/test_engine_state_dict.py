@@ -1,9 +1,10 @@
-"""The full state dict beside parameters: buffers, extra state, and what is refused."""
+"""The full state dict: parameters, buffers, extra state, and what is refused."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from test_engine import assert_same, make
 from thread_ranks import run_threads
 from torch import nn
 from twins import WIDTH, twins, values
@@ -105,3 +106,25 @@ def test_refused_state_dict_changes_nothing(wrong: str, value: object) -> None:
                 assert after[name] == expected
 
     run_threads(body, 2)
+
+
+def test_state_dict_round_trip() -> None:
+    def body(comm: Communicator) -> dict[str, torch.Tensor]:
+        model = make("tied", seed=1)
+        engine = fully_shard(model, comm)
+        engine.load_state_dict(make("tied", seed=7).state_dict())
+        return engine.full_state_dict()
+
+    for state in run_threads(body, 3):
+        assert_same(state, make("tied", seed=7), bitwise=True)
+
+
+def test_state_dict_with_wrong_names_is_refused() -> None:
+    def body(comm: Communicator) -> None:
+        engine = fully_shard(make(), comm)
+        state = make().state_dict()
+        state["tail"] = state.pop("head.weight")
+        with pytest.raises(ValueError, match=r"lacks \['head.weight'\] and has unknown \['tail'\]"):
+            engine.load_state_dict(state)
+
+    run_threads(body, 1)
