@@ -17,9 +17,11 @@ constexpr int kBufferSince = 21900;  // ncclMemAlloc, ncclCommRegister
 // From here on ncclCommAbort inside a group only raises the abort flags, and the group's end frees
 // the communicator; before, ncclCommAbort freed it at once (init.cc, ncclCommAbort).
 constexpr int kDeferredAbortSince = 22200;
-constexpr int kConfigSince = 22700;     // ncclConfig_t has a CTA policy
-constexpr int kWindowSince = 22700;     // ncclCommWindowRegister
-constexpr int kZeroCtaSince = 22800;    // NCCL_CTA_POLICY_ZERO
+constexpr int kConfigSince = 22700;   // ncclConfig_t has a CTA policy
+constexpr int kWindowSince = 22700;   // ncclCommWindowRegister
+constexpr int kZeroCtaSince = 22800;  // NCCL_CTA_POLICY_ZERO
+// From here on a window tells whether the ranks reach each other's memory.
+constexpr int kTellingWindowSince = 22800;
 std::string version_text(int version);  // "2.27.3"; "2.27" when the patch is 0
 
 using Comm = struct OpaqueComm*;
