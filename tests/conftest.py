@@ -22,7 +22,7 @@ def pytest_sessionstart() -> None:
     # Rank processes are forked from a server that has loaded what they need.
     # (FSDP2 loads torch._dynamo when it is first called, and saving loads DCP.)
     multiprocessing.set_forkserver_preload(
-        ["shardcomm", "test_engine", "torch._dynamo", "torch.distributed.checkpoint", "fsdp2_cases"]
+        ["shardcomm", "nets", "torch._dynamo", "torch.distributed.checkpoint", "fsdp2_cases"]
     )
     forkserver.ensure_running()
 
