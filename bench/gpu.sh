@@ -140,7 +140,10 @@ keep_nccl_log() { cat "$work"/nccl.* >"$out/nccl.txt" 2>/dev/null; }
 
 c() {
     build
-    step engine 320 "$python" bench/gpu_engine.py --json "$out/gpu_engine.json" --check
+    local part
+    for part in alone offloaded threads; do
+        step "$part" 120 "$python" bench/gpu_engine.py "$part" --json "$out/gpu_engine_$part.json" --check
+    done
 }
 
 "$stage"

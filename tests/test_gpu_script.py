@@ -14,7 +14,7 @@ LIMITS_S = {"a": 300, "b": 420, "c": 480}
 FILES = {
     "a": {"gpu-a.log", "gpu_kernels.json"},
     "b": {"gpu-b.log", "gpu_overhead.json", "nccl.txt"},
-    "c": {"gpu-c.log", "gpu_engine.json"},
+    "c": {"gpu-c.log", *(f"gpu_engine_{part}.json" for part in ("alone", "offloaded", "threads"))},
 }
 PYTHON = """#!/bin/sh
 case "$*" in
