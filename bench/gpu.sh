@@ -15,7 +15,8 @@ mkdir -p "$2" || exit
 out=$(cd "$2" && pwd)
 cd "$(dirname "$0")/.." || exit
 work=$(mktemp -d)
-trap 'rm -rf "$work"' EXIT
+trap 'kill $(jobs -p) 2>/dev/null; rm -rf "$work"' EXIT
+trap 'exit 130' INT TERM
 log=$out/gpu-$stage.log
 : >"$log"
 
@@ -33,8 +34,9 @@ running=() failed=() limits=0 longest=0
 begin() {  # NAME SECONDS COMMAND...: starts a step
     local name=$1 limit=$2
     shift 2
+    : >"$work/$name.txt"  # here: finish may read it before the step has started
     # What outlives its limit is aborted, so that Python says where it was.
-    timeout -s ABRT -k 5 "$limit" "$@" >"$work/$name.txt" 2>&1 </dev/null &
+    timeout -s ABRT -k 5 "$limit" "$@" >>"$work/$name.txt" 2>&1 </dev/null &
     running+=("$! $SECONDS $name $limit $*")
     ((limit <= longest)) || longest=$limit
 }
@@ -91,7 +93,8 @@ print(torch.cuda.get_device_name(), "of", torch.cuda.device_count(), "NCCL", tor
 subprocess.run(["nvidia-smi"], check=True)'
     CUDAARCHS=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader | head -n 1 | tr -d .)-real
     export CUDAARCHS
-    begin build 100 "$python" -m pip install -v --no-build-isolation --no-deps -e .
+    begin build 100 "$python" -m pip --disable-pip-version-check install -v --no-index --no-build-isolation \
+        --no-deps -e .
     finish || end
 }
 
@@ -117,10 +120,11 @@ a() {
 b() {
     build
     export NCCL_DEBUG=WARN NCCL_DEBUG_FILE=$work/nccl.%p
-    local tests test count=0
+    local tests test
     pytest smoke 75 tests/test_nccl_gpu.py::test_smoke_two_ranks_gather_and_sum
     pytest smoke-of-torch 75 tests/test_nccl_gpu.py::test_smoke_torchs_own_group_sums
-    if ! finish; then
+    finish
+    if [[ " ${failed[*]} " == *" smoke "* ]]; then
         keep_nccl_log
         tail -n 60 "$out/nccl.txt" | tee -a "$log"
         end

@@ -92,6 +92,12 @@ def test_a_build_that_fails_ends_the_stage(machine: Path) -> None:
     assert "== engine" not in printed
 
 
+def test_a_fault_of_torchs_group_does_not_end_the_stage(machine: Path) -> None:
+    status, printed, _ = run(machine, "b", "torchs_own")
+    assert status == 1
+    assert "== overhead" in printed
+
+
 def test_ranks_that_do_not_meet_end_the_stage_with_what_nccl_said(machine: Path) -> None:
     _, printed, out = run(machine, "b", "two_ranks")
     assert "== overhead" not in printed
