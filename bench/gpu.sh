@@ -137,7 +137,7 @@ b() {
     done
     finish
     keep_nccl_log
-    step overhead 60 "$python" bench/overhead.py --device cuda --json "$out/gpu_overhead.json"
+    step overhead 60 "$python" bench/overhead.py --device cuda --json "$out/gpu_overhead.json" --check
 }
 
 keep_nccl_log() { cat "$work"/nccl.* >"$out/nccl.txt" 2>/dev/null; }
