@@ -232,6 +232,13 @@ Result meet(Comm* comm, const std::string& what, int needed) {
   return comm->abort_flag ? internal_error : success;
 }
 
+void announce(Comm* comm, const std::vector<std::string>& pairs) {
+  if (hits(faults().never_connects, comm->rank)) return;
+  const std::lock_guard<std::mutex> lock(comm->world->mutex);
+  for (const std::string& pair : pairs) comm->world->came[pair].insert(comm->rank);
+  comm->world->changed.notify_all();
+}
+
 Result connect(Comm* comm, const std::string& what, int needed) {
   if (comm->connected.count(what) > 0) return success;
   if (hits(faults().never_connects, comm->rank)) return wait_for_abort(comm);

@@ -190,6 +190,8 @@ class InCall {
 Result meet(Comm* comm, const std::string& what, int needed);
 // The same where NCCL connects: once, and with the test's faults.
 Result connect(Comm* comm, const std::string& what, int needed);
+// This rank has come to `pairs`, which it connects next.
+void announce(Comm* comm, const std::vector<std::string>& pairs);
 void set_abort(Comm* comm);
 
 // --- group.cc ---
