@@ -65,14 +65,12 @@ Result wait_for_abort(Comm* comm) {
 Result initialize(Comm* comm) {
   const FakeNccl set = faults();
   if (hits(set.never_inits, comm->rank)) return wait_for_abort(comm);
-  if (const Result result = meet(comm, "init", comm->size())) return result;
+  if (const Result result = meet(comm, {"init"}, comm->size())) return result;
   comm->gathered = true;
   if (hits(set.never_finishes_init, comm->rank)) return wait_for_abort(comm);
-  if (const Result result = meet(comm, "init's barrier", comm->size())) return result;
+  if (const Result result = meet(comm, {"init's barrier"}, comm->size())) return result;
   if (set.eager_connect) {
-    for (const char* algorithm : {"ring", "tree"}) {
-      if (const Result result = connect(comm, algorithm, comm->size())) return result;
-    }
+    if (const Result result = connect(comm, {"ring", "tree"}, comm->size())) return result;
   }
   comm->ready = true;
   return success;
@@ -140,7 +138,7 @@ Result split(Comm* parent, int number, int color, int key, Comm* child, Comm** m
     world.splits[number][parent->rank] = {color, key};
   }
   const std::string name = "split " + std::to_string(number);
-  if (const Result result = meet(parent, name, world.size)) return result;
+  if (const Result result = meet(parent, {name}, world.size)) return result;
   std::vector<std::pair<int, int>> members;
   {
     const std::lock_guard<std::mutex> lock(world.mutex);
@@ -221,22 +219,27 @@ InCall::~InCall() {
   comm_->changed.notify_all();
 }
 
-Result meet(Comm* comm, const std::string& what, int needed) {
+Result meet(Comm* comm, const std::vector<std::string>& places, int needed) {
   World& world = *comm->world;
   std::unique_lock<std::mutex> lock(world.mutex);
-  std::set<int>& came = world.came[what];
-  came.insert(comm->rank);
+  for (const std::string& place : places) world.came[place].insert(comm->rank);
   world.changed.notify_all();
-  world.changed.wait(
-      lock, [&] { return static_cast<int>(came.size()) >= needed || comm->abort_flag.load(); });
+  world.changed.wait(lock, [&] {
+    return comm->abort_flag.load() ||
+           std::all_of(places.begin(), places.end(), [&](const std::string& place) {
+             return static_cast<int>(world.came[place].size()) >= needed;
+           });
+  });
   return comm->abort_flag ? internal_error : success;
 }
 
-Result connect(Comm* comm, const std::string& what, int needed) {
-  if (comm->connected.count(what) > 0) return success;
+Result connect(Comm* comm, std::vector<std::string> places, int needed) {
+  const auto known = [comm](const std::string& place) { return comm->connected.count(place) > 0; };
+  places.erase(std::remove_if(places.begin(), places.end(), known), places.end());
+  if (places.empty()) return success;
   if (hits(faults().never_connects, comm->rank)) return wait_for_abort(comm);
-  const Result result = meet(comm, what, needed);
-  if (result == success) comm->connected.insert(what);
+  const Result result = meet(comm, places, needed);
+  if (result == success) comm->connected.insert(places.begin(), places.end());
   return result;
 }
 
