@@ -190,6 +190,7 @@ class InCall {
 Result meet(Comm* comm, const std::vector<std::string>& places, int needed);
 // The same where NCCL connects: once, and with the test's faults.
 Result connect(Comm* comm, std::vector<std::string> places, int needed);
+Result wait_for_abort(Comm* comm);
 void set_abort(Comm* comm);
 
 // --- group.cc ---
