@@ -69,15 +69,10 @@ Result connect_for(Comm* comm, const Work& work) {
     const int to = each.sent ? each.peer : comm->rank;
     pairs.push_back(std::to_string(from) + " to " + std::to_string(to));
   }
-  // A rank tells its peers before it waits for any (bootstrapSend), so the order of its messages
-  // does not matter.
-  announce(comm, pairs);
-  for (const std::string& pair : pairs) {
-    if (const Result result = connect(comm, pair, 2)) return result;
-  }
-  if (!work.messages.empty() || !kConnectsLazily || comm->size() == 1) return success;
+  if (!work.messages.empty()) return connect(comm, std::move(pairs), 2);
+  if (!kConnectsLazily || comm->size() == 1) return success;
   if (path_of(comm, work) != Path::ring) return success;
-  return connect(comm, work.kind == Kind::reduce ? "tree" : "ring", comm->size());
+  return connect(comm, {work.kind == Kind::reduce ? "tree" : "ring"}, comm->size());
 }
 
 }  // namespace fake_nccl
