@@ -100,7 +100,7 @@ void NcclCommunicator::reduce(const Call& call, const void* send, void* recv,
   // NCCL has no epilogue. Ours is a reduction of its result alone; in place, where nothing is left
   // to do but to look for NaN and Inf.
   const auto finish = [&](const void* reduced) {
-    reduce_cuda(recv, epilogue, &reduced, 1, dtype, RedOp::sum, call.count, stream);
+    reduce_cuda(recv, epilogue, &reduced, 1, dtype, RedOp::sum, rank_.size, call.count, stream);
   };
   if (epilogue.dtype == dtype && epilogue.scale == 1.0f && !epilogue.accumulate) {
     into(recv);
@@ -139,7 +139,8 @@ void NcclCommunicator::exchange(const Call& call, const void* send, void* recv,
     const nccl::Result ended = nccl_.group_end();
     return failed == nccl::kSuccess ? ended : failed;
   });
-  reduce_cuda(recv, epilogue, sources.data(), rank_.size, dtype, call.red_op, call.count, stream);
+  reduce_cuda(recv, epilogue, sources.data(), rank_.size, dtype, call.red_op, rank_.size, call.count,
+              stream);
 }
 
 void NcclCommunicator::all_reduce(void* buffer, DType dtype, std::int64_t count, RedOp op,
