@@ -51,7 +51,7 @@ void rectangles_land_where_they_should() {
                                       BFloat16{0x7fc0});
     const void* sources[] = {source.data()};
     void* destinations[] = {destination.data()};
-    copy_cpu(plan, sources, destinations, {2.0f, false, 1});
+    copy_cpu(plan, sources, destinations, {2.0f, false});
     std::int64_t untouched = 0;
     for (const BFloat16& element : destination) untouched += std::isnan(load(element));
     require(untouched == plan.dst_extents()[0] - rows * cols, "gaps are not touched");
@@ -74,13 +74,13 @@ void threads_and_streaming_copy_everything() {
     std::vector<float> destination(static_cast<std::size_t>(count) + 1, -1.0f);
     const auto plan = std::make_shared<CopyPlan>(
         std::vector<Segment>{{0, 0, 0, count, 1, count, 1, count}}, DType::f32, DType::f32);
-    BoundCopy bound(plan, {source.data()}, {destination.data()}, {1.0f, false, threads});
-    bound.run(nullptr);
+    BoundCopy bound(plan, {source.data()}, {destination.data()}, threads);
+    bound.run({}, nullptr);
     require(destination[0] == -1.0f, "what lies before the segment is not touched");
     require(std::vector<float>(destination.begin() + 1, destination.end()) == source,
             "a large copy copies everything");
     bound.set_operands({nullptr}, {destination.data()});
-    bound.run(nullptr);
+    bound.run({}, nullptr);
     require(std::vector<float>(destination.begin() + 1, destination.end()) ==
                 std::vector<float>(source.size(), 0.0f),
             "a null source writes zeros");
@@ -110,10 +110,10 @@ void reductions_add_up() {
       const std::vector<const void*> sources(static_cast<std::size_t>(num_sources), source.data());
       std::vector<Half> sum(source.size(), Half{0x3c00});  // 1.0
       reduce_cpu(sum.data(), {DType::f16, 0.5f, true}, sources.data(), num_sources, DType::f32,
-                 RedOp::sum, count);
+                 RedOp::sum, 1, count);
       std::vector<float> largest = source;
       const void* in_place[] = {largest.data(), source.data()};
-      reduce_cpu(largest.data(), {}, in_place, 2, DType::f32, RedOp::max, count);
+      reduce_cpu(largest.data(), {}, in_place, 2, DType::f32, RedOp::max, 1, count);
       for (std::size_t i = 0; i < source.size(); ++i) {
         const float expected = 1.0f + 0.5f * static_cast<float>(num_sources) * source[i];
         require(load(sum[i]) == expected, "a sum is scaled, accumulated and converted");
@@ -124,7 +124,7 @@ void reductions_add_up() {
   const std::vector<std::int32_t> limit(100, std::numeric_limits<std::int32_t>::max());
   std::vector<std::int32_t> wrapped(100);
   const void* sources[] = {limit.data(), limit.data()};
-  reduce_cpu(wrapped.data(), {DType::i32, 1.0f, false}, sources, 2, DType::i32, RedOp::sum, 100);
+  reduce_cpu(wrapped.data(), {DType::i32, 1.0f, false}, sources, 2, DType::i32, RedOp::sum, 1, 100);
   require(wrapped[99] == -2, "integers wrap");
 }
 
@@ -141,11 +141,11 @@ void a_flag_tells_of_what_is_not_finite() {
           std::vector<float> result(source.size());  // room for any of them
           std::int32_t reduced = 0, copied = 0;
           reduce_cpu(result.data(), {dtype, 1.0f, accumulate, &reduced}, sources, 1, DType::f32,
-                     RedOp::sum, count);
+                     RedOp::sum, 1, count);
           result.assign(source.size(), 0.0f);
           void* destinations[] = {result.data()};
           const CopyPlan plan({{0, 0, 0, count, 0, count, 1, count}}, DType::f32, dtype);
-          copy_cpu(plan, sources, destinations, {1.0f, accumulate, 1, &copied});
+          copy_cpu(plan, sources, destinations, {1.0f, accumulate, &copied});
           require(reduced == (at >= 0) && copied == (at >= 0), "the flag is set if, and only if");
         }
       }
