@@ -13,6 +13,7 @@
 
 #include "copy/bound_copy.h"
 #include "copy/element.h"
+#include "copy/launch.h"
 #include "copy/simd.h"
 #include "shardcomm/copy_plan.h"
 #include "shardcomm/reduce.h"
@@ -121,6 +122,11 @@ void reductions_add_up() {
       }
     }
   }
+  const std::vector<float> partial(7, 12.0f);  // of two ranks each
+  std::vector<float> mean(partial.size());
+  const void* partials[] = {partial.data(), partial.data()};
+  reduce_cpu(mean.data(), {}, partials, 2, DType::f32, RedOp::avg, 4, 7);
+  require(mean == std::vector<float>(7, 6.0f), "partial sums are divided by the number of ranks");
   const std::vector<std::int32_t> limit(100, std::numeric_limits<std::int32_t>::max());
   std::vector<std::int32_t> wrapped(100);
   const void* sources[] = {limit.data(), limit.data()};
@@ -161,11 +167,47 @@ void spans_split_at_vector_boundaries() {
           "a run that ends before the boundary is all head");
 }
 
+// The kernel multiplies where it would divide.
+void accesses_are_where_a_division_says() {
+  for (std::int64_t per_row = 1; per_row <= kMostTileElements / 2; per_row += 1 + per_row / 64) {
+    const std::int64_t rows = kMostTileElements / per_row;
+    const Accesses all({0, 0, 0, 100'000, 0, 1'000'000, rows, per_row},
+                       static_cast<std::uint32_t>(per_row), 1, 0, per_row, 0);
+    for (std::int64_t index = 0; index < rows * per_row; ++index) {
+      const auto place = all.at(static_cast<std::uint32_t>(index));
+      require(place.src == index / per_row * 100'000 + index % per_row &&
+                  place.dst == index / per_row * 1'000'000 + index % per_row,
+              "an access is in the row and column of its index");
+    }
+  }
+}
+
+// On a device of 132 processors, whose blocks have 256 threads, each with up to 4 vectors of 8.
+void tiles_keep_threads_and_processors_busy() {
+  const auto tile_of = [](std::int64_t elements) {
+    const CopyPlan plan({{0, 0, 0, elements, 0, elements, 1, elements}}, DType::f32, DType::bf16);
+    return tile_elements_for(plan, 132);
+  };
+  constexpr std::int64_t kVectorEach = 256 * 8;
+  for (std::int64_t elements = 100; elements < 1'000'000'000; elements += 1 + elements / 3) {
+    const std::int64_t tile = tile_of(elements);
+    require(tile >= kVectorEach && tile <= 16 * kVectorEach, "every thread has 1 to 16 vectors");
+    if (elements >= 132 * 4 * kVectorEach) {
+      require(tile >= 4 * kVectorEach, "of a large plan every thread has a full batch");
+    }
+    if (elements >= 132 * kVectorEach) {
+      require((elements + tile - 1) / tile >= 119, "nine of ten processors have a tile");
+    }
+  }
+}
+
 }  // namespace
 
 int main() {
   halves_survive_the_way_to_float_and_back();
   spans_split_at_vector_boundaries();
+  accesses_are_where_a_division_says();
+  tiles_keep_threads_and_processors_busy();
   for (InstructionSet set : instruction_sets()) {
     use_instruction_set(set);
     rectangles_land_where_they_should();
