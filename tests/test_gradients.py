@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_engine import assert_same, batch, loss_of, make, sgd_of
+from nets import assert_same, batch, loss_of, make, sgd_of
 from thread_ranks import run_mesh, run_threads
 from torch import nn
 

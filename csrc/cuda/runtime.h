@@ -51,6 +51,19 @@ using OwnedEvent = std::unique_ptr<std::remove_pointer_t<cudaEvent_t>, DestroyEv
 // Of the current device.
 OwnedEvent make_event(bool timed = false);
 
+// In this scope the thread may ask about events while another one captures a graph: otherwise that
+// would end the capture (cudaThreadExchangeStreamCaptureMode).
+class RelaxedCapture {
+ public:
+  RelaxedCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+  ~RelaxedCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+  RelaxedCapture(const RelaxedCapture&) = delete;
+  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
+
+ private:
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+};
+
 // Launches `kernel`; throws CudaError by what the launch itself says. (cudaGetLastError would also
 // give what an earlier call of this thread left, for instance cudaErrorNotReady of a query.)
 template <class... Parameters, class... Arguments>
