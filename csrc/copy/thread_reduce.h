@@ -1,5 +1,9 @@
 // The body of the CUDA reduction kernel: what thread `thread` of all `threads` of a launch does.
 // Plain C++, so that a CPU test can walk every thread through it.
+//
+//   vector      0   1   2   3 | 4   5   6   7 | 8 ...       with 4 threads; thread 1 takes 1, 5, 9, 13
+//   source 0    .   x         |     x         |     x       at once, from up to 4 sources at once,
+//   source 1    .   x         |     x         |     x       and stores what they make
 #pragma once
 
 #include <cstdint>
@@ -18,88 +22,191 @@ struct Reduction {
   int num_sources;
   void* dst;
   std::int64_t count;
-  RedOp op;
+  int divisor;  // 1 where there is no average
+  double mean;  // 1 / divisor; as a float it is the float nearest to that
   float scale;
   bool accumulate;
   bool is_whole;  // all pointers allow accesses of 16 bytes
   std::int32_t* nonfinite;
 };
 
-template <class T>
-SHARDCOMM_HOST_DEVICE inline T combine(RedOp op, T a, T b) {
-  switch (op) {
-    case RedOp::max:
-      return Max::combine(a, b);
-    case RedOp::min:
-      return Min::combine(a, b);
-    default:
-      return Sum::combine(a, b);
+// The elements from `begin` on, one at a time: what vectors leave over, or do not reach.
+template <class Src, class Dst, class Op, class Side>
+SHARDCOMM_HOST_DEVICE inline void reduce_elements(const Reduction& reduction, std::int64_t begin,
+                                                  std::int64_t thread, std::int64_t threads,
+                                                  Side& side) {
+  using Value = Accumulator<Src>;
+  auto* dst = static_cast<Dst*>(reduction.dst);
+  for (std::int64_t i = begin + thread; i < reduction.count; i += threads) {
+    Dst to = reduction.accumulate ? dst[i] : Dst{};
+    auto total = Op::template identity<Value>();
+    for (int k = 0; k < reduction.num_sources; ++k) {
+      total = Op::combine(total, load(static_cast<const Src*>(reduction.sources.at[k])[i]));
+    }
+    finish(to, total, reduction.accumulate, reduction.divisor, static_cast<Value>(reduction.mean),
+           static_cast<Value>(reduction.scale));
+    side.wrote(to);
+    dst[i] = to;
   }
 }
 
-template <class Src, class Dst, class Side>
-SHARDCOMM_HOST_DEVICE inline void reduce_as_thread(const Reduction& reduction, std::int64_t thread,
-                                                   std::int64_t threads, Side& side) {
+// The whole vectors of a reduction, as one thread sees them.
+template <class Src, class Dst, class Op>
+class Vectors {
+ public:
+  static constexpr int kElements = kVectorElements<Src, Dst>;
   using Value = Accumulator<Src>;
-  constexpr int kElements = kVectorElements<Converted<Src, Dst>>;
-  const int divisor = reduction.op == RedOp::avg ? reduction.num_sources : 1;
-  const Value mean = std::is_integral_v<Value> ? Value{1} : Value{1} / static_cast<Value>(divisor);
-  const auto scale = static_cast<Value>(reduction.scale);
-  auto* dst = static_cast<Dst*>(reduction.dst);
+  using Read = Words<Src, kElements>;
+  using Written = Words<Dst, kElements>;
+  using Total = Elements<Value, kElements>;
 
-  const std::int64_t vectors = reduction.count / kElements;
-  for (std::int64_t v = thread; v < vectors; v += threads) {
-    const std::int64_t at = v * kElements;
-    Value total[kElements] = {};
-    for (int k = 0; k < reduction.num_sources; ++k) {
-      const auto* source = static_cast<const Src*>(reduction.sources.at[k]);
-      const auto from = load_vector<Src, kElements>(source + at, reduction.is_whole);
-      for (int i = 0; i < kElements; ++i) {
-        total[i] = k == 0 ? load(from.at[i]) : combine(reduction.op, total[i], load(from.at[i]));
-      }
-    }
-    Vector<Dst, kElements> to{};
-    if (reduction.accumulate) to = load_vector<Dst, kElements>(dst + at, reduction.is_whole);
+  SHARDCOMM_HOST_DEVICE explicit Vectors(const Reduction& reduction)
+      : reduction_(reduction),
+        dst_(static_cast<Dst*>(reduction.dst)),
+        count_(reduction.count / kElements),
+        mean_(static_cast<Value>(reduction.mean)),
+        scale_(static_cast<Value>(reduction.scale)) {}
+  SHARDCOMM_HOST_DEVICE std::int64_t count() const { return count_; }
+  // The first element of a vector. Past the end, the last vector is read again, and not stored:
+  // loads without branches.
+  SHARDCOMM_HOST_DEVICE std::int64_t at(std::int64_t vector) const {
+    return smaller(vector, count_ - 1) * kElements;
+  }
+  // What a vector of the destination held.
+  SHARDCOMM_HOST_DEVICE Written before(std::int64_t at) const {
+    return reduction_.accumulate ? load_words<Dst, kElements>(dst_ + at) : Written{};
+  }
+  SHARDCOMM_HOST_DEVICE const Src* source(int k) const {
+    return static_cast<const Src*>(reduction_.sources.at[k]);
+  }
+  SHARDCOMM_HOST_DEVICE static Total none() {
+    Total total;
+    for (Value& each : total.at) each = Op::template identity<Value>();
+    return total;
+  }
+  SHARDCOMM_HOST_DEVICE static void combine(Total& total, const Read& words) {
+    const auto read = elements_of<Src, kElements>(words);
     for (int i = 0; i < kElements; ++i) {
-      if (reduction.accumulate) {
-        finish<true>(to.at[i], total[i], divisor, mean, scale);
-      } else {
-        finish<false>(to.at[i], total[i], divisor, mean, scale);
-      }
+      total.at[i] = Op::combine(total.at[i], load(read.at[i]));
+    }
+  }
+  template <class Side>
+  SHARDCOMM_HOST_DEVICE void store(std::int64_t at, const Written& before, const Total& total,
+                                   Side& side) const {
+    auto to = elements_of<Dst, kElements>(before);
+    for (int i = 0; i < kElements; ++i) {
+      finish(to.at[i], total.at[i], reduction_.accumulate, reduction_.divisor, mean_, scale_);
       side.wrote(to.at[i]);
     }
-    store_vector(dst + at, to, reduction.is_whole);
+    store_vector(dst_ + at, to);
   }
-  for (std::int64_t i = vectors * kElements + thread; i < reduction.count; i += threads) {
-    Value total{};
-    for (int k = 0; k < reduction.num_sources; ++k) {
-      const Value value = load(static_cast<const Src*>(reduction.sources.at[k])[i]);
-      total = k == 0 ? value : combine(reduction.op, total, value);
+
+ private:
+  const Reduction& reduction_;
+  Dst* dst_;
+  std::int64_t count_;
+  Value mean_;
+  Value scale_;
+};
+
+// Of `kSources` sources: a thread has `kVectors` vectors of each under way before it combines any.
+template <int kVectors, int kSources, class Src, class Dst, class Op, class Side>
+SHARDCOMM_HOST_DEVICE inline void reduce_few(const Vectors<Src, Dst, Op>& all, std::int64_t thread,
+                                             std::int64_t threads, Side& side) {
+  using All = Vectors<Src, Dst, Op>;
+  for (std::int64_t first = thread; first < all.count(); first += kVectors * threads) {
+    std::int64_t at[kVectors];
+    typename All::Written before[kVectors];
+    typename All::Read from[kVectors][kSources];
+    for (int v = 0; v < kVectors; ++v) {
+      at[v] = all.at(first + v * threads);
+      before[v] = all.before(at[v]);
     }
-    if (reduction.accumulate) {
-      finish<true>(dst[i], total, divisor, mean, scale);
-    } else {
-      finish<false>(dst[i], total, divisor, mean, scale);
+    for (int v = 0; v < kVectors; ++v) {
+      for (int s = 0; s < kSources; ++s) {
+        from[v][s] = load_words<Src, All::kElements>(all.source(s) + at[v]);
+      }
     }
-    side.wrote(dst[i]);
+    // Backwards, see copy_accesses.
+    for (int v = kVectors - 1; v >= 0; --v) {
+      if (v > 0 && first + v * threads >= all.count()) continue;
+      auto total = All::none();
+      for (const auto& words : from[v]) All::combine(total, words);
+      all.store(at[v], before[v], total, side);
+    }
   }
+}
+
+// Of any number of sources: of `kVectors` vectors, up to `kSources` sources are under way at once.
+template <int kVectors, int kSources, class Src, class Dst, class Op, class Side>
+SHARDCOMM_HOST_DEVICE inline void reduce_many(const Vectors<Src, Dst, Op>& all, int num_sources,
+                                              std::int64_t thread, std::int64_t threads,
+                                              Side& side) {
+  using All = Vectors<Src, Dst, Op>;
+  for (std::int64_t first = thread; first < all.count(); first += kVectors * threads) {
+    std::int64_t at[kVectors];
+    typename All::Written before[kVectors];
+    typename All::Total total[kVectors];
+    for (int v = 0; v < kVectors; ++v) {
+      at[v] = all.at(first + v * threads);
+      before[v] = all.before(at[v]);
+      total[v] = All::none();
+    }
+    for (int k = 0; k < num_sources; k += kSources) {
+      typename All::Read from[kSources][kVectors] = {};
+      for (int s = 0; s < kSources && k + s < num_sources; ++s) {
+        for (int v = 0; v < kVectors; ++v) {
+          from[s][v] = load_words<Src, All::kElements>(all.source(k + s) + at[v]);
+        }
+      }
+      if (!is_within(first, all.count())) break;  // never: a branch after the loads, before their use
+      for (int s = 0; s < kSources && k + s < num_sources; ++s) {
+        for (int v = 0; v < kVectors; ++v) All::combine(total[v], from[s][v]);
+      }
+    }
+    for (int v = 0; v < kVectors; ++v) {
+      if (first + v * threads < all.count()) all.store(at[v], before[v], total[v], side);
+    }
+  }
+}
+
+template <class Src, class Dst, class Op, class Side>
+SHARDCOMM_HOST_DEVICE inline void reduce_as_thread(const Reduction& reduction, std::int64_t thread,
+                                                   std::int64_t threads, Side& side) {
+  if (!reduction.is_whole) {
+    return reduce_elements<Src, Dst, Op>(reduction, 0, thread, threads, side);
+  }
+  const Vectors<Src, Dst, Op> all(reduction);
+  constexpr int kElements = kVectorElements<Src, Dst>;
+  constexpr int kWords = kElements * sizeof(Src) / sizeof(Word);  // of a vector: 1 or 2
+  switch (reduction.num_sources) {
+    case 1:  // what NCCL has summed
+      reduce_few<4 / kWords, 1>(all, thread, threads, side);
+      break;
+    case 2:
+      reduce_few<4 / kWords, 2>(all, thread, threads, side);
+      break;
+    default:
+      reduce_many<2 / kWords, 4>(all, reduction.num_sources, thread, threads, side);
+  }
+  const std::int64_t whole = all.count() * kElements;
+  reduce_elements<Src, Dst, Op>(reduction, whole, thread, threads, side);
 }
 
 // As reduce_cpu; checks its arguments.
 Reduction reduction_of(void* dst, const Epilogue& epilogue, const void* const* sources,
-                       int num_sources, DType dtype, RedOp op, std::int64_t count);
+                       int num_sources, DType dtype, RedOp op, int divisor, std::int64_t count);
 
-// Calls visit(Src{}, Dst{}, Side{}) with the types of a reduction.
+// Calls visit(Src{}, Dst{}, Op{}) with the types of a reduction.
 template <class Visit>
-void visit_reduction(DType dtype, const Epilogue& epilogue, Visit visit) {
+void visit_reduction(DType dtype, DType dst_dtype, RedOp op, Visit visit) {
   with_type(dtype, [&](auto src) {
-    with_type(epilogue.dtype, [&](auto dst) {
+    with_type(dst_dtype, [&](auto dst) {
       using Src = std::decay_t<decltype(src)>;
       using Dst = std::decay_t<decltype(dst)>;
       if constexpr (std::is_same_v<Src, Dst> || (std::is_same_v<Accumulator<Src>, float> &&
                                                  std::is_same_v<Accumulator<Dst>, float>)) {
-        return epilogue.nonfinite == nullptr ? visit(src, dst, Unwatched{})
-                                             : visit(src, dst, Watch<Dst>{});
+        with_operation(op, [&](auto with) { visit(src, dst, with); });
       }
     });
   });
@@ -107,6 +214,6 @@ void visit_reduction(DType dtype, const Epilogue& epilogue, Visit visit) {
 
 // The CUDA kernel's code on the CPU, thread by thread.
 void walk_reduce(void* dst, const Epilogue& epilogue, const void* const* sources, int num_sources,
-                 DType dtype, RedOp op, std::int64_t count, std::int64_t threads);
+                 DType dtype, RedOp op, int divisor, std::int64_t count, std::int64_t threads);
 
 }  // namespace shardcomm
