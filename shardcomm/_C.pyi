@@ -43,6 +43,7 @@ class CudaStatus:
 def cuda_status() -> CudaStatus: ...
 
 cuda_built: bool
+host_device: int
 
 def plan_layout(
     params: Sequence[tuple[int, int, int]], world_size: int, align_elements: int

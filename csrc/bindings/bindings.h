@@ -8,6 +8,14 @@ namespace py = pybind11;
 
 namespace shardcomm::bindings {
 
+// Which device the host's memory is of: none, or, over a CUDA runtime that is played, a device of
+// it. What runs on GPUs then runs on CPU tensors.
+#ifdef SHARDCOMM_HOST_DEVICE
+constexpr int kHostDevice = SHARDCOMM_HOST_DEVICE;
+#else
+constexpr int kHostDevice = -1;
+#endif
+
 void bind_layout(py::module_& m);
 void bind_copy(py::module_& m);
 void bind_stream(py::module_& m);
