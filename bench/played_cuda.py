@@ -38,7 +38,9 @@ def install(*, instant: bool = False) -> None:
         NoHeaders: there is nothing to build it with; it says why.
     """
     if "shardcomm" in sys.modules:
-        raise RuntimeError("played_cuda: shardcomm has been imported already; install() goes before")
+        raise RuntimeError(
+            "played_cuda: shardcomm has been imported already; install() goes before"
+        )
     path = build()
     if instant:  # the library reads it when it is loaded
         os.environ.update(FAKE_CUDA_INSTANT="1", FAKE_NCCL_INSTANT="1")
@@ -93,7 +95,8 @@ def _current(index: int) -> int:
 
 def _run(*command: str) -> str:
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    done = subprocess.run(command, text=True, capture_output=True, env={**os.environ, "PATH": path})
+    environment = {**os.environ, "PATH": path}
+    done = subprocess.run(command, check=False, text=True, capture_output=True, env=environment)
     if done.returncode != 0:
         raise RuntimeError(f"played_cuda: {' '.join(command)} failed:\n{done.stdout}{done.stderr}")
     return done.stdout

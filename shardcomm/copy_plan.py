@@ -28,7 +28,7 @@ from shardcomm import _C
 from shardcomm.arrays import ArrayLike, as_tensor
 from shardcomm.dtype import wire_dtype
 from shardcomm.nonfinite import flag_address
-from shardcomm.streams import Stream, compute_stream, uses_core
+from shardcomm.streams import Stream, compute_stream, core_index, on_host, uses_core
 
 ZEROS = -1
 """As the `src` of a segment: writes zeros."""
@@ -199,7 +199,7 @@ class CopyPlan:
         """
         read, written = _operands(sources, destinations)
         device = _device_of(written)
-        if device.type == "cpu":
+        if on_host(device):
             self._executor(read, written, device, scale, accumulate, threads).run()
             return
         key = device, scale, accumulate
@@ -245,7 +245,7 @@ class CopyPlan:
     ) -> Executor:
         pointers = self._pointers(read, written, device)
         if uses_core(device):
-            index = -1 if device.type == "cpu" else device.index
+            index = core_index(device)
             return _C.BoundCopy(self.core, *pointers, scale, accumulate, threads, index, nonfinite)
         from shardcomm.copy_triton import TritonCopy  # noqa: PLC0415  (needs Triton)
 
@@ -312,7 +312,7 @@ class BoundCopy:
 
     def run(self, stream: Stream | None = None) -> None:
         """Copies, without the GIL, on `stream` or where torch computes now. Keep queued sources alive."""
-        if stream is None and self.device.type != "cpu":
+        if stream is None and not on_host(self.device):
             stream = compute_stream(self.device)
         self.core.run(stream)
 

@@ -10,18 +10,6 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// To ask about an event must not break a capture that another thread makes meanwhile.
-class BesideCapture {
- public:
-  BesideCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
-  ~BesideCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
-  BesideCapture(const BesideCapture&) = delete;
-  BesideCapture& operator=(const BesideCapture&) = delete;
-
- private:
-  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
-};
-
 cudaError_t query(cudaEvent_t event) {
   const cudaError_t state = cudaEventQuery(event);
   if (state != cudaSuccess) cudaGetLastError();

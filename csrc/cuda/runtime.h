@@ -28,6 +28,22 @@ class DeviceScope {
   bool changed_ = false;
 };
 
+// In this scope the thread may ask about events and allocate while any thread captures a stream: by
+// default CUDA takes such a call for part of the capture, forbids it there, and ends the capture.
+class BesideCapture {
+ public:
+  BesideCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+  ~BesideCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+  BesideCapture(const BesideCapture&) = delete;
+  BesideCapture& operator=(const BesideCapture&) = delete;
+
+ private:
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+};
+
+// The number of the capture that records what is put on `stream`; 0: it runs.
+unsigned long long capture_of(cudaStream_t stream) noexcept;
+
 // Memory of a device. Freeing it waits for all work of the device.
 class DeviceMemory {
  public:

@@ -20,7 +20,9 @@ using NativeStream = void*;
 class Event {
  public:
   virtual ~Event() = default;
-  virtual bool query() const = 0;  // true once fired; never throws, never blocks
+  // True once fired; never throws, never blocks. Of an event of a CUDA stream that is captured:
+  // true once the capture has ended, since by itself nothing of it runs.
+  virtual bool query() const = 0;
   // Blocks until fired; gives up after `timeout`: false. Rethrows the stream's failure, if it
   // failed before this event.
   virtual bool wait_for(std::chrono::milliseconds timeout) const = 0;
