@@ -109,7 +109,7 @@ class CoreCommunicator(Communicator):
         recv = checked("all_gather", "recv", recv, self.device)
         send = checked("all_gather", "send", send, self.device)
         check_sizes("all_gather", self.size, recv=recv, send=send, whole="recv")
-        bound = _C.BoundGather(
+        bound: Any = _C.BoundGather(  # Any: it takes the core's own streams
             self._core,
             send.data_ptr(),
             core_dtype(send.dtype),
@@ -118,7 +118,7 @@ class CoreCommunicator(Communicator):
             send.numel(),
             tag,
         )
-        return bound.queue  # type: ignore[return-value]  (of the core's own streams)
+        return bound.queue  # type: ignore[no-any-return]
 
     def bind_reduce_scatter(
         self, recv: torch.Tensor, send: torch.Tensor, op: ReduceOp = "sum", *, tag: int = 0
@@ -126,7 +126,7 @@ class CoreCommunicator(Communicator):
         recv = checked("reduce_scatter", "recv", recv, self.device)
         send = checked("reduce_scatter", "send", send, self.device)
         check_sizes("reduce_scatter", self.size, recv=recv, send=send, whole="send")
-        bound = _C.BoundReduce(
+        bound: Any = _C.BoundReduce(
             self._core,
             send.data_ptr(),
             core_dtype(send.dtype),
@@ -145,7 +145,7 @@ class CoreCommunicator(Communicator):
             nonfinite: torch.Tensor | None,
         ) -> Event:
             flag = 0 if nonfinite is None else nonfinite.data_ptr()
-            return bound.queue(stream, after, recv.data_ptr(), scale, accumulate, flag)  # type: ignore[arg-type]
+            return bound.queue(stream, after, recv.data_ptr(), scale, accumulate, flag)  # type: ignore[no-any-return]
 
         return queue
 
