@@ -7,7 +7,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 SANITIZERS := address,undefined thread
-CXX_FILES = $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'tests/cpp/*.cpp')
+CXX_FILES = $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'tests/cpp/*.cpp' 'tests/cpp/*.h')
 CORE_SOURCES := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu') CMakeLists.txt setup.py
 
 .PHONY: help setup demo test lint bench figures sanitize clean
