@@ -267,7 +267,17 @@ class NcclStatus:
 
 def nccl_status(paths: Sequence[str] = ...) -> NcclStatus: ...
 def nccl_unique_id() -> bytes: ...
+
+class CtaPolicy:
+    default: CtaPolicy
+    efficiency: CtaPolicy
+    zero: CtaPolicy
+
 def make_nccl(
-    unique_id: bytes, rank: int, size: int, device: int, deadline_s: float
+    unique_id: bytes,
+    rank: int,
+    size: int,
+    device: int,
+    deadline_s: float,
+    cta_policy: CtaPolicy = ...,
 ) -> Communicator: ...
-def borrow_nccl(comm: int, device: int, deadline_s: float) -> Communicator: ...

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 ReduceOp = Literal["sum", "avg", "max", "min"]
 Use = Literal["gather", "reduce"]
 Transport = Literal["auto", "shm", "nccl", "c10d", "local"]
+CtaPolicy = Literal["default", "efficiency", "zero"]
 
 DEADLINE_S = 300.0
 
@@ -93,6 +94,7 @@ class Communicator(ABC):
         deadline_s: float = DEADLINE_S,
         transport: Transport = "auto",
         device: torch.device | str | None = None,
+        cta_policy: CtaPolicy = "default",
     ) -> Communicator:
         """The group that torchrun (or any launcher that sets the same variables) started.
 
@@ -101,14 +103,19 @@ class Communicator(ABC):
         one and NCCL is there, else the CPU. `transport` "auto" takes nccl on GPUs; on CPUs shm when all ranks share a
         host, else c10d over Gloo.
 
+        `cta_policy`: how much of the GPU NCCL may take (its NCCL_CTA_POLICY). "zero" has copy engines, and no SM, do
+        the gathers among ranks of one host into memory of `allocate(use="gather")`; it needs NCCL 2.28, "efficiency"
+        2.27. NCCL's environment variable of that name goes before it.
+
         Raises:
-            ValueError: an environment variable is missing, or the transport is not for these ranks or this device.
+            ValueError: an environment variable is missing, or the transport is not for these ranks or this device, or
+                there is no such `cta_policy` here.
             CudaError: NCCL or CUDA refused, or is not there.
             CommError: a rank did not come within `deadline_s` seconds.
         """
         from shardcomm import rendezvous  # noqa: PLC0415  (it builds on this module)
 
-        return rendezvous.from_env(deadline_s, transport, device)
+        return rendezvous.from_env(deadline_s, transport, device, cta_policy)
 
     @staticmethod
     def from_process_group(
@@ -117,16 +124,18 @@ class Communicator(ABC):
         deadline_s: float | None = None,
         transport: Transport = "auto",
         device: torch.device | str | None = None,
+        cta_policy: CtaPolicy = "default",
     ) -> Communicator:
         """The ranks of a torch ProcessGroup (default: the default group), which stays untouched.
 
         `transport` "c10d" runs the collectives through two new groups of the same ranks and backend; "local" is for
         ranks that are threads of one process. `device`: by default the current GPU for a group of NCCL's, else the CPU.
         `deadline_s`: by default the group's own timeout, which a program may have made long for a rank that is late.
+        `cta_policy`: as in `from_env`.
         """
         from shardcomm import rendezvous  # noqa: PLC0415
 
-        return rendezvous.from_process_group(group, deadline_s, transport, device)
+        return rendezvous.from_process_group(group, deadline_s, transport, device, cta_policy)
 
     @staticmethod
     def local_group(

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from shardcomm import _C
-from shardcomm.communicator import DEADLINE_S
+from shardcomm.communicator import DEADLINE_S, CtaPolicy
 
 if TYPE_CHECKING:
     from shardcomm.rendezvous import Exchange
@@ -31,18 +31,33 @@ def status() -> _C.NcclStatus:
     return _C.nccl_status(library_paths())
 
 
+def check_cta_policy(cta_policy: str) -> None:
+    """ValueError unless `cta_policy` is one of the names."""
+    if cta_policy not in get_args(CtaPolicy):
+        accepted = ", ".join(map(repr, get_args(CtaPolicy)))
+        raise ValueError(f"cta_policy is {cta_policy!r}; accepted: {accepted}")
+
+
 def connect(
-    exchange: Exchange, rank: int, size: int, device: int, deadline_s: float = DEADLINE_S
+    exchange: Exchange,
+    rank: int,
+    size: int,
+    device: int,
+    deadline_s: float = DEADLINE_S,
+    cta_policy: CtaPolicy = "default",
 ) -> _C.Communicator:
     """The `size` ranks that `exchange` reaches (see `shardcomm.rendezvous`), connected by NCCL; collective.
 
+    `cta_policy`: see `Communicator.from_env`.
+
     Raises:
-        ValueError: `rank` or `device` is none of those there are.
+        ValueError: `rank` or `device` is none of those there are, or this NCCL does not have the `cta_policy`.
         CommError: a rank did not come within `deadline_s` seconds, or rank 0 could not make an id: it says why.
         CudaError: there is no NCCL or no CUDA device here.
     """
     if not 0 <= rank < size:
         raise ValueError(f"connect: rank is {rank}; it must be 0 to size - 1 = {size - 1}")
+    check_cta_policy(cta_policy)
     status()  # loads the NCCL that is to be used
     if rank == 0:
         try:
@@ -57,19 +72,6 @@ def connect(
             raise _C.CommError(
                 f"rank {rank} of {size}: rank 0 could not make NCCL's id: {unique_id[7:].decode()}"
             )
-    return _C.make_nccl(unique_id, rank, size, device, deadline_s)
+    policy = getattr(_C.CtaPolicy, cta_policy)
+    return _C.make_nccl(unique_id, rank, size, device, deadline_s, policy)
 
-
-def borrow(comm_ptr: int, device: int, deadline_s: float = DEADLINE_S) -> _C.Communicator:
-    """The ranks of somebody else's ncclComm_t, by its address; collective.
-
-    It is split twice, must be idle meanwhile, and stays its owner's. It must come from the NCCL that `status` names,
-    which is the case when that NCCL was in the process before this one looked for it.
-
-    Raises:
-        ValueError: `comm_ptr` is 0, or belongs to another device.
-        CommError: a rank did not come within `deadline_s` seconds.
-        CudaError: there is no NCCL or no CUDA device here.
-    """
-    status()
-    return _C.borrow_nccl(comm_ptr, device, deadline_s)

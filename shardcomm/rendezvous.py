@@ -19,7 +19,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from shardcomm import _C, nccl
 from shardcomm.c10d import C10dCommunicator
-from shardcomm.communicator import DEADLINE_S, Communicator, Transport
+from shardcomm.communicator import DEADLINE_S, Communicator, CtaPolicy, Transport
 from shardcomm.core_communicator import CoreCommunicator, core_device
 
 # Shows `payload` to all ranks and returns everybody's, in rank order. Every rank calls it equally often.
@@ -34,10 +34,14 @@ class SeveralHostsError(ValueError):
 
 
 def from_env(
-    deadline_s: float, transport: Transport, device: torch.device | str | None
+    deadline_s: float,
+    transport: Transport,
+    device: torch.device | str | None,
+    cta_policy: CtaPolicy,
 ) -> Communicator:
     """See `Communicator.from_env`."""
     check_transport(transport)
+    nccl.check_cta_policy(cta_policy)
     check_deadline("from_env", deadline_s)
     where = _own_device(transport) if device is None else _given_device(device)
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
@@ -71,7 +75,7 @@ def from_env(
         return C10dCommunicator(gathers, reduces, where)
 
     exchange = over_store(store, rank, size, deadline_s)
-    return connect(exchange, rank, size, deadline_s, transport, where, gloo)
+    return connect(exchange, rank, size, deadline_s, transport, where, gloo, cta_policy)
 
 
 def env_store(timeout: timedelta) -> tuple[Store, int, int]:
@@ -102,9 +106,11 @@ def from_process_group(
     deadline_s: float | None,
     transport: Transport,
     device: torch.device | str | None,
+    cta_policy: CtaPolicy,
 ) -> Communicator:
     """See `Communicator.from_process_group`."""
     check_transport(transport)
+    nccl.check_cta_policy(cta_policy)
     if deadline_s is not None:
         check_deadline("from_process_group", deadline_s)
     if group is None:
@@ -140,7 +146,7 @@ def from_process_group(
         )
         return C10dCommunicator(gathers, reduces, where)
 
-    return connect(exchange, rank, size, patience_s, transport, where, c10d)
+    return connect(exchange, rank, size, patience_s, transport, where, c10d, cta_policy)
 
 
 def _timeout_s(group: dist.ProcessGroup, device: torch.device) -> float:
@@ -178,10 +184,17 @@ def connect(
     transport: Transport,
     device: torch.device,
     c10d: Callable[[], Communicator],
+    cta_policy: CtaPolicy = "default",
 ) -> Communicator:
     """Chooses the transport that all ranks can use, and opens it."""
-    everybody = exchange(f"{device.type} {host_identity()}".encode())
-    devices, hosts = zip(*(each.decode().split(" ", 1) for each in everybody), strict=True)
+    everybody = exchange(f"{device.type} {cta_policy} {host_identity()}".encode())
+    devices, policies, hosts = zip(
+        *(each.decode().split(" ", 2) for each in everybody), strict=True
+    )
+    if len(set(policies)) > 1:
+        raise ValueError(
+            f"cta_policy is {cta_policy!r}, but the ranks gave different ones: {', '.join(policies)}"
+        )
     if len(set(devices)) > 1:
         raise ValueError(
             f"device is {device}, but the ranks have different kinds: {', '.join(devices)}"
@@ -189,6 +202,10 @@ def connect(
     if {"shm": "cpu", "nccl": "cuda"}.get(transport, device.type) != device.type:
         raise ValueError(
             f"transport is {transport!r} and device is {device}; 'shm' is for 'cpu', 'nccl' for 'cuda', 'auto' for both"
+        )
+    if cta_policy != "default" and (device.type != "cuda" or transport in ("c10d", "local")):
+        raise ValueError(
+            f"cta_policy is {cta_policy!r}, which is NCCL's, but transport is {transport!r} and device is {device}"
         )
     if transport == "c10d":
         return c10d()
@@ -198,7 +215,7 @@ def connect(
         if size == 1:
             return Communicator.local_group(1, deadline_s=deadline_s, device=device)[0]
         return CoreCommunicator(
-            nccl.connect(exchange, rank, size, device.index, deadline_s), device
+            nccl.connect(exchange, rank, size, device.index, deadline_s, cta_policy), device
         )
     if len(set(hosts)) == 1:
         # Rank 0's session lives until all have attached, which make_shm waits for.

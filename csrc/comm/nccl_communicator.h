@@ -2,13 +2,11 @@
 #pragma once
 
 #include <array>
-#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <mutex>
 #include <string>
 #include <string_view>
-#include <thread>
 #include <vector>
 
 #include "comm/nccl_session.h"
@@ -22,8 +20,8 @@ class NcclCommunicator final : public Communicator {
   explicit NcclCommunicator(std::shared_ptr<NcclSession> session);
   ~NcclCommunicator() override;
 
-  int rank() const override { return rank_.rank; }
-  int size() const override { return rank_.size; }
+  int rank() const override { return session_->rank; }
+  int size() const override { return session_->size; }
   std::string transport() const override { return "nccl"; }
   std::shared_ptr<Memory> allocate(std::size_t bytes, Use use) override;
   void all_gather(const void* send, DType send_dtype, void* recv, DType recv_dtype,
@@ -35,7 +33,7 @@ class NcclCommunicator final : public Communicator {
   void broadcast(void* buffer, std::size_t bytes, int root, NativeStream stream) override;
   void barrier(std::int64_t tag, NativeStream stream) override;
   void abort(const std::string& reason) noexcept override;
-  void close() noexcept override;
+  void close() noexcept override { session_->close(); }
   std::vector<Receipt> receipts() const override;
 
  private:
@@ -46,51 +44,49 @@ class NcclCommunicator final : public Communicator {
   };
   static constexpr Path kDirect{"nccl", "nccl", ""};
 
-  // Gives `call` its number and watches what `launch` puts on the stream.
+  // Gives `call` its number and watches what launch(use, stream) puts on the stream.
   template <class Launch>
   void run(NcclChannel& channel, Call& call, NativeStream stream, const Path& path,
            Launch&& launch);
   void skip(NcclChannel& channel, Call& call, const Path& path);
   void took(const Call& call, const char* requested, const char* taken, std::string_view reason);
 
-  void reduce(const Call& call, const void* send, void* recv, const Epilogue& epilogue,
-              cudaStream_t stream);
-  void exchange(const Call& call, const void* send, void* recv, const Epilogue& epilogue,
-                cudaStream_t stream);
+  // The three ways of a reduce-scatter.
+  void reduce(NcclUse& use, const Call& call, const void* send, void* recv,
+              const Epilogue& epilogue, cudaStream_t stream);
+  void exchange(NcclUse& use, const Call& call, const void* send, void* recv,
+                const Epilogue& epilogue, cudaStream_t stream);
+  void reduce_by_nodes(NcclUse& use, const Call& call, const void* send, void* recv,
+                       const Epilogue& epilogue, cudaStream_t stream);
 
   std::shared_ptr<NcclSession> session_;
-  NcclRank& rank_;
   const nccl::Library& nccl_;
   ScratchPool scratch_;
-  std::atomic<bool> closed_{false};
   mutable std::mutex receipts_mutex_;
   std::array<Receipt, static_cast<std::size_t>(Op::barrier) + 1> receipts_;
-  std::thread watchdog_;  // last: it starts when all is there
 };
+
+// The memory of `channel` in which `bytes` from `data` on lie, if any.
+std::shared_ptr<Registered> registered_at(const NcclChannel& channel, const void* data,
+                                          std::size_t bytes);
 
 template <class Launch>
 void NcclCommunicator::run(NcclChannel& channel, Call& call, NativeStream native, const Path& path,
                            Launch&& launch) {
-  const Turn turn(channel.busy);
-  rank_.check();
-  const DeviceScope scope(rank_.device);
+  const DeviceScope scope(session_->device);
   auto* stream = static_cast<cudaStream_t>(native);
-  // A capture runs nothing now: events would become part of the graph, and nobody could ask them.
-  cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
-  check_cuda(cudaStreamIsCapturing(stream, &capture), "cudaStreamIsCapturing");
-  const bool watch = capture == cudaStreamCaptureStatusNone;
-  call.sequence = ++channel.sequence;
+  NcclUse use(*session_, channel, call);
   try {
-    Watched* watched = watch ? &session_->watchdog.begin(channel, call, stream) : nullptr;
-    launch(stream);
-    if (watched != nullptr) session_->watchdog.end(channel, *watched, stream);
+    use.begin(stream);
+    launch(use, stream);
+    use.end(stream);
   } catch (const CudaError& error) {
-    rank_.fail(describe(call) + ": " + error.what());  // the other ranks wait for this one
-    session_->watchdog.wake();
+    session_->fail(describe(call) + ": " + error.what());  // the other ranks wait for this one
+    throw;
+  } catch (const CommError&) {
     throw;
   } catch (...) {
-    rank_.fail(describe(call) + " was interrupted");
-    session_->watchdog.wake();
+    session_->fail(describe(call) + " was interrupted");
     throw;
   }
   took(call, path.requested, path.taken, path.reason);

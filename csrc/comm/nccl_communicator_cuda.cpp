@@ -1,74 +1,96 @@
+// How an NCCL communicator comes about, and what is neither gather nor reduce.
+#include <cstring>
+#include <stdexcept>
 #include <utility>
 
 #include "comm/nccl_communicator.h"
-#include "comm/nccl_memory.h"
+#include "shardcomm/nccl.h"
 
 namespace shardcomm {
-NcclCommunicator::NcclCommunicator(std::shared_ptr<NcclSession> session)
-    : session_(std::move(session)),
-      rank_(session_->rank),
-      nccl_(rank_.nccl),
-      scratch_(rank_.device),
-      watchdog_([session = session_] { session->watchdog.run(); }) {}
+namespace {
 
-NcclCommunicator::~NcclCommunicator() { close(); }
-
-void NcclCommunicator::skip(NcclChannel& channel, Call& call, const Path& path) {
-  const Turn turn(channel.busy);
-  rank_.check();
-  call.sequence = ++channel.sequence;
-  took(call, path.requested, path.taken, path.reason);
+void check(const nccl::Library& nccl, int device, const NcclOptions& options) {
+  int devices = 0;
+  check_cuda(cudaGetDeviceCount(&devices), "cudaGetDeviceCount");
+  if (device < 0 || device >= devices) {
+    throw std::invalid_argument("nccl: device is " + std::to_string(device) +
+                                "; this process has " + std::to_string(devices) +
+                                ", counted from 0");
+  }
+  if (!(options.deadline_s > 0)) {
+    throw std::invalid_argument("nccl: deadline_s is " + std::to_string(options.deadline_s) +
+                                "; it must be more than 0 seconds");
+  }
+  const bool zero = options.cta_policy == CtaPolicy::zero;
+  const int since = zero ? nccl::kZeroCtaSince : nccl::kConfigSince;
+  if (options.cta_policy != CtaPolicy::standard && nccl.version < since) {
+    throw std::invalid_argument(std::string("nccl: cta_policy is '") +
+                                (zero ? "zero" : "efficiency") + "', which needs NCCL " +
+                                nccl::version_text(since) + "; this is " +
+                                nccl::version_text(nccl.version));
+  }
 }
 
-std::shared_ptr<Memory> NcclCommunicator::allocate(std::size_t bytes, Use use) {
-  NcclChannel& channel = session_->channel(use);
-  const Turn turn(channel.busy);
-  rank_.check();
-  const DeviceScope scope(rank_.device);
-  Call call;
-  call.op = Op::allocate;
-  call.root = static_cast<std::int32_t>(use);
-  call.count = static_cast<std::int64_t>(bytes);
-  call.sequence = ++channel.sequence;
+}  // namespace
+
+std::string nccl_unique_id() {
+  const nccl::Library& nccl = nccl::library();
+  std::string ids;
+  for (int channel = 0; channel < 2; ++channel) {
+    nccl::UniqueId id;
+    const nccl::Result result = nccl.get_unique_id(&id);
+    if (result != nccl::kSuccess) {
+      throw CudaError(std::string("ncclGetUniqueId: ") + nccl.get_error_string(result) + " (" +
+                      nccl.get_last_error(nullptr) + ")");
+    }
+    ids.append(id.bytes, sizeof(id.bytes));
+  }
+  return ids;
+}
+
+std::shared_ptr<Communicator> make_nccl(const std::string& unique_id, int rank, int size,
+                                        int device, const NcclOptions& options) {
+  std::array<nccl::UniqueId, 2> ids;
+  if (unique_id.size() != sizeof(ids)) {
+    throw std::invalid_argument("nccl: unique_id has " + std::to_string(unique_id.size()) +
+                                " bytes; nccl_unique_id makes one, of " +
+                                std::to_string(sizeof(ids)));
+  }
+  std::memcpy(&ids, unique_id.data(), sizeof(ids));
+  if (rank < 0 || rank >= size) {
+    throw std::invalid_argument("nccl: rank is " + std::to_string(rank) + " of " +
+                                std::to_string(size) + "; it must be 0 to size - 1");
+  }
+  const nccl::Library& nccl = nccl::library();
+  check(nccl, device, options);
+  const DeviceScope scope(device);
+  const auto session = std::make_shared<NcclSession>(nccl, rank, size, device, options);
   try {
-    NcclAllocation allocation = allocate_nccl(session_, channel, call, bytes);
-    took(call, "window", allocation.taken, allocation.reason);
-    return std::move(allocation.memory);
+    session->connect(ids, options);
+    return std::make_shared<NcclCommunicator>(session);
   } catch (...) {
-    rank_.fail(describe(call) + " was interrupted");
-    session_->watchdog.wake();
+    session->fail("the ranks did not connect");
+    session->close();
     throw;
   }
 }
 
-void NcclCommunicator::abort(const std::string& reason) noexcept {
-  if (closed_.load()) return;
-  try {
-    rank_.fail("aborted: " + reason);
-  } catch (...) {  // no memory for the text
-    rank_.fail("aborted");
-  }
-  session_->watchdog.wake();
+NcclCommunicator::NcclCommunicator(std::shared_ptr<NcclSession> session)
+    : session_(std::move(session)), nccl_(session_->nccl), scratch_(session_->device) {}
+
+NcclCommunicator::~NcclCommunicator() { close(); }
+
+void NcclCommunicator::skip(NcclChannel& channel, Call& call, const Path& path) {
+  const NcclUse use(*session_, channel, call);
+  took(call, path.requested, path.taken, path.reason);
 }
 
-void NcclCommunicator::close() noexcept {
-  if (closed_.exchange(true)) return;
-  NcclWatchdog& watchdog = session_->watchdog;
-  rank_.close();
-  if (!watchdog.drain_all()) rank_.fail("closed while collectives were under way");
-  if (rank_.failed()) {
-    watchdog.wake();
-  } else {
-    watchdog.stop();
+void NcclCommunicator::abort(const std::string& reason) noexcept {
+  try {
+    session_->fail("aborted: " + reason);
+  } catch (...) {  // no memory for the text
+    session_->fail("aborted");
   }
-  // What it does ends by itself, unless NCCL or the device hang: then it is left behind, with all
-  // that it holds.
-  if (watchdog.wait_for_end(rank_.deadline)) {
-    watchdog_.join();
-  } else {
-    watchdog_.detach();
-  }
-  if (!rank_.failed() && !session_->finalize()) watchdog.abort_all();
 }
 
 std::vector<Receipt> NcclCommunicator::receipts() const {
@@ -85,7 +107,7 @@ void NcclCommunicator::took(const Call& call, const char* requested, const char*
                             std::string_view reason) {
   const std::lock_guard<std::mutex> lock(receipts_mutex_);
   Receipt& receipt = receipts_[static_cast<std::size_t>(call.op)];
-  receipt.operation = name(call.op);
+  receipt.operation = shardcomm::name(call.op);
   receipt.sequence = call.sequence;
   receipt.requested = requested;
   receipt.taken = taken;

@@ -1,4 +1,5 @@
 // What sends the same to all, over NCCL: all_gather, broadcast and barrier.
+#include <iterator>
 #include <stdexcept>
 #include <string>
 
@@ -7,6 +8,17 @@
 #include "copy/copy_cuda.h"
 
 namespace shardcomm {
+
+std::shared_ptr<Registered> registered_at(const NcclChannel& channel, const void* data,
+                                          std::size_t bytes) {
+  const auto* first = static_cast<const std::byte*>(data);
+  const auto after = channel.registered.upper_bound(first);
+  if (after == channel.registered.begin()) return nullptr;
+  const auto& [begin, memory] = *std::prev(after);
+  const bool inside =
+      bytes <= memory->bytes && static_cast<std::size_t>(first - begin) <= memory->bytes - bytes;
+  return inside ? memory : nullptr;
+}
 
 void NcclCommunicator::all_gather(const void* send, DType send_dtype, void* recv, DType recv_dtype,
                                   std::int64_t count, std::int64_t tag, NativeStream native) {
@@ -19,33 +31,38 @@ void NcclCommunicator::all_gather(const void* send, DType send_dtype, void* recv
   call.recv_dtype = recv_dtype;
   call.count = count;
   call.tag = tag;
-  if (count == 0) return skip(session_->gathers, call, kDirect);
-  run(session_->gathers, call, native, kDirect, [&](cudaStream_t stream) {
+  NcclChannel& channel = session_->gathers;
+  if (count == 0) return skip(channel, call, kDirect);
+  run(channel, call, native, kDirect, [&](NcclUse& use, cudaStream_t stream) {
+    const std::size_t bytes = bytes_of(count, recv_dtype);
     const void* part = send;
-    if (send_dtype != recv_dtype) {
-      void* own = at(recv, rank_.rank * count, recv_dtype);
+    // Into a window also where nothing is converted: NCCL's fastest gathers want both sides there.
+    const auto memory =
+        registered_at(channel, recv, bytes * static_cast<std::size_t>(session_->size));
+    if (send_dtype != recv_dtype || (memory != nullptr && memory->may_be_window)) {
+      void* own = at(recv, session_->rank * count, recv_dtype);
       convert_cuda(own, recv_dtype, send, send_dtype, count, stream);
       part = own;
     }
-    session_->gathers.call(call, [&](nccl::Comm comm) {
-      return nccl_.all_gather(part, recv, bytes_of(count, recv_dtype), nccl::kUint8, comm, stream);
+    use([&](nccl::Comm comm) {
+      return nccl_.all_gather(part, recv, bytes, nccl::kUint8, comm, stream);
     });
   });
 }
 
 void NcclCommunicator::broadcast(void* buffer, std::size_t bytes, int root, NativeStream native) {
   check_buffer("broadcast", "buffer", buffer, static_cast<std::int64_t>(bytes));
-  if (root < 0 || root >= rank_.size) {
+  if (root < 0 || root >= session_->size) {
     throw std::invalid_argument("broadcast: root is " + std::to_string(root) +
-                                "; it must be a rank, 0 to " + std::to_string(rank_.size - 1));
+                                "; it must be a rank, 0 to " + std::to_string(session_->size - 1));
   }
   Call call;
   call.op = Op::broadcast;
   call.root = root;
   call.count = static_cast<std::int64_t>(bytes);
   if (bytes == 0) return skip(session_->gathers, call, kDirect);
-  run(session_->gathers, call, native, kDirect, [&](cudaStream_t stream) {
-    session_->gathers.call(call, [&](nccl::Comm comm) {
+  run(session_->gathers, call, native, kDirect, [&](NcclUse& use, cudaStream_t stream) {
+    use([&](nccl::Comm comm) {
       return nccl_.broadcast(buffer, buffer, bytes, nccl::kUint8, root, comm, stream);
     });
   });
@@ -55,10 +72,10 @@ void NcclCommunicator::barrier(std::int64_t tag, NativeStream native) {
   Call call;
   call.op = Op::barrier;
   call.tag = tag;
-  run(session_->gathers, call, native, kDirect, [&](cudaStream_t stream) {
-    void* word = session_->word(session_->gathers);
-    session_->gathers.call(call, [&](nccl::Comm comm) {
-      return nccl_.all_reduce(word, word, 1, nccl::kFloat32, nccl::kSum, comm, stream);
+  run(session_->gathers, call, native, kDirect, [&](NcclUse& use, cudaStream_t stream) {
+    void* zero = session_->gathers.words->data();
+    use([&](nccl::Comm comm) {
+      return nccl_.all_reduce(zero, zero, 1, nccl::kFloat32, nccl::kSum, comm, stream);
     });
   });
 }

@@ -70,14 +70,9 @@ std::optional<Library> use(const Handle& handle, const char* asked, std::string&
   };
   required("ncclGetUniqueId", library.get_unique_id);
   required("ncclCommInitRankConfig", library.comm_init_rank_config);
-  required("ncclCommSplit", library.comm_split);
-  required("ncclCommFinalize", library.comm_finalize);
   required("ncclCommDestroy", library.comm_destroy);
   required("ncclCommAbort", library.comm_abort);
   required("ncclCommGetAsyncError", library.comm_get_async_error);
-  required("ncclCommCount", library.comm_count);
-  required("ncclCommUserRank", library.comm_user_rank);
-  required("ncclCommCuDevice", library.comm_cu_device);
   required("ncclGetErrorString", library.get_error_string);
   required("ncclGetLastError", library.get_last_error);
   required("ncclGroupStart", library.group_start);
@@ -133,8 +128,7 @@ std::string load(std::optional<Library>& library, const std::vector<std::string>
   };
   Handle present(kName, RTLD_LAZY | RTLD_NOLOAD);
   if (present) {
-    // Whoever brought it owns the communicators that could be borrowed, and a second copy would not
-    // understand them: this one, or none.
+    // A second copy would start threads and take memory of its own: this one, or none.
     try_one(kName, std::move(present));
     return refusals;
   }

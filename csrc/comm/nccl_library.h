@@ -12,9 +12,16 @@
 namespace shardcomm::nccl {
 
 // The versions, as NCCL counts them, that brought what not every accepted NCCL has.
-constexpr int kOldest = 21800;          // ncclCommSplit
-constexpr int kBufferSince = 21900;     // ncclMemAlloc, ncclCommRegister
-constexpr int kWindowSince = 22700;     // ncclCommWindowRegister
+constexpr int kOldest = 21800;
+constexpr int kBufferSince = 21900;  // ncclMemAlloc, ncclCommRegister
+// From here on ncclCommAbort inside a group only raises the abort flags, and the group's end frees
+// the communicator; before, ncclCommAbort freed it at once (init.cc, ncclCommAbort).
+constexpr int kDeferredAbortSince = 22200;
+constexpr int kConfigSince = 22700;   // ncclConfig_t has a CTA policy
+constexpr int kWindowSince = 22700;   // ncclCommWindowRegister
+constexpr int kZeroCtaSince = 22800;  // NCCL_CTA_POLICY_ZERO
+// From here on a window tells whether the ranks reach each other's memory.
+constexpr int kTellingWindowSince = 22800;
 std::string version_text(int version);  // "2.27.3"; "2.27" when the patch is 0
 
 using Comm = struct OpaqueComm*;
@@ -30,28 +37,40 @@ enum DataType : int {
   kFloat64 = 8,
   kBfloat16 = 9
 };
-enum Reduction : int { kSum = 0, kMax = 2, kMin = 3, kAvg = 4 };
+// Without ncclAvg: on floats it runs as PreMulSum, for which NCCL has no NVLS and no symmetric
+// kernels (enqueue.cc, hostToDevRedOp).
+enum Reduction : int { kSum = 0, kMax = 2, kMin = 3 };
 
 struct UniqueId {
   char bytes[128];
 };
 
-// ncclConfig_t as NCCL 2.18 laid it out. A newer NCCL copies `size` bytes, and reads of them what
-// `version` knew: so it accepts this one, and sets what came later to its defaults.
+// ncclConfig_t as NCCL 2.27 laid it out; before, it ended with `traffic_class` or its place. NCCL
+// reads `size` bytes, at most as many as its own layout has, and of fields that came after
+// `version` it takes its defaults (init.cc, parseCommConfig).
 struct Config {
   static constexpr int kUnset = INT_MIN;
-  std::size_t size = sizeof(Config);
+  explicit Config(int library_version)
+      : size(library_version < kConfigSince ? offsetof(Config, comm_name) : sizeof(Config)),
+        version(static_cast<unsigned>(library_version)) {}
+
+  std::size_t size;
   unsigned magic = 0xcafebeef;
-  unsigned version = 21801;
-  int blocking = 0;  // calls return at once; ncclCommGetAsyncError tells when they are done
+  unsigned version;
+  int blocking = 1;
   int cga_cluster_size = kUnset;
   int min_ctas = kUnset;
   int max_ctas = kUnset;
   const char* net_name = nullptr;
-  int split_share = 0;  // a split shares nothing: it is aborted on its own
-  int padding = kUnset;
+  int split_share = kUnset;
+  int traffic_class = kUnset;
+  const char* comm_name = nullptr;
+  int collnet_enable = kUnset;
+  int cta_policy = kUnset;
+  int shrink_share = kUnset;
+  int nvls_ctas = kUnset;
 };
-static_assert(sizeof(Config) == 48);
+static_assert(sizeof(Config) == 72 && offsetof(Config, comm_name) == 48);
 
 struct Library {
   std::string path;
@@ -60,14 +79,9 @@ struct Library {
 
   Result (*get_unique_id)(UniqueId*) = nullptr;
   Result (*comm_init_rank_config)(Comm*, int size, UniqueId, int rank, Config*) = nullptr;
-  Result (*comm_split)(Comm, int color, int key, Comm*, Config*) = nullptr;
-  Result (*comm_finalize)(Comm) = nullptr;
   Result (*comm_destroy)(Comm) = nullptr;
   Result (*comm_abort)(Comm) = nullptr;
   Result (*comm_get_async_error)(Comm, Result*) = nullptr;
-  Result (*comm_count)(Comm, int*) = nullptr;
-  Result (*comm_user_rank)(Comm, int*) = nullptr;
-  Result (*comm_cu_device)(Comm, int*) = nullptr;
   const char* (*get_error_string)(Result) = nullptr;
   const char* (*get_last_error)(Comm) = nullptr;
   Result (*group_start)() = nullptr;
@@ -89,6 +103,8 @@ struct Library {
   Result (*comm_deregister)(Comm, void* handle) = nullptr;
   Result (*comm_window_register)(Comm, void*, std::size_t, Window*, int flags) = nullptr;
   Result (*comm_window_deregister)(Comm, Window) = nullptr;
+
+  bool aborts_in_groups() const { return version >= kDeferredAbortSince; }
 };
 
 // NCCL_WIN_COLL_SYMMETRIC: every rank uses the window at the same offsets.

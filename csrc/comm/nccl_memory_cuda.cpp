@@ -1,20 +1,23 @@
+// Communication memory on a device, registered with NCCL as far as it can.
 #include <algorithm>
 #include <utility>
 
-#include "comm/nccl_memory.h"
+#include "comm/nccl_communicator.h"
 
 namespace shardcomm {
 namespace {
 
+constexpr std::size_t kAlignment = 128;
+
+std::size_t aligned(std::size_t bytes) {
+  return (bytes + kAlignment - 1) / kAlignment * kAlignment;
+}
+
 class NcclMemory final : public Memory {
  public:
   NcclMemory(std::shared_ptr<NcclSession> session, NcclChannel& channel,
-             std::shared_ptr<Registration> registration, std::size_t bytes)
-      : session_(std::move(session)),
-        channel_(channel),
-        registration_(std::move(registration)),
-        data_(registration_->memory.get()),
-        bytes_(bytes) {}
+             std::shared_ptr<Registered> registered)
+      : session_(std::move(session)), channel_(channel), registered_(std::move(registered)) {}
   ~NcclMemory() override {
     try {
       // What is queued may use it still. A failed communicator's work ends, as it is aborted.
@@ -22,28 +25,26 @@ class NcclMemory final : public Memory {
       cudaDeviceSynchronize();
     } catch (const CudaError&) {  // the process ends and the driver has gone before
     }
-    channel_.let_go(std::move(registration_));
+    session_->let_go(channel_, std::move(registered_));
   }
   NcclMemory(const NcclMemory&) = delete;
   NcclMemory& operator=(const NcclMemory&) = delete;
 
-  void* data() const override { return data_; }
-  std::size_t bytes() const override { return bytes_; }
-  int device() const override { return session_->rank.device; }
+  void* data() const override { return registered_->memory.get(); }
+  std::size_t bytes() const override { return registered_->bytes; }
+  int device() const override { return session_->device; }
 
  private:
   std::shared_ptr<NcclSession> session_;
   NcclChannel& channel_;
-  std::shared_ptr<Registration> registration_;
-  void* data_;
-  std::size_t bytes_;
+  std::shared_ptr<Registered> registered_;
 };
 
 // NCCL's own allocator, where it has one: only that memory can be registered in every way.
-std::shared_ptr<void> take(const NcclRank& rank, std::size_t bytes) {
-  const nccl::Library& nccl = rank.nccl;
+std::shared_ptr<void> take(const NcclSession& session, std::size_t bytes) {
+  const nccl::Library& nccl = session.nccl;
   if (nccl.mem_alloc == nullptr || nccl.mem_free == nullptr) {
-    const auto memory = std::make_shared<DeviceMemory>(rank.device, bytes);
+    const auto memory = std::make_shared<DeviceMemory>(session.device, bytes);
     return {memory, memory->data()};
   }
   void* data = nullptr;
@@ -51,7 +52,7 @@ std::shared_ptr<void> take(const NcclRank& rank, std::size_t bytes) {
   if (result != nccl::kSuccess) {
     throw CudaError(std::string("ncclMemAlloc: ") + nccl.get_error_string(result));
   }
-  return {data, [&nccl, device = rank.device](void* freed) {
+  return {data, [&nccl, device = session.device](void* freed) {
             try {
               const DeviceScope scope(device);
               nccl.mem_free(freed);
@@ -60,91 +61,115 @@ std::shared_ptr<void> take(const NcclRank& rank, std::size_t bytes) {
           }};
 }
 
-// Null where this NCCL or this system has no windows; then `reason` says which.
-nccl::Window register_window(NcclSession& session, NcclChannel& channel, const Call& call,
-                             void* data, std::size_t bytes, std::string& reason) {
-  const nccl::Library& nccl = session.rank.nccl;
-  if (nccl.comm_window_register == nullptr || nccl.comm_window_deregister == nullptr) {
+// What NCCL really gave, which it does not say itself: NCCL 2.28 returns the handle of a local
+// registration as a window where ranks cannot reach each other's memory (dev_runtime.cc,
+// ncclDevrWindowRegisterInGroup), later ones return none; only a window that they can use is an
+// object on the device.
+struct Registration {
+  const char* taken;
+  std::string reason;
+  bool may_be_window;
+};
+
+Registration registration_of(const nccl::Library& nccl, const Registered& registered,
+                             const std::string& refusal) {
+  const std::string version = nccl::version_text(nccl.version);
+  if (registered.window != nullptr && nccl.version < nccl::kTellingWindowSince) {
+    return {"local",
+            "nccl: " + version +
+                " does not tell whether the ranks can reach each other's memory; it is "
+                "registered at least locally",
+            true};
+  }
+  if (registered.window != nullptr && device_of(registered.window) >= 0)
+    return {"window", "", true};
+  std::string reason = refusal;
+  if (nccl.comm_window_register == nullptr) {
     reason = "nccl: window registration needs NCCL " + nccl::version_text(nccl::kWindowSince) +
-             ", this is " + nccl::version_text(nccl.version);
-    return nullptr;
-  }
-  // NCCL says success and gives no window where the ranks do not reach each other's memory. An
-  // error of this call alone is no more than that; one that stays with the communicator is its end.
-  channel.window = nullptr;
-  const nccl::Result result = channel.attempt(call, [&](nccl::Comm comm) {
-    return nccl.comm_window_register(comm, data, bytes, &channel.window, nccl::kWindowSymmetric);
-  });
-  if (result != nccl::kSuccess) {
-    reason = std::string("nccl: window registration failed: ") + nccl.get_error_string(result);
-    channel.call(call, [&](nccl::Comm comm) {
-      nccl::Result state = nccl::kSuccess;
-      const nccl::Result asked = nccl.comm_get_async_error(comm, &state);
-      return asked == nccl::kSuccess ? state : asked;
-    });
-  }
-  nccl::Window window = std::exchange(channel.window, nullptr);
-  if (session.agree(channel, call, window != nullptr)) return window;
-  if (reason.empty()) {
+             ", this is " + version;
+  } else if (refusal.empty()) {
     reason = "nccl: the ranks of this system cannot all reach each other's memory";
   }
-  if (window != nullptr) {
-    channel.call(call, [&](nccl::Comm comm) { return nccl.comm_window_deregister(comm, window); });
+  if (registered.window != nullptr || registered.local != nullptr) {
+    return {"local", reason + ": registered locally", false};
   }
-  return nullptr;
-}
-
-void* register_buffer(NcclSession& session, NcclChannel& channel, const Call& call, void* data,
-                      std::size_t bytes, std::string& reason) {
-  const nccl::Library& nccl = session.rank.nccl;
-  if (nccl.comm_register == nullptr || nccl.comm_deregister == nullptr) {
-    reason += "; buffer registration needs NCCL " + nccl::version_text(nccl::kBufferSince);
-    return nullptr;
-  }
-  void* handle = nullptr;
-  channel.call(call,
-               [&](nccl::Comm comm) { return nccl.comm_register(comm, data, bytes, &handle); });
-  if (handle == nullptr) reason += "; buffer registration is switched off (NCCL_LOCAL_REGISTER)";
-  return handle;
+  reason += nccl.comm_register == nullptr
+                ? "; local registration needs NCCL " + nccl::version_text(nccl::kBufferSince)
+                : "; local registration is switched off (NCCL_LOCAL_REGISTER)";
+  return {"plain", reason, false};
 }
 
 }  // namespace
 
-NcclAllocation allocate_nccl(const std::shared_ptr<NcclSession>& session, NcclChannel& channel,
-                             const Call& call, std::size_t bytes) {
-  NcclRank& rank = session->rank;
-  const std::size_t room = std::max<std::size_t>(bytes, 1);  // of nothing, NCCL makes an error
-  // What the ranks agree on must not queue up behind a collective that waits for computation.
-  session->watchdog.drain(channel);
-  Registration registration;
-  std::string failure;
+std::shared_ptr<Memory> NcclCommunicator::allocate(std::size_t bytes, Use use) {
+  NcclSession& session = *session_;
+  NcclChannel& channel = session.channel(use);
+  const DeviceScope scope(session.device);
+  Call call;
+  call.op = Op::allocate;
+  call.root = static_cast<std::int32_t>(use);
+  call.count = static_cast<std::int64_t>(bytes);
+  NcclUse in_use(session, channel, call);
   try {
-    registration.memory = take(rank, room);
-    check_cuda(cudaMemsetAsync(registration.memory.get(), 0, room, session->set_up(channel)),
-               "cudaMemsetAsync");
-  } catch (const CudaError& error) {
-    failure = error.what();
+    // What the ranks agree on must not queue up behind a collective that waits for computation.
+    in_use.drain();
+    auto registered = std::make_shared<Registered>();
+    registered->bytes = bytes;
+    // NCCL's fastest reduce-scatters want their result in a window too; what comes after them takes
+    // it to where it belongs.
+    if (use == Use::reduce) {
+      registered->landing_bytes = aligned(bytes / static_cast<std::size_t>(session.size));
+    }
+    const std::size_t room = aligned(std::max<std::size_t>(bytes, 1)) + registered->landing_bytes;
+    std::string failure;
+    try {
+      registered->memory = take(session, room);
+      check_cuda(cudaMemsetAsync(registered->memory.get(), 0, room,
+                                 static_cast<cudaStream_t>(channel.set_up->native())),
+                 "cudaMemsetAsync");
+    } catch (const CudaError& error) {
+      failure = error.what();
+    }
+    // Also: nobody writes into another's memory before it is zero.
+    if (!in_use.agree(failure.empty())) {
+      if (failure.empty()) failure = "another rank has not so much memory";
+      session.fail(describe(call) + ": " + failure);
+      session.check();
+    }
+    void* data = registered->memory.get();
+    std::string refusal;
+    if (nccl_.comm_window_register != nullptr && nccl_.comm_window_deregister != nullptr) {
+      const nccl::Result result = in_use.attempt([&](nccl::Comm comm) {
+        return nccl_.comm_window_register(comm, data, room, &registered->window,
+                                          nccl::kWindowSymmetric);
+      });
+      if (!in_use.agree(result == nccl::kSuccess)) {
+        refusal = std::string("nccl: window registration failed: ") +
+                  (result == nccl::kSuccess ? "on another rank" : nccl_.get_error_string(result));
+        nccl::Window window = std::exchange(registered->window, nullptr);
+        if (window != nullptr) {
+          in_use([&](nccl::Comm comm) { return nccl_.comm_window_deregister(comm, window); });
+        }
+      }
+    }
+    if (registered->window == nullptr && nccl_.comm_register != nullptr) {
+      in_use([&](nccl::Comm comm) {
+        return nccl_.comm_register(comm, data, room, &registered->local);
+      });
+    }
+    auto* begin = static_cast<std::byte*>(data);
+    channel.registered.emplace(begin, registered);
+    const Registration registration = registration_of(nccl_, *registered, refusal);
+    registered->may_be_window = registration.may_be_window;
+    if (registration.may_be_window) registered->landing = begin + aligned(bytes);
+    took(call, "window", registration.taken, registration.reason);
+    return std::make_shared<NcclMemory>(session_, channel, std::move(registered));
+  } catch (const CommError&) {
+    throw;
+  } catch (...) {
+    session.fail(describe(call) + " was interrupted");  // the other ranks wait for this one
+    throw;
   }
-  // Also: nobody writes into another's memory before it is zero.
-  if (!session->agree(channel, call, failure.empty())) {
-    if (failure.empty()) failure = "another rank has not so much memory";
-    rank.fail(describe(call) + ": " + failure);
-    rank.check();
-  }
-
-  void* data = registration.memory.get();
-  std::string reason;
-  const char* taken = "window";
-  registration.window = register_window(*session, channel, call, data, room, reason);
-  if (registration.window == nullptr) {
-    taken = "buffer";
-    registration.buffer = register_buffer(*session, channel, call, data, room, reason);
-    if (registration.buffer == nullptr) taken = "plain";
-    reason += std::string(": ") + (registration.buffer ? "buffer registration" : "plain memory");
-  }
-  auto memory =
-      std::make_shared<NcclMemory>(session, channel, channel.keep(std::move(registration)), bytes);
-  return {std::move(memory), taken, std::move(reason)};
 }
 
 }  // namespace shardcomm

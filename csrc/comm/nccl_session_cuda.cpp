@@ -1,10 +1,14 @@
+// The life of a session: connecting, failing, closing; and a thread's use of a channel.
+#include <unistd.h>
+
 #include <algorithm>
-#include <atomic>
-#include <cstring>
-#include <mutex>
-#include <thread>
+#include <cstdio>
+#include <cstdlib>
+#include <fstream>
+#include <functional>
+#include <future>
+#include <stdexcept>
 #include <utility>
-#include <vector>
 
 #include "comm/nccl_session.h"
 #include "stream/wait_check.h"
@@ -12,7 +16,7 @@
 namespace shardcomm {
 namespace {
 
-constexpr std::size_t kWordBytes = 128;  // apart, as they are used at once
+using Clock = std::chrono::steady_clock;
 
 Call attach() {
   Call call;
@@ -20,171 +24,327 @@ Call attach() {
   return call;
 }
 
+// What NCCL tells hosts apart by (misc/utils.cc, getHostHash): NCCL_HOSTID, or name and boot.
+std::uint64_t this_host() {
+  std::string host;
+  if (const char* id = std::getenv("NCCL_HOSTID"); id != nullptr && *id != '\0') {
+    host = id;
+  } else {
+    char name[256] = {};
+    gethostname(name, sizeof(name) - 1);
+    std::string boot;
+    std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
+    host = std::string(name) + " " + boot;
+  }
+  return std::hash<std::string>{}(host);
+}
+
 }  // namespace
 
 NcclSession::NcclSession(const nccl::Library& nccl, int rank, int size, int device,
-                         double deadline_s)
-    : rank(nccl, rank, size, device, deadline_s), words_(device, 4 * kWordBytes) {
-  for (auto& stream : streams_) stream = make_cuda_stream(device);
-  check_cuda(cudaMemset(words_.data(), 0, words_.bytes()), "cudaMemset");
+                         const NcclOptions& options)
+    : nccl(nccl),
+      rank(rank),
+      size(size),
+      device(device),
+      deadline(std::min(options.deadline_s, 365.0 * 24 * 3600)) {
+  const std::size_t bytes = kZeroBytes + static_cast<std::size_t>(size) * sizeof(std::uint64_t);
+  for (NcclChannel* channel : {&gathers, &reduces}) {
+    channel->set_up = make_cuda_stream(device);
+    channel->words = std::make_unique<DeviceMemory>(device, bytes);
+    check_cuda(cudaMemset(channel->words->data(), 0, bytes), "cudaMemset");
+  }
 }
 
-void* NcclSession::word(const NcclChannel& channel) const {
-  return static_cast<std::byte*>(words_.data()) + (&channel == &gathers ? 0 : kWordBytes);
+void NcclSession::connect(const std::array<nccl::UniqueId, 2>& ids, const NcclOptions& options) {
+  const auto self = shared_from_this();
+  watchdog_ = std::thread([self] { self->watch(); });
+  // On a thread of its own, so that this one lets check_wait in; and an NCCL that cannot be brought
+  // back from its call is left behind in it.
+  std::packaged_task<void()> task([self, ids, options] { self->connect_channels(ids, options); });
+  std::future<void> connected = task.get_future();
+  std::thread(std::move(task)).detach();
+  try {
+    Pauses pauses;
+    while (connected.wait_for(std::chrono::seconds(0)) != std::future_status::ready) {
+      if (!nccl.aborts_in_groups()) check();
+      pauses.pause();
+    }
+  } catch (const CommError&) {
+    throw;
+  } catch (...) {
+    fail("attach() was interrupted");
+    throw;
+  }
+  connected.get();
 }
 
-cudaStream_t NcclSession::set_up(const NcclChannel& channel) const {
-  return static_cast<cudaStream_t>(streams_[&channel == &gathers ? 0 : 1]->native());
+void NcclSession::connect_channels(const std::array<nccl::UniqueId, 2>& ids,
+                                   const NcclOptions& options) {
+  const DeviceScope scope(device);
+  nccl::Config config(nccl.version);
+  if (options.cta_policy != CtaPolicy::standard) {
+    config.cta_policy = static_cast<int>(options.cta_policy);
+  }
+  for (NcclChannel* channel : {&gathers, &reduces}) {
+    const nccl::UniqueId& id = ids[channel == &gathers ? 0 : 1];
+    Call call = attach();
+    NcclUse use(*this, *channel, call);
+    // NCCL writes `comm` before it waits for the others: so it can be aborted meanwhile.
+    use([&](nccl::Comm) {
+      return nccl.comm_init_rank_config(&channel->comm, size, id, rank, &config);
+    });
+    const std::lock_guard<std::mutex> lock(mutex_);
+    channel->connected = true;
+  }
+  find_nodes(options.host.empty() ? this_host() : std::hash<std::string>{}(options.host));
+  if (!nccl.aborts_in_groups()) meet_all_peers();
+  const std::lock_guard<std::mutex> lock(mutex_);
+  gathers.sequence = reduces.sequence = 0;
 }
 
-bool NcclSession::agree(NcclChannel& channel, const Call& call, bool mine) {
-  void* word = static_cast<std::byte*>(this->word(channel)) + 2 * kWordBytes;
-  cudaStream_t stream = set_up(channel);
-  check_cuda(cudaMemsetAsync(word, mine ? 1 : 0, 1, stream), "cudaMemsetAsync");
-  channel.call(call, [&](nccl::Comm comm) {
-    return rank.nccl.all_reduce(word, word, 1, nccl::kUint8, nccl::kMin, comm, stream);
+void NcclSession::find_nodes(std::uint64_t host) {
+  Call call = attach();
+  NcclUse use(*this, gathers, call);
+  std::vector<std::uint64_t> hosts(static_cast<std::size_t>(size), host);
+  auto* all = static_cast<std::byte*>(gathers.words->data()) + kZeroBytes;
+  auto* own = all + static_cast<std::size_t>(rank) * sizeof(host);
+  const std::size_t bytes = hosts.size() * sizeof(host);
+  auto* stream = static_cast<cudaStream_t>(gathers.set_up->native());
+  check_cuda(cudaMemcpyAsync(own, &host, sizeof(host), cudaMemcpyHostToDevice, stream),
+             "cudaMemcpyAsync");
+  use([&](nccl::Comm comm) {
+    return nccl.all_gather(own, all, sizeof(host), nccl::kUint8, comm, stream);
   });
-  wait(*streams_[&channel == &gathers ? 0 : 1]->record(), call);
+  use.finish_set_up();
+  check_cuda(cudaMemcpyAsync(hosts.data(), all, bytes, cudaMemcpyDeviceToHost, stream),
+             "cudaMemcpyAsync");
+  check_cuda(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
+  nodes = Nodes(hosts);
+}
+
+// The first message between two ranks connects them, and waits for the other on the host, from
+// where this NCCL cannot be brought back. Here, where it can be left behind.
+void NcclSession::meet_all_peers() {
+  Call call = attach();
+  NcclUse use(*this, reduces, call);
+  auto* words = static_cast<std::byte*>(reduces.words->data()) + kZeroBytes;
+  NativeStream stream = reduces.set_up->native();
+  use.group([&](const auto& note, nccl::Comm comm) {
+    for (int peer = 0; peer < size; ++peer) {
+      if (peer == rank) continue;
+      note(nccl.send(words + rank, 1, nccl::kUint8, peer, comm, stream));
+      note(nccl.recv(words + peer, 1, nccl::kUint8, peer, comm, stream));
+    }
+  });
+  use.finish_set_up();
+}
+
+void NcclSession::fail(const std::string& text) noexcept {
+  const std::lock_guard<std::mutex> lock(failure_mutex_);
+  if (failed_.load()) return;
+  try {
+    failure_ = name() + ": " + text;
+  } catch (...) {  // no memory for the text: failed without one
+  }
+  failed_.store(true, std::memory_order_release);
+  changed_.notify_all();
+}
+
+void NcclSession::check() const {
+  if (failed()) throw CommError(failure_);
+  if (closed_.load()) throw CommError(name() + " has closed the communicator");
+}
+
+std::string NcclSession::name() const {
+  return "rank " + std::to_string(rank) + " of " + std::to_string(size);
+}
+
+std::string NcclSession::late(const Call& call) const {
+  char seconds[32];
+  std::snprintf(seconds, sizeof(seconds), "%g s", deadline.count());
+  return describe(call) + " did not complete in " + seconds +
+         ": another rank died, is late, or called something else";
+}
+
+// NCCL's last error is one text for the whole process, so a hint only.
+std::string NcclSession::refused(const Call& call, nccl::Result result) const {
+  std::string text = describe(call) + ": NCCL: " + nccl.get_error_string(result);
+  const char* last = nccl.get_last_error(nullptr);
+  if (last != nullptr && *last != '\0') text += std::string(" (") + last + ")";
+  return text;
+}
+
+void NcclSession::close() noexcept {
+  bool captured = false;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (closed_.exchange(true) || !watchdog_.joinable()) return;
+    closed_at_ = Clock::now();
+    captured = gathers.captured || reduces.captured;
+    for (NcclChannel* channel : {&gathers, &reduces}) {
+      if (!channel->in_use) continue;
+      fail(describe(channel->call) + " was under way when the communicator was closed");
+    }
+    changed_.notify_all();
+  }
+  // The watchdog ends by itself, unless NCCL or the device hang: then it is left behind, with all
+  // that it holds. Where collectives are part of a graph, it ends with the graph.
+  std::unique_lock<std::mutex> lock(mutex_);
+  const auto longest = captured ? kWaitSlice : 2 * deadline + kWaitSlice;
+  if (changed_.wait_for(lock, longest, [this] { return over_; })) {
+    lock.unlock();
+    watchdog_.join();
+  } else {
+    watchdog_.detach();
+  }
+}
+
+void NcclSession::let_go(NcclChannel& channel, std::shared_ptr<Registered> memory) noexcept {
+  Memories gone{std::move(memory)};
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (over_) return;                // NCCL has forgotten it with the communicator
+    if (channel.in_use || ended()) {  // then the next to use the channel does it, or the watchdog
+      channel.unwanted.push_back(std::move(gone.front()));
+      return;
+    }
+    channel.in_use = true;
+  }
+  forget(channel, gone);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  channel.in_use = false;
+  changed_.notify_all();
+}
+
+// Local, and done when it returns. What an aborted communicator has registered, it frees itself.
+void NcclSession::forget(NcclChannel& channel, const Memories& memories) {
+  for (const std::shared_ptr<Registered>& memory : memories) {
+    if (!failed()) {
+      if (memory->window != nullptr) nccl.comm_window_deregister(channel.comm, memory->window);
+      if (memory->local != nullptr) nccl.comm_deregister(channel.comm, memory->local);
+    }
+    channel.registered.erase(static_cast<std::byte*>(memory->memory.get()));
+  }
+}
+
+NcclUse::NcclUse(NcclSession& session, NcclChannel& channel, Call& call)
+    : session_(session), channel_(channel) {
+  std::vector<std::shared_ptr<Registered>> unwanted;
+  {
+    const std::lock_guard<std::mutex> lock(session_.mutex_);
+    session_.check();
+    if (channel_.in_use) {
+      throw std::invalid_argument(
+          "this communicator's channel is in use by another thread; gathers and reduces are one "
+          "channel each, and the calls of a channel need one order on all ranks");
+    }
+    channel_.in_use = true;
+    call.sequence = ++channel_.sequence;
+    channel_.call = call;
+    channel_.since = std::chrono::steady_clock::now();
+    unwanted.swap(channel_.unwanted);
+  }
+  session_.forget(channel_, unwanted);
+}
+
+NcclUse::~NcclUse() {
+  const std::lock_guard<std::mutex> lock(session_.mutex_);
+  channel_.in_use = false;
+  if (session_.ended()) session_.changed_.notify_all();
+}
+
+template <class Done>
+void NcclUse::wait_without_deadline(const Done& done) {
+  std::unique_lock<std::mutex> lock(session_.mutex_);
+  channel_.since = Clock::time_point::max();
+  Pauses pauses;
+  for (session_.look(channel_); !done(); session_.look(channel_)) {
+    lock.unlock();
+    session_.check();
+    pauses.pause();
+    lock.lock();
+  }
+  channel_.since = Clock::now();
+}
+
+void NcclUse::begin(cudaStream_t stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  unsigned long long id = 0;
+  check_cuda(cudaStreamGetCaptureInfo(stream, &status, &id), "cudaStreamGetCaptureInfo");
+  capture_ = status == cudaStreamCaptureStatusNone ? 0 : id;
+  if (channel_.latest != nullptr && channel_.stream != stream && channel_.capture == capture_) {
+    check_cuda(cudaStreamWaitEvent(stream, channel_.latest, 0), "cudaStreamWaitEvent");
+  }
+  WatchRing& ring = channel_.ring;
+  {
+    std::unique_lock<std::mutex> lock(session_.mutex_);
+    if (capture_ != 0) {
+      channel_.captured = true;
+      return;
+    }
+    if (ring.full()) {
+      lock.unlock();
+      wait_without_deadline([&ring] { return !ring.full(); });
+    }
+    watched_ = &ring.at(ring.issued);  // nobody else looks at it before it is issued
+  }
+  watched_->call = channel_.call;
+  watched_->started = false;
+  if (!watched_->start) {
+    watched_->start = make_event();
+    watched_->end = make_event();
+  }
+  check_cuda(cudaEventRecord(watched_->start.get(), stream), "cudaEventRecord");
+}
+
+void NcclUse::end(cudaStream_t stream) {
+  if (capture_ != 0 && !channel_.captured_end) channel_.captured_end = make_event();
+  channel_.latest = capture_ != 0 ? channel_.captured_end.get() : watched_->end.get();
+  channel_.stream = stream;
+  channel_.capture = capture_;
+  check_cuda(cudaEventRecord(channel_.latest, stream), "cudaEventRecord");
+  if (watched_ == nullptr) return;
+  const std::lock_guard<std::mutex> lock(session_.mutex_);
+  ++channel_.ring.issued;
+}
+
+void NcclUse::drain() {
+  wait_without_deadline([this] { return channel_.ring.empty(); });
+}
+
+void NcclUse::finish_set_up() {
+  const auto done = channel_.set_up->record();
+  for (Pauses pauses; !done->query(); pauses.pause()) session_.check();
+  session_.check();
+}
+
+bool NcclUse::agree(bool mine) {
+  void* word = static_cast<std::byte*>(channel_.words->data()) + kZeroBytes;
+  auto* stream = static_cast<cudaStream_t>(channel_.set_up->native());
+  check_cuda(cudaMemsetAsync(word, mine ? 1 : 0, 1, stream), "cudaMemsetAsync");
+  (*this)([&](nccl::Comm comm) {
+    return session_.nccl.all_reduce(word, word, 1, nccl::kUint8, nccl::kMin, comm, stream);
+  });
+  finish_set_up();
   unsigned char all = 0;
   check_cuda(cudaMemcpyAsync(&all, word, 1, cudaMemcpyDeviceToHost, stream), "cudaMemcpyAsync");
   check_cuda(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
   return all != 0;
 }
 
-void NcclSession::wait(const Event& event, const Call& call) {
-  Patience patience(rank.deadline);
-  try {
-    while (!event.query()) {
-      rank.check();
-      if (!patience.pause()) rank.fail(rank.late(call));
-    }
-  } catch (...) {
-    rank.fail(describe(call) + " was interrupted");
-    throw;
+void Pauses::pause() {
+  const Clock::time_point now = Clock::now();
+  if (now - checked_ >= kWaitSlice) {
+    checked_ = now;
+    check_wait();
   }
-  rank.check();
-}
-
-void NcclSession::connect(const std::string& unique_id) {
-  const nccl::Library& nccl = rank.nccl;
-  nccl::UniqueId id;
-  std::memcpy(id.bytes, unique_id.data(), sizeof(id.bytes));
-  nccl::Config config;
-  gathers.call(attach(), [&](nccl::Comm) {
-    return nccl.comm_init_rank_config(&gathers.comm, rank.size, id, rank.rank, &config);
-  });
-  // Until a split is done, it is the parent that is in progress; its communicator is there, and may
-  // be, afterwards.
-  gathers.call(attach(), [&](nccl::Comm comm) {
-    return nccl.comm_split(comm, 0, rank.rank, &reduces.comm, &config);
-  });
-  reduces.call(attach(), [](nccl::Comm) { return nccl::kInProgress; });
-}
-
-namespace {
-
-// A split of somebody else's communicator, which may be a blocking one: on a thread of its own,
-// that is left behind, with what it writes to, if the other ranks never come.
-struct Split {
-  nccl::Config config;
-  nccl::Comm child = nullptr;
-  nccl::Result result = nccl::kSuccess;
-  std::atomic<bool> done{false};
-
-  // Who has abandoned it may end the parent.
-  void abandon() {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    abandoned_ = true;
-  }
-  // False once abandoned.
-  bool poll(const nccl::Library& nccl, nccl::Comm parent) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    if (abandoned_) return false;
-    const nccl::Result asked = nccl.comm_get_async_error(parent, &result);
-    if (asked != nccl::kSuccess) result = asked;
-    return true;
-  }
-
- private:
-  std::mutex mutex_;
-  bool abandoned_ = false;
-};
-
-// For good: NCCL may write to it until the parent ends.
-void keep(const std::shared_ptr<Split>& split) {
-  static std::mutex mutex;
-  static auto& kept = *std::make_unique<std::vector<std::shared_ptr<Split>>>().release();
-  const std::lock_guard<std::mutex> lock(mutex);
-  kept.push_back(split);
-}
-
-void run_split(const nccl::Library& nccl, int device, nccl::Comm parent, int key,
-               const std::shared_ptr<Split>& split) {
-  cudaSetDevice(device);
-  split->result = nccl.comm_split(parent, 0, key, &split->child, &split->config);
-  while (split->result == nccl::kInProgress) {
-    if (!split->poll(nccl, parent)) {
-      keep(split);
-      return;
-    }
-    std::this_thread::sleep_for(std::chrono::microseconds(100));
-  }
-  split->done.store(true);
-}
-
-}  // namespace
-
-void NcclSession::split(nccl::Comm borrowed) {
-  for (NcclChannel* channel : {&gathers, &reduces}) {
-    const auto split = std::make_shared<Split>();
-    std::thread([&nccl = rank.nccl, device = rank.device, key = rank.rank, borrowed, split] {
-      run_split(nccl, device, borrowed, key, split);
-    }).detach();
-    Patience patience(rank.deadline);
-    try {
-      while (!split->done.load()) {
-        if (!patience.pause()) rank.fail(rank.late(attach()));
-        rank.check();
-      }
-    } catch (...) {
-      split->abandon();
-      throw;
-    }
-    if (split->result != nccl::kSuccess) {
-      rank.fail(rank.refused(attach(), split->result, borrowed));
-      rank.check();
-    }
-    channel->comm = split->child;
-    channel->call(attach(), [](nccl::Comm) { return nccl::kInProgress; });
-  }
-}
-
-bool NcclSession::finalize() noexcept {
-  const std::scoped_lock lock(gathers.mutex, reduces.mutex);
-  if (gathers.settling || reduces.settling) return false;
-  try {
-    const DeviceScope scope(rank.device);
-    const nccl::Library& nccl = rank.nccl;
-    for (NcclChannel* channel : {&gathers, &reduces}) {
-      channel->deregister_all();
-      const nccl::Result result = nccl.comm_finalize(channel->comm);
-      if (result != nccl::kSuccess && result != nccl::kInProgress) return false;
-    }
-    Patience patience(rank.deadline);
-    for (NcclChannel* channel : {&gathers, &reduces}) {
-      nccl::Result state = nccl::kInProgress;
-      while (state == nccl::kInProgress) {
-        if (nccl.comm_get_async_error(channel->comm, &state) != nccl::kSuccess) return false;
-        if (state == nccl::kInProgress && !patience.pause()) return false;
-      }
-      if (state != nccl::kSuccess) return false;
-    }
-    for (NcclChannel* channel : {&gathers, &reduces}) {
-      nccl.comm_destroy(std::exchange(channel->comm, nullptr));
-    }
-    return true;
-  } catch (...) {  // interrupted, or the driver has gone before
-    return false;
+  const auto waited = now - begin_;
+  if (waited < std::chrono::microseconds(200)) {
+    std::this_thread::yield();
+  } else {
+    std::this_thread::sleep_for(std::clamp<Clock::duration>(
+        waited / 8, std::chrono::microseconds(50), std::chrono::milliseconds(1)));
   }
 }
 

@@ -1,162 +1,67 @@
+// A session's watchdog: it looks, and ends what does not end by itself.
 #include <algorithm>
 #include <utility>
 
-#include "comm/nccl_watchdog.h"
-#include "cuda/runtime.h"
+#include "comm/nccl_session.h"
 #include "stream/wait_check.h"
 
 namespace shardcomm {
 namespace {
 
-using Clock = std::chrono::steady_clock;
-
-cudaError_t query(cudaEvent_t event) {
-  const cudaError_t state = cudaEventQuery(event);
+cudaError_t query(const OwnedEvent& event) {
+  const cudaError_t state = cudaEventQuery(event.get());
   if (state != cudaSuccess) cudaGetLastError();
   return state;
 }
 
+// NCCL, in another thread, writes it before it waits for the other ranks.
+nccl::Comm comm_of(NcclChannel& channel) {
+  return __atomic_load_n(&channel.comm, __ATOMIC_ACQUIRE);
+}
+
 }  // namespace
 
-NcclWatchdog::~NcclWatchdog() {
-  for (WatchRing& ring : rings_) {
-    for (Watched& watched : ring.slots) {
-      if (watched.start != nullptr) cudaEventDestroy(watched.start);
-      if (watched.end != nullptr) cudaEventDestroy(watched.end);
-    }
-  }
-}
-
-Watched& NcclWatchdog::begin(NcclChannel& channel, const Call& call, cudaStream_t stream) {
-  WatchRing& watch = ring(channel);
+void NcclSession::watch() {
+  cudaSetDevice(device);
   std::unique_lock<std::mutex> lock(mutex_);
-  if (watch.issued - watch.retired == WatchRing::kMost) {
-    Patience forever(std::chrono::hours(24 * 365));
-    for (look(watch); watch.issued - watch.retired == WatchRing::kMost; look(watch)) {
-      lock.unlock();
-      rank_.check();
-      forever.pause();
-      lock.lock();
+  while (!failed() && !(closed_.load() && idle())) {
+    const bool closing = closed_.load();
+    changed_.wait_for(lock, closing ? std::chrono::milliseconds(1) : kWaitSlice,
+                      [&] { return failed() || closed_.load() != closing; });
+    for (NcclChannel* channel : {&gathers, &reduces}) {
+      look(*channel);
+      look_at_nccl(*channel);
+    }
+    if (closing && Clock::now() - closed_at_ > deadline) {
+      fail("closed while collectives were under way");
     }
   }
-  Watched& watched = watch.slots[watch.issued % WatchRing::kMost];
-  lock.unlock();  // nobody else looks at it before it is issued
-  watched.call = call;
-  watched.started = false;
-  for (cudaEvent_t* event : {&watched.start, &watched.end}) {
-    if (*event != nullptr) continue;
-    check_cuda(cudaEventCreateWithFlags(event, cudaEventDisableTiming), "cudaEventCreateWithFlags");
-  }
-  check_cuda(cudaEventRecord(watched.start, stream), "cudaEventRecord");
-  return watched;
-}
-
-void NcclWatchdog::end(NcclChannel& channel, Watched& watched, cudaStream_t stream) {
-  check_cuda(cudaEventRecord(watched.end, stream), "cudaEventRecord");
-  const std::lock_guard<std::mutex> lock(mutex_);
-  ++ring(channel).issued;
-  if (asleep_) changed_.notify_all();
-}
-
-void NcclWatchdog::drain(NcclChannel& channel) {
-  WatchRing& watch = ring(channel);
-  Patience forever(std::chrono::hours(24 * 365));
-  while (true) {
-    {
-      const std::lock_guard<std::mutex> lock(mutex_);
-      look(watch);
-      if (watch.issued == watch.retired) return;
-    }
-    rank_.check();
-    forever.pause();
-  }
-}
-
-bool NcclWatchdog::drain_all() noexcept {
-  try {
-    Patience patience(rank_.deadline);
-    while (true) {
-      {
-        const std::lock_guard<std::mutex> lock(mutex_);
-        for (WatchRing& watch : rings_) look(watch);
-        if (idle()) return true;
-      }
-      if (rank_.failed() || !patience.pause()) return false;
-    }
-  } catch (...) {  // interrupted
-    return false;
-  }
-}
-
-void NcclWatchdog::wake() noexcept {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  lock.unlock();
+  end_channels();
+  lock.lock();
+  over_ = true;
+  Memories gone[] = {std::move(gathers.unwanted), std::move(reduces.unwanted)};
   changed_.notify_all();
+  lock.unlock();  // before `gone` is freed, which may wait for the device
 }
 
-void NcclWatchdog::run() {
-  const BesideCapture beside;
-  cudaSetDevice(rank_.device);
-  std::unique_lock<std::mutex> lock(mutex_);
-  while (!stopping_ && !unloaded_ && !rank_.failed()) {
-    asleep_ = idle();
-    if (asleep_) {
-      changed_.wait(lock, [this] { return stopping_ || rank_.failed() || !idle(); });
-      asleep_ = false;
-    } else {
-      changed_.wait_for(lock, kWaitSlice, [this] { return stopping_ || rank_.failed(); });
-    }
-    for (WatchRing& watch : rings_) look(watch);
-    look_at_nccl(gathers_);
-    look_at_nccl(reduces_);
-  }
-  if (rank_.failed() && !unloaded_) {
-    lock.unlock();
-    abort_all();
-    lock.lock();
-  }
-  ended_ = true;
-  changed_.notify_all();
+bool NcclSession::idle() const {
+  return gathers.ring.empty() && reduces.ring.empty() && !gathers.in_use && !reduces.in_use;
 }
 
-void NcclWatchdog::stop() noexcept {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  stopping_ = true;
-  changed_.notify_all();
-}
-
-bool NcclWatchdog::wait_for_end(std::chrono::duration<double> deadline) noexcept {
-  const auto longest = std::min<std::chrono::duration<double>>(deadline, std::chrono::hours(24));
-  std::unique_lock<std::mutex> lock(mutex_);
-  return changed_.wait_for(lock, longest, [this] { return ended_; });
-}
-
-void NcclWatchdog::abort_all() noexcept {
-  const std::scoped_lock lock(gathers_.mutex, reduces_.mutex);
-  const nccl::Library& nccl = rank_.nccl;
-  // Aborting waits for the communicator's kernels, and on their streams those of one may wait for
-  // those of the other. In a group, both are told to end before either is waited for.
-  nccl.group_start();
-  for (NcclChannel* channel : {&gathers_, &reduces_}) {
-    nccl::Comm comm = std::exchange(channel->comm, nullptr);
-    if (comm != nullptr) nccl.comm_abort(comm);
-  }
-  nccl.group_end();
-  for (NcclChannel* channel : {&gathers_, &reduces_}) channel->deregister_all();
-}
-
-bool NcclWatchdog::idle() const {
-  return rings_[0].issued == rings_[0].retired && rings_[1].issued == rings_[1].retired;
-}
-
-// All of them, as they may be on different streams, and end in another order than they began.
-void NcclWatchdog::look(WatchRing& watch) {
-  const BesideCapture beside;
+// All that is under way, as it may be on different streams, and end in another order than it began.
+void NcclSession::look(NcclChannel& channel) {
+  const RelaxedCapture relaxed;
   const Clock::time_point now = Clock::now();
-  for (std::uint64_t i = watch.retired; i != watch.issued; ++i) {
-    Watched& watched = watch.slots[i % WatchRing::kMost];
+  if (channel.in_use && now > channel.since && now - channel.since > deadline) {
+    return fail(late(channel.call));
+  }
+  WatchRing& ring = channel.ring;
+  for (std::uint64_t i = ring.retired; i != ring.issued; ++i) {
+    Watched& watched = ring.at(i);
     cudaError_t state = query(watched.end);
     if (state == cudaSuccess) {
-      if (i == watch.retired) ++watch.retired;
+      if (i == ring.retired) ++ring.retired;
       continue;
     }
     if (state == cudaErrorNotReady && !watched.started) {
@@ -166,27 +71,79 @@ void NcclWatchdog::look(WatchRing& watch) {
     }
     if (state != cudaSuccess && state != cudaErrorNotReady) {
       unloaded_ = state == cudaErrorCudartUnloading;
-      return rank_.fail(describe(watched.call) + ": CUDA: " + cudaGetErrorString(state));
+      return fail(describe(watched.call) + ": CUDA: " + cudaGetErrorString(state));
     }
-    if (watched.started && now - watched.since > rank_.deadline) {
-      return rank_.fail(rank_.late(watched.call));
-    }
+    if (watched.started && now - watched.since > deadline) return fail(late(watched.call));
   }
 }
 
-// NCCL's own threads meet errors that no call returns, of the network for instance. Who is in a
-// call sees them there.
-void NcclWatchdog::look_at_nccl(NcclChannel& channel) {
-  const std::unique_lock<std::mutex> lock(channel.mutex, std::try_to_lock);
-  if (!lock.owns_lock() || channel.settling || channel.comm == nullptr) return;
+// NCCL's own threads meet errors that no call returns, of the network for instance. It may be asked
+// while another thread is in a call, but not before it has connected.
+void NcclSession::look_at_nccl(NcclChannel& channel) {
+  if (!channel.connected) return;
   nccl::Result state = nccl::kSuccess;
-  const nccl::Result asked = rank_.nccl.comm_get_async_error(channel.comm, &state);
+  const nccl::Result asked = nccl.comm_get_async_error(channel.comm, &state);
   if (asked != nccl::kSuccess) state = asked;
   if (state == nccl::kSuccess || state == nccl::kInProgress) return;
-  const WatchRing& watch = ring(channel);
-  Call call;
-  if (watch.issued != watch.retired) call = watch.slots[watch.retired % WatchRing::kMost].call;
-  rank_.fail(rank_.refused(call, state, channel.comm));
+  fail(refused(channel.ring.empty() ? channel.call : channel.ring.at(channel.ring.retired).call,
+               state));
+}
+
+void NcclSession::end_channels() {
+  if (unloaded_) return;
+  try {
+    const DeviceScope scope(device);
+    if (failed() || !destroy_channels()) abort_channels();
+  } catch (const CudaError&) {  // the process ends and the driver has gone before
+  }
+}
+
+// NCCL must not destroy a communicator with an error: it would leave this thread in a group.
+bool NcclSession::destroy_channels() {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (NcclChannel* channel : {&gathers, &reduces}) look_at_nccl(*channel);
+  }
+  if (failed()) return false;
+  for (NcclChannel* channel : {&gathers, &reduces}) {
+    Memories all;
+    for (const auto& [_, memory] : channel->registered) all.push_back(memory);
+    forget(*channel, all);
+    nccl.comm_destroy(std::exchange(channel->comm, nullptr));
+  }
+  return true;
+}
+
+// Brings back the threads that are in calls and ends the kernels, and only when nobody is in NCCL
+// any more lets it free the communicators. One that NCCL cannot bring back stays with what it uses.
+void NcclSession::abort_channels() {
+  const auto end = Clock::now() + std::chrono::duration_cast<Clock::duration>(deadline);
+  const bool grouped = nccl.aborts_in_groups();
+  const auto wait_while = [&](const auto& condition) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    while (condition() && Clock::now() < end) changed_.wait_for(lock, std::chrono::milliseconds(1));
+    return !condition();
+  };
+  if (grouped) nccl.group_start();
+  nccl::Comm comms[2] = {};
+  for (NcclChannel* channel : {&gathers, &reduces}) {
+    nccl::Comm& comm = comms[channel == &gathers ? 0 : 1];
+    wait_while([&] { return (comm = comm_of(*channel)) == nullptr && channel->in_use; });
+    if (grouped && comm != nullptr) nccl.comm_abort(comm);
+  }
+  if (!wait_while([this] { return gathers.in_use || reduces.in_use; })) return;
+  if (grouped) {
+    nccl.group_end();
+  } else {
+    // Each waits for its kernels, and those may wait for the other's on their streams.
+    std::thread other([&] { nccl.comm_abort(comms[1]); });
+    nccl.comm_abort(comms[0]);
+    other.join();
+  }
+  for (NcclChannel* channel : {&gathers, &reduces}) {
+    channel->comm = nullptr;
+    channel->registered.clear();
+  }
 }
 
 }  // namespace shardcomm

@@ -43,9 +43,8 @@ void reduce_cuda(void*, const Epilogue&, const void* const*, int, DType, RedOp, 
 }
 
 std::string nccl_unique_id() { refuse(); }
-std::shared_ptr<Communicator> make_nccl(const std::string&, int, int, int, const CommOptions&) {
+std::shared_ptr<Communicator> make_nccl(const std::string&, int, int, int, const NcclOptions&) {
   refuse();
 }
-std::shared_ptr<Communicator> borrow_nccl(std::uintptr_t, int, const CommOptions&) { refuse(); }
 
 }  // namespace shardcomm

@@ -28,19 +28,6 @@ class DeviceScope {
   bool changed_ = false;
 };
 
-// In this scope the thread may ask about events and allocate while any thread captures a stream: by
-// default CUDA takes such a call for part of the capture, forbids it there, and ends the capture.
-class BesideCapture {
- public:
-  BesideCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
-  ~BesideCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
-  BesideCapture(const BesideCapture&) = delete;
-  BesideCapture& operator=(const BesideCapture&) = delete;
-
- private:
-  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
-};
-
 // The number of the capture that records what is put on `stream`; 0: it runs.
 unsigned long long capture_of(cudaStream_t stream) noexcept;
 
@@ -66,6 +53,19 @@ struct DestroyEvent {
 using OwnedEvent = std::unique_ptr<std::remove_pointer_t<cudaEvent_t>, DestroyEvent>;
 // Of the current device.
 OwnedEvent make_event(bool timed = false);
+
+// In this scope the thread may ask about events while another one captures a graph: otherwise that
+// would end the capture (cudaThreadExchangeStreamCaptureMode).
+class RelaxedCapture {
+ public:
+  RelaxedCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+  ~RelaxedCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+  RelaxedCapture(const RelaxedCapture&) = delete;
+  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
+
+ private:
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+};
 
 // Launches `kernel`; throws CudaError by what the launch itself says. (cudaGetLastError would also
 // give what an earlier call of this thread left, for instance cudaErrorNotReady of a query.)

@@ -120,7 +120,7 @@ class CudaEvent final : public Event {
     if (capture_ != 0) {
       return capture_of(captured_.get()) == capture_ ? cudaErrorNotReady : cudaSuccess;
     }
-    const BesideCapture beside;
+    const RelaxedCapture relaxed;
     const cudaError_t result = cudaEventQuery(get());
     if (result == cudaErrorNotReady) cudaGetLastError();
     return result;

@@ -23,23 +23,34 @@ struct NcclStatus {
 // first of `paths` that can be used, else the system's. While none was found, it looks again.
 NcclStatus nccl_status(const std::vector<std::string>& paths = {});
 
-// 128 bytes that rank 0 makes and sends to the others by any means; each names one group. Throws
-// CudaError when there is no NCCL or no device.
+// What NCCL may take of the GPU for a collective (NCCL_CTA_POLICY_*). With `zero`, copy engines do
+// the gathers into communication memory of ranks that share a host, and no SM does; it needs NCCL
+// 2.28, `efficiency` 2.27.
+enum class CtaPolicy : std::uint8_t { standard, efficiency, zero };
+
+struct NcclOptions {
+  double deadline_s = 300.0;  // longest wait for another rank inside one collective
+  CtaPolicy cta_policy = CtaPolicy::standard;
+  std::string host;  // ranks of one name share a host; empty: NCCL_HOSTID, or this machine's own
+};
+
+// 256 bytes that rank 0 makes and sends to the others by any means; each names one group. They are
+// the unique ids of two NCCL communicators. Throws CudaError when there is no NCCL or no device.
 std::string nccl_unique_id();
 
 // Collective: returns when all ranks have connected. Throws CommError when they have not within the
-// deadline, CudaError as nccl_unique_id does.
+// deadline, CudaError as nccl_unique_id does, std::invalid_argument for an option that this NCCL
+// does not have.
 //
 // On two communicators of its own, so that gathers and reduces overlap. Collectives are put on the
 // stream and watched from a thread: one whose turn has come on its stream, and that does not end
-// within the deadline, aborts both; its kernels then end, and every later call throws CommError.
-// What another rank called is not compared: NCCL leaves a mismatch to the deadline, or to the data.
+// within the deadline, aborts both; its kernels then end, and every later call throws CommError. So
+// does a call that waits on the host for the others to connect. What another rank called is not
+// compared: NCCL leaves a mismatch to the deadline, or to the data.
+//
+// 16-bit floats are summed in 32 bits: the ranks of a host exchange their slices, and sum them;
+// from each host one partial sum a rank, rounded to 16 bits, goes to the others, which sum those.
 std::shared_ptr<Communicator> make_nccl(const std::string& unique_id, int rank, int size,
-                                        int device, const CommOptions& options = {});
-
-// The ranks of somebody else's ncclComm_t, of the NCCL that nccl_status names. Collective: it is
-// split twice, and must be idle meanwhile; it stays its owner's, and may be destroyed afterwards.
-std::shared_ptr<Communicator> borrow_nccl(std::uintptr_t comm, int device,
-                                          const CommOptions& options = {});
+                                        int device, const NcclOptions& options = {});
 
 }  // namespace shardcomm

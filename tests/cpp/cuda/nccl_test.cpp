@@ -1,172 +1,222 @@
-// The NCCL transport under the sanitizers, without a GPU: its own code, and a CUDA runtime and an
-// NCCL that threads of this process play. What it cannot show is what the real ones do.
-#include "shardcomm/nccl.h"
-
-#include <dlfcn.h>
-
+// The NCCL transport's collectives and memory, without a GPU and for every version that is played:
+// right values, the paths that receipts tell, bytes between hosts, streams and graphs.
 #include <algorithm>
-#include <chrono>
+#include <cmath>
 #include <cstdint>
 #include <cstdio>
-#include <cstdlib>
 #include <cstring>
-#include <functional>
 #include <limits>
-#include <memory>
-#include <mutex>
-#include <string>
-#include <thread>
-#include <vector>
+#include <stdexcept>
 
-#include "fake_cuda.h"
-#include "fake_nccl.h"
-#include "stream/wait_check.h"
+#include "nccl_ranks.h"
 
 namespace {
 
 using namespace shardcomm;
-using Clock = std::chrono::steady_clock;
-using Comm = std::shared_ptr<Communicator>;
+using namespace shardcomm::test;
 
 constexpr int kRanks = 3;
-void (*set_fake)(const FakeNccl*) = nullptr;
-void (*get_fake)(FakeNccl*) = nullptr;
 
-void require(bool holds, const std::string& claim) {
-  if (holds) return;
-  std::fprintf(stderr, "not so: %s\n", claim.c_str());
-  std::_Exit(1);
+std::uint16_t bf16_of(float value) {
+  std::uint32_t bits;
+  std::memcpy(&bits, &value, sizeof(bits));
+  return static_cast<std::uint16_t>(bits >> 16);  // exact for what the tests use
 }
 
-void require_text(const std::string& text, const std::string& part) {
-  require(text.find(part) != std::string::npos, "'" + text + "' contains '" + part + "'");
-}
-
-double seconds_since(Clock::time_point begin) {
-  return std::chrono::duration<double>(Clock::now() - begin).count();
-}
-
-std::string comm_error(const std::function<void()>& call) {
-  try {
-    call();
-  } catch (const CommError& error) {
-    return error.what();
+Receipt receipt(const Comm& comm, const std::string& operation) {
+  for (const Receipt& each : comm->receipts()) {
+    if (each.operation == operation) return each;
   }
-  require(false, "it throws CommError");
-  return "";
+  require(false, "there is a receipt of " + operation);
+  return {};
 }
 
-// A rank's stream, with the host waiting for it.
-class Queue {
- public:
-  explicit Queue(const Comm& comm) : stream_(make_cuda_stream(comm->rank())) {}
-  NativeStream get() const { return stream_->native(); }
-  void finish() const { cudaStreamSynchronize(static_cast<cudaStream_t>(get())); }
-  Stream& stream() { return *stream_; }
-
- private:
-  std::unique_ptr<Stream> stream_;
-};
-
-void on_ranks(const char* name, double deadline_s, const FakeNccl& fake,
-              const std::function<void(Comm)>& body) {
-  std::printf("%s\n", name);
-  set_fake(&fake);
-  const std::string id = nccl_unique_id();
-  std::vector<std::thread> threads;
-  for (int rank = 0; rank < kRanks; ++rank) {
-    threads.emplace_back([&, rank] {
-      cudaSetDevice(rank);
-      body(make_nccl(id, rank, kRanks, rank, {deadline_s}));
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
-  FakeNccl counts;
-  get_fake(&counts);
-  require(counts.live == 0, "all communicators were destroyed or aborted");
-  require(counts.misused == 0, "NCCL was used as it may be");
-}
-
-void collectives(const Comm& comm) {
+void gathers(const Comm& comm, NativeStream stream, const Queue& queue) {
   const int rank = comm->rank();
   const auto mine = static_cast<float>(rank + 1);
   constexpr int kPart = 100;
-  Queue queue(comm);
-  for (int round = 0; round < 20; ++round) {
-    const auto window = comm->allocate(kRanks * kPart * sizeof(float), Use::gather);
-    const auto own = comm->allocate(kRanks * kPart * sizeof(float), Use::reduce);
-    auto* full = static_cast<float*>(window->data());
-    require(std::all_of(full, full + kRanks * kPart, [](float x) { return x == 0; }), "zero");
-    require(window->device() == rank, "memory knows its device");
-    std::fill_n(full + rank * kPart, kPart, mine);
-    comm->all_gather(full + rank * kPart, DType::f32, full, DType::f32, kPart, 0, queue.get());
-    queue.finish();
-    for (int i = 0; i < kRanks * kPart; ++i) require(full[i] == 1 + i / kPart, "gathered");
+  const auto window = comm->allocate(kRanks * kPart * sizeof(float), Use::gather);
+  auto* full = static_cast<float*>(window->data());
+  require(std::all_of(full, full + kRanks * kPart, [](float x) { return x == 0; }), "zero");
+  require(window->device() == rank, "memory knows its device");
+  std::fill_n(full + rank * kPart, kPart, mine);
+  comm->all_gather(full + rank * kPart, DType::f32, full, DType::f32, kPart, 0, stream);
+  queue.finish();
+  for (int i = 0; i < kRanks * kPart; ++i) require(full[i] == 1 + i / kPart, "gathered in place");
 
-    const std::vector<float> shard(kPart, mine);
-    std::vector<std::uint16_t> narrow(kRanks * kPart);
-    comm->all_gather(shard.data(), DType::f32, narrow.data(), DType::bf16, kPart, 0, queue.get());
-    queue.finish();
-    require(narrow[0] == 0x3f80 && narrow[kPart] == 0x4000, "gathered and converted");
+  const std::vector<float> shard(kPart, mine + 10);
+  comm->all_gather(shard.data(), DType::f32, full, DType::f32, kPart, 0, stream);
+  queue.finish();
+  for (int i = 0; i < kRanks * kPart; ++i) require(full[i] == 11 + i / kPart, "gathered");
 
-    std::vector<float> result(kPart, 10);
-    comm->reduce_scatter(full, DType::f32, result.data(), {}, kPart, RedOp::sum, 0, queue.get());
-    comm->reduce_scatter(full, DType::f32, result.data(), {DType::f32, 0.5f, true}, kPart,
-                         RedOp::sum, 0, queue.get());
-    comm->reduce_scatter(narrow.data(), DType::bf16, result.data(), {DType::f32, 1.0f, true}, kPart,
-                         RedOp::sum, 0, queue.get());
-    queue.finish();
-    require(result[kPart - 1] == 2.5f * kRanks * mine, "reduced, scaled, accumulated, exchanged");
-
-    // Plainly, with something to do, and exchanged.
-    for (const Epilogue& each : {Epilogue{}, Epilogue{DType::f32, 0.5f, true}}) {
-      for (const bool exchanged : {false, true}) {
-        std::int32_t nonfinite = 0;
-        Epilogue epilogue = each;
-        epilogue.nonfinite = &nonfinite;
-        for (const bool bad : {false, true}) {
-          result.assign(kPart, 0);
-          full[0] = bad ? std::numeric_limits<float>::infinity() : 1.0f;
-          narrow[0] = bad ? 0x7f80 : 0x3f80;
-          const void* send = exchanged ? static_cast<const void*>(narrow.data()) : full;
-          comm->reduce_scatter(send, exchanged ? DType::bf16 : DType::f32, result.data(), epilogue,
-                               kPart, RedOp::sum, 0, queue.get());
-          queue.finish();
-          require(nonfinite == (bad && rank == 0), "the flag tells of this rank's part");
-        }
-      }
-    }
-
-    std::vector<float> value(5, mine);
-    comm->all_reduce(value.data(), DType::f32, 5, RedOp::max, queue.get());
-    queue.finish();
-    require(value[4] == kRanks, "reduced on all");
-    value[0] = mine;
-    comm->broadcast(value.data(), sizeof(float), 1, queue.get());
-    comm->barrier(0, queue.get());
-    queue.finish();
-    require(value[0] == 2, "broadcast");
-    comm->all_gather(nullptr, DType::f32, nullptr, DType::f32, 0, 0, queue.get());
+  std::vector<std::uint16_t> narrow(kRanks * kPart);
+  comm->all_gather(shard.data(), DType::f32, narrow.data(), DType::bf16, kPart, 0, stream);
+  queue.finish();
+  for (int i = 0; i < kRanks * kPart; ++i) {
+    require(narrow[static_cast<std::size_t>(i)] == bf16_of(11 + i / kPart), "and converted");
   }
 }
 
-void collectives_and_memory_that_outlives(const Comm& comm, const char* path) {
-  collectives(comm);
-  for (const Receipt& receipt : comm->receipts()) {
-    if (receipt.operation == "allocate") require(receipt.taken == path, "memory's path");
-    if (receipt.operation == "reduce_scatter") require(receipt.taken == "exchange", "bf16's path");
-    if (receipt.operation == "barrier") require(receipt.sequence == 119, "calls are numbered");
+// Rank r sends (r + 1) * (i + 1) as element i of every slice, so every rank's result is the same.
+template <class T>
+void reduce_of(const Comm& comm, DType dtype, const Queue& queue, T (*of)(int)) {
+  constexpr int kPart = 37;
+  const auto memory = comm->allocate(kRanks * kPart * sizeof(T), Use::reduce);
+  std::vector<T> plain(kRanks * kPart);
+  for (std::size_t i = 0; i < plain.size(); ++i) {
+    plain[i] = of((comm->rank() + 1) * (static_cast<int>(i % kPart) + 1));
   }
-  const auto memory = comm->allocate(64, Use::gather);
-  comm->close();
-  comm->close();
-  require_text(comm_error([&] { comm->barrier(); }), "has closed the communicator");
-  require(static_cast<char*>(memory->data())[63] == 0, "memory outlives");
+  std::memcpy(memory->data(), plain.data(), plain.size() * sizeof(T));
+  for (const void* send :
+       {static_cast<const void*>(plain.data()), static_cast<const void*>(memory->data())}) {
+    for (const RedOp op : {RedOp::sum, RedOp::avg, RedOp::max, RedOp::min}) {
+      const int factor = op == RedOp::sum ? 6 : op == RedOp::avg ? 2 : op == RedOp::max ? 3 : 1;
+      std::vector<T> result(kPart, of(0));
+      Epilogue epilogue;
+      epilogue.dtype = dtype;
+      comm->reduce_scatter(send, dtype, result.data(), epilogue, kPart, op, 0, queue.get());
+      queue.finish();
+      for (int i = 0; i < kPart; ++i) {
+        require(result[static_cast<std::size_t>(i)] == of(factor * (i + 1)),
+                std::string("reduce_scatter ") + name(dtype) + " " + name(op));
+      }
+    }
+  }
+  for (const RedOp op : {RedOp::sum, RedOp::avg, RedOp::max}) {
+    std::vector<T> buffer = plain;
+    const int factor = op == RedOp::sum ? 6 : op == RedOp::avg ? 2 : 3;
+    comm->all_reduce(buffer.data(), dtype, kRanks * kPart, op, queue.get());
+    queue.finish();
+    require(buffer[kPart - 1] == of(factor * kPart),
+            std::string("all_reduce ") + name(dtype) + " " + name(op));
+  }
+}
+
+void epilogues(const Comm& comm, const Queue& queue) {
+  constexpr int kPart = 64;
+  const auto mine = static_cast<float>(comm->rank() + 1);
+  const auto memory = comm->allocate(kRanks * kPart * sizeof(float), Use::reduce);
+  auto* full = static_cast<float*>(memory->data());
+  std::fill_n(full, kRanks * kPart, mine);
+  std::vector<std::uint16_t> narrow(kRanks * kPart, bf16_of(mine));
+  std::vector<float> result(kPart, 10);
+  comm->reduce_scatter(full, DType::f32, result.data(), {DType::f32, 0.5f, true}, kPart, RedOp::sum,
+                       0, queue.get());
+  comm->reduce_scatter(narrow.data(), DType::bf16, result.data(), {DType::f32, 2.0f, true}, kPart,
+                       RedOp::avg, 0, queue.get());
+  queue.finish();
+  require(result[kPart - 1] == 10 + 3 + 4, "scaled, accumulated, averaged");
+
+  for (const Epilogue& each : {Epilogue{}, Epilogue{DType::f32, 0.5f, true}}) {
+    for (const bool exchanged : {false, true}) {
+      std::int32_t nonfinite = 0;
+      Epilogue epilogue = each;
+      epilogue.nonfinite = &nonfinite;
+      for (const bool bad : {false, true}) {
+        result.assign(kPart, 0);
+        full[0] = bad ? std::numeric_limits<float>::infinity() : 1.0f;
+        narrow[0] = bad ? 0x7f80 : 0x3f80;
+        const void* send = exchanged ? static_cast<const void*>(narrow.data()) : full;
+        comm->reduce_scatter(send, exchanged ? DType::bf16 : DType::f32, result.data(), epilogue,
+                             kPart, RedOp::sum, 0, queue.get());
+        queue.finish();
+        require(nonfinite == (bad && comm->rank() == 0), "the flag tells of this rank's part");
+      }
+    }
+  }
+}
+
+void collectives(const Comm& comm) {
+  const Queue queue(comm);
+  gathers(comm, queue.get(), queue);
+  reduce_of<float>(comm, DType::f32, queue, [](int x) { return static_cast<float>(x); });
+  reduce_of<double>(comm, DType::f64, queue, [](int x) { return static_cast<double>(x); });
+  reduce_of<std::int32_t>(comm, DType::i32, queue, [](int x) { return x; });
+  reduce_of<std::int64_t>(comm, DType::i64, queue, [](int x) { return std::int64_t{x}; });
+  reduce_of<std::uint16_t>(comm, DType::bf16, queue,
+                           [](int x) { return bf16_of(static_cast<float>(x)); });
+  epilogues(comm, queue);
+  float value = static_cast<float>(comm->rank() + 1);
+  comm->broadcast(&value, sizeof(value), 1, queue.get());
+  comm->barrier(0, queue.get());
+  queue.finish();
+  require(value == 2, "broadcast");
+  comm->all_gather(nullptr, DType::f32, nullptr, DType::f32, 0, 0, queue.get());
+}
+
+// What `allocate` takes where NCCL has `windows`, in this version.
+const char* path_of(FakeWindows windows) {
+  if (version() < 21900 || windows == FakeWindows::none) return "plain";
+  if (version() < 22800) return "local";  // 2.27 does not tell
+  return windows == FakeWindows::symmetric ? "window" : "local";
+}
+
+void memory(const char* name, FakeWindows windows) {
+  Setting setting;
+  setting.fake.windows = windows;
+  on_ranks(name, setting, [windows](const Comm& comm) {
+    collectives(comm);
+    const auto outlives = comm->allocate(64, Use::gather);
+    const Receipt allocated = receipt(comm, "allocate");
+    require(allocated.taken == path_of(windows), "memory is " + allocated.taken);
+    require((allocated.taken == "window") == allocated.reason.empty(), allocated.reason);
+    require(receipt(comm, "reduce_scatter").taken == "exchange", "bf16's path");
+    comm->close();
+    comm->close();
+    require_text(comm_error([&] { comm->barrier(); }), "has closed the communicator");
+    require(static_cast<char*>(outlives->data())[63] == 0, "memory outlives");
+  });
+}
+
+// From memory that is a window, NCCL's reduce-scatter has both sides in windows, and no average.
+void symmetric_kernels_are_taken() {
+  on_ranks("symmetric kernels", {}, [](const Comm& comm) {
+    const Queue queue(comm);
+    const auto window = comm->allocate(kRanks * 4096, Use::gather);
+    const auto own = comm->allocate(kRanks * 4096, Use::reduce);
+    const std::vector<float> shard(1024, 1);
+    std::vector<float> result(1024);
+    comm->all_gather(shard.data(), DType::f32, window->data(), DType::f32, 1024, 0, queue.get());
+    comm->reduce_scatter(own->data(), DType::f32, result.data(), {}, 1024, RedOp::avg, 0,
+                         queue.get());
+    queue.finish();
+    comm->barrier(0, queue.get());
+    queue.finish();
+  });
+  const FakeNcclCounts done = counts();
+  const int symmetric = version() >= 22700 ? kRanks : 0;
+  require(done.scatters_symmetric == symmetric, "reduce-scatters by symmetric kernels");
+  require(done.gathers_symmetric == symmetric, "gathers by symmetric kernels");
+  require(done.averages_premultiplied == 0, "no average of NCCL's");
+}
+
+void cta_policies() {
+  Setting zero;
+  zero.cta_policy = CtaPolicy::zero;
+  if (version() < 22800) {
+    try {
+      make_nccl(nccl_unique_id(), 0, 1, 0, {20, CtaPolicy::zero, ""});
+      require(false, "it is refused");
+    } catch (const std::invalid_argument& error) {
+      require_text(error.what(), "cta_policy is 'zero', which needs NCCL 2.28; this is ");
+    }
+    return;
+  }
+  on_ranks("copy engines", zero, [](const Comm& comm) {
+    const Queue queue(comm);
+    const auto window = comm->allocate(kRanks * 4096, Use::gather);
+    const std::vector<float> shard(1024, 1);
+    comm->all_gather(shard.data(), DType::f32, window->data(), DType::f32, 1024, 0, queue.get());
+    queue.finish();
+    require(static_cast<float*>(window->data())[kRanks * 1024 - 1] == 1, "gathered");
+  });
+  require(counts().cta_policy == 2, "the policy reaches NCCL");
+  require(counts().gathers_copy_engine == kRanks, "gathers by copy engines");
 }
 
 void gathers_and_reduces_at_once(const Comm& comm) {
-  Queue gathers(comm);
-  Queue reduces(comm);
+  const Queue gathers(comm);
+  const Queue reduces(comm);
   std::vector<float> full(kRanks * 64);
   std::vector<float> value(64, 1);
   std::thread thread([&] {
@@ -184,12 +234,36 @@ void gathers_and_reduces_at_once(const Comm& comm) {
   require(full.back() == kRanks - 1 && value[0] == 1, "both are right");
 }
 
+// Two reduces out of one memory leave NCCL's result in the same place, whatever their streams.
+void streams_of_a_channel_keep_its_order(const Comm& comm) {
+  const Queue first(comm);
+  const Queue second(comm);
+  constexpr int kPart = 256;
+  const auto memory = comm->allocate(kRanks * kPart * sizeof(float), Use::reduce);
+  auto* full = static_cast<float*>(memory->data());
+  std::fill_n(full, kRanks * kPart, 1.0f);
+  std::vector<float> results[2] = {std::vector<float>(kPart), std::vector<float>(kPart)};
+  for (int round = 0; round < 50; ++round) {
+    comm->reduce_scatter(full, DType::f32, results[0].data(), {DType::f32, 1.0f, true}, kPart,
+                         RedOp::sum, 0, first.get());
+    comm->reduce_scatter(full, DType::f32, results[1].data(), {DType::f32, 2.0f, true}, kPart,
+                         RedOp::max, 0, second.get());
+  }
+  first.finish();
+  second.finish();
+  for (int i = 0; i < kPart; ++i) {
+    require(results[0][static_cast<std::size_t>(i)] == 150, "sums on the first stream");
+    require(results[1][static_cast<std::size_t>(i)] == 100, "maxima on the second");
+  }
+}
+
 // More than are watched at once, behind computation that takes longer than the deadline.
-void waiting_for_computation_is_not_late(const Comm& comm) {
-  Queue queue(comm);
+void computation_is_not_late(const Comm& comm) {
+  const Queue queue(comm);
   std::vector<float> value(8, 1);
-  fake_enqueue(static_cast<cudaStream_t>(queue.get()),
-               [] { std::this_thread::sleep_for(std::chrono::milliseconds(1500)); });
+  comm->all_reduce(value.data(), DType::f32, 8, RedOp::max, queue.get());
+  queue.finish();
+  fake_enqueue(queue.cuda(), [] { std::this_thread::sleep_for(std::chrono::milliseconds(1500)); });
   for (int i = 0; i < 600; ++i) {
     comm->all_reduce(value.data(), DType::f32, 8, RedOp::max, queue.get());
   }
@@ -198,172 +272,147 @@ void waiting_for_computation_is_not_late(const Comm& comm) {
   queue.finish();
 }
 
-void late_rank_ends_the_others(const Comm& comm) {
-  Queue queue(comm);
-  std::vector<float> value(8, 1);
-  auto memory = comm->allocate(64, Use::gather);
-  if (comm->rank() == 1) {
-    std::this_thread::sleep_for(std::chrono::seconds(2));
-    return;
+// A gather and a reduce in a graph, on two streams, launched again with other values.
+void graphs(const Comm& comm) {
+  const Queue queue(comm);
+  Queue side(comm);
+  constexpr int kPart = 128;
+  const auto window = comm->allocate(kRanks * kPart * sizeof(float), Use::gather);
+  const auto memory = comm->allocate(kRanks * kPart * sizeof(float), Use::reduce);
+  auto* full = static_cast<float*>(memory->data());
+  std::vector<float> shard(kPart);
+  std::vector<float> result(kPart);
+  const auto step = [&] {
+    comm->all_gather(shard.data(), DType::f32, window->data(), DType::f32, kPart, 0, queue.get());
+    side.stream().wait(borrow_cuda_stream(comm->rank(), queue.get())->record());
+    for (int i = 0; i < 2; ++i) {
+      comm->reduce_scatter(full, DType::f32, result.data(), {}, kPart, RedOp::sum, 0,
+                           i == 0 ? side.get() : queue.get());
+    }
+    borrow_cuda_stream(comm->rank(), queue.get())->wait(side.stream().record());
+  };
+  step();  // connects
+  queue.finish();
+  cudaGraph_t graph = nullptr;
+  cudaGraphExec_t executable = nullptr;
+  require(cudaStreamBeginCapture(queue.cuda(), cudaStreamCaptureModeGlobal) == cudaSuccess,
+          "begin");
+  step();
+  require(cudaStreamEndCapture(queue.cuda(), &graph) == cudaSuccess, "the capture is whole");
+  require(cudaGraphInstantiate(&executable, graph, 0) == cudaSuccess, "instantiate");
+  for (int round = 1; round <= 3; ++round) {
+    std::fill(shard.begin(), shard.end(), static_cast<float>(10 * round + comm->rank()));
+    std::fill_n(full, kRanks * kPart, static_cast<float>(round));
+    require(cudaGraphLaunch(executable, queue.cuda()) == cudaSuccess, "launch");
+    queue.finish();
+    require(static_cast<float*>(window->data())[kPart] == static_cast<float>(10 * round + 1),
+            "gathered in the graph");
+    require(result[kPart - 1] == static_cast<float>(kRanks * round), "reduced in the graph");
+    comm->barrier(0, queue.get());  // before anyone writes again
+    queue.finish();
   }
+  // NCCL cannot end while the graph lives: closing does not wait for that.
   const auto begin = Clock::now();
-  comm->all_reduce(value.data(), DType::f32, 8, RedOp::sum, queue.get());
-  queue.finish();  // its kernel was ended
-  require(seconds_since(begin) < 1.9, "the stream drains at the deadline");
-  const std::string error = comm_error([&] { comm->barrier(0, queue.get()); });
-  require_text(error, "all_reduce(f32, count 8, sum) #1 did not complete in 0.5 s");
-  require(error == comm_error([&] { comm->allocate(8, Use::reduce); }), "the first failure stays");
+  comm->close();
+  require(seconds_since(begin) < 5, "closing waits for no graph");
+  cudaGraphExecDestroy(executable);
+  cudaGraphDestroy(graph);
 }
 
-void abort_ends_streams_that_wait_for_each_other(const Comm& comm) {
-  Queue gathers(comm);
-  Queue reduces(comm);
-  float value = 1;
-  if (comm->rank() == 0) {
-    comm->all_reduce(&value, DType::f32, 1, RedOp::sum, reduces.get());
-    gathers.stream().wait(reduces.stream().record());
-    comm->barrier(0, gathers.get());
-  }
-  comm->abort("enough");
-  gathers.finish();
-  const std::string error = comm_error([&] { comm->barrier(); });
-  require(error == "rank " + std::to_string(comm->rank()) + " of 3: aborted: enough", error);
-}
-
-void memory_that_one_rank_has_not_is_an_error_on_all(const Comm& comm) {
-  const std::size_t bytes = comm->rank() == 1 ? std::size_t{1} << 41 : 64;
-  const std::string error = comm_error([&] { comm->allocate(bytes, Use::gather); });
-  require_text(error, comm->rank() == 1 ? "ncclMemAlloc" : "another rank has not so much memory");
-}
-
-void interrupted_call_ends_the_communicator(const Comm& comm) {
-  struct Interrupt {};
-  if (comm->rank() != 0) return;
-  try {
-    const WaitCheck check([] { throw Interrupt{}; });
-    comm->allocate(64, Use::gather);
-    require(false, "it is interrupted");
-  } catch (const Interrupt&) {
-  }
-  require_text(comm_error([&] { comm->barrier(); }),
-               "allocate(64 bytes, gather) #1 was interrupted");
-}
-
-// The closer holds a lock that the other thread's check_wait wants, as Python's.
-void close_ends_a_call_under_way(const Comm& comm) {
-  if (comm->rank() != 0) return comm->abort("not needed");
-  std::mutex interpreter;
-  std::thread closer([&] {
-    std::this_thread::sleep_for(std::chrono::milliseconds(100));
-    const std::lock_guard<std::mutex> lock(interpreter);
-    std::this_thread::sleep_for(std::chrono::milliseconds(100));
-    comm->close();
-  });
-  const WaitCheck check([&] { const std::lock_guard<std::mutex> lock(interpreter); });
-  float value = 1;
-  Queue queue(comm);
-  require_text(
-      comm_error([&] { comm->all_reduce(&value, DType::f32, 1, RedOp::sum, queue.get()); }),
-      "all_reduce(f32, count 1, sum) #1 was under way when the communicator was closed");
-  closer.join();
-}
-
-void absent_rank_is_an_error_at_the_deadline() {
-  std::puts("absent rank");
-  const auto begin = Clock::now();
-  require_text(comm_error([] { make_nccl(nccl_unique_id(), 0, 2, 0, {0.3}); }),
-               "rank 0 of 2: attach() #0 did not complete in 0.3 s");
-  require(seconds_since(begin) < 5, "it does not hang");
-}
-
-// Somebody else's communicators, by NCCL's own calls.
-class Owners {
- public:
-  explicit Owners(void* library) : library_(library) {
-    struct Id {
-      char bytes[128];
-    } id;
-    struct Config {
-      std::size_t size = 48;
-      unsigned magic = 0xcafebeef;
-      unsigned version = 21801;
-      int blocking = 0;
-      char rest[28] = {};
-    } config;
-    nccl_unique_id().copy(id.bytes, sizeof(id.bytes));
-    const auto make = find<int(void**, int, Id, int, Config*)>("ncclCommInitRankConfig");
-    const auto ask = find<int(void*, int*)>("ncclCommGetAsyncError");
-    for (int rank = 0; rank < kRanks; ++rank) make(&comms_[rank], kRanks, id, rank, &config);
-    for (void* comm : comms_) {
-      for (int state = 7; state == 7; ask(comm, &state)) std::this_thread::yield();
+// What leaves a host in one reduce-scatter of bf16, per rank and slice.
+double slices_between_hosts(int hosts, int per_host, bool told, bool by_ring) {
+  constexpr int kPart = 64;
+  const int ranks = hosts * per_host;
+  Setting setting;
+  setting.ranks = ranks;
+  setting.deadline_s = 120;
+  setting.fake.ranks_per_node = per_host;
+  if (told) setting.host = [per_host](int rank) { return std::to_string(rank / per_host); };
+  double between = 0;
+  on_ranks((std::to_string(hosts) + "x" + std::to_string(per_host) +
+            (by_ring ? " by a ring"
+             : told  ? " by hosts"
+                     : " exchanged"))
+               .c_str(),
+           setting, [&](const Comm& comm) {
+             const Queue queue(comm);
+             comm->barrier(0, queue.get());
+             queue.finish();
+             std::vector<std::uint16_t> send(static_cast<std::size_t>(ranks * kPart));
+             for (std::size_t i = 0; i < send.size(); ++i) {
+               send[i] = bf16_of(static_cast<float>((i + comm->rank()) % 8) / 8);
+             }
+             std::vector<float> result(kPart);
+             if (by_ring) {
+               comm->reduce_scatter(send.data(), DType::i32, result.data(), {DType::i32}, kPart / 2,
+                                    RedOp::sum, 0, queue.get());
+             } else {
+               comm->reduce_scatter(send.data(), DType::bf16, result.data(), {}, kPart, RedOp::sum,
+                                    0, queue.get());
+               require(
+                   receipt(comm, "reduce_scatter").taken == (told ? "hierarchical" : "exchange"),
+                   "its path");
+             }
+             queue.finish();
+             for (int i = 0; !by_ring && i < kPart; ++i) {
+               float sum = 0;  // exact: multiples of 1/8
+               for (int r = 0; r < ranks; ++r) {
+                 sum += static_cast<float>((comm->rank() * kPart + i + r) % 8) / 8;
+               }
+               require(result[static_cast<std::size_t>(i)] == sum, "the sum is right");
+             }
+           });
+  for (int from = 0; from < ranks; ++from) {
+    for (int to = 0; to < ranks; ++to) {
+      if (from / per_host != to / per_host) between += static_cast<double>(bytes_sent(from, to));
     }
   }
-  ~Owners() {
-    for (void* comm : comms_) find<int(void*)>("ncclCommAbort")(comm);
-  }
-  Owners(const Owners&) = delete;
-  Owners& operator=(const Owners&) = delete;
-  std::uintptr_t of(int rank) const { return reinterpret_cast<std::uintptr_t>(comms_[rank]); }
+  return between / hosts / (kPart * sizeof(std::uint16_t));
+}
 
- private:
-  template <class Function>
-  Function* find(const char* name) const {
-    return reinterpret_cast<Function*>(dlsym(library_, name));
+void bytes_between_hosts() {
+  for (const int hosts : {2, 4}) {
+    const double ring = slices_between_hosts(hosts, 8, true, true);
+    const double exchanged = slices_between_hosts(hosts, 8, false, false);
+    const double hierarchical = slices_between_hosts(hosts, 8, true, false);
+    std::printf("  slices out of a host: ring %.1f, exchange %.1f, hierarchical %.1f\n", ring,
+                exchanged, hierarchical);
+    require(hierarchical <= 1.1 * ring, "no more leaves a host than 1.1 of a ring's");
   }
-  void* library_;
-  void* comms_[kRanks] = {};
-};
+}
 
-void borrowed_ranks(void* library, bool blocking) {
-  std::puts(blocking ? "borrowed, blocking" : "borrowed");
-  FakeNccl fake;
-  fake.blocking_parent = blocking;
-  set_fake(&fake);
-  const Owners owners(library);
-  std::vector<std::thread> threads;
-  for (int rank = 0; rank < kRanks; ++rank) {
-    threads.emplace_back([&owners, rank] {
-      cudaSetDevice(rank);
-      collectives(borrow_nccl(owners.of(rank), rank, {20}));
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
-  get_fake(&fake);
-  require(fake.live == kRanks && fake.misused == 0, "the owners' are left, and usable");
-  if (blocking) return;  // who owns it must end it, and cannot while it blocks
-  require_text(comm_error([&] { borrow_nccl(owners.of(0), 0, {0.3}); }),
-               "attach() #0 did not complete in 0.3 s");
+void uneven_hosts_exchange() {
+  Setting setting;
+  setting.host = [](int rank) { return rank < 2 ? "A" : "B"; };
+  on_ranks("uneven hosts", setting, [](const Comm& comm) {
+    const Queue queue(comm);
+    std::vector<std::uint16_t> send(kRanks, bf16_of(1));
+    float result = 0;
+    comm->reduce_scatter(send.data(), DType::bf16, &result, {}, 1, RedOp::avg, 0, queue.get());
+    queue.finish();
+    require(result == 1 && receipt(comm, "reduce_scatter").taken == "exchange", "exchanged");
+  });
 }
 
 }  // namespace
 
 int main(int, char** arguments) {
   std::setvbuf(stdout, nullptr, _IOLBF, 0);
-  const NcclStatus status = nccl_status({arguments[1]});
-  require(status.available, status.reason);
-  void* library = dlopen(arguments[1], RTLD_NOW | RTLD_NOLOAD);
-  set_fake = reinterpret_cast<decltype(set_fake)>(dlsym(library, "fake_nccl_set"));
-  get_fake = reinterpret_cast<decltype(get_fake)>(dlsym(library, "fake_nccl_get"));
-
-  FakeNccl fake;
-  on_ranks("collectives", 20, fake,
-           [](const Comm& comm) { collectives_and_memory_that_outlives(comm, "window"); });
-  fake.no_window = true;
-  on_ranks("no windows", 20, fake,
-           [](const Comm& comm) { collectives_and_memory_that_outlives(comm, "buffer"); });
-  fake = {};
-  on_ranks("both channels", 20, fake, gathers_and_reduces_at_once);
-  on_ranks("behind computation", 1, fake, waiting_for_computation_is_not_late);
-  on_ranks("late rank", 0.5, fake, late_rank_ends_the_others);
-  on_ranks("abort", 20, fake, abort_ends_streams_that_wait_for_each_other);
-  on_ranks("no memory", 20, fake, memory_that_one_rank_has_not_is_an_error_on_all);
-  on_ranks("interrupt", 20, fake, interrupted_call_ends_the_communicator);
-  fake.never_launches = true;
-  on_ranks("close", 20, fake, close_ends_a_call_under_way);
-  set_fake(&(fake = {}));
-  absent_rank_is_an_error_at_the_deadline();
-  borrowed_ranks(library, false);
-  borrowed_ranks(library, true);
+  load(arguments[1]);
+  std::printf("NCCL %d\n", version());
+  memory("symmetric windows", FakeWindows::symmetric);
+  memory("local registration", FakeWindows::local);
+  memory("no registration", FakeWindows::none);
+  symmetric_kernels_are_taken();
+  cta_policies();
+  on_ranks("both channels", {}, gathers_and_reduces_at_once);
+  on_ranks("two streams", {}, streams_of_a_channel_keep_its_order);
+  Setting soon;
+  soon.deadline_s = 1;
+  on_ranks("behind computation", soon, computation_is_not_late);
+  on_ranks("graph", {}, graphs);
+  bytes_between_hosts();
+  uneven_hosts_exchange();
   std::puts("good");
   return 0;
 }

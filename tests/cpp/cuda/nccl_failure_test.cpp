@@ -1,0 +1,311 @@
+// The NCCL transport when something fails: every wait ends, with a sentence, on every rank; and no
+// communicator is freed under a call or left behind.
+#include <atomic>
+#include <cstdint>
+#include <cstdio>
+#include <stdexcept>
+
+#include "nccl_ranks.h"
+#include "stream/wait_check.h"
+
+namespace {
+
+using namespace shardcomm;
+using namespace shardcomm::test;
+
+constexpr int kRanks = 3;
+
+// NCCL before 2.22 frees a communicator when it is aborted: a thread that waits in its
+// initialisation is left behind.
+bool brings_back() { return version() >= 22200; }
+
+void reduce(const Comm& comm, float* value, const Queue& queue) {
+  comm->all_reduce(value, DType::f32, 1, RedOp::sum, queue.get());
+}
+
+// Afterwards all of NCCL's connections are there.
+void warm_up(const Comm& comm, const Queue& queue) {
+  float value = 1;
+  reduce(comm, &value, queue);
+  comm->barrier(0, queue.get());
+  queue.finish();
+}
+
+void late_rank_ends_the_others(const Comm& comm) {
+  const Queue queue(comm);
+  warm_up(comm, queue);
+  const auto memory = comm->allocate(64, Use::gather);
+  if (comm->rank() == 1) {
+    // It comes when the others have given up, and learns it too.
+    return require_text(comm_error([&] {
+                          float value = 1;
+                          std::this_thread::sleep_for(std::chrono::seconds(2));
+                          reduce(comm, &value, queue);
+                          queue.finish();
+                          while (true) comm->barrier(0, queue.get());
+                        }),
+                        "did not complete in 0.5 s");
+  }
+  const auto begin = Clock::now();
+  float value = 1;
+  reduce(comm, &value, queue);
+  queue.finish();  // its kernel was ended
+  require(seconds_since(begin) < 1.9, "the stream drains at the deadline");
+  const std::string error = comm_error([&] { comm->barrier(0, queue.get()); });
+  require_text(error, "all_reduce(f32, count 1, sum) #2 did not complete in 0.5 s");
+  require(error == comm_error([&] { comm->allocate(8, Use::reduce); }), "the first failure stays");
+}
+
+// The first collective connects, and waits on the host until its peers have come to theirs.
+void rank_that_never_connects_ends_the_others(const Comm& comm) {
+  const Queue queue(comm);
+  float value = 1;
+  const auto begin = Clock::now();
+  const std::string error = comm_error([&] {
+    reduce(comm, &value, queue);
+    queue.finish();
+    comm->barrier(0, queue.get());
+  });
+  require(seconds_since(begin) < 10, "it ends at the deadline");
+  require_text(error, "#1 did not complete in 0.5 s");
+}
+
+void first_exchange_is_under_the_deadline(const Comm& comm) {
+  const Queue queue(comm);
+  std::vector<std::uint16_t> send(kRanks, 0x3f80);
+  float result = 0;
+  if (comm->rank() == 0) {
+    std::this_thread::sleep_for(std::chrono::seconds(2));
+    return comm->abort("not needed");
+  }
+  const std::string error = comm_error([&] {
+    comm->reduce_scatter(send.data(), DType::bf16, &result, {}, 1, RedOp::sum, 0, queue.get());
+    queue.finish();
+    comm->barrier(0, queue.get());
+  });
+  require_text(error, "reduce_scatter(bf16, count 1, sum) #1 did not complete in 0.5 s");
+}
+
+void error_of_nccls_own_threads_is_seen(const Comm& comm) {
+  const Queue queue(comm);
+  warm_up(comm, queue);
+  if (comm->rank() == 0) async_error(0, 6);
+  if (comm->rank() != 0) return comm->abort("not needed");
+  const auto begin = Clock::now();
+  const std::string error = comm_error([&] {
+    while (seconds_since(begin) < 20) {
+      comm->all_gather(nullptr, DType::f32, nullptr, DType::f32, 0, 0, queue.get());
+      std::this_thread::yield();
+    }
+  });
+  require_text(error, "NCCL: ");
+  require(seconds_since(begin) < 5, "it is seen without a collective");
+}
+
+void abort_ends_streams_that_wait_for_each_other(const Comm& comm) {
+  const Queue gathers(comm);
+  Queue reduces(comm);
+  warm_up(comm, gathers);
+  float value = 1;
+  if (comm->rank() == 0) {
+    reduce(comm, &value, reduces);
+    borrow_cuda_stream(0, gathers.get())->wait(reduces.stream().record());
+    comm->barrier(0, gathers.get());
+  }
+  comm->abort("enough");
+  gathers.finish();
+  const std::string error = comm_error([&] { comm->barrier(); });
+  require(error == "rank " + std::to_string(comm->rank()) + " of 3: aborted: enough", error);
+}
+
+void abort_brings_back_a_call(const Comm& comm) {
+  if (comm->rank() != 0) return comm->abort("not needed");
+  std::thread other([&] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(100));
+    comm->abort("enough");
+  });
+  const Queue queue(comm);
+  float value = 1;
+  const auto begin = Clock::now();
+  const std::string error = comm_error([&] {
+    reduce(comm, &value, queue);
+    queue.finish();
+    comm->barrier(0, queue.get());
+  });
+  require(error == "rank 0 of 3: aborted: enough", error);
+  require(seconds_since(begin) < 10, "long before the deadline");
+  other.join();
+}
+
+void close_ends_a_call_under_way(const Comm& comm) {
+  if (comm->rank() != 0) return comm->abort("not needed");
+  std::thread closer([&] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(200));
+    comm->close();
+  });
+  const Queue queue(comm);
+  float value = 1;
+  const std::string error = comm_error([&] {
+    reduce(comm, &value, queue);
+    queue.finish();
+    comm->barrier(0, queue.get());
+  });
+  // Where connecting waits in the call; else the collective is under way on the device.
+  require_text(error, version() >= 22200
+                          ? "all_reduce(f32, count 1, sum) #1 was under way when the communicator "
+                            "was closed"
+                          : "clos");
+  closer.join();
+}
+
+void memory_that_one_rank_has_not_is_an_error_on_all(const Comm& comm) {
+  const std::string error = comm_error([&] { comm->allocate(64, Use::gather); });
+  require_text(error, comm->rank() == 1 ? "ncclMemAlloc" : "another rank has not so much memory");
+}
+
+void refused_call_ends_the_communicator(const Comm& comm) {
+  const Queue queue(comm);
+  float value = 1;
+  const std::string error = comm_error([&] {
+    comm->barrier(0, queue.get());
+    reduce(comm, &value, queue);
+    queue.finish();
+    comm->barrier(0, queue.get());
+  });
+  require_text(error, comm->rank() == 1 ? "NCCL: " : "did not complete in 0.5 s");
+  const std::string again = comm_error([&] { reduce(comm, &value, queue); });
+  require(error == again, "the first failure stays");
+}
+
+void refused_window_is_registered_locally(const Comm& comm) {
+  const auto memory = comm->allocate(4096, Use::reduce);
+  for (const Receipt& each : comm->receipts()) {
+    if (each.operation != "allocate") continue;
+    require(each.taken == "local", "it is " + each.taken);
+    require_text(each.reason, "window registration failed");
+  }
+  const Queue queue(comm);
+  warm_up(comm, queue);
+}
+
+struct Interrupt {};
+
+void interrupted_call_ends_the_communicator(const Comm& comm) {
+  if (comm->rank() != 0) {
+    return require_text(comm_error([&] { comm->allocate(64, Use::gather); }),
+                        "did not complete in 1 s");
+  }
+  try {
+    const Queue queue(comm);
+    // What it waits for never ends: the channel is behind it.
+    float value = 1;
+    const WaitCheck check([] { throw Interrupt{}; });
+    fake_enqueue(queue.cuda(), [] { std::this_thread::sleep_for(std::chrono::milliseconds(500)); });
+    comm->barrier(0, queue.get());
+    comm->allocate(64, Use::gather);
+    require(value == 2, "it is interrupted");
+  } catch (const Interrupt&) {
+  }
+  require_text(comm_error([&] { comm->barrier(); }),
+               "allocate(64 bytes, gather) #2 was interrupted");
+}
+
+void two_threads_in_a_channel_are_refused(const Comm& comm) {
+  if (comm->rank() != 0) return comm->abort("not needed");
+  std::atomic<bool> refused{false};
+  const Queue queue(comm);
+  float value = 1;
+  const auto call = [&](const Queue& own) {
+    try {
+      comm->all_reduce(&value, DType::f32, 1, RedOp::sum, own.get());
+    } catch (const std::invalid_argument& error) {
+      require_text(error.what(), "in use by another thread");
+      refused = true;
+      comm->abort("seen");
+    } catch (const CommError&) {
+    }
+  };
+  const Queue other_queue(comm);
+  std::thread other([&] { call(other_queue); });
+  call(queue);
+  other.join();
+  if (brings_back()) require(refused, "one of them is");  // the other one waits to connect
+  comm->abort("enough");
+}
+
+void connecting(const char* name, const FakeNccl& fake, const char* expected, bool interrupt) {
+  std::printf("%s\n", name);
+  set(fake);
+  const std::string id = nccl_unique_id();
+  const int left_behind = counts().live;
+  const auto begin = Clock::now();
+  in_threads(kRanks, [&](int rank) {
+    try {
+      const WaitCheck check([&] {
+        if (interrupt && rank == 0) throw Interrupt{};
+      });
+      require_text(
+          comm_error([&] { make_nccl(id, rank, kRanks, rank, {0.5, CtaPolicy::standard, "one"}); }),
+          expected);
+    } catch (const Interrupt&) {
+    }
+  });
+  require(seconds_since(begin) < 10, "it does not hang");
+  if (brings_back()) {
+    require(left_behind == 0, "nothing was left before");
+    require_nothing_left();
+  }
+  set({});
+}
+
+}  // namespace
+
+int main(int, char** arguments) {
+  std::setvbuf(stdout, nullptr, _IOLBF, 0);
+  load(arguments[1]);
+  std::printf("NCCL %d\n", version());
+  Setting soon;
+  soon.deadline_s = 0.5;
+  on_ranks("late rank", soon, late_rank_ends_the_others);
+  if (version() >= 22200) {
+    Setting never = soon;
+    never.fake.never_connects = 1;
+    on_ranks("rank that never connects", never, rank_that_never_connects_ends_the_others);
+  }
+  Setting hanging = soon;
+  hanging.fake.kernels_hang = true;
+  on_ranks("kernel that hangs", hanging, rank_that_never_connects_ends_the_others);
+  on_ranks("first exchange", soon, first_exchange_is_under_the_deadline);
+  if (version() >= 21900) on_ranks("error of its threads", {}, error_of_nccls_own_threads_is_seen);
+  on_ranks("abort", {}, abort_ends_streams_that_wait_for_each_other);
+  on_ranks("abort of a call", {}, abort_brings_back_a_call);
+  on_ranks("close", {}, close_ends_a_call_under_way);
+  on_ranks("two threads", {}, two_threads_in_a_channel_are_refused);
+  Setting second;
+  second.deadline_s = 1;
+  on_ranks("interrupt", second, interrupted_call_ends_the_communicator);
+
+  Setting refused = soon;
+  refused.fake.fails_on = 1;
+  refused.fake.fails = FakeCall::all_reduce;
+  on_ranks("refused call", refused, refused_call_ends_the_communicator);
+  if (version() >= 21900) {
+    refused.fake.fails = FakeCall::mem_alloc;
+    on_ranks("no memory", refused, memory_that_one_rank_has_not_is_an_error_on_all);
+  }
+  if (version() >= 22700) {
+    Setting windows;
+    windows.fake.fails = FakeCall::window_register;
+    on_ranks("refused window", windows, refused_window_is_registered_locally);
+  }
+
+  FakeNccl fake;
+  fake.fails = FakeCall::init;
+  connecting("refused init", fake, "attach() #1", false);
+  fake = {};
+  fake.never_inits = 1;
+  connecting("absent rank", fake, "attach() #1 did not complete in 0.5 s", false);
+  connecting("interrupted init", fake, "attach() #1 did not complete in 0.5 s", true);
+  std::puts("good");
+  return 0;
+}
