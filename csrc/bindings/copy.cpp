@@ -122,7 +122,8 @@ void reduce(std::uintptr_t dst, DType dst_dtype, float scale, bool accumulate,
   const auto sources_of = pointers<const void*>(sources);
   py::gil_scoped_release unlocked;
   reduce_cpu(reinterpret_cast<void*>(dst), Epilogue{dst_dtype, scale, accumulate, flag(nonfinite)},
-             sources_of.data(), static_cast<int>(sources_of.size()), dtype, op, count);
+             sources_of.data(), static_cast<int>(sources_of.size()), dtype, op,
+             static_cast<int>(sources_of.size()), count);
 }
 
 void walk_reduction(std::uintptr_t dst, DType dst_dtype, float scale, bool accumulate,
@@ -130,7 +131,8 @@ void walk_reduction(std::uintptr_t dst, DType dst_dtype, float scale, bool accum
                     std::int64_t threads, std::uintptr_t nonfinite) {
   const auto sources_of = pointers<const void*>(sources);
   walk_reduce(reinterpret_cast<void*>(dst), Epilogue{dst_dtype, scale, accumulate, flag(nonfinite)},
-              sources_of.data(), static_cast<int>(sources_of.size()), dtype, op, count, threads);
+              sources_of.data(), static_cast<int>(sources_of.size()), dtype, op,
+             static_cast<int>(sources_of.size()), count, threads);
 }
 
 }  // namespace

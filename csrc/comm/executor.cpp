@@ -20,7 +20,7 @@ class HostExecutor final : public Executor {
   }
   void reduce(void* dst, const Epilogue& epilogue, const void* const* sources, int num_sources,
               DType dtype, RedOp op, std::int64_t count, NativeStream) override {
-    reduce_cpu(dst, epilogue, sources, num_sources, dtype, op, count);
+    reduce_cpu(dst, epilogue, sources, num_sources, dtype, op, num_sources, count);
   }
   void before_meeting(int, std::uint64_t, NativeStream) override {}
   void after_meeting(int, std::uint64_t, NativeStream) override {}

@@ -22,7 +22,7 @@ class Executor {
   // dst[i] = src[i], converted; nothing if that is the same place.
   virtual void convert(void* dst, DType dst_dtype, const void* src, DType src_dtype,
                        std::int64_t count, NativeStream stream) = 0;
-  // As reduce_cpu.
+  // As reduce_cpu; there is a source for each rank.
   virtual void reduce(void* dst, const Epilogue& epilogue, const void* const* sources,
                       int num_sources, DType dtype, RedOp op, std::int64_t count,
                       NativeStream stream) = 0;

@@ -77,7 +77,7 @@ class DeviceExecutor final : public Executor {
   void reduce(void* dst, const Epilogue& epilogue, const void* const* sources, int num_sources,
               DType dtype, RedOp op, std::int64_t count, NativeStream stream) override {
     const DeviceScope scope(device_);
-    reduce_cuda(dst, epilogue, sources, num_sources, dtype, op, count, stream);
+    reduce_cuda(dst, epilogue, sources, num_sources, dtype, op, size_, count, stream);
   }
   void before_meeting(int channel, std::uint64_t meeting, NativeStream stream) override {
     const DeviceScope scope(device_);

@@ -21,7 +21,7 @@ BoundCopy::BoundCopy(std::shared_ptr<const CopyPlan> plan, std::vector<const voi
     : plan_(std::move(plan)), options_(options) {
   check_options(*plan_, options_);
   set_operands(std::move(sources), std::move(destinations));
-  if (device != kCpu) on_device_ = std::make_shared<CudaCopy>(*plan_, options_, device);
+  if (device != kCpu) on_device_ = std::make_shared<CudaCopy>(*plan_, device);
 }
 
 void BoundCopy::set_operands(std::vector<const void*> sources, std::vector<void*> destinations) {
@@ -37,7 +37,7 @@ void BoundCopy::set_operands(std::vector<const void*> sources, std::vector<void*
 }
 
 void BoundCopy::run(NativeStream stream) const {
-  if (on_device_ != nullptr) return on_device_->run(sources_.data(), destinations_.data(), stream);
+  if (on_device_ != nullptr) return on_device_->run(sources_.data(), destinations_.data(), options_, stream);
   copy_cpu(*plan_, sources_.data(), destinations_.data(), options_);
 }
 

@@ -10,23 +10,26 @@
 namespace shardcomm {
 
 // A plan's tiles, on a device and ready to run. A run puts one launch on a stream (one more for
-// every 4,000 operands), copies nothing to the device, waits for nothing, and can be captured in a
-// graph.
+// every 4,000 operands), copies nothing to the device, allocates nothing there, waits for nothing,
+// and can be captured in a graph.
 class CudaCopy {
  public:
-  // Waits for the tiles to be on the device. Throws CudaError, and as check_options does.
-  CudaCopy(const CopyPlan& plan, const CopyOptions& options, int device);
+  // Waits for the tiles to be on the device. Throws CudaError.
+  CudaCopy(const CopyPlan& plan, int device);
   ~CudaCopy();
   CudaCopy(const CudaCopy&) = delete;
   CudaCopy& operator=(const CudaCopy&) = delete;
 
-  // As copy_cpu: null sources write zeros, or (accumulate) leave the destination as it is.
-  void run(const void* const* sources, void* const* destinations, NativeStream stream) const;
+  // As copy_cpu: null sources write zeros, or (accumulate) leave the destination as it is. The
+  // plan's dtypes must allow the options (check_options).
+  void run(const void* const* sources, void* const* destinations, const CopyOptions& options,
+           NativeStream stream) const;
 
  private:
   struct DeviceLaunch;
   std::vector<DeviceLaunch> launches_;
-  CopyOptions options_;
+  DType src_dtype_;
+  DType dst_dtype_;
   int device_;
 };
 

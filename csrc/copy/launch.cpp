@@ -10,9 +10,8 @@
 namespace shardcomm {
 namespace {
 
-constexpr std::int64_t kLeastTileElements = 1024;
-constexpr std::int64_t kMostTileElements = 8192;
-constexpr std::int64_t kTilesPerWorker = 4;
+constexpr std::int64_t kTilesPerProcessor = 16;
+constexpr std::int64_t kMostBatches = 4;
 
 // A launch under construction, and where each operand of the plan stands in it.
 class Filling {
@@ -70,9 +69,26 @@ std::vector<Launch> launches_of(const CopyPlan& plan, std::int64_t tile_elements
   return launches;
 }
 
-std::int64_t tile_elements_for(const CopyPlan& plan, std::int64_t workers) {
-  const std::int64_t share = plan.elements() / (workers * kTilesPerWorker);
-  return std::clamp(share / kCutElements * kCutElements, kLeastTileElements, kMostTileElements);
+// A block that takes a tile waits for its description, then for the first loads; the more it has of
+// them, the less that weighs.
+//
+//   large plans    one to four batches, all threads of a block having full ones: larger tiles where
+//                  there still are several for each of a processor's blocks, so that all processors
+//                  end at about the same time;
+//   middle-sized   a tile for each processor: less than a full batch for every thread, but a
+//                  processor without a tile would save nobody anything;
+//   small          one vector for each thread, on as many processors as that takes: a tile of fewer
+//                  would leave threads idle, and take as long.
+std::int64_t tile_elements_for(const CopyPlan& plan, std::int64_t processors) {
+  const auto narrow = static_cast<std::int64_t>(
+      std::min(itemsize(plan.src_dtype()), itemsize(plan.dst_dtype())));
+  const std::int64_t vector_each = kBlockThreads * kVectorBytes / narrow;
+  const std::int64_t batch_each = kBatchVectors * vector_each;
+  const std::int64_t several = divide_up(plan.elements(), kTilesPerProcessor * processors);
+  const std::int64_t one = divide_up(plan.elements(), processors);
+  const std::int64_t large = std::clamp(several, batch_each, kMostBatches * batch_each);
+  const std::int64_t tile = std::min(large, std::max(one, vector_each));
+  return divide_up(tile, kCutElements) * kCutElements;
 }
 
 void walk_launches(const CopyPlan& plan, const void* const* sources, void* const* destinations,
@@ -93,7 +109,7 @@ void walk_launches(const CopyPlan& plan, const void* const* sources, void* const
     auto* at = operands->at;
     for (const std::int32_t source : launch.sources) *at++ = sources[source];
     for (const std::int32_t destination : launch.destinations) *at++ = destinations[destination];
-    visit_copy(plan.src_dtype(), plan.dst_dtype(), options, [&](auto copy) {
+    visit_kernel_copy(plan.src_dtype(), plan.dst_dtype(), options, [&](auto copy) {
       using Copy = decltype(copy);
       for (std::uint32_t block = 0; block < blocks; ++block) {
         for (std::uint32_t thread = 0; thread < threads; ++thread) {

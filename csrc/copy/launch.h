@@ -27,8 +27,8 @@ constexpr int kMostOperands = 4000;
 std::vector<Launch> launches_of(const CopyPlan& plan, std::int64_t tile_elements,
                                 std::size_t most_operands = kMostOperands);
 
-// Tiles small enough that `workers` all have several, and large enough to be worth a look-up.
-std::int64_t tile_elements_for(const CopyPlan& plan, std::int64_t workers);
+// The size of tiles for a device of so many multiprocessors.
+std::int64_t tile_elements_for(const CopyPlan& plan, std::int64_t processors);
 
 // The CUDA kernel's code on the CPU, block by block and thread by thread: shows without a GPU what
 // it would do there.

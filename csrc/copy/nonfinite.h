@@ -65,17 +65,19 @@ struct WatchOf<double> {
 template <class T>
 using Watch = typename detail::WatchOf<T>::Type;
 
-// Sets `flag` if `side` has seen NaN or Inf. Several threads may, of one copy or of several.
+// Sets `flag`, if there is one and `side` has seen NaN or Inf. Several threads may, of one copy or of
+// several.
 template <class Side>
 inline void report(const Side& side, std::int32_t* flag) {
-  if (side.nonfinite()) __atomic_store_n(flag, 1, __ATOMIC_RELAXED);
+  if (flag != nullptr && side.nonfinite()) __atomic_store_n(flag, 1, __ATOMIC_RELAXED);
 }
 
 #ifdef __CUDACC__
-// As above, once a block; all of its threads call it.
+// As above, once a block; all of its threads call it, with the same flag.
 template <class Side>
 __device__ inline void report_of_block(const Side& side, std::int32_t* flag) {
   if constexpr (!std::is_same_v<Side, Unwatched>) {
+    if (flag == nullptr) return;
     if (__syncthreads_or(side.nonfinite()) && threadIdx.x == 0) atomicOr(flag, 1);
   }
 }

@@ -85,13 +85,9 @@ void visit_src(DType src_dtype, DType dst_dtype, const Visitor& visitor) {
   }
 }
 
-}  // namespace detail
-
-// Calls `visitor` with the element operation (an empty object) of a mere conversion.
 template <class Visitor>
-void visit_conversion(DType src_dtype, DType dst_dtype, const Visitor& visitor) {
-  if (src_dtype != dst_dtype) return detail::visit_src<Converted>(src_dtype, dst_dtype, visitor);
-  switch (itemsize(src_dtype)) {
+void visit_moved(DType dtype, const Visitor& visitor) {
+  switch (itemsize(dtype)) {
     case 1:
       return visitor(Moved<std::uint8_t>{});
     case 2:
@@ -103,7 +99,31 @@ void visit_conversion(DType src_dtype, DType dst_dtype, const Visitor& visitor) 
   }
 }
 
-// The same for a copy with these options.
+}  // namespace detail
+
+// Calls `visitor` with the element operation (an empty object) of a mere conversion.
+template <class Visitor>
+void visit_conversion(DType src_dtype, DType dst_dtype, const Visitor& visitor) {
+  if (src_dtype != dst_dtype) return detail::visit_src<Converted>(src_dtype, dst_dtype, visitor);
+  return detail::visit_moved(src_dtype, visitor);
+}
+
+// The same for a copy with these options, by a GPU's kernel. What computes always looks for NaN and
+// Inf, asked or not: it costs a few integer operations beside accesses to memory, and twice as many
+// kernels would cost more.
+template <class Visitor>
+void visit_kernel_copy(DType src_dtype, DType dst_dtype, const CopyOptions& options,
+                       const Visitor& visitor) {
+  if (options.accumulate) {
+    return detail::visit_src<detail::WatchedAccumulated>(src_dtype, dst_dtype, visitor);
+  }
+  if (src_dtype != dst_dtype || options.scale != 1.0f || options.nonfinite != nullptr) {
+    return detail::visit_src<detail::WatchedConverted>(src_dtype, dst_dtype, visitor);
+  }
+  return detail::visit_moved(src_dtype, visitor);
+}
+
+// The same by a CPU's.
 template <class Visitor>
 void visit_copy(DType src_dtype, DType dst_dtype, const CopyOptions& options,
                 const Visitor& visitor) {

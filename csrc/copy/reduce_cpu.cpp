@@ -62,7 +62,7 @@ struct Finish {
     const auto factor = static_cast<Value>(scale);
     Side side;
     for (std::int64_t i = 0; i < count; ++i) {
-      finish<kAccumulate>(to[i], from[i], divisor, mean, factor);
+      finish(to[i], from[i], kAccumulate, divisor, mean, factor);
       side.wrote(to[i]);
     }
     report(side, nonfinite);
@@ -94,15 +94,7 @@ Kernels choose(DType dtype, RedOp op, const Epilogue& epilogue) {
   Kernels kernels{};
   with_type(dtype, [&](auto src) {
     using Src = decltype(src);
-    switch (op) {
-      case RedOp::sum:
-      case RedOp::avg:
-        return choose_loads<Src, Sum>(kernels);
-      case RedOp::max:
-        return choose_loads<Src, Max>(kernels);
-      case RedOp::min:
-        return choose_loads<Src, Min>(kernels);
-    }
+    with_operation(op, [&](auto with) { choose_loads<Src, decltype(with)>(kernels); });
   });
   with_type(epilogue.dtype, [&](auto dst) {
     using Dst = decltype(dst);
@@ -115,14 +107,10 @@ Kernels choose(DType dtype, RedOp op, const Epilogue& epilogue) {
   return kernels;
 }
 
-void check(int num_sources, std::int64_t count) {
-  if (num_sources < 1) {
-    throw std::invalid_argument("num_sources is " + std::to_string(num_sources) +
-                                ", it must be at least 1");
-  }
-  if (count < 0) {
-    throw std::invalid_argument("count is " + std::to_string(count) + ", it must be at least 0");
-  }
+void require_at_least(const char* argument, std::int64_t value, std::int64_t least) {
+  if (value >= least) return;
+  throw std::invalid_argument(std::string(argument) + " is " + std::to_string(value) +
+                              ", it must be at least " + std::to_string(least));
 }
 
 }  // namespace
@@ -140,12 +128,19 @@ void check_epilogue(const Epilogue& epilogue, DType dtype) {
   }
 }
 
-void reduce_cpu(void* dst, const Epilogue& epilogue, const void* const* sources, int num_sources,
-                DType dtype, RedOp op, std::int64_t count) {
-  check(num_sources, count);
+void check_reduction(const Epilogue& epilogue, int num_sources, DType dtype, RedOp op, int divisor,
+                     std::int64_t count) {
   check_epilogue(epilogue, dtype);
+  require_at_least("num_sources", num_sources, 1);
+  require_at_least("count", count, 0);
+  if (op == RedOp::avg) require_at_least("divisor", divisor, 1);
+}
+
+void reduce_cpu(void* dst, const Epilogue& epilogue, const void* const* sources, int num_sources,
+                DType dtype, RedOp op, int divisor, std::int64_t count) {
+  check_reduction(epilogue, num_sources, dtype, op, divisor, count);
   const Kernels kernels = choose(dtype, op, epilogue);
-  const int divisor = op == RedOp::avg ? num_sources : 1;
+  if (op != RedOp::avg) divisor = 1;
   const auto src_bytes = static_cast<std::int64_t>(itemsize(dtype));
   const auto dst_bytes = static_cast<std::int64_t>(itemsize(epilogue.dtype));
 

@@ -8,6 +8,6 @@ namespace shardcomm {
 
 // As reduce_cpu, bit for bit but for the bits of a NaN; at most 256 sources. On the current device.
 void reduce_cuda(void* dst, const Epilogue& epilogue, const void* const* sources, int num_sources,
-                 DType dtype, RedOp op, std::int64_t count, NativeStream stream);
+                 DType dtype, RedOp op, int divisor, std::int64_t count, NativeStream stream);
 
 }  // namespace shardcomm

@@ -3,11 +3,13 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 #include <type_traits>
 #include <utility>
 
 #include "copy/element.h"
 #include "shardcomm/dtype.h"
+#include "shardcomm/reduce.h"
 
 namespace shardcomm {
 
@@ -25,7 +27,20 @@ template <class T>
   }
 }
 
+template <class T>
+constexpr T kLargest = std::numeric_limits<T>::has_infinity ? std::numeric_limits<T>::infinity()
+                                                            : std::numeric_limits<T>::max();
+template <class T>
+constexpr T kLeast = std::numeric_limits<T>::has_infinity ? -std::numeric_limits<T>::infinity()
+                                                          : std::numeric_limits<T>::lowest();
+
+// An operation combines two values; identity(), combined with any value, is that value. (A sum's is
+// -0.0, since 0.0 + -0.0 is 0.0.)
 struct Sum {
+  template <class T>
+  [[gnu::always_inline]] SHARDCOMM_HOST_DEVICE static T identity() {
+    return -T{0};
+  }
   template <class T>
   [[gnu::always_inline]] SHARDCOMM_HOST_DEVICE static T combine(T a, T b) {
     return add(a, b);
@@ -36,6 +51,10 @@ struct Sum {
 // side.
 struct Max {
   template <class T>
+  [[gnu::always_inline]] SHARDCOMM_HOST_DEVICE static T identity() {
+    return kLeast<T>;
+  }
+  template <class T>
   [[gnu::always_inline]] SHARDCOMM_HOST_DEVICE static T combine(T a, T b) {
     const T larger = a < b ? b : a;
     return b != b ? b : larger;
@@ -44,24 +63,28 @@ struct Max {
 
 struct Min {
   template <class T>
+  [[gnu::always_inline]] SHARDCOMM_HOST_DEVICE static T identity() {
+    return kLargest<T>;
+  }
+  template <class T>
   [[gnu::always_inline]] SHARDCOMM_HOST_DEVICE static T combine(T a, T b) {
     const T smaller = b < a ? b : a;
     return b != b ? b : smaller;
   }
 };
 
-// Stores scale * (reduced / divisor), plus what `to` held if kAccumulate. `mean` is 1 / divisor:
+// Stores scale * (reduced / divisor), plus what `to` held if `accumulate`. `mean` is 1 / divisor:
 // floats multiply by it, integers divide and have no scale.
-template <bool kAccumulate, class Dst, class Value>
-[[gnu::always_inline]] SHARDCOMM_HOST_DEVICE inline void finish(Dst& to, Value reduced, int divisor,
+template <class Dst, class Value>
+[[gnu::always_inline]] SHARDCOMM_HOST_DEVICE inline void finish(Dst& to, Value reduced,
+                                                                bool accumulate, int divisor,
                                                                 Value mean, Value scale) {
-  Value value{};
   if constexpr (std::is_integral_v<Value>) {
-    value = divisor == 1 ? reduced : static_cast<Value>(reduced / divisor);
-    store(to, kAccumulate ? add(to, value) : value);
+    const Value value = divisor == 1 ? reduced : static_cast<Value>(reduced / divisor);
+    store(to, accumulate ? add(to, value) : value);
   } else {
-    value = scale * (reduced * mean);
-    store(to, kAccumulate ? load(to) + value : value);
+    const Value value = scale * (reduced * mean);
+    store(to, accumulate ? load(to) + value : value);
   }
 }
 
@@ -83,6 +106,20 @@ void with_type(DType dtype, Visit visit) {
       return visit(float{});
     case DType::f64:
       return visit(double{});
+  }
+}
+
+// Calls visit(Op{}) with the operation that combines elements; an average's is a sum.
+template <class Visit>
+void with_operation(RedOp op, Visit visit) {
+  switch (op) {
+    case RedOp::sum:
+    case RedOp::avg:
+      return visit(Sum{});
+    case RedOp::max:
+      return visit(Max{});
+    case RedOp::min:
+      return visit(Min{});
   }
 }
 

@@ -5,6 +5,9 @@
 //                                      head      body: vectors of 8           tail
 //                                      . . .  |xxxxxxxx|xxxxxxxx|xxxxxxxx|  . .
 //                                      thread:    0        1        2
+//
+// A tile whose rows lie differently to the boundaries of vectors, from one another or on the two
+// sides, is copied element by element: a warp's 32 then lie side by side, wherever they begin.
 #pragma once
 
 #include <cstdint>
@@ -17,6 +20,10 @@
 namespace shardcomm {
 
 constexpr int kVectorBytes = 16;
+constexpr int kBlockThreads = 256;
+// What a thread has under way before its first store, which is what hides the latency of memory.
+constexpr int kBatchVectors = 4;
+constexpr int kBatchElements = 8;
 
 // The pointers of a launch travel as kernel arguments: first the sources, then the destinations.
 template <int kCapacity>
@@ -25,165 +32,218 @@ struct Operands {
   const void* at[kCapacity];
 };
 
-// Elements of one access, a multiple of 16 bytes on both sides.
-template <class Copy>
+// Elements of one vector, a multiple of 16 bytes on both sides.
+template <class Src, class Dst>
 constexpr int kVectorElements =
-    kVectorBytes / static_cast<int>(sizeof(typename Copy::Src) < sizeof(typename Copy::Dst)
-                                        ? sizeof(typename Copy::Src)
-                                        : sizeof(typename Copy::Dst));
-
-template <class T, int kElements>
-struct alignas(kElements * sizeof(T) < kVectorBytes ? kElements * sizeof(T) : kVectorBytes) Vector {
-  T at[kElements];
-};
+    kVectorBytes / static_cast<int>(sizeof(Src) < sizeof(Dst) ? sizeof(Src) : sizeof(Dst));
 
 SHARDCOMM_HOST_DEVICE inline bool is_vector_aligned(const void* address) {
   return reinterpret_cast<std::uintptr_t>(address) % kVectorBytes == 0;
 }
 
-// `is_whole`: in accesses of 16 bytes; otherwise element by element, for addresses that do not
-// allow more.
 template <class T, int kElements>
-SHARDCOMM_HOST_DEVICE inline Vector<T, kElements> load_vector(const T* from, bool is_whole) {
-  if (is_whole) return *reinterpret_cast<const Vector<T, kElements>*>(from);
-  Vector<T, kElements> vector;
-  for (int i = 0; i < kElements; ++i) vector.at[i] = from[i];
-  return vector;
+struct Elements {
+  T at[kElements];
+};
+
+// 16 bytes on their way through registers. Nothing has to take them apart before they are used: as
+// elements of 16 bits, each load would be waited for before the next is issued.
+struct alignas(kVectorBytes) Word {
+  std::uint32_t at[4];
+};
+
+// One access, and not before what comes before it: left to itself, nvcc moves loads behind the
+// stores of other vectors, where it can show that this changes nothing, and splits stores in four.
+SHARDCOMM_HOST_DEVICE inline void store_word(Word* to, const Word& word) {
+#ifdef __CUDA_ARCH__
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(to)),
+               "r"(word.at[0]), "r"(word.at[1]), "r"(word.at[2]), "r"(word.at[3])
+               : "memory");
+#else
+  *to = word;
+#endif
 }
 
+// A vector.
 template <class T, int kElements>
-SHARDCOMM_HOST_DEVICE inline void store_vector(T* to, const Vector<T, kElements>& vector,
-                                               bool is_whole) {
-  if (is_whole) {
-    *reinterpret_cast<Vector<T, kElements>*>(to) = vector;
-  } else {
-    for (int i = 0; i < kElements; ++i) to[i] = vector.at[i];
-  }
-}
-
-// A vector on its way through registers. As words, which nothing has to take apart before it is
-// used: as elements of 16 bits, each load would be waited for before the next is issued.
-template <class T, int kElements>
-struct alignas(kVectorBytes) Words {
-  std::uint32_t at[sizeof(Vector<T, kElements>) / sizeof(std::uint32_t)];
+struct Words {
+  Word at[kElements * sizeof(T) / sizeof(Word)];
 };
 
 template <class T, int kElements>
-SHARDCOMM_HOST_DEVICE inline Words<T, kElements> load_words(const T* from, bool is_whole) {
-  if (is_whole) return *reinterpret_cast<const Words<T, kElements>*>(from);
-  const auto vector = load_vector<T, kElements>(from, false);
+SHARDCOMM_HOST_DEVICE inline Words<T, kElements> load_words(const T* from) {
   Words<T, kElements> words;
-  memcpy(&words, &vector, sizeof(words));
+  const auto* at = reinterpret_cast<const Word*>(from);
+  for (Word& word : words.at) word = *at++;
   return words;
 }
 
-// Where the vectors of a tile are.
-struct VectorGrid {
-  std::uint32_t rows;
-  std::uint32_t per_row;
-  std::uint32_t head;  // elements before the first
-  std::int64_t src_pitch;
-  std::int64_t dst_pitch;
+template <class T, int kElements>
+SHARDCOMM_HOST_DEVICE inline void store_words(T* to, const Words<T, kElements>& words) {
+  auto* at = reinterpret_cast<Word*>(to);
+  for (const Word& word : words.at) store_word(at++, word);
+}
+
+template <class T, int kElements>
+SHARDCOMM_HOST_DEVICE inline Elements<T, kElements> elements_of(const Words<T, kElements>& words) {
+  Elements<T, kElements> elements;
+  memcpy(&elements, &words, sizeof(elements));
+  return elements;
+}
+
+template <class T, int kElements>
+SHARDCOMM_HOST_DEVICE inline void store_vector(T* to, const Elements<T, kElements>& elements) {
+  Words<T, kElements> words;
+  memcpy(&words, &elements, sizeof(words));
+  store_words(to, words);
+}
+
+// What a thread holds of one access: a vector's words, or (kElements = 1) one element.
+template <class T, int kElements>
+struct Access {
+  using Held = Words<T, kElements>;
+  SHARDCOMM_HOST_DEVICE static Held load(const T* from) { return load_words<T, kElements>(from); }
+  SHARDCOMM_HOST_DEVICE static void store(T* to, const Held& held) {
+    store_words(to, held);
+  }
+};
+template <class T>
+struct Access<T, 1> {
+  using Held = Elements<T, 1>;
+  SHARDCOMM_HOST_DEVICE static Held load(const T* from) { return {{*from}}; }
+  SHARDCOMM_HOST_DEVICE static void store(T* to, const Held& held) { *to = held.at[0]; }
 };
 
-// `kBatch` vectors of one thread, `threads` apart, from `first` on.
-template <class Copy, bool kWhole, int kBatch>
-SHARDCOMM_HOST_DEVICE inline void copy_batch(const VectorGrid& grid,
-                                             const typename Copy::Src* __restrict src,
-                                             typename Copy::Dst* __restrict dst, float scale,
-                                             std::uint32_t first, std::uint32_t threads,
-                                             typename Copy::Side& side) {
-  using Src = typename Copy::Src;
+// Writes zeros where `Copy` would write, and reads nothing.
+template <class Copy>
+struct Zeroed {
+  using Src = typename Copy::Dst;
   using Dst = typename Copy::Dst;
-  constexpr int kElements = kVectorElements<Copy>;
-  Words<Src, kElements> from[kBatch] = {};
-  Words<Dst, kElements> to[kBatch] = {};
-  std::int64_t at[kBatch] = {};
-  for (int k = 0; k < kBatch; ++k) {
-    const std::uint32_t index = first + static_cast<std::uint32_t>(k) * threads;
-    const std::uint32_t row = grid.rows == 1 ? 0 : index / grid.per_row;
-    const std::int64_t col = grid.head + (index - row * grid.per_row) * kElements;
-    at[k] = row * grid.dst_pitch + col;
-    if (src != nullptr) {
-      from[k] = load_words<Src, kElements>(src + row * grid.src_pitch + col, kWhole);
-    }
-    if (Copy::kAccumulates) to[k] = load_words<Dst, kElements>(dst + at[k], kWhole);
+  using Side = Unwatched;
+  static constexpr bool kAccumulates = false;
+  static constexpr bool kMoves = true;
+};
+template <class Copy>
+constexpr bool kReads = true;
+template <class Copy>
+constexpr bool kReads<Zeroed<Copy>> = false;
+
+// `rows` x `per_row` accesses of `elements` each, from column `first` on. Behind the first `head` of
+// a row, `gap` elements are left out.
+class Accesses {
+ public:
+  SHARDCOMM_HOST_DEVICE Accesses(const Tile& tile, std::uint32_t per_row, std::uint32_t elements,
+                                 std::int64_t first, std::int64_t head, std::int64_t gap)
+      : count_(static_cast<std::uint32_t>(tile.rows) * per_row),
+        per_row_(per_row),
+        // Exact for tiles of at most 2^16 accesses.
+        rows_each_(tile.rows == 1 ? 0 : UINT32_MAX / per_row + 1),
+        elements_(elements),
+        first_(first),
+        head_(static_cast<std::uint32_t>(head)),
+        gap_(gap),
+        src_pitch_(tile.src_pitch),
+        dst_pitch_(tile.dst_pitch) {}
+  SHARDCOMM_HOST_DEVICE std::uint32_t count() const { return count_; }
+
+  struct Place {
+    std::int64_t src;
+    std::int64_t dst;
+  };
+  SHARDCOMM_HOST_DEVICE Place at(std::uint32_t index) const {
+    // A multiplication for the division by per_row_.
+    const auto row = static_cast<std::uint32_t>((std::uint64_t{index} * rows_each_) >> 32);
+    const std::uint32_t single = index - row * per_row_;
+    const std::int64_t col =
+        first_ + std::int64_t{single} * elements_ + (single < head_ ? 0 : gap_);
+    return {row * src_pitch_ + col, row * dst_pitch_ + col};
   }
-  for (int k = 0; k < kBatch; ++k) {
-    if constexpr (Copy::kMoves && kWhole) {
-      *reinterpret_cast<Words<Dst, kElements>*>(dst + at[k]) = from[k];
-    } else {
-      Vector<Src, kElements> read;
-      Vector<Dst, kElements> written;
-      memcpy(&read, &from[k], sizeof(read));
-      memcpy(&written, &to[k], sizeof(written));
-      for (int i = 0; i < kElements; ++i) {
-        written.at[i] = src == nullptr ? Dst{} : Copy::apply(read.at[i], written.at[i], scale);
-        side.wrote(written.at[i]);
+
+ private:
+  std::uint32_t count_;
+  std::uint32_t per_row_;
+  std::uint32_t rows_each_;  // 2^32 / per_row_, rounded up; 0: there is one row
+  std::uint32_t elements_;
+  std::int64_t first_;
+  std::uint32_t head_;
+  std::int64_t gap_;
+  std::int64_t src_pitch_;
+  std::int64_t dst_pitch_;
+};
+
+template <class Copy, int kElements, int kBatch>
+SHARDCOMM_HOST_DEVICE inline void copy_accesses(const Accesses& all,
+                                                const typename Copy::Src* src,
+                                                typename Copy::Dst* dst, float scale,
+                                                std::uint32_t thread, std::uint32_t threads,
+                                                typename Copy::Side& side) {
+  using Read = Access<typename Copy::Src, kElements>;
+  using Write = Access<typename Copy::Dst, kElements>;
+  for (std::uint32_t first = thread; first < all.count(); first += kBatch * threads) {
+    typename Read::Held from[kBatch];
+    typename Write::Held to[kBatch];
+    std::int64_t at[kBatch];
+    // Past the end, the last is read again and nothing is stored: loads without branches.
+    for (int k = 0; k < kBatch; ++k) {
+      const std::uint32_t index = first + static_cast<std::uint32_t>(k) * threads;
+      const auto place = all.at(index < all.count() ? index : all.count() - 1);
+      at[k] = place.dst;
+      if constexpr (kReads<Copy>) from[k] = Read::load(src + place.src);
+      if constexpr (Copy::kAccumulates) to[k] = Write::load(dst + place.dst);
+    }
+    for (int k = 0; k < kBatch; ++k) {
+      if (first + static_cast<std::uint32_t>(k) * threads >= all.count()) break;
+      if constexpr (!kReads<Copy>) {
+        to[k] = {};
+      } else if constexpr (Copy::kMoves) {
+        to[k] = from[k];
+      } else {
+        Elements<typename Copy::Src, kElements> read;
+        Elements<typename Copy::Dst, kElements> written;
+        memcpy(&read, &from[k], sizeof(read));
+        if constexpr (Copy::kAccumulates) memcpy(&written, &to[k], sizeof(written));
+        for (int i = 0; i < kElements; ++i) {
+          written.at[i] = Copy::apply(read.at[i], written.at[i], scale);
+          side.wrote(written.at[i]);
+        }
+        memcpy(&to[k], &written, sizeof(written));
       }
-      store_vector(dst + at[k], written, kWhole);
+      Write::store(dst + at[k], to[k]);
     }
   }
 }
 
-template <class Copy, bool kWhole>
-SHARDCOMM_HOST_DEVICE inline void copy_vectors(const VectorGrid& grid,
-                                               const typename Copy::Src* __restrict src,
-                                               typename Copy::Dst* __restrict dst, float scale,
-                                               std::uint32_t thread, std::uint32_t threads,
-                                               typename Copy::Side& side) {
-  // Loads in flight per thread before the first store: what hides the latency of memory.
-  constexpr std::uint32_t kBatch = 4;
-  const std::uint32_t vectors = grid.rows * grid.per_row;
-  std::uint32_t next = thread;
-  for (; next + (kBatch - 1) * threads < vectors; next += kBatch * threads) {
-    copy_batch<Copy, kWhole, kBatch>(grid, src, dst, scale, next, threads, side);
-  }
-  for (; next < vectors; next += threads) {
-    copy_batch<Copy, kWhole, 1>(grid, src, dst, scale, next, threads, side);
-  }
-}
-
-// One thread's share of one tile. `src`: the first element; null: zeros.
+// One thread's share of one tile.
 template <class Copy>
 SHARDCOMM_HOST_DEVICE inline void copy_share(const Tile& tile,
-                                             const typename Copy::Src* __restrict src,
-                                             typename Copy::Dst* __restrict dst, float scale,
+                                             const typename Copy::Src* src,
+                                             typename Copy::Dst* dst, float scale,
                                              std::uint32_t thread, std::uint32_t threads,
                                              typename Copy::Side& side) {
   using Src = typename Copy::Src;
   using Dst = typename Copy::Dst;
-  constexpr int kElements = kVectorElements<Copy>;
+  constexpr int kElements = kVectorElements<Src, Dst>;
 
-  // The side of the narrower type sets where vectors begin. Rows that lie differently to the vector
-  // boundaries have no common head: element by element then.
-  const bool src_is_narrow = src != nullptr && sizeof(Src) < sizeof(Dst);
+  // The side of the narrower type sets where vectors begin.
   const auto narrow = reinterpret_cast<std::uintptr_t>(
-      src_is_narrow ? static_cast<const void*>(src) : static_cast<const void*>(dst));
-  constexpr auto kNarrowBytes = static_cast<std::int64_t>(kVectorBytes / kElements);
-  VectorSpan span = vector_span(narrow, tile.cols, kNarrowBytes, kVectorBytes);
+      sizeof(Src) < sizeof(Dst) ? static_cast<const void*>(src) : static_cast<const void*>(dst));
+  VectorSpan span = vector_span(narrow, tile.cols, kVectorBytes / kElements, kVectorBytes);
   const bool is_regular =
       tile.rows == 1 ||
       (tile.dst_pitch * static_cast<std::int64_t>(sizeof(Dst)) % kVectorBytes == 0 &&
        tile.src_pitch * static_cast<std::int64_t>(sizeof(Src)) % kVectorBytes == 0);
-  if (!is_regular) span = {tile.cols, 0, 0};
-  const auto head = static_cast<std::uint32_t>(span.head);
-  const auto singles = static_cast<std::uint32_t>(span.head + span.tail);
-  const auto rows = static_cast<std::uint32_t>(tile.rows);
-  const VectorGrid grid{rows, static_cast<std::uint32_t>(span.body) / kElements, head,
-                        tile.src_pitch, tile.dst_pitch};
-  if ((src == nullptr || is_vector_aligned(src + head)) && is_vector_aligned(dst + head)) {
-    copy_vectors<Copy, true>(grid, src, dst, scale, thread, threads, side);
-  } else {
-    copy_vectors<Copy, false>(grid, src, dst, scale, thread, threads, side);
+  if (!is_regular || !is_vector_aligned(src + span.head) || !is_vector_aligned(dst + span.head)) {
+    span = {tile.cols, 0, 0};
   }
-  for (std::uint32_t index = thread; index < rows * singles; index += threads) {
-    const std::uint32_t row = rows == 1 ? 0 : index / singles;
-    const std::uint32_t single = index - row * singles;
-    const std::int64_t col = single < head ? single : single + span.body;
-    Dst& to = dst[row * tile.dst_pitch + col];
-    to = src == nullptr ? Dst{} : Copy::apply(src[row * tile.src_pitch + col], to, scale);
-    side.wrote(to);
+  if (span.body > 0) {
+    const auto per_row = static_cast<std::uint32_t>(span.body) / kElements;
+    const Accesses vectors(tile, per_row, kElements, span.head, per_row, 0);
+    copy_accesses<Copy, kElements, kBatchVectors>(vectors, src, dst, scale, thread, threads, side);
+  }
+  if (span.head + span.tail > 0) {
+    const auto per_row = static_cast<std::uint32_t>(span.head + span.tail);
+    const Accesses singles(tile, per_row, 1, 0, span.head, span.body);
+    copy_accesses<Copy, 1, kBatchElements>(singles, src, dst, scale, thread, threads, side);
   }
 }
 
@@ -194,14 +254,21 @@ SHARDCOMM_HOST_DEVICE inline void copy_as_thread(const Tile* tiles, std::uint32_
                                                  std::uint32_t block, std::uint32_t blocks,
                                                  std::uint32_t thread, std::uint32_t threads,
                                                  typename Copy::Side& side) {
+  using Src = typename Copy::Src;
+  using Dst = typename Copy::Dst;
   for (std::uint32_t t = block; t < num_tiles; t += blocks) {
     const Tile tile = tiles[t];
-    const void* src = tile.src == Segment::kZeros ? nullptr : operands.at[tile.src];
-    if (src == nullptr && Copy::kAccumulates) continue;
-    auto* dst = static_cast<typename Copy::Dst*>(const_cast<void*>(operands.at[tile.dst]));
-    const auto* from = static_cast<const typename Copy::Src*>(src);
-    copy_share<Copy>(tile, from == nullptr ? nullptr : from + tile.src_offset,
-                     dst + tile.dst_offset, scale, thread, threads, side);
+    const void* from = tile.src == Segment::kZeros ? nullptr : operands.at[tile.src];
+    Dst* dst = static_cast<Dst*>(const_cast<void*>(operands.at[tile.dst])) + tile.dst_offset;
+    if (from != nullptr) {
+      const Src* src = static_cast<const Src*>(from) + tile.src_offset;
+      copy_share<Copy>(tile, src, dst, scale, thread, threads, side);
+    } else if constexpr (!Copy::kAccumulates) {
+      Tile zeros = tile;
+      zeros.src_pitch = tile.dst_pitch;
+      Unwatched nothing;
+      copy_share<Zeroed<Copy>>(zeros, dst, dst, scale, thread, threads, nothing);
+    }
   }
 }
 

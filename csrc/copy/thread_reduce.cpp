@@ -6,20 +6,18 @@
 namespace shardcomm {
 
 Reduction reduction_of(void* dst, const Epilogue& epilogue, const void* const* sources,
-                       int num_sources, DType dtype, RedOp op, std::int64_t count) {
-  check_epilogue(epilogue, dtype);
-  if (num_sources < 1 || num_sources > kMostSources) {
+                       int num_sources, DType dtype, RedOp op, int divisor, std::int64_t count) {
+  check_reduction(epilogue, num_sources, dtype, op, divisor, count);
+  if (num_sources > kMostSources) {
     throw std::invalid_argument("num_sources is " + std::to_string(num_sources) +
-                                ", it must be 1 to " + std::to_string(kMostSources));
-  }
-  if (count < 0) {
-    throw std::invalid_argument("count is " + std::to_string(count) + ", it must be at least 0");
+                                ", it must be at most " + std::to_string(kMostSources));
   }
   Reduction reduction{};
   reduction.num_sources = num_sources;
   reduction.dst = dst;
   reduction.count = count;
-  reduction.op = op;
+  reduction.divisor = op == RedOp::avg ? divisor : 1;
+  reduction.mean = 1.0 / reduction.divisor;
   reduction.scale = epilogue.scale;
   reduction.accumulate = epilogue.accumulate;
   reduction.nonfinite = epilogue.nonfinite;
@@ -32,11 +30,14 @@ Reduction reduction_of(void* dst, const Epilogue& epilogue, const void* const* s
 }
 
 void walk_reduce(void* dst, const Epilogue& epilogue, const void* const* sources, int num_sources,
-                 DType dtype, RedOp op, std::int64_t count, std::int64_t threads) {
-  const Reduction reduction = reduction_of(dst, epilogue, sources, num_sources, dtype, op, count);
-  visit_reduction(dtype, epilogue, [&](auto src, auto to, auto side) {
+                 DType dtype, RedOp op, int divisor, std::int64_t count, std::int64_t threads) {
+  const Reduction reduction =
+      reduction_of(dst, epilogue, sources, num_sources, dtype, op, divisor, count);
+  visit_reduction(dtype, epilogue.dtype, op, [&](auto src, auto to, auto with) {
+    Watch<decltype(to)> side;
     for (std::int64_t thread = 0; thread < threads; ++thread) {
-      reduce_as_thread<decltype(src), decltype(to)>(reduction, thread, threads, side);
+      reduce_as_thread<decltype(src), decltype(to), decltype(with)>(reduction, thread, threads,
+                                                                    side);
     }
     report(side, epilogue.nonfinite);
   });

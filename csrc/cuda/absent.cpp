@@ -32,12 +32,14 @@ std::unique_ptr<Stream> borrow_cuda_stream(int, NativeStream) { refuse(); }
 LocalPlace place_on_device(int, int) { refuse(); }
 
 struct CudaCopy::DeviceLaunch {};
-CudaCopy::CudaCopy(const CopyPlan&, const CopyOptions&, int) { refuse(); }
+CudaCopy::CudaCopy(const CopyPlan&, int) { refuse(); }
 CudaCopy::~CudaCopy() = default;
-void CudaCopy::run(const void* const*, void* const*, NativeStream) const { refuse(); }
+void CudaCopy::run(const void* const*, void* const*, const CopyOptions&, NativeStream) const {
+  refuse();
+}
 void convert_cuda(void*, DType, const void*, DType, std::int64_t, NativeStream) { refuse(); }
 
-void reduce_cuda(void*, const Epilogue&, const void* const*, int, DType, RedOp, std::int64_t,
+void reduce_cuda(void*, const Epilogue&, const void* const*, int, DType, RedOp, int, std::int64_t,
                  NativeStream) {
   refuse();
 }

@@ -56,6 +56,15 @@ OwnedEvent make_event(bool timed) {
   return OwnedEvent(event);
 }
 
+int processors() {
+  int device = 0;
+  int count = 0;
+  check_cuda(cudaGetDevice(&device), "cudaGetDevice");
+  check_cuda(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device),
+             "cudaDeviceGetAttribute");
+  return count;
+}
+
 int resident_blocks(const void* kernel, int threads) {
   // Asked for at every launch of a communicator, and never another answer.
   static std::mutex mutex;
@@ -65,13 +74,10 @@ int resident_blocks(const void* kernel, int threads) {
   const std::lock_guard<std::mutex> lock(mutex);
   int& blocks = known[{device, kernel, threads}];
   if (blocks == 0) {
-    int processors = 0;
     int per_processor = 0;
-    check_cuda(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device),
-               "cudaDeviceGetAttribute");
     check_cuda(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_processor, kernel, threads, 0),
                "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
-    blocks = processors * std::max(1, per_processor);
+    blocks = processors() * std::max(1, per_processor);
   }
   return blocks;
 }

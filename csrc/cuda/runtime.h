@@ -82,6 +82,9 @@ void launch_kernel(void (*kernel)(Parameters...), int blocks, int threads, void*
              "kernel launch");
 }
 
+// Multiprocessors of the current device.
+int processors();
+
 // How many blocks of a kernel the current device holds at once: more would only queue up.
 int resident_blocks(const void* kernel, int threads);
 template <class... Arguments>

@@ -12,20 +12,19 @@ struct CudaCopy::DeviceLaunch {
   std::shared_ptr<const CopyPlan> plan;
 };
 
-CudaCopy::CudaCopy(const CopyPlan& plan, const CopyOptions& options, int device)
-    : options_(options), device_(device) {
-  check_options(plan, options);
+CudaCopy::CudaCopy(const CopyPlan& plan, int device)
+    : src_dtype_(plan.src_dtype()), dst_dtype_(plan.dst_dtype()), device_(device) {
   launches_.push_back({std::make_shared<const CopyPlan>(plan)});
 }
 
 CudaCopy::~CudaCopy() = default;
 
 void CudaCopy::run(const void* const* sources, void* const* destinations,
-                   NativeStream stream) const {
+                   const CopyOptions& options, NativeStream stream) const {
   const std::shared_ptr<const CopyPlan>& plan = launches_.front().plan;
   const std::vector<const void*> from(sources, sources + plan->num_sources());
   const std::vector<void*> to(destinations, destinations + plan->num_destinations());
-  fake_enqueue(static_cast<cudaStream_t>(stream), [plan, from, to, options = options_] {
+  fake_enqueue(static_cast<cudaStream_t>(stream), [plan, from, to, options] {
     copy_cpu(*plan, from.data(), to.data(), options);
   });
 }

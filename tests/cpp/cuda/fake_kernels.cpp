@@ -16,10 +16,11 @@ void convert_cuda(void* dst, DType dst_dtype, const void* src, DType src_dtype, 
 }
 
 void reduce_cuda(void* dst, const Epilogue& epilogue, const void* const* sources, int num_sources,
-                 DType dtype, RedOp op, std::int64_t count, NativeStream stream) {
+                 DType dtype, RedOp op, int divisor, std::int64_t count, NativeStream stream) {
   const std::vector<const void*> all(sources, sources + num_sources);
-  fake_enqueue(static_cast<cudaStream_t>(stream),
-               [=] { reduce_cpu(dst, epilogue, all.data(), num_sources, dtype, op, count); });
+  fake_enqueue(static_cast<cudaStream_t>(stream), [=] {
+    reduce_cpu(dst, epilogue, all.data(), num_sources, dtype, op, divisor, count);
+  });
 }
 
 }  // namespace shardcomm
