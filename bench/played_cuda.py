@@ -148,6 +148,7 @@ class TorchOn(TorchDispatchMode):
         super().__init__()
         self._stream = stream
         self._graph = graph
+        self._keeps: list[object] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -155,7 +156,10 @@ class TorchOn(TorchDispatchMode):
         kwargs = kwargs or {}
         if not self._stream.captures:
             self._stream.synchronize()
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            # What is freed here may still be read by what is queued, which only a GPU's allocator knows.
+            self._keeps.append(result)
+            return result
         assert self._graph is not None
         if func is torch.ops.aten._local_scalar_dense.default:
             raise RuntimeError("a value was read while the stream captures, and there is none yet")

@@ -45,7 +45,7 @@ class ShardGradients:
     def adds(self) -> bool:
         """Whether the next reduce adds to what there is."""
         # A list: half of a generator's time.
-        return self.unshown or any([shard.grad is not None for shard in self._shards])  # noqa: C419
+        return self.unshown or any([shard.grad is not None for shard in self._shards])
 
     def begin_reduce(self) -> bool:
         """Whether the reduce must add to what `flat` holds, which is zeros then where a parameter has no `.grad`."""

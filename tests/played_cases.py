@@ -5,13 +5,14 @@ python tests/played_cases.py NAME
 
 from __future__ import annotations
 
+import copy
 import sys
 import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
+import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "bench"))
@@ -20,7 +21,7 @@ import played_cuda
 INSTANT = ["two_events_a_collective"]
 played_cuda.install(instant=sys.argv[1] in INSTANT)
 
-from shardcomm import Bucket, Communicator, _C, fully_shard, streams  # noqa: E402
+from shardcomm import _C, Bucket, Communicator, fully_shard, streams  # noqa: E402
 from shardcomm.core_communicator import CoreCommunicator  # noqa: E402
 from shardcomm.streams import compute_stream  # noqa: E402
 
@@ -180,16 +181,13 @@ def captured_bucket() -> None:
 def captured_engine() -> None:
     """A whole step of an engine and its optimizer trains, launch by launch, as the plain model does."""
 
-    def model() -> torch.nn.Sequential:
-        torch.manual_seed(0)
-        layers = [torch.nn.Linear(8, 8) for _ in range(3)]
-        return torch.nn.Sequential(*layers)
-
     def batch(step: int, rank: int) -> torch.Tensor:
         return torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + rank))
 
     steps, eager_steps = 6, 3
-    plain = model()
+    torch.manual_seed(0)
+    initial = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(3)))
+    plain = copy.deepcopy(initial)
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
     for step in range(steps):
         optimizer.zero_grad()
@@ -199,7 +197,7 @@ def captured_engine() -> None:
     def body(comm: Communicator, stream: played_cuda.Stream) -> None:
         graph = played_cuda.Graph(stream)
         with played_cuda.TorchOn(stream, graph):
-            ours = model()
+            ours = copy.deepcopy(initial)
             engine = fully_shard(ours, comm, units=torch.nn.Linear, strategy="full_shard")
             sgd = torch.optim.SGD(ours.parameters(), lr=0.1, momentum=0.9, foreach=False)
             x = torch.empty(4, 8)
@@ -269,12 +267,8 @@ def event_of_a_capture_has_not_fired_before_that_ends() -> None:
             assert not inside.query()
             streams.keep_until(inside)
             assert gone[0]() is not None
-            try:
+            with pytest.raises(_C.CudaError, match="an event of a capture"):
                 inside.wait()
-            except _C.CudaError as error:
-                assert "an event of a capture" in str(error)
-            else:
-                raise AssertionError("the host waited")
         assert inside.query()
         streams.keep_until(on.record())
         assert gone[0]() is None
@@ -294,12 +288,8 @@ def captured_stream_waits_for_nothing_from_before() -> None:
         graph = played_cuda.Graph(stream)
         with graph.capture():
             on.wait(done)
-            try:
+            with pytest.raises(_C.CudaError, match="before the capture began"):
                 on.wait(pending)
-            except _C.CudaError as error:
-                assert "before the capture began" in str(error)
-            else:
-                raise AssertionError("it waits")
         gate.set()
         other.synchronize()
         del held
