@@ -36,7 +36,7 @@ def run_ranks(body: Callable[[Communicator, played_cuda.Stream], None]) -> None:
 
     def rank_body(rank: int) -> None:
         try:
-            comm = CoreCommunicator(_C.make_nccl(unique_id, rank, RANKS, 0, 60.0))
+            comm = CoreCommunicator(_C.make_nccl(unique_id, rank, RANKS, rank, 60.0))
             with played_cuda.Stream() as stream:
                 body(comm, stream)
                 stream.synchronize()
