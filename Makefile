@@ -16,7 +16,7 @@ help:
 	@echo "make setup     prepare $(VENV): install what is needed, build"
 	@echo "make demo      train a small GPT, fully sharded over two local processes"
 	@echo "make test      run all tests"
-	@echo "make bench     compare with Gloo, Open MPI, FSDP2 and plain copies (on a GPU: bench/gpu.sh)"
+	@echo "make bench     compare with Gloo, Open MPI, FSDP2 and plain copies (on a GPU: docs/gpu.md)"
 	@echo "make figures   the same, kept in bench/results, and the README's tables from it"
 	@echo "make lint      check format, style and types"
 	@echo "make sanitize  run the C++ tests under address, undefined-behaviour and thread sanitizers"

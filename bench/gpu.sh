@@ -1,45 +1,154 @@
-#!/bin/sh
-# All that needs a GPU, in one call and within ten minutes: build, GPU tests, benchmarks, compute-sanitizer.
+#!/usr/bin/env bash
+# What needs a GPU, in three stages that each end within ten minutes; docs/gpu.md says what they show.
 #
-#   bench/gpu.sh [FOLDER]    figures as JSON, and each step's output, go to FOLDER (default: bench/results)
+#   bench/gpu.sh a OUT    build, tests of the kernels and of thread ranks, figures of the kernels, memcheck
+#   bench/gpu.sh b OUT    build, tests of the nccl transport, host time of an engine with peers
+#   bench/gpu.sh c OUT    build, the engine against FSDP2
 #
-# In an environment with torch, numpy, Triton, pybind11, cmake, ninja, setuptools, tqdm, pytest and hypothesis; PYTHON
-# names its interpreter. A step that fails does not stop the next; the exit status is 1 if any failed.
+# OUT gets the stage's log and figures. The log ends with the output of the steps that failed; so does what is printed.
+# PYTHON names the interpreter (default: python3). The exit status is 1 if a step failed, or a figure fell short.
 set -u
-cd "$(dirname "$0")/.."
-python=${PYTHON:-python3}
-out=${1:-bench/results}
-mkdir -p "$out"
-failed=
+usage() { sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p}' "$0" >&2; exit 2; }
+[[ $# -eq 2 && $1 == [abc] ]] || usage
+stage=$1
+mkdir -p "$2" || exit
+out=$(cd "$2" && pwd)
+cd "$(dirname "$0")/.." || exit
+work=$(mktemp -d)
+trap 'kill $(jobs -p) 2>/dev/null; rm -rf "$work"' EXIT
+trap 'exit 130' INT TERM
+log=$out/gpu-$stage.log
+: >"$log"
 
-step() {  # name, seconds, command...
-    name=$1 limit=$2
+python=${PYTHON:-python3}
+# cmake and ninja may be the interpreter's, and nvcc need not be on the PATH.
+PATH=$(dirname "$("$python" -c 'import sys; print(sys.executable)')"):$PATH:/usr/local/cuda/bin
+export PATH PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1
+export SHARDCOMM_CUDA=on
+ulimit -c 0
+
+say() { echo "$@" | tee -a "$log"; }
+
+running=() failed=() limits=0 longest=0
+
+begin() {  # NAME SECONDS COMMAND...: starts a step
+    local name=$1 limit=$2
     shift 2
-    echo "== $name: $*"
-    if timeout -k 10 "$limit" "$@" >"$out/gpu-$name.txt" 2>&1; then
-        echo "   ok"
-    else
-        echo "   FAILED with $?; the end of $out/gpu-$name.txt:"
-        tail -n 25 "$out/gpu-$name.txt"
-        failed="$failed $name"
-    fi
+    : >"$work/$name.txt"  # here: finish may read it before the step has started
+    # What outlives its limit is aborted, so that Python says where it was.
+    timeout -s ABRT -k 5 "$limit" "$@" >>"$work/$name.txt" 2>&1 </dev/null &
+    running+=("$! $SECONDS $name $limit $*")
+    ((limit <= longest)) || longest=$limit
 }
 
-export SHARDCOMM_CUDA=on
-step build 180 "$python" -m pip install -q --no-build-isolation --no-deps -e .
-step doctor 90 "$python" -m shardcomm doctor
-cat "$out/gpu-doctor.txt"
-step tests 150 "$python" -m pytest -q -m gpu -p no:cacheprovider
-step kernels 60 "$python" bench/gpu_kernels.py --json "$out/gpu_kernels.json" --check
-step engine 200 "$python" bench/gpu_engine.py --json "$out/gpu_engine.json" --check
-sanitizer=$(command -v compute-sanitizer || echo /usr/local/cuda/bin/compute-sanitizer)
-if [ -x "$sanitizer" ]; then
-    for tool in memcheck racecheck; do
-        step "$tool" 50 "$sanitizer" --tool "$tool" --error-exitcode 9 \
-            "$python" -m pytest -q -m gpu -p no:cacheprovider tests/test_copy_cuda.py
+finish() {  # waits for the steps begun; 1 if one of them failed
+    local step pid began name rest status result=0
+    for step in "${running[@]}"; do
+        read -r pid began name rest <<<"$step"
+        say "== $name: at most ${rest/ / s: }"
+        tail -f -n +1 -s 0.2 --pid="$pid" "$work/$name.txt" | tee -a "$log"
+        wait "$pid"
+        status=$?
+        if ((status == 0)); then
+            say "   $name: ok, $((SECONDS - began)) s"
+        else
+            say "   $name: FAILED with $status, $((SECONDS - began)) s"
+            failed+=("$name")
+            result=1
+        fi
     done
-else
-    echo "== memcheck, racecheck: not run, there is no compute-sanitizer"
-fi
-echo
-[ -z "$failed" ] && echo "all passed" || { echo "failed:$failed"; exit 1; }
+    ((limits += longest)) || true
+    running=() longest=0
+    return $result
+}
+
+step() { begin "$@" && finish; }
+
+end() {
+    local name
+    for name in "${failed[@]}"; do
+        say
+        say "== the end of $name"
+        tail -n 60 "$work/$name.txt" | tee -a "$log"
+    done
+    say
+    say "stage $stage: $SECONDS s (limits: $limits s)${failed[*]:+; failed: ${failed[*]}}"
+    ((${#failed[@]} == 0))
+    exit
+}
+
+pytest() {  # NAME SECONDS ARGUMENTS...: begins GPU tests
+    local name=$1 limit=$2
+    shift 2
+    begin "$name" "$limit" "$python" -m pytest -v --maxfail 10 -m gpu -p no:cacheprovider "$@"
+}
+
+build() {  # for this machine's GPU alone, while torch is loaded for the first time
+    begin machine 100 "$python" -c '
+import importlib, subprocess
+for name in ("pybind11", "setuptools", "numpy", "tqdm", "triton", "pytest", "hypothesis", "torch"):
+    print(name, importlib.import_module(name).__version__)
+import torch
+print(torch.cuda.get_device_name(), "of", torch.cuda.device_count(), "NCCL", torch.cuda.nccl.version())
+subprocess.run(["nvidia-smi"], check=True)'
+    CUDAARCHS=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader | head -n 1 | tr -d .)-real
+    export CUDAARCHS
+    begin build 100 "$python" -m pip --disable-pip-version-check install -v --no-index --no-build-isolation \
+        --no-deps -e .
+    finish || end
+}
+
+gpu_tests() { grep -l 'mark\.gpu' tests/test_*.py; }
+kernel_tests() { gpu_tests | grep -E 'copy|reduce|nonfinite'; }
+
+a() {
+    build
+    begin doctor 65 "$python" -m shardcomm doctor
+    pytest kernels 65 $(kernel_tests)
+    pytest local 65 $(gpu_tests | grep -Ev 'copy|reduce|nonfinite|nccl|bench')
+    finish
+    step figures 70 "$python" bench/gpu_kernels.py --json "$out/gpu_kernels.json" --check
+    # Only the examples that the tests name, and each tensor an allocation of its own, whose ends memcheck knows.
+    export PYTORCH_NO_CUDA_MEMORY_CACHING=1
+    begin memcheck 60 compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 9 \
+        --target-processes application-only \
+        "$python" -m pytest -v -m gpu -p no:cacheprovider --hypothesis-profile examples --seed 0 \
+        -k 'gpu_copies or gpu_reduces or on_a_gpu' $(kernel_tests)
+    finish
+}
+
+b() {
+    build
+    export NCCL_DEBUG=WARN NCCL_DEBUG_FILE=$work/nccl.%p
+    local tests test
+    pytest smoke 75 tests/test_nccl_gpu.py::test_smoke_two_ranks_gather_and_sum
+    pytest smoke-of-torch 75 tests/test_nccl_gpu.py::test_smoke_torchs_own_group_sums
+    finish
+    if [[ " ${failed[*]} " == *" smoke "* ]]; then
+        keep_nccl_log
+        tail -n 60 "$out/nccl.txt" | tee -a "$log"
+        end
+    fi
+    pytest bench 100 tests/test_bench.py
+    tests=$(sed -n 's/^def \(test_[a-z0-9_]*\).*/\1/p' tests/test_nccl_gpu.py | grep -v smoke)
+    for test in $tests; do
+        pytest "${test#test_}" 70 "tests/test_nccl_gpu.py::$test"
+        ((${#running[@]} < 4)) || finish
+    done
+    finish
+    keep_nccl_log
+    step overhead 60 "$python" bench/overhead.py --device cuda --json "$out/gpu_overhead.json" --check
+}
+
+keep_nccl_log() { cat "$work"/nccl.* >"$out/nccl.txt" 2>/dev/null; }
+
+c() {
+    build
+    local part
+    for part in alone offloaded threads; do
+        step "$part" 120 "$python" bench/gpu_engine.py "$part" --json "$out/gpu_engine_$part.json" --check
+    done
+}
+
+"$stage"
+end

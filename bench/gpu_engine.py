@@ -1,23 +1,31 @@
 """Training on one GPU: shardcomm's engine and drop-in against PyTorch FSDP2, alone and as 4 ranks that are threads.
 
 GPT of 24 blocks, width 1024, 512 tokens x batch 4, parameters gathered in bfloat16, gradients reduced in float32, fused
-AdamW. Alone (world size 1) FSDP2 skips its collectives, and so does the engine. As threads: the `local` transport
-against torch's threaded process group, all on one device; there FSDP2 also runs attached, with its copies or its whole
-gather ours (shardcomm.fsdp2). Step time, peak memory as ratios (targets: at most 1 alone, below 1 as threads); memory
-is what torch's allocator held at most plus what the transport allocated. The losses of the first steps are compared in
-the same run. Alone once more with shards, gradients and optimizer state in host memory (`cpu_offload=True` against
-FSDP2's `CPUOffloadPolicy()`): what the device holds, and how long a step takes with the copies, and AdamW on the CPU.
+AdamW; initialised on the device, by one seed for all contenders. Three parts, which can be named (default: all):
+
+- alone: world size 1, where FSDP2 skips its collectives, and so does the engine.
+- offloaded: the same with shards, gradients and optimizer state in host memory (`cpu_offload=True` against FSDP2's
+  `CPUOffloadPolicy()`): what the device holds, and how long a step takes with the copies, and AdamW on the CPU.
+- threads: 4 ranks, the `local` transport against torch's threaded process group, all on one device; there FSDP2 also
+  runs attached, with its copies or its whole gather ours (shardcomm.fsdp2).
+
+Step time, peak memory as ratios (targets: at most 1 alone and offloaded, below 1 as threads); memory is what torch's
+allocator held at most plus what the transport allocated. The losses of the first steps are compared in the same run.
 `--device cpu` runs a small model, to try the script.
 """
 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import gc
+import os
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +41,7 @@ import shardcomm.fsdp2
 from shardcomm.train.gpt import GPT, VOCAB
 
 WARM_UP_STEPS = 3
+PATIENCE_S = 90.0
 DROP_IN: dict[str, shardcomm.fsdp2.Level | None] = {
     "FSDP2": None,
     "FSDP2, attached: copies": "copies",
@@ -57,7 +66,7 @@ class Trainer:
         generator = torch.Generator().manual_seed(rank)
         shape = (size.batch, size.context + 1)
         self.tokens = torch.randint(0, VOCAB, shape, generator=generator).to(device)
-        with _building, torch.random.fork_rng():
+        with _building, torch.random.fork_rng(), device:
             torch.manual_seed(0)
             self.model = GPT(size.width, size.layers, size.context)
 
@@ -96,7 +105,6 @@ def fsdp2(
     cpu_offload: bool = False,
 ) -> Trainer:
     trainer = Trainer(size, device, dist.get_rank())
-    trainer.model.to(device)
     mesh = init_device_mesh(device.type, (ranks,))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     pinned = device.type == "cuda"
@@ -140,8 +148,14 @@ class Ranks:
                 body(rank)
 
         running = [thread.submit(alone, rank) for rank, thread in enumerate(self.threads)]
-        for future in running:
-            future.result(timeout=240)
+        done, late = wait(running, PATIENCE_S, FIRST_EXCEPTION)
+        for future in done:
+            future.result()  # the first cause: the others may wait for that rank for ever
+        if late:
+            faulthandler.dump_traceback()
+            raise TimeoutError(
+                f"{len(late)} of {len(running)} ranks still ran after {PATIENCE_S:g} s"
+            )
 
     def build(self) -> None:
         def body(rank: int) -> None:
@@ -178,6 +192,7 @@ def measure(
 ) -> None:
     peak_bytes: dict[str, int] = {}
     for name, ranks in contenders.items():
+        print(f"{label}: {name}: builds, and warms up", flush=True)
         gc.collect()
         synchronize(device)
         if device.type == "cuda":
@@ -246,24 +261,28 @@ def one_rank_group(device: torch.device) -> Iterator[None]:
         dist.destroy_process_group()
 
 
+def one_rank(size: Size, device: torch.device, *, cpu_offload: bool) -> dict[str, Ranks]:
+    comm = shardcomm.Communicator.local_group(1, device=device)[0]
+    # What CUDA loads when it is first used must not count as the first contender's memory.
+    tiny = Size(width=64, layers=1, context=8, batch=1)
+    for make in (lambda rank: ours(tiny, comm), lambda rank: fsdp2(tiny, device, 1)):
+        ranks = Ranks(1, make)
+        ranks.build()
+        ranks.steps(1)
+    return {
+        "shardcomm": Ranks(1, lambda rank: ours(size, comm, cpu_offload=cpu_offload)),
+        "FSDP2": Ranks(1, lambda rank: fsdp2(size, device, 1, cpu_offload=cpu_offload)),
+    }
+
+
 def alone(size: Size, device: torch.device, rounds: int, report: Report) -> None:
     with one_rank_group(device):
-        comm = shardcomm.Communicator.local_group(1, device=device)[0]
-        # What CUDA loads when it is first used must not count as the first contender's memory.
-        tiny = Size(width=64, layers=1, context=8, batch=1)
-        for make in (lambda rank: ours(tiny, comm), lambda rank: fsdp2(tiny, device, 1)):
-            ranks = Ranks(1, make)
-            ranks.build()
-            ranks.steps(1)
-        contenders = {
-            "shardcomm": Ranks(1, lambda rank: ours(size, comm)),
-            "FSDP2": Ranks(1, lambda rank: fsdp2(size, device, 1)),
-        }
-        measure(contenders, device, rounds, report, "alone")
-        contenders = {
-            "shardcomm": Ranks(1, lambda rank: ours(size, comm, cpu_offload=True)),
-            "FSDP2": Ranks(1, lambda rank: fsdp2(size, device, 1, cpu_offload=True)),
-        }
+        measure(one_rank(size, device, cpu_offload=False), device, rounds, report, "alone")
+
+
+def offloaded(size: Size, device: torch.device, rounds: int, report: Report) -> None:
+    with one_rank_group(device):
+        contenders = one_rank(size, device, cpu_offload=True)
         measure(contenders, device, max(1, rounds // 3), report, "alone, offloaded")
 
 
@@ -298,7 +317,8 @@ def order_on_streams() -> None:
     multi_threaded_pg.Collective.join = ordered
 
 
-def as_threads(size: Size, device: torch.device, ranks: int, rounds: int, report: Report) -> None:
+def as_threads(size: Size, device: torch.device, rounds: int, report: Report) -> None:
+    ranks = 4
     comms = shardcomm.Communicator.local_group(ranks, device=device)
     if device.type == "cuda":
         order_on_streams()
@@ -327,19 +347,32 @@ def as_threads(size: Size, device: torch.device, ranks: int, rounds: int, report
         multi_threaded_pg._uninstall_threaded_pg()  # type: ignore[no-untyped-call]
 
 
+PARTS = {"alone": alone, "offloaded": offloaded, "threads": as_threads}
+
+
 def main() -> None:
     parser = arguments(__doc__)
+    parser.add_argument(
+        "parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)}; default: all"
+    )
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--rounds", type=int, default=15)
     args = parser.parse_args()
+    if unknown := set(args.parts) - set(PARTS):
+        parser.error(f"PART is {min(unknown)!r}; accepted: {', '.join(PARTS)}")
     if args.device == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
         size = Size(width=1024, layers=24, context=512, batch=4)
     else:
         device, size = torch.device(args.device), Size(width=64, layers=3, context=16, batch=2)
     report = Report(["step", "median (p10-p90)", "/ FSDP2", "peak", "/ FSDP2"])
-    alone(size, device, args.rounds, report)
-    as_threads(size, device, 4, args.rounds, report)
+    try:
+        for part in args.parts or PARTS:
+            PARTS[part](size, device, args.rounds, report)
+    except Exception:
+        traceback.print_exc()
+        sys.stdout.flush()
+        os._exit(1)  # ranks that wait for one that failed would keep the process
     report.finish(args)
 
 

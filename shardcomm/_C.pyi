@@ -81,14 +81,17 @@ class BoundCopy:
         plan: CopyPlan,
         sources: Sequence[int],
         destinations: Sequence[int],
-        scale: float = ...,
-        accumulate: bool = ...,
         threads: int = ...,
         device: int = ...,
-        nonfinite: int = ...,
     ) -> None: ...
     def set_operands(self, sources: Sequence[int], destinations: Sequence[int]) -> None: ...
-    def run(self, stream: Stream | None = ...) -> None: ...
+    def run(
+        self,
+        scale: float = ...,
+        accumulate: bool = ...,
+        nonfinite: int = ...,
+        stream: Stream | None = ...,
+    ) -> None: ...
 
 def walk_launches(
     plan: CopyPlan,
@@ -112,6 +115,7 @@ def reduce(
     op: RedOp,
     count: int,
     nonfinite: int = ...,
+    divisor: int = ...,
 ) -> None: ...
 def walk_reduce(
     dst: int,
@@ -124,6 +128,7 @@ def walk_reduce(
     count: int,
     threads: int,
     nonfinite: int = ...,
+    divisor: int = ...,
 ) -> None: ...
 
 class InstructionSet:

@@ -65,7 +65,7 @@ class CopyPlan:
     src_dtype: torch.dtype
     dst_dtype: torch.dtype
     core: _C.CopyPlan = field(init=False, repr=False, compare=False)
-    _uploaded: dict[Any, Executor] = field(
+    _uploaded: dict[torch.device, Executor] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
     _uploading: threading.Lock = field(
@@ -200,56 +200,43 @@ class CopyPlan:
         read, written = _operands(sources, destinations)
         device = _device_of(written)
         if on_host(device):
-            self._executor(read, written, device, scale, accumulate, threads).run()
+            self._executor(read, written, device, threads).run(scale, accumulate)
             return
-        key = device, scale, accumulate
         with self._uploading:  # and nobody else's operands come between these and their run
-            if key not in self._uploaded:
-                self._uploaded[key] = self._executor(
-                    read, written, device, scale, accumulate, threads
-                )
-            executor = self._uploaded[key]
+            if device not in self._uploaded:
+                self._uploaded[device] = self._executor(read, written, device, threads)
+            executor = self._uploaded[device]
             executor.set_operands(*self._pointers(read, written, device))
-            executor.run(compute_stream(device))
+            executor.run(scale, accumulate, stream=compute_stream(device))
 
     def bind(
         self,
         sources: Sequence[ArrayLike | None],
         destinations: Sequence[ArrayLike],
         *,
-        scale: float = 1.0,
-        accumulate: bool = False,
         threads: int = 1,
-        nonfinite: Tensor | None = None,
     ) -> BoundCopy:
-        """As `run`, but checks now and runs later, as often as wanted.
+        """As `run`, but checks the operands now and runs later, as often as wanted.
 
-        On a GPU a run can be captured in a CUDA graph, which needs the BoundCopy as long as it lives. `nonfinite`: one
-        int32 element, which a run sets to 1 if an element that it writes is NaN or Inf, and else leaves as it is.
+        On a GPU a run can be captured in a CUDA graph, which needs the BoundCopy as long as it lives.
         """
         read, written = _operands(sources, destinations)
-        device = _device_of(written)
-        flag = flag_address("bind", nonfinite, device)
-        core = self._executor(read, written, device, scale, accumulate, threads, flag)
-        return BoundCopy(self, core, read, tuple(written), nonfinite)
+        core = self._executor(read, written, _device_of(written), threads)
+        return BoundCopy(self, core, read, tuple(written))
 
     def _executor(
         self,
         read: Sequence[Tensor | None],
         written: Sequence[Tensor],
         device: torch.device,
-        scale: float,
-        accumulate: bool,
         threads: int,
-        nonfinite: int = 0,
     ) -> Executor:
         pointers = self._pointers(read, written, device)
         if uses_core(device):
-            index = core_index(device)
-            return _C.BoundCopy(self.core, *pointers, scale, accumulate, threads, index, nonfinite)
+            return _C.BoundCopy(self.core, *pointers, threads, core_index(device))
         from shardcomm.copy_triton import TritonCopy  # noqa: PLC0415  (needs Triton)
 
-        return TritonCopy(self.core, *pointers, scale, accumulate, device, nonfinite)
+        return TritonCopy(self.core, *pointers, device)
 
     def _pointers(
         self, read: Sequence[Tensor | None], written: Sequence[Tensor], device: torch.device
@@ -279,8 +266,14 @@ class Executor(Protocol):
     def set_operands(self, sources: list[int], destinations: list[int]) -> None:
         """Later runs read and write there."""
 
-    def run(self, stream: Any = ...) -> None:
-        """Queues the copy on `stream`."""
+    def run(
+        self,
+        scale: float = ...,
+        accumulate: bool = ...,
+        nonfinite: int = ...,
+        stream: Any = ...,
+    ) -> None:
+        """Queues the copy on `stream`. Nothing is made anew for other options than before."""
 
 
 class BoundCopy:
@@ -292,13 +285,11 @@ class BoundCopy:
         core: Executor,
         sources: Sequence[Tensor | None],
         destinations: Sequence[Tensor],
-        nonfinite: Tensor | None = None,
     ) -> None:
         self.plan = plan
         self.core = core
         self.sources = sources
         self.destinations = destinations
-        self.nonfinite = nonfinite
         self.device = _device_of(destinations)
 
     def set_sources(self, sources: Sequence[ArrayLike | None]) -> None:
@@ -310,11 +301,23 @@ class BoundCopy:
         )
         self.sources = read
 
-    def run(self, stream: Stream | None = None) -> None:
-        """Copies, without the GIL, on `stream` or where torch computes now. Keep queued sources alive."""
+    def run(
+        self,
+        *,
+        scale: float = 1.0,
+        accumulate: bool = False,
+        nonfinite: Tensor | None = None,
+        stream: Stream | None = None,
+    ) -> None:
+        """As `CopyPlan.run`, without the GIL, on `stream` or where torch computes now.
+
+        `nonfinite`: one int32 element, which the run sets to 1 if an element that it writes is NaN or Inf, and else
+        leaves as it is. Keep sources and the flag alive while a run is queued.
+        """
+        flag = flag_address("run", nonfinite, self.device)
         if stream is None and not on_host(self.device):
             stream = compute_stream(self.device)
-        self.core.run(stream)
+        self.core.run(scale, accumulate, flag, stream)
 
 
 def _operands(

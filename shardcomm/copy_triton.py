@@ -12,7 +12,7 @@ With TRITON_INTERPRET=1 in the environment at the import, Triton's interpreter r
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -51,35 +51,13 @@ class TritonCopy:
         plan: _C.CopyPlan,
         sources: Sequence[int],
         destinations: Sequence[int],
-        scale: float,
-        accumulate: bool,
         device: torch.device,
-        nonfinite: int = 0,
     ) -> None:
         _check_device(device)
         self._device = device
-        self._scale = ctypes.c_float(scale).value
-        self._nonfinite = nonfinite
-        computes = self._scale != 1.0 or accumulate or nonfinite != 0
-        plain = plan.src_dtype == plan.dst_dtype and not computes
-        if not plain and plan.dst_dtype not in _FLOATS:
-            raise ValueError(
-                "scale, accumulate and nonfinite need float32, bfloat16 or float16, not "
-                f"{plan.dst_dtype.name}"
-            )
-        types = _BITS if plain else _FLOATS
-        src, dst = types[plan.src_dtype], types[plan.dst_dtype]
-        self._constants = {
-            "SRC": src,
-            "DST": dst,
-            "PLAIN": plain,
-            "ACCUMULATE": accumulate,
-            "WATCHED": nonfinite != 0,
-            "VECTOR": 128 // min(src.primitive_bitwidth, dst.primitive_bitwidth),
-            "BLOCK": 2048,  # elements of one step: two vectors of a 16-bit dtype for each thread
-        }
-        # The address table is [nonfinite, 0, sources, destinations]: the source ZEROS (-1) becomes its row 1.
-        shift = torch.tensor([2, 2 + plan.num_sources, 0, 0, 0, 0, 0, 0])
+        self._dtypes = plan.src_dtype, plan.dst_dtype
+        # The address table is [0, sources, destinations]: the source ZEROS (-1) becomes its row 0.
+        shift = torch.tensor([1, 1 + plan.num_sources, 0, 0, 0, 0, 0, 0])
         tiles = torch.tensor(plan.tiles, dtype=torch.int64).reshape(-1, 8) + shift
         self._grid = (len(tiles),)
         self._tile_table = _Table(tiles, device)
@@ -88,28 +66,55 @@ class TritonCopy:
     def set_operands(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
         """Later runs read and write there; a run that is queued already does where it was told before."""
         # Signed, as the kernel's integers: some GPUs have addresses past 2^63.
-        table = (self._nonfinite, 0, *sources, *destinations)
-        addresses = [ctypes.c_int64(address).value for address in table]
+        addresses = [_signed(address) for address in (0, *sources, *destinations)]
         self._address_table = _Table(torch.tensor(addresses, dtype=torch.int64), self._device)
 
-    def run(self, stream: TorchStream | None = None) -> None:
+    def run(
+        self,
+        scale: float = 1.0,
+        accumulate: bool = False,
+        nonfinite: int = 0,
+        stream: TorchStream | None = None,
+    ) -> None:
         """Queues the copy on `stream`, or on the current one."""
+        launch = self._launch(ctypes.c_float(scale).value, accumulate, nonfinite)
         if self._grid == (0,):
             return
         if self._device.type == "cpu":
-            self._launch()
+            launch()
         else:
             with torch.accelerator.device_index(self._device.index):
-                stream.enqueue(self._launch) if stream is not None else self._launch()
+                stream.enqueue(launch) if stream is not None else launch()
 
-    def _launch(self) -> None:
-        _copy_tile[self._grid](
+    def _launch(self, scale: float, accumulate: bool, nonfinite: int) -> Callable[[], object]:
+        src_dtype, dst_dtype = self._dtypes
+        computes = scale != 1.0 or accumulate or nonfinite != 0
+        plain = src_dtype == dst_dtype and not computes
+        if not plain and dst_dtype not in _FLOATS:
+            raise ValueError(
+                "scale, accumulate and nonfinite need float32, bfloat16 or float16, not "
+                f"{dst_dtype.name}"
+            )
+        types = _BITS if plain else _FLOATS
+        src, dst = types[src_dtype], types[dst_dtype]
+        return lambda: _copy_tile[self._grid](
             self._tile_table.on_current_stream(),
             self._address_table.on_current_stream(),
-            self._scale,
-            **self._constants,
+            scale,
+            _signed(nonfinite),
+            SRC=src,
+            DST=dst,
+            PLAIN=plain,
+            ACCUMULATE=accumulate,
+            WATCHED=nonfinite != 0,
+            VECTOR=128 // min(src.primitive_bitwidth, dst.primitive_bitwidth),
+            BLOCK=2048,  # elements of one step: two vectors of a 16-bit dtype for each thread
             enable_fp_fusion=False,  # the product is rounded before it is added
         )
+
+
+def _signed(address: int) -> int:
+    return ctypes.c_int64(address).value
 
 
 def _check_device(device: torch.device) -> None:
@@ -146,11 +151,13 @@ class _Table:
         return self._copy
 
 
-@triton.jit
+# The flag's address: one kernel for all of them.
+@triton.jit(do_not_specialize=["nonfinite"])
 def _copy_tile(
     tiles,
     addresses,
     scale,
+    nonfinite,
     SRC: tl.constexpr,
     DST: tl.constexpr,
     PLAIN: tl.constexpr,
@@ -204,7 +211,7 @@ def _copy_tile(
                 value = tl.where(has_source, _round(value, DST), 0)
             if WATCHED:
                 is_finite = tl.abs(_to_float32(value)) < float("inf")
-                flag = tl.load(addresses).to(tl.pointer_type(tl.int32))
+                flag = nonfinite.to(tl.int64).to(tl.pointer_type(tl.int32))
                 tl.store(flag + 0 * col, 1, mask=inside & (is_finite == 0))
             tl.store(dst_elements, value, mask=inside)
 

@@ -11,8 +11,6 @@ from shardcomm.copy_plan import BoundCopy, CopyPlan
 from shardcomm.layout import Layout
 from shardcomm.views import as_stored, check_count, check_shape
 
-MOST_PACKS = 8
-
 
 class Sources(NamedTuple):
     """Gradients as they are packed, all of one dtype: where they are, 0 for what counts as zeros."""
@@ -33,7 +31,7 @@ class FullGradients:
         self._shapes = [
             torch.Size(p.spec.shape) if p.shard_dim == 0 else None for p in layout.placements
         ]
-        self._packs: dict[tuple[object, ...], BoundCopy] = {}
+        self._packs: dict[tuple[torch.dtype, torch.dtype, bool], BoundCopy] = {}
 
     def checked(self, grads: Sequence[torch.Tensor | None]) -> Sources:
         """As the copies read them; ValueError unless there is one of its shape, or None, for each parameter."""
@@ -77,10 +75,8 @@ class FullGradients:
         nonfinite: torch.Tensor | None = None,
     ) -> None:
         """Copies them into `flat`, of the layout's length: a buffer to reduce, or the gradient of one rank alone."""
-        key = sources.dtype, flat.dtype, add, scale, nonfinite
+        key = sources.dtype, flat.dtype, add
         if key not in self._packs:
-            if len(self._packs) == MOST_PACKS:  # one each, where every step has another scale
-                self._packs.clear()
             placements = self._layout.placements
             plan = CopyPlan.pack(
                 [p.numel for p in placements],
@@ -90,14 +86,9 @@ class FullGradients:
                 () if add else self._layout.gaps(),
             )
             self._packs[key] = plan.bind(
-                [None] * len(placements),
-                [flat],
-                scale=scale,
-                accumulate=add,
-                nonfinite=nonfinite,
-                threads=torch.get_num_threads(),
+                [None] * len(placements), [flat], threads=torch.get_num_threads()
             )
         # Past the checks of `set_sources`: `checked` has made them, at a fraction of their cost.
         pack = self._packs[key]
         pack.core.set_operands(sources.addresses, [flat.data_ptr()])
-        pack.run()
+        pack.run(scale=scale, accumulate=add, nonfinite=nonfinite)

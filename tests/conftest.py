@@ -9,9 +9,14 @@ from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
+from hypothesis import Phase, settings
 
 # Before torch is loaded. Ranks that are threads would each have a pool of them, which spin for each other's cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+# For compute-sanitizer, under which each example takes long: only those that a test names with @example.
+settings.register_profile("examples", phases=[Phase.explicit], database=None)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -22,7 +27,7 @@ def pytest_sessionstart() -> None:
     # Rank processes are forked from a server that has loaded what they need.
     # (FSDP2 loads torch._dynamo when it is first called, and saving loads DCP.)
     multiprocessing.set_forkserver_preload(
-        ["shardcomm", "test_engine", "torch._dynamo", "torch.distributed.checkpoint", "fsdp2_cases"]
+        ["shardcomm", "nets", "torch._dynamo", "torch.distributed.checkpoint", "fsdp2_cases"]
     )
     forkserver.ensure_running()
 

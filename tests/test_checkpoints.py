@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from test_engine import Net, make
+from nets import Net, make
 from test_state_dict import load_here
 from thread_ranks import run_threads
 

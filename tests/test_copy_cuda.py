@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from random_plans import FLOATS, OTHERS, Plan, bits, expect, plans, rectangle, same_bits, values
 from torch import Tensor
 
 from shardcomm import _C
-from shardcomm.copy_plan import CopyPlan, Segment
+from shardcomm.copy_plan import ZEROS, CopyPlan, Segment
 
 GUARD = 16
 """Elements before and after a destination that nobody may touch."""
@@ -41,7 +41,7 @@ def walk(
 
 launches = st.fixed_dictionaries(
     {
-        "tile_elements": st.sampled_from([128, 1024, 8192]),
+        "tile_elements": st.sampled_from([128, 1024, 65536]),
         "most_operands": st.sampled_from([2, 3, 4000]),
         "blocks": st.integers(1, 7),
         "threads": st.sampled_from([1, 32, 256]),
@@ -154,9 +154,22 @@ def test_impossible_launches_are_refused(changed: dict[str, int], message: str) 
 
 # On a GPU.
 
+VECTORS: Plan = ([Segment(0, 0, 0, 8000, 0, 8000, 1, 8000)], [8000], [8000])
+PITCHED: Plan = ([Segment(0, 0, 2, 40, 1, 41, 5, 37)], [202], [206])
+SEVERAL_TILES: Plan = ([Segment(1, 0, 3, 16800, 5, 16700, 3, 16700)], [0, 50403], [50105])
+FILLED: Plan = (
+    [Segment(ZEROS, 0, 0, 33, 7, 40, 3, 33), Segment(0, 1, 0, 21, 0, 21, 1, 21)], [21], [127, 21]
+)  # fmt: skip
+
 
 @pytest.mark.gpu
 @settings(max_examples=100, deadline=None)
+@example(VECTORS, (torch.bfloat16, torch.float32), 0.5, True, None, (0, 0))
+@example(VECTORS, (torch.float32, torch.bfloat16), 1.0, False, None, (1, 3))
+@example(PITCHED, (torch.float32, torch.float16), 1.0, False, None, (0, 5))
+@example(PITCHED, (torch.bfloat16, torch.bfloat16), 1 / 3, True, None, (2, 0))
+@example(SEVERAL_TILES, (torch.float16, torch.float16), 1.0, False, None, (0, 1))
+@example(FILLED, (torch.float32, torch.bfloat16), 1.0, False, 0, (0, 1))
 @given(
     plan=plans(),
     dtypes=st.tuples(st.sampled_from(FLOATS), st.sampled_from(FLOATS)),

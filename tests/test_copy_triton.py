@@ -43,12 +43,9 @@ def triton_copy(
     plan: CopyPlan,
     sources: list[Tensor | None],
     destinations: list[Tensor],
-    scale: float = 1.0,
-    accumulate: bool = False,
-    nonfinite: int = 0,
 ) -> TritonCopy:
     addresses = [plan.source_pointers(sources, DEVICE), [each.data_ptr() for each in destinations]]
-    return TritonCopy(plan.core, *addresses, scale, accumulate, DEVICE, nonfinite)
+    return TritonCopy(plan.core, *addresses, DEVICE)
 
 
 def check(
@@ -68,7 +65,7 @@ def check(
 
     by_triton = [each.to(DEVICE, copy=True) for each in destinations]
     there = [None if each is None else each.to(DEVICE) for each in sources]
-    triton_copy(plan, there, by_triton, scale, accumulate).run()
+    triton_copy(plan, there, by_triton).run(scale, accumulate)
 
     for result, cpu, pytorch in zip(by_triton, by_cpu, by_pytorch, strict=True):
         if result.dtype in FLOATS:
@@ -221,7 +218,7 @@ def test_streams_see_the_sources_they_were_queued_with() -> None:
         stream = streams[i // 2 % 2]
         stream.wait_stream(streams[1 - i // 2 % 2])
         copy.set_operands(plan.source_pointers([source], DEVICE), [flat.data_ptr()])
-        copy.run(TorchStream(stream))
+        copy.run(stream=TorchStream(stream))
         with torch.cuda.stream(stream):
             results.append(flat.clone())
     torch.cuda.synchronize()
@@ -239,8 +236,7 @@ def test_the_flag_is_set_if_what_it_writes_is_not_finite(dtype: torch.dtype, val
         flat = torch.ones(1100, dtype=dtype, device=DEVICE)
         flat[0] = float("nan")  # not written
         flag = torch.zeros(1, dtype=torch.int32, device=DEVICE)
-        copy = triton_copy(plan, sources, [flat], 1.0, accumulate, flag.data_ptr())
-        copy.run()
+        triton_copy(plan, sources, [flat]).run(1.0, accumulate, flag.data_ptr())
         assert bool(flag) == (not flat[1:].isfinite().all())
         assert bool(flag) == (value != 1.0 and not (value == 1e5 and dtype != torch.float16))
 
@@ -249,7 +245,7 @@ def test_what_it_cannot_do_is_refused() -> None:
     integers = CopyPlan.pack([1], [0], torch.int32, torch.int32)
     one = torch.ones(1, dtype=torch.int32, device=DEVICE)
     with pytest.raises(ValueError, match="scale, accumulate and nonfinite need float32"):
-        triton_copy(integers, [one], [one.clone()], scale=2.0)
+        triton_copy(integers, [one], [one.clone()]).run(scale=2.0)
     elsewhere = torch.device("cpu" if DEVICE.type == "cuda" else "cuda")
     with pytest.raises(TypeError, match="TRITON_INTERPRET must be"):
-        TritonCopy(integers.core, [0], [0], 1.0, False, elsewhere)
+        TritonCopy(integers.core, [0], [0], elsewhere)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from test_engine import batch, loss_of, make, optimizer_of
+from nets import batch, loss_of, make, optimizer_of
 from torch.nn.parallel import DistributedDataParallel
 
 from shardcomm import Communicator, fully_shard, launch

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from test_engine import STEPS, Net, assert_same, batch, loss_of, make, optimizer_of, train
+from nets import STEPS, Net, assert_same, batch, loss_of, make, optimizer_of, train
 from thread_ranks import run_threads
 from torch import nn
 from twins import WIDTH, Chain, assert_same_gradients, twins, values

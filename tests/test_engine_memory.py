@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 import torch
-from test_engine import STEPS, assert_same, batch, loss_of, make, optimizer_of, reference
+from nets import STEPS, assert_same, batch, loss_of, make, optimizer_of, reference
 from thread_ranks import run_threads
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode

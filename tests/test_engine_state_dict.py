@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_engine import assert_same, make
+from nets import assert_same, make
 from thread_ranks import run_threads
 from torch import nn
 from twins import WIDTH, twins, values

@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 
 import pytest
 import torch
-from test_engine import batch, loss_of, make, optimizer_of
+from nets import batch, loss_of, make, optimizer_of
 from thread_ranks import run_mesh, run_threads
 
 from shardcomm import _C, CommError, Communicator, Mesh, RankError, Stream, fully_shard, launch

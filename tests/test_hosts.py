@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from test_engine import batch, loss_of, make, sgd_of
+from nets import batch, loss_of, make, sgd_of
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardcomm import CommError, fully_shard

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 
+import nets
 import pytest
 import torch
-from test_communicator import random_collectives
-from test_engine import STEPS, Net, batch, loss_of, make, reference, sgd_of
+from nets import batch, loss_of, make, reference, sgd_of
+from random_collectives import random_collectives
 from thread_ranks import run_mesh, run_threads
 
 from shardcomm import Bucket, Communicator, CopyPlan, Mesh, MixedPrecision, fully_shard
 
 pytestmark = pytest.mark.gpu
+train = partial(nets.train, optimizer_of=sgd_of)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
@@ -37,20 +40,6 @@ def test_collectives_come_after_what_was_queued_before_and_before_what_comes_aft
             assert torch.equal(full.view(comm.size, -1).amax(1), expected)
 
     run_threads(body, 4, device="cuda")
-
-
-def train(
-    comm: Communicator | Mesh, model: Net, steps: int = STEPS, **options: object
-) -> dict[str, torch.Tensor]:
-    engine = fully_shard(model, comm, **options)  # type: ignore[arg-type]
-    optimizer = sgd_of(model)
-    for step in range(steps):
-        loss_of(model, batch(comm.rank, step).to(comm.device)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    state = engine.full_state_dict()
-    engine.close()
-    return state
 
 
 @pytest.mark.parametrize(

@@ -118,7 +118,7 @@ def test_overflow_of_a_conversion_counts(
         assert reduce(result, [source], 1.0, False, threads) != finite
     plan = CopyPlan.pack([300], [0], src, dst)
     flag = new_flag()
-    plan.bind([source], [result], nonfinite=flag).run()
+    plan.bind([source], [result]).run(nonfinite=flag)
     assert bool(flag) != finite
 
 
@@ -135,7 +135,7 @@ def test_integers_are_finite_and_a_flag_is_never_cleared() -> None:
     assert not reduce(ones.clone(), [ones], 1.0, False, CPU)
     flag = new_flag().fill_(1)
     plan = CopyPlan.pack([4], [0], torch.float32, torch.float32)
-    plan.bind([torch.ones(4)], [torch.empty(4)], nonfinite=flag).run()
+    plan.bind([torch.ones(4)], [torch.empty(4)]).run(nonfinite=flag)
     assert flag.item() == 1
 
 
@@ -185,7 +185,7 @@ def test_copies_look_at_what_they_write_and_at_nothing_else(
             core, *pointers, scale, accumulate, 1024, 4000, 3, 32, flag.data_ptr()
         )  # fmt: skip
     else:
-        _C.BoundCopy(core, *pointers, scale, accumulate, 1, -1, flag.data_ptr()).run()
+        _C.BoundCopy(core, *pointers).run(scale, accumulate, flag.data_ptr())
     assert bool(flag) != all(map(is_finite, written))
 
 
@@ -198,11 +198,11 @@ def test_large_copies_past_the_caches_and_on_threads_look_too(at: int) -> None:
         target = torch.empty(source.numel() + 1, dtype=dtype)
         flag = new_flag()
         plan = CopyPlan((segment,), torch.float32, dtype)
-        plan.bind([source], [target], threads=2, nonfinite=flag).run()
+        plan.bind([source], [target], threads=2).run(nonfinite=flag)
         assert flag.item() == 1
         zeros = CopyPlan((segment._replace(src=ZEROS, src_offset=0),), torch.float32, dtype)
         flag = new_flag()
-        zeros.bind([], [target], threads=2, nonfinite=flag).run()
+        zeros.bind([], [target], threads=2).run(nonfinite=flag)
         assert flag.item() == 0
 
 
@@ -281,9 +281,9 @@ def test_flags_that_are_none_are_refused(flag: Tensor) -> None:
     with pytest.raises(ValueError, match="reduce_scatter: " + message):
         comm.reduce_scatter(torch.ones(1), torch.ones(1), nonfinite=flag)
     plan = CopyPlan.pack([1], [0], torch.float32, torch.float32)
-    with pytest.raises(ValueError, match="bind: " + message):
-        plan.bind([torch.ones(1)], [torch.ones(1)], nonfinite=flag)
+    with pytest.raises(ValueError, match="run: " + message):
+        plan.bind([torch.ones(1)], [torch.ones(1)]).run(nonfinite=flag)
     integers = CopyPlan.pack([1], [0], torch.int32, torch.int32)
     one = torch.ones(1, dtype=torch.int32)
     with pytest.raises(ValueError, match="nonfinite need f32, bf16 or f16, not i32"):
-        integers.bind([one], [one.clone()], nonfinite=new_flag())
+        integers.bind([one], [one.clone()]).run(nonfinite=new_flag())

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from test_engine import Net, batch, loss_of, make, sgd_of
+from nets import Net, batch, loss_of, make, sgd_of
 from test_strategies import train
 from thread_ranks import run_mesh, run_threads
 from torch import nn

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_engine import batch, loss_of, make
+from nets import batch, loss_of, make
 from thread_ranks import run_mesh, run_threads
 from torch import nn
 

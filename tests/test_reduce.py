@@ -42,13 +42,18 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
 
 
 def expect(
-    sources: list[Tensor], op: str, dst: Tensor, scale: float = 1.0, accumulate: bool = False
+    sources: list[Tensor],
+    op: str,
+    dst: Tensor,
+    scale: float = 1.0,
+    accumulate: bool = False,
+    divisor: int = 0,
 ) -> Tensor:
     """Left to right, in the accumulator's precision, rounded once at the end."""
     wide = [source.to(accumulator(source.dtype)) for source in sources]
     combine = {"max": torch.maximum, "min": torch.minimum}.get(op, torch.add)
     value = reduce(combine, wide)
-    n = len(sources)
+    n = divisor or len(sources)
     if op == "avg":
         if value.dtype.is_floating_point:
             value = value * (torch.ones((), dtype=value.dtype) / n)
@@ -72,6 +77,7 @@ def run(
     scale: float = 1.0,
     accumulate: bool = False,
     threads: int = CPU,
+    divisor: int = 0,
 ) -> None:
     """On the CPU, or the kernel's code, thread by thread of a launch of so many."""
     arguments = (
@@ -85,9 +91,9 @@ def run(
         sources[0].numel(),
     )
     if threads == CPU:
-        _C.reduce(*arguments)
+        _C.reduce(*arguments, divisor=divisor)
     else:
-        _C.walk_reduce(*arguments, threads)
+        _C.walk_reduce(*arguments, threads, divisor=divisor)
 
 
 def assert_same(result: Tensor, expected: Tensor) -> None:
@@ -190,6 +196,19 @@ def test_the_destination_may_be_a_source(
         assert_same(sources[aliased], expected)
 
 
+@pytest.mark.parametrize("threads", [CPU, 5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int32])
+def test_partial_sums_are_divided_by_the_number_of_ranks(dtype: torch.dtype, threads: int) -> None:
+    generator = torch.Generator().manual_seed(7)
+    for num_sources, ranks in ((1, 3), (2, 16), (3, 12)):
+        sources = [values(1000, dtype, generator) for _ in range(num_sources)]
+        dst = torch.empty_like(sources[0])
+        run(dst, sources, "avg", threads=threads, divisor=ranks)
+        assert_same(dst, expect(sources, "avg", dst, divisor=ranks))
+        run(dst, sources, "max", threads=threads, divisor=ranks)
+        assert_same(dst, expect(sources, "max", dst))
+
+
 @pytest.mark.parametrize("op", ["max", "min"])
 def test_nan_wins_from_either_side(op: str) -> None:
     nan = float("nan")
@@ -212,6 +231,8 @@ def test_wrong_calls_are_refused() -> None:
         _C.reduce(x.data_ptr(), f32, 1.0, False, [], f32, _C.RedOp.sum, 4)
     with pytest.raises(ValueError, match="count is -1"):
         _C.reduce(x.data_ptr(), f32, 1.0, False, [x.data_ptr()], f32, _C.RedOp.sum, -1)
+    with pytest.raises(ValueError, match="divisor is -2"):
+        run(x, [x], "avg", divisor=-2)
     with pytest.raises(ValueError, match="no conversion from i32 to f32"):
         _C.reduce(x.data_ptr(), f32, 1.0, False, [i.data_ptr()], i32, _C.RedOp.sum, 4)
     with pytest.raises(ValueError, match="it must be 1 for i32"):

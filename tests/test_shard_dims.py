@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 import torch
-from test_engine import assert_same, batch, loss_of, reference, sgd_of
+from nets import assert_same, batch, loss_of, reference, sgd_of
 from thread_ranks import run_mesh, run_threads
 from torch import nn
 from twins import twins

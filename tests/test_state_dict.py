@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from test_engine import _generator, batch, loss_of, reference
+from nets import _generator, batch, loss_of, reference
 from thread_ranks import run_threads
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from test_engine import Net, assert_same, batch, loss_of, make, sgd_of
+from nets import Net, assert_same, batch, loss_of, make, sgd_of
 from thread_ranks import run_mesh, run_threads
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_engine import batch, loss_of, make
+from nets import batch, loss_of, make
 from thread_ranks import run_mesh, run_threads
 
 from shardcomm import CommError, Communicator, Mesh, fully_shard

@@ -85,22 +85,23 @@ std::shared_ptr<CopyPlan> make_plan(const Segments& segments, DType src_dtype, D
 }
 
 std::shared_ptr<BoundCopy> bind_pointers(std::shared_ptr<CopyPlan> plan, const Addresses& sources,
-                                         const Addresses& destinations, float scale,
-                                         bool accumulate, int threads, int device,
-                                         std::uintptr_t nonfinite) {
+                                         const Addresses& destinations, int threads, int device) {
   // Its tiles on a device are freed when the device is done.
-  return destroyed_without_lock(std::make_shared<BoundCopy>(
-      std::move(plan), pointers<const void*>(sources), pointers<void*>(destinations),
-      CopyOptions{scale, accumulate, threads, flag(nonfinite)}, device));
+  return destroyed_without_lock(
+      std::make_shared<BoundCopy>(std::move(plan), pointers<const void*>(sources),
+                                  pointers<void*>(destinations), threads, device));
 }
 
-void run_bound(const BoundCopy& bound, Stream* stream) {
+void run_bound(const BoundCopy& bound, float scale, bool accumulate, std::uintptr_t nonfinite,
+               Stream* stream) {
+  const CopyOptions options{scale, accumulate, flag(nonfinite)};
+  check_options(bound.plan(), options);
   py::gil_scoped_release unlocked;
   if (stream == nullptr) {
-    bound.run(nullptr);
+    bound.run(options, nullptr);
   } else {
     // A copy: sources set later are for later runs.
-    stream->enqueue([bound](NativeStream native) { bound.run(native); });
+    stream->enqueue([bound, options](NativeStream native) { bound.run(options, native); });
   }
 }
 
@@ -112,27 +113,32 @@ void walk(const CopyPlan& plan, const Addresses& sources, const Addresses& desti
   if (from.size() != plan.src_extents().size() || to.size() != plan.dst_extents().size()) {
     throw std::invalid_argument("sources and destinations must be as many as the plan's");
   }
-  walk_launches(plan, from.data(), to.data(), {scale, accumulate, 1, flag(nonfinite)},
+  walk_launches(plan, from.data(), to.data(), {scale, accumulate, flag(nonfinite)},
                 tile_elements, most_operands, blocks, threads);
+}
+
+// `divisor` 0: as many as there are sources.
+int divisor_of(int divisor, const Addresses& sources) {
+  return divisor == 0 ? static_cast<int>(sources.size()) : divisor;
 }
 
 void reduce(std::uintptr_t dst, DType dst_dtype, float scale, bool accumulate,
             const Addresses& sources, DType dtype, RedOp op, std::int64_t count,
-            std::uintptr_t nonfinite) {
+            std::uintptr_t nonfinite, int divisor) {
   const auto sources_of = pointers<const void*>(sources);
   py::gil_scoped_release unlocked;
   reduce_cpu(reinterpret_cast<void*>(dst), Epilogue{dst_dtype, scale, accumulate, flag(nonfinite)},
              sources_of.data(), static_cast<int>(sources_of.size()), dtype, op,
-             static_cast<int>(sources_of.size()), count);
+             divisor_of(divisor, sources), count);
 }
 
 void walk_reduction(std::uintptr_t dst, DType dst_dtype, float scale, bool accumulate,
                     const Addresses& sources, DType dtype, RedOp op, std::int64_t count,
-                    std::int64_t threads, std::uintptr_t nonfinite) {
+                    std::int64_t threads, std::uintptr_t nonfinite, int divisor) {
   const auto sources_of = pointers<const void*>(sources);
   walk_reduce(reinterpret_cast<void*>(dst), Epilogue{dst_dtype, scale, accumulate, flag(nonfinite)},
               sources_of.data(), static_cast<int>(sources_of.size()), dtype, op,
-             static_cast<int>(sources_of.size()), count, threads);
+              divisor_of(divisor, sources), count, threads);
 }
 
 }  // namespace
@@ -156,15 +162,15 @@ void bind_copy(py::module_& m) {
 
   py::class_<BoundCopy, std::shared_ptr<BoundCopy>>(m, "BoundCopy")
       .def(py::init(&bind_pointers), py::arg("plan"), py::arg("sources"), py::arg("destinations"),
-           py::arg("scale") = 1.0f, py::arg("accumulate") = false, py::arg("threads") = 1,
-           py::arg("device") = BoundCopy::kCpu, py::arg("nonfinite") = 0)
+           py::arg("threads") = 1, py::arg("device") = BoundCopy::kCpu)
       .def(
           "set_operands",
           [](BoundCopy& bound, const Addresses& sources, const Addresses& destinations) {
             bound.set_operands(pointers<const void*>(sources), pointers<void*>(destinations));
           },
           py::arg("sources"), py::arg("destinations"))
-      .def("run", &run_bound, py::arg("stream") = static_cast<Stream*>(nullptr));
+      .def("run", &run_bound, py::arg("scale") = 1.0f, py::arg("accumulate") = false,
+           py::arg("nonfinite") = 0, py::arg("stream") = static_cast<Stream*>(nullptr));
 
   m.def("walk_launches", &walk, py::arg("plan"), py::arg("sources"), py::arg("destinations"),
         py::arg("scale"), py::arg("accumulate"), py::arg("tile_elements"), py::arg("most_operands"),
@@ -173,10 +179,10 @@ void bind_copy(py::module_& m) {
 
   m.def("reduce", &reduce, py::arg("dst"), py::arg("dst_dtype"), py::arg("scale"),
         py::arg("accumulate"), py::arg("sources"), py::arg("dtype"), py::arg("op"),
-        py::arg("count"), py::arg("nonfinite") = 0);
+        py::arg("count"), py::arg("nonfinite") = 0, py::arg("divisor") = 0);
   m.def("walk_reduce", &walk_reduction, py::arg("dst"), py::arg("dst_dtype"), py::arg("scale"),
         py::arg("accumulate"), py::arg("sources"), py::arg("dtype"), py::arg("op"),
-        py::arg("count"), py::arg("threads"), py::arg("nonfinite") = 0,
+        py::arg("count"), py::arg("threads"), py::arg("nonfinite") = 0, py::arg("divisor") = 0,
         "The CUDA reduction kernel's code on the CPU, thread by thread.");
 
   py::enum_<InstructionSet> instruction_sets_enum(m, "InstructionSet");

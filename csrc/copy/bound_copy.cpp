@@ -17,9 +17,12 @@ void require_count(const char* operands, std::size_t given, std::int32_t wanted)
 }  // namespace
 
 BoundCopy::BoundCopy(std::shared_ptr<const CopyPlan> plan, std::vector<const void*> sources,
-                     std::vector<void*> destinations, const CopyOptions& options, int device)
-    : plan_(std::move(plan)), options_(options) {
-  check_options(*plan_, options_);
+                     std::vector<void*> destinations, int threads, int device)
+    : plan_(std::move(plan)), threads_(threads) {
+  if (threads < 1) {
+    throw std::invalid_argument("threads is " + std::to_string(threads) +
+                                ", it must be at least 1");
+  }
   set_operands(std::move(sources), std::move(destinations));
   if (device != kCpu) on_device_ = std::make_shared<CudaCopy>(*plan_, device);
 }
@@ -36,9 +39,12 @@ void BoundCopy::set_operands(std::vector<const void*> sources, std::vector<void*
   destinations_ = std::move(destinations);
 }
 
-void BoundCopy::run(NativeStream stream) const {
-  if (on_device_ != nullptr) return on_device_->run(sources_.data(), destinations_.data(), options_, stream);
-  copy_cpu(*plan_, sources_.data(), destinations_.data(), options_);
+void BoundCopy::run(const CopyOptions& options, NativeStream stream) const {
+  if (on_device_ == nullptr) {
+    return copy_cpu(*plan_, sources_.data(), destinations_.data(), options, threads_);
+  }
+  check_options(*plan_, options);
+  on_device_->run(sources_.data(), destinations_.data(), options, stream);
 }
 
 }  // namespace shardcomm

@@ -16,21 +16,23 @@ class BoundCopy {
  public:
   static constexpr int kCpu = -1;
 
-  // On the CPU or a CUDA device, which has all the pointers.
+  // On the CPU, with so many threads, or a CUDA device, which has all the pointers.
   // Throws std::invalid_argument for a number of pointers that is not the plan's, a null
-  // destination, and for options that the plan's dtypes do not allow.
+  // destination, and threads < 1.
   BoundCopy(std::shared_ptr<const CopyPlan> plan, std::vector<const void*> sources,
-            std::vector<void*> destinations, const CopyOptions& options, int device = kCpu);
+            std::vector<void*> destinations, int threads = 1, int device = kCpu);
 
   // As in the constructor. A null source: zeros.
   void set_operands(std::vector<const void*> sources, std::vector<void*> destinations);
-  void run(NativeStream stream) const;
+  // Nothing is made or allocated for other options than before. Throws as check_options does.
+  void run(const CopyOptions& options, NativeStream stream) const;
+  const CopyPlan& plan() const { return *plan_; }
 
  private:
   std::shared_ptr<const CopyPlan> plan_;
   std::vector<const void*> sources_;
   std::vector<void*> destinations_;
-  CopyOptions options_;
+  int threads_;
   std::shared_ptr<const CudaCopy> on_device_;  // null: on the CPU
 };
 

@@ -156,10 +156,6 @@ class Workers {
 }  // namespace
 
 void check_options(const CopyPlan& plan, const CopyOptions& options) {
-  if (options.threads < 1) {
-    throw std::invalid_argument("threads is " + std::to_string(options.threads) +
-                                ", it must be at least 1");
-  }
   const bool computes = options.scale != 1.0f || options.accumulate || options.nonfinite != nullptr;
   if (computes && !is_convertible(plan.dst_dtype())) {
     throw std::invalid_argument(
@@ -169,8 +165,12 @@ void check_options(const CopyPlan& plan, const CopyOptions& options) {
 }
 
 void copy_cpu(const CopyPlan& plan, const void* const* sources, void* const* destinations,
-              const CopyOptions& options) {
+              const CopyOptions& options, int threads) {
   check_options(plan, options);
+  if (threads < 1) {
+    throw std::invalid_argument("threads is " + std::to_string(threads) +
+                                ", it must be at least 1");
+  }
   const auto src_bytes = static_cast<std::int64_t>(itemsize(plan.src_dtype()));
   const auto dst_bytes = static_cast<std::int64_t>(itemsize(plan.dst_dtype()));
   // Accumulation has the destination in the cache already.
@@ -181,13 +181,13 @@ void copy_cpu(const CopyPlan& plan, const void* const* sources, void* const* des
     if constexpr (!Copy::kMoves) run.row_kernel = best_of<Row<Copy>>();
   });
 
-  const std::int64_t threads =
-      std::max<std::int64_t>(1, smaller(options.threads, plan.elements() / kElementsPerThread));
-  if (threads == 1) {
+  const std::int64_t shares =
+      std::max<std::int64_t>(1, smaller(threads, plan.elements() / kElementsPerThread));
+  if (shares == 1) {
     copy_tiles(run, plan.tiles().begin(), plan.tiles().end());
     return;
   }
-  const std::vector<TileIterator> cuts = equal_shares(plan, threads);
+  const std::vector<TileIterator> cuts = equal_shares(plan, shares);
   Workers workers;
   for (std::size_t t = 1; t + 1 < cuts.size(); ++t) {
     workers.start([&run, &cuts, t] { copy_tiles(run, cuts[t], cuts[t + 1]); });

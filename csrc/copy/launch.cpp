@@ -12,6 +12,8 @@ namespace {
 
 constexpr std::int64_t kTilesPerProcessor = 16;
 constexpr std::int64_t kMostBatches = 4;
+static_assert(kMostBatches * kBatchVectors * kBlockThreads * kVectorBytes <= kMostTileElements,
+              "of the narrowest type, of one byte");
 
 // A launch under construction, and where each operand of the plan stands in it.
 class Filling {
@@ -95,10 +97,12 @@ void walk_launches(const CopyPlan& plan, const void* const* sources, void* const
                    const CopyOptions& options, std::int64_t tile_elements,
                    std::size_t most_operands, std::uint32_t blocks, std::uint32_t threads) {
   check_options(plan, options);
-  if (tile_elements < kCutElements || tile_elements % kCutElements != 0) {
+  if (tile_elements < kCutElements || tile_elements % kCutElements != 0 ||
+      tile_elements > kMostTileElements) {
     throw std::invalid_argument("tile_elements is " + std::to_string(tile_elements) +
                                 ", it must be a positive multiple of " +
-                                std::to_string(kCutElements));
+                                std::to_string(kCutElements) + ", at most " +
+                                std::to_string(kMostTileElements));
   }
   if (most_operands < 2 || most_operands > kMostOperands || blocks < 1 || threads < 1) {
     throw std::invalid_argument("a launch has 2 to " + std::to_string(kMostOperands) +

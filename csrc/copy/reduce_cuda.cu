@@ -10,8 +10,13 @@ namespace {
 
 constexpr int kThreads = 256;
 
+// Blocks that a multiprocessor holds at least, which bounds the registers of a thread (bytes, 16 of
+// them in a vector, need more).
+template <class Src>
+constexpr int kResident = sizeof(Src) == 1 ? 2 : 3;
+
 template <class Src, class Dst, class Op>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kResident<Src>)
     reduce_run(const __grid_constant__ Reduction reduction) {
   Watch<Dst> side;
   reduce_as_thread<Src, Dst, Op>(reduction, std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x,

@@ -24,6 +24,8 @@ constexpr int kBlockThreads = 256;
 // What a thread has under way before its first store, which is what hides the latency of memory.
 constexpr int kBatchVectors = 4;
 constexpr int kBatchElements = 8;
+// Of a tile of several rows.
+constexpr std::int64_t kMostTileElements = 1 << 16;
 
 // The pointers of a launch travel as kernel arguments: first the sources, then the destinations.
 template <int kCapacity>
@@ -52,8 +54,21 @@ struct alignas(kVectorBytes) Word {
   std::uint32_t at[4];
 };
 
-// One access, and not before what comes before it: left to itself, nvcc moves loads behind the
-// stores of other vectors, where it can show that this changes nothing, and splits stores in four.
+// One access of 16 bytes each, in the order of the program: left to itself, nvcc moves a load to the
+// store that needs it, where the wait for one hides no other, and splits some stores in four.
+SHARDCOMM_HOST_DEVICE inline Word load_word(const Word* from) {
+#ifdef __CUDA_ARCH__
+  Word word;
+  asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(word.at[0]), "=r"(word.at[1]), "=r"(word.at[2]), "=r"(word.at[3])
+               : "l"(__cvta_generic_to_global(from))
+               : "memory");
+  return word;
+#else
+  return *from;
+#endif
+}
+
 SHARDCOMM_HOST_DEVICE inline void store_word(Word* to, const Word& word) {
 #ifdef __CUDA_ARCH__
   asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(to)),
@@ -62,6 +77,28 @@ SHARDCOMM_HOST_DEVICE inline void store_word(Word* to, const Word& word) {
 #else
   *to = word;
 #endif
+}
+
+// A barrier for the compiler: what uses `word` comes after this.
+SHARDCOMM_HOST_DEVICE inline void pin([[maybe_unused]] Word& word) {
+#ifdef __CUDA_ARCH__
+  asm volatile("" : "+r"(word.at[0]), "+r"(word.at[1]), "+r"(word.at[2]), "+r"(word.at[3]));
+#endif
+}
+
+// index < count, which the compiler does not know even where it follows from a loop's condition: a
+// real branch between loads and their first use. Without one it waits for the first load before it
+// issues the last.
+template <class Index>
+SHARDCOMM_HOST_DEVICE inline bool is_within(Index index, Index count) {
+#ifdef __CUDA_ARCH__
+  if constexpr (sizeof(Index) == 8) {
+    asm volatile("" : "+l"(index));
+  } else {
+    asm volatile("" : "+r"(index));
+  }
+#endif
+  return index < count;
 }
 
 // A vector.
@@ -74,7 +111,7 @@ template <class T, int kElements>
 SHARDCOMM_HOST_DEVICE inline Words<T, kElements> load_words(const T* from) {
   Words<T, kElements> words;
   const auto* at = reinterpret_cast<const Word*>(from);
-  for (Word& word : words.at) word = *at++;
+  for (Word& word : words.at) word = load_word(at++);
   return words;
 }
 
@@ -85,7 +122,8 @@ SHARDCOMM_HOST_DEVICE inline void store_words(T* to, const Words<T, kElements>& 
 }
 
 template <class T, int kElements>
-SHARDCOMM_HOST_DEVICE inline Elements<T, kElements> elements_of(const Words<T, kElements>& words) {
+SHARDCOMM_HOST_DEVICE inline Elements<T, kElements> elements_of(Words<T, kElements> words) {
+  for (Word& word : words.at) pin(word);
   Elements<T, kElements> elements;
   memcpy(&elements, &words, sizeof(elements));
   return elements;
@@ -103,8 +141,9 @@ template <class T, int kElements>
 struct Access {
   using Held = Words<T, kElements>;
   SHARDCOMM_HOST_DEVICE static Held load(const T* from) { return load_words<T, kElements>(from); }
-  SHARDCOMM_HOST_DEVICE static void store(T* to, const Held& held) {
-    store_words(to, held);
+  SHARDCOMM_HOST_DEVICE static void store(T* to, const Held& held) { store_words(to, held); }
+  SHARDCOMM_HOST_DEVICE static Elements<T, kElements> elements(const Held& held) {
+    return elements_of<T, kElements>(held);
   }
 };
 template <class T>
@@ -112,6 +151,7 @@ struct Access<T, 1> {
   using Held = Elements<T, 1>;
   SHARDCOMM_HOST_DEVICE static Held load(const T* from) { return {{*from}}; }
   SHARDCOMM_HOST_DEVICE static void store(T* to, const Held& held) { *to = held.at[0]; }
+  SHARDCOMM_HOST_DEVICE static Held elements(const Held& held) { return held; }
 };
 
 // Writes zeros where `Copy` would write, and reads nothing.
@@ -136,8 +176,7 @@ class Accesses {
                                  std::int64_t first, std::int64_t head, std::int64_t gap)
       : count_(static_cast<std::uint32_t>(tile.rows) * per_row),
         per_row_(per_row),
-        // Exact for tiles of at most 2^16 accesses.
-        rows_each_(tile.rows == 1 ? 0 : UINT32_MAX / per_row + 1),
+        rows_each_(tile.rows == 1 ? 0 : ((std::uint32_t{1} << 31) + per_row - 1) / per_row),
         elements_(elements),
         first_(first),
         head_(static_cast<std::uint32_t>(head)),
@@ -151,8 +190,8 @@ class Accesses {
     std::int64_t dst;
   };
   SHARDCOMM_HOST_DEVICE Place at(std::uint32_t index) const {
-    // A multiplication for the division by per_row_.
-    const auto row = static_cast<std::uint32_t>((std::uint64_t{index} * rows_each_) >> 32);
+    // index / per_row_, by a multiplication: exact below kMostTileElements where there are two rows.
+    const auto row = static_cast<std::uint32_t>((std::uint64_t{index} * rows_each_) >> 31);
     const std::uint32_t single = index - row * per_row_;
     const std::int64_t col =
         first_ + std::int64_t{single} * elements_ + (single < head_ ? 0 : gap_);
@@ -162,7 +201,7 @@ class Accesses {
  private:
   std::uint32_t count_;
   std::uint32_t per_row_;
-  std::uint32_t rows_each_;  // 2^32 / per_row_, rounded up; 0: there is one row
+  std::uint32_t rows_each_;  // 2^31 / per_row_, rounded up; 0: there is one row
   std::uint32_t elements_;
   std::int64_t first_;
   std::uint32_t head_;
@@ -191,17 +230,16 @@ SHARDCOMM_HOST_DEVICE inline void copy_accesses(const Accesses& all,
       if constexpr (kReads<Copy>) from[k] = Read::load(src + place.src);
       if constexpr (Copy::kAccumulates) to[k] = Write::load(dst + place.dst);
     }
-    for (int k = 0; k < kBatch; ++k) {
-      if (first + static_cast<std::uint32_t>(k) * threads >= all.count()) break;
+    for (int k = kBatch - 1; k >= 0; --k) {
+      if (k > 0 && first + static_cast<std::uint32_t>(k) * threads >= all.count()) continue;
       if constexpr (!kReads<Copy>) {
         to[k] = {};
       } else if constexpr (Copy::kMoves) {
         to[k] = from[k];
       } else {
-        Elements<typename Copy::Src, kElements> read;
+        const auto read = Read::elements(from[k]);
         Elements<typename Copy::Dst, kElements> written;
-        memcpy(&read, &from[k], sizeof(read));
-        if constexpr (Copy::kAccumulates) memcpy(&written, &to[k], sizeof(written));
+        if constexpr (Copy::kAccumulates) written = Write::elements(to[k]);
         for (int i = 0; i < kElements; ++i) {
           written.at[i] = Copy::apply(read.at[i], written.at[i], scale);
           side.wrote(written.at[i]);

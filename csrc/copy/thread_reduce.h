@@ -50,54 +50,122 @@ SHARDCOMM_HOST_DEVICE inline void reduce_elements(const Reduction& reduction, st
   }
 }
 
-// All whole vectors: a thread has `kVectors` of `kSources` sources under way before it combines any
-// two. That many loads are what hides the latency of memory. `kSources` is the number of sources, or
-// (kInGroups) they are taken in groups of so many, the last possibly smaller.
-template <class Src, class Dst, class Op, int kVectors, int kSources, bool kInGroups, class Side>
-SHARDCOMM_HOST_DEVICE inline void reduce_vectors(const Reduction& reduction, std::int64_t thread,
-                                                 std::int64_t threads, Side& side) {
+// The whole vectors of a reduction, as one thread sees them.
+template <class Src, class Dst, class Op>
+class Vectors {
+ public:
+  static constexpr int kElements = kVectorElements<Src, Dst>;
   using Value = Accumulator<Src>;
-  constexpr int kElements = kVectorElements<Src, Dst>;
-  const auto mean = static_cast<Value>(reduction.mean);
-  const auto scale = static_cast<Value>(reduction.scale);
-  auto* dst = static_cast<Dst*>(reduction.dst);
-  const std::int64_t vectors = reduction.count / kElements;
-  for (std::int64_t first = thread; first < vectors; first += kVectors * threads) {
-    // Past the end, the last vector is read again and nothing is stored: loads without branches.
-    std::int64_t at[kVectors];
-    Words<Dst, kElements> before[kVectors] = {};
-    Value total[kVectors][kElements];
-    for (int v = 0; v < kVectors; ++v) {
-      at[v] = smaller(first + v * threads, vectors - 1) * kElements;
-      if (reduction.accumulate) before[v] = load_words<Dst, kElements>(dst + at[v]);
-      for (Value& each : total[v]) each = Op::template identity<Value>();
+  using Read = Words<Src, kElements>;
+  using Written = Words<Dst, kElements>;
+  using Total = Elements<Value, kElements>;
+
+  SHARDCOMM_HOST_DEVICE explicit Vectors(const Reduction& reduction)
+      : reduction_(reduction),
+        dst_(static_cast<Dst*>(reduction.dst)),
+        count_(reduction.count / kElements),
+        mean_(static_cast<Value>(reduction.mean)),
+        scale_(static_cast<Value>(reduction.scale)) {}
+  SHARDCOMM_HOST_DEVICE std::int64_t count() const { return count_; }
+  // The first element of a vector. Past the end, the last vector is read again, and not stored:
+  // loads without branches.
+  SHARDCOMM_HOST_DEVICE std::int64_t at(std::int64_t vector) const {
+    return smaller(vector, count_ - 1) * kElements;
+  }
+  // What a vector of the destination held.
+  SHARDCOMM_HOST_DEVICE Written before(std::int64_t at) const {
+    return reduction_.accumulate ? load_words<Dst, kElements>(dst_ + at) : Written{};
+  }
+  SHARDCOMM_HOST_DEVICE const Src* source(int k) const {
+    return static_cast<const Src*>(reduction_.sources.at[k]);
+  }
+  SHARDCOMM_HOST_DEVICE static Total none() {
+    Total total;
+    for (Value& each : total.at) each = Op::template identity<Value>();
+    return total;
+  }
+  SHARDCOMM_HOST_DEVICE static void combine(Total& total, const Read& words) {
+    const auto read = elements_of<Src, kElements>(words);
+    for (int i = 0; i < kElements; ++i) {
+      total.at[i] = Op::combine(total.at[i], load(read.at[i]));
     }
-    for (int k = 0; k < (kInGroups ? reduction.num_sources : 1); k += kSources) {
-      const auto is_in = [&](int s) { return !kInGroups || k + s < reduction.num_sources; };
-      Words<Src, kElements> from[kSources][kVectors] = {};
+  }
+  template <class Side>
+  SHARDCOMM_HOST_DEVICE void store(std::int64_t at, const Written& before, const Total& total,
+                                   Side& side) const {
+    auto to = elements_of<Dst, kElements>(before);
+    for (int i = 0; i < kElements; ++i) {
+      finish(to.at[i], total.at[i], reduction_.accumulate, reduction_.divisor, mean_, scale_);
+      side.wrote(to.at[i]);
+    }
+    store_vector(dst_ + at, to);
+  }
+
+ private:
+  const Reduction& reduction_;
+  Dst* dst_;
+  std::int64_t count_;
+  Value mean_;
+  Value scale_;
+};
+
+// Of `kSources` sources: a thread has `kVectors` vectors of each under way before it combines any.
+template <int kVectors, int kSources, class Src, class Dst, class Op, class Side>
+SHARDCOMM_HOST_DEVICE inline void reduce_few(const Vectors<Src, Dst, Op>& all, std::int64_t thread,
+                                             std::int64_t threads, Side& side) {
+  using All = Vectors<Src, Dst, Op>;
+  for (std::int64_t first = thread; first < all.count(); first += kVectors * threads) {
+    std::int64_t at[kVectors];
+    typename All::Written before[kVectors];
+    typename All::Read from[kVectors][kSources];
+    for (int v = 0; v < kVectors; ++v) {
+      at[v] = all.at(first + v * threads);
+      before[v] = all.before(at[v]);
+    }
+    for (int v = 0; v < kVectors; ++v) {
       for (int s = 0; s < kSources; ++s) {
-        if (!is_in(s)) continue;
-        const auto* source = static_cast<const Src*>(reduction.sources.at[k + s]);
-        for (int v = 0; v < kVectors; ++v) from[s][v] = load_words<Src, kElements>(source + at[v]);
+        from[v][s] = load_words<Src, All::kElements>(all.source(s) + at[v]);
       }
-      for (int s = 0; s < kSources; ++s) {
-        if (!is_in(s)) continue;
+    }
+    // Backwards, see copy_accesses.
+    for (int v = kVectors - 1; v >= 0; --v) {
+      if (v > 0 && first + v * threads >= all.count()) continue;
+      auto total = All::none();
+      for (const auto& words : from[v]) All::combine(total, words);
+      all.store(at[v], before[v], total, side);
+    }
+  }
+}
+
+// Of any number of sources: of `kVectors` vectors, up to `kSources` sources are under way at once.
+template <int kVectors, int kSources, class Src, class Dst, class Op, class Side>
+SHARDCOMM_HOST_DEVICE inline void reduce_many(const Vectors<Src, Dst, Op>& all, int num_sources,
+                                              std::int64_t thread, std::int64_t threads,
+                                              Side& side) {
+  using All = Vectors<Src, Dst, Op>;
+  for (std::int64_t first = thread; first < all.count(); first += kVectors * threads) {
+    std::int64_t at[kVectors];
+    typename All::Written before[kVectors];
+    typename All::Total total[kVectors];
+    for (int v = 0; v < kVectors; ++v) {
+      at[v] = all.at(first + v * threads);
+      before[v] = all.before(at[v]);
+      total[v] = All::none();
+    }
+    for (int k = 0; k < num_sources; k += kSources) {
+      typename All::Read from[kSources][kVectors] = {};
+      for (int s = 0; s < kSources && k + s < num_sources; ++s) {
         for (int v = 0; v < kVectors; ++v) {
-          const auto read = elements_of<Src, kElements>(from[s][v]);
-          for (int i = 0; i < kElements; ++i) {
-            total[v][i] = Op::combine(total[v][i], load(read.at[i]));
-          }
+          from[s][v] = load_words<Src, All::kElements>(all.source(k + s) + at[v]);
         }
       }
+      if (!is_within(first, all.count())) break;  // never: a branch after the loads, before their use
+      for (int s = 0; s < kSources && k + s < num_sources; ++s) {
+        for (int v = 0; v < kVectors; ++v) All::combine(total[v], from[s][v]);
+      }
     }
     for (int v = 0; v < kVectors; ++v) {
-      if (first + v * threads >= vectors) break;
-      auto to = elements_of<Dst, kElements>(before[v]);
-      for (int i = 0; i < kElements; ++i) {
-        finish(to.at[i], total[v][i], reduction.accumulate, reduction.divisor, mean, scale);
-        side.wrote(to.at[i]);
-      }
-      store_vector(dst + at[v], to);
+      if (first + v * threads < all.count()) all.store(at[v], before[v], total[v], side);
     }
   }
 }
@@ -105,22 +173,23 @@ SHARDCOMM_HOST_DEVICE inline void reduce_vectors(const Reduction& reduction, std
 template <class Src, class Dst, class Op, class Side>
 SHARDCOMM_HOST_DEVICE inline void reduce_as_thread(const Reduction& reduction, std::int64_t thread,
                                                    std::int64_t threads, Side& side) {
-  constexpr int kElements = kVectorElements<Src, Dst>;
   if (!reduction.is_whole) {
     return reduce_elements<Src, Dst, Op>(reduction, 0, thread, threads, side);
   }
-  // What NCCL or a node has summed already, two partial sums, all ranks.
+  const Vectors<Src, Dst, Op> all(reduction);
+  constexpr int kElements = kVectorElements<Src, Dst>;
+  constexpr int kWords = kElements * sizeof(Src) / sizeof(Word);  // of a vector: 1 or 2
   switch (reduction.num_sources) {
-    case 1:
-      reduce_vectors<Src, Dst, Op, 4, 1, false>(reduction, thread, threads, side);
+    case 1:  // what NCCL has summed
+      reduce_few<4 / kWords, 1>(all, thread, threads, side);
       break;
     case 2:
-      reduce_vectors<Src, Dst, Op, 4, 2, false>(reduction, thread, threads, side);
+      reduce_few<4 / kWords, 2>(all, thread, threads, side);
       break;
     default:
-      reduce_vectors<Src, Dst, Op, 2, 4, true>(reduction, thread, threads, side);
+      reduce_many<2 / kWords, 4>(all, reduction.num_sources, thread, threads, side);
   }
-  const std::int64_t whole = reduction.count / kElements * kElements;
+  const std::int64_t whole = all.count() * kElements;
   reduce_elements<Src, Dst, Op>(reduction, whole, thread, threads, side);
 }
 

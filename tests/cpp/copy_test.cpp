@@ -13,6 +13,7 @@
 
 #include "copy/bound_copy.h"
 #include "copy/element.h"
+#include "copy/launch.h"
 #include "copy/simd.h"
 #include "shardcomm/copy_plan.h"
 #include "shardcomm/reduce.h"
@@ -51,7 +52,7 @@ void rectangles_land_where_they_should() {
                                       BFloat16{0x7fc0});
     const void* sources[] = {source.data()};
     void* destinations[] = {destination.data()};
-    copy_cpu(plan, sources, destinations, {2.0f, false, 1});
+    copy_cpu(plan, sources, destinations, {2.0f, false});
     std::int64_t untouched = 0;
     for (const BFloat16& element : destination) untouched += std::isnan(load(element));
     require(untouched == plan.dst_extents()[0] - rows * cols, "gaps are not touched");
@@ -74,13 +75,13 @@ void threads_and_streaming_copy_everything() {
     std::vector<float> destination(static_cast<std::size_t>(count) + 1, -1.0f);
     const auto plan = std::make_shared<CopyPlan>(
         std::vector<Segment>{{0, 0, 0, count, 1, count, 1, count}}, DType::f32, DType::f32);
-    BoundCopy bound(plan, {source.data()}, {destination.data()}, {1.0f, false, threads});
-    bound.run(nullptr);
+    BoundCopy bound(plan, {source.data()}, {destination.data()}, threads);
+    bound.run({}, nullptr);
     require(destination[0] == -1.0f, "what lies before the segment is not touched");
     require(std::vector<float>(destination.begin() + 1, destination.end()) == source,
             "a large copy copies everything");
     bound.set_operands({nullptr}, {destination.data()});
-    bound.run(nullptr);
+    bound.run({}, nullptr);
     require(std::vector<float>(destination.begin() + 1, destination.end()) ==
                 std::vector<float>(source.size(), 0.0f),
             "a null source writes zeros");
@@ -110,10 +111,10 @@ void reductions_add_up() {
       const std::vector<const void*> sources(static_cast<std::size_t>(num_sources), source.data());
       std::vector<Half> sum(source.size(), Half{0x3c00});  // 1.0
       reduce_cpu(sum.data(), {DType::f16, 0.5f, true}, sources.data(), num_sources, DType::f32,
-                 RedOp::sum, count);
+                 RedOp::sum, 1, count);
       std::vector<float> largest = source;
       const void* in_place[] = {largest.data(), source.data()};
-      reduce_cpu(largest.data(), {}, in_place, 2, DType::f32, RedOp::max, count);
+      reduce_cpu(largest.data(), {}, in_place, 2, DType::f32, RedOp::max, 1, count);
       for (std::size_t i = 0; i < source.size(); ++i) {
         const float expected = 1.0f + 0.5f * static_cast<float>(num_sources) * source[i];
         require(load(sum[i]) == expected, "a sum is scaled, accumulated and converted");
@@ -121,10 +122,15 @@ void reductions_add_up() {
       }
     }
   }
+  const std::vector<float> partial(7, 12.0f);  // of two ranks each
+  std::vector<float> mean(partial.size());
+  const void* partials[] = {partial.data(), partial.data()};
+  reduce_cpu(mean.data(), {}, partials, 2, DType::f32, RedOp::avg, 4, 7);
+  require(mean == std::vector<float>(7, 6.0f), "partial sums are divided by the number of ranks");
   const std::vector<std::int32_t> limit(100, std::numeric_limits<std::int32_t>::max());
   std::vector<std::int32_t> wrapped(100);
   const void* sources[] = {limit.data(), limit.data()};
-  reduce_cpu(wrapped.data(), {DType::i32, 1.0f, false}, sources, 2, DType::i32, RedOp::sum, 100);
+  reduce_cpu(wrapped.data(), {DType::i32, 1.0f, false}, sources, 2, DType::i32, RedOp::sum, 1, 100);
   require(wrapped[99] == -2, "integers wrap");
 }
 
@@ -141,11 +147,11 @@ void a_flag_tells_of_what_is_not_finite() {
           std::vector<float> result(source.size());  // room for any of them
           std::int32_t reduced = 0, copied = 0;
           reduce_cpu(result.data(), {dtype, 1.0f, accumulate, &reduced}, sources, 1, DType::f32,
-                     RedOp::sum, count);
+                     RedOp::sum, 1, count);
           result.assign(source.size(), 0.0f);
           void* destinations[] = {result.data()};
           const CopyPlan plan({{0, 0, 0, count, 0, count, 1, count}}, DType::f32, dtype);
-          copy_cpu(plan, sources, destinations, {1.0f, accumulate, 1, &copied});
+          copy_cpu(plan, sources, destinations, {1.0f, accumulate, &copied});
           require(reduced == (at >= 0) && copied == (at >= 0), "the flag is set if, and only if");
         }
       }
@@ -161,11 +167,47 @@ void spans_split_at_vector_boundaries() {
           "a run that ends before the boundary is all head");
 }
 
+// The kernel multiplies where it would divide.
+void accesses_are_where_a_division_says() {
+  for (std::int64_t per_row = 1; per_row <= kMostTileElements / 2; per_row += 1 + per_row / 64) {
+    const std::int64_t rows = kMostTileElements / per_row;
+    const Accesses all({0, 0, 0, 100'000, 0, 1'000'000, rows, per_row},
+                       static_cast<std::uint32_t>(per_row), 1, 0, per_row, 0);
+    for (std::int64_t index = 0; index < rows * per_row; ++index) {
+      const auto place = all.at(static_cast<std::uint32_t>(index));
+      require(place.src == index / per_row * 100'000 + index % per_row &&
+                  place.dst == index / per_row * 1'000'000 + index % per_row,
+              "an access is in the row and column of its index");
+    }
+  }
+}
+
+// On a device of 132 processors, whose blocks have 256 threads, each with up to 4 vectors of 8.
+void tiles_keep_threads_and_processors_busy() {
+  const auto tile_of = [](std::int64_t elements) {
+    const CopyPlan plan({{0, 0, 0, elements, 0, elements, 1, elements}}, DType::f32, DType::bf16);
+    return tile_elements_for(plan, 132);
+  };
+  constexpr std::int64_t kVectorEach = 256 * 8;
+  for (std::int64_t elements = 100; elements < 1'000'000'000; elements += 1 + elements / 3) {
+    const std::int64_t tile = tile_of(elements);
+    require(tile >= kVectorEach && tile <= 16 * kVectorEach, "every thread has 1 to 16 vectors");
+    if (elements >= 132 * 4 * kVectorEach) {
+      require(tile >= 4 * kVectorEach, "of a large plan every thread has a full batch");
+    }
+    if (elements >= 132 * kVectorEach) {
+      require((elements + tile - 1) / tile >= 119, "nine of ten processors have a tile");
+    }
+  }
+}
+
 }  // namespace
 
 int main() {
   halves_survive_the_way_to_float_and_back();
   spans_split_at_vector_boundaries();
+  accesses_are_where_a_division_says();
+  tiles_keep_threads_and_processors_busy();
   for (InstructionSet set : instruction_sets()) {
     use_instruction_set(set);
     rectangles_land_where_they_should();

@@ -68,20 +68,19 @@ class CopyPlan {
 struct CopyOptions {
   float scale = 1.0f;
   bool accumulate = false;
-  int threads = 1;
   // A flag on the destinations' device; null: nobody asks. Set to 1 if an element that was written
   // is NaN or Inf, otherwise left as it is. Only for types with conversion.
   std::int32_t* nonfinite = nullptr;
 };
 
-// Throws std::invalid_argument for options that the plan's dtypes do not allow and for threads < 1.
+// Throws std::invalid_argument for options that the plan's dtypes do not allow.
 void check_options(const CopyPlan& plan, const CopyOptions& options);
 
 // CPU executor. `sources` and `destinations` hold plan.num_sources() and plan.num_destinations()
 // pointers, each aligned to its element size. A null source writes zeros (accumulate: leaves the
 // destination as it is). Sources and destinations must not overlap. Small plans run on fewer
-// threads than given. Throws as check_options does.
+// threads than given. Throws as check_options does, and for threads < 1.
 void copy_cpu(const CopyPlan& plan, const void* const* sources, void* const* destinations,
-              const CopyOptions& options);
+              const CopyOptions& options, int threads = 1);
 
 }  // namespace shardcomm

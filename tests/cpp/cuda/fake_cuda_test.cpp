@@ -1,4 +1,6 @@
 // The played CUDA runtime does what the documentation says of captures, events and streams.
+#include "fake_cuda.h"
+
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
@@ -6,8 +8,6 @@
 #include <future>
 #include <thread>
 #include <vector>
-
-#include "fake_cuda.h"
 
 namespace {
 

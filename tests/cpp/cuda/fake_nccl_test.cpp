@@ -1,5 +1,7 @@
 // The played NCCL does what its profile's sources do: each test is a way in which a transport has
 // been wrong, or could be. Ranks are threads; NCCL is loaded, and called, as a transport does.
+#include "fake_nccl.h"
+
 #include <dlfcn.h>
 
 #include <atomic>
@@ -15,7 +17,6 @@
 #include <vector>
 
 #include "fake_cuda.h"
-#include "fake_nccl.h"
 
 namespace {
 
@@ -71,8 +72,7 @@ struct Nccl {
   void* library;
   int version = 0;
 
-#define FIND(member, name, ...) \
-  Result (*member)(__VA_ARGS__) = find<Result(__VA_ARGS__)>(name)
+#define FIND(member, name, ...) Result (*member)(__VA_ARGS__) = find<Result(__VA_ARGS__)>(name)
   FIND(get_version, "ncclGetVersion", int*);
   FIND(get_unique_id, "ncclGetUniqueId", Id*);
   FIND(init, "ncclCommInitRankConfig", Comm*, int, Id, int, Config*);
@@ -102,8 +102,7 @@ struct Nccl {
   void (*get)(FakeNcclCounts*) = find<void(FakeNcclCounts*)>("fake_nccl_get");
   void (*reset)() = find<void()>("fake_nccl_reset");
   void (*fail)(int, int) = find<void(int, int)>("fake_nccl_async_error");
-  unsigned long long (*bytes)(int, int) =
-      find<unsigned long long(int, int)>("fake_nccl_bytes");
+  unsigned long long (*bytes)(int, int) = find<unsigned long long(int, int)>("fake_nccl_bytes");
   void (*instant)(int) = find<void(int)>("fake_nccl_instant");
 
   FakeNcclCounts counts() const {
@@ -168,7 +167,9 @@ void run(const char* name, const Nccl& nccl, const std::function<void(const Nccl
   require(nccl.counts().live == 0, "no communicator is left");
 }
 
-void require_clean(const Nccl& nccl) { require(nccl.counts().misused() == 0, "nothing is misused"); }
+void require_clean(const Nccl& nccl) {
+  require(nccl.counts().misused() == 0, "nothing is misused");
+}
 
 float gathered(const Nccl& nccl, Comm comm, int rank, const Queue& queue) {
   std::vector<float> all(kRanks);
@@ -284,7 +285,6 @@ void configurations_are_checked(const Nccl& nccl) {
   require(nccl.counts().cta_policy == (nccl.version >= 22800 ? 2 : 0), "older ones do not see it");
 }
 
-// Waits for `blocked` threads to be in a call: those that count up before it.
 void await(const std::atomic<int>& here, int number) {
   while (here.load() < number) std::this_thread::yield();
 }
@@ -327,42 +327,57 @@ void two_inits_in_one_group(const Nccl& nccl) {
   require_clean(nccl);
 }
 
+// Two ranks make the same call. If it blocks, rank 0 does not return before rank 1 comes to it.
+class Steps {
+ public:
+  void together(int rank, bool blocks, const std::function<void()>& call) {
+    const int step = ++steps_[rank];
+    if (rank == 0) {
+      begun_ = step;
+      call();
+      returned_ = step;
+      return;
+    }
+    await(blocks ? begun_ : returned_, step);
+    for (int i = 0; i < 1000 && blocks; ++i) {
+      require(returned_ < step, "the host waits for its peer");
+      std::this_thread::yield();
+    }
+    call();
+    await(returned_, step);
+  }
+
+ private:
+  int steps_[2] = {0, 0};
+  std::atomic<int> begun_{0};
+  std::atomic<int> returned_{0};
+};
+
 // The first collective of an algorithm waits on the host for all ranks (since 2.22), the first
 // message for its peer (always); kernels wait on their streams.
-void connections_are_made_by_the_first_call(const Nccl& nccl) {
-  const bool lazy = nccl.version >= 22200;
+void connections_are_made_by_the_first_call(const Nccl& nccl, bool eager) {
+  const bool lazy = nccl.version >= 22200 && !eager;
   const Id id = nccl.id();
-  std::atomic<bool> returned{false};
+  Steps steps;
   on_ranks(
       [&](int rank) {
         Comm comm = nccl.make(id, rank, 2);
         Queue queue;
         float value = 1;
         std::vector<float> all(2);
-        const auto check = [&](bool blocks, const std::function<void()>& call) {
-          const Id meeting = id;
-          static_cast<void>(meeting);
-          if (rank == 0) {
-            returned = false;
-            call();
-            returned = true;
-          } else if (blocks) {
-            std::this_thread::yield();
-            require(!returned, "the host waits for its peer");
-            call();
-          } else {
-            while (!returned) std::this_thread::yield();
-            call();
-          }
-          queue.finish();
-        };
-        check(lazy, [&] { nccl.all_gather(&value, all.data(), 1, f32, comm, queue); });
-        check(false, [&] { nccl.all_gather(&value, all.data(), 1, f32, comm, queue); });
-        check(lazy, [&] { nccl.all_reduce(&value, &value, 1, f32, sum, comm, queue); });
-        check(true, [&] {
+        const auto gather = [&] { nccl.all_gather(&value, all.data(), 1, f32, comm, queue); };
+        const auto reduce = [&] { nccl.all_reduce(&value, &value, 1, f32, sum, comm, queue); };
+        const auto message = [&] {
           rank == 0 ? nccl.send(&value, 1, f32, 1, comm, queue)
                     : nccl.recv(&value, 1, f32, 0, comm, queue);
-        });
+        };
+        steps.together(rank, lazy, gather);
+        steps.together(rank, false, gather);
+        steps.together(rank, lazy, reduce);
+        steps.together(rank, false, reduce);
+        steps.together(rank, true, message);
+        steps.together(rank, false, message);
+        queue.finish();
         nccl.destroy(comm);
       },
       2);
@@ -444,7 +459,8 @@ void an_asynchronous_error_stays(const Nccl& nccl) {
   }
   require(nccl.state(comm) == remote_error, "it is told");
   float value = 1;
-  require(nccl.all_reduce(&value, &value, 1, f32, sum, comm, queue) == remote_error, "by calls too");
+  require(nccl.all_reduce(&value, &value, 1, f32, sum, comm, queue) == remote_error,
+          "by calls too");
   require(nccl.destroy(comm) == remote_error, "it is not destroyed");
   require(nccl.counts().groups_left_open == 1, "and the thread is left in a group");
   nccl.abort(comm);
@@ -730,7 +746,13 @@ int main(int, char** arguments) {
   run("configurations", nccl, configurations_are_checked);
   run("aborted init", nccl, a_blocking_init_is_aborted_by_another_thread);
   run("two inits", nccl, two_inits_in_one_group);
-  run("connections", nccl, connections_are_made_by_the_first_call);
+  for (const bool eager : {false, true}) {
+    FakeNccl faults;
+    faults.eager_connect = eager;
+    run(
+        "connections", nccl,
+        [&](const Nccl& each) { connections_are_made_by_the_first_call(each, eager); }, faults);
+  }
   run("abort in a group", nccl, an_abort_in_a_group_frees_at_its_end);
   run("abort and kernels", nccl, an_abort_ends_kernels);
   run("use after the end", nccl, use_after_the_end_is_counted);

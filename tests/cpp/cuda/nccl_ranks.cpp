@@ -100,9 +100,16 @@ void on_ranks(const char* name, const Setting& setting, const std::function<void
   find<void()>("fake_nccl_reset")();
   set(setting.fake);
   const std::string id = nccl_unique_id();
+  Latch connected(setting.ranks);
+  Latch faulty(setting.ranks);
   in_threads(setting.ranks, [&](int rank) {
     const std::string host = setting.host ? setting.host(rank) : "one";
-    body(make_nccl(id, rank, setting.ranks, rank, {setting.deadline_s, setting.cta_policy, host}));
+    const NcclOptions options{setting.deadline_s, setting.cta_policy, host};
+    const Comm comm = make_nccl(id, rank, setting.ranks, rank, options);
+    connected.arrive_and_wait();
+    if (rank == 0) set(setting.connected);
+    faulty.arrive_and_wait();
+    body(comm);
   });
   require_nothing_left();
   set({});

@@ -2,6 +2,7 @@
 // process plays: see fake_cuda.h and fake_nccl.h.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <functional>
 #include <memory>
@@ -46,6 +47,18 @@ void set(const FakeNccl& fake);
 std::uint64_t bytes_sent(int from, int to);
 void async_error(int rank, int result);
 
+// Where threads wait for each other, once.
+class Latch {
+ public:
+  explicit Latch(int threads) : missing_(threads) {}
+  void arrive_and_wait() {
+    for (--missing_; missing_ > 0;) std::this_thread::yield();
+  }
+
+ private:
+  std::atomic<int> missing_;
+};
+
 // body(rank) in a thread each, with device `rank` current.
 void in_threads(int ranks, const std::function<void(int)>& body);
 
@@ -53,7 +66,8 @@ struct Setting {
   int ranks = 3;
   double deadline_s = 20;
   CtaPolicy cta_policy = CtaPolicy::standard;
-  FakeNccl fake = {};
+  FakeNccl fake = {};                              // while the ranks connect
+  FakeNccl connected = {};                         // afterwards
   std::function<std::string(int rank)> host = {};  // default: all on one
 };
 

@@ -6,6 +6,7 @@
 #include <cstdio>
 #include <cstring>
 #include <limits>
+#include <mutex>
 #include <stdexcept>
 
 #include "nccl_ranks.h"
@@ -153,7 +154,7 @@ const char* path_of(FakeWindows windows) {
 
 void memory(const char* name, FakeWindows windows) {
   Setting setting;
-  setting.fake.windows = windows;
+  setting.fake.windows = setting.connected.windows = windows;
   on_ranks(name, setting, [windows](const Comm& comm) {
     collectives(comm);
     const auto outlives = comm->allocate(64, Use::gather);
@@ -293,12 +294,26 @@ void graphs(const Comm& comm) {
   };
   step();  // connects
   queue.finish();
+  comm->barrier(0, queue.get());
+  queue.finish();
   cudaGraph_t graph = nullptr;
   cudaGraphExec_t executable = nullptr;
-  require(cudaStreamBeginCapture(queue.cuda(), cudaStreamCaptureModeGlobal) == cudaSuccess,
-          "begin");
-  step();
-  require(cudaStreamEndCapture(queue.cuda(), &graph) == cudaSuccess, "the capture is whole");
+  {
+    // Ranks are processes elsewhere: here a capture forbids the other ranks' threads what it does
+    // not forbid other processes, so they wait. The watchdogs look on.
+    static Latch quiet(kRanks);
+    quiet.arrive_and_wait();
+    static std::mutex capturing;
+    std::unique_lock<std::mutex> lock(capturing);
+    const cudaStreamCaptureMode mode = cudaStreamCaptureModeGlobal;
+    require(cudaStreamBeginCapture(queue.cuda(), mode) == cudaSuccess, "begin");
+    step();
+    std::this_thread::sleep_for(std::chrono::milliseconds(120));
+    require(cudaStreamEndCapture(queue.cuda(), &graph) == cudaSuccess, "the capture is whole");
+    lock.unlock();
+    static Latch captured(kRanks);
+    captured.arrive_and_wait();
+  }
   require(cudaGraphInstantiate(&executable, graph, 0) == cudaSuccess, "instantiate");
   for (int round = 1; round <= 3; ++round) {
     std::fill(shard.begin(), shard.end(), static_cast<float>(10 * round + comm->rank()));
@@ -321,12 +336,12 @@ void graphs(const Comm& comm) {
 
 // What leaves a host in one reduce-scatter of bf16, per rank and slice.
 double slices_between_hosts(int hosts, int per_host, bool told, bool by_ring) {
-  constexpr int kPart = 64;
+  constexpr int kPart = 4096;  // the bytes of connecting are few beside it
   const int ranks = hosts * per_host;
   Setting setting;
   setting.ranks = ranks;
   setting.deadline_s = 120;
-  setting.fake.ranks_per_node = per_host;
+  setting.fake.ranks_per_node = setting.connected.ranks_per_node = per_host;
   if (told) setting.host = [per_host](int rank) { return std::to_string(rank / per_host); };
   double between = 0;
   on_ranks((std::to_string(hosts) + "x" + std::to_string(per_host) +
@@ -375,7 +390,7 @@ void bytes_between_hosts() {
     const double ring = slices_between_hosts(hosts, 8, true, true);
     const double exchanged = slices_between_hosts(hosts, 8, false, false);
     const double hierarchical = slices_between_hosts(hosts, 8, true, false);
-    std::printf("  slices out of a host: ring %.1f, exchange %.1f, hierarchical %.1f\n", ring,
+    std::printf("  slices out of a host: ring %.2f, exchange %.2f, hierarchical %.2f\n", ring,
                 exchanged, hierarchical);
     require(hierarchical <= 1.1 * ring, "no more leaves a host than 1.1 of a ring's");
   }

@@ -210,7 +210,8 @@ cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode mo
 cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph) {
   *graph = nullptr;
   fake::Captures& all = fake::captures();
-  std::shared_ptr<fake::Capture> capture;  // what it recorded goes after the lock
+  std::shared_ptr<fake::Capture> capture;
+  std::shared_ptr<fake::Recording> recording;  // without a graph, it goes after the lock
   const std::lock_guard<std::mutex> lock(all.mutex);
   capture = stream->captured.capture;
   if (!capture) return fake::fail(cudaErrorIllegalState);
@@ -222,11 +223,12 @@ cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph) {
   const bool is_unjoined = fake::unjoined(*capture);
   for (CUstream_st* each : capture->streams) each->captured = {};
   capture->ended = true;
+  recording = std::move(capture->recording);  // events that were recorded in it do not keep it
   all.active.erase(std::find(all.active.begin(), all.active.end(), capture));
   --all.count;
   if (capture->invalidated) return fake::fail(cudaErrorStreamCaptureInvalidated);
   if (is_unjoined) return fake::fail(cudaErrorStreamCaptureUnjoined);
-  *graph = std::make_unique<CUgraph_st>(CUgraph_st{capture->recording}).release();
+  *graph = std::make_unique<CUgraph_st>(CUgraph_st{recording}).release();
   return cudaSuccess;
 }
 

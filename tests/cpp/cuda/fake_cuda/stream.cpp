@@ -179,7 +179,12 @@ cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned, int) {
 }
 // Returns at once; the stream's resources are released when its work is done (Stream Management).
 cudaError_t cudaStreamDestroy(cudaStream_t stream) {
-  stream->end();
+  std::shared_ptr<CUstream_st> ended;  // its thread may be gone before this one
+  {
+    const std::lock_guard<std::mutex> lock(fake::streams().mutex);
+    ended = fake::streams().all.at(stream);
+  }
+  ended->end();
   return cudaSuccess;
 }
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {

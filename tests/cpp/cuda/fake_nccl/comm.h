@@ -185,11 +185,12 @@ class InCall {
   Comm* comm_;
 };
 
-// Hosts meet: waits until `needed` ranks came to `what`, or this communicator is aborted
-// (bootstrap.cc checkAbort, socket.cc: ncclInternalError).
-Result meet(Comm* comm, const std::string& what, int needed);
+// Hosts meet: comes to all of these, and waits until `needed` ranks came to each, or this
+// communicator is aborted (bootstrap.cc checkAbort, socket.cc: ncclInternalError).
+Result meet(Comm* comm, const std::vector<std::string>& places, int needed);
 // The same where NCCL connects: once, and with the test's faults.
-Result connect(Comm* comm, const std::string& what, int needed);
+Result connect(Comm* comm, std::vector<std::string> places, int needed);
+Result wait_for_abort(Comm* comm);
 void set_abort(Comm* comm);
 
 // --- group.cc ---

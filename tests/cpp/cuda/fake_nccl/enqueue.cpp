@@ -62,16 +62,17 @@ Result enqueue(FakeCall call, Comm* comm, Work work, cudaStream_t stream) {
 // ncclCollPreconnect); symmetric kernels and copy engines need no connection. Messages connect each
 // pair and direction the first time, in every version (ncclTransportP2pSetup).
 Result connect_for(Comm* comm, const Work& work) {
+  std::vector<std::string> pairs;
   for (const Message& each : work.messages) {
     if (each.peer == comm->rank) continue;
     const int from = each.sent ? comm->rank : each.peer;
     const int to = each.sent ? each.peer : comm->rank;
-    const std::string pair = std::to_string(from) + " to " + std::to_string(to);
-    if (const Result result = connect(comm, pair, 2)) return result;
+    pairs.push_back(std::to_string(from) + " to " + std::to_string(to));
   }
-  if (!work.messages.empty() || !kConnectsLazily || comm->size() == 1) return success;
+  if (!work.messages.empty()) return connect(comm, std::move(pairs), 2);
+  if (!kConnectsLazily || comm->size() == 1) return success;
   if (path_of(comm, work) != Path::ring) return success;
-  return connect(comm, work.kind == Kind::reduce ? "tree" : "ring", comm->size());
+  return connect(comm, {work.kind == Kind::reduce ? "tree" : "ring"}, comm->size());
 }
 
 }  // namespace fake_nccl

@@ -249,17 +249,19 @@ void launch(Comm* comm, Work work, cudaStream_t stream) {
     comm->changed.notify_all();
   };
   const bool captured = fake_is_capturing(stream);
+  const auto done = std::make_shared<fake::Fired>(false);
+  std::shared_ptr<fake::Fired> previous;
   {
     const std::lock_guard<std::mutex> lock(comm->mutex);
     ++(captured ? comm->graph_refs : comm->running);
+    if (!captured) previous = std::exchange(comm->last_kernel, done);
   }
   if (captured) {
     const std::shared_ptr<Comm> reference(comm, [=](Comm*) { finished(&Comm::graph_refs); });
     fake_enqueue(stream, [reference, work] { run_kernel(reference.get(), work); });
     return;
   }
-  const auto done = std::make_shared<fake::Fired>(false);
-  fake_enqueue(stream, [=, previous = std::exchange(comm->last_kernel, done)] {
+  fake_enqueue(stream, [=] {
     if (previous) previous->wait();
     run_kernel(comm, work);
     done->set();

@@ -54,7 +54,7 @@ Result deregister(Comm* comm, void* handle) {
 // What a symmetric registration does with the other ranks: each has its own part, and then a
 // barrier (bootstrapIntraNodeAllGather in 2.27; symMemoryObtain and bootstrapBarrier since 2.28).
 [[maybe_unused]] Result agree_on_window(Comm* comm) {
-  return meet(comm, "window " + std::to_string(comm->windows_made++), comm->size());
+  return meet(comm, {"window " + std::to_string(comm->windows_made++)}, comm->size());
 }
 
 // ncclDevrWindowRegisterInGroup of 2.28 and later.
