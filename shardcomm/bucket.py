@@ -237,13 +237,18 @@ class Bucket:
                 if stream is not None:  # what an offload's staging held has left it
                     self._streams.compute().wait(stream.record())
                 self._full_gradients.pack(
-                    sources, grad, self.grad_scale, add=self._add, nonfinite=self.nonfinite
+                    sources,
+                    grad,
+                    self._computing(),
+                    self.grad_scale,
+                    add=self._add,
+                    nonfinite=self.nonfinite,
                 )
                 if stream is not None:
                     self._streams.after_compute(stream)
         else:
             self._packed = self._free_buffer(aside)
-            self._full_gradients.pack(sources, self._packed)
+            self._full_gradients.pack(sources, self._packed, self._computing())
 
     def reduce(self, *, async_op: bool = False) -> Work:
         """Averages over the ranks of `comm` what was packed, into `grad`; with replicas, for `all_reduce` to go on."""
@@ -265,10 +270,11 @@ class Bucket:
                 tag=self._tag,
             )
             return Work()
+        epilogue = self.grad_scale, self._add, self.nonfinite
+        if self.offload is None:
+            return self._reduce_aside(packed, self.gradients.flat, *epilogue)
         with self._gradient(self._streams.reduce) as grad:
-            return self._reduce_aside(
-                packed, grad, self.grad_scale, add=self._add, nonfinite=self.nonfinite
-            )
+            return self._reduce_aside(packed, grad, *epilogue)
 
     def _reduce_to_staging(self, packed: torch.Tensor, staging: Staging, aside: bool) -> Work:
         """Where it is then all-reduced."""
@@ -291,7 +297,6 @@ class Bucket:
         packed: torch.Tensor,
         into: torch.Tensor,
         scale: float = 1.0,
-        *,
         add: bool = False,
         nonfinite: torch.Tensor | None = None,
     ) -> Work:
@@ -405,6 +410,10 @@ class Bucket:
         return self.offload is not None or (
             async_op and (self.comm.size > 1 or self.replicas is not None)
         )
+
+    def _computing(self) -> Stream | None:
+        """Where torch computes; None: it is the host that does."""
+        return None if self._compute is None else self._compute()
 
     @cached_property
     def _streams(self) -> Streams:

@@ -9,6 +9,7 @@ import torch
 
 from shardcomm.copy_plan import BoundCopy, CopyPlan
 from shardcomm.layout import Layout
+from shardcomm.streams import Stream
 from shardcomm.views import as_stored, check_count, check_shape
 
 
@@ -69,6 +70,7 @@ class FullGradients:
         self,
         sources: Sources,
         flat: torch.Tensor,
+        stream: Stream | None,
         scale: float = 1.0,
         *,
         add: bool = False,
@@ -91,4 +93,5 @@ class FullGradients:
         # Past the checks of `set_sources`: `checked` has made them, at a fraction of their cost.
         pack = self._packs[key]
         pack.core.set_operands(sources.addresses, [flat.data_ptr()])
-        pack.run(scale=scale, accumulate=add, nonfinite=nonfinite)
+        flag = 0 if nonfinite is None else nonfinite.data_ptr()
+        pack.core.run(scale, add, flag, stream)
