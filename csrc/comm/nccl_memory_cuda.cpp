@@ -109,11 +109,13 @@ std::shared_ptr<Memory> NcclCommunicator::allocate(std::size_t bytes, Use use) {
   call.op = Op::allocate;
   call.root = static_cast<std::int32_t>(use);
   call.count = static_cast<std::int64_t>(bytes);
+  // Outlives the use of the channel: to free it may wait for a kernel that ends only by an abort,
+  // for which the watchdog may wait until nobody is in the channel.
+  auto registered = std::make_shared<Registered>();
   NcclUse in_use(session, channel, call);
   try {
     // What the ranks agree on must not queue up behind a collective that waits for computation.
     in_use.drain();
-    auto registered = std::make_shared<Registered>();
     registered->bytes = bytes;
     // NCCL's fastest reduce-scatters want their result in a window too; what comes after them takes
     // it to where it belongs.

@@ -27,6 +27,9 @@ enum class FakeCall : int {
 
 struct FakeNccl {
   FakeWindows windows = FakeWindows::symmetric;
+  // NCCL_CUMEM_ENABLE=0, if false: no symmetric windows, ncclMemFree is cudaFree, and init
+  // connects.
+  bool cumem = true;
   int ranks_per_node = 0;  // 0: all ranks on one node
 
   // Faults. Ranks: -1 is none, kEveryRank is all.
@@ -45,9 +48,11 @@ struct FakeNccl {
   bool abort_reclaims = false;  // ncclCommAbort frees at once, in a group too, as 2.18 to 2.21
 };
 
-// Since the last fake_nccl_reset, but for `live`.
+// Since the last fake_nccl_reset, but for what is so now:
 struct FakeNcclCounts {
-  int live = 0;  // communicators that were not destroyed or aborted
+  int live = 0;             // communicators that were not destroyed or aborted
+  int hosts_waiting = 0;    // threads that wait in a call for other ranks
+  int kernels_waiting = 0;  // kernels that wait for other ranks
 
   // What NCCL forbids.
   int concurrent_calls = 0;        // two threads in calls on one communicator

@@ -395,27 +395,26 @@ void an_abort_in_a_group_frees_at_its_end(const Nccl& nccl) {
           nccl.abort(comm);
           return;
         }
-        std::atomic<int> here{0};
+        while (nccl.counts().live > 1) std::this_thread::yield();
+        std::atomic<int> returned{0};
         std::thread watchdog([&] {
-          await(here, 1);
-          while (nccl.counts().aborts < 1) std::this_thread::yield();
+          while (nccl.counts().hosts_waiting == 0) std::this_thread::yield();
           nccl.group_start();
           nccl.abort(comm);
-          await(here, 2);
-          if (nccl.version >= 22200) require(nccl.counts().live == 1, "it is not freed yet");
+          await(returned, 1);
+          require(nccl.counts().live == (nccl.version >= 22200 ? 1 : 0), "freed when?");
           require(nccl.group_end() == success, "freed");
         });
         Queue queue;
         float value = 0;
-        ++here;
         require(nccl.recv(&value, 1, f32, 1, comm, queue) == internal_error, "the call ends");
-        ++here;
+        ++returned;
         watchdog.join();
         queue.finish();
       },
       2);
   require(nccl.counts().concurrent_calls == 0, "an abort is no concurrent call");
-  if (nccl.version >= 22200) require_clean(nccl);
+  require(nccl.counts().ended_under_call == (nccl.version >= 22200 ? 0 : 1), "under the call");
 }
 
 void an_abort_ends_kernels(const Nccl& nccl) {
@@ -557,7 +556,7 @@ Registered register_window(const Nccl& nccl, Comm comm, void* data, std::size_t 
   return made;
 }
 
-void windows(const Nccl& nccl, FakeWindows support) {
+void windows(const Nccl& nccl, FakeWindows support, bool cumem) {
   if (nccl.version < 22700) return;
   const Id id = nccl.id();
   on_ranks([&](int rank) {
@@ -566,10 +565,10 @@ void windows(const Nccl& nccl, FakeWindows support) {
     nccl.mem_alloc(&data, 1024);
     const Registered made = register_window(nccl, comm, data, 1024);
     require(made.result == success, "in any case");
-    const bool symmetric = support == FakeWindows::symmetric;
-    const bool local = support == FakeWindows::local;
+    const bool symmetric = cumem && support == FakeWindows::symmetric;
     const bool structure = nccl.version < 22800;
     const bool handle = nccl.version < 22900;
+    const bool local = support != FakeWindows::none && (cumem || !structure);
     require((made.window != nullptr) == (symmetric || (local && handle)), "what there is");
     require(made.on_device == (symmetric && !structure), "and where");
     void* buffer = nullptr;
@@ -591,7 +590,7 @@ void windows(const Nccl& nccl, FakeWindows support) {
     nccl.destroy(comm);
   });
   const FakeNcclCounts counts = nccl.counts();
-  const int expected = support == FakeWindows::symmetric ? kRanks : 0;
+  const int expected = cumem && support == FakeWindows::symmetric ? kRanks : 0;
   require(counts.scatters_symmetric == expected && counts.gathers_symmetric == expected, "kernels");
   require(counts.windows_symmetric == expected, "windows");
   require_clean(nccl);
@@ -746,12 +745,16 @@ int main(int, char** arguments) {
   run("configurations", nccl, configurations_are_checked);
   run("aborted init", nccl, a_blocking_init_is_aborted_by_another_thread);
   run("two inits", nccl, two_inits_in_one_group);
-  for (const bool eager : {false, true}) {
-    FakeNccl faults;
-    faults.eager_connect = eager;
-    run(
-        "connections", nccl,
-        [&](const Nccl& each) { connections_are_made_by_the_first_call(each, eager); }, faults);
+  FakeNccl eager;
+  eager.eager_connect = true;
+  FakeNccl without_cumem;
+  without_cumem.cumem = false;
+  for (const FakeNccl& faults : {FakeNccl(), eager, without_cumem}) {
+    const bool connected = faults.eager_connect || !faults.cumem;
+    const auto test = [&](const Nccl& each) {
+      connections_are_made_by_the_first_call(each, connected);
+    };
+    run("connections", nccl, test, faults);
   }
   run("abort in a group", nccl, an_abort_in_a_group_frees_at_its_end);
   run("abort and kernels", nccl, an_abort_ends_kernels);
@@ -761,9 +764,12 @@ int main(int, char** arguments) {
   run("modes", nccl, blocking_modes_do_not_mix);
   run("split", nccl, a_non_blocking_split_returns_success_and_null);
   for (const auto support : {FakeWindows::none, FakeWindows::local, FakeWindows::symmetric}) {
-    FakeNccl faults;
-    faults.windows = support;
-    run("windows", nccl, [&](const Nccl& each) { windows(each, support); }, faults);
+    for (const bool cumem : {true, false}) {
+      FakeNccl faults;
+      faults.windows = support;
+      faults.cumem = cumem;
+      run("windows", nccl, [&](const Nccl& each) { windows(each, support, cumem); }, faults);
+    }
   }
   run("copy engines", nccl, copy_engines_gather_on_demand);
   run("registered memory", nccl, registered_memory_is_watched);

@@ -6,6 +6,7 @@
 namespace fake_nccl {
 
 Result wait_for_abort(Comm* comm) {
+  const Waiting waiting(controls().hosts_waiting);
   std::unique_lock<std::mutex> lock(comm->world->mutex);
   comm->world->changed.wait(lock, [comm] { return comm->abort_flag.load(); });
   return internal_error;
@@ -64,6 +65,7 @@ InCall::~InCall() {
 
 Result meet(Comm* comm, const std::vector<std::string>& places, int needed) {
   World& world = *comm->world;
+  const Waiting waiting(controls().hosts_waiting);
   std::unique_lock<std::mutex> lock(world.mutex);
   for (const std::string& place : places) world.came[place].insert(comm->rank);
   world.changed.notify_all();

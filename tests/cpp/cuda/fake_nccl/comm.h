@@ -123,6 +123,7 @@ struct Comm {
   int nodes = 1;
   bool symmetric = false;
   bool local_register = true;
+  bool cumem = true;
 
   std::atomic<int> state{success};  // asyncResult
   std::atomic<int> proxy_error{success};
@@ -158,8 +159,21 @@ struct Controls {
   FakeNcclCounts counts;
   std::map<std::pair<int, int>, unsigned long long> bytes;
   std::vector<std::unique_ptr<Comm>> comms;
+  std::atomic<int> hosts_waiting{0};
+  std::atomic<int> kernels_waiting{0};
 };
 Controls& controls();
+// Counts one that waits, while it does.
+class Waiting {
+ public:
+  explicit Waiting(std::atomic<int>& counter) : counter_(counter) { ++counter_; }
+  ~Waiting() { --counter_; }
+  Waiting(const Waiting&) = delete;
+  Waiting& operator=(const Waiting&) = delete;
+
+ private:
+  std::atomic<int>& counter_;
+};
 FakeNccl faults();
 void count(int FakeNcclCounts::* counter, int by = 1);
 void sent(int from, int to, unsigned long long bytes);

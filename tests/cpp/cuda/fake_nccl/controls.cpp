@@ -62,6 +62,8 @@ void fake_nccl_get(FakeNcclCounts* counts) {
   const std::lock_guard<std::mutex> lock(controls().mutex);
   *counts = controls().counts;
   counts->live = 0;
+  counts->hosts_waiting = controls().hosts_waiting;
+  counts->kernels_waiting = controls().kernels_waiting;
   for (const auto& comm : controls().comms) counts->live += comm->ended ? 0 : 1;
 }
 

@@ -58,9 +58,10 @@ Result enqueue(FakeCall call, Comm* comm, Work work, cudaStream_t stream) {
   return result;
 }
 
-// Collectives connect the algorithm that they take, with all ranks, the first time (since 2.22;
-// ncclCollPreconnect); symmetric kernels and copy engines need no connection. Messages connect each
-// pair and direction the first time, in every version (ncclTransportP2pSetup).
+// Collectives connect the algorithm that they take, with all ranks, the first time (since 2.22,
+// with CUDA's memory API: comm->cuMemSupport; ncclCollPreconnect); symmetric kernels and copy
+// engines need no connection. Messages connect each pair and direction the first time, in every
+// version (ncclTransportP2pSetup).
 Result connect_for(Comm* comm, const Work& work) {
   std::vector<std::string> pairs;
   for (const Message& each : work.messages) {
@@ -70,7 +71,7 @@ Result connect_for(Comm* comm, const Work& work) {
     pairs.push_back(std::to_string(from) + " to " + std::to_string(to));
   }
   if (!work.messages.empty()) return connect(comm, std::move(pairs), 2);
-  if (!kConnectsLazily || comm->size() == 1) return success;
+  if (!kConnectsLazily || !comm->cumem || comm->size() == 1) return success;
   if (path_of(comm, work) != Path::ring) return success;
   return connect(comm, {work.kind == Kind::reduce ? "tree" : "ring"}, comm->size());
 }

@@ -100,6 +100,7 @@ void count_bytes(const Comm* comm, const Work& work) {
 void collective_kernel(Comm* comm, const Work& mine) {
   World& world = *comm->world;
   const bool hangs = faults().kernels_hang;
+  const Waiting waiting(controls().kernels_waiting);
   const auto aborted = [comm] { return comm->abort_flag.load(); };
   std::unique_lock<std::mutex> lock(world.mutex);
   const std::uint64_t number = comm->executed++;
@@ -133,6 +134,7 @@ void collective_kernel(Comm* comm, const Work& mine) {
 void message_kernel(Comm* comm, const Work& mine) {
   World& world = *comm->world;
   const bool hangs = faults().kernels_hang;
+  const Waiting waiting(controls().kernels_waiting);
   std::vector<std::shared_ptr<Mail>> outgoing;
   std::vector<Message> incoming;
   std::unique_lock<std::mutex> lock(world.mutex);

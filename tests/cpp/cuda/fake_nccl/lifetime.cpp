@@ -49,7 +49,8 @@ void shape(Comm* comm, std::shared_ptr<World> world, int rank) {
   comm->rank = rank;
   const int per_node = set.ranks_per_node > 0 ? set.ranks_per_node : comm->size();
   comm->nodes = (comm->size() + per_node - 1) / per_node;
-  comm->symmetric = kVersion >= 22700 && set.windows == FakeWindows::symmetric &&
+  comm->cumem = set.cumem;
+  comm->symmetric = kVersion >= 22700 && set.cumem && set.windows == FakeWindows::symmetric &&
                     (comm->nodes == 1 || kSymmetricOnSeveralNodes);
   comm->local_register = set.windows != FakeWindows::none;
 }

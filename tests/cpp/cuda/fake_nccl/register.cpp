@@ -126,6 +126,7 @@ Result ncclMemFree(void* data) {
     const std::lock_guard<std::mutex> lock(allocated().mutex);
     allocated().all.erase(data);
   }
+  if (!faults().cumem) return cudaFree(data) == cudaSuccess ? success : static_cast<Result>(1);
   fake::release(data);
   return success;
 }
@@ -162,7 +163,7 @@ Result ncclCommWindowRegister(Comm* comm, void* data, std::size_t bytes, void** 
   bool fits = false;  // else "does not satisfy symmetric registration requirements", and null
   {
     const std::lock_guard<std::mutex> lock(allocated().mutex);
-    fits = allocated().all.count(data) > 0;
+    fits = comm->cumem && allocated().all.count(data) > 0;
   }
   if (result == success && comm->local_register && fits) {
     Window window;
