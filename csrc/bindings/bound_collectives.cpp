@@ -6,6 +6,7 @@
 #include "bindings/interrupt.h"
 #include "shardcomm/communicator.h"
 #include "shardcomm/stream.h"
+#include "stream/events_around.h"
 
 namespace shardcomm::bindings {
 namespace {
@@ -13,13 +14,13 @@ namespace {
 void* pointer(std::uintptr_t address) { return reinterpret_cast<void*>(address); }
 
 // Puts `collective` on `stream`, after all that `after` was given so far. The event of its end.
-// So there are two events, of which the first is let go of here.
 template <class Collective>
 std::shared_ptr<Event> queue(Stream& stream, Stream* after, Collective collective) {
   const InterruptibleWait scope;
-  if (after != nullptr) stream.wait(after->record());
+  EventsAround events(after != nullptr ? after->record() : nullptr);
+  if (events.before != nullptr) stream.wait(events.before);
   stream.enqueue(std::move(collective));
-  return stream.record();
+  return events.after != nullptr ? std::move(events.after) : stream.record();
 }
 
 struct BoundGather {

@@ -66,6 +66,7 @@ class CudaEvent final : public Event {
   CudaEvent& operator=(const CudaEvent&) = delete;
 
   cudaEvent_t get() const { return event_.get(); }
+  void* native() const override { return get(); }
 
   // Of a capture: whether that has ended.
   bool query() const override { return state() != cudaErrorNotReady; }
@@ -185,6 +186,11 @@ std::unique_ptr<Stream> make_cuda_stream(int device) {
 std::unique_ptr<Stream> borrow_cuda_stream(int device, NativeStream stream) {
   const auto borrowed = static_cast<cudaStream_t>(stream);
   return std::make_unique<CudaStream>(device, SharedStream(borrowed, [](cudaStream_t) {}));
+}
+
+std::shared_ptr<Event> record_on_cuda(int device, NativeStream stream) {
+  const SharedStream borrowed(std::shared_ptr<void>(), static_cast<cudaStream_t>(stream));
+  return std::make_shared<CudaEvent>(device, borrowed, false);
 }
 
 }  // namespace shardcomm

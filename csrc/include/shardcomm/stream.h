@@ -30,6 +30,7 @@ class Event {
   // Time from `earlier` to this, both fired and of the same kind of stream; on a CUDA stream, both
   // recorded `timed`.
   virtual double seconds_since(const Event& earlier) const = 0;
+  virtual void* native() const { return nullptr; }  // a device's: its cudaEvent_t
 };
 
 class Stream {
@@ -62,5 +63,7 @@ std::unique_ptr<Stream> make_caller_stream();
 std::unique_ptr<Stream> make_cuda_stream(int device);
 // Somebody else's, which must outlive this.
 std::unique_ptr<Stream> borrow_cuda_stream(int device, NativeStream stream);
+// As `record` of a stream that was borrowed. Not in a capture.
+std::shared_ptr<Event> record_on_cuda(int device, NativeStream stream);
 
 }  // namespace shardcomm
