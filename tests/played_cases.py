@@ -36,7 +36,7 @@ def run_ranks(body: Callable[[Communicator, played_cuda.Stream], None]) -> None:
 
     def rank_body(rank: int) -> None:
         try:
-            comm = CoreCommunicator(_C.make_nccl(unique_id, rank, RANKS, rank, 60.0))
+            comm = CoreCommunicator(_C.make_nccl(unique_id, rank, RANKS, 0, 60.0))
             with played_cuda.Stream() as stream:
                 body(comm, stream)
                 stream.synchronize()
@@ -109,11 +109,14 @@ def memory_is_kept_until_waited_for() -> None:
     def body(comm: Communicator, stream: played_cuda.Stream) -> None:
         bucket = Bucket.from_tensors(values(0), comm)
         work, gone = bucket.all_gather(async_op=True), weakref.ref(bucket)
+        shard = bucket.shard  # a GPU's allocator would give it to what comes later on the stream
         del bucket
         assert gone() is not None
         work.wait()
         assert gone() is None
         assert not streams._kept
+        stream.synchronize()
+        del shard
 
     run_ranks(body)
 
