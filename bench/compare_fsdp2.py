@@ -86,6 +86,7 @@ def rank_main(rounds: int) -> dict[str, object]:
     for block in fsdp2.blocks:
         fsdp2_fully_shard(block, mesh=mesh)
     fsdp2_fully_shard(fsdp2, mesh=mesh)
+    engine.traffic.time_waits()
     ddp = DistributedDataParallel(model())
     nets: dict[str, torch.nn.Module] = dict(zip(NAMES, (ours, fsdp2, ddp, model()), strict=True))
 

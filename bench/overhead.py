@@ -3,13 +3,22 @@
 A chain of 64 Linear(16, 16), float32, forward and backward, one thread. At world size 1 nothing is communicated, so the
 difference to the plain model is the time of hooks, bookkeeping and launches, which is given per unit. FSDP2 is measured
 in the same rounds. Gradients are compared with the plain model's.
+
+With --device fake or cuda: what it costs with peers; see peers_overhead.py.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 import time
 
+if any(each in sys.argv for each in ("fake", "--device=fake")):
+    import played_cuda
+
+    played_cuda.install(instant=True)  # before shardcomm is imported
+
+import peers_overhead
 import torch
 import torch.distributed as dist
 from harness import Bound, Report, Times, arguments
@@ -37,8 +46,12 @@ def seconds_of(net: nn.Module, x: torch.Tensor) -> float:
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--rounds", type=int, default=100)
+    parser.add_argument("--device", choices=["cpu", "fake", "cuda"], default="cpu")
     args = parser.parse_args()
     torch.set_num_threads(1)
+    if args.device != "cpu":
+        peers_overhead.main(args)
+        return
     os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     dist.init_process_group("gloo")
 

@@ -43,6 +43,7 @@ class CudaStatus:
 def cuda_status() -> CudaStatus: ...
 
 cuda_built: bool
+host_device: int
 
 def plan_layout(
     params: Sequence[tuple[int, int, int]], world_size: int, align_elements: int
@@ -226,6 +227,40 @@ class Communicator:
     def abort(self, reason: str) -> None: ...
     def close(self) -> None: ...
     def receipts(self) -> list[tuple[str, int, str, str, str]]: ...
+
+class BoundGather:
+    def __init__(
+        self,
+        comm: Communicator,
+        send: int,
+        send_dtype: DType,
+        recv: int,
+        recv_dtype: DType,
+        count: int,
+        tag: int,
+    ) -> None: ...
+    def queue(self, stream: Stream, after: Stream | None) -> Event: ...
+
+class BoundReduce:
+    def __init__(
+        self,
+        comm: Communicator,
+        send: int,
+        dtype: DType,
+        recv_dtype: DType,
+        count: int,
+        op: RedOp,
+        tag: int,
+    ) -> None: ...
+    def queue(
+        self,
+        stream: Stream,
+        after: Stream | None,
+        recv: int,
+        scale: float,
+        accumulate: bool,
+        nonfinite: int,
+    ) -> Event: ...
 
 def make_local_group(size: int, deadline_s: float, device: int = ...) -> list[Communicator]: ...
 

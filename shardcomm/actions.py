@@ -15,6 +15,8 @@ from shardcomm.trace import Trace
 from shardcomm.traffic import Traffic
 from shardcomm.work import Work
 
+_UNTRACED = nullcontext()
+
 Program = dict[Trigger, tuple[tuple[Callable[[ShardedUnit], None], ShardedUnit], ...]]
 """A schedule's actions, each bound to what does it."""
 
@@ -108,9 +110,10 @@ class Actions:
         if self._reducing is not None:
             self._finish(self._reducing.reduces, "reduce", self._reducing)
         self._reducing = unit
-        with self._together, self._traced("reduce", unit, self._streams.reduce, unit.reduce_bytes):
+        nbytes = unit.reduce_bytes
+        with self._together, self._traced("reduce", unit, self._streams.reduce, nbytes):
             unit.reduce()
-        self.traffic.reduced_bytes += unit.reduce_bytes
+        self.traffic.reduced_bytes += nbytes
 
     def all_reduce(self, unit: ShardedUnit) -> None:
         """Issues the all-reduce of what `reduce` left, if anything."""
@@ -148,13 +151,17 @@ class Actions:
             works.clear()
 
     def _wait(self, works: Iterable[Work | Offload], what: str, name: str) -> None:
+        timed = self.trace is not None or self.traffic.waits_timed
         compute = self._streams.compute()
-        begin = compute.record(timed=True)
+        begin = compute.record(timed=True) if timed else None
         with self._together:
             for work in works:
                 work.wait()
+        if begin is None:
+            return
         end = compute.record(timed=True)
-        self.traffic.waited(begin, end)
+        if self.traffic.waits_timed:
+            self.traffic.waited(begin, end)
         if self.trace is not None:
             self.trace.add("waiting", f"{what} {name}", begin, end)
 
@@ -173,6 +180,4 @@ class Actions:
     def _traced(
         self, row: str, unit: ShardedUnit, stream: Stream, nbytes: int
     ) -> AbstractContextManager[None]:
-        return (
-            nullcontext() if self.trace is None else self.trace.span(row, unit.name, stream, nbytes)
-        )
+        return _UNTRACED if self.trace is None else self.trace.span(row, unit.name, stream, nbytes)

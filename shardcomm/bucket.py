@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from shardcomm import traffic
-from shardcomm.communicator import Communicator
+from shardcomm.communicator import BoundGather, BoundReduce, Communicator
 from shardcomm.dtype import movable
 from shardcomm.full_gradients import FullGradients
 from shardcomm.layout import Layout, ParamSpec
@@ -30,7 +30,7 @@ from shardcomm.mixed_precision import FLOATS
 from shardcomm.offload import Offload
 from shardcomm.shard_gradients import ShardGradients
 from shardcomm.staging import Staging
-from shardcomm.streams import Event, Stream, Streams, compute_stream
+from shardcomm.streams import Event, Stream, Streams, compute_stream, computing, on_host
 from shardcomm.views import check_count, check_shape, full_view, rows, shard_view
 from shardcomm.work import Work
 
@@ -109,7 +109,8 @@ class Bucket:
             self._alone = (
                 comm if comm.size == 1 else Communicator.local_group(1, device=comm.device)[0]
             )
-        self._streams = streams
+        self._given_streams = streams
+        self._compute = None if on_host(comm.device) else computing(comm.device)
         self._tag = tag
 
         pieces = [layout.piece(comm.rank, i) for i in range(len(layout.placements))]
@@ -125,6 +126,7 @@ class Bucket:
         self.grad_scale = 1.0
         self.nonfinite: torch.Tensor | None = None
         self._packed: torch.Tensor | None = None  # where `pack` left the gradients; None: in `grad`
+        self._bound_reduce: tuple[torch.Tensor, BoundReduce] | None = None  # what it sends; it
         self._add = False  # the reduce under way adds to the gradients
         self._filled: Event | None = None  # when the staging buffer is
         self._full_gradients = FullGradients(layout, self.param_dtype, self.reduce_dtype)
@@ -170,24 +172,33 @@ class Bucket:
     def all_gather(self, *, async_op: bool = False) -> Work:
         """Fills `params` on every rank. With `async_op` returns at once; `wait()` before reading them."""
         if self.full is self.shard:
-            return Work(None, self.comm.device)
-        return self._gather(self._gather_recv, self._gather_send, async_op=async_op)
+            return Work()
+        if self._aside(async_op):
+            work = self._gather_aside(self._bound_gather)
+            if not async_op:
+                work.wait()
+            return work
+        self.comm.all_gather(self._gather_recv, self._gather_send, tag=self._tag)
+        return Work()
 
     def gathered_shards(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Gathers the shards in their own dtype into `flat`, of `layout.flat_numel`; the full parameters in it."""
-        self._gather(movable(flat), movable(self._sent), async_op=False)
+        recv, send = movable(flat), movable(self._sent)
+        if self._aside(async_op=False):
+            self._gather_aside(self.comm.bind_all_gather(recv, send, tag=self._tag)).wait()
+        else:
+            self.comm.all_gather(recv, send, tag=self._tag)
         return [full_view(flat, p) for p in self.layout.placements]
 
-    def _gather(self, recv: torch.Tensor, send: torch.Tensor, *, async_op: bool) -> Work:
-        stream = self._side_streams().gather if self._aside(async_op) else None
-        if self.offload is not None and stream is not None:
-            self.offload.fetch(self.shard, stream)  # while what is in `recv` is still computed with
-        self._after_compute(stream)
-        end = self.comm.all_gather(recv, send, tag=self._tag, stream=stream)
-        work = Work(end, self.comm.device)
-        if not async_op:
-            work.wait()
-        return work
+    def _gather_aside(self, gather: BoundGather) -> Work:
+        streams = self._streams
+        if self.offload is not None:  # while what is in the full buffer is still computed with
+            self.offload.fetch(self.shard, streams.gather)
+        return Work(gather(streams.gather, streams.computed()), self._compute, self)
+
+    @cached_property
+    def _bound_gather(self) -> BoundGather:
+        return self.comm.bind_all_gather(self._gather_recv, self._gather_send, tag=self._tag)
 
     def reduce_scatter(
         self, grads: Sequence[torch.Tensor | None], *, async_op: bool = False
@@ -202,8 +213,8 @@ class Bucket:
         work = self.reduce(async_op=async_op)
         if self.replicas is not None:
             work = self.all_reduce(async_op=async_op)
-        if self.offload is not None:  # it is the host that reads them
-            work = Work(self.offload.landed, self.shard.device)
+        if self.offload is not None:
+            work = Work(self.offload.landed)  # the host waits: it is the one that reads them
             if not async_op:
                 work.wait()
         self.gradients.show()
@@ -217,53 +228,91 @@ class Bucket:
         Computation does it, not the stream that reduces: nobody would know when that has come to it.
         """
         sources = self._full_gradients.checked(grads)
-        stream = self._reduce_stream(async_op)
-        alone = self.comm.size == 1 and self.replicas is None
-        plain = self.grad_scale == 1.0 and not self.gradients.adds and self.nonfinite is None
-        if alone and (plain or self.shard.dtype in FLOATS):
+        aside = self._aside(async_op)
+        if self._packs_into_grad():
             self._packed = None
             self._add = self.gradients.begin_reduce()
+            stream = self._streams.reduce if aside else None
             with self._gradient(stream) as grad:
                 if stream is not None:  # what an offload's staging held has left it
-                    compute_stream(self.comm.device).wait(stream.record())
+                    self._streams.compute().wait(stream.record())
                 self._full_gradients.pack(
-                    sources, grad, self.grad_scale, add=self._add, nonfinite=self.nonfinite
+                    sources,
+                    grad,
+                    self._computing(),
+                    self.grad_scale,
+                    add=self._add,
+                    nonfinite=self.nonfinite,
                 )
-                self._after_compute(stream)
+                if stream is not None:
+                    self._streams.after_compute(stream)
         else:
-            self._packed = self._free_buffer(stream)
-            self._full_gradients.pack(sources, self._packed)
+            self._packed = self._free_buffer(aside)
+            self._full_gradients.pack(sources, self._packed, self._computing())
 
     def reduce(self, *, async_op: bool = False) -> Work:
         """Averages over the ranks of `comm` what was packed, into `grad`; with replicas, for `all_reduce` to go on."""
         packed, self._packed = self._packed, None
         if packed is None:
-            return Work(None, self.comm.device)
+            return Work()
         self._add = self.gradients.begin_reduce()  # its zeros belong to what was computed so far
-        stream = self._reduce_stream(async_op)
-        self._after_compute(stream)
-        if self.staging is None:
-            with self._gradient(stream) as grad:
-                end = self.comm.reduce_scatter(
-                    grad,
-                    packed,
-                    "avg",
-                    scale=self.grad_scale,
-                    accumulate=self._add,
-                    nonfinite=self.nonfinite,
-                    tag=self._tag,
-                    stream=stream,
-                )
-            return Work(end, self.comm.device)
+        aside = self._aside(async_op)
+        if self.staging is not None:
+            return self._reduce_to_staging(packed, self.staging, aside)
+        if not aside:
+            self.comm.reduce_scatter(
+                self.grad,
+                packed,
+                "avg",
+                scale=self.grad_scale,
+                accumulate=self._add,
+                nonfinite=self.nonfinite,
+                tag=self._tag,
+            )
+            return Work()
+        epilogue = self.grad_scale, self._add, self.nonfinite
+        if self.offload is None:
+            return self._reduce_aside(packed, self.gradients.flat, *epilogue)
+        with self._gradient(self._streams.reduce) as grad:
+            return self._reduce_aside(packed, grad, *epilogue)
+
+    def _reduce_to_staging(self, packed: torch.Tensor, staging: Staging, aside: bool) -> Work:
+        """Where it is then all-reduced."""
         if packed is self._staged:  # the only shard
             self._filled = compute_stream(self.comm.device).record()
-            return Work(None, self.comm.device)
-        if self.staging.free is not None:
-            (stream or compute_stream(self.comm.device)).wait(self.staging.free)
-        self._filled = self.comm.reduce_scatter(
-            self._staged, packed, "avg", tag=self._tag, stream=stream
-        )
-        return Work(self._filled, self.comm.device)
+            return Work()
+        stream = self._streams.reduce if aside else compute_stream(self.comm.device)
+        if staging.free is not None:
+            stream.wait(staging.free)
+        if not aside:
+            self._filled = None
+            self.comm.reduce_scatter(self._staged, packed, "avg", tag=self._tag)
+            return Work()
+        work = self._reduce_aside(packed, self._staged)
+        self._filled = self._streams.reduced
+        return work
+
+    def _reduce_aside(
+        self,
+        packed: torch.Tensor,
+        into: torch.Tensor,
+        scale: float = 1.0,
+        add: bool = False,
+        nonfinite: torch.Tensor | None = None,
+    ) -> Work:
+        if self._bound_reduce is None or self._bound_reduce[0] is not packed:
+            bound = self.comm.bind_reduce_scatter(into, packed, "avg", tag=self._tag)
+            self._bound_reduce = packed, bound
+        streams, reduce = self._streams, self._bound_reduce[1]
+        streams.reduced = reduce(streams.reduce, streams.computed(), into, scale, add, nonfinite)
+        return Work(streams.reduced, self._compute, self, packed, into)
+
+    def _packs_into_grad(self) -> bool:
+        """Whether nobody else has a part in the gradients."""
+        if self.comm.size > 1 or self.replicas is not None:
+            return False
+        plain = self.grad_scale == 1.0 and not self.gradients.adds and self.nonfinite is None
+        return plain or self.shard.dtype in FLOATS
 
     def _gradient(self, stream: Stream | None) -> AbstractContextManager[torch.Tensor]:
         """What is reduced into."""
@@ -275,7 +324,7 @@ class Bucket:
         """Averages what `reduce` left over the replicas, into `grad`."""
         assert self.replicas is not None
         assert self.staging is not None
-        stream = self._side_streams().replicate if self._aside(async_op) else None
+        stream = self._streams.replicate if self._aside(async_op) else None
         if self._filled is not None:
             (stream or compute_stream(self.comm.device)).wait(self._filled)
         self.replicas.all_reduce(self._staged, "avg", stream=stream)
@@ -289,26 +338,26 @@ class Bucket:
                 nonfinite=self.nonfinite,
                 stream=stream,
             )
-        return Work(self.staging.free, self.comm.device)
+        return Work(self.staging.free, self._compute, self)
 
     @property
     def grad(self) -> torch.Tensor:
         """The gradients of `shard`, flat."""
         return self.gradients.flat
 
-    @property
+    @cached_property
     def gather_bytes(self) -> int:
         """What this rank receives from the others in one gather."""
         return traffic.gather_bytes(
             self.layout.shard_numel * self.param_dtype.itemsize, self.comm.size
         )
 
-    @property
+    @cached_property
     def reduce_bytes(self) -> int:
         """What this rank sends to the others in one reduce-scatter."""
         return traffic.gather_bytes(self._reduced_shard_bytes, self.comm.size)
 
-    @property
+    @cached_property
     def all_reduce_bytes(self) -> int:
         """What this rank sends to the replicas in one all-reduce."""
         replicas = 1 if self.replicas is None else self.replicas.size
@@ -338,18 +387,17 @@ class Bucket:
         assert self.staging is not None
         return self.staging.memory[: self._reduced_shard_bytes].view(self.reduce_dtype)
 
-    def _free_buffer(self, stream: Stream | None) -> torch.Tensor:
+    def _free_buffer(self, aside: bool) -> torch.Tensor:
         """Where gradients are packed; what is computed from now on comes after the reduce that read it last."""
-        compute = compute_stream(self.comm.device)
         if self.comm.size == 1 and self.staging is not None:
             if self.staging.free is not None:
-                compute.wait(self.staging.free)
+                compute_stream(self.comm.device).wait(self.staging.free)
             return self._staged
         numel = self.layout.flat_numel
         if self.comm.size == 1:  # float64 that is more than copied: a pack computes in float32 only
             return torch.empty(numel, dtype=self.reduce_dtype, device=self.comm.device)
-        if stream is not None:
-            compute.wait(stream.record())
+        if aside and self._streams.reduced is not None:
+            self._streams.compute().wait(self._streams.reduced)
         if self.reduce_buffer is None:
             self.reduce_buffer = self.comm.allocate(numel, dtype=self.reduce_dtype, use="reduce")
         return self.reduce_buffer
@@ -359,15 +407,14 @@ class Bucket:
 
         Without peers there is nobody to wait for: work is done sooner than handed over.
         """
-        has_peers = self.comm.size > 1 or self.replicas is not None
-        return self.offload is not None or (async_op and has_peers)
+        return self.offload is not None or (
+            async_op and (self.comm.size > 1 or self.replicas is not None)
+        )
 
-    def _side_streams(self) -> Streams:
-        return self._streams or self.comm.streams
+    def _computing(self) -> Stream | None:
+        """Where torch computes; None: it is the host that does."""
+        return None if self._compute is None else self._compute()
 
-    def _reduce_stream(self, async_op: bool) -> Stream | None:
-        return self._side_streams().reduce if self._aside(async_op) else None
-
-    def _after_compute(self, stream: Stream | None) -> None:
-        if stream is not None:
-            self._side_streams().after_compute(stream)
+    @cached_property
+    def _streams(self) -> Streams:
+        return self._given_streams or self.comm.streams

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from shardcomm.communicator import Communicator, ReduceOp
 from shardcomm.dtype import movable
-from shardcomm.streams import Event, Stream, Streams, compute_stream
+from shardcomm.streams import Event, Stream, Streams, on_host
 from shardcomm.work import Work
 
 Group = dist.ProcessGroup | Communicator | None
@@ -84,6 +84,7 @@ class _Queue:
     def __init__(self, streams: Streams, stream: Stream) -> None:
         self._streams = streams
         self._stream = stream
+        self._on_host = on_host(streams.device)
         self._last: Event | None = None
 
     def begin(
@@ -92,9 +93,10 @@ class _Queue:
         if async_op:
             self._streams.after_compute(self._stream)
             self._last = collective(self._stream)
-            return Work(self._last, self._streams.device)
+            # The communicator keeps the tensors.
+            return Work(self._last, None if self._on_host else self._streams.compute)
         if self._last is not None:
-            compute_stream(self._streams.device).wait(self._last)
+            self._streams.compute().wait(self._last)
         collective(None)
         return None
 

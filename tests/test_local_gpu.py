@@ -117,6 +117,7 @@ def test_gathers_overlap_computation() -> None:
         blocks = [torch.nn.Linear(2048, 2048, bias=False) for _ in range(6)]
         model = torch.nn.Sequential(*blocks)
         engine = fully_shard(model, comm, units=torch.nn.Linear)
+        engine.traffic.time_waits()
         x = torch.randn(4096, 2048, device=comm.device)
         for _ in range(3):
             model(x).sum().backward()

@@ -18,6 +18,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 def traced_step(comm: Communicator) -> tuple[list[Span], float, float]:
     model = make()
     engine = fully_shard(model, comm)
+    engine.traffic.time_waits()
     tokens = batch(comm.rank, 0).to(comm.device)
     loss_of(model, tokens).backward()
     before = engine.traffic.exposed_s

@@ -25,7 +25,8 @@ void bind_comm(py::module_& m) {
       .def_property_readonly("nbytes", &Memory::bytes)
       .def_property_readonly("device", &Memory::device)
       .def_buffer([](Memory& memory) {
-        if (memory.device() >= 0) throw py::buffer_error("this memory is on a CUDA device");
+        if (memory.device() >= 0 && kHostDevice < 0)
+          throw py::buffer_error("this memory is on a CUDA device");
         return py::buffer_info(static_cast<std::uint8_t*>(memory.data()),
                                static_cast<py::ssize_t>(memory.bytes()));
       })

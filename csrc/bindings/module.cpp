@@ -34,11 +34,13 @@ PYBIND11_MODULE(_C, m) {
       .def_readonly("driver_version", &CudaStatus::driver_version);
   m.def("cuda_status", &cuda_status);
   m.attr("cuda_built") = cuda_built();
+  m.attr("host_device") = kHostDevice;
 
   bind_layout(m);
   bind_stream(m);  // first: others take a stream
   bind_copy(m);
   bind_comm(m);
+  bind_bound_collectives(m);
   bind_nccl(m);
 }
 

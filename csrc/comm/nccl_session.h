@@ -33,12 +33,12 @@
 
 namespace shardcomm {
 
-// A collective between two events: `start` fires when its turn on the stream has come, from where
-// its deadline runs; `end` when it is done.
+// A collective between two events: its turn on the stream comes when `start` has fired and what the
+// channel was given before is done, and from there its deadline runs; `end` fires when it is done.
 struct Watched {
   Call call;
-  OwnedEvent start;
-  OwnedEvent end;
+  std::shared_ptr<Event> start;
+  std::shared_ptr<Event> end;
   bool started = false;
   std::chrono::steady_clock::time_point since;
 };

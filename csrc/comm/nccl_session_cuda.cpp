@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "comm/nccl_session.h"
+#include "stream/events_around.h"
 #include "stream/wait_check.h"
 
 namespace shardcomm {
@@ -296,20 +297,24 @@ void NcclUse::begin(cudaStream_t stream) {
   }
   watched_->call = channel_.call;
   watched_->started = false;
-  if (!watched_->start) {
-    watched_->start = make_event();
-    watched_->end = make_event();
-  }
-  check_cuda(cudaEventRecord(watched_->start.get(), stream), "cudaEventRecord");
+  const EventsAround* around = EventsAround::current();
+  watched_->start = around != nullptr && around->before != nullptr
+                        ? around->before
+                        : record_on_cuda(session_.device, stream);
 }
 
 void NcclUse::end(cudaStream_t stream) {
-  if (capture_ != 0 && !channel_.captured_end) channel_.captured_end = make_event();
-  channel_.latest = capture_ != 0 ? channel_.captured_end.get() : watched_->end.get();
   channel_.stream = stream;
   channel_.capture = capture_;
-  check_cuda(cudaEventRecord(channel_.latest, stream), "cudaEventRecord");
-  if (watched_ == nullptr) return;
+  if (watched_ == nullptr) {
+    if (!channel_.captured_end) channel_.captured_end = make_event();
+    channel_.latest = channel_.captured_end.get();
+    check_cuda(cudaEventRecord(channel_.latest, stream), "cudaEventRecord");
+    return;
+  }
+  watched_->end = record_on_cuda(session_.device, stream);
+  channel_.latest = static_cast<cudaEvent_t>(watched_->end->native());
+  if (EventsAround* around = EventsAround::current()) around->after = watched_->end;
   const std::lock_guard<std::mutex> lock(session_.mutex_);
   ++channel_.ring.issued;
 }

@@ -8,8 +8,8 @@
 namespace shardcomm {
 namespace {
 
-cudaError_t query(const OwnedEvent& event) {
-  const cudaError_t state = cudaEventQuery(event.get());
+cudaError_t query(const Event& event) {
+  const cudaError_t state = cudaEventQuery(static_cast<cudaEvent_t>(event.native()));
   if (state != cudaSuccess) cudaGetLastError();
   return state;
 }
@@ -59,13 +59,13 @@ void NcclSession::look(NcclChannel& channel) {
   WatchRing& ring = channel.ring;
   for (std::uint64_t i = ring.retired; i != ring.issued; ++i) {
     Watched& watched = ring.at(i);
-    cudaError_t state = query(watched.end);
+    cudaError_t state = query(*watched.end);
     if (state == cudaSuccess) {
       if (i == ring.retired) ++ring.retired;
       continue;
     }
-    if (state == cudaErrorNotReady && !watched.started) {
-      state = query(watched.start);
+    if (state == cudaErrorNotReady && !watched.started && i == ring.retired) {
+      state = query(*watched.start);
       watched.started = state == cudaSuccess;
       watched.since = now;
     }

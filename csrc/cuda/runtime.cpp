@@ -26,6 +26,14 @@ DeviceScope::~DeviceScope() {
   if (changed_) cudaSetDevice(before_);
 }
 
+// What is wrong with the stream, whoever uses it hears.
+unsigned long long capture_of(cudaStream_t stream) noexcept {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  unsigned long long capture = 0;
+  if (cudaStreamGetCaptureInfo(stream, &status, &capture) != cudaSuccess) cudaGetLastError();
+  return status == cudaStreamCaptureStatusActive ? capture : 0;
+}
+
 DeviceMemory::DeviceMemory(int device, std::size_t bytes) : device_(device), bytes_(bytes) {
   if (bytes == 0) return;
   const DeviceScope scope(device);

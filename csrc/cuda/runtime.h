@@ -28,6 +28,9 @@ class DeviceScope {
   bool changed_ = false;
 };
 
+// The number of the capture that records what is put on `stream`; 0: it runs.
+unsigned long long capture_of(cudaStream_t stream) noexcept;
+
 // Memory of a device. Freeing it waits for all work of the device.
 class DeviceMemory {
  public:

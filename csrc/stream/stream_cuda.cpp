@@ -1,8 +1,11 @@
 #include <algorithm>
+#include <array>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <stdexcept>
 #include <thread>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -19,7 +22,7 @@ class EventPool {
   OwnedEvent take(int device, bool timed) {
     {
       const std::lock_guard<std::mutex> lock(mutex_);
-      auto& free = free_[{device, timed}];
+      auto& free = free_[timed][device];
       if (!free.empty()) {
         OwnedEvent event = std::move(free.back());
         free.pop_back();
@@ -30,12 +33,12 @@ class EventPool {
   }
   void give(int device, bool timed, OwnedEvent event) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    free_[{device, timed}].push_back(std::move(event));
+    free_[timed][device].push_back(std::move(event));
   }
 
  private:
   std::mutex mutex_;
-  std::map<std::pair<int, bool>, std::vector<OwnedEvent>> free_;
+  std::array<std::map<int, std::vector<OwnedEvent>>, 2> free_;
 };
 
 // Never destroyed: events may outlive everything, and the driver them.
@@ -44,19 +47,28 @@ EventPool& event_pool() {
   return pool;
 }
 
+// Destroyed with its owner, or somebody else's.
+using SharedStream = std::shared_ptr<std::remove_pointer_t<cudaStream_t>>;
+
+// Recorded in a capture it marks a point of the graph: nothing has run, or will before a launch,
+// and only streams of that capture can wait for it. When the capture has ended, nobody needs to.
 class CudaEvent final : public Event {
  public:
-  CudaEvent(int device, cudaStream_t stream, bool timed) : device_(device), timed_(timed) {
+  CudaEvent(int device, const SharedStream& stream, bool timed)
+      : device_(device), timed_(timed), capture_(capture_of(stream.get())) {
     const DeviceScope scope(device);
     event_ = event_pool().take(device, timed);
-    check_cuda(cudaEventRecord(get(), stream), "cudaEventRecord");
+    check_cuda(cudaEventRecord(get(), stream.get()), "cudaEventRecord");
+    if (capture_ != 0) captured_ = stream;
   }
   ~CudaEvent() override { event_pool().give(device_, timed_, std::move(event_)); }
   CudaEvent(const CudaEvent&) = delete;
   CudaEvent& operator=(const CudaEvent&) = delete;
 
   cudaEvent_t get() const { return event_.get(); }
+  void* native() const override { return get(); }
 
+  // Of a capture: whether that has ended.
   bool query() const override { return state() != cudaErrorNotReady; }
 
   // CUDA has no wait with a timeout; what waits on the host for a device is in no hurry.
@@ -69,6 +81,11 @@ class CudaEvent final : public Event {
       if (result != cudaErrorNotReady) {
         check_cuda(result, "cudaEventQuery");
         return true;
+      }
+      if (capture_ != 0) {
+        throw CudaError(
+            "the host cannot wait for an event of a capture: nothing runs before the graph is "
+            "launched");
       }
       if (std::chrono::steady_clock::now() >= end) return false;
       std::this_thread::sleep_for(pause);
@@ -85,9 +102,26 @@ class CudaEvent final : public Event {
     return static_cast<double>(milliseconds) * 1e-3;
   }
 
+  // Has `stream` wait.
+  void hold_back(cudaStream_t stream) const {
+    if (capture_ != 0) {
+      if (state() != cudaErrorNotReady) return;
+    } else if (capture_of(stream) != 0) {
+      if (state() == cudaSuccess) return;
+      throw CudaError(
+          "a stream that is captured cannot wait for what was queued before the capture began: "
+          "synchronize the device before it");
+    }
+    check_cuda(cudaStreamWaitEvent(stream, get(), 0), "cudaStreamWaitEvent");
+  }
+
  private:
   // "Not ready" is no error: it must not stay behind as this thread's last one.
   cudaError_t state() const {
+    if (capture_ != 0) {
+      return capture_of(captured_.get()) == capture_ ? cudaErrorNotReady : cudaSuccess;
+    }
+    const RelaxedCapture relaxed;
     const cudaError_t result = cudaEventQuery(get());
     if (result == cudaErrorNotReady) cudaGetLastError();
     return result;
@@ -95,29 +129,26 @@ class CudaEvent final : public Event {
 
   int device_;
   bool timed_;
+  unsigned long long capture_;
+  SharedStream captured_;  // null unless in a capture
   OwnedEvent event_;
 };
 
 class CudaStream final : public Stream {
  public:
-  CudaStream(int device, cudaStream_t stream, bool owned)
-      : device_(device), stream_(stream), owned_(owned) {}
-  ~CudaStream() override {
-    if (owned_) cudaStreamDestroy(stream_);  // what is on it still runs
-  }
-  CudaStream(const CudaStream&) = delete;
-  CudaStream& operator=(const CudaStream&) = delete;
+  CudaStream(int device, SharedStream stream) : device_(device), stream_(std::move(stream)) {}
 
-  NativeStream native() const override { return stream_; }
+  NativeStream native() const override { return stream_.get(); }
 
   void enqueue(Operation operation) override {
     const DeviceScope scope(device_);
-    operation(stream_);
+    operation(stream_.get());
   }
 
   void copy(void* dst, const void* src, std::size_t bytes) override {
     const DeviceScope scope(device_);
-    check_cuda(cudaMemcpyAsync(dst, src, bytes, cudaMemcpyDefault, stream_), "cudaMemcpyAsync");
+    check_cuda(cudaMemcpyAsync(dst, src, bytes, cudaMemcpyDefault, stream_.get()),
+               "cudaMemcpyAsync");
   }
 
   std::shared_ptr<Event> record(bool timed) override {
@@ -128,13 +159,12 @@ class CudaStream final : public Stream {
     const auto* on_device = dynamic_cast<const CudaEvent*>(event.get());
     if (on_device == nullptr) return event->wait();  // the host's: nothing of it is on a device
     const DeviceScope scope(device_);                // null is a stream of the current device
-    check_cuda(cudaStreamWaitEvent(stream_, on_device->get(), 0), "cudaStreamWaitEvent");
+    on_device->hold_back(stream_.get());
   }
 
  private:
   int device_;
-  cudaStream_t stream_;
-  bool owned_;
+  SharedStream stream_;
 };
 
 }  // namespace
@@ -149,11 +179,18 @@ std::unique_ptr<Stream> make_cuda_stream(int device) {
   cudaStream_t stream = nullptr;
   check_cuda(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, greatest),
              "cudaStreamCreateWithPriority");
-  return std::make_unique<CudaStream>(device, stream, true);
+  // What is on it still runs when it is destroyed.
+  return std::make_unique<CudaStream>(device, SharedStream(stream, &cudaStreamDestroy));
 }
 
 std::unique_ptr<Stream> borrow_cuda_stream(int device, NativeStream stream) {
-  return std::make_unique<CudaStream>(device, static_cast<cudaStream_t>(stream), false);
+  const auto borrowed = static_cast<cudaStream_t>(stream);
+  return std::make_unique<CudaStream>(device, SharedStream(borrowed, [](cudaStream_t) {}));
+}
+
+std::shared_ptr<Event> record_on_cuda(int device, NativeStream stream) {
+  const SharedStream borrowed(std::shared_ptr<void>(), static_cast<cudaStream_t>(stream));
+  return std::make_shared<CudaEvent>(device, borrowed, false);
 }
 
 }  // namespace shardcomm

@@ -135,6 +135,7 @@ class Measured:
     """Time and traffic of the steps that are done in `step()`; means, 0 while there is none."""
 
     def __init__(self, traffic: Traffic) -> None:
+        traffic.time_waits()
         self.steps = 0
         self._seconds = 0.0
         self._traffic = traffic

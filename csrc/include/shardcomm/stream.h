@@ -20,7 +20,9 @@ using NativeStream = void*;
 class Event {
  public:
   virtual ~Event() = default;
-  virtual bool query() const = 0;  // true once fired; never throws, never blocks
+  // True once fired; never throws, never blocks. Of an event of a CUDA stream that is captured:
+  // true once the capture has ended, since by itself nothing of it runs.
+  virtual bool query() const = 0;
   // Blocks until fired; gives up after `timeout`: false. Rethrows the stream's failure, if it
   // failed before this event.
   virtual bool wait_for(std::chrono::milliseconds timeout) const = 0;
@@ -28,6 +30,7 @@ class Event {
   // Time from `earlier` to this, both fired and of the same kind of stream; on a CUDA stream, both
   // recorded `timed`.
   virtual double seconds_since(const Event& earlier) const = 0;
+  virtual void* native() const { return nullptr; }  // a device's: its cudaEvent_t
 };
 
 class Stream {
@@ -60,5 +63,7 @@ std::unique_ptr<Stream> make_caller_stream();
 std::unique_ptr<Stream> make_cuda_stream(int device);
 // Somebody else's, which must outlive this.
 std::unique_ptr<Stream> borrow_cuda_stream(int device, NativeStream stream);
+// As `record` of a stream that was borrowed. Not in a capture.
+std::shared_ptr<Event> record_on_cuda(int device, NativeStream stream);
 
 }  // namespace shardcomm
