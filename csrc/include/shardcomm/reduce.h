@@ -42,10 +42,10 @@ void check_epilogue(const Epilogue& epilogue, DType dtype);
 
 // dst[i] = epilogue(sources[0][i] op sources[1][i] op ... op sources[num_sources - 1][i]), summed
 // left to right. f16, bf16 and f32 accumulate in f32, f64 in f64, integers in themselves, wrapping.
-// avg divides the sum by `divisor`, the number of ranks: more than num_sources where the sources are
-// partial sums themselves. Floats are multiplied by 1 / divisor, integers divided and truncated;
-// other operations ignore it. max and min of NaN and anything are NaN. `dst` may be one of the
-// sources if its dtype is theirs; any other overlap is an error the function cannot see.
+// avg divides the sum by `divisor`, the number of ranks: more than num_sources where the sources
+// are partial sums themselves. Floats are multiplied by 1 / divisor, integers divided and
+// truncated; other operations ignore it. max and min of NaN and anything are NaN. `dst` may be one
+// of the sources if its dtype is theirs; any other overlap is an error the function cannot see.
 // Throws std::invalid_argument for num_sources < 1, a negative count, an avg with divisor < 1, an
 // epilogue dtype that `dtype` does not convert to, and a scale other than 1 on integers.
 void reduce_cpu(void* dst, const Epilogue& epilogue, const void* const* sources, int num_sources,
