@@ -1,12 +1,17 @@
-"""The copy kernels on a GPU: against a large device-to-device copy, and against FSDP2's copies for the same job.
+"""The copy and reduce kernels on a GPU: against a device-to-device copy of as many bytes, and against PyTorch's own.
 
-- pack and unpack one Llama-3-8B block and one GPT-2 block: fraction of the bandwidth that a large copy reaches in the
-  same run, bytes counted read plus written (target: 0.9 for the Llama block).
-- the shapes of 8 ranks, rank 0's work: FSDP2's cast, copy-in and copy-out against our one cast (target: 4 times in
-  bytes and in time); its copy-out and its chunk-cat against our plans of the same copies, and against our pack;
-  its cast and additions of the reduced gradients against our one unpack (target: never slower).
+- pack and unpack one Llama-3-8B block and one GPT-2 block, and reduce the slices of 1, 2 and 8 ranks into a float32
+  shard, scaled and added: the fraction of a plain copy's bandwidth, bytes counted read plus written (target: 0.9 past
+  the L2 cache). torch does the same reduction beside it (target: never slower).
+- the shapes of 8 ranks, rank 0's work: FSDP2's cast, copy-in and copy-out against our one cast (target: 4 times); its
+  copy-out and its chunk-cat against our plans of the same copies, and against our pack; its cast and additions of the
+  reduced gradients against our one unpack (target: never slower).
 - 1,000 tensors of 4 KiB: one launch against torch._foreach_copy_ (target: 5 times).
 - host time to issue a unit's gather and its reduce, one rank (target: 15 us each).
+
+An H200's L2 cache holds 60 MB. "Past L2", a contender goes round sets of operands that together are more than twice
+that, so that each is in memory again when its turn comes; "in L2", it has one set that fits. A Llama block is past L2
+by itself; the other figures of a GPT-2 block are in L2.
 
 Random inputs; every result is compared with PyTorch's. A round times all contenders once, in turn; the ratio is that
 of medians. `--device cpu` runs the same on small shapes, to try the script; its figures mean nothing.
@@ -14,6 +19,7 @@ of medians. `--device cpu` runs the same on small shapes, to try the script; its
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -24,11 +30,15 @@ from harness import Bound, Report, Times, arguments
 from padding import BLOCKS, specs
 from torch import Tensor
 
-from shardcomm import Bucket, Communicator
+from shardcomm import _C, Bucket, Communicator
 from shardcomm.copy_plan import CopyPlan
+from shardcomm.dtype import core_dtype
 from shardcomm.layout import Layout
+from shardcomm.streams import compute_stream
 
 RANKS = 8
+L2_BYTES = 60_000_000
+PAST_L2, IN_L2 = "past L2", "in L2"
 Operation = Callable[[], object]
 
 
@@ -37,7 +47,7 @@ class Place:
     """Where it runs, and how large."""
 
     device: torch.device
-    large_bytes: int
+    l2_bytes: int
     repeats: int
 
     def seconds(self, operation: Operation) -> float:
@@ -70,57 +80,143 @@ def contest(place: Place, rounds: int, *operations: Operation) -> list[Times]:
     return [Times(tuple(row[i] for row in samples)) for i in range(len(operations))]
 
 
+def sets_of(place: Place, nbytes: int, where: str) -> int:
+    """How many sets of operands, of so many bytes each, a contender goes round."""
+    return 1 if where == IN_L2 else 2 * place.l2_bytes // nbytes + 1
+
+
+def in_turn(operations: Sequence[Operation]) -> Operation:
+    turns = itertools.cycle(operations)
+    return lambda: next(turns)()  # noqa: PLW0108  (another one at each call)
+
+
+def against_a_copy(
+    place: Place,
+    rounds: int,
+    report: Report,
+    label: str,
+    nbytes: int,
+    where: str,
+    *operations: Operation,
+    at_least: float | None = None,
+) -> list[Times]:
+    """Times `operations`; reports the first as a fraction of the bandwidth of a copy that moves as many bytes."""
+    sets = sets_of(place, nbytes, where)
+    plain = torch.empty(sets, 2, nbytes // 2, dtype=torch.uint8, device=place.device).random_()
+    copy = in_turn([lambda pair=pair: pair[0].copy_(pair[1]) for pair in plain])
+    limit, *times = contest(place, rounds, copy, *operations)
+    fraction = limit.median / times[0].median
+    bandwidth = nbytes / limit.median / 1e9
+    report.row(f"{label}, {where}", times[0], f"copy {bandwidth:.0f} GB/s", f"{fraction:.2f} of it")
+    report.figures[f"{label}, {where}"] = {
+        "median_s": times[0].median,
+        "bytes": nbytes,
+        "copy_bytes_per_s": nbytes / limit.median,
+        "fraction_of_copy": fraction,
+    }
+    if at_least is not None:
+        report.bounds.append(Bound(f"{label}, {where}, of a copy", fraction, at_least=at_least))
+    return times
+
+
 def copies(place: Place, rounds: int, report: Report) -> None:
     """Pack and unpack whole blocks, as fractions of a plain copy."""
-    large = torch.empty(2, place.large_bytes, dtype=torch.uint8, device=place.device).random_()
+    f32, bf16 = torch.float32, torch.bfloat16
     for block, shapes in blocks(place).items():
         layout = Layout.plan(specs(shapes, 0), RANKS, itemsize=2)
         sizes = [p.numel for p in layout.placements]
         offsets = [p.offset for p in layout.placements]
         numel = sum(sizes)
-        f32, bf16 = torch.float32, torch.bfloat16
-        wide = [place.random(n) for n in sizes]
-        narrow = [each.to(bf16) for each in wide]
-        flat = torch.zeros(layout.flat_numel, dtype=bf16, device=place.device)
-        sums = [torch.zeros_like(each) for each in wide]
+        for where in (PAST_L2, IN_L2):
+            casts, moves, unpacks = [], [], []
+            for _ in range(sets_of(place, 4 * numel, where)):
+                wide = [place.random(n) for n in sizes]
+                narrow = [each.to(bf16) for each in wide]
+                flat = torch.zeros(layout.flat_numel, dtype=bf16, device=place.device)
+                sums = [torch.zeros_like(each) for each in wide]
+                cast = CopyPlan.pack(sizes, offsets, f32, bf16, layout.gaps()).bind(wide, [flat])
+                cast.run()
+                for size, offset, source in zip(sizes, offsets, narrow, strict=True):
+                    require_equal("pack f32 to bf16", flat[offset : offset + size], source)
+                move = CopyPlan.pack(sizes, offsets, bf16, bf16, layout.gaps()).bind(narrow, [flat])
+                flat.zero_()
+                move.run()
+                for size, offset, source in zip(sizes, offsets, narrow, strict=True):
+                    require_equal("pack bf16 to bf16", flat[offset : offset + size], source)
+                unpack = CopyPlan.unpack(sizes, offsets, bf16, f32).bind([flat], sums)
+                unpack.run(accumulate=True)
+                unpack.run(accumulate=True)
+                for total, source in zip(sums, narrow, strict=True):
+                    require_equal("unpack, accumulate", total, source.float() * 2)
+                casts.append(cast.run)
+                moves.append(move.run)
+                unpacks.append(lambda unpack=unpack: unpack.run(accumulate=True))
+            at_least = 0.9 if block.startswith("Llama") else None
+            for name, nbytes, ours in (
+                ("pack f32 to bf16", 6 * numel, casts),
+                ("pack bf16 to bf16", 4 * numel, moves),
+                ("unpack bf16 to f32, accumulate", 10 * numel, unpacks),
+            ):
+                if where == IN_L2 and nbytes > place.l2_bytes:
+                    continue
+                against_a_copy(
+                    place,
+                    rounds,
+                    report,
+                    f"{block}: {name}",
+                    nbytes,
+                    where,
+                    in_turn(ours),
+                    at_least=at_least,
+                )
 
-        cast = CopyPlan.pack(sizes, offsets, f32, bf16, layout.gaps()).bind(wide, [flat])
-        cast.run()
-        for size, offset, source in zip(sizes, offsets, narrow, strict=True):
-            require_equal("pack f32 to bf16", flat[offset : offset + size], source)
-        plain = CopyPlan.pack(sizes, offsets, bf16, bf16, layout.gaps()).bind(narrow, [flat])
-        flat.zero_()
-        plain.run()
-        for size, offset, source in zip(sizes, offsets, narrow, strict=True):
-            require_equal("pack bf16 to bf16", flat[offset : offset + size], source)
-        unpack = CopyPlan.unpack(sizes, offsets, bf16, f32).bind([flat], sums, accumulate=True)
-        unpack.run()
-        unpack.run()
-        for total, source in zip(sums, narrow, strict=True):
-            require_equal("unpack, accumulate", total, source.float() * 2)
 
-        times = contest(
-            place, rounds, lambda: large[0].copy_(large[1]), cast.run, plain.run, unpack.run
-        )
-        limit = 2 * place.large_bytes / times[0].median
-        report.row("large copy", times[0], f"{limit / 1e9:.0f} GB/s", "the limit")
-        for name, nbytes, measured in zip(
-            ("pack f32 to bf16", "pack bf16 to bf16", "unpack bf16 to f32, accumulate"),
-            (6 * numel, 4 * numel, 10 * numel),
-            times[1:],
-            strict=True,
-        ):
-            fraction = nbytes / measured.median / limit
-            label = f"{block}: {name}"
-            report.row(
-                label,
-                measured,
-                f"{nbytes / measured.median / 1e9:.0f} GB/s",
-                f"{fraction:.2f} of limit",
+def reductions(place: Place, rounds: int, report: Report) -> None:
+    """What a reduce-scatter ends with: the ranks' slices, summed in float32, averaged, scaled, added to the shard."""
+    f32 = torch.float32
+    scale = 0.5
+    for dtype, ranks, where in itertools.product(
+        (f32, torch.bfloat16), (1, 2, 8), (PAST_L2, IN_L2)
+    ):
+        # The shard alone is as large as L2; or all that is read and written is half of it.
+        each = ranks * dtype.itemsize + 8
+        count = place.l2_bytes // (4 if where == PAST_L2 else 2 * each) // 1024 * 1024
+        nbytes = count * each
+        ours, theirs = [], []
+        for _ in range(sets_of(place, nbytes, where)):
+            slices = place.random(ranks, count, dtype=dtype)
+            shard, expected = place.random(count), torch.zeros(count, device=place.device)
+            reduce = reduction(place, shard, slices, scale)
+            for part in slices:
+                expected += part.float()
+            expected = shard + scale * (expected * (1 / ranks))
+            reduce()
+            require_equal(f"reduce of {ranks} ranks, {dtype}", shard, expected)
+            ours.append(reduce)
+            theirs.append(
+                lambda shard=shard, slices=slices, alpha=scale / ranks: shard.add_(
+                    slices.sum(0, dtype=f32), alpha=alpha
+                )
             )
-            report.figures[label] = {"median_s": measured.median, "fraction_of_limit": fraction}
-            if block.startswith("Llama"):
-                report.bounds.append(Bound(f"{label}, of limit", fraction, at_least=0.9))
+        name = f"reduce of {ranks} ranks, {str(dtype).removeprefix('torch.')}, scale and accumulate"
+        mine, torchs = against_a_copy(
+            place, rounds, report, name, nbytes, where, in_turn(ours), in_turn(theirs),
+            at_least=0.9 if where == PAST_L2 else None,
+        )  # fmt: skip
+        result(report, f"{name}, {where}, against torch", mine, torchs, at_least=1.0)
+
+
+def reduction(place: Place, shard: Tensor, slices: Tensor, scale: float) -> Operation:
+    """The kernel that the transports launch, into `shard`."""
+    arguments = (
+        shard.data_ptr(), core_dtype(shard.dtype), scale, True,
+        [each.data_ptr() for each in slices], core_dtype(slices.dtype), _C.RedOp.avg, shard.numel(),
+    )  # fmt: skip
+    if place.device.type == "cpu":
+        return lambda: _C.reduce(*arguments)
+    stream = compute_stream(place.device)
+    assert isinstance(stream, _C.Stream)
+    return lambda: _C.reduce_cuda(stream, *arguments)
 
 
 def gathers(place: Place, rounds: int, report: Report) -> None:
@@ -165,9 +261,6 @@ def gathers(place: Place, rounds: int, report: Report) -> None:
         require_equal("gather", own_slice, shard.to(bf16))
         theirs, ours = contest(place, rounds, fsdp2_gather, our_gather)
         result(report, f"{block}: gather's copies", ours, theirs, at_least=4.0)
-        n = sum(numels)
-        nbytes = (n / RANKS * 10 + 4 * n) / (n / RANKS * 6)
-        report.bounds.append(Bound(f"{block}: gather's bytes, FSDP2 / ours", nbytes, at_least=4.0))
 
 
 def reduces(place: Place, rounds: int, report: Report) -> None:
@@ -205,16 +298,19 @@ def reduces(place: Place, rounds: int, report: Report) -> None:
         totals = [torch.zeros(n, device=place.device) for n in parts]
         own = torch.zeros(sum(parts), device=place.device)
         plan = CopyPlan.unpack([sum(parts)], [0], bf16, f32)
-        accumulate = plan.bind([reduced], [own], accumulate=True)
+        ours_of_it = plan.bind([reduced], [own])
+
+        def accumulate() -> None:
+            ours_of_it.run(accumulate=True)  # noqa: B023
 
         def fsdp2_accumulate() -> None:
             new = torch.split(reduced.to(f32), parts)  # noqa: B023
             for total, part in zip(totals, new, strict=True):  # noqa: B023
                 total.add_(part)
 
-        accumulate.run()
+        accumulate()
         require_equal("accumulate", own, reduced.float())
-        theirs, ours = contest(place, rounds, fsdp2_accumulate, accumulate.run)
+        theirs, ours = contest(place, rounds, fsdp2_accumulate, accumulate)
         result(report, f"{block}: reduce's cast and accumulation", ours, theirs, at_least=1.0)
 
 
@@ -290,11 +386,12 @@ def main() -> None:
     torch.manual_seed(0)
     device = torch.device(args.device)
     if device.type == "cuda":
-        place = Place(torch.device("cuda", torch.cuda.current_device()), 1 << 31, 10)
+        place = Place(torch.device("cuda", torch.cuda.current_device()), L2_BYTES, 10)
     else:
-        place = Place(device, 1 << 24, 1)
+        place = Place(device, L2_BYTES // 64, 1)
     report = Report(["operation", "ours, median (p10-p90)", "theirs, or bandwidth", "ratio"])
     copies(place, args.rounds, report)
+    reductions(place, args.rounds, report)
     gathers(place, args.rounds, report)
     reduces(place, args.rounds, report)
     many_small(place, args.rounds, report)

@@ -117,6 +117,19 @@ def reduce(
     nonfinite: int = ...,
     divisor: int = ...,
 ) -> None: ...
+def reduce_cuda(
+    stream: Stream,
+    dst: int,
+    dst_dtype: DType,
+    scale: float,
+    accumulate: bool,
+    sources: Sequence[int],
+    dtype: DType,
+    op: RedOp,
+    count: int,
+    nonfinite: int = ...,
+    divisor: int = ...,
+) -> None: ...
 def walk_reduce(
     dst: int,
     dst_dtype: DType,

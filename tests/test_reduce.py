@@ -11,6 +11,7 @@ from torch import Tensor
 
 from shardcomm import _C
 from shardcomm.dtype import core_dtype
+from shardcomm.streams import compute_stream
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 INTEGERS = [torch.uint8, torch.int32, torch.int64]
@@ -207,6 +208,34 @@ def test_partial_sums_are_divided_by_the_number_of_ranks(dtype: torch.dtype, thr
         assert_same(dst, expect(sources, "avg", dst, divisor=ranks))
         run(dst, sources, "max", threads=threads, divisor=ranks)
         assert_same(dst, expect(sources, "max", dst))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dst_dtype", FLOATS)
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("op", sorted(OPS))
+def test_a_gpu_reduces_as_pytorch_does(op: str, dtype: torch.dtype, dst_dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(8)
+    stream = compute_stream(torch.device("cuda", torch.cuda.current_device()))
+    for num_sources in (1, 2, 3, 8, 9):
+        for count, misalignment in ((0, 0), (700, 0), (700, 1), (1_000_003, 0), (40_000_000, 0)):
+            if count > 1_000_003 and (num_sources, op) != (2, "avg"):
+                continue
+            sources = [
+                values(count + misalignment, dtype, generator)[misalignment:]
+                for _ in range(num_sources)
+            ]
+            dst = values(count, dst_dtype, generator)
+            expected = expect(sources, op, dst, 0.25, True, divisor=10)
+            there, on_gpu = dst.cuda(), [source.cuda() for source in sources]
+            # Its first element is as misaligned as the host's.
+            on_gpu = [torch.cat((s[:misalignment], s))[misalignment:] for s in on_gpu]
+            _C.reduce_cuda(
+                stream, there.data_ptr(), core_dtype(dst_dtype), 0.25, True,
+                [source.data_ptr() for source in on_gpu], core_dtype(dtype), OPS[op], count,
+                divisor=10,
+            )  # fmt: skip
+            assert_same(there.cpu(), expected)
 
 
 @pytest.mark.parametrize("op", ["max", "min"])

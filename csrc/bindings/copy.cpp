@@ -8,6 +8,7 @@
 #include "bindings/interrupt.h"
 #include "copy/bound_copy.h"
 #include "copy/launch.h"
+#include "copy/reduce_cuda.h"
 #include "copy/simd.h"
 #include "copy/thread_reduce.h"
 #include "shardcomm/copy_plan.h"
@@ -113,8 +114,8 @@ void walk(const CopyPlan& plan, const Addresses& sources, const Addresses& desti
   if (from.size() != plan.src_extents().size() || to.size() != plan.dst_extents().size()) {
     throw std::invalid_argument("sources and destinations must be as many as the plan's");
   }
-  walk_launches(plan, from.data(), to.data(), {scale, accumulate, flag(nonfinite)},
-                tile_elements, most_operands, blocks, threads);
+  walk_launches(plan, from.data(), to.data(), {scale, accumulate, flag(nonfinite)}, tile_elements,
+                most_operands, blocks, threads);
 }
 
 // `divisor` 0: as many as there are sources.
@@ -130,6 +131,19 @@ void reduce(std::uintptr_t dst, DType dst_dtype, float scale, bool accumulate,
   reduce_cpu(reinterpret_cast<void*>(dst), Epilogue{dst_dtype, scale, accumulate, flag(nonfinite)},
              sources_of.data(), static_cast<int>(sources_of.size()), dtype, op,
              divisor_of(divisor, sources), count);
+}
+
+void reduce_on_device(Stream& stream, std::uintptr_t dst, DType dst_dtype, float scale,
+                      bool accumulate, const Addresses& sources, DType dtype, RedOp op,
+                      std::int64_t count, std::uintptr_t nonfinite, int divisor) {
+  const auto sources_of = pointers<const void*>(sources);
+  const Epilogue epilogue{dst_dtype, scale, accumulate, flag(nonfinite)};
+  const int divided = divisor_of(divisor, sources);
+  py::gil_scoped_release unlocked;
+  stream.enqueue([=](NativeStream native) {
+    reduce_cuda(reinterpret_cast<void*>(dst), epilogue, sources_of.data(),
+                static_cast<int>(sources_of.size()), dtype, op, divided, count, native);
+  });
 }
 
 void walk_reduction(std::uintptr_t dst, DType dst_dtype, float scale, bool accumulate,
@@ -180,6 +194,10 @@ void bind_copy(py::module_& m) {
   m.def("reduce", &reduce, py::arg("dst"), py::arg("dst_dtype"), py::arg("scale"),
         py::arg("accumulate"), py::arg("sources"), py::arg("dtype"), py::arg("op"),
         py::arg("count"), py::arg("nonfinite") = 0, py::arg("divisor") = 0);
+  m.def("reduce_cuda", &reduce_on_device, py::arg("stream"), py::arg("dst"), py::arg("dst_dtype"),
+        py::arg("scale"), py::arg("accumulate"), py::arg("sources"), py::arg("dtype"),
+        py::arg("op"), py::arg("count"), py::arg("nonfinite") = 0, py::arg("divisor") = 0,
+        "On a stream of a device: what the transports launch.");
   m.def("walk_reduce", &walk_reduction, py::arg("dst"), py::arg("dst_dtype"), py::arg("scale"),
         py::arg("accumulate"), py::arg("sources"), py::arg("dtype"), py::arg("op"),
         py::arg("count"), py::arg("threads"), py::arg("nonfinite") = 0, py::arg("divisor") = 0,

@@ -130,6 +130,7 @@ class NcclSession : public std::enable_shared_from_this<NcclSession> {
   void find_nodes(std::uint64_t host);
   void meet_all_peers();
   void forget(NcclChannel& channel, const Memories& memories);
+  bool over();  // the watchdog has ended the channels, or could not
   bool ended() const { return failed() || closed_.load(); }
   std::string name() const;
   std::string late(const Call& call) const;
@@ -151,7 +152,7 @@ class NcclSession : public std::enable_shared_from_this<NcclSession> {
   std::condition_variable changed_;
   Clock::time_point closed_at_;
   bool unloaded_ = false;  // the process ends, and the driver has gone before
-  bool over_ = false;      // the watchdog has ended the channels
+  bool over_ = false;
   std::thread watchdog_;
 };
 

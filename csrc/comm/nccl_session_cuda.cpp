@@ -68,7 +68,7 @@ void NcclSession::connect(const std::array<nccl::UniqueId, 2>& ids, const NcclOp
   try {
     Pauses pauses;
     while (connected.wait_for(std::chrono::seconds(0)) != std::future_status::ready) {
-      if (!nccl.aborts_in_groups()) check();
+      if (failed() && (over() || !nccl.aborts_in_groups())) check();
       pauses.pause();
     }
   } catch (const CommError&) {
@@ -174,6 +174,11 @@ std::string NcclSession::refused(const Call& call, nccl::Result result) const {
   const char* last = nccl.get_last_error(nullptr);
   if (last != nullptr && *last != '\0') text += std::string(" (") + last + ")";
   return text;
+}
+
+bool NcclSession::over() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return over_;
 }
 
 void NcclSession::close() noexcept {

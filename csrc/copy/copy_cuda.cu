@@ -25,8 +25,7 @@ __global__ void __launch_bounds__(kBlockThreads)
 
 template <class Copy>
 __global__ void __launch_bounds__(kBlockThreads)
-    copy_run(const typename Copy::Src* src, typename Copy::Dst* dst,
-             std::int64_t count) {
+    copy_run(const typename Copy::Src* src, typename Copy::Dst* dst, std::int64_t count) {
   typename Copy::Side side;
   const Tile tile{0, 0, 0, count, 0, count, 1, count};
   copy_share<Copy>(tile, src, dst, 1.0f, blockIdx.x * kBlockThreads + threadIdx.x,
@@ -42,8 +41,7 @@ void launch_tiles(const Tile* tiles, std::uint32_t num_tiles, const Launch& laun
   for (const std::int32_t source : launch.sources) *at++ = sources[source];
   for (const std::int32_t destination : launch.destinations) *at++ = destinations[destination];
   const auto kernel = copy_tiles<Copy, kCapacity>;
-  const int blocks =
-      std::min(static_cast<int>(num_tiles), resident_blocks(kernel, kBlockThreads));
+  const int blocks = std::min(static_cast<int>(num_tiles), resident_blocks(kernel, kBlockThreads));
   launch_kernel(kernel, blocks, kBlockThreads, stream, tiles, num_tiles, operands, options.scale,
                 options.nonfinite);
 }

@@ -82,8 +82,8 @@ std::vector<Launch> launches_of(const CopyPlan& plan, std::int64_t tile_elements
 //   small          one vector for each thread, on as many processors as that takes: a tile of fewer
 //                  would leave threads idle, and take as long.
 std::int64_t tile_elements_for(const CopyPlan& plan, std::int64_t processors) {
-  const auto narrow = static_cast<std::int64_t>(
-      std::min(itemsize(plan.src_dtype()), itemsize(plan.dst_dtype())));
+  const auto narrow =
+      static_cast<std::int64_t>(std::min(itemsize(plan.src_dtype()), itemsize(plan.dst_dtype())));
   const std::int64_t vector_each = kBlockThreads * kVectorBytes / narrow;
   const std::int64_t batch_each = kBatchVectors * vector_each;
   const std::int64_t several = divide_up(plan.elements(), kTilesPerProcessor * processors);

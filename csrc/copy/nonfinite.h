@@ -65,8 +65,8 @@ struct WatchOf<double> {
 template <class T>
 using Watch = typename detail::WatchOf<T>::Type;
 
-// Sets `flag`, if there is one and `side` has seen NaN or Inf. Several threads may, of one copy or of
-// several.
+// Sets `flag`, if there is one and `side` has seen NaN or Inf. Several threads may, of one copy or
+// of several.
 template <class Side>
 inline void report(const Side& side, std::int32_t* flag) {
   if (flag != nullptr && side.nonfinite()) __atomic_store_n(flag, 1, __ATOMIC_RELAXED);

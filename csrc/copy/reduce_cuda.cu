@@ -13,7 +13,7 @@ constexpr int kThreads = 256;
 // Blocks that a multiprocessor holds at least, which bounds the registers of a thread (bytes, 16 of
 // them in a vector, need more).
 template <class Src>
-constexpr int kResident = sizeof(Src) == 1 ? 2 : 3;
+constexpr int kResident = sizeof(Src) == 1 ? 1 : 3;
 
 template <class Src, class Dst, class Op>
 __global__ void __launch_bounds__(kThreads, kResident<Src>)

@@ -54,21 +54,8 @@ struct alignas(kVectorBytes) Word {
   std::uint32_t at[4];
 };
 
-// One access of 16 bytes each, in the order of the program: left to itself, nvcc moves a load to the
-// store that needs it, where the wait for one hides no other, and splits some stores in four.
-SHARDCOMM_HOST_DEVICE inline Word load_word(const Word* from) {
-#ifdef __CUDA_ARCH__
-  Word word;
-  asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(word.at[0]), "=r"(word.at[1]), "=r"(word.at[2]), "=r"(word.at[3])
-               : "l"(__cvta_generic_to_global(from))
-               : "memory");
-  return word;
-#else
-  return *from;
-#endif
-}
-
+// One access. Left to itself, nvcc moves loads past the stores of other vectors, to where they are
+// used and where the wait for one hides no other, and splits some stores in four.
 SHARDCOMM_HOST_DEVICE inline void store_word(Word* to, const Word& word) {
 #ifdef __CUDA_ARCH__
   asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(to)),
@@ -79,28 +66,6 @@ SHARDCOMM_HOST_DEVICE inline void store_word(Word* to, const Word& word) {
 #endif
 }
 
-// A barrier for the compiler: what uses `word` comes after this.
-SHARDCOMM_HOST_DEVICE inline void pin([[maybe_unused]] Word& word) {
-#ifdef __CUDA_ARCH__
-  asm volatile("" : "+r"(word.at[0]), "+r"(word.at[1]), "+r"(word.at[2]), "+r"(word.at[3]));
-#endif
-}
-
-// index < count, which the compiler does not know even where it follows from a loop's condition: a
-// real branch between loads and their first use. Without one it waits for the first load before it
-// issues the last.
-template <class Index>
-SHARDCOMM_HOST_DEVICE inline bool is_within(Index index, Index count) {
-#ifdef __CUDA_ARCH__
-  if constexpr (sizeof(Index) == 8) {
-    asm volatile("" : "+l"(index));
-  } else {
-    asm volatile("" : "+r"(index));
-  }
-#endif
-  return index < count;
-}
-
 // A vector.
 template <class T, int kElements>
 struct Words {
@@ -109,10 +74,7 @@ struct Words {
 
 template <class T, int kElements>
 SHARDCOMM_HOST_DEVICE inline Words<T, kElements> load_words(const T* from) {
-  Words<T, kElements> words;
-  const auto* at = reinterpret_cast<const Word*>(from);
-  for (Word& word : words.at) word = load_word(at++);
-  return words;
+  return *reinterpret_cast<const Words<T, kElements>*>(from);
 }
 
 template <class T, int kElements>
@@ -122,8 +84,7 @@ SHARDCOMM_HOST_DEVICE inline void store_words(T* to, const Words<T, kElements>& 
 }
 
 template <class T, int kElements>
-SHARDCOMM_HOST_DEVICE inline Elements<T, kElements> elements_of(Words<T, kElements> words) {
-  for (Word& word : words.at) pin(word);
+SHARDCOMM_HOST_DEVICE inline Elements<T, kElements> elements_of(const Words<T, kElements>& words) {
   Elements<T, kElements> elements;
   memcpy(&elements, &words, sizeof(elements));
   return elements;
@@ -168,8 +129,8 @@ constexpr bool kReads = true;
 template <class Copy>
 constexpr bool kReads<Zeroed<Copy>> = false;
 
-// `rows` x `per_row` accesses of `elements` each, from column `first` on. Behind the first `head` of
-// a row, `gap` elements are left out.
+// `rows` x `per_row` accesses of `elements` each, from column `first` on. Behind the first `head`
+// of a row, `gap` elements are left out.
 class Accesses {
  public:
   SHARDCOMM_HOST_DEVICE Accesses(const Tile& tile, std::uint32_t per_row, std::uint32_t elements,
@@ -190,7 +151,8 @@ class Accesses {
     std::int64_t dst;
   };
   SHARDCOMM_HOST_DEVICE Place at(std::uint32_t index) const {
-    // index / per_row_, by a multiplication: exact below kMostTileElements where there are two rows.
+    // index / per_row_, by a multiplication: exact below kMostTileElements where there are two
+    // rows.
     const auto row = static_cast<std::uint32_t>((std::uint64_t{index} * rows_each_) >> 31);
     const std::uint32_t single = index - row * per_row_;
     const std::int64_t col =
@@ -211,8 +173,7 @@ class Accesses {
 };
 
 template <class Copy, int kElements, int kBatch>
-SHARDCOMM_HOST_DEVICE inline void copy_accesses(const Accesses& all,
-                                                const typename Copy::Src* src,
+SHARDCOMM_HOST_DEVICE inline void copy_accesses(const Accesses& all, const typename Copy::Src* src,
                                                 typename Copy::Dst* dst, float scale,
                                                 std::uint32_t thread, std::uint32_t threads,
                                                 typename Copy::Side& side) {
@@ -230,6 +191,8 @@ SHARDCOMM_HOST_DEVICE inline void copy_accesses(const Accesses& all,
       if constexpr (kReads<Copy>) from[k] = Read::load(src + place.src);
       if constexpr (Copy::kAccumulates) to[k] = Write::load(dst + place.dst);
     }
+    // Backwards: the first use of a load stands behind a branch, and nvcc issues all loads before
+    // that. Forwards it would wait for the first load before it issues the last.
     for (int k = kBatch - 1; k >= 0; --k) {
       if (k > 0 && first + static_cast<std::uint32_t>(k) * threads >= all.count()) continue;
       if constexpr (!kReads<Copy>) {
@@ -253,8 +216,7 @@ SHARDCOMM_HOST_DEVICE inline void copy_accesses(const Accesses& all,
 
 // One thread's share of one tile.
 template <class Copy>
-SHARDCOMM_HOST_DEVICE inline void copy_share(const Tile& tile,
-                                             const typename Copy::Src* src,
+SHARDCOMM_HOST_DEVICE inline void copy_share(const Tile& tile, const typename Copy::Src* src,
                                              typename Copy::Dst* dst, float scale,
                                              std::uint32_t thread, std::uint32_t threads,
                                              typename Copy::Side& side) {

@@ -1,9 +1,9 @@
 // The body of the CUDA reduction kernel: what thread `thread` of all `threads` of a launch does.
 // Plain C++, so that a CPU test can walk every thread through it.
 //
-//   vector      0   1   2   3 | 4   5   6   7 | 8 ...       with 4 threads; thread 1 takes 1, 5, 9, 13
-//   source 0    .   x         |     x         |     x       at once, from up to 4 sources at once,
-//   source 1    .   x         |     x         |     x       and stores what they make
+//   vector      0   1   2   3 | 4   5   6   7 | 8 ...       with 4 threads; thread 1 takes 1, 5, 9,
+//   13 source 0    .   x         |     x         |     x       at once, from up to 4 sources at
+//   once, source 1    .   x         |     x         |     x       and stores what they make
 #pragma once
 
 #include <cstdint>
@@ -159,7 +159,6 @@ SHARDCOMM_HOST_DEVICE inline void reduce_many(const Vectors<Src, Dst, Op>& all, 
           from[s][v] = load_words<Src, All::kElements>(all.source(k + s) + at[v]);
         }
       }
-      if (!is_within(first, all.count())) break;  // never: a branch after the loads, before their use
       for (int s = 0; s < kSources && k + s < num_sources; ++s) {
         for (int v = 0; v < kVectors; ++v) All::combine(total[v], from[s][v]);
       }

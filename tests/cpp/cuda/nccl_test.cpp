@@ -409,6 +409,31 @@ void uneven_hosts_exchange() {
   });
 }
 
+// Hosts need not have neighbouring ranks; a scale, an average and what was there are applied once.
+void interleaved_hosts() {
+  Setting setting;
+  setting.ranks = 6;
+  setting.host = [](int rank) { return rank % 2 == 0 ? "A" : "B"; };
+  on_ranks("interleaved hosts", setting, [](const Comm& comm) {
+    const Queue queue(comm);
+    constexpr int kPart = 50;
+    std::vector<std::uint16_t> send(6 * kPart);
+    for (int i = 0; i < 6 * kPart; ++i) {
+      send[static_cast<std::size_t>(i)] = bf16_of(static_cast<float>(i % 5 * (comm->rank() + 1)));
+    }
+    std::vector<float> result(kPart, 100);
+    comm->reduce_scatter(send.data(), DType::bf16, result.data(), {DType::f32, 2.0f, true}, kPart,
+                         RedOp::avg, 0, queue.get());
+    queue.finish();
+    require(receipt(comm, "reduce_scatter").taken == "hierarchical", "by hosts");
+    for (int i = 0; i < kPart; ++i) {
+      const auto value = static_cast<float>((comm->rank() * kPart + i) % 5);
+      const float expected = 100 + 2 * (21 * value * (1.0f / 6));
+      require(std::abs(result[static_cast<std::size_t>(i)] - expected) < 1e-4f, "averaged");
+    }
+  });
+}
+
 }  // namespace
 
 int main(int, char** arguments) {
@@ -428,6 +453,7 @@ int main(int, char** arguments) {
   on_ranks("graph", {}, graphs);
   bytes_between_hosts();
   uneven_hosts_exchange();
+  interleaved_hosts();
   std::puts("good");
   return 0;
 }

@@ -5,11 +5,19 @@
 
 namespace fake_nccl {
 
+// The abort flag is looked at now and then (misc/socket.cc, ncclSocketAccept and its like), so the
+// thread is in the call for a while after it was raised.
+Result brought_back() {
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  return internal_error;
+}
+
 Result wait_for_abort(Comm* comm) {
   const Waiting waiting(controls().hosts_waiting);
   std::unique_lock<std::mutex> lock(comm->world->mutex);
   comm->world->changed.wait(lock, [comm] { return comm->abort_flag.load(); });
-  return internal_error;
+  lock.unlock();
+  return brought_back();
 }
 
 bool known(const Comm* comm) {
@@ -75,7 +83,8 @@ Result meet(Comm* comm, const std::vector<std::string>& places, int needed) {
              return static_cast<int>(world.came[place].size()) >= needed;
            });
   });
-  return comm->abort_flag ? internal_error : success;
+  lock.unlock();
+  return comm->abort_flag ? brought_back() : success;
 }
 
 Result connect(Comm* comm, std::vector<std::string> places, int needed) {

@@ -102,9 +102,15 @@ Result destroy_sync(Comm* comm) {
   return success;
 }
 
+bool in_call(Comm* comm) {
+  const std::lock_guard<std::mutex> lock(comm->mutex);
+  return !comm->callers.empty();
+}
+
 // commReclaim: frees the communicator, unless init did not come as far as its first all-gather
 // (intraComm0 is null, and it leaks).
-Result reclaim(Comm* comm) {
+// `was_in_call`: a thread was in a call when the flags were set, and may be so still.
+Result reclaim(Comm* comm, bool was_in_call = false) {
   if (comm->ended) {
     count(&FakeNcclCounts::calls_after_end);
     return success;
@@ -113,7 +119,7 @@ Result reclaim(Comm* comm) {
   if (comm->gathered) {
     if (!comm->finalized) destroy_sync(comm);
     std::unique_lock<std::mutex> lock(comm->mutex);
-    const bool under_call = !comm->callers.empty();
+    const bool under_call = was_in_call || !comm->callers.empty();
     // NCCL would free memory that the other thread uses. That one is let go on.
     if (comm->abort_flag) comm->changed.wait(lock, [comm] { return comm->callers.empty(); });
     lock.unlock();
@@ -305,12 +311,11 @@ Result ncclCommAbort(Comm* comm) {
   if (comm == nullptr) return success;
   if (!known(comm)) return invalid_argument;
   count(&FakeNcclCounts::aborts);
+  const bool at_once = !kReclaimsInGroup || faults().abort_reclaims;
+  const bool was_in_call = at_once && in_call(comm);
   set_abort(comm);
   ensure_ready(comm);
-  if (!kReclaimsInGroup || faults().abort_reclaims) {
-    reclaim(comm);
-    return success;
-  }
+  if (at_once) return reclaim(comm, was_in_call);
   group_start();
   comm->destroy_flag = true;
   const Result result = async_launch({comm, [comm] { return reclaim(comm); }, true});
