@@ -24,9 +24,8 @@ void CudaCopy::run(const void* const* sources, void* const* destinations,
   const std::shared_ptr<const CopyPlan>& plan = launches_.front().plan;
   const std::vector<const void*> from(sources, sources + plan->num_sources());
   const std::vector<void*> to(destinations, destinations + plan->num_destinations());
-  fake_enqueue(static_cast<cudaStream_t>(stream), [plan, from, to, options] {
-    copy_cpu(*plan, from.data(), to.data(), options);
-  });
+  fake_enqueue(static_cast<cudaStream_t>(stream),
+               [plan, from, to, options] { copy_cpu(*plan, from.data(), to.data(), options); });
 }
 
 }  // namespace shardcomm
