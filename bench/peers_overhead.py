@@ -13,9 +13,10 @@ a unit, two gathers and a reduce. Times are medians with 10 and 90 percentiles.
 from __future__ import annotations
 
 import argparse
-import os
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,7 +44,7 @@ BLOCK = {
     "mlp_out.bias": (WIDTH,),
 }
 WIRE = {"bf16": torch.bfloat16, "f32": torch.float32}
-CALLS, WARM_UP, STEPS, UNITS = 2000, 200, 30, 64
+WARM_UP, STEPS, UNITS = 200, 30, 64
 AT_MOST_US = 15
 Samples = dict[str, list[float]]
 
@@ -54,13 +55,10 @@ def main(args: argparse.Namespace) -> None:
         import played_cuda
 
         comm = CoreCommunicator(nccl.connect(lambda own: [own], 0, 2, 0))
-        with played_cuda.Stream() as stream:
-            before = played_cuda.counts()
-            samples = measure(comm, lambda: None)
-            events = played_cuda.counts().events_recorded - before.events_recorded
-        del stream, events
+        with played_cuda.Stream():
+            samples = measure(comm, args.rounds * 20, lambda: None)
     else:
-        samples = launch(measure_on_gpu, 2, deadline_s=120)[0]
+        samples = launch(measure_on_gpu, 2, (args.rounds * 20,), deadline_s=120)[0]
     report = Report(
         ["host time", "us (p10-p90)"],
         title=f"What a unit's gather and reduce cost the host with peers ({args.device})",
@@ -78,20 +76,17 @@ def main(args: argparse.Namespace) -> None:
     report.finish(args)
 
 
-def measure_on_gpu() -> Samples:
+def measure_on_gpu(calls: int) -> Samples:
     """As one of two ranks."""
-    rank = int(os.environ["RANK"])
-    devices = torch.cuda.device_count()
-    if devices < 2:  # NCCL takes ranks on one GPU for those of two hosts
-        os.environ.update(NCCL_HOSTID=f"host{rank}", NCCL_SOCKET_IFNAME="lo", NCCL_MNNVL_ENABLE="0")
-    device = torch.device("cuda", rank % devices)
-    os.environ["LOCAL_RANK"] = str(device.index)
-    torch.cuda.set_device(device)
-    with Communicator.from_env(transport="nccl", device=device, deadline_s=60) as comm:
-        return measure(comm, torch.cuda.synchronize)
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+    from nccl_ranks import connect
+
+    core = connect(deadline_s=60.0)
+    with CoreCommunicator(core, torch.device("cuda", torch.cuda.current_device())) as comm:
+        return measure(comm, calls, torch.cuda.synchronize)
 
 
-def measure(comm: Communicator, settle: Callable[[], object]) -> Samples:
+def measure(comm: Communicator, calls: int, settle: Callable[[], object]) -> Samples:
     """Seconds a call, by what was called; `settle` is called after each."""
     torch.set_num_threads(1)
     samples: Samples = {}
@@ -100,7 +95,7 @@ def measure(comm: Communicator, settle: Callable[[], object]) -> Samples:
         bucket = Bucket.from_tensors(tensors, comm, param_dtype=torch.bfloat16, reduce_dtype=dtype)
         grads = [tensor.bfloat16() for tensor in tensors.values()]
         timed = Timed(settle)
-        for _ in range(CALLS + WARM_UP):
+        for _ in range(calls + WARM_UP):
             unit(bucket, grads, timed)
         if wire == "bf16":
             samples["gather, bf16"] = timed.total("gather: ")

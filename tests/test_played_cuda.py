@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -32,6 +33,16 @@ def extension() -> None:
         played_cuda.build()
     except played_cuda.NoHeaders as reason:
         pytest.skip(str(reason))
+
+
+@pytest.mark.usefixtures("extension")
+def test_host_time_of_collectives_with_peers_is_reported(tmp_path: Path) -> None:
+    script, file = HERE.parent / "bench" / "overhead.py", tmp_path / "figures.json"
+    command = [sys.executable, str(script), "--device", "fake", "--rounds", "2", "--json"]
+    subprocess.run([*command, str(file)], check=True, timeout=120)
+    figures = json.loads(file.read_text())["figures"]
+    for name in ("gather, bf16", "reduce, bf16", "reduce, f32", "step of the engine, a unit"):
+        assert 0 < figures[name]["p10_s"] <= figures[name]["median_s"] <= figures[name]["p90_s"]
 
 
 @pytest.mark.usefixtures("extension")
