@@ -37,9 +37,11 @@ void NcclCommunicator::all_gather(const void* send, DType send_dtype, void* recv
     const std::size_t bytes = bytes_of(count, recv_dtype);
     const void* part = send;
     // Into a window also where nothing is converted: NCCL's fastest gathers want both sides there.
-    const auto memory =
-        registered_at(channel, recv, bytes * static_cast<std::size_t>(session_->size));
-    if (send_dtype != recv_dtype || (memory != nullptr && memory->may_be_window)) {
+    const auto in_window = [&](const void* data, int ranks) {
+      const auto memory = registered_at(channel, data, bytes * static_cast<std::size_t>(ranks));
+      return memory != nullptr && memory->may_be_window;
+    };
+    if (send_dtype != recv_dtype || (in_window(recv, session_->size) && !in_window(send, 1))) {
       void* own = at(recv, session_->rank * count, recv_dtype);
       convert_cuda(own, recv_dtype, send, send_dtype, count, stream);
       part = own;

@@ -37,9 +37,9 @@ enum DataType : int {
   kFloat64 = 8,
   kBfloat16 = 9
 };
-// Without ncclAvg: on floats it runs as PreMulSum, for which NCCL has no NVLS and no symmetric
-// kernels (enqueue.cc, hostToDevRedOp).
-enum Reduction : int { kSum = 0, kMax = 2, kMin = 3 };
+// kAvg runs on floats as PreMulSum, for which NCCL has no NVLS and no symmetric kernels
+// (enqueue.cc, hostToDevRedOp).
+enum Reduction : int { kSum = 0, kMax = 2, kMin = 3, kAvg = 4 };
 
 struct UniqueId {
   char bytes[128];

@@ -19,13 +19,21 @@ class NcclMemory final : public Memory {
              std::shared_ptr<Registered> registered)
       : session_(std::move(session)), channel_(channel), registered_(std::move(registered)) {}
   ~NcclMemory() override {
+    if (session_->forked()) {  // the parent's
+      std::make_unique<std::shared_ptr<Registered>>(std::move(registered_)).release();
+      return;
+    }
+    bool unused = true;
     try {
-      // What is queued may use it still. A failed communicator's work ends, as it is aborted.
+      // What is queued may use it still. A failed communicator's work ends, as it is aborted. In a
+      // capture nobody can wait for the device.
       const DeviceScope scope(device());
-      cudaDeviceSynchronize();
+      const RelaxedCapture relaxed;
+      unused = cudaDeviceSynchronize() == cudaSuccess;
+      if (!unused) cudaGetLastError();
     } catch (const CudaError&) {  // the process ends and the driver has gone before
     }
-    session_->let_go(channel_, std::move(registered_));
+    session_->let_go(channel_, std::move(registered_), unused);
   }
   NcclMemory(const NcclMemory&) = delete;
   NcclMemory& operator=(const NcclMemory&) = delete;
@@ -95,8 +103,19 @@ Registration registration_of(const nccl::Library& nccl, const Registered& regist
   }
   reason += nccl.comm_register == nullptr
                 ? "; local registration needs NCCL " + nccl::version_text(nccl::kBufferSince)
-                : "; local registration is switched off (NCCL_LOCAL_REGISTER)";
+                : "; local registration failed or is switched off (NCCL_LOCAL_REGISTER)";
   return {"plain", reason, false};
+}
+
+// NCCL lays windows out by what each rank has registered, and where NVLink's switch reads or writes
+// them all at once (NVLS), a window must lie at the same place on every rank (dev_runtime.cc,
+// symMemoryObtain).
+std::uint64_t windows_of(const NcclChannel& channel) {
+  std::uint64_t all = 0;
+  for (const auto& [_, memory] : channel.registered) {
+    if (memory->window != nullptr) all += (memory->number + 1) * 0x9e3779b97f4a7c15u;
+  }
+  return all;
 }
 
 }  // namespace
@@ -116,6 +135,7 @@ std::shared_ptr<Memory> NcclCommunicator::allocate(std::size_t bytes, Use use) {
   try {
     // What the ranks agree on must not queue up behind a collective that waits for computation.
     in_use.drain();
+    registered->number = call.sequence;
     registered->bytes = bytes;
     // NCCL's fastest reduce-scatters want their result in a window too; what comes after them takes
     // it to where it belongs.
@@ -140,7 +160,13 @@ std::shared_ptr<Memory> NcclCommunicator::allocate(std::size_t bytes, Use use) {
     }
     void* data = registered->memory.get();
     std::string refusal;
-    if (nccl_.comm_window_register != nullptr && nccl_.comm_window_deregister != nullptr) {
+    const bool has_windows =
+        nccl_.comm_window_register != nullptr && nccl_.comm_window_deregister != nullptr;
+    if (has_windows && !in_use.same_on_all(windows_of(channel))) {
+      refusal =
+          "nccl: the ranks hold different windows, as some have not let go of memory that others "
+          "have";
+    } else if (has_windows) {
       const nccl::Result result = in_use.attempt([&](nccl::Comm comm) {
         return nccl_.comm_window_register(comm, data, room, &registered->window,
                                           nccl::kWindowSymmetric);
@@ -155,7 +181,7 @@ std::shared_ptr<Memory> NcclCommunicator::allocate(std::size_t bytes, Use use) {
       }
     }
     if (registered->window == nullptr && nccl_.comm_register != nullptr) {
-      in_use([&](nccl::Comm comm) {
+      in_use.attempt([&](nccl::Comm comm) {
         return nccl_.comm_register(comm, data, room, &registered->local);
       });
     }

@@ -10,8 +10,6 @@
 namespace shardcomm {
 namespace {
 
-constexpr int kMostSources = 256;  // of reduce_cuda
-
 nccl::DataType nccl_dtype(DType dtype) {
   switch (dtype) {
     case DType::u8:
@@ -32,12 +30,16 @@ nccl::DataType nccl_dtype(DType dtype) {
   throw std::invalid_argument("this dtype is not one of NCCL's");
 }
 
-// An average is NCCL's sum, divided by us.
-nccl::Reduction nccl_reduction(RedOp op) {
+// An average is NCCL's sum, divided by us; but the sum of fp16 would overflow where NCCL's average,
+// which divides first, does not.
+bool divided_by_nccl(DType dtype, RedOp op) { return op == RedOp::avg && dtype == DType::f16; }
+
+nccl::Reduction nccl_reduction(DType dtype, RedOp op) {
   switch (op) {
     case RedOp::sum:
-    case RedOp::avg:
       return nccl::kSum;
+    case RedOp::avg:
+      return divided_by_nccl(dtype, op) ? nccl::kAvg : nccl::kSum;
     case RedOp::max:
       return nccl::kMax;
     case RedOp::min:
@@ -106,14 +108,16 @@ void NcclCommunicator::reduce(NcclUse& use, const Call& call, const void* send, 
   const auto into = [&](void* reduced) {
     use([&](nccl::Comm comm) {
       return nccl_.reduce_scatter(send, reduced, static_cast<std::size_t>(call.count),
-                                  nccl_dtype(dtype), nccl_reduction(call.red_op), comm, stream);
+                                  nccl_dtype(dtype), nccl_reduction(dtype, call.red_op), comm,
+                                  stream);
     });
   };
   // NCCL has no epilogue. Ours is a reduction of its result alone; in place, where nothing is left
   // to do but to divide, or to look for NaN and Inf.
+  const bool divides = call.red_op == RedOp::avg && !divided_by_nccl(dtype, call.red_op);
   const auto finish = [&](const void* reduced) {
-    reduce_cuda(recv, epilogue, &reduced, 1, dtype, call.red_op, session_->size, call.count,
-                stream);
+    reduce_cuda(recv, epilogue, &reduced, 1, dtype, divides ? RedOp::avg : RedOp::sum,
+                session_->size, call.count, stream);
   };
   const auto memory =
       registered_at(session_->reduces, send, bytes * static_cast<std::size_t>(session_->size));
@@ -123,7 +127,7 @@ void NcclCommunicator::reduce(NcclUse& use, const Call& call, const void* send, 
   }
   if (epilogue.dtype == dtype && epilogue.scale == 1.0f && !epilogue.accumulate) {
     into(recv);
-    if (epilogue.nonfinite != nullptr || call.red_op == RedOp::avg) finish(recv);
+    if (epilogue.nonfinite != nullptr || divides) finish(recv);
     return;
   }
   const Scratch reduced(scratch_, bytes, stream);
@@ -190,7 +194,8 @@ void NcclCommunicator::reduce_by_nodes(NcclUse& use, const Call& call, const voi
   const Scratch partial(scratch_, slices(hosts), stream);
   std::array<const void*, kMostSources> sources{};
   for (int i = 0; i < ranks; ++i) sources[static_cast<std::size_t>(i)] = slot(i, 0);
-  reduce_cuda(partial.data(), Epilogue{dtype}, sources.data(), ranks, dtype, RedOp::sum, 1,
+  // An average is taken of the host's ranks, and then of the hosts: a sum might overflow fp16.
+  reduce_cuda(partial.data(), Epilogue{dtype}, sources.data(), ranks, dtype, call.red_op, ranks,
               hosts * call.count, stream);
 
   const Scratch partials(scratch_, slices(hosts), stream);
@@ -208,8 +213,7 @@ void NcclCommunicator::reduce_by_nodes(NcclUse& use, const Call& call, const voi
   for (int k = 0; k < hosts; ++k) {
     sources[static_cast<std::size_t>(k)] = of_host(k == node ? partial.data() : partials.data(), k);
   }
-  reduce_cuda(recv, epilogue, sources.data(), hosts, dtype, call.red_op, session_->size, call.count,
-              stream);
+  reduce_cuda(recv, epilogue, sources.data(), hosts, dtype, call.red_op, hosts, call.count, stream);
 }
 
 void NcclCommunicator::all_reduce(void* buffer, DType dtype, std::int64_t count, RedOp op,
@@ -227,9 +231,9 @@ void NcclCommunicator::all_reduce(void* buffer, DType dtype, std::int64_t count,
   run(session_->reduces, call, native, path, [&](NcclUse& use, cudaStream_t stream) {
     use([&](nccl::Comm comm) {
       return nccl_.all_reduce(buffer, buffer, static_cast<std::size_t>(count), nccl_dtype(dtype),
-                              nccl_reduction(op), comm, stream);
+                              nccl_reduction(dtype, op), comm, stream);
     });
-    if (op != RedOp::avg) return;
+    if (op != RedOp::avg || divided_by_nccl(dtype, op)) return;
     const void* sum = buffer;
     reduce_cuda(buffer, Epilogue{dtype}, &sum, 1, dtype, op, session_->size, count, stream);
   });

@@ -10,6 +10,7 @@
 #pragma once
 
 #include <cuda_runtime_api.h>
+#include <unistd.h>
 
 #include <array>
 #include <atomic>
@@ -60,6 +61,7 @@ struct WatchRing {
 // forgotten it.
 struct Registered {
   std::shared_ptr<void> memory;
+  std::uint64_t number = 0;      // of the call that allocated it, the same on all ranks
   std::size_t bytes = 0;         // of the caller's part, from the beginning on
   std::byte* landing = nullptr;  // behind it: where a reduce-scatter out of it may leave its result
   std::size_t landing_bytes = 0;
@@ -82,12 +84,25 @@ struct NcclChannel {
 
   bool in_use = false;
   bool connected = false;
-  bool captured = false;  // some of its collectives are part of a graph
-  Call call;              // of the thread that uses it
+  Call call;  // of the thread that uses it
   std::chrono::steady_clock::time_point since;
   std::uint64_t sequence = 0;
   WatchRing ring;
   std::vector<std::shared_ptr<Registered>> unwanted;  // nothing uses them any more
+};
+
+// Lives as long as a graph with collectives, which NCCL waits for when it ends.
+class GraphCount {
+ public:
+  explicit GraphCount(std::shared_ptr<std::atomic<int>> count) : count_(std::move(count)) {
+    ++*count_;
+  }
+  ~GraphCount() { --*count_; }
+  GraphCount(const GraphCount&) = delete;
+  GraphCount& operator=(const GraphCount&) = delete;
+
+ private:
+  std::shared_ptr<std::atomic<int>> count_;
 };
 
 class NcclSession : public std::enable_shared_from_this<NcclSession> {
@@ -118,8 +133,11 @@ class NcclSession : public std::enable_shared_from_this<NcclSession> {
   void check() const;  // throws CommError when it has failed or was closed
   std::string refused(const Call& call, nccl::Result result) const;
 
-  // Nothing uses `memory` any more, on the device neither.
-  void let_go(NcclChannel& channel, std::shared_ptr<Registered> memory) noexcept;
+  // Nothing uses `memory` any more. NCCL forgets it, and it is freed, when the channel is used
+  // next; or, unless nothing on the device uses it either, with the communicator.
+  void let_go(NcclChannel& channel, std::shared_ptr<Registered> memory, bool unused_on_device);
+  // A forked child has no watchdog, and no part in what its parent has.
+  bool forked() const { return pid_ != getpid(); }
 
  private:
   friend class NcclUse;
@@ -151,6 +169,9 @@ class NcclSession : public std::enable_shared_from_this<NcclSession> {
   std::mutex mutex_;
   std::condition_variable changed_;
   Clock::time_point closed_at_;
+  Memories kept_;  // until the communicators have ended
+  const std::shared_ptr<std::atomic<int>> graphs_ = std::make_shared<std::atomic<int>>(0);
+  const int pid_ = getpid();
   bool unloaded_ = false;  // the process ends, and the driver has gone before
   bool over_ = false;
   std::thread watchdog_;
@@ -206,13 +227,19 @@ class NcclUse {
   // Collective; set-up only. Whether `mine` is true on every rank; all that was on the set-up
   // stream of every rank is then done.
   bool agree(bool mine);
+  bool same_on_all(std::uint64_t mine);  // the same
 
  private:
   template <class Done>
   void wait_without_deadline(const Done& done);
 
+  std::array<std::int64_t, 2> least_of_all(std::array<std::int64_t, 2> values);
+  void count_graph(cudaGraph_t graph);
+  void forget_unwanted();
+
   NcclSession& session_;
   NcclChannel& channel_;
+  std::vector<std::shared_ptr<Registered>> gone_;  // freed once the channel is no longer in use
   Watched* watched_ = nullptr;
   unsigned long long capture_ = 0;
 };

@@ -1,6 +1,4 @@
 // The life of a session: connecting, failing, closing; and a thread's use of a channel.
-#include <unistd.h>
-
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -49,7 +47,8 @@ NcclSession::NcclSession(const nccl::Library& nccl, int rank, int size, int devi
       size(size),
       device(device),
       deadline(std::min(options.deadline_s, 365.0 * 24 * 3600)) {
-  const std::size_t bytes = kZeroBytes + static_cast<std::size_t>(size) * sizeof(std::uint64_t);
+  const auto most = static_cast<std::size_t>(std::max(size, 2));
+  const std::size_t bytes = kZeroBytes + most * sizeof(std::uint64_t);
   for (NcclChannel* channel : {&gathers, &reduces}) {
     channel->set_up = make_cuda_stream(device);
     channel->words = std::make_unique<DeviceMemory>(device, bytes);
@@ -142,6 +141,7 @@ void NcclSession::meet_all_peers() {
 }
 
 void NcclSession::fail(const std::string& text) noexcept {
+  if (forked()) return;
   const std::lock_guard<std::mutex> lock(failure_mutex_);
   if (failed_.load()) return;
   try {
@@ -182,49 +182,38 @@ bool NcclSession::over() {
 }
 
 void NcclSession::close() noexcept {
-  bool captured = false;
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    if (closed_.exchange(true) || !watchdog_.joinable()) return;
-    closed_at_ = Clock::now();
-    captured = gathers.captured || reduces.captured;
-    for (NcclChannel* channel : {&gathers, &reduces}) {
-      if (!channel->in_use) continue;
-      fail(describe(channel->call) + " was under way when the communicator was closed");
-    }
-    changed_.notify_all();
-  }
-  // The watchdog ends by itself, unless NCCL or the device hang: then it is left behind, with all
-  // that it holds. Where collectives are part of a graph, it ends with the graph.
+  if (forked()) return;
   std::unique_lock<std::mutex> lock(mutex_);
-  const auto longest = captured ? kWaitSlice : 2 * deadline + kWaitSlice;
-  if (changed_.wait_for(lock, longest, [this] { return over_; })) {
-    lock.unlock();
-    watchdog_.join();
-  } else {
-    watchdog_.detach();
+  if (closed_.exchange(true) || !watchdog_.joinable()) return;
+  closed_at_ = Clock::now();
+  for (NcclChannel* channel : {&gathers, &reduces}) {
+    if (!channel->in_use) continue;
+    fail(describe(channel->call) + " was under way when the communicator was closed");
   }
+  changed_.notify_all();
+  // The watchdog ends by itself, unless NCCL or the device hang: then it is left behind, with all
+  // that it holds. So it is where a graph has collectives, with which it ends.
+  const auto end = Clock::now() + std::chrono::duration_cast<Clock::duration>(2 * deadline);
+  const auto waits_for_graphs = [this] { return *graphs_ > 0 && (failed() || idle()); };
+  while (!over_ && !waits_for_graphs() && Clock::now() < end) {
+    changed_.wait_for(lock, std::chrono::milliseconds(1));
+  }
+  const bool over = over_;
+  lock.unlock();
+  over ? watchdog_.join() : watchdog_.detach();
 }
 
-void NcclSession::let_go(NcclChannel& channel, std::shared_ptr<Registered> memory) noexcept {
-  Memories gone{std::move(memory)};
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    if (over_) return;                // NCCL has forgotten it with the communicator
-    if (channel.in_use || ended()) {  // then the next to use the channel does it, or the watchdog
-      channel.unwanted.push_back(std::move(gone.front()));
-      return;
-    }
-    channel.in_use = true;
-  }
-  forget(channel, gone);
+void NcclSession::let_go(NcclChannel& channel, std::shared_ptr<Registered> memory,
+                         bool unused_on_device) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  channel.in_use = false;
-  changed_.notify_all();
+  if (over_) return;  // NCCL has forgotten it with the communicator; freed by the caller
+  (unused_on_device ? channel.unwanted : kept_).push_back(std::move(memory));
 }
 
 // Local, and done when it returns. What an aborted communicator has registered, it frees itself.
 void NcclSession::forget(NcclChannel& channel, const Memories& memories) {
+  const DeviceScope scope(device);  // NCCL may leave another one current
+  const RelaxedCapture relaxed;     // it synchronizes a stream of its own
   for (const std::shared_ptr<Registered>& memory : memories) {
     if (!failed()) {
       if (memory->window != nullptr) nccl.comm_window_deregister(channel.comm, memory->window);
@@ -236,28 +225,50 @@ void NcclSession::forget(NcclChannel& channel, const Memories& memories) {
 
 NcclUse::NcclUse(NcclSession& session, NcclChannel& channel, Call& call)
     : session_(session), channel_(channel) {
-  std::vector<std::shared_ptr<Registered>> unwanted;
-  {
-    const std::lock_guard<std::mutex> lock(session_.mutex_);
-    session_.check();
-    if (channel_.in_use) {
-      throw std::invalid_argument(
-          "this communicator's channel is in use by another thread; gathers and reduces are one "
-          "channel each, and the calls of a channel need one order on all ranks");
-    }
-    channel_.in_use = true;
-    call.sequence = ++channel_.sequence;
-    channel_.call = call;
-    channel_.since = std::chrono::steady_clock::now();
-    unwanted.swap(channel_.unwanted);
+  if (session_.forked()) {
+    throw CommError(session_.name() +
+                    ": this process was forked from the rank's and has no part in its "
+                    "communicator; make one here, or start processes with spawn");
   }
-  session_.forget(channel_, unwanted);
+  const std::lock_guard<std::mutex> lock(session_.mutex_);
+  session_.check();
+  if (channel_.in_use) {
+    throw std::invalid_argument(
+        "this communicator's channel is in use by another thread; gathers and reduces are one "
+        "channel each, and the calls of a channel need one order on all ranks");
+  }
+  channel_.in_use = true;
+  call.sequence = ++channel_.sequence;
+  channel_.call = call;
+  channel_.since = Clock::now();
 }
 
 NcclUse::~NcclUse() {
   const std::lock_guard<std::mutex> lock(session_.mutex_);
   channel_.in_use = false;
   if (session_.ended()) session_.changed_.notify_all();
+}
+
+void NcclUse::forget_unwanted() {
+  {
+    const std::lock_guard<std::mutex> lock(session_.mutex_);
+    if (channel_.unwanted.empty()) return;
+    gone_.swap(channel_.unwanted);
+  }
+  session_.forget(channel_, gone_);
+}
+
+void NcclUse::count_graph(cudaGraph_t graph) {
+  auto count = std::make_unique<GraphCount>(session_.graphs_);
+  cudaUserObject_t object = nullptr;
+  const auto destroy = [](void* counted) {
+    std::unique_ptr<GraphCount>(static_cast<GraphCount*>(counted)).reset();
+  };
+  check_cuda(cudaUserObjectCreate(&object, count.get(), destroy, 1, cudaUserObjectNoDestructorSync),
+             "cudaUserObjectCreate");
+  count.release();
+  check_cuda(cudaGraphRetainUserObject(graph, object, 1, cudaGraphUserObjectMove),
+             "cudaGraphRetainUserObject");
 }
 
 template <class Done>
@@ -276,19 +287,25 @@ void NcclUse::wait_without_deadline(const Done& done) {
 
 void NcclUse::begin(cudaStream_t stream) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  unsigned long long id = 0;
-  check_cuda(cudaStreamGetCaptureInfo(stream, &status, &id), "cudaStreamGetCaptureInfo");
-  capture_ = status == cudaStreamCaptureStatusNone ? 0 : id;
+  cudaGraph_t graph = nullptr;
+  capture_ = 0;
+  check_cuda(cudaStreamGetCaptureInfo(stream, &status, &capture_, &graph),
+             "cudaStreamGetCaptureInfo");
+  if (status == cudaStreamCaptureStatusInvalidated) {
+    throw std::invalid_argument("the capture of this stream was invalidated; end it");
+  }
+  if (status == cudaStreamCaptureStatusNone) capture_ = 0;
   if (channel_.latest != nullptr && channel_.stream != stream && channel_.capture == capture_) {
     check_cuda(cudaStreamWaitEvent(stream, channel_.latest, 0), "cudaStreamWaitEvent");
   }
+  if (capture_ != 0) {
+    if (channel_.capture != capture_) count_graph(graph);
+    return;
+  }
+  forget_unwanted();
   WatchRing& ring = channel_.ring;
   {
     std::unique_lock<std::mutex> lock(session_.mutex_);
-    if (capture_ != 0) {
-      channel_.captured = true;
-      return;
-    }
     if (ring.full()) {
       lock.unlock();
       wait_without_deadline([&ring] { return !ring.full(); });
@@ -321,6 +338,7 @@ void NcclUse::end(cudaStream_t stream) {
 
 void NcclUse::drain() {
   wait_without_deadline([this] { return channel_.ring.empty(); });
+  forget_unwanted();
 }
 
 void NcclUse::finish_set_up() {
@@ -329,18 +347,28 @@ void NcclUse::finish_set_up() {
   session_.check();
 }
 
-bool NcclUse::agree(bool mine) {
-  void* word = static_cast<std::byte*>(channel_.words->data()) + kZeroBytes;
+bool NcclUse::agree(bool mine) { return least_of_all({mine ? 1 : 0, 0})[0] != 0; }
+
+bool NcclUse::same_on_all(std::uint64_t mine) {
+  const auto value = static_cast<std::int64_t>(mine >> 1);
+  const auto least = least_of_all({value, -value});
+  return least[0] == -least[1];
+}
+
+std::array<std::int64_t, 2> NcclUse::least_of_all(std::array<std::int64_t, 2> values) {
+  void* words = static_cast<std::byte*>(channel_.words->data()) + kZeroBytes;
   auto* stream = static_cast<cudaStream_t>(channel_.set_up->native());
-  check_cuda(cudaMemsetAsync(word, mine ? 1 : 0, 1, stream), "cudaMemsetAsync");
+  check_cuda(cudaMemcpyAsync(words, &values, sizeof(values), cudaMemcpyHostToDevice, stream),
+             "cudaMemcpyAsync");
   (*this)([&](nccl::Comm comm) {
-    return session_.nccl.all_reduce(word, word, 1, nccl::kUint8, nccl::kMin, comm, stream);
+    return session_.nccl.all_reduce(words, words, values.size(), nccl::kInt64, nccl::kMin, comm,
+                                    stream);
   });
   finish_set_up();
-  unsigned char all = 0;
-  check_cuda(cudaMemcpyAsync(&all, word, 1, cudaMemcpyDeviceToHost, stream), "cudaMemcpyAsync");
+  check_cuda(cudaMemcpyAsync(&values, words, sizeof(values), cudaMemcpyDeviceToHost, stream),
+             "cudaMemcpyAsync");
   check_cuda(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
-  return all != 0;
+  return values;
 }
 
 void Pauses::pause() {

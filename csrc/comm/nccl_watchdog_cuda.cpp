@@ -1,5 +1,6 @@
 // A session's watchdog: it looks, and ends what does not end by itself.
 #include <algorithm>
+#include <future>
 #include <utility>
 
 #include "comm/nccl_session.h"
@@ -24,15 +25,16 @@ nccl::Comm comm_of(NcclChannel& channel) {
 void NcclSession::watch() {
   cudaSetDevice(device);
   std::unique_lock<std::mutex> lock(mutex_);
-  while (!failed() && !(closed_.load() && idle())) {
+  // What a graph may still launch uses memory that must stay registered.
+  while (!failed() && !(closed_.load() && idle() && *graphs_ == 0)) {
     const bool closing = closed_.load();
-    changed_.wait_for(lock, closing ? std::chrono::milliseconds(1) : kWaitSlice,
+    changed_.wait_for(lock, closing && !idle() ? std::chrono::milliseconds(1) : kWaitSlice,
                       [&] { return failed() || closed_.load() != closing; });
     for (NcclChannel* channel : {&gathers, &reduces}) {
       look(*channel);
       look_at_nccl(*channel);
     }
-    if (closing && Clock::now() - closed_at_ > deadline) {
+    if (closing && !idle() && Clock::now() - closed_at_ > deadline) {
       fail("closed while collectives were under way");
     }
   }
@@ -40,7 +42,7 @@ void NcclSession::watch() {
   end_channels();
   lock.lock();
   over_ = true;
-  Memories gone[] = {std::move(gathers.unwanted), std::move(reduces.unwanted)};
+  Memories gone[] = {std::move(gathers.unwanted), std::move(reduces.unwanted), std::move(kept_)};
   changed_.notify_all();
   lock.unlock();  // before `gone` is freed, which may wait for the device
 }
@@ -124,6 +126,8 @@ void NcclSession::abort_channels() {
     while (condition() && Clock::now() < end) changed_.wait_for(lock, std::chrono::milliseconds(1));
     return !condition();
   };
+  // An NCCL that cannot bring back a thread that connects need not be waited for.
+  if (!grouped && !(gathers.connected && reduces.connected)) return;
   if (grouped) nccl.group_start();
   nccl::Comm comms[2] = {};
   for (NcclChannel* channel : {&gathers, &reduces}) {
@@ -136,9 +140,9 @@ void NcclSession::abort_channels() {
     nccl.group_end();
   } else {
     // Each waits for its kernels, and those may wait for the other's on their streams.
-    std::thread other([&] { nccl.comm_abort(comms[1]); });
+    const auto other = std::async(std::launch::async, [&] { nccl.comm_abort(comms[1]); });
     nccl.comm_abort(comms[0]);
-    other.join();
+    other.wait();
   }
   for (NcclChannel* channel : {&gathers, &reduces}) {
     channel->comm = nullptr;

@@ -1,21 +1,23 @@
 // The body of the CUDA reduction kernel: what thread `thread` of all `threads` of a launch does.
 // Plain C++, so that a CPU test can walk every thread through it.
 //
-//   vector      0   1   2   3 | 4   5   6   7 | 8 ...       with 4 threads; thread 1 takes 1, 5, 9,
-//   13 source 0    .   x         |     x         |     x       at once, from up to 4 sources at
-//   once, source 1    .   x         |     x         |     x       and stores what they make
+// clang-format off
+//   vector      0   1   2   3 | 4   5   6   7 | 8 ...
+//   source 0        x         |     x         |     x
+//   source 1        x         |     x         |     x
+// clang-format on
+// With 4 threads, thread 1 takes vectors 1, 5, 9 and 13 at once, from up to 4 sources at once, and
+// stores what they make.
 #pragma once
 
 #include <cstdint>
 
+#include "copy/reduce_cuda.h"
 #include "copy/reduce_element.h"
 #include "copy/thread_copy.h"
 #include "shardcomm/reduce.h"
 
 namespace shardcomm {
-
-// Sources of one reduction: the ranks that share a device.
-constexpr int kMostSources = 256;
 
 struct Reduction {
   Operands<kMostSources> sources;

@@ -24,8 +24,8 @@ struct NcclStatus {
 NcclStatus nccl_status(const std::vector<std::string>& paths = {});
 
 // What NCCL may take of the GPU for a collective (NCCL_CTA_POLICY_*). With `zero`, copy engines do
-// the gathers into communication memory of ranks that share a host, and no SM does; it needs NCCL
-// 2.28, `efficiency` 2.27.
+// the gathers into communication memory of ranks that share a host, and no SM does (but for a cast
+// of the shard); it needs NCCL 2.28, `efficiency` 2.27.
 enum class CtaPolicy : std::uint8_t { standard, efficiency, zero };
 
 struct NcclOptions {
@@ -48,8 +48,14 @@ std::string nccl_unique_id();
 // does a call that waits on the host for the others to connect. What another rank called is not
 // compared: NCCL leaves a mismatch to the deadline, or to the data.
 //
-// 16-bit floats are summed in 32 bits: the ranks of a host exchange their slices, and sum them;
-// from each host one partial sum a rank, rounded to 16 bits, goes to the others, which sum those.
+// The first collective of a kind waits on the host, so there a thread must call gathers and reduces
+// in one order on all ranks. `abort` and `close` end this rank's part; the others learn it at their
+// deadline. A replayed graph has no deadline: bound the wait for it, and call abort, which ends it.
+// Destroy a graph before the communicator, which NCCL cannot end before it.
+//
+// reduce_scatter sums 16-bit floats in 32 bits: the ranks of a host exchange their slices, and sum
+// them; from each host one partial sum a rank, rounded to 16 bits, goes to the others, which sum
+// those. all_reduce leaves them to NCCL.
 std::shared_ptr<Communicator> make_nccl(const std::string& unique_id, int rank, int size,
                                         int device, const NcclOptions& options = {});
 

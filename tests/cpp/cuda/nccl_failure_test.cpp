@@ -1,5 +1,8 @@
 // The NCCL transport when something fails: every wait ends, with a sentence, on every rank; and no
 // communicator is freed under a call or left behind.
+#include <sys/wait.h>
+#include <unistd.h>
+
 #include <atomic>
 #include <cstdint>
 #include <cstdio>
@@ -232,6 +235,26 @@ void two_threads_in_a_channel_are_refused(const Comm& comm) {
   comm->abort("enough");
 }
 
+// It has none of its parent's threads, and locks as they were.
+void forked_child_is_refused(const Comm& comm) {
+  auto memory = comm->allocate(64, Use::gather);
+  if (comm->rank() == 0) {
+    const pid_t child = fork();
+    if (child == 0) {
+      const std::string error = comm_error([&] { comm->barrier(); });
+      memory = nullptr;
+      comm->abort("not mine");
+      comm->close();
+      _exit(error.find("this process was forked from the rank's") == std::string::npos);
+    }
+    int status = 1;
+    waitpid(child, &status, 0);
+    require(status == 0, "the child is told so, and ends");
+  }
+  const Queue queue(comm);
+  warm_up(comm, queue);
+}
+
 // `leaves`: a thread cannot be brought back from NCCL, nor its communicator freed.
 void connecting(const char* name, const FakeNccl& fake, const char* expected, bool interrupt,
                 bool leaves = !brings_back()) {
@@ -279,6 +302,7 @@ int main(int, char** arguments) {
   Setting second;
   second.deadline_s = 1;
   on_ranks("close", second, close_ends_a_call_under_way);
+  on_ranks("forked child", {}, forked_child_is_refused);
   on_ranks("two threads", {}, two_threads_in_a_channel_are_refused);
   on_ranks("interrupt", second, interrupted_call_ends_the_communicator);
 

@@ -326,10 +326,18 @@ void graphs(const Comm& comm) {
     comm->barrier(0, queue.get());  // before anyone writes again
     queue.finish();
   }
-  // NCCL cannot end while the graph lives: closing does not wait for that.
+  // NCCL cannot end while the graph lives: closing does not wait for that, and what the graph uses
+  // stays.
+  std::fill(shard.begin(), shard.end(), 7.0f);
+  require(cudaGraphLaunch(executable, queue.cuda()) == cudaSuccess, "launch");
   const auto begin = Clock::now();
   comm->close();
   require(seconds_since(begin) < 5, "closing waits for no graph");
+  require(counts().live == 2 * kRanks, "nothing has ended yet");
+  queue.finish();
+  require(static_cast<float*>(window->data())[0] == 7, "the graph still gathers");
+  static Latch closed(kRanks);
+  closed.arrive_and_wait();
   cudaGraphExecDestroy(executable);
   cudaGraphDestroy(graph);
 }
@@ -434,6 +442,61 @@ void interleaved_hosts() {
   });
 }
 
+std::uint16_t f16_of_40000() { return 0x78e2; }
+
+// The sum would overflow, and the average does not.
+void averages_of_fp16() {
+  for (const bool several : {false, true}) {
+    Setting setting;
+    setting.ranks = 4;
+    if (several) setting.host = [](int rank) { return std::to_string(rank / 2); };
+    on_ranks("averages of fp16", setting, [](const Comm& comm) {
+      const Queue queue(comm);
+      std::vector<std::uint16_t> send(8, f16_of_40000());
+      std::vector<float> result(2);
+      comm->reduce_scatter(send.data(), DType::f16, result.data(), {}, 2, RedOp::avg, 0,
+                           queue.get());
+      comm->all_reduce(send.data(), DType::f16, 8, RedOp::avg, queue.get());
+      queue.finish();
+      require(result[1] == 40000, "reduce_scatter");
+      require(send[7] == f16_of_40000(), "all_reduce");
+    });
+  }
+}
+
+// Memory goes when its owner lets go of it: on any thread, at any time, in any order.
+void memory_is_let_go_of() {
+  Setting setting;
+  setting.deadline_s = 0.5;
+  on_ranks("memory is let go of", setting, [](const Comm& comm) {
+    const Queue queue(comm);
+    auto first = comm->allocate(4096, Use::gather);
+    auto second = comm->allocate(4096, Use::gather);
+    std::this_thread::sleep_for(std::chrono::milliseconds(700));  // nobody is late
+    std::thread other([&] {
+      for (int i = 0; i < 20; ++i) first = nullptr;
+      auto& kept = comm->rank() == 0 ? first : second;
+      if (comm->rank() != 0) kept = nullptr;
+    });
+    float value = 1;
+    for (int i = 0; i < 50; ++i) comm->broadcast(&value, sizeof(value), 0, queue.get());
+    queue.finish();
+    other.join();
+    // Rank 0 still has one that the others do not have: the next is no window.
+    const auto third = comm->allocate(4096, Use::gather);
+    const Receipt apart = receipt(comm, "allocate");
+    if (version() >= 22700) {
+      require(apart.taken == "local", "it is " + apart.taken);
+      require_text(apart.reason, "the ranks hold different windows");
+    }
+    second = nullptr;
+    const auto fourth = comm->allocate(4096, Use::gather);
+    require(receipt(comm, "allocate").taken == path_of(FakeWindows::symmetric), "it is again");
+    comm->barrier(0, queue.get());
+    queue.finish();
+  });
+}
+
 }  // namespace
 
 int main(int, char** arguments) {
@@ -454,6 +517,8 @@ int main(int, char** arguments) {
   bytes_between_hosts();
   uneven_hosts_exchange();
   interleaved_hosts();
+  averages_of_fp16();
+  memory_is_let_go_of();
   std::puts("good");
   return 0;
 }

@@ -12,6 +12,9 @@ struct CUgraph_st {
 struct CUgraphExec_st {
   std::shared_ptr<fake::Recording> recording;
 };
+struct CUuserObject_st {
+  std::shared_ptr<void> object;
+};
 
 namespace fake {
 namespace {
@@ -201,6 +204,7 @@ cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode mo
   capture->mode = mode;
   capture->id = ++all.made;
   capture->streams.insert(stream);
+  capture->graph = std::make_shared<CUgraph_st>(CUgraph_st{capture->recording});
   stream->captured = {capture, {}};
   all.active.push_back(std::move(capture));
   ++all.count;
@@ -224,6 +228,7 @@ cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph) {
   for (CUstream_st* each : capture->streams) each->captured = {};
   capture->ended = true;
   recording = std::move(capture->recording);  // events that were recorded in it do not keep it
+  capture->graph->recording = nullptr;
   all.active.erase(std::find(all.active.begin(), all.active.end(), capture));
   --all.count;
   if (capture->invalidated) return fake::fail(cudaErrorStreamCaptureInvalidated);
@@ -243,22 +248,38 @@ cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* 
   return cudaSuccess;
 }
 
-// Of the graph and its nodes nothing is told.
+// Of the graph's nodes nothing is told.
 #if CUDART_VERSION >= 13000
 cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, cudaStreamCaptureStatus* status,
-                                     unsigned long long* id, cudaGraph_t*, const cudaGraphNode_t**,
-                                     const cudaGraphEdgeData**, size_t*) {
+                                     unsigned long long* id, cudaGraph_t* graph,
+                                     const cudaGraphNode_t**, const cudaGraphEdgeData**, size_t*) {
 #else
 cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, cudaStreamCaptureStatus* status,
-                                     unsigned long long* id, cudaGraph_t*, const cudaGraphNode_t**,
-                                     size_t*) {
+                                     unsigned long long* id, cudaGraph_t* graph,
+                                     const cudaGraphNode_t**, size_t*) {
 #endif
   const cudaError_t error = cudaStreamIsCapturing(stream, status);
-  if (id != nullptr && *status == cudaStreamCaptureStatusActive) {
+  if (*status == cudaStreamCaptureStatusActive) {
     const std::lock_guard<std::mutex> lock(fake::captures().mutex);
-    *id = fake::stream_of(stream).captured.capture->id;
+    const auto& capture = fake::stream_of(stream).captured.capture;
+    if (id != nullptr) *id = capture->id;
+    if (graph != nullptr) *graph = capture->graph.get();
   }
   return error;
+}
+
+cudaError_t cudaUserObjectCreate(cudaUserObject_t* object, void* data, cudaHostFn_t destroy,
+                                 unsigned, unsigned) {
+  *object = std::make_unique<CUuserObject_st>(CUuserObject_st{{data, destroy}}).release();
+  return cudaSuccess;
+}
+
+// The caller's reference goes to the graph (cudaGraphUserObjectMove).
+cudaError_t cudaGraphRetainUserObject(cudaGraph_t graph, cudaUserObject_t object, unsigned,
+                                      unsigned) {
+  const std::unique_ptr<CUuserObject_st> moved(object);
+  graph->recording->objects.push_back(moved->object);
+  return cudaSuccess;
 }
 
 cudaError_t cudaGraphInstantiate(cudaGraphExec_t* executable, cudaGraph_t graph,

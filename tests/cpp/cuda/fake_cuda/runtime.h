@@ -47,8 +47,9 @@ struct Recording {
   };
   ~Recording();
   std::vector<Node> nodes;
-  std::vector<void*> memory;  // allocated in the capture, freed with the graph
-  std::mutex running;         // two launches of one executable graph do not overlap
+  std::vector<void*> memory;                   // allocated in the capture, freed with the graph
+  std::vector<std::shared_ptr<void>> objects;  // that the graph retains (cudaGraphRetainUserObject)
+  std::mutex running;  // two launches of one executable graph do not overlap
 };
 
 // A capture under way, or one that has ended: events may still refer to it.
@@ -60,6 +61,7 @@ struct Capture {
   bool invalidated = false;
   bool ended = false;
   std::shared_ptr<Recording> recording = std::make_shared<Recording>();
+  std::shared_ptr<CUgraph_st> graph;  // as cudaStreamGetCaptureInfo shows it
   std::set<CUstream_st*> streams;
 };
 
