@@ -1,12 +1,14 @@
 // One rank's two NCCL communicators, and the thread that watches over them.
 //
-//   caller       NcclUse ── NCCL calls, each done on this host when it returns ── ~NcclUse
-//   watchdog     looks, every kWaitSlice: a caller that does not come back, a collective whose turn
-//                has come and that does not end, an error that NCCL's own threads met: it has
-//                failed closed, or failed: it ends both communicators, and itself
+//   caller     takes a channel (NcclUse), calls NCCL, and leaves the channel
+//   watchdog   looks every kWaitSlice for
+//                a caller that has been in NCCL for longer than the deadline,
+//                a collective whose turn on its stream came longer ago than that,
+//                an error that NCCL's own threads met.
+//              After any of these, or when the session was closed, it ends both communicators.
 //
 // NCCL's calls block: the first of a kind connects, and waits on the host until the peers have come
-// to theirs. A caller that waits there is brought back by an abort from the watchdog.
+// to theirs. An abort from the watchdog brings back a caller that waits there.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -4,6 +4,7 @@
 
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 
 namespace shardcomm::test {
 namespace {
@@ -41,6 +42,20 @@ std::string comm_error(const std::function<void()>& call) {
   }
   require(false, "it throws CommError");
   return "";
+}
+
+std::uint16_t bf16_of(float value) {
+  std::uint32_t bits;
+  std::memcpy(&bits, &value, sizeof(bits));
+  return static_cast<std::uint16_t>(bits >> 16);
+}
+
+Receipt receipt(const Comm& comm, const std::string& operation) {
+  for (const Receipt& each : comm->receipts()) {
+    if (each.operation == operation) return each;
+  }
+  require(false, "there is a receipt of " + operation);
+  return {};
 }
 
 void load(const char* path) {

@@ -4,6 +4,7 @@
 
 #include <atomic>
 #include <chrono>
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <string>
@@ -25,6 +26,9 @@ void require_text(const std::string& text, const std::string& part);
 double seconds_since(Clock::time_point begin);
 // What `call` throws as a CommError, which it must.
 std::string comm_error(const std::function<void()>& call);
+
+std::uint16_t bf16_of(float value);  // of a value that bf16 has
+Receipt receipt(const Comm& comm, const std::string& operation);
 
 // A rank's stream, with the host waiting for it.
 class Queue {
