@@ -27,6 +27,7 @@ from shardcomm.dtype import movable
 from shardcomm.full_gradients import FullGradients
 from shardcomm.layout import Layout, ParamSpec
 from shardcomm.mixed_precision import FLOATS
+from shardcomm.nonfinite import flag_address
 from shardcomm.offload import Offload
 from shardcomm.shard_gradients import ShardGradients
 from shardcomm.staging import Staging
@@ -124,7 +125,7 @@ class Bucket:
         )
         self.gradients = ShardGradients(self.shard, self.shards, placed)
         self.grad_scale = 1.0
-        self.nonfinite: torch.Tensor | None = None
+        self._nonfinite: torch.Tensor | None = None
         self._packed: torch.Tensor | None = None  # where `pack` left the gradients; None: in `grad`
         self._bound_reduce: tuple[torch.Tensor, BoundReduce] | None = None  # what it sends; it
         self._add = False  # the reduce under way adds to the gradients
@@ -305,7 +306,7 @@ class Bucket:
             self._bound_reduce = packed, bound
         streams, reduce = self._streams, self._bound_reduce[1]
         streams.reduced = reduce(streams.reduce, streams.computed(), into, scale, add, nonfinite)
-        return Work(streams.reduced, self._compute, self, packed, into)
+        return Work(streams.reduced, self._compute, self, packed, into, nonfinite)
 
     def _packs_into_grad(self) -> bool:
         """Whether nobody else has a part in the gradients."""
@@ -344,6 +345,16 @@ class Bucket:
     def grad(self) -> torch.Tensor:
         """The gradients of `shard`, flat."""
         return self.gradients.flat
+
+    @property
+    def nonfinite(self) -> torch.Tensor | None:
+        """See above; to set it raises ValueError unless it is one int32 element on the communicator's device."""
+        return self._nonfinite
+
+    @nonfinite.setter
+    def nonfinite(self, flag: torch.Tensor | None) -> None:
+        flag_address("Bucket", flag, self.comm.device)
+        self._nonfinite = flag
 
     @cached_property
     def gather_bytes(self) -> int:

@@ -46,6 +46,11 @@ class CoreCommunicator(Communicator):
         check_allocation(numel, dtype, use)
         if numel == 0:
             return torch.empty(0, dtype=dtype, device=self.device)
+        if not on_host(self.device) and self._on(None).capturing:
+            raise RuntimeError(
+                "allocate: the current stream is captured in a CUDA graph, and ranks cannot agree on memory meanwhile; "
+                "run the step once before it is captured"
+            )
         memory = self._core.allocate(numel * dtype.itemsize, _USES[use])
         if self.device.type == "cpu":
             return torch.frombuffer(memory, dtype=dtype)
@@ -135,6 +140,7 @@ class CoreCommunicator(Communicator):
             red_op("reduce_scatter", op),
             tag,
         )
+        expected = recv.numel(), recv.dtype
 
         def queue(
             stream: Stream,
@@ -144,7 +150,12 @@ class CoreCommunicator(Communicator):
             accumulate: bool,
             nonfinite: torch.Tensor | None,
         ) -> Event:
-            flag = 0 if nonfinite is None else nonfinite.data_ptr()
+            if (recv.numel(), recv.dtype) != expected:
+                raise ValueError(
+                    f"reduce_scatter: recv has {recv.numel()} elements of {recv.dtype}; it was bound with "
+                    f"{expected[0]} of {expected[1]}"
+                )
+            flag = flag_address("reduce_scatter", nonfinite, self.device)
             return bound.queue(stream, after, recv.data_ptr(), scale, accumulate, flag)  # type: ignore[no-any-return]
 
         return queue
@@ -177,6 +188,7 @@ class CoreCommunicator(Communicator):
         self._core.barrier(tag, on)
         if stream is None and on is not None:
             on.record().wait()
+            self._core.check()  # a barrier that was aborted has ended too
         return queued(stream)
 
     def abort(self, reason: str) -> None:

@@ -297,6 +297,58 @@ def captured_stream_waits_for_nothing_from_before() -> None:
         del held
 
 
+def event_of_a_capture_tells_no_time() -> None:
+    """To record a timed one is refused at once, and leaves nothing that fails later."""
+    with played_cuda.Stream() as stream:
+        on = _C.Stream.from_cuda(0, stream.handle)
+        with (
+            played_cuda.Graph(stream).capture(),
+            pytest.raises(_C.CudaError, match="tells no time"),
+        ):
+            on.record(timed=True)
+        begin, end = on.record(timed=True), on.record(timed=True)
+        on.synchronize()
+        end.seconds_since(begin)
+
+
+def memory_in_a_capture() -> None:
+    """None is made there, and what is let go of there does not end the capture."""
+    # Ranks are processes elsewhere: here a capture forbids the other's thread to wait for their device.
+    together = threading.Barrier(RANKS)
+
+    def body(comm: Communicator, stream: played_cuda.Stream) -> None:
+        memory = comm.allocate(64, use="gather")
+        together.wait()
+        with played_cuda.Graph(stream).capture(played_cuda.Graph.THREAD):
+            with pytest.raises(RuntimeError, match="run the step once before it is captured"):
+                comm.allocate(64, use="reduce")
+            together.wait()
+        comm.barrier()  # it goes on
+        together.wait()
+        with played_cuda.Graph(stream).capture(played_cuda.Graph.THREAD):
+            del memory
+            together.wait()
+
+    run_ranks(body)
+
+
+def barrier_that_was_aborted_raises() -> None:
+    """What was aborted on the device has ended, and is not done."""
+
+    def body(comm: Communicator, _: played_cuda.Stream) -> None:
+        comm.barrier()
+        if comm.rank == 0:
+            abort = threading.Timer(0.3, comm.abort, ("enough",))
+            abort.start()
+            with pytest.raises(_C.CommError, match="rank 0 of 2: aborted: enough"):
+                comm.barrier()
+            abort.join()
+        else:
+            comm.abort("enough")
+
+    run_ranks(body)
+
+
 def check_params(bucket: Bucket, full: dict[str, torch.Tensor]) -> None:
     for param, value in zip(bucket.params, full.values(), strict=True):
         assert torch.equal(param.float(), value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import weakref
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from test_reduce import CPU, OPS, instruction_set  # noqa: F401  (a fixture)
 from thread_ranks import run_threads
 from torch import Tensor
 
-from shardcomm import _C, Bucket, Communicator, CopyPlan, launch
+from shardcomm import _C, Bucket, Communicator, CopyPlan, Stream, launch
 from shardcomm.copy_plan import ZEROS, Segment
 from shardcomm.dtype import core_dtype
 
@@ -287,3 +288,44 @@ def test_flags_that_are_none_are_refused(flag: Tensor) -> None:
     one = torch.ones(1, dtype=torch.int32)
     with pytest.raises(ValueError, match="nonfinite need f32, bf16 or f16, not i32"):
         integers.bind([one], [one.clone()]).run(nonfinite=new_flag())
+
+
+@pytest.mark.parametrize(
+    "flag", [torch.zeros(1), torch.zeros(2, dtype=torch.int32), torch.zeros(0, dtype=torch.int32)]
+)
+def test_bucket_refuses_what_is_no_flag(flag: Tensor) -> None:
+    (comm,) = Communicator.local_group(1)
+    bucket = Bucket.from_tensors({"w": torch.ones(4, 2)}, comm)
+    with pytest.raises(ValueError, match=r"Bucket: nonfinite is .* it must be one of torch\.int32"):
+        bucket.nonfinite = flag
+
+
+def test_queued_reduce_keeps_its_flag() -> None:
+    def body(comm: Communicator) -> None:
+        bucket = Bucket.from_tensors({"w": torch.ones(256, 2)}, comm)  # every rank has rows of it
+        flag = new_flag()
+        bucket.nonfinite = flag
+        work = bucket.reduce_scatter([torch.full((256, 2), float("nan"))], async_op=True)
+        gone = weakref.ref(flag)
+        bucket.nonfinite = None
+        del flag
+        kept = gone()
+        assert kept is not None
+        work.wait()
+        assert bool(kept)
+        del kept
+        assert gone() is None
+
+    run_threads(body, 2)
+
+
+def test_bound_reduce_refuses_another_size_or_dtype() -> None:
+    def body(comm: Communicator) -> None:
+        send = comm.allocate(8, use="reduce")
+        reduce = comm.bind_reduce_scatter(torch.zeros(4), send)
+        stream = Stream()
+        for recv in (torch.zeros(2), torch.zeros(4, dtype=torch.float64)):
+            with pytest.raises(ValueError, match=r"it was bound with 4 of torch\.float32"):
+                reduce(stream, None, recv, 1.0, False, None)
+
+    run_threads(body, 2)

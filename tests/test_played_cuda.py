@@ -23,6 +23,9 @@ CASES = [
     "event_may_be_asked_beside_a_capture",
     "event_of_a_capture_has_not_fired_before_that_ends",
     "captured_stream_waits_for_nothing_from_before",
+    "event_of_a_capture_tells_no_time",
+    "memory_in_a_capture",
+    "barrier_that_was_aborted_raises",
 ]
 
 

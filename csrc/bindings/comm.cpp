@@ -111,6 +111,7 @@ void bind_comm(py::module_& m) {
           py::arg("tag") = 0, on_stream)
       .def("abort", &Communicator::abort, py::arg("reason"),
            py::call_guard<py::gil_scoped_release>())
+      .def("check", &Communicator::check)
       .def("close", &Communicator::close, py::call_guard<py::gil_scoped_release>())
       .def("receipts", [](const Communicator& comm) {
         py::list receipts;

@@ -68,6 +68,7 @@ void bind_stream(py::module_& m) {
           },
           py::arg("dst"), py::arg("src"), py::arg("nbytes"),
           py::call_guard<py::gil_scoped_release>())
+      .def_property_readonly("capturing", &Stream::capturing)
       .def("record", &Stream::record, py::arg("timed") = false)
       .def("wait",
            [](Stream& stream, std::shared_ptr<Event> event) {

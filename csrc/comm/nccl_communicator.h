@@ -34,6 +34,7 @@ class NcclCommunicator final : public Communicator {
   void barrier(std::int64_t tag, NativeStream stream) override;
   void abort(const std::string& reason) noexcept override;
   void close() noexcept override { session_->close(); }
+  void check() const override { session_->check(); }
   std::vector<Receipt> receipts() const override;
 
  private:

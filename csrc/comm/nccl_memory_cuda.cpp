@@ -23,17 +23,7 @@ class NcclMemory final : public Memory {
       std::make_unique<std::shared_ptr<Registered>>(std::move(registered_)).release();
       return;
     }
-    bool unused = true;
-    try {
-      // What is queued may use it still. A failed communicator's work ends, as it is aborted. In a
-      // capture nobody can wait for the device.
-      const DeviceScope scope(device());
-      const RelaxedCapture relaxed;
-      unused = cudaDeviceSynchronize() == cudaSuccess;
-      if (!unused) cudaGetLastError();
-    } catch (const CudaError&) {  // the process ends and the driver has gone before
-    }
-    session_->let_go(channel_, std::move(registered_), unused);
+    session_->let_go(channel_, std::move(registered_));
   }
   NcclMemory(const NcclMemory&) = delete;
   NcclMemory& operator=(const NcclMemory&) = delete;

@@ -135,9 +135,9 @@ class NcclSession : public std::enable_shared_from_this<NcclSession> {
   void check() const;  // throws CommError when it has failed or was closed
   std::string refused(const Call& call, nccl::Result result) const;
 
-  // Nothing uses `memory` any more. NCCL forgets it, and it is freed, when the channel is used
-  // next; or, unless nothing on the device uses it either, with the communicator.
-  void let_go(NcclChannel& channel, std::shared_ptr<Registered> memory, bool unused_on_device);
+  // Nobody refers to `memory` any more, but what is queued may use it still: it is freed when the
+  // channel is used next, or with the communicator. In a capture nobody could wait for the device.
+  void let_go(NcclChannel& channel, std::shared_ptr<Registered> memory) noexcept;
   // A forked child has no watchdog, and no part in what its parent has.
   bool forked() const { return pid_ != getpid(); }
 
@@ -148,6 +148,7 @@ class NcclSession : public std::enable_shared_from_this<NcclSession> {
 
   void connect_channels(const std::array<nccl::UniqueId, 2>& ids, const NcclOptions& options);
   void find_nodes(std::uint64_t host);
+  void wait_for_device() const noexcept;
   void meet_all_peers();
   void forget(NcclChannel& channel, const Memories& memories);
   bool over();  // the watchdog has ended the channels, or could not
@@ -171,7 +172,6 @@ class NcclSession : public std::enable_shared_from_this<NcclSession> {
   std::mutex mutex_;
   std::condition_variable changed_;
   Clock::time_point closed_at_;
-  Memories kept_;  // until the communicators have ended
   const std::shared_ptr<std::atomic<int>> graphs_ = std::make_shared<std::atomic<int>>(0);
   const int pid_ = getpid();
   bool unloaded_ = false;  // the process ends, and the driver has gone before

@@ -99,6 +99,12 @@ void NcclSession::connect_channels(const std::array<nccl::UniqueId, 2>& ids,
   }
   find_nodes(options.host.empty() ? this_host() : std::hash<std::string>{}(options.host));
   if (!nccl.aborts_in_groups()) meet_all_peers();
+  // The first collective of a kind connects, and waits for its peers on the host: that of barriers
+  // and allocations here, where Ctrl-C ends it.
+  for (NcclChannel* channel : {&gathers, &reduces}) {
+    Call call = attach();
+    NcclUse(*this, *channel, call).agree(true);
+  }
   const std::lock_guard<std::mutex> lock(mutex_);
   gathers.sequence = reduces.sequence = 0;
 }
@@ -203,11 +209,20 @@ void NcclSession::close() noexcept {
   over ? watchdog_.join() : watchdog_.detach();
 }
 
-void NcclSession::let_go(NcclChannel& channel, std::shared_ptr<Registered> memory,
-                         bool unused_on_device) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  if (over_) return;  // NCCL has forgotten it with the communicator; freed by the caller
-  (unused_on_device ? channel.unwanted : kept_).push_back(std::move(memory));
+void NcclSession::let_go(NcclChannel& channel, std::shared_ptr<Registered> memory) noexcept {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (!over_) return channel.unwanted.push_back(std::move(memory));
+  }
+  wait_for_device();  // NCCL has forgotten it with the communicator
+}
+
+void NcclSession::wait_for_device() const noexcept {
+  try {
+    const DeviceScope scope(device);
+    cudaDeviceSynchronize();
+  } catch (const CudaError&) {  // the process ends and the driver has gone before
+  }
 }
 
 // Local, and done when it returns. What an aborted communicator has registered, it frees itself.
@@ -252,9 +267,11 @@ NcclUse::~NcclUse() {
 void NcclUse::forget_unwanted() {
   {
     const std::lock_guard<std::mutex> lock(session_.mutex_);
-    if (channel_.unwanted.empty()) return;
+    // While this thread waits for the device, an abort must be able to end what runs there.
+    if (channel_.unwanted.empty() || !session_.nccl.aborts_in_groups()) return;
     gone_.swap(channel_.unwanted);
   }
+  session_.wait_for_device();
   session_.forget(channel_, gone_);
 }
 

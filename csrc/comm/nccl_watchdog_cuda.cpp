@@ -42,9 +42,10 @@ void NcclSession::watch() {
   end_channels();
   lock.lock();
   over_ = true;
-  Memories gone[] = {std::move(gathers.unwanted), std::move(reduces.unwanted), std::move(kept_)};
+  Memories gone[] = {std::move(gathers.unwanted), std::move(reduces.unwanted)};
   changed_.notify_all();
-  lock.unlock();  // before `gone` is freed, which may wait for the device
+  lock.unlock();
+  if (!gone[0].empty() || !gone[1].empty()) wait_for_device();
 }
 
 bool NcclSession::idle() const {

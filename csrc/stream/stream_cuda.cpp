@@ -56,6 +56,11 @@ class CudaEvent final : public Event {
  public:
   CudaEvent(int device, const SharedStream& stream, bool timed)
       : device_(device), timed_(timed), capture_(capture_of(stream.get())) {
+    if (timed && capture_ != 0) {
+      throw CudaError(
+          "an event in a capture tells no time: capture the step without a trace, and before "
+          "traffic.time_waits()");
+    }
     const DeviceScope scope(device);
     event_ = event_pool().take(device, timed);
     check_cuda(cudaEventRecord(get(), stream.get()), "cudaEventRecord");
@@ -139,6 +144,7 @@ class CudaStream final : public Stream {
   CudaStream(int device, SharedStream stream) : device_(device), stream_(std::move(stream)) {}
 
   NativeStream native() const override { return stream_.get(); }
+  bool capturing() const override { return capture_of(stream_.get()) != 0; }
 
   void enqueue(Operation operation) override {
     const DeviceScope scope(device_);

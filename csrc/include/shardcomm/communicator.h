@@ -86,6 +86,10 @@ class Communicator {
   // Leaves the group. Ranks that wait for this one, or will, get CommError. Idempotent.
   virtual void close() noexcept = 0;
 
+  // Throws CommError if it has failed or was closed: on a device, work that was aborted ends too,
+  // and only this tells it from work that was done.
+  virtual void check() const {}
+
   virtual std::vector<Receipt> receipts() const = 0;  // the latest of each operation
 };
 

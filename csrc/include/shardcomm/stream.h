@@ -40,6 +40,7 @@ class Stream {
   virtual ~Stream() = default;
 
   virtual NativeStream native() const { return nullptr; }
+  virtual bool capturing() const { return false; }  // in a graph, which runs nothing now
 
   // Runs `operation` after all enqueued before it. Once an operation of a thread stream has thrown,
   // later ones are dropped unrun and their events carry the same exception; elsewhere it throws
@@ -48,7 +49,8 @@ class Stream {
   // Copies after all enqueued before it; both ends must stay until it is done. On a CUDA stream
   // they are of its device or of the host: pinned memory, else the caller may wait.
   virtual void copy(void* dst, const void* src, std::size_t bytes);
-  // On a CUDA stream, a `timed` event costs the device a little more; elsewhere every event is.
+  // On a CUDA stream, a `timed` event costs the device a little more, and cannot be recorded in a
+  // capture (CudaError); elsewhere every event is timed.
   virtual std::shared_ptr<Event> record(bool timed = false) = 0;
   // Later operations of this stream start after `event`. Only the caller stream blocks.
   virtual void wait(std::shared_ptr<Event> event) = 0;

@@ -22,8 +22,10 @@ constexpr int kRanks = 3;
 // initialisation is left behind.
 bool brings_back() { return version() >= 22200; }
 
+// The first one connects, and waits on the host for the others to come to theirs.
 void reduce(const Comm& comm, float* value, const Queue& queue) {
-  comm->all_reduce(value, DType::f32, 1, RedOp::sum, queue.get());
+  static const std::vector<float> send(kRanks, 1);
+  comm->reduce_scatter(send.data(), DType::f32, value, {}, 1, RedOp::sum, 0, queue.get());
 }
 
 // Afterwards all of NCCL's connections are there.
@@ -55,7 +57,7 @@ void late_rank_ends_the_others(const Comm& comm) {
   queue.finish();  // its kernel was ended
   require(seconds_since(begin) < 1.9, "the stream drains at the deadline");
   const std::string error = comm_error([&] { comm->barrier(0, queue.get()); });
-  require_text(error, "all_reduce(f32, count 1, sum) #2 did not complete in 0.5 s");
+  require_text(error, "reduce_scatter(f32, count 1, sum) #2 did not complete in 0.5 s");
   require(error == comm_error([&] { comm->allocate(8, Use::reduce); }), "the first failure stays");
 }
 
@@ -154,9 +156,10 @@ void close_ends_a_call_under_way(const Comm& comm) {
     comm->barrier(0, queue.get());
   });
   // Where connecting waits in the call; else it is under way on the device, up to its deadline.
-  require_text(error, brings_back() ? "all_reduce(f32, count 1, sum) #1 was under way when the "
-                                      "communicator was closed"
-                                    : "all_reduce(f32, count 1, sum) #1 did not complete in 1 s");
+  require_text(error, brings_back()
+                          ? "reduce_scatter(f32, count 1, sum) #1 was under way when the "
+                            "communicator was closed"
+                          : "reduce_scatter(f32, count 1, sum) #1 did not complete in 1 s");
   closer.join();
 }
 
@@ -219,7 +222,7 @@ void two_threads_in_a_channel_are_refused(const Comm& comm) {
   float value = 1;
   const auto call = [&](const Queue& own) {
     try {
-      comm->all_reduce(&value, DType::f32, 1, RedOp::sum, own.get());
+      reduce(comm, &value, own);
     } catch (const std::invalid_argument& error) {
       require_text(error.what(), "in use by another thread");
       refused = true;
