@@ -140,7 +140,7 @@ class CoreCommunicator(Communicator):
             red_op("reduce_scatter", op),
             tag,
         )
-        expected = recv.numel(), recv.dtype
+        numel, dtype = recv.numel(), recv.dtype
 
         def queue(
             stream: Stream,
@@ -150,12 +150,14 @@ class CoreCommunicator(Communicator):
             accumulate: bool,
             nonfinite: torch.Tensor | None,
         ) -> Event:
-            if (recv.numel(), recv.dtype) != expected:
+            if recv.dtype is not dtype or recv.numel() != numel:
                 raise ValueError(
                     f"reduce_scatter: recv has {recv.numel()} elements of {recv.dtype}; it was bound with "
-                    f"{expected[0]} of {expected[1]}"
+                    f"{numel} of {dtype}"
                 )
-            flag = flag_address("reduce_scatter", nonfinite, self.device)
+            flag = (
+                0 if nonfinite is None else flag_address("reduce_scatter", nonfinite, self.device)
+            )
             return bound.queue(stream, after, recv.data_ptr(), scale, accumulate, flag)  # type: ignore[no-any-return]
 
         return queue

@@ -12,7 +12,6 @@
 #pragma once
 
 #include <cuda_runtime_api.h>
-#include <unistd.h>
 
 #include <array>
 #include <atomic>
@@ -139,7 +138,7 @@ class NcclSession : public std::enable_shared_from_this<NcclSession> {
   // channel is used next, or with the communicator. In a capture nobody could wait for the device.
   void let_go(NcclChannel& channel, std::shared_ptr<Registered> memory) noexcept;
   // A forked child has no watchdog, and no part in what its parent has.
-  bool forked() const { return pid_ != getpid(); }
+  bool forked() const;
 
  private:
   friend class NcclUse;
@@ -173,7 +172,7 @@ class NcclSession : public std::enable_shared_from_this<NcclSession> {
   std::condition_variable changed_;
   Clock::time_point closed_at_;
   const std::shared_ptr<std::atomic<int>> graphs_ = std::make_shared<std::atomic<int>>(0);
-  const int pid_ = getpid();
+  const int forks_;        // before this process
   bool unloaded_ = false;  // the process ends, and the driver has gone before
   bool over_ = false;
   std::thread watchdog_;

@@ -1,4 +1,7 @@
 // The life of a session: connecting, failing, closing; and a thread's use of a channel.
+#include <pthread.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -16,6 +19,11 @@ namespace shardcomm {
 namespace {
 
 using Clock = std::chrono::steady_clock;
+
+// How many forks made this process. To ask for its number would be a system call for each
+// collective.
+std::atomic<int> forks{0};
+const int counts_forks = pthread_atfork(nullptr, nullptr, [] { ++forks; });
 
 Call attach() {
   Call call;
@@ -46,7 +54,9 @@ NcclSession::NcclSession(const nccl::Library& nccl, int rank, int size, int devi
       rank(rank),
       size(size),
       device(device),
-      deadline(std::min(options.deadline_s, 365.0 * 24 * 3600)) {
+      deadline(std::min(options.deadline_s, 365.0 * 24 * 3600)),
+      forks_(forks.load()) {
+  if (counts_forks != 0) throw CommError("nccl: pthread_atfork failed");
   const auto most = static_cast<std::size_t>(std::max(size, 2));
   const std::size_t bytes = kZeroBytes + most * sizeof(std::uint64_t);
   for (NcclChannel* channel : {&gathers, &reduces}) {
@@ -145,6 +155,8 @@ void NcclSession::meet_all_peers() {
   });
   use.finish_set_up();
 }
+
+bool NcclSession::forked() const { return forks.load(std::memory_order_relaxed) != forks_; }
 
 void NcclSession::fail(const std::string& text) noexcept {
   if (forked()) return;
