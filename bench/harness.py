@@ -107,7 +107,9 @@ class Report:
 def arguments(description: str) -> argparse.ArgumentParser:
     """The options all comparison scripts have."""
     parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("--json", metavar="FILE", help="write the figures there; - for stdout")
     parser.add_argument(

@@ -58,6 +58,8 @@ def main(args: argparse.Namespace) -> None:
         with played_cuda.Stream():
             samples = measure(comm, args.rounds * 20, lambda: None)
     else:
+        if not torch.cuda.is_available():
+            raise SystemExit("overhead: --device is cuda, and torch sees no GPU here")
         samples = launch(measure_on_gpu, 2, (args.rounds * 20,), deadline_s=120)[0]
     report = Report(
         ["host time", "us (p10-p90)"],

@@ -6,7 +6,6 @@ The bytes travel over a torch Store (torchrun's environment) or a ProcessGroup, 
 from __future__ import annotations
 
 import itertools
-import math
 import os
 from collections.abc import Callable
 from datetime import timedelta
@@ -24,6 +23,8 @@ from shardcomm.core_communicator import CoreCommunicator, core_device
 
 # Shows `payload` to all ranks and returns everybody's, in rank order. Every rank calls it equally often.
 Exchange = Callable[[bytes], list[bytes]]
+
+MOST_SECONDS = 1e9  # that a timedelta, and a wait, can take
 
 _groups = itertools.count()  # keeps the keys of several communicators over one store apart
 _local: dict[bytes, list[Communicator]] = {}  # made by one thread for all
@@ -260,8 +261,10 @@ def _thread_rank(
 
 def check_deadline(operation: str, deadline_s: float) -> None:
     """ValueError unless it is a number of seconds."""
-    if not (isinstance(deadline_s, (int, float)) and 0 < deadline_s < math.inf):
-        raise ValueError(f"{operation}: deadline_s is {deadline_s!r}; it must be a number above 0")
+    if not (isinstance(deadline_s, (int, float)) and 0 < deadline_s <= MOST_SECONDS):
+        raise ValueError(
+            f"{operation}: deadline_s is {deadline_s!r}; it must be a number above 0, at most 1e9"
+        )
 
 
 def check_transport(transport: str) -> None:
