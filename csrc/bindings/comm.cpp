@@ -1,5 +1,6 @@
 #include "bindings/bindings.h"
 #include "bindings/interrupt.h"
+#include "comm/process.h"
 #include "shardcomm/communicator.h"
 #include "shardcomm/stream.h"
 
@@ -128,9 +129,37 @@ void bind_comm(py::module_& m) {
       },
       py::arg("size"), py::arg("deadline_s"), py::arg("device") = -1);
 
+  // (pid, start), as in ProcessId.
+  using Process = std::pair<std::int32_t, std::uint64_t>;
+  m.def("own_process", [] {
+    const ProcessId own = ProcessId::own();
+    return Process{own.pid, own.start};
+  });
+  py::class_<ProcessWatch>(m, "ProcessWatch")
+      .def(py::init([](std::int32_t pid, std::uint64_t start) {
+             return std::make_unique<ProcessWatch>(ProcessId{pid, start});
+           }),
+           py::arg("pid"), py::arg("start"))
+      .def_property_readonly("ended", &ProcessWatch::ended);
+
   py::class_<ShmSession>(m, "ShmSession")
-      .def(py::init<int>(), py::arg("size"))
+      .def(py::init([](int size, const std::vector<Process>& processes) {
+             std::vector<ProcessId> ids;
+             for (const auto& [pid, start] : processes) ids.push_back({pid, start});
+             return std::make_unique<ShmSession>(size, ids);
+           }),
+           py::arg("size"), py::arg("processes") = std::vector<Process>())
       .def_property_readonly("address", &ShmSession::address);
+  py::class_<ShmMember>(m, "ShmMember")
+      .def(py::init<const std::string&, int, int>(), py::arg("address"), py::arg("rank"),
+           py::arg("size"))
+      .def(
+          "attach",
+          [](ShmMember& member, double deadline_s) {
+            const InterruptibleWait scope;
+            return member.attach({deadline_s});
+          },
+          py::arg("deadline_s"));
   m.def(
       "make_shm",
       [](const std::string& address, int rank, int size, double deadline_s) {

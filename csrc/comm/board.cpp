@@ -1,35 +1,18 @@
 #include "comm/board.h"
 
-#include <linux/futex.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-
-#include <algorithm>
-#include <cstring>
-#include <ctime>
-#include <limits>
+#include <chrono>
 #include <sstream>
 #include <thread>
 #include <utility>
 
+#include "shardcomm/error.h"
 #include "stream/wait_check.h"
 
 namespace shardcomm {
 namespace {
 
-using Clock = std::chrono::steady_clock;
-
 // Ranks that run side by side mostly meet within this; then no rank pays for being woken.
 constexpr std::chrono::microseconds kSpin{20};
-
-long futex(std::atomic<std::uint32_t>* word, int operation, std::uint32_t value,
-           const timespec* timeout) {
-  static_assert(sizeof(*word) == sizeof(std::uint32_t) &&
-                std::atomic<std::uint32_t>::is_always_lock_free);
-  // Not FUTEX_PRIVATE_FLAG: the word may be shared between processes.
-  return syscall(SYS_futex, reinterpret_cast<std::uint32_t*>(word), operation, value, timeout,
-                 nullptr, 0);
-}
 
 void pause() {
 #if defined(__x86_64__)
@@ -39,212 +22,181 @@ void pause() {
 #endif
 }
 
-// One word, so that the first failure wins and nobody sees half of one.
-struct Failure {
-  std::uint8_t trouble = 0;
-  int culprit = 0;
-  int reporter = 0;
-
-  static constexpr std::uint64_t kRankMask = 0xffffff;
-  std::uint64_t pack() const {
-    return static_cast<std::uint64_t>(trouble) | static_cast<std::uint64_t>(culprit) << 8 |
-           static_cast<std::uint64_t>(reporter) << 32;
-  }
-  static Failure unpack(std::uint64_t word) {
-    return {static_cast<std::uint8_t>(word & 0xff), static_cast<int>((word >> 8) & kRankMask),
-            static_cast<int>((word >> 32) & kRankMask)};
-  }
-};
-
 }  // namespace
 
-Board::Board(GroupMemory* group, BoardMemory* memory, const BoardMemory* other, int rank, int size,
-             std::chrono::duration<double> deadline, FindDead find_dead)
+Board::Board(Group& group, int channel, bool reads_addresses, std::function<bool()> stuck)
     : group_(group),
-      memory_(memory),
-      other_(other),
-      rank_(rank),
-      size_(size),
-      deadline_(deadline),
-      find_dead_(std::move(find_dead)),
-      may_spin_(static_cast<unsigned>(size) <= std::thread::hardware_concurrency()) {}
+      memory_(&group.board(channel)),
+      other_(&group.board(1 - channel)),
+      reads_addresses_(reads_addresses),
+      stuck_(std::move(stuck)),
+      may_spin_(static_cast<unsigned>(group.size()) <= std::thread::hardware_concurrency()),
+      calls_(static_cast<std::size_t>(group.size())) {}
 
 void Board::begin(Call call) {
-  throw_if_failed();
-  if (group_->ranks[rank_].closed.load() != 0) {
-    throw CommError(who(rank_) + " has closed this communicator; it cannot be used any more");
+  if (group_.forked()) {
+    throw CommError("this process was forked from " + group_.who(group_.rank()) +
+                    " and is not that rank: it cannot use the rank's communicator");
+  }
+  group_.throw_if_failed(in_call_ ? call_ : Call{});
+  if (group_.closed(group_.rank())) {
+    throw CommError(group_.who(group_.rank()) +
+                    " has closed this communicator; it cannot be used any more");
   }
   call.sequence = call_.sequence + 1;
   call_ = call;
-  rank_state(rank_).calls[call.sequence & 1] = call;
+  in_call_ = true;
+  state(group_.rank()).calls[call.sequence & 1].post(call);
   meet();
-  for (int r = 0; r < size_; ++r) {
-    if (!call_.same_as(call_of(r))) throw_mismatch();
+  for (int r = 0; r < group_.size(); ++r) {
+    // Nobody posts there again before this rank has come to the next call.
+    calls_[static_cast<std::size_t>(r)] = *state(r).calls[call.sequence & 1].read();
+  }
+  for (const Call& theirs : calls_) {
+    if (!call_.same_as(theirs)) throw_mismatch();
+  }
+  if (reads_addresses_) {
+    state(group_.rank()).reading.store(1);
+    group_.throw_if_failed(
+        call_);  // after it: a rank that leaves sees this rank read, or this rank sees it leave
   }
 }
 
-const Call& Board::call_of(int rank) const { return rank_state(rank).calls[call_.sequence & 1]; }
+void Board::end() noexcept {
+  if (!in_call_) return;  // of one rank alone
+  BoardMemory::Rank& own = state(group_.rank());
+  own.finished.store(call_.sequence, std::memory_order_release);
+  if (reads_addresses_) own.reading.store(0, std::memory_order_release);
+  in_call_ = false;
+}
+
+void Board::leave(const std::string& reason) noexcept {
+  group_.abort(reason);
+  if (!reads_addresses_ || group_.forked()) return;
+  state(group_.rank()).reading.store(0);
+  for (int r = 0; r < group_.size(); ++r) {
+    while (state(r).reading.load() != 0) std::this_thread::yield();  // as long as a copy takes
+  }
+}
 
 void Board::meet() {
-  throw_if_failed();
-  // Before arriving: afterwards the last rank may complete this meeting at any moment.
-  const std::uint32_t generation = memory_->generation.load();
-  rank_state(rank_).arrived.fetch_add(1);
-  if (memory_->arrivals.fetch_add(1) + 1 == static_cast<std::uint32_t>(size_)) {
-    memory_->arrivals.store(0);
-    memory_->generation.store(generation + 1);
-    if (memory_->sleepers.load() > 0) wake();
-    return;
-  }
-  if (spin(generation)) return;
-  const Clock::time_point started = Clock::now();
-  while (true) {
-    sleep_until_changed(generation);
-    if (memory_->generation.load() != generation) return;
-    look_for_trouble(generation, started);
-    try {
-      check_wait();
-    } catch (...) {
-      abort("interrupted while waiting in " + describe(call_));
-      throw;
+  group_.throw_if_failed(call_);
+  const std::uint32_t meeting = ++meetings_;
+  memory_->arrival(group_.rank(), group_.size()).store(meeting);
+  if (all_have_come(meeting)) return complete(meeting);
+  if (spin(meeting)) return;
+  const Clock::time_point since = Clock::now();
+  Atomic<std::uint64_t>& waiting_since = state(group_.rank()).waiting_since;
+  waiting_since.store(static_cast<std::uint64_t>(
+      std::chrono::duration_cast<std::chrono::nanoseconds>(since.time_since_epoch()).count()));
+  while (memory_->completed.load() != meeting) {
+    // A rank that came last may have been stopped before it could say so.
+    if (all_have_come(meeting)) {
+      complete(meeting);
+      break;
     }
+    look_for_trouble(meeting, since);
+    check_wait();
+    sleep(meeting);
   }
+  waiting_since.store(0);
 }
 
-bool Board::spin(std::uint32_t generation) const {
-  if (!may_spin_) return memory_->generation.load() != generation;
+bool Board::has_come(int rank, std::uint32_t meeting) const {
+  return !is_after(meeting, memory_->arrival(rank, group_.size()).load());
+}
+
+// Each rank says that it has come, and then looks who else has: so the last one, at least, sees
+// all.
+bool Board::all_have_come(std::uint32_t meeting) const {
+  for (int r = 0; r < group_.size(); ++r) {
+    if (!has_come(r, meeting)) return false;
+  }
+  return true;
+}
+
+// Any rank may, and several at once: the first does, and the others change nothing, however late.
+void Board::complete(std::uint32_t meeting) const noexcept {
+  std::uint32_t before = meeting - 1;
+  if (!memory_->completed.compare_exchange_strong(before, meeting)) return;
+  if (memory_->sleepers.load() > 0) wake_all(memory_->completed);
+}
+
+bool Board::spin(std::uint32_t meeting) const {
+  if (!may_spin_) return memory_->completed.load() == meeting;
   const Clock::time_point until = Clock::now() + kSpin;
   do {
     for (int i = 0; i < 32; ++i) {
-      if (memory_->generation.load(std::memory_order_acquire) != generation) return true;
+      if (memory_->completed.load(std::memory_order_acquire) == meeting) return true;
       pause();
     }
   } while (Clock::now() < until);
   return false;
 }
 
-void Board::sleep_until_changed(std::uint32_t generation) {
-  const timespec slice{0, std::chrono::nanoseconds(kWaitSlice).count()};
+void Board::sleep(std::uint32_t meeting) const {
   memory_->sleepers.fetch_add(1);
-  futex(&memory_->generation, FUTEX_WAIT, generation, &slice);
+  sleep_while(memory_->completed, meeting - 1, kWaitSlice);
   memory_->sleepers.fetch_sub(1);
 }
 
-void Board::look_for_trouble(std::uint32_t generation, Clock::time_point started) {
-  const std::uint64_t arrived = rank_state(rank_).arrived.load();
-  int missing = -1;
-  int closed =
-      group_->ranks[rank_].closed.load() != 0 ? rank_ : -1;  // by another thread, meanwhile
-  for (int r = size_ - 1; r >= 0; --r) {
-    if (rank_state(r).arrived.load() >= arrived) continue;
-    missing = r;
-    if (group_->ranks[r].closed.load() != 0) closed = r;
+void Board::look_for_trouble(std::uint32_t meeting, Clock::time_point since) {
+  group_.throw_if_failed(call_);
+  int closed = group_.closed(group_.rank()) ? group_.rank() : -1;  // by another thread, meanwhile
+  int late = -1;
+  for (int r = group_.size() - 1; r >= 0; --r) {
+    if (has_come(r, meeting)) continue;
+    if (group_.closed(r)) closed = r;
+    if (!waits_elsewhere(r)) late = r;
   }
-  const int dead = find_dead_();
-  // A rank may have come, and ended in peace, since the sleep.
-  if (memory_->generation.load() != generation) return;
+  const int dead = group_.find_dead();
+  const bool deadlock = is_deadlock(meeting);
+  const bool overdue = Clock::now() - since > std::chrono::duration<double>(group_.deadline_s());
+  // A rank may have come, and ended in peace, since the first look.
+  if (all_have_come(meeting)) return;
   if (closed >= 0) {
-    report(Trouble::closed, closed);
+    group_.fail(Trouble::closed, closed);
   } else if (dead >= 0) {
-    report(Trouble::died, dead);
-  } else if (missing >= 0 && Clock::now() - started > deadline_) {
-    report(Trouble::late, missing);
+    group_.fail(Trouble::died, dead);
+  } else if (deadlock || (overdue && late < 0)) {
+    group_.fail(Trouble::deadlock, group_.rank());
+  } else if (overdue) {
+    group_.fail(Trouble::late, late);
   }
-  throw_if_failed();
+  group_.throw_if_failed(call_);
 }
 
-void Board::report(Trouble trouble, int culprit) noexcept {
-  std::uint64_t nothing = 0;
-  group_->failure.compare_exchange_strong(
-      nothing, Failure{static_cast<std::uint8_t>(trouble), culprit, rank_}.pack());
-  wake();
+bool Board::waits_elsewhere(int rank) const {
+  return is_after(other_->arrival(rank, group_.size()).load(), other_->completed.load());
 }
 
-void Board::throw_if_failed() const {
-  const std::uint64_t word = group_->failure.load();
-  if (word == 0) return;
-  const Failure failure = Failure::unpack(word);
-  std::ostringstream text;
-  text << who(failure.culprit);
-  switch (static_cast<Trouble>(failure.trouble)) {
-    case Trouble::died:
-      text << " died";
-      break;
-    case Trouble::closed:
-      text << " closed the communicator";
-      break;
-    case Trouble::late:
-      text << " did not come within " << deadline_.count() << " s";
-      break;
-    case Trouble::aborted:
-      text << " aborted: " << group_->ranks[failure.culprit].reason;
-      break;
-    case Trouble::none:
-      break;
+// This rank cannot come to the other channel before this meeting is over, and a rank that waits
+// there for this one cannot come here. What ranks say of themselves here stays true: neither
+// meeting ends.
+bool Board::is_deadlock(std::uint32_t meeting) const {
+  const bool stuck = stuck_();
+  state(group_.rank()).stuck_in.store(stuck ? meeting : meeting - 1);
+  if (!stuck) return false;
+  const std::uint32_t theirs = other_->completed.load() + 1;
+  if (other_->arrival(group_.rank(), group_.size()).load() == theirs) return false;
+  for (int r = 0; r < group_.size(); ++r) {
+    if (!has_come(r, meeting) && other_->arrival(r, group_.size()).load() == theirs &&
+        other_->ranks[r].stuck_in.load() == theirs) {
+      return true;
+    }
   }
-  if (call_.sequence == 0) {
-    text << "; no collective was under way on rank " << rank_;
-  } else {
-    // On the culprit itself, what the rank was in that missed it.
-    const bool own = failure.culprit == rank_;
-    text << "; rank " << (own ? failure.reporter : rank_) << " was in "
-         << (own ? last_calls(failure.reporter) : describe(call_)) << ", the last call of rank "
-         << failure.culprit << " was " << last_calls(failure.culprit);
-  }
-  throw CommError(text.str());
+  return false;
 }
 
 void Board::throw_mismatch() {
   std::ostringstream text;
   text << "ranks called different collectives:";
-  for (int r = 0; r < size_; ++r) {
-    text << (r == 0 ? " " : "; ") << who(r) << " called " << describe(call_of(r));
+  for (int r = 0; r < group_.size(); ++r) {
+    text << (r == 0 ? " " : "; ") << group_.who(r) << " called " << describe(call_of(r));
   }
-  // Everybody sees the same calls and throws this text; the word is for whoever calls again.
-  abort(text.str());
+  // Everybody sees the same calls and throws this text; the abort is for whoever calls again.
+  group_.abort(text.str());
   throw CommError(text.str());
-}
-
-std::string Board::who(int rank) const {
-  const std::int32_t pid = group_->ranks[rank].pid.load();
-  std::string text = "rank " + std::to_string(rank);
-  return pid == 0 ? text : text + " (pid " + std::to_string(pid) + ")";
-}
-
-// Gathers and reduces are ordered apart, so both count as the last.
-std::string Board::last_calls(int rank) const {
-  std::string text;
-  for (const BoardMemory* board : {static_cast<const BoardMemory*>(memory_), other_}) {
-    const Call* calls = board->ranks[rank].calls;
-    const std::uint64_t latest = std::max(calls[0].sequence, calls[1].sequence);
-    if (latest > 0) text += (text.empty() ? "" : " and ") + describe(calls[latest & 1]);
-  }
-  return text.empty() ? "none" : text;
-}
-
-void Board::fail(const std::string& reason) {
-  abort(reason);
-  throw CommError(reason);
-}
-
-void Board::abort(const std::string& reason) noexcept {
-  if (group_->failure.load() == 0) {
-    std::strncpy(group_->ranks[rank_].reason, reason.c_str(), GroupMemory::kReasonBytes - 1);
-  }
-  report(Trouble::aborted, rank_);
-}
-
-void Board::close() noexcept {
-  // A forked child, too, lets go of what its parent has; but it is not the rank.
-  const std::int32_t pid = group_->ranks[rank_].pid.load();
-  if (pid != 0 && pid != getpid()) return;
-  group_->ranks[rank_].closed.store(1);
-  wake();  // so that who waits for this rank learns it now
-}
-
-void Board::wake() const noexcept {
-  futex(&memory_->generation, FUTEX_WAKE,
-        static_cast<std::uint32_t>(std::numeric_limits<int>::max()), nullptr);
 }
 
 }  // namespace shardcomm

@@ -1,5 +1,8 @@
 #include "comm/board_communicator.h"
 
+#include <limits>
+#include <new>
+#include <stdexcept>
 #include <utility>
 
 namespace shardcomm {
@@ -58,69 +61,78 @@ std::byte* ControlMemory::stage(std::byte* base, int size, int channel, int rank
 BoardCommunicator::BoardCommunicator(std::string transport, int rank, int size,
                                      const CommOptions& options, std::shared_ptr<Mapping> control,
                                      std::unique_ptr<WindowProvider> provider,
-                                     std::unique_ptr<Executor> executor, const FindDead& find_dead)
+                                     std::unique_ptr<Executor> executor,
+                                     std::function<int()> find_dead)
     : transport_(std::move(transport)),
       rank_(rank),
       size_(size),
       control_(std::move(control)),
+      group_(ControlMemory::group(control_->data()),
+             {ControlMemory::board(control_->data(), size, 0),
+              ControlMemory::board(control_->data(), size, 1)},
+             rank, size, options.deadline_s, std::move(find_dead)),
       provider_(std::move(provider)),
       executor_(std::move(executor)),
       windows_(std::make_shared<Windows>(rank, provider_->shares_addresses())) {
-  const std::chrono::duration<double> deadline(options.deadline_s);
-  const auto channel = [&](int index) {
-    return std::make_unique<Channel>(
-        index, Board(ControlMemory::group(control_->data()),
-                     ControlMemory::board(control_->data(), size, index),
-                     ControlMemory::board(control_->data(), size, 1 - index), rank, size, deadline,
-                     find_dead));
-  };
-  gathers_ = channel(0);
-  reduces_ = channel(1);
+  const bool reads_addresses = provider_->shares_addresses();
+  gathers_ = std::make_unique<Channel>(group_, 0, reads_addresses,
+                                       [this] { return is_stuck(reduces_->user.load()); });
+  reduces_ = std::make_unique<Channel>(group_, 1, reads_addresses,
+                                       [this] { return is_stuck(gathers_->user.load()); });
 }
 
 BoardCommunicator::~BoardCommunicator() { close(); }
 
-void BoardCommunicator::attach() {
+void BoardCommunicator::attach(const std::function<void()>& prepare) {
   Call call;
   call.op = Op::attach;
-  gathers_->board.begin(call);
-  reduces_->board.begin(call);
+  perform(*gathers_, "attach", [&] {
+    begin(*gathers_, call, nullptr);
+    prepare();
+  });
+  perform(*reduces_, "attach", [&] { begin(*reduces_, call, nullptr); });
 }
 
 std::shared_ptr<Memory> BoardCommunicator::allocate(std::size_t bytes, Use use) {
+  // Every rank's region starts on a page.
+  const std::size_t most = std::numeric_limits<std::int64_t>::max() / size_ - kPageBytes;
+  if (bytes > most) {
+    throw std::invalid_argument("allocate: nbytes is " + std::to_string(bytes) + "; for " +
+                                std::to_string(size_) + " ranks it must be at most " +
+                                std::to_string(most));
+  }
   Channel& channel = use == Use::gather ? *gathers_ : *reduces_;
-  const Turn turn(channel.busy);
-  Window window;
-  // Numbered apart per channel, after the numbers that Place reserves.
-  window.id = 2 + channel.windows_made++ * 2 + (use == Use::gather ? 0 : 1);
-  window.use = use;
-  window.region_bytes = bytes;
-  window.stride = use == Use::gather ? 0 : round_up(bytes, kPageBytes);
-  const std::size_t total =
-      use == Use::gather ? bytes : window.stride * static_cast<std::size_t>(size_);
+  std::shared_ptr<Memory> memory;
+  perform(channel, "allocate", [&] {
+    Window window;
+    // Numbered apart per channel, after the numbers that Place reserves.
+    window.id = 2 + channel.windows_made++ * 2 + (use == Use::gather ? 0 : 1);
+    window.use = use;
+    window.region_bytes = bytes;
+    window.stride = use == Use::gather ? 0 : round_up(bytes, kPageBytes);
+    const std::size_t total =
+        use == Use::gather ? bytes : window.stride * static_cast<std::size_t>(size_);
 
-  Call call;
-  call.op = Op::allocate;
-  call.root = static_cast<std::int32_t>(use);
-  call.count = static_cast<std::int64_t>(bytes);
-  if (rank_ == 0) {
-    try {
-      call.handle = provider_->create(total);
-    } catch (const CommError& error) {
-      channel.board.fail(error.what());
+    Call call;
+    call.op = Op::allocate;
+    call.root = static_cast<std::int32_t>(use);
+    call.count = static_cast<std::int64_t>(bytes);
+    if (rank_ == 0) {
+      try {
+        call.handle = provider_->create(total);
+      } catch (const CommError& error) {
+        group_.abort(error.what());
+        throw;
+      }
     }
-  }
-  channel.board.begin(call);
-  const std::uint64_t handle = channel.board.call_of(0).handle;
-  try {
+    channel.board.begin(call);
+    const std::uint64_t handle = channel.board.call_of(0).handle;
     window.mapping = provider_->open(handle, total);
-  } catch (const CommError& error) {
-    channel.board.fail(error.what());
-  }
-  windows_->add(window);
-  auto memory = std::make_shared<WindowMemory>(windows_, window, rank_);
-  channel.board.meet();  // all have opened it
-  if (rank_ == 0) provider_->forget(handle);
+    windows_->add(window);
+    memory = std::make_shared<WindowMemory>(windows_, window, rank_);
+    channel.board.meet();  // all have opened it
+    if (rank_ == 0) provider_->forget(handle);
+  });
   return memory;
 }
 
@@ -134,14 +146,28 @@ void BoardCommunicator::barrier(std::int64_t tag, NativeStream stream) {
   });
 }
 
-void BoardCommunicator::abort(const std::string& reason) noexcept {
-  gathers_->board.abort(reason);
-  reduces_->board.abort(reason);
-}
+void BoardCommunicator::abort(const std::string& reason) noexcept { group_.abort(reason); }
 
-void BoardCommunicator::close() noexcept {
-  gathers_->board.close();
-  reduces_->board.close();
+void BoardCommunicator::close() noexcept { group_.close(); }
+
+void BoardCommunicator::leave(Channel& channel, const char* operation) noexcept {
+  channel.windows = nullptr;
+  if (!channel.board.in_call()) return;  // refused before the others knew of it
+  const auto leave_for = [&](const std::string& reason) {
+    channel.board.leave(std::string(operation) + ": " + reason);
+  };
+  try {
+    throw;
+  } catch (const CommError& error) {
+    channel.board.leave(error.what());
+  } catch (const CudaError& error) {
+    leave_for(error.what());
+  } catch (const std::bad_alloc&) {
+    leave_for("this rank has no memory left");
+  } catch (...) {  // what check_wait throws
+    leave_for("interrupted");
+  }
+  executor_->finish();
 }
 
 std::vector<Receipt> BoardCommunicator::receipts() const {
@@ -155,6 +181,8 @@ void BoardCommunicator::begin(Channel& channel, const Call& call, NativeStream s
   const std::uint64_t meeting = channel.meetings++;
   executor_->before_meeting(channel.index, meeting, stream);
   channel.board.begin(call);
+  // Peers' windows are known here by now: they were allocated together.
+  channel.windows = windows_->now();
   executor_->after_meeting(channel.index, meeting, stream);
 }
 
@@ -174,11 +202,11 @@ bool BoardCommunicator::all_reachable(const Channel& channel, Place Call::* plac
 
 std::byte* BoardCommunicator::peer(Channel& channel, Place Call::* place, int rank) const {
   const Place& where = channel.board.call_of(rank).*place;
-  std::byte* data = windows_->resolve(where, rank);
+  std::byte* data = channel.windows->resolve(where, rank);
   if (data == nullptr && where.window != Place::kAddress) {
-    channel.board.fail("rank " + std::to_string(rank_) +
-                       " has let go of communication memory that rank " + std::to_string(rank) +
-                       " still uses in " + describe(channel.board.call_of(rank)));
+    throw CommError("rank " + std::to_string(rank_) +
+                    " has let go of communication memory that rank " + std::to_string(rank) +
+                    " still uses in " + describe(channel.board.call_of(rank)));
   }
   return data;
 }

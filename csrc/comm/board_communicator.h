@@ -3,24 +3,25 @@
 // everything else is here, once.
 #pragma once
 
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <string>
 #include <vector>
 
-#include "comm/board.h"
 #include "comm/channel.h"
 #include "comm/executor.h"
 #include "comm/windows.h"
 #include "shardcomm/communicator.h"
+#include "stream/waiting.h"
 
 namespace shardcomm {
 
 // The control memory of a group: who is in it, and for each channel a board and staging areas
 // through which private buffers go.
 struct ControlMemory {
-  static constexpr int kChannels = 2;  // gather, reduce
+  static constexpr int kChannels = Group::kChannels;  // gather, reduce
   // Two halves per rank, so that one is filled while the other is read. Smaller ones would stay in
   // a second-level cache, but each costs a meeting (measured: 256 KiB takes 1.3 to 1.6 times as
   // long).
@@ -36,11 +37,12 @@ class BoardCommunicator final : public Communicator {
  public:
   BoardCommunicator(std::string transport, int rank, int size, const CommOptions& options,
                     std::shared_ptr<Mapping> control, std::unique_ptr<WindowProvider> provider,
-                    std::unique_ptr<Executor> executor, const FindDead& find_dead);
+                    std::unique_ptr<Executor> executor, std::function<int()> find_dead);
   ~BoardCommunicator() override;
 
-  // All ranks are here: the first call of each channel.
-  void attach();
+  // The first call of each channel. When all ranks are here each calls `prepare`, whose CommError
+  // is the end for all.
+  void attach(const std::function<void()>& prepare);
 
   int rank() const override { return rank_; }
   int size() const override { return size_; }
@@ -59,17 +61,21 @@ class BoardCommunicator final : public Communicator {
   std::vector<Receipt> receipts() const override;
 
  private:
-  // One call of a channel. What the device refuses here is the end for the other ranks, too.
+  // One call of a channel. An error that the other ranks have no part in ends it for them, too.
   template <class Body>
   void perform(Channel& channel, const char* operation, Body&& body) {
     const Turn turn(channel.busy);
+    channel.user.store(caller());
     try {
       body();
-    } catch (const CudaError& error) {
-      abort(std::string(operation) + ": " + error.what());
+      channel.windows = nullptr;
+      channel.board.end();
+    } catch (...) {
+      leave(channel, operation);
       throw;
     }
   }
+  void leave(Channel& channel, const char* operation) noexcept;
   bool all_reachable(const Channel& channel, Place Call::* place) const;
   std::byte* peer(Channel& channel, Place Call::* place, int rank) const;
   std::byte* stage(const Channel& channel, int rank, std::int64_t chunk) const;
@@ -93,6 +99,7 @@ class BoardCommunicator final : public Communicator {
   int rank_;
   int size_;
   std::shared_ptr<Mapping> control_;
+  Group group_;
   std::unique_ptr<WindowProvider> provider_;
   std::unique_ptr<Executor> executor_;
   std::shared_ptr<Windows> windows_;  // shared with the memory that may outlive this

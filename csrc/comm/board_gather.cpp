@@ -34,13 +34,14 @@ void BoardCommunicator::all_gather(const void* send, DType send_dtype, void* rec
     call.recv_dtype = recv_dtype;
     call.count = count;
     call.tag = tag;
-    call.send = windows_->find(send, bytes_of(count, send_dtype), "all_gather: send");
-    call.recv = windows_->find(recv, bytes_of(count * size_, recv_dtype), "all_gather: recv");
+    const auto windows = windows_->now();
+    call.send = windows->find(send, bytes_of(count, send_dtype), "all_gather: send");
+    call.recv = windows->find(recv, bytes_of(count * size_, recv_dtype), "all_gather: recv");
     // Nobody writes before this: a peer may still read what the window held.
     begin(channel, call, stream);
 
     const Place& place = channel.board.call_of(0).recv;
-    bool one_window = windows_->is_shared(place);
+    bool one_window = channel.windows->is_shared(place);
     for (int r = 0; r < size_; ++r) one_window &= channel.board.call_of(r).recv == place;
     if (one_window) {
       executor_->convert(own, recv_dtype, send, send_dtype, count, stream);
@@ -94,7 +95,7 @@ void BoardCommunicator::broadcast(void* buffer, std::size_t bytes, int root, Nat
     call.op = Op::broadcast;
     call.root = root;
     call.count = static_cast<std::int64_t>(bytes);
-    call.send = windows_->find(buffer, bytes, "broadcast: buffer");
+    call.send = windows_->now()->find(buffer, bytes, "broadcast: buffer");
     begin(channel, call, stream);
     if (channel.board.call_of(root).send.reachable()) {
       const std::byte* source = peer(channel, &Call::send, root);

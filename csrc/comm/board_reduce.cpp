@@ -26,7 +26,7 @@ void BoardCommunicator::reduce_scatter(const void* send, DType dtype, void* recv
     call.red_op = op;
     call.count = count;
     call.tag = tag;
-    call.send = windows_->find(send, bytes_of(count * size_, dtype), "reduce_scatter: send");
+    call.send = windows_->now()->find(send, bytes_of(count * size_, dtype), "reduce_scatter: send");
     begin(channel, call, stream);
     if (!all_reachable(channel, &Call::send)) {
       reduce_staged(channel, send, dtype, recv, epilogue, count, op);
@@ -76,7 +76,7 @@ void BoardCommunicator::all_reduce(void* buffer, DType dtype, std::int64_t count
     call.send_dtype = call.recv_dtype = dtype;
     call.red_op = op;
     call.count = count;
-    call.send = windows_->find(buffer, bytes_of(count, dtype), "all_reduce: buffer");
+    call.send = windows_->now()->find(buffer, bytes_of(count, dtype), "all_reduce: buffer");
     begin(channel, call, stream);
     if (all_reachable(channel, &Call::send)) {
       all_reduce_direct(channel, static_cast<std::byte*>(buffer), dtype, count, op, stream);

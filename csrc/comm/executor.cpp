@@ -24,6 +24,7 @@ class HostExecutor final : public Executor {
   }
   void before_meeting(int, std::uint64_t, NativeStream) override {}
   void after_meeting(int, std::uint64_t, NativeStream) override {}
+  void finish() noexcept override {}
 };
 
 }  // namespace

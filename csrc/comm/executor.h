@@ -29,6 +29,8 @@ class Executor {
   // Around the `meeting`th meeting of a channel.
   virtual void before_meeting(int channel, std::uint64_t meeting, NativeStream stream) = 0;
   virtual void after_meeting(int channel, std::uint64_t meeting, NativeStream stream) = 0;
+  // Returns when nothing that was queued reads or writes any more. After an error.
+  virtual void finish() noexcept = 0;
 };
 
 std::unique_ptr<Executor> make_host_executor();

@@ -91,6 +91,14 @@ class DeviceExecutor final : public Executor {
                  "cudaStreamWaitEvent");
     }
   }
+  void finish() noexcept override {
+    try {
+      const DeviceScope scope(device_);
+      cudaDeviceSynchronize();  // what it says is what the error was that led here
+    } catch (const CudaError&) {
+      // There is no device any more, and nothing runs on it.
+    }
+  }
 
  private:
   int device_;

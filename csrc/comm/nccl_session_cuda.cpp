@@ -1,5 +1,4 @@
 // The life of a session: connecting, failing, closing.
-#include <pthread.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -12,17 +11,13 @@
 #include <utility>
 
 #include "comm/nccl_session.h"
+#include "stream/fork.h"
 #include "stream/wait_check.h"
 
 namespace shardcomm {
 namespace {
 
 using Clock = std::chrono::steady_clock;
-
-// How many forks made this process. To ask for its number would be a system call for each
-// collective.
-std::atomic<int> forks{0};
-const int counts_forks = pthread_atfork(nullptr, nullptr, [] { ++forks; });
 
 Call attach() {
   Call call;
@@ -54,8 +49,7 @@ NcclSession::NcclSession(const nccl::Library& nccl, int rank, int size, int devi
       size(size),
       device(device),
       deadline(std::min(options.deadline_s, 365.0 * 24 * 3600)),
-      forks_(forks.load()) {
-  if (counts_forks != 0) throw CommError("nccl: pthread_atfork failed");
+      forks_(forks()) {
   const auto most = static_cast<std::size_t>(std::max(size, 2));
   const std::size_t bytes = kZeroBytes + most * sizeof(std::uint64_t);
   for (NcclChannel* channel : {&gathers, &reduces}) {
@@ -155,7 +149,7 @@ void NcclSession::meet_all_peers() {
   use.finish_set_up();
 }
 
-bool NcclSession::forked() const { return forks.load(std::memory_order_relaxed) != forks_; }
+bool NcclSession::forked() const { return forks() != forks_; }
 
 void NcclSession::fail(const std::string& text) noexcept {
   if (forked()) return;

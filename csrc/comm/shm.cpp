@@ -1,17 +1,16 @@
 // `shm`: processes of one host. All memory is anonymous (memfd) and found through rank 0's process,
 // so nothing has a name that could be left behind.
-#include <poll.h>
-#include <sys/syscall.h>
 #include <unistd.h>
 
-#include <cerrno>
 #include <cstdio>
-#include <cstring>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "comm/board_communicator.h"
+#include "comm/process.h"
 
 namespace shardcomm {
 namespace {
@@ -36,35 +35,36 @@ class ShmProvider final : public WindowProvider {
   Fd made_;
 };
 
-// Tells which rank's process has ended, through descriptors that stay with a process whatever
-// becomes of its number.
+// Which rank's process has ended.
 class Processes {
  public:
   Processes(const GroupMemory* group, int rank, int size)
-      : group_(group), rank_(rank), fds_(size) {}
+      : group_(group), rank_(rank), watches_(static_cast<std::size_t>(size)) {
+    watch();
+  }
 
-  int find_dead() {
-    for (int r = 0; r < static_cast<int>(fds_.size()); ++r) {
-      if (r != rank_ && is_dead(r)) return r;
+  // Begins to watch those that are known and not watched yet: all, once all have attached. Throws
+  // CommError if one cannot be. Not while another thread looks.
+  void watch() {
+    for (int r = 0; r < static_cast<int>(watches_.size()); ++r) {
+      const GroupMemory::Rank& posted = group_->ranks[r];
+      const std::int32_t pid = posted.pid.load();
+      if (r == rank_ || pid == 0 || watches_[static_cast<std::size_t>(r)]) continue;
+      watches_[static_cast<std::size_t>(r)].emplace(ProcessId{pid, posted.start.load()});
+    }
+  }
+
+  int find_dead() const {
+    for (std::size_t r = 0; r < watches_.size(); ++r) {
+      if (watches_[r] && watches_[r]->ended()) return static_cast<int>(r);
     }
     return -1;
   }
 
  private:
-  bool is_dead(int r) {
-    if (fds_[r].get() < 0) {
-      const std::int32_t pid = group_->ranks[r].pid.load();
-      if (pid == 0) return false;  // not attached yet
-      fds_[r] = Fd(static_cast<int>(syscall(SYS_pidfd_open, pid, 0)));
-      if (fds_[r].get() < 0) return errno == ESRCH;
-    }
-    pollfd ended{fds_[r].get(), POLLIN, 0};
-    return poll(&ended, 1, 0) > 0;
-  }
-
   const GroupMemory* group_;
   int rank_;
-  std::vector<Fd> fds_;
+  std::vector<std::optional<ProcessWatch>> watches_;
 };
 
 }  // namespace
@@ -73,11 +73,24 @@ struct ShmSession::State {
   Fd fd;
 };
 
-ShmSession::ShmSession(int size) : state_(std::make_unique<State>()) {
+ShmSession::ShmSession(int size, const std::vector<ProcessId>& processes)
+    : state_(std::make_unique<State>()) {
   if (size < 1) {
     throw std::invalid_argument("shm: size is " + std::to_string(size) + "; it must be at least 1");
   }
-  state_->fd = create_window(ControlMemory::bytes(size), /*reserve=*/false);
+  if (!processes.empty() && processes.size() != static_cast<std::size_t>(size)) {
+    throw std::invalid_argument("shm: processes has " + std::to_string(processes.size()) +
+                                " entries; it must have one for each of the " +
+                                std::to_string(size) + " ranks, or none");
+  }
+  const std::size_t bytes = ControlMemory::bytes(size);
+  state_->fd = create_window(bytes, /*reserve=*/false);
+  const auto control = Mapping::of_file(state_->fd.get(), bytes, /*populate=*/false);
+  GroupMemory* group = ControlMemory::group(control->data());
+  for (std::size_t r = 0; r < processes.size(); ++r) {
+    group->ranks[r].start.store(processes[r].start);
+    group->ranks[r].pid.store(processes[r].pid);
+  }
 }
 
 ShmSession::~ShmSession() = default;
@@ -86,8 +99,14 @@ std::string ShmSession::address() const {
   return std::to_string(getpid()) + ":" + std::to_string(state_->fd.get());
 }
 
-std::shared_ptr<Communicator> make_shm(const std::string& address, int rank, int size,
-                                       const CommOptions& options) {
+struct ShmMember::State {
+  std::string address;
+  int rank;
+  int size;
+  std::shared_ptr<Mapping> control;
+};
+
+ShmMember::ShmMember(const std::string& address, int rank, int size) {
   int pid = 0;
   int session_fd = 0;
   if (std::sscanf(address.c_str(), "%d:%d", &pid, &session_fd) != 2) {
@@ -104,19 +123,37 @@ std::shared_ptr<Communicator> make_shm(const std::string& address, int rank, int
     throw CommError("shm: the group at " + address + " is not one of " + std::to_string(size) +
                     " ranks");
   }
-  const auto control = Mapping::of_file(fd.get(), ControlMemory::bytes(size), /*populate=*/false);
+  state_ = std::make_unique<State>(
+      State{address, rank, size,
+            Mapping::of_file(fd.get(), ControlMemory::bytes(size), /*populate=*/false)});
+}
+
+ShmMember::ShmMember(ShmMember&&) noexcept = default;
+ShmMember::~ShmMember() = default;
+
+std::shared_ptr<Communicator> ShmMember::attach(const CommOptions& options) {
+  const auto [address, rank, size, control] = *state_;
   GroupMemory* group = ControlMemory::group(control->data());
-  std::int32_t nobody = 0;
-  if (!group->ranks[rank].pid.compare_exchange_strong(nobody, getpid())) {
+  GroupMemory::Rank& own = group->ranks[rank];
+  std::uint32_t nobody = 0;
+  if (!own.attached.compare_exchange_strong(nobody, 1)) {
     throw CommError("shm: rank " + std::to_string(rank) + " of " + address +
-                    " is taken by process " + std::to_string(nobody));
+                    " is taken by process " + std::to_string(own.pid.load()));
   }
+  const ProcessId process = ProcessId::own();
+  own.start.store(process.start);
+  own.pid.store(process.pid);  // last: who sees it reads the start
   auto processes = std::make_shared<Processes>(group, rank, size);
   auto communicator = std::make_shared<BoardCommunicator>(
       "shm", rank, size, options, control, std::make_unique<ShmProvider>(group),
       make_host_executor(), [processes] { return processes->find_dead(); });
-  communicator->attach();
+  communicator->attach([&] { processes->watch(); });
   return communicator;
+}
+
+std::shared_ptr<Communicator> make_shm(const std::string& address, int rank, int size,
+                                       const CommOptions& options) {
+  return ShmMember(address, rank, size).attach(options);
 }
 
 }  // namespace shardcomm

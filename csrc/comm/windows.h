@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 #include "comm/call.h"
@@ -39,12 +40,12 @@ struct Window {
   }
 };
 
-class Windows {
+// The windows that there were at one moment. They stay mapped as long as this is held, whatever
+// their owners let go of meanwhile.
+class WindowTable {
  public:
-  Windows(int rank, bool shares_addresses) : rank_(rank), shares_addresses_(shares_addresses) {}
-
-  void add(Window window);
-  void remove(std::uint32_t id);
+  WindowTable(int rank, bool shares_addresses, std::vector<Window> windows = {})
+      : rank_(rank), shares_addresses_(shares_addresses), windows_(std::move(windows)) {}
 
   // Where this rank's buffer is for peers. Throws std::invalid_argument if it starts in a window
   // and leaves it.
@@ -54,13 +55,29 @@ class Windows {
   // Rank `rank`'s buffer, as this rank sees it; nullptr if this rank has let go of the window.
   std::byte* resolve(const Place& place, int rank) const;
 
+  WindowTable with(Window window) const;
+  WindowTable without(std::uint32_t id) const;
+
  private:
   const Window* by_id(std::uint32_t id) const;
 
   int rank_;
   bool shares_addresses_;
-  mutable std::mutex mutex_;  // the channels look up while an owner of memory lets go of it
   std::vector<Window> windows_;
+};
+
+class Windows {
+ public:
+  Windows(int rank, bool shares_addresses)
+      : table_(std::make_shared<const WindowTable>(rank, shares_addresses)) {}
+
+  void add(Window window);
+  void remove(std::uint32_t id);
+  std::shared_ptr<const WindowTable> now() const;
+
+ private:
+  mutable std::mutex mutex_;  // the channels look while an owner of memory lets go of it
+  std::shared_ptr<const WindowTable> table_;
 };
 
 }  // namespace shardcomm

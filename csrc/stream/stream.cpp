@@ -1,5 +1,6 @@
 #include "shardcomm/stream.h"
 
+#include <algorithm>
 #include <condition_variable>
 #include <cstring>
 #include <deque>
@@ -9,7 +10,10 @@
 #include <thread>
 #include <utility>
 
+#include "stream/fork.h"
+#include "stream/futex.h"
 #include "stream/wait_check.h"
+#include "stream/waiting.h"
 
 namespace shardcomm {
 
@@ -23,8 +27,6 @@ void Stream::copy(void* dst, const void* src, std::size_t bytes) {
 }
 
 namespace {
-
-using Clock = std::chrono::steady_clock;
 
 // An event of the host knows when it fired.
 class HostEvent : public Event {
@@ -41,46 +43,67 @@ class HostEvent : public Event {
   virtual Clock::time_point fired_at() const = 0;
 };
 
+// Not made of a condition variable: to destroy one in a forked child waits for the threads that the
+// parent had waiting there.
 class ThreadEvent final : public HostEvent {
  public:
-  bool query() const override {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    return fired_;
-  }
+  explicit ThreadEvent(std::thread::id worker) : worker_(worker), forks_(forks()) {}
+
+  bool query() const override { return fired_.load() != 0; }
 
   bool wait_for(std::chrono::milliseconds timeout) const override {
-    std::unique_lock<std::mutex> lock(mutex_);
-    if (!fired_changed_.wait_for(lock, timeout, [this] { return fired_; })) return false;
+    if (!query() && !wait_until(Clock::now() + timeout)) return false;
     if (failure_) std::rethrow_exception(failure_);
     return true;
   }
 
-  void fire(std::exception_ptr error) {
-    {
-      const std::lock_guard<std::mutex> lock(mutex_);
-      fired_ = true;
-      fired_at_ = Clock::now();
-      failure_ = std::move(error);
-    }
-    fired_changed_.notify_all();
+  void fire(std::exception_ptr failure) {
+    fired_at_ = Clock::now();
+    failure_ = std::move(failure);
+    fired_.store(1);
+    if (sleepers_.load() > 0) wake_all(fired_);
   }
 
  private:
-  Clock::time_point fired_at() const override {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    return fired_at_;
+  Clock::time_point fired_at() const override { return query() ? fired_at_ : Clock::time_point(); }
+
+  bool wait_until(Clock::time_point end) const {
+    if (forks() != forks_) {
+      throw std::runtime_error(
+          "this process was forked while the event's stream had work to do, and has no copy of the "
+          "stream's thread: the event never fires here; make streams after the fork");
+    }
+    const WaitsFor scope(worker_);
+    while (!query()) {
+      const Clock::duration left = end - Clock::now();
+      if (left <= Clock::duration::zero()) return false;
+      sleepers_.fetch_add(1);
+      sleep_while(fired_, 0, left);
+      sleepers_.fetch_sub(1);
+    }
+    return true;
   }
 
-  mutable std::mutex mutex_;
-  mutable std::condition_variable fired_changed_;
-  bool fired_ = false;
-  Clock::time_point fired_at_;
+  const std::thread::id worker_;
+  const int forks_;
+  Atomic<std::uint32_t> fired_{0};
+  mutable Atomic<std::uint32_t> sleepers_{0};
+  Clock::time_point fired_at_;  // this and the next: written before it fires, read after
   std::exception_ptr failure_;
 };
 
-class ThreadStream final : public Stream {
+// The thread of a stream, and what it has to do.
+class Worker {
  public:
-  ~ThreadStream() override {
+  // An operation, or, when `event` is set, a point to mark.
+  struct Entry {
+    Stream::Operation operation;
+    std::shared_ptr<ThreadEvent> event;
+    std::thread::id caller;
+  };
+
+  // Runs what is queued to its end.
+  ~Worker() {
     {
       const std::lock_guard<std::mutex> lock(mutex_);
       closing_ = true;
@@ -89,24 +112,7 @@ class ThreadStream final : public Stream {
     thread_.join();
   }
 
-  void enqueue(Operation operation) override { push({std::move(operation), nullptr}); }
-
-  std::shared_ptr<Event> record(bool) override {
-    auto event = std::make_shared<ThreadEvent>();
-    push({nullptr, event});
-    return event;
-  }
-
-  void wait(std::shared_ptr<Event> event) override {
-    enqueue([event = std::move(event)](NativeStream) { event->wait(); });
-  }
-
- private:
-  // An operation, or, when `event` is set, a point to mark.
-  struct Entry {
-    Operation operation;
-    std::shared_ptr<ThreadEvent> event;
-  };
+  std::thread::id thread() const { return thread_.get_id(); }
 
   void push(Entry entry) {
     {
@@ -114,6 +120,14 @@ class ThreadStream final : public Stream {
       queue_.push_back(std::move(entry));
     }
     queue_changed_.notify_one();
+  }
+
+ private:
+  bool has_work_of(std::thread::id caller) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return working_for_ == caller ||
+           std::any_of(queue_.begin(), queue_.end(),
+                       [caller](const Entry& entry) { return entry.caller == caller; });
   }
 
   void run() {
@@ -124,10 +138,12 @@ class ThreadStream final : public Stream {
       if (queue_.empty()) return;
       Entry entry = std::move(queue_.front());
       queue_.pop_front();
+      working_for_ = entry.caller;
       lock.unlock();
       if (entry.event) {
         entry.event->fire(failure);
       } else if (!failure) {
+        const OnBehalfOf scope(entry.caller);
         try {
           entry.operation(nullptr);
         } catch (...) {
@@ -136,14 +152,55 @@ class ThreadStream final : public Stream {
       }
       entry = {};  // what the operation held is let go of outside the lock
       lock.lock();
+      working_for_ = {};
     }
   }
 
   std::mutex mutex_;
   std::condition_variable queue_changed_;
   std::deque<Entry> queue_;
+  std::thread::id working_for_;
   bool closing_ = false;
-  std::thread thread_{[this] { run(); }};  // last: it uses the others
+  std::thread thread_{[this] { run(); }};  // after what it uses
+  const WorksForOthers registered_{thread_.get_id(),
+                                   [this](std::thread::id caller) { return has_work_of(caller); }};
+};
+
+class ThreadStream final : public Stream {
+ public:
+  ~ThreadStream() override {
+    // In a forked child there is no such thread to join, and its lock may be held for ever: the
+    // child leaves the copy as it is.
+    if (forked()) static_cast<void>(worker_.release());
+  }
+
+  void enqueue(Operation operation) override { push({std::move(operation), nullptr, caller()}); }
+
+  std::shared_ptr<Event> record(bool) override {
+    auto event = std::make_shared<ThreadEvent>(worker_->thread());
+    push({nullptr, event, {}});
+    return event;
+  }
+
+  void wait(std::shared_ptr<Event> event) override {
+    enqueue([event = std::move(event)](NativeStream) { event->wait(); });
+  }
+
+ private:
+  bool forked() const { return forks() != forks_; }
+
+  void push(Worker::Entry entry) {
+    if (forked()) {
+      throw std::runtime_error(
+          "this stream belongs to the process that this one was forked from, and so does its "
+          "thread; "
+          "make a stream after the fork");
+    }
+    worker_->push(std::move(entry));
+  }
+
+  const int forks_ = forks();
+  std::unique_ptr<Worker> worker_ = std::make_unique<Worker>();
 };
 
 class FiredEvent final : public HostEvent {

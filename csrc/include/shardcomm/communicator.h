@@ -103,12 +103,22 @@ std::vector<std::shared_ptr<Communicator>> make_local_group(int size,
                                                             const CommOptions& options = {},
                                                             int device = -1);
 
+// Names a process for good: its number may be given to another, but not with the same start.
+struct ProcessId {
+  std::int32_t pid = 0;
+  std::uint64_t start = 0;  // in clock ticks since the machine's; field 22 of /proc/PID/stat
+
+  static ProcessId own();
+};
+
 // Processes of one host. Any process, rank 0 or a launcher, creates a session and sends `address()`
 // to the ranks by any means; it lives until all ranks have attached. Nothing gets a name in the
 // file system: memory is anonymous, and found through the process that made it.
 class ShmSession {
  public:
-  explicit ShmSession(int size);
+  // `processes`: the ranks', if they are known, one for each. The death of one that has not
+  // attached yet is then noticed at once by those that have; else by their deadline.
+  explicit ShmSession(int size, const std::vector<ProcessId>& processes = {});
   ~ShmSession();
   std::string address() const;
 
@@ -117,7 +127,24 @@ class ShmSession {
   std::unique_ptr<State> state_;
 };
 
-// Collective: returns when all ranks have attached.
+// A rank's place in a session: its memory is mapped, and the others have not heard of this rank
+// yet.
+class ShmMember {
+ public:
+  // Throws CommError if this process cannot reach the session's memory.
+  ShmMember(const std::string& address, int rank, int size);
+  ShmMember(ShmMember&&) noexcept;
+  ~ShmMember();
+  // Collective: returns when all ranks have attached. Throws CommError, on all ranks, if one died,
+  // did not come in time, or cannot tell when another one's process ends.
+  std::shared_ptr<Communicator> attach(const CommOptions& options = {});
+
+ private:
+  struct State;
+  std::unique_ptr<State> state_;
+};
+
+// Both in one. Collective.
 std::shared_ptr<Communicator> make_shm(const std::string& address, int rank, int size,
                                        const CommOptions& options = {});
 

@@ -1,0 +1,76 @@
+// What the ranks of a group share to meet, and to learn that one of them is gone. In memory that
+// all ranks see: a shared window, or, for threads, any memory. Fresh memory, which is zero, is a
+// fresh group.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "comm/posted_call.h"
+#include "stream/futex.h"
+
+namespace shardcomm {
+
+// What all channels share: who is there, and the first failure of any of them, which ends all.
+struct GroupMemory {
+  static constexpr std::size_t kReasonBytes = 1024;
+
+  struct alignas(64) Rank {
+    Atomic<std::int32_t> pid;  // 0: not known yet, or a thread
+    Atomic<std::uint64_t> start;
+    Atomic<std::uint32_t> attached;
+    Atomic<std::uint32_t> closed;  // this rank left
+    char reason[kReasonBytes];     // of its abort; written once, before `failure` points to it
+  };
+
+  alignas(64) Atomic<std::uint64_t> failure;  // 0, or the first failure, packed
+  Rank ranks[1];                              // `size` of them
+
+  static std::size_t bytes(int size) {
+    return sizeof(GroupMemory) + sizeof(Rank) * static_cast<std::size_t>(size - 1);
+  }
+};
+
+// One channel's. The ranks meet any number of times; meetings are counted from 1, modulo 2^32.
+struct BoardMemory {
+  // The last meetings that 16 ranks have come to. They share a cache line, so that a rank which
+  // says that it has come sees with it who else has.
+  struct alignas(64) Arrivals {
+    static constexpr int kRanks = 16;
+    Atomic<std::uint32_t> meeting[kRanks];
+  };
+
+  struct alignas(64) Rank {
+    PostedCall calls[2];  // the latest two, by sequence: a slow rank may still read the one before
+    Atomic<std::uint64_t> finished;       // sequence of its latest call that has ended well
+    Atomic<std::uint64_t> waiting_since;  // on the steady clock, in nanoseconds; 0: not asleep
+    Atomic<std::uint32_t>
+        stuck_in;  // a meeting: it cannot use the other channel before that is over
+    Atomic<std::uint32_t> reading;  // it may be reading other ranks' operands by their addresses
+  };
+
+  alignas(64) Atomic<std::uint32_t> completed;  // the latest meeting to which all came; the futex
+  Atomic<std::uint32_t> sleepers;
+  Rank ranks[1];  // `size` of them, and then the arrivals
+
+  Atomic<std::uint32_t>& arrival(int rank, int size) {
+    auto* lines = reinterpret_cast<Arrivals*>(ranks + size);
+    return lines[rank / Arrivals::kRanks].meeting[rank % Arrivals::kRanks];
+  }
+  const Atomic<std::uint32_t>& arrival(int rank, int size) const {
+    return const_cast<BoardMemory*>(this)->arrival(rank, size);
+  }
+
+  static std::size_t bytes(int size) {
+    const auto ranks = static_cast<std::size_t>(size);
+    const std::size_t lines = (ranks + Arrivals::kRanks - 1) / Arrivals::kRanks;
+    return sizeof(BoardMemory) + sizeof(Rank) * (ranks - 1) + sizeof(Arrivals) * lines;
+  }
+};
+
+// Whether meeting `one` comes after `other`; counts wrap around.
+constexpr bool is_after(std::uint32_t one, std::uint32_t other) {
+  return static_cast<std::int32_t>(one - other) > 0;
+}
+
+}  // namespace shardcomm

@@ -1,0 +1,160 @@
+#include "comm/group.h"
+
+#include <algorithm>
+#include <cstring>
+#include <sstream>
+#include <utility>
+
+#include "shardcomm/error.h"
+#include "stream/fork.h"
+
+namespace shardcomm {
+namespace {
+
+// One word, so that the first failure wins and nobody sees half of one.
+struct Failure {
+  Trouble trouble = Trouble::none;
+  int culprit = 0;
+  int reporter = 0;
+
+  static constexpr std::uint64_t kRankMask = 0xffffff;
+  std::uint64_t pack() const {
+    return static_cast<std::uint64_t>(trouble) | static_cast<std::uint64_t>(culprit) << 8 |
+           static_cast<std::uint64_t>(reporter) << 32;
+  }
+  static Failure unpack(std::uint64_t word) {
+    return {static_cast<Trouble>(word & 0xff), static_cast<int>((word >> 8) & kRankMask),
+            static_cast<int>((word >> 32) & kRankMask)};
+  }
+};
+
+// As much of it as there is room for, in UTF-8.
+std::string whole_characters(const std::string& text) {
+  std::size_t end = std::min({text.find('\0'), text.size(), GroupMemory::kReasonBytes - 1});
+  if (end == text.size()) return text;
+  while (end > 0 && (static_cast<unsigned char>(text[end]) & 0xc0) == 0x80) --end;
+  return text.substr(0, end);
+}
+
+std::int64_t now_ns() {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now().time_since_epoch())
+      .count();
+}
+
+}  // namespace
+
+Group::Group(GroupMemory* memory, Boards boards, int rank, int size, double deadline_s,
+             std::function<int()> find_dead)
+    : memory_(memory),
+      boards_(boards),
+      rank_(rank),
+      size_(size),
+      deadline_s_(deadline_s),
+      find_dead_(std::move(find_dead)),
+      forks_(forks()) {}
+
+bool Group::forked() const { return forks() != forks_; }
+
+std::optional<LastCall> Group::last_call(int rank, int channel) const {
+  const BoardMemory::Rank& state = board(channel).ranks[rank];
+  std::optional<Call> latest;
+  for (const PostedCall& posted : state.calls) {
+    const std::optional<Call> call = posted.read();
+    if (call && (!latest || call->sequence > latest->sequence)) latest = call;
+  }
+  if (!latest) return std::nullopt;
+  const auto since = static_cast<std::int64_t>(state.waiting_since.load());
+  return LastCall{*latest, latest->sequence > state.finished.load(),
+                  since == 0 ? 0 : now_ns() - since};
+}
+
+void Group::throw_if_failed(const Call& own) const {
+  const std::uint64_t word = memory_->failure.load();
+  if (word == 0) return;
+  const Failure failure = Failure::unpack(word);
+  const std::string culprit = who(failure.culprit);
+  std::ostringstream text;
+  switch (failure.trouble) {
+    case Trouble::deadlock:
+      throw CommError("ranks wait for each other in different collectives: " + pending_calls());
+    case Trouble::died:
+      text << culprit << " died";
+      break;
+    case Trouble::closed:
+      text << culprit << " closed the communicator";
+      break;
+    case Trouble::late:
+      text << culprit << " did not come within " << deadline_s_ << " s";
+      break;
+    case Trouble::aborted:
+      text << culprit << " aborted: " << memory_->ranks[failure.culprit].reason;
+      break;
+    case Trouble::none:
+      break;
+  }
+  if (own.sequence == 0) {
+    text << "; no collective was under way on rank " << rank_;
+  } else {
+    // On the culprit itself, what the rank was in that missed it.
+    const bool is_own = failure.culprit == rank_;
+    text << "; rank " << (is_own ? failure.reporter : rank_) << " was in "
+         << (is_own ? last_calls(failure.reporter) : describe(own)) << ", the last call of rank "
+         << failure.culprit << " was " << last_calls(failure.culprit);
+  }
+  throw CommError(text.str());
+}
+
+void Group::fail(Trouble trouble, int culprit) noexcept {
+  std::uint64_t nothing = 0;
+  memory_->failure.compare_exchange_strong(nothing, Failure{trouble, culprit, rank_}.pack());
+  for (BoardMemory* board : boards_) wake_all(board->completed);
+}
+
+void Group::abort(const std::string& reason) noexcept {
+  if (forked()) return;  // it is not the rank
+  const std::lock_guard<std::mutex> lock(reason_mutex_);
+  char* own = memory_->ranks[rank_].reason;
+  // Others read it once `failure` says so; it never changes afterwards.
+  if (own[0] == '\0') {
+    const std::string text = reason.empty() ? "no reason given" : whole_characters(reason);
+    std::memcpy(own, text.c_str(), text.size() + 1);
+  }
+  fail(Trouble::aborted, rank_);
+}
+
+void Group::close() noexcept {
+  if (forked()) return;  // a child lets go of what its parent has, too
+  memory_->ranks[rank_].closed.store(1);
+  for (BoardMemory* board : boards_) wake_all(board->completed);  // who waits for this rank
+}
+
+std::string Group::who(int rank) const {
+  const std::int32_t pid = memory_->ranks[rank].pid.load();
+  std::string text = "rank " + std::to_string(rank);
+  return pid == 0 ? text : text + " (pid " + std::to_string(pid) + ")";
+}
+
+// Gathers and reduces are ordered apart, so both count as the last.
+std::string Group::last_calls(int rank) const {
+  std::string text;
+  for (int channel = 0; channel < kChannels; ++channel) {
+    const std::optional<LastCall> last = last_call(rank, channel);
+    if (last) text += (text.empty() ? "" : " and ") + describe(last->call);
+  }
+  return text.empty() ? "none" : text;
+}
+
+std::string Group::pending_calls() const {
+  std::string text;
+  for (int r = 0; r < size_; ++r) {
+    std::string pending;
+    for (int channel = 0; channel < kChannels; ++channel) {
+      const std::optional<LastCall> last = last_call(r, channel);
+      if (last && last->pending) pending += (pending.empty() ? "" : " and ") + describe(last->call);
+    }
+    text += (r == 0 ? "" : "; ") + who(r) + " is in " + (pending.empty() ? "none" : pending);
+  }
+  return text;
+}
+
+}  // namespace shardcomm

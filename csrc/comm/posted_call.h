@@ -1,0 +1,50 @@
+// A call in memory that all ranks see. Who reads it while its rank posts the next one sees the
+// whole of one call or nothing: never half of each.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <optional>
+#include <type_traits>
+
+#include "comm/call.h"
+#include "stream/futex.h"
+
+namespace shardcomm {
+
+// A sequence lock (H.-J. Boehm, "Can seqlocks get along with programming language memory models?",
+// MSPC 2012), whose words are atomic. Right when zero: nothing posted.
+class PostedCall {
+ public:
+  void post(const Call& call) {
+    Words words{};
+    std::memcpy(words.data(), &call, sizeof(Call));
+    version_.store(kBeingWritten, std::memory_order_relaxed);
+    for (std::size_t i = 0; i < kWords; ++i) words_[i].store(words[i], std::memory_order_release);
+    version_.store(call.sequence, std::memory_order_release);
+  }
+
+  std::optional<Call> read() const {
+    const std::uint64_t version = version_.load(std::memory_order_acquire);
+    if (version == kBeingWritten) return std::nullopt;
+    Words words;
+    for (std::size_t i = 0; i < kWords; ++i) words[i] = words_[i].load(std::memory_order_acquire);
+    if (version_.load(std::memory_order_relaxed) != version) return std::nullopt;
+    Call call;
+    std::memcpy(static_cast<void*>(&call), words.data(), sizeof(Call));
+    return call;
+  }
+
+ private:
+  static_assert(std::is_trivially_copyable_v<Call> && sizeof(Call) % sizeof(std::uint64_t) == 0);
+  static constexpr std::size_t kWords = sizeof(Call) / sizeof(std::uint64_t);
+  static constexpr std::uint64_t kBeingWritten = 0;  // also: nothing posted; sequences start at 1
+  using Words = std::array<std::uint64_t, kWords>;
+
+  Atomic<std::uint64_t> version_;
+  std::array<Atomic<std::uint64_t>, kWords> words_;
+};
+
+}  // namespace shardcomm
