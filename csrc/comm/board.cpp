@@ -194,8 +194,7 @@ void Board::throw_mismatch() {
   for (int r = 0; r < group_.size(); ++r) {
     text << (r == 0 ? " " : "; ") << group_.who(r) << " called " << describe(call_of(r));
   }
-  // Everybody sees the same calls and throws this text; the abort is for whoever calls again.
-  group_.abort(text.str());
+  group_.mismatch(text.str());
   throw CommError(text.str());
 }
 

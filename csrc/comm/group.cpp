@@ -77,6 +77,8 @@ void Group::throw_if_failed(const Call& own) const {
   switch (failure.trouble) {
     case Trouble::deadlock:
       throw CommError("ranks wait for each other in different collectives: " + pending_calls());
+    case Trouble::mismatch:
+      throw CommError(memory_->ranks[failure.culprit].reason);
     case Trouble::died:
       text << culprit << " died";
       break;
@@ -110,7 +112,7 @@ void Group::fail(Trouble trouble, int culprit) noexcept {
   for (BoardMemory* board : boards_) wake_all(board->completed);
 }
 
-void Group::abort(const std::string& reason) noexcept {
+void Group::fail_for(Trouble trouble, const std::string& reason) noexcept {
   if (forked()) return;  // it is not the rank
   const std::lock_guard<std::mutex> lock(reason_mutex_);
   char* own = memory_->ranks[rank_].reason;
@@ -119,7 +121,7 @@ void Group::abort(const std::string& reason) noexcept {
     const std::string text = reason.empty() ? "no reason given" : whole_characters(reason);
     std::memcpy(own, text.c_str(), text.size() + 1);
   }
-  fail(Trouble::aborted, rank_);
+  fail(trouble, rank_);
 }
 
 void Group::close() noexcept {
