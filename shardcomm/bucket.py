@@ -22,6 +22,8 @@ import torch
 from torch import nn
 
 from shardcomm import traffic
+from shardcomm._C import CommError
+from shardcomm.agreement import difference, layout_items
 from shardcomm.communicator import BoundGather, BoundReduce, Communicator
 from shardcomm.dtype import movable
 from shardcomm.full_gradients import FullGradients
@@ -65,6 +67,12 @@ class Bucket:
             share it (default: they are on the device).
         tag: tells this bucket's collectives from others of the same size, should ranks disagree on their order.
         streams: where `async_op=True` runs (default: those of `comm`).
+
+    Every rank makes the same buckets, in the same order. Where a bucket allocates its full buffer that is checked.
+
+    Raises:
+        ValueError: an argument does not fit the others.
+        CommError: the ranks' layouts or dtypes differ, and no `full_buffer` is given; the message says in what.
     """
 
     def __init__(
@@ -383,7 +391,18 @@ class Bucket:
             return given
         if self.comm.size == 1 and self.param_dtype == self.shard.dtype and self.offload is None:
             return self.shard  # the shard is the whole unit: nothing to gather
+        self._check_agreement()
         return self.comm.allocate(self.layout.flat_numel, dtype=self.param_dtype, use="gather")
+
+    def _check_agreement(self) -> None:
+        """CommError unless the other ranks make the same bucket: their bytes are taken for this layout's."""
+        facts = {
+            "dtype": str(self.shard.dtype),
+            "param_dtype": str(self.param_dtype),
+            "reduce_dtype": str(self.reduce_dtype),
+        }
+        if differs := difference([self.comm], layout_items(self.layout, facts)):
+            raise CommError(f"Bucket: ranks differ: {differs}")
 
     def _new_staging(self, replicas: Communicator) -> Staging:
         nbytes = self._reduced_shard_bytes

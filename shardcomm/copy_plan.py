@@ -197,7 +197,7 @@ class CopyPlan:
         contiguous or too small, for a wrong number of them, for threads < 1, and for a scale or
         accumulation on dtypes without conversion.
         """
-        read, written = _operands(sources, destinations)
+        read, written = _operands(sources, destinations, bound=False)
         device = _device_of(written)
         if on_host(device):
             self._executor(read, written, device, threads).run(scale, accumulate)
@@ -220,7 +220,7 @@ class CopyPlan:
 
         On a GPU a run can be captured in a CUDA graph, which needs the BoundCopy as long as it lives.
         """
-        read, written = _operands(sources, destinations)
+        read, written = _operands(sources, destinations, bound=True)
         core = self._executor(read, written, _device_of(written), threads)
         return BoundCopy(self, core, read, tuple(written))
 
@@ -321,9 +321,9 @@ class BoundCopy:
 
 
 def _operands(
-    sources: Sequence[ArrayLike | None], destinations: Sequence[ArrayLike]
+    sources: Sequence[ArrayLike | None], destinations: Sequence[ArrayLike], *, bound: bool
 ) -> tuple[list[Tensor | None], list[Tensor]]:
-    read = _as_tensors("sources", sources)
+    read = _as_tensors("sources", sources, copied=not bound)
     written = []
     for i, tensor in enumerate(_as_tensors("destinations", destinations)):
         if tensor is None:
@@ -332,15 +332,27 @@ def _operands(
     return read, written
 
 
-def _as_tensors(role: str, arrays: Sequence[ArrayLike | None]) -> list[Tensor | None]:
-    written = role == "destinations"
+def _as_tensors(
+    role: str, arrays: Sequence[ArrayLike | None], *, copied: bool = False
+) -> list[Tensor | None]:
     return [
-        # Mostly they are tensors, of which there may be a thousand: nothing is made for them.
+        # Mostly they are plain tensors, of which there may be a thousand: nothing is made for them.
         array
-        if array is None or isinstance(array, Tensor)
-        else as_tensor(f"{role}[{i}]", array, written=written)
+        if array is None or (isinstance(array, Tensor) and not (array.is_neg() or array.is_conj()))
+        else _in_memory(f"{role}[{i}]", array, written=role == "destinations", copied=copied)
         for i, array in enumerate(arrays)
     ]
+
+
+def _in_memory(name: str, array: ArrayLike, *, written: bool, copied: bool) -> Tensor:
+    """`array` as a tensor; `copied` where that negates or conjugates what is in memory, and else refused."""
+    tensor = as_tensor(name, array, written=written)
+    if not copied and (tensor.is_neg() or tensor.is_conj()):
+        raise ValueError(
+            f"{name} is a view that negates or conjugates what is in memory (is_neg() or is_conj()); give its "
+            ".resolve_neg().resolve_conj(), which is a tensor of its own"
+        )
+    return tensor.resolve_neg().resolve_conj()
 
 
 def _device_of(destinations: Sequence[Tensor]) -> torch.device:

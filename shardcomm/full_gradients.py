@@ -43,7 +43,10 @@ class FullGradients:
             0
             if grad is None
             else grad.data_ptr()
-            if grad.shape == shape and grad.dtype is dtype and grad.is_contiguous()
+            if grad.shape == shape
+            and grad.dtype is dtype
+            and grad.is_contiguous()
+            and not grad.is_neg()
             else -1
             for grad, shape in zip(grads, self._shapes, strict=True)
         ]

@@ -62,6 +62,7 @@ def as_stored(grad: torch.Tensor, placement: Placement, dtype: torch.dtype) -> t
     """`grad` with the shard dim outermost, contiguous, as the pack plan reads it. Rarely copies."""
     if grad.layout is not torch.strided:
         grad = grad.to_dense()
+    grad = grad.resolve_neg()  # autograd leaves such views of imaginary parts
     if grad.dtype == dtype and placement.shard_dim == 0 and grad.is_contiguous():
         return grad
     if grad.dim() > 0:
