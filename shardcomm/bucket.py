@@ -31,10 +31,11 @@ from shardcomm.layout import Layout, ParamSpec
 from shardcomm.mixed_precision import FLOATS
 from shardcomm.nonfinite import flag_address
 from shardcomm.offload import Offload
+from shardcomm.scalars import check_tag
 from shardcomm.shard_gradients import ShardGradients
 from shardcomm.staging import Staging
 from shardcomm.streams import Event, Stream, Streams, compute_stream, computing, on_host
-from shardcomm.views import check_count, check_shape, full_view, rows, shard_view
+from shardcomm.views import check_count, check_full, check_shape, full_view, rows, shard_view
 from shardcomm.work import Work
 
 
@@ -91,6 +92,13 @@ class Bucket:
         streams: Streams | None = None,
         tag: int = 0,
     ) -> None:
+        if not isinstance(comm, Communicator) or not isinstance(layout, Layout):
+            raise TypeError(
+                f"Bucket: layout is a {type(layout).__name__} and comm a {type(comm).__name__}; they must be a Layout "
+                "and a Communicator"
+            )
+        _check_dtypes(dtype, param_dtype, reduce_dtype)
+        check_tag("Bucket", tag)
         if layout.world_size != comm.size:
             raise ValueError(
                 f"Bucket: layout is for {layout.world_size} ranks, comm has {comm.size}; plan the layout for "
@@ -150,6 +158,13 @@ class Bucket:
         reduce_dtype: torch.dtype | None = None,
     ) -> Bucket:
         """Plans the layout of `tensors` (full parameters of one dtype, by name), and loads this rank's rows."""
+        if not isinstance(comm, Communicator) or not isinstance(tensors, Mapping):
+            raise TypeError(
+                f"Bucket.from_tensors: tensors is a {type(tensors).__name__} and comm a {type(comm).__name__}; they "
+                "must be a mapping of names to tensors and a Communicator"
+            )
+        for name, tensor in tensors.items():
+            check_full(f"Bucket.from_tensors: tensors[{name!r}]", tensor)
         dtypes = {tensor.dtype for tensor in tensors.values()}
         if len(dtypes) != 1:
             raise ValueError(
@@ -157,6 +172,7 @@ class Bucket:
                 "make one bucket per dtype"
             )
         dtype = dtypes.pop()
+        _check_dtypes(dtype, param_dtype, reduce_dtype)
         wire = [dtype, param_dtype or dtype, reduce_dtype or dtype]
         layout = Layout.plan(
             [ParamSpec(name, tuple(tensor.shape)) for name, tensor in tensors.items()],
@@ -172,6 +188,7 @@ class Bucket:
         """Keeps this rank's rows of the full parameters `tensors`, in the layout's order. No communication."""
         check_count("load", "tensors", tensors, self.layout)
         for tensor, placement in zip(tensors, self.layout.placements, strict=True):
+            check_full(f"load: tensors for {placement.spec.name}", tensor)
             check_shape("load", "tensors", tensor, placement)
         for tensor, shard, (placement, piece) in zip(
             tensors, self.shards, self._placed, strict=True
@@ -218,6 +235,15 @@ class Bucket:
         zeros. Where any has `reduce_dtype` instead (a sum of gradients), all are packed from that. With `async_op`
         returns at once; the gradients are right after `wait()`.
         """
+        check_count("reduce_scatter", "grads", grads, self.layout)
+        for grad, placement in zip(grads, self.layout.placements, strict=True):
+            if grad is not None:
+                name = f"reduce_scatter: grads for {placement.spec.name}"
+                check_full(name, grad, sparse=True)
+                if grad.device != self.comm.device:
+                    raise ValueError(
+                        f"{name} is on {grad.device}; it must be on {self.comm.device}"
+                    )
         self.pack(grads, async_op=async_op)
         work = self.reduce(async_op=async_op)
         if self.replicas is not None:
@@ -388,6 +414,11 @@ class Bucket:
 
     def _full_buffer(self, given: torch.Tensor | None) -> torch.Tensor:
         if given is not None:
+            if given.dtype != self.param_dtype or given.numel() != self.layout.flat_numel:
+                raise ValueError(
+                    f"Bucket: full_buffer has {given.numel()} elements of {given.dtype}; it must have "
+                    f"{self.layout.flat_numel} of {self.param_dtype}"
+                )
             return given
         if self.comm.size == 1 and self.param_dtype == self.shard.dtype and self.offload is None:
             return self.shard  # the shard is the whole unit: nothing to gather
@@ -448,3 +479,21 @@ class Bucket:
     @cached_property
     def _streams(self) -> Streams:
         return self._given_streams or self.comm.streams
+
+
+def _check_dtypes(
+    dtype: torch.dtype, param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None
+) -> None:
+    """ValueError unless what a bucket holds can be converted to what travels."""
+    for name, each in (
+        ("dtype", dtype),
+        ("param_dtype", param_dtype),
+        ("reduce_dtype", reduce_dtype),
+    ):
+        given = dtype if each is None else each
+        converts = given == dtype or (given in FLOATS and dtype in FLOATS)
+        if not isinstance(given, torch.dtype) or not converts:
+            raise ValueError(
+                f"Bucket: {name} is {given!r} and dtype {dtype!r}; float32, bfloat16 and float16 convert, another "
+                "dtype stays itself"
+            )

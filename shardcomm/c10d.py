@@ -18,13 +18,12 @@ from shardcomm.operands import (
     check_movable,
     check_root,
     check_scatter,
-    check_stream,
     checked,
     queued,
     red_op,
 )
 from shardcomm.scalars import check_tag, checked_scale
-from shardcomm.streams import Event, Stream
+from shardcomm.streams import Event, Stream, check_stream
 
 _OPS = {
     "sum": dist.ReduceOp(dist.ReduceOp.SUM),

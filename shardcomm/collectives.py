@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from shardcomm.communicator import Communicator, ReduceOp
 from shardcomm.dtype import movable
-from shardcomm.operands import resolved
+from shardcomm.operands import check_movable, resolved
 from shardcomm.streams import Event, Stream, Streams, on_host
 from shardcomm.work import Work
 
@@ -89,10 +89,10 @@ def _detached(
             raise TypeError(
                 f"{operation}: {name} is a {type(tensor).__name__}; it must be a torch.Tensor"
             )
-    return (
-        resolved(operation, "output", output.detach(), written=True),
-        resolved(operation, "input", input.detach(), written=False),
-    )
+    recv, send = output.detach(), resolved(operation, "input", input.detach(), written=False)
+    check_movable(operation, "output", recv)
+    check_movable(operation, "input", send)
+    return recv, send
 
 
 class _Queue:

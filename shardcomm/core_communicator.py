@@ -24,14 +24,13 @@ from shardcomm.operands import (
     check_movable,
     check_root,
     check_scatter,
-    check_stream,
     checked,
     queued,
     red_op,
     scatter_overlap,
 )
 from shardcomm.scalars import check_tag, checked_scale
-from shardcomm.streams import Event, Stream, compute_stream, on_host
+from shardcomm.streams import Event, Stream, check_stream, compute_stream, on_host
 
 _CPU = torch.device("cpu")
 _USES = {"gather": _C.Use.gather, "reduce": _C.Use.reduce}
@@ -216,7 +215,7 @@ class CoreCommunicator(Communicator):
         return queued(stream)
 
     def abort(self, reason: str) -> None:
-        self._core.abort(reason)
+        self._core.abort(str(reason))
 
     def close(self) -> None:
         self._core.close()
@@ -235,9 +234,12 @@ class CoreCommunicator(Communicator):
 
 def core_device(operation: str, device: torch.device | str) -> torch.device:
     """`device` with its index; ValueError unless it is one that the core can drive, CudaError if it is not there."""
-    where = torch.device(device)
-    if where.type not in ("cpu", "cuda"):
-        raise ValueError(f"{operation}: device is {where}; accepted: 'cpu', 'cuda', 'cuda:N'")
+    try:
+        where = torch.device(device)
+    except (RuntimeError, TypeError):
+        where = None
+    if where is None or where.type not in ("cpu", "cuda"):
+        raise ValueError(f"{operation}: device is {device}; accepted: 'cpu', 'cuda', 'cuda:N'")
     if where.type == "cpu":
         return where
     status = _C.cuda_status()

@@ -9,14 +9,13 @@ import torch
 from shardcomm import _C
 from shardcomm.arrays import ArrayLike, as_tensor
 from shardcomm.communicator import Use
-from shardcomm.streams import Event, Stream, TorchStream, keep_until
+from shardcomm.streams import Event, Stream, keep_until
 
 RED_OPS = {"sum": _C.RedOp.sum, "avg": _C.RedOp.avg, "max": _C.RedOp.max, "min": _C.RedOp.min}
 
 _QUANTISED = (torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4)
 
 
-_STREAMS = (_C.Stream, TorchStream)
 _MOST_BYTES = 1 << 62  # of all ranks together: what the core can count
 
 
@@ -125,15 +124,6 @@ def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
 def is_part(part: torch.Tensor, whole: torch.Tensor, rank: int) -> bool:
     """Whether `part` is that of `rank` in `whole`, as elements of one dtype: the one way to be in place."""
     return part.dtype == whole.dtype and part.data_ptr() == whole.data_ptr() + rank * part.nbytes
-
-
-def check_stream(operation: str, stream: object) -> None:
-    """TypeError unless `stream` is one of shardcomm's."""
-    if not isinstance(stream, _STREAMS):
-        raise TypeError(
-            f"{operation}: stream is a {type(stream).__name__}; it must be a shardcomm.Stream (of a torch.cuda.Stream: "
-            "shardcomm.Stream.from_cuda(index, stream.cuda_stream)), or None"
-        )
 
 
 def red_op(operation: str, op: str) -> _C.RedOp:

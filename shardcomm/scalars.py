@@ -10,6 +10,11 @@ import torch
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
+def is_whole(value: object, low: int, high: int = (1 << 31) - 1) -> bool:
+    """Whether it is a whole number from `low` to `high`; True and False are none."""
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+
+
 def check_tag(operation: str, tag: int) -> None:
     """ValueError unless `tag` is a whole number of 64 bits."""
     if not isinstance(tag, int) or not -(1 << 63) <= tag < 1 << 63:
