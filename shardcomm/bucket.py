@@ -27,7 +27,7 @@ from shardcomm.agreement import difference, layout_items
 from shardcomm.communicator import BoundGather, BoundReduce, Communicator
 from shardcomm.dtype import movable
 from shardcomm.full_gradients import FullGradients
-from shardcomm.layout import Layout, ParamSpec
+from shardcomm.layout import Layout, ParamSpec, Placement
 from shardcomm.mixed_precision import FLOATS
 from shardcomm.nonfinite import flag_address
 from shardcomm.offload import Offload
@@ -236,15 +236,13 @@ class Bucket:
         returns at once; the gradients are right after `wait()`.
         """
         check_count("reduce_scatter", "grads", grads, self.layout)
-        for grad, placement in zip(grads, self.layout.placements, strict=True):
-            if grad is not None:
-                name = f"reduce_scatter: grads for {placement.spec.name}"
-                check_full(name, grad, sparse=True)
-                if grad.device != self.comm.device:
-                    raise ValueError(
-                        f"{name} is on {grad.device}; it must be on {self.comm.device}"
-                    )
-        self.pack(grads, async_op=async_op)
+        self.pack(
+            [
+                None if grad is None else self._checked(grad, placement)
+                for grad, placement in zip(grads, self.layout.placements, strict=True)
+            ],
+            async_op=async_op,
+        )
         work = self.reduce(async_op=async_op)
         if self.replicas is not None:
             work = self.all_reduce(async_op=async_op)
@@ -254,6 +252,14 @@ class Bucket:
                 work.wait()
         self.gradients.show()
         return work
+
+    def _checked(self, grad: torch.Tensor, placement: Placement) -> torch.Tensor:
+        """A caller's gradient; autograd's, which the engine packs, need fewer looks."""
+        name = f"reduce_scatter: grads for {placement.spec.name}"
+        check_full(name, grad, sparse=True)
+        if grad.device != self.comm.device:
+            raise ValueError(f"{name} is on {grad.device}; it must be on {self.comm.device}")
+        return grad.resolve_neg() if grad.layout is torch.strided else grad
 
     # The parts of it, which the engine runs at different times.
 

@@ -47,11 +47,9 @@ def checked(
     tensor = array
     if not isinstance(tensor, torch.Tensor):
         tensor = as_tensor(f"{operation}: {name}", array, written=written)
-    try:
-        contiguous = tensor.is_contiguous()
-    except RuntimeError:
-        raise _no_tensor_of(operation, name, tensor.layout) from None
-    if not contiguous:
+    if tensor.layout is not torch.strided:
+        raise _no_tensor_of(operation, name, tensor.layout)
+    if not tensor.is_contiguous():
         raise ValueError(
             f"{operation}: {name} has strides {tensor.stride()} for shape {tuple(tensor.shape)}; "
             "it must be contiguous"
