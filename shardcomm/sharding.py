@@ -132,7 +132,7 @@ def fully_shard(
         "slots": repr(slots),
         "cpu_offload": repr(cpu_offload),
         "on_nonfinite": repr(on_nonfinite),
-        "comm": repr(ranks),
+        "(replicas, shards)": repr(ranks),
     }
     items = [Item("the call", call), *_items(model, found, groups)]
     with mesh.failing_together:
