@@ -13,7 +13,8 @@ Whatever a program then does through torch.distributed (FSDP, DDP, DTensor, coll
 Where the ranks are on several hosts, all goes to Gloo. `receipts` says what went where, and why.
 
 Which way a collective goes depends only on what all ranks agree on: the collective, the dtype, the reduction. A tensor
-that is not contiguous takes the same way, through a copy.
+that is not contiguous, is a lazily negated or conjugated view, or overlaps the result takes the same way, through a
+copy.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from shardcomm.channel import Channel, Flat, Run, do
 from shardcomm.collectives import OPS
 from shardcomm.communicator import Communicator, Receipt
 from shardcomm.dtype import core_dtype, movable
-from shardcomm.operands import check_root
+from shardcomm.operands import check_root, is_part, overlap
 from shardcomm.streams import Stream
 
 NAME = "shardcomm"
@@ -290,6 +291,8 @@ class ShardcommGroup(_ProcessGroup):  # type: ignore[misc]
                 return f"a tensor is on {tensor.device}"
             if tensor.layout != torch.strided:
                 return f"a tensor's layout is {tensor.layout}"
+            if tensor.is_quantized:
+                return f"a tensor is quantised ({tensor.dtype})"
             if is_traceable_wrapper_subclass(tensor):
                 return f"a {type(tensor).__name__} has no memory of its own"
         return ""
@@ -312,6 +315,8 @@ class ShardcommGroup(_ProcessGroup):  # type: ignore[misc]
     def _gather(self, operation: str, outputs: list[torch.Tensor], input: torch.Tensor) -> Run:
         self._check(operation, outputs, [input], "output")
         recv, send = Flat(outputs), Flat([input])
+        if overlap(recv.flat, send.flat) and not is_part(send.flat, recv.flat, self._comm.rank):
+            send = Flat([input], copied=True)
 
         def run(stream: Stream | None) -> None:
             send.load(stream)
@@ -325,6 +330,8 @@ class ShardcommGroup(_ProcessGroup):  # type: ignore[misc]
     ) -> Run:
         self._check(operation, [output], inputs, "input")
         recv, send = Flat([output]), Flat(inputs)
+        if overlap(recv.flat, send.flat) and not is_part(recv.flat, send.flat, self._comm.rank):
+            send = Flat(inputs, copied=True)
 
         def run(stream: Stream | None) -> None:
             send.load(stream)

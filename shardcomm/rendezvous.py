@@ -261,7 +261,8 @@ def _thread_rank(
 
 def check_deadline(operation: str, deadline_s: float) -> None:
     """ValueError unless it is a number of seconds."""
-    if not (isinstance(deadline_s, (int, float)) and 0 < deadline_s <= MOST_SECONDS):
+    is_number = isinstance(deadline_s, (int, float)) and not isinstance(deadline_s, bool)
+    if not (is_number and 0 < deadline_s <= MOST_SECONDS):
         raise ValueError(
             f"{operation}: deadline_s is {deadline_s!r}; it must be a number above 0, at most 1e9"
         )
