@@ -10,7 +10,8 @@ Whatever a program then does through torch.distributed (FSDP, DDP, DTensor, coll
     all other collectives, send and recv     Gloo over the same store
     tensors on a CUDA GPU                    NCCL
 
-Where the ranks are on several hosts, all goes to Gloo. `receipts` says what went where, and why.
+Where the ranks are on several hosts, or cannot share memory, all goes to Gloo. `receipts` says what went where, and
+why.
 
 Which way a collective goes depends only on what all ranks agree on: the collective, the dtype, the reduction. A tensor
 that is not contiguous, is a lazily negated or conjugated view, or overlaps the result takes the same way, through a
@@ -20,6 +21,7 @@ copy.
 from __future__ import annotations
 
 import atexit
+import functools
 import itertools
 import weakref
 from collections.abc import Callable
@@ -38,6 +40,7 @@ from shardcomm.channel import Channel, Flat, Run, do
 from shardcomm.collectives import OPS
 from shardcomm.communicator import Communicator, Receipt
 from shardcomm.dtype import core_dtype, movable
+from shardcomm.exchange import StoreExchange
 from shardcomm.operands import check_root, is_part, overlap
 from shardcomm.streams import Stream
 
@@ -89,8 +92,21 @@ class ShardcommGroup(_ProcessGroup):  # type: ignore[misc]
         self._sequence = itertools.count(1)
         self._receipts: dict[str, Receipt] = {}
         self._others = dist.ProcessGroup(store, rank, size)
-        gloo = ProcessGroupGloo(PrefixStore("gloo", store), rank, size, timeout)
-        self._add(_CPU, dist.ProcessGroup.BackendType.GLOO, gloo)
+        self._not_shared = ""  # why collectives go to Gloo
+
+        @functools.cache
+        def gloo() -> ProcessGroupGloo:
+            return ProcessGroupGloo(PrefixStore("gloo", store), rank, size, timeout)
+
+        def through_gloo(reason: str) -> Communicator:
+            self._not_shared = reason
+            groups = cast("dist.ProcessGroup", gloo())
+            return C10dCommunicator(groups, groups, _CPU, reason)
+
+        # First of all, since it hears of ranks that die meanwhile.
+        exchange = StoreExchange(store, "connect", rank, size, timeout.total_seconds())
+        self._comm = rendezvous.connect(exchange, "auto", _CPU, through_gloo)
+        self._add(_CPU, dist.ProcessGroup.BackendType.GLOO, exchange.wait_for(gloo))
         if torch.cuda.is_available() and dist.is_nccl_available():
             # A group that is made in Python has to serve all devices: torch makes no second backend beside it. NCCL
             # connects when it is first used.
@@ -98,20 +114,6 @@ class ShardcommGroup(_ProcessGroup):  # type: ignore[misc]
             options._timeout = timeout
             nccl = dist.ProcessGroupNCCL(PrefixStore("nccl", store), rank, size, options)
             self._add(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, nccl)
-
-        def through_gloo() -> Communicator:
-            groups = cast("dist.ProcessGroup", gloo)
-            return C10dCommunicator(groups, groups, _CPU)
-
-        before = store.timeout  # type: ignore[attr-defined]  # torch's stubs have not heard of it
-        deadline_s = timeout.total_seconds()
-        try:
-            exchange = rendezvous.over_store(PrefixStore("connect", store), rank, size, deadline_s)
-            self._comm = rendezvous.connect(
-                exchange, rank, size, deadline_s, "auto", _CPU, through_gloo
-            )
-        finally:
-            store.set_timeout(before)  # the groups of a program share one
         _groups.add(self)
 
     def receipts(self) -> list[Receipt]:
@@ -284,8 +286,8 @@ class ShardcommGroup(_ProcessGroup):  # type: ignore[misc]
 
     def _no_move(self, *tensors: torch.Tensor) -> str:
         """Why the communicator does not move these tensors; empty if it does."""
-        if self._comm.transport != "shm":
-            return "the ranks are on several hosts"
+        if self._not_shared:
+            return self._not_shared
         for tensor in tensors:
             if tensor.device != _CPU:
                 return f"a tensor is on {tensor.device}"

@@ -37,13 +37,17 @@ class C10dCommunicator(Communicator):
     """Runs on two groups of the same ranks, since a gather and a reduce may run at once and a group has one order.
 
     The groups' own timeout is the deadline. What they raise becomes `CommError`. They are not closed with this: they
-    belong to their maker.
+    belong to their maker. Receipts give `reason`, for which shared memory was not taken, if it was asked for.
     """
 
     transport = "c10d"
 
     def __init__(
-        self, gathers: dist.ProcessGroup, reduces: dist.ProcessGroup, device: torch.device
+        self,
+        gathers: dist.ProcessGroup,
+        reduces: dist.ProcessGroup,
+        device: torch.device,
+        reason: str = "",
     ) -> None:
         self.device = device
         self.rank = gathers.rank()
@@ -53,6 +57,7 @@ class C10dCommunicator(Communicator):
         self._sequence = itertools.count(1)
         self._receipts: dict[str, Receipt] = {}
         self._failure: str | None = None
+        self._reason = reason
 
     def allocate(self, numel: int, *, dtype: torch.dtype = torch.float32, use: Use) -> torch.Tensor:
         check_allocation(numel, dtype, use, self.size)
@@ -189,7 +194,8 @@ class C10dCommunicator(Communicator):
         if self._failure is not None:
             raise _C.CommError(f"{operation}: {self._failure}")
         sequence = next(self._sequence)
-        self._receipts[operation] = Receipt(operation, sequence, "c10d", "c10d", "")
+        requested = "shm" if self._reason else "c10d"
+        self._receipts[operation] = Receipt(operation, sequence, requested, "c10d", self._reason)
 
         def guarded() -> None:
             try:

@@ -101,17 +101,21 @@ class Communicator(ABC):
         Reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; without RANK and WORLD_SIZE the group is this process
         alone. `device`: "cpu", or "cuda" for GPU number LOCAL_RANK; by default that GPU where each rank of the host has
         one and NCCL is there, else the CPU. `transport` "auto" takes nccl on GPUs; on CPUs shm when all ranks share a
-        host, else c10d over Gloo.
+        host, else c10d over Gloo. It also takes c10d, with a warning on every rank, where one rank of the host cannot
+        map the others' memory. Receipts say why.
+
+        SHARDCOMM_RUN_SECRET, where it is set, is one string for all ranks: it seals what they show each other.
 
         `cta_policy`: how much of the GPU NCCL may take (its NCCL_CTA_POLICY). "zero" has copy engines, and no SM, do
         the gathers among ranks of one host into memory of `allocate(use="gather")`; it needs NCCL 2.28, "efficiency"
         2.27. NCCL's environment variable of that name goes before it.
 
         Raises:
-            ValueError: an environment variable is missing, or the transport is not for these ranks or this device, or
-                there is no such `cta_policy` here.
+            ValueError: an environment variable is missing or wrong, or the transport is not for these ranks or this
+                device, or there is no such `cta_policy` here.
             CudaError: NCCL or CUDA refused, or is not there.
-            CommError: a rank did not come within `deadline_s` seconds.
+            CommError: a rank did not come within `deadline_s` seconds, or died meanwhile, or cannot share memory
+                (`transport="shm"`), or somebody else wrote into the store.
         """
         from shardcomm import rendezvous  # noqa: PLC0415  (it builds on this module)
 
@@ -132,6 +136,9 @@ class Communicator(ABC):
         ranks that are threads of one process. `device`: by default the current GPU for a group of NCCL's, else the CPU.
         `deadline_s`: by default the group's own timeout, which a program may have made long for a rank that is late.
         `cta_policy`: as in `from_env`.
+
+        Raises:
+            ValueError, CudaError, CommError: as `from_env`.
         """
         from shardcomm import rendezvous  # noqa: PLC0415
 
