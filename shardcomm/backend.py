@@ -7,8 +7,12 @@ Whatever a program then does through torch.distributed (FSDP, DDP, DTensor, coll
 
     all_gather*, broadcast, barrier          the communicator's gathers    ─┐ two channels: asynchronous collectives
     reduce_scatter*, all_reduce              the communicator's reduces    ─┘ of the two kinds run at once
+    gather, scatter                          gathers too: an all_gather, a broadcast, of which a rank takes its part
     all other collectives, send and recv     Gloo over the same store
     tensors on a CUDA GPU                    NCCL
+
+By these torch.distributed exchanges objects, and so torch.distributed.checkpoint plans: a rank that dies meanwhile is
+noticed as in any other collective.
 
 Where the ranks are on several hosts, or cannot share memory, all goes to Gloo. `receipts` says what went where, and
 why.
@@ -36,7 +40,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shardcomm import rendezvous
 from shardcomm.c10d import C10dCommunicator
-from shardcomm.channel import Channel, Flat, Run, do
+from shardcomm.channel import Channel, Flat, Run, copy_all, do
 from shardcomm.collectives import OPS
 from shardcomm.communicator import Communicator, Receipt
 from shardcomm.dtype import core_dtype, movable
@@ -170,6 +174,47 @@ class ShardcommGroup(_ProcessGroup):  # type: ignore[misc]
 
         return self._gathers.begin(run, opts.asyncOp, tensors)
 
+    def gather(
+        self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any
+    ) -> dist.Work:
+        """On rank `opts.rootRank`, outputs[0][r] = inputs[0] of rank r."""
+        if reason := self._no_move(*inputs):
+            return self._delegate("gather", reason, outputs, inputs, opts)
+        check_root(opts.rootRank, self._comm.size)
+        [input] = inputs
+        if self._comm.rank == opts.rootRank:
+            [gathered] = outputs
+            self._check_list("gather", "gather_list", gathered)
+        else:
+            gathered = list(input.new_empty((self._comm.size, *input.shape)))  # for nobody
+        run = self._gather("gather", gathered, input)
+        return self._gathers.begin(run, opts.asyncOp, gathered)
+
+    def scatter(
+        self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any
+    ) -> dist.Work:
+        """outputs[0] = inputs[0][this rank] of rank `opts.rootRank`."""
+        if reason := self._no_move(*outputs):
+            return self._delegate("scatter", reason, outputs, inputs, opts)
+        check_root(opts.rootRank, self._comm.size)
+        [output] = outputs
+        is_root = self._comm.rank == opts.rootRank
+        if is_root:
+            [parts] = inputs
+            self._check_list("scatter", "scatter_list", parts)
+        else:
+            parts = list(output.new_empty((self._comm.size, *output.shape)))
+        self._check("scatter", [output], parts, "input")
+        all_parts, own = Flat(parts), parts[self._comm.rank]
+
+        def run(stream: Stream | None) -> None:
+            if is_root:
+                all_parts.load(stream)
+            self._comm.broadcast(all_parts.flat, opts.rootRank, stream=stream)
+            do(stream, lambda: copy_all([(output.detach(), own.detach())]))
+
+        return self._gathers.begin(run, opts.asyncOp, [output])
+
     def barrier(self, opts: Any) -> dist.Work:
         """Ends when every rank has called it and its earlier collectives have finished."""
         if reason := self._no_move():
@@ -233,11 +278,9 @@ class ShardcommGroup(_ProcessGroup):  # type: ignore[misc]
     all_to_all_single = _delegated("all_to_all_single")
     alltoall = _delegated("alltoall")
     alltoall_base = _delegated("alltoall_base")
-    gather = _delegated("gather")
     recv = _delegated("recv")
     recv_anysource = _delegated("recv_anysource")
     reduce = _delegated("reduce")
-    scatter = _delegated("scatter")
     send = _delegated("send")
 
     # What torch calls them up to 2.12.

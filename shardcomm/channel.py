@@ -138,12 +138,12 @@ class Flat:
     def load(self, stream: Stream | None) -> None:
         """Brings the tensors' values into `flat`."""
         if self._copied:
-            do(stream, lambda: _copy(self._parts()))
+            do(stream, lambda: copy_all(self._parts()))
 
     def store(self, stream: Stream | None) -> None:
         """Brings `flat`'s values into the tensors."""
         if self._copied:
-            do(stream, lambda: _copy([(tensor, part) for part, tensor in self._parts()]))
+            do(stream, lambda: copy_all([(tensor, part) for part, tensor in self._parts()]))
 
     def _parts(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         pieces = torch.split(self.flat, [tensor.numel() for tensor in self._tensors])
@@ -161,7 +161,8 @@ def do(stream: Stream | None, function: Callable[[], object]) -> None:
         stream.enqueue(function)
 
 
-def _copy(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+def copy_all(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Copies to the first of each pair from the second."""
     with torch.inference_mode():  # writes to tensors of that mode too, whatever thread this is
         for target, source in pairs:
             target.copy_(source)
