@@ -48,7 +48,7 @@ def test_a_resumed_run_equals_one_that_was_not_interrupted(text_file: str, tmp_p
 
 @pytest.mark.parametrize("file", ["__1_0.distcp", ".metadata", "progress.json"])
 def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(
-    text_file: str, tmp_path: Path, file: str, capfd: pytest.CaptureFixture[str]
+    text_file: str, tmp_path: Path, file: str
 ) -> None:
     undisturbed = run(text_file, steps=6).losses
     saving = {"checkpoint": str(tmp_path), "save_every": 2}
@@ -60,10 +60,7 @@ def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(
     before = progress.Progress.latest(tmp_path)
     assert before is not None
     assert before.losses == undisturbed[: 2 if file == progress.FILE else 4]
-    capfd.readouterr()
     assert run(text_file, steps=6, **saving).losses == undisturbed
-    said = f"the checkpoint of step 4 is damaged, and the one before it is taken: {damaged}: its ch"
-    assert capfd.readouterr().err.count(said) == 1  # rank 0
     assert complete_steps(tmp_path) == [4, 6]  # 4 anew
     assert (tmp_path / "step-00000004.damaged").exists()
 
