@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import itertools
+import os
+import time
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 
-from shardcomm import _C
+from shardcomm import _C, pending
 from shardcomm.arrays import ArrayLike
 from shardcomm.communicator import Communicator, Receipt, ReduceOp, Use
 from shardcomm.nonfinite import flag_address, look
 from shardcomm.operands import check_allocation, check_root, check_sizes, checked, queued, red_op
+from shardcomm.pending import Pending
 from shardcomm.streams import Event, Stream
 
 _OPS = {
@@ -42,7 +45,9 @@ class C10dCommunicator(Communicator):
         self._reduces = reduces
         self._sequence = itertools.count(1)
         self._receipts: dict[str, Receipt] = {}
+        self._running: dict[pending.Channel, tuple[str, int, float]] = {}  # ..., since when
         self._failure: str | None = None
+        pending.opened(self)
 
     def allocate(self, numel: int, *, dtype: torch.dtype = torch.float32, use: Use) -> torch.Tensor:
         check_allocation(numel, dtype, use)
@@ -154,9 +159,18 @@ class C10dCommunicator(Communicator):
 
     def close(self) -> None:
         self._failure = self._failure or f"rank {self.rank} closed the communicator"
+        pending.closed(self)
 
     def receipts(self) -> list[Receipt]:
         return list(self._receipts.values())
+
+    def pending(self) -> list[Pending]:
+        now = None if self._failure else time.monotonic()
+        running = [
+            Pending(self.rank, os.getpid(), channel, name, sequence, now and now - since)
+            for channel, (name, sequence, since) in sorted(self._running.copy().items())
+        ]
+        return running or [Pending(self.rank, os.getpid())]
 
     @staticmethod
     def _wait(work: dist.Work) -> None:
@@ -168,7 +182,10 @@ class C10dCommunicator(Communicator):
         sequence = next(self._sequence)
         self._receipts[operation] = Receipt(operation, sequence, "c10d", "c10d", "")
 
+        channel: pending.Channel = "reduce" if "reduce" in operation else "gather"
+
         def guarded() -> None:
+            self._running[channel] = operation, sequence, time.monotonic()
             try:
                 run()
             except RuntimeError as error:
@@ -176,6 +193,9 @@ class C10dCommunicator(Communicator):
                     f"{operation} #{sequence} failed on rank {self.rank} of {self.size}: {error}"
                 )
                 raise _C.CommError(self._failure) from error
+            finally:
+                if self._failure is None:  # else it tells what this rank was in
+                    self._running.pop(channel, None)
 
         if stream is None:
             guarded()

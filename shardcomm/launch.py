@@ -27,6 +27,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from shardcomm._C import CommError, CudaError
 from shardcomm.checkpoints import CheckpointError
+from shardcomm.stack_dumps import enable_where_free
 
 T = TypeVar("T")
 
@@ -204,6 +205,7 @@ def _run_rank(
     # Ctrl-C reaches the whole terminal; the launcher decides for all ranks. (Blocked already, unless the fork server
     # was started by someone else.)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    enable_where_free()
     threading.Thread(target=_end_with_launcher, args=(watched, temp_dir), daemon=True).start()
     os.environ.update(
         RANK=str(rank),
