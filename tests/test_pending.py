@@ -50,9 +50,11 @@ def thread_ranks(
 
 
 def waiting(comm: Communicator, ranks: set[int]) -> list[Pending]:
-    """Everybody's, once all of `ranks` wait, and only those."""
+    """Everybody's, once all of `ranks` wait, and only those, and for none of each other."""
     entries = comm.pending()
-    return entries if {p.rank for p in entries if p.waiting_s is not None} == ranks else []
+    waited_for = {rank for p in entries for rank in p.waits_for}
+    waiting = {p.rank for p in entries if p.waiting_s is not None}
+    return entries if waiting == ranks and not waited_for & waiting else []
 
 
 def test_ranks_that_wait_are_told_with_their_call_and_whom_they_wait_for() -> None:

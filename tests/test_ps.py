@@ -435,6 +435,7 @@ import os, shardcomm
 from shardcomm.ps import stacks
 shardcomm.enable_stack_dumps(on=None)
 def in_the_child(pipe):
+    os.write(say, b"x")
     os.read(pipe, 1)
 def in_the_parent(pids):
     return stacks.ask(pids)
@@ -443,7 +444,6 @@ runs, say = os.pipe()
 child = os.fork()
 if child == 0:
     os.close(into)
-    os.write(say, b"x")
     in_the_child(out)
     os._exit(0)
 os.read(runs, 1)
