@@ -268,7 +268,7 @@ def test_the_report_of_a_process_tells_of_each_group_once() -> None:
 
 
 def test_signals_do_not_disturb_an_allocation() -> None:
-    """The kernel ends a reservation of pages that a signal meets, which asking for stacks may be."""
+    """Older kernels end a reservation of pages that a signal meets, as one that asks for stacks may."""
     session = _C.ShmSession(1)
     comm = _C.make_shm(session.address, 0, 1, DEADLINE_S)
     before = signal.signal(signal.SIGALRM, lambda *_: None)

@@ -47,8 +47,8 @@ std::size_t available_bytes() {
   return 0;
 }
 
-// An errno. A signal would end the call, which gives back the pages it has; where signals come at
-// short intervals it would never end.
+// An errno. In older kernels any signal ends the call, which gives back the pages it has; where
+// signals come at short intervals it would never succeed.
 int reserve_pages(int fd, off_t bytes) {
   sigset_t all;
   sigset_t before;
