@@ -39,7 +39,8 @@ def main() -> int:
         print("\nshardcomm: interrupted", file=sys.stderr)
         return 130
     except OSError as error:
-        print(f"shardcomm: {error.strerror}", file=sys.stderr)
+        where = "" if error.filename is None else f"{error.filename}: "
+        print(f"shardcomm: {where}{error.strerror or error}", file=sys.stderr)
         os._exit(1)  # without another try to write what could not be written
     return status
 

@@ -10,15 +10,18 @@ Whatever a program then does through torch.distributed (FSDP, DDP, DTensor, coll
     all other collectives, send and recv     Gloo over the same store
     tensors on a CUDA GPU                    NCCL
 
-Where the ranks are on several hosts, all goes to Gloo. `receipts` says what went where, and why.
+Where the ranks are on several hosts, or cannot share memory, all goes to Gloo. `receipts` says what went where, and
+why.
 
 Which way a collective goes depends only on what all ranks agree on: the collective, the dtype, the reduction. A tensor
-that is not contiguous takes the same way, through a copy.
+that is not contiguous, is a lazily negated or conjugated view, or overlaps the result takes the same way, through a
+copy.
 """
 
 from __future__ import annotations
 
 import atexit
+import functools
 import itertools
 import weakref
 from collections.abc import Callable
@@ -37,7 +40,8 @@ from shardcomm.channel import Channel, Flat, Run, do
 from shardcomm.collectives import OPS
 from shardcomm.communicator import Communicator, Receipt
 from shardcomm.dtype import core_dtype, movable
-from shardcomm.operands import check_root
+from shardcomm.exchange import StoreExchange
+from shardcomm.operands import check_root, is_part, overlap
 from shardcomm.streams import Stream
 
 NAME = "shardcomm"
@@ -88,8 +92,21 @@ class ShardcommGroup(_ProcessGroup):  # type: ignore[misc]
         self._sequence = itertools.count(1)
         self._receipts: dict[str, Receipt] = {}
         self._others = dist.ProcessGroup(store, rank, size)
-        gloo = ProcessGroupGloo(PrefixStore("gloo", store), rank, size, timeout)
-        self._add(_CPU, dist.ProcessGroup.BackendType.GLOO, gloo)
+        self._not_shared = ""  # why collectives go to Gloo
+
+        @functools.cache
+        def gloo() -> ProcessGroupGloo:
+            return ProcessGroupGloo(PrefixStore("gloo", store), rank, size, timeout)
+
+        def through_gloo(reason: str) -> Communicator:
+            self._not_shared = reason
+            groups = cast("dist.ProcessGroup", gloo())
+            return C10dCommunicator(groups, groups, _CPU, reason)
+
+        # First of all, since it hears of ranks that die meanwhile.
+        exchange = StoreExchange(store, "connect", rank, size, timeout.total_seconds())
+        self._comm = rendezvous.connect(exchange, "auto", _CPU, through_gloo)
+        self._add(_CPU, dist.ProcessGroup.BackendType.GLOO, exchange.wait_for(gloo))
         if torch.cuda.is_available() and dist.is_nccl_available():
             # A group that is made in Python has to serve all devices: torch makes no second backend beside it. NCCL
             # connects when it is first used.
@@ -97,20 +114,6 @@ class ShardcommGroup(_ProcessGroup):  # type: ignore[misc]
             options._timeout = timeout
             nccl = dist.ProcessGroupNCCL(PrefixStore("nccl", store), rank, size, options)
             self._add(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, nccl)
-
-        def through_gloo() -> Communicator:
-            groups = cast("dist.ProcessGroup", gloo)
-            return C10dCommunicator(groups, groups, _CPU)
-
-        before = store.timeout  # type: ignore[attr-defined]  # torch's stubs have not heard of it
-        deadline_s = timeout.total_seconds()
-        try:
-            exchange = rendezvous.over_store(PrefixStore("connect", store), rank, size, deadline_s)
-            self._comm = rendezvous.connect(
-                exchange, rank, size, deadline_s, "auto", _CPU, through_gloo
-            )
-        finally:
-            store.set_timeout(before)  # the groups of a program share one
         _groups.add(self)
 
     def receipts(self) -> list[Receipt]:
@@ -283,13 +286,15 @@ class ShardcommGroup(_ProcessGroup):  # type: ignore[misc]
 
     def _no_move(self, *tensors: torch.Tensor) -> str:
         """Why the communicator does not move these tensors; empty if it does."""
-        if self._comm.transport != "shm":
-            return "the ranks are on several hosts"
+        if self._not_shared:
+            return self._not_shared
         for tensor in tensors:
             if tensor.device != _CPU:
                 return f"a tensor is on {tensor.device}"
             if tensor.layout != torch.strided:
                 return f"a tensor's layout is {tensor.layout}"
+            if tensor.is_quantized:
+                return f"a tensor is quantised ({tensor.dtype})"
             if is_traceable_wrapper_subclass(tensor):
                 return f"a {type(tensor).__name__} has no memory of its own"
         return ""
@@ -312,6 +317,8 @@ class ShardcommGroup(_ProcessGroup):  # type: ignore[misc]
     def _gather(self, operation: str, outputs: list[torch.Tensor], input: torch.Tensor) -> Run:
         self._check(operation, outputs, [input], "output")
         recv, send = Flat(outputs), Flat([input])
+        if overlap(recv.flat, send.flat) and not is_part(send.flat, recv.flat, self._comm.rank):
+            send = Flat([input], copied=True)
 
         def run(stream: Stream | None) -> None:
             send.load(stream)
@@ -325,6 +332,8 @@ class ShardcommGroup(_ProcessGroup):  # type: ignore[misc]
     ) -> Run:
         self._check(operation, [output], inputs, "input")
         recv, send = Flat([output]), Flat(inputs)
+        if overlap(recv.flat, send.flat) and not is_part(recv.flat, send.flat, self._comm.rank):
+            send = Flat(inputs, copied=True)
 
         def run(stream: Stream | None) -> None:
             send.load(stream)

@@ -119,11 +119,14 @@ class Channel:
 
 
 class Flat:
-    """Tensors of one dtype as one flat tensor: a view of them where they lie one after the other, else a copy."""
+    """Tensors of one dtype as one flat tensor: a view of them where they lie one after the other, else a copy.
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+    `copied`: a copy in any case.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], *, copied: bool = False) -> None:
         self._tensors = [tensor.detach() for tensor in tensors]
-        self._copied = not _consecutive(self._tensors)
+        self._copied = copied or not _consecutive(self._tensors)
         numel = sum(tensor.numel() for tensor in tensors)
         first = self._tensors[0]
         self.flat = (
@@ -165,11 +168,13 @@ def _copy(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 
 def _consecutive(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether each tensor is contiguous, and begins where the one before it ends."""
+    """Whether each tensor is contiguous, begins where the one before it ends, and its memory holds its values."""
     first = tensors[0]
     address, storage = first.data_ptr(), first.untyped_storage().data_ptr()
     for tensor in tensors:
         if not tensor.is_contiguous() or tensor.data_ptr() != address:
+            return False
+        if tensor.is_neg() or tensor.is_conj():
             return False
         if tensor.untyped_storage().data_ptr() != storage:
             return False

@@ -21,7 +21,7 @@ from torch.distributed import TCPStore
 
 from shardcomm import Checkpoints, Communicator, RankError, fully_shard
 from shardcomm.checkpoints import complete_steps
-from shardcomm.rendezvous import env_store
+from shardcomm.store import env_store
 from shardcomm.train import progress
 from shardcomm.train.report import table
 

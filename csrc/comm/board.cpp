@@ -89,7 +89,9 @@ void Board::meet() {
   Atomic<std::uint64_t>& waiting_since = state(group_.rank()).waiting_since;
   waiting_since.store(static_cast<std::uint64_t>(
       std::chrono::duration_cast<std::chrono::nanoseconds>(since.time_since_epoch()).count()));
-  while (memory_->completed.load() != meeting) {
+  while (true) {
+    sleep(meeting);
+    if (memory_->completed.load() == meeting) break;
     // A rank that came last may have been stopped before it could say so.
     if (all_have_come(meeting)) {
       complete(meeting);
@@ -97,7 +99,6 @@ void Board::meet() {
     }
     look_for_trouble(meeting, since);
     check_wait();
-    sleep(meeting);
   }
   waiting_since.store(0);
 }
@@ -141,7 +142,6 @@ void Board::sleep(std::uint32_t meeting) const {
 }
 
 void Board::look_for_trouble(std::uint32_t meeting, Clock::time_point since) {
-  group_.throw_if_failed(call_);
   int closed = group_.closed(group_.rank()) ? group_.rank() : -1;  // by another thread, meanwhile
   int late = -1;
   for (int r = group_.size() - 1; r >= 0; --r) {
@@ -194,8 +194,7 @@ void Board::throw_mismatch() {
   for (int r = 0; r < group_.size(); ++r) {
     text << (r == 0 ? " " : "; ") << group_.who(r) << " called " << describe(call_of(r));
   }
-  // Everybody sees the same calls and throws this text; the abort is for whoever calls again.
-  group_.abort(text.str());
+  group_.mismatch(text.str());
   throw CommError(text.str());
 }
 

@@ -78,6 +78,7 @@ class BoardCommunicator final : public Communicator {
     }
   }
   void leave(Channel& channel, const char* operation) noexcept;
+  void refuse_parts_of_one_window(Channel& channel) const;
   bool all_reachable(const Channel& channel, Place Call::* place) const;
   std::byte* peer(Channel& channel, Place Call::* place, int rank) const;
   std::byte* stage(const Channel& channel, int rank, std::int64_t chunk) const;

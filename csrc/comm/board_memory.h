@@ -27,7 +27,8 @@ struct GroupMemory {
     Atomic<std::uint64_t> start;
     Atomic<std::uint32_t> attached;
     Atomic<std::uint32_t> closed;  // this rank left
-    char reason[kReasonBytes];     // of its abort; written once, before `failure` points to it
+    char reason[kReasonBytes];  // why it ended the group; written once, before `failure` points to
+                                // it
   };
 
   Head head;                                  // zero where nobody else could read it: of threads

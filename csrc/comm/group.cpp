@@ -78,6 +78,9 @@ std::optional<std::string> Group::failure() const {
     case Trouble::deadlock:
       text << "ranks wait for each other in different collectives: " << pending_calls();
       break;
+    case Trouble::mismatch:
+      text << memory_->ranks[failure.culprit].reason;
+      break;
     case Trouble::died:
       text << culprit << " died";
       break;
@@ -103,7 +106,9 @@ void Group::throw_if_failed(const Call& own) const {
   const Failure failure = Failure::unpack(word);
   std::ostringstream text;
   text << *this->failure();
-  if (failure.trouble == Trouble::deadlock) throw CommError(text.str());
+  if (failure.trouble == Trouble::deadlock || failure.trouble == Trouble::mismatch) {
+    throw CommError(text.str());  // it tells what every rank was in
+  }
   if (own.sequence == 0) {
     text << "; no collective was under way on rank " << rank_;
   } else {
@@ -122,7 +127,7 @@ void Group::fail(Trouble trouble, int culprit) noexcept {
   for (BoardMemory* board : boards_) wake_all(board->completed);
 }
 
-void Group::abort(const std::string& reason) noexcept {
+void Group::fail_for(Trouble trouble, const std::string& reason) noexcept {
   if (forked()) return;  // it is not the rank
   const std::lock_guard<std::mutex> lock(reason_mutex_);
   char* own = memory_->ranks[rank_].reason;
@@ -131,7 +136,7 @@ void Group::abort(const std::string& reason) noexcept {
     const std::string text = reason.empty() ? "no reason given" : whole_characters(reason);
     std::memcpy(own, text.c_str(), text.size() + 1);
   }
-  fail(Trouble::aborted, rank_);
+  fail(trouble, rank_);
 }
 
 void Group::close() noexcept {

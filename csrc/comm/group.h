@@ -14,7 +14,7 @@
 
 namespace shardcomm {
 
-enum class Trouble : std::uint8_t { none, died, late, closed, aborted, deadlock };
+enum class Trouble : std::uint8_t { none, died, late, closed, aborted, mismatch, deadlock };
 
 // What a rank called last on a channel.
 struct LastCall {
@@ -51,13 +51,16 @@ class Group {
   void throw_if_failed(const Call& own) const;
   // Ends the group, unless it has failed already.
   void fail(Trouble trouble, int culprit) noexcept;
-  void abort(const std::string& reason) noexcept;
+  void abort(const std::string& reason) noexcept { fail_for(Trouble::aborted, reason); }
+  // All ranks see that they called different collectives, and say so in the same words.
+  void mismatch(const std::string& text) noexcept { fail_for(Trouble::mismatch, text); }
   void close() noexcept;
 
   // "rank 1 (pid 4711)"
   std::string who(int rank) const;
 
  private:
+  void fail_for(Trouble trouble, const std::string& reason) noexcept;
   std::string last_calls(int rank) const;
   std::string pending_calls() const;
 

@@ -50,7 +50,8 @@ std::optional<Stat> read_stat(const Fd& fd) {
 }  // namespace
 
 ProcessId ProcessId::own() {
-  const std::optional<Stat> stat = read_stat(open_stat("self"));
+  const Fd file = open_stat("self");
+  const std::optional<Stat> stat = file.get() < 0 ? std::nullopt : read_stat(file);
   if (!stat) {
     throw CommError("cannot read /proc/self/stat, which tells when this process began: " +
                     std::string(std::strerror(errno)));

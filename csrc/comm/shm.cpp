@@ -51,9 +51,7 @@ std::shared_ptr<Mapping> map_findable(Fd fd, std::size_t bytes) {
 class Processes {
  public:
   Processes(const GroupMemory* group, int rank, int size)
-      : group_(group), rank_(rank), watches_(static_cast<std::size_t>(size)) {
-    watch();
-  }
+      : group_(group), rank_(rank), watches_(static_cast<std::size_t>(size)) {}
 
   // Begins to watch those that are known and not watched yet: all, once all have attached. Throws
   // CommError if one cannot be. Not while another thread looks.
@@ -152,13 +150,19 @@ std::shared_ptr<Communicator> ShmMember::attach(const CommOptions& options) {
     throw CommError("shm: rank " + std::to_string(rank) + " of " + address +
                     " is taken by process " + std::to_string(own.pid.load()));
   }
-  const ProcessId process = ProcessId::own();
-  own.start.store(process.start);
-  own.pid.store(process.pid);  // last: who sees it reads the start
   auto processes = std::make_shared<Processes>(group, rank, size);
   auto communicator = std::make_shared<BoardCommunicator>(
       "shm", rank, size, options, control, std::make_unique<ShmProvider>(group),
       make_host_executor(), [processes] { return processes->find_dead(); });
+  try {
+    const ProcessId process = ProcessId::own();
+    own.start.store(process.start);
+    own.pid.store(process.pid);  // last: who sees it reads the start
+    processes->watch();          // those that the session knows
+  } catch (const CommError& error) {
+    communicator->abort(error.what());
+    throw;
+  }
   communicator->attach([&] { processes->watch(); });
   return communicator;
 }

@@ -24,8 +24,8 @@ from shardcomm.communicator import Communicator
 from shardcomm.engine import Engine
 from shardcomm.mesh import Mesh
 from shardcomm.mixed_precision import MixedPrecision
-from shardcomm.rendezvous import env_store
 from shardcomm.sharding import fully_shard
+from shardcomm.store import env_store
 from shardcomm.timeline import Timeline
 from shardcomm.traffic import Traffic
 from shardcomm.train import progress

@@ -17,6 +17,7 @@ import torch
 
 from shardcomm.checkpoints import Checkpoints, complete_steps
 from shardcomm.engine import Engine
+from shardcomm.json_file import read_json
 
 FILE = "progress.json"
 
@@ -49,10 +50,12 @@ class Progress:
     @classmethod
     def read(cls, checkpoint: Path) -> Progress:
         """Raises OSError or ValueError if `checkpoint` is none of a training run."""
-        try:
-            return cls(**json.loads((checkpoint / FILE).read_text()))
-        except TypeError as error:
-            raise ValueError(f"{checkpoint / FILE}: {error}") from error
+        found = read_json(checkpoint / FILE, "the progress of a training run")
+        losses = [loss.raw for loss in found["losses"]]
+        if not all(isinstance(loss, float) for loss in losses):
+            raise found["losses"].wrong("a list of numbers")
+        run = {name: value.raw for name, value in found["run"].items()}
+        return cls(found["ranks"].whole(1, 1 << 30), losses, run)
 
     def write(self, checkpoint: Path) -> None:
         """Down to the disk."""

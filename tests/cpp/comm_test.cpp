@@ -1,19 +1,23 @@
 // The communicators and streams under the sanitizers: `local` between threads, `shm` between forked
 // processes.
+#include <sys/mman.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <functional>
+#include <stdexcept>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "shardcomm/communicator.h"
 #include "shardcomm/stream.h"
+#include "stream/wait_check.h"
 
 namespace {
 
@@ -71,6 +75,19 @@ void on_threads(int size, const std::function<void(Communicator&)>& body) {
   for (std::thread& thread : threads) thread.join();
 }
 
+void allocations_that_no_address_space_holds_are_refused() {
+  const auto group = shardcomm::make_local_group(16);
+  for (const std::size_t bytes : {SIZE_MAX, SIZE_MAX / 16, std::size_t{1} << 60}) {
+    for (const Use use : {Use::gather, Use::reduce}) {
+      try {
+        group[0]->allocate(bytes, use);
+        require(false, "so much memory is refused");
+      } catch (const std::invalid_argument&) {
+      }
+    }
+  }
+}
+
 void gathers_and_reduces_at_once(Communicator& comm) {
   const auto gathers = shardcomm::make_thread_stream();
   const auto reduces = shardcomm::make_thread_stream();
@@ -104,6 +121,107 @@ void a_failure_reaches_all(Communicator& comm) {
   }
 }
 
+// Ranks go on on streams until one ends the group from outside, in whatever they are then; their
+// operands are gone as soon as they have heard.
+void an_abort_ends_what_is_under_way(Communicator& comm) {
+  const auto gathers = shardcomm::make_thread_stream();
+  const auto reduces = shardcomm::make_thread_stream();
+  {
+    const auto window = comm.allocate(sizeof(float) * 4096, Use::gather);
+    std::vector<float> shard(4096 / static_cast<std::size_t>(comm.size()));
+    std::vector<float> full(shard.size() * static_cast<std::size_t>(comm.size()));
+    std::vector<float> sum(700);
+    const auto count = static_cast<std::int64_t>(shard.size());
+    for (int i = 0; i < 200; ++i) {
+      void* recv = i % 2 ? full.data() : window->data();
+      gathers->enqueue([&, recv](shardcomm::NativeStream) {
+        comm.all_gather(shard.data(), DType::f32, recv, DType::f32, count);
+      });
+      reduces->enqueue([&](shardcomm::NativeStream) {
+        comm.all_reduce(sum.data(), DType::f32, 700, RedOp::sum);
+      });
+      if (comm.rank() == 1 && i == 100) comm.abort("that is enough");
+    }
+    for (const auto* stream : {&gathers, &reduces}) {
+      try {
+        (*stream)->record()->wait();
+        require(false, "an abort reaches every stream");
+      } catch (const CommError& error) {
+        require(std::string(error.what()).find("that is enough") != std::string::npos,
+                "its reason");
+      }
+    }
+  }
+}
+
+// A child has copies of the parent's streams and communicators, of which its own end lets go.
+void a_forked_child_lets_go() {
+  auto group = shardcomm::make_local_group(2);
+  auto stream = shardcomm::make_thread_stream();
+  std::atomic<bool> go_on{false};
+  stream->enqueue([&go_on](shardcomm::NativeStream) {
+    while (!go_on) std::this_thread::yield();
+  });
+  auto event = stream->record();
+  const pid_t child = fork();
+  if (child == 0) {
+    alarm(60);
+    try {
+      group[0]->barrier();
+      _exit(1);
+    } catch (const CommError&) {
+    }
+    group.clear();
+    stream = nullptr;
+    event = nullptr;
+    _exit(0);
+  }
+  int status = 0;
+  waitpid(child, &status, 0);
+  require(WIFEXITED(status) && WEXITSTATUS(status) == 0, "a forked child lets go of everything");
+  go_on = true;
+  event->wait();
+}
+
+// Memory whose end is noticed: a page that is read after it is a crash.
+class Pages {
+ public:
+  explicit Pages(std::size_t bytes)
+      : bytes_(bytes),
+        data_(mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0)) {
+    require(data_ != MAP_FAILED, "there is memory");
+  }
+  ~Pages() { munmap(data_, bytes_); }
+  Pages(const Pages&) = delete;
+  Pages& operator=(const Pages&) = delete;
+  float* floats() const { return static_cast<float*>(data_); }
+
+ private:
+  std::size_t bytes_;
+  void* data_;
+};
+
+// Rank 1 is done with its part first, is interrupted while it waits for rank 0, and frees what rank
+// 0 still reads.
+void operands_outlive_their_readers_after_an_error(Communicator& comm) {
+  constexpr std::int64_t kCount = std::int64_t{1} << 24;
+  const Pages recv(2 * kCount * sizeof(float));
+  // Rank 0's is new memory page by page, and takes several times as long to fill.
+  if (comm.rank() == 1) std::fill_n(recv.floats(), 2 * kCount, 0.0f);
+  const Pages send(kCount * sizeof(float));
+  std::fill_n(send.floats(), kCount, 1.0f);
+  comm.barrier();
+  try {
+    const float* last = recv.floats() + 2 * kCount - 1;
+    const shardcomm::WaitCheck interrupt([&comm, last] {
+      if (comm.rank() == 1 && *last == 1.0f) throw std::runtime_error("^C");
+    });
+    comm.all_gather(send.floats(), DType::f32, recv.floats(), DType::f32, kCount);
+  } catch (const std::runtime_error&) {
+    // Rank 0 may have been done in time.
+  }
+}
+
 void on_processes(int size) {
   const shardcomm::ShmSession session(size);
   std::vector<pid_t> children;
@@ -134,6 +252,10 @@ int main() {
   on_threads(4, collectives);
   on_threads(3, gathers_and_reduces_at_once);
   on_threads(3, a_failure_reaches_all);
+  for (int i = 0; i < 5; ++i) on_threads(3, an_abort_ends_what_is_under_way);
+  a_forked_child_lets_go();
+  for (int i = 0; i < 5; ++i) on_threads(2, operands_outlive_their_readers_after_an_error);
+  allocations_that_no_address_space_holds_are_refused();
   std::puts("ok");
   return 0;
 }
