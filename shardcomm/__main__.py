@@ -12,6 +12,7 @@ import shardcomm
 from shardcomm import plan_command, timeline_command
 from shardcomm.bench import command as bench
 from shardcomm.doctor import command as doctor
+from shardcomm.ps import command as ps
 from shardcomm.train import command as train
 
 
@@ -26,6 +27,7 @@ def main() -> int:
     bench.add_parser(commands)
     timeline_command.add_parser(commands)
     doctor.add_parser(commands)
+    ps.add_parser(commands)
     args = parser.parse_args()
     try:
         status: int = args.run(args)

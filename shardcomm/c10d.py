@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import os
+import time
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 
-from shardcomm import _C
+from shardcomm import _C, pending
 from shardcomm.arrays import ArrayLike
 from shardcomm.communicator import Communicator, Receipt, ReduceOp, Use
 from shardcomm.nonfinite import flag_address, look
@@ -22,6 +24,7 @@ from shardcomm.operands import (
     queued,
     red_op,
 )
+from shardcomm.pending import Pending
 from shardcomm.scalars import check_tag, checked_scale
 from shardcomm.streams import Event, Stream, check_stream
 
@@ -56,7 +59,9 @@ class C10dCommunicator(Communicator):
         self._reduces = reduces
         self._sequence = itertools.count(1)
         self._receipts: dict[str, Receipt] = {}
+        self._running: dict[pending.Channel, tuple[str, int, float]] = {}  # ..., since when
         self._failure: str | None = None
+        pending.opened(self)
         self._reason = reason
 
     def allocate(self, numel: int, *, dtype: torch.dtype = torch.float32, use: Use) -> torch.Tensor:
@@ -175,9 +180,18 @@ class C10dCommunicator(Communicator):
 
     def close(self) -> None:
         self._failure = self._failure or f"rank {self.rank} closed the communicator"
+        pending.closed(self)
 
     def receipts(self) -> list[Receipt]:
         return list(self._receipts.values())
+
+    def pending(self) -> list[Pending]:
+        now = None if self._failure else time.monotonic()
+        running = [
+            Pending(self.rank, os.getpid(), channel, name, sequence, now and now - since)
+            for channel, (name, sequence, since) in sorted(self._running.copy().items())
+        ]
+        return running or [Pending(self.rank, os.getpid())]
 
     def _checked(self, operation: str, name: str, array: ArrayLike) -> torch.Tensor:
         tensor = checked(operation, name, array, self.device, written=name != "send").detach()
@@ -197,7 +211,10 @@ class C10dCommunicator(Communicator):
         requested = "shm" if self._reason else "c10d"
         self._receipts[operation] = Receipt(operation, sequence, requested, "c10d", self._reason)
 
+        channel: pending.Channel = "reduce" if "reduce" in operation else "gather"
+
         def guarded() -> None:
+            self._running[channel] = operation, sequence, time.monotonic()
             try:
                 run()
             except RuntimeError as error:
@@ -205,6 +222,9 @@ class C10dCommunicator(Communicator):
                     f"{operation} #{sequence} failed on rank {self.rank} of {self.size}: {error}"
                 )
                 raise _C.CommError(self._failure) from error
+            finally:
+                if self._failure is None:  # else it tells what this rank was in
+                    self._running.pop(channel, None)
 
         if stream is None:
             guarded()

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, Self
 import torch
 
 from shardcomm.arrays import ArrayLike
+from shardcomm.pending import Pending
 from shardcomm.streams import Event, Stream, Streams
 
 if TYPE_CHECKING:
@@ -309,6 +310,15 @@ class Communicator(ABC):
     @abstractmethod
     def receipts(self) -> list[Receipt]:
         """The path that the latest collective of each kind took, and why not a faster one."""
+
+    @abstractmethod
+    def pending(self) -> list[Pending]:
+        """What each rank is in, in the order of ranks; a rank that is in two collectives is there twice.
+
+        `shm` and `local` tell it of every rank of the group, from the memory that the ranks share: nobody is stopped,
+        and nobody takes part. `nccl` and `c10d` know of this rank alone. Any thread may ask, and a signal handler, also
+        while this rank is in a collective, and after a failure, when it tells what the ranks were in.
+        """
 
     def __enter__(self) -> Self:
         return self

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
 
-from shardcomm import _C
+from shardcomm import _C, pending
 from shardcomm.arrays import ArrayLike
 from shardcomm.communicator import (
     BoundGather,
@@ -29,6 +30,7 @@ from shardcomm.operands import (
     red_op,
     scatter_overlap,
 )
+from shardcomm.pending import Pending
 from shardcomm.scalars import check_tag, checked_scale
 from shardcomm.streams import Event, Stream, check_stream, compute_stream, on_host
 
@@ -45,6 +47,7 @@ class CoreCommunicator(Communicator):
         self.rank = core.rank
         self.size = core.size
         self.transport = core.transport
+        pending.opened(self)
 
     def allocate(self, numel: int, *, dtype: torch.dtype = torch.float32, use: Use) -> torch.Tensor:
         check_allocation(numel, dtype, use, self.size)
@@ -219,9 +222,14 @@ class CoreCommunicator(Communicator):
 
     def close(self) -> None:
         self._core.close()
+        pending.closed(self)
 
     def receipts(self) -> list[Receipt]:
         return [Receipt(*receipt) for receipt in self._core.receipts()]
+
+    def pending(self) -> list[Pending]:
+        own_pid = os.getpid() if self.transport == "local" else None
+        return pending.from_core(self._core.pending(), own_pid)
 
     def _on(self, stream: Stream | None) -> Any:
         if stream is not None:

@@ -34,6 +34,7 @@ import torch
 from shardcomm._C import CommError, CudaError
 from shardcomm.checkpoints import CheckpointError
 from shardcomm.parent import signal_at_its_end
+from shardcomm.stack_dumps import enable_where_free
 from shardcomm.store import SECRET, serve_on_loopback
 
 T = TypeVar("T")
@@ -214,6 +215,7 @@ def _run_rank(
     # Ctrl-C reaches the whole terminal; the launcher decides for all ranks. (Blocked already, unless the fork server
     # was started by someone else.)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    enable_where_free()
     threading.Thread(target=_end_with_launcher, args=(watched, temp_dir), daemon=True).start()
     port, os.environ[SECRET] = meeting
     # All ranks are here: the connections that torch's Gloo opens need no other interface.

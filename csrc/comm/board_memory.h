@@ -13,6 +13,13 @@ namespace shardcomm {
 
 // What all channels share: who is there, and the first failure of any of them, which ends all.
 struct GroupMemory {
+  // By what a process that is no rank knows that it can read this memory (comm/inspect.h).
+  struct Head {
+    std::uint64_t magic;   // written last
+    std::uint64_t layout;  // of all that it would read
+    std::uint64_t size;    // ranks
+  };
+
   static constexpr std::size_t kReasonBytes = 1024;
 
   struct alignas(64) Rank {
@@ -24,6 +31,7 @@ struct GroupMemory {
                                 // it
   };
 
+  Head head;                                  // zero where nobody else could read it: of threads
   alignas(64) Atomic<std::uint64_t> failure;  // 0, or the first failure, packed
   Rank ranks[1];                              // `size` of them
 

@@ -1,6 +1,8 @@
 #include "comm/mapping.h"
 
 #include <fcntl.h>
+#include <pthread.h>
+#include <signal.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -45,6 +47,18 @@ std::size_t available_bytes() {
   return 0;
 }
 
+// An errno. In older kernels any signal ends the call, which gives back the pages it has; where
+// signals come at short intervals it would never succeed.
+int reserve_pages(int fd, off_t bytes) {
+  sigset_t all;
+  sigset_t before;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &before);
+  const int error = posix_fallocate(fd, 0, bytes);
+  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  return error;
+}
+
 }  // namespace
 
 std::shared_ptr<Mapping> Mapping::anonymous(std::size_t bytes) {
@@ -64,8 +78,8 @@ Fd::~Fd() {
   if (fd_ >= 0) close(fd_);
 }
 
-Fd create_window(std::size_t bytes, bool reserve) {
-  Fd fd(memfd_create("shardcomm", MFD_CLOEXEC));
+Fd create_window(std::size_t bytes, bool reserve, const char* label) {
+  Fd fd(memfd_create(label, MFD_CLOEXEC));
   const auto size = static_cast<off_t>(std::max<std::size_t>(bytes, 1));
   int error = fd.get() < 0 ? errno : 0;
   // The kernel would grant it page by page, and end a process of its choice when it cannot.
@@ -75,7 +89,7 @@ Fd create_window(std::size_t bytes, bool reserve) {
                     " bytes of shared memory: " + std::to_string(available) + " are available");
   }
   if (error == 0) error = ftruncate(fd.get(), size) != 0 ? errno : 0;
-  if (error == 0 && reserve) error = posix_fallocate(fd.get(), 0, size);
+  if (error == 0 && reserve) error = reserve_pages(fd.get(), size);
   if (error != 0) {
     throw CommError("cannot reserve " + std::to_string(bytes) +
                     " bytes of shared memory: " + std::strerror(error));
