@@ -70,7 +70,7 @@ void Board::end() noexcept {
   in_call_ = false;
 }
 
-void Board::leave(const std::string& reason) noexcept {
+void Board::leave(std::string_view reason) noexcept {
   group_.abort(reason);
   if (!reads_addresses_ || group_.forked()) return;
   state(group_.rank()).reading.store(0);

@@ -4,7 +4,7 @@
 
 #include <cstdint>
 #include <functional>
-#include <string>
+#include <string_view>
 #include <vector>
 
 #include "comm/board_memory.h"
@@ -30,7 +30,7 @@ class Board {
   // The call has ended well.
   void end() noexcept;
   // The call ends in an error: no rank goes on, and none reads this rank's operands any more.
-  void leave(const std::string& reason) noexcept;
+  void leave(std::string_view reason) noexcept;
 
   // Between `begin` and `end`. After an error, for good.
   bool in_call() const { return in_call_; }

@@ -1,8 +1,11 @@
 #include "comm/board_communicator.h"
 
+#include <array>
+#include <cstdio>
 #include <limits>
 #include <new>
 #include <stdexcept>
+#include <thread>
 #include <utility>
 
 namespace shardcomm {
@@ -45,9 +48,10 @@ std::size_t ControlMemory::bytes(int size) {
 
 GroupMemory* ControlMemory::group(std::byte* base) { return reinterpret_cast<GroupMemory*>(base); }
 
-BoardMemory* ControlMemory::board(std::byte* base, int size, int channel) {
-  return reinterpret_cast<BoardMemory*>(base + group_bytes(size) +
-                                        static_cast<std::size_t>(channel) * board_bytes(size));
+Group::Boards ControlMemory::boards(std::byte* base, int size) {
+  std::byte* first = base + group_bytes(size);
+  return {reinterpret_cast<BoardMemory*>(first),
+          reinterpret_cast<BoardMemory*>(first + board_bytes(size))};
 }
 
 std::byte* ControlMemory::stage(std::byte* base, int size, int channel, int rank, int half) {
@@ -67,9 +71,7 @@ BoardCommunicator::BoardCommunicator(std::string transport, int rank, int size,
       rank_(rank),
       size_(size),
       control_(std::move(control)),
-      group_(ControlMemory::group(control_->data()),
-             {ControlMemory::board(control_->data(), size, 0),
-              ControlMemory::board(control_->data(), size, 1)},
+      group_(ControlMemory::group(control_->data()), ControlMemory::boards(control_->data(), size),
              rank, size, options.deadline_s, std::move(find_dead)),
       provider_(std::move(provider)),
       executor_(std::move(executor)),
@@ -127,7 +129,12 @@ std::shared_ptr<Memory> BoardCommunicator::allocate(std::size_t bytes, Use use) 
     }
     channel.board.begin(call);
     const std::uint64_t handle = channel.board.call_of(0).handle;
-    window.mapping = provider_->open(handle, total);
+    try {
+      window.mapping = provider_->open(handle, total);
+    } catch (const UnreachableError&) {
+      find_out_who_died(channel.board.call_of(rank_));
+      throw;
+    }
     windows_->add(window);
     memory = std::make_shared<WindowMemory>(windows_, window, rank_);
     channel.board.meet();  // all have opened it
@@ -152,22 +159,35 @@ void BoardCommunicator::close() noexcept { group_.close(); }
 
 void BoardCommunicator::leave(Channel& channel, const char* operation) noexcept {
   channel.windows = nullptr;
-  if (!channel.board.in_call()) return;  // refused before the others knew of it
-  const auto leave_for = [&](const std::string& reason) {
-    channel.board.leave(std::string(operation) + ": " + reason);
+  const bool known = channel.board.in_call();  // else it was refused before the others knew of it
+  const auto leave_for = [&](const char* reason) {
+    std::array<char, GroupMemory::kReasonBytes> text{};
+    std::snprintf(text.data(), text.size(), "%s: %s", operation, reason);
+    channel.board.leave(text.data());
   };
   try {
     throw;
-  } catch (const CommError& error) {
-    channel.board.leave(error.what());
-  } catch (const CudaError& error) {
-    leave_for(error.what());
   } catch (const std::bad_alloc&) {
-    leave_for("this rank has no memory left");
+    leave_for("this rank has no memory left");  // also if not known: the others come to this call
+  } catch (const CommError& error) {
+    if (known) channel.board.leave(error.what());
+  } catch (const CudaError& error) {
+    if (known) leave_for(error.what());
   } catch (...) {  // what check_wait throws
-    leave_for("interrupted");
+    if (known) leave_for("interrupted");
   }
-  executor_->finish();
+  if (known) executor_->finish();
+}
+
+// A process that ends closes its files before others are told that it has ended.
+void BoardCommunicator::find_out_who_died(const Call& call) {
+  const Clock::time_point until = Clock::now() + std::chrono::seconds(1);
+  while (Clock::now() < until) {
+    const int dead = group_.find_dead();
+    if (dead >= 0) group_.fail(Trouble::died, dead);
+    group_.throw_if_failed(call);
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
 }
 
 std::vector<Receipt> BoardCommunicator::receipts() const {

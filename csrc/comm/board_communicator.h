@@ -30,7 +30,7 @@ struct ControlMemory {
 
   static std::size_t bytes(int size);
   static GroupMemory* group(std::byte* base);
-  static BoardMemory* board(std::byte* base, int size, int channel);
+  static Group::Boards boards(std::byte* base, int size);
   static std::byte* stage(std::byte* base, int size, int channel, int rank, int half);
 };
 
@@ -79,6 +79,8 @@ class BoardCommunicator final : public Communicator {
   }
   void leave(Channel& channel, const char* operation) noexcept;
   void refuse_parts_of_one_window(Channel& channel) const;
+  // Throws if it is known, or becomes known within a second, that a rank has ended.
+  void find_out_who_died(const Call& call);
   bool all_reachable(const Channel& channel, Place Call::* place) const;
   std::byte* peer(Channel& channel, Place Call::* place, int rank) const;
   std::byte* stage(const Channel& channel, int rank, std::int64_t chunk) const;

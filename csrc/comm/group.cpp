@@ -28,8 +28,9 @@ struct Failure {
   }
 };
 
-// As much of it as there is room for, in UTF-8.
-std::string whole_characters(const std::string& text) {
+// As much of it as there is room for, in UTF-8. Like all that ends the group, it takes no memory:
+// that there is none may be the reason.
+std::string_view whole_characters(std::string_view text) {
   std::size_t end = std::min({text.find('\0'), text.size(), GroupMemory::kReasonBytes - 1});
   if (end == text.size()) return text;
   while (end > 0 && (static_cast<unsigned char>(text[end]) & 0xc0) == 0x80) --end;
@@ -127,14 +128,14 @@ void Group::fail(Trouble trouble, int culprit) noexcept {
   for (BoardMemory* board : boards_) wake_all(board->completed);
 }
 
-void Group::fail_for(Trouble trouble, const std::string& reason) noexcept {
+void Group::fail_for(Trouble trouble, std::string_view reason) noexcept {
   if (forked()) return;  // it is not the rank
   const std::lock_guard<std::mutex> lock(reason_mutex_);
   char* own = memory_->ranks[rank_].reason;
   // Others read it once `failure` says so; it never changes afterwards.
   if (own[0] == '\0') {
-    const std::string text = reason.empty() ? "no reason given" : whole_characters(reason);
-    std::memcpy(own, text.c_str(), text.size() + 1);
+    const std::string_view text = reason.empty() ? "no reason given" : whole_characters(reason);
+    std::memcpy(own, text.data(), text.size());  // zero follows: nobody has written here
   }
   fail(trouble, rank_);
 }

@@ -8,6 +8,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "comm/board_memory.h"
@@ -51,16 +52,16 @@ class Group {
   void throw_if_failed(const Call& own) const;
   // Ends the group, unless it has failed already.
   void fail(Trouble trouble, int culprit) noexcept;
-  void abort(const std::string& reason) noexcept { fail_for(Trouble::aborted, reason); }
+  void abort(std::string_view reason) noexcept { fail_for(Trouble::aborted, reason); }
   // All ranks see that they called different collectives, and say so in the same words.
-  void mismatch(const std::string& text) noexcept { fail_for(Trouble::mismatch, text); }
+  void mismatch(std::string_view text) noexcept { fail_for(Trouble::mismatch, text); }
   void close() noexcept;
 
   // "rank 1 (pid 4711)"
   std::string who(int rank) const;
 
  private:
-  void fail_for(Trouble trouble, const std::string& reason) noexcept;
+  void fail_for(Trouble trouble, std::string_view reason) noexcept;
   std::string last_calls(int rank) const;
   std::string pending_calls() const;
 

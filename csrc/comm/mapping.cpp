@@ -1,8 +1,6 @@
 #include "comm/mapping.h"
 
 #include <fcntl.h>
-#include <pthread.h>
-#include <signal.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -12,8 +10,6 @@
 #include <fstream>
 #include <string>
 #include <utility>
-
-#include "shardcomm/error.h"
 
 namespace shardcomm {
 namespace {
@@ -35,6 +31,10 @@ class Pages final : public Mapping {
   Pages& operator=(const Pages&) = delete;
 };
 
+// A signal ends a reservation, and what was reserved by it is given back: a large one would never
+// come to its end in a process that a timer interrupts.
+constexpr off_t kReservedAtOnce = 4 * 1024 * 1024;
+
 // What could be taken without driving other programs out of memory; 0 if nobody says.
 std::size_t available_bytes() {
   std::ifstream meminfo("/proc/meminfo");
@@ -45,18 +45,6 @@ std::size_t available_bytes() {
     if (name == "MemAvailable:") return kilobytes * 1024;
   }
   return 0;
-}
-
-// An errno. In older kernels any signal ends the call, which gives back the pages it has; where
-// signals come at short intervals it would never succeed.
-int reserve_pages(int fd, off_t bytes) {
-  sigset_t all;
-  sigset_t before;
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &before);
-  const int error = posix_fallocate(fd, 0, bytes);
-  pthread_sigmask(SIG_SETMASK, &before, nullptr);
-  return error;
 }
 
 }  // namespace
@@ -89,7 +77,11 @@ Fd create_window(std::size_t bytes, bool reserve, const char* label) {
                     " bytes of shared memory: " + std::to_string(available) + " are available");
   }
   if (error == 0) error = ftruncate(fd.get(), size) != 0 ? errno : 0;
-  if (error == 0 && reserve) error = reserve_pages(fd.get(), size);
+  for (off_t done = 0; error == 0 && reserve && done < size; done += kReservedAtOnce) {
+    do {
+      error = posix_fallocate(fd.get(), done, std::min(kReservedAtOnce, size - done));
+    } while (error == EINTR);
+  }
   if (error != 0) {
     throw CommError("cannot reserve " + std::to_string(bytes) +
                     " bytes of shared memory: " + std::strerror(error));
@@ -100,12 +92,12 @@ Fd create_window(std::size_t bytes, bool reserve, const char* label) {
 Fd open_window(int pid, int fd) {
   const std::string path = "/proc/" + std::to_string(pid) + "/fd/" + std::to_string(fd);
   Fd window(open(path.c_str(), O_RDWR | O_CLOEXEC));
-  if (window.get() < 0) {
-    throw CommError("cannot reach the memory of process " + std::to_string(pid) + ": " +
-                    std::strerror(errno) +
-                    "; it has ended, or runs as another user or in another container");
-  }
-  return window;
+  if (window.get() >= 0) return window;
+  const int error = errno;
+  const std::string text =
+      "cannot reach the memory of process " + std::to_string(pid) + ": " + std::strerror(error);
+  if (error == EMFILE || error == ENFILE || error == ENOMEM) throw CommError(text);
+  throw UnreachableError(text + "; it has ended, or runs as another user or in another container");
 }
 
 }  // namespace shardcomm

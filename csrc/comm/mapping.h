@@ -6,6 +6,8 @@
 #include <memory>
 #include <string>
 
+#include "shardcomm/error.h"
+
 namespace shardcomm {
 
 class Mapping {
@@ -45,11 +47,18 @@ class Fd {
   int fd_ = -1;
 };
 
+// Another process's memory is not there: mostly, the process has ended.
+class UnreachableError : public CommError {
+ public:
+  using CommError::CommError;
+};
+
 // Memory that has no name anywhere: it is gone when the last process that maps it is. `reserve`
 // takes the pages now, so that too little memory is an error here and not a signal later. Throws
 // CommError naming the bytes wanted. `label` is how /proc shows it.
 Fd create_window(std::size_t bytes, bool reserve, const char* label = "shardcomm");
-// The window behind descriptor `fd` of process `pid`.
+// The window behind descriptor `fd` of process `pid`. Throws UnreachableError; CommError if it is
+// this process that can open no more.
 Fd open_window(int pid, int fd);
 
 constexpr std::size_t round_up(std::size_t bytes, std::size_t to) {

@@ -150,17 +150,21 @@ std::shared_ptr<Communicator> ShmMember::attach(const CommOptions& options) {
     throw CommError("shm: rank " + std::to_string(rank) + " of " + address +
                     " is taken by process " + std::to_string(own.pid.load()));
   }
-  auto processes = std::make_shared<Processes>(group, rank, size);
-  auto communicator = std::make_shared<BoardCommunicator>(
-      "shm", rank, size, options, control, std::make_unique<ShmProvider>(group),
-      make_host_executor(), [processes] { return processes->find_dead(); });
+  std::shared_ptr<Processes> processes;
+  std::shared_ptr<BoardCommunicator> communicator;
   try {
+    processes = std::make_shared<Processes>(group, rank, size);
+    communicator = std::make_shared<BoardCommunicator>(
+        "shm", rank, size, options, control, std::make_unique<ShmProvider>(group),
+        make_host_executor(), [processes] { return processes->find_dead(); });
     const ProcessId process = ProcessId::own();
     own.start.store(process.start);
     own.pid.store(process.pid);  // last: who sees it reads the start
     processes->watch();          // those that the session knows
-  } catch (const CommError& error) {
-    communicator->abort(error.what());
+  } catch (const std::exception& error) {
+    // The others would wait.
+    Group(group, ControlMemory::boards(control->data(), size), rank, size, options.deadline_s, {})
+        .abort(error.what());
     throw;
   }
   communicator->attach([&] { processes->watch(); });

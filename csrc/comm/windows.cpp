@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <iterator>
+#include <new>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -61,10 +62,13 @@ void Windows::add(Window window) {
   table_ = std::make_shared<const WindowTable>(table_->with(std::move(window)));
 }
 
-void Windows::remove(std::uint32_t id) {
+void Windows::remove(std::uint32_t id) noexcept {
   std::shared_ptr<const WindowTable> before;  // what it alone held is unmapped outside the lock
   const std::lock_guard<std::mutex> lock(mutex_);
-  before = std::exchange(table_, std::make_shared<const WindowTable>(table_->without(id)));
+  try {
+    before = std::exchange(table_, std::make_shared<const WindowTable>(table_->without(id)));
+  } catch (const std::bad_alloc&) {
+  }
 }
 
 std::shared_ptr<const WindowTable> Windows::now() const {

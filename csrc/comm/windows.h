@@ -72,7 +72,9 @@ class Windows {
       : table_(std::make_shared<const WindowTable>(rank, shares_addresses)) {}
 
   void add(Window window);
-  void remove(std::uint32_t id);
+  // Never fails: where there is no memory for a smaller table, the window stays mapped for as long
+  // as this.
+  void remove(std::uint32_t id) noexcept;
   std::shared_ptr<const WindowTable> now() const;
 
  private:

@@ -6,7 +6,10 @@
 #include <deque>
 #include <exception>
 #include <mutex>
+#include <optional>
 #include <stdexcept>
+#include <string>
+#include <system_error>
 #include <thread>
 #include <utility>
 
@@ -102,15 +105,23 @@ class Worker {
     std::thread::id caller;
   };
 
-  // Runs what is queued to its end.
-  ~Worker() {
-    {
-      const std::lock_guard<std::mutex> lock(mutex_);
-      closing_ = true;
+  Worker() {
+    try {
+      thread_ = std::thread([this] { run(); });
+    } catch (const std::system_error& error) {
+      throw std::runtime_error(std::string("this process can start no thread for a stream: ") +
+                               error.what());
     }
-    queue_changed_.notify_one();
-    thread_.join();
+    try {
+      registered_.emplace(thread_.get_id(),
+                          [this](std::thread::id caller) { return has_work_of(caller); });
+    } catch (...) {
+      finish();
+      throw;
+    }
   }
+  // Runs what is queued to its end.
+  ~Worker() { finish(); }
 
   std::thread::id thread() const { return thread_.get_id(); }
 
@@ -123,6 +134,15 @@ class Worker {
   }
 
  private:
+  void finish() {
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      closing_ = true;
+    }
+    queue_changed_.notify_one();
+    thread_.join();
+  }
+
   bool has_work_of(std::thread::id caller) {
     const std::lock_guard<std::mutex> lock(mutex_);
     return working_for_ == caller ||
@@ -161,9 +181,8 @@ class Worker {
   std::deque<Entry> queue_;
   std::thread::id working_for_;
   bool closing_ = false;
-  std::thread thread_{[this] { run(); }};  // after what it uses
-  const WorksForOthers registered_{thread_.get_id(),
-                                   [this](std::thread::id caller) { return has_work_of(caller); }};
+  std::thread thread_;
+  std::optional<WorksForOthers> registered_;
 };
 
 class ThreadStream final : public Stream {
