@@ -10,7 +10,7 @@ SANITIZERS := address,undefined thread
 CXX_FILES = $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'tests/cpp/*.cpp' 'tests/cpp/*.h')
 CORE_SOURCES := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu') CMakeLists.txt setup.py
 
-.PHONY: help setup demo test lint bench figures sanitize clean
+.PHONY: help setup demo test lint bench figures sanitize model clean
 
 help:
 	@echo "make setup     prepare $(VENV): install what is needed, build"
@@ -20,6 +20,7 @@ help:
 	@echo "make figures   the same, kept in bench/results, and the README's tables from it"
 	@echo "make lint      check format, style and types"
 	@echo "make sanitize  run the C++ tests under address, undefined-behaviour and thread sanitizers"
+	@echo "make model     check the protocol between ranks in every order of its steps (docs/protocol.md)"
 	@echo "make clean     remove what the above have made"
 
 setup: $(VENV)/built
@@ -77,6 +78,10 @@ sanitize: setup
 	    -DSHARDCOMM_PYTHON=OFF -DSHARDCOMM_TESTS=ON -DSHARDCOMM_SANITIZE=$$sanitizer -DSHARDCOMM_CUDA=off >/dev/null && \
 	  $(BIN)/cmake --build $$build && \
 	  (cd $$build && setarch -R ../../$(BIN)/ctest --output-on-failure) || exit 1; done
+
+model: setup
+	$(BIN)/python tests/cpp/model/check.py --full
+	$(BIN)/python tests/cpp/model/mutants.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info shardcomm/_C*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis

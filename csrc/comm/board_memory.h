@@ -3,6 +3,7 @@
 // fresh group.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 
@@ -20,7 +21,8 @@ struct GroupMemory {
     Atomic<std::uint64_t> start;
     Atomic<std::uint32_t> attached;
     Atomic<std::uint32_t> closed;  // this rank left
-    char reason[kReasonBytes];     // of its abort; written once, before `failure` points to it
+    // Of its abort; written once, before `failure` points to it.
+    Plain<std::array<char, kReasonBytes>> reason;
   };
 
   alignas(64) Atomic<std::uint64_t> failure;  // 0, or the first failure, packed

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <mutex>
 #include <sstream>
 #include <utility>
 
@@ -87,7 +88,7 @@ void Group::throw_if_failed(const Call& own) const {
       text << culprit << " did not come within " << deadline_s_ << " s";
       break;
     case Trouble::aborted:
-      text << culprit << " aborted: " << memory_->ranks[failure.culprit].reason;
+      text << culprit << " aborted: " << memory_->ranks[failure.culprit].reason.read().data();
       break;
     case Trouble::none:
       break;
@@ -112,12 +113,12 @@ void Group::fail(Trouble trouble, int culprit) noexcept {
 
 void Group::abort(const std::string& reason) noexcept {
   if (forked()) return;  // it is not the rank
-  const std::lock_guard<std::mutex> lock(reason_mutex_);
-  char* own = memory_->ranks[rank_].reason;
+  const std::lock_guard<Mutex> lock(reason_mutex_);
+  auto& own = memory_->ranks[rank_].reason;
   // Others read it once `failure` says so; it never changes afterwards.
-  if (own[0] == '\0') {
+  if (own.read()[0] == '\0') {
     const std::string text = reason.empty() ? "no reason given" : whole_characters(reason);
-    std::memcpy(own, text.c_str(), text.size() + 1);
+    std::memcpy(own.write().data(), text.c_str(), text.size() + 1);
   }
   fail(Trouble::aborted, rank_);
 }
