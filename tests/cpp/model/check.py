@@ -8,26 +8,33 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parents[3]
 
 
-def build(folder: Path, sources: Path | None = None) -> Path:
-    """Builds the model, of `sources` instead of csrc, in `folder`; returns the program."""
-    quiet = {"check": True, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    # The tools that the virtual environment brings, if this runs in one.
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-    environment = {**os.environ, "PATH": path}
-    configure = ["cmake", "-S", str(REPOSITORY), "-B", str(folder), "-G", "Ninja"]
-    configure += ["-DCMAKE_BUILD_TYPE=RelWithDebInfo", "-DSHARDCOMM_CUDA=off"]
-    configure += ["-DSHARDCOMM_PYTHON=OFF", "-DSHARDCOMM_TESTS=ON"]
+def configure(folder: Path, sources: Path | None = None) -> None:
+    """Prepares `folder` for a model of csrc, or of other `sources`."""
+    command = ["cmake", "-S", str(REPOSITORY), "-B", str(folder), "-G", "Ninja"]
+    command += ["-DCMAKE_BUILD_TYPE=RelWithDebInfo", "-DSHARDCOMM_CUDA=off"]
+    command += ["-DSHARDCOMM_PYTHON=OFF", "-DSHARDCOMM_TESTS=ON"]
     if sources is not None:
-        configure.append(f"-DSHARDCOMM_MODEL_OF={sources}")
-    compile_it = ["cmake", "--build", str(folder), "--target", "model", "-j2"]
-    for command in (configure, compile_it):
-        try:
-            subprocess.run(command, env=environment, **quiet)
-        except subprocess.CalledProcessError as error:
-            raise RuntimeError(f"{' '.join(command)}:\n{error.stdout}") from error
+        command.append(f"-DSHARDCOMM_MODEL_OF={sources}")
+    _do(command)
+
+
+def build(folder: Path) -> Path:
+    """Builds the model that `folder` is prepared for; returns the program."""
+    _do(["cmake", "--build", str(folder), "--target", "model", "-j2"])
     return folder / "model"
 
 
+def _do(command: list[str]) -> None:
+    # The tools that the virtual environment brings, if this runs in one.
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    environment = {**os.environ, "PATH": path}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if run.returncode != 0:
+        raise RuntimeError(f"{' '.join(command)}:\n{run.stdout}\n{run.stderr}")
+
+
 if __name__ == "__main__":
-    program = build(REPOSITORY / "build" / "model")
+    folder = REPOSITORY / "build" / "model"
+    configure(folder)
+    program = build(folder)
     sys.exit(subprocess.run([str(program), *sys.argv[1:]], check=False).returncode)

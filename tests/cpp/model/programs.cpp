@@ -43,16 +43,21 @@ std::vector<Program> programs() {
     all.push_back(std::move(program));
   };
 
-  {  // Two collectives, one after the other; nothing goes wrong.
-    Program program = meeting(2, Form::staged, 2);
+  {  // Nothing goes wrong.
+    add(meeting(2, Form::barrier, 2), "barriers", true);
+    add(meeting(2, Form::barrier, 4), "more barriers", false);
+    add(meeting(2, Form::staged, 1), "staged", true);
+    add(meeting(2, Form::staged, 2), "staged twice", false);
+    add(meeting(2, Form::window, 2), "windows", false);
+    Program program = meeting(2, Form::window, 1);
     program.world.buffers = true;
-    add(program, "staged", true);
-    program.spawn_threads = collectives(2, Form::window);
-    add(program, "window", true);
+    add(program, "buffered", true);
+    program.spawn_threads = collectives(2, Form::staged);
+    add(program, "buffered and staged", false);
     program.spawn_threads = collectives(1, Form::staged);
     program.world.spins = true;
     add(program, "spinning", true);
-    add(meeting(3, Form::barrier, 1), "barrier", false);
+    add(meeting(3, Form::barrier, 1), "barriers", false);
     add(meeting(3, Form::staged, 1), "staged", false);
   }
   {  // Gathers on one thread of each rank, reduces on another.
@@ -98,16 +103,20 @@ std::vector<Program> programs() {
     add(program, "mismatch", ranks == 2);
   }
   for (const int ranks : {2, 3}) {  // A rank stops for ever, anywhere; or is only slow.
-    Program program = meeting(ranks, ranks == 2 ? Form::window : Form::barrier, 1);
-    program.world.may_stop = everyone(ranks);
-    program.world.time = Time::any;
+    Program program = meeting(ranks, Form::barrier, 1);
+    program.world.may_stop = ranks == 2 ? everyone(2) : 1U << 1;
+    program.world.time = ranks == 2 ? Time::any : Time::when_idle;
     program.troubles = may(Trouble::late);
     program.without_timeouts = false;
     add(program, "stopped", ranks == 2);
+    if (ranks == 2) {
+      program.spawn_threads = collectives(1, Form::window);
+      add(program, "stopped between", false);
+    }
   }
   for (const int ranks : {2, 3}) {  // A rank dies, anywhere. No deadline is needed to find it.
     Program program = meeting(ranks, ranks == 2 ? Form::window : Form::barrier, 1);
-    program.world.may_die = everyone(ranks);
+    program.world.may_die = ranks == 2 ? everyone(2) : 1U << 1;
     program.troubles = may(Trouble::died);
     program.without_timeouts = false;
     add(program, "died", ranks == 2);
@@ -124,14 +133,20 @@ std::vector<Program> programs() {
   }
   for (const int ranks : {2, 3}) {  // Another thread of rank 0 aborts.
     Program program = meeting(ranks, Form::barrier, 1);
-    const int count = ranks == 2 ? 2 : 1;
-    program.spawn_threads = [count](Ranks& all) {
-      collectives(count, Form::barrier)(all);
+    program.spawn_threads = [](Ranks& all) {
+      collectives(1, Form::barrier)(all);
       all.thread(0, 0, [&all] { all.abort(0); });
     };
     program.troubles = may(Trouble::aborted);
     program.without_timeouts = false;
     add(program, "aborted", ranks == 2);
+    if (ranks == 2) {
+      program.spawn_threads = [](Ranks& all) {
+        collectives(2, Form::barrier)(all);
+        all.thread(0, 0, [&all] { all.abort(0); });
+      };
+      add(program, "aborted, called again", false);
+    }
   }
   {  // Two failures at once: rank 0 aborts, what rank 1 does is interrupted.
     Program program = meeting(2, Form::barrier, 1);
@@ -182,6 +197,11 @@ std::vector<Program> programs() {
     };
     program.all_throw = false;
     add(program, "closed meanwhile", true);
+    program.spawn_threads = [](Ranks& ranks) {  // and rank 1 never comes
+      ranks.thread(0, kOnBoth, [&ranks] { ranks.collective(0, kGather, Form::barrier); });
+      ranks.thread(0, 0, [&ranks] { ranks.close(0); });
+    };
+    add(program, "closed alone", true);
   }
   for (const int ranks : {2, 3}) {  // Rank 0 gathers and then reduces, the others the reverse.
     Program program = meeting(ranks, Form::barrier, 1);
@@ -207,6 +227,18 @@ std::vector<Program> programs() {
     program.without_timeouts = true;
     add(program, "not crosswise", true);
   }
+  {  // Rank 2 never comes. Rank 1 may come in time, and is not to blame then.
+    Program program = meeting(3, Form::barrier, 1);
+    program.spawn_threads = [](Ranks& ranks) {
+      for (const int r : {0, 1}) {
+        ranks.thread(r, kOnBoth, [&ranks, r] { ranks.collective(r, kGather, Form::barrier); });
+      }
+    };
+    program.world.time = Time::any;
+    program.troubles = may(Trouble::late);
+    program.without_timeouts = false;
+    add(program, "one is late", true);
+  }
   {  // Rank 2 never comes. Rank 1 waits for it in a reduce, and so is late in rank 0's gather.
     Program program = meeting(3, Form::barrier, 1);
     program.spawn_threads = [](Ranks& ranks) {
@@ -229,6 +261,7 @@ std::vector<Program> programs() {
     program.without_timeouts = false;
     program.world.buffers = ranks == 2;
     add(program, "direct", ranks == 2);
+    program.world.buffers = false;
     program.spawn_threads = [](Ranks& all) {
       collectives(1, Form::direct)(all);
       all.thread(0, 0, [&all] { all.abort(0); });
