@@ -3,6 +3,7 @@
 // fresh group.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 
@@ -27,8 +28,8 @@ struct GroupMemory {
     Atomic<std::uint64_t> start;
     Atomic<std::uint32_t> attached;
     Atomic<std::uint32_t> closed;  // this rank left
-    char reason[kReasonBytes];  // why it ended the group; written once, before `failure` points to
-                                // it
+    // Why it ended the group; written once, before `failure` points to it.
+    Plain<std::array<char, kReasonBytes>> reason;
   };
 
   Head head;                                  // zero where nobody else could read it: of threads

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <mutex>
 #include <sstream>
 #include <utility>
 
@@ -80,7 +81,7 @@ std::optional<std::string> Group::failure() const {
       text << "ranks wait for each other in different collectives: " << pending_calls();
       break;
     case Trouble::mismatch:
-      text << memory_->ranks[failure.culprit].reason;
+      text << memory_->ranks[failure.culprit].reason.read().data();
       break;
     case Trouble::died:
       text << culprit << " died";
@@ -93,7 +94,7 @@ std::optional<std::string> Group::failure() const {
       deadline_s_ > 0 ? text << "within " << deadline_s_ << " s" : text << "in time";
       break;
     case Trouble::aborted:
-      text << culprit << " aborted: " << memory_->ranks[failure.culprit].reason;
+      text << culprit << " aborted: " << memory_->ranks[failure.culprit].reason.read().data();
       break;
     case Trouble::none:
       break;
@@ -130,12 +131,12 @@ void Group::fail(Trouble trouble, int culprit) noexcept {
 
 void Group::fail_for(Trouble trouble, std::string_view reason) noexcept {
   if (forked()) return;  // it is not the rank
-  const std::lock_guard<std::mutex> lock(reason_mutex_);
-  char* own = memory_->ranks[rank_].reason;
+  const std::lock_guard<Mutex> lock(reason_mutex_);
+  auto& own = memory_->ranks[rank_].reason;
   // Others read it once `failure` says so; it never changes afterwards.
-  if (own[0] == '\0') {
+  if (own.read()[0] == '\0') {
     const std::string_view text = reason.empty() ? "no reason given" : whole_characters(reason);
-    std::memcpy(own, text.data(), text.size());  // zero follows: nobody has written here
+    std::memcpy(own.write().data(), text.data(), text.size());  // zero follows: nobody has written
   }
   fail(trouble, rank_);
 }

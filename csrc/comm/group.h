@@ -5,7 +5,6 @@
 #include <array>
 #include <cstdint>
 #include <functional>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -72,7 +71,7 @@ class Group {
   double deadline_s_;
   std::function<int()> find_dead_;
   int forks_;
-  std::mutex reason_mutex_;  // threads of this rank may abort at once
+  Mutex reason_mutex_;  // threads of this rank may abort at once
 };
 
 }  // namespace shardcomm

@@ -132,10 +132,8 @@ GroupReport read_group(int fd) {
   const int size = check_head(fd, bytes);
   const View view(fd, bytes);
   GroupMemory* memory = ControlMemory::group(view.data());
-  const Group group(
-      memory,
-      {ControlMemory::board(view.data(), size, 0), ControlMemory::board(view.data(), size, 1)},
-      /*rank=*/0, size, /*deadline_s=*/0, [] { return -1; });
+  const Group group(memory, ControlMemory::boards(view.data(), size), /*rank=*/0, size,
+                    /*deadline_s=*/0, [] { return -1; });
   GroupReport report;
   for (int r = 0; r < size; ++r) {
     const GroupMemory::Rank& rank = memory->ranks[r];
