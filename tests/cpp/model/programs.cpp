@@ -98,7 +98,7 @@ std::vector<Program> programs() {
     });
     program.calls_differ = true;
     program.all_throw = true;
-    program.troubles = may(Trouble::aborted);
+    program.troubles = may(Trouble::mismatch);
     program.without_timeouts = true;
     add(program, "mismatch", ranks == 2);
   }

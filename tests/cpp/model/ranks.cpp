@@ -343,8 +343,9 @@ void Ranks::check_error(const std::string& text, int rank) const {
       break;
     case Trouble::aborted:
       is_right = begins(culprit + " aborted: by hand;") ||
-                 begins(culprit + " aborted: interrupted;") || begins(culprit + " aborted: rank") ||
-                 begins(culprit + " aborted: ranks called");
+                 begins(culprit + " aborted: interrupted;") || begins(culprit + " aborted: rank");
+      break;
+    case Trouble::mismatch:  // said above
       break;
     case Trouble::deadlock:
       is_right = begins("ranks wait for each other in different collectives:");
@@ -385,9 +386,10 @@ void Ranks::check_failure(int reporter_thread) const {
       }
       return;
     case Trouble::aborted:
-      if (!blamed.aborts && !program_.calls_differ) {
-        violate("P3", name + " is said to have aborted, and has not");
-      }
+      if (!blamed.aborts) violate("P3", name + " is said to have aborted, and has not");
+      return;
+    case Trouble::mismatch:
+      if (!program_.calls_differ) violate("P3", "ranks are said to differ, and do not");
       return;
     case Trouble::late: {
       if ((reporter.missing >> culprit & 1) == 0) {
