@@ -15,8 +15,13 @@ from hypothesis import Phase, settings
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+# An example may take its time on a busy machine.
+settings.register_profile("suite", deadline=None)
+settings.load_profile("suite")
 # For compute-sanitizer, under which each example takes long: only those that a test names with @example.
 settings.register_profile("examples", phases=[Phase.explicit], database=None)
+# For `make fuzz`: as long as one wants.
+settings.register_profile("fuzz", max_examples=20_000, deadline=None)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
