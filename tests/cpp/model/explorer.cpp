@@ -391,7 +391,8 @@ std::size_t list(std::array<std::uint8_t, 64>& out) {
   for (int i = 0; i < num_fibers; ++i) {
     const Fiber& fiber = fibers[static_cast<std::size_t>(i)];
     if (!fiber.buffer.empty()) may(Kind::reach, i);
-    if (!is_out(fiber) && fiber.state == State::asleep) may(Kind::time_out, i);
+    if (is_out(fiber) || fiber.state != State::asleep) continue;
+    if (idle || world.wakes_needlessly) may(Kind::time_out, i);
   }
   for (int r = 0; r < kMostRanks; ++r) {
     // Its processor has put its stores into memory before anybody can see that it died.

@@ -27,11 +27,12 @@ enum class Time : std::uint8_t {
 // What may happen beside the steps of the threads.
 struct World {
   Time time = Time::stands;
-  Mask may_die = 0;      // ranks that may die, between any two accesses
-  Mask may_stop = 0;     // ranks that may be stopped for ever
-  int faults = 1;        // at most so many of both
-  bool buffers = false;  // stores weaker than seq_cst reach memory later, in order (x86)
-  bool spins = false;    // ranks spin before they sleep
+  Mask may_die = 0;              // ranks that may die, between any two accesses
+  Mask may_stop = 0;             // ranks that may be stopped for ever
+  int faults = 1;                // at most so many of both
+  bool buffers = false;          // stores weaker than seq_cst reach memory later, in order (x86)
+  bool wakes_needlessly = true;  // a sleep may end at any moment; else only when nobody can go on
+  bool spins = false;            // ranks spin before they sleep
 };
 
 // A property that does not hold: which, and how.

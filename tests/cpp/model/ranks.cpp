@@ -483,7 +483,8 @@ bool Ranks::is_quiet(const void* word) const {
     for (int r = 0; r < program_.ranks; ++r) {
       const char* calls = reinterpret_cast<const char*>(board->ranks[r].calls);
       if (at < calls || at >= calls + sizeof(board->ranks[r].calls)) continue;
-      return static_cast<std::size_t>(at - calls) % sizeof(PostedCall) != 0;  // not the version
+      const bool is_version = static_cast<std::size_t>(at - calls) % sizeof(PostedCall) == 0;
+      return !is_version || program_.ranks > 2;
     }
   }
   return false;
