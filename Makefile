@@ -10,7 +10,7 @@ SANITIZERS := address,undefined thread
 CXX_FILES = $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'tests/cpp/*.cpp' 'tests/cpp/*.h')
 CORE_SOURCES := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu') CMakeLists.txt setup.py
 
-.PHONY: help setup demo test lint bench figures sanitize faults clean
+.PHONY: help setup demo test lint bench figures sanitize faults model clean
 
 help:
 	@echo "make setup     prepare $(VENV): install what is needed, build"
@@ -21,6 +21,7 @@ help:
 	@echo "make lint      check format, style and types"
 	@echo "make sanitize  run the C++ tests under address, undefined-behaviour and thread sanitizers"
 	@echo "make faults    let a fault strike at every point of every operation of the core, and print what came of it"
+	@echo "make model     check the protocol between ranks in every order of its steps (docs/protocol.md)"
 	@echo "make clean     remove what the above have made"
 
 setup: $(VENV)/built
@@ -84,6 +85,10 @@ faults: setup
 	  -DSHARDCOMM_PYTHON=OFF -DSHARDCOMM_TESTS=ON -DSHARDCOMM_CUDA=off >/dev/null
 	$(BIN)/cmake --build build/faults --target faults_test
 	build/faults/faults_test --full --table
+
+model: setup
+	$(BIN)/python tests/cpp/model/check.py --full
+	$(BIN)/python tests/cpp/model/mutants.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info shardcomm/_C*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -21,9 +21,11 @@ from shardcomm.launch import RankError, launch
 from shardcomm.layout import Block, Layout, ParamSpec
 from shardcomm.mesh import Mesh
 from shardcomm.mixed_precision import MixedPrecision
+from shardcomm.pending import Pending
 from shardcomm.planner import Plan
 from shardcomm.schedule import Schedule
 from shardcomm.sharding import fully_shard
+from shardcomm.stack_dumps import enable_stack_dumps
 from shardcomm.strategy import STRATEGIES, Strategy
 from shardcomm.work import Work
 
@@ -47,6 +49,7 @@ __all__ = [
     "Mesh",
     "MixedPrecision",
     "ParamSpec",
+    "Pending",
     "Plan",
     "RankError",
     "Receipt",
@@ -57,6 +60,7 @@ __all__ = [
     "Work",
     "all_gather_into_tensor",
     "backend",
+    "enable_stack_dumps",
     "fully_shard",
     "launch",
     "reduce_scatter_tensor",

@@ -12,6 +12,7 @@ import shardcomm
 from shardcomm import plan_command, timeline_command
 from shardcomm.bench import command as bench
 from shardcomm.doctor import command as doctor
+from shardcomm.ps import command as ps
 from shardcomm.train import command as train
 
 
@@ -26,6 +27,7 @@ def main() -> int:
     bench.add_parser(commands)
     timeline_command.add_parser(commands)
     doctor.add_parser(commands)
+    ps.add_parser(commands)
     args = parser.parse_args()
     try:
         status: int = args.run(args)
@@ -37,7 +39,8 @@ def main() -> int:
         print("\nshardcomm: interrupted", file=sys.stderr)
         return 130
     except OSError as error:
-        print(f"shardcomm: {error.strerror}", file=sys.stderr)
+        where = "" if error.filename is None else f"{error.filename}: "
+        print(f"shardcomm: {where}{error.strerror or error}", file=sys.stderr)
         os._exit(1)  # without another try to write what could not be written
     return status
 

@@ -7,18 +7,25 @@ Whatever a program then does through torch.distributed (FSDP, DDP, DTensor, coll
 
     all_gather*, broadcast, barrier          the communicator's gathers    ─┐ two channels: asynchronous collectives
     reduce_scatter*, all_reduce              the communicator's reduces    ─┘ of the two kinds run at once
+    gather, scatter                          gathers too: an all_gather, a broadcast, of which a rank takes its part
     all other collectives, send and recv     Gloo over the same store
     tensors on a CUDA GPU                    NCCL
 
-Where the ranks are on several hosts, all goes to Gloo. `receipts` says what went where, and why.
+By these torch.distributed exchanges objects, and so torch.distributed.checkpoint plans: a rank that dies meanwhile is
+noticed as in any other collective.
+
+Where the ranks are on several hosts, or cannot share memory, all goes to Gloo. `receipts` says what went where, and
+why.
 
 Which way a collective goes depends only on what all ranks agree on: the collective, the dtype, the reduction. A tensor
-that is not contiguous takes the same way, through a copy.
+that is not contiguous, is a lazily negated or conjugated view, or overlaps the result takes the same way, through a
+copy.
 """
 
 from __future__ import annotations
 
 import atexit
+import functools
 import itertools
 import weakref
 from collections.abc import Callable
@@ -33,11 +40,12 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shardcomm import rendezvous
 from shardcomm.c10d import C10dCommunicator
-from shardcomm.channel import Channel, Flat, Run, do
+from shardcomm.channel import Channel, Flat, Run, copy_all, do
 from shardcomm.collectives import OPS
 from shardcomm.communicator import Communicator, Receipt
 from shardcomm.dtype import core_dtype, movable
-from shardcomm.operands import check_root
+from shardcomm.exchange import StoreExchange
+from shardcomm.operands import check_root, is_part, overlap
 from shardcomm.streams import Stream
 
 NAME = "shardcomm"
@@ -88,8 +96,21 @@ class ShardcommGroup(_ProcessGroup):  # type: ignore[misc]
         self._sequence = itertools.count(1)
         self._receipts: dict[str, Receipt] = {}
         self._others = dist.ProcessGroup(store, rank, size)
-        gloo = ProcessGroupGloo(PrefixStore("gloo", store), rank, size, timeout)
-        self._add(_CPU, dist.ProcessGroup.BackendType.GLOO, gloo)
+        self._not_shared = ""  # why collectives go to Gloo
+
+        @functools.cache
+        def gloo() -> ProcessGroupGloo:
+            return ProcessGroupGloo(PrefixStore("gloo", store), rank, size, timeout)
+
+        def through_gloo(reason: str) -> Communicator:
+            self._not_shared = reason
+            groups = cast("dist.ProcessGroup", gloo())
+            return C10dCommunicator(groups, groups, _CPU, reason)
+
+        # First of all, since it hears of ranks that die meanwhile.
+        exchange = StoreExchange(store, "connect", rank, size, timeout.total_seconds())
+        self._comm = rendezvous.connect(exchange, "auto", _CPU, through_gloo)
+        self._add(_CPU, dist.ProcessGroup.BackendType.GLOO, exchange.wait_for(gloo))
         if torch.cuda.is_available() and dist.is_nccl_available():
             # A group that is made in Python has to serve all devices: torch makes no second backend beside it. NCCL
             # connects when it is first used.
@@ -97,20 +118,6 @@ class ShardcommGroup(_ProcessGroup):  # type: ignore[misc]
             options._timeout = timeout
             nccl = dist.ProcessGroupNCCL(PrefixStore("nccl", store), rank, size, options)
             self._add(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, nccl)
-
-        def through_gloo() -> Communicator:
-            groups = cast("dist.ProcessGroup", gloo)
-            return C10dCommunicator(groups, groups, _CPU)
-
-        before = store.timeout  # type: ignore[attr-defined]  # torch's stubs have not heard of it
-        deadline_s = timeout.total_seconds()
-        try:
-            exchange = rendezvous.over_store(PrefixStore("connect", store), rank, size, deadline_s)
-            self._comm = rendezvous.connect(
-                exchange, rank, size, deadline_s, "auto", _CPU, through_gloo
-            )
-        finally:
-            store.set_timeout(before)  # the groups of a program share one
         _groups.add(self)
 
     def receipts(self) -> list[Receipt]:
@@ -166,6 +173,47 @@ class ShardcommGroup(_ProcessGroup):  # type: ignore[misc]
                 buffer.store(stream)
 
         return self._gathers.begin(run, opts.asyncOp, tensors)
+
+    def gather(
+        self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any
+    ) -> dist.Work:
+        """On rank `opts.rootRank`, outputs[0][r] = inputs[0] of rank r."""
+        if reason := self._no_move(*inputs):
+            return self._delegate("gather", reason, outputs, inputs, opts)
+        check_root(opts.rootRank, self._comm.size)
+        [input] = inputs
+        if self._comm.rank == opts.rootRank:
+            [gathered] = outputs
+            self._check_list("gather", "gather_list", gathered)
+        else:
+            gathered = list(input.new_empty((self._comm.size, *input.shape)))  # for nobody
+        run = self._gather("gather", gathered, input)
+        return self._gathers.begin(run, opts.asyncOp, gathered)
+
+    def scatter(
+        self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any
+    ) -> dist.Work:
+        """outputs[0] = inputs[0][this rank] of rank `opts.rootRank`."""
+        if reason := self._no_move(*outputs):
+            return self._delegate("scatter", reason, outputs, inputs, opts)
+        check_root(opts.rootRank, self._comm.size)
+        [output] = outputs
+        is_root = self._comm.rank == opts.rootRank
+        if is_root:
+            [parts] = inputs
+            self._check_list("scatter", "scatter_list", parts)
+        else:
+            parts = list(output.new_empty((self._comm.size, *output.shape)))
+        self._check("scatter", [output], parts, "input")
+        all_parts, own = Flat(parts), parts[self._comm.rank]
+
+        def run(stream: Stream | None) -> None:
+            if is_root:
+                all_parts.load(stream)
+            self._comm.broadcast(all_parts.flat, opts.rootRank, stream=stream)
+            do(stream, lambda: copy_all([(output.detach(), own.detach())]))
+
+        return self._gathers.begin(run, opts.asyncOp, [output])
 
     def barrier(self, opts: Any) -> dist.Work:
         """Ends when every rank has called it and its earlier collectives have finished."""
@@ -230,11 +278,9 @@ class ShardcommGroup(_ProcessGroup):  # type: ignore[misc]
     all_to_all_single = _delegated("all_to_all_single")
     alltoall = _delegated("alltoall")
     alltoall_base = _delegated("alltoall_base")
-    gather = _delegated("gather")
     recv = _delegated("recv")
     recv_anysource = _delegated("recv_anysource")
     reduce = _delegated("reduce")
-    scatter = _delegated("scatter")
     send = _delegated("send")
 
     # What torch calls them up to 2.12.
@@ -283,13 +329,15 @@ class ShardcommGroup(_ProcessGroup):  # type: ignore[misc]
 
     def _no_move(self, *tensors: torch.Tensor) -> str:
         """Why the communicator does not move these tensors; empty if it does."""
-        if self._comm.transport != "shm":
-            return "the ranks are on several hosts"
+        if self._not_shared:
+            return self._not_shared
         for tensor in tensors:
             if tensor.device != _CPU:
                 return f"a tensor is on {tensor.device}"
             if tensor.layout != torch.strided:
                 return f"a tensor's layout is {tensor.layout}"
+            if tensor.is_quantized:
+                return f"a tensor is quantised ({tensor.dtype})"
             if is_traceable_wrapper_subclass(tensor):
                 return f"a {type(tensor).__name__} has no memory of its own"
         return ""
@@ -312,6 +360,8 @@ class ShardcommGroup(_ProcessGroup):  # type: ignore[misc]
     def _gather(self, operation: str, outputs: list[torch.Tensor], input: torch.Tensor) -> Run:
         self._check(operation, outputs, [input], "output")
         recv, send = Flat(outputs), Flat([input])
+        if overlap(recv.flat, send.flat) and not is_part(send.flat, recv.flat, self._comm.rank):
+            send = Flat([input], copied=True)
 
         def run(stream: Stream | None) -> None:
             send.load(stream)
@@ -325,6 +375,8 @@ class ShardcommGroup(_ProcessGroup):  # type: ignore[misc]
     ) -> Run:
         self._check(operation, [output], inputs, "input")
         recv, send = Flat([output]), Flat(inputs)
+        if overlap(recv.flat, send.flat) and not is_part(recv.flat, send.flat, self._comm.rank):
+            send = Flat(inputs, copied=True)
 
         def run(stream: Stream | None) -> None:
             send.load(stream)

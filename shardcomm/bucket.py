@@ -22,17 +22,20 @@ import torch
 from torch import nn
 
 from shardcomm import traffic
+from shardcomm._C import CommError
+from shardcomm.agreement import difference, layout_items
 from shardcomm.communicator import BoundGather, BoundReduce, Communicator
 from shardcomm.dtype import movable
 from shardcomm.full_gradients import FullGradients
-from shardcomm.layout import Layout, ParamSpec
+from shardcomm.layout import Layout, ParamSpec, Placement
 from shardcomm.mixed_precision import FLOATS
 from shardcomm.nonfinite import flag_address
 from shardcomm.offload import Offload
+from shardcomm.scalars import check_tag
 from shardcomm.shard_gradients import ShardGradients
 from shardcomm.staging import Staging
 from shardcomm.streams import Event, Stream, Streams, compute_stream, computing, on_host
-from shardcomm.views import check_count, check_shape, full_view, rows, shard_view
+from shardcomm.views import check_count, check_full, check_shape, full_view, rows, shard_view
 from shardcomm.work import Work
 
 
@@ -65,6 +68,12 @@ class Bucket:
             share it (default: they are on the device).
         tag: tells this bucket's collectives from others of the same size, should ranks disagree on their order.
         streams: where `async_op=True` runs (default: those of `comm`).
+
+    Every rank makes the same buckets, in the same order. Where a bucket allocates its full buffer that is checked.
+
+    Raises:
+        ValueError: an argument does not fit the others.
+        CommError: the ranks' layouts or dtypes differ, and no `full_buffer` is given; the message says in what.
     """
 
     def __init__(
@@ -83,6 +92,13 @@ class Bucket:
         streams: Streams | None = None,
         tag: int = 0,
     ) -> None:
+        if not isinstance(comm, Communicator) or not isinstance(layout, Layout):
+            raise TypeError(
+                f"Bucket: layout is a {type(layout).__name__} and comm a {type(comm).__name__}; they must be a Layout "
+                "and a Communicator"
+            )
+        _check_dtypes(dtype, param_dtype, reduce_dtype)
+        check_tag("Bucket", tag)
         if layout.world_size != comm.size:
             raise ValueError(
                 f"Bucket: layout is for {layout.world_size} ranks, comm has {comm.size}; plan the layout for "
@@ -142,6 +158,13 @@ class Bucket:
         reduce_dtype: torch.dtype | None = None,
     ) -> Bucket:
         """Plans the layout of `tensors` (full parameters of one dtype, by name), and loads this rank's rows."""
+        if not isinstance(comm, Communicator) or not isinstance(tensors, Mapping):
+            raise TypeError(
+                f"Bucket.from_tensors: tensors is a {type(tensors).__name__} and comm a {type(comm).__name__}; they "
+                "must be a mapping of names to tensors and a Communicator"
+            )
+        for name, tensor in tensors.items():
+            check_full(f"Bucket.from_tensors: tensors[{name!r}]", tensor)
         dtypes = {tensor.dtype for tensor in tensors.values()}
         if len(dtypes) != 1:
             raise ValueError(
@@ -149,6 +172,7 @@ class Bucket:
                 "make one bucket per dtype"
             )
         dtype = dtypes.pop()
+        _check_dtypes(dtype, param_dtype, reduce_dtype)
         wire = [dtype, param_dtype or dtype, reduce_dtype or dtype]
         layout = Layout.plan(
             [ParamSpec(name, tuple(tensor.shape)) for name, tensor in tensors.items()],
@@ -164,6 +188,7 @@ class Bucket:
         """Keeps this rank's rows of the full parameters `tensors`, in the layout's order. No communication."""
         check_count("load", "tensors", tensors, self.layout)
         for tensor, placement in zip(tensors, self.layout.placements, strict=True):
+            check_full(f"load: tensors for {placement.spec.name}", tensor)
             check_shape("load", "tensors", tensor, placement)
         for tensor, shard, (placement, piece) in zip(
             tensors, self.shards, self._placed, strict=True
@@ -210,7 +235,14 @@ class Bucket:
         zeros. Where any has `reduce_dtype` instead (a sum of gradients), all are packed from that. With `async_op`
         returns at once; the gradients are right after `wait()`.
         """
-        self.pack(grads, async_op=async_op)
+        check_count("reduce_scatter", "grads", grads, self.layout)
+        self.pack(
+            [
+                None if grad is None else self._checked(grad, placement)
+                for grad, placement in zip(grads, self.layout.placements, strict=True)
+            ],
+            async_op=async_op,
+        )
         work = self.reduce(async_op=async_op)
         if self.replicas is not None:
             work = self.all_reduce(async_op=async_op)
@@ -220,6 +252,14 @@ class Bucket:
                 work.wait()
         self.gradients.show()
         return work
+
+    def _checked(self, grad: torch.Tensor, placement: Placement) -> torch.Tensor:
+        """A caller's gradient; autograd's, which the engine packs, need fewer looks."""
+        name = f"reduce_scatter: grads for {placement.spec.name}"
+        check_full(name, grad, sparse=True)
+        if grad.device != self.comm.device:
+            raise ValueError(f"{name} is on {grad.device}; it must be on {self.comm.device}")
+        return grad.resolve_neg() if grad.layout is torch.strided else grad
 
     # The parts of it, which the engine runs at different times.
 
@@ -380,10 +420,26 @@ class Bucket:
 
     def _full_buffer(self, given: torch.Tensor | None) -> torch.Tensor:
         if given is not None:
+            if given.dtype != self.param_dtype or given.numel() != self.layout.flat_numel:
+                raise ValueError(
+                    f"Bucket: full_buffer has {given.numel()} elements of {given.dtype}; it must have "
+                    f"{self.layout.flat_numel} of {self.param_dtype}"
+                )
             return given
         if self.comm.size == 1 and self.param_dtype == self.shard.dtype and self.offload is None:
             return self.shard  # the shard is the whole unit: nothing to gather
+        self._check_agreement()
         return self.comm.allocate(self.layout.flat_numel, dtype=self.param_dtype, use="gather")
+
+    def _check_agreement(self) -> None:
+        """CommError unless the other ranks make the same bucket: their bytes are taken for this layout's."""
+        facts = {
+            "dtype": str(self.shard.dtype),
+            "param_dtype": str(self.param_dtype),
+            "reduce_dtype": str(self.reduce_dtype),
+        }
+        if differs := difference([self.comm], layout_items(self.layout, facts)):
+            raise CommError(f"Bucket: ranks differ: {differs}")
 
     def _new_staging(self, replicas: Communicator) -> Staging:
         nbytes = self._reduced_shard_bytes
@@ -429,3 +485,21 @@ class Bucket:
     @cached_property
     def _streams(self) -> Streams:
         return self._given_streams or self.comm.streams
+
+
+def _check_dtypes(
+    dtype: torch.dtype, param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None
+) -> None:
+    """ValueError unless what a bucket holds can be converted to what travels."""
+    for name, each in (
+        ("dtype", dtype),
+        ("param_dtype", param_dtype),
+        ("reduce_dtype", reduce_dtype),
+    ):
+        given = dtype if each is None else each
+        converts = given == dtype or (given in FLOATS and dtype in FLOATS)
+        if not isinstance(given, torch.dtype) or not converts:
+            raise ValueError(
+                f"Bucket: {name} is {given!r} and dtype {dtype!r}; float32, bfloat16 and float16 convert, another "
+                "dtype stays itself"
+            )

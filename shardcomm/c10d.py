@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 import itertools
+import os
+import time
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 
-from shardcomm import _C
+from shardcomm import _C, pending
 from shardcomm.arrays import ArrayLike
 from shardcomm.communicator import Communicator, Receipt, ReduceOp, Use
 from shardcomm.nonfinite import flag_address, look
-from shardcomm.operands import check_allocation, check_root, check_sizes, checked, queued, red_op
-from shardcomm.streams import Event, Stream
+from shardcomm.operands import (
+    check_allocation,
+    check_gather,
+    check_movable,
+    check_root,
+    check_scatter,
+    checked,
+    queued,
+    red_op,
+)
+from shardcomm.pending import Pending
+from shardcomm.scalars import check_tag, checked_scale
+from shardcomm.streams import Event, Stream, check_stream
 
 _OPS = {
     "sum": dist.ReduceOp(dist.ReduceOp.SUM),
@@ -27,13 +40,17 @@ class C10dCommunicator(Communicator):
     """Runs on two groups of the same ranks, since a gather and a reduce may run at once and a group has one order.
 
     The groups' own timeout is the deadline. What they raise becomes `CommError`. They are not closed with this: they
-    belong to their maker.
+    belong to their maker. Receipts give `reason`, for which shared memory was not taken, if it was asked for.
     """
 
     transport = "c10d"
 
     def __init__(
-        self, gathers: dist.ProcessGroup, reduces: dist.ProcessGroup, device: torch.device
+        self,
+        gathers: dist.ProcessGroup,
+        reduces: dist.ProcessGroup,
+        device: torch.device,
+        reason: str = "",
     ) -> None:
         self.device = device
         self.rank = gathers.rank()
@@ -42,10 +59,13 @@ class C10dCommunicator(Communicator):
         self._reduces = reduces
         self._sequence = itertools.count(1)
         self._receipts: dict[str, Receipt] = {}
+        self._running: dict[pending.Channel, tuple[str, int, float]] = {}  # ..., since when
         self._failure: str | None = None
+        pending.opened(self)
+        self._reason = reason
 
     def allocate(self, numel: int, *, dtype: torch.dtype = torch.float32, use: Use) -> torch.Tensor:
-        check_allocation(numel, dtype, use)
+        check_allocation(numel, dtype, use, self.size)
         return torch.zeros(numel, dtype=dtype, device=self.device)
 
     def all_gather(
@@ -56,9 +76,10 @@ class C10dCommunicator(Communicator):
         tag: int = 0,
         stream: Stream | None = None,
     ) -> Event | None:
-        recv = checked("all_gather", "recv", recv, self.device)
-        send = checked("all_gather", "send", send, self.device)
-        check_sizes("all_gather", self.size, recv=recv, send=send, whole="recv")
+        recv = self._checked("all_gather", "recv", recv)
+        send = self._checked("all_gather", "send", send)
+        check_gather("all_gather", self.rank, self.size, recv=recv, send=send)
+        check_tag("all_gather", tag)
 
         def run() -> None:
             self._wait(
@@ -80,9 +101,13 @@ class C10dCommunicator(Communicator):
         tag: int = 0,
         stream: Stream | None = None,
     ) -> Event | None:
-        recv = checked("reduce_scatter", "recv", recv, self.device)
-        send = checked("reduce_scatter", "send", send, self.device)
-        check_sizes("reduce_scatter", self.size, recv=recv, send=send, whole="send")
+        recv = self._checked("reduce_scatter", "recv", recv)
+        send = self._checked("reduce_scatter", "send", send)
+        check_scatter("reduce_scatter", self.rank, self.size, recv=recv, send=send)
+        check_tag("reduce_scatter", tag)
+        scale = checked_scale("reduce_scatter", scale)
+        if scale != 1.0 and not send.is_floating_point():
+            raise ValueError(f"reduce_scatter: scale is {scale}; it must be 1 for {send.dtype}")
         red_op("reduce_scatter", op)
         flag_address("reduce_scatter", nonfinite, self.device)
 
@@ -109,7 +134,7 @@ class C10dCommunicator(Communicator):
     def all_reduce(
         self, buffer: ArrayLike, op: ReduceOp = "sum", *, stream: Stream | None = None
     ) -> Event | None:
-        buffer = checked("all_reduce", "buffer", buffer, self.device)
+        buffer = self._checked("all_reduce", "buffer", buffer)
         red_op("all_reduce", op)
 
         def run() -> None:
@@ -128,7 +153,7 @@ class C10dCommunicator(Communicator):
     def broadcast(
         self, buffer: ArrayLike, root: int = 0, *, stream: Stream | None = None
     ) -> Event | None:
-        buffer = checked("broadcast", "buffer", buffer, self.device)
+        buffer = self._checked("broadcast", "buffer", buffer)
         check_root(root, self.size)
 
         def run() -> None:
@@ -140,6 +165,7 @@ class C10dCommunicator(Communicator):
         return queued(stream, buffer)
 
     def barrier(self, *, tag: int = 0, stream: Stream | None = None) -> Event | None:
+        check_tag("barrier", tag)
         self._submit("barrier", lambda: self._wait(self._gathers.barrier()), stream)
         return queued(stream)
 
@@ -154,21 +180,41 @@ class C10dCommunicator(Communicator):
 
     def close(self) -> None:
         self._failure = self._failure or f"rank {self.rank} closed the communicator"
+        pending.closed(self)
 
     def receipts(self) -> list[Receipt]:
         return list(self._receipts.values())
+
+    def pending(self) -> list[Pending]:
+        now = None if self._failure else time.monotonic()
+        running = [
+            Pending(self.rank, os.getpid(), channel, name, sequence, now and now - since)
+            for channel, (name, sequence, since) in sorted(self._running.copy().items())
+        ]
+        return running or [Pending(self.rank, os.getpid())]
+
+    def _checked(self, operation: str, name: str, array: ArrayLike) -> torch.Tensor:
+        tensor = checked(operation, name, array, self.device, written=name != "send").detach()
+        check_movable(operation, name, tensor)
+        return tensor
 
     @staticmethod
     def _wait(work: dist.Work) -> None:
         work.wait()
 
     def _submit(self, operation: str, run: Callable[[], None], stream: Stream | None) -> None:
+        if stream is not None:
+            check_stream(operation, stream)
         if self._failure is not None:
             raise _C.CommError(f"{operation}: {self._failure}")
         sequence = next(self._sequence)
-        self._receipts[operation] = Receipt(operation, sequence, "c10d", "c10d", "")
+        requested = "shm" if self._reason else "c10d"
+        self._receipts[operation] = Receipt(operation, sequence, requested, "c10d", self._reason)
+
+        channel: pending.Channel = "reduce" if "reduce" in operation else "gather"
 
         def guarded() -> None:
+            self._running[channel] = operation, sequence, time.monotonic()
             try:
                 run()
             except RuntimeError as error:
@@ -176,6 +222,9 @@ class C10dCommunicator(Communicator):
                     f"{operation} #{sequence} failed on rank {self.rank} of {self.size}: {error}"
                 )
                 raise _C.CommError(self._failure) from error
+            finally:
+                if self._failure is None:  # else it tells what this rank was in
+                    self._running.pop(channel, None)
 
         if stream is None:
             guarded()

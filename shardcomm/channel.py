@@ -119,11 +119,14 @@ class Channel:
 
 
 class Flat:
-    """Tensors of one dtype as one flat tensor: a view of them where they lie one after the other, else a copy."""
+    """Tensors of one dtype as one flat tensor: a view of them where they lie one after the other, else a copy.
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+    `copied`: a copy in any case.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], *, copied: bool = False) -> None:
         self._tensors = [tensor.detach() for tensor in tensors]
-        self._copied = not _consecutive(self._tensors)
+        self._copied = copied or not _consecutive(self._tensors)
         numel = sum(tensor.numel() for tensor in tensors)
         first = self._tensors[0]
         self.flat = (
@@ -135,12 +138,12 @@ class Flat:
     def load(self, stream: Stream | None) -> None:
         """Brings the tensors' values into `flat`."""
         if self._copied:
-            do(stream, lambda: _copy(self._parts()))
+            do(stream, lambda: copy_all(self._parts()))
 
     def store(self, stream: Stream | None) -> None:
         """Brings `flat`'s values into the tensors."""
         if self._copied:
-            do(stream, lambda: _copy([(tensor, part) for part, tensor in self._parts()]))
+            do(stream, lambda: copy_all([(tensor, part) for part, tensor in self._parts()]))
 
     def _parts(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         pieces = torch.split(self.flat, [tensor.numel() for tensor in self._tensors])
@@ -158,18 +161,21 @@ def do(stream: Stream | None, function: Callable[[], object]) -> None:
         stream.enqueue(function)
 
 
-def _copy(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+def copy_all(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Copies to the first of each pair from the second."""
     with torch.inference_mode():  # writes to tensors of that mode too, whatever thread this is
         for target, source in pairs:
             target.copy_(source)
 
 
 def _consecutive(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether each tensor is contiguous, and begins where the one before it ends."""
+    """Whether each tensor is contiguous, begins where the one before it ends, and its memory holds its values."""
     first = tensors[0]
     address, storage = first.data_ptr(), first.untyped_storage().data_ptr()
     for tensor in tensors:
         if not tensor.is_contiguous() or tensor.data_ptr() != address:
+            return False
+        if tensor.is_neg() or tensor.is_conj():
             return False
         if tensor.untyped_storage().data_ptr() != storage:
             return False

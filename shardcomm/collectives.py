@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from shardcomm.communicator import Communicator, ReduceOp
 from shardcomm.dtype import movable
+from shardcomm.operands import check_movable, resolved
 from shardcomm.streams import Event, Stream, Streams, on_host
 from shardcomm.work import Work
 
@@ -40,15 +41,17 @@ def all_gather_into_tensor(
 ) -> Work | None:
     """Gathers `input_tensor` (n elements) of every rank, in rank order, into `output_tensor` (ranks * n elements).
 
-    As `torch.distributed.all_gather_into_tensor`: any shapes, both contiguous; with `async_op` returns at once, with
-    the Work to wait for. `group`: default the default group; the first call with a ProcessGroup connects its ranks.
+    As `torch.distributed.all_gather_into_tensor`: any shapes, both contiguous, apart from each other or in place as
+    `Communicator.all_gather` takes them; with `async_op` returns at once, with the Work to wait for. `group`: default
+    the default group; the first call with a ProcessGroup connects its ranks.
 
     Raises:
-        TypeError, ValueError: a tensor is on another device than the group, not contiguous, or of another size.
+        TypeError, ValueError: a tensor is on another device than the group, not contiguous, of another size or kind,
+            or overlaps the other.
         CommError: a rank died, called something else or did not come in time.
     """
     comm = _communicator("all_gather_into_tensor", group)
-    recv, send = output_tensor.detach(), input_tensor.detach()
+    recv, send = _detached("all_gather_into_tensor", output_tensor, input_tensor)
     if recv.dtype == send.dtype:  # else they are converted on the way
         recv, send = movable(recv), movable(send)
     return _queues(comm).gathers.begin(
@@ -68,14 +71,28 @@ def reduce_scatter_tensor(
     As `torch.distributed.reduce_scatter_tensor`, with SUM, AVG, MAX or MIN; the rest as `all_gather_into_tensor`.
     """
     comm = _communicator("reduce_scatter_tensor", group)
-    if op not in OPS:
+    if not isinstance(op, dist.ReduceOp | dist.ReduceOp.RedOpType) or op not in OPS:
         raise ValueError(
             f"reduce_scatter_tensor: op is {op}; accepted: ReduceOp.SUM, AVG, MAX and MIN"
         )
-    recv, send = output.detach(), input.detach()
+    recv, send = _detached("reduce_scatter_tensor", output, input)
     return _queues(comm).reduces.begin(
         lambda stream: comm.reduce_scatter(recv, send, OPS[op], stream=stream), async_op
     )
+
+
+def _detached(
+    operation: str, output: torch.Tensor, input: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    for name, tensor in (("output", output), ("input", input)):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(
+                f"{operation}: {name} is a {type(tensor).__name__}; it must be a torch.Tensor"
+            )
+    recv, send = output.detach(), resolved(operation, "input", input.detach(), written=False)
+    check_movable(operation, "output", recv)
+    check_movable(operation, "input", send)
+    return recv, send
 
 
 class _Queue:

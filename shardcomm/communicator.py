@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, Self
 import torch
 
 from shardcomm.arrays import ArrayLike
+from shardcomm.pending import Pending
 from shardcomm.streams import Event, Stream, Streams
 
 if TYPE_CHECKING:
@@ -101,17 +102,21 @@ class Communicator(ABC):
         Reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; without RANK and WORLD_SIZE the group is this process
         alone. `device`: "cpu", or "cuda" for GPU number LOCAL_RANK; by default that GPU where each rank of the host has
         one and NCCL is there, else the CPU. `transport` "auto" takes nccl on GPUs; on CPUs shm when all ranks share a
-        host, else c10d over Gloo.
+        host, else c10d over Gloo. It also takes c10d, with a warning on every rank, where one rank of the host cannot
+        map the others' memory. Receipts say why.
+
+        SHARDCOMM_RUN_SECRET, where it is set, is one string for all ranks: it seals what they show each other.
 
         `cta_policy`: how much of the GPU NCCL may take (its NCCL_CTA_POLICY). "zero" has copy engines, and no SM, do
         the gathers among ranks of one host into memory of `allocate(use="gather")`; it needs NCCL 2.28, "efficiency"
         2.27. NCCL's environment variable of that name goes before it.
 
         Raises:
-            ValueError: an environment variable is missing, or the transport is not for these ranks or this device, or
-                there is no such `cta_policy` here.
+            ValueError: an environment variable is missing or wrong, or the transport is not for these ranks or this
+                device, or there is no such `cta_policy` here.
             CudaError: NCCL or CUDA refused, or is not there.
-            CommError: a rank did not come within `deadline_s` seconds.
+            CommError: a rank did not come within `deadline_s` seconds, or died meanwhile, or cannot share memory
+                (`transport="shm"`), or somebody else wrote into the store.
         """
         from shardcomm import rendezvous  # noqa: PLC0415  (it builds on this module)
 
@@ -132,6 +137,9 @@ class Communicator(ABC):
         ranks that are threads of one process. `device`: by default the current GPU for a group of NCCL's, else the CPU.
         `deadline_s`: by default the group's own timeout, which a program may have made long for a rank that is late.
         `cta_policy`: as in `from_env`.
+
+        Raises:
+            ValueError, CudaError, CommError: as `from_env`.
         """
         from shardcomm import rendezvous  # noqa: PLC0415
 
@@ -175,8 +183,19 @@ class Communicator(ABC):
     ) -> Event | None:
         """recv[r * n : (r + 1) * n] = `send` of rank r, converted to recv's dtype; n = send.numel().
 
-        In place (nothing is copied for this rank) when `send` is that part of `recv`. Ranks that give different
-        tags have called different collectives, which raises; it tells gathers of equal size apart.
+        In place (nothing is copied for this rank) when `send` is recv[rank * n : (rank + 1) * n], of recv's dtype: the
+        one way in which the two may overlap, as in NCCL. Memory of `allocate(use="gather")` must be given from the same
+        place on every rank. Ranks that give different tags have called different collectives, which raises; it tells
+        gathers of equal size apart.
+
+        `send` may be a lazily negated view (Tensor.is_neg), of which a copy is sent. `recv` may not, nor the buffers of
+        the other collectives.
+
+        Raises:
+            TypeError: an argument is no array, is sparse or quantised, or of a dtype that the transport does not move.
+            ValueError: one is not contiguous, on another device or of another size, or overlaps the other; or `tag` is
+                no whole number of 64 bits.
+            CommError: a rank died, called something else, did not come in time, or closed the communicator.
         """
 
     @abstractmethod
@@ -194,10 +213,19 @@ class Communicator(ABC):
     ) -> Event | None:
         """recv = this rank's n elements of `send` reduced over all ranks; n = recv.numel().
 
+        In place when `recv` is send[rank * n : (rank + 1) * n], of send's dtype: the one way in which the two may
+        overlap, as in NCCL, since the other ranks read the rest of `send`. Neither may be in memory of
+        `allocate(use="gather")`, where all ranks have one value. Threads that share tensors see to it themselves that
+        `recv` of one is not what another sends.
+
         f16 and bf16 are summed in f32, multiplied by `scale`, and rounded once, to recv's dtype. `accumulate` adds to
         what recv holds. `nonfinite`: one int32 element, set to 1 if an element of the result in `recv` is NaN or Inf
         (also by overflow of a sum or of recv's dtype), and else left as it is. What writes the result looks; where
         that is not ours (c10d; nccl with neither conversion nor scale nor accumulation) the result is read again.
+
+        Raises:
+            TypeError, ValueError, CommError: as `all_gather`; ValueError also for a `scale` that is no finite number
+                of float32's, and for an `op` or a `nonfinite` that is none.
         """
 
     def bind_all_gather(
@@ -251,13 +279,20 @@ class Communicator(ABC):
     def all_reduce(
         self, buffer: ArrayLike, op: ReduceOp = "sum", *, stream: Stream | None = None
     ) -> Event | None:
-        """Reduces `buffer` over all ranks in place; the result is bitwise the same on each."""
+        """Reduces `buffer` over all ranks in place; the result is bitwise the same on each.
+
+        `buffer` may not be in memory of `allocate(use="gather")`, where all ranks have one value. Raises as
+        `reduce_scatter`.
+        """
 
     @abstractmethod
     def broadcast(
         self, buffer: ArrayLike, root: int = 0, *, stream: Stream | None = None
     ) -> Event | None:
-        """Copies `buffer` of rank `root` to all."""
+        """Copies `buffer`, of any dtype, of rank `root` to all.
+
+        Raises as `all_gather`, and ValueError for a `root` that is no rank.
+        """
 
     @abstractmethod
     def barrier(self, *, tag: int = 0, stream: Stream | None = None) -> Event | None:
@@ -275,6 +310,15 @@ class Communicator(ABC):
     @abstractmethod
     def receipts(self) -> list[Receipt]:
         """The path that the latest collective of each kind took, and why not a faster one."""
+
+    @abstractmethod
+    def pending(self) -> list[Pending]:
+        """What each rank is in, in the order of ranks; a rank that is in two collectives is there twice.
+
+        `shm` and `local` tell it of every rank of the group, from the memory that the ranks share: nobody is stopped,
+        and nobody takes part. `nccl` and `c10d` know of this rank alone. Any thread may ask, and a signal handler, also
+        while this rank is in a collective, and after a failure, when it tells what the ranks were in.
+        """
 
     def __enter__(self) -> Self:
         return self

@@ -28,7 +28,8 @@ from shardcomm import _C
 from shardcomm.arrays import ArrayLike, as_tensor
 from shardcomm.dtype import wire_dtype
 from shardcomm.nonfinite import flag_address
-from shardcomm.streams import Stream, compute_stream, core_index, on_host, uses_core
+from shardcomm.scalars import checked_scale, is_whole
+from shardcomm.streams import Stream, check_stream, compute_stream, core_index, on_host, uses_core
 
 ZEROS = -1
 """As the `src` of a segment: writes zeros."""
@@ -73,6 +74,11 @@ class CopyPlan:
     )
 
     def __post_init__(self) -> None:
+        for name in ("src_dtype", "dst_dtype"):
+            if not isinstance(getattr(self, name), torch.dtype):
+                raise TypeError(
+                    f"CopyPlan: {name} is {getattr(self, name)!r}; it must be a torch.dtype"
+                )
         src_wire, src_items = wire_dtype(self.src_dtype)
         dst_wire, dst_items = wire_dtype(self.dst_dtype)
         if self.src_dtype != self.dst_dtype and _C.DType.u8 in (src_wire, dst_wire):
@@ -82,10 +88,18 @@ class CopyPlan:
             )
         # A dtype the core does not know travels as bytes: everything along a row counts in them.
         units = (1, 1, src_items, src_items, dst_items, dst_items, 1, dst_items)
+        if not all(len(segment) == len(units) for segment in self.segments):
+            raise ValueError("CopyPlan: segments must be Segments, of 8 numbers each")
         wire_segments = [
             tuple(n * unit for n, unit in zip(s, units, strict=True)) for s in self.segments
         ]
-        object.__setattr__(self, "core", _C.CopyPlan(wire_segments, src_wire, dst_wire))
+        try:
+            core = _C.CopyPlan(wire_segments, src_wire, dst_wire)
+        except TypeError:  # a field is no number, or none of 64 bits
+            raise ValueError(
+                "CopyPlan: segments must be Segments of whole numbers, which count less than 2**63 bytes"
+            ) from None
+        object.__setattr__(self, "core", core)
 
     @classmethod
     def pack(
@@ -100,6 +114,7 @@ class CopyPlan:
 
         `zero_ranges` are [begin, end) ranges of the flat tensor, in elements, to fill with zeros.
         """
+        _check_lengths("pack", sizes, offsets)
         tensors = [
             Segment(i, 0, 0, size, offset, size, 1, size)
             for i, (size, offset) in enumerate(zip(sizes, offsets, strict=True))
@@ -119,6 +134,7 @@ class CopyPlan:
         dst_dtype: torch.dtype,
     ) -> CopyPlan:
         """Contiguous tensor i, of `sizes[i]` elements, is read from `offsets[i]` of a flat one."""
+        _check_lengths("unpack", sizes, offsets)
         segments = [
             Segment(0, i, offset, size, 0, size, 1, size)
             for i, (size, offset) in enumerate(zip(sizes, offsets, strict=True))
@@ -155,6 +171,12 @@ class CopyPlan:
         Tensor i is cut on dim 0 into `chunks` of equal size, with zeros where it ends too early;
         chunk c of all tensors, side by side, is row c of the flat destination.
         """
+        if not is_whole(chunks, 1):
+            raise ValueError(f"chunk_cat: chunks is {chunks!r}, it must be at least 1, and whole")
+        if any(len(shape) == 0 for shape in shapes):
+            raise ValueError(
+                "chunk_cat: shapes has that of a scalar, which has no dim 0 to be cut on"
+            )
         per_chunk = [-(-shape[0] // chunks) for shape in shapes]
         sizes = [rows * math.prod(shape[1:]) for rows, shape in zip(per_chunk, shapes, strict=True)]
         total = sum(sizes)
@@ -197,7 +219,9 @@ class CopyPlan:
         contiguous or too small, for a wrong number of them, for threads < 1, and for a scale or
         accumulation on dtypes without conversion.
         """
-        read, written = _operands(sources, destinations)
+        scale = checked_scale("CopyPlan.run", scale)
+        _check_threads("CopyPlan.run", threads)
+        read, written = _operands(sources, destinations, bound=False)
         device = _device_of(written)
         if on_host(device):
             self._executor(read, written, device, threads).run(scale, accumulate)
@@ -220,7 +244,8 @@ class CopyPlan:
 
         On a GPU a run can be captured in a CUDA graph, which needs the BoundCopy as long as it lives.
         """
-        read, written = _operands(sources, destinations)
+        _check_threads("CopyPlan.bind", threads)
+        read, written = _operands(sources, destinations, bound=True)
         core = self._executor(read, written, _device_of(written), threads)
         return BoundCopy(self, core, read, tuple(written))
 
@@ -314,16 +339,20 @@ class BoundCopy:
         `nonfinite`: one int32 element, which the run sets to 1 if an element that it writes is NaN or Inf, and else
         leaves as it is. Keep sources and the flag alive while a run is queued.
         """
-        flag = flag_address("run", nonfinite, self.device)
+        if type(scale) is not float or scale != 1.0:
+            scale = checked_scale("BoundCopy.run", scale)
+        if stream is not None:
+            check_stream("BoundCopy.run", stream)
+        flag = flag_address("BoundCopy.run", nonfinite, self.device)
         if stream is None and not on_host(self.device):
             stream = compute_stream(self.device)
         self.core.run(scale, accumulate, flag, stream)
 
 
 def _operands(
-    sources: Sequence[ArrayLike | None], destinations: Sequence[ArrayLike]
+    sources: Sequence[ArrayLike | None], destinations: Sequence[ArrayLike], *, bound: bool
 ) -> tuple[list[Tensor | None], list[Tensor]]:
-    read = _as_tensors("sources", sources)
+    read = _as_tensors("sources", sources, copied=not bound)
     written = []
     for i, tensor in enumerate(_as_tensors("destinations", destinations)):
         if tensor is None:
@@ -332,19 +361,46 @@ def _operands(
     return read, written
 
 
-def _as_tensors(role: str, arrays: Sequence[ArrayLike | None]) -> list[Tensor | None]:
-    written = role == "destinations"
+def _as_tensors(
+    role: str, arrays: Sequence[ArrayLike | None], *, copied: bool = False
+) -> list[Tensor | None]:
     return [
-        # Mostly they are tensors, of which there may be a thousand: nothing is made for them.
+        # Mostly they are plain tensors, of which there may be a thousand: nothing is made for them.
         array
-        if array is None or isinstance(array, Tensor)
-        else as_tensor(f"{role}[{i}]", array, written=written)
+        if array is None or (isinstance(array, Tensor) and not (array.is_neg() or array.is_conj()))
+        else _in_memory(f"{role}[{i}]", array, written=role == "destinations", copied=copied)
         for i, array in enumerate(arrays)
     ]
 
 
+def _in_memory(name: str, array: ArrayLike, *, written: bool, copied: bool) -> Tensor:
+    """`array` as a tensor; `copied` where that negates or conjugates what is in memory, and else refused."""
+    tensor = as_tensor(name, array, written=written)
+    if not copied and (tensor.is_neg() or tensor.is_conj()):
+        raise ValueError(
+            f"{name} is a view that negates or conjugates what is in memory (is_neg() or is_conj()); give its "
+            ".resolve_neg().resolve_conj(), which is a tensor of its own"
+        )
+    return tensor.resolve_neg().resolve_conj()
+
+
+def _check_lengths(operation: str, sizes: Sequence[int], offsets: Sequence[int]) -> None:
+    if len(sizes) != len(offsets):
+        raise ValueError(
+            f"{operation}: there are {len(sizes)} sizes and {len(offsets)} offsets; each tensor has one of both"
+        )
+
+
+def _check_threads(operation: str, threads: int) -> None:
+    if not is_whole(threads, 1):
+        raise ValueError(f"{operation}: threads is {threads!r}, it must be at least 1, and whole")
+
+
 def _device_of(destinations: Sequence[Tensor]) -> torch.device:
-    return destinations[0].device if destinations else torch.device("cpu")
+    device = destinations[0].device if destinations else torch.device("cpu")
+    if device.type == "meta":
+        raise TypeError("destinations[0] is on meta; it must have memory")
+    return device
 
 
 def _pointers(
@@ -365,6 +421,7 @@ def _pointers(
         elif (
             tensor.dtype is dtype
             and tensor.device == device
+            and tensor.layout is torch.strided
             and tensor.is_contiguous()
             and tensor.numel() * items >= extent
         ):
@@ -377,6 +434,8 @@ def _pointers(
 def _refuse(
     name: str, tensor: Tensor, dtype: torch.dtype, extent: int, device: torch.device
 ) -> NoReturn:
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"{name} is a tensor of {tensor.layout}, it must be dense")
     if tensor.dtype != dtype or tensor.device != device:
         raise TypeError(
             f"{name} is {tensor.dtype} on {tensor.device}, this copy takes {dtype} on {device}"

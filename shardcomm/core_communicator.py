@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
 
-from shardcomm import _C
+from shardcomm import _C, pending
 from shardcomm.arrays import ArrayLike
 from shardcomm.communicator import (
     BoundGather,
@@ -20,13 +21,18 @@ from shardcomm.dtype import core_dtype
 from shardcomm.nonfinite import flag_address
 from shardcomm.operands import (
     check_allocation,
+    check_gather,
+    check_movable,
     check_root,
-    check_sizes,
+    check_scatter,
     checked,
     queued,
     red_op,
+    scatter_overlap,
 )
-from shardcomm.streams import Event, Stream, compute_stream, on_host
+from shardcomm.pending import Pending
+from shardcomm.scalars import check_tag, checked_scale
+from shardcomm.streams import Event, Stream, check_stream, compute_stream, on_host
 
 _CPU = torch.device("cpu")
 _USES = {"gather": _C.Use.gather, "reduce": _C.Use.reduce}
@@ -41,9 +47,10 @@ class CoreCommunicator(Communicator):
         self.rank = core.rank
         self.size = core.size
         self.transport = core.transport
+        pending.opened(self)
 
     def allocate(self, numel: int, *, dtype: torch.dtype = torch.float32, use: Use) -> torch.Tensor:
-        check_allocation(numel, dtype, use)
+        check_allocation(numel, dtype, use, self.size)
         if numel == 0:
             return torch.empty(0, dtype=dtype, device=self.device)
         if not on_host(self.device) and self._on(None).capturing:
@@ -65,8 +72,10 @@ class CoreCommunicator(Communicator):
         stream: Stream | None = None,
     ) -> Event | None:
         recv = checked("all_gather", "recv", recv, self.device)
-        send = checked("all_gather", "send", send, self.device)
-        check_sizes("all_gather", self.size, recv=recv, send=send, whole="recv")
+        send = checked("all_gather", "send", send, self.device, written=False)
+        check_gather("all_gather", self.rank, self.size, recv=recv, send=send)
+        if tag != 0:
+            check_tag("all_gather", tag)
         self._core.all_gather(
             send.data_ptr(),
             core_dtype(send.dtype),
@@ -91,8 +100,12 @@ class CoreCommunicator(Communicator):
         stream: Stream | None = None,
     ) -> Event | None:
         recv = checked("reduce_scatter", "recv", recv, self.device)
-        send = checked("reduce_scatter", "send", send, self.device)
-        check_sizes("reduce_scatter", self.size, recv=recv, send=send, whole="send")
+        send = checked("reduce_scatter", "send", send, self.device, written=False)
+        check_scatter("reduce_scatter", self.rank, self.size, recv=recv, send=send)
+        if tag != 0:
+            check_tag("reduce_scatter", tag)
+        if type(scale) is not float or scale != 1.0:
+            scale = checked_scale("reduce_scatter", scale)
         self._core.reduce_scatter(
             send.data_ptr(),
             core_dtype(send.dtype),
@@ -113,7 +126,8 @@ class CoreCommunicator(Communicator):
     ) -> BoundGather:
         recv = checked("all_gather", "recv", recv, self.device)
         send = checked("all_gather", "send", send, self.device)
-        check_sizes("all_gather", self.size, recv=recv, send=send, whole="recv")
+        check_gather("all_gather", self.rank, self.size, recv=recv, send=send)
+        check_tag("all_gather", tag)
         bound: Any = _C.BoundGather(  # Any: it takes the core's own streams
             self._core,
             send.data_ptr(),
@@ -130,7 +144,8 @@ class CoreCommunicator(Communicator):
     ) -> BoundReduce:
         recv = checked("reduce_scatter", "recv", recv, self.device)
         send = checked("reduce_scatter", "send", send, self.device)
-        check_sizes("reduce_scatter", self.size, recv=recv, send=send, whole="send")
+        check_scatter("reduce_scatter", self.rank, self.size, recv=recv, send=send)
+        check_tag("reduce_scatter", tag)
         bound: Any = _C.BoundReduce(
             self._core,
             send.data_ptr(),
@@ -141,6 +156,9 @@ class CoreCommunicator(Communicator):
             tag,
         )
         numel, dtype = recv.numel(), recv.dtype
+        # Where recv may not begin, but in place.
+        below, above = send.data_ptr() - recv.nbytes, send.data_ptr() + send.nbytes
+        in_place = send.data_ptr() + self.rank * recv.nbytes if send.dtype == dtype else 0
 
         def queue(
             stream: Stream,
@@ -150,15 +168,18 @@ class CoreCommunicator(Communicator):
             accumulate: bool,
             nonfinite: torch.Tensor | None,
         ) -> Event:
-            if recv.dtype is not dtype or recv.numel() != numel:
+            if recv.dtype is not dtype or recv.numel() != numel or not recv.is_contiguous():
                 raise ValueError(
-                    f"reduce_scatter: recv has {recv.numel()} elements of {recv.dtype}; it was bound with "
-                    f"{numel} of {dtype}"
+                    f"reduce_scatter: recv has {recv.numel()} elements of {recv.dtype}, strides {recv.stride()}; it "
+                    f"was bound with {numel} of {dtype}, contiguous"
                 )
+            to = recv.data_ptr()
+            if below < to < above and to != in_place:
+                raise scatter_overlap("reduce_scatter", self.rank, numel)
             flag = (
                 0 if nonfinite is None else flag_address("reduce_scatter", nonfinite, self.device)
             )
-            return bound.queue(stream, after, recv.data_ptr(), scale, accumulate, flag)  # type: ignore[no-any-return]
+            return bound.queue(stream, after, to, scale, accumulate, flag)  # type: ignore[no-any-return]
 
         return queue
 
@@ -179,6 +200,7 @@ class CoreCommunicator(Communicator):
         self, buffer: ArrayLike, root: int = 0, *, stream: Stream | None = None
     ) -> Event | None:
         buffer = checked("broadcast", "buffer", buffer, self.device)
+        check_movable("broadcast", "buffer", buffer)
         check_root(root, self.size)
         self._core.broadcast(
             buffer.data_ptr(), buffer.numel() * buffer.element_size(), root, self._on(stream)
@@ -187,6 +209,8 @@ class CoreCommunicator(Communicator):
 
     def barrier(self, *, tag: int = 0, stream: Stream | None = None) -> Event | None:
         on = self._on(stream)
+        if tag != 0:
+            check_tag("barrier", tag)
         self._core.barrier(tag, on)
         if stream is None and on is not None:
             on.record().wait()
@@ -194,25 +218,36 @@ class CoreCommunicator(Communicator):
         return queued(stream)
 
     def abort(self, reason: str) -> None:
-        self._core.abort(reason)
+        self._core.abort(str(reason))
 
     def close(self) -> None:
         self._core.close()
+        pending.closed(self)
 
     def receipts(self) -> list[Receipt]:
         return [Receipt(*receipt) for receipt in self._core.receipts()]
 
+    def pending(self) -> list[Pending]:
+        own_pid = os.getpid() if self.transport == "local" else None
+        return pending.from_core(self._core.pending(), own_pid)
+
     def _on(self, stream: Stream | None) -> Any:
-        if stream is not None or on_host(self.device):
+        if stream is not None:
+            check_stream(self.transport, stream)
             return stream
+        if on_host(self.device):
+            return None
         return compute_stream(self.device)
 
 
 def core_device(operation: str, device: torch.device | str) -> torch.device:
     """`device` with its index; ValueError unless it is one that the core can drive, CudaError if it is not there."""
-    where = torch.device(device)
-    if where.type not in ("cpu", "cuda"):
-        raise ValueError(f"{operation}: device is {where}; accepted: 'cpu', 'cuda', 'cuda:N'")
+    try:
+        where = torch.device(device)
+    except (RuntimeError, TypeError):
+        where = None
+    if where is None or where.type not in ("cpu", "cuda"):
+        raise ValueError(f"{operation}: device is {device}; accepted: 'cpu', 'cuda', 'cuda:N'")
     if where.type == "cpu":
         return where
     status = _C.cuda_status()

@@ -119,11 +119,13 @@ class Engine:
         """Sums of gradients over all ranks are divided by `factor` from now on, instead of by the number of ranks.
 
         Raises:
-            ValueError: `factor` is not a number above 0.
+            ValueError: `factor` is not a number above 0, or float32 cannot hold what it makes of the sums.
         """
-        if not (isinstance(factor, int | float) and 0 < factor < math.inf):
+        if isinstance(factor, bool) or not (
+            isinstance(factor, int | float) and 1e-30 <= factor <= 1e30
+        ):
             raise ValueError(
-                f"set_gradient_divide_factor: factor is {factor!r}; it must be a number above 0"
+                f"set_gradient_divide_factor: factor is {factor!r}; it must be a number above 0, from 1e-30 to 1e30"
             )
         for unit in self.units:
             for bucket, _ in unit.buckets:
@@ -133,8 +135,18 @@ class Engine:
         """Scales all gradients so that their global L2 norm is at most `max_norm`; returns the norm before.
 
         As `torch.nn.utils.clip_grad_norm_` on the whole model, with one all-reduce of one number.
+
+        Raises:
+            ValueError: `max_norm` is not a number of at least 0, or infinite.
         """
-        return self._gradients.clip_norm_(max_norm)
+        limit = math.nan
+        with contextlib.suppress(TypeError, ValueError, RuntimeError, OverflowError):
+            limit = math.nan if isinstance(max_norm, str) else float(max_norm)
+        if not limit >= 0:
+            raise ValueError(
+                f"clip_grad_norm_: max_norm is {max_norm!r}; it must be a number of at least 0, or math.inf"
+            )
+        return self._gradients.clip_norm_(limit)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of the model, with the model's own names: for `torch.distributed.checkpoint` (DCP).

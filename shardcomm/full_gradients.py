@@ -32,6 +32,7 @@ class FullGradients:
         self._shapes = [
             torch.Size(p.spec.shape) if p.shard_dim == 0 else None for p in layout.placements
         ]
+        self._singles = [i for i, p in enumerate(layout.placements) if p.numel == 1]
         self._packs: dict[tuple[torch.dtype, torch.dtype, bool], BoundCopy] = {}
 
     def checked(self, grads: Sequence[torch.Tensor | None]) -> Sources:
@@ -47,9 +48,16 @@ class FullGradients:
             else -1
             for grad, shape in zip(grads, self._shapes, strict=True)
         ]
-        if -1 not in addresses:
+        if -1 not in addresses and not (self._singles and self._has_negated(grads)):
             return Sources(addresses, dtype)
         return self._made_readable(grads)
+
+    def _has_negated(self, grads: Sequence[torch.Tensor | None]) -> bool:
+        """Whether a gradient is the lazily negated view that autograd leaves of an imaginary part.
+
+        Larger ones of these have gaps between their elements: they are not contiguous.
+        """
+        return any((grad := grads[i]) is not None and grad.is_neg() for i in self._singles)
 
     def _made_readable(self, grads: Sequence[torch.Tensor | None]) -> Sources:
         dtype = self._param_dtype

@@ -72,6 +72,12 @@ def group_params(
     """A bucket for each dtype; frozen parameters apart, since they are never reduced."""
     by_kind: dict[tuple[torch.dtype, bool], list[OwnedParam]] = {}
     for owned in unit.params:
+        if owned.param.layout is not torch.strided or owned.param.is_quantized:
+            kind = owned.param.dtype if owned.param.is_quantized else owned.param.layout
+            raise ValueError(
+                f"fully_shard: parameter {owned.name!r} is a tensor of {kind}, whose rows cannot be shared out; "
+                "accepted: dense tensors that are not quantised"
+            )
         by_kind.setdefault((owned.param.dtype, owned.param.requires_grad), []).append(owned)
     groups = []
     for (dtype, _), params in by_kind.items():

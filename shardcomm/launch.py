@@ -1,7 +1,13 @@
 """N ranks as local processes, with the environment that torchrun would give them.
 
 The launcher's process keeps the rendezvous store and watches; the ranks come from a fork server that has torch loaded,
-so that one starts in milliseconds. Whatever happens to a rank or to the launcher, no process is left.
+so that one starts in milliseconds. Whatever happens to a rank or to the launcher, no process is left::
+
+    launcher ──► fork server ──► ranks
+             │               the kernel kills a rank when the server ends, also one that is stopped
+             the server ends when the launcher does; see `shardcomm.fork_server`
+
+A rank that can also ends by itself, when the pipe between it and the launcher closes.
 """
 
 from __future__ import annotations
@@ -9,6 +15,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import secrets
 import shutil
 import signal
 import threading
@@ -23,10 +30,12 @@ from multiprocessing.util import get_temp_dir
 from typing import Any, TypeVar
 
 import torch
-from torch._C._distributed_c10d import TCPStore
 
 from shardcomm._C import CommError, CudaError
 from shardcomm.checkpoints import CheckpointError
+from shardcomm.parent import signal_at_its_end
+from shardcomm.stack_dumps import enable_where_free
+from shardcomm.store import SECRET, serve_on_loopback
 
 T = TypeVar("T")
 
@@ -56,13 +65,14 @@ def launch(
     if ranks < 1:
         raise ValueError(f"launch: ranks is {ranks}; it must be at least 1")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["shardcomm"])
+    context.set_forkserver_preload(["shardcomm", "shardcomm.fork_server"])
     _start_fork_server()
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = serve_on_loopback()
+    secret = secrets.token_hex(16)
     group = _Group(ranks)
     try:
         for rank in range(ranks):
-            group.start(context, rank, store.port, fn, args)
+            group.start(context, rank, (store.port, secret), fn, args)
         return group.results(deadline_s)
     finally:
         group.end()
@@ -95,7 +105,7 @@ class _Group:
         self,
         context: multiprocessing.context.ForkServerContext,
         rank: int,
-        port: int,
+        meeting: tuple[int, str],
         fn: Callable[..., Any],
         args: Sequence[Any],
     ) -> None:
@@ -104,7 +114,7 @@ class _Group:
         self.lifelines.append(lifeline)  # first, for a Ctrl-C while the process starts
         process = context.Process(
             target=_run_rank,
-            args=(rank, self.ranks, port, fn, tuple(args), tell, watched, get_temp_dir()),
+            args=(rank, self.ranks, meeting, fn, tuple(args), tell, watched, get_temp_dir()),
             name=f"rank {rank}",
         )
         process.start()
@@ -194,17 +204,22 @@ def _in_one_line(said: str) -> str:
 def _run_rank(
     rank: int,
     ranks: int,
-    port: int,
+    meeting: tuple[int, str],  # the store's port, and the run's secret
     fn: Callable[..., Any],
     args: tuple[Any, ...],
     tell: Connection,
     watched: Connection,
     temp_dir: str,
 ) -> None:
+    _die_with_launcher(watched)
     # Ctrl-C reaches the whole terminal; the launcher decides for all ranks. (Blocked already, unless the fork server
     # was started by someone else.)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    enable_where_free()
     threading.Thread(target=_end_with_launcher, args=(watched, temp_dir), daemon=True).start()
+    port, os.environ[SECRET] = meeting
+    # All ranks are here: the connections that torch's Gloo opens need no other interface.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -228,6 +243,18 @@ def _run_rank(
     except BaseException:
         outcome = pickle.dumps((False, "raised\n" + traceback.format_exc()))
     tell.send_bytes(outcome)
+
+
+def _die_with_launcher(watched: Connection) -> None:
+    """Has the kernel kill this rank when the fork server ends, and the fork server end when the launcher does."""
+    signal_at_its_end(signal.SIGKILL)
+    # The server ends when nobody can write to a pipe: the launcher, and all that it forked. Not this rank any longer,
+    # which may be stopped.
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, forkserver._forkserver._forkserver_alive_fd, inheritable=False)  # type: ignore[attr-defined]
+    os.close(null)
+    if watched.poll(0):  # both ended before the first line of this
+        os._exit(1)
 
 
 def _end_with_launcher(watched: Connection, temp_dir: str) -> None:

@@ -20,6 +20,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from shardcomm import _C
+from shardcomm.scalars import is_whole
+
+_MOST_ELEMENTS = 1 << 60
 
 
 @dataclass(frozen=True)
@@ -29,8 +32,8 @@ class Block:
     rows: int
 
     def __post_init__(self) -> None:
-        if self.rows < 1:
-            raise ValueError(f"Block: rows is {self.rows}; it must be at least 1")
+        if not is_whole(self.rows, 1, _MOST_ELEMENTS):
+            raise ValueError(f"Block: rows is {self.rows!r}; it must be at least 1, and whole")
 
 
 Granularity = Literal["element", "row", "tensor"] | Block
@@ -54,9 +57,12 @@ class ParamSpec:
     shard_dim: ShardDim = 0
 
     def __post_init__(self) -> None:
-        if any(size < 0 for size in self.shape):
+        if not isinstance(self.shape, tuple) or not all(
+            is_whole(size, 0, _MOST_ELEMENTS) for size in self.shape
+        ):
             raise ValueError(
-                f"ParamSpec {self.name!r}: shape is {self.shape}; sizes must be at least 0"
+                f"ParamSpec {self.name!r}: shape is {self.shape!r}; it must be a tuple; sizes must be at least 0, "
+                "and whole"
             )
         if self.granularity not in ("element", "row", "tensor") and not isinstance(
             self.granularity, Block
@@ -66,9 +72,7 @@ class ParamSpec:
                 "'tensor', Block(n)"
             )
         dims = max(len(self.shape), 1)
-        if self.shard_dim != "auto" and not (
-            isinstance(self.shard_dim, int) and -dims <= self.shard_dim < dims
-        ):
+        if self.shard_dim != "auto" and not (is_whole(self.shard_dim, -dims, dims - 1)):
             raise ValueError(
                 f"ParamSpec {self.name!r}: shard_dim is {self.shard_dim!r}; accepted for shape {self.shape}: "
                 f"{-dims} to {dims - 1}, 'auto'"
@@ -156,13 +160,20 @@ class Layout:
         Raises:
             ValueError: an argument is out of range.
         """
-        if itemsize < 1 or align_bytes < 1 or align_bytes % itemsize:
+        for spec in params:
+            if not isinstance(spec, ParamSpec):
+                raise TypeError(
+                    f"Layout.plan: params contains a {type(spec).__name__}; each must be a ParamSpec"
+                )
+        if not (is_whole(itemsize, 1) and is_whole(align_bytes, 1)) or align_bytes % itemsize:
             raise ValueError(
-                f"Layout.plan: align_bytes is {align_bytes} and itemsize {itemsize}; align_bytes must be a "
-                "multiple of itemsize, both at least 1"
+                f"Layout.plan: align_bytes is {align_bytes!r} and itemsize {itemsize!r}; align_bytes must be a "
+                "multiple of itemsize, both whole and at least 1"
             )
-        if world_size < 1:
-            raise ValueError(f"Layout.plan: world_size is {world_size}; it must be at least 1")
+        if not is_whole(world_size, 1):
+            raise ValueError(
+                f"Layout.plan: world_size is {world_size!r}; it must be at least 1, whole, and below 2**31"
+            )
         align = align_bytes // itemsize
         best: Layout | None = None
         for dims in _dim_choices(params):

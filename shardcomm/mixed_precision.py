@@ -30,6 +30,10 @@ class MixedPrecision:
                 raise ValueError(
                     f"MixedPrecision: {name} is {dtype}; accepted: float32, bfloat16, float16, None"
                 )
+        if not isinstance(self.cast_forward_inputs, bool):
+            raise TypeError(
+                f"MixedPrecision: cast_forward_inputs is {self.cast_forward_inputs!r}; it must be True or False"
+            )
 
     @property
     def input_dtype(self) -> torch.dtype | None:

@@ -7,14 +7,12 @@ else the system's. What it is too old for is left out, and the communicator's re
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import get_args
 
 from shardcomm import _C
 from shardcomm.communicator import DEADLINE_S, CtaPolicy
-
-if TYPE_CHECKING:
-    from shardcomm.rendezvous import Exchange
 
 
 def library_paths() -> list[str]:
@@ -39,14 +37,14 @@ def check_cta_policy(cta_policy: str) -> None:
 
 
 def connect(
-    exchange: Exchange,
+    exchange: Callable[[bytes], list[bytes]],
     rank: int,
     size: int,
     device: int,
     deadline_s: float = DEADLINE_S,
     cta_policy: CtaPolicy = "default",
 ) -> _C.Communicator:
-    """The `size` ranks that `exchange` reaches (see `shardcomm.rendezvous`), connected by NCCL; collective.
+    """The `size` ranks that `exchange` reaches (see `shardcomm.exchange`), connected by NCCL; collective.
 
     `cta_policy`: see `Communicator.from_env`.
 

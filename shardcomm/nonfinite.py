@@ -6,9 +6,13 @@ import torch
 
 
 def flag_address(operation: str, flag: torch.Tensor | None, device: torch.device) -> int:
-    """Where `flag` is, 0 for None; ValueError unless it is one int32 element on `device`."""
+    """Where `flag` is, 0 for None; TypeError, or ValueError, unless it is a tensor of one int32 element on `device`."""
     if flag is None:
         return 0
+    if not isinstance(flag, torch.Tensor):
+        raise TypeError(
+            f"{operation}: nonfinite is a {type(flag).__name__}; it must be a torch.Tensor"
+        )
     if flag.dtype != torch.int32 or flag.numel() != 1 or flag.device != device:
         raise ValueError(
             f"{operation}: nonfinite is {flag.numel()} elements of {flag.dtype} on {flag.device}; it must be one of "

@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
+from shardcomm.whole_file import written_whole
+
 _PICTURES = (".png", ".svg", ".pdf")
 
 
@@ -75,10 +77,13 @@ def can_write(path: str | None) -> bool:
 
 @contextmanager
 def opened(path: str) -> Iterator[TextIO]:
-    """The file `path` to write into (- for stdout); line ends stay as they are written."""
+    """The file `path` to write into (- for stdout); line ends stay as they are written.
+
+    An OSError on the way names the file, of which then nothing is left.
+    """
     if path == "-":
         yield sys.stdout
         sys.stdout.flush()
         return
-    with open(path, "w", newline="") as file:
+    with written_whole(path), open(path, "w", newline="") as file:
         yield file

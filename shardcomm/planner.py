@@ -39,6 +39,7 @@ from shardcomm.groups import (
 )
 from shardcomm.mixed_precision import MixedPrecision
 from shardcomm.plan_table import drawn
+from shardcomm.scalars import is_whole
 from shardcomm.schedule import Phase, Schedule, Verb
 from shardcomm.sharded_unit import Footprint
 from shardcomm.strategy import Strategy
@@ -171,8 +172,10 @@ class Plan:
         Raises:
             TypeError, ValueError: an argument is not of its type, or out of its range; for the rest, as `fully_shard`.
         """
-        if not isinstance(ranks, int) or ranks < 1:
-            raise ValueError(f"ranks is {ranks!r}; it must be a whole number above 0")
+        if not is_whole(ranks, 1):
+            raise ValueError(f"ranks is {ranks!r}; it must be a whole number above 0, below 2**31")
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model is a {type(model).__name__}; it must be a torch.nn.Module")
         if optimizer not in OPTIMIZERS:
             raise ValueError(
                 f"optimizer is {optimizer!r}; accepted: {', '.join(map(repr, OPTIMIZERS))}"

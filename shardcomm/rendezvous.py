@@ -1,28 +1,32 @@
-"""How ranks find each other: each shows all others a few bytes, and from these the transport is chosen.
+"""How ranks find each other: each shows all others who it is, and from that the transport is chosen.
 
-The bytes travel over a torch Store (torchrun's environment) or a ProcessGroup, a few times at set-up.
+What they show travels over a torch Store (torchrun's environment) or a ProcessGroup, a few times at set-up.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 import os
+import warnings
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import cast, get_args
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
-from torch.distributed.rendezvous import rendezvous
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
 
 from shardcomm import _C, nccl
 from shardcomm.c10d import C10dCommunicator
 from shardcomm.communicator import DEADLINE_S, Communicator, CtaPolicy, Transport
 from shardcomm.core_communicator import CoreCommunicator, core_device
+from shardcomm.exchange import Exchange, GroupExchange, StoreExchange, Watched
+from shardcomm.store import VARIABLES, env_store
 
-# Shows `payload` to all ranks and returns everybody's, in rank order. Every rank calls it equally often.
-Exchange = Callable[[bytes], list[bytes]]
+# Makes a communicator over a ProcessGroup; is told why shared memory is not taken, "" if nobody asked for it.
+Fallback = Callable[[str], Communicator]
 
 MOST_SECONDS = 1e9  # that a timedelta, and a wait, can take
 
@@ -32,6 +36,21 @@ _local: dict[bytes, list[Communicator]] = {}  # made by one thread for all
 
 class SeveralHostsError(ValueError):
     """The transport is for ranks of one host."""
+
+
+class SharedMemoryError(_C.CommError):
+    """A rank cannot map the memory of the others, though it is on their host."""
+
+
+@dataclass(frozen=True)
+class _Introduction:
+    """What a rank shows first."""
+
+    device: str
+    cta_policy: str
+    host: str
+    pid: int
+    start_time: int
 
 
 def from_env(
@@ -47,11 +66,7 @@ def from_env(
     where = _own_device(transport) if device is None else _given_device(device)
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
         return Communicator.local_group(1, deadline_s=deadline_s, device=where)[0]
-    missing = [
-        name
-        for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-        if name not in os.environ
-    ]
+    missing = [name for name in VARIABLES if name not in os.environ]
     if missing:
         raise ValueError(
             f"from_env: {', '.join(missing)} not set; torchrun sets RANK, WORLD_SIZE, MASTER_ADDR and "
@@ -59,37 +74,24 @@ def from_env(
         )
     timeout = timedelta(seconds=deadline_s)
     store, rank, size = env_store(timeout)
-    store = PrefixStore(f"shardcomm/{next(_groups)}", store)
+    name = f"shardcomm/{next(_groups)}"
 
-    def gloo() -> Communicator:
+    def gloo(reason: str) -> Communicator:
         if where.type != "cpu":
             raise ValueError(
                 f"from_env: transport is 'c10d', which is Gloo here, and device is {where}; accepted: 'cpu', or "
                 "from_process_group with a group of that device"
             )
         groups = [
-            ProcessGroupGloo(PrefixStore(use, store), rank, size, timeout)
+            ProcessGroupGloo(PrefixStore(f"{name}/{use}", store), rank, size, timeout)
             for use in ("gathers", "reduces")
         ]
         # A backend has the collectives of a ProcessGroup, without being one to the type checker.
         gathers, reduces = cast("list[dist.ProcessGroup]", groups)
-        return C10dCommunicator(gathers, reduces, where)
+        return C10dCommunicator(gathers, reduces, where, reason)
 
-    exchange = over_store(store, rank, size, deadline_s)
-    return connect(exchange, rank, size, deadline_s, transport, where, gloo, cta_policy)
-
-
-def env_store(timeout: timedelta) -> tuple[Store, int, int]:
-    """The store that the launcher's environment describes, this rank, and the number of ranks.
-
-    torchrun keeps one store over all its restarts: without a prefix, ranks would read what those before them wrote.
-    """
-    try:
-        store, rank, size = next(rendezvous("env://", timeout=timeout))
-    except dist.DistError as error:
-        raise _C.CommError(f"rank {os.environ['RANK']}: no rendezvous: {error}") from error
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return PrefixStore(f"attempt {attempt}", store), rank, size
+    exchange = StoreExchange(store, name, rank, size, deadline_s)
+    return connect(exchange, transport, where, gloo, cta_policy)
 
 
 def local_group(size: int, deadline_s: float, device: torch.device | str) -> list[Communicator]:
@@ -122,7 +124,6 @@ def from_process_group(
             )
         group = dist.group.WORLD
     assert group is not None
-    rank, size = group.rank(), group.size()
     if device is None:
         device = "cuda" if transport == "nccl" or dist.get_backend(group) == "nccl" else "cpu"
     where = (
@@ -130,12 +131,7 @@ def from_process_group(
     )
     patience_s = _timeout_s(group, where) if deadline_s is None else deadline_s
 
-    def exchange(payload: bytes) -> list[bytes]:
-        everybody: list[bytes] = [b""] * size
-        dist.all_gather_object(everybody, payload, group=group)
-        return everybody
-
-    def c10d() -> Communicator:
+    def c10d(reason: str) -> Communicator:
         gathers, reduces = (
             dist.new_group(
                 dist.get_process_group_ranks(group),
@@ -145,9 +141,9 @@ def from_process_group(
             )
             for _ in range(2)
         )
-        return C10dCommunicator(gathers, reduces, where)
+        return C10dCommunicator(gathers, reduces, where, reason)
 
-    return connect(exchange, rank, size, patience_s, transport, where, c10d, cta_policy)
+    return connect(GroupExchange(group, patience_s), transport, where, c10d, cta_policy)
 
 
 def _timeout_s(group: dist.ProcessGroup, device: torch.device) -> float:
@@ -159,43 +155,22 @@ def _timeout_s(group: dist.ProcessGroup, device: torch.device) -> float:
     return timeout.total_seconds()
 
 
-def over_store(store: Store, rank: int, size: int, deadline_s: float) -> Exchange:
-    """Ranks that share a store. A rank that does not come within `deadline_s` seconds is a CommError on the others."""
-    store.set_timeout(timedelta(seconds=deadline_s))
-    rounds = itertools.count()
-
-    def exchange(payload: bytes) -> list[bytes]:
-        turn = next(rounds)
-        store.set(f"{turn}/{rank}", payload.hex())
-        try:
-            return [bytes.fromhex(store.get(f"{turn}/{peer}").decode()) for peer in range(size)]
-        except dist.DistError as error:
-            raise _C.CommError(
-                f"rank {rank} of {size}: not all ranks came to the rendezvous within {deadline_s:g} s: {error}"
-            ) from error
-
-    return exchange
-
-
 def connect(
     exchange: Exchange,
-    rank: int,
-    size: int,
-    deadline_s: float,
     transport: Transport,
     device: torch.device,
-    c10d: Callable[[], Communicator],
+    c10d: Fallback,
     cta_policy: CtaPolicy = "default",
 ) -> Communicator:
     """Chooses the transport that all ranks can use, and opens it."""
-    everybody = exchange(f"{device.type} {cta_policy} {host_identity()}".encode())
-    devices, policies, hosts = zip(
-        *(each.decode().split(" ", 2) for each in everybody), strict=True
-    )
+    rank, size, deadline_s = exchange.rank, exchange.size, exchange.deadline_s
+    everybody = _introduce(exchange, device, cta_policy)
+    policies = [each.cta_policy for each in everybody]
     if len(set(policies)) > 1:
         raise ValueError(
             f"cta_policy is {cta_policy!r}, but the ranks gave different ones: {', '.join(policies)}"
         )
+    devices = [each.device for each in everybody]
     if len(set(devices)) > 1:
         raise ValueError(
             f"device is {device}, but the ranks have different kinds: {', '.join(devices)}"
@@ -208,27 +183,95 @@ def connect(
         raise ValueError(
             f"cta_policy is {cta_policy!r}, which is NCCL's, but transport is {transport!r} and device is {device}"
         )
+    unwatched = _watch(exchange, everybody)
     if transport == "c10d":
-        return c10d()
+        return exchange.wait_for(lambda: c10d(""))
     if transport == "local":
-        return _thread_rank(exchange, rank, size, deadline_s, device)
+        return _thread_rank(exchange, everybody, device)
     if device.type == "cuda":
         if size == 1:
             return Communicator.local_group(1, deadline_s=deadline_s, device=device)[0]
         return CoreCommunicator(
             nccl.connect(exchange, rank, size, device.index, deadline_s, cta_policy), device
         )
-    if len(set(hosts)) == 1:
-        # Rank 0's session lives until all have attached, which make_shm waits for.
-        session = _C.ShmSession(size) if rank == 0 else None
-        address = exchange(session.address.encode() if session else b"")[0].decode()
-        return CoreCommunicator(_C.make_shm(address, rank, size, deadline_s), device)
+    return _on_cpus(exchange, everybody, unwatched, transport, c10d)
+
+
+def _on_cpus(
+    exchange: Exchange,
+    everybody: list[_Introduction],
+    unwatched: str,
+    transport: Transport,
+    c10d: Fallback,
+) -> Communicator:
+    """Shared memory, if all ranks can have it."""
+    hosts = len({each.host for each in everybody})
+    if hosts > 1:
+        if transport == "shm":
+            raise SeveralHostsError(
+                f"transport is 'shm', but the {exchange.size} ranks are on {hosts} hosts (or in containers that do not "
+                "see each other's processes); use 'c10d' or 'auto'"
+            )
+        return exchange.wait_for(lambda: c10d("the ranks are on several hosts"))
+    core, reason = _share_memory(exchange, everybody, unwatched)
+    if core is not None:
+        return CoreCommunicator(core)
     if transport == "shm":
-        raise SeveralHostsError(
-            f"transport is 'shm', but the {size} ranks are on {len(set(hosts))} hosts (or in containers that do not "
-            "see each other's processes); use 'c10d' or 'auto'"
-        )
-    return c10d()
+        raise SharedMemoryError(f"transport is 'shm', but {reason}; use 'c10d' or 'auto'")
+    warnings.warn(f"collectives go through c10d: {reason}", RuntimeWarning, stacklevel=5)
+    return exchange.wait_for(lambda: c10d(reason))
+
+
+def _introduce(exchange: Exchange, device: torch.device, cta_policy: str) -> list[_Introduction]:
+    """Shows all ranks who this one is, and returns who they are."""
+    pid, start_time = _C.own_process()
+    own = _Introduction(device.type, cta_policy, host_identity(), pid, start_time)
+    everybody = []
+    for peer, shown in enumerate(exchange(json.dumps(asdict(own)).encode())):
+        try:
+            everybody.append(_Introduction(**json.loads(shown)))
+        except (ValueError, TypeError) as error:
+            raise _C.CommError(
+                f"rank {peer} introduced itself as {shown[:80]!r}; all ranks need the same version of shardcomm"
+            ) from error
+    return everybody
+
+
+def _watch(exchange: Exchange, everybody: list[_Introduction]) -> str:
+    """From here on, the death of another process of this host ends a wait. Why it cannot be seen, "" if it can."""
+    own = everybody[exchange.rank]
+    try:
+        for peer, other in enumerate(everybody):
+            if other.host == own.host and other.pid != own.pid:
+                watch = _C.ProcessWatch(other.pid, other.start_time)
+                exchange.processes[peer] = Watched(other.pid, watch)
+    except _C.CommError as error:
+        return str(error)
+    return ""
+
+
+def _share_memory(
+    exchange: Exchange, everybody: list[_Introduction], refusal: str
+) -> tuple[_C.Communicator | None, str]:
+    """Through memory that rank 0 makes; where one rank cannot have it (`refusal`, or it finds out), none, and why."""
+    session = member = None  # rank 0's session lives until all have attached
+    if exchange.rank == 0 and not refusal:
+        processes = [(each.pid, each.start_time) for each in everybody]
+        try:
+            session = _C.ShmSession(exchange.size, processes)
+        except _C.CommError as error:
+            refusal = str(error)
+    address = exchange(session.address.encode() if session else b"")[0].decode()
+    if address and not refusal:
+        try:
+            member = _C.ShmMember(address, exchange.rank, exchange.size)
+        except _C.CommError as error:
+            refusal = str(error)
+    refusals = [each.decode() for each in exchange(refusal.encode())]
+    said = [f"rank {rank}: {text}" for rank, text in enumerate(refusals) if text]
+    if member is None or said:
+        return None, f"not all ranks can share memory ({'; '.join(said)})"
+    return member.attach(exchange.deadline_s), ""
 
 
 def host_identity() -> str:
@@ -238,19 +281,20 @@ def host_identity() -> str:
 
 
 def _thread_rank(
-    exchange: Exchange, rank: int, size: int, deadline_s: float, device: torch.device
+    exchange: Exchange, everybody: list[_Introduction], device: torch.device
 ) -> Communicator:
     """This thread's of a local group, which the thread of rank 0 makes."""
-    processes = exchange(str(os.getpid()).encode())
-    if len(set(processes)) > 1:
+    rank, size = exchange.rank, exchange.size
+    processes = {(each.host, each.pid) for each in everybody}
+    if len(processes) > 1:
         raise ValueError(
-            f"transport is 'local', but the {size} ranks are {len(set(processes))} processes; 'local' is for threads "
+            f"transport is 'local', but the {size} ranks are {len(processes)} processes; 'local' is for threads "
             "of one, use 'auto'"
         )
     key = b""
     if rank == 0:
         key = str(next(_groups)).encode()
-        _local[key] = Communicator.local_group(size, deadline_s=deadline_s, device=device)
+        _local[key] = Communicator.local_group(size, deadline_s=exchange.deadline_s, device=device)
     key = exchange(key)[0]
     own = _local[key][rank]
     exchange(b"")  # all have theirs
@@ -261,7 +305,8 @@ def _thread_rank(
 
 def check_deadline(operation: str, deadline_s: float) -> None:
     """ValueError unless it is a number of seconds."""
-    if not (isinstance(deadline_s, (int, float)) and 0 < deadline_s <= MOST_SECONDS):
+    is_number = isinstance(deadline_s, (int, float)) and not isinstance(deadline_s, bool)
+    if not (is_number and 0 < deadline_s <= MOST_SECONDS):
         raise ValueError(
             f"{operation}: deadline_s is {deadline_s!r}; it must be a number above 0, at most 1e9"
         )

@@ -392,5 +392,5 @@ def _check_slots(
 
 
 def _check_at_least(name: str, value: int, least: int) -> None:
-    if not isinstance(value, int) or value < least:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ValueError(f"{name} is {value!r}; it must be a whole number of at least {least}")

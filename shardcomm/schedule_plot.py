@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from shardcomm.schedule import Phase, Schedule, Trigger, Verb
+from shardcomm.whole_file import written_whole
 
 FORWARD, BACKWARD, COLLECTIVE = 2.0, 4.0, 1.5
 # What a unit does between the units that it contains.
@@ -143,7 +144,8 @@ def draw(path: str, schedules: Mapping[str, Schedule]) -> None:
     figure.legend(
         handles=shown, loc="outside upper right", ncols=len(shown), fontsize=8, frameon=False
     )
-    figure.savefig(path, dpi=100)
+    with written_whole(path):
+        figure.savefig(path, dpi=100)
 
 
 def _lanes(boxes: list[Box]) -> list[str]:

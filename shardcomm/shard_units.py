@@ -152,7 +152,10 @@ def _materialize(module: nn.Module, device: torch.device) -> None:
 
 def _load(bucket: Bucket, params: Sequence[OwnedParam], mesh: Mesh) -> None:
     """Keeps this rank's rows of rank 0's values, and lets go of the full ones."""
-    values = [owned.param.detach().to(mesh.device).contiguous() for owned in params]
+    values = [
+        owned.param.detach().to(mesh.device).resolve_neg().resolve_conj().contiguous()
+        for owned in params
+    ]
     for value in values:
         mesh.broadcast(value)
     bucket.load(values)

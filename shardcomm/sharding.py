@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import cache, partial
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardcomm._C import CommError
+from shardcomm.agreement import Item, difference, layout_items
 from shardcomm.communicator import Communicator
 from shardcomm.engine import Engine
 from shardcomm.gradients import OnNonfinite
-from shardcomm.groups import GranularityOf, ShardDimOf, group_params
+from shardcomm.groups import GranularityOf, Group, ShardDimOf, group_params
 from shardcomm.mesh import Mesh
 from shardcomm.mixed_precision import MixedPrecision
 from shardcomm.planner import Plan
@@ -21,7 +23,7 @@ from shardcomm.schedule import Schedule, Trigger
 from shardcomm.shard_units import shard_units
 from shardcomm.sharded_unit import Footprint, ShardedUnit
 from shardcomm.strategy import Strategy
-from shardcomm.unit import Units, find_units, registration_order
+from shardcomm.unit import UnitParams, Units, find_units, registration_order
 
 
 def fully_shard(
@@ -122,6 +124,21 @@ def fully_shard(
     ]
     ranks = (mesh.replicate.size, mesh.shard.size)
     planned = Plan.of_groups(found, groups, how, first_guess, ranks)
+    call = {
+        "strategy": repr(how.name),
+        "mixed_precision": repr(precision),
+        "prefetch": repr(prefetch),
+        "backward_prefetch": repr(backward_prefetch),
+        "slots": repr(slots),
+        "cpu_offload": repr(cpu_offload),
+        "on_nonfinite": repr(on_nonfinite),
+        "(replicas, shards)": repr(ranks),
+    }
+    items = [Item("the call", call), *_items(model, found, groups)]
+    with mesh.failing_together:
+        differs = difference((mesh.shard, mesh.replicate), items)
+    if differs:  # the ranks agree on that, and can go on to use their communicators
+        raise CommError(f"fully_shard: ranks differ: {differs}")
     with mesh.failing_together:
         sharded = shard_units(found, groups, mesh, first_guess.slot_of, mesh.streams)
     _check(sharded, planned)
@@ -145,6 +162,26 @@ def fully_shard(
     )
     _sharded.update(model.modules())
     return engine
+
+
+def _items(
+    model: nn.Module, units: Sequence[UnitParams], groups: Sequence[Sequence[Group]]
+) -> Iterator[Item]:
+    """What the other ranks' collectives take for granted of this one's model."""
+    names = {module: name for name, module in model.named_modules()}
+    for unit, unit_groups in zip(units, groups, strict=True):
+        yield Item(f"unit {unit.name!r}", {})
+        for owned in unit.params:
+            places = [f"{names[module]}.{attribute}" for module, attribute in owned.places]
+            yield Item(f"parameter {owned.name!r}", {"places": repr(places)})
+        for group in unit_groups:
+            shared = {
+                "dtype": str(group.dtype),
+                "requires_grad": str(group.trainable),
+                "param_dtype": str(group.param_dtype),
+                "reduce_dtype": str(group.reduce_dtype),
+            }
+            yield from layout_items(group.layout, shared)
 
 
 def _check(units: Sequence[ShardedUnit], plan: Plan) -> None:

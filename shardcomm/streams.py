@@ -147,6 +147,15 @@ def keep_until(event: Event, *objects: object) -> None:
         _kept.append((event, objects))
 
 
+def check_stream(operation: str, stream: object) -> None:
+    """TypeError unless `stream` is one of shardcomm's."""
+    if not isinstance(stream, (_C.Stream, TorchStream)):
+        raise TypeError(
+            f"{operation}: stream is a {type(stream).__name__}; it must be a shardcomm.Stream (of a torch.cuda.Stream: "
+            "shardcomm.Stream.from_cuda(index, stream.cuda_stream)), or None"
+        )
+
+
 def uses_core(device: torch.device) -> bool:
     """Whether the compiled core drives `device`: the CPU always, a CUDA GPU if it was built for it."""
     return device.type == "cpu" or (device.type == "cuda" and _C.cuda_built)

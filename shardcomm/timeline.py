@@ -15,13 +15,20 @@ chrome://tracing and `shardcomm trace` read it.
 from __future__ import annotations
 
 import json
+import reprlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from shardcomm.json_file import Value, read_json
+from shardcomm.whole_file import written_whole
+
 ROWS = ("step", "compute", "waiting", "gather", "reduce", "all_reduce")
 COMMUNICATION = ("gather", "reduce", "all_reduce")
+
+_MOST_RANKS = 10**9
+_MOST_US = 1e15  # of a trace: thirty years
 
 
 class Span(NamedTuple):
@@ -94,7 +101,7 @@ class Timeline:
         return cls(tuple(shifted), clock)
 
     def save(self, path: str | Path) -> None:
-        """Writes the file; OSError if it cannot be written."""
+        """Writes the file; OSError, and no half of a file, if it cannot be written."""
         document = {
             "displayTimeUnit": "ms",
             "otherData": {
@@ -103,7 +110,9 @@ class Timeline:
             },
             "traceEvents": [event for each in self.ranks for event in _events(each)],
         }
-        Path(path).write_text(json.dumps(document, separators=(",", ":")) + "\n")
+        text = json.dumps(document, separators=(",", ":")) + "\n"
+        with written_whole(path):
+            Path(path).write_text(text)
 
     @classmethod
     def load(cls, path: str | Path) -> Timeline:
@@ -113,15 +122,12 @@ class Timeline:
             OSError: it cannot be read.
             ValueError: it is something else, or there is no event in it.
         """
-        try:
-            document = json.loads(Path(path).read_bytes())
-            ranks = _ranks(document["traceEvents"], document["otherData"]["receipts"])
-            clock = str(document["otherData"]["clock"])
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
-            raise ValueError(
-                f"{path} is not a trace of shardcomm's ({type(error).__name__}: {error}); `shardcomm train --trace` "
-                "and Timeline.save write one"
-            ) from None
+        document = read_json(
+            path,
+            "a trace of shardcomm's, which `shardcomm train --trace` and Timeline.save write",
+        )
+        ranks = _ranks(document["traceEvents"], document["otherData"]["receipts"])
+        clock = document["otherData"]["clock"].text()
         if not any(each.spans for each in ranks):
             raise ValueError(f"{path} is a trace in which nothing happens")
         return cls(ranks, clock)
@@ -140,10 +146,15 @@ class Timeline:
         return sorted(steps, key=lambda span: span.end_s - span.begin_s)[len(steps) // 2].name
 
     def only(self, step: str) -> Timeline:
-        """What began in the step of this name, on each rank."""
+        """What began in the step of this name, on each rank; ValueError unless each has one."""
 
         def cut(each: RankTimeline) -> RankTimeline:
-            (whole,) = (s for s in each.spans if s.row == "step" and s.name == step)
+            marked = [s for s in each.spans if s.row == "step" and s.name == step]
+            if len(marked) != 1:
+                raise ValueError(
+                    f"rank {each.rank} has {len(marked)} steps that are {step!r}, not one"
+                )
+            (whole,) = marked
             inside = (s for s in each.spans if whole.begin_s <= s.begin_s < whole.end_s)
             return replace(each, spans=tuple(inside))
 
@@ -179,21 +190,36 @@ def _events(each: RankTimeline) -> Iterable[dict[str, Any]]:
         }
 
 
-def _ranks(
-    events: list[dict[str, Any]], receipts: dict[str, dict[str, str]]
-) -> tuple[RankTimeline, ...]:
-    spans: dict[int, list[Span]] = {int(rank): [] for rank in receipts}
+def _ranks(events: Value, receipts: Value) -> tuple[RankTimeline, ...]:
+    paths = {
+        _rank(rank, of): {row: path.text() for row, path in of.items()}
+        for rank, of in receipts.items()
+    }
+    spans: dict[int, list[Span]] = {rank: [] for rank in paths}
     for event in events:
-        if event["ph"] == "X":
-            row = ROWS[event["tid"]]
-            begin, duration = float(event["ts"]) * 1e-6, float(event["dur"]) * 1e-6
-            nbytes = int(event["args"].get("bytes", 0))
-            spans[event["pid"]].append(
-                Span(row, str(event["name"]), begin, begin + duration, nbytes)
-            )
+        if event["ph"].text() != "X":
+            continue
+        rank = event["pid"].whole(0, _MOST_RANKS)
+        if rank not in spans:
+            raise event["pid"].wrong(f"a rank with receipts: {reprlib.repr(list(spans))}")
+        spans[rank].append(_span(event))
     return tuple(
-        RankTimeline(rank, tuple(done), receipts[str(rank)]) for rank, done in sorted(spans.items())
+        RankTimeline(rank, tuple(done), paths[rank]) for rank, done in sorted(spans.items())
     )
+
+
+def _rank(text: str, value: Value) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) < 10):
+        raise value.wrong(f"under the number of a rank, not under {text!r}")
+    return int(text)
+
+
+def _span(event: Value) -> Span:
+    args = event["args"]
+    row = ROWS[event["tid"].whole(0, len(ROWS) - 1)]
+    begin, duration = (event[key].number(0, _MOST_US) * 1e-6 for key in ("ts", "dur"))
+    nbytes = args["bytes"].whole(0, 1 << 60) if row in COMMUNICATION else 0
+    return Span(row, event["name"].text(), begin, begin + duration, nbytes)
 
 
 def _figures(each: RankTimeline) -> Figures:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from shardcomm.timeline import COMMUNICATION, RankTimeline, Span, Timeline
+from shardcomm.whole_file import written_whole
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -62,7 +63,8 @@ def draw(timeline: Timeline, path: str) -> None:
         fontsize="medium",
         loc="left",
     )
-    figure.savefig(path, dpi=110)
+    with written_whole(path):
+        figure.savefig(path, dpi=110)
 
 
 def _lanes(timeline: Timeline) -> list[str]:

@@ -10,14 +10,11 @@ import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
-import torch
-
-from shardcomm.communicator import Communicator
 from shardcomm.mesh import Mesh
 from shardcomm.rendezvous import host_identity
 from shardcomm.streams import Event, Stream, Streams
+from shardcomm.texts import all_gather_text
 from shardcomm.timeline import RankTimeline, Span, Timeline
 
 
@@ -66,14 +63,11 @@ class Trace:
 
     def timeline(self) -> Timeline:
         """All ranks' traces on one clock, on every rank; collective."""
-        everybody: list[Any] = [[host_identity(), self._origin_s, self.spans(), _paths(self._mesh)]]
-        for comm in (self._mesh.shard, self._mesh.replicate):
-            payload = json.dumps(everybody).encode()
-            with self._mesh.failing_together:
-                parts = _all_gather_bytes(comm, payload)
-            everybody = [each for part in parts for each in json.loads(part)]
+        own = [host_identity(), self._origin_s, self.spans(), _paths(self._mesh)]
+        with self._mesh.failing_together:
+            everybody = all_gather_text((self._mesh.shard, self._mesh.replicate), json.dumps(own))
         clocks, ranks = [], []
-        for rank, (host, origin_s, spans, paths) in enumerate(everybody):
+        for rank, (host, origin_s, spans, paths) in enumerate(map(json.loads, everybody)):
             clocks.append((host, origin_s))
             ranks.append(RankTimeline(rank, tuple(Span(*span) for span in spans), paths))
         return Timeline.of(ranks, clocks)
@@ -105,15 +99,3 @@ def _paths(mesh: Mesh) -> dict[str, str]:
         for receipt in comm.receipts()
         if comm.size > 1 and (comm, receipt.operation) in row_of
     }
-
-
-def _all_gather_bytes(comm: Communicator, payload: bytes) -> list[bytes]:
-    """Everybody's payload, which may differ in length, in rank order; collective."""
-    length = torch.tensor([len(payload)], device=comm.device)
-    lengths = length.new_empty(comm.size)
-    comm.all_gather(lengths, length)
-    longest = int(lengths.max())
-    mine = torch.frombuffer(bytearray(payload.ljust(longest)), dtype=torch.uint8).to(comm.device)
-    everybody = mine.new_empty(comm.size * longest)
-    comm.all_gather(everybody, mine)
-    return [row.numpy().tobytes() for row in everybody.cpu().view(comm.size, longest)]

@@ -18,10 +18,24 @@ def check_shape(operation: str, name: str, tensor: torch.Tensor, placement: Plac
         )
 
 
+def check_full(name: str, tensor: torch.Tensor, *, sparse: bool = False) -> None:
+    """TypeError unless it is a tensor with values, dense or, if that is allowed, `sparse`."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name} is a {type(tensor).__name__}; it must be a torch.Tensor")
+    dense = tensor.layout is torch.strided or sparse
+    if not dense or tensor.is_quantized or tensor.is_meta:
+        raise TypeError(
+            f"{name} is {tensor.dtype} of {tensor.layout} on {tensor.device}; it must be a dense tensor with values, "
+            "not quantised"
+        )
+
+
 def check_count(
     operation: str, name: str, tensors: Sequence[torch.Tensor | None], layout: Layout
 ) -> None:
     """ValueError unless there is an entry for each parameter."""
+    if not isinstance(tensors, Sequence):
+        raise TypeError(f"{operation}: {name} is a {type(tensors).__name__}; it must be a list")
     if len(tensors) != len(layout.placements):
         raise ValueError(
             f"{operation}: {name} has {len(tensors)} entries; the layout has "
@@ -62,6 +76,7 @@ def as_stored(grad: torch.Tensor, placement: Placement, dtype: torch.dtype) -> t
     """`grad` with the shard dim outermost, contiguous, as the pack plan reads it. Rarely copies."""
     if grad.layout is not torch.strided:
         grad = grad.to_dense()
+    grad = grad.resolve_neg()  # autograd leaves such views of imaginary parts
     if grad.dtype == dtype and placement.shard_dim == 0 and grad.is_contiguous():
         return grad
     if grad.dim() > 0:

@@ -21,6 +21,9 @@ settings.register_profile("examples", phases=[Phase.explicit], database=None)
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", type=int, default=None, help="of tests on random inputs")
+    parser.addoption(
+        "--every-point", action="store_true", help="end processes at every point, not at some"
+    )
 
 
 def pytest_sessionstart() -> None:
@@ -40,6 +43,12 @@ def pytest_report_header(config: pytest.Config) -> str:
 def seed(request: pytest.FixtureRequest) -> int:
     """Of random inputs; printed in the header."""
     return _seed(request.config)
+
+
+@pytest.fixture
+def every_point(request: pytest.FixtureRequest) -> bool:
+    """Whether tests that end a process at some points do so at every one."""
+    return bool(request.config.getoption("--every-point"))
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from shardcomm import _C, Stream, nccl
 from shardcomm.dtype import core_dtype
+from shardcomm.exchange import StoreExchange
 from shardcomm.operands import RED_OPS
-from shardcomm.rendezvous import over_store
 
 
 def take_gpu() -> int:
@@ -42,7 +42,7 @@ def connect(deadline_s: float = 30.0) -> _C.Communicator:
     device = take_gpu()
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store, _, _ = next(dist.rendezvous("env://"))
-    exchange = over_store(dist.PrefixStore("test", store), rank, size, deadline_s)
+    exchange = StoreExchange(store, "test", rank, size, deadline_s)
     return nccl.connect(exchange, rank, size, device, deadline_s)
 
 

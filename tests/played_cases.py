@@ -6,6 +6,7 @@ python tests/played_cases.py NAME
 from __future__ import annotations
 
 import copy
+import os
 import sys
 import threading
 import weakref
@@ -21,9 +22,14 @@ import played_cuda
 INSTANT = ["two_events_a_collective"]
 played_cuda.install(instant=sys.argv[1] in INSTANT)
 
-from shardcomm import _C, Bucket, Communicator, fully_shard, streams  # noqa: E402
+from gates import until  # noqa: E402
+
+from shardcomm import _C, Bucket, Communicator, Pending, bucket, fully_shard, sharding, streams  # noqa: E402
 from shardcomm.core_communicator import CoreCommunicator  # noqa: E402
 from shardcomm.streams import compute_stream  # noqa: E402
+
+# What is played computes when its stream does, and torch here at once: nothing that is gathered can be read at set-up.
+bucket.difference = sharding.difference = lambda _groups, _items: ""
 
 RANKS = 2
 SHAPES = {"weight": (24, 16), "bias": (24,), "scale": (16,)}
@@ -345,6 +351,39 @@ def barrier_that_was_aborted_raises() -> None:
             abort.join()
         else:
             comm.abort("enough")
+
+    run_ranks(body)
+
+
+def a_rank_tells_what_it_is_in() -> None:
+    """Its own calls: one that runs on the device since its turn came, and one whose turn has not come."""
+    come = threading.Event()
+
+    def body(comm: Communicator, stream: played_cuda.Stream) -> None:
+        comm.barrier()
+        none = [Pending(comm.rank, os.getpid())]
+        assert comm.pending() == none
+        if comm.rank == 1:
+            assert come.wait(60)
+        sent = torch.zeros(4, device=comm.device)
+        queue = compute_stream(comm.device)
+        received = torch.zeros(2, 8, device=comm.device)
+        comm.all_gather(received[0], sent)
+        comm.all_gather(received[1], sent, tag=3)
+        if comm.rank == 0:
+
+            def in_the_first() -> list[Pending]:
+                entries = comm.pending()
+                return entries if len(entries) == 2 and entries[0].waiting_s else []
+
+            entries = until(in_the_first, "the device waits for rank 1")
+            first, then = entries
+            assert (first.channel, first.call) == ("gather", "all_gather(f32, count 4)")
+            assert (then.call, then.waiting_s) == ("all_gather(f32, count 4, tag 3)", None)
+            assert then.sequence == (first.sequence or 0) + 1
+            come.set()
+        queue.synchronize()
+        until(lambda: comm.pending() == none, "all is done")
 
     run_ranks(body)
 

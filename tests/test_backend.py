@@ -118,19 +118,31 @@ def broadcast(group: Group, x: torch.Tensor) -> Tensors:
     return copies
 
 
+def gather_and_scatter(group: Group, x: torch.Tensor) -> Tensors:
+    rank, size = group.rank(), group.size()
+    if x.is_complex():
+        x = torch.view_as_real(x).flatten()  # Gloo takes no others
+    x = x.view(size, -1).t().contiguous().t()
+    received = []
+    for root in range(2):
+        gathered = [torch.empty_like(x) for _ in range(size)] if rank == root else []
+        dist.gather(x, gathered if rank == root else None, root, group=group)
+        scattered = torch.empty_like(x)
+        parts = [torch.empty_like(x).copy_(torch.roll(x, i)) for i in range(size)]
+        dist.scatter(scattered, parts if rank == root else None, root, group=group)
+        received += [scattered, *gathered]
+    return received
+
+
 def functional_gathers(group: Group, x: torch.Tensor) -> Tensors:
     gathered = funcol.all_gather_tensor(x.view(-1, 1), 0, group)
     return [funcol.wait_tensor(gathered), funcol.wait_tensor(funcol.broadcast(x, 1, group))]
 
 
 def delegated(group: Group, x: torch.Tensor) -> Tensors:
-    rank, size = group.rank(), group.size()
+    rank = group.rank()
     swapped, received, summed = torch.empty_like(x), torch.zeros_like(x), x.clone()
     dist.all_to_all_single(swapped, x, group=group)
-    gathered = [torch.empty_like(x) for _ in range(size)] if rank == 0 else None
-    dist.gather(x, gathered, dst=0, group=group)
-    scattered = torch.empty_like(x)
-    dist.scatter(scattered, [x * i for i in range(size)] if rank == 0 else None, 0, group=group)
     dist.reduce(summed, 1, group=group)
     if rank == 0:
         dist.send(x, 1, group=group)
@@ -138,7 +150,7 @@ def delegated(group: Group, x: torch.Tensor) -> Tensors:
         dist.recv(received, 0, group=group)
     product = x.clone()
     dist.all_reduce(product, dist.ReduceOp.PRODUCT, group=group)
-    outputs = [swapped, scattered, received, product, *(gathered or [])]
+    outputs = [swapped, received, product]
     return [*outputs, summed] if rank == 1 else outputs
 
 
@@ -204,6 +216,7 @@ MOVES = (
     into_strided_list,
     gathers_coalesced,
     broadcast,
+    gather_and_scatter,
     functional_gathers,
 )
 REDUCES = (

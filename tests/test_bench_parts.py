@@ -380,10 +380,10 @@ def test_compare_fails_on_what_became_slower_past_the_tolerance(
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        ('{"something": "else"}', "is no result of shardcomm bench --json"),
-        ("[]", "is no result of shardcomm bench --json"),
-        ('{"ranks": 2, "sections": [{}]}', "is no result of shardcomm bench --json"),
-        ("{", "is not JSON"),
+        ('{"something": "else"}', "is not a result of shardcomm bench --json"),
+        ("[]", "is not a result of shardcomm bench --json"),
+        ('{"ranks": 2, "sections": [{}]}', "is not a result of shardcomm bench --json"),
+        ("{", "it is not JSON"),
         ('{"ranks": 2, "sections": []}', "the two files have no figure in common"),
         (json.dumps(result(1e-5) | {"ranks": 4}), "A is of 2 ranks and B of 4"),
     ],

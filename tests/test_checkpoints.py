@@ -6,13 +6,9 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
 from datetime import timedelta
-from multiprocessing import get_context
 from multiprocessing.connection import Connection
-from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 import pytest
@@ -20,12 +16,13 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from nets import Net, make
+from rank_processes import heard, join, kill, processes
 from test_state_dict import load_here
 from thread_ranks import run_threads
 
-from shardcomm import _C, CommError, Communicator, fully_shard
+from shardcomm import CommError, Communicator, fully_shard
+from shardcomm.backend import receipts
 from shardcomm.checkpoints import CheckpointError, Checkpoints, complete_steps
-from shardcomm.core_communicator import CoreCommunicator
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -64,7 +61,7 @@ def test_a_save_that_fails_on_one_rank_is_no_checkpoint(tmp_path: Path) -> None:
             if comm.rank == 1:
                 raise ZeroDivisionError
         if comm.rank == 0:
-            message = "the checkpoint of step 2 was not saved: rank 1 failed; it says why"
+            message = "the checkpoint of step 2 was not saved: rank 1: ZeroDivisionError"
             assert str(caught.value) == message
 
     run_threads(body, 2)
@@ -104,7 +101,7 @@ def test_what_went_wrong_in_the_background_is_raised_by_the_next_save(tmp_path: 
         written: Future[None] = Future()
         checkpoints.async_save(1, lambda path: written)
         written.set_exception(OSError(28, "No space left", f"of rank {comm.rank}"))
-        message = f"the checkpoint of step 1 was not saved: of rank {comm.rank}: No space left"
+        message = "the checkpoint of step 1 was not saved: rank 0: of rank 0: No space left"
         with pytest.raises(CheckpointError, match=message):
             write(checkpoints, 2, comm.rank)
         write(checkpoints, 2, comm.rank)
@@ -191,58 +188,6 @@ def fill(model: Net, step: int) -> None:
             param.copy_(torch.arange(param.numel()).view(param.shape) + 1000.0 * step)
 
 
-def join(rank: int, ranks: int, address: str, meeting: str) -> CoreCommunicator:
-    """This process among the ranks, for the communicator and for torch."""
-    torch.set_num_threads(1)
-    # What Gloo does not notice ends with its timeout, which is half an hour by default.
-    timeout = timedelta(seconds=10)
-    dist.init_process_group(
-        "gloo", f"file://{meeting}", timeout=timeout, world_size=ranks, rank=rank
-    )
-    return CoreCommunicator(_C.make_shm(address, rank, ranks, 60.0))
-
-
-@contextmanager
-def processes(
-    target: Callable[..., None], ranks: int, meeting: Path, *args: object
-) -> Iterator[tuple[list[ForkServerProcess], list[Connection]]]:
-    """target(rank, tell, ranks, address, meeting, *args) in each; they, and what they tell. None is left afterwards."""
-    context = get_context("forkserver")
-    session = _C.ShmSession(ranks)
-    pipes = [context.Pipe(duplex=False) for _ in range(ranks)]
-    started = [
-        context.Process(
-            target=target, args=(rank, tell, ranks, session.address, str(meeting), *args)
-        )
-        for rank, (_, tell) in enumerate(pipes)
-    ]
-    try:
-        for process in started:
-            process.start()
-        for _, tell in pipes:
-            tell.close()
-        yield started, [listen for listen, _ in pipes]
-    finally:
-        for process in started:
-            process.kill()
-            process.join(10)
-            process.close()
-        del session
-
-
-def kill(process: ForkServerProcess) -> int:
-    """Its pid."""
-    assert process.pid is not None
-    os.kill(process.pid, signal.SIGKILL)
-    return process.pid
-
-
-def heard(ear: Connection, *context: object) -> str:
-    assert ear.poll(60), context
-    said: str = ear.recv()
-    return said
-
-
 def save_until_error(
     rank: int,
     tell: Connection,
@@ -253,7 +198,7 @@ def save_until_error(
     background: bool,
 ) -> None:
     """Goes on from the newest checkpoint and saves for ever; reports the first, and the error that ends it."""
-    comm = join(rank, ranks, address, meeting)
+    comm = join(rank, ranks, address, meeting, "cpu:shardcomm")
     model, full = make(layers=2), make(layers=2)
     engine = fully_shard(model, comm)
     checkpoints = Checkpoints(directory, comm)
@@ -337,3 +282,59 @@ def test_a_death_that_gloo_does_not_notice_ends_a_save_with_the_timeout(tmp_path
         pid = kill(ranks[1])
         assert f"rank 1 (pid {pid}) died" in heard(ears[0])
     assert complete_steps(tmp_path) == []
+
+
+def scatter_while_saving(
+    rank: int, tell: Connection, ranks: int, address: str, meeting: str, directory: Path
+) -> None:
+    """Rank 1 stops while rank 0 scatters to it, as DCP does with plans: more than the sockets' buffers hold."""
+    comm = join(rank, ranks, address, meeting, "cpu:shardcomm")
+    own, parts = torch.zeros(1 << 24), [torch.ones(1 << 24)] * 2
+    try:
+        with Checkpoints(directory, comm).save(1):
+            scattering = dist.scatter(own, parts if rank == 0 else None, 0, async_op=True)
+            if rank == 1:
+                while own[0] == 0:  # until the first of it is here
+                    continue
+                os.kill(os.getpid(), signal.SIGSTOP)
+            else:
+                tell.send("scattering")
+            scattering.wait()
+    except CommError as error:
+        tell.send(str(error))
+        tell.send(str(time.monotonic()))
+
+
+def test_a_death_in_the_middle_of_an_exchange_is_noticed_at_once(tmp_path: Path) -> None:
+    with processes(scatter_while_saving, 2, tmp_path / "meeting", tmp_path) as (ranks, ears):
+        assert heard(ears[0]) == "scattering"
+        assert ranks[1].pid is not None
+        stat = Path(f"/proc/{ranks[1].pid}/stat")
+        while stat.read_text().rpartition(") ")[2][0] != "T":
+            assert ranks[1].is_alive()
+        killed = time.monotonic()
+        pid = kill(ranks[1])
+        assert f"rank 1 (pid {pid}) died" in heard(ears[0])
+        assert float(heard(ears[0])) - killed < 2.0
+    assert complete_steps(tmp_path) == []
+
+
+def save_beside_gloo(
+    rank: int, tell: Connection, ranks: int, address: str, meeting: str, directory: Path
+) -> None:
+    checkpoints = Checkpoints(directory, join(rank, ranks, address, meeting, "gloo"))
+    group = dist.new_group(backend="cpu:shardcomm")
+    state = {"of all": torch.arange(4.0), f"of {rank}": [rank]}
+    with checkpoints.save(1) as path:
+        dcp.save(state, checkpoint_id=path, process_group=group)
+    state = {"of all": torch.zeros(4), f"of {rank}": [-1]}
+    with checkpoints.load(1) as path:
+        dcp.load(state, checkpoint_id=path, process_group=group)
+    assert torch.equal(state["of all"], torch.arange(4.0))  # type: ignore[arg-type]
+    assert state[f"of {rank}"] == [rank]
+    tell.send("".join(sorted({receipt.operation for receipt in receipts(group)})))
+
+
+def test_dcp_exchanges_over_a_group_of_ours_beside_gloos(tmp_path: Path) -> None:
+    with processes(save_beside_gloo, 2, tmp_path / "meeting", tmp_path) as (_, ears):
+        assert [heard(ear) for ear in ears] == ["all_gatherbroadcast"] * 2  # and nothing by Gloo

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
+import select
+import signal
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from listeners import listening
 
 from shardcomm import Communicator, RankError, launch
 
@@ -92,3 +101,95 @@ def test_no_process_and_no_descriptor_is_left(run: Callable[[], None]) -> None:
 def test_ranks_below_one_are_refused() -> None:
     with pytest.raises(ValueError, match="ranks is 0; it must be at least 1"):
         launch(rank_and_double, 0, (1,))
+
+
+def addresses_of_gloo_and_of_the_store() -> list[str]:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+    dist.barrier()
+    addresses = [*listening(), *listening(int(os.environ["MASTER_PORT"]))]
+    dist.barrier()
+    dist.destroy_process_group()
+    return addresses
+
+
+def test_only_this_host_can_connect() -> None:
+    for addresses in launch(addresses_of_gloo_and_of_the_store, 2, deadline_s=60):
+        assert len(addresses) >= 2
+        assert set(addresses) == {"127.0.0.1"}
+
+
+def say_who(folder: Path) -> None:
+    name = f"rank {os.environ['RANK']}"
+    (folder / f".{name}").write_text(f"{os.getpid()} {os.getppid()}")
+    (folder / f".{name}").rename(folder / name)  # whole
+
+
+def wait_with_the_interpreter(folder: Path) -> None:
+    say_who(folder)
+    ctypes.PyDLL(None).pause()  # unlike a CDLL, it does not let go of the interpreter
+
+
+def wait_without_the_interpreter(folder: Path) -> None:
+    say_who(folder)
+    wait_for_ever()
+
+
+def wait_until(condition: Callable[[], object], seconds: float, what: str) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, what
+        time.sleep(0.01)
+
+
+def is_stopped(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
+def has_ended(process: int) -> bool:
+    """Whether the process of a pidfd has: a zombie too, which whoever has inherited it may never collect."""
+    return bool(select.select([process], [], [], 0)[0])
+
+
+@pytest.mark.parametrize(
+    ("wait", "stopped"),
+    [
+        ("wait_without_the_interpreter", ["rank 0"]),
+        ("wait_without_the_interpreter", ["rank 0", "rank 1", "server"]),
+        ("wait_with_the_interpreter", []),
+    ],
+)
+def test_nothing_is_left_of_a_launcher_that_is_killed(
+    tmp_path: Path, wait: str, stopped: list[str]
+) -> None:
+    for name in ("said", "temporary"):
+        (tmp_path / name).mkdir()
+    launcher = subprocess.Popen(
+        [sys.executable, __file__, wait, str(tmp_path / "said")],
+        env=os.environ | {"TMPDIR": str(tmp_path / "temporary")},
+    )
+    processes: dict[str, int] = {}
+    try:
+        files = [tmp_path / "said" / f"rank {rank}" for rank in range(2)]
+        wait_until(lambda: all(file.exists() for file in files), 60, "the ranks start")
+        pids = {file.name: int(file.read_text().split()[0]) for file in files}
+        pids["server"] = int(files[0].read_text().split()[1])
+        processes = {name: os.pidfd_open(pid) for name, pid in pids.items()}
+        for name in stopped:
+            signal.pidfd_send_signal(processes[name], signal.SIGSTOP)
+            wait_until(lambda pid=pids[name]: is_stopped(pid), 10, f"{name} stops")
+        launcher.kill()
+        launcher.wait()
+        for name, process in processes.items():
+            wait_until(lambda process=process: has_ended(process), 5, f"{name} ends")
+        wait_until(lambda: not os.listdir(tmp_path / "temporary"), 5, "its folder is removed")
+    finally:
+        launcher.kill()
+        launcher.wait()
+        for process in processes.values():
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(process, signal.SIGKILL)
+            os.close(process)
+
+
+if __name__ == "__main__":
+    launch(globals()[sys.argv[1]], 2, (Path(sys.argv[2]),))

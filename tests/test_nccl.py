@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from shardcomm import _C, CommError, nccl
-from shardcomm.rendezvous import over_store
+from shardcomm.exchange import StoreExchange
 
 RANKS = 3
 
@@ -49,7 +49,8 @@ def ids(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def meet(store: dist.Store, rank: int, deadline_s: float = 30.0) -> Any:
-    return nccl.connect(over_store(store, rank, RANKS, deadline_s), rank, RANKS, 0, deadline_s)
+    exchange = StoreExchange(store, "test", rank, RANKS, deadline_s)
+    return nccl.connect(exchange, rank, RANKS, 0, deadline_s)
 
 
 @pytest.mark.usefixtures("ids")

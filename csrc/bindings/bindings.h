@@ -22,5 +22,6 @@ void bind_stream(py::module_& m);
 void bind_comm(py::module_& m);
 void bind_bound_collectives(py::module_& m);
 void bind_nccl(py::module_& m);
+void bind_stacks(py::module_& m);
 
 }  // namespace shardcomm::bindings

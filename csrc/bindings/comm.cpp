@@ -1,5 +1,6 @@
 #include "bindings/bindings.h"
 #include "bindings/interrupt.h"
+#include "comm/inspect.h"
 #include "comm/process.h"
 #include "shardcomm/communicator.h"
 #include "shardcomm/stream.h"
@@ -15,6 +16,15 @@ void submit(const std::shared_ptr<Communicator>& comm, Stream* stream, Collectiv
   const InterruptibleWait scope;
   if (stream == nullptr) return collective(*comm, nullptr);
   stream->enqueue([comm, collective](NativeStream native) { collective(*comm, native); });
+}
+
+py::list as_tuples(const std::vector<Pending>& pending) {
+  py::list all;
+  for (const Pending& p : pending) {
+    all.append(py::make_tuple(p.rank, p.pid, p.channel, p.call, p.sequence, p.waiting_s,
+                              py::tuple(py::cast(p.waits_for))));
+  }
+  return all;
 }
 
 }  // namespace
@@ -114,13 +124,39 @@ void bind_comm(py::module_& m) {
            py::call_guard<py::gil_scoped_release>())
       .def("check", &Communicator::check)
       .def("close", &Communicator::close, py::call_guard<py::gil_scoped_release>())
-      .def("receipts", [](const Communicator& comm) {
-        py::list receipts;
-        for (const Receipt& r : comm.receipts()) {
-          receipts.append(py::make_tuple(r.operation, r.sequence, r.requested, r.taken, r.reason));
+      .def("receipts",
+           [](const Communicator& comm) {
+             py::list receipts;
+             for (const Receipt& r : comm.receipts()) {
+               receipts.append(
+                   py::make_tuple(r.operation, r.sequence, r.requested, r.taken, r.reason));
+             }
+             return receipts;
+           })
+      // No InterruptibleWait: a signal handler asks, inside one.
+      .def("pending", [](const Communicator& comm) {
+        std::vector<Pending> pending;
+        {
+          const py::gil_scoped_release release;
+          pending = comm.pending();
         }
-        return receipts;
+        return as_tuples(pending);
       });
+
+  py::class_<GroupReport>(m, "GroupReport")
+      .def_property_readonly("ranks",  // (pid, start, attached, closed)
+                             [](const GroupReport& report) {
+                               py::list ranks;
+                               for (const GroupReport::Rank& r : report.ranks) {
+                                 ranks.append(py::make_tuple(r.pid, r.start, r.attached, r.closed));
+                               }
+                               return ranks;
+                             })
+      .def_readonly("failure", &GroupReport::failure)
+      .def_property_readonly("pending",
+                             [](const GroupReport& report) { return as_tuples(report.pending); });
+  m.attr("group_label") = kGroupLabel;
+  m.def("read_group", &read_group, py::arg("fd"));
 
   m.def(
       "make_local_group",

@@ -42,6 +42,7 @@ PYBIND11_MODULE(_C, m) {
   bind_comm(m);
   bind_bound_collectives(m);
   bind_nccl(m);
+  bind_stacks(m);
 }
 
 }  // namespace shardcomm::bindings

@@ -142,6 +142,8 @@ void Board::sleep(std::uint32_t meeting) const {
 }
 
 void Board::look_for_trouble(std::uint32_t meeting, Clock::time_point since) {
+  // Before the looks: who has not come by then is late, whatever comes while this rank looks.
+  const bool overdue = Clock::now() - since > std::chrono::duration<double>(group_.deadline_s());
   int closed = group_.closed(group_.rank()) ? group_.rank() : -1;  // by another thread, meanwhile
   int late = -1;
   for (int r = group_.size() - 1; r >= 0; --r) {
@@ -151,7 +153,6 @@ void Board::look_for_trouble(std::uint32_t meeting, Clock::time_point since) {
   }
   const int dead = group_.find_dead();
   const bool deadlock = is_deadlock(meeting);
-  const bool overdue = Clock::now() - since > std::chrono::duration<double>(group_.deadline_s());
   // A rank may have come, and ended in peace, since the first look.
   if (all_have_come(meeting)) return;
   if (closed >= 0) {

@@ -12,6 +12,7 @@
 
 #include "comm/channel.h"
 #include "comm/executor.h"
+#include "comm/inspect.h"
 #include "comm/windows.h"
 #include "shardcomm/communicator.h"
 #include "stream/waiting.h"
@@ -59,6 +60,7 @@ class BoardCommunicator final : public Communicator {
   void abort(const std::string& reason) noexcept override;
   void close() noexcept override;
   std::vector<Receipt> receipts() const override;
+  std::vector<Pending> pending() const override { return shardcomm::pending(group_); }
 
  private:
   // One call of a channel. An error that the other ranks have no part in ends it for them, too.
@@ -76,6 +78,7 @@ class BoardCommunicator final : public Communicator {
     }
   }
   void leave(Channel& channel, const char* operation) noexcept;
+  void refuse_parts_of_one_window(Channel& channel) const;
   // Throws if it is known, or becomes known within a second, that a rank has ended.
   void find_out_who_died(const Call& call);
   bool all_reachable(const Channel& channel, Place Call::* place) const;

@@ -43,6 +43,7 @@ void BoardCommunicator::all_gather(const void* send, DType send_dtype, void* rec
     const Place& place = channel.board.call_of(0).recv;
     bool one_window = channel.windows->is_shared(place);
     for (int r = 0; r < size_; ++r) one_window &= channel.board.call_of(r).recv == place;
+    if (!one_window) refuse_parts_of_one_window(channel);
     if (one_window) {
       executor_->convert(own, recv_dtype, send, send_dtype, count, stream);
       meet(channel, stream);
@@ -60,6 +61,20 @@ void BoardCommunicator::all_gather(const void* send, DType send_dtype, void* rec
     gather_staged(channel, send, send_dtype, recv, recv_dtype, count);
     took(channel, Op::all_gather, "window", "staged", kNotWindow);
   });
+}
+
+// Ranks that gather into different parts of a window would write over each other's.
+void BoardCommunicator::refuse_parts_of_one_window(Channel& channel) const {
+  const Place& own = channel.board.call_of(rank_).recv;
+  if (!channel.windows->is_shared(own)) return;
+  for (int r = 0; r < size_; ++r) {
+    const Place& other = channel.board.call_of(r).recv;
+    if (other.window != own.window || other == own) continue;
+    throw CommError("all_gather: recv begins at byte " + std::to_string(own.offset) +
+                    " of communication memory that all ranks share on rank " +
+                    std::to_string(rank_) + ", and at byte " + std::to_string(other.offset) +
+                    " on rank " + std::to_string(r) + "; it must be one place for all");
+  }
 }
 
 void BoardCommunicator::gather_staged(Channel& channel, const void* send, DType send_dtype,

@@ -3,6 +3,7 @@
 // fresh group.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 
@@ -13,6 +14,13 @@ namespace shardcomm {
 
 // What all channels share: who is there, and the first failure of any of them, which ends all.
 struct GroupMemory {
+  // By what a process that is no rank knows that it can read this memory (comm/inspect.h).
+  struct Head {
+    std::uint64_t magic;   // written last
+    std::uint64_t layout;  // of all that it would read
+    std::uint64_t size;    // ranks
+  };
+
   static constexpr std::size_t kReasonBytes = 1024;
 
   struct alignas(64) Rank {
@@ -20,10 +28,11 @@ struct GroupMemory {
     Atomic<std::uint64_t> start;
     Atomic<std::uint32_t> attached;
     Atomic<std::uint32_t> closed;  // this rank left
-    char reason[kReasonBytes];  // why it ended the group; written once, before `failure` points to
-                                // it
+    // Why it ended the group; written once, before `failure` points to it.
+    Plain<std::array<char, kReasonBytes>> reason;
   };
 
+  Head head;                                  // zero where nobody else could read it: of threads
   alignas(64) Atomic<std::uint64_t> failure;  // 0, or the first failure, packed
   Rank ranks[1];                              // `size` of them
 

@@ -1,12 +1,29 @@
 // What combines the ranks' values: reduce_scatter and all_reduce.
 #include <algorithm>
 #include <cstring>
+#include <stdexcept>
+#include <string>
 #include <vector>
 
 #include "comm/board_communicator.h"
 #include "comm/buffer.h"
 
 namespace shardcomm {
+namespace {
+
+// Where `data` is for peers. In the one region that all ranks share, none has a value of its own.
+Place find_own(const WindowTable& windows, const void* data, std::size_t bytes, const char* name) {
+  const Place place = windows.find(data, bytes, name);
+  if (windows.is_shared(place)) {
+    throw std::invalid_argument(std::string(name) +
+                                " is in communication memory that all ranks share (allocate for "
+                                "use 'gather'); it must be a rank's own: allocate it for use "
+                                "'reduce', or as any other memory");
+  }
+  return place;
+}
+
+}  // namespace
 
 void BoardCommunicator::reduce_scatter(const void* send, DType dtype, void* recv,
                                        const Epilogue& epilogue, std::int64_t count, RedOp op,
@@ -26,7 +43,9 @@ void BoardCommunicator::reduce_scatter(const void* send, DType dtype, void* recv
     call.red_op = op;
     call.count = count;
     call.tag = tag;
-    call.send = windows_->now()->find(send, bytes_of(count * size_, dtype), "reduce_scatter: send");
+    call.send =
+        find_own(*windows_->now(), send, bytes_of(count * size_, dtype), "reduce_scatter: send");
+    find_own(*windows_->now(), recv, bytes_of(count, epilogue.dtype), "reduce_scatter: recv");
     begin(channel, call, stream);
     if (!all_reachable(channel, &Call::send)) {
       reduce_staged(channel, send, dtype, recv, epilogue, count, op);
@@ -76,7 +95,7 @@ void BoardCommunicator::all_reduce(void* buffer, DType dtype, std::int64_t count
     call.send_dtype = call.recv_dtype = dtype;
     call.red_op = op;
     call.count = count;
-    call.send = windows_->now()->find(buffer, bytes_of(count, dtype), "all_reduce: buffer");
+    call.send = find_own(*windows_->now(), buffer, bytes_of(count, dtype), "all_reduce: buffer");
     begin(channel, call, stream);
     if (all_reachable(channel, &Call::send)) {
       all_reduce_direct(channel, static_cast<std::byte*>(buffer), dtype, count, op, stream);

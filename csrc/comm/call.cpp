@@ -27,10 +27,14 @@ std::string arguments(const Call& call) {
 
 }  // namespace
 
-std::string describe(const Call& call) {
+std::string signature(const Call& call) {
   std::string given = arguments(call);
   if (call.tag != 0) given += (given.empty() ? "tag " : ", tag ") + std::to_string(call.tag);
-  return std::string(name(call.op)) + "(" + given + ") #" + std::to_string(call.sequence);
+  return std::string(name(call.op)) + "(" + given + ")";
+}
+
+std::string describe(const Call& call) {
+  return signature(call) + " #" + std::to_string(call.sequence);
 }
 
 }  // namespace shardcomm

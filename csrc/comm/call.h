@@ -73,6 +73,8 @@ struct Call {
   }
 };
 
+// "all_gather(f32 to bf16, count 512)"
+std::string signature(const Call& call);
 // "all_gather(f32 to bf16, count 512) #17"
 std::string describe(const Call& call);
 

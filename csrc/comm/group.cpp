@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <mutex>
 #include <sstream>
 #include <utility>
 
@@ -69,17 +70,19 @@ std::optional<LastCall> Group::last_call(int rank, int channel) const {
                   since == 0 ? 0 : now_ns() - since};
 }
 
-void Group::throw_if_failed(const Call& own) const {
+std::optional<std::string> Group::failure() const {
   const std::uint64_t word = memory_->failure.load();
-  if (word == 0) return;
+  if (word == 0) return std::nullopt;
   const Failure failure = Failure::unpack(word);
   const std::string culprit = who(failure.culprit);
   std::ostringstream text;
   switch (failure.trouble) {
     case Trouble::deadlock:
-      throw CommError("ranks wait for each other in different collectives: " + pending_calls());
+      text << "ranks wait for each other in different collectives: " << pending_calls();
+      break;
     case Trouble::mismatch:
-      throw CommError(memory_->ranks[failure.culprit].reason);
+      text << memory_->ranks[failure.culprit].reason.read().data();
+      break;
     case Trouble::died:
       text << culprit << " died";
       break;
@@ -87,13 +90,26 @@ void Group::throw_if_failed(const Call& own) const {
       text << culprit << " closed the communicator";
       break;
     case Trouble::late:
-      text << culprit << " did not come within " << deadline_s_ << " s";
+      text << culprit << " did not come ";
+      deadline_s_ > 0 ? text << "within " << deadline_s_ << " s" : text << "in time";
       break;
     case Trouble::aborted:
-      text << culprit << " aborted: " << memory_->ranks[failure.culprit].reason;
+      text << culprit << " aborted: " << memory_->ranks[failure.culprit].reason.read().data();
       break;
     case Trouble::none:
       break;
+  }
+  return text.str();
+}
+
+void Group::throw_if_failed(const Call& own) const {
+  const std::uint64_t word = memory_->failure.load();
+  if (word == 0) return;
+  const Failure failure = Failure::unpack(word);
+  std::ostringstream text;
+  text << *this->failure();
+  if (failure.trouble == Trouble::deadlock || failure.trouble == Trouble::mismatch) {
+    throw CommError(text.str());  // it tells what every rank was in
   }
   if (own.sequence == 0) {
     text << "; no collective was under way on rank " << rank_;
@@ -115,12 +131,12 @@ void Group::fail(Trouble trouble, int culprit) noexcept {
 
 void Group::fail_for(Trouble trouble, std::string_view reason) noexcept {
   if (forked()) return;  // it is not the rank
-  const std::lock_guard<std::mutex> lock(reason_mutex_);
-  char* own = memory_->ranks[rank_].reason;
+  const std::lock_guard<Mutex> lock(reason_mutex_);
+  auto& own = memory_->ranks[rank_].reason;
   // Others read it once `failure` says so; it never changes afterwards.
-  if (own[0] == '\0') {
+  if (own.read()[0] == '\0') {
     const std::string_view text = reason.empty() ? "no reason given" : whole_characters(reason);
-    std::memcpy(own, text.data(), text.size());  // zero follows: nobody has written here
+    std::memcpy(own.write().data(), text.data(), text.size());  // zero follows: nobody has written
   }
   fail(trouble, rank_);
 }
@@ -132,7 +148,7 @@ void Group::close() noexcept {
 }
 
 std::string Group::who(int rank) const {
-  const std::int32_t pid = memory_->ranks[rank].pid.load();
+  const std::int32_t pid = this->pid(rank);
   std::string text = "rank " + std::to_string(rank);
   return pid == 0 ? text : text + " (pid " + std::to_string(pid) + ")";
 }

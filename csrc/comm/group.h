@@ -5,7 +5,6 @@
 #include <array>
 #include <cstdint>
 #include <functional>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -29,6 +28,7 @@ class Group {
   static constexpr int kChannels = 2;  // gathers, reduces
   using Boards = std::array<BoardMemory*, kChannels>;
 
+  // `deadline_s`: 0 for who reads what the ranks say, and is none of them.
   // `find_dead` tells a rank whose process has ended, or -1. Threads have none: never.
   Group(GroupMemory* memory, Boards boards, int rank, int size, double deadline_s,
         std::function<int()> find_dead);
@@ -40,10 +40,13 @@ class Group {
 
   // Whether this process is a child of the one whose rank this is.
   bool forked() const;
+  std::int32_t pid(int rank) const { return memory_->ranks[rank].pid.load(); }
   bool closed(int rank) const { return memory_->ranks[rank].closed.load() != 0; }
   int find_dead() const { return find_dead_(); }
   std::optional<LastCall> last_call(int rank, int channel) const;
 
+  // Why the group has failed, if it has.
+  std::optional<std::string> failure() const;
   // Throws CommError if the group has failed, for a rank whose latest call on a channel was `own`.
   void throw_if_failed(const Call& own) const;
   // Ends the group, unless it has failed already.
@@ -68,7 +71,7 @@ class Group {
   double deadline_s_;
   std::function<int()> find_dead_;
   int forks_;
-  std::mutex reason_mutex_;  // threads of this rank may abort at once
+  Mutex reason_mutex_;  // threads of this rank may abort at once
 };
 
 }  // namespace shardcomm

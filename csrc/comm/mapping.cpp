@@ -66,8 +66,8 @@ Fd::~Fd() {
   if (fd_ >= 0) close(fd_);
 }
 
-Fd create_window(std::size_t bytes, bool reserve) {
-  Fd fd(memfd_create("shardcomm", MFD_CLOEXEC));
+Fd create_window(std::size_t bytes, bool reserve, const char* label) {
+  Fd fd(memfd_create(label, MFD_CLOEXEC));
   const auto size = static_cast<off_t>(std::max<std::size_t>(bytes, 1));
   int error = fd.get() < 0 ? errno : 0;
   // The kernel would grant it page by page, and end a process of its choice when it cannot.

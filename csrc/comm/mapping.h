@@ -55,8 +55,8 @@ class UnreachableError : public CommError {
 
 // Memory that has no name anywhere: it is gone when the last process that maps it is. `reserve`
 // takes the pages now, so that too little memory is an error here and not a signal later. Throws
-// CommError naming the bytes wanted.
-Fd create_window(std::size_t bytes, bool reserve);
+// CommError naming the bytes wanted. `label` is how /proc shows it.
+Fd create_window(std::size_t bytes, bool reserve, const char* label = "shardcomm");
 // The window behind descriptor `fd` of process `pid`. Throws UnreachableError; CommError if it is
 // this process that can open no more.
 Fd open_window(int pid, int fd);

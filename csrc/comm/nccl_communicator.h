@@ -36,6 +36,7 @@ class NcclCommunicator final : public Communicator {
   void close() noexcept override { session_->close(); }
   void check() const override { session_->check(); }
   std::vector<Receipt> receipts() const override;
+  std::vector<Pending> pending() const override { return session_->pending(); }
 
  private:
   struct Path {

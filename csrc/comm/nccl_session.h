@@ -133,6 +133,9 @@ class NcclSession : public std::enable_shared_from_this<NcclSession> {
   bool failed() const { return failed_.load(std::memory_order_acquire); }
   void check() const;  // throws CommError when it has failed or was closed
   std::string refused(const Call& call, nccl::Result result) const;
+  // What this rank is in: called, or put on a stream, and not done. Those that a graph launches
+  // nobody watches.
+  std::vector<Pending> pending();
 
   // Nobody refers to `memory` any more, but what is queued may use it still: it is freed when the
   // channel is used next, or with the communicator. In a capture nobody could wait for the device.

@@ -1,4 +1,6 @@
 // A session's watchdog: it looks, and ends what does not end by itself.
+#include <unistd.h>
+
 #include <algorithm>
 #include <future>
 #include <utility>
@@ -46,6 +48,37 @@ void NcclSession::watch() {
   changed_.notify_all();
   lock.unlock();
   if (!gone[0].empty() || !gone[1].empty()) wait_for_device();
+}
+
+std::vector<Pending> NcclSession::pending() {
+  Pending none;
+  none.rank = rank;
+  none.pid = getpid();
+  if (forked()) return {none};  // it has no part in this, and a thread of its parent the mutex
+  std::vector<Pending> all;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const RelaxedCapture relaxed;
+  const auto add = [&](const char* channel, const Call& call, Clock::time_point since) {
+    Pending entry = none;
+    entry.channel = channel;
+    entry.call = signature(call);
+    entry.sequence = call.sequence;
+    const std::chrono::duration<double> waiting = Clock::now() - since;
+    if (since != Clock::time_point::max()) entry.waiting_s = waiting.count();
+    all.push_back(std::move(entry));
+  };
+  for (NcclChannel* channel : {&gathers, &reduces}) {
+    const char* name = channel == &gathers ? "gather" : "reduce";
+    WatchRing& ring = channel->ring;
+    for (std::uint64_t i = ring.retired; i != ring.issued; ++i) {
+      const Watched& watched = ring.at(i);
+      if (query(*watched.end) == cudaSuccess) continue;
+      add(name, watched.call, watched.started ? watched.since : Clock::time_point::max());
+    }
+    if (channel->in_use) add(name, channel->call, channel->since);
+  }
+  if (all.empty()) all.push_back(none);
+  return all;
 }
 
 bool NcclSession::idle() const {

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "comm/board_communicator.h"
+#include "comm/inspect.h"
 #include "comm/process.h"
 
 namespace shardcomm {
@@ -34,6 +35,17 @@ class ShmProvider final : public WindowProvider {
   const GroupMemory* group_;
   Fd made_;
 };
+
+// Control memory whose descriptor stays open with it: through that, others find and read it.
+std::shared_ptr<Mapping> map_findable(Fd fd, std::size_t bytes) {
+  struct Held {
+    Fd fd;
+    std::shared_ptr<Mapping> mapping;
+  };
+  auto mapping = Mapping::of_file(fd.get(), bytes, /*populate=*/false);
+  auto held = std::make_shared<Held>(Held{std::move(fd), std::move(mapping)});
+  return {held, held->mapping.get()};
+}
 
 // Which rank's process has ended.
 class Processes {
@@ -82,13 +94,14 @@ ShmSession::ShmSession(int size, const std::vector<ProcessId>& processes)
                                 std::to_string(size) + " ranks, or none");
   }
   const std::size_t bytes = ControlMemory::bytes(size);
-  state_->fd = create_window(bytes, /*reserve=*/false);
+  state_->fd = create_window(bytes, /*reserve=*/false, kGroupLabel);
   const auto control = Mapping::of_file(state_->fd.get(), bytes, /*populate=*/false);
   GroupMemory* group = ControlMemory::group(control->data());
   for (std::size_t r = 0; r < processes.size(); ++r) {
     group->ranks[r].start.store(processes[r].start);
     group->ranks[r].pid.store(processes[r].pid);
   }
+  mark_readable(*group, size);
 }
 
 ShmSession::~ShmSession() = default;
@@ -115,15 +128,14 @@ ShmMember::ShmMember(const std::string& address, int rank, int size) {
     throw std::invalid_argument("shm: rank is " + std::to_string(rank) + "; it must be 0 to " +
                                 std::to_string(size - 1));
   }
-  const Fd fd = open_window(pid, session_fd);
+  Fd fd = open_window(pid, session_fd);
   const off_t bytes = lseek(fd.get(), 0, SEEK_END);
   if (bytes != static_cast<off_t>(ControlMemory::bytes(size))) {
     throw CommError("shm: the group at " + address + " is not one of " + std::to_string(size) +
                     " ranks");
   }
   state_ = std::make_unique<State>(
-      State{address, rank, size,
-            Mapping::of_file(fd.get(), ControlMemory::bytes(size), /*populate=*/false)});
+      State{address, rank, size, map_findable(std::move(fd), ControlMemory::bytes(size))});
 }
 
 ShmMember::ShmMember(ShmMember&&) noexcept = default;

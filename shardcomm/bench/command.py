@@ -202,7 +202,7 @@ def _report(args: argparse.Namespace, options: Options, results: Results) -> int
         if args.plot is not None:
             write_plot(args.plot, results)
     except OSError as error:
-        print(f"shardcomm bench: {error}", file=sys.stderr)
+        print(f"shardcomm bench: {error.filename}: {error.strerror}", file=sys.stderr)
         return 1
     if not any(section.rows for section in results.sections):
         print("shardcomm bench: nothing was measured; see what was skipped", file=sys.stderr)

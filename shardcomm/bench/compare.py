@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple, TypeAlias
 
 from shardcomm.bench.files import PLACEMENTS
+from shardcomm.json_file import Value, read_json
 
-_KEY = ("operation", "transport", "device", "dtype", "redop", "root")
+_NAMES = ("operation", "transport", "device", "dtype", "redop")
 
 
-Figures: TypeAlias = dict[tuple[Any, ...], dict[str, Any]]
-"""What --json has of an operation in a placement, by all that tells it from others."""
+class Figure(NamedTuple):
+    """Seconds; `spread` are the 10 % and 90 % quantiles of single iterations, None where there are none."""
+
+    time_s: float
+    spread: tuple[float, float] | None
+
+
+Figures: TypeAlias = dict[tuple[Any, ...], Figure]
+"""Of each operation in a placement, by all that tells it from others."""
 
 
 class Run(NamedTuple):
@@ -38,15 +46,8 @@ class Change(NamedTuple):
 
 def read(path: str) -> Run:
     """What --json wrote. Raises OSError, or ValueError if it is something else."""
-    with open(path) as file:
-        try:
-            found = json.load(file)
-        except ValueError as error:
-            raise ValueError(f"{path} is not JSON: {error}") from None
-    try:
-        return Run(found["ranks"], _figures(found))
-    except (LookupError, TypeError):
-        raise ValueError(f"{path} is no result of shardcomm bench --json") from None
+    found = read_json(path, "a result of shardcomm bench --json")
+    return Run(found["ranks"].whole(1, 1 << 30), _figures(found))
 
 
 def compare(a: Run, b: Run) -> list[Change]:
@@ -62,10 +63,9 @@ def compare(a: Run, b: Run) -> list[Change]:
             continue
         operation, transport, _device, dtype, *_, layer, size_bytes, placement = key
         low = high = math.nan
-        if old["spread"] and new["spread"]:
-            low = new["spread"]["p10_s"] / old["spread"]["p90_s"]
-            high = new["spread"]["p90_s"] / old["spread"]["p10_s"]
-        times = old["time_s"], new["time_s"]
+        if old.spread and new.spread:
+            low, high = new.spread[0] / old.spread[1], new.spread[1] / old.spread[0]
+        times = old.time_s, new.time_s
         name = f"{operation}: {transport}, {dtype}" + (f", {layer}" if layer else "")
         changes.append(Change(name, size_bytes, placement, *times, times[1] / times[0], low, high))
     if not changes:
@@ -95,13 +95,32 @@ def screen(changes: list[Change], tolerance: float) -> str:
     return "\n".join(lines)
 
 
-def _figures(run: dict[str, Any]) -> Figures:
+def _figures(run: Value) -> Figures:
     return {
-        (*(section[name] for name in _KEY), row["layer"], row["size_bytes"], placement): row[
-            placement
-        ]
+        (*key, placement): _figure(row[placement])
         for section in run["sections"]
-        for row in section["rows"]
+        for row, key in _keyed(section)
         for placement in PLACEMENTS
-        if row[placement] is not None
+        if row[placement].raw is not None
     }
+
+
+def _keyed(section: Value) -> Iterator[tuple[Value, tuple[Any, ...]]]:
+    """A section's rows, with what tells each from others."""
+    operation = tuple(section[name].text() for name in _NAMES)
+    root = section["root"].whole(-1, 1 << 30)
+    for row in section["rows"]:
+        layer = None if row["layer"].raw is None else row["layer"].text()
+        yield row, (*operation, root, layer, row["size_bytes"].whole(0, 1 << 60))
+
+
+def _figure(figure: Value) -> Figure:
+    spread = figure["spread"]
+    return Figure(
+        _seconds(figure["time_s"]),
+        None if spread.raw is None else (_seconds(spread["p10_s"]), _seconds(spread["p90_s"])),
+    )
+
+
+def _seconds(value: Value) -> float:
+    return value.number(1e-12, 1e9)

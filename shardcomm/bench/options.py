@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import json
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from shardcomm.communicator import ReduceOp
+from shardcomm.json_file import Value, read_json
 from shardcomm.shapes import SHAPES, Shapes
 
 # nccl-tests' names.
@@ -23,6 +24,7 @@ DTYPES = {
     "float": torch.float32,
     "double": torch.float64,
 }
+_MOST_ELEMENTS = 1 << 50  # of a parameter
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
@@ -114,20 +116,23 @@ def _layer(name: str) -> Layer:
     if name in SHAPES:
         return Layer(name, SHAPES[name].block)
     try:
-        with open(name) as file:
-            found = json.load(file)
-    except (OSError, ValueError) as error:
+        found = read_json(
+            name, f'one of {", ".join(SHAPES)}, nor one JSON object as {{"weight": [768, 768]}}'
+        )
+        shapes = {key: _shape(value) for key, value in found.items()}
+        if not shapes:
+            raise found.wrong("an object with names")
+    except OSError as error:
         raise argparse.ArgumentTypeError(
             f"{name!r} is neither one of {', '.join(SHAPES)} nor a JSON file: {error}"
         ) from None
-    is_layer = isinstance(found, dict) and found and all(map(_is_shape, found.values()))
-    if not is_layer:
-        raise argparse.ArgumentTypeError(
-            f'{name!r} must hold one JSON object of names to shapes, as {{"weight": [768, 768]}}, '
-            "with sizes of at least 1"
-        )
-    return Layer(name, {key: tuple(shape) for key, shape in found.items()})
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return Layer(name, shapes)
 
 
-def _is_shape(value: object) -> bool:
-    return isinstance(value, list) and value != [] and all(type(n) is int and n >= 1 for n in value)
+def _shape(value: Value) -> tuple[int, ...]:
+    shape = tuple(size.whole(1, _MOST_ELEMENTS) for size in value)
+    if not shape or math.prod(shape) > _MOST_ELEMENTS:
+        raise value.wrong(f"a list of sizes, with at most {_MOST_ELEMENTS} elements together")
+    return shape

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from shardcomm.bench.results import Results
+from shardcomm.whole_file import written_whole
 
 
 def write_plot(path: str, results: Results) -> None:
@@ -32,4 +33,5 @@ def write_plot(path: str, results: Results) -> None:
         axes.set_ylabel("busbw (GB/s)")
         axes.set_title(f"{operation}, {results.ranks} ranks")
         axes.legend()
-    figure.savefig(path, dpi=120)
+    with written_whole(path):
+        figure.savefig(path, dpi=120)

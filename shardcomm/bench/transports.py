@@ -17,6 +17,7 @@ from shardcomm import _C, nccl
 from shardcomm.bench.case import Collectives
 from shardcomm.bench.options import Options
 from shardcomm.communicator import Communicator, ReduceOp, Use
+from shardcomm.store import env_store
 
 T = TypeVar("T")
 
@@ -226,7 +227,8 @@ def _connect(name: str, options: Options) -> Collectives:
         torch.cuda.set_device(device)
     timeout = timedelta(seconds=deadline_s)
     if not dist.is_initialized():
-        dist.init_process_group(backend, timeout=timeout)
+        store, rank, size = env_store(timeout)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
         return TorchCollectives(dist.distributed_c10d._get_default_group(), device)
     return TorchCollectives(dist.new_group(backend=backend, timeout=timeout), device)
 

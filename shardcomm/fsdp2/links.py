@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from shardcomm.buffer_pool import BufferPool
 from shardcomm.communicator import Communicator, Transport, Use
-from shardcomm.rendezvous import SeveralHostsError
+from shardcomm.rendezvous import SeveralHostsError, SharedMemoryError
 
 
 class Link:
@@ -71,6 +71,8 @@ class Links:
                 self._refused[group] = (
                     "its ranks are on several hosts, and from a CPU only torch's collectives reach past one"
                 )
+            except SharedMemoryError as error:
+                self._refused[group] = str(error)
         return self._refused[group]
 
     def __iter__(self) -> Iterator[Link]:

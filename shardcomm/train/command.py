@@ -11,6 +11,7 @@ from shardcomm._C import CommError, CudaError, cuda_status
 from shardcomm.checkpoints import CheckpointError, check_directory
 from shardcomm.launch import RankError, launch
 from shardcomm.options import DefaultsFormatter, can_write, positive, whole
+from shardcomm.stack_dumps import enable_where_free
 from shardcomm.strategy import STRATEGIES
 from shardcomm.timeline import Timeline
 from shardcomm.train.job import MAX_TRACED_STEPS, WARM_UP_STEPS, Options, Result, train
@@ -95,6 +96,8 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
         parser.error(f"--text is {args.text!r}: {error}")
     if args.device == "cuda" and not cuda_status().available:
         parser.error(f"--device is cuda, but {cuda_status().reason}")
+    if rank is not None:
+        enable_where_free()
     try:
         result, timeline = train(options) if rank else launch(train, args.ranks or 2, (options,))[0]
     except (RankError, CommError, CudaError, CheckpointError) as error:

@@ -19,13 +19,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from tqdm import tqdm
 
 from shardcomm.adamw import AdamW
+from shardcomm.backend import NAME
 from shardcomm.checkpoints import Checkpoints
 from shardcomm.communicator import Communicator
 from shardcomm.engine import Engine
 from shardcomm.mesh import Mesh
 from shardcomm.mixed_precision import MixedPrecision
-from shardcomm.rendezvous import env_store
 from shardcomm.sharding import fully_shard
+from shardcomm.store import env_store
 from shardcomm.timeline import Timeline
 from shardcomm.traffic import Traffic
 from shardcomm.train import progress
@@ -108,8 +109,11 @@ def train(options: Options) -> tuple[Result, Timeline | None]:
             return _Job(options, comm, comm).run()
         timeout = timedelta(seconds=options.deadline_s)
         store, rank, size = env_store(timeout)
-        # For checkpoints, which use it from another thread; a mesh has groups of its own.
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
+        # For checkpoints, which use it from another thread; a mesh has groups of its own. Of our backend, which notices
+        # a rank that dies.
+        dist.init_process_group(
+            f"cpu:{NAME}", store=store, rank=rank, world_size=size, timeout=timeout
+        )
         try:
             if options.replicas is None:
                 return _Job(options, comm, comm).run()

@@ -15,8 +15,15 @@ from typing import Any, cast
 
 import torch
 
-from shardcomm.checkpoints import Checkpoints, complete_steps
+from shardcomm.checkpoints import (
+    CheckpointError,
+    Checkpoints,
+    checkpoint_folder,
+    complete_steps,
+)
 from shardcomm.engine import Engine
+from shardcomm.json_file import read_json
+from shardcomm.manifest import Manifest
 
 FILE = "progress.json"
 
@@ -42,17 +49,32 @@ class Progress:
 
     @classmethod
     def latest(cls, directory: Path) -> Progress | None:
-        """That of the newest complete checkpoint."""
-        steps = complete_steps(directory)
-        return cls.read(directory / f"step-{steps[-1]:08d}") if steps else None
+        """That of the newest complete checkpoint in which it is whole; whether the rest is, the ranks find out.
+
+        Raises:
+            ValueError: there are checkpoints, and none has one.
+        """
+        damage = []
+        for step in reversed(complete_steps(directory)):
+            folder = checkpoint_folder(directory, step)
+            try:
+                Manifest.read(folder, step).verify(folder, [FILE])
+                return cls.read(folder)
+            except (CheckpointError, ValueError) as error:
+                damage.append(str(error))
+        if damage:
+            raise ValueError(f"no checkpoint there can be gone on from: {'; '.join(damage)}")
+        return None
 
     @classmethod
     def read(cls, checkpoint: Path) -> Progress:
         """Raises OSError or ValueError if `checkpoint` is none of a training run."""
-        try:
-            return cls(**json.loads((checkpoint / FILE).read_text()))
-        except TypeError as error:
-            raise ValueError(f"{checkpoint / FILE}: {error}") from error
+        found = read_json(checkpoint / FILE, "the progress of a training run")
+        losses = [loss.raw for loss in found["losses"]]
+        if not all(isinstance(loss, float) for loss in losses):
+            raise found["losses"].wrong("a list of numbers")
+        run = {name: value.raw for name, value in found["run"].items()}
+        return cls(found["ranks"].whole(1, 1 << 30), losses, run)
 
     def write(self, checkpoint: Path) -> None:
         """Down to the disk."""
@@ -95,7 +117,9 @@ def save(
 def load(
     checkpoints: Checkpoints, engine: Engine, optimizer: torch.optim.Optimizer
 ) -> Progress | None:
-    """From the newest checkpoint; None if there is no complete one. Collective; errors as of `Checkpoints.load`.
+    """From the newest checkpoint that is whole; None if there is none at all. Collective.
+
+    Errors as of `Checkpoints.latest` and `Checkpoints.load`.
 
     With another number of ranks than saved it, they draw other batches, and random numbers of their own.
     """

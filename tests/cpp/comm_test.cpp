@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -120,6 +121,68 @@ void a_failure_reaches_all(Communicator& comm) {
   }
 }
 
+// Ranks go on on streams until one ends the group from outside, in whatever they are then; their
+// operands are gone as soon as they have heard.
+void an_abort_ends_what_is_under_way(Communicator& comm) {
+  const auto gathers = shardcomm::make_thread_stream();
+  const auto reduces = shardcomm::make_thread_stream();
+  {
+    const auto window = comm.allocate(sizeof(float) * 4096, Use::gather);
+    std::vector<float> shard(4096 / static_cast<std::size_t>(comm.size()));
+    std::vector<float> full(shard.size() * static_cast<std::size_t>(comm.size()));
+    std::vector<float> sum(700);
+    const auto count = static_cast<std::int64_t>(shard.size());
+    for (int i = 0; i < 200; ++i) {
+      void* recv = i % 2 ? full.data() : window->data();
+      gathers->enqueue([&, recv](shardcomm::NativeStream) {
+        comm.all_gather(shard.data(), DType::f32, recv, DType::f32, count);
+      });
+      reduces->enqueue([&](shardcomm::NativeStream) {
+        comm.all_reduce(sum.data(), DType::f32, 700, RedOp::sum);
+      });
+      if (comm.rank() == 1 && i == 100) comm.abort("that is enough");
+    }
+    for (const auto* stream : {&gathers, &reduces}) {
+      try {
+        (*stream)->record()->wait();
+        require(false, "an abort reaches every stream");
+      } catch (const CommError& error) {
+        require(std::string(error.what()).find("that is enough") != std::string::npos,
+                "its reason");
+      }
+    }
+  }
+}
+
+// A child has copies of the parent's streams and communicators, of which its own end lets go.
+void a_forked_child_lets_go() {
+  auto group = shardcomm::make_local_group(2);
+  auto stream = shardcomm::make_thread_stream();
+  std::atomic<bool> go_on{false};
+  stream->enqueue([&go_on](shardcomm::NativeStream) {
+    while (!go_on) std::this_thread::yield();
+  });
+  auto event = stream->record();
+  const pid_t child = fork();
+  if (child == 0) {
+    alarm(60);
+    try {
+      group[0]->barrier();
+      _exit(1);
+    } catch (const CommError&) {
+    }
+    group.clear();
+    stream = nullptr;
+    event = nullptr;
+    _exit(0);
+  }
+  int status = 0;
+  waitpid(child, &status, 0);
+  require(WIFEXITED(status) && WEXITSTATUS(status) == 0, "a forked child lets go of everything");
+  go_on = true;
+  event->wait();
+}
+
 // Memory whose end is noticed: a page that is read after it is a crash.
 class Pages {
  public:
@@ -189,6 +252,8 @@ int main() {
   on_threads(4, collectives);
   on_threads(3, gathers_and_reduces_at_once);
   on_threads(3, a_failure_reaches_all);
+  for (int i = 0; i < 5; ++i) on_threads(3, an_abort_ends_what_is_under_way);
+  a_forked_child_lets_go();
   for (int i = 0; i < 5; ++i) on_threads(2, operands_outlive_their_readers_after_an_error);
   allocations_that_no_address_space_holds_are_refused();
   std::puts("ok");

@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -39,6 +40,17 @@ struct Receipt {
   std::string requested;
   std::string taken;
   std::string reason;
+};
+
+// What a rank is in: a collective that it has called and that has not ended well, or none.
+struct Pending {
+  int rank = 0;
+  std::int32_t pid = 0;             // 0: a thread of this process, or not known yet
+  std::string channel;              // "gather" or "reduce"; empty: it is in no collective
+  std::string call;                 // "all_gather(f32, count 4)"
+  std::uint64_t sequence = 0;       // among the calls of its channel, from 1
+  std::optional<double> waiting_s;  // nothing: it does not wait, or its group has failed
+  std::vector<int> waits_for;       // ranks that have not come, or had not when the group failed
 };
 
 // All collectives are called by every rank in the same order, and throw CommError on every
@@ -91,6 +103,10 @@ class Communicator {
   virtual void check() const {}
 
   virtual std::vector<Receipt> receipts() const = 0;  // the latest of each operation
+  // What each rank is in, in the order of ranks: `shm` and `local` tell all ranks', a transport
+  // that cannot see the others tells this one's. Any thread may ask, also while this rank is in a
+  // collective and after a failure; nobody is stopped by it.
+  virtual std::vector<Pending> pending() const = 0;
 };
 
 struct CommOptions {

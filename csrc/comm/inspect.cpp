@@ -1,0 +1,154 @@
+#include "comm/inspect.h"
+
+#include <sys/mman.h>
+#include <sys/stat.h>
+
+#include <atomic>
+#include <cerrno>
+#include <cstring>
+#include <memory>
+#include <optional>
+#include <utility>
+
+#include "comm/board_communicator.h"
+#include "shardcomm/error.h"
+
+namespace shardcomm {
+namespace {
+
+constexpr std::uint64_t kMagic = 0x6d6d6f6364726873;  // "shrdcomm"
+// Most changes of the layout change a size; count this up with one that does not.
+constexpr std::uint64_t kLayoutVersion = 1;
+
+constexpr std::uint64_t layout() {
+  std::uint64_t sum = kLayoutVersion;
+  for (const std::size_t bytes :
+       {sizeof(GroupMemory), sizeof(GroupMemory::Rank), sizeof(BoardMemory),
+        sizeof(BoardMemory::Rank), sizeof(BoardMemory::Arrivals), sizeof(PostedCall), sizeof(Call),
+        ControlMemory::kStageBytes}) {
+    sum = sum * 1'000'003 + bytes;
+  }
+  return sum;
+}
+
+// Memory of others, which this process cannot write to.
+class View {
+ public:
+  View(int fd, std::size_t bytes)
+      : data_(mmap(nullptr, bytes, PROT_READ, MAP_SHARED, fd, 0)), bytes_(bytes) {
+    if (data_ == MAP_FAILED) {
+      throw CommError(std::string("cannot map the memory of the group: ") + std::strerror(errno));
+    }
+  }
+  ~View() { munmap(data_, bytes_); }
+  View(const View&) = delete;
+  View& operator=(const View&) = delete;
+  // Readers of it take the pointers that ranks have; none of them writes.
+  std::byte* data() const { return static_cast<std::byte*>(data_); }
+
+ private:
+  void* data_;
+  std::size_t bytes_;
+};
+
+std::size_t file_bytes(int fd) {
+  struct stat file{};
+  if (fstat(fd, &file) != 0) {
+    throw CommError(std::string("cannot read the memory of the group: ") + std::strerror(errno));
+  }
+  return static_cast<std::size_t>(file.st_size);
+}
+
+// The number of ranks.
+int check_head(int fd, std::size_t bytes) {
+  if (bytes < sizeof(GroupMemory)) throw CommError("this is not the memory of a group");
+  const View view(fd, bytes);
+  const GroupMemory::Head& head = ControlMemory::group(view.data())->head;
+  if (__atomic_load_n(&head.magic, __ATOMIC_ACQUIRE) != kMagic) {
+    throw CommError("this is not the memory of a group, or of one by an older shardcomm");
+  }
+  if (head.layout != layout()) {
+    throw CommError(
+        "this group runs with another build of shardcomm, whose memory this one cannot "
+        "read; ask with that one");
+  }
+  const auto size = static_cast<int>(head.size);
+  if (head.size < 1 || head.size > bytes / sizeof(GroupMemory::Rank) ||
+      ControlMemory::bytes(size) != bytes) {
+    throw CommError("the memory of this group is damaged");
+  }
+  return size;
+}
+
+// What `rank` is in on a channel. A rank that goes on meanwhile is seen in this call or the next,
+// and nobody is said to be waited for who has come.
+std::optional<Pending> pending_on(const Group& group, int rank, int channel) {
+  const BoardMemory& board = group.board(channel);
+  const std::uint32_t came_to = board.arrival(rank, group.size()).load();
+  const std::optional<LastCall> last = group.last_call(rank, channel);
+  if (!last || !last->pending) return std::nullopt;
+  Pending entry;
+  entry.rank = rank;
+  entry.pid = group.pid(rank);
+  entry.channel = channel == 0 ? "gather" : "reduce";
+  entry.call = signature(last->call);
+  entry.sequence = last->call.sequence;
+  if (is_after(came_to, board.completed.load())) {
+    for (int other = 0; other < group.size(); ++other) {
+      if (is_after(came_to, board.arrival(other, group.size()).load())) {
+        entry.waits_for.push_back(other);
+      }
+    }
+  }
+  if (!entry.waits_for.empty() && !group.failure()) {
+    entry.waiting_s = static_cast<double>(last->waiting_ns) * 1e-9;
+  }
+  return entry;
+}
+
+}  // namespace
+
+std::vector<Pending> pending(const Group& group) {
+  std::vector<Pending> all;
+  for (int rank = 0; rank < group.size(); ++rank) {
+    bool idle = true;
+    for (int channel = 0; channel < Group::kChannels; ++channel) {
+      std::optional<Pending> entry = pending_on(group, rank, channel);
+      if (!entry) continue;
+      all.push_back(std::move(*entry));
+      idle = false;
+    }
+    if (!idle) continue;
+    Pending none;
+    none.rank = rank;
+    none.pid = group.pid(rank);
+    all.push_back(std::move(none));
+  }
+  return all;
+}
+
+GroupReport read_group(int fd) {
+  const std::size_t bytes = file_bytes(fd);
+  const int size = check_head(fd, bytes);
+  const View view(fd, bytes);
+  GroupMemory* memory = ControlMemory::group(view.data());
+  const Group group(memory, ControlMemory::boards(view.data(), size), /*rank=*/0, size,
+                    /*deadline_s=*/0, [] { return -1; });
+  GroupReport report;
+  for (int r = 0; r < size; ++r) {
+    const GroupMemory::Rank& rank = memory->ranks[r];
+    const std::int32_t pid = rank.pid.load();  // first: whoever stores it has stored the start
+    report.ranks.push_back({pid, rank.start.load(), rank.attached.load() != 0, group.closed(r)});
+  }
+  report.failure = group.failure().value_or("");
+  report.pending = pending(group);
+  return report;
+}
+
+void mark_readable(GroupMemory& memory, int size) {
+  memory.head.layout = layout();
+  memory.head.size = static_cast<std::uint64_t>(size);
+  __atomic_store_n(&memory.head.magic, kMagic, __ATOMIC_RELEASE);
+}
+
+}  // namespace shardcomm

@@ -1,0 +1,13 @@
+"""The death of this process's parent, as a signal from the kernel (Linux's PR_SET_PDEATHSIG)."""
+
+from __future__ import annotations
+
+import ctypes
+import signal
+
+_PR_SET_PDEATHSIG = 1
+
+
+def signal_at_its_end(number: signal.Signals) -> None:
+    """Sends this process the signal when the thread ends that started it. A process that this one forks has none."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)

@@ -1,0 +1,1 @@
+"""`shardcomm ps`: the groups of this host, what each rank is in, and its Python stack. Nobody is stopped."""

@@ -1,0 +1,37 @@
+"""Numbers that callers give, checked before the core takes them."""
+
+from __future__ import annotations
+
+import math
+from contextlib import suppress
+
+import torch
+
+_FLOAT32_MAX = torch.finfo(torch.float32).max
+
+
+def is_whole(value: object, low: int, high: int = (1 << 31) - 1) -> bool:
+    """Whether it is a whole number from `low` to `high`; True and False are none."""
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+
+
+def check_tag(operation: str, tag: int) -> None:
+    """ValueError unless `tag` is a whole number of 64 bits."""
+    if not isinstance(tag, int) or not -(1 << 63) <= tag < 1 << 63:
+        raise ValueError(
+            f"{operation}: tag is {tag!r}; it must be a whole number from -2**63 to 2**63 - 1"
+        )
+
+
+def checked_scale(operation: str, scale: float) -> float:
+    """`scale` as a float; ValueError unless it is a finite number that float32 can hold."""
+    value = math.nan
+    if not isinstance(scale, bool | str | bytes):
+        # A tensor of several elements raises a RuntimeError.
+        with suppress(TypeError, ValueError, RuntimeError, OverflowError):
+            value = float(scale)
+    if not abs(value) <= _FLOAT32_MAX:
+        raise ValueError(
+            f"{operation}: scale is {scale!r}; it must be a finite number that float32 can hold"
+        )
+    return value

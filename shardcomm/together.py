@@ -1,0 +1,75 @@
+"""How the ranks of a checkpoint fail together: each tells the others what went wrong, and all raise the same."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from shardcomm.communicator import Communicator
+from shardcomm.manifest import CheckpointError, sync
+from shardcomm.texts import all_gather_bytes
+
+
+@contextmanager
+def together(comm: Communicator, what: str, folder: Path) -> Iterator[None]:
+    """Fails on every rank where it fails on one, with the reason of the first that did; collective at its end.
+
+    A rank that died is a CommError, whatever that led to in here.
+
+    Args:
+        what: was not done then; the message begins with it.
+        folder: named where an error names no file.
+
+    Raises:
+        CheckpointError: a file could not be read or written, DCP failed, or another rank did.
+    """
+    # Not at every start: it takes a second, as long as torch itself.
+    from torch.distributed.checkpoint.api import CheckpointException  # noqa: PLC0415
+
+    failure: BaseException | None = None
+    reason = ""
+    try:
+        yield
+    except CheckpointException as error:  # DCP's, and the same on every rank
+        failure = error
+        rank, (cause, _) = next(iter(error.failures.items()))
+        reason = f"{what}: rank {rank}: {sentence(cause, folder)}"
+    except CheckpointError as error:
+        failure, reason = error, str(error)
+    except Exception as error:
+        failure, reason = error, f"{what}: rank {comm.rank}: {sentence(error, folder)}"
+    reasons = [
+        each.decode() for each in all_gather_bytes(comm, reason.encode(errors="replace")) if each
+    ]
+    if failure is not None and not isinstance(failure, (OSError, CheckpointException)):
+        raise failure
+    if reasons:
+        raise CheckpointError(reasons[0]) from failure
+
+
+def sentence(error: BaseException, folder: Path) -> str:
+    """What went wrong, and with which file in `folder`, as far as it is known."""
+    if isinstance(error, OSError):
+        return f"{error.filename or folder}: {error.strerror or error}"
+    if "unexpected pos" in str(error):
+        return f"{folder}: {_why_cut_short(folder)}"
+    return f"{type(error).__name__}: {error}".removesuffix(": ")
+
+
+def _why_cut_short(folder: Path) -> str:
+    """Why a file in `folder` is shorter than torch meant it to be, which is all that torch says.
+
+    What is in the way of that file is in the way of another.
+    """
+    another = folder / f"another-{os.getpid()}"
+    try:
+        another.write_bytes(bytes(1 << 20))
+        sync(another)
+    except OSError as error:
+        return error.strerror or str(error)
+    finally:
+        with suppress(OSError):
+            another.unlink(missing_ok=True)
+    return "torch could not write a file there to its end"

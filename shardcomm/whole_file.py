@@ -1,0 +1,22 @@
+"""Files that are written whole, or not at all: half a report would be taken for a whole one."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+# What ends a write that has begun: the disk, a quota or a limit is full, or the device fails.
+_HALFWAY = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+
+
+@contextmanager
+def written_whole(path: str | Path) -> Iterator[None]:
+    """Around the writing of `path`: removes what an error leaves of it. The OSError names the file."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _HALFWAY and Path(path).is_file():  # neither a device nor a pipe
+            Path(path).unlink()
+        raise OSError(error.errno, error.strerror or str(error), str(path)) from error

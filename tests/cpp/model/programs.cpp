@@ -1,0 +1,274 @@
+#include "programs.h"
+
+namespace model {
+namespace {
+
+constexpr Mask kOnGather = 1U << kGather;
+constexpr Mask kOnReduce = 1U << kReduce;
+constexpr Mask kOnBoth = kOnGather | kOnReduce;
+constexpr Mask everyone(int ranks) { return (1U << ranks) - 1; }
+
+// Every rank has one thread, which does `body`.
+template <class Body>
+std::function<void(Ranks&)> each(Body body) {
+  return [body](Ranks& ranks) {
+    for (int r = 0; r < ranks.size(); ++r) {
+      ranks.thread(r, kOnBoth, [&ranks, body, r] { body(ranks, r); });
+    }
+  };
+}
+
+std::function<void(Ranks&)> collectives(int count, Form form) {
+  return each([count, form](Ranks& ranks, int rank) {
+    for (int i = 0; i < count; ++i) ranks.collective(rank, kGather, form);
+  });
+}
+
+Program meeting(int ranks, Form form, int count) {
+  Program program;
+  program.name = "meeting";
+  program.ranks = ranks;
+  program.spawn_threads = collectives(count, form);
+  program.without_timeouts = true;
+  return program;
+}
+
+}  // namespace
+
+std::vector<Program> programs() {
+  std::vector<Program> all;
+  const auto add = [&](Program program, const char* name, bool is_small) {
+    program.name = std::string(name) + "/" + std::to_string(program.ranks);
+    program.is_small = is_small;
+    all.push_back(std::move(program));
+  };
+
+  {  // Nothing goes wrong.
+    add(meeting(2, Form::barrier, 2), "barriers", true);
+    add(meeting(2, Form::barrier, 4), "more barriers", false);
+    add(meeting(2, Form::staged, 1), "staged", true);
+    add(meeting(2, Form::staged, 2), "staged twice", false);
+    add(meeting(2, Form::window, 2), "windows", false);
+    Program program = meeting(2, Form::window, 1);
+    program.world.buffers = true;
+    add(program, "buffered", true);
+    program.spawn_threads = collectives(2, Form::staged);
+    add(program, "buffered and staged", false);
+    program.spawn_threads = collectives(1, Form::staged);
+    program.world.spins = true;
+    add(program, "spinning", true);
+    add(meeting(3, Form::barrier, 1), "barriers", false);
+    add(meeting(3, Form::staged, 1), "staged", false);
+  }
+  {  // Gathers on one thread of each rank, reduces on another.
+    Program program = meeting(2, Form::barrier, 1);
+    program.spawn_threads = [](Ranks& ranks) {
+      for (int r = 0; r < ranks.size(); ++r) {
+        ranks.thread(r, kOnGather, [&ranks, r] { ranks.collective(r, kGather, Form::barrier); });
+        ranks.thread(r, kOnReduce, [&ranks, r] { ranks.collective(r, kReduce, Form::barrier); });
+      }
+    };
+    add(program, "two channels", false);
+  }
+  {  // A call is posted while another thread reads it, word by word.
+    Program program;
+    program.ranks = 2;
+    program.word_by_word = true;
+    program.world.buffers = true;
+    program.without_timeouts = true;
+    program.spawn_threads = [](Ranks& ranks) {
+      ranks.thread(0, kOnBoth, [&ranks] { ranks.post(3); });
+      ranks.thread(1, kOnBoth, [&ranks] { ranks.read_posted(2); });
+    };
+    add(program, "posted call", true);
+  }
+  {  // Somebody asks what a rank is in, while it goes on.
+    Program program = meeting(2, Form::barrier, 2);
+    program.spawn_threads = [](Ranks& ranks) {
+      collectives(2, Form::barrier)(ranks);
+      ranks.thread(1, 0, [&ranks] { ranks.look_at(1, 0); });
+    };
+    add(program, "asked", false);
+  }
+  for (const int ranks : {2, 3}) {  // Calls that differ.
+    Program program = meeting(ranks, Form::barrier, 1);
+    program.spawn_threads = each([](Ranks& all, int r) {
+      all.collective(r, kGather, Form::barrier, r == 0 ? 1 : 0);
+      if (all.size() == 2) all.collective(r, kGather, Form::barrier);
+    });
+    program.calls_differ = true;
+    program.all_throw = true;
+    program.troubles = may(Trouble::aborted);
+    program.without_timeouts = true;
+    add(program, "mismatch", ranks == 2);
+  }
+  for (const int ranks : {2, 3}) {  // A rank stops for ever, anywhere; or is only slow.
+    Program program = meeting(ranks, Form::barrier, 1);
+    program.world.may_stop = ranks == 2 ? everyone(2) : 1U << 1;
+    program.world.time = ranks == 2 ? Time::any : Time::when_idle;
+    program.troubles = may(Trouble::late);
+    program.without_timeouts = false;
+    add(program, "stopped", ranks == 2);
+    if (ranks == 2) {
+      program.spawn_threads = collectives(1, Form::window);
+      add(program, "stopped between", false);
+    }
+  }
+  for (const int ranks : {2, 3}) {  // A rank dies, anywhere. No deadline is needed to find it.
+    Program program = meeting(ranks, ranks == 2 ? Form::window : Form::barrier, 1);
+    program.world.may_die = ranks == 2 ? everyone(2) : 1U << 1;
+    program.troubles = may(Trouble::died);
+    program.without_timeouts = false;
+    add(program, "died", ranks == 2);
+  }
+  {  // One rank dies, another stops, deadlines pass.
+    Program program = meeting(3, Form::barrier, 1);
+    program.world.may_die = 1U << 1;
+    program.world.may_stop = 1U << 2;
+    program.world.faults = 2;
+    program.world.time = Time::when_idle;
+    program.troubles = may(Trouble::died) | may(Trouble::late);
+    program.without_timeouts = false;
+    add(program, "died and stopped", false);
+  }
+  for (const int ranks : {2, 3}) {  // Another thread of rank 0 aborts.
+    Program program = meeting(ranks, Form::barrier, 1);
+    program.spawn_threads = [](Ranks& all) {
+      collectives(1, Form::barrier)(all);
+      all.thread(0, 0, [&all] { all.abort(0); });
+    };
+    program.troubles = may(Trouble::aborted);
+    program.without_timeouts = false;
+    add(program, "aborted", ranks == 2);
+    if (ranks == 2) {
+      program.spawn_threads = [](Ranks& all) {
+        collectives(2, Form::barrier)(all);
+        all.thread(0, 0, [&all] { all.abort(0); });
+      };
+      add(program, "aborted, called again", false);
+    }
+  }
+  {  // Two failures at once: rank 0 aborts, what rank 1 does is interrupted.
+    Program program = meeting(2, Form::barrier, 1);
+    program.spawn_threads = [](Ranks& ranks) {
+      collectives(2, Form::barrier)(ranks);
+      ranks.thread(0, 0, [&ranks] { ranks.abort(0); });
+      ranks.thread(1, 0, [&ranks] { ranks.interrupt(1); });
+    };
+    program.troubles = may(Trouble::aborted);
+    program.without_timeouts = false;
+    add(program, "two failures", false);
+  }
+  {  // Two threads of a rank abort at once: there is one reason, and it is whole.
+    Program program = meeting(2, Form::barrier, 1);
+    program.spawn_threads = [](Ranks& ranks) {
+      ranks.thread(0, 0, [&ranks] { ranks.abort(0); });
+      ranks.thread(0, 0, [&ranks] { ranks.abort(0); });
+      ranks.thread(1, kOnBoth, [&ranks] { ranks.collective(1, kGather, Form::barrier); });
+    };
+    program.troubles = may(Trouble::aborted);
+    program.without_timeouts = false;
+    add(program, "aborted twice", true);
+  }
+  for (const int ranks : {2, 3}) {  // Each closes after its last call: nobody is to blame.
+    Program program = meeting(ranks, Form::barrier, 1);
+    program.spawn_threads = each([](Ranks& all, int r) {
+      all.collective(r, kGather, Form::barrier);
+      all.close(r);
+    });
+    program.without_timeouts = true;
+    add(program, "closed in peace", ranks == 2);
+  }
+  {  // Rank 0 closes, and the others call once more.
+    Program program = meeting(2, Form::barrier, 1);
+    program.spawn_threads = each([](Ranks& ranks, int r) {
+      ranks.collective(r, kGather, Form::barrier);
+      if (r == 0) ranks.close(0);
+      ranks.collective(r, kGather, Form::barrier);
+    });
+    program.troubles = may(Trouble::closed);
+    program.all_throw = true;
+    program.without_timeouts = false;
+    add(program, "closed", true);
+    // The same, by another thread while rank 0 is in a call.
+    program.spawn_threads = [](Ranks& ranks) {
+      collectives(1, Form::barrier)(ranks);
+      ranks.thread(0, 0, [&ranks] { ranks.close(0); });
+    };
+    program.all_throw = false;
+    add(program, "closed meanwhile", true);
+    program.spawn_threads = [](Ranks& ranks) {  // and rank 1 never comes
+      ranks.thread(0, kOnBoth, [&ranks] { ranks.collective(0, kGather, Form::barrier); });
+      ranks.thread(0, 0, [&ranks] { ranks.close(0); });
+    };
+    add(program, "closed alone", true);
+  }
+  for (const int ranks : {2, 3}) {  // Rank 0 gathers and then reduces, the others the reverse.
+    Program program = meeting(ranks, Form::barrier, 1);
+    program.spawn_threads = each([](Ranks& all, int r) {
+      all.collective(r, r == 0 ? kGather : kReduce, Form::barrier) &&
+          all.collective(r, r == 0 ? kReduce : kGather, Form::barrier);
+    });
+    program.troubles = may(Trouble::deadlock);
+    program.all_throw = true;
+    program.without_timeouts = false;
+    add(program, "crosswise", ranks == 2);
+  }
+  {  // Rank 0 gathers and reduces at once, rank 1 one after the other: nobody is stuck.
+    Program program = meeting(2, Form::barrier, 1);
+    program.spawn_threads = [](Ranks& ranks) {
+      ranks.thread(0, kOnGather, [&ranks] { ranks.collective(0, kGather, Form::barrier); });
+      ranks.thread(0, kOnReduce, [&ranks] { ranks.collective(0, kReduce, Form::barrier); });
+      ranks.thread(1, kOnBoth, [&ranks] {
+        ranks.collective(1, kReduce, Form::barrier);
+        ranks.collective(1, kGather, Form::barrier);
+      });
+    };
+    program.without_timeouts = true;
+    add(program, "not crosswise", true);
+  }
+  {  // Rank 2 never comes. Rank 1 may come in time, and is not to blame then.
+    Program program = meeting(3, Form::barrier, 1);
+    program.spawn_threads = [](Ranks& ranks) {
+      for (const int r : {0, 1}) {
+        ranks.thread(r, kOnBoth, [&ranks, r] { ranks.collective(r, kGather, Form::barrier); });
+      }
+    };
+    program.world.time = Time::any;
+    program.troubles = may(Trouble::late);
+    program.without_timeouts = false;
+    add(program, "one is late", true);
+  }
+  {  // Rank 2 never comes. Rank 1 waits for it in a reduce, and so is late in rank 0's gather.
+    Program program = meeting(3, Form::barrier, 1);
+    program.spawn_threads = [](Ranks& ranks) {
+      ranks.thread(0, kOnGather, [&ranks] { ranks.collective(0, kGather, Form::barrier); });
+      ranks.thread(1, kOnReduce, [&ranks] { ranks.collective(1, kReduce, Form::barrier); });
+    };
+    program.world.time = Time::any;
+    program.troubles = may(Trouble::late);
+    program.without_timeouts = false;
+    add(program, "late by another", true);
+  }
+  for (const int ranks : {2, 3}) {  // Others read a rank's operand while its call is interrupted.
+    Program program = meeting(ranks, Form::direct, 1);
+    program.reads_addresses = true;
+    program.spawn_threads = [](Ranks& all) {
+      collectives(1, Form::direct)(all);
+      all.thread(0, 0, [&all] { all.interrupt(0); });
+    };
+    program.troubles = may(Trouble::aborted);
+    program.without_timeouts = false;
+    program.world.buffers = ranks == 2;
+    add(program, "direct", ranks == 2);
+    program.world.buffers = false;
+    program.spawn_threads = [](Ranks& all) {
+      collectives(1, Form::direct)(all);
+      all.thread(0, 0, [&all] { all.abort(0); });
+    };
+    add(program, "direct, aborted", false);
+  }
+  return all;
+}
+
+}  // namespace model

@@ -1,0 +1,538 @@
+#include "ranks.h"
+
+#include <cstring>
+#include <new>
+#include <type_traits>
+
+#include "shardcomm/error.h"
+
+namespace model {
+namespace {
+
+using shardcomm::Atomic;
+using shardcomm::Board;
+using shardcomm::BoardMemory;
+using shardcomm::CommError;
+using shardcomm::Group;
+using shardcomm::GroupMemory;
+using shardcomm::is_after;
+using shardcomm::PostedCall;
+
+struct Interrupted {};
+
+// GroupMemory::failure, as group.cpp packs it.
+Trouble trouble_of(std::uint64_t failure) { return static_cast<Trouble>(failure & 0xff); }
+int culprit_of(std::uint64_t failure) { return static_cast<int>(failure >> 8 & 0xffffff); }
+
+std::string rank_name(int rank) { return "rank " + std::to_string(rank); }
+
+// Every field follows from who posted it, where, and as which: half of another shows.
+shardcomm::Call make_call(int rank, int channel, std::uint64_t sequence, int variant) {
+  shardcomm::Call call;
+  call.op = channel == kGather ? shardcomm::Op::all_gather : shardcomm::Op::all_reduce;
+  call.count = 1000 * (1 + variant) + static_cast<std::int64_t>(sequence);
+  call.sequence = sequence;
+  call.handle =
+      static_cast<std::uint64_t>(rank) << 32 | static_cast<std::uint64_t>(channel) << 16 | sequence;
+  call.send = {shardcomm::Place::kAddress, static_cast<std::uint64_t>(rank)};
+  call.recv = {static_cast<std::uint32_t>(call.count), call.handle + 1};
+  return call;
+}
+
+template <class T>
+T* make(std::size_t count = 1) {
+  return static_cast<T*>(fresh_memory(sizeof(T) * count));
+}
+
+}  // namespace
+
+void Ranks::start() {
+  const auto size = static_cast<std::size_t>(program_.ranks);
+  std::memset(static_cast<void*>(&memory_), 0, sizeof(memory_));
+  group_ = static_cast<GroupMemory*>(fresh_memory(GroupMemory::bytes(program_.ranks)));
+  for (BoardMemory*& board : boards_) {
+    board = static_cast<BoardMemory*>(fresh_memory(BoardMemory::bytes(program_.ranks)));
+  }
+  deaths_ = make<Atomic<std::uint32_t>>(size);
+  interrupts_ = make<Atomic<std::uint32_t>>(size);
+  users_ = make<Atomic<std::uint32_t>>(size * kChannels);
+  posted_ = make<PostedCall>();
+  for (int rank = 0; rank < program_.ranks; ++rank) {
+    Member& member = members_[static_cast<std::size_t>(rank)];
+    member.group = new Group(group_, boards_, rank, program_.ranks, 3600, [this, rank] {
+      for (int r = 0; r < program_.ranks; ++r) {
+        if (r != rank && deaths_[r].load() != 0) return r;
+      }
+      return -1;
+    });
+    plain(&group_->ranks[rank].reason, "P6");
+    for (int c = 0; c < kChannels; ++c) {
+      const auto channel = static_cast<std::size_t>(c);
+      // As BoardCommunicator and is_stuck: whether the other channel's thread is this one.
+      Atomic<std::uint32_t>* other = &users_[rank * kChannels + 1 - c];
+      member.boards[channel] = new Board(*member.group, c, program_.reads_addresses, [other] {
+        return other->load() == static_cast<std::uint32_t>(self()) + 1;
+      });
+      member.operands[channel] = make<Value>();
+      member.window[channel] = make<Value>();
+      plain(member.operands[channel], "P5");
+      plain(member.window[channel], "P6");
+      for (Value*& half : member.stages[channel]) {
+        half = make<Value>();
+        plain(half, "P6");
+      }
+    }
+  }
+  program_.spawn_threads(*this);
+}
+
+void Ranks::thread(int rank, Mask channels, std::function<void()> body) {
+  for (int c = 0; c < kChannels; ++c) {
+    if (channels >> c & 1) {
+      users_[rank * kChannels + c].store(static_cast<std::uint32_t>(threads()) + 1);
+    }
+  }
+  spawn(rank, std::move(body));
+}
+
+// What this thread does next follows from `locals`, and from how many operations it has begun.
+void Ranks::operation(std::uint64_t locals) {
+  forget_all_but(mix(++memory_.threads[static_cast<std::size_t>(self())].operations, locals));
+}
+
+bool Ranks::has_come(int rank, int channel, std::uint32_t meeting) const {
+  const BoardMemory& board = *boards_[static_cast<std::size_t>(channel)];
+  return !is_after(meeting, board.arrival(rank, program_.ranks).now());
+}
+
+// The meeting in which it waits, or 0.
+std::uint32_t Ranks::waits_in(int rank, int channel) const {
+  const BoardMemory& board = *boards_[static_cast<std::size_t>(channel)];
+  const std::uint32_t meeting = board.arrival(rank, program_.ranks).now();
+  return is_after(meeting, board.completed.now()) ? meeting : 0;
+}
+
+void Ranks::meeting(int rank, int channel, const std::function<void()>& go) {
+  const auto c = static_cast<std::size_t>(channel);
+  RankMemory& own = memory_.ranks[static_cast<std::size_t>(rank)];
+  ThreadMemory& thread = memory_.threads[static_cast<std::size_t>(self())];
+  thread.channel = channel;
+  thread.meeting = ++own.meetings[c];
+  thread.missing = 0;
+  thread.elsewhere = {};
+  go();
+  for (int r = 0; r < program_.ranks; ++r) {
+    if (!has_come(r, channel, thread.meeting)) {
+      violate("P2", rank_name(rank) + " went on without " + rank_name(r));
+    }
+  }
+  own.passed[c] = thread.meeting;
+  thread.meeting = 0;
+}
+
+bool Ranks::collective(int rank, int channel, Form form, int variant) {
+  const auto c = static_cast<std::size_t>(channel);
+  Member& member = members_[static_cast<std::size_t>(rank)];
+  RankMemory& own = memory_.ranks[static_cast<std::size_t>(rank)];
+  Board& board = *member.boards[c];
+  const bool must_throw = memory_.failed || own.closed;
+  operation(must_throw);
+  // As BoardCommunicator::perform.
+  users_[rank * kChannels + channel].store(static_cast<std::uint32_t>(self()) + 1);
+  const shardcomm::WaitCheck scope([this, rank] {
+    if (interrupts_[rank].load() != 0) throw Interrupted{};
+  });
+  const Call call = make_call(rank, channel, board.sequence() + 1, variant);
+  if (form == Form::direct) {
+    member.operands[c]->write() = board.sequence() + 1;
+    own.operand_alive[c] = true;
+  }
+  bool well = false;
+  try {
+    operation(must_throw);
+    meeting(rank, channel, [&] { board.begin(call); });
+    for (int r = 0; r < program_.ranks; ++r) {
+      const Call& theirs = board.call_of(r);
+      check_call(theirs, r, channel, "call_of");
+      if (theirs.sequence != board.sequence()) {
+        violate("P4", "call_of gives the call before");
+      }
+    }
+    operation(must_throw);
+    move_bytes(rank, channel, form, board.sequence());
+    operation(must_throw);
+    board.end();
+    operation(must_throw);
+    well = true;
+  } catch (const CommError& error) {
+    check_error(error.what(), rank);
+    operation(must_throw);
+    if (board.in_call()) board.leave(error.what());
+  } catch (const Interrupted&) {
+    own.aborts = true;
+    operation(must_throw);
+    board.leave("interrupted");
+  }
+  if (form == Form::direct) free_operand(rank, channel);
+  if (well && must_throw) violate("P2", rank_name(rank) + "'s call succeeds after a failure");
+  if (!well) {
+    if (board.in_call()) memory_.failed = true;
+    own.threw = true;
+    if (owes_wakes(self())) violate("P7", rank_name(rank) + " fails, and wakes nobody");
+  }
+  memory_.threads[static_cast<std::size_t>(self())].meeting = 0;
+  operation(well);
+  return well;
+}
+
+void Ranks::move_bytes(int rank, int channel, Form form, std::uint64_t sequence) {
+  const auto c = static_cast<std::size_t>(channel);
+  const Member& own = members_[static_cast<std::size_t>(rank)];
+  Board& board = *own.boards[c];
+  switch (form) {
+    case Form::barrier:
+      return;
+    case Form::staged:
+      own.stages[c][sequence & 1]->write() = sequence;
+      meeting(rank, channel, [&] { board.meet(); });
+      for (int r = 0; r < program_.ranks; ++r) {
+        if (r == rank) continue;
+        expect(*members_[static_cast<std::size_t>(r)].stages[c][sequence & 1], sequence);
+      }
+      return;
+    case Form::window:
+      own.window[c]->write() = sequence;
+      meeting(rank, channel, [&] { board.meet(); });
+      for (int r = 0; r < program_.ranks; ++r) {
+        expect(*members_[static_cast<std::size_t>(r)].window[c], sequence);
+      }
+      return;
+    case Form::direct:
+      for (int i = 1; i < program_.ranks; ++i) {
+        const Call& theirs = board.call_of((rank + i) % program_.ranks);
+        read_operand(rank, channel, static_cast<int>(theirs.send.offset), sequence);
+      }
+      meeting(rank, channel, [&] { board.meet(); });
+      return;
+  }
+}
+
+// A copy takes time: the operand must be there all the while.
+void Ranks::read_operand(int rank, int channel, int of, std::uint64_t sequence) {
+  const auto c = static_cast<std::size_t>(channel);
+  RankMemory& owner = memory_.ranks[static_cast<std::size_t>(of)];
+  const auto check = [&] {
+    if (!owner.operand_alive[c]) {
+      violate("P5", rank_name(rank) + " reads what " + rank_name(of) + " has let go of");
+    }
+  };
+  check();
+  owner.operand_read_by[c] |= 1U << self();
+  step("copies another rank's operand");
+  check();
+  expect(*members_[static_cast<std::size_t>(of)].operands[c], sequence);
+  owner.operand_read_by[c] &= ~(1U << self());
+}
+
+void Ranks::expect(const Value& value, std::uint64_t sequence) const {
+  if (value.read() != sequence) violate("P6", "a rank reads what another has not written yet");
+}
+
+void Ranks::free_operand(int rank, int channel) {
+  const auto c = static_cast<std::size_t>(channel);
+  RankMemory& own = memory_.ranks[static_cast<std::size_t>(rank)];
+  if (own.operand_read_by[c] != 0) {
+    violate("P5", rank_name(rank) + " lets go of what another reads");
+  }
+  members_[static_cast<std::size_t>(rank)].operands[c]->write();
+  own.operand_alive[c] = false;
+}
+
+void Ranks::close(int rank) {
+  RankMemory& own = memory_.ranks[static_cast<std::size_t>(rank)];
+  own.closes = true;
+  own.passed_before_close = own.passed;
+  operation(0);
+  members_[static_cast<std::size_t>(rank)].group->close();
+  own.closed = true;
+  if (owes_wakes(self())) violate("P7", rank_name(rank) + " closes, and wakes nobody");
+  operation(0);
+}
+
+void Ranks::abort(int rank) {
+  memory_.ranks[static_cast<std::size_t>(rank)].aborts = true;
+  operation(0);
+  members_[static_cast<std::size_t>(rank)].group->abort("by hand");
+  memory_.failed = true;
+  if (owes_wakes(self())) violate("P7", rank_name(rank) + " aborts, and wakes nobody");
+  operation(0);
+}
+
+void Ranks::interrupt(int rank) {
+  operation(0);
+  interrupts_[rank].store(1);
+  operation(0);
+}
+
+void Ranks::post(int calls) {
+  for (int i = 1; i <= calls; ++i) {
+    operation(0);
+    posted_->post(make_call(0, kGather, static_cast<std::uint64_t>(i), i));
+  }
+}
+
+void Ranks::read_posted(int times) {
+  for (int i = 0; i < times; ++i) {
+    operation(0);
+    const std::optional<Call> call = posted_->read();
+    if (call) check_call(*call, 0, kGather, "PostedCall::read");
+  }
+}
+
+void Ranks::look_at(int rank, int of) {
+  operation(0);
+  const auto last = members_[static_cast<std::size_t>(rank)].group->last_call(of, kGather);
+  if (last) check_call(last->call, of, kGather, "last_call");
+  operation(0);
+}
+
+// ---- What must hold.
+
+void Ranks::check_call(const Call& call, int rank, int channel, const char* where) const {
+  const Call whole =
+      make_call(rank, channel, call.sequence, static_cast<int>(call.count / 1000) - 1);
+  if (call.same_as(whole) && call.send == whole.send && call.recv == whole.recv &&
+      call.handle == whole.handle) {
+    return;
+  }
+  violate("P4",
+          std::string(where) + " gives a torn call of " + rank_name(rank) + ": " + describe(call));
+}
+
+// The calls that an error tells of are whole, and what it blames is the first failure.
+void Ranks::check_error(const std::string& text, int rank) const {
+  for (std::size_t at = text.find("count "); at != std::string::npos;
+       at = text.find("count ", at + 1)) {
+    const long count = std::strtol(text.c_str() + at + 6, nullptr, 10);
+    const long sequence = std::strtol(text.c_str() + text.find('#', at) + 1, nullptr, 10);
+    if (count % 1000 != sequence) violate("P4", "an error tells of a torn call: " + text);
+  }
+  const auto begins = [&](const std::string& words) { return text.rfind(words, 0) == 0; };
+  if (begins("ranks called different collectives:")) {
+    if (!program_.calls_differ) violate("P3", "the calls do not differ: " + text);
+    return;
+  }
+  const std::uint64_t failure = group_->failure.now();
+  const std::string culprit = rank_name(culprit_of(failure));
+  if (begins(rank_name(rank) + " has closed this communicator")) {
+    if (!memory_.ranks[static_cast<std::size_t>(rank)].closes) violate("P3", text);
+    return;
+  }
+  bool is_right = false;
+  switch (trouble_of(failure)) {
+    case Trouble::none:
+      break;
+    case Trouble::died:
+      is_right = begins(culprit + " died;");
+      break;
+    case Trouble::late:
+      is_right = begins(culprit + " did not come within");
+      break;
+    case Trouble::closed:
+      is_right = begins(culprit + " closed the communicator;");
+      break;
+    case Trouble::aborted:
+      is_right = begins(culprit + " aborted: by hand;") ||
+                 begins(culprit + " aborted: interrupted;") || begins(culprit + " aborted: rank") ||
+                 begins(culprit + " aborted: ranks called");
+      break;
+    case Trouble::deadlock:
+      is_right = begins("ranks wait for each other in different collectives:");
+      break;
+  }
+  if (!is_right) violate("P3", rank_name(rank) + " does not name the first failure: " + text);
+}
+
+// Called when the failure word has just been written.
+void Ranks::check_failure(int reporter_thread) const {
+  const std::uint64_t failure = group_->failure.now();
+  const Trouble trouble = trouble_of(failure);
+  const int culprit = culprit_of(failure);
+  const std::string name = rank_name(culprit);
+  if (reporter_thread < 0 || culprit >= program_.ranks) violate("P3", "nobody has failed");
+  if ((program_.troubles & may(trouble)) == 0) {
+    violate("P3", name + " is blamed for what cannot be (" +
+                      std::to_string(static_cast<int>(trouble)) + ")");
+  }
+  const RankMemory& blamed = memory_.ranks[static_cast<std::size_t>(culprit)];
+  const ThreadMemory& reporter = memory_.threads[static_cast<std::size_t>(reporter_thread)];
+  const auto c = static_cast<std::size_t>(reporter.channel);
+  const int other = 1 - reporter.channel;
+  const int self = rank_of(reporter_thread);
+  switch (trouble) {
+    case Trouble::none:
+      return;
+    case Trouble::died:
+      if (!has_died(culprit)) violate("P3", name + " is called dead, and lives");
+      if (blamed.passed[c] >= reporter.meeting) {
+        violate("P3", name + " is called dead, and had come: it died later");
+      }
+      return;
+    case Trouble::closed:
+      if (!blamed.closes) violate("P3", name + " is said to have closed, and has not");
+      if (blamed.passed_before_close[c] >= reporter.meeting) {
+        violate("P3", name + " is blamed for closing, and had come: it closed later");
+      }
+      return;
+    case Trouble::aborted:
+      if (!blamed.aborts && !program_.calls_differ) {
+        violate("P3", name + " is said to have aborted, and has not");
+      }
+      return;
+    case Trouble::late: {
+      if ((reporter.missing >> culprit & 1) == 0) {
+        violate("P3", name + " is called late, and had come when the deadline passed");
+      }
+      const std::uint32_t waits = reporter.elsewhere[static_cast<std::size_t>(culprit)];
+      if (waits != 0 && waits == waits_in(culprit, other)) {
+        violate("P3", name + " is called late, and itself waits for others");
+      }
+      return;
+    }
+    case Trouble::deadlock: {
+      if (is_overdue(reporter_thread)) return;
+      for (int r = 0; r < program_.ranks; ++r) {
+        const std::uint32_t waits = waits_in(r, other);
+        if (waits != 0 && !has_come(r, reporter.channel, reporter.meeting) &&
+            !has_come(self, other, waits)) {
+          return;
+        }
+      }
+      violate("P3", "ranks are said to wait for each other, and do not");
+    }
+  }
+}
+
+void Ranks::look(int thread) {
+  Mask closed = 0;
+  for (int r = 0; r < program_.ranks; ++r) closed |= group_->ranks[r].closed.now() << r;
+  if (closed != memory_.closed) {
+    memory_.closed = closed;
+    owe_wakes(thread);
+  }
+  const std::uint64_t failure = group_->failure.now();
+  if (failure == memory_.failure) return;
+  if (memory_.failure != 0) violate("P2", "the first failure is overwritten");
+  memory_.failure = failure;
+  owe_wakes(thread);
+  check_failure(thread);
+}
+
+void Ranks::time_passes() {
+  for (int t = 0; t < threads(); ++t) {
+    ThreadMemory& thread = memory_.threads[static_cast<std::size_t>(t)];
+    if (thread.meeting == 0 || !is_waiting_for_time(t)) continue;
+    for (int r = 0; r < program_.ranks; ++r) {
+      if (has_come(r, thread.channel, thread.meeting)) continue;
+      thread.missing |= 1U << r;
+      thread.elsewhere[static_cast<std::size_t>(r)] = waits_in(r, 1 - thread.channel);
+    }
+  }
+}
+
+void Ranks::died(int rank) { store_from_outside(&deaths_[rank], 1); }
+
+void Ranks::ended() {
+  if (!program_.all_throw) return;
+  for (int r = 0; r < program_.ranks; ++r) {
+    if (!is_halted(r) && !memory_.ranks[static_cast<std::size_t>(r)].threw) {
+      violate("P2", rank_name(r) + " never learns of the failure");
+    }
+  }
+}
+
+// ---- What the explorer asks.
+
+std::uint64_t Ranks::hash() const {
+  static_assert(std::is_trivially_copyable_v<Memory> && sizeof(Memory) % 8 == 0);
+  std::uint64_t hash = 0;
+  const char* bytes = reinterpret_cast<const char*>(&memory_);
+  for (std::size_t i = 0; i < sizeof(Memory); i += 8) {
+    std::uint64_t word;
+    std::memcpy(&word, bytes + i, 8);
+    if (word != 0) hash ^= mix(i, word);
+  }
+  return hash;
+}
+
+std::uint64_t Ranks::significant(const void* word, std::uint64_t value) const {
+  for (const BoardMemory* board : boards_) {
+    for (int r = 0; r < program_.ranks; ++r) {
+      if (word == &board->ranks[r].waiting_since) return value != 0 ? 1 : 0;
+    }
+  }
+  return value;
+}
+
+bool Ranks::is_quiet(const void* word) const {
+  if (program_.word_by_word) return false;
+  const char* at = static_cast<const char*>(word);
+  for (const BoardMemory* board : boards_) {
+    for (int r = 0; r < program_.ranks; ++r) {
+      const char* calls = reinterpret_cast<const char*>(board->ranks[r].calls);
+      if (at < calls || at >= calls + sizeof(board->ranks[r].calls)) continue;
+      return static_cast<std::size_t>(at - calls) % sizeof(PostedCall) != 0;  // not the version
+    }
+  }
+  return false;
+}
+
+std::string Ranks::name_of(const void* word) const {
+  const char* at = static_cast<const char*>(word);
+  const auto within = [&](const void* place, std::size_t bytes) {
+    const char* begin = static_cast<const char*>(place);
+    return at >= begin && at < begin + bytes;
+  };
+  if (word == &group_->failure) return "failure";
+  if (within(posted_, sizeof(PostedCall))) {
+    return "the posted call, byte " + std::to_string(at - reinterpret_cast<const char*>(posted_));
+  }
+  for (int r = 0; r < program_.ranks; ++r) {
+    const std::string of = " of rank " + std::to_string(r);
+    if (word == &deaths_[r]) return "the death" + of;
+    if (word == &interrupts_[r]) return "the interrupt" + of;
+    if (word == &group_->ranks[r].pid) return "pid" + of;
+    if (word == &group_->ranks[r].closed) return "closed" + of;
+    if (word == &group_->ranks[r].reason) return "reason" + of;
+    for (int c = 0; c < kChannels; ++c) {
+      const std::string on = of + " on channel " + std::to_string(c);
+      const BoardMemory& board = *boards_[static_cast<std::size_t>(c)];
+      const BoardMemory::Rank& rank = board.ranks[r];
+      const Member& member = members_[static_cast<std::size_t>(r)];
+      const auto channel = static_cast<std::size_t>(c);
+      if (word == &users_[r * kChannels + c]) return "the user" + on;
+      if (word == &board.completed) return "completed on channel " + std::to_string(c);
+      if (word == &board.sleepers) return "sleepers on channel " + std::to_string(c);
+      if (word == &board.arrival(r, program_.ranks)) return "arrival" + on;
+      if (word == &rank.finished) return "finished" + on;
+      if (word == &rank.waiting_since) return "waiting_since" + on;
+      if (word == &rank.stuck_in) return "stuck_in" + on;
+      if (word == &rank.reading) return "reading" + on;
+      if (word == member.operands[channel]) return "the operand" + on;
+      if (word == member.window[channel]) return "the window's slice" + on;
+      for (int half = 0; half < 2; ++half) {
+        if (word == member.stages[channel][static_cast<std::size_t>(half)]) {
+          return "half " + std::to_string(half) + " of the stage" + on;
+        }
+        const PostedCall& call = rank.calls[half];
+        if (within(&call, sizeof(call))) {
+          return "call " + std::to_string(half) + on + ", byte " +
+                 std::to_string(at - reinterpret_cast<const char*>(&call));
+        }
+      }
+    }
+  }
+  return "a word of the rank's own";
+}
+
+}  // namespace model

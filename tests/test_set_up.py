@@ -1,0 +1,437 @@
+"""Ranks meet, or all say why not: deaths, refusals, strangers and silence before the first collective."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from listeners import listening
+
+from shardcomm import CommError, Communicator, RankError, launch, rendezvous
+from shardcomm.exchange import StoreExchange
+from shardcomm.store import SECRET, env_store
+
+RANKS = 3
+NOTICED_S = 2.0
+NOBODY = 65534
+
+
+def dying(
+    folder: Path, function: Callable[..., Any], calls: int, after: bool
+) -> Callable[..., Any]:
+    """`function`, but its `calls`th call kills this process, at its begin or after it; says so in `folder`."""
+    done = 0
+
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        nonlocal done
+        done += 1
+        result = function(*args, **kwargs) if after or done < calls else None
+        if done == calls:
+            (folder / "died").write_text(json.dumps([os.getpid(), time.monotonic()]))
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    return replacement
+
+
+# Where a rank dies: the transport, what it calls there, the how many-th call of that, and whether it dies after it.
+POINTS = {
+    "after its first word": ("shm", StoreExchange, "_post", 1, True),
+    "after the first exchange": ("shm", StoreExchange, "__call__", 1, True),
+    "after its second word": ("shm", StoreExchange, "_post", 2, True),
+    "after the second exchange": ("shm", StoreExchange, "__call__", 2, True),
+    "before it maps the memory": ("shm", rendezvous._C, "ShmMember", 1, False),
+    "after it mapped the memory": ("shm", rendezvous._C, "ShmMember", 1, True),
+    "before it attaches": ("shm", rendezvous._C.ShmMember, "attach", 1, False),
+    "before Gloo connects": ("c10d", rendezvous, "ProcessGroupGloo", 1, False),
+    "between Gloo's groups": ("c10d", rendezvous, "ProcessGroupGloo", 1, True),
+}
+
+
+def from_env(transport: Any, deadline_s: float) -> None:
+    Communicator.from_env(transport=transport, deadline_s=deadline_s, device="cpu")
+
+
+def through_a_group(transport: Any, deadline_s: float) -> None:
+    dist.init_process_group("gloo")
+    Communicator.from_process_group(transport=transport, deadline_s=deadline_s)
+
+
+def as_backend(_: Any, deadline_s: float) -> None:
+    dist.init_process_group("cpu:shardcomm", timeout=timedelta(seconds=deadline_s))
+
+
+def die_at(folder: Path, victim: int, point: str, meet: Callable[[Any, float], None]) -> None:
+    transport, owner, name, calls, after = POINTS[point]
+    rank = int(os.environ["RANK"])
+    if rank == victim:
+        setattr(owner, name, dying(folder, getattr(owner, name), calls, after))
+    with pytest.raises(CommError) as caught:
+        meet(transport, 120.0)
+    (folder / str(rank)).write_text(json.dumps([str(caught.value), time.monotonic()]))
+
+
+def check_death_is_named(
+    folder: Path, victim: int, point: str, meet: Callable[[Any, float], None]
+) -> None:
+    with pytest.raises(RankError, match=f"rank {victim} was killed by SIGKILL"):
+        launch(die_at, RANKS, (folder, victim, point, meet), deadline_s=60)
+    pid, died = json.loads((folder / "died").read_text())
+    for rank in set(range(RANKS)) - {victim}:
+        message, noticed = json.loads((folder / str(rank)).read_text())
+        # Over Gloo a rank may see others that ended because they saw it, too.
+        assert re.search(rf"rank {victim} \(pid {pid}\) (and .*)?died", message), message
+        assert noticed - died < NOTICED_S, message
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("point", POINTS)
+def test_rank_that_dies_in_set_up_is_named_by_all_others_at_once(
+    tmp_path: Path, victim: int, point: str
+) -> None:
+    check_death_is_named(tmp_path, victim, point, from_env)
+
+
+@pytest.mark.parametrize("meet", [through_a_group, as_backend])
+@pytest.mark.parametrize("point", ["before it maps the memory", "before it attaches"])
+def test_so_is_one_that_meets_through_torch_distributed(
+    tmp_path: Path, point: str, meet: Callable[[Any, float], None]
+) -> None:
+    check_death_is_named(tmp_path, 1, point, meet)
+
+
+def meet_without(absent: list[int], folder: Path) -> None:
+    rank = int(os.environ["RANK"])
+    if rank in absent:
+        os._exit(3)
+    store, _, size = env_store(timedelta(seconds=60))
+    store.set(f"{rank} begins", "")
+    store.wait([f"{peer} begins" for peer in set(range(size)) - set(absent)], timedelta(seconds=60))
+    with pytest.raises(CommError) as caught:
+        from_env("auto", 3.0)
+    (folder / str(rank)).write_text(str(caught.value))
+
+
+@pytest.mark.parametrize(
+    ("absent", "named"), [([0], "rank 0"), ([2], "rank 2"), ([0, 2], "ranks 0, 2")]
+)
+def test_ranks_that_never_come_are_listed(tmp_path: Path, absent: list[int], named: str) -> None:
+    with pytest.raises(RankError):
+        launch(meet_without, 4, (absent, tmp_path), deadline_s=60)
+    for rank in set(range(4)) - set(absent):
+        message = (tmp_path / str(rank)).read_text()
+        assert message.endswith(
+            f"not all ranks came to the rendezvous within 3 s: no word of {named}"
+        )
+
+
+def each_rank(
+    body: Callable[[StoreExchange], object], store: dist.Store, ranks: int = 2
+) -> list[str]:
+    """What the CommError of each rank, a thread here, says."""
+    errors = ["" for _ in range(ranks)]
+
+    def run(rank: int) -> None:
+        with pytest.raises(CommError) as caught:
+            body(StoreExchange(store, "test", rank, ranks, 60.0))
+        errors[rank] = str(caught.value)
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert all(errors)
+    return errors
+
+
+@pytest.mark.parametrize("value", ["no number", "00ff", "ü", "9" * 1000])
+def test_bytes_of_a_stranger_are_named_on_every_rank(value: str) -> None:
+    store = dist.HashStore()
+    store.set("test/0/1", value)
+    for message in each_rank(lambda exchange: exchange(b"a word"), store):
+        assert (
+            f"key 'test/0/1' of the rendezvous store holds {len(value.encode())} bytes" in message
+        )
+
+
+@pytest.mark.parametrize("kind", ["tcp", "hash"])
+def test_empty_value_of_a_stranger_is_replaced(kind: str) -> None:
+    store: dist.Store = dist.HashStore()
+    if kind == "tcp":
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store.set("test/0/0", "")
+    assert StoreExchange(store, "test", 0, 1, 30.0)(b"a word") == [b"a word"]
+
+
+def test_bytes_of_a_stranger_that_some_ranks_have_not_seen_are_named_on_every_rank() -> None:
+    store = dist.HashStore()
+
+    def body(exchange: StoreExchange) -> None:
+        if exchange.rank == 0:  # after rank 1 has said its word, and a stranger has changed it
+            store.wait(["test/0/1"], timedelta(seconds=30))
+            store.set("test/0/1", "something else")
+        exchange(b"first")
+        exchange(b"second")
+
+    for message in each_rank(body, store):
+        assert "key 'test/0/1' of the rendezvous store" in message
+
+
+def test_what_another_run_wrote_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.HashStore()
+    monkeypatch.setenv(SECRET, "of another run")
+    StoreExchange(store, "test", 0, 1, 30.0)(b"a word")
+    monkeypatch.setenv(SECRET, "of this run")
+    for message in each_rank(lambda exchange: exchange(b"a word"), store, ranks=1):
+        assert "key 'test/0/0' of the rendezvous store" in message
+
+
+def test_two_processes_with_one_rank_are_told() -> None:
+    store = dist.HashStore()
+    StoreExchange(store, "test", 0, 1, 30.0)(b"process 1")
+    with pytest.raises(CommError, match="two processes came to the rendezvous as rank 0 of 1"):
+        StoreExchange(store, "test", 0, 1, 30.0)(b"process 2")
+
+
+def keys_of_the_store() -> tuple[str, list[str]]:
+    with Communicator.from_env(deadline_s=30, device="cpu"):
+        store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), wait_for_workers=False)
+        return os.environ[SECRET], store.list_keys()  # type: ignore[attr-defined]
+
+
+def test_each_launch_has_a_secret_that_its_keys_depend_on_and_do_not_tell() -> None:
+    runs = [launch(keys_of_the_store, 2, deadline_s=60)[0] for _ in range(2)]
+    (first, keys), (second, other_keys) = runs
+    assert first != second
+    assert keys
+    assert other_keys
+    assert not set(keys) & set(other_keys)
+    assert not [key for key in keys if first in key]
+
+
+@pytest.fixture
+def silent_port(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Of a socket that takes connections and never answers, where the environment says that the store is."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        for name, value in {
+            "RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+        }.items():  # fmt: skip
+            monkeypatch.setenv(name, value)
+        yield server
+
+
+def test_store_that_does_not_answer_ends_at_the_deadline(silent_port: socket.socket) -> None:
+    begun = time.monotonic()
+    port = silent_port.getsockname()[1]
+    said = f"rank 0 keeps the store at 127.0.0.1:{port}, which was not reached within 0.5 s"
+    with pytest.raises(CommError, match=said):
+        from_env("auto", 0.5)
+    assert time.monotonic() - begun < 0.5 + NOTICED_S
+
+
+WAITING = """
+import shardcomm
+try:
+    shardcomm.Communicator.from_env(deadline_s=300, device="cpu")
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+
+def check_ends_when_interrupted(process: subprocess.Popen[str]) -> None:
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=60)[0].strip() == "interrupted"  # long before its deadline
+
+
+def start_waiting(**environment: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", WAITING],
+        env=os.environ | environment,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_ctrl_c_is_heard_while_the_store_does_not_answer(silent_port: socket.socket) -> None:
+    process = start_waiting()
+    try:
+        silent_port.settimeout(60)
+        connection, _ = silent_port.accept()
+        with connection:
+            check_ends_when_interrupted(process)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_ctrl_c_is_heard_while_a_rank_has_not_come() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    process = start_waiting(
+        RANK="1", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(store.port),
+        TORCHELASTIC_USE_AGENT_STORE="True",
+    )  # fmt: skip
+    try:
+        store.wait(["attempt 0/shardcomm/0/0/1"], timedelta(seconds=60))
+        check_ends_when_interrupted(process)
+    finally:
+        process.kill()
+        process.wait()
+
+
+KEEPING = """
+import sys, torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_store_that_is_stopped_ends_at_the_deadline() -> None:
+    keeper = subprocess.Popen(
+        [sys.executable, "-c", KEEPING], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert keeper.stdout is not None
+        port = int(keeper.stdout.readline())
+        exchange = StoreExchange(
+            dist.TCPStore("127.0.0.1", port, wait_for_workers=False), "test", 0, 1, 0.5
+        )
+        assert exchange(b"a word") == [b"a word"]
+        keeper.send_signal(signal.SIGSTOP)
+        begun = time.monotonic()
+        with pytest.raises(CommError, match=r"rank 0 of 1: not all ranks came .* nobody answers"):
+            exchange(b"another")
+        assert time.monotonic() - begun < 0.5 + 2 * NOTICED_S
+    finally:
+        keeper.kill()
+        keeper.wait()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "accepted"),
+    [
+        ("RANK", "2", "a whole number from 0 to 1"),
+        ("RANK", "-1", "a whole number from 0 to 1"),
+        ("WORLD_SIZE", "two", "a whole number from 1 to 2147483647"),
+        ("MASTER_PORT", "70000", "a whole number from 0 to 65535"),
+    ],
+)
+@pytest.mark.usefixtures("silent_port")
+def test_bad_variable_is_named(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str, accepted: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(
+        ValueError, match=f"environment variable {name} is {value!r}; it must be {accepted}"
+    ):
+        from_env("auto", 5.0)
+
+
+def sum_and_receipts(transport: Any) -> tuple[str, list[str], float, list[str]]:
+    """The transport, warnings, a sum, and the reasons of the receipts; or the error."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            comm = Communicator.from_env(transport=transport, deadline_s=60, device="cpu")
+        except CommError as error:
+            return str(error), [], 0.0, []
+    with comm:
+        x = torch.ones(3)
+        comm.all_reduce(x)
+        reasons = [receipt.reason for receipt in comm.receipts()]
+        return comm.transport, [str(each.message) for each in caught], float(x.sum()), reasons
+
+
+def check_all_fell_back(outcomes: list[tuple[str, list[str], float, list[str]]]) -> None:
+    for transport, warned, total, reasons in outcomes:
+        assert (transport, total) == ("c10d", 6.0)
+        for said in (*warned, *reasons):
+            assert "not all ranks can share memory (rank 1: " in said
+            assert "rank 0: " not in said
+        assert warned
+        assert reasons
+
+
+def as_nobody(transport: Any) -> tuple[str, list[str], float, list[str]]:
+    if os.environ["RANK"] == "1":
+        os.setgroups([])
+        os.setgid(NOBODY)
+        os.setuid(NOBODY)
+    return sum_and_receipts(transport)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_rank_of_another_user_makes_all_take_c10d_and_say_why() -> None:
+    check_all_fell_back(launch(as_nobody, 2, ("auto",), deadline_s=60))
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_rank_of_another_user_is_an_error_on_all_that_asked_for_shm() -> None:
+    for said, *_ in launch(as_nobody, 2, ("shm",), deadline_s=60):
+        assert said.startswith("transport is 'shm', but not all ranks can share memory (rank 1: ")
+        assert said.endswith("; use 'c10d' or 'auto'")
+
+
+def can_unshare() -> bool:
+    if not shutil.which("unshare"):
+        return False
+    return (
+        subprocess.run(["unshare", "-U", "true"], capture_output=True, check=False).returncode == 0
+    )
+
+
+@pytest.mark.skipif(not can_unshare(), reason="no user namespaces here (unshare -U)")
+def test_rank_in_another_user_namespace_makes_all_take_c10d_and_say_why(tmp_path: Path) -> None:
+    """Started by hand: rank 0 keeps the store, for this host alone."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    ranks = [
+        subprocess.Popen(
+            [*begin, sys.executable, __file__, str(tmp_path / str(rank))],
+            env=os.environ
+            | {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+               "MASTER_PORT": str(port)},
+        )
+        for rank, begin in enumerate([[], ["unshare", "-U"]])
+    ]  # fmt: skip
+    try:
+        for process in ranks:
+            assert process.wait(120) == 0
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+    outcomes = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(2)]
+    check_all_fell_back([outcome for several, _ in outcomes for outcome in several])
+    assert outcomes[0][1] == ["127.0.0.1"]
+
+
+def started_by_hand(result: Path) -> None:
+    outcomes = [sum_and_receipts("auto") for _ in range(5)]  # one group after the other
+    addresses = listening(int(os.environ["MASTER_PORT"]))
+    result.write_text(json.dumps([outcomes, addresses]))
+    dist.init_process_group("gloo")  # over the same port
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    started_by_hand(Path(sys.argv[1]))
