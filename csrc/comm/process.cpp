@@ -28,11 +28,12 @@ Fd open_stat(const std::string& process) {
   return Fd(open(("/proc/" + process + "/stat").c_str(), O_RDONLY | O_CLOEXEC));
 }
 
-// Nothing, with errno, if the process is gone.
+// Nothing, with errno: ESRCH if the process is gone.
 std::optional<Stat> read_stat(const Fd& fd) {
   std::array<char, 1024> text{};
   const ssize_t bytes = pread(fd.get(), text.data(), text.size() - 1, 0);
   if (bytes < 0) return std::nullopt;
+  errno = EINVAL;  // in case this is not what such a file holds
   // The second field is the program's name in parentheses, which may hold anything.
   const std::string_view all(text.data(), static_cast<std::size_t>(bytes));
   const std::size_t name_end = all.rfind(')');
@@ -74,6 +75,10 @@ ProcessWatch::ProcessWatch(const ProcessId& process) {
   } else if (blindness == 0) {
     // Its number may have been given to another before this looked.
     const std::optional<Stat> stat = read_stat(stat_);
+    if (!stat && errno != ESRCH) {
+      throw CommError("cannot tell when process " + std::to_string(process.pid) +
+                      " ends: its /proc/PID/stat: " + std::strerror(errno));
+    }
     gone_ = !stat || stat->start != process.start;
     if (refusal == 0) stat_ = Fd();
   }
@@ -86,7 +91,8 @@ bool ProcessWatch::ended() const {
     return poll(&end, 1, 0) > 0;
   }
   const std::optional<Stat> stat = read_stat(stat_);
-  return !stat || stat->state == 'Z' || stat->state == 'X';
+  if (!stat) return errno == ESRCH;  // what could not be read now, the next look reads
+  return stat->state == 'Z' || stat->state == 'X';
 }
 
 }  // namespace shardcomm

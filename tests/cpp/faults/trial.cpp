@@ -200,7 +200,7 @@ std::string breach_of(const Trial& trial, int rank, const Shared& shared, int st
   if (stops && !has(text, with_pid + " did not come")) {
     return "does not say that " + with_pid + " did not come: " + text;
   }
-  if (!has(text, named)) return "does not name the victim: " + text;
+  if (text.find(with_pid) != 0) return "does not begin with the victim: " + text;
   // An error that the victim heard of must be its own reason for the others.
   const Outcome& victims = shared.outcomes[trial.victim];
   if (!kills && !stops && victims.ending.load() == Ending::well) {
