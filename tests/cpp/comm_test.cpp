@@ -159,6 +159,24 @@ void operands_outlive_their_readers_after_an_error(Communicator& comm) {
   }
 }
 
+// The table of windows changes while the other channel looks into it.
+void windows_come_and_go_beside_reduces(Communicator& comm) {
+  const auto reduces = shardcomm::make_thread_stream();
+  const auto own = comm.allocate(sizeof(float) * 64, Use::reduce);
+  auto* sum = static_cast<float*>(own->data());
+  std::fill_n(sum, 64, 1.0f);
+  for (int i = 0; i < 200; ++i) {
+    reduces->enqueue(
+        [&](shardcomm::NativeStream) { comm.all_reduce(sum, DType::f32, 64, RedOp::avg); });
+  }
+  for (int i = 0; i < 100; ++i) {
+    const auto window = comm.allocate(4096, Use::gather);
+    static_cast<float*>(window->data())[comm.rank()] = 1.0f;
+  }
+  reduces->record()->wait();
+  require(sum[63] == 1.0f, "reduced while windows came and went");
+}
+
 void on_processes(int size) {
   const shardcomm::ShmSession session(size);
   std::vector<pid_t> children;
@@ -184,9 +202,13 @@ void on_processes(int size) {
 }  // namespace
 
 int main() {
-  on_processes(3);  // before there are threads
+  // Before there are threads. Two, so that they spin for each other also on two cores.
+  on_processes(2);
+  on_processes(3);
   on_threads(1, collectives);
+  on_threads(2, collectives);
   on_threads(4, collectives);
+  on_threads(2, windows_come_and_go_beside_reduces);
   on_threads(3, gathers_and_reduces_at_once);
   on_threads(3, a_failure_reaches_all);
   for (int i = 0; i < 5; ++i) on_threads(2, operands_outlive_their_readers_after_an_error);
