@@ -47,7 +47,6 @@ def keeps_operands(comm: Communicator, begin: Begin) -> None:
     stream, gate = _new_stream(comm.device), threading.Event()
     stream.enqueue(gate.wait)
     operands = begin(comm, stream)
-    storages = [weakref.ref(each.untyped_storage()) for each in operands]
     kept = [weakref.ref(each) for each in operands]
     del operands
     gc.collect()
@@ -55,7 +54,6 @@ def keeps_operands(comm: Communicator, begin: Begin) -> None:
     gate.set()
     stream.record().wait()
     assert all(alive), alive
-    del storages
 
 
 @pytest.mark.parametrize("begin", [gather, reduce, all_reduce, broadcast])
@@ -90,5 +88,19 @@ def test_a_work_that_is_dropped_has_its_bucket_kept_until_the_end() -> None:
         gate.set()
         comm.streams.gather.record().wait()
         assert kept
+
+    run_threads(body, 2)
+
+
+def test_a_work_that_has_been_waited_for_holds_nothing() -> None:
+    def body(comm: Communicator) -> None:
+        bucket = Bucket.from_tensors({"w": torch.ones(8, 4)}, comm)
+        work = bucket.all_gather(async_op=True)
+        work.wait()
+        gathered = weakref.ref(bucket)
+        del bucket
+        gc.collect()
+        assert gathered() is None
+        work.wait()
 
     run_threads(body, 2)

@@ -191,3 +191,20 @@ def test_a_death_before_attaching_is_noticed_where_the_session_knows_the_ranks()
         member.attach(DEADLINE_S)
     assert time.monotonic() - killed < NOTICED_S
     os.waitpid(child, 0)
+
+
+def test_when_a_process_began_is_read_past_whatever_name_it_has() -> None:
+    """Field 22 of /proc/PID/stat, as proc_pid_stat(5) counts them; the name may hold spaces and parentheses."""
+    comm = f"/proc/{os.getpid()}/comm"
+    with open(comm) as file:
+        before = file.read()
+    try:
+        for name in ("plain", "a) S 1 2", "((", ")"):
+            with open(comm, "w") as file:
+                file.write(name)
+            with open("/proc/self/stat") as file:
+                start = int(file.read().rpartition(")")[2].split()[22 - 3])
+            assert _C.own_process() == (os.getpid(), start)
+    finally:
+        with open(comm, "w") as file:
+            file.write(before.rstrip("\n"))

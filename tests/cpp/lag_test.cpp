@@ -2,6 +2,8 @@
 // does each of its reads and writes only when all others have come to a meeting that it has not
 // come to; the others overwrite what they sent as soon as they have it back. A meeting too few is
 // then wrong every time, and not once in a thousand.
+#include <unistd.h>
+
 #include <algorithm>
 #include <chrono>
 #include <cstdint>
@@ -11,6 +13,7 @@
 #include <memory>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "comm/board_communicator.h"
@@ -44,12 +47,14 @@ void require(bool holds, const std::string& claim) {
 // Memory of one process, which peers find by its handle only, or also by any address.
 class Provider final : public shardcomm::WindowProvider {
  public:
-  explicit Provider(bool shares_addresses) : shares_addresses_(shares_addresses) {}
+  Provider(bool shares_addresses, std::function<void()> before_open)
+      : shares_addresses_(shares_addresses), before_open_(std::move(before_open)) {}
   std::uint64_t create(std::size_t bytes) override {
     made_ = Mapping::anonymous(bytes);
     return reinterpret_cast<std::uint64_t>(&made_);
   }
   std::shared_ptr<Mapping> open(std::uint64_t handle, std::size_t) override {
+    before_open_();
     return *reinterpret_cast<const std::shared_ptr<Mapping>*>(handle);
   }
   void forget(std::uint64_t) noexcept override { made_.reset(); }
@@ -57,6 +62,7 @@ class Provider final : public shardcomm::WindowProvider {
 
  private:
   bool shares_addresses_;
+  std::function<void()> before_open_;
   std::shared_ptr<Mapping> made_;
 };
 
@@ -105,6 +111,7 @@ class Lagging final : public Executor {
   void finish() noexcept override {}
 
   int channel = 0;  // of the calls under way
+  int allocates_on = 0;
   bool lags;
 
  private:
@@ -153,9 +160,12 @@ void with_each_rank_lagging(int size, bool shares_addresses, const Body& body) {
       threads.emplace_back([&, rank] {
         auto executor = std::make_unique<Lagging>(group, rank, rank == late);
         Lagging& lagging = *executor;
+        const auto open_late = [&lagging, &group, rank] {
+          if (lagging.lags) group.let_others_come_first(rank, lagging.allocates_on);
+        };
         BoardCommunicator own("lagging", rank, size, {kDeadlineS}, group.control,
-                              std::make_unique<Provider>(shares_addresses), std::move(executor),
-                              [] { return -1; });
+                              std::make_unique<Provider>(shares_addresses, open_late),
+                              std::move(executor), [] { return -1; });
         Communicator& comm = own;
         Rank here{comm, lagging, group};
         body(here);
@@ -227,7 +237,7 @@ void sent_buffers_are_reduced(Rank& rank) {
 }
 
 void sent_windows_are_reduced(Rank& rank) {
-  rank.executor.channel = 1;
+  rank.executor.channel = rank.executor.allocates_on = 1;
   const int size = rank.comm.size();
   constexpr std::int64_t kPart = 5000;
   const auto window = rank.comm.allocate(sizeof(float) * kPart * size, Use::reduce);
@@ -281,6 +291,8 @@ void places_differ_from_rank_to_rank(Rank& rank) {
   const std::size_t bytes = sizeof(float) * kPart * static_cast<std::size_t>(size);
   const auto first = rank.comm.allocate(bytes, Use::gather);
   const auto second = rank.comm.allocate(bytes, Use::gather);
+  rank.executor.allocates_on = 1;
+  const auto of_reduces = rank.comm.allocate(bytes, Use::reduce);  // one region for each rank
   std::vector<float> own(kPart * static_cast<std::size_t>(size));
   const std::vector<float> send = rank.values(kPart);
   for (void* elsewhere : {second->data(), static_cast<void*>(own.data())}) {
@@ -291,11 +303,15 @@ void places_differ_from_rank_to_rank(Rank& rank) {
     std::fill_n(static_cast<float*>(recv), kPart * size, kOverwritten);
     rank.comm.barrier();
   }
+  auto* recv = static_cast<float*>(of_reduces->data());
+  rank.comm.all_gather(send.data(), DType::f32, recv, DType::f32, kPart);
+  check_gathered(rank, recv, kPart);
 }
 
 }  // namespace
 
 int main() {
+  alarm(120);  // a hang is a failure
   for (const int size : {2, 3}) {
     for (const bool shares_addresses : {true, false}) {
       for (const auto& body :

@@ -1,7 +1,10 @@
 // Streams of the host: what is queued runs, in order and to its end, and whoever waits is woken.
 #include "shardcomm/stream.h"
 
+#include <unistd.h>
+
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -14,6 +17,7 @@
 
 #include "stream/futex.h"
 #include "stream/wait_check.h"
+#include "stream/waiting.h"
 
 namespace {
 
@@ -86,6 +90,7 @@ void an_error_skips_what_comes_later_and_every_event_tells_it() {
   require(!ran, "what is behind an error does not run");
 }
 
+// Two threads: the later of them counts.
 void whoever_waits_for_an_event_is_woken() {
   using Seconds = std::chrono::duration<double>;
   Seconds least = Seconds::max();
@@ -98,20 +103,95 @@ void whoever_waits_for_an_event_is_woken() {
       fires = Clock::now();
     });
     const auto event = stream->record();
-    std::promise<void> waiting;
-    Clock::time_point woken;
-    std::thread waits([&] {
-      waiting.set_value();
-      event->wait();
-      woken = Clock::now();
-    });
-    waiting.get_future().wait();
-    for (int i = 0; i < 1000; ++i) std::this_thread::yield();  // mostly it sleeps by now
+    std::atomic<int> waiting{0};
+    std::vector<Clock::time_point> woken(2);
+    std::vector<std::thread> threads;
+    for (Clock::time_point& at : woken) {
+      threads.emplace_back([&] {
+        ++waiting;
+        event->wait();
+        at = Clock::now();
+      });
+    }
+    while (waiting < 2) std::this_thread::yield();
+    for (int i = 0; i < 1000; ++i) std::this_thread::yield();  // mostly they sleep by now
     gate.set_value();
-    waits.join();
-    least = std::min<Seconds>(least, woken - fires);
+    for (std::thread& thread : threads) thread.join();
+    least = std::min<Seconds>(least, *std::max_element(woken.begin(), woken.end()) - fires);
   }
-  require(least < shardcomm::kWaitSlice / 2, "an event that fires wakes those that wait for it");
+  require(least < shardcomm::kWaitSlice / 2, "an event that fires wakes all that wait for it");
+}
+
+void a_wait_lasts_until_the_event_has_fired_unless_it_is_interrupted() {
+  const auto stream = shardcomm::make_thread_stream();
+  std::atomic<bool> goes_on{true};
+  stream->enqueue([&](NativeStream) {
+    while (goes_on) std::this_thread::yield();
+  });
+  const auto event = stream->record();
+  int checks = 0;
+  try {
+    const shardcomm::WaitCheck check([&] {
+      if (++checks == 3) throw std::runtime_error("^C");
+    });
+    event->wait();
+    require(false, "a wait is interrupted");
+  } catch (const std::runtime_error& error) {
+    require(std::string(error.what()) == "^C", "a wait throws what interrupts it");
+  }
+  const shardcomm::WaitCheck check([&] {
+    if (++checks == 6) goes_on = false;  // several slices later
+  });
+  event->wait();
+  require(event->query() && checks >= 6, "a wait lasts until the event has fired");
+}
+
+// Ends by enqueueing; Python's callables, too, take locks when they are let go of.
+void what_an_operation_held_is_let_go_of_outside_the_lock() {
+  const auto stream = shardcomm::make_thread_stream();
+  std::promise<void> ran;
+  {
+    const std::shared_ptr<void> held(
+        nullptr, [&](void*) { stream->enqueue([&](NativeStream) { ran.set_value(); }); });
+    stream->enqueue([held](NativeStream) {});
+  }
+  require(ran.get_future().wait_for(std::chrono::seconds(20)) == std::future_status::ready,
+          "what an operation held may use the stream when it is let go of");
+}
+
+// A thread that waits for a stream is stuck there, unless another stream does work of its: given by
+// itself, or by what works for it.
+void a_thread_is_stuck_only_where_nothing_works_for_it() {
+  for (const bool given_by_a_stream : {false, true}) {
+    const auto user = std::this_thread::get_id();
+    const auto first = shardcomm::make_thread_stream();
+    const auto second = shardcomm::make_thread_stream();
+    std::atomic<bool> begun{false};
+    std::atomic<bool> goes_on{true};
+    const auto give = [&] {
+      second->enqueue([&](NativeStream) {
+        begun = true;
+        while (goes_on) std::this_thread::yield();
+      });
+    };
+    if (!given_by_a_stream) give();
+    first->enqueue([&](NativeStream) {
+      if (given_by_a_stream) give();
+      while (!begun) std::this_thread::yield();
+      // The user mostly waits by now.
+      auto end = Clock::now() + std::chrono::milliseconds(50);
+      while (Clock::now() < end) {
+        require(!shardcomm::is_stuck(user), "who has work under way elsewhere is not stuck");
+      }
+      goes_on = false;
+      end = Clock::now() + std::chrono::seconds(20);
+      while (!shardcomm::is_stuck(user)) {
+        require(Clock::now() < end, "who waits for this stream alone is stuck");
+        std::this_thread::yield();
+      }
+    });
+    first->record()->wait();
+  }
 }
 
 void an_event_knows_when_it_fired() {
@@ -129,10 +209,14 @@ void an_event_knows_when_it_fired() {
 }  // namespace
 
 int main() {
+  alarm(30);  // a hang is a failure
   a_stream_that_is_dropped_runs_what_is_queued();
   a_stream_waits_for_the_event_of_another();
   an_error_skips_what_comes_later_and_every_event_tells_it();
   whoever_waits_for_an_event_is_woken();
+  a_wait_lasts_until_the_event_has_fired_unless_it_is_interrupted();
+  what_an_operation_held_is_let_go_of_outside_the_lock();
+  a_thread_is_stuck_only_where_nothing_works_for_it();
   an_event_knows_when_it_fired();
   std::puts("ok");
   return 0;

@@ -9,8 +9,9 @@ One TOML file a room beside this one. An entry::
     becomes = '''// all have read'''
     tests = ["comm_test"]
 
-`find` occurs exactly once in `file`. `tests` are programs of tests/cpp, or pytest's names of Python tests. An entry with
-`unnoticed` in their place says why no test can notice.
+`find` occurs exactly once in `file`. `tests` are programs of tests/cpp, "comm_test@thread" one under a sanitizer, or
+pytest's names of Python tests; they run in this order, until one notices. An entry with `unnoticed` in their place says
+why no test can.
 """
 
 from __future__ import annotations
@@ -66,10 +67,16 @@ def is_cpp(test: str) -> bool:
     return not test.startswith("tests/")
 
 
+def split_program(test: str) -> tuple[str, str]:
+    """A program of tests/cpp, and the sanitizer that it runs under, if any."""
+    program, _, sanitizer = test.partition("@")
+    return program, sanitizer
+
+
 def test_exists(test: str, root: Path) -> bool:
     """Looks for the function in the file: that costs nothing, which collecting would."""
     if is_cpp(test):
-        return (root / "tests" / "cpp" / f"{test}.cpp").is_file()
+        return (root / "tests" / "cpp" / f"{split_program(test)[0]}.cpp").is_file()
     path, _, function = test.partition("::")
     file = root / path
     return file.is_file() and (
