@@ -10,6 +10,7 @@ import pytest
 import torch
 from thread_ranks import run_mesh, run_threads
 from torch import nn
+from twins import WIDTH, Chain, twins
 
 from shardcomm import Bucket, Communicator, Layout, Mesh, ParamSpec, fully_shard
 from shardcomm.staging import Staging
@@ -118,9 +119,10 @@ def test_doubles_of_one_rank_are_scaled_in_double_precision() -> None:
     torch.testing.assert_close(bucket.grad[:4], grad / 3, rtol=1e-7, atol=0)
 
 
-def test_a_backward_ends_when_offloaded_gradients_are_in_host_memory(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.fixture
+def late_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between device and host, as on a stream that lags."""
+
     def late(to: torch.Tensor, source: torch.Tensor, stream: Stream) -> Event:
         never = threading.Event()
         stream.enqueue(lambda: never.wait(0.1))
@@ -128,6 +130,10 @@ def test_a_backward_ends_when_offloaded_gradients_are_in_host_memory(
 
     monkeypatch.setattr("shardcomm.offload.copy", late)
 
+
+@pytest.mark.usefixtures("late_copies")
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_backward_ends_when_offloaded_gradients_are_in_host_memory(ranks: int) -> None:
     def body(comm: Communicator) -> None:
         model = nn.Linear(4, 4, bias=False)
         fully_shard(model, comm, cpu_offload=True)
@@ -135,5 +141,20 @@ def test_a_backward_ends_when_offloaded_gradients_are_in_host_memory(
             model(torch.ones(1, 4)).sum().backward()
             assert model.weight.grad is not None
             assert model.weight.grad.eq(times).all()
+
+    run_threads(body, ranks)
+
+
+@pytest.mark.usefixtures("late_copies")
+def test_a_forward_ends_when_no_shard_is_being_copied_not_even_for_a_unit_that_it_skipped() -> None:
+    def body(comm: Communicator) -> None:
+        model, _ = twins(lambda: Chain(layers=3))
+        engine = fully_shard(model, comm, prefetch=9, cpu_offload=True)
+        model.skipped = {2}
+        model(torch.ones(1, WIDTH))
+        (offload,) = {bucket.offload for unit in engine.units for bucket, _ in unit.buckets}
+        assert offload is not None
+        assert offload._fetched is not None
+        assert offload._fetched.query()
 
     run_threads(body, 2)

@@ -9,7 +9,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent / "mutants"))
 
-from mutations import Mutation, mutations  # noqa: E402
+from mutations import Mutation, mutations
 
 ALL = mutations()
 

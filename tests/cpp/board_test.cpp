@@ -45,13 +45,15 @@ std::shared_ptr<T> zeroed(std::size_t bytes) {
 // A group of two, seen by rank 0; rank 1 is what the test writes.
 struct Pair {
   static constexpr int kSize = 2;
+  double deadline_s = 0.2;
   std::shared_ptr<GroupMemory> group_memory = zeroed<GroupMemory>(GroupMemory::bytes(kSize));
   std::shared_ptr<BoardMemory> gathers = zeroed<BoardMemory>(BoardMemory::bytes(kSize));
   std::shared_ptr<BoardMemory> reduces = zeroed<BoardMemory>(BoardMemory::bytes(kSize));
   std::function<int()> find_dead = [] { return -1; };
   Group group{group_memory.get(), {gathers.get(), reduces.get()}, 0, kSize,
-              /*deadline_s=*/0.2, [this] { return find_dead(); }};
-  Board board{group, 0, /*reads_addresses=*/false, [] { return false; }};
+              deadline_s,         [this] { return find_dead(); }};
+  bool stuck = false;
+  Board board{group, 0, /*reads_addresses=*/false, [this] { return stuck; }};
 
   Call barrier(std::uint64_t sequence) const {
     Call call;
@@ -87,9 +89,14 @@ std::string what_rank_0_hears(Pair& pair) {
 
 void a_rank_that_was_stopped_before_it_came_is_late() {
   Pair pair;
-  pair.gathers->ranks[1].calls[1].post(pair.barrier(1));
+  Call theirs = pair.barrier(1);
+  theirs.tag = 7;
+  pair.gathers->ranks[1].calls[1].post(theirs);
   const std::string heard = what_rank_0_hears(pair);
-  require(heard.find("rank 1 did not come within 0.2 s") == 0, "rank 1 is late: " + heard);
+  require(heard ==
+              "rank 1 did not come within 0.2 s; rank 0 was in barrier() #1, the last call of "
+              "rank 1 was barrier(tag 7) #1",
+          heard);
 }
 
 void a_rank_that_waits_in_the_other_channel_is_not_late() {
@@ -112,6 +119,50 @@ void half_a_call_is_never_read() {
   reinterpret_cast<shardcomm::Atomic<std::uint64_t>*>(&torn)->store(0);
   const auto last = pair.group.last_call(1, 0);
   require(last.has_value() && last->call.sequence == 1, "the whole call before it is read");
+}
+
+void a_rank_that_died_is_told() {
+  Pair pair;
+  pair.find_dead = [] { return 1; };
+  const std::string heard = what_rank_0_hears(pair);
+  require(heard.find("rank 1 died") == 0, heard);
+}
+
+// Neither comes to the other's channel before its own meeting is over.
+void ranks_that_wait_for_each_other_learn_it_long_before_the_deadline() {
+  Pair pair{20.0};
+  pair.stuck = true;
+  pair.reduces->arrival(1, Pair::kSize).store(1);
+  pair.reduces->ranks[1].stuck_in.store(1);
+  const auto begin = shardcomm::Clock::now();
+  const std::string heard = what_rank_0_hears(pair);
+  require(heard.find("ranks wait for each other") == 0, heard);
+  require(shardcomm::Clock::now() - begin < std::chrono::seconds(10), "it is found at once");
+}
+
+// Another thread of this rank may call what rank 1 waits for.
+void a_rank_that_is_not_stuck_waits_on() {
+  Pair pair{20.0};
+  pair.reduces->arrival(1, Pair::kSize).store(1);
+  pair.reduces->ranks[1].stuck_in.store(1);
+  int looks = 0;
+  pair.find_dead = [&] {
+    if (++looks == 3) pair.comes(1);
+    return -1;
+  };
+  require(what_rank_0_hears(pair).empty(), "rank 1 has come in the end");
+}
+
+void a_long_reason_is_cut_between_characters() {
+  Pair pair;
+  std::string reason;
+  for (int i = 0; i < 1000; ++i) reason += "\u00e9";
+  pair.group.abort(reason);
+  const std::string heard = what_rank_0_hears(pair);
+  const std::size_t begin = heard.find("\u00e9");
+  const std::size_t end = heard.find("; ");
+  require(begin != std::string::npos && (end - begin) % 2 == 0 && end - begin > 1000,
+          "whole characters are told, as many as there is room for");
 }
 
 // It dies, and closes, once it is done; who waited had looked at it before it came.
@@ -246,6 +297,10 @@ int main() {
   a_rank_that_was_stopped_before_it_came_is_late();
   a_rank_that_waits_in_the_other_channel_is_not_late();
   half_a_call_is_never_read();
+  a_rank_that_died_is_told();
+  ranks_that_wait_for_each_other_learn_it_long_before_the_deadline();
+  a_rank_that_is_not_stuck_waits_on();
+  a_long_reason_is_cut_between_characters();
   a_rank_that_comes_while_another_looks_for_trouble_is_not_blamed();
   the_first_failure_and_the_first_reason_stay();
   what_a_rank_did_last_is_told_while_it_waits_and_afterwards();

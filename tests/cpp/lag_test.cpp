@@ -18,11 +18,13 @@
 
 #include "comm/board_communicator.h"
 #include "comm/executor.h"
+#include "copy/element.h"
 #include "shardcomm/communicator.h"
 #include "stream/futex.h"
 
 namespace {
 
+using shardcomm::BFloat16;
 using shardcomm::BoardCommunicator;
 using shardcomm::BoardMemory;
 using shardcomm::Communicator;
@@ -236,6 +238,33 @@ void sent_buffers_are_reduced(Rank& rank) {
   }
 }
 
+// In pieces, whose places count in the received dtype.
+void other_dtypes_are_received(Rank& rank) {
+  constexpr std::int64_t kPart = 400001;
+  const auto size = static_cast<std::size_t>(rank.comm.size());
+  const auto is = [](BFloat16 received, float value) { return load(received) == value; };
+  rank.executor.channel = 0;
+  const std::vector<float> shard = rank.values(kPart);
+  std::vector<BFloat16> gathered(size * kPart);
+  rank.comm.all_gather(shard.data(), DType::f32, gathered.data(), DType::bf16, kPart);
+  for (int r = 0; r < rank.comm.size(); ++r) {
+    for (const std::int64_t i : {std::int64_t{0}, kPart / 2, kPart - 1}) {
+      require(is(gathered[static_cast<std::size_t>(r * kPart + i)], Rank::value(r, i)),
+              "gathered in another dtype");
+    }
+  }
+  rank.comm.barrier();
+  rank.executor.channel = 1;
+  const std::vector<float> full = rank.values(kPart * rank.comm.size());
+  std::vector<BFloat16> reduced(kPart);
+  rank.comm.reduce_scatter(full.data(), DType::f32, reduced.data(), {DType::bf16}, kPart,
+                           RedOp::sum);
+  for (const std::int64_t i : {std::int64_t{0}, kPart / 2, kPart - 1}) {
+    require(is(reduced[static_cast<std::size_t>(i)], rank.sum(rank.comm.rank() * kPart + i)),
+            "reduced into another dtype");
+  }
+}
+
 void sent_windows_are_reduced(Rank& rank) {
   rank.executor.channel = rank.executor.allocates_on = 1;
   const int size = rank.comm.size();
@@ -317,7 +346,7 @@ int main() {
       for (const auto& body :
            {private_memory_is_gathered, a_window_is_gathered_again_and_again,
             sent_buffers_are_reduced, sent_windows_are_reduced, buffers_are_all_reduced,
-            buffers_are_broadcast, places_differ_from_rank_to_rank}) {
+            buffers_are_broadcast, other_dtypes_are_received, places_differ_from_rank_to_rank}) {
         with_each_rank_lagging(size, shares_addresses, body);
       }
     }
