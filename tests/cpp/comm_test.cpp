@@ -285,7 +285,7 @@ void on_processes(int size) {
 }  // namespace
 
 int main() {
-  alarm(200);  // a hang is a failure
+  alarm(120);  // a hang is a failure
   // Before there are threads. Two, so that they spin for each other also on two cores.
   on_processes(2);
   on_processes(3);

@@ -57,7 +57,7 @@ class Mutation:
         missing = [test for test in self.tests if not test_exists(test, root)]
         return f"there is no test {', '.join(missing)}" if missing else ""
 
-    def applied(self, root: Path) -> str:
+    def applied(self, root: Path = ROOT) -> str:
         """The file's text with the mistake in it."""
         return (root / self.file).read_text().replace(self.find, self.becomes)
 

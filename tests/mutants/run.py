@@ -3,16 +3,16 @@
     make mutants                                          all: about an hour
     python tests/mutants/run.py --only barrier --room comm    those with this in their names, of this room
 
-The copy is build/mutants/tree, so that a second run builds little. First the tests must pass without any mistake. Then,
+The copy is build/mutated/tree, so that a second run builds little. First the tests must pass without any mistake. Then,
 for each mutation (mutations.py), what it needs is built and its tests run; the verdict is
 
     noticed      a test failed, as it must
     missed       all passed
     no end       not within the time limit: a test that hangs must fail by a deadline of its own
-    no build     the compiler noticed; that is no test
+    broken       it does not compile, or cannot be imported; that is no test
     unnoticed    not run: the entry says why no test can notice
 
-It ends with the tally. Exit status 1 if a mutation was missed, had no end, or did not build.
+It ends with the tally. Exit status 1 if a mutation was missed, had no end, or was broken.
 """
 
 from __future__ import annotations
@@ -33,14 +33,16 @@ from pathlib import Path
 
 from mutations import ROOT, Mutation, is_cpp, mutations, split_program
 
-WORK = ROOT / "build" / "mutants"
+WORK = ROOT / "build" / "mutated"
 TREE = WORK / "tree"
 LIMIT_S = 240.0
 """Of one test of a mutation. They take seconds; those that a mistake makes hang have deadlines below this."""
 
+_NO_TEST_RAN = (2, 4, 5)  # of pytest's exit statuses: not collected, wrongly called, not found
+
 
 class Failed(Exception):
-    """A command ended with an error; its output."""
+    """What a test needs is not there: a command's output, or what else says why."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ def main() -> int:
             )
     counts = Counter(each.verdict for each in verdicts)
     print(tally(verdicts))
-    return int(any(counts[bad] for bad in ("missed", "no end", "no build")))
+    return int(any(counts[bad] for bad in ("missed", "no end", "broken")))
 
 
 def copy_tree() -> None:
@@ -128,7 +130,7 @@ def judge(mutation: Mutation, bench: Bench) -> Verdict:
                 if not bench.passes([test], limit_s=LIMIT_S):
                     return verdict("noticed", test)
         except Failed as failure:
-            return verdict("no build", str(failure)[-500:])
+            return verdict("broken", str(failure)[-500:])
         except subprocess.TimeoutExpired:
             return verdict("no end")
     return verdict("missed")
@@ -194,8 +196,9 @@ class Bench:
 
     def _make(self, folder: str, targets: Sequence[str], *options: str) -> None:
         where = str(WORK / folder)
-        configure = ["cmake", "-G", "Ninja", "-S", str(TREE), "-B", where, *options]
-        self._run([*configure, "-DSHARDCOMM_CUDA=off", "-DCMAKE_BUILD_TYPE=Release"])
+        if not Path(where, "build.ninja").exists():
+            options = (*options, "-DSHARDCOMM_CUDA=off", "-DCMAKE_BUILD_TYPE=Release")
+            self._run(["cmake", "-G", "Ninja", "-S", str(TREE), "-B", where, *options])
         self._run(["cmake", "--build", where, "-j", str(os.cpu_count()), "--target", *targets])
 
     def _run(self, command: Sequence[str]) -> None:
@@ -220,9 +223,14 @@ class Bench:
             stdout=output, stderr=output, start_new_session=True,
         )  # fmt: skip
         try:
-            return process.wait(limit_s) == 0
+            status = process.wait(limit_s)
         finally:
             end_session(process.pid)
+        if status in _NO_TEST_RAN and not is_cpp(tests[0]):
+            raise Failed(
+                f"pytest ends with status {status}, and has run no test: {', '.join(tests)}"
+            )
+        return status == 0
 
 
 def end_session(pid: int) -> None:
