@@ -15,7 +15,10 @@ from shardcomm.checkpoints import CheckpointError, Checkpoints, complete_steps
 def test_whichever_rank_fails_the_others_name_it(failing: int, tmp_path: Path) -> None:
     def body(comm: Communicator) -> None:
         checkpoints = Checkpoints(tmp_path, comm)
-        with pytest.raises((CheckpointError, LookupError)) as caught, checkpoints.save(2):
+        with (  # noqa: PT012
+            pytest.raises((CheckpointError, LookupError)) as caught,
+            checkpoints.save(2),
+        ):
             if comm.rank == failing:
                 raise LookupError("here")
         if comm.rank != failing:

@@ -104,3 +104,21 @@ def test_parameters_that_were_written_between_forwards_are_seen() -> None:
             torch.testing.assert_close(loss_of(model, batch(0, 0)), loss_of(plain, batch(0, 0)))
 
     run_threads(body, 2)
+
+
+def test_from_the_second_step_on_units_are_gathered_as_they_are_called() -> None:
+    """Ahead, and no more often than where they are registered in that order."""
+
+    def gathered_bytes(variant: str) -> int:
+        def body(comm: Communicator) -> int:
+            model = make(variant, width=WIDTH, layers=5)
+            engine = fully_shard(model, comm)
+            before = 0
+            for step in range(2):
+                before = engine.traffic.gathered_bytes
+                loss_of(model, batch(comm.rank, step)).backward()
+            return engine.traffic.gathered_bytes - before
+
+        return run_threads(body, 2)[0]
+
+    assert gathered_bytes("reversed") == gathered_bytes("")

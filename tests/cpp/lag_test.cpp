@@ -245,12 +245,14 @@ void other_dtypes_are_received(Rank& rank) {
   const auto is = [](BFloat16 received, float value) { return load(received) == value; };
   rank.executor.channel = 0;
   const std::vector<float> shard = rank.values(kPart);
-  std::vector<BFloat16> gathered(size * kPart);
-  rank.comm.all_gather(shard.data(), DType::f32, gathered.data(), DType::bf16, kPart);
-  for (int r = 0; r < rank.comm.size(); ++r) {
-    for (const std::int64_t i : {std::int64_t{0}, kPart / 2, kPart - 1}) {
-      require(is(gathered[static_cast<std::size_t>(r * kPart + i)], Rank::value(r, i)),
-              "gathered in another dtype");
+  std::vector<BFloat16> memory(size * kPart);
+  const auto window = rank.comm.allocate(size * kPart * sizeof(BFloat16), Use::gather);
+  for (BFloat16* gathered : {memory.data(), static_cast<BFloat16*>(window->data())}) {
+    rank.comm.all_gather(shard.data(), DType::f32, gathered, DType::bf16, kPart);
+    for (int r = 0; r < rank.comm.size(); ++r) {
+      for (const std::int64_t i : {std::int64_t{0}, kPart / 2, kPart - 1}) {
+        require(is(gathered[r * kPart + i], Rank::value(r, i)), "gathered in another dtype");
+      }
     }
   }
   rank.comm.barrier();
