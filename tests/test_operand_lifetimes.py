@@ -6,6 +6,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -104,3 +105,26 @@ def test_a_work_that_has_been_waited_for_holds_nothing() -> None:
         work.wait()
 
     run_threads(body, 2)
+
+
+def windows_come_and_go() -> None:
+    maps = Path("/proc/self/maps")
+
+    def mapped() -> int:
+        return maps.read_text().count("memfd:shardcomm")
+
+    with Communicator.from_env(deadline_s=30) as comm:
+        before = mapped()
+        for use in ("gather", "reduce"):
+            window = comm.allocate(1 << 16, use=use)  # type: ignore[arg-type]
+            view = window[3:]
+            assert mapped() > before
+            del window
+            assert mapped() > before
+            del view
+            assert mapped() == before
+        comm.barrier()
+
+
+def test_memory_goes_with_its_last_tensor_while_the_communicator_goes_on() -> None:
+    launch(windows_come_and_go, 2, deadline_s=60)
