@@ -86,3 +86,65 @@ def barrier_behind_a_reduce() -> None:
 
 def test_an_asynchronous_barrier_ends_after_the_reduces_before_it() -> None:
     launch(barrier_behind_a_reduce, 2, deadline_s=60)
+
+
+def synchronous_barrier_behind_a_reduce() -> None:
+    dist.init_process_group(OURS, timeout=timedelta(seconds=60))
+    store = dist.distributed_c10d._get_default_store()
+    value = torch.ones(3)
+    if dist.get_rank() == 0:
+        reducing = dist.all_reduce(value, async_op=True)
+        dist.barrier()
+        assert reducing is not None
+        reduced = reducing.is_completed()
+        store.set("past the barrier", "")
+        assert reduced
+    else:
+        meeting = dist.barrier(async_op=True)
+        end = time.monotonic() + 0.5
+        while time.monotonic() < end and not store.check(["past the barrier"]):
+            pass
+        dist.all_reduce(value)
+        assert meeting is not None
+        meeting.wait()
+    dist.destroy_process_group()
+
+
+def test_a_synchronous_barrier_ends_after_the_reduces_before_it() -> None:
+    launch(synchronous_barrier_behind_a_reduce, 2, deadline_s=60)
+
+
+def future_of_a_reduce() -> None:
+    dist.init_process_group(OURS, timeout=timedelta(seconds=60))
+    store = dist.distributed_c10d._get_default_store()
+    value = torch.ones(3)
+    if dist.get_rank() == 0:
+        reducing = dist.all_reduce(value, async_op=True)
+        assert reducing is not None
+        future = reducing.get_future()
+        end = time.monotonic() + 0.3  # rank 1 has not begun, however long one looks
+        while time.monotonic() < end:
+            assert not future.done()
+        store.set("seen", "")
+        assert future.wait()[0].eq(2.0).all()
+    else:
+        store.wait(["seen"])
+        dist.all_reduce(value)
+    dist.destroy_process_group()
+
+
+def test_a_future_is_done_when_the_collective_is() -> None:
+    launch(future_of_a_reduce, 2, deadline_s=60)
+
+
+def overlapping_inputs() -> None:
+    dist.init_process_group(OURS, timeout=timedelta(seconds=60))
+    x = torch.arange(5.0)
+    output = torch.empty(4)
+    dist.reduce_scatter(output, [x[:4], x[1:]])
+    assert torch.equal(output, 2 * x[dist.get_rank() :][:4])
+    dist.destroy_process_group()
+
+
+def test_inputs_may_overlap() -> None:
+    launch(overlapping_inputs, 2, deadline_s=60)

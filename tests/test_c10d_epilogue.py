@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+
 import torch
 import torch.distributed as dist
 
 from shardcomm import Communicator, launch
+from shardcomm._C import Stream
 
 
 def scaled_and_added() -> None:
@@ -61,3 +64,27 @@ def looked_at() -> None:
 
 def test_what_is_not_finite_is_found_on_the_rank_that_holds_it() -> None:
     launch(looked_at, 2, deadline_s=60)
+
+
+def in_either_order() -> None:
+    dist.init_process_group("gloo")
+    with Communicator.from_process_group(transport="c10d", deadline_s=10) as comm:
+        gathered, value = torch.empty(comm.size), torch.ones(1)
+        mine = torch.full((1,), float(comm.rank))
+        if comm.rank == 0:
+            gathers, begun = Stream(), threading.Event()
+            gathers.enqueue(begun.set)
+            comm.all_gather(gathered, mine, stream=gathers)
+            begun.wait()
+            comm.all_reduce(value)
+            gathers.synchronize()
+        else:
+            comm.all_reduce(value)
+            comm.all_gather(gathered, mine)
+        assert value.item() == comm.size
+        assert gathered.tolist() == list(range(comm.size))
+    dist.destroy_process_group()
+
+
+def test_a_gather_and_a_reduce_may_come_in_either_order() -> None:
+    launch(in_either_order, 2, deadline_s=60)

@@ -122,3 +122,13 @@ def test_from_the_second_step_on_units_are_gathered_as_they_are_called() -> None
         return run_threads(body, 2)[0]
 
     assert gathered_bytes("reversed") == gathered_bytes("")
+
+
+def test_what_is_frozen_in_a_unit_is_in_no_bucket_that_is_reduced() -> None:
+    model = wide()
+    for block in model.blocks:
+        block.up.weight.requires_grad_(False)
+    engine = fully_shard(model, Communicator.local_group(1)[0])
+    for unit in engine.units:
+        for _, params in unit.buckets:
+            assert len({param.shard.requires_grad for param in params}) == 1

@@ -11,6 +11,7 @@ import signal
 import struct
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -208,3 +209,15 @@ def test_when_a_process_began_is_read_past_whatever_name_it_has() -> None:
     finally:
         with open(comm, "w") as file:
             file.write(before.rstrip("\n"))
+
+
+def test_a_rank_that_is_taken_is_refused_to_another() -> None:
+    session = _C.ShmSession(2)
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(_C.make_shm, session.address, 1, 2, DEADLINE_S)
+        comm = _C.make_shm(session.address, 0, 2, DEADLINE_S)
+        with pytest.raises(CommError, match=f"rank 0 of .* is taken by process {os.getpid()}"):
+            _C.make_shm(session.address, 0, 2, DEADLINE_S)
+        meeting = pool.submit(other.result().barrier, 0, None)
+        comm.barrier(0, None)  # and those two go on
+        meeting.result(DEADLINE_S)
