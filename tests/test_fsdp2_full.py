@@ -387,3 +387,20 @@ def gather_while_a_rank_reads() -> None:
 
 def test_a_rank_that_still_reads_is_waited_for() -> None:
     launch(gather_while_a_rank_reads, 2, deadline_s=60)
+
+
+def differ_in_the_eyes_of_one_rank() -> None:
+    dist.init_process_group("gloo")
+    twins = Twins(init_device_mesh("cpu", (2,)), Case())
+    with pytest.MonkeyPatch.context() as patch, attached_to(twins) as attached:
+        patch.setattr(full_module, "_same_bits", lambda *_: dist.get_rank() == 0)
+        twins.step(0)
+        patch.undo()
+        assert {receipt.taken for receipt in attached.receipts} == {"copies"}
+        twins.step(1)
+    twins.check()
+    dist.destroy_process_group()
+
+
+def test_what_differs_on_one_rank_alone_is_given_up_on_all() -> None:
+    launch(differ_in_the_eyes_of_one_rank, 2, deadline_s=60)

@@ -221,3 +221,18 @@ def test_a_rank_that_is_taken_is_refused_to_another() -> None:
         meeting = pool.submit(other.result().barrier, 0, None)
         comm.barrier(0, None)  # and those two go on
         meeting.result(DEADLINE_S)
+
+
+def test_a_process_that_nobody_has_waited_for_has_ended() -> None:
+    """Also where only /proc tells of it."""
+    child = os.fork()
+    if child == 0:
+        forbid_pidfd_open()
+        ended = os.fork()
+        if ended == 0:
+            os._exit(0)
+        os.waitid(os.P_PID, ended, os.WEXITED | os.WNOWAIT)
+        with open(f"/proc/{ended}/stat") as file:
+            start = int(file.read().rpartition(")")[2].split()[22 - 3])
+        os._exit(0 if _C.ProcessWatch(ended, start).ended else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
