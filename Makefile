@@ -10,12 +10,13 @@ SANITIZERS := address,undefined thread
 CXX_FILES = $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'tests/cpp/*.cpp' 'tests/cpp/*.h')
 CORE_SOURCES := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu') CMakeLists.txt setup.py
 
-.PHONY: help setup demo test lint bench figures sanitize faults model fuzz clean
+.PHONY: help setup demo test mutants lint bench figures sanitize faults model fuzz clean
 
 help:
 	@echo "make setup     prepare $(VENV): install what is needed, build"
 	@echo "make demo      train a small GPT, fully sharded over two local processes"
 	@echo "make test      run all tests"
+	@echo "make mutants   put mistakes into a copy, one at a time, and see which of them the tests notice"
 	@echo "make bench     compare with Gloo, Open MPI, FSDP2 and plain copies (on a GPU: docs/gpu.md)"
 	@echo "make figures   the same, kept in bench/results, and the README's tables from it"
 	@echo "make lint      check format, style and types"
@@ -32,6 +33,9 @@ demo: setup
 
 test: setup
 	$(BIN)/python -m pytest
+
+mutants: setup
+	$(BIN)/python tests/mutants/run.py --json build/mutants.json
 
 $(VENV)/installed: pyproject.toml Makefile
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

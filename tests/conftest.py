@@ -31,13 +31,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-def pytest_sessionstart() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     # Rank processes are forked from a server that has loaded what they need.
     # (FSDP2 loads torch._dynamo when it is first called, and saving loads DCP.)
     multiprocessing.set_forkserver_preload(
         ["shardcomm", "nets", "torch._dynamo", "torch.distributed.checkpoint", "fsdp2_cases"]
     )
-    forkserver.ensure_running()
+    # Takes longer than many a test: begun at once, but only for tests that need it.
+    if any("launch" in vars(item.module) for item in session.items if hasattr(item, "module")):
+        forkserver.ensure_running()
 
 
 def pytest_report_header(config: pytest.Config) -> str:

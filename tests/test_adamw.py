@@ -297,3 +297,36 @@ def test_infinity_on_one_rank_skips_the_step_on_all() -> None:
             assert all(torch.equal(after[name], before[name]) for name in before) is (step == 0)
 
     run_threads(body, 2)
+
+
+def test_gradients_that_move_are_found_again(seed: int) -> None:
+    """Neighbours in one step, apart in the next, and in another order in memory in the one after it."""
+    torch.manual_seed(seed)
+    params = flat_parameters([(LANES,), (2 * LANES,), (LANES, 3)], torch.float32)
+    twins = apart(params)
+    mine, theirs = AdamW(params), fused(twins)
+
+    def step() -> None:
+        copy_gradients(params, twins)
+        mine.step()
+        theirs.step()
+        assert_equal(mine, theirs)
+
+    step()
+    for param in params:
+        param.grad = torch.randn_like(param)
+    step()
+    memory = torch.randn(sum(param.numel() for param in params))
+    offset = 0
+    for param in reversed(params):
+        param.grad = memory[offset : offset + param.numel()].view(param.shape)
+        offset += param.numel()
+    step()
+    for param in params:  # a view of one storage that is in another place each time
+        param.grad = None
+    offset = 0
+    memory = torch.randn(1 + sum(param.numel() for param in params))[1:]
+    for param in params:
+        param.grad = memory[offset : offset + param.numel()].view(param.shape)
+        offset += param.numel()
+    step()

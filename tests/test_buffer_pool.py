@@ -71,3 +71,19 @@ def test_when_all_are_in_use_memory_is_ordinary_and_collectives_still_right() ->
         assert taken == "direct"
 
     run_threads(body, 2)
+
+
+def test_buffers_that_are_taken_before_one_collective_are_apart() -> None:
+    def body(comm: Communicator) -> None:
+        pool = BufferPool(comm, "reduce")
+        for _ in range(4):  # new ones, and from then on those that all have let go of
+            taken = [pool.take(4, torch.float32) for _ in range(2)]
+            assert taken[0].data_ptr() != taken[1].data_ptr()
+            for buffer in taken:
+                with pool.collective():
+                    comm.reduce_scatter(torch.empty(4 // comm.size), buffer)
+            del taken, buffer
+            with pool.collective():
+                comm.all_reduce(torch.zeros(1))
+
+    run_threads(body, 2)

@@ -321,3 +321,14 @@ def never_end() -> None:
 def test_launch_ends_ranks_at_its_deadline() -> None:
     with pytest.raises(TimeoutError, match=r"ranks \[0, 1\] of 2 still ran after 1 s"):
         launch(never_end, 2, deadline_s=1)
+
+
+def other_conversion(comm: Communicator) -> None:
+    dtype = torch.bfloat16 if comm.rank == 1 else torch.float32
+    comm.all_gather(torch.zeros(12, dtype=dtype), torch.zeros(4))
+
+
+def test_a_gather_into_another_dtype_is_another_call() -> None:
+    for message in errors_of(other_conversion, 3, deadline_s=20):
+        assert "rank 1 called all_gather(f32 to bf16, count 4) #" in message
+        assert "rank 0 called all_gather(f32, count 4) #" in message

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -342,3 +343,64 @@ def run_different_blocks() -> None:
     with pytest.raises(CommError, match=r"called barrier\(tag [12]\).*called barrier\(tag [12]\)"):
         net.blocks[dist.get_rank()](torch.ones(2, 12))
     dist.destroy_process_group()
+
+
+def gather_while_a_rank_reads() -> None:
+    """Rank 0 has new values, and gathers them; rank 1 still reads the old ones, and calls later."""
+    dist.init_process_group("gloo")
+    store = dist.distributed_c10d._get_default_store()
+    net = make(Case(), init_device_mesh("cpu", (2,)))
+    attached = fsdp2.attach(net)
+    for seed in range(2):  # "full" is in force from the second gather on
+        step(net, optimizer_of(net), seed, Case())
+    assert taken(attached) == {("full", "")}
+    module = fsdp_modules(net.blocks)[0]
+    module.unshard()
+    held = next(module.parameters()).detach()
+    before = held.clone()
+    module.reshard()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        with torch.no_grad():
+            for param in module.parameters():
+                param.to_local().add_(1.0)  # type: ignore[operator]
+        pack = full_module.CopyPlan.run
+
+        def packs(*args: object, **options: object) -> None:
+            pack(*args, **options)  # type: ignore[arg-type]
+            store.set("written", "")
+
+        full_module.CopyPlan.run = packs  # type: ignore[method-assign, assignment]
+        module.unshard()
+    else:
+        # It is written only when this rank comes to the gather; until then one may look as long as one likes.
+        end = time.monotonic() + 0.5
+        while time.monotonic() < end:
+            assert not store.check(["written"])
+        assert torch.equal(held, before)
+        module.unshard()
+    assert not torch.equal(next(module.parameters()), before)
+    module.reshard()
+    attached.detach()
+    dist.destroy_process_group()
+
+
+def test_a_rank_that_still_reads_is_waited_for() -> None:
+    launch(gather_while_a_rank_reads, 2, deadline_s=60)
+
+
+def differ_in_the_eyes_of_one_rank() -> None:
+    dist.init_process_group("gloo")
+    twins = Twins(init_device_mesh("cpu", (2,)), Case())
+    with pytest.MonkeyPatch.context() as patch, attached_to(twins) as attached:
+        patch.setattr(full_module, "_same_bits", lambda *_: dist.get_rank() == 0)
+        twins.step(0)
+        patch.undo()
+        assert {receipt.taken for receipt in attached.receipts} == {"copies"}
+        twins.step(1)
+    twins.check()
+    dist.destroy_process_group()
+
+
+def test_what_differs_on_one_rank_alone_is_given_up_on_all() -> None:
+    launch(differ_in_the_eyes_of_one_rank, 2, deadline_s=60)

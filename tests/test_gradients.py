@@ -238,3 +238,14 @@ def test_inputs_are_cast_unless_told_otherwise() -> None:
 def test_output_dtype_that_cannot_be_is_named() -> None:
     with pytest.raises(ValueError, match=r"output_dtype is torch.int8; accepted: float32"):
         MixedPrecision(output_dtype=torch.int8)
+
+
+def test_what_passes_between_units_keeps_its_dtype() -> None:
+    precision = MixedPrecision(
+        param_dtype=torch.bfloat16, output_dtype=torch.float32, cast_forward_inputs=False
+    )
+    first, second = Seen(), Seen()
+    model = nn.Sequential(first, second)
+    fully_shard(model, Communicator.local_group(1)[0], units=Seen, mixed_precision=precision)
+    assert model(torch.ones(2, 4)).dtype == torch.float32
+    assert second.dtype == torch.bfloat16

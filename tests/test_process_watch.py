@@ -11,6 +11,7 @@ import signal
 import struct
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -191,3 +192,47 @@ def test_a_death_before_attaching_is_noticed_where_the_session_knows_the_ranks()
         member.attach(DEADLINE_S)
     assert time.monotonic() - killed < NOTICED_S
     os.waitpid(child, 0)
+
+
+def test_when_a_process_began_is_read_past_whatever_name_it_has() -> None:
+    """Field 22 of /proc/PID/stat, as proc_pid_stat(5) counts them; the name may hold spaces and parentheses."""
+    comm = f"/proc/{os.getpid()}/comm"
+    with open(comm) as file:
+        before = file.read()
+    try:
+        for name in ("plain", "a) S 1 2", "((", ")"):
+            with open(comm, "w") as file:
+                file.write(name)
+            with open("/proc/self/stat") as file:
+                start = int(file.read().rpartition(")")[2].split()[22 - 3])
+            assert _C.own_process() == (os.getpid(), start)
+    finally:
+        with open(comm, "w") as file:
+            file.write(before.rstrip("\n"))
+
+
+def test_a_rank_that_is_taken_is_refused_to_another() -> None:
+    session = _C.ShmSession(2)
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(_C.make_shm, session.address, 1, 2, DEADLINE_S)
+        comm = _C.make_shm(session.address, 0, 2, DEADLINE_S)
+        with pytest.raises(CommError, match=f"rank 0 of .* is taken by process {os.getpid()}"):
+            _C.make_shm(session.address, 0, 2, DEADLINE_S)
+        meeting = pool.submit(other.result().barrier, 0, None)
+        comm.barrier(0, None)  # and those two go on
+        meeting.result(DEADLINE_S)
+
+
+def test_a_process_that_nobody_has_waited_for_has_ended() -> None:
+    """Also where only /proc tells of it."""
+    child = os.fork()
+    if child == 0:
+        forbid_pidfd_open()
+        ended = os.fork()
+        if ended == 0:
+            os._exit(0)
+        os.waitid(os.P_PID, ended, os.WEXITED | os.WNOWAIT)
+        with open(f"/proc/{ended}/stat") as file:
+            start = int(file.read().rpartition(")")[2].split()[22 - 3])
+        os._exit(0 if _C.ProcessWatch(ended, start).ended else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

@@ -268,3 +268,15 @@ def test_wrong_calls_are_refused() -> None:
         run(i, [i], "sum", scale=2.0)
     with pytest.raises(TypeError, match=r"dtype is torch\.bool"):
         core_dtype(torch.bool)
+
+
+@pytest.mark.parametrize("threads", [CPU, 5])
+@pytest.mark.parametrize("num_sources", [1, 2, 3, 5])
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.float64])
+def test_zeros_keep_their_sign(dtype: torch.dtype, num_sources: int, threads: int) -> None:
+    """-0.0 + -0.0 is -0.0, as PyTorch has it; to begin with 0.0 would lose the sign."""
+    for signs in (-1.0, 1.0):
+        sources = [torch.full((77,), signs * 0.0, dtype=dtype) for _ in range(num_sources)]
+        dst = torch.ones(77, dtype=dtype)
+        run(dst, sources, "sum", threads=threads)
+        assert torch.equal(dst.signbit(), reduce(torch.add, sources).signbit())

@@ -89,22 +89,28 @@ void allocations_that_no_address_space_holds_are_refused() {
 }
 
 void gathers_and_reduces_at_once(Communicator& comm) {
+  constexpr std::int64_t kCount = 5000;
   const auto gathers = shardcomm::make_thread_stream();
   const auto reduces = shardcomm::make_thread_stream();
-  std::vector<float> shard(64, static_cast<float>(comm.rank()));
-  std::vector<float> full(64 * static_cast<std::size_t>(comm.size()));
-  std::vector<float> sum(64, 1.0f);
+  const int size = comm.size();
+  std::vector<float> shard(kCount, static_cast<float>(comm.rank()));
+  std::vector<float> full(kCount * static_cast<std::size_t>(size));
+  std::vector<float> sum(kCount, 100.0f);
   for (int i = 0; i < 50; ++i) {
     gathers->enqueue([&](shardcomm::NativeStream) {
-      comm.all_gather(shard.data(), DType::f32, full.data(), DType::f32, 64);
+      comm.all_gather(shard.data(), DType::f32, full.data(), DType::f32, kCount);
+      for (std::int64_t k = 0; k < kCount * size; ++k) {
+        require(full[static_cast<std::size_t>(k)] == static_cast<float>(k / kCount),
+                "gathered on a stream");
+      }
     });
-    reduces->enqueue(
-        [&](shardcomm::NativeStream) { comm.all_reduce(sum.data(), DType::f32, 64, RedOp::avg); });
+    reduces->enqueue([&](shardcomm::NativeStream) {
+      comm.all_reduce(sum.data(), DType::f32, kCount, RedOp::avg);
+      for (const float value : sum) require(value == 100.0f, "reduced on a stream");
+    });
   }
   gathers->record()->wait();
   reduces->record()->wait();
-  require(full.back() == static_cast<float>(comm.size() - 1), "gathered on a stream");
-  require(sum[0] == 1.0f, "reduced on a stream");
 }
 
 void a_failure_reaches_all(Communicator& comm) {
@@ -183,6 +189,89 @@ void a_forked_child_lets_go() {
   event->wait();
 }
 
+// Each call of rank 1 differs in one thing.
+void a_call_that_differs_is_refused(int size, const std::function<void(Communicator&)>& call) {
+  on_threads(size, [&](Communicator& comm) {
+    try {
+      call(comm);
+      require(false, "ranks that disagree throw");
+    } catch (const CommError& error) {
+      const std::string text = error.what();
+      require(text.find("ranks called different collectives") == 0, text);
+    }
+  });
+}
+
+void other_dtype_received(Communicator& comm) {
+  std::vector<float> send(4), recv(4 * static_cast<std::size_t>(comm.size()));
+  const DType dtype = comm.rank() == 1 ? DType::bf16 : DType::f32;
+  comm.all_gather(send.data(), DType::f32, recv.data(), dtype, 4);
+}
+
+void other_root(Communicator& comm) {
+  std::vector<float> buffer(4);
+  comm.broadcast(buffer.data(), 16, comm.rank() == 1 ? 1 : 0);
+}
+
+void other_tag(Communicator& comm) { comm.barrier(comm.rank() == 1 ? 7 : 0); }
+
+// Rank 1 is interrupted while it waits; rank 0 has finished its call before, and reads nothing.
+void a_rank_that_fails_alone_ends_the_group(Communicator& comm) {
+  std::vector<float> shard(4), full(4 * static_cast<std::size_t>(comm.size()));
+  comm.all_gather(shard.data(), DType::f32, full.data(), DType::f32, 4);
+  if (comm.rank() == 1) {
+    try {
+      const shardcomm::WaitCheck interrupt([] { throw std::runtime_error("^C"); });
+      comm.barrier();
+      require(false, "a wait is interrupted");
+    } catch (const std::runtime_error&) {
+    }
+    return;
+  }
+  try {  // it waits in the other channel until rank 1 has left
+    std::vector<float> sum(1);
+    comm.all_reduce(sum.data(), DType::f32, 1, RedOp::sum);
+    require(false, "rank 1 has left");
+  } catch (const CommError& error) {
+    const std::string text = error.what();
+    require(text.find("rank 1 aborted: barrier: interrupted") == 0, text);
+  }
+}
+
+void what_was_closed_is_not_used() {
+  const auto comm = shardcomm::make_local_group(1)[0];
+  comm->close();
+  try {
+    comm->barrier();
+    require(false, "a communicator that was closed refuses calls");
+  } catch (const CommError&) {
+  }
+}
+
+void a_buffer_that_leaves_its_window_is_refused(Communicator& comm) {
+  const auto own = comm.allocate(32, Use::reduce);
+  try {
+    comm.all_reduce(static_cast<float*>(own->data()) + 6, DType::f32, 4, RedOp::sum);
+    require(false, "it is refused");
+  } catch (const std::invalid_argument&) {
+  }
+  comm.barrier();
+}
+
+void receipts_tell_what_was_taken(Communicator& comm) {
+  const std::size_t bytes = 16 * static_cast<std::size_t>(comm.size());
+  const auto window = comm.allocate(bytes, Use::gather);
+  std::vector<float> send(4), memory(bytes / sizeof(float));
+  for (const bool in_window : {true, false}) {
+    void* recv = in_window ? window->data() : memory.data();
+    comm.all_gather(send.data(), DType::f32, recv, DType::f32, 4);
+    const auto receipt = comm.receipts().at(0);
+    require(receipt.operation == "all_gather" && receipt.requested == "window" &&
+                receipt.taken == (in_window ? "window" : "direct"),
+            "the path that was taken");
+  }
+}
+
 // Memory whose end is noticed: a page that is read after it is a crash.
 class Pages {
  public:
@@ -222,7 +311,25 @@ void operands_outlive_their_readers_after_an_error(Communicator& comm) {
   }
 }
 
-void on_processes(int size) {
+// The table of windows changes while the other channel looks into it.
+void windows_come_and_go_beside_reduces(Communicator& comm) {
+  const auto reduces = shardcomm::make_thread_stream();
+  const auto own = comm.allocate(sizeof(float) * 64, Use::reduce);
+  auto* sum = static_cast<float*>(own->data());
+  std::fill_n(sum, 64, 1.0f);
+  for (int i = 0; i < 200; ++i) {
+    reduces->enqueue(
+        [&](shardcomm::NativeStream) { comm.all_reduce(sum, DType::f32, 64, RedOp::avg); });
+  }
+  for (int i = 0; i < 100; ++i) {
+    const auto window = comm.allocate(4096, Use::gather);
+    static_cast<float*>(window->data())[comm.rank()] = 1.0f;
+  }
+  reduces->record()->wait();
+  require(sum[63] == 1.0f, "reduced while windows came and went");
+}
+
+void on_processes(int size, const std::function<void(Communicator&)>& body) {
   const shardcomm::ShmSession session(size);
   std::vector<pid_t> children;
   for (int rank = 0; rank < size; ++rank) {
@@ -231,7 +338,7 @@ void on_processes(int size) {
       alarm(60);
       {
         const auto comm = shardcomm::make_shm(session.address(), rank, size, {20.0});
-        collectives(*comm);
+        body(*comm);
       }
       std::exit(0);
     }
@@ -247,13 +354,26 @@ void on_processes(int size) {
 }  // namespace
 
 int main() {
-  on_processes(3);  // before there are threads
+  alarm(120);  // a hang is a failure
+  // Before there are threads. Two, so that they spin for each other also on two cores.
+  on_processes(2, collectives);
+  on_processes(3, collectives);
+  on_processes(2, gathers_and_reduces_at_once);
   on_threads(1, collectives);
+  on_threads(2, collectives);
   on_threads(4, collectives);
+  on_threads(2, windows_come_and_go_beside_reduces);
   on_threads(3, gathers_and_reduces_at_once);
   on_threads(3, a_failure_reaches_all);
   for (int i = 0; i < 5; ++i) on_threads(3, an_abort_ends_what_is_under_way);
   a_forked_child_lets_go();
+  for (const auto& call : {other_dtype_received, other_root, other_tag}) {
+    a_call_that_differs_is_refused(3, call);
+  }
+  on_threads(2, a_rank_that_fails_alone_ends_the_group);
+  what_was_closed_is_not_used();
+  on_threads(2, a_buffer_that_leaves_its_window_is_refused);
+  on_threads(2, receipts_tell_what_was_taken);
   for (int i = 0; i < 5; ++i) on_threads(2, operands_outlive_their_readers_after_an_error);
   allocations_that_no_address_space_holds_are_refused();
   std::puts("ok");

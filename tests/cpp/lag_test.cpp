@@ -1,0 +1,358 @@
+// Collectives of ranks that are as far out of step as the protocol lets them be: one rank lags, and
+// does each of its reads and writes only when all others have come to a meeting that it has not
+// come to; the others overwrite what they sent as soon as they have it back. A meeting too few is
+// then wrong every time, and not once in a thousand.
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <functional>
+#include <memory>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "comm/board_communicator.h"
+#include "comm/executor.h"
+#include "copy/element.h"
+#include "shardcomm/communicator.h"
+#include "stream/futex.h"
+
+namespace {
+
+using shardcomm::BFloat16;
+using shardcomm::BoardCommunicator;
+using shardcomm::BoardMemory;
+using shardcomm::Communicator;
+using shardcomm::ControlMemory;
+using shardcomm::DType;
+using shardcomm::Epilogue;
+using shardcomm::Executor;
+using shardcomm::Mapping;
+using shardcomm::NativeStream;
+using shardcomm::RedOp;
+using shardcomm::Use;
+
+constexpr double kDeadlineS = 20.0;
+constexpr float kOverwritten = -1e6f;
+
+void require(bool holds, const std::string& claim) {
+  if (holds) return;
+  std::fprintf(stderr, "not so: %s\n", claim.c_str());
+  std::exit(1);
+}
+
+// Memory of one process, which peers find by its handle only, or also by any address.
+class Provider final : public shardcomm::WindowProvider {
+ public:
+  Provider(bool shares_addresses, std::function<void()> before_open)
+      : shares_addresses_(shares_addresses), before_open_(std::move(before_open)) {}
+  std::uint64_t create(std::size_t bytes) override {
+    made_ = Mapping::anonymous(bytes);
+    return reinterpret_cast<std::uint64_t>(&made_);
+  }
+  std::shared_ptr<Mapping> open(std::uint64_t handle, std::size_t) override {
+    before_open_();
+    return *reinterpret_cast<const std::shared_ptr<Mapping>*>(handle);
+  }
+  void forget(std::uint64_t) noexcept override { made_.reset(); }
+  bool shares_addresses() const override { return shares_addresses_; }
+
+ private:
+  bool shares_addresses_;
+  std::function<void()> before_open_;
+  std::shared_ptr<Mapping> made_;
+};
+
+struct Group {
+  Group(int ranks, bool shares) : size(ranks), shares_addresses(shares) {}
+  int size;
+  bool shares_addresses;
+  std::shared_ptr<Mapping> control = Mapping::anonymous(ControlMemory::bytes(size));
+
+  // Returns when all other ranks have come to the next meeting of the channel, or one has failed.
+  void let_others_come_first(int rank, int channel) const {
+    BoardMemory& board = *ControlMemory::board(control->data(), size, channel);
+    const auto has_come = [&](int r) {
+      return shardcomm::is_after(board.arrival(r, size).load(), board.arrival(rank, size).load());
+    };
+    const auto end = std::chrono::steady_clock::now() + std::chrono::duration<double>(kDeadlineS);
+    for (int r = 0; r < size; ++r) {
+      while (r != rank && !has_come(r)) {
+        require(std::chrono::steady_clock::now() < end, "the others come");
+        std::this_thread::yield();
+      }
+    }
+  }
+};
+
+// As on a host, but late.
+class Lagging final : public Executor {
+ public:
+  Lagging(const Group& group, int rank, bool late) : lags(late), group_(group), rank_(rank) {}
+  void copy(void* dst, const void* src, std::size_t bytes, NativeStream stream) override {
+    lag();
+    host_->copy(dst, src, bytes, stream);
+  }
+  void convert(void* dst, DType dst_dtype, const void* src, DType src_dtype, std::int64_t count,
+               NativeStream stream) override {
+    lag();
+    host_->convert(dst, dst_dtype, src, src_dtype, count, stream);
+  }
+  void reduce(void* dst, const Epilogue& epilogue, const void* const* sources, int num_sources,
+              DType dtype, RedOp op, std::int64_t count, NativeStream stream) override {
+    lag();
+    host_->reduce(dst, epilogue, sources, num_sources, dtype, op, count, stream);
+  }
+  void before_meeting(int, std::uint64_t, NativeStream) override {}
+  void after_meeting(int, std::uint64_t, NativeStream) override {}
+  void finish() noexcept override {}
+
+  int channel = 0;  // of the calls under way
+  int allocates_on = 0;
+  bool lags;
+
+ private:
+  void lag() const {
+    if (lags) group_.let_others_come_first(rank_, channel);
+  }
+  const Group& group_;
+  int rank_;
+  std::unique_ptr<Executor> host_ = shardcomm::make_host_executor();
+};
+
+// One rank, and what it sends: known to all, so that each checks its own result.
+struct Rank {
+  Communicator& comm;
+  Lagging& executor;
+  const Group& group;
+
+  static float value(int rank, std::int64_t i) {
+    return static_cast<float>((rank * 37 + i * 11) % 17 - 8);
+  }
+  std::vector<float> values(std::int64_t count) const {
+    std::vector<float> all(static_cast<std::size_t>(count));
+    for (std::int64_t i = 0; i < count; ++i) {
+      all[static_cast<std::size_t>(i)] = value(comm.rank(), i);
+    }
+    return all;
+  }
+  // Whoever lags still reads what it has while the others call the next collective already.
+  void look_late(int channel) const {
+    if (executor.lags) group.let_others_come_first(comm.rank(), channel);
+  }
+  float sum(std::int64_t i) const {
+    float total = 0;
+    for (int r = 0; r < comm.size(); ++r) total += value(r, i);
+    return total;
+  }
+};
+
+using Body = std::function<void(Rank&)>;
+
+void with_each_rank_lagging(int size, bool shares_addresses, const Body& body) {
+  for (int late = 0; late < size; ++late) {
+    const Group group(size, shares_addresses);
+    std::vector<std::thread> threads;
+    for (int rank = 0; rank < size; ++rank) {
+      threads.emplace_back([&, rank] {
+        auto executor = std::make_unique<Lagging>(group, rank, rank == late);
+        Lagging& lagging = *executor;
+        const auto open_late = [&lagging, &group, rank] {
+          if (lagging.lags) group.let_others_come_first(rank, lagging.allocates_on);
+        };
+        BoardCommunicator own("lagging", rank, size, {kDeadlineS}, group.control,
+                              std::make_unique<Provider>(shares_addresses, open_late),
+                              std::move(executor), [] { return -1; });
+        Communicator& comm = own;
+        Rank here{comm, lagging, group};
+        body(here);
+        lagging.lags = false;
+        // In its last operation the late rank has waited for the others to come here.
+        float none = 0;
+        if (lagging.channel == 0) comm.barrier();
+        if (lagging.channel == 1) comm.all_reduce(&none, DType::f32, 1, RedOp::sum);
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+  }
+}
+
+// Several chunks of the staging area, and no multiple of anything.
+constexpr std::int64_t kCount = 700001;
+
+void check_gathered(const Rank& rank, const float* gathered, std::int64_t count) {
+  for (int r = 0; r < rank.comm.size(); ++r) {
+    for (const std::int64_t i : {std::int64_t{0}, count / 2, count - 1}) {
+      require(gathered[r * count + i] == Rank::value(r, i), "gathered what rank r sent");
+    }
+  }
+}
+
+void private_memory_is_gathered(Rank& rank) {
+  rank.executor.channel = 0;
+  for (int round = 0; round < 3; ++round) {
+    std::vector<float> send = rank.values(kCount);
+    std::vector<float> recv(send.size() * static_cast<std::size_t>(rank.comm.size()));
+    rank.comm.all_gather(send.data(), DType::f32, recv.data(), DType::f32, kCount);
+    std::fill(send.begin(), send.end(), kOverwritten);
+    check_gathered(rank, recv.data(), kCount);
+  }
+}
+
+void a_window_is_gathered_again_and_again(Rank& rank) {
+  rank.executor.channel = 0;
+  constexpr std::int64_t kPart = 1000;
+  const int size = rank.comm.size();
+  const auto window = rank.comm.allocate(sizeof(float) * kPart * size, Use::gather);
+  auto* gathered = static_cast<float*>(window->data());
+  for (int round = 0; round < 5; ++round) {
+    std::vector<float> send(kPart, static_cast<float>(100 * round + rank.comm.rank()));
+    rank.comm.all_gather(send.data(), DType::f32, gathered, DType::f32, kPart);
+    std::fill(send.begin(), send.end(), kOverwritten);
+    rank.look_late(0);
+    for (int r = 0; r < size; ++r) {
+      require(gathered[r * kPart] == static_cast<float>(100 * round + r) &&
+                  gathered[(r + 1) * kPart - 1] == static_cast<float>(100 * round + r),
+              "a window holds what was gathered until this rank calls the next collective");
+    }
+  }
+}
+
+void sent_buffers_are_reduced(Rank& rank) {
+  rank.executor.channel = 1;
+  const int size = rank.comm.size();
+  for (int round = 0; round < 3; ++round) {
+    std::vector<float> send = rank.values(kCount * size);
+    std::vector<float> recv(kCount);
+    rank.comm.reduce_scatter(send.data(), DType::f32, recv.data(), {}, kCount, RedOp::sum);
+    std::fill(send.begin(), send.end(), kOverwritten);
+    for (const std::int64_t i : {std::int64_t{0}, kCount / 2, kCount - 1}) {
+      require(recv[static_cast<std::size_t>(i)] == rank.sum(rank.comm.rank() * kCount + i),
+              "reduced what all sent");
+    }
+  }
+}
+
+// In pieces, whose places count in the received dtype.
+void other_dtypes_are_received(Rank& rank) {
+  constexpr std::int64_t kPart = 400001;
+  const auto size = static_cast<std::size_t>(rank.comm.size());
+  const auto is = [](BFloat16 received, float value) { return load(received) == value; };
+  rank.executor.channel = 0;
+  const std::vector<float> shard = rank.values(kPart);
+  std::vector<BFloat16> memory(size * kPart);
+  const auto window = rank.comm.allocate(size * kPart * sizeof(BFloat16), Use::gather);
+  for (BFloat16* gathered : {memory.data(), static_cast<BFloat16*>(window->data())}) {
+    rank.comm.all_gather(shard.data(), DType::f32, gathered, DType::bf16, kPart);
+    for (int r = 0; r < rank.comm.size(); ++r) {
+      for (const std::int64_t i : {std::int64_t{0}, kPart / 2, kPart - 1}) {
+        require(is(gathered[r * kPart + i], Rank::value(r, i)), "gathered in another dtype");
+      }
+    }
+  }
+  rank.comm.barrier();
+  rank.executor.channel = 1;
+  const std::vector<float> full = rank.values(kPart * rank.comm.size());
+  std::vector<BFloat16> reduced(kPart);
+  rank.comm.reduce_scatter(full.data(), DType::f32, reduced.data(), {DType::bf16}, kPart,
+                           RedOp::sum);
+  for (const std::int64_t i : {std::int64_t{0}, kPart / 2, kPart - 1}) {
+    require(is(reduced[static_cast<std::size_t>(i)], rank.sum(rank.comm.rank() * kPart + i)),
+            "reduced into another dtype");
+  }
+}
+
+void sent_windows_are_reduced(Rank& rank) {
+  rank.executor.channel = rank.executor.allocates_on = 1;
+  const int size = rank.comm.size();
+  constexpr std::int64_t kPart = 5000;
+  const auto window = rank.comm.allocate(sizeof(float) * kPart * size, Use::reduce);
+  auto* send = static_cast<float*>(window->data());
+  for (int round = 0; round < 3; ++round) {
+    const std::vector<float> mine = rank.values(kPart * size);
+    std::copy(mine.begin(), mine.end(), send);
+    std::vector<float> recv(kPart);
+    rank.comm.reduce_scatter(send, DType::f32, recv.data(), {}, kPart, RedOp::sum);
+    std::fill_n(send, kPart * size, kOverwritten);
+    for (std::int64_t i = 0; i < kPart; ++i) {
+      require(recv[static_cast<std::size_t>(i)] == rank.sum(rank.comm.rank() * kPart + i),
+              "reduced what all sent in windows");
+    }
+  }
+}
+
+void buffers_are_all_reduced(Rank& rank) {
+  rank.executor.channel = 1;
+  for (int round = 0; round < 3; ++round) {
+    std::vector<float> buffer = rank.values(kCount);
+    rank.comm.all_reduce(buffer.data(), DType::f32, kCount, RedOp::sum);
+    const std::vector<float> result = buffer;
+    std::fill(buffer.begin(), buffer.end(), kOverwritten);
+    for (std::int64_t i = 0; i < kCount; i += 997) {
+      require(result[static_cast<std::size_t>(i)] == rank.sum(i), "all-reduced what all had");
+    }
+    require(result.back() == rank.sum(kCount - 1), "all-reduced to the end");
+  }
+}
+
+void buffers_are_broadcast(Rank& rank) {
+  rank.executor.channel = 0;
+  for (int root = 0; root < rank.comm.size(); ++root) {
+    std::vector<float> buffer = rank.values(kCount);
+    rank.comm.broadcast(buffer.data(), sizeof(float) * kCount, root);
+    const std::vector<float> result = buffer;
+    std::fill(buffer.begin(), buffer.end(), kOverwritten);
+    for (std::int64_t i = 0; i < kCount; i += 997) {
+      require(result[static_cast<std::size_t>(i)] == Rank::value(root, i), "what the root had");
+    }
+    require(result.back() == Rank::value(root, kCount - 1), "what the root had, to the end");
+  }
+}
+
+// Rank 0's place is a window of all; another rank's is another window, or none.
+void places_differ_from_rank_to_rank(Rank& rank) {
+  rank.executor.channel = 0;
+  constexpr std::int64_t kPart = 100;
+  const int size = rank.comm.size();
+  const std::size_t bytes = sizeof(float) * kPart * static_cast<std::size_t>(size);
+  const auto first = rank.comm.allocate(bytes, Use::gather);
+  const auto second = rank.comm.allocate(bytes, Use::gather);
+  rank.executor.allocates_on = 1;
+  const auto of_reduces = rank.comm.allocate(bytes, Use::reduce);  // one region for each rank
+  std::vector<float> own(kPart * static_cast<std::size_t>(size));
+  const std::vector<float> send = rank.values(kPart);
+  for (void* elsewhere : {second->data(), static_cast<void*>(own.data())}) {
+    void* recv = rank.comm.rank() == 0 ? first->data() : elsewhere;
+    rank.comm.all_gather(send.data(), DType::f32, recv, DType::f32, kPart);
+    check_gathered(rank, static_cast<float*>(recv), kPart);
+    rank.comm.barrier();  // two ranks may have received in one window
+    std::fill_n(static_cast<float*>(recv), kPart * size, kOverwritten);
+    rank.comm.barrier();
+  }
+  auto* recv = static_cast<float*>(of_reduces->data());
+  rank.comm.all_gather(send.data(), DType::f32, recv, DType::f32, kPart);
+  check_gathered(rank, recv, kPart);
+}
+
+}  // namespace
+
+int main() {
+  alarm(120);  // a hang is a failure
+  for (const int size : {2, 3}) {
+    for (const bool shares_addresses : {true, false}) {
+      for (const auto& body :
+           {private_memory_is_gathered, a_window_is_gathered_again_and_again,
+            sent_buffers_are_reduced, sent_windows_are_reduced, buffers_are_all_reduced,
+            buffers_are_broadcast, other_dtypes_are_received, places_differ_from_rank_to_rank}) {
+        with_each_rank_lagging(size, shares_addresses, body);
+      }
+    }
+  }
+  std::puts("ok");
+  return 0;
+}

@@ -1,0 +1,39 @@
+"""Ranks of which one fails, or sees another folder than rank 0: all of them go by the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from thread_ranks import run_threads
+
+from shardcomm import Communicator
+from shardcomm.checkpoints import CheckpointError, Checkpoints, complete_steps
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_whichever_rank_fails_the_others_name_it(failing: int, tmp_path: Path) -> None:
+    def body(comm: Communicator) -> None:
+        checkpoints = Checkpoints(tmp_path, comm)
+        with (  # noqa: PT012
+            pytest.raises((CheckpointError, LookupError)) as caught,
+            checkpoints.save(2),
+        ):
+            if comm.rank == failing:
+                raise LookupError("here")
+        if comm.rank != failing:
+            assert f"rank {failing} failed" in str(caught.value)
+
+    run_threads(body, 3)
+    assert complete_steps(tmp_path) == []
+
+
+def test_the_newest_is_that_which_rank_0_sees(tmp_path: Path) -> None:
+    """A file system may show a new name on one host sooner than on another."""
+    (tmp_path / "0" / "step-00000005").mkdir(parents=True)
+    (tmp_path / "1" / "step-00000007").mkdir(parents=True)
+
+    def body(comm: Communicator) -> int | None:
+        return Checkpoints(tmp_path / str(comm.rank), comm).latest()
+
+    assert run_threads(body, 2) == [5, 5]
