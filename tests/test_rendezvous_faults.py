@@ -90,7 +90,9 @@ def be_rank(rank: int, victim: int, kind: Kind, point: int, run: int, port: int,
     os.write(tell, json.dumps(word).encode() + b"\n")
 
 
-def run_until_it_passes(kind: Kind, victim: int, port: int, first_run: int, ear: Connection) -> None:
+def run_until_it_passes(
+    kind: Kind, victim: int, port: int, first_run: int, ear: Connection
+) -> None:
     """In a process without threads, which forks the ranks: to start Python for each would take minutes."""
     torch.set_num_threads(1)
     for point in count(1):
@@ -98,7 +100,9 @@ def run_until_it_passes(kind: Kind, victim: int, port: int, first_run: int, ear:
         pids = []
         for rank in range(RANKS):
             if (pid := os.fork()) == 0:
-                ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: none outlives the test
+                ctypes.CDLL(None).prctl(
+                    1, signal.SIGKILL
+                )  # PR_SET_PDEATHSIG: none outlives the test
                 try:
                     be_rank(rank, victim, kind, point, first_run + point, port, tell)
                 finally:
