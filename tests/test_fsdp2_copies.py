@@ -134,3 +134,16 @@ def record_copies() -> None:
     assert [made.count(kind) for kind in ("in", "out", "cat")] == [7, 7, 4], made
     attached.detach()
     dist.destroy_process_group()
+
+
+def test_copies_of_one_shape_in_several_dtypes_are_planned_apart() -> None:
+    copies = GroupCopies("cpu")
+    try:
+        for wide, narrow in ((torch.float32, torch.float32), (torch.float32, torch.bfloat16)):
+            grads = [torch.randn(5, 3, dtype=wide), torch.randn(2, dtype=wide)]
+            expected = torch._chunk_cat(grads, 0, 2).to(narrow)
+            out = torch.empty_like(expected)
+            copies.chunk_cat(grads, 0, 2, out=out)
+            assert torch.equal(out, expected)
+    finally:
+        copies.close()

@@ -253,3 +253,10 @@ def test_row_sizes_without_a_usable_common_multiple() -> None:
 def test_bad_arguments_are_named(make: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()  # type: ignore[operator]
+
+
+def test_a_dim_is_left_where_another_gains_nothing() -> None:
+    for shape in ((64, 48), (48, 64)):  # either dim gives shards of half the elements
+        layout = Layout.plan([ParamSpec("w", shape, shard_dim="auto")], 2)
+        assert layout.padding == 0
+        assert layout.placements[0].shard_dim == 0
