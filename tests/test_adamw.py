@@ -334,3 +334,19 @@ def test_gradients_that_move_are_found_again(seed: int) -> None:
             mine.step()
             theirs.step()
             assert_equal(mine, theirs)
+
+
+def test_state_that_is_loaded_between_steps_counts_from_the_next_one() -> None:
+    params = flat_parameters([(LANES,), (2 * LANES,)], torch.float32)
+    twins = apart(params)
+    mine, theirs = AdamW(params), fused(twins)
+    mine.step()
+    theirs.step()
+    saved = copy.deepcopy(theirs.state_dict())
+    for _ in range(2):
+        mine.step()
+        theirs.step()
+    for optimizer in (mine, theirs):
+        optimizer.load_state_dict(copy.deepcopy(saved))
+        optimizer.step()
+    assert_equal(mine, theirs)
