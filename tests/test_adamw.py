@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Sequence
+from itertools import permutations
 from typing import Any
 
 import pytest
@@ -299,34 +300,53 @@ def test_infinity_on_one_rank_skips_the_step_on_all() -> None:
     run_threads(body, 2)
 
 
+def gradients_in(arrangement: str, params: Sequence[nn.Parameter]) -> None:
+    """New ones: neighbours in one storage, or not, in several ways."""
+    numels = [param.numel() for param in params]
+    starts = [sum(numels[:i]) for i in range(len(numels))]
+    if arrangement == "reversed":
+        starts = [sum(numels[i + 1 :]) for i in range(len(numels))]
+    memory = torch.randn(sum(numels))
+    for param, start, numel in zip(params, starts, numels, strict=True):
+        if arrangement == "in storages of their own":  # at the same offsets
+            memory = torch.randn(sum(numels))
+        flat = memory[start : start + numel]
+        if arrangement == "turned" and param.dim() == 2:
+            param.grad = flat.view(param.shape[::-1]).t()
+        else:
+            param.grad = flat.view(param.shape)
+        if arrangement == "apart":
+            param.grad = param.grad.clone()
+
+
 def test_gradients_that_move_are_found_again(seed: int) -> None:
-    """Neighbours in one step, apart in the next, and in another order in memory in the one after it."""
     torch.manual_seed(seed)
     params = flat_parameters([(LANES,), (2 * LANES,), (LANES, 3)], torch.float32)
     twins = apart(params)
     mine, theirs = AdamW(params), fused(twins)
+    ways = ["neighbours", "reversed", "in storages of their own", "turned", "apart"]
+    for before, after in permutations(ways, 2):
+        for arrangement in (before, after):
+            gradients_in(arrangement, params)
+            for param, twin in zip(params, twins, strict=True):
+                assert param.grad is not None
+                twin.grad = param.grad.clone(memory_format=torch.contiguous_format)
+            mine.step()
+            theirs.step()
+            assert_equal(mine, theirs)
 
-    def step() -> None:
-        copy_gradients(params, twins)
+
+def test_state_that_is_loaded_between_steps_counts_from_the_next_one() -> None:
+    params = flat_parameters([(LANES,), (2 * LANES,)], torch.float32)
+    twins = apart(params)
+    mine, theirs = AdamW(params), fused(twins)
+    mine.step()
+    theirs.step()
+    saved = copy.deepcopy(theirs.state_dict())
+    for _ in range(2):
         mine.step()
         theirs.step()
-        assert_equal(mine, theirs)
-
-    step()
-    for param in params:
-        param.grad = torch.randn_like(param)
-    step()
-    memory = torch.randn(sum(param.numel() for param in params))
-    offset = 0
-    for param in reversed(params):
-        param.grad = memory[offset : offset + param.numel()].view(param.shape)
-        offset += param.numel()
-    step()
-    for param in params:  # a view of one storage that is in another place each time
-        param.grad = None
-    offset = 0
-    memory = torch.randn(1 + sum(param.numel() for param in params))[1:]
-    for param in params:
-        param.grad = memory[offset : offset + param.numel()].view(param.shape)
-        offset += param.numel()
-    step()
+    for optimizer in (mine, theirs):
+        optimizer.load_state_dict(copy.deepcopy(saved))
+        optimizer.step()
+    assert_equal(mine, theirs)

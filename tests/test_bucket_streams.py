@@ -158,3 +158,17 @@ def test_a_forward_ends_when_no_shard_is_being_copied_not_even_for_a_unit_that_i
         assert offload._fetched.query()
 
     run_threads(body, 2)
+
+
+def test_sparse_gradients_are_packed_as_dense_ones() -> None:
+    table = torch.zeros(9, 4)
+    table[[1, 5]] = torch.randn(2, 4, generator=torch.Generator().manual_seed(4))
+
+    def body(comm: Communicator) -> None:
+        bucket = Bucket.from_tensors({"table": table}, comm)
+        bucket.reduce_scatter([table.to_sparse(1)])
+        bucket.shard.copy_(bucket.grad)
+        (got,) = bucket.gathered_shards(torch.empty(bucket.layout.flat_numel))
+        assert torch.equal(got, table)
+
+    run_threads(body, 2)

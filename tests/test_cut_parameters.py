@@ -132,3 +132,25 @@ def test_what_is_frozen_in_a_unit_is_in_no_bucket_that_is_reduced() -> None:
     for unit in engine.units:
         for _, params in unit.buckets:
             assert len({param.shard.requires_grad for param in params}) == 1
+
+
+def test_an_optimizers_state_is_loaded_with_its_learning_rates_and_without_what_it_lacks() -> None:
+    def body(comm: Communicator) -> None:
+        model = wide()
+        engine = fully_shard(model, comm)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        loss_of(model, batch(comm.rank, 0)).backward()
+        optimizer.step()
+        state = engine.optimizer_state(optimizer)
+        saved = state.state_dict()
+        saved["param_groups"][0]["lr"] = 0.007
+        dropped, param = next(
+            (name, param) for name, param in model.named_parameters() if param in optimizer.state
+        )
+        del saved["state"][dropped]
+        state.load_state_dict(saved)
+        assert optimizer.param_groups[0]["lr"] == 0.007
+        assert param not in optimizer.state
+        assert len(optimizer.state) > 0
+
+    run_threads(body, 2)
