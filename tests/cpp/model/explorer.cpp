@@ -83,7 +83,9 @@ struct Fiber {
   std::uint64_t locals = 0;   // what `forget_all_but` gave
   WordId last_load = kNone;
   std::uint64_t last_value = 0;
-  std::uint64_t before_last = 0;
+  WordId polled = kNone;  // the same of its latest load, though others had no part in it
+  std::uint64_t polled_value = 0;
+  std::uint64_t before_poll = 0;
   bool clocked = false;  // has begun to wait, at
   std::uint64_t since = 0;
   int clock_reads = 0;
@@ -881,8 +883,10 @@ std::uint64_t load(const void* place, std::size_t bytes, std::memory_order order
   }
   if (acquires(order)) fiber.knows |= knowledge;
   if (again && !quiet) return value;
+  fiber.polled = id;
+  fiber.polled_value = value;
+  fiber.before_poll = fiber.history;
   if (!quiet) {
-    fiber.before_last = fiber.history;
     fiber.last_load = id;
     fiber.last_value = value;
   }
@@ -1122,11 +1126,10 @@ extern "C" int sched_yield() noexcept {
   using namespace model;
   if (running < 0 || world.spins) return 0;
   Fiber& fiber = me();
-  if (fiber.last_load == kNone) return 0;
   fiber.state = State::polls;
-  fiber.waits_on = fiber.last_load;
-  fiber.waits_value = fiber.last_value;
-  fiber.history = fiber.before_last;
+  fiber.waits_on = fiber.polled;
+  fiber.waits_value = fiber.polled_value;
+  fiber.history = fiber.before_poll;
   fiber.last_load = kNone;
   fiber.doing = "sees a change of";
   fiber.at = fiber.waits_on;
