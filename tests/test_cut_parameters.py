@@ -154,3 +154,17 @@ def test_an_optimizers_state_is_loaded_with_its_learning_rates_and_without_what_
         assert len(optimizer.state) > 0
 
     run_threads(body, 2)
+
+
+def test_a_unit_that_is_called_several_times_is_reduced_once() -> None:
+    def reduced_bytes(forwards: int) -> int:
+        def body(comm: Communicator) -> int:
+            model = wide()
+            engine = fully_shard(model, comm)
+            sum(loss_of(model, batch(comm.rank, i)) for i in range(forwards)).backward()  # type: ignore[union-attr]
+            return engine.traffic.reduced_bytes
+
+        return run_threads(body, 2)[0]
+
+    # The root's inputs are token numbers, whose gradients nobody asks for: blocks only are marked.
+    assert reduced_bytes(2) == reduced_bytes(1)
