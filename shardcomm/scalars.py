@@ -24,14 +24,14 @@ def check_tag(operation: str, tag: int) -> None:
 
 
 def checked_scale(operation: str, scale: float) -> float:
-    """`scale` as a float; ValueError unless it is a finite number that float32 can hold."""
-    value = math.nan
+    """`scale` as a float; ValueError unless it is a number (of any kind, also infinite) that float32 can hold."""
+    value = None
     if not isinstance(scale, bool | str | bytes):
         # A tensor of several elements raises a RuntimeError.
         with suppress(TypeError, ValueError, RuntimeError, OverflowError):
             value = float(scale)
-    if not abs(value) <= _FLOAT32_MAX:
+    if value is None or _FLOAT32_MAX < abs(value) < math.inf:
         raise ValueError(
-            f"{operation}: scale is {scale!r}; it must be a finite number that float32 can hold"
+            f"{operation}: scale is {scale!r}; it must be a number that float32 can hold"
         )
     return value

@@ -63,7 +63,7 @@ def test_the_largest_tags_are_tags() -> None:
 
 
 @pytest.mark.parametrize(
-    "scale", ["2", None, math.nan, math.inf, 1e300, 10**400, 1j, True, np.ones(3), torch.ones(3)]
+    "scale", ["2", None, 1e300, 10**400, 1j, True, np.ones(3), torch.ones(3)]
 )
 @pytest.mark.parametrize("door", ["reduce_scatter", "CopyPlan.run", "BoundCopy.run"])
 def test_scales(scale: Any, door: str) -> None:
@@ -72,7 +72,7 @@ def test_scales(scale: Any, door: str) -> None:
         "CopyPlan.run": lambda: PLAN.run([ZEROS], [ZEROS.clone()], scale=scale),
         "BoundCopy.run": lambda: PLAN.bind([ZEROS], [ZEROS.clone()]).run(scale=scale),
     }
-    check(doors[door], f"{door}: scale is {scale!r}; it must be a finite number that float32")
+    check(doors[door], f"{door}: scale is {scale!r}; it must be a number that float32")
 
 
 @pytest.mark.parametrize("half", [0.5, np.float64(0.5), torch.tensor(0.5)])
