@@ -59,7 +59,6 @@ std::vector<Program> programs() {
     program.world.spins = true;
     add(program, "spinning", true);
     add(meeting(3, Form::barrier, 1), "barriers", false);
-    add(meeting(3, Form::staged, 1), "staged", false);
   }
   {  // Gathers on one thread of each rank, reduces on another.
     Program program = meeting(2, Form::barrier, 1);
