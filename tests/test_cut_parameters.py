@@ -168,3 +168,15 @@ def test_a_unit_that_is_called_several_times_is_reduced_once() -> None:
 
     # The root's inputs are token numbers, whose gradients nobody asks for: blocks only are marked.
     assert reduced_bytes(2) == reduced_bytes(1)
+
+
+def test_after_a_step_nothing_is_left_to_wait_for() -> None:
+    def body(comm: Communicator) -> None:
+        model = wide()
+        engine = fully_shard(model, comm)
+        for step in range(2):
+            loss_of(model, batch(comm.rank, step)).backward()
+            for unit in engine.units:
+                assert unit.gathers == unit.reduces == unit.all_reduces == []
+
+    run_threads(body, 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Sequence
 
 import pytest
@@ -260,3 +261,34 @@ def test_a_dim_is_left_where_another_gains_nothing() -> None:
         layout = Layout.plan([ParamSpec("w", shape, shard_dim="auto")], 2)
         assert layout.padding == 0
         assert layout.placements[0].shard_dim == 0
+
+
+def test_a_block_is_no_larger_than_its_parameter() -> None:
+    specs = [ParamSpec(name, (3, 64), granularity=Block(100)) for name in "ab"]
+    assert Layout.plan(specs, 2).shard_numel == 3 * 64
+
+
+def test_what_one_boundary_cuts_between_rows_forces_nothing() -> None:
+    layout = Layout.plan([ParamSpec("w", (8, 48))], 2)
+    assert layout.padding == 0
+    assert layout.forced_by == ()
+
+
+def test_gaps_are_filled_by_what_fits_into_them(seed: int) -> None:
+    """More parameters than all orders are tried of: most layouts have gaps, and small ones go there."""
+    chance = random.Random(seed)
+    for _ in range(2000):
+        specs = [
+            ParamSpec(
+                str(i),
+                (chance.choice((1, 2, 3, 5, 9, 40)), chance.choice((7, 33, 48, 100, 321))),
+                granularity=chance.choice(("row", "tensor")),
+            )
+            for i in range(chance.randint(6, 14))
+        ]
+        layout = Layout.plan(specs, chance.randint(2, 9))
+        ends = 0
+        for placement in sorted(layout.placements, key=lambda p: p.offset):
+            assert placement.offset >= ends, layout
+            ends = placement.offset + placement.numel
+        assert ends <= layout.flat_numel

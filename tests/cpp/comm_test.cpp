@@ -311,6 +311,21 @@ void operands_outlive_their_readers_after_an_error(Communicator& comm) {
   }
 }
 
+// Two ranks mostly meet while they spin: what the other wrote before it came must be seen then,
+// too.
+void windows_are_read_as_soon_as_they_are_gathered(Communicator& comm) {
+  const auto size = static_cast<std::size_t>(comm.size());
+  const auto window = comm.allocate(sizeof(float) * size, Use::gather);
+  const auto* gathered = static_cast<const float*>(window->data());
+  for (int round = 0; round < 3000; ++round) {
+    const float send = static_cast<float>(round + comm.rank());
+    comm.all_gather(&send, DType::f32, window->data(), DType::f32, 1);
+    for (int r = 0; r < comm.size(); ++r) {
+      require(gathered[r] == static_cast<float>(round + r), "what rank r wrote before it came");
+    }
+  }
+}
+
 // The table of windows changes while the other channel looks into it.
 void windows_come_and_go_beside_reduces(Communicator& comm) {
   const auto reduces = shardcomm::make_thread_stream();
@@ -362,6 +377,7 @@ int main() {
   on_threads(1, collectives);
   on_threads(2, collectives);
   on_threads(4, collectives);
+  on_threads(2, windows_are_read_as_soon_as_they_are_gathered);
   on_threads(2, windows_come_and_go_beside_reduces);
   on_threads(3, gathers_and_reduces_at_once);
   on_threads(3, a_failure_reaches_all);
