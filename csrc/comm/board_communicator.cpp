@@ -93,6 +93,9 @@ void BoardCommunicator::attach(const std::function<void()>& prepare) {
     prepare();
   });
   perform(*reduces_, "attach", [&] { begin(*reduces_, call, nullptr); });
+  // Who attached says nothing of who will use a channel.
+  gathers_->user.store({});
+  reduces_->user.store({});
 }
 
 std::shared_ptr<Memory> BoardCommunicator::allocate(std::size_t bytes, Use use) {
