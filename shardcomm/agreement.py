@@ -88,7 +88,7 @@ def _first_difference(everybody: Sequence[Sequence[Item]]) -> str:
             return f"{before and f'after {before} '}comes {_by_rank(names)}"
         before = names[0]
         for noun in items[0].facts:
-            values = [item.facts[noun] for item in items]
+            values = [item.facts.get(noun, "nothing") for item in items]
             if len(set(values)) > 1:
                 return f"{before} has {noun} {_by_rank(values)}"
     raise AssertionError("descriptions of different digests are equal")

@@ -187,7 +187,8 @@ class ShardcommGroup(_ProcessGroup):  # type: ignore[misc]
             self._check_list("gather", "gather_list", gathered)
         else:
             gathered = list(input.new_empty((self._comm.size, *input.shape)))  # for nobody
-        run = self._gather("gather", gathered, input)
+        # The tag tells it from another root's, and from an all_gather.
+        run = self._gather("gather", gathered, input, tag=1 + opts.rootRank)
         return self._gathers.begin(run, opts.asyncOp, gathered)
 
     def scatter(
@@ -357,7 +358,9 @@ class ShardcommGroup(_ProcessGroup):  # type: ignore[misc]
                 return f"an average of {tensor.dtype} is for torch to define"
         return ""
 
-    def _gather(self, operation: str, outputs: list[torch.Tensor], input: torch.Tensor) -> Run:
+    def _gather(
+        self, operation: str, outputs: list[torch.Tensor], input: torch.Tensor, tag: int = 0
+    ) -> Run:
         self._check(operation, outputs, [input], "output")
         recv, send = Flat(outputs), Flat([input])
         if overlap(recv.flat, send.flat) and not is_part(send.flat, recv.flat, self._comm.rank):
@@ -365,7 +368,7 @@ class ShardcommGroup(_ProcessGroup):  # type: ignore[misc]
 
         def run(stream: Stream | None) -> None:
             send.load(stream)
-            self._comm.all_gather(movable(recv.flat), movable(send.flat), stream=stream)
+            self._comm.all_gather(movable(recv.flat), movable(send.flat), tag=tag, stream=stream)
             recv.store(stream)
 
         return run

@@ -46,6 +46,7 @@ class SharedMemoryError(_C.CommError):
 class _Introduction:
     """What a rank shows first."""
 
+    transport: str
     device: str
     cta_policy: str
     host: str
@@ -164,7 +165,12 @@ def connect(
 ) -> Communicator:
     """Chooses the transport that all ranks can use, and opens it."""
     rank, size, deadline_s = exchange.rank, exchange.size, exchange.deadline_s
-    everybody = _introduce(exchange, device, cta_policy)
+    everybody = _introduce(exchange, transport, device, cta_policy)
+    transports = [each.transport for each in everybody]
+    if len(set(transports)) > 1:
+        raise ValueError(
+            f"transport is {transport!r}, but the ranks gave different ones: {', '.join(transports)}"
+        )
     policies = [each.cta_policy for each in everybody]
     if len(set(policies)) > 1:
         raise ValueError(
@@ -222,10 +228,12 @@ def _on_cpus(
     return exchange.wait_for(lambda: c10d(reason))
 
 
-def _introduce(exchange: Exchange, device: torch.device, cta_policy: str) -> list[_Introduction]:
+def _introduce(
+    exchange: Exchange, transport: str, device: torch.device, cta_policy: str
+) -> list[_Introduction]:
     """Shows all ranks who this one is, and returns who they are."""
     pid, start_time = _C.own_process()
-    own = _Introduction(device.type, cta_policy, host_identity(), pid, start_time)
+    own = _Introduction(transport, device.type, cta_policy, host_identity(), pid, start_time)
     everybody = []
     for peer, shown in enumerate(exchange(json.dumps(asdict(own)).encode())):
         try:

@@ -71,6 +71,20 @@ def said_by_all(comm: Communicator, net: nn.Module, **options: Any) -> str:
     return str(caught.value)
 
 
+def test_rank_0_may_be_the_one_with_fewer_trained_parameters() -> None:
+    """Its last parameter of a kind is another one than on the other ranks."""
+
+    def body(comm: Communicator) -> str:
+        net = nn.Linear(8, 8)
+        net.bias.requires_grad_(comm.rank != 0)
+        return said_by_all(comm, net)
+
+    first, second = run_threads(body, 2)
+    assert first == second
+    assert "on rank 0" in first
+    assert "on rank 1" in first
+
+
 @pytest.mark.parametrize(
     ("other", "message"),
     [

@@ -62,14 +62,68 @@ def test_ranks_in_different_channels_are_all_named_at_once(on_streams: bool) -> 
         assert message.count(") is in all_reduce(f32, count 4, sum) #3") >= 1
 
 
-@pytest.mark.parametrize("on_streams", [False, True], ids=["by the caller", "on streams"])
-def test_thread_ranks_in_different_channels_are_all_named_at_once(on_streams: bool) -> None:
+def test_thread_ranks_in_different_channels_are_all_named_at_once() -> None:
     begin = time.monotonic()
-    messages = run_threads(lambda comm: crosswise(comm, on_streams), 2, deadline_s=DEADLINE_S)
+    messages = run_threads(lambda comm: crosswise(comm, False), 2, deadline_s=DEADLINE_S)
     assert time.monotonic() - begin < AT_ONCE_S
     for message in messages:
         assert "rank 0 is in all_gather(f32, count 4) #2" in message
         assert "rank 1 is in all_reduce(f32, count 4, sum) #2" in message
+
+
+def threads_that_change_places() -> None:
+    """Two threads of a rank, of which each gathers once and reduces once; who is late differs from rank to rank."""
+    with Communicator.from_env(deadline_s=DEADLINE_S) as comm:
+        for gathers_in_main in (True, False):
+            errors: list[BaseException] = []
+
+            def call(is_gather: bool, late: bool, errors: list[BaseException] = errors) -> None:
+                try:
+                    if late:
+                        threading.Event().wait(0.4)  # several looks of those who wait
+                    (gather if is_gather else reduce)(comm)
+                except BaseException as error:
+                    errors.append(error)
+
+            gather_is_late = comm.rank == 1
+            helper = threading.Thread(
+                target=call,
+                args=(not gathers_in_main, gather_is_late != gathers_in_main),
+            )
+            helper.start()
+            call(gathers_in_main, gather_is_late == gathers_in_main)
+            helper.join()
+            assert not errors, errors
+
+
+def test_threads_that_change_places_are_never_taken_for_stuck() -> None:
+    launch(threads_that_change_places, 2, deadline_s=60)
+
+
+def queued_by_another_thread() -> None:
+    """Rank 0's reduce is queued by a helper, behind slow work, while its main thread waits in a gather."""
+    with Communicator.from_env(deadline_s=DEADLINE_S) as comm:
+        gather(comm)
+        reduce(comm)
+        stream = Stream()
+        if comm.rank == 0:
+
+            def queue() -> None:
+                stream.enqueue(lambda: threading.Event().wait(0.5))
+                comm.all_reduce(torch.zeros(4), stream=stream)
+
+            helper = threading.Thread(target=queue)
+            helper.start()
+            helper.join()
+            gather(comm)
+        else:
+            reduce(comm)
+            gather(comm)
+        stream.synchronize()
+
+
+def test_what_another_thread_has_queued_still_comes() -> None:
+    launch(queued_by_another_thread, 2, deadline_s=60)
 
 
 def test_a_rank_that_comes_late_from_another_thread_is_waited_for() -> None:

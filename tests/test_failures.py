@@ -287,6 +287,24 @@ def test_error_in_a_stream_skips_what_is_queued_behind_it() -> None:
     assert ran == [1]
 
 
+def test_an_error_in_a_stream_is_raised_to_all_who_wait() -> None:
+    stream = Stream()
+
+    def fail() -> None:
+        raise LookupError("lost")
+
+    stream.enqueue(fail)
+    events = [stream.record(), stream.record()]
+    for event in (*events, *events):
+        with pytest.raises(LookupError, match="lost"):
+            event.wait()
+
+
+def test_a_stream_waits_for_an_event_and_for_nothing_else() -> None:
+    with pytest.raises(TypeError):
+        Stream().wait(None)  # type: ignore[arg-type]  # what a collective without a stream returns
+
+
 def die_in_set_up() -> None:
     if os.environ["RANK"] == "1":
         os.kill(os.getpid(), signal.SIGKILL)

@@ -62,9 +62,7 @@ def test_the_largest_tags_are_tags() -> None:
         COMM.barrier(tag=tag)
 
 
-@pytest.mark.parametrize(
-    "scale", ["2", None, 1e300, 10**400, 1j, True, np.ones(3), torch.ones(3)]
-)
+@pytest.mark.parametrize("scale", ["2", None, 1e300, 10**400, 1j, True, np.ones(3), torch.ones(3)])
 @pytest.mark.parametrize("door", ["reduce_scatter", "CopyPlan.run", "BoundCopy.run"])
 def test_scales(scale: Any, door: str) -> None:
     doors: dict[str, Door] = {

@@ -11,6 +11,24 @@ void wait(const Event& event) {
   event.wait();
 }
 
+// What a callable raised. Everybody who waits for the stream raises it again; pybind11's own
+// exception can be raised once.
+class Raised : public std::exception {
+ public:
+  explicit Raised(const py::error_already_set& error)
+      : value_(new py::object(error.value()), [](py::object* held) {
+          const py::gil_scoped_acquire acquire;
+          const std::unique_ptr<py::object> owner(held);
+        }) {}
+  const char* what() const noexcept override { return "a Python exception"; }
+  void raise() const {
+    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(value_->ptr())), value_->ptr());
+  }
+
+ private:
+  std::shared_ptr<py::object> value_;
+};
+
 // A Python callable that another thread runs, and lets go of, under the interpreter's lock.
 class Callable {
  public:
@@ -22,7 +40,11 @@ class Callable {
 
   void operator()() const {
     const py::gil_scoped_acquire acquire;
-    (*function_)();
+    try {
+      (*function_)();
+    } catch (const py::error_already_set& error) {
+      throw Raised(error);
+    }
   }
 
  private:
@@ -32,6 +54,13 @@ class Callable {
 }  // namespace
 
 void bind_stream(py::module_& m) {
+  py::register_exception_translator([](std::exception_ptr thrown) {
+    try {
+      if (thrown) std::rethrow_exception(thrown);
+    } catch (const Raised& raised) {
+      raised.raise();
+    }
+  });
   py::class_<Event, std::shared_ptr<Event>>(m, "Event")
       .def("query", &Event::query)
       .def("wait", &wait)
@@ -70,11 +99,13 @@ void bind_stream(py::module_& m) {
           py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("capturing", &Stream::capturing)
       .def("record", &Stream::record, py::arg("timed") = false)
-      .def("wait",
-           [](Stream& stream, std::shared_ptr<Event> event) {
-             const InterruptibleWait scope;
-             stream.wait(std::move(event));
-           })
+      .def(
+          "wait",
+          [](Stream& stream, std::shared_ptr<Event> event) {
+            const InterruptibleWait scope;
+            stream.wait(std::move(event));
+          },
+          py::arg("event").none(false))
       .def("synchronize", [](Stream& stream) { wait(*stream.record()); });
 }
 

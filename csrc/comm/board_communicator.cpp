@@ -8,6 +8,8 @@
 #include <thread>
 #include <utility>
 
+#include "stream/fork.h"
+
 namespace shardcomm {
 namespace {
 
@@ -24,7 +26,10 @@ class WindowMemory final : public Memory {
         mapping_(window.mapping),
         data_(window.region(rank)),
         bytes_(window.region_bytes) {}
-  ~WindowMemory() override { windows_->remove(id_); }
+  // In a forked child a thread of the parent's may hold the lock for ever.
+  ~WindowMemory() override {
+    if (forks() == forks_) windows_->remove(id_);
+  }
   WindowMemory(const WindowMemory&) = delete;
   WindowMemory& operator=(const WindowMemory&) = delete;
   void* data() const override { return data_; }
@@ -37,6 +42,7 @@ class WindowMemory final : public Memory {
   std::shared_ptr<Mapping> mapping_;
   std::byte* data_;
   std::size_t bytes_;
+  const int forks_ = forks();
 };
 
 }  // namespace
@@ -78,9 +84,9 @@ BoardCommunicator::BoardCommunicator(std::string transport, int rank, int size,
       windows_(std::make_shared<Windows>(rank, provider_->shares_addresses())) {
   const bool reads_addresses = provider_->shares_addresses();
   gathers_ = std::make_unique<Channel>(group_, 0, reads_addresses,
-                                       [this] { return is_stuck(reduces_->user.load()); });
+                                       [this] { return is_stuck_before(*reduces_); });
   reduces_ = std::make_unique<Channel>(group_, 1, reads_addresses,
-                                       [this] { return is_stuck(gathers_->user.load()); });
+                                       [this] { return is_stuck_before(*gathers_); });
 }
 
 BoardCommunicator::~BoardCommunicator() { close(); }
@@ -94,8 +100,9 @@ void BoardCommunicator::attach(const std::function<void()>& prepare) {
   });
   perform(*reduces_, "attach", [&] { begin(*reduces_, call, nullptr); });
   // Who attached says nothing of who will use a channel.
-  gathers_->user.store({});
-  reduces_->user.store({});
+  user_.store(0);
+  gathers_->used.store(false);
+  reduces_->used.store(false);
 }
 
 std::shared_ptr<Memory> BoardCommunicator::allocate(std::size_t bytes, Use use) {
@@ -107,6 +114,8 @@ std::shared_ptr<Memory> BoardCommunicator::allocate(std::size_t bytes, Use use) 
                                 std::to_string(most));
   }
   Channel& channel = use == Use::gather ? *gathers_ : *reduces_;
+  // Both outlive what other ranks do with them, also after an error.
+  std::shared_ptr<void> made;
   std::shared_ptr<Memory> memory;
   perform(channel, "allocate", [&] {
     Window window;
@@ -124,7 +133,7 @@ std::shared_ptr<Memory> BoardCommunicator::allocate(std::size_t bytes, Use use) 
     call.count = static_cast<std::int64_t>(bytes);
     if (rank_ == 0) {
       try {
-        call.handle = provider_->create(total);
+        made = provider_->create(total, &call.handle);
       } catch (const CommError& error) {
         group_.abort(error.what());
         throw;
@@ -141,7 +150,6 @@ std::shared_ptr<Memory> BoardCommunicator::allocate(std::size_t bytes, Use use) 
     windows_->add(window);
     memory = std::make_shared<WindowMemory>(windows_, window, rank_);
     channel.board.meet();  // all have opened it
-    if (rank_ == 0) provider_->forget(handle);
   });
   return memory;
 }
@@ -159,6 +167,17 @@ void BoardCommunicator::barrier(std::int64_t tag, NativeStream stream) {
 void BoardCommunicator::abort(const std::string& reason) noexcept { group_.abort(reason); }
 
 void BoardCommunicator::close() noexcept { group_.close(); }
+
+void BoardCommunicator::used_by(Channel& channel, ThreadId thread) {
+  channel.used.store(true, std::memory_order_relaxed);
+  ThreadId first = user_.load(std::memory_order_relaxed);
+  if (first == thread) return;
+  if (first != 0 || !user_.compare_exchange_strong(first, thread)) several_users_.store(true);
+}
+
+bool BoardCommunicator::is_stuck_before(const Channel& other) const {
+  return !several_users_.load() && other.used.load() && is_stuck(user_.load());
+}
 
 void BoardCommunicator::leave(Channel& channel, const char* operation) noexcept {
   channel.windows = nullptr;

@@ -3,6 +3,7 @@
 // everything else is here, once.
 #pragma once
 
+#include <atomic>
 #include <functional>
 #include <map>
 #include <memory>
@@ -67,7 +68,7 @@ class BoardCommunicator final : public Communicator {
   template <class Body>
   void perform(Channel& channel, const char* operation, Body&& body) {
     const Turn turn(channel.busy);
-    channel.user.store(caller());
+    used_by(channel, caller());
     try {
       body();
       channel.windows = nullptr;
@@ -77,6 +78,10 @@ class BoardCommunicator final : public Communicator {
       throw;
     }
   }
+  void used_by(Channel& channel, ThreadId thread);
+  // Whether this rank comes to `other` only after what this thread does now. That can be told where
+  // one thread alone, and what it gives to streams, has used both channels.
+  bool is_stuck_before(const Channel& other) const;
   void leave(Channel& channel, const char* operation) noexcept;
   void refuse_parts_of_one_window(Channel& channel) const;
   // Throws if it is known, or becomes known within a second, that a rank has ended.
@@ -107,6 +112,8 @@ class BoardCommunicator final : public Communicator {
   Group group_;
   std::unique_ptr<WindowProvider> provider_;
   std::unique_ptr<Executor> executor_;
+  std::atomic<ThreadId> user_{0};  // who called first
+  std::atomic<bool> several_users_{false};
   std::shared_ptr<Windows> windows_;  // shared with the memory that may outlive this
   std::unique_ptr<Channel> gathers_;
   std::unique_ptr<Channel> reduces_;

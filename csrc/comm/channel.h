@@ -5,7 +5,6 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <thread>
 #include <utility>
 
 #include "comm/board.h"
@@ -22,7 +21,7 @@ class Channel {
   const int index;
   Board board;
   std::atomic_flag busy = ATOMIC_FLAG_INIT;
-  std::atomic<std::thread::id> user{};         // who called last
+  std::atomic<bool> used{false};
   std::shared_ptr<const WindowTable> windows;  // those of the present call
   std::uint64_t meetings = 0;                  // of those that order work on streams
   std::uint32_t windows_made = 0;

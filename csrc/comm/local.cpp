@@ -14,19 +14,18 @@ class LocalProvider final : public WindowProvider {
  public:
   explicit LocalProvider(const LocalPlace& place) : place_(place) {}
 
-  std::uint64_t create(std::size_t bytes) override {
-    made_ = place_.allocate(bytes);
-    return reinterpret_cast<std::uint64_t>(&made_);
+  std::shared_ptr<void> create(std::size_t bytes, std::uint64_t* handle) override {
+    auto made = std::make_shared<std::shared_ptr<Mapping>>(place_.allocate(bytes));
+    *handle = reinterpret_cast<std::uint64_t>(made.get());
+    return made;
   }
   std::shared_ptr<Mapping> open(std::uint64_t handle, std::size_t) override {
     return *reinterpret_cast<const std::shared_ptr<Mapping>*>(handle);
   }
-  void forget(std::uint64_t) noexcept override { made_.reset(); }
   bool shares_addresses() const override { return true; }
 
  private:
   LocalPlace place_;
-  std::shared_ptr<Mapping> made_;
 };
 
 LocalPlace place_on_host() {

@@ -88,7 +88,7 @@ bool ProcessWatch::ended() const {
   if (gone_) return true;
   if (pidfd_.get() >= 0) {
     pollfd end{pidfd_.get(), POLLIN, 0};
-    return poll(&end, 1, 0) > 0;
+    return poll(&end, 1, 0) > 0 && (end.revents & POLLIN) != 0;
   }
   const std::optional<Stat> stat = read_stat(stat_);
   if (!stat) return errno == ESRCH;  // what could not be read now, the next look reads

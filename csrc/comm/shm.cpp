@@ -20,20 +20,19 @@ class ShmProvider final : public WindowProvider {
  public:
   explicit ShmProvider(const GroupMemory* group) : group_(group) {}
 
-  std::uint64_t create(std::size_t bytes) override {
-    made_ = create_window(bytes, /*reserve=*/true);
-    return static_cast<std::uint64_t>(made_.get());
+  std::shared_ptr<void> create(std::size_t bytes, std::uint64_t* handle) override {
+    auto made = std::make_shared<Fd>(create_window(bytes, /*reserve=*/true));
+    *handle = static_cast<std::uint64_t>(made->get());
+    return made;
   }
   std::shared_ptr<Mapping> open(std::uint64_t handle, std::size_t bytes) override {
     const Fd fd = open_window(group_->ranks[0].pid.load(), static_cast<int>(handle));
     return Mapping::of_file(fd.get(), bytes, /*populate=*/true);
   }
-  void forget(std::uint64_t) noexcept override { made_ = Fd(); }
   bool shares_addresses() const override { return false; }
 
  private:
   const GroupMemory* group_;
-  Fd made_;
 };
 
 // Control memory whose descriptor stays open with it: through that, others find and read it.

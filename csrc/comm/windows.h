@@ -18,10 +18,9 @@ namespace shardcomm {
 class WindowProvider {
  public:
   virtual ~WindowProvider() = default;
-  // Makes memory, and keeps it reachable under the handle until `forget`.
-  virtual std::uint64_t create(std::size_t bytes) = 0;
+  // Makes memory, which can be opened by the handle as long as what is returned is held.
+  virtual std::shared_ptr<void> create(std::size_t bytes, std::uint64_t* handle) = 0;
   virtual std::shared_ptr<Mapping> open(std::uint64_t handle, std::size_t bytes) = 0;
-  virtual void forget(std::uint64_t handle) noexcept = 0;
   // Whether a peer can read any address of this rank (threads of one process can).
   virtual bool shares_addresses() const = 0;
 };

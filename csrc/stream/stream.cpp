@@ -50,7 +50,7 @@ class HostEvent : public Event {
 // parent had waiting there.
 class ThreadEvent final : public HostEvent {
  public:
-  explicit ThreadEvent(std::thread::id worker) : worker_(worker), forks_(forks()) {}
+  explicit ThreadEvent(ThreadId worker) : worker_(worker), forks_(forks()) {}
 
   bool query() const override { return fired_.load() != 0; }
 
@@ -76,7 +76,7 @@ class ThreadEvent final : public HostEvent {
           "this process was forked while the event's stream had work to do, and has no copy of the "
           "stream's thread: the event never fires here; make streams after the fork");
     }
-    const WaitsFor scope(worker_);
+    const WaitsFor scope(worker_, fired_);
     while (!query()) {
       const Clock::duration left = end - Clock::now();
       if (left <= Clock::duration::zero()) return false;
@@ -87,7 +87,7 @@ class ThreadEvent final : public HostEvent {
     return true;
   }
 
-  const std::thread::id worker_;
+  const ThreadId worker_;
   const int forks_;
   Atomic<std::uint32_t> fired_{0};
   mutable Atomic<std::uint32_t> sleepers_{0};
@@ -102,7 +102,7 @@ class Worker {
   struct Entry {
     Stream::Operation operation;
     std::shared_ptr<ThreadEvent> event;
-    std::thread::id caller;
+    ThreadId caller = 0;
   };
 
   Worker() {
@@ -113,8 +113,7 @@ class Worker {
                                error.what());
     }
     try {
-      registered_.emplace(thread_.get_id(),
-                          [this](std::thread::id caller) { return has_work_of(caller); });
+      registered_.emplace(id_, [this] { return has_work(); });
     } catch (...) {
       finish();
       throw;
@@ -123,7 +122,7 @@ class Worker {
   // Runs what is queued to its end.
   ~Worker() { finish(); }
 
-  std::thread::id thread() const { return thread_.get_id(); }
+  ThreadId thread() const { return id_; }
 
   void push(Entry entry) {
     {
@@ -143,14 +142,13 @@ class Worker {
     thread_.join();
   }
 
-  bool has_work_of(std::thread::id caller) {
+  bool has_work() {
     const std::lock_guard<std::mutex> lock(mutex_);
-    return working_for_ == caller ||
-           std::any_of(queue_.begin(), queue_.end(),
-                       [caller](const Entry& entry) { return entry.caller == caller; });
+    return working_ || !queue_.empty();
   }
 
   void run() {
+    take_thread_id(id_);
     std::exception_ptr failure;
     std::unique_lock<std::mutex> lock(mutex_);
     while (true) {
@@ -158,7 +156,7 @@ class Worker {
       if (queue_.empty()) return;
       Entry entry = std::move(queue_.front());
       queue_.pop_front();
-      working_for_ = entry.caller;
+      working_ = true;
       lock.unlock();
       if (entry.event) {
         entry.event->fire(failure);
@@ -172,14 +170,15 @@ class Worker {
       }
       entry = {};  // what the operation held is let go of outside the lock
       lock.lock();
-      working_for_ = {};
+      working_ = false;
     }
   }
 
   std::mutex mutex_;
   std::condition_variable queue_changed_;
   std::deque<Entry> queue_;
-  std::thread::id working_for_;
+  const ThreadId id_ = new_thread_id();
+  bool working_ = false;
   bool closing_ = false;
   std::thread thread_;
   std::optional<WorksForOthers> registered_;
@@ -197,7 +196,7 @@ class ThreadStream final : public Stream {
 
   std::shared_ptr<Event> record(bool) override {
     auto event = std::make_shared<ThreadEvent>(worker_->thread());
-    push({nullptr, event, {}});
+    push({nullptr, event});
     return event;
   }
 

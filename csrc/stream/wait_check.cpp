@@ -9,11 +9,13 @@ thread_local std::function<void()> wait_check;
 
 }  // namespace
 
-WaitCheck::WaitCheck(std::function<void()> check) { wait_check = std::move(check); }
-WaitCheck::~WaitCheck() { wait_check = nullptr; }
+WaitCheck::WaitCheck(std::function<void()> check)
+    : before_(std::exchange(wait_check, std::move(check))) {}
+WaitCheck::~WaitCheck() { wait_check = std::move(before_); }
 
 void check_wait() {
-  if (wait_check) wait_check();
+  const std::function<void()> check = wait_check;  // which may wait itself, with one of its own
+  if (check) check();
 }
 
 }  // namespace shardcomm

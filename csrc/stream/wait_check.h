@@ -13,6 +13,9 @@ class WaitCheck {
   ~WaitCheck();
   WaitCheck(const WaitCheck&) = delete;
   WaitCheck& operator=(const WaitCheck&) = delete;
+
+ private:
+  std::function<void()> before_;
 };
 
 // For those who wait: to be called between two slices of a wait.

@@ -2,6 +2,7 @@
 
 #include <pthread.h>
 
+#include <atomic>
 #include <mutex>
 #include <unordered_map>
 #include <utility>
@@ -9,11 +10,14 @@
 namespace shardcomm {
 namespace {
 
-using Id = std::thread::id;
+struct Wait {
+  ThreadId other;
+  const Atomic<std::uint32_t>* done;
+};
 
 struct Threads {
   std::mutex mutex;
-  std::unordered_map<Id, Id> waits_for;
+  std::unordered_map<ThreadId, Wait> waits_for;
   std::list<WorksForOthers::Entry> workers;
 };
 
@@ -33,39 +37,53 @@ const int at_fork = pthread_atfork([] { threads().mutex.lock(); }, [] { threads(
 
 using Lock = std::lock_guard<std::mutex>;
 
-thread_local Id works_for;
+thread_local ThreadId own_id = 0;
+thread_local ThreadId works_for = 0;
 
-bool waits_for(const Threads& all, Id one, Id other) {
+ThreadId this_thread() {
+  if (own_id == 0) own_id = new_thread_id();
+  return own_id;
+}
+
+bool waits_for(const Threads& all, ThreadId one, ThreadId other) {
   // Not for ever: threads may wait for each other in a ring.
   for (std::size_t hops = 0; hops <= all.waits_for.size(); ++hops) {
     if (one == other) return true;
     const auto found = all.waits_for.find(one);
-    if (found == all.waits_for.end()) return false;
-    one = found->second;
+    // One that is awake may only not have run yet.
+    if (found == all.waits_for.end() || found->second.done->load() != 0) return false;
+    one = found->second.other;
   }
   return false;
 }
 
 }  // namespace
 
-WaitsFor::WaitsFor(Id other) {
+ThreadId new_thread_id() {
+  static std::atomic<ThreadId> last{0};
+  return ++last;
+}
+
+void take_thread_id(ThreadId id) { own_id = id; }
+
+WaitsFor::WaitsFor(ThreadId other, const Atomic<std::uint32_t>& done) {
   const Lock lock(threads().mutex);
-  threads().waits_for[std::this_thread::get_id()] = other;
+  threads().waits_for[this_thread()] = {other, &done};
 }
 
 WaitsFor::~WaitsFor() {
   const Lock lock(threads().mutex);
-  threads().waits_for.erase(std::this_thread::get_id());
+  threads().waits_for.erase(this_thread());
 }
 
-OnBehalfOf::OnBehalfOf(Id caller) : before_(works_for) { works_for = caller; }
+OnBehalfOf::OnBehalfOf(ThreadId caller) : before_(works_for) { works_for = caller; }
 OnBehalfOf::~OnBehalfOf() { works_for = before_; }
 
-Id caller() { return works_for == Id() ? std::this_thread::get_id() : works_for; }
+ThreadId caller() { return works_for == 0 ? this_thread() : works_for; }
 
-WorksForOthers::WorksForOthers(Id id, HasWorkOf has_work_of) {
+WorksForOthers::WorksForOthers(ThreadId id, HasWork has_work) {
   const Lock lock(threads().mutex);
-  entry_ = threads().workers.insert(threads().workers.end(), {id, std::move(has_work_of)});
+  entry_ = threads().workers.insert(threads().workers.end(), {id, std::move(has_work)});
 }
 
 WorksForOthers::~WorksForOthers() {
@@ -73,12 +91,12 @@ WorksForOthers::~WorksForOthers() {
   threads().workers.erase(entry_);
 }
 
-bool is_stuck(Id user) {
-  const Id self = std::this_thread::get_id();
+bool is_stuck(ThreadId user) {
+  const ThreadId self = this_thread();
   const Lock lock(threads().mutex);
   if (!waits_for(threads(), user, self)) return false;
   for (const WorksForOthers::Entry& worker : threads().workers) {
-    if (!waits_for(threads(), worker.id, self) && worker.has_work_of(user)) return false;
+    if (!waits_for(threads(), worker.id, self) && worker.has_work()) return false;
   }
   return true;
 }

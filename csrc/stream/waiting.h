@@ -2,16 +2,24 @@
 // thread that waits for a stream calls nothing until that stream's worker is done.
 #pragma once
 
+#include <cstdint>
 #include <functional>
 #include <list>
-#include <thread>
+
+#include "stream/futex.h"
 
 namespace shardcomm {
 
-// While alive, this thread waits for what `other` does.
+// Names a thread for good, where a std::thread::id may be given to another one. 0: none.
+using ThreadId = std::uint64_t;
+ThreadId new_thread_id();
+// From now on, the name of this thread.
+void take_thread_id(ThreadId id);
+
+// While alive, this thread waits for what `other` does, until `done` is not 0.
 class WaitsFor {
  public:
-  explicit WaitsFor(std::thread::id other);
+  WaitsFor(ThreadId other, const Atomic<std::uint32_t>& done);
   ~WaitsFor();
   WaitsFor(const WaitsFor&) = delete;
   WaitsFor& operator=(const WaitsFor&) = delete;
@@ -20,39 +28,40 @@ class WaitsFor {
 // While alive, this thread works for `caller`, who gave it what it does.
 class OnBehalfOf {
  public:
-  explicit OnBehalfOf(std::thread::id caller);
+  explicit OnBehalfOf(ThreadId caller);
   ~OnBehalfOf();
   OnBehalfOf(const OnBehalfOf&) = delete;
   OnBehalfOf& operator=(const OnBehalfOf&) = delete;
 
  private:
-  std::thread::id before_;
+  ThreadId before_;
 };
 
 // The thread that this one works for; itself, if for nobody.
-std::thread::id caller();
+ThreadId caller();
 
-// While alive, thread `id` does what others give it; `has_work_of(caller)` tells whether anything
-// that `caller` gave it is not done.
+// While alive, thread `id` does what others give it; `has_work` tells whether any of that is not
+// done.
 class WorksForOthers {
  public:
-  using HasWorkOf = std::function<bool(std::thread::id caller)>;
-  WorksForOthers(std::thread::id id, HasWorkOf has_work_of);
+  using HasWork = std::function<bool()>;
+  WorksForOthers(ThreadId id, HasWork has_work);
   ~WorksForOthers();
   WorksForOthers(const WorksForOthers&) = delete;
   WorksForOthers& operator=(const WorksForOthers&) = delete;
 
   struct Entry {
-    std::thread::id id;
-    HasWorkOf has_work_of;
+    ThreadId id;
+    HasWork has_work;
   };
 
  private:
   std::list<Entry>::iterator entry_;
 };
 
-// Whether neither `user` nor any thread that has work of `user`'s goes on before what this thread
-// does now has ended: each of them is this thread, or waits for it, also by way of others.
-bool is_stuck(std::thread::id user);
+// Whether `user` can do nothing before this thread has ended what it does now, nor anything that
+// was given to a stream: `user`, and every stream's thread that has work, is this thread or waits
+// for it, maybe by way of others.
+bool is_stuck(ThreadId user);
 
 }  // namespace shardcomm

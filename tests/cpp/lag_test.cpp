@@ -51,21 +51,20 @@ class Provider final : public shardcomm::WindowProvider {
  public:
   Provider(bool shares_addresses, std::function<void()> before_open)
       : shares_addresses_(shares_addresses), before_open_(std::move(before_open)) {}
-  std::uint64_t create(std::size_t bytes) override {
-    made_ = Mapping::anonymous(bytes);
-    return reinterpret_cast<std::uint64_t>(&made_);
+  std::shared_ptr<void> create(std::size_t bytes, std::uint64_t* handle) override {
+    auto made = std::make_shared<std::shared_ptr<Mapping>>(Mapping::anonymous(bytes));
+    *handle = reinterpret_cast<std::uint64_t>(made.get());
+    return made;
   }
   std::shared_ptr<Mapping> open(std::uint64_t handle, std::size_t) override {
     before_open_();
     return *reinterpret_cast<const std::shared_ptr<Mapping>*>(handle);
   }
-  void forget(std::uint64_t) noexcept override { made_.reset(); }
   bool shares_addresses() const override { return shares_addresses_; }
 
  private:
   bool shares_addresses_;
   std::function<void()> before_open_;
-  std::shared_ptr<Mapping> made_;
 };
 
 struct Group {
@@ -76,7 +75,8 @@ struct Group {
 
   // Returns when all other ranks have come to the next meeting of the channel, or one has failed.
   void let_others_come_first(int rank, int channel) const {
-    BoardMemory& board = *ControlMemory::board(control->data(), size, channel);
+    BoardMemory& board =
+        *ControlMemory::boards(control->data(), size)[static_cast<std::size_t>(channel)];
     const auto has_come = [&](int r) {
       return shardcomm::is_after(board.arrival(r, size).load(), board.arrival(rank, size).load());
     };

@@ -163,7 +163,7 @@ void what_an_operation_held_is_let_go_of_outside_the_lock() {
 // itself, or by what works for it.
 void a_thread_is_stuck_only_where_nothing_works_for_it() {
   for (const bool given_by_a_stream : {false, true}) {
-    const auto user = std::this_thread::get_id();
+    const auto user = shardcomm::caller();
     const auto first = shardcomm::make_thread_stream();
     const auto second = shardcomm::make_thread_stream();
     std::atomic<bool> begun{false};
