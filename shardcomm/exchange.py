@@ -75,7 +75,7 @@ class Exchange(ABC):
             while not died and not begun.ended(min(_LOOK_S, end - time.monotonic())):
                 if time.monotonic() >= end:
                     break
-                died = self._died()
+                died = self.died()
         finally:
             if over is not None:
                 over.set()
@@ -92,9 +92,9 @@ class Exchange(ABC):
             raise
         except RuntimeError as error:  # torch's: of a connection that a rank's death may have cut
             said = f"rank {self.rank} of {self.size}: the rendezvous failed: {first_line(error)}"
-            raise CommError(died or self._died(_LAST_WORD_S) or said) from error
+            raise CommError(died or self.died(_LAST_WORD_S) or said) from error
 
-    def _died(self, within_s: float = 0.0) -> str:
+    def died(self, within_s: float = 0.0) -> str:
         """Says who has died, or "" if nobody has; looks so long."""
         end = time.monotonic() + within_s
         while True:

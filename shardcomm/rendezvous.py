@@ -28,6 +28,7 @@ from shardcomm.store import VARIABLES, env_store
 # Makes a communicator over a ProcessGroup; is told why shared memory is not taken, "" if nobody asked for it.
 Fallback = Callable[[str], Communicator]
 
+_ENDED_S = 0.5  # after which the end of a process is seen, whose memory is gone
 MOST_SECONDS = 1e9  # that a timedelta, and a wait, can take
 
 _groups = itertools.count()  # keeps the keys of several communicators over one store apart
@@ -278,6 +279,9 @@ def _share_memory(
     refusals = [each.decode() for each in exchange(refusal.encode())]
     said = [f"rank {rank}: {text}" for rank, text in enumerate(refusals) if text]
     if member is None or said:
+        # What a rank could not reach may have ended with its process.
+        if died := exchange.died(within_s=_ENDED_S):
+            raise _C.CommError(died)
         return None, f"not all ranks can share memory ({'; '.join(said)})"
     return member.attach(exchange.deadline_s), ""
 

@@ -7,7 +7,9 @@ import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,31 +18,41 @@ from thread_ranks import run_threads
 from shardcomm import Bucket, Communicator, launch
 from shardcomm.streams import Stream, _new_stream
 
-Begin = Callable[[Communicator, Stream], list[torch.Tensor]]
+# The memory of an operand: alive as long as a tensor over it is, whichever tensor object that is.
+Memory = np.ndarray[Any, Any]
+Begin = Callable[[Communicator, Stream], list[Memory]]
 
 
-def gather(comm: Communicator, stream: Stream) -> list[torch.Tensor]:
-    recv, send = torch.zeros(3 * comm.size), torch.ones(3)
-    comm.all_gather(recv, send, stream=stream)
+def floats(numel: int) -> Memory:
+    return np.ones(numel, np.float32)
+
+
+def gather(comm: Communicator, stream: Stream) -> list[Memory]:
+    recv, send = floats(3 * comm.size), floats(3)
+    comm.all_gather(torch.from_numpy(recv), torch.from_numpy(send), stream=stream)
     return [recv, send]
 
 
-def reduce(comm: Communicator, stream: Stream) -> list[torch.Tensor]:
-    recv, send = torch.zeros(3), torch.ones(3 * comm.size)
-    flag = torch.zeros(1, dtype=torch.int32)
-    comm.reduce_scatter(recv, send, nonfinite=flag, stream=stream)
+def reduce(comm: Communicator, stream: Stream) -> list[Memory]:
+    recv, send, flag = floats(3), floats(3 * comm.size), np.zeros(1, np.int32)
+    comm.reduce_scatter(
+        torch.from_numpy(recv),
+        torch.from_numpy(send),
+        nonfinite=torch.from_numpy(flag),
+        stream=stream,
+    )
     return [recv, send, flag]
 
 
-def all_reduce(comm: Communicator, stream: Stream) -> list[torch.Tensor]:
-    buffer = torch.ones(3)
-    comm.all_reduce(buffer, stream=stream)
+def all_reduce(comm: Communicator, stream: Stream) -> list[Memory]:
+    buffer = floats(3)
+    comm.all_reduce(torch.from_numpy(buffer), stream=stream)
     return [buffer]
 
 
-def broadcast(comm: Communicator, stream: Stream) -> list[torch.Tensor]:
-    buffer = torch.ones(3)
-    comm.broadcast(buffer, stream=stream)
+def broadcast(comm: Communicator, stream: Stream) -> list[Memory]:
+    buffer = floats(3)
+    comm.broadcast(torch.from_numpy(buffer), stream=stream)
     return [buffer]
 
 
