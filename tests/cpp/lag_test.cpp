@@ -331,7 +331,9 @@ void places_differ_from_rank_to_rank(Rank& rank) {
     rank.comm.all_gather(send.data(), DType::f32, recv, DType::f32, kPart);
     check_gathered(rank, static_cast<float*>(recv), kPart);
     rank.comm.barrier();  // two ranks may have received in one window
-    std::fill_n(static_cast<float*>(recv), kPart * size, kOverwritten);
+    if (rank.comm.rank() < 2 || recv == own.data()) {  // of several that share it, one
+      std::fill_n(static_cast<float*>(recv), kPart * size, kOverwritten);
+    }
     rank.comm.barrier();
   }
   auto* recv = static_cast<float*>(of_reduces->data());
