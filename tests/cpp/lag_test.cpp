@@ -328,12 +328,10 @@ void places_differ_from_rank_to_rank(Rank& rank) {
   const std::vector<float> send = rank.values(kPart);
   for (void* elsewhere : {second->data(), static_cast<void*>(own.data())}) {
     void* recv = rank.comm.rank() == 0 ? first->data() : elsewhere;
+    if (rank.comm.rank() > 1) recv = own.data();  // two ranks would write into one window
     rank.comm.all_gather(send.data(), DType::f32, recv, DType::f32, kPart);
     check_gathered(rank, static_cast<float*>(recv), kPart);
-    rank.comm.barrier();  // two ranks may have received in one window
-    if (rank.comm.rank() < 2 || recv == own.data()) {  // of several that share it, one
-      std::fill_n(static_cast<float*>(recv), kPart * size, kOverwritten);
-    }
+    std::fill_n(static_cast<float*>(recv), kPart * size, kOverwritten);
     rank.comm.barrier();
   }
   auto* recv = static_cast<float*>(of_reduces->data());
