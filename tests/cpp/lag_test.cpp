@@ -331,6 +331,7 @@ void places_differ_from_rank_to_rank(Rank& rank) {
     if (rank.comm.rank() > 1) recv = own.data();  // two ranks would write into one window
     rank.comm.all_gather(send.data(), DType::f32, recv, DType::f32, kPart);
     check_gathered(rank, static_cast<float*>(recv), kPart);
+    rank.comm.barrier();
     std::fill_n(static_cast<float*>(recv), kPart * size, kOverwritten);
     rank.comm.barrier();
   }
