@@ -343,7 +343,7 @@ void places_differ_from_rank_to_rank(Rank& rank) {
 }  // namespace
 
 int main() {
-  alarm(120);  // a hang is a failure
+  alarm(280);  // a hang is a failure
   for (const int size : {2, 3}) {
     for (const bool shares_addresses : {true, false}) {
       for (const auto& body :

@@ -74,6 +74,8 @@ class Ranks final : public Scenario {
   void read_posted(int times);
   void look_at(int rank, int of);  // as whoever asks what another rank is in
 
+  void check_interrupt() const;  // of the running thread's rank
+
   World world() const override { return program_.world; }
   void start() override;
   void look(int thread) override;
