@@ -21,14 +21,12 @@ from shardcomm.dtype import core_dtype
 from shardcomm.nonfinite import flag_address
 from shardcomm.operands import (
     check_allocation,
-    check_gather,
     check_movable,
     check_root,
-    check_scatter,
+    check_sizes,
     checked,
     queued,
     red_op,
-    scatter_overlap,
 )
 from shardcomm.pending import Pending
 from shardcomm.scalars import check_tag, checked_scale
@@ -44,6 +42,7 @@ class CoreCommunicator(Communicator):
     def __init__(self, core: _C.Communicator, device: torch.device = _CPU) -> None:
         self._core = core
         self.device = device
+        self._on_host = on_host(device)
         self.rank = core.rank
         self.size = core.size
         self.transport = core.transport
@@ -53,7 +52,7 @@ class CoreCommunicator(Communicator):
         check_allocation(numel, dtype, use, self.size)
         if numel == 0:
             return torch.empty(0, dtype=dtype, device=self.device)
-        if not on_host(self.device) and self._on(None).capturing:
+        if not self._on_host and self._on(None).capturing:
             raise RuntimeError(
                 "allocate: the current stream is captured in a CUDA graph, and ranks cannot agree on memory meanwhile; "
                 "run the step once before it is captured"
@@ -73,7 +72,7 @@ class CoreCommunicator(Communicator):
     ) -> Event | None:
         recv = checked("all_gather", "recv", recv, self.device)
         send = checked("all_gather", "send", send, self.device, written=False)
-        check_gather("all_gather", self.rank, self.size, recv=recv, send=send)
+        check_sizes("all_gather", self.size, recv=recv, send=send, whole="recv")
         if tag != 0:
             check_tag("all_gather", tag)
         self._core.all_gather(
@@ -101,7 +100,7 @@ class CoreCommunicator(Communicator):
     ) -> Event | None:
         recv = checked("reduce_scatter", "recv", recv, self.device)
         send = checked("reduce_scatter", "send", send, self.device, written=False)
-        check_scatter("reduce_scatter", self.rank, self.size, recv=recv, send=send)
+        check_sizes("reduce_scatter", self.size, recv=recv, send=send, whole="send")
         if tag != 0:
             check_tag("reduce_scatter", tag)
         if type(scale) is not float or scale != 1.0:
@@ -126,7 +125,7 @@ class CoreCommunicator(Communicator):
     ) -> BoundGather:
         recv = checked("all_gather", "recv", recv, self.device)
         send = checked("all_gather", "send", send, self.device)
-        check_gather("all_gather", self.rank, self.size, recv=recv, send=send)
+        check_sizes("all_gather", self.size, recv=recv, send=send, whole="recv")
         check_tag("all_gather", tag)
         bound: Any = _C.BoundGather(  # Any: it takes the core's own streams
             self._core,
@@ -144,7 +143,7 @@ class CoreCommunicator(Communicator):
     ) -> BoundReduce:
         recv = checked("reduce_scatter", "recv", recv, self.device)
         send = checked("reduce_scatter", "send", send, self.device)
-        check_scatter("reduce_scatter", self.rank, self.size, recv=recv, send=send)
+        check_sizes("reduce_scatter", self.size, recv=recv, send=send, whole="send")
         check_tag("reduce_scatter", tag)
         bound: Any = _C.BoundReduce(
             self._core,
@@ -156,9 +155,6 @@ class CoreCommunicator(Communicator):
             tag,
         )
         numel, dtype = recv.numel(), recv.dtype
-        # Where recv may not begin, but in place.
-        below, above = send.data_ptr() - recv.nbytes, send.data_ptr() + send.nbytes
-        in_place = send.data_ptr() + self.rank * recv.nbytes if send.dtype == dtype else 0
 
         def queue(
             stream: Stream,
@@ -173,13 +169,10 @@ class CoreCommunicator(Communicator):
                     f"reduce_scatter: recv has {recv.numel()} elements of {recv.dtype}, strides {recv.stride()}; it "
                     f"was bound with {numel} of {dtype}, contiguous"
                 )
-            to = recv.data_ptr()
-            if below < to < above and to != in_place:
-                raise scatter_overlap("reduce_scatter", self.rank, numel)
             flag = (
                 0 if nonfinite is None else flag_address("reduce_scatter", nonfinite, self.device)
             )
-            return bound.queue(stream, after, to, scale, accumulate, flag)  # type: ignore[no-any-return]
+            return bound.queue(stream, after, recv.data_ptr(), scale, accumulate, flag)  # type: ignore[no-any-return]
 
         return queue
 
@@ -235,7 +228,7 @@ class CoreCommunicator(Communicator):
         if stream is not None:
             check_stream(self.transport, stream)
             return stream
-        if on_host(self.device):
+        if self._on_host:
             return None
         return compute_stream(self.device)
 

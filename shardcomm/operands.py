@@ -14,8 +14,7 @@ from shardcomm.streams import Event, Stream, keep_until
 RED_OPS = {"sum": _C.RedOp.sum, "avg": _C.RedOp.avg, "max": _C.RedOp.max, "min": _C.RedOp.min}
 
 _QUANTISED = (torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4)
-
-
+_STRIDED = torch.strided
 _MOST_BYTES = 1 << 62  # of all ranks together: what the core can count
 
 
@@ -47,7 +46,7 @@ def checked(
     tensor = array
     if not isinstance(tensor, torch.Tensor):
         tensor = as_tensor(f"{operation}: {name}", array, written=written)
-    if tensor.layout is not torch.strided:
+    if tensor.layout is not _STRIDED:
         raise _no_tensor_of(operation, name, tensor.layout)
     if not tensor.is_contiguous():
         raise ValueError(
@@ -80,14 +79,26 @@ def resolved(operation: str, name: str, tensor: torch.Tensor, *, written: bool) 
     return tensor.detach().resolve_neg().resolve_conj()
 
 
+def check_sizes(
+    operation: str, size: int, *, recv: torch.Tensor, send: torch.Tensor, whole: str
+) -> None:
+    """ValueError unless the one named `whole` holds one of the other for each of `size` ranks."""
+    full, part = (recv, send) if whole == "recv" else (send, recv)
+    numel = part.numel()
+    if full.numel() != size * numel:
+        raise ValueError(
+            f"{operation}: recv has {recv.numel()} elements and send has {send.numel()}; with {size} ranks "
+            f"{whole} must have {size} x {numel} = {size * numel}"
+        )
+
+
 def check_gather(
     operation: str, rank: int, size: int, *, recv: torch.Tensor, send: torch.Tensor
 ) -> None:
-    """ValueError unless `recv` holds one `send` for each rank, and lies apart from it or around it in place."""
-    numel = send.numel()
-    if recv.numel() != size * numel:
-        raise _other_sizes(operation, size, recv, send, "recv", numel)
+    """`check_sizes`, and ValueError if `send` overlaps `recv` but in place: for transports without the core."""
+    check_sizes(operation, size, recv=recv, send=send, whole="recv")
     if overlap(recv, send) and not is_part(send, recv, rank):
+        numel = send.numel()
         raise ValueError(
             f"{operation}: send overlaps recv; it must lie apart from it or, in place, be recv[rank * n : (rank + 1) * "
             f"n], here recv[{rank * numel} : {(rank + 1) * numel}], of recv's dtype"
@@ -97,20 +108,14 @@ def check_gather(
 def check_scatter(
     operation: str, rank: int, size: int, *, recv: torch.Tensor, send: torch.Tensor
 ) -> None:
-    """ValueError unless `send` holds one `recv` for each rank, and lies apart from it or around it in place."""
-    numel = recv.numel()
-    if send.numel() != size * numel:
-        raise _other_sizes(operation, size, recv, send, "send", numel)
+    """`check_sizes`, and ValueError if `recv` overlaps `send` but in place: for transports without the core."""
+    check_sizes(operation, size, recv=recv, send=send, whole="send")
     if overlap(recv, send) and not is_part(recv, send, rank):
-        raise scatter_overlap(operation, rank, numel)
-
-
-def scatter_overlap(operation: str, rank: int, numel: int) -> ValueError:
-    """Says that `recv`, of `numel` elements, lies where other ranks still read."""
-    return ValueError(
-        f"{operation}: recv overlaps send, of which other ranks read; it must lie apart from it or, in place, be "
-        f"send[rank * n : (rank + 1) * n], here send[{rank * numel} : {(rank + 1) * numel}], of send's dtype"
-    )
+        numel = recv.numel()
+        raise ValueError(
+            f"{operation}: recv overlaps send, of which other ranks read; it must lie apart from it or, in place, be "
+            f"send[rank * n : (rank + 1) * n], here send[{rank * numel} : {(rank + 1) * numel}], of send's dtype"
+        )
 
 
 def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -144,15 +149,6 @@ def queued(stream: Stream | None, *tensors: torch.Tensor | None) -> Event | None
     event = stream.record()
     keep_until(event, *tensors)
     return event
-
-
-def _other_sizes(
-    operation: str, size: int, recv: torch.Tensor, send: torch.Tensor, whole: str, numel: int
-) -> ValueError:
-    return ValueError(
-        f"{operation}: recv has {recv.numel()} elements and send has {send.numel()}; with {size} ranks "
-        f"{whole} must have {size} x {numel} = {size * numel}"
-    )
 
 
 def _no_tensor_of(operation: str, name: str, kind: object) -> TypeError:

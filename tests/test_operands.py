@@ -266,7 +266,8 @@ def overlapping(comm: Communicator) -> None:
         with pytest.raises(ValueError, match=rf"recv overlaps send, .* here send\[{rank * n} : "):
             comm.reduce_scatter(send, whole)
     with pytest.raises(ValueError, match="of recv's dtype"):  # a conversion in place
-        comm.all_gather(whole.view(torch.int32), whole[rank * n : (rank + 1) * n])
+        half = torch.zeros(size * n, dtype=torch.float16)
+        comm.all_gather(half.view(torch.bfloat16), half[rank * n : (rank + 1) * n])
     queue = comm.bind_reduce_scatter(torch.zeros(n), whole)
     with pytest.raises(ValueError, match="recv overlaps send"):
         queue(comm.streams.reduce, None, whole[after : after + n], 1.0, False, None)

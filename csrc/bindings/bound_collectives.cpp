@@ -4,6 +4,7 @@
 
 #include "bindings/bindings.h"
 #include "bindings/interrupt.h"
+#include "comm/buffer.h"
 #include "shardcomm/communicator.h"
 #include "shardcomm/stream.h"
 #include "stream/events_around.h"
@@ -52,6 +53,7 @@ struct BoundReduce {
 
   std::shared_ptr<Event> queue(Stream& stream, Stream* after, std::uintptr_t recv, float scale,
                                bool accumulate, std::uintptr_t nonfinite) const {
+    check_reduce_scatter(send, dtype, pointer(recv), recv_dtype, count, comm->rank(), comm->size());
     const Epilogue epilogue{recv_dtype, scale, accumulate,
                             static_cast<std::int32_t*>(pointer(nonfinite))};
     return bindings::queue(stream, after,
@@ -69,6 +71,8 @@ void bind_bound_collectives(py::module_& m) {
   py::class_<BoundGather>(m, "BoundGather")
       .def(py::init([](Comm comm, std::uintptr_t send, DType send_dtype, std::uintptr_t recv,
                        DType recv_dtype, std::int64_t count, std::int64_t tag) {
+             check_all_gather(pointer(send), send_dtype, pointer(recv), recv_dtype, count,
+                              comm->rank(), comm->size());
              return BoundGather{std::move(comm), pointer(send), send_dtype, pointer(recv),
                                 recv_dtype,      count,         tag};
            }),

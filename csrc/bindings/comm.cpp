@@ -1,5 +1,6 @@
 #include "bindings/bindings.h"
 #include "bindings/interrupt.h"
+#include "comm/buffer.h"
 #include "comm/inspect.h"
 #include "comm/process.h"
 #include "shardcomm/communicator.h"
@@ -73,6 +74,9 @@ void bind_comm(py::module_& m) {
           "all_gather",
           [](const Comm& comm, std::uintptr_t send, DType send_dtype, std::uintptr_t recv,
              DType recv_dtype, std::int64_t count, std::int64_t tag, Stream* stream) {
+            // Here and not on the stream: an error is the caller's at once.
+            check_all_gather(pointer(send), send_dtype, pointer(recv), recv_dtype, count,
+                             comm->rank(), comm->size());
             submit(comm, stream, [=](Communicator& c, NativeStream native) {
               c.all_gather(pointer(send), send_dtype, pointer(recv), recv_dtype, count, tag,
                            native);
@@ -87,6 +91,8 @@ void bind_comm(py::module_& m) {
              std::int64_t tag, std::uintptr_t nonfinite, Stream* stream) {
             const Epilogue epilogue{recv_dtype, scale, accumulate,
                                     static_cast<std::int32_t*>(pointer(nonfinite))};
+            check_reduce_scatter(pointer(send), dtype, pointer(recv), recv_dtype, count,
+                                 comm->rank(), comm->size());
             submit(comm, stream, [=](Communicator& c, NativeStream native) {
               c.reduce_scatter(pointer(send), dtype, pointer(recv), epilogue, count, op, tag,
                                native);

@@ -18,9 +18,7 @@ constexpr const char* kNotWindow =
 
 void BoardCommunicator::all_gather(const void* send, DType send_dtype, void* recv, DType recv_dtype,
                                    std::int64_t count, std::int64_t tag, NativeStream stream) {
-  check_buffer("all_gather", "send", send, count);
-  check_buffer("all_gather", "recv", recv, count);
-  check_conversion("all_gather", send_dtype, recv_dtype);
+  check_all_gather(send, send_dtype, recv, recv_dtype, count, rank_, size_);
   Channel& channel = *gathers_;
   perform(channel, "all_gather", [&] {
     std::byte* own = at(recv, rank_ * count, recv_dtype);

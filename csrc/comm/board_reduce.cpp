@@ -28,8 +28,7 @@ Place find_own(const WindowTable& windows, const void* data, std::size_t bytes, 
 void BoardCommunicator::reduce_scatter(const void* send, DType dtype, void* recv,
                                        const Epilogue& epilogue, std::int64_t count, RedOp op,
                                        std::int64_t tag, NativeStream stream) {
-  check_buffer("reduce_scatter", "send", send, count);
-  check_buffer("reduce_scatter", "recv", recv, count);
+  check_reduce_scatter(send, dtype, recv, epilogue.dtype, count, rank_, size_);
   check_epilogue(epilogue, dtype);
   Channel& channel = *reduces_;
   perform(channel, "reduce_scatter", [&] {

@@ -39,6 +39,41 @@ inline void check_conversion(const char* operation, DType from, DType to) {
                               "; f32, bf16 and f16 convert, other dtypes go to themselves");
 }
 
+inline bool overlap(const void* one, std::size_t one_bytes, const void* other,
+                    std::size_t other_bytes) {
+  const auto a = reinterpret_cast<std::uintptr_t>(one);
+  const auto b = reinterpret_cast<std::uintptr_t>(other);
+  return a <= b ? b - a < one_bytes : a - b < other_bytes;
+}
+
+// Collectives that are in place write a rank's part where it is read; elsewhere in the memory that
+// is read, they would write over what is read later.
+inline void check_all_gather(const void* send, DType send_dtype, const void* recv, DType recv_dtype,
+                             std::int64_t count, int rank, int size) {
+  check_buffer("all_gather", "send", send, count);
+  check_buffer("all_gather", "recv", recv, count);
+  check_conversion("all_gather", send_dtype, recv_dtype);
+  if (!overlap(send, bytes_of(count, send_dtype), recv, bytes_of(count * size, recv_dtype))) return;
+  if (send_dtype == recv_dtype && send == at(recv, rank * count, recv_dtype)) return;
+  throw std::invalid_argument(
+      "all_gather: send overlaps recv; it must lie apart from it or, in place, be recv[rank * n : "
+      "(rank + 1) * n], here recv[" +
+      std::to_string(rank * count) + " : " + std::to_string((rank + 1) * count) +
+      "], of recv's dtype");
+}
+inline void check_reduce_scatter(const void* send, DType dtype, const void* recv, DType recv_dtype,
+                                 std::int64_t count, int rank, int size) {
+  check_buffer("reduce_scatter", "send", send, count);
+  check_buffer("reduce_scatter", "recv", recv, count);
+  if (!overlap(send, bytes_of(count * size, dtype), recv, bytes_of(count, recv_dtype))) return;
+  if (dtype == recv_dtype && recv == at(send, rank * count, dtype)) return;
+  throw std::invalid_argument(
+      "reduce_scatter: recv overlaps send, of which other ranks read; it must lie apart from it "
+      "or, in place, be send[rank * n : (rank + 1) * n], here send[" +
+      std::to_string(rank * count) + " : " + std::to_string((rank + 1) * count) +
+      "], of send's dtype");
+}
+
 inline constexpr const char* kPrivate =
     "a buffer is private memory of its rank: copied through a staging area";
 

@@ -22,9 +22,7 @@ std::shared_ptr<Registered> registered_at(const NcclChannel& channel, const void
 
 void NcclCommunicator::all_gather(const void* send, DType send_dtype, void* recv, DType recv_dtype,
                                   std::int64_t count, std::int64_t tag, NativeStream native) {
-  check_buffer("all_gather", "send", send, count);
-  check_buffer("all_gather", "recv", recv, count);
-  check_conversion("all_gather", send_dtype, recv_dtype);
+  check_all_gather(send, send_dtype, recv, recv_dtype, count, rank(), size());
   Call call;
   call.op = Op::all_gather;
   call.send_dtype = send_dtype;

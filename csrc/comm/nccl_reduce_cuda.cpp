@@ -70,8 +70,7 @@ void NcclCommunicator::reduce_scatter(const void* send, DType dtype, void* recv,
                                  "nccl: more ranks than one kernel reduces, 256, on hosts with "
                                  "different numbers of them or on "
                                  "one: accumulated by NCCL, in the buffer's dtype"};
-  check_buffer("reduce_scatter", "send", send, count);
-  check_buffer("reduce_scatter", "recv", recv, count);
+  check_reduce_scatter(send, dtype, recv, epilogue.dtype, count, rank(), size());
   check_epilogue(epilogue, dtype);
   Call call;
   call.op = Op::reduce_scatter;
