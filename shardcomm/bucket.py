@@ -31,6 +31,7 @@ from shardcomm.layout import Layout, ParamSpec, Placement
 from shardcomm.mixed_precision import FLOATS
 from shardcomm.nonfinite import flag_address
 from shardcomm.offload import Offload
+from shardcomm.plain import plain
 from shardcomm.scalars import check_tag
 from shardcomm.shard_gradients import ShardGradients
 from shardcomm.staging import Staging
@@ -193,7 +194,8 @@ class Bucket:
         for tensor, shard, (placement, piece) in zip(
             tensors, self.shards, self._placed, strict=True
         ):
-            shard.copy_(rows(tensor, placement, piece))
+            with plain():
+                shard.copy_(rows(tensor, placement, piece))
 
     def all_gather(self, *, async_op: bool = False) -> Work:
         """Fills `params` on every rank. With `async_op` returns at once; `wait()` before reading them."""
@@ -215,6 +217,16 @@ class Bucket:
         else:
             self.comm.all_gather(recv, send, tag=self._tag)
         return [full_view(flat, p) for p in self.layout.placements]
+
+    def gathered_rows(self, index: int, held: torch.Tensor) -> torch.Tensor:
+        """The whole of `held`, which is of the shape of `shards[index]` on each rank; collective."""
+        placement, piece = self._placed[index]
+        flat = self.shard.new_zeros(self.layout.shard_numel, dtype=held.dtype)
+        shard_view(flat, placement, piece).copy_(held)
+        flat = flat.to(self.comm.device)
+        full = flat.new_empty(self.layout.flat_numel)
+        self.comm.all_gather(movable(full), movable(flat), tag=self._tag)
+        return full_view(full, placement).contiguous().to(held.device)
 
     def _gather_aside(self, gather: BoundGather) -> Work:
         streams = self._streams

@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 
 from shardcomm.mesh import Mesh
+from shardcomm.plain import plain
 from shardcomm.sharded_unit import ShardedUnit
 
 OnNonfinite = Literal["raise", "skip"] | None
@@ -72,7 +73,8 @@ class Gradients:
 
     def clip_norm_(self, max_norm: float) -> torch.Tensor:
         """Scales them so that their global L2 norm is at most `max_norm`; returns the norm before."""
-        grads = [param.shard.grad for param in self._params if param.shard.grad is not None]
+        with plain():
+            grads = [param.shard.grad for param in self._params if param.shard.grad is not None]
         norms = (
             torch._foreach_norm(grads)
             if grads

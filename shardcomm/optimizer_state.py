@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardcomm.plain import plain
 from shardcomm.state_dict import Parts, check_value, load_value
 
 
@@ -128,8 +129,10 @@ class OptimizerState:
             for param in group["params"]:
                 if not param.requires_grad or self._parts[param].elsewhere:
                     continue
-                stand_in = nn.Parameter(torch.zeros_like(param))
-                stand_in.grad = torch.zeros_like(param)
+                with plain():
+                    zeros = torch.zeros_like(param)
+                stand_in = nn.Parameter(zeros)
+                stand_in.grad = zeros.clone()
                 probe.state = defaultdict(dict)
                 probe.param_groups = [{**group, "params": [stand_in]}]
                 probe.step()

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from shardcomm.layout import Piece, Placement
+from shardcomm.plain import plain
 
 
 class ShardGradients:
@@ -45,7 +46,8 @@ class ShardGradients:
     def adds(self) -> bool:
         """Whether the next reduce adds to what there is."""
         # A list: half of a generator's time.
-        return self.unshown or any([shard.grad is not None for shard in self._shards])
+        with plain():
+            return self.unshown or any([shard.grad is not None for shard in self._shards])
 
     def begin_reduce(self) -> bool:
         """Whether the reduce must add to what `flat` holds, which is zeros then where a parameter has no `.grad`."""
@@ -54,26 +56,30 @@ class ShardGradients:
             # All of it is written.
             vars(self)["flat"] = torch.empty_like(self._shard, pin_memory=self._pinned)
         if add and not self.unshown:
-            for rows, shard in zip(self.rows, self._shards, strict=True):
-                if shard.grad is None:
-                    rows.zero_()
-                elif shard.grad is not rows:  # a tensor of the user's own
-                    rows.copy_(shard.grad)
+            with plain():
+                for rows, shard in zip(self.rows, self._shards, strict=True):
+                    if shard.grad is None:
+                        rows.zero_()
+                    elif shard.grad is not rows:  # a tensor of the user's own
+                        rows.copy_(shard.grad)
         self.unshown = True
         return add
 
     def show(self, used: Sequence[bool] | None = None) -> None:
         """Sets `.grad` of all shards, or of those `used`; the others keep theirs. What another rank owns has none."""
-        for i, (shard, rows, (placement, piece)) in enumerate(
-            zip(self._shards, self.rows, self._placed, strict=True)
-        ):
-            if (used is None or used[i]) and not placement.is_elsewhere(piece):
-                shard.grad = rows
+        with plain():
+            for i, (shard, rows, (placement, piece)) in enumerate(
+                zip(self._shards, self.rows, self._placed, strict=True)
+            ):
+                if (used is None or used[i]) and not placement.is_elsewhere(piece):
+                    shard.grad = rows
         self.unshown = False
 
     def drop(self) -> None:
         """Gives the memory back until the next reduce, if no shard has a `.grad`: after `zero_grad()` mostly so."""
-        if all(shard.grad is None for shard in self._shards):
+        with plain():
+            unused = all(shard.grad is None for shard in self._shards)
+        if unused:
             for name in ("flat", "rows"):
                 vars(self).pop(name, None)
 

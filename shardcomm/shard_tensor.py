@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from shardcomm.layout import Piece, Placement
+from shardcomm.plain import plain
 
 if TYPE_CHECKING:  # DCP loads slowly, and whoever calls the methods for it has it
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
@@ -87,7 +88,8 @@ class Part:
 
     def of(self, held: torch.Tensor) -> ShardTensor:
         """`held` has the shape of the parameter's entry in `Bucket.shards`."""
-        held = held.detach()
+        with plain():
+            held = held.detach().as_subclass(torch.Tensor)
         shape, dim = self.placement.spec.shape, self.placement.shard_dim
         if self.placement.numel == 0:
             # Nobody holds any of it; it is in the checkpoint all the same.

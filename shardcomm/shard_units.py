@@ -92,7 +92,7 @@ def shard_units(
             )
             _load(bucket, group.params, mesh)
             buckets.append((bucket, group.params))
-        sharded.append(ShardedUnit(index, unit.name, unit.module, slot_of[index], buckets))
+        sharded.append(ShardedUnit(index, unit.name, unit.module, slot_of[index], buckets, mesh))
     return sharded
 
 

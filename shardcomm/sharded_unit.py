@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 
 import torch
 from torch import nn
 
 from shardcomm.boundary import Marked
 from shardcomm.bucket import Bucket
+from shardcomm.mesh import Mesh
 from shardcomm.schedule import Phase, Trigger
+from shardcomm.sharded_parameter import ShardedParameter, Whole
 from shardcomm.streams import Event
 from shardcomm.unit import OwnedParam
 from shardcomm.work import Work
@@ -31,12 +34,17 @@ class ShardedParam:
     Both are views made once, of the bucket's shard and of the unit's slot.
     """
 
-    def __init__(self, owned: OwnedParam, shard: nn.Parameter, full: torch.Tensor) -> None:
+    def __init__(
+        self, owned: OwnedParam, shard: nn.Parameter, full: torch.Tensor, whole: Whole | None
+    ) -> None:
         requires_grad = owned.param.requires_grad
         self.name = owned.name
         self.owned = owned
         owned.param = shard  # lets go of the full one
         shard.requires_grad = requires_grad
+        if whole is not None:
+            shard.whole = whole  # type: ignore[attr-defined]
+            shard.__class__ = ShardedParameter
         self.shard = shard
         self.full = nn.Parameter(full, requires_grad=requires_grad)
         self.unsharded_grad: torch.Tensor | None = None  # sum of backwards that were not reduced
@@ -84,6 +92,7 @@ class ShardedUnit:
         module: nn.Module,
         slot: int,
         buckets: Sequence[tuple[Bucket, Sequence[OwnedParam]]],
+        mesh: Mesh,
     ) -> None:
         self.name = name or "(root)"
         self.module = module
@@ -95,8 +104,10 @@ class ShardedUnit:
             (
                 bucket,
                 [
-                    ShardedParam(*each)
-                    for each in zip(params, bucket.shards, bucket.params, strict=True)
+                    ShardedParam(owned, shard, full, self._whole(bucket, i, owned.name, mesh))
+                    for i, (owned, shard, full) in enumerate(
+                        zip(params, bucket.shards, bucket.params, strict=True)
+                    )
                 ],
             )
             for bucket, params in buckets
@@ -118,6 +129,11 @@ class ShardedUnit:
         self.shares_slot = False  # with another unit; set with the actions
         self.storages = frozenset(b.full.untyped_storage()._cdata for b, _ in buckets)
         self.show_shard()
+
+    def _whole(self, bucket: Bucket, index: int, name: str, mesh: Mesh) -> Whole | None:
+        if bucket.layout.world_size == 1:
+            return None
+        return Whole(name, self.name, mesh, partial(bucket.gathered_rows, index))
 
     def show_full(self) -> None:
         """Forward and backward see the full parameters."""

@@ -10,6 +10,7 @@ from functools import cache, partial
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardcomm import optimizer_steps
 from shardcomm._C import CommError
 from shardcomm.agreement import Item, difference, layout_items
 from shardcomm.communicator import Communicator
@@ -160,6 +161,7 @@ def fully_shard(
         on_nonfinite,
         owns_mesh=isinstance(comm, DeviceMesh),
     )
+    optimizer_steps.install()
     _sharded.update(model.modules())
     return engine
 

@@ -1,0 +1,173 @@
+"""Norms of sharded tensors: each rank has that of its rows, and those of many are completed together.
+
+`torch.nn.utils.clip_grad_norm_` takes a norm of each gradient, stacks them, and takes the norm of that. The norms stay
+partial until then, so that all of them cost one all-reduce.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shardcomm.plain import plain
+
+if TYPE_CHECKING:
+    from shardcomm.mesh import Mesh
+
+
+def is_norm(func: Any) -> bool:
+    """Whether `partial_norms` knows it."""
+    return func in _NORMS
+
+
+def partial_norms(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The norms that `func`, one of torch's, takes of sharded tensors: a PartialNorm, or a list of them."""
+    given = _NORMS[func](*args, **kwargs)
+    many = isinstance(given.tensors, list | tuple)
+    norms = [_norm(t, given) for t in (given.tensors if many else [given.tensors])]
+    return norms if many else norms[0]
+
+
+class _Given:
+    def __init__(
+        self, tensors: Any, ord: Any = 2, dim: Any = None, keepdim: bool = False, dtype: Any = None
+    ) -> None:
+        self.tensors, self.dtype = tensors, dtype
+        self.ord = 2.0 if ord in (None, "fro") else ord
+        whole_only = dim is None and not keepdim and not isinstance(self.ord, str)
+        self.refused = None if whole_only else "a norm along a dim"
+        if whole_only:
+            self.ord = float(self.ord)
+
+
+def _linalg_norm(tensors: Any, ord: Any = None, *rest: Any, **kwargs: Any) -> _Given:
+    given = _Given(tensors, ord, *rest, **kwargs)
+    if ord is not None and not isinstance(tensors, list) and tensors.dim() > 1 and ord != "fro":
+        given.refused = "a norm of a matrix"
+    return given
+
+
+def _tensor_norm(input: Any, p: Any = "fro", *rest: Any, **kwargs: Any) -> _Given:
+    return _Given(input, p, *rest, **kwargs)
+
+
+_NORMS: dict[Any, Any] = {
+    torch.linalg.vector_norm: lambda x, ord=2, *rest, **kwargs: _Given(x, ord, *rest, **kwargs),
+    torch._foreach_norm: lambda tensors, ord=2, dtype=None: _Given(tensors, ord, dtype=dtype),
+    torch.linalg.norm: _linalg_norm,
+    torch.norm: _tensor_norm,
+    torch.Tensor.norm: _tensor_norm,
+}
+
+
+def _norm(tensor: Any, given: _Given) -> torch.Tensor:
+    whole = getattr(tensor, "whole", None)
+    with plain():
+        if whole is None:
+            return torch.linalg.vector_norm(tensor, given.ord, dtype=given.dtype)
+        if given.refused:
+            whole.refuse(given.refused)
+        if torch.is_grad_enabled() and tensor.requires_grad:
+            whole.refuse("a norm to differentiate")
+        rows = tensor.detach().as_subclass(torch.Tensor)
+        dtype = given.dtype or rows.abs().dtype if rows.is_complex() else given.dtype or rows.dtype
+        return PartialNorm(_power(rows, given.ord).view(1), given.ord, [whole.mesh], (), dtype)
+
+
+def _power(rows: torch.Tensor, ord: float) -> torch.Tensor:
+    """What ranks combine: a sum of powers, a count, or the largest or least."""
+    if math.isinf(ord) and rows.numel() == 0:
+        return torch.full((), 0.0 if ord > 0 else math.inf, dtype=torch.float64, device=rows.device)
+    norm = torch.linalg.vector_norm(rows, ord, dtype=_wide(rows.dtype)).double()
+    return norm if math.isinf(ord) or ord == 0 else norm.pow(ord)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype | None:
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else None
+
+
+class PartialNorm(torch.Tensor):
+    """Norms of order `ord`, to which each rank of their meshes has a part; complete once anything is asked of them."""
+
+    powers: torch.Tensor
+    ord: float
+    meshes: Sequence[Mesh | None]  # None: the same on every rank, and complete
+
+    @staticmethod
+    def __new__(  # noqa: D102
+        cls,
+        powers: torch.Tensor,
+        ord: float,
+        meshes: Sequence[Mesh | None],
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+    ) -> PartialNorm:
+        self = torch.empty(shape, dtype=dtype, device=powers.device).as_subclass(cls)
+        self.powers, self.ord, self.meshes = powers, ord, meshes
+        return self
+
+    @classmethod
+    def __torch_function__(  # noqa: D102
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        with plain():
+            if getattr(func, "__name__", "") == "__get__":
+                return func(*args)
+            if func is torch.Tensor.to:
+                return _moved(args[0], func(*args, **kwargs))
+            if func is torch.stack and len(args) == 1 and not kwargs:
+                return _stacked(args[0])
+            args, kwargs = _completed(args), _completed(kwargs)
+            return func(*args, **kwargs)
+
+    def complete(self) -> torch.Tensor:
+        """The norms of the wholes: an all-reduce for each mesh; collective."""
+        powers = self.powers.clone()
+        op = "max" if self.ord == math.inf else "min" if self.ord == -math.inf else "sum"
+        for mesh in {id(mesh): mesh for mesh in self.meshes if mesh is not None}.values():
+            of_mesh = [i for i, each in enumerate(self.meshes) if each is mesh]
+            part = powers[of_mesh].to(mesh.device)
+            mesh.all_reduce_shards(part, op)
+            powers[of_mesh] = part.to(powers.device)
+        if not math.isinf(self.ord) and self.ord != 0:
+            powers = powers.pow(1 / self.ord)
+        with plain():
+            return powers.to(self.dtype).view(self.shape)
+
+
+def _moved(norm: PartialNorm, like: torch.Tensor) -> PartialNorm:
+    return PartialNorm(
+        norm.powers.to(like.device), norm.ord, norm.meshes, tuple(norm.shape), like.dtype
+    )
+
+
+def _stacked(norms: Sequence[torch.Tensor]) -> torch.Tensor:
+    partial = [n for n in norms if isinstance(n, PartialNorm)]
+    if len({n.ord for n in partial}) > 1 or any(n.dim() for n in norms):
+        return torch.stack(_completed(list(norms)))
+    ord = partial[0].ord
+    powers, meshes = [], []
+    for norm in norms:
+        if isinstance(norm, PartialNorm):
+            powers.append(norm.powers)
+            meshes += norm.meshes
+        else:
+            power = norm.double() if math.isinf(ord) or ord == 0 else norm.double().pow(ord)
+            powers.append(power.view(1))
+            meshes.append(None)
+    dtype = torch.stack([torch.empty((), dtype=n.dtype) for n in norms]).dtype
+    return PartialNorm(torch.cat(powers), ord, meshes, (len(norms),), dtype)
+
+
+def _completed(tree: Any) -> Any:
+    if isinstance(tree, PartialNorm):
+        return tree.complete()
+    if isinstance(tree, list | tuple):
+        return type(tree)(_completed(each) for each in tree)
+    if isinstance(tree, dict):
+        return {key: _completed(value) for key, value in tree.items()}
+    return tree
