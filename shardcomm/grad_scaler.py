@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from shardcomm.engine import Engine
+from shardcomm.plain import plain
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -37,7 +38,8 @@ class GradScaler(torch.amp.GradScaler):
         found_inf: torch.Tensor,
         allow_fp16: bool,
     ) -> dict[torch.device, torch.Tensor]:
-        found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        with plain():
+            found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         here = found.get(found_inf.device, found_inf)  # nothing was found where no row is
         anywhere = here.to(self._mesh.device)
         self._mesh.all_reduce_shards(anywhere, "max")

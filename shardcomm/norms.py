@@ -110,7 +110,7 @@ class PartialNorm(torch.Tensor):
         return self
 
     @classmethod
-    def __torch_function__(  # noqa: D102
+    def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}

@@ -1,4 +1,4 @@
-"""What happens around the steps of torch's optimizers: sharded parameters are plain ones in them, and are looked at before.
+"""Around the steps of torch's optimizers: sharded parameters are plain ones inside, and are looked at before.
 
 Torch calls the hooks for every `torch.optim.Optimizer` of the process.
 """
@@ -47,9 +47,7 @@ def _before(
     return None
 
 
-def _after(
-    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
+def _after(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     _make(_stepping.pop(optimizer, []), ShardedParameter)
 
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from shardcomm.layout import Piece, Placement
 from shardcomm.plain import plain
+from shardcomm.sharded_parameter import ShardedParameter, ShardedRows
 
 
 class ShardGradients:
@@ -71,8 +72,12 @@ class ShardGradients:
             for i, (shard, rows, (placement, piece)) in enumerate(
                 zip(self._shards, self.rows, self._placed, strict=True)
             ):
-                if (used is None or used[i]) and not placement.is_elsewhere(piece):
+                if used is not None and not used[i]:
+                    continue
+                if not placement.is_elsewhere(piece):
                     shard.grad = rows
+                elif isinstance(shard, ShardedParameter):
+                    shard.whole.grad_elsewhere = ShardedRows(rows, shard.whole)
         self.unshown = False
 
     def drop(self) -> None:

@@ -37,6 +37,7 @@ class Whole:
         mesh: the ranks that hold the other rows.
         gather: the whole of a tensor of the rows' shape; collective.
         guarded_grad: `.grad` as it was shown last.
+        grad_elsewhere: what `.grad` shows where there is none, and other ranks, which own the parameter, have one.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Whole:
     mesh: Mesh
     gather: Callable[[torch.Tensor], torch.Tensor]
     guarded_grad: ShardedRows | None = None
+    grad_elsewhere: ShardedRows | None = None
 
     def refuse(self, what: str) -> NoReturn:
         """RuntimeError: `what` would be of rows alone."""
@@ -68,7 +70,7 @@ class ShardedRows(torch.Tensor):
         return self
 
     @classmethod
-    def __torch_function__(  # noqa: D102
+    def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         return _guarded(func, args, kwargs or {})
@@ -113,8 +115,12 @@ def _guarded(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if name == "__get__":
         return _got(func, args[0])
     if name == "__set__":
+        if func.__self__.__name__ == "grad":
+            args[0].whole.grad_elsewhere = None
         with plain():
             return func(args[0], _unguarded(args[1]))
+    if func is torch._amp_foreach_non_finite_check_and_unscale_:
+        return _unscaled(*args, **kwargs)
     if is_norm(func):
         return partial_norms(func, args, kwargs)
     first = next(_guarded_in((args, kwargs)))
@@ -129,9 +135,11 @@ def _guarded(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _got(func: Any, of: Any) -> Any:
     with plain():
         value = func(of)
+    attribute = func.__self__.__name__
+    if value is None and attribute == "grad":
+        return of.whole.grad_elsewhere
     if not isinstance(value, torch.Tensor) or isinstance(value, ShardedRows):
         return value
-    attribute = func.__self__.__name__
     if attribute == "grad":
         if (known := of.whole.guarded_grad) is None or known.rows is not value:
             known = of.whole.guarded_grad = ShardedRows(value, of.whole)
@@ -141,6 +149,16 @@ def _got(func: Any, of: Any) -> Any:
     if attribute.startswith("_"):
         return value
     return of.whole.refuse(attribute)
+
+
+def _unscaled(grads: Any, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
+    """As `torch.amp.GradScaler` calls it: what is found on one rank is found on all."""
+    with plain():
+        torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)
+    for mesh in {id(t.whole.mesh): t.whole.mesh for t in _guarded_in(grads)}.values():
+        found = found_inf.to(mesh.device)
+        mesh.all_reduce_shards(found, "max")
+        found_inf.copy_(found)
 
 
 def _unguarded(value: Any) -> Any:

@@ -7,6 +7,7 @@ import torch
 from nets import assert_same, batch, loss_of, make, sgd_of
 from thread_ranks import run_mesh, run_threads
 from torch import nn
+from twins import local
 
 from shardcomm import Communicator, GradScaler, Mesh, MixedPrecision, fully_shard
 
@@ -50,7 +51,7 @@ def test_scaler_skips_a_step_on_all_ranks_if_one_has_an_inf(
         scaler.scale(model(torch.ones(1, width)).sum()).backward()
         if comm.rank == 0:  # the rows of one rank only
             assert model.weight.grad is not None
-            model.weight.grad[0, 0] = float("inf")
+            local(model.weight.grad)[0, 0] = float("inf")
         if unscale_first:
             scaler.unscale_(optimizer)
         scaler.step(optimizer)
@@ -95,7 +96,7 @@ def test_sums_are_divided_by_the_factor(strategy: str, reduce_dtype: torch.dtype
         for _ in range(2):  # the second is added
             model(torch.ones(1, 4) * (1 + ranks.rank)).sum().backward()
         assert model.weight.grad is not None
-        return model.weight.grad
+        return local(model.weight.grad)
 
     rows = 2 if strategy == "hybrid_shard" else 1
     ranks = 2 * rows

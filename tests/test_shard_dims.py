@@ -10,7 +10,7 @@ import torch
 from nets import assert_same, batch, loss_of, reference, sgd_of
 from thread_ranks import run_mesh, run_threads
 from torch import nn
-from twins import twins
+from twins import local, twins
 
 from shardcomm import AdamW, Communicator, Mesh, MixedPrecision, fully_shard
 from shardcomm.groups import ShardDimOf
@@ -84,7 +84,7 @@ def test_a_rank_holds_a_slice_in_the_parameters_own_order_of_dims(dim: ShardDimO
         loss_of(model, batch(comm.rank, 0)).backward()
         for name, param in model.named_parameters():
             assert param.grad is None or param.grad.stride() == param.stride(), name
-        return [param.detach().clone() for param in model.parameters()]
+        return [local(param).clone() for param in model.parameters()]
 
     held = run_threads(body, 3)
     for (name, whole), *parts in zip(twins(Mixed)[1].named_parameters(), *held, strict=True):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from thread_ranks import run_mesh, run_threads
 from torch import nn
-from twins import WIDTH, Chain, assert_same_gradients, twins, values
+from twins import WIDTH, Chain, assert_same_gradients, local, twins, values
 
 from shardcomm import (
     Bucket,
@@ -258,6 +258,6 @@ def test_gradients_and_sums_of_gradients_are_packed_in_turn(ranks: int) -> None:
             if summed:
                 model(torch.ones(1, WIDTH)).sum().backward()
             assert model.weight.grad is not None
-            assert model.weight.grad.eq(1.0 + summed).all()
+            assert local(model.weight.grad).eq(1.0 + summed).all()
 
     run_threads(body, ranks)

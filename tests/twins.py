@@ -78,3 +78,10 @@ def assert_same_gradients(engine: Engine, model: nn.Module, plain: nn.Module) ->
             grad = got[name]
             assert grad is not None, name
             torch.testing.assert_close(grad, param.grad, msg=name)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's rows of a parameter or of its gradient; the tensor itself if it is all here."""
+    rows = tensor.to_local() if hasattr(tensor, "to_local") else tensor.detach()
+    assert isinstance(rows, torch.Tensor)
+    return rows
