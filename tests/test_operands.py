@@ -267,8 +267,8 @@ def overlapping(comm: Communicator) -> None:
             comm.all_gather(whole, send)
         with pytest.raises(ValueError, match=rf"recv overlaps send, .* here send\[{rank * n} : "):
             comm.reduce_scatter(send, whole)
+    half = torch.zeros(size * n, dtype=torch.float16)
     with pytest.raises(ValueError, match="of recv's dtype"):  # a conversion in place
-        half = torch.zeros(size * n, dtype=torch.float16)
         comm.all_gather(half.view(torch.bfloat16), half[rank * n : (rank + 1) * n])
     queue = comm.bind_reduce_scatter(torch.zeros(n), whole)
     with pytest.raises(ValueError, match="recv overlaps send"):
