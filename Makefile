@@ -1,6 +1,7 @@
 # make demo: trains a sharded GPT here.   make test: runs all tests.   Both set up .venv first, once.
 
-# What the virtual environment gets as torch. Elsewhere: make setup TORCH=torch, or another version or index.
+# What the virtual environment gets as torch. Elsewhere: make setup TORCH=torch, or another
+# version; PIP_INDEX_URL in the environment names another index.
 TORCH ?= torch==2.13.0
 PYTHON ?= python3
 

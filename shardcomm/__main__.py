@@ -38,6 +38,8 @@ def main() -> int:
     except KeyboardInterrupt:
         print("\nshardcomm: interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:
+        os._exit(128 + signal.SIGPIPE)  # whoever read the output has enough
     except OSError as error:
         where = "" if error.filename is None else f"{error.filename}: "
         print(f"shardcomm: {where}{error.strerror or error}", file=sys.stderr)

@@ -54,7 +54,8 @@ def find() -> Found:
             unreadable += not processes.is_kernel_thread(pid)
     if unreadable:
         found.notes.append(
-            f"could not look into {unreadable} other processes; their own user, or root, sees their groups"
+            f"processes that could not be looked into: {unreadable}; their own users see their groups, and so does "
+            "root outside of containers"
         )
     return found
 
