@@ -35,7 +35,14 @@ from shardcomm.mixed_precision import MixedPrecision
 from shardcomm.optimizer_state import OptimizerState
 from shardcomm.schedule import Phase, Schedule, Trigger
 from shardcomm.sharded_unit import Footprint, ShardedUnit, State
-from shardcomm.state_dict import Parts, full_state_dict, load_state_dict, parts_of, state_dict
+from shardcomm.state_dict import (
+    Parts,
+    full_state_dict,
+    install_hooks,
+    load_state_dict,
+    parts_of,
+    state_dict,
+)
 from shardcomm.trace import Trace
 from shardcomm.traffic import Traffic
 
@@ -89,6 +96,7 @@ class Engine:
             comm.transport == "local" and comm.size > 1 for comm in (mesh.shard, mesh.replicate)
         )
         self._hooks = [hook for unit in units for hook in self._install(unit)]
+        install_hooks(units, self._parts, self._forget_gathers)
 
     # What a training loop calls.
 
@@ -170,9 +178,7 @@ class Engine:
         Raises:
             ValueError: a name is missing or unknown, or a shape differs; nothing is changed then.
         """
-        self._settle()
-        for unit in self.units:
-            unit.gathered = False
+        self._forget_gathers()
         load_state_dict(self.model, self._parts, state_dict)
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> OptimizerState:
@@ -251,6 +257,8 @@ class Engine:
         self._settle()
         for unit in self.units:
             unit.gathered = False
+            for param in unit.params:
+                param.guard()
             for bucket, _ in unit.buckets:
                 # Not what is pinned, nor whole gradients: to come by as much memory takes a CPU long.
                 if bucket.offload is None and self.mesh.shard.size > 1:
@@ -258,6 +266,12 @@ class Engine:
         self._seen.clear()
         self._thread = threading.get_ident()
         self._current = self._train if torch.is_grad_enabled() else self._evaluate
+
+    def _forget_gathers(self) -> None:
+        """Waits for what is queued, and gathers anew what is used next."""
+        self._settle()
+        for unit in self.units:
+            unit.gathered = False
 
     def _settle(self) -> None:
         """Waits for what is queued. What an exception left of a step is forgotten, with its backward's gradients."""
@@ -392,6 +406,11 @@ class Engine:
         def pre_forward(
             module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            if module is not unit.module:
+                raise RuntimeError(
+                    f"forward of a copy of unit {unit.name!r}, whose hooks are those of the original's engine; copy a "
+                    "model before fully_shard, or load its full_state_dict() into another one"
+                )
             return self._pre_forward(unit, args, kwargs)
 
         def post_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:

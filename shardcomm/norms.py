@@ -15,6 +15,7 @@ import torch
 from shardcomm.plain import plain
 
 if TYPE_CHECKING:
+    from shardcomm.communicator import ReduceOp
     from shardcomm.mesh import Mesh
 
 
@@ -25,7 +26,7 @@ def is_norm(func: Any) -> bool:
 
 def partial_norms(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The norms that `func`, one of torch's, takes of sharded tensors: a PartialNorm, or a list of them."""
-    given = _NORMS[func](*args, **kwargs)
+    given: _Given = _NORMS[func](*args, **kwargs)
     many = isinstance(given.tensors, list | tuple)
     norms = [_norm(t, given) for t in (given.tensors if many else [given.tensors])]
     return norms if many else norms[0]
@@ -33,11 +34,17 @@ def partial_norms(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 class _Given:
     def __init__(
-        self, tensors: Any, ord: Any = 2, dim: Any = None, keepdim: bool = False, dtype: Any = None
+        self,
+        tensors: Any,
+        ord: Any = 2,
+        dim: Any = None,
+        keepdim: bool = False,
+        out: Any = None,
+        dtype: Any = None,
     ) -> None:
         self.tensors, self.dtype = tensors, dtype
         self.ord = 2.0 if ord in (None, "fro") else ord
-        whole_only = dim is None and not keepdim and not isinstance(self.ord, str)
+        whole_only = dim is None and not keepdim and out is None and not isinstance(self.ord, str)
         self.refused = None if whole_only else "a norm along a dim"
         if whole_only:
             self.ord = float(self.ord)
@@ -67,7 +74,8 @@ def _norm(tensor: Any, given: _Given) -> torch.Tensor:
     whole = getattr(tensor, "whole", None)
     with plain():
         if whole is None:
-            return torch.linalg.vector_norm(tensor, given.ord, dtype=given.dtype)
+            norm: torch.Tensor = torch.linalg.vector_norm(tensor, given.ord, dtype=given.dtype)
+            return norm
         if given.refused:
             whole.refuse(given.refused)
         if torch.is_grad_enabled() and tensor.requires_grad:
@@ -81,7 +89,8 @@ def _power(rows: torch.Tensor, ord: float) -> torch.Tensor:
     """What ranks combine: a sum of powers, a count, or the largest or least."""
     if math.isinf(ord) and rows.numel() == 0:
         return torch.full((), 0.0 if ord > 0 else math.inf, dtype=torch.float64, device=rows.device)
-    norm = torch.linalg.vector_norm(rows, ord, dtype=_wide(rows.dtype)).double()
+    norm: torch.Tensor = torch.linalg.vector_norm(rows, ord, dtype=_wide(rows.dtype))
+    norm = norm.double()
     return norm if math.isinf(ord) or ord == 0 else norm.pow(ord)
 
 
@@ -127,7 +136,7 @@ class PartialNorm(torch.Tensor):
     def complete(self) -> torch.Tensor:
         """The norms of the wholes: an all-reduce for each mesh; collective."""
         powers = self.powers.clone()
-        op = "max" if self.ord == math.inf else "min" if self.ord == -math.inf else "sum"
+        op: ReduceOp = "max" if self.ord == math.inf else "min" if self.ord == -math.inf else "sum"
         for mesh in {id(mesh): mesh for mesh in self.meshes if mesh is not None}.values():
             of_mesh = [i for i, each in enumerate(self.meshes) if each is mesh]
             part = powers[of_mesh].to(mesh.device)
@@ -150,7 +159,8 @@ def _stacked(norms: Sequence[torch.Tensor]) -> torch.Tensor:
     if len({n.ord for n in partial}) > 1 or any(n.dim() for n in norms):
         return torch.stack(_completed(list(norms)))
     ord = partial[0].ord
-    powers, meshes = [], []
+    powers: list[torch.Tensor] = []
+    meshes: list[Mesh | None] = []
     for norm in norms:
         if isinstance(norm, PartialNorm):
             powers.append(norm.powers)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -217,6 +217,18 @@ class ShardTensor(torch.Tensor):
         parts = [torch.empty_like(part, device=device) for part in self.parts]
         like = torch.empty(0, dtype=self.dtype, device=device or self.device)
         return ShardTensor(self.shape, like, self.rectangles, parts, self.ranks)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise RuntimeError(
+            f"{self!r} cannot be pickled, as by torch.save: it is this rank's part alone. Save by "
+            "torch.distributed.checkpoint, or save engine.full_state_dict()"
+        )
+
+    def untyped_storage(self) -> NoReturn:  # noqa: D102
+        raise RuntimeError(
+            f"{self!r} has no storage of its own, as safetensors wants it: it is this rank's part alone. Save by "
+            "torch.distributed.checkpoint, or save engine.full_state_dict()"
+        )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         held = [

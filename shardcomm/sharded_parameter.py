@@ -3,28 +3,24 @@
 `model.parameters()` of a sharded model are this rank's rows, which torch's tools take for whole parameters. So the rows
 are guarded. An elementwise operation on them is done, and gives guarded rows again; a norm is the norm of the whole
 (`norms.py`); and what would be silently wrong of rows alone, such as a product of matrices, an index or a sum, raises a
-RuntimeError that says where the whole parameter is to be had. Inside an optimizer's step they are plain parameters
+RuntimeError that says where the whole parameter is to be had. Inside most optimizers' steps they are plain parameters
 (`optimizer_steps.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from shardcomm.mesh import Mesh
 from shardcomm.norms import is_norm, partial_norms
 from shardcomm.plain import plain
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from shardcomm.mesh import Mesh
 
 
 @dataclass(eq=False)
@@ -35,24 +31,59 @@ class Whole:
         name: the parameter's, in the model.
         unit: the name of the unit in whose forward the whole parameter is there.
         mesh: the ranks that hold the other rows.
+        rows: this rank's, a plain tensor.
+        is_here, is_elsewhere: one rank owns the whole parameter; it is this one, or another.
         gather: the whole of a tensor of the rows' shape; collective.
         guarded_grad: `.grad` as it was shown last.
-        grad_elsewhere: what `.grad` shows where there is none, and other ranks, which own the parameter, have one.
+        grad_elsewhere: what `.grad` shows where there is none, and the parameter's owner has one.
     """
 
     name: str
     unit: str
     mesh: Mesh
+    rows: torch.Tensor
+    is_here: bool
+    is_elsewhere: bool
     gather: Callable[[torch.Tensor], torch.Tensor]
     guarded_grad: ShardedRows | None = None
     grad_elsewhere: ShardedRows | None = None
+
+    def adopt(self, param: nn.Parameter) -> None:
+        """Takes the values of memory that was put in place of the rows'."""
+        with plain():
+            if param.data_ptr() != self.rows.data_ptr():
+                self.take(param.data)
+                param.data = self.rows
+
+    def take(self, values: torch.Tensor) -> None:
+        """Copies `values` to the rows."""
+        self.check(values)
+        with plain():
+            self.rows.copy_(values)
+
+    def check(self, values: torch.Tensor) -> None:
+        """RuntimeError unless `values` can be in the rows' place: of the same shape, dtype and device."""
+        rows = self.rows
+        with plain():
+            if values.shape == rows.shape and (values.dtype, values.device) == (
+                rows.dtype,
+                rows.device,
+            ):
+                return
+        raise RuntimeError(
+            f"parameter {self.name!r} was given {values.dtype} of shape {tuple(values.shape)} on {values.device} after "
+            f"fully_shard; this rank's rows are {rows.dtype} of shape {tuple(rows.shape)} on {rows.device}. Convert "
+            "and move a model before fully_shard, compute in another dtype by mixed_precision=, and load values by "
+            "load_state_dict"
+        )
 
     def refuse(self, what: str) -> NoReturn:
         """RuntimeError: `what` would be of rows alone."""
         raise RuntimeError(
             f"{what} of {self.name!r}: outside of the forward of unit {self.unit!r} this rank has only its rows of it, "
             "with which elementwise operations and norms are right. Compute in that forward, or take full_tensor() "
-            "for the whole, to_local() for the rows"
+            "for the whole, to_local() for the rows; for an optimizer that looks at whole matrices, fully_shard with "
+            'granularity="tensor"'
         )
 
 
@@ -88,10 +119,17 @@ class ShardedRows(torch.Tensor):
         return f"{type(self).__name__}(rows of {self.whole.name!r}: {self.to_local()!r})"
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        self.whole.refuse("a pickle or a deep copy")
+        self._refuse_copies("pickled")
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
-        self.whole.refuse("a deep copy")
+        self._refuse_copies("copied by deepcopy")
+
+    def _refuse_copies(self, how: str) -> NoReturn:
+        raise RuntimeError(
+            f"{self.whole.name!r} is sharded and cannot be {how}: its memory belongs to the engine. Save a model by "
+            "torch.distributed.checkpoint or engine.full_state_dict(), copy it before fully_shard, and take clone() "
+            "for the values of a tensor"
+        )
 
 
 class ShardedParameter(nn.Parameter):
@@ -105,9 +143,16 @@ class ShardedParameter(nn.Parameter):
     __torch_function__ = ShardedRows.__torch_function__
     to_local = ShardedRows.to_local
     full_tensor = ShardedRows.full_tensor
-    __repr__ = ShardedRows.__repr__
+    __repr__ = ShardedRows.__repr__  # type: ignore[assignment]
     __reduce_ex__ = ShardedRows.__reduce_ex__
     __deepcopy__ = ShardedRows.__deepcopy__
+    _refuse_copies = ShardedRows._refuse_copies
+
+    def register_hook(self, hook: Any) -> NoReturn:  # noqa: D102
+        raise RuntimeError(
+            f"register_hook on {self.whole.name!r}, which is sharded: autograd's gradient is of the whole parameter, "
+            "and is reduced over the ranks before this rank has its rows of it; use register_post_accumulate_grad_hook"
+        )
 
 
 def _guarded(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -115,16 +160,18 @@ def _guarded(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if name == "__get__":
         return _got(func, args[0])
     if name == "__set__":
-        if func.__self__.__name__ == "grad":
-            args[0].whole.grad_elsewhere = None
-        with plain():
-            return func(args[0], _unguarded(args[1]))
+        return _set(func, *args)
     if func is torch._amp_foreach_non_finite_check_and_unscale_:
         return _unscaled(*args, **kwargs)
     if is_norm(func):
         return partial_norms(func, args, kwargs)
+    if func is torch._has_compatible_shallow_copy_type:  # of Module.to, .half, .cuda, ...
+        args[0].whole.check(args[1])
     first = next(_guarded_in((args, kwargs)))
-    if name in _EXPORTS:
+    if first.whole.is_here:
+        with plain():
+            return _as_guarded(func(*args, **kwargs), first)
+    if name in _REFUSED:
         first.whole.refuse(name)
     _check_shapes(name, first, args, kwargs)
     with plain(), _Elementwise(first.whole, name):
@@ -146,9 +193,20 @@ def _got(func: Any, of: Any) -> Any:
         return known
     if attribute in ("data", "real", "imag"):
         return ShardedRows(value, of.whole)
-    if attribute.startswith("_"):
+    if attribute.startswith("_") or of.whole.is_here:
         return value
     return of.whole.refuse(attribute)
+
+
+def _set(func: Any, of: Any, value: Any) -> None:
+    attribute = func.__self__.__name__
+    if isinstance(of, ShardedParameter) and attribute == "data":
+        of.whole.take(_unguarded(value))
+        return
+    if attribute == "grad":
+        of.whole.grad_elsewhere = None
+    with plain():
+        func(of, _unguarded(value))
 
 
 def _unscaled(grads: Any, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
@@ -176,7 +234,7 @@ def _check_shapes(name: str, first: Any, args: tuple[Any, ...], kwargs: dict[str
             with plain():
                 shape, other = first.shape, value.shape
             try:
-                fits = torch.broadcast_shapes(shape, other) == shape
+                fits = torch.broadcast_shapes(shape, other) == shape  # type: ignore[no-untyped-call]
             except RuntimeError:
                 fits = False
             if not fits:
@@ -194,9 +252,19 @@ def _as_guarded(result: Any, first: Any) -> Any:
     return tree_map_only(torch.Tensor, guard, result)
 
 
-_EXPORTS = {"numpy", "__array__", "tolist", "item", "__dlpack__", "__dlpack_device__"}
+# No operation of torch's tells of these: they take the rows out of torch, or move their memory.
+_REFUSED = {
+    "__array__",
+    "__dlpack__",
+    "__dlpack_device__",
+    "item",
+    "numpy",
+    "share_memory_",
+    "tolist",
+}
 
 _ELEMENTWISE = {
+    "aten::_to_copy",
     "aten::alias",
     "aten::clone",
     "aten::copy_",
@@ -204,19 +272,22 @@ _ELEMENTWISE = {
     "aten::empty_like",
     "aten::fill_",
     "aten::full_like",
+    "aten::lift_fresh",
+    "aten::new_empty",
+    "aten::new_full",
+    "aten::new_ones",
+    "aten::new_zeros",
     "aten::ones_like",
     "aten::zero_",
     "aten::zeros_like",
-    "aten::_to_copy",
-    "aten::lift_fresh",
 }
 
 
-class _Elementwise(TorchDispatchMode):
+class _Elementwise(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Refuses what is not elementwise."""
 
     def __init__(self, whole: Whole, name: str) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._whole = whole
         self._name = name
 

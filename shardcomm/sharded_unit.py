@@ -13,6 +13,7 @@ from torch import nn
 from shardcomm.boundary import Marked
 from shardcomm.bucket import Bucket
 from shardcomm.mesh import Mesh
+from shardcomm.optimizer_steps import replaced
 from shardcomm.schedule import Phase, Trigger
 from shardcomm.sharded_parameter import ShardedParameter, Whole
 from shardcomm.streams import Event
@@ -40,19 +41,27 @@ class ShardedParam:
         requires_grad = owned.param.requires_grad
         self.name = owned.name
         self.owned = owned
+        replaced(owned.param, owned.name)
         owned.param = shard  # lets go of the full one
         shard.requires_grad = requires_grad
         if whole is not None:
             shard.whole = whole  # type: ignore[attr-defined]
-            shard.__class__ = ShardedParameter
+        self.guard()
         self.shard = shard
+        self.whole = whole
         self.full = nn.Parameter(full, requires_grad=requires_grad)
         self.unsharded_grad: torch.Tensor | None = None  # sum of backwards that were not reduced
         self.used = False  # this rank had a gradient for it in this backward
         self.watched = False  # see ShardedUnit.watch_gradients
 
+    def guard(self) -> None:
+        """The shard is a ShardedParameter, also where an exception ended an optimizer's step."""
+        if self.whole is not None:
+            self.shard.__class__ = ShardedParameter
+
     def show_full(self) -> None:
         """The model computes with the full parameter."""
+        self.owned.check(self.shard, self.full)
         if self.full.requires_grad is not self.shard.requires_grad:  # frozen or thawed since
             self.full.requires_grad_(self.shard.requires_grad)
         self.owned.show(self.full)
@@ -104,7 +113,9 @@ class ShardedUnit:
             (
                 bucket,
                 [
-                    ShardedParam(owned, shard, full, self._whole(bucket, i, owned.name, mesh))
+                    ShardedParam(
+                        owned, shard, full, self._whole(bucket, i, owned.name, shard, mesh)
+                    )
                     for i, (owned, shard, full) in enumerate(
                         zip(params, bucket.shards, bucket.params, strict=True)
                     )
@@ -130,10 +141,22 @@ class ShardedUnit:
         self.storages = frozenset(b.full.untyped_storage()._cdata for b, _ in buckets)
         self.show_shard()
 
-    def _whole(self, bucket: Bucket, index: int, name: str, mesh: Mesh) -> Whole | None:
+    def _whole(
+        self, bucket: Bucket, index: int, name: str, shard: torch.Tensor, mesh: Mesh
+    ) -> Whole | None:
         if bucket.layout.world_size == 1:
             return None
-        return Whole(name, self.name, mesh, partial(bucket.gathered_rows, index))
+        placement = bucket.layout.placements[index]
+        piece = bucket.layout.piece(bucket.comm.rank, index)
+        return Whole(
+            name,
+            self.name,
+            mesh,
+            shard.detach(),
+            is_here=piece.numel == placement.numel,
+            is_elsewhere=placement.is_elsewhere(piece),
+            gather=partial(bucket.gathered_rows, index),
+        )
 
     def show_full(self) -> None:
         """Forward and backward see the full parameters."""

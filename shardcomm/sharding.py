@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import cache, partial
@@ -22,6 +21,7 @@ from shardcomm.mixed_precision import MixedPrecision
 from shardcomm.planner import Plan
 from shardcomm.schedule import Schedule, Trigger
 from shardcomm.shard_units import shard_units
+from shardcomm.sharded_modules import is_sharded, remember
 from shardcomm.sharded_unit import Footprint, ShardedUnit
 from shardcomm.strategy import Strategy
 from shardcomm.unit import UnitParams, Units, find_units, registration_order
@@ -99,7 +99,7 @@ def fully_shard(
         raise ValueError(
             f"fully_shard: on_nonfinite is {on_nonfinite!r}; accepted: 'raise', 'skip', None"
         )
-    if any(module in _sharded for module in model.modules()):
+    if any(map(is_sharded, model.modules())):
         raise ValueError("fully_shard: model, or a module of it, is sharded already")
     how = Strategy.named(strategy)
     found = find_units(model, units)
@@ -162,7 +162,7 @@ def fully_shard(
         owns_mesh=isinstance(comm, DeviceMesh),
     )
     optimizer_steps.install()
-    _sharded.update(model.modules())
+    remember(model)
     return engine
 
 
@@ -208,7 +208,3 @@ def _check(units: Sequence[ShardedUnit], plan: Plan) -> None:
 
 def _trained(units: Sequence[ShardedUnit]) -> list[bool]:
     return [param.shard.requires_grad for unit in units for param in unit.params]
-
-
-# Modules whose parameters are shards, also after their engine was closed.
-_sharded: weakref.WeakSet[nn.Module] = weakref.WeakSet()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,6 +35,75 @@ def state_dict(model: nn.Module, parts: Parts) -> dict[str, Any]:
         name: value if _is_extra(name) else _held(value, parts)
         for name, value in model.state_dict(keep_vars=True).items()
     }
+
+
+def install_hooks(units: Iterable[ShardedUnit], parts: Parts, settle: Callable[[], None]) -> None:
+    """The state dicts of the model and of its modules are as those of the engine: ShardTensors, and loaded from them.
+
+    `settle` waits for what is under way before a state dict is made or loaded.
+    """
+    shown: dict[nn.Module, dict[str, nn.Parameter]] = defaultdict(dict)
+    for unit in units:
+        for bucket, params in unit.buckets:
+            if bucket.layout.world_size > 1:
+                for param in params:
+                    for module, attribute in param.owned.places:
+                        shown[module][attribute] = param.shard
+    for module, held in shown.items():
+        hooks = _Hooks(held, parts, settle)
+        module.register_state_dict_pre_hook(hooks.before)  # type: ignore[no-untyped-call]
+        # A partial: torch sets an attribute of what it is given.
+        module.register_state_dict_post_hook(partial(hooks.after))  # type: ignore[no-untyped-call]
+        module.register_load_state_dict_pre_hook(hooks.load)  # type: ignore[no-untyped-call]
+
+
+class _Hooks:
+    """Of one module, whose parameters `held` are sharded."""
+
+    def __init__(
+        self, held: Mapping[str, nn.Parameter], parts: Parts, settle: Callable[[], None]
+    ) -> None:
+        self._held = held
+        self._parts = parts
+        self._settle = settle
+
+    def before(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        self._settle()
+
+    def after(
+        self, module: nn.Module, state: dict[str, Any], prefix: str, local_metadata: object
+    ) -> None:
+        for attribute, param in self._held.items():
+            # With keep_vars the caller wants the parameters themselves.
+            if (given := state.get(prefix + attribute)) is not None and given is not param:
+                state[prefix + attribute] = self._parts[param].of(param)
+
+    @torch.no_grad()
+    def load(
+        self,
+        module: nn.Module,
+        state: dict[str, Any],
+        prefix: str,
+        local_metadata: object,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        errors: list[str],
+    ) -> None:
+        self._settle()
+        for attribute, param in self._held.items():
+            name = prefix + attribute
+            if name not in state:
+                continue
+            current, value = self._parts[param].of(param), state[name]
+            if value is not param:
+                try:
+                    check_value("load_state_dict", name, current, value)
+                except ValueError as error:
+                    errors.append(str(error))
+                else:
+                    load_value(current, value)
+            state[name] = param  # what torch copies to it, or puts in its place, is itself
 
 
 def full_state_dict(

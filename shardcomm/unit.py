@@ -35,6 +35,17 @@ class OwnedParam:
     param: nn.Parameter
     places: list[tuple[nn.Module, str]] = field(default_factory=list)
 
+    def check(self, shard: nn.Parameter, full: nn.Parameter) -> None:
+        """RuntimeError unless all its places show one of them."""
+        for module, attribute in self.places:
+            shown = module._parameters.get(attribute)
+            if shown is not shard and shown is not full:
+                raise RuntimeError(
+                    f"{type(module).__name__}.{attribute}, parameter {self.name!r}, was replaced after fully_shard, "
+                    "which trains the one it was given; replace, tie and parametrize before fully_shard, load values "
+                    "by load_state_dict, and call the model itself instead of functional_call"
+                )
+
     def show(self, param: nn.Parameter) -> None:
         """Makes the model's modules see `param` in this parameter's places."""
         for module, attribute in self.places:

@@ -1,0 +1,56 @@
+"""Which modules are sharded; what is put into them later would not be, and is refused at once."""
+
+from __future__ import annotations
+
+import weakref
+from functools import cache
+from typing import NoReturn
+
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+
+_sharded: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # also after their engine was closed
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether `fully_shard` has been called with it, or with a module around it."""
+    return module in _sharded
+
+
+def remember(model: nn.Module) -> None:
+    """`model` and all modules in it are sharded from now on."""
+    _install()
+    _sharded.update(model.modules())
+
+
+@cache
+def _install() -> None:
+    """Torch calls these for every module of the process, when it is built."""
+    register_module_parameter_registration_hook(_on_parameter)
+    register_module_module_registration_hook(_on_module)
+
+
+def _on_parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+    if param is not None and param is not module._parameters.get(name) and module in _sharded:
+        _refuse(module, name, "a parameter")
+
+
+def _on_module(module: nn.Module, name: str, child: nn.Module | None) -> None:
+    if child is None or child is module._modules.get(name) or module not in _sharded:
+        return
+    if any(
+        not is_sharded(m) and any(True for _ in m.parameters(recurse=False))
+        for m in child.modules()
+    ):
+        _refuse(module, name, f"a {type(child).__name__}")
+
+
+def _refuse(module: nn.Module, name: str, what: str) -> NoReturn:
+    raise RuntimeError(
+        f"{type(module).__name__}.{name}: {what} is put into a model after fully_shard, and its gradients would not be "
+        "averaged over the ranks; build, replace, tie and parametrize before fully_shard, and load values by "
+        "load_state_dict"
+    )

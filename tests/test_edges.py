@@ -1,0 +1,316 @@
+"""What torch's tools do to a sharded model: it works as without sharding, or raises a sentence that says what to do."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from thread_ranks import run_threads
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils import parameters_to_vector, parametrize, vector_to_parameters
+
+from shardcomm import Communicator, Engine, fully_shard
+
+RANKS = 2
+WIDTH = 8
+
+
+class Tied(nn.Module):
+    """An embedding that is a unit of its own, and whose weight the model's forward may read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, WIDTH)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, ids: torch.Tensor, *, tied: bool = False) -> torch.Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return F.linear(x, self.embed.weight) if tied else x
+
+
+def model_of(seed: int = 0) -> Tied:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return Tied()
+
+
+IDS = torch.tensor([[0, 1, 2], [3, 4, 0]])
+
+
+def with_sharded(
+    body: Callable[[Tied, Engine, Tied], Any], ranks: int = RANKS, **options: Any
+) -> list[Any]:
+    """What `body` gives on each rank, for a sharded model, its engine and its plain twin, both after a backward."""
+    plain = model_of()
+    nets = [copy.deepcopy(plain) for _ in range(2 * ranks)]
+
+    def rank(comm: Communicator) -> Any:
+        model, twin = nets[2 * comm.rank], nets[2 * comm.rank + 1]
+        engine = fully_shard(model, comm, units=[nn.Linear, nn.Embedding], **options)
+        for each in (model, twin):
+            each(IDS).square().sum().backward()
+        return body(model, engine, twin)
+
+    return run_threads(rank, ranks)
+
+
+# Norms and clipping.
+
+
+@pytest.mark.parametrize("granularity", ["element", "row", "tensor"])
+@pytest.mark.parametrize("kind", [1.0, 2.0, 3.5, math.inf, -math.inf, 0.0])
+@pytest.mark.parametrize("foreach", [None, False])
+def test_total_norm_and_clipping_are_global(
+    kind: float, granularity: str, foreach: bool | None
+) -> None:
+    def body(model: Tied, engine: Engine, twin: Tied) -> None:
+        grads = [[p.grad for p in m.parameters() if p.grad is not None] for m in (model, twin)]
+        ours, theirs = (nn.utils.get_total_norm(g, kind, foreach=foreach) for g in grads)
+        torch.testing.assert_close(ours, theirs)
+        if kind <= 0:
+            return
+        ours, theirs = (
+            nn.utils.clip_grad_norm_(m.parameters(), 0.1, kind, foreach=foreach)
+            for m in (model, twin)
+        )
+        assert type(ours) is torch.Tensor
+        torch.testing.assert_close(ours, theirs)
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(p.grad.full_tensor(), q.grad)  # type: ignore[union-attr]
+
+    with_sharded(body, granularity=granularity)
+
+
+def test_clipping_inside_an_optimizers_closure_is_global() -> None:
+    """As Lightning does."""
+
+    def body(model: Tied, engine: Engine, twin: Tied) -> None:
+        norms = []
+        for each in (model, twin):
+            optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+
+            def closure(each: nn.Module = each) -> torch.Tensor:
+                each.zero_grad()
+                loss: torch.Tensor = each(IDS).square().sum()
+                loss.backward()
+                norms.append(nn.utils.clip_grad_norm_(each.parameters(), 0.1))
+                return loss
+
+            optimizer.step(closure)  # type: ignore[arg-type]
+        torch.testing.assert_close(norms[0], norms[1])
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(p.full_tensor(), q.detach())  # type: ignore[attr-defined]
+
+    with_sharded(body)
+
+
+def test_a_norm_of_a_single_parameter_and_clipping_by_value() -> None:
+    def body(model: Tied, engine: Engine, twin: Tied) -> None:
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            with torch.no_grad():
+                torch.testing.assert_close(p.norm() + 0, q.norm())
+                torch.testing.assert_close(float(torch.linalg.vector_norm(p)), float(q.norm()))
+        for each in (model, twin):
+            nn.utils.clip_grad_value_(each.parameters(), 0.01)
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(p.grad.full_tensor(), q.grad)  # type: ignore[union-attr]
+
+    with_sharded(body)
+
+
+# Compute with rows.
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda m: F.linear(torch.ones(1, WIDTH), m.embed.weight),
+        lambda m: m(IDS, tied=True),
+        lambda m: m.embed.weight[0],
+        lambda m: m.embed.weight.T,
+        lambda m: m.embed.weight.sum(),
+        lambda m: m.embed.weight.data @ torch.ones(WIDTH),
+        lambda m: m.embed.weight.add(torch.ones(5, WIDTH)),
+        lambda m: m.embed.weight.data.add_(torch.ones(5, WIDTH)),
+        lambda m: m.embed.weight.numpy(force=True),
+        lambda m: nn.init.xavier_uniform_(m.embed.weight),
+        lambda m: m.embed.weight.grad.mean(),
+        lambda m: parameters_to_vector(m.parameters()),
+        lambda m: vector_to_parameters(torch.zeros(5 * WIDTH), [m.embed.weight]),
+        lambda m: m.embed.weight.norm().backward(),
+        lambda m: m.share_memory(),
+    ],
+)
+def test_what_would_be_wrong_of_rows_alone_is_refused(use: Callable[[Tied], Any]) -> None:
+    def body(model: Tied, engine: Engine, twin: Tied) -> None:
+        with pytest.raises(RuntimeError, match=r"of '.*': outside of the forward of unit '.*'"):
+            use(model)
+
+    with_sharded(body)
+
+
+def test_elementwise_arithmetic_is_that_of_the_whole() -> None:
+    def body(model: Tied, engine: Engine, twin: Tied) -> None:
+        for each in (model, twin):
+            average = [p.detach().clone() for p in each.parameters()]
+            with torch.no_grad():
+                for p, mean in zip(each.parameters(), average, strict=True):
+                    p.mul_(2).sub_(p.grad, alpha=0.5)
+                    mean.lerp_(p, 0.25)
+                torch._foreach_copy_(list(each.parameters()), average)
+                p.data = torch.zeros_like(p)
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(p.full_tensor(), q.detach())  # type: ignore[attr-defined]
+        assert torch.equal(model(IDS), twin(IDS))
+
+    with_sharded(body)
+
+
+# What is replaced, converted, moved or added.
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: m.half(),
+        lambda m: m.double(),
+        lambda m: m.to("meta"),
+        lambda m: setattr(m.embed.weight, "data", torch.zeros(5, WIDTH)),
+        lambda m: setattr(m.embed, "weight", nn.Parameter(torch.zeros(5, WIDTH))),
+        lambda m: setattr(m.blocks[0], "weight", m.blocks[1].weight),
+        lambda m: setattr(m, "head", nn.Linear(WIDTH, 2)),
+        lambda m: m.blocks.append(nn.Linear(WIDTH, WIDTH)),
+        lambda m: m.register_parameter("scale", nn.Parameter(torch.ones(1))),
+        lambda m: parametrize.register_parametrization(m.embed, "weight", nn.Identity()),
+        lambda m: torch.func.functional_call(m, {"embed.weight": torch.zeros(5, WIDTH)}, (IDS,)),
+    ],
+)
+def test_what_would_not_be_trained_is_refused(change: Callable[[Tied], Any]) -> None:
+    def body(model: Tied, engine: Engine, twin: Tied) -> None:
+        with pytest.raises(RuntimeError, match=r"after\s+fully_shard"):
+            (change(model), model(IDS))
+
+    with_sharded(body)
+
+
+def test_what_changes_nothing_is_let_through() -> None:
+    def body(model: Tied, engine: Engine, twin: Tied) -> None:
+        model.float().cpu().to(torch.float32).requires_grad_(True).train()
+        model.act = nn.GELU()  # type: ignore[assignment]
+        model.embed.weight = model.embed.weight
+        assert torch.equal(model(IDS), twin(IDS))
+
+    with_sharded(body)
+
+
+def test_values_put_in_a_parameters_place_are_trained() -> None:
+    def body(model: Tied, engine: Engine, twin: Tied) -> None:
+        for each in (model, twin):
+            for p in each.parameters():
+                p.data = torch.full_like(p, 0.5)
+            optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+            each.zero_grad()
+            each(IDS).square().sum().backward()
+            optimizer.step()
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(p.full_tensor(), q.detach())  # type: ignore[attr-defined]
+
+    with_sharded(body)
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+def test_copies_are_refused(strategy: str) -> None:
+    def body(model: Tied, engine: Engine, twin: Tied) -> None:
+        with pytest.raises(RuntimeError, match="before fully_shard"):
+            copy.deepcopy(model)(IDS)
+
+    with_sharded(body, strategy=strategy)
+
+
+def test_an_optimizer_made_before_is_refused_at_its_first_step() -> None:
+    nets = [model_of() for _ in range(RANKS)]
+
+    def rank(comm: Communicator) -> None:
+        model = nets[comm.rank]
+        optimizer = torch.optim.AdamW(model.parameters())
+        fully_shard(model, comm)
+        model(IDS).sum().backward()
+        with pytest.raises(RuntimeError, match="after fully_shard"):
+            optimizer.step()
+
+    run_threads(rank, RANKS)
+
+
+def test_a_gradient_hook_is_refused() -> None:
+    def body(model: Tied, engine: Engine, twin: Tied) -> None:
+        with pytest.raises(RuntimeError, match="register_post_accumulate_grad_hook"):
+            model.embed.weight.register_hook(lambda grad: grad)
+
+    with_sharded(body)
+
+
+# State dicts.
+
+
+def test_a_models_state_dict_is_that_of_its_engine() -> None:
+    def body(model: Tied, engine: Engine, twin: Tied) -> None:
+        of_model, of_engine = model.state_dict(), engine.state_dict()
+        assert of_model.keys() == of_engine.keys() == twin.state_dict().keys()
+        for name, value in of_model.items():
+            assert value.shape == twin.state_dict()[name].shape
+            assert repr(value) == repr(of_engine[name])
+        inner = model.blocks[0].state_dict(prefix="inner.")
+        assert inner["inner.weight"].shape == (WIDTH, WIDTH)
+        with pytest.raises(RuntimeError, match=r"torch\.distributed\.checkpoint"):
+            torch.save(of_model, io.BytesIO())
+
+    with_sharded(body)
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_full_tensors_load_into_a_model(assign: bool) -> None:
+    other = model_of(seed=1)
+
+    def body(model: Tied, engine: Engine, twin: Tied) -> None:
+        model(IDS)
+        model.load_state_dict(other.state_dict(), assign=assign)
+        assert torch.equal(model(IDS), other(IDS))
+        twin.load_state_dict(engine.full_state_dict())
+        model.load_state_dict(model.state_dict(), assign=assign)
+        model.blocks[0].load_state_dict(other.blocks[0].state_dict(), assign=assign)
+        assert torch.equal(model(IDS), twin(IDS))
+        with pytest.raises(RuntimeError, match=r"embed\.weight has shape \(4, 8\)"):
+            model.load_state_dict({"embed.weight": torch.zeros(4, WIDTH)}, strict=False)
+
+    with_sharded(body)
+
+
+def test_rows_are_plain_in_a_step_and_guarded_after_one_that_fails() -> None:
+    seen: list[type] = []
+
+    class Failing(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            seen.extend(type(p) for group in self.param_groups for p in group["params"])
+            raise ZeroDivisionError
+
+    def body(model: Tied, engine: Engine, twin: Tied) -> None:
+        with pytest.raises(ZeroDivisionError):
+            Failing(model.parameters(), lr=0.1).step()
+        model(IDS).sum().backward()
+        norm = nn.utils.get_total_norm(p.grad for p in model.parameters() if p.grad is not None)
+        twin(IDS).sum().backward()
+        torch.testing.assert_close(
+            norm,
+            nn.utils.get_total_norm(p.grad for p in twin.parameters() if p.grad is not None),
+        )
+
+    with_sharded(body)
+    assert set(seen) == {nn.Parameter}
