@@ -42,13 +42,13 @@ class ShardedParam:
         self.name = owned.name
         self.owned = owned
         replaced(owned.param, owned.name)
+        self.whole = whole
         owned.param = shard  # lets go of the full one
         shard.requires_grad = requires_grad
         if whole is not None:
             shard.whole = whole  # type: ignore[attr-defined]
-        self.guard()
         self.shard = shard
-        self.whole = whole
+        self.guard()
         self.full = nn.Parameter(full, requires_grad=requires_grad)
         self.unsharded_grad: torch.Tensor | None = None  # sum of backwards that were not reduced
         self.used = False  # this rank had a gradient for it in this backward
