@@ -70,6 +70,18 @@ class Gradients:
                 bucket.gradients.show(used_here)
             for param in params:
                 param.used = False
+        self._call_hooks()
+
+    def _call_hooks(self) -> None:
+        """Those of `register_post_accumulate_grad_hook`, now that the gradients are there."""
+        with plain():
+            hooked = [p.shard for p in self._params if p.shard._post_accumulate_grad_hooks]  # type: ignore[attr-defined]
+            hooked = [shard for shard in hooked if shard.grad is not None]
+        for shard in hooked:
+            with plain():
+                hooks = list(shard._post_accumulate_grad_hooks.values())  # type: ignore[attr-defined]
+            for hook in hooks:
+                hook(shard)
 
     def clip_norm_(self, max_norm: float) -> torch.Tensor:
         """Scales them so that their global L2 norm is at most `max_norm`; returns the norm before."""

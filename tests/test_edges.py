@@ -257,6 +257,27 @@ def test_a_gradient_hook_is_refused() -> None:
     with_sharded(body)
 
 
+def test_an_optimizer_in_backward_sees_the_reduced_gradients() -> None:
+    def body(model: Tied, engine: Engine, twin: Tied) -> None:
+        for each in (model, twin):
+            optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in each.parameters()}
+
+            def step(p: torch.Tensor, optimizers: Any = optimizers) -> None:
+                optimizers[p].step()
+                p.grad = None
+
+            for p in each.parameters():
+                p.grad = None
+                p.register_post_accumulate_grad_hook(step)  # type: ignore[no-untyped-call]
+            for _ in range(2):
+                each(IDS).square().sum().backward()
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            assert p.grad is None
+            torch.testing.assert_close(p.full_tensor(), q.detach())  # type: ignore[attr-defined]
+
+    with_sharded(body)
+
+
 # State dicts.
 
 
