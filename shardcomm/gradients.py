@@ -75,11 +75,11 @@ class Gradients:
     def _call_hooks(self) -> None:
         """Those of `register_post_accumulate_grad_hook`, now that the gradients are there."""
         with plain():
-            hooked = [p.shard for p in self._params if p.shard._post_accumulate_grad_hooks]  # type: ignore[attr-defined]
+            hooked = [p.shard for p in self._params if p.shard._post_accumulate_grad_hooks]
             hooked = [shard for shard in hooked if shard.grad is not None]
         for shard in hooked:
             with plain():
-                hooks = list(shard._post_accumulate_grad_hooks.values())  # type: ignore[attr-defined]
+                hooks = list(shard._post_accumulate_grad_hooks.values())
             for hook in hooks:
                 hook(shard)
 
