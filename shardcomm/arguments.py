@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-MOST_SECONDS = 1e9  # that a timedelta, and a wait, can take
+_MOST_SECONDS = 1e9  # that a timedelta, and a wait, can take
 
 
 def check_type(operation: str, name: str, value: object, kind: Any, accepted: str) -> None:
@@ -22,7 +22,7 @@ def check_flag(operation: str, name: str, value: object) -> None:
 def check_deadline(operation: str, deadline_s: object) -> None:
     """ValueError unless it is a number of seconds."""
     is_number = isinstance(deadline_s, (int, float)) and not isinstance(deadline_s, bool)
-    if not (is_number and 0 < deadline_s <= MOST_SECONDS):  # type: ignore[operator]
+    if not (is_number and 0 < deadline_s <= _MOST_SECONDS):  # type: ignore[operator]
         raise ValueError(
             f"{operation}: deadline_s is {deadline_s!r}; it must be a number above 0, at most 1e9"
         )

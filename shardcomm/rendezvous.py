@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
 
 from shardcomm import _C, nccl
+from shardcomm.arguments import check_deadline
 from shardcomm.c10d import C10dCommunicator
 from shardcomm.communicator import DEADLINE_S, Communicator, CtaPolicy, Transport
 from shardcomm.core_communicator import CoreCommunicator, core_device
@@ -29,7 +30,6 @@ from shardcomm.store import VARIABLES, env_store
 Fallback = Callable[[str], Communicator]
 
 _ENDED_S = 0.5  # after which the end of a process is seen, whose memory is gone
-MOST_SECONDS = 1e9  # that a timedelta, and a wait, can take
 
 _groups = itertools.count()  # keeps the keys of several communicators over one store apart
 _local: dict[bytes, list[Communicator]] = {}  # made by one thread for all
@@ -313,15 +313,6 @@ def _thread_rank(
     if rank == 0:
         del _local[key]
     return own
-
-
-def check_deadline(operation: str, deadline_s: float) -> None:
-    """ValueError unless it is a number of seconds."""
-    is_number = isinstance(deadline_s, (int, float)) and not isinstance(deadline_s, bool)
-    if not (is_number and 0 < deadline_s <= MOST_SECONDS):
-        raise ValueError(
-            f"{operation}: deadline_s is {deadline_s!r}; it must be a number above 0, at most 1e9"
-        )
 
 
 def check_transport(transport: str) -> None:

@@ -178,6 +178,24 @@ def test_deadlines(seconds: Any) -> None:
     message = f"deadline_s is {seconds!r}; it must be a number above 0, at most 1e9"
     check(lambda: Communicator.local_group(1, deadline_s=seconds), message)
     check(lambda: Communicator.from_env(deadline_s=seconds), message)
+    if seconds is not None:
+        check(lambda: shardcomm.launch(abs, 1, (1,), deadline_s=seconds), message)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        *[((abs, ranks), f"ranks is {ranks!r}; it must be at least 1")
+          for ranks in (0, -1, "2", None, True, math.nan, [], 2.0)],
+        *[((abs, 1, args), f"args is a {type(args).__name__}; it must be a tuple or a list")
+          for args in ("text", None, 3, {1})],
+        ((None, 1), "fn is a NoneType; it must be a function"),
+        ((lambda: None, 1), "fn and args must be what pickle can send"),
+        ((abs, 1, (lambda: None,)), "fn and args must be what pickle can send"),
+    ],
+)  # fmt: skip
+def test_launches(arguments: tuple[Any, ...], message: str) -> None:
+    check(lambda: shardcomm.launch(*arguments, deadline_s=30), f"launch: {message}")
 
 
 @pytest.mark.parametrize("norm", ["x", None, math.nan, -1, torch.ones(2)])
