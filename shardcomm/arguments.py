@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 _MOST_SECONDS = 1e9  # that a timedelta, and a wait, can take
@@ -11,6 +12,14 @@ def check_type(operation: str, name: str, value: object, kind: Any, accepted: st
     """TypeError unless `value` is of `kind`, which the message calls `accepted`."""
     if not isinstance(value, kind):
         raise TypeError(f"{operation}: {name} is a {type(value).__name__}; it must be {accepted}")
+
+
+def check_list(operation: str, name: str, value: object) -> None:
+    """TypeError unless it has a length and items in order; a text counts as none."""
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise TypeError(
+            f"{operation}: {name} is a {type(value).__name__}; it must be a list or a tuple"
+        )
 
 
 def check_flag(operation: str, name: str, value: object) -> None:

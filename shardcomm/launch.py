@@ -32,7 +32,7 @@ from typing import Any, TypeVar
 import torch
 
 from shardcomm._C import CommError, CudaError
-from shardcomm.arguments import check_deadline, check_type
+from shardcomm.arguments import check_deadline, check_list, check_type
 from shardcomm.checkpoints import CheckpointError
 from shardcomm.parent import signal_at_its_end
 from shardcomm.scalars import is_whole
@@ -70,10 +70,7 @@ def launch(
     check_type("launch", "fn", fn, Callable, "a function of a module")
     if not is_whole(ranks, 1):
         raise ValueError(f"launch: ranks is {ranks!r}; it must be at least 1")
-    if isinstance(args, str) or not isinstance(args, Sequence):
-        raise TypeError(
-            f"launch: args is a {type(args).__name__}; it must be a tuple or a list of fn's arguments"
-        )
+    check_list("launch", "args", args)
     if deadline_s is not None:
         check_deadline("launch", deadline_s)
     context = multiprocessing.get_context("forkserver")

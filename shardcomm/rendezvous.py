@@ -19,11 +19,12 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
 
 from shardcomm import _C, nccl
-from shardcomm.arguments import check_deadline
+from shardcomm.arguments import check_deadline, check_type
 from shardcomm.c10d import C10dCommunicator
 from shardcomm.communicator import DEADLINE_S, Communicator, CtaPolicy, Transport
 from shardcomm.core_communicator import CoreCommunicator, core_device
 from shardcomm.exchange import Exchange, GroupExchange, StoreExchange, Watched
+from shardcomm.scalars import is_whole
 from shardcomm.store import VARIABLES, env_store, whole_variable
 
 # Makes a communicator over a ProcessGroup; is told why shared memory is not taken, "" if nobody asked for it.
@@ -98,7 +99,7 @@ def from_env(
 
 def local_group(size: int, deadline_s: float, device: torch.device | str) -> list[Communicator]:
     """See `Communicator.local_group`."""
-    if not isinstance(size, int) or size < 1:
+    if not is_whole(size, 1):
         raise ValueError(f"local_group: size is {size!r}; it must be at least 1")
     check_deadline("local_group", deadline_s)
     where = core_device("local_group", device)
@@ -126,10 +127,12 @@ def from_process_group(
             )
         group = dist.group.WORLD
     assert group is not None
+    accepted = "a torch.distributed.ProcessGroup of this rank"
+    check_type("from_process_group", "group", group, dist.ProcessGroup, accepted)
     if device is None:
         device = "cuda" if transport == "nccl" or dist.get_backend(group) == "nccl" else "cpu"
     where = (
-        torch.device(device) if transport == "c10d" else core_device("from_process_group", device)
+        _any_device(device) if transport == "c10d" else core_device("from_process_group", device)
     )
     patience_s = _timeout_s(group, where) if deadline_s is None else deadline_s
 
@@ -146,6 +149,15 @@ def from_process_group(
         return C10dCommunicator(gathers, reduces, where, reason)
 
     return connect(GroupExchange(group, patience_s), transport, where, c10d, cta_policy)
+
+
+def _any_device(device: torch.device | str) -> torch.device:
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError):
+        raise ValueError(
+            f"from_process_group: device is {device}; it must be a torch.device or the name of one"
+        ) from None
 
 
 def _timeout_s(group: dist.ProcessGroup, device: torch.device) -> float:
