@@ -157,11 +157,15 @@ class StoreExchange(Exchange):
 
     def wait_for(self, fn: Callable[[], T], over: threading.Event | None = None) -> T:
         """See `Exchange`."""
-        if over is None:  # no round, which would read the word of a rank that gives up
-            over = threading.Event()
-            listening = over
-            Background(lambda: self._listen(listening))
-        return super().wait_for(fn, over)
+        if over is not None:  # a round, which reads the word of a rank that gives up
+            return super().wait_for(fn, over)
+        ended = threading.Event()
+        listening = Background(lambda: self._listen(ended))
+        try:
+            return super().wait_for(fn, ended)
+        finally:
+            # A thread that comes back from the store when the interpreter has ended would abort the process.
+            listening.ended(_LAST_WORD_S)
 
     def _listen(self, over: threading.Event) -> None:
         """Until `over`, hears why another rank gives up; not over a store that cannot be cloned."""
