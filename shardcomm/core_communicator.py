@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from shardcomm import _C, pending
+from shardcomm.arguments import check_flag
 from shardcomm.arrays import ArrayLike
 from shardcomm.communicator import (
     BoundGather,
@@ -105,6 +106,8 @@ class CoreCommunicator(Communicator):
             check_tag("reduce_scatter", tag)
         if type(scale) is not float or scale != 1.0:
             scale = checked_scale("reduce_scatter", scale)
+        if accumulate is not False:
+            check_flag("reduce_scatter", "accumulate", accumulate)
         self._core.reduce_scatter(
             send.data_ptr(),
             core_dtype(send.dtype),
