@@ -214,7 +214,8 @@ class CoreCommunicator(Communicator):
         return queued(stream)
 
     def abort(self, reason: str) -> None:
-        self._core.abort(str(reason))
+        # The text need not be what UTF-8 can hold: a file's name, say.
+        self._core.abort(str(reason).encode(errors="backslashreplace").decode())
 
     def close(self) -> None:
         self._core.close()
