@@ -24,6 +24,7 @@ from shardcomm.mixed_precision import MixedPrecision
 from shardcomm.pending import Pending
 from shardcomm.planner import Plan
 from shardcomm.schedule import Schedule
+from shardcomm.sharded_parameter import ShardedParameter
 from shardcomm.sharding import fully_shard
 from shardcomm.stack_dumps import enable_stack_dumps
 from shardcomm.strategy import STRATEGIES, Strategy
@@ -55,6 +56,7 @@ __all__ = [
     "Receipt",
     "Schedule",
     "Segment",
+    "ShardedParameter",
     "Strategy",
     "Stream",
     "Work",

@@ -109,8 +109,9 @@ class ShardcommGroup(_ProcessGroup):  # type: ignore[misc]
 
         # First of all, since it hears of ranks that die meanwhile.
         exchange = StoreExchange(store, "connect", rank, size, timeout.total_seconds())
-        self._comm = rendezvous.connect(exchange, "auto", _CPU, through_gloo)
-        self._add(_CPU, dist.ProcessGroup.BackendType.GLOO, exchange.wait_for(gloo))
+        with exchange.telling():
+            self._comm = rendezvous.connect(exchange, "auto", _CPU, through_gloo)
+            self._add(_CPU, dist.ProcessGroup.BackendType.GLOO, exchange.wait_for(gloo))
         if torch.cuda.is_available() and dist.is_nccl_available():
             # A group that is made in Python has to serve all devices: torch makes no second backend beside it. NCCL
             # connects when it is first used.

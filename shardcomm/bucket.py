@@ -24,6 +24,7 @@ from torch import nn
 from shardcomm import traffic
 from shardcomm._C import CommError
 from shardcomm.agreement import difference, layout_items
+from shardcomm.arguments import check_type
 from shardcomm.communicator import BoundGather, BoundReduce, Communicator
 from shardcomm.dtype import movable
 from shardcomm.full_gradients import FullGradients
@@ -211,6 +212,7 @@ class Bucket:
 
     def gathered_shards(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Gathers the shards in their own dtype into `flat`, of `layout.flat_numel`; the full parameters in it."""
+        check_type("gathered_shards", "flat", flat, torch.Tensor, "a torch.Tensor")
         recv, send = movable(flat), movable(self._sent)
         if self._aside(async_op=False):
             self._gather_aside(self.comm.bind_all_gather(recv, send, tag=self._tag)).wait()

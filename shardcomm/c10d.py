@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from shardcomm import _C, pending
+from shardcomm.arguments import check_flag
 from shardcomm.arrays import ArrayLike
 from shardcomm.communicator import Communicator, Receipt, ReduceOp, Use
 from shardcomm.nonfinite import flag_address, look
@@ -106,6 +107,7 @@ class C10dCommunicator(Communicator):
         check_scatter("reduce_scatter", self.rank, self.size, recv=recv, send=send)
         check_tag("reduce_scatter", tag)
         scale = checked_scale("reduce_scatter", scale)
+        check_flag("reduce_scatter", "accumulate", accumulate)
         if scale != 1.0 and not send.is_floating_point():
             raise ValueError(f"reduce_scatter: scale is {scale}; it must be 1 for {send.dtype}")
         red_op("reduce_scatter", op)

@@ -27,9 +27,10 @@ from typing import Any
 
 import torch
 
+from shardcomm.arguments import check_type
 from shardcomm.communicator import Communicator
 from shardcomm.manifest import (
-    FILE,
+    MANIFEST,
     CheckpointError,
     DamagedError,
     Entry,
@@ -38,6 +39,7 @@ from shardcomm.manifest import (
     sync,
     sync_folders,
 )
+from shardcomm.scalars import is_whole
 from shardcomm.texts import all_gather_bytes
 from shardcomm.together import sentence, together
 from shardcomm.unpickling import check_unpickling
@@ -66,12 +68,15 @@ class Checkpoints:
         keep: how many complete checkpoints are left; at least 1.
 
     Raises:
-        ValueError: `directory` is not one, or cannot be written to.
+        TypeError: `directory` is no path, or `comm` no Communicator.
+        ValueError: `directory` is not one, or cannot be written to; or `keep` is no whole number of at least 1.
     """
 
     def __init__(self, directory: str | Path, comm: Communicator, *, keep: int = 2) -> None:
-        if keep < 1:
-            raise ValueError(f"Checkpoints: keep is {keep}; it must be at least 1")
+        check_type("Checkpoints", "directory", directory, str | os.PathLike, "a str or a Path")
+        check_type("Checkpoints", "comm", comm, Communicator, "a shardcomm.Communicator")
+        if not is_whole(keep, 1):
+            raise ValueError(f"Checkpoints: keep is {keep!r}; it must be at least 1")
         self.directory = Path(directory)
         self.comm = comm
         self._keep = keep
@@ -121,13 +126,14 @@ class Checkpoints:
         """A new directory, into which every rank writes its part of the checkpoint of `step`; collective.
 
         When all ranks have left the context it becomes a checkpoint; if one leaves it by an exception, or dies, it
-        never does. It waits for an `async_save` that is under way first.
+        never does. It waits for an `async_save` that is under way first. A checkpoint that `latest` or `load` found
+        damaged is renamed, so that one of its step can be saved.
 
         Raises:
             ValueError: `step` is no whole number of at least 0, or not the same on every rank, or there is a checkpoint
                 of it; on every rank, and nothing is written.
-            CheckpointError: DCP could not save, a file could not be written, or another rank failed; the message says
-                why on every rank.
+            CheckpointError: DCP could not save, a file could not be written, no rank wrote anything, or another rank
+                failed; the message says why on every rank, of every rank that failed.
             CommError: a rank died, or did not come. At once where `comm` waits for it, and where DCP does by a group of
                 the backend "cpu:shardcomm". Another group waits for what it waits for: Gloo does not end a send that
                 was under way when its receiver died, until the group's timeout.
@@ -168,7 +174,11 @@ class Checkpoints:
         """
         partial = self._begin(step)
         with self._together(_not_saved(step), partial):
+            check_type("async_save", "write", write, Callable, "a function of the new directory")
             written = write(partial)
+            check_type(
+                "async_save", "what write returned", written, Future, "a concurrent.futures.Future"
+            )
         completed = self._background.submit(self._complete_when, written, step, partial)
         self._pending = step, partial, completed
 
@@ -202,8 +212,10 @@ class Checkpoints:
                 raise CheckpointError(
                     f"{what}: it is not in {self.directory}; the steps there: {there}"
                 )
-        if self._verified != step and (reason := self._find_damage(step)) is not None:
-            raise CheckpointError(f"{what}: {reason}")
+        if self._verified != step:
+            self._damage[step] = reason = self._find_damage(step)
+            if reason is not None:
+                raise CheckpointError(f"{what}: {reason}")
         self._verified = None
         with self._together(what, folder):
             if self.comm.rank == 0:
@@ -250,7 +262,7 @@ class Checkpoints:
 
     def _check_step(self, operation: str, step: int) -> None:
         """ValueError on every rank unless all of them give the same whole number."""
-        good = isinstance(step, int) and not isinstance(step, bool) and 0 <= step < 1 << 63
+        good = is_whole(step, 0, (1 << 63) - 1)
         given = torch.tensor([step if good else -1], device=self.comm.device)
         of_ranks = given.new_empty(self.comm.size)
         self.comm.all_gather(of_ranks, given)
@@ -282,8 +294,13 @@ class Checkpoints:
 
     def _complete(self, step: int, partial: Path, files: dict[str, Entry]) -> None:
         """Makes it a checkpoint, of files that are on the disk; one rank does."""
-        if FILE in files:
-            raise CheckpointError(f"{_not_saved(step)}: {partial / FILE}: the name is taken here")
+        if MANIFEST in files:
+            raise CheckpointError(
+                f"{_not_saved(step)}: {partial / MANIFEST}: the name is taken here"
+            )
+        # DCP lists in `.metadata` what the ranks gave it, be it nothing.
+        if not any(entry.bytes for name, entry in files.items() if name != ".metadata"):
+            raise CheckpointError(f"{_not_saved(step)}: {partial}: no rank wrote anything there")
         Manifest(step, self.comm.size, files).write(partial)
         sync_folders(partial)
         partial.rename(partial.with_suffix(""))
@@ -321,6 +338,8 @@ def check_directory(directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(f"{directory}: no such folder can be made: {error.strerror}") from error
+    except ValueError as error:  # of a name with a null byte
+        raise ValueError(f"{str(directory)!r}: no such folder can be made: {error}") from error
     if not os.access(directory, os.R_OK | os.W_OK | os.X_OK):
         raise ValueError(f"{directory}: the folder cannot be written to")
 

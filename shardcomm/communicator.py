@@ -115,8 +115,8 @@ class Communicator(ABC):
             ValueError: an environment variable is missing or wrong, or the transport is not for these ranks or this
                 device, or there is no such `cta_policy` here.
             CudaError: NCCL or CUDA refused, or is not there.
-            CommError: a rank did not come within `deadline_s` seconds, or died meanwhile, or cannot share memory
-                (`transport="shm"`), or somebody else wrote into the store.
+            CommError: a rank did not come within `deadline_s` seconds, or died or raised an error meanwhile, or has
+                another WORLD_SIZE, or cannot share memory (`transport="shm"`), or somebody else wrote into the store.
         """
         from shardcomm import rendezvous  # noqa: PLC0415  (it builds on this module)
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, NamedTuple, NoReturn, Protocol
@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from shardcomm import _C
+from shardcomm.arguments import check_flag, check_list, check_type
 from shardcomm.arrays import ArrayLike, as_tensor
 from shardcomm.dtype import wire_dtype
 from shardcomm.nonfinite import flag_address
@@ -88,7 +89,8 @@ class CopyPlan:
             )
         # A dtype the core does not know travels as bytes: everything along a row counts in them.
         units = (1, 1, src_items, src_items, dst_items, dst_items, 1, dst_items)
-        if not all(len(segment) == len(units) for segment in self.segments):
+        check_list("CopyPlan", "segments", self.segments)
+        if not all(isinstance(s, Sequence) and len(s) == len(units) for s in self.segments):
             raise ValueError("CopyPlan: segments must be Segments, of 8 numbers each")
         wire_segments = [
             tuple(n * unit for n, unit in zip(s, units, strict=True)) for s in self.segments
@@ -173,6 +175,9 @@ class CopyPlan:
         """
         if not is_whole(chunks, 1):
             raise ValueError(f"chunk_cat: chunks is {chunks!r}, it must be at least 1, and whole")
+        check_list("chunk_cat", "shapes", shapes)
+        for shape in shapes:
+            check_list("chunk_cat", "a shape", shape)
         if any(len(shape) == 0 for shape in shapes):
             raise ValueError(
                 "chunk_cat: shapes has that of a scalar, which has no dim 0 to be cut on"
@@ -220,6 +225,7 @@ class CopyPlan:
         accumulation on dtypes without conversion.
         """
         scale = checked_scale("CopyPlan.run", scale)
+        check_flag("CopyPlan.run", "accumulate", accumulate)
         _check_threads("CopyPlan.run", threads)
         read, written = _operands(sources, destinations, bound=False)
         device = _device_of(written)
@@ -341,6 +347,8 @@ class BoundCopy:
         """
         if type(scale) is not float or scale != 1.0:
             scale = checked_scale("BoundCopy.run", scale)
+        if accumulate is not False:
+            check_flag("BoundCopy.run", "accumulate", accumulate)
         if stream is not None:
             check_stream("BoundCopy.run", stream)
         flag = flag_address("BoundCopy.run", nonfinite, self.device)
@@ -364,6 +372,7 @@ def _operands(
 def _as_tensors(
     role: str, arrays: Sequence[ArrayLike | None], *, copied: bool = False
 ) -> list[Tensor | None]:
+    check_type("CopyPlan", role, arrays, Iterable, "a list or a tuple")
     return [
         # Mostly they are plain tensors, of which there may be a thousand: nothing is made for them.
         array
@@ -385,6 +394,8 @@ def _in_memory(name: str, array: ArrayLike, *, written: bool, copied: bool) -> T
 
 
 def _check_lengths(operation: str, sizes: Sequence[int], offsets: Sequence[int]) -> None:
+    check_list(operation, "sizes", sizes)
+    check_list(operation, "offsets", offsets)
     if len(sizes) != len(offsets):
         raise ValueError(
             f"{operation}: there are {len(sizes)} sizes and {len(offsets)} offsets; each tensor has one of both"

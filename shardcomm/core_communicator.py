@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from shardcomm import _C, pending
+from shardcomm.arguments import check_flag
 from shardcomm.arrays import ArrayLike
 from shardcomm.communicator import (
     BoundGather,
@@ -105,6 +106,8 @@ class CoreCommunicator(Communicator):
             check_tag("reduce_scatter", tag)
         if type(scale) is not float or scale != 1.0:
             scale = checked_scale("reduce_scatter", scale)
+        if accumulate is not False:
+            check_flag("reduce_scatter", "accumulate", accumulate)
         self._core.reduce_scatter(
             send.data_ptr(),
             core_dtype(send.dtype),
@@ -211,7 +214,8 @@ class CoreCommunicator(Communicator):
         return queued(stream)
 
     def abort(self, reason: str) -> None:
-        self._core.abort(str(reason))
+        # The text need not be what UTF-8 can hold: a file's name, say.
+        self._core.abort(str(reason).encode(errors="backslashreplace").decode())
 
     def close(self) -> None:
         self._core.close()

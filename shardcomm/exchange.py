@@ -3,8 +3,9 @@
 Nobody waits for a rank that is known to have died, nor longer than the deadline, nor deaf to Ctrl-C. Over a store, a
 rank that gives up leaves word for the others, and what somebody else wrote there is told from what a rank did::
 
-    NAME/0/1       what rank 1 shows in the first round: a header, a seal over key and payload, the payload
-    NAME/failed    why a rank gave up, in the same form
+    NAME/0/1       what rank 1 shows in the first round: a header, a seal over key and word, the word: its world size
+                   and its payload
+    NAME/failed    why a rank gave up, as a word in the same form
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import itertools
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -27,7 +29,7 @@ from shardcomm.store import first_line, seal
 
 T = TypeVar("T")
 
-_HEADER = b"shardcomm 1\n"  # the version of what ranks say to each other
+_HEADER = b"shardcomm 2\n"  # the version of what ranks say to each other
 _SEAL_BYTES = len(seal(b""))
 
 _NOTHING = "nothing"  # a store's answer where there is no such key
@@ -61,43 +63,61 @@ class Exchange(ABC):
         self.deadline_s = deadline_s
         self.processes: dict[int, Watched] = {}
         """By rank: whose death ends a wait. Filled by who knows them."""
+        self._gave_up = ""  # why another rank did, once that was heard
 
     @abstractmethod
     def __call__(self, payload: bytes) -> list[bytes]:
         """Everybody's payload."""
 
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """What this rank raises inside reaches at once, as a CommError, the ranks that wait for it in their set-up."""
+        try:
+            yield
+        except CommError as error:
+            self._tell(str(error))
+            raise
+        except BaseException as error:
+            said = f"{type(error).__name__}: {error}".removesuffix(": ")
+            self._tell(f"rank {self.rank} of {self.size} gave up its set-up: {said}")
+            raise
+
+    @abstractmethod
+    def _tell(self, why: str) -> None:
+        """Leaves word for the others, as far as there is a way to."""
+
     def wait_for(self, fn: Callable[[], T], over: threading.Event | None = None) -> T:
         """fn(), which waits for other ranks; `over` tells it to look a last time and to say what is missing."""
         begun = Background(fn)
         end = time.monotonic() + self.deadline_s
-        died = ""
+        trouble = ""
         try:
-            while not died and not begun.ended(min(_LOOK_S, end - time.monotonic())):
+            while not trouble and not begun.ended(min(_LOOK_S, end - time.monotonic())):
                 if time.monotonic() >= end:
                     break
-                died = self.died()
+                trouble = self.trouble()
         finally:
             if over is not None:
                 over.set()
         # What a rank showed before it died counts: it may have ended because all is done.
         if not begun.ended(_LAST_WORD_S):
-            raise CommError(died or self._late("nobody answers"))
+            raise CommError(self._gave_up or trouble or self._late("nobody answers"))
         try:
             return begun.result()
-        except _NotAllCameError:
-            if died:
-                raise CommError(died) from None
-            raise
+        except _NotAllCameError as error:
+            raise CommError(trouble or str(error)) from None
         except CommError:  # says why: what is seen dead here may have ended because of it
             raise
         except RuntimeError as error:  # torch's: of a connection that a rank's death may have cut
             said = f"rank {self.rank} of {self.size}: the rendezvous failed: {first_line(error)}"
-            raise CommError(died or self.died(_LAST_WORD_S) or said) from error
+            raise CommError(trouble or self.trouble(_LAST_WORD_S) or said) from error
 
-    def died(self, within_s: float = 0.0) -> str:
-        """Says who has died, or "" if nobody has; looks so long."""
+    def trouble(self, within_s: float = 0.0) -> str:
+        """Says why a rank gave up, or who has died; "" if neither is known. Looks so long."""
         end = time.monotonic() + within_s
         while True:
+            if self._gave_up:
+                return self._gave_up
             dead = [
                 f"rank {rank} (pid {pid})"
                 for rank, (pid, watch) in self.processes.items()
@@ -124,24 +144,49 @@ class StoreExchange(Exchange):
         self._store = store
         self._name = name
         self._rounds = itertools.count()
-
         self._failed = f"{name}/failed"
+        self._told = False
 
     def __call__(self, payload: bytes) -> list[bytes]:
         """See `Exchange`."""
         over = threading.Event()
         turn = next(self._rounds)
         keys = [f"{self._name}/{turn}/{peer}" for peer in range(self.size)]
-        try:
+        with self.telling():
             return self.wait_for(lambda: self._round(keys, payload, over), over)
-        except CommError as error:
-            word = str(error).encode()
+
+    def wait_for(self, fn: Callable[[], T], over: threading.Event | None = None) -> T:
+        """See `Exchange`."""
+        if over is not None:  # a round, which reads the word of a rank that gives up
+            return super().wait_for(fn, over)
+        ended = threading.Event()
+        listening = Background(lambda: self._listen(ended))
+        try:
+            return super().wait_for(fn, ended)
+        finally:
+            # A thread that comes back from the store when the interpreter has ended would abort the process.
+            listening.ended(_LAST_WORD_S)
+
+    def _listen(self, over: threading.Event) -> None:
+        """Until `over`, hears why another rank gives up; not over a store that cannot be cloned."""
+        # A connection of its own: while torch waits for a key, torch's answers nobody else.
+        self._store = self._store.clone()  # type: ignore[attr-defined]
+        while not self._gave_up:
+            last = over.is_set()
+            self._gave_up = (self._read(self._failed) or b"").decode()
+            if last:
+                return
+            over.wait(_LONGEST_PAUSE_S)
+
+    def _tell(self, why: str) -> None:
+        if not self._told:
+            self._told = True
             # Whether it can be left or not: a store that is stopped must not keep this rank.
-            Background(lambda: self._post(self._failed, word)).ended(_LAST_WORD_S)
-            raise
+            Background(lambda: self._post(self._failed, why.encode())).ended(_LAST_WORD_S)
 
     def _round(self, keys: Sequence[str], payload: bytes, over: threading.Event) -> list[bytes]:
-        if self._post(keys[self.rank], payload) != payload:
+        word = b"%d\n" % self.size + payload
+        if self._post(keys[self.rank], word) != word:
             raise CommError(
                 f"two processes came to the rendezvous as rank {self.rank} of {self.size}; each needs a RANK of its own"
             )
@@ -153,13 +198,13 @@ class StoreExchange(Exchange):
                 if peer in shown:
                     continue
                 if (there := self._read(keys[peer])) is not None:
-                    shown[peer] = there
+                    shown[peer] = self._payload(peer, there)
                 elif not last:
                     break  # one question a look is enough, until the answer is needed
             if len(shown) == self.size:
                 return [shown[peer] for peer in range(self.size)]
-            if (word := self._read(self._failed)) is not None:
-                raise CommError(word.decode())
+            if (why := self._read(self._failed)) is not None:
+                raise CommError(why.decode())
             if last:
                 missing = [str(peer) for peer in range(self.size) if peer not in shown]
                 raise _NotAllCameError(
@@ -168,9 +213,17 @@ class StoreExchange(Exchange):
             over.wait(pause_s)
             pause_s = min(1.1 * pause_s, _LONGEST_PAUSE_S)
 
-    def _post(self, key: str, payload: bytes) -> bytes:
-        """Writes `payload`, unless something is there: what is there afterwards."""
-        sealed = (_HEADER + self._seal(key, payload) + payload).hex()
+    def _payload(self, peer: int, word: bytes) -> bytes:
+        size, _, payload = word.partition(b"\n")
+        if int(size) != self.size:
+            sizes = sorted([(self.rank, self.size), (peer, int(size))])
+            said = " and ".join(f"{of} on rank {rank}" for rank, of in sizes)
+            raise CommError(f"WORLD_SIZE is {said}; it must be the same on every rank")
+        return payload
+
+    def _post(self, key: str, word: bytes) -> bytes:
+        """Writes `word`, unless something is there: what is there afterwards."""
+        sealed = (_HEADER + self._seal(key, word) + word).hex()
         return self._opened(key, self._store.compare_set(key, "", sealed))
 
     def _read(self, key: str) -> bytes | None:
@@ -185,19 +238,19 @@ class StoreExchange(Exchange):
         except ValueError:
             sealed = b""
         start = len(_HEADER) + _SEAL_BYTES
-        payload = sealed[start:]
+        word = sealed[start:]
         if not sealed.startswith(_HEADER) or not hmac.compare_digest(
-            sealed[len(_HEADER) : start], self._seal(key, payload)
+            sealed[len(_HEADER) : start], self._seal(key, word)
         ):
             raise CommError(
                 f"key {key!r} of the rendezvous store holds {len(value)} bytes that no rank of this run wrote: "
                 "somebody else reaches the store, or a rank runs another version of shardcomm or has another secret"
             )
-        return payload
+        return word
 
     @staticmethod
-    def _seal(key: str, payload: bytes) -> bytes:
-        return seal(key.encode() + b"\0" + payload)
+    def _seal(key: str, word: bytes) -> bytes:
+        return seal(key.encode() + b"\0" + word)
 
 
 class GroupExchange(Exchange):
@@ -216,6 +269,9 @@ class GroupExchange(Exchange):
             return everybody
 
         return self.wait_for(gather)
+
+    def _tell(self, why: str) -> None:
+        """A group has no place to leave word in: its other ranks hear when this process ends."""
 
     def wait_for(self, fn: Callable[[], T], over: threading.Event | None = None) -> T:
         """See `Exchange`."""

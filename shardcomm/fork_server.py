@@ -1,8 +1,9 @@
-"""For the fork server of `launch` alone, which imports this at its start: how it ends.
+"""How the fork server of `launch` ends. Only that server imports this, at its start.
 
-It ends when its pipe from the launcher closes. Stopped, it would not: so the kernel continues it when its parent ends.
-(A parent thread that ends before its process does no harm so, unlike with a signal that kills.) A launcher that was
-killed could not remove its folder, where the server's socket is.
+The server ends when its pipe from the launcher closes. A stopped server would not, so the kernel continues it (SIGCONT)
+when its parent ends. The kernel takes the end of the thread that started the server for the parent's end; SIGCONT does
+no harm then, where a signal that kills would. A launcher that was killed leaves its folder, with the server's socket:
+the server removes it.
 """
 
 from __future__ import annotations

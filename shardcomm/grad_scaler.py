@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from shardcomm.arguments import check_type
 from shardcomm.engine import Engine
 from shardcomm.plain import plain
 
@@ -23,6 +24,7 @@ class GradScaler(torch.amp.GradScaler):
     """
 
     def __init__(self, engine: Engine, **options: Any) -> None:
+        check_type("GradScaler", "engine", engine, Engine, "what fully_shard returned")
         super().__init__(engine.mesh.device.type, **options)
         self._mesh = engine.mesh
         self._shards = next((param.device for param in engine.model.parameters()), None)

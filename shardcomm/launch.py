@@ -32,8 +32,10 @@ from typing import Any, TypeVar
 import torch
 
 from shardcomm._C import CommError, CudaError
+from shardcomm.arguments import check_deadline, check_list, check_type
 from shardcomm.checkpoints import CheckpointError
 from shardcomm.parent import signal_at_its_end
+from shardcomm.scalars import is_whole
 from shardcomm.stack_dumps import enable_where_free
 from shardcomm.store import SECRET, serve_on_loopback
 
@@ -41,6 +43,7 @@ T = TypeVar("T")
 
 # How long the other ranks may take to notice a failure and say what they saw, before they are ended.
 GRACE_S = 5.0
+_CHUNK_BYTES = 1 << 20
 
 
 class RankError(RuntimeError):
@@ -52,18 +55,24 @@ def launch(
 ) -> list[T]:
     """Runs fn(*args) in `ranks` new processes; returns their results in rank order.
 
-    Inside, both `Communicator.from_env()` and `torch.distributed.init_process_group()` find the other ranks.
+    Inside, both `Communicator.from_env()` and `torch.distributed.init_process_group()` find the other ranks. A process
+    that fn forks is no rank: when it comes back from fn, it ends, and its result is dropped.
 
     Args:
         fn: a function of a module (it is pickled by name), as are its arguments and its result.
         deadline_s: seconds until all ranks are ended and TimeoutError is raised (default: none).
 
     Raises:
+        TypeError, ValueError: an argument is not what it must be, or cannot be pickled.
         RankError: a rank raised or was killed; the first cause, not what followed from it.
         TimeoutError: the deadline passed.
     """
-    if ranks < 1:
-        raise ValueError(f"launch: ranks is {ranks}; it must be at least 1")
+    check_type("launch", "fn", fn, Callable, "a function of a module")
+    if not is_whole(ranks, 1):
+        raise ValueError(f"launch: ranks is {ranks!r}; it must be at least 1")
+    check_list("launch", "args", args)
+    if deadline_s is not None:
+        check_deadline("launch", deadline_s)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["shardcomm", "shardcomm.fork_server"])
     _start_fork_server()
@@ -97,7 +106,7 @@ class _Group:
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
         self.processes: list[ForkServerProcess] = []
-        self.outcomes: list[Connection] = []
+        self.outcomes: list[_Outcome] = []
         # Their other ends tell a rank that the launch is over, or that the launcher is gone.
         self.lifelines: list[Connection] = []
 
@@ -117,26 +126,39 @@ class _Group:
             args=(rank, self.ranks, meeting, fn, tuple(args), tell, watched, get_temp_dir()),
             name=f"rank {rank}",
         )
-        process.start()
+        try:
+            process.start()
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise TypeError(
+                f"launch: fn and args must be what pickle can send to another process: {error}"
+            ) from error
         tell.close()
         watched.close()
         self.processes.append(process)
-        self.outcomes.append(outcome)
+        self.outcomes.append(_Outcome(outcome))
 
     def results(self, deadline_s: float | None) -> list[Any]:
         """Waits for all; raises the first cause once a rank failed."""
         end = None if deadline_s is None else time.monotonic() + deadline_s
         results: dict[int, Any] = {}
         failures: dict[int, str] = {}
-        pending = {rank: outcome for rank, outcome in enumerate(self.outcomes)}
+        pending = set(range(self.ranks))
         while pending:
-            left = None if end is None else end - time.monotonic()
-            ready = wait(list(pending.values()), left)
+            left = None if end is None else max(0.0, end - time.monotonic())
+            pipes = [self.outcomes[rank].pipe for rank in pending]
+            ready = wait([*pipes, *(self.processes[rank].sentinel for rank in pending)], left)
             if not ready:
                 break
-            for rank in [rank for rank, outcome in pending.items() if outcome in ready]:
+            for rank in sorted(pending):
+                outcome = self.outcomes[rank]
+                if outcome.pipe.poll():
+                    if outcome.read() and not outcome.whole:
+                        continue
+                # A rank may have ended while a process that it forked keeps its pipe open.
+                elif self.processes[rank].sentinel not in ready:
+                    continue
                 ok, value = self._outcome(rank)
-                del pending[rank]
+                pending.remove(rank)
                 if ok:
                     results[rank] = value
                 else:
@@ -153,15 +175,17 @@ class _Group:
         return [results[rank] for rank in range(self.ranks)]
 
     def _outcome(self, rank: int) -> tuple[bool, Any]:
-        try:
-            ok, value = pickle.loads(self.outcomes[rank].recv_bytes())
-        except EOFError:
+        if not self.outcomes[rank].whole:
             process = self.processes[rank]
             process.join(GRACE_S)
             code = process.exitcode
             if code is not None and code < 0:
-                return False, f"was killed by {signal.Signals(-code).name}"
+                return False, f"was killed by {_signal_name(-code)}"
             return False, f"ended with exit status {code} and no result"
+        try:
+            ok, value = self.outcomes[rank].value()
+        except Exception as error:
+            return False, f"returned what cannot be unpickled here: {type(error).__name__}: {error}"
         return bool(ok), value
 
     def end(self) -> None:
@@ -177,7 +201,38 @@ class _Group:
             process.join()
             process.close()
         for outcome in self.outcomes:
-            outcome.close()
+            outcome.pipe.close()
+
+
+class _Outcome:
+    """What a rank sends: its length in 8 bytes, and a pickle. Read as it comes: a rank may stop in the middle."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self.pipe = pipe
+        self._received = bytearray()
+
+    @staticmethod
+    def send(tell: Connection, outcome: bytes) -> None:
+        """Waits until all of it is in the pipe."""
+        with open(tell.fileno(), "wb", closefd=False) as pipe:
+            pipe.write(len(outcome).to_bytes(8))
+            pipe.write(outcome)
+
+    def read(self) -> bool:
+        """Takes what is there; False at the end of the pipe."""
+        received = os.read(self.pipe.fileno(), _CHUNK_BYTES)
+        self._received += received
+        return bool(received)
+
+    @property
+    def whole(self) -> bool:
+        """Whether all of it is there."""
+        there = len(self._received)
+        return there >= 8 and there == 8 + int.from_bytes(self._received[:8])
+
+    def value(self) -> Any:
+        """What was sent; may raise anything, as unpickling does."""
+        return pickle.loads(memoryview(self._received)[8:])
 
 
 def _first_cause(failures: dict[int, str]) -> str:
@@ -194,6 +249,13 @@ def _first_cause(failures: dict[int, str]) -> str:
         if other != rank
     ]
     return "\n".join([f"rank {rank} {text}", *others])
+
+
+def _signal_name(number: int) -> str:
+    with suppress(ValueError):
+        return signal.Signals(number).name
+    above = number - signal.SIGRTMIN
+    return f"SIGRTMIN+{above}" if above > 0 else f"signal {number}"
 
 
 def _in_one_line(said: str) -> str:
@@ -231,18 +293,20 @@ def _run_rank(
         TORCHELASTIC_RESTART_COUNT="0",
     )
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
+    pid = os.getpid()
     try:
         # By value: torch's own way would share the tensors' memory, which ends with this process.
         outcome = pickle.dumps((True, fn(*args)))
-    except (
-        CommError,
-        CudaError,
-        CheckpointError,
-    ) as error:  # says it all; where this rank was is of no interest
-        outcome = pickle.dumps((False, f"raised {type(error).__name__}: {error}"))
-    except BaseException:
-        outcome = pickle.dumps((False, "raised\n" + traceback.format_exc()))
-    tell.send_bytes(outcome)
+    except BaseException as error:
+        if os.getpid() != pid:
+            raise
+        said = "raised\n" + traceback.format_exc()
+        if isinstance(error, CommError | CudaError | CheckpointError):
+            # It says all; where this rank was is of no interest.
+            said = f"raised {type(error).__name__}: {error}"
+        outcome = pickle.dumps((False, said))
+    if os.getpid() == pid:  # not a process that fn forked, which came back from it too
+        _Outcome.send(tell, outcome)
 
 
 def _die_with_launcher(watched: Connection) -> None:

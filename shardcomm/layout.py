@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from shardcomm import _C
+from shardcomm.arguments import check_list
 from shardcomm.scalars import is_whole
 
 _MOST_ELEMENTS = 1 << 60
@@ -144,6 +145,9 @@ class Layout:
     align: int
     forced_by: tuple[str, ...]
 
+    def __post_init__(self) -> None:
+        check_list("Layout", "placements", self.placements)
+
     @classmethod
     def plan(
         cls,
@@ -160,6 +164,7 @@ class Layout:
         Raises:
             ValueError: an argument is out of range.
         """
+        check_list("Layout.plan", "params", params)
         for spec in params:
             if not isinstance(spec, ParamSpec):
                 raise TypeError(

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-FILE = "manifest.json"
+MANIFEST = "manifest.json"
 FORMAT = 1
 
 _CHUNK_BYTES = 1 << 20
@@ -68,7 +68,7 @@ class Manifest:
 
     def write(self, folder: Path) -> None:
         """Down to the disk."""
-        path = folder / FILE
+        path = folder / MANIFEST
         with _naming(path), path.open("w") as file:
             json.dump({"format": FORMAT, **asdict(self)}, file, indent=1)
             file.flush()
@@ -82,7 +82,7 @@ class Manifest:
             DamagedError: there is none, or it is not a manifest of that step.
             OSError: it could not be read, for another reason.
         """
-        path = folder / FILE
+        path = folder / MANIFEST
         with _damage(path, "; without it nothing tells whether the checkpoint is whole"):
             text = path.read_bytes()
         try:
@@ -113,7 +113,7 @@ class Manifest:
         for name in names:
             path = folder / name
             if name not in self.files:
-                raise DamagedError(f"{path}: it is not in {FILE}")
+                raise DamagedError(f"{path}: it is not in {MANIFEST}")
             wanted = self.files[name]
             with _damage(path):
                 found = Entry.of(path)
@@ -128,8 +128,8 @@ class Manifest:
         """Verifies that no file is missing and none too many, and reads one in `ranks` of them; errors as `verify`."""
         with _damage(folder):
             there = files_in(folder)
-        for name in sorted(self.files.keys() ^ (set(there) - {FILE})):
-            state = "it is not there" if name in self.files else f"it is not in {FILE}"
+        for name in sorted(self.files.keys() ^ (set(there) - {MANIFEST})):
+            state = "it is not there" if name in self.files else f"it is not in {MANIFEST}"
             raise DamagedError(f"{folder / name}: {state}")
         self.verify(folder, sorted(self.files)[rank::ranks])
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardcomm.arguments import check_type
 from shardcomm.plain import plain
 from shardcomm.state_dict import Parts, check_value, load_value
 
@@ -33,6 +34,9 @@ class OptimizerState:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, model: nn.Module, parts: Parts) -> None:
+        check_type(
+            "optimizer_state", "optimizer", optimizer, torch.optim.Optimizer, "a torch Optimizer"
+        )
         self._optimizer = optimizer
         self._parts = parts
         self._names = {param: name for name, param in model.named_parameters()}

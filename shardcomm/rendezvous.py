@@ -19,17 +19,18 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
 
 from shardcomm import _C, nccl
+from shardcomm.arguments import check_deadline, check_type
 from shardcomm.c10d import C10dCommunicator
 from shardcomm.communicator import DEADLINE_S, Communicator, CtaPolicy, Transport
 from shardcomm.core_communicator import CoreCommunicator, core_device
 from shardcomm.exchange import Exchange, GroupExchange, StoreExchange, Watched
-from shardcomm.store import VARIABLES, env_store
+from shardcomm.scalars import is_whole
+from shardcomm.store import VARIABLES, env_store, whole_variable
 
 # Makes a communicator over a ProcessGroup; is told why shared memory is not taken, "" if nobody asked for it.
 Fallback = Callable[[str], Communicator]
 
 _ENDED_S = 0.5  # after which the end of a process is seen, whose memory is gone
-MOST_SECONDS = 1e9  # that a timedelta, and a wait, can take
 
 _groups = itertools.count()  # keeps the keys of several communicators over one store apart
 _local: dict[bytes, list[Communicator]] = {}  # made by one thread for all
@@ -62,11 +63,9 @@ def from_env(
     cta_policy: CtaPolicy,
 ) -> Communicator:
     """See `Communicator.from_env`."""
-    check_transport(transport)
-    nccl.check_cta_policy(cta_policy)
     check_deadline("from_env", deadline_s)
-    where = _own_device(transport) if device is None else _given_device(device)
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
+        where = _checked_device(transport, device, cta_policy)
         return Communicator.local_group(1, deadline_s=deadline_s, device=where)[0]
     missing = [name for name in VARIABLES if name not in os.environ]
     if missing:
@@ -77,6 +76,7 @@ def from_env(
     timeout = timedelta(seconds=deadline_s)
     store, rank, size = env_store(timeout)
     name = f"shardcomm/{next(_groups)}"
+    exchange = StoreExchange(store, name, rank, size, deadline_s)
 
     def gloo(reason: str) -> Communicator:
         if where.type != "cpu":
@@ -92,13 +92,14 @@ def from_env(
         gathers, reduces = cast("list[dist.ProcessGroup]", groups)
         return C10dCommunicator(gathers, reduces, where, reason)
 
-    exchange = StoreExchange(store, name, rank, size, deadline_s)
-    return connect(exchange, transport, where, gloo, cta_policy)
+    with exchange.telling():
+        where = _checked_device(transport, device, cta_policy)
+        return connect(exchange, transport, where, gloo, cta_policy)
 
 
 def local_group(size: int, deadline_s: float, device: torch.device | str) -> list[Communicator]:
     """See `Communicator.local_group`."""
-    if not isinstance(size, int) or size < 1:
+    if not is_whole(size, 1):
         raise ValueError(f"local_group: size is {size!r}; it must be at least 1")
     check_deadline("local_group", deadline_s)
     where = core_device("local_group", device)
@@ -126,10 +127,12 @@ def from_process_group(
             )
         group = dist.group.WORLD
     assert group is not None
+    accepted = "a torch.distributed.ProcessGroup of this rank"
+    check_type("from_process_group", "group", group, dist.ProcessGroup, accepted)
     if device is None:
         device = "cuda" if transport == "nccl" or dist.get_backend(group) == "nccl" else "cpu"
     where = (
-        torch.device(device) if transport == "c10d" else core_device("from_process_group", device)
+        _any_device(device) if transport == "c10d" else core_device("from_process_group", device)
     )
     patience_s = _timeout_s(group, where) if deadline_s is None else deadline_s
 
@@ -146,6 +149,15 @@ def from_process_group(
         return C10dCommunicator(gathers, reduces, where, reason)
 
     return connect(GroupExchange(group, patience_s), transport, where, c10d, cta_policy)
+
+
+def _any_device(device: torch.device | str) -> torch.device:
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError):
+        raise ValueError(
+            f"from_process_group: device is {device}; it must be a torch.device or the name of one"
+        ) from None
 
 
 def _timeout_s(group: dist.ProcessGroup, device: torch.device) -> float:
@@ -280,7 +292,7 @@ def _share_memory(
     said = [f"rank {rank}: {text}" for rank, text in enumerate(refusals) if text]
     if member is None or said:
         # What a rank could not reach may have ended with its process.
-        if died := exchange.died(within_s=_ENDED_S):
+        if died := exchange.trouble(within_s=_ENDED_S):
             raise _C.CommError(died)
         return None, f"not all ranks can share memory ({'; '.join(said)})"
     return member.attach(exchange.deadline_s), ""
@@ -315,15 +327,6 @@ def _thread_rank(
     return own
 
 
-def check_deadline(operation: str, deadline_s: float) -> None:
-    """ValueError unless it is a number of seconds."""
-    is_number = isinstance(deadline_s, (int, float)) and not isinstance(deadline_s, bool)
-    if not (is_number and 0 < deadline_s <= MOST_SECONDS):
-        raise ValueError(
-            f"{operation}: deadline_s is {deadline_s!r}; it must be a number above 0, at most 1e9"
-        )
-
-
 def check_transport(transport: str) -> None:
     """ValueError unless `transport` is one of the names."""
     if transport not in get_args(Transport):
@@ -331,18 +334,28 @@ def check_transport(transport: str) -> None:
         raise ValueError(f"transport is {transport!r}; accepted: {accepted}")
 
 
-def _given_device(device: torch.device | str) -> torch.device:
-    where = torch.device(device)
-    if where.type == "cuda" and where.index is None:
+def _checked_device(
+    transport: Transport, device: torch.device | str | None, cta_policy: CtaPolicy
+) -> torch.device:
+    """That of this rank; ValueError or CudaError if it, or another argument of `from_env`, is none."""
+    check_transport(transport)
+    nccl.check_cta_policy(cta_policy)
+    if device is None:
+        return _own_device(transport)
+    if str(device) == "cuda":
         gpus = max(1, torch.cuda.device_count())
-        where = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % gpus)
-    return core_device("from_env", where)
+        device = torch.device("cuda", _local_rank() % gpus)
+    return core_device("from_env", device)
+
+
+def _local_rank() -> int:
+    return whole_variable("LOCAL_RANK", 0, 2**31 - 1, default=0)
 
 
 def _own_device(transport: Transport) -> torch.device:
     """This rank's GPU, if NCCL is asked for, or can be had and each rank of the host has a GPU; else the CPU."""
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1))
+    local_rank = _local_rank()
+    ranks_here = whole_variable("LOCAL_WORLD_SIZE", 1, 2**31 - 1, default=local_rank + 1)
     gpus = torch.cuda.device_count() if _C.cuda_built else 0
     if transport == "nccl" or (
         transport == "auto" and gpus >= ranks_here and nccl.status().available

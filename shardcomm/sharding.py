@@ -45,8 +45,8 @@ def fully_shard(
     """Shards `model`'s parameters, gradients and, through them, the optimizer's state over the ranks of `comm`.
 
     Afterwards `model.parameters()` are this rank's rows of each parameter; make the optimizer from them (one made
-    before has parameters that the model no longer uses, and updates nothing, silently). Forward, backward and the
-    optimizer's step are written as without sharding. To keep a `.grad` past the next backward, clone it: its memory may
+    before is refused at its first step). Forward, backward and the optimizer's step are written as without sharding;
+    what rows alone would give a wrong answer to is refused, or answered for the whole (`ShardedParameter`). To keep a `.grad` past the next backward, clone it: its memory may
     be used again. All ranks start from rank 0's values. A model on the meta device is materialised unit by unit, by its
     modules' `reset_parameters`.
 

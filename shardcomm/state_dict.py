@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardcomm.arguments import check_type
 from shardcomm.mesh import Mesh
 from shardcomm.shard_tensor import Part, ShardTensor
 from shardcomm.sharded_unit import ShardedUnit
@@ -144,8 +145,10 @@ def load_state_dict(model: nn.Module, parts: Parts, given: Mapping[str, Any]) ->
     """Takes this rank's parts, the buffers and the extra state from `given`; no communication.
 
     Raises:
+        TypeError: `given` is no mapping.
         ValueError: a name is missing or unknown, or a value is not one for this model; nothing is changed then.
     """
+    check_type("load_state_dict", "state_dict", given, Mapping, "a mapping of names to values")
     state: dict[str, Any] = model.state_dict(keep_vars=True)
     missing, unknown = state.keys() - given.keys(), given.keys() - state.keys()
     if missing or unknown:

@@ -49,9 +49,9 @@ def env_store(timeout: timedelta) -> tuple[Store, int, int]:
         ValueError: a variable of the environment is not what it must be.
         CommError: the store was not reached within `timeout`.
     """
-    size = _whole("WORLD_SIZE", 1, 2**31 - 1)
-    rank = _whole("RANK", 0, size - 1)
-    host, port = os.environ["MASTER_ADDR"], _whole("MASTER_PORT", 0, 2**16 - 1)
+    size = whole_variable("WORLD_SIZE", 1, 2**31 - 1)
+    rank = whole_variable("RANK", 0, size - 1)
+    host, port = os.environ["MASTER_ADDR"], whole_variable("MASTER_PORT", 0, 2**16 - 1)
     launcher_keeps_it = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
     def reach() -> TCPStore:
@@ -65,15 +65,12 @@ def env_store(timeout: timedelta) -> tuple[Store, int, int]:
 
     who = "the launcher" if launcher_keeps_it else "rank 0"
     begun = Background(reach)
-    failure = (
-        f"rank {rank} of {size}: no rendezvous: {who} keeps the store at {host}:{port}, which was not reached within "
-        f"{timeout.total_seconds():g} s"
-    )
+    failure = f"rank {rank} of {size}: no rendezvous: {who} keeps the store at {host}:{port}, which was not reached"
     if not begun.ended(timeout.total_seconds()):
-        raise CommError(failure)
+        raise CommError(f"{failure} within {timeout.total_seconds():g} s")
     try:
         store = begun.result()
-    except dist.DistError as error:
+    except dist.DistError as error:  # by then, or at once
         raise CommError(f"{failure}: {first_line(error)}") from error
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     # Not the secret itself: a store lists its keys to whoever asks.
@@ -114,8 +111,9 @@ def _loopback_socket(host: str, port: int) -> socket.socket | None:
         return None
 
 
-def _whole(name: str, first: int, last: int) -> int:
-    given = os.environ[name]
+def whole_variable(name: str, first: int, last: int, *, default: int = 0) -> int:
+    """Of the environment; `default` where it is not set. ValueError if it is none from `first` to `last`."""
+    given = os.environ.get(name, str(default))
     if not (given.isascii() and given.isdigit() and first <= int(given) <= last):
         raise ValueError(
             f"environment variable {name} is {given!r}; it must be a whole number from {first} to {last}"

@@ -6,6 +6,11 @@
     replicate                                                ours; the all-reduce of shards that several ranks hold
 
 What a stream waits for, its device waits for, and no host does; on a CPU that is the same.
+
+A process that ends first lets its worker threads run the Python callables that they were given, as Python does with its
+own threads; meanwhile `enqueue` raises RuntimeError, and after a second a line on stderr says what the exit waits for.
+Ctrl-C drops the rest. A wait on a CPU that could never end (a callable that waits for a later event of its own stream,
+or streams that wait for each other so) raises RuntimeError.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How the ranks of a checkpoint fail together: each tells the others what went wrong, and all raise the same."""
+"""The ranks of a checkpoint fail together: each tells the others what went wrong, and all raise the same."""
 
 from __future__ import annotations
 
@@ -11,19 +11,22 @@ from shardcomm.communicator import Communicator
 from shardcomm.manifest import CheckpointError, sync
 from shardcomm.texts import all_gather_bytes
 
+_MOST_SHOWN = 4  # reasons in an error
+
 
 @contextmanager
 def together(comm: Communicator, what: str, folder: Path) -> Iterator[None]:
-    """Fails on every rank where it fails on one, with the reason of the first that did; collective at its end.
-
-    A rank that died is a CommError, whatever that led to in here.
+    """What is done inside fails on every rank if it fails on one. Collective at its end.
 
     Args:
-        what: was not done then; the message begins with it.
-        folder: named where an error names no file.
+        what: says what was not done; the message begins with it.
+        folder: is named where an error names no file.
 
     Raises:
-        CheckpointError: a file could not be read or written, DCP failed, or another rank did.
+        CheckpointError: a file could not be read or written, DCP failed, or another rank failed. It gives the reasons
+            of the ranks that failed, and is the same on every rank. Only a rank that raised something else raises that,
+            with the reasons of all as a note.
+        CommError: a rank died.
     """
     # Not at every start: it takes a second, as long as torch itself.
     from torch.distributed.checkpoint.api import CheckpointException  # noqa: PLC0415
@@ -40,13 +43,19 @@ def together(comm: Communicator, what: str, folder: Path) -> Iterator[None]:
         failure, reason = error, str(error)
     except Exception as error:
         failure, reason = error, f"{what}: rank {comm.rank}: {sentence(error, folder)}"
-    reasons = [
-        each.decode() for each in all_gather_bytes(comm, reason.encode(errors="replace")) if each
-    ]
-    if failure is not None and not isinstance(failure, (OSError, CheckpointException)):
-        raise failure
-    if reasons:
-        raise CheckpointError(reasons[0]) from failure
+    of_ranks = all_gather_bytes(comm, reason.encode(errors="replace"))
+    reasons = list(dict.fromkeys(each.decode() for each in of_ranks if each))
+    if not reasons:
+        return
+    first, *more = reasons
+    shown = [first, *(each.removeprefix(f"{what}: ") for each in more[: _MOST_SHOWN - 1])]
+    left_out = len(reasons) - len(shown)
+    message = "; ".join(shown) + f"; and {left_out} ranks more" * (left_out > 0)
+    if failure is None or isinstance(failure, (OSError, CheckpointError, CheckpointException)):
+        raise CheckpointError(message) from failure
+    if more:
+        failure.add_note(message)
+    raise failure
 
 
 def sentence(error: BaseException, folder: Path) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from shardcomm.arguments import check_list
 from shardcomm.layout import Layout, Piece, Placement
 
 
@@ -34,8 +35,7 @@ def check_count(
     operation: str, name: str, tensors: Sequence[torch.Tensor | None], layout: Layout
 ) -> None:
     """ValueError unless there is an entry for each parameter."""
-    if not isinstance(tensors, Sequence):
-        raise TypeError(f"{operation}: {name} is a {type(tensors).__name__}; it must be a list")
+    check_list(operation, name, tensors)
     if len(tensors) != len(layout.placements):
         raise ValueError(
             f"{operation}: {name} has {len(tensors)} entries; the layout has "

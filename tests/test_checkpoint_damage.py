@@ -174,6 +174,23 @@ def test_a_damaged_checkpoint_makes_way_for_one_of_its_step(tmp_path: Path) -> N
     assert sorted(os.listdir(tmp_path)) == names
 
 
+def test_what_a_load_finds_damaged_makes_way_too(tmp_path: Path) -> None:
+    save(tmp_path, 1, 2)
+    flip(tmp_path / "step-00000002/.metadata", 77)
+
+    def body(comm: Communicator) -> int | None:
+        checkpoints = Checkpoints(tmp_path, comm)
+        with pytest.raises(CheckpointError, match="its checksum is"), checkpoints.load(2):
+            pass
+        with checkpoints.load(1):
+            pass
+        save_alone(checkpoints, 2)
+        return checkpoints.latest()
+
+    assert run_threads(body, 2) == [2, 2]
+    load(tmp_path, 2)
+
+
 def test_the_manifest_is_what_an_independent_reader_computes(tmp_path: Path) -> None:
     def body(comm: Communicator) -> None:
         with Checkpoints(tmp_path, comm).save(7) as path:

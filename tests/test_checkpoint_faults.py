@@ -127,8 +127,8 @@ def good_step(folder: Path, ranks: int) -> int:
     assert step is not None
     with checkpoints.load(step) as path:
         assert read_state(path, ranks) == step
-    with checkpoints.save(step + 1):
-        pass
+    with checkpoints.save(step + 1) as path:
+        write_state(path, step + 1, 0)
     assert checkpoints.latest() == step + 1
     assert not list(folder.glob("*.partial"))
     assert len(complete_steps(folder)) == 2

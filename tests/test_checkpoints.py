@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import signal
@@ -10,6 +11,7 @@ from concurrent.futures import Future
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -84,6 +86,7 @@ def test_a_save_in_the_background_is_a_checkpoint_once_it_is_written(tmp_path: P
             written: Future[None] = Future()
             checkpoints.async_save(step, lambda path: written)  # noqa: B023
             assert checkpoints.latest() == (step - 1 or None)
+            (tmp_path / f"step-0000000{step}.partial/{comm.rank}").write_text(str(step))
             written.set_result(None)
             if step == 1:
                 checkpoints.wait()
@@ -111,7 +114,7 @@ def test_what_went_wrong_in_the_background_is_raised_by_the_next_save(tmp_path: 
         with pytest.raises(RuntimeError) as caught:
             checkpoints.wait()
         note = "in the background, while step-00000003.partial was written"
-        assert caught.value.__notes__ == [note]
+        assert caught.value.__notes__[0] == note
 
     run_threads(body, 2)
     assert complete_steps(tmp_path) == [2]
@@ -123,13 +126,76 @@ def test_what_is_refused(tmp_path: Path) -> None:
     write(checkpoints, 1, 0)
     with pytest.raises(ValueError, match="step is 1, of which there is a checkpoint: /"):
         write(checkpoints, 1, 0)
-    with pytest.raises(ValueError, match="keep is 0; it must be at least 1"):
-        Checkpoints(tmp_path, comm, keep=0)
+    for keep in (0, -1, "3", None, True, 2.0, math.nan):
+        with pytest.raises(ValueError, match=f"keep is {keep!r}; it must be at least 1"):
+            Checkpoints(tmp_path, comm, keep=keep)  # type: ignore[arg-type]
+    odd: Any
+    for odd in (None, 3, [], b"bytes"):
+        message = f"directory is a {type(odd).__name__}; it must be a str or a Path"
+        with pytest.raises(TypeError, match=message):
+            Checkpoints(odd, comm)
+    for odd in (None, "gloo", 2):
+        with pytest.raises(TypeError, match=f"comm is a {type(odd).__name__}; it must be a shardc"):
+            Checkpoints(tmp_path, odd)
+    with pytest.raises(ValueError, match=r"null\\x00byte.*: no such folder can be made: "):
+        Checkpoints(tmp_path / "null\0byte", comm)
     file = tmp_path / "file"
     file.touch()
     for directory in (file, file / "below"):
         with pytest.raises(ValueError, match=r"file.*: no such folder can be made: "):
             Checkpoints(directory, comm)
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+@pytest.mark.parametrize("empty", ["nothing", "an empty file", "an empty state"])
+def test_a_save_of_nothing_is_no_checkpoint(
+    empty: str, in_background: bool, tmp_path: Path
+) -> None:
+    def write_nothing(path: Path, rank: int) -> Future[None]:
+        if empty == "an empty file":
+            (path / str(rank)).touch()
+        elif empty == "an empty state" and rank == 0:
+            dcp.save({}, checkpoint_id=path, no_dist=True)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def body(comm: Communicator) -> None:
+        checkpoints = Checkpoints(tmp_path, comm)
+        write(checkpoints, 1, comm.rank)
+        message = f"the checkpoint of step 2 was not saved: {tmp_path}.*: no rank wrote anything"
+        with pytest.raises(CheckpointError, match=message):  # noqa: PT012
+            if in_background:
+                checkpoints.async_save(2, lambda path: write_nothing(path, comm.rank))
+                checkpoints.wait()
+            else:
+                with checkpoints.save(2) as path:
+                    write_nothing(path, comm.rank)
+        assert checkpoints.latest() == 1
+        write(checkpoints, 2, comm.rank)
+
+    run_threads(body, 2)
+    assert complete_steps(tmp_path) == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("odd", "said"),
+    [
+        (lambda path: None, "what write returned is a NoneType; it must be a concurrent.futures."),
+        ("folder", "write is a str; it must be a function of the new directory"),
+    ],
+)
+def test_a_background_save_without_a_future_is_told_on_every_rank(
+    odd: Any, said: str, tmp_path: Path
+) -> None:
+    def body(comm: Communicator) -> None:
+        checkpoints = Checkpoints(tmp_path, comm)
+        with pytest.raises((TypeError, CheckpointError), match=f"async_save: {said}") as caught:
+            checkpoints.async_save(1, odd if comm.rank == 1 else lambda path: Future())
+        assert isinstance(caught.value, TypeError if comm.rank == 1 else CheckpointError)
+        write(checkpoints, 1, comm.rank)
+
+    run_threads(body, 2)
 
 
 @pytest.mark.parametrize(

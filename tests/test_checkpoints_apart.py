@@ -28,6 +28,42 @@ def test_whichever_rank_fails_the_others_name_it(failing: int, tmp_path: Path) -
     assert complete_steps(tmp_path) == []
 
 
+def test_the_reasons_of_all_ranks_that_fail_reach_every_rank(tmp_path: Path) -> None:
+    def body(comm: Communicator) -> str:
+        checkpoints = Checkpoints(tmp_path, comm)
+        with (  # noqa: PT012
+            pytest.raises((CheckpointError, LookupError)) as caught,
+            checkpoints.save(2),
+        ):
+            match comm.rank:
+                case 0:
+                    raise CheckpointError("the checkpoint of step 2 was not saved: rank 0: its own")
+                case 1:
+                    raise OSError(28, "No space left", "file")
+                case 3:
+                    raise LookupError("here")
+        notes = getattr(caught.value, "__notes__", [])
+        assert isinstance(caught.value, LookupError) == (comm.rank == 3)
+        return notes[0] if notes else str(caught.value)
+
+    said = (
+        "the checkpoint of step 2 was not saved: rank 0: its own; rank 1: file: No space left; "
+        "rank 3: LookupError: here"
+    )
+    assert run_threads(body, 4) == [said] * 4
+
+
+def test_of_many_ranks_that_fail_some_are_named_and_the_rest_counted(tmp_path: Path) -> None:
+    def body(comm: Communicator) -> str:
+        with pytest.raises(CheckpointError) as caught, Checkpoints(tmp_path, comm).save(2):
+            raise OSError(28, "No space left", f"of-{comm.rank}")
+        return str(caught.value)
+
+    [said] = set(run_threads(body, 6))
+    assert said.count("No space left") == 4
+    assert said.endswith("rank 3: of-3: No space left; and 2 ranks more")
+
+
 def test_the_newest_is_that_which_rank_0_sees(tmp_path: Path) -> None:
     """A file system may show a new name on one host sooner than on another."""
     for host, steps in (("0", [5]), ("1", [5, 7])):

@@ -278,13 +278,13 @@ def test_from_env_alone_and_with_missing_variables(monkeypatch: pytest.MonkeyPat
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     assert Communicator.from_env().size == 1
-    monkeypatch.setenv("RANK", "0")
-    with pytest.raises(ValueError, match="WORLD_SIZE, MASTER_ADDR, MASTER_PORT not set"):
-        Communicator.from_env()
     with pytest.raises(
         ValueError, match="transport is 'tcp'; accepted: 'auto', 'shm', 'nccl', 'c10d'"
     ):
         Communicator.from_env(transport="tcp")  # type: ignore[arg-type]
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(ValueError, match="WORLD_SIZE, MASTER_ADDR, MASTER_PORT not set"):
+        Communicator.from_env()
 
 
 def several_communicators() -> None:

@@ -350,3 +350,57 @@ def test_a_gather_into_another_dtype_is_another_call() -> None:
     for message in errors_of(other_conversion, 3, deadline_s=20):
         assert "rank 1 called all_gather(f32 to bf16, count 4) #" in message
         assert "rank 0 called all_gather(f32, count 4) #" in message
+
+
+def test_a_call_from_a_signal_handler_says_what_its_thread_is_in() -> None:
+    """On both channels; the call that was under way goes on."""
+    comms = Communicator.local_group(2, deadline_s=60)
+    refused: list[str] = []
+    handled = threading.Event()
+
+    def handler(*_: object) -> None:
+        for call in (reduce, gather):
+            with pytest.raises(ValueError, match="called from a signal handler") as caught:
+                call(comms[0])
+            refused.append(str(caught.value))
+        handled.set()
+
+    def other_rank() -> None:
+        while not any(call.waiting_s for call in comms[1].pending()):
+            pass
+        os.kill(os.getpid(), signal.SIGUSR1)  # Python runs the handler on its main thread
+        assert handled.wait(20)
+        gather(comms[1])
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    other = threading.Thread(target=other_rank)
+    other.start()
+    try:
+        gather(comms[0])
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+        other.join(30)
+    assert refused[0].startswith(
+        "all_reduce: called from a signal handler while this thread is in all_gather of the same communicator"
+    )
+    assert refused[1].startswith(
+        "all_gather: called from a signal handler while this thread is in all_gather of the same communicator"
+    )
+
+
+def test_an_abort_reaches_all_whatever_its_text_is() -> None:
+    """Also one that UTF-8 cannot hold, as the name of a file may be."""
+    comms = Communicator.local_group(2, deadline_s=60)
+    comms[0].abort("cannot read \udcff")
+    with pytest.raises(CommError, match=r"rank 0 aborted: cannot read \\udcff"):
+        comms[1].barrier()
+
+
+def test_ranks_of_two_builds_are_no_group() -> None:
+    session = _C.ShmSession(2)
+    memory = int(session.address.split(":")[1])
+    with pytest.raises(CommError, match=r"size is 3; the group at .* has 2 ranks"):
+        _C.ShmMember(session.address, 0, 3)
+    os.pwrite(memory, b"\x01", 8)  # the layout, by which builds know each other
+    with pytest.raises(CommError, match=r"rank 0 cannot attach at .* another build of shardcomm"):
+        _C.ShmMember(session.address, 0, 2)

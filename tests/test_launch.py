@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -80,6 +81,104 @@ def wait_for_ever() -> None:
     threading.Event().wait()
 
 
+def end_by(number: int) -> None:
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), number)
+    wait_for_ever()
+
+
+@pytest.mark.parametrize(
+    ("number", "name"),
+    [
+        (signal.SIGKILL, "SIGKILL"),
+        (signal.SIGRTMIN, "SIGRTMIN"),
+        (signal.SIGRTMIN + 3, r"SIGRTMIN\+3"),
+    ],
+)
+def test_the_signal_that_killed_a_rank_is_named(number: int, name: str) -> None:
+    with pytest.raises(RankError, match=f"^rank 1 was killed by {name}(\n|$)"):
+        launch(end_by, 2, (number,), deadline_s=60)
+
+
+def fork_and_come_back(raising: bool) -> str:
+    """So does the child, before its parent."""
+    child = os.fork()
+    if child == 0:
+        if raising:
+            raise LookupError("in the child")
+        return "the child's"
+    _, status = os.waitpid(child, 0)
+    return f"the rank's; its child ended with {os.waitstatus_to_exitcode(status)}"
+
+
+@pytest.mark.parametrize("raising", [False, True])
+def test_a_forked_child_that_comes_back_is_not_the_rank(raising: bool) -> None:
+    said = f"the rank's; its child ended with {int(raising)}"
+    assert launch(fork_and_come_back, 2, (raising,), deadline_s=60) == [said] * 2
+
+
+def die_beside_a_child(meeting: Path) -> None:
+    """The child, which has the rank's pipe to the launcher too, ends when the test does."""
+    if os.environ["RANK"] == "1":
+        if os.fork() == 0:
+            os.open(meeting, os.O_RDONLY)  # waits for who writes
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    wait_for_ever()
+
+
+def test_a_death_is_noticed_though_a_forked_child_lives_on(tmp_path: Path) -> None:
+    meeting = tmp_path / "meeting"
+    os.mkfifo(meeting)
+    try:
+        with pytest.raises(RankError, match="rank 1 was killed by SIGKILL"):
+            launch(die_beside_a_child, 2, (meeting,), deadline_s=30)
+    finally:
+        os.close(os.open(meeting, os.O_RDWR))
+
+
+def end_in_the_middle_of_the_result(number: int) -> bytes:
+    def half(tell: Connection, outcome: bytes) -> None:
+        os.write(tell.fileno(), len(outcome).to_bytes(8) + outcome[: len(outcome) // 2])
+        os.kill(os.getpid(), number)
+
+    if os.environ["RANK"] == "1":
+        sys.modules["shardcomm.launch"]._Outcome.send = half
+    return bytes(10_000)
+
+
+def test_a_rank_that_ends_in_the_middle_of_its_result_is_named() -> None:
+    with pytest.raises(RankError, match="rank 1 was killed by SIGKILL"):
+        launch(end_in_the_middle_of_the_result, 2, (signal.SIGKILL,), deadline_s=60)
+    with pytest.raises(TimeoutError, match=r"ranks \[1\] of 2 still ran after 1 s"):
+        launch(end_in_the_middle_of_the_result, 2, (signal.SIGSTOP,), deadline_s=1)
+
+
+def return_much() -> bytes:
+    return bytes(range(256)) * 40_000
+
+
+def test_a_result_is_as_long_as_one_likes() -> None:
+    assert launch(return_much, 2, deadline_s=60) == [return_much()] * 2
+
+
+class ReadNowhere:
+    """Pickled, it makes an error."""
+
+    def __reduce__(self) -> object:
+        return int, ("no number",)
+
+
+def return_what_cannot_be_read() -> ReadNowhere:
+    return ReadNowhere()
+
+
+def test_a_result_that_cannot_be_unpickled_names_its_rank() -> None:
+    said = "rank 0 returned what cannot be unpickled here: ValueError: invalid literal"
+    with pytest.raises(RankError, match=said):
+        launch(return_what_cannot_be_read, 1, deadline_s=60)
+
+
 def end_well() -> None:
     launch(rank_and_double, RANKS, (1,), deadline_s=60)
 
@@ -96,11 +195,6 @@ def test_no_process_and_no_descriptor_is_left(run: Callable[[], None]) -> None:
     run()
     assert multiprocessing.active_children() == []
     assert len(os.listdir("/proc/self/fd")) == before
-
-
-def test_ranks_below_one_are_refused() -> None:
-    with pytest.raises(ValueError, match="ranks is 0; it must be at least 1"):
-        launch(rank_and_double, 0, (1,))
 
 
 def addresses_of_gloo_and_of_the_store() -> list[str]:

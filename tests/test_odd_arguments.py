@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import shardcomm
@@ -32,6 +35,7 @@ META = torch.zeros(4, device="meta")
 QUANTISED = torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8)
 LAYOUT = Layout.plan([ParamSpec("w", (4,))], 1)
 PLAN = CopyPlan.pack([4], [0], F32, F32)
+ENGINE = fully_shard(nn.Linear(2, 2), COMM)
 
 Door = Callable[[], object]
 
@@ -171,6 +175,64 @@ def test_other_arguments(door: Door, message: str) -> None:
     check(door, message)
 
 
+ODD: list[Any] = [None, "x", -1, True, math.nan, []]
+
+
+# The door, the argument as errors call it, what is accepted, and which of ODD is.
+WALK: list[tuple[Callable[[Any], object], str, str, list[Any]]] = [
+    (lambda x: COMM.reduce_scatter(ZEROS.clone(), ZEROS, accumulate=x), "scatter: accumulate", "True or", [True]),
+    (lambda x: PLAN.run([ZEROS], [ZEROS.clone()], accumulate=x), "CopyPlan.run: accumulate", "True or", [True]),
+    (lambda x: PLAN.bind([ZEROS], [ZEROS.clone()]).run(accumulate=x), "BoundCopy.run: accumulate", "True or", [True]),
+    (lambda x: Communicator.from_env(device=x), "from_env: device", "'cpu', 'cuda', 'cuda:N'", [None]),
+    (Communicator.local_group, "local_group: size", "at least 1", []),
+    (lambda x: Communicator.from_process_group(x, deadline_s=5), "from_process_group: ", "group", []),
+    (lambda x: CopyPlan(x, F32, F32), "CopyPlan: segments", "a list or a tuple", [[]]),
+    (lambda x: CopyPlan((x,), F32, F32), "CopyPlan: segments", "must be Segments", []),
+    (lambda x: CopyPlan.pack(x, [0], F32, F32), "pack: ", "", []),
+    (lambda x: CopyPlan.pack([4], x, F32, F32), "pack: ", "", []),
+    (lambda x: CopyPlan.chunk_cat(x, 2, F32, F32), "chunk_cat: shapes", "a list or a tuple", [[]]),
+    (lambda x: CopyPlan.chunk_cat([x], 2, F32, F32), "chunk_cat: ", "", []),
+    (lambda x: PLAN.run(x, [ZEROS.clone()]), "sources", "", []),
+    (lambda x: PLAN.run([ZEROS], x), "destinations", "", []),
+    (lambda x: Layout.plan(x, 2), "Layout.plan: params", "", [[]]),
+    (lambda x: Layout(x, 1, 4, 1, ()), "Layout: placements", "a list or a tuple", [[]]),
+    (lambda x: Bucket(LAYOUT, COMM).reduce_scatter(x), "reduce_scatter: grads", "", []),
+    (lambda x: Bucket(LAYOUT, COMM).gathered_shards(x), "gathered_shards: flat", "a torch.Tensor", []),
+    (ENGINE.load_state_dict, "load_state_dict: state_dict", "a mapping", []),
+    (ENGINE.optimizer_state, "optimizer_state: optimizer", "a torch Optimizer", []),
+    (shardcomm.GradScaler, "GradScaler: engine", "fully_shard", []),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("odd", ODD, ids=repr)
+@pytest.mark.parametrize(
+    ("door", "named", "accepted", "fine"),
+    WALK,
+    ids=[f"{i}-{case[1]}" for i, case in enumerate(WALK)],
+)
+def test_odd_values_at_every_door(
+    door: Callable[[Any], object], named: str, accepted: str, fine: list[Any], odd: Any
+) -> None:
+    if any(odd is each or odd == each == [] for each in fine):
+        door(odd)
+        return
+    check(lambda: door(odd), named)
+    check(lambda: door(odd), accepted)
+
+
+@pytest.mark.parametrize("device", ["tpu", [], True])
+@pytest.mark.parametrize(
+    ("transport", "said"), [("c10d", "; it must be a torch.device"), ("shm", "; accepted: 'cpu'")]
+)
+def test_devices_of_a_process_group(device: Any, transport: Any, said: str, tmp_path: Path) -> None:
+    dist.init_process_group("gloo", f"file://{tmp_path}/meeting", world_size=1, rank=0)
+    try:
+        make = partial(Communicator.from_process_group, device=device, transport=transport)
+        check(make, f"from_process_group: device is {device}{said}")
+    finally:
+        dist.destroy_process_group()
+
+
 @pytest.mark.parametrize(
     "seconds", [math.nan, math.inf, 1e308, 10**400, 0, -1, True, "5", None, []]
 )
@@ -178,6 +240,24 @@ def test_deadlines(seconds: Any) -> None:
     message = f"deadline_s is {seconds!r}; it must be a number above 0, at most 1e9"
     check(lambda: Communicator.local_group(1, deadline_s=seconds), message)
     check(lambda: Communicator.from_env(deadline_s=seconds), message)
+    if seconds is not None:
+        check(lambda: shardcomm.launch(abs, 1, (1,), deadline_s=seconds), message)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        *[((abs, ranks), f"ranks is {ranks!r}; it must be at least 1")
+          for ranks in (0, -1, "2", None, True, math.nan, [], 2.0)],
+        *[((abs, 1, args), f"args is a {type(args).__name__}; it must be a list or a tuple")
+          for args in ("text", None, 3, {1})],
+        ((None, 1), "fn is a NoneType; it must be a function"),
+        ((lambda: None, 1), "fn and args must be what pickle can send"),
+        ((abs, 1, (lambda: None,)), "fn and args must be what pickle can send"),
+    ],
+)  # fmt: skip
+def test_launches(arguments: tuple[Any, ...], message: str) -> None:
+    check(lambda: shardcomm.launch(*arguments, deadline_s=30), f"launch: {message}")
 
 
 @pytest.mark.parametrize("norm", ["x", None, math.nan, -1, torch.ones(2)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -125,6 +126,7 @@ def meet_without(absent: list[int], folder: Path) -> None:
     store.wait([f"{peer} begins" for peer in set(range(size)) - set(absent)], timedelta(seconds=60))
     with pytest.raises(CommError) as caught:
         from_env("auto", 3.0)
+    assert type(caught.value) is CommError  # which users can import
     (folder / str(rank)).write_text(str(caught.value))
 
 
@@ -138,6 +140,84 @@ def test_ranks_that_never_come_are_listed(tmp_path: Path, absent: list[int], nam
         message = (tmp_path / str(rank)).read_text()
         assert message.endswith(
             f"not all ranks came to the rendezvous within 3 s: no word of {named}"
+        )
+
+
+# Where a rank gives up; as in POINTS, or "": at an argument of its own.
+GIVING_UP = [
+    "",
+    "after the first exchange",
+    "after the second exchange",
+    "before it maps the memory",
+    "before Gloo connects",
+    "between Gloo's groups",
+]
+
+
+def give_up_at(folder: Path, victim: int, point: str) -> None:
+    """The rank that gives up lives on until the others have heard of it."""
+    transport, owner, name, calls, after = POINTS.get(point, ("shm", None, "", 0, False))
+    rank = int(os.environ["RANK"])
+    store, _, size = env_store(timedelta(seconds=60))
+    if rank != victim:
+        with pytest.raises(CommError) as caught:
+            from_env(transport, 120.0)
+        (folder / str(rank)).write_text(json.dumps([str(caught.value), time.monotonic()]))
+        store.set(f"{rank} has heard", "")
+        return
+    device = "cpu" if owner else "tpu"
+    begun = itertools.count(1)
+
+    def giving_up(*args: Any, **kwargs: Any) -> Any:
+        last = next(begun) == calls
+        result = function(*args, **kwargs) if after or not last else None
+        if last:
+            raise LookupError("odd")
+        return result
+
+    if owner:
+        function = getattr(owner, name)
+        setattr(owner, name, giving_up)
+    with pytest.raises((LookupError, ValueError)):
+        Communicator.from_env(transport=transport, deadline_s=120.0, device=device)
+    (folder / "gave up").write_text(str(time.monotonic()))
+    others = [f"{peer} has heard" for peer in range(size) if peer != victim]
+    store.wait(others, timedelta(seconds=20))
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("point", GIVING_UP)
+def test_why_a_rank_gives_up_reaches_all_others_at_once(
+    tmp_path: Path, victim: int, point: str
+) -> None:
+    launch(give_up_at, RANKS, (tmp_path, victim, point), deadline_s=60)
+    gave_up = float((tmp_path / "gave up").read_text())
+    said = "LookupError: odd" if point else "ValueError: from_env: device is tpu; accepted: 'cpu', "
+    for rank in set(range(RANKS)) - {victim}:
+        message, noticed = json.loads((tmp_path / str(rank)).read_text())
+        assert f"rank {victim} of {RANKS} gave up its set-up: {said}" in message
+        assert noticed - gave_up < NOTICED_S, message
+
+
+def test_ranks_with_different_world_sizes_are_told_at_once() -> None:
+    store = dist.HashStore()
+    errors = [""] * 3
+
+    def run(rank: int) -> None:
+        with pytest.raises(CommError) as caught:
+            StoreExchange(store, "test", rank, 4 if rank == 1 else 3, 60.0)(b"a word")
+        errors[rank] = str(caught.value)
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    for message in errors:
+        assert re.fullmatch(
+            r"WORLD_SIZE is (3 on rank 0 and 4 on rank 1|4 on rank 1 and 3 on rank 2); it must be the "
+            "same on every rank",
+            message,
         )
 
 
@@ -241,7 +321,7 @@ def silent_port(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_store_that_does_not_answer_ends_at_the_deadline(silent_port: socket.socket) -> None:
     begun = time.monotonic()
     port = silent_port.getsockname()[1]
-    said = f"rank 0 keeps the store at 127.0.0.1:{port}, which was not reached within 0.5 s"
+    said = f"rank 0 keeps the store at 127.0.0.1:{port}, which was not reached(: | within 0.5 s)"
     with pytest.raises(CommError, match=said):
         from_env("auto", 0.5)
     assert time.monotonic() - begun < 0.5 + NOTICED_S
@@ -343,6 +423,17 @@ def test_bad_variable_is_named(
         ValueError, match=f"environment variable {name} is {value!r}; it must be {accepted}"
     ):
         from_env("auto", 5.0)
+
+
+@pytest.mark.parametrize(("name", "value"), [("LOCAL_RANK", "first"), ("LOCAL_WORLD_SIZE", "0")])
+def test_bad_variable_of_this_host_is_named(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(
+        ValueError, match=f"variable {name} is {value!r}; it must be a whole number"
+    ):
+        Communicator.from_env()
 
 
 def sum_and_receipts(transport: Any) -> tuple[str, list[str], float, list[str]]:

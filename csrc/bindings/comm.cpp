@@ -126,10 +126,9 @@ void bind_comm(py::module_& m) {
                    [=](Communicator& c, NativeStream native) { c.barrier(tag, native); });
           },
           py::arg("tag") = 0, on_stream)
-      .def("abort", &Communicator::abort, py::arg("reason"),
-           py::call_guard<py::gil_scoped_release>())
+      .def("abort", &Communicator::abort, py::arg("reason"), py::call_guard<WithoutLock>())
       .def("check", &Communicator::check)
-      .def("close", &Communicator::close, py::call_guard<py::gil_scoped_release>())
+      .def("close", &Communicator::close, py::call_guard<WithoutLock>())
       .def("receipts",
            [](const Communicator& comm) {
              py::list receipts;
@@ -143,7 +142,7 @@ void bind_comm(py::module_& m) {
       .def("pending", [](const Communicator& comm) {
         std::vector<Pending> pending;
         {
-          const py::gil_scoped_release release;
+          const WithoutLock scope;
           pending = comm.pending();
         }
         return as_tuples(pending);

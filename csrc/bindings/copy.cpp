@@ -97,7 +97,7 @@ void run_bound(const BoundCopy& bound, float scale, bool accumulate, std::uintpt
                Stream* stream) {
   const CopyOptions options{scale, accumulate, flag(nonfinite)};
   check_options(bound.plan(), options);
-  py::gil_scoped_release unlocked;
+  const WithoutLock scope;
   if (stream == nullptr) {
     bound.run(options, nullptr);
   } else {
@@ -127,7 +127,7 @@ void reduce(std::uintptr_t dst, DType dst_dtype, float scale, bool accumulate,
             const Addresses& sources, DType dtype, RedOp op, std::int64_t count,
             std::uintptr_t nonfinite, int divisor) {
   const auto sources_of = pointers<const void*>(sources);
-  py::gil_scoped_release unlocked;
+  const WithoutLock scope;
   reduce_cpu(reinterpret_cast<void*>(dst), Epilogue{dst_dtype, scale, accumulate, flag(nonfinite)},
              sources_of.data(), static_cast<int>(sources_of.size()), dtype, op,
              divisor_of(divisor, sources), count);
@@ -139,7 +139,7 @@ void reduce_on_device(Stream& stream, std::uintptr_t dst, DType dst_dtype, float
   const auto sources_of = pointers<const void*>(sources);
   const Epilogue epilogue{dst_dtype, scale, accumulate, flag(nonfinite)};
   const int divided = divisor_of(divisor, sources);
-  py::gil_scoped_release unlocked;
+  const WithoutLock scope;
   stream.enqueue([=](NativeStream native) {
     reduce_cuda(reinterpret_cast<void*>(dst), epilogue, sources_of.data(),
                 static_cast<int>(sources_of.size()), dtype, op, divided, count, native);

@@ -5,18 +5,23 @@
 #include <utility>
 
 #include "bindings/bindings.h"
+#include "bindings/lock.h"
 #include "stream/wait_check.h"
 
 namespace shardcomm::bindings {
+
+// What a signal handler raised.
+class Interrupted final : public py::error_already_set, public Interruption {};
 
 // In this scope other Python threads run, and long waits of this one let signal handlers run: what
 // a handler raises, as Ctrl-C does, ends the wait.
 class InterruptibleWait {
  private:
-  py::gil_scoped_release release_;
+  WithoutLock release_;
   WaitCheck check_{[] {
-    const py::gil_scoped_acquire acquire;
-    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+    with_lock([] {
+      if (PyErr_CheckSignals() != 0) throw Interrupted();
+    });
   }};
 };
 
@@ -26,7 +31,7 @@ std::shared_ptr<T> destroyed_without_lock(std::shared_ptr<T> owned) {
   T* object = owned.get();
   return {object, [owned = std::move(owned)](T*) mutable {
             if (PyGILState_Check() == 0) return owned.reset();
-            const py::gil_scoped_release release;
+            const WithoutLock scope;
             owned.reset();
           }};
 }

@@ -14,7 +14,7 @@ void bind_nccl(py::module_& m) {
       .def_readonly("missing", &NcclStatus::missing);
 
   m.def("nccl_status", &nccl_status, py::arg("paths") = std::vector<std::string>{},
-        py::call_guard<py::gil_scoped_release>());
+        py::call_guard<WithoutLock>());
   m.def("nccl_unique_id", [] { return py::bytes(nccl_unique_id()); });
   py::enum_<CtaPolicy>(m, "CtaPolicy")
       .value("default", CtaPolicy::standard)

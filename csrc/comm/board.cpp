@@ -1,5 +1,6 @@
 #include "comm/board.h"
 
+#include <algorithm>
 #include <chrono>
 #include <sstream>
 #include <thread>
@@ -23,6 +24,13 @@ void pause() {
 }
 
 }  // namespace
+
+std::chrono::duration<double> Waited::until_now() {
+  const Clock::time_point now = Clock::now();
+  time_ += std::min<Clock::duration>(now - looked_, 2 * kWaitSlice);
+  looked_ = now;
+  return time_;
+}
 
 Board::Board(Group& group, int channel, bool reads_addresses, std::function<bool()> stuck)
     : group_(group),
@@ -89,6 +97,7 @@ void Board::meet() {
   Atomic<std::uint64_t>& waiting_since = state(group_.rank()).waiting_since;
   waiting_since.store(static_cast<std::uint64_t>(
       std::chrono::duration_cast<std::chrono::nanoseconds>(since.time_since_epoch()).count()));
+  Waited waited(since);
   while (true) {
     sleep(meeting);
     if (memory_->completed.load() == meeting) break;
@@ -97,7 +106,7 @@ void Board::meet() {
       complete(meeting);
       break;
     }
-    look_for_trouble(meeting, since);
+    look_for_trouble(meeting, waited);
     check_wait();
   }
   waiting_since.store(0);
@@ -141,9 +150,9 @@ void Board::sleep(std::uint32_t meeting) const {
   memory_->sleepers.fetch_sub(1);
 }
 
-void Board::look_for_trouble(std::uint32_t meeting, Clock::time_point since) {
+void Board::look_for_trouble(std::uint32_t meeting, Waited& waited) {
   // Before the looks: who has not come by then is late, whatever comes while this rank looks.
-  const bool overdue = Clock::now() - since > std::chrono::duration<double>(group_.deadline_s());
+  const bool overdue = waited.until_now().count() > group_.deadline_s();
   int closed = group_.closed(group_.rank()) ? group_.rank() : -1;  // by another thread, meanwhile
   int late = -1;
   for (int r = group_.size() - 1; r >= 0; --r) {

@@ -2,6 +2,7 @@
 // that they cannot go on. docs/protocol.md says why it is right, and how that is checked.
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <string_view>
@@ -11,6 +12,18 @@
 #include "comm/group.h"
 
 namespace shardcomm {
+
+// How long a rank has waited while it ran. Where it was stopped itself, as by Ctrl-Z, that is not
+// held against the others: between two looks, two slices count at most.
+class Waited {
+ public:
+  explicit Waited(Clock::time_point since) : looked_(since) {}
+  std::chrono::duration<double> until_now();
+
+ private:
+  Clock::time_point looked_;
+  Clock::duration time_{};
+};
 
 class Board {
  public:
@@ -43,7 +56,7 @@ class Board {
   void complete(std::uint32_t meeting) const noexcept;
   bool spin(std::uint32_t meeting) const;
   void sleep(std::uint32_t meeting) const;
-  void look_for_trouble(std::uint32_t meeting, Clock::time_point since);
+  void look_for_trouble(std::uint32_t meeting, Waited& waited);
   bool waits_elsewhere(int rank) const;
   bool is_deadlock(std::uint32_t meeting) const;
   [[noreturn]] void throw_mismatch();

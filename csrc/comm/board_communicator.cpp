@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "stream/fork.h"
+#include "stream/wait_check.h"
 
 namespace shardcomm {
 namespace {
@@ -194,9 +195,13 @@ void BoardCommunicator::leave(Channel& channel, const char* operation) noexcept 
   } catch (const CommError& error) {
     if (known) channel.board.leave(error.what());
   } catch (const CudaError& error) {
-    if (known) leave_for(error.what());
-  } catch (...) {  // what check_wait throws
+    leave_for(error.what());  // also if not known
+  } catch (const Interruption&) {
     if (known) leave_for("interrupted");
+  } catch (const std::exception& error) {
+    if (known) leave_for(error.what());
+  } catch (...) {
+    if (known) leave_for("an exception that is none of C++'s own");
   }
   if (known) executor_->finish();
 }

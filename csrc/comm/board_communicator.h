@@ -67,6 +67,7 @@ class BoardCommunicator final : public Communicator {
   // One call of a channel. An error that the other ranks have no part in ends it for them, too.
   template <class Body>
   void perform(Channel& channel, const char* operation, Body&& body) {
+    const InCall in_call(this, operation);
     const Turn turn(channel.busy);
     used_by(channel, caller());
     try {

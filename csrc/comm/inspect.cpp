@@ -59,29 +59,9 @@ std::size_t file_bytes(int fd) {
   return static_cast<std::size_t>(file.st_size);
 }
 
-// The number of ranks.
-int check_head(int fd, std::size_t bytes) {
-  if (bytes < sizeof(GroupMemory)) throw CommError("this is not the memory of a group");
-  const View view(fd, bytes);
-  const GroupMemory::Head& head = ControlMemory::group(view.data())->head;
-  if (__atomic_load_n(&head.magic, __ATOMIC_ACQUIRE) != kMagic) {
-    throw CommError("this is not the memory of a group, or of one by an older shardcomm");
-  }
-  if (head.layout != layout()) {
-    throw CommError(
-        "this group runs with another build of shardcomm, whose memory this one cannot "
-        "read; ask with that one");
-  }
-  const auto size = static_cast<int>(head.size);
-  if (head.size < 1 || head.size > bytes / sizeof(GroupMemory::Rank) ||
-      ControlMemory::bytes(size) != bytes) {
-    throw CommError("the memory of this group is damaged");
-  }
-  return size;
-}
-
-// What `rank` is in on a channel. A rank that goes on meanwhile is seen in this call or the next,
-// and nobody is said to be waited for who has come.
+// What `rank` is in on a channel; nothing, if it is in no collective there. The rank may go on
+// while this reads: the answer is then its present call or its next one. `waits_for` never names a
+// rank that has come already, since the arrivals of the others are read last.
 std::optional<Pending> pending_on(const Group& group, int rank, int channel) {
   const BoardMemory& board = group.board(channel);
   const std::uint32_t came_to = board.arrival(rank, group.size()).load();
@@ -108,6 +88,27 @@ std::optional<Pending> pending_on(const Group& group, int rank, int channel) {
 
 }  // namespace
 
+int read_size(int fd) {
+  const std::size_t bytes = file_bytes(fd);
+  if (bytes < sizeof(GroupMemory)) throw CommError("this is not the memory of a group");
+  const View view(fd, bytes);
+  const GroupMemory::Head& head = ControlMemory::group(view.data())->head;
+  if (__atomic_load_n(&head.magic, __ATOMIC_ACQUIRE) != kMagic) {
+    throw CommError("this is not the memory of a group, or of one by an older shardcomm");
+  }
+  if (head.layout != layout()) {
+    throw CommError(
+        "this group runs with another build of shardcomm, whose memory this one cannot read; use "
+        "the same build in all processes");
+  }
+  const auto size = static_cast<int>(head.size);
+  if (head.size < 1 || head.size > bytes / sizeof(GroupMemory::Rank) ||
+      ControlMemory::bytes(size) != bytes) {
+    throw CommError("the memory of this group is damaged");
+  }
+  return size;
+}
+
 std::vector<Pending> pending(const Group& group) {
   std::vector<Pending> all;
   for (int rank = 0; rank < group.size(); ++rank) {
@@ -128,9 +129,8 @@ std::vector<Pending> pending(const Group& group) {
 }
 
 GroupReport read_group(int fd) {
-  const std::size_t bytes = file_bytes(fd);
-  const int size = check_head(fd, bytes);
-  const View view(fd, bytes);
+  const int size = read_size(fd);
+  const View view(fd, ControlMemory::bytes(size));
   GroupMemory* memory = ControlMemory::group(view.data());
   const Group group(memory, ControlMemory::boards(view.data(), size), /*rank=*/0, size,
                     /*deadline_s=*/0, [] { return -1; });

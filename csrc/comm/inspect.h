@@ -29,10 +29,12 @@ struct GroupReport {
 
 // How /proc/PID/fd shows the control memory of a group: what a process opens there, it can read.
 inline constexpr const char* kGroupLabel = "shardcomm-group";
-// The group whose control memory `fd` is. Throws CommError if it is none, or laid out by another
-// build of shardcomm.
+// How many ranks the group has whose control memory `fd` is. Throws CommError if it is none, or
+// laid out by another build of shardcomm.
+int read_size(int fd);
+// That group. Throws as `read_size` does.
 GroupReport read_group(int fd);
-// Lets `read_group` read the memory.
+// From now on, others may read the memory, and ranks attach to it.
 void mark_readable(GroupMemory& memory, int size);
 
 }  // namespace shardcomm

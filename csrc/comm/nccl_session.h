@@ -29,6 +29,7 @@
 #include "comm/call.h"
 #include "comm/nccl_library.h"
 #include "comm/nodes.h"
+#include "comm/turn.h"
 #include "cuda/runtime.h"
 #include "shardcomm/communicator.h"
 #include "shardcomm/nccl.h"
@@ -241,6 +242,7 @@ class NcclUse {
   void count_graph(cudaGraph_t graph);
   void forget_unwanted();
 
+  const InCall in_call_;
   NcclSession& session_;
   NcclChannel& channel_;
   std::vector<std::shared_ptr<Registered>> gone_;  // freed once the channel is no longer in use

@@ -16,7 +16,7 @@ using Clock = std::chrono::steady_clock;
 }  // namespace
 
 NcclUse::NcclUse(NcclSession& session, NcclChannel& channel, Call& call)
-    : session_(session), channel_(channel) {
+    : in_call_(&session, name(call.op)), session_(session), channel_(channel) {
   if (session_.forked()) {
     throw CommError(session_.name() +
                     ": this process was forked from the rank's and has no part in its "

@@ -128,10 +128,16 @@ ShmMember::ShmMember(const std::string& address, int rank, int size) {
                                 std::to_string(size - 1));
   }
   Fd fd = open_window(pid, session_fd);
-  const off_t bytes = lseek(fd.get(), 0, SEEK_END);
-  if (bytes != static_cast<off_t>(ControlMemory::bytes(size))) {
-    throw CommError("shm: the group at " + address + " is not one of " + std::to_string(size) +
-                    " ranks");
+  int ranks = 0;
+  try {
+    ranks = read_size(fd.get());
+  } catch (const CommError& error) {
+    throw CommError("shm: rank " + std::to_string(rank) + " cannot attach at " + address + ": " +
+                    error.what());
+  }
+  if (ranks != size) {
+    throw CommError("shm: size is " + std::to_string(size) + "; the group at " + address + " has " +
+                    std::to_string(ranks) + " ranks");
   }
   state_ = std::make_unique<State>(
       State{address, rank, size, map_findable(std::move(fd), ControlMemory::bytes(size))});

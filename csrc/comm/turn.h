@@ -3,8 +3,38 @@
 
 #include <atomic>
 #include <stdexcept>
+#include <string>
 
 namespace shardcomm {
+
+// While alive, this thread is in `operation` of a communicator. It cannot call another one there:
+// Python runs signal handlers inside long waits of its main thread, and such a wait goes on only
+// when its handler has returned, so ranks that meet there for the outer call would wait for it.
+class InCall {
+ public:
+  InCall(const void* communicator, const char* operation)
+      : communicator_(communicator), operation_(operation) {
+    for (const InCall* call = innermost; call != nullptr; call = call->outer_) {
+      if (call->communicator_ != communicator) continue;
+      throw std::invalid_argument(
+          std::string(operation) + ": called from a signal handler while this thread is in " +
+          call->operation_ +
+          " of the same communicator, which goes on when the handler has returned; let the handler "
+          "note what is wanted, and call this afterwards");
+    }
+    innermost = this;
+  }
+  ~InCall() { innermost = outer_; }
+  InCall(const InCall&) = delete;
+  InCall& operator=(const InCall&) = delete;
+
+ private:
+  inline static thread_local const InCall* innermost = nullptr;
+
+  const void* communicator_;
+  const char* operation_;
+  const InCall* outer_ = innermost;
+};
 
 // One thread at a time: ranks must agree on the order of a channel's calls, and two threads cannot.
 class Turn {

@@ -8,4 +8,8 @@ namespace shardcomm {
 // another count is the parent's. To ask for the process's number instead would be a system call.
 int forks() noexcept;
 
+// From now on each fork calls these: `before` and `after` in the parent, `in_child` in the child; a
+// null one is left out. Throws std::runtime_error if the system has no room to note them.
+void at_fork(void (*before)(), void (*after)(), void (*in_child)());
+
 }  // namespace shardcomm

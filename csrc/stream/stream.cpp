@@ -77,6 +77,12 @@ class ThreadEvent final : public HostEvent {
           "stream's thread: the event never fires here; make streams after the fork");
     }
     const WaitsFor scope(worker_, fired_);
+    if (scope.is_endless()) {
+      throw std::runtime_error(
+          "this wait would never end: the event comes after an operation that waits, maybe by way "
+          "of other streams, for the one that waits here; let another thread wait, or wait for an "
+          "event that was recorded before");
+    }
     while (!query()) {
       const Clock::duration left = end - Clock::now();
       if (left <= Clock::duration::zero()) return false;
@@ -105,22 +111,19 @@ class Worker {
     ThreadId caller = 0;
   };
 
-  Worker() {
+  // Its thread holds on to it, too.
+  static std::shared_ptr<Worker> start() {
+    auto worker = std::make_shared<Worker>();
+    worker->registered_.emplace(worker->id_,
+                                [worker = worker.get()] { return worker->has_work(); });
     try {
-      thread_ = std::thread([this] { run(); });
+      std::thread([worker] { worker->run(); }).detach();
     } catch (const std::system_error& error) {
       throw std::runtime_error(std::string("this process can start no thread for a stream: ") +
                                error.what());
     }
-    try {
-      registered_.emplace(id_, [this] { return has_work(); });
-    } catch (...) {
-      finish();
-      throw;
-    }
+    return worker;
   }
-  // Runs what is queued to its end.
-  ~Worker() { finish(); }
 
   ThreadId thread() const { return id_; }
 
@@ -132,16 +135,20 @@ class Worker {
     queue_changed_.notify_one();
   }
 
- private:
+  // Returns when all that is queued has run, and been let go of. Not to an operation that this
+  // would wait for: the thread then goes on by itself.
   void finish() {
     {
       const std::lock_guard<std::mutex> lock(mutex_);
       closing_ = true;
     }
     queue_changed_.notify_one();
-    thread_.join();
+    const WaitsFor scope(id_, ended_);
+    if (scope.is_endless()) return;
+    while (ended_.load() == 0) sleep_while(ended_, 0, kWaitSlice);
   }
 
+ private:
   bool has_work() {
     const std::lock_guard<std::mutex> lock(mutex_);
     return working_ || !queue_.empty();
@@ -149,6 +156,12 @@ class Worker {
 
   void run() {
     take_thread_id(id_);
+    run_all();
+    ended_.store(1);
+    wake_all(ended_);
+  }
+
+  void run_all() {
     std::exception_ptr failure;
     std::unique_lock<std::mutex> lock(mutex_);
     while (true) {
@@ -180,16 +193,16 @@ class Worker {
   const ThreadId id_ = new_thread_id();
   bool working_ = false;
   bool closing_ = false;
-  std::thread thread_;
+  Atomic<std::uint32_t> ended_{0};
   std::optional<WorksForOthers> registered_;
 };
 
 class ThreadStream final : public Stream {
  public:
   ~ThreadStream() override {
-    // In a forked child there is no such thread to join, and its lock may be held for ever: the
-    // child leaves the copy as it is.
-    if (forked()) static_cast<void>(worker_.release());
+    // In a forked child there is no such thread, and its lock may be held for ever: the child
+    // leaves the copy as it is, of which that thread's share stays.
+    if (!forked()) worker_->finish();
   }
 
   void enqueue(Operation operation) override { push({std::move(operation), nullptr, caller()}); }
@@ -218,7 +231,7 @@ class ThreadStream final : public Stream {
   }
 
   const int forks_ = forks();
-  std::unique_ptr<Worker> worker_ = std::make_unique<Worker>();
+  std::shared_ptr<Worker> worker_ = Worker::start();
 };
 
 class FiredEvent final : public HostEvent {

@@ -18,6 +18,12 @@ class WaitCheck {
   std::function<void()> before_;
 };
 
+// A base of what a check throws when somebody at this process, and no error, ends the wait: Ctrl-C.
+class Interruption {
+ protected:
+  ~Interruption() = default;
+};
+
 // For those who wait: to be called between two slices of a wait.
 void check_wait();
 constexpr std::chrono::milliseconds kWaitSlice{50};

@@ -1,39 +1,60 @@
 #include "stream/waiting.h"
 
-#include <pthread.h>
-
 #include <atomic>
 #include <mutex>
-#include <unordered_map>
 #include <utility>
 
+#include "stream/fork.h"
+
 namespace shardcomm {
-namespace {
 
-struct Wait {
-  ThreadId other;
-  const Atomic<std::uint32_t>* done;
-};
-
+// Held over a fork, so that the child finds it whole; the child's own threads are all new.
 struct Threads {
+  Threads();
+
+  // What `one` waits for; null, if it goes on.
+  const WaitsFor* wait_of(ThreadId one) const {
+    const WaitsFor* wait = waits;
+    while (wait != nullptr && wait->self_ != one) wait = wait->next_;
+    // One that is awake may only not have run yet.
+    return wait != nullptr && wait->done_.load() == 0 ? wait : nullptr;
+  }
+  // Whether `one` is `other`, or waits for it.
+  bool leads_to(ThreadId one, ThreadId other) const {
+    for (int hops = 0; hops <= num_waits; ++hops) {  // not for ever: there may be rings
+      if (one == other) return true;
+      const WaitsFor* wait = wait_of(one);
+      if (wait == nullptr) return false;
+      one = wait->other_;
+    }
+    return false;
+  }
+  void add(WaitsFor* wait) {
+    wait->next_ = waits;
+    waits = wait;
+    ++num_waits;
+  }
+  void remove(const WaitsFor* wait) {
+    WaitsFor** at = &waits;
+    while (*at != nullptr && *at != wait) at = &(*at)->next_;
+    if (*at == nullptr) return;  // this is a child, and the wait was its parent's
+    *at = wait->next_;
+    --num_waits;
+  }
+
   std::mutex mutex;
-  std::unordered_map<ThreadId, Wait> waits_for;
+  WaitsFor* waits = nullptr;  // the latest first
+  int num_waits = 0;
   std::list<WorksForOthers::Entry> workers;
 };
 
-// Never destroyed: threads may still wait while the process ends. Held over a fork, so that the
-// child finds it whole; its own threads are all new.
+namespace {
+
+// Never destroyed: threads may still wait while the process ends.
 Threads& threads() {
   static Threads& only = *new Threads;
   return only;
 }
-
-const int at_fork = pthread_atfork([] { threads().mutex.lock(); }, [] { threads().mutex.unlock(); },
-                                   [] {
-                                     threads().waits_for.clear();
-                                     threads().workers.clear();
-                                     threads().mutex.unlock();
-                                   });
 
 using Lock = std::lock_guard<std::mutex>;
 
@@ -45,19 +66,17 @@ ThreadId this_thread() {
   return own_id;
 }
 
-bool waits_for(const Threads& all, ThreadId one, ThreadId other) {
-  // Not for ever: threads may wait for each other in a ring.
-  for (std::size_t hops = 0; hops <= all.waits_for.size(); ++hops) {
-    if (one == other) return true;
-    const auto found = all.waits_for.find(one);
-    // One that is awake may only not have run yet.
-    if (found == all.waits_for.end() || found->second.done->load() != 0) return false;
-    one = found->second.other;
-  }
-  return false;
-}
-
 }  // namespace
+
+Threads::Threads() {
+  at_fork([] { threads().mutex.lock(); }, [] { threads().mutex.unlock(); },
+          [] {
+            threads().waits = nullptr;
+            threads().num_waits = 0;
+            threads().workers.clear();
+            threads().mutex.unlock();
+          });
+}
 
 ThreadId new_thread_id() {
   static std::atomic<ThreadId> last{0};
@@ -66,14 +85,21 @@ ThreadId new_thread_id() {
 
 void take_thread_id(ThreadId id) { own_id = id; }
 
-WaitsFor::WaitsFor(ThreadId other, const Atomic<std::uint32_t>& done) {
+WaitsFor::WaitsFor(ThreadId other, const Atomic<std::uint32_t>& done)
+    : self_(this_thread()), other_(other), done_(done) {
   const Lock lock(threads().mutex);
-  threads().waits_for[this_thread()] = {other, &done};
+  threads().add(this);
 }
 
 WaitsFor::~WaitsFor() {
   const Lock lock(threads().mutex);
-  threads().waits_for.erase(this_thread());
+  threads().remove(this);
+}
+
+bool WaitsFor::is_endless() const {
+  const Lock lock(threads().mutex);
+  // Who is seen to wait for this thread may have fired `done_` before that.
+  return threads().leads_to(other_, self_) && done_.load() == 0;
 }
 
 OnBehalfOf::OnBehalfOf(ThreadId caller) : before_(works_for) { works_for = caller; }
@@ -94,9 +120,9 @@ WorksForOthers::~WorksForOthers() {
 bool is_stuck(ThreadId user) {
   const ThreadId self = this_thread();
   const Lock lock(threads().mutex);
-  if (!waits_for(threads(), user, self)) return false;
+  if (!threads().leads_to(user, self)) return false;
   for (const WorksForOthers::Entry& worker : threads().workers) {
-    if (!waits_for(threads(), worker.id, self) && worker.has_work()) return false;
+    if (!threads().leads_to(worker.id, self) && worker.has_work()) return false;
   }
   return true;
 }

@@ -1,5 +1,9 @@
-// Which thread waits for which. It tells a rank that is stuck from one that may still come: a
-// thread that waits for a stream calls nothing until that stream's worker is done.
+// Which thread of this process waits for which other one, and which threads work for others.
+//
+// A stream's thread works for whoever enqueued an operation there; a thread that waits for an event
+// of a stream waits for that stream's thread, and calls nothing meanwhile. Two questions are
+// answered from that: whether a wait can end at all (`WaitsFor::is_endless`), and whether a rank
+// that waits in one collective may still come to another (`is_stuck`).
 #pragma once
 
 #include <cstdint>
@@ -16,13 +20,25 @@ ThreadId new_thread_id();
 // From now on, the name of this thread.
 void take_thread_id(ThreadId id);
 
-// While alive, this thread waits for what `other` does, until `done` is not 0.
+// While alive, this thread waits for what `other` does, until `done` is not 0. Takes no memory:
+// destructors wait, too.
 class WaitsFor {
  public:
   WaitsFor(ThreadId other, const Atomic<std::uint32_t>& done);
   ~WaitsFor();
   WaitsFor(const WaitsFor&) = delete;
   WaitsFor& operator=(const WaitsFor&) = delete;
+
+  // Whether this wait closes a ring: `other` is this thread, or waits for it, maybe by way of
+  // others. Of the threads in a ring, the last to begin its wait, at least, sees it.
+  bool is_endless() const;
+
+ private:
+  friend struct Threads;
+  const ThreadId self_;
+  const ThreadId other_;
+  const Atomic<std::uint32_t>& done_;
+  WaitsFor* next_;
 };
 
 // While alive, this thread works for `caller`, who gave it what it does.

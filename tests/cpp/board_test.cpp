@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <csignal>
 #include <cstdio>
 #include <cstdlib>
 #include <functional>
@@ -278,6 +279,45 @@ void calls_are_compared_once_all_have_come() {
           heard);
 }
 
+// Its deadline passes while it is stopped. The others could not come to a rank that does not run.
+void a_rank_that_was_stopped_itself_blames_nobody_for_it() {
+  constexpr double kDeadlineS = 1;
+  Pair pair;
+  const auto looks = zeroed<shardcomm::Atomic<int>>(sizeof(int));
+  const pid_t rank_0 = fork();
+  if (rank_0 == 0) {
+    alarm(60);
+    Group group{pair.group_memory.get(),
+                {pair.gathers.get(), pair.reduces.get()},
+                0,
+                Pair::kSize,
+                kDeadlineS,
+                [&] { return looks->fetch_add(1), -1; }};
+    try {
+      Board(group, 0, false, [] { return false; }).begin(pair.barrier(0));
+    } catch (const CommError& error) {
+      std::fprintf(stderr, "%s\n", error.what());
+      _exit(1);
+    }
+    _exit(0);
+  }
+  int status = 0;
+  const auto looks_again = [&] {
+    const int before = looks->load();
+    while (looks->load() < before + 2 && waitpid(rank_0, &status, WNOHANG) == 0) usleep(1000);
+  };
+  looks_again();
+  kill(rank_0, SIGSTOP);
+  waitpid(rank_0, &status, WUNTRACED);
+  require(WIFSTOPPED(status), "it is stopped");
+  std::this_thread::sleep_for(std::chrono::duration<double>(1.5 * kDeadlineS));
+  kill(rank_0, SIGCONT);
+  looks_again();
+  pair.comes(1);
+  if (WIFSTOPPED(status)) waitpid(rank_0, &status, 0);
+  require(WIFEXITED(status) && WEXITSTATUS(status) == 0, "it waits on, and rank 1 comes");
+}
+
 void whoever_waits_is_woken() {
   ends_at_once("the rank that comes last wakes those that wait", [](Pair& pair) {
     Group group = rank_1_of(pair);
@@ -305,6 +345,7 @@ int main() {
   the_first_failure_and_the_first_reason_stay();
   what_a_rank_did_last_is_told_while_it_waits_and_afterwards();
   calls_are_compared_once_all_have_come();
+  a_rank_that_was_stopped_itself_blames_nobody_for_it();
   whoever_waits_is_woken();
   std::puts("ok");
   return 0;

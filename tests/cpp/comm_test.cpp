@@ -234,7 +234,65 @@ void a_rank_that_fails_alone_ends_the_group(Communicator& comm) {
     require(false, "rank 1 has left");
   } catch (const CommError& error) {
     const std::string text = error.what();
-    require(text.find("rank 1 aborted: barrier: interrupted") == 0, text);
+    require(text.find("rank 1 aborted: barrier: ^C") == 0, text);
+  }
+}
+
+// As Ctrl-C, of which the others need no more.
+struct Interrupted : std::runtime_error, shardcomm::Interruption {
+  Interrupted() : std::runtime_error("^C, and where it came") {}
+};
+
+void a_rank_that_is_interrupted_says_that_alone(Communicator& comm) {
+  try {
+    if (comm.rank() == 1) {
+      const shardcomm::WaitCheck interrupt([] { throw Interrupted(); });
+      comm.barrier();
+    } else {  // in the other channel until rank 1 has left
+      std::vector<float> sum(1);
+      comm.all_reduce(sum.data(), DType::f32, 1, RedOp::sum);
+    }
+    require(false, "the call ends");
+  } catch (const Interrupted&) {
+    require(comm.rank() == 1, "rank 1 alone is interrupted");
+  } catch (const CommError& error) {
+    const std::string text = error.what();
+    require(text.find("rank 1 aborted: barrier: interrupted;") == 0, text);
+  }
+}
+
+// Calls from within a wait, as signal handlers do: both channels refuse, and the outer call goes
+// on.
+void a_call_within_a_wait_is_refused(Communicator& comm) {
+  static std::atomic<int> refused;
+  const int before = refused;
+  comm.barrier();
+  const auto refuses = [](const auto& call, const char* operation) {
+    try {
+      call();
+      require(false, "a call within a wait is refused");
+    } catch (const std::invalid_argument& error) {
+      const std::string text = error.what();
+      require(text.find(std::string(operation) + ": called from a signal handler while this " +
+                        "thread is in barrier of the same communicator") == 0,
+              text);
+    }
+  };
+  if (comm.rank() == 0) {
+    bool called = false;
+    const shardcomm::WaitCheck handler([&] {
+      if (called) return;
+      called = true;
+      std::vector<float> sum(1);
+      refuses([&] { comm.all_reduce(sum.data(), DType::f32, 1, RedOp::sum); }, "all_reduce");
+      refuses([&] { comm.barrier(); }, "barrier");
+      ++refused;
+    });
+    comm.barrier();
+    require(called, "the other ranks come after the handler");
+  } else {
+    while (refused == before) std::this_thread::yield();
+    comm.barrier();
   }
 }
 
@@ -387,6 +445,8 @@ int main() {
     a_call_that_differs_is_refused(3, call);
   }
   on_threads(2, a_rank_that_fails_alone_ends_the_group);
+  on_threads(2, a_rank_that_is_interrupted_says_that_alone);
+  on_threads(2, a_call_within_a_wait_is_refused);
   what_was_closed_is_not_used();
   on_threads(2, a_buffer_that_leaves_its_window_is_refused);
   on_threads(2, receipts_tell_what_was_taken);

@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <cstdio>
@@ -194,6 +195,83 @@ void a_thread_is_stuck_only_where_nothing_works_for_it() {
   }
 }
 
+void a_stream_that_its_own_operation_lets_go_of_still_runs_what_is_queued() {
+  std::promise<void> enqueued;
+  std::promise<int> ran;
+  auto stream = shardcomm::make_thread_stream();
+  stream->enqueue([&](NativeStream) {
+    enqueued.get_future().wait();
+    stream.reset();
+  });
+  stream->enqueue([&](NativeStream) { ran.set_value(1); });
+  enqueued.set_value();
+  require(ran.get_future().get() == 1, "what was queued runs");
+}
+
+// The error of whoever waits for `event`, which is not to come.
+std::string refusal(const Event& event) {
+  try {
+    event.wait();
+  } catch (const std::runtime_error& error) {
+    return error.what();
+  }
+  return "none";
+}
+
+void streams_that_wait_in_a_ring_are_told() {
+  for (const int size : {1, 2, 3}) {
+    const std::string refused = "this wait would never end: ";
+    std::vector<std::unique_ptr<Stream>> streams;
+    for (int i = 0; i < size; ++i) streams.push_back(shardcomm::make_thread_stream());
+    std::atomic<int> begun{0};
+    std::vector<std::shared_ptr<Event>> ends;
+    for (int i = 0; i < size; ++i) {
+      Stream* next = streams[static_cast<std::size_t>((i + 1) % size)].get();
+      streams[static_cast<std::size_t>(i)]->enqueue([&begun, next, size](NativeStream) {
+        ++begun;
+        while (begun < size) std::this_thread::yield();
+        next->record()->wait();
+      });
+      ends.push_back(streams[static_cast<std::size_t>(i)]->record());
+    }
+    for (const auto& end : ends) {
+      require(refusal(*end).compare(0, refused.size(), refused) == 0,
+              "each stream of the ring, and who waits for it, is told");
+    }
+  }
+}
+
+// Each from an operation of the other, at once: whoever is the second does not wait.
+void streams_that_destroy_each_other_end() {
+  std::array<std::unique_ptr<Stream>, 2> streams{shardcomm::make_thread_stream(),
+                                                 shardcomm::make_thread_stream()};
+  std::array<std::promise<void>, 2> destroyed;
+  std::atomic<int> begun{-1};  // until both are enqueued
+  for (const std::size_t i : {0U, 1U}) {
+    streams[i]->enqueue([&, i](NativeStream) {
+      while (begun < 0) std::this_thread::yield();
+      ++begun;
+      while (begun < 2) std::this_thread::yield();
+      streams[1 - i].reset();
+      destroyed[i].set_value();
+    });
+  }
+  begun = 0;
+  for (auto& one : destroyed) one.get_future().wait();
+}
+
+void an_operation_may_wait_for_an_event_that_its_stream_has_passed() {
+  const auto stream = shardcomm::make_thread_stream();
+  const auto before = stream->record();
+  bool ran = false;
+  stream->enqueue([&](NativeStream) {
+    before->wait();
+    ran = true;
+  });
+  stream->record()->wait();
+  require(ran, "an event that was recorded before has fired");
+}
+
 void an_event_knows_when_it_fired() {
   const auto stream = shardcomm::make_thread_stream();
   const auto first = stream->record(true);
@@ -217,6 +295,10 @@ int main() {
   a_wait_lasts_until_the_event_has_fired_unless_it_is_interrupted();
   what_an_operation_held_is_let_go_of_outside_the_lock();
   a_thread_is_stuck_only_where_nothing_works_for_it();
+  a_stream_that_its_own_operation_lets_go_of_still_runs_what_is_queued();
+  streams_that_wait_in_a_ring_are_told();
+  streams_that_destroy_each_other_end();
+  an_operation_may_wait_for_an_event_that_its_stream_has_passed();
   an_event_knows_when_it_fired();
   std::puts("ok");
   return 0;

@@ -24,7 +24,8 @@ class Event {
   // true once the capture has ended, since by itself nothing of it runs.
   virtual bool query() const = 0;
   // Blocks until fired; gives up after `timeout`: false. Rethrows the stream's failure, if it
-  // failed before this event.
+  // failed before this event. Throws std::runtime_error where it would never fire: in an operation
+  // of its own stream, recorded later, or of one that its stream waits for.
   virtual bool wait_for(std::chrono::milliseconds timeout) const = 0;
   void wait() const;
   // Time from `earlier` to this, both fired and of the same kind of stream; on a CUDA stream, both
@@ -56,7 +57,8 @@ class Stream {
   virtual void wait(std::shared_ptr<Event> event) = 0;
 };
 
-// Its destructor runs what is queued to its end, then joins the worker.
+// Its destructor waits until what is queued has run. Where an operation of the stream itself
+// destroys it, what is queued runs afterwards.
 std::unique_ptr<Stream> make_thread_stream();
 std::unique_ptr<Stream> make_caller_stream();
 

@@ -18,6 +18,9 @@ bool fake_is_capturing(cudaStream_t stream);
 // caller's own time. FAKE_CUDA_INSTANT=1 in the environment does the same.
 void fake_cuda_instant(bool instant);
 
+// This thread's next cudaEventRecord fails, as after an error of the device: cudaErrorUnknown.
+void fake_fail_next_record();
+
 // What was called, by all threads, since the last reset.
 struct FakeCudaCounts {
   long events_created = 0;

@@ -1,5 +1,7 @@
 // The `local` transport on a device under the sanitizers, without a GPU: streams that are threads,
 // so that work which is not ordered by events is a race that the thread sanitizer sees.
+#include <unistd.h>
+
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
@@ -12,6 +14,7 @@
 
 #include "fake_cuda.h"
 #include "shardcomm/communicator.h"
+#include "shardcomm/error.h"
 #include "shardcomm/stream.h"
 
 namespace {
@@ -132,9 +135,33 @@ void rank_main(const Comm& comm, std::uint32_t seed) {
   compute->record()->wait();
 }
 
+// Before the rank has posted its call, and so before the others can know of it.
+void a_rank_whose_device_fails_tells_the_others() {
+  const auto group = make_local_group(2, {60}, 0);
+  const auto barrier = [&](std::size_t rank) {
+    cudaSetDevice(0);
+    const auto stream = make_cuda_stream(0);
+    try {
+      if (rank == 1) fake_fail_next_record();
+      group[rank]->barrier(0, stream->native());
+      require(false, "the barrier fails");
+    } catch (const CudaError& error) {
+      require(rank == 1, error.what());
+    } catch (const CommError& error) {
+      const std::string text = error.what();
+      require(text.find("rank 1 aborted: barrier: cudaEventRecord") == 0, text);
+    }
+  };
+  std::thread other(barrier, 0);
+  barrier(1);
+  other.join();
+}
+
 }  // namespace
 
 int main() {
+  alarm(120);  // a hang is a failure
+  a_rank_whose_device_fails_tells_the_others();
   const std::uint32_t seed = std::random_device()();
   std::printf("seed %u\n", seed);
   const auto group = make_local_group(kRanks, {60}, 0);

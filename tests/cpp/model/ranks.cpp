@@ -20,6 +20,10 @@ using shardcomm::PostedCall;
 
 struct Interrupted {};
 
+// More than what passes where the clock is not let go on, less than what counts at most where it
+// is.
+constexpr double kDeadlineS = 0.05;
+
 // GroupMemory::failure, as group.cpp packs it.
 Trouble trouble_of(std::uint64_t failure) { return static_cast<Trouble>(failure & 0xff); }
 int culprit_of(std::uint64_t failure) { return static_cast<int>(failure >> 8 & 0xffffff); }
@@ -66,7 +70,7 @@ void Ranks::start() {
   posted_ = make<PostedCall>();
   for (int rank = 0; rank < program_.ranks; ++rank) {
     Member& member = members_[static_cast<std::size_t>(rank)];
-    member.group = new Group(group_, boards_, rank, program_.ranks, 3600, [this, rank] {
+    member.group = new Group(group_, boards_, rank, program_.ranks, kDeadlineS, [this, rank] {
       for (int r = 0; r < program_.ranks; ++r) {
         if (r != rank && deaths_[r].load() != 0) return r;
       }

@@ -124,6 +124,9 @@ CUstream_st& stream_of(cudaStream_t stream) {
 
 using fake::counters;
 
+thread_local bool next_record_fails = false;
+
+void fake_fail_next_record() { next_record_fails = true; }
 void fake_enqueue(cudaStream_t stream, std::function<void()> work) {
   fake::put(fake::stream_of(stream), std::move(work));
 }
@@ -225,6 +228,7 @@ cudaError_t cudaEventDestroy(cudaEvent_t event) {
 }
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
   ++counters.events_recorded;
+  if (std::exchange(next_record_fails, false)) return fake::fail(cudaErrorUnknown);
   if (fake::instant()) return cudaSuccess;
   CUstream_st& on = fake::stream_of(stream);
   fake::Captured captured = fake::captured_on(on);
