@@ -46,9 +46,9 @@ def fully_shard(
 
     Afterwards `model.parameters()` are this rank's rows of each parameter; make the optimizer from them (one made
     before is refused at its first step). Forward, backward and the optimizer's step are written as without sharding;
-    what rows alone would give a wrong answer to is refused, or answered for the whole (`ShardedParameter`). To keep a `.grad` past the next backward, clone it: its memory may
-    be used again. All ranks start from rank 0's values. A model on the meta device is materialised unit by unit, by its
-    modules' `reset_parameters`.
+    what rows alone would give a wrong answer to is refused, or answered for the whole (`ShardedParameter`). To keep a
+    `.grad` past the next backward, clone it: its memory may be used again. All ranks start from rank 0's values. A
+    model on the meta device is materialised unit by unit, by its modules' `reset_parameters`.
 
     Args:
         model: changed in place; its buffers move to the device of `comm`. Compile its blocks (`block.compile()`)

@@ -6,16 +6,21 @@ import copy
 import io
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from thread_ranks import run_threads
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.nn import functional as F
 from torch.nn.utils import parameters_to_vector, parametrize, vector_to_parameters
+from twins import local
 
-from shardcomm import Communicator, Engine, fully_shard
+from shardcomm import Communicator, Engine, fully_shard, launch
 
 RANKS = 2
 WIDTH = 8
@@ -312,6 +317,87 @@ def test_full_tensors_load_into_a_model(assign: bool) -> None:
             model.load_state_dict({"embed.weight": torch.zeros(4, WIDTH)}, strict=False)
 
     with_sharded(body)
+
+
+def saved_as_torch_does(folder: str) -> None:
+    dist.init_process_group("gloo")
+    with Communicator.from_process_group() as comm:
+        model = model_of()
+        fully_shard(model, comm, units=[nn.Linear, nn.Embedding])
+        dcp.save({"model": model.state_dict()}, checkpoint_id=f"{folder}/own")
+        dcp.save({"model": get_model_state_dict(model)}, checkpoint_id=f"{folder}/torch")
+        other = model_of(seed=1)
+        engine = fully_shard(other, comm, units=[nn.Embedding])
+        state = other.state_dict()
+        dcp.load({"model": state}, checkpoint_id=f"{folder}/own")
+        other.load_state_dict(state)
+        full = engine.full_state_dict()
+        assert all(torch.equal(full[n], v) for n, v in model_of().state_dict().items())
+        again = get_model_state_dict(model)
+        dcp.load({"model": again}, checkpoint_id=f"{folder}/torch")
+        set_model_state_dict(model, again)
+    dist.destroy_process_group()
+
+
+def test_torchs_checkpoint_tools_save_and_load_a_models_state_dict(tmp_path: Path) -> None:
+    launch(saved_as_torch_does, RANKS, (str(tmp_path),), deadline_s=60)
+    for name in ("own", "torch"):
+        plain = model_of(seed=1)
+        state = {"model": plain.state_dict()}
+        dcp.load(state, checkpoint_id=tmp_path / name, no_dist=True)
+        assert all(torch.equal(state["model"][n], v) for n, v in model_of().state_dict().items())
+
+
+@pytest.mark.parametrize("granularity", ["row", "tensor"])
+@pytest.mark.parametrize("bad", range(RANKS))
+def test_torchs_scaler_skips_a_step_on_all_ranks_if_one_has_an_inf(
+    bad: int, granularity: str
+) -> None:
+    def body(model: Tied, engine: Engine, twin: Tied) -> tuple[bool, bool, float]:
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        before = engine.full_state_dict()
+        model.zero_grad()
+        scaler.scale(model(IDS).square().sum()).backward()
+        grads = [local(p.grad) for p in model.parameters() if p.grad is not None]
+        held = [grad for grad in grads if grad.numel()]
+        if engine.mesh.rank == bad and held:
+            held[0].view(-1)[0] = math.inf
+        scaler.step(optimizer)
+        scaler.update()
+        skipped = all(torch.equal(before[n], v) for n, v in engine.full_state_dict().items())
+        return bool(held), skipped, scaler.get_scale()
+
+    seen = with_sharded(body, granularity=granularity)
+    had_inf = seen[bad][0]
+    assert [each[1:] for each in seen] == [(had_inf, 2.0 if had_inf else 4.0)] * RANKS
+
+
+class Lamb(torch.optim.Optimizer):
+    """Its core: a step whose length is the parameter's norm over that of the update."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    update = p.grad + 0.01 * p
+                    trust = p.norm() / (update.norm() + 1e-6)
+                    p.sub_(group["lr"] * trust * update)
+
+
+@pytest.mark.parametrize("granularity", ["row", "tensor"])
+def test_an_optimizer_that_takes_norms_takes_those_of_whole_parameters(granularity: str) -> None:
+    def body(model: Tied, engine: Engine, twin: Tied) -> None:
+        for each in (model, twin):
+            Lamb(each.parameters()).step()
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(p.full_tensor(), q.detach())  # type: ignore[attr-defined]
+
+    with_sharded(body, granularity=granularity)
 
 
 def test_rows_are_plain_in_a_step_and_guarded_after_one_that_fails() -> None:
