@@ -49,6 +49,30 @@ def test_halves_are_summed_in_float32_and_rounded_once() -> None:
     launch(summed_in_float32, 3, deadline_s=60)
 
 
+def gathered_and_reduced_at_once() -> None:
+    dist.init_process_group("gloo")
+    with Communicator.from_process_group(transport="c10d", deadline_s=20) as comm:
+        gathers, reduces = Stream(), Stream()
+        gathered, reduced = torch.zeros(comm.size), torch.zeros(1)
+        mine = torch.full((1,), float(comm.rank))
+        calls = [
+            lambda: comm.all_gather(gathered, mine, stream=gathers),
+            lambda: comm.reduce_scatter(reduced, torch.ones(comm.size), stream=reduces),
+        ]
+        # What one rank begins with, the other has second.
+        for call in calls if comm.rank == 0 else reversed(calls):
+            call()
+        for stream in (gathers, reduces):
+            stream.record().wait()
+        assert gathered.tolist() == [0.0, 1.0]
+        assert reduced.item() == comm.size
+    dist.destroy_process_group()
+
+
+def test_a_gather_and_a_reduce_have_no_common_order() -> None:
+    launch(gathered_and_reduced_at_once, 2, deadline_s=60)
+
+
 def looked_at() -> None:
     dist.init_process_group("gloo")
     with Communicator.from_process_group(transport="c10d", deadline_s=30) as comm:

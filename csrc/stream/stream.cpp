@@ -117,7 +117,7 @@ class Worker {
     worker->registered_.emplace(worker->id_,
                                 [worker = worker.get()] { return worker->has_work(); });
     try {
-      std::thread([worker] { worker->run(); }).detach();
+      worker->thread_ = std::thread([worker] { worker->run(); });
     } catch (const std::system_error& error) {
       throw std::runtime_error(std::string("this process can start no thread for a stream: ") +
                                error.what());
@@ -144,8 +144,9 @@ class Worker {
     }
     queue_changed_.notify_one();
     const WaitsFor scope(id_, ended_);
-    if (scope.is_endless()) return;
+    if (scope.is_endless()) return thread_.detach();
     while (ended_.load() == 0) sleep_while(ended_, 0, kWaitSlice);
+    thread_.join();
   }
 
  private:
@@ -194,6 +195,7 @@ class Worker {
   bool working_ = false;
   bool closing_ = false;
   Atomic<std::uint32_t> ended_{0};
+  std::thread thread_;
   std::optional<WorksForOthers> registered_;
 };
 

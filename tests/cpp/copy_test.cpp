@@ -1,6 +1,6 @@
-// CopyPlan, its CPU executor and the reduction, for the sanitizers: every buffer has exactly the
-// size it needs, so that an access out of bounds is seen. Expected values follow from how the
-// buffers are filled.
+// CopyPlan, its CPU and CUDA executors (the latter walked) and the reduction, for the sanitizers:
+// every buffer has exactly the size it needs, so that an access out of bounds is seen. Expected
+// values follow from how the buffers are filled.
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -48,20 +48,26 @@ void rectangles_land_where_they_should() {
     const CopyPlan plan({{0, 0, src_offset, src_pitch, dst_offset, dst_pitch, rows, cols}},
                         DType::f32, DType::bf16);
     const std::vector<float> source = integers(plan.src_extents()[0]);
-    std::vector<BFloat16> destination(static_cast<std::size_t>(plan.dst_extents()[0]),
-                                      BFloat16{0x7fc0});
-    const void* sources[] = {source.data()};
-    void* destinations[] = {destination.data()};
-    copy_cpu(plan, sources, destinations, {2.0f, false});
-    std::int64_t untouched = 0;
-    for (const BFloat16& element : destination) untouched += std::isnan(load(element));
-    require(untouched == plan.dst_extents()[0] - rows * cols, "gaps are not touched");
-    for (std::int64_t row = 0; row < rows; ++row) {
-      for (std::int64_t col = 0; col < cols; ++col) {
-        const auto at = static_cast<std::size_t>(src_offset + row * src_pitch + col);
-        const auto to = static_cast<std::size_t>(dst_offset + row * dst_pitch + col);
-        require(load(destination[to]) == 2.0f * source[at],
-                "an element is where its row and col say");
+    for (const bool by_kernel : {false, true}) {
+      std::vector<BFloat16> destination(static_cast<std::size_t>(plan.dst_extents()[0]),
+                                        BFloat16{0x7fc0});
+      const void* sources[] = {source.data()};
+      void* destinations[] = {destination.data()};
+      if (by_kernel) {
+        walk_launches(plan, sources, destinations, {2.0f, false}, 4096, kMostOperands, 2, 32);
+      } else {
+        copy_cpu(plan, sources, destinations, {2.0f, false});
+      }
+      std::int64_t untouched = 0;
+      for (const BFloat16& element : destination) untouched += std::isnan(load(element));
+      require(untouched == plan.dst_extents()[0] - rows * cols, "gaps are not touched");
+      for (std::int64_t row = 0; row < rows; ++row) {
+        for (std::int64_t col = 0; col < cols; ++col) {
+          const auto at = static_cast<std::size_t>(src_offset + row * src_pitch + col);
+          const auto to = static_cast<std::size_t>(dst_offset + row * dst_pitch + col);
+          require(load(destination[to]) == 2.0f * source[at],
+                  "an element is where its row and col say");
+        }
       }
     }
   }
