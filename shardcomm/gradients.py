@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 
 from shardcomm.mesh import Mesh
-from shardcomm.plain import plain
+from shardcomm.plain import grad_of, plain
 from shardcomm.sharded_unit import ShardedUnit
 
 OnNonfinite = Literal["raise", "skip"] | None
@@ -76,7 +76,7 @@ class Gradients:
         """Those of `register_post_accumulate_grad_hook`, now that the gradients are there."""
         with plain():
             hooked = [p.shard for p in self._params if p.shard._post_accumulate_grad_hooks]
-            hooked = [shard for shard in hooked if shard.grad is not None]
+            hooked = [shard for shard in hooked if grad_of(shard) is not None]
         for shard in hooked:
             with plain():
                 hooks = list(shard._post_accumulate_grad_hooks.values())
@@ -86,7 +86,8 @@ class Gradients:
     def clip_norm_(self, max_norm: float) -> torch.Tensor:
         """Scales them so that their global L2 norm is at most `max_norm`; returns the norm before."""
         with plain():
-            grads = [param.shard.grad for param in self._params if param.shard.grad is not None]
+            every = [grad_of(param.shard) for param in self._params]
+        grads = [grad for grad in every if grad is not None]
         norms = (
             torch._foreach_norm(grads)
             if grads

@@ -87,8 +87,9 @@ def _check(optimizer: optim.Optimizer, params: Sequence[nn.Parameter]) -> None:
 
 def _after(optimizer: optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     sharded = _stepping.pop(optimizer, [])
+    moved = [param for param in sharded if param.data_ptr() != param.whole.address]
     _make(sharded, ShardedParameter)
-    for param in sharded:
+    for param in moved:  # by `param.data = ...`
         param.whole.adopt(param)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from shardcomm.layout import Piece, Placement
-from shardcomm.plain import plain
+from shardcomm.plain import grad_of, plain, set_grad
 from shardcomm.sharded_parameter import ShardedParameter, ShardedRows
 
 
@@ -48,7 +48,7 @@ class ShardGradients:
         """Whether the next reduce adds to what there is."""
         # A list: half of a generator's time.
         with plain():
-            return self.unshown or any([shard.grad is not None for shard in self._shards])
+            return self.unshown or any([grad_of(shard) is not None for shard in self._shards])
 
     def begin_reduce(self) -> bool:
         """Whether the reduce must add to what `flat` holds, which is zeros then where a parameter has no `.grad`."""
@@ -59,10 +59,11 @@ class ShardGradients:
         if add and not self.unshown:
             with plain():
                 for rows, shard in zip(self.rows, self._shards, strict=True):
-                    if shard.grad is None:
+                    grad = grad_of(shard)
+                    if grad is None:
                         rows.zero_()
-                    elif shard.grad is not rows:  # a tensor of the user's own
-                        rows.copy_(shard.grad)
+                    elif grad is not rows:  # a tensor of the user's own
+                        rows.copy_(grad)
         self.unshown = True
         return add
 
@@ -75,7 +76,7 @@ class ShardGradients:
                 if used is not None and not used[i]:
                     continue
                 if not placement.is_elsewhere(piece):
-                    shard.grad = rows
+                    set_grad(shard, rows)
                 elif isinstance(shard, ShardedParameter):
                     shard.whole.grad_elsewhere = ShardedRows(rows, shard.whole)
         self.unshown = False
@@ -83,7 +84,7 @@ class ShardGradients:
     def drop(self) -> None:
         """Gives the memory back until the next reduce, if no shard has a `.grad`: after `zero_grad()` mostly so."""
         with plain():
-            unused = all(shard.grad is None for shard in self._shards)
+            unused = all(grad_of(shard) is None for shard in self._shards)
         if unused:
             for name in ("flat", "rows"):
                 vars(self).pop(name, None)

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardcomm.mesh import Mesh
 from shardcomm.norms import is_norm, partial_norms
-from shardcomm.plain import plain
+from shardcomm.plain import grad_of, plain, set_grad
 
 
 @dataclass(eq=False)
@@ -34,6 +34,7 @@ class Whole:
         rows: this rank's, a plain tensor.
         is_here, is_elsewhere: one rank owns the whole parameter; it is this one, or another.
         gather: the whole of a tensor of the rows' shape; collective.
+        address: of the rows.
         guarded_grad: `.grad` as it was shown last.
         grad_elsewhere: what `.grad` shows where there is none, and the parameter's owner has one.
     """
@@ -48,12 +49,14 @@ class Whole:
     guarded_grad: ShardedRows | None = None
     grad_elsewhere: ShardedRows | None = None
 
+    def __post_init__(self) -> None:
+        self.address = self.rows.data_ptr()
+
     def adopt(self, param: nn.Parameter) -> None:
         """Takes the values of memory that was put in place of the rows'."""
         with plain():
-            if param.data_ptr() != self.rows.data_ptr():
-                self.take(param.data)
-                param.data = self.rows
+            values, param.data = param.data, self.rows
+        self.take(values)
 
     def take(self, values: torch.Tensor) -> None:
         """Copies `values` to the rows."""
@@ -148,6 +151,23 @@ class ShardedParameter(nn.Parameter):
     __deepcopy__ = ShardedRows.__deepcopy__
     _refuse_copies = ShardedRows._refuse_copies
 
+    # Without a way through __torch_function__, four times as long: for each parameter in each `zero_grad`.
+    @property
+    def grad(self) -> ShardedRows | None:  # noqa: D102
+        with plain():
+            value = grad_of(self)
+        return self.whole.grad_elsewhere if value is None else _guarded_grad(self.whole, value)
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        self.whole.grad_elsewhere = None
+        with plain():
+            set_grad(self, _unguarded(value))
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
     def register_hook(self, hook: Any) -> NoReturn:  # noqa: D102
         raise RuntimeError(
             f"register_hook on {self.whole.name!r}, which is sharded: autograd's gradient is of the whole parameter, "
@@ -183,14 +203,8 @@ def _got(func: Any, of: Any) -> Any:
     with plain():
         value = func(of)
     attribute = func.__self__.__name__
-    if value is None and attribute == "grad":
-        return of.whole.grad_elsewhere
     if not isinstance(value, torch.Tensor) or isinstance(value, ShardedRows):
         return value
-    if attribute == "grad":
-        if (known := of.whole.guarded_grad) is None or known.rows is not value:
-            known = of.whole.guarded_grad = ShardedRows(value, of.whole)
-        return known
     if attribute in ("data", "real", "imag"):
         return ShardedRows(value, of.whole)
     if attribute.startswith("_") or of.whole.is_here:
@@ -198,13 +212,16 @@ def _got(func: Any, of: Any) -> Any:
     return of.whole.refuse(attribute)
 
 
+def _guarded_grad(whole: Whole, grad: torch.Tensor) -> ShardedRows:
+    if (known := whole.guarded_grad) is None or known.rows is not grad:
+        known = whole.guarded_grad = ShardedRows(grad, whole)
+    return known
+
+
 def _set(func: Any, of: Any, value: Any) -> None:
-    attribute = func.__self__.__name__
-    if isinstance(of, ShardedParameter) and attribute == "data":
+    if isinstance(of, ShardedParameter) and func.__self__.__name__ == "data":
         of.whole.take(_unguarded(value))
         return
-    if attribute == "grad":
-        of.whole.grad_elsewhere = None
     with plain():
         func(of, _unguarded(value))
 
