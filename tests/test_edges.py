@@ -117,12 +117,33 @@ def test_clipping_inside_an_optimizers_closure_is_global() -> None:
     with_sharded(body)
 
 
+def test_a_closure_that_only_clips_sees_guarded_rows() -> None:
+    def body(model: Tied, engine: Engine, twin: Tied) -> None:
+        norms = []
+        for each in (model, twin):
+            optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+
+            def closure(each: nn.Module = each) -> torch.Tensor:
+                norms.append(nn.utils.clip_grad_norm_(each.parameters(), 0.1))
+                return norms[-1]
+
+            optimizer.step(closure)  # type: ignore[arg-type]
+        torch.testing.assert_close(norms[0], norms[1])
+
+    with_sharded(body)
+
+
 def test_a_norm_of_a_single_parameter_and_clipping_by_value() -> None:
     def body(model: Tied, engine: Engine, twin: Tied) -> None:
         for p, q in zip(model.parameters(), twin.parameters(), strict=True):
             with torch.no_grad():
                 torch.testing.assert_close(p.norm() + 0, q.norm())
                 torch.testing.assert_close(float(torch.linalg.vector_norm(p)), float(q.norm()))
+            assert p.grad is not None
+            assert q.grad is not None
+            for kind in (1.0, math.inf, -math.inf):
+                ours = torch.linalg.vector_norm(p.grad, kind) + 0
+                torch.testing.assert_close(ours, torch.linalg.vector_norm(q.grad, kind))
         for each in (model, twin):
             nn.utils.clip_grad_value_(each.parameters(), 0.01)
         for p, q in zip(model.parameters(), twin.parameters(), strict=True):
