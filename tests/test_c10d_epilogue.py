@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 
 import torch
@@ -60,8 +61,11 @@ def gathered_and_reduced_at_once() -> None:
             lambda: comm.reduce_scatter(reduced, torch.ones(comm.size), stream=reduces),
         ]
         # What one rank begins with, the other has second.
-        for call in calls if comm.rank == 0 else reversed(calls):
-            call()
+        first, second = calls if comm.rank == 0 else reversed(calls)
+        first()
+        while all(pending.call is None for pending in comm.pending()):
+            os.sched_yield()  # until the group has been given it
+        second()
         for stream in (gathers, reduces):
             stream.record().wait()
         assert gathered.tolist() == [0.0, 1.0]
