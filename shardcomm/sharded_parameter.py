@@ -188,6 +188,10 @@ def _guarded(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func is torch._has_compatible_shallow_copy_type:  # of Module.to, .half, .cuda, ...
         args[0].whole.check(args[1])
     first = next(_guarded_in((args, kwargs)))
+    if (
+        name == "share_memory_"
+    ):  # also of a whole one: it moves the memory that collectives are bound to
+        first.whole.refuse(name)
     if first.whole.is_here:
         with plain():
             return _as_guarded(func(*args, **kwargs), first)
@@ -219,8 +223,14 @@ def _guarded_grad(whole: Whole, grad: torch.Tensor) -> ShardedRows:
 
 
 def _set(func: Any, of: Any, value: Any) -> None:
-    if isinstance(of, ShardedParameter) and func.__self__.__name__ == "data":
-        of.whole.take(_unguarded(value))
+    if func.__self__.__name__ == "data":
+        of.whole.check(_unguarded(value))
+        with (
+            plain()
+        ):  # in place: what shows the rows, `p.grad` for instance, is made anew each time
+            (of.whole.rows if isinstance(of, ShardedParameter) else of.rows).copy_(
+                _unguarded(value)
+            )
         return
     with plain():
         func(of, _unguarded(value))
@@ -269,14 +279,13 @@ def _as_guarded(result: Any, first: Any) -> Any:
     return tree_map_only(torch.Tensor, guard, result)
 
 
-# No operation of torch's tells of these: they take the rows out of torch, or move their memory.
+# No operation of torch's tells of these, which take the rows out of torch.
 _REFUSED = {
     "__array__",
     "__dlpack__",
     "__dlpack_device__",
     "item",
     "numpy",
-    "share_memory_",
     "tolist",
 }
 

@@ -261,6 +261,27 @@ def test_copies_are_refused(strategy: str) -> None:
     with_sharded(body, strategy=strategy)
 
 
+def test_values_put_in_a_gradients_place_are_stepped_with() -> None:
+    def body(model: Tied, engine: Engine, twin: Tied) -> None:
+        for each in (model, twin):
+            for p in each.parameters():
+                assert p.grad is not None
+                p.grad.data = torch.full_like(p.grad, 2.0)
+            torch.optim.SGD(each.parameters(), lr=0.1).step()
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(p.full_tensor(), q.detach())  # type: ignore[attr-defined]
+
+    with_sharded(body)
+
+
+def test_nobody_moves_the_memory_of_a_parameter_that_one_rank_owns() -> None:
+    def body(model: Tied, engine: Engine, twin: Tied) -> None:
+        with pytest.raises(RuntimeError, match="share_memory_"):
+            model.share_memory()
+
+    with_sharded(body, granularity="tensor")
+
+
 def test_an_optimizer_made_before_is_refused_at_its_first_step() -> None:
     nets = [model_of() for _ in range(RANKS)]
 
