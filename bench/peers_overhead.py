@@ -149,7 +149,7 @@ def unit(bucket: Bucket, grads: list[torch.Tensor], timed: Timed) -> None:
     work = timed("reduce: queue", lambda: bucket.reduce(async_op=True))
     timed("reduce: wait", work.wait)
     timed.settle()
-    bucket.gradients.unshown = False  # the next does not add to it
+    bucket.gradients.forget(shown=False)  # the next does not add to it
 
 
 def steps(comm: Communicator, settle: Callable[[], object]) -> list[float]:

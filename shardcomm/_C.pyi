@@ -201,7 +201,7 @@ class Communicator:
         send_dtype: DType,
         recv: int,
         recv_dtype: DType,
-        count: int,
+        parts: int | tuple[int, ...],
         tag: int,
         stream: Stream | None = ...,
     ) -> None: ...
@@ -213,7 +213,7 @@ class Communicator:
         recv_dtype: DType,
         scale: float,
         accumulate: bool,
-        count: int,
+        parts: int | tuple[int, ...],
         op: RedOp,
         tag: int,
         nonfinite: int = ...,
@@ -226,6 +226,7 @@ class Communicator:
         self, buffer: int, nbytes: int, root: int, stream: Stream | None = ...
     ) -> None: ...
     def barrier(self, tag: int = ..., stream: Stream | None = ...) -> None: ...
+    def name_tag(self, tag: int, name: str) -> None: ...
     def abort(self, reason: str) -> None: ...
     def check(self) -> None: ...
     def close(self) -> None: ...
@@ -259,7 +260,7 @@ class BoundGather:
         send_dtype: DType,
         recv: int,
         recv_dtype: DType,
-        count: int,
+        parts: int | tuple[int, ...],
         tag: int,
     ) -> None: ...
     def queue(self, stream: Stream, after: Stream | None) -> Event: ...
@@ -271,7 +272,7 @@ class BoundReduce:
         send: int,
         dtype: DType,
         recv_dtype: DType,
-        count: int,
+        parts: int | tuple[int, ...],
         op: RedOp,
         tag: int,
     ) -> None: ...

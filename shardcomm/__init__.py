@@ -10,6 +10,7 @@ from importlib.metadata import version as _version
 from shardcomm import backend  # registers itself with torch.distributed
 from shardcomm._C import CommError, CudaError, Event, Stream
 from shardcomm.adamw import AdamW
+from shardcomm.average import ExponentialMovingAverage
 from shardcomm.bucket import Bucket
 from shardcomm.checkpoints import CheckpointError, Checkpoints
 from shardcomm.collectives import all_gather_into_tensor, reduce_scatter_tensor
@@ -23,6 +24,7 @@ from shardcomm.mesh import Mesh
 from shardcomm.mixed_precision import MixedPrecision
 from shardcomm.pending import Pending
 from shardcomm.planner import Plan
+from shardcomm.policy import Policy
 from shardcomm.schedule import Schedule
 from shardcomm.sharded_parameter import ShardedParameter
 from shardcomm.sharding import fully_shard
@@ -45,6 +47,7 @@ __all__ = [
     "CudaError",
     "Engine",
     "Event",
+    "ExponentialMovingAverage",
     "GradScaler",
     "Layout",
     "Mesh",
@@ -52,6 +55,7 @@ __all__ = [
     "ParamSpec",
     "Pending",
     "Plan",
+    "Policy",
     "RankError",
     "Receipt",
     "Schedule",

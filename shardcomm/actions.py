@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
-from shardcomm.mesh import Mesh
+from shardcomm.mesh import FailingTogether, Mesh
 from shardcomm.offload import Offload
 from shardcomm.schedule import Action, Schedule, Trigger, Verb
 from shardcomm.sharded_unit import ShardedUnit, State
@@ -26,20 +26,22 @@ class Actions:
 
     Attributes:
         sync: whether gradients are reduced, or left where backward put them.
+        all_reduces: whether what is reduced is averaged over replicas, or put off.
         traffic: what it amounted to so far.
         trace: what is to record it, if anything.
     """
 
-    def __init__(self, units: Sequence[ShardedUnit], mesh: Mesh) -> None:
+    def __init__(self, units: Sequence[ShardedUnit], together: FailingTogether) -> None:
         self.sync = True
+        self.all_reduces = True
         self.traffic = Traffic()
         self.trace: Trace | None = None
         self._units = units
-        self._together = mesh.failing_together
-        self._streams = mesh.streams
+        self._together = together
+        self._compute = units[0].streams.compute
         self._offloads = {b.offload for unit in units for b, _ in unit.buckets if b.offload}
         self._occupant: dict[int, ShardedUnit] = {}  # of each slot
-        self._reducing: ShardedUnit | None = None  # whose gradients are in the reduce buffer
+        self._reducing: dict[Mesh, ShardedUnit] = {}  # whose gradients are in its reduce buffer
         users = Counter(unit.slot for unit in units if unit.slot >= 0)
         for unit in units:
             unit.shares_slot = users[unit.slot] > 1
@@ -71,14 +73,16 @@ class Actions:
         """Issues the gather, unless the slot is in use by another unit."""
         if unit.gathered:
             return
-        if unit.slot >= 0:
-            occupant = self._occupant.get(unit.slot)
-            if occupant is not None and occupant is not unit:
-                if occupant.state is not State.IDLE:
-                    return  # only a prefetch can come here; `require` says it where it matters
-                occupant.gathered = False
-            self._occupant[unit.slot] = unit
-        with self._together, self._traced("gather", unit, self._streams.gather, unit.gather_bytes):
+        if unit.slot < 0:
+            unit.gathered = True  # the shard is the whole unit
+            return
+        occupant = self._occupant.get(unit.slot)
+        if occupant is not None and occupant is not unit:
+            if occupant.state is not State.IDLE:
+                return  # only a prefetch can come here; `require` says it where it matters
+            occupant.gathered = False
+        self._occupant[unit.slot] = unit
+        with self._together, self._traced("gather", unit, unit.streams.gather, unit.gather_bytes):
             unit.gather()
         self.traffic.gathered_bytes += unit.gather_bytes
 
@@ -103,35 +107,42 @@ class Actions:
 
     def reduce(self, unit: ShardedUnit) -> None:
         """Issues the reduce, unless another backward of `unit` is to come; its full gradients are let go of."""
-        if not (self.sync and unit.needs_reduce) or unit.pending_calls:
+        if not (self.sync and unit.gradients.complete):
             return
         self.wait_reduce(unit)
-        unit.needs_reduce = False
-        if self._reducing is not None:
-            self._finish(self._reducing.reduces, "reduce", self._reducing)
-        self._reducing = unit
-        nbytes = unit.reduce_bytes
-        with self._together, self._traced("reduce", unit, self._streams.reduce, nbytes):
-            unit.reduce()
+        before = self._reducing.get(unit.mesh)
+        if before is not None and before.gradients.reduces:
+            self._finish(before.gradients.reduces, "reduce", before)
+            before.gradients.arrived()
+        self._reducing[unit.mesh] = unit
+        nbytes = unit.gradients.reduce_bytes
+        with self._together, self._traced("reduce", unit, unit.streams.reduce, nbytes):
+            unit.gradients.reduce(put_off=not self.all_reduces)
         self.traffic.reduced_bytes += nbytes
+        unit.gradients.arrived()
 
     def all_reduce(self, unit: ShardedUnit) -> None:
         """Issues the all-reduce of what `reduce` left, if anything."""
-        if not unit.needs_all_reduce:
+        if not (self.sync and self.all_reduces and unit.gradients.awaits_replicas):
             return
         if self.trace is not None:  # else its span would begin with a wait for the reduce
-            self._streams.replicate.wait(self._streams.reduce.record())
+            unit.streams.replicate.wait(unit.streams.reduce.record())
         with (
             self._together,
-            self._traced("all_reduce", unit, self._streams.replicate, unit.all_reduce_bytes),
+            self._traced(
+                "all_reduce", unit, unit.streams.replicate, unit.gradients.all_reduce_bytes
+            ),
         ):
-            unit.all_reduce()
-        self.traffic.reduced_bytes += unit.all_reduce_bytes
+            unit.gradients.all_reduce()
+        self.traffic.reduced_bytes += unit.gradients.all_reduce_bytes
 
     def wait_reduce(self, unit: ShardedUnit) -> None:
         """Computation goes on with the reduced gradients of `unit`."""
-        self._finish(unit.reduces, "reduce", unit)
-        self._finish(unit.all_reduces, "all_reduce", unit)
+        gradients = unit.gradients
+        if gradients.reduces or gradients.all_reduces:
+            self._finish(gradients.reduces, "reduce", unit)
+            self._finish(gradients.all_reduces, "all_reduce", unit)
+            gradients.arrived()
 
     def wait_all(self) -> None:
         """Nothing is on its way any more."""
@@ -152,7 +163,7 @@ class Actions:
 
     def _wait(self, works: Iterable[Work | Offload], what: str, name: str) -> None:
         timed = self.trace is not None or self.traffic.waits_timed
-        compute = self._streams.compute()
+        compute = self._compute()
         begin = compute.record(timed=True) if timed else None
         with self._together:
             for work in works:
@@ -168,12 +179,12 @@ class Actions:
     def begin_compute(self, unit: ShardedUnit) -> None:
         """For a trace: what `unit` computes begins."""
         if self.trace is not None:
-            unit.began = self._streams.compute().record(timed=True)
+            unit.began = self._compute().record(timed=True)
 
     def end_compute(self, unit: ShardedUnit, what: str) -> None:
         """For a trace: its forward or backward has ended."""
         if self.trace is not None and unit.began is not None:
-            end = self._streams.compute().record(timed=True)
+            end = self._compute().record(timed=True)
             self.trace.add("compute", f"{what} {unit.name}", unit.began, end)
         unit.began = None
 

@@ -65,7 +65,7 @@ def layout_items(layout: Layout, facts: dict[str, str]) -> list[Item]:
     ]
     if items:  # what follows from all of them comes last
         places = [(placed.offset, placed.shard_dim) for placed in layout.placements]
-        items[-1].facts["shard_numel"] = str(layout.shard_numel)
+        items[-1].facts["shard_numels"] = str(layout.shard_numels)
         items[-1].facts["(offset, shard_dim) of all"] = str(places)
     return items
 

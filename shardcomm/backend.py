@@ -364,7 +364,9 @@ class ShardcommGroup(_ProcessGroup):  # type: ignore[misc]
     ) -> Run:
         self._check(operation, outputs, [input], "output")
         recv, send = Flat(outputs), Flat([input])
-        if overlap(recv.flat, send.flat) and not is_part(send.flat, recv.flat, self._comm.rank):
+        if overlap(recv.flat, send.flat) and not is_part(
+            send.flat, recv.flat, self._comm.rank * send.flat.numel()
+        ):
             send = Flat([input], copied=True)
 
         def run(stream: Stream | None) -> None:
@@ -379,7 +381,9 @@ class ShardcommGroup(_ProcessGroup):  # type: ignore[misc]
     ) -> Run:
         self._check(operation, [output], inputs, "input")
         recv, send = Flat([output]), Flat(inputs)
-        if overlap(recv.flat, send.flat) and not is_part(recv.flat, send.flat, self._comm.rank):
+        if overlap(recv.flat, send.flat) and not is_part(
+            recv.flat, send.flat, self._comm.rank * recv.flat.numel()
+        ):
             send = Flat(inputs, copied=True)
 
         def run(stream: Stream | None) -> None:

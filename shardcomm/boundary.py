@@ -16,6 +16,7 @@ from itertools import islice
 from typing import Any
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils import _pytree as pytree
 
 Marked = list[tuple[torch.Tensor, torch.Tensor, int]]
@@ -86,11 +87,25 @@ def leave(
             leaves[i] = tensor = tensor.to(dtype)
             changed = True
         if grad_enabled and tensor.requires_grad:
-            tensor.register_hook(on_begin)  # type: ignore[no-untyped-call]
+            if tensor.grad_fn is None:
+                tensor.register_hook(on_begin)  # type: ignore[no-untyped-call]
+            else:  # the same, in half of the time
+                tensor.grad_fn.register_prehook(on_begin)
             marked = True
     if changed:
         output = leaves[0] if rebuild is None else rebuild(leaves)
     return output, marked
+
+
+def cast(tree: Any, dtype: torch.dtype | None) -> Any:
+    """`tree` with its floating-point tensors cast to `dtype`, if that is one; no marks."""
+    if dtype is None:
+        return tree
+    leaves, rebuild = _flatten(tree)
+    return rebuild(
+        leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
+        for leaf in leaves
+    )
 
 
 def carry_back(marked: Marked) -> None:
@@ -107,6 +122,13 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+in_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
+"""Whether a function of torch.func runs: its tensors have no memory, and take no hooks."""
+
+outside_transforms = temporarily_clear_interpreter_stack
+"""In it operations are on plain tensors, as outside of torch.func."""
+
+
 class _Mark(torch.autograd.Function):
     """Identity on a unit's inputs. Aliases of them, since autograd forbids in-place changes of a function's views."""
 
@@ -115,12 +137,16 @@ class _Mark(torch.autograd.Function):
         ctx: Any, on_end: Callable[[], None], *inputs: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.on_end = on_end
-        return tuple(tensor.detach() for tensor in inputs)
+        return tuple([tensor.detach() for tensor in inputs])
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         ctx.on_end()
         return (None, *grads)
+
+    @staticmethod
+    def jvp(ctx: Any, on_end: None, *tangents: torch.Tensor | None) -> Any:
+        return tuple(None if tangent is None else tangent.view_as(tangent) for tangent in tangents)
 
 
 _Rebuild = Callable[[Iterable[Any]], Any]

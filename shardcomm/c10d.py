@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -36,6 +36,11 @@ _OPS = {
 }
 _HALF = (torch.float16, torch.bfloat16)
 
+# What is taken, and why not what is faster.
+_DIRECT = ("c10d", "")
+_BROADCASTS = ("broadcasts", "most process groups gather equal parts alone: one broadcast a rank")
+_REDUCES = ("reduces", "most process groups scatter equal parts alone: one reduce a rank")
+
 
 class C10dCommunicator(Communicator):
     """Runs on two groups of the same ranks, since a gather and a reduce may run at once and a group has one order.
@@ -56,12 +61,14 @@ class C10dCommunicator(Communicator):
         self.device = device
         self.rank = gathers.rank()
         self.size = gathers.size()
+        self._ranks = self.rank, self.size
         self._gathers = gathers
         self._reduces = reduces
         self._sequence = itertools.count(1)
         self._receipts: dict[str, Receipt] = {}
         self._running: dict[pending.Channel, tuple[str, int, float]] = {}  # ..., since when
         self._failure: str | None = None
+        self._tag_names: dict[int, str] = {}
         pending.opened(self)
         self._reason = reason
 
@@ -74,20 +81,32 @@ class C10dCommunicator(Communicator):
         recv: ArrayLike,
         send: torch.Tensor,
         *,
+        counts: Sequence[int] | None = None,
         tag: int = 0,
         stream: Stream | None = None,
     ) -> Event | None:
         recv = self._checked("all_gather", "recv", recv)
         send = self._checked("all_gather", "send", send)
-        check_gather("all_gather", self.rank, self.size, recv=recv, send=send)
+        lengths = check_gather("all_gather", self._ranks, counts, recv=recv, send=send)
         check_tag("all_gather", tag)
+        uneven = len(set(lengths)) > 1
 
         def run() -> None:
-            self._wait(
-                self._gathers.allgather([list(recv.chunk(self.size))], [send.to(recv.dtype)])
-            )
+            parts = torch.split(recv.view(-1), lengths)
+            if not uneven:
+                self._wait(self._gathers.allgather([list(parts)], [send.to(recv.dtype)]))
+                return
+            parts[self.rank].copy_(send.view(-1))
+            works = []
+            for root, part in enumerate(parts):
+                options = dist.BroadcastOptions()
+                options.rootRank = root
+                if part.numel():
+                    works.append(self._gathers.broadcast([part], options))
+            for work in works:
+                self._wait(work)
 
-        self._submit("all_gather", run, stream)
+        self._submit("all_gather", run, stream, tag, _BROADCASTS if uneven else _DIRECT)
         return queued(stream, recv, send)
 
     def reduce_scatter(
@@ -96,6 +115,7 @@ class C10dCommunicator(Communicator):
         send: torch.Tensor,
         op: ReduceOp = "sum",
         *,
+        counts: Sequence[int] | None = None,
         scale: float = 1.0,
         accumulate: bool = False,
         nonfinite: torch.Tensor | None = None,
@@ -104,7 +124,7 @@ class C10dCommunicator(Communicator):
     ) -> Event | None:
         recv = self._checked("reduce_scatter", "recv", recv)
         send = self._checked("reduce_scatter", "send", send)
-        check_scatter("reduce_scatter", self.rank, self.size, recv=recv, send=send)
+        lengths = check_scatter("reduce_scatter", self._ranks, counts, recv=recv, send=send)
         check_tag("reduce_scatter", tag)
         scale = checked_scale("reduce_scatter", scale)
         check_flag("reduce_scatter", "accumulate", accumulate)
@@ -112,13 +132,19 @@ class C10dCommunicator(Communicator):
             raise ValueError(f"reduce_scatter: scale is {scale}; it must be 1 for {send.dtype}")
         red_op("reduce_scatter", op)
         flag_address("reduce_scatter", nonfinite, self.device)
+        uneven = len(set(lengths)) > 1
 
         def run() -> None:
             wire = _accumulation_dtype(send.dtype)
-            total = torch.empty(recv.numel(), dtype=wire, device=self.device)
-            options = dist.ReduceScatterOptions()
-            options.reduceOp = _OPS["sum" if op == "avg" else op]
-            self._wait(self._reduces._reduce_scatter_base(total, send.flatten().to(wire), options))
+            reduction = _OPS["sum" if op == "avg" else op]
+            if uneven:
+                total = self._reduced_part(send.flatten().to(wire, copy=True), lengths, reduction)
+            else:
+                total = torch.empty(recv.numel(), dtype=wire, device=self.device)
+                options = dist.ReduceScatterOptions()
+                options.reduceOp = reduction
+                whole = send.flatten().to(wire)
+                self._wait(self._reduces._reduce_scatter_base(total, whole, options))
             if op == "avg":
                 _divide_(total, self.size)
             if scale != 1.0:
@@ -130,8 +156,24 @@ class C10dCommunicator(Communicator):
             if nonfinite is not None:
                 look(flat, nonfinite)
 
-        self._submit("reduce_scatter", run, stream)
+        self._submit("reduce_scatter", run, stream, tag, _REDUCES if uneven else _DIRECT)
         return queued(stream, recv, send, nonfinite)
+
+    def _reduced_part(
+        self, send: torch.Tensor, lengths: Sequence[int], reduction: dist.ReduceOp
+    ) -> torch.Tensor:
+        """This rank's part of the reduced `send`, which is written over: groups reduce in place."""
+        parts = torch.split(send, list(lengths))
+        works = []
+        for root, part in enumerate(parts):
+            options = dist.ReduceOptions()
+            options.reduceOp = reduction
+            options.rootRank = root
+            if part.numel():
+                works.append(self._reduces.reduce([part], options))
+        for work in works:
+            self._wait(work)
+        return parts[self.rank]
 
     def all_reduce(
         self, buffer: ArrayLike, op: ReduceOp = "sum", *, stream: Stream | None = None
@@ -168,8 +210,11 @@ class C10dCommunicator(Communicator):
 
     def barrier(self, *, tag: int = 0, stream: Stream | None = None) -> Event | None:
         check_tag("barrier", tag)
-        self._submit("barrier", lambda: self._wait(self._gathers.barrier()), stream)
+        self._submit("barrier", lambda: self._wait(self._gathers.barrier()), stream, tag)
         return queued(stream)
+
+    def _name_tag(self, tag: int, name: str) -> None:
+        self._tag_names[tag] = name
 
     def abort(self, reason: str) -> None:
         """Only this rank hears the reason; the others fail when the group's connections or timeout do.
@@ -204,24 +249,35 @@ class C10dCommunicator(Communicator):
     def _wait(work: dist.Work) -> None:
         work.wait()
 
-    def _submit(self, operation: str, run: Callable[[], None], stream: Stream | None) -> None:
+    def _submit(
+        self,
+        operation: str,
+        run: Callable[[], None],
+        stream: Stream | None,
+        tag: int = 0,
+        path: tuple[str, str] = _DIRECT,
+    ) -> None:
         if stream is not None:
             check_stream(operation, stream)
         if self._failure is not None:
             raise _C.CommError(f"{operation}: {self._failure}")
         sequence = next(self._sequence)
         requested = "shm" if self._reason else "c10d"
-        self._receipts[operation] = Receipt(operation, sequence, requested, "c10d", self._reason)
+        taken, why = path
+        reason = "; ".join(filter(None, (self._reason, why)))
+        self._receipts[operation] = Receipt(operation, sequence, requested, taken, reason)
 
+        name = self._tag_names.get(tag)
+        call = operation if name is None else f"{operation} of {name}"
         channel: pending.Channel = "reduce" if "reduce" in operation else "gather"
 
         def guarded() -> None:
-            self._running[channel] = operation, sequence, time.monotonic()
+            self._running[channel] = call, sequence, time.monotonic()
             try:
                 run()
             except RuntimeError as error:
                 self._failure = (
-                    f"{operation} #{sequence} failed on rank {self.rank} of {self.size}: {error}"
+                    f"{call} #{sequence} failed on rank {self.rank} of {self.size}: {error}"
                 )
                 raise _C.CommError(self._failure) from error
             finally:

@@ -21,6 +21,8 @@ one of each may run at once.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Sequence
 from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, Self
@@ -40,6 +42,7 @@ Transport = Literal["auto", "shm", "nccl", "c10d", "local"]
 CtaPolicy = Literal["default", "efficiency", "zero"]
 
 DEADLINE_S = 300.0
+FIRST_NAMED_TAG = 1 << 32  # what callers choose themselves is less
 
 
 class Receipt(NamedTuple):
@@ -89,6 +92,26 @@ class Communicator(ABC):
         """Where whoever uses it queues its collectives: gathers need one order on all ranks, and so do reduces."""
         return Streams(self.device)
 
+    def tag(self, name: str) -> int:
+        """A tag of its own, which errors and `pending` call `name`: "all_gather(f32, count 4) of unit 'blocks.3' #41".
+
+        Every rank asks for the same names in the same order. One that was given before, as by another engine, gets a
+        number: "unit 'blocks.3' (2)". Of the first 1,024 tags the names are kept.
+        """
+        tag = FIRST_NAMED_TAG + self._names_given.total()
+        self._names_given[name] += 1
+        again = self._names_given[name]
+        self._name_tag(tag, f"{name} ({again})" if again > 1 else name)
+        return tag
+
+    @cached_property
+    def _names_given(self) -> Counter[str]:
+        return Counter()
+
+    @abstractmethod
+    def _name_tag(self, tag: int, name: str) -> None:
+        """Has sentences about calls with `tag` speak of `name`."""
+
     @staticmethod
     def from_env(
         *,
@@ -97,13 +120,16 @@ class Communicator(ABC):
         device: torch.device | str | None = None,
         cta_policy: CtaPolicy = "default",
     ) -> Communicator:
-        """The group that torchrun (or any launcher that sets the same variables) started.
+        """The group that torchrun, Open MPI's or MPICH's mpirun, or Slurm's srun started.
 
-        Reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; without RANK and WORLD_SIZE the group is this process
-        alone. `device`: "cpu", or "cuda" for GPU number LOCAL_RANK; by default that GPU where each rank of the host has
-        one and NCCL is there, else the CPU. `transport` "auto" takes nccl on GPUs; on CPUs shm when all ranks share a
-        host, else c10d over Gloo. It also takes c10d, with a warning on every rank, where one rank of the host cannot
-        map the others' memory. Receipts say why.
+        What each launcher sets in the environment stands in `shardcomm.launchers`; without any, the group is this
+        process alone. Ranks meet at MASTER_ADDR and MASTER_PORT. Where they are not set, ranks of one host need
+        neither, and those of srun meet on its first host.
+
+        `device`: "cpu", or "cuda" for the GPU whose number is the rank's among those of its host; by default that GPU
+        where each rank of the host has one and NCCL is there, else the CPU. `transport` "auto" takes nccl on GPUs; on
+        CPUs shm when all ranks share a host, else c10d over Gloo. It also takes c10d, with a warning on every rank,
+        where one rank of the host cannot map the others' memory. Receipts say why.
 
         SHARDCOMM_RUN_SECRET, where it is set, is one string for all ranks: it seals what they show each other.
 
@@ -112,8 +138,9 @@ class Communicator(ABC):
         2.27. NCCL's environment variable of that name goes before it.
 
         Raises:
-            ValueError: an environment variable is missing or wrong, or the transport is not for these ranks or this
-                device, or there is no such `cta_policy` here.
+            ValueError: an environment variable is missing or wrong, or the launcher is not known, or was started by
+                another so that there would be several groups, or Slurm has several tasks and srun did not start this
+                one; or the transport is not for these ranks or this device, or there is no such `cta_policy` here.
             CudaError: NCCL or CUDA refused, or is not there.
             CommError: a rank did not come within `deadline_s` seconds, or died or raised an error meanwhile, or has
                 another WORLD_SIZE, or cannot share memory (`transport="shm"`), or somebody else wrote into the store.
@@ -178,12 +205,16 @@ class Communicator(ABC):
         recv: ArrayLike,
         send: torch.Tensor,
         *,
+        counts: Sequence[int] | None = None,
         tag: int = 0,
         stream: Stream | None = None,
     ) -> Event | None:
         """recv[r * n : (r + 1) * n] = `send` of rank r, converted to recv's dtype; n = send.numel().
 
-        In place (nothing is copied for this rank) when `send` is recv[rank * n : (rank + 1) * n], of recv's dtype: the
+        With `counts` the parts are as long as those say: `send` has counts[rank] elements, 0 or more, `recv` has
+        sum(counts), and rank r's part begins at sum(counts[:r]). All ranks give the same.
+
+        In place (nothing is copied for this rank) when `send` is its part of `recv`, of recv's dtype: the
         one way in which the two may overlap, as in NCCL. Memory of `allocate(use="gather")` must be given from the same
         place on every rank. Ranks that give different tags have called different collectives, which raises; it tells
         gathers of equal size apart.
@@ -192,10 +223,12 @@ class Communicator(ABC):
         the other collectives.
 
         Raises:
-            TypeError: an argument is no array, is sparse or quantised, or of a dtype that the transport does not move.
-            ValueError: one is not contiguous, on another device or of another size, or overlaps the other; or `tag` is
-                no whole number of 64 bits.
-            CommError: a rank died, called something else, did not come in time, or closed the communicator.
+            TypeError: an argument is no array, is sparse or quantised, or of a dtype that the transport does not move;
+                or `counts` is no list.
+            ValueError: one is not contiguous, on another device or of another size, or overlaps the other; or `counts`
+                are not one whole number for each rank, or `tag` is none of 64 bits.
+            CommError: a rank died, called something else, did not come in time, or closed the communicator. Other
+                `counts` than another rank's are noticed where ranks share memory (`shm`, `local`).
         """
 
     @abstractmethod
@@ -205,15 +238,16 @@ class Communicator(ABC):
         send: torch.Tensor,
         op: ReduceOp = "sum",
         *,
+        counts: Sequence[int] | None = None,
         scale: float = 1.0,
         accumulate: bool = False,
         nonfinite: torch.Tensor | None = None,
         tag: int = 0,
         stream: Stream | None = None,
     ) -> Event | None:
-        """recv = this rank's n elements of `send` reduced over all ranks; n = recv.numel().
+        """recv = this rank's n elements of `send` reduced over all ranks; n = recv.numel(). `counts`: as `all_gather`.
 
-        In place when `recv` is send[rank * n : (rank + 1) * n], of send's dtype: the one way in which the two may
+        In place when `recv` is this rank's part of `send`, of send's dtype: the one way in which the two may
         overlap, as in NCCL, since the other ranks read the rest of `send`. Neither may be in memory of
         `allocate(use="gather")`, where all ranks have one value. Threads that share tensors see to it themselves that
         `recv` of one is not what another sends.
@@ -229,7 +263,12 @@ class Communicator(ABC):
         """
 
     def bind_all_gather(
-        self, recv: torch.Tensor, send: torch.Tensor, *, tag: int = 0
+        self,
+        recv: torch.Tensor,
+        send: torch.Tensor,
+        *,
+        counts: Sequence[int] | None = None,
+        tag: int = 0,
     ) -> BoundGather:
         """`all_gather` of the same tensors in every step: checked here, and never again.
 
@@ -239,14 +278,20 @@ class Communicator(ABC):
         def queue(stream: Stream, after: Stream | None) -> Event:
             if after is not None:
                 stream.wait(after.record())
-            event = self.all_gather(recv, send, tag=tag, stream=stream)
+            event = self.all_gather(recv, send, counts=counts, tag=tag, stream=stream)
             assert event is not None
             return event
 
         return queue
 
     def bind_reduce_scatter(
-        self, recv: torch.Tensor, send: torch.Tensor, op: ReduceOp = "sum", *, tag: int = 0
+        self,
+        recv: torch.Tensor,
+        send: torch.Tensor,
+        op: ReduceOp = "sum",
+        *,
+        counts: Sequence[int] | None = None,
+        tag: int = 0,
     ) -> BoundReduce:
         """`reduce_scatter` as `bind_all_gather`."""
 
@@ -264,6 +309,7 @@ class Communicator(ABC):
                 recv,
                 send,
                 op,
+                counts=counts,
                 scale=scale,
                 accumulate=accumulate,
                 nonfinite=nonfinite,

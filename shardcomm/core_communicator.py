@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,8 +25,8 @@ from shardcomm.operands import (
     check_allocation,
     check_movable,
     check_root,
-    check_sizes,
     checked,
+    checked_parts,
     queued,
     red_op,
 )
@@ -46,6 +47,7 @@ class CoreCommunicator(Communicator):
         self._on_host = on_host(device)
         self.rank = core.rank
         self.size = core.size
+        self._ranks = core.rank, core.size
         self.transport = core.transport
         pending.opened(self)
 
@@ -68,12 +70,13 @@ class CoreCommunicator(Communicator):
         recv: ArrayLike,
         send: torch.Tensor,
         *,
+        counts: Sequence[int] | None = None,
         tag: int = 0,
         stream: Stream | None = None,
     ) -> Event | None:
         recv = checked("all_gather", "recv", recv, self.device)
         send = checked("all_gather", "send", send, self.device, written=False)
-        check_sizes("all_gather", self.size, recv=recv, send=send, whole="recv")
+        parts = checked_parts("all_gather", self._ranks, counts, recv=recv, send=send, whole="recv")
         if tag != 0:
             check_tag("all_gather", tag)
         self._core.all_gather(
@@ -81,7 +84,7 @@ class CoreCommunicator(Communicator):
             core_dtype(send.dtype),
             recv.data_ptr(),
             core_dtype(recv.dtype),
-            send.numel(),
+            parts,
             tag,
             self._on(stream),
         )
@@ -93,6 +96,7 @@ class CoreCommunicator(Communicator):
         send: torch.Tensor,
         op: ReduceOp = "sum",
         *,
+        counts: Sequence[int] | None = None,
         scale: float = 1.0,
         accumulate: bool = False,
         nonfinite: torch.Tensor | None = None,
@@ -101,7 +105,9 @@ class CoreCommunicator(Communicator):
     ) -> Event | None:
         recv = checked("reduce_scatter", "recv", recv, self.device)
         send = checked("reduce_scatter", "send", send, self.device, written=False)
-        check_sizes("reduce_scatter", self.size, recv=recv, send=send, whole="send")
+        parts = checked_parts(
+            "reduce_scatter", self._ranks, counts, recv=recv, send=send, whole="send"
+        )
         if tag != 0:
             check_tag("reduce_scatter", tag)
         if type(scale) is not float or scale != 1.0:
@@ -115,7 +121,7 @@ class CoreCommunicator(Communicator):
             core_dtype(recv.dtype),
             scale,
             accumulate,
-            recv.numel(),
+            parts,
             red_op("reduce_scatter", op),
             tag,
             flag_address("reduce_scatter", nonfinite, self.device),
@@ -124,11 +130,16 @@ class CoreCommunicator(Communicator):
         return queued(stream, recv, send, nonfinite)
 
     def bind_all_gather(
-        self, recv: torch.Tensor, send: torch.Tensor, *, tag: int = 0
+        self,
+        recv: torch.Tensor,
+        send: torch.Tensor,
+        *,
+        counts: Sequence[int] | None = None,
+        tag: int = 0,
     ) -> BoundGather:
         recv = checked("all_gather", "recv", recv, self.device)
         send = checked("all_gather", "send", send, self.device)
-        check_sizes("all_gather", self.size, recv=recv, send=send, whole="recv")
+        parts = checked_parts("all_gather", self._ranks, counts, recv=recv, send=send, whole="recv")
         check_tag("all_gather", tag)
         bound: Any = _C.BoundGather(  # Any: it takes the core's own streams
             self._core,
@@ -136,24 +147,32 @@ class CoreCommunicator(Communicator):
             core_dtype(send.dtype),
             recv.data_ptr(),
             core_dtype(recv.dtype),
-            send.numel(),
+            parts,
             tag,
         )
         return bound.queue  # type: ignore[no-any-return]
 
     def bind_reduce_scatter(
-        self, recv: torch.Tensor, send: torch.Tensor, op: ReduceOp = "sum", *, tag: int = 0
+        self,
+        recv: torch.Tensor,
+        send: torch.Tensor,
+        op: ReduceOp = "sum",
+        *,
+        counts: Sequence[int] | None = None,
+        tag: int = 0,
     ) -> BoundReduce:
         recv = checked("reduce_scatter", "recv", recv, self.device)
         send = checked("reduce_scatter", "send", send, self.device)
-        check_sizes("reduce_scatter", self.size, recv=recv, send=send, whole="send")
+        parts = checked_parts(
+            "reduce_scatter", self._ranks, counts, recv=recv, send=send, whole="send"
+        )
         check_tag("reduce_scatter", tag)
         bound: Any = _C.BoundReduce(
             self._core,
             send.data_ptr(),
             core_dtype(send.dtype),
             core_dtype(recv.dtype),
-            recv.numel(),
+            parts,
             red_op("reduce_scatter", op),
             tag,
         )
@@ -213,9 +232,11 @@ class CoreCommunicator(Communicator):
             self._core.check()  # a barrier that was aborted has ended too
         return queued(stream)
 
+    def _name_tag(self, tag: int, name: str) -> None:
+        self._core.name_tag(tag, _in_utf8(name))
+
     def abort(self, reason: str) -> None:
-        # The text need not be what UTF-8 can hold: a file's name, say.
-        self._core.abort(str(reason).encode(errors="backslashreplace").decode())
+        self._core.abort(_in_utf8(reason))
 
     def close(self) -> None:
         self._core.close()
@@ -235,6 +256,11 @@ class CoreCommunicator(Communicator):
         if self._on_host:
             return None
         return compute_stream(self.device)
+
+
+def _in_utf8(text: str) -> str:
+    # It need not be what UTF-8 can hold: a file's name, say.
+    return str(text).encode(errors="backslashreplace").decode()
 
 
 def core_device(operation: str, device: torch.device | str) -> torch.device:

@@ -5,8 +5,8 @@ It reads in the order a step happens. For each unit:
     pre_forward     wait until its parameters are gathered (a prefetch mostly has been); show the full ones
     post_forward    show this rank's rows again; release the slot if another unit needs it
     pre_backward    as pre_forward, and prefetch in the other direction
-    post_backward   release, and reduce the gradients over the ranks
-    end_of_backward wait for the reduces; the optimizer's parameters have their `.grad`
+    post_backward   release, and reduce the gradients over the ranks; `.grad` of units whose reduce has ended
+    end_of_backward wait for the reduces that are left; all parameters have their `.grad`
 
 What is issued, awaited and released at each trigger is decided in `schedule.py`, and done in `actions.py`. A step that
 deviates from the schedule (a unit skipped, repeated, or recomputed) is gathered on demand, and planned for from there.
@@ -27,14 +27,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardcomm import boundary
+from shardcomm import boundary, forward_methods
 from shardcomm.actions import Actions
+from shardcomm.apart import Apart, gathered, nobodys_gradient
+from shardcomm.arguments import check_flag, check_type
 from shardcomm.gradients import Gradients, OnNonfinite
-from shardcomm.mesh import Mesh
-from shardcomm.mixed_precision import MixedPrecision
+from shardcomm.mesh import FailingTogether, Mesh
 from shardcomm.optimizer_state import OptimizerState
 from shardcomm.schedule import Phase, Schedule, Trigger
-from shardcomm.sharded_unit import Footprint, ShardedUnit, State
+from shardcomm.sharded_unit import Footprint, ShardedParam, ShardedUnit, State
 from shardcomm.state_dict import (
     Parts,
     full_state_dict,
@@ -64,22 +65,24 @@ class Engine:
         plan: Callable[[Sequence[Trigger], bool], Schedule],
         order: Sequence[Trigger],
         check: Callable[[], None],
-        mixed_precision: MixedPrecision,
         on_nonfinite: OnNonfinite,
         *,
-        owns_mesh: bool,
+        owned: Sequence[Mesh],
+        ambiguous: Sequence[str],
     ) -> None:
         self.model = model
         self.mesh = mesh
-        self._owns_mesh = owns_mesh
         self.units = units
+        self._owned = owned
+        self._ambiguous = ambiguous
+        meshes = dict.fromkeys([mesh, *(unit.mesh for unit in units)])
+        self._together = FailingTogether([*meshes])
         self._root = units[0]
-        self._input_dtype = mixed_precision.input_dtype
-        self._output_dtype = mixed_precision.output_dtype
         self._streams = mesh.streams
-        self._actions = Actions(units, mesh)
+        self._actions = Actions(units, self._together)
         self._gradients = Gradients(units, mesh, on_nonfinite)
         self._check = check
+        self._divide_gradients(mesh.size)
 
         # Orders differ from step to step where layers are dropped at random; the latest are worth keeping.
         self._program = functools.lru_cache(maxsize=8)(
@@ -93,10 +96,12 @@ class Engine:
         self._at_end: weakref.ref[Any] | None = None  # what autograd calls then, while it means to
         self._thread = threading.get_ident()
         self._thread_ranks_on_gpu = mesh.device.type != "cpu" and any(
-            comm.transport == "local" and comm.size > 1 for comm in (mesh.shard, mesh.replicate)
+            comm.transport == "local" and comm.size > 1
+            for each in meshes
+            for comm in (each.shard, each.replicate)
         )
         self._hooks = [hook for unit in units for hook in self._install(unit)]
-        install_hooks(units, self._parts, self._forget_gathers)
+        install_hooks(units, self._parts, self._begin_state_dict)
 
     # What a training loop calls.
 
@@ -118,6 +123,21 @@ class Engine:
         finally:
             self._actions.sync = before
 
+    def set_requires_all_reduce(self, requires: bool) -> None:
+        """With False, backwards reduce gradients to shards and leave out the all-reduce among replicas, from now on.
+
+        The sums of such backwards are kept as shards, in the parameters' dtype, and take part in the all-reduce of the
+        first backward after True, which shows the `.grad`. For accumulation with strategy "hybrid_shard": less memory
+        than in `no_sync`, less communication than without. As PyTorch FSDP2's method; without replicas nothing changes.
+
+        Raises:
+            ValueError: `requires` is no bool.
+        """
+        check_flag("set_requires_all_reduce", "requires", requires)
+        self._actions.all_reduces = requires or all(
+            unit.mesh.replicate.size == 1 for unit in self.units
+        )
+
     @property
     def nonfinite(self) -> tuple[str, ...]:
         """Names of units in whose gradients the latest backward left NaN or Inf; see `on_nonfinite`."""
@@ -135,9 +155,12 @@ class Engine:
             raise ValueError(
                 f"set_gradient_divide_factor: factor is {factor!r}; it must be a number above 0, from 1e-30 to 1e30"
             )
+        self._divide_gradients(factor)
+
+    def _divide_gradients(self, factor: float) -> None:
         for unit in self.units:
             for bucket, _ in unit.buckets:
-                bucket.grad_scale = self.mesh.size / factor
+                bucket.grad_scale = unit.mesh.size / factor
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Scales all gradients so that their global L2 norm is at most `max_norm`; returns the norm before.
@@ -156,6 +179,70 @@ class Engine:
             )
         return self._gradients.clip_norm_(limit)
 
+    @contextlib.contextmanager
+    def gathered(self, module: nn.Module | None = None, *, write: bool = False) -> Iterator[None]:
+        """In here the parameters of `module` (default: the model), and of what is in it, are the full ones; collective.
+
+        They are copies, in memory of their own and in the dtype of this rank's rows, and so are the other parameters
+        of the units around them. State dicts are full ones. A forward under `torch.no_grad()` computes with them; one
+        with gradients is refused. With `write=True` each rank takes its rows of the values they have at the end, unless
+        an exception ends it: every rank must write the same (merging adapters, initialising). Without, a change raises.
+
+        Raises:
+            TypeError: `module` is no module.
+            ValueError: it is none of the model's, or `write` is no bool, or True inside of a `gathered` without it.
+            RuntimeError: autograd runs; or at the end a parameter was changed without `write`, replaced or converted,
+                or rows were changed, by an optimizer's step for instance.
+        """
+        check_flag("gathered", "write", write)
+        module = self.model if module is None else module
+        check_type(
+            "gathered", "module", module, nn.Module, "a module of the model, or None for all of it"
+        )
+        inside = set(module.modules())
+        if not inside <= set(self.model.modules()):
+            raise ValueError(
+                f"gathered: module is a {type(module).__name__} that is none of the model's; give one of its modules"
+            )
+        if boundary.in_backward():
+            raise RuntimeError("gathered: autograd runs; call it before or after a backward")
+        self.release()
+        units = [unit for unit in self.units if unit.owns_any(inside)]
+        with gathered(units, self._together, write=write):
+            yield
+
+    def unit(self, module: nn.Module) -> ShardedUnit:
+        """The unit whose parameters are gathered for the forward of `module`: to `unshard()` and `reshard()` it.
+
+        Raises:
+            ValueError: `module` is not a unit's; the message names the unit around it.
+        """
+        for unit in self.units:
+            if unit.module is module:
+                return unit
+        around = [unit.name for unit in self.units if module in unit.module.modules()]
+        where = f"is part of unit {around[-1]!r}" if around else "is none of the model's modules"
+        raise ValueError(
+            f"module, a {type(module).__name__}, {where}; give the module of one of the units "
+            f"{', '.join(repr(unit.name) for unit in self.units)}, or make it one by fully_shard(..., units=)"
+        )
+
+    def register_forward_method(self, module: nn.Module, name: str) -> None:
+        """Has the method `name` of a unit's `module`, such as `generate`, gather its parameters as its forward does.
+
+        Inputs and outputs are cast as a forward's, and gradients flow. What the method calls of the module, its forward
+        too, is part of the same use; units inside of it are gathered call by call. As PyTorch's
+        `register_fsdp_forward_method`. Every rank must call the method, and come to the same units in it.
+
+        Raises:
+            ValueError: `module` is not a unit's, or has no such method.
+        """
+        after = functools.partial(self._post_forward, method=True)
+        unit = self.unit(module)
+        self._hooks.append(
+            forward_methods.install(unit, name, self._pre_forward, after, self._forward_failed)
+        )
+
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of the model, with the model's own names: for `torch.distributed.checkpoint` (DCP).
 
@@ -169,8 +256,18 @@ class Engine:
         be loaded with any number of ranks, strategy, granularity and dims, by PyTorch's FSDP2 and by a plain model, and
         theirs here (`torch.distributed.checkpoint.state_dict.get_state_dict` gives the same names).
         """
-        self._settle()
+        self._begin_state_dict()
         return state_dict(self.model, self._parts)
+
+    def _begin_state_dict(self) -> None:
+        """Raises RuntimeError if other ranks have other parameters of the same names."""
+        if self._ambiguous:
+            raise RuntimeError(
+                f"state_dict: {self._ambiguous[0]!r} and {len(self._ambiguous) - 1} others are other parameters on "
+                "other ranks, by the comm of a policy, of which a checkpoint would have one under each name; give them "
+                "names of their own, for instance by an nn.ModuleDict of experts with their numbers in the model"
+            )
+        self.release()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Takes this rank's part of what `state_dict()` gave, or of full tensors; no communication.
@@ -178,7 +275,7 @@ class Engine:
         Raises:
             ValueError: a name is missing or unknown, or a shape differs; nothing is changed then.
         """
-        self._forget_gathers()
+        self.release()
         load_state_dict(self.model, self._parts, state_dict)
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> OptimizerState:
@@ -188,11 +285,22 @@ class Engine:
     def full_state_dict(self, rank: int | None = None) -> dict[str, Any]:
         """The model's state dict with full parameters, original names and order, in CPU memory; collective.
 
-        On every rank, or on `rank` alone (the others get {}; ValueError if it is no rank of the mesh). Parameters are
-        gathered unit by unit: at any moment at most one unit exists in full besides the result.
+        On every rank, or on `rank` alone (the others get {}; ValueError if it is no rank of the mesh); where parameters
+        are DTensors, on that rank of each mesh. Parameters are gathered unit by unit: at any moment at most one unit
+        exists in full besides the result.
+        """
+        self.release()
+        return full_state_dict(self.model, self.units, self.mesh, self._together, rank)
+
+    def release(self) -> None:
+        """Waits for what is queued, and lets go of full parameters: what computes next gathers anew.
+
+        Call it before the memory of shards is written by another way than the model's parameters.
         """
         self._settle()
-        return full_state_dict(self.model, self.units, self.mesh, rank)
+        for unit in self.units:
+            unit.gathered = False
+            self._reshard(unit)
 
     @functools.cached_property
     def _parts(self) -> Parts:
@@ -224,15 +332,22 @@ class Engine:
             self._hooks.pop().remove()
         for unit in self.units:
             unit.refuse_forward()
-        self._settle()
-        if self._owns_mesh:
-            self.mesh.close()
+        self.release()
+        self.mesh.close_inner()
+        for mesh in self._owned:
+            mesh.close()
 
     # A step, in the order it happens. Hooks do nothing but call these.
 
     def _pre_forward(
         self, unit: ShardedUnit, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if unit.apart is not None:
+            self._check_apart(unit, unit.apart)
+            return args, kwargs
+        if unit.in_method:
+            args, kwargs = boundary.cast((args, kwargs), unit.input_dtype)
+            return args, kwargs
         recompute = boundary.in_backward()
         if not recompute:
             if unit is self._root:
@@ -243,13 +358,37 @@ class Engine:
                 self._fire(unit.trigger[Phase.PRE_FORWARD])
             else:  # called by itself: nothing has told whether its parameters have changed
                 self._actions.release(unit)
+        if boundary.in_transform():
+            return self._enter_transformed(unit, args, kwargs)
         self._actions.require(unit)
         self._actions.begin_compute(unit)
         unit.show_full()
-        args, kwargs, marked = boundary.enter(args, kwargs, self._input_dtype, unit.on_backward_end)
+        args, kwargs, marked = boundary.enter(args, kwargs, unit.input_dtype, unit.on_backward_end)
         if marked and not recompute:
             unit.marked = marked
-            unit.pending_calls += 1
+            unit.gradients.call()
+        return args, kwargs
+
+    def _check_apart(self, unit: ShardedUnit, apart: Apart) -> None:
+        """RuntimeError if a forward of `unit` inside of `gathered` cannot be right."""
+        if torch.is_grad_enabled() and apart.is_shown:
+            raise nobodys_gradient("a forward with gradients enabled", unit)
+        if unit is not self._root and self._root.state is not State.FORWARD:
+            return
+        if any(u.converts and u.apart is None for u in self.units):
+            raise RuntimeError(
+                "a forward of the model inside of engine.gathered() of a part of it: with mixed precision the rest "
+                "computes in another dtype; gather the whole model by engine.gathered()"
+            )
+
+    def _enter_transformed(
+        self, unit: ShardedUnit, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Inside of torch.func's transforms no mark tells of a backward: the parameters are in memory that stays."""
+        with boundary.outside_transforms():
+            unit.in_transform = unit.unsharded is None
+            self._unshard(unit)
+        args, kwargs = boundary.cast((args, kwargs), unit.input_dtype)
         return args, kwargs
 
     def _begin_forward(self) -> None:
@@ -259,39 +398,66 @@ class Engine:
             unit.gathered = False
             for param in unit.params:
                 param.guard()
-            for bucket, _ in unit.buckets:
-                # Not what is pinned, nor whole gradients: to come by as much memory takes a CPU long.
-                if bucket.offload is None and self.mesh.shard.size > 1:
-                    bucket.gradients.drop()
+            unit.gradients.drop()
         self._seen.clear()
         self._thread = threading.get_ident()
         self._current = self._train if torch.is_grad_enabled() else self._evaluate
 
-    def _forget_gathers(self) -> None:
-        """Waits for what is queued, and gathers anew what is used next."""
-        self._settle()
-        for unit in self.units:
-            unit.gathered = False
+    def _unshard(self, unit: ShardedUnit) -> None:
+        if unit.apart is not None or unit.unsharded is not None:
+            return
+        if boundary.in_backward():
+            raise RuntimeError(f"unshard of unit {unit.name!r}: autograd runs; call it before")
+        self._actions.wait_all()  # what is queued comes first, on every rank
+        unit.unsharded = Apart(
+            unit, self._together, to_compute=True, on_gradient=self._on_unsharded_gradient
+        )
+
+    def _reshard(self, unit: ShardedUnit) -> None:
+        unsharded, unit.unsharded = unit.unsharded, None
+        if unsharded is None:
+            return
+        try:
+            unsharded.check()
+        finally:
+            unit.show_shard()
+            if unit.state is not State.IDLE:
+                unit.show_full()
 
     def _settle(self) -> None:
         """Waits for what is queued. What an exception left of a step is forgotten, with its backward's gradients."""
         for unit in self.units:
+            unit.in_forward = False
             if unit.state is not State.IDLE:
                 unit.show_shard()
                 unit.state = State.IDLE
                 unit.marked = []
             if self._in_backward:
-                unit.forget_backward()
+                unit.gradients.forget()
         self._in_backward = False
         self._actions.wait_all()
 
-    def _post_forward(self, unit: ShardedUnit, output: Any) -> Any:
+    def _post_forward(self, unit: ShardedUnit, output: Any, *, method: bool = False) -> Any:
+        if unit.apart is not None:
+            return output
+        if unit.in_method:
+            return boundary.cast(output, unit.output_dtype)
+        if unit.state is State.IDLE and not boundary.in_backward():
+            raise RuntimeError(
+                f"forward of unit {unit.name!r}: inside of it a state dict or engine.gathered() put this rank's rows "
+                "in the place of its parameters; call these before or after the model"
+            )
         self._actions.end_compute(unit, "forward")
         boundary.carry_back(unit.marked)
         unit.marked = []
         unit.returned = type(output)
-        dtype = self._output_dtype if unit is self._root else None
-        output, marked = boundary.leave(output, dtype, unit.storages, unit.on_backward)
+        if boundary.in_transform():
+            output, marked = boundary.cast(output, unit.output_dtype), False
+            self._leave_transform(unit)
+        else:
+            output, marked = boundary.leave(
+                output, unit.output_dtype, unit.storages, unit.on_backward
+            )
         if not marked and torch.is_grad_enabled():
             unit.watch_gradients()
         if unit.state is State.BACKWARD:  # recomputed, and its backward goes on
@@ -304,11 +470,28 @@ class Engine:
         if in_step:
             self._seen.append(unit.trigger[Phase.POST_FORWARD])
             self._fire(unit.trigger[Phase.POST_FORWARD])
-        if unit is self._root:
+        if unit is self._root and (marked or not method):
             self._end_forward()
+        elif unit is self._root:  # a `generate` comes to units again and again: no order of a step
+            self._actions.wait_all()
         if self._root.state is not State.FORWARD:  # the model's user may write shards now
             self._actions.wait_host()
         return output
+
+    def _leave_transform(self, unit: ShardedUnit) -> None:
+        if unit.in_transform:
+            unit.in_transform = False
+            with boundary.outside_transforms():
+                self._reshard(unit)
+
+    def _forward_failed(self, unit: ShardedUnit) -> None:
+        """An exception ended its forward: the model shows rows again."""
+        if unit.state is not State.FORWARD:  # recomputed, up to what its backward needs
+            return
+        unit.state = State.IDLE
+        unit.marked = []
+        self._leave_transform(unit)
+        unit.show_shard()
 
     def _end_forward(self) -> None:
         """Plans for the order that was seen, from this step's backward on."""
@@ -320,29 +503,48 @@ class Engine:
             self._actions.wait_all()  # for a prefetch of a unit that was not called
 
     def _pre_backward(self, unit: ShardedUnit) -> None:
-        if self._at_end is not None and self._in_backward and self._at_end() is None:
-            self._settle()  # an exception ended the backward before
+        self._forget_failed_backward()
+        if unit.apart is not None:
+            raise nobodys_gradient("a backward", unit)
         if unit.state is State.BACKWARD:  # another of its outputs came first
             return
         if torch.is_grad_enabled():
             unit.prepare_double_backward()
-        if not self._in_backward:
-            self._check_thread()
-            self._in_backward = True
-            self._gradients.begin_backward()
-            at_end = functools.partial(self._end_of_backward)  # autograd alone keeps it
-            self._at_end = weakref.ref(at_end)
-            torch.autograd.Variable._execution_engine.queue_callback(at_end)
+        self._begin_backward()
         occupant = self._actions.occupant(unit)
         if occupant is not None and occupant.state is State.BACKWARD:
             # No input of it has a gradient whose end would tell; autograd runs what was recorded last first.
             self._release_from_backward(occupant)
         unit.state = State.BACKWARD
-        unit.needs_reduce = True
+        unit.gradients.begin()
         self._fire(unit.trigger[Phase.PRE_BACKWARD])
         self._actions.require(unit)
         self._actions.begin_compute(unit)
         unit.show_full()
+
+    def _forget_failed_backward(self) -> None:
+        if self._at_end is not None and self._in_backward and self._at_end() is None:
+            self._settle()  # an exception ended the backward before
+
+    def _begin_backward(self) -> None:
+        if self._in_backward:
+            return
+        self._check_thread()
+        self._in_backward = True
+        self._gradients.begin_backward()
+        at_end = functools.partial(self._end_of_backward)  # autograd alone keeps it
+        self._at_end = weakref.ref(at_end)
+        torch.autograd.Variable._execution_engine.queue_callback(at_end)
+
+    def _on_unsharded_gradient(
+        self, unit: ShardedUnit, param: ShardedParam, grad: torch.Tensor
+    ) -> None:
+        """It is reduced with what the unit's own forward and backward leave, or after it."""
+        self._forget_failed_backward()
+        self._begin_backward()
+        grad, other = grad.detach().to_dense(), param.full.grad
+        param.full.grad = grad if other is None else other.to_dense() + grad
+        unit.gradients.begin()
 
     def _check_thread(self) -> None:
         """Thread ranks on one GPU wait for each other, which autograd's only thread of that GPU must not."""
@@ -353,7 +555,7 @@ class Engine:
             )
 
     def _post_backward(self, unit: ShardedUnit) -> None:
-        unit.pending_calls = max(0, unit.pending_calls - 1)
+        unit.gradients.end_call()
         if unit.state is not State.BACKWARD:
             unit.check_unmarked_backward()
         self._release_from_backward(unit)
@@ -372,7 +574,7 @@ class Engine:
 
     def _end_of_backward(self) -> None:
         for unit in self.units:
-            unit.pending_calls = 0
+            unit.gradients.end_calls()
             if unit.state is State.BACKWARD:
                 unit.show_shard()
                 unit.state = State.IDLE
@@ -384,13 +586,14 @@ class Engine:
         self._actions.wait_all()  # for a prefetch of a unit that backward did not come to, too
         for unit in self.units:
             unit.gathered = False
+            self._reshard(unit)
         self._in_backward = False
-        if self._actions.sync:
+        if self._actions.sync and self._actions.all_reduces:
             self._gradients.publish()
             self._check()
         else:
             for unit in self.units:
-                unit.keep_gradients()
+                unit.gradients.keep()
 
     def _fire(self, trigger: Trigger) -> None:
         for act, unit in self._current.get(trigger, ()):
@@ -402,23 +605,31 @@ class Engine:
         unit.on_backward = lambda _grad: self._pre_backward(unit)
         unit.on_backward_end = lambda: self._post_backward(unit)
         unit.on_gradient = lambda _param: self._on_gradient(unit)
+        unit.on_unshard = lambda: self._unshard(unit)
+        unit.on_reshard = lambda: self._reshard(unit)
 
         def pre_forward(
             module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         ) -> tuple[tuple[Any, ...], dict[str, Any]]:
             if module is not unit.module:
-                raise RuntimeError(
-                    f"forward of a copy of unit {unit.name!r}, whose hooks are those of the original's engine; copy a "
-                    "model before fully_shard, or load its full_state_dict() into another one"
-                )
-            return self._pre_forward(unit, args, kwargs)
+                raise RuntimeError(forward_methods.copied(unit))
+            args, kwargs = self._pre_forward(unit, args, kwargs)
+            unit.in_forward = True
+            return args, kwargs
 
         def post_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
             return self._post_forward(unit, output)
+
+        def end_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            unit.in_forward = False
+            if not unit.in_method:
+                self._forward_failed(unit)  # unless `post_forward` has come
 
         if unit.module._compiled_call_impl is not None:
             # `module.compile()` compiles its hooks too; what is between them is what should be.
             pre_forward = torch.compiler.disable(pre_forward)  # type: ignore[no-untyped-call]
             post_forward = torch.compiler.disable(post_forward)  # type: ignore[no-untyped-call]
+            end_forward = torch.compiler.disable(end_forward)  # type: ignore[no-untyped-call]
         yield unit.module.register_forward_pre_hook(pre_forward, prepend=True, with_kwargs=True)
         yield unit.module.register_forward_hook(post_forward)
+        yield unit.module.register_forward_hook(end_forward, always_call=True)

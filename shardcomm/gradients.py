@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
+from itertools import count, islice
 from typing import Literal
 
 import torch
 
-from shardcomm.mesh import Mesh
+from shardcomm.mesh import Holders, Mesh
 from shardcomm.plain import grad_of, plain
 from shardcomm.sharded_unit import ShardedUnit
+from shardcomm.unit_gradients import Stage
 
 OnNonfinite = Literal["raise", "skip"] | None
 
@@ -27,10 +30,22 @@ class Gradients:
         self._units = units
         self._params = [param for unit in units for param in unit.params]
         self._mesh = mesh
+        self._params_of: dict[Holders, list[int]] = defaultdict(list)
+        number = count()
+        for unit in units:
+            self._params_of[unit.holders] += islice(number, len(unit.params))
         self._on_nonfinite = on_nonfinite
-        self._all_used = torch.ones(len(self._params), dtype=torch.int32, device=mesh.device)
+        self._all_used = {
+            holders: torch.ones(len(where), dtype=torch.int32, device=mesh.device)
+            for holders, where in self._params_of.items()
+        }
         # One a unit, set by whatever writes its gradients.
-        self._nonfinite = self._all_used.new_zeros(len(units) if on_nonfinite else 0)
+        self._nonfinite = torch.zeros(
+            len(units) if on_nonfinite else 0, dtype=torch.int32, device=mesh.device
+        )
+        for unit in units:  # what is offloaded, the host waits for when backward has ended
+            offloaded = any(bucket.offload for bucket, _ in unit.buckets)
+            unit.gradients.early = on_nonfinite is None and not offloaded
         if on_nonfinite:
             for unit, flag in zip(units, torch.split(self._nonfinite, 1), strict=True):
                 for bucket, _ in unit.buckets:
@@ -38,6 +53,8 @@ class Gradients:
 
     def begin_backward(self) -> None:
         """Forgets what the reduces of the one before left."""
+        for unit in self._units:
+            unit.gradients.end()
         if self._on_nonfinite is not None:
             self._nonfinite.zero_()
 
@@ -47,16 +64,10 @@ class Gradients:
         Raises:
             FloatingPointError: they are not finite, where that is to raise.
         """
-        buckets = [entry for unit in self._units for entry in unit.buckets]
-        if not any(bucket.gradients.unshown for bucket, _ in buckets):
+        if not any(unit.gradients.stage in (Stage.REDUCING, Stage.READY) for unit in self._units):
             return
-        flags = self._of_any_rank(
-            [
-                param.used or not bucket.gradients.unshown
-                for bucket, params in buckets
-                for param in params
-            ]
-        )
+        known = [unit.gradients.known() for unit in self._units]
+        flags = self._of_any_rank([flag for of_unit in known for flag in of_unit])
         used, nonfinite = iter(flags), flags[len(self._params) :]
         self.nonfinite = tuple(
             unit.name for unit, bad in zip(self._units, nonfinite, strict=False) if bad
@@ -64,60 +75,56 @@ class Gradients:
         if self.nonfinite:
             self._leave_out()
             return
-        for bucket, params in buckets:
-            used_here = [next(used) for _ in params]
-            if bucket.gradients.unshown:
-                bucket.gradients.show(used_here)
-            for param in params:
-                param.used = False
-        self._call_hooks()
-
-    def _call_hooks(self) -> None:
-        """Those of `register_post_accumulate_grad_hook`, now that the gradients are there."""
-        with plain():
-            hooked = [p.shard for p in self._params if p.shard._post_accumulate_grad_hooks]
-            hooked = [shard for shard in hooked if grad_of(shard) is not None]
-        for shard in hooked:
-            with plain():
-                hooks = list(shard._post_accumulate_grad_hooks.values())
-            for hook in hooks:
-                hook(shard)
+        for unit, of_unit in zip(self._units, known, strict=True):
+            used_anywhere = list(islice(used, len(of_unit)))
+            if unit.gradients.stage is Stage.REDUCING:
+                unit.gradients.publish(used_anywhere)
 
     def clip_norm_(self, max_norm: float) -> torch.Tensor:
         """Scales them so that their global L2 norm is at most `max_norm`; returns the norm before."""
         with plain():
-            every = [grad_of(param.shard) for param in self._params]
-        grads = [grad for grad in every if grad is not None]
-        norms = (
-            torch._foreach_norm(grads)
-            if grads
-            else [self._all_used.new_zeros((), dtype=torch.float32)]
-        )
-        square = torch.stack([norm.float() for norm in norms]).square().sum().to(self._mesh.device)
-        self._mesh.all_reduce_shards(square, "sum")
-        norm = square.sqrt()
-        if grads:
-            scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-            torch._foreach_mul_(grads, scale.to(grads[0].device))
+            every: list[torch.Tensor] = []
+            square = torch.zeros((), device=self._mesh.device)
+            for holders, where in self._params_of.items():
+                params = [self._params[i] for i in where]
+                shown = [(grad_of(p.shard), p.counts) for p in params]
+                every += [grad for grad, _ in shown if grad is not None]
+                counted = [grad for grad, counts in shown if grad is not None and counts]
+                norms = torch._foreach_norm(counted) if counted else []
+                theirs = sum((norm.float().square() for norm in norms), torch.zeros(()))
+                theirs = theirs.to(square.device)
+                holders.combine(theirs, "sum")
+                square += theirs
+            norm = square.sqrt()
+            if every:
+                scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+                torch._foreach_mul_(every, scale.to(every[0].device))
         return norm
 
     def _of_any_rank(self, used: list[bool]) -> list[bool]:
         """For each parameter whether a rank used it; then for each unit whether its gradients have NaN or Inf."""
-        if self._mesh.size == 1 and not self._on_nonfinite:
-            return used
-        # Who used all of them knows the result; it is the others who read it, and wait for it.
-        flags = self._all_used
-        unknown = self._on_nonfinite is not None or not all(used)
-        if unknown:
-            flags = torch.cat([flags.new_tensor(used), self._nonfinite])
-        if self._mesh.size > 1:
-            self._mesh.all_reduce(flags, "max")
-        return [bool(flag) for flag in flags.tolist()] if unknown else used
+        known = list(used)
+        for holders, where in self._params_of.items():
+            theirs = [used[i] for i in where]
+            if holders.mesh.size > 1:
+                # Who used all of them knows the result; it is the others who read it, and wait for it.
+                flags = self._all_used[holders]
+                if not all(theirs):
+                    flags = flags.new_tensor(theirs)
+                holders.mesh.all_reduce(flags, "max")
+                if not all(theirs):
+                    theirs = [bool(flag) for flag in flags.tolist()]
+            for i, flag in zip(where, theirs, strict=True):
+                known[i] = flag
+        if self._on_nonfinite is None:
+            return known
+        self._mesh.all_reduce(self._nonfinite, "max")
+        return [*known, *(bool(flag) for flag in self._nonfinite.tolist())]
 
     def _leave_out(self) -> None:
         """Drops all gradients: those of earlier backwards too, which these were added to."""
         for unit in self._units:
-            unit.forget_backward()
+            unit.gradients.forget()
         for param in self._params:
             param.shard.grad = None
         if self._on_nonfinite == "raise":

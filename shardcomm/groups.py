@@ -5,16 +5,22 @@ The engine allocates by it, and the planner adds it up before anything is alloca
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import nn
 
 from shardcomm.layout import Granularity, Layout, ParamSpec, ShardDim
 from shardcomm.mixed_precision import FLOATS, MixedPrecision
+from shardcomm.owners import OwnerCost, checked_cost, choose_owners, in_bytes
+from shardcomm.policy import Policy
 from shardcomm.schedule import REDUCES_IN_FLIGHT
+from shardcomm.tensor_parallel import local
 from shardcomm.unit import OwnedParam, UnitParams
+
+_T = TypeVar("_T")
 
 GranularityOf = Granularity | Callable[[str, nn.Parameter], Granularity]
 ShardDimOf = ShardDim | Callable[[str, nn.Parameter], ShardDim]
@@ -40,9 +46,9 @@ class Group:
         return self.params[0].param.requires_grad
 
     @property
-    def shard_bytes(self) -> int:
+    def shard_bytes(self) -> tuple[int, ...]:
         """Of each rank's shard, padding included."""
-        return self.layout.shard_numel * self.dtype.itemsize
+        return tuple(numel * self.dtype.itemsize for numel in self.layout.shard_numels)
 
     @property
     def full_bytes(self) -> int:
@@ -50,9 +56,14 @@ class Group:
         return self.layout.flat_numel * self.param_dtype.itemsize
 
     @property
-    def reduced_shard_bytes(self) -> int:
-        """Of this rank's part of the gradients as they are reduced."""
-        return self.layout.shard_numel * self.reduce_dtype.itemsize
+    def reduced_bytes(self) -> int:
+        """Of the full gradients as they are reduced."""
+        return self.layout.flat_numel * self.reduce_dtype.itemsize
+
+    @property
+    def reduced_shard_bytes(self) -> tuple[int, ...]:
+        """Of each rank's part of them."""
+        return tuple(numel * self.reduce_dtype.itemsize for numel in self.layout.shard_numels)
 
     @property
     def needs_slot(self) -> bool:
@@ -60,35 +71,96 @@ class Group:
         return self.layout.world_size > 1 or self.param_dtype != self.dtype or self.cpu_offload
 
 
-def group_params(
-    unit: UnitParams,
-    world_size: int,
-    precision: MixedPrecision,
+def group_units(
+    units: Sequence[UnitParams],
+    policies: Sequence[Policy],
+    pools: Sequence[Pool],
     granularity: GranularityOf,
     shard_dim: ShardDimOf,
-    *,
-    cpu_offload: bool,
-) -> list[Group]:
-    """A bucket for each dtype; frozen parameters apart, since they are never reduced."""
-    by_kind: dict[tuple[torch.dtype, bool], list[OwnedParam]] = {}
-    for owned in unit.params:
-        if owned.param.layout is not torch.strided or owned.param.is_quantized:
-            kind = owned.param.dtype if owned.param.is_quantized else owned.param.layout
-            raise ValueError(
-                f"fully_shard: parameter {owned.name!r} is a tensor of {kind}, whose rows cannot be shared out; "
-                "accepted: dense tensors that are not quantised"
-            )
-        by_kind.setdefault((owned.param.dtype, owned.param.requires_grad), []).append(owned)
-    groups = []
-    for (dtype, _), params in by_kind.items():
-        param_dtype, reduce_dtype = _dtypes(params[0], precision)
-        layout = Layout.plan(
-            [_spec(owned, granularity, shard_dim) for owned in params],
-            world_size,
-            itemsize=min(dtype.itemsize, param_dtype.itemsize, reduce_dtype.itemsize),
+    owner_cost: OwnerCost | None = None,
+) -> list[list[Group]]:
+    """The buckets-to-be of each unit: one a dtype; frozen parameters apart, since they are never reduced.
+
+    Parameters that are not cut are apart, too: their shards are as long as what each rank owns, which is chosen over
+    all units of a pool (`shardcomm.owners`). `policies`, `pools`: one a unit; the policies leave nothing open.
+
+    Raises:
+        ValueError: a parameter cannot be sharded, or an argument gives what is none of its values.
+    """
+    specs = [[_spec(owned, granularity, shard_dim) for owned in unit.params] for unit in units]
+    owners: dict[str, int] = {}
+    for pool in dict.fromkeys(pools):
+        its = [i for i, each in enumerate(pools) if each == pool]
+        owners |= _owners(
+            [units[i] for i in its], [specs[i] for i in its], pool.shards, owner_cost or in_bytes
         )
-        groups.append(Group(params, layout, dtype, param_dtype, reduce_dtype, cpu_offload))
+    groups = []
+    for unit, policy, pool, unit_specs in zip(units, policies, pools, specs, strict=True):
+        by_kind: dict[tuple[torch.dtype, bool, bool], list[tuple[OwnedParam, ParamSpec]]] = {}
+        for owned, spec in zip(unit.params, unit_specs, strict=True):
+            param = owned.param
+            kind = param.dtype, param.requires_grad, spec.name in owners
+            by_kind.setdefault(kind, []).append((owned, spec))
+        groups.append(
+            [_group(together, pool.shards, policy, owners) for together in by_kind.values()]
+        )
     return groups
+
+
+def _owners(
+    units: Sequence[UnitParams],
+    specs: Sequence[Sequence[ParamSpec]],
+    world_size: int,
+    cost: OwnerCost,
+) -> dict[str, int]:
+    """The rank of each parameter that has one, by name; without peers none has."""
+    if world_size == 1:
+        return {}
+    whole = {
+        spec.name: checked_cost(cost, spec.name, owned.param)
+        for unit, unit_specs in zip(units, specs, strict=True)
+        for owned, spec in zip(unit.params, unit_specs, strict=True)
+        if spec.granularity == "tensor"
+    }
+    return dict(zip(whole, choose_owners(list(whole.values()), world_size), strict=True))
+
+
+def _group(
+    together: Sequence[tuple[OwnedParam, ParamSpec]],
+    world_size: int,
+    policy: Policy,
+    owners: Mapping[str, int],
+) -> Group:
+    params, specs = [owned for owned, _ in together], [spec for _, spec in together]
+    dtype = params[0].param.dtype
+    precision = policy.mixed_precision or MixedPrecision()
+    param_dtype, reduce_dtype = _dtypes(params[0], precision)
+    layout = Layout.plan(
+        specs,
+        world_size,
+        itemsize=min(dtype.itemsize, param_dtype.itemsize, reduce_dtype.itemsize),
+        owners=[owners[spec.name] for spec in specs] if specs[0].name in owners else None,
+    )
+    return Group(params, layout, dtype, param_dtype, reduce_dtype, bool(policy.cpu_offload))
+
+
+class Pool(NamedTuple):
+    """Ranks over which some units are sharded, and that share the memory of these: a mesh, as a plan knows it.
+
+    Attributes:
+        number: tells pools of the same ranks apart.
+        replicas, shards: how many ranks hold each shard, and how many shards there are.
+        rank: this one's shard.
+    """
+
+    number: int
+    replicas: int
+    shards: int
+    rank: int
+
+    def of(self, pools: Sequence[Pool], groups: Sequence[_T]) -> list[_T]:
+        """Those of `groups`, one a unit, that are this pool's."""
+        return [each for pool, each in zip(pools, groups, strict=True) if pool == self]
 
 
 def slot_bytes(groups: Sequence[Sequence[Group]], slot_of: Sequence[int]) -> list[int]:
@@ -102,15 +174,18 @@ def slot_bytes(groups: Sequence[Sequence[Group]], slot_of: Sequence[int]) -> lis
 
 def reduce_buffer_bytes(groups: Sequence[Sequence[Group]], shard_ranks: int) -> int:
     """The size of the one reduce buffer; of one shard alone, gradients need none."""
-    return 0 if shard_ranks == 1 else shard_ranks * _reduced_shard_bytes(groups)
+    if shard_ranks == 1:
+        return 0
+    return max((group.reduced_bytes for unit in groups for group in unit), default=0)
 
 
 def staging_bytes(groups: Sequence[Sequence[Group]], replicas: int) -> list[int]:
     """The size of each staging buffer, which buckets use in turn; without replicas there are none."""
     if replicas == 1:
         return []
+    largest = max((max(g.reduced_shard_bytes) for unit in groups for g in unit), default=0)
     # While one unit's shard is all-reduced, the next unit's comes.
-    return [_reduced_shard_bytes(groups)] * min(REDUCES_IN_FLIGHT, sum(map(len, groups)))
+    return [largest] * min(REDUCES_IN_FLIGHT, sum(map(len, groups)))
 
 
 def offload_bytes(groups: Sequence[Sequence[Group]]) -> int:
@@ -118,18 +193,20 @@ def offload_bytes(groups: Sequence[Sequence[Group]]) -> int:
 
     Gradients of frozen parameters count, too: they may be thawed later.
     """
-    return max((g.shard_bytes for unit in groups for g in unit if g.cpu_offload), default=0)
-
-
-def _reduced_shard_bytes(groups: Sequence[Sequence[Group]]) -> int:
-    return max((group.reduced_shard_bytes for unit in groups for group in unit), default=0)
+    return max((max(g.shard_bytes) for unit in groups for g in unit if g.cpu_offload), default=0)
 
 
 def _spec(owned: OwnedParam, granularity: GranularityOf, shard_dim: ShardDimOf) -> ParamSpec:
     name, param = owned.name, owned.param
+    if param.layout is not torch.strided or param.is_quantized:
+        kind = param.dtype if param.is_quantized else param.layout
+        raise ValueError(
+            f"fully_shard: parameter {name!r} is a tensor of {kind}, whose rows cannot be shared out; "
+            "accepted: dense tensors that are not quantised"
+        )
     return ParamSpec(
         name,
-        tuple(param.shape),
+        tuple(local(param).shape),
         granularity(name, param) if callable(granularity) else granularity,
         shard_dim(name, param) if callable(shard_dim) else shard_dim,
     )

@@ -34,6 +34,7 @@ import torch
 from shardcomm._C import CommError, CudaError
 from shardcomm.arguments import check_deadline, check_list, check_type
 from shardcomm.checkpoints import CheckpointError
+from shardcomm.launchers import forget
 from shardcomm.parent import signal_at_its_end
 from shardcomm.scalars import is_whole
 from shardcomm.stack_dumps import enable_where_free
@@ -279,6 +280,7 @@ def _run_rank(
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     enable_where_free()
     threading.Thread(target=_end_with_launcher, args=(watched, temp_dir), daemon=True).start()
+    forget()  # of what started the launcher
     port, os.environ[SECRET] = meeting
     # All ranks are here: the connections that torch's Gloo opens need no other interface.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

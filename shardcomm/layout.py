@@ -10,13 +10,22 @@ would cut row a3 (18 to 24) as it would cut a row of a behind b. The smallest S 
 A shard boundary never cuts a granule (a row, a block of rows, or the whole parameter), every parameter is one
 contiguous, aligned range, and all shards are equally long. What that costs is padding. A parameter that spans several
 boundaries forces the shard to be a multiple of its granule; one that fits between two boundaries forces nothing.
+
+Where each parameter has one owner, given as `owners`, the shards are as long as what each rank owns. With a and b as
+above, c of 6 elements, and owners [1, 0, 1]::
+
+    flat    0                   20                      44    50
+            [         b         ][          a           |  c  ]      no padding but for alignment
+            [------ rank 0 -----][---------- rank 1 ----------]
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
 from typing import Literal
 
 from shardcomm import _C
@@ -118,7 +127,8 @@ class Piece:
     Attributes:
         start, stop: its rows (elements for granularity "element").
         offset: of its first element, from the start of the rank's shard.
-        shape: of the piece as stored: (rows, ...), or (numel,) for granularity "element" and for scalars.
+        shape: of the piece as stored: (rows, ...). For granularity "element" (numel,), unless it is all of the
+            parameter.
     """
 
     start: int
@@ -134,14 +144,14 @@ class Layout:
 
     Attributes:
         placements: one for each parameter, in the given order.
-        shard_numel: S, the elements of each rank's shard.
+        shard_numels: the elements of each rank's shard: S each, or, by owners, what each owns.
         align: elements; every parameter and every shard starts at a multiple.
         forced_by: names of the parameters that force S to be a multiple of their granule.
     """
 
     placements: tuple[Placement, ...]
     world_size: int
-    shard_numel: int
+    shard_numels: tuple[int, ...]
     align: int
     forced_by: tuple[str, ...]
 
@@ -156,12 +166,17 @@ class Layout:
         *,
         align_bytes: int = 128,
         itemsize: int = 4,
+        owners: Sequence[int] | None = None,
     ) -> Layout:
         """Finds the offsets and the smallest S for `params` over `world_size` ranks.
 
-        `itemsize`: bytes of the smallest element the flat buffer will hold, so that `align_bytes` holds in all dtypes.
+        Args:
+            itemsize: bytes of the smallest element the flat buffer will hold, so that `align_bytes` holds in all
+                dtypes.
+            owners: the rank of each parameter, whose granularity must be "tensor"; None: all shards are equally long.
 
         Raises:
+            TypeError: `params` or `owners` is no list, or an entry of `params` no ParamSpec.
             ValueError: an argument is out of range.
         """
         check_list("Layout.plan", "params", params)
@@ -180,6 +195,9 @@ class Layout:
                 f"Layout.plan: world_size is {world_size!r}; it must be at least 1, whole, and below 2**31"
             )
         align = align_bytes // itemsize
+        if owners is not None:
+            _check_owners(owners, params, world_size)
+            return cls._plan_owned(params, owners, world_size, align)
         best: Layout | None = None
         for dims in _dim_choices(params):
             layout = cls._plan_stored(params, dims, world_size, align)
@@ -192,27 +210,46 @@ class Layout:
     def _plan_stored(
         cls, params: Sequence[ParamSpec], dims: Sequence[int], world_size: int, align: int
     ) -> Layout:
-        unplaced = [
-            Placement(spec, dim, 0, math.prod(spec.shape), _outermost(spec.shape, dim))
-            for spec, dim in zip(params, dims, strict=True)
-        ]
+        unplaced = _unplaced(params, dims)
         extents = [(p.num_rows, p.row_numel, _granule_rows(p)) for p in unplaced]
         shard_numel, offsets, forced = _C.plan_layout(extents, world_size, align)
-        return cls(
-            tuple(
-                Placement(p.spec, p.shard_dim, offset, p.numel, p.stored_shape)
-                for p, offset in zip(unplaced, offsets, strict=True)
-            ),
-            world_size,
-            shard_numel,
-            align,
-            tuple(params[i].name for i in forced),
-        )
+        placements = tuple(map(_placed, unplaced, offsets))
+        forced_by = tuple(params[i].name for i in forced)
+        return cls(placements, world_size, (shard_numel,) * world_size, align, forced_by)
+
+    @classmethod
+    def _plan_owned(
+        cls, params: Sequence[ParamSpec], owners: Sequence[int], world_size: int, align: int
+    ) -> Layout:
+        unplaced = _unplaced(params, _dim_choices(params)[0])
+        lengths = [-(-p.numel // align) * align for p in unplaced]
+        numels, offsets = [0] * world_size, [0] * len(unplaced)
+        end = 0
+        for index in sorted(range(len(unplaced)), key=lambda index: owners[index]):
+            offsets[index] = end
+            end += lengths[index]
+            numels[owners[index]] += lengths[index]
+        return cls(tuple(map(_placed, unplaced, offsets)), world_size, tuple(numels), align, ())
+
+    @property
+    def shard_numel(self) -> int:
+        """Elements of the longest shard, which is each where no parameter has an owner."""
+        return max(self.shard_numels)
+
+    @cached_property
+    def counts(self) -> tuple[int, ...] | None:
+        """`shard_numels` for the collectives of a `Communicator`; None: equal ones."""
+        return None if len(set(self.shard_numels)) == 1 else self.shard_numels
+
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        """Where each rank's shard begins in the flat buffer, and at last where that ends."""
+        return tuple(accumulate(self.shard_numels, initial=0))
 
     @property
     def flat_numel(self) -> int:
-        """Elements of the flat buffer: S x world size."""
-        return self.shard_numel * self.world_size
+        """Elements of the flat buffer: of all shards."""
+        return self.starts[-1]
 
     @property
     def numel(self) -> int:
@@ -232,15 +269,20 @@ class Layout:
     def piece(self, rank: int, index: int) -> Piece:
         """What `rank` holds of parameter `index`; an empty piece where it holds nothing."""
         p = self.placements[index]
-        begin = max(p.offset, rank * self.shard_numel)
-        end = min(p.offset + p.numel, (rank + 1) * self.shard_numel)
+        shard_start, shard_stop = self.starts[rank : rank + 2]
+        begin = max(p.offset, shard_start)
+        end = min(p.offset + p.numel, shard_stop)
         if begin >= end:
-            begin = end = min(max(p.offset, rank * self.shard_numel), p.offset + p.numel)
+            begin = end = min(max(p.offset, shard_start), p.offset + p.numel)
         row = max(p.row_numel, 1)
         start, stop = (begin - p.offset) // row, (end - p.offset) // row
-        offset = begin - rank * self.shard_numel if end > begin else 0
-        whole_rows = len(p.stored_shape) > 0 and p.spec.granularity != "element"
-        shape = (stop - start, *p.stored_shape[1:]) if whole_rows else (end - begin,)
+        offset = begin - shard_start if end > begin else 0
+        if end - begin == p.numel:
+            shape = p.stored_shape
+        elif p.stored_shape and p.spec.granularity != "element":
+            shape = (stop - start, *p.stored_shape[1:])
+        else:
+            shape = (end - begin,)
         return Piece(start, stop, offset, end - begin, shape)
 
     def gaps(self) -> tuple[tuple[int, int], ...]:
@@ -258,8 +300,9 @@ class Layout:
         return tuple(found)
 
     def __repr__(self) -> str:
+        lengths = f"S = {self.shard_numel}" if self.counts is None else f"S = {list(self.counts)}"
         lines = [
-            f"Layout({len(self.placements)} parameters over {self.world_size} ranks, S = {self.shard_numel}, "
+            f"Layout({len(self.placements)} parameters over {self.world_size} ranks, {lengths}, "
             f"padding {self.padding} = {self.padding_fraction:.2%}"
             + (f", forced by {', '.join(self.forced_by)})" if self.forced_by else ")")
         ]
@@ -274,6 +317,35 @@ class Layout:
         if self.world_size > shown:
             lines.append(f"  ... {self.world_size - shown} more ranks")
         return "\n".join(lines)
+
+
+def _unplaced(params: Sequence[ParamSpec], dims: Sequence[int]) -> list[Placement]:
+    return [
+        Placement(spec, dim, 0, math.prod(spec.shape), _outermost(spec.shape, dim))
+        for spec, dim in zip(params, dims, strict=True)
+    ]
+
+
+def _placed(placement: Placement, offset: int) -> Placement:
+    return replace(placement, offset=offset)
+
+
+def _check_owners(owners: Sequence[int], params: Sequence[ParamSpec], world_size: int) -> None:
+    check_list("Layout.plan", "owners", owners)
+    if len(owners) != len(params):
+        raise ValueError(
+            f"Layout.plan: owners has {len(owners)} entries; it must have one for each of {len(params)} params"
+        )
+    for owner, spec in zip(owners, params, strict=True):
+        if not is_whole(owner, 0, world_size - 1):
+            raise ValueError(
+                f"Layout.plan: the owner of {spec.name!r} is {owner!r}; it must be a rank, 0 to {world_size - 1}"
+            )
+        if spec.granularity != "tensor":
+            raise ValueError(
+                f"Layout.plan: {spec.name!r} has an owner and granularity {spec.granularity!r}; with owners it must "
+                "be 'tensor' for all params"
+            )
 
 
 def _outermost(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:

@@ -10,11 +10,13 @@ inside hosts only, and gradients between hosts after they were reduced to a shar
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import TracebackType
 
 import torch
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardcomm._C import CommError
@@ -22,6 +24,7 @@ from shardcomm.communicator import Communicator, ReduceOp
 from shardcomm.dtype import movable
 from shardcomm.strategy import Strategy
 from shardcomm.streams import Streams, compute_stream
+from shardcomm.tensor_parallel import Ranks
 
 
 @dataclass(frozen=True)
@@ -31,10 +34,13 @@ class Mesh:
     Attributes:
         shard: the ranks that hold a model between them.
         replicate: the ranks that hold the same shard as this one.
+        inner: of a model with DTensor parameters, the ranks of their meshes' dims, each with this one in a mesh of its
+            own; set by `fully_shard`.
     """
 
     shard: Communicator
     replicate: Communicator
+    inner: Mapping[Ranks, Communicator] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
         for name in ("shard", "replicate"):
@@ -80,9 +86,16 @@ class Mesh:
         alone = Communicator.local_group(1, device=comm.device)[0]
         return Mesh(comm, alone) if strategy.shard_params else Mesh(alone, comm)
 
+    def around(self, groups: Mapping[Ranks, ProcessGroup]) -> Mesh:
+        """This mesh, of parameters which are DTensors over `groups`; collective."""
+        if not groups:
+            return self
+        made = {ranks: _of_group(group, self.device.type) for ranks, group in groups.items()}
+        return replace(self, inner=made)
+
     @property
     def size(self) -> int:
-        """All ranks."""
+        """All ranks, but those of `inner`."""
         return self.shard.size * self.replicate.size
 
     @property
@@ -102,9 +115,12 @@ class Mesh:
         column = self.replicate.streams.reduce if self.replicate.size > 1 else None
         return Streams(self.device, row.gather, row.reduce, column)
 
-    def broadcast(self, tensor: torch.Tensor) -> None:
-        """Copies the contiguous `tensor`, of any dtype, of rank 0 to all: down the columns, then along the rows."""
-        for comm in (self.replicate, self.shard):
+    def broadcast(self, tensor: torch.Tensor, same: Iterable[Communicator] = ()) -> None:
+        """Copies the contiguous `tensor`, of any dtype, of rank 0 to all: down the columns, then along the rows.
+
+        Then over `same`, those of `inner` whose ranks have the same of it.
+        """
+        for comm in (self.replicate, self.shard, *same):
             if comm.size > 1:
                 comm.broadcast(movable(tensor.view(-1)))
 
@@ -118,25 +134,33 @@ class Mesh:
                 if comm.size > 1:
                     compute_stream(self.device).wait(comm.streams.reduce.record())
                     comm.all_reduce(buffer, op)
+            for comm in self.inner.values():
+                comm.all_reduce(buffer, op)
 
     def all_reduce_shards(self, buffer: torch.Tensor, op: ReduceOp) -> None:
-        """Reduces in place what replicas have the same of, such as a norm of gradients: over one row."""
-        if self.shard.size > 1:
-            with self.failing_together:
-                self.shard.all_reduce(buffer, op)
+        """Reduces in place what replicas have the same of, such as a norm of gradients: over one row, and `inner`."""
+        with self.failing_together:
+            for comm in (self.shard, *self.inner.values()):
+                if comm.size > 1:
+                    comm.all_reduce(buffer, op)
 
     @cached_property
     def failing_together(self) -> FailingTogether:
         """`with mesh.failing_together:` goes around what may raise CommError; see `FailingTogether`."""
-        return FailingTogether(self)
+        return FailingTogether([self])
 
     def abort(self, reason: str) -> None:
-        """Makes present and later collectives of both groups raise `CommError` with this reason, on all their ranks.
+        """Makes present and later collectives of its groups raise `CommError` with this reason, on all their ranks.
 
         An engine there then does the same, so that the ranks which are in neither group hear of it too.
         """
-        self.shard.abort(reason)
-        self.replicate.abort(reason)
+        for comm in (self.shard, self.replicate, *self.inner.values()):
+            comm.abort(reason)
+
+    def close_inner(self) -> None:
+        """Leaves the groups of `inner`."""
+        for comm in self.inner.values():
+            comm.close()
 
     def close(self) -> None:
         """Leaves both groups."""
@@ -147,14 +171,36 @@ class Mesh:
         return f"Mesh(shard: {self.shard}, replicate: {self.replicate})"
 
 
-class FailingTogether:
-    """A CommError that leaves this context has ended one group of `mesh`; it ends the other as well.
+@dataclass(frozen=True, eq=False)
+class Holders:
+    """The ranks that hold the elements of some parameters between them, of a model that is on the ranks of `everyone`.
 
-    Else the other's ranks would wait until the deadline for this one, which may live on.
+    Attributes:
+        mesh: the ranks that hold the same parameters. Others may hold other ones, such as other experts, which are
+            counted with these in whatever is said of the whole model.
     """
 
-    def __init__(self, mesh: Mesh) -> None:
-        self._mesh = mesh
+    mesh: Mesh
+    everyone: Mesh
+
+    def combine(self, buffer: torch.Tensor, op: ReduceOp) -> None:
+        """Reduces in place what each rank says of its elements; of elements that several hold one says it."""
+        if self.mesh is self.everyone:
+            self.mesh.all_reduce_shards(buffer, op)
+            return
+        if op == "sum" and self.mesh.replicate.rank > 0:
+            buffer.zero_()
+        self.everyone.all_reduce(buffer, op)
+
+
+class FailingTogether:
+    """A CommError that leaves this context has ended one group of `meshes`; it ends the others as well.
+
+    Else the others' ranks would wait until the deadline for this one, which may live on.
+    """
+
+    def __init__(self, meshes: Sequence[Mesh]) -> None:
+        self._meshes = meshes
 
     def __enter__(self) -> None:
         pass
@@ -166,8 +212,13 @@ class FailingTogether:
         trace: TracebackType | None,
     ) -> None:
         if isinstance(error, CommError):
-            self._mesh.abort(f"its other group failed: {error}")
+            for mesh in self._meshes:
+                mesh.abort(f"its other group failed: {error}")
 
 
 def _of_dim(mesh: DeviceMesh, dim: int) -> Communicator:
-    return Communicator.from_process_group(mesh.get_group(dim), device=mesh.device_type)
+    return _of_group(mesh.get_group(dim), mesh.device_type)
+
+
+def _of_group(group: ProcessGroup, device: str) -> Communicator:
+    return Communicator.from_process_group(group, device=device)

@@ -16,7 +16,7 @@ from shardcomm.plain import plain
 
 if TYPE_CHECKING:
     from shardcomm.communicator import ReduceOp
-    from shardcomm.mesh import Mesh
+    from shardcomm.mesh import Holders
 
 
 def is_norm(func: Any) -> bool:
@@ -82,7 +82,10 @@ def _norm(tensor: Any, given: _Given) -> torch.Tensor:
             whole.refuse("a norm to differentiate")
         rows = tensor.detach().as_subclass(torch.Tensor)
         dtype = given.dtype or rows.abs().dtype if rows.is_complex() else given.dtype or rows.dtype
-        return PartialNorm(_power(rows, given.ord).view(1), given.ord, [whole.mesh], (), dtype)
+        power = _power(rows, given.ord).view(1)
+        if not whole.counts and not math.isinf(given.ord):
+            power.zero_()
+        return PartialNorm(power, given.ord, [whole.holders], (), dtype)
 
 
 def _power(rows: torch.Tensor, ord: float) -> torch.Tensor:
@@ -99,23 +102,23 @@ def _wide(dtype: torch.dtype) -> torch.dtype | None:
 
 
 class PartialNorm(torch.Tensor):
-    """Norms of order `ord`, to which each rank of their meshes has a part; complete once anything is asked of them."""
+    """Norms of order `ord`, to which each of their holders has a part; complete once anything is asked of them."""
 
     powers: torch.Tensor
     ord: float
-    meshes: Sequence[Mesh | None]  # None: the same on every rank, and complete
+    holders: Sequence[Holders | None]  # None: the same on every rank, and complete
 
     @staticmethod
     def __new__(  # noqa: D102
         cls,
         powers: torch.Tensor,
         ord: float,
-        meshes: Sequence[Mesh | None],
+        holders: Sequence[Holders | None],
         shape: tuple[int, ...],
         dtype: torch.dtype,
     ) -> PartialNorm:
         self = torch.empty(shape, dtype=dtype, device=powers.device).as_subclass(cls)
-        self.powers, self.ord, self.meshes = powers, ord, meshes
+        self.powers, self.ord, self.holders = powers, ord, holders
         return self
 
     @classmethod
@@ -134,14 +137,14 @@ class PartialNorm(torch.Tensor):
             return func(*args, **kwargs)
 
     def complete(self) -> torch.Tensor:
-        """The norms of the wholes: an all-reduce for each mesh; collective."""
+        """The norms of the wholes: an all-reduce for those that the same ranks hold; collective."""
         powers = self.powers.clone()
         op: ReduceOp = "max" if self.ord == math.inf else "min" if self.ord == -math.inf else "sum"
-        for mesh in {id(mesh): mesh for mesh in self.meshes if mesh is not None}.values():
-            of_mesh = [i for i, each in enumerate(self.meshes) if each is mesh]
-            part = powers[of_mesh].to(mesh.device)
-            mesh.all_reduce_shards(part, op)
-            powers[of_mesh] = part.to(powers.device)
+        for holders in dict.fromkeys(each for each in self.holders if each is not None):
+            theirs = [i for i, each in enumerate(self.holders) if each is holders]
+            part = powers[theirs].to(holders.mesh.device)
+            holders.combine(part, op)
+            powers[theirs] = part.to(powers.device)
         if not math.isinf(self.ord) and self.ord != 0:
             powers = powers.pow(1 / self.ord)
         with plain():
@@ -150,7 +153,7 @@ class PartialNorm(torch.Tensor):
 
 def _moved(norm: PartialNorm, like: torch.Tensor) -> PartialNorm:
     return PartialNorm(
-        norm.powers.to(like.device), norm.ord, norm.meshes, tuple(norm.shape), like.dtype
+        norm.powers.to(like.device), norm.ord, norm.holders, tuple(norm.shape), like.dtype
     )
 
 
@@ -160,17 +163,17 @@ def _stacked(norms: Sequence[torch.Tensor]) -> torch.Tensor:
         return torch.stack(_completed(list(norms)))
     ord = partial[0].ord
     powers: list[torch.Tensor] = []
-    meshes: list[Mesh | None] = []
+    holders: list[Holders | None] = []
     for norm in norms:
         if isinstance(norm, PartialNorm):
             powers.append(norm.powers)
-            meshes += norm.meshes
+            holders += norm.holders
         else:
             power = norm.double() if math.isinf(ord) or ord == 0 else norm.double().pow(ord)
             powers.append(power.view(1))
-            meshes.append(None)
+            holders.append(None)
     dtype = torch.stack([torch.empty((), dtype=n.dtype) for n in norms]).dtype
-    return PartialNorm(torch.cat(powers), ord, meshes, (len(norms),), dtype)
+    return PartialNorm(torch.cat(powers), ord, holders, (len(norms),), dtype)
 
 
 def _completed(tree: Any) -> Any:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import get_args
 
 import torch
 
 from shardcomm import _C
+from shardcomm.arguments import check_list
 from shardcomm.arrays import ArrayLike, as_tensor
 from shardcomm.communicator import Use
+from shardcomm.scalars import is_whole
 from shardcomm.streams import Event, Stream, keep_until
 
 RED_OPS = {"sum": _C.RedOp.sum, "avg": _C.RedOp.avg, "max": _C.RedOp.max, "min": _C.RedOp.min}
@@ -79,43 +82,102 @@ def resolved(operation: str, name: str, tensor: torch.Tensor, *, written: bool) 
     return tensor.detach().resolve_neg().resolve_conj()
 
 
-def check_sizes(
-    operation: str, size: int, *, recv: torch.Tensor, send: torch.Tensor, whole: str
-) -> None:
-    """ValueError unless the one named `whole` holds one of the other for each of `size` ranks."""
+def checked_parts(
+    operation: str,
+    ranks: tuple[int, int],
+    counts: Sequence[int] | None,
+    *,
+    recv: torch.Tensor,
+    send: torch.Tensor,
+    whole: str,
+) -> int | tuple[int, ...]:
+    """The elements of each rank's part: a number for equal ones, else one for each rank.
+
+    Args:
+        ranks: this rank, and how many there are.
+        counts: as the caller gave them; None: equal parts.
+        whole: the name of the one that holds all parts; the other is this rank's.
+
+    Raises:
+        TypeError: `counts` is no list.
+        ValueError: there is not one count for each rank, or the operands are of other sizes than the parts.
+    """
     full, part = (recv, send) if whole == "recv" else (send, recv)
-    numel = part.numel()
-    if full.numel() != size * numel:
+    rank, size = ranks
+    if counts is None:
+        numel = part.numel()
+        if full.numel() != size * numel:
+            raise ValueError(
+                f"{operation}: recv has {recv.numel()} elements and send has {send.numel()}; with {size} ranks "
+                f"{whole} must have {size} x {numel} = {size * numel}"
+            )
+        return numel
+    check_list(operation, "counts", counts)
+    if len(counts) != size:
         raise ValueError(
-            f"{operation}: recv has {recv.numel()} elements and send has {send.numel()}; with {size} ranks "
-            f"{whole} must have {size} x {numel} = {size * numel}"
+            f"{operation}: counts has {len(counts)} entries; it must have one for each of the {size} ranks"
         )
+    for index, count in enumerate(counts):
+        if not is_whole(count, 0, _MOST_BYTES):
+            raise ValueError(
+                f"{operation}: counts[{index}] is {count!r}; it must be a whole number of elements, 0 or more"
+            )
+    if full.numel() != sum(counts) or part.numel() != counts[rank]:
+        name = "send" if whole == "recv" else "recv"
+        raise ValueError(
+            f"{operation}: recv has {recv.numel()} elements and send has {send.numel()}; by counts {list(counts)} "
+            f"{whole} must have {sum(counts)} and {name}, of rank {rank}, {counts[rank]}"
+        )
+    return tuple(counts)
 
 
 def check_gather(
-    operation: str, rank: int, size: int, *, recv: torch.Tensor, send: torch.Tensor
-) -> None:
-    """`check_sizes`, and ValueError if `send` overlaps `recv` but in place: for transports without the core."""
-    check_sizes(operation, size, recv=recv, send=send, whole="recv")
-    if overlap(recv, send) and not is_part(send, recv, rank):
-        numel = send.numel()
+    operation: str,
+    ranks: tuple[int, int],
+    counts: Sequence[int] | None,
+    *,
+    recv: torch.Tensor,
+    send: torch.Tensor,
+) -> list[int]:
+    """The length of each part, for transports without the core; raises as `checked_parts`, and for a wrong overlap."""
+    parts = checked_parts(operation, ranks, counts, recv=recv, send=send, whole="recv")
+    begin, end = _own(ranks, parts)
+    if overlap(recv, send) and not is_part(send, recv, begin):
         raise ValueError(
-            f"{operation}: send overlaps recv; it must lie apart from it or, in place, be recv[rank * n : (rank + 1) * "
-            f"n], here recv[{rank * numel} : {(rank + 1) * numel}], of recv's dtype"
+            f"{operation}: send overlaps recv; it must lie apart from it or, in place, be this rank's part of it, here "
+            f"recv[{begin} : {end}], of recv's dtype"
         )
+    return lengths(parts, ranks[1])
 
 
 def check_scatter(
-    operation: str, rank: int, size: int, *, recv: torch.Tensor, send: torch.Tensor
-) -> None:
-    """`check_sizes`, and ValueError if `recv` overlaps `send` but in place: for transports without the core."""
-    check_sizes(operation, size, recv=recv, send=send, whole="send")
-    if overlap(recv, send) and not is_part(recv, send, rank):
-        numel = recv.numel()
+    operation: str,
+    ranks: tuple[int, int],
+    counts: Sequence[int] | None,
+    *,
+    recv: torch.Tensor,
+    send: torch.Tensor,
+) -> list[int]:
+    """As `check_gather`."""
+    parts = checked_parts(operation, ranks, counts, recv=recv, send=send, whole="send")
+    begin, end = _own(ranks, parts)
+    if overlap(recv, send) and not is_part(recv, send, begin):
         raise ValueError(
             f"{operation}: recv overlaps send, of which other ranks read; it must lie apart from it or, in place, be "
-            f"send[rank * n : (rank + 1) * n], here send[{rank * numel} : {(rank + 1) * numel}], of send's dtype"
+            f"this rank's part of it, here send[{begin} : {end}], of send's dtype"
         )
+    return lengths(parts, ranks[1])
+
+
+def lengths(parts: int | tuple[int, ...], size: int) -> list[int]:
+    """Of each rank's part."""
+    return [parts] * size if isinstance(parts, int) else list(parts)
+
+
+def _own(ranks: tuple[int, int], parts: int | tuple[int, ...]) -> tuple[int, int]:
+    rank, size = ranks
+    begin = sum(lengths(parts, size)[:rank])
+    return begin, begin + lengths(parts, size)[rank]
 
 
 def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -124,9 +186,10 @@ def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
     return apart < one.nbytes if apart >= 0 else -apart < other.nbytes
 
 
-def is_part(part: torch.Tensor, whole: torch.Tensor, rank: int) -> bool:
-    """Whether `part` is that of `rank` in `whole`, as elements of one dtype: the one way to be in place."""
-    return part.dtype == whole.dtype and part.data_ptr() == whole.data_ptr() + rank * part.nbytes
+def is_part(part: torch.Tensor, whole: torch.Tensor, begin: int) -> bool:
+    """Whether `part` is in `whole` from element `begin` on, of one dtype: the one way to be in place."""
+    place = whole.data_ptr() + begin * whole.itemsize
+    return part.dtype == whole.dtype and part.data_ptr() == place
 
 
 def red_op(operation: str, op: str) -> _C.RedOp:

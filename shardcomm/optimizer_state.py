@@ -118,7 +118,7 @@ class OptimizerState:
         part = self._parts[param]
         if value.shape == param.shape:
             return part.of(value)
-        if value.dim() == 0 or param.shape == part.placement.spec.shape:
+        if value.dim() == 0 or param.shape == part.shape:
             return value
         raise ValueError(
             f"optimizer_state: {key!r} of {self._names[param]!r} has shape {tuple(value.shape)}, this rank's rows "

@@ -14,13 +14,14 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
+import torch
 from torch import nn, optim
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
 
-from shardcomm.sharded_parameter import ShardedParameter
+from shardcomm.sharded_parameter import ShardedParameter, ShardedRows
 
 _ELEMENTWISE = (
     optim.ASGD,
@@ -45,12 +46,27 @@ def install() -> None:
 
 def replaced(param: nn.Parameter, name: str) -> None:
     """`param` was the whole parameter `name`, and is no parameter of the model any more."""
-    param._shardcomm_name = name  # type: ignore[attr-defined]
+    _refuse(
+        param,
+        f"parameter {name!r} as it was before fully_shard, which the model does not use any more; make the optimizer "
+        "of model.parameters() after fully_shard",
+    )
 
 
-_stepping: weakref.WeakKeyDictionary[optim.Optimizer, list[ShardedParameter]] = (
-    weakref.WeakKeyDictionary()
-)
+def shown_for_a_while(param: nn.Parameter, name: str) -> None:
+    """`param` is a copy of the whole parameter `name`, by engine.gathered() or unit.unshard()."""
+    _refuse(
+        param,
+        f"the full parameter {name!r} that engine.gathered() or unit.unshard() showed, which is not what is trained; "
+        "make the optimizer of model.parameters() outside of gathered(), and before unshard() or after reshard()",
+    )
+
+
+def _refuse(param: nn.Parameter, why: str) -> None:
+    param._shardcomm_refused = why  # type: ignore[attr-defined]
+
+
+_stepping: weakref.WeakKeyDictionary[optim.Optimizer, _Stepping] = weakref.WeakKeyDictionary()
 _checked: weakref.WeakKeyDictionary[optim.Optimizer, int] = weakref.WeakKeyDictionary()
 
 
@@ -63,49 +79,66 @@ def _before(
         _checked[optimizer] = len(params)
     sharded = [p for p in params if type(p) is ShardedParameter]
     if not isinstance(optimizer, _ELEMENTWISE):
+        for param in sharded:
+            if param.whole.is_part_owned:
+                param.whole.refuse(f"{type(optimizer).__name__}.step")
         # Who has all or nothing of a parameter does with it as it would without sharding, and alone.
         sharded = [p for p in sharded if p.whole.is_here or p.whole.is_elsewhere]
     if not sharded:
         return None
-    _stepping[optimizer] = sharded
-    _make(sharded, nn.Parameter)
+    stepping = _stepping[optimizer] = _Stepping(sharded)
+    stepping.begin()
     if len(args) > 1 and callable(args[1]):
-        return (args[0], _guarding(args[1], sharded), *args[2:]), kwargs
+        return (args[0], stepping.guarding(args[1]), *args[2:]), kwargs
     if callable(kwargs.get("closure")):
-        return args, {**kwargs, "closure": _guarding(kwargs["closure"], sharded)}
+        return args, {**kwargs, "closure": stepping.guarding(kwargs["closure"])}
     return None
 
 
 def _check(optimizer: optim.Optimizer, params: Sequence[nn.Parameter]) -> None:
     for param in params:
-        if name := getattr(param, "_shardcomm_name", None):
-            raise RuntimeError(
-                f"{type(optimizer).__name__}.step: the optimizer has parameter {name!r} as it was before fully_shard, "
-                "which the model does not use any more; make the optimizer of model.parameters() after fully_shard"
-            )
+        if why := getattr(param, "_shardcomm_refused", None):
+            raise RuntimeError(f"{type(optimizer).__name__}.step: the optimizer has {why}")
 
 
 def _after(optimizer: optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    sharded = _stepping.pop(optimizer, [])
-    moved = [param for param in sharded if param.data_ptr() != param.whole.address]
-    _make(sharded, ShardedParameter)
-    for param in moved:  # by `param.data = ...`
-        param.whole.adopt(param)
+    if (stepping := _stepping.pop(optimizer, None)) is not None:
+        moved = [param for param in stepping.params if param.data_ptr() != param.whole.address]
+        stepping.end()
+        for param in moved:  # by `param.data = ...`
+            param.whole.adopt(param)
 
 
-def _guarding(closure: Callable[[], Any], sharded: Sequence[nn.Parameter]) -> Callable[[], Any]:
-    """`closure` is the user's code: a forward and a backward, and perhaps clipping."""
+class _Stepping:
+    """A step under way: `params` and their gradients are plain tensors, by their class, from `begin` to `end`."""
 
-    def guarded() -> Any:
-        _make(sharded, ShardedParameter)
-        try:
-            return closure()
-        finally:
-            _make(sharded, nn.Parameter)
+    def __init__(self, params: Sequence[ShardedParameter]) -> None:
+        self.params = params
+        self._grads: list[torch.Tensor] = []
 
-    return guarded
+    def begin(self) -> None:
+        _make(self.params, nn.Parameter)
+        shown = [param.grad for param in self.params]
+        self._grads = [grad for grad in shown if type(grad) is ShardedRows]
+        _make(self._grads, torch.Tensor)
+
+    def end(self) -> None:
+        _make(self.params, ShardedParameter)
+        _make(self._grads, ShardedRows)
+
+    def guarding(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """`closure` is the user's code: a forward and a backward, and perhaps clipping."""
+
+        def guarded() -> Any:
+            self.end()
+            try:
+                return closure()
+            finally:
+                self.begin()
+
+        return guarded
 
 
-def _make(params: Sequence[nn.Parameter], kind: type[nn.Parameter]) -> None:
-    for param in params:
-        param.__class__ = kind
+def _make(tensors: Sequence[torch.Tensor], kind: type[torch.Tensor]) -> None:
+    for tensor in tensors:
+        tensor.__class__ = kind

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
+from shardcomm.launchers import Launched, launched
 from shardcomm.whole_file import written_whole
 
 _PICTURES = (".png", ".svg", ".pdf")
@@ -49,6 +50,17 @@ def positive(text: str) -> float:
     if not 0 < value <= 1e9:
         raise argparse.ArgumentTypeError(f"{text!r}; it must be a number above 0, at most 1e9")
     return value
+
+
+def launched_for(parser: argparse.ArgumentParser, ranks: int | None) -> Launched:
+    """This process among those of its launcher, which must be as many as --ranks says, if it does."""
+    try:
+        own = launched()
+    except ValueError as error:
+        parser.error(str(error))
+    if own.launcher and ranks not in (None, own.size):
+        parser.error(f"--ranks is {ranks}, but {own.launcher} started {own.size}")
+    return own
 
 
 def picture(text: str) -> str:

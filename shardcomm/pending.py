@@ -19,7 +19,8 @@ class Pending(NamedTuple):
         rank: in the group.
         pid: its process; None where it has not attached yet.
         channel: gathers and reduces are ordered apart; None: the rank is in no collective.
-        call: as "all_gather(f32, count 4)"; over `c10d` the operation alone.
+        call: as "all_gather(f32, count 4)", with " of unit 'blocks.3'" where its tag has a name
+            (`Communicator.tag`); over `c10d` without what is in the brackets.
         sequence: its number among the calls of its channel; `c10d` has one count for both.
         waiting_s: how long it has waited for others, in seconds. None: it moves bytes, or the group has failed. `nccl`
             and `c10d` cannot tell these apart: how long it has been in the call (`nccl`: since its turn on its stream

@@ -134,7 +134,7 @@ def _model(args: argparse.Namespace) -> nn.Module:
 
 def _comparison(plans: Sequence[Plan]) -> str:
     """A line per plan."""
-    offloaded = plans[0].cpu_offload
+    offloaded = plans[0].host_bytes > 0
     table = [
         [
             f"of each of {plans[0].ranks} ranks",
@@ -162,7 +162,7 @@ def _comparison(plans: Sequence[Plan]) -> str:
 
 def _fit_lines(plans: Sequence[Plan], memory: int) -> list[str]:
     """A line per plan: what is left of a device for activations, or is missing; and what the host must have."""
-    offloaded = plans[0].cpu_offload
+    offloaded = plans[0].host_bytes > 0
     lines = [f"  fits on {size(memory)}{' of a device' if offloaded else ''}?"]
     for plan in plans:
         left = memory - plan.peak_bytes

@@ -10,11 +10,15 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from shardcomm.planner import Plan, UnitPlan
 
+_MOST_RANKS = 16
+_BAR = 40  # characters of the longest
+
 
 def drawn(plan: Plan) -> str:
     """`plan` as people read it: what a rank holds, and a line per unit."""
     held = plan.footprint
-    of_device = "of the device, " if plan.cpu_offload else ""
+    of_device = "of the device, " if plan.host_bytes else ""
+    in_host = "of the first three" if plan.host_bytes else ""
     rows = [
         ("parameters", held.parameter_bytes, f"of {size(plan.total_parameter_bytes)}"),
         ("gradients", held.gradient_bytes, ""),
@@ -24,16 +28,34 @@ def drawn(plan: Plan) -> str:
         ("staging buffers", held.staging_bytes, _counted(plan.staging_bytes)),
         ("offload's staging", held.offload_bytes, ""),
         ("full gradients", plan.full_gradient_bytes, "during backward"),
-        ("in host memory", plan.host_bytes, "the first three" if plan.cpu_offload else ""),
+        ("in host memory", plan.host_bytes, in_host),
         ("peak", plan.peak_bytes, f"{of_device}activations not counted"),
         ("padding, all ranks", held.padding_bytes, ""),
         ("gathered / step", plan.gathered_bytes, ""),
         ("reduced / step", plan.reduced_bytes, ""),
     ]
     copies = f", {plan.replicas} replicas" if plan.strategy == "hybrid_shard" else ""
-    lines = [f"Plan: {plan.strategy} over {plan.ranks} ranks{copies}; of each rank:"]
+    alike = len(set(plan.shard_bytes)) == 1
+    whose = "each rank" if alike else f"rank {plan.rank}, which holds the most"
+    lines = [f"Plan: {plan.strategy} over {plan.ranks} ranks{copies}; of {whose}:"]
     lines += [f"  {name:<18}{size(n):>11}  {note}".rstrip() for name, n, note in rows]
+    if not alike:
+        lines += ["", *_rank_lines(plan)]
     return "\n".join([*lines, "", *_unit_lines(plan.units)])
+
+
+def _rank_lines(plan: Plan) -> list[str]:
+    """How many bytes of parameters each rank holds, as bars; of many ranks those that hold the most."""
+    held = sorted(enumerate(plan.shard_bytes), key=lambda entry: -entry[1])
+    shown = sorted(held[:_MOST_RANKS])
+    most = held[0][1]
+    lines = [f"  parameters of the ranks; the most by the mean: {plan.imbalance:.3f}"]
+    for rank, nbytes in shown:
+        bar = "#" * round(_BAR * nbytes / most)
+        lines.append(f"  rank {rank:<4}{size(nbytes):>11}  {bar}".rstrip())
+    if len(held) > len(shown):
+        lines.append(f"  ... {len(held) - len(shown)} ranks that hold less")
+    return lines
 
 
 def _unit_lines(units: Sequence[UnitPlan]) -> list[str]:

@@ -19,28 +19,35 @@ arXiv 1910.02054, figure 1. (It counts weights and gradients in fp16 beside an f
 from __future__ import annotations
 
 import mmap
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardcomm import traffic
 from shardcomm.groups import (
     GranularityOf,
     Group,
+    Pool,
     ShardDimOf,
-    group_params,
+    group_units,
     offload_bytes,
     reduce_buffer_bytes,
     slot_bytes,
     staging_bytes,
 )
+from shardcomm.mesh import Mesh
 from shardcomm.mixed_precision import MixedPrecision
+from shardcomm.owners import OwnerCost
 from shardcomm.plan_table import drawn
+from shardcomm.policy import Policy
 from shardcomm.scalars import is_whole
-from shardcomm.schedule import Phase, Schedule, Verb
+from shardcomm.schedule import Phase, Schedule, Trigger, Verb
 from shardcomm.sharded_unit import Footprint
 from shardcomm.strategy import Strategy
 from shardcomm.unit import UnitParams, Units, find_units, registration_order
@@ -55,7 +62,7 @@ class UnitPlan:
 
     Attributes:
         numel: parameters of the whole unit.
-        parameter_bytes, gradient_bytes: of its shard, padding included.
+        parameter_bytes, gradient_bytes: of the rank's shard, padding included.
         padding_bytes: of all ranks' shards together.
         full_bytes: of its full parameters, in the slot; 0 where the shard is all of them.
         full_gradient_bytes: of the gradients that backward leaves, until they are packed.
@@ -78,53 +85,57 @@ class UnitPlan:
     all_reduce_bytes: int
 
     @classmethod
-    def of(cls, name: str, groups: Sequence[Group], replicas: int, gathers: int) -> UnitPlan:
-        """From the unit's buckets-to-be; `replicas` ranks hold each shard."""
+    def of(
+        cls, name: str, groups: Sequence[Group], rank: int, replicas: int, gathers: int
+    ) -> UnitPlan:
+        """From the unit's buckets-to-be, of rank `rank` of those that hold it; `replicas` ranks hold each shard."""
         trained = [group for group in groups if group.trainable]
         return cls(
             name=name,
             numel=sum(group.layout.numel for group in groups),
-            parameter_bytes=sum(group.shard_bytes for group in groups),
-            gradient_bytes=sum(group.shard_bytes for group in trained),
+            parameter_bytes=sum(group.shard_bytes[rank] for group in groups),
+            gradient_bytes=sum(group.shard_bytes[rank] for group in trained),
             padding_bytes=sum(group.layout.padding * group.dtype.itemsize for group in groups),
             full_bytes=sum(group.full_bytes for group in groups if group.needs_slot),
             full_gradient_bytes=sum(
                 group.layout.numel * group.param_dtype.itemsize for group in trained
             ),
             gather_bytes=sum(
-                traffic.gather_bytes(
-                    group.layout.shard_numel * group.param_dtype.itemsize, group.layout.world_size
-                )
+                (group.layout.flat_numel - group.layout.shard_numels[rank])
+                * group.param_dtype.itemsize
                 for group in groups
             ),
             gathers=gathers,
             reduce_bytes=sum(
-                traffic.gather_bytes(group.reduced_shard_bytes, group.layout.world_size)
-                for group in trained
+                group.reduced_bytes - group.reduced_shard_bytes[rank] for group in trained
             ),
             all_reduce_bytes=sum(
-                traffic.all_reduce_bytes(group.reduced_shard_bytes, replicas) for group in trained
+                traffic.all_reduce_bytes(group.reduced_shard_bytes[rank], replicas)
+                for group in trained
             ),
         )
 
 
 @dataclass(frozen=True, repr=False)
 class Plan:
-    """Bytes per rank; made by `Plan.of`, printed as a table.
+    """Bytes per rank; made by `Plan.of`, printed as a table. Where ranks differ, of the one that holds the most.
 
     Activations are not in it, nor what the optimizer's step allocates for itself (torch's foreach AdamW on a GPU: the
     parameters once more). Every module is taken to run once a step, in the order of registration.
 
     Attributes:
         ranks: all; `replicas` groups of them hold the model each.
+        rank: which of the ranks that hold a model between them this is of: the one that holds the most.
+        shard_bytes: the parameters, padding included, of each rank that holds a part of the model.
         units: what each costs, the model itself first.
         slot_bytes: of each slot.
         reduce_buffer_bytes: where gradients are packed to be reduced.
         staging_bytes: where they are all-reduced among replicas: the sizes of the buffers.
-        cpu_offload: whether parameters, gradients and optimizer state are in host memory.
+        host_bytes: of the parameters, gradients and optimizer state, what is in host memory by `cpu_offload`. (torch
+            rounds pinned blocks up.)
         offload_bytes: of the device, through which they then pass.
         full_gradient_bytes: unsharded gradients that backward has at most at one time.
-        optimizer_bytes: state of the rank that holds the most elements; step counters are not counted.
+        optimizer_bytes: state of the elements that the rank holds; step counters are not counted.
         total_parameter_bytes: the whole model, once.
         schedule: of a step.
     """
@@ -133,11 +144,13 @@ class Plan:
     replicas: int
     strategy: str
     optimizer: str
+    rank: int
+    shard_bytes: tuple[int, ...]
     units: tuple[UnitPlan, ...]
     slot_bytes: tuple[int, ...]
     reduce_buffer_bytes: int
     staging_bytes: tuple[int, ...]
-    cpu_offload: bool
+    host_bytes: int
     offload_bytes: int
     full_gradient_bytes: int
     optimizer_bytes: int
@@ -151,6 +164,7 @@ class Plan:
         ranks: int,
         *,
         units: Units = None,
+        ignored_params: Iterable[nn.Parameter] = (),
         strategy: str = "full_shard",
         replicas: int | None = None,
         mixed_precision: MixedPrecision | None = None,
@@ -159,8 +173,10 @@ class Plan:
         slots: int | None = None,
         granularity: GranularityOf = "row",
         shard_dim: ShardDimOf = 0,
+        owner_cost: OwnerCost | None = None,
         cpu_offload: bool = False,
         optimizer: str = "adamw",
+        rank: int | None = None,
     ) -> Plan:
         """What `fully_shard` with the same arguments on `ranks` ranks will take; nothing is allocated or changed.
 
@@ -168,6 +184,7 @@ class Plan:
             model: on any device, for instance meta.
             replicas: for "hybrid_shard", which needs it: how many times the ranks hold the model.
             optimizer: one of `OPTIMIZERS`.
+            rank: of the ranks that hold a model between them; None: the one that holds the most.
 
         Raises:
             TypeError, ValueError: an argument is not of its type, or out of its range; for the rest, as `fully_shard`.
@@ -181,53 +198,84 @@ class Plan:
                 f"optimizer is {optimizer!r}; accepted: {', '.join(map(repr, OPTIMIZERS))}"
             )
         how = Strategy.named(strategy)
-        mesh = _mesh(how, ranks, replicas)
+        sizes = _mesh(how, ranks, replicas)
+        if rank is not None and not is_whole(rank, 0, sizes[1] - 1):
+            raise ValueError(
+                f"rank is {rank!r}; it must be None or one of the {sizes[1]} that hold a model, from 0 on"
+            )
+        found = find_units(model, units, ignored_params)
+        back = prefetch if backward_prefetch is None else backward_prefetch
         precision = mixed_precision or MixedPrecision()
-        found = find_units(model, units)
-        schedule = Schedule.plan(
-            registration_order(found),
-            how.scheduled(cpu_offload=cpu_offload),
-            prefetch=prefetch,
-            backward_prefetch=backward_prefetch,
-            slots=slots,
+        rest = Policy(None, how.name, precision, prefetch, back, cpu_offload)
+        policies = policies_of(found, rest)
+        main = Pool(0, *sizes, 0 if rank is None else rank)
+        pools = _pools(found, rest, main, ranks, replicas)
+        schedule = schedule_units(
+            registration_order(found), policies=policies, pools=pools, slots=slots
         )
-        groups = [
-            group_params(unit, mesh[1], precision, granularity, shard_dim, cpu_offload=cpu_offload)
-            for unit in found
-        ]
-        return cls.of_groups(found, groups, how, schedule, mesh, optimizer)
+        groups = group_units(found, policies, pools, granularity, shard_dim, owner_cost)
+        if rank is None:
+            most = {
+                pool: pool._replace(rank=_most_loaded(pool, pools, groups, optimizer))
+                for pool in dict.fromkeys(pools)
+            }
+            pools = [most[pool] for pool in pools]
+        return cls.of_groups(found, groups, rest, schedule, pools, ranks, optimizer)
 
     @classmethod
     def of_groups(
         cls,
         units: Sequence[UnitParams],
         groups: Sequence[Sequence[Group]],
-        strategy: Strategy,
+        rest: Policy,
         schedule: Schedule,
-        ranks: tuple[int, int],
+        pools: Sequence[Pool],
+        ranks: int,
         optimizer: str = "adamw",
     ) -> Plan:
-        """As `of`, of what has been found, laid out and scheduled already; `ranks`: replicas, and shards of each."""
-        replicas, shard_ranks = ranks
+        """As `of`, of what has been found, laid out and scheduled already.
+
+        Args:
+            rest: the policy of what has none of its own.
+            pools: over which ranks each unit is sharded.
+            ranks: all.
+        """
         gathers = schedule.gathers()
+        main = next((pool for pool in pools if pool.number == 0), pools[0])
+        held = np.zeros(main.shards, dtype=np.int64)
+        reduce_buffers, staging, state, on_host = 0, [], 0, 0
+        for pool in dict.fromkeys(pools):
+            its = pool.of(pools, groups)
+            everything = _held_bytes([group for unit in its for group in unit], pool.shards)
+            held += everything if pool == main else everything[pool.rank]
+            reduce_buffers += reduce_buffer_bytes(its, pool.shards)
+            staging += staging_bytes(its, pool.replicas)
+            state += int(_state_bytes(its, pool, optimizer)[pool.rank])
+            offloaded = [[group for group in unit if group.cpu_offload] for unit in its]
+            on_host += int(_load(offloaded, pool, optimizer)[pool.rank])
         planned = tuple(
-            UnitPlan.of(unit.name or "(root)", unit_groups, replicas, gathers[index])
-            for index, (unit, unit_groups) in enumerate(zip(units, groups, strict=True))
+            UnitPlan.of(
+                unit.name or "(root)", unit_groups, pool.rank, pool.replicas, gathers[index]
+            )
+            for index, (unit, unit_groups, pool) in enumerate(
+                zip(units, groups, pools, strict=True)
+            )
         )
-        cpu_offload = any(group.cpu_offload for unit in groups for group in unit)
         return cls(
-            ranks=replicas * shard_ranks,
-            replicas=replicas,
-            strategy=strategy.name,
+            ranks=ranks,
+            replicas=main.replicas,
+            strategy=rest.strategy or "",
             optimizer=optimizer,
+            rank=main.rank,
+            shard_bytes=tuple(held.tolist()),
             units=planned,
             slot_bytes=tuple(slot_bytes(groups, schedule.slot_of)),
-            reduce_buffer_bytes=reduce_buffer_bytes(groups, shard_ranks),
-            staging_bytes=tuple(staging_bytes(groups, replicas)),
-            cpu_offload=cpu_offload,
+            reduce_buffer_bytes=reduce_buffers,
+            staging_bytes=tuple(staging),
+            host_bytes=on_host,
             offload_bytes=2 * offload_bytes(groups),
             full_gradient_bytes=_most_full_gradients(planned, schedule),
-            optimizer_bytes=OPTIMIZERS[optimizer] * _most_trained_bytes(groups, shard_ranks),
+            optimizer_bytes=state,
             total_parameter_bytes=sum(
                 group.layout.numel * group.dtype.itemsize for unit in groups for group in unit
             ),
@@ -249,15 +297,16 @@ class Plan:
         )
 
     @property
+    def imbalance(self) -> float:
+        """The parameter bytes of the rank that holds the most, by the mean of all; 1 where all hold as many."""
+        held = self.shard_bytes
+        return max(held) * len(held) / sum(held) if any(held) else 1.0
+
+    @property
     def state_bytes(self) -> int:
         """Parameters, gradients and optimizer state: what the usual tables count."""
         held = self.footprint
         return held.parameter_bytes + held.gradient_bytes + self.optimizer_bytes
-
-    @property
-    def host_bytes(self) -> int:
-        """What of these `cpu_offload` keeps in host memory: all or nothing. (torch rounds pinned blocks up.)"""
-        return self.state_bytes if self.cpu_offload else 0
 
     @property
     def peak_bytes(self) -> int:
@@ -299,7 +348,6 @@ class Plan:
         """All figures; the schedule as its drawing."""
         held = asdict(self.footprint)
         derived = (
-            "host_bytes",
             "peak_bytes",
             "peak_resident_bytes",
             "gathered_bytes",
@@ -310,7 +358,10 @@ class Plan:
             "replicas": self.replicas,
             "strategy": self.strategy,
             "optimizer": self.optimizer,
-            "cpu_offload": self.cpu_offload,
+            "rank": self.rank,
+            "imbalance": self.imbalance,
+            "shard_bytes": list(self.shard_bytes),
+            "host_bytes": self.host_bytes,
             **held,
             "optimizer_bytes": self.optimizer_bytes,
             "full_gradient_bytes": self.full_gradient_bytes,
@@ -326,6 +377,38 @@ class Plan:
 
     def __repr__(self) -> str:
         return drawn(self)
+
+
+def policies_of(units: Sequence[UnitParams], rest: Policy) -> list[Policy]:
+    """Each unit's, with nothing left open."""
+    return [unit.policy.over(rest) for unit in units]
+
+
+def schedule_units(
+    order: Sequence[Trigger],
+    *,
+    policies: Sequence[Policy],
+    pools: Sequence[Pool],
+    slots: int | Sequence[int] | None,
+    backward: bool = True,
+) -> Schedule:
+    """A step of units of these policies, which leave nothing open, and pools; for the rest see `Schedule.plan`."""
+    given: dict[str, Any] = {
+        name: [getattr(policy, name) for policy in policies]
+        for name in ("strategy", "cpu_offload", "prefetch", "backward_prefetch")
+    }
+    strategies = map(Strategy.named, given.pop("strategy"))
+    return Schedule.plan(
+        order,
+        [
+            strategy.scheduled(cpu_offload=offload)
+            for strategy, offload in zip(strategies, given.pop("cpu_offload"), strict=True)
+        ],
+        pools=[pool.number for pool in pools],
+        **given,
+        slots=slots,
+        backward=backward,
+    )
 
 
 def _mesh(strategy: Strategy, ranks: int, replicas: int | None) -> tuple[int, int]:
@@ -345,6 +428,48 @@ def _mesh(strategy: Strategy, ranks: int, replicas: int | None) -> tuple[int, in
             f"replicas is {replicas!r}; for 'hybrid_shard' it must divide the {ranks} ranks"
         )
     return replicas, ranks // replicas
+
+
+def _pools(
+    units: Sequence[UnitParams], rest: Policy, main: Pool, ranks: int, replicas: int | None
+) -> list[Pool]:
+    """Of each unit: `main`, unless its own policy has other ranks or another strategy."""
+    made: dict[Any, Pool] = {(None, rest.strategy): main}
+    for unit in units:
+        comm, name = unit.policy.comm, unit.policy.strategy or rest.strategy
+        if (comm, name) in made:
+            continue
+        how = Strategy.named(name or "")
+        if comm is None:
+            sizes = _mesh(how, ranks, replicas)
+        elif isinstance(comm, Mesh):
+            sizes = comm.replicate.size, comm.shard.size
+        elif isinstance(comm, DeviceMesh):
+            shape = tuple(comm.shape)
+            sizes = (shape[0], shape[1]) if how.hybrid else _mesh(how, shape[0], None)
+        else:
+            sizes = _mesh(how, comm.size, None)
+        made[comm, name] = Pool(len(made), *sizes, 0)
+    return [made[unit.policy.comm, unit.policy.strategy or rest.strategy] for unit in units]
+
+
+def _state_bytes(
+    groups: Sequence[Sequence[Group]], pool: Pool, optimizer: str
+) -> npt.NDArray[np.int64]:
+    return OPTIMIZERS[optimizer] * _trained_bytes(groups, pool.shards)
+
+
+def _load(groups: Sequence[Sequence[Group]], pool: Pool, optimizer: str) -> npt.NDArray[np.int64]:
+    """Parameters, gradients and optimizer state of each of the pool's ranks."""
+    flat = [group for unit in groups for group in unit]
+    trained = _held_bytes([group for group in flat if group.trainable], pool.shards)
+    return _held_bytes(flat, pool.shards) + trained + _state_bytes(groups, pool, optimizer)
+
+
+def _most_loaded(
+    pool: Pool, pools: Sequence[Pool], groups: Sequence[Sequence[Group]], optimizer: str
+) -> int:
+    return int(np.argmax(_load(pool.of(pools, groups), pool, optimizer)))
 
 
 def _pages(nbytes: int) -> int:
@@ -367,14 +492,20 @@ def _most_full_gradients(units: Sequence[UnitPlan], schedule: Schedule) -> int:
     return most
 
 
-def _most_trained_bytes(groups: Sequence[Sequence[Group]], ranks: int) -> int:
-    """Of trainable parameters, without padding, on the rank that holds the most."""
-    held = np.zeros(ranks, dtype=np.int64)
-    for group in (group for unit in groups for group in unit if group.trainable):
-        held += group.shard_bytes
-        length = group.layout.shard_numel
+def _held_bytes(groups: Sequence[Group], ranks: int) -> npt.NDArray[np.int64]:
+    """Of each rank's shards of these, padding included."""
+    return sum((np.array(group.shard_bytes) for group in groups), np.zeros(ranks, dtype=np.int64))
+
+
+def _trained_bytes(groups: Sequence[Sequence[Group]], ranks: int) -> npt.NDArray[np.int64]:
+    """Of trainable parameters, without padding, on each rank."""
+    trained = [group for unit in groups for group in unit if group.trainable]
+    held = _held_bytes(trained, ranks)
+    for group in trained:
+        starts = group.layout.starts
         for start, stop in group.layout.gaps():
-            for rank in range(start // length, -(-stop // length)):
-                here = min(stop, (rank + 1) * length) - max(start, rank * length)
+            first = bisect_right(starts, start) - 1
+            for rank in range(first, bisect_left(starts, stop)):
+                here = min(stop, starts[rank + 1]) - max(start, starts[rank])
                 held[rank] -= here * group.dtype.itemsize
-    return int(held.max())
+    return held

@@ -24,8 +24,9 @@ from shardcomm.c10d import C10dCommunicator
 from shardcomm.communicator import DEADLINE_S, Communicator, CtaPolicy, Transport
 from shardcomm.core_communicator import CoreCommunicator, core_device
 from shardcomm.exchange import Exchange, GroupExchange, StoreExchange, Watched
+from shardcomm.launchers import Launched, launched, refuse_batch_script
 from shardcomm.scalars import is_whole
-from shardcomm.store import VARIABLES, env_store, whole_variable
+from shardcomm.store import env_store
 
 # Makes a communicator over a ProcessGroup; is told why shared memory is not taken, "" if nobody asked for it.
 Fallback = Callable[[str], Communicator]
@@ -64,15 +65,12 @@ def from_env(
 ) -> Communicator:
     """See `Communicator.from_env`."""
     check_deadline("from_env", deadline_s)
-    if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
-        where = _checked_device(transport, device, cta_policy)
+    own = launched()
+    if not own.launcher:
+        refuse_batch_script()
+    if own.size == 1 and not own.by_torchrun:
+        where = _checked_device(own, transport, device, cta_policy)
         return Communicator.local_group(1, deadline_s=deadline_s, device=where)[0]
-    missing = [name for name in VARIABLES if name not in os.environ]
-    if missing:
-        raise ValueError(
-            f"from_env: {', '.join(missing)} not set; torchrun sets RANK, WORLD_SIZE, MASTER_ADDR and "
-            "MASTER_PORT, and without any of them the group is this process alone"
-        )
     timeout = timedelta(seconds=deadline_s)
     store, rank, size = env_store(timeout)
     name = f"shardcomm/{next(_groups)}"
@@ -93,7 +91,7 @@ def from_env(
         return C10dCommunicator(gathers, reduces, where, reason)
 
     with exchange.telling():
-        where = _checked_device(transport, device, cta_policy)
+        where = _checked_device(own, transport, device, cta_policy)
         return connect(exchange, transport, where, gloo, cta_policy)
 
 
@@ -335,30 +333,29 @@ def check_transport(transport: str) -> None:
 
 
 def _checked_device(
-    transport: Transport, device: torch.device | str | None, cta_policy: CtaPolicy
+    own: Launched, transport: Transport, device: torch.device | str | None, cta_policy: CtaPolicy
 ) -> torch.device:
     """That of this rank; ValueError or CudaError if it, or another argument of `from_env`, is none."""
     check_transport(transport)
     nccl.check_cta_policy(cta_policy)
     if device is None:
-        return _own_device(transport)
+        return _own_device(own, transport)
     if str(device) == "cuda":
-        gpus = max(1, torch.cuda.device_count())
-        device = torch.device("cuda", _local_rank() % gpus)
+        device = _own_gpu(own, torch.cuda.device_count())
     return core_device("from_env", device)
 
 
-def _local_rank() -> int:
-    return whole_variable("LOCAL_RANK", 0, 2**31 - 1, default=0)
-
-
-def _own_device(transport: Transport) -> torch.device:
+def _own_device(own: Launched, transport: Transport) -> torch.device:
     """This rank's GPU, if NCCL is asked for, or can be had and each rank of the host has a GPU; else the CPU."""
-    local_rank = _local_rank()
-    ranks_here = whole_variable("LOCAL_WORLD_SIZE", 1, 2**31 - 1, default=local_rank + 1)
+    ranks_here = own.local_size or 1 + (own.local_rank or 0)
     gpus = torch.cuda.device_count() if _C.cuda_built else 0
     if transport == "nccl" or (
         transport == "auto" and gpus >= ranks_here and nccl.status().available
     ):
-        return torch.device("cuda", local_rank)
+        return _own_gpu(own, gpus)
     return torch.device("cpu")
+
+
+def _own_gpu(own: Launched, gpus: int) -> torch.device:
+    """By the rank among those of this host; a launcher may also show each rank no other GPU than its own."""
+    return torch.device("cuda", (own.local_rank or 0) % max(1, gpus))

@@ -33,17 +33,23 @@ wants them, so they stay, and only block 1 is gathered twice.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from itertools import islice, pairwise
-from typing import NamedTuple
+from functools import partial
+from graphlib import CycleError, TopologicalSorter
+from itertools import islice
+from typing import Any, NamedTuple, TypeVar
 
 from shardcomm.strategy import Strategy
+
+_T = TypeVar("_T")
 
 
 class Phase(Enum):
     """Where in a step a trigger fires."""
+
+    __hash__ = object.__hash__  # Enum's own is written in Python; a step looks up many triggers
 
     PRE_FORWARD = "pre_forward"
     POST_FORWARD = "post_forward"
@@ -125,11 +131,12 @@ class Schedule:
     def plan(
         cls,
         order: Sequence[Trigger],
-        strategy: Strategy | str = "full_shard",
+        strategy: Strategy | str | Sequence[Strategy] = "full_shard",
         *,
-        prefetch: int = 1,
-        backward_prefetch: int | None = None,
+        prefetch: int | Sequence[int] = 1,
+        backward_prefetch: int | Sequence[int] | None = None,
         slots: int | Sequence[int] | None = None,
+        pools: Sequence[int] | None = None,
         backward: bool = True,
     ) -> Schedule:
         """Plans a step.
@@ -137,14 +144,17 @@ class Schedule:
         Args:
             order: the forward's triggers, PRE and POST properly nested. A unit may be called
                 several times, not inside itself; one that is missing gets a slot and no actions.
-            strategy: one of `shardcomm.STRATEGIES`, or its name.
+            strategy: one of `shardcomm.STRATEGIES`, or its name; or one for each unit.
             prefetch: how many units are gathered ahead in forward: at each PRE_FORWARD, of so many
-                that are needed next, those that are not there and whose slots are free. >= 0.
+                that are needed next, those that are not there and whose slots are free. >= 0, or
+                such a number for each unit, at whose triggers it counts.
             backward_prefetch: the same at each PRE_BACKWARD; None: as ``prefetch``.
-            slots: how many slots the units that contain no other unit rotate over, in first-use
-                order, where the strategy reshards after forward (>= 1, default: one more than the
-                deeper prefetch); other units have a slot each. Or the slot of every unit: plans
+            slots: how many slots the units rotate over, in first-use order, that are equally deep
+                inside others and are resharded after forward (>= 1, default: one more than the
+                deepest prefetch); other units have a slot each. Or the slot of every unit: plans
                 another order for a run whose slots are given.
+            pools: which units have memory of the same kind, by a number for each: slots are
+                shared within a pool. None: all.
             backward: False plans evaluation: the forward alone; units are released after their last
                 use.
 
@@ -152,28 +162,33 @@ class Schedule:
             ValueError: an argument is not as described (the message names it), or ``slots`` gives
                 the same slot to two units that are in use at the same time.
         """
-        strategy = Strategy.named(strategy)
-        _check_at_least("prefetch", prefetch, 0)
-        if backward_prefetch is None:
-            backward_prefetch = prefetch
-        _check_at_least("backward_prefetch", backward_prefetch, 0)
         order = tuple(order)
         calls = _calls(order)
         num_units = 1 + max((call.unit for call in calls), default=0)
+        strategies = _each(strategy, num_units, Strategy.named)
+        depths = {
+            Phase.PRE_FORWARD: _each(prefetch, num_units, partial(_at_least, "prefetch", 0)),
+            Phase.PRE_BACKWARD: _each(
+                prefetch if backward_prefetch is None else backward_prefetch,
+                num_units,
+                partial(_at_least, "backward_prefetch", 0),
+            ),
+        }
         if slots is None:
-            slots = max(prefetch, backward_prefetch) + 1
+            slots = max(map(max, depths.values())) + 1
         if isinstance(slots, int | float | str):
-            slots = _rotate_slots(calls, num_units, slots, strategy)
+            _at_least("slots", 1, slots)
+            slots = _rotate_slots(calls, num_units, slots, strategies, pools)
         slot_of = tuple(slots)
-        _check_slots(slot_of, calls, num_units, strategy)
+        _check_slots(slot_of, calls, num_units, strategies)
 
         step = _Step(order, calls, backward)
         table: dict[Trigger, list[Action]] = {trigger: [] for trigger in step.triggers}
-        if strategy.shard_params:
-            depths = {Phase.PRE_FORWARD: prefetch, Phase.PRE_BACKWARD: backward_prefetch}
-            _plan_gathers(table, step, slot_of, depths)
+        sharded = {unit for unit in range(num_units) if strategies[unit].shard_params}
+        if sharded:
+            _plan_gathers(table, step, slot_of, depths, sharded)
         if backward:
-            _plan_reduces(table, step, strategy.replicate)
+            _plan_reduces(table, step, strategies)
         actions = {trigger: tuple(listed) for trigger, listed in table.items()}
         return cls(order, slot_of, 1 + max(slot_of), actions)
 
@@ -287,11 +302,18 @@ def _plan_releases(
 
 
 def _plan_gathers(
-    table: _Table, step: _Step, slot_of: tuple[int, ...], depths: Mapping[Phase, int]
+    table: _Table,
+    step: _Step,
+    slot_of: tuple[int, ...],
+    depths: Mapping[Phase, Sequence[int]],
+    sharded: set[int],
 ) -> None:
     """Adds the releases, and at PRE triggers: gather the unit if it is missing, wait, prefetch."""
     releases, windows = _plan_releases(step, slot_of)
-    gathered: set[int] = set()
+    kept = {unit for unit in range(len(slot_of)) if unit not in sharded}
+    for released in releases.values():
+        released.difference_update(kept)
+    gathered = set(kept)
     missing: set[Trigger] = set()  # PRE triggers that find their unit not gathered
     ahead: dict[Trigger, dict[int, None]] = {}  # ordered sets of units
     index = 0
@@ -304,8 +326,8 @@ def _plan_gathers(
         prefetched = ahead.setdefault(trigger, {})
         gathered |= {trigger.unit, *prefetched}
         index += 1
-        needed = dict.fromkeys(use.unit for use in step.uses[index:])
-        for unit in islice(needed, depths[trigger.phase]):
+        needed = dict.fromkeys(use.unit for use in step.uses[index:] if use.unit in sharded)
+        for unit in islice(needed, depths[trigger.phase][trigger.unit]):
             # What is added here runs each time the trigger fires, so it has to fit each time.
             if unit not in gathered and all(
                 any(p in window for window in windows[unit]) for p in step.positions[trigger]
@@ -321,20 +343,22 @@ def _plan_gathers(
         if trigger in missing:
             add(trigger, Verb.GATHER, trigger.unit)
         if trigger in ahead:
-            add(trigger, Verb.WAIT_GATHER, trigger.unit)
+            if trigger.unit in sharded:
+                add(trigger, Verb.WAIT_GATHER, trigger.unit)
             add(trigger, Verb.GATHER, *ahead[trigger])
 
 
-def _plan_reduces(table: _Table, step: _Step, replicate: bool) -> None:
+def _plan_reduces(table: _Table, step: _Step, strategies: Sequence[Strategy]) -> None:
     """Adds each unit's reduce after its last use, when its gradient is complete."""
-    verbs = (Verb.REDUCE, Verb.ALL_REDUCE) if replicate else (Verb.REDUCE,)
     last_use = {use.unit: use for use in step.uses}
     reduced: list[int] = []
     for _, end, unit in sorted(last_use.values(), key=lambda use: use.end):
         actions = table[step.triggers[step.once_from(end, len(step.triggers) - 1)]]
         if len(reduced) >= REDUCES_IN_FLIGHT:
             actions.append(Action(Verb.WAIT_REDUCE, reduced[-REDUCES_IN_FLIGHT], -1))
-        actions += [Action(verb, unit, -1) for verb in verbs]
+        actions.append(Action(Verb.REDUCE, unit, -1))
+        if strategies[unit].replicate:
+            actions.append(Action(Verb.ALL_REDUCE, unit, -1))
         reduced.append(unit)
     table[END] += [Action(Verb.WAIT_REDUCE, unit, -1) for unit in reduced[-REDUCES_IN_FLIGHT:]]
 
@@ -369,28 +393,68 @@ def _calls(order: tuple[Trigger, ...]) -> list[_Use]:
 
 
 def _rotate_slots(
-    calls: list[_Use], num_units: int, slots: int, strategy: Strategy
+    calls: list[_Use],
+    num_units: int,
+    slots: int,
+    strategies: Sequence[Strategy],
+    pools: Sequence[int] | None,
 ) -> tuple[int, ...]:
-    """Units that contain no other rotate over the first slots; the others follow, a slot each."""
-    _check_at_least("slots", slots, 1)
-    outer = dict.fromkeys(call.unit for call, later in pairwise(calls) if later.start < call.end)
+    """Units of one pool that are equally deep inside others are never in use at once, and rotate over its slots."""
+    depths = _depths(calls)
     by_use = dict.fromkeys([*(call.unit for call in calls), *range(num_units)])
-    inner = [unit for unit in by_use if unit not in outer]
-    rotating = min(slots, len(inner)) if strategy.reshard_after_forward else len(inner)
-    slot_of = {unit: turn % rotating for turn, unit in enumerate(inner)}
-    slot_of |= {unit: rotating + turn for turn, unit in enumerate(outer)}
+    rotations: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for unit in by_use:
+        pool = 0 if pools is None else pools[unit]
+        rotates = unit in depths and strategies[unit].reshard_after_forward
+        rotations[-depths.get(unit, 0), pool, -1 if rotates else unit].append(unit)
+    slot_of: dict[int, int] = {}
+    first = 0
+    for _, units in sorted(rotations.items(), key=lambda entry: entry[0][0]):  # the innermost first
+        rotating = min(slots, len(units))
+        slot_of |= {unit: first + turn % rotating for turn, unit in enumerate(units)}
+        first += rotating
     return tuple(slot_of[unit] for unit in range(num_units))
 
 
+def _depths(calls: list[_Use]) -> dict[int, int]:
+    """How deep each unit is inside others: deeper than all that it is ever called in."""
+    inside: dict[int, set[int]] = {call.unit: set() for call in calls}
+    around: list[_Use] = []
+    for call in calls:
+        while around and around[-1].end < call.start:
+            around.pop()
+        inside[call.unit] |= {each.unit for each in around[-1:]}
+        around.append(call)
+    depths: dict[int, int] = {}
+    try:
+        for unit in TopologicalSorter(inside).static_order():
+            depths[unit] = 1 + max((depths[outer] for outer in inside[unit]), default=-1)
+    except CycleError:  # each in the other, in different calls: none can share a slot
+        return {unit: number for number, unit in enumerate(inside)}
+    return depths
+
+
 def _check_slots(
-    slot_of: tuple[int, ...], calls: list[_Use], num_units: int, strategy: Strategy
+    slot_of: tuple[int, ...], calls: list[_Use], num_units: int, strategies: Sequence[Strategy]
 ) -> None:
     if len(slot_of) < num_units or min(slot_of) < 0:
         raise ValueError(f"slots is {slot_of}; it must give {num_units} units a slot >= 0 each")
-    if not strategy.shard_params and len(set(slot_of)) < len(slot_of):
-        raise ValueError(f"slots is {slot_of}; with {strategy.name} each unit needs its own slot")
+    users = Counter(slot_of)
+    for unit, strategy in enumerate(strategies[:num_units]):
+        if not strategy.shard_params and users[slot_of[unit]] > 1:
+            raise ValueError(f"slots is {slot_of}; with {strategy.name} each unit needs its own")
 
 
-def _check_at_least(name: str, value: int, least: int) -> None:
+def _each(given: Any, count: int, checked: Callable[[Any], _T]) -> list[_T]:
+    """`given` for each of `count` units, or what there is for each of them."""
+    if isinstance(given, Sequence) and not isinstance(given, str):
+        if len(given) < count:
+            raise ValueError(f"there are {len(given)} entries for {count} units: {given!r}")
+        return [checked(each) for each in given]
+    return [checked(given)] * count
+
+
+def _at_least(name: str, least: int, value: int) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ValueError(f"{name} is {value!r}; it must be a whole number of at least {least}")
+    return value

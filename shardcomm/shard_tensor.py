@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from shardcomm.layout import Piece, Placement
 from shardcomm.plain import plain
+from shardcomm.tensor_parallel import Distribution
 
 if TYPE_CHECKING:  # DCP loads slowly, and whoever calls the methods for it has it
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
@@ -40,6 +41,11 @@ class Rectangle:
     def slices(self) -> tuple[slice, ...]:
         """Indexes it in the whole tensor."""
         return tuple(slice(o, o + s) for o, s in zip(self.offsets, self.sizes, strict=True))
+
+    def shifted(self, by: Sequence[int]) -> Rectangle:
+        """In a larger tensor, in which this one begins at `by`."""
+        offsets = tuple(map(sum, zip(self.offsets, by, strict=True)))
+        return Rectangle(offsets, self.sizes)
 
 
 def rectangles(shape: Sequence[int], begin: int, end: int) -> list[Rectangle]:
@@ -75,11 +81,18 @@ class Part:
 
     Attributes:
         ranks: how many ranks hold the parameter together.
+        how: of a DTensor; `placement` is in its local tensor.
     """
 
     placement: Placement
     piece: Piece
     ranks: int
+    how: Distribution | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole parameter."""
+        return self.placement.spec.shape if self.how is None else self.how.shape
 
     @property
     def elsewhere(self) -> bool:
@@ -91,10 +104,12 @@ class Part:
         with plain():
             held = held.detach().as_subclass(torch.Tensor)
         shape, dim = self.placement.spec.shape, self.placement.shard_dim
-        if self.placement.numel == 0:
+        if math.prod(self.shape) == 0:
             # Nobody holds any of it; it is in the checkpoint all the same.
-            nothing = Rectangle((0,) * len(shape), shape)
-            return ShardTensor(shape, held, [nothing], [held.new_empty(shape)], self.ranks)
+            nothing = Rectangle((0,) * len(shape), self.shape)
+            return ShardTensor(
+                self.shape, held, [nothing], [held.new_empty(self.shape)], self.ranks
+            )
         start, stop, numel = self.piece.start, self.piece.stop, self.piece.numel
         row = numel // max(stop - start, 1)
         stored = rectangles(self.placement.stored_shape, start * row, stop * row)
@@ -106,7 +121,14 @@ class Part:
                 run.view(r.sizes).movedim(0, dim) if shape else run.view(())
                 for r, run in zip(stored, runs, strict=True)
             ]
-        return ShardTensor(shape, held, [_moved(r, dim) for r in stored], held_parts, self.ranks)
+        return self._sharded(held, [_moved(r, dim) for r in stored], held_parts)
+
+    def _sharded(
+        self, held: torch.Tensor, where: Sequence[Rectangle], parts: Sequence[torch.Tensor]
+    ) -> ShardTensor:
+        if self.how is not None:
+            where = [rectangle.shifted(self.how.offsets) for rectangle in where]
+        return ShardTensor(self.shape, held, where, parts, self.ranks)
 
 
 class ShardTensor(torch.Tensor):
@@ -199,10 +221,12 @@ class ShardTensor(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Any = None,
     ) -> Any:
-        """What DCP's stagers and `copy.deepcopy` do; there is nothing else to be done with one."""
+        """What DCP's stagers, `copy.deepcopy` and `.detach().clone()` do; there is nothing else to be done with one."""
         device = (kwargs or {}).get("device")
         if func in _LIKE:
             return args[0]._like(device)
+        if func is torch.ops.aten.detach.default:
+            return args[0]._of(args[0].parts)
         if func is torch.ops.aten.clone.default:
             return args[0]._like(None).copy_(args[0])
         if func is torch.ops.aten.copy_.default and all(isinstance(a, cls) for a in args[:2]):
@@ -214,7 +238,10 @@ class ShardTensor(torch.Tensor):
         )
 
     def _like(self, device: torch.device | None) -> ShardTensor:
-        parts = [torch.empty_like(part, device=device) for part in self.parts]
+        return self._of([torch.empty_like(part, device=device) for part in self.parts], device)
+
+    def _of(self, parts: Sequence[torch.Tensor], device: torch.device | None = None) -> ShardTensor:
+        """One of the same rectangles, which has `parts` there."""
         like = torch.empty(0, dtype=self.dtype, device=device or self.device)
         return ShardTensor(self.shape, like, self.rectangles, parts, self.ranks)
 

@@ -16,22 +16,41 @@ from shardcomm.groups import (
     slot_bytes,
     staging_bytes,
 )
-from shardcomm.mesh import Mesh
+from shardcomm.mesh import Holders, Mesh
+from shardcomm.mixed_precision import MixedPrecision
 from shardcomm.offload import Offload
+from shardcomm.policy import Policy
 from shardcomm.sharded_unit import ShardedUnit
 from shardcomm.staging import Staging
-from shardcomm.streams import Streams
+from shardcomm.tensor_parallel import local, with_same
 from shardcomm.unit import OwnedParam, UnitParams
+
+
+class _Memory:
+    """The communication memory of the units of one mesh.
+
+    One reduce buffer serves all: gradients are packed into it only when the reduce before has ended.
+    """
+
+    def __init__(self, mesh: Mesh, groups: Sequence[Sequence[Group]]) -> None:
+        self.reduce_buffer: torch.Tensor | None = None
+        if nbytes := reduce_buffer_bytes(groups, mesh.shard.size):
+            self.reduce_buffer = mesh.shard.allocate(nbytes, dtype=torch.uint8, use="reduce")
+        staging = [
+            Staging(mesh.replicate.allocate(nbytes, dtype=torch.uint8, use="reduce"))
+            for nbytes in staging_bytes(groups, mesh.replicate.size)
+        ]
+        self.next_staging = cycle(staging or [None])
 
 
 def shard_units(
     units: Sequence[UnitParams],
+    policies: Sequence[Policy],
     groups: Sequence[Sequence[Group]],
-    mesh: Mesh,
+    holders: Sequence[Holders],
     slot_of: Sequence[int],
-    streams: Streams,
 ) -> list[ShardedUnit]:
-    """Shards `units` over `mesh`; collective. Unit i has a bucket for each of `groups[i]`, and slot `slot_of[i]`.
+    """Shards `units`; collective. Unit i has a bucket for each of `groups[i]`, slot `slot_of[i]`, and `holders[i]`.
 
     At any moment at most one unit exists in full besides what the model held before.
 
@@ -39,21 +58,18 @@ def shard_units(
         ValueError: something in the model cannot be sharded, or initialised; nothing is changed then.
     """
     model = units[0].module
-    device = mesh.device
+    meshes = [each.mesh for each in holders]
+    device = meshes[0].device
     _check_modules(model, device)
+    mesh_of = dict(zip(slot_of, meshes, strict=True))
     slots = [
-        mesh.shard.allocate(nbytes, dtype=torch.uint8, use="gather")
-        for nbytes in slot_bytes(groups, slot_of)
+        mesh_of[slot].shard.allocate(nbytes, dtype=torch.uint8, use="gather")
+        for slot, nbytes in enumerate(slot_bytes(groups, slot_of))
     ]
-    # One reduce buffer serves all: gradients are packed into it only when the reduce before has ended.
-    reduce_buffer = None
-    if nbytes := reduce_buffer_bytes(groups, mesh.shard.size):
-        reduce_buffer = mesh.shard.allocate(nbytes, dtype=torch.uint8, use="reduce")
-    staging = [
-        Staging(mesh.replicate.allocate(nbytes, dtype=torch.uint8, use="reduce"))
-        for nbytes in staging_bytes(groups, mesh.replicate.size)
-    ]
-    next_staging = cycle(staging or [None])
+    memory = {
+        mesh: _Memory(mesh, [g for g, at in zip(groups, meshes, strict=True) if at == mesh])
+        for mesh in dict.fromkeys(meshes)
+    }
     shard_bytes = offload_bytes(groups)
     offload = Offload(device, shard_bytes) if shard_bytes else None
 
@@ -67,15 +83,18 @@ def shard_units(
     for index, (unit, unit_groups) in enumerate(zip(units, groups, strict=True)):
         _materialize_unit(unit, device)
         free = slots[slot_of[index]]
+        mesh, of_mesh = meshes[index], memory[meshes[index]]
+        tag = mesh.shard.tag(f"unit {unit.name!r}")
         buckets = []
         for group in unit_groups:
             full = None
             if group.needs_slot:
                 full, free = free[: group.full_bytes], free[group.full_bytes :]
             in_reduce_buffer = None
-            if reduce_buffer is not None:
-                nbytes = mesh.shard.size * group.reduced_shard_bytes
-                in_reduce_buffer = reduce_buffer[:nbytes].view(group.reduce_dtype)
+            if of_mesh.reduce_buffer is not None:
+                in_reduce_buffer = of_mesh.reduce_buffer[: group.reduced_bytes].view(
+                    group.reduce_dtype
+                )
             bucket = Bucket(
                 group.layout,
                 mesh.shard,
@@ -85,15 +104,35 @@ def shard_units(
                 full_buffer=None if full is None else full.view(group.param_dtype),
                 reduce_buffer=in_reduce_buffer,
                 replicas=mesh.replicate,
-                staging=next(next_staging),
-                offload=offload,
-                streams=streams,
-                tag=index + 1,
+                staging=next(of_mesh.next_staging),
+                offload=offload if group.cpu_offload else None,
+                streams=mesh.streams,
+                tag=tag,
             )
-            _load(bucket, group.params, mesh)
+            _load(bucket, group.params, holders[index])
             buckets.append((bucket, group.params))
-        sharded.append(ShardedUnit(index, unit.name, unit.module, slot_of[index], buckets, mesh))
+        precision = policies[index].mixed_precision or MixedPrecision()
+        sharded.append(
+            ShardedUnit(
+                index,
+                unit.name,
+                unit.module,
+                slot_of[index],
+                buckets,
+                holders[index],
+                input_dtype=precision.input_dtype,
+                output_dtype=_output_dtype(unit, precision, is_root=index == 0),
+            )
+        )
     return sharded
+
+
+def _output_dtype(
+    unit: UnitParams, precision: MixedPrecision, *, is_root: bool
+) -> torch.dtype | None:
+    """What all units have in common says of the model's outputs, a unit's own policy of the unit's."""
+    own = unit.policy.mixed_precision is not None
+    return precision.output_dtype if is_root or own else None
 
 
 def _check_modules(model: nn.Module, device: torch.device) -> None:
@@ -150,12 +189,13 @@ def _materialize(module: nn.Module, device: torch.device) -> None:
             tensor.copy_(value)
 
 
-def _load(bucket: Bucket, params: Sequence[OwnedParam], mesh: Mesh) -> None:
+def _load(bucket: Bucket, params: Sequence[OwnedParam], holders: Holders) -> None:
     """Keeps this rank's rows of rank 0's values, and lets go of the full ones."""
     values = [
-        owned.param.detach().to(mesh.device).resolve_neg().resolve_conj().contiguous()
+        local(owned.param).detach().to(bucket.comm.device).resolve_neg().resolve_conj().contiguous()
         for owned in params
     ]
-    for value in values:
-        mesh.broadcast(value)
+    for owned, value in zip(params, values, strict=True):
+        same = with_same(owned.distribution, holders.everyone.inner)
+        holders.mesh.broadcast(value, same)
     bucket.load(values)

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from shardcomm.mesh import Mesh
+from shardcomm.mesh import Holders
 from shardcomm.norms import is_norm, partial_norms
 from shardcomm.plain import grad_of, plain, set_grad
 
@@ -30,23 +30,28 @@ class Whole:
     Attributes:
         name: the parameter's, in the model.
         unit: the name of the unit in whose forward the whole parameter is there.
-        mesh: the ranks that hold the other rows.
+        holders: the ranks that hold the other rows.
         rows: this rank's, a plain tensor.
+        is_part: whether other ranks hold what belongs to the whole, or to the whole model.
         is_here, is_elsewhere: one rank owns the whole parameter; it is this one, or another.
         gather: the whole of a tensor of the rows' shape; collective.
+        is_part_owned: one rank owns a part of a DTensor that others have other parts of: nobody has the whole, and not
+            all who have some of it would call for its norm.
+        counts: whether norms count these rows here: several tensor-parallel ranks may have the same.
         address: of the rows.
-        guarded_grad: `.grad` as it was shown last.
         grad_elsewhere: what `.grad` shows where there is none, and the parameter's owner has one.
     """
 
     name: str
     unit: str
-    mesh: Mesh
+    holders: Holders
     rows: torch.Tensor
+    is_part: bool
     is_here: bool
     is_elsewhere: bool
     gather: Callable[[torch.Tensor], torch.Tensor]
-    guarded_grad: ShardedRows | None = None
+    is_part_owned: bool = False
+    counts: bool = True
     grad_elsewhere: ShardedRows | None = None
 
     def __post_init__(self) -> None:
@@ -84,9 +89,9 @@ class Whole:
         """RuntimeError: `what` would be of rows alone."""
         raise RuntimeError(
             f"{what} of {self.name!r}: outside of the forward of unit {self.unit!r} this rank has only its rows of it, "
-            "with which elementwise operations and norms are right. Compute in that forward, or take full_tensor() "
-            "for the whole, to_local() for the rows; for an optimizer that looks at whole matrices, fully_shard with "
-            'granularity="tensor"'
+            "with which elementwise operations and norms are right. Compute in that forward, or after unshard() of the "
+            "unit (engine.units), or take full_tensor() for the whole, to_local() for the rows; for an optimizer that "
+            'looks at whole matrices, fully_shard with granularity="tensor" parameters that are no DTensors'
         )
 
 
@@ -94,14 +99,21 @@ class ShardedRows(torch.Tensor):
     """A rank's rows of something of a parameter's shape: of its gradient, of its `data`, of twice its values."""
 
     whole: Whole
-    rows: torch.Tensor
 
     @staticmethod
     def __new__(cls, rows: torch.Tensor, whole: Whole) -> ShardedRows:  # noqa: D102
         with plain():
             self = rows.as_subclass(cls)
-        self.whole, self.rows = whole, rows
+        self.whole = whole
         return self
+
+    @staticmethod
+    def guarding(rows: torch.Tensor, whole: Whole) -> ShardedRows:
+        """`rows` itself, which nobody else has: at a tenth of the time of another tensor."""
+        rows.__class__ = ShardedRows
+        assert isinstance(rows, ShardedRows)
+        rows.whole = whole
+        return rows
 
     @classmethod
     def __torch_function__(
@@ -130,8 +142,8 @@ class ShardedRows(torch.Tensor):
     def _refuse_copies(self, how: str) -> NoReturn:
         raise RuntimeError(
             f"{self.whole.name!r} is sharded and cannot be {how}: its memory belongs to the engine. Save a model by "
-            "torch.distributed.checkpoint or engine.full_state_dict(), copy it before fully_shard, and take clone() "
-            "for the values of a tensor"
+            "torch.distributed.checkpoint or engine.full_state_dict(), copy it before fully_shard, take clone() for "
+            "the values of a tensor, and shardcomm.ExponentialMovingAverage instead of AveragedModel"
         )
 
 
@@ -156,23 +168,66 @@ class ShardedParameter(nn.Parameter):
     def grad(self) -> ShardedRows | None:  # noqa: D102
         with plain():
             value = grad_of(self)
-        return self.whole.grad_elsewhere if value is None else _guarded_grad(self.whole, value)
+            if value is None:
+                return self.whole.grad_elsewhere
+            if not isinstance(value, ShardedRows):  # somebody has set it past this class
+                value = ShardedRows(value, self.whole)
+                set_grad(self, value)
+            return value
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
         self.whole.grad_elsewhere = None
         with plain():
-            set_grad(self, _unguarded(value))
+            set_grad(self, value)
 
     @grad.deleter
     def grad(self) -> None:
         self.grad = None
 
     def register_hook(self, hook: Any) -> NoReturn:  # noqa: D102
-        raise RuntimeError(
-            f"register_hook on {self.whole.name!r}, which is sharded: autograd's gradient is of the whole parameter, "
-            "and is reduced over the ranks before this rank has its rows of it; use register_post_accumulate_grad_hook"
-        )
+        refuse_hook(self.whole)
+
+
+_DATA: Any = torch._C.TensorBase.data
+
+
+class WholeParameter(nn.Parameter):
+    """A parameter of which this rank has the whole, in memory of the engine's that must stay where it is.
+
+    A plain one otherwise, at no cost, and altogether where it was copied or pickled: without `whole`.
+    """
+
+    whole: Whole | None = None
+
+    @property
+    def data(self) -> torch.Tensor:  # noqa: D102
+        value: torch.Tensor = _DATA.__get__(self)
+        return value
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if self.whole is None:
+            _DATA.__set__(self, value)
+        else:
+            self.whole.take(value)
+
+    def register_hook(self, hook: Any) -> Any:  # noqa: D102
+        if self.whole is None:
+            return super().register_hook(hook)  # type: ignore[no-untyped-call]
+        return refuse_hook(self.whole)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        plainly: Any = nn.Parameter(self.detach(), self.requires_grad)
+        return plainly.__reduce_ex__(protocol)
+
+
+def refuse_hook(whole: Whole) -> NoReturn:
+    """RuntimeError: autograd never comes to what the optimizer sees."""
+    raise RuntimeError(
+        f"register_hook on {whole.name!r}, a parameter of fully_shard: autograd's gradient is this rank's, of the "
+        "whole parameter, and is reduced over the ranks before it is a .grad; use register_post_accumulate_grad_hook"
+    )
 
 
 def _guarded(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -187,10 +242,15 @@ def _guarded(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return partial_norms(func, args, kwargs)
     if func is torch._has_compatible_shallow_copy_type:  # of Module.to, .half, .cuda, ...
         args[0].whole.check(args[1])
-    first = next(_guarded_in((args, kwargs)))
-    if (
-        name == "share_memory_"
-    ):  # also of a whole one: it moves the memory that collectives are bound to
+    guarded = list(_guarded_in((args, kwargs)))
+    first = next((t for t in guarded if not t.whole.is_here), guarded[0])
+    if func is torch.autograd.grad:
+        raise RuntimeError(
+            f"torch.autograd.grad with respect to {first.whole.name!r}, which is sharded: autograd's gradient is "
+            "of the whole parameter, and is reduced over the ranks before this rank has its rows of it; call "
+            "loss.backward() and read .grad"
+        )
+    if name == "share_memory_":  # also of a whole one: it moves memory that collectives know
         first.whole.refuse(name)
     if first.whole.is_here:
         with plain():
@@ -216,38 +276,24 @@ def _got(func: Any, of: Any) -> Any:
     return of.whole.refuse(attribute)
 
 
-def _guarded_grad(whole: Whole, grad: torch.Tensor) -> ShardedRows:
-    if (known := whole.guarded_grad) is None or known.rows is not grad:
-        known = whole.guarded_grad = ShardedRows(grad, whole)
-    return known
-
-
 def _set(func: Any, of: Any, value: Any) -> None:
     if func.__self__.__name__ == "data":
-        of.whole.check(_unguarded(value))
-        with (
-            plain()
-        ):  # in place: what shows the rows, `p.grad` for instance, is made anew each time
-            (of.whole.rows if isinstance(of, ShardedParameter) else of.rows).copy_(
-                _unguarded(value)
-            )
+        of.whole.check(value)
+        with plain():  # in place: others, such as the flat shard, show the same memory
+            of.detach().copy_(value)
         return
     with plain():
-        func(of, _unguarded(value))
+        func(of, value)
 
 
 def _unscaled(grads: Any, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
     """As `torch.amp.GradScaler` calls it: what is found on one rank is found on all."""
     with plain():
         torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)
-    for mesh in {id(t.whole.mesh): t.whole.mesh for t in _guarded_in(grads)}.values():
-        found = found_inf.to(mesh.device)
-        mesh.all_reduce_shards(found, "max")
+    for holders in dict.fromkeys(t.whole.holders for t in _guarded_in(grads)):
+        found = found_inf.to(holders.mesh.device)
+        holders.combine(found, "max")
         found_inf.copy_(found)
-
-
-def _unguarded(value: Any) -> Any:
-    return value.rows if isinstance(value, ShardedRows) else value
 
 
 def _guarded_in(tree: Any) -> Iterator[Any]:

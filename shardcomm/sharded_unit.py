@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from shardcomm.boundary import Marked
 from shardcomm.bucket import Bucket
-from shardcomm.mesh import Mesh
+from shardcomm.mesh import Holders
 from shardcomm.optimizer_steps import replaced
+from shardcomm.plain import plain
 from shardcomm.schedule import Phase, Trigger
-from shardcomm.sharded_parameter import ShardedParameter, Whole
+from shardcomm.sharded_parameter import ShardedParameter, Whole, WholeParameter
 from shardcomm.streams import Event
+from shardcomm.tensor_parallel import Distribution, shown, with_same
 from shardcomm.unit import OwnedParam
+from shardcomm.unit_gradients import ParamGradient, UnitGradients
 from shardcomm.work import Work
+
+if TYPE_CHECKING:
+    from shardcomm.apart import Apart
 
 
 class State(Enum):
@@ -36,59 +43,27 @@ class ShardedParam:
     """
 
     def __init__(
-        self, owned: OwnedParam, shard: nn.Parameter, full: torch.Tensor, whole: Whole | None
+        self, owned: OwnedParam, shard: nn.Parameter, full: torch.Tensor, whole: Whole
     ) -> None:
         requires_grad = owned.param.requires_grad
         self.name = owned.name
         self.owned = owned
         replaced(owned.param, owned.name)
-        self.whole = whole
+        self.distribution = owned.distribution
+        self._kind = ShardedParameter if whole.is_part else WholeParameter
         owned.param = shard  # lets go of the full one
         shard.requires_grad = requires_grad
-        if whole is not None:
-            shard.whole = whole  # type: ignore[attr-defined]
+        shard.whole = whole  # type: ignore[attr-defined]
+        self.counts = whole.counts  # in norms
         self.shard = shard
         self.guard()
-        self.full = nn.Parameter(full, requires_grad=requires_grad)
-        self.unsharded_grad: torch.Tensor | None = None  # sum of backwards that were not reduced
-        self.used = False  # this rank had a gradient for it in this backward
+        self.full = shown(full, self.distribution, requires_grad=requires_grad)
+        self.gradient = ParamGradient(self.full, shard, self.distribution)
         self.watched = False  # see ShardedUnit.watch_gradients
 
     def guard(self) -> None:
-        """The shard is a ShardedParameter, also where an exception ended an optimizer's step."""
-        if self.whole is not None:
-            self.shard.__class__ = ShardedParameter
-
-    def show_full(self) -> None:
-        """The model computes with the full parameter."""
-        self.owned.check(self.shard, self.full)
-        if self.full.requires_grad is not self.shard.requires_grad:  # frozen or thawed since
-            self.full.requires_grad_(self.shard.requires_grad)
-        self.owned.show(self.full)
-
-    def show_shard(self) -> None:
-        """The model shows this rank's rows."""
-        self.owned.show(self.shard)
-
-    def take_full_grad(self) -> torch.Tensor | None:
-        """What backwards left for the full parameter; the next one starts from nothing."""
-        if self.unsharded_grad is not None:
-            self.add_full_grad(self.unsharded_grad.dtype)
-        grad = self.full.grad if self.unsharded_grad is None else self.unsharded_grad
-        self.full.grad = self.unsharded_grad = None
-        self.used |= grad is not None
-        return grad
-
-    def add_full_grad(self, dtype: torch.dtype) -> None:
-        """Moves what autograd left for the full parameter to the sum of earlier backwards, in `dtype`."""
-        grad, self.full.grad = self.full.grad, None
-        if grad is None:
-            return
-        grad = grad.detach().to_dense()
-        if self.unsharded_grad is None:
-            self.unsharded_grad = grad.to(dtype)
-        else:
-            self.unsharded_grad.add_(grad)
+        """The shard knows what it is, also where an exception ended an optimizer's step."""
+        self.shard.__class__ = self._kind
 
 
 class ShardedUnit:
@@ -101,21 +76,28 @@ class ShardedUnit:
         module: nn.Module,
         slot: int,
         buckets: Sequence[tuple[Bucket, Sequence[OwnedParam]]],
-        mesh: Mesh,
+        holders: Holders,
+        *,
+        input_dtype: torch.dtype | None,
+        output_dtype: torch.dtype | None,
     ) -> None:
         self.name = name or "(root)"
         self.module = module
+        self.holders = holders
+        self.mesh = holders.mesh
+        self.streams = self.mesh.streams
+        self.input_dtype, self.output_dtype = input_dtype, output_dtype
         self.trigger = {phase: Trigger(phase, index) for phase in Phase}
         self.on_backward: Callable[[torch.Tensor], None]  # set by the engine, as are the next
         self.on_backward_end: Callable[[], None]
         self.on_gradient: Callable[[torch.Tensor], None]
+        self.on_unshard: Callable[[], None]
+        self.on_reshard: Callable[[], None]
         self.buckets = [
             (
                 bucket,
                 [
-                    ShardedParam(
-                        owned, shard, full, self._whole(bucket, i, owned.name, shard, mesh)
-                    )
+                    ShardedParam(owned, shard, full, self._whole(bucket, i, owned, shard))
                     for i, (owned, shard, full) in enumerate(
                         zip(params, bucket.shards, bucket.params, strict=True)
                     )
@@ -125,15 +107,21 @@ class ShardedUnit:
         ]
         self.params = [param for _, params in self.buckets for param in params]
         # Without a slot where the shard is the whole unit: nothing to gather, nobody to share it with.
-        self.slot = slot if any(b.full is not b.shard for b, _ in buckets) else -1
+        self._apart = [bucket for bucket, _ in buckets if bucket.full is not bucket.shard]
+        self.slot = slot if self._apart else -1
         self.gather_bytes = sum(bucket.gather_bytes for bucket, _ in buckets)
         self.state = State.IDLE
+        # Its full parameters in memory of their own: of `engine.gathered`, and of `unshard`.
+        self.apart: Apart | None = None
+        self.unsharded: Apart | None = None
+        self.in_forward = self.in_method = False  # one of its module's goes on
+        self.in_transform = False  # of torch.func, for which it is unsharded
         self.gathered = False
         self.gathers: list[Work] = []
-        self.reduces: list[Work] = []
-        self.all_reduces: list[Work] = []
-        self.needs_reduce = self.needs_all_reduce = False
-        self.pending_calls = 0  # forward calls whose backward has not come yet
+        self.gradients = UnitGradients(
+            self.name,
+            [(bucket, [param.gradient for param in params]) for bucket, params in self.buckets],
+        )
         self.marked: Marked = []  # inputs of the forward that goes on
         self.returned: type = type(None)  # what its forward returned last
         self.began: Event | None = None  # of a trace: its computation
@@ -141,32 +129,73 @@ class ShardedUnit:
         self.storages = frozenset(b.full.untyped_storage()._cdata for b, _ in buckets)
         self.show_shard()
 
-    def _whole(
-        self, bucket: Bucket, index: int, name: str, shard: torch.Tensor, mesh: Mesh
-    ) -> Whole | None:
-        if bucket.layout.world_size == 1:
-            return None
+    def _whole(self, bucket: Bucket, index: int, owned: OwnedParam, shard: torch.Tensor) -> Whole:
+        how = owned.distribution
+        is_cut = how is not None and bool(how.cut_over)
         placement = bucket.layout.placements[index]
         piece = bucket.layout.piece(bucket.comm.rank, index)
         return Whole(
-            name,
+            owned.name,
             self.name,
-            mesh,
+            self.holders,
             shard.detach(),
-            is_here=piece.numel == placement.numel,
+            is_part=bucket.layout.world_size > 1
+            or self.mesh.size < self.holders.everyone.size
+            or is_cut,
+            is_here=piece.numel == placement.numel and not is_cut,
             is_elsewhere=placement.is_elsewhere(piece),
-            gather=partial(bucket.gathered_rows, index),
+            gather=partial(_gathered, bucket, index, how),
+            is_part_owned=is_cut
+            and bucket.comm.size > 1
+            and placement.spec.granularity == "tensor",
+            counts=all(comm.rank == 0 for comm in with_same(how, self.holders.everyone.inner)),
         )
+
+    def unshard(self) -> None:
+        """Gathers the full parameters, and shows them in the model: until `reshard()`, or the end of the next backward.
+
+        Collective. They are in memory of their own, in the dtype to compute in. What is computed with them outside of
+        the unit's forward, such as `F.linear(x, embed.weight)`, gives gradients as in it. Read them, do not write. A
+        state dict, saved or loaded, ends it as `reshard()` does.
+
+        Raises:
+            RuntimeError: autograd runs.
+        """
+        self.on_unshard()
+
+    def reshard(self) -> None:
+        """The model shows this rank's rows again; does nothing without `unshard()`. A backward may still come.
+
+        Raises:
+            RuntimeError: a parameter was changed, which is lost.
+        """
+        self.on_reshard()
+
+    def owns_any(self, modules: Collection[nn.Module]) -> bool:
+        """Whether one of `modules` shows one of its parameters."""
+        return any(module in modules for p in self.params for module, _ in p.owned.places)
+
+    @property
+    def converts(self) -> bool:
+        """Whether it computes in another dtype than that of the shards."""
+        return any(bucket.param_dtype != bucket.shard.dtype for bucket, _ in self.buckets)
 
     def show_full(self) -> None:
         """Forward and backward see the full parameters."""
-        for param in self.params:
-            param.show_full()
+        if self.unsharded is not None:
+            return
+        with plain():
+            for param in self.params:
+                param.owned.check(param.shard, param.full)
+                if param.full.requires_grad is not param.shard.requires_grad:  # frozen or thawed
+                    param.full.requires_grad_(param.shard.requires_grad)
+                param.owned.show(param.full)
 
     def show_shard(self) -> None:
         """The optimizer, and whoever looks between steps, sees this rank's rows."""
-        for param in self.params:
-            param.show_shard()
+        if self.unsharded is None:
+            for param in self.params:
+                param.owned.show(param.shard)
 
     def refuse_forward(self) -> None:
         """Its forward says from now on that nobody gathers its parameters; unless this rank has all of them."""
@@ -203,57 +232,13 @@ class ShardedUnit:
             )
         self.watch_gradients()
 
-    def forget_backward(self) -> None:
-        """Drops the gradients that are not reduced, and those that are but were not shown."""
-        self.needs_reduce = self.needs_all_reduce = False
-        self.pending_calls = 0
-        for bucket, _ in self.buckets:
-            bucket.gradients.unshown = False
-        for param in self.params:
-            param.full.grad = param.unsharded_grad = None
-            param.used = False
-
     def gather(self) -> None:
         """Queues the all-gathers; `gathers` are to be waited for."""
         self.gathered = True
-        for bucket, _ in self.buckets:
+        for bucket in self._apart:
             work = bucket.all_gather(async_op=True)
             if work.queued:
                 self.gathers.append(work)
-
-    def keep_gradients(self) -> None:
-        """Ends a backward that is not reduced: in a narrow dtype autograd's own sum would lose later gradients."""
-        for bucket, params in self.buckets:
-            if bucket.reduce_dtype.itemsize > bucket.param_dtype.itemsize:
-                for param in params:
-                    param.add_full_grad(bucket.reduce_dtype)
-
-    @property
-    def reduce_bytes(self) -> int:
-        """What this rank sends in one reduce."""
-        return sum(bucket.reduce_bytes for bucket, _ in self._trained())
-
-    @property
-    def all_reduce_bytes(self) -> int:
-        """What this rank sends in one all-reduce."""
-        return sum(bucket.all_reduce_bytes for bucket, _ in self._trained())
-
-    def reduce(self) -> None:
-        """Queues the reduces of the gradients that backward left; `reduces` are to be waited for."""
-        for bucket, params in self._trained():
-            bucket.pack([param.take_full_grad() for param in params], async_op=True)
-            work = bucket.reduce(async_op=True)
-            if work.queued:
-                self.reduces.append(work)
-        self.needs_all_reduce = any(bucket.replicas is not None for bucket, _ in self.buckets)
-
-    def all_reduce(self) -> None:
-        """Queues the all-reduces of what `reduce` left; `all_reduces` are to be waited for."""
-        self.needs_all_reduce = False
-        self.all_reduces += [bucket.all_reduce(async_op=True) for bucket, _ in self._trained()]
-
-    def _trained(self) -> Iterable[tuple[Bucket, list[ShardedParam]]]:
-        return (entry for entry in self.buckets if any(p.shard.requires_grad for p in entry[1]))
 
 
 @dataclass(frozen=True)
@@ -290,9 +275,11 @@ class Footprint:
             gradient_bytes=sum(bucket.gradients.nbytes for bucket in buckets),
             slot_bytes=_memory(b.full for b in buckets if b.full is not b.shard),
             reduce_buffer_bytes=_memory(
-                b.reduce_buffer for b in buckets if b.reduce_buffer is not None
+                b.reduction.buffer for b in buckets if b.reduction.buffer is not None
             ),
-            staging_bytes=_memory(b.staging.memory for b in buckets if b.staging is not None),
+            staging_bytes=_memory(
+                b.reduction.staging.memory for b in buckets if b.reduction.staging is not None
+            ),
             offload_bytes=sum(
                 offload.nbytes for offload in {b.offload for b in buckets} if offload
             ),
@@ -307,6 +294,13 @@ def _memory(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes behind `tensors`, once where several share them."""
     storages = {s._cdata: s.nbytes() for s in (t.untyped_storage() for t in tensors)}
     return sum(storages.values())
+
+
+def _gathered(
+    bucket: Bucket, index: int, how: Distribution | None, held: torch.Tensor
+) -> torch.Tensor:
+    part = bucket.gathered_rows(index, held)
+    return part if how is None else how.whole(part)
 
 
 def _refuse_forward(module: nn.Module, args: tuple[object, ...]) -> None:

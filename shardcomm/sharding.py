@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import cache, partial
+from itertools import chain
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -15,15 +18,19 @@ from shardcomm.agreement import Item, difference, layout_items
 from shardcomm.communicator import Communicator
 from shardcomm.engine import Engine
 from shardcomm.gradients import OnNonfinite
-from shardcomm.groups import GranularityOf, Group, ShardDimOf, group_params
-from shardcomm.mesh import Mesh
+from shardcomm.groups import GranularityOf, Group, Pool, ShardDimOf, group_units
+from shardcomm.mesh import FailingTogether, Holders, Mesh
 from shardcomm.mixed_precision import MixedPrecision
-from shardcomm.planner import Plan
+from shardcomm.owners import OwnerCost
+from shardcomm.planner import Plan, policies_of, schedule_units
+from shardcomm.policy import Policy
 from shardcomm.schedule import Schedule, Trigger
 from shardcomm.shard_units import shard_units
 from shardcomm.sharded_modules import is_sharded, remember
 from shardcomm.sharded_unit import Footprint, ShardedUnit
 from shardcomm.strategy import Strategy
+from shardcomm.tensor_parallel import inner_groups
+from shardcomm.texts import all_gather_text
 from shardcomm.unit import UnitParams, Units, find_units, registration_order
 
 
@@ -32,6 +39,7 @@ def fully_shard(
     comm: Communicator | DeviceMesh | Mesh,
     *,
     units: Units = None,
+    ignored_params: Iterable[nn.Parameter] = (),
     strategy: str = "full_shard",
     mixed_precision: MixedPrecision | None = None,
     prefetch: int = 1,
@@ -39,6 +47,7 @@ def fully_shard(
     slots: int | None = None,
     granularity: GranularityOf = "row",
     shard_dim: ShardDimOf = 0,
+    owner_cost: OwnerCost | None = None,
     cpu_offload: bool = False,
     on_nonfinite: OnNonfinite = None,
 ) -> Engine:
@@ -52,13 +61,19 @@ def fully_shard(
 
     Args:
         model: changed in place; its buffers move to the device of `comm`. Compile its blocks (`block.compile()`)
-            before.
+            before. Parameters that are DTensors, as `parallelize_module` makes them, are sharded by their local
+            tensors: `comm` is then of the ranks that have the same part of them. Other parameters must be used
+            alike on all ranks of the DTensors' meshes.
         comm: the ranks: a Communicator or a torch DeviceMesh of one dimension; for "hybrid_shard" a DeviceMesh of two,
             whose first replicates and whose second shards (as in PyTorch FSDP2), or a `shardcomm.Mesh`. Every rank
             calls `fully_shard` with the same model and arguments.
         units: whose parameters are gathered together: modules, module classes, or None for the entries of every
-            `nn.ModuleList` that have a forward. What they leave belongs to the model itself, gathered from a step's
-            start to its end.
+            `nn.ModuleList` that have a forward and are not inside such an entry. What they leave belongs to the model
+            itself, gathered from a step's start to its end. A mapping gives each a `Policy`, by which it differs from
+            the rest, or None; the model itself may be among them.
+        ignored_params: parameters of the model that are left as they are: neither moved, nor made equal on all ranks,
+            nor sharded; their gradients are the rank's own. Average them before torch's `clip_grad_norm_` counts them;
+            `Engine.clip_grad_norm_` leaves them out.
         strategy: "full_shard" (ZeRO-3), "shard_grad_op" (ZeRO-2), "hybrid_shard" (ZeRO-3 in groups of ranks, data
             parallel between them) or "no_shard" (data parallel).
         mixed_precision: dtypes to compute and communicate in; the shards keep the parameters' own.
@@ -67,10 +82,14 @@ def fully_shard(
         slots: full-size buffers that the units share (default: one more than the deeper prefetch).
         granularity: the smallest piece of a parameter that stays on one rank: "element", "row", `Block(rows)` or
             "tensor" (one rank owns it, its gradient and its optimizer state; the others have none of it). One for all,
-            or a function of a parameter's name and the parameter.
+            or a function of a parameter's name and the parameter. Owners are chosen over the whole model, so that each
+            rank holds about as many bytes (`Plan` tells how evenly); a unit's shards then differ in length. In a unit
+            of both kinds those that are cut and those that are not are gathered and reduced apart.
         shard_dim: the dim whose indices are the rows that ranks share out, given in the same way; -1 is the last.
             "auto" takes the dims that make the least padding. A rank's rows are a slice along it, in the parameter's
             own order of dims; the full parameter is a strided view, which some of PyTorch's kernels read more slowly.
+        owner_cost: with granularity "tensor", what it costs to own a parameter, as a function of its name and the
+            parameter, where that is not its bytes: for Muon, say, the work on a matrix. Ranks get about equal sums.
         cpu_offload: keeps shards, gradients and, through them, the optimizer's state in host memory: the parameters
             that the optimizer updates are CPU tensors. A gather copies a shard to the device first, a reduce copies
             the gradient back, beside computation; that memory is pinned, in blocks which torch rounds up to a power
@@ -79,21 +98,18 @@ def fully_shard(
             a FloatingPointError that names the units, or "skip" them: it leaves no parameter a `.grad`, so that the
             optimizer's step passes over all, and `engine.nonfinite` names the units. What writes a gradient
             looks at it on the way, at little cost (see `Communicator.reduce_scatter`); on a GPU, the host waits for the
-            result. Leave it None with a GradScaler, which looks for itself.
+            result. No `.grad` is shown before backward has ended, then. Leave it None with a GradScaler, which looks
+            for itself.
 
     Raises:
         TypeError: `model` is no module, `comm` none of these, or `cpu_offload` no bool.
         ValueError: an argument is out of its range, or the model is sharded already, or has something that cannot
             be (the message names it).
-        CommError: a rank is missing, or called with another model.
+        CommError: a rank is missing, or called with another model, or has other parts of DTensors.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"fully_shard: model is a {type(model).__name__}; it must be a torch.nn.Module"
-        )
-    if not isinstance(mixed_precision, MixedPrecision | None):
-        raise TypeError(
-            f"fully_shard: mixed_precision is {mixed_precision!r}; it must be a shardcomm.MixedPrecision"
         )
     if on_nonfinite not in (None, "raise", "skip"):
         raise ValueError(
@@ -101,47 +117,55 @@ def fully_shard(
         )
     if any(map(is_sharded, model.modules())):
         raise ValueError("fully_shard: model, or a module of it, is sharded already")
-    how = Strategy.named(strategy)
-    found = find_units(model, units)
+    found = find_units(model, units, ignored_params)
     order = registration_order(found)
-    schedule_of = partial(
-        Schedule.plan,
-        strategy=how.scheduled(cpu_offload=cpu_offload),
-        prefetch=prefetch,
-        backward_prefetch=backward_prefetch,
+    rest = Policy(
+        comm,
+        Strategy.named(strategy).name,
+        mixed_precision or MixedPrecision(),
+        prefetch,
+        prefetch if backward_prefetch is None else backward_prefetch,
+        cpu_offload,
     )
+    policies = policies_of(found, rest)
+    meshes, main = _meshes(policies, rest)
+    numbers = {mesh: number for number, mesh in enumerate(dict.fromkeys([main, *meshes]))}
+    pools = [
+        Pool(numbers[mesh], mesh.replicate.size, mesh.shard.size, mesh.shard.rank)
+        for mesh in meshes
+    ]
+    schedule_of = partial(schedule_units, policies=policies, pools=pools)
     first_guess = schedule_of(order, slots=slots)
-    mesh = Mesh.of(comm, how)
 
     def plan(order: Sequence[Trigger], backward: bool) -> Schedule:
         return schedule_of(order, slots=first_guess.slot_of, backward=backward)
 
-    precision = mixed_precision or MixedPrecision()
-    groups = [
-        group_params(
-            unit, mesh.shard.size, precision, granularity, shard_dim, cpu_offload=cpu_offload
-        )
-        for unit in found
-    ]
-    ranks = (mesh.replicate.size, mesh.shard.size)
-    planned = Plan.of_groups(found, groups, how, first_guess, ranks)
+    inner = inner_groups(owned.distribution for unit in found for owned in unit.params)
+    groups = group_units(found, policies, pools, granularity, shard_dim, owner_cost)
+    planned = Plan.of_groups(found, groups, rest, first_guess, pools, main.size)
+    together = FailingTogether([*numbers])
     call = {
-        "strategy": repr(how.name),
-        "mixed_precision": repr(precision),
-        "prefetch": repr(prefetch),
-        "backward_prefetch": repr(backward_prefetch),
+        **rest.facts(),
         "slots": repr(slots),
-        "cpu_offload": repr(cpu_offload),
         "on_nonfinite": repr(on_nonfinite),
-        "(replicas, shards)": repr(ranks),
+        "(replicas, shards)": repr((main.replicate.size, main.shard.size)),
     }
-    items = [Item("the call", call), *_items(model, found, groups)]
-    with mesh.failing_together:
-        differs = difference((mesh.shard, mesh.replicate), items)
-    if differs:  # the ranks agree on that, and can go on to use their communicators
-        raise CommError(f"fully_shard: ranks differ: {differs}")
-    with mesh.failing_together:
-        sharded = shard_units(found, groups, mesh, first_guess.slot_of, mesh.streams)
+    items = list(_items(model, found, policies, groups))
+    for mesh in numbers:
+        its = [each for each, at in zip(items, meshes, strict=True) if at == mesh]
+        with together:
+            differs = difference(
+                (mesh.shard, mesh.replicate), [Item("the call", call), *chain.from_iterable(its)]
+            )
+        if differs:  # the ranks agree on that, and can go on to use their communicators
+            raise CommError(f"fully_shard: ranks differ: {differs}")
+    with together:
+        ambiguous = _ambiguous(found, meshes, main)
+        around = main.around(inner)
+        holders = {mesh: Holders(around if mesh is main else mesh, around) for mesh in numbers}
+        sharded = shard_units(
+            found, policies, groups, [holders[mesh] for mesh in meshes], first_guess.slot_of
+        )
     _check(sharded, planned)
     trained = _trained(sharded)
 
@@ -152,30 +176,87 @@ def fully_shard(
 
     engine = Engine(
         model,
-        mesh,
+        around,
         sharded,
         plan,
         order,
         check,
-        precision,
         on_nonfinite,
-        owns_mesh=isinstance(comm, DeviceMesh),
+        owned=[m for m, p in zip([main, *meshes], [rest, *policies], strict=True) if _made(p)],
+        ambiguous=ambiguous,
     )
     optimizer_steps.install()
     remember(model)
     return engine
 
 
+def _meshes(policies: Sequence[Policy], rest: Policy) -> tuple[list[Mesh], Mesh]:
+    """The mesh of each unit, the same object for the same ranks and strategy; and that of all ranks."""
+    made: list[tuple[Policy, Mesh]] = []
+
+    def mesh_of(policy: Policy) -> Mesh:
+        for other, mesh in made:
+            if other.comm is policy.comm and other.strategy == policy.strategy:
+                return mesh
+        assert policy.comm is not None
+        assert policy.strategy is not None
+        mesh = Mesh.of(policy.comm, Strategy.named(policy.strategy))
+        made.append((policy, mesh))
+        return mesh
+
+    main = mesh_of(rest)
+    meshes = [mesh_of(policy) for policy in policies]
+    for mesh in meshes:
+        if mesh.device != main.device:
+            raise ValueError(
+                f"fully_shard: a policy's comm works on {mesh.device} and fully_shard's on {main.device}; all must "
+                "work on the same device"
+            )
+        if mesh.size > main.size:
+            raise ValueError(
+                f"fully_shard: a policy's comm has {mesh.size} ranks and fully_shard's {main.size}; a policy's ranks "
+                "must be some of these"
+            )
+    return meshes, main
+
+
+def _made(policy: Policy) -> bool:
+    """Whether the groups of its mesh are ours to leave."""
+    return isinstance(policy.comm, DeviceMesh)
+
+
+def _ambiguous(units: Sequence[UnitParams], meshes: Sequence[Mesh], main: Mesh) -> list[str]:
+    """Names of parameters that are one parameter on some ranks, and another on others; collective."""
+    if all(mesh.size == main.size for mesh in meshes):
+        # Every rank has the same meshes, or it would have been told so.
+        return []
+    first: dict[Mesh, int] = {}
+    for mesh in dict.fromkeys(meshes):
+        rank = torch.tensor([main.rank], dtype=torch.int32, device=main.device)
+        mesh.all_reduce(rank, "min")
+        first[mesh] = int(rank)
+    mine = {
+        p.name: first[mesh] for unit, mesh in zip(units, meshes, strict=True) for p in unit.params
+    }
+    groups = [comm for comm in (main.shard, main.replicate) if comm.size > 1]
+    everybody = [json.loads(text) for text in all_gather_text(groups, json.dumps(mine))]
+    return [name for name in mine if len({each.get(name, mine[name]) for each in everybody}) > 1]
+
+
 def _items(
-    model: nn.Module, units: Sequence[UnitParams], groups: Sequence[Sequence[Group]]
-) -> Iterator[Item]:
-    """What the other ranks' collectives take for granted of this one's model."""
+    model: nn.Module,
+    units: Sequence[UnitParams],
+    policies: Sequence[Policy],
+    groups: Sequence[Sequence[Group]],
+) -> Iterator[list[Item]]:
+    """What the other ranks' collectives take for granted of this one's model, unit by unit."""
     names = {module: name for name, module in model.named_modules()}
-    for unit, unit_groups in zip(units, groups, strict=True):
-        yield Item(f"unit {unit.name!r}", {})
+    for unit, policy, unit_groups in zip(units, policies, groups, strict=True):
+        items = [Item(f"unit {unit.name!r}", policy.facts())]
         for owned in unit.params:
             places = [f"{names[module]}.{attribute}" for module, attribute in owned.places]
-            yield Item(f"parameter {owned.name!r}", {"places": repr(places)})
+            facts = {} if owned.distribution is None else owned.distribution.facts
+            items.append(Item(f"parameter {owned.name!r}", {"places": repr(places), **facts}))
         for group in unit_groups:
             shared = {
                 "dtype": str(group.dtype),
@@ -183,7 +264,8 @@ def _items(
                 "param_dtype": str(group.param_dtype),
                 "reduce_dtype": str(group.reduce_dtype),
             }
-            yield from layout_items(group.layout, shared)
+            items += layout_items(group.layout, shared)
+        yield items
 
 
 def _check(units: Sequence[ShardedUnit], plan: Plan) -> None:

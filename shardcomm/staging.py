@@ -12,9 +12,11 @@ class Staging:
 
     Attributes:
         memory: from `replicas.allocate(use="reduce")`, bytes.
+        filled: fires when a reduce-scatter has filled it; None: has filled it.
         free: fires when what was there last has left; None: has left.
     """
 
     def __init__(self, memory: torch.Tensor) -> None:
         self.memory = memory
+        self.filled: Event | None = None
         self.free: Event | None = None

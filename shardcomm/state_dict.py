@@ -11,9 +11,11 @@ import torch
 from torch import nn
 
 from shardcomm.arguments import check_type
-from shardcomm.mesh import Mesh
+from shardcomm.mesh import FailingTogether, Mesh
 from shardcomm.shard_tensor import Part, ShardTensor
 from shardcomm.sharded_unit import ShardedUnit
+from shardcomm.tensor_parallel import full as full_of
+from shardcomm.tensor_parallel import is_dtensor
 
 Parts = Mapping[nn.Parameter, Part]
 
@@ -21,7 +23,9 @@ Parts = Mapping[nn.Parameter, Part]
 def parts_of(units: Iterable[ShardedUnit], ranks: int) -> Parts:
     """Which part of each of the model's parameters this rank holds."""
     return {
-        param.shard: Part(placement, bucket.layout.piece(bucket.comm.rank, index), ranks)
+        param.shard: Part(
+            placement, bucket.layout.piece(bucket.comm.rank, index), ranks, param.distribution
+        )
         for unit in units
         for bucket, params in unit.buckets
         for index, (param, placement) in enumerate(
@@ -44,18 +48,20 @@ def install_hooks(units: Iterable[ShardedUnit], parts: Parts, settle: Callable[[
     `settle` waits for what is under way before a state dict is made or loaded.
     """
     shown: dict[nn.Module, dict[str, nn.Parameter]] = defaultdict(dict)
+    sharded = False
     for unit in units:
         for bucket, params in unit.buckets:
-            if bucket.layout.world_size > 1:
-                for param in params:
-                    for module, attribute in param.owned.places:
-                        shown[module][attribute] = param.shard
+            for param in params:
+                sharded |= bucket.layout.world_size > 1 or param.distribution is not None
+                for module, attribute in param.owned.places:
+                    shown[module][attribute] = param.shard
     for module, held in shown.items():
         hooks = _Hooks(held, parts, settle)
-        module.register_state_dict_pre_hook(hooks.before)  # type: ignore[no-untyped-call]
-        # A partial: torch sets an attribute of what it is given.
-        module.register_state_dict_post_hook(partial(hooks.after))  # type: ignore[no-untyped-call]
         module.register_load_state_dict_pre_hook(hooks.load)  # type: ignore[no-untyped-call]
+        if sharded:  # else torch's own is the same on each rank, and full
+            module.register_state_dict_pre_hook(hooks.before)  # type: ignore[no-untyped-call]
+            # A partial: torch sets an attribute of what it is given.
+            module.register_state_dict_post_hook(partial(hooks.after))  # type: ignore[no-untyped-call]
 
 
 class _Hooks:
@@ -68,6 +74,9 @@ class _Hooks:
         self._parts = parts
         self._settle = settle
 
+    def __deepcopy__(self, memo: Any) -> _Hooks:
+        return self  # a copy of the module has parameters of its own, which no hook finds
+
     def before(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         self._settle()
 
@@ -75,6 +84,8 @@ class _Hooks:
         self, module: nn.Module, state: dict[str, Any], prefix: str, local_metadata: object
     ) -> None:
         for attribute, param in self._held.items():
+            if module._parameters.get(attribute) is not param:
+                continue  # inside of engine.gathered(): the full one
             # With keep_vars the caller wants the parameters themselves.
             if (given := state.get(prefix + attribute)) is not None and given is not param:
                 state[prefix + attribute] = self._parts[param].of(param)
@@ -94,8 +105,8 @@ class _Hooks:
         self._settle()
         for attribute, param in self._held.items():
             name = prefix + attribute
-            if name not in state:
-                continue
+            if name not in state or module._parameters.get(attribute) is not param:
+                continue  # inside of engine.gathered() torch loads the full one
             current, value = self._parts[param].of(param), state[name]
             if value is not param:
                 try:
@@ -108,7 +119,11 @@ class _Hooks:
 
 
 def full_state_dict(
-    model: nn.Module, units: Iterable[ShardedUnit], mesh: Mesh, rank: int | None
+    model: nn.Module,
+    units: Iterable[ShardedUnit],
+    mesh: Mesh,
+    together: FailingTogether,
+    rank: int | None,
 ) -> dict[str, Any]:
     """`model.state_dict()` as it would be without sharding, copied to the CPU, on all ranks or on one; collective.
 
@@ -129,14 +144,17 @@ def full_state_dict(
     wanted = rank in (None, mesh.rank)
     for bucket, params in buckets:
         flat = buffer[: bucket.layout.flat_numel * bucket.shard.itemsize].view(bucket.shard.dtype)
-        with mesh.failing_together:
+        with together:
             values = bucket.gathered_shards(flat)
-        if wanted:
-            full |= {p.shard: _copied(v) for p, v in zip(params, values, strict=True)}
+        for param, value in zip(params, values, strict=True):
+            how = param.distribution
+            whole = value if how is None else how.whole(value)
+            if wanted:
+                full[param.shard] = _copied(whole)
     state: dict[str, Any] = dict(model.state_dict(keep_vars=True)) if wanted else {}
     for name, value in state.items():
         if not _is_extra(name):
-            state[name] = full[value] if value in full else _copied(value.detach())
+            state[name] = full[value] if value in full else _copied(full_of(value.detach()))
     return state
 
 
@@ -172,6 +190,11 @@ def check_value(operation: str, name: str, current: torch.Tensor, value: object)
     if value.shape != current.shape:
         raise ValueError(
             f"{operation}: {name} has shape {tuple(value.shape)}; the model's is {tuple(current.shape)}"
+        )
+    if is_dtensor(value) and not is_dtensor(current):
+        raise ValueError(
+            f"{operation}: {name} is a DTensor, of which other ranks may have what this one wants; pass full_tensor() "
+            "of it, or save and load by torch.distributed.checkpoint"
         )
     if isinstance(value, ShardTensor) and not (
         isinstance(current, ShardTensor) and value.rectangles == current.rectangles

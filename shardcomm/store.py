@@ -17,7 +17,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from shardcomm._C import CommError
+from shardcomm.announcement import announce, ask
 from shardcomm.background import Background
+from shardcomm.launchers import Launched, launched, meeting_point, run_on_this_host
 
 SECRET = "SHARDCOMM_RUN_SECRET"
 """The environment variable that holds a run's secret: any string, the same on all its ranks."""
@@ -25,7 +27,8 @@ SECRET = "SHARDCOMM_RUN_SECRET"
 # By port, as long as this process: ranks that come to a next rendezvous must not meet the end of the one before.
 _kept: dict[int, TCPStore] = {}
 
-VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# By the launcher's run, as long as this process: where rank 0 announced its store.
+_announced: dict[str, int] = {}
 
 
 def seal(text: bytes) -> bytes:
@@ -49,33 +52,49 @@ def env_store(timeout: timedelta) -> tuple[Store, int, int]:
         ValueError: a variable of the environment is not what it must be.
         CommError: the store was not reached within `timeout`.
     """
-    size = whole_variable("WORLD_SIZE", 1, 2**31 - 1)
-    rank = whole_variable("RANK", 0, size - 1)
-    host, port = os.environ["MASTER_ADDR"], whole_variable("MASTER_PORT", 0, 2**16 - 1)
-    launcher_keeps_it = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    own = launched()
+    rank, size = own.rank, own.size
+    point = meeting_point(own)
+    launcher_keeps_it = own.by_torchrun and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
     def reach() -> TCPStore:
-        at = port
-        if rank == 0 and not launcher_keeps_it:
-            if port not in _kept:
-                _kept[port] = _serve(host, port, _loopback_socket(host, port), timeout)
-            at = _kept[port].port
+        host, at = point or ("127.0.0.1", _announced_port(own, timeout))
+        if point is not None and rank == 0 and not launcher_keeps_it:
+            if at not in _kept:
+                _kept[at] = _serve(host, at, _loopback_socket(host, at), timeout)
+            at = _kept[at].port
         # The first exchange waits for the others, and says who has not come.
         return TCPStore(host, at, size, False, timeout, wait_for_workers=False)
 
     who = "the launcher" if launcher_keeps_it else "rank 0"
+    where = "at a port of this host" if point is None else f"at {point[0]}:{point[1]}"
     begun = Background(reach)
-    failure = f"rank {rank} of {size}: no rendezvous: {who} keeps the store at {host}:{port}, which was not reached"
+    failure = f"rank {rank} of {size}: no rendezvous: {who} keeps the store {where}, which was not reached"
     if not begun.ended(timeout.total_seconds()):
         raise CommError(f"{failure} within {timeout.total_seconds():g} s")
     try:
         store = begun.result()
-    except dist.DistError as error:  # by then, or at once
+    except (dist.DistError, CommError) as error:  # by then, or at once
         raise CommError(f"{failure}: {first_line(error)}") from error
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     # Not the secret itself: a store lists its keys to whoever asks.
     run = f"run {seal(b'keys').hex()}/" if SECRET in os.environ else ""
-    return PrefixStore(f"{run}attempt {attempt}", store), rank, size
+    job = f"job {own.job}/" if own.job else ""
+    return PrefixStore(f"{run}{job}attempt {attempt}", store), rank, size
+
+
+def _announced_port(own: Launched, timeout: timedelta) -> int:
+    """That of rank 0's store on this host, which rank 0 makes when it first comes here."""
+    run = run_on_this_host(own)
+    if run not in _announced:
+        if own.rank > 0:
+            _announced[run] = ask(run, timeout.total_seconds())
+        else:
+            store = serve_on_loopback()
+            announce(run, store.port, own.size - 1)
+            _kept[store.port] = store
+            _announced[run] = store.port
+    return _announced[run]
 
 
 def first_line(error: BaseException) -> str:
@@ -109,13 +128,3 @@ def _loopback_socket(host: str, port: int) -> socket.socket | None:
         return socket.create_server(address[:2], family=family)
     except (ValueError, OSError):  # a host's name; a port that is taken
         return None
-
-
-def whole_variable(name: str, first: int, last: int, *, default: int = 0) -> int:
-    """Of the environment; `default` where it is not set. ValueError if it is none from `first` to `last`."""
-    given = os.environ.get(name, str(default))
-    if not (given.isascii() and given.isdigit() and first <= int(given) <= last):
-        raise ValueError(
-            f"environment variable {name} is {given!r}; it must be a whole number from {first} to {last}"
-        )
-    return int(given)

@@ -7,11 +7,6 @@ from collections import deque
 from shardcomm.streams import Event
 
 
-def gather_bytes(shard_bytes: int, ranks: int) -> int:
-    """What a rank receives from the others in a gather of shards, and sends to them in a reduce-scatter into shards."""
-    return (ranks - 1) * shard_bytes
-
-
 def all_reduce_bytes(nbytes: int, ranks: int) -> int:
     """What a rank sends to the others in an all-reduce: 2 (n - 1) / n of its buffer."""
     return 2 * nbytes * (ranks - 1) // ranks

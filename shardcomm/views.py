@@ -61,6 +61,8 @@ def shard_view(flat: torch.Tensor, placement: Placement, piece: Piece) -> torch.
 
 def rows(tensor: torch.Tensor, placement: Placement, piece: Piece) -> torch.Tensor:
     """The part of a full parameter that `piece` describes, in the shape of the shard's view."""
+    if piece.numel == placement.numel:
+        return tensor
     if len(piece.shape) != tensor.dim():
         stored = tensor if tensor.dim() == 0 else tensor.movedim(placement.shard_dim, 0)
         return stored.reshape(-1)[piece.start * _row(placement, piece) :][: piece.numel]

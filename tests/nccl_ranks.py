@@ -51,10 +51,15 @@ def current_stream() -> _C.Stream:
     return Stream.from_cuda(stream.device_index, stream.cuda_stream)
 
 
-def all_gather(comm: _C.Communicator, recv: torch.Tensor, send: torch.Tensor) -> None:
-    dtypes = core_dtype(send.dtype), core_dtype(recv.dtype)
+def all_gather(
+    comm: _C.Communicator,
+    recv: torch.Tensor,
+    send: torch.Tensor,
+    counts: tuple[int, ...] | None = None,
+) -> None:
+    dtypes, parts = (core_dtype(send.dtype), core_dtype(recv.dtype)), counts or send.numel()
     comm.all_gather(
-        send.data_ptr(), dtypes[0], recv.data_ptr(), dtypes[1], send.numel(), 0, current_stream()
+        send.data_ptr(), dtypes[0], recv.data_ptr(), dtypes[1], parts, 0, current_stream()
     )
 
 
@@ -65,10 +70,11 @@ def reduce_scatter(
     op: str = "sum",
     scale: float = 1.0,
     accumulate: bool = False,
+    counts: tuple[int, ...] | None = None,
 ) -> None:
     comm.reduce_scatter(
         send.data_ptr(), core_dtype(send.dtype), recv.data_ptr(), core_dtype(recv.dtype), scale,
-        accumulate, recv.numel(), RED_OPS[op], 0, current_stream(),
+        accumulate, counts or recv.numel(), RED_OPS[op], 0, current_stream(),
     )  # fmt: skip
 
 

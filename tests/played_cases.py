@@ -24,7 +24,18 @@ played_cuda.install(instant=sys.argv[1] in INSTANT)
 
 from gates import until  # noqa: E402
 
-from shardcomm import _C, Bucket, Communicator, Pending, bucket, fully_shard, sharding, streams  # noqa: E402
+from shardcomm import (  # noqa: E402
+    _C,
+    Bucket,
+    Communicator,
+    Layout,
+    ParamSpec,
+    Pending,
+    bucket,
+    fully_shard,
+    sharding,
+    streams,
+)
 from shardcomm.core_communicator import CoreCommunicator  # noqa: E402
 from shardcomm.streams import compute_stream  # noqa: E402
 
@@ -85,6 +96,31 @@ def gather_and_reduce() -> None:
     run_ranks(body)
 
 
+def owners_of_whole_parameters() -> None:
+    """Shards differ in length: NCCL's broadcasts and reduces, a group of them a collective."""
+
+    def body(comm: Communicator, stream: played_cuda.Stream) -> None:
+        full = values(9)
+        specs = [ParamSpec(name, tuple(value.shape), "tensor") for name, value in full.items()]
+        layout = Layout.plan(specs, RANKS, owners=[1] * (len(specs) - 1) + [0])
+        bucket = Bucket(layout, comm)
+        bucket.load(list(full.values()))
+        for step in range(3):
+            bucket.all_gather(async_op=True).wait()
+            for shard in bucket.shards:
+                shard.grad = None
+            grads = [grad + step for grad in values(comm.rank).values()]
+            bucket.reduce_scatter(grads, async_op=True).wait()
+        stream.synchronize()
+        check_params(bucket, full)
+        of_ranks = [{n: v + 2 for n, v in values(rank).items()} for rank in range(RANKS)]
+        check_grads(bucket, of_ranks)
+        taken = {receipt.operation: receipt.taken for receipt in comm.receipts()}
+        assert (taken["all_gather"], taken["reduce_scatter"]) == ("broadcasts", "reduces")
+
+    run_ranks(body)
+
+
 def two_events_a_collective() -> None:
     """In the steady state: no more are recorded, none is made, timed or asked, and no memory is made."""
     comm = CoreCommunicator(_C.make_nccl(_C.nccl_unique_id(), 0, RANKS, 0, 60.0))
@@ -96,7 +132,7 @@ def two_events_a_collective() -> None:
             bucket.all_gather(async_op=True).wait()
             bucket.pack(grads, async_op=True)
             bucket.reduce(async_op=True).wait()
-            bucket.gradients.unshown = False
+            bucket.gradients.forget(shown=False)
 
     with played_cuda.Stream():
         steps(300)  # a watchdog holds the events of so many
@@ -329,11 +365,13 @@ def memory_in_a_capture() -> None:
             with pytest.raises(RuntimeError, match="run the step once before it is captured"):
                 comm.allocate(64, use="reduce")
             together.wait()
+        together.wait()  # both have ended
         comm.barrier()  # it goes on
         together.wait()
         with played_cuda.Graph(stream).capture(played_cuda.Graph.THREAD):
             del memory
             together.wait()
+        together.wait()
 
     run_ranks(body)
 

@@ -132,7 +132,7 @@ def test_a_parameter_tied_to_another_one() -> None:
     [
         ({"strategy": "no_shard"}, {}, "the call has strategy 'full_shard' on ranks 0, 2 and 'no_shard' on rank 1"),
         ({"prefetch": 2}, {}, "the call has prefetch 1 on ranks 0, 2 and 2 on rank 1"),
-        ({"backward_prefetch": 2}, {}, "the call has backward_prefetch None on ranks 0, 2 and 2 on rank 1"),
+        ({"backward_prefetch": 2}, {}, "the call has backward_prefetch 1 on ranks 0, 2 and 2 on rank 1"),
         ({"slots": 3}, {}, "the call has slots None on ranks 0, 2 and 3 on rank 1"),
         ({"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16)}, {}, "the call has mixed_precision"),
         ({"cpu_offload": True}, {}, "the call has cpu_offload False on ranks 0, 2 and True on rank 1"),

@@ -1,5 +1,12 @@
 """Arrays of other libraries as operands. On a GPU: test_local_gpu.py."""
 
+from __future__ import annotations
+
+import re
+import sys
+from types import ModuleType
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -41,6 +48,98 @@ def test_arrays_that_run_backwards_or_must_not_be_written_are_refused() -> None:
     assert whole.tolist() == [1.0] * 4
     with pytest.raises(TypeError, match="all_reduce: buffer: DLPack only supports"):
         comm.all_reduce(np.array(["a"]))
+
+
+class OnlyDLPack:
+    """An array that other libraries see through DLPack alone."""
+
+    def __init__(self, array: Any) -> None:
+        self.array = array
+
+    def __dlpack__(self, **asked: Any) -> Any:
+        return self.array.__dlpack__(**asked)
+
+    def __dlpack_device__(self) -> Any:
+        return self.array.__dlpack_device__()
+
+
+class OldDLPack(OnlyDLPack):
+    """Before DLPack 1.0."""
+
+    def __dlpack__(self, **asked: Any) -> Any:
+        if "max_version" in asked:
+            raise TypeError("unexpected keyword argument 'max_version'")
+        return self.array.__dlpack__(**asked)
+
+
+class PlayedJax(OnlyDLPack):
+    """As JAX 0.10 does (to_dlpack in jax/_src/dlpack.py): takes a version, and says nothing of who may write."""
+
+    def __dlpack__(self, **asked: Any) -> Any:
+        return self.array.__dlpack__()
+
+
+def test_what_dlpack_says_of_its_memory_is_heard() -> None:
+    comm = Communicator.local_group(1)[0]
+    array = np.zeros(4, dtype=np.float32)
+    for kind in (OnlyDLPack, OldDLPack):
+        comm.all_gather(kind(array), torch.ones(4))
+        assert array.tolist() == [1.0] * 4
+        array[:] = 0
+    array.flags.writeable = False
+    with pytest.raises(ValueError, match="all_gather: recv is a read-only array; it is written to"):
+        comm.all_gather(OnlyDLPack(array), torch.ones(4))
+    assert array.tolist() == [0.0] * 4
+    whole = torch.ones(4)
+    comm.all_gather(whole, OnlyDLPack(array))
+    assert whole.tolist() == [0.0] * 4
+
+
+def played_jax(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Where jax is not installed: what shardcomm, and torch, see of it."""
+    module = ModuleType("jax")
+    module.Array = PlayedJax  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "jax", module)
+    return lambda: PlayedJax(np.zeros(4, dtype=np.float32))
+
+
+def real_jax() -> Any:
+    jax = pytest.importorskip("jax")
+    return lambda: jax.numpy.zeros(4)
+
+
+@pytest.mark.parametrize("played", [True, False], ids=["played", "real"])
+def test_arrays_of_jax_are_sent_and_never_written(
+    monkeypatch: pytest.MonkeyPatch, played: bool
+) -> None:
+    new = played_jax(monkeypatch) if played else real_jax()
+    comm = Communicator.local_group(1)[0]
+    array = new()
+    refused = "is a JAX array, which cannot change; give a torch.Tensor or a NumPy array, and make"
+    for name, call in {
+        "all_gather: recv": lambda: comm.all_gather(array, torch.ones(4)),
+        "reduce_scatter: recv": lambda: comm.reduce_scatter(array, torch.ones(4)),
+        "all_reduce: buffer": lambda: comm.all_reduce(array),
+        "broadcast: buffer": lambda: comm.broadcast(array),
+    }.items():
+        with pytest.raises(ValueError, match=re.escape(f"{name} {refused}")):
+            call()
+    plan = CopyPlan.pack([4], [0], torch.float32, torch.float32)
+    with pytest.raises(ValueError, match=r"destinations\[0\] is a JAX array"):
+        plan.run([torch.ones(4)], [array])
+    whole = torch.ones(4)
+    comm.all_gather(whole, array)
+    assert whole.tolist() == [0.0] * 4  # it has not changed
+
+
+@pytest.mark.parametrize(
+    "buffer", [memoryview(bytearray(16)), torch.utils.dlpack.to_dlpack(torch.zeros(4))]
+)
+def test_bare_memory_is_no_array(buffer: Any) -> None:
+    with pytest.raises(
+        TypeError, match=r"all_reduce: buffer is a (memoryview|PyCapsule); accepted"
+    ):
+        Communicator.local_group(1)[0].all_reduce(buffer)
 
 
 def test_a_tensor_is_itself() -> None:

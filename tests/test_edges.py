@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import math
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from thread_ranks import run_threads
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
 from torch.nn import functional as F
 from torch.nn.utils import parameters_to_vector, parametrize, vector_to_parameters
 from twins import local
@@ -41,8 +46,11 @@ class Tied(nn.Module):
         return F.linear(x, self.embed.weight) if tied else x
 
 
+_generator = threading.Lock()  # thread ranks share torch's random generator
+
+
 def model_of(seed: int = 0) -> Tied:
-    with torch.random.fork_rng():
+    with _generator, torch.random.fork_rng():
         torch.manual_seed(seed)
         return Tied()
 
@@ -253,6 +261,58 @@ def test_values_put_in_a_parameters_place_are_trained() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+@pytest.mark.parametrize(
+    "change", [lambda m: m.half(), lambda m: m.double(), lambda m: m.to("meta")]
+)
+def test_conversions_are_refused(change: Callable[[Tied], Any], strategy: str) -> None:
+    def body(model: Tied, engine: Engine, twin: Tied) -> None:
+        with pytest.raises(RuntimeError, match=r"after\s+fully_shard"):
+            (change(model), model(IDS))
+
+    with_sharded(body, strategy=strategy)
+
+
+@pytest.mark.parametrize(
+    "put",
+    [
+        lambda m: [setattr(p, "data", torch.full_like(p, 0.5)) for p in m.parameters()],
+        lambda m: vector_to_parameters(torch.linspace(-1, 1, 184), m.parameters()),
+        lambda m: [p.fill_(0.5) for p in m.to_empty(device="cpu").parameters()],
+        lambda m: m.load_state_dict(model_of(seed=1).state_dict(), assign=True),
+    ],
+)
+def test_values_put_in_the_place_of_whole_parameters_are_trained(
+    put: Callable[[Tied], Any],
+) -> None:
+    def body(model: Tied, engine: Engine, twin: Tied) -> None:
+        for each in (model, twin):
+            each.zero_grad()
+            with torch.no_grad():
+                put(each)
+            optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+            each(IDS).square().sum().backward()
+            optimizer.step()
+        for name, value in engine.full_state_dict().items():
+            torch.testing.assert_close(value, twin.state_dict()[name])
+
+    with_sharded(body, strategy="no_shard")
+
+
+def test_a_copy_of_whole_parameters_is_a_plain_model() -> None:
+    def body(model: Tied, engine: Engine, twin: Tied) -> None:
+        copied = copy.deepcopy(model)
+        copied.load_state_dict(model_of(seed=1).state_dict())
+        assert torch.equal(copied.half().blocks[0].weight, model_of(seed=1).blocks[0].weight.half())  # type: ignore[arg-type,operator]
+        assert torch.equal(model(IDS), twin(IDS))
+        saved = io.BytesIO()
+        torch.save(model.embed.weight, saved)
+        saved.seek(0)
+        assert type(torch.load(saved)) is nn.Parameter
+
+    with_sharded(body, strategy="no_shard")
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
 def test_copies_are_refused(strategy: str) -> None:
     def body(model: Tied, engine: Engine, twin: Tied) -> None:
         with pytest.raises(RuntimeError, match="before fully_shard"):
@@ -296,10 +356,48 @@ def test_an_optimizer_made_before_is_refused_at_its_first_step() -> None:
     run_threads(rank, RANKS)
 
 
-def test_a_gradient_hook_is_refused() -> None:
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+@pytest.mark.parametrize("shown_by", ["gathered", "unshard"])
+def test_an_optimizer_made_of_full_parameters_is_refused_at_its_first_step(
+    shown_by: str, strategy: str
+) -> None:
+    """It would step on copies, and leave the model as it is."""
+
+    def body(model: Tied, engine: Engine, twin: Tied) -> None:
+        if shown_by == "gathered":
+            with engine.gathered():
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        else:
+            engine.unit(model.embed).unshard()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            engine.unit(model.embed).reshard()
+        model(IDS).square().sum().backward()
+        with pytest.raises(RuntimeError, match=r"SGD\.step: .* full parameter 'embed\.weight'"):
+            optimizer.step()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+    with_sharded(body, strategy=strategy)
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+def test_a_gradient_hook_is_refused(strategy: str) -> None:
     def body(model: Tied, engine: Engine, twin: Tied) -> None:
         with pytest.raises(RuntimeError, match="register_post_accumulate_grad_hook"):
             model.embed.weight.register_hook(lambda grad: grad)
+
+    with_sharded(body, strategy=strategy)
+
+
+@pytest.mark.parametrize("allow_unused", [False, True])
+def test_gradients_that_are_returned_are_refused(allow_unused: bool) -> None:
+    def body(model: Tied, engine: Engine, twin: Tied) -> None:
+        loss = model(IDS).square().sum()
+        with pytest.raises(RuntimeError, match=r"loss\.backward\(\)"):
+            torch.autograd.grad(loss, list(model.parameters()), allow_unused=allow_unused)
+        model.zero_grad()
+        loss.backward()
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(p.grad.full_tensor(), q.grad)  # type: ignore[union-attr]
 
     with_sharded(body)
 
@@ -323,6 +421,89 @@ def test_an_optimizer_in_backward_sees_the_reduced_gradients() -> None:
             torch.testing.assert_close(p.full_tensor(), q.detach())  # type: ignore[attr-defined]
 
     with_sharded(body)
+
+
+def zeroed(model: Tied) -> None:
+    model.zero_grad(set_to_none=False)
+    assert all(p.grad is not None for p in model.parameters())
+    model(IDS).square().sum().backward()
+    for p in model.parameters():
+        assert p.grad is not None
+        p.grad.zero_()
+    model(IDS).square().sum().backward()
+
+
+def thawed(model: Tied) -> None:
+    for on in (False, True):
+        model.zero_grad()
+        loss = model(IDS).square().sum()
+        model.embed.requires_grad_(on)
+        loss.backward()
+        model(IDS).square().sum().backward()
+
+
+def hooked(model: Tied) -> None:
+    model.zero_grad()
+    model.blocks[1].register_full_backward_hook(lambda module, grads, _: (2 * grads[0],))
+    model.blocks[0].register_full_backward_pre_hook(lambda module, grads: (3 * grads[0],))
+    model(IDS).square().sum().backward()
+
+
+@pytest.mark.parametrize("loop", [zeroed, thawed, hooked])
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+def test_gradients_are_those_without_sharding(loop: Callable[[Tied], None], strategy: str) -> None:
+    def body(model: Tied, engine: Engine, twin: Tied) -> None:
+        loop(model)
+        loop(twin)
+        optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, twin)]
+        for optimizer in optimizers:
+            optimizer.step()
+        for name, value in engine.full_state_dict().items():
+            torch.testing.assert_close(value, twin.state_dict()[name])
+
+    with_sharded(body, strategy=strategy)
+
+
+def test_a_whole_parameter_beside_one_that_another_rank_has_is_refused() -> None:
+    """The rank that owns the weight of a LayerNorm, and not its bias."""
+
+    class Norms(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.LayerNorm(WIDTH)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.norm(x)
+            return out
+
+    def body(comm: Communicator) -> None:
+        model = Norms()
+        fully_shard(model, comm, granularity="tensor")
+        with pytest.raises(RuntimeError, match=r"'norm\.(weight|bias)': outside of the forward of"):
+            model.norm(torch.ones(2, WIDTH))
+
+    run_threads(body, RANKS)
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "full_shard"])
+def test_a_gradients_data_that_was_replaced_is_added_to(strategy: str) -> None:
+    def body(comm: Communicator) -> None:
+        model = nn.Linear(WIDTH, WIDTH, bias=False)
+        fully_shard(model, comm, strategy=strategy)
+        x = torch.ones(1, WIDTH)
+        for _ in range(2):
+            model(x).sum().backward()
+            assert model.weight.grad is not None
+            model.weight.grad.data = torch.full_like(model.weight.grad.data, 5.0)
+        model(x).sum().backward()
+        assert model.weight.grad is not None
+        assert local(model.weight.grad).eq(6.0).all()
+        model.zero_grad()
+        model(x).sum().backward()
+        assert model.weight.grad is not None
+        assert local(model.weight.grad).eq(1.0).all()
+
+    run_threads(body, RANKS)
 
 
 # State dicts.
@@ -378,6 +559,9 @@ def saved_as_torch_does(folder: str) -> None:
         again = get_model_state_dict(model)
         dcp.load({"model": again}, checkpoint_id=f"{folder}/torch")
         set_model_state_dict(model, again)
+        given = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+        with pytest.raises(NotImplementedError, match="full_state_dict"):
+            given["embed.weight"].sum()
     dist.destroy_process_group()
 
 

@@ -97,6 +97,9 @@ def test_exception_in_forward_does_not_reach_the_state_dict(ranks: int) -> None:
             assert torch.equal(value, doubled[name]), name
 
         failing_forward(model, at=1)
+        for unit in engine.units:
+            for param in unit.params:
+                assert all(m._parameters[a] is param.shard for m, a in param.owned.places)
         engine.close()
         assert sum(p.numel() for u in engine.units for p in u.module.parameters(recurse=False)) <= (
             sum(p.numel() for p in plain.parameters())

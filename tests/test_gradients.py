@@ -122,7 +122,7 @@ def test_a_factor_that_changes_each_step_makes_nothing_anew() -> None:
         model(torch.ones(1, 2)).sum().backward()
         assert model.weight.grad is not None
         assert model.weight.grad.eq(torch.tensor(1.0) / factor).all()
-        packs.append(list(bucket._full_gradients._packs.values()))
+        packs.append(list(bucket.reduction._full._packs.values()))
         assert packs[-1] == packs[0]
         model.zero_grad()
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardcomm import Block, Layout, ParamSpec
+from shardcomm.layout import Granularity
 from shardcomm.shapes import SHAPES
 
 # The largest layout a machine could hold is no test of arithmetic; small ones meet every boundary case.
@@ -32,6 +34,19 @@ def units(draw: st.DrawFn) -> tuple[list[ParamSpec], int, int]:
     return params, draw(st.integers(1, 9)), draw(st.sampled_from([4, 8, 32, 128]))
 
 
+@st.composite
+def layouts(draw: st.DrawFn) -> Layout:
+    """Of random units, or of their parameters with random owners."""
+    params, ranks, align_bytes = draw(units())
+    owners = None
+    if draw(st.booleans()):
+        params = [replace(param, granularity="tensor") for param in params]
+        owners = [draw(st.integers(0, ranks - 1)) for _ in params]
+    layout = Layout.plan(params, ranks, align_bytes=align_bytes, itemsize=4, owners=owners)
+    assert layout.align == align_bytes // 4
+    return layout
+
+
 def granule_numel(layout: Layout, index: int) -> int:
     placement = layout.placements[index]
     granularity = placement.spec.granularity
@@ -44,20 +59,22 @@ def granule_numel(layout: Layout, index: int) -> int:
 
 
 @settings(max_examples=400, deadline=None)
-@given(units())
-def test_parameters_are_aligned_and_disjoint_and_shards_equal(
-    unit: tuple[list[ParamSpec], int, int],
-) -> None:
-    params, ranks, align_bytes = unit
-    layout = Layout.plan(params, ranks, align_bytes=align_bytes, itemsize=4)
-    assert layout.flat_numel == layout.shard_numel * ranks
-    assert layout.shard_numel % (align_bytes // 4) == 0
+@given(layouts())
+def test_parameters_are_aligned_and_disjoint_and_shards_follow_each_other(layout: Layout) -> None:
+    assert len(layout.shard_numels) == layout.world_size
+    assert layout.flat_numel == sum(layout.shard_numels)
+    assert layout.shard_numel == max(layout.shard_numels)
+    for rank, numel in enumerate(layout.shard_numels):
+        assert numel % layout.align == 0
+        assert layout.starts[rank] == sum(layout.shard_numels[:rank])
+    equal = layout.shard_numels == (layout.shard_numel,) * layout.world_size
+    assert layout.counts == (None if equal else layout.shard_numels)
     end = 0
     for placement in sorted(layout.placements, key=lambda p: (p.offset, p.numel)):
         assert placement.numel == math.prod(placement.spec.shape)
         assert sorted(placement.stored_shape) == sorted(placement.spec.shape)
         if placement.numel:
-            assert placement.offset % (align_bytes // 4) == 0
+            assert placement.offset % layout.align == 0
             assert placement.offset >= end
             end = placement.offset + placement.numel
     assert end <= layout.flat_numel
@@ -65,43 +82,45 @@ def test_parameters_are_aligned_and_disjoint_and_shards_equal(
 
 @settings(max_examples=400, deadline=None)
 @given(units())
-def test_boundary_never_cuts_a_granule(unit: tuple[list[ParamSpec], int, int]) -> None:
+def test_shards_are_equal_where_no_parameter_has_an_owner(
+    unit: tuple[list[ParamSpec], int, int],
+) -> None:
     params, ranks, align_bytes = unit
-    layout = Layout.plan(params, ranks, align_bytes=align_bytes, itemsize=4)
+    assert Layout.plan(params, ranks, align_bytes=align_bytes, itemsize=4).counts is None
+
+
+@settings(max_examples=400, deadline=None)
+@given(layouts())
+def test_boundary_never_cuts_a_granule(layout: Layout) -> None:
     for index, placement in enumerate(layout.placements):
-        for rank in range(1, ranks):
-            inside = rank * layout.shard_numel - placement.offset
+        for start in layout.starts[1:-1]:
+            inside = start - placement.offset
             if 0 < inside < placement.numel:
                 assert inside % granule_numel(layout, index) == 0
 
 
 @settings(max_examples=400, deadline=None)
-@given(units())
-def test_pieces_tile_every_parameter_exactly_once(unit: tuple[list[ParamSpec], int, int]) -> None:
-    params, ranks, align_bytes = unit
-    layout = Layout.plan(params, ranks, align_bytes=align_bytes, itemsize=4)
+@given(layouts())
+def test_pieces_tile_every_parameter_exactly_once(layout: Layout) -> None:
     for index, placement in enumerate(layout.placements):
         held = 0
         row = 0
-        for rank in range(ranks):
+        for rank, start in enumerate(layout.starts[:-1]):
             piece = layout.piece(rank, index)
             assert math.prod(piece.shape) == piece.numel
             if piece.numel:
                 assert piece.start == row
                 row = piece.stop
                 # Where the piece lies in the flat buffer is where the parameter's rows lie.
-                flat = rank * layout.shard_numel + piece.offset
-                assert flat == placement.offset + held
-                assert piece.offset + piece.numel <= layout.shard_numel
+                assert start + piece.offset == placement.offset + held
+                assert piece.offset + piece.numel <= layout.shard_numels[rank]
             held += piece.numel
         assert held == placement.numel
 
 
 @settings(max_examples=400, deadline=None)
-@given(units())
-def test_gaps_are_what_no_parameter_covers(unit: tuple[list[ParamSpec], int, int]) -> None:
-    params, ranks, align_bytes = unit
-    layout = Layout.plan(params, ranks, align_bytes=align_bytes, itemsize=4)
+@given(layouts())
+def test_gaps_are_what_no_parameter_covers(layout: Layout) -> None:
     covered = [0] * layout.flat_numel
     for placement in layout.placements:
         for i in range(placement.offset, placement.offset + placement.numel):
@@ -112,6 +131,53 @@ def test_gaps_are_what_no_parameter_covers(unit: tuple[list[ParamSpec], int, int
             covered[i] += 1
     assert covered == [1] * layout.flat_numel
     assert layout.padding == sum(stop - start for start, stop in layout.gaps())
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.lists(shapes, max_size=8), st.integers(1, 9), st.randoms(use_true_random=False))
+def test_owners_hold_their_parameters_whole_and_nothing_else(
+    param_shapes: list[tuple[int, ...]], ranks: int, random: random.Random
+) -> None:
+    specs = [ParamSpec(str(i), shape, "tensor") for i, shape in enumerate(param_shapes)]
+    owners = [random.randrange(ranks) for _ in specs]
+    layout = Layout.plan(specs, ranks, align_bytes=16, itemsize=4, owners=owners)
+    for rank in range(ranks):
+        mine = 0
+        for index, placement in enumerate(layout.placements):
+            held = placement.numel if owners[index] == rank else 0
+            assert layout.piece(rank, index).numel == held
+            mine += math.ceil(held / 4) * 4
+        assert layout.shard_numels[rank] == mine  # padded to the alignment, and no more
+
+
+def test_the_drawing_of_owners_in_the_docstring() -> None:
+    shapes = {"a": (4, 6), "b": (5, 4), "c": (6,)}
+    specs = [ParamSpec(name, shape, "tensor") for name, shape in shapes.items()]
+    layout = Layout.plan(specs, 2, align_bytes=1, itemsize=1, owners=[1, 0, 1])
+    assert [placement.offset for placement in layout.placements] == [20, 0, 44]
+    assert layout.shard_numels == (20, 30)
+    assert "S = [20, 30]" in repr(layout)
+    assert "rank 1: a[0:4] at 0, c[0:6] at 24" in repr(layout)
+
+
+@pytest.mark.parametrize(
+    ("owners", "granularity", "message"),
+    [
+        ([0], "tensor", "owners has 1 entries; it must have one for each of 2 params"),
+        ([0, 2], "tensor", "the owner of 'b' is 2; it must be a rank, 0 to 1"),
+        ([0, -1], "tensor", "the owner of 'b' is -1"),
+        ([0, 1.0], "tensor", "the owner of 'b' is 1.0"),
+        ([0, 1], "row", "'a' has an owner and granularity 'row'; with owners it must be 'tensor'"),
+    ],
+)
+def test_owners_that_are_none_are_refused(
+    owners: list[int], granularity: Granularity, message: str
+) -> None:
+    specs = [ParamSpec(name, (3,), granularity) for name in "ab"]
+    with pytest.raises(ValueError, match=message):
+        Layout.plan(specs, 2, owners=owners)
+    with pytest.raises(TypeError, match="owners is a dict; it must be a list or a tuple"):
+        Layout.plan(specs, 2, owners={"a": 0})  # type: ignore[arg-type]
 
 
 def lcm_shard(params: Sequence[ParamSpec], ranks: int, align: int) -> int:

@@ -116,6 +116,27 @@ def epilogues(comm: _C.Communicator) -> None:
         assert torch.equal(result.cpu(), 3 + own / 2)
 
 
+def uneven_parts(comm: _C.Communicator) -> None:
+    """The last rank has most, and rank 0 nothing."""
+    counts = (0, *(3 + 500 * r for r in range(1, comm.size)))
+    begin, own = sum(counts[: comm.rank]), counts[comm.rank]
+    for dtype in (torch.float32, torch.bfloat16):
+        everybody = [values(0, r, sum(counts), dtype) for r in range(comm.size)]
+        result = torch.zeros(sum(counts), dtype=torch.bfloat16, device="cuda")
+        mine = everybody[comm.rank][begin : begin + own]
+        all_gather(comm, result, mine.cuda(), counts=counts)
+        parts = [everybody[r].split(counts)[r] for r in range(comm.size)]
+        assert torch.equal(result.cpu(), torch.cat(parts).bfloat16())
+        assert receipt(comm, "all_gather")[3] == "broadcasts"
+        total = reduced(everybody, "sum")[begin : begin + own].float()
+        sums = torch.full((own,), 3.0, device="cuda")
+        send = everybody[comm.rank].cuda()
+        reduce_scatter(comm, sums, send, "sum", scale=0.5, accumulate=True, counts=counts)
+        assert torch.equal(sums.cpu(), 3 + total / 2)
+        taken = receipt(comm, "reduce_scatter")[3]
+        assert (taken == "reduces") is (dtype is torch.float32)
+
+
 def halves(comm: _C.Communicator) -> None:
     # 256 + 1 + 1 in bf16 steps of 2: rounding after each addition loses both ones.
     first = 256.0 if comm.rank == 0 else 1.0
@@ -233,7 +254,7 @@ def run_checks(*checks: Check) -> None:
 
 
 def test_collectives_are_torchs() -> None:
-    checks = (gathers, reduces, epilogues, halves, paths, others, refused, overlap)
+    checks = (gathers, reduces, epilogues, uneven_parts, halves, paths, others, refused, overlap)
     launch(run_checks, 2, checks, deadline_s=LAUNCH_S)
 
 

@@ -30,6 +30,7 @@ REQUIRED = [
     "ReduceScatter",
     "AllReduce",
     "Broadcast",
+    "Reduce",
     "Send",
     "Recv",
 ]

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from nets import batch, loss_of, make
+from nets import Block, batch, loss_of, make
 from thread_ranks import run_mesh, run_threads
 from torch import nn
 
 from shardcomm import Communicator, Mesh, MixedPrecision, Plan, fully_shard
 from shardcomm.groups import slot_bytes
+from shardcomm.layout import Granularity
 from shardcomm.schedule import Phase, Trigger
 from shardcomm.shapes import SHAPES, equal_blocks
 from shardcomm.sharded_unit import Footprint
@@ -51,24 +52,43 @@ def measured(
     return footprint, state, gathered, reduced
 
 
+def matrices_whole(name: str, param: nn.Parameter) -> Granularity:
+    """Both kinds in a unit."""
+    return "tensor" if param.dim() > 1 else "row"
+
+
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("", {}),
     ("frozen", {"mixed_precision": HALF_WIDE_SUMS, "granularity": "tensor"}),
     ("tied-across-units", {"mixed_precision": HALF, "prefetch": 0, "backward_prefetch": 2}),
-    ("nested", {"slots": 1, "prefetch": 0, "granularity": "element"}),
+    ("nested", {"units": Block, "slots": 1, "prefetch": 0, "granularity": "element"}),
     ("", {"shard_dim": "auto"}),
     ("frozen", {"cpu_offload": True, "mixed_precision": HALF_WIDE_SUMS}),
+    ("", {"granularity": "tensor", "cpu_offload": True}),
+    ("nested", {"units": Block, "granularity": matrices_whole}),
 ]
 
 
-def assert_as_planned(results: list[tuple[Footprint, int, int, int]], plan: Plan) -> None:
-    for footprint, _, gathered, reduced in results:
+CASE_NAMES = [f"{variant or 'plain'}-{','.join(options)}" for variant, options in CASES]
+
+
+def assert_as_planned(
+    results: list[tuple[Footprint, int, int, int]], plan_of: Callable[[int | None], Plan]
+) -> None:
+    """Each rank takes what was planned for it, and the plan of no rank is that of the one which takes the most."""
+    shards = len(plan_of(None).shard_bytes)
+    for index, (footprint, state, gathered, reduced) in enumerate(results):
+        plan = plan_of(index % shards)
         assert footprint == plan.footprint
+        assert state == plan.optimizer_bytes
         assert (gathered, reduced) == (plan.gathered_bytes, plan.reduced_bytes)
-    assert max(state for _, state, _, _ in results) == plan.optimizer_bytes
+        assert plan.state_bytes <= plan_of(None).state_bytes
+    held = [footprint.parameter_bytes for footprint, *_ in results[:shards]]
+    assert plan_of(None).shard_bytes == tuple(held)
+    assert plan_of(None).imbalance == pytest.approx(max(held) / (sum(held) / shards))
 
 
-@pytest.mark.parametrize(("variant", "options"), CASES, ids=[name or "plain" for name, _ in CASES])
+@pytest.mark.parametrize(("variant", "options"), CASES, ids=CASE_NAMES)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("strategy", ["no_shard", "shard_grad_op", "full_shard"])
 def test_training_takes_what_was_planned_to_the_byte(
@@ -77,11 +97,13 @@ def test_training_takes_what_was_planned_to_the_byte(
     def body(comm: Communicator) -> tuple[Footprint, int, int, int]:
         return measured(comm, make(variant, width=13), strategy=strategy, **options)
 
-    plan = Plan.of(make(variant, width=13), ranks, strategy=strategy, **options)
-    assert_as_planned(run_threads(body, ranks), plan)
+    def plan_of(rank: int | None) -> Plan:
+        return Plan.of(make(variant, width=13), ranks, strategy=strategy, rank=rank, **options)
+
+    assert_as_planned(run_threads(body, ranks), plan_of)
 
 
-@pytest.mark.parametrize(("variant", "options"), CASES, ids=[name or "plain" for name, _ in CASES])
+@pytest.mark.parametrize(("variant", "options"), CASES, ids=CASE_NAMES)
 @pytest.mark.parametrize(("replicas", "shards"), [(2, 2), (1, 2), (3, 1)])
 def test_hybrid_training_takes_what_was_planned_to_the_byte(
     replicas: int, shards: int, variant: str, options: dict[str, Any]
@@ -89,14 +111,17 @@ def test_hybrid_training_takes_what_was_planned_to_the_byte(
     def body(mesh: Mesh) -> tuple[Footprint, int, int, int]:
         return measured(mesh, make(variant, width=13), strategy="hybrid_shard", **options)
 
-    plan = Plan.of(
-        make(variant, width=13),
-        replicas * shards,
-        strategy="hybrid_shard",
-        replicas=replicas,
-        **options,
-    )
-    assert_as_planned(run_mesh(body, replicas, shards), plan)
+    def plan_of(rank: int | None) -> Plan:
+        return Plan.of(
+            make(variant, width=13),
+            replicas * shards,
+            strategy="hybrid_shard",
+            replicas=replicas,
+            rank=rank,
+            **options,
+        )
+
+    assert_as_planned(run_mesh(body, replicas, shards), plan_of)
 
 
 def test_a_slot_of_another_size_than_planned_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,14 +143,14 @@ def test_gradients_of_another_size_than_planned_are_refused_once_they_are_there(
     model = chain()
     engine = fully_shard(model, Communicator.local_group(1)[0], units=nn.Linear)
     unit = engine.units[2]
-    reduce = unit.reduce
+    reduce = unit.gradients.reduce
 
-    def reduce_into_more() -> None:
-        reduce()
+    def reduce_into_more(**options: Any) -> None:
+        reduce(**options)
         gradients = unit.buckets[0][0].gradients
-        gradients.flat = torch.cat([gradients.flat, torch.zeros(8)])
+        gradients._flat = torch.cat([gradients.flat, torch.zeros(8)])
 
-    unit.reduce = reduce_into_more  # type: ignore[method-assign]
+    unit.gradients.reduce = reduce_into_more  # type: ignore[method-assign]
     with engine.no_sync():
         model(torch.ones(1, 32)).sum().backward()  # leaves none
     held, planned = 4 * (3 * 1024 + 8), 4 * 3 * 1024
@@ -242,7 +267,7 @@ def test_optimizer_state_is_that_of_the_rank_with_the_most() -> None:
     root = nn.Linear(1, 1, bias=False)
     root.inner = model
     del root.weight
-    plan = Plan.of(root, 2, granularity="tensor")
+    plan = Plan.of(root, 2)
     assert plan.footprint.parameter_bytes == 4 * 96
     assert plan.footprint.padding_bytes == 4 * 64
     assert plan.optimizer_bytes == 2 * 4 * 96

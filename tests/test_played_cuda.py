@@ -15,6 +15,7 @@ import played_cuda  # noqa: E402
 
 CASES = [
     "gather_and_reduce",
+    "owners_of_whole_parameters",
     "two_events_a_collective",
     "memory_is_kept_until_waited_for",
     "memory_of_dropped_work_is_kept_until_done",

@@ -461,16 +461,20 @@ print("in in_the_parent" in answers[child].text, "in in_the_child" in answers[ch
 
 
 def test_who_asks_while_another_does_waits_for_its_turn() -> None:
+    # Asked is a process at rest: Python shows the frames of threads that run, and has no lock on them.
     said = run_python(
         """
-import os, threading, shardcomm
+import subprocess, sys, threading
 from shardcomm.ps import stacks
-shardcomm.enable_stack_dumps(on=None)
+rests = "import shardcomm, sys; shardcomm.enable_stack_dumps(on=None); print(flush=True); sys.stdin.read()"
+asked = subprocess.Popen([sys.executable, "-c", rests], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+asked.stdout.readline()
 answers = []
-threads = [threading.Thread(target=lambda: answers.append(stacks.ask([os.getpid()]))) for _ in range(4)]
+threads = [threading.Thread(target=lambda: answers.append(stacks.ask([asked.pid]))) for _ in range(4)]
 for thread in threads: thread.start()
 for thread in threads: thread.join()
-print([a[os.getpid()].text.count("in <module>") for a in answers])
+asked.communicate()
+print([a[asked.pid].text.count("in <module>") for a in answers])
 """
     )
     assert said == "[1, 1, 1, 1]\n"

@@ -14,14 +14,16 @@ from thread_ranks import run_mesh, run_threads
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
-from twins import local
+from twins import WIDTH, Chain, assert_same_gradients, local, twins, values
 
 from shardcomm import STRATEGIES, Communicator, Mesh, MixedPrecision, fully_shard, launch
+from shardcomm.layout import Granularity
 
 STEPS = 2
 HALF = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-# How a step of two batches is accumulated: not at all (two steps), unsharded, or reduced each time.
-ACCUMULATION = ["", "no_sync", "every"]
+# How a step of two batches is accumulated: not at all (two steps), unsharded, reduced each time, or reduced to shards
+# that are averaged among replicas at the end.
+ACCUMULATION = ["", "no_sync", "every", "put_off"]
 
 Run = Callable[[Callable[..., dict[str, torch.Tensor]]], list[dict[str, torch.Tensor]]]
 
@@ -59,11 +61,17 @@ def train(
     accumulation: str,
     *,
     cpu_offload: bool = False,
+    granularity: Granularity = "row",
 ) -> dict[str, torch.Tensor]:
     model = make(layers=3)
     precision = HALF if half else None
     engine = fully_shard(
-        model, ranks, strategy=strategy, mixed_precision=precision, cpu_offload=cpu_offload
+        model,
+        ranks,
+        strategy=strategy,
+        mixed_precision=precision,
+        cpu_offload=cpu_offload,
+        granularity=granularity,
     )
     optimizer = sgd_of(model)
     batches = 2 if accumulation else 1
@@ -74,6 +82,7 @@ def train(
                 with engine.no_sync():
                     loss_of(model, tokens).backward()
             else:
+                engine.set_requires_all_reduce(accumulation != "put_off" or m == 1)
                 loss_of(model, tokens).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -89,7 +98,7 @@ def train(
 def test_one_dimension(strategy: str, ranks: int, half: bool, accumulation: str) -> None:
     wanted = expected(ranks, half, 2 if accumulation else 1)
     for state in run_threads(lambda comm: train(comm, strategy, half, accumulation), ranks):
-        assert_same(state, wanted, bitwise=accumulation != "every")
+        assert_same(state, wanted, bitwise=accumulation not in ("every", "put_off"))
 
 
 @pytest.mark.parametrize("accumulation", ACCUMULATION)
@@ -102,10 +111,76 @@ def test_two_dimensions(replicas: int, shards: int, half: bool, accumulation: st
     wanted = expected(replicas * shards, half, 2 if accumulation else 1)
     states = run_mesh(body, replicas, shards)
     for state in states:
-        assert_same(state, wanted, bitwise=accumulation != "every" and replicas * shards <= 2)
+        in_order = accumulation not in ("every", "put_off")
+        assert_same(state, wanted, bitwise=in_order and replicas * shards <= 2)
         for name, value in states[0].items():
             if not name.endswith("calls"):
                 assert torch.equal(state[name], value), name  # the same on every replica
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_all_reduces_that_are_put_off_come_once_and_for_all_units(shards: int) -> None:
+    """Also of a unit that the last backward does not come to."""
+
+    def body(mesh: Mesh) -> None:
+        model, plain = twins(Chain)
+        engine = fully_shard(model, mesh, strategy="hybrid_shard")
+        x = values(3, WIDTH)
+
+        def backward() -> int:
+            before = engine.traffic.reduced_bytes
+            for net in (model, plain):
+                net(x).sum().backward()
+            return engine.traffic.reduced_bytes - before
+
+        both = backward()
+        model.zero_grad()
+        plain.zero_grad()
+        engine.set_requires_all_reduce(False)
+        reduced = backward()
+        assert reduced < both
+        assert all(param.grad is None for param in model.parameters())
+        engine.set_requires_all_reduce(True)
+        for net in (model, plain):
+            net.skipped = {1}
+        backward()
+        assert_same_gradients(engine, model, plain)
+
+        with pytest.raises(ValueError, match="requires is 'no'; it must be True or False"):
+            engine.set_requires_all_reduce("no")  # type: ignore[arg-type]
+
+    run_mesh(body, 2, shards)
+
+
+def test_an_exception_forgets_what_an_all_reduce_was_put_off_for() -> None:
+    def body(mesh: Mesh) -> None:
+        model, plain = twins(Chain)
+        engine = fully_shard(model, mesh, strategy="hybrid_shard")
+
+        def fail(grad: torch.Tensor) -> None:
+            raise LookupError
+
+        engine.set_requires_all_reduce(False)
+        model(values(3, WIDTH)).sum().backward()
+        engine.set_requires_all_reduce(True)
+        model.between = lambda i, x: x.register_hook(fail) and x if i == 1 else x
+        with pytest.raises(LookupError):
+            model(values(3, WIDTH)).sum().backward()
+        model.between = lambda i, x: x
+        model.zero_grad()
+        for net in (model, plain):
+            net(values(3, WIDTH)).sum().backward()
+        assert_same_gradients(engine, model, plain)
+
+    run_mesh(body, 2, 2)
+
+
+def test_all_reduces_of_uneven_parts_are_put_off() -> None:
+    def body(mesh: Mesh) -> dict[str, torch.Tensor]:
+        return train(mesh, "hybrid_shard", False, "put_off", granularity="tensor")
+
+    for state in run_mesh(body, 2, 2):
+        assert_same(state, expected(4, False, 2), bitwise=False)
 
 
 def test_matrix_has_every_strategy() -> None:

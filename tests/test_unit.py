@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from torch import nn
 
+from shardcomm import Policy
 from shardcomm.schedule import Phase
 from shardcomm.unit import find_units, registration_order
 
@@ -77,6 +80,88 @@ def test_registration_order_opens_and_closes_units_like_a_forward() -> None:
         (opened, 0),
         *[(phase, unit) for unit in (1, 2, 3) for phase in (opened, closed)],
         (closed, 0),
+    )
+
+
+def test_lists_inside_an_entry_of_a_list_belong_to_it() -> None:
+    """Experts, or a block's layers; given by their class they are units all the same."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = nn.ModuleList(nn.Linear(2, 2, bias=False) for _ in range(2))
+
+        def forward(self) -> None:
+            """What makes it a unit."""
+
+    model = Tree()
+    model.blocks = nn.ModuleList([Block(), Block()])
+    experts = [f"blocks.{i}.experts.{j}" for i in range(2) for j in range(2)]
+    assert names(model) == {
+        "": ["embed.weight", "head.weight"],
+        "blocks.0": [f"{name}.weight" for name in experts[:2]],
+        "blocks.1": [f"{name}.weight" for name in experts[2:]],
+    }
+    by_class = names(model, [Block, nn.Linear])
+    assert list(by_class) == [
+        "",
+        "embed",
+        "blocks.0",
+        *experts[:2],
+        "blocks.1",
+        *experts[2:],
+        "head",
+    ]
+
+
+def test_ignored_parameters_belong_to_no_unit() -> None:
+    model = Tree()
+    ignored = [model.head.weight, *model.blocks[1].parameters()]
+    found = {u.name: [p.name for p in u.params] for u in find_units(model, None, ignored)}
+    assert found == {
+        "": ["embed.weight"],
+        "blocks.0": ["blocks.0.weight", "blocks.0.bias"],
+        "blocks.1": [],
+        "blocks.2": ["blocks.2.weight", "blocks.2.bias"],
+    }
+
+
+@pytest.mark.parametrize(
+    ("ignored", "says"),
+    [
+        (lambda model: model.head.weight, "ignored_params is a Parameter; it must be parameters"),
+        (lambda model: 3, "ignored_params is a int"),
+        (lambda model: ["head.weight"], "contains 'head.weight', which is not a parameter of"),
+        (lambda model: [nn.Linear(3, 2).weight], r"contains \(2, 3\), which is not a parameter of"),
+    ],
+)
+def test_what_is_no_parameter_of_the_model_is_not_ignored(ignored: Any, says: str) -> None:
+    model = Tree()
+    with pytest.raises((TypeError, ValueError), match=says):
+        find_units(model, None, ignored(model))
+
+
+def test_policies_go_to_modules_of_a_class_and_first_to_those_that_are_named() -> None:
+    model = Tree()
+    of_class, of_one = Policy(prefetch=2), Policy(cpu_offload=True)
+    units = {nn.Linear: of_class, model.blocks[1]: of_one, model: Policy(prefetch=0), nn.ReLU: None}
+    with pytest.raises(ValueError, match="the class ReLU, of which the model has no module"):
+        find_units(model, units)
+    del units[nn.ReLU]
+    found = {unit.name: unit.policy for unit in find_units(model, units)}
+    assert found.pop("blocks.1") == of_one
+    assert found.pop("") == Policy(prefetch=0)
+    assert set(found.values()) == {of_class}
+    with pytest.raises(
+        TypeError, match=r"units maps Linear to 'no_shard'; it must be a shardcomm\.Po"
+    ):
+        find_units(model, {nn.Linear: "no_shard"})  # type: ignore[dict-item]
+
+
+def test_a_policy_leaves_open_what_is_none() -> None:
+    rest = Policy(prefetch=1, backward_prefetch=3, cpu_offload=True)
+    assert Policy(prefetch=0, cpu_offload=False).over(rest) == Policy(
+        prefetch=0, backward_prefetch=3, cpu_offload=False
     )
 
 

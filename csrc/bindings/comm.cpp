@@ -1,5 +1,6 @@
 #include "bindings/bindings.h"
 #include "bindings/interrupt.h"
+#include "bindings/parts.h"
 #include "comm/buffer.h"
 #include "comm/inspect.h"
 #include "comm/process.h"
@@ -73,33 +74,33 @@ void bind_comm(py::module_& m) {
       .def(
           "all_gather",
           [](const Comm& comm, std::uintptr_t send, DType send_dtype, std::uintptr_t recv,
-             DType recv_dtype, std::int64_t count, std::int64_t tag, Stream* stream) {
+             DType recv_dtype, const Parts& parts, std::int64_t tag, Stream* stream) {
             // Here and not on the stream: an error is the caller's at once.
-            check_all_gather(pointer(send), send_dtype, pointer(recv), recv_dtype, count,
+            check_all_gather(pointer(send), send_dtype, pointer(recv), recv_dtype, parts,
                              comm->rank(), comm->size());
             submit(comm, stream, [=](Communicator& c, NativeStream native) {
-              c.all_gather(pointer(send), send_dtype, pointer(recv), recv_dtype, count, tag,
+              c.all_gather(pointer(send), send_dtype, pointer(recv), recv_dtype, parts, tag,
                            native);
             });
           },
           py::arg("send"), py::arg("send_dtype"), py::arg("recv"), py::arg("recv_dtype"),
-          py::arg("count"), py::arg("tag"), on_stream)
+          py::arg("parts"), py::arg("tag"), on_stream)
       .def(
           "reduce_scatter",
           [](const Comm& comm, std::uintptr_t send, DType dtype, std::uintptr_t recv,
-             DType recv_dtype, float scale, bool accumulate, std::int64_t count, RedOp op,
+             DType recv_dtype, float scale, bool accumulate, const Parts& parts, RedOp op,
              std::int64_t tag, std::uintptr_t nonfinite, Stream* stream) {
             const Epilogue epilogue{recv_dtype, scale, accumulate,
                                     static_cast<std::int32_t*>(pointer(nonfinite))};
-            check_reduce_scatter(pointer(send), dtype, pointer(recv), recv_dtype, count,
+            check_reduce_scatter(pointer(send), dtype, pointer(recv), recv_dtype, parts,
                                  comm->rank(), comm->size());
             submit(comm, stream, [=](Communicator& c, NativeStream native) {
-              c.reduce_scatter(pointer(send), dtype, pointer(recv), epilogue, count, op, tag,
+              c.reduce_scatter(pointer(send), dtype, pointer(recv), epilogue, parts, op, tag,
                                native);
             });
           },
           py::arg("send"), py::arg("dtype"), py::arg("recv"), py::arg("recv_dtype"),
-          py::arg("scale"), py::arg("accumulate"), py::arg("count"), py::arg("op"), py::arg("tag"),
+          py::arg("scale"), py::arg("accumulate"), py::arg("parts"), py::arg("op"), py::arg("tag"),
           py::arg("nonfinite") = 0, on_stream)
       .def(
           "all_reduce",
@@ -126,6 +127,7 @@ void bind_comm(py::module_& m) {
                    [=](Communicator& c, NativeStream native) { c.barrier(tag, native); });
           },
           py::arg("tag") = 0, on_stream)
+      .def("name_tag", &Communicator::name_tag, py::arg("tag"), py::arg("name"))
       .def("abort", &Communicator::abort, py::arg("reason"), py::call_guard<WithoutLock>())
       .def("check", &Communicator::check)
       .def("close", &Communicator::close, py::call_guard<WithoutLock>())

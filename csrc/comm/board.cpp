@@ -202,7 +202,7 @@ void Board::throw_mismatch() {
   std::ostringstream text;
   text << "ranks called different collectives:";
   for (int r = 0; r < group_.size(); ++r) {
-    text << (r == 0 ? " " : "; ") << group_.who(r) << " called " << describe(call_of(r));
+    text << (r == 0 ? " " : "; ") << group_.who(r) << " called " << group_.describe(call_of(r));
   }
   group_.mismatch(text.str());
   throw CommError(text.str());

@@ -1,5 +1,6 @@
 #include "comm/board_communicator.h"
 
+#include <algorithm>
 #include <array>
 #include <cstdio>
 #include <limits>
@@ -48,9 +49,22 @@ class WindowMemory final : public Memory {
 
 }  // namespace
 
-std::size_t ControlMemory::bytes(int size) {
+namespace {
+
+std::size_t bytes_before_names(int size) {
   return group_bytes(size) +
-         kChannels * (board_bytes(size) + static_cast<std::size_t>(size) * 2 * kStageBytes);
+         ControlMemory::kChannels *
+             (board_bytes(size) + static_cast<std::size_t>(size) * 2 * ControlMemory::kStageBytes);
+}
+
+}  // namespace
+
+std::size_t ControlMemory::bytes(int size) {
+  return bytes_before_names(size) + round_up(sizeof(TagNames), kPageBytes);
+}
+
+TagNames* ControlMemory::names(std::byte* base, int size) {
+  return reinterpret_cast<TagNames*>(base + bytes_before_names(size));
 }
 
 GroupMemory* ControlMemory::group(std::byte* base) { return reinterpret_cast<GroupMemory*>(base); }
@@ -79,7 +93,8 @@ BoardCommunicator::BoardCommunicator(std::string transport, int rank, int size,
       size_(size),
       control_(std::move(control)),
       group_(ControlMemory::group(control_->data()), ControlMemory::boards(control_->data(), size),
-             rank, size, options.deadline_s, std::move(find_dead)),
+             rank, size, options.deadline_s, std::move(find_dead),
+             ControlMemory::names(control_->data(), size)),
       provider_(std::move(provider)),
       executor_(std::move(executor)),
       windows_(std::make_shared<Windows>(rank, provider_->shares_addresses())) {
@@ -165,6 +180,11 @@ void BoardCommunicator::barrier(std::int64_t tag, NativeStream stream) {
   });
 }
 
+// All ranks give the same names; one of them writes.
+void BoardCommunicator::name_tag(std::int64_t tag, const std::string& name) {
+  if (rank_ == 0 && !group_.forked()) ControlMemory::names(control_->data(), size_)->set(tag, name);
+}
+
 void BoardCommunicator::abort(const std::string& reason) noexcept { group_.abort(reason); }
 
 void BoardCommunicator::close() noexcept { group_.close(); }
@@ -233,6 +253,32 @@ void BoardCommunicator::begin(Channel& channel, const Call& call, NativeStream s
   executor_->after_meeting(channel.index, meeting, stream);
 }
 
+// The counts go through the staging areas, as a chunk does: where all have come, all can read them.
+void BoardCommunicator::begin(Channel& channel, const Call& call, const Parts& parts,
+                              NativeStream stream) {
+  if (parts.equal()) return begin(channel, call, stream);
+  const std::int64_t chunk = channel.chunks_staged++;
+  const auto counts = [&](int rank) {
+    return reinterpret_cast<std::int64_t*>(stage(channel, rank, chunk));
+  };
+  for (int r = 0; r < size_; ++r) counts(rank_)[r] = parts.count(r);
+  begin(channel, call, stream);
+  const auto given = [&](int rank) {
+    std::string text;
+    for (int r = 0; r < size_; ++r) text += (r == 0 ? "" : ", ") + std::to_string(counts(rank)[r]);
+    return group_.who(rank) + " gave [" + text + "]";
+  };
+  for (int r = 0; r < size_; ++r) {
+    if (std::equal(counts(0), counts(0) + size_, counts(r))) continue;
+    // All see the same, and all throw.
+    const std::string text = "ranks gave different counts to " +
+                             describe(channel.board.call_of(rank_)) + ": " + given(0) + "; " +
+                             given(r);
+    group_.mismatch(text);
+    throw CommError(text);
+  }
+}
+
 void BoardCommunicator::meet(Channel& channel, NativeStream stream) {
   const std::uint64_t meeting = channel.meetings++;
   executor_->before_meeting(channel.index, meeting, stream);
@@ -253,7 +299,7 @@ std::byte* BoardCommunicator::peer(Channel& channel, Place Call::* place, int ra
   if (data == nullptr && where.window != Place::kAddress) {
     throw CommError("rank " + std::to_string(rank_) +
                     " has let go of communication memory that rank " + std::to_string(rank) +
-                    " still uses in " + describe(channel.board.call_of(rank)));
+                    " still uses in " + group_.describe(channel.board.call_of(rank)));
   }
   return data;
 }

@@ -20,8 +20,8 @@
 
 namespace shardcomm {
 
-// The control memory of a group: who is in it, and for each channel a board and staging areas
-// through which private buffers go.
+// The control memory of a group: who is in it, for each channel a board and staging areas through
+// which private buffers go, and the names of tags.
 struct ControlMemory {
   static constexpr int kChannels = Group::kChannels;  // gather, reduce
   // Two halves per rank, so that one is filled while the other is read. Smaller ones would stay in
@@ -33,6 +33,7 @@ struct ControlMemory {
   static GroupMemory* group(std::byte* base);
   static Group::Boards boards(std::byte* base, int size);
   static std::byte* stage(std::byte* base, int size, int channel, int rank, int half);
+  static TagNames* names(std::byte* base, int size);
 };
 
 class BoardCommunicator final : public Communicator {
@@ -51,13 +52,14 @@ class BoardCommunicator final : public Communicator {
   std::string transport() const override { return transport_; }
   std::shared_ptr<Memory> allocate(std::size_t bytes, Use use) override;
   void all_gather(const void* send, DType send_dtype, void* recv, DType recv_dtype,
-                  std::int64_t count, std::int64_t tag, NativeStream stream) override;
+                  const Parts& parts, std::int64_t tag, NativeStream stream) override;
   void reduce_scatter(const void* send, DType dtype, void* recv, const Epilogue& epilogue,
-                      std::int64_t count, RedOp op, std::int64_t tag, NativeStream stream) override;
+                      const Parts& parts, RedOp op, std::int64_t tag, NativeStream stream) override;
   void all_reduce(void* buffer, DType dtype, std::int64_t count, RedOp op,
                   NativeStream stream) override;
   void broadcast(void* buffer, std::size_t bytes, int root, NativeStream stream) override;
   void barrier(std::int64_t tag, NativeStream stream) override;
+  void name_tag(std::int64_t tag, const std::string& name) override;
   void abort(const std::string& reason) noexcept override;
   void close() noexcept override;
   std::vector<Receipt> receipts() const override;
@@ -92,13 +94,15 @@ class BoardCommunicator final : public Communicator {
   std::byte* stage(const Channel& channel, int rank, std::int64_t chunk) const;
   // Meetings that order the work on `stream` against the other ranks' work.
   void begin(Channel& channel, const Call& call, NativeStream stream);
+  // Of a call whose elements are shared out as `parts`, which all ranks must agree on.
+  void begin(Channel& channel, const Call& call, const Parts& parts, NativeStream stream);
   void meet(Channel& channel, NativeStream stream);
   // Staged: through host memory, a piece at a time. Only where ranks do not reach each other's
   // addresses, which on a device they do.
   void gather_staged(Channel& channel, const void* send, DType send_dtype, void* recv,
-                     DType recv_dtype, std::int64_t count);
+                     DType recv_dtype, const Parts& parts);
   void reduce_staged(Channel& channel, const void* send, DType dtype, void* recv,
-                     const Epilogue& epilogue, std::int64_t count, RedOp op);
+                     const Epilogue& epilogue, const Parts& parts, RedOp op);
   void all_reduce_direct(Channel& channel, std::byte* buffer, DType dtype, std::int64_t count,
                          RedOp op, NativeStream stream);
   void all_reduce_staged(Channel& channel, std::byte* buffer, DType dtype, std::int64_t count,

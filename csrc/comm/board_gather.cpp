@@ -17,11 +17,12 @@ constexpr const char* kNotWindow =
 }  // namespace
 
 void BoardCommunicator::all_gather(const void* send, DType send_dtype, void* recv, DType recv_dtype,
-                                   std::int64_t count, std::int64_t tag, NativeStream stream) {
-  check_all_gather(send, send_dtype, recv, recv_dtype, count, rank_, size_);
+                                   const Parts& parts, std::int64_t tag, NativeStream stream) {
+  check_all_gather(send, send_dtype, recv, recv_dtype, parts, rank_, size_);
   Channel& channel = *gathers_;
   perform(channel, "all_gather", [&] {
-    std::byte* own = at(recv, rank_ * count, recv_dtype);
+    std::byte* own = at(recv, parts.begin(rank_), recv_dtype);
+    const std::int64_t count = parts.count(rank_);
     if (size_ == 1) {
       executor_->convert(own, recv_dtype, send, send_dtype, count, stream);
       return took(channel, Op::all_gather, "alone", "alone");
@@ -30,13 +31,18 @@ void BoardCommunicator::all_gather(const void* send, DType send_dtype, void* rec
     call.op = Op::all_gather;
     call.send_dtype = send_dtype;
     call.recv_dtype = recv_dtype;
-    call.count = count;
+    call.uneven = !parts.equal();
+    call.count = call.uneven ? parts.total(size_) : count;
     call.tag = tag;
     const auto windows = windows_->now();
-    call.send = windows->find(send, bytes_of(count, send_dtype), "all_gather: send");
-    call.recv = windows->find(recv, bytes_of(count * size_, recv_dtype), "all_gather: recv");
+    if (count > 0) {
+      call.send = windows->find(send, bytes_of(count, send_dtype), "all_gather: send");
+    } else {
+      call.send = {Place::kAddress, 0};  // nobody reads there
+    }
+    call.recv = windows->find(recv, bytes_of(parts.total(size_), recv_dtype), "all_gather: recv");
     // Nobody writes before this: a peer may still read what the window held.
-    begin(channel, call, stream);
+    begin(channel, call, parts, stream);
 
     const Place& place = channel.board.call_of(0).recv;
     bool one_window = channel.windows->is_shared(place);
@@ -50,13 +56,13 @@ void BoardCommunicator::all_gather(const void* send, DType send_dtype, void* rec
     if (all_reachable(channel, &Call::send)) {
       for (int i = 0; i < size_; ++i) {
         const int r = (rank_ + i) % size_;  // not all from the same rank at once
-        executor_->convert(at(recv, r * count, recv_dtype), recv_dtype,
-                           peer(channel, &Call::send, r), send_dtype, count, stream);
+        executor_->convert(at(recv, parts.begin(r), recv_dtype), recv_dtype,
+                           peer(channel, &Call::send, r), send_dtype, parts.count(r), stream);
       }
       meet(channel, stream);
       return took(channel, Op::all_gather, "window", "direct", kNotWindow);
     }
-    gather_staged(channel, send, send_dtype, recv, recv_dtype, count);
+    gather_staged(channel, send, send_dtype, recv, recv_dtype, parts);
     took(channel, Op::all_gather, "window", "staged", kNotWindow);
   });
 }
@@ -76,21 +82,24 @@ void BoardCommunicator::refuse_parts_of_one_window(Channel& channel) const {
 }
 
 void BoardCommunicator::gather_staged(Channel& channel, const void* send, DType send_dtype,
-                                      void* recv, DType recv_dtype, std::int64_t count) {
+                                      void* recv, DType recv_dtype, const Parts& parts) {
   const auto step = static_cast<std::int64_t>(ControlMemory::kStageBytes / itemsize(recv_dtype));
-  for (std::int64_t done = 0; done < count; done += step) {
-    const std::int64_t n = std::min(step, count - done);
+  for (std::int64_t done = 0; done < parts.longest(); done += step) {
+    const auto left = [&](int r) {
+      return std::clamp<std::int64_t>(parts.count(r) - done, 0, step);
+    };
     const std::int64_t chunk = channel.chunks_staged++;
-    executor_->convert(stage(channel, rank_, chunk), recv_dtype, at(send, done, send_dtype),
-                       send_dtype, n, nullptr);
+    const void* own = at(send, std::min(done, parts.count(rank_)), send_dtype);
+    executor_->convert(stage(channel, rank_, chunk), recv_dtype, own, send_dtype, left(rank_),
+                       nullptr);
     // All have filled this half, so all have emptied the other, which the next chunk fills.
     channel.board.meet();
-    executor_->convert(at(recv, rank_ * count + done, recv_dtype), recv_dtype,
-                       at(send, done, send_dtype), send_dtype, n, nullptr);
+    executor_->convert(at(recv, parts.begin(rank_) + done, recv_dtype), recv_dtype, own, send_dtype,
+                       left(rank_), nullptr);
     for (int r = 0; r < size_; ++r) {
-      if (r == rank_) continue;
-      std::memcpy(at(recv, r * count + done, recv_dtype), stage(channel, r, chunk),
-                  bytes_of(n, recv_dtype));
+      if (r == rank_ || left(r) == 0) continue;
+      std::memcpy(at(recv, parts.begin(r) + done, recv_dtype), stage(channel, r, chunk),
+                  bytes_of(left(r), recv_dtype));
     }
   }
 }

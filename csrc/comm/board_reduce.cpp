@@ -11,6 +11,8 @@
 namespace shardcomm {
 namespace {
 
+std::size_t index(int rank) { return static_cast<std::size_t>(rank); }
+
 // Where `data` is for peers. In the one region that all ranks share, none has a value of its own.
 Place find_own(const WindowTable& windows, const void* data, std::size_t bytes, const char* name) {
   const Place place = windows.find(data, bytes, name);
@@ -26,10 +28,11 @@ Place find_own(const WindowTable& windows, const void* data, std::size_t bytes, 
 }  // namespace
 
 void BoardCommunicator::reduce_scatter(const void* send, DType dtype, void* recv,
-                                       const Epilogue& epilogue, std::int64_t count, RedOp op,
+                                       const Epilogue& epilogue, const Parts& parts, RedOp op,
                                        std::int64_t tag, NativeStream stream) {
-  check_reduce_scatter(send, dtype, recv, epilogue.dtype, count, rank_, size_);
+  check_reduce_scatter(send, dtype, recv, epilogue.dtype, parts, rank_, size_);
   check_epilogue(epilogue, dtype);
+  const std::int64_t count = parts.count(rank_);
   Channel& channel = *reduces_;
   perform(channel, "reduce_scatter", [&] {
     if (size_ == 1) {
@@ -40,19 +43,20 @@ void BoardCommunicator::reduce_scatter(const void* send, DType dtype, void* recv
     call.op = Op::reduce_scatter;
     call.send_dtype = call.recv_dtype = dtype;
     call.red_op = op;
-    call.count = count;
+    call.uneven = !parts.equal();
+    call.count = call.uneven ? parts.total(size_) : count;
     call.tag = tag;
-    call.send =
-        find_own(*windows_->now(), send, bytes_of(count * size_, dtype), "reduce_scatter: send");
+    call.send = find_own(*windows_->now(), send, bytes_of(parts.total(size_), dtype),
+                         "reduce_scatter: send");
     find_own(*windows_->now(), recv, bytes_of(count, epilogue.dtype), "reduce_scatter: recv");
-    begin(channel, call, stream);
+    begin(channel, call, parts, stream);
     if (!all_reachable(channel, &Call::send)) {
-      reduce_staged(channel, send, dtype, recv, epilogue, count, op);
+      reduce_staged(channel, send, dtype, recv, epilogue, parts, op);
       return took(channel, Op::reduce_scatter, "direct", "staged", kPrivate);
     }
     std::vector<const void*> sources;
     for (int r = 0; r < size_; ++r) {
-      sources.push_back(at(peer(channel, &Call::send, r), rank_ * count, dtype));
+      sources.push_back(at(peer(channel, &Call::send, r), parts.begin(rank_), dtype));
     }
     executor_->reduce(recv, epilogue, sources.data(), size_, dtype, op, count, stream);
     meet(channel, stream);  // all have read: the senders may overwrite
@@ -60,26 +64,38 @@ void BoardCommunicator::reduce_scatter(const void* send, DType dtype, void* recv
   });
 }
 
+// Each chunk holds the same fraction of every rank's part, so that all have something to reduce
+// between any two meetings.
 void BoardCommunicator::reduce_staged(Channel& channel, const void* send, DType dtype, void* recv,
-                                      const Epilogue& epilogue, std::int64_t count, RedOp op) {
-  const auto step = std::max<std::int64_t>(
-      1, static_cast<std::int64_t>(ControlMemory::kStageBytes / itemsize(dtype)) / size_);
-  for (std::int64_t done = 0; done < count; done += step) {
-    const std::int64_t n = std::min(step, count - done);
+                                      const Epilogue& epilogue, const Parts& parts, RedOp op) {
+  const auto room = static_cast<std::int64_t>(ControlMemory::kStageBytes / itemsize(dtype));
+  const auto divide_up = [](std::int64_t n, std::int64_t chunks) {
+    return (n + chunks - 1) / chunks;
+  };
+  std::int64_t chunks = divide_up(parts.total(size_), room);
+  std::vector<std::int64_t> starts(static_cast<std::size_t>(size_) + 1);  // of slices in a chunk
+  const auto step = [&](int r) { return divide_up(parts.count(r), chunks); };
+  for (; chunks > 0; ++chunks) {
+    for (int r = 0; r < size_; ++r) starts[index(r) + 1] = starts[index(r)] + step(r);
+    if (starts.back() <= room) break;  // else roundings were too many
+  }
+  for (std::int64_t i = 0; i < chunks; ++i) {
+    const auto done = [&](int r) { return std::min(i * step(r), parts.count(r)); };
+    const auto left = [&](int r) { return std::min(step(r), parts.count(r) - done(r)); };
     const std::int64_t chunk = channel.chunks_staged++;
     for (int r = 0; r < size_; ++r) {
-      if (r == rank_) continue;  // that slice no other rank reads
-      std::memcpy(at(stage(channel, rank_, chunk), r * n, dtype), at(send, r * count + done, dtype),
-                  bytes_of(n, dtype));
+      if (r == rank_ || left(r) == 0) continue;  // its own slice no other rank reads
+      std::memcpy(at(stage(channel, rank_, chunk), starts[index(r)], dtype),
+                  at(send, parts.begin(r) + done(r), dtype), bytes_of(left(r), dtype));
     }
     channel.board.meet();
     std::vector<const void*> sources;
     for (int r = 0; r < size_; ++r) {
-      sources.push_back(r == rank_ ? at(send, rank_ * count + done, dtype)
-                                   : at(stage(channel, r, chunk), rank_ * n, dtype));
+      sources.push_back(r == rank_ ? at(send, parts.begin(rank_) + done(rank_), dtype)
+                                   : at(stage(channel, r, chunk), starts[index(rank_)], dtype));
     }
-    executor_->reduce(at(recv, done, epilogue.dtype), epilogue, sources.data(), size_, dtype, op, n,
-                      nullptr);
+    executor_->reduce(at(recv, done(rank_), epilogue.dtype), epilogue, sources.data(), size_, dtype,
+                      op, left(rank_), nullptr);
   }
 }
 

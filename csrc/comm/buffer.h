@@ -7,6 +7,7 @@
 #include <string>
 
 #include "shardcomm/dtype.h"
+#include "shardcomm/parts.h"
 
 namespace shardcomm {
 
@@ -46,32 +47,48 @@ inline bool overlap(const void* one, std::size_t one_bytes, const void* other,
   return a <= b ? b - a < one_bytes : a - b < other_bytes;
 }
 
+inline void check_parts(const char* operation, const Parts& parts, int size) {
+  if (parts.are_for(size)) return;
+  throw std::invalid_argument(std::string(operation) + ": counts must have one entry for each of " +
+                              std::to_string(size) + " ranks");
+}
+
+// "recv[6 : 9]"
+inline std::string part_of(const char* name, const Parts& parts, int rank) {
+  return std::string(name) + "[" + std::to_string(parts.begin(rank)) + " : " +
+         std::to_string(parts.begin(rank) + parts.count(rank)) + "]";
+}
+
 // Collectives that are in place write a rank's part where it is read; elsewhere in the memory that
 // is read, they would write over what is read later.
 inline void check_all_gather(const void* send, DType send_dtype, const void* recv, DType recv_dtype,
-                             std::int64_t count, int rank, int size) {
-  check_buffer("all_gather", "send", send, count);
-  check_buffer("all_gather", "recv", recv, count);
+                             const Parts& parts, int rank, int size) {
+  check_parts("all_gather", parts, size);
+  const std::int64_t own = parts.count(rank);
+  const std::int64_t all = parts.total(size);
+  check_buffer("all_gather", "send", send, own);
+  check_buffer("all_gather", "recv", recv, all);
   check_conversion("all_gather", send_dtype, recv_dtype);
-  if (!overlap(send, bytes_of(count, send_dtype), recv, bytes_of(count * size, recv_dtype))) return;
-  if (send_dtype == recv_dtype && send == at(recv, rank * count, recv_dtype)) return;
+  if (!overlap(send, bytes_of(own, send_dtype), recv, bytes_of(all, recv_dtype))) return;
+  if (send_dtype == recv_dtype && send == at(recv, parts.begin(rank), recv_dtype)) return;
   throw std::invalid_argument(
-      "all_gather: send overlaps recv; it must lie apart from it or, in place, be recv[rank * n : "
-      "(rank + 1) * n], here recv[" +
-      std::to_string(rank * count) + " : " + std::to_string((rank + 1) * count) +
-      "], of recv's dtype");
+      "all_gather: send overlaps recv; it must lie apart from it or, in place, be this rank's part "
+      "of it, here " +
+      part_of("recv", parts, rank) + ", of recv's dtype");
 }
 inline void check_reduce_scatter(const void* send, DType dtype, const void* recv, DType recv_dtype,
-                                 std::int64_t count, int rank, int size) {
-  check_buffer("reduce_scatter", "send", send, count);
-  check_buffer("reduce_scatter", "recv", recv, count);
-  if (!overlap(send, bytes_of(count * size, dtype), recv, bytes_of(count, recv_dtype))) return;
-  if (dtype == recv_dtype && recv == at(send, rank * count, dtype)) return;
+                                 const Parts& parts, int rank, int size) {
+  check_parts("reduce_scatter", parts, size);
+  const std::int64_t own = parts.count(rank);
+  const std::int64_t all = parts.total(size);
+  check_buffer("reduce_scatter", "send", send, all);
+  check_buffer("reduce_scatter", "recv", recv, own);
+  if (!overlap(send, bytes_of(all, dtype), recv, bytes_of(own, recv_dtype))) return;
+  if (dtype == recv_dtype && recv == at(send, parts.begin(rank), dtype)) return;
   throw std::invalid_argument(
       "reduce_scatter: recv overlaps send, of which other ranks read; it must lie apart from it "
-      "or, in place, be send[rank * n : (rank + 1) * n], here send[" +
-      std::to_string(rank * count) + " : " + std::to_string((rank + 1) * count) +
-      "], of send's dtype");
+      "or, in place, be this rank's part of it, here " +
+      part_of("send", parts, rank) + ", of send's dtype");
 }
 
 inline constexpr const char* kPrivate =

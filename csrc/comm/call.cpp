@@ -4,7 +4,8 @@ namespace shardcomm {
 namespace {
 
 std::string arguments(const Call& call) {
-  const std::string count = "count " + std::to_string(call.count);
+  const std::string count =
+      "count " + std::to_string(call.count) + (call.uneven ? " in uneven parts" : "");
   const std::string dtype = name(call.send_dtype);
   switch (call.op) {
     case Op::all_gather:
@@ -27,14 +28,17 @@ std::string arguments(const Call& call) {
 
 }  // namespace
 
-std::string signature(const Call& call) {
+std::string signature(const Call& call, const TagNames* names) {
   std::string given = arguments(call);
-  if (call.tag != 0) given += (given.empty() ? "tag " : ", tag ") + std::to_string(call.tag);
-  return std::string(name(call.op)) + "(" + given + ")";
+  const std::string of = names == nullptr ? "" : names->of(call.tag);
+  if (call.tag != 0 && of.empty()) {
+    given += (given.empty() ? "tag " : ", tag ") + std::to_string(call.tag);
+  }
+  return std::string(name(call.op)) + "(" + given + ")" + (of.empty() ? "" : " of " + of);
 }
 
-std::string describe(const Call& call) {
-  return signature(call) + " #" + std::to_string(call.sequence);
+std::string describe(const Call& call, const TagNames* names) {
+  return signature(call, names) + " #" + std::to_string(call.sequence);
 }
 
 }  // namespace shardcomm

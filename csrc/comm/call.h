@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <string>
 
+#include "comm/tag_names.h"
 #include "shardcomm/communicator.h"
 
 namespace shardcomm {
@@ -59,7 +60,9 @@ struct Call {
   DType recv_dtype = DType::u8;
   RedOp red_op = RedOp::sum;
   std::int32_t root = 0;
-  std::int64_t count = 0;  // elements per rank; bytes for allocate and broadcast
+  bool uneven = false;     // the ranks' parts differ in length
+  std::int64_t count = 0;  // elements per rank, or of all uneven parts; bytes for allocate and
+                           // broadcast
   std::int64_t tag = 0;
   std::uint64_t sequence = 0;
   // Not compared: may differ from rank to rank.
@@ -69,13 +72,15 @@ struct Call {
 
   bool same_as(const Call& other) const {
     return op == other.op && send_dtype == other.send_dtype && recv_dtype == other.recv_dtype &&
-           red_op == other.red_op && root == other.root && count == other.count && tag == other.tag;
+           red_op == other.red_op && root == other.root && uneven == other.uneven &&
+           count == other.count && tag == other.tag;
   }
 };
 
-// "all_gather(f32 to bf16, count 512)"
-std::string signature(const Call& call);
-// "all_gather(f32 to bf16, count 512) #17"
-std::string describe(const Call& call);
+// "all_gather(f32 to bf16, count 512, tag 3)", or where its tag has a name
+// "all_gather(f32 to bf16, count 512) of unit 'blocks.3'"
+std::string signature(const Call& call, const TagNames* names = nullptr);
+// The same, and " #17".
+std::string describe(const Call& call, const TagNames* names = nullptr);
 
 }  // namespace shardcomm

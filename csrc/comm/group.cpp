@@ -46,13 +46,14 @@ std::int64_t now_ns() {
 }  // namespace
 
 Group::Group(GroupMemory* memory, Boards boards, int rank, int size, double deadline_s,
-             std::function<int()> find_dead)
+             std::function<int()> find_dead, const TagNames* names)
     : memory_(memory),
       boards_(boards),
       rank_(rank),
       size_(size),
       deadline_s_(deadline_s),
       find_dead_(std::move(find_dead)),
+      names_(names),
       forks_(forks()) {}
 
 bool Group::forked() const { return forks() != forks_; }
@@ -158,9 +159,10 @@ std::string Group::last_calls(int rank) const {
   std::string text;
   for (int channel = 0; channel < kChannels; ++channel) {
     const std::optional<LastCall> last = last_call(rank, channel);
-    if (last) text += (text.empty() ? "" : " and ") + describe(last->call);
+    if (!last || last->call.op == Op::attach) continue;
+    text += (text.empty() ? "" : " and ") + describe(last->call);
   }
-  return text.empty() ? "none" : text;
+  return text.empty() ? "its set-up" : text;
 }
 
 std::string Group::pending_calls() const {

@@ -31,7 +31,7 @@ class Group {
   // `deadline_s`: 0 for who reads what the ranks say, and is none of them.
   // `find_dead` tells a rank whose process has ended, or -1. Threads have none: never.
   Group(GroupMemory* memory, Boards boards, int rank, int size, double deadline_s,
-        std::function<int()> find_dead);
+        std::function<int()> find_dead, const TagNames* names = nullptr);
 
   int rank() const { return rank_; }
   int size() const { return size_; }
@@ -56,6 +56,9 @@ class Group {
   void mismatch(std::string_view text) noexcept { fail_for(Trouble::mismatch, text); }
   void close() noexcept;
 
+  // As those of call.h, with the names of this group's tags.
+  std::string signature(const Call& call) const { return shardcomm::signature(call, names_); }
+  std::string describe(const Call& call) const { return shardcomm::describe(call, names_); }
   // "rank 1 (pid 4711)"
   std::string who(int rank) const;
 
@@ -70,6 +73,7 @@ class Group {
   int size_;
   double deadline_s_;
   std::function<int()> find_dead_;
+  const TagNames* names_;
   int forks_;
   Mutex reason_mutex_;  // threads of this rank may abort at once
 };

@@ -25,7 +25,7 @@ constexpr std::uint64_t layout() {
   for (const std::size_t bytes :
        {sizeof(GroupMemory), sizeof(GroupMemory::Rank), sizeof(BoardMemory),
         sizeof(BoardMemory::Rank), sizeof(BoardMemory::Arrivals), sizeof(PostedCall), sizeof(Call),
-        ControlMemory::kStageBytes}) {
+        sizeof(TagNames), ControlMemory::kStageBytes}) {
     sum = sum * 1'000'003 + bytes;
   }
   return sum;
@@ -71,7 +71,7 @@ std::optional<Pending> pending_on(const Group& group, int rank, int channel) {
   entry.rank = rank;
   entry.pid = group.pid(rank);
   entry.channel = channel == 0 ? "gather" : "reduce";
-  entry.call = signature(last->call);
+  entry.call = group.signature(last->call);
   entry.sequence = last->call.sequence;
   if (is_after(came_to, board.completed.load())) {
     for (int other = 0; other < group.size(); ++other) {
@@ -132,8 +132,9 @@ GroupReport read_group(int fd) {
   const int size = read_size(fd);
   const View view(fd, ControlMemory::bytes(size));
   GroupMemory* memory = ControlMemory::group(view.data());
-  const Group group(memory, ControlMemory::boards(view.data(), size), /*rank=*/0, size,
-                    /*deadline_s=*/0, [] { return -1; });
+  const Group group(
+      memory, ControlMemory::boards(view.data(), size), /*rank=*/0, size,
+      /*deadline_s=*/0, [] { return -1; }, ControlMemory::names(view.data(), size));
   GroupReport report;
   for (int r = 0; r < size; ++r) {
     const GroupMemory::Rank& rank = memory->ranks[r];

@@ -25,13 +25,16 @@ class NcclCommunicator final : public Communicator {
   std::string transport() const override { return "nccl"; }
   std::shared_ptr<Memory> allocate(std::size_t bytes, Use use) override;
   void all_gather(const void* send, DType send_dtype, void* recv, DType recv_dtype,
-                  std::int64_t count, std::int64_t tag, NativeStream stream) override;
+                  const Parts& parts, std::int64_t tag, NativeStream stream) override;
   void reduce_scatter(const void* send, DType dtype, void* recv, const Epilogue& epilogue,
-                      std::int64_t count, RedOp op, std::int64_t tag, NativeStream stream) override;
+                      const Parts& parts, RedOp op, std::int64_t tag, NativeStream stream) override;
   void all_reduce(void* buffer, DType dtype, std::int64_t count, RedOp op,
                   NativeStream stream) override;
   void broadcast(void* buffer, std::size_t bytes, int root, NativeStream stream) override;
   void barrier(std::int64_t tag, NativeStream stream) override;
+  void name_tag(std::int64_t tag, const std::string& name) override {
+    session_->names->set(tag, name);
+  }
   void abort(const std::string& reason) noexcept override;
   void close() noexcept override { session_->close(); }
   void check() const override { session_->check(); }
@@ -54,12 +57,12 @@ class NcclCommunicator final : public Communicator {
   void took(const Call& call, const char* requested, const char* taken, std::string_view reason);
 
   // The three ways of a reduce-scatter.
-  void reduce(NcclUse& use, const Call& call, const void* send, void* recv,
+  void reduce(NcclUse& use, const Call& call, const Parts& parts, const void* send, void* recv,
               const Epilogue& epilogue, cudaStream_t stream);
-  void exchange(NcclUse& use, const Call& call, const void* send, void* recv,
+  void exchange(NcclUse& use, const Call& call, const Parts& parts, const void* send, void* recv,
                 const Epilogue& epilogue, cudaStream_t stream);
-  void reduce_by_nodes(NcclUse& use, const Call& call, const void* send, void* recv,
-                       const Epilogue& epilogue, cudaStream_t stream);
+  void reduce_by_nodes(NcclUse& use, const Call& call, const Parts& parts, const void* send,
+                       void* recv, const Epilogue& epilogue, cudaStream_t stream);
 
   std::shared_ptr<NcclSession> session_;
   const nccl::Library& nccl_;
@@ -83,12 +86,13 @@ void NcclCommunicator::run(NcclChannel& channel, Call& call, NativeStream native
     launch(use, stream);
     use.end(stream);
   } catch (const CudaError& error) {
-    session_->fail(describe(call) + ": " + error.what());  // the other ranks wait for this one
+    session_->fail(session_->describe(call) + ": " +
+                   error.what());  // the other ranks wait for this one
     throw;
   } catch (const CommError&) {
     throw;
   } catch (...) {
-    session_->fail(describe(call) + " was interrupted");
+    session_->fail(session_->describe(call) + " was interrupted");
     throw;
   }
   took(call, path.requested, path.taken, path.reason);

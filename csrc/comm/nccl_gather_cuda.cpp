@@ -21,31 +21,49 @@ std::shared_ptr<Registered> registered_at(const NcclChannel& channel, const void
 }
 
 void NcclCommunicator::all_gather(const void* send, DType send_dtype, void* recv, DType recv_dtype,
-                                  std::int64_t count, std::int64_t tag, NativeStream native) {
-  check_all_gather(send, send_dtype, recv, recv_dtype, count, rank(), size());
+                                  const Parts& parts, std::int64_t tag, NativeStream native) {
+  static constexpr Path kBroadcasts{
+      "nccl", "broadcasts", "nccl: it gathers equal parts alone: a group of one broadcast a rank"};
+  check_all_gather(send, send_dtype, recv, recv_dtype, parts, rank(), size());
+  const std::int64_t count = parts.count(rank());
+  const std::int64_t total = parts.total(size());
+  const Path& path = parts.equal() ? kDirect : kBroadcasts;
   Call call;
   call.op = Op::all_gather;
   call.send_dtype = send_dtype;
   call.recv_dtype = recv_dtype;
-  call.count = count;
+  call.uneven = !parts.equal();
+  call.count = call.uneven ? total : count;
   call.tag = tag;
   NcclChannel& channel = session_->gathers;
-  if (count == 0) return skip(channel, call, kDirect);
-  run(channel, call, native, kDirect, [&](NcclUse& use, cudaStream_t stream) {
-    const std::size_t bytes = bytes_of(count, recv_dtype);
+  if (total == 0) return skip(channel, call, path);
+  run(channel, call, native, path, [&](NcclUse& use, cudaStream_t stream) {
     const void* part = send;
     // Into a window also where nothing is converted: NCCL's fastest gathers want both sides there.
-    const auto in_window = [&](const void* data, int ranks) {
-      const auto memory = registered_at(channel, data, bytes * static_cast<std::size_t>(ranks));
+    const auto in_window = [&](const void* data, std::int64_t n) {
+      const auto memory = registered_at(channel, data, bytes_of(n, recv_dtype));
       return memory != nullptr && memory->may_be_window;
     };
-    if (send_dtype != recv_dtype || (in_window(recv, session_->size) && !in_window(send, 1))) {
-      void* own = at(recv, session_->rank * count, recv_dtype);
+    if (send_dtype != recv_dtype || (in_window(recv, total) && !in_window(send, count))) {
+      void* own = at(recv, parts.begin(rank()), recv_dtype);
       convert_cuda(own, recv_dtype, send, send_dtype, count, stream);
       part = own;
     }
-    use([&](nccl::Comm comm) {
-      return nccl_.all_gather(part, recv, bytes, nccl::kUint8, comm, stream);
+    if (parts.equal()) {
+      use([&](nccl::Comm comm) {
+        return nccl_.all_gather(part, recv, bytes_of(count, recv_dtype), nccl::kUint8, comm,
+                                stream);
+      });
+      return;
+    }
+    use.group([&](const auto& note, nccl::Comm comm) {
+      for (int root = 0; root < size(); ++root) {
+        if (parts.count(root) == 0) continue;
+        void* there = at(recv, parts.begin(root), recv_dtype);
+        note(nccl_.broadcast(root == rank() ? part : there, there,
+                             bytes_of(parts.count(root), recv_dtype), nccl::kUint8, root, comm,
+                             stream));
+      }
     });
   });
 }

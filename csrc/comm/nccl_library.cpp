@@ -81,6 +81,7 @@ std::optional<Library> use(const Handle& handle, const char* asked, std::string&
   required("ncclReduceScatter", library.reduce_scatter);
   required("ncclAllReduce", library.all_reduce);
   required("ncclBroadcast", library.broadcast);
+  required("ncclReduce", library.reduce);
   required("ncclSend", library.send);
   required("ncclRecv", library.recv);
   if (!absent.empty()) {

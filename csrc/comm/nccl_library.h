@@ -93,6 +93,8 @@ struct Library {
                        NativeStream) = nullptr;
   Result (*broadcast)(const void*, void*, std::size_t, DataType, int root, Comm,
                       NativeStream) = nullptr;
+  Result (*reduce)(const void*, void*, std::size_t, DataType, Reduction, int root, Comm,
+                   NativeStream) = nullptr;
   Result (*send)(const void*, std::size_t, DataType, int peer, Comm, NativeStream) = nullptr;
   Result (*recv)(void*, std::size_t, DataType, int peer, Comm, NativeStream) = nullptr;
 

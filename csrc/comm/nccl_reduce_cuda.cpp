@@ -2,6 +2,7 @@
 #include <array>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 #include "comm/buffer.h"
 #include "comm/nccl_communicator.h"
@@ -56,8 +57,10 @@ bool rounds_sums(DType dtype, RedOp op) {
 }  // namespace
 
 void NcclCommunicator::reduce_scatter(const void* send, DType dtype, void* recv,
-                                      const Epilogue& epilogue, std::int64_t count, RedOp op,
+                                      const Epilogue& epilogue, const Parts& parts, RedOp op,
                                       std::int64_t tag, NativeStream native) {
+  static constexpr Path kReduces{
+      "nccl", "reduces", "nccl: it scatters equal parts alone: a group of one reduce a rank"};
   static constexpr Path kExchanged{
       "nccl", "exchange",
       "nccl: it would accumulate 16-bit floats in 16 bits: the ranks exchange their slices, and "
@@ -70,18 +73,19 @@ void NcclCommunicator::reduce_scatter(const void* send, DType dtype, void* recv,
                                  "nccl: more ranks than one kernel reduces, 256, on hosts with "
                                  "different numbers of them or on "
                                  "one: accumulated by NCCL, in the buffer's dtype"};
-  check_reduce_scatter(send, dtype, recv, epilogue.dtype, count, rank(), size());
+  check_reduce_scatter(send, dtype, recv, epilogue.dtype, parts, rank(), size());
   check_epilogue(epilogue, dtype);
   Call call;
   call.op = Op::reduce_scatter;
   call.send_dtype = call.recv_dtype = dtype;
   call.red_op = op;
-  call.count = count;
+  call.uneven = !parts.equal();
+  call.count = call.uneven ? parts.total(size()) : parts.count(rank());
   call.tag = tag;
   const Nodes& nodes = session_->nodes;
   const bool by_nodes = nodes.uniform() && nodes.count() > 1 && nodes.size() > 1 &&
                         nodes.size() <= kMostSources && nodes.count() <= kMostSources;
-  const Path* path = &kDirect;
+  const Path* path = parts.equal() ? &kDirect : &kReduces;
   auto way = &NcclCommunicator::reduce;
   if (rounds_sums(dtype, op)) {
     if (by_nodes) {
@@ -94,21 +98,33 @@ void NcclCommunicator::reduce_scatter(const void* send, DType dtype, void* recv,
       path = &kTooMany;
     }
   }
-  if (count == 0) return skip(session_->reduces, call, *path);
+  if (call.count == 0) return skip(session_->reduces, call, *path);
   run(session_->reduces, call, native, *path, [&](NcclUse& use, cudaStream_t stream) {
-    (this->*way)(use, call, send, recv, epilogue, stream);
+    (this->*way)(use, call, parts, send, recv, epilogue, stream);
   });
 }
 
-void NcclCommunicator::reduce(NcclUse& use, const Call& call, const void* send, void* recv,
-                              const Epilogue& epilogue, cudaStream_t stream) {
+void NcclCommunicator::reduce(NcclUse& use, const Call& call, const Parts& parts, const void* send,
+                              void* recv, const Epilogue& epilogue, cudaStream_t stream) {
   const DType dtype = call.send_dtype;
-  const std::size_t bytes = bytes_of(call.count, dtype);
+  const std::int64_t count = parts.count(rank());
+  const std::size_t bytes = bytes_of(count, dtype);
+  const auto elements = [](std::int64_t n) { return static_cast<std::size_t>(n); };
   const auto into = [&](void* reduced) {
-    use([&](nccl::Comm comm) {
-      return nccl_.reduce_scatter(send, reduced, static_cast<std::size_t>(call.count),
-                                  nccl_dtype(dtype), nccl_reduction(dtype, call.red_op), comm,
-                                  stream);
+    const nccl::Reduction reduction = nccl_reduction(dtype, call.red_op);
+    if (parts.equal()) {
+      use([&](nccl::Comm comm) {
+        return nccl_.reduce_scatter(send, reduced, elements(count), nccl_dtype(dtype), reduction,
+                                    comm, stream);
+      });
+      return;
+    }
+    use.group([&](const auto& note, nccl::Comm comm) {
+      for (int root = 0; root < size(); ++root) {  // `reduced` counts where this rank is the root
+        if (parts.count(root) == 0) continue;
+        note(nccl_.reduce(at(send, parts.begin(root), dtype), reduced, elements(parts.count(root)),
+                          nccl_dtype(dtype), reduction, root, comm, stream));
+      }
     });
   };
   // NCCL has no epilogue. Ours is a reduction of its result alone; in place, where nothing is left
@@ -116,10 +132,11 @@ void NcclCommunicator::reduce(NcclUse& use, const Call& call, const void* send, 
   const bool divides = call.red_op == RedOp::avg && !divided_by_nccl(dtype, call.red_op);
   const auto finish = [&](const void* reduced) {
     reduce_cuda(recv, epilogue, &reduced, 1, dtype, divides ? RedOp::avg : RedOp::sum,
-                session_->size, call.count, stream);
+                session_->size, count, stream);
   };
+  if (count == 0) return into(recv);
   const auto memory =
-      registered_at(session_->reduces, send, bytes * static_cast<std::size_t>(session_->size));
+      registered_at(session_->reduces, send, bytes_of(parts.total(session_->size), dtype));
   if (memory != nullptr && memory->landing != nullptr && bytes <= memory->landing_bytes) {
     into(memory->landing);
     return finish(memory->landing);
@@ -136,26 +153,32 @@ void NcclCommunicator::reduce(NcclUse& use, const Call& call, const void* send, 
 
 // Each rank gets all ranks' versions of its own slice and sums them in rank order, so the result is
 // the same bit for bit from run to run.
-void NcclCommunicator::exchange(NcclUse& use, const Call& call, const void* send, void* recv,
-                                const Epilogue& epilogue, cudaStream_t stream) {
+void NcclCommunicator::exchange(NcclUse& use, const Call& call, const Parts& parts,
+                                const void* send, void* recv, const Epilogue& epilogue,
+                                cudaStream_t stream) {
   const DType dtype = call.send_dtype;
-  const std::size_t bytes = bytes_of(call.count, dtype);
   const int rank = session_->rank;
   const int size = session_->size;
-  const Scratch received(scratch_, bytes * static_cast<std::size_t>(size), stream);
+  const std::int64_t count = parts.count(rank);
+  const Scratch received(scratch_, bytes_of(size * count, dtype), stream);
   std::array<const void*, kMostSources> sources{};
-  sources[static_cast<std::size_t>(rank)] = at(send, rank * call.count, dtype);
+  sources[static_cast<std::size_t>(rank)] = at(send, parts.begin(rank), dtype);
   use.group([&](const auto& note, nccl::Comm comm) {
     for (int i = 1; i < size; ++i) {
       const int to = (rank + i) % size;
       const int from = (rank - i + size) % size;
-      void* slot = at(received.data(), (i - 1) * call.count, dtype);
+      void* slot = at(received.data(), (i - 1) * count, dtype);
       sources[static_cast<std::size_t>(from)] = slot;
-      note(nccl_.send(at(send, to * call.count, dtype), bytes, nccl::kUint8, to, comm, stream));
-      note(nccl_.recv(slot, bytes, nccl::kUint8, from, comm, stream));
+      if (parts.count(to) > 0) {
+        note(nccl_.send(at(send, parts.begin(to), dtype), bytes_of(parts.count(to), dtype),
+                        nccl::kUint8, to, comm, stream));
+      }
+      if (count > 0) {
+        note(nccl_.recv(slot, bytes_of(count, dtype), nccl::kUint8, from, comm, stream));
+      }
     }
   });
-  reduce_cuda(recv, epilogue, sources.data(), size, dtype, call.red_op, size, call.count, stream);
+  reduce_cuda(recv, epilogue, sources.data(), size, dtype, call.red_op, size, count, stream);
 }
 
 //   2 hosts of 2 ranks: A0 A1 B0 B1. A0's slices a b c d (for A0 A1 B0 B1), A1's a' b' c' d':
@@ -164,55 +187,71 @@ void NcclCommunicator::exchange(NcclUse& use, const Call& call, const void* send
 //   A0          sums the hosts' partial sums, in the order of the hosts
 //
 // What leaves a host: (hosts - 1) slices a rank, where a ring takes ranks - 1 slices out of it.
-void NcclCommunicator::reduce_by_nodes(NcclUse& use, const Call& call, const void* send, void* recv,
-                                       const Epilogue& epilogue, cudaStream_t stream) {
+void NcclCommunicator::reduce_by_nodes(NcclUse& use, const Call& call, const Parts& parts,
+                                       const void* send, void* recv, const Epilogue& epilogue,
+                                       cudaStream_t stream) {
   const Nodes& nodes = session_->nodes;
   const DType dtype = call.send_dtype;
-  const std::size_t bytes = bytes_of(call.count, dtype);
   const int node = nodes.node_of(session_->rank);
   const int index = nodes.index_of(session_->rank);
   const int hosts = nodes.count();
   const int ranks = nodes.size();
-  const auto slices = [&](int count) { return bytes * static_cast<std::size_t>(count); };
+  const std::int64_t count = parts.count(session_->rank);
+  const auto host = [](int k) { return static_cast<std::size_t>(k); };
+  std::vector<std::int64_t> starts{0};  // of the slices for this index on each host, in a row
+  for (int k = 0; k < hosts; ++k) {
+    starts.push_back(starts.back() + parts.count(nodes.rank_at(k, index)));
+  }
+  const std::int64_t row = starts.back();
 
   // slot(i, k): rank i of this host's version of the slice for this index on host k.
-  const Scratch received(scratch_, slices(ranks * hosts), stream);
+  const Scratch received(scratch_, bytes_of(ranks * row, dtype), stream);
   const auto slot = [&](int i, int k) {
-    return at(received.data(), (i * hosts + k) * call.count, dtype);
+    return at(received.data(), i * row + starts[host(k)], dtype);
   };
+  const auto to_peer = [&](const auto& note, nccl::Comm comm, const void* slice, std::int64_t n,
+                           int peer) {
+    if (n == 0) return;
+    note(nccl_.send(slice, bytes_of(n, dtype), nccl::kUint8, peer, comm, stream));
+  };
+  const auto from_peer = [&](const auto& note, nccl::Comm comm, void* slice, std::int64_t n,
+                             int peer) {
+    if (n == 0) return;
+    note(nccl_.recv(slice, bytes_of(n, dtype), nccl::kUint8, peer, comm, stream));
+  };
+  const auto length = [&](int k) { return starts[host(k) + 1] - starts[host(k)]; };
   use.group([&](const auto& note, nccl::Comm comm) {
     for (int i = 0; i < ranks; ++i) {  // to itself too: so the slices of each rank lie together
       const int peer = nodes.rank_at(node, i);
       for (int k = 0; k < hosts; ++k) {
-        const void* slice = at(send, nodes.rank_at(k, i) * call.count, dtype);
-        note(nccl_.send(slice, bytes, nccl::kUint8, peer, comm, stream));
-        note(nccl_.recv(slot(i, k), bytes, nccl::kUint8, peer, comm, stream));
+        const int owner = nodes.rank_at(k, i);
+        to_peer(note, comm, at(send, parts.begin(owner), dtype), parts.count(owner), peer);
+        from_peer(note, comm, slot(i, k), length(k), peer);
       }
     }
   });
-  const Scratch partial(scratch_, slices(hosts), stream);
+  const Scratch partial(scratch_, bytes_of(row, dtype), stream);
   std::array<const void*, kMostSources> sources{};
   for (int i = 0; i < ranks; ++i) sources[static_cast<std::size_t>(i)] = slot(i, 0);
   // An average is taken of the host's ranks, and then of the hosts: a sum might overflow fp16.
   reduce_cuda(partial.data(), Epilogue{dtype}, sources.data(), ranks, dtype, call.red_op, ranks,
-              hosts * call.count, stream);
+              row, stream);
 
-  const Scratch partials(scratch_, slices(hosts), stream);
-  const auto of_host = [&](void* all, int k) { return at(all, k * call.count, dtype); };
+  const Scratch partials(scratch_, bytes_of(hosts * count, dtype), stream);
+  const auto partial_for = [&](int k) { return at(partial.data(), starts[host(k)], dtype); };
+  const auto partial_of = [&](int k) { return at(partials.data(), k * count, dtype); };
   use.group([&](const auto& note, nccl::Comm comm) {
     for (int i = 1; i < hosts; ++i) {
       const int to = (node + i) % hosts;
       const int from = (node - i + hosts) % hosts;
-      note(nccl_.send(of_host(partial.data(), to), bytes, nccl::kUint8, nodes.rank_at(to, index),
-                      comm, stream));
-      note(nccl_.recv(of_host(partials.data(), from), bytes, nccl::kUint8,
-                      nodes.rank_at(from, index), comm, stream));
+      to_peer(note, comm, partial_for(to), length(to), nodes.rank_at(to, index));
+      from_peer(note, comm, partial_of(from), count, nodes.rank_at(from, index));
     }
   });
   for (int k = 0; k < hosts; ++k) {
-    sources[static_cast<std::size_t>(k)] = of_host(k == node ? partial.data() : partials.data(), k);
+    sources[host(k)] = k == node ? partial_for(k) : partial_of(k);
   }
-  reduce_cuda(recv, epilogue, sources.data(), hosts, dtype, call.red_op, hosts, call.count, stream);
+  reduce_cuda(recv, epilogue, sources.data(), hosts, dtype, call.red_op, hosts, count, stream);
 }
 
 void NcclCommunicator::all_reduce(void* buffer, DType dtype, std::int64_t count, RedOp op,

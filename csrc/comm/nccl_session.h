@@ -120,6 +120,7 @@ class NcclSession : public std::enable_shared_from_this<NcclSession> {
   NcclChannel gathers;
   NcclChannel reduces;
   Nodes nodes;  // once connected
+  const std::unique_ptr<TagNames> names = std::make_unique<TagNames>();
 
   NcclChannel& channel(Use use) { return use == Use::gather ? gathers : reduces; }
 
@@ -134,6 +135,8 @@ class NcclSession : public std::enable_shared_from_this<NcclSession> {
   bool failed() const { return failed_.load(std::memory_order_acquire); }
   void check() const;  // throws CommError when it has failed or was closed
   std::string refused(const Call& call, nccl::Result result) const;
+  // As that of call.h, with the names of tags.
+  std::string describe(const Call& call) const { return shardcomm::describe(call, names.get()); }
   // What this rank is in: called, or put on a stream, and not done. Those that a graph launches
   // nobody watches.
   std::vector<Pending> pending();

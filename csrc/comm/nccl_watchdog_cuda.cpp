@@ -61,7 +61,7 @@ std::vector<Pending> NcclSession::pending() {
   const auto add = [&](const char* channel, const Call& call, Clock::time_point since) {
     Pending entry = none;
     entry.channel = channel;
-    entry.call = signature(call);
+    entry.call = signature(call, names.get());
     entry.sequence = call.sequence;
     const std::chrono::duration<double> waiting = Clock::now() - since;
     if (since != Clock::time_point::max()) entry.waiting_s = waiting.count();

@@ -29,9 +29,12 @@ ScratchPool::~ScratchPool() {
 
 Scratch::Scratch(const ScratchPool& pool, std::size_t bytes, cudaStream_t stream)
     : stream_(stream) {
+  if (bytes == 0) return;
   check_cuda(cudaMallocFromPoolAsync(&data_, bytes, pool.get(), stream), "cudaMallocFromPoolAsync");
 }
 
-Scratch::~Scratch() { cudaFreeAsync(data_, stream_); }
+Scratch::~Scratch() {
+  if (data_ != nullptr) cudaFreeAsync(data_, stream_);
+}
 
 }  // namespace shardcomm

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from shardcomm._C import CommError, CudaError, cuda_status
@@ -20,9 +20,10 @@ from shardcomm.bench.plot import write_plot
 from shardcomm.bench.results import Results
 from shardcomm.bench.transports import TRANSPORTS
 from shardcomm.launch import RankError, launch
+from shardcomm.launchers import Launched
 from shardcomm.mixed_precision import FLOATS
 from shardcomm.operands import RED_OPS
-from shardcomm.options import DefaultsFormatter, can_write, picture, positive, whole
+from shardcomm.options import DefaultsFormatter, can_write, launched_for, picture, positive, whole
 from shardcomm.shapes import SHAPES
 
 # Buffers, the copy that is the limit, random inputs and the expected result, in units of the size.
@@ -34,8 +35,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "bench",
         help="measure collectives, and what a layer costs, as nccl-tests does",
-        description="Measures collectives between local processes or, under torchrun or mpirun, between the ranks "
-        "that these start. Options of one letter and columns are nccl-tests' and mean the same. Sizes are total bytes.",
+        description="Measures collectives between local processes or, under torchrun, mpirun or srun, between the "
+        "ranks that these start. Options of one letter and columns are nccl-tests' and mean the same. Sizes are total "
+        "bytes.",
         formatter_class=DefaultsFormatter,
     )
     count, switch = whole(1, 10**6), whole(0, 1)
@@ -85,21 +87,22 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     """Exit status: 0, 1 if a result was wrong, a rank failed or B is slower than A, 2 for bad options."""
     if args.compare:
         return _compare(parser, args)
-    rank = _launched_rank(parser, args)
-    options = _options(parser, args)
-    if rank in (None, "0"):
+    own = launched_for(parser, args.ranks)
+    options = _options(parser, args, own)
+    if own.rank == 0:
         _check_files(parser, args)
     try:
-        results = benchmark(options) if rank else launch(benchmark, options.ranks, (options,))[0]
+        in_ranks = partial(launch, benchmark, options.ranks, (options,))
+        results = benchmark(options) if own.launcher else in_ranks()[0]
     except (RankError, CommError, CudaError) as error:
         print(f"\nshardcomm bench: {error}", file=sys.stderr)  # below the progress bar
         return 1
-    if rank not in (None, "0"):
+    if own.rank > 0:
         return 0
     return _report(args, options, results)
 
 
-def _options(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Options:
+def _options(parser: argparse.ArgumentParser, args: argparse.Namespace, own: Launched) -> Options:
     try:
         sizes = Sizes(args.b, args.e, args.i, args.f)
     except ValueError as error:
@@ -128,20 +131,19 @@ def _options(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Optio
         communication_memory=bool(args.R),
         statistics=args.I,
         timeout_s=args.T,
-        ranks=args.ranks or int(os.environ.get("WORLD_SIZE", "2")),
+        ranks=own.size if own.launcher else args.ranks or 2,
         to_stderr="-" in (args.json, args.csv),
     )
-    _check_memory(parser, options)
+    _check_memory(parser, options, own.local_size or options.ranks)
     return options
 
 
-def _check_memory(parser: argparse.ArgumentParser, options: Options) -> None:
-    """Refuses what would drive the machine out of memory."""
+def _check_memory(parser: argparse.ArgumentParser, options: Options, ranks: int) -> None:
+    """Refuses what would drive the machine, with `ranks` of them, out of memory."""
     largest = options.sizes.last if set(options.operations) & set(OPERATIONS) else 0
     if set(options.operations) & set(LAYER_OPERATIONS):
         numel = (sum(map(math.prod, layer.shapes.values())) for layer in options.layers)
         largest = max(largest, 4 * max(numel))
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", options.ranks))
     wanted, there = _BUFFERS * largest * ranks, _available_bytes()
     if wanted > there:
         parser.error(
@@ -155,33 +157,6 @@ def _available_bytes() -> int:
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     return sys.maxsize
-
-
-def _launched_rank(parser: argparse.ArgumentParser, args: argparse.Namespace) -> str | None:
-    """This process's rank under torchrun or mpirun, None without a launcher."""
-    _adopt_open_mpi()
-    rank = os.environ.get("RANK")
-    world_size = os.environ.get("WORLD_SIZE", "1")
-    if rank is not None and args.ranks not in (None, int(world_size)):
-        parser.error(f"--ranks is {args.ranks}, but the launcher started {world_size} ranks")
-    return rank
-
-
-def _adopt_open_mpi() -> None:
-    """Under Open MPI's mpirun, sets what torchrun would; between hosts MASTER_ADDR and MASTER_PORT must be given."""
-    mpi = {
-        "RANK": "OMPI_COMM_WORLD_RANK",
-        "WORLD_SIZE": "OMPI_COMM_WORLD_SIZE",
-        "LOCAL_RANK": "OMPI_COMM_WORLD_LOCAL_RANK",
-        "LOCAL_WORLD_SIZE": "OMPI_COMM_WORLD_LOCAL_SIZE",
-    }
-    if "RANK" in os.environ or not all(name in os.environ for name in mpi.values()):
-        return
-    os.environ.update({ours: os.environ[theirs] for ours, theirs in mpi.items()})
-    if os.environ["WORLD_SIZE"] == os.environ["LOCAL_WORLD_SIZE"]:
-        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-        # The ranks' parent is one process of mpirun's: two runs do not meet.
-        os.environ.setdefault("MASTER_PORT", str(20000 + os.getppid() % 10000))
 
 
 def _check_files(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:

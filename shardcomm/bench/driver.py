@@ -29,6 +29,7 @@ from shardcomm.bench.results import Results, Section
 from shardcomm.bench.timing import overhead
 from shardcomm.bench.transports import Ranks, Unusable, check_operation, open_transport
 from shardcomm.communicator import Communicator
+from shardcomm.launchers import launched
 
 Planned: TypeAlias = tuple[AnyOperation, Sequence[Workload], list[tuple[Section, Ranks]]]
 
@@ -153,7 +154,7 @@ class _Run:
 
 def _devices(control: Communicator) -> list[str]:
     """A line for each rank, as nccl-tests has it."""
-    gpu = int(os.environ.get("LOCAL_RANK", "0"))
+    gpu = launched().local_rank or 0
     has_gpu = gpu < torch.cuda.device_count()
     name = torch.cuda.get_device_name(gpu) if has_gpu else platform.machine() + " CPU"
     line = (

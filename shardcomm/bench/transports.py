@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -17,6 +16,7 @@ from shardcomm import _C, nccl
 from shardcomm.bench.case import Collectives
 from shardcomm.bench.options import Options
 from shardcomm.communicator import Communicator, ReduceOp, Use
+from shardcomm.launchers import launched
 from shardcomm.store import env_store
 
 T = TypeVar("T")
@@ -206,7 +206,7 @@ def _why_not(name: str, control: Communicator) -> str | None:
         library = nccl.status()
         if name == "nccl" and not library.available:
             return library.reason
-        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        ranks_here = launched().local_size or 1
         if name != "local:cuda" and ranks_here > torch.cuda.device_count():
             return f"{ranks_here} ranks need {ranks_here} GPUs, this host has {torch.cuda.device_count()}"
     return None
@@ -223,7 +223,7 @@ def _connect(name: str, options: Options) -> Collectives:
     backend = name.removeprefix("torch:")
     device = torch.device("cpu")
     if backend == "nccl":
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        device = torch.device("cuda", launched().local_rank or 0)
         torch.cuda.set_device(device)
     timeout = timedelta(seconds=deadline_s)
     if not dist.is_initialized():

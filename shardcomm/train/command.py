@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from pathlib import Path
 
 from shardcomm._C import CommError, CudaError, cuda_status
 from shardcomm.checkpoints import CheckpointError, check_directory
 from shardcomm.launch import RankError, launch
-from shardcomm.options import DefaultsFormatter, can_write, positive, whole
+from shardcomm.options import DefaultsFormatter, can_write, launched_for, positive, whole
 from shardcomm.stack_dumps import enable_where_free
 from shardcomm.strategy import STRATEGIES
 from shardcomm.timeline import Timeline
@@ -26,12 +25,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "train",
         help="train a byte-level GPT on real text, fully sharded",
         description="Trains a byte-level GPT on real text with parameters, gradients and optimizer state sharded "
-        "over local processes, or, under torchrun, over the ranks it gives.",
+        "over local processes, or, under torchrun, mpirun or srun, over the ranks that it gives.",
         formatter_class=DefaultsFormatter,
     )
     number = whole(1, 10**6)
     parser.add_argument("--ranks", type=whole(1, 1024),
-                        help="local processes (default: 2; under torchrun, its own)")  # fmt: skip
+                        help="local processes (default: 2; under a launcher, its own)")  # fmt: skip
     parser.add_argument("--steps", type=number, default=150, help="optimizer steps")
     parser.add_argument(
         "--seed", type=whole(0, 2**63 - 1), default=0, help="of weights, data and sample"
@@ -72,19 +71,17 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     """Exit status: 0, 1 if a rank failed, 2 for bad options."""
-    rank = os.environ.get("RANK")  # of torchrun, or of any launcher that sets the same
-    world_size = os.environ.get("WORLD_SIZE", "1")
-    if rank is not None and args.ranks not in (None, int(world_size)):
-        parser.error(f"--ranks is {args.ranks}, but the launcher started {world_size} ranks")
+    own = launched_for(parser, args.ranks)
+    ranks = own.size if own.launcher else args.ranks or 2
     if args.width % max(1, args.width // 64):
         parser.error(
             f"--width is {args.width}; it must be a multiple of its {args.width // 64} heads"
         )
-    _check_replicas(parser, args, int(world_size) if rank else args.ranks or 2)
+    _check_replicas(parser, args, ranks)
     options = options_of(args)
-    if rank in (None, "0") and not can_write(args.json):
+    if own.rank == 0 and not can_write(args.json):
         parser.error(f"--json is {args.json!r}; it must be a file that can be written, or -")
-    if rank in (None, "0") and (args.trace == "-" or not can_write(args.trace)):
+    if own.rank == 0 and (args.trace == "-" or not can_write(args.trace)):
         parser.error(f"--trace is {args.trace!r}; it must be a file that can be written")
     try:
         text = read_text(args.text)
@@ -96,14 +93,14 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
         parser.error(f"--text is {args.text!r}: {error}")
     if args.device == "cuda" and not cuda_status().available:
         parser.error(f"--device is cuda, but {cuda_status().reason}")
-    if rank is not None:
+    if own.launcher:
         enable_where_free()
     try:
-        result, timeline = train(options) if rank else launch(train, args.ranks or 2, (options,))[0]
+        result, timeline = train(options) if own.launcher else launch(train, ranks, (options,))[0]
     except (RankError, CommError, CudaError, CheckpointError) as error:
         print(f"\nshardcomm train: {error}", file=sys.stderr)  # below the progress bar
         return 1
-    return _report(args.json, options, result, timeline) if rank in (None, "0") else 0
+    return _report(args.json, options, result, timeline) if own.rank == 0 else 0
 
 
 def options_of(args: argparse.Namespace) -> Options:

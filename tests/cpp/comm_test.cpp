@@ -68,6 +68,66 @@ void collectives(Communicator& comm) {
   }
 }
 
+// Parts of any lengths, in windows, in memory that ranks reach and through staging; the last round
+// takes several chunks of that.
+void uneven_parts(Communicator& comm) {
+  const int size = comm.size();
+  const int rank = comm.rank();
+  const std::size_t most = 2'000'000;
+  const auto window = comm.allocate(sizeof(float) * most, Use::gather);
+  const auto own = comm.allocate(sizeof(float) * most, Use::reduce);
+  for (int round = 0; round < 13; ++round) {
+    std::vector<std::int64_t> counts;
+    for (int r = 0; r < size; ++r) counts.push_back((r * 7 + round * 5) % 23 % (r + 2) * 31);
+    if (round == 12) counts[0] = 1'000'001;
+    const shardcomm::Parts parts(counts);
+    const auto total = static_cast<int>(parts.total(size));
+    const int begin = static_cast<int>(parts.begin(rank));
+    std::vector<float> all(static_cast<std::size_t>(total));
+    for (int i = 0; i < total; ++i) all[static_cast<std::size_t>(i)] = value(rank, i);
+
+    const std::vector<float> send(all.begin() + begin, all.begin() + begin + parts.count(rank));
+    std::vector<float> memory(all.size());
+    float* gathered = round % 2 ? static_cast<float*>(window->data()) : memory.data();
+    comm.all_gather(send.data(), DType::f32, gathered, DType::f32, parts);
+    for (int r = 0; r < size; ++r) {
+      for (auto i = parts.begin(r); i < parts.begin(r) + parts.count(r); ++i) {
+        require(gathered[i] == value(r, static_cast<int>(i)), "gathered uneven parts");
+      }
+    }
+    comm.barrier();
+
+    float* source = round % 3 ? static_cast<float*>(own->data()) : all.data();
+    if (source != all.data()) std::copy(all.begin(), all.end(), source);
+    std::vector<float> reduced(send.size());
+    comm.reduce_scatter(source, DType::f32, reduced.data(), {}, parts, RedOp::sum);
+    for (std::size_t i = 0; i < reduced.size(); ++i) {
+      float sum = 0;
+      for (int r = 0; r < size; ++r) sum += value(r, begin + static_cast<int>(i));
+      require(reduced[i] == sum, "reduced uneven parts");
+    }
+  }
+}
+
+// Those of rank 1 have the same sum and are in another order: all are told of both.
+void counts_that_differ_are_refused(Communicator& comm) {
+  const bool other = comm.rank() == 1;
+  std::vector<std::int64_t> counts(static_cast<std::size_t>(comm.size()), 4);
+  counts[0] = other ? 7 : 1;
+  counts[1] = other ? 1 : 7;
+  const std::vector<float> send(7);
+  std::vector<float> recv(64);
+  try {
+    comm.all_gather(send.data(), DType::f32, recv.data(), DType::f32, shardcomm::Parts(counts));
+    require(false, "counts that differ are refused");
+  } catch (const CommError& error) {
+    const std::string text = error.what();
+    for (const char* part : {"gave [1, 7, 4]; rank 1", "gave [7, 1, 4]"}) {
+      require(text.find(part) != std::string::npos, text);
+    }
+  }
+}
+
 void on_threads(int size, const std::function<void(Communicator&)>& body) {
   const auto group = shardcomm::make_local_group(size, {20.0});
   std::vector<std::thread> threads;
@@ -431,10 +491,16 @@ int main() {
   // Before there are threads. Two, so that they spin for each other also on two cores.
   on_processes(2, collectives);
   on_processes(3, collectives);
+  on_processes(2, uneven_parts);
+  on_processes(3, uneven_parts);
+  on_processes(3, counts_that_differ_are_refused);
   on_processes(2, gathers_and_reduces_at_once);
   on_threads(1, collectives);
   on_threads(2, collectives);
   on_threads(4, collectives);
+  on_threads(2, uneven_parts);
+  on_threads(4, uneven_parts);
+  on_threads(3, counts_that_differ_are_refused);
   on_threads(2, windows_are_read_as_soon_as_they_are_gathered);
   on_threads(2, windows_come_and_go_beside_reduces);
   on_threads(3, gathers_and_reduces_at_once);

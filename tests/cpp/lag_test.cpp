@@ -314,6 +314,56 @@ void buffers_are_broadcast(Rank& rank) {
   }
 }
 
+// The parts of one rank end in the middle of another's, and of three ranks one has nothing. Counts
+// go through the staging area, too.
+shardcomm::Parts uneven(int size) {
+  std::vector<std::int64_t> counts{1000, kCount};
+  if (size > 2) counts.push_back(0);
+  return shardcomm::Parts(counts);
+}
+
+void uneven_parts_are_gathered(Rank& rank) {
+  rank.executor.channel = 0;
+  const int size = rank.comm.size();
+  const shardcomm::Parts parts = uneven(size);
+  const auto total = static_cast<std::size_t>(parts.total(size));
+  const auto window = rank.comm.allocate(sizeof(float) * total, Use::gather);
+  std::vector<float> memory(total);
+  for (int round = 0; round < 4; ++round) {
+    auto* recv = round % 2 ? static_cast<float*>(window->data()) : memory.data();
+    std::vector<float> send = rank.values(parts.count(rank.comm.rank()));
+    rank.comm.all_gather(send.data(), DType::f32, recv, DType::f32, parts);
+    std::fill(send.begin(), send.end(), kOverwritten);
+    rank.look_late(0);
+    for (int r = 0; r < size; ++r) {
+      for (std::int64_t i = 0; i < parts.count(r); i += 997) {
+        require(recv[parts.begin(r) + i] == Rank::value(r, i), "gathered the part of rank r");
+      }
+    }
+  }
+}
+
+void uneven_parts_are_reduced(Rank& rank) {
+  rank.executor.channel = rank.executor.allocates_on = 1;
+  const int size = rank.comm.size();
+  const shardcomm::Parts parts = uneven(size);
+  const std::int64_t total = parts.total(size);
+  const auto window =
+      rank.comm.allocate(sizeof(float) * static_cast<std::size_t>(total), Use::reduce);
+  for (int round = 0; round < 4; ++round) {
+    std::vector<float> send = rank.values(total);
+    float* from = round % 2 ? static_cast<float*>(window->data()) : send.data();
+    if (from != send.data()) std::copy(send.begin(), send.end(), from);
+    std::vector<float> recv(static_cast<std::size_t>(parts.count(rank.comm.rank())));
+    rank.comm.reduce_scatter(from, DType::f32, recv.data(), {}, parts, RedOp::sum);
+    std::fill_n(from, total, kOverwritten);
+    for (std::size_t i = 0; i < recv.size(); i += 997) {
+      const std::int64_t place = parts.begin(rank.comm.rank()) + static_cast<std::int64_t>(i);
+      require(recv[i] == rank.sum(place), "reduced its part of what all sent");
+    }
+  }
+}
+
 // Rank 0's place is a window of all; another rank's is another window, or none.
 void places_differ_from_rank_to_rank(Rank& rank) {
   rank.executor.channel = 0;
@@ -349,7 +399,8 @@ int main() {
       for (const auto& body :
            {private_memory_is_gathered, a_window_is_gathered_again_and_again,
             sent_buffers_are_reduced, sent_windows_are_reduced, buffers_are_all_reduced,
-            buffers_are_broadcast, other_dtypes_are_received, places_differ_from_rank_to_rank}) {
+            buffers_are_broadcast, other_dtypes_are_received, places_differ_from_rank_to_rank,
+            uneven_parts_are_gathered, uneven_parts_are_reduced}) {
         with_each_rank_lagging(size, shares_addresses, body);
       }
     }

@@ -11,6 +11,7 @@
 
 #include "shardcomm/dtype.h"
 #include "shardcomm/error.h"
+#include "shardcomm/parts.h"
 #include "shardcomm/reduce.h"
 #include "shardcomm/stream.h"
 
@@ -71,17 +72,16 @@ class Communicator {
   // there is not so much memory.
   virtual std::shared_ptr<Memory> allocate(std::size_t bytes, Use use) = 0;
 
-  // recv[r * count + i] = convert(send of rank r [i]). `count` elements per rank. In place when
-  // `send` is recv + rank * count and the dtypes agree. Ranks that pass different tags called
-  // different collectives: what tells two gathers of the same size apart.
+  // recv[parts.begin(r) + i] = convert(send of rank r [i]), for parts.count(r) elements of each
+  // rank r. In place when `send` is recv + parts.begin(rank) and the dtypes agree. Ranks that pass
+  // different tags called different collectives: what tells two gathers of the same size apart.
   virtual void all_gather(const void* send, DType send_dtype, void* recv, DType recv_dtype,
-                          std::int64_t count, std::int64_t tag = 0,
+                          const Parts& parts, std::int64_t tag = 0,
                           NativeStream stream = nullptr) = 0;
 
-  // recv[i] = epilogue(send of rank 0 [rank * count + i] op send of rank 1 [rank * count + i] op
-  // ...).
+  // recv[i] = epilogue(send of rank 0 [parts.begin(rank) + i] op send of rank 1 [the same] op ...).
   virtual void reduce_scatter(const void* send, DType dtype, void* recv, const Epilogue& epilogue,
-                              std::int64_t count, RedOp op, std::int64_t tag = 0,
+                              const Parts& parts, RedOp op, std::int64_t tag = 0,
                               NativeStream stream = nullptr) = 0;
 
   // In place; bitwise the same on every rank.
@@ -91,6 +91,10 @@ class Communicator {
                          NativeStream stream = nullptr) = 0;
   // `tag` as in all_gather.
   virtual void barrier(std::int64_t tag = 0, NativeStream stream = nullptr) = 0;
+
+  // What sentences about calls with this tag say instead of the number, such as "unit 'blocks.3'".
+  // The same on every rank, once for each tag, from 2^32 on.
+  virtual void name_tag(std::int64_t tag, const std::string& name) = 0;
 
   // Makes every rank's present and later collectives throw CommError with this reason. Any thread
   // may call it.

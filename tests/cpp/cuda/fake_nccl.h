@@ -17,6 +17,7 @@ enum class FakeCall : int {
   reduce_scatter,
   all_reduce,
   broadcast,
+  reduce,
   send,
   recv,
   group_end,

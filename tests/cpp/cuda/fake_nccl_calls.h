@@ -87,6 +87,7 @@ struct Nccl {
        cudaStream_t);
   FIND(all_reduce, "ncclAllReduce", const void*, void*, std::size_t, DType, Op, Comm, cudaStream_t);
   FIND(broadcast, "ncclBroadcast", const void*, void*, std::size_t, DType, int, Comm, cudaStream_t);
+  FIND(reduce, "ncclReduce", const void*, void*, std::size_t, DType, Op, int, Comm, cudaStream_t);
   FIND(send, "ncclSend", const void*, std::size_t, DType, int, Comm, cudaStream_t);
   FIND(recv, "ncclRecv", void*, std::size_t, DType, int, Comm, cudaStream_t);
   FIND(mem_alloc, "ncclMemAlloc", void**, std::size_t);

@@ -31,6 +31,8 @@ void collectives(const Nccl& nccl) {
     nccl.all_reduce(&mean, &mean, 1, f32, avg, comm, queue);
     std::int32_t whole = rank + 1;
     nccl.all_reduce(&whole, &whole, 1, i32, avg, comm, queue);
+    std::int32_t at_root = -1;
+    nccl.reduce(&parts[1], rank == 2 ? &at_root : nullptr, 1, i32, sum, 2, comm, queue);
     char letter = static_cast<char>('a' + rank);
     nccl.broadcast(&letter, &letter, 1, u8, 1, comm, queue);
     char from = 0;
@@ -43,6 +45,7 @@ void collectives(const Nccl& nccl) {
     require(value == std::vector<double>{2, 4, 0, 5}, "the greatest");
     require(std::abs(mean - 1) < 1e-6, "the mean");
     require(whole == 2, "the mean of integers");
+    require(at_root == (rank == 2 ? 2 * kRanks : -1), "reduced to the root alone");
     require(letter == 'b' && from == 'b', "sent on");
     require(nccl.destroy(comm) == success, "destroyed");
   });

@@ -111,6 +111,30 @@ void interleaved_hosts() {
   });
 }
 
+// The ranks of a host hold parts of any lengths, or none.
+void uneven_parts() {
+  Setting setting;
+  setting.ranks = 4;
+  setting.host = [](int rank) { return rank % 2 == 0 ? "A" : "B"; };
+  on_ranks("uneven parts", setting, [](const Comm& comm) {
+    const Queue queue(comm);
+    const Parts parts({5, 0, 1, 30});
+    std::vector<std::uint16_t> send(36);
+    for (int i = 0; i < 36; ++i) {
+      send[static_cast<std::size_t>(i)] = bf16_of(static_cast<float>(i % 5 * (comm->rank() + 1)));
+    }
+    std::vector<float> result(static_cast<std::size_t>(parts.count(comm->rank())));
+    comm->reduce_scatter(send.data(), DType::bf16, result.data(), {}, parts, RedOp::sum, 0,
+                         queue.get());
+    queue.finish();
+    require(receipt(comm, "reduce_scatter").taken == "hierarchical", "by hosts");
+    for (std::size_t i = 0; i < result.size(); ++i) {
+      const auto place = static_cast<std::size_t>(parts.begin(comm->rank())) + i;
+      require(result[i] == static_cast<float>(place % 5 * 10), "summed");
+    }
+  });
+}
+
 std::uint16_t f16_of_40000() { return 0x78e2; }
 
 // The sum would overflow, and the average does not.
@@ -142,6 +166,7 @@ int main(int, char** arguments) {
   bytes_between_hosts();
   uneven_hosts_exchange();
   interleaved_hosts();
+  uneven_parts();
   averages_of_fp16();
   std::puts("good");
   return 0;

@@ -79,6 +79,60 @@ void reduce_of(const Comm& comm, DType dtype, const Queue& queue, T (*of)(int)) 
   }
 }
 
+// Rank 1's part is empty, and rank 2's is the longest.
+const std::vector<std::int64_t> kCounts{3, 0, 40};
+
+void uneven_gathers(const Comm& comm, const Queue& queue) {
+  const Parts parts(kCounts);
+  const auto own = static_cast<std::size_t>(parts.count(comm->rank()));
+  const std::vector<float> shard(own, static_cast<float>(comm->rank() + 1));
+  const auto window = comm->allocate(43 * sizeof(float), Use::gather);
+  std::vector<std::uint16_t> narrow(43);
+  auto* full = static_cast<float*>(window->data());
+  const void* send = own == 0 ? nullptr : shard.data();
+  comm->all_gather(send, DType::f32, full, DType::f32, parts, 0, queue.get());
+  comm->all_gather(send, DType::f32, narrow.data(), DType::bf16, parts, 0, queue.get());
+  queue.finish();
+  require(receipt(comm, "all_gather").taken == "broadcasts", "a broadcast a rank");
+  for (int i = 0; i < 43; ++i) {
+    const float expected = i < 3 ? 1 : 3;
+    require(full[i] == expected, "gathered uneven parts");
+    require(narrow[static_cast<std::size_t>(i)] == bf16_of(expected), "and converted");
+  }
+}
+
+// Element i of rank r's gradients is (r + 1) * i.
+void uneven_reduces(const Comm& comm, const Queue& queue) {
+  const Parts parts(kCounts);
+  const int rank = comm->rank();
+  const auto own = static_cast<std::size_t>(parts.count(rank));
+  const auto memory = comm->allocate(43 * sizeof(float), Use::reduce);
+  auto* wide = static_cast<float*>(memory->data());
+  std::vector<std::uint16_t> narrow(43);
+  for (int i = 0; i < 43; ++i) {
+    wide[i] = static_cast<float>((rank + 1) * i);
+    narrow[static_cast<std::size_t>(i)] = bf16_of(wide[i]);
+  }
+  const std::vector<float> apart(wide, wide + 43);  // not communication memory
+  for (const void* send : {static_cast<const void*>(wide), static_cast<const void*>(apart.data()),
+                           static_cast<const void*>(narrow.data())}) {
+    const bool is_narrow = send == narrow.data();
+    std::vector<float> result(own, 100);
+    std::int32_t nonfinite = 0;
+    comm->reduce_scatter(send, is_narrow ? DType::bf16 : DType::f32,
+                         own == 0 ? nullptr : result.data(), {DType::f32, 0.5f, true, &nonfinite},
+                         parts, RedOp::avg, 0, queue.get());
+    queue.finish();
+    const std::string taken = receipt(comm, "reduce_scatter").taken;
+    require(taken == (is_narrow ? "exchange" : "reduces"), "its path: " + taken);
+    for (std::size_t i = 0; i < own; ++i) {
+      const auto value = static_cast<float>(static_cast<std::size_t>(parts.begin(rank)) + i);
+      require(result[i] == 100 + value, "reduced uneven parts");  // the mean is 2 * value
+    }
+    require(nonfinite == 0, "all are finite");
+  }
+}
+
 void epilogues(const Comm& comm, const Queue& queue) {
   constexpr int kPart = 64;
   const auto mine = static_cast<float>(comm->rank() + 1);
@@ -123,6 +177,8 @@ void collectives(const Comm& comm) {
   reduce_of<std::uint16_t>(comm, DType::bf16, queue,
                            [](int x) { return bf16_of(static_cast<float>(x)); });
   epilogues(comm, queue);
+  uneven_gathers(comm, queue);
+  uneven_reduces(comm, queue);
   float value = static_cast<float>(comm->rank() + 1);
   comm->broadcast(&value, sizeof(value), 1, queue.get());
   comm->barrier(0, queue.get());

@@ -49,7 +49,8 @@ struct Config {
 };
 static_assert(sizeof(Config) == 120);
 
-enum class Kind { gather, scatter, reduce, broadcast, messages };
+// `reduce` is ncclAllReduce's, `reduce_to` is ncclReduce's.
+enum class Kind { gather, scatter, reduce, reduce_to, broadcast, messages };
 enum class Path { ring, symmetric, copy_engine };
 
 struct Message {

@@ -104,6 +104,13 @@ Result ncclBroadcast(const char* send, char* recv, std::size_t count, int dtype,
                  {Kind::broadcast, send, recv, count, dtype, op_sum, root}, stream);
 }
 
+// Its ring ends at the root, the only rank whose `recv` is looked at (device/reduce.h, runRing).
+Result ncclReduce(const char* send, char* recv, std::size_t count, int dtype, int op, int root,
+                  Comm* comm, cudaStream_t stream) {
+  return enqueue(FakeCall::reduce, comm, {Kind::reduce_to, send, recv, count, dtype, op, root},
+                 stream);
+}
+
 Result ncclSend(char* data, std::size_t count, int dtype, int peer, Comm* comm,
                 cudaStream_t stream) {
   Work work;

@@ -69,6 +69,9 @@ Results compute(const std::map<int, Work>& work, int rank, const Work& mine) {
       results.push_back(
           {mine.recv + begin * item, reduced_part(work, owner, begin * item, count, mine)});
     }
+  } else if (mine.kind == Kind::reduce_to) {
+    if (rank != mine.root) return results;
+    results.push_back({mine.recv, reduced_part(work, rank, 0, mine.count, mine)});
   } else {
     const char* from = work.at(mine.root).send;
     results.push_back({mine.recv, {from, from + bytes}});
@@ -90,6 +93,8 @@ void count_bytes(const Comm* comm, const Work& work) {
   const int next = (comm->rank + 1) % comm->size();
   if (work.kind == Kind::broadcast) {
     if (next != work.root) sent(comm->rank, next, bytes);
+  } else if (work.kind == Kind::reduce_to) {
+    if (comm->rank != work.root) sent(comm->rank, next, bytes);
   } else if (work.kind == Kind::reduce) {
     sent(comm->rank, next, 2 * (size - 1) * bytes / size);
   } else {
@@ -208,7 +213,8 @@ void count_path(const Work& work) {
   } else if (work.kind == Kind::scatter) {
     count(ring ? &FakeNcclCounts::scatters_ring : &FakeNcclCounts::scatters_symmetric);
   }
-  const bool reduces = work.kind == Kind::scatter || work.kind == Kind::reduce;
+  const bool reduces =
+      work.kind == Kind::scatter || work.kind == Kind::reduce || work.kind == Kind::reduce_to;
   if (reduces && ring && work.op == op_avg && is_float(work.dtype)) {
     count(&FakeNcclCounts::averages_premultiplied);
   }

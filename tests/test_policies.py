@@ -1,0 +1,408 @@
+"""Units that differ from the rest, and parameters that are left out."""
+
+from __future__ import annotations
+
+import contextvars
+import math
+import threading
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from nets import Block, Net, assert_same, batch, loss_of, make, reference, sgd_of
+from thread_ranks import run_threads
+from torch import nn
+from torch.nn.utils import clip_grad_norm_
+from twins import local
+
+from shardcomm import CommError, Communicator, MixedPrecision, Plan, Policy, fully_shard, launch
+
+HALF = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+IN_FLOAT32 = MixedPrecision(param_dtype=torch.float32, output_dtype=torch.bfloat16)
+RANKS = 2
+STEPS = 3
+
+
+def in_half_but_norms(model: Net) -> Net:
+    """`model` as autograd trains it without us: float32 parameters, of which all but norms compute in bfloat16."""
+
+    def half(module: nn.Module, dtype: torch.dtype, output: torch.dtype | None) -> None:
+        forward = module.forward
+
+        def cast(x: torch.Tensor) -> torch.Tensor:
+            full = dict(module.named_parameters(recurse=False))
+            x = x.to(dtype) if x.is_floating_point() else x
+            out: torch.Tensor = torch.func.functional_call(
+                _Forward(forward), {f"module.{k}": v.to(dtype) for k, v in full.items()}, (x,)
+            )
+            return out if output is None else out.to(output)
+
+        class _Forward(nn.Module):
+            def __init__(self, call: Any) -> None:
+                super().__init__()
+                self.module = module
+                self.call = call
+
+            def forward(self, x: torch.Tensor) -> Any:
+                return self.call(x)
+
+        module.forward = cast  # type: ignore[method-assign]
+
+    for module in model.modules():
+        if isinstance(module, nn.LayerNorm):
+            half(module, torch.float32, torch.bfloat16)
+        elif isinstance(module, nn.Linear | nn.Embedding):
+            half(module, torch.bfloat16, None)
+    return model
+
+
+@pytest.mark.parametrize("cpu_offload", [False, True])
+def test_norms_compute_in_float32_among_blocks_in_bfloat16(cpu_offload: bool) -> None:
+    def body(comm: Communicator) -> dict[str, torch.Tensor]:
+        model = make(layers=2)
+        dtypes: set[tuple[type, torch.dtype]] = set()
+        engine = fully_shard(
+            model,
+            comm,
+            mixed_precision=HALF,
+            units={
+                Block: None,
+                nn.LayerNorm: Policy(mixed_precision=IN_FLOAT32, cpu_offload=cpu_offload),
+            },
+        )
+        for module in model.modules():
+            if isinstance(module, nn.LayerNorm | nn.Linear):
+                module.register_forward_hook(
+                    lambda m, args, out: dtypes.update(
+                        {(type(m), m.weight.dtype), (type(m), args[0].dtype)}
+                    )
+                )
+        optimizer = sgd_of(model)
+        for step in range(STEPS):
+            loss_of(model, batch(0, step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert dtypes == {(nn.LayerNorm, torch.float32), (nn.Linear, torch.bfloat16)}
+        return engine.full_state_dict()
+
+    expected = in_half_but_norms(make(layers=2))
+    optimizer = sgd_of(expected)
+    for step in range(STEPS):
+        loss_of(expected, batch(0, step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for state in run_threads(body, RANKS):
+        for name, value in expected.named_parameters():
+            torch.testing.assert_close(state[name], value.detach(), msg=name, rtol=1e-5, atol=1e-6)
+
+
+POLICIES: dict[str, Any] = {
+    "offloaded": {Block: Policy(cpu_offload=True)},
+    "prefetched": {Block: Policy(prefetch=3, backward_prefetch=0)},
+    "kept": {Block: Policy(strategy="no_shard")},
+    "kept after forward": {Block: Policy(strategy="shard_grad_op"), nn.Linear: None},
+    "nested": {Block: Policy(prefetch=0), nn.Linear: Policy(prefetch=2, cpu_offload=True)},
+}
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
+@pytest.mark.parametrize("policies", POLICIES)
+def test_training_with_policies_equals_unsharded_and_takes_what_was_planned(
+    policies: str, strategy: str
+) -> None:
+    expected = reference(make(), RANKS, STEPS)
+
+    def body(comm: Communicator) -> dict[str, torch.Tensor]:
+        model = make()
+        given = {"units": POLICIES[policies], "strategy": strategy}
+        plan = Plan.of(make(), RANKS, rank=comm.rank if strategy != "no_shard" else 0, **given)
+        engine = fully_shard(model, comm, **given)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, foreach=False)
+        for step in range(STEPS):
+            loss_of(model, batch(comm.rank, step)).backward()
+            assert engine.footprint() == plan.footprint
+            optimizer.step()
+            optimizer.zero_grad()
+        offloaded = [u for u in engine.units if any(b.offload for b, _ in u.buckets)]
+        held = sum(4 * b.shard.nbytes for u in offloaded for b, _ in u.buckets)
+        padding = sum(b.layout.padding for u in offloaded for b, _ in u.buckets)
+        assert held - 2 * 4 * padding <= plan.host_bytes <= held
+        assert (held > 0) is (policies in ("offloaded", "nested"))
+        return engine.full_state_dict()
+
+    for state in run_threads(body, RANKS):
+        assert_same(state, expected, bitwise=True)
+
+
+def test_ranks_must_agree_on_policies() -> None:
+    def body(comm: Communicator) -> None:
+        with pytest.raises(
+            CommError, match=r"unit 'blocks\.0' has prefetch 0 on rank 0 and 1 on rank 1"
+        ):
+            fully_shard(make(), comm, units={Block: Policy(prefetch=comm.rank)})
+
+    run_threads(body, RANKS)
+
+
+def test_ignored_parameters_stay_as_they_are() -> None:
+    def body(comm: Communicator) -> None:
+        model = make(seed=comm.rank)
+        before = {name: param for name, param in model.named_parameters()}
+        values = {name: param.detach().clone() for name, param in before.items()}
+        ignored = [model.head.weight, *model.blocks[1].parameters()]
+        names = {name for name, param in before.items() if any(param is i for i in ignored)}
+        engine = fully_shard(model, comm, ignored_params=ignored)
+        for name, param in model.named_parameters():
+            assert (param is before[name]) is (name in names)
+            if name in names:
+                assert torch.equal(param, values[name])  # this rank's own
+        loss_of(model, batch(comm.rank, 0)).backward()
+        mine = make(seed=comm.rank)
+        first = make(seed=0)
+        for name, param in mine.named_parameters():
+            if name not in names:
+                param.data = first.get_parameter(name).data
+        loss_of(mine, batch(comm.rank, 0)).backward()
+        for name in names:
+            grad = model.get_parameter(name).grad
+            assert grad is not None
+            torch.testing.assert_close(grad, mine.get_parameter(name).grad)
+        full = engine.full_state_dict()
+        assert full.keys() == model.state_dict().keys()
+        for name in names:
+            assert torch.equal(full[name], values[name])
+        engine.load_state_dict(first.state_dict())
+        assert torch.equal(local(model.head.weight), first.head.weight)
+
+    run_threads(body, RANKS)
+
+
+class Experts(nn.Module):
+    """Experts of which each rank of a pair has its own half; tokens go to all of them, by an all-to-all of the pair.
+
+    `exchange(x, experts)`: the outputs of all experts for `x`, wherever they are.
+    """
+
+    def __init__(self, width: int, numbers: range) -> None:
+        super().__init__()
+        self.each = nn.ModuleDict({str(n): nn.Linear(width, width) for n in numbers})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([expert(x) for expert in self.each.values()])
+
+
+class Mixture(nn.Module):
+    def __init__(self, width: int, numbers: range) -> None:
+        super().__init__()
+        self.gate = nn.Linear(width, EXPERTS)
+        self.experts = Experts(width, numbers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights = self.gate(x).softmax(-1)
+        outputs = everywhere(self.experts, x)  # (experts, tokens, width)
+        mixed: torch.Tensor = torch.einsum("te,etw->tw", weights, outputs)
+        return x + mixed
+
+
+EXPERTS = 4
+WIDTH = 6
+
+
+def everywhere(experts: Experts, x: torch.Tensor) -> torch.Tensor:
+    """Outputs of all experts for this rank's tokens: here, or by the pair's exchange."""
+    pair = _pair.get()
+    if pair is None:
+        out: torch.Tensor = experts(x)
+        return out
+    return _Returned.apply(pair, experts(_Sent.apply(pair, x)))  # type: ignore[no-any-return]
+
+
+def _exchanged(pair: Communicator, x: torch.Tensor) -> torch.Tensor:
+    flat = x.detach().contiguous().view(-1)
+    gathered = flat.new_empty(pair.size * flat.numel())
+    pair.all_gather(gathered, flat)
+    return gathered.view(pair.size, *x.shape)
+
+
+class _Sent(torch.autograd.Function):
+    """Tokens of both ranks of the pair, one after the other; the gradients of this rank's come back from both."""
+
+    @staticmethod
+    def forward(ctx, pair, x):  # type: ignore[no-untyped-def]
+        ctx.pair = pair
+        return _exchanged(pair, x).flatten(0, 1)
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        both = _exchanged(ctx.pair, grad.unflatten(0, (ctx.pair.size, -1)))
+        return None, both[:, ctx.pair.rank].sum(0)
+
+
+class _Returned(torch.autograd.Function):
+    """Of all experts, the outputs for this rank's tokens; the gradients go back to where the experts are."""
+
+    @staticmethod
+    def forward(ctx, pair, y):  # type: ignore[no-untyped-def]
+        ctx.pair = pair
+        both = _exchanged(
+            pair, y.unflatten(1, (pair.size, -1))
+        )  # (rank, expert, whose, tokens, width)
+        return both[:, :, pair.rank].flatten(0, 1)
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        pair = ctx.pair
+        both = _exchanged(
+            pair, grad.unflatten(0, (pair.size, -1))
+        )  # (whose, rank, expert, tokens, width)
+        return None, both[:, pair.rank].transpose(0, 1).flatten(1, 2)
+
+
+_pair: contextvars.ContextVar[Communicator | None] = contextvars.ContextVar("pair", default=None)
+
+
+def mixtures(numbers: range) -> nn.Sequential:
+    """Two layers; the same values for an expert, whichever others are there."""
+    with _generator, torch.random.fork_rng():
+        torch.manual_seed(0)
+        whole = nn.Sequential(*(Mixture(WIDTH, range(EXPERTS)) for _ in range(2)))
+        part = nn.Sequential(*(Mixture(WIDTH, numbers) for _ in range(2)))
+    with torch.no_grad():
+        for name, param in part.named_parameters():
+            param.copy_(whole.get_parameter(name))
+    return part
+
+
+_generator = threading.Lock()
+
+
+def tokens_of(rank: int, step: int) -> torch.Tensor:
+    return torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+@pytest.mark.parametrize("by_layer", [False, True])
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+def test_experts_over_two_of_four_ranks_train_as_unsharded(strategy: str, by_layer: bool) -> None:
+    """Ranks 0 and 2 have experts 0 and 1, ranks 1 and 3 the others; the rest of the model is over all four."""
+    whole = mixtures(range(EXPERTS))
+    norms: list[torch.Tensor] = []
+    maxima: list[torch.Tensor] = []
+    optimizer = torch.optim.AdamW(whole.parameters(), lr=0.05)
+    for step in range(STEPS):
+        for rank in range(4):
+            (whole(tokens_of(rank, step)).square().sum() / 4).backward()
+        maxima.append(torch.stack([p.grad.abs().max() for p in whole.parameters()]).max())  # type: ignore[union-attr]
+        norms.append(clip_grad_norm_(whole.parameters(), 1.0))
+        optimizer.step()
+        optimizer.zero_grad()
+    expected = whole.state_dict()
+
+    # Ranks 0 and 1, ranks 2 and 3; ranks 0 and 2, ranks 1 and 3.
+    pairs, same = ([Communicator.local_group(2, deadline_s=20) for _ in range(2)] for _ in range(2))
+
+    def body(comm: Communicator) -> None:
+        rank = comm.rank
+        pair, experts = pairs[rank // 2][rank % 2], same[rank % 2][rank // 2]
+        _pair.set(pair)
+        numbers = range(2 * (rank % 2), 2 * (rank % 2) + 2)
+        model = mixtures(numbers)
+        engine = fully_shard(
+            model,
+            comm,
+            units={
+                Mixture: None,
+                Experts: Policy(comm=experts, strategy=strategy),
+                **({nn.Linear: Policy(strategy=strategy)} if by_layer else {}),
+            },
+        )
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        for step in range(STEPS):
+            model(tokens_of(rank, step)).square().sum().backward()
+            largest = torch.nn.utils.get_total_norm(
+                [p.grad for p in model.parameters() if p.grad is not None], math.inf
+            )
+            torch.testing.assert_close(largest + 0, maxima[step])
+            clip = (
+                engine.clip_grad_norm_
+                if step == 0
+                else partial(clip_grad_norm_, model.parameters())
+            )
+            torch.testing.assert_close(clip(1.0) + 0, norms[step])
+            optimizer.step()
+            optimizer.zero_grad()
+        trained = engine.full_state_dict()
+        assert {name for name in trained if "each" in name} == {
+            f"{layer}.experts.each.{n}.{kind}"
+            for layer in range(2)
+            for n in numbers
+            for kind in ("weight", "bias")
+        }
+        for name, value in trained.items():
+            torch.testing.assert_close(value, expected[name], msg=name, rtol=1e-5, atol=1e-6)
+        assert engine.state_dict().keys() == trained.keys()
+        engine.close()
+
+    run_threads(body, 4)
+
+
+def test_other_parameters_of_the_same_name_are_not_saved_as_one() -> None:
+    same = [Communicator.local_group(1)[0] for _ in range(2)]
+
+    def body(comm: Communicator) -> None:
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Experts(WIDTH, range(1)))
+        engine = fully_shard(model, comm, units={Experts: Policy(comm=same[comm.rank])})
+        for save in (engine.state_dict, model.state_dict):
+            with pytest.raises(
+                RuntimeError, match=r"'1\.each\.0\.weight' and 1 others are other param"
+            ):
+                save()
+        # One expert a rank: nothing is gathered, and a norm is that of both all the same.
+        for param in model.parameters():
+            param.grad = torch.full_like(param, 2.0)
+        numel = WIDTH * WIDTH + WIDTH
+        norm = clip_grad_norm_(model.parameters(), 1e9)
+        torch.testing.assert_close(norm + 0, torch.tensor(2.0 * math.sqrt(3 * numel)))
+        torch.testing.assert_close(engine.clip_grad_norm_(1e9), norm + 0)
+
+    run_threads(body, RANKS)
+
+
+def test_ranks_of_a_policy_are_some_of_all() -> None:
+    many = Communicator.local_group(3)
+
+    def body(comm: Communicator) -> None:
+        with pytest.raises(ValueError, match="a policy's comm has 3 ranks and fully_shard's 2"):
+            fully_shard(make(), comm, units={Block: Policy(comm=many[comm.rank])})
+        with pytest.raises(TypeError, match=r"comm is a int; it must be a shardcomm\.Communicator"):
+            fully_shard(make(), comm, units={Block: Policy(comm=2)})  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="strategy is 'zero'; accepted: 'full_shard'"):
+            fully_shard(make(), comm, units={Block: Policy(strategy="zero")})
+
+    run_threads(body, RANKS)
+
+
+def save_experts(folder: str) -> None:
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    with (
+        Communicator.from_process_group() as comm,
+        Communicator.from_process_group(groups[rank % 2]) as experts,
+    ):
+        model = mixtures(range(2 * (rank % 2), 2 * (rank % 2) + 2))
+        engine = fully_shard(model, comm, units={Mixture: None, Experts: Policy(comm=experts)})
+        dcp.save({"model": engine}, checkpoint_id=folder)
+    dist.destroy_process_group()
+
+
+def test_a_checkpoint_has_the_experts_of_all_ranks(tmp_path: Path) -> None:
+    launch(save_experts, 4, (str(tmp_path),), deadline_s=60)
+    whole = nn.Sequential(*(Mixture(WIDTH, range(EXPERTS)) for _ in range(2)))
+    state = {"model": whole.state_dict()}
+    dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
+    for name, value in mixtures(range(EXPERTS)).state_dict().items():
+        assert torch.equal(state["model"][name], value), name
