@@ -62,9 +62,10 @@ def gathered_and_reduced_at_once() -> None:
         ]
         # What one rank begins with, the other has second.
         first, second = calls if comm.rank == 0 else reversed(calls)
-        first()
-        while all(pending.call is None for pending in comm.pending()):
-            os.sched_yield()  # until the group has been given it
+        done = first()
+        # Until the group has been given it; the other rank may be quick, and it over already.
+        while all(pending.call is None for pending in comm.pending()) and not done.query():
+            os.sched_yield()
         second()
         for stream in (gathers, reduces):
             stream.record().wait()
