@@ -84,7 +84,7 @@ sanitize: setup
 	  PATH="$(CURDIR)/$(BIN):$$PATH" cmake -G Ninja -S . -B $$build -DCMAKE_BUILD_TYPE=RelWithDebInfo \
 	    -DSHARDCOMM_PYTHON=OFF -DSHARDCOMM_TESTS=ON -DSHARDCOMM_SANITIZE=$$sanitizer -DSHARDCOMM_CUDA=off >/dev/null && \
 	  $(BIN)/cmake --build $$build && \
-	  (cd $$build && setarch -R ../../$(BIN)/ctest --output-on-failure) || exit 1; done
+	  (cd $$build && setarch -R ../../$(BIN)/ctest -j2 --output-on-failure) || exit 1; done
 
 faults: setup
 	PATH="$(CURDIR)/$(BIN):$$PATH" cmake -G Ninja -S . -B build/faults -DCMAKE_BUILD_TYPE=Release \

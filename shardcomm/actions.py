@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 
 from shardcomm.mesh import FailingTogether, Mesh
 from shardcomm.offload import Offload
@@ -14,8 +14,6 @@ from shardcomm.streams import Stream
 from shardcomm.trace import Trace
 from shardcomm.traffic import Traffic
 from shardcomm.work import Work
-
-_UNTRACED = nullcontext()
 
 Program = dict[Trigger, tuple[tuple[Callable[[ShardedUnit], None], ShardedUnit], ...]]
 """A schedule's actions, each bound to what does it."""
@@ -82,7 +80,7 @@ class Actions:
                 return  # only a prefetch can come here; `require` says it where it matters
             occupant.gathered = False
         self._occupant[unit.slot] = unit
-        with self._together, self._traced("gather", unit, unit.streams.gather, unit.gather_bytes):
+        with self._issuing("gather", unit, unit.streams.gather, unit.gather_bytes):
             unit.gather()
         self.traffic.gathered_bytes += unit.gather_bytes
 
@@ -116,7 +114,7 @@ class Actions:
             before.gradients.arrived()
         self._reducing[unit.mesh] = unit
         nbytes = unit.gradients.reduce_bytes
-        with self._together, self._traced("reduce", unit, unit.streams.reduce, nbytes):
+        with self._issuing("reduce", unit, unit.streams.reduce, nbytes):
             unit.gradients.reduce(put_off=not self.all_reduces)
         self.traffic.reduced_bytes += nbytes
         unit.gradients.arrived()
@@ -127,14 +125,10 @@ class Actions:
             return
         if self.trace is not None:  # else its span would begin with a wait for the reduce
             unit.streams.replicate.wait(unit.streams.reduce.record())
-        with (
-            self._together,
-            self._traced(
-                "all_reduce", unit, unit.streams.replicate, unit.gradients.all_reduce_bytes
-            ),
-        ):
+        nbytes = unit.gradients.all_reduce_bytes
+        with self._issuing("all_reduce", unit, unit.streams.replicate, nbytes):
             unit.gradients.all_reduce()
-        self.traffic.reduced_bytes += unit.gradients.all_reduce_bytes
+        self.traffic.reduced_bytes += nbytes
 
     def wait_reduce(self, unit: ShardedUnit) -> None:
         """Computation goes on with the reduced gradients of `unit`."""
@@ -188,7 +182,13 @@ class Actions:
             self.trace.add("compute", f"{what} {unit.name}", unit.began, end)
         unit.began = None
 
-    def _traced(
+    def _issuing(
         self, row: str, unit: ShardedUnit, stream: Stream, nbytes: int
-    ) -> AbstractContextManager[None]:
-        return _UNTRACED if self.trace is None else self.trace.span(row, unit.name, stream, nbytes)
+    ) -> AbstractContextManager[object]:
+        """Around what is put on `stream`: it fails together with the other groups, and is traced."""
+        if self.trace is None:
+            return self._together
+        span = ExitStack()
+        span.enter_context(self._together)
+        span.enter_context(self.trace.span(row, unit.name, stream, nbytes))
+        return span

@@ -47,7 +47,7 @@ def enter(
     marked: Marked = []
     to_mark = [i for i in tensors if leaves[i].requires_grad] if torch.is_grad_enabled() else []
     if to_mark:
-        aliases = _Mark.apply(on_end, *(leaves[i] for i in to_mark))  # type: ignore[no-untyped-call]
+        aliases = _mark(on_end, *[leaves[i] for i in to_mark])
         for i, alias in zip(to_mark, aliases, strict=True):
             marked.append((leaves[i], alias, alias._version))
             leaves[i] = alias
@@ -148,6 +148,9 @@ class _Mark(torch.autograd.Function):
     def jvp(ctx: Any, on_end: None, *tangents: torch.Tensor | None) -> Any:
         return tuple(None if tangent is None else tangent.view_as(tangent) for tangent in tangents)
 
+
+_mark: Callable[..., tuple[torch.Tensor, ...]] = super(torch.autograd.Function, _Mark).apply
+"""`_Mark.apply` without what is for torch.func, in half of its time."""
 
 _Rebuild = Callable[[Iterable[Any]], Any]
 

@@ -61,14 +61,14 @@ class ShardGradients:
     @property
     def adds(self) -> bool:
         """Whether the next reduce adds to what there is."""
-        # A list: half of a generator's time.
         with plain():
-            return self._unshown or any([grad_of(shard) is not None for shard in self._shards])
+            return self._unshown or self._has_grad()
 
     def begin_reduce(self) -> bool:
         """Whether the reduce must add to what `flat` holds, which is zeros then where a parameter has no `.grad`."""
-        self._take_moved()
-        add = self.adds
+        with plain():
+            self._take_moved()
+            add = self._unshown or self._has_grad()
         if not add and self._flat is None:  # all of it is written
             self._flat = torch.empty_like(self._shard, pin_memory=self._pinned)
         if not self._unshown:
@@ -80,12 +80,15 @@ class ShardGradients:
 
     def _take_moved(self) -> None:
         """Takes the values of memory that `grad.data = ...` has put in the place of a view's."""
-        with plain():
-            for i, rows in enumerate(self._rows or ()):
-                if rows.data_ptr() != self._addresses[i]:
-                    values = rows.clone()
-                    rows.data = self.flat.as_strided(*self._views[i])
-                    rows.copy_(values)
+        for i, rows in enumerate(self._rows or ()):
+            if rows.data_ptr() != self._addresses[i]:
+                values = rows.clone()
+                rows.data = self.flat.as_strided(*self._views[i])
+                rows.copy_(values)
+
+    def _has_grad(self) -> bool:
+        # A list: half of a generator's time.
+        return any([grad_of(shard) is not None for shard in self._shards])
 
     def _add_to_shown(self) -> None:
         with plain():
@@ -118,9 +121,8 @@ class ShardGradients:
     def drop(self) -> None:
         """Gives the memory back until the next reduce, if no shard has a `.grad`: after `zero_grad()` mostly so."""
         with plain():
-            unused = all(grad_of(shard) is None for shard in self._shards)
-        if unused:
-            self._flat = self._rows = None
+            if not self._has_grad():
+                self._flat = self._rows = None
 
     @property
     def nbytes(self) -> int:

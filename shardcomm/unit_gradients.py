@@ -99,6 +99,7 @@ class UnitGradients:
         self.all_reduces: list[Work] = []
         self._name = name
         self._buckets = list(buckets)
+        self._params = [param for _, params in self._buckets for param in params]
         self._open_calls = 0  # of forward, whose backward has not come yet
         self._trained = self._buckets  # whose gradients this backward leaves
         self.awaits_replicas = False
@@ -194,9 +195,8 @@ class UnitGradients:
 
     def _published(self) -> None:
         self.stage = Stage.READY
-        for _, params in self._buckets:
-            for param in params:
-                param.used = False
+        for param in self._params:
+            param.used = False
         hooked = self._hooked()
         for shard in hooked:
             with plain():
@@ -248,7 +248,6 @@ class UnitGradients:
         with plain():
             return [
                 param.shard
-                for _, params in self._buckets
-                for param in params
+                for param in self._params
                 if param.shard._post_accumulate_grad_hooks and grad_of(param.shard) is not None
             ]

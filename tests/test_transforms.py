@@ -149,3 +149,22 @@ def test_transforms_of_parameters_are_of_full_ones_inside_of_gathered() -> None:
         assert torch.equal(model(X), plain(X))
 
     with_sharded(body)
+
+
+def test_what_an_ended_transform_left_is_an_input_as_any() -> None:
+    def body(model: Any, engine: Engine, plain: Any) -> None:
+        left: list[torch.Tensor] = []
+
+        def loss(x: torch.Tensor) -> torch.Tensor:
+            left.append(x * 2)
+            return x.sum()
+
+        outs = []
+        for each in (model, plain):
+            func.grad(loss)(X)
+            outs.append(each(left.pop()))
+            outs[-1].sum().backward()
+        assert torch.equal(*outs)
+        assert torch.equal(model.stem.weight.grad.full_tensor(), plain.stem.weight.grad)
+
+    with_sharded(body)
