@@ -72,8 +72,8 @@ def fully_shard(
             itself, gathered from a step's start to its end. A mapping gives each a `Policy`, by which it differs from
             the rest, or None; the model itself may be among them.
         ignored_params: parameters of the model that are left as they are: neither moved, nor made equal on all ranks,
-            nor sharded; their gradients are the rank's own. Average them before torch's `clip_grad_norm_` counts them;
-            `Engine.clip_grad_norm_` leaves them out.
+            nor sharded; their gradients are the rank's own. In torch's `clip_grad_norm_` their mean over the ranks
+            counts; `Engine.clip_grad_norm_` neither counts nor scales them.
         strategy: "full_shard" (ZeRO-3), "shard_grad_op" (ZeRO-2), "hybrid_shard" (ZeRO-3 in groups of ranks, data
             parallel between them) or "no_shard" (data parallel).
         mixed_precision: dtypes to compute and communicate in; the shards keep the parameters' own.
