@@ -694,6 +694,56 @@ def test_an_optimizer_that_takes_norms_takes_those_of_whole_parameters(granulari
     with_sharded(body, granularity=granularity)
 
 
+class FailsOnce(torch.optim.SGD):
+    """Its first step raises when the first parameter is updated, and the others are not."""
+
+    failed = False
+
+    def _init_group(self, group: Any, *lists: Any) -> bool:
+        if group is self.param_groups[1] and not self.failed:
+            self.failed = True
+            raise ZeroDivisionError
+        return super()._init_group(group, *lists)  # type: ignore[no-any-return, misc]
+
+
+@pytest.mark.parametrize("granularity", ["row", "tensor"])
+@pytest.mark.parametrize("then", ["step", "closure", "zero_grad", "save", "forward"])
+def test_training_goes_on_after_a_step_that_raised(then: str, granularity: str) -> None:
+    def body(model: Tied, engine: Engine, twin: Tied) -> None:
+        norms = []
+        for each in (model, twin):
+            first, *others = each.parameters()
+            groups: Any = [{"params": [first]}, {"params": others}]
+            optimizer = FailsOnce(groups, lr=0.1, momentum=0.9)
+            with pytest.raises(ZeroDivisionError):
+                optimizer.step()
+
+            def clip(each: nn.Module = each) -> torch.Tensor:
+                norms.append(nn.utils.clip_grad_norm_(each.parameters(), 0.1))
+                return norms[-1]
+
+            if then == "step":
+                optimizer.step()
+                clip()
+            elif then == "closure":
+                optimizer.step(clip)  # type: ignore[arg-type]
+            elif then == "zero_grad":
+                optimizer.zero_grad()
+            elif then == "save":
+                saved = engine.full_state_dict() if each is model else each.state_dict()
+                each.load_state_dict(saved)
+            for _ in range(2):
+                each(IDS).square().sum().backward()
+                clip()
+                optimizer.step()
+        half = len(norms) // 2
+        torch.testing.assert_close(norms[:half], norms[half:])
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(p.full_tensor(), q.detach())  # type: ignore[attr-defined]
+
+    with_sharded(body, granularity=granularity)
+
+
 def test_rows_are_plain_in_a_step_and_guarded_after_one_that_fails() -> None:
     seen: list[type] = []
 
