@@ -95,7 +95,7 @@ def fully_shard(
             the gradient back, beside computation; that memory is pinned, in blocks which torch rounds up to a power
             of two. As PyTorch FSDP2's `CPUOffloadPolicy()`. Ranks on a CPU gain nothing by it, but do the same.
         on_nonfinite: what a backward does on every rank when a gradient, reduced over the ranks, is NaN or Inf: "raise"
-            a FloatingPointError that names the units, or "skip" them: it leaves no parameter a `.grad`, so that the
+            a FloatingPointError that names them, or "skip" them: it leaves no parameter a `.grad`, so that the
             optimizer's step passes over all, and `engine.nonfinite` names the units. What writes a gradient
             looks at it on the way, at little cost (see `Communicator.reduce_scatter`); on a GPU, the host waits for the
             result. No `.grad` is shown before backward has ended, then. Leave it None with a GradScaler, which looks
