@@ -220,7 +220,13 @@ class Communicator:
         stream: Stream | None = ...,
     ) -> None: ...
     def all_reduce(
-        self, buffer: int, dtype: DType, count: int, op: RedOp, stream: Stream | None = ...
+        self,
+        buffer: int,
+        dtype: DType,
+        count: int,
+        op: RedOp,
+        tag: int = ...,
+        stream: Stream | None = ...,
     ) -> None: ...
     def broadcast(
         self, buffer: int, nbytes: int, root: int, stream: Stream | None = ...

@@ -66,6 +66,7 @@ class Bucket:
         offload: keeps shard and gradient in host memory, and brings them to the device when they are needed; buckets
             share it (default: they are on the device).
         tag: tells this bucket's collectives from others of the same size, should ranks disagree on their order.
+        replica_tag: as `tag`, of the all-reduce over `replicas`.
         streams: where `async_op=True` runs (default: those of `comm`).
 
     Every rank makes the same buckets, in the same order. Where a bucket allocates its full buffer that is checked.
@@ -90,6 +91,7 @@ class Bucket:
         offload: Offload | None = None,
         streams: Streams | None = None,
         tag: int = 0,
+        replica_tag: int = 0,
     ) -> None:
         if not isinstance(comm, Communicator) or not isinstance(layout, Layout):
             raise TypeError(
@@ -98,6 +100,7 @@ class Bucket:
             )
         _check_dtypes(dtype, param_dtype, reduce_dtype)
         check_tag("Bucket", tag)
+        check_tag("Bucket", replica_tag)
         if layout.world_size != comm.size:
             raise ValueError(
                 f"Bucket: layout is for {layout.world_size} ranks, comm has {comm.size}; plan the layout for "
@@ -147,6 +150,7 @@ class Bucket:
             offload=offload,
             streams=streams,
             tag=tag,
+            replica_tag=replica_tag,
         )
 
     @classmethod

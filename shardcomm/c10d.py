@@ -176,10 +176,16 @@ class C10dCommunicator(Communicator):
         return parts[self.rank]
 
     def all_reduce(
-        self, buffer: ArrayLike, op: ReduceOp = "sum", *, stream: Stream | None = None
+        self,
+        buffer: ArrayLike,
+        op: ReduceOp = "sum",
+        *,
+        tag: int = 0,
+        stream: Stream | None = None,
     ) -> Event | None:
         buffer = self._checked("all_reduce", "buffer", buffer)
         red_op("all_reduce", op)
+        check_tag("all_reduce", tag)
 
         def run() -> None:
             total = buffer.to(_accumulation_dtype(buffer.dtype))
@@ -191,7 +197,7 @@ class C10dCommunicator(Communicator):
             if total is not buffer:
                 buffer.copy_(total)
 
-        self._submit("all_reduce", run, stream)
+        self._submit("all_reduce", run, stream, tag)
         return queued(stream, buffer)
 
     def broadcast(

@@ -323,12 +323,17 @@ class Communicator(ABC):
 
     @abstractmethod
     def all_reduce(
-        self, buffer: ArrayLike, op: ReduceOp = "sum", *, stream: Stream | None = None
+        self,
+        buffer: ArrayLike,
+        op: ReduceOp = "sum",
+        *,
+        tag: int = 0,
+        stream: Stream | None = None,
     ) -> Event | None:
         """Reduces `buffer` over all ranks in place; the result is bitwise the same on each.
 
-        `buffer` may not be in memory of `allocate(use="gather")`, where all ranks have one value. Raises as
-        `reduce_scatter`.
+        `buffer` may not be in memory of `allocate(use="gather")`, where all ranks have one value. `tag`: as in
+        `all_gather`. Raises as `reduce_scatter`.
         """
 
     @abstractmethod

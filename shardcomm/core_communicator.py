@@ -199,14 +199,22 @@ class CoreCommunicator(Communicator):
         return queue
 
     def all_reduce(
-        self, buffer: ArrayLike, op: ReduceOp = "sum", *, stream: Stream | None = None
+        self,
+        buffer: ArrayLike,
+        op: ReduceOp = "sum",
+        *,
+        tag: int = 0,
+        stream: Stream | None = None,
     ) -> Event | None:
         buffer = checked("all_reduce", "buffer", buffer, self.device)
+        if tag != 0:
+            check_tag("all_reduce", tag)
         self._core.all_reduce(
             buffer.data_ptr(),
             core_dtype(buffer.dtype),
             buffer.numel(),
             red_op("all_reduce", op),
+            tag,
             self._on(stream),
         )
         return queued(stream, buffer)

@@ -165,7 +165,8 @@ class Engine:
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Scales all gradients so that their global L2 norm is at most `max_norm`; returns the norm before.
 
-        As `torch.nn.utils.clip_grad_norm_` on the whole model, with one all-reduce of one number.
+        As `torch.nn.utils.clip_grad_norm_` on the whole model, with one all-reduce of one number. Gradients of
+        `ignored_params`, which are each rank's own, are neither counted nor scaled.
 
         Raises:
             ValueError: `max_norm` is not a number of at least 0, or infinite.

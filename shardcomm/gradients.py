@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import count, islice
@@ -12,8 +13,10 @@ import torch
 from shardcomm.mesh import Holders, Mesh
 from shardcomm.plain import grad_of, plain
 from shardcomm.sharded_unit import ShardedUnit
+from shardcomm.texts import all_gather_text
 from shardcomm.unit_gradients import Stage
 
+_NAMED = 8  # parameters in a sentence: of the last units, to which backward comes first
 OnNonfinite = Literal["raise", "skip"] | None
 
 
@@ -123,12 +126,33 @@ class Gradients:
 
     def _leave_out(self) -> None:
         """Drops all gradients: those of earlier backwards too, which these were added to."""
+        bad = self._nonfinite_params() if self._on_nonfinite == "raise" else []
         for unit in self._units:
             unit.gradients.forget()
         for param in self._params:
             param.shard.grad = None
         if self._on_nonfinite == "raise":
+            named = ", ".join(map(repr, bad[-_NAMED:]))
+            others = f" and {len(bad) - _NAMED} others" if len(bad) > _NAMED else ""
             raise FloatingPointError(
-                f"backward: gradients of {', '.join(map(repr, self.nonfinite))} are NaN or Inf after their reduce; no "
-                "parameter has a .grad now. Look for the cause in that unit, or train on with on_nonfinite='skip'"
+                f"backward: gradients of {', '.join(map(repr, self.nonfinite))} are NaN or Inf after their reduce, "
+                f"those of {named}{others}; no parameter has a .grad now. Look for the cause there, or train on with "
+                "on_nonfinite='skip'"
             )
+
+    def _nonfinite_params(self) -> list[str]:
+        """Names of parameters of which any rank has such a gradient, in this rank's order; collective."""
+        mine = []
+        for unit in self._units:
+            for bucket, params in unit.buckets:
+                if unit.name not in self.nonfinite or not bucket.gradients.nbytes:
+                    continue
+                with plain():
+                    finite = [bool(rows.isfinite().all()) for rows in bucket.gradients.rows]
+                mine += [p.name for p, f in zip(params, finite, strict=True) if not f]
+        groups = [self._mesh.shard, self._mesh.replicate, *self._mesh.inner.values()]
+        with self._mesh.failing_together:
+            everybody = all_gather_text([g for g in groups if g.size > 1], json.dumps(mine))
+        found = {name for text in everybody for name in json.loads(text)}
+        order = {param.name: index for index, param in enumerate(self._params)}
+        return sorted(found, key=lambda name: order.get(name, -1))

@@ -10,6 +10,7 @@ inside hosts only, and gradients between hosts after they were reduced to a shar
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -97,6 +98,11 @@ class Mesh:
     def size(self) -> int:
         """All ranks, but those of `inner`."""
         return self.shard.size * self.replicate.size
+
+    @property
+    def all_ranks(self) -> int:
+        """Their number, with those of `inner`."""
+        return math.prod([self.size, *(comm.size for comm in self.inner.values())])
 
     @property
     def rank(self) -> int:
@@ -188,9 +194,13 @@ class Holders:
         if self.mesh is self.everyone:
             self.mesh.all_reduce_shards(buffer, op)
             return
-        if op == "sum" and self.mesh.replicate.rank > 0:
+        if not self.speaks(op):
             buffer.zero_()
         self.everyone.all_reduce(buffer, op)
+
+    def speaks(self, op: ReduceOp) -> bool:
+        """Whether this rank is one to say what is reduced over all ranks: where it is summed, replicas say it once."""
+        return op != "sum" or self.mesh.replicate.rank == 0
 
 
 class FailingTogether:

@@ -1,7 +1,8 @@
 """Norms of sharded tensors: each rank has that of its rows, and those of many are completed together.
 
 `torch.nn.utils.clip_grad_norm_` takes a norm of each gradient, stacks them, and takes the norm of that. The norms stay
-partial until then, so that all of them cost one all-reduce.
+partial until then, so that all of them cost one all-reduce. There may be plain tensors among them, such as gradients of
+`ignored_params`, which nobody has averaged. So that every rank scales by the same factor, their mean counts.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardcomm.plain import plain
+from shardcomm.tensor_parallel import full
 
 if TYPE_CHECKING:
     from shardcomm.communicator import ReduceOp
@@ -106,7 +108,7 @@ class PartialNorm(torch.Tensor):
 
     powers: torch.Tensor
     ord: float
-    holders: Sequence[Holders | None]  # None: the same on every rank, and complete
+    holders: Sequence[Holders | None]  # None: of a plain tensor, and complete
 
     @staticmethod
     def __new__(  # noqa: D102
@@ -133,22 +135,61 @@ class PartialNorm(torch.Tensor):
                 return _moved(args[0], func(*args, **kwargs))
             if func is torch.stack and len(args) == 1 and not kwargs:
                 return _stacked(args[0])
+            if is_norm(func):
+                given: _Given = _NORMS[func](*args, **kwargs)
+                stack = given.tensors
+                if isinstance(stack, cls) and given.ord == stack.ord and not given.refused:
+                    return stack.total(given.dtype)
             args, kwargs = _completed(args), _completed(kwargs)
             return func(*args, **kwargs)
 
     def complete(self) -> torch.Tensor:
         """The norms of the wholes: an all-reduce for those that the same ranks hold; collective."""
         powers = self.powers.clone()
-        op: ReduceOp = "max" if self.ord == math.inf else "min" if self.ord == -math.inf else "sum"
         for holders in dict.fromkeys(each for each in self.holders if each is not None):
             theirs = [i for i, each in enumerate(self.holders) if each is holders]
             part = powers[theirs].to(holders.mesh.device)
-            holders.combine(part, op)
+            holders.combine(part, self._op)
             powers[theirs] = part.to(powers.device)
-        if not math.isinf(self.ord) and self.ord != 0:
-            powers = powers.pow(1 / self.ord)
         with plain():
-            return powers.to(self.dtype).view(self.shape)
+            return self._rooted(powers).to(self.dtype).view(self.shape)
+
+    def total(self, dtype: torch.dtype | None) -> torch.Tensor:
+        """The norm of all of them, the same on every rank: an all-reduce of one number. Collective.
+
+        Of plain tensors' norms the mean of all ranks' powers counts, or the largest, or the least.
+        """
+        op, powers, holders = self._op, self.powers, self.holders
+        meshes = list({id(each.everyone): each.everyone for each in holders if each}.values())
+        if self.ord == 0:  # torch counts the norms that are not 0
+            powers, holders = (self.complete() != 0).double(), [None] * len(holders)
+        if op == "sum" and None in holders:
+            ranks = [1 if each else meshes[0].all_ranks for each in holders]
+            powers = powers / powers.new_tensor(ranks)
+        totals = []
+        for mesh in meshes:
+            theirs = [
+                i
+                for i, each in enumerate(holders)
+                if (each.everyone is mesh and each.speaks(op) if each else mesh is meshes[0])
+            ]
+            total = self._combined(powers[theirs]).to(mesh.device)
+            mesh.all_reduce(total, op)
+            totals.append(total.to(powers.device))
+        with plain():
+            return self._rooted(self._combined(torch.cat(totals))).to(dtype or self.dtype).view(())
+
+    @property
+    def _op(self) -> ReduceOp:
+        return "max" if self.ord == math.inf else "min" if self.ord == -math.inf else "sum"
+
+    def _combined(self, powers: torch.Tensor) -> torch.Tensor:
+        if self._op == "sum":
+            return powers.sum().view(1)
+        return (powers.amax() if self._op == "max" else powers.amin()).view(1)
+
+    def _rooted(self, powers: torch.Tensor) -> torch.Tensor:
+        return powers if math.isinf(self.ord) or self.ord == 0 else powers.pow(1 / self.ord)
 
 
 def _moved(norm: PartialNorm, like: torch.Tensor) -> PartialNorm:
@@ -169,8 +210,8 @@ def _stacked(norms: Sequence[torch.Tensor]) -> torch.Tensor:
             powers.append(norm.powers)
             holders += norm.holders
         else:
-            power = norm.double() if math.isinf(ord) or ord == 0 else norm.double().pow(ord)
-            powers.append(power.view(1))
+            power = full(norm).double().view(1)
+            powers.append(power if math.isinf(ord) or ord == 0 else power.pow(ord))
             holders.append(None)
     dtype = torch.stack([torch.empty((), dtype=n.dtype) for n in norms]).dtype
     return PartialNorm(torch.cat(powers), ord, holders, (len(norms),), dtype)

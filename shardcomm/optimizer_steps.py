@@ -73,6 +73,7 @@ _checked: weakref.WeakKeyDictionary[optim.Optimizer, int] = weakref.WeakKeyDicti
 def _before(
     optimizer: optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    _after(optimizer, args, kwargs)  # of a step that an exception ended: torch calls no hook then
     params = [p for group in optimizer.param_groups for p in group["params"]]
     if _checked.get(optimizer) != len(params):
         _check(optimizer, params)

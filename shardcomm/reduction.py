@@ -76,6 +76,7 @@ class Reduction:
         offload: Offload | None,
         streams: Streams | None,
         tag: int,
+        replica_tag: int,
     ) -> None:
         self.buffer = buffer
         self.replicas = replicas if replicas is not None and replicas.size > 1 else None
@@ -86,7 +87,7 @@ class Reduction:
         self._dtype = reduce_dtype
         self._offload = offload
         self._given_streams = streams
-        self._tag = tag
+        self._tag, self._replica_tag = tag, replica_tag
         self._compute = None if on_host(comm.device) else computing(comm.device)
         self._full = FullGradients(layout, param_dtype, reduce_dtype)
         if self.replicas is not None:
@@ -178,7 +179,7 @@ class Reduction:
         stream = self._streams.replicate if aside else None
         if self.staging.filled is not None:
             (stream or compute_stream(self._comm.device)).wait(self.staging.filled)
-        self.replicas.all_reduce(self._staged, "avg", stream=stream)
+        self.replicas.all_reduce(self._staged, "avg", tag=self._replica_tag, stream=stream)
         with self._gradient(stream) as grad:
             # Over one rank: a cast with a scale and a sum.
             self.staging.free = self._alone.reduce_scatter(

@@ -84,7 +84,9 @@ def shard_units(
         _materialize_unit(unit, device)
         free = slots[slot_of[index]]
         mesh, of_mesh = meshes[index], memory[meshes[index]]
-        tag = mesh.shard.tag(f"unit {unit.name!r}")
+        tag, replica_tag = (
+            comm.tag(f"unit {unit.name!r}") for comm in (mesh.shard, mesh.replicate)
+        )
         buckets = []
         for group in unit_groups:
             full = None
@@ -108,6 +110,7 @@ def shard_units(
                 offload=offload if group.cpu_offload else None,
                 streams=mesh.streams,
                 tag=tag,
+                replica_tag=replica_tag,
             )
             _load(bucket, group.params, holders[index])
             buckets.append((bucket, group.params))

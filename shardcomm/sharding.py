@@ -72,8 +72,8 @@ def fully_shard(
             itself, gathered from a step's start to its end. A mapping gives each a `Policy`, by which it differs from
             the rest, or None; the model itself may be among them.
         ignored_params: parameters of the model that are left as they are: neither moved, nor made equal on all ranks,
-            nor sharded; their gradients are the rank's own. Average them before torch's `clip_grad_norm_` counts them;
-            `Engine.clip_grad_norm_` leaves them out.
+            nor sharded; their gradients are the rank's own. In torch's `clip_grad_norm_` their mean over the ranks
+            counts; `Engine.clip_grad_norm_` neither counts nor scales them.
         strategy: "full_shard" (ZeRO-3), "shard_grad_op" (ZeRO-2), "hybrid_shard" (ZeRO-3 in groups of ranks, data
             parallel between them) or "no_shard" (data parallel).
         mixed_precision: dtypes to compute and communicate in; the shards keep the parameters' own.
@@ -95,7 +95,7 @@ def fully_shard(
             the gradient back, beside computation; that memory is pinned, in blocks which torch rounds up to a power
             of two. As PyTorch FSDP2's `CPUOffloadPolicy()`. Ranks on a CPU gain nothing by it, but do the same.
         on_nonfinite: what a backward does on every rank when a gradient, reduced over the ranks, is NaN or Inf: "raise"
-            a FloatingPointError that names the units, or "skip" them: it leaves no parameter a `.grad`, so that the
+            a FloatingPointError that names them, or "skip" them: it leaves no parameter a `.grad`, so that the
             optimizer's step passes over all, and `engine.nonfinite` names the units. What writes a gradient
             looks at it on the way, at little cost (see `Communicator.reduce_scatter`); on a GPU, the host waits for the
             result. No `.grad` is shown before backward has ended, then. Leave it None with a GradScaler, which looks

@@ -80,7 +80,11 @@ def reduce_scatter(
 
 def all_reduce(comm: _C.Communicator, buffer: torch.Tensor, op: str = "sum") -> None:
     comm.all_reduce(
-        buffer.data_ptr(), core_dtype(buffer.dtype), buffer.numel(), RED_OPS[op], current_stream()
+        buffer.data_ptr(),
+        core_dtype(buffer.dtype),
+        buffer.numel(),
+        RED_OPS[op],
+        stream=current_stream(),
     )
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from thread_ranks import run_threads
+from thread_ranks import run_mesh, run_threads
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parameters_to_vector, parametrize, vector_to_parameters
 from twins import local
 
-from shardcomm import Communicator, Engine, fully_shard, launch
+from shardcomm import Communicator, Engine, Mesh, fully_shard, launch
 
 RANKS = 2
 WIDTH = 8
@@ -100,6 +100,74 @@ def test_total_norm_and_clipping_are_global(
             torch.testing.assert_close(p.grad.full_tensor(), q.grad)  # type: ignore[union-attr]
 
     with_sharded(body, granularity=granularity)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("kind", [1.0, 2.0, 3.5, math.inf, -math.inf, 0.0])
+@pytest.mark.parametrize("foreach", [None, False])
+def test_norms_with_plain_gradients_among_them_are_the_same_on_every_rank(
+    kind: float, replicas: int, foreach: bool | None
+) -> None:
+    """Nobody averages gradients of `ignored_params`, and a rank may have none: the mean of their powers counts."""
+    shards, ranks = 2, 2 * replicas
+    nets = [model_of() for _ in range(2 * ranks)]
+
+    def body(mesh: Mesh) -> torch.Tensor:
+        model, twin = nets[2 * mesh.rank], nets[2 * mesh.rank + 1]
+        ignored = [*model.blocks[1].parameters()]
+        fully_shard(
+            model,
+            mesh if replicas > 1 else mesh.shard,
+            strategy="hybrid_shard" if replicas > 1 else "full_shard",
+            units=[nn.Linear, nn.Embedding],
+            ignored_params=ignored,
+        )
+        grads = []
+        for each in (model, twin):
+            each(IDS).square().sum().backward()
+            weight, bias = each.blocks[1].parameters()
+            weight.grad *= 1 + mesh.rank
+            if mesh.rank == ranks - 1:
+                bias.grad = None
+            grads.append([p.grad for p in each.parameters() if p.grad is not None])
+        theirs = nn.utils.get_total_norm(grads[1][:3], kind)  # of what is sharded
+        own = nn.utils.get_total_norm(grads[1][3:], kind)
+        row, plain = torch.empty(shards), torch.empty(ranks)
+        mesh.shard.all_gather(row, own.view(1))
+        mesh.replicate.all_gather(plain, row)
+        if math.isinf(kind):
+            expected = max(theirs, plain.max()) if kind > 0 else min(theirs, plain.min())
+        elif kind == 0:
+            expected = theirs + plain.mean()
+        else:
+            expected = (theirs**kind + (plain**kind).mean()) ** (1 / kind)
+        ours = nn.utils.get_total_norm(grads[0], kind, foreach=foreach)
+        torch.testing.assert_close(ours, expected)
+        if kind <= 0:
+            return ours
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1, kind, foreach=foreach)
+        for mine, whole in zip(grads[0], grads[1], strict=True):
+            full = mine.full_tensor() if hasattr(mine, "full_tensor") else mine
+            torch.testing.assert_close(full, whole * (0.1 / (expected + 1e-6)).clamp(max=1.0))
+        return ours
+
+    norms = run_mesh(body, replicas, shards)
+    assert all(torch.equal(norm, norms[0]) for norm in norms)
+
+
+def test_a_norm_is_what_it_was_where_plain_gradients_are_the_same_on_every_rank() -> None:
+    def body(comm: Communicator) -> None:
+        model, owned = nn.Linear(WIDTH, 1, bias=False), nn.Linear(WIDTH, 3)
+        model.extra = owned
+        fully_shard(model, comm, ignored_params=owned.parameters())
+        for number, param in enumerate(owned.parameters()):
+            param.grad = torch.linspace(0.1, 3 + number, param.numel()).view_as(param)
+        model.weight.grad = torch.zeros_like(model.weight)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+        norms = [torch.linalg.vector_norm(p.grad).double() for p in owned.parameters()]  # type: ignore[arg-type]
+        assert torch.equal(norm, torch.stack(norms).norm().float())
+
+    run_threads(body, 3)
 
 
 def test_clipping_inside_an_optimizers_closure_is_global() -> None:
@@ -620,6 +688,56 @@ def test_an_optimizer_that_takes_norms_takes_those_of_whole_parameters(granulari
     def body(model: Tied, engine: Engine, twin: Tied) -> None:
         for each in (model, twin):
             Lamb(each.parameters()).step()
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(p.full_tensor(), q.detach())  # type: ignore[attr-defined]
+
+    with_sharded(body, granularity=granularity)
+
+
+class FailsOnce(torch.optim.SGD):
+    """Its first step raises when the first parameter is updated, and the others are not."""
+
+    failed = False
+
+    def _init_group(self, group: Any, *lists: Any) -> bool:
+        if group is self.param_groups[1] and not self.failed:
+            self.failed = True
+            raise ZeroDivisionError
+        return super()._init_group(group, *lists)  # type: ignore[no-any-return, misc]
+
+
+@pytest.mark.parametrize("granularity", ["row", "tensor"])
+@pytest.mark.parametrize("then", ["step", "closure", "zero_grad", "save", "forward"])
+def test_training_goes_on_after_a_step_that_raised(then: str, granularity: str) -> None:
+    def body(model: Tied, engine: Engine, twin: Tied) -> None:
+        norms = []
+        for each in (model, twin):
+            first, *others = each.parameters()
+            groups: Any = [{"params": [first]}, {"params": others}]
+            optimizer = FailsOnce(groups, lr=0.1, momentum=0.9)
+            with pytest.raises(ZeroDivisionError):
+                optimizer.step()
+
+            def clip(each: nn.Module = each) -> torch.Tensor:
+                norms.append(nn.utils.clip_grad_norm_(each.parameters(), 0.1))
+                return norms[-1]
+
+            if then == "step":
+                optimizer.step()
+                clip()
+            elif then == "closure":
+                optimizer.step(clip)  # type: ignore[arg-type]
+            elif then == "zero_grad":
+                optimizer.zero_grad()
+            elif then == "save":
+                saved = engine.full_state_dict() if each is model else each.state_dict()
+                each.load_state_dict(saved)
+            for _ in range(2):
+                each(IDS).square().sum().backward()
+                clip()
+                optimizer.step()
+        half = len(norms) // 2
+        torch.testing.assert_close(norms[:half], norms[half:])
         for p, q in zip(model.parameters(), twin.parameters(), strict=True):
             torch.testing.assert_close(p.full_tensor(), q.detach())  # type: ignore[attr-defined]
 

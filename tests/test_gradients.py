@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from nets import assert_same, batch, loss_of, make, sgd_of
@@ -144,7 +146,7 @@ def poison(model: nn.Module, unit: int, value: float) -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_nonfinite_gradients_raise_on_all_ranks_and_name_the_unit(value: float) -> None:
+def test_nonfinite_gradients_raise_on_all_ranks_and_name_unit_and_parameter(value: float) -> None:
     def body(mesh: Mesh) -> None:
         model = make()
         engine = fully_shard(model, mesh, strategy="hybrid_shard", on_nonfinite="raise")
@@ -152,12 +154,28 @@ def test_nonfinite_gradients_raise_on_all_ranks_and_name_the_unit(value: float) 
         assert engine.nonfinite == ()
         if mesh.rank == 3:
             poison(model, 2, value)
-        with pytest.raises(FloatingPointError, match=r"gradients of 'blocks.2' are NaN or Inf"):
+        with pytest.raises(
+            FloatingPointError,
+            match=r"gradients of 'blocks\.2' are NaN or Inf .*, those of 'blocks\.2\.up\.weight'; no",
+        ):
             loss_of(model, batch(mesh.rank, 1)).backward()
         assert engine.nonfinite == ("blocks.2",)
         assert all(param.grad is None for param in model.parameters())
 
     run_mesh(body, 2, 2)
+
+
+def test_of_many_nonfinite_gradients_some_are_named() -> None:
+    def body(comm: Communicator) -> str:
+        model = make()
+        fully_shard(model, comm, on_nonfinite="raise")
+        with pytest.raises(FloatingPointError) as caught:
+            (loss_of(model, batch(comm.rank, 0)) * (math.nan if comm.rank else 1.0)).backward()
+        return str(caught.value)
+
+    many = len(list(make().parameters()))
+    for message in run_threads(body, 2):
+        assert f"'blocks.3.down.weight' and {many - 8} others; no parameter has a .grad" in message
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

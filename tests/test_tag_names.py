@@ -5,16 +5,17 @@ from __future__ import annotations
 import os
 import re
 import time
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import pytest
 import torch
 from gates import Gate, launched, until, wait_at
-from thread_ranks import run_threads
+from thread_ranks import run_mesh, run_threads
 from torch import nn
 
-from shardcomm import CommError, Communicator, Pending, fully_shard, launch
+from shardcomm import CommError, Communicator, Mesh, Pending, fully_shard, launch
 from shardcomm.communicator import FIRST_NAMED_TAG
 from shardcomm.ps import groups
 
@@ -89,6 +90,24 @@ def test_a_rank_that_does_not_come_is_told_with_the_unit() -> None:
     message, _ = run_threads(body, 2, deadline_s=0.3)
     call = "reduce_scatter(f32, count 2, sum) of unit 'blocks.3' #1"
     assert f"did not come within 0.3 s; rank 0 was in {call}, the last call of rank 1" in message
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "hybrid_shard"])
+def test_an_all_reduce_of_gradients_is_told_with_the_unit(strategy: str) -> None:
+    def body(mesh: Mesh) -> str:
+        model = Experts()
+        hybrid = strategy == "hybrid_shard"
+        units = list(model.experts)
+        fully_shard(model, mesh if hybrid else mesh.replicate, units=units, strategy=strategy)
+        model(torch.ones(1, 4), 2).sum().backward()
+        loss = model(torch.ones(1, 4), 2).sum()
+        other = partial(mesh.replicate.all_reduce, torch.zeros(7))
+        with pytest.raises(CommError) as caught:
+            (loss.backward if mesh.replicate.rank else other)()
+        return str(caught.value)
+
+    for message in run_mesh(body, 2, 1):
+        assert re.search(r"all_reduce\(f32, count \d+, avg\) of unit 'experts\.2' #\d+", message)
 
 
 def test_engines_on_one_communicator_share_no_tag() -> None:

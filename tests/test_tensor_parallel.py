@@ -204,6 +204,38 @@ def test_norms_are_of_the_whole_and_count_what_is_replicated_once() -> None:
     launch(take_norms, 4, deadline_s=DEADLINE_S)
 
 
+def take_norms_with_ignored_parameters() -> None:
+    with process_group():
+        mesh = mesh_of(2, 2)
+        (net, plain) = twins(attention_net)
+        sequence(net, mesh["tp"])
+        ignored = [net.head.weight, net.scale]  # a DTensor, and a plain one
+        fully_shard(net, mesh["dp"], ignored_params=ignored)
+        backward(net)
+        backward(plain)
+        for foreach in (True, False):
+            for order in (2, 3, math.inf):
+                norms = [
+                    torch.nn.utils.get_total_norm(
+                        [p.grad for p in each.parameters()], order, foreach=foreach
+                    )
+                    for each in (net, plain)
+                ]
+                close(*norms, f"order {order}")
+        net.scale.grad *= 1 + dist.get_rank()
+        norm = torch.nn.utils.clip_grad_norm_(net.parameters(), MAX_NORM)
+        expected = sum(
+            p.grad.norm() ** 2 for name, p in plain.named_parameters() if name != "scale"
+        )
+        own = [torch.zeros(()) for _ in range(4)]
+        dist.all_gather(own, net.scale.grad.norm() * norm / MAX_NORM)  # before they were clipped
+        close(norm, (expected + torch.stack(own).square().mean()).sqrt(), "of all ranks")
+
+
+def test_norms_with_ignored_parameters_are_the_same_on_all_ranks() -> None:
+    launch(take_norms_with_ignored_parameters, 4, deadline_s=DEADLINE_S)
+
+
 def train_shapes() -> None:
     with process_group():
         mesh = mesh_of(1, 4)

@@ -105,12 +105,13 @@ void bind_comm(py::module_& m) {
       .def(
           "all_reduce",
           [](const Comm& comm, std::uintptr_t buffer, DType dtype, std::int64_t count, RedOp op,
-             Stream* stream) {
+             std::int64_t tag, Stream* stream) {
             submit(comm, stream, [=](Communicator& c, NativeStream native) {
-              c.all_reduce(pointer(buffer), dtype, count, op, native);
+              c.all_reduce(pointer(buffer), dtype, count, op, tag, native);
             });
           },
-          py::arg("buffer"), py::arg("dtype"), py::arg("count"), py::arg("op"), on_stream)
+          py::arg("buffer"), py::arg("dtype"), py::arg("count"), py::arg("op"), py::arg("tag") = 0,
+          on_stream)
       .def(
           "broadcast",
           [](const Comm& comm, std::uintptr_t buffer, std::size_t nbytes, int root,

@@ -171,7 +171,7 @@ void Board::look_for_trouble(std::uint32_t meeting, Waited& waited) {
   } else if (deadlock || (overdue && late < 0)) {
     group_.fail(Trouble::deadlock, group_.rank());
   } else if (overdue) {
-    group_.fail(Trouble::late, late);
+    group_.late(late);
   }
   group_.throw_if_failed(call_);
 }

@@ -28,7 +28,8 @@ struct GroupMemory {
     Atomic<std::uint64_t> start;
     Atomic<std::uint32_t> attached;
     Atomic<std::uint32_t> closed;  // this rank left
-    // Why it ended the group; written once, before `failure` points to it.
+    // Why it ended the group, or its deadline in seconds if another rank was late; written once,
+    // before `failure` points to it.
     Plain<std::array<char, kReasonBytes>> reason;
   };
 

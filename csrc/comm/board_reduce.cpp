@@ -100,7 +100,7 @@ void BoardCommunicator::reduce_staged(Channel& channel, const void* send, DType 
 }
 
 void BoardCommunicator::all_reduce(void* buffer, DType dtype, std::int64_t count, RedOp op,
-                                   NativeStream stream) {
+                                   std::int64_t tag, NativeStream stream) {
   check_buffer("all_reduce", "buffer", buffer, count);
   Channel& channel = *reduces_;
   perform(channel, "all_reduce", [&] {
@@ -110,6 +110,7 @@ void BoardCommunicator::all_reduce(void* buffer, DType dtype, std::int64_t count
     call.send_dtype = call.recv_dtype = dtype;
     call.red_op = op;
     call.count = count;
+    call.tag = tag;
     call.send = find_own(*windows_->now(), buffer, bytes_of(count, dtype), "all_reduce: buffer");
     begin(channel, call, stream);
     if (all_reachable(channel, &Call::send)) {

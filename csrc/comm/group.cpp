@@ -1,6 +1,7 @@
 #include "comm/group.h"
 
 #include <algorithm>
+#include <cstdio>
 #include <cstring>
 #include <mutex>
 #include <sstream>
@@ -91,8 +92,8 @@ std::optional<std::string> Group::failure() const {
       text << culprit << " closed the communicator";
       break;
     case Trouble::late:
-      text << culprit << " did not come ";
-      deadline_s_ > 0 ? text << "within " << deadline_s_ << " s" : text << "in time";
+      text << culprit << " did not come within "
+           << memory_->ranks[failure.reporter].reason.read().data() << " s";
       break;
     case Trouble::aborted:
       text << culprit << " aborted: " << memory_->ranks[failure.culprit].reason.read().data();
@@ -130,7 +131,13 @@ void Group::fail(Trouble trouble, int culprit) noexcept {
   for (BoardMemory* board : boards_) wake_all(board->completed);
 }
 
-void Group::fail_for(Trouble trouble, std::string_view reason) noexcept {
+void Group::late(int culprit) noexcept {
+  std::array<char, 32> deadline_s{};
+  std::snprintf(deadline_s.data(), deadline_s.size(), "%g", deadline_s_);
+  fail_for(Trouble::late, culprit, deadline_s.data());
+}
+
+void Group::fail_for(Trouble trouble, int culprit, std::string_view reason) noexcept {
   if (forked()) return;  // it is not the rank
   const std::lock_guard<Mutex> lock(reason_mutex_);
   auto& own = memory_->ranks[rank_].reason;
@@ -139,7 +146,7 @@ void Group::fail_for(Trouble trouble, std::string_view reason) noexcept {
     const std::string_view text = reason.empty() ? "no reason given" : whole_characters(reason);
     std::memcpy(own.write().data(), text.data(), text.size());  // zero follows: nobody has written
   }
-  fail(trouble, rank_);
+  fail(trouble, culprit);
 }
 
 void Group::close() noexcept {

@@ -51,9 +51,11 @@ class Group {
   void throw_if_failed(const Call& own) const;
   // Ends the group, unless it has failed already.
   void fail(Trouble trouble, int culprit) noexcept;
-  void abort(std::string_view reason) noexcept { fail_for(Trouble::aborted, reason); }
+  void abort(std::string_view reason) noexcept { fail_for(Trouble::aborted, rank_, reason); }
+  // All ranks say by whose deadline: ranks may have been given different ones.
+  void late(int culprit) noexcept;
   // All ranks see that they called different collectives, and say so in the same words.
-  void mismatch(std::string_view text) noexcept { fail_for(Trouble::mismatch, text); }
+  void mismatch(std::string_view text) noexcept { fail_for(Trouble::mismatch, rank_, text); }
   void close() noexcept;
 
   // As those of call.h, with the names of this group's tags.
@@ -63,7 +65,7 @@ class Group {
   std::string who(int rank) const;
 
  private:
-  void fail_for(Trouble trouble, std::string_view reason) noexcept;
+  void fail_for(Trouble trouble, int culprit, std::string_view reason) noexcept;
   std::string last_calls(int rank) const;
   std::string pending_calls() const;
 

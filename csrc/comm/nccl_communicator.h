@@ -28,7 +28,7 @@ class NcclCommunicator final : public Communicator {
                   const Parts& parts, std::int64_t tag, NativeStream stream) override;
   void reduce_scatter(const void* send, DType dtype, void* recv, const Epilogue& epilogue,
                       const Parts& parts, RedOp op, std::int64_t tag, NativeStream stream) override;
-  void all_reduce(void* buffer, DType dtype, std::int64_t count, RedOp op,
+  void all_reduce(void* buffer, DType dtype, std::int64_t count, RedOp op, std::int64_t tag,
                   NativeStream stream) override;
   void broadcast(void* buffer, std::size_t bytes, int root, NativeStream stream) override;
   void barrier(std::int64_t tag, NativeStream stream) override;

@@ -255,7 +255,7 @@ void NcclCommunicator::reduce_by_nodes(NcclUse& use, const Call& call, const Par
 }
 
 void NcclCommunicator::all_reduce(void* buffer, DType dtype, std::int64_t count, RedOp op,
-                                  NativeStream native) {
+                                  std::int64_t tag, NativeStream native) {
   static constexpr Path kNarrow{
       "nccl", "nccl", "nccl: it accumulates in the buffer's dtype, 16-bit floats in 16 bits"};
   check_buffer("all_reduce", "buffer", buffer, count);
@@ -264,6 +264,7 @@ void NcclCommunicator::all_reduce(void* buffer, DType dtype, std::int64_t count,
   call.send_dtype = call.recv_dtype = dtype;
   call.red_op = op;
   call.count = count;
+  call.tag = tag;
   const Path& path = rounds_sums(dtype, op) ? kNarrow : kDirect;
   if (count == 0) return skip(session_->reduces, call, path);
   run(session_->reduces, call, native, path, [&](NcclUse& use, cudaStream_t stream) {

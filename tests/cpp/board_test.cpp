@@ -90,14 +90,24 @@ std::string what_rank_0_hears(Pair& pair) {
 
 void a_rank_that_was_stopped_before_it_came_is_late() {
   Pair pair;
-  Call theirs = pair.barrier(1);
-  theirs.tag = 7;
-  pair.gathers->ranks[1].calls[1].post(theirs);
+  Call call = pair.barrier(1);
+  call.tag = 7;
+  pair.gathers->ranks[1].calls[1].post(call);
   const std::string heard = what_rank_0_hears(pair);
   require(heard ==
               "rank 1 did not come within 0.2 s; rank 0 was in barrier() #1, the last call of "
               "rank 1 was barrier(tag 7) #1",
           heard);
+  // Another rank, and who only reads what they say, tells of that deadline and not of its own.
+  for (const double deadline_s : {300.0, 0.0}) {
+    const Group theirs{pair.group_memory.get(),
+                       {pair.gathers.get(), pair.reduces.get()},
+                       1,
+                       Pair::kSize,
+                       deadline_s,
+                       [] { return -1; }};
+    require(theirs.failure() == "rank 1 did not come within 0.2 s", *theirs.failure());
+  }
 }
 
 void a_rank_that_waits_in_the_other_channel_is_not_late() {

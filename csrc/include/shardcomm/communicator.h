@@ -86,7 +86,7 @@ class Communicator {
 
   // In place; bitwise the same on every rank.
   virtual void all_reduce(void* buffer, DType dtype, std::int64_t count, RedOp op,
-                          NativeStream stream = nullptr) = 0;
+                          std::int64_t tag = 0, NativeStream stream = nullptr) = 0;
   virtual void broadcast(void* buffer, std::size_t bytes, int root,
                          NativeStream stream = nullptr) = 0;
   // `tag` as in all_gather.

@@ -113,7 +113,7 @@ void rank_main(const Comm& comm, std::uint32_t seed) {
     if (choose() % 4 == 0) {
       fill(compute, result.data(), round, rank, n);
       reduces->wait(compute->record());
-      comm->all_reduce(result.data(), DType::f32, n, RedOp::max, reduces->native());
+      comm->all_reduce(result.data(), DType::f32, n, RedOp::max, 0, reduces->native());
       compute->wait(reduces->record());
       check(compute, result.data(), n, "all-reduced", [=](std::int64_t i) {
         float most = value(round, 0, i);

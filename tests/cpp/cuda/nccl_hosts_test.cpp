@@ -149,7 +149,7 @@ void averages_of_fp16() {
       std::vector<float> result(2);
       comm->reduce_scatter(send.data(), DType::f16, result.data(), {}, 2, RedOp::avg, 0,
                            queue.get());
-      comm->all_reduce(send.data(), DType::f16, 8, RedOp::avg, queue.get());
+      comm->all_reduce(send.data(), DType::f16, 8, RedOp::avg, 0, queue.get());
       queue.finish();
       require(result[1] == 40000, "reduce_scatter");
       require(send[7] == f16_of_40000(), "all_reduce");

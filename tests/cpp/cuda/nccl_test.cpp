@@ -72,7 +72,7 @@ void reduce_of(const Comm& comm, DType dtype, const Queue& queue, T (*of)(int)) 
   for (const RedOp op : {RedOp::sum, RedOp::avg, RedOp::max}) {
     std::vector<T> buffer = plain;
     const int factor = op == RedOp::sum ? 6 : op == RedOp::avg ? 2 : 3;
-    comm->all_reduce(buffer.data(), dtype, kRanks * kPart, op, queue.get());
+    comm->all_reduce(buffer.data(), dtype, kRanks * kPart, op, 0, queue.get());
     queue.finish();
     require(buffer[kPart - 1] == of(factor * kPart),
             std::string("all_reduce ") + name(dtype) + " " + name(op));
@@ -270,7 +270,7 @@ void gathers_and_reduces_at_once(const Comm& comm) {
     gathers.finish();
   });
   for (int i = 0; i < 400; ++i) {
-    comm->all_reduce(value.data(), DType::f32, 64, RedOp::max, reduces.get());
+    comm->all_reduce(value.data(), DType::f32, 64, RedOp::max, 0, reduces.get());
   }
   thread.join();
   reduces.finish();
@@ -304,11 +304,11 @@ void streams_of_a_channel_keep_its_order(const Comm& comm) {
 void computation_is_not_late(const Comm& comm) {
   const Queue queue(comm);
   std::vector<float> value(8, 1);
-  comm->all_reduce(value.data(), DType::f32, 8, RedOp::max, queue.get());
+  comm->all_reduce(value.data(), DType::f32, 8, RedOp::max, 0, queue.get());
   queue.finish();
   fake_enqueue(queue.cuda(), [] { std::this_thread::sleep_for(std::chrono::milliseconds(1500)); });
   for (int i = 0; i < 600; ++i) {
-    comm->all_reduce(value.data(), DType::f32, 8, RedOp::max, queue.get());
+    comm->all_reduce(value.data(), DType::f32, 8, RedOp::max, 0, queue.get());
   }
   queue.finish();
   comm->barrier(0, queue.get());
