@@ -122,8 +122,9 @@ def test_training_with_owners_equals_unsharded(
         given = {"granularity": GRANULARITIES[granularity], "units": Block, **OPTIONS[options]}
         return train(comm, make(variant), **given)
 
+    # What is cut along a last dim is gathered with other strides, with which some CPUs' BLAS sums in another order.
     for state in run_threads(body, 2):
-        assert_same(state, expected, bitwise=True)
+        assert_same(state, expected, bitwise=options != "dims")
 
 
 def test_what_is_cut_is_cut_evenly_beside_what_is_not() -> None:
