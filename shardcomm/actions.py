@@ -25,6 +25,7 @@ class Actions:
     Attributes:
         sync: whether gradients are reduced, or left where backward put them.
         all_reduces: whether what is reduced is averaged over replicas, or put off.
+        keeps_secondary: whether what is gathered is copied to secondary shards: in a forward that a backward follows.
         traffic: what it amounted to so far.
         trace: what is to record it, if anything.
     """
@@ -32,6 +33,7 @@ class Actions:
     def __init__(self, units: Sequence[ShardedUnit], together: FailingTogether) -> None:
         self.sync = True
         self.all_reduces = True
+        self.keeps_secondary = False
         self.traffic = Traffic()
         self.trace: Trace | None = None
         self._units = units
@@ -80,9 +82,10 @@ class Actions:
                 return  # only a prefetch can come here; `require` says it where it matters
             occupant.gathered = False
         self._occupant[unit.slot] = unit
-        with self._issuing("gather", unit, unit.streams.gather, unit.gather_bytes):
-            unit.gather()
-        self.traffic.gathered_bytes += unit.gather_bytes
+        nbytes = unit.gather_bytes
+        with self._issuing("gather", unit, unit.streams.gather, nbytes):
+            unit.gather(keep=self.keeps_secondary)
+        self.traffic.gathered_bytes += nbytes
 
     def require(self, unit: ShardedUnit) -> None:
         """The parameters of `unit` are there, gathered now if no schedule did it."""

@@ -31,6 +31,7 @@ from shardcomm import boundary, forward_methods
 from shardcomm.actions import Actions
 from shardcomm.apart import Apart, gathered, nobodys_gradient
 from shardcomm.arguments import check_flag, check_type
+from shardcomm.communicator import Communicator
 from shardcomm.gradients import Gradients, OnNonfinite
 from shardcomm.mesh import FailingTogether, Mesh
 from shardcomm.optimizer_state import OptimizerState
@@ -67,7 +68,7 @@ class Engine:
         check: Callable[[], None],
         on_nonfinite: OnNonfinite,
         *,
-        owned: Sequence[Mesh],
+        owned: Sequence[Mesh | Communicator],
         ambiguous: Sequence[str],
     ) -> None:
         self.model = model
@@ -300,7 +301,7 @@ class Engine:
         """
         self._settle()
         for unit in self.units:
-            unit.gathered = False
+            unit.outdate()
             self._reshard(unit)
 
     @functools.cached_property
@@ -335,8 +336,8 @@ class Engine:
             unit.refuse_forward()
         self.release()
         self.mesh.close_inner()
-        for mesh in self._owned:
-            mesh.close()
+        for owned in self._owned:
+            owned.close()
 
     # A step, in the order it happens. Hooks do nothing but call these.
 
@@ -358,7 +359,7 @@ class Engine:
                 self._seen.append(unit.trigger[Phase.PRE_FORWARD])
                 self._fire(unit.trigger[Phase.PRE_FORWARD])
             else:  # called by itself: nothing has told whether its parameters have changed
-                self._actions.release(unit)
+                unit.outdate()
         if boundary.in_transform():
             return self._enter_transformed(unit, args, kwargs)
         self._actions.require(unit)
@@ -396,12 +397,13 @@ class Engine:
         """What was gathered before is stale: the optimizer may have stepped."""
         self._settle()
         for unit in self.units:
-            unit.gathered = False
+            unit.outdate()
             for param in unit.params:
                 param.guard()
             unit.gradients.drop()
         self._seen.clear()
         self._thread = threading.get_ident()
+        self._actions.keeps_secondary = torch.is_grad_enabled()
         self._current = self._train if torch.is_grad_enabled() else self._evaluate
 
     def _unshard(self, unit: ShardedUnit) -> None:
@@ -586,7 +588,7 @@ class Engine:
         self._fire(Trigger(Phase.END_OF_BACKWARD, -1))
         self._actions.wait_all()  # for a prefetch of a unit that backward did not come to, too
         for unit in self.units:
-            unit.gathered = False
+            unit.outdate()
             self._reshard(unit)
         self._in_backward = False
         if self._actions.sync and self._actions.all_reduces:

@@ -5,6 +5,7 @@ The engine allocates by it, and the planner adds it up before anything is alloca
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
@@ -64,6 +65,10 @@ class Group:
     def reduced_shard_bytes(self) -> tuple[int, ...]:
         """Of each rank's part of them."""
         return tuple(numel * self.reduce_dtype.itemsize for numel in self.layout.shard_numels)
+
+    def secondary_bytes(self, ranks: int) -> list[int]:
+        """Of the secondary shard of each of `ranks` ranks."""
+        return [numel * self.param_dtype.itemsize for numel in self.layout.parts(ranks)]
 
     @property
     def needs_slot(self) -> bool:
@@ -151,12 +156,14 @@ class Pool(NamedTuple):
         number: tells pools of the same ranks apart.
         replicas, shards: how many ranks hold each shard, and how many shards there are.
         rank: this one's shard.
+        secondary: how many ranks gather for backward among themselves; 0: all.
     """
 
     number: int
     replicas: int
     shards: int
     rank: int
+    secondary: int = 0
 
     def of(self, pools: Sequence[Pool], groups: Sequence[_T]) -> list[_T]:
         """Those of `groups`, one a unit, that are this pool's."""
@@ -170,6 +177,19 @@ def slot_bytes(groups: Sequence[Sequence[Group]], slot_of: Sequence[int]) -> lis
         wanted = sum(group.full_bytes for group in unit_groups if group.needs_slot)
         sizes[slot] = max(sizes[slot], wanted)
     return sizes
+
+
+def secondary_bytes(
+    groups: Sequence[Sequence[Group]], slot_of: Sequence[int], pools: Sequence[Pool]
+) -> list[int]:
+    """The size of each unit's secondary shard; a unit that has a slot for itself is not released, and needs none."""
+    users = Counter(slot_of)
+    return [
+        sum(max(group.secondary_bytes(pool.secondary)) for group in unit_groups)
+        if pool.secondary and users[slot] > 1
+        else 0
+        for unit_groups, slot, pool in zip(groups, slot_of, pools, strict=True)
+    ]
 
 
 def reduce_buffer_bytes(groups: Sequence[Sequence[Group]], shard_ranks: int) -> int:

@@ -25,7 +25,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Literal
 
 from shardcomm import _C
@@ -284,6 +284,11 @@ class Layout:
         else:
             shape = (end - begin,)
         return Piece(start, stop, offset, end - begin, shape)
+
+    def parts(self, number: int) -> list[int]:
+        """Elements of each of `number` parts of the flat buffer, which are as many shards each."""
+        bounds = self.starts[:: self.world_size // number]
+        return [stop - start for start, stop in pairwise(bounds)]
 
     def gaps(self) -> tuple[tuple[int, int], ...]:
         """The padding: ranges [start, stop) of the flat buffer that no parameter covers, in order."""

@@ -13,16 +13,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from functools import cached_property
 from types import TracebackType
 
 import torch
+import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardcomm._C import CommError
 from shardcomm.communicator import Communicator, ReduceOp
 from shardcomm.dtype import movable
+from shardcomm.rendezvous import timeout_s
 from shardcomm.strategy import Strategy
 from shardcomm.streams import Streams, compute_stream
 from shardcomm.tensor_parallel import Ranks
@@ -37,11 +40,14 @@ class Mesh:
         replicate: the ranks that hold the same shard as this one.
         inner: of a model with DTensor parameters, the ranks of their meshes' dims, each with this one in a mesh of its
             own; set by `fully_shard`.
+        secondary: those ranks of `shard` that gather for backward among themselves; None: all. Set by `fully_shard`,
+            from its `reshard_after_forward`.
     """
 
     shard: Communicator
     replicate: Communicator
     inner: Mapping[Ranks, Communicator] = field(default_factory=dict, compare=False)
+    secondary: Communicator | None = None
 
     def __post_init__(self) -> None:
         for name in ("shard", "replicate"):
@@ -93,6 +99,12 @@ class Mesh:
             return self
         made = {ranks: _of_group(group, self.device.type) for ranks, group in groups.items()}
         return replace(self, inner=made)
+
+    @property
+    def groups(self) -> tuple[Communicator, ...]:
+        """All of this rank's."""
+        secondary = () if self.secondary is None else (self.secondary,)
+        return (self.shard, self.replicate, *secondary, *self.inner.values())
 
     @property
     def size(self) -> int:
@@ -158,9 +170,9 @@ class Mesh:
     def abort(self, reason: str) -> None:
         """Makes present and later collectives of its groups raise `CommError` with this reason, on all their ranks.
 
-        An engine there then does the same, so that the ranks which are in neither group hear of it too.
+        An engine there then does the same, so that the ranks which are in none of the groups hear of it too.
         """
-        for comm in (self.shard, self.replicate, *self.inner.values()):
+        for comm in self.groups:
             comm.abort(reason)
 
     def close_inner(self) -> None:
@@ -224,6 +236,19 @@ class FailingTogether:
         if isinstance(error, CommError):
             for mesh in self._meshes:
                 mesh.abort(f"its other group failed: {error}")
+
+
+def run_of(mesh: DeviceMesh, size: int) -> Communicator:
+    """The run of `size` ranks that this one is in, of those that shard a model over `mesh`; collective."""
+    row = mesh.get_group(mesh.ndim - 1)
+    first = row.rank() // size * size
+    group = dist.new_group(
+        dist.get_process_group_ranks(row)[first : first + size],
+        timeout=timedelta(seconds=timeout_s(row, torch.device(mesh.device_type))),
+        backend=dist.get_backend(row),
+        use_local_synchronization=True,
+    )
+    return _of_group(group, mesh.device_type)
 
 
 def _of_dim(mesh: DeviceMesh, dim: int) -> Communicator:

@@ -48,6 +48,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
                         help="to compute and communicate in; shards stay fp32")  # fmt: skip
     parser.add_argument("--cpu-offload", action="store_true",
                         help="parameters, gradients and optimizer state in host memory")  # fmt: skip
+    parser.add_argument("--reshard-after-forward", type=whole(2, 2**20), metavar="RANKS",
+                        help="so many gather for backward among themselves, in full_shard or --strategy")  # fmt: skip
     parser.add_argument("--optimizer", choices=list(OPTIMIZERS), default="adamw", help="of torch")
     parser.add_argument("--prefetch", type=whole(0, 10**4), default=1, help="units gathered ahead")
     parser.add_argument("--backward-prefetch", type=whole(0, 10**4),
@@ -114,6 +116,9 @@ def _plans(args: argparse.Namespace) -> list[Plan]:
             backward_prefetch=args.backward_prefetch,
             slots=args.slots,
             cpu_offload=args.cpu_offload,
+            reshard_after_forward=args.reshard_after_forward
+            if alone or strategy == "full_shard"
+            else None,
             optimizer=args.optimizer,
         )
         for strategy in strategies

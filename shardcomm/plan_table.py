@@ -24,6 +24,7 @@ def drawn(plan: Plan) -> str:
         ("gradients", held.gradient_bytes, ""),
         ("optimizer state", plan.optimizer_bytes, plan.optimizer),
         ("slots", held.slot_bytes, _counted(plan.slot_bytes)),
+        ("secondary shards", held.secondary_bytes, ""),
         ("reduce buffer", held.reduce_buffer_bytes, ""),
         ("staging buffers", held.staging_bytes, _counted(plan.staging_bytes)),
         ("offload's staging", held.offload_bytes, ""),
@@ -77,7 +78,7 @@ def _figures(unit: UnitPlan) -> tuple[str, ...]:
         size(unit.full_bytes),
         size(unit.padding_bytes),
         str(unit.gathers),
-        size(unit.gathers * unit.gather_bytes),
+        size(unit.gathered_bytes),
         size(unit.reduce_bytes + unit.all_reduce_bytes),
     )
 

@@ -10,10 +10,11 @@ of 4 bytes over N ranks with AdamW::
     optimizer    8 P          8 P / N         8 P / N      two moments
     slots        -            4 P             a few units  full parameters (2 bytes each in bf16)
 
-`hybrid_shard` is `full_shard` over N / replicas ranks. Buffers to reduce in come on top, of the size of a unit, and,
-during backward, the full gradients of one or two. The first three lines make the
-usual 16 bytes a parameter: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
-arXiv 1910.02054, figure 1. (It counts weights and gradients in fp16 beside an fp32 copy: 2 + 2 + 12.)
+`hybrid_shard` is `full_shard` over N / replicas ranks. Secondary shards come on top where H ranks gather for backward:
+4 P / H. So do buffers to reduce in, of the size of a unit, and, during backward, the full gradients of one or two. The
+first three lines make the usual 16 bytes a parameter: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training
+Trillion Parameter Models", arXiv 1910.02054, figure 1. (It counts weights and gradients in fp16 beside an fp32 copy:
+2 + 2 + 12.)
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from shardcomm.groups import (
     group_units,
     offload_bytes,
     reduce_buffer_bytes,
+    secondary_bytes,
     slot_bytes,
     staging_bytes,
 )
@@ -67,6 +69,8 @@ class UnitPlan:
         full_bytes: of its full parameters, in the slot; 0 where the shard is all of them.
         full_gradient_bytes: of the gradients that backward leaves, until they are packed.
         gather_bytes: received from the others in one gather.
+        secondary_bytes: of its secondary shard; 0 without one.
+        regather_bytes: received in each gather of a step but the first, which with a secondary shard is from the host.
         gathers: how many of them there are in a step.
         reduce_bytes: sent to the others in the step's reduce-scatter.
         all_reduce_bytes: sent to the replicas in the step's all-reduce.
@@ -80,16 +84,35 @@ class UnitPlan:
     full_bytes: int
     full_gradient_bytes: int
     gather_bytes: int
+    secondary_bytes: int
+    regather_bytes: int
     gathers: int
     reduce_bytes: int
     all_reduce_bytes: int
 
+    @property
+    def gathered_bytes(self) -> int:
+        """Received from the others by the gathers of a step."""
+        again = max(self.gathers - 1, 0)
+        return (self.gathers - again) * self.gather_bytes + again * self.regather_bytes
+
     @classmethod
     def of(
-        cls, name: str, groups: Sequence[Group], rank: int, replicas: int, gathers: int
+        cls, name: str, groups: Sequence[Group], pool: Pool, secondary_bytes: int, gathers: int
     ) -> UnitPlan:
-        """From the unit's buckets-to-be, of rank `rank` of those that hold it; `replicas` ranks hold each shard."""
+        """From the unit's buckets-to-be."""
+        rank = pool.rank
         trained = [group for group in groups if group.trainable]
+        gather_bytes = sum(
+            (group.layout.flat_numel - group.layout.shard_numels[rank]) * group.param_dtype.itemsize
+            for group in groups
+        )
+        regather_bytes = gather_bytes
+        if secondary_bytes:
+            place = rank % pool.secondary
+            regather_bytes = sum(
+                group.full_bytes - group.secondary_bytes(pool.secondary)[place] for group in groups
+            )
         return cls(
             name=name,
             numel=sum(group.layout.numel for group in groups),
@@ -100,17 +123,15 @@ class UnitPlan:
             full_gradient_bytes=sum(
                 group.layout.numel * group.param_dtype.itemsize for group in trained
             ),
-            gather_bytes=sum(
-                (group.layout.flat_numel - group.layout.shard_numels[rank])
-                * group.param_dtype.itemsize
-                for group in groups
-            ),
+            gather_bytes=gather_bytes,
+            secondary_bytes=secondary_bytes,
+            regather_bytes=regather_bytes,
             gathers=gathers,
             reduce_bytes=sum(
                 group.reduced_bytes - group.reduced_shard_bytes[rank] for group in trained
             ),
             all_reduce_bytes=sum(
-                traffic.all_reduce_bytes(group.reduced_shard_bytes[rank], replicas)
+                traffic.all_reduce_bytes(group.reduced_shard_bytes[rank], pool.replicas)
                 for group in trained
             ),
         )
@@ -175,6 +196,7 @@ class Plan:
         shard_dim: ShardDimOf = 0,
         owner_cost: OwnerCost | None = None,
         cpu_offload: bool = False,
+        reshard_after_forward: int | None = None,
         optimizer: str = "adamw",
         rank: int | None = None,
     ) -> Plan:
@@ -182,6 +204,7 @@ class Plan:
 
         Args:
             model: on any device, for instance meta.
+            reshard_after_forward: how many ranks gather for backward among themselves, such as those of a host.
             replicas: for "hybrid_shard", which needs it: how many times the ranks hold the model.
             optimizer: one of `OPTIMIZERS`.
             rank: of the ranks that hold a model between them; None: the one that holds the most.
@@ -206,9 +229,9 @@ class Plan:
         found = find_units(model, units, ignored_params)
         back = prefetch if backward_prefetch is None else backward_prefetch
         precision = mixed_precision or MixedPrecision()
-        rest = Policy(None, how.name, precision, prefetch, back, cpu_offload)
+        rest = Policy(None, how.name, precision, prefetch, back, cpu_offload, reshard_after_forward)
         policies = policies_of(found, rest)
-        main = Pool(0, *sizes, 0 if rank is None else rank)
+        main = Pool(0, *sizes, 0 if rank is None else rank, rest.secondary_ranks(sizes[1]))
         pools = _pools(found, rest, main, ranks, replicas)
         schedule = schedule_units(
             registration_order(found), policies=policies, pools=pools, slots=slots
@@ -241,6 +264,7 @@ class Plan:
             ranks: all.
         """
         gathers = schedule.gathers()
+        secondary = secondary_bytes(groups, schedule.slot_of, pools)
         main = next((pool for pool in pools if pool.number == 0), pools[0])
         held = np.zeros(main.shards, dtype=np.int64)
         reduce_buffers, staging, state, on_host = 0, [], 0, 0
@@ -254,9 +278,7 @@ class Plan:
             offloaded = [[group for group in unit if group.cpu_offload] for unit in its]
             on_host += int(_load(offloaded, pool, optimizer)[pool.rank])
         planned = tuple(
-            UnitPlan.of(
-                unit.name or "(root)", unit_groups, pool.rank, pool.replicas, gathers[index]
-            )
+            UnitPlan.of(unit.name or "(root)", unit_groups, pool, secondary[index], gathers[index])
             for index, (unit, unit_groups, pool) in enumerate(
                 zip(units, groups, pools, strict=True)
             )
@@ -289,12 +311,18 @@ class Plan:
             parameter_bytes=sum(unit.parameter_bytes for unit in self.units),
             gradient_bytes=sum(unit.gradient_bytes for unit in self.units),
             slot_bytes=sum(self.slot_bytes),
+            secondary_bytes=self.secondary_bytes,
             reduce_buffer_bytes=self.reduce_buffer_bytes,
             staging_bytes=sum(self.staging_bytes),
             offload_bytes=self.offload_bytes,
             padding_bytes=sum(unit.padding_bytes for unit in self.units),
             total_parameter_bytes=self.total_parameter_bytes,
         )
+
+    @property
+    def secondary_bytes(self) -> int:
+        """Secondary shards."""
+        return sum(unit.secondary_bytes for unit in self.units)
 
     @property
     def imbalance(self) -> float:
@@ -319,25 +347,28 @@ class Plan:
 
     @property
     def buffer_bytes(self) -> int:
-        """Of the device: slots, the reduce buffer, staging buffers, and those of `cpu_offload`."""
+        """Of the device: slots, secondary shards, the reduce buffer, staging buffers, and those of `cpu_offload`."""
         staging_bytes = sum(self.staging_bytes) + self.offload_bytes
-        return sum(self.slot_bytes) + self.reduce_buffer_bytes + staging_bytes
+        gathered_bytes = sum(self.slot_bytes) + self.secondary_bytes
+        return gathered_bytes + self.reduce_buffer_bytes + staging_bytes
 
     @property
     def peak_resident_bytes(self) -> int:
         """The same as the system counts it for a process over shm.
 
-        It maps the reduce and staging buffers of the others on its host, all of them here, too. Slots all share.
+        It maps the reduce and staging buffers of the others on its host, all of them here, too, and the secondary
+        shards of those that it gathers with for backward. Slots all share, or each has its own.
         """
         shard_ranks = self.ranks // self.replicas
         peers = (shard_ranks - 1) * _pages(self.reduce_buffer_bytes)
+        peers += sum(unit.regather_bytes for unit in self.units if unit.secondary_bytes)
         peers += (self.replicas - 1) * sum(map(_pages, self.staging_bytes))
         return self.peak_bytes + self.host_bytes + peers
 
     @property
     def gathered_bytes(self) -> int:
         """Received from the others by the gathers of a step."""
-        return sum(unit.gathers * unit.gather_bytes for unit in self.units)
+        return sum(unit.gathered_bytes for unit in self.units)
 
     @property
     def reduced_bytes(self) -> int:
@@ -434,11 +465,12 @@ def _pools(
     units: Sequence[UnitParams], rest: Policy, main: Pool, ranks: int, replicas: int | None
 ) -> list[Pool]:
     """Of each unit: `main`, unless its own policy has other ranks or another strategy."""
-    made: dict[Any, Pool] = {(None, rest.strategy): main}
-    for unit in units:
-        comm, name = unit.policy.comm, unit.policy.strategy or rest.strategy
-        if (comm, name) in made:
+    policies = policies_of(units, rest)
+    made = {rest.ranks: main}
+    for policy in policies:
+        if policy.ranks in made:
             continue
+        comm, name = policy.comm, policy.strategy
         how = Strategy.named(name or "")
         if comm is None:
             sizes = _mesh(how, ranks, replicas)
@@ -449,8 +481,8 @@ def _pools(
             sizes = (shape[0], shape[1]) if how.hybrid else _mesh(how, shape[0], None)
         else:
             sizes = _mesh(how, comm.size, None)
-        made[comm, name] = Pool(len(made), *sizes, 0)
-    return [made[unit.policy.comm, unit.policy.strategy or rest.strategy] for unit in units]
+        made[policy.ranks] = Pool(len(made), *sizes, 0, policy.secondary_ranks(sizes[1]))
+    return [made[policy.ranks] for policy in policies]
 
 
 def _state_bytes(

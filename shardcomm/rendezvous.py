@@ -132,7 +132,7 @@ def from_process_group(
     where = (
         _any_device(device) if transport == "c10d" else core_device("from_process_group", device)
     )
-    patience_s = _timeout_s(group, where) if deadline_s is None else deadline_s
+    patience_s = timeout_s(group, where) if deadline_s is None else deadline_s
 
     def c10d(reason: str) -> Communicator:
         gathers, reduces = (
@@ -158,7 +158,7 @@ def _any_device(device: torch.device | str) -> torch.device:
         ) from None
 
 
-def _timeout_s(group: dist.ProcessGroup, device: torch.device) -> float:
+def timeout_s(group: dist.ProcessGroup, device: torch.device) -> float:
     """How long a collective of `group` waits for a rank."""
     try:
         timeout: timedelta = group._get_backend(device).options._timeout

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import cycle
 
@@ -20,6 +21,7 @@ from shardcomm.mesh import Holders, Mesh
 from shardcomm.mixed_precision import MixedPrecision
 from shardcomm.offload import Offload
 from shardcomm.policy import Policy
+from shardcomm.secondary_shard import SecondaryShard
 from shardcomm.sharded_unit import ShardedUnit
 from shardcomm.staging import Staging
 from shardcomm.tensor_parallel import local, with_same
@@ -63,13 +65,13 @@ def shard_units(
     _check_modules(model, device)
     mesh_of = dict(zip(slot_of, meshes, strict=True))
     slots = [
-        mesh_of[slot].shard.allocate(nbytes, dtype=torch.uint8, use="gather")
-        for slot, nbytes in enumerate(slot_bytes(groups, slot_of))
+        _slot(mesh_of[slot], nbytes) for slot, nbytes in enumerate(slot_bytes(groups, slot_of))
     ]
     memory = {
         mesh: _Memory(mesh, [g for g, at in zip(groups, meshes, strict=True) if at == mesh])
         for mesh in dict.fromkeys(meshes)
     }
+    users = Counter(slot_of)
     shard_bytes = offload_bytes(groups)
     offload = Offload(device, shard_bytes) if shard_bytes else None
 
@@ -114,6 +116,14 @@ def shard_units(
             )
             _load(bucket, group.params, holders[index])
             buckets.append((bucket, group.params))
+        secondary = None
+        if mesh.secondary is not None and users[slot_of[index]] > 1:
+            secondary = SecondaryShard(
+                [bucket for bucket, _ in buckets],
+                mesh.secondary,
+                mesh.streams,
+                mesh.secondary.tag(f"unit {unit.name!r}"),
+            )
         precision = policies[index].mixed_precision or MixedPrecision()
         sharded.append(
             ShardedUnit(
@@ -123,11 +133,20 @@ def shard_units(
                 slot_of[index],
                 buckets,
                 holders[index],
+                secondary=secondary,
                 input_dtype=precision.input_dtype,
                 output_dtype=_output_dtype(unit, precision, is_root=index == 0),
             )
         )
     return sharded
+
+
+def _slot(mesh: Mesh, nbytes: int) -> torch.Tensor:
+    """Memory to gather into."""
+    if mesh.secondary is not None and mesh.shard.transport in ("shm", "local"):
+        # One host may gather into it for backward while another still computes: a window is one for both.
+        return torch.zeros(nbytes, dtype=torch.uint8, device=mesh.device)
+    return mesh.shard.allocate(nbytes, dtype=torch.uint8, use="gather")
 
 
 def _output_dtype(

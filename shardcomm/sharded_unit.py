@@ -17,6 +17,7 @@ from shardcomm.mesh import Holders
 from shardcomm.optimizer_steps import replaced
 from shardcomm.plain import plain
 from shardcomm.schedule import Phase, Trigger
+from shardcomm.secondary_shard import SecondaryShard
 from shardcomm.sharded_parameter import ShardedParameter, Whole, WholeParameter
 from shardcomm.streams import Event
 from shardcomm.tensor_parallel import Distribution, shown, with_same
@@ -78,6 +79,7 @@ class ShardedUnit:
         buckets: Sequence[tuple[Bucket, Sequence[OwnedParam]]],
         holders: Holders,
         *,
+        secondary: SecondaryShard | None,
         input_dtype: torch.dtype | None,
         output_dtype: torch.dtype | None,
     ) -> None:
@@ -109,7 +111,8 @@ class ShardedUnit:
         # Without a slot where the shard is the whole unit: nothing to gather, nobody to share it with.
         self._apart = [bucket for bucket, _ in buckets if bucket.full is not bucket.shard]
         self.slot = slot if self._apart else -1
-        self.gather_bytes = sum(bucket.gather_bytes for bucket, _ in buckets)
+        self.secondary = secondary
+        self._gather_bytes = sum(bucket.gather_bytes for bucket, _ in buckets)
         self.state = State.IDLE
         # Its full parameters in memory of their own: of `engine.gathered`, and of `unshard`.
         self.apart: Apart | None = None
@@ -232,13 +235,31 @@ class ShardedUnit:
             )
         self.watch_gradients()
 
-    def gather(self) -> None:
-        """Queues the all-gathers; `gathers` are to be waited for."""
+    @property
+    def gather_bytes(self) -> int:
+        """What this rank receives from the others in its next gather."""
+        if self.secondary is not None and self.secondary.is_current:
+            return self.secondary.gather_bytes
+        return self._gather_bytes
+
+    def gather(self, *, keep: bool) -> None:
+        """Queues the all-gathers; `gathers` are to be waited for. `keep`: the secondary shard takes its part."""
         self.gathered = True
+        if self.secondary is not None and self.secondary.is_current:
+            self.gathers += self.secondary.gather()
+            return
         for bucket in self._apart:
             work = bucket.all_gather(async_op=True)
             if work.queued:
                 self.gathers.append(work)
+        if self.secondary is not None and keep:
+            self.secondary.keep()
+
+    def outdate(self) -> None:
+        """What was gathered is not to be computed with any more: the shards may have changed."""
+        self.gathered = False
+        if self.secondary is not None:
+            self.secondary.is_current = False
 
 
 @dataclass(frozen=True)
@@ -249,7 +270,9 @@ class Footprint:
         parameter_bytes: shards, padding included; with `cpu_offload` in host memory, as are the gradients.
         gradient_bytes: their gradients, padding included: of all that have been reduced, until the next forward gives
             the memory back where it can.
-        slot_bytes: full-size buffers; between processes of one host all see the same ones.
+        slot_bytes: full-size buffers; between processes of one host all see the same ones, unless there are secondary
+            shards.
+        secondary_bytes: secondary shards, by `reshard_after_forward`.
         reduce_buffer_bytes: where gradients are packed to be reduced.
         staging_bytes: where they are all-reduced among replicas.
         offload_bytes: of the device, through which shards and gradients pass that are in host memory.
@@ -260,6 +283,7 @@ class Footprint:
     parameter_bytes: int
     gradient_bytes: int
     slot_bytes: int
+    secondary_bytes: int
     reduce_buffer_bytes: int
     staging_bytes: int
     offload_bytes: int
@@ -269,11 +293,13 @@ class Footprint:
     @classmethod
     def of(cls, units: Iterable[ShardedUnit]) -> Footprint:
         """Measured from the tensors of `units`."""
+        units = list(units)
         buckets = [bucket for unit in units for bucket, _ in unit.buckets]
         return cls(
             parameter_bytes=sum(bucket.shard.nbytes for bucket in buckets),
             gradient_bytes=sum(bucket.gradients.nbytes for bucket in buckets),
             slot_bytes=_memory(b.full for b in buckets if b.full is not b.shard),
+            secondary_bytes=sum(unit.secondary.memory.nbytes for unit in units if unit.secondary),
             reduce_buffer_bytes=_memory(
                 b.reduction.buffer for b in buckets if b.reduction.buffer is not None
             ),

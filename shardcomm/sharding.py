@@ -25,6 +25,7 @@ from shardcomm.owners import OwnerCost
 from shardcomm.planner import Plan, policies_of, schedule_units
 from shardcomm.policy import Policy
 from shardcomm.schedule import Schedule, Trigger
+from shardcomm.secondary_shard import check_secondary, secondary_of
 from shardcomm.shard_units import shard_units
 from shardcomm.sharded_modules import is_sharded, remember
 from shardcomm.sharded_unit import Footprint, ShardedUnit
@@ -49,6 +50,7 @@ def fully_shard(
     shard_dim: ShardDimOf = 0,
     owner_cost: OwnerCost | None = None,
     cpu_offload: bool = False,
+    reshard_after_forward: Communicator | int | None = None,
     on_nonfinite: OnNonfinite = None,
 ) -> Engine:
     """Shards `model`'s parameters, gradients and, through them, the optimizer's state over the ranks of `comm`.
@@ -94,6 +96,12 @@ def fully_shard(
             that the optimizer updates are CPU tensors. A gather copies a shard to the device first, a reduce copies
             the gradient back, beside computation; that memory is pinned, in blocks which torch rounds up to a power
             of two. As PyTorch FSDP2's `CPUOffloadPolicy()`. Ranks on a CPU gain nothing by it, but do the same.
+        reshard_after_forward: with "full_shard" and "hybrid_shard", the ranks that gather a unit for backward among
+            themselves, such as those of this one's host. Each keeps its part of what forward gathered
+            (`shardcomm.secondary_shard`): ZeRO++'s hpZ. A Communicator of some of the ranks that hold a model between
+            them, whose number divides theirs; other ranks give their own. With a DeviceMesh also the number of ranks,
+            as in PyTorch FSDP2. Values are the same bit for bit. It is for several hosts: on one it takes memory and
+            gains nothing.
         on_nonfinite: what a backward does on every rank when a gradient, reduced over the ranks, is NaN or Inf: "raise"
             a FloatingPointError that names them, or "skip" them: it leaves no parameter a `.grad`, so that the
             optimizer's step passes over all, and `engine.nonfinite` names the units. What writes a gradient
@@ -102,7 +110,7 @@ def fully_shard(
             for itself.
 
     Raises:
-        TypeError: `model` is no module, `comm` none of these, or `cpu_offload` no bool.
+        TypeError: `model` is no module, `comm` or `reshard_after_forward` none of these, or `cpu_offload` no bool.
         ValueError: an argument is out of its range, or the model is sharded already, or has something that cannot
             be (the message names it).
         CommError: a rank is missing, or called with another model, or has other parts of DTensors.
@@ -126,12 +134,19 @@ def fully_shard(
         prefetch,
         prefetch if backward_prefetch is None else backward_prefetch,
         cpu_offload,
+        reshard_after_forward,
     )
     policies = policies_of(found, rest)
     meshes, main = _meshes(policies, rest)
     numbers = {mesh: number for number, mesh in enumerate(dict.fromkeys([main, *meshes]))}
     pools = [
-        Pool(numbers[mesh], mesh.replicate.size, mesh.shard.size, mesh.shard.rank)
+        Pool(
+            numbers[mesh],
+            mesh.replicate.size,
+            mesh.shard.size,
+            mesh.shard.rank,
+            mesh.secondary.size if mesh.secondary else 0,
+        )
         for mesh in meshes
     ]
     schedule_of = partial(schedule_units, policies=policies, pools=pools)
@@ -160,6 +175,9 @@ def fully_shard(
         if differs:  # the ranks agree on that, and can go on to use their communicators
             raise CommError(f"fully_shard: ranks differ: {differs}")
     with together:
+        for mesh in numbers:
+            if mesh.secondary is not None:
+                check_secondary(mesh)
         ambiguous = _ambiguous(found, meshes, main)
         around = main.around(inner)
         holders = {mesh: Holders(around if mesh is main else mesh, around) for mesh in numbers}
@@ -182,7 +200,11 @@ def fully_shard(
         order,
         check,
         on_nonfinite,
-        owned=[m for m, p in zip([main, *meshes], [rest, *policies], strict=True) if _made(p)],
+        owned=[
+            group
+            for mesh, policy in zip([main, *meshes], [rest, *policies], strict=True)
+            for group in _made(mesh, policy)
+        ],
         ambiguous=ambiguous,
     )
     optimizer_steps.install()
@@ -196,11 +218,13 @@ def _meshes(policies: Sequence[Policy], rest: Policy) -> tuple[list[Mesh], Mesh]
 
     def mesh_of(policy: Policy) -> Mesh:
         for other, mesh in made:
-            if other.comm is policy.comm and other.strategy == policy.strategy:
+            if other.ranks == policy.ranks:
                 return mesh
         assert policy.comm is not None
         assert policy.strategy is not None
         mesh = Mesh.of(policy.comm, Strategy.named(policy.strategy))
+        if secondary := secondary_of(policy, mesh):
+            mesh = replace(mesh, secondary=secondary)
         made.append((policy, mesh))
         return mesh
 
@@ -220,9 +244,12 @@ def _meshes(policies: Sequence[Policy], rest: Policy) -> tuple[list[Mesh], Mesh]
     return meshes, main
 
 
-def _made(policy: Policy) -> bool:
-    """Whether the groups of its mesh are ours to leave."""
-    return isinstance(policy.comm, DeviceMesh)
+def _made(mesh: Mesh, policy: Policy) -> Iterator[Mesh | Communicator]:
+    """The groups that were made for `policy`, and are ours to leave."""
+    if isinstance(policy.comm, DeviceMesh):
+        yield mesh
+    if mesh.secondary is not None and mesh.secondary is not policy.reshard_after_forward:
+        yield mesh.secondary
 
 
 def _ambiguous(units: Sequence[UnitParams], meshes: Sequence[Mesh], main: Mesh) -> list[str]:

@@ -41,19 +41,20 @@ from shardcomm.streams import compute_stream  # noqa: E402
 
 # What is played computes when its stream does, and torch here at once: nothing that is gathered can be read at set-up.
 bucket.difference = sharding.difference = lambda _groups, _items: ""
+sharding.check_secondary = lambda _mesh: None
 
 RANKS = 2
 SHAPES = {"weight": (24, 16), "bias": (24,), "scale": (16,)}
 
 
-def run_ranks(body: Callable[[Communicator, played_cuda.Stream], None]) -> None:
+def run_ranks(body: Callable[[Communicator, played_cuda.Stream], None], ranks: int = RANKS) -> None:
     """`body(communicator, stream)` on each rank, which computes on that stream."""
     unique_id = _C.nccl_unique_id()
     errors: list[BaseException] = []
 
     def rank_body(rank: int) -> None:
         try:
-            comm = CoreCommunicator(_C.make_nccl(unique_id, rank, RANKS, 0, 60.0))
+            comm = CoreCommunicator(_C.make_nccl(unique_id, rank, ranks, 0, 60.0))
             with played_cuda.Stream() as stream:
                 body(comm, stream)
                 stream.synchronize()
@@ -62,7 +63,7 @@ def run_ranks(body: Callable[[Communicator, played_cuda.Stream], None]) -> None:
             errors.append(error)
             raise
 
-    threads = [threading.Thread(target=rank_body, args=(rank,)) for rank in range(RANKS)]
+    threads = [threading.Thread(target=rank_body, args=(rank,)) for rank in range(ranks)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -224,25 +225,39 @@ def captured_bucket() -> None:
 
 def captured_engine() -> None:
     """A whole step of an engine and its optimizer trains, launch by launch, as the plain model does."""
+    _train_captured(RANKS, lambda rank: None)
 
+
+def captured_engine_with_secondary_shards() -> None:
+    """The same, of two hosts of two ranks, inside which units are gathered for backward."""
+    ids = [_C.nccl_unique_id() for _ in range(2)]
+
+    def host(rank: int) -> Communicator:
+        return CoreCommunicator(_C.make_nccl(ids[rank // 2], rank % 2, 2, 0, 60.0))
+
+    _train_captured(4, host)
+
+
+def _train_captured(ranks: int, host: Callable[[int], Communicator | None]) -> None:
     def batch(step: int, rank: int) -> torch.Tensor:
         return torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + rank))
 
     steps, eager_steps = 6, 3
     torch.manual_seed(0)
-    initial = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(3)))
+    initial = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
     plain = copy.deepcopy(initial)
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
     for step in range(steps):
         optimizer.zero_grad()
-        sum(plain(batch(step, rank)).square().mean() / RANKS for rank in range(RANKS)).backward()
+        sum(plain(batch(step, rank)).square().mean() / ranks for rank in range(ranks)).backward()
         optimizer.step()
 
     def body(comm: Communicator, stream: played_cuda.Stream) -> None:
         graph = played_cuda.Graph(stream)
         with played_cuda.TorchOn(stream, graph):
             ours = copy.deepcopy(initial)
-            engine = fully_shard(ours, comm, units=torch.nn.Linear, strategy="full_shard")
+            inside = host(comm.rank)
+            engine = fully_shard(ours, comm, units=torch.nn.Linear, reshard_after_forward=inside)
             sgd = torch.optim.SGD(ours.parameters(), lr=0.1, momentum=0.9, foreach=False)
             x = torch.empty(4, 8)
 
@@ -264,8 +279,10 @@ def captured_engine() -> None:
             for name, value in plain.state_dict().items():
                 torch.testing.assert_close(trained[name], value)
             engine.close()
+            if inside is not None:
+                inside.close()
 
-    run_ranks(body)
+    run_ranks(body, ranks)
 
 
 def event_may_be_asked_beside_a_capture() -> None:

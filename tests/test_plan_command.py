@@ -67,6 +67,23 @@ def test_json_has_the_figures_of_every_strategy(capsys: pytest.CaptureFixture[st
     assert "1,000,000 parameters" in captured.err
 
 
+def test_secondary_shards_are_full_shards_and_a_half_of_the_bf16_parameters_at_2_ranks(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    plans = []
+    for given in ([], ["--reshard-after-forward", "2"]):
+        assert run("--params", "1e9", "--dtype", "bf16", *given, "--json", "-") == 0
+        plans.append(json.loads(capsys.readouterr().out)["plans"])
+    *others, without = plans[0]
+    *same, full_shard = plans[1]
+    assert same == others
+    assert full_shard["secondary_bytes"] == pytest.approx(1e9, rel=0.001)
+    assert full_shard["peak_bytes"] - without["peak_bytes"] == full_shard["secondary_bytes"]
+    # Of each unit three quarters for forward as before; half of it for backward, of all but the last two of 32.
+    assert without["gathered_bytes"] == pytest.approx(1.5e9 * (1 + 30 / 32), rel=0.001)
+    assert full_shard["gathered_bytes"] == pytest.approx(1.5e9 + 1e9 * 30 / 32, rel=0.001)
+
+
 def test_one_strategy_is_shown_unit_by_unit(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--model", "gpt2", "--strategy", "full_shard") == 0
     printed = capsys.readouterr().out
@@ -105,6 +122,9 @@ def test_plot_without_matplotlib_says_what_to_install(
         (("--params", "7e9", "--ranks", "0"), "'0'; it must be a whole number from 1"),
         (("--params", "7e9", "--ranks", "4", "--replicas", "3"), "replicas is 3; for 'hybrid_shard'"),
         (("--params", "7e9", "--strategy", "hybrid_shard"), "'hybrid_shard', which needs replicas"),
+        (("--params", "7e9", "--reshard-after-forward", "3"), "a group of 3; it must be of a number"),
+        (("--params", "7e9", "--strategy", "no_shard", "--reshard-after-forward", "2"),
+         "strategy is 'no_shard', which keeps full parameters"),
         (("--params", "7e9", "--json", "/nowhere/x"), "--json is '/nowhere/x'"),
         (("--params", "7e9", "--plot", "x.png"), "--plot draws up to 9 units"),
         (("--params", "7e9", "--plot", "x.bmp3"), "'x.bmp3'; it must end in"),

@@ -21,6 +21,7 @@ CASES = [
     "memory_of_dropped_work_is_kept_until_done",
     "captured_bucket",
     "captured_engine",
+    "captured_engine_with_secondary_shards",
     "event_may_be_asked_beside_a_capture",
     "event_of_a_capture_has_not_fired_before_that_ends",
     "captured_stream_waits_for_nothing_from_before",
