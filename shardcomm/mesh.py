@@ -131,24 +131,29 @@ class Mesh:
                 comm.broadcast(movable(tensor.view(-1)))
 
     def all_reduce(self, buffer: torch.Tensor, op: ReduceOp) -> None:
-        """Reduces `buffer` over all ranks in place, after what another engine on them has queued.
-
-        A backward that goes through two models ends in one while reduces of the other are under way.
-        """
+        """Reduces `buffer` over all ranks in place."""
         with self.failing_together:
             for comm in (self.shard, self.replicate):
                 if comm.size > 1:
-                    compute_stream(self.device).wait(comm.streams.reduce.record())
-                    comm.all_reduce(buffer, op)
+                    self._after_reduces(comm).all_reduce(buffer, op)
             for comm in self.inner.values():
                 comm.all_reduce(buffer, op)
 
     def all_reduce_shards(self, buffer: torch.Tensor, op: ReduceOp) -> None:
         """Reduces in place what replicas have the same of, such as a norm of gradients: over one row, and `inner`."""
         with self.failing_together:
-            for comm in (self.shard, *self.inner.values()):
-                if comm.size > 1:
-                    comm.all_reduce(buffer, op)
+            if self.shard.size > 1:
+                self._after_reduces(self.shard).all_reduce(buffer, op)
+            for comm in self.inner.values():
+                comm.all_reduce(buffer, op)
+
+    def _after_reduces(self, comm: Communicator) -> Communicator:
+        """`comm`, once what is queued there has ended: a hook in backward takes a norm while reduces are under way.
+
+        So they may be of another engine's, when a backward that goes through two models has ended in one.
+        """
+        compute_stream(self.device).wait(comm.streams.reduce.record())
+        return comm
 
     @cached_property
     def failing_together(self) -> FailingTogether:
