@@ -132,28 +132,27 @@ class Mesh:
 
     def all_reduce(self, buffer: torch.Tensor, op: ReduceOp) -> None:
         """Reduces `buffer` over all ranks in place."""
-        with self.failing_together:
-            for comm in (self.shard, self.replicate):
-                if comm.size > 1:
-                    self._after_reduces(comm).all_reduce(buffer, op)
-            for comm in self.inner.values():
-                comm.all_reduce(buffer, op)
+        self._all_reduce((self.shard, self.replicate), buffer, op)
 
     def all_reduce_shards(self, buffer: torch.Tensor, op: ReduceOp) -> None:
         """Reduces in place what replicas have the same of, such as a norm of gradients: over one row, and `inner`."""
+        self._all_reduce((self.shard,), buffer, op)
+
+    def _all_reduce(
+        self, groups: Sequence[Communicator], buffer: torch.Tensor, op: ReduceOp
+    ) -> None:
+        """Over `groups`, after the reduces that are queued there, and over `inner`.
+
+        A hook in backward takes a norm while reduces of other units are under way, and a backward that goes through two
+        models ends in one while the other's are.
+        """
         with self.failing_together:
-            if self.shard.size > 1:
-                self._after_reduces(self.shard).all_reduce(buffer, op)
+            for comm in groups:
+                if comm.size > 1:
+                    compute_stream(self.device).wait(comm.streams.reduce.record())
+                    comm.all_reduce(buffer, op)
             for comm in self.inner.values():
                 comm.all_reduce(buffer, op)
-
-    def _after_reduces(self, comm: Communicator) -> Communicator:
-        """`comm`, once what is queued there has ended: a hook in backward takes a norm while reduces are under way.
-
-        So they may be of another engine's, when a backward that goes through two models has ended in one.
-        """
-        compute_stream(self.device).wait(comm.streams.reduce.record())
-        return comm
 
     @cached_property
     def failing_together(self) -> FailingTogether:
