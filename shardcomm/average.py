@@ -94,6 +94,7 @@ class ExponentialMovingAverage:
                 for instance, of which the average then has the change.
         """
         self._check_not_applied("applied")
+        self._engine.release()
         self._swap()
         self._applied = True
         before = self._versions()
@@ -106,7 +107,10 @@ class ExponentialMovingAverage:
                 )
         finally:
             self._applied = False
-            self._swap()
+            try:
+                self._engine.release()
+            finally:  # after a CommError, too, which it raises again
+                self._swap()
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of the average, for `torch.distributed.checkpoint`; see `Engine.state_dict`.
@@ -154,7 +158,6 @@ class ExponentialMovingAverage:
 
     @torch.no_grad()
     def _swap(self) -> None:
-        self._engine.release()
         for shard, average in zip(self._shards, self._averages, strict=True):
             kept = shard.clone()
             shard.copy_(average)

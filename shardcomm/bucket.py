@@ -228,15 +228,23 @@ class Bucket:
         return [full_view(flat, p) for p in self.layout.placements]
 
     def gathered_rows(self, index: int, held: torch.Tensor) -> torch.Tensor:
-        """The whole of `held`, which is of the shape of `shards[index]` on each rank; collective."""
+        """The whole of `held`, which is of the shape of `shards[index]` on each rank; collective.
+
+        It comes after the gathers that are queued, such as prefetches of a forward that goes on.
+        """
         placement, piece = self._placed[index]
         flat = self.shard.new_zeros(self.shard.numel(), dtype=held.dtype)
         shard_view(flat, placement, piece).copy_(held)
         flat = flat.to(self.comm.device)
         full = flat.new_empty(self.layout.flat_numel)
-        send = movable(flat)
+        recv, send = movable(full), movable(flat)
         counts = _moved_counts(self.layout, flat, send)
-        self.comm.all_gather(movable(full), send, counts=counts, tag=self._tag)
+        if self._aside(async_op=True):
+            streams = self._streams
+            gather = self.comm.bind_all_gather(recv, send, counts=counts, tag=self._tag)
+            Work(gather(streams.gather, streams.computed()), self._compute, recv, send).wait()
+        else:
+            self.comm.all_gather(recv, send, counts=counts, tag=self._tag)
         return full_view(full, placement).contiguous().to(held.device)
 
     def _gather_aside(self, gather: BoundGather) -> Work:

@@ -26,8 +26,7 @@ class GradScaler(torch.amp.GradScaler):
     def __init__(self, engine: Engine, **options: Any) -> None:
         check_type("GradScaler", "engine", engine, Engine, "what fully_shard returned")
         super().__init__(engine.mesh.device.type, **options)
-        self._computes_on = engine.mesh.device
-        self._holders = list(dict.fromkeys(unit.holders for unit in engine.units))
+        self._mesh = engine.mesh
         self._shards = next((param.device for param in engine.model.parameters()), None)
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
@@ -44,7 +43,6 @@ class GradScaler(torch.amp.GradScaler):
         with plain():
             found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         here = found.get(found_inf.device, found_inf)  # nothing was found where no row is
-        anywhere = here.to(self._computes_on)
-        for holders in self._holders:
-            holders.combine(anywhere, "max")
+        anywhere = here.to(self._mesh.device)
+        self._mesh.all_reduce(anywhere, "max")
         return {here.device: anywhere.to(here.device)}

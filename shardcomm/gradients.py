@@ -78,10 +78,16 @@ class Gradients:
         if self.nonfinite:
             self._leave_out()
             return
-        for unit, of_unit in zip(self._units, known, strict=True):
-            used_anywhere = list(islice(used, len(of_unit)))
-            if unit.gradients.stage is Stage.REDUCING:
-                unit.gradients.publish(used_anywhere)
+        try:
+            for unit, of_unit in zip(self._units, known, strict=True):
+                used_anywhere = list(islice(used, len(of_unit)))
+                if unit.gradients.stage is Stage.REDUCING:
+                    unit.gradients.publish(used_anywhere)
+        except BaseException:  # of a hook
+            # What is not shown yet would be added to the next backward's.
+            for unit in self._units:
+                unit.gradients.forget()
+            raise
 
     def clip_norm_(self, max_norm: float) -> torch.Tensor:
         """Scales them so that their global L2 norm is at most `max_norm`; returns the norm before."""

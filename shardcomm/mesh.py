@@ -143,24 +143,28 @@ class Mesh:
                 comm.broadcast(movable(tensor.view(-1)))
 
     def all_reduce(self, buffer: torch.Tensor, op: ReduceOp) -> None:
-        """Reduces `buffer` over all ranks in place, after what another engine on them has queued.
+        """Reduces `buffer` over all ranks in place."""
+        self._all_reduce((self.shard, self.replicate), buffer, op)
 
-        A backward that goes through two models ends in one while reduces of the other are under way.
+    def all_reduce_shards(self, buffer: torch.Tensor, op: ReduceOp) -> None:
+        """Reduces in place what replicas have the same of, such as a norm of gradients: over one row, and `inner`."""
+        self._all_reduce((self.shard,), buffer, op)
+
+    def _all_reduce(
+        self, groups: Sequence[Communicator], buffer: torch.Tensor, op: ReduceOp
+    ) -> None:
+        """Over `groups`, after the reduces that are queued there, and over `inner`.
+
+        A hook in backward takes a norm while reduces of other units are under way, and a backward that goes through two
+        models ends in one while the other's are.
         """
         with self.failing_together:
-            for comm in (self.shard, self.replicate):
+            for comm in groups:
                 if comm.size > 1:
                     compute_stream(self.device).wait(comm.streams.reduce.record())
                     comm.all_reduce(buffer, op)
             for comm in self.inner.values():
                 comm.all_reduce(buffer, op)
-
-    def all_reduce_shards(self, buffer: torch.Tensor, op: ReduceOp) -> None:
-        """Reduces in place what replicas have the same of, such as a norm of gradients: over one row, and `inner`."""
-        with self.failing_together:
-            for comm in (self.shard, *self.inner.values()):
-                if comm.size > 1:
-                    comm.all_reduce(buffer, op)
 
     @cached_property
     def failing_together(self) -> FailingTogether:

@@ -47,7 +47,8 @@ class _Given:
         self.tensors, self.dtype = tensors, dtype
         self.ord = 2.0 if ord in (None, "fro") else ord
         whole_only = dim is None and not keepdim and out is None and not isinstance(self.ord, str)
-        self.refused = None if whole_only else "a norm along a dim"
+        what = "a norm of a matrix" if isinstance(self.ord, str) else "a norm along a dim"
+        self.refused = None if whole_only else what
         if whole_only:
             self.ord = float(self.ord)
 

@@ -46,6 +46,7 @@ def install() -> None:
 
 def replaced(param: nn.Parameter, name: str) -> None:
     """`param` was the whole parameter `name`, and is no parameter of the model any more."""
+    _checked.clear()  # an optimizer that has it may have stepped already
     _refuse(
         param,
         f"parameter {name!r} as it was before fully_shard, which the model does not use any more; make the optimizer "

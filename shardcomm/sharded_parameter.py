@@ -290,9 +290,10 @@ def _unscaled(grads: Any, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> N
     """As `torch.amp.GradScaler` calls it: what is found on one rank is found on all."""
     with plain():
         torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)
-    for holders in dict.fromkeys(t.whole.holders for t in _guarded_in(grads)):
-        found = found_inf.to(holders.mesh.device)
-        holders.combine(found, "max")
+    # Over all ranks: of the experts that it has, one may have no gradient where another has.
+    for everyone in dict.fromkeys(t.whole.holders.everyone for t in _guarded_in(grads)):
+        found = found_inf.to(everyone.device)
+        everyone.all_reduce(found, "max")
         found_inf.copy_(found)
 
 
@@ -355,6 +356,17 @@ _ELEMENTWISE = {
 }
 
 
+# Among torch's operations on lists: one value of each tensor, and products.
+_NOT_ELEMENTWISE = {
+    "aten::_foreach_max",
+    "aten::_foreach_mm",
+    "aten::_foreach_norm",
+    "aten::_foreach_powsum",
+}
+
+_ELEMENTWISE_FAMILIES = ("aten::_foreach_", "aten::_fused_ada", "aten::_fused_sgd")
+
+
 class _Elementwise(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Refuses what is not elementwise."""
 
@@ -367,10 +379,10 @@ class _Elementwise(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         name = func._schema.name
-        if not (
+        if name in _NOT_ELEMENTWISE or not (
             torch.Tag.pointwise in func.tags
             or name in _ELEMENTWISE
-            or name.startswith(("aten::_foreach_", "aten::_fused_"))
+            or name.startswith(_ELEMENTWISE_FAMILIES)
         ):
             self._whole.refuse(self._name)
         return func(*args, **(kwargs or {}))

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.nn import functional as F
 from torch.nn.utils import parameters_to_vector, parametrize, vector_to_parameters
-from twins import local
+from twins import Chain, local, twins, values
 
 from shardcomm import Communicator, Engine, Mesh, fully_shard, launch
 
@@ -245,6 +245,7 @@ def test_a_norm_of_a_single_parameter_and_clipping_by_value() -> None:
         lambda m: m.embed.weight.numpy(force=True),
         lambda m: nn.init.xavier_uniform_(m.embed.weight),
         lambda m: m.embed.weight.grad.mean(),
+        lambda m: torch._foreach_max([m.embed.weight.data]),
         lambda m: parameters_to_vector(m.parameters()),
         lambda m: vector_to_parameters(torch.zeros(5 * WIDTH), [m.embed.weight]),
         lambda m: m.embed.weight.norm().backward(),
@@ -257,6 +258,23 @@ def test_what_would_be_wrong_of_rows_alone_is_refused(use: Callable[[Tied], Any]
             use(model)
 
     with_sharded(body)
+
+
+def test_a_whole_parameter_is_gathered_in_a_forward_that_gathers_ahead() -> None:
+    def body(comm: Communicator) -> None:
+        model, plain = twins(lambda: Chain(layers=6))
+        fully_shard(model, comm, prefetch=3)
+
+        def between(i: int, x: torch.Tensor) -> torch.Tensor:
+            last: Any = model.blocks[-1]
+            assert torch.equal(last.linear.weight.full_tensor(), plain.blocks[-1].linear.weight)
+            return x
+
+        model.between = between
+        for _ in range(20):
+            model(values(3, WIDTH)).sum().backward()
+
+    run_threads(body, RANKS)
 
 
 def test_elementwise_arithmetic_is_that_of_the_whole() -> None:
@@ -424,6 +442,23 @@ def test_an_optimizer_made_before_is_refused_at_its_first_step() -> None:
     run_threads(rank, RANKS)
 
 
+def test_an_optimizer_that_has_stepped_before_is_refused_at_its_next_step() -> None:
+    nets = [model_of() for _ in range(2 * RANKS)]
+
+    def rank(comm: Communicator) -> None:
+        fully_shard(nets[2 * comm.rank], comm)  # from here on steps are looked at
+        model = nets[2 * comm.rank + 1]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(IDS).sum().backward()
+        optimizer.step()
+        fully_shard(model, comm)
+        model(IDS).sum().backward()
+        with pytest.raises(RuntimeError, match="after fully_shard"):
+            optimizer.step()
+
+    run_threads(rank, RANKS)
+
+
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
 @pytest.mark.parametrize("shown_by", ["gathered", "unshard"])
 def test_an_optimizer_made_of_full_parameters_is_refused_at_its_first_step(
@@ -489,6 +524,25 @@ def test_an_optimizer_in_backward_sees_the_reduced_gradients() -> None:
             torch.testing.assert_close(p.full_tensor(), q.detach())  # type: ignore[attr-defined]
 
     with_sharded(body)
+
+
+def test_a_hook_takes_norms_of_whole_gradients_while_others_are_reduced() -> None:
+    def body(mesh: Mesh) -> None:
+        model, plain = twins(lambda: nn.Sequential(*[nn.Linear(256, 256) for _ in range(8)]))
+        fully_shard(model, mesh, units=nn.Linear, strategy="hybrid_shard")
+        norms: dict[nn.Parameter, float] = {}
+        for param in model.parameters():
+            param.register_post_accumulate_grad_hook(
+                lambda p: norms.update({p: float(p.grad.norm())})
+            )
+        for _ in range(10):
+            for net in (model, plain):
+                net.zero_grad()
+                net(values(3, 256)).sum().backward()
+        for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+            assert norms[p] == pytest.approx(float(q.grad.norm()), rel=1e-5)
+
+    run_mesh(body, 2, 2)
 
 
 def zeroed(model: Tied) -> None:

@@ -15,7 +15,15 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from twins import WIDTH, Chain, twins, values
 
-from shardcomm import Communicator, Engine, ExponentialMovingAverage, Mesh, fully_shard, launch
+from shardcomm import (
+    CommError,
+    Communicator,
+    Engine,
+    ExponentialMovingAverage,
+    Mesh,
+    fully_shard,
+    launch,
+)
 
 DECAY = 0.8
 
@@ -130,6 +138,28 @@ def test_the_trained_parameters_are_back_after_an_exception() -> None:
         assert_average(ema, engine, averaged(plain))  # `plain` has not stepped
 
     with_sharded(body)
+
+
+def test_the_trained_parameters_are_back_after_a_rank_has_failed() -> None:
+    def body(comm: Communicator) -> None:
+        model, _ = twins(Chain)
+        engine = fully_shard(model, comm)
+        ema = ExponentialMovingAverage(engine)
+        ema.update()
+        step(model, 0)
+        rows = [p.to_local() for p in model.parameters()]
+        before = [each.clone() for each in rows]
+
+        def evaluate() -> None:
+            with ema.applied():
+                comm.abort("over")
+                model(values(3, WIDTH))
+
+        with pytest.raises(CommError, match="over"):
+            evaluate()
+        assert all(map(torch.equal, rows, before))
+
+    run_threads(body, 2)
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])

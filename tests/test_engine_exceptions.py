@@ -124,3 +124,27 @@ def test_exception_in_forward_keeps_gradients_of_no_sync() -> None:
         assert_same_gradients(engine, model, plain)
 
     run_threads(body, 2)
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+def test_exception_in_a_hook_at_the_end_of_backward_leaves_nothing_to_the_next_step(
+    strategy: str,
+) -> None:
+    def body(comm: Communicator) -> None:
+        model, plain = twins(Chain)
+        # All are shown when backward has ended, those of the stem first.
+        engine = fully_shard(model, comm, strategy=strategy, on_nonfinite="raise")
+
+        def fail(param: nn.Parameter) -> None:
+            raise Failure
+
+        hook = model.stem.weight.register_post_accumulate_grad_hook(fail)
+        with pytest.raises(Failure):
+            model(values(3, WIDTH)).sum().backward()
+        hook.remove()
+        model.zero_grad()
+        for net in (model, plain):
+            net(values(3, WIDTH, seed=2)).sum().backward()
+        assert_same_gradients(engine, model, plain)
+
+    run_threads(body, 2)

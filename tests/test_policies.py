@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_
 from twins import local
 
+import shardcomm
 from shardcomm import CommError, Communicator, MixedPrecision, Plan, Policy, fully_shard, launch
 
 HALF = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -375,6 +376,31 @@ def test_other_parameters_of_the_same_name_are_not_saved_as_one() -> None:
         torch.testing.assert_close(norm, torch.tensor(2.0 * math.sqrt(2 * numel)))
 
     run_threads(body, RANKS)
+
+
+@pytest.mark.parametrize("scaler_of", [torch.amp.GradScaler, shardcomm.GradScaler])
+def test_a_scaler_steps_where_some_ranks_experts_have_no_gradient(scaler_of: Any) -> None:
+    same = [Communicator.local_group(2, deadline_s=20) for _ in range(2)]
+
+    def body(comm: Communicator) -> float:
+        mine, rank = divmod(comm.rank, 2)
+        shared, expert = nn.Linear(4, 4), nn.Linear(4, 4)
+        model = nn.ModuleDict({"shared": shared, f"expert{mine}": expert})
+        model.forward = lambda x: expert(shared(x)) if mine else shared(x)
+        engine = fully_shard(
+            model, comm, units={shared: None, expert: Policy(comm=same[mine][rank])}
+        )
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        on = "cpu" if scaler_of is torch.amp.GradScaler else engine
+        scaler = scaler_of(on, init_scale=4.0)
+        for _ in range(2):
+            optimizer.zero_grad()
+            scaler.scale(model(torch.ones(2, 4)).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        return float(scaler.get_scale())
+
+    assert run_threads(body, 4) == [4.0] * 4
 
 
 def test_ranks_of_a_policy_are_some_of_all() -> None:
