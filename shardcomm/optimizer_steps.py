@@ -1,14 +1,16 @@
 """Around the steps of optimizers: what one may see of sharded parameters, and whether it has the right ones.
 
 Those of torch's optimizers that go element by element see plain parameters, which the fused and foreach kernels take at
-no cost. Others see guarded rows: elementwise arithmetic and norms of the whole are right there too, such as LAMB's; one
-that looks at matrices, such as Muon, is refused at its first product.
+no cost. Others, and subclasses of these with a `step` of their own, see guarded rows: elementwise arithmetic and norms
+of the whole are right there too, such as LAMB's; one that looks at matrices, such as Muon, is refused at its first
+product.
 
 Torch calls the hooks for every `torch.optim.Optimizer` of the process.
 """
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -21,20 +23,26 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from shardcomm.adamw import AdamW
 from shardcomm.sharded_parameter import ShardedParameter, ShardedRows
 
-_ELEMENTWISE = (
-    optim.ASGD,
-    optim.Adadelta,
-    optim.Adagrad,
-    optim.Adam,  # and AdamW
-    optim.Adamax,
-    optim.NAdam,
-    optim.RAdam,
-    optim.RMSprop,
-    optim.Rprop,
-    optim.SGD,
-)
+_ELEMENTWISE_STEPS = {
+    # Past what torch wraps around a step, at different times for different classes.
+    inspect.unwrap(kind.step)
+    for kind in (
+        AdamW,
+        optim.ASGD,
+        optim.Adadelta,
+        optim.Adagrad,
+        optim.Adam,  # and optim.AdamW
+        optim.Adamax,
+        optim.NAdam,
+        optim.RAdam,
+        optim.RMSprop,
+        optim.Rprop,
+        optim.SGD,
+    )
+}
 
 
 @cache
@@ -80,7 +88,7 @@ def _before(
         _check(optimizer, params)
         _checked[optimizer] = len(params)
     sharded = [p for p in params if type(p) is ShardedParameter]
-    if not isinstance(optimizer, _ELEMENTWISE):
+    if inspect.unwrap(type(optimizer).step) not in _ELEMENTWISE_STEPS:
         for param in sharded:
             if param.whole.is_part_owned:
                 param.whole.refuse(f"{type(optimizer).__name__}.step")

@@ -9,8 +9,9 @@ RuntimeError that says where the whole parameter is to be had. Inside most optim
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, NoReturn
 
 import torch
@@ -302,17 +303,26 @@ def _guarded_in(tree: Any) -> Iterator[Any]:
 
 
 def _check_shapes(name: str, first: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuses what would pair the rows with a tensor of the whole's shape, or of another's."""
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, torch.Tensor) and value is not first:
+    """Refuses what would pair rows with a tensor of the whole's shape, or of another's."""
+    values = (*args, *kwargs.values())
+    _check_pairs(name, first, values)
+    if name.startswith("_foreach_"):
+        for together in zip(*(v for v in values if isinstance(v, list | tuple)), strict=False):
+            for rows in islice(_guarded_in(together), 1):
+                _check_pairs(name, rows, together)
+
+
+def _check_pairs(name: str, rows: Any, with_values: Iterable[Any]) -> None:
+    for value in with_values:
+        if isinstance(value, torch.Tensor) and value is not rows:
             with plain():
-                shape, other = first.shape, value.shape
+                shape, other = rows.shape, value.shape
             try:
                 fits = torch.broadcast_shapes(shape, other) == shape  # type: ignore[no-untyped-call]
             except RuntimeError:
                 fits = False
             if not fits:
-                first.whole.refuse(f"{name} with a tensor of shape {tuple(other)}")
+                rows.whole.refuse(f"{name} with a tensor of shape {tuple(other)}")
 
 
 def _as_guarded(result: Any, first: Any) -> Any:
@@ -356,8 +366,9 @@ _ELEMENTWISE = {
 }
 
 
-# Among torch's operations on lists: one value of each tensor, and products.
+# Among torch's operations on lists, and those that it calls pointwise: one value of each tensor, and products.
 _NOT_ELEMENTWISE = {
+    "aten::equal",
     "aten::_foreach_max",
     "aten::_foreach_mm",
     "aten::_foreach_norm",

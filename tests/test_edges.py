@@ -246,6 +246,8 @@ def test_a_norm_of_a_single_parameter_and_clipping_by_value() -> None:
         lambda m: nn.init.xavier_uniform_(m.embed.weight),
         lambda m: m.embed.weight.grad.mean(),
         lambda m: torch._foreach_max([m.embed.weight.data]),
+        lambda m: torch.equal(m.embed.weight, m.embed.weight),
+        lambda m: torch._foreach_add([m.embed.weight.data], [torch.zeros(8, 1, 1)]),
         lambda m: parameters_to_vector(m.parameters()),
         lambda m: vector_to_parameters(torch.zeros(5 * WIDTH), [m.embed.weight]),
         lambda m: m.embed.weight.norm().backward(),
@@ -798,12 +800,72 @@ def test_training_goes_on_after_a_step_that_raised(then: str, granularity: str) 
     with_sharded(body, granularity=granularity)
 
 
+class Clamped(torch.optim.AdamW):
+    """Does something of its own around AdamW's step, element by element."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.mul_(0.9)
+        super().step(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.clamp_(-0.1, 0.1)
+
+
+class Orthogonal(torch.optim.SGD):
+    """Takes the nearest orthogonal matrix of each gradient, as Muon does."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None and p.dim() > 1:
+                    u, _, v = torch.linalg.svd(p.grad, full_matrices=False)
+                    p.grad.copy_(u @ v)
+        super().step(closure)
+
+
+@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}], ids=str)
+def test_a_step_of_its_own_around_torchs_is_as_without_sharding(options: dict[str, bool]) -> None:
+    def body(model: Tied, engine: Engine, twin: Tied) -> None:
+        for each in (model, twin):
+            optimizer = Clamped(each.parameters(), lr=0.1, **options)  # type: ignore[arg-type]
+            for _ in range(2):
+                each(IDS).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(p.full_tensor(), q.detach())  # type: ignore[attr-defined]
+
+    with_sharded(body)
+
+
+def test_a_step_of_its_own_on_matrices_is_refused_on_rows_and_right_on_wholes() -> None:
+    def body(model: Tied, engine: Engine, twin: Tied) -> None:
+        model(IDS).sum().backward()
+        with pytest.raises(RuntimeError, match="this rank has only its rows"):
+            Orthogonal(model.parameters(), lr=0.1).step()
+
+    with_sharded(body)
+
+    def whole(model: Tied, engine: Engine, twin: Tied) -> None:
+        for each in (model, twin):
+            each(IDS).sum().backward()
+            Orthogonal(each.parameters(), lr=0.1).step()
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(p.full_tensor(), q.detach())  # type: ignore[attr-defined]
+
+    with_sharded(whole, granularity="tensor")
+
+
 def test_rows_are_plain_in_a_step_and_guarded_after_one_that_fails() -> None:
     seen: list[type] = []
 
     class Failing(torch.optim.SGD):
-        def step(self, closure: Any = None) -> None:
-            seen.extend(type(p) for group in self.param_groups for p in group["params"])
+        def _init_group(self, group: Any, *lists: Any) -> bool:
+            seen.extend(type(p) for p in group["params"])
             raise ZeroDivisionError
 
     def body(model: Tied, engine: Engine, twin: Tied) -> None:
