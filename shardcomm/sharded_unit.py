@@ -134,6 +134,7 @@ class ShardedUnit:
         is_cut = how is not None and bool(how.cut_over)
         placement = bucket.layout.placements[index]
         piece = bucket.layout.piece(bucket.comm.rank, index)
+        is_owned = placement.spec.granularity == "tensor" and bucket.comm.size > 1
         return Whole(
             owned.name,
             self.name,
@@ -145,9 +146,8 @@ class ShardedUnit:
             is_here=piece.numel == placement.numel and not is_cut,
             is_elsewhere=placement.is_elsewhere(piece),
             gather=partial(_gathered, bucket, index, how),
-            is_part_owned=is_cut
-            and bucket.comm.size > 1
-            and placement.spec.granularity == "tensor",
+            is_owned=is_owned and not is_cut,
+            is_part_owned=is_owned and is_cut,
             counts=all(comm.rank == 0 for comm in with_same(how, self.holders.everyone.inner)),
         )
 
@@ -214,8 +214,8 @@ class ShardedUnit:
         if self.shares_slot:
             raise TypeError(
                 f"backward came to unit {self.name!r} by another way than a tensor which it returned, after its "
-                f"parameters were released; it returned {self.returned.__name__}: return the tensors in tuples, "
-                "lists, dicts or dataclasses, or use strategy='shard_grad_op'"
+                f"parameters were released; it returned {self.returned.__name__}: return the tensors, an auxiliary "
+                "loss too, in tuples, lists, dicts or dataclasses, or use strategy='shard_grad_op'"
             )
 
     def prepare_double_backward(self) -> None:

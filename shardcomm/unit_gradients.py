@@ -127,6 +127,13 @@ class UnitGradients:
             entry for entry in self._buckets if any([p.full.requires_grad for p in entry[1]])
         ]
 
+    @property
+    def came_unannounced(self) -> bool:
+        """Whether backward has left gradients without `begin`."""
+        return self.stage is not Stage.LOCAL and any(
+            [p.full.grad is not None for p in self._params]
+        )
+
     def end_call(self) -> None:
         """The backward of a call has ended."""
         self._open_calls = max(0, self._open_calls - 1)
