@@ -48,16 +48,20 @@ class ShardedParam:
         requires_grad = owned.param.requires_grad
         self.name = owned.name
         self.owned = owned
+        # A mark of the user's own, such as `_no_weight_decay`.
+        marks = {name: value for name, value in vars(owned.param).items() if name != "_is_param"}
         replaced(owned.param, owned.name)
         self.distribution = owned.distribution
         self._kind = ShardedParameter if whole.is_part else WholeParameter
         owned.param = shard  # lets go of the full one
+        vars(shard).update(marks)
         shard.requires_grad = requires_grad
         shard.whole = whole  # type: ignore[attr-defined]
         self.counts = whole.counts  # in norms
         self.shard = shard
         self.guard()
         self.full = shown(full, self.distribution, requires_grad=requires_grad)
+        vars(self.full).update(marks)
         self.gradient = ParamGradient(self.full, shard, self.distribution)
         self.watched = False  # see ShardedUnit.watch_gradients
 

@@ -301,6 +301,35 @@ def test_parameters_in_containers_are_trained(strategy: str) -> None:
     run_threads(body, 2)
 
 
+class Marked(nn.Module):
+    """Its forward, and whoever makes an optimizer, read what the parameter was marked with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+        self.weight.scale = 3.0  # type: ignore[attr-defined]
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight * self.weight.scale  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+def test_attributes_of_parameters_are_kept(strategy: str, device: str) -> None:
+    def body(comm: Communicator) -> None:
+        with torch.device(device):
+            model = Marked()
+        fully_shard(model, comm, strategy=strategy)
+        assert model.weight.scale == 3.0
+        assert torch.equal(model(torch.ones(WIDTH)), torch.full((WIDTH,), 3.0))
+        assert model.weight.scale == 3.0
+
+    run_threads(body, 2)
+
+
 def test_a_lazy_module_is_called_before_it_is_sharded() -> None:
     def body(comm: Communicator) -> None:
         with pytest.raises(ValueError, match=r"parameter '0.weight' has no shape yet"):
