@@ -206,8 +206,6 @@ class Engine:
             raise ValueError(
                 f"gathered: module is a {type(module).__name__} that is none of the model's; give one of its modules"
             )
-        if boundary.in_backward():
-            raise RuntimeError("gathered: autograd runs; call it before or after a backward")
         self.release()
         units = [unit for unit in self.units if unit.owns_any(inside)]
         with gathered(units, self._together, write=write):
@@ -298,7 +296,14 @@ class Engine:
         """Waits for what is queued, and lets go of full parameters: what computes next gathers anew.
 
         Call it before the memory of shards is written by another way than the model's parameters.
+
+        Raises:
+            RuntimeError: autograd runs, and needs them.
         """
+        if boundary.in_backward():
+            raise RuntimeError(
+                "a state dict, engine.gathered() or engine.release(): autograd runs; call it before or after a backward"
+            )
         self._settle()
         for unit in self.units:
             unit.outdate()
@@ -369,6 +374,9 @@ class Engine:
         if marked and not recompute:
             unit.marked = marked
             unit.gradients.call()
+        elif not marked and torch.is_grad_enabled():
+            # No input tells of a backward that passes the outputs by: of features that a hook took.
+            unit.watch_gradients()
         return args, kwargs
 
     def _check_apart(self, unit: ShardedUnit, apart: Apart) -> None:
@@ -511,6 +519,8 @@ class Engine:
             raise nobodys_gradient("a backward", unit)
         if unit.state is State.BACKWARD:  # another of its outputs came first
             return
+        if unit.gradients.came_unannounced:
+            unit.check_unmarked_backward()
         if torch.is_grad_enabled():
             unit.prepare_double_backward()
         self._begin_backward()
@@ -559,8 +569,7 @@ class Engine:
 
     def _post_backward(self, unit: ShardedUnit) -> None:
         unit.gradients.end_call()
-        if unit.state is not State.BACKWARD:
-            unit.check_unmarked_backward()
+        self._on_gradient(unit)  # of its inputs, where no output has told of its backward
         self._release_from_backward(unit)
 
     def _release_from_backward(self, unit: ShardedUnit) -> None:
@@ -578,6 +587,9 @@ class Engine:
     def _end_of_backward(self) -> None:
         for unit in self.units:
             unit.gradients.end_calls()
+            if unit.gradients.came_unannounced:
+                unit.check_unmarked_backward()
+                unit.gradients.begin()
             if unit.state is State.BACKWARD:
                 unit.show_shard()
                 unit.state = State.IDLE

@@ -218,6 +218,11 @@ def offload_bytes(groups: Sequence[Sequence[Group]]) -> int:
 
 def _spec(owned: OwnedParam, granularity: GranularityOf, shard_dim: ShardDimOf) -> ParamSpec:
     name, param = owned.name, owned.param
+    if nn.parameter.is_lazy(param):
+        raise ValueError(
+            f"fully_shard: parameter {name!r} has no shape yet, as a lazy module's before its first forward; call the "
+            "model once, on every rank, before fully_shard"
+        )
     if param.layout is not torch.strided or param.is_quantized:
         kind = param.dtype if param.is_quantized else param.layout
         raise ValueError(

@@ -1,55 +1,50 @@
 """Around the steps of optimizers: what one may see of sharded parameters, and whether it has the right ones.
 
 Those of torch's optimizers that go element by element see plain parameters, which the fused and foreach kernels take at
-no cost. Others, and subclasses of these with a `step` of their own, see guarded rows: elementwise arithmetic and norms
-of the whole are right there too, such as LAMB's; one that looks at matrices, such as Muon, is refused at its first
-product.
+no cost. Others, and the hooks of all of them, see guarded rows: elementwise arithmetic and norms of the whole are right
+there too, such as LAMB's; one that looks at matrices, such as Muon, is refused. What one rank owns as a whole is plain,
+but in a user's own step around one that goes element by element.
 
 Torch calls the hooks for every `torch.optim.Optimizer` of the process.
 """
 
 from __future__ import annotations
 
-import inspect
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
 import torch
 from torch import nn, optim
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from shardcomm.adamw import AdamW
 from shardcomm.sharded_parameter import ShardedParameter, ShardedRows
 
-_ELEMENTWISE_STEPS = {
-    # Past what torch wraps around a step, at different times for different classes.
-    inspect.unwrap(kind.step)
-    for kind in (
-        AdamW,
-        optim.ASGD,
-        optim.Adadelta,
-        optim.Adagrad,
-        optim.Adam,  # and optim.AdamW
-        optim.Adamax,
-        optim.NAdam,
-        optim.RAdam,
-        optim.RMSprop,
-        optim.Rprop,
-        optim.SGD,
-    )
-}
+_ELEMENTWISE = (
+    optim.ASGD,
+    optim.Adadelta,
+    optim.Adagrad,
+    optim.Adam,  # and AdamW
+    optim.Adamax,
+    optim.NAdam,
+    optim.RAdam,
+    optim.RMSprop,
+    optim.Rprop,
+    optim.SGD,
+)
+
+_KNOWN_STEPS = ("torch.optim.", "shardcomm.")
+
+# Refused on rows before they come upon what is refused of these, which a rank without any rows would not.
+_OF_WHOLE_PARAMETERS = (optim.Adafactor, optim.Muon)
 
 
 @cache
 def install() -> None:
     """From now on; once a process."""
     register_optimizer_step_pre_hook(_before)
-    register_optimizer_step_post_hook(_after)
 
 
 def replaced(param: nn.Parameter, name: str) -> None:
@@ -77,23 +72,48 @@ def _refuse(param: nn.Parameter, why: str) -> None:
 
 _stepping: weakref.WeakKeyDictionary[optim.Optimizer, _Stepping] = weakref.WeakKeyDictionary()
 _checked: weakref.WeakKeyDictionary[optim.Optimizer, int] = weakref.WeakKeyDictionary()
+_hooks: weakref.WeakKeyDictionary[optim.Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
 
 
-def _before(
-    optimizer: optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    _after(optimizer, args, kwargs)  # of a step that an exception ended: torch calls no hook then
+def _before(optimizer: optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Comes before the optimizer's own hooks, which see guarded rows: ours is the last of them, and the first after."""
+    _end(optimizer, args, kwargs)  # of a step that an exception ended: torch calls no hook then
     params = [p for group in optimizer.param_groups for p in group["params"]]
     if _checked.get(optimizer) != len(params):
         _check(optimizer, params)
         _checked[optimizer] = len(params)
+    if not any(type(p) is ShardedParameter for p in params):
+        return
+    if optimizer not in _hooks:
+        handles = optimizer.register_step_pre_hook(_begin), optimizer.register_step_post_hook(_end)
+        _hooks[optimizer] = handles[0].id, handles[1].id
+    last, first = _hooks[optimizer]
+    before: OrderedDict[int, Any] = optimizer._optimizer_step_pre_hooks  # type: ignore[assignment]
+    after: OrderedDict[int, Any] = optimizer._optimizer_step_post_hooks  # type: ignore[assignment]
+    before.move_to_end(last)
+    after.move_to_end(first, last=False)
+
+
+def _begin(
+    optimizer: optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    params = [p for group in optimizer.param_groups for p in group["params"]]
     sharded = [p for p in params if type(p) is ShardedParameter]
-    if inspect.unwrap(type(optimizer).step) not in _ELEMENTWISE_STEPS:
+    if isinstance(optimizer, optim.LBFGS) and sharded:
+        raise RuntimeError(
+            "LBFGS.step: it takes products over all parameters together, of which this rank has only some; use it with "
+            'strategy="no_shard", or an optimizer that treats elements or parameters by themselves'
+        )
+    if not isinstance(optimizer, _ELEMENTWISE):
+        of_whole = isinstance(optimizer, _OF_WHOLE_PARAMETERS)
         for param in sharded:
-            if param.whole.is_part_owned:
-                param.whole.refuse(f"{type(optimizer).__name__}.step")
-        # Who has all or nothing of a parameter does with it as it would without sharding, and alone.
-        sharded = [p for p in sharded if p.whole.is_here or p.whole.is_elsewhere]
+            whole = param.whole
+            if whole.is_part_owned or (of_whole and not (whole.is_here or whole.is_elsewhere)):
+                whole.refuse(f"{type(optimizer).__name__}.step")
+        # Who owns a parameter does with it as it would without sharding, and alone.
+        sharded = [p for p in sharded if p.whole.is_owned or of_whole]
+    elif not type(optimizer).step.__module__.startswith(_KNOWN_STEPS):
+        return None  # a step of a user's own around one of these, which may do anything: clip, for instance
     if not sharded:
         return None
     stepping = _stepping[optimizer] = _Stepping(sharded)
@@ -111,7 +131,7 @@ def _check(optimizer: optim.Optimizer, params: Sequence[nn.Parameter]) -> None:
             raise RuntimeError(f"{type(optimizer).__name__}.step: the optimizer has {why}")
 
 
-def _after(optimizer: optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _end(optimizer: optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if (stepping := _stepping.pop(optimizer, None)) is not None:
         moved = [param for param in stepping.params if param.data_ptr() != param.whole.address]
         stepping.end()
@@ -141,10 +161,9 @@ class _Stepping:
 
         def guarded() -> Any:
             self.end()
-            try:
-                return closure()
-            finally:
-                self.begin()
+            result = closure()  # where it raises, the step is over, without `_end`
+            self.begin()
+            return result
 
         return guarded
 

@@ -200,7 +200,8 @@ def _materialize(module: nn.Module, device: torch.device) -> None:
         param = module._parameters[name]
         assert param is not None
         empty = torch.empty_like(param, device=device)
-        module._parameters[name] = nn.Parameter(empty, requires_grad=param.requires_grad)
+        module._parameters[name] = made = nn.Parameter(empty, requires_grad=param.requires_grad)
+        vars(made).update(vars(param))
     for name in _meta(module._buffers):
         buffer = module._buffers[name]
         assert buffer is not None

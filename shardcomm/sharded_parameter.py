@@ -36,6 +36,7 @@ class Whole:
         is_part: whether other ranks hold what belongs to the whole, or to the whole model.
         is_here, is_elsewhere: one rank owns the whole parameter; it is this one, or another.
         gather: the whole of a tensor of the rows' shape; collective.
+        is_owned: one rank owns the whole parameter by its granularity, as opposed to having all of its few rows.
         is_part_owned: one rank owns a part of a DTensor that others have other parts of: nobody has the whole, and not
             all who have some of it would call for its norm.
         counts: whether norms count these rows here: several tensor-parallel ranks may have the same.
@@ -51,6 +52,7 @@ class Whole:
     is_here: bool
     is_elsewhere: bool
     gather: Callable[[torch.Tensor], torch.Tensor]
+    is_owned: bool = False
     is_part_owned: bool = False
     counts: bool = True
     grad_elsewhere: ShardedRows | None = None

@@ -49,16 +49,20 @@ class ShardedParam:
         requires_grad = owned.param.requires_grad
         self.name = owned.name
         self.owned = owned
+        # A mark of the user's own, such as `_no_weight_decay`.
+        marks = {name: value for name, value in vars(owned.param).items() if name != "_is_param"}
         replaced(owned.param, owned.name)
         self.distribution = owned.distribution
         self._kind = ShardedParameter if whole.is_part else WholeParameter
         owned.param = shard  # lets go of the full one
+        vars(shard).update(marks)
         shard.requires_grad = requires_grad
         shard.whole = whole  # type: ignore[attr-defined]
         self.counts = whole.counts  # in norms
         self.shard = shard
         self.guard()
         self.full = shown(full, self.distribution, requires_grad=requires_grad)
+        vars(self.full).update(marks)
         self.gradient = ParamGradient(self.full, shard, self.distribution)
         self.watched = False  # see ShardedUnit.watch_gradients
 
@@ -137,6 +141,7 @@ class ShardedUnit:
         is_cut = how is not None and bool(how.cut_over)
         placement = bucket.layout.placements[index]
         piece = bucket.layout.piece(bucket.comm.rank, index)
+        is_owned = placement.spec.granularity == "tensor" and bucket.comm.size > 1
         return Whole(
             owned.name,
             self.name,
@@ -148,9 +153,8 @@ class ShardedUnit:
             is_here=piece.numel == placement.numel and not is_cut,
             is_elsewhere=placement.is_elsewhere(piece),
             gather=partial(_gathered, bucket, index, how),
-            is_part_owned=is_cut
-            and bucket.comm.size > 1
-            and placement.spec.granularity == "tensor",
+            is_owned=is_owned and not is_cut,
+            is_part_owned=is_owned and is_cut,
             counts=all(comm.rank == 0 for comm in with_same(how, self.holders.everyone.inner)),
         )
 
@@ -217,8 +221,8 @@ class ShardedUnit:
         if self.shares_slot:
             raise TypeError(
                 f"backward came to unit {self.name!r} by another way than a tensor which it returned, after its "
-                f"parameters were released; it returned {self.returned.__name__}: return the tensors in tuples, "
-                "lists, dicts or dataclasses, or use strategy='shard_grad_op'"
+                f"parameters were released; it returned {self.returned.__name__}: return the tensors, an auxiliary "
+                "loss too, in tuples, lists, dicts or dataclasses, or use strategy='shard_grad_op'"
             )
 
     def prepare_double_backward(self) -> None:

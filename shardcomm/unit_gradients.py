@@ -52,6 +52,11 @@ class ParamGradient:
         self.used = False  # this rank had one in this backward
         self._sum: torch.Tensor | None = None  # of backwards that were not reduced
 
+    @property
+    def holds_earlier(self) -> bool:
+        """Whether a backward that was not reduced left something, before the parameter was frozen for instance."""
+        return self._sum is not None or self.full.grad is not None
+
     def take(self) -> torch.Tensor | None:
         """What backwards left; the next one starts from nothing."""
         if self._sum is not None:
@@ -124,8 +129,17 @@ class UnitGradients:
             )
         self.stage = Stage.LOCAL
         self._trained = [
-            entry for entry in self._buckets if any([p.full.requires_grad for p in entry[1]])
+            entry
+            for entry in self._buckets
+            if any([p.full.requires_grad or p.holds_earlier for p in entry[1]])
         ]
+
+    @property
+    def came_unannounced(self) -> bool:
+        """Whether backward has left gradients without `begin`."""
+        return self.stage is not Stage.LOCAL and any(
+            [p.full.grad is not None for p in self._params]
+        )
 
     def end_call(self) -> None:
         """The backward of a call has ended."""

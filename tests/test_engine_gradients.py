@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from thread_ranks import run_mesh, run_threads
@@ -113,6 +115,21 @@ def test_zero_grad_keeps_what_no_sync_summed() -> None:
         model(values(3, WIDTH, seed=2)).sum().backward()
         for seed in (1, 2):
             plain(values(3, WIDTH, seed=seed)).sum().backward()
+        assert_same_gradients(engine, model, plain)
+
+    run_threads(body, 2)
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+def test_what_no_sync_kept_of_a_parameter_that_is_frozen_then_is_reduced(strategy: str) -> None:
+    def body(comm: Communicator) -> None:
+        model, plain = twins(Chain)
+        engine = fully_shard(model, comm, strategy=strategy)
+        for net in (model, plain):
+            with engine.no_sync() if net is model else contextlib.nullcontext():
+                net(values(3, WIDTH)).square().mean().backward()
+            net.get_submodule("blocks.1").requires_grad_(False)
+            net(values(3, WIDTH, seed=2)).square().mean().backward()
         assert_same_gradients(engine, model, plain)
 
     run_threads(body, 2)

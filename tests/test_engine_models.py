@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -100,6 +101,94 @@ def test_opaque_output_of_the_model_alone_loses_no_gradients() -> None:
         engine = fully_shard(model, comm)
         for net in (model, plain):
             net(values(3, WIDTH)).state.square().sum().backward()
+        assert_same_gradients(engine, model, plain)
+
+    run_threads(body, 2)
+
+
+class WithLoss(Block):
+    """Keeps an auxiliary loss in an attribute, as a mixture of experts does."""
+
+    loss: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output = super().forward(x)
+        self.loss = self.router(output).softmax(-1).square().mean()
+        return output
+
+
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
+def test_a_loss_kept_in_a_unit_raises_or_trains_but_is_never_wrong(
+    strategy: str, alone: bool
+) -> None:
+    def body(comm: Communicator) -> None:
+        model, plain = twins(lambda: Chain(WithLoss))
+        engine = fully_shard(model, comm, strategy=strategy)
+
+        def backward(net: Any) -> None:
+            main = net(values(3, WIDTH)).square().mean()
+            loss = sum(block.loss for block in net.blocks)
+            (loss if alone else main + loss).backward()
+
+        if strategy == "full_shard":  # its slots are overwritten
+            with pytest.raises(TypeError, match=r"unit 'blocks.3' .* an auxiliary loss too"):
+                backward(model)
+            return
+        for net in (model, plain):
+            backward(net)
+        assert_same_gradients(engine, model, plain)
+
+    run_threads(body, 2)
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
+@pytest.mark.parametrize("inputs_require_grad", [False, True])
+@pytest.mark.parametrize("of", ["stem", "blocks.0", "blocks.2"])
+def test_a_loss_of_features_that_a_hook_took_trains_what_is_before_them(
+    of: str, inputs_require_grad: bool, strategy: str
+) -> None:
+    def body(comm: Communicator) -> None:
+        model, plain = twins(Chain)
+        engine = fully_shard(model, comm, strategy=strategy)
+        for net in (model, plain):
+            features: list[torch.Tensor] = []
+            net.get_submodule(of).register_forward_hook(
+                lambda module, args, output, to=features: to.append(output)  # type: ignore[misc]
+            )
+            for seed in range(2):
+                net.zero_grad()
+                net(values(3, WIDTH, seed=seed).requires_grad_(inputs_require_grad))
+                features.pop().square().mean().backward()
+        assert_same_gradients(engine, model, plain)
+
+    run_threads(body, 2)
+
+
+class WithPenalty(Block):
+    """Keeps a loss of its weight alone, to which no input or output leads."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.penalty = self.linear.weight.square().mean()
+        return super().forward(x)
+
+
+def test_a_penalty_kept_in_a_unit_beside_a_loss_of_features_is_trained() -> None:
+    def body(comm: Communicator) -> None:
+        model, plain = twins(lambda: Chain(WithPenalty))
+        engine = fully_shard(model, comm, strategy="shard_grad_op")
+        for net in (model, plain):
+            features: list[torch.Tensor] = []
+            net.get_submodule("blocks.0").register_forward_hook(
+                lambda module, args, output, to=features: to.append(output)  # type: ignore[misc]
+            )
+            net(values(3, WIDTH))
+            penalty = net.get_submodule("blocks.2").penalty
+            (features[0].square().mean() + penalty).backward()  # type: ignore[operator]
         assert_same_gradients(engine, model, plain)
 
     run_threads(body, 2)
@@ -208,6 +297,43 @@ def test_parameters_in_containers_are_trained(strategy: str) -> None:
         model(values(3, WIDTH, seed=comm.rank)).square().sum().backward()
         (sum(plain(values(3, WIDTH, seed=r)).square().sum() for r in range(2)) / 2).backward()
         assert_same_gradients(engine, model, plain)
+
+    run_threads(body, 2)
+
+
+class Marked(nn.Module):
+    """Its forward, and whoever makes an optimizer, read what the parameter was marked with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+        self.weight.scale = 3.0  # type: ignore[attr-defined]
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight * self.weight.scale  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+def test_attributes_of_parameters_are_kept(strategy: str, device: str) -> None:
+    def body(comm: Communicator) -> None:
+        with torch.device(device):
+            model = Marked()
+        fully_shard(model, comm, strategy=strategy)
+        assert model.weight.scale == 3.0
+        assert torch.equal(model(torch.ones(WIDTH)), torch.full((WIDTH,), 3.0))
+        assert model.weight.scale == 3.0
+
+    run_threads(body, 2)
+
+
+def test_a_lazy_module_is_called_before_it_is_sharded() -> None:
+    def body(comm: Communicator) -> None:
+        with pytest.raises(ValueError, match=r"parameter '0.weight' has no shape yet"):
+            fully_shard(nn.Sequential(nn.LazyLinear(WIDTH)), comm)
 
     run_threads(body, 2)
 

@@ -318,7 +318,7 @@ def test_in_a_backward_it_is_refused() -> None:
     def body(model: nn.Module, engine: Engine, plain: nn.Module) -> None:
         x = values(3, WIDTH).requires_grad_()
         x.register_hook(lambda grad: interrupted(engine, model))  # type: ignore[no-untyped-call]
-        with pytest.raises(RuntimeError, match="gathered: autograd runs"):
+        with pytest.raises(RuntimeError, match="autograd runs; call it before or after a backward"):
             model(x).sum().backward()
         x = values(3, WIDTH).requires_grad_()
         x.register_hook(lambda grad: engine.units[1].unshard())  # type: ignore[no-untyped-call]
@@ -327,6 +327,31 @@ def test_in_a_backward_it_is_refused() -> None:
         assert_rows(model, plain)
 
     with_sharded(body)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "call"),
+    [
+        ("full_shard", lambda engine, model: model.state_dict()),
+        ("full_shard", lambda engine, model: engine.full_state_dict()),
+        ("full_shard", lambda engine, model: engine.load_state_dict(engine.state_dict())),
+        ("no_shard", lambda engine, model: engine.full_state_dict()),
+    ],
+)
+def test_state_dicts_in_a_backward_are_refused(
+    strategy: str, call: Callable[[Engine, nn.Module], Any]
+) -> None:
+    def body(model: nn.Module, engine: Engine, plain: nn.Module) -> None:
+        x = values(3, WIDTH).requires_grad_()
+        x.register_hook(lambda grad: call(engine, model) and None)  # type: ignore[no-untyped-call]
+        with pytest.raises(RuntimeError, match=r"a state dict.*autograd runs"):
+            model(x).sum().backward()
+        for each in (model, plain):
+            each.zero_grad()
+            each(values(3, WIDTH)).sum().backward()
+        assert_same_gradients(engine, model, plain)
+
+    with_sharded(body, strategy=strategy)
 
 
 def test_wrong_arguments_are_named() -> None:

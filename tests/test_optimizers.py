@@ -85,7 +85,21 @@ def test_adafactor_on_whole_parameters_is_exact() -> None:
             assert torch.equal(state[name], value), name
 
 
-@pytest.mark.parametrize("make", [torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Muon])
+@pytest.mark.parametrize("granularity", ["row", "tensor"])
+def test_lbfgs_is_refused_wherever_a_rank_has_only_some_parameters(granularity: str) -> None:
+    def body(comm: Communicator) -> None:
+        model = nn.Linear(WIDTH, 64)
+        fully_shard(model, comm, granularity=granularity)
+        optimizer = torch.optim.LBFGS(model.parameters())
+        with pytest.raises(
+            RuntimeError, match=r"LBFGS\.step: it takes products over all parameters"
+        ):
+            optimizer.step(lambda: torch.ones(()))
+
+    run_threads(body, 2)
+
+
+@pytest.mark.parametrize("make", [torch.optim.Adafactor, torch.optim.Muon])
 def test_optimizers_that_look_at_whole_parameters_are_refused_on_some_rows(make: Any) -> None:
     def body(comm: Communicator) -> None:
         model = nn.Linear(WIDTH, 64, bias=False)
@@ -96,3 +110,117 @@ def test_optimizers_that_look_at_whole_parameters_are_refused_on_some_rows(make:
             optimizer.step(lambda: torch.ones(()))
 
     run_threads(body, 2)
+
+
+def test_adafactor_is_refused_on_a_rank_without_rows() -> None:
+    def body(comm: Communicator) -> None:
+        model = nn.Linear(64, 3, bias=False)  # three ranks have a row each
+        fully_shard(model, comm)
+        model(torch.ones(1, 64)).sum().backward()
+        with pytest.raises(RuntimeError, match=r"Adafactor\.step of 'weight'"):
+            torch.optim.Adafactor(model.parameters()).step()
+
+    run_threads(body, 4)
+
+
+class Clipping(torch.optim.SGD):
+    """Clips in its own step."""
+
+    def step(self, closure: Any = None) -> Any:
+        torch.nn.utils.clip_grad_norm_([p for g in self.param_groups for p in g["params"]], 0.1)
+        return super().step(closure)
+
+
+class Normalized(torch.optim.Optimizer):
+    """Steps as far whatever the gradients' norm is, which is that of all of them."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        params = [p for g in self.param_groups for p in g["params"] if p.grad is not None]
+        norm = torch.stack([p.grad.norm() for p in params]).norm()
+        for param in params:
+            param.sub_(param.grad / norm, alpha=self.defaults["lr"])
+
+
+def clipping_hook(params: Any, lr: float) -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD(params, lr=lr)
+
+    def clip(*_: Any) -> None:
+        torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 0.1)
+
+    optimizer.step()  # without gradients; hooks may come at any time
+    optimizer.register_step_pre_hook(clip)
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    ("make", "granularity"),
+    [
+        (Clipping, "row"),
+        (Clipping, "tensor"),
+        (Normalized, "row"),
+        (clipping_hook, "row"),
+        (clipping_hook, "tensor"),
+    ],
+)
+def test_norms_in_a_step_and_in_its_hooks_are_of_all_gradients(make: Any, granularity: str) -> None:
+    plain = net()
+    nets = [copy.deepcopy(plain) for _ in range(2)]
+    train(plain, make(plain.parameters(), lr=0.1))
+
+    def body(comm: Communicator) -> dict[str, torch.Tensor]:
+        engine = fully_shard(nets[comm.rank], comm, granularity=granularity)
+        train(nets[comm.rank], make(nets[comm.rank].parameters(), lr=0.1))
+        return engine.full_state_dict()
+
+    for state in run_threads(body, 2):
+        for name, value in plain.state_dict().items():
+            torch.testing.assert_close(state[name], value, msg=name)
+
+
+def test_a_norm_in_a_hook_after_the_step_is_of_all_parameters() -> None:
+    plain = net()
+    nets = [copy.deepcopy(plain) for _ in range(2)]
+
+    def norm_in_hook(model: nn.Module) -> torch.Tensor:
+        norms: list[torch.Tensor] = []
+        params = list(model.parameters())
+        optimizer = torch.optim.SGD(params, lr=0.1)
+        optimizer.register_step_post_hook(
+            lambda *_: norms.append(torch.nn.utils.get_total_norm([p.detach() for p in params]))
+        )
+        train(model, optimizer, steps=1)
+        return norms[0]
+
+    def body(comm: Communicator) -> torch.Tensor:
+        fully_shard(nets[comm.rank], comm)
+        return norm_in_hook(nets[comm.rank])
+
+    norm = norm_in_hook(plain)
+    for each in run_threads(body, 2):
+        torch.testing.assert_close(each, norm)
+
+
+def test_rows_are_guarded_after_a_closure_that_fails() -> None:
+    plain = net()
+    nets = [copy.deepcopy(plain) for _ in range(2)]
+
+    def norm_after(model: nn.Module) -> torch.Tensor:
+        def closure() -> float:
+            model(torch.ones(1, WIDTH)).sum().backward()
+            raise ArithmeticError
+
+        with pytest.raises(ArithmeticError):
+            torch.optim.SGD(model.parameters(), lr=0.1).step(closure)
+        return torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+
+    def body(comm: Communicator) -> torch.Tensor:
+        fully_shard(nets[comm.rank], comm)
+        return norm_after(nets[comm.rank])
+
+    norm = norm_after(plain)
+    for each in run_threads(body, 2):
+        torch.testing.assert_close(each, norm)
