@@ -147,7 +147,7 @@ class ShardedUnit:
             or is_cut,
             is_here=piece.numel == placement.numel and not is_cut,
             is_elsewhere=placement.is_elsewhere(piece),
-            gather=partial(_gathered, bucket, index, how),
+            gather=partial(_gathered, self.holders, bucket, index, how),
             is_part_owned=is_cut
             and bucket.comm.size > 1
             and placement.spec.granularity == "tensor",
@@ -323,9 +323,10 @@ def _memory(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def _gathered(
-    bucket: Bucket, index: int, how: Distribution | None, held: torch.Tensor
+    holders: Holders, bucket: Bucket, index: int, how: Distribution | None, held: torch.Tensor
 ) -> torch.Tensor:
-    part = bucket.gathered_rows(index, held)
+    with holders.everyone.failing_together, holders.mesh.failing_together:
+        part = bucket.gathered_rows(index, held)
     return part if how is None else how.whole(part)
 
 

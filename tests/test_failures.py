@@ -19,7 +19,17 @@ from nets import batch, loss_of, make, optimizer_of
 from thread_ranks import run_mesh, run_threads
 from torch.distributed.device_mesh import init_device_mesh
 
-from shardcomm import _C, CommError, Communicator, Mesh, RankError, Stream, fully_shard, launch
+from shardcomm import (
+    _C,
+    CommError,
+    Communicator,
+    Mesh,
+    Policy,
+    RankError,
+    Stream,
+    fully_shard,
+    launch,
+)
 from shardcomm.core_communicator import CoreCommunicator
 
 RANKS = 3
@@ -314,6 +324,39 @@ def test_survivors_save_their_rows_load_and_close(when: str, group: str, cpu_off
         engine.close()
 
     run_mesh(body, 2, 2)
+
+
+def test_a_full_tensor_that_fails_ends_the_columns_too() -> None:
+    """The other row hears it from the columns, and not by the deadline."""
+
+    def body(mesh: Mesh) -> None:
+        model = make(layers=2)
+        fully_shard(model, mesh, strategy="hybrid_shard")
+        if mesh.rank == 0:
+            mesh.shard.abort("the data is bad")
+        call = model.head.weight.full_tensor if mesh.rank < 2 else mesh.replicate.barrier
+        with pytest.raises(CommError, match="the data is bad"):
+            call()
+
+    run_mesh(body, 2, 2, deadline_s=10)
+
+
+def test_a_full_tensor_of_an_expert_that_fails_ends_the_group_of_all() -> None:
+    pair = Communicator.local_group(2, deadline_s=10)
+    alone = Communicator.local_group(1)[0]
+
+    def body(comm: Communicator) -> None:
+        has_pair = comm.rank < 2
+        model = make(layers=2)
+        of_some = Policy(comm=pair[comm.rank] if has_pair else alone)
+        fully_shard(model, comm, units={model.blocks[0]: of_some})
+        if comm.rank == 0:
+            pair[0].abort("the data is bad")
+        call = model.blocks[0].up.weight.full_tensor if has_pair else comm.barrier
+        with pytest.raises(CommError, match="the data is bad"):
+            call()
+
+    run_threads(body, 3, deadline_s=10)
 
 
 def close_with_a_change_that_is_lost() -> None:
