@@ -410,7 +410,12 @@ class Engine:
         self._current = self._train if torch.is_grad_enabled() else self._evaluate
 
     def _unshard(self, unit: ShardedUnit) -> None:
-        if unit.apart is not None or unit.unsharded is not None:
+        if unit.apart is not None:
+            raise RuntimeError(
+                f"unshard of unit {unit.name!r} inside of engine.gathered(), where its full parameters are shown "
+                "already, until the end of that; call it after"
+            )
+        if unit.unsharded is not None:
             return
         if boundary.in_backward():
             raise RuntimeError(f"unshard of unit {unit.name!r}: autograd runs; call it before")

@@ -162,7 +162,7 @@ class ShardedUnit:
         state dict, saved or loaded, ends it as `reshard()` does.
 
         Raises:
-            RuntimeError: autograd runs.
+            RuntimeError: autograd runs, or the unit is shown by `engine.gathered()`.
         """
         self.on_unshard()
 
