@@ -378,6 +378,31 @@ def test_other_parameters_of_the_same_name_are_not_saved_as_one() -> None:
     run_threads(body, RANKS)
 
 
+def test_a_rank_without_a_gradient_is_clipped_with_the_engine_and_missed_without() -> None:
+    """Torch takes no norm of no gradient: the other rank ends at its deadline, with a sentence."""
+    same = [Communicator.local_group(1)[0] for _ in range(2)]
+
+    def body(comm: Communicator) -> None:
+        shared, expert = nn.Linear(4, 4), nn.Linear(4, 4)
+        model = nn.Sequential(shared, expert)
+        engine = fully_shard(
+            model, comm, units={shared: None, expert: Policy(comm=same[comm.rank])}
+        )
+        model.forward = lambda x: expert(shared(x)) if comm.rank == 0 else shared(x)
+        model(torch.ones(1, 4)).sum().backward()
+        grads = [p.grad for p in expert.parameters() if p.grad is not None]
+        assert len(grads) == (2 if comm.rank == 0 else 0)
+        norm = engine.clip_grad_norm_(1e9)
+        torch.testing.assert_close(clip_grad_norm_(model.parameters(), 1e9) + 0, norm)
+        if comm.rank == 1:
+            assert clip_grad_norm_(expert.parameters(), 1.0) == 0.0
+        else:
+            with pytest.raises(CommError, match="rank 1 did not come within 5 s"):
+                clip_grad_norm_(expert.parameters(), 1.0)
+
+    run_threads(body, RANKS, deadline_s=5)
+
+
 @pytest.mark.parametrize("scaler_of", [torch.amp.GradScaler, shardcomm.GradScaler])
 def test_a_scaler_steps_where_some_ranks_experts_have_no_gradient(scaler_of: Any) -> None:
     same = [Communicator.local_group(2, deadline_s=20) for _ in range(2)]
