@@ -109,7 +109,7 @@ class ExponentialMovingAverage:
             self._applied = False
             try:
                 self._engine.release()
-            finally:  # after a CommError, too, which it raises again
+            finally:  # whatever that raises
                 self._swap()
 
     def state_dict(self) -> dict[str, Any]:

@@ -28,6 +28,7 @@ import torch
 from torch import nn
 
 from shardcomm import boundary, forward_methods
+from shardcomm._C import CommError
 from shardcomm.actions import Actions
 from shardcomm.apart import Apart, gathered, nobodys_gradient
 from shardcomm.arguments import check_flag, check_type
@@ -247,7 +248,8 @@ class Engine:
         """This rank's part of the model, with the model's own names: for `torch.distributed.checkpoint` (DCP).
 
         Parameters are ShardTensors, views of the shards, from which DCP saves and into which it loads; no rank sends
-        parameters. With `load_state_dict` this makes the engine itself DCP's `Stateful`::
+        parameters, so that it works after a CommError, too. With `load_state_dict` this makes the engine itself DCP's
+        `Stateful`::
 
             state = {"model": engine, "optimizer": engine.optimizer_state(optimizer)}
             torch.distributed.checkpoint.save(state, checkpoint_id=path)  # load: the same, with load
@@ -295,7 +297,8 @@ class Engine:
     def release(self) -> None:
         """Waits for what is queued, and lets go of full parameters: what computes next gathers anew.
 
-        Call it before the memory of shards is written by another way than the model's parameters.
+        Call it before the memory of shards is written by another way than the model's parameters. Where a rank has
+        failed, the next collective raises CommError, and this does not.
 
         Raises:
             RuntimeError: autograd runs, and needs them.
@@ -330,7 +333,7 @@ class Engine:
         return Footprint.of(self.units)
 
     def close(self) -> None:
-        """Ends training: removes the hooks, and leaves the groups made of a DeviceMesh.
+        """Ends training: removes the hooks, and leaves the groups made of a DeviceMesh; after a CommError, too.
 
         The model keeps this rank's rows. State dicts can still be saved and loaded (but not `full_state_dict` over a
         DeviceMesh, since it gathers). A forward raises RuntimeError, unless each rank has the whole model ("no_shard").
@@ -339,10 +342,10 @@ class Engine:
             self._hooks.pop().remove()
         for unit in self.units:
             unit.refuse_forward()
-        self.release()
-        self.mesh.close_inner()
-        for owned in self._owned:
-            owned.close()
+        with contextlib.ExitStack() as leaving:  # whatever `release` raises
+            for group in (*self._owned, *self.mesh.inner.values()):
+                leaving.callback(group.close)
+            self.release()
 
     # A step, in the order it happens. Hooks do nothing but call these.
 
@@ -415,7 +418,12 @@ class Engine:
         self._current = self._train if torch.is_grad_enabled() else self._evaluate
 
     def _unshard(self, unit: ShardedUnit) -> None:
-        if unit.apart is not None or unit.unsharded is not None:
+        if unit.apart is not None:
+            raise RuntimeError(
+                f"unshard of unit {unit.name!r} inside of engine.gathered(), where its full parameters are shown "
+                "already, until the end of that; call it after"
+            )
+        if unit.unsharded is not None:
             return
         if boundary.in_backward():
             raise RuntimeError(f"unshard of unit {unit.name!r}: autograd runs; call it before")
@@ -446,7 +454,9 @@ class Engine:
             if self._in_backward:
                 unit.gradients.forget()
         self._in_backward = False
-        self._actions.wait_all()
+        # What it gives is dropped; where a rank has failed, the next collective says so.
+        with contextlib.suppress(CommError):
+            self._actions.wait_all()
 
     def _post_forward(self, unit: ShardedUnit, output: Any, *, method: bool = False) -> Any:
         if unit.apart is not None:

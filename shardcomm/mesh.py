@@ -179,11 +179,6 @@ class Mesh:
         for comm in self.groups:
             comm.abort(reason)
 
-    def close_inner(self) -> None:
-        """Leaves the groups of `inner`."""
-        for comm in self.inner.values():
-            comm.close()
-
     def close(self) -> None:
         """Leaves both groups."""
         self.shard.close()

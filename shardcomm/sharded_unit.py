@@ -152,7 +152,7 @@ class ShardedUnit:
             or is_cut,
             is_here=piece.numel == placement.numel and not is_cut,
             is_elsewhere=placement.is_elsewhere(piece),
-            gather=partial(_gathered, bucket, index, how),
+            gather=partial(_gathered, self.holders, bucket, index, how),
             is_owned=is_owned and not is_cut,
             is_part_owned=is_owned and is_cut,
             counts=all(comm.rank == 0 for comm in with_same(how, self.holders.everyone.inner)),
@@ -166,7 +166,7 @@ class ShardedUnit:
         state dict, saved or loaded, ends it as `reshard()` does.
 
         Raises:
-            RuntimeError: autograd runs.
+            RuntimeError: autograd runs, or the unit is shown by `engine.gathered()`.
         """
         self.on_unshard()
 
@@ -327,9 +327,10 @@ def _memory(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def _gathered(
-    bucket: Bucket, index: int, how: Distribution | None, held: torch.Tensor
+    holders: Holders, bucket: Bucket, index: int, how: Distribution | None, held: torch.Tensor
 ) -> torch.Tensor:
-    part = bucket.gathered_rows(index, held)
+    with holders.everyone.failing_together, holders.mesh.failing_together:
+        part = bucket.gathered_rows(index, held)
     return part if how is None else how.whole(part)
 
 

@@ -34,6 +34,11 @@ from shardcomm.tensor_parallel import inner_groups
 from shardcomm.texts import all_gather_text
 from shardcomm.unit import UnitParams, Units, find_units, registration_order
 
+_KINDS = (
+    "kinds of units, by comm and strategy, of which every rank needs as many (to one without the experts that others "
+    "have, give a unit with Policy(comm=Communicator.local_group(1)[0])):"
+)
+
 
 def fully_shard(
     model: nn.Module,
@@ -164,6 +169,7 @@ def fully_shard(
         "slots": repr(slots),
         "on_nonfinite": repr(on_nonfinite),
         "(replicas, shards)": repr((main.replicate.size, main.shard.size)),
+        _KINDS: repr(len(numbers)),
     }
     items = list(_items(model, found, policies, groups))
     for mesh in numbers:

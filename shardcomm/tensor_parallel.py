@@ -35,8 +35,9 @@ Ranks = tuple[int, ...]
 
 def is_dtensor(value: object) -> bool:
     """Whether it is a DTensor; loads nothing where nobody has used them, since that takes a second."""
-    loaded: Any = sys.modules.get("torch.distributed.tensor")
-    return loaded is not None and isinstance(value, loaded.DTensor)
+    loaded = sys.modules.get("torch.distributed.tensor")
+    # Another thread may be loading it: it has no DTensor yet, then, and nobody has one.
+    return isinstance(value, getattr(loaded, "DTensor", ()))
 
 
 @dataclass(frozen=True)

@@ -563,12 +563,28 @@ def test_a_change_of_what_is_unsharded_is_refused() -> None:
     with_sharded(body)
 
 
+def test_to_unshard_what_is_gathered_is_refused() -> None:
+    def body(model: Any, engine: Engine, plain: nn.Module) -> None:
+        block = engine.unit(model.blocks[0])
+        with engine.gathered(model.blocks[0]):
+            with pytest.raises(RuntimeError, match=r"unshard of unit 'blocks\.0' inside of engine"):
+                block.unshard()
+            assert_full(model.blocks[0], plain.blocks[0])  # type: ignore[index]
+            engine.unit(model).unshard()  # another
+        block.unshard()
+        assert_full(model.blocks[0], plain.blocks[0])  # type: ignore[index]
+        engine.release()
+        assert_rows(model, plain)
+
+    with_sharded(body)
+
+
 def test_a_state_dict_ends_an_unshard() -> None:
     def body(model: Any, engine: Engine, plain: nn.Module) -> None:
         engine.unit(model).unshard()
         with engine.gathered():
-            engine.unit(model).unshard()
             assert_full(model, plain)
+        assert_rows(model, plain)
         engine.unit(model).unshard()
         state = model.state_dict()
         assert all(hasattr(value, "rectangles") for value in state.values())

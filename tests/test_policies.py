@@ -378,6 +378,31 @@ def test_other_parameters_of_the_same_name_are_not_saved_as_one() -> None:
     run_threads(body, RANKS)
 
 
+def test_a_rank_without_a_gradient_is_clipped_with_the_engine_and_missed_without() -> None:
+    """Torch takes no norm of no gradient: the other rank ends at its deadline, with a sentence."""
+    same = [Communicator.local_group(1)[0] for _ in range(2)]
+
+    def body(comm: Communicator) -> None:
+        shared, expert = nn.Linear(4, 4), nn.Linear(4, 4)
+        model = nn.Sequential(shared, expert)
+        engine = fully_shard(
+            model, comm, units={shared: None, expert: Policy(comm=same[comm.rank])}
+        )
+        model.forward = lambda x: expert(shared(x)) if comm.rank == 0 else shared(x)
+        model(torch.ones(1, 4)).sum().backward()
+        grads = [p.grad for p in expert.parameters() if p.grad is not None]
+        assert len(grads) == (2 if comm.rank == 0 else 0)
+        norm = engine.clip_grad_norm_(1e9)
+        torch.testing.assert_close(clip_grad_norm_(model.parameters(), 1e9) + 0, norm)
+        if comm.rank == 1:
+            assert clip_grad_norm_(expert.parameters(), 1.0) == 0.0
+        else:
+            with pytest.raises(CommError, match="rank 1 did not come within 5 s"):
+                clip_grad_norm_(expert.parameters(), 1.0)
+
+    run_threads(body, RANKS, deadline_s=5)
+
+
 @pytest.mark.parametrize("scaler_of", [torch.amp.GradScaler, shardcomm.GradScaler])
 def test_a_scaler_steps_where_some_ranks_experts_have_no_gradient(scaler_of: Any) -> None:
     same = [Communicator.local_group(2, deadline_s=20) for _ in range(2)]
@@ -401,6 +426,41 @@ def test_a_scaler_steps_where_some_ranks_experts_have_no_gradient(scaler_of: Any
         return float(scaler.get_scale())
 
     assert run_threads(body, 4) == [4.0] * 4
+
+
+@pytest.mark.parametrize("spare", [False, True])
+def test_a_rank_without_experts_is_told_to_have_a_unit_of_its_own(spare: bool) -> None:
+    same = [*Communicator.local_group(2), *Communicator.local_group(1)]
+
+    def body(comm: Communicator) -> None:
+        shared, own = nn.Linear(4, 4), nn.Linear(4, 4)
+        has_experts = comm.rank < 2
+        model = nn.ModuleDict({"shared": shared})
+        if has_experts or spare:
+            model["expert" if has_experts else "spare"] = own
+        model.forward = lambda x: own(shared(x)) if has_experts else shared(x)
+        units = {shared: None, own: Policy(comm=same[comm.rank])}
+        if not has_experts and not spare:
+            del units[own]
+        if not spare:
+            with pytest.raises(
+                CommError, match=r"give a unit with .*\): 2 on ranks 0, 1 and 1 on rank 2"
+            ):
+                fully_shard(model, comm, units=units)
+            comm.barrier()  # all were told, and go on
+            return
+        fully_shard(model, comm, units=units)
+        for param in (*shared.parameters(), *own.parameters()):
+            nn.init.ones_(param)
+        model(torch.ones(1, 4)).sum().backward()
+        norm = clip_grad_norm_(model.parameters(), 1e9)
+        shared_out = torch.full((4,), 5.0)
+        # d/d expert: its input, by two ranks of three; d/d shared: 4 on two ranks and 1 on the third, their mean.
+        expert = 2 / 3 * torch.cat([shared_out.repeat(4), torch.ones(4)])
+        mean = (4.0 + 4.0 + 1.0) / 3 * torch.ones(20)
+        torch.testing.assert_close(norm + 0, torch.cat([expert, mean]).norm())
+
+    run_threads(body, 3)
 
 
 def test_ranks_of_a_policy_are_some_of_all() -> None:

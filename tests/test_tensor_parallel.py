@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -50,6 +52,7 @@ from shardcomm import (
     fully_shard,
     launch,
 )
+from shardcomm.tensor_parallel import is_dtensor
 
 TOLERANCE = 5e-5  # AdamW divides by gradients' own size, and makes rounding of small ones large; measured: 1.2e-5
 DEADLINE_S = 120
@@ -659,3 +662,10 @@ def test_a_rank_that_dies_ends_training_on_both_of_its_meshes(tmp_path: Path) ->
         kill(started[3])
         said = [heard(ear, rank) for rank, ear in enumerate(ears[:3])]
         assert time.monotonic() - begin < 10, said
+
+
+def test_a_plain_tensor_is_no_dtensor_while_another_thread_loads_these(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch.distributed.tensor", ModuleType("loading"))
+    assert not is_dtensor(torch.ones(1))
