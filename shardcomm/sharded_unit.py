@@ -49,8 +49,12 @@ class ShardedParam:
         requires_grad = owned.param.requires_grad
         self.name = owned.name
         self.owned = owned
-        # A mark of the user's own, such as `_no_weight_decay`.
-        marks = {name: value for name, value in vars(owned.param).items() if name != "_is_param"}
+        # Marks of the user's own, such as `_no_weight_decay`: not torch's, nor of another engine that had it.
+        marks = {
+            name: value
+            for name, value in vars(owned.param).items()
+            if name not in ("_is_param", "_shardcomm_refused")
+        }
         replaced(owned.param, owned.name)
         self.distribution = owned.distribution
         self._kind = ShardedParameter if whole.is_part else WholeParameter

@@ -801,6 +801,20 @@ def test_training_goes_on_after_a_step_that_raised(then: str, granularity: str) 
     with_sharded(body, granularity=granularity)
 
 
+def test_a_parameter_that_another_engine_has_taken_over_is_trained_by_this_one() -> None:
+    def body(comm: Communicator) -> None:
+        first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+        second.weight = first.weight
+        for model in (first, second):
+            fully_shard(model, comm)
+        before = second.weight.full_tensor()  # type: ignore[operator]
+        second(torch.ones(1, 4)).sum().backward()
+        torch.optim.SGD(second.parameters(), lr=0.5).step()
+        torch.testing.assert_close(second.weight.full_tensor(), before - 0.5)  # type: ignore[operator]
+
+    run_threads(body, RANKS)
+
+
 class Clamped(torch.optim.AdamW):
     """Does something of its own around AdamW's step, element by element."""
 
