@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 
-from shardcomm.mesh import FailingTogether, Mesh
+from shardcomm.communicator import Communicator
+from shardcomm.mesh import FailingTogether
 from shardcomm.offload import Offload
 from shardcomm.schedule import Action, Schedule, Trigger, Verb
 from shardcomm.sharded_unit import ShardedUnit, State
@@ -17,6 +18,8 @@ from shardcomm.work import Work
 
 Program = dict[Trigger, tuple[tuple[Callable[[ShardedUnit], None], ShardedUnit], ...]]
 """A schedule's actions, each bound to what does it."""
+
+_OF_SLOTS = (Verb.GATHER, Verb.WAIT_GATHER, Verb.RELEASE)
 
 
 class Actions:
@@ -41,7 +44,7 @@ class Actions:
         self._compute = units[0].streams.compute
         self._offloads = {b.offload for unit in units for b, _ in unit.buckets if b.offload}
         self._occupant: dict[int, ShardedUnit] = {}  # of each slot
-        self._reducing: dict[Mesh, ShardedUnit] = {}  # whose gradients are in its reduce buffer
+        self._reducing: dict[Communicator, ShardedUnit] = {}  # whose gradients are in its buffer
         users = Counter(unit.slot for unit in units if unit.slot >= 0)
         for unit in units:
             unit.shares_slot = users[unit.slot] > 1
@@ -60,8 +63,11 @@ class Actions:
         def bound(action: Action) -> tuple[Callable[[ShardedUnit], None], ShardedUnit]:
             return do[action.verb], self._units[action.unit]
 
+        def does(action: Action) -> bool:
+            return self._units[action.unit].slot >= 0 or action.verb not in _OF_SLOTS
+
         return {
-            trigger: tuple(bound(action) for action in actions)
+            trigger: tuple(bound(action) for action in actions if does(action))
             for trigger, actions in schedule.actions.items()
         }
 
@@ -88,7 +94,7 @@ class Actions:
         self.traffic.gathered_bytes += nbytes
 
     def require(self, unit: ShardedUnit) -> None:
-        """The parameters of `unit` are there, gathered now if no schedule did it."""
+        """The parameters of `unit` are there, gathered now if no schedule did it; it begins to compute."""
         if not unit.gathered:
             self.gather(unit)
         if not unit.gathered:
@@ -96,7 +102,10 @@ class Actions:
                 f"unit {unit.name!r} is needed while unit {self._occupant[unit.slot].name!r}, which has the same "
                 f"slot {unit.slot}, is still in use; call fully_shard with slots={len(self._units)}"
             )
-        self.wait_gather(unit)
+        if unit.gathers:
+            self.wait_gather(unit)
+        if self.trace is not None:
+            unit.began = self._compute().record(timed=True)
 
     def wait_gather(self, unit: ShardedUnit) -> None:
         """Computation goes on with the parameters of `unit`."""
@@ -111,11 +120,11 @@ class Actions:
         if not (self.sync and unit.gradients.complete):
             return
         self.wait_reduce(unit)
-        before = self._reducing.get(unit.mesh)
+        before = self._reducing.get(unit.mesh.shard)
         if before is not None and before.gradients.reduces:
             self._finish(before.gradients.reduces, "reduce", before)
             before.gradients.arrived()
-        self._reducing[unit.mesh] = unit
+        self._reducing[unit.mesh.shard] = unit
         nbytes = unit.gradients.reduce_bytes
         with self._issuing("reduce", unit, unit.streams.reduce, nbytes):
             unit.gradients.reduce(put_off=not self.all_reduces)
@@ -144,7 +153,8 @@ class Actions:
     def wait_all(self) -> None:
         """Nothing is on its way any more."""
         for unit in self._units:
-            self.wait_gather(unit)
+            if unit.gathers:
+                self.wait_gather(unit)
             self.wait_reduce(unit)
         self.wait_host()
 
@@ -173,13 +183,8 @@ class Actions:
         if self.trace is not None:
             self.trace.add("waiting", f"{what} {name}", begin, end)
 
-    def begin_compute(self, unit: ShardedUnit) -> None:
-        """For a trace: what `unit` computes begins."""
-        if self.trace is not None:
-            unit.began = self._compute().record(timed=True)
-
     def end_compute(self, unit: ShardedUnit, what: str) -> None:
-        """For a trace: its forward or backward has ended."""
+        """For a trace: the forward or backward of `unit` has ended."""
         if self.trace is not None and unit.began is not None:
             end = self._compute().record(timed=True)
             self.trace.add("compute", f"{what} {unit.name}", unit.began, end)

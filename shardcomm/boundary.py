@@ -34,11 +34,14 @@ def enter(
     By then all gradients inside the unit are, since autograd runs what was recorded last first. Returns the inputs to
     go on with, and those that are marked: without any, `on_end` is never called.
     """
-    rebuild = None
     if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):
-        leaves = list(args)  # the usual call; the general way costs more than the rest of a trigger
-    else:
-        leaves, rebuild = _flatten((args, kwargs))
+        # The usual call; the general way costs more than the rest of a trigger.
+        tensor = args[0] if dtype is None or not args[0].is_floating_point() else args[0].to(dtype)
+        if not (tensor.requires_grad and torch.is_grad_enabled()):
+            return (tensor,), kwargs, []
+        (alias,) = _mark(on_end, tensor)
+        return (alias,), kwargs, [(tensor, alias, alias._version)]
+    leaves, rebuild = _flatten((args, kwargs))
     tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
     if dtype is not None:
         for i in tensors:
@@ -51,8 +54,6 @@ def enter(
         for i, alias in zip(to_mark, aliases, strict=True):
             marked.append((leaves[i], alias, alias._version))
             leaves[i] = alias
-    if rebuild is None:
-        return tuple(leaves), kwargs, marked
     args, kwargs = rebuild(leaves)
     return args, kwargs, marked
 

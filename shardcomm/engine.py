@@ -371,7 +371,6 @@ class Engine:
         if boundary.in_transform():
             return self._enter_transformed(unit, args, kwargs)
         self._actions.require(unit)
-        self._actions.begin_compute(unit)
         unit.show_full()
         args, kwargs, marked = boundary.enter(args, kwargs, unit.input_dtype, unit.on_backward_end)
         if marked and not recompute:
@@ -523,7 +522,7 @@ class Engine:
             self._evaluate = self._program(order, False)
             self._actions.wait_all()  # for a prefetch of a unit that was not called
 
-    def _pre_backward(self, unit: ShardedUnit) -> None:
+    def _pre_backward(self, unit: ShardedUnit, _grad: object = None) -> None:
         self._forget_failed_backward()
         if unit.apart is not None:
             raise nobodys_gradient("a backward", unit)
@@ -542,7 +541,6 @@ class Engine:
         unit.gradients.begin()
         self._fire(unit.trigger[Phase.PRE_BACKWARD])
         self._actions.require(unit)
-        self._actions.begin_compute(unit)
         unit.show_full()
 
     def _forget_failed_backward(self) -> None:
@@ -611,7 +609,8 @@ class Engine:
         self._actions.wait_all()  # for a prefetch of a unit that backward did not come to, too
         for unit in self.units:
             unit.outdate()
-            self._reshard(unit)
+            if unit.unsharded is not None:
+                self._reshard(unit)
         self._in_backward = False
         if self._actions.sync and self._actions.all_reduces:
             self._gradients.publish()
@@ -627,8 +626,8 @@ class Engine:
     # Set-up.
 
     def _install(self, unit: ShardedUnit) -> Iterator[Any]:
-        unit.on_backward = lambda _grad: self._pre_backward(unit)
-        unit.on_backward_end = lambda: self._post_backward(unit)
+        unit.on_backward = functools.partial(self._pre_backward, unit)
+        unit.on_backward_end = functools.partial(self._post_backward, unit)
         unit.on_gradient = lambda _param: self._on_gradient(unit)
         unit.on_unshard = lambda: self._unshard(unit)
         unit.on_reshard = lambda: self._reshard(unit)

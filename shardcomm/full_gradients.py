@@ -10,7 +10,7 @@ import torch
 from shardcomm.copy_plan import BoundCopy, CopyPlan
 from shardcomm.layout import Layout
 from shardcomm.streams import Stream
-from shardcomm.views import as_stored, check_count, check_shape
+from shardcomm.views import as_stored, check_shape
 
 
 class Sources(NamedTuple):
@@ -37,7 +37,6 @@ class FullGradients:
 
     def checked(self, grads: Sequence[torch.Tensor | None]) -> Sources:
         """As the copies read them; ValueError unless there is one of its shape, or None, for each parameter."""
-        check_count("reduce_scatter", "grads", grads, self._layout)
         dtype = self._param_dtype
         # Mostly they need nothing. There may be a thousand, each looked at in every step.
         addresses = [
@@ -86,7 +85,8 @@ class FullGradients:
     ) -> None:
         """Copies them into `flat`, of the layout's length: a buffer to reduce, or the gradient of one rank alone."""
         key = sources.dtype, flat.dtype, add
-        if key not in self._packs:
+        pack = self._packs.get(key)
+        if pack is None:
             placements = self._layout.placements
             plan = CopyPlan.pack(
                 [p.numel for p in placements],
@@ -95,11 +95,10 @@ class FullGradients:
                 flat.dtype,
                 () if add else self._layout.gaps(),
             )
-            self._packs[key] = plan.bind(
+            pack = self._packs[key] = plan.bind(
                 [None] * len(placements), [flat], threads=torch.get_num_threads()
             )
         # Past the checks of `set_sources`: `checked` has made them, at a fraction of their cost.
-        pack = self._packs[key]
         pack.core.set_operands(sources.addresses, [flat.data_ptr()])
         flag = 0 if nonfinite is None else nonfinite.data_ptr()
         pack.core.run(scale, add, flag, stream)

@@ -51,6 +51,7 @@ class Epilogue(NamedTuple):
 
 
 _AS_IT_IS = Epilogue(1.0, None)
+_DONE = Work()
 
 
 class Reduction:
@@ -145,7 +146,7 @@ class Reduction:
         """
         packed, self._packed = self._packed, None
         if packed is None:
-            return Work()
+            return _DONE
         if self.replicas is not None and (put_off or self._put_off is not None):
             return self._add_to_put_off(packed, aside=aside)
         self._adds = self._gradients.begin_reduce()  # its zeros belong to what was computed so far

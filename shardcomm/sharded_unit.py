@@ -197,16 +197,18 @@ class ShardedUnit:
             return
         with plain():
             for param in self.params:
-                param.owned.check(param.shard, param.full)
-                if param.full.requires_grad is not param.shard.requires_grad:  # frozen or thawed
-                    param.full.requires_grad_(param.shard.requires_grad)
-                param.owned.show(param.full)
+                shard, full = param.shard, param.full
+                if full.requires_grad is not shard.requires_grad:  # frozen or thawed
+                    full.requires_grad_(shard.requires_grad)
+                param.owned.show(full, in_place_of=shard)
 
     def show_shard(self) -> None:
         """The optimizer, and whoever looks between steps, sees this rank's rows."""
         if self.unsharded is None:
             for param in self.params:
-                param.owned.show(param.shard)
+                shard = param.shard
+                for module, attribute in param.owned.places:
+                    module._parameters[attribute] = shard
 
     def refuse_forward(self) -> None:
         """Its forward says from now on that nobody gathers its parameters; unless this rank has all of them."""

@@ -194,7 +194,9 @@ class UnitGradients:
 
     def known(self) -> list[bool]:
         """Of each parameter: whether this rank knows that a rank used it, or that nobody asks."""
-        asked = self._trained if self.stage is Stage.REDUCING else ()
+        if self.stage is not Stage.REDUCING:
+            return [True] * len(self._params)
+        asked = self._trained
         return [param.used or entry not in asked for entry in self._buckets for param in entry[1]]
 
     def publish(self, used: Sequence[bool]) -> None:
