@@ -34,6 +34,7 @@ from shardcomm.apart import Apart, gathered, nobodys_gradient
 from shardcomm.arguments import check_flag, check_type
 from shardcomm.communicator import Communicator
 from shardcomm.gradients import Gradients, OnNonfinite
+from shardcomm.hooks import Hooks
 from shardcomm.mesh import FailingTogether, Mesh
 from shardcomm.optimizer_state import OptimizerState
 from shardcomm.schedule import Phase, Schedule, Trigger
@@ -632,28 +633,38 @@ class Engine:
         unit.on_unshard = lambda: self._unshard(unit)
         unit.on_reshard = lambda: self._reshard(unit)
 
-        def pre_forward(
-            module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-        ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-            if module is not unit.module:
-                raise RuntimeError(forward_methods.copied(unit))
-            args, kwargs = self._pre_forward(unit, args, kwargs)
-            unit.in_forward = True
-            return args, kwargs
-
-        def post_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-            return self._post_forward(unit, output)
-
-        def end_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            unit.in_forward = False
-            if not unit.in_method:
-                self._forward_failed(unit)  # unless `post_forward` has come
-
+        call = _Call(self, unit)
+        begin: Any = call.begin
+        end: Any = call.end
+        leave: Any = call.leave
         if unit.module._compiled_call_impl is not None:
             # `module.compile()` compiles its hooks too; what is between them is what should be.
-            pre_forward = torch.compiler.disable(pre_forward)  # type: ignore[no-untyped-call]
-            post_forward = torch.compiler.disable(post_forward)  # type: ignore[no-untyped-call]
-            end_forward = torch.compiler.disable(end_forward)  # type: ignore[no-untyped-call]
-        yield unit.module.register_forward_pre_hook(pre_forward, prepend=True, with_kwargs=True)
-        yield unit.module.register_forward_hook(post_forward)
-        yield unit.module.register_forward_hook(end_forward, always_call=True)
+            begin, end, leave = map(torch.compiler.disable, (begin, end, leave))
+        yield unit.module.register_forward_pre_hook(begin, prepend=True, with_kwargs=True)
+        yield unit.module.register_forward_hook(end)
+        yield unit.module.register_forward_hook(leave, always_call=True)
+
+
+class _Call(Hooks):
+    """Of a unit's module: its calls come to the engine."""
+
+    def __init__(self, engine: Engine, unit: ShardedUnit) -> None:
+        self._engine = engine
+        self._unit = unit
+
+    def begin(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if module is not self._unit.module:
+            raise RuntimeError(forward_methods.copied(self._unit))
+        args, kwargs = self._engine._pre_forward(self._unit, args, kwargs)
+        self._unit.in_forward = True
+        return args, kwargs
+
+    def end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        return self._engine._post_forward(self._unit, output)
+
+    def leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self._unit.in_forward = False
+        if not self._unit.in_method:
+            self._engine._forward_failed(self._unit)  # unless `end` has come

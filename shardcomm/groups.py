@@ -223,6 +223,12 @@ def _spec(owned: OwnedParam, granularity: GranularityOf, shard_dim: ShardDimOf) 
             f"fully_shard: parameter {name!r} has no shape yet, as a lazy module's before its first forward; call the "
             "model once, on every rank, before fully_shard"
         )
+    if owned.distribution is None and not issubclass(type(param), nn.Parameter):
+        raise ValueError(
+            f"fully_shard: parameter {name!r} is a {type(param).__name__}, of which rows would be plain tensors; "
+            "accepted: nn.Parameter of plain tensors or of DTensors. Leave it to each rank by ignored_params=, or "
+            "convert it before"
+        )
     if param.layout is not torch.strided or param.is_quantized:
         kind = param.dtype if param.is_quantized else param.layout
         raise ValueError(

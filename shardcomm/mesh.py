@@ -72,7 +72,8 @@ class Mesh:
         if not isinstance(ranks, Communicator | DeviceMesh | Mesh):
             raise TypeError(
                 f"fully_shard: comm is a {type(ranks).__name__}; it must be a shardcomm.Communicator, for instance "
-                "Communicator.from_env(), a torch DeviceMesh or a shardcomm.Mesh"
+                "Communicator.from_env() or Communicator.from_process_group(group), a torch DeviceMesh or a "
+                "shardcomm.Mesh"
             )
         dims = ranks.ndim if isinstance(ranks, DeviceMesh) else 1 + isinstance(ranks, Mesh)
         if strategy.hybrid and dims != 2:

@@ -91,10 +91,10 @@ class Whole:
     def refuse(self, what: str) -> NoReturn:
         """RuntimeError: `what` would be of rows alone."""
         raise RuntimeError(
-            f"{what} of {self.name!r}: outside of the forward of unit {self.unit!r} this rank has only its rows of it, "
-            "with which elementwise operations and norms are right. Compute in that forward, or after unshard() of the "
-            "unit (engine.units), or take full_tensor() for the whole, to_local() for the rows; for an optimizer that "
-            'looks at whole matrices, fully_shard with granularity="tensor" parameters that are no DTensors'
+            f"{what} of {self.name!r}: outside of the forward of unit {self.unit!r} this rank has only its rows of it. "
+            "Compute in that forward, in a method given to engine.register_forward_method, or between unshard() and "
+            "reshard() of the unit; write inside of engine.gathered(write=True); take full_tensor() for the whole, "
+            'to_local() for the rows. An optimizer of whole matrices needs granularity="tensor" and no DTensors'
         )
 
 

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from shardcomm.apart import Apart
 
 
+_OURS = (ShardedParameter, WholeParameter)  # of another engine that had the parameter
+
+
 class State(Enum):
     """What a unit's full parameters are in use for; another unit may take its slot only when IDLE."""
 
@@ -55,6 +58,7 @@ class ShardedParam:
             for name, value in vars(owned.param).items()
             if name not in ("_is_param", "_shardcomm_refused")
         }
+        kind = type(owned.param)
         replaced(owned.param, owned.name)
         self.distribution = owned.distribution
         self._kind = ShardedParameter if whole.is_part else WholeParameter
@@ -66,6 +70,8 @@ class ShardedParam:
         self.shard = shard
         self.guard()
         self.full = shown(full, self.distribution, requires_grad=requires_grad)
+        if issubclass(kind, nn.Parameter) and not issubclass(kind, _OURS):
+            self.full.__class__ = kind  # the user's own, which forward may ask for
         vars(self.full).update(marks)
         self.gradient = ParamGradient(self.full, shard, self.distribution)
         self.watched = False  # see ShardedUnit.watch_gradients

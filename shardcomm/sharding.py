@@ -129,7 +129,10 @@ def fully_shard(
             f"fully_shard: on_nonfinite is {on_nonfinite!r}; accepted: 'raise', 'skip', None"
         )
     if any(map(is_sharded, model.modules())):
-        raise ValueError("fully_shard: model, or a module of it, is sharded already")
+        raise ValueError(
+            "fully_shard: model, or a module of it, is sharded already; call fully_shard once, with the whole model, "
+            "and name the modules to gather one by one in units="
+        )
     found = find_units(model, units, ignored_params)
     order = registration_order(found)
     rest = Policy(

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from shardcomm.arguments import check_type
+from shardcomm.hooks import Hooks
 from shardcomm.mesh import FailingTogether, Mesh
 from shardcomm.shard_tensor import Part, ShardTensor
 from shardcomm.sharded_unit import ShardedUnit
@@ -64,7 +65,7 @@ def install_hooks(units: Iterable[ShardedUnit], parts: Parts, settle: Callable[[
             module.register_state_dict_post_hook(partial(hooks.after))  # type: ignore[no-untyped-call]
 
 
-class _Hooks:
+class _Hooks(Hooks):
     """Of one module, whose parameters `held` are sharded."""
 
     def __init__(
@@ -73,9 +74,6 @@ class _Hooks:
         self._held = held
         self._parts = parts
         self._settle = settle
-
-    def __deepcopy__(self, memo: Any) -> _Hooks:
-        return self  # a copy of the module has parameters of its own, which no hook finds
 
     def before(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         self._settle()

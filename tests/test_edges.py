@@ -401,6 +401,30 @@ def test_a_copy_of_whole_parameters_is_a_plain_model() -> None:
     with_sharded(body, strategy="no_shard")
 
 
+@pytest.mark.parametrize("closed", [False, True])
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+def test_a_model_is_not_pickled(strategy: str, closed: bool) -> None:
+    def body(model: Tied, engine: Engine, twin: Tied) -> None:
+        if closed:
+            engine.close()
+        with pytest.raises(
+            RuntimeError, match=r"cannot be pickled.* Save .* torch.distributed.checkpoint"
+        ):
+            torch.save(nn.Sequential(model), io.BytesIO())
+
+    with_sharded(body, strategy=strategy)
+
+
+def test_fully_shard_is_called_once() -> None:
+    def body(comm: Communicator) -> None:
+        model = model_of()
+        fully_shard(model.embed, comm)
+        with pytest.raises(ValueError, match=r"once, with the whole model, .* units="):
+            fully_shard(model, comm)
+
+    run_threads(body, RANKS)
+
+
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
 def test_copies_are_refused(strategy: str) -> None:
     def body(model: Tied, engine: Engine, twin: Tied) -> None:

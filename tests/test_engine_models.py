@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -326,6 +327,46 @@ def test_attributes_of_parameters_are_kept(strategy: str, device: str) -> None:
         assert model.weight.scale == 3.0
         assert torch.equal(model(torch.ones(WIDTH)), torch.full((WIDTH,), 3.0))
         assert model.weight.scale == 3.0
+
+    run_threads(body, 2)
+
+
+class Scaled(nn.Parameter):
+    """A class of the user's own."""
+
+
+class AsksForClass(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * (2 if isinstance(self.weight, Scaled) else 1)
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+def test_forward_sees_the_class_of_a_parameter(strategy: str) -> None:
+    plain = AsksForClass(WIDTH, WIDTH)
+    plain.weight = Scaled(plain.weight.detach())
+    x = torch.randn(2, WIDTH)
+
+    def body(comm: Communicator) -> None:
+        model = copy.deepcopy(plain)
+        fully_shard(model, comm, strategy=strategy)
+        for _ in range(2):
+            model.zero_grad()
+            torch.testing.assert_close(model(x), plain(x), rtol=0, atol=0)
+            model(x).sum().backward()
+
+    run_threads(body, 2)
+
+
+class Tracked(torch.Tensor):
+    """As torchao's quantised tensors: a parameter of it is one itself."""
+
+
+def test_a_parameter_of_another_tensor_class_is_refused() -> None:
+    def body(comm: Communicator) -> None:
+        model = nn.Linear(WIDTH, WIDTH)
+        model.weight = nn.Parameter(torch.randn(WIDTH, WIDTH).as_subclass(Tracked))
+        with pytest.raises(ValueError, match=r"'weight' is a Tracked, .* ignored_params="):
+            fully_shard(model, comm)
 
     run_threads(body, 2)
 
