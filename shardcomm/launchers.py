@@ -244,7 +244,7 @@ def _read(launcher: _Launcher) -> Launched:
     if missing := [name for name in needed if name not in os.environ]:
         sign = next(name for name in launcher.signs if name in os.environ)
         raise ValueError(
-            f"{sign} is set, as by {launcher.name}, and {', '.join(missing)} not set; {_BY_HAND}"
+            f"{sign} is set, as by {launcher.name}, and {', '.join(missing)} not set; unset {sign}, or {_BY_HAND}"
         )
     size = whole_variable(launcher.size, 1, _MOST)
     rank = whole_variable(launcher.rank, 0, size - 1)

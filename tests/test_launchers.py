@@ -153,7 +153,7 @@ def test_rank_and_size_are_those_of_the_nearest_launcher(
         ([{"PMIX_RANK": "0"}], "PMIX_RANK is set, by a launcher that shardcomm does not know; set RANK, WORLD_SIZE, "),
         ([{"PMI_RANK": "0", "PMI_SIZE": "2"}], "PMI_RANK is set, by a launcher that shardcomm does not know"),
         ([{"OMPI_COMM_WORLD_SIZE": "2"}], "OMPI_COMM_WORLD_SIZE is set, as by Open MPI's mpirun, and "
-         "OMPI_COMM_WORLD_RANK not set; set RANK"),
+         "OMPI_COMM_WORLD_RANK not set; unset OMPI_COMM_WORLD_SIZE, or set RANK"),
         # mpiexec -pmi-port
         ([{"MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2", "PMI_ID": "0"}], "PMI_RANK, PMI_SIZE not set"),
         ([open_mpi(2, 2)], "OMPI_COMM_WORLD_RANK is '2'; it must be a whole number from 0 to 1"),
