@@ -25,6 +25,7 @@ from shardcomm import Communicator, Mesh, Plan, RankError, fully_shard, launch
 
 RANKS = 4
 REPLICAS = {"no_shard": None, "shard_grad_op": None, "full_shard": None, "hybrid_shard": 2}
+HOST_RANKS = 2  # of a host that is played, for secondary shards
 STEPS = 3
 WITHIN = 0.02
 M_MMAP_THRESHOLD = -3  # of mallopt
@@ -37,6 +38,7 @@ class Case:
     strategy: str
     layers: int
     width: int
+    reshard_after_forward: int | None = None
 
     def model(self, width: int | None = None) -> nn.Module:
         width = width or self.width
@@ -50,6 +52,7 @@ class Case:
             units=nn.Linear,
             strategy=self.strategy,
             replicas=REPLICAS[self.strategy],
+            reshard_after_forward=self.reshard_after_forward,
         )
 
 
@@ -58,32 +61,36 @@ def peak_of(case: Case, limit: int | None = None) -> int:
     # Memory that is let go of goes back to the system; else what is measured is malloc's keeping.
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 20)
     torch.set_num_threads(1)
-    ranks = _ranks(case.strategy)
-    _train(case, ranks, width=64)
+    ranks, host = _ranks(case)
+    _train(case, ranks, host, width=64)
     if limit is not None:
         limit += _status("VmSize")
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten
     before = _status("VmRSS")
-    _train(case, ranks, case.width)
+    _train(case, ranks, host, case.width)
     peak = _status("VmHWM") - before
     ranks.close()
     return peak
 
 
-def _ranks(strategy: str) -> Communicator | Mesh:
-    replicas = REPLICAS[strategy]
-    if replicas is None:
-        return Communicator.from_env()
+def _ranks(case: Case) -> tuple[Communicator | Mesh, Communicator | None]:
+    replicas = REPLICAS[case.strategy]
+    if replicas is None and case.reshard_after_forward is None:
+        return Communicator.from_env(), None
     dist.init_process_group("gloo")
-    mesh = dist.init_device_mesh("cpu", (replicas, RANKS // replicas))
-    replicate, shard = (Communicator.from_process_group(mesh.get_group(dim)) for dim in (0, 1))
-    return Mesh(shard, replicate)
+    rows = dist.init_device_mesh("cpu", (RANKS // HOST_RANKS, HOST_RANKS))
+    replicate, shard = (Communicator.from_process_group(rows.get_group(dim)) for dim in (0, 1))
+    if replicas is None:
+        return Communicator.from_process_group(), shard
+    return Mesh(shard, replicate), None
 
 
-def _train(case: Case, ranks: Communicator | Mesh, width: int) -> None:
+def _train(case: Case, ranks: Communicator | Mesh, host: Communicator | None, width: int) -> None:
     model = case.model(width)
-    engine = fully_shard(model, ranks, units=nn.Linear, strategy=case.strategy)
+    engine = fully_shard(
+        model, ranks, units=nn.Linear, strategy=case.strategy, reshard_after_forward=host
+    )
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)  # its step takes no memory
     for _ in range(STEPS):
         model(torch.randn(1, width)).sum().backward()
@@ -137,6 +144,8 @@ def main() -> None:
     args = parser.parse_args()
     report = Report(["strategy, 4 ranks", "planned", "measured", "ratio"])
     cases = {strategy: Case(strategy, args.layers, args.width) for strategy in REPLICAS}
+    secondary = f"full_shard, reshard_after_forward={HOST_RANKS}"
+    cases[secondary] = Case("full_shard", args.layers, args.width, HOST_RANKS)
     compare(cases, report)
     limited(cases, report)
     report.finish(args)
