@@ -133,14 +133,18 @@ class Mesh:
         column = self.replicate.streams.reduce if self.replicate.size > 1 else None
         return Streams(self.device, row.gather, row.reduce, column)
 
-    def broadcast(self, tensor: torch.Tensor, same: Iterable[Communicator] = ()) -> None:
-        """Copies the contiguous `tensor`, of any dtype, of rank 0 to all: down the columns, then along the rows.
+    def broadcast(
+        self, tensor: torch.Tensor, same: Iterable[Communicator] = (), *, root: int = 0
+    ) -> None:
+        """Copies the contiguous `tensor`, of any dtype, of rank `root` to all: down its column, then along the rows.
 
         Then over `same`, those of `inner` whose ranks have the same of it.
         """
-        for comm in (self.replicate, self.shard, *same):
+        row, column = divmod(root, self.shard.size)
+        along = [(self.replicate, row), (self.shard, column), *((comm, 0) for comm in same)]
+        for comm, of in along:
             if comm.size > 1:
-                comm.broadcast(movable(tensor.view(-1)))
+                comm.broadcast(movable(tensor.view(-1)), of)
 
     def all_reduce(self, buffer: torch.Tensor, op: ReduceOp) -> None:
         """Reduces `buffer` over all ranks in place."""

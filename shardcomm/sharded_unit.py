@@ -91,7 +91,7 @@ class ShardedUnit:
         input_dtype: torch.dtype | None,
         output_dtype: torch.dtype | None,
     ) -> None:
-        self.name = name or "(root)"
+        self.name = name
         self.module = module
         self.holders = holders
         self.mesh = holders.mesh
