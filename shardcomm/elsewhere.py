@@ -15,10 +15,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from shardcomm.communicator import Communicator
 from shardcomm.mesh import Mesh
+from shardcomm.tensor_parallel import Ranks
 from shardcomm.texts import all_gather_text
 from shardcomm.unit import UnitParams
 
@@ -30,19 +32,32 @@ class Elsewhere:
     Attributes:
         names: of what other ranks' state dicts have, and this one's has not.
         ambiguous: names by which other ranks call other parameters than this one.
+        within: the groups of its DTensors' meshes that are some of these ranks, which hold other parts: expert meshes.
         differs: whether ranks have other parameters at all.
     """
 
     mesh: Mesh
     names: frozenset[str] = frozenset()
     ambiguous: tuple[str, ...] = ()
+    within: frozenset[Ranks] = frozenset()
     differs: bool = False
 
     @staticmethod
     def of(
-        model: nn.Module, units: Sequence[UnitParams], meshes: Sequence[Mesh], main: Mesh
+        model: nn.Module,
+        units: Sequence[UnitParams],
+        meshes: Sequence[Mesh],
+        main: Mesh,
+        inner: Iterable[Ranks],
     ) -> Elsewhere:
-        """Of `model`, whose units are over `meshes`, each of some of the ranks of `main`; collective."""
+        """Of `model`, whose units are over `meshes`, each of some of the ranks of `main`; collective.
+
+        `inner`: the groups of its DTensors' meshes.
+
+        Raises:
+            ValueError: ranks have the same part of a DTensor over an expert mesh, and not one comm; or its mesh has
+                some of the ranks of `main`, and others.
+        """
         if all(mesh.size == main.size for mesh in meshes):
             # Every rank has the same meshes, or it would have been told so.
             return Elsewhere(main)
@@ -51,17 +66,26 @@ class Elsewhere:
             rank = torch.tensor([main.rank], dtype=torch.int32, device=main.device)
             mesh.all_reduce(rank, "min")
             first[mesh] = int(rank)
-        holder = {
-            p.name: first[mesh]
+        held = {
+            p.name: (first[mesh], [] if p.distribution is None else p.distribution.place)
             for unit, mesh in zip(units, meshes, strict=True)
             for p in unit.params
         }
-        mine = {name: holder.get(name) for name in [*model.state_dict(keep_vars=True), *holder]}
+        here = [*model.state_dict(keep_vars=True), *held]
+        mine = {
+            "rank": dist.get_rank() if dist.is_initialized() else main.rank,
+            "inner": [*inner],
+            "held": held,
+            "names": here,
+        }
         everybody = [json.loads(text) for text in all_gather_text(_groups(main), json.dumps(mine))]
+        within = _within({rank["rank"] for rank in everybody}, everybody)
+        names = frozenset().union(*(rank["names"] for rank in everybody))
         return Elsewhere(
             main,
-            frozenset().union(*everybody) - mine.keys(),
-            tuple(n for n in holder if len({each.get(n, holder[n]) for each in everybody}) > 1),
+            names.difference(here),
+            tuple(name for name in held if _is_ambiguous(name, everybody, within)),
+            within,
             differs=True,
         )
 
@@ -139,6 +163,45 @@ class Survey(NamedTuple):
             if wanted:
                 whole[name] = value.cpu()
         return {name: whole[name] for name in self.order} if wanted else {}
+
+
+def _within(mesh: set[int], everybody: Sequence[Any]) -> frozenset[Ranks]:
+    """Of the groups of all ranks' DTensors, those of ranks in `mesh`."""
+    found: set[Ranks] = set()
+    for each in everybody:
+        for group in map(tuple, each["inner"]):
+            shared = len(mesh.intersection(group))
+            if shared == len(group):
+                found.add(group)
+            elif shared > 1:
+                raise ValueError(
+                    f"fully_shard: parameters are DTensors over ranks {list(group)}, of which fully_shard's comm has "
+                    f"{shared}; accepted: all of them, as experts in a unit with Policy(comm=), or one, as tensor-"
+                    "parallel ranks"
+                )
+    return frozenset(found)
+
+
+def _is_ambiguous(name: str, everybody: Sequence[Any], within: frozenset[Ranks]) -> bool:
+    """Whether ranks hold other parameters by `name`, which are not the parts of one."""
+    firsts: dict[tuple[int, ...], tuple[int, int]] = {}
+    other = False
+    for rank, each in enumerate(everybody):
+        if name not in each["held"]:
+            continue
+        first, place = each["held"][name]
+        parts = tuple(part for group, part in place if tuple(group) in within)
+        of, known = firsts.setdefault(parts, (rank, first))
+        if first == known:
+            continue
+        if parts:
+            raise ValueError(
+                f"fully_shard: parameter {name!r} is a DTensor of which ranks {of} and {rank} have the same part, and "
+                "the comm of its unit's policy does not have both; give Policy(comm=) all ranks with the same part, "
+                "and no replicated parameters"
+            )
+        other = True
+    return other
 
 
 def _described(value: object) -> tuple[list[int], str]:

@@ -150,7 +150,7 @@ class PartialNorm(torch.Tensor):
         for holders in dict.fromkeys(each for each in self.holders if each is not None):
             theirs = [i for i, each in enumerate(self.holders) if each is holders]
             part = powers[theirs].to(holders.mesh.device)
-            holders.combine(part, self._op)
+            holders.complete(part, self._op)
             powers[theirs] = part.to(powers.device)
         with plain():
             return self._rooted(powers).to(self.dtype).view(self.shape)
@@ -163,7 +163,8 @@ class PartialNorm(torch.Tensor):
         op, powers, holders = self._op, self.powers, self.holders
         meshes = list({id(each.everyone): each.everyone for each in holders if each}.values())
         if self.ord == 0:  # torch counts the norms that are not 0
-            powers, holders = (self.complete() != 0).double(), [None] * len(holders)
+            says = [each is None or each.is_first for each in holders]
+            powers = (self.complete() != 0).double() * powers.new_tensor(says)
         if op == "sum" and None in holders:
             ranks = [1 if each else meshes[0].all_ranks for each in holders]
             powers = powers / powers.new_tensor(ranks)

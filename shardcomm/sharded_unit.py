@@ -149,7 +149,7 @@ class ShardedUnit:
         return Whole(
             owned.name,
             self.name,
-            self.holders,
+            self.holders.of(how),
             shard.detach(),
             is_part=bucket.layout.world_size > 1
             or self.mesh.size < self.holders.everyone.size

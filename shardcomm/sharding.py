@@ -182,9 +182,13 @@ def fully_shard(
         for mesh in numbers:
             if mesh.secondary is not None:
                 check_secondary(mesh)
-        elsewhere = Elsewhere.of(model, found, meshes, main)
-        around = main.around(inner)
-        holders = {mesh: Holders(around if mesh is main else mesh, around) for mesh in numbers}
+        elsewhere = Elsewhere.of(model, found, meshes, main, inner)
+        around = main.around({r: group for r, group in inner.items() if r not in elsewhere.within})
+        experts = main.around({r: inner[r] for r in elsewhere.within if r in inner}).inner
+        holders = {
+            mesh: Holders(replace(mesh, inner=around.inner), around, experts) for mesh in numbers
+        }
+        holders[main] = Holders(around, around)
         sharded = shard_units(
             found, policies, groups, [holders[mesh] for mesh in meshes], first_guess.slot_of
         )
@@ -209,7 +213,8 @@ def fully_shard(
             group
             for mesh, policy in zip([main, *meshes], [rest, *policies], strict=True)
             for group in _made(mesh, policy)
-        ],
+        ]
+        + [*experts.values()],
         elsewhere=elsewhere,
     )
     optimizer_steps.install()
