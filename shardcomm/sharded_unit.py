@@ -61,7 +61,7 @@ class ShardedParam:
         owned.param = shard  # lets go of the full one
         vars(shard).update(marks)
         shard.requires_grad = requires_grad
-        shard.whole = whole  # type: ignore[attr-defined]
+        shard.whole = self._whole = whole  # type: ignore[attr-defined]
         self.counts = whole.counts  # in norms
         self.shard = shard
         self.guard()
@@ -73,6 +73,8 @@ class ShardedParam:
     def guard(self) -> None:
         """The shard knows what it is, also where an exception ended an optimizer's step."""
         self.shard.__class__ = self._kind
+        if (step := self._whole.step) is not None:
+            step.end()
 
 
 class ShardedUnit:
