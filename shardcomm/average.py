@@ -120,9 +120,10 @@ class ExponentialMovingAverage:
         `engine.full_state_dict()` inside of `applied()`.
 
         Raises:
-            RuntimeError: it is called inside of `applied()`.
+            RuntimeError: it is called inside of `applied()`; or other ranks have other parameters of the same names.
         """
         self._check_not_applied("state_dict")
+        self._engine.elsewhere.check("ExponentialMovingAverage.state_dict")
         return {_COUNT: torch.tensor(self.n_averaged), **self._state}
 
     @torch.no_grad()

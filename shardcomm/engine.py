@@ -22,6 +22,7 @@ import math
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ from shardcomm.actions import Actions
 from shardcomm.apart import Apart, gathered, nobodys_gradient
 from shardcomm.arguments import check_flag, check_type
 from shardcomm.communicator import Communicator
+from shardcomm.elsewhere import Elsewhere
 from shardcomm.gradients import Gradients, OnNonfinite
 from shardcomm.hooks import Hooks
 from shardcomm.mesh import FailingTogether, Mesh
@@ -57,7 +59,8 @@ class Engine:
     Attributes:
         model: with this rank's rows as its parameters.
         mesh: the ranks; `mesh.rank` of `mesh.size` is this one.
-        units: what is gathered and reduced together; the model itself is the first.
+        units: what is gathered and reduced together; the model itself is the first, by the name "(root)".
+        elsewhere: what other ranks hold of the model, where they have other experts.
     """
 
     def __init__(
@@ -70,14 +73,16 @@ class Engine:
         check: Callable[[], None],
         on_nonfinite: OnNonfinite,
         *,
+        strategy: str,
         owned: Sequence[Mesh | Communicator],
-        ambiguous: Sequence[str],
+        elsewhere: Elsewhere,
     ) -> None:
         self.model = model
         self.mesh = mesh
         self.units = units
+        self._strategy = strategy
         self._owned = owned
-        self._ambiguous = ambiguous
+        self.elsewhere = elsewhere
         meshes = dict.fromkeys([mesh, *(unit.mesh for unit in units)])
         self._together = FailingTogether([*meshes])
         self._root = units[0]
@@ -264,36 +269,47 @@ class Engine:
 
     def _begin_state_dict(self) -> None:
         """Raises RuntimeError if other ranks have other parameters of the same names."""
-        if self._ambiguous:
-            raise RuntimeError(
-                f"state_dict: {self._ambiguous[0]!r} and {len(self._ambiguous) - 1} others are other parameters on "
-                "other ranks, by the comm of a policy, of which a checkpoint would have one under each name; give them "
-                "names of their own, for instance by an nn.ModuleDict of experts with their numbers in the model"
-            )
+        self.elsewhere.check("state_dict")
         self.release()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Takes this rank's part of what `state_dict()` gave, or of full tensors; no communication.
 
+        What is of experts that only other ranks have is passed over.
+
         Raises:
             ValueError: a name is missing or unknown, or a shape differs; nothing is changed then.
         """
         self.release()
-        load_state_dict(self.model, self._parts, state_dict)
+        load_state_dict(self.model, self._parts, state_dict, self.elsewhere.names)
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> OptimizerState:
-        """Saves and loads the state of an optimizer of this model by DCP; see `state_dict`."""
-        return OptimizerState(optimizer, self.model, self._parts)
+        """Saves and loads the state of an optimizer of this model by DCP; see `state_dict`.
+
+        Raises:
+            ValueError: it has a parameter that is not the model's.
+            RuntimeError: other ranks have other parameters of the same names.
+        """
+        self.elsewhere.check("optimizer_state")
+        return OptimizerState(optimizer, self.model, self._parts, self.elsewhere)
 
     def full_state_dict(self, rank: int | None = None) -> dict[str, Any]:
         """The model's state dict with full parameters, original names and order, in CPU memory; collective.
 
         On every rank, or on `rank` alone (the others get {}; ValueError if it is no rank of the mesh); where parameters
         are DTensors, on that rank of each mesh. Parameters are gathered unit by unit: at any moment at most one unit
-        exists in full besides the result.
+        exists in full besides the result. Of a model whose ranks have other experts it is the whole, with all experts;
+        each rank holds a copy of its own meanwhile.
+
+        Raises:
+            ValueError: `rank` is none.
+            RuntimeError: other ranks have other parameters of the same names, or extra state that is no tensor.
         """
+        self.elsewhere.check("full_state_dict")
         self.release()
-        return full_state_dict(self.model, self.units, self.mesh, self._together, rank)
+        return full_state_dict(
+            self.model, self.units, self._parts, self.elsewhere, self._together, rank
+        )
 
     def release(self) -> None:
         """Waits for what is queued, and lets go of full parameters: what computes next gathers anew.
@@ -347,6 +363,32 @@ class Engine:
             for group in (*self._owned, *self.mesh.inner.values()):
                 leaving.callback(group.close)
             self.release()
+
+    def __repr__(self) -> str:
+        mesh, held = self.mesh, self.footprint()
+        names = [
+            unit.name + (f" (over {unit.mesh.size})" if unit.mesh.size != mesh.size else "")
+            for unit in self.units
+        ]
+        if len(names) > 6:
+            names[4:-1] = [f"... {len(names) - 5} more ..."]
+        numbers = {
+            name.removesuffix("_bytes").replace("_", " "): count
+            for name, count in asdict(held).items()
+            if count and name not in ("padding_bytes", "total_parameter_bytes")
+        }
+        return "\n".join(
+            [
+                f"Engine({self._strategy} of a {type(self.model).__name__} over {mesh.replicate.size} x "
+                f"{mesh.shard.size} ranks (replicas x shards), of which this is {mesh.rank}",
+                f"  {len(self.units)} units: {', '.join(names)}",
+                f"  {sum(len(unit.params) for unit in self.units)} parameters of "
+                f"{held.total_parameter_bytes:,} bytes",
+                "  bytes of this rank: "
+                + ", ".join(f"{name} {count:,}" for name, count in numbers.items())
+                + ")",
+            ]
+        )
 
     # A step, in the order it happens. Hooks do nothing but call these.
 

@@ -127,8 +127,8 @@ class Piece:
     Attributes:
         start, stop: its rows (elements for granularity "element").
         offset: of its first element, from the start of the rank's shard.
-        shape: of the piece as stored: (rows, ...). For granularity "element" (numel,), unless it is all of the
-            parameter.
+        shape: of the piece as stored: (rows, ...). For granularity "element", unless it is all of the parameter, a run:
+            (numel, 1, ..., 1), with as many dims as the parameter.
     """
 
     start: int
@@ -282,7 +282,7 @@ class Layout:
         elif p.stored_shape and p.spec.granularity != "element":
             shape = (stop - start, *p.stored_shape[1:])
         else:
-            shape = (end - begin,)
+            shape = (end - begin, *(1,) * (len(p.stored_shape) - 1))
         return Piece(start, stop, offset, end - begin, shape)
 
     def parts(self, number: int) -> list[int]:

@@ -28,7 +28,7 @@ from shardcomm.dtype import movable
 from shardcomm.rendezvous import timeout_s
 from shardcomm.strategy import Strategy
 from shardcomm.streams import Streams, compute_stream
-from shardcomm.tensor_parallel import Ranks
+from shardcomm.tensor_parallel import Distribution, Ranks
 
 
 @dataclass(frozen=True)
@@ -134,14 +134,18 @@ class Mesh:
         column = self.replicate.streams.reduce if self.replicate.size > 1 else None
         return Streams(self.device, row.gather, row.reduce, column)
 
-    def broadcast(self, tensor: torch.Tensor, same: Iterable[Communicator] = ()) -> None:
-        """Copies the contiguous `tensor`, of any dtype, of rank 0 to all: down the columns, then along the rows.
+    def broadcast(
+        self, tensor: torch.Tensor, same: Iterable[Communicator] = (), *, root: int = 0
+    ) -> None:
+        """Copies the contiguous `tensor`, of any dtype, of rank `root` to all: down its column, then along the rows.
 
         Then over `same`, those of `inner` whose ranks have the same of it.
         """
-        for comm in (self.replicate, self.shard, *same):
+        row, column = divmod(root, self.shard.size)
+        along = [(self.replicate, row), (self.shard, column), *((comm, 0) for comm in same)]
+        for comm, of in along:
             if comm.size > 1:
-                comm.broadcast(movable(tensor.view(-1)))
+                comm.broadcast(movable(tensor.view(-1)), of)
 
     def all_reduce(self, buffer: torch.Tensor, op: ReduceOp) -> None:
         """Reduces `buffer` over all ranks in place."""
@@ -196,13 +200,36 @@ class Holders:
     Attributes:
         mesh: the ranks that hold the same parameters. Others may hold other ones, such as other experts, which are
             counted with these in whatever is said of the whole model.
+        experts: groups of ranks of `everyone` that hold other parts of some parameters: of DTensors over expert meshes.
     """
 
     mesh: Mesh
     everyone: Mesh
+    experts: Mapping[Ranks, Communicator] = field(default_factory=dict)
+    _of_parts: dict[frozenset[Ranks], Holders] = field(default_factory=dict)
+
+    def of(self, how: Distribution | None) -> Holders:
+        """Those of one of the parameters, which is distributed so; the same object for all that are."""
+        cut = frozenset() if how is None else how.cut_over.intersection(self.experts)
+        if not cut:
+            return self
+        if cut not in self._of_parts:
+            inner = {**self.mesh.inner, **{ranks: self.experts[ranks] for ranks in cut}}
+            self._of_parts[cut] = Holders(replace(self.mesh, inner=inner), self.everyone)
+        return self._of_parts[cut]
+
+    def complete(self, buffer: torch.Tensor, op: ReduceOp) -> None:
+        """Reduces in place what each rank says of its elements of the same parameters."""
+        self.mesh.all_reduce_shards(buffer, op)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank is the one of them to say what all of them know."""
+        mesh = self.mesh
+        return all(comm.rank == 0 for comm in (mesh.shard, mesh.replicate, *mesh.inner.values()))
 
     def combine(self, buffer: torch.Tensor, op: ReduceOp) -> None:
-        """Reduces in place what each rank says of its elements; of elements that several hold one says it."""
+        """Reduces in place what each rank says of its part of the model; of what several hold one says it."""
         if self.mesh is self.everyone:
             self.mesh.all_reduce_shards(buffer, op)
             return

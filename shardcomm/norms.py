@@ -141,8 +141,8 @@ class PartialNorm(torch.Tensor):
                 stack = given.tensors
                 if isinstance(stack, cls) and given.ord == stack.ord and not given.refused:
                     return stack.total(given.dtype)
-            args, kwargs = _completed(args), _completed(kwargs)
-            return func(*args, **kwargs)
+            args, kwargs = completed(args), completed(kwargs)
+        return func(*args, **kwargs)  # there may be rows among them
 
     def complete(self) -> torch.Tensor:
         """The norms of the wholes: an all-reduce for those that the same ranks hold; collective."""
@@ -150,7 +150,7 @@ class PartialNorm(torch.Tensor):
         for holders in dict.fromkeys(each for each in self.holders if each is not None):
             theirs = [i for i, each in enumerate(self.holders) if each is holders]
             part = powers[theirs].to(holders.mesh.device)
-            holders.combine(part, self._op)
+            holders.complete(part, self._op)
             powers[theirs] = part.to(powers.device)
         with plain():
             return self._rooted(powers).to(self.dtype).view(self.shape)
@@ -163,7 +163,8 @@ class PartialNorm(torch.Tensor):
         op, powers, holders = self._op, self.powers, self.holders
         meshes = list({id(each.everyone): each.everyone for each in holders if each}.values())
         if self.ord == 0:  # torch counts the norms that are not 0
-            powers, holders = (self.complete() != 0).double(), [None] * len(holders)
+            says = [each is None or each.is_first for each in holders]
+            powers = (self.complete() != 0).double() * powers.new_tensor(says)
         if op == "sum" and None in holders:
             ranks = [1 if each else meshes[0].all_ranks for each in holders]
             powers = powers / powers.new_tensor(ranks)
@@ -202,7 +203,7 @@ def _moved(norm: PartialNorm, like: torch.Tensor) -> PartialNorm:
 def _stacked(norms: Sequence[torch.Tensor]) -> torch.Tensor:
     partial = [n for n in norms if isinstance(n, PartialNorm)]
     if len({n.ord for n in partial}) > 1 or any(n.dim() for n in norms):
-        return torch.stack(_completed(list(norms)))
+        return torch.stack(completed(list(norms)))
     ord = partial[0].ord
     powers: list[torch.Tensor] = []
     holders: list[Holders | None] = []
@@ -218,11 +219,12 @@ def _stacked(norms: Sequence[torch.Tensor]) -> torch.Tensor:
     return PartialNorm(torch.cat(powers), ord, holders, (len(norms),), dtype)
 
 
-def _completed(tree: Any) -> Any:
+def completed(tree: Any) -> Any:
+    """`tree`, in which partial norms are those of the wholes; collective if there are any."""
     if isinstance(tree, PartialNorm):
         return tree.complete()
     if isinstance(tree, list | tuple):
-        return type(tree)(_completed(each) for each in tree)
+        return type(tree)(completed(each) for each in tree)
     if isinstance(tree, dict):
-        return {key: _completed(value) for key, value in tree.items()}
+        return {key: completed(value) for key, value in tree.items()}
     return tree

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from shardcomm.arguments import check_type
+from shardcomm.elsewhere import Elsewhere
 from shardcomm.plain import plain
 from shardcomm.state_dict import Parts, check_value, load_value
 
@@ -33,12 +34,19 @@ class OptimizerState:
         ValueError: the optimizer has a parameter that is not one of `model`.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, model: nn.Module, parts: Parts) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        model: nn.Module,
+        parts: Parts,
+        elsewhere: Elsewhere,
+    ) -> None:
         check_type(
             "optimizer_state", "optimizer", optimizer, torch.optim.Optimizer, "a torch Optimizer"
         )
         self._optimizer = optimizer
         self._parts = parts
+        self._elsewhere = elsewhere
         self._names = {param: name for name, param in model.named_parameters()}
         for number, group in enumerate(optimizer.param_groups):
             for param in group["params"]:
@@ -52,7 +60,8 @@ class OptimizerState:
     def state_dict(self) -> dict[str, Any]:
         """Views of the state, to be saved from and loaded into.
 
-        An optimizer that has not stepped yet gets its state first, so that there is something to load into. DCP
+        Collective where ranks have other experts: each names those of all in the groups. An optimizer that has not
+        stepped yet gets its state first, so that there is something to load into. DCP
         refuses to load a parameter's state that is not in the checkpoint, as of one that never had a gradient: then
         give it `planner=DefaultLoadPlanner(allow_partial_load=True)`.
 
@@ -71,7 +80,7 @@ class OptimizerState:
                 if param in self._optimizer.state
             },
             "param_groups": [
-                {**group, "params": [self._names[param] for param in group["params"]]}
+                {**group, "params": self._elsewhere.on_all(self._of_group(group))}
                 for group in self._optimizer.param_groups
             ],
         }
@@ -105,6 +114,9 @@ class OptimizerState:
             self._optimizer.param_groups, state_dict["param_groups"], strict=True
         ):
             group.update({key: value for key, value in given.items() if key != "params"})
+
+    def _of_group(self, group: Mapping[str, Any]) -> list[str]:
+        return [self._names[param] for param in group["params"]]
 
     def _held(self) -> Iterator[nn.Parameter]:
         """The optimizer's parameters but those of which another rank has the state: all of it."""
@@ -145,11 +157,8 @@ class OptimizerState:
 
     def _check_groups(self, given: list[dict[str, Any]]) -> None:
         saved = [set(group["params"]) for group in given]
-        own = [
-            {self._names[param] for param in group["params"]}
-            for group in self._optimizer.param_groups
-        ]
-        if saved != own:
+        own = [set(self._of_group(group)) for group in self._optimizer.param_groups]
+        if [names - self._elsewhere.names for names in saved] != own:
             differing = sorted(set().union(*saved) ^ set().union(*own))
             what = f"only one of them has {differing[:3]}" if differing else "groups differ"
             raise ValueError(

@@ -3,7 +3,8 @@
 Those of torch's optimizers that go element by element see plain parameters, which the fused and foreach kernels take at
 no cost. Others, and the hooks of all of them, see guarded rows: elementwise arithmetic and norms of the whole are right
 there too, such as LAMB's; one that looks at matrices, such as Muon, is refused. What one rank owns as a whole is plain,
-but in a user's own step around one that goes element by element.
+but in a user's own step around one that goes element by element, and in the first of an optimizer that torch does not
+know, in which it is watched (`owned_tensors.py`).
 
 Torch calls the hooks for every `torch.optim.Optimizer` of the process.
 """
@@ -20,6 +21,7 @@ import torch
 from torch import nn, optim
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from shardcomm.owned_tensors import OwnedParameter, OwnedStep, OwnedTensor
 from shardcomm.sharded_parameter import ShardedParameter, ShardedRows
 
 _ELEMENTWISE = (
@@ -72,6 +74,7 @@ def _refuse(param: nn.Parameter, why: str) -> None:
 
 _stepping: weakref.WeakKeyDictionary[optim.Optimizer, _Stepping] = weakref.WeakKeyDictionary()
 _checked: weakref.WeakKeyDictionary[optim.Optimizer, int] = weakref.WeakKeyDictionary()
+_watched: weakref.WeakSet[optim.Optimizer] = weakref.WeakSet()  # of which a whole step was
 _hooks: weakref.WeakKeyDictionary[optim.Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
 
 
@@ -99,6 +102,7 @@ def _begin(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     params = [p for group in optimizer.param_groups for p in group["params"]]
     sharded = [p for p in params if type(p) is ShardedParameter]
+    watched = None
     if isinstance(optimizer, optim.LBFGS) and sharded:
         raise RuntimeError(
             "LBFGS.step: it takes products over all parameters together, of which this rank has only some; use it with "
@@ -112,11 +116,12 @@ def _begin(
                 whole.refuse(f"{type(optimizer).__name__}.step")
         # Who owns a parameter does with it as it would without sharding, and alone.
         sharded = [p for p in sharded if p.whole.is_owned or of_whole]
+        watched = None if of_whole or optimizer in _watched else type(optimizer).__name__
     elif not type(optimizer).step.__module__.startswith(_KNOWN_STEPS):
         return None  # a step of a user's own around one of these, which may do anything: clip, for instance
     if not sharded:
         return None
-    stepping = _stepping[optimizer] = _Stepping(sharded)
+    stepping = _stepping[optimizer] = _Stepping(sharded, watched)
     stepping.begin()
     if len(args) > 1 and callable(args[1]):
         return (args[0], stepping.guarding(args[1]), *args[2:]), kwargs
@@ -135,24 +140,41 @@ def _end(optimizer: optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, An
     if (stepping := _stepping.pop(optimizer, None)) is not None:
         moved = [param for param in stepping.params if param.data_ptr() != param.whole.address]
         stepping.end()
+        if stepping.has_gradients:
+            _watched.add(optimizer)
         for param in moved:  # by `param.data = ...`
             param.whole.adopt(param)
 
 
 class _Stepping:
-    """A step under way: `params` and their gradients are plain tensors, by their class, from `begin` to `end`."""
+    """A step under way: `params` and their gradients are plain tensors, by their class, from `begin` to `end`.
 
-    def __init__(self, params: Sequence[ShardedParameter]) -> None:
+    If it is `watched`, by the optimizer's name, they are OwnedTensors.
+    """
+
+    def __init__(self, params: Sequence[ShardedParameter], watched: str | None) -> None:
         self.params = params
         self._grads: list[torch.Tensor] = []
+        self._owned = OwnedStep(watched, params) if watched else None
+
+    @property
+    def has_gradients(self) -> bool:
+        return bool(self._grads)
 
     def begin(self) -> None:
         _make(self.params, nn.Parameter)
         shown = [param.grad for param in self.params]
         self._grads = [grad for grad in shown if type(grad) is ShardedRows]
-        _make(self._grads, torch.Tensor)
+        if self._owned is None:
+            _make(self._grads, torch.Tensor)
+            return
+        _make(self.params, OwnedParameter)
+        _make(self._grads, OwnedTensor)
+        self._owned.begin()
 
     def end(self) -> None:
+        if self._owned is not None:
+            self._owned.end()
         _make(self.params, ShardedParameter)
         _make(self._grads, ShardedRows)
 

@@ -278,7 +278,7 @@ class Plan:
             offloaded = [[group for group in unit if group.cpu_offload] for unit in its]
             on_host += int(_load(offloaded, pool, optimizer)[pool.rank])
         planned = tuple(
-            UnitPlan.of(unit.name or "(root)", unit_groups, pool, secondary[index], gathers[index])
+            UnitPlan.of(unit.name, unit_groups, pool, secondary[index], gathers[index])
             for index, (unit, unit_groups, pool) in enumerate(
                 zip(units, groups, pools, strict=True)
             )

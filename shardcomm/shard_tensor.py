@@ -113,7 +113,8 @@ class Part:
         start, stop, numel = self.piece.start, self.piece.stop, self.piece.numel
         row = numel // max(stop - start, 1)
         stored = rectangles(self.placement.stored_shape, start * row, stop * row)
-        if len(stored) == 1 and held.dim() == len(shape):
+        where = [_moved(r, dim) for r in stored]
+        if [each.sizes for each in where] == [held.shape]:
             held_parts = [held]
         else:  # a run of elements, or nothing
             runs = torch.split(held.reshape(-1), [math.prod(r.sizes) for r in stored])
@@ -121,7 +122,7 @@ class Part:
                 run.view(r.sizes).movedim(0, dim) if shape else run.view(())
                 for r, run in zip(stored, runs, strict=True)
             ]
-        return self._sharded(held, [_moved(r, dim) for r in stored], held_parts)
+        return self._sharded(held, where, held_parts)
 
     def _sharded(
         self, held: torch.Tensor, where: Sequence[Rectangle], parts: Sequence[torch.Tensor]

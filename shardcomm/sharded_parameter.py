@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
@@ -20,8 +20,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardcomm.mesh import Holders
-from shardcomm.norms import is_norm, partial_norms
+from shardcomm.norms import completed, is_norm, partial_norms
 from shardcomm.plain import grad_of, plain, set_grad
+
+if TYPE_CHECKING:
+    from shardcomm.owned_tensors import OwnedStep
 
 
 @dataclass(eq=False)
@@ -42,6 +45,7 @@ class Whole:
         counts: whether norms count these rows here: several tensor-parallel ranks may have the same.
         address: of the rows.
         grad_elsewhere: what `.grad` shows where there is none, and the parameter's owner has one.
+        step: that of an optimizer, which is watched and goes on; see `owned_tensors.py`.
     """
 
     name: str
@@ -56,6 +60,7 @@ class Whole:
     is_part_owned: bool = False
     counts: bool = True
     grad_elsewhere: ShardedRows | None = None
+    step: OwnedStep | None = None
 
     def __post_init__(self) -> None:
         self.address = self.rows.data_ptr()
@@ -245,6 +250,7 @@ def _guarded(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return partial_norms(func, args, kwargs)
     if func is torch._has_compatible_shallow_copy_type:  # of Module.to, .half, .cuda, ...
         args[0].whole.check(args[1])
+    args, kwargs = completed(args), completed(kwargs)
     guarded = list(_guarded_in((args, kwargs)))
     first = next((t for t in guarded if not t.whole.is_here), guarded[0])
     if func is torch.autograd.grad:
@@ -263,7 +269,8 @@ def _guarded(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     _check_shapes(name, first, args, kwargs)
     with plain(), _Elementwise(first.whole, name):
         result = func(*args, **kwargs)
-    return _as_guarded(result, first)
+    of_lists = name.startswith("_foreach_") and isinstance(result, list | tuple)
+    return _each_guarded(result, args, kwargs) if of_lists else _as_guarded(result, first)
 
 
 def _got(func: Any, of: Any) -> Any:
@@ -309,9 +316,13 @@ def _check_shapes(name: str, first: Any, args: tuple[Any, ...], kwargs: dict[str
     values = (*args, *kwargs.values())
     _check_pairs(name, first, values)
     if name.startswith("_foreach_"):
-        for together in zip(*(v for v in values if isinstance(v, list | tuple)), strict=False):
+        for together in zip(*_lists(values), strict=False):
             for rows in islice(_guarded_in(together), 1):
                 _check_pairs(name, rows, together)
+
+
+def _lists(values: Iterable[Any]) -> Iterator[Any]:
+    return (value for value in values if isinstance(value, list | tuple) and value)
 
 
 def _check_pairs(name: str, rows: Any, with_values: Iterable[Any]) -> None:
@@ -336,6 +347,15 @@ def _as_guarded(result: Any, first: Any) -> Any:
     with plain():
         shape = first.shape
     return tree_map_only(torch.Tensor, guard, result)
+
+
+def _each_guarded(results: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    rows = zip(*_lists((*args, *kwargs.values())), strict=False)
+    firsts = (next(_guarded_in(row), None) for row in rows)
+    return [
+        result if first is None else _as_guarded(result, first)
+        for result, first in zip(results, firsts, strict=False)
+    ]
 
 
 # No operation of torch's tells of these, which take the rows out of torch.

@@ -65,7 +65,7 @@ class ShardedParam:
         owned.param = shard  # lets go of the full one
         vars(shard).update(marks)
         shard.requires_grad = requires_grad
-        shard.whole = whole  # type: ignore[attr-defined]
+        shard.whole = self._whole = whole  # type: ignore[attr-defined]
         self.counts = whole.counts  # in norms
         self.shard = shard
         self.guard()
@@ -79,6 +79,8 @@ class ShardedParam:
     def guard(self) -> None:
         """The shard knows what it is, also where an exception ended an optimizer's step."""
         self.shard.__class__ = self._kind
+        if (step := self._whole.step) is not None:
+            step.end()
 
 
 class ShardedUnit:
@@ -97,7 +99,7 @@ class ShardedUnit:
         input_dtype: torch.dtype | None,
         output_dtype: torch.dtype | None,
     ) -> None:
-        self.name = name or "(root)"
+        self.name = name
         self.module = module
         self.holders = holders
         self.mesh = holders.mesh
@@ -155,7 +157,7 @@ class ShardedUnit:
         return Whole(
             owned.name,
             self.name,
-            self.holders,
+            self.holders.of(how),
             shard.detach(),
             is_part=bucket.layout.world_size > 1
             or self.mesh.size < self.holders.everyone.size

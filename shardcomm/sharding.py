@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import cache, partial
 from itertools import chain
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -16,6 +14,7 @@ from shardcomm import optimizer_steps
 from shardcomm._C import CommError
 from shardcomm.agreement import Item, difference, layout_items
 from shardcomm.communicator import Communicator
+from shardcomm.elsewhere import Elsewhere
 from shardcomm.engine import Engine
 from shardcomm.gradients import OnNonfinite
 from shardcomm.groups import GranularityOf, Group, Pool, ShardDimOf, group_units
@@ -31,7 +30,6 @@ from shardcomm.sharded_modules import is_sharded, remember
 from shardcomm.sharded_unit import Footprint, ShardedUnit
 from shardcomm.strategy import Strategy
 from shardcomm.tensor_parallel import inner_groups
-from shardcomm.texts import all_gather_text
 from shardcomm.unit import UnitParams, Units, find_units, registration_order
 
 _KINDS = (
@@ -187,9 +185,13 @@ def fully_shard(
         for mesh in numbers:
             if mesh.secondary is not None:
                 check_secondary(mesh)
-        ambiguous = _ambiguous(found, meshes, main)
-        around = main.around(inner)
-        holders = {mesh: Holders(around if mesh is main else mesh, around) for mesh in numbers}
+        elsewhere = Elsewhere.of(model, found, meshes, main, inner)
+        around = main.around({r: group for r, group in inner.items() if r not in elsewhere.within})
+        experts = main.around({r: inner[r] for r in elsewhere.within if r in inner}).inner
+        holders = {
+            mesh: Holders(replace(mesh, inner=around.inner), around, experts) for mesh in numbers
+        }
+        holders[main] = Holders(around, around)
         sharded = shard_units(
             found, policies, groups, [holders[mesh] for mesh in meshes], first_guess.slot_of
         )
@@ -209,12 +211,14 @@ def fully_shard(
         order,
         check,
         on_nonfinite,
+        strategy=strategy,
         owned=[
             group
             for mesh, policy in zip([main, *meshes], [rest, *policies], strict=True)
             for group in _made(mesh, policy)
-        ],
-        ambiguous=ambiguous,
+        ]
+        + [*experts.values()],
+        elsewhere=elsewhere,
     )
     optimizer_steps.install()
     remember(model)
@@ -259,24 +263,6 @@ def _made(mesh: Mesh, policy: Policy) -> Iterator[Mesh | Communicator]:
         yield mesh
     if mesh.secondary is not None and mesh.secondary is not policy.reshard_after_forward:
         yield mesh.secondary
-
-
-def _ambiguous(units: Sequence[UnitParams], meshes: Sequence[Mesh], main: Mesh) -> list[str]:
-    """Names of parameters that are one parameter on some ranks, and another on others; collective."""
-    if all(mesh.size == main.size for mesh in meshes):
-        # Every rank has the same meshes, or it would have been told so.
-        return []
-    first: dict[Mesh, int] = {}
-    for mesh in dict.fromkeys(meshes):
-        rank = torch.tensor([main.rank], dtype=torch.int32, device=main.device)
-        mesh.all_reduce(rank, "min")
-        first[mesh] = int(rank)
-    mine = {
-        p.name: first[mesh] for unit, mesh in zip(units, meshes, strict=True) for p in unit.params
-    }
-    groups = [comm for comm in (main.shard, main.replicate) if comm.size > 1]
-    everybody = [json.loads(text) for text in all_gather_text(groups, json.dumps(mine))]
-    return [name for name in mine if len({each.get(name, mine[name]) for each in everybody}) > 1]
 
 
 def _items(

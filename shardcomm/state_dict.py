@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from shardcomm.arguments import check_type
+from shardcomm.elsewhere import Elsewhere
 from shardcomm.hooks import Hooks
-from shardcomm.mesh import FailingTogether, Mesh
+from shardcomm.mesh import FailingTogether
 from shardcomm.shard_tensor import Part, ShardTensor
 from shardcomm.sharded_unit import ShardedUnit
 from shardcomm.tensor_parallel import full as full_of
@@ -54,6 +55,7 @@ def install_hooks(units: Iterable[ShardedUnit], parts: Parts, settle: Callable[[
         for bucket, params in unit.buckets:
             for param in params:
                 sharded |= bucket.layout.world_size > 1 or param.distribution is not None
+                sharded |= unit.mesh.size < unit.holders.everyone.size
                 for module, attribute in param.owned.places:
                     shown[module][attribute] = param.shard
     for module, held in shown.items():
@@ -119,7 +121,8 @@ class _Hooks(Hooks):
 def full_state_dict(
     model: nn.Module,
     units: Iterable[ShardedUnit],
-    mesh: Mesh,
+    parts: Parts,
+    elsewhere: Elsewhere,
     together: FailingTogether,
     rank: int | None,
 ) -> dict[str, Any]:
@@ -128,18 +131,27 @@ def full_state_dict(
     What modules give by `get_extra_state` is passed on as it is.
 
     Raises:
-        ValueError: `rank` is neither None nor a rank of `mesh`; nothing is gathered then.
+        ValueError: `rank` is neither None nor a rank of the mesh; nothing is gathered then.
+        RuntimeError: a module that not all ranks have gives extra state that is no tensor.
     """
+    mesh = elsewhere.mesh
     if rank is not None and rank not in range(mesh.size):
         raise ValueError(
             f"full_state_dict: rank is {rank!r}; it must be None, for all, or a rank from 0 to {mesh.size - 1}"
         )
+    state: dict[str, Any] = dict(model.state_dict(keep_vars=True))
+    with together:
+        survey = elsewhere.survey(
+            {n: v if _is_extra(n) else _held(v, parts) for n, v in state.items()}
+        )
+    wanted = rank in (None, mesh.rank)
+    state = {name: v for name, v in state.items() if wanted or survey.sends(name, mesh.rank)}
+    kept = {value for value in state.values() if isinstance(value, nn.Parameter)}
     full: dict[nn.Parameter, torch.Tensor] = {}
     buckets = [entry for unit in units for entry in unit.buckets]
     # One buffer for all: as many of their own would leave holes between the values that are kept.
     sizes = [bucket.layout.flat_numel * bucket.shard.itemsize for bucket, _ in buckets]
     buffer = torch.empty(max(sizes, default=0), dtype=torch.uint8, device=mesh.device)
-    wanted = rank in (None, mesh.rank)
     for bucket, params in buckets:
         flat = buffer[: bucket.layout.flat_numel * bucket.shard.itemsize].view(bucket.shard.dtype)
         with together:
@@ -147,18 +159,22 @@ def full_state_dict(
         for param, value in zip(params, values, strict=True):
             how = param.distribution
             whole = value if how is None else how.whole(value)
-            if wanted:
+            if param.shard in kept:
                 full[param.shard] = _copied(whole)
-    state: dict[str, Any] = dict(model.state_dict(keep_vars=True)) if wanted else {}
     for name, value in state.items():
         if not _is_extra(name):
             state[name] = full[value] if value in full else _copied(full_of(value.detach()))
-    return state
+    with together:
+        return survey.completed(state, mesh, wanted=wanted)
 
 
 @torch.no_grad()
-def load_state_dict(model: nn.Module, parts: Parts, given: Mapping[str, Any]) -> None:
+def load_state_dict(
+    model: nn.Module, parts: Parts, given: Mapping[str, Any], elsewhere: Collection[str]
+) -> None:
     """Takes this rank's parts, the buffers and the extra state from `given`; no communication.
+
+    `elsewhere`: names of what only other ranks have, which it may have, too.
 
     Raises:
         TypeError: `given` is no mapping.
@@ -166,7 +182,8 @@ def load_state_dict(model: nn.Module, parts: Parts, given: Mapping[str, Any]) ->
     """
     check_type("load_state_dict", "state_dict", given, Mapping, "a mapping of names to values")
     state: dict[str, Any] = model.state_dict(keep_vars=True)
-    missing, unknown = state.keys() - given.keys(), given.keys() - state.keys()
+    missing = state.keys() - given.keys()
+    unknown = given.keys() - state.keys() - set(elsewhere)
     if missing or unknown:
         raise ValueError(
             f"load_state_dict: state_dict lacks {sorted(missing)} and has unknown {sorted(unknown)}"

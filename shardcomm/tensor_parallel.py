@@ -94,6 +94,15 @@ class Distribution:
         }
 
     @property
+    def place(self) -> list[tuple[Ranks, int]]:
+        """For each dim of its mesh, the ranks and which part this one has; 0 where all have the same."""
+        sharded = [_ranks(self.mesh, dim) in self.cut_over for dim in range(self.mesh.ndim)]
+        return [
+            (_ranks(self.mesh, dim), self.mesh.get_local_rank(dim) if cut else 0)
+            for dim, cut in enumerate(sharded)
+        ]
+
+    @property
     def groups(self) -> dict[Ranks, dist.ProcessGroup]:
         """Those of its mesh, one a dim."""
         return {_ranks(self.mesh, dim): self.mesh.get_group(dim) for dim in range(self.mesh.ndim)}

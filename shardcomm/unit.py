@@ -71,7 +71,7 @@ class OwnedParam:
 
 @dataclass
 class UnitParams:
-    """A unit's module and the parameters it owns, in the model's order."""
+    """A unit's module and the parameters it owns, in the model's order; the model itself is "(root)"."""
 
     name: str
     module: nn.Module
@@ -109,7 +109,7 @@ def find_units(
                 places.setdefault(param, {})[module, attribute] = None
 
     found = {
-        module: UnitParams(name, module, [], _with_ranks(module, policies, parents))
+        module: UnitParams(name or "(root)", module, [], _with_ranks(module, policies, parents))
         for module, name in names.items()
     }
     for name, param in model.named_parameters():

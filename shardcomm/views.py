@@ -54,24 +54,19 @@ def full_view(flat: torch.Tensor, placement: Placement) -> torch.Tensor:
 def shard_view(flat: torch.Tensor, placement: Placement, piece: Piece) -> torch.Tensor:
     """A rank's rows of it in its shard `flat`."""
     stored = flat[piece.offset : piece.offset + piece.numel].view(piece.shape)
-    if placement.shard_dim == 0 or len(piece.shape) != len(placement.spec.shape):  # or a flat run
-        return stored
-    return stored.movedim(0, placement.shard_dim)
+    return stored.movedim(0, placement.shard_dim) if placement.shard_dim else stored
 
 
 def rows(tensor: torch.Tensor, placement: Placement, piece: Piece) -> torch.Tensor:
     """The part of a full parameter that `piece` describes, in the shape of the shard's view."""
     if piece.numel == placement.numel:
         return tensor
-    if len(piece.shape) != tensor.dim():
-        stored = tensor if tensor.dim() == 0 else tensor.movedim(placement.shard_dim, 0)
-        return stored.reshape(-1)[piece.start * _row(placement, piece) :][: piece.numel]
+    if tensor.dim() == 0:
+        return tensor.reshape(-1)[:0]
+    if placement.spec.granularity == "element":
+        run = tensor.movedim(placement.shard_dim, 0).reshape(-1)[piece.start : piece.stop]
+        return run.view(piece.shape).movedim(0, placement.shard_dim)
     return tensor.narrow(placement.shard_dim, piece.start, piece.stop - piece.start)
-
-
-def _row(placement: Placement, piece: Piece) -> int:
-    """Elements per index of [start, stop)."""
-    return piece.numel // (piece.stop - piece.start) if piece.stop > piece.start else 1
 
 
 def as_stored(grad: torch.Tensor, placement: Placement, dtype: torch.dtype) -> torch.Tensor:

@@ -229,6 +229,27 @@ def test_a_norm_of_a_single_parameter_and_clipping_by_value() -> None:
     with_sharded(body)
 
 
+def test_rows_scaled_by_a_norm_are_rows() -> None:
+    def body(model: Tied, engine: Engine, twin: Tied) -> None:
+        with torch.no_grad():
+            ours, theirs = (
+                [
+                    each.embed.weight.grad / each.embed.weight.grad.norm(),
+                    each.embed.weight.norm() * each.embed.weight,
+                    *torch._foreach_div(
+                        [p.grad for p in each.parameters()], each.embed.weight.norm()
+                    ),
+                    *torch._foreach_mul(list(each.parameters()), 2.0),
+                ]
+                for each in (model, twin)
+            )
+        for mine, whole in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(mine.full_tensor(), whole)
+            torch.testing.assert_close(mine.norm() + 0, whole.norm())
+
+    with_sharded(body)
+
+
 # Compute with rows.
 
 

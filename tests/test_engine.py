@@ -18,7 +18,7 @@ from nets import (
 from thread_ranks import run_threads
 from torch import nn
 
-from shardcomm import CommError, Communicator, MixedPrecision, fully_shard
+from shardcomm import CommError, Communicator, MixedPrecision, Policy, fully_shard
 from shardcomm.plain import grad_of, plain
 
 VARIANTS = [
@@ -34,6 +34,32 @@ VARIANTS = [
     "checkpoint-two",
     "checkpoint-reentrant",
 ]
+
+
+def test_an_engine_tells_what_it_shards() -> None:
+    alone = [Communicator.local_group(1)[0] for _ in range(2)]
+    params = [*make(layers=6).parameters()]
+
+    def body(comm: Communicator) -> list[str]:
+        model = make(layers=6)
+        policy = Policy(comm=alone[comm.rank])
+        engine = fully_shard(model, comm, units={Block: None, model.blocks[5]: policy})
+        comm.abort("nothing is asked of other ranks")
+        held = engine.footprint()
+        return [
+            *repr(engine).splitlines(),
+            f"parameter {held.parameter_bytes:,}, slot {held.slot_bytes:,}, ",
+        ]
+
+    for rank, (of, units, parameters, held, begin) in enumerate(run_threads(body, 2)):
+        assert of == (
+            f"Engine(full_shard of a Net over 1 x 2 ranks (replicas x shards), of which this is {rank}"
+        )
+        names = "(root), blocks.0, blocks.1, blocks.2, ... 2 more ..., blocks.5 (over 1)"
+        assert units == f"  7 units: {names}"
+        total = 4 * sum(param.numel() for param in params)
+        assert parameters == f"  {len(params)} parameters of {total:,} bytes"
+        assert held.startswith(f"  bytes of this rank: {begin}")
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -21,6 +21,14 @@ def net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(WIDTH, 60), nn.Tanh(), nn.LayerNorm(60), nn.Linear(60, 3))
 
 
+def convolution() -> nn.Sequential:
+    """Parameters of four dims."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Unflatten(1, (2, 2, 2)), nn.Conv2d(2, 5, 2), nn.Flatten(), nn.Linear(5, 3)
+    )
+
+
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 4) -> None:
     x = torch.linspace(-1, 1, 5 * WIDTH).view(5, WIDTH)
     for step in range(steps):
@@ -30,15 +38,15 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 4) ->
 
 
 def matrices_decay(model: nn.Module) -> list[dict[str, Any]]:
-    """The usual two groups, told apart by name: a rank's rows may have other shapes than the whole parameter."""
-    named = dict(model.named_parameters())
-    decayed = {"0.weight", "3.weight"}
+    """The usual two groups, told apart by the number of dims, which a rank's part has as the whole parameter has it."""
+    params = list(model.parameters())
     return [
-        {"params": [param for name, param in named.items() if name in decayed]},
-        {"params": [p for name, p in named.items() if name not in decayed], "weight_decay": 0.0},
+        {"params": [p for p in params if p.ndim >= 2], "weight_decay": 0.5},
+        {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0},
     ]
 
 
+@pytest.mark.parametrize(("build", "shard_dim"), [(net, 0), (convolution, -1)])
 @pytest.mark.parametrize("granularity", ["element", "row", "tensor"])
 @pytest.mark.parametrize(
     "make",
@@ -52,15 +60,18 @@ def matrices_decay(model: nn.Module) -> list[dict[str, Any]]:
     ids=["SGD", "Adagrad", "RMSprop", "AdamW", "shardcomm.AdamW"],
 )
 def test_elementwise_optimizers_and_groups_work_on_rows(
-    make: Callable[[Any], torch.optim.Optimizer], granularity: str
+    make: Callable[[Any], torch.optim.Optimizer],
+    granularity: str,
+    build: Callable[[], nn.Module],
+    shard_dim: int,
 ) -> None:
-    plain = net()
+    plain = build()
     nets = [copy.deepcopy(plain) for _ in range(2)]
     train(plain, make(matrices_decay(plain)))
 
     def body(comm: Communicator) -> dict[str, torch.Tensor]:
         model = nets[comm.rank]
-        engine = fully_shard(model, comm, granularity=granularity)  # type: ignore[arg-type]
+        engine = fully_shard(model, comm, granularity=granularity, shard_dim=shard_dim)  # type: ignore[arg-type]
         train(model, make(matrices_decay(model)))
         return engine.full_state_dict()
 

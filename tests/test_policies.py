@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextvars
 import math
 import threading
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,24 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from nets import Block, Net, assert_same, batch, loss_of, make, reference, sgd_of
-from thread_ranks import run_threads
+from thread_ranks import run_mesh, run_threads
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn.utils import clip_grad_norm_
 from twins import local
 
 import shardcomm
-from shardcomm import CommError, Communicator, MixedPrecision, Plan, Policy, fully_shard, launch
+from shardcomm import (
+    CommError,
+    Communicator,
+    Engine,
+    Mesh,
+    MixedPrecision,
+    Plan,
+    Policy,
+    fully_shard,
+    launch,
+)
 
 HALF = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 IN_FLOAT32 = MixedPrecision(param_dtype=torch.float32, output_dtype=torch.bfloat16)
@@ -336,31 +348,136 @@ def test_experts_over_two_of_four_ranks_train_as_unsharded(strategy: str, by_lay
             optimizer.step()
             optimizer.zero_grad()
         trained = engine.full_state_dict()
-        assert {name for name in trained if "each" in name} == {
+        assert list(trained) == list(expected)
+        for name, value in trained.items():
+            torch.testing.assert_close(value, expected[name], msg=name, rtol=1e-5, atol=1e-6)
+        assert {name for name in engine.state_dict() if "each" in name} == {
             f"{layer}.experts.each.{n}.{kind}"
             for layer in range(2)
             for n in numbers
             for kind in ("weight", "bias")
         }
-        for name, value in trained.items():
-            torch.testing.assert_close(value, expected[name], msg=name, rtol=1e-5, atol=1e-6)
-        assert engine.state_dict().keys() == trained.keys()
         engine.close()
 
     run_threads(body, 4)
 
 
-def test_other_parameters_of_the_same_name_are_not_saved_as_one() -> None:
+class Counting(nn.Linear):
+    """Has a buffer, and extra state."""
+
+    def __init__(self, number: int, extra: Any) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.register_buffer("count", torch.tensor([number, 7]))
+        self.extra = extra
+        nn.init.constant_(self.weight, number)
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+
+
+def counting(numbers: range, extra: Callable[[int], Any] = torch.tensor) -> nn.Sequential:
+    experts = {str(n): Counting(n, extra(n)) for n in numbers}
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ModuleDict(experts), nn.Linear(WIDTH, WIDTH))
+
+
+def over_pairs(model: nn.Sequential, comm: Communicator, pairs: Any) -> Engine:
+    """Ranks 0 and 2 have the same experts, and so have ranks 1 and 3."""
+    mine = Policy(comm=pairs[comm.rank % 2][comm.rank // 2])
+    return fully_shard(model, comm, units={Counting: mine})
+
+
+@pytest.mark.parametrize("rank", [None, 0, 3])
+def test_a_full_state_dict_has_the_experts_of_all_ranks(rank: int | None) -> None:
+    """Parameters, buffers and extra state, in the order of the whole model, which each rank loads its part of."""
+    pairs = [Communicator.local_group(2, deadline_s=20) for _ in range(2)]
+
+    def body(comm: Communicator) -> dict[str, Any]:
+        mine = comm.rank % 2
+        engine = over_pairs(counting(range(2 * mine, 2 * mine + 2)), comm, pairs)
+        state = engine.full_state_dict(rank)
+        expected = counting(range(EXPERTS)).state_dict()
+        if rank not in (None, comm.rank):
+            assert state == {}
+        else:
+            assert list(state) == list(expected)
+            for name, value in expected.items():
+                if not name.startswith(("0.", "2.")) and not name.endswith("bias"):
+                    assert torch.equal(state[name], value), name
+        given = {name: torch.full_like(v, n) for n, (name, v) in enumerate(expected.items())}
+        engine.load_state_dict(given)
+        for name, value in engine.full_state_dict().items():
+            assert torch.equal(value, given[name]), name
+        with pytest.raises(ValueError, match=r"has unknown \['1\.9\.weight'\]"):
+            engine.load_state_dict({**given, "1.9.weight": torch.zeros(1)})
+        return state
+
+    run_threads(body, 4)
+
+
+def test_a_full_state_dict_of_replicas_has_the_experts_of_all_ranks() -> None:
+    """Each rank has one of four experts; the rest is replicated over rows of two."""
+    alone = [Communicator.local_group(1)[0] for _ in range(4)]
+
+    def body(mesh: Mesh) -> None:
+        rank = mesh.rank
+        units = {Counting: Policy(comm=alone[rank], strategy="full_shard")}
+        engine = fully_shard(
+            counting(range(rank, rank + 1)), mesh, units=units, strategy="hybrid_shard"
+        )
+        state = engine.full_state_dict()
+        expected = counting(range(4)).state_dict()
+        assert list(state) == list(expected)
+        for n in range(4):
+            name = f"1.{n}.weight"
+            assert torch.equal(state[name], expected[name]), name
+
+    run_mesh(body, 2, 2)
+
+
+def test_extra_state_that_cannot_be_sent_is_refused_on_all_ranks() -> None:
+    pairs = [Communicator.local_group(2, deadline_s=20) for _ in range(2)]
+
+    def body(comm: Communicator) -> None:
+        mine = comm.rank % 2
+        model = counting(range(2 * mine, 2 * mine + 2), extra=lambda n: {"number": n})
+        engine = over_pairs(model, comm, pairs)
+        with pytest.raises(RuntimeError, match=r"'1\.0\._extra_state' is of a module that only"):
+            engine.full_state_dict(0)
+
+    run_threads(body, 4)
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+def test_other_parameters_of_the_same_name_are_not_saved_as_one(strategy: str) -> None:
     same = [Communicator.local_group(1)[0] for _ in range(2)]
 
     def body(comm: Communicator) -> None:
         model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Experts(WIDTH, range(1)))
-        engine = fully_shard(model, comm, units={Experts: Policy(comm=same[comm.rank])})
-        for save in (engine.state_dict, model.state_dict):
+        policies = {Experts: Policy(comm=same[comm.rank])}
+        engine = fully_shard(model, comm, units=policies, strategy=strategy)
+        optimizer = torch.optim.AdamW(model.parameters())
+        for save in (
+            engine.state_dict,
+            model.state_dict,
+            model[1].state_dict,
+            engine.full_state_dict,
+            partial(engine.full_state_dict, rank=1),
+            partial(engine.optimizer_state, optimizer),
+            shardcomm.ExponentialMovingAverage(engine).state_dict,
+        ):
             with pytest.raises(
                 RuntimeError, match=r"'1\.each\.0\.weight' and 1 others are other param"
             ):
                 save()
+        with engine.gathered():
+            assert dict(model.named_parameters())["1.each.0.weight"].shape == (WIDTH, WIDTH)
+        if (
+            strategy == "no_shard"
+        ):  # a rank without an expert's gradient would have plain ones alone
+            return
         # One expert a rank: nothing is gathered, and a norm is that of both all the same.
         for param in model.parameters():
             param.grad = torch.full_like(param, 2.0)
@@ -487,14 +604,39 @@ def save_experts(folder: str) -> None:
     ):
         model = mixtures(range(2 * (rank % 2), 2 * (rank % 2) + 2))
         engine = fully_shard(model, comm, units={Mixture: None, Experts: Policy(comm=experts)})
-        dcp.save({"model": engine}, checkpoint_id=folder)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+        for number, param in enumerate(model.parameters()):
+            param.grad = torch.full_like(param, 1.0 + number + rank % 2)
+        optimizer.step()
+        state = {"model": engine, "optimizer": engine.optimizer_state(optimizer)}
+        dcp.save(state, checkpoint_id=folder)
+        moments = [optimizer.state[p]["exp_avg"].clone() for p in model.parameters()]
+        values = [local(p).clone() for p in model.parameters()]
+        for param in model.parameters():
+            optimizer.state[param]["exp_avg"].zero_()
+            param.detach().zero_()
+        optimizer.param_groups[0]["lr"] = 0.1
+        dcp.load(state, checkpoint_id=folder)
+        assert optimizer.param_groups[0]["lr"] == 0.5
+        for param, moment, value in zip(model.parameters(), moments, values, strict=True):
+            assert torch.equal(local(optimizer.state[param]["exp_avg"]), local(moment))
+            assert torch.equal(local(param), value)
     dist.destroy_process_group()
 
 
 def test_a_checkpoint_has_the_experts_of_all_ranks(tmp_path: Path) -> None:
     launch(save_experts, 4, (str(tmp_path),), deadline_s=60)
     whole = nn.Sequential(*(Mixture(WIDTH, range(EXPERTS)) for _ in range(2)))
-    state = {"model": whole.state_dict()}
+    optimizer = torch.optim.AdamW(whole.parameters())
+    model, moments = get_state_dict(whole, optimizer)
+    state = {"model": model, "optimizer": moments}
     dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
+    set_state_dict(whole, optimizer, model_state_dict=model, optim_state_dict=moments)
+    names = {name for name, _ in whole.named_parameters()}
+    assert set(moments["param_groups"][0]["params"]) == names
+    # A step of AdamW from the start goes by lr, against the gradient's sign, and decays by lr / 100.
     for name, value in mixtures(range(EXPERTS)).state_dict().items():
-        assert torch.equal(state["model"][name], value), name
+        torch.testing.assert_close(model[name], value * (1 - 0.005) - 0.5, msg=name)
+    experts = [whole.get_parameter(f"0.experts.each.{n}.weight") for n in range(EXPERTS)]
+    firsts = [float(optimizer.state[each]["exp_avg"][0, 0]) for each in experts]
+    torch.testing.assert_close(firsts, [0.1 * grad for grad in (3.0, 5.0, 4.0, 6.0)])

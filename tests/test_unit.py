@@ -27,7 +27,7 @@ def names(model: nn.Module, units: object = None) -> dict[str, list[str]]:
 
 def test_module_list_entries_are_units_and_the_root_takes_the_rest() -> None:
     assert names(Tree()) == {
-        "": ["embed.weight", "head.weight"],
+        "(root)": ["embed.weight", "head.weight"],
         "blocks.0": ["blocks.0.weight", "blocks.0.bias"],
         "blocks.1": ["blocks.1.weight", "blocks.1.bias"],
         "blocks.2": ["blocks.2.weight", "blocks.2.bias"],
@@ -37,15 +37,15 @@ def test_module_list_entries_are_units_and_the_root_takes_the_rest() -> None:
 def test_units_by_class_and_by_module() -> None:
     model = Tree()
     assert list(names(model, nn.Linear)) == [
-        "",
+        "(root)",
         "embed",
         "blocks.0",
         "blocks.1",
         "blocks.2",
         "head",
     ]
-    assert list(names(model, [model.blocks[1]])) == ["", "blocks.1"]
-    assert list(names(model, [])) == [""]
+    assert list(names(model, [model.blocks[1]])) == ["(root)", "blocks.1"]
+    assert list(names(model, [])) == ["(root)"]
 
 
 def test_tied_parameter_within_a_unit_has_two_places() -> None:
@@ -59,14 +59,14 @@ def test_parameter_tied_across_units_belongs_to_the_unit_around_both() -> None:
     model = Tree()
     model.blocks[2].weight = model.blocks[0].weight
     found = names(model)
-    assert "blocks.0.weight" in found[""]
+    assert "blocks.0.weight" in found["(root)"]
     assert found["blocks.2"] == ["blocks.2.bias"]
 
 
 def test_nested_units_own_what_inner_units_leave() -> None:
     model = nn.Sequential(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)), nn.Linear(1, 1))
     assert names(model, [model[0], model[0][1]]) == {
-        "": ["1.weight", "1.bias"],
+        "(root)": ["1.weight", "1.bias"],
         "0": ["0.0.weight", "0.0.bias"],
         "0.1": ["0.1.weight", "0.1.bias"],
     }
@@ -98,13 +98,13 @@ def test_lists_inside_an_entry_of_a_list_belong_to_it() -> None:
     model.blocks = nn.ModuleList([Block(), Block()])
     experts = [f"blocks.{i}.experts.{j}" for i in range(2) for j in range(2)]
     assert names(model) == {
-        "": ["embed.weight", "head.weight"],
+        "(root)": ["embed.weight", "head.weight"],
         "blocks.0": [f"{name}.weight" for name in experts[:2]],
         "blocks.1": [f"{name}.weight" for name in experts[2:]],
     }
     by_class = names(model, [Block, nn.Linear])
     assert list(by_class) == [
-        "",
+        "(root)",
         "embed",
         "blocks.0",
         *experts[:2],
@@ -119,7 +119,7 @@ def test_ignored_parameters_belong_to_no_unit() -> None:
     ignored = [model.head.weight, *model.blocks[1].parameters()]
     found = {u.name: [p.name for p in u.params] for u in find_units(model, None, ignored)}
     assert found == {
-        "": ["embed.weight"],
+        "(root)": ["embed.weight"],
         "blocks.0": ["blocks.0.weight", "blocks.0.bias"],
         "blocks.1": [],
         "blocks.2": ["blocks.2.weight", "blocks.2.bias"],
@@ -150,7 +150,7 @@ def test_policies_go_to_modules_of_a_class_and_first_to_those_that_are_named() -
     del units[nn.ReLU]
     found = {unit.name: unit.policy for unit in find_units(model, units)}
     assert found.pop("blocks.1") == of_one
-    assert found.pop("") == Policy(prefetch=0)
+    assert found.pop("(root)") == Policy(prefetch=0)
     assert set(found.values()) == {of_class}
     with pytest.raises(
         TypeError, match=r"units maps Linear to 'no_shard'; it must be a shardcomm\.Po"
@@ -176,7 +176,7 @@ def test_containers_without_a_forward_are_no_units() -> None:
     model = Tree()
     model.blocks[1] = nn.ModuleDict({"inner": nn.ModuleList([nn.Linear(2, 2)])})
     found = names(model)
-    assert list(found) == ["", "blocks.0", "blocks.1.inner.0", "blocks.2"]
+    assert list(found) == ["(root)", "blocks.0", "blocks.1.inner.0", "blocks.2"]
     for units in (nn.ModuleList, [model.blocks[1]]):
         with pytest.raises(ValueError, match=r"units contains a Module.*, which has no forward"):
             find_units(model, units)
