@@ -282,7 +282,7 @@ class Engine:
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> OptimizerState:
         """Saves and loads the state of an optimizer of this model by DCP; see `state_dict`."""
-        return OptimizerState(optimizer, self.model, self._parts)
+        return OptimizerState(optimizer, self.model)
 
     def full_state_dict(self, rank: int | None = None) -> dict[str, Any]:
         """The model's state dict with full parameters, original names and order, in CPU memory; collective.
@@ -314,7 +314,7 @@ class Engine:
 
     @functools.cached_property
     def _parts(self) -> Parts:
-        return parts_of(self.units, self.mesh.size)
+        return parts_of(self.units)
 
     @contextlib.contextmanager
     def trace(self) -> Iterator[Trace]:

@@ -20,6 +20,7 @@ import torch
 from torch import nn, optim
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from shardcomm import optimizer_dicts
 from shardcomm.sharded_parameter import ShardedParameter, ShardedRows
 
 _ELEMENTWISE = (
@@ -45,6 +46,7 @@ _OF_WHOLE_PARAMETERS = (optim.Adafactor, optim.Muon)
 def install() -> None:
     """From now on; once a process."""
     register_optimizer_step_pre_hook(_before)
+    optimizer_dicts.install()
 
 
 def replaced(param: nn.Parameter, name: str) -> None:

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from shardcomm.mesh import Holders
 from shardcomm.norms import is_norm, partial_norms
 from shardcomm.plain import grad_of, plain, set_grad
+from shardcomm.shard_tensor import Part
 
 
 @dataclass(eq=False)
@@ -33,6 +34,7 @@ class Whole:
         unit: the name of the unit in whose forward the whole parameter is there.
         holders: the ranks that hold the other rows.
         rows: this rank's, a plain tensor.
+        part: which part of the whole they are.
         is_part: whether other ranks hold what belongs to the whole, or to the whole model.
         is_here, is_elsewhere: one rank owns the whole parameter; it is this one, or another.
         gather: the whole of a tensor of the rows' shape; collective.
@@ -48,6 +50,7 @@ class Whole:
     unit: str
     holders: Holders
     rows: torch.Tensor
+    part: Part
     is_part: bool
     is_here: bool
     is_elsewhere: bool
