@@ -99,6 +99,9 @@ class Part:
         """Whether another rank owns the whole parameter, its gradient and its optimizer state."""
         return self.placement.is_elsewhere(self.piece)
 
+    def __deepcopy__(self, memo: Any) -> Part:
+        return self  # a value, and a DTensor's mesh has process groups
+
     def of(self, held: torch.Tensor) -> ShardTensor:
         """`held` has the shape of the parameter's entry in `Bucket.shards`."""
         with plain():

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from thread_ranks import run_threads
+from thread_ranks import run_mesh, run_threads
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import (
@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.state_dict import (
 from twins import twins, values
 
 import shardcomm
-from shardcomm import Communicator, Engine, Policy, fully_shard, launch
+from shardcomm import Communicator, Engine, Mesh, Policy, fully_shard, launch
 from shardcomm.shard_tensor import ShardTensor
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -175,6 +175,74 @@ def test_a_plain_optimizers_state_is_loaded(name: str, granularity: Any, *, step
     run_threads(body, 2)
 
 
+def assert_trains_and_goes_on(ranks: Communicator | Mesh, **options: Any) -> None:
+    model, _ = twins(Net)
+    engine = fully_shard(model, ranks, **options)
+    optimizer = OPTIMIZERS["AdamW"](model)
+    train(model, optimizer, range(STEPS))
+    wanted = unsharded("AdamW", STEPS)[1].state_dict()
+    assert_states_equal(optimizer.state_dict()["state"], wanted["state"], model)
+    again = OPTIMIZERS["AdamW"](model)
+    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    train(model, again, range(STEPS, 2 * STEPS))
+    assert_weights_equal(engine, unsharded("AdamW", 2 * STEPS)[0])
+
+
+def test_replicas_have_parts() -> None:
+    run_mesh(lambda mesh: assert_trains_and_goes_on(mesh, strategy="hybrid_shard"), 2, 2)
+
+
+def test_shards_in_host_memory_have_parts() -> None:
+    run_threads(lambda comm: assert_trains_and_goes_on(comm, cpu_offload=True), 2)
+
+
+class History(torch.optim.Optimizer):
+    """Has its state in lists of dicts."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param].setdefault("past", []).append({"grad": param.grad.clone()})
+
+
+def test_moments_in_lists_and_dicts_are_parts_too() -> None:
+    def body(comm: Communicator) -> None:
+        model = nn.Linear(8, 64, bias=False)
+        fully_shard(model, comm)
+        optimizer, plain = History(model.parameters()), nn.Linear(8, 64, bias=False)
+        for net in (model, plain):
+            net(values(4, 8)).sum().backward()
+        optimizer.step()
+        saved = optimizer.state_dict()
+        assert saved["state"][0]["past"][0]["grad"].shape == (64, 8)
+        loaded = {0: {"past": [{"grad": plain.weight.grad}]}}
+        optimizer.load_state_dict({**saved, "state": loaded})
+        torch.testing.assert_close(
+            optimizer.state[model.weight]["past"][0]["grad"], model.weight.grad.to_local()
+        )
+
+    run_threads(body, 2)
+
+
+def test_parameters_that_come_to_an_optimizer_later_have_parts() -> None:
+    def body(comm: Communicator) -> None:
+        model = nn.Linear(8, 64)
+        fully_shard(model, comm, ignored_params=[model.bias])
+        optimizer = torch.optim.SGD([model.bias], lr=0.1, momentum=0.9)
+        optimizer.add_param_group({"params": [model.weight]})
+        model(values(4, 8)).sum().backward()
+        optimizer.step()
+        state = optimizer.state_dict()["state"]
+        assert type(state[0]["momentum_buffer"]) is torch.Tensor
+        assert state[1]["momentum_buffer"].shape == (64, 8)
+
+    run_threads(body, 2)
+
+
 def test_a_loaded_state_dict_is_not_copied() -> None:
     def body(comm: Communicator) -> None:
         model, _ = twins(Net)
@@ -191,16 +259,23 @@ def test_a_loaded_state_dict_is_not_copied() -> None:
 def test_parameters_that_are_not_sharded_have_plain_states() -> None:
     def body(comm: Communicator) -> None:
         model, _ = twins(Net)
-        fully_shard(model, comm, ignored_params=[model.few])
+        engine = fully_shard(model, comm, ignored_params=[model.few])
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
         train(model, optimizer, range(STEPS))
         plain, _ = twins(Net)
         reference = torch.optim.AdamW(plain.parameters(), lr=0.05)
         train(plain, reference, range(STEPS))
-        state = get_optimizer_state_dict(model, optimizer)["state"]
-        torch.testing.assert_close(state["few"]["exp_avg"], reference.state[plain.few]["exp_avg"])
-        assert type(state["few"]["exp_avg"]) is torch.Tensor
-        assert type(state["down.weight"]["exp_avg"]) is ShardTensor
+        for state in (
+            get_optimizer_state_dict(model, optimizer),
+            engine.optimizer_state(optimizer).state_dict(),
+        ):
+            few, down = (state["state"][name]["exp_avg"] for name in ("few", "down.weight"))
+            torch.testing.assert_close(few, reference.state[plain.few]["exp_avg"])
+            assert type(few) is torch.Tensor
+            assert type(down) is ShardTensor
+        engine.optimizer_state(optimizer).load_state_dict(
+            get_optimizer_state_dict(plain, reference)
+        )
 
     run_threads(body, 2)
 
