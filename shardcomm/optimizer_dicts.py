@@ -7,8 +7,8 @@ so `Optimizer.add_param_group` is wrapped, by which it gets all of them.
 
 from __future__ import annotations
 
-import math
 import weakref
+from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, partial, wraps
@@ -22,6 +22,9 @@ from shardcomm.layout import ParamSpec, Piece, Placement
 from shardcomm.plain import plain
 from shardcomm.shard_tensor import Part, ShardTensor, check_value, load_value
 from shardcomm.sharded_parameter import Whole
+
+_NUMBERS = {"step", "eta", "mu", "mu_product"}
+"""Of torch's optimizers: told by their names where a moment is a number too."""
 
 
 @dataclass(frozen=True)
@@ -44,14 +47,25 @@ class ParamState:
     def shown(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """For a state dict: what has the rows' shape as ShardTensors, views of it; the rest as it is.
 
-        Where another rank owns the parameter, nothing of it is here: numbers neither, which are not counted here.
-
         Raises:
             ValueError: the rest has a tensor that was computed from some rows alone.
         """
-        if self.part.elsewhere:
-            state = {key: v for key, v in state.items() if isinstance(v, torch.Tensor)}
         return _mapped(self._shown, state)
+
+    def numbers(self, state: Mapping[str, Any], *, of_number: bool) -> dict[str, torch.Tensor]:
+        """Such as a step counter; `of_number`: what is one if the parameter is: its moments too."""
+        return {
+            key: value
+            for key, value in state.items()
+            if isinstance(value, torch.Tensor)
+            and (self._is_number(key, value) or (of_number and value.shape == self.rows.shape))
+        }
+
+    def nothing(self, numbers: Mapping[str, torch.Tensor]) -> dict[str, ShardTensor]:
+        """For a state dict where another rank owns the parameter, and alone counts its steps: names of `numbers`."""
+        placement = Placement(ParamSpec(self.name, ()), 0, 0, 1, ())
+        part = Part(placement, Piece(0, 0, 0, 0, (0,)), self.part.ranks)
+        return {key: part.of(value.new_empty(0)) for key, value in numbers.items()}
 
     def taken(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """For the optimizer: this rank's rows of ShardTensors and of full tensors; the rest as it is.
@@ -62,12 +76,11 @@ class ParamState:
         return _mapped(self._taken, state)
 
     def _shown(self, key: str, value: torch.Tensor) -> torch.Tensor:
-        is_number = self._is_number(key, value)
-        if value.shape == self.rows.shape and not is_number:
+        if self._is_number(key, value):
+            return value
+        if value.shape == self.rows.shape:
             return self.part.of(value)
-        if self.part.elsewhere:
-            return _nothing(self.name, self.part.ranks, value)
-        if is_number or self.rows.shape == self.part.shape:
+        if value.dim() == 0 or self.rows.shape == self.part.shape:
             return value
         raise ValueError(
             f"state_dict: {key!r} of {self.name!r} has shape {tuple(value.shape)}, this rank's rows "
@@ -77,10 +90,13 @@ class ParamState:
         )
 
     def _taken(self, key: str, value: torch.Tensor) -> torch.Tensor:
-        if isinstance(value, ShardTensor):
-            if self.part.elsewhere:
-                return value.held
-        elif self.rows.shape == self.part.shape or self._is_number(key, value):
+        is_number = self._is_number(key, value)
+        if self.part.elsewhere:
+            # Never computed with; but some optimizers look for the names of what they keep.
+            if is_number:
+                return value.held.new_zeros(()) if isinstance(value, ShardTensor) else value
+            return torch.empty_like(self.rows, dtype=value.dtype, device=value.device)
+        if not isinstance(value, ShardTensor) and (is_number or self.rows.shape == self.part.shape):
             return value
         check_value("load_state_dict", f"{key!r} of {self.name!r}", self.part.of(self.rows), value)
         if isinstance(value, ShardTensor) and value.held.shape == self.rows.shape:
@@ -90,8 +106,7 @@ class ParamState:
         return rows
 
     def _is_number(self, key: str, value: torch.Tensor) -> bool:
-        """Such as a step counter, which is the same on every rank."""
-        return value.dim() == 0 and (self.part.shape != () or key == "step")
+        return value.dim() == 0 and (self.part.shape != () or key in _NUMBERS)
 
 
 def _mapped(
@@ -102,13 +117,6 @@ def _mapped(
         key: tree_map_only(torch.Tensor, partial(change, key), value)
         for key, value in state.items()
     }
-
-
-def _nothing(name: str, ranks: int, like: torch.Tensor) -> ShardTensor:
-    """Of a tensor that another rank alone has."""
-    shape = tuple(like.shape)
-    placement = Placement(ParamSpec(name, shape), 0, 0, math.prod(shape), shape)
-    return Part(placement, Piece(0, 0, 0, 0, (0,)), ranks).of(like.new_empty(0))
 
 
 _attached: weakref.WeakSet[optim.Optimizer] = weakref.WeakSet()
@@ -138,25 +146,34 @@ def attach(optimizer: optim.Optimizer) -> None:
 
 def _show(optimizer: optim.Optimizer, state_dict: dict[str, Any]) -> None:
     state = state_dict["state"]
-    for number, of in _numbered(optimizer, state_dict):
-        if number in state:
-            state[number] = of.shown(state[number])
+    held = [(of, state[key]) for key, _, of in _numbered(optimizer, state_dict) if key in state]
+    names = {
+        of_number: dict(ChainMap(*(of.numbers(kept, of_number=of_number) for of, kept in held)))
+        for of_number in (False, True)
+    }
+    for number, param, of in _numbered(optimizer, state_dict):
+        if not of.part.elsewhere:
+            if number in state:
+                state[number] = of.shown(state[number])
+        elif param.requires_grad and state:
+            # Torch's functions want the names of all parameters, and those of all numbers in full state dicts.
+            state[number] = of.nothing(names[of.part.shape == ()])
 
 
 def _take(optimizer: optim.Optimizer, state_dict: dict[str, Any]) -> None:
     """`state_dict` is torch's shallow copy of what the caller gave."""
     state = state_dict["state"] = dict(state_dict["state"])
-    for number, of in _numbered(optimizer, state_dict):
+    for number, _, of in _numbered(optimizer, state_dict):
         if number in state:
             state[number] = of.taken(state[number])
 
 
 def _numbered(
     optimizer: optim.Optimizer, state_dict: dict[str, Any]
-) -> Iterator[tuple[Any, ParamState]]:
+) -> Iterator[tuple[Any, nn.Parameter, ParamState]]:
     """The sharded parameters by their keys in `state_dict`: numbers, or names in torch.distributed.checkpoint's."""
     # Other groups than the optimizer's are refused by torch, after this.
     for given, own in zip(state_dict["param_groups"], optimizer.param_groups, strict=False):
         for number, param in zip(given["params"], own["params"], strict=False):
             if (of := ParamState.of(param)) is not None:
-                yield number, of
+                yield number, param, of
