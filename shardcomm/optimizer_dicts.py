@@ -53,7 +53,7 @@ class ParamState:
         return _mapped(self._shown, state)
 
     def numbers(self, state: Mapping[str, Any], *, of_number: bool) -> dict[str, torch.Tensor]:
-        """Such as a step counter; `of_number`: what is one if the parameter is: its moments too."""
+        """What is one number, such as a step counter; with `of_number` also what is where the parameter is: moments."""
         return {
             key: value
             for key, value in state.items()
@@ -62,7 +62,7 @@ class ParamState:
         }
 
     def nothing(self, numbers: Mapping[str, torch.Tensor]) -> dict[str, ShardTensor]:
-        """For a state dict where another rank owns the parameter, and alone counts its steps: names of `numbers`."""
+        """For a state dict, where another rank owns the parameter and counts its steps: `numbers`, without values."""
         placement = Placement(ParamSpec(self.name, ()), 0, 0, 1, ())
         part = Part(placement, Piece(0, 0, 0, 0, (0,)), self.part.ranks)
         return {key: part.of(value.new_empty(0)) for key, value in numbers.items()}
