@@ -19,7 +19,8 @@ from torch import nn
 from shardcomm.arguments import check_type
 from shardcomm.engine import Engine
 from shardcomm.plain import plain
-from shardcomm.state_dict import check_value, load_value, parts_of
+from shardcomm.shard_tensor import check_value, load_value
+from shardcomm.state_dict import parts_of
 
 _PREFIX = "module."
 _COUNT = "n_averaged"
@@ -63,7 +64,7 @@ class ExponentialMovingAverage:
             for bucket, average in zip(buckets, self._averages, strict=True):
                 for p in bucket.shards:
                     rows[p] = average.as_strided(p.shape, p.stride(), p.storage_offset())
-        parts = parts_of(engine.units, engine.mesh.size)
+        parts = parts_of(engine.units)
         self._state = {
             _PREFIX + name: parts[param].of(rows.get(param, param))
             for name, param in engine.model.named_parameters(remove_duplicate=False)

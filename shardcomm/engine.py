@@ -110,6 +110,8 @@ class Engine:
         )
         self._hooks = [hook for unit in units for hook in self._install(unit)]
         install_hooks(units, self._parts, self._begin_state_dict)
+        for param in self._parts if elsewhere.ambiguous else ():
+            param.whole.check_names = elsewhere.check  # type: ignore[attr-defined]
 
     # What a training loop calls.
 
@@ -291,7 +293,7 @@ class Engine:
             RuntimeError: other ranks have other parameters of the same names.
         """
         self.elsewhere.check("optimizer_state")
-        return OptimizerState(optimizer, self.model, self._parts, self.elsewhere)
+        return OptimizerState(optimizer, self.model, self.elsewhere)
 
     def full_state_dict(self, rank: int | None = None) -> dict[str, Any]:
         """The model's state dict with full parameters, original names and order, in CPU memory; collective.
@@ -331,7 +333,7 @@ class Engine:
 
     @functools.cached_property
     def _parts(self) -> Parts:
-        return parts_of(self.units, self.mesh.size)
+        return parts_of(self.units)
 
     @contextlib.contextmanager
     def trace(self) -> Iterator[Trace]:

@@ -19,8 +19,9 @@ from torch import nn
 
 from shardcomm.arguments import check_type
 from shardcomm.elsewhere import Elsewhere
+from shardcomm.optimizer_dicts import ParamState
 from shardcomm.plain import plain
-from shardcomm.state_dict import Parts, check_value, load_value
+from shardcomm.shard_tensor import check_value, load_value
 
 
 class OptimizerState:
@@ -35,17 +36,12 @@ class OptimizerState:
     """
 
     def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        model: nn.Module,
-        parts: Parts,
-        elsewhere: Elsewhere,
+        self, optimizer: torch.optim.Optimizer, model: nn.Module, elsewhere: Elsewhere
     ) -> None:
         check_type(
             "optimizer_state", "optimizer", optimizer, torch.optim.Optimizer, "a torch Optimizer"
         )
         self._optimizer = optimizer
-        self._parts = parts
         self._elsewhere = elsewhere
         self._names = {param: name for name, param in model.named_parameters()}
         for number, group in enumerate(optimizer.param_groups):
@@ -72,11 +68,8 @@ class OptimizerState:
             self._make_state()
         return {
             "state": {
-                self._names[param]: {
-                    key: self._whole(param, key, value)
-                    for key, value in self._optimizer.state[param].items()
-                }
-                for param in self._held()
+                self._names[param]: _shown(of, self._optimizer.state[param])
+                for param, of in self._held()
                 if param in self._optimizer.state
             },
             "param_groups": [
@@ -97,19 +90,19 @@ class OptimizerState:
         self._check_groups(state_dict["param_groups"])
         if not self._optimizer.state:
             self._make_state()
-        for param in self._held():
+        for param, of in self._held():
             name = self._names[param]
             if name not in state_dict["state"]:
                 self._optimizer.state.pop(param, None)
                 continue
             state = self._optimizer.state[param]
+            current = _shown(of, state)
             for key, value in state_dict["state"][name].items():
-                current = self._whole(param, key, state[key]) if key in state else None
-                if isinstance(current, torch.Tensor):
-                    check_value("load_state_dict", f"{key} of {name}", current, value)
-                    load_value(current, value)
+                if isinstance(current.get(key), torch.Tensor):
+                    check_value("load_state_dict", f"{key} of {name}", current[key], value)
+                    load_value(current[key], value)
                 else:
-                    state[key] = value
+                    state.update({key: value} if of is None else of.taken({key: value}))
         for group, given in zip(
             self._optimizer.param_groups, state_dict["param_groups"], strict=True
         ):
@@ -118,32 +111,21 @@ class OptimizerState:
     def _of_group(self, group: Mapping[str, Any]) -> list[str]:
         return [self._names[param] for param in group["params"]]
 
-    def _held(self) -> Iterator[nn.Parameter]:
+    def _held(self) -> Iterator[tuple[nn.Parameter, ParamState | None]]:
         """The optimizer's parameters but those of which another rank has the state: all of it."""
         for group in self._optimizer.param_groups:
-            yield from (param for param in group["params"] if not self._parts[param].elsewhere)
-
-    def _whole(self, param: nn.Parameter, key: str, value: Any) -> Any:
-        """A state of this rank's rows as part of the full tensor's; any other as it is."""
-        if not isinstance(value, torch.Tensor):
-            return value
-        part = self._parts[param]
-        if value.shape == param.shape:
-            return part.of(value)
-        if value.dim() == 0 or param.shape == part.shape:
-            return value
-        raise ValueError(
-            f"optimizer_state: {key!r} of {self._names[param]!r} has shape {tuple(value.shape)}, this rank's rows "
-            f"{tuple(param.shape)}: it was computed from these rows alone and is no part of what the whole parameter's "
-            'would be; for an optimizer that looks at whole parameters, fully_shard with granularity="tensor"'
-        )
+            for param in group["params"]:
+                of = ParamState.of(param)
+                if of is None or not of.part.elsewhere:
+                    yield param, of
 
     def _make_state(self) -> None:
         """What the optimizer's first step would make, without a step of the parameters."""
         probe = copy.copy(self._optimizer)
+        held = {param for param, _ in self._held()}
         for group in self._optimizer.param_groups:
             for param in group["params"]:
-                if not param.requires_grad or self._parts[param].elsewhere:
+                if not param.requires_grad or param not in held:
                     continue
                 with plain():
                     zeros = torch.zeros_like(param)
@@ -166,3 +148,7 @@ class OptimizerState:
                 f"parameters, the optimizer has {len(own)} with {sum(map(len, own))}, and {what}; make the "
                 "optimizer as the saved one was"
             )
+
+
+def _shown(of: ParamState | None, state: dict[str, Any]) -> dict[str, Any]:
+    return state if of is None else of.shown(state)

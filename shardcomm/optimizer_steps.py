@@ -21,7 +21,9 @@ import torch
 from torch import nn, optim
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from shardcomm import optimizer_dicts
 from shardcomm.owned_tensors import OwnedParameter, OwnedStep, OwnedTensor
+from shardcomm.plain import plain, set_grad
 from shardcomm.sharded_parameter import ShardedParameter, ShardedRows
 
 _ELEMENTWISE = (
@@ -47,6 +49,7 @@ _OF_WHOLE_PARAMETERS = (optim.Adafactor, optim.Muon)
 def install() -> None:
     """From now on; once a process."""
     register_optimizer_step_pre_hook(_before)
+    optimizer_dicts.install()
 
 
 def replaced(param: nn.Parameter, name: str) -> None:
@@ -114,6 +117,11 @@ def _begin(
             whole = param.whole
             if whole.is_part_owned or (of_whole and not (whole.is_here or whole.is_elsewhere)):
                 whole.refuse(f"{type(optimizer).__name__}.step")
+            if (
+                whole.is_elsewhere
+            ):  # torch's get_optimizer_state_dict makes a step of zeros, of nothing here
+                with plain():
+                    set_grad(param, None)
         # Who owns a parameter does with it as it would without sharding, and alone.
         sharded = [p for p in sharded if p.whole.is_owned or of_whole]
         watched = None if of_whole or optimizer in _watched else type(optimizer).__name__

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from shardcomm.layout import Piece, Placement
 from shardcomm.plain import plain
-from shardcomm.tensor_parallel import Distribution
+from shardcomm.tensor_parallel import Distribution, is_dtensor
 
 if TYPE_CHECKING:  # DCP loads slowly, and whoever calls the methods for it has it
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
@@ -99,66 +99,60 @@ class Part:
         """Whether another rank owns the whole parameter, its gradient and its optimizer state."""
         return self.placement.is_elsewhere(self.piece)
 
+    def __deepcopy__(self, memo: Any) -> Part:
+        return self  # a value, and a DTensor's mesh has process groups
+
     def of(self, held: torch.Tensor) -> ShardTensor:
         """`held` has the shape of the parameter's entry in `Bucket.shards`."""
         with plain():
-            held = held.detach().as_subclass(torch.Tensor)
+            return ShardTensor(self, held.detach().as_subclass(torch.Tensor))
+
+    def split(self, held: torch.Tensor) -> tuple[list[Rectangle], list[torch.Tensor]]:
+        """Where what is `held` lies in the whole, and views of it there."""
         shape, dim = self.placement.spec.shape, self.placement.shard_dim
         if math.prod(self.shape) == 0:
             # Nobody holds any of it; it is in the checkpoint all the same.
-            nothing = Rectangle((0,) * len(shape), self.shape)
-            return ShardTensor(
-                self.shape, held, [nothing], [held.new_empty(self.shape)], self.ranks
-            )
+            return [Rectangle((0,) * len(shape), self.shape)], [held.new_empty(self.shape)]
         start, stop, numel = self.piece.start, self.piece.stop, self.piece.numel
         row = numel // max(stop - start, 1)
         stored = rectangles(self.placement.stored_shape, start * row, stop * row)
-        where = [_moved(r, dim) for r in stored]
+        where = [_moved(rectangle, dim) for rectangle in stored]
         if [each.sizes for each in where] == [held.shape]:
-            held_parts = [held]
+            parts = [held]
         else:  # a run of elements, or nothing
             runs = torch.split(held.reshape(-1), [math.prod(r.sizes) for r in stored])
-            held_parts = [
+            parts = [
                 run.view(r.sizes).movedim(0, dim) if shape else run.view(())
                 for r, run in zip(stored, runs, strict=True)
             ]
-        return self._sharded(held, where, held_parts)
-
-    def _sharded(
-        self, held: torch.Tensor, where: Sequence[Rectangle], parts: Sequence[torch.Tensor]
-    ) -> ShardTensor:
         if self.how is not None:
             where = [rectangle.shifted(self.how.offsets) for rectangle in where]
-        return ShardTensor(self.shape, held, where, parts, self.ranks)
+        return where, parts
 
 
 class ShardTensor(torch.Tensor):
-    """A tensor of the whole's shape of which only `parts` are here, views of the memory they were made from.
+    """A tensor of the whole's shape of which this rank has what is `held`: its part of it.
 
     To be saved, loaded and staged by DCP (its `_Checkpointable` protocol), not to compute with.
 
     Attributes:
         rectangles: where each of `parts` lies in the whole.
-        ranks: how many ranks hold the tensor together.
+        parts: views of `held`.
     """
 
+    part: Part
+    held: torch.Tensor
     rectangles: tuple[Rectangle, ...]
     parts: tuple[torch.Tensor, ...]
-    ranks: int
 
     @staticmethod
-    def __new__(  # noqa: D102
-        cls,
-        shape: Sequence[int],
-        like: torch.Tensor,
-        where: Sequence[Rectangle],
-        parts: Sequence[torch.Tensor],
-        ranks: int,
-    ) -> ShardTensor:
+    def __new__(cls, part: Part, held: torch.Tensor) -> ShardTensor:  # noqa: D102
         self: ShardTensor = torch.Tensor._make_wrapper_subclass(
-            cls, tuple(shape), dtype=like.dtype, device=like.device
+            cls, part.shape, dtype=held.dtype, device=held.device
         )
-        self.rectangles, self.parts, self.ranks = tuple(where), tuple(parts), ranks
+        self.part, self.held = part, held
+        where, parts = part.split(held)
+        self.rectangles, self.parts = tuple(where), tuple(parts)
         return self
 
     @torch.no_grad()
@@ -175,10 +169,10 @@ class ShardTensor(torch.Tensor):
     # DCP's protocol: torch/distributed/_checkpointable.py.
 
     def __create_write_items__(self, fqn: str, tensor: object) -> list[WriteItem]:
-        if self.ranks > 1 and not dist.is_initialized():
+        if self.part.ranks > 1 and not dist.is_initialized():
             raise RuntimeError(
-                f"torch.distributed has no process group, without which each of the {self.ranks} ranks would write a "
-                "checkpoint of its part alone; call torch.distributed.init_process_group('gloo') before saving"
+                f"torch.distributed has no process group, without which each of the {self.part.ranks} ranks would "
+                "write a checkpoint of its part alone; call torch.distributed.init_process_group('gloo') before saving"
             )
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties  # noqa: PLC0415
         from torch.distributed.checkpoint.planner import (  # noqa: PLC0415
@@ -222,14 +216,12 @@ class ShardTensor(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Any = None,
     ) -> Any:
-        """What DCP's stagers, `copy.deepcopy` and `.detach().clone()` do; there is nothing else to be done with one."""
-        device = (kwargs or {}).get("device")
-        if func in _LIKE:
-            return args[0]._like(device)
-        if func is torch.ops.aten.detach.default:
-            return args[0]._of(args[0].parts)
-        if func is torch.ops.aten.clone.default:
-            return args[0]._like(None).copy_(args[0])
+        """What torch's tools for state dicts do with one: copies, on another device too. There is nothing else."""
+        kwargs = kwargs or {}
+        if func is torch.ops.aten.new_empty.default:  # of a stager: to copy to
+            return args[0].part.of(torch.empty_like(args[0].held, device=kwargs.get("device")))
+        if func in _COPIES:
+            return args[0].part.of(func(args[0].held, *args[1:], **kwargs))
         if func is torch.ops.aten.copy_.default and all(isinstance(a, cls) for a in args[:2]):
             args[0].load_(args[1])
             return args[0]
@@ -238,13 +230,8 @@ class ShardTensor(torch.Tensor):
             "engine.full_state_dict(). (To stage one for async_save, take DCP's DefaultStager.)"
         )
 
-    def _like(self, device: torch.device | None) -> ShardTensor:
-        return self._of([torch.empty_like(part, device=device) for part in self.parts], device)
-
-    def _of(self, parts: Sequence[torch.Tensor], device: torch.device | None = None) -> ShardTensor:
-        """One of the same rectangles, which has `parts` there."""
-        like = torch.empty(0, dtype=self.dtype, device=device or self.device)
-        return ShardTensor(self.shape, like, self.rectangles, parts, self.ranks)
+    def __deepcopy__(self, memo: Any) -> ShardTensor:
+        return self.part.of(self.held.clone())  # not of the memory around it
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise RuntimeError(
@@ -266,8 +253,40 @@ class ShardTensor(torch.Tensor):
         return f"ShardTensor({', '.join(held) or 'nothing'} of {tuple(self.shape)}, {self.dtype})"
 
 
-_LIKE = {
-    torch.ops.aten.new_empty.default,
+def check_value(operation: str, name: str, current: torch.Tensor, value: object) -> None:
+    """ValueError unless `value` is a tensor of the shape of `current`, or the same part of it."""
+    if not isinstance(value, torch.Tensor):
+        raise ValueError(f"{operation}: {name} is a {type(value).__name__}; it must be a tensor")
+    if value.shape != current.shape:
+        raise ValueError(
+            f"{operation}: {name} has shape {tuple(value.shape)}; the model's is {tuple(current.shape)}"
+        )
+    if is_dtensor(value) and not is_dtensor(current):
+        raise ValueError(
+            f"{operation}: {name} is a DTensor, of which other ranks may have what this one wants; pass full_tensor() "
+            "of it, or save and load by torch.distributed.checkpoint"
+        )
+    if isinstance(value, ShardTensor) and not (
+        isinstance(current, ShardTensor) and value.rectangles == current.rectangles
+    ):
+        raise ValueError(
+            f"{operation}: {name} is {value!r}; this rank holds {current!r}. Between layouts, save and load by "
+            "torch.distributed.checkpoint, or pass full tensors"
+        )
+
+
+def load_value(current: torch.Tensor, value: torch.Tensor) -> None:
+    """Copies a checked `value` to `current`, or the part of it that `current` is."""
+    if isinstance(current, ShardTensor):
+        current.load_(value)
+    else:
+        current.copy_(value)
+
+
+_COPIES = {
+    torch.ops.aten._to_copy.default,
+    torch.ops.aten.clone.default,
+    torch.ops.aten.detach.default,
     torch.ops.aten.empty_like.default,
     torch.ops.aten.zeros_like.default,
 }

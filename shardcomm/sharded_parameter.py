@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from shardcomm.mesh import Holders
 from shardcomm.norms import completed, is_norm, partial_norms
 from shardcomm.plain import grad_of, plain, set_grad
+from shardcomm.shard_tensor import Part
 
 if TYPE_CHECKING:
     from shardcomm.owned_tensors import OwnedStep
@@ -36,6 +37,7 @@ class Whole:
         unit: the name of the unit in whose forward the whole parameter is there.
         holders: the ranks that hold the other rows.
         rows: this rank's, a plain tensor.
+        part: which part of the whole they are.
         is_part: whether other ranks hold what belongs to the whole, or to the whole model.
         is_here, is_elsewhere: one rank owns the whole parameter; it is this one, or another.
         gather: the whole of a tensor of the rows' shape; collective.
@@ -46,12 +48,14 @@ class Whole:
         address: of the rows.
         grad_elsewhere: what `.grad` shows where there is none, and the parameter's owner has one.
         step: that of an optimizer, which is watched and goes on; see `owned_tensors.py`.
+        check_names: raises where other ranks have other parameters by the same name; see `elsewhere.py`.
     """
 
     name: str
     unit: str
     holders: Holders
     rows: torch.Tensor
+    part: Part
     is_part: bool
     is_here: bool
     is_elsewhere: bool
@@ -61,6 +65,7 @@ class Whole:
     counts: bool = True
     grad_elsewhere: ShardedRows | None = None
     step: OwnedStep | None = None
+    check_names: Callable[[str], None] | None = None
 
     def __post_init__(self) -> None:
         self.address = self.rows.data_ptr()

@@ -18,6 +18,7 @@ from shardcomm.optimizer_steps import replaced
 from shardcomm.plain import plain
 from shardcomm.schedule import Phase, Trigger
 from shardcomm.secondary_shard import SecondaryShard
+from shardcomm.shard_tensor import Part
 from shardcomm.sharded_parameter import ShardedParameter, Whole, WholeParameter
 from shardcomm.streams import Event
 from shardcomm.tensor_parallel import Distribution, shown, with_same
@@ -66,6 +67,7 @@ class ShardedParam:
         vars(shard).update(marks)
         shard.requires_grad = requires_grad
         shard.whole = self._whole = whole  # type: ignore[attr-defined]
+        self.part = whole.part
         self.counts = whole.counts  # in norms
         self.shard = shard
         self.guard()
@@ -153,17 +155,19 @@ class ShardedUnit:
         is_cut = how is not None and bool(how.cut_over)
         placement = bucket.layout.placements[index]
         piece = bucket.layout.piece(bucket.comm.rank, index)
+        part = Part(placement, piece, self.holders.everyone.size, how)
         is_owned = placement.spec.granularity == "tensor" and bucket.comm.size > 1
         return Whole(
             owned.name,
             self.name,
             self.holders.of(how),
             shard.detach(),
+            part,
             is_part=bucket.layout.world_size > 1
             or self.mesh.size < self.holders.everyone.size
             or is_cut,
             is_here=piece.numel == placement.numel and not is_cut,
-            is_elsewhere=placement.is_elsewhere(piece),
+            is_elsewhere=part.elsewhere,
             gather=partial(_gathered, self.holders, bucket, index, how),
             is_owned=is_owned and not is_cut,
             is_part_owned=is_owned and is_cut,

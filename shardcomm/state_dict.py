@@ -14,26 +14,16 @@ from shardcomm.arguments import check_type
 from shardcomm.elsewhere import Elsewhere
 from shardcomm.hooks import Hooks
 from shardcomm.mesh import FailingTogether
-from shardcomm.shard_tensor import Part, ShardTensor
+from shardcomm.shard_tensor import Part, check_value, load_value
 from shardcomm.sharded_unit import ShardedUnit
 from shardcomm.tensor_parallel import full as full_of
-from shardcomm.tensor_parallel import is_dtensor
 
 Parts = Mapping[nn.Parameter, Part]
 
 
-def parts_of(units: Iterable[ShardedUnit], ranks: int) -> Parts:
+def parts_of(units: Iterable[ShardedUnit]) -> Parts:
     """Which part of each of the model's parameters this rank holds."""
-    return {
-        param.shard: Part(
-            placement, bucket.layout.piece(bucket.comm.rank, index), ranks, param.distribution
-        )
-        for unit in units
-        for bucket, params in unit.buckets
-        for index, (param, placement) in enumerate(
-            zip(params, bucket.layout.placements, strict=True)
-        )
-    }
+    return {param.shard: param.part for unit in units for param in unit.params}
 
 
 def state_dict(model: nn.Module, parts: Parts) -> dict[str, Any]:
@@ -196,36 +186,6 @@ def load_state_dict(
             model.get_submodule(name.rpartition(".")[0]).set_extra_state(given[name])
         else:
             load_value(_held(current, parts), given[name])
-
-
-def check_value(operation: str, name: str, current: torch.Tensor, value: object) -> None:
-    """ValueError unless `value` is a tensor of the shape of `current`, or the same part of it."""
-    if not isinstance(value, torch.Tensor):
-        raise ValueError(f"{operation}: {name} is a {type(value).__name__}; it must be a tensor")
-    if value.shape != current.shape:
-        raise ValueError(
-            f"{operation}: {name} has shape {tuple(value.shape)}; the model's is {tuple(current.shape)}"
-        )
-    if is_dtensor(value) and not is_dtensor(current):
-        raise ValueError(
-            f"{operation}: {name} is a DTensor, of which other ranks may have what this one wants; pass full_tensor() "
-            "of it, or save and load by torch.distributed.checkpoint"
-        )
-    if isinstance(value, ShardTensor) and not (
-        isinstance(current, ShardTensor) and value.rectangles == current.rectangles
-    ):
-        raise ValueError(
-            f"{operation}: {name} is {value!r}; this rank holds {current!r}. Between layouts, save and load by "
-            "torch.distributed.checkpoint, or pass full tensors"
-        )
-
-
-def load_value(current: torch.Tensor, value: torch.Tensor) -> None:
-    """Copies a checked `value` to `current`, or the part of it that `current` is."""
-    if isinstance(current, ShardTensor):
-        current.load_(value)
-    else:
-        current.copy_(value)
 
 
 def _held(value: torch.Tensor, parts: Parts) -> torch.Tensor:

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed.checkpoint.staging import BlockingAsyncStager
+from torch.distributed.checkpoint.staging import (
+    AsyncStager,
+    BlockingAsyncStager,
+    DefaultStager,
+    StagingOptions,
+)
 
 from shardcomm import Block, Bucket, Communicator, Layout, ParamSpec
 from shardcomm.shard_tensor import Part, Rectangle, ShardTensor, rectangles
+
+AT_ONCE = StagingOptions(
+    use_pinned_memory=False,
+    use_shared_memory=False,
+    use_async_staging=False,
+    use_non_blocking_copy=False,
+)
 
 shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 
@@ -75,13 +88,27 @@ def some(ranks: int = 1) -> ShardTensor:
     return Part(layout.placements[0], layout.piece(0, 0), ranks).of(torch.arange(24.0))
 
 
-def test_a_staged_copy_is_apart() -> None:
+@pytest.mark.parametrize("stager", [BlockingAsyncStager(), DefaultStager(AT_ONCE)])
+def test_a_staged_copy_is_apart(stager: AsyncStager) -> None:
     tensor = some()
-    staged = BlockingAsyncStager().stage({"p": tensor})["p"]
+    staged = stager.stage({"p": tensor})["p"]  # type: ignore[index]
     tensor.parts[0].zero_()
     assert isinstance(staged, ShardTensor)
     assert staged.rectangles == tensor.rectangles
+    assert staged.part is tensor.part, "a copy, perhaps of process groups"
     assert torch.equal(staged.parts[0], torch.arange(24.0).view(4, 6))
+
+
+def test_a_copy_holds_its_own_part_alone() -> None:
+    layout = Layout.plan([ParamSpec("p", (4, 6))], 1)
+    memory = torch.arange(1000.0)
+    tensor = Part(layout.placements[0], layout.piece(0, 0), 1).of(memory[24:48].view(4, 6))
+    for copied in (copy.deepcopy(tensor), tensor.to(torch.float64), tensor.detach().clone()):
+        assert isinstance(copied, ShardTensor)
+        assert copied.parts[0].dtype == copied.dtype
+        assert copied.parts[0].untyped_storage().nbytes() == 24 * copied.itemsize
+        assert torch.equal(copied.parts[0], torch.arange(24, 48, dtype=copied.dtype).view(4, 6))
+    assert torch.equal(torch.zeros_like(tensor).parts[0], torch.zeros(4, 6))
 
 
 def test_it_is_not_for_computing() -> None:

@@ -35,7 +35,11 @@ from tensor_parallel_nets import (
     twins,
 )
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -427,7 +431,11 @@ def save(path: str) -> None:
             again.load_state_dict(full)
             check_full(other, full)
             get_model_state_dict(net)
-            dcp.save({"model": net.state_dict()}, checkpoint_id=f"{path}/{name}, torch")
+            state = {
+                "model": net.state_dict(),
+                "optimizer": get_optimizer_state_dict(net, optimizer),
+            }
+            dcp.save(state, checkpoint_id=f"{path}/{name}, torch")
             engine.close()
             other.close()
 
@@ -451,18 +459,21 @@ def load(path: str, shapes: list[tuple[int, int]]) -> None:
                         for p in net.parameters():
                             p.zero_()
                     optimizer = optimizer_of(net)
-                    state = {"model": engine}
-                    if saved == name:
-                        state["optimizer"] = engine.optimizer_state(optimizer)
+                    by_torch = saved != name
+                    state = {
+                        "model": engine,
+                        "optimizer": get_optimizer_state_dict(net, optimizer)
+                        if by_torch
+                        else engine.optimizer_state(optimizer),
+                    }
                     dcp.load(state, checkpoint_id=f"{path}/{saved}")
+                    if by_torch:
+                        set_optimizer_state_dict(net, optimizer, state["optimizer"])
                     check_full(engine, full)
-                    if saved == name:
-                        rest = train(
-                            net, optimizer, mesh["dp"].get_local_rank(), shape[0], steps=GO_ON
-                        )
-                        plain, norms = trained(make, steps=range(GO_ON.stop))
-                        assert rest == pytest.approx(norms[GO_ON.start :], rel=1e-4)
-                        assert_equals(engine, plain)
+                    rest = train(net, optimizer, mesh["dp"].get_local_rank(), shape[0], steps=GO_ON)
+                    plain, norms = trained(make, steps=range(GO_ON.stop))
+                    assert rest == pytest.approx(norms[GO_ON.start :], rel=1e-4)
+                    assert_equals(engine, plain)
                     engine.close()
 
 
@@ -472,13 +483,9 @@ def test_checkpoints_go_from_any_shape_to_any_and_to_plain_models(tmp_path: Path
         full = torch.load(tmp_path / f"{name}.pt")
         for saved in (name, f"{name}, torch"):
             plain = make()
-            state: dict[str, Any] = {"model": plain.state_dict()}
-            if saved == name:
-                optimizer = optimizer_of(plain)
-                for p in plain.parameters():
-                    p.grad = torch.zeros_like(p)
-                optimizer.step()
-                state["optimizer"] = get_optimizer_state_dict(plain, optimizer)
+            optimizer = optimizer_of(plain)
+            moments = get_optimizer_state_dict(plain, optimizer)
+            state = {"model": plain.state_dict(), "optimizer": moments}
             dcp.load(state, checkpoint_id=tmp_path / saved)
             for key, value in plain.state_dict().items():
                 assert torch.equal(value, full[key]), (saved, key)
