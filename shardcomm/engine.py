@@ -556,8 +556,15 @@ class Engine:
         self._in_backward = True
         self._gradients.begin_backward()
         at_end = functools.partial(self._end_of_backward)  # autograd alone keeps it
-        self._at_end = weakref.ref(at_end)
+        self._at_end = weakref.ref(at_end, self._let_go)
         torch.autograd.Variable._execution_engine.queue_callback(at_end)
+
+    def _let_go(self, _at_end: object) -> None:
+        """Autograd has ended a backward. One that raised has left full parameters in the model: `zero_grad` is next."""
+        if self._in_backward:
+            for unit in self.units:
+                if unit.state is State.BACKWARD:
+                    unit.show_shard()
 
     def _on_unsharded_gradient(
         self, unit: ShardedUnit, param: ShardedParam, grad: torch.Tensor
