@@ -468,6 +468,7 @@ class Engine:
                 f"forward of unit {unit.name!r}: inside of it a state dict or engine.gathered() put this rank's rows "
                 "in the place of its parameters; call these before or after the model"
             )
+        unit.check_unchanged()
         self._actions.end_compute(unit, "forward")
         boundary.carry_back(unit.marked)
         unit.marked = []
@@ -479,8 +480,8 @@ class Engine:
             output, marked = boundary.leave(
                 output, unit.output_dtype, unit.storages, unit.on_backward
             )
-        if not marked and torch.is_grad_enabled():
-            unit.watch_gradients()
+        if torch.is_grad_enabled():
+            unit.expect_backward(told=marked)
         if unit.state is State.BACKWARD:  # recomputed, and its backward goes on
             return output
         unit.show_shard()

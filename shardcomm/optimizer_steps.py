@@ -21,6 +21,7 @@ from torch import nn, optim
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardcomm.sharded_parameter import ShardedParameter, ShardedRows
+from shardcomm.versions import written
 
 _ELEMENTWISE = (
     optim.ASGD,
@@ -113,7 +114,9 @@ def _begin(
         # Who owns a parameter does with it as it would without sharding, and alone.
         sharded = [p for p in sharded if p.whole.is_owned or of_whole]
     elif not type(optimizer).step.__module__.startswith(_KNOWN_STEPS):
-        return None  # a step of a user's own around one of these, which may do anything: clip, for instance
+        # A step of a user's own around one of these may do anything: clip, for instance.
+        written([param for param in sharded if param.grad is not None])
+        return None
     if not sharded:
         return None
     stepping = _stepping[optimizer] = _Stepping(sharded)
@@ -149,6 +152,9 @@ class _Stepping:
     def begin(self) -> None:
         _make(self.params, nn.Parameter)
         shown = [param.grad for param in self.params]
+        # Torch's fused kernels do not tell of it; nor does what another rank owns, which is stepped there.
+        stepped = zip(self.params, shown, strict=True)
+        written([p for p, g in stepped if g is not None or p.whole.grad_elsewhere is not None])
         self._grads = [grad for grad in shown if type(grad) is ShardedRows]
         _make(self._grads, torch.Tensor)
 

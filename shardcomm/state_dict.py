@@ -16,6 +16,7 @@ from shardcomm.shard_tensor import Part, ShardTensor
 from shardcomm.sharded_unit import ShardedUnit
 from shardcomm.tensor_parallel import full as full_of
 from shardcomm.tensor_parallel import is_dtensor
+from shardcomm.versions import written
 
 Parts = Mapping[nn.Parameter, Part]
 
@@ -115,6 +116,7 @@ class _Hooks:
                     errors.append(str(error))
                 else:
                     load_value(current, value)
+                    written([param])  # also where this rank has no rows
             state[name] = param  # what torch copies to it, or puts in its place, is itself
 
 
@@ -181,6 +183,8 @@ def load_state_dict(model: nn.Module, parts: Parts, given: Mapping[str, Any]) ->
             model.get_submodule(name.rpartition(".")[0]).set_extra_state(given[name])
         else:
             load_value(_held(current, parts), given[name])
+            if current in parts:
+                written([current])  # also where this rank has no rows
 
 
 def check_value(operation: str, name: str, current: torch.Tensor, value: object) -> None:
