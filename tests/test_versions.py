@@ -524,3 +524,18 @@ def test_a_forward_that_changes_a_whole_parameter_persists_or_raises(
         assert_same_gradients(engine, model, plain)
 
     run_threads(body, 2)
+
+
+def test_a_forward_sees_no_gradient_of_its_parameters() -> None:
+    def body(comm: Communicator) -> None:
+        model, _ = twins(lambda: Chain(Changing))
+        seen: list[object] = []
+        for block in model.blocks:  # type: ignore[union-attr]
+            block.change = lambda linear: seen.append(linear.weight.grad)  # type: ignore[union-attr]
+        fully_shard(model, comm)
+        for seed in range(2):
+            loss_of(model, seed).backward()
+        assert seen == [None] * 8
+        assert all(param.grad is not None for param in model.parameters())
+
+    run_threads(body, 2)
