@@ -86,11 +86,13 @@ class Actions:
         if occupant is not None and occupant is not unit:
             if occupant.state is not State.IDLE:
                 return  # only a prefetch can come here; `require` says it where it matters
-            occupant.gathered = False
+            occupant.overwritten()
         self._occupant[unit.slot] = unit
         nbytes = unit.gather_bytes
         with self._issuing("gather", unit, unit.streams.gather, nbytes):
             unit.gather(keep=self.keeps_secondary)
+        if occupant is unit:  # its earlier values go now
+            unit.versions.arrive()
         self.traffic.gathered_bytes += nbytes
 
     def require(self, unit: ShardedUnit) -> None:
@@ -110,6 +112,7 @@ class Actions:
     def wait_gather(self, unit: ShardedUnit) -> None:
         """Computation goes on with the parameters of `unit`."""
         self._finish(unit.gathers, "gather", unit)
+        unit.versions.arrive()
 
     def release(self, unit: ShardedUnit) -> None:
         """Whoever needs the parameters next gathers them."""

@@ -21,6 +21,7 @@ from shardcomm.engine import Engine
 from shardcomm.plain import plain
 from shardcomm.shard_tensor import check_value, load_value
 from shardcomm.state_dict import parts_of
+from shardcomm.versions import written
 
 _PREFIX = "module."
 _COUNT = "n_averaged"
@@ -58,7 +59,7 @@ class ExponentialMovingAverage:
         buckets = [b for b in buckets if b.shard.is_floating_point() or b.shard.is_complex()]
         self._shards = [bucket.shard for bucket in buckets]
         self._averages = [shard.clone() for shard in self._shards]
-        self._params = [param for bucket in buckets for param in bucket.shards]
+        self._params = tuple(param for bucket in buckets for param in bucket.shards)
         rows: dict[nn.Parameter, torch.Tensor] = {}
         with plain():
             for bucket, average in zip(buckets, self._averages, strict=True):
@@ -96,22 +97,19 @@ class ExponentialMovingAverage:
         """
         self._check_not_applied("applied")
         self._engine.release()
-        self._swap()
-        self._applied = True
-        before = self._versions()
-        try:
-            yield
-            if self._versions() != before:
-                raise RuntimeError(
-                    "ExponentialMovingAverage: parameters were changed inside of applied(), where they are the "
-                    "average, which has that change now; step and load outside of it"
-                )
-        finally:
-            self._applied = False
+        with self._swapped():
+            self._applied = True
+            before = self._versions()
             try:
+                yield
+                if self._versions() != before:
+                    raise RuntimeError(
+                        "ExponentialMovingAverage: parameters were changed inside of applied(), where they are the "
+                        "average, which has that change now; step and load outside of it"
+                    )
+            finally:
+                self._applied = False
                 self._engine.release()
-            finally:  # whatever that raises
-                self._swap()
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of the average, for `torch.distributed.checkpoint`; see `Engine.state_dict`.
@@ -158,12 +156,24 @@ class ExponentialMovingAverage:
                 "call it outside"
             )
 
+    @contextlib.contextmanager
+    def _swapped(self) -> Iterator[None]:
+        with plain():  # a graph of the trained parameters is right again when they are back
+            versions = torch.autograd.grad_mode._unsafe_preserve_version_counter(self._params)
+        with versions:
+            self._swap()
+            try:
+                yield
+            finally:
+                self._swap()
+
     @torch.no_grad()
     def _swap(self) -> None:
         for shard, average in zip(self._shards, self._averages, strict=True):
             kept = shard.clone()
             shard.copy_(average)
             average.copy_(kept)
+        written(self._params)
 
     def _versions(self) -> list[int]:
         with plain():

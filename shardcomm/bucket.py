@@ -128,12 +128,17 @@ class Bucket:
 
         pieces = [layout.piece(comm.rank, i) for i in range(len(layout.placements))]
         self._placed = placed = list(zip(layout.placements, pieces, strict=True))
-        # `.data` has a version counter of its own: refilling the buffer with the same values, as a second gather in a
-        # step does, must not look to autograd like a change of the weights it saved.
-        self.params = tuple(full_view(self.full.data, p) for p in layout.placements)
+        # Each has a version counter of its own, by `.data`; see versions.py. If the shard is the whole unit, each full
+        # parameter has that of its rows.
+        flats = [self.shard.data for _ in placed]
         self.shards = tuple(
-            nn.Parameter(shard_view(self.shard, p, piece), requires_grad=dtype.is_floating_point)
-            for p, piece in placed
+            nn.Parameter(shard_view(flat, p, piece), requires_grad=dtype.is_floating_point)
+            for flat, (p, piece) in zip(flats, placed, strict=True)
+        )
+        if self.full is not self.shard:
+            flats = [self.full.data for _ in placed]
+        self.params = tuple(
+            full_view(flat, p) for flat, p in zip(flats, layout.placements, strict=True)
         )
         self.gradients = ShardGradients(self.shard, self.shards, placed)
         self.grad_scale = 1.0

@@ -512,6 +512,7 @@ class Engine:
                 f"forward of unit {unit.name!r}: inside of it a state dict or engine.gathered() put this rank's rows "
                 "in the place of its parameters; call these before or after the model"
             )
+        unit.check_unchanged()
         self._actions.end_compute(unit, "forward")
         boundary.carry_back(unit.marked)
         unit.marked = []
@@ -523,8 +524,8 @@ class Engine:
             output, marked = boundary.leave(
                 output, unit.output_dtype, unit.storages, unit.on_backward
             )
-        if not marked and torch.is_grad_enabled():
-            unit.watch_gradients()
+        if torch.is_grad_enabled():
+            unit.expect_backward(told=marked)
         if unit.state is State.BACKWARD:  # recomputed, and its backward goes on
             return output
         unit.show_shard()
@@ -599,8 +600,15 @@ class Engine:
         self._in_backward = True
         self._gradients.begin_backward()
         at_end = functools.partial(self._end_of_backward)  # autograd alone keeps it
-        self._at_end = weakref.ref(at_end)
+        self._at_end = weakref.ref(at_end, self._let_go)
         torch.autograd.Variable._execution_engine.queue_callback(at_end)
+
+    def _let_go(self, _at_end: object) -> None:
+        """Autograd has ended a backward. One that raised has left full parameters in the model: `zero_grad` is next."""
+        if self._in_backward:
+            for unit in self.units:
+                if unit.state is State.BACKWARD:
+                    unit.show_shard()
 
     def _on_unsharded_gradient(
         self, unit: ShardedUnit, param: ShardedParam, grad: torch.Tensor

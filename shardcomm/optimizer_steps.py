@@ -25,6 +25,7 @@ from shardcomm import optimizer_dicts
 from shardcomm.owned_tensors import OwnedParameter, OwnedStep, OwnedTensor
 from shardcomm.plain import plain, set_grad
 from shardcomm.sharded_parameter import ShardedParameter, ShardedRows
+from shardcomm.versions import written
 
 _ELEMENTWISE = (
     optim.ASGD,
@@ -126,7 +127,9 @@ def _begin(
         sharded = [p for p in sharded if p.whole.is_owned or of_whole]
         watched = None if of_whole or optimizer in _watched else type(optimizer).__name__
     elif not type(optimizer).step.__module__.startswith(_KNOWN_STEPS):
-        return None  # a step of a user's own around one of these, which may do anything: clip, for instance
+        # A step of a user's own around one of these may do anything: clip, for instance.
+        written([param for param in sharded if param.grad is not None])
+        return None
     if not sharded:
         return None
     stepping = _stepping[optimizer] = _Stepping(sharded, watched)
@@ -172,6 +175,9 @@ class _Stepping:
     def begin(self) -> None:
         _make(self.params, nn.Parameter)
         shown = [param.grad for param in self.params]
+        # Torch's fused kernels do not tell of it; nor does what another rank owns, which is stepped there.
+        stepped = zip(self.params, shown, strict=True)
+        written([p for p, g in stepped if g is not None or p.whole.grad_elsewhere is not None])
         self._grads = [grad for grad in shown if type(grad) is ShardedRows]
         if self._owned is None:
             _make(self._grads, torch.Tensor)

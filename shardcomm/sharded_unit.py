@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -21,9 +21,10 @@ from shardcomm.secondary_shard import SecondaryShard
 from shardcomm.shard_tensor import Part
 from shardcomm.sharded_parameter import ShardedParameter, Whole, WholeParameter
 from shardcomm.streams import Event
-from shardcomm.tensor_parallel import Distribution, shown, with_same
+from shardcomm.tensor_parallel import Distribution, local, shown, with_same
 from shardcomm.unit import OwnedParam
 from shardcomm.unit_gradients import ParamGradient, UnitGradients
+from shardcomm.versions import Versions
 from shardcomm.work import Work
 
 if TYPE_CHECKING:
@@ -66,8 +67,7 @@ class ShardedParam:
         owned.param = shard  # lets go of the full one
         vars(shard).update(marks)
         shard.requires_grad = requires_grad
-        shard.whole = self._whole = whole  # type: ignore[attr-defined]
-        self.part = whole.part
+        self.whole = shard.whole = whole  # type: ignore[attr-defined]
         self.counts = whole.counts  # in norms
         self.shard = shard
         self.guard()
@@ -81,7 +81,7 @@ class ShardedParam:
     def guard(self) -> None:
         """The shard knows what it is, also where an exception ended an optimizer's step."""
         self.shard.__class__ = self._kind
-        if (step := self._whole.step) is not None:
+        if (step := self.whole.step) is not None:
             step.end()
 
 
@@ -129,6 +129,10 @@ class ShardedUnit:
         # Without a slot where the shard is the whole unit: nothing to gather, nobody to share it with.
         self._apart = [bucket for bucket, _ in buckets if bucket.full is not bucket.shard]
         self.slot = slot if self._apart else -1
+        self.versions = Versions(self._gathered_params())
+        self._plain = [param.full for param in self.params if param.distribution is None]
+        self._addresses = [full.data_ptr() for full in self._plain]
+        self.tells = True  # see expect_backward
         self.secondary = secondary
         self._gather_bytes = sum(bucket.gather_bytes for bucket, _ in buckets)
         self.state = State.IDLE
@@ -174,6 +178,15 @@ class ShardedUnit:
             counts=all(comm.rank == 0 for comm in with_same(how, self.holders.everyone.inner)),
         )
 
+    def _gathered_params(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+        """Name, full parameter and rows, for `Versions`."""
+        for bucket, params in self.buckets:
+            for param in params if bucket in self._apart else ():
+                rows = param.whole.rows
+                yield param.name, param.full, rows
+                if param.distribution is not None:  # computation may take this rank's part of it
+                    yield param.name, local(param.full), rows
+
     def unshard(self) -> None:
         """Gathers the full parameters, and shows them in the model: until `reshard()`, or the end of the next backward.
 
@@ -214,6 +227,29 @@ class ShardedUnit:
                     full.requires_grad_(shard.requires_grad)
                 param.owned.show(full, in_place_of=shard)
 
+    def check_unchanged(self) -> None:
+        """RuntimeError if its forward has changed a parameter."""
+        name = self.versions.changed()
+        if [full.data_ptr() for full in self._plain] != self._addresses:  # by `.data = ...`
+            name = self._take_back()
+        if name is not None:
+            self.gathered = False
+            raise RuntimeError(
+                f"parameter {name!r} was changed in the forward of unit {self.name!r}, where it is a "
+                "copy, so that the change would be lost; change parameters inside of engine.gathered(write=True), or "
+                "this rank's rows of them elementwise, as by clamp_, before a forward or after the optimizer's step"
+            )
+
+    def _take_back(self) -> str:
+        """Gives full parameters their own memory again; the name of one that had another."""
+        names = []
+        for bucket, params in self.buckets:
+            for param, memory in zip(params, bucket.params, strict=True):
+                if param.distribution is None and param.full.data_ptr() != memory.data_ptr():
+                    param.full.data = memory
+                    names.append(param.name)
+        return names[0]
+
     def show_shard(self) -> None:
         """The optimizer, and whoever looks between steps, sees this rank's rows."""
         if self.unsharded is None:
@@ -226,6 +262,12 @@ class ShardedUnit:
         """Its forward says from now on that nobody gathers its parameters; unless this rank has all of them."""
         if any(bucket.layout.world_size > 1 for bucket, _ in self.buckets):
             self.module.register_forward_pre_hook(_refuse_forward, prepend=True)
+
+    def expect_backward(self, *, told: bool) -> None:
+        """A forward has ended whose outputs tell of their backward, if `told`; else gradients do, when it has been."""
+        self.tells = told
+        if not told:
+            self.watch_gradients()
 
     def watch_gradients(self) -> None:
         """Has `on_gradient` called whenever backward has left a parameter's gradient, from now on."""
@@ -268,14 +310,22 @@ class ShardedUnit:
         """Queues the all-gathers; `gathers` are to be waited for. `keep`: the secondary shard takes its part."""
         self.gathered = True
         if self.secondary is not None and self.secondary.is_current:
+            self.versions.gather_again()
             self.gathers += self.secondary.gather()
             return
+        self.versions.gather()
         for bucket in self._apart:
             work = bucket.all_gather(async_op=True)
             if work.queued:
                 self.gathers.append(work)
         if self.secondary is not None and keep:
             self.secondary.keep()
+
+    def overwritten(self) -> None:
+        """Another unit's parameters come into the slot."""
+        self.gathered = False
+        if self.tells:  # else `check_unmarked_backward` says more than autograd would
+            self.versions.leave()
 
     def outdate(self) -> None:
         """What was gathered is not to be computed with any more: the shards may have changed."""

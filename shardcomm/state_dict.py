@@ -17,13 +17,14 @@ from shardcomm.mesh import FailingTogether
 from shardcomm.shard_tensor import Part, check_value, load_value
 from shardcomm.sharded_unit import ShardedUnit
 from shardcomm.tensor_parallel import full as full_of
+from shardcomm.versions import written
 
 Parts = Mapping[nn.Parameter, Part]
 
 
 def parts_of(units: Iterable[ShardedUnit]) -> Parts:
     """Which part of each of the model's parameters this rank holds."""
-    return {param.shard: param.part for unit in units for param in unit.params}
+    return {param.shard: param.whole.part for unit in units for param in unit.params}
 
 
 def state_dict(model: nn.Module, parts: Parts) -> dict[str, Any]:
@@ -105,6 +106,7 @@ class _Hooks(Hooks):
                     errors.append(str(error))
                 else:
                     load_value(current, value)
+                    written([param])  # also where this rank has no rows
             state[name] = param  # what torch copies to it, or puts in its place, is itself
 
 
@@ -186,6 +188,8 @@ def load_state_dict(
             model.get_submodule(name.rpartition(".")[0]).set_extra_state(given[name])
         else:
             load_value(_held(current, parts), given[name])
+            if current in parts:
+                written([current])  # also where this rank has no rows
 
 
 def _held(value: torch.Tensor, parts: Parts) -> torch.Tensor:

@@ -148,3 +148,20 @@ def test_exception_in_a_hook_at_the_end_of_backward_leaves_nothing_to_the_next_s
         assert_same_gradients(engine, model, plain)
 
     run_threads(body, 2)
+
+
+def test_zero_grad_after_an_exception_in_backward_drops_the_gradients_there_were() -> None:
+    def body(comm: Communicator) -> None:
+        model, plain = twins(Chain)
+        engine = fully_shard(model, comm)
+        model(values(3, WIDTH)).sum().backward()
+        model.between = lambda i, x: _FailInBackward.apply(x) if i == 2 else x
+        with pytest.raises(Failure):
+            model(values(3, WIDTH)).sum().backward()
+        model.between = lambda i, x: x
+        model.zero_grad()
+        for net in (model, plain):
+            net(values(3, WIDTH, seed=2)).sum().backward()
+        assert_same_gradients(engine, model, plain)
+
+    run_threads(body, 2)

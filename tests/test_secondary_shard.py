@@ -317,18 +317,9 @@ def evaluate_between(engine: Engine, model: Net, rank: int) -> None:
     loss.backward()
 
 
-def load_between(engine: Engine, model: Net, rank: int) -> None:
-    loss = loss_of(model, batch(rank, 1))
-    engine.load_state_dict(make(seed=1).state_dict())
-    loss.backward()
-
-
 def two_backwards_of_one_forward(engine: Engine, model: Net, rank: int) -> None:
     loss = loss_of(model, batch(rank, 1))
     loss.backward(retain_graph=True)
-    with torch.no_grad():
-        for param in model.parameters():
-            param.mul_(0.5)
     loss.backward()
 
 
@@ -369,7 +360,6 @@ def units_by_themselves(engine: Engine, model: Net, rank: int) -> None:
     [
         step_without_a_backward,
         evaluate_between,
-        load_between,
         two_backwards_of_one_forward,
         two_forwards_of_one_backward,
         forward_that_fails,
@@ -390,6 +380,32 @@ def test_what_is_between_forward_and_backward_is_seen_as_by_full_shard(
     without = run_threads(partial(body, host=None), RANKS)
     for ours, theirs in zip(on_two_hosts(body), without, strict=True):
         assert all(map(torch.equal, ours, theirs))
+
+
+def load(engine: Engine, model: Net) -> None:
+    engine.load_state_dict(make(seed=1).state_dict())
+
+
+def change_after_a_backward(engine: Engine, model: Net) -> None:
+    loss_of(model, batch(0, 1)).backward()
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(0.5)
+
+
+@pytest.mark.parametrize("change", [load, change_after_a_backward])
+def test_a_backward_raises_whose_forwards_values_nobody_has_any_more(
+    change: Callable[[Engine, Net], None],
+) -> None:
+    def body(comm: Communicator, host: Communicator) -> None:
+        model = make()
+        engine = fully_shard(model, comm, reshard_after_forward=host)
+        loss = loss_of(model, batch(comm.rank, 1))
+        change(engine, model)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+    on_two_hosts(body)
 
 
 def test_backward_computes_with_what_forward_did_though_parameters_were_changed_between() -> None:
