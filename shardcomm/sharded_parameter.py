@@ -354,7 +354,9 @@ def _as_guarded(result: Any, first: Any) -> Any:
     return tree_map_only(torch.Tensor, guard, result)
 
 
-def _each_guarded(results: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+def _each_guarded(results: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if results and results[0] is args[0][0]:  # in place
+        return results
     rows = zip(*_lists((*args, *kwargs.values())), strict=False)
     firsts = (next(_guarded_in(row), None) for row in rows)
     return [
