@@ -104,8 +104,7 @@ class Actions:
                 f"unit {unit.name!r} is needed while unit {self._occupant[unit.slot].name!r}, which has the same "
                 f"slot {unit.slot}, is still in use; call fully_shard with slots={len(self._units)}"
             )
-        if unit.gathers:
-            self.wait_gather(unit)
+        self.wait_gather(unit)
         if self.trace is not None:
             unit.began = self._compute().record(timed=True)
 

@@ -84,7 +84,7 @@ class Elsewhere:
         return Elsewhere(
             main,
             names.difference(here),
-            tuple(name for name in held if _is_ambiguous(name, everybody, within)),
+            tuple(name for name in _ambiguous(everybody, within) if name in held),
             within,
             differs=True,
         )
@@ -122,12 +122,22 @@ class Elsewhere:
                 )
         return Survey(order, partly)
 
-    def on_all(self, names: Sequence[str]) -> list[str]:
-        """The `names` of all ranks, such as those of a group of parameters; collective where ranks differ."""
+    def on_all(self, groups: Sequence[Sequence[str]]) -> list[list[str]]:
+        """The names of all ranks in each of an optimizer's `groups` of parameters; collective where ranks differ.
+
+        Raises:
+            ValueError: ranks have other numbers of groups.
+        """
         if not self.differs:
-            return list(names)
-        texts = all_gather_text(_groups(self.mesh), json.dumps(names))
-        return _merged([json.loads(text) for text in texts])
+            return [list(names) for names in groups]
+        texts = all_gather_text(_groups(self.mesh), json.dumps(groups))
+        everybody = [json.loads(text) for text in texts]
+        if len({len(of_rank) for of_rank in everybody}) > 1:
+            raise ValueError(
+                f"optimizer_state: ranks have {[len(of_rank) for of_rank in everybody]} groups of parameters; give "
+                "each rank's optimizer the same groups, of its own experts"
+            )
+        return [_merged(names) for names in zip(*everybody, strict=True)]
 
 
 class Entry(NamedTuple):
@@ -180,6 +190,12 @@ def _within(mesh: set[int], everybody: Sequence[Any]) -> frozenset[Ranks]:
                     "parallel ranks"
                 )
     return frozenset(found)
+
+
+def _ambiguous(everybody: Sequence[Any], within: frozenset[Ranks]) -> list[str]:
+    """The same on every rank, as is what it raises."""
+    names = dict.fromkeys(name for each in everybody for name in each["held"])
+    return [name for name in names if _is_ambiguous(name, everybody, within)]
 
 
 def _is_ambiguous(name: str, everybody: Sequence[Any], within: frozenset[Ranks]) -> bool:

@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._C import _is_tracing as is_tracing
 
 from shardcomm import boundary, forward_methods
 from shardcomm._C import CommError
@@ -361,6 +362,7 @@ class Engine:
             self._hooks.pop().remove()
         for unit in self.units:
             unit.refuse_forward()
+            unit.stop_watching()
         with contextlib.ExitStack() as leaving:  # whatever `release` raises
             for group in (*self._owned, *self.mesh.inner.values()):
                 leaving.callback(group.close)
@@ -400,6 +402,11 @@ class Engine:
         if unit.apart is not None:
             self._check_apart(unit, unit.apart)
             return args, kwargs
+        if is_tracing():
+            raise RuntimeError(
+                f"torch.jit.trace of unit {unit.name!r} would keep as constants parameters that are gathered for this "
+                "call alone; trace inside of engine.gathered()"
+            )
         if unit.in_method:
             args, kwargs = boundary.cast((args, kwargs), unit.input_dtype)
             return args, kwargs

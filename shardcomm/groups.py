@@ -229,6 +229,12 @@ def _spec(owned: OwnedParam, granularity: GranularityOf, shard_dim: ShardDimOf) 
             "accepted: nn.Parameter of plain tensors or of DTensors. Leave it to each rank by ignored_params=, or "
             "convert it before"
         )
+    if param._backward_hooks or param._post_accumulate_grad_hooks or param.grad is not None:
+        what = "a gradient" if param.grad is not None else "hooks"
+        raise ValueError(
+            f"fully_shard: parameter {name!r} has {what} already, which would be lost: drop gradients by zero_grad() "
+            "before, and call register_post_accumulate_grad_hook after fully_shard"
+        )
     if param.layout is not torch.strided or param.is_quantized:
         kind = param.dtype if param.is_quantized else param.layout
         raise ValueError(

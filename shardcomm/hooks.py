@@ -1,4 +1,4 @@
-"""Hooks: what a sharded model's modules hold of the engine, which no copy and no pickle of the model has."""
+"""Hooks: what a sharded model's modules hold of its engine. A copy of the model holds the same, and is told so."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import ChainMap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, partial, wraps
 from typing import Any
@@ -131,14 +131,13 @@ def install() -> None:
     @wraps(add)
     def add_and_attach(self: optim.Optimizer, param_group: dict[str, Any]) -> None:
         add(self, param_group)
-        attach(self)
+        attach(self, self.param_groups[-1]["params"])
 
     optim.Optimizer.add_param_group = add_and_attach  # type: ignore[method-assign]
 
 
-def attach(optimizer: optim.Optimizer) -> None:
-    """State dicts of `optimizer` have ShardTensors from now on, if it has sharded parameters."""
-    params = (param for group in optimizer.param_groups for param in group["params"])
+def attach(optimizer: optim.Optimizer, params: Iterable[nn.Parameter]) -> None:
+    """State dicts of `optimizer` have ShardTensors from now on, if `params`, which it was given, are sharded."""
     if optimizer not in _attached and any(ParamState.of(param) for param in params):
         optimizer.register_state_dict_post_hook(_show, prepend=True)
         optimizer.register_load_state_dict_pre_hook(_take)

@@ -62,10 +62,12 @@ class OptimizerState:
         give it `planner=DefaultLoadPlanner(allow_partial_load=True)`.
 
         Raises:
-            ValueError: a state that is not of the rows' shape belongs to a parameter whose rows ranks share.
+            ValueError: a state that is not of the rows' shape belongs to a parameter whose rows ranks share, or ranks
+                have other numbers of groups.
         """
         if not self._optimizer.state:
             self._make_state()
+        groups = self._optimizer.param_groups
         return {
             "state": {
                 self._names[param]: _shown(of, self._optimizer.state[param])
@@ -73,8 +75,10 @@ class OptimizerState:
                 if param in self._optimizer.state
             },
             "param_groups": [
-                {**group, "params": self._elsewhere.on_all(self._of_group(group))}
-                for group in self._optimizer.param_groups
+                {**group, "params": names}
+                for group, names in zip(
+                    groups, self._elsewhere.on_all([*map(self._of_group, groups)]), strict=True
+                )
             ],
         }
 

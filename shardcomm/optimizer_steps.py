@@ -3,14 +3,14 @@
 Those of torch's optimizers that go element by element see plain parameters, which the fused and foreach kernels take at
 no cost. Others, and the hooks of all of them, see guarded rows: elementwise arithmetic and norms of the whole are right
 there too, such as LAMB's; one that looks at matrices, such as Muon, is refused. What one rank owns as a whole is plain,
-but in a user's own step around one that goes element by element, and in the first of an optimizer that torch does not
-know, in which it is watched (`owned_tensors.py`).
+but in a user's own step around one that goes element by element.
 
 Torch calls the hooks for every `torch.optim.Optimizer` of the process.
 """
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -22,7 +22,6 @@ from torch import nn, optim
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardcomm import optimizer_dicts
-from shardcomm.owned_tensors import OwnedParameter, OwnedStep, OwnedTensor
 from shardcomm.plain import plain, set_grad
 from shardcomm.sharded_parameter import ShardedParameter, ShardedRows
 from shardcomm.versions import written
@@ -78,7 +77,7 @@ def _refuse(param: nn.Parameter, why: str) -> None:
 
 _stepping: weakref.WeakKeyDictionary[optim.Optimizer, _Stepping] = weakref.WeakKeyDictionary()
 _checked: weakref.WeakKeyDictionary[optim.Optimizer, int] = weakref.WeakKeyDictionary()
-_watched: weakref.WeakSet[optim.Optimizer] = weakref.WeakSet()  # of which a whole step was
+_warned: weakref.WeakSet[type[optim.Optimizer]] = weakref.WeakSet()
 _hooks: weakref.WeakKeyDictionary[optim.Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
 
 
@@ -88,6 +87,7 @@ def _before(optimizer: optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str,
     params = [p for group in optimizer.param_groups for p in group["params"]]
     if _checked.get(optimizer) != len(params):
         _check(optimizer, params)
+        optimizer_dicts.attach(optimizer, params)
         _checked[optimizer] = len(params)
     if not any(type(p) is ShardedParameter for p in params):
         return
@@ -106,7 +106,6 @@ def _begin(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     params = [p for group in optimizer.param_groups for p in group["params"]]
     sharded = [p for p in params if type(p) is ShardedParameter]
-    watched = None
     if isinstance(optimizer, optim.LBFGS) and sharded:
         raise RuntimeError(
             "LBFGS.step: it takes products over all parameters together, of which this rank has only some; use it with "
@@ -123,22 +122,38 @@ def _begin(
             ):  # torch's get_optimizer_state_dict makes a step of zeros, of nothing here
                 with plain():
                     set_grad(param, None)
+        # Of what is stepped where there are rows, ranks without any know nothing.
+        written([p for p in sharded if p.grad is not None])
         # Who owns a parameter does with it as it would without sharding, and alone.
         sharded = [p for p in sharded if p.whole.is_owned or of_whole]
-        watched = None if of_whole or optimizer in _watched else type(optimizer).__name__
+        if sharded:
+            _warn(type(optimizer))
     elif not type(optimizer).step.__module__.startswith(_KNOWN_STEPS):
         # A step of a user's own around one of these may do anything: clip, for instance.
         written([param for param in sharded if param.grad is not None])
         return None
     if not sharded:
         return None
-    stepping = _stepping[optimizer] = _Stepping(sharded, watched)
+    stepping = _stepping[optimizer] = _Stepping(sharded)
     stepping.begin()
     if len(args) > 1 and callable(args[1]):
         return (args[0], stepping.guarding(args[1]), *args[2:]), kwargs
     if callable(kwargs.get("closure")):
         return args, {**kwargs, "closure": stepping.guarding(kwargs["closure"])}
     return None
+
+
+def _warn(kind: type[optim.Optimizer]) -> None:
+    """Once for each class whose step nobody here knows: what it does with several parameters cannot be told."""
+    if kind in _warned or kind.step.__module__.startswith(_KNOWN_STEPS):
+        return
+    _warned.add(kind)
+    warnings.warn(
+        f'{kind.__name__}.step is given the parameters that this rank owns, by granularity="tensor". Each by itself is '
+        "whole; what is computed of several together, such as a norm of all gradients, is of these alone, and another "
+        "on each rank: take torch.nn.utils.clip_grad_norm_ or get_total_norm before the step",
+        stacklevel=4,
+    )
 
 
 def _check(optimizer: optim.Optimizer, params: Sequence[nn.Parameter]) -> None:
@@ -151,26 +166,16 @@ def _end(optimizer: optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, An
     if (stepping := _stepping.pop(optimizer, None)) is not None:
         moved = [param for param in stepping.params if param.data_ptr() != param.whole.address]
         stepping.end()
-        if stepping.has_gradients:
-            _watched.add(optimizer)
         for param in moved:  # by `param.data = ...`
             param.whole.adopt(param)
 
 
 class _Stepping:
-    """A step under way: `params` and their gradients are plain tensors, by their class, from `begin` to `end`.
+    """A step under way: `params` and their gradients are plain tensors, by their class, from `begin` to `end`."""
 
-    If it is `watched`, by the optimizer's name, they are OwnedTensors.
-    """
-
-    def __init__(self, params: Sequence[ShardedParameter], watched: str | None) -> None:
+    def __init__(self, params: Sequence[ShardedParameter]) -> None:
         self.params = params
         self._grads: list[torch.Tensor] = []
-        self._owned = OwnedStep(watched, params) if watched else None
-
-    @property
-    def has_gradients(self) -> bool:
-        return bool(self._grads)
 
     def begin(self) -> None:
         _make(self.params, nn.Parameter)
@@ -179,16 +184,9 @@ class _Stepping:
         stepped = zip(self.params, shown, strict=True)
         written([p for p, g in stepped if g is not None or p.whole.grad_elsewhere is not None])
         self._grads = [grad for grad in shown if type(grad) is ShardedRows]
-        if self._owned is None:
-            _make(self._grads, torch.Tensor)
-            return
-        _make(self.params, OwnedParameter)
-        _make(self._grads, OwnedTensor)
-        self._owned.begin()
+        _make(self._grads, torch.Tensor)
 
     def end(self) -> None:
-        if self._owned is not None:
-            self._owned.end()
         _make(self.params, ShardedParameter)
         _make(self._grads, ShardedRows)
 

@@ -1,4 +1,4 @@
-"""Which modules are sharded; what is put into them later would not be, and is refused at once."""
+"""Which modules are sharded: what is put into them later is refused at once, and so are they in DDP."""
 
 from __future__ import annotations
 
@@ -39,6 +39,13 @@ def _on_parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> N
 
 
 def _on_module(module: nn.Module, name: str, child: nn.Module | None) -> None:
+    if isinstance(module, nn.parallel.DistributedDataParallel) and child is not None:
+        if any(map(is_sharded, child.modules())):
+            raise RuntimeError(
+                "DistributedDataParallel of a model that fully_shard has sharded would put one rank's rows over those "
+                "of the others; its engine averages gradients already: call the model itself"
+            )
+        return
     if child is None or child is module._modules.get(name) or module not in _sharded:
         return
     if any(

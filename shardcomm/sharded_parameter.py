@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -23,9 +23,7 @@ from shardcomm.mesh import Holders
 from shardcomm.norms import completed, is_norm, partial_norms
 from shardcomm.plain import grad_of, plain, set_grad
 from shardcomm.shard_tensor import Part
-
-if TYPE_CHECKING:
-    from shardcomm.owned_tensors import OwnedStep
+from shardcomm.versions import written
 
 
 @dataclass(eq=False)
@@ -47,7 +45,6 @@ class Whole:
         counts: whether norms count these rows here: several tensor-parallel ranks may have the same.
         address: of the rows.
         grad_elsewhere: what `.grad` shows where there is none, and the parameter's owner has one.
-        step: that of an optimizer, which is watched and goes on; see `owned_tensors.py`.
         check_names: raises where other ranks have other parameters by the same name; see `elsewhere.py`.
     """
 
@@ -64,7 +61,6 @@ class Whole:
     is_part_owned: bool = False
     counts: bool = True
     grad_elsewhere: ShardedRows | None = None
-    step: OwnedStep | None = None
     check_names: Callable[[str], None] | None = None
 
     def __post_init__(self) -> None:
@@ -112,6 +108,7 @@ class ShardedRows(torch.Tensor):
     """A rank's rows of something of a parameter's shape: of its gradient, of its `data`, of twice its values."""
 
     whole: Whole
+    is_values = False  # of the parameter itself, by `.data`
 
     @staticmethod
     def __new__(cls, rows: torch.Tensor, whole: Whole) -> ShardedRows:  # noqa: D102
@@ -266,6 +263,10 @@ def _guarded(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         )
     if name == "share_memory_":  # also of a whole one: it moves memory that collectives know
         first.whole.refuse(name)
+    if name.endswith("_") and not name.startswith("__"):  # in place
+        # For graphs made before, see `versions.py`: torch does not tell of lists here, nor of `.data`, nor on ranks
+        # without rows.
+        written([t.whole.rows for t in _guarded_in(args[:1]) if _is_values(t)])
     if first.whole.is_here:
         with plain():
             return _as_guarded(func(*args, **kwargs), first)
@@ -278,6 +279,12 @@ def _guarded(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _each_guarded(result, args, kwargs) if of_lists else _as_guarded(result, first)
 
 
+def _is_values(tensor: Any) -> bool:
+    """Whether it is a parameter or its `.data`, and no gradient of it."""
+    is_values = isinstance(tensor, ShardedParameter) or tensor.is_values
+    return is_values and not tensor.whole.rows.is_inference()
+
+
 def _got(func: Any, of: Any) -> Any:
     with plain():
         value = func(of)
@@ -285,7 +292,9 @@ def _got(func: Any, of: Any) -> Any:
     if not isinstance(value, torch.Tensor) or isinstance(value, ShardedRows):
         return value
     if attribute in ("data", "real", "imag"):
-        return ShardedRows(value, of.whole)
+        rows = ShardedRows(value, of.whole)
+        rows.is_values = _is_values(of)
+        return rows
     if attribute.startswith("_") or of.whole.is_here:
         return value
     return of.whole.refuse(attribute)

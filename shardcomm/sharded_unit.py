@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -73,16 +74,14 @@ class ShardedParam:
         self.guard()
         self.full = shown(full, self.distribution, requires_grad=requires_grad)
         if issubclass(kind, nn.Parameter) and not issubclass(kind, _OURS):
-            self.full.__class__ = kind  # the user's own, which forward may ask for
+            _become(self.full, kind, owned.name)  # the user's own, which forward may ask for
         vars(self.full).update(marks)
         self.gradient = ParamGradient(self.full, shard, self.distribution)
-        self.watched = False  # see ShardedUnit.watch_gradients
+        self.watch: Any = None  # see ShardedUnit.watch_gradients
 
     def guard(self) -> None:
         """The shard knows what it is, also where an exception ended an optimizer's step."""
         self.shard.__class__ = self._kind
-        if (step := self.whole.step) is not None:
-            step.end()
 
 
 class ShardedUnit:
@@ -187,8 +186,10 @@ class ShardedUnit:
                 if param.distribution is not None:  # computation may take this rank's part of it
                     yield param.name, local(param.full), rows
 
-    def unshard(self) -> None:
+    def unshard(self) -> ExitStack:
         """Gathers the full parameters, and shows them in the model: until `reshard()`, or the end of the next backward.
+
+        What it returns may be used as a context, which ends in `reshard()`.
 
         Collective. They are in memory of their own, in the dtype to compute in. What is computed with them outside of
         the unit's forward, such as `F.linear(x, embed.weight)`, gives gradients as in it. Read them, do not write. A
@@ -198,6 +199,9 @@ class ShardedUnit:
             RuntimeError: autograd runs, or the unit is shown by `engine.gathered()`.
         """
         self.on_unshard()
+        until = ExitStack()
+        until.callback(self.reshard)
+        return until
 
     def reshard(self) -> None:
         """The model shows this rank's rows again; does nothing without `unshard()`. A backward may still come.
@@ -229,8 +233,10 @@ class ShardedUnit:
 
     def check_unchanged(self) -> None:
         """RuntimeError if its forward has changed a parameter."""
-        name = self.versions.changed()
-        if [full.data_ptr() for full in self._plain] != self._addresses:  # by `.data = ...`
+        with plain():
+            name = self.versions.changed()
+            addresses = [full.data_ptr() for full in self._plain]
+        if addresses != self._addresses:  # by `.data = ...`
             name = self._take_back()
         if name is not None:
             self.gathered = False
@@ -272,9 +278,15 @@ class ShardedUnit:
     def watch_gradients(self) -> None:
         """Has `on_gradient` called whenever backward has left a parameter's gradient, from now on."""
         for param in self.params:
-            if not param.watched and param.full.requires_grad:
-                param.full.register_post_accumulate_grad_hook(self.on_gradient)  # type: ignore[no-untyped-call]
-                param.watched = True
+            if param.watch is None and param.full.requires_grad:
+                param.watch = param.full.register_post_accumulate_grad_hook(self.on_gradient)  # type: ignore[no-untyped-call]
+
+    def stop_watching(self) -> None:
+        """Lets go of the engine: Python's garbage collection does not see through autograd's hooks."""
+        for param in self.params:
+            if param.watch is not None:
+                param.watch.remove()
+                param.watch = None
 
     def check_unmarked_backward(self) -> None:
         """Backward has been here and no output told so: TypeError unless nothing else can have come into the slot."""
@@ -386,6 +398,16 @@ class Footprint:
                 bucket.layout.numel * bucket.shard.itemsize for bucket in buckets
             ),
         )
+
+
+def _become(full: nn.Parameter, kind: type[nn.Parameter], name: str) -> None:
+    try:
+        full.__class__ = kind
+    except TypeError as error:  # of a class with __slots__, for instance
+        raise TypeError(
+            f"fully_shard: parameter {name!r} is a {kind.__name__}, which a gathered parameter cannot become: {error}; "
+            "make it an nn.Parameter, or leave it to each rank by ignored_params="
+        ) from None
 
 
 def _memory(tensors: Iterable[torch.Tensor]) -> int:

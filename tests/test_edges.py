@@ -935,3 +935,58 @@ def test_rows_are_plain_in_a_step_and_guarded_after_one_that_fails(
 
     with_sharded(body)
     assert set(seen) == {nn.Parameter}
+
+
+@pytest.mark.parametrize("outer", [lambda model: model, nn.Sequential])
+def test_ddp_of_a_sharded_model_is_refused(outer: Callable[[Any], Any]) -> None:
+    model = model_of()
+    fully_shard(model, Communicator.local_group(1)[0], units=nn.Linear)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(RuntimeError, match="averages gradients already: call the model itself"):
+            nn.parallel.DistributedDataParallel(outer(model))
+    finally:
+        dist.destroy_process_group()
+
+
+def with_a_hook(model: nn.Linear) -> None:
+    model.weight.register_hook(lambda grad: grad * 0)  # type: ignore[no-untyped-call]
+
+
+def with_an_optimizer_in_backward(model: nn.Linear) -> None:
+    model.weight.register_post_accumulate_grad_hook(lambda param: None)  # type: ignore[no-untyped-call]
+
+
+def with_a_gradient(model: nn.Linear) -> None:
+    model(torch.ones(WIDTH)).sum().backward()
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+@pytest.mark.parametrize(
+    ("before", "what"),
+    [
+        (with_a_hook, "hooks"),
+        (with_an_optimizer_in_backward, "hooks"),
+        (with_a_gradient, "a gradient"),
+    ],
+)
+def test_what_hangs_on_parameters_before_is_refused(
+    before: Callable[[nn.Linear], None], what: str, strategy: str
+) -> None:
+    def body(comm: Communicator) -> None:
+        model = nn.Linear(WIDTH, WIDTH)
+        before(model)
+        with pytest.raises(ValueError, match=f"parameter 'weight' has {what} already"):
+            fully_shard(model, comm, strategy=strategy)
+
+    run_threads(body, RANKS)
+
+
+def test_a_trace_is_made_inside_of_gathered() -> None:
+    model = model_of().requires_grad_(False)
+    engine = fully_shard(model, Communicator.local_group(1)[0], units=nn.Linear)
+    with pytest.raises(RuntimeError, match=r"trace inside of engine.gathered\(\)"):
+        torch.jit.trace(model, (IDS,))  # type: ignore[no-untyped-call]
+    with engine.gathered(), torch.no_grad():
+        traced = torch.jit.trace(model, (IDS,))  # type: ignore[no-untyped-call]
+    assert torch.equal(traced(IDS), model(IDS))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from nets import (
@@ -18,7 +21,7 @@ from nets import (
 from thread_ranks import run_threads
 from torch import nn
 
-from shardcomm import CommError, Communicator, MixedPrecision, Policy, fully_shard
+from shardcomm import CommError, Communicator, Engine, MixedPrecision, Policy, fully_shard
 from shardcomm.plain import grad_of, plain
 
 VARIANTS = [
@@ -331,3 +334,18 @@ def test_unit_that_needs_a_busy_slot_says_what_to_do() -> None:
     with pytest.raises(RuntimeError, match="slots=3"):
         model(torch.ones(1, 2))
     engine.close()
+
+
+def test_a_closed_engine_is_freed() -> None:
+    def body(comm: Communicator) -> weakref.ref[Engine]:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        engine = fully_shard(model, comm, units=nn.Linear)
+        for _ in range(2):
+            model(torch.ones(2, 4)).sum().backward()
+            model.zero_grad()
+        engine.close()
+        return weakref.ref(engine)
+
+    engines = run_threads(body, 2)
+    gc.collect()
+    assert [engine() for engine in engines] == [None, None]

@@ -357,6 +357,17 @@ def test_forward_sees_the_class_of_a_parameter(strategy: str) -> None:
     run_threads(body, 2)
 
 
+class Slotted(nn.Parameter):
+    __slots__ = ("mark",)
+
+
+def test_a_class_that_a_parameter_cannot_become_is_refused() -> None:
+    model = nn.Linear(WIDTH, WIDTH)
+    model.weight = Slotted(model.weight.detach())
+    with pytest.raises(TypeError, match=r"'weight' is a Slotted, .* ignored_params="):
+        fully_shard(model, Communicator.local_group(1)[0])
+
+
 class Tracked(torch.Tensor):
     """As torchao's quantised tensors: a parameter of it is one itself."""
 

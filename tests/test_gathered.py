@@ -12,7 +12,7 @@ from thread_ranks import run_mesh, run_threads
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
-from twins import WIDTH, Chain, assert_same_gradients, twins, values
+from twins import WIDTH, Block, Chain, assert_same_gradients, twins, values
 
 from shardcomm import Communicator, Engine, Mesh, MixedPrecision, fully_shard
 
@@ -591,3 +591,16 @@ def test_a_state_dict_ends_an_unshard() -> None:
         assert_rows(model, plain)
 
     with_sharded(body)
+
+
+def test_unshard_is_a_context() -> None:
+    def body(comm: Communicator) -> None:
+        model, twin = twins(Chain)
+        engine = fully_shard(model, comm, units=[Block])
+        unit = engine.units[1]
+        name = unit.params[0].name
+        with unit.unshard():
+            assert torch.equal(model.get_parameter(name), twin.get_parameter(name))
+        assert model.get_parameter(name) is unit.params[0].shard
+
+    run_threads(body, 2)

@@ -493,3 +493,19 @@ def test_torchs_state_dicts_are_saved_by_4_ranks_and_resumed_by_2(tmp_path: Path
             torch.testing.assert_close(
                 weights, wanted[what.partition(" ")[0]], msg=lambda m, w=what: f"{w}: {m}"
             )
+
+
+def test_an_optimizer_that_is_given_the_model_later_is_told_at_its_first_step() -> None:
+    """As Accelerate exchanges the parameters in an optimizer's groups."""
+
+    def body(comm: Communicator) -> None:
+        model, _ = twins(Net)
+        optimizer = torch.optim.AdamW(nn.Linear(2, 2).parameters())
+        fully_shard(model, comm)
+        optimizer.param_groups[0]["params"] = list(model.parameters())
+        train(model, optimizer, range(1))
+        shapes = [p.shape for p in Net().parameters()]
+        state = optimizer.state_dict()["state"]
+        assert [state[i]["exp_avg"].shape for i in range(len(shapes))] == shapes
+
+    run_threads(body, 2)

@@ -235,3 +235,29 @@ def test_rows_are_guarded_after_a_closure_that_fails() -> None:
     norm = norm_after(plain)
     for each in run_threads(body, 2):
         torch.testing.assert_close(each, norm)
+
+
+class ClippedByHand(torch.optim.Optimizer):
+    """Divides by a norm that it takes of all gradients together."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([p.grad.norm() for p in params]).norm()
+        for param in params:
+            param.sub_(param.grad / norm)
+
+
+def test_a_step_that_is_not_known_is_warned_of_once() -> None:
+    def body(comm: Communicator) -> None:
+        model = nets[comm.rank]
+        fully_shard(model, comm, granularity="tensor")
+        train(model, ClippedByHand(model.parameters()))
+
+    nets = [net() for _ in range(2)]
+    with pytest.warns(UserWarning, match=r"ClippedByHand\.step is given .* owns") as warned:
+        run_threads(body, 2)
+    assert len(warned) == 1

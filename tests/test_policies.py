@@ -640,3 +640,20 @@ def test_a_checkpoint_has_the_experts_of_all_ranks(tmp_path: Path) -> None:
     experts = [whole.get_parameter(f"0.experts.each.{n}.weight") for n in range(EXPERTS)]
     firsts = [float(optimizer.state[each]["exp_avg"][0, 0]) for each in experts]
     torch.testing.assert_close(firsts, [0.1 * grad for grad in (3.0, 5.0, 4.0, 6.0)])
+
+
+def test_groups_of_parameters_that_differ_between_ranks_are_refused_on_all() -> None:
+    def body(comm: Communicator) -> None:
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+        experts = [nn.Linear(WIDTH, WIDTH) for _ in range(1 + comm.rank)]
+        for number, expert in enumerate(experts):
+            model.add_module(f"expert{comm.rank}_{number}", expert)
+        alone = Policy(comm=Communicator.local_group(1)[0])
+        engine = fully_shard(model, comm, units=dict.fromkeys(experts, alone))
+        modules = [model[0], *experts]
+        groups = [{"params": list(module.parameters())} for module in modules]
+        state = engine.optimizer_state(torch.optim.SGD(groups, lr=0.1))
+        with pytest.raises(ValueError, match=r"ranks have \[2, 3\] groups of parameters"):
+            state.state_dict()
+
+    run_threads(body, 2)

@@ -55,7 +55,7 @@ def failure(comm: Communicator, *, uneven: bool) -> str:
 
 CASES = {
     "another expert": (False, rf"{GATHER}'experts\.0' #\d+; .*{GATHER}'experts\.1' #\d+"),
-    "uneven generate": (True, rf"barrier\(\) #\d+; .*{GATHER}'' #\d+"),
+    "uneven generate": (True, rf"barrier\(\) #\d+; .*{GATHER}'\(root\)' #\d+"),
 }
 
 
@@ -121,7 +121,8 @@ def test_engines_on_one_communicator_share_no_tag() -> None:
 
     for message in run_threads(body, 2):
         assert re.search(
-            rf"rank 0 called {GATHER}'' #\d+; rank 1 called {GATHER}'' \(2\) #\d+", message
+            rf"rank 0 called {GATHER}'\(root\)' #\d+; rank 1 called {GATHER}'\(root\)' \(2\) #\d+",
+            message,
         )
 
 

@@ -539,3 +539,95 @@ def test_a_forward_sees_no_gradient_of_its_parameters() -> None:
         assert all(param.grad is not None for param in model.parameters())
 
     run_threads(body, 2)
+
+
+class Skipping(nn.Sequential):
+    """A chain in which each call names the blocks that it goes through."""
+
+    def forward(self, x: torch.Tensor, blocks: tuple[int, ...]) -> torch.Tensor:  # type: ignore[override]
+        for block in blocks:
+            x = self[block](x)
+        return x
+
+
+@pytest.mark.parametrize("strategy", SHARDED)
+def test_units_of_one_rank_that_convert_are_called_in_any_order(strategy: str) -> None:
+    """Their gathers are done at once; nobody waits for one."""
+    plain = Skipping(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+    model = copy.deepcopy(plain)
+    comm = Communicator.local_group(1)[0]
+    half = shardcomm.MixedPrecision(param_dtype=torch.bfloat16)
+    fully_shard(model, comm, units=nn.Linear, strategy=strategy, mixed_precision=half)
+    twin = copy.deepcopy(plain).to(torch.bfloat16)
+    x = values(3, WIDTH)
+    for blocks in ((0, 1, 2, 3), (0, 2, 3), (3, 1), (1, 1, 0)):
+        model.zero_grad()
+        twin.zero_grad()
+        model(x, blocks).square().sum().backward()
+        twin(x.to(torch.bfloat16), blocks).square().sum().backward()
+        for block in blocks:
+            ours, theirs = model[block].weight.grad, twin[block].weight.grad
+            torch.testing.assert_close(ours, theirs.float(), rtol=0, atol=0)  # type: ignore[union-attr,operator]
+
+
+class OnlyWhereThereAreRows(torch.optim.Optimizer):
+    """As many an optimizer passes over parameters without elements."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.numel() and param.grad is not None:
+                    param.sub_(param.grad, alpha=0.1)
+
+
+def test_a_step_of_some_ranks_rows_is_known_to_all() -> None:
+    def body(comm: Communicator) -> None:
+        model = nn.Sequential(nn.Linear(WIDTH, 1), nn.Linear(1, WIDTH))
+        fully_shard(model, comm, units=nn.Linear)
+        optimizer = OnlyWhereThereAreRows(model.parameters())
+        kept = loss_of(model)
+        loss_of(model, seed=2).backward()
+        optimizer.step()
+        with pytest.raises(RuntimeError, match=CHANGED):
+            kept.backward()
+
+    run_threads(body, 2)
+
+
+def in_a_list(params: list[nn.Parameter]) -> None:
+    torch._foreach_mul_(params, -2.0)
+
+
+def by_data(params: list[nn.Parameter]) -> None:
+    for param in params:
+        param.data.mul_(-2.0)
+
+
+@pytest.mark.parametrize("granularity", ["row", "element", "tensor"])
+@pytest.mark.parametrize("change", [in_a_list, by_data])
+def test_rows_that_change_before_a_backward_are_noticed(
+    change: Callable[[list[nn.Parameter]], None], granularity: Any
+) -> None:
+    """By `.data` without sharding too, backward then is of the new values; here of some units' old ones."""
+
+    def body(comm: Communicator) -> None:
+        model = Chain()
+        fully_shard(model, comm, units=[Block], granularity=granularity)
+        loss = loss_of(model)
+        with torch.no_grad():
+            change(list(model.parameters()))
+        with pytest.raises(RuntimeError, match=CHANGED):
+            loss.backward()
+        model.zero_grad()
+        loss = loss_of(model)
+        for param in model.parameters():
+            param.grad = torch.zeros_like(param)
+            param.grad.mul_(2.0)  # not the parameter
+            torch._foreach_mul_([param.grad], 2.0)
+        loss.backward()
+
+    run_threads(body, 2)
