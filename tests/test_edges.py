@@ -499,6 +499,7 @@ def test_an_optimizer_that_has_stepped_before_is_refused_at_its_next_step() -> N
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         model(IDS).sum().backward()
         optimizer.step()
+        optimizer.zero_grad()
         fully_shard(model, comm)
         model(IDS).sum().backward()
         with pytest.raises(RuntimeError, match="after fully_shard"):
