@@ -70,32 +70,36 @@ def leave(
     copied: another unit's parameters may come there next. Returns the output to go on with, and whether any tensor of
     it can call `on_begin`.
     """
-    rebuild = None
-    if isinstance(output, torch.Tensor):
-        leaves = [output]
-    else:
-        leaves, rebuild = _flatten(output)
-    grad_enabled = torch.is_grad_enabled()
+    if isinstance(output, torch.Tensor):  # the usual one, at half of the cost
+        return _leave(output, dtype, own_storages, on_begin)
+    leaves, rebuild = _flatten(output)
     changed = marked = False
     for i, leaf in enumerate(leaves):
-        if not isinstance(leaf, torch.Tensor):
-            continue
-        tensor = leaf
-        if leaf.layout is torch.strided and leaf.untyped_storage()._cdata in own_storages:
-            leaves[i] = tensor = leaf.clone()
-            changed = True
-        if dtype is not None and tensor.is_floating_point() and tensor.dtype != dtype:
-            leaves[i] = tensor = tensor.to(dtype)
-            changed = True
-        if grad_enabled and tensor.requires_grad:
-            if tensor.grad_fn is None:
-                tensor.register_hook(on_begin)  # type: ignore[no-untyped-call]
-            else:  # the same, in half of the time
-                tensor.grad_fn.register_prehook(on_begin)
-            marked = True
-    if changed:
-        output = leaves[0] if rebuild is None else rebuild(leaves)
-    return output, marked
+        if isinstance(leaf, torch.Tensor):
+            outside, can_call = _leave(leaf, dtype, own_storages, on_begin)
+            changed |= outside is not leaf
+            marked |= can_call
+            leaves[i] = outside
+    return rebuild(leaves) if changed else output, marked
+
+
+def _leave(
+    tensor: torch.Tensor,
+    dtype: torch.dtype | None,
+    own_storages: Collection[int],
+    on_begin: Callable[[torch.Tensor], None],
+) -> tuple[torch.Tensor, bool]:
+    if tensor.layout is torch.strided and tensor.untyped_storage()._cdata in own_storages:
+        tensor = tensor.clone()
+    if dtype is not None and tensor.is_floating_point() and tensor.dtype != dtype:
+        tensor = tensor.to(dtype)
+    if not (tensor.requires_grad and torch.is_grad_enabled()):
+        return tensor, False
+    if tensor.grad_fn is None:
+        tensor.register_hook(on_begin)  # type: ignore[no-untyped-call]
+    else:  # the same, in half of the time
+        tensor.grad_fn.register_prehook(on_begin)
+    return tensor, True
 
 
 def cast(tree: Any, dtype: torch.dtype | None) -> Any:
