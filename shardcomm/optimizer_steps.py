@@ -117,9 +117,8 @@ def _begin(
             whole = param.whole
             if whole.is_part_owned or (of_whole and not (whole.is_here or whole.is_elsewhere)):
                 whole.refuse(f"{type(optimizer).__name__}.step")
-            if (
-                whole.is_elsewhere
-            ):  # torch's get_optimizer_state_dict makes a step of zeros, of nothing here
+            if whole.is_elsewhere:
+                # Torch's get_optimizer_state_dict makes a step of zeros, which are of nothing here.
                 with plain():
                     set_grad(param, None)
         # Of what is stepped where there are rows, ranks without any know nothing.
