@@ -29,7 +29,7 @@ import torch
 from torch import nn
 from torch._C import _is_tracing as is_tracing
 
-from shardcomm import boundary, forward_methods
+from shardcomm import boundary, forward_methods, versions
 from shardcomm._C import CommError
 from shardcomm.actions import Actions
 from shardcomm.apart import Apart, gathered, nobodys_gradient
@@ -101,6 +101,7 @@ class Engine:
         self._evaluate = self._program(order, False)
         self._current = self._train
         self._seen: list[Trigger] = []  # this forward's triggers, to learn the order from
+        self._changes = versions.changes  # of rows, by the time of the latest forward
         self._in_backward = False
         self._at_end: weakref.ref[Any] | None = None  # what autograd calls then, while it means to
         self._thread = threading.get_ident()
@@ -420,6 +421,8 @@ class Engine:
                 self._fire(unit.trigger[Phase.PRE_FORWARD])
             else:  # called by itself: nothing has told whether its parameters have changed
                 unit.outdate()
+        elif versions.changes != self._changes:
+            unit.outdate_changed()
         if boundary.in_transform():
             return self._enter_transformed(unit, args, kwargs)
         self._actions.require(unit)
@@ -463,6 +466,7 @@ class Engine:
             for param in unit.params:
                 param.guard()
             unit.gradients.drop()
+        self._changes = versions.changes
         self._seen.clear()
         self._thread = threading.get_ident()
         self._actions.keeps_secondary = torch.is_grad_enabled()
@@ -606,6 +610,9 @@ class Engine:
         self._check_thread()
         self._in_backward = True
         self._gradients.begin_backward()
+        if versions.changes != self._changes:
+            for each in self.units:
+                each.outdate_changed()
         at_end = functools.partial(self._end_of_backward)  # autograd alone keeps it
         self._at_end = weakref.ref(at_end, self._let_go)
         torch.autograd.Variable._execution_engine.queue_callback(at_end)

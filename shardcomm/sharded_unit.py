@@ -345,6 +345,14 @@ class ShardedUnit:
         if self.secondary is not None:
             self.secondary.is_current = False
 
+    def outdate_changed(self) -> None:
+        """A backward comes to a forward from before: if the shards have changed since, they are gathered again.
+
+        As without sharding, it computes again with the new values, and autograd refuses what needs the old ones.
+        """
+        if self.gathered and self.versions.are_old:
+            self.outdate()
+
 
 @dataclass(frozen=True)
 class Footprint:

@@ -19,11 +19,16 @@ import torch
 GONE = 2**31 - 1
 """The version while other values are in the memory."""
 
+changes = 0
+"""How often rows have got other values, of any model: while it stays the same, what was gathered is what would be."""
+
 _set_versions = torch._C._autograd._unsafe_set_version_counter
 
 
 def written(rows: Iterable[torch.Tensor]) -> None:
     """`rows` have other values, of which torch does not know; or other ranks' rows of the same parameters have."""
+    global changes  # noqa: PLW0603  (of the process)
+    changes += 1
     torch.autograd.graph.increment_version(rows)
 
 
@@ -54,6 +59,11 @@ class Versions:
         if self._is_coming:
             self._is_coming = False
             self._become(self._gathered)
+
+    @property
+    def are_old(self) -> bool:
+        """Whether the rows have changed since they were gathered; on every rank alike."""
+        return self._gathered != _of(self._rows)
 
     def leave(self) -> None:
         """Other values are on their way to the same memory."""

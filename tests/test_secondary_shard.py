@@ -386,17 +386,23 @@ def load(engine: Engine, model: Net) -> None:
     engine.load_state_dict(make(seed=1).state_dict())
 
 
-def change_after_a_backward(engine: Engine, model: Net) -> None:
-    loss_of(model, batch(0, 1)).backward()
+def change(engine: Engine, model: Net) -> None:
     with torch.no_grad():
         for param in model.parameters():
             param.mul_(0.5)
 
 
-@pytest.mark.parametrize("change", [load, change_after_a_backward])
-def test_a_backward_raises_whose_forwards_values_nobody_has_any_more(
+def change_after_a_backward(engine: Engine, model: Net) -> None:
+    loss_of(model, batch(0, 1)).backward()
+    change(engine, model)
+
+
+@pytest.mark.parametrize("change", [load, change, change_after_a_backward])
+def test_a_backward_raises_of_parameters_that_were_changed_after_their_forward(
     change: Callable[[Engine, Net], None],
 ) -> None:
+    """As without sharding, though secondary shards may have the values from before."""
+
     def body(comm: Communicator, host: Communicator) -> None:
         model = make()
         engine = fully_shard(model, comm, reshard_after_forward=host)
@@ -408,20 +414,20 @@ def test_a_backward_raises_whose_forwards_values_nobody_has_any_more(
     on_two_hosts(body)
 
 
-def test_backward_computes_with_what_forward_did_though_parameters_were_changed_between() -> None:
+@pytest.mark.parametrize("variant", ["checkpoint", "checkpoint-reentrant"])
+def test_what_is_computed_again_is_of_the_parameters_of_now(variant: str) -> None:
     def body(comm: Communicator, host: Communicator) -> None:
-        model, plain = make(), make()
-        engine = fully_shard(model, comm, reshard_after_forward=host)
-        loss = loss_of(model, batch(0, 0))
-        with torch.no_grad():
-            for param in model.parameters():
-                param.mul_(0.5)
-        loss.backward()
-        loss_of(plain, batch(0, 0)).backward()
+        model, plain = make(variant), make(variant)
+        fully_shard(model, comm, units=Block, reshard_after_forward=host)
+        for net in (model, plain):
+            loss = loss_of(net, batch(0, 0))
+            with torch.no_grad():
+                for param in net.blocks.parameters():
+                    param.mul_(0.5)
+            loss.backward()
         grads = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
         for name, param in plain.named_parameters():
             torch.testing.assert_close(grads[name], param.grad, msg=name)
-        engine.close()
 
     on_two_hosts(body)
 

@@ -106,6 +106,12 @@ def change_between_backwards(model: nn.Module) -> None:
     loss.backward()
 
 
+def change_before_a_backward(model: nn.Module) -> None:
+    loss = loss_of(model)
+    halve(model.parameters())
+    loss.backward()
+
+
 def step_of_one_unit_between_backwards(model: Chain) -> None:
     optimizer = sgd(model.blocks[1].parameters())
     loss = loss_of(model)
@@ -121,6 +127,7 @@ REFUSED = [
     loss_kept_over_a_step_and_a_forward,
     load_between_backwards,
     change_between_backwards,
+    change_before_a_backward,
     step_of_one_unit_between_backwards,
 ]
 
@@ -313,6 +320,28 @@ def checkpointed(model: Chain) -> None:
         optimizer.step()
 
 
+def step_between_checkpointed_backwards(model: Chain) -> None:
+    """What is computed again is computed with the parameters of now, in all layers."""
+    for i, block in enumerate(model.blocks):
+        plainly: Any = block.forward
+        block.forward = lambda x, f=plainly, i=i: checkpoint(f, x, use_reentrant=i % 2 == 1)
+    optimizer = sgd(model.parameters())
+    kept = loss_of(model)
+    loss_of(model, seed=2).backward()
+    optimizer.step()
+    kept.backward()
+    again = loss_of(model, seed=3)
+    optimizer.step()
+    again.backward()
+
+
+def change_before_the_backward_of_a_block_alone(model: Chain) -> None:
+    x = values(3, WIDTH).requires_grad_()
+    loss = checkpoint(model.blocks[0], x, use_reentrant=True).square().sum()
+    halve(model.parameters())
+    loss.backward()
+
+
 def optimizer_in_backward(model: nn.Module) -> None:
     optimizers = {param: sgd([param]) for param in model.parameters()}
 
@@ -333,6 +362,8 @@ ALLOWED = [
     step_of_biases,
     frozen_units,
     checkpointed,
+    step_between_checkpointed_backwards,
+    change_before_the_backward_of_a_block_alone,
     optimizer_in_backward,
 ]
 
