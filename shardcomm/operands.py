@@ -46,9 +46,7 @@ def checked(
         TypeError: it is no array, or no dense one.
         ValueError: it is not contiguous or not on `device`, or is such a view and `written`.
     """
-    tensor = array
-    if not isinstance(tensor, torch.Tensor):
-        tensor = as_tensor(f"{operation}: {name}", array, written=written)
+    tensor = array if type(array) is torch.Tensor else _opened(operation, name, array, written)
     if tensor.layout is not _STRIDED:
         raise _no_tensor_of(operation, name, tensor.layout)
     if not tensor.is_contiguous():
@@ -61,6 +59,14 @@ def checked(
             f"{operation}: {name} is on {tensor.device}; this communicator works on {device}"
         )
     return resolved(operation, name, tensor, written=written) if tensor.is_neg() else tensor
+
+
+def _opened(operation: str, name: str, array: ArrayLike, written: bool) -> torch.Tensor:
+    if (refuse := getattr(type(array), "refuse_collective", None)) is not None:
+        refuse(array, operation)  # of sharded parameters: each rank has other rows
+    if isinstance(array, torch.Tensor):
+        return array
+    return as_tensor(f"{operation}: {name}", array, written=written)
 
 
 def check_movable(operation: str, name: str, tensor: torch.Tensor) -> None:

@@ -15,6 +15,7 @@ from itertools import islice
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -103,6 +104,14 @@ class Whole:
             'to_local() for the rows. An optimizer of whole matrices needs granularity="tensor" and no DTensors'
         )
 
+    def refuse_collective(self, operation: str) -> NoReturn:
+        """RuntimeError: `operation` would mix rows with other ranks' other rows."""
+        raise RuntimeError(
+            f"{operation} of {self.name!r}, of which each rank has other rows: fully_shard makes parameters the same "
+            "on all ranks, and averages gradients over them in backward; leave the call out, take full_tensor() for "
+            "the whole, or to_local() for the rows as a plain tensor"
+        )
+
 
 class ShardedRows(torch.Tensor):
     """A rank's rows of something of a parameter's shape: of its gradient, of its `data`, of twice its values."""
@@ -140,6 +149,10 @@ class ShardedRows(torch.Tensor):
         """The whole, from all ranks' rows, without history; collective."""
         return self.whole.gather(self.to_local())
 
+    def refuse_collective(self, operation: str) -> NoReturn:
+        """RuntimeError; see `Whole`. A communicator asks tensors of other classes than torch's for it."""
+        self.whole.refuse_collective(operation)
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"{type(self).__name__}(rows of {self.whole.name!r}: {self.to_local()!r})"
 
@@ -168,6 +181,7 @@ class ShardedParameter(nn.Parameter):
     __torch_function__ = ShardedRows.__torch_function__
     to_local = ShardedRows.to_local
     full_tensor = ShardedRows.full_tensor
+    refuse_collective = ShardedRows.refuse_collective
     __repr__ = ShardedRows.__repr__  # type: ignore[assignment]
     __reduce_ex__ = ShardedRows.__reduce_ex__
     __deepcopy__ = ShardedRows.__deepcopy__
@@ -261,6 +275,8 @@ def _guarded(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             "of the whole parameter, and is reduced over the ranks before this rank has its rows of it; call "
             "loss.backward() and read .grad"
         )
+    if getattr(func, "__module__", "") == _COLLECTIVES:
+        first.whole.refuse_collective(name)
     if name == "share_memory_":  # also of a whole one: it moves memory that collectives know
         first.whole.refuse(name)
     if name.endswith("_") and not name.startswith("__"):  # in place
@@ -373,6 +389,8 @@ def _each_guarded(results: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         for result, first in zip(results, firsts, strict=False)
     ]
 
+
+_COLLECTIVES = dist.all_reduce.__module__
 
 # No operation of torch's tells of these, which take the rows out of torch.
 _REFUSED = {

@@ -26,6 +26,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parameters_to_vector, parametrize, vector_to_parameters
 from twins import Chain, local, twins, values
 
+import shardcomm
 from shardcomm import Communicator, Engine, Mesh, fully_shard, launch
 
 RANKS = 2
@@ -936,6 +937,39 @@ def test_rows_are_plain_in_a_step_and_guarded_after_one_that_fails(
 
     with_sharded(body)
     assert set(seen) == {nn.Parameter}
+
+
+@pytest.mark.parametrize("granularity", ["row", "tensor"])
+@pytest.mark.parametrize(
+    "average",
+    [
+        lambda comm, p: comm.all_reduce(p.grad, "avg"),
+        lambda comm, p: comm.all_reduce(p),
+        lambda comm, p: comm.broadcast(p.data),
+        lambda comm, p: shardcomm.reduce_scatter_tensor(p.grad, torch.ones(16), group=comm),
+        lambda comm, p: dist.all_reduce(p.grad),
+        lambda comm, p: dist.broadcast(p.data, 0),
+        lambda comm, p: dist.all_gather([p.data, p.data], p.grad),
+    ],
+)
+def test_rows_are_not_mixed_with_other_ranks_rows(
+    average: Callable[[Communicator, Any], Any], granularity: str
+) -> None:
+    """With another name for each collective that averages gradients, or starts alike, by hand."""
+
+    def body(model: Tied, engine: Engine, twin: Tied) -> None:
+        grads = [each.grad.full_tensor() for each in model.parameters()]  # type: ignore[union-attr]
+        for param in model.parameters():  # also where this rank has all of its rows, or none
+            with pytest.raises(RuntimeError, match=r"leave the call out, take full_tensor\(\)"):
+                average(engine.mesh.shard, param)
+        for param, grad in zip(model.parameters(), grads, strict=True):
+            assert torch.equal(param.grad.full_tensor(), grad)  # type: ignore[union-attr]
+            rows = param.to_local()  # type: ignore[attr-defined]
+            counts = torch.tensor([float(rows.numel())])
+            engine.mesh.shard.all_reduce(counts)  # plain tensors are
+            assert counts == grad.numel()
+
+    with_sharded(body, granularity=granularity)
 
 
 @pytest.mark.parametrize("outer", [lambda model: model, nn.Sequential])
