@@ -1,22 +1,22 @@
 """An optimizer's own state dict, of sharded parameters: ShardTensors, and loaded from these or from full tensors.
 
 `optimizer.state` is of this rank's rows. Torch calls an optimizer's hooks where it makes a state dict, and where it
-loads one. It has no hook where an optimizer gets its parameters, and a state dict may be loaded before the first step:
-so `Optimizer.add_param_group` is wrapped, by which it gets all of them.
+loads one. It has no hook where an optimizer gets its parameters, which may be put into its groups by hand, and a copy
+of an optimizer has none of its hooks: so `Optimizer.state_dict` and `load_state_dict` are wrapped, and look first.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import ChainMap
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, partial, wraps
 from typing import Any
 
 import torch
 from torch import nn, optim
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardcomm.layout import ParamSpec, Piece, Placement
 from shardcomm.plain import plain
@@ -25,6 +25,9 @@ from shardcomm.sharded_parameter import Whole
 
 _NUMBERS = {"step", "eta", "mu", "mu_product"}
 """Of torch's optimizers: told by their names where a moment is a number too."""
+
+_OF_NUMBERS = ((), (1,))
+"""The shapes that optimizers give them; a moment of these is that of a parameter with as many dims."""
 
 
 @dataclass(frozen=True)
@@ -55,18 +58,22 @@ class ParamState:
 
     def numbers(self, state: Mapping[str, Any], *, of_number: bool) -> dict[str, torch.Tensor]:
         """What is one number, such as a step counter; with `of_number` also what is where the parameter is: moments."""
-        return {
-            key: value
-            for key, value in state.items()
-            if isinstance(value, torch.Tensor)
-            and (self._is_number(key, value) or (of_number and value.shape == self.rows.shape))
-        }
+        tensors = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
+        numbers = {key: value for key, value in tensors.items() if self._is_number(key, value)}
+        if not of_number:
+            return numbers
+        moments = {k: v.new_empty(()) for k, v in tensors.items() if v.shape == self.rows.shape}
+        return {**moments, **numbers}
 
     def nothing(self, numbers: Mapping[str, torch.Tensor]) -> dict[str, ShardTensor]:
         """For a state dict, where another rank owns the parameter and counts its steps: `numbers`, without values."""
-        placement = Placement(ParamSpec(self.name, ()), 0, 0, 1, ())
-        part = Part(placement, Piece(0, 0, 0, 0, (0,)), self.part.ranks)
-        return {key: part.of(value.new_empty(0)) for key, value in numbers.items()}
+        nothing = {}
+        for key, value in numbers.items():
+            shape = tuple(value.shape)
+            placement = Placement(ParamSpec(self.name, shape), 0, 0, 1, shape)
+            part = Part(placement, Piece(0, 0, 0, 0, (0,)), self.part.ranks)
+            nothing[key] = part.of(value.new_empty(0))
+        return nothing
 
     def taken(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """For the optimizer: this rank's rows of ShardTensors and of full tensors; the rest as it is.
@@ -95,7 +102,9 @@ class ParamState:
         if self.part.elsewhere:
             # Never computed with; but some optimizers look for the names of what they keep.
             if is_number:
-                return value.held.new_zeros(()) if isinstance(value, ShardTensor) else value
+                if isinstance(value, ShardTensor):
+                    return value.held.new_zeros(value.shape)
+                return value
             return torch.empty_like(self.rows, dtype=value.dtype, device=value.device)
         if not isinstance(value, ShardTensor) and (is_number or self.rows.shape == self.part.shape):
             return value
@@ -107,7 +116,9 @@ class ParamState:
         return rows
 
     def _is_number(self, key: str, value: torch.Tensor) -> bool:
-        return value.dim() == 0 and (self.part.shape != () or key in _NUMBERS)
+        if key in _NUMBERS:
+            return value.shape in _OF_NUMBERS
+        return value.shape in _OF_NUMBERS and value.dim() != len(self.part.shape)
 
 
 def _mapped(
@@ -125,23 +136,46 @@ _attached: weakref.WeakSet[optim.Optimizer] = weakref.WeakSet()
 
 @cache
 def install() -> None:
-    """Optimizers that are given sharded parameters are attached to, from now on; once a process."""
-    add = optim.Optimizer.add_param_group
+    """From now on; once a process."""
+    show, load = optim.Optimizer.state_dict, optim.Optimizer.load_state_dict
 
-    @wraps(add)
-    def add_and_attach(self: optim.Optimizer, param_group: dict[str, Any]) -> None:
-        add(self, param_group)
-        attach(self, self.param_groups[-1]["params"])
+    @wraps(show)
+    def attach_and_show(self: optim.Optimizer) -> dict[str, Any]:
+        _attach(self)
+        return show(self)
 
-    optim.Optimizer.add_param_group = add_and_attach  # type: ignore[method-assign]
+    @wraps(load)
+    def attach_and_load(self: optim.Optimizer, state_dict: dict[str, Any]) -> None:
+        _attach(self)
+        _refuse_parts(self, state_dict)
+        load(self, state_dict)
+
+    optim.Optimizer.state_dict = attach_and_show  # type: ignore[method-assign]
+    optim.Optimizer.load_state_dict = attach_and_load  # type: ignore[method-assign]
 
 
-def attach(optimizer: optim.Optimizer, params: Iterable[nn.Parameter]) -> None:
-    """State dicts of `optimizer` have ShardTensors from now on, if `params`, which it was given, are sharded."""
+def _attach(optimizer: optim.Optimizer) -> None:
+    """If parameters of `optimizer` are sharded, its state dicts have ShardTensors from now on."""
+    params = (param for group in optimizer.param_groups for param in group["params"])
     if optimizer not in _attached and any(ParamState.of(param) for param in params):
+        # Before hooks of the user's own, which see in a state dict what its reader does, and rows in one to load.
         optimizer.register_state_dict_post_hook(_show, prepend=True)
-        optimizer.register_load_state_dict_pre_hook(_take)
+        optimizer.register_load_state_dict_pre_hook(_take, prepend=True)
         _attached.add(optimizer)
+
+
+def _refuse_parts(optimizer: optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    """ValueError if the state of a parameter which is not sharded would be a part of a sharded one's."""
+    for number, param in _pairs(optimizer, state_dict):
+        if ParamState.of(param) is None:
+            for key, value in state_dict["state"].get(number, {}).items():
+                if any(isinstance(leaf, ShardTensor) for leaf in tree_leaves(value)):
+                    raise ValueError(
+                        f"load_state_dict: {key!r} of parameter {number!r} is this rank's part of what a sharded "
+                        f"optimizer keeps, and this {type(optimizer).__name__} has the whole parameter; save the "
+                        "sharded one by torch.distributed.checkpoint, and load that, or the one file that "
+                        "dcp_to_torch_save makes of it"
+                    )
 
 
 def _show(optimizer: optim.Optimizer, state_dict: dict[str, Any]) -> None:
@@ -175,8 +209,14 @@ def _numbered(
     optimizer: optim.Optimizer, state_dict: dict[str, Any]
 ) -> Iterator[tuple[Any, nn.Parameter, ParamState]]:
     """The sharded parameters by their keys in `state_dict`: numbers, or names in torch.distributed.checkpoint's."""
+    for number, param in _pairs(optimizer, state_dict):
+        if (of := ParamState.of(param)) is not None:
+            yield number, param, of
+
+
+def _pairs(
+    optimizer: optim.Optimizer, state_dict: dict[str, Any]
+) -> Iterator[tuple[Any, nn.Parameter]]:
     # Other groups than the optimizer's are refused by torch, after this.
     for given, own in zip(state_dict["param_groups"], optimizer.param_groups, strict=False):
-        for number, param in zip(given["params"], own["params"], strict=False):
-            if (of := ParamState.of(param)) is not None:
-                yield number, param, of
+        yield from zip(given["params"], own["params"], strict=False)

@@ -87,7 +87,6 @@ def _before(optimizer: optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str,
     params = [p for group in optimizer.param_groups for p in group["params"]]
     if _checked.get(optimizer) != len(params):
         _check(optimizer, params)
-        optimizer_dicts.attach(optimizer, params)
         _checked[optimizer] = len(params)
     if not any(type(p) is ShardedParameter for p in params):
         return

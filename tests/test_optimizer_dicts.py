@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
     set_state_dict,
 )
-from twins import twins, values
+from twins import local, twins, values
 
 import shardcomm
 from shardcomm import Communicator, Engine, Mesh, Policy, fully_shard, launch
@@ -249,6 +249,89 @@ def test_parameters_that_come_to_an_optimizer_later_have_parts() -> None:
         assert state[1]["momentum_buffer"].shape == (64, 8)
 
     run_threads(body, 2)
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_an_optimizer_that_was_given_the_model_by_hand_loads_before_its_first_step(
+    granularity: Any,
+) -> None:
+    """As Accelerate exchanges the parameters in an optimizer's groups."""
+
+    def body(comm: Communicator) -> None:
+        plain, its_optimizer = unsharded("AdamW", STEPS)
+        model, _ = twins(Net)
+        model.load_state_dict(plain.state_dict())
+        optimizer = OPTIMIZERS["AdamW"](model)
+        engine = fully_shard(model, comm, granularity=granularity)
+        for group, theirs in zip(optimizer.param_groups, groups(model), strict=True):
+            group["params"] = theirs["params"]
+        optimizer.load_state_dict(copy.deepcopy(its_optimizer.state_dict()))
+        train(model, optimizer, range(STEPS, 2 * STEPS))
+        train(plain, its_optimizer, range(STEPS, 2 * STEPS))
+        assert_weights_equal(engine, plain)
+
+    run_threads(body, 2)
+
+
+def test_a_copy_of_an_optimizer_has_parts() -> None:
+    def body(comm: Communicator) -> None:
+        model, _ = twins(Net)
+        fully_shard(model, comm)
+        optimizer = OPTIMIZERS["AdamW"](model)
+        train(model, optimizer, range(STEPS))
+        state, wanted = copy.copy(optimizer).state_dict(), optimizer.state_dict()
+        assert repr(state["state"]) == repr(wanted["state"])
+        assert "ShardTensor" in repr(state["state"])
+
+    run_threads(body, 2)
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_a_plain_optimizer_does_not_take_parts(granularity: Any) -> None:
+    def body(comm: Communicator) -> None:
+        model, plain = twins(Net)
+        fully_shard(model, comm, granularity=granularity)
+        optimizer = OPTIMIZERS["AdamW"](model)
+        train(model, optimizer, range(STEPS))
+        with pytest.raises(ValueError, match=r"this rank's part .* torch.distributed.checkpoint"):
+            OPTIMIZERS["AdamW"](plain).load_state_dict(optimizer.state_dict())
+
+    run_threads(body, 2)
+
+
+class CountingInVectors(torch.optim.AdamW):
+    """Has the number of its steps in a tensor of one element, with a dim."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    state = self.state[param]
+                    state["moment"] = state.get("moment", 0) + param.grad
+                    state["step"] = state.get("step", torch.zeros(1)) + 1
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_numbers_may_have_a_dim(granularity: Any, ranks: int) -> None:
+    def body(comm: Communicator) -> None:
+        model, plain = twins(Net)
+        fully_shard(model, comm, granularity=granularity)
+        optimizers = [CountingInVectors(net.parameters()) for net in (model, plain)]
+        for net, optimizer in zip((model, plain), optimizers, strict=True):
+            train(net, optimizer, range(STEPS))
+        state, wanted = (optimizer.state_dict() for optimizer in optimizers)
+        for key, entries in state["state"].items():
+            held = {n: v for n, v in entries.items() if getattr(v, "rectangles", (1,))}
+            assert_states_equal({key: held}, {key: wanted["state"][key]}, plain)
+            assert all(v.shape == wanted["state"][key][n].shape for n, v in entries.items())
+        again = CountingInVectors(model.parameters())
+        again.load_state_dict(wanted)
+        for param, theirs in zip(model.parameters(), wanted["state"].values(), strict=True):
+            assert again.state[param]["step"] == theirs["step"]
+            assert again.state[param]["moment"].shape == local(param).shape
+
+    run_threads(body, ranks)
 
 
 def test_a_loaded_state_dict_is_not_copied() -> None:
