@@ -127,6 +127,11 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def in_make_fx() -> bool:
+    """Whether a graph is recorded, by make_fx or what builds on it."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+
+
 in_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
 """Whether a function of torch.func runs: its tensors have no memory, and take no hooks."""
 

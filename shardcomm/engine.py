@@ -404,10 +404,7 @@ class Engine:
             self._check_apart(unit, unit.apart)
             return args, kwargs
         if is_tracing():
-            raise RuntimeError(
-                f"torch.jit.trace of unit {unit.name!r} would keep as constants parameters that are gathered for this "
-                "call alone; trace inside of engine.gathered()"
-            )
+            raise _keeps_constants("torch.jit.trace", unit)
         if unit.in_method:
             args, kwargs = boundary.cast((args, kwargs), unit.input_dtype)
             return args, kwargs
@@ -421,6 +418,7 @@ class Engine:
                 self._fire(unit.trigger[Phase.PRE_FORWARD])
             else:  # called by itself: nothing has told whether its parameters have changed
                 unit.outdate()
+                _check_not_recorded(unit)
         elif versions.changes != self._changes:
             unit.outdate_changed()
         if boundary.in_transform():
@@ -460,6 +458,7 @@ class Engine:
 
     def _begin_forward(self) -> None:
         """What was gathered before is stale: the optimizer may have stepped."""
+        _check_not_recorded(self._root)
         self._settle()
         for unit in self.units:
             unit.outdate()
@@ -711,6 +710,18 @@ class Engine:
         yield unit.module.register_forward_hook(leave, always_call=True)
 
 
+def _check_not_recorded(unit: ShardedUnit) -> None:
+    if boundary.in_make_fx():
+        raise _keeps_constants("make_fx", unit)
+
+
+def _keeps_constants(recorder: str, unit: ShardedUnit) -> RuntimeError:
+    return RuntimeError(
+        f"{recorder} of unit {unit.name!r} would keep as constants parameters that are gathered for this call alone; "
+        "trace inside of engine.gathered()"
+    )
+
+
 class _Call(Hooks):
     """Of a unit's module: its calls come to the engine."""
 
@@ -719,9 +730,9 @@ class _Call(Hooks):
         self._unit = unit
 
     def begin(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: Any = None
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if module is not self._unit.module:
+        if module is not self._unit.module:  # which has the hook perhaps without its kwargs
             raise RuntimeError(forward_methods.copied(self._unit))
         args, kwargs = self._engine._pre_forward(self._unit, args, kwargs)
         self._unit.in_forward = True

@@ -104,6 +104,14 @@ class Whole:
             'to_local() for the rows. An optimizer of whole matrices needs granularity="tensor" and no DTensors'
         )
 
+    def refuse_swap(self) -> NoReturn:
+        """RuntimeError: an optimizer would step on memory of which the engine knows nothing."""
+        raise RuntimeError(
+            f"torch.utils.swap_tensors of {self.name!r}, a parameter of fully_shard, as by torch.__future__."
+            "set_swap_module_params_on_conversion: its memory belongs to the engine; swap before fully_shard, and give "
+            "it values by copy_ or load_state_dict"
+        )
+
     def refuse_collective(self, operation: str) -> NoReturn:
         """RuntimeError: `operation` would mix rows with other ranks' other rows."""
         raise RuntimeError(
@@ -212,6 +220,9 @@ class ShardedParameter(nn.Parameter):
     def register_hook(self, hook: Any) -> NoReturn:  # noqa: D102
         refuse_hook(self.whole)
 
+    def _use_count(self) -> NoReturn:  # asked by swap_tensors alone
+        self.whole.refuse_swap()
+
 
 _DATA: Any = torch._C.TensorBase.data
 
@@ -240,6 +251,11 @@ class WholeParameter(nn.Parameter):
         if self.whole is None:
             return super().register_hook(hook)  # type: ignore[no-untyped-call]
         return refuse_hook(self.whole)
+
+    def _use_count(self) -> Any:
+        if self.whole is None:
+            return super()._use_count()  # type: ignore[misc]
+        return self.whole.refuse_swap()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         plainly: Any = nn.Parameter(self.detach(), self.requires_grad)

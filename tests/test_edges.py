@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     set_model_state_dict,
 )
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 from torch.nn.utils import parameters_to_vector, parametrize, vector_to_parameters
 from twins import Chain, local, twins, values
@@ -1017,11 +1018,42 @@ def test_what_hangs_on_parameters_before_is_refused(
     run_threads(body, RANKS)
 
 
-def test_a_trace_is_made_inside_of_gathered() -> None:
+TRACERS: dict[str, Callable[[nn.Module, torch.Tensor], Any]] = {
+    "torch.jit.trace": lambda module, x: torch.jit.trace(module, (x,)),  # type: ignore[no-untyped-call]
+    "make_fx": lambda module, x: make_fx(module)(x),
+}
+
+
+@pytest.mark.parametrize("by", TRACERS)
+def test_a_trace_is_made_inside_of_gathered(by: str) -> None:
     model = model_of().requires_grad_(False)
     engine = fully_shard(model, Communicator.local_group(1)[0], units=nn.Linear)
-    with pytest.raises(RuntimeError, match=r"trace inside of engine.gathered\(\)"):
-        torch.jit.trace(model, (IDS,))  # type: ignore[no-untyped-call]
+    for module, x in ((model, IDS), (model.blocks[0], torch.ones(2, WIDTH))):
+        with pytest.raises(RuntimeError, match=rf"{by} of .* trace inside of engine.gathered\(\)"):
+            TRACERS[by](module, x)
     with engine.gathered(), torch.no_grad():
-        traced = torch.jit.trace(model, (IDS,))  # type: ignore[no-untyped-call]
+        traced = TRACERS[by](model, IDS)
     assert torch.equal(traced(IDS), model(IDS))
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+def test_parameters_are_not_swapped(strategy: str) -> None:
+    def body(model: Tied, engine: Engine, twin: Tied) -> None:
+        for param in model.parameters():
+            other = nn.Parameter(torch.zeros(local(param).shape))
+            for pair in ((param, other), (other, param)):
+                with pytest.raises(RuntimeError, match=r"swap before fully_shard"):
+                    torch.utils.swap_tensors(*pair)  # type: ignore[no-untyped-call]
+        assert torch.equal(model(IDS), twin(IDS))
+
+    with_sharded(body, strategy=strategy)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:torch.quantize_per_tensor")
+def test_quantised_modules_know_that_they_are_not_the_engines(inplace: bool) -> None:
+    model = model_of()
+    fully_shard(model, Communicator.local_group(1)[0], units=nn.Linear, strategy="no_shard")
+    quantised = torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, inplace=inplace)
+    with pytest.raises(RuntimeError, match=r"load its full_state_dict\(\) into another one"):
+        quantised(IDS)
