@@ -9,7 +9,7 @@ RuntimeError that says where the whole parameter is to be had. Inside most optim
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NoReturn
@@ -295,7 +295,7 @@ def _guarded(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         first.whole.refuse_collective(name)
     if name == "share_memory_":  # also of a whole one: it moves memory that collectives know
         first.whole.refuse(name)
-    if name.endswith("_") and not name.startswith("__"):  # in place
+    if _is_in_place(name):
         # For graphs made before, see `versions.py`: torch does not tell of lists here, nor of `.data`, nor on ranks
         # without rows.
         written([t.whole.rows for t in _guarded_in(args[:1]) if _is_values(t)])
@@ -309,6 +309,10 @@ def _guarded(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = func(*args, **kwargs)
     of_lists = name.startswith("_foreach_") and isinstance(result, list | tuple)
     return _each_guarded(result, args, kwargs) if of_lists else _as_guarded(result, first)
+
+
+def _is_in_place(name: str) -> bool:
+    return name.endswith("_") and not name.startswith("__")
 
 
 def _is_values(tensor: Any) -> bool:
@@ -371,13 +375,15 @@ def _lists(values: Iterable[Any]) -> Iterator[Any]:
     return (value for value in values if isinstance(value, list | tuple) and value)
 
 
-def _check_pairs(name: str, rows: Any, with_values: Iterable[Any]) -> None:
-    for value in with_values:
+def _check_pairs(name: str, rows: Any, with_values: Sequence[Any]) -> None:
+    for number, value in enumerate(with_values):
         if isinstance(value, torch.Tensor) and value is not rows:
             with plain():
                 shape, other = rows.shape, value.shape
+            is_written = number == 0 and _is_in_place(name)
             try:
-                fits = torch.broadcast_shapes(shape, other) == shape  # type: ignore[no-untyped-call]
+                # Where there are no rows, one row of the whole's, or a number, would be broadcast to none.
+                fits = shape == (other if is_written else torch.broadcast_shapes(shape, other))  # type: ignore[no-untyped-call]
             except RuntimeError:
                 fits = False
             if not fits:

@@ -286,6 +286,40 @@ def test_what_would_be_wrong_of_rows_alone_is_refused(use: Callable[[Tied], Any]
     with_sharded(body)
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (1, WIDTH)])
+@pytest.mark.parametrize(
+    "average",
+    [
+        lambda mean, p: mean.lerp_(p, 0.1),
+        lambda mean, p: mean.data.mul_(0.9).add_(p.data, alpha=0.1),
+        lambda mean, p: torch._foreach_lerp_([mean], [p.detach()], 0.1),
+        lambda mean, p: mean.copy_(p),
+    ],
+)
+def test_an_average_made_before_is_refused_on_ranks_without_rows(
+    average: Callable[[torch.Tensor, nn.Parameter], Any], shape: tuple[int, ...]
+) -> None:
+    """Where torch broadcasts, or says something of shapes."""
+
+    def body(comm: Communicator) -> bool:
+        model = nn.Module()
+        model.scale = nn.Parameter(torch.ones(shape))
+        model.forward = lambda x: x * model.scale  # type: ignore[assignment]
+        mean = torch.zeros(shape)
+        fully_shard(model, comm)
+        with torch.no_grad():
+            model.scale.add_(torch.ones(()))  # a number
+            if not local(model.scale).numel():
+                with pytest.raises(RuntimeError, match=r"of 'scale': outside of the forward"):
+                    average(mean, model.scale)
+                return False
+            average(mean, model.scale)
+        assert mean.gt(0).all()
+        return True
+
+    assert sorted(run_threads(body, RANKS)) == [False, True]
+
+
 def test_a_whole_parameter_is_gathered_in_a_forward_that_gathers_ahead() -> None:
     def body(comm: Communicator) -> None:
         model, plain = twins(lambda: Chain(layers=6))
