@@ -302,13 +302,20 @@ def _guarded(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if first.whole.is_here:
         with plain():
             return _as_guarded(func(*args, **kwargs), first)
-    if name in _REFUSED:
+    if name in _REFUSED or (name in _INDEXING and not _takes_all(args[1])):
         first.whole.refuse(name)
     _check_shapes(name, first, args, kwargs)
     with plain(), _Elementwise(first.whole, name):
         result = func(*args, **kwargs)
     of_lists = name.startswith("_foreach_") and isinstance(result, list | tuple)
     return _each_guarded(result, args, kwargs) if of_lists else _as_guarded(result, first)
+
+
+def _takes_all(index: Any) -> bool:
+    """Whether it is one of `[:]`, `[...]`, `[:, ...]`: else torch counts from this rank's first row."""
+    if isinstance(index, tuple):
+        return all(map(_takes_all, index))
+    return index is ... or (isinstance(index, slice) and index == slice(None))
 
 
 def _is_in_place(name: str) -> bool:
@@ -423,6 +430,8 @@ _REFUSED = {
     "numpy",
     "tolist",
 }
+
+_INDEXING = {"__getitem__", "__setitem__"}
 
 _ELEMENTWISE = {
     "aten::_to_copy",

@@ -337,6 +337,35 @@ def test_a_whole_parameter_is_gathered_in_a_forward_that_gathers_ahead() -> None
     run_threads(body, RANKS)
 
 
+@pytest.mark.parametrize("index", [0, -1, 5, slice(0, 1), (slice(None), 0), [0, 1]])
+@pytest.mark.parametrize("of", [lambda p: p, lambda p: p.data, lambda p: p.grad])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_an_index_is_refused_on_ranks_with_rows_and_without(
+    rows: int, of: Callable[[nn.Parameter], Any], index: Any
+) -> None:
+    """Of 2 rows a rank has one, which would be all that it takes; of one, a rank has none."""
+
+    def body(comm: Communicator) -> None:
+        model = nn.Linear(64, rows, bias=False)
+        fully_shard(model, comm)
+        model(values(3, 64)).sum().backward()
+        assert len(local(model.weight)) == 1 or rows == 1
+        if len(local(model.weight)) == rows:
+            return
+        with torch.no_grad():
+            for use in (
+                lambda: of(model.weight)[index],
+                lambda: of(model.weight).__setitem__(index, 0.0),
+            ):
+                with pytest.raises(RuntimeError, match=r"item__ of 'weight': outside of the forw"):
+                    use()
+            for everything in (..., slice(None), (slice(None), ...)):
+                of(model.weight)[everything] = 2.0
+                assert local(of(model.weight)).eq(2.0).all()
+
+    run_threads(body, RANKS)
+
+
 def test_elementwise_arithmetic_is_that_of_the_whole() -> None:
     def body(model: Tied, engine: Engine, twin: Tied) -> None:
         for each in (model, twin):
