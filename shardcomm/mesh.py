@@ -201,11 +201,13 @@ class Holders:
         mesh: the ranks that hold the same parameters. Others may hold other ones, such as other experts, which are
             counted with these in whatever is said of the whole model.
         experts: groups of ranks of `everyone` that hold other parts of some parameters: of DTensors over expert meshes.
+        differs: whether ranks of `everyone` have other parameters of the model, such as other experts.
     """
 
     mesh: Mesh
     everyone: Mesh
     experts: Mapping[Ranks, Communicator] = field(default_factory=dict)
+    differs: bool = False
     _of_parts: dict[frozenset[Ranks], Holders] = field(default_factory=dict)
 
     def of(self, how: Distribution | None) -> Holders:
@@ -215,7 +217,9 @@ class Holders:
             return self
         if cut not in self._of_parts:
             inner = {**self.mesh.inner, **{ranks: self.experts[ranks] for ranks in cut}}
-            self._of_parts[cut] = Holders(replace(self.mesh, inner=inner), self.everyone)
+            self._of_parts[cut] = Holders(
+                replace(self.mesh, inner=inner), self.everyone, differs=self.differs
+            )
         return self._of_parts[cut]
 
     def complete(self, buffer: torch.Tensor, op: ReduceOp) -> None:

@@ -55,14 +55,10 @@ def shard_units(
     """Shards `units`; collective. Unit i has a bucket for each of `groups[i]`, slot `slot_of[i]`, and `holders[i]`.
 
     At any moment at most one unit exists in full besides what the model held before.
-
-    Raises:
-        ValueError: something in the model cannot be sharded, or initialised; nothing is changed then.
     """
     model = units[0].module
     meshes = [each.mesh for each in holders]
     device = meshes[0].device
-    _check_modules(model, device)
     mesh_of = dict(zip(slot_of, meshes, strict=True))
     slots = [
         _slot(mesh_of[slot], nbytes) for slot, nbytes in enumerate(slot_bytes(groups, slot_of))
@@ -157,7 +153,8 @@ def _output_dtype(
     return precision.output_dtype if is_root or own else None
 
 
-def _check_modules(model: nn.Module, device: torch.device) -> None:
+def check_modules(model: nn.Module, device: torch.device) -> None:
+    """ValueError if a module of `model` cannot be initialised on `device`, or would change a gathered parameter."""
     for name, module in model.named_modules():
         here = f"{type(module).__name__} {name!r}"
         on_meta = [*_meta(module._parameters), *_meta(module._buffers)]

@@ -166,9 +166,7 @@ class ShardedUnit:
             self.holders.of(how),
             shard.detach(),
             part,
-            is_part=bucket.layout.world_size > 1
-            or self.mesh.size < self.holders.everyone.size
-            or is_cut,
+            is_part=bucket.layout.world_size > 1 or self.holders.differs or is_cut,
             is_here=piece.numel == placement.numel and not is_cut,
             is_elsewhere=part.elsewhere,
             gather=partial(_gathered, self.holders, bucket, index, how),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from functools import cache, partial
 from itertools import chain
@@ -25,13 +26,14 @@ from shardcomm.planner import Plan, policies_of, schedule_units
 from shardcomm.policy import Policy
 from shardcomm.schedule import Schedule, Trigger
 from shardcomm.secondary_shard import check_secondary, secondary_of
-from shardcomm.shard_units import shard_units
+from shardcomm.shard_units import check_modules, shard_units
 from shardcomm.sharded_modules import is_sharded, remember
 from shardcomm.sharded_unit import Footprint, ShardedUnit
 from shardcomm.strategy import Strategy
 from shardcomm.tensor_parallel import inner_groups
 from shardcomm.unit import UnitParams, Units, find_units, registration_order
 
+_ERROR = "error"
 _KINDS = (
     "kinds of units, by comm and strategy, of which every rank needs as many (to one without the experts that others "
     "have, give a unit with Policy(comm=Communicator.local_group(1)[0])):"
@@ -156,23 +158,26 @@ def fully_shard(
         for mesh in meshes
     ]
     schedule_of = partial(schedule_units, policies=policies, pools=pools)
-    first_guess = schedule_of(order, slots=slots)
-
-    def plan(order: Sequence[Trigger], backward: bool) -> Schedule:
-        return schedule_of(order, slots=first_guess.slot_of, backward=backward)
-
-    inner = inner_groups(owned.distribution for unit in found for owned in unit.params)
-    groups = group_units(found, policies, pools, granularity, shard_dim, owner_cost)
-    planned = Plan.of_groups(found, groups, rest, first_guess, pools, main.size)
     together = FailingTogether([*numbers])
     call = {
+        _ERROR: repr(None),
         **rest.facts(),
         "slots": repr(slots),
         "on_nonfinite": repr(on_nonfinite),
         "(replicas, shards)": repr((main.replicate.size, main.shard.size)),
         _KINDS: repr(len(numbers)),
     }
-    items = list(_items(model, found, policies, groups))
+    with _told_to_all(main, call, together):
+        check_modules(model, main.device)
+        first_guess = schedule_of(order, slots=slots)
+        inner = inner_groups(owned.distribution for unit in found for owned in unit.params)
+        groups = group_units(found, policies, pools, granularity, shard_dim, owner_cost)
+        planned = Plan.of_groups(found, groups, rest, first_guess, pools, main.size)
+        items = list(_items(model, found, policies, groups))
+
+    def plan(order: Sequence[Trigger], backward: bool) -> Schedule:
+        return schedule_of(order, slots=first_guess.slot_of, backward=backward)
+
     for mesh in numbers:
         its = [each for each, at in zip(items, meshes, strict=True) if at == mesh]
         with together:
@@ -189,9 +194,10 @@ def fully_shard(
         around = main.around({r: group for r, group in inner.items() if r not in elsewhere.within})
         experts = main.around({r: inner[r] for r in elsewhere.within if r in inner}).inner
         holders = {
-            mesh: Holders(replace(mesh, inner=around.inner), around, experts) for mesh in numbers
+            mesh: Holders(replace(mesh, inner=around.inner), around, experts, elsewhere.differs)
+            for mesh in numbers
         }
-        holders[main] = Holders(around, around)
+        holders[main] = Holders(around, around, differs=elsewhere.differs)
         sharded = shard_units(
             found, policies, groups, [holders[mesh] for mesh in meshes], first_guess.slot_of
         )
@@ -223,6 +229,18 @@ def fully_shard(
     optimizer_steps.install()
     remember(model)
     return engine
+
+
+@contextmanager
+def _told_to_all(main: Mesh, call: dict[str, str], together: FailingTogether) -> Iterator[None]:
+    """What is raised in it, of this rank's model alone perhaps, is what the others hear of, who come to agree."""
+    try:
+        yield
+    except Exception as error:
+        with suppress(CommError), together:
+            call[_ERROR] = repr(error)
+            difference((main.shard, main.replicate), [Item("the call", call)])
+        raise
 
 
 def _meshes(policies: Sequence[Policy], rest: Policy) -> tuple[list[Mesh], Mesh]:

@@ -106,6 +106,59 @@ def test_another_model_on_one_rank(other: Callable[[], Net], message: str) -> No
     assert message in said
 
 
+def with_a_hook(net: Net) -> Net:
+    net.head.weight.register_hook(lambda grad: grad)  # type: ignore[no-untyped-call]
+    return net
+
+
+def with_a_gradient(net: Net) -> Net:
+    net.head.weight.grad = torch.ones_like(net.head.weight)
+    return net
+
+
+def with_renormalised_rows(net: Net) -> Net:
+    net.head = nn.Embedding(8, 8, max_norm=1.0)  # type: ignore[assignment]
+    return net
+
+
+def odd(name: str, param: nn.Parameter) -> str:
+    raise LookupError(name)
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+@pytest.mark.parametrize(
+    ("change", "options", "refusal", "message"),
+    [
+        (with_a_hook, {}, ValueError, "parameter 'head.weight' has hooks already"),
+        (with_a_gradient, {}, ValueError, "parameter 'head.weight' has a gradient already"),
+        (with_renormalised_rows, {}, ValueError, "has max_norm=1.0"),
+        (lambda net: net, {"granularity": odd}, LookupError, "head.weight"),
+    ],
+)
+def test_what_one_rank_alone_is_refused_all_are_told(
+    change: Callable[[Net], Net],
+    options: dict[str, Any],
+    refusal: type[Exception],
+    message: str,
+    bad: int,
+) -> None:
+    def rank(comm: Communicator) -> None:
+        if comm.rank != bad:
+            said = said_by_all(comm, Net())
+            assert said.startswith("fully_shard: ranks differ: the call has error ")
+            assert f"on rank {bad}" in said
+        else:
+            net = change(Net())
+            with pytest.raises(refusal) as caught:
+                fully_shard(net, comm, **options)
+            one = torch.ones(1)
+            comm.all_reduce(one)
+            said = str(caught.value)
+        assert message in said
+
+    run_threads(rank, 3, deadline_s=20)
+
+
 def test_another_order_of_registration() -> None:
     def rank(comm: Communicator) -> str:
         a, b = nn.Linear(4, 4), nn.Linear(4, 4)

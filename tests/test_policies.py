@@ -474,10 +474,6 @@ def test_other_parameters_of_the_same_name_are_not_saved_as_one(strategy: str) -
                 save()
         with engine.gathered():
             assert dict(model.named_parameters())["1.each.0.weight"].shape == (WIDTH, WIDTH)
-        if (
-            strategy == "no_shard"
-        ):  # a rank without an expert's gradient would have plain ones alone
-            return
         # One expert a rank: nothing is gathered, and a norm is that of both all the same.
         for param in model.parameters():
             param.grad = torch.full_like(param, 2.0)
@@ -520,8 +516,11 @@ def test_a_rank_without_a_gradient_is_clipped_with_the_engine_and_missed_without
     run_threads(body, RANKS, deadline_s=5)
 
 
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
 @pytest.mark.parametrize("scaler_of", [torch.amp.GradScaler, shardcomm.GradScaler])
-def test_a_scaler_steps_where_some_ranks_experts_have_no_gradient(scaler_of: Any) -> None:
+def test_a_scaler_steps_where_some_ranks_experts_have_no_gradient(
+    scaler_of: Any, strategy: str
+) -> None:
     same = [Communicator.local_group(2, deadline_s=20) for _ in range(2)]
 
     def body(comm: Communicator) -> float:
@@ -530,7 +529,10 @@ def test_a_scaler_steps_where_some_ranks_experts_have_no_gradient(scaler_of: Any
         model = nn.ModuleDict({"shared": shared, f"expert{mine}": expert})
         model.forward = lambda x: expert(shared(x)) if mine else shared(x)
         engine = fully_shard(
-            model, comm, units={shared: None, expert: Policy(comm=same[mine][rank])}
+            model,
+            comm,
+            units={shared: None, expert: Policy(comm=same[mine][rank])},
+            strategy=strategy,
         )
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         on = "cpu" if scaler_of is torch.amp.GradScaler else engine
