@@ -90,6 +90,10 @@ class Engine:
         self._streams = mesh.streams
         self._actions = Actions(units, self._together)
         self._gradients = Gradients(units, mesh, on_nonfinite)
+        # Experts that nobody gathers: a forward without them, on some of their ranks, is none that the others wait for.
+        self._may_be_left_out = [
+            u for u in units if u.slot < 0 and u.mesh.size not in (1, mesh.size)
+        ]
         self._check = check
         self._divide_gradients(mesh.size)
 
@@ -667,6 +671,8 @@ class Engine:
             if unit.state is State.BACKWARD:
                 unit.show_shard()
                 unit.state = State.IDLE
+        for unit in self._may_be_left_out:
+            unit.gradients.join()
         # In the order in which a backward would have come to them, the same on every rank.
         for unit in reversed(self.units):
             self._actions.reduce(unit)

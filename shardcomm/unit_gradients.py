@@ -134,6 +134,11 @@ class UnitGradients:
             if any([p.full.requires_grad or p.holds_earlier for p in entry[1]])
         ]
 
+    def join(self) -> None:
+        """Backward has ended, which may have come to the unit on other ranks alone: they wait for this one's reduce."""
+        if self.stage is Stage.EMPTY:
+            self.begin()
+
     @property
     def came_unannounced(self) -> bool:
         """Whether backward has left gradients without `begin`."""

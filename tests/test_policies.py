@@ -516,6 +516,50 @@ def test_a_rank_without_a_gradient_is_clipped_with_the_engine_and_missed_without
     run_threads(body, RANKS, deadline_s=5)
 
 
+def test_an_expert_that_is_not_sharded_may_have_no_gradient_on_some_of_its_ranks() -> None:
+    """As no token came to it there; on none of its ranks in the second backward, and on all in the third."""
+    same = [Communicator.local_group(2, deadline_s=10) for _ in range(2)]
+
+    def called(rank: int, backward: int) -> bool:
+        return [rank != 1, False, True][backward]
+
+    class Routed(nn.Sequential):
+        def forward(self, x: torch.Tensor, to_expert: bool) -> torch.Tensor:  # type: ignore[override]
+            x = self[0](x)
+            return self[1](x) if to_expert else x
+
+    def loss_of(model: nn.Module, rank: int, backward: int) -> torch.Tensor:
+        out: torch.Tensor = model(tokens_of(rank, backward), called(rank, backward))
+        return out.square().sum()
+
+    def net(rank: int) -> Routed:
+        with _generator, torch.random.fork_rng():
+            torch.manual_seed(0)
+            shared, experts = nn.Linear(WIDTH, WIDTH), [nn.Linear(WIDTH, WIDTH) for _ in range(2)]
+        return Routed(shared, experts[rank % 2])
+
+    plain = [net(rank) for rank in range(4)]
+    for backward in range(3):
+        for rank, each in enumerate(plain):
+            (loss_of(each, rank, backward) / 4).backward()
+
+    def grad_of(rank: int, name: str) -> torch.Tensor:
+        ranks = range(4) if name.startswith("0") else (rank % 2, rank % 2 + 2)
+        return sum(plain[r].get_parameter(name).grad for r in ranks)  # type: ignore[misc, return-value]
+
+    def body(comm: Communicator) -> None:
+        model = net(comm.rank)
+        policy = Policy(comm=same[comm.rank % 2][comm.rank // 2])
+        fully_shard(model, comm, units={model[1]: policy}, strategy="no_shard")
+        for backward in range(3):
+            loss_of(model, comm.rank, backward).backward()
+        for name, param in model.named_parameters():
+            grad = param.grad.full_tensor()  # type: ignore[union-attr]
+            torch.testing.assert_close(grad, grad_of(comm.rank, name), msg=name)
+
+    run_threads(body, 4, deadline_s=10)
+
+
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
 @pytest.mark.parametrize("scaler_of", [torch.amp.GradScaler, shardcomm.GradScaler])
 def test_a_scaler_steps_where_some_ranks_experts_have_no_gradient(
