@@ -11,7 +11,7 @@ from shardcomm.mesh import FailingTogether
 from shardcomm.offload import Offload
 from shardcomm.schedule import Action, Schedule, Trigger, Verb
 from shardcomm.sharded_unit import ShardedUnit, State
-from shardcomm.streams import Stream
+from shardcomm.streams import Event, Stream
 from shardcomm.trace import Trace
 from shardcomm.traffic import Traffic
 from shardcomm.work import Work
@@ -104,13 +104,15 @@ class Actions:
                 f"unit {unit.name!r} is needed while unit {self._occupant[unit.slot].name!r}, which has the same "
                 f"slot {unit.slot}, is still in use; call fully_shard with slots={len(self._units)}"
             )
-        self.wait_gather(unit)
+        if unit.slot >= 0:
+            self.wait_gather(unit)
         if self.trace is not None:
             unit.began = self._compute().record(timed=True)
 
     def wait_gather(self, unit: ShardedUnit) -> None:
         """Computation goes on with the parameters of `unit`."""
-        self._finish(unit.gathers, "gather", unit)
+        if unit.gathers:
+            self._finish(unit.gathers, "gather", unit)
         unit.versions.arrive()
 
     def release(self, unit: ShardedUnit) -> None:
@@ -185,11 +187,11 @@ class Actions:
         if self.trace is not None:
             self.trace.add("waiting", f"{what} {name}", begin, end)
 
-    def end_compute(self, unit: ShardedUnit, what: str) -> None:
+    def end_compute(self, unit: ShardedUnit, began: Event, what: str) -> None:
         """For a trace: the forward or backward of `unit` has ended."""
-        if self.trace is not None and unit.began is not None:
+        if self.trace is not None:
             end = self._compute().record(timed=True)
-            self.trace.add("compute", f"{what} {unit.name}", unit.began, end)
+            self.trace.add("compute", f"{what} {unit.name}", began, end)
         unit.began = None
 
     def _issuing(

@@ -102,6 +102,7 @@ class Engine:
         self._current = self._train
         self._seen: list[Trigger] = []  # this forward's triggers, to learn the order from
         self._in_backward = False
+        self._backward_failed = False  # an exception ended it, of which nothing is cleared up yet
         self._at_end: weakref.ref[Any] | None = None  # what autograd calls then, while it means to
         self._thread = threading.get_ident()
         self._thread_ranks_on_gpu = mesh.device.type != "cpu" and any(
@@ -416,8 +417,9 @@ class Engine:
                 self._begin_forward()
             unit.state = State.FORWARD
             if self._root.state is State.FORWARD:
-                self._seen.append(unit.trigger[Phase.PRE_FORWARD])
-                self._fire(unit.trigger[Phase.PRE_FORWARD])
+                trigger = unit.trigger[Phase.PRE_FORWARD]
+                self._seen.append(trigger)
+                self._fire(trigger)
             else:  # called by itself: nothing has told whether its parameters have changed
                 unit.outdate()
         if boundary.in_transform():
@@ -504,7 +506,7 @@ class Engine:
                 unit.marked = []
             if self._in_backward:
                 unit.gradients.forget()
-        self._in_backward = False
+        self._in_backward = self._backward_failed = False
         # What it gives is dropped; where a rank has failed, the next collective says so.
         with contextlib.suppress(CommError):
             self._actions.wait_all()
@@ -520,7 +522,8 @@ class Engine:
                 "in the place of its parameters; call these before or after the model"
             )
         unit.check_unchanged()
-        self._actions.end_compute(unit, "forward")
+        if unit.began is not None:
+            self._actions.end_compute(unit, unit.began, "forward")
         boundary.carry_back(unit.marked)
         unit.marked = []
         unit.returned = type(output)
@@ -532,7 +535,9 @@ class Engine:
                 output, unit.output_dtype, unit.storages, unit.on_backward
             )
         if torch.is_grad_enabled():
-            unit.expect_backward(told=marked)
+            unit.tells = marked
+            if not marked:
+                unit.watch_gradients()
         if unit.state is State.BACKWARD:  # recomputed, and its backward goes on
             return output
         unit.show_shard()
@@ -541,8 +546,9 @@ class Engine:
         if boundary.in_backward():  # recomputed; stays gathered, since its backward comes next
             return output
         if in_step:
-            self._seen.append(unit.trigger[Phase.POST_FORWARD])
-            self._fire(unit.trigger[Phase.POST_FORWARD])
+            trigger = unit.trigger[Phase.POST_FORWARD]
+            self._seen.append(trigger)
+            self._fire(trigger)
         if unit is self._root and (marked or not method):
             self._end_forward()
         elif unit is self._root:  # a `generate` comes to units again and again: no order of a step
@@ -576,33 +582,30 @@ class Engine:
             self._actions.wait_all()  # for a prefetch of a unit that was not called
 
     def _pre_backward(self, unit: ShardedUnit, _grad: object = None) -> None:
-        self._forget_failed_backward()
+        if self._backward_failed:
+            self._settle()
         if unit.apart is not None:
             raise nobodys_gradient("a backward", unit)
         if unit.state is State.BACKWARD:  # another of its outputs came first
             return
-        if unit.gradients.came_unannounced:
+        if unit.shares_slot and unit.gradients.came_unannounced:
             unit.check_unmarked_backward()
         if torch.is_grad_enabled():
             unit.prepare_double_backward()
-        self._begin_backward()
-        occupant = self._actions.occupant(unit)
-        if occupant is not None and occupant.state is State.BACKWARD:
-            # No input of it has a gradient whose end would tell; autograd runs what was recorded last first.
-            self._release_from_backward(occupant)
+        if not self._in_backward:
+            self._begin_backward()
+        if unit.shares_slot:
+            occupant = self._actions.occupant(unit)
+            if occupant is not None and occupant.state is State.BACKWARD:
+                # No input of it has a gradient whose end would tell; autograd runs what was recorded last first.
+                self._release_from_backward(occupant)
         unit.state = State.BACKWARD
         unit.gradients.begin()
         self._fire(unit.trigger[Phase.PRE_BACKWARD])
         self._actions.require(unit)
         unit.show_full()
 
-    def _forget_failed_backward(self) -> None:
-        if self._at_end is not None and self._in_backward and self._at_end() is None:
-            self._settle()  # an exception ended the backward before
-
     def _begin_backward(self) -> None:
-        if self._in_backward:
-            return
         self._check_thread()
         self._in_backward = True
         self._gradients.begin_backward()
@@ -613,6 +616,7 @@ class Engine:
     def _let_go(self, _at_end: object) -> None:
         """Autograd has ended a backward. One that raised has left full parameters in the model: `zero_grad` is next."""
         if self._in_backward:
+            self._backward_failed = True
             for unit in self.units:
                 if unit.state is State.BACKWARD:
                     unit.show_shard()
@@ -621,8 +625,10 @@ class Engine:
         self, unit: ShardedUnit, param: ShardedParam, grad: torch.Tensor
     ) -> None:
         """It is reduced with what the unit's own forward and backward leave, or after it."""
-        self._forget_failed_backward()
-        self._begin_backward()
+        if self._backward_failed:
+            self._settle()
+        if not self._in_backward:
+            self._begin_backward()
         grad, other = grad.detach().to_dense(), param.full.grad
         param.full.grad = grad if other is None else other.to_dense() + grad
         unit.gradients.begin()
@@ -637,11 +643,13 @@ class Engine:
 
     def _post_backward(self, unit: ShardedUnit) -> None:
         unit.gradients.end_call()
-        self._on_gradient(unit)  # of its inputs, where no output has told of its backward
+        if unit.state is not State.BACKWARD:  # no output has told of its backward
+            self._on_gradient(unit)
         self._release_from_backward(unit)
 
     def _release_from_backward(self, unit: ShardedUnit) -> None:
-        self._actions.end_compute(unit, "backward")
+        if unit.began is not None:
+            self._actions.end_compute(unit, unit.began, "backward")
         unit.show_shard()
         unit.state = State.IDLE
         self._fire(unit.trigger[Phase.POST_BACKWARD])
@@ -663,8 +671,10 @@ class Engine:
                 unit.state = State.IDLE
         # In the order in which a backward would have come to them, the same on every rank.
         for unit in reversed(self.units):
-            self._actions.reduce(unit)
-            self._actions.all_reduce(unit)
+            if unit.gradients.complete:
+                self._actions.reduce(unit)
+            if unit.gradients.awaits_replicas:
+                self._actions.all_reduce(unit)
         self._fire(Trigger(Phase.END_OF_BACKWARD, -1))
         self._actions.wait_all()  # for a prefetch of a unit that backward did not come to, too
         for unit in self.units:

@@ -61,10 +61,14 @@ class ParamGradient:
         """What backwards left; the next one starts from nothing."""
         if self._sum is not None:
             self.add(self._sum.dtype)
-        grad = self.full.grad if self._sum is None else self._sum
-        self.full.grad = self._sum = None
-        self.used |= grad is not None
-        return grad if grad is None or self._how is None else self._how.part_of(grad)
+            grad, self._sum = self._sum, None
+        else:
+            grad = self.full.grad
+        if grad is None:
+            return None
+        self.full.grad = None
+        self.used = True
+        return grad if self._how is None else self._how.part_of(grad)
 
     def add(self, dtype: torch.dtype) -> None:
         """Moves what autograd left to the sum of earlier backwards, in `dtype`."""
@@ -131,7 +135,7 @@ class UnitGradients:
         self._trained = [
             entry
             for entry in self._buckets
-            if any([p.full.requires_grad or p.holds_earlier for p in entry[1]])
+            if any(p.full.requires_grad or p.holds_earlier for p in entry[1])
         ]
 
     @property
@@ -143,7 +147,8 @@ class UnitGradients:
 
     def end_call(self) -> None:
         """The backward of a call has ended."""
-        self._open_calls = max(0, self._open_calls - 1)
+        if self._open_calls:
+            self._open_calls -= 1
 
     def end_calls(self) -> None:
         """Backward has ended, as it has for calls which it did not come to."""
@@ -185,7 +190,7 @@ class UnitGradients:
         if (
             self.early
             and self.stage is Stage.REDUCING
-            and not self._under_way()
+            and not (self.reduces or self.all_reduces or self.awaits_replicas)
             and all([param.used for _, params in self._trained for param in params])
         ):
             for bucket, _ in self._trained:
@@ -256,9 +261,6 @@ class UnitGradients:
     def all_reduce_bytes(self) -> int:
         """What this rank sends in one all-reduce."""
         return sum([bucket.all_reduce_bytes for bucket, _ in self._trained])
-
-    def _under_way(self) -> bool:
-        return bool(self.reduces or self.all_reduces or self.awaits_replicas)
 
     def _hooked(self) -> list[nn.Parameter]:
         with plain():
