@@ -10,14 +10,14 @@ from shardcomm.communicator import Communicator
 from shardcomm.mesh import FailingTogether
 from shardcomm.offload import Offload
 from shardcomm.schedule import Action, Schedule, Trigger, Verb
-from shardcomm.sharded_unit import ShardedUnit, State
+from shardcomm.sharded_unit import IDLE, ShardedUnit
 from shardcomm.streams import Event, Stream
 from shardcomm.trace import Trace
 from shardcomm.traffic import Traffic
 from shardcomm.work import Work
 
 Program = dict[Trigger, tuple[tuple[Callable[[ShardedUnit], None], ShardedUnit], ...]]
-"""A schedule's actions, each bound to what does it."""
+"""A schedule's actions, each bound to what does it; of triggers that have any."""
 
 _OF_SLOTS = (Verb.GATHER, Verb.WAIT_GATHER, Verb.RELEASE)
 
@@ -67,8 +67,9 @@ class Actions:
             return self._units[action.unit].slot >= 0 or action.verb not in _OF_SLOTS
 
         return {
-            trigger: tuple(bound(action) for action in actions if does(action))
+            trigger: tuple(bound(action) for action in done)
             for trigger, actions in schedule.actions.items()
+            if (done := [action for action in actions if does(action)])
         }
 
     def occupant(self, unit: ShardedUnit) -> ShardedUnit | None:
@@ -84,7 +85,7 @@ class Actions:
             return
         occupant = self._occupant.get(unit.slot)
         if occupant is not None and occupant is not unit:
-            if occupant.state is not State.IDLE:
+            if occupant.state is not IDLE:
                 return  # only a prefetch can come here; `require` says it where it matters
             occupant.overwritten()
         self._occupant[unit.slot] = unit
@@ -159,7 +160,8 @@ class Actions:
         for unit in self._units:
             if unit.gathers:
                 self.wait_gather(unit)
-            self.wait_reduce(unit)
+            if unit.gradients.reduces or unit.gradients.all_reduces:
+                self.wait_reduce(unit)
         self.wait_host()
 
     def wait_host(self) -> None:

@@ -99,9 +99,11 @@ def _leave(
         tensor = tensor.to(dtype)
     if not (tensor.requires_grad and torch.is_grad_enabled()):
         return tensor, False
-    if tensor.grad_fn is None:  # a leaf, such as a parameter, would have one more hook with each forward
+    if (
+        tensor.grad_fn is None
+    ):  # a leaf, such as a parameter, would have one more hook with each forward
         tensor = tensor.clone()
-    tensor.grad_fn.register_prehook(on_begin)
+    tensor.grad_fn.register_prehook(on_begin)  # type: ignore[union-attr]
     return tensor, True
 
 

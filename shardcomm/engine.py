@@ -41,7 +41,7 @@ from shardcomm.hooks import Hooks
 from shardcomm.mesh import FailingTogether, Mesh
 from shardcomm.optimizer_state import OptimizerState
 from shardcomm.schedule import Phase, Schedule, Trigger
-from shardcomm.sharded_unit import Footprint, ShardedParam, ShardedUnit, State
+from shardcomm.sharded_unit import BACKWARD, FORWARD, IDLE, Footprint, ShardedParam, ShardedUnit
 from shardcomm.state_dict import (
     Parts,
     full_state_dict,
@@ -415,11 +415,12 @@ class Engine:
         if not recompute:
             if unit is self._root:
                 self._begin_forward()
-            unit.state = State.FORWARD
-            if self._root.state is State.FORWARD:
+            unit.state = FORWARD
+            if self._root.state is FORWARD:
                 trigger = unit.trigger[Phase.PRE_FORWARD]
                 self._seen.append(trigger)
-                self._fire(trigger)
+                if trigger in self._current:
+                    self._fire(trigger)
             else:  # called by itself: nothing has told whether its parameters have changed
                 unit.outdate()
         if boundary.in_transform():
@@ -439,7 +440,7 @@ class Engine:
         """RuntimeError if a forward of `unit` inside of `gathered` cannot be right."""
         if torch.is_grad_enabled() and apart.is_shown:
             raise nobodys_gradient("a forward with gradients enabled", unit)
-        if unit is not self._root and self._root.state is not State.FORWARD:
+        if unit is not self._root and self._root.state is not FORWARD:
             return
         if any(u.converts and u.apart is None for u in self.units):
             raise RuntimeError(
@@ -493,16 +494,16 @@ class Engine:
             unsharded.check()
         finally:
             unit.show_shard()
-            if unit.state is not State.IDLE:
+            if unit.state is not IDLE:
                 unit.show_full()
 
     def _settle(self) -> None:
         """Waits for what is queued. What an exception left of a step is forgotten, with its backward's gradients."""
         for unit in self.units:
             unit.in_forward = False
-            if unit.state is not State.IDLE:
+            if unit.state is not IDLE:
                 unit.show_shard()
-                unit.state = State.IDLE
+                unit.state = IDLE
                 unit.marked = []
             if self._in_backward:
                 unit.gradients.forget()
@@ -516,7 +517,7 @@ class Engine:
             return output
         if unit.in_method:
             return boundary.cast(output, unit.output_dtype)
-        if unit.state is State.IDLE and not boundary.in_backward():
+        if unit.state is IDLE and not boundary.in_backward():
             raise RuntimeError(
                 f"forward of unit {unit.name!r}: inside of it a state dict or engine.gathered() put this rank's rows "
                 "in the place of its parameters; call these before or after the model"
@@ -538,24 +539,27 @@ class Engine:
             unit.tells = marked
             if not marked:
                 unit.watch_gradients()
-        if unit.state is State.BACKWARD:  # recomputed, and its backward goes on
+        if unit.state is BACKWARD:  # recomputed, and its backward goes on
             return output
         unit.show_shard()
-        in_step = self._root.state is State.FORWARD
-        unit.state = State.IDLE
+        in_step = self._root.state is FORWARD
+        unit.state = IDLE
         if boundary.in_backward():  # recomputed; stays gathered, since its backward comes next
             return output
         if in_step:
             trigger = unit.trigger[Phase.POST_FORWARD]
             self._seen.append(trigger)
             self._fire(trigger)
-        if unit is self._root and (marked or not method):
+        if self._root.state is not FORWARD:
+            self._return_to_user(unit, is_step=marked or not method)
+        return output
+
+    def _return_to_user(self, unit: ShardedUnit, *, is_step: bool) -> None:
+        if unit is self._root and is_step:
             self._end_forward()
         elif unit is self._root:  # a `generate` comes to units again and again: no order of a step
             self._actions.wait_all()
-        if self._root.state is not State.FORWARD:  # the model's user may write shards now
-            self._actions.wait_host()
-        return output
+        self._actions.wait_host()  # shards may be written now
 
     def _leave_transform(self, unit: ShardedUnit) -> None:
         if unit.in_transform:
@@ -565,9 +569,9 @@ class Engine:
 
     def _forward_failed(self, unit: ShardedUnit) -> None:
         """An exception ended its forward: the model shows rows again."""
-        if unit.state is not State.FORWARD:  # recomputed, up to what its backward needs
+        if unit.state is not FORWARD:  # recomputed, up to what its backward needs
             return
-        unit.state = State.IDLE
+        unit.state = IDLE
         unit.marked = []
         self._leave_transform(unit)
         unit.show_shard()
@@ -586,7 +590,7 @@ class Engine:
             self._settle()
         if unit.apart is not None:
             raise nobodys_gradient("a backward", unit)
-        if unit.state is State.BACKWARD:  # another of its outputs came first
+        if unit.state is BACKWARD:  # another of its outputs came first
             return
         if unit.shares_slot and unit.gradients.came_unannounced:
             unit.check_unmarked_backward()
@@ -596,12 +600,14 @@ class Engine:
             self._begin_backward()
         if unit.shares_slot:
             occupant = self._actions.occupant(unit)
-            if occupant is not None and occupant.state is State.BACKWARD:
+            if occupant is not None and occupant.state is BACKWARD:
                 # No input of it has a gradient whose end would tell; autograd runs what was recorded last first.
                 self._release_from_backward(occupant)
-        unit.state = State.BACKWARD
+        unit.state = BACKWARD
         unit.gradients.begin()
-        self._fire(unit.trigger[Phase.PRE_BACKWARD])
+        trigger = unit.trigger[Phase.PRE_BACKWARD]
+        if trigger in self._current:
+            self._fire(trigger)
         self._actions.require(unit)
         unit.show_full()
 
@@ -618,7 +624,7 @@ class Engine:
         if self._in_backward:
             self._backward_failed = True
             for unit in self.units:
-                if unit.state is State.BACKWARD:
+                if unit.state is BACKWARD:
                     unit.show_shard()
 
     def _on_unsharded_gradient(
@@ -643,7 +649,7 @@ class Engine:
 
     def _post_backward(self, unit: ShardedUnit) -> None:
         unit.gradients.end_call()
-        if unit.state is not State.BACKWARD:  # no output has told of its backward
+        if unit.state is not BACKWARD:  # no output has told of its backward
             self._on_gradient(unit)
         self._release_from_backward(unit)
 
@@ -651,12 +657,12 @@ class Engine:
         if unit.began is not None:
             self._actions.end_compute(unit, unit.began, "backward")
         unit.show_shard()
-        unit.state = State.IDLE
+        unit.state = IDLE
         self._fire(unit.trigger[Phase.POST_BACKWARD])
 
     def _on_gradient(self, unit: ShardedUnit) -> None:
         """A gradient is complete in a unit whose outputs cannot tell of its backward."""
-        if unit.state is not State.BACKWARD:
+        if unit.state is not BACKWARD:
             unit.check_unmarked_backward()
             self._pre_backward(unit)
 
@@ -666,9 +672,9 @@ class Engine:
             if unit.gradients.came_unannounced:
                 unit.check_unmarked_backward()
                 unit.gradients.begin()
-            if unit.state is State.BACKWARD:
+            if unit.state is BACKWARD:
                 unit.show_shard()
-                unit.state = State.IDLE
+                unit.state = IDLE
         # In the order in which a backward would have come to them, the same on every rank.
         for unit in reversed(self.units):
             if unit.gradients.complete:

@@ -10,7 +10,7 @@ import torch
 from shardcomm.copy_plan import BoundCopy, CopyPlan
 from shardcomm.layout import Layout
 from shardcomm.streams import Stream
-from shardcomm.views import as_stored
+from shardcomm.views import as_stored, check_shape
 
 
 class Sources(NamedTuple):
@@ -28,21 +28,22 @@ class FullGradients:
         self._layout = layout
         self._param_dtype = param_dtype
         self._reduce_dtype = reduce_dtype
-        self._as_left = [p.shard_dim == 0 for p in layout.placements]  # stored as autograd leaves it
+        # Of those that are stored as autograd leaves them; -1: others.
+        self._numels = [p.numel if p.shard_dim == 0 else -1 for p in layout.placements]
         self._singles = [i for i, p in enumerate(layout.placements) if p.numel == 1]
         self._packs: dict[tuple[torch.dtype, torch.dtype, bool], BoundCopy] = {}
 
     def checked(self, grads: Sequence[torch.Tensor | None]) -> Sources:
-        """As the copies read them: for each parameter one of its shape, as autograd's are, or None."""
+        """As the copies read them; ValueError unless there is one of its size, or None, for each parameter."""
         dtype = self._param_dtype
         # Mostly they need nothing. There may be a thousand, each looked at in every step.
         addresses = [
             0
             if grad is None
             else grad.data_ptr()
-            if as_left and grad.dtype is dtype and grad.is_contiguous()
+            if grad.numel() == numel and grad.dtype is dtype and grad.is_contiguous()
             else -1
-            for grad, as_left in zip(grads, self._as_left, strict=True)
+            for grad, numel in zip(grads, self._numels, strict=True)
         ]
         if -1 not in addresses and not (self._singles and self._has_negated(grads)):
             return Sources(addresses, dtype)
@@ -66,6 +67,7 @@ class FullGradients:
             if grad is None:
                 stored.append(None)
                 continue
+            check_shape("reduce_scatter", "grads", grad, placement)
             stored.append(as_stored(grad, placement, dtype))
         return Sources([0 if each is None else each.data_ptr() for each in stored], dtype, stored)
 

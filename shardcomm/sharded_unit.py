@@ -43,6 +43,11 @@ class State(Enum):
     BACKWARD = "backward"
 
 
+IDLE, FORWARD, BACKWARD = (
+    State  # a step asks often, and Python 3.11 is slow to find a member in its class
+)
+
+
 class ShardedParam:
     """One parameter: `shard` is what the optimizer sees, `full` what forward and backward compute with.
 
@@ -134,7 +139,7 @@ class ShardedUnit:
         self.tells = True  # of its backward: the outputs of its latest forward; else its gradients, when it has been
         self.secondary = secondary
         self._gather_bytes = sum(bucket.gather_bytes for bucket, _ in buckets)
-        self.state = State.IDLE
+        self.state = IDLE
         # Its full parameters in memory of their own: of `engine.gathered`, and of `unshard`.
         self.apart: Apart | None = None
         self.unsharded: Apart | None = None
