@@ -10,14 +10,14 @@ from shardcomm.communicator import Communicator
 from shardcomm.mesh import FailingTogether
 from shardcomm.offload import Offload
 from shardcomm.schedule import Action, Schedule, Trigger, Verb
-from shardcomm.sharded_unit import ShardedUnit, State
-from shardcomm.streams import Stream
+from shardcomm.sharded_unit import IDLE, ShardedUnit
+from shardcomm.streams import Event, Stream
 from shardcomm.trace import Trace
 from shardcomm.traffic import Traffic
 from shardcomm.work import Work
 
 Program = dict[Trigger, tuple[tuple[Callable[[ShardedUnit], None], ShardedUnit], ...]]
-"""A schedule's actions, each bound to what does it."""
+"""A schedule's actions, each bound to what does it; of triggers that have any."""
 
 _OF_SLOTS = (Verb.GATHER, Verb.WAIT_GATHER, Verb.RELEASE)
 
@@ -67,8 +67,9 @@ class Actions:
             return self._units[action.unit].slot >= 0 or action.verb not in _OF_SLOTS
 
         return {
-            trigger: tuple(bound(action) for action in actions if does(action))
+            trigger: tuple(bound(action) for action in done)
             for trigger, actions in schedule.actions.items()
+            if (done := [action for action in actions if does(action)])
         }
 
     def occupant(self, unit: ShardedUnit) -> ShardedUnit | None:
@@ -84,7 +85,7 @@ class Actions:
             return
         occupant = self._occupant.get(unit.slot)
         if occupant is not None and occupant is not unit:
-            if occupant.state is not State.IDLE:
+            if occupant.state is not IDLE:
                 return  # only a prefetch can come here; `require` says it where it matters
             occupant.overwritten()
         self._occupant[unit.slot] = unit
@@ -104,13 +105,15 @@ class Actions:
                 f"unit {unit.name!r} is needed while unit {self._occupant[unit.slot].name!r}, which has the same "
                 f"slot {unit.slot}, is still in use; call fully_shard with slots={len(self._units)}"
             )
-        self.wait_gather(unit)
+        if unit.slot >= 0:
+            self.wait_gather(unit)
         if self.trace is not None:
             unit.began = self._compute().record(timed=True)
 
     def wait_gather(self, unit: ShardedUnit) -> None:
         """Computation goes on with the parameters of `unit`."""
-        self._finish(unit.gathers, "gather", unit)
+        if unit.gathers:
+            self._finish(unit.gathers, "gather", unit)
         unit.versions.arrive()
 
     def release(self, unit: ShardedUnit) -> None:
@@ -157,7 +160,8 @@ class Actions:
         for unit in self._units:
             if unit.gathers:
                 self.wait_gather(unit)
-            self.wait_reduce(unit)
+            if unit.gradients.reduces or unit.gradients.all_reduces:
+                self.wait_reduce(unit)
         self.wait_host()
 
     def wait_host(self) -> None:
@@ -185,11 +189,11 @@ class Actions:
         if self.trace is not None:
             self.trace.add("waiting", f"{what} {name}", begin, end)
 
-    def end_compute(self, unit: ShardedUnit, what: str) -> None:
+    def end_compute(self, unit: ShardedUnit, began: Event, what: str) -> None:
         """For a trace: the forward or backward of `unit` has ended."""
-        if self.trace is not None and unit.began is not None:
+        if self.trace is not None:
             end = self._compute().record(timed=True)
-            self.trace.add("compute", f"{what} {unit.name}", unit.began, end)
+            self.trace.add("compute", f"{what} {unit.name}", began, end)
         unit.began = None
 
     def _issuing(

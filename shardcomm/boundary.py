@@ -89,16 +89,21 @@ def _leave(
     own_storages: Collection[int],
     on_begin: Callable[[torch.Tensor], None],
 ) -> tuple[torch.Tensor, bool]:
-    if tensor.layout is torch.strided and tensor.untyped_storage()._cdata in own_storages:
+    if (
+        own_storages
+        and tensor.layout is torch.strided
+        and tensor.untyped_storage()._cdata in own_storages
+    ):
         tensor = tensor.clone()
     if dtype is not None and tensor.is_floating_point() and tensor.dtype != dtype:
         tensor = tensor.to(dtype)
     if not (tensor.requires_grad and torch.is_grad_enabled()):
         return tensor, False
-    if tensor.grad_fn is None:
-        tensor.register_hook(on_begin)  # type: ignore[no-untyped-call]
-    else:  # the same, in half of the time
-        tensor.grad_fn.register_prehook(on_begin)
+    if (
+        tensor.grad_fn is None
+    ):  # a leaf, such as a parameter, would have one more hook with each forward
+        tensor = tensor.clone()
+    tensor.grad_fn.register_prehook(on_begin)  # type: ignore[union-attr]
     return tensor, True
 
 

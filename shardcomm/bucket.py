@@ -30,7 +30,7 @@ from shardcomm.mixed_precision import FLOATS
 from shardcomm.nonfinite import flag_address
 from shardcomm.offload import Offload
 from shardcomm.plain import plain
-from shardcomm.reduction import Epilogue, Reduction
+from shardcomm.reduction import Reduction
 from shardcomm.scalars import check_tag
 from shardcomm.shard_gradients import ShardGradients
 from shardcomm.staging import Staging
@@ -141,8 +141,6 @@ class Bucket:
             full_view(flat, p) for flat, p in zip(flats, layout.placements, strict=True)
         )
         self.gradients = ShardGradients(self.shard, self.shards, placed)
-        self.grad_scale = 1.0
-        self._nonfinite: torch.Tensor | None = None
         self.reduction = Reduction(
             layout,
             comm,
@@ -295,6 +293,7 @@ class Bucket:
         """A caller's gradient; autograd's, which the engine packs, need fewer looks."""
         name = f"reduce_scatter: grads for {placement.spec.name}"
         check_full(name, grad, sparse=True)
+        check_shape("reduce_scatter", "grads", grad, placement)
         if grad.device != self.comm.device:
             raise ValueError(f"{name} is on {grad.device}; it must be on {self.comm.device}")
         return grad.resolve_neg() if grad.layout is torch.strided else grad
@@ -303,8 +302,7 @@ class Bucket:
 
     def pack(self, grads: Sequence[torch.Tensor | None], *, async_op: bool = False) -> None:
         """Copies `grads` to where `reduce` finds them; the caller may drop them then."""
-        epilogue = Epilogue(self.grad_scale, self.nonfinite)
-        self.reduction.pack(grads, epilogue, aside=self._aside(async_op))
+        self.reduction.pack(grads, aside=self._aside(async_op))
 
     def reduce(self, *, async_op: bool = False, put_off: bool = False) -> Work:
         """Averages over the ranks of `comm` what was packed, into `grad`; with replicas, for `all_reduce` to go on.
@@ -323,14 +321,22 @@ class Bucket:
         return self.gradients.flat
 
     @property
+    def grad_scale(self) -> float:  # noqa: D102  (in the class's docstring, as the next)
+        return self.reduction.epilogue.scale
+
+    @grad_scale.setter
+    def grad_scale(self, scale: float) -> None:
+        self.reduction.epilogue = self.reduction.epilogue._replace(scale=scale)
+
+    @property
     def nonfinite(self) -> torch.Tensor | None:
         """See above; to set it raises ValueError unless it is one int32 element on the communicator's device."""
-        return self._nonfinite
+        return self.reduction.epilogue.nonfinite
 
     @nonfinite.setter
     def nonfinite(self, flag: torch.Tensor | None) -> None:
         flag_address("Bucket", flag, self.comm.device)
-        self._nonfinite = flag
+        self.reduction.epilogue = self.reduction.epilogue._replace(nonfinite=flag)
 
     @cached_property
     def gather_bytes(self) -> int:
@@ -382,9 +388,7 @@ class Bucket:
 
         Without peers there is nobody to wait for: work is done sooner than handed over.
         """
-        return self.offload is not None or (
-            async_op and (self.comm.size > 1 or self.reduction.replicas is not None)
-        )
+        return self.offload is not None or (async_op and self.reduction.has_peers)
 
     @cached_property
     def _streams(self) -> Streams:

@@ -41,7 +41,7 @@ from shardcomm.hooks import Hooks
 from shardcomm.mesh import FailingTogether, Mesh
 from shardcomm.optimizer_state import OptimizerState
 from shardcomm.schedule import Phase, Schedule, Trigger
-from shardcomm.sharded_unit import Footprint, ShardedParam, ShardedUnit, State
+from shardcomm.sharded_unit import BACKWARD, FORWARD, IDLE, Footprint, ShardedParam, ShardedUnit
 from shardcomm.state_dict import (
     Parts,
     full_state_dict,
@@ -107,6 +107,7 @@ class Engine:
         self._seen: list[Trigger] = []  # this forward's triggers, to learn the order from
         self._changes = versions.changes  # of rows, by the time of the latest forward
         self._in_backward = False
+        self._backward_failed = False  # an exception ended it, of which nothing is cleared up yet
         self._at_end: weakref.ref[Any] | None = None  # what autograd calls then, while it means to
         self._thread = threading.get_ident()
         self._thread_ranks_on_gpu = mesh.device.type != "cpu" and any(
@@ -416,10 +417,12 @@ class Engine:
         if not recompute:
             if unit is self._root:
                 self._begin_forward()
-            unit.state = State.FORWARD
-            if self._root.state is State.FORWARD:
-                self._seen.append(unit.trigger[Phase.PRE_FORWARD])
-                self._fire(unit.trigger[Phase.PRE_FORWARD])
+            unit.state = FORWARD
+            if self._root.state is FORWARD:
+                trigger = unit.trigger[Phase.PRE_FORWARD]
+                self._seen.append(trigger)
+                if trigger in self._current:
+                    self._fire(trigger)
             else:  # called by itself: nothing has told whether its parameters have changed
                 unit.outdate()
                 _check_not_recorded(unit)
@@ -442,7 +445,7 @@ class Engine:
         """RuntimeError if a forward of `unit` inside of `gathered` cannot be right."""
         if torch.is_grad_enabled() and apart.is_shown:
             raise nobodys_gradient("a forward with gradients enabled", unit)
-        if unit is not self._root and self._root.state is not State.FORWARD:
+        if unit is not self._root and self._root.state is not FORWARD:
             return
         if any(u.converts and u.apart is None for u in self.units):
             raise RuntimeError(
@@ -498,20 +501,20 @@ class Engine:
             unsharded.check()
         finally:
             unit.show_shard()
-            if unit.state is not State.IDLE:
+            if unit.state is not IDLE:
                 unit.show_full()
 
     def _settle(self) -> None:
         """Waits for what is queued. What an exception left of a step is forgotten, with its backward's gradients."""
         for unit in self.units:
             unit.in_forward = False
-            if unit.state is not State.IDLE:
+            if unit.state is not IDLE:
                 unit.show_shard()
-                unit.state = State.IDLE
+                unit.state = IDLE
                 unit.marked = []
             if self._in_backward:
                 unit.gradients.forget()
-        self._in_backward = False
+        self._in_backward = self._backward_failed = False
         # What it gives is dropped; where a rank has failed, the next collective says so.
         with contextlib.suppress(CommError):
             self._actions.wait_all()
@@ -521,13 +524,14 @@ class Engine:
             return output
         if unit.in_method:
             return boundary.cast(output, unit.output_dtype)
-        if unit.state is State.IDLE and not boundary.in_backward():
+        if unit.state is IDLE and not boundary.in_backward():
             raise RuntimeError(
                 f"forward of unit {unit.name!r}: inside of it a state dict or engine.gathered() put this rank's rows "
                 "in the place of its parameters; call these before or after the model"
             )
         unit.check_unchanged()
-        self._actions.end_compute(unit, "forward")
+        if unit.began is not None:
+            self._actions.end_compute(unit, unit.began, "forward")
         boundary.carry_back(unit.marked)
         unit.marked = []
         unit.returned = type(output)
@@ -539,24 +543,30 @@ class Engine:
                 output, unit.output_dtype, unit.storages, unit.on_backward
             )
         if torch.is_grad_enabled():
-            unit.expect_backward(told=marked)
-        if unit.state is State.BACKWARD:  # recomputed, and its backward goes on
+            unit.tells = marked
+            if not marked:
+                unit.watch_gradients()
+        if unit.state is BACKWARD:  # recomputed, and its backward goes on
             return output
         unit.show_shard()
-        in_step = self._root.state is State.FORWARD
-        unit.state = State.IDLE
+        in_step = self._root.state is FORWARD
+        unit.state = IDLE
         if boundary.in_backward():  # recomputed; stays gathered, since its backward comes next
             return output
         if in_step:
-            self._seen.append(unit.trigger[Phase.POST_FORWARD])
-            self._fire(unit.trigger[Phase.POST_FORWARD])
-        if unit is self._root and (marked or not method):
+            trigger = unit.trigger[Phase.POST_FORWARD]
+            self._seen.append(trigger)
+            self._fire(trigger)
+        if self._root.state is not FORWARD:
+            self._return_to_user(unit, is_step=marked or not method)
+        return output
+
+    def _return_to_user(self, unit: ShardedUnit, *, is_step: bool) -> None:
+        if unit is self._root and is_step:
             self._end_forward()
         elif unit is self._root:  # a `generate` comes to units again and again: no order of a step
             self._actions.wait_all()
-        if self._root.state is not State.FORWARD:  # the model's user may write shards now
-            self._actions.wait_host()
-        return output
+        self._actions.wait_host()  # shards may be written now
 
     def _leave_transform(self, unit: ShardedUnit) -> None:
         if unit.in_transform:
@@ -566,9 +576,9 @@ class Engine:
 
     def _forward_failed(self, unit: ShardedUnit) -> None:
         """An exception ended its forward: the model shows rows again."""
-        if unit.state is not State.FORWARD:  # recomputed, up to what its backward needs
+        if unit.state is not FORWARD:  # recomputed, up to what its backward needs
             return
-        unit.state = State.IDLE
+        unit.state = IDLE
         unit.marked = []
         self._leave_transform(unit)
         unit.show_shard()
@@ -583,33 +593,32 @@ class Engine:
             self._actions.wait_all()  # for a prefetch of a unit that was not called
 
     def _pre_backward(self, unit: ShardedUnit, _grad: object = None) -> None:
-        self._forget_failed_backward()
+        if self._backward_failed:
+            self._settle()
         if unit.apart is not None:
             raise nobodys_gradient("a backward", unit)
-        if unit.state is State.BACKWARD:  # another of its outputs came first
+        if unit.state is BACKWARD:  # another of its outputs came first
             return
-        if unit.gradients.came_unannounced:
+        if unit.shares_slot and unit.gradients.came_unannounced:
             unit.check_unmarked_backward()
         if torch.is_grad_enabled():
             unit.prepare_double_backward()
-        self._begin_backward()
-        occupant = self._actions.occupant(unit)
-        if occupant is not None and occupant.state is State.BACKWARD:
-            # No input of it has a gradient whose end would tell; autograd runs what was recorded last first.
-            self._release_from_backward(occupant)
-        unit.state = State.BACKWARD
+        if not self._in_backward:
+            self._begin_backward()
+        if unit.shares_slot:
+            occupant = self._actions.occupant(unit)
+            if occupant is not None and occupant.state is BACKWARD:
+                # No input of it has a gradient whose end would tell; autograd runs what was recorded last first.
+                self._release_from_backward(occupant)
+        unit.state = BACKWARD
         unit.gradients.begin()
-        self._fire(unit.trigger[Phase.PRE_BACKWARD])
+        trigger = unit.trigger[Phase.PRE_BACKWARD]
+        if trigger in self._current:
+            self._fire(trigger)
         self._actions.require(unit)
         unit.show_full()
 
-    def _forget_failed_backward(self) -> None:
-        if self._at_end is not None and self._in_backward and self._at_end() is None:
-            self._settle()  # an exception ended the backward before
-
     def _begin_backward(self) -> None:
-        if self._in_backward:
-            return
         self._check_thread()
         self._in_backward = True
         self._gradients.begin_backward()
@@ -623,16 +632,19 @@ class Engine:
     def _let_go(self, _at_end: object) -> None:
         """Autograd has ended a backward. One that raised has left full parameters in the model: `zero_grad` is next."""
         if self._in_backward:
+            self._backward_failed = True
             for unit in self.units:
-                if unit.state is State.BACKWARD:
+                if unit.state is BACKWARD:
                     unit.show_shard()
 
     def _on_unsharded_gradient(
         self, unit: ShardedUnit, param: ShardedParam, grad: torch.Tensor
     ) -> None:
         """It is reduced with what the unit's own forward and backward leave, or after it."""
-        self._forget_failed_backward()
-        self._begin_backward()
+        if self._backward_failed:
+            self._settle()
+        if not self._in_backward:
+            self._begin_backward()
         grad, other = grad.detach().to_dense(), param.full.grad
         param.full.grad = grad if other is None else other.to_dense() + grad
         unit.gradients.begin()
@@ -647,18 +659,20 @@ class Engine:
 
     def _post_backward(self, unit: ShardedUnit) -> None:
         unit.gradients.end_call()
-        self._on_gradient(unit)  # of its inputs, where no output has told of its backward
+        if unit.state is not BACKWARD:  # no output has told of its backward
+            self._on_gradient(unit)
         self._release_from_backward(unit)
 
     def _release_from_backward(self, unit: ShardedUnit) -> None:
-        self._actions.end_compute(unit, "backward")
+        if unit.began is not None:
+            self._actions.end_compute(unit, unit.began, "backward")
         unit.show_shard()
-        unit.state = State.IDLE
+        unit.state = IDLE
         self._fire(unit.trigger[Phase.POST_BACKWARD])
 
     def _on_gradient(self, unit: ShardedUnit) -> None:
         """A gradient is complete in a unit whose outputs cannot tell of its backward."""
-        if unit.state is not State.BACKWARD:
+        if unit.state is not BACKWARD:
             unit.check_unmarked_backward()
             self._pre_backward(unit)
 
@@ -668,15 +682,17 @@ class Engine:
             if unit.gradients.came_unannounced:
                 unit.check_unmarked_backward()
                 unit.gradients.begin()
-            if unit.state is State.BACKWARD:
+            if unit.state is BACKWARD:
                 unit.show_shard()
-                unit.state = State.IDLE
+                unit.state = IDLE
         for unit in self._may_be_left_out:
             unit.gradients.join()
         # In the order in which a backward would have come to them, the same on every rank.
         for unit in reversed(self.units):
-            self._actions.reduce(unit)
-            self._actions.all_reduce(unit)
+            if unit.gradients.complete:
+                self._actions.reduce(unit)
+            if unit.gradients.awaits_replicas:
+                self._actions.all_reduce(unit)
         self._fire(Trigger(Phase.END_OF_BACKWARD, -1))
         self._actions.wait_all()  # for a prefetch of a unit that backward did not come to, too
         for unit in self.units:

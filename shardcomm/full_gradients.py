@@ -28,24 +28,22 @@ class FullGradients:
         self._layout = layout
         self._param_dtype = param_dtype
         self._reduce_dtype = reduce_dtype
-        # Of those that are stored as autograd leaves them; None: others.
-        self._shapes = [
-            torch.Size(p.spec.shape) if p.shard_dim == 0 else None for p in layout.placements
-        ]
+        # Of those that are stored as autograd leaves them; -1: others.
+        self._numels = [p.numel if p.shard_dim == 0 else -1 for p in layout.placements]
         self._singles = [i for i, p in enumerate(layout.placements) if p.numel == 1]
         self._packs: dict[tuple[torch.dtype, torch.dtype, bool], BoundCopy] = {}
 
     def checked(self, grads: Sequence[torch.Tensor | None]) -> Sources:
-        """As the copies read them; ValueError unless there is one of its shape, or None, for each parameter."""
+        """As the copies read them; ValueError unless there is one of its size, or None, for each parameter."""
         dtype = self._param_dtype
         # Mostly they need nothing. There may be a thousand, each looked at in every step.
         addresses = [
             0
             if grad is None
             else grad.data_ptr()
-            if grad.shape == shape and grad.dtype is dtype and grad.is_contiguous()
+            if grad.numel() == numel and grad.dtype is dtype and grad.is_contiguous()
             else -1
-            for grad, shape in zip(grads, self._shapes, strict=True)
+            for grad, numel in zip(grads, self._numels, strict=True)
         ]
         if -1 not in addresses and not (self._singles and self._has_negated(grads)):
             return Sources(addresses, dtype)

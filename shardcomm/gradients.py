@@ -14,7 +14,7 @@ from shardcomm.mesh import Holders, Mesh
 from shardcomm.plain import grad_of, plain
 from shardcomm.sharded_unit import ShardedUnit
 from shardcomm.texts import all_gather_text
-from shardcomm.unit_gradients import Stage
+from shardcomm.unit_gradients import READY, REDUCING
 
 _NAMED = 8  # parameters in a sentence: of the last units, to which backward comes first
 OnNonfinite = Literal["raise", "skip"] | None
@@ -67,7 +67,7 @@ class Gradients:
         Raises:
             FloatingPointError: they are not finite, where that is to raise.
         """
-        if not any(unit.gradients.stage in (Stage.REDUCING, Stage.READY) for unit in self._units):
+        if not any(unit.gradients.stage in (REDUCING, READY) for unit in self._units):
             return
         known = [unit.gradients.known() for unit in self._units]
         flags = self._of_any_rank([flag for of_unit in known for flag in of_unit])
@@ -81,7 +81,7 @@ class Gradients:
         try:
             for unit, of_unit in zip(self._units, known, strict=True):
                 used_anywhere = list(islice(used, len(of_unit)))
-                if unit.gradients.stage is Stage.REDUCING:
+                if unit.gradients.stage is REDUCING:
                     unit.gradients.publish(used_anywhere)
         except BaseException:  # of a hook
             # What is not shown yet would be added to the next backward's.

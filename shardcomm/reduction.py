@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 
 from shardcomm.communicator import BoundReduce, Communicator
-from shardcomm.full_gradients import FullGradients
+from shardcomm.full_gradients import FullGradients, Sources
 from shardcomm.layout import Layout
 from shardcomm.mixed_precision import FLOATS
 from shardcomm.offload import Offload
@@ -58,6 +58,8 @@ class Reduction:
     """Averages full gradients of `layout` over the ranks of `comm` and `replicas`, into `gradients`.
 
     Attributes:
+        epilogue: what is done with the mean, from the next reduce on.
+        has_peers: whether gradients of other ranks, of this shard or of others, take part in the mean.
         buffer: where they are packed; None until the first reduce, unless given.
         replicas: None where there is none.
         staging: where they are all-reduced; None without replicas.
@@ -79,6 +81,7 @@ class Reduction:
         tag: int,
         replica_tag: int,
     ) -> None:
+        self.epilogue = _AS_IT_IS
         self.buffer = buffer
         self.replicas = replicas if replicas is not None and replicas.size > 1 else None
         self.staging: Staging | None = None
@@ -90,6 +93,7 @@ class Reduction:
         self._given_streams = streams
         self._tag, self._replica_tag = tag, replica_tag
         self._compute = None if on_host(comm.device) else computing(comm.device)
+        self.has_peers = comm.size > 1 or self.replicas is not None
         self._full = FullGradients(layout, param_dtype, reduce_dtype)
         if self.replicas is not None:
             self.staging = staging or Staging(
@@ -100,7 +104,6 @@ class Reduction:
             )
         # Of the reduce under way.
         self._packed: torch.Tensor | None = None  # None: there is none, or it needs no other rank
-        self._epilogue = _AS_IT_IS
         self._adds = False  # to what the gradient holds
         self._bound: tuple[torch.Tensor, BoundReduce] | None = None  # what it sends; it
         self._put_off: torch.Tensor | None = None  # sum of reduce-scatters without an all-reduce
@@ -110,34 +113,32 @@ class Reduction:
         """Of this rank's shard's gradients as they are reduced."""
         return self._layout.shard_numels[self._comm.rank] * self._dtype.itemsize
 
-    def pack(
-        self, grads: Sequence[torch.Tensor | None], epilogue: Epilogue, *, aside: bool
-    ) -> None:
+    def pack(self, grads: Sequence[torch.Tensor | None], *, aside: bool) -> None:
         """Copies `grads` to where `reduce` finds them, once what was there has been reduced; the caller may drop them.
 
         Computation does it, not the stream that reduces: nobody would know when that has come to it.
         """
         sources = self._full.checked(grads)
-        if not self._needs_no_other(epilogue):
-            self._epilogue = epilogue
+        if not self._needs_no_other():
             self._packed = self._free_buffer(aside=aside)
             self._full.pack(sources, self._packed, self._computing())
             return
         self._adds = self._gradients.begin_reduce()
-        stream = self._streams.reduce if aside else None
+        if not aside:
+            self._pack_mean(sources, self._gradients.flat)
+            return
+        stream = self._streams.reduce
         with self._gradient(stream) as grad:
-            if stream is not None:  # what an offload's staging held has left it
-                self._streams.compute().wait(stream.record())
-            self._full.pack(
-                sources,
-                grad,
-                self._computing(),
-                epilogue.scale,
-                add=self._adds,
-                nonfinite=epilogue.nonfinite,
-            )
-            if stream is not None:
-                self._streams.after_compute(stream)
+            # What an offload's staging held has left it.
+            self._streams.compute().wait(stream.record())
+            self._pack_mean(sources, grad)
+            self._streams.after_compute(stream)
+
+    def _pack_mean(self, sources: Sources, grad: torch.Tensor) -> None:
+        scale, nonfinite = self.epilogue
+        self._full.pack(
+            sources, grad, self._computing(), scale, add=self._adds, nonfinite=nonfinite
+        )
 
     def reduce(self, *, aside: bool, put_off: bool = False) -> Work:
         """Averages what was packed over the ranks of `comm`; with replicas, for `all_reduce` to go on.
@@ -152,7 +153,7 @@ class Reduction:
         self._adds = self._gradients.begin_reduce()  # its zeros belong to what was computed so far
         if self.staging is not None:
             return self._reduce_to_staging(packed, self.staging, aside=aside)
-        epilogue = self._take_epilogue()
+        epilogue = self.epilogue
         if not aside:
             self._comm.reduce_scatter(
                 self._gradients.flat,
@@ -176,7 +177,7 @@ class Reduction:
         assert self.staging is not None
         if self._put_off is not None:
             self._stage_put_off(self._put_off, self.staging, aside=aside)
-        epilogue = self._take_epilogue()
+        epilogue = self.epilogue
         stream = self._streams.replicate if aside else None
         if self.staging.filled is not None:
             (stream or compute_stream(self._comm.device)).wait(self.staging.filled)
@@ -270,18 +271,13 @@ class Reduction:
         streams.reduced = reduce(streams.reduce, streams.computed(), into, scale, adds, nonfinite)
         return Work(streams.reduced, self._compute, self, packed, into, nonfinite)
 
-    def _take_epilogue(self) -> Epilogue:
-        """Of what was packed; its flag is somebody else's, and is not kept."""
-        epilogue, self._epilogue = self._epilogue, _AS_IT_IS
-        return epilogue
-
-    def _needs_no_other(self, epilogue: Epilogue) -> bool:
+    def _needs_no_other(self) -> bool:
         """Whether this rank's gradients are the mean, and are packed straight into the shard's."""
-        if self._comm.size > 1 or self.replicas is not None:
+        if self.has_peers:
             return False
         if self._gradients.dtype in FLOATS:  # in which a pack computes
             return True
-        scale, nonfinite = epilogue
+        scale, nonfinite = self.epilogue
         return scale == 1.0 and nonfinite is None and not self._gradients.adds
 
     def _gradient(self, stream: Stream | None) -> AbstractContextManager[torch.Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import compress
 
 import torch
 from torch import nn
@@ -67,7 +68,8 @@ class ShardGradients:
     def begin_reduce(self) -> bool:
         """Whether the reduce must add to what `flat` holds, which is zeros then where a parameter has no `.grad`."""
         with plain():
-            self._take_moved()
+            if self._rows is not None:
+                self._take_moved(self._rows)
             add = self._unshown or self._has_grad()
         if not add and self._flat is None:  # all of it is written
             self._flat = torch.empty_like(self._shard, pin_memory=self._pinned)
@@ -78,12 +80,12 @@ class ShardGradients:
         self._unshown = True
         return add
 
-    def _take_moved(self) -> None:
+    def _take_moved(self, every: Sequence[torch.Tensor]) -> None:
         """Takes the values of memory that `grad.data = ...` has put in the place of a view's."""
-        for i, rows in enumerate(self._rows or ()):
-            if rows.data_ptr() != self._addresses[i]:
+        for rows, address, view in zip(every, self._addresses, self._views, strict=True):
+            if rows.data_ptr() != address:
                 values = rows.clone()
-                rows.data = self.flat.as_strided(*self._views[i])
+                rows.data = self.flat.as_strided(*view)
                 rows.copy_(values)
 
     def _has_grad(self) -> bool:
@@ -102,11 +104,10 @@ class ShardGradients:
     def show(self, used: Sequence[bool] | None = None) -> None:
         """Sets `.grad` of all shards, or of those `used`; the others keep theirs. What another rank owns has none."""
         with plain():
-            for i, rows in enumerate(self.rows):
-                if used is not None and not used[i]:
-                    continue
-                if not self._elsewhere[i]:
-                    set_grad(self._shards[i], rows)
+            shown = zip(self._shards, self.rows, self._elsewhere, strict=True)
+            for shard, rows, elsewhere in shown if used is None else compress(shown, used):
+                if not elsewhere:
+                    set_grad(shard, rows)
                 elif isinstance(rows, ShardedRows):
                     rows.whole.grad_elsewhere = rows
         self._unshown = False

@@ -43,6 +43,11 @@ class State(Enum):
     BACKWARD = "backward"
 
 
+IDLE, FORWARD, BACKWARD = (
+    State  # a step asks often, and Python 3.11 is slow to find a member in its class
+)
+
+
 class ShardedParam:
     """One parameter: `shard` is what the optimizer sees, `full` what forward and backward compute with.
 
@@ -131,10 +136,10 @@ class ShardedUnit:
         self.versions = Versions(self._gathered_params())
         self._plain = [param.full for param in self.params if param.distribution is None]
         self._addresses = [full.data_ptr() for full in self._plain]
-        self.tells = True  # see expect_backward
+        self.tells = True  # of its backward: the outputs of its latest forward; else its gradients, when it has been
         self.secondary = secondary
         self._gather_bytes = sum(bucket.gather_bytes for bucket, _ in buckets)
-        self.state = State.IDLE
+        self.state = IDLE
         # Its full parameters in memory of their own: of `engine.gathered`, and of `unshard`.
         self.apart: Apart | None = None
         self.unsharded: Apart | None = None
@@ -150,7 +155,8 @@ class ShardedUnit:
         self.returned: type = type(None)  # what its forward returned last
         self.began: Event | None = None  # of a trace: its computation
         self.shares_slot = False  # with another unit; set with the actions
-        self.storages = frozenset(b.full.untyped_storage()._cdata for b, _ in buckets)
+        # Where a view of a parameter, given out, would come to show another unit's.
+        self.storages = frozenset(b.full.untyped_storage()._cdata for b in self._apart)
         self.show_shard()
 
     def _whole(self, bucket: Bucket, index: int, owned: OwnedParam, shard: torch.Tensor) -> Whole:
@@ -227,12 +233,17 @@ class ShardedUnit:
                 shard, full = param.shard, param.full
                 if full.requires_grad is not shard.requires_grad:  # frozen or thawed
                     full.requires_grad_(shard.requires_grad)
-                param.owned.show(full, in_place_of=shard)
+                for module, attribute in param.owned.places:
+                    # Not setattr: nn.Module's checks cost more than the rest of a step's bookkeeping.
+                    shown = module._parameters
+                    if shown.get(attribute) is not shard:
+                        param.owned.check(shard, full)
+                    shown[attribute] = full
 
     def check_unchanged(self) -> None:
         """RuntimeError if its forward has changed a parameter."""
         with plain():
-            name = self.versions.changed()
+            name = self.versions.changed() if self._apart else None
             addresses = [full.data_ptr() for full in self._plain]
         if addresses != self._addresses:  # by `.data = ...`
             name = self._take_back()
@@ -266,12 +277,6 @@ class ShardedUnit:
         """Its forward says from now on that nobody gathers its parameters; unless this rank has all of them."""
         if any(bucket.layout.world_size > 1 for bucket, _ in self.buckets):
             self.module.register_forward_pre_hook(_refuse_forward, prepend=True)
-
-    def expect_backward(self, *, told: bool) -> None:
-        """A forward has ended whose outputs tell of their backward, if `told`; else gradients do, when it has been."""
-        self.tells = told
-        if not told:
-            self.watch_gradients()
 
     def watch_gradients(self) -> None:
         """Has `on_gradient` called whenever backward has left a parameter's gradient, from now on."""

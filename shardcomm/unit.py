@@ -59,14 +59,10 @@ class OwnedParam:
                     "by load_state_dict, and call functional_call inside of engine.gathered()"
                 )
 
-    def show(self, param: nn.Parameter, *, in_place_of: nn.Parameter | None = None) -> None:
-        """Makes the model's modules see `param` in this parameter's places; with `in_place_of` after `check`."""
+    def show(self, param: nn.Parameter) -> None:
+        """Makes the model's modules see `param` in this parameter's places."""
         for module, attribute in self.places:
-            # Not setattr: nn.Module's checks cost more than the rest of a step's bookkeeping.
-            shown = module._parameters
-            if in_place_of is not None and shown.get(attribute) is not in_place_of:
-                self.check(in_place_of, param)
-            shown[attribute] = param
+            module._parameters[attribute] = param
 
 
 @dataclass

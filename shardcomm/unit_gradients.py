@@ -37,6 +37,9 @@ class Stage(Enum):
     READY = "ready"  # `.grad` shows them
 
 
+EMPTY, LOCAL, PACKED, REDUCING, READY = Stage  # as in sharded_unit.py
+
+
 class ParamGradient:
     """Of one parameter: what backwards have left for `full`, and the `shard` whose `.grad` the mean becomes.
 
@@ -62,9 +65,12 @@ class ParamGradient:
         if self._sum is not None:
             self.add(self._sum.dtype)
         grad = self.full.grad if self._sum is None else self._sum
-        self.full.grad = self._sum = None
-        self.used |= grad is not None
-        return grad if grad is None or self._how is None else self._how.part_of(grad)
+        if grad is None:
+            return None
+        self._sum = None
+        self.full.grad = None
+        self.used = True
+        return grad if self._how is None else self._how.part_of(grad)
 
     def add(self, dtype: torch.dtype) -> None:
         """Moves what autograd left to the sum of earlier backwards, in `dtype`."""
@@ -98,7 +104,7 @@ class UnitGradients:
     def __init__(
         self, name: str, buckets: Iterable[tuple[Bucket, Sequence[ParamGradient]]]
     ) -> None:
-        self.stage = Stage.EMPTY
+        self.stage = EMPTY
         self.early = False
         self.reduces: list[Work] = []
         self.all_reduces: list[Work] = []
@@ -121,34 +127,33 @@ class UnitGradients:
         Raises:
             RuntimeError: it has been there and ended, and hooks were given what was not all of a gradient.
         """
-        if self.stage is Stage.READY and self._hooked():
+        if self.stage is READY and self._hooked():
             raise RuntimeError(
                 f"backward came to unit {self._name!r} again after its gradients were given to hooks of "
                 "register_post_accumulate_grad_hook as complete; return the unit's tensors in tuples, lists, dicts or "
                 "dataclasses, by which the end of its backward is known, or step after backward instead of in hooks"
             )
-        self.stage = Stage.LOCAL
+        self.stage = LOCAL
         self._trained = [
             entry
             for entry in self._buckets
-            if any([p.full.requires_grad or p.holds_earlier for p in entry[1]])
+            if any(p.full.requires_grad or p.holds_earlier for p in entry[1])
         ]
 
     def join(self) -> None:
         """Backward has ended, which may have come to the unit on other ranks alone: they wait for this one's reduce."""
-        if self.stage is Stage.EMPTY:
+        if self.stage is EMPTY:
             self.begin()
 
     @property
     def came_unannounced(self) -> bool:
         """Whether backward has left gradients without `begin`."""
-        return self.stage is not Stage.LOCAL and any(
-            [p.full.grad is not None for p in self._params]
-        )
+        return self.stage is not LOCAL and any([p.full.grad is not None for p in self._params])
 
     def end_call(self) -> None:
         """The backward of a call has ended."""
-        self._open_calls = max(0, self._open_calls - 1)
+        if self._open_calls:
+            self._open_calls -= 1
 
     def end_calls(self) -> None:
         """Backward has ended, as it has for calls which it did not come to."""
@@ -157,7 +162,7 @@ class UnitGradients:
     @property
     def complete(self) -> bool:
         """Whether backward has left all that there is to reduce."""
-        return self.stage is Stage.LOCAL and not self._open_calls
+        return self.stage is LOCAL and not self._open_calls
 
     def keep(self) -> None:
         """Ends a backward that is not reduced: in a narrow dtype autograd's own sum would lose later gradients."""
@@ -173,11 +178,11 @@ class UnitGradients:
         """
         for bucket, params in self._trained:
             bucket.pack([param.take() for param in params], async_op=True)
-            self.stage = Stage.PACKED
+            self.stage = PACKED
             work = bucket.reduce(async_op=True, put_off=put_off)
             if work.queued:
                 self.reduces.append(work)
-        self.stage = Stage.REDUCING
+        self.stage = REDUCING
         self.awaits_replicas = any([b.reduction.replicas for b, _ in self._trained])
 
     def all_reduce(self) -> None:
@@ -189,8 +194,8 @@ class UnitGradients:
         """What was queued may have ended: publishes the gradients if they are there and known to be all."""
         if (
             self.early
-            and self.stage is Stage.REDUCING
-            and not self._under_way()
+            and self.stage is REDUCING
+            and not (self.reduces or self.all_reduces or self.awaits_replicas)
             and all([param.used for _, params in self._trained for param in params])
         ):
             for bucket, _ in self._trained:
@@ -199,7 +204,7 @@ class UnitGradients:
 
     def known(self) -> list[bool]:
         """Of each parameter: whether this rank knows that a rank used it, or that nobody asks."""
-        if self.stage is not Stage.REDUCING:
+        if self.stage is not REDUCING:
             return [True] * len(self._params)
         asked = self._trained
         return [param.used or entry not in asked for entry in self._buckets for param in entry[1]]
@@ -215,7 +220,7 @@ class UnitGradients:
         self._published()
 
     def _published(self) -> None:
-        self.stage = Stage.READY
+        self.stage = READY
         for param in self._params:
             param.used = False
         hooked = self._hooked()
@@ -229,17 +234,17 @@ class UnitGradients:
 
     def end(self) -> None:
         """A backward begins: what the one before published is of the past."""
-        if self.stage is Stage.READY:
-            self.stage = Stage.EMPTY
+        if self.stage is READY:
+            self.stage = EMPTY
 
     def forget(self) -> None:
         """Drops what is not shown, and what a backward that failed has shown already."""
         for bucket, params in self._buckets:
-            bucket.gradients.forget(shown=self.stage is Stage.READY)
+            bucket.gradients.forget(shown=self.stage is READY)
             bucket.reduction.forget()
             for param in params:
                 param.forget()
-        self.stage = Stage.EMPTY
+        self.stage = EMPTY
         self._open_calls = 0
         self.awaits_replicas = False
 
@@ -261,9 +266,6 @@ class UnitGradients:
     def all_reduce_bytes(self) -> int:
         """What this rank sends in one all-reduce."""
         return sum([bucket.all_reduce_bytes for bucket, _ in self._trained])
-
-    def _under_way(self) -> bool:
-        return bool(self.reduces or self.all_reduces or self.awaits_replicas)
 
     def _hooked(self) -> list[nn.Parameter]:
         with plain():
