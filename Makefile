@@ -16,7 +16,7 @@ CORE_SOURCES := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu') 
 help:
 	@echo "make setup     prepare $(VENV): install what is needed, build"
 	@echo "make demo      train a small GPT, fully sharded over two local processes"
-	@echo "make test      run all tests"
+	@echo "make test      run all tests, two at a time"
 	@echo "make mutants   put mistakes into a copy, one at a time, and see which of them the tests notice"
 	@echo "make bench     compare with Gloo, Open MPI, FSDP2 and plain copies (on a GPU: docs/gpu.md)"
 	@echo "make figures   the same, kept in bench/results, and the README's tables from it"
@@ -33,7 +33,7 @@ demo: setup
 	$(BIN)/shardcomm train
 
 test: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 mutants: setup
 	$(BIN)/python tests/mutants/run.py --json build/mutants.json

@@ -5,8 +5,10 @@ from __future__ import annotations
 import multiprocessing
 import os
 import random
+from collections.abc import Iterator
 from multiprocessing import forkserver
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import Phase, settings
@@ -31,6 +33,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.seed is None:
+        from_starter = getattr(config, "workerinput", {}).get("seed")
+        config.option.seed = random.randrange(1 << 32) if from_starter is None else from_starter
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """pytest-xdist's: a worker gets the seed that stands in the header."""
+    node.workerinput["seed"] = node.config.option.seed
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     # Rank processes are forked from a server that has loaded what they need.
     # (FSDP2 loads torch._dynamo when it is first called, and saving loads DCP.)
@@ -43,13 +57,14 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def pytest_report_header(config: pytest.Config) -> str:
-    return f"seed: {_seed(config)} (repeat with --seed)"
+    return f"seed: {config.option.seed} (repeat with --seed)"
 
 
 @pytest.fixture
 def seed(request: pytest.FixtureRequest) -> int:
     """Of random inputs; printed in the header."""
-    return _seed(request.config)
+    given: int = request.config.option.seed
+    return given
 
 
 @pytest.fixture
@@ -59,19 +74,22 @@ def every_point(request: pytest.FixtureRequest) -> bool:
 
 
 @pytest.fixture
+def nothing_is_left_in_shared_memory() -> Iterator[None]:
+    """Other processes, such as other tests, have names of their own there: theirs go away."""
+    from gates import until  # which loads torch
+
+    before = set(os.listdir("/dev/shm"))
+    yield
+    new = set(os.listdir("/dev/shm")) - before
+    until(lambda: new.isdisjoint(os.listdir("/dev/shm")), f"these are gone: {sorted(new)}")
+
+
+@pytest.fixture
 def text_file(tmp_path: Path) -> str:
     """A text to train on."""
     file = tmp_path / "text.txt"
     file.write_bytes(b"".join(b"line %d of a text to train on\n" % i for i in range(500)))
     return str(file)
-
-
-def _seed(config: pytest.Config) -> int:
-    given: int | None = config.getoption("--seed")
-    if given is None:
-        given = random.randrange(1 << 32)
-        config.option.seed = given
-    return given
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -44,11 +44,7 @@ gather_into = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 scatter_from = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
-@pytest.fixture(autouse=True)
-def nothing_is_left_in_shared_memory() -> Iterator[None]:
-    before = sorted(os.listdir("/dev/shm"))
-    yield
-    assert sorted(os.listdir("/dev/shm")) == before
+pytestmark = pytest.mark.usefixtures("nothing_is_left_in_shared_memory")
 
 
 def both_groups() -> tuple[Group, Group]:

@@ -7,7 +7,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import count
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -37,11 +37,7 @@ NOTICED_S = 2.0
 KILLS = 20
 
 
-@pytest.fixture(autouse=True)
-def nothing_is_left_in_shared_memory() -> Iterator[None]:
-    before = sorted(os.listdir("/dev/shm"))
-    yield
-    assert sorted(os.listdir("/dev/shm")) == before
+pytestmark = pytest.mark.usefixtures("nothing_is_left_in_shared_memory")
 
 
 def train_until_error(rank: int, ranks: int, address: str, tell: Connection) -> None:

@@ -48,6 +48,15 @@ def states(pid: int) -> list[str]:
     return [rank.state for rank in group.ranks] if group else []
 
 
+def wait_for_rank_1(pid: int) -> bool:
+    """Whether all other ranks do, in their first call. Their attaching is call 1, in which they wait for it, too."""
+    group = group_of(pid)
+    if group is None or group.ranks[1].state != "running":
+        return False
+    calls = [[call.sequence for call in rank.calls] for rank in group.ranks]
+    return calls == [[] if rank == 1 else [2] for rank in range(len(calls))]
+
+
 def pids_in(folder: Path, ranks: int) -> list[int]:
     """Those of the ranks, once each has said its own."""
     files = [folder / f"pid {rank}" for rank in range(ranks)]
@@ -75,7 +84,7 @@ def test_ps_names_who_waits_in_what_and_for_whom_and_where_everybody_is(tmp_path
     gate = Gate(tmp_path)
     with launched(one_comes_late, RANKS, (tmp_path, 1), gate) as results:
         pids = pids_in(tmp_path, RANKS)
-        until(lambda: states(pids[0]) == ["waiting", "running", "waiting"], "0 and 2 wait for 1")
+        until(lambda: wait_for_rank_1(pids[0]), "0 and 2 wait for 1")
 
         found = json.loads(ps("--json", "--stacks"))
         group = next(g for g in found["groups"] if g["ranks"][0]["pid"] == pids[0])
@@ -109,7 +118,7 @@ def test_a_stopped_rank_is_said_to_be_stopped_and_goes_on(tmp_path: Path) -> Non
     gate = Gate(tmp_path)
     with launched(one_comes_late, RANKS, (tmp_path, 1), gate) as results:
         pids = pids_in(tmp_path, RANKS)
-        until(lambda: states(pids[0]) == ["waiting", "running", "waiting"], "0 and 2 wait for 1")
+        until(lambda: wait_for_rank_1(pids[0]), "0 and 2 wait for 1")
         os.kill(pids[1], signal.SIGSTOP)
         try:
             until(lambda: states(pids[0]) == ["waiting", "stopped", "waiting"], "it is stopped")
@@ -127,7 +136,7 @@ def fail_and_stay(folder: Path) -> None:
     rank = say_pid(folder)
     comm = Communicator.from_env(deadline_s=DEADLINE_S, transport="shm")
     if rank == 1:
-        until(lambda: states(os.getpid()) == ["waiting", "running", "waiting"], "others wait")
+        until(lambda: wait_for_rank_1(os.getpid()), "others wait")
         comm.abort("it had enough")
     else:
         with pytest.raises(CommError):
@@ -351,7 +360,7 @@ def test_sigusr1_prints_the_stacks_and_what_the_ranks_are_in(
                 here = f"line {line} in wait_in_a_long_call\n"
                 sleeps = " S " in Path(f"/proc/{pids[0]}/stat").read_text()
                 return sleeps and here in (stacks.ask(pids[:1])[pids[0]].text or "")
-            return states(pids[0]) == ["waiting", "running"]
+            return wait_for_rank_1(pids[0])
 
         until(is_there, "rank 0 waits")
         os.kill(pids[0], signal.SIGUSR1)
