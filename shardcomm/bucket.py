@@ -24,9 +24,8 @@ from shardcomm._C import CommError
 from shardcomm.agreement import difference, layout_items
 from shardcomm.arguments import check_type
 from shardcomm.communicator import BoundGather, Communicator
-from shardcomm.dtype import movable
+from shardcomm.dtype import FLOATS, movable
 from shardcomm.layout import Layout, ParamSpec, Placement
-from shardcomm.mixed_precision import FLOATS
 from shardcomm.nonfinite import flag_address
 from shardcomm.offload import Offload
 from shardcomm.plain import plain

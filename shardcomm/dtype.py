@@ -4,6 +4,9 @@ import torch
 
 from shardcomm import _C
 
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+"""Those between which copies and reduces convert."""
+
 _CORE_DTYPES = {
     torch.uint8: _C.DType.u8,
     torch.int32: _C.DType.i32,

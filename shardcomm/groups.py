@@ -13,8 +13,9 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import nn
 
+from shardcomm.dtype import FLOATS
 from shardcomm.layout import Granularity, Layout, ParamSpec, ShardDim
-from shardcomm.mixed_precision import FLOATS, MixedPrecision
+from shardcomm.mixed_precision import MixedPrecision
 from shardcomm.owners import OwnerCost, checked_cost, choose_owners, in_bytes
 from shardcomm.policy import Policy
 from shardcomm.schedule import REDUCES_IN_FLIGHT

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from shardcomm.dtype import FLOATS
+
 
 @dataclass(frozen=True)
 class MixedPrecision:
@@ -39,6 +41,3 @@ class MixedPrecision:
     def input_dtype(self) -> torch.dtype | None:
         """What the inputs of units are cast to."""
         return self.param_dtype if self.cast_forward_inputs else None
-
-
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)

@@ -21,9 +21,9 @@ from typing import NamedTuple
 import torch
 
 from shardcomm.communicator import BoundReduce, Communicator
+from shardcomm.dtype import FLOATS
 from shardcomm.full_gradients import FullGradients, Sources
 from shardcomm.layout import Layout
-from shardcomm.mixed_precision import FLOATS
 from shardcomm.offload import Offload
 from shardcomm.shard_gradients import ShardGradients
 from shardcomm.staging import Staging

@@ -19,9 +19,9 @@ from shardcomm.bench.options import DTYPES, Options, Sizes, layers, size_bytes, 
 from shardcomm.bench.plot import write_plot
 from shardcomm.bench.results import Results
 from shardcomm.bench.transports import TRANSPORTS
+from shardcomm.dtype import FLOATS
 from shardcomm.launch import RankError, launch
 from shardcomm.launchers import Launched
-from shardcomm.mixed_precision import FLOATS
 from shardcomm.operands import RED_OPS
 from shardcomm.options import DefaultsFormatter, can_write, launched_for, picture, positive, whole
 from shardcomm.shapes import SHAPES

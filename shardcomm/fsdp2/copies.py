@@ -21,8 +21,8 @@ from weakref import finalize
 import torch
 
 from shardcomm.copy_plan import CopyPlan
+from shardcomm.dtype import FLOATS
 from shardcomm.fsdp2.patch import Patch, Undo
-from shardcomm.mixed_precision import FLOATS
 
 _OPERATORS = (
     "all_gather_copy_in",

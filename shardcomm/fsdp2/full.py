@@ -25,10 +25,10 @@ import torch
 import torch.distributed as dist
 
 from shardcomm.copy_plan import CopyPlan
+from shardcomm.dtype import FLOATS
 from shardcomm.fsdp2.internals import AllGather, AllGatherResult, torchs_gather
 from shardcomm.fsdp2.links import Link, Links
 from shardcomm.fsdp2.patch import Patch, Undo
-from shardcomm.mixed_precision import FLOATS
 from shardcomm.streams import compute_stream
 
 _ALIGNMENT = 128  # bytes: the parameters start as torch's allocators start them
