@@ -19,8 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardcomm.communicator import Communicator
-from shardcomm.mesh import Mesh
-from shardcomm.tensor_parallel import Ranks
+from shardcomm.mesh import Mesh, Ranks
 from shardcomm.texts import all_gather_text
 from shardcomm.unit import UnitParams
 

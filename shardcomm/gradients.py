@@ -10,7 +10,8 @@ from typing import Literal
 
 import torch
 
-from shardcomm.mesh import Holders, Mesh
+from shardcomm.holders import Holders
+from shardcomm.mesh import Mesh
 from shardcomm.plain import grad_of, plain
 from shardcomm.sharded_unit import ShardedUnit
 from shardcomm.texts import all_gather_text

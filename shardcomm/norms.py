@@ -18,7 +18,7 @@ from shardcomm.tensor_parallel import full
 
 if TYPE_CHECKING:
     from shardcomm.communicator import ReduceOp
-    from shardcomm.mesh import Holders
+    from shardcomm.holders import Holders
 
 
 def is_norm(func: Any) -> bool:

@@ -17,7 +17,8 @@ from shardcomm.groups import (
     slot_bytes,
     staging_bytes,
 )
-from shardcomm.mesh import Holders, Mesh
+from shardcomm.holders import Holders
+from shardcomm.mesh import Mesh
 from shardcomm.mixed_precision import MixedPrecision
 from shardcomm.offload import Offload
 from shardcomm.policy import Policy

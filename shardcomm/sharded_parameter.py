@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from shardcomm.mesh import Holders
+from shardcomm.holders import Holders
 from shardcomm.norms import completed, is_norm, partial_norms
 from shardcomm.plain import grad_of, plain, set_grad
 from shardcomm.shard_tensor import Part

@@ -14,7 +14,7 @@ from torch import nn
 
 from shardcomm.boundary import Marked
 from shardcomm.bucket import Bucket
-from shardcomm.mesh import Holders
+from shardcomm.holders import Holders
 from shardcomm.optimizer_steps import replaced
 from shardcomm.plain import plain
 from shardcomm.schedule import Phase, Trigger

@@ -19,7 +19,8 @@ from shardcomm.elsewhere import Elsewhere
 from shardcomm.engine import Engine
 from shardcomm.gradients import OnNonfinite
 from shardcomm.groups import GranularityOf, Group, Pool, ShardDimOf, group_units
-from shardcomm.mesh import FailingTogether, Holders, Mesh
+from shardcomm.holders import Holders
+from shardcomm.mesh import FailingTogether, Mesh
 from shardcomm.mixed_precision import MixedPrecision
 from shardcomm.owners import OwnerCost
 from shardcomm.planner import Plan, policies_of, schedule_units

@@ -24,13 +24,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from shardcomm.communicator import Communicator
+from shardcomm.mesh import Ranks
+
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-    from shardcomm.communicator import Communicator
-
-Ranks = tuple[int, ...]
-"""Of a process group, as torch.distributed counts them."""
 
 
 def is_dtensor(value: object) -> bool:
