@@ -13,20 +13,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 from functools import cached_property
 from types import TracebackType
 
 import torch
-import torch.distributed as dist
 from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
 
 from shardcomm._C import CommError
 from shardcomm.communicator import Communicator, ReduceOp
 from shardcomm.dtype import movable
-from shardcomm.rendezvous import timeout_s
-from shardcomm.strategy import Strategy
 from shardcomm.streams import Streams, compute_stream
 
 Ranks = tuple[int, ...]
@@ -64,43 +59,14 @@ class Mesh:
                 "both must work on the same device"
             )
 
-    @staticmethod
-    def of(ranks: Communicator | DeviceMesh | Mesh, strategy: Strategy) -> Mesh:
-        """`ranks` as `strategy` lays a model over them; collective for a DeviceMesh.
-
-        Raises:
-            TypeError, ValueError: they are not what the strategy needs; the message says what is.
-        """
-        if not isinstance(ranks, Communicator | DeviceMesh | Mesh):
-            raise TypeError(
-                f"fully_shard: comm is a {type(ranks).__name__}; it must be a shardcomm.Communicator, for instance "
-                "Communicator.from_env() or Communicator.from_process_group(group), a torch DeviceMesh or a "
-                "shardcomm.Mesh"
-            )
-        dims = ranks.ndim if isinstance(ranks, DeviceMesh) else 1 + isinstance(ranks, Mesh)
-        if strategy.hybrid and dims != 2:
-            raise ValueError(
-                f"fully_shard: strategy {strategy.name!r} needs ranks in 2 dimensions, and comm has {dims}; give a "
-                "DeviceMesh of 2 dimensions (the first replicates, the second shards) or a shardcomm.Mesh"
-            )
-        if not strategy.hybrid and dims != 1:
-            raise ValueError(
-                f"fully_shard: strategy {strategy.name!r} needs ranks in 1 dimension, and comm has {dims}; give a "
-                "Communicator or a DeviceMesh of 1 dimension, or take strategy='hybrid_shard'"
-            )
-        if isinstance(ranks, Mesh):
-            return ranks
-        if isinstance(ranks, DeviceMesh) and strategy.hybrid:
-            return Mesh(shard=_of_dim(ranks, 1), replicate=_of_dim(ranks, 0))
-        comm = _of_dim(ranks, 0) if isinstance(ranks, DeviceMesh) else ranks
-        alone = Communicator.local_group(1, device=comm.device)[0]
-        return Mesh(comm, alone) if strategy.shard_params else Mesh(alone, comm)
-
     def around(self, groups: Mapping[Ranks, ProcessGroup]) -> Mesh:
         """This mesh, of parameters which are DTensors over `groups`; collective."""
         if not groups:
             return self
-        made = {ranks: _of_group(group, self.device.type) for ranks, group in groups.items()}
+        made = {
+            ranks: Communicator.from_process_group(group, device=self.device.type)
+            for ranks, group in groups.items()
+        }
         return replace(self, inner=made)
 
     @property
@@ -216,24 +182,3 @@ class FailingTogether:
         if isinstance(error, CommError):
             for mesh in self._meshes:
                 mesh.abort(f"its other group failed: {error}")
-
-
-def run_of(mesh: DeviceMesh, size: int) -> Communicator:
-    """The run of `size` ranks that this one is in, of those that shard a model over `mesh`; collective."""
-    row = mesh.get_group(mesh.ndim - 1)
-    first = row.rank() // size * size
-    group = dist.new_group(
-        dist.get_process_group_ranks(row)[first : first + size],
-        timeout=timedelta(seconds=timeout_s(row, torch.device(mesh.device_type))),
-        backend=dist.get_backend(row),
-        use_local_synchronization=True,
-    )
-    return _of_group(group, mesh.device_type)
-
-
-def _of_dim(mesh: DeviceMesh, dim: int) -> Communicator:
-    return _of_group(mesh.get_group(dim), mesh.device_type)
-
-
-def _of_group(group: ProcessGroup, device: str) -> Communicator:
-    return Communicator.from_process_group(group, device=device)

@@ -17,16 +17,12 @@ Communication for Giant Model Training", arXiv 2306.10209, section 3.2.
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Sequence
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
 from shardcomm.bucket import Bucket
 from shardcomm.communicator import BoundGather, Communicator
-from shardcomm.mesh import Mesh, run_of
-from shardcomm.policy import Policy
 from shardcomm.streams import Streams, copy, on_host
 from shardcomm.work import Work
 
@@ -76,43 +72,3 @@ class SecondaryShard:
             Work(gather(self._streams.gather, self._streams.computed()), self._compute, self)
             for gather in self._gathers
         ]
-
-
-def secondary_of(policy: Policy, mesh: Mesh) -> Communicator | None:
-    """The ranks of `mesh` that a unit of `policy` is gathered on for backward; None: all. Collective for a number.
-
-    Raises:
-        ValueError: `policy` does not say which, or ranks that cannot gather for `mesh`.
-    """
-    given, size = policy.reshard_after_forward, policy.secondary_ranks(mesh.shard.size)
-    if not size:
-        return None
-    if isinstance(given, Communicator):
-        if given.device != mesh.device:
-            raise ValueError(
-                f"fully_shard: reshard_after_forward works on {given.device} and comm on {mesh.device}; both must "
-                "work on the same device"
-            )
-        return given
-    if not isinstance(policy.comm, DeviceMesh):
-        raise ValueError(
-            f"fully_shard: reshard_after_forward is {given}, and comm is not a DeviceMesh, of which such groups can be "
-            "made; give the shardcomm.Communicator of the ranks of this one's host"
-        )
-    return run_of(policy.comm, size)
-
-
-def check_secondary(mesh: Mesh) -> None:
-    """ValueError on every rank if one would gather with ranks that hold other parameters than it; collective."""
-    assert mesh.secondary is not None
-    run = torch.tensor([secrets.randbits(62)], dtype=torch.int64, device=mesh.device)
-    mesh.shard.broadcast(run)
-    runs = run.new_empty(mesh.secondary.size)
-    mesh.secondary.all_gather(runs, run)
-    is_within = (runs == run).all().to(torch.int32).view(1)
-    mesh.shard.all_reduce(is_within, "min")
-    if not is_within.item():
-        raise ValueError(
-            "fully_shard: reshard_after_forward has ranks that are none of comm's, on this rank or another; give each "
-            "rank the Communicator of some of comm's ranks, such as those of its host"
-        )

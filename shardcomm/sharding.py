@@ -21,12 +21,12 @@ from shardcomm.gradients import OnNonfinite
 from shardcomm.groups import GranularityOf, Group, Pool, ShardDimOf, group_units
 from shardcomm.holders import Holders
 from shardcomm.mesh import FailingTogether, Mesh
+from shardcomm.meshes import check_secondary, made_for, meshes_of
 from shardcomm.mixed_precision import MixedPrecision
 from shardcomm.owners import OwnerCost
 from shardcomm.planner import Plan, policies_of, schedule_units
 from shardcomm.policy import Policy
 from shardcomm.schedule import Schedule, Trigger
-from shardcomm.secondary_shard import check_secondary, secondary_of
 from shardcomm.shard_units import check_modules, shard_units
 from shardcomm.sharded_modules import is_sharded, remember
 from shardcomm.sharded_unit import Footprint, ShardedUnit
@@ -146,7 +146,7 @@ def fully_shard(
         reshard_after_forward,
     )
     policies = policies_of(found, rest)
-    meshes, main = _meshes(policies, rest)
+    meshes, main = meshes_of(policies, rest)
     numbers = {mesh: number for number, mesh in enumerate(dict.fromkeys([main, *meshes]))}
     pools = [
         Pool(
@@ -222,7 +222,7 @@ def fully_shard(
         owned=[
             group
             for mesh, policy in zip([main, *meshes], [rest, *policies], strict=True)
-            for group in _made(mesh, policy)
+            for group in made_for(mesh, policy)
         ]
         + [*experts.values()],
         elsewhere=elsewhere,
@@ -242,46 +242,6 @@ def _told_to_all(main: Mesh, call: dict[str, str], together: FailingTogether) ->
             call[_ERROR] = repr(error)
             difference((main.shard, main.replicate), [Item("the call", call)])
         raise
-
-
-def _meshes(policies: Sequence[Policy], rest: Policy) -> tuple[list[Mesh], Mesh]:
-    """The mesh of each unit, the same object for the same ranks and strategy; and that of all ranks."""
-    made: list[tuple[Policy, Mesh]] = []
-
-    def mesh_of(policy: Policy) -> Mesh:
-        for other, mesh in made:
-            if other.ranks == policy.ranks:
-                return mesh
-        assert policy.comm is not None
-        assert policy.strategy is not None
-        mesh = Mesh.of(policy.comm, Strategy.named(policy.strategy))
-        if secondary := secondary_of(policy, mesh):
-            mesh = replace(mesh, secondary=secondary)
-        made.append((policy, mesh))
-        return mesh
-
-    main = mesh_of(rest)
-    meshes = [mesh_of(policy) for policy in policies]
-    for mesh in meshes:
-        if mesh.device != main.device:
-            raise ValueError(
-                f"fully_shard: a policy's comm works on {mesh.device} and fully_shard's on {main.device}; all must "
-                "work on the same device"
-            )
-        if mesh.size > main.size:
-            raise ValueError(
-                f"fully_shard: a policy's comm has {mesh.size} ranks and fully_shard's {main.size}; a policy's ranks "
-                "must be some of these"
-            )
-    return meshes, main
-
-
-def _made(mesh: Mesh, policy: Policy) -> Iterator[Mesh | Communicator]:
-    """The groups that were made for `policy`, and are ours to leave."""
-    if isinstance(policy.comm, DeviceMesh):
-        yield mesh
-    if mesh.secondary is not None and mesh.secondary is not policy.reshard_after_forward:
-        yield mesh.secondary
 
 
 def _items(
