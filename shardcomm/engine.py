@@ -36,12 +36,13 @@ from shardcomm.apart import Apart, gathered, nobodys_gradient
 from shardcomm.arguments import check_flag, check_type
 from shardcomm.communicator import Communicator
 from shardcomm.elsewhere import Elsewhere
+from shardcomm.footprint import Footprint
 from shardcomm.gradients import Gradients, OnNonfinite
 from shardcomm.hooks import Hooks
 from shardcomm.mesh import FailingTogether, Mesh
 from shardcomm.optimizer_state import OptimizerState
 from shardcomm.schedule import Phase, Schedule, Trigger
-from shardcomm.sharded_unit import BACKWARD, FORWARD, IDLE, Footprint, ShardedParam, ShardedUnit
+from shardcomm.sharded_unit import BACKWARD, FORWARD, IDLE, ShardedParam, ShardedUnit, measured
 from shardcomm.state_dict import (
     Parts,
     full_state_dict,
@@ -356,7 +357,7 @@ class Engine:
 
     def footprint(self) -> Footprint:
         """Bytes this rank holds."""
-        return Footprint.of(self.units)
+        return measured(self.units)
 
     def close(self) -> None:
         """Ends training: removes the hooks, and leaves the groups made of a DeviceMesh; after a CommError, too.

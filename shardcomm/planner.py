@@ -31,6 +31,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardcomm import traffic
+from shardcomm.footprint import Footprint
 from shardcomm.groups import (
     GranularityOf,
     Group,
@@ -50,7 +51,6 @@ from shardcomm.plan_table import drawn
 from shardcomm.policy import Policy
 from shardcomm.scalars import is_whole
 from shardcomm.schedule import Phase, Schedule, Trigger, Verb
-from shardcomm.sharded_unit import Footprint
 from shardcomm.strategy import Strategy
 from shardcomm.unit import UnitParams, Units, find_units, registration_order
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -14,6 +13,7 @@ from torch import nn
 
 from shardcomm.boundary import Marked
 from shardcomm.bucket import Bucket
+from shardcomm.footprint import Footprint
 from shardcomm.holders import Holders
 from shardcomm.optimizer_steps import replaced
 from shardcomm.plain import plain
@@ -357,58 +357,27 @@ class ShardedUnit:
             self.outdate()
 
 
-@dataclass(frozen=True)
-class Footprint:
-    """Bytes one rank holds for a model between steps. Optimizer state comes on top, in the shards' shapes.
-
-    Attributes:
-        parameter_bytes: shards, padding included; with `cpu_offload` in host memory, as are the gradients.
-        gradient_bytes: their gradients, padding included: of all that have been reduced, until the next forward gives
-            the memory back where it can.
-        slot_bytes: full-size buffers; between processes of one host all see the same ones, unless there are secondary
-            shards.
-        secondary_bytes: secondary shards, by `reshard_after_forward`.
-        reduce_buffer_bytes: where gradients are packed to be reduced.
-        staging_bytes: where they are all-reduced among replicas.
-        offload_bytes: of the device, through which shards and gradients pass that are in host memory.
-        padding_bytes: of all ranks' shards together; what the layout costs.
-        total_parameter_bytes: the whole model's parameters. What `ranks` ranks hold is this plus the padding.
-    """
-
-    parameter_bytes: int
-    gradient_bytes: int
-    slot_bytes: int
-    secondary_bytes: int
-    reduce_buffer_bytes: int
-    staging_bytes: int
-    offload_bytes: int
-    padding_bytes: int
-    total_parameter_bytes: int
-
-    @classmethod
-    def of(cls, units: Iterable[ShardedUnit]) -> Footprint:
-        """Measured from the tensors of `units`."""
-        units = list(units)
-        buckets = [bucket for unit in units for bucket, _ in unit.buckets]
-        return cls(
-            parameter_bytes=sum(bucket.shard.nbytes for bucket in buckets),
-            gradient_bytes=sum(bucket.gradients.nbytes for bucket in buckets),
-            slot_bytes=_memory(b.full for b in buckets if b.full is not b.shard),
-            secondary_bytes=sum(unit.secondary.memory.nbytes for unit in units if unit.secondary),
-            reduce_buffer_bytes=_memory(
-                b.reduction.buffer for b in buckets if b.reduction.buffer is not None
-            ),
-            staging_bytes=_memory(
-                b.reduction.staging.memory for b in buckets if b.reduction.staging is not None
-            ),
-            offload_bytes=sum(
-                offload.nbytes for offload in {b.offload for b in buckets} if offload
-            ),
-            padding_bytes=sum(bucket.layout.padding * bucket.shard.itemsize for bucket in buckets),
-            total_parameter_bytes=sum(
-                bucket.layout.numel * bucket.shard.itemsize for bucket in buckets
-            ),
-        )
+def measured(units: Iterable[ShardedUnit]) -> Footprint:
+    """What `units` hold, from their tensors."""
+    units = list(units)
+    buckets = [bucket for unit in units for bucket, _ in unit.buckets]
+    return Footprint(
+        parameter_bytes=sum(bucket.shard.nbytes for bucket in buckets),
+        gradient_bytes=sum(bucket.gradients.nbytes for bucket in buckets),
+        slot_bytes=_memory(b.full for b in buckets if b.full is not b.shard),
+        secondary_bytes=sum(unit.secondary.memory.nbytes for unit in units if unit.secondary),
+        reduce_buffer_bytes=_memory(
+            b.reduction.buffer for b in buckets if b.reduction.buffer is not None
+        ),
+        staging_bytes=_memory(
+            b.reduction.staging.memory for b in buckets if b.reduction.staging is not None
+        ),
+        offload_bytes=sum(offload.nbytes for offload in {b.offload for b in buckets} if offload),
+        padding_bytes=sum(bucket.layout.padding * bucket.shard.itemsize for bucket in buckets),
+        total_parameter_bytes=sum(
+            bucket.layout.numel * bucket.shard.itemsize for bucket in buckets
+        ),
+    )
 
 
 def _become(full: nn.Parameter, kind: type[nn.Parameter], name: str) -> None:

@@ -29,7 +29,7 @@ from shardcomm.policy import Policy
 from shardcomm.schedule import Schedule, Trigger
 from shardcomm.shard_units import check_modules, shard_units
 from shardcomm.sharded_modules import is_sharded, remember
-from shardcomm.sharded_unit import Footprint, ShardedUnit
+from shardcomm.sharded_unit import ShardedUnit, measured
 from shardcomm.strategy import Strategy
 from shardcomm.tensor_parallel import inner_groups
 from shardcomm.unit import UnitParams, Units, find_units, registration_order
@@ -277,7 +277,7 @@ def _check(units: Sequence[ShardedUnit], plan: Plan) -> None:
         if any(bucket.gradients.nbytes for bucket, _ in unit.buckets)
     )
     planned = asdict(replace(plan.footprint, gradient_bytes=gradient_bytes))
-    held = asdict(Footprint.of(units))
+    held = asdict(measured(units))
     wrong = [
         f"{name} is {held[name]:,} and not {count:,}"
         for name, count in planned.items()

@@ -12,11 +12,11 @@ from thread_ranks import run_mesh, run_threads
 from torch import nn
 
 from shardcomm import Communicator, Mesh, MixedPrecision, Plan, fully_shard
+from shardcomm.footprint import Footprint
 from shardcomm.groups import slot_bytes
 from shardcomm.layout import Granularity
 from shardcomm.schedule import Phase, Trigger
 from shardcomm.shapes import SHAPES, equal_blocks
-from shardcomm.sharded_unit import Footprint
 
 HALF = MixedPrecision(torch.bfloat16, torch.bfloat16)
 HALF_WIDE_SUMS = MixedPrecision(torch.bfloat16, torch.float32)
