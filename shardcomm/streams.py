@@ -126,6 +126,13 @@ def computing(device: torch.device) -> Callable[[], Stream]:
     return compute
 
 
+def start_stream(device: torch.device) -> None:
+    """A stream of its own for this thread's work on a GPU; nothing on a CPU."""
+    if device.type == "cuda":  # a thread's current stream lasts as long as the thread
+        torch.cuda.set_device(device)
+        torch.accelerator.set_stream(torch.Stream(device))
+
+
 def copy(to: torch.Tensor, source: torch.Tensor, stream: Stream) -> Event:
     """Queues the copy of a flat tensor between host and device, or within either; the event of its end.
 

@@ -34,7 +34,7 @@ from shardcomm.bench.operations import OPERATIONS
 from shardcomm.bench.options import Options, Sizes, size_bytes
 from shardcomm.bench.results import Figure, Results, Row, Section
 from shardcomm.bench.transports import ThreadRanks
-from shardcomm.bench.values import values
+from shardcomm.exact_values import values
 from shardcomm.operands import RED_OPS
 
 

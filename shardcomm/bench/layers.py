@@ -15,10 +15,10 @@ import torch
 
 from shardcomm.bench.case import Case, Collectives, Placement
 from shardcomm.bench.options import DTYPES, Layer, Options
-from shardcomm.bench.values import count_wrong, values
 from shardcomm.bucket import Bucket
 from shardcomm.communicator import Communicator
 from shardcomm.copy_plan import CopyPlan
+from shardcomm.exact_values import count_wrong, values
 from shardcomm.layout import Layout, ParamSpec
 
 MASTER = torch.float32

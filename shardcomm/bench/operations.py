@@ -14,8 +14,8 @@ import torch
 
 from shardcomm.bench.case import Case, Collectives, Placement
 from shardcomm.bench.options import DTYPES, Options
-from shardcomm.bench.values import count_wrong, values
 from shardcomm.communicator import ReduceOp, Use
+from shardcomm.exact_values import count_wrong, values
 
 ROOT = 0
 

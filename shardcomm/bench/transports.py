@@ -18,6 +18,7 @@ from shardcomm.bench.options import Options
 from shardcomm.communicator import Communicator, ReduceOp, Use
 from shardcomm.launchers import launched
 from shardcomm.store import env_store
+from shardcomm.streams import start_stream
 
 T = TypeVar("T")
 
@@ -130,13 +131,6 @@ class ThreadRanks(Ranks):
             self._threads.shutdown()
             for comm in (*self._comms, *self._controls):
                 comm.close()
-
-
-def start_stream(device: torch.device) -> None:
-    """A stream of its own for this thread's work on a GPU; nothing on a CPU."""
-    if device.type == "cuda":  # a thread's current stream lasts as long as the thread
-        torch.cuda.set_device(device)
-        torch.accelerator.set_stream(torch.Stream(device))
 
 
 class TorchCollectives:

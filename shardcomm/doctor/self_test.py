@@ -15,11 +15,11 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from shardcomm._C import cuda_status
-from shardcomm.bench.transports import start_stream
-from shardcomm.bench.values import count_wrong, values
 from shardcomm.communicator import Communicator, Transport, Use
 from shardcomm.copy_plan import CopyPlan
+from shardcomm.exact_values import count_wrong, values
 from shardcomm.launch import RankError, launch
+from shardcomm.streams import start_stream
 
 RANKS = 2
 DEADLINE_S = 60.0
