@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from shardcomm.gpt import GPT
 from shardcomm.mixed_precision import MixedPrecision
 from shardcomm.options import DefaultsFormatter, can_write, opened, picture, whole
 from shardcomm.plan_table import aligned, size
@@ -19,7 +20,6 @@ from shardcomm.planner import OPTIMIZERS, Plan
 from shardcomm.schedule_plot import draw
 from shardcomm.shapes import SHAPES, equal_blocks
 from shardcomm.strategy import STRATEGIES
-from shardcomm.train.gpt import GPT
 
 _MOST_DRAWN_UNITS = 9  # more could not be read
 

@@ -23,6 +23,7 @@ from shardcomm.backend import NAME
 from shardcomm.checkpoints import Checkpoints
 from shardcomm.communicator import Communicator
 from shardcomm.engine import Engine
+from shardcomm.gpt import GPT
 from shardcomm.mesh import Mesh
 from shardcomm.mixed_precision import MixedPrecision
 from shardcomm.sharding import fully_shard
@@ -30,7 +31,6 @@ from shardcomm.store import env_store
 from shardcomm.timeline import Timeline
 from shardcomm.traffic import Traffic
 from shardcomm.train import progress
-from shardcomm.train.gpt import GPT
 from shardcomm.train.progress import Progress
 from shardcomm.train.text import Corpus, read_text
 
