@@ -259,7 +259,8 @@ def attach_in_another_torch() -> None:
     dist.init_process_group("gloo")
     twins = Twins(init_device_mesh("cpu", (2,)), Case())
     with pytest.MonkeyPatch.context() as patch:
-        module = importlib.import_module("shardcomm.fsdp2.attach")  # the package's is the function
+        # The package's attribute of that name is the function.
+        module = importlib.import_module("shardcomm.fsdp2.attach")
         patch.setattr(module, "difference", lambda: "torch 3.0's FSDP2 has no reshard")
         with attached_to(twins) as attached:
             twins.step(0)
