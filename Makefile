@@ -20,7 +20,7 @@ help:
 	@echo "make mutants   put mistakes into a copy, one at a time, and see which of them the tests notice"
 	@echo "make bench     compare with Gloo, Open MPI, FSDP2 and plain copies (on a GPU: docs/gpu.md)"
 	@echo "make figures   the same, kept in bench/results, and the README's tables from it"
-	@echo "make lint      check format, style and types"
+	@echo "make lint      check format, style, types and layers"
 	@echo "make sanitize  run the C++ tests under address, undefined-behaviour and thread sanitizers"
 	@echo "make faults    let a fault strike at every point of every operation of the core, and print what came of it"
 	@echo "make model     check the protocol between ranks in every order of its steps (docs/protocol.md)"
@@ -60,6 +60,7 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo --no-cache
 	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
 
 # Where `bench` leaves its JSON files, and how their names begin.

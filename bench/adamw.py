@@ -14,7 +14,7 @@ from harness import Bound, Report, Times, arguments
 from torch import nn
 
 import shardcomm
-from shardcomm.gpt import GPT
+from shardcomm.models.gpt import GPT
 
 PEERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
     "shardcomm": shardcomm.AdamW,

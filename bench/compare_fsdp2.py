@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import shardcomm.fsdp2
-from shardcomm.gpt import GPT, VOCAB
+from shardcomm.models.gpt import GPT, VOCAB
 
 WIDTH, LAYERS, CONTEXT, BATCH = 512, 8, 64, 2
 PLAIN, ALONE = "FSDP2 on Gloo", "no communication"

@@ -33,7 +33,7 @@ from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import shardcomm
-from shardcomm.gpt import GPT, VOCAB
+from shardcomm.models.gpt import GPT, VOCAB
 
 MESHES = {"full_shard": (2,), "shard_grad_op": (2,), "no_shard": (2,), "hybrid_shard": (2, 2)}
 WARM_UP = 2

@@ -38,7 +38,7 @@ from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
 from torch.testing._internal.distributed import multi_threaded_pg
 
 import shardcomm.fsdp2
-from shardcomm.gpt import GPT, VOCAB
+from shardcomm.models.gpt import GPT, VOCAB
 
 WARM_UP_STEPS = 3
 PATIENCE_S = 90.0

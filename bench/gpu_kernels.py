@@ -31,10 +31,10 @@ from padding import BLOCKS, specs
 from torch import Tensor
 
 from shardcomm import _C, Bucket, Communicator
-from shardcomm.copy_plan import CopyPlan
-from shardcomm.dtype import core_dtype
-from shardcomm.layout import Layout
-from shardcomm.streams import compute_stream
+from shardcomm.arguments.dtype import core_dtype
+from shardcomm.copy.plan import CopyPlan
+from shardcomm.layout.layout import Layout
+from shardcomm.stream.streams import compute_stream
 
 RANKS = 8
 L2_BYTES = 60_000_000

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from shardcomm.provenance import provenance
+from shardcomm.files.provenance import provenance
 
 
 @dataclass(frozen=True)

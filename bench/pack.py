@@ -27,7 +27,7 @@ from harness import Bound, Report, Times, arguments
 from torch import Tensor
 
 from shardcomm import _C
-from shardcomm.copy_plan import CopyPlan
+from shardcomm.copy.plan import CopyPlan
 
 SEED = 0
 COUNT = 8_000_000

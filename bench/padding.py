@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from harness import Bound, Report, Times, arguments
 
 from shardcomm import Layout, ParamSpec
-from shardcomm.shapes import SHAPES
+from shardcomm.models.shapes import SHAPES
 
 RANKS = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 

@@ -24,9 +24,12 @@ from harness import Bound, Report, Times
 from torch import nn
 
 import shardcomm
-from shardcomm import Bucket, Communicator, bucket, nccl, sharding
-from shardcomm.core_communicator import CoreCommunicator
-from shardcomm.launch import launch
+from shardcomm import Bucket, Communicator
+from shardcomm.bucket import bucket
+from shardcomm.comm import nccl
+from shardcomm.comm.core import CoreCommunicator
+from shardcomm.engine import sharding
+from shardcomm.process.launch import launch
 
 WIDTH = 768
 BLOCK = {

@@ -7,30 +7,30 @@ From the bottom up, each usable on its own: `Layout` (where every element lives)
 
 from importlib.metadata import version as _version
 
-from shardcomm import backend  # registers itself with torch.distributed
 from shardcomm._C import CommError, CudaError, Event, Stream
-from shardcomm.adamw import AdamW
-from shardcomm.average import ExponentialMovingAverage
-from shardcomm.bucket import Bucket
-from shardcomm.checkpoints import CheckpointError, Checkpoints
-from shardcomm.collectives import all_gather_into_tensor, reduce_scatter_tensor
-from shardcomm.communicator import Communicator, Receipt
-from shardcomm.copy_plan import CopyPlan, Segment
-from shardcomm.engine import Engine
-from shardcomm.grad_scaler import GradScaler
-from shardcomm.launch import RankError, launch
-from shardcomm.layout import Block, Layout, ParamSpec
-from shardcomm.mesh import Mesh
-from shardcomm.mixed_precision import MixedPrecision
-from shardcomm.pending import Pending
-from shardcomm.planner import Plan
-from shardcomm.policy import Policy
-from shardcomm.schedule import Schedule
-from shardcomm.sharded_parameter import ShardedParameter
-from shardcomm.sharding import fully_shard
-from shardcomm.stack_dumps import enable_stack_dumps
-from shardcomm.strategy import STRATEGIES, Strategy
-from shardcomm.work import Work
+from shardcomm.bucket.bucket import Bucket
+from shardcomm.checkpoint.checkpoints import CheckpointError, Checkpoints
+from shardcomm.comm.communicator import Communicator, Receipt
+from shardcomm.comm.mesh import Mesh
+from shardcomm.comm.pending import Pending
+from shardcomm.copy.plan import CopyPlan, Segment
+from shardcomm.engine.engine import Engine
+from shardcomm.engine.sharding import fully_shard
+from shardcomm.interop import backend  # registers itself with torch.distributed
+from shardcomm.interop.collectives import all_gather_into_tensor, reduce_scatter_tensor
+from shardcomm.layout.layout import Block, Layout, ParamSpec
+from shardcomm.optim.adamw import AdamW
+from shardcomm.optim.average import ExponentialMovingAverage
+from shardcomm.optim.grad_scaler import GradScaler
+from shardcomm.parameter.sharded_parameter import ShardedParameter
+from shardcomm.planner.planner import Plan
+from shardcomm.process.launch import RankError, launch
+from shardcomm.process.stack_dumps import enable_stack_dumps
+from shardcomm.schedule.schedule import Schedule
+from shardcomm.schedule.strategy import STRATEGIES, Strategy
+from shardcomm.stream.work import Work
+from shardcomm.unit.mixed_precision import MixedPrecision
+from shardcomm.unit.policy import Policy
 
 __version__ = _version("shardcomm")
 

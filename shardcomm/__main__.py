@@ -9,11 +9,12 @@ import sys
 from typing import NoReturn
 
 import shardcomm
-from shardcomm import plan_command, timeline_command
-from shardcomm.bench import command as bench
-from shardcomm.doctor import command as doctor
-from shardcomm.ps import command as ps
-from shardcomm.train import command as train
+from shardcomm.cli import plan as plan_command
+from shardcomm.cli import trace as timeline_command
+from shardcomm.cli.bench import command as bench
+from shardcomm.cli.doctor import command as doctor
+from shardcomm.cli.ps import command as ps
+from shardcomm.cli.train import command as train
 
 
 def main() -> int:

@@ -7,10 +7,11 @@ import os
 import torch
 import torch.distributed as dist
 
-from shardcomm import _C, Stream, nccl
-from shardcomm.dtype import core_dtype
-from shardcomm.exchange import StoreExchange
-from shardcomm.operands import RED_OPS
+from shardcomm import _C, Stream
+from shardcomm.arguments.dtype import core_dtype
+from shardcomm.comm import nccl
+from shardcomm.comm.operands import RED_OPS
+from shardcomm.meeting.exchange import StoreExchange
 
 
 def take_gpu() -> int:

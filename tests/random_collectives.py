@@ -7,7 +7,7 @@ import random
 import torch
 
 from shardcomm import Communicator
-from shardcomm.streams import Streams
+from shardcomm.stream.streams import Streams
 
 DTYPES = (
     torch.float32,

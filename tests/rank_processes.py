@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from shardcomm import _C
-from shardcomm.core_communicator import CoreCommunicator
+from shardcomm.comm.core import CoreCommunicator
 
 
 def join(

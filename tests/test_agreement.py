@@ -17,11 +17,11 @@ from shardcomm import (
     Communicator,
     Mesh,
     MixedPrecision,
-    agreement,
     fully_shard,
     launch,
 )
-from shardcomm.agreement import Item, difference
+from shardcomm.comm import agreement
+from shardcomm.comm.agreement import Item, difference
 
 
 class Net(nn.Module):

@@ -13,7 +13,7 @@ import torch
 from thread_ranks import run_threads
 
 from shardcomm import Communicator, CopyPlan
-from shardcomm.arrays import as_tensor
+from shardcomm.arguments.arrays import as_tensor
 
 
 def test_numpy_arrays_are_packed_where_they_are() -> None:

@@ -22,7 +22,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from shardcomm import CommError, RankError, backend, launch, rendezvous
+from shardcomm import CommError, RankError, backend, launch
+from shardcomm.comm import rendezvous
 
 OURS = "cpu:shardcomm"
 CORE_DTYPES = (

@@ -21,11 +21,11 @@ import torch
 from nccl_tests_output import Table, tables
 from test_train import ranks_of, wait_for_end
 
-from shardcomm.bench import command
-from shardcomm.bench.driver import benchmark
-from shardcomm.bench.options import Options
-from shardcomm.bench.results import Results
-from shardcomm.core_communicator import CoreCommunicator
+from shardcomm.cli.bench import command
+from shardcomm.cli.bench.driver import benchmark
+from shardcomm.cli.bench.options import Options
+from shardcomm.cli.bench.results import Results
+from shardcomm.comm.core import CoreCommunicator
 
 DEADLINE_S = 120.0
 RANKS = 3

@@ -24,18 +24,18 @@ import torch
 from thread_ranks import run_threads
 
 from shardcomm import Communicator
-from shardcomm.bench import command, timing, transports
-from shardcomm.bench.case import Collectives
-from shardcomm.bench.files import write_csv
-from shardcomm.bench.fit import fit
-from shardcomm.bench.link import nominal_link
-from shardcomm.bench.measure import measure
-from shardcomm.bench.operations import OPERATIONS
-from shardcomm.bench.options import Options, Sizes, size_bytes
-from shardcomm.bench.results import Figure, Results, Row, Section
-from shardcomm.bench.transports import ThreadRanks
-from shardcomm.exact_values import values
-from shardcomm.operands import RED_OPS
+from shardcomm.cli.bench import command, timing, transports
+from shardcomm.cli.bench.case import Collectives
+from shardcomm.cli.bench.files import write_csv
+from shardcomm.cli.bench.fit import fit
+from shardcomm.cli.bench.link import nominal_link
+from shardcomm.cli.bench.measure import measure
+from shardcomm.cli.bench.operations import OPERATIONS
+from shardcomm.cli.bench.options import Options, Sizes, size_bytes
+from shardcomm.cli.bench.results import Figure, Results, Row, Section
+from shardcomm.cli.bench.transports import ThreadRanks
+from shardcomm.cli.exact_values import values
+from shardcomm.comm.operands import RED_OPS
 
 
 def status(*args: str) -> int:

@@ -13,8 +13,8 @@ from torch import nn
 from twins import WIDTH, Chain, local, twins
 
 from shardcomm import Bucket, Communicator, Layout, Mesh, ParamSpec, fully_shard
-from shardcomm.staging import Staging
-from shardcomm.streams import Event, Stream, copy
+from shardcomm.bucket.staging import Staging
+from shardcomm.stream.streams import Event, Stream, copy
 
 SHAPE = (8, 2)
 
@@ -128,7 +128,7 @@ def late_copies(monkeypatch: pytest.MonkeyPatch) -> None:
         stream.enqueue(lambda: never.wait(0.1))
         return copy(to, source, stream)
 
-    monkeypatch.setattr("shardcomm.offload.copy", late)
+    monkeypatch.setattr("shardcomm.bucket.offload.copy", late)
 
 
 @pytest.mark.usefixtures("late_copies")

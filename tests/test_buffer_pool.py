@@ -8,7 +8,7 @@ import torch
 from thread_ranks import run_threads
 
 from shardcomm import Communicator
-from shardcomm.buffer_pool import MAX_BUFFERS, BufferPool
+from shardcomm.interop.fsdp2.buffer_pool import MAX_BUFFERS, BufferPool
 
 ROUNDS = 200
 

@@ -27,8 +27,8 @@ from thread_ranks import run_threads
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from shardcomm import Communicator, fully_shard
-from shardcomm.checkpoints import CheckpointError, Checkpoints, complete_steps
-from shardcomm.manifest import DamagedError, Manifest
+from shardcomm.checkpoint.checkpoints import CheckpointError, Checkpoints, complete_steps
+from shardcomm.checkpoint.manifest import DamagedError, Manifest
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

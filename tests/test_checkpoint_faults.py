@@ -29,8 +29,8 @@ from rank_processes import join, processes
 from thread_ranks import run_threads
 
 from shardcomm import _C, CommError, Communicator
-from shardcomm.checkpoints import CheckpointError, Checkpoints, complete_steps
-from shardcomm.core_communicator import CoreCommunicator
+from shardcomm.checkpoint.checkpoints import CheckpointError, Checkpoints, complete_steps
+from shardcomm.comm.core import CoreCommunicator
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -23,8 +23,8 @@ from test_state_dict import load_here
 from thread_ranks import run_threads
 
 from shardcomm import CommError, Communicator, fully_shard
-from shardcomm.backend import receipts
-from shardcomm.checkpoints import CheckpointError, Checkpoints, complete_steps
+from shardcomm.checkpoint.checkpoints import CheckpointError, Checkpoints, complete_steps
+from shardcomm.interop.backend import receipts
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

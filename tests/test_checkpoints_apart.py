@@ -8,7 +8,7 @@ import pytest
 from thread_ranks import run_threads
 
 from shardcomm import Communicator
-from shardcomm.checkpoints import CheckpointError, Checkpoints, complete_steps
+from shardcomm.checkpoint.checkpoints import CheckpointError, Checkpoints, complete_steps
 
 
 @pytest.mark.parametrize("failing", [0, 1, 2])

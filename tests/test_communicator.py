@@ -15,8 +15,8 @@ from random_collectives import OPS, random_collectives, reduced, values
 from thread_ranks import run_threads
 
 from shardcomm import _C, Bucket, CommError, Communicator, Stream, launch
-from shardcomm.core_communicator import CoreCommunicator
-from shardcomm.streams import Streams
+from shardcomm.comm.core import CoreCommunicator
+from shardcomm.stream.streams import Streams
 
 
 def random_collectives_from_env(seed: int, cases: int, transport: str) -> None:

@@ -8,7 +8,7 @@ from random_plans import FLOATS, OTHERS, Plan, bits, expect, plans, rectangle, s
 from torch import Tensor
 
 from shardcomm import _C
-from shardcomm.copy_plan import ZEROS, CopyPlan, Segment
+from shardcomm.copy.plan import ZEROS, CopyPlan, Segment
 
 GUARD = 16
 """Elements before and after a destination that nobody may touch."""

@@ -22,7 +22,7 @@ from random_plans import (
 from torch import Tensor
 
 from shardcomm import _C
-from shardcomm.copy_plan import ZEROS, CopyPlan, Segment
+from shardcomm.copy.plan import ZEROS, CopyPlan, Segment
 
 
 @pytest.fixture(params=_C.instruction_sets(), ids=lambda each: each.name)

@@ -22,8 +22,8 @@ from random_plans import (
 from test_copy_plan import awkward_floats, every_16_bit_pattern
 from torch import Tensor
 
-from shardcomm.copy_plan import ZEROS, CopyPlan, Segment
-from shardcomm.streams import TorchStream
+from shardcomm.copy.plan import ZEROS, CopyPlan, Segment
+from shardcomm.stream.streams import TorchStream
 
 pytest.importorskip("triton", reason="the Triton executor needs triton: pip install triton")
 
@@ -33,7 +33,7 @@ DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device(
 with pytest.MonkeyPatch.context() as environment:
     if DEVICE.type == "cpu":
         environment.setenv("TRITON_INTERPRET", "1")
-    from shardcomm.copy_triton import TritonCopy
+    from shardcomm.copy.triton import TritonCopy
 
 # The interpreter's numpy reports each overflow to infinity.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

@@ -17,11 +17,11 @@ import pytest
 import torch
 
 from shardcomm import _C, Communicator, CopyPlan
-from shardcomm.core_communicator import CoreCommunicator
-from shardcomm.doctor import command, self_test
-from shardcomm.doctor.memory import cgroup_limit
-from shardcomm.doctor.screen import screen
-from shardcomm.doctor.self_test import Outcome, between_processes, between_threads
+from shardcomm.cli.doctor import command, self_test
+from shardcomm.cli.doctor.memory import cgroup_limit
+from shardcomm.cli.doctor.screen import screen
+from shardcomm.cli.doctor.self_test import Outcome, between_processes, between_threads
+from shardcomm.comm.core import CoreCommunicator
 
 COLLECTIVES = {"all_gather", "reduce_scatter", "all_reduce", "broadcast"}
 

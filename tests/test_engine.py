@@ -22,7 +22,7 @@ from thread_ranks import run_threads
 from torch import nn
 
 from shardcomm import CommError, Communicator, Engine, MixedPrecision, Policy, fully_shard
-from shardcomm.plain import grad_of, plain
+from shardcomm.parameter.plain import grad_of, plain
 
 VARIANTS = [
     "",

@@ -30,7 +30,7 @@ from shardcomm import (
     fully_shard,
     launch,
 )
-from shardcomm.core_communicator import CoreCommunicator
+from shardcomm.comm.core import CoreCommunicator
 
 RANKS = 3
 NOTICED_S = 2.0

@@ -34,8 +34,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
 from torch.distributed.tensor import Shard
 
-from shardcomm import CommError, fsdp2, launch, rendezvous
-from shardcomm.fsdp2 import Attached, Level, internals
+from shardcomm import CommError, fsdp2, launch
+from shardcomm.comm import rendezvous
+from shardcomm.interop.fsdp2 import Attached, Level, internals
 
 LEVELS: tuple[Level, ...] = get_args(Level)
 REPLICAS = "the all-reduce between replicas stays torch's: FSDP2 has no hook for it"

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule  # noqa: F401  (with it the operators come)
 
 from shardcomm import fsdp2, launch
-from shardcomm.fsdp2.copies import GroupCopies
+from shardcomm.interop.fsdp2.copies import GroupCopies
 
 DTYPES = (torch.float32, torch.bfloat16, torch.uint8)
 CHUNK_CATS = [

@@ -23,8 +23,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
 from torch.testing._internal.distributed import multi_threaded_pg
 
 from shardcomm import CommError, fsdp2, launch
-from shardcomm.fsdp2 import full as full_module
-from shardcomm.fsdp2 import internals
+from shardcomm.interop.fsdp2 import full as full_module
+from shardcomm.interop.fsdp2 import internals
 
 X = torch.ones(2, 5)
 
@@ -260,7 +260,7 @@ def attach_in_another_torch() -> None:
     twins = Twins(init_device_mesh("cpu", (2,)), Case())
     with pytest.MonkeyPatch.context() as patch:
         # The package's attribute of that name is the function.
-        module = importlib.import_module("shardcomm.fsdp2.attach")
+        module = importlib.import_module("shardcomm.interop.fsdp2.attach")
         patch.setattr(module, "difference", lambda: "torch 3.0's FSDP2 has no reshard")
         with attached_to(twins) as attached:
             twins.step(0)

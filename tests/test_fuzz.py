@@ -23,14 +23,14 @@ from torch.distributed import HashStore
 from torch.distributed.checkpoint import CheckpointException
 
 from shardcomm import _C, CommError, Communicator
-from shardcomm.bench import compare
-from shardcomm.bench.options import layers
-from shardcomm.checkpoints import CheckpointError, Checkpoints
-from shardcomm.exchange import StoreExchange
-from shardcomm.manifest import DamagedError, Entry, Manifest
-from shardcomm.timeline import RankTimeline, Span, Timeline
-from shardcomm.train.progress import Progress
-from shardcomm.unpickling import check_unpickling
+from shardcomm.checkpoint.checkpoints import CheckpointError, Checkpoints
+from shardcomm.checkpoint.manifest import DamagedError, Entry, Manifest
+from shardcomm.checkpoint.unpickling import check_unpickling
+from shardcomm.cli.bench import compare
+from shardcomm.cli.bench.options import layers
+from shardcomm.cli.train.progress import Progress
+from shardcomm.meeting.exchange import StoreExchange
+from shardcomm.trace.timeline import RankTimeline, Span, Timeline
 
 _numbers = itertools.count()
 

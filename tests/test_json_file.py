@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardcomm import __main__ as program
-from shardcomm.bench import compare
-from shardcomm.bench.options import layers
-from shardcomm.json_file import read_json
-from shardcomm.timeline import RankTimeline, Span, Timeline
+from shardcomm.cli.bench import compare
+from shardcomm.cli.bench.options import layers
+from shardcomm.files.json_file import read_json
+from shardcomm.trace.timeline import RankTimeline, Span, Timeline
 
 FIGURE = {"time_s": 1e-5, "spread": {"p10_s": 0.9e-5, "p90_s": 1.1e-5}}
 ROW = {"layer": None, "size_bytes": 1024, "out_of_place": FIGURE, "in_place": None}

@@ -1,7 +1,7 @@
 """Ranks as torchrun, Open MPI, MPICH and Slurm start them. The launchers themselves are run where they are installed.
 
-Elsewhere processes get the environment that the launchers give, as their sources say (`shardcomm.launchers` names them)
-and as they were seen to.
+Elsewhere processes get the environment that the launchers give, as their sources say (`shardcomm.meeting.launchers`
+names them) and as they were seen to.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import pytest
 import torch
 
 from shardcomm import CommError, Communicator
-from shardcomm.announcement import announce, ask
-from shardcomm.launchers import Launched, launched, meeting_point
-from shardcomm.rendezvous import _own_gpu
+from shardcomm.comm.rendezvous import _own_gpu
+from shardcomm.meeting.announcement import announce, ask
+from shardcomm.meeting.launchers import Launched, launched, meeting_point
 
 DEADLINE_S = 120
 PREFIXES = (

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardcomm import Block, Layout, ParamSpec
-from shardcomm.layout import Granularity
-from shardcomm.shapes import SHAPES
+from shardcomm.layout.layout import Granularity
+from shardcomm.models.shapes import SHAPES
 
 # The largest layout a machine could hold is no test of arithmetic; small ones meet every boundary case.
 shapes = st.lists(st.integers(0, 9), min_size=0, max_size=3).map(tuple)

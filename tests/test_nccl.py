@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from shardcomm import _C, CommError, nccl
-from shardcomm.exchange import StoreExchange
+from shardcomm import _C, CommError
+from shardcomm.comm import nccl
+from shardcomm.meeting.exchange import StoreExchange
 
 RANKS = 3
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from shardcomm import _C
-from shardcomm.nccl import library_paths
+from shardcomm.comm.nccl import library_paths
 
 REQUIRED = [
     "GetUniqueId",

@@ -15,8 +15,8 @@ from thread_ranks import run_threads
 from torch import Tensor
 
 from shardcomm import _C, Bucket, Communicator, CopyPlan, Stream, launch
-from shardcomm.copy_plan import ZEROS, Segment
-from shardcomm.dtype import core_dtype
+from shardcomm.arguments.dtype import core_dtype
+from shardcomm.copy.plan import ZEROS, Segment
 
 NONFINITE = [float("nan"), float("inf"), -float("inf")]
 

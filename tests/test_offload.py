@@ -30,8 +30,8 @@ from shardcomm import (
     Plan,
     fully_shard,
 )
-from shardcomm.offload import Offload
-from shardcomm.streams import Streams, TorchStream, copy
+from shardcomm.bucket.offload import Offload
+from shardcomm.stream.streams import Streams, TorchStream, copy
 
 # Precision, and how two batches are accumulated; see `train`.
 STEPS_OF_ALL_KINDS = [(False, ""), (False, "every"), (True, "no_sync"), (True, "every")]
@@ -142,7 +142,7 @@ def test_the_host_waits_for_what_is_copied(monkeypatch: pytest.MonkeyPatch) -> N
             stream.enqueue(lambda: go_on.wait(30))
         return copy(to, source, stream)
 
-    monkeypatch.setattr("shardcomm.offload.copy", lagging)
+    monkeypatch.setattr("shardcomm.bucket.offload.copy", lagging)
     comm = Communicator.local_group(1)[0]
     streams = Streams(CPU)
     layout = Layout.plan([ParamSpec("w", (4, 2))], 1)

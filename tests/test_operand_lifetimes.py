@@ -16,7 +16,7 @@ import torch.distributed as dist
 from thread_ranks import run_threads
 
 from shardcomm import Bucket, Communicator, launch
-from shardcomm.streams import Stream, _new_stream
+from shardcomm.stream.streams import Stream, _new_stream
 
 # The memory of an operand: alive as long as a tensor over it is, whichever tensor object that is.
 Memory = np.ndarray[Any, Any]

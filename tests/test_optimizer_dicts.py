@@ -29,7 +29,7 @@ from twins import local, twins, values
 
 import shardcomm
 from shardcomm import Communicator, Engine, Mesh, Policy, fully_shard, launch
-from shardcomm.shard_tensor import ShardTensor
+from shardcomm.parameter.shard_tensor import ShardTensor
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

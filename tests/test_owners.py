@@ -16,9 +16,9 @@ from thread_ranks import run_mesh, run_threads
 from torch import nn
 
 from shardcomm import CommError, Communicator, Mesh, MixedPrecision, Plan, fully_shard, launch
-from shardcomm.layout import Granularity
-from shardcomm.owners import choose_owners
-from shardcomm.shapes import SHAPES, ModelShapes
+from shardcomm.layout.layout import Granularity
+from shardcomm.models.shapes import SHAPES, ModelShapes
+from shardcomm.unit.owners import choose_owners
 
 HIDDEN, FEED_FORWARD, KEYS, WORDS = 2048, 5632, 256, 32000
 LLAMA_1B = ModelShapes(

@@ -15,7 +15,8 @@ import pytest
 import torch
 from gates import Gate, launched, until, wait_at
 
-from shardcomm import _C, CommError, Communicator, Pending, Stream, pending
+from shardcomm import _C, CommError, Communicator, Pending, Stream
+from shardcomm.comm import pending
 
 RANKS = 3
 DEADLINE_S = 60.0

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from shardcomm import plan_command
+from shardcomm.cli import plan as plan_command
 
 
 def run(*args: str) -> int:

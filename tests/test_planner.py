@@ -12,11 +12,11 @@ from thread_ranks import run_mesh, run_threads
 from torch import nn
 
 from shardcomm import Communicator, Mesh, MixedPrecision, Plan, fully_shard
-from shardcomm.footprint import Footprint
-from shardcomm.groups import slot_bytes
-from shardcomm.layout import Granularity
-from shardcomm.schedule import Phase, Trigger
-from shardcomm.shapes import SHAPES, equal_blocks
+from shardcomm.layout.layout import Granularity
+from shardcomm.models.shapes import SHAPES, equal_blocks
+from shardcomm.planner.footprint import Footprint
+from shardcomm.schedule.schedule import Phase, Trigger
+from shardcomm.unit.groups import slot_bytes
 
 HALF = MixedPrecision(torch.bfloat16, torch.bfloat16)
 HALF_WIDE_SUMS = MixedPrecision(torch.bfloat16, torch.float32)
@@ -128,7 +128,7 @@ def test_a_slot_of_another_size_than_planned_is_refused(monkeypatch: pytest.Monk
     def larger(*args: Any) -> list[int]:
         return [nbytes + 64 for nbytes in slot_bytes(*args)]
 
-    monkeypatch.setattr("shardcomm.shard_units.slot_bytes", larger)
+    monkeypatch.setattr("shardcomm.engine.shard_units.slot_bytes", larger)
     planned = 2 * 4 * 1024
     expected = f"slot_bytes is {planned + 2 * 64:,} and not {planned:,}; please report"
 

@@ -14,7 +14,7 @@ from torch import nn
 from twins import local, twins, values
 
 from shardcomm import Communicator, Engine, Mesh, MixedPrecision, ShardedParameter, fully_shard
-from shardcomm.shard_tensor import ShardTensor
+from shardcomm.parameter.shard_tensor import ShardTensor
 
 # State dicts.
 

@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 import pytest
 
 from shardcomm import _C, CommError
-from shardcomm.core_communicator import CoreCommunicator
+from shardcomm.comm.core import CoreCommunicator
 
 Step = Callable[[], None]
 

@@ -22,9 +22,9 @@ import torch
 from gates import DEADLINE_S, Gate, launched, until, wait_at
 
 from shardcomm import _C, CommError, Communicator, Stream, enable_stack_dumps
-from shardcomm.core_communicator import CoreCommunicator
-from shardcomm.ps import groups, stacks
-from shardcomm.stack_dumps import enable_where_free
+from shardcomm.cli.ps import groups, stacks
+from shardcomm.comm.core import CoreCommunicator
+from shardcomm.process.stack_dumps import enable_where_free
 
 RANKS = 3
 
@@ -390,8 +390,8 @@ def test_a_handler_of_the_programs_own_stays_and_ps_never_calls_it() -> None:
     said = run_python(
         """
 import os, signal, shardcomm
-from shardcomm.ps import stacks
-from shardcomm.stack_dumps import enable_where_free
+from shardcomm.cli.ps import stacks
+from shardcomm.process.stack_dumps import enable_where_free
 signal.signal(signal.SIGUSR1, lambda *_: print("save what there is", flush=True))
 enable_where_free()
 try:
@@ -441,7 +441,7 @@ def test_a_forked_child_answers_for_itself() -> None:
     said = run_python(
         """
 import os, shardcomm
-from shardcomm.ps import stacks
+from shardcomm.cli.ps import stacks
 shardcomm.enable_stack_dumps(on=None)
 def in_the_child(pipe):
     os.write(say, b"x")
@@ -474,7 +474,7 @@ def test_who_asks_while_another_does_waits_for_its_turn() -> None:
     said = run_python(
         """
 import subprocess, sys, threading
-from shardcomm.ps import stacks
+from shardcomm.cli.ps import stacks
 rests = "import shardcomm, sys; shardcomm.enable_stack_dumps(on=None); print(flush=True); sys.stdin.read()"
 asked = subprocess.Popen([sys.executable, "-c", rests], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 asked.stdout.readline()

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from shardcomm import _C
-from shardcomm.dtype import core_dtype
-from shardcomm.streams import compute_stream
+from shardcomm.arguments.dtype import core_dtype
+from shardcomm.stream.streams import compute_stream
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 INTEGERS = [torch.uint8, torch.int32, torch.int64]

@@ -17,8 +17,9 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from shardcomm import CommError, Communicator, rendezvous
-from shardcomm.store import serve_on_loopback
+from shardcomm import CommError, Communicator
+from shardcomm.comm import rendezvous
+from shardcomm.meeting.store import serve_on_loopback
 
 Kind = Literal["raise", "raise after", "kill", "kill after"]
 

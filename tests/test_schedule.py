@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import shardcomm.schedule
-from shardcomm.schedule import (
+import shardcomm.schedule.schedule
+from shardcomm.schedule.schedule import (
     END,
     REDUCES_IN_FLIGHT,
     Action,
@@ -20,7 +20,7 @@ from shardcomm.schedule import (
     Trigger,
     Verb,
 )
-from shardcomm.strategy import STRATEGIES
+from shardcomm.schedule.strategy import STRATEGIES
 
 CASES = settings(max_examples=400, deadline=None, print_blob=True)
 
@@ -437,7 +437,7 @@ def test_an_unused_unit_has_a_slot_and_no_actions():
 
 def test_the_drawing_at_the_top_of_the_file_is_the_real_one():
     drawing = repr(Schedule.plan(call(0, call(1), call(2), call(3))))
-    documentation = inspect.cleandoc(shardcomm.schedule.__doc__)
+    documentation = inspect.cleandoc(shardcomm.schedule.schedule.__doc__)
     assert all(f"    {line}\n" in documentation for line in drawing.splitlines())
     assert len(drawing.splitlines()) == 1 + 17
 

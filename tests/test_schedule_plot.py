@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from shardcomm.schedule import Phase, Schedule, Trigger
-from shardcomm.schedule_plot import Box, boxes_of, draw
-from shardcomm.strategy import STRATEGIES
+from shardcomm.cli.schedule_plot import Box, boxes_of, draw
+from shardcomm.schedule.schedule import Phase, Schedule, Trigger
+from shardcomm.schedule.strategy import STRATEGIES
 
 BLOCKS = (1, 2, 3)
 

@@ -40,8 +40,8 @@ from shardcomm import (
     fully_shard,
     launch,
 )
-from shardcomm.engine import Engine
-from shardcomm.planner import UnitPlan
+from shardcomm.engine.engine import Engine
+from shardcomm.planner.planner import UnitPlan
 
 RANKS, HOST = 4, 2
 HALF = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

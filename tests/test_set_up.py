@@ -24,9 +24,10 @@ import torch
 import torch.distributed as dist
 from listeners import listening
 
-from shardcomm import CommError, Communicator, RankError, launch, rendezvous
-from shardcomm.exchange import StoreExchange
-from shardcomm.store import SECRET, env_store
+from shardcomm import CommError, Communicator, RankError, launch
+from shardcomm.comm import rendezvous
+from shardcomm.meeting.exchange import StoreExchange
+from shardcomm.meeting.store import SECRET, env_store
 
 RANKS = 3
 NOTICED_S = 2.0

@@ -13,7 +13,7 @@ from torch import nn
 from twins import local, twins
 
 from shardcomm import AdamW, Communicator, Mesh, MixedPrecision, fully_shard
-from shardcomm.groups import ShardDimOf
+from shardcomm.unit.groups import ShardDimOf
 
 STEPS = 3
 

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.staging import (
 )
 
 from shardcomm import Block, Bucket, Communicator, Layout, ParamSpec
-from shardcomm.shard_tensor import Part, Rectangle, ShardTensor, rectangles
+from shardcomm.parameter.shard_tensor import Part, Rectangle, ShardTensor, rectangles
 
 AT_ONCE = StagingOptions(
     use_pinned_memory=False,

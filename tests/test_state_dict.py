@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard as fsdp2_shard
 from torch.distributed.tensor import Shard
 
 from shardcomm import Block, Communicator, Engine, fully_shard, launch
-from shardcomm.shard_tensor import ShardTensor
+from shardcomm.parameter.shard_tensor import ShardTensor
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

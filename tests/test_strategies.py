@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from twins import WIDTH, Chain, assert_same_gradients, local, twins, values
 
 from shardcomm import STRATEGIES, Communicator, Mesh, MixedPrecision, fully_shard, launch
-from shardcomm.layout import Granularity
+from shardcomm.layout.layout import Granularity
 
 STEPS = 2
 HALF = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

@@ -16,8 +16,8 @@ from thread_ranks import run_mesh, run_threads
 from torch import nn
 
 from shardcomm import CommError, Communicator, Mesh, Pending, fully_shard, launch
-from shardcomm.communicator import FIRST_NAMED_TAG
-from shardcomm.ps import groups
+from shardcomm.cli.ps import groups
+from shardcomm.comm.communicator import FIRST_NAMED_TAG
 
 DEADLINE_S = 60.0
 GATHER = r"all_gather\(f32, count \d+\) of unit "

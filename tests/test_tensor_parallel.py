@@ -56,7 +56,7 @@ from shardcomm import (
     fully_shard,
     launch,
 )
-from shardcomm.tensor_parallel import is_dtensor
+from shardcomm.parameter.tensor_parallel import is_dtensor
 
 TOLERANCE = 5e-5  # AdamW divides by gradients' own size, and makes rounding of small ones large; measured: 1.2e-5
 DEADLINE_S = 120

@@ -8,7 +8,7 @@ from nets import batch, loss_of, make
 from thread_ranks import run_mesh, run_threads
 
 from shardcomm import CommError, Communicator, Mesh, fully_shard
-from shardcomm.timeline import Span, Timeline
+from shardcomm.trace.timeline import Span, Timeline
 
 CLOCK_S = 1e-5  # a GPU's, between two streams
 RANKS_CLOCKS_S = 1e-3

@@ -23,10 +23,10 @@ import pytest
 import torch
 
 from shardcomm import launch
-from shardcomm.timeline import Timeline
-from shardcomm.train import command, job
-from shardcomm.train.report import table
-from shardcomm.train.text import Corpus, read_text
+from shardcomm.cli.train import command, job
+from shardcomm.cli.train.report import table
+from shardcomm.cli.train.text import Corpus, read_text
+from shardcomm.trace.timeline import Timeline
 
 SMALL = ["--steps", "6", "--width", "32", "--layers", "3", "--batch", "2", "--context", "16"]
 DEADLINE_S = 120.0

@@ -20,10 +20,10 @@ from test_train import SMALL, refusal, run
 from torch.distributed import TCPStore
 
 from shardcomm import Checkpoints, Communicator, RankError, fully_shard
-from shardcomm.checkpoints import complete_steps
-from shardcomm.store import env_store
-from shardcomm.train import progress
-from shardcomm.train.report import table
+from shardcomm.checkpoint.checkpoints import complete_steps
+from shardcomm.cli.train import progress
+from shardcomm.cli.train.report import table
+from shardcomm.meeting.store import env_store
 
 STEPS = 20
 KILLS = 1

@@ -6,8 +6,8 @@ import pytest
 from torch import nn
 
 from shardcomm import Policy
-from shardcomm.schedule import Phase
-from shardcomm.unit import find_units, registration_order
+from shardcomm.schedule.schedule import Phase
+from shardcomm.unit.unit import find_units, registration_order
 
 
 class Tree(nn.Module):

@@ -9,7 +9,7 @@ from torch import nn
 from twins import WIDTH, Chain, assert_same_gradients, twins, values
 
 from shardcomm import Communicator, Engine, MixedPrecision, fully_shard
-from shardcomm.unit_gradients import Stage
+from shardcomm.sharded.unit_gradients import Stage
 
 RANKS = 2
 LAYERS = 5

@@ -24,7 +24,7 @@ from shardcomm import (
     Mesh,
     fully_shard,
 )
-from shardcomm.shard_tensor import ShardTensor
+from shardcomm.parameter.shard_tensor import ShardTensor
 
 CHANGED = "modified by an inplace operation"
 SHARDED = ["full_shard", "shard_grad_op"]

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from shardcomm.timeline import RankTimeline, Span, Timeline
-from shardcomm.whole_file import written_whole
+from shardcomm.files.whole_file import written_whole
+from shardcomm.trace.timeline import RankTimeline, Span, Timeline
 
 PLAN = ["plan", "--params", "1e6"]
 

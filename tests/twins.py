@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from shardcomm.engine import Engine
+from shardcomm.engine.engine import Engine
 
 WIDTH = 8
 

@@ -1,0 +1,421 @@
+"""A Bucket is a unit's layout together with its memory: this rank's shard, and the communication buffers.
+
+One step of a unit, on one rank::
+
+    shard ──cast──► full buffer ──all-gather──► params: views into it, nothing is copied out
+    grads ──pack, cast──► reduce buffer ──reduce-scatter──► grad (summed in f32, cast, accumulated), shown as
+                                                                the `.grad` of `shards`
+
+`reduction.py` has the second line's parts.
+
+The full and the reduce buffer may be shared by buckets that do not use them at the same time; the engine does that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+
+import torch
+from torch import nn
+
+from shardcomm._C import CommError
+from shardcomm.arguments.checks import check_type
+from shardcomm.arguments.dtype import FLOATS, movable
+from shardcomm.arguments.scalars import check_tag
+from shardcomm.bucket.offload import Offload
+from shardcomm.bucket.reduction import Reduction
+from shardcomm.bucket.shard_gradients import ShardGradients
+from shardcomm.bucket.staging import Staging
+from shardcomm.comm.agreement import difference, layout_items
+from shardcomm.comm.communicator import BoundGather, Communicator
+from shardcomm.copy.nonfinite import flag_address
+from shardcomm.layout.layout import Layout, ParamSpec, Placement
+from shardcomm.layout.views import check_count, check_full, check_shape, full_view, rows, shard_view
+from shardcomm.parameter.plain import plain
+from shardcomm.stream.streams import Streams, computing, on_host
+from shardcomm.stream.work import Work
+from shardcomm.trace import traffic
+
+
+class Bucket:
+    """The parameters of one unit, all of one dtype, sharded over the ranks of `comm`.
+
+    Attributes:
+        layout: where every element lives; `layout.world_size == comm.size`.
+        shard: this rank's elements, flat, `layout.shard_numels[comm.rank]` of `dtype`.
+        shards: the same memory, one a parameter: this rank's rows (possibly none); what an optimizer updates. After a
+            reduce their `.grad` hold the gradients; the next reduce adds to those that are not None.
+        gradients: the memory of the gradients, and what of it is shown as `.grad`.
+        grad_scale: what the mean over all ranks is multiplied by.
+        nonfinite: one int32 element, which a reduce sets to 1 if it leaves NaN or Inf in `grad`; None: nobody asks.
+        full: the full buffer, flat, `layout.flat_numel` of `param_dtype`.
+        params: the full parameters, views into `full`; their values are there between a gather and the next use of
+            the full buffer by another bucket. Read them, do not write: ranks may share this memory.
+        reduction: the way of the gradients, with its buffers.
+
+    Args:
+        dtype: of the shard and of its gradient.
+        param_dtype: of the full parameters, and on the wire of a gather (default: `dtype`).
+        reduce_dtype: of the gradients on the wire of a reduce (default: `param_dtype`).
+        full_buffer: `layout.flat_numel` of `param_dtype`, from `comm.allocate(use="gather")` (default: its own).
+        reduce_buffer: `layout.flat_numel` of `reduce_dtype`, from `allocate(use="reduce")` (default: its own).
+        replicas: ranks that hold the same shard; gradients are averaged over them too.
+        staging: at least as many elements as the shard, of `reduce_dtype` (default: its own).
+        offload: keeps shard and gradient in host memory, and brings them to the device when they are needed; buckets
+            share it (default: they are on the device).
+        tag: tells this bucket's collectives from others of the same size, should ranks disagree on their order.
+        replica_tag: as `tag`, of the all-reduce over `replicas`.
+        streams: where `async_op=True` runs (default: those of `comm`).
+
+    Every rank makes the same buckets, in the same order. Where a bucket allocates its full buffer that is checked.
+
+    Raises:
+        ValueError: an argument does not fit the others.
+        CommError: the ranks' layouts or dtypes differ, and no `full_buffer` is given; the message says in what.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        comm: Communicator,
+        *,
+        dtype: torch.dtype = torch.float32,
+        param_dtype: torch.dtype | None = None,
+        reduce_dtype: torch.dtype | None = None,
+        full_buffer: torch.Tensor | None = None,
+        reduce_buffer: torch.Tensor | None = None,
+        replicas: Communicator | None = None,
+        staging: Staging | None = None,
+        offload: Offload | None = None,
+        streams: Streams | None = None,
+        tag: int = 0,
+        replica_tag: int = 0,
+    ) -> None:
+        if not isinstance(comm, Communicator) or not isinstance(layout, Layout):
+            raise TypeError(
+                f"Bucket: layout is a {type(layout).__name__} and comm a {type(comm).__name__}; they must be a Layout "
+                "and a Communicator"
+            )
+        _check_dtypes(dtype, param_dtype, reduce_dtype)
+        check_tag("Bucket", tag)
+        check_tag("Bucket", replica_tag)
+        if layout.world_size != comm.size:
+            raise ValueError(
+                f"Bucket: layout is for {layout.world_size} ranks, comm has {comm.size}; plan the layout for "
+                "the communicator's size"
+            )
+        self.layout = layout
+        self.comm = comm
+        self.param_dtype = param_dtype or dtype
+        self.reduce_dtype = reduce_dtype or self.param_dtype
+        self.offload = offload
+        numel = layout.shard_numels[comm.rank]
+        if offload is None:
+            self.shard = torch.zeros(numel, dtype=dtype, device=comm.device)
+        else:
+            self.shard = offload.zeros(numel, dtype)
+        self.full = self._full_buffer(full_buffer)
+        self._sent = self.shard if offload is None else offload.staged(self.shard)
+        self._gather_recv, self._gather_send = self.full, self._sent
+        if self.param_dtype == dtype:  # else they are converted on the way
+            self._gather_recv, self._gather_send = movable(self.full), movable(self._sent)
+        self._gather_counts = _moved_counts(layout, self._sent, self._gather_send)
+        self._given_streams = streams
+        self._compute = None if on_host(comm.device) else computing(comm.device)
+        self._tag = tag
+
+        pieces = [layout.piece(comm.rank, i) for i in range(len(layout.placements))]
+        self._placed = placed = list(zip(layout.placements, pieces, strict=True))
+        # Each has a version counter of its own, by `.data`; see parameter/versions.py. If the shard is the whole unit,
+        # each full parameter has that of its rows.
+        flats = [self.shard.data for _ in placed]
+        self.shards = tuple(
+            nn.Parameter(shard_view(flat, p, piece), requires_grad=dtype.is_floating_point)
+            for flat, (p, piece) in zip(flats, placed, strict=True)
+        )
+        if self.full is not self.shard:
+            flats = [self.full.data for _ in placed]
+        self.params = tuple(
+            full_view(flat, p) for flat, p in zip(flats, layout.placements, strict=True)
+        )
+        self.gradients = ShardGradients(self.shard, self.shards, placed)
+        self.reduction = Reduction(
+            layout,
+            comm,
+            self.gradients,
+            self.param_dtype,
+            self.reduce_dtype,
+            buffer=reduce_buffer,
+            replicas=replicas,
+            staging=staging,
+            offload=offload,
+            streams=streams,
+            tag=tag,
+            replica_tag=replica_tag,
+        )
+
+    @classmethod
+    def from_tensors(
+        cls,
+        tensors: Mapping[str, torch.Tensor],
+        comm: Communicator,
+        *,
+        param_dtype: torch.dtype | None = None,
+        reduce_dtype: torch.dtype | None = None,
+    ) -> Bucket:
+        """Plans the layout of `tensors` (full parameters of one dtype, by name), and loads this rank's rows."""
+        if not isinstance(comm, Communicator) or not isinstance(tensors, Mapping):
+            raise TypeError(
+                f"Bucket.from_tensors: tensors is a {type(tensors).__name__} and comm a {type(comm).__name__}; they "
+                "must be a mapping of names to tensors and a Communicator"
+            )
+        for name, tensor in tensors.items():
+            check_full(f"Bucket.from_tensors: tensors[{name!r}]", tensor)
+        dtypes = {tensor.dtype for tensor in tensors.values()}
+        if len(dtypes) != 1:
+            raise ValueError(
+                f"Bucket.from_tensors: tensors have dtypes {sorted(map(str, dtypes))}; a bucket holds exactly one: "
+                "make one bucket per dtype"
+            )
+        dtype = dtypes.pop()
+        _check_dtypes(dtype, param_dtype, reduce_dtype)
+        wire = [dtype, param_dtype or dtype, reduce_dtype or dtype]
+        layout = Layout.plan(
+            [ParamSpec(name, tuple(tensor.shape)) for name, tensor in tensors.items()],
+            comm.size,
+            itemsize=min(d.itemsize for d in wire),
+        )
+        bucket = cls(layout, comm, dtype=dtype, param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+        bucket.load(list(tensors.values()))
+        return bucket
+
+    @torch.no_grad()
+    def load(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Keeps this rank's rows of the full parameters `tensors`, in the layout's order. No communication."""
+        check_count("load", "tensors", tensors, self.layout)
+        for tensor, placement in zip(tensors, self.layout.placements, strict=True):
+            check_full(f"load: tensors for {placement.spec.name}", tensor)
+            check_shape("load", "tensors", tensor, placement)
+        for tensor, shard, (placement, piece) in zip(
+            tensors, self.shards, self._placed, strict=True
+        ):
+            with plain():
+                shard.copy_(rows(tensor, placement, piece))
+
+    def all_gather(self, *, async_op: bool = False) -> Work:
+        """Fills `params` on every rank. With `async_op` returns at once; `wait()` before reading them."""
+        if self.full is self.shard:
+            return Work()
+        if self._aside(async_op):
+            work = self._gather_aside(self._bound_gather)
+            if not async_op:
+                work.wait()
+            return work
+        self.comm.all_gather(
+            self._gather_recv, self._gather_send, counts=self._gather_counts, tag=self._tag
+        )
+        return Work()
+
+    def gathered_shards(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Gathers the shards in their own dtype into `flat`, of `layout.flat_numel`; the full parameters in it."""
+        check_type("gathered_shards", "flat", flat, torch.Tensor, "a torch.Tensor")
+        recv, send = movable(flat), movable(self._sent)
+        counts = _moved_counts(self.layout, self._sent, send)
+        if self._aside(async_op=False):
+            bound = self.comm.bind_all_gather(recv, send, counts=counts, tag=self._tag)
+            self._gather_aside(bound).wait()
+        else:
+            self.comm.all_gather(recv, send, counts=counts, tag=self._tag)
+        return [full_view(flat, p) for p in self.layout.placements]
+
+    def gathered_rows(self, index: int, held: torch.Tensor) -> torch.Tensor:
+        """The whole of `held`, which is of the shape of `shards[index]` on each rank; collective.
+
+        It comes after the gathers that are queued, such as prefetches of a forward that goes on.
+        """
+        placement, piece = self._placed[index]
+        flat = self.shard.new_zeros(self.shard.numel(), dtype=held.dtype)
+        shard_view(flat, placement, piece).copy_(held)
+        flat = flat.to(self.comm.device)
+        full = flat.new_empty(self.layout.flat_numel)
+        recv, send = movable(full), movable(flat)
+        counts = _moved_counts(self.layout, flat, send)
+        if self._aside(async_op=True):
+            streams = self._streams
+            gather = self.comm.bind_all_gather(recv, send, counts=counts, tag=self._tag)
+            Work(gather(streams.gather, streams.computed()), self._compute, recv, send).wait()
+        else:
+            self.comm.all_gather(recv, send, counts=counts, tag=self._tag)
+        return full_view(full, placement).contiguous().to(held.device)
+
+    def _gather_aside(self, gather: BoundGather) -> Work:
+        streams = self._streams
+        if self.offload is not None:  # while what is in the full buffer is still computed with
+            self.offload.fetch(self.shard, streams.gather)
+        return Work(gather(streams.gather, streams.computed()), self._compute, self)
+
+    @cached_property
+    def _bound_gather(self) -> BoundGather:
+        return self.comm.bind_all_gather(
+            self._gather_recv, self._gather_send, counts=self._gather_counts, tag=self._tag
+        )
+
+    def reduce_scatter(
+        self, grads: Sequence[torch.Tensor | None], *, async_op: bool = False
+    ) -> Work:
+        """Averages `grads` over all ranks into the `.grad` of `shards`, cast to their dtype; adds to what is not None.
+
+        `grads`: one for each parameter, of its full shape and `param_dtype`, in the layout's order; None counts as
+        zeros. Where any has `reduce_dtype` instead (a sum of gradients), all are packed from that. With `async_op`
+        returns at once; the gradients are right after `wait()`.
+        """
+        check_count("reduce_scatter", "grads", grads, self.layout)
+        self.pack(
+            [
+                None if grad is None else self._checked(grad, placement)
+                for grad, placement in zip(grads, self.layout.placements, strict=True)
+            ],
+            async_op=async_op,
+        )
+        work = self.reduce(async_op=async_op)
+        if self.reduction.replicas is not None:
+            work = self.all_reduce(async_op=async_op)
+        if self.offload is not None:
+            work = Work(self.offload.landed)  # the host waits: it is the one that reads them
+            if not async_op:
+                work.wait()
+        self.gradients.show()
+        return work
+
+    def _checked(self, grad: torch.Tensor, placement: Placement) -> torch.Tensor:
+        """A caller's gradient; autograd's, which the engine packs, need fewer looks."""
+        name = f"reduce_scatter: grads for {placement.spec.name}"
+        check_full(name, grad, sparse=True)
+        check_shape("reduce_scatter", "grads", grad, placement)
+        if grad.device != self.comm.device:
+            raise ValueError(f"{name} is on {grad.device}; it must be on {self.comm.device}")
+        return grad.resolve_neg() if grad.layout is torch.strided else grad
+
+    # The parts of it, which the engine runs at different times.
+
+    def pack(self, grads: Sequence[torch.Tensor | None], *, async_op: bool = False) -> None:
+        """Copies `grads` to where `reduce` finds them; the caller may drop them then."""
+        self.reduction.pack(grads, aside=self._aside(async_op))
+
+    def reduce(self, *, async_op: bool = False, put_off: bool = False) -> Work:
+        """Averages over the ranks of `comm` what was packed, into `grad`; with replicas, for `all_reduce` to go on.
+
+        `put_off`: that comes after a later reduce only, and covers this one too.
+        """
+        return self.reduction.reduce(aside=self._aside(async_op), put_off=put_off)
+
+    def all_reduce(self, *, async_op: bool = False) -> Work:
+        """Averages what `reduce` left over the replicas, into `grad`."""
+        return self.reduction.all_reduce(aside=self._aside(async_op))
+
+    @property
+    def grad(self) -> torch.Tensor:
+        """The gradients of `shard`, flat."""
+        return self.gradients.flat
+
+    @property
+    def grad_scale(self) -> float:  # noqa: D102  (in the class's docstring, as the next)
+        return self.reduction.epilogue.scale
+
+    @grad_scale.setter
+    def grad_scale(self, scale: float) -> None:
+        self.reduction.epilogue = self.reduction.epilogue._replace(scale=scale)
+
+    @property
+    def nonfinite(self) -> torch.Tensor | None:
+        """See above; to set it raises ValueError unless it is one int32 element on the communicator's device."""
+        return self.reduction.epilogue.nonfinite
+
+    @nonfinite.setter
+    def nonfinite(self, flag: torch.Tensor | None) -> None:
+        flag_address("Bucket", flag, self.comm.device)
+        self.reduction.epilogue = self.reduction.epilogue._replace(nonfinite=flag)
+
+    @cached_property
+    def gather_bytes(self) -> int:
+        """What this rank receives from the others in one gather."""
+        return (self.layout.flat_numel - self.shard.numel()) * self.param_dtype.itemsize
+
+    @cached_property
+    def reduce_bytes(self) -> int:
+        """What this rank sends to the others in one reduce-scatter."""
+        return (self.layout.flat_numel - self.shard.numel()) * self.reduce_dtype.itemsize
+
+    @cached_property
+    def all_reduce_bytes(self) -> int:
+        """What this rank sends to the replicas in one all-reduce."""
+        replicas = self.reduction.replicas
+        return traffic.all_reduce_bytes(
+            self.reduction.nbytes, 1 if replicas is None else replicas.size
+        )
+
+    def __repr__(self) -> str:
+        wire = f"{self.param_dtype} gathered, {self.reduce_dtype} reduced"
+        return f"Bucket({self.shard.dtype}, {wire}, {self.comm})\n{self.layout!r}"
+
+    def _full_buffer(self, given: torch.Tensor | None) -> torch.Tensor:
+        if given is not None:
+            if given.dtype != self.param_dtype or given.numel() != self.layout.flat_numel:
+                raise ValueError(
+                    f"Bucket: full_buffer has {given.numel()} elements of {given.dtype}; it must have "
+                    f"{self.layout.flat_numel} of {self.param_dtype}"
+                )
+            return given
+        if self.comm.size == 1 and self.param_dtype == self.shard.dtype and self.offload is None:
+            return self.shard  # the shard is the whole unit: nothing to gather
+        self._check_agreement()
+        return self.comm.allocate(self.layout.flat_numel, dtype=self.param_dtype, use="gather")
+
+    def _check_agreement(self) -> None:
+        """CommError unless the other ranks make the same bucket: their bytes are taken for this layout's."""
+        facts = {
+            "dtype": str(self.shard.dtype),
+            "param_dtype": str(self.param_dtype),
+            "reduce_dtype": str(self.reduce_dtype),
+        }
+        if differs := difference([self.comm], layout_items(self.layout, facts)):
+            raise CommError(f"Bucket: ranks differ: {differs}")
+
+    def _aside(self, async_op: bool) -> bool:
+        """Whether work goes to a stream of its own: an offload's always, by which its staging is used in turn.
+
+        Without peers there is nobody to wait for: work is done sooner than handed over.
+        """
+        return self.offload is not None or (async_op and self.reduction.has_peers)
+
+    @cached_property
+    def _streams(self) -> Streams:
+        return self._given_streams or self.comm.streams
+
+
+def _moved_counts(
+    layout: Layout, shard: torch.Tensor, moved: torch.Tensor
+) -> tuple[int, ...] | None:
+    """`layout.counts` in elements of `moved`, which is `shard` as `movable` shows it."""
+    if layout.counts is None or moved.dtype == shard.dtype:
+        return layout.counts
+    return tuple(count * shard.itemsize // moved.itemsize for count in layout.counts)
+
+
+def _check_dtypes(
+    dtype: torch.dtype, param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None
+) -> None:
+    """ValueError unless what a bucket holds can be converted to what travels."""
+    for name, each in (
+        ("dtype", dtype),
+        ("param_dtype", param_dtype),
+        ("reduce_dtype", reduce_dtype),
+    ):
+        given = dtype if each is None else each
+        converts = given == dtype or (given in FLOATS and dtype in FLOATS)
+        if not isinstance(given, torch.dtype) or not converts:
+            raise ValueError(
+                f"Bucket: {name} is {given!r} and dtype {dtype!r}; float32, bfloat16 and float16 convert, another "
+                "dtype stays itself"
+            )

@@ -1,0 +1,102 @@
+"""FullGradients: what a backward leaves for the parameters of a layout, and the copies that pack it into one buffer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from shardcomm.copy.plan import BoundCopy, CopyPlan
+from shardcomm.layout.layout import Layout
+from shardcomm.layout.views import as_stored, check_shape
+from shardcomm.stream.streams import Stream
+
+
+class Sources(NamedTuple):
+    """Gradients as they are packed, all of one dtype: where they are, 0 for what counts as zeros."""
+
+    addresses: list[int]
+    dtype: torch.dtype
+    made: Sequence[torch.Tensor | None] = ()  # those that are copies, among others
+
+
+class FullGradients:
+    """Packs gradients of `param_dtype`, or, where some are sums in `reduce_dtype`, of that; one launch for all."""
+
+    def __init__(self, layout: Layout, param_dtype: torch.dtype, reduce_dtype: torch.dtype) -> None:
+        self._layout = layout
+        self._param_dtype = param_dtype
+        self._reduce_dtype = reduce_dtype
+        # Of those that are stored as autograd leaves them; -1: others.
+        self._numels = [p.numel if p.shard_dim == 0 else -1 for p in layout.placements]
+        self._singles = [i for i, p in enumerate(layout.placements) if p.numel == 1]
+        self._packs: dict[tuple[torch.dtype, torch.dtype, bool], BoundCopy] = {}
+
+    def checked(self, grads: Sequence[torch.Tensor | None]) -> Sources:
+        """As the copies read them; ValueError unless there is one of its size, or None, for each parameter."""
+        dtype = self._param_dtype
+        # Mostly they need nothing. There may be a thousand, each looked at in every step.
+        addresses = [
+            0
+            if grad is None
+            else grad.data_ptr()
+            if grad.numel() == numel and grad.dtype is dtype and grad.is_contiguous()
+            else -1
+            for grad, numel in zip(grads, self._numels, strict=True)
+        ]
+        if -1 not in addresses and not (self._singles and self._has_negated(grads)):
+            return Sources(addresses, dtype)
+        return self._made_readable(grads)
+
+    def _has_negated(self, grads: Sequence[torch.Tensor | None]) -> bool:
+        """Whether a gradient is the lazily negated view that autograd leaves of an imaginary part.
+
+        Larger ones of these have gaps between their elements: they are not contiguous.
+        """
+        return any((grad := grads[i]) is not None and grad.is_neg() for i in self._singles)
+
+    def _made_readable(self, grads: Sequence[torch.Tensor | None]) -> Sources:
+        dtype = self._param_dtype
+        if dtype != self._reduce_dtype and any(
+            grad is not None and grad.dtype == self._reduce_dtype for grad in grads
+        ):
+            dtype = self._reduce_dtype
+        stored: list[torch.Tensor | None] = []
+        for grad, placement in zip(grads, self._layout.placements, strict=True):
+            if grad is None:
+                stored.append(None)
+                continue
+            check_shape("reduce_scatter", "grads", grad, placement)
+            stored.append(as_stored(grad, placement, dtype))
+        return Sources([0 if each is None else each.data_ptr() for each in stored], dtype, stored)
+
+    def pack(
+        self,
+        sources: Sources,
+        flat: torch.Tensor,
+        stream: Stream | None,
+        scale: float = 1.0,
+        *,
+        add: bool = False,
+        nonfinite: torch.Tensor | None = None,
+    ) -> None:
+        """Copies them into `flat`, of the layout's length: a buffer to reduce, or the gradient of one rank alone."""
+        key = sources.dtype, flat.dtype, add
+        pack = self._packs.get(key)
+        if pack is None:
+            placements = self._layout.placements
+            plan = CopyPlan.pack(
+                [p.numel for p in placements],
+                [p.offset for p in placements],
+                sources.dtype,
+                flat.dtype,
+                () if add else self._layout.gaps(),
+            )
+            pack = self._packs[key] = plan.bind(
+                [None] * len(placements), [flat], threads=torch.get_num_threads()
+            )
+        # Past the checks of `set_sources`: `checked` has made them, at a fraction of their cost.
+        pack.core.set_operands(sources.addresses, [flat.data_ptr()])
+        flag = 0 if nonfinite is None else nonfinite.data_ptr()
+        pack.core.run(scale, add, flag, stream)

@@ -1,0 +1,315 @@
+"""Reduction: the way of a bucket's gradients, from full ones on every rank to the mean of this rank's rows.
+
+    full gradients ──pack, cast──► reduce buffer ──reduce-scatter──► epilogue ──► gradient of the shard
+
+Of one rank alone they are packed straight into the shard's gradient. Where other ranks hold the same shard (replicas),
+what the reduce-scatter leaves goes to a staging buffer, is all-reduced among them there, and only then to the epilogue,
+which scales, casts, adds to what there is, and looks for NaN. The all-reduce may be put off: what several
+reduce-scatters leave is summed until then, in the gradients' dtype.
+
+The three parts are called one after the other, each as soon as it can be: `pack`, after which the full gradients may be
+let go of; `reduce`, before which the shard's gradient takes no memory; `all_reduce`, on a stream of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+
+from shardcomm.arguments.dtype import FLOATS
+from shardcomm.bucket.full_gradients import FullGradients, Sources
+from shardcomm.bucket.offload import Offload
+from shardcomm.bucket.shard_gradients import ShardGradients
+from shardcomm.bucket.staging import Staging
+from shardcomm.comm.communicator import BoundReduce, Communicator
+from shardcomm.layout.layout import Layout
+from shardcomm.stream.streams import (
+    Stream,
+    Streams,
+    compute_stream,
+    computing,
+    keep_until,
+    on_host,
+)
+from shardcomm.stream.work import Work
+
+
+class Epilogue(NamedTuple):
+    """What is done with the mean on its way into the gradient.
+
+    Attributes:
+        scale: it is multiplied by that.
+        nonfinite: one int32 element, set to 1 if the gradient then has NaN or Inf; None: nobody asks.
+    """
+
+    scale: float
+    nonfinite: torch.Tensor | None
+
+
+_AS_IT_IS = Epilogue(1.0, None)
+_DONE = Work()
+
+
+class Reduction:
+    """Averages full gradients of `layout` over the ranks of `comm` and `replicas`, into `gradients`.
+
+    Attributes:
+        epilogue: what is done with the mean, from the next reduce on.
+        has_peers: whether gradients of other ranks, of this shard or of others, take part in the mean.
+        buffer: where they are packed; None until the first reduce, unless given.
+        replicas: None where there is none.
+        staging: where they are all-reduced; None without replicas.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        comm: Communicator,
+        gradients: ShardGradients,
+        param_dtype: torch.dtype,
+        reduce_dtype: torch.dtype,
+        *,
+        buffer: torch.Tensor | None,
+        replicas: Communicator | None,
+        staging: Staging | None,
+        offload: Offload | None,
+        streams: Streams | None,
+        tag: int,
+        replica_tag: int,
+    ) -> None:
+        self.epilogue = _AS_IT_IS
+        self.buffer = buffer
+        self.replicas = replicas if replicas is not None and replicas.size > 1 else None
+        self.staging: Staging | None = None
+        self._layout = layout
+        self._comm = comm
+        self._gradients = gradients
+        self._dtype = reduce_dtype
+        self._offload = offload
+        self._given_streams = streams
+        self._tag, self._replica_tag = tag, replica_tag
+        self._compute = None if on_host(comm.device) else computing(comm.device)
+        self.has_peers = comm.size > 1 or self.replicas is not None
+        self._full = FullGradients(layout, param_dtype, reduce_dtype)
+        if self.replicas is not None:
+            self.staging = staging or Staging(
+                self.replicas.allocate(self.nbytes, dtype=torch.uint8, use="reduce")
+            )
+            self._alone = (
+                comm if comm.size == 1 else Communicator.local_group(1, device=comm.device)[0]
+            )
+        # Of the reduce under way.
+        self._packed: torch.Tensor | None = None  # None: there is none, or it needs no other rank
+        self._adds = False  # to what the gradient holds
+        self._bound: tuple[torch.Tensor, BoundReduce] | None = None  # what it sends; it
+        self._put_off: torch.Tensor | None = None  # sum of reduce-scatters without an all-reduce
+
+    @property
+    def nbytes(self) -> int:
+        """Of this rank's shard's gradients as they are reduced."""
+        return self._layout.shard_numels[self._comm.rank] * self._dtype.itemsize
+
+    def pack(self, grads: Sequence[torch.Tensor | None], *, aside: bool) -> None:
+        """Copies `grads` to where `reduce` finds them, once what was there has been reduced; the caller may drop them.
+
+        Computation does it, not the stream that reduces: nobody would know when that has come to it.
+        """
+        sources = self._full.checked(grads)
+        if not self._needs_no_other():
+            self._packed = self._free_buffer(aside=aside)
+            self._full.pack(sources, self._packed, self._computing())
+            return
+        self._adds = self._gradients.begin_reduce()
+        if not aside:
+            self._pack_mean(sources, self._gradients.flat)
+            return
+        stream = self._streams.reduce
+        with self._gradient(stream) as grad:
+            # What an offload's staging held has left it.
+            self._streams.compute().wait(stream.record())
+            self._pack_mean(sources, grad)
+            self._streams.after_compute(stream)
+
+    def _pack_mean(self, sources: Sources, grad: torch.Tensor) -> None:
+        scale, nonfinite = self.epilogue
+        self._full.pack(
+            sources, grad, self._computing(), scale, add=self._adds, nonfinite=nonfinite
+        )
+
+    def reduce(self, *, aside: bool, put_off: bool = False) -> Work:
+        """Averages what was packed over the ranks of `comm`; with replicas, for `all_reduce` to go on.
+
+        `put_off`: the all-reduce comes after a later reduce only, and covers this one too.
+        """
+        packed, self._packed = self._packed, None
+        if packed is None:
+            return _DONE
+        if self.replicas is not None and (put_off or self._put_off is not None):
+            return self._add_to_put_off(packed, aside=aside)
+        self._adds = self._gradients.begin_reduce()  # its zeros belong to what was computed so far
+        if self.staging is not None:
+            return self._reduce_to_staging(packed, self.staging, aside=aside)
+        epilogue = self.epilogue
+        if not aside:
+            self._comm.reduce_scatter(
+                self._gradients.flat,
+                packed,
+                "avg",
+                counts=self._layout.counts,
+                scale=epilogue.scale,
+                accumulate=self._adds,
+                nonfinite=epilogue.nonfinite,
+                tag=self._tag,
+            )
+            return Work()
+        if self._offload is None:
+            return self._reduce_aside(packed, self._gradients.flat, epilogue, self._adds)
+        with self._gradient(self._streams.reduce) as grad:
+            return self._reduce_aside(packed, grad, epilogue, self._adds)
+
+    def all_reduce(self, *, aside: bool) -> Work:
+        """Averages what `reduce` left over the replicas."""
+        assert self.replicas is not None
+        assert self.staging is not None
+        if self._put_off is not None:
+            self._stage_put_off(self._put_off, self.staging, aside=aside)
+        epilogue = self.epilogue
+        stream = self._streams.replicate if aside else None
+        if self.staging.filled is not None:
+            (stream or compute_stream(self._comm.device)).wait(self.staging.filled)
+        self.replicas.all_reduce(self._staged, "avg", tag=self._replica_tag, stream=stream)
+        with self._gradient(stream) as grad:
+            # Over one rank: a cast with a scale and a sum.
+            self.staging.free = self._alone.reduce_scatter(
+                grad,
+                self._staged,
+                scale=epilogue.scale,
+                accumulate=self._adds,
+                nonfinite=epilogue.nonfinite,
+                stream=stream,
+            )
+        return Work(self.staging.free, self._compute, self)
+
+    def forget(self) -> None:
+        """Drops what an all-reduce was put off for."""
+        self._put_off = None
+
+    def _add_to_put_off(self, packed: torch.Tensor, *, aside: bool) -> Work:
+        adds = self._put_off is not None
+        if self._put_off is None:
+            numel = self.nbytes // self._dtype.itemsize
+            self._put_off = torch.empty(
+                numel, dtype=self._gradients.dtype, device=self._comm.device
+            )
+        stream = self._stream_of_put_off(aside=aside)
+        if aside:
+            self._streams.after_compute(stream)
+        event = self._comm.reduce_scatter(
+            self._put_off,
+            packed,
+            "avg",
+            counts=self._layout.counts,
+            accumulate=adds,
+            stream=stream,
+            tag=self._tag,
+        )
+        if self.staging is not None and packed is self._staged:  # the only shard
+            self.staging.free = event
+        if aside:
+            self._streams.reduced = event
+        return Work(event, self._compute, self, packed, self._put_off)
+
+    def _stage_put_off(self, summed: torch.Tensor, staging: Staging, *, aside: bool) -> None:
+        """Moves the sum to where it is all-reduced, in the dtype of the wire."""
+        self._put_off = None
+        self._adds = self._gradients.begin_reduce()
+        stream = self._stream_of_put_off(aside=aside)
+        if staging.free is not None:
+            stream.wait(staging.free)
+        staging.filled = self._alone.reduce_scatter(self._staged, summed, stream=stream)  # a cast
+        if staging.filled is not None:
+            keep_until(staging.filled, summed)
+
+    def _stream_of_put_off(self, *, aside: bool) -> Stream:
+        """One rank alone is the communicator of the epilogue too, which one stream at a time may use."""
+        if not aside:
+            return compute_stream(self._comm.device)
+        return self._streams.replicate if self._comm.size == 1 else self._streams.reduce
+
+    def _reduce_to_staging(self, packed: torch.Tensor, staging: Staging, *, aside: bool) -> Work:
+        """Where it is then all-reduced."""
+        if packed is self._staged:  # the only shard
+            staging.filled = compute_stream(self._comm.device).record()
+            return Work()
+        stream = self._streams.reduce if aside else compute_stream(self._comm.device)
+        if staging.free is not None:
+            stream.wait(staging.free)
+        if not aside:
+            staging.filled = None
+            self._comm.reduce_scatter(
+                self._staged, packed, "avg", counts=self._layout.counts, tag=self._tag
+            )
+            return Work()
+        work = self._reduce_aside(packed, self._staged, _AS_IT_IS, adds=False)
+        staging.filled = self._streams.reduced
+        return work
+
+    def _reduce_aside(
+        self, packed: torch.Tensor, into: torch.Tensor, epilogue: Epilogue, adds: bool
+    ) -> Work:
+        if self._bound is None or self._bound[0] is not packed:
+            bound = self._comm.bind_reduce_scatter(
+                into, packed, "avg", counts=self._layout.counts, tag=self._tag
+            )
+            self._bound = packed, bound
+        streams, reduce = self._streams, self._bound[1]
+        scale, nonfinite = epilogue
+        streams.reduced = reduce(streams.reduce, streams.computed(), into, scale, adds, nonfinite)
+        return Work(streams.reduced, self._compute, self, packed, into, nonfinite)
+
+    def _needs_no_other(self) -> bool:
+        """Whether this rank's gradients are the mean, and are packed straight into the shard's."""
+        if self.has_peers:
+            return False
+        if self._gradients.dtype in FLOATS:  # in which a pack computes
+            return True
+        scale, nonfinite = self.epilogue
+        return scale == 1.0 and nonfinite is None and not self._gradients.adds
+
+    def _gradient(self, stream: Stream | None) -> AbstractContextManager[torch.Tensor]:
+        """What is reduced into."""
+        if self._offload is None or stream is None:
+            return nullcontext(self._gradients.flat)
+        return self._offload.gradient(self._gradients.flat, stream, add=self._adds)
+
+    @cached_property
+    def _staged(self) -> torch.Tensor:
+        assert self.staging is not None
+        return self.staging.memory[: self.nbytes].view(self._dtype)
+
+    def _free_buffer(self, *, aside: bool) -> torch.Tensor:
+        """Where gradients are packed; what is computed from now on comes after the reduce that read it last."""
+        if self._comm.size == 1 and self.staging is not None:
+            if self.staging.free is not None:
+                compute_stream(self._comm.device).wait(self.staging.free)
+            return self._staged
+        numel = self._layout.flat_numel
+        if self._comm.size == 1:  # float64 that is more than copied
+            return torch.empty(numel, dtype=self._dtype, device=self._comm.device)
+        if aside and self._streams.reduced is not None:
+            self._streams.compute().wait(self._streams.reduced)
+        if self.buffer is None:
+            self.buffer = self._comm.allocate(numel, dtype=self._dtype, use="reduce")
+        return self.buffer
+
+    def _computing(self) -> Stream | None:
+        """Where torch computes; None: it is the host that does."""
+        return None if self._compute is None else self._compute()
+
+    @cached_property
+    def _streams(self) -> Streams:
+        return self._given_streams or self._comm.streams

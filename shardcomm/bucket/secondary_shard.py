@@ -1,0 +1,74 @@
+"""A secondary shard: what a rank keeps of a unit's full parameters, so that its host's ranks gather them for backward.
+
+Four ranks, of which 0 and 1 are on one host, and 2 and 3 on another; a unit of 8 rows::
+
+    rank                       0         1         2         3
+    shard                   [ 0 1 ]   [ 2 3 ]   [ 4 5 ]   [ 6 7 ]
+    forward: all-gather    [ 0 1 2 3 4 5 6 7 ]   on each              between hosts
+    secondary shard        [0 1 2 3] [4 5 6 7] [0 1 2 3] [4 5 6 7]    copied out of it
+    backward: all-gather   [ 0 1 2 3 4 5 6 7 ]   on each              inside hosts
+
+Backward computes with the same bits as forward did. A unit that shares its slot has a secondary shard in memory of its
+own, for the whole run: the full parameters, in the dtype to compute in, by the number of the host's ranks.
+
+References: `reshard_after_forward` of PyTorch's FSDP2, and hpZ: Wang et al., "ZeRO++: Extremely Efficient Collective
+Communication for Giant Model Training", arXiv 2306.10209, section 3.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from shardcomm.bucket.bucket import Bucket
+from shardcomm.comm.communicator import BoundGather, Communicator
+from shardcomm.stream.streams import Streams, copy, on_host
+from shardcomm.stream.work import Work
+
+
+class SecondaryShard:
+    """That of one unit.
+
+    Args:
+        buckets: the unit's, whose full buffers are this rank's own.
+        comm: the ranks that gather for backward.
+        streams: where `buckets` are gathered.
+        tag: tells the unit's gathers from others.
+
+    Attributes:
+        memory: what it takes.
+        is_current: whether it is of the values that this step's forward gathered.
+        gather_bytes: what this rank receives from the others in one gather.
+    """
+
+    def __init__(
+        self, buckets: Sequence[Bucket], comm: Communicator, streams: Streams, tag: int
+    ) -> None:
+        sizes = [[n * b.full.itemsize for n in b.layout.parts(comm.size)] for b in buckets]
+        self.memory = comm.allocate(sum(map(max, sizes)), dtype=torch.uint8, use="reduce")
+        self.is_current = False
+        self._streams = streams
+        self._compute = None if on_host(comm.device) else streams.compute
+        self._parts: list[tuple[torch.Tensor, torch.Tensor]] = []  # each, and where it is in full
+        self._gathers: list[BoundGather] = []
+        free = self.memory
+        for bucket, counts in zip(buckets, sizes, strict=True):
+            full = bucket.full.view(torch.uint8)
+            held, free = free[: counts[comm.rank]], free[max(counts) :]
+            self._parts.append((held, torch.split(full, counts)[comm.rank]))
+            self._gathers.append(comm.bind_all_gather(full, held, counts=counts, tag=tag))
+        self.gather_bytes = sum(map(sum, sizes)) - sum(held.nbytes for held, _ in self._parts)
+
+    def keep(self) -> None:
+        """Queues the copy of what is gathered before into the full buffers."""
+        for held, part in self._parts:
+            copy(held, part, self._streams.gather)
+        self.is_current = True
+
+    def gather(self) -> list[Work]:
+        """Queues the gathers that fill the full buffers from it."""
+        return [
+            Work(gather(self._streams.gather, self._streams.computed()), self._compute, self)
+            for gather in self._gathers
+        ]

@@ -1,0 +1,136 @@
+"""ShardGradients: the gradients of this rank's rows. Their memory, what a reduce adds to, and what `.grad` shows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import compress
+
+import torch
+from torch import nn
+
+from shardcomm.layout.layout import Piece, Placement
+from shardcomm.parameter.plain import grad_of, plain, set_grad
+from shardcomm.parameter.sharded_parameter import ShardedRows, Whole
+
+
+class ShardGradients:
+    """The gradients of the flat `shard`, whose views `shards` are placed in it as `placed` says.
+
+    Attributes:
+        dtype: theirs, as the shard's.
+        flat: as the shard; allocated by the first reduce, or when asked for.
+        rows: the same memory, a view a parameter.
+    """
+
+    def __init__(
+        self,
+        shard: torch.Tensor,
+        shards: Sequence[nn.Parameter],
+        placed: Sequence[tuple[Placement, Piece]],
+    ) -> None:
+        self.dtype = shard.dtype
+        self._flat: torch.Tensor | None = None
+        self._rows: tuple[torch.Tensor, ...] | None = None
+        self._unshown = False  # there was a reduce since `show`
+        self._added = False  # to what `.grad` showed before
+        self._shard = shard
+        self._pinned = shard.is_pinned()
+        self._shards = shards
+        self._elsewhere = [placement.is_elsewhere(piece) for placement, piece in placed]
+        self._views = [(s.shape, s.stride(), s.storage_offset()) for s in shards]
+
+    # Not cached properties: these have a lock that ranks of one process would share.
+
+    @property
+    def flat(self) -> torch.Tensor:  # noqa: D102  (in the class's docstring, as the next)
+        if self._flat is None:
+            self._flat = torch.zeros_like(self._shard, pin_memory=self._pinned)
+        return self._flat
+
+    @property
+    def rows(self) -> tuple[torch.Tensor, ...]:  # noqa: D102
+        if self._rows is None:
+            flat = self.flat
+            self._rows = tuple(
+                _guarded(flat.as_strided(*view), shard)
+                for view, shard in zip(self._views, self._shards, strict=True)
+            )
+            with plain():
+                self._addresses = [rows.data_ptr() for rows in self._rows]
+        return self._rows
+
+    @property
+    def adds(self) -> bool:
+        """Whether the next reduce adds to what there is."""
+        with plain():
+            return self._unshown or self._has_grad()
+
+    def begin_reduce(self) -> bool:
+        """Whether the reduce must add to what `flat` holds, which is zeros then where a parameter has no `.grad`."""
+        with plain():
+            if self._rows is not None:
+                self._take_moved(self._rows)
+            add = self._unshown or self._has_grad()
+        if not add and self._flat is None:  # all of it is written
+            self._flat = torch.empty_like(self._shard, pin_memory=self._pinned)
+        if not self._unshown:
+            self._added = add
+            if add:
+                self._add_to_shown()
+        self._unshown = True
+        return add
+
+    def _take_moved(self, every: Sequence[torch.Tensor]) -> None:
+        """Takes the values of memory that `grad.data = ...` has put in the place of a view's."""
+        for rows, address, view in zip(every, self._addresses, self._views, strict=True):
+            if rows.data_ptr() != address:
+                values = rows.clone()
+                rows.data = self.flat.as_strided(*view)
+                rows.copy_(values)
+
+    def _has_grad(self) -> bool:
+        # A list: half of a generator's time.
+        return any([grad_of(shard) is not None for shard in self._shards])
+
+    def _add_to_shown(self) -> None:
+        with plain():
+            for rows, shard in zip(self.rows, self._shards, strict=True):
+                grad = grad_of(shard)
+                if grad is None:
+                    rows.zero_()
+                elif grad is not rows:  # a tensor of the user's own
+                    rows.copy_(grad)
+
+    def show(self, used: Sequence[bool] | None = None) -> None:
+        """Sets `.grad` of all shards, or of those `used`; the others keep theirs. What another rank owns has none."""
+        with plain():
+            shown = zip(self._shards, self.rows, self._elsewhere, strict=True)
+            for shard, rows, elsewhere in shown if used is None else compress(shown, used):
+                if not elsewhere:
+                    set_grad(shard, rows)
+                elif isinstance(rows, ShardedRows):
+                    rows.whole.grad_elsewhere = rows
+        self._unshown = False
+
+    def forget(self, *, shown: bool) -> None:
+        """The next reduce does not add to the one before; `.grad` does not show it either, if `shown` there."""
+        self._unshown = False
+        if shown and not self._added:
+            for shard in self._shards:
+                shard.grad = None
+
+    def drop(self) -> None:
+        """Gives the memory back until the next reduce, if no shard has a `.grad`: after `zero_grad()` mostly so."""
+        with plain():
+            if not self._has_grad():
+                self._flat = self._rows = None
+
+    @property
+    def nbytes(self) -> int:
+        """What they take: nothing before the first reduce."""
+        return 0 if self._flat is None else self._flat.nbytes
+
+
+def _guarded(rows: torch.Tensor, shard: nn.Parameter) -> torch.Tensor:
+    whole: Whole | None = getattr(shard, "whole", None)
+    return ShardedRows.guarding(rows, whole) if whole is not None and whole.is_part else rows

@@ -1,0 +1,251 @@
+"""What other ranks hold of a model of which each rank has some of the experts, by the names in its state dict.
+
+    rank 0   gate.weight   experts.0.weight   experts.1.weight                                           head.weight
+    rank 1   gate.weight                                         experts.2.weight   experts.3.weight     head.weight
+
+To rank 0 experts 2 and 3 are elsewhere. Had rank 1 called its own 0 and 1, these names would be ambiguous: a dict, or
+a checkpoint, has one value under each.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardcomm.comm.communicator import Communicator
+from shardcomm.comm.mesh import Mesh, Ranks
+from shardcomm.comm.texts import all_gather_text
+from shardcomm.unit.unit import UnitParams
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """Of a model over `mesh`, as one rank sees it.
+
+    Attributes:
+        names: of what other ranks' state dicts have, and this one's has not.
+        ambiguous: names by which other ranks call other parameters than this one.
+        within: the groups of its DTensors' meshes that are some of these ranks, which hold other parts: expert meshes.
+        differs: whether ranks have other parameters at all.
+    """
+
+    mesh: Mesh
+    names: frozenset[str] = frozenset()
+    ambiguous: tuple[str, ...] = ()
+    within: frozenset[Ranks] = frozenset()
+    differs: bool = False
+
+    @staticmethod
+    def of(
+        model: nn.Module,
+        units: Sequence[UnitParams],
+        meshes: Sequence[Mesh],
+        main: Mesh,
+        inner: Iterable[Ranks],
+    ) -> Elsewhere:
+        """Of `model`, whose units are over `meshes`, each of some of the ranks of `main`; collective.
+
+        `inner`: the groups of its DTensors' meshes.
+
+        Raises:
+            ValueError: ranks have the same part of a DTensor over an expert mesh, and not one comm; or its mesh has
+                some of the ranks of `main`, and others.
+        """
+        if all(mesh.size == main.size for mesh in meshes):
+            # Every rank has the same meshes, or it would have been told so.
+            return Elsewhere(main)
+        first: dict[Mesh, int] = {}
+        for mesh in dict.fromkeys(meshes):
+            rank = torch.tensor([main.rank], dtype=torch.int32, device=main.device)
+            mesh.all_reduce(rank, "min")
+            first[mesh] = int(rank)
+        held = {
+            p.name: (first[mesh], [] if p.distribution is None else p.distribution.place)
+            for unit, mesh in zip(units, meshes, strict=True)
+            for p in unit.params
+        }
+        here = [*model.state_dict(keep_vars=True), *held]
+        mine = {
+            "rank": dist.get_rank() if dist.is_initialized() else main.rank,
+            "inner": [*inner],
+            "held": held,
+            "names": here,
+        }
+        everybody = [json.loads(text) for text in all_gather_text(_groups(main), json.dumps(mine))]
+        within = _within({rank["rank"] for rank in everybody}, everybody)
+        names = frozenset().union(*(rank["names"] for rank in everybody))
+        return Elsewhere(
+            main,
+            names.difference(here),
+            tuple(name for name in _ambiguous(everybody, within) if name in held),
+            within,
+            differs=True,
+        )
+
+    def check(self, what: str) -> None:
+        """RuntimeError if `what`, such as a state dict, would have one value for several parameters."""
+        if self.ambiguous:
+            raise RuntimeError(
+                f"{what}: {self.ambiguous[0]!r} and {len(self.ambiguous) - 1} others are other parameters on other "
+                "ranks, by the comm of a policy, of which it would have one under each name; give them names of their "
+                "own, for instance by an nn.ModuleDict of experts with their numbers in the model. The full ones of "
+                "this rank are model.named_parameters() inside of engine.gathered()"
+            )
+
+    def survey(self, state: Mapping[str, object]) -> Survey:
+        """Of all ranks' state dicts, of which `state` is this one's, with whole shapes; collective where ranks differ.
+
+        Raises:
+            RuntimeError: what only some ranks have is no tensor.
+        """
+        if not self.differs:
+            return Survey(list(state), {})
+        mine = json.dumps({name: _described(value) for name, value in state.items()})
+        everybody = [json.loads(text) for text in all_gather_text(_groups(self.mesh), mine)]
+        order, partly = _merged(everybody), {}
+        for name in order:
+            ranks = [rank for rank, names in enumerate(everybody) if name in names]
+            if len(ranks) == self.mesh.size:
+                continue
+            partly[name] = Entry(ranks[0], *everybody[ranks[0]][name])
+            if not partly[name].dtype:
+                raise RuntimeError(
+                    f"full_state_dict: {name!r} is of a module that only some ranks have, and is no tensor; give extra "
+                    "state as a tensor, or save by torch.distributed.checkpoint"
+                )
+        return Survey(order, partly)
+
+    def on_all(self, groups: Sequence[Sequence[str]]) -> list[list[str]]:
+        """The names of all ranks in each of an optimizer's `groups` of parameters; collective where ranks differ.
+
+        Raises:
+            ValueError: ranks have other numbers of groups.
+        """
+        if not self.differs:
+            return [list(names) for names in groups]
+        texts = all_gather_text(_groups(self.mesh), json.dumps(groups))
+        everybody = [json.loads(text) for text in texts]
+        if len({len(of_rank) for of_rank in everybody}) > 1:
+            raise ValueError(
+                f"optimizer_state: ranks have {[len(of_rank) for of_rank in everybody]} groups of parameters; give "
+                "each rank's optimizer the same groups, of its own experts"
+            )
+        return [_merged(names) for names in zip(*everybody, strict=True)]
+
+
+class Entry(NamedTuple):
+    """What some ranks have in their state dicts, of which `root` is the first; `dtype`: empty if it is no tensor."""
+
+    root: int
+    shape: list[int]
+    dtype: str
+
+
+class Survey(NamedTuple):
+    """The same on every rank: all names of the model, and of which of them some ranks have nothing."""
+
+    order: list[str]
+    partly: dict[str, Entry]
+
+    def sends(self, name: str, rank: int) -> bool:
+        """Whether `rank` gives the others their value of `name`."""
+        return name in self.partly and self.partly[name].root == rank
+
+    def completed(self, state: Mapping[str, Any], mesh: Mesh, *, wanted: bool) -> dict[str, Any]:
+        """`state`, where it is `wanted`, with what others have of the model; collective. Else {}.
+
+        It has what this rank sends in any case.
+        """
+        whole = dict(state)
+        for name, entry in self.partly.items():
+            value = whole.get(name)
+            if value is None:
+                value = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
+            value = value.to(mesh.device)
+            mesh.broadcast(value, root=entry.root)
+            if wanted:
+                whole[name] = value.cpu()
+        return {name: whole[name] for name in self.order} if wanted else {}
+
+
+def _within(mesh: set[int], everybody: Sequence[Any]) -> frozenset[Ranks]:
+    """Of the groups of all ranks' DTensors, those of ranks in `mesh`."""
+    found: set[Ranks] = set()
+    for each in everybody:
+        for group in map(tuple, each["inner"]):
+            shared = len(mesh.intersection(group))
+            if shared == len(group):
+                found.add(group)
+            elif shared > 1:
+                raise ValueError(
+                    f"fully_shard: parameters are DTensors over ranks {list(group)}, of which fully_shard's comm has "
+                    f"{shared}; accepted: all of them, as experts in a unit with Policy(comm=), or one, as tensor-"
+                    "parallel ranks"
+                )
+    return frozenset(found)
+
+
+def _ambiguous(everybody: Sequence[Any], within: frozenset[Ranks]) -> list[str]:
+    """The same on every rank, as is what it raises."""
+    names = dict.fromkeys(name for each in everybody for name in each["held"])
+    return [name for name in names if _is_ambiguous(name, everybody, within)]
+
+
+def _is_ambiguous(name: str, everybody: Sequence[Any], within: frozenset[Ranks]) -> bool:
+    """Whether ranks hold other parameters by `name`, which are not the parts of one."""
+    firsts: dict[tuple[int, ...], tuple[int, int]] = {}
+    other = False
+    for rank, each in enumerate(everybody):
+        if name not in each["held"]:
+            continue
+        first, place = each["held"][name]
+        parts = tuple(part for group, part in place if tuple(group) in within)
+        of, known = firsts.setdefault(parts, (rank, first))
+        if first == known:
+            continue
+        if parts:
+            raise ValueError(
+                f"fully_shard: parameter {name!r} is a DTensor of which ranks {of} and {rank} have the same part, and "
+                "the comm of its unit's policy does not have both; give Policy(comm=) all ranks with the same part, "
+                "and no replicated parameters"
+            )
+        other = True
+    return other
+
+
+def _described(value: object) -> tuple[list[int], str]:
+    if not isinstance(value, torch.Tensor):
+        return [], ""
+    return list(value.shape), str(value.dtype).removeprefix("torch.")
+
+
+def _groups(mesh: Mesh) -> list[Communicator]:
+    """Those of `mesh` that have other ranks."""
+    return [comm for comm in (mesh.shard, mesh.replicate) if comm.size > 1]
+
+
+def _merged(orders: Sequence[Iterable[str]]) -> list[str]:
+    """All the names of `orders`, each list's in its own order where they do not contradict each other."""
+    # Of each name the one before it, in a ring that None closes: names of thousands of ranks in linear time.
+    before: dict[str | None, str | None] = {None: None}
+    for names in orders:
+        new: list[str | None] = []
+        for name in (*names, None):
+            if name not in before:
+                new.append(name)
+                continue
+            for each in new:  # after those of them that are there already
+                before[each], before[name] = before[name], each
+            new.clear()
+    merged = []
+    last = before[None]
+    while last is not None:
+        merged.append(last)
+        last = before[last]
+    return merged[::-1]

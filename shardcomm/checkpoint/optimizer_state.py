@@ -1,0 +1,158 @@
+"""An optimizer's state as `torch.distributed.checkpoint` (DCP) saves and loads it: by the parameters' names.
+
+The form is that of `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`, so that FSDP2 and plain models
+read it, and this reads theirs::
+
+    {"state": {"head.weight": {"step": ..., "exp_avg": ShardTensor, ...}, ...},
+     "param_groups": [{"lr": 0.001, ..., "params": ["head.weight", ...]}]}
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardcomm.arguments.checks import check_type
+from shardcomm.checkpoint.elsewhere import Elsewhere
+from shardcomm.parameter.optimizer_dicts import ParamState
+from shardcomm.parameter.plain import plain
+from shardcomm.parameter.shard_tensor import check_value, load_value
+
+
+class OptimizerState:
+    """DCP's `Stateful` for `optimizer`, whose parameters are those of the sharded `model`.
+
+    A tensor of the shape of this rank's rows, such as AdamW's moments, is saved as the rows of the full one. One of
+    another shape, such as Adafactor's means of rows and columns, is saved where the rank holds the whole parameter.
+    Numbers, such as a step counter, must be the same on every rank.
+
+    Raises:
+        ValueError: the optimizer has a parameter that is not one of `model`.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, model: nn.Module, elsewhere: Elsewhere
+    ) -> None:
+        check_type(
+            "optimizer_state", "optimizer", optimizer, torch.optim.Optimizer, "a torch Optimizer"
+        )
+        self._optimizer = optimizer
+        self._elsewhere = elsewhere
+        self._names = {param: name for name, param in model.named_parameters()}
+        for number, group in enumerate(optimizer.param_groups):
+            for param in group["params"]:
+                if param not in self._names:
+                    raise ValueError(
+                        f"optimizer_state: group {number} of the optimizer has a parameter of shape "
+                        f"{tuple(param.shape)} that is none of the model's; make the optimizer of "
+                        "model.parameters() after fully_shard"
+                    )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Views of the state, to be saved from and loaded into.
+
+        Collective where ranks have other experts: each names those of all in the groups. An optimizer that has not
+        stepped yet gets its state first, so that there is something to load into. DCP
+        refuses to load a parameter's state that is not in the checkpoint, as of one that never had a gradient: then
+        give it `planner=DefaultLoadPlanner(allow_partial_load=True)`.
+
+        Raises:
+            ValueError: a state that is not of the rows' shape belongs to a parameter whose rows ranks share, or ranks
+                have other numbers of groups.
+        """
+        if not self._optimizer.state:
+            self._make_state()
+        groups = self._optimizer.param_groups
+        return {
+            "state": {
+                self._names[param]: _shown(of, self._optimizer.state[param])
+                for param, of in self._held()
+                if param in self._optimizer.state
+            },
+            "param_groups": [
+                {**group, "params": names}
+                for group, names in zip(
+                    groups, self._elsewhere.on_all([*map(self._of_group, groups)]), strict=True
+                )
+            ],
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Takes this rank's part of what `state_dict()` gave, or of full tensors; no communication.
+
+        Parameters without a state in it have none afterwards.
+
+        Raises:
+            ValueError: it is of other parameters, or groups them otherwise.
+        """
+        self._check_groups(state_dict["param_groups"])
+        if not self._optimizer.state:
+            self._make_state()
+        for param, of in self._held():
+            name = self._names[param]
+            if name not in state_dict["state"]:
+                self._optimizer.state.pop(param, None)
+                continue
+            state = self._optimizer.state[param]
+            current = _shown(of, state)
+            for key, value in state_dict["state"][name].items():
+                if isinstance(current.get(key), torch.Tensor):
+                    check_value("load_state_dict", f"{key} of {name}", current[key], value)
+                    load_value(current[key], value)
+                else:
+                    state.update({key: value} if of is None else of.taken({key: value}))
+        for group, given in zip(
+            self._optimizer.param_groups, state_dict["param_groups"], strict=True
+        ):
+            group.update({key: value for key, value in given.items() if key != "params"})
+
+    def _of_group(self, group: Mapping[str, Any]) -> list[str]:
+        return [self._names[param] for param in group["params"]]
+
+    def _held(self) -> Iterator[tuple[nn.Parameter, ParamState | None]]:
+        """The optimizer's parameters but those of which another rank has the state: all of it."""
+        for group in self._optimizer.param_groups:
+            for param in group["params"]:
+                of = ParamState.of(param)
+                if of is None or not of.part.elsewhere:
+                    yield param, of
+
+    def _make_state(self) -> None:
+        """What the optimizer's first step would make, without a step of the parameters."""
+        probe = copy.copy(self._optimizer)
+        held = {param for param, _ in self._held()}
+        for group in self._optimizer.param_groups:
+            for param in group["params"]:
+                if not param.requires_grad or param not in held:
+                    continue
+                with plain():
+                    zeros = torch.zeros_like(param)
+                stand_in = nn.Parameter(zeros)
+                stand_in.grad = zeros.clone()
+                probe.state = defaultdict(dict)
+                probe.param_groups = [{**group, "params": [stand_in]}]
+                probe.step()
+                if stand_in in probe.state:
+                    self._optimizer.state[param] = probe.state[stand_in]
+
+    def _check_groups(self, given: list[dict[str, Any]]) -> None:
+        saved = [set(group["params"]) for group in given]
+        own = [set(self._of_group(group)) for group in self._optimizer.param_groups]
+        if [names - self._elsewhere.names for names in saved] != own:
+            differing = sorted(set().union(*saved) ^ set().union(*own))
+            what = f"only one of them has {differing[:3]}" if differing else "groups differ"
+            raise ValueError(
+                f"load_state_dict: the state is of {len(saved)} parameter groups with {sum(map(len, saved))} "
+                f"parameters, the optimizer has {len(own)} with {sum(map(len, own))}, and {what}; make the "
+                "optimizer as the saved one was"
+            )
+
+
+def _shown(of: ParamState | None, state: dict[str, Any]) -> dict[str, Any]:
+    return state if of is None else of.shown(state)

@@ -1,0 +1,204 @@
+"""A model's state dict, with its own names: this rank's part of it, or full tensors, gathered unit by unit."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardcomm.arguments.checks import check_type
+from shardcomm.checkpoint.elsewhere import Elsewhere
+from shardcomm.comm.mesh import FailingTogether
+from shardcomm.parameter.shard_tensor import Part, check_value, load_value
+from shardcomm.parameter.tensor_parallel import full as full_of
+from shardcomm.parameter.versions import written
+from shardcomm.sharded.hooks import Hooks
+from shardcomm.sharded.sharded_unit import ShardedUnit
+
+Parts = Mapping[nn.Parameter, Part]
+
+
+def parts_of(units: Iterable[ShardedUnit]) -> Parts:
+    """Which part of each of the model's parameters this rank holds."""
+    return {param.shard: param.whole.part for unit in units for param in unit.params}
+
+
+def state_dict(model: nn.Module, parts: Parts) -> dict[str, Any]:
+    """`model.state_dict()` with ShardTensors for parameters. Tensors are views, to be saved from and loaded into."""
+    return {
+        name: value if _is_extra(name) else _held(value, parts)
+        for name, value in model.state_dict(keep_vars=True).items()
+    }
+
+
+def install_hooks(units: Iterable[ShardedUnit], parts: Parts, settle: Callable[[], None]) -> None:
+    """The state dicts of the model and of its modules are as those of the engine: ShardTensors, and loaded from them.
+
+    `settle` waits for what is under way before a state dict is made or loaded.
+    """
+    shown: dict[nn.Module, dict[str, nn.Parameter]] = defaultdict(dict)
+    sharded = False
+    for unit in units:
+        for bucket, params in unit.buckets:
+            for param in params:
+                sharded |= bucket.layout.world_size > 1 or param.distribution is not None
+                sharded |= unit.mesh.size < unit.holders.everyone.size
+                for module, attribute in param.owned.places:
+                    shown[module][attribute] = param.shard
+    for module, held in shown.items():
+        hooks = _Hooks(held, parts, settle)
+        module.register_load_state_dict_pre_hook(hooks.load)  # type: ignore[no-untyped-call]
+        if sharded:  # else torch's own is the same on each rank, and full
+            module.register_state_dict_pre_hook(hooks.before)  # type: ignore[no-untyped-call]
+            # A partial: torch sets an attribute of what it is given.
+            module.register_state_dict_post_hook(partial(hooks.after))  # type: ignore[no-untyped-call]
+
+
+class _Hooks(Hooks):
+    """Of one module, whose parameters `held` are sharded."""
+
+    def __init__(
+        self, held: Mapping[str, nn.Parameter], parts: Parts, settle: Callable[[], None]
+    ) -> None:
+        self._held = held
+        self._parts = parts
+        self._settle = settle
+
+    def before(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        self._settle()
+
+    def after(
+        self, module: nn.Module, state: dict[str, Any], prefix: str, local_metadata: object
+    ) -> None:
+        for attribute, param in self._held.items():
+            if module._parameters.get(attribute) is not param:
+                continue  # inside of engine.gathered(): the full one
+            # With keep_vars the caller wants the parameters themselves.
+            if (given := state.get(prefix + attribute)) is not None and given is not param:
+                state[prefix + attribute] = self._parts[param].of(param)
+
+    @torch.no_grad()
+    def load(
+        self,
+        module: nn.Module,
+        state: dict[str, Any],
+        prefix: str,
+        local_metadata: object,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        errors: list[str],
+    ) -> None:
+        self._settle()
+        for attribute, param in self._held.items():
+            name = prefix + attribute
+            if name not in state or module._parameters.get(attribute) is not param:
+                continue  # inside of engine.gathered() torch loads the full one
+            current, value = self._parts[param].of(param), state[name]
+            if value is not param:
+                try:
+                    check_value("load_state_dict", name, current, value)
+                except ValueError as error:
+                    errors.append(str(error))
+                else:
+                    load_value(current, value)
+                    written([param])  # also where this rank has no rows
+            state[name] = param  # what torch copies to it, or puts in its place, is itself
+
+
+def full_state_dict(
+    model: nn.Module,
+    units: Iterable[ShardedUnit],
+    parts: Parts,
+    elsewhere: Elsewhere,
+    together: FailingTogether,
+    rank: int | None,
+) -> dict[str, Any]:
+    """`model.state_dict()` as it would be without sharding, copied to the CPU, on all ranks or on one; collective.
+
+    What modules give by `get_extra_state` is passed on as it is.
+
+    Raises:
+        ValueError: `rank` is neither None nor a rank of the mesh; nothing is gathered then.
+        RuntimeError: a module that not all ranks have gives extra state that is no tensor.
+    """
+    mesh = elsewhere.mesh
+    if rank is not None and rank not in range(mesh.size):
+        raise ValueError(
+            f"full_state_dict: rank is {rank!r}; it must be None, for all, or a rank from 0 to {mesh.size - 1}"
+        )
+    state: dict[str, Any] = dict(model.state_dict(keep_vars=True))
+    with together:
+        survey = elsewhere.survey(
+            {n: v if _is_extra(n) else _held(v, parts) for n, v in state.items()}
+        )
+    wanted = rank in (None, mesh.rank)
+    state = {name: v for name, v in state.items() if wanted or survey.sends(name, mesh.rank)}
+    kept = {value for value in state.values() if isinstance(value, nn.Parameter)}
+    full: dict[nn.Parameter, torch.Tensor] = {}
+    buckets = [entry for unit in units for entry in unit.buckets]
+    # One buffer for all: as many of their own would leave holes between the values that are kept.
+    sizes = [bucket.layout.flat_numel * bucket.shard.itemsize for bucket, _ in buckets]
+    buffer = torch.empty(max(sizes, default=0), dtype=torch.uint8, device=mesh.device)
+    for bucket, params in buckets:
+        flat = buffer[: bucket.layout.flat_numel * bucket.shard.itemsize].view(bucket.shard.dtype)
+        with together:
+            values = bucket.gathered_shards(flat)
+        for param, value in zip(params, values, strict=True):
+            how = param.distribution
+            whole = value if how is None else how.whole(value)
+            if param.shard in kept:
+                full[param.shard] = _copied(whole)
+    for name, value in state.items():
+        if not _is_extra(name):
+            state[name] = full[value] if value in full else _copied(full_of(value.detach()))
+    with together:
+        return survey.completed(state, mesh, wanted=wanted)
+
+
+@torch.no_grad()
+def load_state_dict(
+    model: nn.Module, parts: Parts, given: Mapping[str, Any], elsewhere: Collection[str]
+) -> None:
+    """Takes this rank's parts, the buffers and the extra state from `given`; no communication.
+
+    `elsewhere`: names of what only other ranks have, which it may have, too.
+
+    Raises:
+        TypeError: `given` is no mapping.
+        ValueError: a name is missing or unknown, or a value is not one for this model; nothing is changed then.
+    """
+    check_type("load_state_dict", "state_dict", given, Mapping, "a mapping of names to values")
+    state: dict[str, Any] = model.state_dict(keep_vars=True)
+    missing = state.keys() - given.keys()
+    unknown = given.keys() - state.keys() - set(elsewhere)
+    if missing or unknown:
+        raise ValueError(
+            f"load_state_dict: state_dict lacks {sorted(missing)} and has unknown {sorted(unknown)}"
+        )
+    for name, current in state.items():
+        if not _is_extra(name):
+            check_value("load_state_dict", name, _held(current, parts), given[name])
+    for name, current in state.items():
+        if _is_extra(name):
+            model.get_submodule(name.rpartition(".")[0]).set_extra_state(given[name])
+        else:
+            load_value(_held(current, parts), given[name])
+            if current in parts:
+                written([current])  # also where this rank has no rows
+
+
+def _held(value: torch.Tensor, parts: Parts) -> torch.Tensor:
+    return parts[value].of(value) if value in parts else value.detach()  # type: ignore[index]
+
+
+def _copied(value: torch.Tensor) -> torch.Tensor:
+    return value.to("cpu", copy=True, memory_format=torch.contiguous_format)
+
+
+def _is_extra(name: str) -> bool:
+    return name.rpartition(".")[2] == nn.modules.module._EXTRA_STATE_KEY_SUFFIX

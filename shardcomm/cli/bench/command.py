@@ -1,0 +1,218 @@
+"""`shardcomm bench`: its options, where its ranks come from, and what is made of the results."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+from shardcomm._C import CommError, CudaError, cuda_status
+from shardcomm.arguments.dtype import FLOATS
+from shardcomm.cli.bench import compare
+from shardcomm.cli.bench.driver import benchmark
+from shardcomm.cli.bench.files import write_csv, write_json
+from shardcomm.cli.bench.layers import LAYER_OPERATIONS
+from shardcomm.cli.bench.operations import OPERATIONS
+from shardcomm.cli.bench.options import DTYPES, Options, Sizes, layers, size_bytes, step_bytes
+from shardcomm.cli.bench.plot import write_plot
+from shardcomm.cli.bench.results import Results
+from shardcomm.cli.bench.transports import TRANSPORTS
+from shardcomm.cli.options import (
+    DefaultsFormatter,
+    can_write,
+    launched_for,
+    picture,
+    positive,
+    whole,
+)
+from shardcomm.comm.operands import RED_OPS
+from shardcomm.meeting.launchers import Launched
+from shardcomm.models.shapes import SHAPES
+from shardcomm.process.launch import RankError, launch
+
+# Buffers, the copy that is the limit, random inputs and the expected result, in units of the size.
+_BUFFERS = 9
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Registers the subcommand."""
+    parser = subparsers.add_parser(
+        "bench",
+        help="measure collectives, and what a layer costs, as nccl-tests does",
+        description="Measures collectives between local processes or, under torchrun, mpirun or srun, between the "
+        "ranks that these start. Options of one letter and columns are nccl-tests' and mean the same. Sizes are total "
+        "bytes.",
+        formatter_class=DefaultsFormatter,
+    )
+    count, switch = whole(1, 10**6), whole(0, 1)
+    operations = _some_of("operation", [*OPERATIONS, *LAYER_OPERATIONS])
+    add = parser.add_argument
+    # fmt: off
+    add("--op", type=operations, default="all_gather,reduce_scatter", metavar="OP,...",
+        help=f"{', '.join(OPERATIONS)} on sizes; {', '.join(LAYER_OPERATIONS)} on layers")
+    add("--transport", type=_some_of("transport", TRANSPORTS), default="shm", metavar="NAME,...",
+        help=f"{', '.join(TRANSPORTS)}; what is not usable is skipped")
+    add("--ranks", type=whole(1, 1024), metavar="N",
+        help="local processes (default: 2; under a launcher, its own)")
+    add("--shapes", type=layers, default="gpt2", metavar="NAME,...",
+        help=f"layers: {', '.join(SHAPES)} (a block), or a JSON file of one layer's names and shapes")
+    add("-b", type=size_bytes, default="32M", metavar="SIZE", help="first size")
+    add("-e", type=size_bytes, default="32M", metavar="SIZE", help="last size")
+    add("-i", type=step_bytes, default="1M", metavar="SIZE", help="from one size to the next")
+    add("-f", type=whole(1, 1 << 20), default=1, metavar="N",
+        help="factor from one size to the next, instead of -i; 1: none")
+    add("-n", type=count, default=20, metavar="N", help="iterations")
+    add("-w", type=whole(0, 10**6), default=1, metavar="N",
+        help="warm-up operations before each timing, at least 1")
+    add("-m", type=count, default=1, metavar="N", help="operations in an iteration")
+    add("-c", type=whole(0, 1000), default=1, metavar="N", help="checked operations for each figure")
+    add("-o", choices=list(RED_OPS), default="sum", help="reduction")
+    add("-d", choices=list(DTYPES), default="float", help="type of the elements")
+    add("-a", type=whole(0, 3), default=1, metavar="N",
+        help="the time printed, of: 0 rank 0, 1 all ranks' mean, 2 min, 3 max")
+    add("-C", type=switch, default=0, metavar="0|1", help="print the time until the host is free again")
+    add("-G", type=whole(0, 10**6), default=0, metavar="N",
+        help="launches of a CUDA graph of all iterations; 0: no graph")
+    add("-R", type=switch, default=0, metavar="0|1",
+        help="1: buffers in communication memory (Communicator.allocate)")
+    add("-I", action="store_true", help="print spreads over single iterations")
+    add("-T", type=positive, default=60.0, metavar="SECONDS", help="longest wait for another rank")
+    add("-J", "--json", metavar="FILE", help="write the results there too; - for stdout")
+    add("--csv", metavar="FILE", help="write the figures there too; - for stdout")
+    add("--plot", type=picture, metavar="FILE", help="draw busbw over size there")
+    add("--compare", nargs=2, metavar=("A", "B"), help="measure nothing; compare two --json files")
+    add("--tolerance", type=positive, default=0.1, metavar="SHARE",
+        help="of --compare: exit with 1 if B is slower by more")
+    # fmt: on
+    parser.set_defaults(run=lambda args: run(parser, args))
+
+
+def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
+    """Exit status: 0, 1 if a result was wrong, a rank failed or B is slower than A, 2 for bad options."""
+    if args.compare:
+        return _compare(parser, args)
+    own = launched_for(parser, args.ranks)
+    options = _options(parser, args, own)
+    if own.rank == 0:
+        _check_files(parser, args)
+    try:
+        in_ranks = partial(launch, benchmark, options.ranks, (options,))
+        results = benchmark(options) if own.launcher else in_ranks()[0]
+    except (RankError, CommError, CudaError) as error:
+        print(f"\nshardcomm bench: {error}", file=sys.stderr)  # below the progress bar
+        return 1
+    if own.rank > 0:
+        return 0
+    return _report(args, options, results)
+
+
+def _options(parser: argparse.ArgumentParser, args: argparse.Namespace, own: Launched) -> Options:
+    try:
+        sizes = Sizes(args.b, args.e, args.i, args.f)
+    except ValueError as error:
+        parser.error(str(error))
+    on_layers = [name for name in args.op if name in LAYER_OPERATIONS]
+    if on_layers and DTYPES[args.d] not in FLOATS:
+        parser.error(f"-d is {args.d}; {', '.join(on_layers)} take float, half and bfloat16")
+    if args.G and not cuda_status().available:
+        parser.error(f"-G is {args.G}, but a CUDA graph needs a GPU: {cuda_status().reason}")
+    if args.G and args.I:
+        parser.error("-G and -I exclude each other: in a graph no iteration is timed by itself")
+    options = Options(
+        operations=args.op,
+        transports=args.transport,
+        sizes=sizes,
+        layers=args.shapes,
+        dtype=args.d,
+        redop=args.o,
+        iterations=args.n,
+        warmups=args.w,
+        aggregate=args.m,
+        checks=args.c,
+        average=args.a,
+        cpu_time=bool(args.C),
+        graph_launches=args.G,
+        communication_memory=bool(args.R),
+        statistics=args.I,
+        timeout_s=args.T,
+        ranks=own.size if own.launcher else args.ranks or 2,
+        to_stderr="-" in (args.json, args.csv),
+    )
+    _check_memory(parser, options, own.local_size or options.ranks)
+    return options
+
+
+def _check_memory(parser: argparse.ArgumentParser, options: Options, ranks: int) -> None:
+    """Refuses what would drive the machine, with `ranks` of them, out of memory."""
+    largest = options.sizes.last if set(options.operations) & set(OPERATIONS) else 0
+    if set(options.operations) & set(LAYER_OPERATIONS):
+        numel = (sum(map(math.prod, layer.shapes.values())) for layer in options.layers)
+        largest = max(largest, 4 * max(numel))
+    wanted, there = _BUFFERS * largest * ranks, _available_bytes()
+    if wanted > there:
+        parser.error(
+            f"{ranks} ranks need about {wanted / 2**30:.1f} GiB for a size of {largest / 2**20:.0f} MiB, this host has "
+            f"{there / 2**30:.1f} GiB; take a smaller -e, another of --shapes, or fewer ranks"
+        )
+
+
+def _available_bytes() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return sys.maxsize
+
+
+def _check_files(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    for option in ("json", "csv", "plot"):
+        path = getattr(args, option)
+        if not can_write(path):
+            parser.error(f"--{option} is {path!r}; it must be a file that can be written, or -")
+    if args.json == args.csv == "-":
+        parser.error("--json and --csv are both -; stdout takes one of them")
+
+
+def _report(args: argparse.Namespace, options: Options, results: Results) -> int:
+    try:
+        if args.json is not None:
+            write_json(args.json, options, results)
+        if args.csv is not None:
+            write_csv(args.csv, results)
+        if args.plot is not None:
+            write_plot(args.plot, results)
+    except OSError as error:
+        print(f"shardcomm bench: {error.filename}: {error.strerror}", file=sys.stderr)
+        return 1
+    if not any(section.rows for section in results.sections):
+        print("shardcomm bench: nothing was measured; see what was skipped", file=sys.stderr)
+        return 1
+    if results.wrong:
+        print(f"shardcomm bench: {results.wrong} elements were wrong", file=sys.stderr)
+    return 1 if results.wrong else 0
+
+
+def _compare(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
+    try:
+        changes = compare.compare(*map(compare.read, args.compare))
+    except (OSError, ValueError) as error:
+        parser.error(f"--compare: {error}")
+    print(compare.screen(changes, args.tolerance))
+    return int(any(change.ratio > 1 + args.tolerance for change in changes))
+
+
+def _some_of(what: str, names: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
+    """Names from `names`, separated by commas."""
+
+    def parse(text: str) -> tuple[str, ...]:
+        given = tuple(dict.fromkeys(text.split(",")))
+        for name in given:
+            if name not in names:
+                raise argparse.ArgumentTypeError(
+                    f"there is no {what} {name!r}; accepted, separated by commas: {', '.join(names)}"
+                )
+        return given
+
+    return parse

@@ -1,0 +1,126 @@
+"""`shardcomm bench --compare A B`: what changed from one run to another."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple, TypeAlias
+
+from shardcomm.cli.bench.files import PLACEMENTS
+from shardcomm.files.json_file import Value, read_json
+
+_NAMES = ("operation", "transport", "device", "dtype", "redop")
+
+
+class Figure(NamedTuple):
+    """Seconds; `spread` are the 10 % and 90 % quantiles of single iterations, None where there are none."""
+
+    time_s: float
+    spread: tuple[float, float] | None
+
+
+Figures: TypeAlias = dict[tuple[Any, ...], Figure]
+"""Of each operation in a placement, by all that tells it from others."""
+
+
+class Run(NamedTuple):
+    """A run of so many ranks."""
+
+    ranks: int
+    figures: Figures
+
+
+class Change(NamedTuple):
+    """A figure in both runs: `ratio` is B's time over A's, `low` and `high` what it is between their 10 % and 90 %
+    quantiles (nan where a run has no single iterations)."""
+
+    name: str
+    size_bytes: int
+    placement: str
+    time_a: float
+    time_b: float
+    ratio: float
+    low: float
+    high: float
+
+
+def read(path: str) -> Run:
+    """What --json wrote. Raises OSError, or ValueError if it is something else."""
+    found = read_json(path, "a result of shardcomm bench --json")
+    return Run(found["ranks"].whole(1, 1 << 30), _figures(found))
+
+
+def compare(a: Run, b: Run) -> list[Change]:
+    """Every figure that both runs have, in A's order. Raises ValueError if there is none, or they differ in ranks."""
+    if a.ranks != b.ranks:
+        raise ValueError(
+            f"A is of {a.ranks} ranks and B of {b.ranks}; only runs of as many ranks can be compared"
+        )
+    changes = []
+    for key, old in a.figures.items():
+        new = b.figures.get(key)
+        if new is None:
+            continue
+        operation, transport, _device, dtype, *_, layer, size_bytes, placement = key
+        low = high = math.nan
+        if old.spread and new.spread:
+            low, high = new.spread[0] / old.spread[1], new.spread[1] / old.spread[0]
+        times = old.time_s, new.time_s
+        name = f"{operation}: {transport}, {dtype}" + (f", {layer}" if layer else "")
+        changes.append(Change(name, size_bytes, placement, *times, times[1] / times[0], low, high))
+    if not changes:
+        raise ValueError("the two files have no figure in common")
+    return changes
+
+
+def screen(changes: list[Change], tolerance: float) -> str:
+    """The changes for people, one block for each operation and transport."""
+    lines = []
+    name = None
+    for change in changes:
+        if change.name != name:
+            name = change.name
+            lines += [
+                name,
+                "        size     placement      A (us)      B (us)   B / A  (10 % - 90 %)",
+            ]
+        spread = "" if math.isnan(change.low) else f"  ({change.low:.2f} - {change.high:.2f})"
+        verdict = "  SLOWER" if change.ratio > 1 + tolerance else ""
+        lines.append(
+            f"{change.size_bytes:12d}  {change.placement:>12}  {change.time_a * 1e6:10.2f}  "
+            f"{change.time_b * 1e6:10.2f}  {change.ratio:6.3f}{spread}{verdict}"
+        )
+    slower = sum(change.ratio > 1 + tolerance for change in changes)
+    lines.append(f"{slower} of {len(changes)} figures are slower by more than {tolerance:.0%}")
+    return "\n".join(lines)
+
+
+def _figures(run: Value) -> Figures:
+    return {
+        (*key, placement): _figure(row[placement])
+        for section in run["sections"]
+        for row, key in _keyed(section)
+        for placement in PLACEMENTS
+        if row[placement].raw is not None
+    }
+
+
+def _keyed(section: Value) -> Iterator[tuple[Value, tuple[Any, ...]]]:
+    """A section's rows, with what tells each from others."""
+    operation = tuple(section[name].text() for name in _NAMES)
+    root = section["root"].whole(-1, 1 << 30)
+    for row in section["rows"]:
+        layer = None if row["layer"].raw is None else row["layer"].text()
+        yield row, (*operation, root, layer, row["size_bytes"].whole(0, 1 << 60))
+
+
+def _figure(figure: Value) -> Figure:
+    spread = figure["spread"]
+    return Figure(
+        _seconds(figure["time_s"]),
+        None if spread.raw is None else (_seconds(spread["p10_s"]), _seconds(spread["p90_s"])),
+    )
+
+
+def _seconds(value: Value) -> float:
+    return value.number(1e-12, 1e9)

@@ -1,0 +1,91 @@
+"""One row: the bandwidth of a plain copy, the time of the operation in each placement, and whether it was right.
+
+Results are checked outside of what is timed, on inputs of their own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from functools import partial
+from typing import TypeAlias
+
+import torch
+
+from shardcomm.cli.bench.case import Collectives, Placement
+from shardcomm.cli.bench.layers import LayerOperation
+from shardcomm.cli.bench.operations import Operation
+from shardcomm.cli.bench.options import Layer, Options
+from shardcomm.cli.bench.results import Figure, Row
+from shardcomm.cli.bench.timing import synchronise, timing
+from shardcomm.comm.communicator import Communicator
+
+AnyOperation: TypeAlias = Operation | LayerOperation
+Workload: TypeAlias = int | Layer
+"""A size in bytes, or a layer."""
+
+
+def measure(
+    operation: AnyOperation,
+    workload: Workload,
+    options: Options,
+    overhead_s: float,
+    on: Collectives,
+    control: Communicator,
+) -> Row | None:
+    """The row of one workload; None for one too small to be shared out. Collective."""
+    case = operation.case(on, options, workload)  # type: ignore[arg-type]
+    if case is None:
+        return None
+    time = partial(
+        timing, control=control, device=on.device, options=options, overhead_s=overhead_s
+    )
+    copied = time(_copy(case.size_bytes, on.device))
+    # The fastest, since a limit is what is possible.
+    limit = case.size_bytes / (copied.spread.min_s if copied.spread else copied.time_s)
+    figures = []
+    for i, placement in enumerate(case.placements()):
+        seeds = range(i * (options.checks + 1), (i + 1) * (options.checks + 1))
+        placement.fill(seeds[0])
+        control.barrier()
+        timed = time(placement.run)
+        algbw = case.size_bytes / timed.time_s
+        figures.append(
+            Figure(
+                time_s=timed.time_s,
+                algbw=algbw,
+                busbw=algbw * case.bus_factor,
+                wrong=_wrong(placement, seeds[1:], on, control) if options.checks else None,
+                spread=timed.spread,
+            )
+        )
+    layer = workload.name if isinstance(workload, Layer) else None
+    in_place = figures[1] if case.in_place else None
+    return Row(layer, case.size_bytes, case.count, limit, figures[0], in_place)
+
+
+def _wrong(placement: Placement, seeds: range, on: Collectives, control: Communicator) -> int:
+    """Wrong elements on all ranks, over one run for each seed."""
+    wrong = torch.zeros(1, dtype=torch.int64)
+    for seed in seeds:
+        placement.fill(seed)
+        control.barrier()  # a rank that runs may write what others fill
+        placement.run()
+        synchronise(on.device)
+        wrong += placement.wrong(seed)
+        control.barrier()
+    control.all_reduce(wrong)
+    return int(wrong)
+
+
+def _copy(nbytes: int, device: torch.device) -> Callable[[], object]:
+    """A plain copy, as fast as the device has it."""
+    source = torch.ones(nbytes, dtype=torch.uint8, device=device)
+    target = torch.zeros_like(source)
+    if device.type != "cpu":
+        return partial(target.copy_, source)
+    return partial(_memmove, target, source)
+
+
+def _memmove(target: torch.Tensor, source: torch.Tensor) -> object:
+    return ctypes.memmove(target.data_ptr(), source.data_ptr(), source.numel())

@@ -1,0 +1,181 @@
+"""The collectives: for each its counts, bandwidth, memory, run and expected result, as nccl-tests defines them.
+
+Sizes are total bytes: what a rank has after an all-gather, before a reduce-scatter. An out-of-place all-reduce or
+broadcast includes the copy of its input: neither shardcomm nor torch.distributed has another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from shardcomm.cli.bench.case import Case, Collectives, Placement
+from shardcomm.cli.bench.options import DTYPES, Options
+from shardcomm.cli.exact_values import count_wrong, values
+from shardcomm.comm.communicator import ReduceOp, Use
+
+ROOT = 0
+
+Run = Callable[[Collectives, torch.Tensor, torch.Tensor, ReduceOp], object]
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A collective.
+
+    Attributes:
+        sends, receives: "whole", all of the size, or "slot", one rank's part of it.
+        use: of the communication memory that its larger side, or what it receives, is in.
+        reduces: whether it has a reduction.
+        root: as printed; -1 for none.
+        bus_factor: busbw over algbw, of a number of ranks.
+        run: (collectives, recv, send, reduction).
+        expected: what a rank has afterwards, of (inputs of all ranks in order, rank, ranks, reduction).
+    """
+
+    name: str
+    sends: str
+    receives: str
+    use: Use
+    reduces: bool
+    root: int
+    bus_factor: Callable[[int], float]
+    run: Run
+    expected: Callable[[Iterator[torch.Tensor], int, int, ReduceOp], torch.Tensor]
+
+    is_local = False
+
+    def redop(self, options: Options) -> str:
+        """As printed."""
+        return options.redop if self.reduces else "none"
+
+    def case(self, on: Collectives, options: Options, size_bytes: int) -> Case | None:
+        """Buffers for `size_bytes`; None for so few that a rank has no element. Collective."""
+        dtype = DTYPES[options.dtype]
+        count, slots = size_bytes // dtype.itemsize, 1
+        if "slot" in (self.sends, self.receives):  # rounded down to 16 bytes
+            count, slots = count // on.size & -(16 // dtype.itemsize), on.size
+        if count == 0:
+            return None
+
+        def empty(numel: int) -> torch.Tensor:
+            return torch.empty(numel, dtype=dtype, device=on.device)
+
+        numel = count * slots
+        memory = options.communication_memory
+        large = on.allocate(numel, dtype=dtype, use=self.use) if memory else empty(numel)
+        slot = large.view(slots, count)[on.rank % slots]
+        if self.receives == "whole":
+            recv, send = large, empty(count if self.sends == "slot" else numel)
+        else:
+            recv, send = empty(count), large
+        recv_in_place = slot if self.receives == "slot" else large
+        send_in_place = slot if self.sends == "slot" else large
+        return Case(
+            size_bytes=numel * dtype.itemsize,
+            count=count,
+            bus_factor=self.bus_factor(on.size),
+            out_of_place=self._placement(on, recv, send, options.redop),
+            in_place=self._placement(on, recv_in_place, send_in_place, options.redop),
+        )
+
+    def _placement(
+        self, on: Collectives, recv: torch.Tensor, send: torch.Tensor, op: ReduceOp
+    ) -> Placement:
+        terms = on.size if self.reduces and op in ("sum", "avg") else 1
+        divisor = on.size if self.reduces and op == "avg" else 1
+
+        def sent_by(rank: int, seed: int) -> torch.Tensor:
+            return values(send.numel(), send.dtype, rank, seed, terms=terms, divisor=divisor)
+
+        def fill(seed: int) -> None:
+            send.copy_(sent_by(on.rank, seed))
+
+        def wrong(seed: int) -> int:
+            sent = (sent_by(rank, seed) for rank in range(on.size))
+            return count_wrong(recv, self.expected(sent, on.rank, on.size, op))
+
+        return Placement(
+            fill=fill,
+            run=partial(self.run, on, recv, send, op),
+            wrong=wrong,
+        )
+
+
+def _all_reduce(on: Collectives, recv: torch.Tensor, send: torch.Tensor, op: ReduceOp) -> object:
+    return on.all_reduce(recv if recv is send else recv.copy_(send), op)
+
+
+def _broadcast(on: Collectives, recv: torch.Tensor, send: torch.Tensor, op: ReduceOp) -> object:
+    copies = on.rank == ROOT and recv is not send
+    return on.broadcast(recv.copy_(send) if copies else recv, ROOT)
+
+
+def _slot_of_each(sent: Iterator[torch.Tensor], rank: int, ranks: int) -> Iterator[torch.Tensor]:
+    return (whole.chunk(ranks)[rank] for whole in sent)
+
+
+def _reduced(sent: Iterator[torch.Tensor], ranks: int, op: ReduceOp) -> torch.Tensor:
+    """`op` over whole numbers, taken in 64-bit integers."""
+    first = next(sent)
+    combine = {"max": torch.maximum, "min": torch.minimum}.get(op, torch.add)
+    total = first.long()
+    for tensor in sent:
+        total = combine(total, tensor.long())
+    return (total // ranks if op == "avg" else total).to(first.dtype)
+
+
+OPERATIONS = {
+    operation.name: operation
+    for operation in (
+        Operation(
+            name="all_gather",
+            sends="slot",
+            receives="whole",
+            use="gather",
+            reduces=False,
+            root=-1,
+            bus_factor=lambda ranks: (ranks - 1) / ranks,
+            run=lambda on, recv, send, op: on.all_gather(recv, send),
+            expected=lambda sent, rank, ranks, op: torch.cat(list(sent)),
+        ),
+        Operation(
+            name="reduce_scatter",
+            sends="whole",
+            receives="slot",
+            use="reduce",
+            reduces=True,
+            root=-1,
+            bus_factor=lambda ranks: (ranks - 1) / ranks,
+            run=lambda on, recv, send, op: on.reduce_scatter(recv, send, op),
+            expected=lambda sent, rank, ranks, op: _reduced(
+                _slot_of_each(sent, rank, ranks), ranks, op
+            ),
+        ),
+        Operation(
+            name="all_reduce",
+            sends="whole",
+            receives="whole",
+            use="reduce",
+            reduces=True,
+            root=-1,
+            bus_factor=lambda ranks: 2 * (ranks - 1) / ranks,
+            run=_all_reduce,
+            expected=lambda sent, rank, ranks, op: _reduced(sent, ranks, op),
+        ),
+        Operation(
+            name="broadcast",
+            sends="whole",
+            receives="whole",
+            use="reduce",  # that the others can read
+            reduces=False,
+            root=ROOT,
+            bus_factor=lambda ranks: 1.0,
+            run=_broadcast,
+            expected=lambda sent, rank, ranks, op: next(sent),
+        ),
+    )
+}

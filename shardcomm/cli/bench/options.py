@@ -1,0 +1,138 @@
+"""What the command line says, checked: sizes, types, and the rest of `Options`."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from shardcomm.comm.communicator import ReduceOp
+from shardcomm.files.json_file import Value, read_json
+from shardcomm.models.shapes import SHAPES, Shapes
+
+# nccl-tests' names.
+DTYPES = {
+    "uint8": torch.uint8,
+    "int32": torch.int32,
+    "int64": torch.int64,
+    "half": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float": torch.float32,
+    "double": torch.float64,
+}
+_MOST_ELEMENTS = 1 << 50  # of a parameter
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """From `first` to `last` bytes: each `factor` times the one before or, with a factor of 1, `step` more."""
+
+    first: int
+    last: int
+    step: int
+    factor: int
+
+    def __post_init__(self) -> None:
+        if self.first > self.last:
+            raise ValueError(
+                f"-b is {self.first} bytes and -e is {self.last}; the first size must be at most the last"
+            )
+        if self.first == 0 and self.factor > 1:
+            raise ValueError(
+                f"-b is 0 and -f is {self.factor}; a factor needs a first size above 0"
+            )
+
+    def all(self) -> Sequence[int]:
+        """Every size, in bytes."""
+        if self.factor == 1:
+            return range(self.first, self.last + 1, self.step)
+        sizes = [self.first]
+        while sizes[-1] * self.factor <= self.last:
+            sizes.append(sizes[-1] * self.factor)
+        return sizes
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The parameters of one layer."""
+
+    name: str
+    shapes: Shapes
+
+
+@dataclass(frozen=True)
+class Options:
+    """What every rank is told; the same on each. Names and meaning as the command's help has them."""
+
+    operations: tuple[str, ...]
+    transports: tuple[str, ...]
+    sizes: Sizes
+    layers: tuple[Layer, ...]
+    dtype: str
+    redop: ReduceOp
+    iterations: int
+    warmups: int
+    aggregate: int
+    checks: int
+    average: int
+    cpu_time: bool
+    graph_launches: int
+    communication_memory: bool
+    statistics: bool
+    timeout_s: float
+    ranks: int
+    to_stderr: bool
+    """Where the table goes, since stdout may be taken."""
+
+
+def size_bytes(text: str) -> int:
+    """As nccl-tests reads sizes: 1000, 64K, 1.5M, 2G."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]?)B?", text, re.IGNORECASE)
+    if match is None or float(match[1]) * _UNITS[match[2].upper()] > 1 << 50:
+        raise argparse.ArgumentTypeError(
+            f"{text!r}; it must be a number of bytes, at most 1 PiB, as in 512, 64K, 1.5M or 2G"
+        )
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def step_bytes(text: str) -> int:
+    """A size of at least one byte."""
+    if (step := size_bytes(text)) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r}; it must be at least 1 byte")
+    return step
+
+
+def layers(text: str) -> tuple[Layer, ...]:
+    """One layer for each of "gpt2,llama3-8b", or of a file that holds the shapes of one."""
+    return tuple(_layer(name) for name in text.split(","))
+
+
+def _layer(name: str) -> Layer:
+    if name in SHAPES:
+        return Layer(name, SHAPES[name].block)
+    try:
+        found = read_json(
+            name, f'one of {", ".join(SHAPES)}, nor one JSON object as {{"weight": [768, 768]}}'
+        )
+        shapes = {key: _shape(value) for key, value in found.items()}
+        if not shapes:
+            raise found.wrong("an object with names")
+    except OSError as error:
+        raise argparse.ArgumentTypeError(
+            f"{name!r} is neither one of {', '.join(SHAPES)} nor a JSON file: {error}"
+        ) from None
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return Layer(name, shapes)
+
+
+def _shape(value: Value) -> tuple[int, ...]:
+    shape = tuple(size.whole(1, _MOST_ELEMENTS) for size in value)
+    if not shape or math.prod(shape) > _MOST_ELEMENTS:
+        raise value.wrong(f"a list of sizes, with at most {_MOST_ELEMENTS} elements together")
+    return shape

@@ -1,0 +1,101 @@
+"""Types of command-line options, whose errors name what was given and what is accepted."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import math
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TextIO
+
+from shardcomm.files.whole_file import written_whole
+from shardcomm.meeting.launchers import Launched, launched
+
+_PICTURES = (".png", ".svg", ".pdf")
+
+
+class DefaultsFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows defaults, where there is one."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help if action.default is None else super()._get_help_string(action)
+
+
+def whole(low: int, high: int) -> Callable[[str], int]:
+    """A whole number from `low` to `high`."""
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = low - 1
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(
+                f"{text!r}; it must be a whole number from {low} to {high}"
+            )
+        return value
+
+    return parse
+
+
+def positive(text: str) -> float:
+    """A number above 0, at most 1e9."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value <= 1e9:
+        raise argparse.ArgumentTypeError(f"{text!r}; it must be a number above 0, at most 1e9")
+    return value
+
+
+def launched_for(parser: argparse.ArgumentParser, ranks: int | None) -> Launched:
+    """This process among those of its launcher, which must be as many as --ranks says, if it does."""
+    try:
+        own = launched()
+    except ValueError as error:
+        parser.error(str(error))
+    if own.launcher and ranks not in (None, own.size):
+        parser.error(f"--ranks is {ranks}, but {own.launcher} started {own.size}")
+    return own
+
+
+def picture(text: str) -> str:
+    """A file to draw into, of a kind that matplotlib knows; matplotlib must be there."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise argparse.ArgumentTypeError("it needs matplotlib: pip install 'shardcomm[plot]'")
+    if Path(text).suffix not in _PICTURES:
+        raise argparse.ArgumentTypeError(f"{text!r}; it must end in {', '.join(_PICTURES)}")
+    return text
+
+
+def can_write(path: str | None) -> bool:
+    """Whether `path` (- for stdout, None for nowhere) can be written; leaves nothing there."""
+    if path is None or path == "-":
+        return True
+    is_new = not Path(path).exists()
+    try:
+        with open(path, "a"):
+            pass
+    except OSError:
+        return False
+    if is_new:
+        Path(path).unlink()
+    return True
+
+
+@contextmanager
+def opened(path: str) -> Iterator[TextIO]:
+    """The file `path` to write into (- for stdout); line ends stay as they are written.
+
+    An OSError on the way names the file, of which then nothing is left.
+    """
+    if path == "-":
+        yield sys.stdout
+        sys.stdout.flush()
+        return
+    with written_whole(path), open(path, "w", newline="") as file:
+        yield file

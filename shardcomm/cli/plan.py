@@ -1,0 +1,220 @@
+"""`shardcomm plan`: memory and communication per rank of a model that nothing has been allocated for."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from shardcomm.cli.options import DefaultsFormatter, can_write, opened, picture, whole
+from shardcomm.cli.schedule_plot import draw
+from shardcomm.models.gpt import GPT
+from shardcomm.models.shapes import SHAPES, equal_blocks
+from shardcomm.planner.planner import OPTIMIZERS, Plan
+from shardcomm.planner.table import aligned, size
+from shardcomm.schedule.strategy import STRATEGIES
+from shardcomm.unit.mixed_precision import MixedPrecision
+
+_MOST_DRAWN_UNITS = 9  # more could not be read
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Registers the subcommand."""
+    parser = subparsers.add_parser(
+        "plan",
+        help="say what a model takes on each rank, before anything is allocated",
+        description="Prints the bytes that each rank will hold and move: for every strategy beside the others, or for "
+        "one of them unit by unit. Activations are not counted: they depend on batch and context. 1 GB is 1e9 bytes.",
+        formatter_class=DefaultsFormatter,
+    )
+    model = parser.add_mutually_exclusive_group(required=True)
+    model.add_argument("--model", choices=["gpt", *SHAPES], help="gpt is that of `shardcomm train`")
+    model.add_argument("--params", type=_params, metavar="N",
+                       help="any model of N parameters, as 7e9, in equal blocks")  # fmt: skip
+    parser.add_argument("--layers", type=whole(1, 10**4),
+                        help="blocks (default: the model's; of gpt 6, of --params 32)")  # fmt: skip
+    parser.add_argument("--width", type=whole(1, 2**16), help="of gpt (default: 256)")
+    parser.add_argument("--ranks", type=whole(1, 2**20), default=4)
+    parser.add_argument("--replicas", type=whole(1, 2**20),
+                        help="how many times the ranks of hybrid_shard hold the model")  # fmt: skip
+    parser.add_argument("--strategy", choices=list(STRATEGIES), help="this one only, unit by unit")
+    parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32",
+                        help="to compute and communicate in; shards stay fp32")  # fmt: skip
+    parser.add_argument("--cpu-offload", action="store_true",
+                        help="parameters, gradients and optimizer state in host memory")  # fmt: skip
+    parser.add_argument("--reshard-after-forward", type=whole(2, 2**20), metavar="RANKS",
+                        help="so many gather for backward among themselves, in full_shard or --strategy")  # fmt: skip
+    parser.add_argument("--optimizer", choices=list(OPTIMIZERS), default="adamw", help="of torch")
+    parser.add_argument("--prefetch", type=whole(0, 10**4), default=1, help="units gathered ahead")
+    parser.add_argument("--backward-prefetch", type=whole(0, 10**4),
+                        help="the same in backward (default: --prefetch)")  # fmt: skip
+    parser.add_argument("--slots", type=whole(1, 10**4),
+                        help="full-size buffers (default: the deeper prefetch + 1)")  # fmt: skip
+    parser.add_argument("--memory", type=_bytes, metavar="SIZE",
+                        help="of a device, as 40GB or 80GiB: does it fit?")  # fmt: skip
+    parser.add_argument("--json", metavar="FILE", help="write all figures there too; - for stdout")
+    parser.add_argument("--plot", type=picture, metavar="FILE",
+                        help="draw the schedules there, as .png, .svg or .pdf")  # fmt: skip
+    parser.set_defaults(run=lambda args: run(parser, args))
+
+
+def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
+    """Exit status: 0, 2 for bad options."""
+    for option in ("json", "plot"):
+        path = getattr(args, option)
+        if not can_write(path):
+            parser.error(f"--{option} is {path!r}; it must be a file that can be written")
+    try:
+        plans = _plans(args)
+    except ValueError as error:
+        parser.error(str(error))
+    if args.plot is not None:
+        units = len(plans[0].units)
+        if units > _MOST_DRAWN_UNITS:
+            parser.error(
+                f"--plot draws up to {_MOST_DRAWN_UNITS} units, and this model has {units}; add --layers 4"
+            )
+        draw(args.plot, {plan.strategy: plan.schedule for plan in plans})
+    out = sys.stderr if args.json == "-" else sys.stdout
+    numel = sum(unit.numel for unit in plans[0].units)
+    print(
+        f"{args.model or 'model'}: {numel:,} parameters, {args.dtype}, {args.optimizer}\n", file=out
+    )
+    print(plans[0] if args.strategy else _comparison(plans), file=out)
+    if args.strategy is None and args.replicas is None:
+        print("  hybrid_shard: give --replicas", file=out)
+    if args.memory is not None:
+        print("\n".join(["", *_fit_lines(plans, args.memory)]), file=out)
+    if args.json is not None:
+        _write_json(args.json, plans, args.memory)
+    return 0
+
+
+def _plans(args: argparse.Namespace) -> list[Plan]:
+    """One for each strategy; of hybrid_shard only if it is said how many replicas there are."""
+    model = _model(args)
+    half = torch.bfloat16 if args.dtype == "bf16" else None
+    strategies = [args.strategy]
+    if args.strategy is None:
+        strategies = ["no_shard", "shard_grad_op", "full_shard"]
+        strategies += ["hybrid_shard"] if args.replicas is not None else []
+    alone = args.strategy is not None
+    return [
+        Plan.of(
+            model,
+            args.ranks,
+            strategy=strategy,
+            replicas=args.replicas if alone or strategy == "hybrid_shard" else None,
+            mixed_precision=MixedPrecision(param_dtype=half, reduce_dtype=half),
+            prefetch=args.prefetch,
+            backward_prefetch=args.backward_prefetch,
+            slots=args.slots,
+            cpu_offload=args.cpu_offload,
+            reshard_after_forward=args.reshard_after_forward
+            if alone or strategy == "full_shard"
+            else None,
+            optimizer=args.optimizer,
+        )
+        for strategy in strategies
+    ]
+
+
+def _model(args: argparse.Namespace) -> nn.Module:
+    if args.width is not None and args.model != "gpt":
+        raise ValueError("--width is for --model gpt; the other models have theirs")
+    if args.model == "gpt":
+        with torch.device("meta"):
+            return GPT(args.width or 256, args.layers or 6, context=128)
+    if args.params is not None:
+        return equal_blocks(args.params, args.layers or 32).on_meta()
+    shapes = SHAPES[args.model]
+    return replace(shapes, layers=args.layers or shapes.layers).on_meta()
+
+
+def _comparison(plans: Sequence[Plan]) -> str:
+    """A line per plan."""
+    offloaded = plans[0].host_bytes > 0
+    table = [
+        [
+            f"of each of {plans[0].ranks} ranks",
+            *("parameters", "gradients", "optimizer", "buffers", "full grads"),
+            *(["on the host", "on the device"] if offloaded else ["peak"]),
+            *("gathered/step", "reduced/step"),
+        ]
+    ]
+    for plan in plans:
+        held = plan.footprint
+        figures = [
+            held.parameter_bytes,
+            held.gradient_bytes,
+            plan.optimizer_bytes,
+            plan.buffer_bytes,
+            plan.full_gradient_bytes,
+            *([plan.host_bytes] if offloaded else []),
+            plan.peak_bytes,
+            plan.gathered_bytes,
+            plan.reduced_bytes,
+        ]
+        table.append([plan.strategy, *map(size, figures)])
+    return "\n".join(aligned(table))
+
+
+def _fit_lines(plans: Sequence[Plan], memory: int) -> list[str]:
+    """A line per plan: what is left of a device for activations, or is missing; and what the host must have."""
+    offloaded = plans[0].host_bytes > 0
+    lines = [f"  fits on {size(memory)}{' of a device' if offloaded else ''}?"]
+    for plan in plans:
+        left = memory - plan.peak_bytes
+        fits = (
+            f"yes, {size(left)} left for activations"
+            if left >= 0
+            else f"no, {size(-left)} too much"
+        )
+        host = f"; {size(plan.host_bytes)} of its host for each rank" if offloaded else ""
+        lines.append(f"    {plan.strategy}: {fits}{host}")
+    if offloaded:
+        lines.append(
+            "  where the host's memory is pinned, torch rounds each block up to a power of two"
+        )
+    return lines
+
+
+def _write_json(path: str, plans: Sequence[Plan], memory: int | None) -> None:
+    fits = [{} if memory is None else {"fits": plan.peak_bytes <= memory} for plan in plans]
+    report = {
+        "command": " ".join(["shardcomm", *sys.argv[1:]]),
+        "memory_bytes": memory,
+        "plans": [plan.as_json() | fit for plan, fit in zip(plans, fits, strict=True)],
+    }
+    with opened(path) as file:
+        file.write(json.dumps(report, indent=1) + "\n")
+
+
+def _params(text: str) -> int:
+    """7e9, or 7000000000."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not (1 <= value <= 1e15 and value == int(value)):
+        raise argparse.ArgumentTypeError(
+            f"{text!r}; it must be a whole number above 0, at most 1e15, as 7e9"
+        )
+    return int(value)
+
+
+def _bytes(text: str) -> int:
+    """40GB, 39.6GiB, 512 MB; powers of 1,000, with an i of 1,024."""
+    parsed = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([kKMGT])(i?)B?|B)", text.strip())
+    if parsed is None:
+        raise argparse.ArgumentTypeError(
+            f"{text!r}; it must be a size with its unit, as 40GB, 80GiB or 512MB"
+        )
+    base = 1024 if parsed[3] else 1000
+    return int(float(parsed[1]) * base ** " KMGT".index((parsed[2] or " ").upper()))

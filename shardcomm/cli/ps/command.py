@@ -1,0 +1,98 @@
+"""`shardcomm ps`: its options, and what it prints."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import textwrap
+from typing import Any
+
+from shardcomm.cli.ps.groups import Found, Group, Rank, find
+from shardcomm.cli.ps.stacks import Stacks, ask
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Registers the subcommand."""
+    parser = subparsers.add_parser(
+        "ps",
+        help="say which ranks of this host wait, in what, for how long and for whom",
+        description="Lists the groups of processes (transport shm) of this host and, for each rank, its process, "
+        "whether it runs, waits, is stopped or dead, the collective that it is in, for how long, and which ranks it "
+        "waits for. It reads memory that the ranks share: none of them is stopped, or takes part. What ranks of other "
+        "transports are in, and where, a process prints on SIGUSR1; see shardcomm.enable_stack_dumps.",
+    )
+    parser.add_argument(
+        "--stacks",
+        action="store_true",
+        help="each rank's Python stacks too: of ranks that shardcomm started, or that have called "
+        "shardcomm.enable_stack_dumps()",
+    )
+    parser.add_argument("--json", action="store_true", help="write it as JSON")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit status: 0."""
+    found = find()
+    stacks = ask(_answering(found)) if args.stacks else None
+    if args.json:
+        print(json.dumps(_as_dict(found, stacks), indent=1))
+    else:
+        print(screen(found, stacks))
+    return 0
+
+
+def _answering(found: Found) -> list[int]:
+    # A signal to a stopped process would wait there, and be answered when nobody listens.
+    ranks = [rank for group in found.groups for rank in group.ranks]
+    return [rank.pid for rank in ranks if rank.pid and rank.state not in ("dead", "stopped")]
+
+
+def _stacks_of(rank: Rank, stacks: dict[int, Stacks]) -> Stacks:
+    if rank.pid in stacks:
+        return stacks[rank.pid]
+    return Stacks(None, "it is stopped" if rank.state == "stopped" else "there is no process")
+
+
+def _as_dict(found: Found, stacks: dict[int, Stacks] | None) -> dict[str, Any]:
+    def of(rank: Rank) -> dict[str, Any]:
+        calls = [call._asdict() for call in rank.calls]
+        entry: dict[str, Any] = {
+            "rank": rank.rank,
+            "pid": rank.pid,
+            "state": rank.state,
+            "calls": calls,
+        }
+        if stacks is not None:
+            answer = _stacks_of(rank, stacks)
+            entry |= {"stacks": answer.text, "no_stacks": answer.reason}
+        return entry
+
+    groups = [
+        {"id": each.id, "failure": each.failure, "ranks": [of(rank) for rank in each.ranks]}
+        for each in found.groups
+    ]
+    return {"groups": groups, "notes": found.notes}
+
+
+def screen(found: Found, stacks: dict[int, Stacks] | None) -> str:
+    """All of it, as text."""
+    parts = [_group(group, stacks) for group in found.groups] or ["no groups of shardcomm"]
+    return "\n\n".join([*parts, *found.notes])
+
+
+def _group(group: Group, stacks: dict[int, Stacks] | None) -> str:
+    lines = [f"group {group.id}: {len(group.ranks)} ranks"]
+    if group.failure:
+        lines.append(f"  failed: {group.failure}")
+    width = max(len(rank.state) for rank in group.ranks)
+    pid_width = max(len(str(rank.pid or "?")) for rank in group.ranks)
+    for rank in group.ranks:
+        head = f"  rank {rank.rank:<3} pid {rank.pid or '?':<{pid_width}}  {rank.state:<{width}}  "
+        said = [str(call) for call in rank.calls] or ["in no collective"]
+        lines += [head + said[0], *(" " * len(head) + each for each in said[1:])]
+        if stacks is not None:
+            answer = _stacks_of(rank, stacks)
+            text = answer.text or f"no stacks: {answer.reason}"
+            lines.append(textwrap.indent(text.rstrip(), "      "))
+    return "\n".join(lines)

@@ -1,0 +1,181 @@
+"""A schedule as a picture: what computes and travels when, and what each slot holds meanwhile.
+
+Durations are not measured: a forward takes 2, a backward 4, a gather, a reduce and an all-reduce 1.5 each. Gathers go
+one after the other, and so do the others, beside the computation. What the picture shows is the order, which the
+schedule fixes: how far ahead units are gathered, which of them stay, and where computation would wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from shardcomm.files.whole_file import written_whole
+from shardcomm.schedule.schedule import Phase, Schedule, Trigger, Verb
+
+FORWARD, BACKWARD, COLLECTIVE = 2.0, 4.0, 1.5
+# What a unit does between the units that it contains.
+BETWEEN = 0.3
+
+
+class Box(NamedTuple):
+    """Something that lasts.
+
+    Attributes:
+        lane: "compute", "reduce", "all-reduce", or the number of a slot.
+        what: "forward", "backward", "reduce", "all-reduce", or in a slot "gather" and, once it is there, "full".
+    """
+
+    lane: str
+    unit: int
+    what: str
+    start: float
+    stop: float
+
+
+def boxes_of(schedule: Schedule) -> list[Box]:
+    """The boxes of a step, in the order in which they end."""
+    step = _Step(schedule)
+    triggers = schedule.triggers()
+    for trigger, following in zip(triggers, [*triggers[1:], None], strict=True):
+        for verb, unit, slot in schedule.actions[trigger]:
+            step.do(verb, unit, slot)
+        step.compute(trigger, following)
+    for slot in range(schedule.num_slots):
+        step.release(slot)
+    return sorted(step.boxes, key=lambda box: box.stop)
+
+
+class _Step:
+    """The clock of each stream, and what each slot holds."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.boxes: list[Box] = []
+        self.now = 0.0
+        self.ends = {Verb.GATHER: 0.0, Verb.REDUCE: 0.0, Verb.ALL_REDUCE: 0.0}  # of each stream
+        self.running: list[int] = []  # units, the innermost last
+        self.reduced: dict[int, float] = {}
+        self.arrival: dict[int, tuple[int, float]] = {}  # of the unit in each slot
+        self.sharded = bool(schedule.gathers())
+        if not self.sharded:
+            self.arrival = {slot: (unit, 0.0) for unit, slot in enumerate(schedule.slot_of)}
+
+    def do(self, verb: Verb, unit: int, slot: int) -> None:
+        if verb is Verb.GATHER and slot not in self.arrival:
+            self.arrival[slot] = unit, self.collective(verb, str(slot), unit, self.now)
+        elif verb is Verb.WAIT_GATHER:
+            self.now = max(self.now, self.arrival[slot][1])
+        elif verb is Verb.RELEASE:
+            self.release(slot)
+        elif verb is Verb.REDUCE:
+            # Of one shard alone it is a copy.
+            end = self.collective(verb, "reduce", unit, self.now) if self.sharded else self.now
+            self.reduced[unit] = end
+        elif verb is Verb.ALL_REDUCE:
+            self.reduced[unit] = self.collective(verb, "all-reduce", unit, self.reduced[unit])
+        elif verb is Verb.WAIT_REDUCE:
+            self.now = max(self.now, self.reduced[unit])
+
+    def collective(self, verb: Verb, lane: str, unit: int, earliest: float) -> float:
+        """Queues it behind those of its stream; returns when it ends."""
+        start = max(earliest, self.ends[verb])
+        self.ends[verb] = end = start + COLLECTIVE
+        self.boxes.append(Box(lane, unit, verb.value.replace("_", "-"), start, end))
+        return end
+
+    def release(self, slot: int) -> None:
+        if slot in self.arrival:
+            unit, since = self.arrival.pop(slot)
+            if self.now > since:
+                self.boxes.append(Box(str(slot), unit, "full", since, self.now))
+
+    def compute(self, trigger: Trigger, following: Trigger | None) -> None:
+        """What runs until the next trigger: the innermost unit that has begun and not ended."""
+        if following is None:
+            return
+        begins = trigger.phase in (Phase.PRE_FORWARD, Phase.PRE_BACKWARD)
+        if begins:
+            self.running.append(trigger.unit)
+        else:
+            self.running.pop()
+        if not self.running:
+            return
+        forward = trigger.phase in (Phase.PRE_FORWARD, Phase.POST_FORWARD)
+        whole = FORWARD if forward else BACKWARD
+        lasts = whole if begins and following.unit == trigger.unit else BETWEEN
+        what = "forward" if forward else "backward"
+        self.boxes.append(Box("compute", self.running[-1], what, self.now, self.now + lasts))
+        self.now += lasts
+
+
+_ROOT, _WAITING = "#9e9e9e", "#f3d9d6"
+_COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#ee8866", "#44aa99")
+_STYLES: Mapping[str, dict[str, Any]] = {
+    "forward": {"alpha": 0.75},
+    "backward": {"alpha": 1.0},
+    "gather": {"alpha": 0.5, "hatch": "////", "edgecolor": "white"},
+    "full": {"alpha": 0.35},
+    "reduce": {"alpha": 0.75, "hatch": "....", "edgecolor": "white"},
+    "all-reduce": {"alpha": 0.75, "hatch": "xxxx", "edgecolor": "white"},
+    "waiting": {"alpha": 1.0},
+}
+
+
+def draw(path: str, schedules: Mapping[str, Schedule]) -> None:
+    """Draws `schedules`, each under its name, into an image of the kind that `path` ends in; needs matplotlib."""
+    from matplotlib.figure import Figure  # noqa: PLC0415  (an extra)
+    from matplotlib.patches import Patch  # noqa: PLC0415
+
+    drawn = {name: boxes_of(schedule) for name, schedule in schedules.items()}
+    lanes = [_lanes(boxes) for boxes in drawn.values()]
+    heights = [len(each) for each in lanes]
+    size = (10, 1.2 + 0.27 * sum(heights) + 0.25 * len(heights))
+    figure = Figure(figsize=size, layout="constrained")
+    axes = figure.subplots(len(drawn), sharex=True, height_ratios=heights, squeeze=False)[:, 0]
+    for ax, (name, boxes), rows in zip(axes, drawn.items(), lanes, strict=True):
+        _draw_one(ax, name, boxes, rows)
+    axes[-1].set_xlabel("time (a forward 2, a backward 4, a collective 1.5)")
+    there = {box.what for boxes in drawn.values() for box in [*boxes, *_waits(boxes)]}
+    shown = [
+        Patch(label=what, **{"facecolor": _WAITING if what == "waiting" else _ROOT, **style})
+        for what, style in _STYLES.items()
+        if what in there
+    ]
+    figure.legend(
+        handles=shown, loc="outside upper right", ncols=len(shown), fontsize=8, frameon=False
+    )
+    with written_whole(path):
+        figure.savefig(path, dpi=100)
+
+
+def _lanes(boxes: list[Box]) -> list[str]:
+    there = {box.lane for box in boxes}
+    slots = sorted(filter(str.isdigit, there), key=int)
+    return ["compute", *slots, *(lane for lane in ("reduce", "all-reduce") if lane in there)]
+
+
+def _draw_one(ax: Any, name: str, boxes: list[Box], lanes: list[str]) -> None:
+    for lane, unit, what, start, stop in [*boxes, *_waits(boxes)]:
+        colour = (
+            _WAITING if what == "waiting" else _COLOURS[unit % len(_COLOURS)] if unit else _ROOT
+        )
+        row = lanes.index(lane)
+        style = {"edgecolor": "none", "facecolor": colour, **_STYLES[what]}
+        ax.broken_barh([(start, stop - start)], (row - 0.42, 0.84), **style)
+        if what != "waiting" and stop - start > 2 * BETWEEN:
+            ax.text((start + stop) / 2, row, str(unit), ha="center", va="center", fontsize=8)
+    ax.set_yticks(range(len(lanes)), [f"slot {s}" if s.isdigit() else s for s in lanes], fontsize=8)
+    ax.margins(x=0.005)
+    ax.set_ylim(len(lanes) - 0.5, -0.5)
+    ax.set_title(name, loc="left", fontsize=10, fontfamily="monospace")
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.tick_params(labelsize=8, length=0)
+
+
+def _waits(boxes: list[Box]) -> list[Box]:
+    """Where computation stands still until the last box ends."""
+    computed = [box for box in boxes if box.lane == "compute"]
+    ends = [0.0, *(box.stop for box in computed)]
+    starts = [*(box.start for box in computed), max(box.stop for box in boxes)]
+    gaps = zip(ends, starts, strict=True)
+    return [Box("compute", 0, "waiting", start, stop) for start, stop in gaps if stop > start]

@@ -1,0 +1,160 @@
+"""How far a training run is: what it must save to go on, bit for bit, as if it had never stopped.
+
+The model and the optimizer's state, by `torch.distributed.checkpoint`; each rank's random state; and in a file that can
+be read, the step (from which the data follow), the losses, and the options that must be the same again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from shardcomm.checkpoint.checkpoints import (
+    CheckpointError,
+    Checkpoints,
+    checkpoint_folder,
+    complete_steps,
+)
+from shardcomm.checkpoint.manifest import Manifest
+from shardcomm.engine.engine import Engine
+from shardcomm.files.json_file import read_json
+
+FILE = "progress.json"
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What is saved beside the tensors.
+
+    Attributes:
+        ranks: how many saved it.
+        losses: one for each step that was done.
+        run: what makes it this run: the options that shape the model, its data and its steps, by name.
+    """
+
+    ranks: int
+    losses: list[float]
+    run: dict[str, Any]
+
+    @property
+    def step(self) -> int:
+        """Steps done."""
+        return len(self.losses)
+
+    @classmethod
+    def latest(cls, directory: Path) -> Progress | None:
+        """That of the newest complete checkpoint in which it is whole; whether the rest is, the ranks find out.
+
+        Raises:
+            ValueError: there are checkpoints, and none has one.
+        """
+        damage = []
+        for step in reversed(complete_steps(directory)):
+            folder = checkpoint_folder(directory, step)
+            try:
+                Manifest.read(folder, step).verify(folder, [FILE])
+                return cls.read(folder)
+            except (CheckpointError, ValueError) as error:
+                damage.append(str(error))
+        if damage:
+            raise ValueError(f"no checkpoint there can be gone on from: {'; '.join(damage)}")
+        return None
+
+    @classmethod
+    def read(cls, checkpoint: Path) -> Progress:
+        """Raises OSError or ValueError if `checkpoint` is none of a training run."""
+        found = read_json(checkpoint / FILE, "the progress of a training run")
+        losses = [loss.raw for loss in found["losses"]]
+        if not all(isinstance(loss, float) for loss in losses):
+            raise found["losses"].wrong("a list of numbers")
+        run = {name: value.raw for name, value in found["run"].items()}
+        return cls(found["ranks"].whole(1, 1 << 30), losses, run)
+
+    def write(self, checkpoint: Path) -> None:
+        """Down to the disk."""
+        with (checkpoint / FILE).open("w") as file:
+            json.dump(asdict(self), file)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def differences(self, run: dict[str, Any]) -> list[str]:
+        """Where `run` is another run than this."""
+        return [
+            f"--{name} is {run[name]}, the checkpoint's is {self.run.get(name)}"
+            for name in run
+            if run[name] != self.run.get(name)
+        ]
+
+
+def save(
+    checkpoints: Checkpoints,
+    progress: Progress,
+    engine: Engine,
+    optimizer: torch.optim.Optimizer,
+) -> None:
+    """Collective; goes on in the background, as `Checkpoints.async_save` does, until `checkpoints.wait()`."""
+    # Not at every start: it takes a second.
+    from torch.distributed.checkpoint.state_dict_saver import (  # noqa: PLC0415
+        async_save as dcp_async_save,
+    )
+
+    state = {**_state(engine, optimizer), "random": _RandomState(checkpoints.comm.rank)}
+
+    def write(path: Path) -> Future[Any]:
+        if checkpoints.comm.rank == 0:
+            progress.write(path)
+        return cast("Future[Any]", dcp_async_save(state, checkpoint_id=path))
+
+    checkpoints.async_save(progress.step, write)
+
+
+def load(
+    checkpoints: Checkpoints, engine: Engine, optimizer: torch.optim.Optimizer
+) -> Progress | None:
+    """From the newest checkpoint that is whole; None if there is none at all. Collective.
+
+    Errors as of `Checkpoints.latest` and `Checkpoints.load`.
+
+    With another number of ranks than saved it, they draw other batches, and random numbers of their own.
+    """
+    step = checkpoints.latest()
+    if step is None:
+        return None
+    from torch.distributed.checkpoint.state_dict_loader import load as dcp_load  # noqa: PLC0415
+
+    with checkpoints.load(step) as path:
+        progress = Progress.read(path)
+        state: dict[str, Any] = _state(engine, optimizer)
+        if progress.ranks == checkpoints.comm.size:
+            state["random"] = _RandomState(checkpoints.comm.rank)
+        dcp_load(state, checkpoint_id=path)
+    return progress
+
+
+def _state(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {"model": engine, "optimizer": engine.optimizer_state(optimizer)}
+
+
+class _RandomState:
+    """DCP's `Stateful` for this rank's random generators."""
+
+    def __init__(self, rank: int) -> None:
+        self._name = f"rank {rank}"
+
+    def state_dict(self) -> dict[str, Any]:
+        state = {"cpu": torch.get_rng_state()}
+        if torch.cuda.is_available():
+            state["cuda"] = torch.cuda.get_rng_state()
+        return {self._name: state}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        state = state_dict[self._name]
+        torch.set_rng_state(state["cpu"])
+        if "cuda" in state:
+            torch.cuda.set_rng_state(state["cuda"])

@@ -1,0 +1,311 @@
+"""The `c10d` transport: collectives of any torch ProcessGroup, for hosts and devices the core does not reach."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from shardcomm import _C
+from shardcomm.arguments.arrays import ArrayLike
+from shardcomm.arguments.checks import check_flag
+from shardcomm.arguments.scalars import check_tag, checked_scale
+from shardcomm.comm import pending
+from shardcomm.comm.communicator import Communicator, Receipt, ReduceOp, Use
+from shardcomm.comm.operands import (
+    check_allocation,
+    check_gather,
+    check_movable,
+    check_root,
+    check_scatter,
+    checked,
+    queued,
+    red_op,
+)
+from shardcomm.comm.pending import Pending
+from shardcomm.copy.nonfinite import flag_address, look
+from shardcomm.stream.streams import Event, Stream, check_stream
+
+_OPS = {
+    "sum": dist.ReduceOp(dist.ReduceOp.SUM),
+    "max": dist.ReduceOp(dist.ReduceOp.MAX),
+    "min": dist.ReduceOp(dist.ReduceOp.MIN),
+}
+_HALF = (torch.float16, torch.bfloat16)
+
+# What is taken, and why not what is faster.
+_DIRECT = ("c10d", "")
+_BROADCASTS = ("broadcasts", "most process groups gather equal parts alone: one broadcast a rank")
+_REDUCES = ("reduces", "most process groups scatter equal parts alone: one reduce a rank")
+
+
+class C10dCommunicator(Communicator):
+    """Runs on two groups of the same ranks, since a gather and a reduce may run at once and a group has one order.
+
+    The groups' own timeout is the deadline. What they raise becomes `CommError`. They are not closed with this: they
+    belong to their maker. Receipts give `reason`, for which shared memory was not taken, if it was asked for.
+    """
+
+    transport = "c10d"
+
+    def __init__(
+        self,
+        gathers: dist.ProcessGroup,
+        reduces: dist.ProcessGroup,
+        device: torch.device,
+        reason: str = "",
+    ) -> None:
+        self.device = device
+        self.rank = gathers.rank()
+        self.size = gathers.size()
+        self._ranks = self.rank, self.size
+        self._gathers = gathers
+        self._reduces = reduces
+        self._sequence = itertools.count(1)
+        self._receipts: dict[str, Receipt] = {}
+        self._running: dict[pending.Channel, tuple[str, int, float]] = {}  # ..., since when
+        self._failure: str | None = None
+        self._tag_names: dict[int, str] = {}
+        pending.opened(self)
+        self._reason = reason
+
+    def allocate(self, numel: int, *, dtype: torch.dtype = torch.float32, use: Use) -> torch.Tensor:
+        check_allocation(numel, dtype, use, self.size)
+        return torch.zeros(numel, dtype=dtype, device=self.device)
+
+    def all_gather(
+        self,
+        recv: ArrayLike,
+        send: torch.Tensor,
+        *,
+        counts: Sequence[int] | None = None,
+        tag: int = 0,
+        stream: Stream | None = None,
+    ) -> Event | None:
+        recv = self._checked("all_gather", "recv", recv)
+        send = self._checked("all_gather", "send", send)
+        lengths = check_gather("all_gather", self._ranks, counts, recv=recv, send=send)
+        check_tag("all_gather", tag)
+        uneven = len(set(lengths)) > 1
+
+        def run() -> None:
+            parts = torch.split(recv.view(-1), lengths)
+            if not uneven:
+                self._wait(self._gathers.allgather([list(parts)], [send.to(recv.dtype)]))
+                return
+            parts[self.rank].copy_(send.view(-1))
+            works = []
+            for root, part in enumerate(parts):
+                options = dist.BroadcastOptions()
+                options.rootRank = root
+                if part.numel():
+                    works.append(self._gathers.broadcast([part], options))
+            for work in works:
+                self._wait(work)
+
+        self._submit("all_gather", run, stream, tag, _BROADCASTS if uneven else _DIRECT)
+        return queued(stream, recv, send)
+
+    def reduce_scatter(
+        self,
+        recv: ArrayLike,
+        send: torch.Tensor,
+        op: ReduceOp = "sum",
+        *,
+        counts: Sequence[int] | None = None,
+        scale: float = 1.0,
+        accumulate: bool = False,
+        nonfinite: torch.Tensor | None = None,
+        tag: int = 0,
+        stream: Stream | None = None,
+    ) -> Event | None:
+        recv = self._checked("reduce_scatter", "recv", recv)
+        send = self._checked("reduce_scatter", "send", send)
+        lengths = check_scatter("reduce_scatter", self._ranks, counts, recv=recv, send=send)
+        check_tag("reduce_scatter", tag)
+        scale = checked_scale("reduce_scatter", scale)
+        check_flag("reduce_scatter", "accumulate", accumulate)
+        if scale != 1.0 and not send.is_floating_point():
+            raise ValueError(f"reduce_scatter: scale is {scale}; it must be 1 for {send.dtype}")
+        red_op("reduce_scatter", op)
+        flag_address("reduce_scatter", nonfinite, self.device)
+        uneven = len(set(lengths)) > 1
+
+        def run() -> None:
+            wire = _accumulation_dtype(send.dtype)
+            reduction = _OPS["sum" if op == "avg" else op]
+            if uneven:
+                total = self._reduced_part(send.flatten().to(wire, copy=True), lengths, reduction)
+            else:
+                total = torch.empty(recv.numel(), dtype=wire, device=self.device)
+                options = dist.ReduceScatterOptions()
+                options.reduceOp = reduction
+                whole = send.flatten().to(wire)
+                self._wait(self._reduces._reduce_scatter_base(total, whole, options))
+            if op == "avg":
+                _divide_(total, self.size)
+            if scale != 1.0:
+                total *= scale
+            flat = recv.view(-1)
+            if accumulate:
+                total += flat
+            flat.copy_(total)
+            if nonfinite is not None:
+                look(flat, nonfinite)
+
+        self._submit("reduce_scatter", run, stream, tag, _REDUCES if uneven else _DIRECT)
+        return queued(stream, recv, send, nonfinite)
+
+    def _reduced_part(
+        self, send: torch.Tensor, lengths: Sequence[int], reduction: dist.ReduceOp
+    ) -> torch.Tensor:
+        """This rank's part of the reduced `send`, which is written over: groups reduce in place."""
+        parts = torch.split(send, list(lengths))
+        works = []
+        for root, part in enumerate(parts):
+            options = dist.ReduceOptions()
+            options.reduceOp = reduction
+            options.rootRank = root
+            if part.numel():
+                works.append(self._reduces.reduce([part], options))
+        for work in works:
+            self._wait(work)
+        return parts[self.rank]
+
+    def all_reduce(
+        self,
+        buffer: ArrayLike,
+        op: ReduceOp = "sum",
+        *,
+        tag: int = 0,
+        stream: Stream | None = None,
+    ) -> Event | None:
+        buffer = self._checked("all_reduce", "buffer", buffer)
+        red_op("all_reduce", op)
+        check_tag("all_reduce", tag)
+
+        def run() -> None:
+            total = buffer.to(_accumulation_dtype(buffer.dtype))
+            options = dist.AllreduceOptions()
+            options.reduceOp = _OPS["sum" if op == "avg" else op]
+            self._wait(self._reduces.allreduce([total], options))
+            if op == "avg":
+                _divide_(total, self.size)
+            if total is not buffer:
+                buffer.copy_(total)
+
+        self._submit("all_reduce", run, stream, tag)
+        return queued(stream, buffer)
+
+    def broadcast(
+        self, buffer: ArrayLike, root: int = 0, *, stream: Stream | None = None
+    ) -> Event | None:
+        buffer = self._checked("broadcast", "buffer", buffer)
+        check_root(root, self.size)
+
+        def run() -> None:
+            options = dist.BroadcastOptions()
+            options.rootRank = root
+            self._wait(self._gathers.broadcast([buffer], options))
+
+        self._submit("broadcast", run, stream)
+        return queued(stream, buffer)
+
+    def barrier(self, *, tag: int = 0, stream: Stream | None = None) -> Event | None:
+        check_tag("barrier", tag)
+        self._submit("barrier", lambda: self._wait(self._gathers.barrier()), stream, tag)
+        return queued(stream)
+
+    def _name_tag(self, tag: int, name: str) -> None:
+        self._tag_names[tag] = name
+
+    def abort(self, reason: str) -> None:
+        """Only this rank hears the reason; the others fail when the group's connections or timeout do.
+
+        Gloo closes connections when a process ends, not here.
+        """
+        self._failure = self._failure or f"rank {self.rank} aborted: {reason}"
+        self._gathers.abort()
+        self._reduces.abort()
+
+    def close(self) -> None:
+        self._failure = self._failure or f"rank {self.rank} closed the communicator"
+        pending.closed(self)
+
+    def receipts(self) -> list[Receipt]:
+        return list(self._receipts.values())
+
+    def pending(self) -> list[Pending]:
+        now = None if self._failure else time.monotonic()
+        running = [
+            Pending(self.rank, os.getpid(), channel, name, sequence, now and now - since)
+            for channel, (name, sequence, since) in sorted(self._running.copy().items())
+        ]
+        return running or [Pending(self.rank, os.getpid())]
+
+    def _checked(self, operation: str, name: str, array: ArrayLike) -> torch.Tensor:
+        tensor = checked(operation, name, array, self.device, written=name != "send").detach()
+        check_movable(operation, name, tensor)
+        return tensor
+
+    @staticmethod
+    def _wait(work: dist.Work) -> None:
+        work.wait()
+
+    def _submit(
+        self,
+        operation: str,
+        run: Callable[[], None],
+        stream: Stream | None,
+        tag: int = 0,
+        path: tuple[str, str] = _DIRECT,
+    ) -> None:
+        if stream is not None:
+            check_stream(operation, stream)
+        if self._failure is not None:
+            raise _C.CommError(f"{operation}: {self._failure}")
+        sequence = next(self._sequence)
+        requested = "shm" if self._reason else "c10d"
+        taken, why = path
+        reason = "; ".join(filter(None, (self._reason, why)))
+        self._receipts[operation] = Receipt(operation, sequence, requested, taken, reason)
+
+        name = self._tag_names.get(tag)
+        call = operation if name is None else f"{operation} of {name}"
+        channel: pending.Channel = "reduce" if "reduce" in operation else "gather"
+
+        def guarded() -> None:
+            self._running[channel] = call, sequence, time.monotonic()
+            try:
+                run()
+            except RuntimeError as error:
+                self._failure = (
+                    f"{call} #{sequence} failed on rank {self.rank} of {self.size}: {error}"
+                )
+                raise _C.CommError(self._failure) from error
+            finally:
+                if self._failure is None:  # else it tells what this rank was in
+                    self._running.pop(channel, None)
+
+        if stream is None:
+            guarded()
+        elif isinstance(stream, _C.Stream) and stream.handle:
+            # torch's groups work on the stream that is torch's current one.
+            ours = torch.cuda.ExternalStream(stream.handle, self.device)  # type: ignore[no-untyped-call]
+            with torch.cuda.stream(ours):
+                guarded()
+        else:
+            stream.enqueue(guarded)
+
+
+def _divide_(total: torch.Tensor, ranks: int) -> None:
+    total.div_(ranks, rounding_mode=None if total.is_floating_point() else "trunc")
+
+
+def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    # A ProcessGroup sums in the dtype it is given; halves would be rounded once per rank.
+    return torch.float32 if dtype in _HALF else dtype

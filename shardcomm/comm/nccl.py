@@ -1,0 +1,74 @@
+"""The `nccl` transport: where NCCL is found, and how ranks meet.
+
+NCCL is loaded at run time: the copy that is already in the process (torch's), else that of an `nvidia-nccl` wheel,
+else the system's. What it is too old for is left out, and the communicator's receipts say so.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import get_args
+
+from shardcomm import _C
+from shardcomm.comm.communicator import DEADLINE_S, CtaPolicy
+
+
+def library_paths() -> list[str]:
+    """Paths of libnccl.so.2 in the installed `nvidia-nccl` wheels (cu12 and cu13 share one package)."""
+    # Found, not imported: `nvidia` is a namespace that any number of wheels fill.
+    spec = importlib.util.find_spec("nvidia")
+    roots = [] if spec is None else spec.submodule_search_locations or []
+    paths = [Path(root) / "nccl" / "lib" / "libnccl.so.2" for root in roots]
+    return [str(path) for path in paths if path.exists()]
+
+
+def status() -> _C.NcclStatus:
+    """The NCCL of this process, which this loads; `available` and `reason` tell whether there is one."""
+    return _C.nccl_status(library_paths())
+
+
+def check_cta_policy(cta_policy: str) -> None:
+    """ValueError unless `cta_policy` is one of the names."""
+    if cta_policy not in get_args(CtaPolicy):
+        accepted = ", ".join(map(repr, get_args(CtaPolicy)))
+        raise ValueError(f"cta_policy is {cta_policy!r}; accepted: {accepted}")
+
+
+def connect(
+    exchange: Callable[[bytes], list[bytes]],
+    rank: int,
+    size: int,
+    device: int,
+    deadline_s: float = DEADLINE_S,
+    cta_policy: CtaPolicy = "default",
+) -> _C.Communicator:
+    """The `size` ranks that `exchange` reaches (see `shardcomm.meeting.exchange`), connected by NCCL; collective.
+
+    `cta_policy`: see `Communicator.from_env`.
+
+    Raises:
+        ValueError: `rank` or `device` is none of those there are, or this NCCL does not have the `cta_policy`.
+        CommError: a rank did not come within `deadline_s` seconds, or rank 0 could not make an id: it says why.
+        CudaError: there is no NCCL or no CUDA device here.
+    """
+    if not 0 <= rank < size:
+        raise ValueError(f"connect: rank is {rank}; it must be 0 to size - 1 = {size - 1}")
+    check_cta_policy(cta_policy)
+    status()  # loads the NCCL that is to be used
+    if rank == 0:
+        try:
+            unique_id = _C.nccl_unique_id()
+        except Exception as error:
+            exchange(f"error: {error}".encode())
+            raise
+        exchange(unique_id)
+    else:
+        unique_id = exchange(b"")[0]
+        if unique_id.startswith(b"error: "):
+            raise _C.CommError(
+                f"rank {rank} of {size}: rank 0 could not make NCCL's id: {unique_id[7:].decode()}"
+            )
+    policy = getattr(_C.CtaPolicy, cta_policy)
+    return _C.make_nccl(unique_id, rank, size, device, deadline_s, policy)

@@ -1,0 +1,227 @@
+"""What collectives are called with, checked: each error names the operation, the argument, and what is accepted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import get_args
+
+import torch
+
+from shardcomm import _C
+from shardcomm.arguments.arrays import ArrayLike, as_tensor
+from shardcomm.arguments.checks import check_list
+from shardcomm.arguments.scalars import is_whole
+from shardcomm.comm.communicator import Use
+from shardcomm.stream.streams import Event, Stream, keep_until
+
+RED_OPS = {"sum": _C.RedOp.sum, "avg": _C.RedOp.avg, "max": _C.RedOp.max, "min": _C.RedOp.min}
+
+_QUANTISED = (torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4)
+_STRIDED = torch.strided
+_MOST_BYTES = 1 << 62  # of all ranks together: what the core can count
+
+
+def check_allocation(numel: int, dtype: torch.dtype, use: str, size: int) -> None:
+    """ValueError, or TypeError for a dtype that is none, unless `size` ranks can call `allocate` so."""
+    if use not in get_args(Use):
+        raise ValueError(f"allocate: use is {use!r}; accepted: 'gather', 'reduce'")
+    if not isinstance(numel, int) or isinstance(numel, bool) or numel < 0:
+        raise ValueError(f"allocate: numel is {numel!r}; it must be a whole number of at least 0")
+    if not isinstance(dtype, torch.dtype) or dtype in _QUANTISED:
+        raise TypeError(f"allocate: dtype is {dtype!r}; it must be a torch.dtype, not quantised")
+    if numel * dtype.itemsize * size > _MOST_BYTES:
+        raise ValueError(
+            f"allocate: numel is {numel} of {dtype}, for {size} ranks; that is more memory than there can be"
+        )
+
+
+def checked(
+    operation: str, name: str, array: ArrayLike, device: torch.device, *, written: bool = True
+) -> torch.Tensor:
+    """`array` as a tensor whose memory holds its values; a copy where it was a lazily negated view.
+
+    For dtypes that the core computes with; `check_movable` is for the others.
+
+    Raises:
+        TypeError: it is no array, or no dense one.
+        ValueError: it is not contiguous or not on `device`, or is such a view and `written`.
+    """
+    tensor = array if type(array) is torch.Tensor else _opened(operation, name, array, written)
+    if tensor.layout is not _STRIDED:
+        raise _no_tensor_of(operation, name, tensor.layout)
+    if not tensor.is_contiguous():
+        raise ValueError(
+            f"{operation}: {name} has strides {tensor.stride()} for shape {tuple(tensor.shape)}; "
+            "it must be contiguous"
+        )
+    if tensor.device != device:
+        raise ValueError(
+            f"{operation}: {name} is on {tensor.device}; this communicator works on {device}"
+        )
+    return resolved(operation, name, tensor, written=written) if tensor.is_neg() else tensor
+
+
+def _opened(operation: str, name: str, array: ArrayLike, written: bool) -> torch.Tensor:
+    if (refuse := getattr(type(array), "refuse_collective", None)) is not None:
+        refuse(array, operation)  # of sharded parameters: each rank has other rows
+    if isinstance(array, torch.Tensor):
+        return array
+    return as_tensor(f"{operation}: {name}", array, written=written)
+
+
+def check_movable(operation: str, name: str, tensor: torch.Tensor) -> None:
+    """TypeError if the values of `tensor` are more than its elements, ValueError if they are their conjugates."""
+    if tensor.is_quantized:
+        raise _no_tensor_of(operation, name, tensor.dtype)
+    resolved(operation, name, tensor, written=True)
+
+
+def resolved(operation: str, name: str, tensor: torch.Tensor, *, written: bool) -> torch.Tensor:
+    """`tensor`, copied if it is a view that negates or conjugates when it is read; ValueError if it is `written`."""
+    if not (tensor.is_neg() or tensor.is_conj()):
+        return tensor
+    if written:
+        raise ValueError(
+            f"{operation}: {name} is a view that negates or conjugates what is in memory (is_neg() or is_conj()); "
+            f"give {name}.resolve_neg().resolve_conj(), which is a tensor of its own"
+        )
+    return tensor.detach().resolve_neg().resolve_conj()
+
+
+def checked_parts(
+    operation: str,
+    ranks: tuple[int, int],
+    counts: Sequence[int] | None,
+    *,
+    recv: torch.Tensor,
+    send: torch.Tensor,
+    whole: str,
+) -> int | tuple[int, ...]:
+    """The elements of each rank's part: a number for equal ones, else one for each rank.
+
+    Args:
+        ranks: this rank, and how many there are.
+        counts: as the caller gave them; None: equal parts.
+        whole: the name of the one that holds all parts; the other is this rank's.
+
+    Raises:
+        TypeError: `counts` is no list.
+        ValueError: there is not one count for each rank, or the operands are of other sizes than the parts.
+    """
+    full, part = (recv, send) if whole == "recv" else (send, recv)
+    rank, size = ranks
+    if counts is None:
+        numel = part.numel()
+        if full.numel() != size * numel:
+            raise ValueError(
+                f"{operation}: recv has {recv.numel()} elements and send has {send.numel()}; with {size} ranks "
+                f"{whole} must have {size} x {numel} = {size * numel}"
+            )
+        return numel
+    check_list(operation, "counts", counts)
+    if len(counts) != size:
+        raise ValueError(
+            f"{operation}: counts has {len(counts)} entries; it must have one for each of the {size} ranks"
+        )
+    for index, count in enumerate(counts):
+        if not is_whole(count, 0, _MOST_BYTES):
+            raise ValueError(
+                f"{operation}: counts[{index}] is {count!r}; it must be a whole number of elements, 0 or more"
+            )
+    if full.numel() != sum(counts) or part.numel() != counts[rank]:
+        name = "send" if whole == "recv" else "recv"
+        raise ValueError(
+            f"{operation}: recv has {recv.numel()} elements and send has {send.numel()}; by counts {list(counts)} "
+            f"{whole} must have {sum(counts)} and {name}, of rank {rank}, {counts[rank]}"
+        )
+    return tuple(counts)
+
+
+def check_gather(
+    operation: str,
+    ranks: tuple[int, int],
+    counts: Sequence[int] | None,
+    *,
+    recv: torch.Tensor,
+    send: torch.Tensor,
+) -> list[int]:
+    """The length of each part, for transports without the core; raises as `checked_parts`, and for a wrong overlap."""
+    parts = checked_parts(operation, ranks, counts, recv=recv, send=send, whole="recv")
+    begin, end = _own(ranks, parts)
+    if overlap(recv, send) and not is_part(send, recv, begin):
+        raise ValueError(
+            f"{operation}: send overlaps recv; it must lie apart from it or, in place, be this rank's part of it, here "
+            f"recv[{begin} : {end}], of recv's dtype"
+        )
+    return lengths(parts, ranks[1])
+
+
+def check_scatter(
+    operation: str,
+    ranks: tuple[int, int],
+    counts: Sequence[int] | None,
+    *,
+    recv: torch.Tensor,
+    send: torch.Tensor,
+) -> list[int]:
+    """As `check_gather`."""
+    parts = checked_parts(operation, ranks, counts, recv=recv, send=send, whole="send")
+    begin, end = _own(ranks, parts)
+    if overlap(recv, send) and not is_part(recv, send, begin):
+        raise ValueError(
+            f"{operation}: recv overlaps send, of which other ranks read; it must lie apart from it or, in place, be "
+            f"this rank's part of it, here send[{begin} : {end}], of send's dtype"
+        )
+    return lengths(parts, ranks[1])
+
+
+def lengths(parts: int | tuple[int, ...], size: int) -> list[int]:
+    """Of each rank's part."""
+    return [parts] * size if isinstance(parts, int) else list(parts)
+
+
+def _own(ranks: tuple[int, int], parts: int | tuple[int, ...]) -> tuple[int, int]:
+    rank, size = ranks
+    begin = sum(lengths(parts, size)[:rank])
+    return begin, begin + lengths(parts, size)[rank]
+
+
+def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two contiguous tensors have memory in common."""
+    apart = other.data_ptr() - one.data_ptr()
+    return apart < one.nbytes if apart >= 0 else -apart < other.nbytes
+
+
+def is_part(part: torch.Tensor, whole: torch.Tensor, begin: int) -> bool:
+    """Whether `part` is in `whole` from element `begin` on, of one dtype: the one way to be in place."""
+    place = whole.data_ptr() + begin * whole.itemsize
+    return part.dtype == whole.dtype and part.data_ptr() == place
+
+
+def red_op(operation: str, op: str) -> _C.RedOp:
+    """The core's reduction of this name; ValueError for another."""
+    if not isinstance(op, str) or op not in RED_OPS:
+        raise ValueError(f"{operation}: op is {op!r}; accepted: {', '.join(map(repr, RED_OPS))}")
+    return RED_OPS[op]
+
+
+def check_root(root: int, size: int) -> None:
+    """ValueError unless `root` is a rank."""
+    if not (isinstance(root, int) and 0 <= root < size):
+        raise ValueError(f"broadcast: root is {root!r}; it must be a rank, 0 to {size - 1}")
+
+
+def queued(stream: Stream | None, *tensors: torch.Tensor | None) -> Event | None:
+    """The end of what was queued on `stream`, until which its `tensors` are kept; None without a stream."""
+    if stream is None:
+        return None
+    event = stream.record()
+    keep_until(event, *tensors)
+    return event
+
+
+def _no_tensor_of(operation: str, name: str, kind: object) -> TypeError:
+    return TypeError(
+        f"{operation}: {name} is a tensor of {kind}; it must be a dense tensor that is not quantised, as its parts "
+        "(values and indices, int_repr()) are"
+    )

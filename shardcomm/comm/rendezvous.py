@@ -1,0 +1,362 @@
+"""How ranks find each other: each shows all others who it is, and from that the transport is chosen.
+
+What they show travels over a torch Store (torchrun's environment) or a ProcessGroup, a few times at set-up.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import cast, get_args
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
+
+from shardcomm import _C
+from shardcomm.arguments.checks import check_deadline, check_type
+from shardcomm.arguments.scalars import is_whole
+from shardcomm.comm import nccl
+from shardcomm.comm.c10d import C10dCommunicator
+from shardcomm.comm.communicator import DEADLINE_S, Communicator, CtaPolicy, Transport
+from shardcomm.comm.core import CoreCommunicator, core_device
+from shardcomm.meeting.exchange import Exchange, GroupExchange, StoreExchange, Watched
+from shardcomm.meeting.launchers import Launched, launched, refuse_batch_script
+from shardcomm.meeting.store import env_store
+
+# Makes a communicator over a ProcessGroup; is told why shared memory is not taken, "" if nobody asked for it.
+Fallback = Callable[[str], Communicator]
+
+_ENDED_S = 0.5  # after which the end of a process is seen, whose memory is gone
+
+_groups = itertools.count()  # keeps the keys of several communicators over one store apart
+_local: dict[bytes, list[Communicator]] = {}  # made by one thread for all
+
+
+class SeveralHostsError(ValueError):
+    """The transport is for ranks of one host."""
+
+
+class SharedMemoryError(_C.CommError):
+    """A rank cannot map the memory of the others, though it is on their host."""
+
+
+@dataclass(frozen=True)
+class _Introduction:
+    """What a rank shows first."""
+
+    transport: str
+    device: str
+    cta_policy: str
+    host: str
+    pid: int
+    start_time: int
+
+
+def from_env(
+    deadline_s: float,
+    transport: Transport,
+    device: torch.device | str | None,
+    cta_policy: CtaPolicy,
+) -> Communicator:
+    """See `Communicator.from_env`."""
+    check_deadline("from_env", deadline_s)
+    own = launched()
+    if not own.launcher:
+        refuse_batch_script()
+    if own.size == 1 and not own.by_torchrun:
+        where = _checked_device(own, transport, device, cta_policy)
+        return Communicator.local_group(1, deadline_s=deadline_s, device=where)[0]
+    timeout = timedelta(seconds=deadline_s)
+    store, rank, size = env_store(timeout)
+    name = f"shardcomm/{next(_groups)}"
+    exchange = StoreExchange(store, name, rank, size, deadline_s)
+
+    def gloo(reason: str) -> Communicator:
+        if where.type != "cpu":
+            raise ValueError(
+                f"from_env: transport is 'c10d', which is Gloo here, and device is {where}; accepted: 'cpu', or "
+                "from_process_group with a group of that device"
+            )
+        groups = [
+            ProcessGroupGloo(PrefixStore(f"{name}/{use}", store), rank, size, timeout)
+            for use in ("gathers", "reduces")
+        ]
+        # A backend has the collectives of a ProcessGroup, without being one to the type checker.
+        gathers, reduces = cast("list[dist.ProcessGroup]", groups)
+        return C10dCommunicator(gathers, reduces, where, reason)
+
+    with exchange.telling():
+        where = _checked_device(own, transport, device, cta_policy)
+        return connect(exchange, transport, where, gloo, cta_policy)
+
+
+def local_group(size: int, deadline_s: float, device: torch.device | str) -> list[Communicator]:
+    """See `Communicator.local_group`."""
+    if not is_whole(size, 1):
+        raise ValueError(f"local_group: size is {size!r}; it must be at least 1")
+    check_deadline("local_group", deadline_s)
+    where = core_device("local_group", device)
+    index = -1 if where.type == "cpu" else where.index
+    return [CoreCommunicator(core, where) for core in _C.make_local_group(size, deadline_s, index)]
+
+
+def from_process_group(
+    group: dist.ProcessGroup | None,
+    deadline_s: float | None,
+    transport: Transport,
+    device: torch.device | str | None,
+    cta_policy: CtaPolicy,
+) -> Communicator:
+    """See `Communicator.from_process_group`."""
+    check_transport(transport)
+    nccl.check_cta_policy(cta_policy)
+    if deadline_s is not None:
+        check_deadline("from_process_group", deadline_s)
+    if group is None:
+        if not dist.is_initialized():
+            raise ValueError(
+                "from_process_group: there is no default group; call torch.distributed.init_process_group, "
+                "or use Communicator.from_env"
+            )
+        group = dist.group.WORLD
+    assert group is not None
+    accepted = "a torch.distributed.ProcessGroup of this rank"
+    check_type("from_process_group", "group", group, dist.ProcessGroup, accepted)
+    if device is None:
+        device = "cuda" if transport == "nccl" or dist.get_backend(group) == "nccl" else "cpu"
+    where = (
+        _any_device(device) if transport == "c10d" else core_device("from_process_group", device)
+    )
+    patience_s = timeout_s(group, where) if deadline_s is None else deadline_s
+
+    def c10d(reason: str) -> Communicator:
+        gathers, reduces = (
+            dist.new_group(
+                dist.get_process_group_ranks(group),
+                timedelta(seconds=patience_s),
+                dist.get_backend(group),
+                use_local_synchronization=True,
+            )
+            for _ in range(2)
+        )
+        return C10dCommunicator(gathers, reduces, where, reason)
+
+    return connect(GroupExchange(group, patience_s), transport, where, c10d, cta_policy)
+
+
+def _any_device(device: torch.device | str) -> torch.device:
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError):
+        raise ValueError(
+            f"from_process_group: device is {device}; it must be a torch.device or the name of one"
+        ) from None
+
+
+def timeout_s(group: dist.ProcessGroup, device: torch.device) -> float:
+    """How long a collective of `group` waits for a rank."""
+    try:
+        timeout: timedelta = group._get_backend(device).options._timeout
+    except RuntimeError:  # not every backend has one
+        return DEADLINE_S
+    return timeout.total_seconds()
+
+
+def connect(
+    exchange: Exchange,
+    transport: Transport,
+    device: torch.device,
+    c10d: Fallback,
+    cta_policy: CtaPolicy = "default",
+) -> Communicator:
+    """Chooses the transport that all ranks can use, and opens it."""
+    rank, size, deadline_s = exchange.rank, exchange.size, exchange.deadline_s
+    everybody = _introduce(exchange, transport, device, cta_policy)
+    transports = [each.transport for each in everybody]
+    if len(set(transports)) > 1:
+        raise ValueError(
+            f"transport is {transport!r}, but the ranks gave different ones: {', '.join(transports)}"
+        )
+    policies = [each.cta_policy for each in everybody]
+    if len(set(policies)) > 1:
+        raise ValueError(
+            f"cta_policy is {cta_policy!r}, but the ranks gave different ones: {', '.join(policies)}"
+        )
+    devices = [each.device for each in everybody]
+    if len(set(devices)) > 1:
+        raise ValueError(
+            f"device is {device}, but the ranks have different kinds: {', '.join(devices)}"
+        )
+    if {"shm": "cpu", "nccl": "cuda"}.get(transport, device.type) != device.type:
+        raise ValueError(
+            f"transport is {transport!r} and device is {device}; 'shm' is for 'cpu', 'nccl' for 'cuda', 'auto' for both"
+        )
+    if cta_policy != "default" and (device.type != "cuda" or transport in ("c10d", "local")):
+        raise ValueError(
+            f"cta_policy is {cta_policy!r}, which is NCCL's, but transport is {transport!r} and device is {device}"
+        )
+    unwatched = _watch(exchange, everybody)
+    if transport == "c10d":
+        return exchange.wait_for(lambda: c10d(""))
+    if transport == "local":
+        return _thread_rank(exchange, everybody, device)
+    if device.type == "cuda":
+        if size == 1:
+            return Communicator.local_group(1, deadline_s=deadline_s, device=device)[0]
+        return CoreCommunicator(
+            nccl.connect(exchange, rank, size, device.index, deadline_s, cta_policy), device
+        )
+    return _on_cpus(exchange, everybody, unwatched, transport, c10d)
+
+
+def _on_cpus(
+    exchange: Exchange,
+    everybody: list[_Introduction],
+    unwatched: str,
+    transport: Transport,
+    c10d: Fallback,
+) -> Communicator:
+    """Shared memory, if all ranks can have it."""
+    hosts = len({each.host for each in everybody})
+    if hosts > 1:
+        if transport == "shm":
+            raise SeveralHostsError(
+                f"transport is 'shm', but the {exchange.size} ranks are on {hosts} hosts (or in containers that do not "
+                "see each other's processes); use 'c10d' or 'auto'"
+            )
+        return exchange.wait_for(lambda: c10d("the ranks are on several hosts"))
+    core, reason = _share_memory(exchange, everybody, unwatched)
+    if core is not None:
+        return CoreCommunicator(core)
+    if transport == "shm":
+        raise SharedMemoryError(f"transport is 'shm', but {reason}; use 'c10d' or 'auto'")
+    warnings.warn(f"collectives go through c10d: {reason}", RuntimeWarning, stacklevel=5)
+    return exchange.wait_for(lambda: c10d(reason))
+
+
+def _introduce(
+    exchange: Exchange, transport: str, device: torch.device, cta_policy: str
+) -> list[_Introduction]:
+    """Shows all ranks who this one is, and returns who they are."""
+    pid, start_time = _C.own_process()
+    own = _Introduction(transport, device.type, cta_policy, host_identity(), pid, start_time)
+    everybody = []
+    for peer, shown in enumerate(exchange(json.dumps(asdict(own)).encode())):
+        try:
+            everybody.append(_Introduction(**json.loads(shown)))
+        except (ValueError, TypeError) as error:
+            raise _C.CommError(
+                f"rank {peer} introduced itself as {shown[:80]!r}; all ranks need the same version of shardcomm"
+            ) from error
+    return everybody
+
+
+def _watch(exchange: Exchange, everybody: list[_Introduction]) -> str:
+    """From here on, the death of another process of this host ends a wait. Why it cannot be seen, "" if it can."""
+    own = everybody[exchange.rank]
+    try:
+        for peer, other in enumerate(everybody):
+            if other.host == own.host and other.pid != own.pid:
+                watch = _C.ProcessWatch(other.pid, other.start_time)
+                exchange.processes[peer] = Watched(other.pid, watch)
+    except _C.CommError as error:
+        return str(error)
+    return ""
+
+
+def _share_memory(
+    exchange: Exchange, everybody: list[_Introduction], refusal: str
+) -> tuple[_C.Communicator | None, str]:
+    """Through memory that rank 0 makes; where one rank cannot have it (`refusal`, or it finds out), none, and why."""
+    session = member = None  # rank 0's session lives until all have attached
+    if exchange.rank == 0 and not refusal:
+        processes = [(each.pid, each.start_time) for each in everybody]
+        try:
+            session = _C.ShmSession(exchange.size, processes)
+        except _C.CommError as error:
+            refusal = str(error)
+    address = exchange(session.address.encode() if session else b"")[0].decode()
+    if address and not refusal:
+        try:
+            member = _C.ShmMember(address, exchange.rank, exchange.size)
+        except _C.CommError as error:
+            refusal = str(error)
+    refusals = [each.decode() for each in exchange(refusal.encode())]
+    said = [f"rank {rank}: {text}" for rank, text in enumerate(refusals) if text]
+    if member is None or said:
+        # What a rank could not reach may have ended with its process.
+        if died := exchange.trouble(within_s=_ENDED_S):
+            raise _C.CommError(died)
+        return None, f"not all ranks can share memory ({'; '.join(said)})"
+    return member.attach(exchange.deadline_s), ""
+
+
+def host_identity() -> str:
+    """Equal for two processes if they can map each other's memory: same boot, same process namespace."""
+    with open("/proc/sys/kernel/random/boot_id") as boot:
+        return boot.read().strip() + os.readlink("/proc/self/ns/pid")
+
+
+def _thread_rank(
+    exchange: Exchange, everybody: list[_Introduction], device: torch.device
+) -> Communicator:
+    """This thread's of a local group, which the thread of rank 0 makes."""
+    rank, size = exchange.rank, exchange.size
+    processes = {(each.host, each.pid) for each in everybody}
+    if len(processes) > 1:
+        raise ValueError(
+            f"transport is 'local', but the {size} ranks are {len(processes)} processes; 'local' is for threads "
+            "of one, use 'auto'"
+        )
+    key = b""
+    if rank == 0:
+        key = str(next(_groups)).encode()
+        _local[key] = Communicator.local_group(size, deadline_s=exchange.deadline_s, device=device)
+    key = exchange(key)[0]
+    own = _local[key][rank]
+    exchange(b"")  # all have theirs
+    if rank == 0:
+        del _local[key]
+    return own
+
+
+def check_transport(transport: str) -> None:
+    """ValueError unless `transport` is one of the names."""
+    if transport not in get_args(Transport):
+        accepted = ", ".join(map(repr, get_args(Transport)))
+        raise ValueError(f"transport is {transport!r}; accepted: {accepted}")
+
+
+def _checked_device(
+    own: Launched, transport: Transport, device: torch.device | str | None, cta_policy: CtaPolicy
+) -> torch.device:
+    """That of this rank; ValueError or CudaError if it, or another argument of `from_env`, is none."""
+    check_transport(transport)
+    nccl.check_cta_policy(cta_policy)
+    if device is None:
+        return _own_device(own, transport)
+    if str(device) == "cuda":
+        device = _own_gpu(own, torch.cuda.device_count())
+    return core_device("from_env", device)
+
+
+def _own_device(own: Launched, transport: Transport) -> torch.device:
+    """This rank's GPU, if NCCL is asked for, or can be had and each rank of the host has a GPU; else the CPU."""
+    ranks_here = own.local_size or 1 + (own.local_rank or 0)
+    gpus = torch.cuda.device_count() if _C.cuda_built else 0
+    if transport == "nccl" or (
+        transport == "auto" and gpus >= ranks_here and nccl.status().available
+    ):
+        return _own_gpu(own, gpus)
+    return torch.device("cpu")
+
+
+def _own_gpu(own: Launched, gpus: int) -> torch.device:
+    """By the rank among those of this host; a launcher may also show each rank no other GPU than its own."""
+    return torch.device("cuda", (own.local_rank or 0) % max(1, gpus))

@@ -1,0 +1,1 @@
+"""Which rectangles move where: the CopyPlan, and what executes it."""

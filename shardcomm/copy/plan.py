@@ -1,0 +1,479 @@
+"""CopyPlan: which rectangles move where. Compiled once, run every step with fresh tensors.
+
+A plan that packs three tensors into one flat buffer, with a gap that is zeroed:
+
+    tensors (f32)     0: 5        1: 4      2: 6
+                      |           |         |
+                      v           v         v
+    flat (bf16)   [0 0 0 0 0 | 1 1 1 1 | - - - | 2 2 2 2 2 2]
+    offset         0           5         9       12          18
+
+Each arrow is a segment of one row. A segment of several rows copies a rectangle, for instance some
+columns of a matrix. However many segments there are, a run is one call into the core.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any, NamedTuple, NoReturn, Protocol
+
+import torch
+from torch import Tensor
+
+from shardcomm import _C
+from shardcomm.arguments.arrays import ArrayLike, as_tensor
+from shardcomm.arguments.checks import check_flag, check_list, check_type
+from shardcomm.arguments.dtype import wire_dtype
+from shardcomm.arguments.scalars import checked_scale, is_whole
+from shardcomm.copy.nonfinite import flag_address
+from shardcomm.stream.streams import (
+    Stream,
+    check_stream,
+    compute_stream,
+    core_index,
+    on_host,
+    uses_core,
+)
+
+ZEROS = -1
+"""As the `src` of a segment: writes zeros."""
+
+
+class Segment(NamedTuple):
+    """`rows` x `cols` elements from source operand `src` to destination operand `dst`.
+
+    Offsets and pitches (the distance from one row to the next) are in elements of that side.
+    """
+
+    src: int
+    dst: int
+    src_offset: int
+    src_pitch: int
+    dst_offset: int
+    dst_pitch: int
+    rows: int
+    cols: int
+
+
+@dataclass(frozen=True)
+class CopyPlan:
+    """Segments, compiled into tiles of equal work.
+
+    float32, bfloat16 and float16 convert among each other, rounding to nearest even; any other
+    dtype copies only to itself. Destinations of different segments must not overlap.
+
+    Raises ValueError for negative sizes, a pitch shorter than a row, and a dtype pair without
+    conversion.
+    """
+
+    segments: tuple[Segment, ...]
+    src_dtype: torch.dtype
+    dst_dtype: torch.dtype
+    core: _C.CopyPlan = field(init=False, repr=False, compare=False)
+    _uploaded: dict[torch.device, Executor] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    _uploading: threading.Lock = field(
+        default_factory=threading.Lock, init=False, repr=False, compare=False
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("src_dtype", "dst_dtype"):
+            if not isinstance(getattr(self, name), torch.dtype):
+                raise TypeError(
+                    f"CopyPlan: {name} is {getattr(self, name)!r}; it must be a torch.dtype"
+                )
+        src_wire, src_items = wire_dtype(self.src_dtype)
+        dst_wire, dst_items = wire_dtype(self.dst_dtype)
+        if self.src_dtype != self.dst_dtype and _C.DType.u8 in (src_wire, dst_wire):
+            raise ValueError(
+                f"no conversion from {self.src_dtype} to {self.dst_dtype}: float32, bfloat16 and "
+                "float16 convert, others only copy to themselves"
+            )
+        # A dtype the core does not know travels as bytes: everything along a row counts in them.
+        units = (1, 1, src_items, src_items, dst_items, dst_items, 1, dst_items)
+        check_list("CopyPlan", "segments", self.segments)
+        if not all(isinstance(s, Sequence) and len(s) == len(units) for s in self.segments):
+            raise ValueError("CopyPlan: segments must be Segments, of 8 numbers each")
+        wire_segments = [
+            tuple(n * unit for n, unit in zip(s, units, strict=True)) for s in self.segments
+        ]
+        try:
+            core = _C.CopyPlan(wire_segments, src_wire, dst_wire)
+        except TypeError:  # a field is no number, or none of 64 bits
+            raise ValueError(
+                "CopyPlan: segments must be Segments of whole numbers, which count less than 2**63 bytes"
+            ) from None
+        object.__setattr__(self, "core", core)
+
+    @classmethod
+    def pack(
+        cls,
+        sizes: Sequence[int],
+        offsets: Sequence[int],
+        src_dtype: torch.dtype,
+        dst_dtype: torch.dtype,
+        zero_ranges: Sequence[tuple[int, int]] = (),
+    ) -> CopyPlan:
+        """Contiguous tensor i, of `sizes[i]` elements, goes to `offsets[i]` of one flat tensor.
+
+        `zero_ranges` are [begin, end) ranges of the flat tensor, in elements, to fill with zeros.
+        """
+        _check_lengths("pack", sizes, offsets)
+        tensors = [
+            Segment(i, 0, 0, size, offset, size, 1, size)
+            for i, (size, offset) in enumerate(zip(sizes, offsets, strict=True))
+        ]
+        zeros = [
+            Segment(ZEROS, 0, 0, end - begin, begin, end - begin, 1, end - begin)
+            for begin, end in zero_ranges
+        ]
+        return cls((*tensors, *zeros), src_dtype, dst_dtype)
+
+    @classmethod
+    def unpack(
+        cls,
+        sizes: Sequence[int],
+        offsets: Sequence[int],
+        src_dtype: torch.dtype,
+        dst_dtype: torch.dtype,
+    ) -> CopyPlan:
+        """Contiguous tensor i, of `sizes[i]` elements, is read from `offsets[i]` of a flat one."""
+        _check_lengths("unpack", sizes, offsets)
+        segments = [
+            Segment(0, i, offset, size, 0, size, 1, size)
+            for i, (size, offset) in enumerate(zip(sizes, offsets, strict=True))
+        ]
+        return cls(tuple(segments), src_dtype, dst_dtype)
+
+    @classmethod
+    def copy_out(
+        cls, sizes: Sequence[int], ranks: int, src_dtype: torch.dtype, dst_dtype: torch.dtype
+    ) -> CopyPlan:
+        """FSDP2's copy-out, `torch.split_with_sizes_copy` on dim 1.
+
+        A gathered tensor of shape (ranks, sum(sizes)), where each rank's parts lie side by side,
+        goes to tensor i of shape (ranks, sizes[i]).
+        """
+        total = sum(sizes)
+        starts = accumulate(sizes, initial=0)
+        segments = [
+            Segment(0, i, start, total, 0, size, ranks, size)
+            for i, (size, start) in enumerate(zip(sizes, starts, strict=False))
+        ]
+        return cls(tuple(segments), src_dtype, dst_dtype)
+
+    @classmethod
+    def chunk_cat(
+        cls,
+        shapes: Sequence[Sequence[int]],
+        chunks: int,
+        src_dtype: torch.dtype,
+        dst_dtype: torch.dtype,
+    ) -> CopyPlan:
+        """FSDP2's copy-in of gradients, `torch._chunk_cat` on dim 0.
+
+        Tensor i is cut on dim 0 into `chunks` of equal size, with zeros where it ends too early;
+        chunk c of all tensors, side by side, is row c of the flat destination.
+        """
+        if not is_whole(chunks, 1):
+            raise ValueError(f"chunk_cat: chunks is {chunks!r}, it must be at least 1, and whole")
+        check_list("chunk_cat", "shapes", shapes)
+        for shape in shapes:
+            check_list("chunk_cat", "a shape", shape)
+        if any(len(shape) == 0 for shape in shapes):
+            raise ValueError(
+                "chunk_cat: shapes has that of a scalar, which has no dim 0 to be cut on"
+            )
+        per_chunk = [-(-shape[0] // chunks) for shape in shapes]
+        sizes = [rows * math.prod(shape[1:]) for rows, shape in zip(per_chunk, shapes, strict=True)]
+        total = sum(sizes)
+        starts = accumulate(sizes, initial=0)
+        segments = []
+        for i, (shape, size, start) in enumerate(zip(shapes, sizes, starts, strict=False)):
+            if size == 0:
+                continue
+            full, rest = divmod(math.prod(shape), size)
+            segments.append(Segment(i, 0, 0, size, start, total, full, size))
+            if full < chunks:
+                end = full * total + start
+                missing = size - rest
+                empty = chunks - full - 1
+                segments += [
+                    Segment(i, 0, full * size, rest, end, rest, 1, rest),
+                    Segment(ZEROS, 0, 0, missing, end + rest, missing, 1, missing),
+                    Segment(ZEROS, 0, 0, size, end + total, total, empty, size),
+                ]
+        return cls(tuple(segments), src_dtype, dst_dtype)
+
+    def run(
+        self,
+        sources: Sequence[ArrayLike | None],
+        destinations: Sequence[ArrayLike],
+        *,
+        scale: float = 1.0,
+        accumulate: bool = False,
+        threads: int = 1,
+    ) -> None:
+        """Writes scale * source, or with `accumulate` destination + scale * source.
+
+        Computed in float32 and rounded once. A source that is None counts as zeros. Operands are
+        contiguous tensors, or arrays that can be seen as such (`shardcomm.arguments.arrays`), of the plan's
+        dtypes on one device, of any shape, with at least the elements that the plan touches;
+        sources and destinations must not overlap. `threads` are the CPU's. On a GPU it runs on the
+        current stream; the first run there also uploads the plan, and waits for that.
+
+        Raises TypeError for a tensor of another dtype or device; ValueError for one that is not
+        contiguous or too small, for a wrong number of them, for threads < 1, and for a scale or
+        accumulation on dtypes without conversion.
+        """
+        scale = checked_scale("CopyPlan.run", scale)
+        check_flag("CopyPlan.run", "accumulate", accumulate)
+        _check_threads("CopyPlan.run", threads)
+        read, written = _operands(sources, destinations, bound=False)
+        device = _device_of(written)
+        if on_host(device):
+            self._executor(read, written, device, threads).run(scale, accumulate)
+            return
+        with self._uploading:  # and nobody else's operands come between these and their run
+            if device not in self._uploaded:
+                self._uploaded[device] = self._executor(read, written, device, threads)
+            executor = self._uploaded[device]
+            executor.set_operands(*self._pointers(read, written, device))
+            executor.run(scale, accumulate, stream=compute_stream(device))
+
+    def bind(
+        self,
+        sources: Sequence[ArrayLike | None],
+        destinations: Sequence[ArrayLike],
+        *,
+        threads: int = 1,
+    ) -> BoundCopy:
+        """As `run`, but checks the operands now and runs later, as often as wanted.
+
+        On a GPU a run can be captured in a CUDA graph, which needs the BoundCopy as long as it lives.
+        """
+        _check_threads("CopyPlan.bind", threads)
+        read, written = _operands(sources, destinations, bound=True)
+        core = self._executor(read, written, _device_of(written), threads)
+        return BoundCopy(self, core, read, tuple(written))
+
+    def _executor(
+        self,
+        read: Sequence[Tensor | None],
+        written: Sequence[Tensor],
+        device: torch.device,
+        threads: int,
+    ) -> Executor:
+        pointers = self._pointers(read, written, device)
+        if uses_core(device):
+            return _C.BoundCopy(self.core, *pointers, threads, core_index(device))
+        from shardcomm.copy.triton import TritonCopy  # noqa: PLC0415  (needs Triton)
+
+        return TritonCopy(self.core, *pointers, device)
+
+    def _pointers(
+        self, read: Sequence[Tensor | None], written: Sequence[Tensor], device: torch.device
+    ) -> tuple[list[int], list[int]]:
+        extents = self.core.dst_extents
+        return (
+            self.source_pointers(read, device),
+            _pointers("destinations", written, self.dst_dtype, extents, device),
+        )
+
+    def source_pointers(self, tensors: Sequence[Tensor | None], device: torch.device) -> list[int]:
+        """Addresses of `tensors`, 0 for None. Raises as `run` does."""
+        return _pointers("sources", tensors, self.src_dtype, self.core.src_extents, device)
+
+    def __repr__(self) -> str:
+        shown = 12
+        lines = [f"CopyPlan {self.src_dtype} -> {self.dst_dtype}"]
+        lines += [f"  {_draw(segment)}" for segment in self.segments[:shown]]
+        if len(self.segments) > shown:
+            lines.append(f"  ... {len(self.segments) - shown} more segments")
+        return "\n".join(lines)
+
+
+class Executor(Protocol):
+    """A plan with addresses, on one device: the compiled core's or Triton's."""
+
+    def set_operands(self, sources: list[int], destinations: list[int]) -> None:
+        """Later runs read and write there."""
+
+    def run(
+        self,
+        scale: float = ...,
+        accumulate: bool = ...,
+        nonfinite: int = ...,
+        stream: Any = ...,
+    ) -> None:
+        """Queues the copy on `stream`. Nothing is made anew for other options than before."""
+
+
+class BoundCopy:
+    """A plan with its tensors, which it keeps alive."""
+
+    def __init__(
+        self,
+        plan: CopyPlan,
+        core: Executor,
+        sources: Sequence[Tensor | None],
+        destinations: Sequence[Tensor],
+    ) -> None:
+        self.plan = plan
+        self.core = core
+        self.sources = sources
+        self.destinations = destinations
+        self.device = _device_of(destinations)
+
+    def set_sources(self, sources: Sequence[ArrayLike | None]) -> None:
+        """Later runs read these. Not while a run is under way. Raises as `CopyPlan.run` does."""
+        read = _as_tensors("sources", sources)
+        self.core.set_operands(
+            self.plan.source_pointers(read, self.device),
+            [destination.data_ptr() for destination in self.destinations],
+        )
+        self.sources = read
+
+    def run(
+        self,
+        *,
+        scale: float = 1.0,
+        accumulate: bool = False,
+        nonfinite: Tensor | None = None,
+        stream: Stream | None = None,
+    ) -> None:
+        """As `CopyPlan.run`, without the GIL, on `stream` or where torch computes now.
+
+        `nonfinite`: one int32 element, which the run sets to 1 if an element that it writes is NaN or Inf, and else
+        leaves as it is. Keep sources and the flag alive while a run is queued.
+        """
+        if type(scale) is not float or scale != 1.0:
+            scale = checked_scale("BoundCopy.run", scale)
+        if accumulate is not False:
+            check_flag("BoundCopy.run", "accumulate", accumulate)
+        if stream is not None:
+            check_stream("BoundCopy.run", stream)
+        flag = flag_address("BoundCopy.run", nonfinite, self.device)
+        if stream is None and not on_host(self.device):
+            stream = compute_stream(self.device)
+        self.core.run(scale, accumulate, flag, stream)
+
+
+def _operands(
+    sources: Sequence[ArrayLike | None], destinations: Sequence[ArrayLike], *, bound: bool
+) -> tuple[list[Tensor | None], list[Tensor]]:
+    read = _as_tensors("sources", sources, copied=not bound)
+    written = []
+    for i, tensor in enumerate(_as_tensors("destinations", destinations)):
+        if tensor is None:
+            raise TypeError(f"destinations[{i}] is None, it must be a tensor")
+        written.append(tensor)
+    return read, written
+
+
+def _as_tensors(
+    role: str, arrays: Sequence[ArrayLike | None], *, copied: bool = False
+) -> list[Tensor | None]:
+    check_type("CopyPlan", role, arrays, Iterable, "a list or a tuple")
+    return [
+        # Mostly they are plain tensors, of which there may be a thousand: nothing is made for them.
+        array
+        if array is None or (isinstance(array, Tensor) and not (array.is_neg() or array.is_conj()))
+        else _in_memory(f"{role}[{i}]", array, written=role == "destinations", copied=copied)
+        for i, array in enumerate(arrays)
+    ]
+
+
+def _in_memory(name: str, array: ArrayLike, *, written: bool, copied: bool) -> Tensor:
+    """`array` as a tensor; `copied` where that negates or conjugates what is in memory, and else refused."""
+    tensor = as_tensor(name, array, written=written)
+    if not copied and (tensor.is_neg() or tensor.is_conj()):
+        raise ValueError(
+            f"{name} is a view that negates or conjugates what is in memory (is_neg() or is_conj()); give its "
+            ".resolve_neg().resolve_conj(), which is a tensor of its own"
+        )
+    return tensor.resolve_neg().resolve_conj()
+
+
+def _check_lengths(operation: str, sizes: Sequence[int], offsets: Sequence[int]) -> None:
+    check_list(operation, "sizes", sizes)
+    check_list(operation, "offsets", offsets)
+    if len(sizes) != len(offsets):
+        raise ValueError(
+            f"{operation}: there are {len(sizes)} sizes and {len(offsets)} offsets; each tensor has one of both"
+        )
+
+
+def _check_threads(operation: str, threads: int) -> None:
+    if not is_whole(threads, 1):
+        raise ValueError(f"{operation}: threads is {threads!r}, it must be at least 1, and whole")
+
+
+def _device_of(destinations: Sequence[Tensor]) -> torch.device:
+    device = destinations[0].device if destinations else torch.device("cpu")
+    if device.type == "meta":
+        raise TypeError("destinations[0] is on meta; it must have memory")
+    return device
+
+
+def _pointers(
+    role: str,
+    tensors: Sequence[Tensor | None],
+    dtype: torch.dtype,
+    wire_extents: Sequence[int],
+    device: torch.device,
+) -> list[int]:
+    """Addresses of tensors that a plan can use. Extents count elements as the core sees them."""
+    if len(tensors) != len(wire_extents):
+        raise ValueError(f"{role} has {len(tensors)} tensors, the plan has {len(wire_extents)}")
+    items = wire_dtype(dtype)[1]
+    addresses = []
+    for tensor, extent in zip(tensors, wire_extents, strict=True):
+        if tensor is None:
+            addresses.append(0)
+        elif (
+            tensor.dtype is dtype
+            and tensor.device == device
+            and tensor.layout is torch.strided
+            and tensor.is_contiguous()
+            and tensor.numel() * items >= extent
+        ):
+            addresses.append(tensor.data_ptr())
+        else:
+            _refuse(f"{role}[{len(addresses)}]", tensor, dtype, extent // items, device)
+    return addresses
+
+
+def _refuse(
+    name: str, tensor: Tensor, dtype: torch.dtype, extent: int, device: torch.device
+) -> NoReturn:
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"{name} is a tensor of {tensor.layout}, it must be dense")
+    if tensor.dtype != dtype or tensor.device != device:
+        raise TypeError(
+            f"{name} is {tensor.dtype} on {tensor.device}, this copy takes {dtype} on {device}"
+        )
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name} is not contiguous, its strides are {tensor.stride()}")
+    raise ValueError(f"{name} has {tensor.numel()} elements, the plan needs {extent}")
+
+
+def _draw(segment: Segment) -> str:
+    """E.g. `1[40:]  2 x 3 / 8 -> 0[16:]  2 x 3`.
+
+    2 rows of 3 elements; in operand 1, from the 40th element on, one row starts every 8.
+    """
+    s = segment
+    source = "zeros" if s.src == ZEROS else _draw_side(s, s.src, s.src_offset, s.src_pitch)
+    return f"{source} -> {_draw_side(s, s.dst, s.dst_offset, s.dst_pitch)}"
+
+
+def _draw_side(segment: Segment, operand: int, offset: int, pitch: int) -> str:
+    has_gaps = segment.rows > 1 and pitch != segment.cols
+    gaps = f" / {pitch}" if has_gaps else ""
+    return f"{operand}[{offset}:]  {segment.rows} x {segment.cols}{gaps}"

@@ -1,0 +1,1 @@
+"""`fully_shard`, and the engine that trains what it has sharded."""

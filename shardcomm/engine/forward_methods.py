@@ -1,0 +1,89 @@
+"""Methods that use a unit's parameters as its forward does: `Engine.register_forward_method`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+from torch import nn
+
+from shardcomm.sharded.sharded_unit import ShardedUnit
+
+Before = Callable[
+    [ShardedUnit, tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]
+]
+After = Callable[[ShardedUnit, Any], Any]
+Failed = Callable[[ShardedUnit], None]
+
+
+@dataclass(frozen=True)
+class ForwardMethod:
+    """A method in the place of one of its module's, until `remove()`; `before` is what the module's dict had there."""
+
+    module: nn.Module
+    name: str
+    before: Any
+
+    def remove(self) -> None:
+        """The module has its own again."""
+        vars(self.module).pop(self.name, None)
+        if self.before is not None:
+            vars(self.module)[self.name] = self.before
+
+
+def install(
+    unit: ShardedUnit, name: object, before: Before, after: After, failed: Failed
+) -> ForwardMethod:
+    """Calls `before` and `after` around the method `name` of the unit's module, as its forward's hooks do.
+
+    `failed` is called where an exception ends it. A call inside of a call, of the method or of the module itself, is
+    part of the outermost.
+
+    Raises:
+        ValueError: the module has no such method, or it is its forward.
+    """
+    module = unit.module
+    method = getattr(module, name, None) if isinstance(name, str) else None
+    if not isinstance(name, str) or not callable(method):
+        raise ValueError(
+            f"register_forward_method: {type(module).__name__} has no method {name!r}; give the name of one that "
+            "computes with its parameters, such as 'generate'"
+        )
+    if name in ("forward", "__call__"):
+        raise ValueError(
+            f"register_forward_method: {name!r} is what the engine gathers for already; call the module"
+        )
+
+    @functools.wraps(method)
+    def gathering(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if self is not module:
+            raise RuntimeError(copied(unit))
+        if unit.in_forward or unit.in_method or unit.apart is not None:
+            return method(*args, **kwargs)
+        args, kwargs = before(unit, args, kwargs)
+        unit.in_method = True
+        try:
+            output = method(*args, **kwargs)
+        except BaseException:
+            failed(unit)
+            raise
+        finally:
+            unit.in_method = False
+        return after(unit, output)
+
+    # Bound, as its own is: a copy of the module then knows that it is one.
+    installed = ForwardMethod(module, name, vars(module).get(name))
+    setattr(module, name, MethodType(gathering, module))
+    return installed
+
+
+def copied(unit: ShardedUnit) -> str:
+    """What is said of a copy of the unit's module, which has the original's hooks."""
+    return (
+        f"forward of a copy of unit {unit.name!r}, whose hooks are those of the original's engine; copy a model before "
+        "fully_shard, or load its full_state_dict() into another one; for an average of its parameters use "
+        "shardcomm.ExponentialMovingAverage"
+    )

@@ -1,0 +1,222 @@
+"""Set-up: from a model's units to sharded units, with their communication memory and rank 0's values."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import cycle
+
+import torch
+from torch import nn
+
+from shardcomm.bucket.bucket import Bucket
+from shardcomm.bucket.offload import Offload
+from shardcomm.bucket.secondary_shard import SecondaryShard
+from shardcomm.bucket.staging import Staging
+from shardcomm.comm.mesh import Mesh
+from shardcomm.parameter.holders import Holders
+from shardcomm.parameter.tensor_parallel import local, with_same
+from shardcomm.sharded.sharded_unit import ShardedUnit
+from shardcomm.unit.groups import (
+    Group,
+    offload_bytes,
+    reduce_buffer_bytes,
+    slot_bytes,
+    staging_bytes,
+)
+from shardcomm.unit.mixed_precision import MixedPrecision
+from shardcomm.unit.policy import Policy
+from shardcomm.unit.unit import OwnedParam, UnitParams
+
+
+class _Memory:
+    """The communication memory of the units of one mesh.
+
+    One reduce buffer serves all: gradients are packed into it only when the reduce before has ended.
+    """
+
+    def __init__(self, mesh: Mesh, groups: Sequence[Sequence[Group]]) -> None:
+        self.reduce_buffer: torch.Tensor | None = None
+        if nbytes := reduce_buffer_bytes(groups, mesh.shard.size):
+            self.reduce_buffer = mesh.shard.allocate(nbytes, dtype=torch.uint8, use="reduce")
+        staging = [
+            Staging(mesh.replicate.allocate(nbytes, dtype=torch.uint8, use="reduce"))
+            for nbytes in staging_bytes(groups, mesh.replicate.size)
+        ]
+        self.next_staging = cycle(staging or [None])
+
+
+def shard_units(
+    units: Sequence[UnitParams],
+    policies: Sequence[Policy],
+    groups: Sequence[Sequence[Group]],
+    holders: Sequence[Holders],
+    slot_of: Sequence[int],
+) -> list[ShardedUnit]:
+    """Shards `units`; collective. Unit i has a bucket for each of `groups[i]`, slot `slot_of[i]`, and `holders[i]`.
+
+    At any moment at most one unit exists in full besides what the model held before.
+    """
+    model = units[0].module
+    meshes = [each.mesh for each in holders]
+    device = meshes[0].device
+    mesh_of = dict(zip(slot_of, meshes, strict=True))
+    slots = [
+        _slot(mesh_of[slot], nbytes) for slot, nbytes in enumerate(slot_bytes(groups, slot_of))
+    ]
+    memory = {
+        mesh: _Memory(mesh, [g for g, at in zip(groups, meshes, strict=True) if at == mesh])
+        for mesh in dict.fromkeys(meshes)
+    }
+    users = Counter(slot_of)
+    shard_bytes = offload_bytes(groups)
+    offload = Offload(device, shard_bytes) if shard_bytes else None
+
+    for module in model.modules():
+        if _meta(module._buffers) and not _meta(module._parameters):
+            _materialize(module, device)
+        for name, tensor in module._buffers.items():
+            if tensor is not None and not tensor.is_meta:
+                module._buffers[name] = tensor.to(device)
+    sharded = []
+    for index, (unit, unit_groups) in enumerate(zip(units, groups, strict=True)):
+        _materialize_unit(unit, device)
+        free = slots[slot_of[index]]
+        mesh, of_mesh = meshes[index], memory[meshes[index]]
+        tag, replica_tag = (
+            comm.tag(f"unit {unit.name!r}") for comm in (mesh.shard, mesh.replicate)
+        )
+        buckets = []
+        for group in unit_groups:
+            full = None
+            if group.needs_slot:
+                full, free = free[: group.full_bytes], free[group.full_bytes :]
+            in_reduce_buffer = None
+            if of_mesh.reduce_buffer is not None:
+                in_reduce_buffer = of_mesh.reduce_buffer[: group.reduced_bytes].view(
+                    group.reduce_dtype
+                )
+            bucket = Bucket(
+                group.layout,
+                mesh.shard,
+                dtype=group.dtype,
+                param_dtype=group.param_dtype,
+                reduce_dtype=group.reduce_dtype,
+                full_buffer=None if full is None else full.view(group.param_dtype),
+                reduce_buffer=in_reduce_buffer,
+                replicas=mesh.replicate,
+                staging=next(of_mesh.next_staging),
+                offload=offload if group.cpu_offload else None,
+                streams=mesh.streams,
+                tag=tag,
+                replica_tag=replica_tag,
+            )
+            _load(bucket, group.params, holders[index])
+            buckets.append((bucket, group.params))
+        secondary = None
+        if mesh.secondary is not None and users[slot_of[index]] > 1:
+            secondary = SecondaryShard(
+                [bucket for bucket, _ in buckets],
+                mesh.secondary,
+                mesh.streams,
+                mesh.secondary.tag(f"unit {unit.name!r}"),
+            )
+        precision = policies[index].mixed_precision or MixedPrecision()
+        sharded.append(
+            ShardedUnit(
+                index,
+                unit.name,
+                unit.module,
+                slot_of[index],
+                buckets,
+                holders[index],
+                secondary=secondary,
+                input_dtype=precision.input_dtype,
+                output_dtype=_output_dtype(unit, precision, is_root=index == 0),
+            )
+        )
+    return sharded
+
+
+def _slot(mesh: Mesh, nbytes: int) -> torch.Tensor:
+    """Memory to gather into."""
+    if mesh.secondary is not None and mesh.shard.transport in ("shm", "local"):
+        # One host may gather into it for backward while another still computes: a window is one for both.
+        return torch.zeros(nbytes, dtype=torch.uint8, device=mesh.device)
+    return mesh.shard.allocate(nbytes, dtype=torch.uint8, use="gather")
+
+
+def _output_dtype(
+    unit: UnitParams, precision: MixedPrecision, *, is_root: bool
+) -> torch.dtype | None:
+    """What all units have in common says of the model's outputs, a unit's own policy of the unit's."""
+    own = unit.policy.mixed_precision is not None
+    return precision.output_dtype if is_root or own else None
+
+
+def check_modules(model: nn.Module, device: torch.device) -> None:
+    """ValueError if a module of `model` cannot be initialised on `device`, or would change a gathered parameter."""
+    for name, module in model.named_modules():
+        here = f"{type(module).__name__} {name!r}"
+        on_meta = [*_meta(module._parameters), *_meta(module._buffers)]
+        if on_meta and not hasattr(module, "reset_parameters"):
+            raise ValueError(
+                f"fully_shard: {here} has {', '.join(on_meta)} on the meta device and no reset_parameters() to "
+                f"initialise them; add one, or build the model on {device}"
+            )
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+            raise ValueError(
+                f"fully_shard: {here} has max_norm={module.max_norm}, by which its forward changes the gathered "
+                "weight, not the shard that is kept; leave it out, and renormalise after the optimizer's step"
+            )
+
+
+def _meta(tensors: Mapping[str, torch.Tensor | None]) -> list[str]:
+    return [name for name, tensor in tensors.items() if tensor is not None and tensor.is_meta]
+
+
+def _materialize_unit(unit: UnitParams, device: torch.device) -> None:
+    """Every module with a parameter of the unit on the meta device; where it is tied, its first place counts."""
+    for owned in unit.params:
+        for module, _ in owned.places:
+            if _meta(module._parameters):
+                _materialize(module, device)
+        module, attribute = owned.places[0]
+        param = module._parameters[attribute]
+        assert param is not None
+        owned.param = param
+
+
+def _materialize(module: nn.Module, device: torch.device) -> None:
+    """Memory on `device` and values by `reset_parameters`, for the module's own tensors on the meta device only."""
+    kept = [
+        (tensor, tensor.detach().clone())
+        for tensor in (*module._parameters.values(), *module._buffers.values())
+        if tensor is not None and not tensor.is_meta
+    ]
+    for name in _meta(module._parameters):
+        param = module._parameters[name]
+        assert param is not None
+        empty = torch.empty_like(param, device=device)
+        module._parameters[name] = made = nn.Parameter(empty, requires_grad=param.requires_grad)
+        vars(made).update(vars(param))
+    for name in _meta(module._buffers):
+        buffer = module._buffers[name]
+        assert buffer is not None
+        module._buffers[name] = torch.empty_like(buffer, device=device)
+    module.reset_parameters()  # type: ignore[operator]
+    with torch.no_grad():
+        for tensor, value in kept:
+            tensor.copy_(value)
+
+
+def _load(bucket: Bucket, params: Sequence[OwnedParam], holders: Holders) -> None:
+    """Keeps this rank's rows of rank 0's values, and lets go of the full ones."""
+    values = [
+        local(owned.param).detach().to(bucket.comm.device).resolve_neg().resolve_conj().contiguous()
+        for owned in params
+    ]
+    for owned, value in zip(params, values, strict=True):
+        same = with_same(owned.distribution, holders.everyone.inner)
+        holders.mesh.broadcast(value, same)
+    bucket.load(values)

@@ -1,0 +1,1 @@
+"""Our communication under torch's interfaces: its collectives, its backends, and its FSDP2."""

@@ -1,0 +1,183 @@
+"""Collectives as torch.distributed begins them: a channel runs them in order, a `Work` tells their end.
+
+synchronous, nothing queued before    by the caller, who waits anyway
+asynchronous, or behind such          on the channel's thread
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+from torch.futures import Future
+
+from shardcomm import _C
+from shardcomm.stream.streams import Event, Stream
+
+# Queues a collective on a stream, or without one runs it.
+Run = Callable[[Stream | None], None]
+
+_NO_TIMEOUT = timedelta(0)
+
+
+class Work(dist.Work):
+    """A collective that was begun. What it raises, `wait` raises, as often as it is called."""
+
+    def __init__(self, channel: Channel, event: Event | None, results: list[torch.Tensor]) -> None:
+        super().__init__()
+        self._channel = channel
+        self._event = event
+        self._results = results
+        self._future: Future[list[torch.Tensor]] | None = None
+
+    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
+        """Blocks until this rank's part is done; the group's timeout applies, whatever `timeout` says.
+
+        Raises:
+            CommError: a rank died, called something else or did not come in time.
+        """
+        if self._event is not None:
+            self._event.wait()
+        return True
+
+    def synchronize(self) -> None:
+        """As `wait`."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Whether `wait` would return, or raise, at once."""
+        return self._event is None or self._event.query()
+
+    def result(self) -> list[torch.Tensor]:
+        """The tensors that the collective writes."""
+        return self._results
+
+    def get_future(self) -> Future[list[torch.Tensor]]:
+        """Completes with the tensors that the collective writes, or with what `wait` raises."""
+        if self._future is None:
+
+            def finished(_: Future[None]) -> list[torch.Tensor]:
+                self.wait()
+                return self._results
+
+            # An error has to come out of `then`: only so is it one to C++, where DDP waits.
+            begun: Future[None] = Future()
+            self._future = begun.then(finished)
+            if self.is_completed():
+                begun.set_result(None)
+            else:
+                self._channel.completions.enqueue(lambda: begun.set_result(None))
+        return self._future
+
+
+class Channel:
+    """Collectives in the order of their calls: on a thread, or by the caller where nothing is queued before."""
+
+    def __init__(self) -> None:
+        self.last: Event | None = None
+
+    @cached_property
+    def stream(self) -> _C.Stream:
+        """Where asynchronous collectives run."""
+        return _C.Stream()
+
+    @cached_property
+    def completions(self) -> _C.Stream:
+        """Waits for them, where somebody asked for a future."""
+        return _C.Stream()
+
+    def idle(self) -> bool:
+        """Whether all that was queued has finished."""
+        return self.last is None or self.last.query()
+
+    def begin(self, run: Run, asynchronous: bool, results: list[torch.Tensor]) -> Work:
+        """Queues `run`; a synchronous one is finished on return."""
+        if not asynchronous and self.idle():
+            run(None)
+            return Work(self, None, results)
+        run(self.stream)
+        self.last = self.stream.record()
+        if not asynchronous:
+            self.last.wait()
+        return Work(self, self.last, results)
+
+    def drain(self) -> None:
+        """Waits for all that was queued, whether it succeeds or not."""
+        if self.last is not None:
+            with suppress(Exception):
+                self.last.wait()
+
+    def stop(self) -> None:
+        """As `drain`, and for the callbacks of the futures."""
+        self.drain()
+        if "completions" in vars(self):
+            self.completions.synchronize()
+
+
+class Flat:
+    """Tensors of one dtype as one flat tensor: a view of them where they lie one after the other, else a copy.
+
+    `copied`: a copy in any case.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], *, copied: bool = False) -> None:
+        self._tensors = [tensor.detach() for tensor in tensors]
+        self._copied = copied or not _consecutive(self._tensors)
+        numel = sum(tensor.numel() for tensor in tensors)
+        first = self._tensors[0]
+        self.flat = (
+            torch.empty(numel, dtype=first.dtype)
+            if self._copied
+            else first.as_strided((numel,), (1,))
+        )
+
+    def load(self, stream: Stream | None) -> None:
+        """Brings the tensors' values into `flat`."""
+        if self._copied:
+            do(stream, lambda: copy_all(self._parts()))
+
+    def store(self, stream: Stream | None) -> None:
+        """Brings `flat`'s values into the tensors."""
+        if self._copied:
+            do(stream, lambda: copy_all([(tensor, part) for part, tensor in self._parts()]))
+
+    def _parts(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        pieces = torch.split(self.flat, [tensor.numel() for tensor in self._tensors])
+        return [
+            (piece.view(tensor.shape), tensor)
+            for piece, tensor in zip(pieces, self._tensors, strict=True)
+        ]
+
+
+def do(stream: Stream | None, function: Callable[[], object]) -> None:
+    """Queues `function` on `stream`, or without one calls it."""
+    if stream is None:
+        function()
+    else:
+        stream.enqueue(function)
+
+
+def copy_all(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Copies to the first of each pair from the second."""
+    with torch.inference_mode():  # writes to tensors of that mode too, whatever thread this is
+        for target, source in pairs:
+            target.copy_(source)
+
+
+def _consecutive(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether each tensor is contiguous, begins where the one before it ends, and its memory holds its values."""
+    first = tensors[0]
+    address, storage = first.data_ptr(), first.untyped_storage().data_ptr()
+    for tensor in tensors:
+        if not tensor.is_contiguous() or tensor.data_ptr() != address:
+            return False
+        if tensor.is_neg() or tensor.is_conj():
+            return False
+        if tensor.untyped_storage().data_ptr() != storage:
+            return False
+        address += tensor.numel() * tensor.element_size()
+    return True

@@ -1,0 +1,156 @@
+"""The two collectives of a hand-written FSDP loop, called as `torch.distributed` calls its own::
+
+    dist.all_gather_into_tensor(full, shard)         shardcomm.all_gather_into_tensor(full, shard)
+    dist.reduce_scatter_tensor(grad, full_grad)      shardcomm.reduce_scatter_tensor(grad, full_grad)
+
+Beyond torch's: what is gathered is converted to the output's dtype on the way, f16 and bf16 are summed in f32, and a
+Communicator may stand where the group does. Its `allocate` gives the memory in which they are fastest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from shardcomm.arguments.dtype import movable
+from shardcomm.comm.communicator import Communicator, ReduceOp
+from shardcomm.comm.operands import check_movable, resolved
+from shardcomm.stream.streams import Event, Stream, Streams, on_host
+from shardcomm.stream.work import Work
+
+Group = dist.ProcessGroup | Communicator | None
+
+OPS: dict[Any, ReduceOp] = {
+    dist.ReduceOp.SUM: "sum",
+    dist.ReduceOp.AVG: "avg",
+    dist.ReduceOp.MAX: "max",
+    dist.ReduceOp.MIN: "min",
+}
+"""Our names of torch's reductions."""
+
+
+def all_gather_into_tensor(
+    output_tensor: torch.Tensor,
+    input_tensor: torch.Tensor,
+    group: Group = None,
+    async_op: bool = False,
+) -> Work | None:
+    """Gathers `input_tensor` (n elements) of every rank, in rank order, into `output_tensor` (ranks * n elements).
+
+    As `torch.distributed.all_gather_into_tensor`: any shapes, both contiguous, apart from each other or in place as
+    `Communicator.all_gather` takes them; with `async_op` returns at once, with the Work to wait for. `group`: default
+    the default group; the first call with a ProcessGroup connects its ranks.
+
+    Raises:
+        TypeError, ValueError: a tensor is on another device than the group, not contiguous, of another size or kind,
+            or overlaps the other.
+        CommError: a rank died, called something else or did not come in time.
+    """
+    comm = _communicator("all_gather_into_tensor", group)
+    recv, send = _detached("all_gather_into_tensor", output_tensor, input_tensor)
+    if recv.dtype == send.dtype:  # else they are converted on the way
+        recv, send = movable(recv), movable(send)
+    return _queues(comm).gathers.begin(
+        lambda stream: comm.all_gather(recv, send, stream=stream), async_op
+    )
+
+
+def reduce_scatter_tensor(
+    output: torch.Tensor,
+    input: torch.Tensor,
+    op: dist.ReduceOp | dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+    group: Group = None,
+    async_op: bool = False,
+) -> Work | None:
+    """Reduces `input` (ranks * n elements) over all ranks; this rank's part goes to `output` (n elements).
+
+    As `torch.distributed.reduce_scatter_tensor`, with SUM, AVG, MAX or MIN; the rest as `all_gather_into_tensor`.
+    """
+    comm = _communicator("reduce_scatter_tensor", group)
+    if not isinstance(op, dist.ReduceOp | dist.ReduceOp.RedOpType) or op not in OPS:
+        raise ValueError(
+            f"reduce_scatter_tensor: op is {op}; accepted: ReduceOp.SUM, AVG, MAX and MIN"
+        )
+    recv, send = _detached("reduce_scatter_tensor", output, input)
+    return _queues(comm).reduces.begin(
+        lambda stream: comm.reduce_scatter(recv, send, OPS[op], stream=stream), async_op
+    )
+
+
+def _detached(
+    operation: str, output: torch.Tensor, input: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    for name, tensor in (("output", output), ("input", input)):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(
+                f"{operation}: {name} is a {type(tensor).__name__}; it must be a torch.Tensor"
+            )
+    recv, send = output.detach(), resolved(operation, "input", input.detach(), written=False)
+    check_movable(operation, "output", recv)
+    check_movable(operation, "input", send)
+    return recv, send
+
+
+class _Queue:
+    """The collectives of one channel, in order: asynchronous ones on a stream, the others where torch computes."""
+
+    def __init__(self, streams: Streams, stream: Stream) -> None:
+        self._streams = streams
+        self._stream = stream
+        self._on_host = on_host(streams.device)
+        self._last: Event | None = None
+
+    def begin(
+        self, collective: Callable[[Stream | None], Event | None], async_op: bool
+    ) -> Work | None:
+        if async_op:
+            self._streams.after_compute(self._stream)
+            self._last = collective(self._stream)
+            # The communicator keeps the tensors.
+            return Work(self._last, None if self._on_host else self._streams.compute)
+        if self._last is not None:
+            self._streams.compute().wait(self._last)
+        collective(None)
+        return None
+
+
+class _Queues:
+    """Those of one communicator."""
+
+    def __init__(self, streams: Streams) -> None:
+        self.gathers = _Queue(streams, streams.gather)
+        self.reduces = _Queue(streams, streams.reduce)
+
+
+def _communicator(operation: str, group: Group) -> Communicator:
+    if isinstance(group, Communicator):
+        return group
+    if group is None:
+        if not dist.is_initialized():
+            raise ValueError(
+                f"{operation}: there is no default group; call torch.distributed.init_process_group first, or pass a "
+                "Communicator as group"
+            )
+        group = dist.group.WORLD
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(
+            f"{operation}: group is {group!r}; it must be a ProcessGroup of which this rank is part, or a Communicator"
+        )
+    if group not in _communicators:
+        _communicators[group] = Communicator.from_process_group(group)
+    return _communicators[group]
+
+
+def _queues(comm: Communicator) -> _Queues:
+    if comm not in _queues_of:
+        _queues_of[comm] = _Queues(comm.streams)
+    return _queues_of[comm]
+
+
+# As long as torch keeps the group; whoever passes a communicator keeps and closes that.
+_communicators: WeakKeyDictionary[dist.ProcessGroup, Communicator] = WeakKeyDictionary()
+_queues_of: WeakKeyDictionary[Communicator, _Queues] = WeakKeyDictionary()

@@ -1,0 +1,208 @@
+"""`attach`: which level each FSDP module of a model gets, and what says so."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+
+from shardcomm.comm.communicator import Communicator
+from shardcomm.interop.fsdp2.copies import GroupCopies
+from shardcomm.interop.fsdp2.full import FullGather, has_gather
+from shardcomm.interop.fsdp2.hooks import GroupAllGather, GroupReduceScatter
+from shardcomm.interop.fsdp2.internals import FSDPModule, difference, param_groups
+from shardcomm.interop.fsdp2.links import Links
+from shardcomm.stream.streams import uses_core
+
+Level = Literal["full", "copies", "hooks"]
+
+
+class ModuleReceipt(NamedTuple):
+    """How one FSDP module communicates; `reason` says what stays torch's, and why."""
+
+    module: str
+    """Its name in the model; "" is the model itself."""
+    requested: str
+    taken: str
+    """The level in force: "full", "copies", "hooks", or "torch" where nothing was changed."""
+    reason: str
+
+
+class Attached:
+    """What `attach` did. `str()` of it is a table of the receipts."""
+
+    def __init__(self, level: Level, modules: dict[str, _Group | str], links: Links) -> None:
+        self._level = level
+        self._modules = modules
+        self._links = links
+
+    @property
+    def receipts(self) -> tuple[ModuleReceipt, ...]:
+        """One for each FSDP module, as it is now: level "full" is in force from a module's second gather on."""
+        return tuple(
+            ModuleReceipt(name, self._level, "torch", group)
+            if isinstance(group, str)
+            else ModuleReceipt(name, self._level, *group.taken())
+            for name, group in self._modules.items()
+        )
+
+    @property
+    def communicators(self) -> list[Communicator]:
+        """One for each process group in use; their receipts say which path the latest collectives took."""
+        return [link.comm for link in self._links]
+
+    def detach(self) -> None:
+        """Gives every module what it had before, and the memory back. Between steps; on every rank.
+
+        A module that was given other collectives since keeps those. A second call does nothing.
+        """
+        groups = {id(group): group for group in self._modules.values()}
+        for group in groups.values():
+            if isinstance(group, _Group):
+                group.undo()
+        self._modules = {
+            name: "it is detached" if isinstance(group, _Group) else group
+            for name, group in self._modules.items()
+        }
+        self._links.close()
+
+    def __str__(self) -> str:
+        receipts = self.receipts
+        names = [receipt.module or "(model)" for receipt in receipts]
+        width = max(map(len, names))
+        rows = zip(names, receipts, strict=True)
+        return "\n".join(
+            f"{name:{width}}  {receipt.taken:6}  {receipt.reason}".rstrip()
+            for name, receipt in rows
+        )
+
+
+def attach(model: torch.nn.Module, *, level: Level = "full") -> Attached:
+    """Makes the communication of every FSDP module of `model` ours. Collective: all ranks of its mesh call it.
+
+    Results stay the same, up to the order of sums; sums of f16 and bf16 are taken in f32 and rounded once.
+
+    Memory, made in the first steps. At level "full", for as long as it is attached: the gathered parameters once a
+    host, instead of those of a few modules once a rank. They are shared: what is written into one is there on every
+    rank. At the other levels, on a CPU: about three times what the largest module gathers, a host. At each: twice what
+    the largest module reduces, a rank. More where more is prefetched.
+
+    Raises:
+        ValueError: `level` is unknown, `model` has no FSDP modules, one is attached already, or is on a device that the
+            compiled core does not drive.
+        RuntimeError: this torch's FSDP2 is not one that we know.
+        CudaError: NCCL or CUDA refused, or is not there.
+        CommError: a rank did not come.
+    """
+    if level not in get_args(Level):
+        accepted = ", ".join(map(repr, get_args(Level)))
+        raise ValueError(f"attach: level is {level!r}; accepted: {accepted}")
+    modules = {name: m for name, m in model.named_modules() if isinstance(m, FSDPModule)}
+    if not modules:
+        raise ValueError(
+            f"attach: model ({type(model).__name__}) has no FSDP modules; call "
+            "torch.distributed.fsdp.fully_shard on it, or on its parts, first"
+        )
+    groups = {name: param_groups(module) for name, module in modules.items()}
+    for name, of_module in groups.items():
+        _check(name, of_module)
+
+    links = Links()
+    try:
+        reasons = {name: _reason_against(of_module, links) for name, of_module in groups.items()}
+    except BaseException:
+        links.close()
+        raise
+
+    attached: dict[str, _Group | str] = {}
+    shared: dict[int, _Group] = {}  # several modules may share a group: fully_shard([a, b])
+    for tag, (name, module) in enumerate(modules.items()):
+        if reasons[name]:
+            attached[name] = reasons[name]
+            continue
+        (group,) = groups[name]
+        if id(group) not in shared:
+            shared[id(group)] = _Group(module, group, links, tag, level)
+        attached[name] = shared[id(group)]
+    return Attached(level, attached, links)
+
+
+class _Group:
+    """One parameter group with our collectives, copies and gather in place of those it had."""
+
+    def __init__(
+        self, module: FSDPModule, param_group: Any, links: Links, tag: int, level: Level
+    ) -> None:
+        self._module = module
+        self._param_group = param_group
+        self._level = level
+        self._before = param_group._all_gather_comm, param_group._reduce_scatter_comm
+        self._full: FullGather | None = None
+        self._copies = ours = None if level == "hooks" else GroupCopies(param_group.device.type)
+        self._ours = (
+            GroupAllGather(param_group, links, tag, ours),
+            GroupReduceScatter(param_group, links, tag, ours),
+        )
+        module.set_custom_all_gather(self._ours[0])
+        module.set_custom_reduce_scatter(self._ours[1])
+        if level == "full" and not difference():
+            self._full = FullGather(param_group, self._ours[0], self._before[0], links, tag)
+
+    def taken(self) -> tuple[str, str]:
+        """The level in force, and what stays torch's."""
+        reasons = []
+        taken: str = self._level
+        if self._level == "full":
+            against = difference() if self._full is None else self._full.reason
+            if against:
+                taken = "copies"
+                reasons.append(f"not full: {against}")
+        if self._full is None and self._param_group._all_gather_comm is not self._ours[0]:
+            reasons.append("its all-gather has been replaced")
+        if self._param_group._reduce_scatter_comm is not self._ours[1]:
+            reasons.append("its reduce-scatter has been replaced")
+        if getattr(self._param_group.mesh_info, "replicate_process_group", None) is not None:
+            reasons.append(
+                "the all-reduce between replicas stays torch's: FSDP2 has no hook for it"
+            )
+        return taken, "; ".join(reasons)
+
+    def undo(self) -> None:
+        if self._full is not None:
+            self._full.close()
+        if self._copies is not None:
+            self._copies.close()
+        if self._param_group._all_gather_comm is self._ours[0]:
+            self._module.set_custom_all_gather(self._before[0])
+        if self._param_group._reduce_scatter_comm is self._ours[1]:
+            self._module.set_custom_reduce_scatter(self._before[1])
+
+
+def _check(name: str, groups: list[Any]) -> None:
+    for group in groups:
+        comms = group._all_gather_comm, group._reduce_scatter_comm
+        ours = any(isinstance(comm, GroupAllGather | GroupReduceScatter) for comm in comms)
+        if ours or has_gather(group):
+            raise ValueError(
+                f"attach: module {name!r} is attached already; call detach() of what that attach returned first"
+            )
+        if not uses_core(group.device):
+            raise ValueError(
+                f"attach: module {name!r} is on {group.device}; supported: 'cpu', and 'cuda' where shardcomm was built "
+                "with CUDA (see `shardcomm doctor`)"
+            )
+
+
+def _reason_against(groups: list[Any], links: Links) -> str:
+    """Why a module's collectives stay torch's; "" if nothing speaks against ours. Links its process group."""
+    if not groups:
+        return "it has no parameters of its own to communicate"
+    if len(groups) > 1:
+        return f"it has {len(groups)} parameter groups, and FSDP2 takes custom collectives for one only"
+    (group,) = groups
+    if not hasattr(group.mesh_info, "shard_process_group"):
+        return "its parameters are replicated, and not sharded"
+    shard_group = group.mesh_info.shard_process_group
+    if shard_group.size() == 1:
+        return "of one rank alone FSDP2 calls no collectives"
+    return links.refused(shard_group, group.device)

@@ -1,0 +1,389 @@
+"""Where every element of a unit's parameters lives: its offset in the flat buffer, and on which rank.
+
+Two parameters, a of 4 rows x 6 elements and b of 5 rows x 4, over 2 ranks. 44 elements in all: S = 22 would do, but
+would cut row a3 (18 to 24) as it would cut a row of a behind b. The smallest S that cuts no row is 24::
+
+    flat    0     6     12    18    24  28  32  36  40  44  48
+            [ a0  | a1  | a2  | a3  ][b0 |b1 |b2 |b3 |b4 |....]      .... is padding, 4 of 48
+            [------ rank 0, S -------][------ rank 1, S ------]
+
+A shard boundary never cuts a granule (a row, a block of rows, or the whole parameter), every parameter is one
+contiguous, aligned range, and all shards are equally long. What that costs is padding. A parameter that spans several
+boundaries forces the shard to be a multiple of its granule; one that fits between two boundaries forces nothing.
+
+Where each parameter has one owner, given as `owners`, the shards are as long as what each rank owns. With a and b as
+above, c of 6 elements, and owners [1, 0, 1]::
+
+    flat    0                   20                      44    50
+            [         b         ][          a           |  c  ]      no padding but for alignment
+            [------ rank 0 -----][---------- rank 1 ----------]
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import Literal
+
+from shardcomm import _C
+from shardcomm.arguments.checks import check_list
+from shardcomm.arguments.scalars import is_whole
+
+_MOST_ELEMENTS = 1 << 60
+
+
+@dataclass(frozen=True)
+class Block:
+    """Granularity: this many rows stay together."""
+
+    rows: int
+
+    def __post_init__(self) -> None:
+        if not is_whole(self.rows, 1, _MOST_ELEMENTS):
+            raise ValueError(f"Block: rows is {self.rows!r}; it must be at least 1, and whole")
+
+
+Granularity = Literal["element", "row", "tensor"] | Block
+ShardDim = int | Literal["auto"]
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """A parameter to be laid out.
+
+    Attributes:
+        granularity: the smallest piece that stays on one rank: "element", "row" (an index of the shard dim),
+            `Block(n)` rows, or "tensor" (one rank owns it whole).
+        shard_dim: the dim whose indices are rows; it is stored outermost. Below 0 it counts from the last. "auto": the
+            one with which the layout has the least padding, 0 where others have no less.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    granularity: Granularity = "row"
+    shard_dim: ShardDim = 0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.shape, tuple) or not all(
+            is_whole(size, 0, _MOST_ELEMENTS) for size in self.shape
+        ):
+            raise ValueError(
+                f"ParamSpec {self.name!r}: shape is {self.shape!r}; it must be a tuple; sizes must be at least 0, "
+                "and whole"
+            )
+        if self.granularity not in ("element", "row", "tensor") and not isinstance(
+            self.granularity, Block
+        ):
+            raise ValueError(
+                f"ParamSpec {self.name!r}: granularity is {self.granularity!r}; accepted: 'element', 'row', "
+                "'tensor', Block(n)"
+            )
+        dims = max(len(self.shape), 1)
+        if self.shard_dim != "auto" and not (is_whole(self.shard_dim, -dims, dims - 1)):
+            raise ValueError(
+                f"ParamSpec {self.name!r}: shard_dim is {self.shard_dim!r}; accepted for shape {self.shape}: "
+                f"{-dims} to {dims - 1}, 'auto'"
+            )
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a parameter lies in the flat buffer.
+
+    Attributes:
+        shard_dim: as resolved, 0 or more.
+        offset: its first element.
+        stored_shape: its shape with `shard_dim` outermost.
+    """
+
+    spec: ParamSpec
+    shard_dim: int
+    offset: int
+    numel: int
+    stored_shape: tuple[int, ...]
+
+    @property
+    def row_numel(self) -> int:
+        """Elements of a row; of one element for granularity "element"."""
+        return 1 if self.spec.granularity == "element" else math.prod(self.stored_shape[1:])
+
+    @property
+    def num_rows(self) -> int:
+        """Rows; elements for granularity "element"."""
+        return self.numel if self.spec.granularity == "element" else (*self.stored_shape, 1)[0]
+
+    def is_elsewhere(self, piece: Piece) -> bool:
+        """Whether another rank than that of `piece` owns it: the parameter, its gradient and its optimizer state."""
+        return self.spec.granularity == "tensor" and piece.numel < self.numel
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one rank holds of one parameter.
+
+    Attributes:
+        start, stop: its rows (elements for granularity "element").
+        offset: of its first element, from the start of the rank's shard.
+        shape: of the piece as stored: (rows, ...). For granularity "element", unless it is all of the parameter, a run:
+            (numel, 1, ..., 1), with as many dims as the parameter.
+    """
+
+    start: int
+    stop: int
+    offset: int
+    numel: int
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The layout of a unit; made by `Layout.plan`.
+
+    Attributes:
+        placements: one for each parameter, in the given order.
+        shard_numels: the elements of each rank's shard: S each, or, by owners, what each owns.
+        align: elements; every parameter and every shard starts at a multiple.
+        forced_by: names of the parameters that force S to be a multiple of their granule.
+    """
+
+    placements: tuple[Placement, ...]
+    world_size: int
+    shard_numels: tuple[int, ...]
+    align: int
+    forced_by: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        check_list("Layout", "placements", self.placements)
+
+    @classmethod
+    def plan(
+        cls,
+        params: Sequence[ParamSpec],
+        world_size: int,
+        *,
+        align_bytes: int = 128,
+        itemsize: int = 4,
+        owners: Sequence[int] | None = None,
+    ) -> Layout:
+        """Finds the offsets and the smallest S for `params` over `world_size` ranks.
+
+        Args:
+            itemsize: bytes of the smallest element the flat buffer will hold, so that `align_bytes` holds in all
+                dtypes.
+            owners: the rank of each parameter, whose granularity must be "tensor"; None: all shards are equally long.
+
+        Raises:
+            TypeError: `params` or `owners` is no list, or an entry of `params` no ParamSpec.
+            ValueError: an argument is out of range.
+        """
+        check_list("Layout.plan", "params", params)
+        for spec in params:
+            if not isinstance(spec, ParamSpec):
+                raise TypeError(
+                    f"Layout.plan: params contains a {type(spec).__name__}; each must be a ParamSpec"
+                )
+        if not (is_whole(itemsize, 1) and is_whole(align_bytes, 1)) or align_bytes % itemsize:
+            raise ValueError(
+                f"Layout.plan: align_bytes is {align_bytes!r} and itemsize {itemsize!r}; align_bytes must be a "
+                "multiple of itemsize, both whole and at least 1"
+            )
+        if not is_whole(world_size, 1):
+            raise ValueError(
+                f"Layout.plan: world_size is {world_size!r}; it must be at least 1, whole, and below 2**31"
+            )
+        align = align_bytes // itemsize
+        if owners is not None:
+            _check_owners(owners, params, world_size)
+            return cls._plan_owned(params, owners, world_size, align)
+        best: Layout | None = None
+        for dims in _dim_choices(params):
+            layout = cls._plan_stored(params, dims, world_size, align)
+            if best is None or layout.shard_numel < best.shard_numel:
+                best = layout
+        assert best is not None
+        return best
+
+    @classmethod
+    def _plan_stored(
+        cls, params: Sequence[ParamSpec], dims: Sequence[int], world_size: int, align: int
+    ) -> Layout:
+        unplaced = _unplaced(params, dims)
+        extents = [(p.num_rows, p.row_numel, _granule_rows(p)) for p in unplaced]
+        shard_numel, offsets, forced = _C.plan_layout(extents, world_size, align)
+        placements = tuple(map(_placed, unplaced, offsets))
+        forced_by = tuple(params[i].name for i in forced)
+        return cls(placements, world_size, (shard_numel,) * world_size, align, forced_by)
+
+    @classmethod
+    def _plan_owned(
+        cls, params: Sequence[ParamSpec], owners: Sequence[int], world_size: int, align: int
+    ) -> Layout:
+        unplaced = _unplaced(params, _dim_choices(params)[0])
+        lengths = [-(-p.numel // align) * align for p in unplaced]
+        numels, offsets = [0] * world_size, [0] * len(unplaced)
+        end = 0
+        for index in sorted(range(len(unplaced)), key=lambda index: owners[index]):
+            offsets[index] = end
+            end += lengths[index]
+            numels[owners[index]] += lengths[index]
+        return cls(tuple(map(_placed, unplaced, offsets)), world_size, tuple(numels), align, ())
+
+    @property
+    def shard_numel(self) -> int:
+        """Elements of the longest shard, which is each where no parameter has an owner."""
+        return max(self.shard_numels)
+
+    @cached_property
+    def counts(self) -> tuple[int, ...] | None:
+        """`shard_numels` for the collectives of a `Communicator`; None: equal ones."""
+        return None if len(set(self.shard_numels)) == 1 else self.shard_numels
+
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        """Where each rank's shard begins in the flat buffer, and at last where that ends."""
+        return tuple(accumulate(self.shard_numels, initial=0))
+
+    @property
+    def flat_numel(self) -> int:
+        """Elements of the flat buffer: of all shards."""
+        return self.starts[-1]
+
+    @property
+    def numel(self) -> int:
+        """Elements of the parameters alone."""
+        return sum(placement.numel for placement in self.placements)
+
+    @property
+    def padding(self) -> int:
+        """Elements of the flat buffer that belong to no parameter."""
+        return self.flat_numel - self.numel
+
+    @property
+    def padding_fraction(self) -> float:
+        """Padding per element of a parameter."""
+        return self.padding / self.numel if self.numel else 0.0
+
+    def piece(self, rank: int, index: int) -> Piece:
+        """What `rank` holds of parameter `index`; an empty piece where it holds nothing."""
+        p = self.placements[index]
+        shard_start, shard_stop = self.starts[rank : rank + 2]
+        begin = max(p.offset, shard_start)
+        end = min(p.offset + p.numel, shard_stop)
+        if begin >= end:
+            begin = end = min(max(p.offset, shard_start), p.offset + p.numel)
+        row = max(p.row_numel, 1)
+        start, stop = (begin - p.offset) // row, (end - p.offset) // row
+        offset = begin - shard_start if end > begin else 0
+        if end - begin == p.numel:
+            shape = p.stored_shape
+        elif p.stored_shape and p.spec.granularity != "element":
+            shape = (stop - start, *p.stored_shape[1:])
+        else:
+            shape = (end - begin, *(1,) * (len(p.stored_shape) - 1))
+        return Piece(start, stop, offset, end - begin, shape)
+
+    def parts(self, number: int) -> list[int]:
+        """Elements of each of `number` parts of the flat buffer, which are as many shards each."""
+        bounds = self.starts[:: self.world_size // number]
+        return [stop - start for start, stop in pairwise(bounds)]
+
+    def gaps(self) -> tuple[tuple[int, int], ...]:
+        """The padding: ranges [start, stop) of the flat buffer that no parameter covers, in order."""
+        found = []
+        cursor = 0
+        for p in sorted(self.placements, key=lambda p: p.offset):
+            if p.numel == 0:
+                continue
+            if p.offset > cursor:
+                found.append((cursor, p.offset))
+            cursor = p.offset + p.numel
+        if cursor < self.flat_numel:
+            found.append((cursor, self.flat_numel))
+        return tuple(found)
+
+    def __repr__(self) -> str:
+        lengths = f"S = {self.shard_numel}" if self.counts is None else f"S = {list(self.counts)}"
+        lines = [
+            f"Layout({len(self.placements)} parameters over {self.world_size} ranks, {lengths}, "
+            f"padding {self.padding} = {self.padding_fraction:.2%}"
+            + (f", forced by {', '.join(self.forced_by)})" if self.forced_by else ")")
+        ]
+        shown = 4
+        for rank in range(min(self.world_size, shown)):
+            held = [
+                f"{p.spec.name}[{piece.start}:{piece.stop}] at {piece.offset}"
+                for i, p in enumerate(self.placements)
+                if (piece := self.piece(rank, i)).numel
+            ]
+            lines.append(f"  rank {rank}: " + (", ".join(held) or "(padding only)"))
+        if self.world_size > shown:
+            lines.append(f"  ... {self.world_size - shown} more ranks")
+        return "\n".join(lines)
+
+
+def _unplaced(params: Sequence[ParamSpec], dims: Sequence[int]) -> list[Placement]:
+    return [
+        Placement(spec, dim, 0, math.prod(spec.shape), _outermost(spec.shape, dim))
+        for spec, dim in zip(params, dims, strict=True)
+    ]
+
+
+def _placed(placement: Placement, offset: int) -> Placement:
+    return replace(placement, offset=offset)
+
+
+def _check_owners(owners: Sequence[int], params: Sequence[ParamSpec], world_size: int) -> None:
+    check_list("Layout.plan", "owners", owners)
+    if len(owners) != len(params):
+        raise ValueError(
+            f"Layout.plan: owners has {len(owners)} entries; it must have one for each of {len(params)} params"
+        )
+    for owner, spec in zip(owners, params, strict=True):
+        if not is_whole(owner, 0, world_size - 1):
+            raise ValueError(
+                f"Layout.plan: the owner of {spec.name!r} is {owner!r}; it must be a rank, 0 to {world_size - 1}"
+            )
+        if spec.granularity != "tensor":
+            raise ValueError(
+                f"Layout.plan: {spec.name!r} has an owner and granularity {spec.granularity!r}; with owners it must "
+                "be 'tensor' for all params"
+            )
+
+
+def _outermost(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
+    return shape if not shape else (shape[dim], *shape[:dim], *shape[dim + 1 :])
+
+
+def _granule_rows(placement: Placement) -> int:
+    granularity = placement.spec.granularity
+    if isinstance(granularity, Block):
+        return granularity.rows
+    return max(placement.num_rows, 1) if granularity == "tensor" else 1
+
+
+def _dim_choices(params: Sequence[ParamSpec]) -> list[list[int]]:
+    """Ways to choose the dims left to "auto": first all 0, then those that agree best with each row size."""
+    fixed = [
+        0 if spec.shard_dim == "auto" else spec.shard_dim % max(len(spec.shape), 1)
+        for spec in params
+    ]
+    free = [i for i, spec in enumerate(params) if spec.shard_dim == "auto" and len(spec.shape) > 1]
+    choices = [fixed]
+    row_sizes = {_row(params[i].shape, dim) for i in free for dim in range(len(params[i].shape))}
+    for favoured in sorted(row_sizes):
+        dims = list(fixed)
+        for i in free:
+            shape = params[i].shape
+            dims[i] = min(
+                range(len(shape)), key=lambda d: (math.lcm(favoured, max(_row(shape, d), 1)), d)
+            )
+        if dims not in choices:
+            choices.append(dims)
+    return choices
+
+
+def _row(shape: tuple[int, ...], dim: int) -> int:
+    return math.prod(shape[:dim]) * math.prod(shape[dim + 1 :])

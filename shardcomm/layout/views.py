@@ -1,0 +1,81 @@
+"""Views: a parameter, or a rank's rows of it, as a tensor in a flat buffer, and the way back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from shardcomm.arguments.checks import check_list
+from shardcomm.layout.layout import Layout, Piece, Placement
+
+
+def check_shape(operation: str, name: str, tensor: torch.Tensor, placement: Placement) -> None:
+    """ValueError unless `tensor` has the parameter's full shape."""
+    if tensor.shape != placement.spec.shape:
+        raise ValueError(
+            f"{operation}: {name} for {placement.spec.name} has shape {tuple(tensor.shape)}; the layout "
+            f"says {placement.spec.shape}"
+        )
+
+
+def check_full(name: str, tensor: torch.Tensor, *, sparse: bool = False) -> None:
+    """TypeError unless it is a tensor with values, dense or, if that is allowed, `sparse`."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name} is a {type(tensor).__name__}; it must be a torch.Tensor")
+    dense = tensor.layout is torch.strided or sparse
+    if not dense or tensor.is_quantized or tensor.is_meta:
+        raise TypeError(
+            f"{name} is {tensor.dtype} of {tensor.layout} on {tensor.device}; it must be a dense tensor with values, "
+            "not quantised"
+        )
+
+
+def check_count(
+    operation: str, name: str, tensors: Sequence[torch.Tensor | None], layout: Layout
+) -> None:
+    """ValueError unless there is an entry for each parameter."""
+    check_list(operation, name, tensors)
+    if len(tensors) != len(layout.placements):
+        raise ValueError(
+            f"{operation}: {name} has {len(tensors)} entries; the layout has "
+            f"{len(layout.placements)} parameters"
+        )
+
+
+def full_view(flat: torch.Tensor, placement: Placement) -> torch.Tensor:
+    """The full parameter in the full buffer `flat`."""
+    stored = flat[placement.offset : placement.offset + placement.numel]
+    if not placement.spec.shape:
+        return stored.view(())
+    return stored.view(placement.stored_shape).movedim(0, placement.shard_dim)
+
+
+def shard_view(flat: torch.Tensor, placement: Placement, piece: Piece) -> torch.Tensor:
+    """A rank's rows of it in its shard `flat`."""
+    stored = flat[piece.offset : piece.offset + piece.numel].view(piece.shape)
+    return stored.movedim(0, placement.shard_dim) if placement.shard_dim else stored
+
+
+def rows(tensor: torch.Tensor, placement: Placement, piece: Piece) -> torch.Tensor:
+    """The part of a full parameter that `piece` describes, in the shape of the shard's view."""
+    if piece.numel == placement.numel:
+        return tensor
+    if tensor.dim() == 0:
+        return tensor.reshape(-1)[:0]
+    if placement.spec.granularity == "element":
+        run = tensor.movedim(placement.shard_dim, 0).reshape(-1)[piece.start : piece.stop]
+        return run.view(piece.shape).movedim(0, placement.shard_dim)
+    return tensor.narrow(placement.shard_dim, piece.start, piece.stop - piece.start)
+
+
+def as_stored(grad: torch.Tensor, placement: Placement, dtype: torch.dtype) -> torch.Tensor:
+    """`grad` with the shard dim outermost, contiguous, as the pack plan reads it. Rarely copies."""
+    if grad.layout is not torch.strided:
+        grad = grad.to_dense()
+    grad = grad.resolve_neg()  # autograd leaves such views of imaginary parts
+    if grad.dtype == dtype and placement.shard_dim == 0 and grad.is_contiguous():
+        return grad
+    if grad.dim() > 0:
+        grad = grad.movedim(placement.shard_dim, 0)
+    return grad.to(dtype).contiguous()

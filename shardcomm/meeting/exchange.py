@@ -1,0 +1,288 @@
+"""How ranks show each other a few bytes at set-up, over a torch Store or a ProcessGroup.
+
+Nobody waits for a rank that is known to have died, nor longer than the deadline, nor deaf to Ctrl-C. Over a store, a
+rank that gives up leaves word for the others, and what somebody else wrote there is told from what a rank did::
+
+    NAME/0/1       what rank 1 shows in the first round: a header, a seal over key and word, the word: its world size
+                   and its payload
+    NAME/failed    why a rank gave up, as a word in the same form
+"""
+
+from __future__ import annotations
+
+import hmac
+import itertools
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+
+from shardcomm._C import CommError, ProcessWatch
+from shardcomm.meeting.background import Background
+from shardcomm.meeting.store import first_line, seal
+
+T = TypeVar("T")
+
+_HEADER = b"shardcomm 2\n"  # the version of what ranks say to each other
+_SEAL_BYTES = len(seal(b""))
+
+_NOTHING = "nothing"  # a store's answer where there is no such key
+
+_LOOK_S = 0.05  # between looks at the ranks' processes
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.0001, 0.05  # between looks at the store
+_LAST_WORD_S = 1.0  # that a store or a group may take to answer once more when there is trouble
+
+
+class _NotAllCameError(CommError):
+    """Some have not, and nobody said why."""
+
+
+class Watched(NamedTuple):
+    """A rank's process on this host."""
+
+    pid: int
+    watch: ProcessWatch
+
+
+class Exchange(ABC):
+    """Called with bytes, shows them to all ranks and returns everybody's, in rank order; collective.
+
+    Raises:
+        CommError: a rank did not come within `deadline_s` seconds, or died, or gave up.
+    """
+
+    def __init__(self, rank: int, size: int, deadline_s: float) -> None:
+        self.rank = rank
+        self.size = size
+        self.deadline_s = deadline_s
+        self.processes: dict[int, Watched] = {}
+        """By rank: whose death ends a wait. Filled by who knows them."""
+        self._gave_up = ""  # why another rank did, once that was heard
+
+    @abstractmethod
+    def __call__(self, payload: bytes) -> list[bytes]:
+        """Everybody's payload."""
+
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """What this rank raises inside reaches at once, as a CommError, the ranks that wait for it in their set-up."""
+        try:
+            yield
+        except CommError as error:
+            self._tell(str(error))
+            raise
+        except BaseException as error:
+            said = f"{type(error).__name__}: {error}".removesuffix(": ")
+            self._tell(f"rank {self.rank} of {self.size} gave up its set-up: {said}")
+            raise
+
+    @abstractmethod
+    def _tell(self, why: str) -> None:
+        """Leaves word for the others, as far as there is a way to."""
+
+    def wait_for(self, fn: Callable[[], T], over: threading.Event | None = None) -> T:
+        """fn(), which waits for other ranks; `over` tells it to look a last time and to say what is missing."""
+        begun = Background(fn)
+        end = time.monotonic() + self.deadline_s
+        trouble = ""
+        try:
+            while not trouble and not begun.ended(min(_LOOK_S, end - time.monotonic())):
+                if time.monotonic() >= end:
+                    break
+                trouble = self.trouble()
+        finally:
+            if over is not None:
+                over.set()
+        # What a rank showed before it died counts: it may have ended because all is done.
+        if not begun.ended(_LAST_WORD_S):
+            raise CommError(self._gave_up or trouble or self._late("nobody answers"))
+        try:
+            return begun.result()
+        except _NotAllCameError as error:
+            raise CommError(trouble or str(error)) from None
+        except CommError:  # says why: what is seen dead here may have ended because of it
+            raise
+        except RuntimeError as error:  # torch's: of a connection that a rank's death may have cut
+            said = f"rank {self.rank} of {self.size}: the rendezvous failed: {first_line(error)}"
+            raise CommError(trouble or self.trouble(_LAST_WORD_S) or said) from error
+
+    def trouble(self, within_s: float = 0.0) -> str:
+        """Says why a rank gave up, or who has died; "" if neither is known. Looks so long."""
+        end = time.monotonic() + within_s
+        while True:
+            if self._gave_up:
+                return self._gave_up
+            dead = [
+                f"rank {rank} (pid {pid})"
+                for rank, (pid, watch) in self.processes.items()
+                if watch.ended
+            ]
+            if dead:
+                return f"{' and '.join(dead)} died during set-up"
+            if time.monotonic() >= end or not self.processes:
+                return ""
+            time.sleep(0.01)
+
+    def _late(self, why: str) -> str:
+        within = f"within {self.deadline_s:g} s"
+        return (
+            f"rank {self.rank} of {self.size}: not all ranks came to the rendezvous {within}: {why}"
+        )
+
+
+class StoreExchange(Exchange):
+    """Over a store that all ranks share. `name` keeps its keys apart from those of others over the same store."""
+
+    def __init__(self, store: Store, name: str, rank: int, size: int, deadline_s: float) -> None:
+        super().__init__(rank, size, deadline_s)
+        self._store = store
+        self._name = name
+        self._rounds = itertools.count()
+        self._failed = f"{name}/failed"
+        self._told = False
+
+    def __call__(self, payload: bytes) -> list[bytes]:
+        """See `Exchange`."""
+        over = threading.Event()
+        turn = next(self._rounds)
+        keys = [f"{self._name}/{turn}/{peer}" for peer in range(self.size)]
+        with self.telling():
+            return self.wait_for(lambda: self._round(keys, payload, over), over)
+
+    def wait_for(self, fn: Callable[[], T], over: threading.Event | None = None) -> T:
+        """See `Exchange`."""
+        if over is not None:  # a round, which reads the word of a rank that gives up
+            return super().wait_for(fn, over)
+        ended = threading.Event()
+        listening = Background(lambda: self._listen(ended))
+        try:
+            return super().wait_for(fn, ended)
+        finally:
+            # A thread that comes back from the store when the interpreter has ended would abort the process.
+            listening.ended(_LAST_WORD_S)
+
+    def _listen(self, over: threading.Event) -> None:
+        """Until `over`, hears why another rank gives up; not over a store that cannot be cloned."""
+        # A connection of its own: while torch waits for a key, torch's answers nobody else.
+        self._store = self._store.clone()  # type: ignore[attr-defined]
+        while not self._gave_up:
+            last = over.is_set()
+            self._gave_up = (self._read(self._failed) or b"").decode()
+            if last:
+                return
+            over.wait(_LONGEST_PAUSE_S)
+
+    def _tell(self, why: str) -> None:
+        if not self._told:
+            self._told = True
+            # Whether it can be left or not: a store that is stopped must not keep this rank.
+            Background(lambda: self._post(self._failed, why.encode())).ended(_LAST_WORD_S)
+
+    def _round(self, keys: Sequence[str], payload: bytes, over: threading.Event) -> list[bytes]:
+        word = b"%d\n" % self.size + payload
+        if self._post(keys[self.rank], word) != word:
+            raise CommError(
+                f"two processes came to the rendezvous as rank {self.rank} of {self.size}; each needs a RANK of its own"
+            )
+        shown = {self.rank: payload}
+        pause_s = _SHORTEST_PAUSE_S
+        while True:
+            last = over.is_set()
+            for peer in range(self.size):
+                if peer in shown:
+                    continue
+                if (there := self._read(keys[peer])) is not None:
+                    shown[peer] = self._payload(peer, there)
+                elif not last:
+                    break  # one question a look is enough, until the answer is needed
+            if len(shown) == self.size:
+                return [shown[peer] for peer in range(self.size)]
+            if (why := self._read(self._failed)) is not None:
+                raise CommError(why.decode())
+            if last:
+                missing = [str(peer) for peer in range(self.size) if peer not in shown]
+                raise _NotAllCameError(
+                    self._late(f"no word of rank{'s' * (len(missing) > 1)} {', '.join(missing)}")
+                )
+            over.wait(pause_s)
+            pause_s = min(1.1 * pause_s, _LONGEST_PAUSE_S)
+
+    def _payload(self, peer: int, word: bytes) -> bytes:
+        size, _, payload = word.partition(b"\n")
+        if int(size) != self.size:
+            sizes = sorted([(self.rank, self.size), (peer, int(size))])
+            said = " and ".join(f"{of} on rank {rank}" for rank, of in sizes)
+            raise CommError(f"WORLD_SIZE is {said}; it must be the same on every rank")
+        return payload
+
+    def _post(self, key: str, word: bytes) -> bytes:
+        """Writes `word`, unless something is there: what is there afterwards."""
+        sealed = (_HEADER + self._seal(key, word) + word).hex()
+        return self._opened(key, self._store.compare_set(key, "", sealed))
+
+    def _read(self, key: str) -> bytes | None:
+        """What is there, or None; in one question, where `check` and `get` would be three."""
+        value = self._store.compare_set(key, _NOTHING, _NOTHING)
+        # To a store an empty value is none, which the rank's own replaces.
+        return None if value in (b"", _NOTHING.encode()) else self._opened(key, value)
+
+    def _opened(self, key: str, value: bytes) -> bytes:
+        try:
+            sealed = bytes.fromhex(value.decode())
+        except ValueError:
+            sealed = b""
+        start = len(_HEADER) + _SEAL_BYTES
+        word = sealed[start:]
+        if not sealed.startswith(_HEADER) or not hmac.compare_digest(
+            sealed[len(_HEADER) : start], self._seal(key, word)
+        ):
+            raise CommError(
+                f"key {key!r} of the rendezvous store holds {len(value)} bytes that no rank of this run wrote: "
+                "somebody else reaches the store, or a rank runs another version of shardcomm or has another secret"
+            )
+        return word
+
+    @staticmethod
+    def _seal(key: str, word: bytes) -> bytes:
+        return seal(key.encode() + b"\0" + word)
+
+
+class GroupExchange(Exchange):
+    """Over a ProcessGroup, by its collectives."""
+
+    def __init__(self, group: dist.ProcessGroup, deadline_s: float) -> None:
+        super().__init__(group.rank(), group.size(), deadline_s)
+        self._group = group
+
+    def __call__(self, payload: bytes) -> list[bytes]:
+        """See `Exchange`."""
+
+        def gather() -> list[bytes]:
+            everybody: list[bytes] = [b""] * self.size
+            dist.all_gather_object(everybody, payload, group=self._group)
+            return everybody
+
+        return self.wait_for(gather)
+
+    def _tell(self, why: str) -> None:
+        """A group has no place to leave word in: its other ranks hear when this process ends."""
+
+    def wait_for(self, fn: Callable[[], T], over: threading.Event | None = None) -> T:
+        """See `Exchange`."""
+        if dist.get_backend(self._group) == "threaded":  # torch's own, for tests: ranks are threads
+            return fn()
+        if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            return super().wait_for(fn, over)
+        device = torch.cuda.current_device()  # each thread has one
+
+        def on_device() -> T:
+            with torch.cuda.device(device):
+                return fn()
+
+        return super().wait_for(on_device, over)

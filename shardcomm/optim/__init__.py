@@ -1,0 +1,1 @@
+"""Optimizers, loss scaling and averages for sharded models."""

@@ -1,0 +1,65 @@
+"""Holders: the ranks that hold the elements of some parameters between them, and the other ranks of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from shardcomm.comm.communicator import Communicator, ReduceOp
+from shardcomm.comm.mesh import Mesh, Ranks
+from shardcomm.parameter.tensor_parallel import Distribution
+
+
+@dataclass(frozen=True, eq=False)
+class Holders:
+    """The ranks that hold the elements of some parameters between them, of a model that is on the ranks of `everyone`.
+
+    Attributes:
+        mesh: the ranks that hold the same parameters. Others may hold other ones, such as other experts, which are
+            counted with these in whatever is said of the whole model.
+        experts: groups of ranks of `everyone` that hold other parts of some parameters: of DTensors over expert meshes.
+        differs: whether ranks of `everyone` have other parameters of the model, such as other experts.
+    """
+
+    mesh: Mesh
+    everyone: Mesh
+    experts: Mapping[Ranks, Communicator] = field(default_factory=dict)
+    differs: bool = False
+    _of_parts: dict[frozenset[Ranks], Holders] = field(default_factory=dict)
+
+    def of(self, how: Distribution | None) -> Holders:
+        """Those of one of the parameters, which is distributed so; the same object for all that are."""
+        cut = frozenset() if how is None else how.cut_over.intersection(self.experts)
+        if not cut:
+            return self
+        if cut not in self._of_parts:
+            inner = {**self.mesh.inner, **{ranks: self.experts[ranks] for ranks in cut}}
+            self._of_parts[cut] = Holders(
+                replace(self.mesh, inner=inner), self.everyone, differs=self.differs
+            )
+        return self._of_parts[cut]
+
+    def complete(self, buffer: torch.Tensor, op: ReduceOp) -> None:
+        """Reduces in place what each rank says of its elements of the same parameters."""
+        self.mesh.all_reduce_shards(buffer, op)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank is the one of them to say what all of them know."""
+        mesh = self.mesh
+        return all(comm.rank == 0 for comm in (mesh.shard, mesh.replicate, *mesh.inner.values()))
+
+    def combine(self, buffer: torch.Tensor, op: ReduceOp) -> None:
+        """Reduces in place what each rank says of its part of the model; of what several hold one says it."""
+        if self.mesh is self.everyone:
+            self.mesh.all_reduce_shards(buffer, op)
+            return
+        if not self.speaks(op):
+            buffer.zero_()
+        self.everyone.all_reduce(buffer, op)
+
+    def speaks(self, op: ReduceOp) -> bool:
+        """Whether this rank is one to say what is reduced over all ranks: where it is summed, replicas say it once."""
+        return op != "sum" or self.mesh.replicate.rank == 0

@@ -1,0 +1,230 @@
+"""Norms of sharded tensors: each rank has that of its rows, and those of many are completed together.
+
+`torch.nn.utils.clip_grad_norm_` takes a norm of each gradient, stacks them, and takes the norm of that. The norms stay
+partial until then, so that all of them cost one all-reduce. There may be plain tensors among them, such as gradients of
+`ignored_params`, which nobody has averaged. So that every rank scales by the same factor, their mean counts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shardcomm.parameter.plain import plain
+from shardcomm.parameter.tensor_parallel import full
+
+if TYPE_CHECKING:
+    from shardcomm.comm.communicator import ReduceOp
+    from shardcomm.parameter.holders import Holders
+
+
+def is_norm(func: Any) -> bool:
+    """Whether `partial_norms` knows it."""
+    return func in _NORMS
+
+
+def partial_norms(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The norms that `func`, one of torch's, takes of sharded tensors: a PartialNorm, or a list of them."""
+    given: _Given = _NORMS[func](*args, **kwargs)
+    many = isinstance(given.tensors, list | tuple)
+    norms = [_norm(t, given) for t in (given.tensors if many else [given.tensors])]
+    return norms if many else norms[0]
+
+
+class _Given:
+    def __init__(
+        self,
+        tensors: Any,
+        ord: Any = 2,
+        dim: Any = None,
+        keepdim: bool = False,
+        out: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        self.tensors, self.dtype = tensors, dtype
+        self.ord = 2.0 if ord in (None, "fro") else ord
+        whole_only = dim is None and not keepdim and out is None and not isinstance(self.ord, str)
+        what = "a norm of a matrix" if isinstance(self.ord, str) else "a norm along a dim"
+        self.refused = None if whole_only else what
+        if whole_only:
+            self.ord = float(self.ord)
+
+
+def _linalg_norm(tensors: Any, ord: Any = None, *rest: Any, **kwargs: Any) -> _Given:
+    given = _Given(tensors, ord, *rest, **kwargs)
+    if ord is not None and not isinstance(tensors, list) and tensors.dim() > 1 and ord != "fro":
+        given.refused = "a norm of a matrix"
+    return given
+
+
+def _tensor_norm(input: Any, p: Any = "fro", *rest: Any, **kwargs: Any) -> _Given:
+    return _Given(input, p, *rest, **kwargs)
+
+
+_NORMS: dict[Any, Any] = {
+    torch.linalg.vector_norm: lambda x, ord=2, *rest, **kwargs: _Given(x, ord, *rest, **kwargs),
+    torch._foreach_norm: lambda tensors, ord=2, dtype=None: _Given(tensors, ord, dtype=dtype),
+    torch.linalg.norm: _linalg_norm,
+    torch.norm: _tensor_norm,
+    torch.Tensor.norm: _tensor_norm,
+}
+
+
+def _norm(tensor: Any, given: _Given) -> torch.Tensor:
+    whole = getattr(tensor, "whole", None)
+    with plain():
+        if whole is None:
+            norm: torch.Tensor = torch.linalg.vector_norm(tensor, given.ord, dtype=given.dtype)
+            return norm
+        if given.refused:
+            whole.refuse(given.refused)
+        if torch.is_grad_enabled() and tensor.requires_grad:
+            whole.refuse("a norm to differentiate")
+        rows = tensor.detach().as_subclass(torch.Tensor)
+        dtype = given.dtype or rows.abs().dtype if rows.is_complex() else given.dtype or rows.dtype
+        power = _power(rows, given.ord).view(1)
+        if not whole.counts and not math.isinf(given.ord):
+            power.zero_()
+        return PartialNorm(power, given.ord, [whole.holders], (), dtype)
+
+
+def _power(rows: torch.Tensor, ord: float) -> torch.Tensor:
+    """What ranks combine: a sum of powers, a count, or the largest or least."""
+    if math.isinf(ord) and rows.numel() == 0:
+        return torch.full((), 0.0 if ord > 0 else math.inf, dtype=torch.float64, device=rows.device)
+    norm: torch.Tensor = torch.linalg.vector_norm(rows, ord, dtype=_wide(rows.dtype))
+    norm = norm.double()
+    return norm if math.isinf(ord) or ord == 0 else norm.pow(ord)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype | None:
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else None
+
+
+class PartialNorm(torch.Tensor):
+    """Norms of order `ord`, to which each of their holders has a part; complete once anything is asked of them."""
+
+    powers: torch.Tensor
+    ord: float
+    holders: Sequence[Holders | None]  # None: of a plain tensor, and complete
+
+    @staticmethod
+    def __new__(  # noqa: D102
+        cls,
+        powers: torch.Tensor,
+        ord: float,
+        holders: Sequence[Holders | None],
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+    ) -> PartialNorm:
+        self = torch.empty(shape, dtype=dtype, device=powers.device).as_subclass(cls)
+        self.powers, self.ord, self.holders = powers, ord, holders
+        return self
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        with plain():
+            if getattr(func, "__name__", "") == "__get__":
+                return func(*args)
+            if func is torch.Tensor.to:
+                return _moved(args[0], func(*args, **kwargs))
+            if func is torch.stack and len(args) == 1 and not kwargs:
+                return _stacked(args[0])
+            if is_norm(func):
+                given: _Given = _NORMS[func](*args, **kwargs)
+                stack = given.tensors
+                if isinstance(stack, cls) and given.ord == stack.ord and not given.refused:
+                    return stack.total(given.dtype)
+            args, kwargs = completed(args), completed(kwargs)
+        return func(*args, **kwargs)  # there may be rows among them
+
+    def complete(self) -> torch.Tensor:
+        """The norms of the wholes: an all-reduce for those that the same ranks hold; collective."""
+        powers = self.powers.clone()
+        for holders in dict.fromkeys(each for each in self.holders if each is not None):
+            theirs = [i for i, each in enumerate(self.holders) if each is holders]
+            part = powers[theirs].to(holders.mesh.device)
+            holders.complete(part, self._op)
+            powers[theirs] = part.to(powers.device)
+        with plain():
+            return self._rooted(powers).to(self.dtype).view(self.shape)
+
+    def total(self, dtype: torch.dtype | None) -> torch.Tensor:
+        """The norm of all of them, the same on every rank: an all-reduce of one number. Collective.
+
+        Of plain tensors' norms the mean of all ranks' powers counts, or the largest, or the least.
+        """
+        op, powers, holders = self._op, self.powers, self.holders
+        meshes = list({id(each.everyone): each.everyone for each in holders if each}.values())
+        if self.ord == 0:  # torch counts the norms that are not 0
+            says = [each is None or each.is_first for each in holders]
+            powers = (self.complete() != 0).double() * powers.new_tensor(says)
+        if op == "sum" and None in holders:
+            ranks = [1 if each else meshes[0].all_ranks for each in holders]
+            powers = powers / powers.new_tensor(ranks)
+        totals = []
+        for mesh in meshes:
+            theirs = [
+                i
+                for i, each in enumerate(holders)
+                if (each.everyone is mesh and each.speaks(op) if each else mesh is meshes[0])
+            ]
+            total = self._combined(powers[theirs]).to(mesh.device)
+            mesh.all_reduce(total, op)
+            totals.append(total.to(powers.device))
+        with plain():
+            return self._rooted(self._combined(torch.cat(totals))).to(dtype or self.dtype).view(())
+
+    @property
+    def _op(self) -> ReduceOp:
+        return "max" if self.ord == math.inf else "min" if self.ord == -math.inf else "sum"
+
+    def _combined(self, powers: torch.Tensor) -> torch.Tensor:
+        if self._op == "sum":
+            return powers.sum().view(1)
+        return (powers.amax() if self._op == "max" else powers.amin()).view(1)
+
+    def _rooted(self, powers: torch.Tensor) -> torch.Tensor:
+        return powers if math.isinf(self.ord) or self.ord == 0 else powers.pow(1 / self.ord)
+
+
+def _moved(norm: PartialNorm, like: torch.Tensor) -> PartialNorm:
+    return PartialNorm(
+        norm.powers.to(like.device), norm.ord, norm.holders, tuple(norm.shape), like.dtype
+    )
+
+
+def _stacked(norms: Sequence[torch.Tensor]) -> torch.Tensor:
+    partial = [n for n in norms if isinstance(n, PartialNorm)]
+    if len({n.ord for n in partial}) > 1 or any(n.dim() for n in norms):
+        return torch.stack(completed(list(norms)))
+    ord = partial[0].ord
+    powers: list[torch.Tensor] = []
+    holders: list[Holders | None] = []
+    for norm in norms:
+        if isinstance(norm, PartialNorm):
+            powers.append(norm.powers)
+            holders += norm.holders
+        else:
+            power = full(norm).double().view(1)
+            powers.append(power if math.isinf(ord) or ord == 0 else power.pow(ord))
+            holders.append(None)
+    dtype = torch.stack([torch.empty((), dtype=n.dtype) for n in norms]).dtype
+    return PartialNorm(torch.cat(powers), ord, holders, (len(norms),), dtype)
+
+
+def completed(tree: Any) -> Any:
+    """`tree`, in which partial norms are those of the wholes; collective if there are any."""
+    if isinstance(tree, PartialNorm):
+        return tree.complete()
+    if isinstance(tree, list | tuple):
+        return type(tree)(completed(each) for each in tree)
+    if isinstance(tree, dict):
+        return {key: completed(value) for key, value in tree.items()}
+    return tree

@@ -1,0 +1,205 @@
+"""Around the steps of optimizers: what one may see of sharded parameters, and whether it has the right ones.
+
+Those of torch's optimizers that go element by element see plain parameters, which the fused and foreach kernels take at
+no cost. Others, and the hooks of all of them, see guarded rows: elementwise arithmetic and norms of the whole are right
+there too, such as LAMB's; one that looks at matrices, such as Muon, is refused. What one rank owns as a whole is plain,
+but in a user's own step around one that goes element by element.
+
+Torch calls the hooks for every `torch.optim.Optimizer` of the process.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn, optim
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from shardcomm.parameter import optimizer_dicts
+from shardcomm.parameter.plain import plain, set_grad
+from shardcomm.parameter.sharded_parameter import ShardedParameter, ShardedRows
+from shardcomm.parameter.versions import written
+
+_ELEMENTWISE = (
+    optim.ASGD,
+    optim.Adadelta,
+    optim.Adagrad,
+    optim.Adam,  # and AdamW
+    optim.Adamax,
+    optim.NAdam,
+    optim.RAdam,
+    optim.RMSprop,
+    optim.Rprop,
+    optim.SGD,
+)
+
+_KNOWN_STEPS = ("torch.optim.", "shardcomm.")
+
+# Refused on rows before they come upon what is refused of these, which a rank without any rows would not.
+_OF_WHOLE_PARAMETERS = (optim.Adafactor, optim.Muon)
+
+
+@cache
+def install() -> None:
+    """From now on; once a process."""
+    register_optimizer_step_pre_hook(_before)
+    optimizer_dicts.install()
+
+
+def replaced(param: nn.Parameter, name: str) -> None:
+    """`param` was the whole parameter `name`, and is no parameter of the model any more."""
+    _checked.clear()  # an optimizer that has it may have stepped already
+    _refuse(
+        param,
+        f"parameter {name!r} as it was before fully_shard, which the model does not use any more; make the optimizer "
+        "of model.parameters() after fully_shard",
+    )
+
+
+def shown_for_a_while(param: nn.Parameter, name: str) -> None:
+    """`param` is a copy of the whole parameter `name`, by engine.gathered() or unit.unshard()."""
+    _refuse(
+        param,
+        f"the full parameter {name!r} that engine.gathered() or unit.unshard() showed, which is not what is trained; "
+        "make the optimizer of model.parameters() outside of gathered(), and before unshard() or after reshard()",
+    )
+
+
+def _refuse(param: nn.Parameter, why: str) -> None:
+    param._shardcomm_refused = why  # type: ignore[attr-defined]
+
+
+_stepping: weakref.WeakKeyDictionary[optim.Optimizer, _Stepping] = weakref.WeakKeyDictionary()
+_checked: weakref.WeakKeyDictionary[optim.Optimizer, int] = weakref.WeakKeyDictionary()
+_warned: weakref.WeakSet[type[optim.Optimizer]] = weakref.WeakSet()
+_hooks: weakref.WeakKeyDictionary[optim.Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
+
+
+def _before(optimizer: optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Comes before the optimizer's own hooks, which see guarded rows: ours is the last of them, and the first after."""
+    _end(optimizer, args, kwargs)  # of a step that an exception ended: torch calls no hook then
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    if _checked.get(optimizer) != len(params):
+        _check(optimizer, params)
+        _checked[optimizer] = len(params)
+    if not any(type(p) is ShardedParameter for p in params):
+        return
+    if optimizer not in _hooks:
+        handles = optimizer.register_step_pre_hook(_begin), optimizer.register_step_post_hook(_end)
+        _hooks[optimizer] = handles[0].id, handles[1].id
+    last, first = _hooks[optimizer]
+    before: OrderedDict[int, Any] = optimizer._optimizer_step_pre_hooks  # type: ignore[assignment]
+    after: OrderedDict[int, Any] = optimizer._optimizer_step_post_hooks  # type: ignore[assignment]
+    before.move_to_end(last)
+    after.move_to_end(first, last=False)
+
+
+def _begin(
+    optimizer: optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    sharded = [p for p in params if type(p) is ShardedParameter]
+    if isinstance(optimizer, optim.LBFGS) and sharded:
+        raise RuntimeError(
+            "LBFGS.step: it takes products over all parameters together, of which this rank has only some; use it with "
+            'strategy="no_shard", or an optimizer that treats elements or parameters by themselves'
+        )
+    if not isinstance(optimizer, _ELEMENTWISE):
+        of_whole = isinstance(optimizer, _OF_WHOLE_PARAMETERS)
+        for param in sharded:
+            whole = param.whole
+            if whole.is_part_owned or (of_whole and not (whole.is_here or whole.is_elsewhere)):
+                whole.refuse(f"{type(optimizer).__name__}.step")
+            if whole.is_elsewhere:
+                # Torch's get_optimizer_state_dict makes a step of zeros, which are of nothing here.
+                with plain():
+                    set_grad(param, None)
+        # Of what is stepped where there are rows, ranks without any know nothing.
+        written([p for p in sharded if p.grad is not None])
+        # Who owns a parameter does with it as it would without sharding, and alone.
+        sharded = [p for p in sharded if p.whole.is_owned or of_whole]
+        if sharded:
+            _warn(type(optimizer))
+    elif not type(optimizer).step.__module__.startswith(_KNOWN_STEPS):
+        # A step of a user's own around one of these may do anything: clip, for instance.
+        written([param for param in sharded if param.grad is not None])
+        return None
+    if not sharded:
+        return None
+    stepping = _stepping[optimizer] = _Stepping(sharded)
+    stepping.begin()
+    if len(args) > 1 and callable(args[1]):
+        return (args[0], stepping.guarding(args[1]), *args[2:]), kwargs
+    if callable(kwargs.get("closure")):
+        return args, {**kwargs, "closure": stepping.guarding(kwargs["closure"])}
+    return None
+
+
+def _warn(kind: type[optim.Optimizer]) -> None:
+    """Once for each class whose step nobody here knows: what it does with several parameters cannot be told."""
+    if kind in _warned or kind.step.__module__.startswith(_KNOWN_STEPS):
+        return
+    _warned.add(kind)
+    warnings.warn(
+        f'{kind.__name__}.step is given the parameters that this rank owns, by granularity="tensor". Each by itself is '
+        "whole; what is computed of several together, such as a norm of all gradients, is of these alone, and another "
+        "on each rank: take torch.nn.utils.clip_grad_norm_ or get_total_norm before the step",
+        stacklevel=4,
+    )
+
+
+def _check(optimizer: optim.Optimizer, params: Sequence[nn.Parameter]) -> None:
+    for param in params:
+        if why := getattr(param, "_shardcomm_refused", None):
+            raise RuntimeError(f"{type(optimizer).__name__}.step: the optimizer has {why}")
+
+
+def _end(optimizer: optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if (stepping := _stepping.pop(optimizer, None)) is not None:
+        moved = [param for param in stepping.params if param.data_ptr() != param.whole.address]
+        stepping.end()
+        for param in moved:  # by `param.data = ...`
+            param.whole.adopt(param)
+
+
+class _Stepping:
+    """A step under way: `params` and their gradients are plain tensors, by their class, from `begin` to `end`."""
+
+    def __init__(self, params: Sequence[ShardedParameter]) -> None:
+        self.params = params
+        self._grads: list[torch.Tensor] = []
+
+    def begin(self) -> None:
+        _make(self.params, nn.Parameter)
+        shown = [param.grad for param in self.params]
+        # Torch's fused kernels do not tell of it; nor does what another rank owns, which is stepped there.
+        stepped = zip(self.params, shown, strict=True)
+        written([p for p, g in stepped if g is not None or p.whole.grad_elsewhere is not None])
+        self._grads = [grad for grad in shown if type(grad) is ShardedRows]
+        _make(self._grads, torch.Tensor)
+
+    def end(self) -> None:
+        _make(self.params, ShardedParameter)
+        _make(self._grads, ShardedRows)
+
+    def guarding(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """`closure` is the user's code: a forward and a backward, and perhaps clipping."""
+
+        def guarded() -> Any:
+            self.end()
+            result = closure()  # where it raises, the step is over, without `_end`
+            self.begin()
+            return result
+
+        return guarded
+
+
+def _make(tensors: Sequence[torch.Tensor], kind: type[torch.Tensor]) -> None:
+    for tensor in tensors:
+        tensor.__class__ = kind

@@ -1,0 +1,301 @@
+"""What one rank holds of a tensor, as `torch.distributed.checkpoint` (DCP) saves and loads it.
+
+A checkpoint keeps a tensor as rectangles, each with its offsets in the whole, and reads from those that overlap what it
+is asked for. Whole rows are one rectangle, a run of elements is a few. Elements 4 to 16 of a 4 x 6 tensor are three::
+
+    .  .  .  .  a  a        a: offsets (0, 4), sizes (1, 2)
+    b  b  b  b  b  b        b: offsets (1, 0), sizes (1, 6)
+    c  c  c  c  c  .        c: offsets (2, 0), sizes (1, 5)
+    .  .  .  .  .  .
+
+So every rank writes and reads what it holds, on whatever layout the other side had, and ranks exchange only this list.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from shardcomm.layout.layout import Piece, Placement
+from shardcomm.parameter.plain import plain
+from shardcomm.parameter.tensor_parallel import Distribution, is_dtensor
+
+if TYPE_CHECKING:  # DCP loads slowly, and whoever calls the methods for it has it
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
+
+
+@dataclass(frozen=True)
+class Rectangle:
+    """A part of a tensor: its first index and its size in every dim."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """Indexes it in the whole tensor."""
+        return tuple(slice(o, o + s) for o, s in zip(self.offsets, self.sizes, strict=True))
+
+    def shifted(self, by: Sequence[int]) -> Rectangle:
+        """In a larger tensor, in which this one begins at `by`."""
+        offsets = tuple(map(sum, zip(self.offsets, by, strict=True)))
+        return Rectangle(offsets, self.sizes)
+
+
+def rectangles(shape: Sequence[int], begin: int, end: int) -> list[Rectangle]:
+    """The elements [begin, end) of a contiguous tensor of `shape`, in their order, in few rectangles."""
+    if begin >= end:
+        return []
+    if not shape:
+        return [Rectangle((), ())]
+    row = math.prod(shape[1:])
+    first, last = -(-begin // row), end // row  # whole rows
+    if first > last:
+        return _in_row(shape, last, begin - last * row, end - last * row)
+    found = []
+    if begin < first * row:
+        found += _in_row(shape, first - 1, begin - (first - 1) * row, row)
+    if first < last:
+        found.append(Rectangle((first, *(0,) * (len(shape) - 1)), (last - first, *shape[1:])))
+    if last * row < end:
+        found += _in_row(shape, last, 0, end - last * row)
+    return found
+
+
+def _in_row(shape: Sequence[int], row: int, begin: int, end: int) -> list[Rectangle]:
+    return [
+        Rectangle((row, *inner.offsets), (1, *inner.sizes))
+        for inner in rectangles(shape[1:], begin, end)
+    ]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Which part of a parameter a rank holds, and of anything of its shape, such as an optimizer's state.
+
+    Attributes:
+        ranks: how many ranks hold the parameter together.
+        how: of a DTensor; `placement` is in its local tensor.
+    """
+
+    placement: Placement
+    piece: Piece
+    ranks: int
+    how: Distribution | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole parameter."""
+        return self.placement.spec.shape if self.how is None else self.how.shape
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether another rank owns the whole parameter, its gradient and its optimizer state."""
+        return self.placement.is_elsewhere(self.piece)
+
+    def __deepcopy__(self, memo: Any) -> Part:
+        return self  # a value, and a DTensor's mesh has process groups
+
+    def of(self, held: torch.Tensor) -> ShardTensor:
+        """`held` has the shape of the parameter's entry in `Bucket.shards`."""
+        with plain():
+            return ShardTensor(self, held.detach().as_subclass(torch.Tensor))
+
+    def split(self, held: torch.Tensor) -> tuple[list[Rectangle], list[torch.Tensor]]:
+        """Where what is `held` lies in the whole, and views of it there."""
+        shape, dim = self.placement.spec.shape, self.placement.shard_dim
+        if math.prod(self.shape) == 0:
+            # Nobody holds any of it; it is in the checkpoint all the same.
+            return [Rectangle((0,) * len(shape), self.shape)], [held.new_empty(self.shape)]
+        start, stop, numel = self.piece.start, self.piece.stop, self.piece.numel
+        row = numel // max(stop - start, 1)
+        stored = rectangles(self.placement.stored_shape, start * row, stop * row)
+        where = [_moved(rectangle, dim) for rectangle in stored]
+        if [each.sizes for each in where] == [held.shape]:
+            parts = [held]
+        else:  # a run of elements, or nothing
+            runs = torch.split(held.reshape(-1), [math.prod(r.sizes) for r in stored])
+            parts = [
+                run.view(r.sizes).movedim(0, dim) if shape else run.view(())
+                for r, run in zip(stored, runs, strict=True)
+            ]
+        if self.how is not None:
+            where = [rectangle.shifted(self.how.offsets) for rectangle in where]
+        return where, parts
+
+
+class ShardTensor(torch.Tensor):
+    """A tensor of the whole's shape of which this rank has what is `held`: its part of it.
+
+    To be saved, loaded and staged by DCP (its `_Checkpointable` protocol), not to compute with.
+
+    Attributes:
+        rectangles: where each of `parts` lies in the whole.
+        parts: views of `held`.
+    """
+
+    part: Part
+    held: torch.Tensor
+    rectangles: tuple[Rectangle, ...]
+    parts: tuple[torch.Tensor, ...]
+
+    @staticmethod
+    def __new__(cls, part: Part, held: torch.Tensor) -> ShardTensor:  # noqa: D102
+        self: ShardTensor = torch.Tensor._make_wrapper_subclass(
+            cls, part.shape, dtype=held.dtype, device=held.device
+        )
+        self.part, self.held = part, held
+        where, parts = part.split(held)
+        self.rectangles, self.parts = tuple(where), tuple(parts)
+        return self
+
+    @torch.no_grad()
+    def load_(self, values: torch.Tensor) -> None:
+        """Takes this rank's part of `values`: the whole tensor, or a ShardTensor of the same rectangles."""
+        if isinstance(values, ShardTensor):
+            for part, value in zip(self.parts, values.parts, strict=True):
+                if part.data_ptr() != value.data_ptr():  # DCP loads in place
+                    part.copy_(value)
+            return
+        for rectangle, part in zip(self.rectangles, self.parts, strict=True):
+            part.copy_(values[rectangle.slices])
+
+    # DCP's protocol: torch/distributed/_checkpointable.py.
+
+    def __create_write_items__(self, fqn: str, tensor: object) -> list[WriteItem]:
+        if self.part.ranks > 1 and not dist.is_initialized():
+            raise RuntimeError(
+                f"torch.distributed has no process group, without which each of the {self.part.ranks} ranks would "
+                "write a checkpoint of its part alone; call torch.distributed.init_process_group('gloo') before saving"
+            )
+        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties  # noqa: PLC0415
+        from torch.distributed.checkpoint.planner import (  # noqa: PLC0415
+            TensorWriteData,
+            WriteItem,
+            WriteItemType,
+        )
+
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk=chunk,
+                    properties=TensorProperties(dtype=self.dtype),
+                    size=self.size(),
+                ),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata  # noqa: PLC0415
+
+        return [
+            ChunkStorageMetadata(torch.Size(rectangle.offsets), torch.Size(rectangle.sizes))
+            for rectangle in self.rectangles
+        ]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        for rectangle, part in zip(self.rectangles, self.parts, strict=True):
+            if index.offset is not None and tuple(index.offset) == rectangle.offsets:
+                return part
+        raise ValueError(f"{index.fqn}: this rank holds {self!r}, nothing at {index.offset}")
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Any = None,
+    ) -> Any:
+        """What torch's tools for state dicts do with one: copies, on another device too. There is nothing else."""
+        kwargs = kwargs or {}
+        if func is torch.ops.aten.new_empty.default:  # of a stager: to copy to
+            return args[0].part.of(torch.empty_like(args[0].held, device=kwargs.get("device")))
+        if func in _COPIES:
+            return args[0].part.of(func(args[0].held, *args[1:], **kwargs))
+        if func is torch.ops.aten.copy_.default and all(isinstance(a, cls) for a in args[:2]):
+            args[0].load_(args[1])
+            return args[0]
+        raise NotImplementedError(
+            f"{func} of a ShardTensor, which is for checkpoints only; compute with the parameters, or with "
+            "engine.full_state_dict(). (To stage one for async_save, take DCP's DefaultStager.)"
+        )
+
+    def __deepcopy__(self, memo: Any) -> ShardTensor:
+        return self.part.of(self.held.clone())  # not of the memory around it
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise RuntimeError(
+            f"{self!r} cannot be pickled, as by torch.save: it is this rank's part alone. Save by "
+            "torch.distributed.checkpoint, or save engine.full_state_dict()"
+        )
+
+    def untyped_storage(self) -> NoReturn:  # noqa: D102
+        raise RuntimeError(
+            f"{self!r} has no storage of its own, as safetensors wants it: it is this rank's part alone. Save by "
+            "torch.distributed.checkpoint, or save engine.full_state_dict()"
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        held = [
+            "[" + ", ".join(f"{s.start}:{s.stop}" for s in rectangle.slices) + "]"
+            for rectangle in self.rectangles
+        ]
+        return f"ShardTensor({', '.join(held) or 'nothing'} of {tuple(self.shape)}, {self.dtype})"
+
+
+def check_value(operation: str, name: str, current: torch.Tensor, value: object) -> None:
+    """ValueError unless `value` is a tensor of the shape of `current`, or the same part of it."""
+    if not isinstance(value, torch.Tensor):
+        raise ValueError(f"{operation}: {name} is a {type(value).__name__}; it must be a tensor")
+    if value.shape != current.shape:
+        raise ValueError(
+            f"{operation}: {name} has shape {tuple(value.shape)}; the model's is {tuple(current.shape)}"
+        )
+    if is_dtensor(value) and not is_dtensor(current):
+        raise ValueError(
+            f"{operation}: {name} is a DTensor, of which other ranks may have what this one wants; pass full_tensor() "
+            "of it, or save and load by torch.distributed.checkpoint"
+        )
+    if isinstance(value, ShardTensor) and not (
+        isinstance(current, ShardTensor) and value.rectangles == current.rectangles
+    ):
+        raise ValueError(
+            f"{operation}: {name} is {value!r}; this rank holds {current!r}. Between layouts, save and load by "
+            "torch.distributed.checkpoint, or pass full tensors"
+        )
+
+
+def load_value(current: torch.Tensor, value: torch.Tensor) -> None:
+    """Copies a checked `value` to `current`, or the part of it that `current` is."""
+    if isinstance(current, ShardTensor):
+        current.load_(value)
+    else:
+        current.copy_(value)
+
+
+_COPIES = {
+    torch.ops.aten._to_copy.default,
+    torch.ops.aten.clone.default,
+    torch.ops.aten.detach.default,
+    torch.ops.aten.empty_like.default,
+    torch.ops.aten.zeros_like.default,
+}
+
+
+def _moved(rectangle: Rectangle, dim: int) -> Rectangle:
+    """From the stored dims, the shard dim outermost, to the tensor's own."""
+
+    def moved(sizes: tuple[int, ...]) -> tuple[int, ...]:
+        return (*sizes[1 : dim + 1], sizes[0], *sizes[dim + 1 :]) if sizes else ()
+
+    return Rectangle(moved(rectangle.offsets), moved(rectangle.sizes))

@@ -1,0 +1,332 @@
+"""N ranks as local processes, with the environment that torchrun would give them.
+
+The launcher's process keeps the rendezvous store and watches; the ranks come from a fork server that has torch loaded,
+so that one starts in milliseconds. Whatever happens to a rank or to the launcher, no process is left::
+
+    launcher ──► fork server ──► ranks
+             │               the kernel kills a rank when the server ends, also one that is stopped
+             the server ends when the launcher does; see `shardcomm.process.fork_server`
+
+A rank that can also ends by itself, when the pipe between it and the launcher closes.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import secrets
+import shutil
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from multiprocessing import forkserver, resource_tracker
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerProcess
+from multiprocessing.util import get_temp_dir
+from typing import Any, TypeVar
+
+import torch
+
+from shardcomm._C import CommError, CudaError
+from shardcomm.arguments.checks import check_deadline, check_list, check_type
+from shardcomm.arguments.scalars import is_whole
+from shardcomm.checkpoint.checkpoints import CheckpointError
+from shardcomm.meeting.launchers import forget
+from shardcomm.meeting.store import SECRET, serve_on_loopback
+from shardcomm.process.parent import signal_at_its_end
+from shardcomm.process.stack_dumps import enable_where_free
+
+T = TypeVar("T")
+
+# How long the other ranks may take to notice a failure and say what they saw, before they are ended.
+GRACE_S = 5.0
+_CHUNK_BYTES = 1 << 20
+
+
+class RankError(RuntimeError):
+    """A rank failed: the message says which one, and how."""
+
+
+def launch(
+    fn: Callable[..., T], ranks: int, args: Sequence[Any] = (), *, deadline_s: float | None = None
+) -> list[T]:
+    """Runs fn(*args) in `ranks` new processes; returns their results in rank order.
+
+    Inside, both `Communicator.from_env()` and `torch.distributed.init_process_group()` find the other ranks. A process
+    that fn forks is no rank: when it comes back from fn, it ends, and its result is dropped.
+
+    Args:
+        fn: a function of a module (it is pickled by name), as are its arguments and its result.
+        deadline_s: seconds until all ranks are ended and TimeoutError is raised (default: none).
+
+    Raises:
+        TypeError, ValueError: an argument is not what it must be, or cannot be pickled.
+        RankError: a rank raised or was killed; the first cause, not what followed from it.
+        TimeoutError: the deadline passed.
+    """
+    check_type("launch", "fn", fn, Callable, "a function of a module")
+    if not is_whole(ranks, 1):
+        raise ValueError(f"launch: ranks is {ranks!r}; it must be at least 1")
+    check_list("launch", "args", args)
+    if deadline_s is not None:
+        check_deadline("launch", deadline_s)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["shardcomm", "shardcomm.process.fork_server"])
+    _start_fork_server()
+    store = serve_on_loopback()
+    secret = secrets.token_hex(16)
+    group = _Group(ranks)
+    try:
+        for rank in range(ranks):
+            group.start(context, rank, (store.port, secret), fn, args)
+        return group.results(deadline_s)
+    finally:
+        group.end()
+
+
+def _start_fork_server() -> None:
+    """Starts the server, unless it runs, with SIGINT blocked: Ctrl-C reaches the launcher alone, however early.
+
+    The ranks inherit the mask.
+    """
+    resource_tracker.ensure_running()  # here, since starting it unblocks SIGINT
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+class _Group:
+    """The processes of one launch."""
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+        self.processes: list[ForkServerProcess] = []
+        self.outcomes: list[_Outcome] = []
+        # Their other ends tell a rank that the launch is over, or that the launcher is gone.
+        self.lifelines: list[Connection] = []
+
+    def start(
+        self,
+        context: multiprocessing.context.ForkServerContext,
+        rank: int,
+        meeting: tuple[int, str],
+        fn: Callable[..., Any],
+        args: Sequence[Any],
+    ) -> None:
+        outcome, tell = context.Pipe(duplex=False)
+        watched, lifeline = context.Pipe(duplex=False)
+        self.lifelines.append(lifeline)  # first, for a Ctrl-C while the process starts
+        process = context.Process(
+            target=_run_rank,
+            args=(rank, self.ranks, meeting, fn, tuple(args), tell, watched, get_temp_dir()),
+            name=f"rank {rank}",
+        )
+        try:
+            process.start()
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise TypeError(
+                f"launch: fn and args must be what pickle can send to another process: {error}"
+            ) from error
+        tell.close()
+        watched.close()
+        self.processes.append(process)
+        self.outcomes.append(_Outcome(outcome))
+
+    def results(self, deadline_s: float | None) -> list[Any]:
+        """Waits for all; raises the first cause once a rank failed."""
+        end = None if deadline_s is None else time.monotonic() + deadline_s
+        results: dict[int, Any] = {}
+        failures: dict[int, str] = {}
+        pending = set(range(self.ranks))
+        while pending:
+            left = None if end is None else max(0.0, end - time.monotonic())
+            pipes = [self.outcomes[rank].pipe for rank in pending]
+            ready = wait([*pipes, *(self.processes[rank].sentinel for rank in pending)], left)
+            if not ready:
+                break
+            for rank in sorted(pending):
+                outcome = self.outcomes[rank]
+                if outcome.pipe.poll():
+                    if outcome.read() and not outcome.whole:
+                        continue
+                # A rank may have ended while a process that it forked keeps its pipe open.
+                elif self.processes[rank].sentinel not in ready:
+                    continue
+                ok, value = self._outcome(rank)
+                pending.remove(rank)
+                if ok:
+                    results[rank] = value
+                else:
+                    if not failures:
+                        grace_end = time.monotonic() + GRACE_S
+                        end = grace_end if end is None else min(end, grace_end)
+                    failures[rank] = value
+        if failures:
+            raise RankError(_first_cause(failures))
+        if pending:
+            raise TimeoutError(
+                f"launch: ranks {sorted(pending)} of {self.ranks} still ran after {deadline_s:g} s"
+            )
+        return [results[rank] for rank in range(self.ranks)]
+
+    def _outcome(self, rank: int) -> tuple[bool, Any]:
+        if not self.outcomes[rank].whole:
+            process = self.processes[rank]
+            process.join(GRACE_S)
+            code = process.exitcode
+            if code is not None and code < 0:
+                return False, f"was killed by {_signal_name(-code)}"
+            return False, f"ended with exit status {code} and no result"
+        try:
+            ok, value = self.outcomes[rank].value()
+        except Exception as error:
+            return False, f"returned what cannot be unpickled here: {type(error).__name__}: {error}"
+        return bool(ok), value
+
+    def end(self) -> None:
+        """Ends what still runs. Ranks hold nothing that outlives them, so being killed is clean."""
+        for lifeline in self.lifelines:
+            with suppress(BrokenPipeError):  # that rank has ended
+                lifeline.send_bytes(b"over")
+            lifeline.close()
+        for process in self.processes:
+            process.join(0.2)
+            if process.is_alive():
+                process.kill()
+            process.join()
+            process.close()
+        for outcome in self.outcomes:
+            outcome.pipe.close()
+
+
+class _Outcome:
+    """What a rank sends: its length in 8 bytes, and a pickle. Read as it comes: a rank may stop in the middle."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self.pipe = pipe
+        self._received = bytearray()
+
+    @staticmethod
+    def send(tell: Connection, outcome: bytes) -> None:
+        """Waits until all of it is in the pipe."""
+        with open(tell.fileno(), "wb", closefd=False) as pipe:
+            pipe.write(len(outcome).to_bytes(8))
+            pipe.write(outcome)
+
+    def read(self) -> bool:
+        """Takes what is there; False at the end of the pipe."""
+        received = os.read(self.pipe.fileno(), _CHUNK_BYTES)
+        self._received += received
+        return bool(received)
+
+    @property
+    def whole(self) -> bool:
+        """Whether all of it is there."""
+        there = len(self._received)
+        return there >= 8 and there == 8 + int.from_bytes(self._received[:8])
+
+    def value(self) -> Any:
+        """What was sent; may raise anything, as unpickling does."""
+        return pickle.loads(memoryview(self._received)[8:])
+
+
+def _first_cause(failures: dict[int, str]) -> str:
+    """A rank that was killed, or raised an error of its own, comes before CommErrors, which follow from it."""
+
+    def order(entry: tuple[int, str]) -> tuple[int, int]:
+        rank, text = entry
+        return (0 if text.startswith("was killed") else 2 if "CommError" in text else 1, rank)
+
+    rank, text = min(failures.items(), key=order)
+    others = [
+        f"rank {other} {_in_one_line(said)}"
+        for other, said in sorted(failures.items())
+        if other != rank
+    ]
+    return "\n".join([f"rank {rank} {text}", *others])
+
+
+def _signal_name(number: int) -> str:
+    with suppress(ValueError):
+        return signal.Signals(number).name
+    above = number - signal.SIGRTMIN
+    return f"SIGRTMIN+{above}" if above > 0 else f"signal {number}"
+
+
+def _in_one_line(said: str) -> str:
+    first, *more = said.strip().splitlines()
+    return f"{first} {more[-1]}" if more and first == "raised" else first
+
+
+def _run_rank(
+    rank: int,
+    ranks: int,
+    meeting: tuple[int, str],  # the store's port, and the run's secret
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    tell: Connection,
+    watched: Connection,
+    temp_dir: str,
+) -> None:
+    _die_with_launcher(watched)
+    # Ctrl-C reaches the whole terminal; the launcher decides for all ranks. (Blocked already, unless the fork server
+    # was started by someone else.)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    enable_where_free()
+    threading.Thread(target=_end_with_launcher, args=(watched, temp_dir), daemon=True).start()
+    forget()  # of what started the launcher
+    port, os.environ[SECRET] = meeting
+    # All ranks are here: the connections that torch's Gloo opens need no other interface.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(ranks),
+        LOCAL_WORLD_SIZE=str(ranks),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        TORCHELASTIC_USE_AGENT_STORE="True",  # the launcher's store, as under torchrun
+        TORCHELASTIC_RESTART_COUNT="0",
+    )
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
+    pid = os.getpid()
+    try:
+        # By value: torch's own way would share the tensors' memory, which ends with this process.
+        outcome = pickle.dumps((True, fn(*args)))
+    except BaseException as error:
+        if os.getpid() != pid:
+            raise
+        said = "raised\n" + traceback.format_exc()
+        if isinstance(error, CommError | CudaError | CheckpointError):
+            # It says all; where this rank was is of no interest.
+            said = f"raised {type(error).__name__}: {error}"
+        outcome = pickle.dumps((False, said))
+    if os.getpid() == pid:  # not a process that fn forked, which came back from it too
+        _Outcome.send(tell, outcome)
+
+
+def _die_with_launcher(watched: Connection) -> None:
+    """Has the kernel kill this rank when the fork server ends, and the fork server end when the launcher does."""
+    signal_at_its_end(signal.SIGKILL)
+    # The server ends when nobody can write to a pipe: the launcher, and all that it forked. Not this rank any longer,
+    # which may be stopped.
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, forkserver._forkserver._forkserver_alive_fd, inheritable=False)  # type: ignore[attr-defined]
+    os.close(null)
+    if watched.poll(0):  # both ended before the first line of this
+        os._exit(1)
+
+
+def _end_with_launcher(watched: Connection, temp_dir: str) -> None:
+    """Ends this rank with the launch; removes the fork server's socket if the launcher was killed and cannot."""
+    try:
+        watched.recv_bytes()
+    except (EOFError, OSError):
+        shutil.rmtree(temp_dir, ignore_errors=True)
+    os._exit(1)

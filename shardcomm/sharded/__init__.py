@@ -1,0 +1,1 @@
+"""A unit at run time: its full parameters come and go, and its gradients are reduced."""

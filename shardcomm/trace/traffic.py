@@ -1,0 +1,64 @@
+"""Traffic: what the communication of a run amounts to, and how long computation waited for it."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from shardcomm.stream.streams import Event
+
+
+def all_reduce_bytes(nbytes: int, ranks: int) -> int:
+    """What a rank sends to the others in an all-reduce: 2 (n - 1) / n of its buffer."""
+    return 2 * nbytes * (ranks - 1) // ranks
+
+
+class Traffic:
+    """What a step's communication amounts to, summed up since the start.
+
+    Attributes:
+        gathered_bytes: received from other ranks by gathers.
+        reduced_bytes: sent to other ranks by reduces.
+        waits_timed: whether waits are; see `time_waits`.
+    """
+
+    def __init__(self) -> None:
+        self.gathered_bytes = 0
+        self.reduced_bytes = 0
+        self.waits_timed = False
+        self._exposed_s = 0.0
+        self._waits: deque[tuple[Event, Event]] = deque()  # those that may still go on
+
+    def time_waits(self) -> None:
+        """Has `exposed_s` summed up from now on: two timed events a wait, which a step without them is faster than.
+
+        Not for steps that are captured in a CUDA graph, whose events tell no time.
+        """
+        self.waits_timed = True
+
+    @property
+    def exposed_s(self) -> float:
+        """Seconds that computation stood still since `time_waits`, waiting for communication.
+
+        To read it waits for the device.
+
+        Raises:
+            RuntimeError: waits are not timed.
+        """
+        if not self.waits_timed:
+            raise RuntimeError(
+                "traffic.exposed_s: waits are not timed; call engine.traffic.time_waits() before the steps in question"
+            )
+        for _, end in self._waits:
+            end.wait()
+        self._count_ended()
+        return self._exposed_s
+
+    def waited(self, begin: Event, end: Event) -> None:
+        """Computation waits between these two events of its stream."""
+        self._waits.append((begin, end))
+        self._count_ended()
+
+    def _count_ended(self) -> None:
+        while self._waits and self._waits[0][1].query():
+            begin, end = self._waits.popleft()
+            self._exposed_s += end.seconds_since(begin)

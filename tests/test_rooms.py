@@ -1,0 +1,29 @@
+"""Rooms that form layers: import-linter fences them, but for what the package itself gives, which is all of it."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "shardcomm"
+ROOMS = sorted(path.parent for path in PACKAGE.glob("*/__init__.py"))
+
+
+def imported_from_the_package(source: str) -> set[str]:
+    """What a module imports from `shardcomm` itself; "shardcomm" for the whole."""
+    names = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names if alias.name == PACKAGE.name}
+        elif isinstance(node, ast.ImportFrom) and node.module == PACKAGE.name:
+            names |= {alias.name for alias in node.names}
+    return names
+
+
+@pytest.mark.parametrize("room", ROOMS, ids=lambda room: room.name)
+def test_a_room_takes_nothing_but_the_compiled_core_from_the_package_itself(room: Path) -> None:
+    allowed = {"_C"} | ({PACKAGE.name} if room.name == "cli" else set())  # which prints the version
+    for path in room.rglob("*.py"):
+        assert imported_from_the_package(path.read_text()) <= allowed, path
