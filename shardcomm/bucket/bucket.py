@@ -299,9 +299,9 @@ class Bucket:
 
     # The parts of it, which the engine runs at different times.
 
-    def pack(self, grads: Sequence[torch.Tensor | None], *, async_op: bool = False) -> None:
-        """Copies `grads` to where `reduce` finds them; the caller may drop them then."""
-        self.reduction.pack(grads, aside=self._aside(async_op))
+    def pack(self, grads: Sequence[torch.Tensor | None], *, async_op: bool = False) -> bool:
+        """Copies `grads` to where `reduce` finds them; the caller may drop them then. False: `reduce` does nothing."""
+        return self.reduction.pack(grads, aside=self._aside(async_op))
 
     def reduce(self, *, async_op: bool = False, put_off: bool = False) -> Work:
         """Averages over the ranks of `comm` what was packed, into `grad`; with replicas, for `all_reduce` to go on.

@@ -113,8 +113,10 @@ class Reduction:
         """Of this rank's shard's gradients as they are reduced."""
         return self._layout.shard_numels[self._comm.rank] * self._dtype.itemsize
 
-    def pack(self, grads: Sequence[torch.Tensor | None], *, aside: bool) -> None:
+    def pack(self, grads: Sequence[torch.Tensor | None], *, aside: bool) -> bool:
         """Copies `grads` to where `reduce` finds them, once what was there has been reduced; the caller may drop them.
+
+        Returns whether there is something to reduce: of one rank alone they are the mean.
 
         Computation does it, not the stream that reduces: nobody would know when that has come to it.
         """
@@ -122,17 +124,18 @@ class Reduction:
         if not self._needs_no_other():
             self._packed = self._free_buffer(aside=aside)
             self._full.pack(sources, self._packed, self._computing())
-            return
+            return True
         self._adds = self._gradients.begin_reduce()
         if not aside:
             self._pack_mean(sources, self._gradients.flat)
-            return
+            return False
         stream = self._streams.reduce
         with self._gradient(stream) as grad:
             # What an offload's staging held has left it.
             self._streams.compute().wait(stream.record())
             self._pack_mean(sources, grad)
             self._streams.after_compute(stream)
+        return False
 
     def _pack_mean(self, sources: Sources, grad: torch.Tensor) -> None:
         scale, nonfinite = self.epilogue

@@ -430,10 +430,9 @@ class Engine:
                 self._begin_forward()
             unit.state = FORWARD
             if self._root.state is FORWARD:
-                trigger = unit.trigger[Phase.PRE_FORWARD]
-                self._seen.append(trigger)
-                if trigger in self._current:
-                    self._fire(trigger)
+                self._seen.append(unit.pre_forward)
+                if unit.pre_forward in self._current:
+                    self._fire(unit.pre_forward)
             else:  # called by itself: nothing has told whether its parameters have changed
                 unit.outdate()
                 _check_not_recorded(unit)
@@ -479,10 +478,7 @@ class Engine:
         _check_not_recorded(self._root)
         self._settle()
         for unit in self.units:
-            unit.outdate()
-            for param in unit.params:
-                param.guard()
-            unit.gradients.drop()
+            unit.begin_step()
         self._changes = versions.changes
         self._seen.clear()
         self._thread = threading.get_ident()
@@ -565,9 +561,8 @@ class Engine:
         if boundary.in_backward():  # recomputed; stays gathered, since its backward comes next
             return output
         if in_step:
-            trigger = unit.trigger[Phase.POST_FORWARD]
-            self._seen.append(trigger)
-            self._fire(trigger)
+            self._seen.append(unit.post_forward)
+            self._fire(unit.post_forward)
         if self._root.state is not FORWARD:
             self._return_to_user(unit, is_step=marked or not method)
         return output
@@ -623,9 +618,8 @@ class Engine:
                 self._release_from_backward(occupant)
         unit.state = BACKWARD
         unit.gradients.begin()
-        trigger = unit.trigger[Phase.PRE_BACKWARD]
-        if trigger in self._current:
-            self._fire(trigger)
+        if unit.pre_backward in self._current:
+            self._fire(unit.pre_backward)
         self._actions.require(unit)
         unit.show_full()
 
@@ -679,7 +673,7 @@ class Engine:
             self._actions.end_compute(unit, unit.began, "backward")
         unit.show_shard()
         unit.state = IDLE
-        self._fire(unit.trigger[Phase.POST_BACKWARD])
+        self._fire(unit.post_backward)
 
     def _on_gradient(self, unit: ShardedUnit) -> None:
         """A gradient is complete in a unit whose outputs cannot tell of its backward."""

@@ -39,6 +39,8 @@ class Gradients:
         for unit in units:
             self._params_of[unit.holders] += islice(number, len(unit.params))
         self._on_nonfinite = on_nonfinite
+        # Other ranks may wait to hear what this one has used, or whether it found NaN.
+        self._is_asked = bool(on_nonfinite) or any(h.mesh.size > 1 for h in self._params_of)
         self._all_used = {
             holders: torch.ones(len(where), dtype=torch.int32, device=mesh.device)
             for holders, where in self._params_of.items()
@@ -68,7 +70,8 @@ class Gradients:
         Raises:
             FloatingPointError: they are not finite, where that is to raise.
         """
-        if not any(unit.gradients.stage in (REDUCING, READY) for unit in self._units):
+        stages = [unit.gradients.stage for unit in self._units]
+        if not (REDUCING in stages or (READY in stages and self._is_asked)):
             return
         known = [unit.gradients.known() for unit in self._units]
         flags = self._of_any_rank([flag for of_unit in known for flag in of_unit])

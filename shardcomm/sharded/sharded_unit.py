@@ -111,7 +111,10 @@ class ShardedUnit:
         self.mesh = holders.mesh
         self.streams = self.mesh.streams
         self.input_dtype, self.output_dtype = input_dtype, output_dtype
-        self.trigger = {phase: Trigger(phase, index) for phase in Phase}
+        self.pre_forward = Trigger(Phase.PRE_FORWARD, index)
+        self.post_forward = Trigger(Phase.POST_FORWARD, index)
+        self.pre_backward = Trigger(Phase.PRE_BACKWARD, index)
+        self.post_backward = Trigger(Phase.POST_BACKWARD, index)
         self.on_backward: Callable[[torch.Tensor], None]  # set by the engine, as are the next
         self.on_backward_end: Callable[[], None]
         self.on_gradient: Callable[[torch.Tensor], None]
@@ -347,6 +350,13 @@ class ShardedUnit:
         self.gathered = False
         if self.secondary is not None:
             self.secondary.is_current = False
+
+    def begin_step(self) -> None:
+        """A forward of the model begins, perhaps after an optimizer's step, which may have raised."""
+        self.outdate()
+        for param in self.params:
+            param.guard()
+        self.gradients.drop()
 
     def outdate_changed(self) -> None:
         """A backward comes to a forward from before: if the shards have changed since, they are gathered again.

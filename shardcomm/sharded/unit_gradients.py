@@ -110,6 +110,11 @@ class UnitGradients:
         self.all_reduces: list[Work] = []
         self._name = name
         self._buckets = list(buckets)
+        self._dropped = [
+            bucket.gradients
+            for bucket, _ in self._buckets
+            if bucket.offload is None and bucket.layout.world_size > 1
+        ]
         self._params = [param for _, params in self._buckets for param in params]
         self._open_calls = 0  # of forward, whose backward has not come yet
         self._trained = self._buckets  # whose gradients this backward leaves
@@ -177,10 +182,9 @@ class UnitGradients:
         `put_off`: no all-reduce comes in this backward.
         """
         for bucket, params in self._trained:
-            bucket.pack([param.take() for param in params], async_op=True)
+            left = bucket.pack([param.take() for param in params], async_op=True)
             self.stage = PACKED
-            work = bucket.reduce(async_op=True, put_off=put_off)
-            if work.queued:
+            if left and (work := bucket.reduce(async_op=True, put_off=put_off)).queued:
                 self.reduces.append(work)
         self.stage = REDUCING
         self.awaits_replicas = any([b.reduction.replicas for b, _ in self._trained])
@@ -253,9 +257,8 @@ class UnitGradients:
 
         Not what is pinned, nor whole gradients: to come by as much memory takes a CPU long.
         """
-        for bucket, _ in self._buckets:
-            if bucket.offload is None and bucket.layout.world_size > 1:
-                bucket.gradients.drop()
+        for gradients in self._dropped:
+            gradients.drop()
 
     @property
     def reduce_bytes(self) -> int:
