@@ -2,7 +2,8 @@
 
 A chain of 64 Linear(16, 16), float32, forward and backward, one thread. At world size 1 nothing is communicated, so the
 difference to the plain model is the time of hooks, bookkeeping and launches, which is given per unit. FSDP2 is measured
-in the same rounds. Gradients are compared with the plain model's.
+in the same rounds, as is the limit of both: hooks that do nothing, by which torch tells of each forward and backward.
+Gradients are compared with the plain model's.
 
 With --device fake or cuda: what it costs with peers; see peers_overhead.py.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from typing import Any
 
 if any(each in sys.argv for each in ("fake", "--device=fake")):
     import played_cuda
@@ -36,6 +38,34 @@ def chain() -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(UNITS)))
 
 
+class Told(torch.autograd.Function):
+    """Tells of the end of a unit's backward."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        return grads[0]
+
+
+def hook_alone(module: nn.Module) -> None:
+    """Has torch tell of each forward of `module`, one that fails too, and of its backward's begin and end."""
+
+    def begin(module: nn.Module, args: tuple[torch.Tensor], kwargs: dict[str, Any]) -> object:
+        (x,) = args
+        return (Told.apply(x) if x.requires_grad else x,), kwargs
+
+    def end(module: nn.Module, args: object, output: torch.Tensor) -> None:
+        assert output.grad_fn is not None
+        output.grad_fn.register_prehook(lambda grads: None)
+
+    module.register_forward_pre_hook(begin, with_kwargs=True)
+    module.register_forward_hook(end)
+    module.register_forward_hook(lambda module, args, output: None, always_call=True)
+
+
 def seconds_of(net: nn.Module, x: torch.Tensor) -> float:
     net.zero_grad(set_to_none=True)
     start = time.perf_counter()
@@ -55,7 +85,9 @@ def main() -> None:
     os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     dist.init_process_group("gloo")
 
-    plain, ours, fsdp2 = chain(), chain(), chain()
+    plain, hooked, ours, fsdp2 = chain(), chain(), chain(), chain()
+    for layer in hooked:
+        hook_alone(layer)
     comm = shardcomm.Communicator.from_process_group()
     engine = shardcomm.fully_shard(ours, comm, units=nn.Linear)
     mesh = init_device_mesh("cpu", (1,))
@@ -64,7 +96,7 @@ def main() -> None:
     fsdp2_fully_shard(fsdp2, mesh=mesh)
 
     x = torch.randn(4, WIDTH)
-    nets = {"plain": plain, "shardcomm": ours, "FSDP2": fsdp2}
+    nets = {"plain": plain, "hooks alone": hooked, "shardcomm": ours, "FSDP2": fsdp2}
     samples: dict[str, list[float]] = {name: [] for name in nets}
     for round_ in range(args.rounds + 10):
         for name, net in nets.items():

@@ -1,5 +1,5 @@
-// What shardcomm/process/stack_dumps.py needs of signals, and Python does not have: faulthandler's handler
-// with something after it. Its own `chain` does that, but has system calls return EINTR.
+// What shardcomm/process/stack_dumps.py needs of signals, and Python does not have: faulthandler's
+// handler with something after it. Its own `chain` does that, but has system calls return EINTR.
 #include <signal.h>
 #include <unistd.h>
 

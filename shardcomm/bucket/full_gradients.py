@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 
@@ -12,13 +11,9 @@ from shardcomm.layout.layout import Layout
 from shardcomm.layout.views import as_stored, check_shape
 from shardcomm.stream.streams import Stream
 
-
-class Sources(NamedTuple):
-    """Gradients as they are packed, all of one dtype: where they are, 0 for what counts as zeros."""
-
-    addresses: list[int]
-    dtype: torch.dtype
-    made: Sequence[torch.Tensor | None] = ()  # those that are copies, among others
+Sources = tuple[list[int], torch.dtype, Sequence[torch.Tensor | None]]
+"""Gradients as they are packed: their addresses, 0 for what counts as zeros; the dtype of all; and tensors that are to
+live until then, copies among them."""
 
 
 class FullGradients:
@@ -46,7 +41,7 @@ class FullGradients:
             for grad, numel in zip(grads, self._numels, strict=True)
         ]
         if -1 not in addresses and not (self._singles and self._has_negated(grads)):
-            return Sources(addresses, dtype)
+            return addresses, dtype, ()
         return self._made_readable(grads)
 
     def _has_negated(self, grads: Sequence[torch.Tensor | None]) -> bool:
@@ -69,7 +64,7 @@ class FullGradients:
                 continue
             check_shape("reduce_scatter", "grads", grad, placement)
             stored.append(as_stored(grad, placement, dtype))
-        return Sources([0 if each is None else each.data_ptr() for each in stored], dtype, stored)
+        return [0 if each is None else each.data_ptr() for each in stored], dtype, stored
 
     def pack(
         self,
@@ -82,14 +77,15 @@ class FullGradients:
         nonfinite: torch.Tensor | None = None,
     ) -> None:
         """Copies them into `flat`, of the layout's length: a buffer to reduce, or the gradient of one rank alone."""
-        key = sources.dtype, flat.dtype, add
+        addresses, dtype, _ = sources
+        key = dtype, flat.dtype, add
         pack = self._packs.get(key)
         if pack is None:
             placements = self._layout.placements
             plan = CopyPlan.pack(
                 [p.numel for p in placements],
                 [p.offset for p in placements],
-                sources.dtype,
+                dtype,
                 flat.dtype,
                 () if add else self._layout.gaps(),
             )
@@ -97,6 +93,6 @@ class FullGradients:
                 [None] * len(placements), [flat], threads=torch.get_num_threads()
             )
         # Past the checks of `set_sources`: `checked` has made them, at a fraction of their cost.
-        pack.core.set_operands(sources.addresses, [flat.data_ptr()])
+        pack.core.set_operands(addresses, [flat.data_ptr()])
         flag = 0 if nonfinite is None else nonfinite.data_ptr()
         pack.core.run(scale, add, flag, stream)

@@ -80,9 +80,6 @@ class Actions:
         """Issues the gather, unless the slot is in use by another unit."""
         if unit.gathered:
             return
-        if unit.slot < 0:
-            unit.gathered = True  # the shard is the whole unit
-            return
         occupant = self._occupant.get(unit.slot)
         if occupant is not None and occupant is not unit:
             if occupant.state is not IDLE:
@@ -98,14 +95,14 @@ class Actions:
 
     def require(self, unit: ShardedUnit) -> None:
         """The parameters of `unit` are there, gathered now if no schedule did it; it begins to compute."""
-        if not unit.gathered:
-            self.gather(unit)
-        if not unit.gathered:
-            raise RuntimeError(
-                f"unit {unit.name!r} is needed while unit {self._occupant[unit.slot].name!r}, which has the same "
-                f"slot {unit.slot}, is still in use; call fully_shard with slots={len(self._units)}"
-            )
-        if unit.slot >= 0:
+        if unit.slot >= 0:  # else the shard is the whole unit
+            if not unit.gathered:
+                self.gather(unit)
+            if not unit.gathered:
+                raise RuntimeError(
+                    f"unit {unit.name!r} is needed while unit {self._occupant[unit.slot].name!r}, which has the same "
+                    f"slot {unit.slot}, is still in use; call fully_shard with slots={len(self._units)}"
+                )
             self.wait_gather(unit)
         if self.trace is not None:
             unit.began = self._compute().record(timed=True)
@@ -124,7 +121,8 @@ class Actions:
         """Issues the reduce, unless another backward of `unit` is to come; its full gradients are let go of."""
         if not (self.sync and unit.gradients.complete):
             return
-        self.wait_reduce(unit)
+        if unit.gradients.reduces or unit.gradients.all_reduces:
+            self.wait_reduce(unit)
         before = self._reducing.get(unit.mesh.shard)
         if before is not None and before.gradients.reduces:
             self._finish(before.gradients.reduces, "reduce", before)
