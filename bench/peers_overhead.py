@@ -86,7 +86,7 @@ def main(args: argparse.Namespace) -> None:
 def measure_on_gpu(calls: int) -> Samples:
     """As one of two ranks."""
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
-    from nccl_ranks import connect
+    from support.nccl_ranks import connect
 
     core = connect(deadline_s=60.0)
     with CoreCommunicator(core, torch.device("cuda", torch.cuda.current_device())) as comm:

@@ -49,7 +49,13 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     # Rank processes are forked from a server that has loaded what they need.
     # (FSDP2 loads torch._dynamo when it is first called, and saving loads DCP.)
     multiprocessing.set_forkserver_preload(
-        ["shardcomm", "nets", "torch._dynamo", "torch.distributed.checkpoint", "fsdp2_cases"]
+        [
+            "shardcomm",
+            "support.nets",
+            "torch._dynamo",
+            "torch.distributed.checkpoint",
+            "support.fsdp2_cases",
+        ]
     )
     # Takes longer than many a test: begun at once, but only for tests that need it.
     if any("launch" in vars(item.module) for item in session.items if hasattr(item, "module")):
@@ -76,7 +82,7 @@ def every_point(request: pytest.FixtureRequest) -> bool:
 @pytest.fixture
 def nothing_is_left_in_shared_memory() -> Iterator[None]:
     """Other processes, such as other tests, have names of their own there: theirs go away."""
-    from gates import until  # which loads torch
+    from support.gates import until  # which loads torch
 
     before = set(os.listdir("/dev/shm"))
     yield

@@ -22,14 +22,13 @@ import played_cuda
 INSTANT = ["two_events_a_collective"]
 played_cuda.install(instant=sys.argv[1] in INSTANT)
 
-from gates import until  # noqa: E402
-
 from shardcomm import _C, Bucket, Communicator, Layout, ParamSpec, Pending, fully_shard  # noqa: E402
 from shardcomm.bucket import bucket  # noqa: E402
 from shardcomm.comm.core import CoreCommunicator  # noqa: E402
 from shardcomm.engine import sharding  # noqa: E402
 from shardcomm.stream import streams  # noqa: E402
 from shardcomm.stream.streams import compute_stream  # noqa: E402
+from support.gates import until  # noqa: E402
 
 # What is played computes when its stream does, and torch here at once: nothing that is gathered can be read at set-up.
 bucket.difference = sharding.difference = lambda _groups, _items: ""

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from thread_ranks import run_threads
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardcomm import AdamW, Communicator, GradScaler, fully_shard
+from support.thread_ranks import run_threads
 
 LANES = (
     32  # elements that fill whole vector registers, so that nothing depends on where a run begins

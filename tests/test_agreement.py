@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from thread_ranks import run_mesh, run_threads
 from torch import nn
 
 from shardcomm import (
@@ -22,6 +21,7 @@ from shardcomm import (
 )
 from shardcomm.comm import agreement
 from shardcomm.comm.agreement import Item, difference
+from support.thread_ranks import run_mesh, run_threads
 
 
 class Net(nn.Module):

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from thread_ranks import run_threads
 
 from shardcomm import Communicator, CopyPlan
 from shardcomm.arguments.arrays import as_tensor
+from support.thread_ranks import run_threads
 
 
 def test_numpy_arrays_are_packed_where_they_are() -> None:

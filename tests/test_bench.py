@@ -18,14 +18,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from nccl_tests_output import Table, tables
-from test_train import ranks_of, wait_for_end
 
 from shardcomm.cli.bench import command
 from shardcomm.cli.bench.driver import benchmark
 from shardcomm.cli.bench.options import Options
 from shardcomm.cli.bench.results import Results
 from shardcomm.comm.core import CoreCommunicator
+from support.nccl_tests_output import Table, tables
+from support.sessions import ranks_of, wait_for_end
 
 DEADLINE_S = 120.0
 RANKS = 3

@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from thread_ranks import run_threads
 
 from shardcomm import Communicator
 from shardcomm.cli.bench import command, timing, transports
@@ -36,6 +35,7 @@ from shardcomm.cli.bench.results import Figure, Results, Row, Section
 from shardcomm.cli.bench.transports import ThreadRanks
 from shardcomm.cli.exact_values import values
 from shardcomm.comm.operands import RED_OPS
+from support.thread_ranks import run_threads
 
 
 def status(*args: str) -> int:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from thread_ranks import run_mesh, run_threads
 
 from shardcomm import Bucket, Communicator, Layout, Mesh, ParamSpec
+from support.thread_ranks import run_mesh, run_threads
 
 
 def tensors_of(rank: int, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:

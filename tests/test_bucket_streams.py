@@ -8,13 +8,13 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from thread_ranks import run_mesh, run_threads
 from torch import nn
-from twins import WIDTH, Chain, local, twins
 
 from shardcomm import Bucket, Communicator, Layout, Mesh, ParamSpec, fully_shard
 from shardcomm.bucket.staging import Staging
 from shardcomm.stream.streams import Event, Stream, copy
+from support.thread_ranks import run_mesh, run_threads
+from support.twins import WIDTH, Chain, local, twins
 
 SHAPE = (8, 2)
 

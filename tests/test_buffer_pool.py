@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 
 import torch
-from thread_ranks import run_threads
 
 from shardcomm import Communicator
 from shardcomm.interop.fsdp2.buffer_pool import MAX_BUFFERS, BufferPool
+from support.thread_ranks import run_threads
 
 ROUNDS = 200
 

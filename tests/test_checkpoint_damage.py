@@ -22,13 +22,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
-from nets import make
-from thread_ranks import run_threads
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from shardcomm import Communicator, fully_shard
 from shardcomm.checkpoint.checkpoints import CheckpointError, Checkpoints, complete_steps
 from shardcomm.checkpoint.manifest import DamagedError, Manifest
+from support.nets import make
+from support.thread_ranks import run_threads
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

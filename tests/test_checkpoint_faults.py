@@ -24,13 +24,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from file_faults import Faults, ShortWriteError
-from rank_processes import join, processes
-from thread_ranks import run_threads
 
 from shardcomm import _C, CommError, Communicator
 from shardcomm.checkpoint.checkpoints import CheckpointError, Checkpoints, complete_steps
 from shardcomm.comm.core import CoreCommunicator
+from support.file_faults import Faults, ShortWriteError
+from support.rank_processes import join, processes
+from support.thread_ranks import run_threads
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -17,14 +17,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from nets import Net, make
-from rank_processes import heard, join, kill, processes
-from test_state_dict import load_here
-from thread_ranks import run_threads
 
 from shardcomm import CommError, Communicator, fully_shard
 from shardcomm.checkpoint.checkpoints import CheckpointError, Checkpoints, complete_steps
 from shardcomm.interop.backend import receipts
+from support.nets import Net, make
+from support.rank_processes import heard, join, kill, processes
+from support.thread_ranks import run_threads
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -313,7 +312,7 @@ def test_a_rank_killed_while_saving_damages_no_checkpoint(seed: int, tmp_path: P
         for step in steps:
             model, wanted = make(layers=2), make(layers=2)
             state = {"model": model.state_dict()}
-            load_here(state, directory / f"step-{step:08d}")
+            dcp.load(state, checkpoint_id=directory / f"step-{step:08d}", no_dist=True)
             fill(wanted, step)
             for name, value in wanted.named_parameters():
                 assert torch.equal(state["model"][name], value), (seed, round_, step, name)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from thread_ranks import run_threads
 
 from shardcomm import Communicator
 from shardcomm.checkpoint.checkpoints import CheckpointError, Checkpoints, complete_steps
+from support.thread_ranks import run_threads
 
 
 @pytest.mark.parametrize("failing", [0, 1, 2])

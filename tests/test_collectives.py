@@ -9,10 +9,10 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from thread_ranks import run_threads
 
 import shardcomm
 from shardcomm import Communicator, launch
+from support.thread_ranks import run_threads
 
 OPS = [dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN]
 

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from random_collectives import OPS, random_collectives, reduced, values
-from thread_ranks import run_threads
 
 from shardcomm import _C, Bucket, CommError, Communicator, Stream, launch
 from shardcomm.comm.core import CoreCommunicator
 from shardcomm.stream.streams import Streams
+from support.random_collectives import OPS, random_collectives, reduced, values
+from support.thread_ranks import run_threads
 
 
 def random_collectives_from_env(seed: int, cases: int, transport: str) -> None:

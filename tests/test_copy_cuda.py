@@ -4,11 +4,21 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from random_plans import FLOATS, OTHERS, Plan, bits, expect, plans, rectangle, same_bits, values
 from torch import Tensor
 
 from shardcomm import _C
 from shardcomm.copy.plan import ZEROS, CopyPlan, Segment
+from support.random_plans import (
+    FLOATS,
+    OTHERS,
+    Plan,
+    bits,
+    expect,
+    plans,
+    rectangle,
+    same_bits,
+    values,
+)
 
 GUARD = 16
 """Elements before and after a destination that nobody may touch."""

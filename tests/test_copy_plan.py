@@ -1,12 +1,16 @@
 """CopyPlan and its CPU executor, against PyTorch's copies and conversions."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_plans import (
+from torch import Tensor
+
+from shardcomm import _C
+from shardcomm.copy.plan import ZEROS, CopyPlan, Segment
+from support.awkward_floats import awkward_floats, every_16_bit_pattern
+from support.instruction_sets import instruction_set  # noqa: F401  (a fixture)
+from support.random_plans import (
     FLOATS,
     OTHERS,
     TILE_ELEMENTS,
@@ -19,33 +23,6 @@ from random_plans import (
     same_bits,
     values,
 )
-from torch import Tensor
-
-from shardcomm import _C
-from shardcomm.copy.plan import ZEROS, CopyPlan, Segment
-
-
-@pytest.fixture(params=_C.instruction_sets(), ids=lambda each: each.name)
-def instruction_set(request: pytest.FixtureRequest) -> Iterator[None]:
-    before = _C.instruction_set()
-    _C.use_instruction_set(request.param)
-    yield
-    _C.use_instruction_set(before)
-
-
-def every_16_bit_pattern() -> Tensor:
-    return torch.arange(2**16, dtype=torch.int32).to(torch.int16)
-
-
-def awkward_floats() -> Tensor:
-    """Random bit patterns, every half and bfloat16, and what lies around and halfway between."""
-    generator = torch.Generator().manual_seed(20)
-    random = torch.randint(-(2**31), 2**31, (200_000,), generator=generator).to(torch.int32)
-    narrow = torch.cat(
-        [every_16_bit_pattern().view(dtype).float().view(torch.int32) for dtype in FLOATS[1:]]
-    )
-    steps = [-1, 0, 1, 0xFFF, 0x1000, 0x1001, 0x7FFF, 0x8000, 0x8001]
-    return torch.cat([random] + [narrow + step for step in steps]).view(torch.float32)
 
 
 @settings(max_examples=1000, deadline=None)

@@ -9,7 +9,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_plans import (
+from torch import Tensor
+
+from shardcomm.copy.plan import ZEROS, CopyPlan, Segment
+from shardcomm.stream.streams import TorchStream
+from support.awkward_floats import awkward_floats, every_16_bit_pattern
+from support.random_plans import (
     FLOATS,
     OTHERS,
     UNKNOWN_TO_CORE,
@@ -19,11 +24,6 @@ from random_plans import (
     same_bits,
     values,
 )
-from test_copy_plan import awkward_floats, every_16_bit_pattern
-from torch import Tensor
-
-from shardcomm.copy.plan import ZEROS, CopyPlan, Segment
-from shardcomm.stream.streams import TorchStream
 
 pytest.importorskip("triton", reason="the Triton executor needs triton: pip install triton")
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from nets import Net, assert_same, batch, loss_of, make, reference, train
-from thread_ranks import run_mesh, run_threads
 
 from shardcomm import Communicator, Engine, Mesh, fully_shard
+from support.nets import Net, assert_same, batch, loss_of, make, reference, train
+from support.thread_ranks import run_mesh, run_threads
 
 WIDTH = 24
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from nets import batch, loss_of, make, optimizer_of
 from torch.nn.parallel import DistributedDataParallel
 
 from shardcomm import Communicator, fully_shard, launch
+from support.nets import batch, loss_of, make, optimizer_of
 
 STEPS = 20
 

@@ -8,11 +8,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from nets import batch, loss_of, make, optimizer_of
-from thread_ranks import run_threads
 from torch import nn
 
 from shardcomm import CommError, Communicator, Engine, Stream, fully_shard, launch
+from support.nets import batch, loss_of, make, optimizer_of
+from support.thread_ranks import run_threads
 
 # What one rank does otherwise than the others.
 Diverge = Callable[[int, nn.Module, Engine], None]

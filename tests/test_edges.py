@@ -6,7 +6,6 @@ import copy
 import io
 import math
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from thread_ranks import run_mesh, run_threads
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -25,10 +23,12 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 from torch.nn.utils import parameters_to_vector, parametrize, vector_to_parameters
-from twins import Chain, local, twins, values
 
 import shardcomm
 from shardcomm import Communicator, Engine, Mesh, fully_shard, launch
+from support.generator import seeded
+from support.thread_ranks import run_mesh, run_threads
+from support.twins import Chain, local, twins, values
 
 RANKS = 2
 WIDTH = 8
@@ -49,12 +49,8 @@ class Tied(nn.Module):
         return F.linear(x, self.embed.weight) if tied else x
 
 
-_generator = threading.Lock()  # thread ranks share torch's random generator
-
-
 def model_of(seed: int = 0) -> Tied:
-    with _generator, torch.random.fork_rng():
-        torch.manual_seed(seed)
+    with seeded(seed):
         return Tied()
 
 

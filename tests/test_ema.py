@@ -10,10 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from thread_ranks import run_mesh, run_threads
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from twins import WIDTH, Chain, twins, values
 
 from shardcomm import (
     CommError,
@@ -24,6 +22,8 @@ from shardcomm import (
     fully_shard,
     launch,
 )
+from support.thread_ranks import run_mesh, run_threads
+from support.twins import WIDTH, Chain, twins, values
 
 DECAY = 0.8
 

@@ -7,7 +7,11 @@ import weakref
 
 import pytest
 import torch
-from nets import (
+from torch import nn
+
+from shardcomm import CommError, Communicator, Engine, MixedPrecision, Policy, fully_shard
+from shardcomm.parameter.plain import grad_of, plain
+from support.nets import (
     STEPS,
     Block,
     assert_same,
@@ -18,11 +22,7 @@ from nets import (
     reference,
     train,
 )
-from thread_ranks import run_threads
-from torch import nn
-
-from shardcomm import CommError, Communicator, Engine, MixedPrecision, Policy, fully_shard
-from shardcomm.parameter.plain import grad_of, plain
+from support.thread_ranks import run_threads
 
 VARIANTS = [
     "",

@@ -6,12 +6,12 @@ import copy
 
 import pytest
 import torch
-from nets import STEPS, Net, assert_same, batch, loss_of, make, optimizer_of, train
-from thread_ranks import run_threads
 from torch import nn
-from twins import WIDTH, Chain, assert_same_gradients, twins, values
 
 from shardcomm import Communicator, MixedPrecision, fully_shard
+from support.nets import STEPS, Net, assert_same, batch, loss_of, make, optimizer_of, train
+from support.thread_ranks import run_threads
+from support.twins import WIDTH, Chain, assert_same_gradients, twins, values
 
 
 class Quantised(nn.Module):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from thread_ranks import run_threads
 from torch import nn
-from twins import WIDTH, Chain, assert_same_gradients, twins, values
 
 from shardcomm import Communicator, fully_shard
+from support.thread_ranks import run_threads
+from support.twins import WIDTH, Chain, assert_same_gradients, twins, values
 
 
 class Failure(Exception):

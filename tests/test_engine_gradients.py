@@ -6,12 +6,12 @@ import contextlib
 
 import pytest
 import torch
-from thread_ranks import run_mesh, run_threads
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from twins import WIDTH, Chain, assert_same_gradients, local, twins, values
 
 from shardcomm import Communicator, Engine, Mesh, MixedPrecision, Plan, fully_shard
+from support.thread_ranks import run_mesh, run_threads
+from support.twins import WIDTH, Chain, assert_same_gradients, local, twins, values
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterable
 
 import pytest
 import torch
-from thread_ranks import run_mesh, run_threads
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from twins import WIDTH, Block, Chain, assert_same_gradients, twins, values
 
 from shardcomm import Communicator, Engine, Mesh, fully_shard
+from support.thread_ranks import run_mesh, run_threads
+from support.twins import WIDTH, Block, Chain, assert_same_gradients, twins, values
 
 STRATEGIES = ["full_shard", "shard_grad_op", "no_shard"]
 Loop = Callable[[nn.Module], None]

@@ -8,12 +8,12 @@ from collections import Counter
 
 import pytest
 import torch
-from nets import STEPS, assert_same, batch, loss_of, make, optimizer_of, reference
-from thread_ranks import run_threads
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardcomm import Communicator, fully_shard
+from support.nets import STEPS, assert_same, batch, loss_of, make, optimizer_of, reference
+from support.thread_ranks import run_threads
 
 
 def test_gradients_memory_is_given_back_between_steps() -> None:

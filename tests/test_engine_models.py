@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from thread_ranks import run_threads
 from torch import nn
-from twins import WIDTH, Block, Chain, assert_same_gradients, twins, values
 
 from shardcomm import Communicator, fully_shard
+from support.thread_ranks import run_threads
+from support.twins import WIDTH, Block, Chain, assert_same_gradients, twins, values
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,12 @@ import copy
 
 import pytest
 import torch
-from thread_ranks import run_threads
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from twins import WIDTH, Block, Chain, assert_same_gradients, twins, values
 
 from shardcomm import Communicator, fully_shard
+from support.thread_ranks import run_threads
+from support.twins import WIDTH, Block, Chain, assert_same_gradients, twins, values
 
 
 class Checkpointed(Chain):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from nets import assert_same, make
-from thread_ranks import run_threads
 from torch import nn
-from twins import WIDTH, twins, values
 
 from shardcomm import Communicator, fully_shard
+from support.nets import assert_same, make
+from support.thread_ranks import run_threads
+from support.twins import WIDTH, twins, values
 
 
 class Normed(nn.Module):

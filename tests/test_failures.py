@@ -15,8 +15,6 @@ from multiprocessing.connection import Connection
 import pytest
 import torch
 import torch.distributed as dist
-from nets import batch, loss_of, make, optimizer_of
-from thread_ranks import run_mesh, run_threads
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardcomm import (
@@ -31,6 +29,8 @@ from shardcomm import (
     launch,
 )
 from shardcomm.comm.core import CoreCommunicator
+from support.nets import batch, loss_of, make, optimizer_of
+from support.thread_ranks import run_mesh, run_threads
 
 RANKS = 3
 NOTICED_S = 2.0

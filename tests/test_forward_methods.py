@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from thread_ranks import run_threads
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from twins import WIDTH, assert_same_gradients, twins
 
 from shardcomm import Communicator, Engine, MixedPrecision, fully_shard
+from support.thread_ranks import run_threads
+from support.twins import WIDTH, assert_same_gradients, twins
 
 TOKENS = 7
 STRATEGIES = ["full_shard", "shard_grad_op", "no_shard"]

@@ -13,7 +13,18 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from fsdp2_cases import (
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+from torch.distributed.tensor import Shard
+
+from shardcomm import CommError, fsdp2, launch
+from shardcomm.comm import rendezvous
+from shardcomm.interop.fsdp2 import Attached, Level, internals
+from support.fsdp2_cases import (
     CASES,
     CASES_OF_4,
     WIDTH,
@@ -26,17 +37,6 @@ from fsdp2_cases import (
     step,
     train,
 )
-from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
-from torch.distributed.tensor import Shard
-
-from shardcomm import CommError, fsdp2, launch
-from shardcomm.comm import rendezvous
-from shardcomm.interop.fsdp2 import Attached, Level, internals
 
 LEVELS: tuple[Level, ...] = get_args(Level)
 REPLICAS = "the all-reduce between replicas stays torch's: FSDP2 has no hook for it"

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp2_cases import Case, make, optimizer_of, step
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule  # noqa: F401  (with it the operators come)
 
 from shardcomm import fsdp2, launch
 from shardcomm.interop.fsdp2.copies import GroupCopies
+from support.fsdp2_cases import Case, make, optimizer_of, step
 
 DTYPES = (torch.float32, torch.bfloat16, torch.uint8)
 CHUNK_CATS = [

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp2_cases import Case, Net, fsdp_modules, make, optimizer_of, step
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     DefaultAllGather,
@@ -25,6 +24,7 @@ from torch.testing._internal.distributed import multi_threaded_pg
 from shardcomm import CommError, fsdp2, launch
 from shardcomm.interop.fsdp2 import full as full_module
 from shardcomm.interop.fsdp2 import internals
+from support.fsdp2_cases import Case, Net, fsdp_modules, make, optimizer_of, step
 
 X = torch.ones(2, 5)
 

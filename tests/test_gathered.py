@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from thread_ranks import run_mesh, run_threads
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
-from twins import WIDTH, Block, Chain, assert_same_gradients, twins, values
 
 from shardcomm import Communicator, Engine, Mesh, MixedPrecision, fully_shard
+from support.thread_ranks import run_mesh, run_threads
+from support.twins import WIDTH, Block, Chain, assert_same_gradients, twins, values
 
 Body = Callable[[nn.Module, Engine, nn.Module], Any]
 

@@ -6,12 +6,12 @@ import math
 
 import pytest
 import torch
-from nets import assert_same, batch, loss_of, make, sgd_of
-from thread_ranks import run_mesh, run_threads
 from torch import nn
-from twins import local
 
 from shardcomm import Communicator, GradScaler, Mesh, MixedPrecision, fully_shard
+from support.nets import assert_same, batch, loss_of, make, sgd_of
+from support.thread_ranks import run_mesh, run_threads
+from support.twins import local
 
 HALF = MixedPrecision(param_dtype=torch.float16, reduce_dtype=torch.float32)
 

@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from nets import batch, loss_of, make, sgd_of
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardcomm import CommError, fully_shard
+from support.nets import batch, loss_of, make, sgd_of
 
 STEPS = 3
 DEADLINE_S = 120.0

@@ -22,9 +22,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from listeners import listening
 
 from shardcomm import Communicator, RankError, launch
+from support.listeners import listening
 
 RANKS = 3
 

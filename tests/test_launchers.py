@@ -274,23 +274,21 @@ def test_two_runs_on_one_host_do_not_meet(of: object) -> None:
             job.wait()
 
 
-def launched_inside() -> tuple[str, int]:
+def test_launch_inside_of_a_launcher_starts_ranks_of_its_own(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text("""
+from shardcomm import Communicator, launch
+from shardcomm.meeting.launchers import launched
+
+def launched_inside():
     with Communicator.from_env(deadline_s=60) as comm:
         comm.barrier()
         return launched().launcher, comm.size
 
-
-def test_launch_inside_of_a_launcher_starts_ranks_of_its_own() -> None:
-    folder = str(Path(__file__).parent)
-    program = f"""
-import sys
-sys.path.insert(0, {folder!r})
-from test_launchers import launched_inside
-from shardcomm import launch
 if __name__ == "__main__":
     print(launch(launched_inside, 2))
-"""
-    done = run([sys.executable, "-c", program], open_mpi(1, 4) | srun(1, 4))
+""")
+    done = run([sys.executable, str(program)], open_mpi(1, 4) | srun(1, 4))
     assert done == ["[('torchrun', 2), ('torchrun', 2)]"]
 
 

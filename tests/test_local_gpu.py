@@ -5,14 +5,14 @@ from __future__ import annotations
 import threading
 from functools import partial
 
-import nets
 import pytest
 import torch
-from nets import batch, loss_of, make, reference, sgd_of
-from random_collectives import random_collectives
-from thread_ranks import run_mesh, run_threads
 
 from shardcomm import Bucket, Communicator, CopyPlan, Mesh, MixedPrecision, fully_shard
+from support import nets
+from support.nets import batch, loss_of, make, reference, sgd_of
+from support.random_collectives import random_collectives
+from support.thread_ranks import run_mesh, run_threads
 
 pytestmark = pytest.mark.gpu
 train = partial(nets.train, optimizer_of=sgd_of)

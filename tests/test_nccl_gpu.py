@@ -17,7 +17,9 @@ from multiprocessing.connection import Connection
 import pytest
 import torch
 import torch.distributed as dist
-from nccl_ranks import (
+
+from shardcomm import _C, CommError, Communicator, launch
+from support.nccl_ranks import (
     all_gather,
     all_reduce,
     allocate,
@@ -28,10 +30,8 @@ from nccl_ranks import (
     shares_gpu,
     take_gpu,
 )
-from nets import make, reference, sgd_of, train
-from random_collectives import OPS, reduced, values
-
-from shardcomm import _C, CommError, Communicator, launch
+from support.nets import make, reference, sgd_of, train
+from support.random_collectives import OPS, reduced, values
 
 pytestmark = pytest.mark.gpu
 LAUNCH_S = 60.0

@@ -9,15 +9,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_plans import FLOATS, Plan, expect, plans, rectangle, values
-from test_reduce import CPU, OPS, instruction_set  # noqa: F401  (a fixture)
-from thread_ranks import run_threads
 from torch import Tensor
 
 from shardcomm import _C, Bucket, Communicator, CopyPlan, Stream, launch
 from shardcomm.arguments.dtype import core_dtype
 from shardcomm.copy.plan import ZEROS, Segment
+from support.instruction_sets import instruction_set  # noqa: F401  (a fixture)
+from support.random_plans import FLOATS, Plan, expect, plans, rectangle, values
+from support.thread_ranks import run_threads
 
+CPU = 0  # in place of a number of the CUDA kernel's threads
 NONFINITE = [float("nan"), float("inf"), -float("inf")]
 
 
@@ -36,7 +37,7 @@ def reduce(
     flag = new_flag()
     arguments = (
         dst.data_ptr(), core_dtype(dst.dtype), scale, accumulate,
-        [source.data_ptr() for source in sources], core_dtype(sources[0].dtype), OPS["sum"], dst.numel(),
+        [source.data_ptr() for source in sources], core_dtype(sources[0].dtype), _C.RedOp.sum, dst.numel(),
     )  # fmt: skip
     if threads == CPU:
         _C.reduce(*arguments, flag.data_ptr())
@@ -92,7 +93,7 @@ def test_every_16_bit_pattern_is_told(dtype: torch.dtype) -> None:
         source = everywhere.data_ptr() + i * run * dtype.itemsize
         flag.zero_()
         _C.reduce(
-            result.data_ptr(), wide, 1.0, False, [source], wide, OPS["sum"], run, flag.data_ptr()
+            result.data_ptr(), wide, 1.0, False, [source], wide, _C.RedOp.sum, run, flag.data_ptr()
         )
         assert flag.item() != finite, i
 

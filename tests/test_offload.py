@@ -12,9 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from nets import Net, batch, loss_of, make, sgd_of
-from test_strategies import train
-from thread_ranks import run_mesh, run_threads
 from torch import nn
 from torch.distributed.fsdp import CPUOffload, OffloadPolicy
 
@@ -32,6 +29,9 @@ from shardcomm import (
 )
 from shardcomm.bucket.offload import Offload
 from shardcomm.stream.streams import Streams, TorchStream, copy
+from support.accumulation import train
+from support.nets import Net, batch, loss_of, make, sgd_of
+from support.thread_ranks import run_mesh, run_threads
 
 # Precision, and how two batches are accumulated; see `train`.
 STEPS_OF_ALL_KINDS = [(False, ""), (False, "every"), (True, "no_sync"), (True, "every")]

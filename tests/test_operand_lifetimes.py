@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from thread_ranks import run_threads
 
 from shardcomm import Bucket, Communicator, launch
 from shardcomm.stream.streams import Stream, _new_stream
+from support.thread_ranks import run_threads
 
 # The memory of an operand: alive as long as a tensor over it is, whichever tensor object that is.
 Memory = np.ndarray[Any, Any]

@@ -7,12 +7,12 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from thread_ranks import run_threads
 from torch import nn
-from twins import local
 
 import shardcomm
 from shardcomm import Bucket, CommError, Communicator, CopyPlan, fully_shard, launch
+from support.thread_ranks import run_threads
+from support.twins import local
 
 TRANSPORTS = ["shm", "c10d"]
 

@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from thread_ranks import run_mesh, run_threads
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import (
@@ -25,11 +24,12 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
     set_state_dict,
 )
-from twins import local, twins, values
 
 import shardcomm
 from shardcomm import Communicator, Engine, Mesh, Policy, fully_shard, launch
 from shardcomm.parameter.shard_tensor import ShardTensor
+from support.thread_ranks import run_mesh, run_threads
+from support.twins import local, twins, values
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from thread_ranks import run_threads
 from torch import nn
 
 from shardcomm import AdamW, Communicator, fully_shard
+from support.clipping import Clipping
+from support.thread_ranks import run_threads
 
 WIDTH = 8
 
@@ -134,14 +135,6 @@ def test_adafactor_is_refused_on_a_rank_without_rows() -> None:
     run_threads(body, 4)
 
 
-class Clipping(torch.optim.SGD):
-    """Clips in its own step."""
-
-    def step(self, closure: Any = None) -> Any:
-        torch.nn.utils.clip_grad_norm_([p for g in self.param_groups for p in g["params"]], 0.1)
-        return super().step(closure)
-
-
 class Normalized(torch.optim.Optimizer):
     """Steps as far whatever the gradients' norm is, which is that of all of them."""
 
@@ -237,27 +230,13 @@ def test_rows_are_guarded_after_a_closure_that_fails() -> None:
         torch.testing.assert_close(each, norm)
 
 
-class ClippedByHand(torch.optim.Optimizer):
-    """Divides by a norm that it takes of all gradients together."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {})
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        norm = torch.stack([p.grad.norm() for p in params]).norm()
-        for param in params:
-            param.sub_(param.grad / norm)
-
-
 def test_a_step_that_is_not_known_is_warned_of_once() -> None:
     def body(comm: Communicator) -> None:
         model = nets[comm.rank]
         fully_shard(model, comm, granularity="tensor")
-        train(model, ClippedByHand(model.parameters()))
+        train(model, Normalized(model.parameters(), lr=1.0))
 
     nets = [net() for _ in range(2)]
-    with pytest.warns(UserWarning, match=r"ClippedByHand\.step is given .* owns") as warned:
+    with pytest.warns(UserWarning, match=r"Normalized\.step is given .* owns") as warned:
         run_threads(body, 2)
     assert len(warned) == 1

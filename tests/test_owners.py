@@ -11,14 +11,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from nets import STEPS, Block, assert_same, batch, loss_of, make, reference, sgd_of, train
-from thread_ranks import run_mesh, run_threads
 from torch import nn
 
 from shardcomm import CommError, Communicator, Mesh, MixedPrecision, Plan, fully_shard, launch
 from shardcomm.layout.layout import Granularity
 from shardcomm.models.shapes import SHAPES, ModelShapes
 from shardcomm.unit.owners import choose_owners
+from support.nets import STEPS, Block, assert_same, batch, loss_of, make, reference, sgd_of, train
+from support.thread_ranks import run_mesh, run_threads
 
 HIDDEN, FEED_FORWARD, KEYS, WORDS = 2048, 5632, 256, 32000
 LLAMA_1B = ModelShapes(

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from gates import Gate, launched, until, wait_at
 
 from shardcomm import _C, CommError, Communicator, Pending, Stream
 from shardcomm.comm import pending
+from support.gates import Gate, launched, until, wait_at
 
 RANKS = 3
 DEADLINE_S = 60.0

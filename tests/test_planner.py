@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from nets import Block, batch, loss_of, make
-from thread_ranks import run_mesh, run_threads
 from torch import nn
 
 from shardcomm import Communicator, Mesh, MixedPrecision, Plan, fully_shard
@@ -17,6 +15,8 @@ from shardcomm.models.shapes import SHAPES, equal_blocks
 from shardcomm.planner.footprint import Footprint
 from shardcomm.schedule.schedule import Phase, Trigger
 from shardcomm.unit.groups import slot_bytes
+from support.nets import Block, batch, loss_of, make
+from support.thread_ranks import run_mesh, run_threads
 
 HALF = MixedPrecision(torch.bfloat16, torch.bfloat16)
 HALF_WIDE_SUMS = MixedPrecision(torch.bfloat16, torch.float32)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextvars
 import math
-import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,12 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from nets import Block, Net, assert_same, batch, loss_of, make, reference, sgd_of
-from thread_ranks import run_mesh, run_threads
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn.utils import clip_grad_norm_
-from twins import local
 
 import shardcomm
 from shardcomm import (
@@ -33,6 +29,10 @@ from shardcomm import (
     fully_shard,
     launch,
 )
+from support.generator import seeded
+from support.nets import Block, Net, assert_same, batch, loss_of, make, reference, sgd_of
+from support.thread_ranks import run_mesh, run_threads
+from support.twins import local
 
 HALF = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 IN_FLOAT32 = MixedPrecision(param_dtype=torch.float32, output_dtype=torch.bfloat16)
@@ -280,17 +280,13 @@ _pair: contextvars.ContextVar[Communicator | None] = contextvars.ContextVar("pai
 
 def mixtures(numbers: range) -> nn.Sequential:
     """Two layers; the same values for an expert, whichever others are there."""
-    with _generator, torch.random.fork_rng():
-        torch.manual_seed(0)
+    with seeded():
         whole = nn.Sequential(*(Mixture(WIDTH, range(EXPERTS)) for _ in range(2)))
         part = nn.Sequential(*(Mixture(WIDTH, numbers) for _ in range(2)))
     with torch.no_grad():
         for name, param in part.named_parameters():
             param.copy_(whole.get_parameter(name))
     return part
-
-
-_generator = threading.Lock()
 
 
 def tokens_of(rank: int, step: int) -> torch.Tensor:
@@ -533,8 +529,7 @@ def test_an_expert_that_is_not_sharded_may_have_no_gradient_on_some_of_its_ranks
         return out.square().sum()
 
     def net(rank: int) -> Routed:
-        with _generator, torch.random.fork_rng():
-            torch.manual_seed(0)
+        with seeded():
             shared, experts = nn.Linear(WIDTH, WIDTH), [nn.Linear(WIDTH, WIDTH) for _ in range(2)]
         return Routed(shared, experts[rank % 2])
 

@@ -9,7 +9,13 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from parity import (
+from torch import nn
+from torch.distributed._composable import checkpoint as composable_checkpoint
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from shardcomm import Communicator, MixedPrecision, Policy, fully_shard, launch
+from support.parity import (
     MLP,
     STRATEGIES,
     assert_same_grads,
@@ -18,14 +24,8 @@ from parity import (
     train_alike,
     whole,
 )
-from thread_ranks import run_threads
-from torch import nn
-from torch.distributed._composable import checkpoint as composable_checkpoint
-from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
-from twins import twins, values
-
-from shardcomm import Communicator, MixedPrecision, Policy, fully_shard, launch
+from support.thread_ranks import run_threads
+from support.twins import twins, values
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 

@@ -8,13 +8,21 @@ from typing import Any
 
 import pytest
 import torch
-from parity import MLP, MLPs, assert_same_grads, assert_same_params, numbers, train_alike, whole
-from thread_ranks import run_mesh, run_threads
 from torch import nn
-from twins import local, twins, values
 
 from shardcomm import Communicator, Engine, Mesh, MixedPrecision, ShardedParameter, fully_shard
 from shardcomm.parameter.shard_tensor import ShardTensor
+from support.parity import (
+    MLP,
+    MLPs,
+    assert_same_grads,
+    assert_same_params,
+    numbers,
+    train_alike,
+    whole,
+)
+from support.thread_ranks import run_mesh, run_threads
+from support.twins import local, twins, values
 
 # State dicts.
 

@@ -8,7 +8,14 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from parity import (
+from torch import nn
+from torch.distributed._composable import checkpoint as composable_checkpoint
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from shardcomm import Communicator, Engine, Mesh, ShardedParameter, fully_shard
+from support.parity import (
     MLP,
     STRATEGIES,
     MLPs,
@@ -20,15 +27,8 @@ from parity import (
     train_alike,
     whole,
 )
-from thread_ranks import run_mesh, run_threads
-from torch import nn
-from torch.distributed._composable import checkpoint as composable_checkpoint
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
-from twins import twins, values
-
-from shardcomm import Communicator, Engine, Mesh, ShardedParameter, fully_shard
+from support.thread_ranks import run_mesh, run_threads
+from support.twins import twins, values
 
 # Inputs.
 

@@ -19,12 +19,12 @@ from typing import Any
 
 import pytest
 import torch
-from gates import DEADLINE_S, Gate, launched, until, wait_at
 
 from shardcomm import _C, CommError, Communicator, Stream, enable_stack_dumps
 from shardcomm.cli.ps import groups, stacks
 from shardcomm.comm.core import CoreCommunicator
 from shardcomm.process.stack_dumps import enable_where_free
+from support.gates import DEADLINE_S, Gate, launched, until, wait_at
 
 RANKS = 3
 

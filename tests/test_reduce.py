@@ -1,6 +1,5 @@
 """The arithmetic of reduce-scatter and all-reduce, against PyTorch's: of the CPU, and the CUDA kernel's code walked."""
 
-from collections.abc import Iterator
 from functools import reduce
 
 import pytest
@@ -12,18 +11,11 @@ from torch import Tensor
 from shardcomm import _C
 from shardcomm.arguments.dtype import core_dtype
 from shardcomm.stream.streams import compute_stream
+from support.instruction_sets import instruction_set  # noqa: F401  (a fixture)
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 INTEGERS = [torch.uint8, torch.int32, torch.int64]
 OPS = {op.name: op for op in (_C.RedOp.sum, _C.RedOp.avg, _C.RedOp.max, _C.RedOp.min)}
-
-
-@pytest.fixture(params=_C.instruction_sets(), ids=lambda each: each.name)
-def instruction_set(request: pytest.FixtureRequest) -> Iterator[None]:
-    before = _C.instruction_set()
-    _C.use_instruction_set(request.param)
-    yield
-    _C.use_instruction_set(before)
 
 
 def values(count: int, dtype: torch.dtype, generator: torch.Generator) -> Tensor:

@@ -1,8 +1,12 @@
-"""Rooms that form layers: import-linter fences them, but for what the package itself gives, which is all of it."""
+"""Rooms that form layers: import-linter fences them, but for what the package itself gives, which is all of it.
+
+And tests, which do not know each other.
+"""
 
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -27,3 +31,11 @@ def test_a_room_takes_nothing_but_the_compiled_core_from_the_package_itself(room
     allowed = {"_C"} | ({PACKAGE.name} if room.name == "cli" else set())  # which prints the version
     for path in room.rglob("*.py"):
         assert imported_from_the_package(path.read_text()) <= allowed, path
+
+
+def test_what_tests_share_is_in_their_support() -> None:
+    """Neither a test nor a program that it writes imports another test."""
+    imports = re.compile(r"^ *(?:from|import) +(?:tests\.)?test_\w+", re.MULTILINE)
+    tests = Path(__file__).parent
+    found = {path.name: imports.findall(path.read_text()) for path in tests.rglob("*.py")}
+    assert not {name: lines for name, lines in found.items() if lines}

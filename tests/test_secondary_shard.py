@@ -11,21 +11,6 @@ from typing import Any, TypeVar
 import pytest
 import torch
 import torch.distributed as dist
-from nets import (
-    STEPS,
-    Block,
-    Net,
-    assert_same,
-    batch,
-    loss_of,
-    make,
-    optimizer_of,
-    reference,
-    sgd_of,
-    train,
-)
-from rank_processes import heard, join, kill, processes
-from thread_ranks import run_mesh, run_threads
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -42,6 +27,21 @@ from shardcomm import (
 )
 from shardcomm.engine.engine import Engine
 from shardcomm.planner.planner import UnitPlan
+from support.nets import (
+    STEPS,
+    Block,
+    Net,
+    assert_same,
+    batch,
+    loss_of,
+    make,
+    optimizer_of,
+    reference,
+    sgd_of,
+    train,
+)
+from support.rank_processes import heard, join, kill, processes
+from support.thread_ranks import run_mesh, run_threads
 
 RANKS, HOST = 4, 2
 HALF = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

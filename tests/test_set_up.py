@@ -22,12 +22,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from listeners import listening
 
 from shardcomm import CommError, Communicator, RankError, launch
 from shardcomm.comm import rendezvous
 from shardcomm.meeting.exchange import StoreExchange
 from shardcomm.meeting.store import SECRET, env_store
+from support.listeners import listening
 
 RANKS = 3
 NOTICED_S = 2.0

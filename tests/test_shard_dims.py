@@ -7,13 +7,13 @@ from collections import Counter
 
 import pytest
 import torch
-from nets import assert_same, batch, loss_of, reference, sgd_of
-from thread_ranks import run_mesh, run_threads
 from torch import nn
-from twins import local, twins
 
 from shardcomm import AdamW, Communicator, Mesh, MixedPrecision, fully_shard
 from shardcomm.unit.groups import ShardDimOf
+from support.nets import assert_same, batch, loss_of, reference, sgd_of
+from support.thread_ranks import run_mesh, run_threads
+from support.twins import local, twins
 
 STEPS = 3
 

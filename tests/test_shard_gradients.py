@@ -8,9 +8,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from thread_ranks import run_mesh, run_threads
 from torch import nn
-from twins import WIDTH, Chain, assert_same_gradients, local, twins, values
 
 from shardcomm import (
     Bucket,
@@ -22,6 +20,8 @@ from shardcomm import (
     ParamSpec,
     fully_shard,
 )
+from support.thread_ranks import run_mesh, run_threads
+from support.twins import WIDTH, Chain, assert_same_gradients, local, twins, values
 
 SHAPES = {"a": (4, 3), "b": (6,)}
 

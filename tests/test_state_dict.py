@@ -12,8 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from nets import _generator, batch, loss_of, reference
-from thread_ranks import run_threads
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -23,6 +21,9 @@ from torch.distributed.tensor import Shard
 
 from shardcomm import Block, Communicator, Engine, fully_shard, launch
 from shardcomm.parameter.shard_tensor import ShardTensor
+from support.generator import seeded
+from support.nets import batch, loss_of, reference
+from support.thread_ranks import run_threads
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -83,8 +84,7 @@ class Tied(nn.Module):
 
 
 def make(seed: int = 0) -> Tied:
-    with _generator, torch.random.fork_rng():
-        torch.manual_seed(seed)
+    with seeded(seed):
         return Tied()
 
 

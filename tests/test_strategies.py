@@ -9,21 +9,15 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from nets import Net, assert_same, batch, loss_of, make, sgd_of
-from thread_ranks import run_mesh, run_threads
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
-from twins import WIDTH, Chain, assert_same_gradients, local, twins, values
 
-from shardcomm import STRATEGIES, Communicator, Mesh, MixedPrecision, fully_shard, launch
-from shardcomm.layout.layout import Granularity
-
-STEPS = 2
-HALF = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-# How a step of two batches is accumulated: not at all (two steps), unsharded, reduced each time, or reduced to shards
-# that are averaged among replicas at the end.
-ACCUMULATION = ["", "no_sync", "every", "put_off"]
+from shardcomm import STRATEGIES, Communicator, Mesh, fully_shard, launch
+from support.accumulation import ACCUMULATION, STEPS, train
+from support.nets import Net, assert_same, batch, loss_of, make, sgd_of
+from support.thread_ranks import run_mesh, run_threads
+from support.twins import WIDTH, Chain, assert_same_gradients, local, twins, values
 
 Run = Callable[[Callable[..., dict[str, torch.Tensor]]], list[dict[str, torch.Tensor]]]
 
@@ -52,43 +46,6 @@ def expected(ranks: int, half: bool, micro: int) -> Net:
             param.grad = total * (1.0 / ranks)
         optimizer.step()
     return model
-
-
-def train(
-    ranks: Communicator | Mesh,
-    strategy: str,
-    half: bool,
-    accumulation: str,
-    *,
-    cpu_offload: bool = False,
-    granularity: Granularity = "row",
-) -> dict[str, torch.Tensor]:
-    model = make(layers=3)
-    precision = HALF if half else None
-    engine = fully_shard(
-        model,
-        ranks,
-        strategy=strategy,
-        mixed_precision=precision,
-        cpu_offload=cpu_offload,
-        granularity=granularity,
-    )
-    optimizer = sgd_of(model)
-    batches = 2 if accumulation else 1
-    for step in range(STEPS):
-        for m in range(batches):
-            tokens = batch(ranks.rank, step * batches + m)
-            if accumulation == "no_sync" and m == 0:
-                with engine.no_sync():
-                    loss_of(model, tokens).backward()
-            else:
-                engine.set_requires_all_reduce(accumulation != "put_off" or m == 1)
-                loss_of(model, tokens).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    state = engine.full_state_dict()
-    engine.close()
-    return state
 
 
 @pytest.mark.parametrize("accumulation", ACCUMULATION)

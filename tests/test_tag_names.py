@@ -11,13 +11,13 @@ from typing import Literal
 
 import pytest
 import torch
-from gates import Gate, launched, until, wait_at
-from thread_ranks import run_mesh, run_threads
 from torch import nn
 
 from shardcomm import CommError, Communicator, Mesh, Pending, fully_shard, launch
 from shardcomm.cli.ps import groups
 from shardcomm.comm.communicator import FIRST_NAMED_TAG
+from support.gates import Gate, launched, until, wait_at
+from support.thread_ranks import run_mesh, run_threads
 
 DEADLINE_S = 60.0
 GATHER = r"all_gather\(f32, count \d+\) of unit "

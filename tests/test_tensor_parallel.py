@@ -18,22 +18,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
-from rank_processes import heard, join, kill, processes
-from tensor_parallel_nets import (
-    MAX_NORM,
-    STEPS,
-    VOCABULARY,
-    Layer,
-    Net,
-    attention_net,
-    batch,
-    columns_and_rows,
-    mlp_net,
-    optimizer_of,
-    sequence,
-    train,
-    twins,
-)
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
@@ -57,6 +41,22 @@ from shardcomm import (
     launch,
 )
 from shardcomm.parameter.tensor_parallel import is_dtensor
+from support.rank_processes import heard, join, kill, processes
+from support.tensor_parallel_nets import (
+    MAX_NORM,
+    STEPS,
+    VOCABULARY,
+    Layer,
+    Net,
+    attention_net,
+    batch,
+    columns_and_rows,
+    mlp_net,
+    optimizer_of,
+    sequence,
+    train,
+    twins,
+)
 
 TOLERANCE = 5e-5  # AdamW divides by gradients' own size, and makes rounding of small ones large; measured: 1.2e-5
 DEADLINE_S = 120

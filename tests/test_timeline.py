@@ -7,11 +7,11 @@ import json
 from pathlib import Path
 
 import pytest
-from test_train import SMALL
 
 from shardcomm.cli import trace as timeline_command
 from shardcomm.cli.train import command as train_command
 from shardcomm.trace.timeline import RankTimeline, Span, Timeline
+from support.train_runs import SMALL
 
 #           0    1    2    3    4    5    6    7    8    9    10
 # compute   [ a       ]         [ b            ]

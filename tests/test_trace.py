@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from nets import batch, loss_of, make
-from thread_ranks import run_mesh, run_threads
 
 from shardcomm import CommError, Communicator, Mesh, fully_shard
 from shardcomm.trace.timeline import Span, Timeline
+from support.nets import batch, loss_of, make
+from support.thread_ranks import run_mesh, run_threads
 
 CLOCK_S = 1e-5  # a GPU's, between two streams
 RANKS_CLOCKS_S = 1e-3

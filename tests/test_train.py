@@ -5,9 +5,7 @@ One run starts it as they do; what its result holds and what it refuses are aske
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import io
 import json
 import os
 import signal
@@ -15,48 +13,16 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import redirect_stderr
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from shardcomm import launch
-from shardcomm.cli.train import command, job
+from shardcomm.cli.train import command
 from shardcomm.cli.train.report import table
 from shardcomm.cli.train.text import Corpus, read_text
-from shardcomm.trace.timeline import Timeline
-
-SMALL = ["--steps", "6", "--width", "32", "--layers", "3", "--batch", "2", "--context", "16"]
-DEADLINE_S = 120.0
-
-
-def run(text: str, **changed: Any) -> job.Result:
-    """Of a small run; by the function that the command calls on every rank."""
-    ranks = changed.pop("ranks", 2)
-    options = command.options_of(parsed(*SMALL, "--text", text))
-    options = dataclasses.replace(options, **changed)
-    return launch(quiet_train, ranks, (options,), deadline_s=DEADLINE_S)[0][0]
-
-
-def quiet_train(options: job.Options) -> tuple[job.Result, Timeline | None]:
-    with redirect_stderr(io.StringIO()):  # the progress bar is no output of the tests
-        return job.train(options)
-
-
-def parsed(*args: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    command.add_parser(parser.add_subparsers())
-    return parser.parse_args(["train", *args])
-
-
-def refusal(capsys: pytest.CaptureFixture[str], *args: str) -> str:
-    """What the command says, in this process, before it starts any."""
-    with pytest.raises(SystemExit, match="2"):  # noqa: PT012
-        arguments = parsed(*args)
-        arguments.run(arguments)
-    return capsys.readouterr().err
+from support.sessions import members, ranks_of, wait_for_end
+from support.train_runs import DEADLINE_S, SMALL, parsed, quiet_train, refusal, run
 
 
 @pytest.fixture
@@ -95,37 +61,6 @@ def long_run(starting_run: subprocess.Popen[str]) -> subprocess.Popen[str]:
         assert char, shown
         shown += char
     return starting_run
-
-
-def group_members(session: int) -> list[int]:
-    """Processes of a session, but zombies."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                fields = (entry / "stat").read_text().rpartition(")")[2].split()
-            except OSError:
-                continue
-            if int(fields[3]) == session and fields[0] != "Z":
-                found.append(int(entry.name))
-    return found
-
-
-def wait_for_end(session: int) -> bool:
-    """Whether all processes of the session end within a few seconds."""
-    done = subprocess.run(
-        ["timeout", "10", "sh", "-c", f"while ps -s {session} -o stat= | grep -qv Z; do :; done"],
-        check=False,
-    )
-    return done.returncode == 0
-
-
-def ranks_of(process: subprocess.Popen[str]) -> list[int]:
-    """Its rank processes, told by the communication memory they map."""
-    return [
-        pid for pid in group_members(process.pid)
-        if "memfd:shardcomm" in Path(f"/proc/{pid}/maps").read_text()
-    ]  # fmt: skip
 
 
 def is_fork_server(pid: int) -> bool:
@@ -248,7 +183,7 @@ def test_a_report_that_cannot_be_written_is_one_sentence(
 
 
 def test_ctrl_c_while_the_ranks_start_ends_the_run(starting_run: subprocess.Popen[str]) -> None:
-    while not any(is_fork_server(pid) for pid in group_members(starting_run.pid)):
+    while not any(is_fork_server(pid) for pid in members(starting_run.pid)):
         assert starting_run.poll() is None
     os.killpg(starting_run.pid, signal.SIGINT)
     _, err = starting_run.communicate(timeout=20)

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_train import SMALL, refusal, run
 from torch.distributed import TCPStore
 
 from shardcomm import Checkpoints, Communicator, RankError, fully_shard
@@ -24,6 +23,7 @@ from shardcomm.checkpoint.checkpoints import complete_steps
 from shardcomm.cli.train import progress
 from shardcomm.cli.train.report import table
 from shardcomm.meeting.store import env_store
+from support.train_runs import SMALL, refusal, run
 
 STEPS = 20
 KILLS = 1

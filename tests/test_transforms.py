@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from thread_ranks import run_threads
 from torch import func, nn
 from torch.autograd import forward_ad, functional
-from twins import WIDTH, Chain, twins, values
 
 from shardcomm import Communicator, Engine, MixedPrecision, fully_shard, launch
+from support.thread_ranks import run_threads
+from support.twins import WIDTH, Chain, twins, values
 
 STRATEGIES = ["full_shard", "shard_grad_op", "no_shard"]
 X = values(WIDTH)

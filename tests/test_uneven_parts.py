@@ -9,9 +9,9 @@ from functools import partial
 
 import pytest
 import torch
-from thread_ranks import run_threads
 
 from shardcomm import CommError, Communicator, launch
+from support.thread_ranks import run_threads
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64]
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from thread_ranks import run_threads
 from torch import nn
-from twins import WIDTH, Chain, assert_same_gradients, twins, values
 
 from shardcomm import Communicator, Engine, MixedPrecision, fully_shard
 from shardcomm.sharded.unit_gradients import Stage
+from support.thread_ranks import run_threads
+from support.twins import WIDTH, Chain, assert_same_gradients, twins, values
 
 RANKS = 2
 LAYERS = 5

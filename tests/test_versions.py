@@ -12,10 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from thread_ranks import run_mesh, run_threads
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from twins import WIDTH, Block, Chain, assert_same_gradients, twins, values
 
 import shardcomm
 from shardcomm import (
@@ -25,6 +23,9 @@ from shardcomm import (
     fully_shard,
 )
 from shardcomm.parameter.shard_tensor import ShardTensor
+from support.clipping import Clipping
+from support.thread_ranks import run_mesh, run_threads
+from support.twins import WIDTH, Block, Chain, assert_same_gradients, twins, values
 
 CHANGED = "modified by an inplace operation"
 SHARDED = ["full_shard", "shard_grad_op"]
@@ -176,13 +177,6 @@ def own_adamw(model: nn.Module) -> None:
     loss.backward(retain_graph=True)
     optimizer.step()
     loss.backward()
-
-
-class Clipping(torch.optim.SGD):
-    def step(self, closure: Any = None) -> Any:
-        params = [param for group in self.param_groups for param in group["params"]]
-        torch.nn.utils.clip_grad_norm_(params, 1.0)
-        return super().step(closure)
 
 
 def own_step(model: nn.Module) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 
 import torch
@@ -10,6 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from shardcomm import Communicator, Mesh, fully_shard
+from support.generator import seeded
 
 STEPS = 4
 
@@ -73,12 +73,8 @@ class Net(nn.Module):
         return self.head(x)
 
 
-_generator = threading.Lock()  # thread ranks share torch's random generator
-
-
 def make(variant: str = "", seed: int = 0, **sizes: int) -> Net:
-    with _generator, torch.random.fork_rng():
-        torch.manual_seed(seed)
+    with seeded(seed):
         return Net(variant, **sizes)
 
 

@@ -6,13 +6,13 @@ Every rank has the same batch, so the mean over ranks is one rank's.
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Callable
 
 import torch
 from torch import nn
 
 from shardcomm.engine.engine import Engine
+from support.generator import seeded
 
 WIDTH = 8
 
@@ -44,13 +44,9 @@ class Chain(nn.Module):
         return x
 
 
-_generator = threading.Lock()  # thread ranks share torch's random generator
-
-
 def twins(make: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module]:
     """One to shard and its plain twin; the same on every rank."""
-    with _generator, torch.random.fork_rng():
-        torch.manual_seed(0)
+    with seeded():
         model = make()
     return model, copy.deepcopy(model)
 

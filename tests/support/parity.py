@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from twins import values
 
 from shardcomm import Communicator, Engine, Mesh
+from support.twins import values
 
 STRATEGIES = ["full_shard", "shard_grad_op", "no_shard"]
 
