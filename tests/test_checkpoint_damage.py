@@ -381,7 +381,7 @@ def test_values_that_name_code_are_refused_unread(tmp_path: Path) -> None:
         (
             (Evil(made), r"'more' names posix\.mkdir"),
             (Own(), r"'more' names test_checkpoint_damage\.Own, which is no plain value to torch; if y"),
-            (make, r"'more' names nets\.make"),
+            (make, r"'more' names support\.nets\.make"),
         )
     ):  # fmt: skip
         with alone(tmp_path).save(step) as path:
