@@ -165,3 +165,40 @@ def test_zero_grad_after_an_exception_in_backward_drops_the_gradients_there_were
         assert_same_gradients(engine, model, plain)
 
     run_threads(body, 2)
+
+
+class _Notes(nn.Module):
+    """Changes its weight, and returns nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> None:
+        with torch.no_grad():
+            self.linear.weight.add_(1)
+
+
+class _NotesFailures(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.notes = _Notes()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        try:
+            raise Failure
+        except Failure:
+            self.notes(x)
+        return x
+
+
+def test_a_unit_that_returns_nothing_while_an_exception_is_handled_has_not_failed() -> None:
+    """What a forward that fails returns is None, too, to the hooks."""
+
+    def body(comm: Communicator) -> None:
+        model = _NotesFailures()
+        fully_shard(model, comm, units=_Notes)
+        with pytest.raises(RuntimeError, match="'notes.linear.weight' was changed in the forward"):
+            model(values(3, WIDTH))
+
+    run_threads(body, 2)

@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -562,7 +563,8 @@ class Engine:
             return output
         if in_step:
             self._seen.append(unit.post_forward)
-            self._fire(unit.post_forward)
+            if unit.post_forward in self._current:
+                self._fire(unit.post_forward)
         if self._root.state is not FORWARD:
             self._return_to_user(unit, is_step=marked or not method)
         return output
@@ -728,13 +730,11 @@ class Engine:
         call = _Call(self, unit)
         begin: Any = call.begin
         end: Any = call.end
-        leave: Any = call.leave
         if unit.module._compiled_call_impl is not None:
             # `module.compile()` compiles its hooks too; what is between them is what should be.
-            begin, end, leave = map(torch.compiler.disable, (begin, end, leave))
+            begin, end = map(torch.compiler.disable, (begin, end))
         yield unit.module.register_forward_pre_hook(begin, prepend=True, with_kwargs=True)
-        yield unit.module.register_forward_hook(end)
-        yield unit.module.register_forward_hook(leave, always_call=True)
+        yield unit.module.register_forward_hook(end, always_call=True)
 
 
 def _check_not_recorded(unit: ShardedUnit) -> None:
@@ -766,9 +766,21 @@ class _Call(Hooks):
         return args, kwargs
 
     def end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        return self._engine._post_forward(self._unit, output)
-
-    def leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         self._unit.in_forward = False
-        if not self._unit.in_method:
-            self._engine._forward_failed(self._unit)  # unless `end` has come
+        try:
+            if output is not None or not _call_failed():
+                return self._engine._post_forward(self._unit, output)
+        except BaseException:
+            self._failed()
+            raise
+        return self._failed()
+
+    def _failed(self) -> None:
+        if not self._unit.in_method:  # which has its own way to hear of that
+            self._engine._forward_failed(self._unit)
+
+
+def _call_failed() -> bool:
+    """Whether a hook of `always_call` is called since an exception ended its module's call, which torch does not say."""
+    traceback = sys.exc_info()[2]
+    return traceback is not None and traceback.tb_frame.f_code is nn.Module._call_impl.__code__
