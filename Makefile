@@ -98,7 +98,7 @@ model: setup
 	$(BIN)/python tests/cpp/model/mutants.py
 
 fuzz: setup
-	$(BIN)/python -m pytest --hypothesis-profile fuzz tests/test_fuzz.py
+	$(BIN)/python -m pytest --hypothesis-profile fuzz tests/project/test_fuzz.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info shardcomm/_C*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis

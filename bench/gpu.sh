@@ -98,7 +98,7 @@ subprocess.run(["nvidia-smi"], check=True)'
     finish || end
 }
 
-gpu_tests() { grep -l 'mark\.gpu' tests/test_*.py; }
+gpu_tests() { grep -lr --include='test_*.py' 'mark\.gpu' tests; }
 kernel_tests() { gpu_tests | grep -E 'copy|reduce|nonfinite'; }
 
 a() {
@@ -121,18 +121,18 @@ b() {
     build
     export NCCL_DEBUG=WARN NCCL_DEBUG_FILE=$work/nccl.%p
     local tests test
-    pytest smoke 75 tests/test_nccl_gpu.py::test_smoke_two_ranks_gather_and_sum
-    pytest smoke-of-torch 75 tests/test_nccl_gpu.py::test_smoke_torchs_own_group_sums
+    pytest smoke 75 tests/comm/test_nccl_gpu.py::test_smoke_two_ranks_gather_and_sum
+    pytest smoke-of-torch 75 tests/comm/test_nccl_gpu.py::test_smoke_torchs_own_group_sums
     finish
     if [[ " ${failed[*]} " == *" smoke "* ]]; then
         keep_nccl_log
         tail -n 60 "$out/nccl.txt" | tee -a "$log"
         end
     fi
-    pytest bench 100 tests/test_bench.py
-    tests=$(sed -n 's/^def \(test_[a-z0-9_]*\).*/\1/p' tests/test_nccl_gpu.py | grep -v smoke)
+    pytest bench 100 tests/cli/test_bench.py
+    tests=$(sed -n 's/^def \(test_[a-z0-9_]*\).*/\1/p' tests/comm/test_nccl_gpu.py | grep -v smoke)
     for test in $tests; do
-        pytest "${test#test_}" 70 "tests/test_nccl_gpu.py::$test"
+        pytest "${test#test_}" 70 "tests/comm/test_nccl_gpu.py::$test"
         ((${#running[@]} < 4)) || finish
     done
     finish

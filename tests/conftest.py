@@ -15,6 +15,10 @@ from hypothesis import Phase, settings
 
 # Before torch is loaded. Ranks that are threads would each have a pool of them, which spin for each other's cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# A test that runs its own file as a program finds `support` there, too.
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+)
 
 
 # An example may take its time on a busy machine.

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-REPOSITORY = Path(__file__).parents[1]
+REPOSITORY = Path(__file__).parents[2]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="shared memory and futexes are Linux's")

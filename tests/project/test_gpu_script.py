@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 LIMITS_S = {"a": 300, "b": 420, "c": 480}
 FILES = {
     "a": {"gpu-a.log", "gpu_kernels.json"},
@@ -109,7 +109,7 @@ def test_the_stages_run_every_file_with_gpu_tests(machine: Path) -> None:
     printed = "".join(run(machine, stage)[1] for stage in "ab")
     marked = [
         file.name
-        for file in (ROOT / "tests").glob("test_*.py")
+        for file in (ROOT / "tests").rglob("test_*.py")
         if re.search(r"mark\.gpu", file.read_text())
     ]
     assert marked

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import shardcomm
 
-PAGE = Path(__file__).parents[1] / "docs" / "composition.md"
+PAGE = Path(__file__).parents[2] / "docs" / "composition.md"
 EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
 
 

@@ -347,7 +347,7 @@ def test_ranks_that_gather_different_blocks_of_equal_size_are_told() -> None:
     launch(run_different_blocks, 2, deadline_s=60)
 
 
-EXAMPLE = Path(__file__).parents[1] / "examples" / "fsdp2_attach.py"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "fsdp2_attach.py"
 
 
 def run_example() -> None:

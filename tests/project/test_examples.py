@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from shardcomm import launch
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def run(name: str, *args: object) -> Any:

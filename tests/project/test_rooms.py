@@ -1,6 +1,6 @@
 """Rooms that form layers: import-linter fences them, but for what the package itself gives, which is all of it.
 
-And tests, which do not know each other.
+Tests have the same rooms, and do not know each other.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parents[1] / "shardcomm"
+PACKAGE = Path(__file__).parents[2] / "shardcomm"
 ROOMS = sorted(path.parent for path in PACKAGE.glob("*/__init__.py"))
 
 
@@ -36,6 +36,11 @@ def test_a_room_takes_nothing_but_the_compiled_core_from_the_package_itself(room
 def test_what_tests_share_is_in_their_support() -> None:
     """Neither a test nor a program that it writes imports another test."""
     imports = re.compile(r"^ *(?:from|import) +(?:tests\.)?test_\w+", re.MULTILINE)
-    tests = Path(__file__).parent
+    tests = Path(__file__).parents[1]
     found = {path.name: imports.findall(path.read_text()) for path in tests.rglob("*.py")}
     assert not {name: lines for name, lines in found.items() if lines}
+
+
+def test_every_room_has_tests_in_a_folder_of_its_name() -> None:
+    folders = {path.parent.name for path in Path(__file__).parents[1].glob("*/test_*.py")}
+    assert folders == {room.name for room in ROOMS} - {"models"} | {"project"}

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent / "bench"))
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "bench"))
 import played_cuda  # noqa: E402
 
 CASES = [
@@ -43,7 +43,7 @@ def extension() -> None:
 
 @pytest.mark.usefixtures("extension")
 def test_host_time_of_collectives_with_peers_is_reported(tmp_path: Path) -> None:
-    script, file = HERE.parent / "bench" / "overhead.py", tmp_path / "figures.json"
+    script, file = ROOT / "bench" / "overhead.py", tmp_path / "figures.json"
     command = [sys.executable, str(script), "--device", "fake", "--rounds", "2", "--json"]
     subprocess.run([*command, str(file)], check=True, timeout=120)
     figures = json.loads(file.read_text())["figures"]
@@ -54,6 +54,6 @@ def test_host_time_of_collectives_with_peers_is_reported(tmp_path: Path) -> None
 @pytest.mark.usefixtures("extension")
 @pytest.mark.parametrize("case", CASES)
 def test_case(case: str) -> None:
-    command = [sys.executable, str(HERE / "played_cases.py"), case]
+    command = [sys.executable, str(ROOT / "tests" / "played_cases.py"), case]
     done = subprocess.run(command, check=False, text=True, capture_output=True, timeout=120)
     assert done.returncode == 0, done.stderr
