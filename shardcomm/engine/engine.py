@@ -563,8 +563,7 @@ class Engine:
             return output
         if in_step:
             self._seen.append(unit.post_forward)
-            if unit.post_forward in self._current:
-                self._fire(unit.post_forward)
+            self._fire(unit.post_forward)
         if self._root.state is not FORWARD:
             self._return_to_user(unit, is_step=marked or not method)
         return output
@@ -781,6 +780,6 @@ class _Call(Hooks):
 
 
 def _call_failed() -> bool:
-    """Whether a hook of `always_call` is called since an exception ended its module's call, which torch does not say."""
+    """Whether a hook of `always_call` is called because an exception ended its module's call."""
     traceback = sys.exc_info()[2]
     return traceback is not None and traceback.tb_frame.f_code is nn.Module._call_impl.__code__

@@ -198,7 +198,7 @@ def test_a_unit_that_returns_nothing_while_an_exception_is_handled_has_not_faile
     def body(comm: Communicator) -> None:
         model = _NotesFailures()
         fully_shard(model, comm, units=_Notes)
-        with pytest.raises(RuntimeError, match="'notes.linear.weight' was changed in the forward"):
+        with pytest.raises(RuntimeError, match=r"'notes.linear.weight' was changed in the forward"):
             model(values(3, WIDTH))
 
     run_threads(body, 2)
