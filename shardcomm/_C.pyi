@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 class DType(Enum):
     u8 = ...
@@ -23,7 +23,25 @@ class Use(Enum):
     gather = ...
     reduce = ...
 
-class CommError(RuntimeError): ...
+class CommError(RuntimeError):
+    """A group of ranks cannot go on: one died, came late, or called something else; it raises on every rank.
+
+    Attributes:
+        kind: "died", "late", "mismatch" (ranks called different collectives, or wait for each other), "closed",
+            "aborted" (a rank gave up, by an exception or by `abort`), or "backend": the transport, the operating
+            system, or what is needed at set-up refused.
+        rank: the rank whose fault it is; None where it is no single rank's, or not known whose.
+        operation: the collective that this rank was in, "all_gather" for instance; None: it was in none.
+        sequence: the number of that collective, which the text gives as "#147"; None as `operation`.
+        reporter: the rank that noticed; None where nobody says.
+    """
+
+    kind: Literal["died", "late", "mismatch", "closed", "aborted", "backend"]
+    rank: int | None
+    operation: str | None
+    sequence: int | None
+    reporter: int | None
+
 class CudaError(RuntimeError): ...
 
 class CudaStatus:

@@ -16,6 +16,7 @@ constexpr int kHostDevice = SHARDCOMM_PLAYED_DEVICE;
 constexpr int kHostDevice = -1;
 #endif
 
+void bind_comm_error(py::module_& m);
 void bind_layout(py::module_& m);
 void bind_copy(py::module_& m);
 void bind_stream(py::module_& m);

@@ -22,7 +22,7 @@ PYBIND11_MODULE(_C, m) {
       .value("avg", RedOp::avg)
       .value("max", RedOp::max)
       .value("min", RedOp::min);
-  py::register_exception<CommError>(m, "CommError", PyExc_RuntimeError);
+  bind_comm_error(m);
   py::register_exception<CudaError>(m, "CudaError", PyExc_RuntimeError);
 
   py::class_<CudaStatus>(m, "CudaStatus")

@@ -274,8 +274,7 @@ void BoardCommunicator::begin(Channel& channel, const Call& call, const Parts& p
     const std::string text = "ranks gave different counts to " +
                              describe(channel.board.call_of(rank_)) + ": " + given(0) + "; " +
                              given(r);
-    group_.mismatch(text);
-    throw CommError(text);
+    group_.throw_mismatch(text, channel.board.call_of(rank_));
   }
 }
 
@@ -298,8 +297,9 @@ std::byte* BoardCommunicator::peer(Channel& channel, Place Call::* place, int ra
   std::byte* data = channel.windows->resolve(where, rank);
   if (data == nullptr && where.window != Place::kAddress) {
     throw CommError("rank " + std::to_string(rank_) +
-                    " has let go of communication memory that rank " + std::to_string(rank) +
-                    " still uses in " + group_.describe(channel.board.call_of(rank)));
+                        " has let go of communication memory that rank " + std::to_string(rank) +
+                        " still uses in " + group_.describe(channel.board.call_of(rank)),
+                    fault_in(channel.board.call_of(rank_), "mismatch"));
   }
   return data;
 }

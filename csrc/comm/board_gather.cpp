@@ -75,9 +75,10 @@ void BoardCommunicator::refuse_parts_of_one_window(Channel& channel) const {
     const Place& other = channel.board.call_of(r).recv;
     if (other.window != own.window || other == own) continue;
     throw CommError("all_gather: recv begins at byte " + std::to_string(own.offset) +
-                    " of communication memory that all ranks share on rank " +
-                    std::to_string(rank_) + ", and at byte " + std::to_string(other.offset) +
-                    " on rank " + std::to_string(r) + "; it must be one place for all");
+                        " of communication memory that all ranks share on rank " +
+                        std::to_string(rank_) + ", and at byte " + std::to_string(other.offset) +
+                        " on rank " + std::to_string(r) + "; it must be one place for all",
+                    fault_in(channel.board.call_of(rank_), "mismatch"));
   }
 }
 

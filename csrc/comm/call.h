@@ -6,6 +6,7 @@
 
 #include "comm/tag_names.h"
 #include "shardcomm/communicator.h"
+#include "shardcomm/error.h"
 
 namespace shardcomm {
 
@@ -76,6 +77,17 @@ struct Call {
            count == other.count && tag == other.tag;
   }
 };
+
+// Of a rank that was in `call`; in none, if that has no number.
+inline CommFault fault_in(const Call& call, const char* kind) {
+  CommFault fault;
+  fault.kind = kind;
+  if (call.sequence > 0) {
+    fault.operation = name(call.op);
+    fault.sequence = call.sequence;
+  }
+  return fault;
+}
 
 // "all_gather(f32 to bf16, count 512, tag 3)", or where its tag has a name
 // "all_gather(f32 to bf16, count 512) of unit 'blocks.3'"

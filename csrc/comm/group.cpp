@@ -39,6 +39,25 @@ std::string_view whole_characters(std::string_view text) {
   return text.substr(0, end);
 }
 
+const char* kind_of(Trouble trouble) {
+  switch (trouble) {
+    case Trouble::died:
+      return "died";
+    case Trouble::late:
+      return "late";
+    case Trouble::closed:
+      return "closed";
+    case Trouble::aborted:
+      return "aborted";
+    case Trouble::mismatch:
+    case Trouble::deadlock:
+      return "mismatch";
+    case Trouble::none:
+      break;
+  }
+  return "backend";
+}
+
 std::int64_t now_ns() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now().time_since_epoch())
       .count();
@@ -110,9 +129,12 @@ void Group::throw_if_failed(const Call& own) const {
   const Failure failure = Failure::unpack(word);
   std::ostringstream text;
   text << *this->failure();
+  CommFault fault = fault_in(own, kind_of(failure.trouble));
+  fault.reporter = failure.reporter;
   if (failure.trouble == Trouble::deadlock || failure.trouble == Trouble::mismatch) {
-    throw CommError(text.str());  // it tells what every rank was in
+    throw CommError(text.str(), fault);  // it tells what every rank was in
   }
+  fault.rank = failure.culprit;
   if (own.sequence == 0) {
     text << "; no collective was under way on rank " << rank_;
   } else {
@@ -122,7 +144,14 @@ void Group::throw_if_failed(const Call& own) const {
          << (is_own ? last_calls(failure.reporter) : describe(own)) << ", the last call of rank "
          << failure.culprit << " was " << last_calls(failure.culprit);
   }
-  throw CommError(text.str());
+  throw CommError(text.str(), fault);
+}
+
+void Group::throw_mismatch(const std::string& text, const Call& own) {
+  fail_for(Trouble::mismatch, rank_, text);  // all ranks see it, and say so in the same words
+  CommFault fault = fault_in(own, kind_of(Trouble::mismatch));
+  fault.reporter = rank_;
+  throw CommError(text, fault);
 }
 
 void Group::fail(Trouble trouble, int culprit) noexcept {

@@ -49,13 +49,13 @@ class Group {
   std::optional<std::string> failure() const;
   // Throws CommError if the group has failed, for a rank whose latest call on a channel was `own`.
   void throw_if_failed(const Call& own) const;
+  // Throws CommError: ranks called different collectives, this one `own`.
+  [[noreturn]] void throw_mismatch(const std::string& text, const Call& own);
   // Ends the group, unless it has failed already.
   void fail(Trouble trouble, int culprit) noexcept;
   void abort(std::string_view reason) noexcept { fail_for(Trouble::aborted, rank_, reason); }
   // All ranks say by whose deadline: ranks may have been given different ones.
   void late(int culprit) noexcept;
-  // All ranks see that they called different collectives, and say so in the same words.
-  void mismatch(std::string_view text) noexcept { fail_for(Trouble::mismatch, rank_, text); }
   void close() noexcept;
 
   // As those of call.h, with the names of this group's tags.

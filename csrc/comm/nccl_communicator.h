@@ -86,13 +86,13 @@ void NcclCommunicator::run(NcclChannel& channel, Call& call, NativeStream native
     launch(use, stream);
     use.end(stream);
   } catch (const CudaError& error) {
-    session_->fail(session_->describe(call) + ": " +
-                   error.what());  // the other ranks wait for this one
+    // The other ranks wait for this one.
+    session_->fail("backend", session_->describe(call) + ": " + error.what(), call);
     throw;
   } catch (const CommError&) {
     throw;
   } catch (...) {
-    session_->fail(session_->describe(call) + " was interrupted");
+    session_->fail("aborted", session_->describe(call) + " was interrupted", call);
     throw;
   }
   took(call, path.requested, path.taken, path.reason);

@@ -69,7 +69,7 @@ std::shared_ptr<Communicator> make_nccl(const std::string& unique_id, int rank, 
     session->connect(ids, options);
     return std::make_shared<NcclCommunicator>(session);
   } catch (...) {
-    session->fail("the ranks did not connect");
+    session->fail("backend", "the ranks did not connect");
     session->close();
     throw;
   }
@@ -87,9 +87,9 @@ void NcclCommunicator::skip(NcclChannel& channel, Call& call, const Path& path) 
 
 void NcclCommunicator::abort(const std::string& reason) noexcept {
   try {
-    session_->fail("aborted: " + reason);
+    session_->fail("aborted", "aborted: " + reason);
   } catch (...) {  // no memory for the text
-    session_->fail("aborted");
+    session_->fail("aborted", "aborted");
   }
 }
 

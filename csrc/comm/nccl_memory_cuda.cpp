@@ -145,7 +145,7 @@ std::shared_ptr<Memory> NcclCommunicator::allocate(std::size_t bytes, Use use) {
     // Also: nobody writes into another's memory before it is zero.
     if (!in_use.agree(failure.empty())) {
       if (failure.empty()) failure = "another rank has not so much memory";
-      session.fail(session.describe(call) + ": " + failure);
+      session.fail("backend", session.describe(call) + ": " + failure, call);
       session.check();
     }
     void* data = registered->memory.get();
@@ -185,7 +185,8 @@ std::shared_ptr<Memory> NcclCommunicator::allocate(std::size_t bytes, Use use) {
   } catch (const CommError&) {
     throw;
   } catch (...) {
-    session.fail(session.describe(call) + " was interrupted");  // the other ranks wait for this one
+    // The other ranks wait for this one.
+    session.fail("aborted", session.describe(call) + " was interrupted", call);
     throw;
   }
 }

@@ -130,8 +130,9 @@ class NcclSession : public std::enable_shared_from_this<NcclSession> {
   // Lets what is under way end, and leaves; or aborts. Idempotent, and no wait without end.
   void close() noexcept;
 
-  // The first failure stays: every later call throws it, and the watchdog aborts.
-  void fail(const std::string& text) noexcept;
+  // The first failure, in `call` if in any, stays: every later call throws it, and the watchdog
+  // aborts. `kind`: as CommFault's.
+  void fail(const char* kind, const std::string& text, const Call& call = {}) noexcept;
   bool failed() const { return failed_.load(std::memory_order_acquire); }
   void check() const;  // throws CommError when it has failed or was closed
   std::string refused(const Call& call, nccl::Result result) const;
@@ -172,7 +173,8 @@ class NcclSession : public std::enable_shared_from_this<NcclSession> {
   bool destroy_channels();
 
   mutable std::mutex failure_mutex_;  // taken last
-  std::string failure_;               // written once, before failed_
+  std::string failure_;               // written once, before failed_, as is the next
+  CommFault fault_;
   std::atomic<bool> failed_{false};
   std::atomic<bool> closed_{false};
   std::mutex mutex_;
@@ -199,7 +201,9 @@ class NcclUse {
   template <class Function>
   void operator()(Function&& function) {
     const nccl::Result result = attempt(std::forward<Function>(function));
-    if (result != nccl::kSuccess) session_.fail(session_.refused(channel_.call, result));
+    if (result != nccl::kSuccess) {
+      session_.fail("backend", session_.refused(channel_.call, result), channel_.call);
+    }
     session_.check();
   }
   // One that may fail alone.

@@ -76,7 +76,7 @@ void NcclSession::connect(const std::array<nccl::UniqueId, 2>& ids, const NcclOp
   } catch (const CommError&) {
     throw;
   } catch (...) {
-    fail("attach() was interrupted");
+    fail("aborted", "attach() was interrupted");
     throw;
   }
   connected.get();
@@ -151,11 +151,13 @@ void NcclSession::meet_all_peers() {
 
 bool NcclSession::forked() const { return forks() != forks_; }
 
-void NcclSession::fail(const std::string& text) noexcept {
+void NcclSession::fail(const char* kind, const std::string& text, const Call& call) noexcept {
   if (forked()) return;
   const std::lock_guard<std::mutex> lock(failure_mutex_);
   if (failed_.load()) return;
   try {
+    fault_ = fault_in(call, kind);
+    fault_.reporter = rank;
     failure_ = name() + ": " + text;
   } catch (...) {  // no memory for the text: failed without one
   }
@@ -164,8 +166,10 @@ void NcclSession::fail(const std::string& text) noexcept {
 }
 
 void NcclSession::check() const {
-  if (failed()) throw CommError(failure_);
-  if (closed_.load()) throw CommError(name() + " has closed the communicator");
+  if (failed()) throw CommError(failure_, fault_);
+  if (closed_.load()) {
+    throw CommError(name() + " has closed the communicator", {"closed", rank, {}, 0, rank});
+  }
 }
 
 std::string NcclSession::name() const {
@@ -199,7 +203,8 @@ void NcclSession::close() noexcept {
   closed_at_ = Clock::now();
   for (NcclChannel* channel : {&gathers, &reduces}) {
     if (!channel->in_use) continue;
-    fail(describe(channel->call) + " was under way when the communicator was closed");
+    fail("closed", describe(channel->call) + " was under way when the communicator was closed",
+         channel->call);
   }
   changed_.notify_all();
   // The watchdog ends by itself, unless NCCL or the device hang: then it is left behind, with all

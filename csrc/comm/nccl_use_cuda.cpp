@@ -19,8 +19,9 @@ NcclUse::NcclUse(NcclSession& session, NcclChannel& channel, Call& call)
     : in_call_(&session, name(call.op)), session_(session), channel_(channel) {
   if (session_.forked()) {
     throw CommError(session_.name() +
-                    ": this process was forked from the rank's and has no part in its "
-                    "communicator; make one here, or start processes with spawn");
+                        ": this process was forked from the rank's and has no part in its "
+                        "communicator; make one here, or start processes with spawn",
+                    {"closed", session_.rank, {}, 0, session_.rank});
   }
   const std::lock_guard<std::mutex> lock(session_.mutex_);
   session_.check();

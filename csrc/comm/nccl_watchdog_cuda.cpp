@@ -37,7 +37,7 @@ void NcclSession::watch() {
       look_at_nccl(*channel);
     }
     if (closing && !idle() && Clock::now() - closed_at_ > deadline) {
-      fail("closed while collectives were under way");
+      fail("closed", "closed while collectives were under way");
     }
   }
   lock.unlock();
@@ -90,7 +90,7 @@ void NcclSession::look(NcclChannel& channel) {
   const RelaxedCapture relaxed;
   const Clock::time_point now = Clock::now();
   if (channel.in_use && now > channel.since && now - channel.since > deadline) {
-    return fail(late(channel.call));
+    return fail("late", late(channel.call), channel.call);
   }
   WatchRing& ring = channel.ring;
   for (std::uint64_t i = ring.retired; i != ring.issued; ++i) {
@@ -107,9 +107,12 @@ void NcclSession::look(NcclChannel& channel) {
     }
     if (state != cudaSuccess && state != cudaErrorNotReady) {
       unloaded_ = state == cudaErrorCudartUnloading;
-      return fail(describe(watched.call) + ": CUDA: " + cudaGetErrorString(state));
+      return fail("backend", describe(watched.call) + ": CUDA: " + cudaGetErrorString(state),
+                  watched.call);
     }
-    if (watched.started && now - watched.since > deadline) return fail(late(watched.call));
+    if (watched.started && now - watched.since > deadline) {
+      return fail("late", late(watched.call), watched.call);
+    }
   }
 }
 
@@ -121,8 +124,9 @@ void NcclSession::look_at_nccl(NcclChannel& channel) {
   const nccl::Result asked = nccl.comm_get_async_error(channel.comm, &state);
   if (asked != nccl::kSuccess) state = asked;
   if (state == nccl::kSuccess || state == nccl::kInProgress) return;
-  fail(refused(channel.ring.empty() ? channel.call : channel.ring.at(channel.ring.retired).call,
-               state));
+  const Call& call =
+      channel.ring.empty() ? channel.call : channel.ring.at(channel.ring.retired).call;
+  fail("backend", refused(call, state), call);
 }
 
 void NcclSession::end_channels() {

@@ -19,7 +19,6 @@ from functools import cached_property
 import torch
 from torch import nn
 
-from shardcomm._C import CommError
 from shardcomm.arguments.checks import check_type
 from shardcomm.arguments.dtype import FLOATS, movable
 from shardcomm.arguments.scalars import check_tag
@@ -32,6 +31,7 @@ from shardcomm.comm.communicator import BoundGather, Communicator
 from shardcomm.copy.nonfinite import flag_address
 from shardcomm.layout.layout import Layout, ParamSpec, Placement
 from shardcomm.layout.views import check_count, check_full, check_shape, full_view, rows, shard_view
+from shardcomm.meeting.comm_error import comm_error
 from shardcomm.parameter.plain import plain
 from shardcomm.stream.streams import Streams, computing, on_host
 from shardcomm.stream.work import Work
@@ -380,7 +380,7 @@ class Bucket:
             "reduce_dtype": str(self.reduce_dtype),
         }
         if differs := difference([self.comm], layout_items(self.layout, facts)):
-            raise CommError(f"Bucket: ranks differ: {differs}")
+            raise comm_error("mismatch", f"Bucket: ranks differ: {differs}")
 
     def _aside(self, async_op: bool) -> bool:
         """Whether work goes to a stream of its own: an offload's always, by which its staging is used in turn.

@@ -6,6 +6,7 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,7 @@ from shardcomm.comm.operands import (
 )
 from shardcomm.comm.pending import Pending
 from shardcomm.copy.nonfinite import flag_address, look
+from shardcomm.meeting.comm_error import comm_error, like
 from shardcomm.stream.streams import Event, Stream, check_stream
 
 _OPS = {
@@ -68,7 +70,7 @@ class C10dCommunicator(Communicator):
         self._sequence = itertools.count(1)
         self._receipts: dict[str, Receipt] = {}
         self._running: dict[pending.Channel, tuple[str, int, float]] = {}  # ..., since when
-        self._failure: str | None = None
+        self._failure: _C.CommError | None = None  # why no collective runs any more
         self._tag_names: dict[int, str] = {}
         pending.opened(self)
         self._reason = reason
@@ -228,13 +230,17 @@ class C10dCommunicator(Communicator):
 
         Gloo closes connections when a process ends, not here.
         """
-        self._failure = self._failure or f"rank {self.rank} aborted: {reason}"
+        self._fail("aborted", f"rank {self.rank} aborted: {reason}")
         self._gathers.abort()
         self._reduces.abort()
 
     def close(self) -> None:
-        self._failure = self._failure or f"rank {self.rank} closed the communicator"
+        self._fail("closed", f"rank {self.rank} closed the communicator")
         pending.closed(self)
+
+    def _fail(self, kind: Literal["aborted", "closed"], text: str) -> None:
+        if self._failure is None:
+            self._failure = comm_error(kind, text, rank=self.rank, reporter=self.rank)
 
     def receipts(self) -> list[Receipt]:
         return list(self._receipts.values())
@@ -267,7 +273,7 @@ class C10dCommunicator(Communicator):
         if stream is not None:
             check_stream(operation, stream)
         if self._failure is not None:
-            raise _C.CommError(f"{operation}: {self._failure}")
+            raise like(self._failure, f"{operation}: {self._failure}")
         sequence = next(self._sequence)
         requested = "shm" if self._reason else "c10d"
         taken, why = path
@@ -283,10 +289,14 @@ class C10dCommunicator(Communicator):
             try:
                 run()
             except RuntimeError as error:
-                self._failure = (
-                    f"{call} #{sequence} failed on rank {self.rank} of {self.size}: {error}"
+                self._failure = comm_error(
+                    "backend",
+                    f"{call} #{sequence} failed on rank {self.rank} of {self.size}: {error}",
+                    operation=operation,
+                    sequence=sequence,
+                    reporter=self.rank,
                 )
-                raise _C.CommError(self._failure) from error
+                raise like(self._failure, str(self._failure)) from error
             finally:
                 if self._failure is None:  # else it tells what this rank was in
                     self._running.pop(channel, None)

@@ -13,6 +13,7 @@ from typing import get_args
 
 from shardcomm import _C
 from shardcomm.comm.communicator import DEADLINE_S, CtaPolicy
+from shardcomm.meeting.comm_error import comm_error
 
 
 def library_paths() -> list[str]:
@@ -67,8 +68,11 @@ def connect(
     else:
         unique_id = exchange(b"")[0]
         if unique_id.startswith(b"error: "):
-            raise _C.CommError(
-                f"rank {rank} of {size}: rank 0 could not make NCCL's id: {unique_id[7:].decode()}"
+            raise comm_error(
+                "backend",
+                f"rank {rank} of {size}: rank 0 could not make NCCL's id: {unique_id[7:].decode()}",
+                rank=0,
+                reporter=0,
             )
     policy = getattr(_C.CtaPolicy, cta_policy)
     return _C.make_nccl(unique_id, rank, size, device, deadline_s, policy)

@@ -25,6 +25,7 @@ from shardcomm.comm import nccl
 from shardcomm.comm.c10d import C10dCommunicator
 from shardcomm.comm.communicator import DEADLINE_S, Communicator, CtaPolicy, Transport
 from shardcomm.comm.core import CoreCommunicator, core_device
+from shardcomm.meeting.comm_error import comm_error
 from shardcomm.meeting.exchange import Exchange, GroupExchange, StoreExchange, Watched
 from shardcomm.meeting.launchers import Launched, launched, refuse_batch_script
 from shardcomm.meeting.store import env_store
@@ -251,8 +252,11 @@ def _introduce(
         try:
             everybody.append(_Introduction(**json.loads(shown)))
         except (ValueError, TypeError) as error:
-            raise _C.CommError(
-                f"rank {peer} introduced itself as {shown[:80]!r}; all ranks need the same version of shardcomm"
+            raise comm_error(
+                "mismatch",
+                f"rank {peer} introduced itself as {shown[:80]!r}; all ranks need the same version of shardcomm",
+                rank=peer,
+                reporter=exchange.rank,
             ) from error
     return everybody
 
@@ -291,8 +295,8 @@ def _share_memory(
     said = [f"rank {rank}: {text}" for rank, text in enumerate(refusals) if text]
     if member is None or said:
         # What a rank could not reach may have ended with its process.
-        if died := exchange.trouble(within_s=_ENDED_S):
-            raise _C.CommError(died)
+        if trouble := exchange.trouble(within_s=_ENDED_S):
+            raise trouble
         return None, f"not all ranks can share memory ({'; '.join(said)})"
     return member.attach(exchange.deadline_s), ""
 

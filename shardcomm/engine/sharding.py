@@ -21,6 +21,7 @@ from shardcomm.engine.gradients import OnNonfinite
 from shardcomm.engine.meshes import check_secondary, made_for, meshes_of
 from shardcomm.engine.shard_units import check_modules, shard_units
 from shardcomm.engine.sharded_modules import is_sharded, remember
+from shardcomm.meeting.comm_error import comm_error
 from shardcomm.parameter import optimizer_steps
 from shardcomm.parameter.holders import Holders
 from shardcomm.parameter.tensor_parallel import inner_groups
@@ -186,7 +187,7 @@ def fully_shard(
                 (mesh.shard, mesh.replicate), [Item("the call", call), *chain.from_iterable(its)]
             )
         if differs:  # the ranks agree on that, and can go on to use their communicators
-            raise CommError(f"fully_shard: ranks differ: {differs}")
+            raise comm_error("mismatch", f"fully_shard: ranks differ: {differs}")
     with together:
         for mesh in numbers:
             if mesh.secondary is not None:

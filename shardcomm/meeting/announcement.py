@@ -19,6 +19,7 @@ from hashlib import blake2b
 
 from shardcomm._C import CommError
 from shardcomm.meeting.background import Background
+from shardcomm.meeting.comm_error import comm_error
 
 _PAUSE_S = 0.02  # between attempts, until rank 0 is there
 
@@ -75,7 +76,7 @@ def ask(run: str, timeout_s: float) -> int:
             except OSError:  # it is not there yet, or was the one of the program before
                 pass
         if time.monotonic() > end:
-            raise CommError("rank 0 did not announce its port")
+            raise comm_error("late", "rank 0 did not announce its port", rank=0)
         time.sleep(_PAUSE_S)
 
 

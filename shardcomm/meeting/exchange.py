@@ -5,7 +5,7 @@ rank that gives up leaves word for the others, and what somebody else wrote ther
 
     NAME/0/1       what rank 1 shows in the first round: a header, a seal over key and word, the word: its world size
                    and its payload
-    NAME/failed    why a rank gave up, as a word in the same form
+    NAME/failed    the CommError of a rank that gave up, as a word in the same form
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ from torch._C._distributed_c10d import Store
 
 from shardcomm._C import CommError, ProcessWatch
 from shardcomm.meeting.background import Background
+from shardcomm.meeting.comm_error import comm_error, from_bytes, to_bytes
 from shardcomm.meeting.store import first_line, seal
 
 T = TypeVar("T")
 
-_HEADER = b"shardcomm 2\n"  # the version of what ranks say to each other
+_HEADER = b"shardcomm 3\n"  # the version of what ranks say to each other
 _SEAL_BYTES = len(seal(b""))
 
 _NOTHING = "nothing"  # a store's answer where there is no such key
@@ -39,7 +40,7 @@ _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.0001, 0.05  # between looks at the store
 _LAST_WORD_S = 1.0  # that a store or a group may take to answer once more when there is trouble
 
 
-class _NotAllCameError(CommError):
+class _NotAllCameError(Exception):
     """Some have not, and nobody said why."""
 
 
@@ -63,7 +64,7 @@ class Exchange(ABC):
         self.deadline_s = deadline_s
         self.processes: dict[int, Watched] = {}
         """By rank: whose death ends a wait. Filled by who knows them."""
-        self._gave_up = ""  # why another rank did, once that was heard
+        self._gave_up: CommError | None = None  # of another rank, once it was heard
 
     @abstractmethod
     def __call__(self, payload: bytes) -> list[bytes]:
@@ -75,24 +76,25 @@ class Exchange(ABC):
         try:
             yield
         except CommError as error:
-            self._tell(str(error))
+            self._tell(error)
             raise
         except BaseException as error:
             said = f"{type(error).__name__}: {error}".removesuffix(": ")
-            self._tell(f"rank {self.rank} of {self.size} gave up its set-up: {said}")
+            text = f"rank {self.rank} of {self.size} gave up its set-up: {said}"
+            self._tell(comm_error("aborted", text, rank=self.rank, reporter=self.rank))
             raise
 
     @abstractmethod
-    def _tell(self, why: str) -> None:
+    def _tell(self, error: CommError) -> None:
         """Leaves word for the others, as far as there is a way to."""
 
     def wait_for(self, fn: Callable[[], T], over: threading.Event | None = None) -> T:
         """fn(), which waits for other ranks; `over` tells it to look a last time and to say what is missing."""
         begun = Background(fn)
         end = time.monotonic() + self.deadline_s
-        trouble = ""
+        trouble: CommError | None = None
         try:
-            while not trouble and not begun.ended(min(_LOOK_S, end - time.monotonic())):
+            while trouble is None and not begun.ended(min(_LOOK_S, end - time.monotonic())):
                 if time.monotonic() >= end:
                     break
                 trouble = self.trouble()
@@ -101,39 +103,42 @@ class Exchange(ABC):
                 over.set()
         # What a rank showed before it died counts: it may have ended because all is done.
         if not begun.ended(_LAST_WORD_S):
-            raise CommError(self._gave_up or trouble or self._late("nobody answers"))
+            raise self._gave_up or trouble or self._late("nobody answers")
         try:
             return begun.result()
         except _NotAllCameError as error:
-            raise CommError(trouble or str(error)) from None
+            raise trouble or self._late(str(error)) from None
         except CommError:  # says why: what is seen dead here may have ended because of it
             raise
         except RuntimeError as error:  # torch's: of a connection that a rank's death may have cut
             said = f"rank {self.rank} of {self.size}: the rendezvous failed: {first_line(error)}"
-            raise CommError(trouble or self.trouble(_LAST_WORD_S) or said) from error
+            refused = comm_error("backend", said, reporter=self.rank)
+            raise trouble or self.trouble(_LAST_WORD_S) or refused from error
 
-    def trouble(self, within_s: float = 0.0) -> str:
-        """Says why a rank gave up, or who has died; "" if neither is known. Looks so long."""
+    def trouble(self, within_s: float = 0.0) -> CommError | None:
+        """The error of a rank that gave up, or of ranks that have died; None if neither is known. Looks so long."""
         end = time.monotonic() + within_s
         while True:
-            if self._gave_up:
+            if self._gave_up is not None:
                 return self._gave_up
-            dead = [
-                f"rank {rank} (pid {pid})"
+            dead = {
+                rank: f"rank {rank} (pid {pid})"
                 for rank, (pid, watch) in self.processes.items()
                 if watch.ended
-            ]
+            }
             if dead:
-                return f"{' and '.join(dead)} died during set-up"
+                text = f"{' and '.join(dead.values())} died during set-up"
+                return comm_error("died", text, rank=min(dead), reporter=self.rank)
             if time.monotonic() >= end or not self.processes:
-                return ""
+                return None
             time.sleep(0.01)
 
-    def _late(self, why: str) -> str:
+    def _late(self, why: str) -> CommError:
         within = f"within {self.deadline_s:g} s"
-        return (
+        text = (
             f"rank {self.rank} of {self.size}: not all ranks came to the rendezvous {within}: {why}"
         )
+        return comm_error("late", text, reporter=self.rank)
 
 
 class StoreExchange(Exchange):
@@ -171,24 +176,29 @@ class StoreExchange(Exchange):
         """Until `over`, hears why another rank gives up; not over a store that cannot be cloned."""
         # A connection of its own: while torch waits for a key, torch's answers nobody else.
         self._store = self._store.clone()  # type: ignore[attr-defined]
-        while not self._gave_up:
+        while self._gave_up is None:
             last = over.is_set()
-            self._gave_up = (self._read(self._failed) or b"").decode()
+            if (word := self._read(self._failed)) is not None:
+                self._gave_up = from_bytes(word)
             if last:
                 return
             over.wait(_LONGEST_PAUSE_S)
 
-    def _tell(self, why: str) -> None:
+    def _tell(self, error: CommError) -> None:
         if not self._told:
             self._told = True
             # Whether it can be left or not: a store that is stopped must not keep this rank.
-            Background(lambda: self._post(self._failed, why.encode())).ended(_LAST_WORD_S)
+            Background(lambda: self._post(self._failed, to_bytes(error))).ended(_LAST_WORD_S)
 
     def _round(self, keys: Sequence[str], payload: bytes, over: threading.Event) -> list[bytes]:
-        word = b"%d\n" % self.size + payload
-        if self._post(keys[self.rank], word) != word:
-            raise CommError(
-                f"two processes came to the rendezvous as rank {self.rank} of {self.size}; each needs a RANK of its own"
+        own = b"%d\n" % self.size + payload
+        if self._post(keys[self.rank], own) != own:
+            raise comm_error(
+                "mismatch",
+                f"two processes came to the rendezvous as rank {self.rank} of {self.size}; "
+                "each needs a RANK of its own",
+                rank=self.rank,
+                reporter=self.rank,
             )
         shown = {self.rank: payload}
         pause_s = _SHORTEST_PAUSE_S
@@ -203,12 +213,12 @@ class StoreExchange(Exchange):
                     break  # one question a look is enough, until the answer is needed
             if len(shown) == self.size:
                 return [shown[peer] for peer in range(self.size)]
-            if (why := self._read(self._failed)) is not None:
-                raise CommError(why.decode())
+            if (word := self._read(self._failed)) is not None:
+                raise from_bytes(word)
             if last:
                 missing = [str(peer) for peer in range(self.size) if peer not in shown]
                 raise _NotAllCameError(
-                    self._late(f"no word of rank{'s' * (len(missing) > 1)} {', '.join(missing)}")
+                    f"no word of rank{'s' * (len(missing) > 1)} {', '.join(missing)}"
                 )
             over.wait(pause_s)
             pause_s = min(1.1 * pause_s, _LONGEST_PAUSE_S)
@@ -218,7 +228,11 @@ class StoreExchange(Exchange):
         if int(size) != self.size:
             sizes = sorted([(self.rank, self.size), (peer, int(size))])
             said = " and ".join(f"{of} on rank {rank}" for rank, of in sizes)
-            raise CommError(f"WORLD_SIZE is {said}; it must be the same on every rank")
+            raise comm_error(
+                "mismatch",
+                f"WORLD_SIZE is {said}; it must be the same on every rank",
+                reporter=self.rank,
+            )
         return payload
 
     def _post(self, key: str, word: bytes) -> bytes:
@@ -270,7 +284,7 @@ class GroupExchange(Exchange):
 
         return self.wait_for(gather)
 
-    def _tell(self, why: str) -> None:
+    def _tell(self, error: CommError) -> None:
         """A group has no place to leave word in: its other ranks hear when this process ends."""
 
     def wait_for(self, fn: Callable[[], T], over: threading.Event | None = None) -> T:

@@ -19,6 +19,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from shardcomm._C import CommError
 from shardcomm.meeting.announcement import announce, ask
 from shardcomm.meeting.background import Background
+from shardcomm.meeting.comm_error import comm_error, like
 from shardcomm.meeting.launchers import Launched, launched, meeting_point, run_on_this_host
 
 SECRET = "SHARDCOMM_RUN_SECRET"
@@ -71,11 +72,14 @@ def env_store(timeout: timedelta) -> tuple[Store, int, int]:
     begun = Background(reach)
     failure = f"rank {rank} of {size}: no rendezvous: {who} keeps the store {where}, which was not reached"
     if not begun.ended(timeout.total_seconds()):
-        raise CommError(f"{failure} within {timeout.total_seconds():g} s")
+        text = f"{failure} within {timeout.total_seconds():g} s"
+        raise comm_error("late", text, rank=None if launcher_keeps_it else 0, reporter=rank)
     try:
         store = begun.result()
     except (dist.DistError, CommError) as error:  # by then, or at once
-        raise CommError(f"{failure}: {first_line(error)}") from error
+        text = f"{failure}: {first_line(error)}"
+        refused = comm_error("backend", text, reporter=rank)
+        raise (like(error, text) if isinstance(error, CommError) else refused) from error
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     # Not the secret itself: a store lists its keys to whoever asks.
     run = f"run {seal(b'keys').hex()}/" if SECRET in os.environ else ""

@@ -23,11 +23,12 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from enum import IntEnum
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from multiprocessing.util import get_temp_dir
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -142,7 +143,7 @@ class _Group:
         """Waits for all; raises the first cause once a rank failed."""
         end = None if deadline_s is None else time.monotonic() + deadline_s
         results: dict[int, Any] = {}
-        failures: dict[int, str] = {}
+        failures: dict[int, _Failure] = {}
         pending = set(range(self.ranks))
         while pending:
             left = None if end is None else max(0.0, end - time.monotonic())
@@ -181,12 +182,13 @@ class _Group:
             process.join(GRACE_S)
             code = process.exitcode
             if code is not None and code < 0:
-                return False, f"was killed by {_signal_name(-code)}"
-            return False, f"ended with exit status {code} and no result"
+                return False, _Failure(_Order.KILLED, f"was killed by {_signal_name(-code)}")
+            return False, _Failure(_Order.OWN, f"ended with exit status {code} and no result")
         try:
             ok, value = self.outcomes[rank].value()
         except Exception as error:
-            return False, f"returned what cannot be unpickled here: {type(error).__name__}: {error}"
+            said = f"returned what cannot be unpickled here: {type(error).__name__}: {error}"
+            return False, _Failure(_Order.OWN, said)
         return bool(ok), value
 
     def end(self) -> None:
@@ -236,20 +238,36 @@ class _Outcome:
         return pickle.loads(memoryview(self._received)[8:])
 
 
-def _first_cause(failures: dict[int, str]) -> str:
-    """A rank that was killed, or raised an error of its own, comes before CommErrors, which follow from it."""
+class _Order(IntEnum):
+    """Of failures, the one that the others follow from first."""
 
-    def order(entry: tuple[int, str]) -> tuple[int, int]:
-        rank, text = entry
-        return (0 if text.startswith("was killed") else 2 if "CommError" in text else 1, rank)
+    KILLED = 0
+    OWN = 1  # an error of the rank's own
+    COMM_ERROR = 2  # which mostly follows from another rank's, as does what it led to
 
-    rank, text = min(failures.items(), key=order)
+
+def _follows(error: BaseException | None) -> bool:
+    """Whether it is a CommError, or was raised because of one."""
+    while error is not None and not isinstance(error, CommError):
+        error = error.__cause__ or error.__context__
+    return error is not None
+
+
+class _Failure(NamedTuple):
+    """What became of a rank; `text` goes on after its name."""
+
+    order: _Order
+    text: str
+
+
+def _first_cause(failures: dict[int, _Failure]) -> str:
+    first = min(failures, key=lambda rank: (failures[rank].order, rank))
     others = [
-        f"rank {other} {_in_one_line(said)}"
-        for other, said in sorted(failures.items())
-        if other != rank
+        f"rank {rank} {_in_one_line(failure.text)}"
+        for rank, failure in sorted(failures.items())
+        if rank != first
     ]
-    return "\n".join([f"rank {rank} {text}", *others])
+    return "\n".join([f"rank {first} {failures[first].text}", *others])
 
 
 def _signal_name(number: int) -> str:
@@ -306,7 +324,8 @@ def _run_rank(
         if isinstance(error, CommError | CudaError | CheckpointError):
             # It says all; where this rank was is of no interest.
             said = f"raised {type(error).__name__}: {error}"
-        outcome = pickle.dumps((False, said))
+        order = _Order.COMM_ERROR if _follows(error) else _Order.OWN
+        outcome = pickle.dumps((False, _Failure(order, said)))
     if os.getpid() == pid:  # not a process that fn forked, which came back from it too
         _Outcome.send(tell, outcome)
 

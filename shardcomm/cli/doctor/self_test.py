@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from shardcomm._C import cuda_status
+from shardcomm._C import CommError, cuda_status
 from shardcomm.cli.exact_values import count_wrong, values
 from shardcomm.comm.communicator import Communicator, Transport, Use
 from shardcomm.copy.plan import CopyPlan
@@ -41,9 +41,10 @@ class Path(NamedTuple):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one rank saw. `errors` are sentences; none: all was right."""
+    """What one rank saw: sentences of what is wrong, and those that follow from another rank's."""
 
     errors: list[str] = field(default_factory=list)
+    following: list[str] = field(default_factory=list)
     paths: list[Path] = field(default_factory=list)
 
 
@@ -85,9 +86,10 @@ def _test(
 
 
 def _together(outcomes: list[Outcome]) -> Outcome:
-    """All ranks' errors, what follows from another's last; rank 0's paths."""
+    """All ranks' errors, those that follow from another's last; rank 0's paths."""
     errors = [error for outcome in outcomes for error in outcome.errors]
-    return Outcome(sorted(errors, key=lambda error: "CommError" in error), outcomes[0].paths)
+    following = [error for outcome in outcomes for error in outcome.following]
+    return Outcome(errors + following, paths=outcomes[0].paths)
 
 
 def between_processes(name: str) -> Outcome:
@@ -117,7 +119,8 @@ def collectives(comm: Communicator) -> Outcome:
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
         comm.abort(reason)
-        outcome.errors.append(f"rank {comm.rank}: {reason}")
+        follows = isinstance(error, CommError)
+        (outcome.following if follows else outcome.errors).append(f"rank {comm.rank}: {reason}")
     return outcome
 
 
