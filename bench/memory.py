@@ -1,4 +1,4 @@
-"""Peak memory of each rank against what `Plan` says, and a model that only sharded ranks can hold.
+"""Peak memory of each rank against what `MemoryPlan` says, and a model that only sharded ranks can hold.
 
 A chain of Linear layers without activations to speak of (a batch of one row), float32, AdamW, 4 processes over shm.
 Compared is the peak of a process's resident memory (VmHWM) over set-up and three steps, less what it held after a small
@@ -21,7 +21,7 @@ import torch.distributed as dist
 from harness import Bound, Report, arguments
 from torch import nn
 
-from shardcomm import Communicator, Mesh, Plan, RankError, fully_shard, launch
+from shardcomm import Communicator, MemoryPlan, Mesh, RankError, fully_shard, launch
 
 RANKS = 4
 REPLICAS = {"no_shard": None, "shard_grad_op": None, "full_shard": None, "hybrid_shard": 2}
@@ -45,8 +45,8 @@ class Case:
         with torch.device("meta"):
             return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(self.layers)))
 
-    def plan(self) -> Plan:
-        return Plan.of(
+    def plan(self) -> MemoryPlan:
+        return MemoryPlan.of(
             self.model(),
             RANKS,
             units=nn.Linear,

@@ -3,14 +3,20 @@
 From the bottom up, each usable on its own: `Layout` (where every element lives), `CopyPlan` (pack and unpack),
 `Communicator` (collectives), `Bucket` (a unit's shard and buffers), `Schedule` (what happens when), and
 `fully_shard` (an FSDP engine over all of them).
+
+Importing it registers the torch.distributed backend "shardcomm", and does nothing else that a program could notice: no
+thread, no process, no change of the environment, nothing on a GPU. The first `fully_shard` of a process adds a hook to
+torch's optimizers (`torch.optim.optimizer.register_optimizer_step_pre_hook`) and wraps their state dicts, for parameters
+that it has sharded.
 """
 
+import warnings as _warnings
 from importlib.metadata import version as _version
 
 from shardcomm._C import CommError, CudaError, Event, Stream
 from shardcomm.bucket.bucket import Bucket
 from shardcomm.checkpoint.checkpoints import CheckpointError, Checkpoints
-from shardcomm.comm.communicator import Communicator, Receipt
+from shardcomm.comm.communicator import Communicator, Receipt, ReduceOp, Transport, Use
 from shardcomm.comm.mesh import Mesh
 from shardcomm.comm.pending import Pending
 from shardcomm.copy.plan import CopyPlan, Segment
@@ -18,12 +24,12 @@ from shardcomm.engine.engine import Engine
 from shardcomm.engine.sharding import fully_shard
 from shardcomm.interop import backend  # registers itself with torch.distributed
 from shardcomm.interop.collectives import all_gather_into_tensor, reduce_scatter_tensor
-from shardcomm.layout.layout import Block, Layout, ParamSpec
+from shardcomm.layout.layout import Granularity, Layout, ParamSpec, RowBlock
 from shardcomm.optim.adamw import AdamW
 from shardcomm.optim.average import ExponentialMovingAverage
 from shardcomm.optim.grad_scaler import GradScaler
 from shardcomm.parameter.sharded_parameter import ShardedParameter
-from shardcomm.planner.planner import Plan
+from shardcomm.planner.planner import MemoryPlan
 from shardcomm.process.launch import RankError, launch
 from shardcomm.process.stack_dumps import enable_stack_dumps
 from shardcomm.schedule.schedule import Schedule
@@ -37,7 +43,6 @@ __version__ = _version("shardcomm")
 __all__ = [
     "STRATEGIES",
     "AdamW",
-    "Block",
     "Bucket",
     "CheckpointError",
     "Checkpoints",
@@ -49,20 +54,25 @@ __all__ = [
     "Event",
     "ExponentialMovingAverage",
     "GradScaler",
+    "Granularity",
     "Layout",
+    "MemoryPlan",
     "Mesh",
     "MixedPrecision",
     "ParamSpec",
     "Pending",
-    "Plan",
     "Policy",
     "RankError",
     "Receipt",
+    "ReduceOp",
+    "RowBlock",
     "Schedule",
     "Segment",
     "ShardedParameter",
     "Strategy",
     "Stream",
+    "Transport",
+    "Use",
     "Work",
     "all_gather_into_tensor",
     "backend",
@@ -71,3 +81,16 @@ __all__ = [
     "launch",
     "reduce_scatter_tensor",
 ]
+
+_RENAMED = {"Block": RowBlock, "Plan": MemoryPlan}
+"""Names that an earlier version had; they go with the next one."""
+
+
+def __getattr__(name: str) -> object:
+    if name not in _RENAMED:
+        raise AttributeError(f"module 'shardcomm' has no attribute {name!r}")
+    new = _RENAMED[name]
+    _warnings.warn(
+        f"shardcomm.{name} is called shardcomm.{new.__name__} now", DeprecationWarning, stacklevel=2
+    )
+    return new

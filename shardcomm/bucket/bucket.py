@@ -34,7 +34,7 @@ from shardcomm.layout.views import check_count, check_full, check_shape, full_vi
 from shardcomm.meeting.comm_error import comm_error
 from shardcomm.parameter.plain import plain
 from shardcomm.stream.streams import Streams, computing, on_host
-from shardcomm.stream.work import Work
+from shardcomm.stream.work import DONE, Work
 from shardcomm.trace import traffic
 
 
@@ -206,7 +206,7 @@ class Bucket:
     def all_gather(self, *, async_op: bool = False) -> Work:
         """Fills `params` on every rank. With `async_op` returns at once; `wait()` before reading them."""
         if self.full is self.shard:
-            return Work()
+            return DONE
         if self._aside(async_op):
             work = self._gather_aside(self._bound_gather)
             if not async_op:
@@ -215,7 +215,7 @@ class Bucket:
         self.comm.all_gather(
             self._gather_recv, self._gather_send, counts=self._gather_counts, tag=self._tag
         )
-        return Work()
+        return DONE
 
     def gathered_shards(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Gathers the shards in their own dtype into `flat`, of `layout.flat_numel`; the full parameters in it."""

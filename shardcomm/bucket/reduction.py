@@ -35,7 +35,7 @@ from shardcomm.stream.streams import (
     keep_until,
     on_host,
 )
-from shardcomm.stream.work import Work
+from shardcomm.stream.work import DONE, Work
 
 
 class Epilogue(NamedTuple):
@@ -51,7 +51,6 @@ class Epilogue(NamedTuple):
 
 
 _AS_IT_IS = Epilogue(1.0, None)
-_DONE = Work()
 
 
 class Reduction:
@@ -150,7 +149,7 @@ class Reduction:
         """
         packed, self._packed = self._packed, None
         if packed is None:
-            return _DONE
+            return DONE
         if self.replicas is not None and (put_off or self._put_off is not None):
             return self._add_to_put_off(packed, aside=aside)
         self._adds = self._gradients.begin_reduce()  # its zeros belong to what was computed so far
@@ -168,7 +167,7 @@ class Reduction:
                 nonfinite=epilogue.nonfinite,
                 tag=self._tag,
             )
-            return Work()
+            return DONE
         if self._offload is None:
             return self._reduce_aside(packed, self._gradients.flat, epilogue, self._adds)
         with self._gradient(self._streams.reduce) as grad:
@@ -194,7 +193,7 @@ class Reduction:
                 accumulate=self._adds,
                 nonfinite=epilogue.nonfinite,
                 stream=stream,
-            )
+            ).event
         return Work(self.staging.free, self._compute, self)
 
     def forget(self) -> None:
@@ -219,7 +218,7 @@ class Reduction:
             accumulate=adds,
             stream=stream,
             tag=self._tag,
-        )
+        ).event
         if self.staging is not None and packed is self._staged:  # the only shard
             self.staging.free = event
         if aside:
@@ -233,7 +232,8 @@ class Reduction:
         stream = self._stream_of_put_off(aside=aside)
         if staging.free is not None:
             stream.wait(staging.free)
-        staging.filled = self._alone.reduce_scatter(self._staged, summed, stream=stream)  # a cast
+        cast = self._alone.reduce_scatter(self._staged, summed, stream=stream)
+        staging.filled = cast.event
         if staging.filled is not None:
             keep_until(staging.filled, summed)
 
@@ -247,7 +247,7 @@ class Reduction:
         """Where it is then all-reduced."""
         if packed is self._staged:  # the only shard
             staging.filled = compute_stream(self._comm.device).record()
-            return Work()
+            return DONE
         stream = self._streams.reduce if aside else compute_stream(self._comm.device)
         if staging.free is not None:
             stream.wait(staging.free)
@@ -256,7 +256,7 @@ class Reduction:
             self._comm.reduce_scatter(
                 self._staged, packed, "avg", counts=self._layout.counts, tag=self._tag
             )
-            return Work()
+            return DONE
         work = self._reduce_aside(packed, self._staged, _AS_IT_IS, adds=False)
         staging.filled = self._streams.reduced
         return work

@@ -16,7 +16,7 @@ from shardcomm.cli.options import DefaultsFormatter, can_write, opened, picture,
 from shardcomm.cli.schedule_plot import draw
 from shardcomm.models.gpt import GPT
 from shardcomm.models.shapes import SHAPES, equal_blocks
-from shardcomm.planner.planner import OPTIMIZERS, Plan
+from shardcomm.planner.planner import OPTIMIZERS, MemoryPlan
 from shardcomm.planner.table import aligned, size
 from shardcomm.schedule.strategy import STRATEGIES
 from shardcomm.unit.mixed_precision import MixedPrecision
@@ -96,7 +96,7 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     return 0
 
 
-def _plans(args: argparse.Namespace) -> list[Plan]:
+def _plans(args: argparse.Namespace) -> list[MemoryPlan]:
     """One for each strategy; of hybrid_shard only if it is said how many replicas there are."""
     model = _model(args)
     half = torch.bfloat16 if args.dtype == "bf16" else None
@@ -106,7 +106,7 @@ def _plans(args: argparse.Namespace) -> list[Plan]:
         strategies += ["hybrid_shard"] if args.replicas is not None else []
     alone = args.strategy is not None
     return [
-        Plan.of(
+        MemoryPlan.of(
             model,
             args.ranks,
             strategy=strategy,
@@ -137,7 +137,7 @@ def _model(args: argparse.Namespace) -> nn.Module:
     return replace(shapes, layers=args.layers or shapes.layers).on_meta()
 
 
-def _comparison(plans: Sequence[Plan]) -> str:
+def _comparison(plans: Sequence[MemoryPlan]) -> str:
     """A line per plan."""
     offloaded = plans[0].host_bytes > 0
     table = [
@@ -165,7 +165,7 @@ def _comparison(plans: Sequence[Plan]) -> str:
     return "\n".join(aligned(table))
 
 
-def _fit_lines(plans: Sequence[Plan], memory: int) -> list[str]:
+def _fit_lines(plans: Sequence[MemoryPlan], memory: int) -> list[str]:
     """A line per plan: what is left of a device for activations, or is missing; and what the host must have."""
     offloaded = plans[0].host_bytes > 0
     lines = [f"  fits on {size(memory)}{' of a device' if offloaded else ''}?"]
@@ -185,7 +185,7 @@ def _fit_lines(plans: Sequence[Plan], memory: int) -> list[str]:
     return lines
 
 
-def _write_json(path: str, plans: Sequence[Plan], memory: int | None) -> None:
+def _write_json(path: str, plans: Sequence[MemoryPlan], memory: int | None) -> None:
     fits = [{} if memory is None else {"fits": plan.peak_bytes <= memory} for plan in plans]
     report = {
         "command": " ".join(["shardcomm", *sys.argv[1:]]),

@@ -30,7 +30,8 @@ from shardcomm.comm.operands import (
 from shardcomm.comm.pending import Pending
 from shardcomm.copy.nonfinite import flag_address, look
 from shardcomm.meeting.comm_error import comm_error, like
-from shardcomm.stream.streams import Event, Stream, check_stream
+from shardcomm.stream.streams import Stream, check_stream
+from shardcomm.stream.work import Work
 
 _OPS = {
     "sum": dist.ReduceOp(dist.ReduceOp.SUM),
@@ -87,7 +88,7 @@ class C10dCommunicator(Communicator):
         counts: Sequence[int] | None = None,
         tag: int = 0,
         stream: Stream | None = None,
-    ) -> Event | None:
+    ) -> Work:
         recv = self._checked("all_gather", "recv", recv)
         send = self._checked("all_gather", "send", send)
         lengths = check_gather("all_gather", self._ranks, counts, recv=recv, send=send)
@@ -110,7 +111,7 @@ class C10dCommunicator(Communicator):
                 self._wait(work)
 
         self._submit("all_gather", run, stream, tag, _BROADCASTS if uneven else _DIRECT)
-        return queued(stream, recv, send)
+        return queued(self.device, stream, recv, send)
 
     def reduce_scatter(
         self,
@@ -124,7 +125,7 @@ class C10dCommunicator(Communicator):
         nonfinite: torch.Tensor | None = None,
         tag: int = 0,
         stream: Stream | None = None,
-    ) -> Event | None:
+    ) -> Work:
         recv = self._checked("reduce_scatter", "recv", recv)
         send = self._checked("reduce_scatter", "send", send)
         lengths = check_scatter("reduce_scatter", self._ranks, counts, recv=recv, send=send)
@@ -160,7 +161,7 @@ class C10dCommunicator(Communicator):
                 look(flat, nonfinite)
 
         self._submit("reduce_scatter", run, stream, tag, _REDUCES if uneven else _DIRECT)
-        return queued(stream, recv, send, nonfinite)
+        return queued(self.device, stream, recv, send, nonfinite)
 
     def _reduced_part(
         self, send: torch.Tensor, lengths: Sequence[int], reduction: dist.ReduceOp
@@ -185,7 +186,7 @@ class C10dCommunicator(Communicator):
         *,
         tag: int = 0,
         stream: Stream | None = None,
-    ) -> Event | None:
+    ) -> Work:
         buffer = self._checked("all_reduce", "buffer", buffer)
         red_op("all_reduce", op)
         check_tag("all_reduce", tag)
@@ -201,11 +202,9 @@ class C10dCommunicator(Communicator):
                 buffer.copy_(total)
 
         self._submit("all_reduce", run, stream, tag)
-        return queued(stream, buffer)
+        return queued(self.device, stream, buffer)
 
-    def broadcast(
-        self, buffer: ArrayLike, root: int = 0, *, stream: Stream | None = None
-    ) -> Event | None:
+    def broadcast(self, buffer: ArrayLike, root: int = 0, *, stream: Stream | None = None) -> Work:
         buffer = self._checked("broadcast", "buffer", buffer)
         check_root(root, self.size)
 
@@ -215,12 +214,12 @@ class C10dCommunicator(Communicator):
             self._wait(self._gathers.broadcast([buffer], options))
 
         self._submit("broadcast", run, stream)
-        return queued(stream, buffer)
+        return queued(self.device, stream, buffer)
 
-    def barrier(self, *, tag: int = 0, stream: Stream | None = None) -> Event | None:
+    def barrier(self, *, tag: int = 0, stream: Stream | None = None) -> Work:
         check_tag("barrier", tag)
         self._submit("barrier", lambda: self._wait(self._gathers.barrier()), stream, tag)
-        return queued(stream)
+        return queued(self.device, stream)
 
     def _name_tag(self, tag: int, name: str) -> None:
         self._tag_names[tag] = name

@@ -7,9 +7,10 @@ One interface, several transports::
     local  N ranks as threads of one process              compiled core: memory of a CPU or of one GPU
     c10d   whatever torch.distributed reaches             any ProcessGroup
 
-Every rank calls the same collectives in the same order. Given a `stream`, each is queued there and returns at once,
-with the event of its end; until then it holds on to its tensors. Without one it is part of what torch computes: on
-a CPU it blocks until this rank's part is done, on a GPU it goes to the current stream.
+Every rank calls the same collectives in the same order. Given a `stream`, each is queued there and at once returns a
+`Work` to wait for; until its end it holds on to its tensors. Without a stream it is part of what torch computes, and
+the Work that it returns is done: on a CPU it blocks until this rank's part is done, on a GPU it goes to the current
+stream.
 
 A rank that died, called something else or did not come within the deadline raises `CommError` on every surviving
 rank; after that the communicator only raises.
@@ -32,6 +33,7 @@ import torch
 from shardcomm.arguments.arrays import ArrayLike
 from shardcomm.comm.pending import Pending
 from shardcomm.stream.streams import Event, Stream, Streams
+from shardcomm.stream.work import Work
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -208,7 +210,7 @@ class Communicator(ABC):
         counts: Sequence[int] | None = None,
         tag: int = 0,
         stream: Stream | None = None,
-    ) -> Event | None:
+    ) -> Work:
         """recv[r * n : (r + 1) * n] = `send` of rank r, converted to recv's dtype; n = send.numel().
 
         With `counts` the parts are as long as those say: `send` has counts[rank] elements, 0 or more, `recv` has
@@ -244,7 +246,7 @@ class Communicator(ABC):
         nonfinite: torch.Tensor | None = None,
         tag: int = 0,
         stream: Stream | None = None,
-    ) -> Event | None:
+    ) -> Work:
         """recv = this rank's n elements of `send` reduced over all ranks; n = recv.numel(). `counts`: as `all_gather`.
 
         In place when `recv` is this rank's part of `send`, of send's dtype: the one way in which the two may
@@ -278,7 +280,7 @@ class Communicator(ABC):
         def queue(stream: Stream, after: Stream | None) -> Event:
             if after is not None:
                 stream.wait(after.record())
-            event = self.all_gather(recv, send, counts=counts, tag=tag, stream=stream)
+            event = self.all_gather(recv, send, counts=counts, tag=tag, stream=stream).event
             assert event is not None
             return event
 
@@ -315,7 +317,7 @@ class Communicator(ABC):
                 nonfinite=nonfinite,
                 tag=tag,
                 stream=stream,
-            )
+            ).event
             assert event is not None
             return event
 
@@ -329,7 +331,7 @@ class Communicator(ABC):
         *,
         tag: int = 0,
         stream: Stream | None = None,
-    ) -> Event | None:
+    ) -> Work:
         """Reduces `buffer` over all ranks in place; the result is bitwise the same on each.
 
         `buffer` may not be in memory of `allocate(use="gather")`, where all ranks have one value. `tag`: as in
@@ -337,16 +339,14 @@ class Communicator(ABC):
         """
 
     @abstractmethod
-    def broadcast(
-        self, buffer: ArrayLike, root: int = 0, *, stream: Stream | None = None
-    ) -> Event | None:
+    def broadcast(self, buffer: ArrayLike, root: int = 0, *, stream: Stream | None = None) -> Work:
         """Copies `buffer`, of any dtype, of rank `root` to all.
 
         Raises as `all_gather`, and ValueError for a `root` that is no rank.
         """
 
     @abstractmethod
-    def barrier(self, *, tag: int = 0, stream: Stream | None = None) -> Event | None:
+    def barrier(self, *, tag: int = 0, stream: Stream | None = None) -> Work:
         """Returns when every rank has called it; on a `stream`, what comes later there starts then. `tag`: as in
         `all_gather`."""
 

@@ -34,6 +34,7 @@ from shardcomm.comm.operands import (
 from shardcomm.comm.pending import Pending
 from shardcomm.copy.nonfinite import flag_address
 from shardcomm.stream.streams import Event, Stream, check_stream, compute_stream, on_host
+from shardcomm.stream.work import Work
 
 _CPU = torch.device("cpu")
 _USES = {"gather": _C.Use.gather, "reduce": _C.Use.reduce}
@@ -74,7 +75,7 @@ class CoreCommunicator(Communicator):
         counts: Sequence[int] | None = None,
         tag: int = 0,
         stream: Stream | None = None,
-    ) -> Event | None:
+    ) -> Work:
         recv = checked("all_gather", "recv", recv, self.device)
         send = checked("all_gather", "send", send, self.device, written=False)
         parts = checked_parts("all_gather", self._ranks, counts, recv=recv, send=send, whole="recv")
@@ -89,7 +90,7 @@ class CoreCommunicator(Communicator):
             tag,
             self._on(stream),
         )
-        return queued(stream, recv, send)
+        return queued(self.device, stream, recv, send)
 
     def reduce_scatter(
         self,
@@ -103,7 +104,7 @@ class CoreCommunicator(Communicator):
         nonfinite: torch.Tensor | None = None,
         tag: int = 0,
         stream: Stream | None = None,
-    ) -> Event | None:
+    ) -> Work:
         recv = checked("reduce_scatter", "recv", recv, self.device)
         send = checked("reduce_scatter", "send", send, self.device, written=False)
         parts = checked_parts(
@@ -128,7 +129,7 @@ class CoreCommunicator(Communicator):
             flag_address("reduce_scatter", nonfinite, self.device),
             self._on(stream),
         )
-        return queued(stream, recv, send, nonfinite)
+        return queued(self.device, stream, recv, send, nonfinite)
 
     def bind_all_gather(
         self,
@@ -206,7 +207,7 @@ class CoreCommunicator(Communicator):
         *,
         tag: int = 0,
         stream: Stream | None = None,
-    ) -> Event | None:
+    ) -> Work:
         buffer = checked("all_reduce", "buffer", buffer, self.device)
         if tag != 0:
             check_tag("all_reduce", tag)
@@ -218,20 +219,18 @@ class CoreCommunicator(Communicator):
             tag,
             self._on(stream),
         )
-        return queued(stream, buffer)
+        return queued(self.device, stream, buffer)
 
-    def broadcast(
-        self, buffer: ArrayLike, root: int = 0, *, stream: Stream | None = None
-    ) -> Event | None:
+    def broadcast(self, buffer: ArrayLike, root: int = 0, *, stream: Stream | None = None) -> Work:
         buffer = checked("broadcast", "buffer", buffer, self.device)
         check_movable("broadcast", "buffer", buffer)
         check_root(root, self.size)
         self._core.broadcast(
             buffer.data_ptr(), buffer.numel() * buffer.element_size(), root, self._on(stream)
         )
-        return queued(stream, buffer)
+        return queued(self.device, stream, buffer)
 
-    def barrier(self, *, tag: int = 0, stream: Stream | None = None) -> Event | None:
+    def barrier(self, *, tag: int = 0, stream: Stream | None = None) -> Work:
         on = self._on(stream)
         if tag != 0:
             check_tag("barrier", tag)
@@ -239,7 +238,7 @@ class CoreCommunicator(Communicator):
         if stream is None and on is not None:
             on.record().wait()
             self._core.check()  # a barrier that was aborted has ended too
-        return queued(stream)
+        return queued(self.device, stream)
 
     def _name_tag(self, tag: int, name: str) -> None:
         self._core.name_tag(tag, _in_utf8(name))

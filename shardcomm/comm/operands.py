@@ -12,7 +12,8 @@ from shardcomm.arguments.arrays import ArrayLike, as_tensor
 from shardcomm.arguments.checks import check_list
 from shardcomm.arguments.scalars import is_whole
 from shardcomm.comm.communicator import Use
-from shardcomm.stream.streams import Event, Stream, keep_until
+from shardcomm.stream.streams import Stream, computing, keep_until, on_host
+from shardcomm.stream.work import DONE, Work
 
 RED_OPS = {"sum": _C.RedOp.sum, "avg": _C.RedOp.avg, "max": _C.RedOp.max, "min": _C.RedOp.min}
 
@@ -211,13 +212,13 @@ def check_root(root: int, size: int) -> None:
         raise ValueError(f"broadcast: root is {root!r}; it must be a rank, 0 to {size - 1}")
 
 
-def queued(stream: Stream | None, *tensors: torch.Tensor | None) -> Event | None:
-    """The end of what was queued on `stream`, until which its `tensors` are kept; None without a stream."""
+def queued(device: torch.device, stream: Stream | None, *tensors: torch.Tensor | None) -> Work:
+    """What was queued on `stream`, until whose end its `tensors` are kept; without a stream it is done."""
     if stream is None:
-        return None
+        return DONE
     event = stream.record()
     keep_until(event, *tensors)
-    return event
+    return Work(event, None if on_host(device) else computing(device))
 
 
 def _no_tensor_of(operation: str, name: str, kind: object) -> TypeError:

@@ -25,7 +25,7 @@ from shardcomm.meeting.comm_error import comm_error
 from shardcomm.parameter import optimizer_steps
 from shardcomm.parameter.holders import Holders
 from shardcomm.parameter.tensor_parallel import inner_groups
-from shardcomm.planner.planner import Plan, policies_of, schedule_units
+from shardcomm.planner.planner import MemoryPlan, policies_of, schedule_units
 from shardcomm.schedule.schedule import Schedule, Trigger
 from shardcomm.schedule.strategy import Strategy
 from shardcomm.sharded.sharded_unit import ShardedUnit, measured
@@ -89,11 +89,11 @@ def fully_shard(
         prefetch: how many units ahead are gathered while one computes, in forward.
         backward_prefetch: the same in backward (default: as `prefetch`).
         slots: full-size buffers that the units share (default: one more than the deeper prefetch).
-        granularity: the smallest piece of a parameter that stays on one rank: "element", "row", `Block(rows)` or
+        granularity: the smallest piece of a parameter that stays on one rank: "element", "row", `RowBlock(rows)` or
             "tensor" (one rank owns it, its gradient and its optimizer state; the others have none of it). One for all,
             or a function of a parameter's name and the parameter. Owners are chosen over the whole model, so that each
-            rank holds about as many bytes (`Plan` tells how evenly); a unit's shards then differ in length. In a unit
-            of both kinds those that are cut and those that are not are gathered and reduced apart.
+            rank holds about as many bytes (`MemoryPlan` tells how evenly); a unit's shards then differ in length. In a
+            unit of both kinds those that are cut and those that are not are gathered and reduced apart.
         shard_dim: the dim whose indices are the rows that ranks share out, given in the same way; -1 is the last.
             "auto" takes the dims that make the least padding. A rank's rows are a slice along it, in the parameter's
             own order of dims; the full parameter is a strided view, which some of PyTorch's kernels read more slowly.
@@ -174,7 +174,7 @@ def fully_shard(
         first_guess = schedule_of(order, slots=slots)
         inner = inner_groups(owned.distribution for unit in found for owned in unit.params)
         groups = group_units(found, policies, pools, granularity, shard_dim, owner_cost)
-        planned = Plan.of_groups(found, groups, rest, first_guess, pools, main.size)
+        planned = MemoryPlan.of_groups(found, groups, rest, first_guess, pools, main.size)
         items = list(_items(model, found, policies, groups))
 
     def plan(order: Sequence[Trigger], backward: bool) -> Schedule:
@@ -270,7 +270,7 @@ def _items(
         yield items
 
 
-def _check(units: Sequence[ShardedUnit], plan: Plan) -> None:
+def _check(units: Sequence[ShardedUnit], plan: MemoryPlan) -> None:
     """RuntimeError if `units` hold other than planned, by a byte; of gradients, those of units that were reduced."""
     gradient_bytes = sum(
         planned.gradient_bytes

@@ -43,7 +43,7 @@ from shardcomm.comm import rendezvous
 from shardcomm.comm.c10d import C10dCommunicator
 from shardcomm.comm.communicator import Communicator, Receipt
 from shardcomm.comm.operands import check_root, is_part, overlap
-from shardcomm.interop.channel import Channel, Flat, Run, copy_all, do
+from shardcomm.interop.call_queue import CallQueue, Flat, Run, copy_all, do
 from shardcomm.interop.collectives import OPS
 from shardcomm.meeting.exchange import StoreExchange
 from shardcomm.stream.streams import Stream
@@ -91,8 +91,8 @@ class ShardcommGroup(_ProcessGroup):  # type: ignore[misc]
         super().__init__(rank, size)
         # A program may destroy its groups and make new ones over one store, where the old ones' keys still are.
         store = PrefixStore(f"{NAME}/{store.add(f'made by {rank}', 1)}", store)
-        self._gathers = Channel()
-        self._reduces = Channel()
+        self._gathers = CallQueue()
+        self._reduces = CallQueue()
         self._sequence = itertools.count(1)
         self._receipts: dict[str, Receipt] = {}
         self._others = dist.ProcessGroup(store, rank, size)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from shardcomm.arguments.dtype import movable
 from shardcomm.comm.communicator import Communicator, ReduceOp
 from shardcomm.comm.operands import check_movable, resolved
-from shardcomm.stream.streams import Event, Stream, Streams, on_host
+from shardcomm.stream.streams import Event, Stream, Streams
 from shardcomm.stream.work import Work
 
 Group = dist.ProcessGroup | Communicator | None
@@ -38,12 +38,13 @@ def all_gather_into_tensor(
     input_tensor: torch.Tensor,
     group: Group = None,
     async_op: bool = False,
-) -> Work | None:
+) -> Work:
     """Gathers `input_tensor` (n elements) of every rank, in rank order, into `output_tensor` (ranks * n elements).
 
     As `torch.distributed.all_gather_into_tensor`: any shapes, both contiguous, apart from each other or in place as
-    `Communicator.all_gather` takes them; with `async_op` returns at once, with the Work to wait for. `group`: default
-    the default group; the first call with a ProcessGroup connects its ranks.
+    `Communicator.all_gather` takes them. With `async_op` it returns at once, and the Work is to be waited for; without,
+    the Work is done (torch returns None there). `group`: default the default group; the first call with a ProcessGroup
+    connects its ranks.
 
     Raises:
         TypeError, ValueError: a tensor is on another device than the group, not contiguous, of another size or kind,
@@ -65,7 +66,7 @@ def reduce_scatter_tensor(
     op: dist.ReduceOp | dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
     group: Group = None,
     async_op: bool = False,
-) -> Work | None:
+) -> Work:
     """Reduces `input` (ranks * n elements) over all ranks; this rank's part goes to `output` (n elements).
 
     As `torch.distributed.reduce_scatter_tensor`, with SUM, AVG, MAX or MIN; the rest as `all_gather_into_tensor`.
@@ -101,21 +102,17 @@ class _Queue:
     def __init__(self, streams: Streams, stream: Stream) -> None:
         self._streams = streams
         self._stream = stream
-        self._on_host = on_host(streams.device)
         self._last: Event | None = None
 
-    def begin(
-        self, collective: Callable[[Stream | None], Event | None], async_op: bool
-    ) -> Work | None:
+    def begin(self, collective: Callable[[Stream | None], Work], async_op: bool) -> Work:
         if async_op:
             self._streams.after_compute(self._stream)
-            self._last = collective(self._stream)
-            # The communicator keeps the tensors.
-            return Work(self._last, None if self._on_host else self._streams.compute)
+            work = collective(self._stream)  # the communicator keeps the tensors
+            self._last = work.event
+            return work
         if self._last is not None:
             self._streams.compute().wait(self._last)
-        collective(None)
-        return None
+        return collective(None)
 
 
 class _Queues:

@@ -36,17 +36,17 @@ _MOST_ELEMENTS = 1 << 60
 
 
 @dataclass(frozen=True)
-class Block:
+class RowBlock:
     """Granularity: this many rows stay together."""
 
     rows: int
 
     def __post_init__(self) -> None:
         if not is_whole(self.rows, 1, _MOST_ELEMENTS):
-            raise ValueError(f"Block: rows is {self.rows!r}; it must be at least 1, and whole")
+            raise ValueError(f"RowBlock: rows is {self.rows!r}; it must be at least 1, and whole")
 
 
-Granularity = Literal["element", "row", "tensor"] | Block
+Granularity = Literal["element", "row", "tensor"] | RowBlock
 ShardDim = int | Literal["auto"]
 
 
@@ -56,7 +56,7 @@ class ParamSpec:
 
     Attributes:
         granularity: the smallest piece that stays on one rank: "element", "row" (an index of the shard dim),
-            `Block(n)` rows, or "tensor" (one rank owns it whole).
+            `RowBlock(n)` rows, or "tensor" (one rank owns it whole).
         shard_dim: the dim whose indices are rows; it is stored outermost. Below 0 it counts from the last. "auto": the
             one with which the layout has the least padding, 0 where others have no less.
     """
@@ -75,11 +75,11 @@ class ParamSpec:
                 "and whole"
             )
         if self.granularity not in ("element", "row", "tensor") and not isinstance(
-            self.granularity, Block
+            self.granularity, RowBlock
         ):
             raise ValueError(
                 f"ParamSpec {self.name!r}: granularity is {self.granularity!r}; accepted: 'element', 'row', "
-                "'tensor', Block(n)"
+                "'tensor', RowBlock(n)"
             )
         dims = max(len(self.shape), 1)
         if self.shard_dim != "auto" and not (is_whole(self.shard_dim, -dims, dims - 1)):
@@ -359,7 +359,7 @@ def _outermost(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
 
 def _granule_rows(placement: Placement) -> int:
     granularity = placement.spec.granularity
-    if isinstance(granularity, Block):
+    if isinstance(granularity, RowBlock):
         return granularity.rows
     return max(placement.num_rows, 1) if granularity == "tensor" else 1
 

@@ -138,8 +138,8 @@ class UnitPlan:
 
 
 @dataclass(frozen=True, repr=False)
-class Plan:
-    """Bytes per rank; made by `Plan.of`, printed as a table. Where ranks differ, of the one that holds the most.
+class MemoryPlan:
+    """Bytes per rank; made by `MemoryPlan.of`, printed as a table. Where ranks differ, of the one that holds the most.
 
     Activations are not in it, nor what the optimizer's step allocates for itself (torch's foreach AdamW on a GPU: the
     parameters once more). Every module is taken to run once a step, in the order of registration.
@@ -199,7 +199,7 @@ class Plan:
         reshard_after_forward: int | None = None,
         optimizer: str = "adamw",
         rank: int | None = None,
-    ) -> Plan:
+    ) -> MemoryPlan:
         """What `fully_shard` with the same arguments on `ranks` ranks will take; nothing is allocated or changed.
 
         Args:
@@ -255,7 +255,7 @@ class Plan:
         pools: Sequence[Pool],
         ranks: int,
         optimizer: str = "adamw",
-    ) -> Plan:
+    ) -> MemoryPlan:
         """As `of`, of what has been found, laid out and scheduled already.
 
         Args:

@@ -8,13 +8,13 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from shardcomm.planner.planner import Plan, UnitPlan
+    from shardcomm.planner.planner import MemoryPlan, UnitPlan
 
 _MOST_RANKS = 16
 _BAR = 40  # characters of the longest
 
 
-def drawn(plan: Plan) -> str:
+def drawn(plan: MemoryPlan) -> str:
     """`plan` as people read it: what a rank holds, and a line per unit."""
     held = plan.footprint
     of_device = "of the device, " if plan.host_bytes else ""
@@ -38,14 +38,14 @@ def drawn(plan: Plan) -> str:
     copies = f", {plan.replicas} replicas" if plan.strategy == "hybrid_shard" else ""
     alike = len(set(plan.shard_bytes)) == 1
     whose = "each rank" if alike else f"rank {plan.rank}, which holds the most"
-    lines = [f"Plan: {plan.strategy} over {plan.ranks} ranks{copies}; of {whose}:"]
+    lines = [f"MemoryPlan: {plan.strategy} over {plan.ranks} ranks{copies}; of {whose}:"]
     lines += [f"  {name:<18}{size(n):>11}  {note}".rstrip() for name, n, note in rows]
     if not alike:
         lines += ["", *_rank_lines(plan)]
     return "\n".join([*lines, "", *_unit_lines(plan.units)])
 
 
-def _rank_lines(plan: Plan) -> list[str]:
+def _rank_lines(plan: MemoryPlan) -> list[str]:
     """How many bytes of parameters each rank holds, as bars; of many ranks those that hold the most."""
     held = sorted(enumerate(plan.shard_bytes), key=lambda entry: -entry[1])
     shown = sorted(held[:_MOST_RANKS])

@@ -334,7 +334,7 @@ class ShardedUnit:
         self.versions.gather()
         for bucket in self._apart:
             work = bucket.all_gather(async_op=True)
-            if work.queued:
+            if work.event is not None:
                 self.gathers.append(work)
         if self.secondary is not None and keep:
             self.secondary.keep()

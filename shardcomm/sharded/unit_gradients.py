@@ -184,8 +184,10 @@ class UnitGradients:
         for bucket, params in self._trained:
             left = bucket.pack([param.take() for param in params], async_op=True)
             self.stage = PACKED
-            if left and (work := bucket.reduce(async_op=True, put_off=put_off)).queued:
-                self.reduces.append(work)
+            if left:
+                work = bucket.reduce(async_op=True, put_off=put_off)
+                if work.event is not None:
+                    self.reduces.append(work)
         self.stage = REDUCING
         self.awaits_replicas = any([b.reduction.replicas for b, _ in self._trained])
 

@@ -16,14 +16,14 @@ from torch import nn
 
 import shardcomm
 from shardcomm import (
-    Block,
     Bucket,
     Communicator,
     CopyPlan,
     Layout,
+    MemoryPlan,
     MixedPrecision,
     ParamSpec,
-    Plan,
+    RowBlock,
     fully_shard,
 )
 
@@ -158,15 +158,15 @@ def test_tensors_without_plain_values(tensor: Any, kind: str) -> None:
         (lambda: ParamSpec("w", (1.5,)), "shape is (1.5,); it must be a tuple"),
         (lambda: ParamSpec("w", (2**61,)), "sizes must be at least 0"),
         (lambda: ParamSpec("w", (4, 4), "row", True), "shard_dim is True"),
-        (lambda: Block("2"), "rows is '2'; it must be at least 1"),
-        (lambda: Block(2**70), "rows is 1180591620717411303424"),
+        (lambda: RowBlock("2"), "rows is '2'; it must be at least 1"),
+        (lambda: RowBlock(2**70), "rows is 1180591620717411303424"),
         (lambda: Layout.plan([ParamSpec("w", (2**40, 2**40))], 2), "accepted are at most"),
         (lambda: Layout.plan([("w", (4,))], 2), "params contains a tuple; each must be a ParamSpec"),
         (lambda: Layout.plan([], "2"), "world_size is '2'; it must be at least 1"),
         (lambda: Layout.plan([], 2**40), "world_size is 1099511627776"),
         (lambda: Layout.plan([], 2, align_bytes="x"), "align_bytes is 'x'"),
-        (lambda: Plan.of(None, 2), "model is a NoneType; it must be a torch.nn.Module"),
-        (lambda: Plan.of(nn.Linear(2, 2), 2**80), "ranks is 1208925819614629174706176"),
+        (lambda: MemoryPlan.of(None, 2), "model is a NoneType; it must be a torch.nn.Module"),
+        (lambda: MemoryPlan.of(nn.Linear(2, 2), 2**80), "ranks is 1208925819614629174706176"),
         (lambda: MixedPrecision(cast_forward_inputs="no"), "cast_forward_inputs is 'no'"),
         (lambda: fully_shard(nn.Linear(2, 2), COMM, prefetch=True), "prefetch is True; it must be a whole"),
     ],

@@ -15,7 +15,7 @@ from shardcomm import _C, Bucket, Communicator, CopyPlan, Stream, launch
 from shardcomm.arguments.dtype import core_dtype
 from shardcomm.copy.plan import ZEROS, Segment
 from support.instruction_sets import instruction_set  # noqa: F401  (a fixture)
-from support.random_plans import FLOATS, Plan, expect, plans, rectangle, values
+from support.random_plans import FLOATS, RandomPlan, expect, plans, rectangle, values
 from support.thread_ranks import run_threads
 
 CPU = 0  # in place of a number of the CUDA kernel's threads
@@ -151,7 +151,7 @@ def test_integers_are_finite_and_a_flag_is_never_cleared() -> None:
     walked=st.booleans(),
 )
 def test_copies_look_at_what_they_write_and_at_nothing_else(
-    plan: Plan,
+    plan: RandomPlan,
     dtypes: tuple[torch.dtype, torch.dtype],
     scale: float,
     accumulate: bool,

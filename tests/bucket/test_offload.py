@@ -21,10 +21,10 @@ from shardcomm import (
     Communicator,
     GradScaler,
     Layout,
+    MemoryPlan,
     Mesh,
     MixedPrecision,
     ParamSpec,
-    Plan,
     fully_shard,
 )
 from shardcomm.bucket.offload import Offload
@@ -255,7 +255,7 @@ def test_plan_by_hand() -> None:
     model = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(3)))
     half = MixedPrecision(torch.bfloat16)
     plan, resident = (
-        Plan.of(model, 4, units=nn.Linear, mixed_precision=half, cpu_offload=cpu_offload)
+        MemoryPlan.of(model, 4, units=nn.Linear, mixed_precision=half, cpu_offload=cpu_offload)
         for cpu_offload in (True, False)
     )
     shard = 4 * 1024 // 4
@@ -272,7 +272,7 @@ def test_what_is_no_bool_turns_nothing_on(given: Any) -> None:
     model = make()
     message = r"cpu_offload is .*; it must be True, as FSDP2's CPUOffloadPolicy\(\) is, or False"
     with pytest.raises(TypeError, match=message):
-        Plan.of(model, 2, cpu_offload=given)
+        MemoryPlan.of(model, 2, cpu_offload=given)
     comm = Communicator.local_group(1)[0]
     with pytest.raises(TypeError, match=message):
         fully_shard(model, comm, cpu_offload=given)
@@ -281,11 +281,11 @@ def test_what_is_no_bool_turns_nothing_on(given: Any) -> None:
 
 def test_plan_of_one_rank_has_slots_which_it_needs_only_with_offload() -> None:
     model = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(3)))
-    plan = Plan.of(model, 1, units=nn.Linear, cpu_offload=True)
+    plan = MemoryPlan.of(model, 1, units=nn.Linear, cpu_offload=True)
     unit = 4 * 1024
     assert plan.slot_bytes == (unit, unit, 0)
     assert plan.peak_bytes == 2 * unit + 2 * unit + plan.full_gradient_bytes
-    assert Plan.of(model, 1, units=nn.Linear).slot_bytes == (0, 0, 0)
+    assert MemoryPlan.of(model, 1, units=nn.Linear).slot_bytes == (0, 0, 0)
 
 
 def test_sgd_and_adamw_step_in_host_memory() -> None:

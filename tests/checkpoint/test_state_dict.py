@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import fully_shard as fsdp2_shard
 from torch.distributed.tensor import Shard
 
-from shardcomm import Block, Communicator, Engine, fully_shard, launch
+from shardcomm import Communicator, Engine, RowBlock, fully_shard, launch
 from shardcomm.parameter.shard_tensor import ShardTensor
 from support.generator import seeded
 from support.nets import batch, loss_of, reference
@@ -32,7 +32,7 @@ STEPS = 3
 TRAINED: dict[str, dict[str, Any]] = {
     "rows": {},
     "elements": {"granularity": "element", "strategy": "shard_grad_op"},
-    "blocks": {"granularity": Block(2)},
+    "blocks": {"granularity": RowBlock(2)},
     "tensors": {"granularity": "tensor"},
     "replicas": {"strategy": "no_shard"},
 }

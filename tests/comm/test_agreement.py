@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from shardcomm import (
-    Block,
     Bucket,
     CommError,
     Communicator,
     Mesh,
     MixedPrecision,
+    RowBlock,
     fully_shard,
     launch,
 )
@@ -190,7 +190,7 @@ def test_a_parameter_tied_to_another_one() -> None:
         ({"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16)}, {}, "the call has mixed_precision"),
         ({"cpu_offload": True}, {}, "the call has cpu_offload False on ranks 0, 2 and True on rank 1"),
         ({"on_nonfinite": "skip"}, {}, "the call has on_nonfinite None on ranks 0, 2 and 'skip' on rank 1"),
-        ({"granularity": Block(2)}, {}, "has granularity 'row' on ranks 0, 2 and Block(rows=2) on rank 1"),
+        ({"granularity": RowBlock(2)}, {}, "has granularity 'row' on ranks 0, 2 and RowBlock(rows=2) on rank 1"),
         ({"shard_dim": "auto"}, {}, "has shard_dim 0 on ranks 0, 2 and 'auto' on rank 1"),
         ({"units": nn.Linear}, {}, "on rank 1"),
     ],

@@ -64,7 +64,7 @@ def gathered_and_reduced_at_once() -> None:
         first, second = calls if comm.rank == 0 else reversed(calls)
         done = first()
         # Until the group has been given it; the other rank may be quick, and it over already.
-        while all(pending.call is None for pending in comm.pending()) and not done.query():
+        while all(pending.call is None for pending in comm.pending()) and not done.is_completed():
             os.sched_yield()
         second()
         for stream in (gathers, reduces):

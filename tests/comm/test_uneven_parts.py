@@ -110,15 +110,9 @@ def bound_and_on_streams(comm: Communicator) -> None:
         assert torch.equal(reduced, 2 * (place + step)[begin : begin + own])
         assert flag.item() == 0
         comm.barrier()
-    event = comm.all_gather(full, shard, counts=counts, stream=streams.gather)
-    assert event is not None
-    event.wait()
+    comm.all_gather(full, shard, counts=counts, stream=streams.gather).wait()
     grads[begin : begin + own] = float("inf")
-    event = comm.reduce_scatter(
-        reduced, grads, counts=counts, nonfinite=flag, stream=streams.reduce
-    )
-    assert event is not None
-    event.wait()
+    comm.reduce_scatter(reduced, grads, counts=counts, nonfinite=flag, stream=streams.reduce).wait()
     assert flag.item() == (own > 0)  # a rank looks at its part
     comm.barrier()
 

@@ -11,7 +11,7 @@ from shardcomm.copy.plan import ZEROS, CopyPlan, Segment
 from support.random_plans import (
     FLOATS,
     OTHERS,
-    Plan,
+    RandomPlan,
     bits,
     expect,
     plans,
@@ -61,7 +61,9 @@ launches = st.fixed_dictionaries(
 
 @settings(max_examples=300, deadline=None)
 @given(plan=plans(), launch=launches)
-def test_walked_grid_writes_each_element_exactly_once(plan: Plan, launch: dict[str, int]) -> None:
+def test_walked_grid_writes_each_element_exactly_once(
+    plan: RandomPlan, launch: dict[str, int]
+) -> None:
     segments, src_sizes, dst_sizes = plan
     ones: list[Tensor | None] = [torch.ones(size) for size in src_sizes]
     written = [torch.zeros(size) for size in dst_sizes]
@@ -87,7 +89,7 @@ def test_walked_grid_writes_each_element_exactly_once(plan: Plan, launch: dict[s
     starts=st.tuples(st.integers(0, 9), st.integers(0, 9)),
 )
 def test_walked_grid_copies_as_pytorch_does_and_touches_nothing_else(
-    plan: Plan,
+    plan: RandomPlan,
     launch: dict[str, int],
     dtypes: tuple[torch.dtype, torch.dtype],
     scale: float,
@@ -124,7 +126,7 @@ def test_walked_grid_copies_as_pytorch_does_and_touches_nothing_else(
 @settings(max_examples=100, deadline=None)
 @given(plan=plans(), dtype=st.sampled_from(OTHERS), start=st.integers(0, 9))
 def test_walked_grid_moves_dtypes_without_conversion(
-    plan: Plan, dtype: torch.dtype, start: int
+    plan: RandomPlan, dtype: torch.dtype, start: int
 ) -> None:
     segments, src_sizes, dst_sizes = plan
     sources: list[Tensor | None] = [
@@ -164,10 +166,10 @@ def test_impossible_launches_are_refused(changed: dict[str, int], message: str) 
 
 # On a GPU.
 
-VECTORS: Plan = ([Segment(0, 0, 0, 8000, 0, 8000, 1, 8000)], [8000], [8000])
-PITCHED: Plan = ([Segment(0, 0, 2, 40, 1, 41, 5, 37)], [202], [206])
-SEVERAL_TILES: Plan = ([Segment(1, 0, 3, 16800, 5, 16700, 3, 16700)], [0, 50403], [50105])
-FILLED: Plan = (
+VECTORS: RandomPlan = ([Segment(0, 0, 0, 8000, 0, 8000, 1, 8000)], [8000], [8000])
+PITCHED: RandomPlan = ([Segment(0, 0, 2, 40, 1, 41, 5, 37)], [202], [206])
+SEVERAL_TILES: RandomPlan = ([Segment(1, 0, 3, 16800, 5, 16700, 3, 16700)], [0, 50403], [50105])
+FILLED: RandomPlan = (
     [Segment(ZEROS, 0, 0, 33, 7, 40, 3, 33), Segment(0, 1, 0, 21, 0, 21, 1, 21)], [21], [127, 21]
 )  # fmt: skip
 
@@ -189,7 +191,7 @@ FILLED: Plan = (
     starts=st.tuples(st.integers(0, 9), st.integers(0, 9)),
 )
 def test_gpu_copies_as_pytorch_does_and_touches_nothing_else(
-    plan: Plan,
+    plan: RandomPlan,
     dtypes: tuple[torch.dtype, torch.dtype],
     scale: float,
     accumulate: bool,

@@ -15,7 +15,7 @@ from support.random_plans import (
     OTHERS,
     TILE_ELEMENTS,
     UNKNOWN_TO_CORE,
-    Plan,
+    RandomPlan,
     bits,
     expect,
     plans,
@@ -28,7 +28,7 @@ from support.random_plans import (
 @settings(max_examples=1000, deadline=None)
 @given(plans())
 def test_tiles_cover_every_destination_element_exactly_once(
-    plan: Plan,
+    plan: RandomPlan,
 ) -> None:
     segments, _, dst_sizes = plan
     core = CopyPlan(tuple(segments), torch.float32, torch.bfloat16).core
@@ -54,7 +54,7 @@ def test_tiles_cover_every_destination_element_exactly_once(
     missing=st.sampled_from([None, 0, 1]),
 )
 def test_copies_as_pytorch_does_and_touches_nothing_else(
-    plan: Plan,
+    plan: RandomPlan,
     dtypes: tuple[torch.dtype, torch.dtype],
     scale: float,
     accumulate: bool,
@@ -85,7 +85,7 @@ def test_copies_as_pytorch_does_and_touches_nothing_else(
 
 @settings(max_examples=100, deadline=None)
 @given(plan=plans(), dtype=st.sampled_from(OTHERS + UNKNOWN_TO_CORE))
-def test_dtypes_without_conversion_are_moved(plan: Plan, dtype: torch.dtype) -> None:
+def test_dtypes_without_conversion_are_moved(plan: RandomPlan, dtype: torch.dtype) -> None:
     segments, src_sizes, dst_sizes = plan
     sources: list[Tensor | None] = [values(size, dtype, i) for i, size in enumerate(src_sizes)]
     destinations = [values(size, dtype, 7) for size in dst_sizes]

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from shardcomm import Communicator, Engine, Mesh, MixedPrecision, Plan, fully_shard
+from shardcomm import Communicator, Engine, MemoryPlan, Mesh, MixedPrecision, fully_shard
 from support.thread_ranks import run_mesh, run_threads
 from support.twins import WIDTH, Chain, assert_same_gradients, local, twins, values
 
@@ -73,7 +73,9 @@ def test_full_gradients_are_gone_when_the_plan_says_so(strategy: str) -> None:
     def body(ranks: Communicator | Mesh) -> None:
         model, _ = twins(chain)
         engine = fully_shard(model, ranks, units=nn.Linear, strategy=strategy)
-        plan = Plan.of(chain(), ranks.size, units=nn.Linear, strategy=strategy, replicas=replicas)
+        plan = MemoryPlan.of(
+            chain(), ranks.size, units=nn.Linear, strategy=strategy, replicas=replicas
+        )
         reduced_last = plan.units[1].gradient_bytes
         for _ in range(2):
             full, together = most_gradients(engine, model)

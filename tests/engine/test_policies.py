@@ -22,9 +22,9 @@ from shardcomm import (
     CommError,
     Communicator,
     Engine,
+    MemoryPlan,
     Mesh,
     MixedPrecision,
-    Plan,
     Policy,
     fully_shard,
     launch,
@@ -132,7 +132,9 @@ def test_training_with_policies_equals_unsharded_and_takes_what_was_planned(
     def body(comm: Communicator) -> dict[str, torch.Tensor]:
         model = make()
         given = {"units": POLICIES[policies], "strategy": strategy}
-        plan = Plan.of(make(), RANKS, rank=comm.rank if strategy != "no_shard" else 0, **given)
+        plan = MemoryPlan.of(
+            make(), RANKS, rank=comm.rank if strategy != "no_shard" else 0, **given
+        )
         engine = fully_shard(model, comm, **given)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, foreach=False)
         for step in range(STEPS):

@@ -18,9 +18,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from shardcomm import (
     CommError,
     Communicator,
+    MemoryPlan,
     Mesh,
     MixedPrecision,
-    Plan,
     Policy,
     fully_shard,
     launch,
@@ -259,7 +259,7 @@ def test_a_rank_takes_and_receives_what_was_planned(options: str) -> None:
 
     def body(comm: Communicator, host: Communicator) -> None:
         model = make()
-        plan = Plan.of(make(), RANKS, rank=comm.rank, reshard_after_forward=HOST, **given)
+        plan = MemoryPlan.of(make(), RANKS, rank=comm.rank, reshard_after_forward=HOST, **given)
         engine = fully_shard(model, comm, reshard_after_forward=host, **given)
         for step in range(2):
             before = engine.traffic.gathered_bytes
@@ -269,7 +269,7 @@ def test_a_rank_takes_and_receives_what_was_planned(options: str) -> None:
         assert engine.footprint() == plan.footprint
         kept = [unit for unit in plan.units if unit.secondary_bytes]
         assert plan.secondary_bytes >= sum(unit.full_bytes for unit in kept) / HOST
-        without = Plan.of(make(), RANKS, rank=comm.rank, **given)
+        without = MemoryPlan.of(make(), RANKS, rank=comm.rank, **given)
         assert plan.peak_bytes - without.peak_bytes == plan.secondary_bytes > 0
 
     on_two_hosts(body)
@@ -280,7 +280,7 @@ def test_a_secondary_shard_is_the_full_parameters_by_the_ranks_of_a_host() -> No
         return unit.full_bytes, unit.secondary_bytes, unit.gather_bytes, unit.regather_bytes
 
     model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
-    plan = Plan.of(model, 16, units=nn.Linear, reshard_after_forward=8)
+    plan = MemoryPlan.of(model, 16, units=nn.Linear, reshard_after_forward=8)
     full = 64 * 64 * 4
     assert [cost(unit) for unit in plan.units[1:]] == [
         (full, full // 8, full * 15 // 16, full * 7 // 8)
@@ -439,7 +439,7 @@ def test_a_policy_says_whose_units_are_gathered_inside_hosts() -> None:
     def body(comm: Communicator, host: Communicator) -> dict[str, torch.Tensor]:
         model = make("nested")
         units = {Block: Policy(reshard_after_forward=host), nn.Linear: None}
-        plan = Plan.of(make("nested"), RANKS, units=units, rank=comm.rank)
+        plan = MemoryPlan.of(make("nested"), RANKS, units=units, rank=comm.rank)
         engine = fully_shard(model, comm, units=units)
         optimizer = optimizer_of(model)
         for step in range(STEPS):
@@ -534,7 +534,7 @@ def test_what_is_no_host_is_refused_with_a_sentence(given: dict[str, Any], messa
 )
 def test_a_plan_refuses_the_same(given: dict[str, Any]) -> None:
     with pytest.raises((TypeError, ValueError), match="reshard_after_forward is"):
-        Plan.of(make(), RANKS, **given)
+        MemoryPlan.of(make(), RANKS, **given)
 
 
 def test_ranks_of_other_models_are_refused_on_every_rank() -> None:

@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardcomm import Block, Layout, ParamSpec
+from shardcomm import Layout, ParamSpec, RowBlock
 from shardcomm.layout.layout import Granularity
 from shardcomm.models.shapes import SHAPES
 
 # The largest layout a machine could hold is no test of arithmetic; small ones meet every boundary case.
 shapes = st.lists(st.integers(0, 9), min_size=0, max_size=3).map(tuple)
 granularities = st.one_of(
-    st.sampled_from(["element", "row", "tensor"]), st.integers(1, 4).map(Block)
+    st.sampled_from(["element", "row", "tensor"]), st.integers(1, 4).map(RowBlock)
 )
 
 
@@ -55,7 +55,7 @@ def granule_numel(layout: Layout, index: int) -> int:
         return 1
     if granularity == "tensor":
         return max(placement.numel, 1)
-    return max(row * (granularity.rows if isinstance(granularity, Block) else 1), 1)
+    return max(row * (granularity.rows if isinstance(granularity, RowBlock) else 1), 1)
 
 
 @settings(max_examples=400, deadline=None)
@@ -249,7 +249,7 @@ def test_shard_is_no_longer_than_the_best_of_this_order(
 def test_order_is_given_up_where_another_is_shorter() -> None:
     # (rows, row size, rows that stay together): 18 holds them all, by trying every order and offset.
     sizes = [(4, 4, 3), (9, 6, 3), (1, 5, 2), (2, 7, 2)]
-    params = [ParamSpec(str(i), (r, n), Block(g)) for i, (r, n, g) in enumerate(sizes)]
+    params = [ParamSpec(str(i), (r, n), RowBlock(g)) for i, (r, n, g) in enumerate(sizes)]
     assert Layout.plan(params, 5, align_bytes=1, itemsize=1).shard_numel == 18
 
 
@@ -314,7 +314,7 @@ def test_row_sizes_without_a_usable_common_multiple() -> None:
             lambda: ParamSpec("w", (2, 3), shard_dim=2),
             r"shard_dim is 2; accepted for shape \(2, 3\): -2 to 1, 'auto'",
         ),
-        (lambda: Block(0), "rows is 0"),
+        (lambda: RowBlock(0), "rows is 0"),
     ],
 )
 def test_bad_arguments_are_named(make: object, message: str) -> None:
@@ -330,7 +330,7 @@ def test_a_dim_is_left_where_another_gains_nothing() -> None:
 
 
 def test_a_block_is_no_larger_than_its_parameter() -> None:
-    specs = [ParamSpec(name, (3, 64), granularity=Block(100)) for name in "ab"]
+    specs = [ParamSpec(name, (3, 64), granularity=RowBlock(100)) for name in "ab"]
     assert Layout.plan(specs, 2).shard_numel == 3 * 64
 
 

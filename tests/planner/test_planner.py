@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardcomm import Communicator, Mesh, MixedPrecision, Plan, fully_shard
+from shardcomm import Communicator, MemoryPlan, Mesh, MixedPrecision, fully_shard
 from shardcomm.layout.layout import Granularity
 from shardcomm.models.shapes import SHAPES, equal_blocks
 from shardcomm.planner.footprint import Footprint
@@ -73,7 +73,7 @@ CASE_NAMES = [f"{variant or 'plain'}-{','.join(options)}" for variant, options i
 
 
 def assert_as_planned(
-    results: list[tuple[Footprint, int, int, int]], plan_of: Callable[[int | None], Plan]
+    results: list[tuple[Footprint, int, int, int]], plan_of: Callable[[int | None], MemoryPlan]
 ) -> None:
     """Each rank takes what was planned for it, and the plan of no rank is that of the one which takes the most."""
     shards = len(plan_of(None).shard_bytes)
@@ -97,8 +97,10 @@ def test_training_takes_what_was_planned_to_the_byte(
     def body(comm: Communicator) -> tuple[Footprint, int, int, int]:
         return measured(comm, make(variant, width=13), strategy=strategy, **options)
 
-    def plan_of(rank: int | None) -> Plan:
-        return Plan.of(make(variant, width=13), ranks, strategy=strategy, rank=rank, **options)
+    def plan_of(rank: int | None) -> MemoryPlan:
+        return MemoryPlan.of(
+            make(variant, width=13), ranks, strategy=strategy, rank=rank, **options
+        )
 
     assert_as_planned(run_threads(body, ranks), plan_of)
 
@@ -111,8 +113,8 @@ def test_hybrid_training_takes_what_was_planned_to_the_byte(
     def body(mesh: Mesh) -> tuple[Footprint, int, int, int]:
         return measured(mesh, make(variant, width=13), strategy="hybrid_shard", **options)
 
-    def plan_of(rank: int | None) -> Plan:
-        return Plan.of(
+    def plan_of(rank: int | None) -> MemoryPlan:
+        return MemoryPlan.of(
             make(variant, width=13),
             replicas * shards,
             strategy="hybrid_shard",
@@ -172,19 +174,19 @@ def test_a_plan_is_not_held_against_what_was_frozen_or_thawed_since(trained: set
 def test_a_model_on_the_meta_device_has_the_same_plan() -> None:
     with torch.device("meta"):
         on_meta = make()
-    assert repr(Plan.of(on_meta, 3)) == repr(Plan.of(make(), 3))
+    assert repr(MemoryPlan.of(on_meta, 3)) == repr(MemoryPlan.of(make(), 3))
 
 
 def test_planning_leaves_the_model_as_it_was() -> None:
     model = make()
     params = list(model.parameters())
-    Plan.of(model, 4)
+    MemoryPlan.of(model, 4)
     assert all(a is b for a, b in zip(params, model.parameters(), strict=True))
 
 
 def test_full_shard_by_hand() -> None:
     """3 units of 1,024 elements over 4 ranks, float32; units 0 and 2 of the chain share slot 0."""
-    plan = Plan.of(chain(), 4, units=nn.Linear)
+    plan = MemoryPlan.of(chain(), 4, units=nn.Linear)
     unit = 4 * 1024
     held = plan.footprint
     assert held.total_parameter_bytes == 3 * unit
@@ -205,7 +207,7 @@ def test_full_shard_by_hand() -> None:
 @pytest.mark.parametrize(("prefetch", "backward_prefetch"), [(0, 2), (2, 0), (2, None)])
 def test_the_deeper_prefetch_takes_the_slots(prefetch: int, backward_prefetch: int | None) -> None:
     """2 units ahead of the one that computes take 3 slots, whose units are not gathered again."""
-    plan = Plan.of(
+    plan = MemoryPlan.of(
         chain(5), 4, units=nn.Linear, prefetch=prefetch, backward_prefetch=backward_prefetch
     )
     unit = 4 * 1024
@@ -214,7 +216,7 @@ def test_the_deeper_prefetch_takes_the_slots(prefetch: int, backward_prefetch: i
 
 
 def test_no_shard_by_hand() -> None:
-    plan = Plan.of(chain(), 4, units=nn.Linear, strategy="no_shard", optimizer="momentum")
+    plan = MemoryPlan.of(chain(), 4, units=nn.Linear, strategy="no_shard", optimizer="momentum")
     unit = 4 * 1024
     assert plan.footprint.parameter_bytes == plan.footprint.gradient_bytes == 3 * unit
     assert plan.optimizer_bytes == 3 * unit
@@ -226,7 +228,7 @@ def test_no_shard_by_hand() -> None:
 
 def test_hybrid_shard_by_hand() -> None:
     """6 ranks: 3 replicas of 2 shards."""
-    plan = Plan.of(chain(), 6, units=nn.Linear, strategy="hybrid_shard", replicas=3)
+    plan = MemoryPlan.of(chain(), 6, units=nn.Linear, strategy="hybrid_shard", replicas=3)
     unit = 4 * 1024
     half = unit // 2
     assert plan.footprint.parameter_bytes == plan.footprint.gradient_bytes == 3 * half
@@ -239,12 +241,14 @@ def test_hybrid_shard_by_hand() -> None:
 
 
 def test_one_bucket_takes_no_turns_in_two_staging_buffers() -> None:
-    plan = Plan.of(chain(layers=1), 2, units=[], strategy="no_shard")
+    plan = MemoryPlan.of(chain(layers=1), 2, units=[], strategy="no_shard")
     assert plan.staging_bytes == (4 * 1024,)
 
 
 def test_mixed_precision_by_hand() -> None:
-    plan = Plan.of(chain(), 4, units=nn.Linear, strategy="shard_grad_op", mixed_precision=HALF)
+    plan = MemoryPlan.of(
+        chain(), 4, units=nn.Linear, strategy="shard_grad_op", mixed_precision=HALF
+    )
     unit = 2 * 1024
     assert plan.slot_bytes == (unit, unit, unit, 0)
     assert plan.reduce_buffer_bytes == unit
@@ -254,7 +258,7 @@ def test_mixed_precision_by_hand() -> None:
 
 
 def test_one_rank_alone_packs_gradients_at_once() -> None:
-    plan = Plan.of(chain(), 1, units=nn.Linear)
+    plan = MemoryPlan.of(chain(), 1, units=nn.Linear)
     assert plan.full_gradient_bytes == 4 * 1024
     assert plan.reduce_buffer_bytes == sum(plan.slot_bytes) == 0
     assert plan.gathered_bytes == plan.reduced_bytes == 0
@@ -267,7 +271,7 @@ def test_optimizer_state_is_that_of_the_rank_with_the_most() -> None:
     root = nn.Linear(1, 1, bias=False)
     root.inner = model
     del root.weight
-    plan = Plan.of(root, 2)
+    plan = MemoryPlan.of(root, 2)
     assert plan.footprint.parameter_bytes == 4 * 96
     assert plan.footprint.padding_bytes == 4 * 64
     assert plan.optimizer_bytes == 2 * 4 * 96
@@ -276,7 +280,7 @@ def test_optimizer_state_is_that_of_the_rank_with_the_most() -> None:
 def test_frozen_parameters_have_no_gradients_and_no_state() -> None:
     model = chain()
     model[0].requires_grad_(False)
-    plan = Plan.of(model, 4, units=nn.Linear)
+    plan = MemoryPlan.of(model, 4, units=nn.Linear)
     assert plan.footprint.gradient_bytes == 2 * 1024
     assert plan.optimizer_bytes == 2 * 2 * 1024
     assert plan.units[1].full_gradient_bytes == plan.units[1].reduce_bytes == 0
@@ -288,7 +292,7 @@ def test_frozen_parameters_have_no_gradients_and_no_state() -> None:
 def test_zero_paper_figure_1(strategy: str, paper_gb: float) -> None:
     """7.5e9 parameters over 64 ranks, mixed-precision Adam: 16 bytes a parameter."""
     model = equal_blocks(7_500_000_000, 32).on_meta()
-    plan = Plan.of(model, 64, strategy=strategy, mixed_precision=HALF)
+    plan = MemoryPlan.of(model, 64, strategy=strategy, mixed_precision=HALF)
     assert round(plan.state_bytes / 1e9, 1) == paper_gb
 
 
@@ -303,14 +307,14 @@ def test_equal_blocks_lose_no_parameter() -> None:
 
 
 def test_plan_prints_a_table() -> None:
-    drawn = repr(Plan.of(chain(8), 4, units=nn.Linear))
-    assert drawn.startswith("Plan: full_shard over 4 ranks")
+    drawn = repr(MemoryPlan.of(chain(8), 4, units=nn.Linear))
+    assert drawn.startswith("MemoryPlan: full_shard over 4 ranks")
     assert "2 x 4.10 kB" in drawn  # the slots
     assert "0 ... 5" in drawn  # equal units in one line
 
 
 def test_the_schedule_is_the_engine_s() -> None:
-    plan = Plan.of(chain(), 2, units=nn.Linear)
+    plan = MemoryPlan.of(chain(), 2, units=nn.Linear)
     assert plan.schedule.order[0] == Trigger(Phase.PRE_FORWARD, 0)
     assert len(plan.schedule.order) == 2 * len(plan.units)
 
@@ -318,19 +322,22 @@ def test_the_schedule_is_the_engine_s() -> None:
 @pytest.mark.parametrize(
     ("make_plan", "message"),
     [
-        (lambda: Plan.of(chain(), 0), "ranks is 0"),
-        (lambda: Plan.of(chain(), 2, optimizer="adam"), "'adam'; accepted: 'adamw', 'momentum'"),
-        (lambda: Plan.of(chain(), 2, strategy="zero"), "strategy is 'zero'"),
-        (lambda: Plan.of(chain(), 2, prefetch=-1), "prefetch is -1"),
-        (lambda: Plan.of(chain(), 2, units=nn.GELU), "no module"),
-        (lambda: Plan.of(chain(), 2, replicas=2), "replicas is 2; it is for 'hybrid_shard'"),
+        (lambda: MemoryPlan.of(chain(), 0), "ranks is 0"),
         (
-            lambda: Plan.of(chain(), 6, strategy="hybrid_shard"),
+            lambda: MemoryPlan.of(chain(), 2, optimizer="adam"),
+            "'adam'; accepted: 'adamw', 'momentum'",
+        ),
+        (lambda: MemoryPlan.of(chain(), 2, strategy="zero"), "strategy is 'zero'"),
+        (lambda: MemoryPlan.of(chain(), 2, prefetch=-1), "prefetch is -1"),
+        (lambda: MemoryPlan.of(chain(), 2, units=nn.GELU), "no module"),
+        (lambda: MemoryPlan.of(chain(), 2, replicas=2), "replicas is 2; it is for 'hybrid_shard'"),
+        (
+            lambda: MemoryPlan.of(chain(), 6, strategy="hybrid_shard"),
             "'hybrid_shard', which needs replicas: .* 6 ranks",
         ),
-        (lambda: Plan.of(chain(), 6, strategy="hybrid_shard", replicas=4), "replicas is 4"),
+        (lambda: MemoryPlan.of(chain(), 6, strategy="hybrid_shard", replicas=4), "replicas is 4"),
     ],
 )
-def test_bad_arguments_are_named(make_plan: Callable[[], Plan], message: str) -> None:
+def test_bad_arguments_are_named(make_plan: Callable[[], MemoryPlan], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_plan()

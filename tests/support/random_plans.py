@@ -15,7 +15,7 @@ TILE_ELEMENTS = 16384
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-Plan = tuple[list[Segment], list[int], list[int]]
+RandomPlan = tuple[list[Segment], list[int], list[int]]
 """Segments, and how many elements each source and each destination needs."""
 
 
@@ -68,7 +68,7 @@ def expect(
 
 
 @st.composite
-def plans(draw: st.DrawFn) -> Plan:
+def plans(draw: st.DrawFn) -> RandomPlan:
     """Random segments with disjoint destinations, and how many elements the operands need."""
     src_sizes, dst_sizes = [0] * 3, [0] * 2
     segments = []

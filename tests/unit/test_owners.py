@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from shardcomm import CommError, Communicator, Mesh, MixedPrecision, Plan, fully_shard, launch
+from shardcomm import CommError, Communicator, MemoryPlan, Mesh, MixedPrecision, fully_shard, launch
 from shardcomm.layout.layout import Granularity
 from shardcomm.models.shapes import SHAPES, ModelShapes
 from shardcomm.unit.owners import choose_owners
@@ -71,7 +71,7 @@ def test_the_drawing_in_the_docstring() -> None:
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_ranks_hold_about_as_much_of_a_model(name: str, ranks: int) -> None:
     shapes = MODELS[name]
-    plan = Plan.of(shapes.on_meta(), ranks, granularity="tensor")
+    plan = MemoryPlan.of(shapes.on_meta(), ranks, granularity="tensor")
     largest = max(map(math.prod, (*shapes.block.values(), *shapes.rest.values())))
     # A rank has at least the largest tensor, and one more beside it where that is below the mean.
     assert plan.imbalance <= max(1.1, 1.001 * largest * ranks / shapes.numel)
@@ -81,7 +81,7 @@ def test_ranks_hold_about_as_much_of_a_model(name: str, ranks: int) -> None:
 
 
 def test_a_plan_draws_what_each_rank_holds() -> None:
-    plan = Plan.of(make(width=8), 3, granularity="tensor")
+    plan = MemoryPlan.of(make(width=8), 3, granularity="tensor")
     text = repr(plan)
     assert f"of rank {plan.rank}, which holds the most:" in text
     assert f"parameters of the ranks; the most by the mean: {plan.imbalance:.3f}" in text
@@ -89,11 +89,11 @@ def test_a_plan_draws_what_each_rank_holds() -> None:
     assert [line.split()[1] for line in lines] == ["0", "1", "2"]
     assert lines[plan.rank].count("#") == 40 == max(line.count("#") for line in lines)
     assert plan.as_json()["shard_bytes"] == list(plan.shard_bytes)
-    assert "which holds the most" not in repr(Plan.of(make(width=8), 3))
-    many = repr(Plan.of(make(width=8), 40, granularity="tensor"))
+    assert "which holds the most" not in repr(MemoryPlan.of(make(width=8), 3))
+    many = repr(MemoryPlan.of(make(width=8), 40, granularity="tensor"))
     assert "... 24 ranks that hold less" in many
     with pytest.raises(ValueError, match="rank is 3; it must be None or one of the 3 that hold"):
-        Plan.of(make(), 3, rank=3)
+        MemoryPlan.of(make(), 3, rank=3)
 
 
 def matrices_whole(name: str, param: nn.Parameter) -> Granularity:
@@ -254,7 +254,7 @@ def test_owners_follow_a_given_cost() -> None:
 
     held = run_threads(body, 2)
     assert held == [["2.weight"], ["0.weight", "1.weight", "3.weight", "4.weight"]]
-    plan = Plan.of(model, 2, units=nn.Linear, granularity="tensor", owner_cost=cost)
+    plan = MemoryPlan.of(model, 2, units=nn.Linear, granularity="tensor", owner_cost=cost)
     assert (plan.rank, plan.shard_bytes) == (1, (256, 1024))
 
 
@@ -263,7 +263,7 @@ def test_costs_that_are_none_are_refused(value: Any) -> None:
     with pytest.raises(
         ValueError, match=r"owner_cost of parameter 'embed.weight' is .*; it must be"
     ):
-        Plan.of(make(), 2, granularity="tensor", owner_cost=lambda *_: value)
+        MemoryPlan.of(make(), 2, granularity="tensor", owner_cost=lambda *_: value)
 
 
 def test_ranks_that_choose_other_owners_are_told() -> None:

@@ -1,7 +1,7 @@
-"""Collectives as torch.distributed begins them: a channel runs them in order, a `Work` tells their end.
+"""Collectives as torch.distributed begins them: a `CallQueue` runs them in order, a `BackendWork` tells their end.
 
 synchronous, nothing queued before    by the caller, who waits anyway
-asynchronous, or behind such          on the channel's thread
+asynchronous, or behind such          on the queue's thread
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch.futures import Future
 
 from shardcomm import _C
 from shardcomm.stream.streams import Event, Stream
+from shardcomm.stream.work import Work
 
 # Queues a collective on a stream, or without one runs it.
 Run = Callable[[Stream | None], None]
@@ -24,24 +25,25 @@ Run = Callable[[Stream | None], None]
 _NO_TIMEOUT = timedelta(0)
 
 
-class Work(dist.Work):
+class BackendWork(dist.Work):
     """A collective that was begun. What it raises, `wait` raises, as often as it is called."""
 
-    def __init__(self, channel: Channel, event: Event | None, results: list[torch.Tensor]) -> None:
+    def __init__(self, queue: CallQueue, event: Event | None, results: list[torch.Tensor]) -> None:
         super().__init__()
-        self._channel = channel
+        self._queue = queue
         self._event = event
         self._results = results
         self._future: Future[list[torch.Tensor]] | None = None
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
-        """Blocks until this rank's part is done; the group's timeout applies, whatever `timeout` says.
+        """Blocks until this rank's part is done; at most as long as `timeout` says, where that is not zero.
 
         Raises:
-            CommError: a rank died, called something else or did not come in time.
+            TimeoutError: it is not done within `timeout`; it goes on.
+            CommError: a rank died, called something else or did not come within the group's own timeout.
         """
         if self._event is not None:
-            self._event.wait()
+            Work(self._event).wait(None if timeout == _NO_TIMEOUT else timeout)
         return True
 
     def synchronize(self) -> None:
@@ -70,11 +72,11 @@ class Work(dist.Work):
             if self.is_completed():
                 begun.set_result(None)
             else:
-                self._channel.completions.enqueue(lambda: begun.set_result(None))
+                self._queue.completions.enqueue(lambda: begun.set_result(None))
         return self._future
 
 
-class Channel:
+class CallQueue:
     """Collectives in the order of their calls: on a thread, or by the caller where nothing is queued before."""
 
     def __init__(self) -> None:
@@ -94,16 +96,16 @@ class Channel:
         """Whether all that was queued has finished."""
         return self.last is None or self.last.query()
 
-    def begin(self, run: Run, asynchronous: bool, results: list[torch.Tensor]) -> Work:
+    def begin(self, run: Run, asynchronous: bool, results: list[torch.Tensor]) -> BackendWork:
         """Queues `run`; a synchronous one is finished on return."""
         if not asynchronous and self.idle():
             run(None)
-            return Work(self, None, results)
+            return BackendWork(self, None, results)
         run(self.stream)
         self.last = self.stream.record()
         if not asynchronous:
             self.last.wait()
-        return Work(self, self.last, results)
+        return BackendWork(self, self.last, results)
 
     def drain(self) -> None:
         """Waits for all that was queued, whether it succeeds or not."""

@@ -1,0 +1,105 @@
+"""`Work`: what every collective returns; waited for, asked, or waited for a while."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+
+import pytest
+import torch
+
+import shardcomm
+from shardcomm import Bucket, Communicator, Layout, ParamSpec, Stream, Work
+from support.thread_ranks import run_threads
+
+N = 4
+
+
+def collectives(comm: Communicator) -> dict[str, Callable[[Stream | None], Work]]:
+    part, whole = torch.full((N,), float(comm.rank)), torch.zeros(N * comm.size)
+    return {
+        "all_gather": lambda stream: comm.all_gather(whole, part, stream=stream),
+        "reduce_scatter": lambda stream: comm.reduce_scatter(part, whole, stream=stream),
+        "all_reduce": lambda stream: comm.all_reduce(part, stream=stream),
+        "broadcast": lambda stream: comm.broadcast(part, stream=stream),
+        "barrier": lambda stream: comm.barrier(stream=stream),
+    }
+
+
+@pytest.mark.parametrize(
+    "name", ["all_gather", "reduce_scatter", "all_reduce", "broadcast", "barrier"]
+)
+@pytest.mark.parametrize("queued", [False, True], ids=["blocking", "queued"])
+def test_every_collective_returns_work(name: str, queued: bool) -> None:
+    def body(comm: Communicator) -> None:
+        stream = Stream() if queued else None
+        work = collectives(comm)[name](stream)
+        assert type(work) is Work
+        assert (work.event is not None) == queued
+        work.wait()
+        assert work.is_completed()
+        work.wait(0.0)  # as often as one likes
+
+    run_threads(body, 2)
+
+
+@pytest.mark.parametrize("timeout", [0.01, timedelta(seconds=0.01)], ids=["seconds", "timedelta"])
+def test_a_wait_that_times_out_may_be_repeated(timeout: float | timedelta) -> None:
+    waited = threading.Event()
+
+    def body(comm: Communicator) -> float:
+        summed = torch.ones(N)
+        if comm.rank == 1:
+            assert waited.wait(60)
+            comm.all_reduce(summed).wait()
+        else:
+            stream = Stream()
+            work = comm.all_reduce(summed, stream=stream)
+            assert not work.is_completed()
+            with pytest.raises(TimeoutError, match=r"not ended within 0\.01 s; it goes on"):
+                work.wait(timeout)
+            waited.set()
+            work.wait(60)
+            assert work.is_completed()
+        return summed.sum().item()
+
+    assert run_threads(body, 2) == [2 * N, 2 * N]
+
+
+def test_a_buckets_work_times_out_too() -> None:
+    waited = threading.Event()
+
+    def body(comm: Communicator) -> None:
+        layout = Layout.plan([ParamSpec("weight", (4, 2))], comm.size)
+        bucket = Bucket(layout, comm)
+        if comm.rank == 1:
+            assert waited.wait(60)
+        work = bucket.all_gather(async_op=True)
+        if comm.rank == 0:
+            with pytest.raises(TimeoutError):
+                work.wait(0.01)
+            waited.set()
+        work.wait(60)
+
+    run_threads(body, 2)
+
+
+def test_failed_work_is_completed_and_raises_in_every_wait() -> None:
+    def body(comm: Communicator) -> None:
+        stream = Stream()
+        work = comm.all_reduce(torch.zeros(N + comm.rank), stream=stream)
+        with pytest.raises(shardcomm.CommError):
+            work.wait(60)
+        assert work.is_completed()
+        with pytest.raises(shardcomm.CommError):
+            work.wait()
+
+    run_threads(body, 2)
+
+
+@pytest.mark.parametrize(("old", "new"), [("Block", "RowBlock"), ("Plan", "MemoryPlan")])
+def test_an_old_name_is_an_alias_that_warns(old: str, new: str) -> None:
+    with pytest.warns(DeprecationWarning, match=f"shardcomm.{old} is called shardcomm.{new} now"):
+        assert getattr(shardcomm, old) is getattr(shardcomm, new)
+    assert old not in shardcomm.__all__
