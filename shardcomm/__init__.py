@@ -6,8 +6,8 @@ From the bottom up, each usable on its own: `Layout` (where every element lives)
 
 Importing it registers the torch.distributed backend "shardcomm", and does nothing else that a program could notice: no
 thread, no process, no change of the environment, nothing on a GPU. The first `fully_shard` of a process adds a hook to
-torch's optimizers (`torch.optim.optimizer.register_optimizer_step_pre_hook`) and wraps their state dicts, for parameters
-that it has sharded.
+torch's optimizers (`torch.optim.optimizer.register_optimizer_step_pre_hook`) and wraps their state dicts, for the sake
+of parameters that it has sharded.
 """
 
 import warnings as _warnings
