@@ -159,7 +159,7 @@ def drop_in(rounds: int) -> Report:
         title="The same GPT in unmodified FSDP2: on Gloo, on shardcomm's backend, and attached.",
     )
     for ranks in (2, 4):
-        measured = shardcomm.launch(drop_in_main, ranks, (rounds,), deadline_s=600)[0]
+        measured = shardcomm.launch(drop_in_main, ranks, (rounds,), timeout_s=600)[0]
         times = {name: Times(tuple(samples)) for name, samples in measured.items()}
         for name, each in times.items():
             row = f"{name}, {ranks} ranks"
@@ -180,7 +180,7 @@ def main() -> None:
         drop_in(args.rounds).finish(args)
         return
     run: Callable[[int], dict[str, object]] = rank_main
-    result = shardcomm.launch(run, 2, (args.rounds,), deadline_s=600)[0]
+    result = shardcomm.launch(run, 2, (args.rounds,), timeout_s=600)[0]
     times = {name: Times(tuple(samples)) for name, samples in result["times"].items()}  # type: ignore[attr-defined]
     ours = times["shardcomm"].median
     report = Report(["forward + backward", "median (p10-p90)", "shardcomm / this"])

@@ -161,7 +161,7 @@ def main() -> None:
         ]
     )
     for ranks in RANKS:
-        timings: Timings = shardcomm.launch(rank_main, ranks, deadline_s=600)[0]
+        timings: Timings = shardcomm.launch(rank_main, ranks, timeout_s=600)[0]
         mpi = open_mpi(ranks)
         if isinstance(mpi, str):
             print(f"Open MPI is left out: {mpi}")

@@ -116,14 +116,14 @@ def status_bytes(name: str, file: str = "status") -> int:
 
 def peak_bytes(strategy: str, name: str, in_use: bool) -> float:
     ranks = math.prod(MESHES[strategy])
-    peaks = shardcomm.launch(memory_main, ranks, (strategy, name, in_use), deadline_s=300)
+    peaks = shardcomm.launch(memory_main, ranks, (strategy, name, in_use), timeout_s=300)
     return statistics.mean(peaks)
 
 
 def compare(strategy: str, rounds: int, report: Report) -> None:
     """Adds the strategy's figures, a row and a bound each."""
     ranks = math.prod(MESHES[strategy])
-    samples = shardcomm.launch(time_main, ranks, (strategy, rounds), deadline_s=600)[0]
+    samples = shardcomm.launch(time_main, ranks, (strategy, rounds), timeout_s=600)[0]
     times = {name: Times(tuple(each)) for name, each in samples.items()}
     in_use, resident = (
         {name: peak_bytes(strategy, name, flag) for name in CONTENDERS} for flag in (True, False)

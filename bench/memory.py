@@ -107,7 +107,7 @@ def _status(name: str) -> int:
 def compare(cases: Mapping[str, Case], report: Report) -> None:
     for strategy, case in cases.items():
         planned = case.plan().peak_resident_bytes
-        measured = max(launch(peak_of, RANKS, (case,), deadline_s=300))
+        measured = max(launch(peak_of, RANKS, (case,), timeout_s=300))
         report.row(strategy, _mb(planned), _mb(measured), f"{measured / planned:.4f}")
         report.figures[strategy] = {"planned_bytes": planned, "measured_bytes": measured}
         off = abs(measured / planned - 1)
@@ -120,7 +120,7 @@ def limited(cases: Mapping[str, Case], report: Report) -> None:
     for name, case in holds.items():
         outcome = "trains"
         try:
-            launch(peak_of, RANKS, (case, limit), deadline_s=300)
+            launch(peak_of, RANKS, (case, limit), timeout_s=300)
         except RankError as error:
             if "allocate memory" not in str(error):
                 raise

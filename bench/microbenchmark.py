@@ -63,7 +63,7 @@ def main() -> None:
     report = Report(["operation", "by hand", "shardcomm bench", "tool / hand"])
     hands, tools = [], []
     for _ in range(ROUNDS):
-        of_ranks = shardcomm.launch(by_hand, 2, deadline_s=120)
+        of_ranks = shardcomm.launch(by_hand, 2, timeout_s=120)
         hands.append({name: sum(m[name] for m in of_ranks) / 2 for name in of_ranks[0]})
         tools.append(by_tool())
     for name in hands[0]:

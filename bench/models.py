@@ -302,7 +302,7 @@ def main() -> None:
     report.figures["versions"] = {name: version(name) for name in NEEDED}
     for name in CASES:
         for recompute in (False, True):
-            ranks = shardcomm.launch(compare, RANKS, (name, recompute), deadline_s=300)
+            ranks = shardcomm.launch(compare, RANKS, (name, recompute), timeout_s=300)
             difference = max(rank.difference for rank in ranks)
             times = Times(tuple(s for rank in ranks for s in rank.seconds))
             unsharded = Times(tuple(s for rank in ranks for s in rank.unsharded_seconds))

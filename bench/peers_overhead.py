@@ -65,7 +65,7 @@ def main(args: argparse.Namespace) -> None:
     else:
         if not torch.cuda.is_available():
             raise SystemExit("overhead: --device is cuda, and torch sees no GPU here")
-        samples = launch(measure_on_gpu, 2, (args.rounds * 20,), deadline_s=120)[0]
+        samples = launch(measure_on_gpu, 2, (args.rounds * 20,), timeout_s=120)[0]
     report = Report(
         ["host time", "us (p10-p90)"],
         title=f"What a unit's gather and reduce cost the host with peers ({args.device})",

@@ -29,10 +29,10 @@ def check_flag(operation: str, name: str, value: object) -> None:
         raise ValueError(f"{operation}: {name} is {value!r}; it must be True or False")
 
 
-def check_deadline(operation: str, deadline_s: object) -> None:
+def check_seconds(operation: str, name: str, seconds: object) -> None:
     """ValueError unless it is a number of seconds."""
-    is_number = isinstance(deadline_s, (int, float)) and not isinstance(deadline_s, bool)
-    if not (is_number and 0 < deadline_s <= _MOST_SECONDS):  # type: ignore[operator]
+    is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
+    if not (is_number and 0 < seconds <= _MOST_SECONDS):  # type: ignore[operator]
         raise ValueError(
-            f"{operation}: deadline_s is {deadline_s!r}; it must be a number above 0, at most 1e9"
+            f"{operation}: {name} is {seconds!r}; it must be a number above 0, at most 1e9"
         )

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
 
 from shardcomm import _C
-from shardcomm.arguments.checks import check_deadline, check_type
+from shardcomm.arguments.checks import check_seconds, check_type
 from shardcomm.arguments.scalars import is_whole
 from shardcomm.comm import nccl
 from shardcomm.comm.c10d import C10dCommunicator
@@ -66,7 +66,7 @@ def from_env(
     cta_policy: CtaPolicy,
 ) -> Communicator:
     """See `Communicator.from_env`."""
-    check_deadline("from_env", deadline_s)
+    check_seconds("from_env", "deadline_s", deadline_s)
     own = launched()
     if not own.launcher:
         refuse_batch_script()
@@ -101,7 +101,7 @@ def local_group(size: int, deadline_s: float, device: torch.device | str) -> lis
     """See `Communicator.local_group`."""
     if not is_whole(size, 1):
         raise ValueError(f"local_group: size is {size!r}; it must be at least 1")
-    check_deadline("local_group", deadline_s)
+    check_seconds("local_group", "deadline_s", deadline_s)
     where = core_device("local_group", device)
     index = -1 if where.type == "cpu" else where.index
     return [CoreCommunicator(core, where) for core in _C.make_local_group(size, deadline_s, index)]
@@ -118,7 +118,7 @@ def from_process_group(
     check_transport(transport)
     nccl.check_cta_policy(cta_policy)
     if deadline_s is not None:
-        check_deadline("from_process_group", deadline_s)
+        check_seconds("from_process_group", "deadline_s", deadline_s)
     if group is None:
         if not dist.is_initialized():
             raise ValueError(

@@ -33,7 +33,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from shardcomm._C import CommError, CudaError
-from shardcomm.arguments.checks import check_deadline, check_list, check_type
+from shardcomm.arguments.checks import check_list, check_seconds, check_type
 from shardcomm.arguments.scalars import is_whole
 from shardcomm.checkpoint.checkpoints import CheckpointError
 from shardcomm.meeting.launchers import forget
@@ -53,7 +53,7 @@ class RankError(RuntimeError):
 
 
 def launch(
-    fn: Callable[..., T], ranks: int, args: Sequence[Any] = (), *, deadline_s: float | None = None
+    fn: Callable[..., T], ranks: int, args: Sequence[Any] = (), *, timeout_s: float | None = None
 ) -> list[T]:
     """Runs fn(*args) in `ranks` new processes; returns their results in rank order.
 
@@ -62,19 +62,20 @@ def launch(
 
     Args:
         fn: a function of a module (it is pickled by name), as are its arguments and its result.
-        deadline_s: seconds until all ranks are ended and TimeoutError is raised (default: none).
+        timeout_s: how long the whole may take, in seconds; None: as long as it likes. How long one rank waits for
+            another in a collective is the communicator's own `deadline_s`.
 
     Raises:
         TypeError, ValueError: an argument is not what it must be, or cannot be pickled.
         RankError: a rank raised or was killed; the first cause, not what followed from it.
-        TimeoutError: the deadline passed.
+        TimeoutError: ranks still ran after `timeout_s`, and were ended.
     """
     check_type("launch", "fn", fn, Callable, "a function of a module")
     if not is_whole(ranks, 1):
         raise ValueError(f"launch: ranks is {ranks!r}; it must be at least 1")
     check_list("launch", "args", args)
-    if deadline_s is not None:
-        check_deadline("launch", deadline_s)
+    if timeout_s is not None:
+        check_seconds("launch", "timeout_s", timeout_s)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["shardcomm", "shardcomm.process.fork_server"])
     _start_fork_server()
@@ -84,7 +85,7 @@ def launch(
     try:
         for rank in range(ranks):
             group.start(context, rank, (store.port, secret), fn, args)
-        return group.results(deadline_s)
+        return group.results(timeout_s)
     finally:
         group.end()
 
@@ -139,9 +140,9 @@ class _Group:
         self.processes.append(process)
         self.outcomes.append(_Outcome(outcome))
 
-    def results(self, deadline_s: float | None) -> list[Any]:
+    def results(self, timeout_s: float | None) -> list[Any]:
         """Waits for all; raises the first cause once a rank failed."""
-        end = None if deadline_s is None else time.monotonic() + deadline_s
+        end = None if timeout_s is None else time.monotonic() + timeout_s
         results: dict[int, Any] = {}
         failures: dict[int, _Failure] = {}
         pending = set(range(self.ranks))
@@ -172,7 +173,7 @@ class _Group:
             raise RankError(_first_cause(failures))
         if pending:
             raise TimeoutError(
-                f"launch: ranks {sorted(pending)} of {self.ranks} still ran after {deadline_s:g} s"
+                f"launch: ranks {sorted(pending)} of {self.ranks} still ran after {timeout_s:g} s"
             )
         return [results[rank] for rank in range(self.ranks)]
 

@@ -241,7 +241,8 @@ def test_deadlines(seconds: Any) -> None:
     check(lambda: Communicator.local_group(1, deadline_s=seconds), message)
     check(lambda: Communicator.from_env(deadline_s=seconds), message)
     if seconds is not None:
-        check(lambda: shardcomm.launch(abs, 1, (1,), deadline_s=seconds), message)
+        limit = message.replace("deadline_s", "timeout_s")
+        check(lambda: shardcomm.launch(abs, 1, (1,), timeout_s=seconds), limit)
 
 
 @pytest.mark.parametrize(
@@ -257,7 +258,7 @@ def test_deadlines(seconds: Any) -> None:
     ],
 )  # fmt: skip
 def test_launches(arguments: tuple[Any, ...], message: str) -> None:
-    check(lambda: shardcomm.launch(*arguments, deadline_s=30), f"launch: {message}")
+    check(lambda: shardcomm.launch(*arguments, timeout_s=30), f"launch: {message}")
 
 
 @pytest.mark.parametrize("norm", ["x", None, math.nan, -1, torch.ones(2)])

@@ -252,7 +252,7 @@ def test_a_reduce_scatter_sets_the_flag_of_the_rank_whose_part_it_is(ranks: int,
 
 
 def test_a_reduce_scatter_between_processes_does_so_too(seed: int) -> None:
-    launch(scattered_between_processes, 2, (seed,), deadline_s=60)
+    launch(scattered_between_processes, 2, (seed,), timeout_s=60)
 
 
 @pytest.mark.gpu

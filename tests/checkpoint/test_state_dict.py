@@ -171,7 +171,7 @@ def save(directory: str) -> None:
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint by SAVED_BY ranks for each of OPTIONS, of Adafactor, and of a mesh; that of "rows" by async_save."""
     directory = tmp_path_factory.mktemp("saved")
-    launch(save, SAVED_BY, (str(directory),), deadline_s=120)
+    launch(save, SAVED_BY, (str(directory),), timeout_s=120)
     return directory
 
 
@@ -348,7 +348,7 @@ def full(state: Any) -> Any:
 def test_fsdp2_loads_what_ranks_saved_and_back(
     saved: Path, expected: dict[str, Any], tmp_path: Path
 ) -> None:
-    for states in launch(through_fsdp2, 3, (str(saved), str(tmp_path)), deadline_s=120):
+    for states in launch(through_fsdp2, 3, (str(saved), str(tmp_path)), timeout_s=120):
         for state in states:
             assert_equal(state, expected)
     for name, options in OPTIONS.items():
@@ -484,7 +484,7 @@ def peak_bytes() -> int:
 
 def test_full_state_on_one_rank_holds_one_unit_besides() -> None:
     unit = 4 << 20
-    (names, first), (nothing, second) = launch(grown_by_full_state, 2, deadline_s=60)
+    (names, first), (nothing, second) = launch(grown_by_full_state, 2, timeout_s=60)
     assert (names, nothing) == (8, 0)
     assert first < (8 + 3) * unit
     assert second < 3 * unit

@@ -156,7 +156,7 @@ def options(**changed: object) -> Options:
             graph_launches=0,
             communication_memory=False,
             statistics=False,
-            timeout_s=60.0,
+            deadline_s=60.0,
             ranks=3,
             to_stderr=True,
         ),
@@ -253,19 +253,19 @@ def test_every_type_and_reduction_is_right(dtype: str) -> None:
 
 def test_other_processes_wait_for_threads_that_take_longer_than_the_timeout() -> None:
     """Two threads play the processes; the ranks of `local` are threads of the first."""
-    timeout_s = 2.0
+    deadline_s = 2.0
 
     def process(control: Communicator) -> int | None:
         with closing(
-            ThreadRanks("local", control, control.device, options(timeout_s=timeout_s))
+            ThreadRanks("local", control, control.device, options(deadline_s=deadline_s))
         ) as ranks:
             return ranks.run(takes_long)
 
     def takes_long(on: Collectives, control: Communicator) -> int:
-        Event().wait(1.5 * timeout_s)
+        Event().wait(1.5 * deadline_s)
         return on.rank
 
-    controls = Communicator.local_group(2, deadline_s=timeout_s)
+    controls = Communicator.local_group(2, deadline_s=deadline_s)
     with ThreadPoolExecutor(2) as processes:
         assert list(processes.map(process, controls, timeout=60)) == [0, None]
 

@@ -221,7 +221,7 @@ def over(transport: str) -> str:
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
 def test_between_processes(transport: str) -> None:
-    (said,) = set(launch(over, 2, (transport,), deadline_s=60))
+    (said,) = set(launch(over, 2, (transport,), timeout_s=60))
     assert "parameter 'layers.0.0.weight' has shape (16, 8) on rank 0 and (17, 8) on rank 1" in said
 
 

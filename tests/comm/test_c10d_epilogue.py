@@ -28,7 +28,7 @@ def scaled_and_added() -> None:
 
 
 def test_sums_are_divided_then_scaled_then_added_to_what_was_there() -> None:
-    launch(scaled_and_added, 2, deadline_s=60)
+    launch(scaled_and_added, 2, timeout_s=60)
 
 
 def summed_in_float32() -> None:
@@ -47,7 +47,7 @@ def summed_in_float32() -> None:
 
 
 def test_halves_are_summed_in_float32_and_rounded_once() -> None:
-    launch(summed_in_float32, 3, deadline_s=60)
+    launch(summed_in_float32, 3, timeout_s=60)
 
 
 def gathered_and_reduced_at_once() -> None:
@@ -75,7 +75,7 @@ def gathered_and_reduced_at_once() -> None:
 
 
 def test_a_gather_and_a_reduce_have_no_common_order() -> None:
-    launch(gathered_and_reduced_at_once, 2, deadline_s=60)
+    launch(gathered_and_reduced_at_once, 2, timeout_s=60)
 
 
 def looked_at() -> None:
@@ -92,7 +92,7 @@ def looked_at() -> None:
 
 
 def test_what_is_not_finite_is_found_on_the_rank_that_holds_it() -> None:
-    launch(looked_at, 2, deadline_s=60)
+    launch(looked_at, 2, timeout_s=60)
 
 
 def in_either_order() -> None:
@@ -116,4 +116,4 @@ def in_either_order() -> None:
 
 
 def test_a_gather_and_a_reduce_may_come_in_either_order() -> None:
-    launch(in_either_order, 2, deadline_s=60)
+    launch(in_either_order, 2, timeout_s=60)

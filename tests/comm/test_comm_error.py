@@ -131,7 +131,7 @@ def die(folder: Path) -> None:
 
 def test_a_rank_that_dies_is_the_one_that_died(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="rank 1 was killed by SIGKILL"):
-        launch(die, 3, (tmp_path,), deadline_s=DEADLINE_S)
+        launch(die, 3, (tmp_path,), timeout_s=DEADLINE_S)
     for rank in (0, 2):
         fields = eval((tmp_path / str(rank)).read_text())
         assert (fields["kind"], fields["rank"]) == ("died", 1)
@@ -151,7 +151,7 @@ def refuse_on_rank_1() -> dict[str, Any]:
 
 
 def test_what_ends_set_up_on_one_rank_has_fields_on_the_others() -> None:
-    heard, _ = launch(refuse_on_rank_1, 2, deadline_s=DEADLINE_S)
+    heard, _ = launch(refuse_on_rank_1, 2, timeout_s=DEADLINE_S)
     assert (heard["kind"], heard["rank"], heard["reporter"]) == ("aborted", 1, 1)
     assert heard["operation"] is None
 
@@ -170,6 +170,6 @@ def over_gloo() -> list[dict[str, Any]]:
 
 
 def test_c10d_has_the_fields_too() -> None:
-    for rank, (aborted, closed) in enumerate(launch(over_gloo, 2, deadline_s=DEADLINE_S)):
+    for rank, (aborted, closed) in enumerate(launch(over_gloo, 2, timeout_s=DEADLINE_S)):
         assert (aborted["kind"], aborted["rank"]) == ("aborted", rank)
         assert (closed["kind"], closed["rank"]) == ("closed", rank)

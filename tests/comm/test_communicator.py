@@ -32,7 +32,7 @@ def test_random_collectives_between_threads(ranks: int, seed: int) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 def test_random_collectives_between_processes(ranks: int, seed: int) -> None:
-    launch(random_collectives_from_env, ranks, (seed, 1250, "shm"), deadline_s=120)
+    launch(random_collectives_from_env, ranks, (seed, 1250, "shm"), timeout_s=120)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def gradient_of_dropped_works() -> float:
 
 
 def test_gradients_live_though_their_work_is_dropped() -> None:
-    assert launch(gradient_of_dropped_works, 2, deadline_s=60) == [0.0, 0.0]
+    assert launch(gradient_of_dropped_works, 2, timeout_s=60) == [0.0, 0.0]
 
 
 def allocate_too_much() -> str:
@@ -112,7 +112,7 @@ def allocate_too_much() -> str:
 
 
 def test_more_memory_than_there_is_is_refused_before_it_is_taken() -> None:
-    for message in launch(allocate_too_much, 2, deadline_s=60):
+    for message in launch(allocate_too_much, 2, timeout_s=60):
         assert f"cannot reserve {1 << 44} bytes of shared memory" in message
 
 
@@ -137,7 +137,7 @@ def exact_on_c10d() -> None:
 
 
 def test_c10d_gives_the_same() -> None:
-    launch(exact_on_c10d, 3, deadline_s=60)
+    launch(exact_on_c10d, 3, timeout_s=60)
 
 
 @pytest.mark.parametrize("private", [True, False])
@@ -180,7 +180,7 @@ def large_buffers() -> None:
 
 
 def test_private_buffers_larger_than_the_staging_area() -> None:
-    launch(large_buffers, 3, deadline_s=60)
+    launch(large_buffers, 3, timeout_s=60)
 
 
 def test_receipts_say_the_path_and_why() -> None:
@@ -302,7 +302,7 @@ def several_communicators() -> None:
 
 
 def test_communicators_live_side_by_side() -> None:
-    launch(several_communicators, 2, deadline_s=60)
+    launch(several_communicators, 2, timeout_s=60)
 
 
 def wait_as_long_as_the_group() -> None:
@@ -317,7 +317,7 @@ def wait_as_long_as_the_group() -> None:
 
 
 def test_a_groups_timeout_is_the_deadline_unless_another_is_given() -> None:
-    launch(wait_as_long_as_the_group, 2, deadline_s=60)
+    launch(wait_as_long_as_the_group, 2, timeout_s=60)
 
 
 def forked_child_lets_go() -> None:
@@ -333,7 +333,7 @@ def forked_child_lets_go() -> None:
 
 
 def test_a_forked_child_that_closes_or_drops_it_is_not_the_rank() -> None:
-    launch(forked_child_lets_go, 2, deadline_s=60)
+    launch(forked_child_lets_go, 2, timeout_s=60)
 
 
 def memory_outlives() -> None:
@@ -353,7 +353,7 @@ def memory_outlives() -> None:
 
 
 def test_memory_outlives_the_communicator_and_is_gone_with_its_last_tensor() -> None:
-    launch(memory_outlives, 2, deadline_s=60)
+    launch(memory_outlives, 2, timeout_s=60)
 
 
 def test_second_thread_in_a_channel_is_refused() -> None:

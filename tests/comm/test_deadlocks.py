@@ -52,7 +52,7 @@ def crosswise_from_env(on_streams: bool) -> tuple[str, float]:
 
 @pytest.mark.parametrize("on_streams", [False, True], ids=["by the caller", "on streams"])
 def test_ranks_in_different_channels_are_all_named_at_once(on_streams: bool) -> None:
-    for message, seconds in launch(crosswise_from_env, 3, (on_streams,), deadline_s=60):
+    for message, seconds in launch(crosswise_from_env, 3, (on_streams,), timeout_s=60):
         assert seconds < AT_ONCE_S
         assert message.startswith(
             "ranks wait for each other in different collectives: rank 0 (pid "
@@ -97,7 +97,7 @@ def threads_that_change_places() -> None:
 
 
 def test_threads_that_change_places_are_never_taken_for_stuck() -> None:
-    launch(threads_that_change_places, 2, deadline_s=60)
+    launch(threads_that_change_places, 2, timeout_s=60)
 
 
 def queued_by_another_thread() -> None:
@@ -123,7 +123,7 @@ def queued_by_another_thread() -> None:
 
 
 def test_what_another_thread_has_queued_still_comes() -> None:
-    launch(queued_by_another_thread, 2, deadline_s=60)
+    launch(queued_by_another_thread, 2, timeout_s=60)
 
 
 def test_a_rank_that_comes_late_from_another_thread_is_waited_for() -> None:
@@ -173,7 +173,7 @@ def work_behind_other_work() -> None:
 
 
 def test_what_is_queued_behind_other_work_still_comes() -> None:
-    launch(work_behind_other_work, 2, deadline_s=60)
+    launch(work_behind_other_work, 2, timeout_s=60)
 
 
 def two_threads_of_a_rank() -> None:
@@ -204,7 +204,7 @@ def two_threads_of_a_rank() -> None:
 
 
 def test_threads_that_gather_and_reduce_apart_are_never_taken_for_stuck() -> None:
-    launch(two_threads_of_a_rank, 2, deadline_s=60)
+    launch(two_threads_of_a_rank, 2, timeout_s=60)
 
 
 def one_sided_no_sync(rank: int, model: nn.Module, engine: Engine) -> None:
@@ -270,7 +270,7 @@ def diverge_from_env(how: Diverge) -> tuple[str, float]:
 def test_trainings_that_diverge_end_at_once_with_every_ranks_call(
     how: Diverge,
 ) -> None:
-    for message, seconds in launch(diverge_from_env, 2, (how,), deadline_s=90):
+    for message, seconds in launch(diverge_from_env, 2, (how,), timeout_s=90):
         assert seconds < AT_ONCE_S, message
         assert message.startswith(
             ("ranks wait for each other in different", "ranks called different collectives: ")

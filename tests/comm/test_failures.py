@@ -371,7 +371,7 @@ def close_with_a_change_that_is_lost() -> None:
 
 
 def test_an_engine_leaves_its_groups_whatever_its_closing_raises() -> None:
-    launch(close_with_a_change_that_is_lost, 2, deadline_s=60)
+    launch(close_with_a_change_that_is_lost, 2, timeout_s=60)
 
 
 def test_error_in_a_stream_skips_what_is_queued_behind_it() -> None:
@@ -415,7 +415,7 @@ def die_in_set_up() -> None:
 
 def test_rank_that_dies_before_it_attaches_does_not_hang_the_others() -> None:
     with pytest.raises(RankError, match="rank 1 was killed by SIGKILL"):
-        launch(die_in_set_up, 2, deadline_s=60)
+        launch(die_in_set_up, 2, timeout_s=60)
 
 
 def raise_on_rank_1() -> None:
@@ -427,7 +427,7 @@ def raise_on_rank_1() -> None:
 
 def test_launch_names_the_first_cause() -> None:
     with pytest.raises(RankError) as caught:
-        launch(raise_on_rank_1, 3, deadline_s=60)
+        launch(raise_on_rank_1, 3, timeout_s=60)
     message = str(caught.value)
     assert message.startswith("rank 1 raised")
     assert "ValueError: rank 1 has a bug" in message
@@ -440,7 +440,7 @@ def never_end() -> None:
 
 def test_launch_ends_ranks_at_its_deadline() -> None:
     with pytest.raises(TimeoutError, match=r"ranks \[0, 1\] of 2 still ran after 1 s"):
-        launch(never_end, 2, deadline_s=1)
+        launch(never_end, 2, timeout_s=1)
 
 
 def other_conversion(comm: Communicator) -> None:

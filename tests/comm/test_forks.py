@@ -82,7 +82,7 @@ def streams_of_the_parent() -> None:
 
 
 def test_streams_of_the_parent_are_refused_in_a_child_and_new_ones_work() -> None:
-    launch(streams_of_the_parent, 1, deadline_s=60)
+    launch(streams_of_the_parent, 1, timeout_s=60)
 
 
 def post_from_a_child() -> str:
@@ -111,7 +111,7 @@ def post_from_a_child() -> str:
 
 
 def test_a_child_cannot_call_as_its_rank() -> None:
-    waited, _ = launch(post_from_a_child, 2, deadline_s=60)
+    waited, _ = launch(post_from_a_child, 2, timeout_s=60)
     assert "rank 1 has seen enough" in waited
 
 
@@ -129,4 +129,4 @@ def abort_from_a_child() -> None:
 
 
 def test_a_child_that_aborts_or_closes_does_not_touch_the_group() -> None:
-    launch(abort_from_a_child, 2, deadline_s=60)
+    launch(abort_from_a_child, 2, timeout_s=60)

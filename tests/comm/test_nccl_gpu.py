@@ -51,7 +51,7 @@ def first_sums() -> None:
 
 
 def test_smoke_two_ranks_gather_and_sum() -> None:
-    launch(first_sums, 2, deadline_s=LAUNCH_S)
+    launch(first_sums, 2, timeout_s=LAUNCH_S)
 
 
 def first_sum_of_torch() -> None:
@@ -67,7 +67,7 @@ def test_smoke_torchs_own_group_sums() -> None:
     """Where this fails too, the machine or its NCCL is at fault."""
     if not dist.is_nccl_available():
         pytest.skip("this torch has no NCCL")
-    launch(first_sum_of_torch, 2, deadline_s=LAUNCH_S)
+    launch(first_sum_of_torch, 2, timeout_s=LAUNCH_S)
 
 
 def gathers(comm: _C.Communicator) -> None:
@@ -255,15 +255,15 @@ def run_checks(*checks: Check) -> None:
 
 def test_collectives_are_torchs() -> None:
     checks = (gathers, reduces, epilogues, uneven_parts, halves, paths, others, refused, overlap)
-    launch(run_checks, 2, checks, deadline_s=LAUNCH_S)
+    launch(run_checks, 2, checks, timeout_s=LAUNCH_S)
 
 
 def test_a_gather_is_captured_in_a_graph() -> None:
-    launch(run_checks, 2, (captured,), deadline_s=LAUNCH_S)
+    launch(run_checks, 2, (captured,), timeout_s=LAUNCH_S)
 
 
 def test_memory_outlives_its_communicator() -> None:
-    launch(memory_outlives, 2, deadline_s=LAUNCH_S)
+    launch(memory_outlives, 2, timeout_s=LAUNCH_S)
 
 
 def errors_after(comm: _C.Communicator) -> str:
@@ -328,7 +328,7 @@ def mismatch() -> str:
 
 
 def test_mismatch_ends_at_the_deadline() -> None:
-    first, second = launch(mismatch, 2, deadline_s=LAUNCH_S)
+    first, second = launch(mismatch, 2, timeout_s=LAUNCH_S)
     assert first.startswith("rank 0 of 2: all_reduce(f32, count 4, sum) #2 ")
     assert second.startswith("rank 1 of 2: barrier() #1 ")
 
@@ -348,7 +348,7 @@ def aborted() -> str:
 
 
 def test_abort_ends_what_runs() -> None:
-    messages = launch(aborted, 2, deadline_s=LAUNCH_S)
+    messages = launch(aborted, 2, timeout_s=LAUNCH_S)
     assert messages == [f"rank {rank} of 2: aborted: enough" for rank in range(2)]
 
 
@@ -362,7 +362,7 @@ def train_10_steps() -> dict[str, torch.Tensor]:
 
 def test_training_equals_the_cpus() -> None:
     expected = reference(make(), 2, steps=10, optimizer_of=sgd_of).state_dict()
-    for state in launch(train_10_steps, 2, deadline_s=LAUNCH_S):
+    for state in launch(train_10_steps, 2, timeout_s=LAUNCH_S):
         for name, value in expected.items():
             if not name.endswith("calls"):
                 torch.testing.assert_close(state[name], value, rtol=1e-3, atol=1e-4, msg=name)

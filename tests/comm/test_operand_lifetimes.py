@@ -83,7 +83,7 @@ def over_gloo() -> None:
 
 
 def test_operands_are_kept_over_c10d_too() -> None:
-    launch(over_gloo, 2, deadline_s=60)
+    launch(over_gloo, 2, timeout_s=60)
 
 
 def test_a_work_that_is_dropped_has_its_bucket_kept_until_the_end() -> None:
@@ -139,4 +139,4 @@ def windows_come_and_go() -> None:
 
 
 def test_memory_goes_with_its_last_tensor_while_the_communicator_goes_on() -> None:
-    launch(windows_come_and_go, 2, deadline_s=60)
+    launch(windows_come_and_go, 2, timeout_s=60)

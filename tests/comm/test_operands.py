@@ -29,7 +29,7 @@ def negated(*values: float) -> torch.Tensor:
 def on_every_transport(body: Callable[[Communicator], None], ranks: int) -> None:
     run_threads(body, ranks)
     for transport in TRANSPORTS:
-        launch(called, ranks, (body, transport), deadline_s=60)
+        launch(called, ranks, (body, transport), timeout_s=60)
 
 
 def called(body: Callable[[Communicator], None], transport: str) -> None:
@@ -205,7 +205,7 @@ def as_gloo_does(seed: int) -> None:
 
 
 def test_the_backend_takes_every_view_that_gloo_takes(seed: int) -> None:
-    launch(as_gloo_does, 3, (seed,), deadline_s=60)
+    launch(as_gloo_does, 3, (seed,), timeout_s=60)
 
 
 def quantised_on_the_backend() -> None:
@@ -217,7 +217,7 @@ def quantised_on_the_backend() -> None:
 
 
 def test_the_backend_refuses_quantised_tensors_as_gloo_does() -> None:
-    launch(quantised_on_the_backend, 2, deadline_s=60)
+    launch(quantised_on_the_backend, 2, timeout_s=60)
 
 
 def in_place(comm: Communicator) -> None:
@@ -302,7 +302,7 @@ def shared_by_all(comm: Communicator) -> None:
 
 def test_no_rank_reduces_what_all_ranks_share() -> None:
     run_threads(shared_by_all, 2)
-    launch(called, 2, (shared_by_all, "shm"), deadline_s=60)
+    launch(called, 2, (shared_by_all, "shm"), timeout_s=60)
 
 
 def parts_of_one_window(comm: Communicator) -> str:

@@ -73,7 +73,7 @@ def failure_of_process(uneven: bool) -> str:
 
 
 def test_processes_name_them_too() -> None:
-    for message in launch(failure_of_process, 2, (False,), deadline_s=DEADLINE_S):
+    for message in launch(failure_of_process, 2, (False,), timeout_s=DEADLINE_S):
         assert re.search(CASES["another expert"][1], message), message
 
 

@@ -20,7 +20,7 @@ def over(transport: str, body: Callable[..., None], ranks: int, *args: object) -
     if transport == "local":
         run_threads(lambda comm: body(comm, *args), ranks)
     else:
-        launch(called, ranks, (transport, body, *args), deadline_s=60)
+        launch(called, ranks, (transport, body, *args), timeout_s=60)
 
 
 def called(transport: str, body: Callable[..., None], *args: object) -> None:

@@ -40,14 +40,14 @@ def train_both(transport: str) -> tuple[dict[str, torch.Tensor], dict[str, torch
 
 def test_fp32_at_world_size_2_is_bitwise_equal() -> None:
     for transport in ("shm", "c10d"):
-        for ours, ddp in launch(train_both, 2, (transport,), deadline_s=120):
+        for ours, ddp in launch(train_both, 2, (transport,), timeout_s=120):
             for name, expected in ddp.items():
                 assert torch.equal(ours[name], expected), (transport, name)
 
 
 def test_fp32_at_3_and_4_ranks_is_equal_within_summation_order() -> None:
     for ranks in (3, 4):
-        for ours, ddp in launch(train_both, ranks, ("shm",), deadline_s=120):
+        for ours, ddp in launch(train_both, ranks, ("shm",), timeout_s=120):
             for name, expected in ddp.items():
                 error = (ours[name] - expected).norm() / expected.norm().clamp(min=1e-12)
                 assert error < 1e-6, (ranks, name, float(error))
@@ -74,6 +74,6 @@ def train_compiled() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
 
 
 def test_compiled_blocks_train_as_eager_ones() -> None:
-    for compiled, eager in launch(train_compiled, 2, deadline_s=300):
+    for compiled, eager in launch(train_compiled, 2, timeout_s=300):
         for name, expected in eager.items():
             torch.testing.assert_close(compiled[name], expected, rtol=1e-5, atol=1e-6, msg=name)

@@ -798,7 +798,7 @@ def saved_as_torch_does(folder: str) -> None:
 
 
 def test_torchs_checkpoint_tools_save_and_load_a_models_state_dict(tmp_path: Path) -> None:
-    launch(saved_as_torch_does, RANKS, (str(tmp_path),), deadline_s=60)
+    launch(saved_as_torch_does, RANKS, (str(tmp_path),), timeout_s=60)
     for name in ("own", "torch"):
         plain = model_of(seed=1)
         state = {"model": plain.state_dict()}

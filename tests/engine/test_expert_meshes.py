@@ -153,7 +153,7 @@ def compare_norms(model: Net, plain: Net) -> None:
 def test_training_norms_and_state_dicts_equal_one_process(
     parts: int, strategy: str, granularity: str, tmp_path: Path
 ) -> None:
-    launch(train, 4, (str(tmp_path), parts, strategy, granularity), deadline_s=DEADLINE_S)
+    launch(train, 4, (str(tmp_path), parts, strategy, granularity), timeout_s=DEADLINE_S)
 
 
 def refused() -> None:
@@ -175,7 +175,7 @@ def refused() -> None:
 
 
 def test_ranks_that_have_the_same_part_must_be_together() -> None:
-    launch(refused, 4, deadline_s=DEADLINE_S)
+    launch(refused, 4, timeout_s=DEADLINE_S)
 
 
 def norms_of_modules() -> None:
@@ -204,4 +204,4 @@ def norms_of_modules() -> None:
 
 
 def test_the_norm_of_a_module_is_of_the_ranks_that_have_it() -> None:
-    launch(norms_of_modules, 4, deadline_s=DEADLINE_S)
+    launch(norms_of_modules, 4, timeout_s=DEADLINE_S)

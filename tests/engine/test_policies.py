@@ -668,7 +668,7 @@ def save_experts(folder: str) -> None:
 
 
 def test_a_checkpoint_has_the_experts_of_all_ranks(tmp_path: Path) -> None:
-    launch(save_experts, 4, (str(tmp_path),), deadline_s=60)
+    launch(save_experts, 4, (str(tmp_path),), timeout_s=60)
     whole = nn.Sequential(*(Mixture(WIDTH, range(EXPERTS)) for _ in range(2)))
     optimizer = torch.optim.AdamW(whole.parameters())
     model, moments = get_state_dict(whole, optimizer)

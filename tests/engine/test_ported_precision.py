@@ -424,7 +424,7 @@ def jvp_before_any_other_forward() -> None:
 
 def test_a_jvp_before_any_other_forward() -> None:
     """A process has one level of forward mode at a time: ranks are processes here."""
-    launch(jvp_before_any_other_forward, 2, deadline_s=60)
+    launch(jvp_before_any_other_forward, 2, timeout_s=60)
 
 
 # Frozen parameters.

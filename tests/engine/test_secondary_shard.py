@@ -618,7 +618,7 @@ def train_on_processes() -> None:
 
 
 def test_processes_train_bitwise_as_without() -> None:
-    launch(train_on_processes, RANKS, deadline_s=120)
+    launch(train_on_processes, RANKS, timeout_s=120)
 
 
 def train_over_two_dims() -> None:
@@ -656,7 +656,7 @@ def train_over_two_dims() -> None:
 
 
 def test_meshes_of_two_dims_train_bitwise_as_without() -> None:
-    launch(train_over_two_dims, 8, deadline_s=180)
+    launch(train_over_two_dims, 8, timeout_s=180)
 
 
 def train_until_a_rank_dies(rank: int, tell: Any, ranks: int, address: str, meeting: str) -> None:

@@ -287,14 +287,14 @@ def train_on_meshes(shapes: list[tuple[int, ...]]) -> list[dict[str, torch.Tenso
 
 
 def test_device_meshes_at_2_processes_are_bitwise_ddp() -> None:
-    for ddp, *ours in launch(train_on_meshes, 2, ([(2,), (1, 2), (2, 1)],), deadline_s=120):
+    for ddp, *ours in launch(train_on_meshes, 2, ([(2,), (1, 2), (2, 1)],), timeout_s=120):
         for state in ours:
             for name, value in ddp.items():
                 assert torch.equal(state[name], value), name
 
 
 def test_device_meshes_at_4_processes_are_ddp_within_rounding() -> None:
-    for ddp, *ours in launch(train_on_meshes, 4, ([(4,), (2, 2)],), deadline_s=120):
+    for ddp, *ours in launch(train_on_meshes, 4, ([(4,), (2, 2)],), timeout_s=120):
         for state in ours:
             for name, value in ddp.items():
                 torch.testing.assert_close(state[name], value, rtol=1e-5, atol=1e-6, msg=name)

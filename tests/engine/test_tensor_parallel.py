@@ -143,7 +143,7 @@ def sequence_of_mlps(net: Net, tp: DeviceMesh) -> None:
 
 
 def test_training_equals_one_process() -> None:
-    launch(train_plans, 4, deadline_s=DEADLINE_S)
+    launch(train_plans, 4, timeout_s=DEADLINE_S)
 
 
 def sharded(
@@ -208,7 +208,7 @@ def close(got: torch.Tensor, expected: torch.Tensor, what: str) -> None:
 
 
 def test_norms_are_of_the_whole_and_count_what_is_replicated_once() -> None:
-    launch(take_norms, 4, deadline_s=DEADLINE_S)
+    launch(take_norms, 4, timeout_s=DEADLINE_S)
 
 
 def take_norms_with_ignored_parameters() -> None:
@@ -240,7 +240,7 @@ def take_norms_with_ignored_parameters() -> None:
 
 
 def test_norms_with_ignored_parameters_are_the_same_on_all_ranks() -> None:
-    launch(take_norms_with_ignored_parameters, 4, deadline_s=DEADLINE_S)
+    launch(take_norms_with_ignored_parameters, 4, timeout_s=DEADLINE_S)
 
 
 def train_shapes() -> None:
@@ -263,7 +263,7 @@ def train_shapes() -> None:
 
 
 def test_any_number_of_ranks_on_either_side() -> None:
-    launch(train_shapes, 4, deadline_s=DEADLINE_S)
+    launch(train_shapes, 4, timeout_s=DEADLINE_S)
 
 
 def overflow() -> None:
@@ -306,7 +306,7 @@ class Overflowing(torch.autograd.Function):
 
 
 def test_what_overflows_in_one_part_is_left_out_on_all_ranks() -> None:
-    launch(overflow, 4, deadline_s=DEADLINE_S)
+    launch(overflow, 4, timeout_s=DEADLINE_S)
 
 
 def compose() -> None:
@@ -373,7 +373,7 @@ def check_gradients(net: nn.Module, plain: nn.Module, **tolerance: float) -> Non
 
 
 def test_accumulation_precision_recomputation_and_dtensors_between_units() -> None:
-    launch(compose, 4, deadline_s=DEADLINE_S)
+    launch(compose, 4, timeout_s=DEADLINE_S)
 
 
 class Uneven(nn.Module):
@@ -478,7 +478,7 @@ def load(path: str, shapes: list[tuple[int, int]]) -> None:
 
 
 def test_checkpoints_go_from_any_shape_to_any_and_to_plain_models(tmp_path: Path) -> None:
-    launch(save, 4, (str(tmp_path),), deadline_s=DEADLINE_S)
+    launch(save, 4, (str(tmp_path),), timeout_s=DEADLINE_S)
     for name, (make, _) in NETS.items():
         full = torch.load(tmp_path / f"{name}.pt")
         for saved in (name, f"{name}, torch"):
@@ -489,8 +489,8 @@ def test_checkpoints_go_from_any_shape_to_any_and_to_plain_models(tmp_path: Path
             dcp.load(state, checkpoint_id=tmp_path / saved)
             for key, value in plain.state_dict().items():
                 assert torch.equal(value, full[key]), (saved, key)
-    launch(load, 4, (str(tmp_path), [(2, 2), (4, 1), (1, 4)]), deadline_s=DEADLINE_S)
-    launch(load, 2, (str(tmp_path), [(1, 2)]), deadline_s=DEADLINE_S)
+    launch(load, 4, (str(tmp_path), [(2, 2), (4, 1), (1, 4)]), timeout_s=DEADLINE_S)
+    launch(load, 2, (str(tmp_path), [(1, 2)]), timeout_s=DEADLINE_S)
 
 
 def look_and_write() -> None:
@@ -551,7 +551,7 @@ def look_and_write() -> None:
 
 
 def test_gathered_unshard_averages_and_full_tensors() -> None:
-    launch(look_and_write, 4, deadline_s=DEADLINE_S)
+    launch(look_and_write, 4, timeout_s=DEADLINE_S)
 
 
 def refuse() -> None:
@@ -594,7 +594,7 @@ def refuse() -> None:
 
 
 def test_what_cannot_be_is_refused_in_one_sentence() -> None:
-    launch(refuse, 4, deadline_s=DEADLINE_S)
+    launch(refuse, 4, timeout_s=DEADLINE_S)
 
 
 def start_apart() -> None:
@@ -618,7 +618,7 @@ def start_apart() -> None:
 
 
 def test_all_ranks_start_from_the_same_values_of_what_is_replicated() -> None:
-    launch(start_apart, 4, deadline_s=DEADLINE_S)
+    launch(start_apart, 4, timeout_s=DEADLINE_S)
 
 
 def train_beside_fsdp2() -> None:
@@ -644,7 +644,7 @@ def train_beside_fsdp2() -> None:
 
 
 def test_training_equals_pytorch_fsdp2_with_tensor_parallel() -> None:
-    launch(train_beside_fsdp2, 4, deadline_s=DEADLINE_S)
+    launch(train_beside_fsdp2, 4, timeout_s=DEADLINE_S)
 
 
 def train_until_a_rank_dies(

@@ -85,7 +85,7 @@ def forward_modes(strategy: str) -> None:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_forward_mode_is_as_without_sharding(strategy: str) -> None:
-    launch(forward_modes, 2, (strategy,), deadline_s=60)
+    launch(forward_modes, 2, (strategy,), timeout_s=60)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

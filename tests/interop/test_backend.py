@@ -273,14 +273,14 @@ def every_reduce() -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_every_move_equals_gloos(ranks: int) -> None:
-    for receipts in launch(every_move, ranks, deadline_s=120):
+    for receipts in launch(every_move, ranks, timeout_s=120):
         assert {receipt.operation for receipt in receipts} == {"all_gather", "broadcast"}
         assert all(receipt.taken != "gloo" for receipt in receipts), receipts
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_every_reduction_equals_gloos(ranks: int) -> None:
-    launch(every_reduce, ranks, deadline_s=120)
+    launch(every_reduce, ranks, timeout_s=120)
 
 
 def say_what_was_delegated() -> dict[str, backend.Receipt]:
@@ -296,7 +296,7 @@ def say_what_was_delegated() -> dict[str, backend.Receipt]:
 
 
 def test_receipts_say_what_went_to_gloo_and_why() -> None:
-    for receipts in launch(say_what_was_delegated, 2, deadline_s=60):
+    for receipts in launch(say_what_was_delegated, 2, timeout_s=60):
         assert set(receipts) == {"all_reduce", "barrier", "allreduce", "reduce"}
         assert receipts["all_reduce"].taken != "gloo"
         assert receipts["allreduce"].taken == receipts["reduce"].taken == "gloo"
@@ -357,7 +357,7 @@ def asynchronous() -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_asynchronous_gathers_and_reduces_overlap(ranks: int) -> None:
-    launch(asynchronous, ranks, deadline_s=60)
+    launch(asynchronous, ranks, timeout_s=60)
 
 
 def in_sub_groups() -> None:
@@ -387,7 +387,7 @@ def in_sub_groups() -> None:
 
 
 def test_sub_groups_and_device_meshes() -> None:
-    launch(in_sub_groups, 4, deadline_s=60)
+    launch(in_sub_groups, 4, timeout_s=60)
 
 
 BAD: list[tuple[Callable[[], object], str]] = [
@@ -434,7 +434,7 @@ def call_badly() -> None:
 
 
 def test_bad_input_is_named_and_harms_nothing() -> None:
-    launch(call_badly, 2, deadline_s=60)
+    launch(call_badly, 2, timeout_s=60)
 
 
 def wait_for_the_dead() -> None:
@@ -469,7 +469,7 @@ def die_in(what: Callable[[], None]) -> None:
 def test_killed_rank_is_named_by_all_others_within_seconds(what: Callable[[], None]) -> None:
     begun = time.monotonic()
     with pytest.raises(RankError, match="rank 1 was killed by SIGKILL") as caught:
-        launch(die_in, 3, (what,), deadline_s=60)
+        launch(die_in, 3, (what,), timeout_s=60)
     assert time.monotonic() - begun < 30
     _, *others = str(caught.value).splitlines()
     assert len(others) == 2
@@ -500,7 +500,7 @@ def come_and_go() -> tuple[list[int], list[int]]:
 
 
 def test_destroyed_groups_leave_nothing_behind_and_new_ones_follow() -> None:
-    for counts in launch(come_and_go, 2, deadline_s=60):
+    for counts in launch(come_and_go, 2, timeout_s=60):
         for of_each_round in counts:
             assert len(set(of_each_round[1:])) == 1, counts
 
@@ -541,7 +541,7 @@ def on_two_hosts() -> list[backend.Receipt]:
 
 
 def test_ranks_on_several_hosts_use_gloo_and_say_so() -> None:
-    for receipts in launch(on_two_hosts, 2, deadline_s=60):
+    for receipts in launch(on_two_hosts, 2, timeout_s=60):
         assert len(receipts) == 4
         for receipt in receipts:
             assert (receipt.taken, receipt.reason) == ("gloo", "the ranks are on several hosts")
@@ -560,5 +560,5 @@ def init_with(name: str) -> float:
 
 @pytest.mark.parametrize("name", ["shardcomm", "cpu:shardcomm", "cpu:shardcomm,cuda:nccl"])
 def test_names_under_which_it_is_found(name: str) -> None:
-    assert launch(init_with, 2, (name,), deadline_s=60) == [6.0, 6.0]
-    assert launch(init_with, 1, (name,), deadline_s=60) == [3.0]
+    assert launch(init_with, 2, (name,), timeout_s=60) == [6.0, 6.0]
+    assert launch(init_with, 1, (name,), timeout_s=60) == [3.0]

@@ -53,7 +53,7 @@ def into_strided_outputs() -> None:
 
 
 def test_strided_outputs_get_what_was_reduced_and_gathered() -> None:
-    launch(into_strided_outputs, 2, deadline_s=60)
+    launch(into_strided_outputs, 2, timeout_s=60)
 
 
 def barrier_behind_a_reduce() -> None:
@@ -85,7 +85,7 @@ def barrier_behind_a_reduce() -> None:
 
 
 def test_an_asynchronous_barrier_ends_after_the_reduces_before_it() -> None:
-    launch(barrier_behind_a_reduce, 2, deadline_s=60)
+    launch(barrier_behind_a_reduce, 2, timeout_s=60)
 
 
 def synchronous_barrier_behind_a_reduce() -> None:
@@ -111,7 +111,7 @@ def synchronous_barrier_behind_a_reduce() -> None:
 
 
 def test_a_synchronous_barrier_ends_after_the_reduces_before_it() -> None:
-    launch(synchronous_barrier_behind_a_reduce, 2, deadline_s=60)
+    launch(synchronous_barrier_behind_a_reduce, 2, timeout_s=60)
 
 
 def future_of_a_reduce() -> None:
@@ -134,7 +134,7 @@ def future_of_a_reduce() -> None:
 
 
 def test_a_future_is_done_when_the_collective_is() -> None:
-    launch(future_of_a_reduce, 2, deadline_s=60)
+    launch(future_of_a_reduce, 2, timeout_s=60)
 
 
 def overlapping_inputs() -> None:
@@ -147,4 +147,4 @@ def overlapping_inputs() -> None:
 
 
 def test_inputs_may_overlap() -> None:
-    launch(overlapping_inputs, 2, deadline_s=60)
+    launch(overlapping_inputs, 2, timeout_s=60)

@@ -144,7 +144,7 @@ def train_all(name: str, ways: tuple[Callable[[], Tensors], ...]) -> dict[str, T
 
 
 def test_unmodified_training_at_2_ranks_is_bitwise_gloos() -> None:
-    ours, gloos = (launch(train_all, 2, (name, WAYS), deadline_s=120) for name in (OURS, "gloo"))
+    ours, gloos = (launch(train_all, 2, (name, WAYS), timeout_s=120) for name in (OURS, "gloo"))
     for mine, theirs in zip(ours, gloos, strict=True):
         for way, wanted in theirs.items():
             for got, want in zip(mine[way], wanted, strict=True):
@@ -152,7 +152,7 @@ def test_unmodified_training_at_2_ranks_is_bitwise_gloos() -> None:
 
 
 def test_unmodified_fsdp2_at_4_ranks_is_gloos_within_summation_order() -> None:
-    ours, gloos = (launch(train_all, 4, (name, ON_FOUR), deadline_s=120) for name in (OURS, "gloo"))
+    ours, gloos = (launch(train_all, 4, (name, ON_FOUR), timeout_s=120) for name in (OURS, "gloo"))
     for mine, theirs in zip(ours, gloos, strict=True):
         for way, wanted in theirs.items():
             torch.testing.assert_close(mine[way], wanted, rtol=1e-4, atol=1e-6, msg=way)
@@ -164,6 +164,6 @@ def run_example(name: str) -> list[float]:
 
 
 def test_the_example_trains_alike_on_both_backends() -> None:
-    ours, gloos = (launch(run_example, 2, (name,), deadline_s=60) for name in (OURS, "gloo"))
+    ours, gloos = (launch(run_example, 2, (name,), timeout_s=60) for name in (OURS, "gloo"))
     assert ours == gloos
     assert ours[0][-1] < ours[0][0]

@@ -45,7 +45,7 @@ def same_as_torch(seed: int) -> None:
 
 
 def test_results_are_torchs_in_groups_and_subgroups(seed: int) -> None:
-    launch(same_as_torch, 3, (seed,), deadline_s=60)
+    launch(same_as_torch, 3, (seed,), timeout_s=60)
 
 
 def mixed_sync_and_async(seed: int) -> None:
@@ -75,7 +75,7 @@ def mixed_sync_and_async(seed: int) -> None:
 
 
 def test_synchronous_calls_come_after_the_asynchronous_before_them(seed: int) -> None:
-    launch(mixed_sync_and_async, 2, (seed,), deadline_s=60)
+    launch(mixed_sync_and_async, 2, (seed,), timeout_s=60)
 
 
 def groups_come_and_go() -> int:
@@ -96,7 +96,7 @@ def groups_come_and_go() -> int:
 
 
 def test_a_destroyed_group_leaves_nothing_open() -> None:
-    assert max(launch(groups_come_and_go, 2, deadline_s=60)) <= 0
+    assert max(launch(groups_come_and_go, 2, timeout_s=60)) <= 0
 
 
 def test_a_communicator_may_stand_for_the_group_and_converts() -> None:

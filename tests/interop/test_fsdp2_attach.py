@@ -99,7 +99,7 @@ def train_all(cases: list[str]) -> None:
     [(2, [*CASES]), (3, [*CASES]), (4, ["blocks", "groups", "Shard(1)", *CASES_OF_4])],
 )
 def test_training_equals_plain_fsdp2(ranks: int, cases: list[str]) -> None:
-    launch(train_all, ranks, (cases,), deadline_s=240)
+    launch(train_all, ranks, (cases,), timeout_s=240)
 
 
 def train_before_and_after() -> None:
@@ -150,7 +150,7 @@ def comms_of(net: nn.Module) -> list[object]:
 
 
 def test_detach_gives_back_what_was_there_before() -> None:
-    launch(train_before_and_after, 2, deadline_s=60)
+    launch(train_before_and_after, 2, timeout_s=60)
 
 
 def windows() -> list[int]:
@@ -199,7 +199,7 @@ def attach_a_hundred_times(level: Level) -> None:
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_attaching_a_hundred_times_leaves_nothing(level: Level) -> None:
-    launch(attach_a_hundred_times, 2, (level,), deadline_s=60)
+    launch(attach_a_hundred_times, 2, (level,), timeout_s=60)
 
 
 def count_windows() -> None:
@@ -227,7 +227,7 @@ def count_windows() -> None:
 
 
 def test_steps_make_no_memory_after_the_first() -> None:
-    launch(count_windows, 2, deadline_s=60)
+    launch(count_windows, 2, timeout_s=60)
 
 
 def save_and_load(directory: str) -> None:
@@ -263,7 +263,7 @@ def save_and_load(directory: str) -> None:
 
 
 def test_checkpoints_go_between_attached_and_plain_models(tmp_path: Path) -> None:
-    launch(save_and_load, 2, (str(tmp_path),), deadline_s=60)
+    launch(save_and_load, 2, (str(tmp_path),), timeout_s=60)
 
 
 def receipts_and_errors() -> None:
@@ -331,7 +331,7 @@ def receipts_and_errors() -> None:
 
 
 def test_receipts_say_what_is_in_force_and_errors_what_to_do() -> None:
-    launch(receipts_and_errors, 2, deadline_s=60)
+    launch(receipts_and_errors, 2, timeout_s=60)
 
 
 def run_different_blocks() -> None:
@@ -344,7 +344,7 @@ def run_different_blocks() -> None:
 
 
 def test_ranks_that_gather_different_blocks_of_equal_size_are_told() -> None:
-    launch(run_different_blocks, 2, deadline_s=60)
+    launch(run_different_blocks, 2, timeout_s=60)
 
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "fsdp2_attach.py"
@@ -355,4 +355,4 @@ def run_example() -> None:
 
 
 def test_example_runs() -> None:
-    launch(run_example, 2, deadline_s=60)
+    launch(run_example, 2, timeout_s=60)

@@ -113,7 +113,7 @@ def test_closed_all_are_torchs(generator: torch.Generator) -> None:
 
 
 def test_a_step_makes_all_its_copies_by_plan() -> None:
-    launch(record_copies, 2, deadline_s=60)
+    launch(record_copies, 2, timeout_s=60)
 
 
 def record_copies() -> None:

@@ -56,7 +56,7 @@ def taken(attached: fsdp2.Attached) -> set[tuple[str, str]]:
 
 
 def test_a_model_may_be_in_any_state() -> None:
-    launch(go_through_states, 2, deadline_s=60)
+    launch(go_through_states, 2, timeout_s=60)
 
 
 def go_through_states() -> None:
@@ -223,7 +223,7 @@ def attached_to(twins: Twins) -> Iterator[fsdp2.Attached]:
 
 
 def test_where_the_first_gather_differs_on_one_rank_torchs_stays_on_all() -> None:
-    launch(differ_on_one_rank, 2, deadline_s=60)
+    launch(differ_on_one_rank, 2, timeout_s=60)
 
 
 def differ_on_one_rank() -> None:
@@ -252,7 +252,7 @@ def differ_on_one_rank() -> None:
 
 
 def test_another_torch_stays_at_copies() -> None:
-    launch(attach_in_another_torch, 2, deadline_s=60)
+    launch(attach_in_another_torch, 2, timeout_s=60)
 
 
 def attach_in_another_torch() -> None:
@@ -270,7 +270,7 @@ def attach_in_another_torch() -> None:
 
 
 def test_receipts_name_full_from_the_second_gather_on() -> None:
-    launch(read_receipts, 2, deadline_s=60)
+    launch(read_receipts, 2, timeout_s=60)
 
 
 def read_receipts() -> None:
@@ -286,7 +286,7 @@ def read_receipts() -> None:
 
 
 def test_a_model_dropped_while_attached_leaves_nothing() -> None:
-    launch(drop_attached, 2, deadline_s=60)
+    launch(drop_attached, 2, timeout_s=60)
 
 
 def drop_attached() -> None:
@@ -305,7 +305,7 @@ def drop_attached() -> None:
 
 def test_ranks_may_be_threads() -> None:
     launch(
-        be_threads, 1, deadline_s=60
+        be_threads, 1, timeout_s=60
     )  # in a process of its own: it replaces what torch.distributed keeps
 
 
@@ -332,7 +332,7 @@ def be_threads() -> None:
 
 
 def test_ranks_that_gather_different_blocks_are_told() -> None:
-    launch(run_different_blocks, 2, deadline_s=60)
+    launch(run_different_blocks, 2, timeout_s=60)
 
 
 def run_different_blocks() -> None:
@@ -387,7 +387,7 @@ def gather_while_a_rank_reads() -> None:
 
 
 def test_a_rank_that_still_reads_is_waited_for() -> None:
-    launch(gather_while_a_rank_reads, 2, deadline_s=60)
+    launch(gather_while_a_rank_reads, 2, timeout_s=60)
 
 
 def differ_in_the_eyes_of_one_rank() -> None:
@@ -404,4 +404,4 @@ def differ_in_the_eyes_of_one_rank() -> None:
 
 
 def test_what_differs_on_one_rank_alone_is_given_up_on_all() -> None:
-    launch(differ_in_the_eyes_of_one_rank, 2, deadline_s=60)
+    launch(differ_in_the_eyes_of_one_rank, 2, timeout_s=60)

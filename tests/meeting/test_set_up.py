@@ -93,7 +93,7 @@ def check_death_is_named(
     folder: Path, victim: int, point: str, meet: Callable[[Any, float], None]
 ) -> None:
     with pytest.raises(RankError, match=f"rank {victim} was killed by SIGKILL"):
-        launch(die_at, RANKS, (folder, victim, point, meet), deadline_s=60)
+        launch(die_at, RANKS, (folder, victim, point, meet), timeout_s=60)
     pid, died = json.loads((folder / "died").read_text())
     for rank in set(range(RANKS)) - {victim}:
         message, noticed = json.loads((folder / str(rank)).read_text())
@@ -136,7 +136,7 @@ def meet_without(absent: list[int], folder: Path) -> None:
 )
 def test_ranks_that_never_come_are_listed(tmp_path: Path, absent: list[int], named: str) -> None:
     with pytest.raises(RankError):
-        launch(meet_without, 4, (absent, tmp_path), deadline_s=60)
+        launch(meet_without, 4, (absent, tmp_path), timeout_s=60)
     for rank in set(range(4)) - set(absent):
         message = (tmp_path / str(rank)).read_text()
         assert message.endswith(
@@ -191,7 +191,7 @@ def give_up_at(folder: Path, victim: int, point: str) -> None:
 def test_why_a_rank_gives_up_reaches_all_others_at_once(
     tmp_path: Path, victim: int, point: str
 ) -> None:
-    launch(give_up_at, RANKS, (tmp_path, victim, point), deadline_s=60)
+    launch(give_up_at, RANKS, (tmp_path, victim, point), timeout_s=60)
     gave_up = float((tmp_path / "gave up").read_text())
     said = "LookupError: odd" if point else "ValueError: from_env: device is tpu; accepted: 'cpu', "
     for rank in set(range(RANKS)) - {victim}:
@@ -298,7 +298,7 @@ def keys_of_the_store() -> tuple[str, list[str]]:
 
 
 def test_each_launch_has_a_secret_that_its_keys_depend_on_and_do_not_tell() -> None:
-    runs = [launch(keys_of_the_store, 2, deadline_s=60)[0] for _ in range(2)]
+    runs = [launch(keys_of_the_store, 2, timeout_s=60)[0] for _ in range(2)]
     (first, keys), (second, other_keys) = runs
     assert first != second
     assert keys
@@ -472,12 +472,12 @@ def as_nobody(transport: Any) -> tuple[str, list[str], float, list[str]]:
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 def test_rank_of_another_user_makes_all_take_c10d_and_say_why() -> None:
-    check_all_fell_back(launch(as_nobody, 2, ("auto",), deadline_s=60))
+    check_all_fell_back(launch(as_nobody, 2, ("auto",), timeout_s=60))
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 def test_rank_of_another_user_is_an_error_on_all_that_asked_for_shm() -> None:
-    for said, *_ in launch(as_nobody, 2, ("shm",), deadline_s=60):
+    for said, *_ in launch(as_nobody, 2, ("shm",), timeout_s=60):
         assert said.startswith("transport is 'shm', but not all ranks can share memory (rank 1: ")
         assert said.endswith("; use 'c10d' or 'auto'")
 

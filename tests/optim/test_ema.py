@@ -234,7 +234,7 @@ def saved(folder: str) -> None:
 
 
 def test_a_checkpoint_is_loaded_by_another_number_of_ranks_and_by_torch(tmp_path: Path) -> None:
-    launch(saved, 3, (str(tmp_path),), deadline_s=60)
+    launch(saved, 3, (str(tmp_path),), timeout_s=60)
     model, plain = twins(Chain)
     expected = averaged(plain)
     for seed in range(3):

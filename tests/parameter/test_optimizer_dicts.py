@@ -553,7 +553,7 @@ def resume(directory: str) -> list[tuple[str, dict[str, torch.Tensor]]]:
 
 
 def test_torchs_state_dicts_are_saved_by_4_ranks_and_resumed_by_2(tmp_path: Path) -> None:
-    launch(save, 4, (str(tmp_path),), deadline_s=120)
+    launch(save, 4, (str(tmp_path),), timeout_s=120)
     wanted = {name: unsharded(name, 2 * STEPS)[0].state_dict() for name in OPTIMIZERS}
     for name, granularity in SAVED:
         model, optimizer = unsharded(name, 0)
@@ -571,7 +571,7 @@ def test_torchs_state_dicts_are_saved_by_4_ranks_and_resumed_by_2(tmp_path: Path
         set_optimizer_state_dict(model, optimizer, whole["optim"], options=options)
         train(model, optimizer, range(STEPS, 2 * STEPS))
         torch.testing.assert_close(model.state_dict(), wanted[name])
-    for ends in launch(resume, 2, (str(tmp_path),), deadline_s=120):
+    for ends in launch(resume, 2, (str(tmp_path),), timeout_s=120):
         for what, weights in ends:
             torch.testing.assert_close(
                 weights, wanted[what.partition(" ")[0]], msg=lambda m, w=what: f"{w}: {m}"

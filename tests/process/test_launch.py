@@ -34,7 +34,7 @@ def rank_and_double(value: int) -> tuple[int, int]:
 
 
 def test_results_come_in_rank_order() -> None:
-    assert launch(rank_and_double, RANKS, (21,), deadline_s=60) == [(r, 42) for r in range(RANKS)]
+    assert launch(rank_and_double, RANKS, (21,), timeout_s=60) == [(r, 42) for r in range(RANKS)]
 
 
 def sum_both_ways() -> tuple[list[float], list[float]]:
@@ -49,13 +49,13 @@ def sum_both_ways() -> tuple[list[float], list[float]]:
 
 
 def test_torch_distributed_and_communicator_both_find_the_ranks() -> None:
-    for theirs, ours in launch(sum_both_ways, RANKS, deadline_s=60):
+    for theirs, ours in launch(sum_both_ways, RANKS, timeout_s=60):
         assert theirs == ours == [3.0, 3.0]
 
 
 def test_ranks_share_the_cores() -> None:
     cores = os.cpu_count() or 1
-    assert launch(torch.get_num_threads, 2, deadline_s=60) == [max(1, cores // 2)] * 2
+    assert launch(torch.get_num_threads, 2, timeout_s=60) == [max(1, cores // 2)] * 2
 
 
 def exit_without_result() -> None:
@@ -76,7 +76,7 @@ def return_a_lambda() -> Callable[[], None]:
 )
 def test_rank_without_a_result_is_named(fn: Callable[[], object], message: str) -> None:
     with pytest.raises(RankError, match=message):
-        launch(fn, 2, deadline_s=60)
+        launch(fn, 2, timeout_s=60)
 
 
 def wait_for_ever() -> None:
@@ -99,7 +99,7 @@ def end_by(number: int) -> None:
 )
 def test_the_signal_that_killed_a_rank_is_named(number: int, name: str) -> None:
     with pytest.raises(RankError, match=f"^rank 1 was killed by {name}(\n|$)"):
-        launch(end_by, 2, (number,), deadline_s=60)
+        launch(end_by, 2, (number,), timeout_s=60)
 
 
 def fork_and_come_back(raising: bool) -> str:
@@ -116,7 +116,7 @@ def fork_and_come_back(raising: bool) -> str:
 @pytest.mark.parametrize("raising", [False, True])
 def test_a_forked_child_that_comes_back_is_not_the_rank(raising: bool) -> None:
     said = f"the rank's; its child ended with {int(raising)}"
-    assert launch(fork_and_come_back, 2, (raising,), deadline_s=60) == [said] * 2
+    assert launch(fork_and_come_back, 2, (raising,), timeout_s=60) == [said] * 2
 
 
 def die_beside_a_child(meeting: Path) -> None:
@@ -134,7 +134,7 @@ def test_a_death_is_noticed_though_a_forked_child_lives_on(tmp_path: Path) -> No
     os.mkfifo(meeting)
     try:
         with pytest.raises(RankError, match="rank 1 was killed by SIGKILL"):
-            launch(die_beside_a_child, 2, (meeting,), deadline_s=30)
+            launch(die_beside_a_child, 2, (meeting,), timeout_s=30)
     finally:
         os.close(os.open(meeting, os.O_RDWR))
 
@@ -151,9 +151,9 @@ def end_in_the_middle_of_the_result(number: int) -> bytes:
 
 def test_a_rank_that_ends_in_the_middle_of_its_result_is_named() -> None:
     with pytest.raises(RankError, match="rank 1 was killed by SIGKILL"):
-        launch(end_in_the_middle_of_the_result, 2, (signal.SIGKILL,), deadline_s=60)
+        launch(end_in_the_middle_of_the_result, 2, (signal.SIGKILL,), timeout_s=60)
     with pytest.raises(TimeoutError, match=r"ranks \[1\] of 2 still ran after 5 s"):
-        launch(end_in_the_middle_of_the_result, 2, (signal.SIGSTOP,), deadline_s=5)
+        launch(end_in_the_middle_of_the_result, 2, (signal.SIGSTOP,), timeout_s=5)
 
 
 def return_much() -> bytes:
@@ -161,7 +161,7 @@ def return_much() -> bytes:
 
 
 def test_a_result_is_as_long_as_one_likes() -> None:
-    assert launch(return_much, 2, deadline_s=60) == [return_much()] * 2
+    assert launch(return_much, 2, timeout_s=60) == [return_much()] * 2
 
 
 class ReadNowhere:
@@ -178,16 +178,16 @@ def return_what_cannot_be_read() -> ReadNowhere:
 def test_a_result_that_cannot_be_unpickled_names_its_rank() -> None:
     said = "rank 0 returned what cannot be unpickled here: ValueError: invalid literal"
     with pytest.raises(RankError, match=said):
-        launch(return_what_cannot_be_read, 1, deadline_s=60)
+        launch(return_what_cannot_be_read, 1, timeout_s=60)
 
 
 def end_well() -> None:
-    launch(rank_and_double, RANKS, (1,), deadline_s=60)
+    launch(rank_and_double, RANKS, (1,), timeout_s=60)
 
 
 def end_at_the_deadline() -> None:
     with pytest.raises(TimeoutError):
-        launch(wait_for_ever, RANKS, deadline_s=0.5)
+        launch(wait_for_ever, RANKS, timeout_s=0.5)
 
 
 @pytest.mark.parametrize("run", [end_well, end_at_the_deadline])
@@ -209,7 +209,7 @@ def addresses_of_gloo_and_of_the_store() -> list[str]:
 
 
 def test_only_this_host_can_connect() -> None:
-    for addresses in launch(addresses_of_gloo_and_of_the_store, 2, deadline_s=60):
+    for addresses in launch(addresses_of_gloo_and_of_the_store, 2, timeout_s=60):
         assert len(addresses) >= 2
         assert set(addresses) == {"127.0.0.1"}
 

@@ -26,7 +26,7 @@ def run(example: str) -> None:
 
 @pytest.mark.parametrize("index", range(len(EXAMPLES)))
 def test_example_runs(index: int) -> None:
-    shardcomm.launch(run, 4, (EXAMPLES[index],), deadline_s=60)
+    shardcomm.launch(run, 4, (EXAMPLES[index],), timeout_s=60)
 
 
 def test_there_are_examples() -> None:

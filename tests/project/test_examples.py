@@ -22,13 +22,13 @@ def run(name: str, *args: object) -> Any:
 
 
 def test_train_gpt_learns_and_its_ranks_agree() -> None:
-    first, second = launch(run, 2, ("train_gpt.py", 10), deadline_s=120)
+    first, second = launch(run, 2, ("train_gpt.py", 10), timeout_s=120)
     assert first == second
     assert first[-1] < 4.5  # from log(256) = 5.5
 
 
 def test_handwritten_fsdp_trains_alike_by_hand_and_on_buckets() -> None:
-    for losses in launch(run, 2, ("handwritten_fsdp.py",), deadline_s=120):
+    for losses in launch(run, 2, ("handwritten_fsdp.py",), timeout_s=120):
         assert losses["on Bucket"] == pytest.approx(losses["by hand"], rel=1e-4)
 
 
@@ -38,7 +38,7 @@ def test_handwritten_fsdp_trains_alike_by_hand_and_on_buckets() -> None:
 def test_finetune_hf_learns_and_saves_a_whole_model(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    first, second = launch(run, 2, ("finetune_hf.py", str(tmp_path)), deadline_s=180)
+    first, second = launch(run, 2, ("finetune_hf.py", str(tmp_path)), timeout_s=180)
     assert first == second
     assert first[-1] < first[0] / 2
     saved = AutoModelForCausalLM.from_pretrained(tmp_path)

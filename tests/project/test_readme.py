@@ -25,7 +25,7 @@ def run(example: str, folder: Path) -> None:
 
 @pytest.mark.parametrize("index", range(len(EXAMPLES)))
 def test_example_runs(index: int, tmp_path: Path) -> None:
-    launch(run, 2, (EXAMPLES[index], tmp_path), deadline_s=60)
+    launch(run, 2, (EXAMPLES[index], tmp_path), timeout_s=60)
 
 
 def test_there_are_examples() -> None:

@@ -57,7 +57,7 @@ def launched(
 
     def run() -> None:
         try:
-            results.extend(launch(fn, ranks, args, deadline_s=DEADLINE_S))
+            results.extend(launch(fn, ranks, args, timeout_s=DEADLINE_S))
         except BaseException as error:
             errors.append(error)
 

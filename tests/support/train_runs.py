@@ -23,7 +23,7 @@ def run(text: str, **changed: Any) -> job.Result:
     ranks = changed.pop("ranks", 2)
     options = command.options_of(parsed(*SMALL, "--text", text))
     options = dataclasses.replace(options, **changed)
-    return launch(quiet_train, ranks, (options,), deadline_s=DEADLINE_S)[0][0]
+    return launch(quiet_train, ranks, (options,), timeout_s=DEADLINE_S)[0][0]
 
 
 def quiet_train(options: job.Options) -> tuple[job.Result, Timeline | None]:

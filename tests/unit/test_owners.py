@@ -199,7 +199,7 @@ def model_of(model: nn.Module, *engines: Any) -> Any:
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
 def test_owners_train_as_rows_do_over_processes(transport: str, offload: bool) -> None:
-    launch(over_a_transport, 3, (transport, offload), deadline_s=100)
+    launch(over_a_transport, 3, (transport, offload), timeout_s=100)
 
 
 def test_replicas_of_owners_equal_unsharded() -> None:

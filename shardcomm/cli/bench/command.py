@@ -137,7 +137,7 @@ def _options(parser: argparse.ArgumentParser, args: argparse.Namespace, own: Lau
         graph_launches=args.G,
         communication_memory=bool(args.R),
         statistics=args.I,
-        timeout_s=args.T,
+        deadline_s=args.T,
         ranks=own.size if own.launcher else args.ranks or 2,
         to_stderr="-" in (args.json, args.csv),
     )

@@ -38,7 +38,7 @@ _DEVICE_LINE_BYTES = 200
 
 def benchmark(options: Options) -> Results:
     """Measures on this rank of the group that the environment describes; rank 0 prints, and has the results."""
-    with Communicator.from_env(deadline_s=options.timeout_s, device="cpu") as control:
+    with Communicator.from_env(deadline_s=options.deadline_s, device="cpu") as control:
         return _Run(options, control).run()
 
 

@@ -84,7 +84,7 @@ class Options:
     graph_launches: int
     communication_memory: bool
     statistics: bool
-    timeout_s: float
+    deadline_s: float
     ranks: int
     to_stderr: bool
     """Where the table goes, since stdout may be taken."""

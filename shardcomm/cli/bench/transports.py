@@ -84,12 +84,12 @@ class ThreadRanks(Ranks):
     ) -> None:
         super().__init__(transport, device)
         self._outer = control
-        self._timeout_s = options.timeout_s
+        self._deadline_s = options.deadline_s
         self._comms: list[Communicator] = []
         if control.rank == 0:
             local, size = Communicator.local_group, control.size
-            self._comms = local(size, deadline_s=options.timeout_s, device=device)
-            self._controls = local(size, deadline_s=options.timeout_s)
+            self._comms = local(size, deadline_s=options.deadline_s, device=device)
+            self._controls = local(size, deadline_s=options.deadline_s)
             self._threads = ThreadPoolExecutor(size, initializer=start_stream, initargs=(device,))
 
     def run(self, fn: Callable[[Collectives, Communicator], T]) -> T | None:
@@ -106,7 +106,7 @@ class ThreadRanks(Ranks):
         going = torch.ones(1, dtype=torch.int32)
         while going:
             if self._comms:
-                going.fill_(len(wait(futures, self._timeout_s / 4).not_done))
+                going.fill_(len(wait(futures, self._deadline_s / 4).not_done))
             self._outer.broadcast(going)
 
     def _start_threads(self, fn: Callable[[Collectives, Communicator], T]) -> list[Future[T]]:
@@ -208,7 +208,7 @@ def _why_not(name: str, control: Communicator) -> str | None:
 
 
 def _connect(name: str, options: Options) -> Collectives:
-    deadline_s = options.timeout_s
+    deadline_s = options.deadline_s
     if name == "shm":
         return Communicator.from_env(deadline_s=deadline_s, transport="shm", device="cpu")
     if name == "c10d:gloo":

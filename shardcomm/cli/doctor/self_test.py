@@ -74,7 +74,7 @@ def _test(
 ) -> dict[str, Any]:
     start = time.monotonic()
     try:
-        outcome = _together(launch(fn, ranks, (argument,), deadline_s=max(0.1, end - start)))
+        outcome = _together(launch(fn, ranks, (argument,), timeout_s=max(0.1, end - start)))
     except (RankError, TimeoutError) as error:
         outcome = Outcome([str(error)])
     return {

@@ -13,6 +13,7 @@ from shardcomm.cli.train.job import MAX_TRACED_STEPS, WARM_UP_STEPS, Options, Re
 from shardcomm.cli.train.progress import Progress
 from shardcomm.cli.train.report import table, write_json
 from shardcomm.cli.train.text import Corpus, read_text
+from shardcomm.comm.communicator import DEADLINE_S
 from shardcomm.process.launch import RankError, launch
 from shardcomm.process.stack_dumps import enable_where_free
 from shardcomm.schedule.strategy import STRATEGIES
@@ -50,7 +51,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--lr", type=positive, default=1e-3, help="AdamW's learning rate")
     parser.add_argument("--text", metavar="PATH", help="a file, or a folder of files, instead of the "
                         "Python sources of the standard library")  # fmt: skip
-    parser.add_argument("--deadline", type=positive, default=60.0, metavar="SECONDS",
+    parser.add_argument("--deadline", type=positive, default=DEADLINE_S, metavar="SECONDS",
                         help="longest wait for another rank")  # fmt: skip
     parser.add_argument("--checkpoint", metavar="DIR",
                         help="save model, optimizer and progress there; the newest two are kept")  # fmt: skip
