@@ -33,7 +33,7 @@ from shardcomm.checkpoint.manifest import (
     MANIFEST,
     CheckpointError,
     DamagedError,
-    Entry,
+    FileEntry,
     Manifest,
     files_in,
     sync,
@@ -151,7 +151,9 @@ class Checkpoints:
         of_ranks = all_gather_bytes(self.comm, entries.encode())
         with self._together(_not_saved(step), partial):
             if self.comm.rank == 0:
-                files = {n: Entry(**e) for part in of_ranks for n, e in json.loads(part).items()}
+                files = {
+                    n: FileEntry(**e) for part in of_ranks for n, e in json.loads(part).items()
+                }
                 self._complete(step, partial, files)
         self._damage[step] = None
         with self._together(_not_removed(step), self.directory):
@@ -292,7 +294,7 @@ class Checkpoints:
                 reason = f"{_not_removed(step)}: rank 0: {sentence(error, self.directory)}"
                 raise CheckpointError(reason) from error
 
-    def _complete(self, step: int, partial: Path, files: dict[str, Entry]) -> None:
+    def _complete(self, step: int, partial: Path, files: dict[str, FileEntry]) -> None:
         """Makes it a checkpoint, of files that are on the disk; one rank does."""
         if MANIFEST in files:
             raise CheckpointError(
@@ -357,10 +359,10 @@ def _set_aside(damaged: Path) -> None:
         damaged.rename(aside)
 
 
-def _synced(path: Path) -> Entry:
+def _synced(path: Path) -> FileEntry:
     """Of a file, which is on the disk afterwards."""
     sync(path)
-    return Entry.of(path)
+    return FileEntry.of(path)
 
 
 def _not_saved(step: int) -> str:

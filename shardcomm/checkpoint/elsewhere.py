@@ -113,7 +113,7 @@ class Elsewhere:
             ranks = [rank for rank, names in enumerate(everybody) if name in names]
             if len(ranks) == self.mesh.size:
                 continue
-            partly[name] = Entry(ranks[0], *everybody[ranks[0]][name])
+            partly[name] = PartlyHeld(ranks[0], *everybody[ranks[0]][name])
             if not partly[name].dtype:
                 raise RuntimeError(
                     f"full_state_dict: {name!r} is of a module that only some ranks have, and is no tensor; give extra "
@@ -139,7 +139,7 @@ class Elsewhere:
         return [_merged(names) for names in zip(*everybody, strict=True)]
 
 
-class Entry(NamedTuple):
+class PartlyHeld(NamedTuple):
     """What some ranks have in their state dicts, of which `root` is the first; `dtype`: empty if it is no tensor."""
 
     root: int
@@ -151,7 +151,7 @@ class Survey(NamedTuple):
     """The same on every rank: all names of the model, and of which of them some ranks have nothing."""
 
     order: list[str]
-    partly: dict[str, Entry]
+    partly: dict[str, PartlyHeld]
 
     def sends(self, name: str, rank: int) -> bool:
         """Whether `rank` gives the others their value of `name`."""

@@ -35,14 +35,14 @@ class DamagedError(CheckpointError):
 
 
 @dataclass(frozen=True)
-class Entry:
+class FileEntry:
     """What is known of a file: its length, and its CRC-32 as 8 hexadecimal digits."""
 
     bytes: int
     crc32: str
 
     @classmethod
-    def of(cls, path: Path) -> Entry:
+    def of(cls, path: Path) -> FileEntry:
         """Reads the file."""
         crc32 = length = 0
         buffer = bytearray(_CHUNK_BYTES)
@@ -64,7 +64,7 @@ class Manifest:
 
     step: int
     ranks: int
-    files: dict[str, Entry]
+    files: dict[str, FileEntry]
 
     def write(self, folder: Path) -> None:
         """Down to the disk."""
@@ -116,7 +116,7 @@ class Manifest:
                 raise DamagedError(f"{path}: it is not in {MANIFEST}")
             wanted = self.files[name]
             with _damage(path):
-                found = Entry.of(path)
+                found = FileEntry.of(path)
             if found.bytes != wanted.bytes:
                 raise DamagedError(f"{path}: it has {found.bytes} bytes; {wanted.bytes} were saved")
             if found != wanted:
@@ -158,10 +158,10 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _entry(name: str, value: Any) -> Entry:
+def _entry(name: str, value: Any) -> FileEntry:
     match value:
         case {"bytes": int(length), "crc32": str(crc32)}:
-            return Entry(length, crc32)
+            return FileEntry(length, crc32)
     raise ValueError(f"{name!r} must have 'bytes' and 'crc32'")
 
 

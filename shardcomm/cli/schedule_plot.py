@@ -35,7 +35,7 @@ class Box(NamedTuple):
 
 def boxes_of(schedule: Schedule) -> list[Box]:
     """The boxes of a step, in the order in which they end."""
-    step = _Step(schedule)
+    step = _PlottedStep(schedule)
     triggers = schedule.triggers()
     for trigger, following in zip(triggers, [*triggers[1:], None], strict=True):
         for verb, unit, slot in schedule.actions[trigger]:
@@ -46,7 +46,7 @@ def boxes_of(schedule: Schedule) -> list[Box]:
     return sorted(step.boxes, key=lambda box: box.stop)
 
 
-class _Step:
+class _PlottedStep:
     """The clock of each stream, and what each slot holds."""
 
     def __init__(self, schedule: Schedule) -> None:

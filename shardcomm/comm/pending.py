@@ -70,7 +70,7 @@ def from_core(entries: Iterable[CorePending], own_pid: int | None = None) -> lis
     ]
 
 
-class Group(Protocol):
+class HasPending(Protocol):
     """The part of a Communicator that is needed here."""
 
     rank: int
@@ -81,17 +81,17 @@ class Group(Protocol):
         """See `Communicator.pending`."""
 
 
-_open: WeakValueDictionary[int, Group] = WeakValueDictionary()
+_open: WeakValueDictionary[int, HasPending] = WeakValueDictionary()
 
 
-def opened(group: Group) -> None:
+def opened(group: HasPending) -> None:
     """Has `report` tell of `group`, until it is closed or nobody refers to it."""
     # Ranks that are threads of this process all see the same; one rank alone waits for nobody.
     if group.size > 1 and (group.transport != "local" or group.rank == 0):
         _open[id(group)] = group
 
 
-def closed(group: Group) -> None:
+def closed(group: HasPending) -> None:
     """`report` tells of `group` no more."""
     _open.pop(id(group), None)
 

@@ -51,7 +51,7 @@ from shardcomm.engine.gradients import Gradients, OnNonfinite
 from shardcomm.parameter import versions
 from shardcomm.planner.footprint import Footprint
 from shardcomm.schedule.schedule import Phase, Schedule, Trigger
-from shardcomm.sharded import boundary
+from shardcomm.sharded import unit_io
 from shardcomm.sharded.apart import Apart, gathered, nobodys_gradient
 from shardcomm.sharded.hooks import Hooks
 from shardcomm.sharded.sharded_unit import (
@@ -341,7 +341,7 @@ class Engine:
         Raises:
             RuntimeError: autograd runs, and needs them.
         """
-        if boundary.in_backward():
+        if unit_io.in_backward():
             raise RuntimeError(
                 "a state dict, engine.gathered() or engine.release(): autograd runs; call it before or after a backward"
             )
@@ -423,9 +423,9 @@ class Engine:
         if is_tracing():
             raise _keeps_constants("torch.jit.trace", unit)
         if unit.in_method:
-            args, kwargs = boundary.cast((args, kwargs), unit.input_dtype)
+            args, kwargs = unit_io.cast((args, kwargs), unit.input_dtype)
             return args, kwargs
-        recompute = boundary.in_backward()
+        recompute = unit_io.in_backward()
         if not recompute:
             if unit is self._root:
                 self._begin_forward()
@@ -439,11 +439,11 @@ class Engine:
                 _check_not_recorded(unit)
         elif versions.changes != self._changes:
             unit.outdate_changed()
-        if boundary.in_transform():
+        if unit_io.in_transform():
             return self._enter_transformed(unit, args, kwargs)
         self._actions.require(unit)
         unit.show_full()
-        args, kwargs, marked = boundary.enter(args, kwargs, unit.input_dtype, unit.on_backward_end)
+        args, kwargs, marked = unit_io.enter(args, kwargs, unit.input_dtype, unit.on_backward_end)
         if marked and not recompute:
             unit.marked = marked
             unit.gradients.call()
@@ -468,10 +468,10 @@ class Engine:
         self, unit: ShardedUnit, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Inside of torch.func's transforms no mark tells of a backward: the parameters are in memory that stays."""
-        with boundary.outside_transforms():
+        with unit_io.outside_transforms():
             unit.in_transform = unit.unsharded is None
             self._unshard(unit)
-        args, kwargs = boundary.cast((args, kwargs), unit.input_dtype)
+        args, kwargs = unit_io.cast((args, kwargs), unit.input_dtype)
         return args, kwargs
 
     def _begin_forward(self) -> None:
@@ -494,7 +494,7 @@ class Engine:
             )
         if unit.unsharded is not None:
             return
-        if boundary.in_backward():
+        if unit_io.in_backward():
             raise RuntimeError(f"unshard of unit {unit.name!r}: autograd runs; call it before")
         self._actions.wait_all()  # what is queued comes first, on every rank
         unit.unsharded = Apart(
@@ -531,8 +531,8 @@ class Engine:
         if unit.apart is not None:
             return output
         if unit.in_method:
-            return boundary.cast(output, unit.output_dtype)
-        if unit.state is IDLE and not boundary.in_backward():
+            return unit_io.cast(output, unit.output_dtype)
+        if unit.state is IDLE and not unit_io.in_backward():
             raise RuntimeError(
                 f"forward of unit {unit.name!r}: inside of it a state dict or engine.gathered() put this rank's rows "
                 "in the place of its parameters; call these before or after the model"
@@ -540,14 +540,14 @@ class Engine:
         unit.check_unchanged()
         if unit.began is not None:
             self._actions.end_compute(unit, unit.began, "forward")
-        boundary.carry_back(unit.marked)
+        unit_io.carry_back(unit.marked)
         unit.marked = []
         unit.returned = type(output)
-        if boundary.in_transform():
-            output, marked = boundary.cast(output, unit.output_dtype), False
+        if unit_io.in_transform():
+            output, marked = unit_io.cast(output, unit.output_dtype), False
             self._leave_transform(unit)
         else:
-            output, marked = boundary.leave(
+            output, marked = unit_io.leave(
                 output, unit.output_dtype, unit.storages, unit.on_backward
             )
         if torch.is_grad_enabled():
@@ -559,7 +559,7 @@ class Engine:
         unit.show_shard()
         in_step = self._root.state is FORWARD
         unit.state = IDLE
-        if boundary.in_backward():  # recomputed; stays gathered, since its backward comes next
+        if unit_io.in_backward():  # recomputed; stays gathered, since its backward comes next
             return output
         if in_step:
             self._seen.append(unit.post_forward)
@@ -578,7 +578,7 @@ class Engine:
     def _leave_transform(self, unit: ShardedUnit) -> None:
         if unit.in_transform:
             unit.in_transform = False
-            with boundary.outside_transforms():
+            with unit_io.outside_transforms():
                 self._reshard(unit)
 
     def _forward_failed(self, unit: ShardedUnit) -> None:
@@ -737,7 +737,7 @@ class Engine:
 
 
 def _check_not_recorded(unit: ShardedUnit) -> None:
-    if boundary.in_make_fx():
+    if unit_io.in_make_fx():
         raise _keeps_constants("make_fx", unit)
 
 

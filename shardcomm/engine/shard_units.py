@@ -18,7 +18,7 @@ from shardcomm.parameter.holders import Holders
 from shardcomm.parameter.tensor_parallel import local, with_same
 from shardcomm.sharded.sharded_unit import ShardedUnit
 from shardcomm.unit.groups import (
-    Group,
+    BucketGroup,
     offload_bytes,
     reduce_buffer_bytes,
     slot_bytes,
@@ -35,7 +35,7 @@ class _Memory:
     One reduce buffer serves all: gradients are packed into it only when the reduce before has ended.
     """
 
-    def __init__(self, mesh: Mesh, groups: Sequence[Sequence[Group]]) -> None:
+    def __init__(self, mesh: Mesh, groups: Sequence[Sequence[BucketGroup]]) -> None:
         self.reduce_buffer: torch.Tensor | None = None
         if nbytes := reduce_buffer_bytes(groups, mesh.shard.size):
             self.reduce_buffer = mesh.shard.allocate(nbytes, dtype=torch.uint8, use="reduce")
@@ -49,7 +49,7 @@ class _Memory:
 def shard_units(
     units: Sequence[UnitParams],
     policies: Sequence[Policy],
-    groups: Sequence[Sequence[Group]],
+    groups: Sequence[Sequence[BucketGroup]],
     holders: Sequence[Holders],
     slot_of: Sequence[int],
 ) -> list[ShardedUnit]:

@@ -29,7 +29,7 @@ from shardcomm.planner.planner import MemoryPlan, policies_of, schedule_units
 from shardcomm.schedule.schedule import Schedule, Trigger
 from shardcomm.schedule.strategy import Strategy
 from shardcomm.sharded.sharded_unit import ShardedUnit, measured
-from shardcomm.unit.groups import GranularityOf, Group, Pool, ShardDimOf, group_units
+from shardcomm.unit.groups import BucketGroup, GranularityOf, Pool, ShardDimOf, group_units
 from shardcomm.unit.mixed_precision import MixedPrecision
 from shardcomm.unit.owners import OwnerCost
 from shardcomm.unit.policy import Policy
@@ -249,7 +249,7 @@ def _items(
     model: nn.Module,
     units: Sequence[UnitParams],
     policies: Sequence[Policy],
-    groups: Sequence[Sequence[Group]],
+    groups: Sequence[Sequence[BucketGroup]],
 ) -> Iterator[list[Item]]:
     """What the other ranks' collectives take for granted of this one's model, unit by unit."""
     names = {module: name for name, module in model.named_modules()}

@@ -38,8 +38,8 @@ from shardcomm.schedule.schedule import Phase, Schedule, Trigger, Verb
 from shardcomm.schedule.strategy import Strategy
 from shardcomm.trace import traffic
 from shardcomm.unit.groups import (
+    BucketGroup,
     GranularityOf,
-    Group,
     Pool,
     ShardDimOf,
     group_units,
@@ -98,7 +98,12 @@ class UnitPlan:
 
     @classmethod
     def of(
-        cls, name: str, groups: Sequence[Group], pool: Pool, secondary_bytes: int, gathers: int
+        cls,
+        name: str,
+        groups: Sequence[BucketGroup],
+        pool: Pool,
+        secondary_bytes: int,
+        gathers: int,
     ) -> UnitPlan:
         """From the unit's buckets-to-be."""
         rank = pool.rank
@@ -249,7 +254,7 @@ class MemoryPlan:
     def of_groups(
         cls,
         units: Sequence[UnitParams],
-        groups: Sequence[Sequence[Group]],
+        groups: Sequence[Sequence[BucketGroup]],
         rest: Policy,
         schedule: Schedule,
         pools: Sequence[Pool],
@@ -486,12 +491,14 @@ def _pools(
 
 
 def _state_bytes(
-    groups: Sequence[Sequence[Group]], pool: Pool, optimizer: str
+    groups: Sequence[Sequence[BucketGroup]], pool: Pool, optimizer: str
 ) -> npt.NDArray[np.int64]:
     return OPTIMIZERS[optimizer] * _trained_bytes(groups, pool.shards)
 
 
-def _load(groups: Sequence[Sequence[Group]], pool: Pool, optimizer: str) -> npt.NDArray[np.int64]:
+def _load(
+    groups: Sequence[Sequence[BucketGroup]], pool: Pool, optimizer: str
+) -> npt.NDArray[np.int64]:
     """Parameters, gradients and optimizer state of each of the pool's ranks."""
     flat = [group for unit in groups for group in unit]
     trained = _held_bytes([group for group in flat if group.trainable], pool.shards)
@@ -499,7 +506,7 @@ def _load(groups: Sequence[Sequence[Group]], pool: Pool, optimizer: str) -> npt.
 
 
 def _most_loaded(
-    pool: Pool, pools: Sequence[Pool], groups: Sequence[Sequence[Group]], optimizer: str
+    pool: Pool, pools: Sequence[Pool], groups: Sequence[Sequence[BucketGroup]], optimizer: str
 ) -> int:
     return int(np.argmax(_load(pool.of(pools, groups), pool, optimizer)))
 
@@ -524,12 +531,12 @@ def _most_full_gradients(units: Sequence[UnitPlan], schedule: Schedule) -> int:
     return most
 
 
-def _held_bytes(groups: Sequence[Group], ranks: int) -> npt.NDArray[np.int64]:
+def _held_bytes(groups: Sequence[BucketGroup], ranks: int) -> npt.NDArray[np.int64]:
     """Of each rank's shards of these, padding included."""
     return sum((np.array(group.shard_bytes) for group in groups), np.zeros(ranks, dtype=np.int64))
 
 
-def _trained_bytes(groups: Sequence[Sequence[Group]], ranks: int) -> npt.NDArray[np.int64]:
+def _trained_bytes(groups: Sequence[Sequence[BucketGroup]], ranks: int) -> npt.NDArray[np.int64]:
     """Of trainable parameters, without padding, on each rank."""
     trained = [group for unit in groups for group in unit if group.trainable]
     held = _held_bytes(trained, ranks)

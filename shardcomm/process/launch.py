@@ -81,7 +81,7 @@ def launch(
     _start_fork_server()
     store = serve_on_loopback()
     secret = secrets.token_hex(16)
-    group = _Group(ranks)
+    group = _Ranks(ranks)
     try:
         for rank in range(ranks):
             group.start(context, rank, (store.port, secret), fn, args)
@@ -103,7 +103,7 @@ def _start_fork_server() -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
-class _Group:
+class _Ranks:
     """The processes of one launch."""
 
     def __init__(self, ranks: int) -> None:

@@ -22,8 +22,8 @@ from shardcomm.parameter.tensor_parallel import Distribution, local, shown, with
 from shardcomm.parameter.versions import Versions
 from shardcomm.planner.footprint import Footprint
 from shardcomm.schedule.schedule import Phase, Trigger
-from shardcomm.sharded.boundary import Marked
 from shardcomm.sharded.unit_gradients import ParamGradient, UnitGradients
+from shardcomm.sharded.unit_io import Marked
 from shardcomm.stream.streams import Event
 from shardcomm.stream.work import Work
 from shardcomm.unit.unit import OwnedParam

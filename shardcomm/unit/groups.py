@@ -29,7 +29,7 @@ ShardDimOf = ShardDim | Callable[[str, nn.Parameter], ShardDim]
 
 
 @dataclass(frozen=True)
-class Group:
+class BucketGroup:
     """Parameters that share a bucket, its layout, and its dtypes (as in `Bucket`).
 
     `cpu_offload`: whether its shard is in host memory.
@@ -84,7 +84,7 @@ def group_units(
     granularity: GranularityOf,
     shard_dim: ShardDimOf,
     owner_cost: OwnerCost | None = None,
-) -> list[list[Group]]:
+) -> list[list[BucketGroup]]:
     """The buckets-to-be of each unit: one a dtype; frozen parameters apart, since they are never reduced.
 
     Parameters that are not cut are apart, too: their shards are as long as what each rank owns, which is chosen over
@@ -136,7 +136,7 @@ def _group(
     world_size: int,
     policy: Policy,
     owners: Mapping[str, int],
-) -> Group:
+) -> BucketGroup:
     params, specs = [owned for owned, _ in together], [spec for _, spec in together]
     dtype = params[0].param.dtype
     precision = policy.mixed_precision or MixedPrecision()
@@ -147,7 +147,7 @@ def _group(
         itemsize=min(dtype.itemsize, param_dtype.itemsize, reduce_dtype.itemsize),
         owners=[owners[spec.name] for spec in specs] if specs[0].name in owners else None,
     )
-    return Group(params, layout, dtype, param_dtype, reduce_dtype, bool(policy.cpu_offload))
+    return BucketGroup(params, layout, dtype, param_dtype, reduce_dtype, bool(policy.cpu_offload))
 
 
 class Pool(NamedTuple):
@@ -171,7 +171,7 @@ class Pool(NamedTuple):
         return [each for pool, each in zip(pools, groups, strict=True) if pool == self]
 
 
-def slot_bytes(groups: Sequence[Sequence[Group]], slot_of: Sequence[int]) -> list[int]:
+def slot_bytes(groups: Sequence[Sequence[BucketGroup]], slot_of: Sequence[int]) -> list[int]:
     """The size of each slot: of the largest unit that uses it. `groups[i]` are those of unit i."""
     sizes = [0] * (max(slot_of, default=-1) + 1)
     for slot, unit_groups in zip(slot_of, groups, strict=True):
@@ -181,7 +181,7 @@ def slot_bytes(groups: Sequence[Sequence[Group]], slot_of: Sequence[int]) -> lis
 
 
 def secondary_bytes(
-    groups: Sequence[Sequence[Group]], slot_of: Sequence[int], pools: Sequence[Pool]
+    groups: Sequence[Sequence[BucketGroup]], slot_of: Sequence[int], pools: Sequence[Pool]
 ) -> list[int]:
     """The size of each unit's secondary shard; a unit that has a slot for itself is not released, and needs none."""
     users = Counter(slot_of)
@@ -193,14 +193,14 @@ def secondary_bytes(
     ]
 
 
-def reduce_buffer_bytes(groups: Sequence[Sequence[Group]], shard_ranks: int) -> int:
+def reduce_buffer_bytes(groups: Sequence[Sequence[BucketGroup]], shard_ranks: int) -> int:
     """The size of the one reduce buffer; of one shard alone, gradients need none."""
     if shard_ranks == 1:
         return 0
     return max((group.reduced_bytes for unit in groups for group in unit), default=0)
 
 
-def staging_bytes(groups: Sequence[Sequence[Group]], replicas: int) -> list[int]:
+def staging_bytes(groups: Sequence[Sequence[BucketGroup]], replicas: int) -> list[int]:
     """The size of each staging buffer, which buckets use in turn; without replicas there are none."""
     if replicas == 1:
         return []
@@ -209,7 +209,7 @@ def staging_bytes(groups: Sequence[Sequence[Group]], replicas: int) -> list[int]
     return [largest] * min(REDUCES_IN_FLIGHT, sum(map(len, groups)))
 
 
-def offload_bytes(groups: Sequence[Sequence[Group]]) -> int:
+def offload_bytes(groups: Sequence[Sequence[BucketGroup]]) -> int:
     """The size of the device's memory through which offloaded shards pass; their gradients have as much.
 
     Gradients of frozen parameters count, too: they may be thawed later.

@@ -21,7 +21,7 @@ import torch
 
 from shardcomm.cli.bench import command
 from shardcomm.cli.bench.driver import benchmark
-from shardcomm.cli.bench.options import Options
+from shardcomm.cli.bench.options import BenchOptions
 from shardcomm.cli.bench.results import Results
 from shardcomm.comm.core import CoreCommunicator
 from support.nccl_tests_output import Table, tables
@@ -200,13 +200,13 @@ def test_ratios_of_times_close_the_table(finished: Finished) -> None:
     assert ratio == pytest.approx(other.time / first.time, abs=0.02, rel=0.02)
 
 
-def quiet_benchmark(options: Options) -> Results:
+def quiet_benchmark(options: BenchOptions) -> Results:
     """The ranks' stdout is that of whoever started their fork server."""
     with redirect_stdout(io.StringIO()):
         return benchmark(options)
 
 
-def benchmark_with_a_wrong_element(options: Options) -> Results:
+def benchmark_with_a_wrong_element(options: BenchOptions) -> Results:
     """Every result of rank 1 comes out with its first element one too large."""
 
     def spoil(name: str) -> None:
@@ -284,7 +284,7 @@ class FullDisk(io.StringIO):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def benchmark_onto_a_full_disk(options: Options) -> Results:
+def benchmark_onto_a_full_disk(options: BenchOptions) -> Results:
     with redirect_stdout(FullDisk()):
         return benchmark(options)
 

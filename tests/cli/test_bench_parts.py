@@ -27,10 +27,10 @@ from shardcomm.cli.bench import command, timing, transports
 from shardcomm.cli.bench.case import Collectives
 from shardcomm.cli.bench.files import write_csv
 from shardcomm.cli.bench.fit import fit
-from shardcomm.cli.bench.link import nominal_link
+from shardcomm.cli.bench.gpu_link import nominal_link
 from shardcomm.cli.bench.measure import measure
 from shardcomm.cli.bench.operations import OPERATIONS
-from shardcomm.cli.bench.options import Options, Sizes, size_bytes
+from shardcomm.cli.bench.options import BenchOptions, Sizes, size_bytes
 from shardcomm.cli.bench.results import Figure, Results, Row, Section
 from shardcomm.cli.bench.transports import ThreadRanks
 from shardcomm.cli.exact_values import values
@@ -138,9 +138,9 @@ def test_a_file_of_shapes_that_is_none_is_refused(
     assert str(file) in capsys.readouterr().err
 
 
-def options(**changed: object) -> Options:
+def options(**changed: object) -> BenchOptions:
     return replace(
-        Options(
+        BenchOptions(
             operations=("all_gather",),
             transports=("local",),
             sizes=Sizes(64, 64, 1, 1),
@@ -213,7 +213,7 @@ def test_a_graph_is_captured_before_ranks_meet_and_only_its_launches_are_timed(
     """As nccl-tests does. No GPU is needed: capture, clock and meeting are played."""
     happened: list[str] = []
 
-    def graph(run: object, options: Options) -> Callable[[], None]:
+    def graph(run: object, options: BenchOptions) -> Callable[[], None]:
         happened.append("capture")
         return partial(happened.append, "launch")
 

@@ -36,7 +36,7 @@ def ps(*options: str) -> str:
     return done.stdout
 
 
-def group_of(pid: int) -> groups.Group | None:
+def group_of(pid: int) -> groups.ShmGroup | None:
     """The one group that the process is a rank of, if there is one."""
     found = [g for g in groups.find().groups if pid in [rank.pid for rank in g.ranks]]
     assert len(found) <= 1

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint import CheckpointException
 
 from shardcomm import _C, CommError, Communicator
 from shardcomm.checkpoint.checkpoints import CheckpointError, Checkpoints
-from shardcomm.checkpoint.manifest import DamagedError, Entry, Manifest
+from shardcomm.checkpoint.manifest import DamagedError, FileEntry, Manifest
 from shardcomm.checkpoint.unpickling import check_unpickling
 from shardcomm.cli.bench import compare
 from shardcomm.cli.bench.options import layers
@@ -139,7 +139,7 @@ def test_manifests(content: bytes, folder: Path) -> None:
     with raises_about(checkpoint, DamagedError):
         manifest = Manifest.read(checkpoint, 7)
         manifest.verify_share(checkpoint, 0, 1)
-        assert manifest.files == {"part": Entry(3, "352441c2")}
+        assert manifest.files == {"part": FileEntry(3, "352441c2")}
 
 
 @pytest.fixture(scope="module")

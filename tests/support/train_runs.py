@@ -26,7 +26,7 @@ def run(text: str, **changed: Any) -> job.Result:
     return launch(quiet_train, ranks, (options,), timeout_s=DEADLINE_S)[0][0]
 
 
-def quiet_train(options: job.Options) -> tuple[job.Result, Timeline | None]:
+def quiet_train(options: job.TrainOptions) -> tuple[job.Result, Timeline | None]:
     with redirect_stderr(io.StringIO()):  # the progress bar is no output of the tests
         return job.train(options)
 

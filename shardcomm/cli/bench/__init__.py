@@ -2,7 +2,7 @@
 
 From the command line down::
 
-    command      options -> Options; local ranks or a launcher's; exit status
+    command      options -> BenchOptions; local ranks or a launcher's; exit status
     driver       each operation, on each size or layer, over each transport -> Results
     measure      a row: limit, time, check
     operations   all_gather, reduce_scatter, all_reduce, broadcast: counts, bandwidth, run, expected values

@@ -38,7 +38,7 @@ class Collectives(Protocol):
 
 
 @dataclass(frozen=True)
-class Placement:
+class Variant:
     """Where inputs and outputs lie.
 
     Attributes:
@@ -66,9 +66,9 @@ class Case:
     size_bytes: int
     count: int
     bus_factor: float
-    out_of_place: Placement
-    in_place: Placement | None
+    out_of_place: Variant
+    in_place: Variant | None
 
-    def placements(self) -> list[Placement]:
+    def placements(self) -> list[Variant]:
         """Out of place first, as nccl-tests has it."""
         return [self.out_of_place] + ([self.in_place] if self.in_place else [])

@@ -16,7 +16,7 @@ from shardcomm.cli.bench.driver import benchmark
 from shardcomm.cli.bench.files import write_csv, write_json
 from shardcomm.cli.bench.layers import LAYER_OPERATIONS
 from shardcomm.cli.bench.operations import OPERATIONS
-from shardcomm.cli.bench.options import DTYPES, Options, Sizes, layers, size_bytes, step_bytes
+from shardcomm.cli.bench.options import DTYPES, BenchOptions, Sizes, layers, size_bytes, step_bytes
 from shardcomm.cli.bench.plot import write_plot
 from shardcomm.cli.bench.results import Results
 from shardcomm.cli.bench.transports import TRANSPORTS
@@ -109,7 +109,9 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     return _report(args, options, results)
 
 
-def _options(parser: argparse.ArgumentParser, args: argparse.Namespace, own: Launched) -> Options:
+def _options(
+    parser: argparse.ArgumentParser, args: argparse.Namespace, own: Launched
+) -> BenchOptions:
     try:
         sizes = Sizes(args.b, args.e, args.i, args.f)
     except ValueError as error:
@@ -121,7 +123,7 @@ def _options(parser: argparse.ArgumentParser, args: argparse.Namespace, own: Lau
         parser.error(f"-G is {args.G}, but a CUDA graph needs a GPU: {cuda_status().reason}")
     if args.G and args.I:
         parser.error("-G and -I exclude each other: in a graph no iteration is timed by itself")
-    options = Options(
+    options = BenchOptions(
         operations=args.op,
         transports=args.transport,
         sizes=sizes,
@@ -145,7 +147,7 @@ def _options(parser: argparse.ArgumentParser, args: argparse.Namespace, own: Lau
     return options
 
 
-def _check_memory(parser: argparse.ArgumentParser, options: Options, ranks: int) -> None:
+def _check_memory(parser: argparse.ArgumentParser, options: BenchOptions, ranks: int) -> None:
     """Refuses what would drive the machine, with `ranks` of them, out of memory."""
     largest = options.sizes.last if set(options.operations) & set(OPERATIONS) else 0
     if set(options.operations) & set(LAYER_OPERATIONS):
@@ -175,7 +177,7 @@ def _check_files(parser: argparse.ArgumentParser, args: argparse.Namespace) -> N
         parser.error("--json and --csv are both -; stdout takes one of them")
 
 
-def _report(args: argparse.Namespace, options: Options, results: Results) -> int:
+def _report(args: argparse.Namespace, options: BenchOptions, results: Results) -> int:
     try:
         if args.json is not None:
             write_json(args.json, options, results)

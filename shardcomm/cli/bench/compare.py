@@ -12,14 +12,14 @@ from shardcomm.files.json_file import Value, read_json
 _NAMES = ("operation", "transport", "device", "dtype", "redop")
 
 
-class Figure(NamedTuple):
+class Timing(NamedTuple):
     """Seconds; `spread` are the 10 % and 90 % quantiles of single iterations, None where there are none."""
 
     time_s: float
     spread: tuple[float, float] | None
 
 
-Figures: TypeAlias = dict[tuple[Any, ...], Figure]
+Figures: TypeAlias = dict[tuple[Any, ...], Timing]
 """Of each operation in a placement, by all that tells it from others."""
 
 
@@ -114,9 +114,9 @@ def _keyed(section: Value) -> Iterator[tuple[Value, tuple[Any, ...]]]:
         yield row, (*operation, root, layer, row["size_bytes"].whole(0, 1 << 60))
 
 
-def _figure(figure: Value) -> Figure:
+def _figure(figure: Value) -> Timing:
     spread = figure["spread"]
-    return Figure(
+    return Timing(
         _seconds(figure["time_s"]),
         None if spread.raw is None else (_seconds(spread["p10_s"]), _seconds(spread["p90_s"])),
     )

@@ -20,11 +20,11 @@ from tqdm import tqdm
 
 from shardcomm._C import CommError
 from shardcomm.cli.bench import table
+from shardcomm.cli.bench.gpu_link import nominal_link
 from shardcomm.cli.bench.layers import LAYER_OPERATIONS, LayerOperation
-from shardcomm.cli.bench.link import nominal_link
 from shardcomm.cli.bench.measure import AnyOperation, Workload, measure
 from shardcomm.cli.bench.operations import OPERATIONS
-from shardcomm.cli.bench.options import Layer, Options
+from shardcomm.cli.bench.options import BenchOptions, Layer
 from shardcomm.cli.bench.results import Results, Section
 from shardcomm.cli.bench.timing import overhead
 from shardcomm.cli.bench.transports import Ranks, Unusable, check_operation, open_transport
@@ -36,14 +36,14 @@ Planned: TypeAlias = tuple[AnyOperation, Sequence[Workload], list[tuple[Section,
 _DEVICE_LINE_BYTES = 200
 
 
-def benchmark(options: Options) -> Results:
+def benchmark(options: BenchOptions) -> Results:
     """Measures on this rank of the group that the environment describes; rank 0 prints, and has the results."""
     with Communicator.from_env(deadline_s=options.deadline_s, device="cpu") as control:
         return _Run(options, control).run()
 
 
 class _Run:
-    def __init__(self, options: Options, control: Communicator) -> None:
+    def __init__(self, options: BenchOptions, control: Communicator) -> None:
         self.options = options
         self.control = control
         link = nominal_link() if torch.cuda.device_count() > 1 else None

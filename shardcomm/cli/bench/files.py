@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, fields
 from typing import Any
 
-from shardcomm.cli.bench.options import Options
+from shardcomm.cli.bench.options import BenchOptions
 from shardcomm.cli.bench.results import Results, Section
 from shardcomm.cli.bench.timing import Spread
 from shardcomm.cli.options import opened
@@ -21,7 +21,7 @@ PLACEMENTS = ("out_of_place", "in_place")
 _NO_SPREAD = dict.fromkeys(field.name for field in fields(Spread))
 
 
-def as_json(options: Options, results: Results) -> dict[str, Any]:
+def as_json(options: BenchOptions, results: Results) -> dict[str, Any]:
     """Times in seconds, bandwidths in bytes a second; see `shardcomm.cli.bench.results` for the names."""
     return {
         **provenance(" ".join(["shardcomm", *sys.argv[1:]])),
@@ -44,7 +44,7 @@ def _section(section: Section) -> dict[str, Any]:
     }
 
 
-def write_json(path: str, options: Options, results: Results) -> None:
+def write_json(path: str, options: BenchOptions, results: Results) -> None:
     """Writes all there is; "-" is stdout."""
     with opened(path) as out:
         json.dump(as_json(options, results), out, indent=1)

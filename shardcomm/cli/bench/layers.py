@@ -14,8 +14,8 @@ from functools import partial
 import torch
 
 from shardcomm.bucket.bucket import Bucket
-from shardcomm.cli.bench.case import Case, Collectives, Placement
-from shardcomm.cli.bench.options import DTYPES, Layer, Options
+from shardcomm.cli.bench.case import Case, Collectives, Variant
+from shardcomm.cli.bench.options import DTYPES, BenchOptions, Layer
 from shardcomm.cli.exact_values import count_wrong, values
 from shardcomm.comm.communicator import Communicator
 from shardcomm.copy.plan import CopyPlan
@@ -42,11 +42,11 @@ class LayerOperation:
     make: Callable[[Collectives, Layout, torch.dtype], Case]
     root: int = -1
 
-    def redop(self, options: Options) -> str:
+    def redop(self, options: BenchOptions) -> str:
         """As printed."""
         return self.reduction
 
-    def case(self, on: Collectives, options: Options, layer: Layer) -> Case:
+    def case(self, on: Collectives, options: BenchOptions, layer: Layer) -> Case:
         """Buffers for `layer`. Collective."""
         dtype = DTYPES[options.dtype]
         specs = [ParamSpec(name, shape) for name, shape in layer.shapes.items()]
@@ -83,7 +83,7 @@ def _bucket(on: Collectives, layout: Layout, dtype: torch.dtype) -> Bucket:
 def _gather(on: Collectives, layout: Layout, dtype: torch.dtype) -> Case:
     """Cast of the shard, all-gather; the parameters are views."""
     bucket = _bucket(on, layout, dtype)
-    gathered = Placement(
+    gathered = Variant(
         fill=lambda seed: bucket.load(_tensors(layout, dtype, 0, seed)),
         run=bucket.all_gather,
         wrong=lambda seed: _count_wrong(bucket.params, _tensors(layout, dtype, 0, seed)),
@@ -121,7 +121,7 @@ def _reduce(on: Collectives, layout: Layout, dtype: torch.dtype) -> Case:
         return _count_wrong(bucket.gradients.rows, rows(expected))
 
     size = layout.flat_numel * dtype.itemsize
-    reduced = Placement(fill, partial(bucket.reduce_scatter, grads), wrong)
+    reduced = Variant(fill, partial(bucket.reduce_scatter, grads), wrong)
     return Case(size, layout.shard_numel, (ranks - 1) / ranks, reduced, None)
 
 
@@ -137,7 +137,7 @@ def _copies(on: Collectives, layout: Layout, dtype: torch.dtype, *, packs: bool)
     else:
         bound = CopyPlan.unpack(sizes, offsets, dtype, MASTER).bind([flat], tensors)
     sources, results = (tensors, parts) if packs else (parts, tensors)
-    copied = Placement(
+    copied = Variant(
         fill=lambda seed: _copy(sources, _tensors(layout, dtype, on.rank, seed)),
         run=bound.run,
         wrong=lambda seed: _count_wrong(results, _tensors(layout, dtype, on.rank, seed)),

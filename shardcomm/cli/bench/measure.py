@@ -12,10 +12,10 @@ from typing import TypeAlias
 
 import torch
 
-from shardcomm.cli.bench.case import Collectives, Placement
+from shardcomm.cli.bench.case import Collectives, Variant
 from shardcomm.cli.bench.layers import LayerOperation
 from shardcomm.cli.bench.operations import Operation
-from shardcomm.cli.bench.options import Layer, Options
+from shardcomm.cli.bench.options import BenchOptions, Layer
 from shardcomm.cli.bench.results import Figure, Row
 from shardcomm.cli.bench.timing import synchronise, timing
 from shardcomm.comm.communicator import Communicator
@@ -28,7 +28,7 @@ Workload: TypeAlias = int | Layer
 def measure(
     operation: AnyOperation,
     workload: Workload,
-    options: Options,
+    options: BenchOptions,
     overhead_s: float,
     on: Collectives,
     control: Communicator,
@@ -64,7 +64,7 @@ def measure(
     return Row(layer, case.size_bytes, case.count, limit, figures[0], in_place)
 
 
-def _wrong(placement: Placement, seeds: range, on: Collectives, control: Communicator) -> int:
+def _wrong(placement: Variant, seeds: range, on: Collectives, control: Communicator) -> int:
     """Wrong elements on all ranks, over one run for each seed."""
     wrong = torch.zeros(1, dtype=torch.int64)
     for seed in seeds:

@@ -12,8 +12,8 @@ from functools import partial
 
 import torch
 
-from shardcomm.cli.bench.case import Case, Collectives, Placement
-from shardcomm.cli.bench.options import DTYPES, Options
+from shardcomm.cli.bench.case import Case, Collectives, Variant
+from shardcomm.cli.bench.options import DTYPES, BenchOptions
 from shardcomm.cli.exact_values import count_wrong, values
 from shardcomm.comm.communicator import ReduceOp, Use
 
@@ -48,11 +48,11 @@ class Operation:
 
     is_local = False
 
-    def redop(self, options: Options) -> str:
+    def redop(self, options: BenchOptions) -> str:
         """As printed."""
         return options.redop if self.reduces else "none"
 
-    def case(self, on: Collectives, options: Options, size_bytes: int) -> Case | None:
+    def case(self, on: Collectives, options: BenchOptions, size_bytes: int) -> Case | None:
         """Buffers for `size_bytes`; None for so few that a rank has no element. Collective."""
         dtype = DTYPES[options.dtype]
         count, slots = size_bytes // dtype.itemsize, 1
@@ -84,7 +84,7 @@ class Operation:
 
     def _placement(
         self, on: Collectives, recv: torch.Tensor, send: torch.Tensor, op: ReduceOp
-    ) -> Placement:
+    ) -> Variant:
         terms = on.size if self.reduces and op in ("sum", "avg") else 1
         divisor = on.size if self.reduces and op == "avg" else 1
 
@@ -98,7 +98,7 @@ class Operation:
             sent = (sent_by(rank, seed) for rank in range(on.size))
             return count_wrong(recv, self.expected(sent, on.rank, on.size, op))
 
-        return Placement(
+        return Variant(
             fill=fill,
             run=partial(self.run, on, recv, send, op),
             wrong=wrong,

@@ -1,4 +1,4 @@
-"""What the command line says, checked: sizes, types, and the rest of `Options`."""
+"""What the command line says, checked: sizes, types, and the rest of `BenchOptions`."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Options:
+class BenchOptions:
     """What every rank is told; the same on each. Names and meaning as the command's help has them."""
 
     operations: tuple[str, ...]

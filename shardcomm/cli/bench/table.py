@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shardcomm.cli.bench.options import Options
+from shardcomm.cli.bench.options import BenchOptions
 from shardcomm.cli.bench.results import Figure, Results, Row, Section
 
 HEADER = [
@@ -21,7 +21,7 @@ HEADER = [
 ]
 
 
-def preamble(options: Options, devices: Sequence[str]) -> list[str]:
+def preamble(options: BenchOptions, devices: Sequence[str]) -> list[str]:
     """What is run, on what."""
     sizes = options.sizes
     step = f"{sizes.factor}(factor)" if sizes.factor > 1 else f"{sizes.step}(bytes)"
@@ -51,7 +51,7 @@ def lines(section: Section, row: Row) -> list[str]:
     return [f"# {row.layer}", cells] if row.layer else [cells]
 
 
-def closing(section: Section, options: Options) -> list[str]:
+def closing(section: Section, options: BenchOptions) -> list[str]:
     """What comes after the rows: nccl-tests' sums, then the fit and, with -I, the spreads."""
     wrong = section.wrong
     found = [

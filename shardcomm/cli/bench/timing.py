@@ -14,7 +14,7 @@ from itertools import pairwise
 
 import torch
 
-from shardcomm.cli.bench.options import Options
+from shardcomm.cli.bench.options import BenchOptions
 from shardcomm.comm.communicator import Communicator
 
 _OVERHEAD_LOOPS = 25
@@ -45,7 +45,7 @@ def timing(
     run: Callable[[], object],
     control: Communicator,
     device: torch.device,
-    options: Options,
+    options: BenchOptions,
     overhead_s: float,
 ) -> Timing:
     """Times `run` on all ranks at once, and combines their times as -a says; collective.
@@ -72,7 +72,7 @@ def timing(
     )
 
 
-def overhead(options: Options) -> float:
+def overhead(options: BenchOptions) -> float:
     """Seconds that the loop takes for each operation, when that does nothing: the median of several loops."""
     nothing = partial(_nothing, None, None, None, None)  # called as operations are
     cpu = torch.device("cpu")
@@ -84,7 +84,7 @@ def _nothing(on: None, recv: None, send: None, op: None) -> None:
     return None
 
 
-def loop(run: Callable[[], object], device: torch.device, options: Options) -> list[float]:
+def loop(run: Callable[[], object], device: torch.device, options: BenchOptions) -> list[float]:
     """Seconds an operation takes on this rank: of each iteration, or one number for all of them.
 
     On a GPU with -G, `run` is a graph of them all.
@@ -105,7 +105,7 @@ def loop(run: Callable[[], object], device: torch.device, options: Options) -> l
     return [seconds / (options.iterations * options.aggregate)]
 
 
-def _loop_on_cpu(run: Callable[[], object], options: Options) -> list[float]:
+def _loop_on_cpu(run: Callable[[], object], options: BenchOptions) -> list[float]:
     clock = time.perf_counter
     stamps = [clock()]
     for _ in range(options.iterations):
@@ -116,7 +116,7 @@ def _loop_on_cpu(run: Callable[[], object], options: Options) -> list[float]:
 
 
 def _loop_with_events(
-    run: Callable[[], object], device: torch.device, options: Options
+    run: Callable[[], object], device: torch.device, options: BenchOptions
 ) -> list[float]:
     events = [torch.Event(device, enable_timing=True) for _ in range(options.iterations + 1)]
     events[0].record()
@@ -129,7 +129,7 @@ def _loop_with_events(
     return _per_operation(times, options)
 
 
-def _graph(run: Callable[[], object], options: Options) -> Callable[[], object]:
+def _graph(run: Callable[[], object], options: BenchOptions) -> Callable[[], object]:
     """Launches all iterations."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -139,7 +139,7 @@ def _graph(run: Callable[[], object], options: Options) -> Callable[[], object]:
 
 
 def _loop_of_graphs(
-    launch: Callable[[], object], device: torch.device, options: Options
+    launch: Callable[[], object], device: torch.device, options: BenchOptions
 ) -> list[float]:
     start = time.perf_counter()
     for _ in range(options.graph_launches):
@@ -155,7 +155,7 @@ def synchronise(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _per_operation(times: list[float], options: Options) -> list[float]:
+def _per_operation(times: list[float], options: BenchOptions) -> list[float]:
     return [seconds / options.aggregate for seconds in times]
 
 

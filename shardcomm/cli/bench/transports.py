@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from shardcomm import _C
 from shardcomm.cli.bench.case import Collectives
-from shardcomm.cli.bench.options import Options
+from shardcomm.cli.bench.options import BenchOptions
 from shardcomm.comm import nccl
 from shardcomm.comm.communicator import Communicator, ReduceOp, Use
 from shardcomm.meeting.launchers import launched
@@ -80,7 +80,7 @@ class ThreadRanks(Ranks):
     """The ranks are threads of process 0; the other processes wait."""
 
     def __init__(
-        self, transport: str, control: Communicator, device: torch.device, options: Options
+        self, transport: str, control: Communicator, device: torch.device, options: BenchOptions
     ) -> None:
         super().__init__(transport, device)
         self._outer = control
@@ -166,7 +166,7 @@ class TorchCollectives:
         dist.destroy_process_group(self._group)
 
 
-def open_transport(name: str, control: Communicator, options: Options) -> Ranks:
+def open_transport(name: str, control: Communicator, options: BenchOptions) -> Ranks:
     """Connects the ranks of `control`; collective.
 
     Raises:
@@ -207,7 +207,7 @@ def _why_not(name: str, control: Communicator) -> str | None:
     return None
 
 
-def _connect(name: str, options: Options) -> Collectives:
+def _connect(name: str, options: BenchOptions) -> Collectives:
     deadline_s = options.deadline_s
     if name == "shm":
         return Communicator.from_env(deadline_s=deadline_s, transport="shm", device="cpu")
@@ -228,7 +228,7 @@ def _connect(name: str, options: Options) -> Collectives:
     return TorchCollectives(dist.new_group(backend=backend, timeout=timeout), device)
 
 
-def check_operation(name: str, transport: str, options: Options) -> None:
+def check_operation(name: str, transport: str, options: BenchOptions) -> None:
     """Unusable unless `transport` has the operation `name` as `options` want it."""
     if transport.startswith("torch:") and name in ("gather", "reduce"):
         raise Unusable("torch.distributed has no such operation")

@@ -7,7 +7,7 @@ import json
 import textwrap
 from typing import Any
 
-from shardcomm.cli.ps.groups import Found, Group, Rank, find
+from shardcomm.cli.ps.groups import Found, Rank, ShmGroup, find
 from shardcomm.cli.ps.stacks import Stacks, ask
 
 
@@ -81,7 +81,7 @@ def screen(found: Found, stacks: dict[int, Stacks] | None) -> str:
     return "\n\n".join([*parts, *found.notes])
 
 
-def _group(group: Group, stacks: dict[int, Stacks] | None) -> str:
+def _group(group: ShmGroup, stacks: dict[int, Stacks] | None) -> str:
     lines = [f"group {group.id}: {len(group.ranks)} ranks"]
     if group.failure:
         lines.append(f"  failed: {group.failure}")

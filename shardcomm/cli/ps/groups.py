@@ -24,7 +24,7 @@ class Rank:
 
 
 @dataclass(frozen=True)
-class Group:
+class ShmGroup:
     """A group of `shm`. `id` is the number of its memory; `failure` says why it has failed, or nothing."""
 
     id: int
@@ -36,7 +36,7 @@ class Group:
 class Found:
     """What one look found; `notes` are sentences about what could not be read."""
 
-    groups: list[Group] = field(default_factory=list)
+    groups: list[ShmGroup] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
 
@@ -80,7 +80,7 @@ def _read(pid: int, fd: int, seen: set[int], found: Found) -> None:
         return
     finally:
         os.close(memory)
-    group = Group(number, _ranks(report), report.failure)
+    group = ShmGroup(number, _ranks(report), report.failure)
     if any(rank.state not in ("closed", "dead") for rank in group.ranks):
         found.groups.append(group)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from shardcomm._C import CommError, CudaError, cuda_status
 from shardcomm.checkpoint.checkpoints import CheckpointError, check_directory
 from shardcomm.cli.options import DefaultsFormatter, can_write, launched_for, positive, whole
-from shardcomm.cli.train.job import MAX_TRACED_STEPS, WARM_UP_STEPS, Options, Result, train
+from shardcomm.cli.train.job import MAX_TRACED_STEPS, WARM_UP_STEPS, Result, TrainOptions, train
 from shardcomm.cli.train.progress import Progress
 from shardcomm.cli.train.report import table, write_json
 from shardcomm.cli.train.text import Corpus, read_text
@@ -104,9 +104,9 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     return _report(args.json, options, result, timeline) if own.rank == 0 else 0
 
 
-def options_of(args: argparse.Namespace) -> Options:
+def options_of(args: argparse.Namespace) -> TrainOptions:
     """What the ranks must know of the command line."""
-    return Options(
+    return TrainOptions(
         steps=args.steps,
         seed=args.seed,
         width=args.width,
@@ -128,7 +128,7 @@ def options_of(args: argparse.Namespace) -> Options:
 
 
 def _report(
-    json_path: str | None, options: Options, result: Result, timeline: Timeline | None
+    json_path: str | None, options: TrainOptions, result: Result, timeline: Timeline | None
 ) -> int:
     print(table(result), file=sys.stderr if json_path == "-" else sys.stdout)
     try:
@@ -156,7 +156,7 @@ def _check_replicas(parser: argparse.ArgumentParser, args: argparse.Namespace, r
         parser.error(f"--replicas is {args.replicas}, which does not divide the {ranks} ranks")
 
 
-def _check_checkpoint(options: Options, resume: bool, text: bytes) -> None:
+def _check_checkpoint(options: TrainOptions, resume: bool, text: bytes) -> None:
     """ValueError if the run can neither begin nor go on in the folder of --checkpoint."""
     if options.checkpoint is None:
         if resume:

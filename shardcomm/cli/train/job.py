@@ -43,7 +43,7 @@ MAX_TRACED_STEPS = 200
 
 
 @dataclass(frozen=True)
-class Options:
+class TrainOptions:
     """What the command line says; the same on every rank."""
 
     steps: int
@@ -99,7 +99,7 @@ class Result:
     sample: str
 
 
-def train(options: Options) -> tuple[Result, Timeline | None]:
+def train(options: TrainOptions) -> tuple[Result, Timeline | None]:
     """Trains on this rank of the group that the environment describes; rank 0 has the timeline, if one is asked for."""
     device = None if options.device == "auto" else options.device
     with Communicator.from_env(deadline_s=options.deadline_s, device=device) as comm:
@@ -123,7 +123,7 @@ def train(options: Options) -> tuple[Result, Timeline | None]:
             dist.destroy_process_group()
 
 
-def _mesh(options: Options, comm: Communicator, replicas: int) -> Mesh:
+def _mesh(options: TrainOptions, comm: Communicator, replicas: int) -> Mesh:
     """The ranks of `comm` in `replicas` rows; collective."""
     groups = init_device_mesh("cpu", (replicas, comm.size // replicas))
     replicate, shard = (
@@ -177,7 +177,9 @@ class Measured:
 
 
 class _Job:
-    def __init__(self, options: Options, comm: Communicator, ranks: Communicator | Mesh) -> None:
+    def __init__(
+        self, options: TrainOptions, comm: Communicator, ranks: Communicator | Mesh
+    ) -> None:
         self.options = options
         self.comm = comm
         text = read_text(options.text)

@@ -8,7 +8,7 @@ import sys
 from dataclasses import asdict
 
 from shardcomm.cli.options import opened
-from shardcomm.cli.train.job import Options, Result
+from shardcomm.cli.train.job import Result, TrainOptions
 from shardcomm.files.provenance import provenance
 
 # What a run that had no step left to do has nothing to say of.
@@ -65,7 +65,7 @@ def _printable(text: str) -> list[str]:
     return [line.rstrip() for line in shown]
 
 
-def write_json(path: str, options: Options, result: Result) -> None:
+def write_json(path: str, options: TrainOptions, result: Result) -> None:
     """All of the result and how it came about; "-" is stdout."""
     report = {
         **provenance(" ".join(["shardcomm", *sys.argv[1:]])),

@@ -31,7 +31,9 @@ class ModuleReceipt(NamedTuple):
 class Attached:
     """What `attach` did. `str()` of it is a table of the receipts."""
 
-    def __init__(self, level: Level, modules: dict[str, _Group | str], links: Links) -> None:
+    def __init__(
+        self, level: Level, modules: dict[str, _AttachedGroup | str], links: Links
+    ) -> None:
         self._level = level
         self._modules = modules
         self._links = links
@@ -58,10 +60,10 @@ class Attached:
         """
         groups = {id(group): group for group in self._modules.values()}
         for group in groups.values():
-            if isinstance(group, _Group):
+            if isinstance(group, _AttachedGroup):
                 group.undo()
         self._modules = {
-            name: "it is detached" if isinstance(group, _Group) else group
+            name: "it is detached" if isinstance(group, _AttachedGroup) else group
             for name, group in self._modules.items()
         }
         self._links.close()
@@ -114,20 +116,20 @@ def attach(model: torch.nn.Module, *, level: Level = "full") -> Attached:
         links.close()
         raise
 
-    attached: dict[str, _Group | str] = {}
-    shared: dict[int, _Group] = {}  # several modules may share a group: fully_shard([a, b])
+    attached: dict[str, _AttachedGroup | str] = {}
+    shared: dict[int, _AttachedGroup] = {}  # several modules may share a group: fully_shard([a, b])
     for tag, (name, module) in enumerate(modules.items()):
         if reasons[name]:
             attached[name] = reasons[name]
             continue
         (group,) = groups[name]
         if id(group) not in shared:
-            shared[id(group)] = _Group(module, group, links, tag, level)
+            shared[id(group)] = _AttachedGroup(module, group, links, tag, level)
         attached[name] = shared[id(group)]
     return Attached(level, attached, links)
 
 
-class _Group:
+class _AttachedGroup:
     """One parameter group with our collectives, copies and gather in place of those it had."""
 
     def __init__(
