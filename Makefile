@@ -11,12 +11,13 @@ SANITIZERS := address,undefined thread
 CXX_FILES = $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'tests/cpp/*.cpp' 'tests/cpp/*.h')
 CORE_SOURCES := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu') CMakeLists.txt setup.py
 
-.PHONY: help setup demo test mutants lint bench figures sanitize faults model fuzz clean
+.PHONY: help setup demo test test-fast mutants lint bench figures sanitize faults model fuzz clean
 
 help:
 	@echo "make setup     prepare $(VENV): install what is needed, build"
 	@echo "make demo      train a small GPT, fully sharded over two local processes"
 	@echo "make test      run all tests, two at a time"
+	@echo "make test-fast run, in a minute, one case of each test that needs no other process"
 	@echo "make mutants   put mistakes into a copy, one at a time, and see which of them the tests notice"
 	@echo "make bench     compare with Gloo, Open MPI, FSDP2 and plain copies (on a GPU: docs/gpu.md)"
 	@echo "make figures   the same, kept in bench/results, and the README's tables from it"
@@ -34,6 +35,9 @@ demo: setup
 
 test: setup
 	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+test-fast: setup
+	$(BIN)/python -m pytest -n 2 --dist worksteal --fast
 
 mutants: setup
 	$(BIN)/python tests/mutants/run.py --json build/mutants.json

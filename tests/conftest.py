@@ -23,6 +23,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 
 # An example may take its time on a busy machine.
 settings.register_profile("suite", deadline=None)
+settings.register_profile("fast", deadline=None, max_examples=5)
 settings.load_profile("suite")
 # For compute-sanitizer, under which each example takes long: only those that a test names with @example.
 settings.register_profile("examples", phases=[Phase.explicit], database=None)
@@ -33,11 +34,18 @@ settings.register_profile("fuzz", max_examples=20_000, deadline=None)
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", type=int, default=None, help="of tests on random inputs")
     parser.addoption(
+        "--fast",
+        action="store_true",
+        help="of each test the first case, and none that starts processes",
+    )
+    parser.addoption(
         "--every-point", action="store_true", help="end processes at every point, not at some"
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if config.option.fast:
+        settings.load_profile("fast")
     if config.option.seed is None:
         from_starter = getattr(config, "workerinput", {}).get("seed")
         config.option.seed = random.randrange(1 << 32) if from_starter is None else from_starter
@@ -102,7 +110,12 @@ def text_file(tmp_path: Path) -> str:
     return str(file)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.option.fast:
+        from support import fast
+
+        items[:], left_out = fast.select(items)
+        config.hook.pytest_deselected(items=left_out)
     for item in items:
         if item.get_closest_marker("gpu") is not None:
             import torch

@@ -186,14 +186,15 @@ class Reduction:
         self.replicas.all_reduce(self._staged, "avg", tag=self._replica_tag, stream=stream)
         with self._gradient(stream) as grad:
             # Over one rank: a cast with a scale and a sum.
-            self.staging.free = self._alone.reduce_scatter(
+            work = self._alone.reduce_scatter(
                 grad,
                 self._staged,
                 scale=epilogue.scale,
                 accumulate=self._adds,
                 nonfinite=epilogue.nonfinite,
                 stream=stream,
-            ).event
+            )
+        self.staging.free = None if work is None else work.event
         return Work(self.staging.free, self._compute, self)
 
     def forget(self) -> None:

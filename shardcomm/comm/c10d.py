@@ -6,7 +6,7 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -31,7 +31,6 @@ from shardcomm.comm.pending import Pending
 from shardcomm.copy.nonfinite import flag_address, look
 from shardcomm.meeting.comm_error import comm_error, like
 from shardcomm.stream.streams import Stream, check_stream
-from shardcomm.stream.work import Work
 
 _OPS = {
     "sum": dist.ReduceOp(dist.ReduceOp.SUM),
@@ -88,7 +87,7 @@ class C10dCommunicator(Communicator):
         counts: Sequence[int] | None = None,
         tag: int = 0,
         stream: Stream | None = None,
-    ) -> Work:
+    ) -> Any:
         recv = self._checked("all_gather", "recv", recv)
         send = self._checked("all_gather", "send", send)
         lengths = check_gather("all_gather", self._ranks, counts, recv=recv, send=send)
@@ -125,7 +124,7 @@ class C10dCommunicator(Communicator):
         nonfinite: torch.Tensor | None = None,
         tag: int = 0,
         stream: Stream | None = None,
-    ) -> Work:
+    ) -> Any:
         recv = self._checked("reduce_scatter", "recv", recv)
         send = self._checked("reduce_scatter", "send", send)
         lengths = check_scatter("reduce_scatter", self._ranks, counts, recv=recv, send=send)
@@ -186,7 +185,7 @@ class C10dCommunicator(Communicator):
         *,
         tag: int = 0,
         stream: Stream | None = None,
-    ) -> Work:
+    ) -> Any:
         buffer = self._checked("all_reduce", "buffer", buffer)
         red_op("all_reduce", op)
         check_tag("all_reduce", tag)
@@ -204,7 +203,7 @@ class C10dCommunicator(Communicator):
         self._submit("all_reduce", run, stream, tag)
         return queued(self.device, stream, buffer)
 
-    def broadcast(self, buffer: ArrayLike, root: int = 0, *, stream: Stream | None = None) -> Work:
+    def broadcast(self, buffer: ArrayLike, root: int = 0, *, stream: Stream | None = None) -> Any:
         buffer = self._checked("broadcast", "buffer", buffer)
         check_root(root, self.size)
 
@@ -216,7 +215,7 @@ class C10dCommunicator(Communicator):
         self._submit("broadcast", run, stream)
         return queued(self.device, stream, buffer)
 
-    def barrier(self, *, tag: int = 0, stream: Stream | None = None) -> Work:
+    def barrier(self, *, tag: int = 0, stream: Stream | None = None) -> Any:
         check_tag("barrier", tag)
         self._submit("barrier", lambda: self._wait(self._gathers.barrier()), stream, tag)
         return queued(self.device, stream)

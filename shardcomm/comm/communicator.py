@@ -9,8 +9,7 @@ One interface, several transports::
 
 Every rank calls the same collectives in the same order. Given a `stream`, each is queued there and at once returns a
 `Work` to wait for; until its end it holds on to its tensors. Without a stream it is part of what torch computes, and
-the Work that it returns is done: on a CPU it blocks until this rank's part is done, on a GPU it goes to the current
-stream.
+returns nothing: on a CPU it blocks until this rank's part is done, on a GPU it goes to the current stream.
 
 A rank that died, called something else or did not come within the deadline raises `CommError` on every surviving
 rank; after that the communicator only raises.
@@ -26,7 +25,7 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, Self, overload
 
 import torch
 
@@ -201,6 +200,26 @@ class Communicator(ABC):
         `reduce_scatter` or the buffer of `all_reduce`; this rank's own, the others only read it inside a collective.
         """
 
+    @overload
+    def all_gather(
+        self,
+        recv: ArrayLike,
+        send: torch.Tensor,
+        *,
+        counts: Sequence[int] | None = ...,
+        tag: int = ...,
+        stream: None = ...,
+    ) -> None: ...
+    @overload
+    def all_gather(
+        self,
+        recv: ArrayLike,
+        send: torch.Tensor,
+        *,
+        counts: Sequence[int] | None = ...,
+        tag: int = ...,
+        stream: Stream,
+    ) -> Work: ...
     @abstractmethod
     def all_gather(
         self,
@@ -210,7 +229,7 @@ class Communicator(ABC):
         counts: Sequence[int] | None = None,
         tag: int = 0,
         stream: Stream | None = None,
-    ) -> Work:
+    ) -> Work | None:
         """recv[r * n : (r + 1) * n] = `send` of rank r, converted to recv's dtype; n = send.numel().
 
         With `counts` the parts are as long as those say: `send` has counts[rank] elements, 0 or more, `recv` has
@@ -233,6 +252,34 @@ class Communicator(ABC):
                 `counts` than another rank's are noticed where ranks share memory (`shm`, `local`).
         """
 
+    @overload
+    def reduce_scatter(
+        self,
+        recv: ArrayLike,
+        send: torch.Tensor,
+        op: ReduceOp = ...,
+        *,
+        counts: Sequence[int] | None = ...,
+        scale: float = ...,
+        accumulate: bool = ...,
+        nonfinite: torch.Tensor | None = ...,
+        tag: int = ...,
+        stream: None = ...,
+    ) -> None: ...
+    @overload
+    def reduce_scatter(
+        self,
+        recv: ArrayLike,
+        send: torch.Tensor,
+        op: ReduceOp = ...,
+        *,
+        counts: Sequence[int] | None = ...,
+        scale: float = ...,
+        accumulate: bool = ...,
+        nonfinite: torch.Tensor | None = ...,
+        tag: int = ...,
+        stream: Stream,
+    ) -> Work: ...
     @abstractmethod
     def reduce_scatter(
         self,
@@ -246,7 +293,7 @@ class Communicator(ABC):
         nonfinite: torch.Tensor | None = None,
         tag: int = 0,
         stream: Stream | None = None,
-    ) -> Work:
+    ) -> Work | None:
         """recv = this rank's n elements of `send` reduced over all ranks; n = recv.numel(). `counts`: as `all_gather`.
 
         In place when `recv` is this rank's part of `send`, of send's dtype: the one way in which the two may
@@ -323,6 +370,24 @@ class Communicator(ABC):
 
         return queue
 
+    @overload
+    def all_reduce(
+        self,
+        buffer: ArrayLike,
+        op: ReduceOp = ...,
+        *,
+        tag: int = ...,
+        stream: None = ...,
+    ) -> None: ...
+    @overload
+    def all_reduce(
+        self,
+        buffer: ArrayLike,
+        op: ReduceOp = ...,
+        *,
+        tag: int = ...,
+        stream: Stream,
+    ) -> Work: ...
     @abstractmethod
     def all_reduce(
         self,
@@ -331,22 +396,54 @@ class Communicator(ABC):
         *,
         tag: int = 0,
         stream: Stream | None = None,
-    ) -> Work:
+    ) -> Work | None:
         """Reduces `buffer` over all ranks in place; the result is bitwise the same on each.
 
         `buffer` may not be in memory of `allocate(use="gather")`, where all ranks have one value. `tag`: as in
         `all_gather`. Raises as `reduce_scatter`.
         """
 
+    @overload
+    def broadcast(
+        self,
+        buffer: ArrayLike,
+        root: int = ...,
+        *,
+        stream: None = ...,
+    ) -> None: ...
+    @overload
+    def broadcast(
+        self,
+        buffer: ArrayLike,
+        root: int = ...,
+        *,
+        stream: Stream,
+    ) -> Work: ...
     @abstractmethod
-    def broadcast(self, buffer: ArrayLike, root: int = 0, *, stream: Stream | None = None) -> Work:
+    def broadcast(
+        self, buffer: ArrayLike, root: int = 0, *, stream: Stream | None = None
+    ) -> Work | None:
         """Copies `buffer`, of any dtype, of rank `root` to all.
 
         Raises as `all_gather`, and ValueError for a `root` that is no rank.
         """
 
+    @overload
+    def barrier(
+        self,
+        *,
+        tag: int = ...,
+        stream: None = ...,
+    ) -> None: ...
+    @overload
+    def barrier(
+        self,
+        *,
+        tag: int = ...,
+        stream: Stream,
+    ) -> Work: ...
     @abstractmethod
-    def barrier(self, *, tag: int = 0, stream: Stream | None = None) -> Work:
+    def barrier(self, *, tag: int = 0, stream: Stream | None = None) -> Work | None:
         """Returns when every rank has called it; on a `stream`, what comes later there starts then. `tag`: as in
         `all_gather`."""
 

@@ -34,7 +34,6 @@ from shardcomm.comm.operands import (
 from shardcomm.comm.pending import Pending
 from shardcomm.copy.nonfinite import flag_address
 from shardcomm.stream.streams import Event, Stream, check_stream, compute_stream, on_host
-from shardcomm.stream.work import Work
 
 _CPU = torch.device("cpu")
 _USES = {"gather": _C.Use.gather, "reduce": _C.Use.reduce}
@@ -75,7 +74,7 @@ class CoreCommunicator(Communicator):
         counts: Sequence[int] | None = None,
         tag: int = 0,
         stream: Stream | None = None,
-    ) -> Work:
+    ) -> Any:
         recv = checked("all_gather", "recv", recv, self.device)
         send = checked("all_gather", "send", send, self.device, written=False)
         parts = checked_parts("all_gather", self._ranks, counts, recv=recv, send=send, whole="recv")
@@ -104,7 +103,7 @@ class CoreCommunicator(Communicator):
         nonfinite: torch.Tensor | None = None,
         tag: int = 0,
         stream: Stream | None = None,
-    ) -> Work:
+    ) -> Any:
         recv = checked("reduce_scatter", "recv", recv, self.device)
         send = checked("reduce_scatter", "send", send, self.device, written=False)
         parts = checked_parts(
@@ -207,7 +206,7 @@ class CoreCommunicator(Communicator):
         *,
         tag: int = 0,
         stream: Stream | None = None,
-    ) -> Work:
+    ) -> Any:
         buffer = checked("all_reduce", "buffer", buffer, self.device)
         if tag != 0:
             check_tag("all_reduce", tag)
@@ -221,7 +220,7 @@ class CoreCommunicator(Communicator):
         )
         return queued(self.device, stream, buffer)
 
-    def broadcast(self, buffer: ArrayLike, root: int = 0, *, stream: Stream | None = None) -> Work:
+    def broadcast(self, buffer: ArrayLike, root: int = 0, *, stream: Stream | None = None) -> Any:
         buffer = checked("broadcast", "buffer", buffer, self.device)
         check_movable("broadcast", "buffer", buffer)
         check_root(root, self.size)
@@ -230,7 +229,7 @@ class CoreCommunicator(Communicator):
         )
         return queued(self.device, stream, buffer)
 
-    def barrier(self, *, tag: int = 0, stream: Stream | None = None) -> Work:
+    def barrier(self, *, tag: int = 0, stream: Stream | None = None) -> Any:
         on = self._on(stream)
         if tag != 0:
             check_tag("barrier", tag)

@@ -13,7 +13,7 @@ from shardcomm.arguments.checks import check_list
 from shardcomm.arguments.scalars import is_whole
 from shardcomm.comm.communicator import Use
 from shardcomm.stream.streams import Stream, computing, keep_until, on_host
-from shardcomm.stream.work import DONE, Work
+from shardcomm.stream.work import Work
 
 RED_OPS = {"sum": _C.RedOp.sum, "avg": _C.RedOp.avg, "max": _C.RedOp.max, "min": _C.RedOp.min}
 
@@ -212,10 +212,12 @@ def check_root(root: int, size: int) -> None:
         raise ValueError(f"broadcast: root is {root!r}; it must be a rank, 0 to {size - 1}")
 
 
-def queued(device: torch.device, stream: Stream | None, *tensors: torch.Tensor | None) -> Work:
-    """What was queued on `stream`, until whose end its `tensors` are kept; without a stream it is done."""
+def queued(
+    device: torch.device, stream: Stream | None, *tensors: torch.Tensor | None
+) -> Work | None:
+    """What was queued on `stream`, until whose end its `tensors` are kept; None without a stream."""
     if stream is None:
-        return DONE
+        return None
     event = stream.record()
     keep_until(event, *tensors)
     return Work(event, None if on_host(device) else computing(device))

@@ -10,7 +10,7 @@ Communicator may stand where the group does. Its `allocate` gives the memory in 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, overload
 from weakref import WeakKeyDictionary
 
 import torch
@@ -23,6 +23,7 @@ from shardcomm.stream.streams import Event, Stream, Streams
 from shardcomm.stream.work import Work
 
 Group = dist.ProcessGroup | Communicator | None
+Op = dist.ReduceOp | dist.ReduceOp.RedOpType
 
 OPS: dict[Any, ReduceOp] = {
     dist.ReduceOp.SUM: "sum",
@@ -33,18 +34,39 @@ OPS: dict[Any, ReduceOp] = {
 """Our names of torch's reductions."""
 
 
+@overload
+def all_gather_into_tensor(
+    output_tensor: torch.Tensor,
+    input_tensor: torch.Tensor,
+    group: Group = ...,
+    async_op: Literal[False] = ...,
+) -> None: ...
+@overload
+def all_gather_into_tensor(
+    output_tensor: torch.Tensor,
+    input_tensor: torch.Tensor,
+    group: Group = ...,
+    *,
+    async_op: Literal[True],
+) -> Work: ...
+@overload
+def all_gather_into_tensor(
+    output_tensor: torch.Tensor,
+    input_tensor: torch.Tensor,
+    group: Group = ...,
+    async_op: bool = ...,
+) -> Work | None: ...
 def all_gather_into_tensor(
     output_tensor: torch.Tensor,
     input_tensor: torch.Tensor,
     group: Group = None,
     async_op: bool = False,
-) -> Work:
+) -> Work | None:
     """Gathers `input_tensor` (n elements) of every rank, in rank order, into `output_tensor` (ranks * n elements).
 
     As `torch.distributed.all_gather_into_tensor`: any shapes, both contiguous, apart from each other or in place as
-    `Communicator.all_gather` takes them. With `async_op` it returns at once, and the Work is to be waited for; without,
-    the Work is done (torch returns None there). `group`: default the default group; the first call with a ProcessGroup
-    connects its ranks.
+    `Communicator.all_gather` takes them; with `async_op` returns at once, with the Work to wait for. `group`: default
+    the default group; the first call with a ProcessGroup connects its ranks.
 
     Raises:
         TypeError, ValueError: a tensor is on another device than the group, not contiguous, of another size or kind,
@@ -60,13 +82,38 @@ def all_gather_into_tensor(
     )
 
 
+@overload
 def reduce_scatter_tensor(
     output: torch.Tensor,
     input: torch.Tensor,
-    op: dist.ReduceOp | dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+    op: Op = ...,
+    group: Group = ...,
+    async_op: Literal[False] = ...,
+) -> None: ...
+@overload
+def reduce_scatter_tensor(
+    output: torch.Tensor,
+    input: torch.Tensor,
+    op: Op = ...,
+    group: Group = ...,
+    *,
+    async_op: Literal[True],
+) -> Work: ...
+@overload
+def reduce_scatter_tensor(
+    output: torch.Tensor,
+    input: torch.Tensor,
+    op: Op = ...,
+    group: Group = ...,
+    async_op: bool = ...,
+) -> Work | None: ...
+def reduce_scatter_tensor(
+    output: torch.Tensor,
+    input: torch.Tensor,
+    op: Op = dist.ReduceOp.SUM,
     group: Group = None,
     async_op: bool = False,
-) -> Work:
+) -> Work | None:
     """Reduces `input` (ranks * n elements) over all ranks; this rank's part goes to `output` (n elements).
 
     As `torch.distributed.reduce_scatter_tensor`, with SUM, AVG, MAX or MIN; the rest as `all_gather_into_tensor`.
@@ -104,11 +151,13 @@ class _Queue:
         self._stream = stream
         self._last: Event | None = None
 
-    def begin(self, collective: Callable[[Stream | None], Work], async_op: bool) -> Work:
+    def begin(
+        self, collective: Callable[[Stream | None], Work | None], async_op: bool
+    ) -> Work | None:
         if async_op:
             self._streams.after_compute(self._stream)
             work = collective(self._stream)  # the communicator keeps the tensors
-            self._last = work.event
+            self._last = None if work is None else work.event
             return work
         if self._last is not None:
             self._streams.compute().wait(self._last)

@@ -251,6 +251,7 @@ def test_every_type_and_reduction_is_right(dtype: str) -> None:
         assert [figure.wrong for figure in row.figures()] == [0, 0]
 
 
+@pytest.mark.slow
 def test_other_processes_wait_for_threads_that_take_longer_than_the_timeout() -> None:
     """Two threads play the processes; the ranks of `local` are threads of the first."""
     deadline_s = 2.0

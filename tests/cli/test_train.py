@@ -241,6 +241,7 @@ def test_text_shorter_than_the_context_is_refused(
     assert "the text has 5 bytes; with --context 64 it must have at least 66" in said
 
 
+@pytest.mark.slow
 def test_default_text_is_the_standard_library() -> None:
     text = read_text(None)
     assert b"import" in text

@@ -35,8 +35,11 @@ with pytest.MonkeyPatch.context() as environment:
         environment.setenv("TRITON_INTERPRET", "1")
     from shardcomm.copy.triton import TritonCopy
 
-# The interpreter's numpy reports each overflow to infinity.
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+pytestmark = [
+    # The interpreter's numpy reports each overflow to infinity.
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+    pytest.mark.slow,
+]
 
 
 def triton_copy(

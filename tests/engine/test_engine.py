@@ -238,6 +238,7 @@ def test_clip_grad_norm_equals_torch() -> None:
             torch.testing.assert_close(state[name], grad)
 
 
+@pytest.mark.slow
 def test_compiled_blocks() -> None:
     def body(comm: Communicator) -> dict[str, torch.Tensor]:
         model = make(layers=2)

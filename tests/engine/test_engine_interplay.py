@@ -317,6 +317,7 @@ def test_units_skipped_and_repeated_at_random(
 # Compiled blocks.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_compiled_blocks_train_between_evaluations(strategy: str) -> None:
     def body(comm: Communicator) -> None:

@@ -489,6 +489,7 @@ def test_other_parameters_of_the_same_name_are_not_saved_as_one(strategy: str) -
     run_threads(body, RANKS)
 
 
+@pytest.mark.slow
 def test_a_rank_without_a_gradient_is_clipped_with_the_engine_and_missed_without() -> None:
     """Torch takes no norm of no gradient: the other rank ends at its deadline, with a sentence."""
     same = [Communicator.local_group(1)[0] for _ in range(2)]
