@@ -1,4 +1,4 @@
-"""Builds shardcomm._C with CMake. Everything else about the package stands in pyproject.toml."""
+"""Builds shardcomm._C and libshardcomm with CMake. Everything else about the package stands in pyproject.toml."""
 
 import os
 import subprocess
@@ -14,7 +14,8 @@ ROOT = Path(__file__).parent.resolve()
 class CMakeBuild(build_ext):
     def build_extension(self, ext: Extension) -> None:
         target = Path(self.get_ext_fullpath(ext.name)).parent.resolve()
-        build = Path(self.build_temp).resolve()
+        # One folder for all kinds of build, so that a wheel after an editable install compiles nothing anew.
+        build = ROOT / "build" / f"cmake-{sys.implementation.cache_tag}"
         subprocess.run(
             [
                 "cmake",
@@ -26,11 +27,18 @@ class CMakeBuild(build_ext):
                 build,
                 f"-DPython_EXECUTABLE={sys.executable}",
                 f"-DSHARDCOMM_CUDA={os.environ.get('SHARDCOMM_CUDA', 'auto')}",
+                "-DSHARDCOMM_PYTHON=ON",
+                "-DCMAKE_INSTALL_LIBDIR=lib",
             ],
             check=True,
         )
         subprocess.run(["cmake", "--build", build], check=True)
-        subprocess.run(["cmake", "--install", build, "--prefix", target], check=True)
+        for component, folder in {
+            "python": target,
+            "library": ROOT / "shardcomm" if self.editable_mode else target,
+        }.items():
+            command = ["cmake", "--install", build, "--prefix", folder, "--component", component]
+            subprocess.run(command, check=True)
 
 
 setup(ext_modules=[Extension("shardcomm._C", sources=[])], cmdclass={"build_ext": CMakeBuild})

@@ -1,4 +1,5 @@
-// The Python extension shardcomm._C: translation, nothing else. One file per concept.
+// The Python extension shardcomm._C. It translates and does nothing else; each concept has one
+// file.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -8,8 +9,8 @@ namespace py = pybind11;
 
 namespace shardcomm::bindings {
 
-// Which device the host's memory is of: none, or, over a CUDA runtime that is played, a device of
-// it. What runs on GPUs then runs on CPU tensors.
+// The CUDA device that the host's memory counts as: none (-1), or a device of a played CUDA runtime
+// where the build has one. With a played runtime, what runs on GPUs runs on CPU tensors.
 #ifdef SHARDCOMM_PLAYED_DEVICE
 constexpr int kHostDevice = SHARDCOMM_PLAYED_DEVICE;
 #else

@@ -1,7 +1,7 @@
 #include "bindings/bindings.h"
 #include "bindings/interrupt.h"
+#include "bindings/optional_stream.h"
 #include "bindings/parts.h"
-#include "comm/buffer.h"
 #include "comm/inspect.h"
 #include "comm/process.h"
 #include "shardcomm/communicator.h"
@@ -13,11 +13,10 @@ namespace {
 void* pointer(std::uintptr_t address) { return reinterpret_cast<void*>(address); }
 
 // Runs `collective` on `stream`, or here and now, where Ctrl-C ends a long wait.
-template <typename Collective>
-void submit(const std::shared_ptr<Communicator>& comm, Stream* stream, Collective collective) {
+void submit(OptionalStream stream, Stream::Operation collective) {
   const InterruptibleWait scope;
-  if (stream == nullptr) return collective(*comm, nullptr);
-  stream->enqueue([comm, collective](NativeStream native) { collective(*comm, native); });
+  if (!stream.has_value()) return collective(nullptr);
+  (*stream)->enqueue(std::move(collective));
 }
 
 py::list as_tuples(const std::vector<Pending>& pending) {
@@ -57,7 +56,7 @@ void bind_comm(py::module_& m) {
       });
 
   using Comm = std::shared_ptr<Communicator>;
-  const py::arg_v on_stream = (py::arg("stream") = static_cast<Stream*>(nullptr));
+  const py::arg_v on_stream = (py::arg("stream") = py::none());
   py::class_<Communicator, Comm>(m, "Communicator")
       .def_property_readonly("rank", &Communicator::rank)
       .def_property_readonly("size", &Communicator::size)
@@ -66,22 +65,19 @@ void bind_comm(py::module_& m) {
           "allocate",
           [](const Comm& comm, std::size_t nbytes, Use use) {
             std::shared_ptr<Memory> memory;
-            submit(comm, nullptr,
-                   [&](Communicator& c, NativeStream) { memory = c.allocate(nbytes, use); });
+            {
+              const InterruptibleWait scope;
+              memory = comm->allocate(nbytes, use);
+            }
             return destroyed_without_lock(std::move(memory));
           },
           py::arg("nbytes"), py::arg("use"))
       .def(
           "all_gather",
           [](const Comm& comm, std::uintptr_t send, DType send_dtype, std::uintptr_t recv,
-             DType recv_dtype, const Parts& parts, std::int64_t tag, Stream* stream) {
-            // Here and not on the stream: an error is the caller's at once.
-            check_all_gather(pointer(send), send_dtype, pointer(recv), recv_dtype, parts,
-                             comm->rank(), comm->size());
-            submit(comm, stream, [=](Communicator& c, NativeStream native) {
-              c.all_gather(pointer(send), send_dtype, pointer(recv), recv_dtype, parts, tag,
-                           native);
-            });
+             DType recv_dtype, const Parts& parts, std::int64_t tag, OptionalStream stream) {
+            submit(stream, Communicator::bind_all_gather(comm, pointer(send), send_dtype,
+                                                         pointer(recv), recv_dtype, parts, tag));
           },
           py::arg("send"), py::arg("send_dtype"), py::arg("recv"), py::arg("recv_dtype"),
           py::arg("parts"), py::arg("tag"), on_stream)
@@ -89,15 +85,12 @@ void bind_comm(py::module_& m) {
           "reduce_scatter",
           [](const Comm& comm, std::uintptr_t send, DType dtype, std::uintptr_t recv,
              DType recv_dtype, float scale, bool accumulate, const Parts& parts, RedOp op,
-             std::int64_t tag, std::uintptr_t nonfinite, Stream* stream) {
+             std::int64_t tag, std::uintptr_t nonfinite, OptionalStream stream) {
             const Epilogue epilogue{recv_dtype, scale, accumulate,
                                     static_cast<std::int32_t*>(pointer(nonfinite))};
-            check_reduce_scatter(pointer(send), dtype, pointer(recv), recv_dtype, parts,
-                                 comm->rank(), comm->size());
-            submit(comm, stream, [=](Communicator& c, NativeStream native) {
-              c.reduce_scatter(pointer(send), dtype, pointer(recv), epilogue, parts, op, tag,
-                               native);
-            });
+            submit(stream,
+                   Communicator::bind_reduce_scatter(comm, pointer(send), dtype, pointer(recv),
+                                                     epilogue, parts, op, tag));
           },
           py::arg("send"), py::arg("dtype"), py::arg("recv"), py::arg("recv_dtype"),
           py::arg("scale"), py::arg("accumulate"), py::arg("parts"), py::arg("op"), py::arg("tag"),
@@ -105,27 +98,23 @@ void bind_comm(py::module_& m) {
       .def(
           "all_reduce",
           [](const Comm& comm, std::uintptr_t buffer, DType dtype, std::int64_t count, RedOp op,
-             std::int64_t tag, Stream* stream) {
-            submit(comm, stream, [=](Communicator& c, NativeStream native) {
-              c.all_reduce(pointer(buffer), dtype, count, op, tag, native);
-            });
+             std::int64_t tag, OptionalStream stream) {
+            submit(stream,
+                   Communicator::bind_all_reduce(comm, pointer(buffer), dtype, count, op, tag));
           },
           py::arg("buffer"), py::arg("dtype"), py::arg("count"), py::arg("op"), py::arg("tag") = 0,
           on_stream)
       .def(
           "broadcast",
           [](const Comm& comm, std::uintptr_t buffer, std::size_t nbytes, int root,
-             Stream* stream) {
-            submit(comm, stream, [=](Communicator& c, NativeStream native) {
-              c.broadcast(pointer(buffer), nbytes, root, native);
-            });
+             OptionalStream stream) {
+            submit(stream, Communicator::bind_broadcast(comm, pointer(buffer), nbytes, root));
           },
           py::arg("buffer"), py::arg("nbytes"), py::arg("root"), on_stream)
       .def(
           "barrier",
-          [](const Comm& comm, std::int64_t tag, Stream* stream) {
-            submit(comm, stream,
-                   [=](Communicator& c, NativeStream native) { c.barrier(tag, native); });
+          [](const Comm& comm, std::int64_t tag, OptionalStream stream) {
+            submit(stream, Communicator::bind_barrier(comm, tag));
           },
           py::arg("tag") = 0, on_stream)
       .def("name_tag", &Communicator::name_tag, py::arg("tag"), py::arg("name"))

@@ -6,6 +6,7 @@
 
 #include "bindings/bindings.h"
 #include "bindings/interrupt.h"
+#include "bindings/optional_stream.h"
 #include "copy/bound_copy.h"
 #include "copy/launch.h"
 #include "copy/reduce_cuda.h"
@@ -94,15 +95,15 @@ std::shared_ptr<BoundCopy> bind_pointers(std::shared_ptr<CopyPlan> plan, const A
 }
 
 void run_bound(const BoundCopy& bound, float scale, bool accumulate, std::uintptr_t nonfinite,
-               Stream* stream) {
+               OptionalStream stream) {
   const CopyOptions options{scale, accumulate, flag(nonfinite)};
   check_options(bound.plan(), options);
   const WithoutLock scope;
-  if (stream == nullptr) {
+  if (!stream.has_value()) {
     bound.run(options, nullptr);
   } else {
     // A copy: sources set later are for later runs.
-    stream->enqueue([bound, options](NativeStream native) { bound.run(options, native); });
+    (*stream)->enqueue([bound, options](NativeStream native) { bound.run(options, native); });
   }
 }
 
@@ -112,7 +113,7 @@ void walk(const CopyPlan& plan, const Addresses& sources, const Addresses& desti
   const auto from = pointers<const void*>(sources);
   const auto to = pointers<void*>(destinations);
   if (from.size() != plan.src_extents().size() || to.size() != plan.dst_extents().size()) {
-    throw std::invalid_argument("sources and destinations must be as many as the plan's");
+    throw std::invalid_argument("there must be as many sources and destinations as the plan has");
   }
   walk_launches(plan, from.data(), to.data(), {scale, accumulate, flag(nonfinite)}, tile_elements,
                 most_operands, blocks, threads);
@@ -184,7 +185,7 @@ void bind_copy(py::module_& m) {
           },
           py::arg("sources"), py::arg("destinations"))
       .def("run", &run_bound, py::arg("scale") = 1.0f, py::arg("accumulate") = false,
-           py::arg("nonfinite") = 0, py::arg("stream") = static_cast<Stream*>(nullptr));
+           py::arg("nonfinite") = 0, py::arg("stream") = py::none());
 
   m.def("walk_launches", &walk, py::arg("plan"), py::arg("sources"), py::arg("destinations"),
         py::arg("scale"), py::arg("accumulate"), py::arg("tile_elements"), py::arg("most_operands"),

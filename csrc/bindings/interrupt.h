@@ -1,4 +1,4 @@
-// Waits without the interpreter's lock: those that Ctrl-C ends, and those of destructors.
+// Waits without the interpreter's lock: waits that Ctrl-C ends, and the waits of destructors.
 #pragma once
 
 #include <memory>
@@ -10,11 +10,11 @@
 
 namespace shardcomm::bindings {
 
-// What a signal handler raised.
+// The Python exception that a signal handler raised during a wait.
 class Interrupted final : public py::error_already_set, public Interruption {};
 
-// In this scope other Python threads run, and long waits of this one let signal handlers run: what
-// a handler raises, as Ctrl-C does, ends the wait.
+// In this scope, other Python threads run, and long waits of this thread let signal handlers run.
+// An exception that a handler raises, as Ctrl-C's does, ends the wait.
 class InterruptibleWait {
  private:
   WithoutLock release_;
@@ -25,7 +25,8 @@ class InterruptibleWait {
   }};
 };
 
-// For what a destructor may wait for: another thread, which may want the lock, or a device.
+// A pointer to `owned` whose destructor runs without the interpreter's lock. An object needs it if
+// its destructor waits for a device, or for another thread, which may want the lock.
 template <class T>
 std::shared_ptr<T> destroyed_without_lock(std::shared_ptr<T> owned) {
   T* object = owned.get();

@@ -13,6 +13,7 @@
 
 namespace shardcomm::bindings {
 
+// Runs `body`; if the interpreter ends the thread in it, the thread sleeps instead.
 template <class Body>
 auto or_sleep(Body&& body) {
   try {
@@ -22,7 +23,7 @@ auto or_sleep(Body&& body) {
   }
 }
 
-// Runs `body` with the lock, on any thread.
+// Runs `body` with the interpreter's lock, on any thread.
 template <class Body>
 auto with_lock(Body&& body) {
   return or_sleep([&] {
@@ -31,7 +32,7 @@ auto with_lock(Body&& body) {
   });
 }
 
-// In this scope other Python threads run.
+// In this scope, the thread does not hold the interpreter's lock, so that other Python threads run.
 class WithoutLock {
  public:
   WithoutLock() : thread_(PyEval_SaveThread()) {}

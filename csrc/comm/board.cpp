@@ -42,18 +42,7 @@ Board::Board(Group& group, int channel, bool reads_addresses, std::function<bool
       calls_(static_cast<std::size_t>(group.size())) {}
 
 void Board::begin(Call call) {
-  CommFault closed{"closed", group_.rank(), {}, 0, group_.rank()};
-  if (group_.forked()) {
-    throw CommError("this process was forked from " + group_.who(group_.rank()) +
-                        " and is not that rank: it cannot use the rank's communicator",
-                    closed);
-  }
-  group_.throw_if_failed(in_call_ ? call_ : Call{});
-  if (group_.closed(group_.rank())) {
-    throw CommError(
-        group_.who(group_.rank()) + " has closed this communicator; it cannot be used any more",
-        closed);
-  }
+  group_.throw_if_ended(in_call_ ? call_ : Call{});
   call.sequence = call_.sequence + 1;
   call_ = call;
   in_call_ = true;

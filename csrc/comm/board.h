@@ -1,4 +1,4 @@
-// The board of a channel, as one rank sees it: where ranks post what they call, meet, and learn
+// The board of a channel, as one rank sees it. On it ranks post what they call, meet, and learn
 // that they cannot go on. docs/protocol.md says why it is right, and how that is checked.
 #pragma once
 
@@ -13,8 +13,8 @@
 
 namespace shardcomm {
 
-// How long a rank has waited while it ran. Where it was stopped itself, as by Ctrl-Z, that is not
-// held against the others: between two looks, two slices count at most.
+// How long a rank has waited while it ran. If the rank itself was stopped, as by Ctrl-Z, that time
+// does not count against the others: between two looks at most two slices count.
 class Waited {
  public:
   explicit Waited(Clock::time_point since) : looked_(since) {}
@@ -27,25 +27,26 @@ class Waited {
 
 class Board {
  public:
-  // `stuck`: whether this rank cannot use the other channel before its present call here has ended.
-  // `reads_addresses`: whether ranks read each other's operands where they are; a rank that fails
-  // must then not let go of its own while others read (`leave`).
+  // `stuck`: tells whether this rank cannot use the other channel before its present call here has
+  // ended. `reads_addresses`: whether ranks read each other's operands at their addresses. A rank
+  // that fails must then keep its own operands while others read them (`leave`).
   Board(Group& group, int channel, bool reads_addresses, std::function<bool()> stuck);
 
-  // Posts what this rank calls, meets the others, and compares: all ranks called the same, or all
-  // throw CommError. Until `end`, `call_of` tells what rank r posted.
+  // Posts what this rank calls, meets the others, and compares. If the ranks did not call the same,
+  // all of them throw CommError. Until `end`, `call_of` tells what rank r posted.
   void begin(Call call);
   const Call& call_of(int rank) const { return calls_[static_cast<std::size_t>(rank)]; }
 
-  // Returns when every rank has come here. What a rank wrote before it came, all see afterwards.
+  // Returns when every rank has come here. Afterwards all ranks see what each wrote before it came.
   void meet();
 
-  // The call has ended well.
+  // Ends the call well.
   void end() noexcept;
-  // The call ends in an error: no rank goes on, and none reads this rank's operands any more.
+  // Ends the call in an error. When it returns, no rank goes on, and none reads this rank's
+  // operands any more.
   void leave(std::string_view reason) noexcept;
 
-  // Between `begin` and `end`. After an error, for good.
+  // Whether this rank is between `begin` and `end`. After an error it stays true.
   bool in_call() const { return in_call_; }
   std::uint64_t sequence() const { return call_.sequence; }
 
@@ -63,14 +64,14 @@ class Board {
 
   Group& group_;
   BoardMemory* memory_;
-  BoardMemory* other_;  // the other channel's
+  BoardMemory* other_;  // that of the other channel
   bool reads_addresses_;
   std::function<bool()> stuck_;
   bool may_spin_;
   std::uint32_t meetings_ = 0;
   bool in_call_ = false;
-  Call call_;                // this rank's latest
-  std::vector<Call> calls_;  // every rank's
+  Call call_;                // this rank's latest call
+  std::vector<Call> calls_;  // the calls of all ranks
 };
 
 }  // namespace shardcomm

@@ -170,7 +170,7 @@ std::shared_ptr<Memory> BoardCommunicator::allocate(std::size_t bytes, Use use) 
   return memory;
 }
 
-void BoardCommunicator::barrier(std::int64_t tag, NativeStream stream) {
+void BoardCommunicator::run_barrier(std::int64_t tag, NativeStream stream) {
   perform(*gathers_, "barrier", [&] {
     Call call;
     call.op = Op::barrier;

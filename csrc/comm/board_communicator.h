@@ -1,6 +1,6 @@
 // The collectives of ranks that share memory and meet on a board. `shm`, and `local` on a CPU or on
-// one GPU, differ in where memory comes from, in what a dead rank is and in who moves the bytes;
-// everything else is here, once.
+// one GPU, differ in where memory comes from, in how a rank can die, and in what moves the bytes.
+// Everything else is here, once.
 #pragma once
 
 #include <atomic>
@@ -20,13 +20,13 @@
 
 namespace shardcomm {
 
-// The control memory of a group: who is in it, for each channel a board and staging areas through
-// which private buffers go, and the names of tags.
+// The control memory of a group: the state of its ranks, for each channel a board and the staging
+// areas through which private buffers go, and the names of tags.
 struct ControlMemory {
   static constexpr int kChannels = Group::kChannels;  // gather, reduce
-  // Two halves per rank, so that one is filled while the other is read. Smaller ones would stay in
-  // a second-level cache, but each costs a meeting (measured: 256 KiB takes 1.3 to 1.6 times as
-  // long).
+  // Each rank has two halves, so that one is filled while the other is read. Smaller halves would
+  // stay in a second-level cache, but each half costs a meeting (measured: with 256 KiB it takes
+  // 1.3 to 1.6 times as long).
   static constexpr std::size_t kStageBytes = 1024 * 1024;
 
   static std::size_t bytes(int size);
@@ -43,30 +43,32 @@ class BoardCommunicator final : public Communicator {
                     std::unique_ptr<Executor> executor, std::function<int()> find_dead);
   ~BoardCommunicator() override;
 
-  // The first call of each channel. When all ranks are here each calls `prepare`, whose CommError
-  // is the end for all.
+  // The first call of each channel. When all ranks have come, each calls `prepare`. If it throws
+  // CommError, the group ends for all.
   void attach(const std::function<void()>& prepare);
 
   int rank() const override { return rank_; }
   int size() const override { return size_; }
   std::string transport() const override { return transport_; }
   std::shared_ptr<Memory> allocate(std::size_t bytes, Use use) override;
-  void all_gather(const void* send, DType send_dtype, void* recv, DType recv_dtype,
-                  const Parts& parts, std::int64_t tag, NativeStream stream) override;
-  void reduce_scatter(const void* send, DType dtype, void* recv, const Epilogue& epilogue,
-                      const Parts& parts, RedOp op, std::int64_t tag, NativeStream stream) override;
-  void all_reduce(void* buffer, DType dtype, std::int64_t count, RedOp op, std::int64_t tag,
-                  NativeStream stream) override;
-  void broadcast(void* buffer, std::size_t bytes, int root, NativeStream stream) override;
-  void barrier(std::int64_t tag, NativeStream stream) override;
   void name_tag(std::int64_t tag, const std::string& name) override;
   void abort(const std::string& reason) noexcept override;
   void close() noexcept override;
+  void check() const override { group_.throw_if_ended({}); }
   std::vector<Receipt> receipts() const override;
   std::vector<Pending> pending() const override { return shardcomm::pending(group_); }
 
  private:
-  // One call of a channel. An error that the other ranks have no part in ends it for them, too.
+  void run_all_gather(const void* send, DType send_dtype, void* recv, DType recv_dtype,
+                      const Parts& parts, std::int64_t tag, NativeStream stream) override;
+  void run_reduce_scatter(const void* send, DType dtype, void* recv, const Epilogue& epilogue,
+                          const Parts& parts, RedOp op, std::int64_t tag,
+                          NativeStream stream) override;
+  void run_all_reduce(void* buffer, DType dtype, std::int64_t count, RedOp op, std::int64_t tag,
+                      NativeStream stream) override;
+  void run_broadcast(void* buffer, std::size_t bytes, int root, NativeStream stream) override;
+  void run_barrier(std::int64_t tag, NativeStream stream) override;
+  // Runs one call of a channel. An error of this rank alone ends the call for the other ranks, too.
   template <class Body>
   void perform(Channel& channel, const char* operation, Body&& body) {
     const InCall in_call(this, operation);
@@ -82,8 +84,9 @@ class BoardCommunicator final : public Communicator {
     }
   }
   void used_by(Channel& channel, ThreadId thread);
-  // Whether this rank comes to `other` only after what this thread does now. That can be told where
-  // one thread alone, and what it gives to streams, has used both channels.
+  // Whether this rank can come to `other` only when this thread has ended its present call. That is
+  // known only if a single thread, and the operations that it gives to streams, has used both
+  // channels.
   bool is_stuck_before(const Channel& other) const;
   void leave(Channel& channel, const char* operation) noexcept;
   void refuse_parts_of_one_window(Channel& channel) const;
@@ -94,11 +97,11 @@ class BoardCommunicator final : public Communicator {
   std::byte* stage(const Channel& channel, int rank, std::int64_t chunk) const;
   // Meetings that order the work on `stream` against the other ranks' work.
   void begin(Channel& channel, const Call& call, NativeStream stream);
-  // Of a call whose elements are shared out as `parts`, which all ranks must agree on.
+  // The same for a call whose elements are shared out as `parts`, in which all ranks must agree.
   void begin(Channel& channel, const Call& call, const Parts& parts, NativeStream stream);
   void meet(Channel& channel, NativeStream stream);
-  // Staged: through host memory, a piece at a time. Only where ranks do not reach each other's
-  // addresses, which on a device they do.
+  // The staged ways go through host memory, a piece at a time. They are for ranks that do not reach
+  // each other's addresses; on a device ranks do.
   void gather_staged(Channel& channel, const void* send, DType send_dtype, void* recv,
                      DType recv_dtype, const Parts& parts);
   void reduce_staged(Channel& channel, const void* send, DType dtype, void* recv,
@@ -117,9 +120,9 @@ class BoardCommunicator final : public Communicator {
   Group group_;
   std::unique_ptr<WindowProvider> provider_;
   std::unique_ptr<Executor> executor_;
-  std::atomic<ThreadId> user_{0};  // who called first
+  std::atomic<ThreadId> user_{0};  // the thread that called first
   std::atomic<bool> several_users_{false};
-  std::shared_ptr<Windows> windows_;  // shared with the memory that may outlive this
+  std::shared_ptr<Windows> windows_;  // shared with memory, which may outlive this object
   std::unique_ptr<Channel> gathers_;
   std::unique_ptr<Channel> reduces_;
   mutable std::mutex receipts_mutex_;

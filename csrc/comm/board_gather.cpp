@@ -16,9 +16,9 @@ constexpr const char* kNotWindow =
 
 }  // namespace
 
-void BoardCommunicator::all_gather(const void* send, DType send_dtype, void* recv, DType recv_dtype,
-                                   const Parts& parts, std::int64_t tag, NativeStream stream) {
-  check_all_gather(send, send_dtype, recv, recv_dtype, parts, rank_, size_);
+void BoardCommunicator::run_all_gather(const void* send, DType send_dtype, void* recv,
+                                       DType recv_dtype, const Parts& parts, std::int64_t tag,
+                                       NativeStream stream) {
   Channel& channel = *gathers_;
   perform(channel, "all_gather", [&] {
     std::byte* own = at(recv, parts.begin(rank_), recv_dtype);
@@ -105,12 +105,8 @@ void BoardCommunicator::gather_staged(Channel& channel, const void* send, DType 
   }
 }
 
-void BoardCommunicator::broadcast(void* buffer, std::size_t bytes, int root, NativeStream stream) {
-  check_buffer("broadcast", "buffer", buffer, static_cast<std::int64_t>(bytes));
-  if (root < 0 || root >= size_) {
-    throw std::invalid_argument("broadcast: root is " + std::to_string(root) +
-                                "; it must be a rank, 0 to " + std::to_string(size_ - 1));
-  }
+void BoardCommunicator::run_broadcast(void* buffer, std::size_t bytes, int root,
+                                      NativeStream stream) {
   Channel& channel = *gathers_;
   perform(channel, "broadcast", [&] {
     if (size_ == 1) return took(channel, Op::broadcast, "alone", "alone");

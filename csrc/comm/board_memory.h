@@ -1,6 +1,6 @@
-// What the ranks of a group share to meet, and to learn that one of them is gone. In memory that
-// all ranks see: a shared window, or, for threads, any memory. Fresh memory, which is zero, is a
-// fresh group.
+// The memory that the ranks of a group share to meet, and to learn that one of them is gone. All
+// ranks see it: it is a shared window or, for threads, any memory. Fresh memory, which is zero, is
+// a fresh group.
 #pragma once
 
 #include <array>
@@ -12,13 +12,15 @@
 
 namespace shardcomm {
 
-// What all channels share: who is there, and the first failure of any of them, which ends all.
+// What all channels share: the state of the ranks, and the first failure of a channel, which ends
+// all channels.
 struct GroupMemory {
-  // By what a process that is no rank knows that it can read this memory (comm/inspect.h).
+  // The head by which a process that is no rank knows that it can read this memory
+  // (comm/inspect.h).
   struct Head {
     std::uint64_t magic;   // written last
-    std::uint64_t layout;  // of all that it would read
-    std::uint64_t size;    // ranks
+    std::uint64_t layout;  // tells apart layouts of the memory that it would read
+    std::uint64_t size;    // number of ranks
   };
 
   static constexpr std::size_t kReasonBytes = 1024;
@@ -27,13 +29,13 @@ struct GroupMemory {
     Atomic<std::int32_t> pid;  // 0: not known yet, or a thread
     Atomic<std::uint64_t> start;
     Atomic<std::uint32_t> attached;
-    Atomic<std::uint32_t> closed;  // this rank left
-    // Why it ended the group, or its deadline in seconds if another rank was late; written once,
-    // before `failure` points to it.
+    Atomic<std::uint32_t> closed;  // the rank has left
+    // Why the rank ended the group, or its deadline in seconds if another rank was late. Written
+    // once, before `failure` points to it.
     Plain<std::array<char, kReasonBytes>> reason;
   };
 
-  Head head;                                  // zero where nobody else could read it: of threads
+  Head head;  // zero for ranks that are threads, whose memory no other process can read
   alignas(64) Atomic<std::uint64_t> failure;  // 0, or the first failure, packed
   Rank ranks[1];                              // `size` of them
 
@@ -42,25 +44,28 @@ struct GroupMemory {
   }
 };
 
-// One channel's. The ranks meet any number of times; meetings are counted from 1, modulo 2^32.
+// The board of one channel. The ranks meet any number of times; meetings are counted from 1, modulo
+// 2^32.
 struct BoardMemory {
-  // The last meetings that 16 ranks have come to. They share a cache line, so that a rank which
-  // says that it has come sees with it who else has.
+  // The last meetings to which 16 ranks have come. They share a cache line, so that a rank which
+  // writes that it has come also sees which others have.
   struct alignas(64) Arrivals {
     static constexpr int kRanks = 16;
     Atomic<std::uint32_t> meeting[kRanks];
   };
 
   struct alignas(64) Rank {
-    PostedCall calls[2];  // the latest two, by sequence: a slow rank may still read the one before
+    // The latest two calls, by sequence: a slow rank may still read the one before the latest.
+    PostedCall calls[2];
     Atomic<std::uint64_t> finished;       // sequence of its latest call that has ended well
     Atomic<std::uint64_t> waiting_since;  // on the steady clock, in nanoseconds; 0: not asleep
-    Atomic<std::uint32_t>
-        stuck_in;  // a meeting: it cannot use the other channel before that is over
+    // A meeting that must be over before the rank can use the other channel; 0: there is none.
+    Atomic<std::uint32_t> stuck_in;
     Atomic<std::uint32_t> reading;  // it may be reading other ranks' operands by their addresses
   };
 
-  alignas(64) Atomic<std::uint32_t> completed;  // the latest meeting to which all came; the futex
+  // The latest meeting to which all ranks came. It is also the futex.
+  alignas(64) Atomic<std::uint32_t> completed;
   Atomic<std::uint32_t> sleepers;
   Rank ranks[1];  // `size` of them, and then the arrivals
 
@@ -79,7 +84,7 @@ struct BoardMemory {
   }
 };
 
-// Whether meeting `one` comes after `other`; counts wrap around.
+// Whether meeting `one` comes after `other`. The counts wrap around.
 constexpr bool is_after(std::uint32_t one, std::uint32_t other) {
   return static_cast<std::int32_t>(one - other) > 0;
 }

@@ -27,11 +27,9 @@ Place find_own(const WindowTable& windows, const void* data, std::size_t bytes, 
 
 }  // namespace
 
-void BoardCommunicator::reduce_scatter(const void* send, DType dtype, void* recv,
-                                       const Epilogue& epilogue, const Parts& parts, RedOp op,
-                                       std::int64_t tag, NativeStream stream) {
-  check_reduce_scatter(send, dtype, recv, epilogue.dtype, parts, rank_, size_);
-  check_epilogue(epilogue, dtype);
+void BoardCommunicator::run_reduce_scatter(const void* send, DType dtype, void* recv,
+                                           const Epilogue& epilogue, const Parts& parts, RedOp op,
+                                           std::int64_t tag, NativeStream stream) {
   const std::int64_t count = parts.count(rank_);
   Channel& channel = *reduces_;
   perform(channel, "reduce_scatter", [&] {
@@ -99,9 +97,8 @@ void BoardCommunicator::reduce_staged(Channel& channel, const void* send, DType 
   }
 }
 
-void BoardCommunicator::all_reduce(void* buffer, DType dtype, std::int64_t count, RedOp op,
-                                   std::int64_t tag, NativeStream stream) {
-  check_buffer("all_reduce", "buffer", buffer, count);
+void BoardCommunicator::run_all_reduce(void* buffer, DType dtype, std::int64_t count, RedOp op,
+                                       std::int64_t tag, NativeStream stream) {
   Channel& channel = *reduces_;
   perform(channel, "all_reduce", [&] {
     if (size_ == 1) return took(channel, Op::all_reduce, "alone", "alone");

@@ -1,4 +1,4 @@
-// Buffers of elements as the collectives address them.
+// Buffers of elements, as collectives address and check them.
 #pragma once
 
 #include <cstddef>
@@ -8,6 +8,7 @@
 
 #include "shardcomm/dtype.h"
 #include "shardcomm/parts.h"
+#include "shardcomm/reduce.h"
 
 namespace shardcomm {
 
@@ -27,6 +28,10 @@ inline void check_buffer(const char* operation, const char* name, const void* da
   if (count < 0) {
     throw std::invalid_argument(std::string(operation) + ": count is " + std::to_string(count) +
                                 "; it must be at least 0");
+  }
+  if (count > Parts::kMost) {
+    throw std::invalid_argument(std::string(operation) + ": count is " + std::to_string(count) +
+                                "; it must be at most 2^60");
   }
   if (count > 0 && data == nullptr) {
     throw std::invalid_argument(std::string(operation) + ": " + name + " is null");
@@ -48,9 +53,16 @@ inline bool overlap(const void* one, std::size_t one_bytes, const void* other,
 }
 
 inline void check_parts(const char* operation, const Parts& parts, int size) {
-  if (parts.are_for(size)) return;
-  throw std::invalid_argument(std::string(operation) + ": counts must have one entry for each of " +
-                              std::to_string(size) + " ranks");
+  if (!parts.are_for(size)) {
+    throw std::invalid_argument(std::string(operation) +
+                                ": counts must have one entry for each of " + std::to_string(size) +
+                                " ranks");
+  }
+  if (parts.equal() && parts.longest() > Parts::kMost / size) {
+    throw std::invalid_argument(std::string(operation) + ": count is " +
+                                std::to_string(parts.longest()) + "; the " + std::to_string(size) +
+                                " ranks together must have at most 2^60 elements");
+  }
 }
 
 // "recv[6 : 9]"
@@ -59,8 +71,8 @@ inline std::string part_of(const char* name, const Parts& parts, int rank) {
          std::to_string(parts.begin(rank) + parts.count(rank)) + "]";
 }
 
-// Collectives that are in place write a rank's part where it is read; elsewhere in the memory that
-// is read, they would write over what is read later.
+// A collective in place writes a rank's part exactly where that part is read. With any other
+// overlap it would overwrite memory that is read later.
 inline void check_all_gather(const void* send, DType send_dtype, const void* recv, DType recv_dtype,
                              const Parts& parts, int rank, int size) {
   check_parts("all_gather", parts, size);
@@ -76,15 +88,16 @@ inline void check_all_gather(const void* send, DType send_dtype, const void* rec
       "of it, here " +
       part_of("recv", parts, rank) + ", of recv's dtype");
 }
-inline void check_reduce_scatter(const void* send, DType dtype, const void* recv, DType recv_dtype,
-                                 const Parts& parts, int rank, int size) {
+inline void check_reduce_scatter(const void* send, DType dtype, const void* recv,
+                                 const Epilogue& epilogue, const Parts& parts, int rank, int size) {
   check_parts("reduce_scatter", parts, size);
   const std::int64_t own = parts.count(rank);
   const std::int64_t all = parts.total(size);
   check_buffer("reduce_scatter", "send", send, all);
   check_buffer("reduce_scatter", "recv", recv, own);
-  if (!overlap(send, bytes_of(all, dtype), recv, bytes_of(own, recv_dtype))) return;
-  if (dtype == recv_dtype && recv == at(send, parts.begin(rank), dtype)) return;
+  check_epilogue(epilogue, dtype);
+  if (!overlap(send, bytes_of(all, dtype), recv, bytes_of(own, epilogue.dtype))) return;
+  if (dtype == epilogue.dtype && recv == at(send, parts.begin(rank), dtype)) return;
   throw std::invalid_argument(
       "reduce_scatter: recv overlaps send, of which other ranks read; it must lie apart from it "
       "or, in place, be this rank's part of it, here " +

@@ -1,4 +1,4 @@
-// What a rank called, in a form that all ranks can read and compare.
+// What a rank has called, in a form that all ranks can read and compare.
 #pragma once
 
 #include <cstdint>
@@ -40,7 +40,7 @@ constexpr const char* name(Op op) {
   return "?";
 }
 
-// Where a buffer lies, as a peer can find it: an offset into a window both map, or, between
+// Where a buffer lies, as a peer can find it: an offset into a window that both map or, between
 // threads, an address.
 struct Place {
   static constexpr std::uint32_t kNowhere = 0;  // memory that only its own rank can reach
@@ -54,19 +54,19 @@ struct Place {
   }
 };
 
-// Lies in shared memory: plain data only.
+// A call of a collective. It lies in shared memory, and so has plain data only.
 struct Call {
   Op op = Op::barrier;
   DType send_dtype = DType::u8;
   DType recv_dtype = DType::u8;
   RedOp red_op = RedOp::sum;
   std::int32_t root = 0;
-  bool uneven = false;     // the ranks' parts differ in length
-  std::int64_t count = 0;  // elements per rank, or of all uneven parts; bytes for allocate and
-                           // broadcast
+  bool uneven = false;  // the ranks' parts differ in length
+  // The elements of each rank, or of all uneven parts; for allocate and broadcast, bytes.
+  std::int64_t count = 0;
   std::int64_t tag = 0;
   std::uint64_t sequence = 0;
-  // Not compared: may differ from rank to rank.
+  // These are not compared, since they may differ from rank to rank.
   Place send;
   Place recv;
   std::uint64_t handle = 0;  // allocate: how to find what rank 0 made
@@ -78,7 +78,7 @@ struct Call {
   }
 };
 
-// Of a rank that was in `call`; in none, if that has no number.
+// The fault of a rank that was in `call`; if the call has no number, of a rank in no call.
 inline CommFault fault_in(const Call& call, const char* kind) {
   CommFault fault;
   fault.kind = kind;
@@ -89,10 +89,10 @@ inline CommFault fault_in(const Call& call, const char* kind) {
   return fault;
 }
 
-// "all_gather(f32 to bf16, count 512, tag 3)", or where its tag has a name
+// "all_gather(f32 to bf16, count 512, tag 3)" or, if its tag has a name,
 // "all_gather(f32 to bf16, count 512) of unit 'blocks.3'"
 std::string signature(const Call& call, const TagNames* names = nullptr);
-// The same, and " #17".
+// The same with the call's number: " #17".
 std::string describe(const Call& call, const TagNames* names = nullptr);
 
 }  // namespace shardcomm

@@ -1,4 +1,4 @@
-// One order of collectives: a board, and what goes with it.
+// A channel: collectives that have one order on all ranks, with their board and their state.
 #pragma once
 
 #include <atomic>
@@ -13,7 +13,7 @@
 
 namespace shardcomm {
 
-// Gathers and reduces proceed independently, each in its own order.
+// Gathers are one channel, and reduces are the other. The two proceed independently.
 class Channel {
  public:
   Channel(Group& group, int index, bool reads_addresses, std::function<bool()> stuck)
@@ -22,8 +22,8 @@ class Channel {
   Board board;
   std::atomic_flag busy = ATOMIC_FLAG_INIT;
   std::atomic<bool> used{false};
-  std::shared_ptr<const WindowTable> windows;  // those of the present call
-  std::uint64_t meetings = 0;                  // of those that order work on streams
+  std::shared_ptr<const WindowTable> windows;  // the windows at the present call
+  std::uint64_t meetings = 0;                  // how many meetings have ordered work on streams
   std::uint32_t windows_made = 0;
   std::int64_t chunks_staged = 0;
 };

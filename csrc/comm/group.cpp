@@ -147,6 +147,20 @@ void Group::throw_if_failed(const Call& own) const {
   throw CommError(text.str(), fault);
 }
 
+void Group::throw_if_ended(const Call& own) const {
+  const CommFault ended{"closed", rank_, {}, 0, rank_};
+  if (forked()) {
+    throw CommError("this process was forked from " + who(rank_) +
+                        " and is not that rank: it cannot use the rank's communicator",
+                    ended);
+  }
+  throw_if_failed(own);
+  if (closed(rank_)) {
+    throw CommError(who(rank_) + " has closed this communicator; it cannot be used any more",
+                    ended);
+  }
+}
+
 void Group::throw_mismatch(const std::string& text, const Call& own) {
   fail_for(Trouble::mismatch, rank_, text);  // all ranks see it, and say so in the same words
   CommFault fault = fault_in(own, kind_of(Trouble::mismatch));

@@ -1,5 +1,5 @@
-// A rank's view of its group: who is there, what each rank is in, and the first failure, which ends
-// everything on all ranks.
+// A rank's view of its group: the state of the ranks, what each rank is in, and the first failure,
+// which ends everything on all ranks.
 #pragma once
 
 #include <array>
@@ -16,11 +16,11 @@ namespace shardcomm {
 
 enum class Trouble : std::uint8_t { none, died, late, closed, aborted, mismatch, deadlock };
 
-// What a rank called last on a channel.
+// The latest call of a rank on a channel.
 struct LastCall {
   Call call;
-  bool pending = false;         // it has not ended, or ended in an error
-  std::int64_t waiting_ns = 0;  // it has been asleep so long, for others to come
+  bool pending = false;         // whether it has not ended, or has ended in an error
+  std::int64_t waiting_ns = 0;  // how long the rank has been asleep, waiting for others
 };
 
 class Group {
@@ -28,8 +28,9 @@ class Group {
   static constexpr int kChannels = 2;  // gathers, reduces
   using Boards = std::array<BoardMemory*, kChannels>;
 
-  // `deadline_s`: 0 for who reads what the ranks say, and is none of them.
-  // `find_dead` tells a rank whose process has ended, or -1. Threads have none: never.
+  // `deadline_s`: 0 for a reader that is none of the ranks. `find_dead` returns a rank whose
+  // process has ended, or -1. Ranks that are threads have no process of their own, and so none is
+  // dead.
   Group(GroupMemory* memory, Boards boards, int rank, int size, double deadline_s,
         std::function<int()> find_dead, const TagNames* names = nullptr);
 
@@ -38,27 +39,30 @@ class Group {
   double deadline_s() const { return deadline_s_; }
   BoardMemory& board(int channel) const { return *boards_[static_cast<std::size_t>(channel)]; }
 
-  // Whether this process is a child of the one whose rank this is.
+  // Whether this process was forked from the one that is the rank.
   bool forked() const;
   std::int32_t pid(int rank) const { return memory_->ranks[rank].pid.load(); }
   bool closed(int rank) const { return memory_->ranks[rank].closed.load() != 0; }
   int find_dead() const { return find_dead_(); }
   std::optional<LastCall> last_call(int rank, int channel) const;
 
-  // Why the group has failed, if it has.
+  // Why the group has failed; nothing if it has not.
   std::optional<std::string> failure() const;
-  // Throws CommError if the group has failed, for a rank whose latest call on a channel was `own`.
+  // Throws CommError if the group has failed. `own` is this rank's latest call on a channel.
   void throw_if_failed(const Call& own) const;
-  // Throws CommError: ranks called different collectives, this one `own`.
+  // The same if it has failed, or if this process has closed it or was forked from the rank's.
+  void throw_if_ended(const Call& own) const;
+  // Throws CommError, because ranks called different collectives; this rank called `own`.
   [[noreturn]] void throw_mismatch(const std::string& text, const Call& own);
   // Ends the group, unless it has failed already.
   void fail(Trouble trouble, int culprit) noexcept;
   void abort(std::string_view reason) noexcept { fail_for(Trouble::aborted, rank_, reason); }
-  // All ranks say by whose deadline: ranks may have been given different ones.
+  // Ends the group because `culprit` was late. All ranks then say whose deadline it was, since
+  // ranks may have different ones.
   void late(int culprit) noexcept;
   void close() noexcept;
 
-  // As those of call.h, with the names of this group's tags.
+  // The sentences of call.h, with the names of this group's tags.
   std::string signature(const Call& call) const { return shardcomm::signature(call, names_); }
   std::string describe(const Call& call) const { return shardcomm::describe(call, names_); }
   // "rank 1 (pid 4711)"

@@ -94,7 +94,7 @@ int read_size(int fd) {
   const View view(fd, bytes);
   const GroupMemory::Head& head = ControlMemory::group(view.data())->head;
   if (__atomic_load_n(&head.magic, __ATOMIC_ACQUIRE) != kMagic) {
-    throw CommError("this is not the memory of a group, or of one by an older shardcomm");
+    throw CommError("this is not the memory of a group, or an older shardcomm made it");
   }
   if (head.layout != layout()) {
     throw CommError(

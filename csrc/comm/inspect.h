@@ -1,5 +1,5 @@
-// What the ranks of a group are in, read from the memory that they share. Who reads it takes no
-// part in anything and stops nobody, and need not be a rank.
+// Reads what the ranks of a group are in from the memory that they share. A reader takes no part in
+// anything and stops no rank, and need not be a rank itself.
 #pragma once
 
 #include <cstdint>
@@ -11,10 +11,10 @@
 
 namespace shardcomm {
 
-// Of every rank of the group.
+// What every rank of the group is in.
 std::vector<Pending> pending(const Group& group);
 
-// A group of processes, as one sees it that is none of its ranks.
+// A group of processes, as seen by a process that is none of its ranks.
 struct GroupReport {
   struct Rank {
     std::int32_t pid = 0;  // 0: not known yet
@@ -23,18 +23,18 @@ struct GroupReport {
     bool closed = false;
   };
   std::vector<Rank> ranks;
-  std::string failure;  // why it has failed, or nothing
+  std::string failure;  // why it has failed; empty if it has not
   std::vector<Pending> pending;
 };
 
-// How /proc/PID/fd shows the control memory of a group: what a process opens there, it can read.
+// The name of a group's control memory in /proc/PID/fd, where another process can open and read it.
 inline constexpr const char* kGroupLabel = "shardcomm-group";
-// How many ranks the group has whose control memory `fd` is. Throws CommError if it is none, or
+// How many ranks the group has whose control memory is `fd`. Throws CommError if it is none, or was
 // laid out by another build of shardcomm.
 int read_size(int fd);
-// That group. Throws as `read_size` does.
+// Reads the group whose control memory is `fd`. Throws as `read_size` does.
 GroupReport read_group(int fd);
-// From now on, others may read the memory, and ranks attach to it.
+// Marks the memory as ready: from now on other processes may read it, and ranks may attach to it.
 void mark_readable(GroupMemory& memory, int size);
 
 }  // namespace shardcomm

@@ -1,4 +1,4 @@
-// `local` on a device, for local.cpp, which makes it on a CPU.
+// The part of `local` that is for a device. local.cpp has the part for a CPU.
 #pragma once
 
 #include <cstddef>
@@ -10,7 +10,7 @@
 
 namespace shardcomm {
 
-// What a group of thread ranks needs of the place it works on.
+// What a group of thread ranks needs from the device, or the CPU, on which it works.
 struct LocalPlace {
   std::function<std::shared_ptr<Mapping>(std::size_t bytes)> allocate;  // zeroed memory
   std::function<std::unique_ptr<Executor>(int rank)> executor;

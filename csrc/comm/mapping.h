@@ -1,5 +1,5 @@
-// Memory that ranks share: pages of this process, or a window that several processes map. On a
-// device: local_cuda.cpp.
+// Memory that ranks share: pages of this process, or a window that several processes map. Memory of
+// a device is in local_cuda.cpp.
 #pragma once
 
 #include <cstddef>
@@ -47,18 +47,18 @@ class Fd {
   int fd_ = -1;
 };
 
-// Another process's memory is not there: mostly, the process has ended.
+// Another process's memory is not there; mostly because the process has ended.
 class UnreachableError : public CommError {
  public:
   using CommError::CommError;
 };
 
-// Memory that has no name anywhere: it is gone when the last process that maps it is. `reserve`
-// takes the pages now, so that too little memory is an error here and not a signal later. Throws
-// CommError naming the bytes wanted. `label` is how /proc shows it.
+// Makes memory without a name, which is gone when the last process that maps it has ended. With
+// `reserve` it takes the pages now, so that too little memory is an error here and not a signal
+// later. Throws CommError, with the bytes that were wanted. /proc shows it as `label`.
 Fd create_window(std::size_t bytes, bool reserve, const char* label = "shardcomm");
-// The window behind descriptor `fd` of process `pid`. Throws UnreachableError; CommError if it is
-// this process that can open no more.
+// Opens the window behind descriptor `fd` of process `pid`. Throws UnreachableError; CommError if
+// this process has too many files open.
 Fd open_window(int pid, int fd);
 
 constexpr std::size_t round_up(std::size_t bytes, std::size_t to) {

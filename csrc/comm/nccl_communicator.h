@@ -24,14 +24,6 @@ class NcclCommunicator final : public Communicator {
   int size() const override { return session_->size; }
   std::string transport() const override { return "nccl"; }
   std::shared_ptr<Memory> allocate(std::size_t bytes, Use use) override;
-  void all_gather(const void* send, DType send_dtype, void* recv, DType recv_dtype,
-                  const Parts& parts, std::int64_t tag, NativeStream stream) override;
-  void reduce_scatter(const void* send, DType dtype, void* recv, const Epilogue& epilogue,
-                      const Parts& parts, RedOp op, std::int64_t tag, NativeStream stream) override;
-  void all_reduce(void* buffer, DType dtype, std::int64_t count, RedOp op, std::int64_t tag,
-                  NativeStream stream) override;
-  void broadcast(void* buffer, std::size_t bytes, int root, NativeStream stream) override;
-  void barrier(std::int64_t tag, NativeStream stream) override;
   void name_tag(std::int64_t tag, const std::string& name) override {
     session_->names->set(tag, name);
   }
@@ -42,6 +34,15 @@ class NcclCommunicator final : public Communicator {
   std::vector<Pending> pending() const override { return session_->pending(); }
 
  private:
+  void run_all_gather(const void* send, DType send_dtype, void* recv, DType recv_dtype,
+                      const Parts& parts, std::int64_t tag, NativeStream stream) override;
+  void run_reduce_scatter(const void* send, DType dtype, void* recv, const Epilogue& epilogue,
+                          const Parts& parts, RedOp op, std::int64_t tag,
+                          NativeStream stream) override;
+  void run_all_reduce(void* buffer, DType dtype, std::int64_t count, RedOp op, std::int64_t tag,
+                      NativeStream stream) override;
+  void run_broadcast(void* buffer, std::size_t bytes, int root, NativeStream stream) override;
+  void run_barrier(std::int64_t tag, NativeStream stream) override;
   struct Path {
     const char* requested;
     const char* taken;
@@ -49,7 +50,7 @@ class NcclCommunicator final : public Communicator {
   };
   static constexpr Path kDirect{"nccl", "nccl", ""};
 
-  // Gives `call` its number and watches what launch(use, stream) puts on the stream.
+  // Gives `call` its number, and watches the work that launch(use, stream) puts on the stream.
   template <class Launch>
   void run(NcclChannel& channel, Call& call, NativeStream stream, const Path& path,
            Launch&& launch);
@@ -71,7 +72,7 @@ class NcclCommunicator final : public Communicator {
   std::array<Receipt, static_cast<std::size_t>(Op::barrier) + 1> receipts_;
 };
 
-// The memory of `channel` in which `bytes` from `data` on lie, if any.
+// The memory of `channel` in which `bytes` from `data` on lie; null if there is none.
 std::shared_ptr<Registered> registered_at(const NcclChannel& channel, const void* data,
                                           std::size_t bytes);
 
@@ -86,7 +87,7 @@ void NcclCommunicator::run(NcclChannel& channel, Call& call, NativeStream native
     launch(use, stream);
     use.end(stream);
   } catch (const CudaError& error) {
-    // The other ranks wait for this one.
+    // The other ranks wait for this one, and must hear of it.
     session_->fail("backend", session_->describe(call) + ": " + error.what(), call);
     throw;
   } catch (const CommError&) {

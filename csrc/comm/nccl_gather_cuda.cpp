@@ -20,11 +20,11 @@ std::shared_ptr<Registered> registered_at(const NcclChannel& channel, const void
   return inside ? memory : nullptr;
 }
 
-void NcclCommunicator::all_gather(const void* send, DType send_dtype, void* recv, DType recv_dtype,
-                                  const Parts& parts, std::int64_t tag, NativeStream native) {
+void NcclCommunicator::run_all_gather(const void* send, DType send_dtype, void* recv,
+                                      DType recv_dtype, const Parts& parts, std::int64_t tag,
+                                      NativeStream native) {
   static constexpr Path kBroadcasts{
       "nccl", "broadcasts", "nccl: it gathers equal parts alone: a group of one broadcast a rank"};
-  check_all_gather(send, send_dtype, recv, recv_dtype, parts, rank(), size());
   const std::int64_t count = parts.count(rank());
   const std::int64_t total = parts.total(size());
   const Path& path = parts.equal() ? kDirect : kBroadcasts;
@@ -68,12 +68,8 @@ void NcclCommunicator::all_gather(const void* send, DType send_dtype, void* recv
   });
 }
 
-void NcclCommunicator::broadcast(void* buffer, std::size_t bytes, int root, NativeStream native) {
-  check_buffer("broadcast", "buffer", buffer, static_cast<std::int64_t>(bytes));
-  if (root < 0 || root >= session_->size) {
-    throw std::invalid_argument("broadcast: root is " + std::to_string(root) +
-                                "; it must be a rank, 0 to " + std::to_string(session_->size - 1));
-  }
+void NcclCommunicator::run_broadcast(void* buffer, std::size_t bytes, int root,
+                                     NativeStream native) {
   Call call;
   call.op = Op::broadcast;
   call.root = root;
@@ -86,7 +82,7 @@ void NcclCommunicator::broadcast(void* buffer, std::size_t bytes, int root, Nati
   });
 }
 
-void NcclCommunicator::barrier(std::int64_t tag, NativeStream native) {
+void NcclCommunicator::run_barrier(std::int64_t tag, NativeStream native) {
   Call call;
   call.op = Op::barrier;
   call.tag = tag;

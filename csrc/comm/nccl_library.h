@@ -1,5 +1,5 @@
-// NCCL's entry points, found at run time. The few declarations needed are our own: the binary
-// interface of NCCL 2, which only ever grows.
+// NCCL's entry points, which are found at run time. The few declarations that are needed stand
+// here: the binary interface of NCCL 2, which only grows.
 #pragma once
 
 #include <climits>
@@ -11,16 +11,17 @@
 
 namespace shardcomm::nccl {
 
-// The versions, as NCCL counts them, that brought what not every accepted NCCL has.
+// The oldest version that is accepted, and the versions that brought what older ones do not have,
+// as NCCL counts them.
 constexpr int kOldest = 21800;
 constexpr int kBufferSince = 21900;  // ncclMemAlloc, ncclCommRegister
-// From here on ncclCommAbort inside a group only raises the abort flags, and the group's end frees
-// the communicator; before, ncclCommAbort freed it at once (init.cc, ncclCommAbort).
+// From this version on ncclCommAbort inside a group only raises the abort flags, and the group's
+// end frees the communicator. Before, ncclCommAbort freed it at once (init.cc, ncclCommAbort).
 constexpr int kDeferredAbortSince = 22200;
 constexpr int kConfigSince = 22700;   // ncclConfig_t has a CTA policy
 constexpr int kWindowSince = 22700;   // ncclCommWindowRegister
 constexpr int kZeroCtaSince = 22800;  // NCCL_CTA_POLICY_ZERO
-// From here on a window tells whether the ranks reach each other's memory.
+// From this version on a window tells whether the ranks reach each other's memory.
 constexpr int kTellingWindowSince = 22800;
 std::string version_text(int version);  // "2.27.3"; "2.27" when the patch is 0
 
@@ -45,9 +46,9 @@ struct UniqueId {
   char bytes[128];
 };
 
-// ncclConfig_t as NCCL 2.27 laid it out; before, it ended with `traffic_class` or its place. NCCL
-// reads `size` bytes, at most as many as its own layout has, and of fields that came after
-// `version` it takes its defaults (init.cc, parseCommConfig).
+// ncclConfig_t as NCCL 2.27 laid it out. Before, it ended with `traffic_class`, or at its place.
+// NCCL reads `size` bytes, at most as many as its own layout has. For fields that came after
+// `version` it takes its own defaults (init.cc, parseCommConfig).
 struct Config {
   static constexpr int kUnset = INT_MIN;
   explicit Config(int library_version)
@@ -112,7 +113,7 @@ struct Library {
 // NCCL_WIN_COLL_SYMMETRIC: every rank uses the window at the same offsets.
 constexpr int kWindowSymmetric = 1;
 
-// The process's NCCL, loaded as nccl_status says. Throws CudaError when there is none.
+// The process's NCCL, loaded as nccl_status says. Throws CudaError if there is none.
 const Library& library();
 
 }  // namespace shardcomm::nccl

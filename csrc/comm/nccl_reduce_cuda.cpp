@@ -56,9 +56,9 @@ bool rounds_sums(DType dtype, RedOp op) {
 
 }  // namespace
 
-void NcclCommunicator::reduce_scatter(const void* send, DType dtype, void* recv,
-                                      const Epilogue& epilogue, const Parts& parts, RedOp op,
-                                      std::int64_t tag, NativeStream native) {
+void NcclCommunicator::run_reduce_scatter(const void* send, DType dtype, void* recv,
+                                          const Epilogue& epilogue, const Parts& parts, RedOp op,
+                                          std::int64_t tag, NativeStream native) {
   static constexpr Path kReduces{
       "nccl", "reduces", "nccl: it scatters equal parts alone: a group of one reduce a rank"};
   static constexpr Path kExchanged{
@@ -73,8 +73,6 @@ void NcclCommunicator::reduce_scatter(const void* send, DType dtype, void* recv,
                                  "nccl: more ranks than one kernel reduces, 256, on hosts with "
                                  "different numbers of them or on "
                                  "one: accumulated by NCCL, in the buffer's dtype"};
-  check_reduce_scatter(send, dtype, recv, epilogue.dtype, parts, rank(), size());
-  check_epilogue(epilogue, dtype);
   Call call;
   call.op = Op::reduce_scatter;
   call.send_dtype = call.recv_dtype = dtype;
@@ -254,11 +252,10 @@ void NcclCommunicator::reduce_by_nodes(NcclUse& use, const Call& call, const Par
   reduce_cuda(recv, epilogue, sources.data(), hosts, dtype, call.red_op, hosts, count, stream);
 }
 
-void NcclCommunicator::all_reduce(void* buffer, DType dtype, std::int64_t count, RedOp op,
-                                  std::int64_t tag, NativeStream native) {
+void NcclCommunicator::run_all_reduce(void* buffer, DType dtype, std::int64_t count, RedOp op,
+                                      std::int64_t tag, NativeStream native) {
   static constexpr Path kNarrow{
       "nccl", "nccl", "nccl: it accumulates in the buffer's dtype, 16-bit floats in 16 bits"};
-  check_buffer("all_reduce", "buffer", buffer, count);
   Call call;
   call.op = Op::all_reduce;
   call.send_dtype = call.recv_dtype = dtype;

@@ -3,12 +3,12 @@
 //   caller     takes a channel (NcclUse), calls NCCL, and leaves the channel
 //   watchdog   looks every kWaitSlice for
 //                a caller that has been in NCCL for longer than the deadline,
-//                a collective whose turn on its stream came longer ago than that,
+//                a collective whose turn on its stream came longer ago than the deadline,
 //                an error that NCCL's own threads met.
 //              After any of these, or when the session was closed, it ends both communicators.
 //
-// NCCL's calls block: the first of a kind connects, and waits on the host until the peers have come
-// to theirs. An abort from the watchdog brings back a caller that waits there.
+// NCCL's calls block: the first call of a kind connects, and waits on the host until the peers have
+// come to theirs. When the watchdog aborts, a caller that waits there returns.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -36,8 +36,8 @@
 
 namespace shardcomm {
 
-// A collective between two events: its turn on the stream comes when `start` has fired and what the
-// channel was given before is done, and from there its deadline runs; `end` fires when it is done.
+// A collective between two events. Its turn on the stream comes when `start` has fired and the
+// channel's earlier collectives are done; then its deadline begins. `end` fires when it is done.
 struct Watched {
   Call call;
   std::shared_ptr<Event> start;
@@ -46,8 +46,8 @@ struct Watched {
   std::chrono::steady_clock::time_point since;
 };
 
-// The watched collectives of a channel, oldest first. So many at most: who issues more waits, well
-// before the driver's own queue is full and NCCL would block in it.
+// The watched collectives of a channel, oldest first. A caller that issues more than kMost waits,
+// well before the driver's own queue is full and NCCL would block in it.
 struct WatchRing {
   static constexpr std::uint64_t kMost = 256;
   std::array<Watched, kMost> slots;
@@ -59,41 +59,43 @@ struct WatchRing {
   Watched& at(std::uint64_t number) { return slots[number % kMost]; }
 };
 
-// Communication memory that NCCL was told of. It is freed with its last owner, so after NCCL has
-// forgotten it.
+// Communication memory that is registered with NCCL. It is freed with its last owner, which is
+// after its registration has ended.
 struct Registered {
   std::shared_ptr<void> memory;
-  std::uint64_t number = 0;      // of the call that allocated it, the same on all ranks
-  std::size_t bytes = 0;         // of the caller's part, from the beginning on
-  std::byte* landing = nullptr;  // behind it: where a reduce-scatter out of it may leave its result
+  std::uint64_t number = 0;  // the number of the call that allocated it, the same on all ranks
+  std::size_t bytes = 0;     // the size of the caller's part, which comes first
+  // The part behind that, in which a reduce-scatter out of this memory may leave its result.
+  std::byte* landing = nullptr;
   std::size_t landing_bytes = 0;
   void* local = nullptr;  // the handle of its local registration
   nccl::Window window = nullptr;
-  bool may_be_window = false;  // what is in it, every rank may reach
+  bool may_be_window = false;  // whether every rank may reach its contents
 };
 
-// One order of collectives over NCCL. What stands first is for the thread that uses the channel,
-// and, once nobody does, for the watchdog; the rest is guarded by the session's mutex.
+// A channel of collectives over NCCL. The first members are for the thread that uses the channel
+// and, when no thread does any more, for the watchdog. The session's mutex guards the members from
+// `in_use` on.
 struct NcclChannel {
   nccl::Comm comm = nullptr;  // NCCL writes it while it connects
-  std::map<const std::byte*, std::shared_ptr<Registered>> registered;  // by where they begin
-  std::unique_ptr<Stream> set_up;       // where set-up runs, beside what is queued elsewhere
-  std::unique_ptr<DeviceMemory> words;  // a zero for barriers; then what ranks tell each other
-  OwnedEvent captured_end;              // of the latest collective that was captured
+  std::map<const std::byte*, std::shared_ptr<Registered>> registered;  // by their first address
+  std::unique_ptr<Stream> set_up;       // the stream of set-up, beside other queued work
+  std::unique_ptr<DeviceMemory> words;  // a zero for barriers, then words that ranks exchange
+  OwnedEvent captured_end;              // the end of the latest collective that was captured
   cudaEvent_t latest = nullptr;  // the end of the latest collective, whose stream was `stream`
   cudaStream_t stream = nullptr;
-  unsigned long long capture = 0;  // the capture that it was part of; 0: of none
+  unsigned long long capture = 0;  // the capture that the latest was part of; 0: of none
 
   bool in_use = false;
   bool connected = false;
-  Call call;  // of the thread that uses it
+  Call call;  // the call of the thread that uses the channel
   std::chrono::steady_clock::time_point since;
   std::uint64_t sequence = 0;
   WatchRing ring;
-  std::vector<std::shared_ptr<Registered>> unwanted;  // nothing uses them any more
+  std::vector<std::shared_ptr<Registered>> unwanted;  // memory that no owner holds any more
 };
 
-// Lives as long as a graph with collectives, which NCCL waits for when it ends.
+// Lives as long as a graph with collectives. NCCL waits for such graphs when it ends.
 class GraphCount {
  public:
   explicit GraphCount(std::shared_ptr<std::atomic<int>> count) : count_(std::move(count)) {
@@ -119,33 +121,36 @@ class NcclSession : public std::enable_shared_from_this<NcclSession> {
   const std::chrono::duration<double> deadline;
   NcclChannel gathers;
   NcclChannel reduces;
-  Nodes nodes;  // once connected
+  Nodes nodes;  // filled by `connect`
   const std::unique_ptr<TagNames> names = std::make_unique<TagNames>();
 
   NcclChannel& channel(Use use) { return use == Use::gather ? gathers : reduces; }
 
-  // Collective; once. Starts the watchdog and connects both channels, each from an id of its own.
-  // Throws CommError.
+  // Starts the watchdog and connects both channels, each from an id of its own. Collective; call it
+  // once. Throws CommError.
   void connect(const std::array<nccl::UniqueId, 2>& ids, const NcclOptions& options);
-  // Lets what is under way end, and leaves; or aborts. Idempotent, and no wait without end.
+  // Waits for collectives that are under way and leaves, or aborts them. Idempotent; the wait has
+  // an end.
   void close() noexcept;
 
-  // The first failure, in `call` if in any, stays: every later call throws it, and the watchdog
-  // aborts. `kind`: as CommFault's.
+  // Notes a failure, in `call` if it was in any. The first failure stays: every later call throws
+  // it, and the watchdog aborts. `kind` is that of CommFault.
   void fail(const char* kind, const std::string& text, const Call& call = {}) noexcept;
   bool failed() const { return failed_.load(std::memory_order_acquire); }
-  void check() const;  // throws CommError when it has failed or was closed
+  void check() const;  // throws CommError if the session has failed or was closed
   std::string refused(const Call& call, nccl::Result result) const;
-  // As that of call.h, with the names of tags.
+  // The sentence of call.h, with the names of tags.
   std::string describe(const Call& call) const { return shardcomm::describe(call, names.get()); }
-  // What this rank is in: called, or put on a stream, and not done. Those that a graph launches
-  // nobody watches.
+  // The collectives that this rank has called, or put on a stream, and that are not done. It does
+  // not know of collectives that a graph launches.
   std::vector<Pending> pending();
 
-  // Nobody refers to `memory` any more, but what is queued may use it still: it is freed when the
-  // channel is used next, or with the communicator. In a capture nobody could wait for the device.
+  // Takes `memory`, to which no owner refers any more. Queued work may still use it, so it is freed
+  // when the channel is used next, or with the communicator; in a capture nobody could wait for the
+  // device.
   void let_go(NcclChannel& channel, std::shared_ptr<Registered> memory) noexcept;
-  // A forked child has no watchdog, and no part in what its parent has.
+  // Whether this process was forked from the one that made the session. A forked child has no
+  // watchdog, and no part in its parent's session.
   bool forked() const;
 
  private:
@@ -158,12 +163,12 @@ class NcclSession : public std::enable_shared_from_this<NcclSession> {
   void wait_for_device() const noexcept;
   void meet_all_peers();
   void forget(NcclChannel& channel, const Memories& memories);
-  bool over();  // the watchdog has ended the channels, or could not
+  bool over();  // whether the watchdog has ended the channels, or could not
   bool ended() const { return failed() || closed_.load(); }
   std::string name() const;
   std::string late(const Call& call) const;
 
-  // The watchdog's; what looks wants the mutex.
+  // The watchdog's functions. Those that look need the mutex.
   void watch();
   void look(NcclChannel& channel);
   void look_at_nccl(NcclChannel& channel);
@@ -172,8 +177,8 @@ class NcclSession : public std::enable_shared_from_this<NcclSession> {
   void abort_channels();
   bool destroy_channels();
 
-  mutable std::mutex failure_mutex_;  // taken last
-  std::string failure_;               // written once, before failed_, as is the next
+  mutable std::mutex failure_mutex_;  // is taken after other mutexes
+  std::string failure_;               // written once, before failed_, as is fault_
   CommFault fault_;
   std::atomic<bool> failed_{false};
   std::atomic<bool> closed_{false};
@@ -181,15 +186,15 @@ class NcclSession : public std::enable_shared_from_this<NcclSession> {
   std::condition_variable changed_;
   Clock::time_point closed_at_;
   const std::shared_ptr<std::atomic<int>> graphs_ = std::make_shared<std::atomic<int>>(0);
-  const int forks_;        // before this process
-  bool unloaded_ = false;  // the process ends, and the driver has gone before
+  const int forks_;        // how many forks there had been when the session was made
+  bool unloaded_ = false;  // the process is ending, and the driver has gone already
   bool over_ = false;
   std::thread watchdog_;
 };
 
-// One thread's use of a channel for one collective; it gives `call` its number. Throws
-// std::invalid_argument when another thread is in the channel, CommError when the session has
-// failed or was closed.
+// One thread's use of a channel for one collective. It gives `call` its number. Throws
+// std::invalid_argument if another thread uses the channel, and CommError if the session has failed
+// or was closed.
 class NcclUse {
  public:
   NcclUse(NcclSession& session, NcclChannel& channel, Call& call);
@@ -197,7 +202,8 @@ class NcclUse {
   NcclUse(const NcclUse&) = delete;
   NcclUse& operator=(const NcclUse&) = delete;
 
-  // A call to NCCL that must succeed: if not, the session has failed, and this throws CommError.
+  // Makes a call to NCCL that must succeed. If it does not, the session fails, and this throws
+  // CommError.
   template <class Function>
   void operator()(Function&& function) {
     const nccl::Result result = attempt(std::forward<Function>(function));
@@ -206,15 +212,16 @@ class NcclUse {
     }
     session_.check();
   }
-  // One that may fail alone.
+  // Makes a call to NCCL that may fail without a failure of the session.
   template <class Function>
   nccl::Result attempt(Function&& function) {
     const nccl::Result result = function(channel_.comm);
-    if (session_.failed()) session_.check();  // it was brought back
+    if (session_.failed()) session_.check();  // it returned because the watchdog has aborted
     return result;
   }
 
-  // Messages between ranks, all at once: issue(note, comm), where `note` takes each call's result.
+  // Sends messages between ranks, all at once. It calls issue(note, comm); `note` takes the result
+  // of each call to NCCL.
   template <class Issue>
   void group(Issue&& issue) {
     (*this)([&](nccl::Comm comm) {
@@ -227,19 +234,21 @@ class NcclUse {
     });
   }
 
-  // Around what goes to `stream`, behind what the channel put on other streams, and whose deadline
-  // runs once its turn there has come. `begin` waits while too much is under way. A launch that
-  // throws is left unwatched: no `end`. So is a capture, which runs nothing now.
+  // Called around the work that is put on `stream`. That work comes after the channel's work on
+  // other streams, and its deadline begins when its turn on `stream` has come. `begin` waits while
+  // too much is under way. If the launch throws, `end` is not called, and the work is not watched.
+  // Neither is work in a capture, which runs nothing now.
   void begin(cudaStream_t stream);
   void end(cudaStream_t stream);
-  // Waits until nothing of the channel is under way, without a deadline: each has its own.
+  // Waits until no collective of the channel is under way. It has no deadline, since each
+  // collective has its own.
   void drain();
-  // Until all that is on the channel's set-up stream is done; the deadline is this call's.
+  // Waits until all work on the channel's set-up stream is done, within this call's deadline.
   void finish_set_up();
-  // Collective; set-up only. Whether `mine` is true on every rank; all that was on the set-up
-  // stream of every rank is then done.
+  // Whether `mine` is true on every rank. Collective, for set-up only. All work on the set-up
+  // streams of all ranks is then done.
   bool agree(bool mine);
-  bool same_on_all(std::uint64_t mine);  // the same
+  bool same_on_all(std::uint64_t mine);  // whether `mine` is the same on every rank; as `agree`
 
  private:
   template <class Done>
@@ -252,14 +261,15 @@ class NcclUse {
   const InCall in_call_;
   NcclSession& session_;
   NcclChannel& channel_;
-  std::vector<std::shared_ptr<Registered>> gone_;  // freed once the channel is no longer in use
+  std::vector<std::shared_ptr<Registered>> gone_;  // freed when the channel is no longer in use
   Watched* watched_ = nullptr;
   unsigned long long capture_ = 0;
 };
 
-inline constexpr std::size_t kZeroBytes = 128;  // what barriers have of the words
+inline constexpr std::size_t kZeroBytes = 128;  // the part of the words that barriers use
 
-// Waits of the host: often at first, then with pauses; lets check_wait in, and throws what it does.
+// Pauses between looks of a host that waits: none at first, then longer ones. It calls check_wait,
+// and throws what that throws.
 class Pauses {
  public:
   void pause();

@@ -1,5 +1,5 @@
-// A call in memory that all ranks see. Who reads it while its rank posts the next one sees the
-// whole of one call or nothing: never half of each.
+// A call in memory that all ranks see. A rank that reads it while its owner posts the next one sees
+// the whole of one call or nothing, and never half of each.
 #pragma once
 
 #include <array>
@@ -15,7 +15,7 @@
 namespace shardcomm {
 
 // A sequence lock (H.-J. Boehm, "Can seqlocks get along with programming language memory models?",
-// MSPC 2012), whose words are atomic. Right when zero: nothing posted.
+// MSPC 2012), whose words are atomic. Zeroed memory is a valid one, to which nothing was posted.
 class PostedCall {
  public:
   void post(const Call& call) {
@@ -40,7 +40,8 @@ class PostedCall {
  private:
   static_assert(std::is_trivially_copyable_v<Call> && sizeof(Call) % sizeof(std::uint64_t) == 0);
   static constexpr std::size_t kWords = sizeof(Call) / sizeof(std::uint64_t);
-  static constexpr std::uint64_t kBeingWritten = 0;  // also: nothing posted; sequences start at 1
+  // Also the version before anything was posted; sequences start at 1.
+  static constexpr std::uint64_t kBeingWritten = 0;
   using Words = std::array<std::uint64_t, kWords>;
 
   Atomic<std::uint64_t> version_;

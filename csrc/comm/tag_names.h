@@ -1,5 +1,5 @@
-// What tags stand for, as long as it was said: sentences about calls then say it instead of a
-// number. Plain memory, which processes may share; zero is empty.
+// The names of tags. Sentences about calls say a tag's name, if it has one, instead of its number.
+// It is plain memory, which processes may share; zeroed memory has no names.
 #pragma once
 
 #include <algorithm>
@@ -13,22 +13,22 @@
 namespace shardcomm {
 
 struct TagNames {
-  // Tags that a communicator hands out under a name; callers' own are others.
+  // The first tag that a communicator hands out under a name. Callers' own tags are smaller.
   static constexpr std::int64_t kFirst = std::int64_t{1} << 32;
-  static constexpr std::int64_t kMost = 1024;  // later ones keep their number
+  static constexpr std::int64_t kMost = 1024;  // sentences call later tags by their number
   static constexpr std::size_t kBytes = 124;
 
   struct Name {
-    Atomic<std::uint32_t> bytes;  // written last; 0: no name
+    Atomic<std::uint32_t> bytes;  // is written last; 0: the tag has no name
     char text[kBytes];
   };
   Name names[kMost];
 
-  // Once for each tag, by one thread of all.
+  // Names a tag. Exactly one thread of all processes may call it for a tag, once.
   void set(std::int64_t tag, std::string_view name) {
     if (tag < kFirst || tag - kFirst >= kMost) return;
     std::size_t bytes = std::min(name.size(), kBytes);
-    if (bytes < name.size()) {  // whole characters of UTF-8
+    if (bytes < name.size()) {  // cut the name between two characters of UTF-8
       while (bytes > 0 && (static_cast<unsigned char>(name[bytes]) & 0xc0) == 0x80) --bytes;
     }
     Name& own = names[tag - kFirst];

@@ -1,4 +1,4 @@
-// Who may use a channel now.
+// Checks which thread may use a channel now.
 #pragma once
 
 #include <atomic>
@@ -7,9 +7,10 @@
 
 namespace shardcomm {
 
-// While alive, this thread is in `operation` of a communicator. It cannot call another one there:
-// Python runs signal handlers inside long waits of its main thread, and such a wait goes on only
-// when its handler has returned, so ranks that meet there for the outer call would wait for it.
+// While alive, this thread is in `operation` of a communicator, and cannot call another operation
+// there. Python runs signal handlers inside long waits of its main thread, and such a wait goes on
+// only when its handler has returned. So the other ranks, which wait for the outer call, would wait
+// for the handler.
 class InCall {
  public:
   InCall(const void* communicator, const char* operation)
@@ -36,7 +37,8 @@ class InCall {
   const InCall* outer_ = innermost;
 };
 
-// One thread at a time: ranks must agree on the order of a channel's calls, and two threads cannot.
+// Lets one thread at a time into a channel. Ranks must agree on the order of a channel's calls, and
+// two threads of a rank have no order.
 class Turn {
  public:
   explicit Turn(std::atomic_flag& busy) : busy_(busy) {

@@ -1,5 +1,5 @@
-// Communication memory of one communicator: windows that all ranks map, and how a buffer in them is
-// found by a peer.
+// The communication memory of one communicator: windows that all ranks map, and how a peer finds a
+// buffer in them.
 #pragma once
 
 #include <cstddef>
@@ -14,14 +14,15 @@
 
 namespace shardcomm {
 
-// How ranks come to see the same memory. Rank 0 makes it and posts a handle; the others open that.
+// Gives ranks the same memory. Rank 0 makes it and posts a handle, by which the other ranks open
+// it.
 class WindowProvider {
  public:
   virtual ~WindowProvider() = default;
-  // Makes memory, which can be opened by the handle as long as what is returned is held.
+  // Makes memory. It can be opened by the handle as long as the returned object lives.
   virtual std::shared_ptr<void> create(std::size_t bytes, std::uint64_t* handle) = 0;
   virtual std::shared_ptr<Mapping> open(std::uint64_t handle, std::size_t bytes) = 0;
-  // Whether a peer can read any address of this rank (threads of one process can).
+  // Whether a peer can read any address of this rank, as threads of one process can.
   virtual bool shares_addresses() const = 0;
 };
 
@@ -39,19 +40,19 @@ struct Window {
   }
 };
 
-// The windows that there were at one moment. They stay mapped as long as this is held, whatever
-// their owners let go of meanwhile.
+// The windows that there were at one moment. They stay mapped as long as the table lives, even if
+// their owners release them meanwhile.
 class WindowTable {
  public:
   WindowTable(int rank, bool shares_addresses, std::vector<Window> windows = {})
       : rank_(rank), shares_addresses_(shares_addresses), windows_(std::move(windows)) {}
 
-  // Where this rank's buffer is for peers. Throws std::invalid_argument if it starts in a window
-  // and leaves it.
+  // The place of this rank's buffer for peers. Throws std::invalid_argument if the buffer starts in
+  // a window and ends outside of it.
   Place find(const void* data, std::size_t bytes, const char* name) const;
-  // True if `place` lies in the one region that all ranks share.
+  // Whether `place` lies in a region that all ranks share.
   bool is_shared(const Place& place) const;
-  // Rank `rank`'s buffer, as this rank sees it; nullptr if this rank has let go of the window.
+  // The buffer of `rank` as this rank sees it; nullptr if this rank has released the window.
   std::byte* resolve(const Place& place, int rank) const;
 
   WindowTable with(Window window) const;
@@ -71,13 +72,13 @@ class Windows {
       : table_(std::make_shared<const WindowTable>(rank, shares_addresses)) {}
 
   void add(Window window);
-  // Never fails: where there is no memory for a smaller table, the window stays mapped for as long
-  // as this.
+  // Never fails: if there is no memory for a smaller table, the window stays mapped as long as this
+  // object lives.
   void remove(std::uint32_t id) noexcept;
   std::shared_ptr<const WindowTable> now() const;
 
  private:
-  mutable std::mutex mutex_;  // the channels look while an owner of memory lets go of it
+  mutable std::mutex mutex_;  // channels look while an owner of memory releases it
   std::shared_ptr<const WindowTable> table_;
 };
 

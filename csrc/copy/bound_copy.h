@@ -1,5 +1,5 @@
-// A CopyPlan with its pointers: everything checked and looked up, ready to run every step, also on
-// a Stream.
+// A CopyPlan with its pointers. Everything is checked and looked up once, so that every step can
+// run it, also on a Stream.
 #pragma once
 
 #include <memory>
@@ -11,20 +11,20 @@
 
 namespace shardcomm {
 
-// Does not own the memory. A value: what is enqueued is a copy of it.
+// It does not own the memory. It is a value: a Stream that has it enqueued holds a copy.
 class BoundCopy {
  public:
   static constexpr int kCpu = -1;
 
-  // On the CPU, with so many threads, or a CUDA device, which has all the pointers.
-  // Throws std::invalid_argument for a number of pointers that is not the plan's, a null
-  // destination, and threads < 1.
+  // Runs on the CPU with `threads` threads, or on the CUDA device `device`, where all the pointers
+  // then have to be. A null source stands for zeros. Throws std::invalid_argument for a number of
+  // pointers that is not the plan's, a null destination, and threads < 1.
   BoundCopy(std::shared_ptr<const CopyPlan> plan, std::vector<const void*> sources,
             std::vector<void*> destinations, int threads = 1, int device = kCpu);
 
-  // As in the constructor. A null source: zeros.
+  // Replaces the pointers; they obey the constructor's rules.
   void set_operands(std::vector<const void*> sources, std::vector<void*> destinations);
-  // Nothing is made or allocated for other options than before. Throws as check_options does.
+  // Each run may have other options; new ones allocate nothing. Throws what check_options throws.
   void run(const CopyOptions& options, NativeStream stream) const;
   const CopyPlan& plan() const { return *plan_; }
 

@@ -9,9 +9,9 @@
 
 namespace shardcomm {
 
-// A plan's tiles, on a device and ready to run. A run puts one launch on a stream (one more for
-// every 4,000 operands), copies nothing to the device, allocates nothing there, waits for nothing,
-// and can be captured in a graph.
+// A plan's tiles, on a device and ready to run. A run puts one launch on a stream, and one more for
+// every 4,000 operands. It copies nothing to the device, allocates nothing there, waits for
+// nothing, and can be captured in a graph.
 class CudaCopy {
  public:
   // Waits for the tiles to be on the device. Throws CudaError.
@@ -20,8 +20,8 @@ class CudaCopy {
   CudaCopy(const CudaCopy&) = delete;
   CudaCopy& operator=(const CudaCopy&) = delete;
 
-  // As copy_cpu: null sources write zeros, or (accumulate) leave the destination as it is. The
-  // plan's dtypes must allow the options (check_options).
+  // Copies what copy_cpu copies: a null source writes zeros or, with `accumulate`, leaves the
+  // destination as it is. The plan's dtypes must allow the options (check_options).
   void run(const void* const* sources, void* const* destinations, const CopyOptions& options,
            NativeStream stream) const;
 
@@ -33,8 +33,8 @@ class CudaCopy {
   int device_;
 };
 
-// One contiguous run of elements, without a plan: dst = convert(src); nothing if that is the same
-// place. On the current device.
+// Converts one contiguous run of elements on the current device, without a plan: dst =
+// convert(src). Does nothing if `dst` and `src` are the same place.
 void convert_cuda(void* dst, DType dst_dtype, const void* src, DType src_dtype, std::int64_t count,
                   NativeStream stream);
 

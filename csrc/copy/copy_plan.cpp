@@ -38,6 +38,17 @@ std::int64_t extent(std::size_t index, const char* side, const Segment& segment,
   return end;
 }
 
+// So that a wrong number does not take all memory, and no number of bytes overflows.
+constexpr std::int32_t kMostPointers = 1 << 20;
+constexpr std::int64_t kMostElements = std::int64_t{1} << 60;
+
+void require_operand(std::size_t index, const char* field, std::int32_t value) {
+  if (value >= kMostPointers) {
+    refuse(index, std::string(field) + " is " + std::to_string(value) + ", it must be below " +
+                      std::to_string(kMostPointers));
+  }
+}
+
 void widen(std::vector<std::int64_t>& extents, std::int32_t operand, std::int64_t extent) {
   const auto index = static_cast<std::size_t>(operand);
   if (extents.size() <= index) extents.resize(index + 1, 0);
@@ -60,6 +71,8 @@ CopyPlan::CopyPlan(std::vector<Segment> segments, DType src_dtype, DType dst_dty
                     ", it must be an operand's index or -1 for zeros");
     }
     require_not_negative(i, "dst", segment.dst);
+    require_operand(i, "src", segment.src);
+    require_operand(i, "dst", segment.dst);
     require_not_negative(i, "src_offset", segment.src_offset);
     require_not_negative(i, "src_pitch", segment.src_pitch);
     require_not_negative(i, "dst_offset", segment.dst_offset);
@@ -72,13 +85,23 @@ CopyPlan::CopyPlan(std::vector<Segment> segments, DType src_dtype, DType dst_dty
     }
     widen(dst_extents_, segment.dst,
           extent(i, "dst", segment, segment.dst_offset, segment.dst_pitch));
-    elements_ += segment.rows * segment.cols;
+    std::int64_t elements = 0;
+    if (__builtin_mul_overflow(segment.rows, segment.cols, &elements) ||
+        elements > kMostElements - elements_) {
+      refuse(i, "the segments up to this one have more than 2^60 elements");
+    }
+    elements_ += elements;
   }
   tiles_ = cut(kTileElements);
 }
 
 std::vector<Tile> CopyPlan::cut(std::int64_t tile_elements) const {
+  std::int64_t count = 0;
+  for (const Segment& segment : segments_) {
+    count += tile_grid(collapse(segment), tile_elements).tiles;
+  }
   std::vector<Tile> tiles;
+  tiles.reserve(static_cast<std::size_t>(count));
   for (const Segment& segment : segments_) {
     const Segment rectangle = collapse(segment);
     const TileGrid grid = tile_grid(rectangle, tile_elements);

@@ -1,6 +1,7 @@
-// One element: the value one computes with (a float for the narrow types) and back. Conversions to
-// the narrow types round to nearest even and keep NaN a NaN. Written without branches, so that a
-// loop over it becomes vector code on every instruction set; CUDA has instructions of its own.
+// The way from one stored element to the value that one computes with (a float for the narrow
+// types), and back. Conversions to the narrow types round to nearest even and keep NaN a NaN. They
+// are written without branches, so that a loop over them becomes vector code on every instruction
+// set; CUDA has instructions of its own.
 #pragma once
 
 #include <cstdint>
@@ -53,7 +54,7 @@ template <class T>
   const std::uint32_t magnitude = x.bits & 0x7fffu;
   const std::uint32_t normal = (magnitude << 13) + kRebias;
   const std::uint32_t infinite_or_nan = normal + kRebias;
-  // Below the first normal number the bits count steps of 2^-24.
+  // Below the first normal number, the bits count steps of 2^-24.
   const std::uint32_t subnormal =
       float_bits(static_cast<float>(static_cast<std::int32_t>(magnitude)) * 0x1p-24f);
   const std::uint32_t finite = magnitude < 0x0400u ? subnormal : normal;

@@ -1,4 +1,4 @@
-// A CopyPlan as the CUDA executor runs it: in launches.
+// A CopyPlan cut into launches, as the CUDA executor runs it.
 #pragma once
 
 #include <cstdint>
@@ -27,11 +27,11 @@ constexpr int kMostOperands = 4000;
 std::vector<Launch> launches_of(const CopyPlan& plan, std::int64_t tile_elements,
                                 std::size_t most_operands = kMostOperands);
 
-// The size of tiles for a device of so many multiprocessors.
+// The number of elements that a tile should have on a device with `processors` multiprocessors.
 std::int64_t tile_elements_for(const CopyPlan& plan, std::int64_t processors);
 
-// The CUDA kernel's code on the CPU, block by block and thread by thread: shows without a GPU what
-// it would do there.
+// Runs the CUDA kernel's code on the CPU, block by block and thread by thread. It shows without a
+// GPU what the kernel would do on one.
 void walk_launches(const CopyPlan& plan, const void* const* sources, void* const* destinations,
                    const CopyOptions& options, std::int64_t tile_elements,
                    std::size_t most_operands, std::uint32_t blocks, std::uint32_t threads);

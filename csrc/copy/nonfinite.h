@@ -9,16 +9,16 @@
 
 namespace shardcomm {
 
-// Nobody asked: costs nothing.
+// The watch where nobody asked for one. It costs nothing.
 struct Unwatched {
   template <class T>
   [[gnu::always_inline]] SHARDCOMM_HOST_DEVICE void wrote(T) {}
   [[gnu::always_inline]] SHARDCOMM_HOST_DEVICE bool nonfinite() const { return false; }
 };
 
-// The exponents of NaN and Inf are all ones. With the sign cleared, one more step of the exponent
-// carries into the sign's place from those only: three instructions an element, no branch, and a
-// vector loop on every instruction set.
+// Only NaN and Inf have exponents of all ones. With the sign cleared, adding one step of the
+// exponent therefore carries into the sign's place for them alone. That takes three instructions an
+// element and no branch, and becomes a vector loop on every instruction set.
 template <class T, class Bits, Bits kExponentStep>
 class ExponentWatch {
  public:
@@ -61,19 +61,19 @@ struct WatchOf<double> {
 
 }  // namespace detail
 
-// What watches elements of type T.
+// The watch for elements of type T.
 template <class T>
 using Watch = typename detail::WatchOf<T>::Type;
 
-// Sets `flag`, if there is one and `side` has seen NaN or Inf. Several threads may, of one copy or
-// of several.
+// Sets `flag`, if there is one, to 1 if `side` has seen NaN or Inf. Several threads may set the
+// same flag at once, those of one copy and those of several.
 template <class Side>
 inline void report(const Side& side, std::int32_t* flag) {
   if (flag != nullptr && side.nonfinite()) __atomic_store_n(flag, 1, __ATOMIC_RELAXED);
 }
 
 #ifdef __CUDACC__
-// As above, once a block; all of its threads call it, with the same flag.
+// Does what report() does, once for a block. All threads of the block call it with the same flag.
 template <class Side>
 __device__ inline void report_of_block(const Side& side, std::int32_t* flag) {
   if constexpr (!std::is_same_v<Side, Unwatched>) {

@@ -8,8 +8,9 @@
 
 namespace shardcomm {
 
-// `Src` and `Dst` have the size of one element; `apply` returns what is stored,
-// and `Side`, one a thread, takes note of it.
+// An element operation. `Src` and `Dst` are the types of one element, `apply` returns what is
+// stored in the destination, and a `Side`, of which each thread has one, takes note of what was
+// stored.
 template <class SrcType, class DstType>
 struct Converted {
   using Src = SrcType;
@@ -44,11 +45,11 @@ struct Moved {
   using Dst = Bits;
   using Side = Unwatched;
   static constexpr bool kAccumulates = false;
-  static constexpr bool kMoves = true;  // bits, as they are
+  static constexpr bool kMoves = true;  // copies the bits as they are
   SHARDCOMM_HOST_DEVICE static Dst apply(Src src, Dst, float) { return src; }
 };
 
-// The same, and looks for NaN and Inf.
+// Does what `Copy` does, and looks for NaN and Inf in what it writes.
 template <class Copy>
 struct Watched : Copy {
   using Side = Watch<typename Copy::Dst>;
@@ -101,16 +102,16 @@ void visit_moved(DType dtype, const Visitor& visitor) {
 
 }  // namespace detail
 
-// Calls `visitor` with the element operation (an empty object) of a mere conversion.
+// Calls `visitor` with the element operation (an empty object) of a copy that only converts.
 template <class Visitor>
 void visit_conversion(DType src_dtype, DType dst_dtype, const Visitor& visitor) {
   if (src_dtype != dst_dtype) return detail::visit_src<Converted>(src_dtype, dst_dtype, visitor);
   return detail::visit_moved(src_dtype, visitor);
 }
 
-// The same for a copy with these options, by a GPU's kernel. What computes always looks for NaN and
-// Inf, asked or not: it costs a few integer operations beside accesses to memory, and twice as many
-// kernels would cost more.
+// Calls `visitor` with the element operation that a GPU's kernel needs for a copy with these
+// options. An operation that computes always looks for NaN and Inf, asked or not: that costs a few
+// integer operations beside accesses to memory, and twice as many kernels would cost more.
 template <class Visitor>
 void visit_kernel_copy(DType src_dtype, DType dst_dtype, const CopyOptions& options,
                        const Visitor& visitor) {
@@ -123,7 +124,7 @@ void visit_kernel_copy(DType src_dtype, DType dst_dtype, const CopyOptions& opti
   return detail::visit_moved(src_dtype, visitor);
 }
 
-// The same by a CPU's.
+// Calls `visitor` with the element operation that the CPU needs for a copy with these options.
 template <class Visitor>
 void visit_copy(DType src_dtype, DType dst_dtype, const CopyOptions& options,
                 const Visitor& visitor) {

@@ -6,11 +6,11 @@
 
 namespace shardcomm {
 
-// Sources of one reduction, as many ranks as share a device or a host.
+// The most sources of one reduction, and so the most ranks that can share a device or a host.
 constexpr int kMostSources = 256;
 
-// As reduce_cpu, bit for bit but for the bits of a NaN; at most kMostSources. On the current
-// device.
+// Computes on the current device what reduce_cpu computes, of at most kMostSources sources. The
+// results agree bit for bit, except for the bits of a NaN.
 void reduce_cuda(void* dst, const Epilogue& epilogue, const void* const* sources, int num_sources,
                  DType dtype, RedOp op, int divisor, std::int64_t count, NativeStream stream);
 

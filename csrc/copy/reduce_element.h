@@ -47,8 +47,8 @@ struct Sum {
   }
 };
 
-// b != b only for NaN; a NaN in `a` survives since it compares as false. So NaN wins from either
-// side.
+// NaN wins from either side: b != b holds only for NaN, and a NaN in `a` survives because every
+// comparison with it is false.
 struct Max {
   template <class T>
   [[gnu::always_inline]] SHARDCOMM_HOST_DEVICE static T identity() {

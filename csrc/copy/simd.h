@@ -1,5 +1,5 @@
-// One loop, compiled for several instruction sets; the best one this CPU has is chosen at run time,
-// so that one binary runs everywhere and runs fast.
+// One loop, compiled for several instruction sets. The best set that this CPU has is chosen at run
+// time, so that one binary runs everywhere and runs fast.
 #pragma once
 
 #include <string>
@@ -11,10 +11,11 @@ enum class InstructionSet { baseline, avx2, avx512 };
 
 const char* name(InstructionSet set);
 
-// What this CPU can run, the best last; never empty.
+// The instruction sets that this CPU can run, the best one last; never empty.
 std::vector<InstructionSet> instruction_sets();
 
-// What kernels use from now on: the best, unless a test or a study has chosen another one.
+// The instruction set that kernels use: the best, unless a test or a study has chosen another one
+// with use_instruction_set().
 InstructionSet instruction_set();
 void use_instruction_set(InstructionSet set);
 

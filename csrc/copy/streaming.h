@@ -13,8 +13,8 @@ namespace shardcomm {
 
 constexpr std::int64_t kLineBytes = 64;
 
-// `dst` is aligned to a line and `bytes` a multiple of one; `src` is arbitrary. Others see the
-// stores after streaming_fence().
+// Copies `bytes` bytes past the caches. `dst` is aligned to a line and `bytes` is a multiple of a
+// line; `src` may lie anywhere. Other threads see the stores after streaming_fence().
 inline void copy_streaming(void* dst, const void* src, std::int64_t bytes) {
 #if defined(__x86_64__)
   auto* to = static_cast<__m128i*>(dst);

@@ -6,8 +6,9 @@
 //                                      . . .  |xxxxxxxx|xxxxxxxx|xxxxxxxx|  . .
 //                                      thread:    0        1        2
 //
-// A tile whose rows lie differently to the boundaries of vectors, from one another or on the two
-// sides, is copied element by element: a warp's 32 then lie side by side, wherever they begin.
+// Vectors need all rows of a tile, on both sides, to lie alike to the boundaries of vectors. A tile
+// whose rows do not is copied element by element: the 32 elements that a warp copies at a time then
+// lie side by side, wherever they begin.
 #pragma once
 
 #include <cstdint>
@@ -21,10 +22,10 @@ namespace shardcomm {
 
 constexpr int kVectorBytes = 16;
 constexpr int kBlockThreads = 256;
-// What a thread has under way before its first store, which is what hides the latency of memory.
+// The loads that a thread has under way before its first store: these hide the latency of memory.
 constexpr int kBatchVectors = 4;
 constexpr int kBatchElements = 8;
-// Of a tile of several rows.
+// The most elements that a tile of several rows may have.
 constexpr std::int64_t kMostTileElements = 1 << 16;
 
 // The pointers of a launch travel as kernel arguments: first the sources, then the destinations.
@@ -34,7 +35,8 @@ struct Operands {
   const void* at[kCapacity];
 };
 
-// Elements of one vector, a multiple of 16 bytes on both sides.
+// The elements of one vector: as many as make 16 bytes of the narrower type, and so a multiple of
+// 16 bytes on both sides.
 template <class Src, class Dst>
 constexpr int kVectorElements =
     kVectorBytes / static_cast<int>(sizeof(Src) < sizeof(Dst) ? sizeof(Src) : sizeof(Dst));
@@ -48,14 +50,16 @@ struct Elements {
   T at[kElements];
 };
 
-// 16 bytes on their way through registers. Nothing has to take them apart before they are used: as
-// elements of 16 bits, each load would be waited for before the next is issued.
+// 16 bytes on their way through registers. They stay whole until they are used: as elements of 16
+// bits they would be taken apart at once, and each load would be waited for before the next is
+// issued.
 struct alignas(kVectorBytes) Word {
   std::uint32_t at[4];
 };
 
-// One access. Left to itself, nvcc moves loads past the stores of other vectors, to where they are
-// used and where the wait for one hides no other, and splits some stores in four.
+// Stores a word in one access. Left to itself, nvcc splits some stores in four. It also moves loads
+// past the stores of other vectors, down to where they are used: there the wait for one load hides
+// no other load.
 SHARDCOMM_HOST_DEVICE inline void store_word(Word* to, const Word& word) {
 #ifdef __CUDA_ARCH__
   asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(to)),
@@ -66,7 +70,7 @@ SHARDCOMM_HOST_DEVICE inline void store_word(Word* to, const Word& word) {
 #endif
 }
 
-// A vector.
+// A vector of `kElements` elements, as whole words.
 template <class T, int kElements>
 struct Words {
   Word at[kElements * sizeof(T) / sizeof(Word)];
@@ -129,8 +133,8 @@ constexpr bool kReads = true;
 template <class Copy>
 constexpr bool kReads<Zeroed<Copy>> = false;
 
-// `rows` x `per_row` accesses of `elements` each, from column `first` on. Behind the first `head`
-// of a row, `gap` elements are left out.
+// The accesses to a tile: `per_row` in each row, of `elements` elements each, from column `first`
+// on. Behind the first `head` accesses of a row, `gap` elements are left out.
 class Accesses {
  public:
   SHARDCOMM_HOST_DEVICE Accesses(const Tile& tile, std::uint32_t per_row, std::uint32_t elements,
@@ -151,8 +155,8 @@ class Accesses {
     std::int64_t dst;
   };
   SHARDCOMM_HOST_DEVICE Place at(std::uint32_t index) const {
-    // index / per_row_, by a multiplication: exact below kMostTileElements where there are two
-    // rows.
+    // index / per_row_, by a multiplication. With two rows or more, it is exact below
+    // kMostTileElements.
     const auto row = static_cast<std::uint32_t>((std::uint64_t{index} * rows_each_) >> 31);
     const std::uint32_t single = index - row * per_row_;
     const std::int64_t col =
@@ -183,7 +187,8 @@ SHARDCOMM_HOST_DEVICE inline void copy_accesses(const Accesses& all, const typen
     typename Read::Held from[kBatch];
     typename Write::Held to[kBatch];
     std::int64_t at[kBatch];
-    // Past the end, the last is read again and nothing is stored: loads without branches.
+    // Past the end, the last access is read again and nothing is stored, so that loads have no
+    // branches.
     for (int k = 0; k < kBatch; ++k) {
       const std::uint32_t index = first + static_cast<std::uint32_t>(k) * threads;
       const auto place = all.at(index < all.count() ? index : all.count() - 1);
@@ -191,8 +196,8 @@ SHARDCOMM_HOST_DEVICE inline void copy_accesses(const Accesses& all, const typen
       if constexpr (kReads<Copy>) from[k] = Read::load(src + place.src);
       if constexpr (Copy::kAccumulates) to[k] = Write::load(dst + place.dst);
     }
-    // Backwards: the first use of a load stands behind a branch, and nvcc issues all loads before
-    // that. Forwards it would wait for the first load before it issues the last.
+    // The loop runs backwards, so that the first use of a load stands behind a branch: nvcc issues
+    // all loads before that. Forwards, it would wait for the first load before it issues the last.
     for (int k = kBatch - 1; k >= 0; --k) {
       if (k > 0 && first + static_cast<std::uint32_t>(k) * threads >= all.count()) continue;
       if constexpr (!kReads<Copy>) {
@@ -214,7 +219,7 @@ SHARDCOMM_HOST_DEVICE inline void copy_accesses(const Accesses& all, const typen
   }
 }
 
-// One thread's share of one tile.
+// Copies one thread's share of one tile.
 template <class Copy>
 SHARDCOMM_HOST_DEVICE inline void copy_share(const Tile& tile, const typename Copy::Src* src,
                                              typename Copy::Dst* dst, float scale,
@@ -224,7 +229,7 @@ SHARDCOMM_HOST_DEVICE inline void copy_share(const Tile& tile, const typename Co
   using Dst = typename Copy::Dst;
   constexpr int kElements = kVectorElements<Src, Dst>;
 
-  // The side of the narrower type sets where vectors begin.
+  // The side with the narrower type decides where vectors begin.
   const auto narrow = reinterpret_cast<std::uintptr_t>(
       sizeof(Src) < sizeof(Dst) ? static_cast<const void*>(src) : static_cast<const void*>(dst));
   VectorSpan span = vector_span(narrow, tile.cols, kVectorBytes / kElements, kVectorBytes);
@@ -247,7 +252,8 @@ SHARDCOMM_HOST_DEVICE inline void copy_share(const Tile& tile, const typename Co
   }
 }
 
-// `tiles` of a launch with `blocks` blocks; operands are indices into `operands`.
+// Does what thread `thread` of block `block` does in a launch with `blocks` blocks of `threads`
+// threads. The `src` and `dst` of `tiles` are indices into `operands`.
 template <class Copy, int kCapacity>
 SHARDCOMM_HOST_DEVICE inline void copy_as_thread(const Tile* tiles, std::uint32_t num_tiles,
                                                  const Operands<kCapacity>& operands, float scale,

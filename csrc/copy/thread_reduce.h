@@ -6,8 +6,8 @@
 //   source 0        x         |     x         |     x
 //   source 1        x         |     x         |     x
 // clang-format on
-// With 4 threads, thread 1 takes vectors 1, 5, 9 and 13 at once, from up to 4 sources at once, and
-// stores what they make.
+// With 4 threads, thread 1 takes vectors 1, 5, 9 and 13 at once, from up to 4 sources at once. It
+// combines the sources and stores the results.
 #pragma once
 
 #include <cstdint>
@@ -32,7 +32,8 @@ struct Reduction {
   std::int32_t* nonfinite;
 };
 
-// The elements from `begin` on, one at a time: what vectors leave over, or do not reach.
+// Reduces the elements from `begin` on, one at a time: those that whole vectors leave over, or all
+// of them where vectors cannot be used.
 template <class Src, class Dst, class Op, class Side>
 SHARDCOMM_HOST_DEVICE inline void reduce_elements(const Reduction& reduction, std::int64_t begin,
                                                   std::int64_t thread, std::int64_t threads,
@@ -69,12 +70,13 @@ class Vectors {
         mean_(static_cast<Value>(reduction.mean)),
         scale_(static_cast<Value>(reduction.scale)) {}
   SHARDCOMM_HOST_DEVICE std::int64_t count() const { return count_; }
-  // The first element of a vector. Past the end, the last vector is read again, and not stored:
-  // loads without branches.
+  // The first element of a vector. Past the end it is that of the last vector, which is then read
+  // again and not stored, so that loads have no branches.
   SHARDCOMM_HOST_DEVICE std::int64_t at(std::int64_t vector) const {
     return smaller(vector, count_ - 1) * kElements;
   }
-  // What a vector of the destination held.
+  // What the destination's vector at element `at` held before: zeros unless the reduction
+  // accumulates.
   SHARDCOMM_HOST_DEVICE Written before(std::int64_t at) const {
     return reduction_.accumulate ? load_words<Dst, kElements>(dst_ + at) : Written{};
   }
@@ -111,7 +113,8 @@ class Vectors {
   Value scale_;
 };
 
-// Of `kSources` sources: a thread has `kVectors` vectors of each under way before it combines any.
+// Reduces exactly `kSources` sources. A thread has `kVectors` vectors of each source under way
+// before it combines any.
 template <int kVectors, int kSources, class Src, class Dst, class Op, class Side>
 SHARDCOMM_HOST_DEVICE inline void reduce_few(const Vectors<Src, Dst, Op>& all, std::int64_t thread,
                                              std::int64_t threads, Side& side) {
@@ -129,7 +132,7 @@ SHARDCOMM_HOST_DEVICE inline void reduce_few(const Vectors<Src, Dst, Op>& all, s
         from[v][s] = load_words<Src, All::kElements>(all.source(s) + at[v]);
       }
     }
-    // Backwards, see copy_accesses.
+    // Backwards, for the reason given in copy_accesses.
     for (int v = kVectors - 1; v >= 0; --v) {
       if (v > 0 && first + v * threads >= all.count()) continue;
       auto total = All::none();
@@ -139,7 +142,8 @@ SHARDCOMM_HOST_DEVICE inline void reduce_few(const Vectors<Src, Dst, Op>& all, s
   }
 }
 
-// Of any number of sources: of `kVectors` vectors, up to `kSources` sources are under way at once.
+// Reduces any number of sources. A thread has `kVectors` vectors of up to `kSources` sources under
+// way at once.
 template <int kVectors, int kSources, class Src, class Dst, class Op, class Side>
 SHARDCOMM_HOST_DEVICE inline void reduce_many(const Vectors<Src, Dst, Op>& all, int num_sources,
                                               std::int64_t thread, std::int64_t threads,
@@ -181,7 +185,7 @@ SHARDCOMM_HOST_DEVICE inline void reduce_as_thread(const Reduction& reduction, s
   constexpr int kElements = kVectorElements<Src, Dst>;
   constexpr int kWords = kElements * sizeof(Src) / sizeof(Word);  // of a vector: 1 or 2
   switch (reduction.num_sources) {
-    case 1:  // what NCCL has summed
+    case 1:  // a sum that NCCL has made
       reduce_few<4 / kWords, 1>(all, thread, threads, side);
       break;
     case 2:
@@ -194,7 +198,7 @@ SHARDCOMM_HOST_DEVICE inline void reduce_as_thread(const Reduction& reduction, s
   reduce_elements<Src, Dst, Op>(reduction, whole, thread, threads, side);
 }
 
-// As reduce_cpu; checks its arguments.
+// The reduction with reduce_cpu's arguments, which it checks as reduce_cpu does.
 Reduction reduction_of(void* dst, const Epilogue& epilogue, const void* const* sources,
                        int num_sources, DType dtype, RedOp op, int divisor, std::int64_t count);
 
@@ -213,7 +217,7 @@ void visit_reduction(DType dtype, DType dst_dtype, RedOp op, Visit visit) {
   });
 }
 
-// The CUDA kernel's code on the CPU, thread by thread.
+// Runs the CUDA kernel's code on the CPU, thread by thread.
 void walk_reduce(void* dst, const Epilogue& epilogue, const void* const* sources, int num_sources,
                  DType dtype, RedOp op, int divisor, std::int64_t count, std::int64_t threads);
 

@@ -1,4 +1,4 @@
-// The CUDA runtime, with errors as exceptions and resources that let go of themselves.
+// The CUDA runtime, with errors as exceptions and resources that release themselves.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -15,7 +15,7 @@ namespace shardcomm {
 // Throws CudaError, "<what>: <CUDA's description>", unless `result` is success.
 void check_cuda(cudaError_t result, const char* what);
 
-// `device` is current in this scope.
+// In this scope `device` is the current device.
 class DeviceScope {
  public:
   explicit DeviceScope(int device);
@@ -28,10 +28,10 @@ class DeviceScope {
   bool changed_ = false;
 };
 
-// The number of the capture that records what is put on `stream`; 0: it runs.
+// The number of the capture that records work on `stream`; 0: there is none, and work runs.
 unsigned long long capture_of(cudaStream_t stream) noexcept;
 
-// Memory of a device. Freeing it waits for all work of the device.
+// Memory of a device. To free it waits for all work of the device.
 class DeviceMemory {
  public:
   DeviceMemory(int device, std::size_t bytes);
@@ -51,11 +51,11 @@ struct DestroyEvent {
   void operator()(cudaEvent_t event) const { cudaEventDestroy(event); }
 };
 using OwnedEvent = std::unique_ptr<std::remove_pointer_t<cudaEvent_t>, DestroyEvent>;
-// Of the current device.
+// An event of the current device.
 OwnedEvent make_event(bool timed = false);
 
-// In this scope the thread may ask about events while another one captures a graph: otherwise that
-// would end the capture (cudaThreadExchangeStreamCaptureMode).
+// In this scope the thread may query events while another thread captures a graph; otherwise a
+// query would end the capture (cudaThreadExchangeStreamCaptureMode).
 class RelaxedCapture {
  public:
   RelaxedCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
@@ -67,8 +67,9 @@ class RelaxedCapture {
   cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
 };
 
-// Launches `kernel`; throws CudaError by what the launch itself says. (cudaGetLastError would also
-// give what an earlier call of this thread left, for instance cudaErrorNotReady of a query.)
+// Launches `kernel`; throws CudaError if the launch itself returns an error. (cudaGetLastError
+// could also return an error that an earlier call of this thread left, such as a query's
+// cudaErrorNotReady.)
 template <class... Parameters, class... Arguments>
 void launch_kernel(void (*kernel)(Parameters...), int blocks, int threads, void* stream,
                    Arguments&&... arguments) {
@@ -82,7 +83,7 @@ void launch_kernel(void (*kernel)(Parameters...), int blocks, int threads, void*
              "kernel launch");
 }
 
-// Multiprocessors of the current device.
+// How many multiprocessors the current device has.
 int processors();
 
 // How many blocks of a kernel the current device holds at once: more would only queue up.
@@ -92,7 +93,7 @@ int resident_blocks(void (*kernel)(Arguments...), int threads) {
   return resident_blocks(reinterpret_cast<const void*>(kernel), threads);
 }
 
-// The device that `pointer` belongs to; -1 for memory of the host.
+// The device to which `pointer` belongs; -1 for memory of the host.
 int device_of(const void* pointer);
 
 }  // namespace shardcomm

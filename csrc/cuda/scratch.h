@@ -1,4 +1,4 @@
-// Device memory for the time of an operation, in stream order.
+// Device memory that lasts as long as an operation, in stream order.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -7,9 +7,9 @@
 
 namespace shardcomm {
 
-// A private pool: it grows to what is in use at once and keeps that. Memory that one stream gave
-// back another gets only when the first is done with it, which the driver sees to; nothing waits on
-// the host, and it works in a graph capture.
+// A private pool. It grows to the most memory that is in use at once, and keeps that. If one stream
+// gives memory back, another stream gets it only when the first is done with it; the driver sees to
+// that. No host waits, and it works in a graph capture.
 class ScratchPool {
  public:
   explicit ScratchPool(int device);
@@ -23,7 +23,7 @@ class ScratchPool {
   cudaMemPool_t pool_ = nullptr;
 };
 
-// Valid for what is put on `stream` during its life.
+// Memory for work that is put on `stream` while this object lives.
 class Scratch {
  public:
   Scratch(const ScratchPool& pool, std::size_t bytes, cudaStream_t stream);

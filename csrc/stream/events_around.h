@@ -1,4 +1,4 @@
-// The two events that a queued collective needs, shared by all who need them.
+// The two events around a queued collective, which the caller and the communicator share.
 #pragma once
 
 #include <memory>
@@ -7,9 +7,10 @@
 
 namespace shardcomm {
 
-// In this scope this thread puts one collective on a device's stream, whose turn comes with
-// `before`. Who queues it wants an event of its end, and a communicator that watches over it wants
-// both: it takes `before`, and leaves its own event of the end in `after`.
+// In this scope this thread puts one collective on a device's stream. The collective's turn comes
+// when `before` has fired. The caller needs an event of its end, and a communicator that watches it
+// needs both events. So the communicator takes `before`, and leaves its own event of the end in
+// `after`.
 class EventsAround {
  public:
   explicit EventsAround(std::shared_ptr<Event> before);
@@ -17,7 +18,7 @@ class EventsAround {
   EventsAround(const EventsAround&) = delete;
   EventsAround& operator=(const EventsAround&) = delete;
 
-  // This thread's; null outside of any scope.
+  // This thread's innermost scope; null if it is in none.
   static EventsAround* current();
 
   const std::shared_ptr<Event> before;  // null: nobody has recorded one

@@ -9,14 +9,14 @@
 
 namespace shardcomm {
 
-// Everything that protocols between threads and ranks read and write goes through these names, so
-// that tests/cpp/model can put its own in their place and try every order.
+// Protocols between threads and ranks read and write everything through these names. So
+// tests/cpp/model can put its own types in their place, and try every order.
 template <class T>
 using Atomic = std::atomic<T>;
 using Mutex = std::mutex;
 using Clock = std::chrono::steady_clock;
 
-// Memory that is not atomic: something else must order those who read it after those who write it.
+// Memory that is not atomic: something else must order its readers after its writers.
 template <class T>
 class Plain {
  public:
@@ -27,10 +27,10 @@ class Plain {
   T value_;
 };
 
-// Returns when `word` is not `value`, after a wake, after `timeout`, or for no reason.
+// Sleeps while `word` is `value`. Returns also after a wake, after `timeout`, or without a reason.
 void sleep_while(const Atomic<std::uint32_t>& word, std::uint32_t value,
                  std::chrono::nanoseconds timeout);
-// Wakes all that sleep on it.
+// Wakes all threads that sleep on `word`.
 void wake_all(const Atomic<std::uint32_t>& word) noexcept;
 
 }  // namespace shardcomm

@@ -37,7 +37,8 @@ class HostEvent : public Event {
   double seconds_since(const Event& earlier) const override {
     const auto* begin = dynamic_cast<const HostEvent*>(&earlier);
     if (begin == nullptr) {
-      throw std::invalid_argument("an event of the host and one of a device do not compare");
+      throw std::invalid_argument(
+          "seconds_since: one event is of the host and the other of a device");
     }
     return std::chrono::duration<double>(fired_at() - begin->fired_at()).count();
   }
@@ -166,7 +167,9 @@ class Worker {
     std::exception_ptr failure;
     std::unique_lock<std::mutex> lock(mutex_);
     while (true) {
-      queue_changed_.wait(lock, [this] { return closing_ || !queue_.empty(); });
+      // Not `wait`, which would be the one symbol here that only GCC 12's libstdc++ has.
+      const auto has_changed = [this] { return closing_ || !queue_.empty(); };
+      while (!queue_changed_.wait_for(lock, std::chrono::hours(1), has_changed)) continue;
       if (queue_.empty()) return;
       Entry entry = std::move(queue_.front());
       queue_.pop_front();

@@ -101,7 +101,8 @@ class CudaEvent final : public Event {
   double seconds_since(const Event& earlier) const override {
     const auto* begin = dynamic_cast<const CudaEvent*>(&earlier);
     if (begin == nullptr)
-      throw std::invalid_argument("an event of the host and one of a device do not compare");
+      throw std::invalid_argument(
+          "seconds_since: one event is of the host and the other of a device");
     float milliseconds = 0;
     check_cuda(cudaEventElapsedTime(&milliseconds, begin->get(), get()), "cudaEventElapsedTime");
     return static_cast<double>(milliseconds) * 1e-3;

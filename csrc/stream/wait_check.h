@@ -1,4 +1,4 @@
-// How a long wait of a thread lets its caller in, for instance for Ctrl-C.
+// A check that long waits of a thread call now and then, for instance to notice Ctrl-C.
 #pragma once
 
 #include <chrono>
@@ -6,7 +6,8 @@
 
 namespace shardcomm {
 
-// While alive, long waits of this thread call `check` now and then; what it throws ends the wait.
+// While alive, long waits of this thread call `check` now and then. An exception of `check` ends
+// the wait.
 class WaitCheck {
  public:
   explicit WaitCheck(std::function<void()> check);
@@ -18,13 +19,13 @@ class WaitCheck {
   std::function<void()> before_;
 };
 
-// A base of what a check throws when somebody at this process, and no error, ends the wait: Ctrl-C.
+// A base class for the exception of a check if a person, and no error, ends the wait, as by Ctrl-C.
 class Interruption {
  protected:
   ~Interruption() = default;
 };
 
-// For those who wait: to be called between two slices of a wait.
+// Runs the check. Functions that wait call it between two slices of their wait.
 void check_wait();
 constexpr std::chrono::milliseconds kWaitSlice{50};
 

@@ -1,9 +1,9 @@
 // Which thread of this process waits for which other one, and which threads work for others.
 //
-// A stream's thread works for whoever enqueued an operation there; a thread that waits for an event
-// of a stream waits for that stream's thread, and calls nothing meanwhile. Two questions are
-// answered from that: whether a wait can end at all (`WaitsFor::is_endless`), and whether a rank
-// that waits in one collective may still come to another (`is_stuck`).
+// A stream's thread works for the thread that enqueued an operation there. A thread that waits for
+// an event of a stream waits for that stream's thread, and calls nothing meanwhile. This answers
+// two questions: whether a wait can end at all (`WaitsFor::is_endless`), and whether a rank that
+// waits in one collective may still come to another (`is_stuck`).
 #pragma once
 
 #include <cstdint>
@@ -14,13 +14,13 @@
 
 namespace shardcomm {
 
-// Names a thread for good, where a std::thread::id may be given to another one. 0: none.
+// Names a thread for good, while a std::thread::id may later be given to another thread. 0: none.
 using ThreadId = std::uint64_t;
 ThreadId new_thread_id();
-// From now on, the name of this thread.
+// Makes `id` the name of this thread from now on.
 void take_thread_id(ThreadId id);
 
-// While alive, this thread waits for what `other` does, until `done` is not 0. Takes no memory:
+// While alive, this thread waits for `other`, until `done` is not 0. It allocates no memory, since
 // destructors wait, too.
 class WaitsFor {
  public:
@@ -29,8 +29,8 @@ class WaitsFor {
   WaitsFor(const WaitsFor&) = delete;
   WaitsFor& operator=(const WaitsFor&) = delete;
 
-  // Whether this wait closes a ring: `other` is this thread, or waits for it, maybe by way of
-  // others. Of the threads in a ring, the last to begin its wait, at least, sees it.
+  // Whether this wait closes a ring: `other` is this thread or waits for it, perhaps by way of
+  // other threads. At least the thread in a ring that was the last to begin its wait sees the ring.
   bool is_endless() const;
 
  private:
@@ -41,7 +41,7 @@ class WaitsFor {
   WaitsFor* next_;
 };
 
-// While alive, this thread works for `caller`, who gave it what it does.
+// While alive, this thread works for `caller`, which gave it its present operation.
 class OnBehalfOf {
  public:
   explicit OnBehalfOf(ThreadId caller);
@@ -53,11 +53,11 @@ class OnBehalfOf {
   ThreadId before_;
 };
 
-// The thread that this one works for; itself, if for nobody.
+// The thread for which this thread works; this thread itself if it works for no other.
 ThreadId caller();
 
-// While alive, thread `id` does what others give it; `has_work` tells whether any of that is not
-// done.
+// While alive, thread `id` does operations that others give it. `has_work` tells whether any of
+// these is not done.
 class WorksForOthers {
  public:
   using HasWork = std::function<bool()>;
@@ -75,9 +75,9 @@ class WorksForOthers {
   std::list<Entry>::iterator entry_;
 };
 
-// Whether `user` can do nothing before this thread has ended what it does now, nor anything that
-// was given to a stream: `user`, and every stream's thread that has work, is this thread or waits
-// for it, maybe by way of others.
+// Whether neither `user` nor any stream's operation can go on before this thread has ended its
+// present operation: `user`, and every stream's thread that has work, is this thread or waits for
+// it, perhaps by way of other threads.
 bool is_stuck(ThreadId user);
 
 }  // namespace shardcomm

@@ -18,13 +18,13 @@
 namespace shardcomm {
 
 // What communication memory is for. A gather buffer receives every rank's shard; a reduce buffer
-// holds this rank's contribution for every rank. On shared memory the first is one window that all
-// ranks map (so an all-gather into it moves each byte once), the second one region per rank that
-// the others can read.
+// holds this rank's contribution for every rank. On shared memory a gather buffer is one window
+// that all ranks map, so that an all-gather into it moves each byte once. A reduce buffer is one
+// region for each rank, which the other ranks can read.
 enum class Use : std::uint8_t { gather, reduce };
 
-// Communication memory. Valid until the last owner lets go of it, also after the communicator
-// failed or closed.
+// Communication memory. It is valid until its last owner releases it, also after the communicator
+// has failed or was closed.
 class Memory {
  public:
   virtual ~Memory() = default;
@@ -33,8 +33,9 @@ class Memory {
   virtual int device() const { return -1; }  // the CUDA device it is on; -1: the host
 };
 
-// How the last collective of a kind went. `requested` is the fastest path the transport knows,
-// `taken` the one it took; when they differ `reason` is the sentence why.
+// Which path the last collective of a kind took. `requested` is the fastest path that the transport
+// knows, and `taken` the path that the collective took. If they differ, `reason` is a sentence that
+// says why.
 struct Receipt {
   std::string operation;
   std::uint64_t sequence = 0;
@@ -43,23 +44,23 @@ struct Receipt {
   std::string reason;
 };
 
-// What a rank is in: a collective that it has called and that has not ended well, or none.
+// A collective that a rank has called and that has not ended well, or none.
 struct Pending {
   int rank = 0;
-  std::int32_t pid = 0;             // 0: a thread of this process, or not known yet
-  std::string channel;              // "gather" or "reduce"; empty: it is in no collective
+  std::int32_t pid = 0;             // 0: the rank is a thread of this process, or not known yet
+  std::string channel;              // "gather" or "reduce"; empty: the rank is in no collective
   std::string call;                 // "all_gather(f32, count 4)"
-  std::uint64_t sequence = 0;       // among the calls of its channel, from 1
-  std::optional<double> waiting_s;  // nothing: it does not wait, or its group has failed
-  std::vector<int> waits_for;       // ranks that have not come, or had not when the group failed
+  std::uint64_t sequence = 0;       // the call's number in its channel, from 1 on
+  std::optional<double> waiting_s;  // nothing: the rank does not wait, or its group has failed
+  std::vector<int> waits_for;  // ranks that have not come, or had not come when the group failed
 };
 
-// All collectives are called by every rank in the same order, and throw CommError on every
-// surviving rank when one rank died, called something else, or did not come in time. On a CPU they
-// block until this rank's part is complete, and take no notice of `stream`; on a device they put it
-// on `stream` and return. Gathers (all_gather, broadcast, barrier, allocate(gather)) and reduces
-// (reduce_scatter, all_reduce, allocate(reduce)) are two independent channels: one of each may run
-// at once, from two threads.
+// Every rank calls the same collectives in the same order. If a rank dies, calls something else, or
+// does not come in time, the collective throws CommError on every surviving rank. On a CPU a
+// collective blocks until this rank's part is complete, and ignores `stream`; on a device it puts
+// the work on `stream` and returns. Gathers (all_gather, broadcast, barrier, allocate(gather)) and
+// reduces (reduce_scatter, all_reduce, allocate(reduce)) are two independent channels: one of each
+// may run at once, from two threads.
 class Communicator {
  public:
   virtual ~Communicator() = default;
@@ -68,32 +69,48 @@ class Communicator {
   virtual int size() const = 0;
   virtual std::string transport() const = 0;  // "shm", "local", ...
 
-  // Collective. Zero-filled, at least 128-byte aligned. Throws CommError, on all ranks, when
-  // there is not so much memory.
+  // Collective. The memory is zero-filled, and aligned to at least 128 bytes. Throws CommError, on
+  // all ranks, if there is not enough memory.
   virtual std::shared_ptr<Memory> allocate(std::size_t bytes, Use use) = 0;
 
   // recv[parts.begin(r) + i] = convert(send of rank r [i]), for parts.count(r) elements of each
-  // rank r. In place when `send` is recv + parts.begin(rank) and the dtypes agree. Ranks that pass
-  // different tags called different collectives: what tells two gathers of the same size apart.
-  virtual void all_gather(const void* send, DType send_dtype, void* recv, DType recv_dtype,
-                          const Parts& parts, std::int64_t tag = 0,
-                          NativeStream stream = nullptr) = 0;
+  // rank r. It is in place if `send` is recv + parts.begin(rank) and the dtypes agree. A tag tells
+  // two gathers of the same size apart: ranks that pass different tags have called different
+  // collectives. Throws std::invalid_argument for arguments that do not fit each other.
+  void all_gather(const void* send, DType send_dtype, void* recv, DType recv_dtype,
+                  const Parts& parts, std::int64_t tag = 0, NativeStream stream = nullptr);
 
   // recv[i] = epilogue(send of rank 0 [parts.begin(rank) + i] op send of rank 1 [the same] op ...).
-  virtual void reduce_scatter(const void* send, DType dtype, void* recv, const Epilogue& epilogue,
-                              const Parts& parts, RedOp op, std::int64_t tag = 0,
-                              NativeStream stream = nullptr) = 0;
+  void reduce_scatter(const void* send, DType dtype, void* recv, const Epilogue& epilogue,
+                      const Parts& parts, RedOp op, std::int64_t tag = 0,
+                      NativeStream stream = nullptr);
 
-  // In place; bitwise the same on every rank.
-  virtual void all_reduce(void* buffer, DType dtype, std::int64_t count, RedOp op,
-                          std::int64_t tag = 0, NativeStream stream = nullptr) = 0;
-  virtual void broadcast(void* buffer, std::size_t bytes, int root,
-                         NativeStream stream = nullptr) = 0;
+  // In place; the result is the same on every rank, bit for bit.
+  void all_reduce(void* buffer, DType dtype, std::int64_t count, RedOp op, std::int64_t tag = 0,
+                  NativeStream stream = nullptr);
+  void broadcast(void* buffer, std::size_t bytes, int root, NativeStream stream = nullptr);
   // `tag` as in all_gather.
-  virtual void barrier(std::int64_t tag = 0, NativeStream stream = nullptr) = 0;
+  void barrier(std::int64_t tag = 0, NativeStream stream = nullptr);
 
-  // What sentences about calls with this tag say instead of the number, such as "unit 'blocks.3'".
-  // The same on every rank, once for each tag, from 2^32 on.
+  // The same collectives, bound to their arguments, which are checked here and never again. Call
+  // the result with a stream, or enqueue it on a Stream, as often as you like. It keeps `comm`
+  // alive, and not the buffers, which must outlive the last call.
+  static Stream::Operation bind_all_gather(std::shared_ptr<Communicator> comm, const void* send,
+                                           DType send_dtype, void* recv, DType recv_dtype,
+                                           const Parts& parts, std::int64_t tag = 0);
+  static Stream::Operation bind_reduce_scatter(std::shared_ptr<Communicator> comm, const void* send,
+                                               DType dtype, void* recv, const Epilogue& epilogue,
+                                               const Parts& parts, RedOp op, std::int64_t tag = 0);
+  static Stream::Operation bind_all_reduce(std::shared_ptr<Communicator> comm, void* buffer,
+                                           DType dtype, std::int64_t count, RedOp op,
+                                           std::int64_t tag = 0);
+  static Stream::Operation bind_broadcast(std::shared_ptr<Communicator> comm, void* buffer,
+                                          std::size_t bytes, int root);
+  static Stream::Operation bind_barrier(std::shared_ptr<Communicator> comm, std::int64_t tag = 0);
+
+  // Gives a tag a name, such as "unit 'blocks.3'", which sentences about calls then say instead of
+  // the number. Call it once for each tag, with the same name on every rank; such tags begin at
+  // 2^32.
   virtual void name_tag(std::int64_t tag, const std::string& name) = 0;
 
   // Makes every rank's present and later collectives throw CommError with this reason. Any thread
@@ -102,42 +119,56 @@ class Communicator {
   // Leaves the group. Ranks that wait for this one, or will, get CommError. Idempotent.
   virtual void close() noexcept = 0;
 
-  // Throws CommError if it has failed or was closed: on a device, work that was aborted ends too,
-  // and only this tells it from work that was done.
-  virtual void check() const {}
+  // Throws CommError if the communicator has failed or was closed. On a device, work that was
+  // aborted ends, too, and only this call tells it from work that was done.
+  virtual void check() const = 0;
 
   virtual std::vector<Receipt> receipts() const = 0;  // the latest of each operation
-  // What each rank is in, in the order of ranks: `shm` and `local` tell all ranks', a transport
-  // that cannot see the others tells this one's. Any thread may ask, also while this rank is in a
-  // collective and after a failure; nobody is stopped by it.
+  // The collectives that ranks are in, in the order of ranks. `shm` and `local` know of all ranks;
+  // a transport that cannot see the other ranks knows of this one. Any thread may ask, also while
+  // this rank is in a collective, and after a failure. No rank is stopped by it.
   virtual std::vector<Pending> pending() const = 0;
+
+ protected:
+  // The collectives, whose arguments have been checked.
+  virtual void run_all_gather(const void* send, DType send_dtype, void* recv, DType recv_dtype,
+                              const Parts& parts, std::int64_t tag, NativeStream stream) = 0;
+  virtual void run_reduce_scatter(const void* send, DType dtype, void* recv,
+                                  const Epilogue& epilogue, const Parts& parts, RedOp op,
+                                  std::int64_t tag, NativeStream stream) = 0;
+  virtual void run_all_reduce(void* buffer, DType dtype, std::int64_t count, RedOp op,
+                              std::int64_t tag, NativeStream stream) = 0;
+  virtual void run_broadcast(void* buffer, std::size_t bytes, int root, NativeStream stream) = 0;
+  virtual void run_barrier(std::int64_t tag, NativeStream stream) = 0;
 };
 
 struct CommOptions {
-  double deadline_s = 300.0;  // longest wait for another rank inside one collective
+  double deadline_s = 300.0;  // longest wait for another rank inside one collective, in seconds
 };
 
-// `size` communicators of one process, for one thread each; on one CUDA device, or on the CPU (-1).
-// Throws CudaError if there is no such device.
+// Makes `size` communicators for as many threads of this process, on one CUDA device, or on the CPU
+// (-1). Throws CudaError if there is no such device.
 std::vector<std::shared_ptr<Communicator>> make_local_group(int size,
                                                             const CommOptions& options = {},
                                                             int device = -1);
 
-// Names a process for good: its number may be given to another, but not with the same start.
+// Names a process for good: another process may get its number, but not with the same start.
 struct ProcessId {
   std::int32_t pid = 0;
-  std::uint64_t start = 0;  // in clock ticks since the machine's; field 22 of /proc/PID/stat
+  std::uint64_t start = 0;  // in clock ticks since the machine's start: field 22 of /proc/PID/stat
 
   static ProcessId own();
 };
 
-// Processes of one host. Any process, rank 0 or a launcher, creates a session and sends `address()`
-// to the ranks by any means; it lives until all ranks have attached. Nothing gets a name in the
-// file system: memory is anonymous, and found through the process that made it.
+// The start of a group of processes of one host. Any process, rank 0 or a launcher, creates a
+// session and sends `address()` to the ranks by any means. The session must live until all ranks
+// have attached. Nothing gets a name in the file system: memory is anonymous, and ranks find it
+// through the process that made it.
 class ShmSession {
  public:
-  // `processes`: the ranks', if they are known, one for each. The death of one that has not
-  // attached yet is then noticed at once by those that have; else by their deadline.
+  // `processes`: the process of each rank, if they are known. If one dies before it has attached,
+  // the ranks that have attached then notice that at once; otherwise they notice it at their
+  // deadline.
   explicit ShmSession(int size, const std::vector<ProcessId>& processes = {});
   ~ShmSession();
   std::string address() const;
@@ -147,16 +178,16 @@ class ShmSession {
   std::unique_ptr<State> state_;
 };
 
-// A rank's place in a session: its memory is mapped, and the others have not heard of this rank
-// yet.
+// A rank's place in a session. Its memory is mapped, and the other ranks have not heard of this
+// rank yet.
 class ShmMember {
  public:
   // Throws CommError if this process cannot reach the session's memory.
   ShmMember(const std::string& address, int rank, int size);
   ShmMember(ShmMember&&) noexcept;
   ~ShmMember();
-  // Collective: returns when all ranks have attached. Throws CommError, on all ranks, if one died,
-  // did not come in time, or cannot tell when another one's process ends.
+  // Collective: returns when all ranks have attached. Throws CommError, on all ranks, if a rank
+  // died, did not come in time, or cannot tell when another rank's process ends.
   std::shared_ptr<Communicator> attach(const CommOptions& options = {});
 
  private:
@@ -164,7 +195,7 @@ class ShmMember {
   std::unique_ptr<State> state_;
 };
 
-// Both in one. Collective.
+// Makes a ShmMember and attaches it. Collective.
 std::shared_ptr<Communicator> make_shm(const std::string& address, int rank, int size,
                                        const CommOptions& options = {});
 

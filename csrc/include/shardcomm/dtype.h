@@ -1,4 +1,4 @@
-// Element types the core knows by name; anything else travels as raw bytes (u8).
+// The element types that the core knows by name. Others travel as raw bytes (u8).
 #pragma once
 
 #include <cstddef>
@@ -25,7 +25,8 @@ constexpr std::size_t itemsize(DType dtype) {
   return 0;
 }
 
-// Whether elements convert among each other and can be scaled.
+// Whether elements of this type can be scaled, and convert to the other types for which this is
+// true.
 constexpr bool is_convertible(DType dtype) {
   return dtype == DType::f16 || dtype == DType::bf16 || dtype == DType::f32;
 }

@@ -1,5 +1,5 @@
-// One exception per kind of trouble. Callers' mistakes are std::invalid_argument (Python:
-// ValueError); trouble between ranks is CommError, trouble with the device CudaError.
+// There is one exception for each kind of trouble. A caller's mistake is std::invalid_argument (in
+// Python ValueError), trouble between ranks is CommError, and trouble with the device is CudaError.
 #pragma once
 
 #include <cstdint>
@@ -9,22 +9,22 @@
 
 namespace shardcomm {
 
-// What a CommError says, for programs; people read its text.
+// What a CommError says to programs; people read its text.
 struct CommFault {
-  static constexpr int kNobody = -1;  // it is no single rank's, or not known whose
+  static constexpr int kNobody = -1;  // it is no single rank's fault, or that is not known
 
-  // "died", "late", "mismatch" (ranks called different things, or wait for each other), "closed",
-  // "aborted", or "backend": the transport, the system or the set-up refused.
+  // "died", "late", "mismatch" (ranks called different collectives, or wait for each other),
+  // "closed", "aborted", or "backend": the transport, the system or the set-up refused.
   const char* kind = "backend";
-  int rank = kNobody;          // whose fault it is
+  int rank = kNobody;          // the rank whose fault it is
   std::string operation;       // the collective that this rank was in, "all_gather"; empty: in none
-  std::uint64_t sequence = 0;  // of that collective, from 1 on
+  std::uint64_t sequence = 0;  // the number of that collective, from 1 on
   int reporter = kNobody;      // the rank that noticed
 };
 
 // A rank died, called something else, or came too late. The message names the rank, the operation
-// and its sequence number, what was expected and what came. The communicator is closed for use
-// afterwards.
+// and its sequence number, what was expected and what came. Afterwards the communicator only
+// throws.
 class CommError : public std::runtime_error {
  public:
   explicit CommError(const std::string& text, CommFault fault = {})
@@ -36,7 +36,7 @@ class CommError : public std::runtime_error {
   CommFault fault_;
 };
 
-// CUDA refused, or this build or this machine has none.
+// CUDA refused, or this build or this machine has no CUDA.
 class CudaError : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;

@@ -15,10 +15,10 @@ namespace shardcomm {
 
 // The ranks' parts, which lie one after another:
 //
-//   Parts(3)          0 1 2 | 3 4 5 | 6 7 8      as many for each rank
+//   Parts(3)          0 1 2 | 3 4 5 | 6 7 8      the same count for each rank
 //   Parts({1, 0, 4})  0 || 1 2 3 4               a count for each rank
 //
-// Counts that are all the same are equal parts.
+// If all counts are the same, the parts are equal.
 class Parts {
  public:
   Parts(std::int64_t count = 0) : count_(count) {}  // NOLINT: a count alone means equal parts
@@ -45,13 +45,14 @@ class Parts {
   std::int64_t begin(int rank) const {
     return equal() ? rank * count_ : (*ends_)[static_cast<std::size_t>(rank)];
   }
-  // Of all `size` ranks.
+  // The elements of all `size` ranks.
   std::int64_t total(int size) const { return begin(size); }
 
- private:
+  // Of all ranks together, so that no number of their bytes overflows.
   static constexpr std::int64_t kMost = std::int64_t{1} << 60;
 
-  std::int64_t count_ = 0;                                 // the longest
+ private:
+  std::int64_t count_ = 0;                                 // of the longest part
   std::size_t ranks_ = 0;                                  // 0: any number of equal parts
   std::shared_ptr<const std::vector<std::int64_t>> ends_;  // a 0 and each part's end; null: equal
 };

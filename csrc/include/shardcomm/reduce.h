@@ -24,16 +24,16 @@ constexpr const char* name(RedOp op) {
   return "?";
 }
 
-// What happens to a reduced element before it is stored: dst = convert(scale * reduced), plus what
-// dst held when `accumulate`. Lets a shard gradient be cast, scaled, accumulated and looked at
-// without another pass over memory.
+// What happens to a reduced element before it is stored: dst = convert(scale * reduced), or with
+// `accumulate` dst = convert(dst + scale * reduced). So a shard's gradient is cast, scaled,
+// accumulated and checked for NaN without another pass over memory.
 struct Epilogue {
-  DType dtype = DType::f32;  // of dst; f16, bf16 and f32 convert among each other, other types stay
-                             // themselves
+  // The dtype of dst. f16, bf16 and f32 convert among each other; other types do not convert.
+  DType dtype = DType::f32;
   float scale = 1.0f;
   bool accumulate = false;
-  // A flag on dst's device; null: nobody asks. Set to 1 if an element that was stored is NaN or Inf
-  // (also when it overflowed as it was rounded to `dtype`), otherwise left as it is.
+  // A flag on dst's device, which is set to 1 if an element that was stored is NaN or Inf (also if
+  // it overflowed when it was rounded to `dtype`), and otherwise left as it is. Null: nobody asks.
   std::int32_t* nonfinite = nullptr;
 };
 
@@ -41,13 +41,14 @@ struct Epilogue {
 void check_epilogue(const Epilogue& epilogue, DType dtype);
 
 // dst[i] = epilogue(sources[0][i] op sources[1][i] op ... op sources[num_sources - 1][i]), summed
-// left to right. f16, bf16 and f32 accumulate in f32, f64 in f64, integers in themselves, wrapping.
-// avg divides the sum by `divisor`, the number of ranks: more than num_sources where the sources
-// are partial sums themselves. Floats are multiplied by 1 / divisor, integers divided and
-// truncated; other operations ignore it. max and min of NaN and anything are NaN. `dst` may be one
-// of the sources if its dtype is theirs; any other overlap is an error the function cannot see.
-// Throws std::invalid_argument for num_sources < 1, a negative count, an avg with divisor < 1, an
-// epilogue dtype that `dtype` does not convert to, and a scale other than 1 on integers.
+// left to right. f16, bf16 and f32 accumulate in f32, f64 in f64, and integers in their own type,
+// where overflow wraps. avg divides the sum by `divisor`, the number of ranks; that is more than
+// num_sources if the sources are partial sums themselves. Floats are multiplied by 1 / divisor,
+// and integers are divided and truncated. Other operations ignore `divisor`. max and min of NaN and
+// anything are NaN. `dst` may be one of the sources if it has their dtype; any other overlap is an
+// error that the function cannot see. Throws std::invalid_argument for num_sources < 1, a negative
+// count, an avg with divisor < 1, an epilogue dtype to which `dtype` does not convert, and a scale
+// other than 1 for integers.
 void reduce_cpu(void* dst, const Epilogue& epilogue, const void* const* sources, int num_sources,
                 DType dtype, RedOp op, int divisor, std::int64_t count);
 

@@ -25,8 +25,8 @@
 
 namespace shardcomm {
 
-// Rows are cut at multiples of this many elements, so that every piece of an aligned row is aligned
-// too.
+// Rows are cut at multiples of this many elements, so that every piece of an aligned row is
+// aligned, too.
 constexpr std::int64_t kCutElements = 128;
 
 SHARDCOMM_HOST_DEVICE constexpr std::int64_t smaller(std::int64_t a, std::int64_t b) {
@@ -37,8 +37,8 @@ SHARDCOMM_HOST_DEVICE constexpr std::int64_t divide_up(std::int64_t a, std::int6
   return a / b + (a % b != 0);
 }
 
-// A segment whose rows follow one another without gaps on both sides is one long row. Zeros come
-// from nowhere: their source never has gaps.
+// A segment whose rows follow one another without gaps, on both sides, becomes one long row. A
+// source of zeros never has gaps.
 SHARDCOMM_HOST_DEVICE constexpr Segment collapse(Segment segment) {
   if (segment.src == Segment::kZeros) {
     segment.src_offset = 0;
@@ -52,8 +52,8 @@ SHARDCOMM_HOST_DEVICE constexpr Segment collapse(Segment segment) {
   return segment;
 }
 
-// How a (collapsed) segment is cut: into tiles of `rows` x `cols`, those at the end of a direction
-// possibly smaller.
+// How a (collapsed) segment is cut: into tiles of `rows` x `cols`. The last tiles in each direction
+// may be smaller.
 struct TileGrid {
   std::int64_t rows = 0;
   std::int64_t cols = 0;
@@ -102,8 +102,8 @@ SHARDCOMM_HOST_DEVICE constexpr std::int64_t dst_index(const Tile& tile, std::in
   return tile.dst_offset + row * tile.dst_pitch + col;
 }
 
-// A run of elements seen as `head` single ones up to the first vector boundary, a `body` of whole
-// aligned vectors, and a `tail` of single ones. All in elements.
+// A run of elements, seen as a `head` of single elements up to the first vector boundary, a `body`
+// of whole aligned vectors, and a `tail` of single elements. All three count elements.
 struct VectorSpan {
   std::int64_t head = 0;
   std::int64_t body = 0;

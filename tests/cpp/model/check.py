@@ -12,7 +12,7 @@ def configure(folder: Path, sources: Path | None = None) -> None:
     """Prepares `folder` for a model of csrc, or of other `sources`."""
     command = ["cmake", "-S", str(REPOSITORY), "-B", str(folder), "-G", "Ninja"]
     command += ["-DCMAKE_BUILD_TYPE=RelWithDebInfo", "-DSHARDCOMM_CUDA=off"]
-    command += ["-DSHARDCOMM_PYTHON=OFF", "-DSHARDCOMM_TESTS=ON"]
+    command += ["-DSHARDCOMM_TESTS=ON"]
     if sources is not None:
         command.append(f"-DSHARDCOMM_MODEL_OF={sources}")
     _do(command)

@@ -1,0 +1,92 @@
+// What all transports do first: they check what a collective is called with.
+#include "shardcomm/communicator.h"
+
+#include <stdexcept>
+#include <utility>
+
+#include "comm/buffer.h"
+
+namespace shardcomm {
+namespace {
+
+void check_broadcast(const void* buffer, std::size_t bytes, int root, int size) {
+  if (bytes > static_cast<std::size_t>(Parts::kMost)) {
+    throw std::invalid_argument("broadcast: bytes is " + std::to_string(bytes) +
+                                "; it must be at most 2^60");
+  }
+  check_buffer("broadcast", "buffer", buffer, static_cast<std::int64_t>(bytes));
+  if (root >= 0 && root < size) return;
+  throw std::invalid_argument("broadcast: root is " + std::to_string(root) +
+                              "; it must be a rank, 0 to " + std::to_string(size - 1));
+}
+
+}  // namespace
+
+void Communicator::all_gather(const void* send, DType send_dtype, void* recv, DType recv_dtype,
+                              const Parts& parts, std::int64_t tag, NativeStream stream) {
+  check_all_gather(send, send_dtype, recv, recv_dtype, parts, rank(), size());
+  run_all_gather(send, send_dtype, recv, recv_dtype, parts, tag, stream);
+}
+
+Stream::Operation Communicator::bind_all_gather(std::shared_ptr<Communicator> comm,
+                                                const void* send, DType send_dtype, void* recv,
+                                                DType recv_dtype, const Parts& parts,
+                                                std::int64_t tag) {
+  check_all_gather(send, send_dtype, recv, recv_dtype, parts, comm->rank(), comm->size());
+  return [=, comm = std::move(comm)](NativeStream stream) {
+    comm->run_all_gather(send, send_dtype, recv, recv_dtype, parts, tag, stream);
+  };
+}
+
+void Communicator::reduce_scatter(const void* send, DType dtype, void* recv,
+                                  const Epilogue& epilogue, const Parts& parts, RedOp op,
+                                  std::int64_t tag, NativeStream stream) {
+  check_reduce_scatter(send, dtype, recv, epilogue, parts, rank(), size());
+  run_reduce_scatter(send, dtype, recv, epilogue, parts, op, tag, stream);
+}
+
+Stream::Operation Communicator::bind_reduce_scatter(std::shared_ptr<Communicator> comm,
+                                                    const void* send, DType dtype, void* recv,
+                                                    const Epilogue& epilogue, const Parts& parts,
+                                                    RedOp op, std::int64_t tag) {
+  check_reduce_scatter(send, dtype, recv, epilogue, parts, comm->rank(), comm->size());
+  return [=, comm = std::move(comm)](NativeStream stream) {
+    comm->run_reduce_scatter(send, dtype, recv, epilogue, parts, op, tag, stream);
+  };
+}
+
+void Communicator::all_reduce(void* buffer, DType dtype, std::int64_t count, RedOp op,
+                              std::int64_t tag, NativeStream stream) {
+  check_buffer("all_reduce", "buffer", buffer, count);
+  run_all_reduce(buffer, dtype, count, op, tag, stream);
+}
+
+Stream::Operation Communicator::bind_all_reduce(std::shared_ptr<Communicator> comm, void* buffer,
+                                                DType dtype, std::int64_t count, RedOp op,
+                                                std::int64_t tag) {
+  check_buffer("all_reduce", "buffer", buffer, count);
+  return [=, comm = std::move(comm)](NativeStream stream) {
+    comm->run_all_reduce(buffer, dtype, count, op, tag, stream);
+  };
+}
+
+void Communicator::broadcast(void* buffer, std::size_t bytes, int root, NativeStream stream) {
+  check_broadcast(buffer, bytes, root, size());
+  run_broadcast(buffer, bytes, root, stream);
+}
+
+Stream::Operation Communicator::bind_broadcast(std::shared_ptr<Communicator> comm, void* buffer,
+                                               std::size_t bytes, int root) {
+  check_broadcast(buffer, bytes, root, comm->size());
+  return [=, comm = std::move(comm)](NativeStream stream) {
+    comm->run_broadcast(buffer, bytes, root, stream);
+  };
+}
+
+void Communicator::barrier(std::int64_t tag, NativeStream stream) { run_barrier(tag, stream); }
+
+Stream::Operation Communicator::bind_barrier(std::shared_ptr<Communicator> comm, std::int64_t tag) {
+  return [=, comm = std::move(comm)](NativeStream stream) { comm->run_barrier(tag, stream); };
+}
+
+}  // namespace shardcomm

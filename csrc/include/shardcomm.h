@@ -1,0 +1,437 @@
+// The C interface of shardcomm, for programs in C and for every language that can call C.
+//
+//   shc_unique_id id;                                       // rank 0 makes it, and sends its bytes
+//   shc_get_unique_id(SHC_SHM, size, &id);                  // to the other ranks by any means
+//
+//   shc_comm* comm;                                         // every rank
+//   shc_comm_init_rank(&comm, size, &id, rank, NULL);
+//   shc_all_gather(comm, shard, SHC_F32, full, SHC_F32, count, NULL, NULL);
+//   shc_comm_destroy(comm);
+//
+// Every function that can fail returns a shc_status. No exception leaves this library, and it never
+// ends the process. What went wrong stands in shc_last_error, for the thread that called. Any
+// thread may call any function, but no signal handler may. A thread that is cancelled
+// (pthread_cancel) in a call ends after it. A forked child cannot use its parent's communicators
+// and streams.
+//
+// Handles are opaque. A function that makes one writes it to its last argument, or to its first as
+// NCCL's functions do, and the matching `destroy` function takes it; destroying NULL does nothing.
+// A handle that is destroyed must be in no other thread's call, and must not be used again. NULL
+// and a handle of another kind are refused. Handles keep what they are made of: a collective keeps
+// its communicator, and a copy its plan. Buffers belong to the caller, and must be valid until the
+// work that uses them has ended.
+//
+// Structs that may grow begin with their size and the version of the header, which the `INIT`
+// macros fill in. Later versions of this library add fields at their ends, where zero means what an
+// older program meant. So a program runs with any later library of the same major version.
+//
+// The collectives are those of `shardcomm.Communicator` in Python: every rank calls the same ones
+// in the same order, and if a rank dies, calls something else or does not come in time, every
+// surviving rank gets SHC_COMM_ERROR. Gathers (all_gather, broadcast, barrier, and memory for
+// SHC_GATHER) and reduces (reduce_scatter, all_reduce, and memory for SHC_REDUCE) are two channels:
+// one of each may run at once, from two threads or on two streams.
+#ifndef SHARDCOMM_H_
+#define SHARDCOMM_H_
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define SHC_API __attribute__((visibility("default")))
+
+// In C++ any int is a value of these enumerations, so that this library can refuse a wrong one.
+#ifdef __cplusplus
+#define SHC_ENUM_BASE : int
+#else
+#define SHC_ENUM_BASE
+#endif
+
+// 10000 * major + 100 * minor + patch.
+#define SHC_VERSION 100
+
+// The version of the library that is loaded, counted as SHC_VERSION is.
+SHC_API int shc_version(void);
+
+// ---- Status and errors ----
+
+typedef enum shc_status SHC_ENUM_BASE {
+  SHC_OK = 0,
+  SHC_NOT_READY = 1,         // an event has not fired; this is no error
+  SHC_INVALID_ARGUMENT = 2,  // a caller's mistake; nothing was done
+  SHC_COMM_ERROR = 3,        // trouble between ranks; the communicator only fails from now on
+  SHC_CUDA_ERROR = 4,        // trouble with the device, or there is none
+  SHC_OUT_OF_MEMORY = 5,
+  SHC_INTERNAL_ERROR = 6  // anything else: a mistake of this library
+} shc_status;
+
+// A status as people say it: "invalid argument". Never NULL.
+SHC_API const char* shc_status_name(shc_status status);
+
+// The last error of the calling thread. The strings are valid until this thread's next error.
+typedef struct shc_error {
+  size_t size;
+  int version;
+  shc_status status;  // SHC_OK: this thread has had no error
+  const char* text;   // a sentence that names the function and the argument, or the rank; or ""
+  // The rest is for SHC_COMM_ERROR.
+  const char* kind;       // "died", "late", "mismatch", "closed", "aborted" or "backend"; else ""
+  int rank;               // the rank whose fault it is; -1: nobody's alone, or not known
+  int reporter;           // the rank that noticed; -1: not known
+  const char* operation;  // the collective that this rank was in: "all_gather"; "": in none
+  uint64_t sequence;      // the number of that collective in its channel, from 1 on
+} shc_error;
+
+#define SHC_ERROR_INIT {sizeof(shc_error), SHC_VERSION, SHC_OK, "", "", -1, -1, "", 0}
+
+// Fills in `error`. It changes nothing else, and clears nothing.
+SHC_API shc_status shc_last_error(shc_error* error);
+// The sentence alone. Never NULL.
+SHC_API const char* shc_last_error_text(void);
+
+// ---- Element types ----
+
+// Other types of the same size travel as these, where they are only moved.
+typedef enum shc_dtype SHC_ENUM_BASE {
+  SHC_U8 = 0,
+  SHC_I32 = 1,
+  SHC_I64 = 2,
+  SHC_F16 = 3,
+  SHC_BF16 = 4,
+  SHC_F32 = 5,
+  SHC_F64 = 6
+} shc_dtype;
+
+// The bytes of an element; 0 for a number that is no shc_dtype.
+SHC_API size_t shc_dtype_size(shc_dtype dtype);
+// "f32"; NULL for a number that is no shc_dtype.
+SHC_API const char* shc_dtype_name(shc_dtype dtype);
+
+// ---- Layouts: where every element of a unit's parameters lives ----
+
+typedef struct shc_layout shc_layout;
+
+// A parameter of rows * row_elements elements. A boundary between two ranks may fall between
+// granules of `granule_rows` rows. If the parameter has no more rows than that, one rank owns it.
+// This struct never changes.
+typedef struct shc_param {
+  int64_t rows;
+  int64_t row_elements;
+  int64_t granule_rows;
+} shc_param;
+
+// A range of a parameter that lies on one rank. This struct never changes.
+typedef struct shc_piece {
+  int64_t param_begin;  // the first element, counted in the parameter
+  int64_t shard_begin;  // the same element, counted in the rank's shard
+  int64_t count;        // how many elements; 0: the rank has none of this parameter
+} shc_piece;
+
+// Plans where `count` parameters lie, one after another in the flat buffer of all ranks, of which
+// each rank holds an equally long shard. Every parameter begins at a multiple of `align_elements`.
+SHC_API shc_status shc_layout_plan(const shc_param* params, size_t count, int world_size,
+                                   int64_t align_elements, shc_layout** layout);
+SHC_API void shc_layout_destroy(shc_layout* layout);
+
+SHC_API shc_status shc_layout_param_count(const shc_layout* layout, size_t* count);
+SHC_API shc_status shc_layout_world_size(const shc_layout* layout, int* world_size);
+// The length of each rank's shard, in elements; the flat buffer has world_size times as many.
+SHC_API shc_status shc_layout_shard_elements(const shc_layout* layout, int64_t* elements);
+// Where a parameter begins in the flat buffer, in elements.
+SHC_API shc_status shc_layout_offset(const shc_layout* layout, size_t param, int64_t* offset);
+// Which elements of a parameter a rank holds.
+SHC_API shc_status shc_layout_piece(const shc_layout* layout, size_t param, int rank,
+                                    shc_piece* piece);
+
+// Writes the layout as JSON text with a 0 at its end. `*bytes` is the room that `text` has, and
+// becomes the room that is needed, the 0 included. If that is more, or `text` is NULL, nothing is
+// written, and the status of a `text` that is too small is SHC_INVALID_ARGUMENT.
+SHC_API shc_status shc_layout_serialize(const shc_layout* layout, char* text, size_t* bytes);
+// Reads what shc_layout_serialize has written.
+SHC_API shc_status shc_layout_deserialize(const char* text, shc_layout** layout);
+
+// ---- Streams and events ----
+
+// A stream runs its operations in order. Where a function takes a stream, NULL means: on a CPU now,
+// in the calling thread; on a CUDA device the default stream.
+typedef struct shc_stream shc_stream;
+// A point of a stream.
+typedef struct shc_event shc_event;
+
+// A stream that is a worker thread of this process, for communication on a CPU. Its `destroy` waits
+// until all its operations have ended.
+SHC_API shc_status shc_stream_create_thread(shc_stream** stream);
+// A CUDA stream (cudaStream_t) of the caller's. The caller destroys it, after this handle.
+SHC_API shc_status shc_stream_borrow_cuda(int device, void* cuda_stream, shc_stream** stream);
+SHC_API void shc_stream_destroy(shc_stream* stream);
+
+// Makes an event that fires when the operations that the stream has been given so far have ended.
+SHC_API shc_status shc_stream_record(shc_stream* stream, shc_event** event);
+// Makes later operations of the stream start after the event.
+SHC_API shc_status shc_stream_wait(shc_stream* stream, const shc_event* event);
+
+// SHC_OK: it has fired. SHC_NOT_READY: it has not. It never blocks, and tells no failure.
+SHC_API shc_status shc_event_query(const shc_event* event);
+// Waits until the event has fired, at most `timeout_s` seconds (negative: without end). SHC_OK: the
+// operations before it have ended well. SHC_NOT_READY: it has not fired in time. Anything else is
+// the failure of an operation on a thread stream; the operations after that were dropped.
+SHC_API shc_status shc_event_wait(const shc_event* event, double timeout_s);
+SHC_API void shc_event_destroy(shc_event* event);
+
+// ---- Copy plans: which rectangles move where ----
+
+typedef struct shc_copy_plan shc_copy_plan;
+typedef struct shc_copy shc_copy;
+
+// Copies rows x cols elements. Offsets and pitches (the distance from one row to the next) count
+// elements of their own side's dtype. `src` SHC_ZEROS writes zeros. This struct never changes.
+#define SHC_ZEROS (-1)
+typedef struct shc_segment {
+  int32_t src;  // which source
+  int32_t dst;  // which destination
+  int64_t src_offset;
+  int64_t src_pitch;
+  int64_t dst_offset;
+  int64_t dst_pitch;
+  int64_t rows;
+  int64_t cols;
+} shc_segment;
+
+// Compiles segments, once. SHC_F32, SHC_BF16 and SHC_F16 convert to one another, and other dtypes
+// are copied as they are.
+SHC_API shc_status shc_copy_plan_create(const shc_segment* segments, size_t count,
+                                        shc_dtype src_dtype, shc_dtype dst_dtype,
+                                        shc_copy_plan** plan);
+SHC_API void shc_copy_plan_destroy(shc_copy_plan* plan);
+// How many sources and destinations the plan has.
+SHC_API shc_status shc_copy_plan_operands(const shc_copy_plan* plan, size_t* sources,
+                                          size_t* destinations);
+// How many elements each of them must have: one number for each source, then for each destination.
+SHC_API shc_status shc_copy_plan_extents(const shc_copy_plan* plan, int64_t* source_elements,
+                                         int64_t* destination_elements);
+
+typedef struct shc_copy_options {
+  size_t size;
+  int version;
+  float scale;     // dst = convert(scale * src)
+  int accumulate;  // not 0: dst = convert(dst + scale * src)
+  int32_t*
+      nonfinite;  // is set to 1 if an element that was written is NaN or Inf; NULL: nobody asks
+} shc_copy_options;
+
+#define SHC_COPY_OPTIONS_INIT {sizeof(shc_copy_options), SHC_VERSION, 1.0f, 0, NULL}
+
+#define SHC_HOST (-1)
+
+// Binds a plan to its pointers, one for each source and each destination. A NULL source stands for
+// zeros. `device`: SHC_HOST, where `threads` threads copy, or the CUDA device that has the memory.
+SHC_API shc_status shc_copy_bind(const shc_copy_plan* plan, const void* const* sources,
+                                 void* const* destinations, int threads, int device,
+                                 shc_copy** copy);
+// Copies. `options` NULL: SHC_COPY_OPTIONS_INIT.
+SHC_API shc_status shc_copy_run(const shc_copy* copy, const shc_copy_options* options,
+                                shc_stream* stream);
+SHC_API void shc_copy_destroy(shc_copy* copy);
+
+// ---- Communicators ----
+
+typedef struct shc_comm shc_comm;
+
+typedef enum shc_transport SHC_ENUM_BASE {
+  SHC_SHM = 0,         // processes of one host
+  SHC_LOCAL = 1,       // threads of one process, memory of the host
+  SHC_LOCAL_CUDA = 2,  // threads of one process, memory of one CUDA device
+  SHC_NCCL = 3         // a CUDA device each, on one or many hosts
+} shc_transport;
+
+// The name of a group, as bytes that may be sent anywhere.
+typedef struct shc_unique_id {
+  char bytes[512];
+} shc_unique_id;
+
+// Names a new group of `size` ranks. One process calls it, and lives until all ranks have
+// connected; for SHC_LOCAL and SHC_LOCAL_CUDA that is the process of all ranks. Every group needs
+// an id of its own.
+SHC_API shc_status shc_get_unique_id(shc_transport transport, int size, shc_unique_id* id);
+
+typedef struct shc_comm_options {
+  size_t size;
+  int version;
+  int device;         // the CUDA device of SHC_NCCL and SHC_LOCAL_CUDA; others ignore it
+  double deadline_s;  // the longest wait for another rank in a collective; 0: 300 seconds
+} shc_comm_options;
+
+#define SHC_COMM_OPTIONS_INIT {sizeof(shc_comm_options), SHC_VERSION, 0, 0}
+
+// Connects this rank. Collective: it returns when all `size` ranks have called it, at the latest
+// when the deadline has passed. `options` NULL: SHC_COMM_OPTIONS_INIT.
+SHC_API shc_status shc_comm_init_rank(shc_comm** comm, int size, const shc_unique_id* id, int rank,
+                                      const shc_comm_options* options);
+// Leaves the group, once no collective, operation or memory refers to it any more.
+SHC_API void shc_comm_destroy(shc_comm* comm);
+
+SHC_API shc_status shc_comm_rank(const shc_comm* comm, int* rank);
+SHC_API shc_status shc_comm_size(const shc_comm* comm, int* size);
+// Makes every rank's present and later collectives fail with this reason. Any thread may call it.
+SHC_API shc_status shc_comm_abort(shc_comm* comm, const char* reason);
+// Leaves the group now: ranks that wait for this one, or will, get SHC_COMM_ERROR.
+SHC_API shc_status shc_comm_close(shc_comm* comm);
+// SHC_COMM_ERROR if the group has failed or was closed; on a CUDA device only this call tells work
+// that was aborted from work that was done.
+SHC_API shc_status shc_comm_check(const shc_comm* comm);
+// Gives a tag, 2^32 to 2^32 + 1023, a name, which sentences about calls then say. Every rank gives
+// the same name, once.
+SHC_API shc_status shc_comm_name_tag(shc_comm* comm, int64_t tag, const char* name);
+
+// Which path the last collective of a kind took.
+typedef struct shc_receipt {
+  size_t size;
+  int version;
+  uint64_t sequence;   // the call's number in its channel
+  char requested[32];  // the fastest path that the transport knows
+  char taken[32];      // the path that the collective took
+  char reason[256];    // why it was another one; "" if it was not
+} shc_receipt;
+
+#define SHC_RECEIPT_INIT {sizeof(shc_receipt), SHC_VERSION, 0, "", "", ""}
+
+// `operation`: "all_gather", "reduce_scatter", "all_reduce", "broadcast" or "barrier".
+// SHC_NOT_READY: there was none of this kind yet.
+SHC_API shc_status shc_comm_receipt(const shc_comm* comm, const char* operation,
+                                    shc_receipt* receipt);
+
+// ---- Communication memory ----
+
+typedef struct shc_memory shc_memory;
+
+typedef enum shc_use SHC_ENUM_BASE {
+  SHC_GATHER = 0,  // all ranks gather into it: one memory for all on shared memory
+  SHC_REDUCE = 1   // this rank's contributions, which the other ranks can read
+} shc_use;
+
+// Collective. Zero-filled memory that the ranks reach without copies; `*data` is its address, a
+// multiple of 128. It is valid until its `destroy`, also after the communicator has failed.
+SHC_API shc_status shc_allocate(shc_comm* comm, size_t bytes, shc_use use, shc_memory** memory,
+                                void** data);
+SHC_API void shc_memory_destroy(shc_memory* memory);
+
+// ---- Collectives ----
+
+typedef enum shc_op SHC_ENUM_BASE { SHC_SUM = 0, SHC_AVG = 1, SHC_MAX = 2, SHC_MIN = 3 } shc_op;
+
+typedef struct shc_gather_options {
+  size_t size;
+  int version;
+  int64_t tag;  // ranks that give different tags have called different collectives
+  const int64_t*
+      counts;  // each rank's elements where they differ, one number a rank; NULL: `count`
+} shc_gather_options;
+
+#define SHC_GATHER_OPTIONS_INIT {sizeof(shc_gather_options), SHC_VERSION, 0, NULL}
+
+typedef struct shc_reduce_options {
+  size_t size;
+  int version;
+  int64_t tag;            // as for gathers
+  const int64_t* counts;  // as for gathers
+  float scale;            // recv = convert(scale * reduced); not 0
+  int accumulate;         // not 0: recv = convert(recv + scale * reduced)
+  int32_t* nonfinite;  // on recv's device: is set to 1 if a written element is NaN or Inf; or NULL
+} shc_reduce_options;
+
+#define SHC_REDUCE_OPTIONS_INIT {sizeof(shc_reduce_options), SHC_VERSION, 0, NULL, 1.0f, 0, NULL}
+
+// Each collective runs on `stream`. With a NULL stream on a CPU it returns when this rank's part is
+// done. With a stream it returns once it is queued; only what is wrong with the arguments is
+// reported at once, and the rest by the events that are recorded afterwards. `options` may be NULL.
+
+// `send` of rank r, `count` elements, goes to recv[r * count] and on, on every rank, converted to
+// recv_dtype as in a copy plan. In place, `send` is recv + rank * count, of one dtype.
+SHC_API shc_status shc_all_gather(shc_comm* comm, const void* send, shc_dtype send_dtype,
+                                  void* recv, shc_dtype recv_dtype, int64_t count,
+                                  const shc_gather_options* options, shc_stream* stream);
+// `recv`, `count` elements, gets this rank's part of what all ranks' `send` (`size` parts) reduce
+// to. 16-bit floats are summed in 32 bits, and rounded once.
+SHC_API shc_status shc_reduce_scatter(shc_comm* comm, const void* send, shc_dtype send_dtype,
+                                      void* recv, shc_dtype recv_dtype, int64_t count, shc_op op,
+                                      const shc_reduce_options* options, shc_stream* stream);
+// In place, the same bits on every rank.
+SHC_API shc_status shc_all_reduce(shc_comm* comm, void* buffer, shc_dtype dtype, int64_t count,
+                                  shc_op op, int64_t tag, shc_stream* stream);
+SHC_API shc_status shc_broadcast(shc_comm* comm, void* buffer, size_t bytes, int root,
+                                 shc_stream* stream);
+SHC_API shc_status shc_barrier(shc_comm* comm, int64_t tag, shc_stream* stream);
+
+// ---- Persistent collectives: bound to their arguments once, and run as often as one likes ----
+
+typedef struct shc_collective shc_collective;
+
+// As the collectives above, whose arguments are checked here and never again. The buffers, and
+// `nonfinite`, must be valid until the last run has ended. `options` is read here alone.
+SHC_API shc_status shc_bind_all_gather(shc_comm* comm, const void* send, shc_dtype send_dtype,
+                                       void* recv, shc_dtype recv_dtype, int64_t count,
+                                       const shc_gather_options* options,
+                                       shc_collective** collective);
+SHC_API shc_status shc_bind_reduce_scatter(shc_comm* comm, const void* send, shc_dtype send_dtype,
+                                           void* recv, shc_dtype recv_dtype, int64_t count,
+                                           shc_op op, const shc_reduce_options* options,
+                                           shc_collective** collective);
+SHC_API shc_status shc_bind_all_reduce(shc_comm* comm, void* buffer, shc_dtype dtype, int64_t count,
+                                       shc_op op, int64_t tag, shc_collective** collective);
+SHC_API shc_status shc_bind_broadcast(shc_comm* comm, void* buffer, size_t bytes, int root,
+                                      shc_collective** collective);
+SHC_API shc_status shc_bind_barrier(shc_comm* comm, int64_t tag, shc_collective** collective);
+// Runs it as the function of its name would.
+SHC_API shc_status shc_start(const shc_collective* collective, shc_stream* stream);
+SHC_API void shc_collective_destroy(shc_collective* collective);
+
+// ---- Schedules: what is gathered, awaited, released and reduced in a step, and when ----
+
+// A training framework fires triggers (a unit's forward begins, ends, ...), and does the actions
+// that the schedule lists for each. Schedules are planned in Python, by `shardcomm.Schedule.plan`,
+// and travel as the text of its `to_json()`; its docstring has the contract.
+typedef struct shc_schedule shc_schedule;
+
+typedef enum shc_phase SHC_ENUM_BASE {
+  SHC_PRE_FORWARD = 0,
+  SHC_POST_FORWARD = 1,
+  SHC_PRE_BACKWARD = 2,
+  SHC_POST_BACKWARD = 3,
+  SHC_END_OF_BACKWARD = 4
+} shc_phase;
+
+typedef enum shc_verb SHC_ENUM_BASE {
+  SHC_VERB_GATHER = 0,       // start to gather the unit's parameters into its slot
+  SHC_VERB_WAIT_GATHER = 1,  // from here on they are used
+  SHC_VERB_RELEASE = 2,      // the slot may be used for another unit
+  SHC_VERB_REDUCE = 3,       // pack the unit's gradients, and start to reduce them
+  SHC_VERB_ALL_REDUCE = 4,   // among the ranks that hold the same shard
+  SHC_VERB_WAIT_REDUCE = 5   // from here on this rank's gradient is used
+} shc_verb;
+
+// This struct never changes.
+typedef struct shc_action {
+  shc_verb verb;
+  int unit;
+  int slot;  // of the unit's full parameters; -1 where the verb does not concern them
+} shc_action;
+
+// Reads what `shardcomm.Schedule.to_json()` has written.
+SHC_API shc_status shc_schedule_parse(const char* json, shc_schedule** schedule);
+SHC_API void shc_schedule_destroy(shc_schedule* schedule);
+SHC_API shc_status shc_schedule_unit_count(const shc_schedule* schedule, size_t* count);
+SHC_API shc_status shc_schedule_slot_count(const shc_schedule* schedule, size_t* count);
+// The slot of a unit's full parameters, the same in every step.
+SHC_API shc_status shc_schedule_slot_of(const shc_schedule* schedule, size_t unit, int* slot);
+// The actions of a trigger, in the order of issue. `unit` is -1 for SHC_END_OF_BACKWARD. The
+// pointer is valid until the schedule is destroyed.
+SHC_API shc_status shc_schedule_actions(const shc_schedule* schedule, shc_phase phase, int unit,
+                                        const shc_action** actions, size_t* count);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif  // SHARDCOMM_H_

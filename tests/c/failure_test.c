@@ -1,0 +1,125 @@
+// What goes wrong between ranks: a status, a sentence and its fields, on every rank, before the
+// deadline; and afterwards the communicator only fails.
+#define _POSIX_C_SOURCE 200809L
+
+#include <signal.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "check.h"
+
+static shc_error last_error(void) {
+  shc_error error = SHC_ERROR_INIT;
+  ok(shc_last_error(&error));
+  return error;
+}
+
+static void one_dies(shc_comm* comm) {
+  if (rank_of(comm) == 1) raise(SIGKILL);
+  refused(shc_barrier(comm, 0, NULL), SHC_COMM_ERROR, "rank 1");
+  const shc_error error = last_error();
+  require(strcmp(error.kind, "died") == 0 && error.rank == 1, "who died");
+  require(strcmp(error.operation, "barrier") == 0 && error.sequence > 0, "in which call");
+  refused(shc_comm_check(comm), SHC_COMM_ERROR, "rank 1");
+  float number = 0;
+  refused(shc_all_reduce(comm, &number, SHC_F32, 1, SHC_SUM, 0, NULL), SHC_COMM_ERROR, "rank 1");
+}
+
+static void they_call_different_things(shc_comm* comm) {
+  float numbers[2] = {0, 0};
+  const int64_t count = rank_of(comm) == 0 ? 1 : 2;
+  refused(shc_all_reduce(comm, numbers, SHC_F32, count, SHC_SUM, 0, NULL), SHC_COMM_ERROR,
+          "all_reduce(f32");
+  require(strcmp(last_error().kind, "mismatch") == 0, "a mismatch");
+}
+
+static void one_leaves(shc_comm* comm) {
+  if (rank_of(comm) == 0) {
+    ok(shc_comm_close(comm));
+    refused(shc_barrier(comm, 0, NULL), SHC_COMM_ERROR, "closed");
+    return;
+  }
+  refused(shc_barrier(comm, 0, NULL), SHC_COMM_ERROR, "rank 0");
+  require(strcmp(last_error().kind, "closed") == 0, "it was closed");
+}
+
+static void one_gives_up(shc_comm* comm) {
+  if (rank_of(comm) == 0) ok(shc_comm_abort(comm, "the loss is NaN"));
+  refused(shc_barrier(comm, 0, NULL), SHC_COMM_ERROR, "the loss is NaN");
+  require(strcmp(last_error().kind, "aborted") == 0, "it was aborted");
+}
+
+static void a_stream_carries_the_failure(shc_comm* comm) {
+  shc_stream* stream = NULL;
+  ok(shc_stream_create_thread(&stream));
+  if (rank_of(comm) == 1) raise(SIGKILL);
+  ok(shc_barrier(comm, 0, stream));  // it is queued
+  ok(shc_barrier(comm, 0, stream));
+  shc_event* end = NULL;
+  ok(shc_stream_record(stream, &end));
+  refused(shc_event_wait(end, -1), SHC_COMM_ERROR, "rank 1");
+  require(last_error().rank == 1, "also on the thread that waits");
+  shc_event_destroy(end);
+  shc_stream_destroy(stream);
+}
+
+static void nobody_comes(void) {
+  shc_unique_id id;
+  ok(shc_get_unique_id(SHC_SHM, 2, &id));
+  shc_comm_options options = SHC_COMM_OPTIONS_INIT;
+  options.deadline_s = 0.2;
+  shc_comm* comm = NULL;
+  refused(shc_comm_init_rank(&comm, 2, &id, 0, &options), SHC_COMM_ERROR, "rank 1");
+  require(comm == NULL, "no handle where there is an error");
+  ok(shc_get_unique_id(SHC_LOCAL, 2, &id));
+  refused(shc_comm_init_rank(&comm, 2, &id, 1, &options), SHC_COMM_ERROR, "rank 0");
+  refused(shc_comm_init_rank(&comm, 2, &id, 1, &options), SHC_INVALID_ARGUMENT,
+          "rank 1 has come already");
+}
+
+static void threads_of_another_process_are_refused(void) {
+  shc_unique_id id;
+  ok(shc_get_unique_id(SHC_LOCAL, 2, &id));
+  const pid_t child = fork();
+  if (child == 0) {
+    shc_comm_options options = SHC_COMM_OPTIONS_INIT;
+    options.deadline_s = 0.2;
+    shc_comm* comm = NULL;
+    refused(shc_comm_init_rank(&comm, 2, &id, 1, &options), SHC_INVALID_ARGUMENT,
+            "they must be of the process that made it");
+    _exit(0);
+  }
+  int status = 0;
+  require(waitpid(child, &status, 0) == child && status == 0, "at once");
+}
+
+static void memory_outlives_its_group(shc_comm* comm) {
+  shc_memory* memory = NULL;
+  void* data = NULL;
+  ok(shc_allocate(comm, 4096, SHC_GATHER, &memory, &data));
+  ok(shc_comm_close(comm));
+  memset(data, 1, 4096);
+  shc_memory_destroy(memory);
+}
+
+static void with_the_end_of_rank_1(rank_main body) {
+  int ends[3];
+  processes_end(3, body, ends);
+  require(ends[0] == 0 && ends[1] == -SIGKILL && ends[2] == 0, "the others end well");
+}
+
+int main(void) {
+  with_the_end_of_rank_1(one_dies);
+  with_the_end_of_rank_1(a_stream_carries_the_failure);
+  on_processes(2, they_call_different_things);
+  on_processes(3, one_leaves);
+  on_processes(3, one_gives_up);
+  on_threads(3, one_gives_up);
+  on_threads(2, they_call_different_things);
+  on_processes(2, memory_outlives_its_group);
+  nobody_comes();
+  threads_of_another_process_are_refused();
+  return 0;
+}

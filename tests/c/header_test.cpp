@@ -1,0 +1,160 @@
+// shardcomm.hpp: every class of it, on ranks that are threads.
+#include <atomic>
+#include <cstdio>
+#include <cstdlib>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <type_traits>
+#include <vector>
+
+#include "shardcomm.hpp"
+
+namespace {
+
+// Else a number that is no enumerator would be undefined before the library could refuse it.
+template <class... Enums>
+constexpr bool are_ints = (std::is_same_v<std::underlying_type_t<Enums>, int> && ...);
+static_assert(are_ints<shc_status, shc_dtype, shc_transport, shc_use, shc_op, shc_phase, shc_verb>);
+
+void require(bool holds, const char* claim) {
+  if (holds) return;
+  std::fprintf(stderr, "not so: %s\n", claim);
+  std::exit(1);
+}
+
+template <class Body>
+void on_threads(int size, Body body) {
+  const shc::UniqueId id = shc::unique_id(SHC_LOCAL, size);
+  std::vector<std::thread> ranks;
+  for (int rank = 0; rank < size; ++rank) {
+    ranks.emplace_back([=] {
+      shc_comm_options options = shc::comm_options();
+      options.deadline_s = 60;
+      body(shc::Comm(size, id, rank, options));
+    });
+  }
+  for (std::thread& rank : ranks) rank.join();
+}
+
+void collectives_know_the_types_of_their_elements(const shc::Comm& comm) {
+  const int rank = comm.rank();
+  const std::vector<double> send = {rank + 0.5, rank + 0.25};
+  const shc::Buffer<double> full(comm, 2 * comm.size(), SHC_GATHER);
+  comm.all_gather(send.data(), full.data(), 2);
+  for (int r = 0; r < comm.size(); ++r) require(full[2 * r] == r + 0.5, "gathered");
+  require(full.end() - full.begin() == full.size(), "a range");
+
+  std::vector<std::int32_t> ones(static_cast<std::size_t>(comm.size()), 1);
+  std::int32_t sum = 0;
+  comm.reduce_scatter(ones.data(), &sum, 1);
+  require(sum == comm.size(), "reduced");
+  std::int64_t most = rank;
+  comm.all_reduce(&most, 1, SHC_MAX);
+  require(most == comm.size() - 1, "the greatest");
+  float word = static_cast<float>(rank);
+  comm.broadcast(&word, 1, 1);
+  require(word == 1, "of rank 1");
+  for (const std::int64_t count : {std::int64_t{-1}, std::int64_t{1} << 61}) {
+    try {
+      const shc::Buffer<double> wrong(comm, count, SHC_GATHER);
+      require(false, "so many elements have no number of bytes");
+    } catch (const std::invalid_argument&) {
+    }
+    try {
+      comm.broadcast(&most, count);
+      require(false, "nor have they in a broadcast");
+    } catch (const std::invalid_argument&) {
+    }
+  }
+  comm.name_tag((std::int64_t{1} << 32) + 7, "the end");
+  comm.barrier();
+  require(comm.receipt("all_gather")->sequence > 0, "a receipt");
+}
+
+void bound_collectives_run_on_streams_too(const shc::Comm& comm) {
+  std::vector<float> values = {1, 2};
+  std::vector<float> part(1);
+  std::vector<float> all(static_cast<std::size_t>(comm.size()));
+  const shc::Collective reduce = comm.bind_all_reduce(values.data(), 2);
+  const shc::Collective gather = comm.bind_all_gather(part.data(), all.data(), 1);
+  const shc::Collective scatter = comm.bind_reduce_scatter(all.data(), part.data(), 1, SHC_AVG);
+  const shc::Collective share = comm.bind_broadcast(values.data(), 2);
+  const shc::Collective meet = comm.bind_barrier();
+  const shc::Stream stream;
+  reduce();
+  reduce(&stream);
+  const shc::Event end = stream.record();
+  require(end.wait(60) && end.query(), "it has ended");
+  const auto size = static_cast<float>(comm.size());
+  require(values[1] == 2 * size * size, "summed twice");
+  part[0] = 3;
+  gather();
+  meet();
+  scatter();
+  require(part[0] == 3, "the mean of what all have");
+  share();
+}
+
+std::atomic<int> ready{0};
+
+void errors_are_exceptions_with_their_fields(const shc::Comm& comm) {
+  float value = 0;
+  try {
+    comm.all_reduce(&value, -1);
+    require(false, "a negative count is refused");
+  } catch (const shc::Error& error) {
+    require(error.status() == SHC_INVALID_ARGUMENT, "a mistake of the caller's");
+    require(std::string(error.what()).find("count is -1") != std::string::npos, "which is named");
+  }
+  require(!comm.receipt("broadcast"), "there was no broadcast");
+  comm.check_alive();
+  ++ready;
+  while (ready < comm.size()) std::this_thread::yield();  // else a rank may be in its set-up still
+  if (comm.rank() == 0) comm.abort("enough");
+  try {
+    comm.barrier();
+    require(false, "a group that was aborted only fails");
+  } catch (const shc::Error& error) {
+    require(error.status() == SHC_COMM_ERROR && error.kind() == "aborted", "it was aborted");
+    require(error.rank() == 0 && error.reporter() >= 0, "by rank 0, which somebody noticed");
+    require(error.operation().empty() == (error.sequence() == 0), "in this call, or before it");
+  }
+  comm.close();
+}
+
+void layouts_and_copies(const shc::Comm& comm) {
+  const shc::Layout layout({{4, 6, 1}, {5, 4, 1}}, 2);
+  const shc::Layout again = shc::Layout::deserialize(layout.serialize());
+  require(again.shard_elements() == 24 && again.offset(1) == layout.offset(1), "the same layout");
+  require(layout.piece(0, 0).count + layout.piece(0, 1).count == 24, "all of the parameter");
+
+  const shc::CopyPlan plan({{0, 0, 0, 2, 0, 2, 1, 2}}, SHC_F32, SHC_F32);
+  const float from[2] = {1, 2};
+  float to[2] = {0, 0};
+  const shc::Copy copy(plan, {from}, {to});
+  copy();
+  shc_copy_options options = shc::copy_options();
+  options.scale = 3;
+  const shc::Stream stream;
+  copy(&stream, options);
+  const shc::Stream second;
+  second.wait(stream.record());
+  require(second.record().wait(), "after the copy");
+  require(to[0] == 3 && to[1] == 6, "copied");
+  try {
+    const shc::Copy wrong(plan, {from, from}, {to});
+    require(false, "one pointer for each operand");
+  } catch (const std::invalid_argument&) {
+  }
+  comm.barrier();
+}
+
+}  // namespace
+
+int main() {
+  on_threads(3, collectives_know_the_types_of_their_elements);
+  on_threads(2, bound_collectives_run_on_streams_too);
+  on_threads(2, errors_are_exceptions_with_their_fields);
+  on_threads(1, layouts_and_copies);
+}
