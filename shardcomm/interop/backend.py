@@ -3,7 +3,8 @@
     import shardcomm
     torch.distributed.init_process_group("cpu:shardcomm")  # or "cpu:shardcomm,cuda:nccl"
 
-Whatever a program then does through torch.distributed (FSDP, DDP, DTensor, collectives by hand) uses it unmodified:
+Everything that a program then does through torch.distributed (FSDP, DDP, DTensor, collectives by hand) uses it, without
+a change to the program:
 
     all_gather*, broadcast, barrier          the communicator's gathers    ─┐ two channels: asynchronous collectives
     reduce_scatter*, all_reduce              the communicator's reduces    ─┘ of the two kinds run at once
@@ -11,13 +12,13 @@ Whatever a program then does through torch.distributed (FSDP, DDP, DTensor, coll
     all other collectives, send and recv     Gloo over the same store
     tensors on a CUDA GPU                    NCCL
 
-By these torch.distributed exchanges objects, and so torch.distributed.checkpoint plans: a rank that dies meanwhile is
-noticed as in any other collective.
+torch.distributed exchanges objects by these collectives, and torch.distributed.checkpoint plans by such exchanges. So a
+rank that dies meanwhile is noticed as in any other collective.
 
-Where the ranks are on several hosts, or cannot share memory, all goes to Gloo. `receipts` says what went where, and
-why.
+If the ranks are on several hosts, or cannot share memory, everything goes to Gloo. `receipts` says which way each
+collective went, and why.
 
-Which way a collective goes depends only on what all ranks agree on: the collective, the dtype, the reduction. A tensor
+The way of a collective depends only on what all ranks agree on: the collective, the dtype and the reduction. A tensor
 that is not contiguous, is a lazily negated or conjugated view, or overlaps the result takes the same way, through a
 copy.
 """
@@ -56,10 +57,20 @@ _ProcessGroup: Any = dist.ProcessGroup
 
 
 def receipts(group: dist.ProcessGroup | None = None) -> list[Receipt]:
-    """How the latest collective of each kind went in a group of this backend (default: the default group).
+    """The path that the latest collective of each kind took in a group of this backend, and why not a faster one.
+
+    Args:
+        group: A group that was made with "cpu:shardcomm". None: the default group.
 
     Raises:
-        ValueError: the group is of another backend, or there is no default group.
+        ValueError: The group is of another backend, or there is no default group.
+
+    Example:
+        ```text
+        torch.distributed.init_process_group("cpu:shardcomm")
+        torch.distributed.all_reduce(torch.ones(4))
+        print(shardcomm.backend.receipts())
+        ```
     """
     if group is None:
         if not dist.is_initialized():
@@ -76,7 +87,7 @@ def receipts(group: dist.ProcessGroup | None = None) -> list[Receipt]:
 
 
 def _delegated(name: str) -> Callable[..., Any]:
-    """A method for what the communicator has no collective for."""
+    """A method that delegates a collective which the communicator does not have."""
 
     def method(self: ShardcommGroup, *args: Any) -> Any:
         return self._delegate(name, f"{self._comm.transport} has no {name}", *args)
@@ -85,11 +96,11 @@ def _delegated(name: str) -> Callable[..., Any]:
 
 
 class ShardcommGroup(_ProcessGroup):  # type: ignore[misc]
-    """The ranks of a group of torch.distributed; made by `init_process_group` and `new_group`, collectively."""
+    """A group of torch.distributed over this backend. `init_process_group` and `new_group` make it; collective."""
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
-        # A program may destroy its groups and make new ones over one store, where the old ones' keys still are.
+        # A program may destroy its groups and make new ones over one store, in which the old groups' keys still are.
         store = PrefixStore(f"{NAME}/{store.add(f'made by {rank}', 1)}", store)
         self._gathers = CallQueue()
         self._reduces = CallQueue()
@@ -107,14 +118,14 @@ class ShardcommGroup(_ProcessGroup):  # type: ignore[misc]
             groups = cast("dist.ProcessGroup", gloo())
             return C10dCommunicator(groups, groups, _CPU, reason)
 
-        # First of all, since it hears of ranks that die meanwhile.
+        # Before Gloo connects, since the exchange hears of ranks that die meanwhile.
         exchange = StoreExchange(store, "connect", rank, size, timeout.total_seconds())
         with exchange.telling():
             self._comm = rendezvous.connect(exchange, "auto", _CPU, through_gloo)
             self._add(_CPU, dist.ProcessGroup.BackendType.GLOO, exchange.wait_for(gloo))
         if torch.cuda.is_available() and dist.is_nccl_available():
-            # A group that is made in Python has to serve all devices: torch makes no second backend beside it. NCCL
-            # connects when it is first used.
+            # A group that is made in Python has to serve all devices, since torch makes no second backend beside it.
+            # NCCL connects at its first use.
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timeout
             nccl = dist.ProcessGroupNCCL(PrefixStore("nccl", store), rank, size, options)
@@ -135,7 +146,7 @@ class ShardcommGroup(_ProcessGroup):  # type: ignore[misc]
     def all_gather_single_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any
     ) -> dist.Work:
-        """One `all_gather_single` for each pair."""
+        """Runs one `all_gather_single` for each pair."""
         if reason := self._no_move(*inputs):
             return self._delegate("allgather_into_tensor_coalesced", reason, outputs, inputs, opts)
         runs = [
@@ -164,7 +175,7 @@ class ShardcommGroup(_ProcessGroup):  # type: ignore[misc]
         """Copies the tensors of rank `opts.rootRank` to all."""
         if reason := self._no_move(*tensors):
             return self._delegate("broadcast", reason, tensors, opts)
-        check_root(opts.rootRank, self._comm.size)
+        check_root("broadcast", opts.rootRank, self._comm.size)
         buffers = [Flat([tensor]) for tensor in tensors]
 
         def run(stream: Stream | None) -> None:
@@ -181,14 +192,14 @@ class ShardcommGroup(_ProcessGroup):  # type: ignore[misc]
         """On rank `opts.rootRank`, outputs[0][r] = inputs[0] of rank r."""
         if reason := self._no_move(*inputs):
             return self._delegate("gather", reason, outputs, inputs, opts)
-        check_root(opts.rootRank, self._comm.size)
+        check_root("gather", opts.rootRank, self._comm.size)
         [input] = inputs
         if self._comm.rank == opts.rootRank:
             [gathered] = outputs
             self._check_list("gather", "gather_list", gathered)
         else:
-            gathered = list(input.new_empty((self._comm.size, *input.shape)))  # for nobody
-        # The tag tells it from another root's, and from an all_gather.
+            gathered = list(input.new_empty((self._comm.size, *input.shape)))  # which nobody reads
+        # The tag tells the call from a gather to another root, and from an all_gather.
         run = self._gather("gather", gathered, input, tag=1 + opts.rootRank)
         return self._gathers.begin(run, opts.asyncOp, gathered)
 
@@ -198,7 +209,7 @@ class ShardcommGroup(_ProcessGroup):  # type: ignore[misc]
         """outputs[0] = inputs[0][this rank] of rank `opts.rootRank`."""
         if reason := self._no_move(*outputs):
             return self._delegate("scatter", reason, outputs, inputs, opts)
-        check_root(opts.rootRank, self._comm.size)
+        check_root("scatter", opts.rootRank, self._comm.size)
         [output] = outputs
         is_root = self._comm.rank == opts.rootRank
         if is_root:
@@ -245,7 +256,7 @@ class ShardcommGroup(_ProcessGroup):  # type: ignore[misc]
     def reduce_scatter_single_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any
     ) -> dist.Work:
-        """One `reduce_scatter_single` for each pair."""
+        """Runs one `reduce_scatter_single` for each pair."""
         if reason := self._no_reduction(opts.reduceOp, *inputs):
             return self._delegate("reduce_scatter_tensor_coalesced", reason, outputs, inputs, opts)
         runs = [
@@ -285,7 +296,7 @@ class ShardcommGroup(_ProcessGroup):  # type: ignore[misc]
     reduce = _delegated("reduce")
     send = _delegated("send")
 
-    # What torch calls them up to 2.12.
+    # The names that torch calls up to 2.12.
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
@@ -297,14 +308,14 @@ class ShardcommGroup(_ProcessGroup):  # type: ignore[misc]
         self._others.abort()
 
     def shutdown(self) -> None:
-        """Leaves the group, after what was begun; `destroy_process_group` calls it."""
+        """Leaves the group when all collectives that were begun have ended; `destroy_process_group` calls it."""
         self._gathers.stop()
         self._reduces.stop()
         self._comm.close()
         self._others.shutdown()
 
     def leave(self) -> None:
-        """Leaves the group at once: what has not finished fails, on the other ranks too."""
+        """Leaves the group at once: collectives that have not finished fail, on the other ranks too."""
         self._comm.close()
         self._gathers.stop()
         self._reduces.stop()
@@ -314,7 +325,7 @@ class ShardcommGroup(_ProcessGroup):  # type: ignore[misc]
         return NAME
 
     def _add(self, device: torch.device, kind: Any, backend: Any) -> None:
-        # Both to the group that is delegated to, and here, where torch asks for a device's backend.
+        # To the group that collectives are delegated to, and to this one, which torch asks for a device's backend.
         for group in (self._others, self):
             group._register_backend(device, kind, backend)
             if device == _CPU:
@@ -346,7 +357,11 @@ class ShardcommGroup(_ProcessGroup):  # type: ignore[misc]
 
     def _no_reduction(self, op: Any, *tensors: torch.Tensor) -> str:
         """Why the communicator does not reduce these tensors; empty if it does."""
-        if reason := self._no_move(*tensors):
+        reason = self._no_move(*tensors)
+        if reason == self._not_shared and op.op == dist.ReduceOp.AVG:
+            # Gloo itself has no averages of integers; the communicator over Gloo has, as it has over shared memory.
+            reason = "" if not any(tensor.is_floating_point() for tensor in tensors) else reason
+        if reason:
             return reason
         if op.op not in OPS:
             return f"shm has no {op.op.name}"
@@ -355,8 +370,6 @@ class ShardcommGroup(_ProcessGroup):  # type: ignore[misc]
                 core_dtype(tensor.dtype)
             except TypeError as error:
                 return str(error)
-            if OPS[op.op] == "avg" and not tensor.is_floating_point():
-                return f"an average of {tensor.dtype} is for torch to define"
         return ""
 
     def _gather(
@@ -413,7 +426,10 @@ class ShardcommGroup(_ProcessGroup):  # type: ignore[misc]
         inputs: list[torch.Tensor],
         whole: str,
     ) -> None:
-        """ValueError unless both are alike, and the one named `whole` has one of the other for each rank."""
+        """ValueError unless all tensors have one dtype and device, and their sizes fit the number of ranks.
+
+        `whole` names the side, "output" or "input", that holds the parts of all ranks.
+        """
         kinds = {(str(tensor.dtype), str(tensor.device)) for tensor in (*outputs, *inputs)}
         if len(kinds) > 1:
             raise ValueError(
@@ -445,7 +461,7 @@ def _all(runs: list[Run]) -> Run:
 
 @atexit.register
 def _leave_all() -> None:
-    # A thread that needs the interpreter after its end would abort the process.
+    # A stream's thread that needs the interpreter after the interpreter's end would abort the process.
     for group in list(_groups):
         group.leave()
 

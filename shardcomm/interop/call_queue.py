@@ -1,7 +1,7 @@
-"""Collectives as torch.distributed begins them: a `CallQueue` runs them in order, a `BackendWork` tells their end.
+"""Collectives as torch.distributed begins them: a `CallQueue` runs them in order, and a `BackendWork` tells their end.
 
-synchronous, nothing queued before    by the caller, who waits anyway
-asynchronous, or behind such          on the queue's thread
+synchronous, nothing queued before    run by the caller, who waits anyway
+asynchronous, or behind such          run on the queue's thread
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from shardcomm import _C
 from shardcomm.stream.streams import Event, Stream
 from shardcomm.stream.work import Work
 
-# Queues a collective on a stream, or without one runs it.
+# A function that queues a collective on a stream, or runs it if there is no stream.
 Run = Callable[[Stream | None], None]
 
 _NO_TIMEOUT = timedelta(0)
 
 
 class BackendWork(dist.Work):
-    """A collective that was begun. What it raises, `wait` raises, as often as it is called."""
+    """A collective that was begun. `wait` raises what the collective raises, as often as it is called."""
 
     def __init__(self, queue: CallQueue, event: Event | None, results: list[torch.Tensor]) -> None:
         super().__init__()
@@ -36,11 +36,11 @@ class BackendWork(dist.Work):
         self._future: Future[list[torch.Tensor]] | None = None
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
-        """Blocks until this rank's part is done; at most as long as `timeout` says, where that is not zero.
+        """Blocks until this rank's part is done; at most for `timeout`, if that is not zero.
 
         Raises:
-            TimeoutError: it is not done within `timeout`; it goes on.
-            CommError: a rank died, called something else or did not come within the group's own timeout.
+            TimeoutError: The collective is not done within `timeout`; it goes on.
+            CommError: A rank died, called something else or did not come within the group's own timeout.
         """
         if self._event is not None:
             Work(self._event).wait(None if timeout == _NO_TIMEOUT else timeout)
@@ -66,7 +66,7 @@ class BackendWork(dist.Work):
                 self.wait()
                 return self._results
 
-            # An error has to come out of `then`: only so is it one to C++, where DDP waits.
+            # An error has to be raised inside of `then`: only so C++, in which DDP waits, sees it as an error.
             begun: Future[None] = Future()
             self._future = begun.then(finished)
             if self.is_completed():
@@ -77,19 +77,19 @@ class BackendWork(dist.Work):
 
 
 class CallQueue:
-    """Collectives in the order of their calls: on a thread, or by the caller where nothing is queued before."""
+    """Runs collectives in the order of their calls: on a thread, or by the caller if nothing is queued before."""
 
     def __init__(self) -> None:
         self.last: Event | None = None
 
     @cached_property
     def stream(self) -> _C.Stream:
-        """Where asynchronous collectives run."""
+        """The stream on which asynchronous collectives run."""
         return _C.Stream()
 
     @cached_property
     def completions(self) -> _C.Stream:
-        """Waits for them, where somebody asked for a future."""
+        """The stream that waits for collectives whose futures somebody has asked for."""
         return _C.Stream()
 
     def idle(self) -> bool:
@@ -114,16 +114,18 @@ class CallQueue:
                 self.last.wait()
 
     def stop(self) -> None:
-        """As `drain`, and for the callbacks of the futures."""
+        """Waits as `drain`, and for the callbacks of the futures."""
         self.drain()
         if "completions" in vars(self):
             self.completions.synchronize()
 
 
 class Flat:
-    """Tensors of one dtype as one flat tensor: a view of them where they lie one after the other, else a copy.
+    """Tensors of one dtype as one flat tensor: a view of them if they lie one after the other, else a copy.
 
-    `copied`: a copy in any case.
+    Args:
+        tensors: The tensors.
+        copied: Whether it is a copy in any case.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], *, copied: bool = False) -> None:
@@ -138,12 +140,12 @@ class Flat:
         )
 
     def load(self, stream: Stream | None) -> None:
-        """Brings the tensors' values into `flat`."""
+        """Copies the tensors' values into `flat`, unless that is a view of them."""
         if self._copied:
             do(stream, lambda: copy_all(self._parts()))
 
     def store(self, stream: Stream | None) -> None:
-        """Brings `flat`'s values into the tensors."""
+        """Copies `flat`'s values into the tensors, unless it is a view of them."""
         if self._copied:
             do(stream, lambda: copy_all([(tensor, part) for part, tensor in self._parts()]))
 
@@ -156,7 +158,7 @@ class Flat:
 
 
 def do(stream: Stream | None, function: Callable[[], object]) -> None:
-    """Queues `function` on `stream`, or without one calls it."""
+    """Queues `function` on `stream`, or calls it if there is no stream."""
     if stream is None:
         function()
     else:
@@ -164,8 +166,8 @@ def do(stream: Stream | None, function: Callable[[], object]) -> None:
 
 
 def copy_all(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Copies to the first of each pair from the second."""
-    with torch.inference_mode():  # writes to tensors of that mode too, whatever thread this is
+    """Copies the second tensor of each pair to the first."""
+    with torch.inference_mode():  # so that it may write to tensors of that mode, on any thread
         for target, source in pairs:
             target.copy_(source)
 

@@ -3,8 +3,8 @@
     dist.all_gather_into_tensor(full, shard)         shardcomm.all_gather_into_tensor(full, shard)
     dist.reduce_scatter_tensor(grad, full_grad)      shardcomm.reduce_scatter_tensor(grad, full_grad)
 
-Beyond torch's: what is gathered is converted to the output's dtype on the way, f16 and bf16 are summed in f32, and a
-Communicator may stand where the group does. Its `allocate` gives the memory in which they are fastest.
+They do more than torch's: a gather converts to the output's dtype on the way, f16 and bf16 are summed in f32, and a
+Communicator may be given as the group. Its `allocate` gives the memory in which they are fastest.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ OPS: dict[Any, ReduceOp] = {
     dist.ReduceOp.MAX: "max",
     dist.ReduceOp.MIN: "min",
 }
-"""Our names of torch's reductions."""
+"""Torch's reductions, by the names that a Communicator has for them."""
 
 
 @overload
@@ -62,16 +62,32 @@ def all_gather_into_tensor(
     group: Group = None,
     async_op: bool = False,
 ) -> Work | None:
-    """Gathers `input_tensor` (n elements) of every rank, in rank order, into `output_tensor` (ranks * n elements).
+    """Gathers a tensor of every rank into one tensor, in rank order; as the function of torch.distributed.
 
-    As `torch.distributed.all_gather_into_tensor`: any shapes, both contiguous, apart from each other or in place as
-    `Communicator.all_gather` takes them; with `async_op` returns at once, with the Work to wait for. `group`: default
-    the default group; the first call with a ProcessGroup connects its ranks.
+    Tensors may have any shapes and must be contiguous. They lie apart from each other, or in place as
+    `Communicator.all_gather` takes them.
+
+    Args:
+        output_tensor: Where the ranks' tensors go: ranks * n elements. They are converted to its dtype.
+        input_tensor: This rank's tensor, of n elements.
+        group: A ProcessGroup or a Communicator. None: the default group. The first call with a ProcessGroup connects
+            its ranks.
+        async_op: Whether to return at once.
+
+    Returns:
+        With `async_op` the Work to wait for, else None.
 
     Raises:
-        TypeError, ValueError: a tensor is on another device than the group, not contiguous, of another size or kind,
-            or overlaps the other.
-        CommError: a rank died, called something else or did not come in time.
+        TypeError: A tensor is none, or is sparse or quantised; or `group` is neither of the two.
+        ValueError: A tensor is on another device than the group, not contiguous, of another size, or overlaps the
+            other; or there is no default group.
+        CommError: A rank died, called something else or did not come in time.
+
+    Example:
+        ```python
+        full = torch.empty(comm.size * 4)
+        shardcomm.all_gather_into_tensor(full, torch.ones(4))
+        ```
     """
     comm = _communicator("all_gather_into_tensor", group)
     recv, send = _detached("all_gather_into_tensor", output_tensor, input_tensor)
@@ -114,9 +130,31 @@ def reduce_scatter_tensor(
     group: Group = None,
     async_op: bool = False,
 ) -> Work | None:
-    """Reduces `input` (ranks * n elements) over all ranks; this rank's part goes to `output` (n elements).
+    """Reduces a tensor over all ranks, and gives each rank its part; as the function of torch.distributed.
 
-    As `torch.distributed.reduce_scatter_tensor`, with SUM, AVG, MAX or MIN; the rest as `all_gather_into_tensor`.
+    Tensors may have any shapes and must be contiguous. They lie apart from each other, or in place as
+    `Communicator.reduce_scatter` takes them. float16 and bfloat16 are summed in float32.
+
+    Args:
+        output: Where this rank's part goes: n elements.
+        input: What is reduced: ranks * n elements.
+        op: ReduceOp.SUM, AVG, MAX or MIN.
+        group: As in `all_gather_into_tensor`.
+        async_op: Whether to return at once.
+
+    Returns:
+        With `async_op` the Work to wait for, else None.
+
+    Raises:
+        TypeError: As `all_gather_into_tensor`.
+        ValueError: As `all_gather_into_tensor`; or `op` is none of the accepted.
+        CommError: As `all_gather_into_tensor`.
+
+    Example:
+        ```python
+        grad = torch.empty(4)
+        shardcomm.reduce_scatter_tensor(grad, torch.ones(comm.size * 4), torch.distributed.ReduceOp.AVG)
+        ```
     """
     comm = _communicator("reduce_scatter_tensor", group)
     if not isinstance(op, dist.ReduceOp | dist.ReduceOp.RedOpType) or op not in OPS:
@@ -165,7 +203,7 @@ class _Queue:
 
 
 class _Queues:
-    """Those of one communicator."""
+    """The queues of one communicator."""
 
     def __init__(self, streams: Streams) -> None:
         self.gathers = _Queue(streams, streams.gather)
@@ -197,6 +235,6 @@ def _queues(comm: Communicator) -> _Queues:
     return _queues_of[comm]
 
 
-# As long as torch keeps the group; whoever passes a communicator keeps and closes that.
+# An entry lives as long as torch keeps the group. A communicator that a caller passes is the caller's to close.
 _communicators: WeakKeyDictionary[dist.ProcessGroup, Communicator] = WeakKeyDictionary()
 _queues_of: WeakKeyDictionary[Communicator, _Queues] = WeakKeyDictionary()

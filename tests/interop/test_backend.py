@@ -35,6 +35,7 @@ CORE_DTYPES = (
     torch.int64,
     torch.uint8,
 )
+INTEGERS = (torch.int32, torch.int64, torch.uint8)
 OTHER_DTYPES = (torch.int8, torch.bool)
 OPS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.MAX, dist.ReduceOp.MIN)
 NUMELS = (0, 6, 4099)
@@ -267,10 +268,38 @@ def every_reduce() -> None:
     for case, reduce in enumerate(REDUCES):
         for dtype in (*CORE_DTYPES, *OTHER_DTYPES):
             for op in OPS:
+                if op == dist.ReduceOp.AVG and dtype in INTEGERS:
+                    continue  # Gloo has no average of integers
                 compare(functools.partial(reduce, op=op), case, dtype)
     dist.destroy_process_group()
 
 
+def averages_of_integers(hosts: str) -> list[list[int]]:
+    rank = int(os.environ["RANK"])
+    if hosts == "several":
+        rendezvous.host_identity = lambda: f"host {rank}"  # type: ignore[assignment]
+    dist.init_process_group(OURS)
+    averages = []
+    for dtype in INTEGERS:
+        x = torch.tensor([7, 3 + rank, 8 * rank], dtype=dtype)
+        dist.all_reduce(x, dist.ReduceOp.AVG)
+        averages.append(x.tolist())
+        part = torch.empty(1, dtype=dtype)
+        scatter_from(part, torch.tensor([5, 8 + rank], dtype=dtype), dist.ReduceOp.AVG)
+        averages.append(part.tolist())
+    dist.destroy_process_group()
+    return averages
+
+
+@pytest.mark.covers("torch.distributed backend")
+@pytest.mark.parametrize("hosts", ["one", "several"])
+def test_averages_of_integers_are_cut_as_nccls_are(hosts: str) -> None:
+    """Lightning takes them of batch sizes."""
+    for rank, averages in enumerate(launch(averages_of_integers, 2, (hosts,), timeout_s=60)):
+        assert averages == [[7, 3, 4], [[5], [8]][rank]] * len(INTEGERS)
+
+
+@pytest.mark.covers("torch.distributed backend")
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_every_move_equals_gloos(ranks: int) -> None:
     for receipts in launch(every_move, ranks, timeout_s=120):
@@ -278,6 +307,7 @@ def test_every_move_equals_gloos(ranks: int) -> None:
         assert all(receipt.taken != "gloo" for receipt in receipts), receipts
 
 
+@pytest.mark.covers("torch.distributed backend")
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_every_reduction_equals_gloos(ranks: int) -> None:
     launch(every_reduce, ranks, timeout_s=120)
@@ -386,6 +416,7 @@ def in_sub_groups() -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.covers("torch.distributed backend")
 def test_sub_groups_and_device_meshes() -> None:
     launch(in_sub_groups, 4, timeout_s=60)
 
@@ -465,6 +496,7 @@ def die_in(what: Callable[[], None]) -> None:
         raise CommError(" ".join(str(error).split())) from error
 
 
+@pytest.mark.covers("torch.distributed backend", "dead rank")
 @pytest.mark.parametrize("what", [wait_for_the_dead, gather_from_the_dead, train_with_the_dead])
 def test_killed_rank_is_named_by_all_others_within_seconds(what: Callable[[], None]) -> None:
     begun = time.monotonic()
@@ -540,6 +572,7 @@ def on_two_hosts() -> list[backend.Receipt]:
     return receipts
 
 
+@pytest.mark.covers("torch.distributed backend", transports=["c10d"])
 def test_ranks_on_several_hosts_use_gloo_and_say_so() -> None:
     for receipts in launch(on_two_hosts, 2, timeout_s=60):
         assert len(receipts) == 4

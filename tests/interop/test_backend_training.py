@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -143,6 +144,7 @@ def train_all(name: str, ways: tuple[Callable[[], Tensors], ...]) -> dict[str, T
     return results
 
 
+@pytest.mark.covers("torch.distributed backend")
 def test_unmodified_training_at_2_ranks_is_bitwise_gloos() -> None:
     ours, gloos = (launch(train_all, 2, (name, WAYS), timeout_s=120) for name in (OURS, "gloo"))
     for mine, theirs in zip(ours, gloos, strict=True):
@@ -151,6 +153,7 @@ def test_unmodified_training_at_2_ranks_is_bitwise_gloos() -> None:
                 assert torch.equal(got, want), way
 
 
+@pytest.mark.covers("torch.distributed backend")
 def test_unmodified_fsdp2_at_4_ranks_is_gloos_within_summation_order() -> None:
     ours, gloos = (launch(train_all, 4, (name, ON_FOUR), timeout_s=120) for name in (OURS, "gloo"))
     for mine, theirs in zip(ours, gloos, strict=True):

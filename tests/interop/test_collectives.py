@@ -44,6 +44,7 @@ def same_as_torch(seed: int) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.covers("drop-in collectives")
 def test_results_are_torchs_in_groups_and_subgroups(seed: int) -> None:
     launch(same_as_torch, 3, (seed,), timeout_s=60)
 

@@ -55,6 +55,7 @@ def taken(attached: fsdp2.Attached) -> set[tuple[str, str]]:
     return {receipt[2:] for receipt in attached.receipts}
 
 
+@pytest.mark.covers("FSDP2 attached")
 def test_a_model_may_be_in_any_state() -> None:
     launch(go_through_states, 2, timeout_s=60)
 
@@ -234,7 +235,7 @@ def differ_on_one_rank() -> None:
     def wrong(gather: full_module.FullGather) -> None:
         pack(gather)
         assert gather._window is not None
-        if dist.get_rank() == 1 and gather._tag == 2:
+        if dist.get_rank() == 1 and gather._name == "blocks.1":
             gather._window.params[0][0] = -1.0
 
     with pytest.MonkeyPatch.context() as patch, attached_to(twins) as attached:
@@ -303,6 +304,7 @@ def drop_attached() -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.covers("FSDP2 attached")
 def test_ranks_may_be_threads() -> None:
     launch(
         be_threads, 1, timeout_s=60
@@ -341,7 +343,10 @@ def run_different_blocks() -> None:
     fsdp2.attach(net)
     with torch.no_grad():
         net(X)
-    with pytest.raises(CommError, match=r"called barrier\(tag [12]\).*called barrier\(tag [12]\)"):
+    with pytest.raises(
+        CommError,
+        match=r"called barrier\(\) of module 'blocks.[01]'.*called barrier\(\) of module 'blocks.[01]'",
+    ):
         net.blocks[dist.get_rank()](torch.ones(2, 12))
     dist.destroy_process_group()
 

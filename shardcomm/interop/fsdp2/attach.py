@@ -1,4 +1,4 @@
-"""`attach`: which level each FSDP module of a model gets, and what says so."""
+"""`attach`: gives each FSDP module of a model the level that it can have, with a receipt that says which."""
 
 from __future__ import annotations
 
@@ -15,21 +15,28 @@ from shardcomm.interop.fsdp2.links import Links
 from shardcomm.stream.streams import uses_core
 
 Level = Literal["full", "copies", "hooks"]
+"""How much of FSDP2's communication is replaced: "hooks" its collectives, "copies" also its copies into and out of
+communication memory, and "full" the whole gather."""
 
 
 class ModuleReceipt(NamedTuple):
-    """How one FSDP module communicates; `reason` says what stays torch's, and why."""
+    """How one FSDP module communicates.
+
+    Attributes:
+        module: The module's name in the model; "" is the model itself.
+        requested: The level that was asked for.
+        taken: The level in force: "full", "copies", "hooks", or "torch" where nothing was changed.
+        reason: What stays torch's, and why; "" if nothing does.
+    """
 
     module: str
-    """Its name in the model; "" is the model itself."""
     requested: str
     taken: str
-    """The level in force: "full", "copies", "hooks", or "torch" where nothing was changed."""
     reason: str
 
 
 class Attached:
-    """What `attach` did. `str()` of it is a table of the receipts."""
+    """A model to which `attach` has given shardcomm's communication. `str()` of it is a table of the receipts."""
 
     def __init__(
         self, level: Level, modules: dict[str, _AttachedGroup | str], links: Links
@@ -40,7 +47,7 @@ class Attached:
 
     @property
     def receipts(self) -> tuple[ModuleReceipt, ...]:
-        """One for each FSDP module, as it is now: level "full" is in force from a module's second gather on."""
+        """How each FSDP module communicates now. Level "full" is in force from a module's second gather on."""
         return tuple(
             ModuleReceipt(name, self._level, "torch", group)
             if isinstance(group, str)
@@ -50,13 +57,17 @@ class Attached:
 
     @property
     def communicators(self) -> list[Communicator]:
-        """One for each process group in use; their receipts say which path the latest collectives took."""
+        """The communicators, one for each process group in use.
+
+        Their receipts say which path the latest collectives took.
+        """
         return [link.comm for link in self._links]
 
     def detach(self) -> None:
-        """Gives every module what it had before, and the memory back. Between steps; on every rank.
+        """Gives every module the communication that it had before, and frees the memory.
 
-        A module that was given other collectives since keeps those. A second call does nothing.
+        Call it between steps, on every rank. A module that was given other collectives since `attach` keeps those. A
+        second call does nothing.
         """
         groups = {id(group): group for group in self._modules.values()}
         for group in groups.values():
@@ -80,21 +91,50 @@ class Attached:
 
 
 def attach(model: torch.nn.Module, *, level: Level = "full") -> Attached:
-    """Makes the communication of every FSDP module of `model` ours. Collective: all ranks of its mesh call it.
+    """Gives every FSDP module of a model shardcomm's communication. Collective: all ranks of its mesh call it.
 
-    Results stay the same, up to the order of sums; sums of f16 and bf16 are taken in f32 and rounded once.
+    Call it after torch's `fully_shard`, before or between steps. Results stay the same, up to the order of sums; sums
+    of float16 and bfloat16 are taken in float32 and rounded once.
 
-    Memory, made in the first steps. At level "full", for as long as it is attached: the gathered parameters once a
-    host, instead of those of a few modules once a rank. They are shared: what is written into one is there on every
-    rank. At the other levels, on a CPU: about three times what the largest module gathers, a host. At each: twice what
-    the largest module reduces, a rank. More where more is prefetched.
+    It takes memory, which is allocated in the first steps. At level "full" a host holds the gathered parameters once,
+    as long as they are attached, while FSDP2 holds those of a few modules on each rank. They are shared: a value that
+    one rank writes into them is there on every rank. At the other levels, on a CPU, a host holds about three times what
+    the largest module gathers. At each level a rank holds twice what the largest module reduces. With more prefetching
+    it is more.
+
+    Args:
+        model: A model on which, or on parts of which, torch's `fully_shard` was called.
+        level: How much is replaced: "full", "copies" or "hooks". A module that cannot have the level takes the next
+            lower one.
+
+    Returns:
+        The attached model: its receipts, and `detach()`.
 
     Raises:
-        ValueError: `level` is unknown, `model` has no FSDP modules, one is attached already, or is on a device that the
-            compiled core does not drive.
-        RuntimeError: this torch's FSDP2 is not one that we know.
+        ValueError: `level` is unknown, `model` has no FSDP modules, or a module is attached already or on a device that
+            the compiled core does not drive.
+        RuntimeError: This torch's FSDP2 is not one that shardcomm knows.
         CudaError: NCCL or CUDA refused, or is not there.
-        CommError: a rank did not come.
+        CommError: A rank did not come.
+
+    Example:
+        ```python
+        import torch, shardcomm.fsdp2
+        from torch.distributed.fsdp import fully_shard
+
+        torch.distributed.init_process_group("gloo")
+        mesh = torch.distributed.init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+        model = fully_shard(torch.nn.Linear(64, 64), mesh=mesh)
+        attached = shardcomm.fsdp2.attach(model)
+        model(torch.randn(8, 64)).sum().backward()
+        print(attached)
+        attached.detach()
+        torch.distributed.destroy_process_group()
+        ```
+
+    References:
+        `torch.distributed.fsdp.fully_shard`, and the methods `set_custom_all_gather` and `set_custom_reduce_scatter`
+        of its FSDPModule.
     """
     if level not in get_args(Level):
         accepted = ", ".join(map(repr, get_args(Level)))
@@ -109,7 +149,7 @@ def attach(model: torch.nn.Module, *, level: Level = "full") -> Attached:
     for name, of_module in groups.items():
         _check(name, of_module)
 
-    links = Links()
+    links = Links([*modules])
     try:
         reasons = {name: _reason_against(of_module, links) for name, of_module in groups.items()}
     except BaseException:
@@ -118,22 +158,22 @@ def attach(model: torch.nn.Module, *, level: Level = "full") -> Attached:
 
     attached: dict[str, _AttachedGroup | str] = {}
     shared: dict[int, _AttachedGroup] = {}  # several modules may share a group: fully_shard([a, b])
-    for tag, (name, module) in enumerate(modules.items()):
+    for name, module in modules.items():
         if reasons[name]:
             attached[name] = reasons[name]
             continue
         (group,) = groups[name]
         if id(group) not in shared:
-            shared[id(group)] = _AttachedGroup(module, group, links, tag, level)
+            shared[id(group)] = _AttachedGroup(module, group, links, name, level)
         attached[name] = shared[id(group)]
     return Attached(level, attached, links)
 
 
 class _AttachedGroup:
-    """One parameter group with our collectives, copies and gather in place of those it had."""
+    """One parameter group, with shardcomm's collectives, copies and gather in place of its own."""
 
     def __init__(
-        self, module: FSDPModule, param_group: Any, links: Links, tag: int, level: Level
+        self, module: FSDPModule, param_group: Any, links: Links, name: str, level: Level
     ) -> None:
         self._module = module
         self._param_group = param_group
@@ -142,16 +182,16 @@ class _AttachedGroup:
         self._full: FullGather | None = None
         self._copies = ours = None if level == "hooks" else GroupCopies(param_group.device.type)
         self._ours = (
-            GroupAllGather(param_group, links, tag, ours),
-            GroupReduceScatter(param_group, links, tag, ours),
+            GroupAllGather(param_group, links, name, ours),
+            GroupReduceScatter(param_group, links, name, ours),
         )
         module.set_custom_all_gather(self._ours[0])
         module.set_custom_reduce_scatter(self._ours[1])
         if level == "full" and not difference():
-            self._full = FullGather(param_group, self._ours[0], self._before[0], links, tag)
+            self._full = FullGather(param_group, self._ours[0], self._before[0], links, name)
 
     def taken(self) -> tuple[str, str]:
-        """The level in force, and what stays torch's."""
+        """The level in force, and a sentence about what stays torch's."""
         reasons = []
         taken: str = self._level
         if self._level == "full":
@@ -196,7 +236,7 @@ def _check(name: str, groups: list[Any]) -> None:
 
 
 def _reason_against(groups: list[Any], links: Links) -> str:
-    """Why a module's collectives stay torch's; "" if nothing speaks against ours. Links its process group."""
+    """Why a module's collectives stay torch's; "" if they need not. Links the module's process group."""
     if not groups:
         return "it has no parameters of its own to communicate"
     if len(groups) > 1:

@@ -1,14 +1,15 @@
-"""Communication memory that is taken and let go of call by call, and reused only when every rank has let go of it.
+"""Communication memory that is taken and given back call by call, and reused only when every rank has given it back.
 
 A rank copies its shard into a shared window *before* the gather, when a peer may still be reading what the last gather
-left there; and memory is made by all ranks together or not at all. So ranks must agree on what is free. They do without
-a meeting of its own: each posts, before every collective, which of its buffers are free, and reads what the others
-posted after it.
+left there. And only all ranks together can allocate such memory. So the ranks must agree on which buffers are free.
+That takes no meeting of its own: before every collective each rank posts which of its buffers are free, and after it
+each rank reads what the others posted.
 
     rank 0   take A  gather(posts -)  | reads A | take B  gather(posts A)  | reads B | take A ...
     rank 1   take A  gather(posts -)    | reads A | take B  gather(posts A)  | reads B | take A ...
 
-What all had posted as free at one collective may be taken from then on. A buffer is free when no tensor refers to it.
+A buffer that all ranks posted as free at one collective may be taken from then on. On a rank a buffer is free when no
+tensor refers to it.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ import torch
 
 from shardcomm.comm.communicator import Communicator, Use
 
-# As many as a rank's posted word has bits, of which one is the sign.
+# A rank posts a word of 64 bits, of which one is the sign.
 MAX_BUFFERS = 63
 
 
 class BufferPool:
     """Buffers of one use, for the collectives of one channel of `comm`, on a CPU.
 
-    `take` and `collective` are called by all ranks in the same order, from one thread at a time. In the steady state no
-    memory is made: there is one buffer more than a rank uses at a time, each as large as the largest yet taken.
+    All ranks call `take` and `collective` in the same order, from one thread at a time. In the steady state nothing is
+    allocated: there is one buffer more than a rank uses at a time, each as large as the largest one taken so far.
     """
 
     def __init__(self, comm: Communicator, use: Use) -> None:
@@ -39,15 +40,15 @@ class BufferPool:
         self._buffers: dict[int, memoryview] = {}
         self._leases: dict[int, weakref.ref[memoryview]] = {}
         self._agreed: set[int] = set()  # free on every rank, and not taken since
-        # Two rows in turn: who posts again has read the row before last, and so have, by then, all others.
+        # Two rows, used in turn. When a rank posts again, it has read the row before last, and so have all others.
         posted = comm.allocate(2 * comm.size, dtype=torch.int64, use="gather")
         self._posted = posted.view(2, comm.size).numpy()
         self._turn = 0
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A flat tensor whose values are arbitrary. Its memory is back in the pool once nothing refers to it.
+        """A flat tensor whose values are arbitrary. Its memory returns to the pool when nothing refers to it.
 
-        Where `MAX_BUFFERS` are in use it is ordinary memory, through which collectives are right, and slower.
+        If `MAX_BUFFERS` are in use, it is ordinary memory, with which collectives are right, but slower.
         """
         nbytes = numel * dtype.itemsize
         if nbytes == 0:
@@ -63,14 +64,14 @@ class BufferPool:
             index = next(i for i in range(MAX_BUFFERS) if i not in self._buffers)
             made = self._comm.allocate(nbytes, dtype=torch.uint8, use=self._use)
             self._buffers[index] = made.numpy().data
-        # The tensor's storage, and so every view of it, holds on to this very object.
+        # The tensor's storage, and so every view of it, keeps this very object alive.
         lease = self._buffers[index][:nbytes]
         self._leases[index] = weakref.ref(lease)
         return torch.frombuffer(lease, dtype=dtype)
 
     @contextmanager
     def collective(self) -> Iterator[None]:
-        """Around each collective of the channel: the ranks agree on what is free."""
+        """A context around each collective of the channel, by which the ranks agree on which buffers are free."""
         posted = self._posted[self._turn]
         posted[self._comm.rank] = sum(
             1 << i for i, lease in self._leases.items() if lease() is None
@@ -81,7 +82,7 @@ class BufferPool:
         self._turn = 1 - self._turn
 
     def _drop_agreed(self) -> None:
-        """The free ones are too small: a larger one takes their place."""
+        """Drops the buffers that are free, since they are too small; a larger one takes their place."""
         for index in self._agreed:
             del self._buffers[index], self._leases[index]
         self._agreed.clear()

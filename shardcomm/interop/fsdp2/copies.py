@@ -5,8 +5,8 @@
     torch.ops.fsdp.chunk_cat                gradients, cast, into a row for each rank
     torch.ops.fsdp.chunk_cat_mixed_dtype    what torch 2.15 calls instead
 
-FSDP2 calls these operators for every model. Our kernels, registered over torch's, look whose memory they are given: in
-communication memory that a `GroupCopies` owns, that group's plans copy; all else reaches torch's kernels.
+FSDP2 calls these operators for every model. Shardcomm's kernels are registered over torch's, and look at the memory
+that they are given. If a `GroupCopies` owns it, that group's plans copy; otherwise the kernel calls torch's.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class GroupCopies:
     def __init__(self, device_type: str) -> None:
         self._plans: dict[Any, CopyPlan] = {}
         self.close = finalize(self, _route(device_type))
-        """Leaves them to torch."""
+        """Leaves the copies to torch again."""
 
     def own(self, memory: torch.Tensor) -> torch.Tensor:
-        """`memory`, whose copies are this group's from now on, as long as the tensor lives."""
+        """Makes this group copy into and out of `memory`, as long as that tensor lives; returns `memory`."""
         address = memory.data_ptr()
         if address:
             _owners[address] = self
@@ -56,7 +56,7 @@ class GroupCopies:
         numel: int,
         rank: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`inputs`, of `sizes` elements, side by side in slot `rank` of `output`; a slot has `numel` elements."""
+        """Packs `inputs`, of `sizes` elements, into slot `rank` of `output`, whose slots have `numel` elements."""
         slot = output.narrow(0, numel * rank, numel)
         dtype = inputs[0].dtype
         offsets = list(accumulate(sizes[:-1], initial=0))
@@ -76,7 +76,7 @@ class GroupCopies:
         *,
         out: list[torch.Tensor],
     ) -> None:
-        """`output`, of shape (ranks, sum(sizes)), cut on `dim` 1 into `out`, each of shape (ranks, size)."""
+        """Cuts `output`, of shape (ranks, sum(sizes)), on `dim` 1 into `out`, each of shape (ranks, size)."""
         ranks, dtype = output.shape[0], output.dtype
         self._run(
             ("out", tuple(sizes), ranks, dtype),
@@ -88,7 +88,7 @@ class GroupCopies:
     def chunk_cat(
         self, tensors: list[torch.Tensor], dim: int, num_chunks: int, *, out: torch.Tensor
     ) -> None:
-        """Each tensor cut on `dim` 0 into `num_chunks`; the chunks side by side, cast, in that row of `out`."""
+        """Cuts each tensor on `dim` 0 into `num_chunks`; row c of `out` gets chunk c of all, side by side and cast."""
         shapes = tuple(tensor.shape for tensor in tensors)
         dtype = tensors[0].dtype
         self._run(
@@ -111,16 +111,20 @@ class GroupCopies:
 
 
 def _route(device_type: str) -> Undo:
-    """Has copies in memory that a `GroupCopies` owns made by it; returns what ends that. For each call, one end."""
+    """Routes FSDP2's copy operators to the `GroupCopies` that owns the memory.
+
+    Returns:
+        An undo function; call it once.
+    """
     key = device_type.upper()
     return _routes.setdefault(key, Patch(partial(_register, key))).take()
 
 
 def _register(dispatch_key: str) -> Undo:
-    """Our kernels over torch's; undone, torch's are as they were."""
+    """Registers shardcomm's kernels over torch's. The undo function restores torch's."""
     library: Any = torch.library
     registered = library.Library("fsdp", "IMPL")
-    with warnings.catch_warnings():  # that a kernel is registered over another is the purpose
+    with warnings.catch_warnings():  # torch warns of a kernel over another, which is the purpose
         warnings.simplefilter("ignore")
         for operator in _OPERATORS:
             if hasattr(torch.ops.fsdp, operator):
@@ -146,7 +150,7 @@ def _kernel(operator: str, dispatch_key: str) -> Callable[..., Any]:
 
 
 def _owner(operator: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GroupCopies | None:
-    """Whose copy a call is, if CopyPlan has such a one; None: torch's."""
+    """The group whose memory a call copies, if a CopyPlan can do that copy; None: torch's kernel does it."""
     if operator == "all_gather_copy_in":
         tensors, memory, along = args[0], args[1], True
     elif operator == "split_with_sizes_copy":
@@ -163,5 +167,5 @@ def _owner(operator: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Grou
     return owner if movable and memory.is_contiguous() else None
 
 
-_owners: dict[int, GroupCopies] = {}  # by the address of the memory
-_routes: dict[str, Patch] = {}  # by dispatch key
+_owners: dict[int, GroupCopies] = {}  # the group that owns each memory, by its address
+_routes: dict[str, Patch] = {}  # the registration of the kernels, by dispatch key

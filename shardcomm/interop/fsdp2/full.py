@@ -1,18 +1,18 @@
-"""Level "full": the gather of a parameter group without a copy into a slot, and without any copy out of it.
+"""Level "full": the gather of a parameter group without a copy into a slot, and without a copy out of it.
 
-A group's window, at 3 ranks, of a parameter of 7 rows and one of 2; `-` is padding, as FSDP2 pads shards::
+The window of a group on 3 ranks, with a parameter of 7 rows and one of 2; `-` is padding, as FSDP2 pads shards::
 
     written by rank   0 0 0 1 1 1 2 - -   0 1 -
     window            [    weight   ]     [b]       shared by all ranks of the host, there as long as attached
 
-Each rank casts its shards straight to where they belong, and the full parameters are views of the window for good.
-FSDP2's own functions go on around that: which parameter a module shows, prefetch, gradients, checkpoints.
+Each rank casts its shards straight to their places in the window, and the full parameters stay views of the window. The
+rest goes on by FSDP2's own functions: which parameter a module shows, prefetch, gradients, checkpoints.
 
     torch    shards --cast--> . --copy in--> slot --all-gather--> slots --copy out--> parameters
     full     shards --cast--> parameters
 
-A group's first gather is torch's, beside ours, and both must be the same bit for bit; else torch's stays. So it does
-where `FullGather` has a reason against it.
+A group's first gather is done by torch and by shardcomm, and both results must be the same bit for bit; otherwise
+torch's gather stays. It also stays if `FullGather` has another reason against it.
 """
 
 from __future__ import annotations
@@ -32,51 +32,56 @@ from shardcomm.interop.fsdp2.patch import Patch, Undo
 from shardcomm.stream.streams import compute_stream
 
 _ALIGNMENT = 128  # bytes: the parameters start as torch's allocators start them
-_OWN = "_shardcomm_gather"  # of a group's first FSDPParam
+_OWN = "_shardcomm_gather"  # an attribute of a group's first FSDPParam
 _UNCHECKED = "its first gather is torch's, and ours is held against it"
 
 
 class _Result(AllGatherResult):
-    """What FSDP2 keeps between a gather and its copy-out; `gather` is whose it is."""
+    """What FSDP2 keeps between a gather and its copy-out, and the `FullGather` that made it."""
 
     gather: FullGather
 
 
 class _Window(NamedTuple):
-    """The full parameters of a group, padded."""
+    """The full parameters of a group, padded.
+
+    Attributes:
+        flat: All of them.
+        params: Each of them, flat, with a storage that begins where it does: FSDP2 takes its parameters from there.
+        pack: The plan that casts this rank's shards to their places.
+    """
 
     flat: torch.Tensor
     params: list[torch.Tensor]
-    """Flat, each with a storage that begins where it does: FSDP2 takes its parameters from there."""
     pack: CopyPlan
 
 
 class FullGather:
     """The gather of one parameter group.
 
-    `reason`: why it is torch's for now, or for good; "" while the parameters are views of the window.
+    Attributes:
+        reason: Why the gather is torch's, for now or for good; "" while the parameters are views of the window.
     """
 
     def __init__(
-        self, param_group: Any, comm: AllGather, before: AllGather, links: Links, tag: int
+        self, param_group: Any, comm: AllGather, before: AllGather, links: Links, name: str
     ) -> None:
         self._param_group = param_group
         self._comm = comm
         self._before = before
         self._links = links
-        self._tag = tag
+        self._name = name
         self._window: _Window | None = None
         self._checked = False
         self.reason = _UNCHECKED
         self._end = finalize(self, patch.take())
-        vars(param_group.fsdp_params[0])[_OWN] = (
-            self  # FSDP2 hands over no more than the parameters
-        )
+        # On a parameter, since FSDP2 hands over nothing else to its gather.
+        vars(param_group.fsdp_params[0])[_OWN] = self
 
     def gather(self, torchs: Callable[..., Any], *args: Any) -> Any:
-        """As `foreach_all_gather`, which is `torchs`."""
+        """Takes the place of FSDP2's `foreach_all_gather`, which is `torchs`."""
         *others, comm = args
-        if comm is not self._comm:  # somebody set another
+        if comm is not self._comm:  # somebody has set another all-gather
             self.give_back("its all-gather has been replaced")
         if self._checked and self.reason:
             return torchs(*args)
@@ -87,7 +92,7 @@ class FullGather:
     def copy_out(
         self, torchs: Callable[..., None], result: _Result, *args: Any, **options: Any
     ) -> None:
-        """As `foreach_all_gather_copy_out`, which is `torchs`."""
+        """Takes the place of FSDP2's `foreach_all_gather_copy_out`, which is `torchs`."""
         if not self.reason:
             module = torch.get_device_module(self._param_group.device)
             module.current_stream().wait_event(result.all_gather_event)
@@ -96,7 +101,7 @@ class FullGather:
         if self._checked:
             return
         self._checked = True
-        # What is made here outlives the gather, whatever mode that is in.
+        # Tensors that are made here outlive the gather, and so must not depend on the mode in which it is called.
         with torch.inference_mode(False), torch.no_grad():
             self.reason = _reason_against(self._param_group, self._link()) or self._adopt()
 
@@ -110,10 +115,11 @@ class FullGather:
         self._window = None
 
     def close(self) -> None:
-        """As `give_back`, in whatever state the parameters are."""
+        """Ends the gather as `give_back` does, in whatever state the parameters are."""
         if not self.reason:
             self._param_group.wait_for_unshard()
-            self._param_group._to_sharded()  # `reshard` would not, where an error left a forward half done
+            # Not `reshard`, which would do nothing if an error has left a forward half done.
+            self._param_group._to_sharded()
         self.give_back("it is detached")
         del vars(self._param_group.fsdp_params[0])[_OWN]
         self._end()
@@ -124,7 +130,8 @@ class FullGather:
 
     def _gather(self, copy_in_stream: Any, gather_stream: Any, device: torch.device) -> _Result:
         module = torch.get_device_module(device)
-        # What this rank computed with the parameters comes before what the others write, and so all before all.
+        # This rank's earlier computation with the parameters must end before other ranks write them. Each rank sees to
+        # it for itself, before they meet in `_pack`.
         copy_in_stream.wait_stream(module.current_stream())
         with module.stream(copy_in_stream):
             self._pack()
@@ -134,17 +141,24 @@ class FullGather:
         return _Result(self._window.flat, event, None, [], [], [])
 
     def _pack(self) -> None:
-        """Every rank its shards, between a meeting after which nobody reads and one after which all is written."""
+        """Writes this rank's shards into the window.
+
+        Before it the ranks meet, after which none reads any more; after it they meet again, when all have written.
+        """
         link, window = self._link(), self._window
         assert window is not None
         shards = [param._sharded_param_data for param in self._param_group.fsdp_params]
         stream = None if link.comm.device.type == "cpu" else compute_stream(link.comm.device)
-        link.comm.barrier(tag=self._tag, stream=stream)
+        link.comm.barrier(tag=link.tags[self._name], stream=stream)
         window.pack.run(shards, [window.flat], threads=torch.get_num_threads())
-        link.comm.barrier(tag=self._tag, stream=stream)
+        link.comm.barrier(tag=link.tags[self._name], stream=stream)
 
     def _adopt(self) -> str:
-        """Shows the window's parameters, if they are those that torch gathered; else why not."""
+        """Shows the window's parameters if they equal those that torch gathered.
+
+        Returns:
+            Why it does not; "" if it does.
+        """
         link = self._link()
         params = self._param_group.fsdp_params
         self._window = window = _window(params, link)
@@ -169,7 +183,7 @@ class FullGather:
 
 
 def has_gather(param_group: Any) -> bool:
-    """Whether a `FullGather` is there, even if other collectives have been set since."""
+    """Whether the group has a `FullGather`, even if other collectives have been set since."""
     return any(_OWN in vars(param) for param in param_group.fsdp_params)
 
 
@@ -230,10 +244,10 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _renew(param: Any, gathered: list[torch.Tensor]) -> None:
-    """Puts `param`'s full parameter over `gathered`, or if that is empty over memory as FSDP2 makes it.
+    """Puts `param`'s full parameter over `gathered`, or if that is empty, over memory that FSDP2 allocates.
 
-    FSDP2 frees and makes memory by the size of the storages of `all_gather_outputs`; ours are not among them. The
-    parameter stays the same object: a forward's graph may wait to give it gradients, and it may have hooks.
+    FSDP2 frees and allocates memory by resizing the storages of `all_gather_outputs`; the window is kept out of these.
+    The parameter stays the same object, since a forward's graph may have to give it gradients, and it may have hooks.
     """
     before = vars(param).pop("_unsharded_param", None)
     param.all_gather_outputs = gathered
@@ -242,9 +256,8 @@ def _renew(param: Any, gathered: list[torch.Tensor]) -> None:
         ranks = param.mesh_info.shard_mesh_size
         param.init_all_gather_outputs([shard.numel()], [_dtypes(param)[1]], ranks, param.device)
     param.init_unsharded_param()
-    if (
-        before is not None and not before.is_inference()
-    ):  # which no graph knows, and stays so for good
+    # A tensor of inference mode is in no graph, and stays one of that mode.
+    if before is not None and not before.is_inference():
         before.data = param._unsharded_param.data
         param._unsharded_param = before
     if gathered:
@@ -280,4 +293,4 @@ def _copy_out(
 _ours = {"foreach_all_gather": _all_gather, "foreach_all_gather_copy_out": _copy_out}
 _torchs: dict[str, Any] = {}
 patch = Patch(_apply)
-"""Has FSDP2 ask a `FullGather`, for parameters that have one."""
+"""Makes FSDP2 gather parameters that have a `FullGather` by that."""

@@ -3,8 +3,8 @@
     sharded parameters --copy-in--> own slot of a window --all-gather--> window --copy-out--> parameters
     gradients ---------chunk_cat--> reduce memory --reduce-scatter--> sharded gradients
 
-The window is shared by all ranks of the host, so once each has copied its shard in, the gather is only a meeting: no
-byte moves. Both arrows into communication memory and the copy-out are FSDP2's own, or level "copies"'.
+All ranks of the host share the window, so that once each has copied its shard in, the gather is only a meeting: no byte
+moves. FSDP2 makes the copies into communication memory and the copy-out itself, unless level "copies" does.
 """
 
 from __future__ import annotations
@@ -24,24 +24,32 @@ from shardcomm.interop.fsdp2.links import Links
 
 
 class GroupAllGather(AllGather):
-    """The all-gather of one parameter group, where FSDP2 calls it: on a GPU on its current stream, on a CPU at once.
+    """The all-gather of one parameter group.
 
-    There `async_op` would gain nothing: no byte is left to move. `copies`: None leaves them to torch.
+    On a GPU it goes to FSDP2's current stream. On a CPU it runs at once, whatever `async_op` says, since no byte is
+    left to move.
+
+    Args:
+        param_group: FSDP2's parameter group.
+        links: Communicators between the ranks of process groups.
+        tag: A number that tells this group's gathers from others.
+        copies: Makes the copies into and out of the memory; None leaves them to torch.
     """
 
     def __init__(
-        self, param_group: Any, links: Links, tag: int, copies: GroupCopies | None = None
+        self, param_group: Any, links: Links, name: str, copies: GroupCopies | None = None
     ) -> None:
         self._param_group = param_group
         self._links = links
-        self._tag = tag
+        self._name = name
         self._copies = copies
 
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """Where FSDP2 copies this rank's shard in, and the others' appear."""
-        # With an int `reshard_after_forward` it is another group in backward; FSDP2 does not say which here.
+        """The memory into which FSDP2 copies this rank's shard, and in which the others' shards appear."""
+        # With a number as `reshard_after_forward` FSDP2 gathers over another group in backward. It does not say here
+        # which group it will be.
         link = self._links.get(self._param_group._all_gather_process_group, device)
         memory = link.allocate(math.prod(map(int, size)), dtype, "gather")
         return memory if self._copies is None else self._copies.own(memory)
@@ -56,30 +64,32 @@ class GroupAllGather(AllGather):
         """See `AllGather`."""
         link = self._links.get(group, output_tensor.device)
         with link.collective("gather"):
-            link.comm.all_gather(movable(output_tensor), movable(input_tensor), tag=self._tag)
+            link.comm.all_gather(
+                movable(output_tensor), movable(input_tensor), tag=link.tags[self._name]
+            )
 
 
 class GroupReduceScatter(ReduceScatter):
     """The reduce-scatter of one parameter group."""
 
     def __init__(
-        self, param_group: Any, links: Links, tag: int, copies: GroupCopies | None = None
+        self, param_group: Any, links: Links, name: str, copies: GroupCopies | None = None
     ) -> None:
         self._param_group = param_group
         self._links = links
-        self._tag = tag
+        self._name = name
         self._copies = copies
         self._input_numel = 0  # of the reduce whose output is not allocated yet
 
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """FSDP2 asks twice for each reduce: for its input, then for its output."""
+        """The memory of a reduce. FSDP2 asks for it twice: for the input, and then for the output."""
         numel = math.prod(map(int, size))
         group = self._param_group._reduce_scatter_process_group
         if self._input_numel and numel * group.size() == self._input_numel:
             self._input_numel = 0
-            # It becomes the gradients, which live on.
+            # FSDP2 keeps the output as the gradients.
             return torch.empty(numel, dtype=dtype, device=device)
         self._input_numel = numel
         memory = self._links.get(group, device).allocate(numel, dtype, "reduce")
@@ -99,11 +109,11 @@ class GroupReduceScatter(ReduceScatter):
         if factor is not None:
             input_tensor.mul_(factor)
         with link.collective("reduce"):
-            link.comm.reduce_scatter(output_tensor, input_tensor, ours, tag=self._tag)
+            link.comm.reduce_scatter(output_tensor, input_tensor, ours, tag=link.tags[self._name])
 
 
 def _reduction(op: dist.ReduceOp | dist.ReduceOp.RedOpType) -> tuple[ReduceOp, Any]:
-    """Our name of `op`, and the factor that goes before it (None: none)."""
+    """The communicator's name of `op`, and the factor by which inputs are multiplied first; None: there is none."""
     if op == dist.ReduceOp.SUM:
         return "sum", None
     if op == dist.ReduceOp.AVG:

@@ -1,4 +1,4 @@
-"""What we use of torch's FSDP2 besides its public interface, and whether this torch has it."""
+"""The parts of torch's FSDP2 that shardcomm uses besides its public interface, and whether this torch has them."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ __all__ = [
 ]
 
 torchs_gather: Any = _fsdp_param_group
-"""The module that calls `foreach_all_gather` and `foreach_all_gather_copy_out`, by these names in it."""
+"""The module that calls `foreach_all_gather` and `foreach_all_gather_copy_out`, by these names in its namespace."""
 
-# Of a parameter group, besides setting its collectives through FSDPModule's methods.
+# The attributes of a parameter group that all levels use, besides FSDPModule's methods that set its collectives.
 _OF_GROUPS = {
     "_all_gather_comm",
     "_all_gather_process_group",
@@ -42,7 +42,7 @@ _OF_GROUPS = {
     "device",
     "mesh_info",
 }
-# For level "full". Tested with torch 2.11, 2.13 and 2.15.
+# The functions that level "full" uses. Tested with torch 2.11, 2.13 and 2.15.
 _SIGNATURES = {
     (_fsdp_param_group, "foreach_all_gather"): (
         "fsdp_params",
@@ -77,7 +77,7 @@ def param_groups(module: FSDPModule) -> list[Any]:
     state: Any = module._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):
         groups = list(state._fsdp_param_groups)
-    else:  # torch 2.11: one at most. Neither: `state`, which has nothing of what is needed.
+    else:  # torch 2.11 has one at most. If it has neither, `state` fails the check below.
         only = getattr(state, "_fsdp_param_group", state)
         groups = [] if only is None else [only]
     for group in groups:
@@ -90,9 +90,9 @@ def param_groups(module: FSDPModule) -> list[Any]:
     return groups
 
 
-@cache  # level "full" puts its own functions there
+@cache  # level "full" later puts its own functions in their place
 def difference() -> str:
-    """In what this torch's gather is not the one that level "full" was tested with; "" if in nothing."""
+    """How this torch's gather differs from the one with which level "full" was tested; "" if it does not."""
     for (owner, name), expected in _SIGNATURES.items():
         function = getattr(owner, name, None)
         if function is None:

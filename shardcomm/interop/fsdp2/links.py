@@ -1,8 +1,8 @@
-"""Between the ranks of a process group: a communicator of ours, and its communication memory."""
+"""Links: for each of torch's process groups a communicator of shardcomm's, and its communication memory."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -14,32 +14,39 @@ from shardcomm.interop.fsdp2.buffer_pool import BufferPool
 
 
 class Link:
-    """A process group's ranks, and communication memory between them."""
+    """A communicator between the ranks of a process group, and its communication memory.
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+    Attributes:
+        tags: The tag of each module's collectives, by the module's name.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, modules: Sequence[str]
+    ) -> None:
         # Ranks that only torch reaches gain nothing from us: such a group is refused, with the reason.
         transport: Transport = "shm" if device.type == "cpu" else "nccl"
         if dist.get_backend(group) == "threaded":  # torch's own, for tests: ranks of one process
             transport = "local"
         self.comm = Communicator.from_process_group(group, device=device, transport=transport)
+        self.tags = {name: self.comm.tag(f"module {name or '(root)'!r}") for name in modules}
         self._pools: dict[Use, BufferPool] = {}
         if device.type == "cpu":
             self._pools = {use: BufferPool(self.comm, use) for use in ("gather", "reduce")}
 
     @property
     def shares_windows(self) -> bool:
-        """Whether what one rank writes into gather memory is there for all."""
+        """Whether a value that one rank writes into gather memory is there for all ranks."""
         return self.comm.transport in ("shm", "local")
 
     def allocate(self, numel: int, dtype: torch.dtype, use: Use) -> torch.Tensor:
         """Memory for one collective; its values are arbitrary."""
         if use in self._pools:
             return self._pools[use].take(numel, dtype)
-        # Torch's allocator knows on which of FSDP2's streams memory is made and let go of.
+        # Torch's allocator knows on which of FSDP2's streams memory is allocated and freed.
         return torch.empty(numel, dtype=dtype, device=self.comm.device)
 
     def collective(self, use: Use) -> AbstractContextManager[None]:
-        """Around each collective on memory from `allocate`."""
+        """A context around each collective on memory from `allocate`."""
         return self._pools[use].collective() if use in self._pools else nullcontext()
 
     def close(self) -> None:
@@ -49,16 +56,17 @@ class Link:
 
 
 class Links:
-    """One link for each process group; made when first asked for, by all its ranks."""
+    """One link for each process group. All ranks of a group make it when it is first asked for."""
 
-    def __init__(self) -> None:
+    def __init__(self, modules: Sequence[str]) -> None:
+        self._modules = modules  # each link gives them tags in this order, the same on every rank
         self._of_group: dict[dist.ProcessGroup, Link] = {}
         self._refused: dict[dist.ProcessGroup, str] = {}
 
     def get(self, group: dist.ProcessGroup, device: torch.device) -> Link:
         """The link between the ranks of `group`. Raises as `Communicator.from_process_group` does."""
         if group not in self._of_group:
-            self._of_group[group] = Link(group, device)
+            self._of_group[group] = Link(group, device, self._modules)
         return self._of_group[group]
 
     def refused(self, group: dist.ProcessGroup, device: torch.device) -> str:

@@ -1,4 +1,4 @@
-"""A change to torch for as long as somebody needs it."""
+"""A change to torch that lasts as long as somebody needs it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ Undo = Callable[[], None]
 
 
 class Patch:
-    """`apply` changes something and returns what changes it back. Models of several threads may share one."""
+    """A change that several users share, also from several threads.
+
+    Args:
+        apply: Makes the change, and returns the function that undoes it.
+    """
 
     def __init__(self, apply: Callable[[], Undo]) -> None:
         self._apply = apply
@@ -18,7 +22,11 @@ class Patch:
         self._lock = threading.Lock()
 
     def take(self) -> Undo:
-        """Applies it, unless it is; returns what the caller calls, once, when it needs it no more."""
+        """Makes the change, unless it is made already.
+
+        Returns:
+            An undo function; call it once, when the change is no longer needed. The last user's call undoes the change.
+        """
         with self._lock:
             if self._undo is None:
                 self._undo = self._apply()

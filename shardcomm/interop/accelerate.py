@@ -1,0 +1,231 @@
+"""Hugging Face's accelerate with the engine: an `Accelerator` that shards, and `prepared` for transformers' Trainer.
+
+    from shardcomm.interop.accelerate import Accelerator
+    accelerator = Accelerator(cpu=True, sharding={"units": Block})
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+
+accelerate's own `Accelerator` puts DistributedDataParallel around a model on CPUs, also where it was given an FSDP
+plugin, and around a model that is sharded already, which is refused. Only this module imports `accelerate`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from shardcomm.checkpoint.manifest import files_in
+from shardcomm.checkpoint.optimizer_state import OptimizerState
+from shardcomm.checkpoint.unpickling import check_unpickling
+from shardcomm.comm.communicator import Communicator
+from shardcomm.engine.engine import Engine
+from shardcomm.engine.sharding import fully_shard
+from shardcomm.interop.backend import NAME
+from shardcomm.interop.optimizers import Successors, check_made_after, check_not_sharded
+
+try:
+    import accelerate
+    from accelerate.utils import InitProcessGroupKwargs
+except ModuleNotFoundError as error:
+    if error.name != "accelerate":
+        raise
+    raise ModuleNotFoundError(
+        "shardcomm.interop.accelerate needs the package accelerate: pip install accelerate",
+        name="accelerate",
+    ) from None
+
+_FOLDER = "sharded"
+
+
+def prepared(engine: Engine) -> nn.Module:
+    """Marks an engine's model as prepared: accelerate, and the Trainer of transformers, then take it as it is.
+
+    Without the mark they would put DistributedDataParallel around it, which is refused. Accumulation goes through
+    `Engine.no_sync`. Call it before the model is given to `accelerator.prepare`, or to `transformers.Trainer`.
+
+    Args:
+        engine: The engine of the model.
+
+    Returns:
+        The model.
+
+    Example:
+        ```text
+        engine = shardcomm.fully_shard(model, comm, units=LlamaDecoderLayer)
+        trainer = transformers.Trainer(model=prepared(engine), args=args, train_dataset=data)
+        ```
+    """
+    model: Any = engine.model
+    model._is_accelerate_prepared = True  # accelerate looks for it
+    model.no_sync = engine.no_sync  # and for this, when it accumulates
+    return engine.model
+
+
+class Accelerator(accelerate.Accelerator):
+    """accelerate's `Accelerator`, whose `prepare` shards models by [`fully_shard`][shardcomm.fully_shard].
+
+    `backward`, `accumulate`, `clip_grad_norm_`, `autocast`, `gather` and the rest do what they do there, and losses are
+    those of its DistributedDataParallel. `get_state_dict` gives the full weights on rank 0, and `save_state` and
+    `load_state` save and load each rank's rows by `torch.distributed.checkpoint`: any number of ranks loads them.
+    On CPUs it begins the process group, unless the program has begun one: with the backend "cpu:shardcomm", or as an
+    `InitProcessGroupKwargs` among `kwargs_handlers` says.
+
+    Args:
+        args: As accelerate's.
+        sharding: Keyword arguments of `fully_shard`, such as `units` and `strategy`.
+        kwargs: As accelerate's.
+
+    Raises:
+        ValueError: `kwargs` asks for another engine, by `fsdp_plugin`, `deepspeed_plugin` or `megatron_lm_plugin`.
+
+    Example:
+        ```text
+        accelerator = Accelerator(cpu=True, sharding={"units": Block}, gradient_accumulation_steps=2)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        ```
+    """
+
+    _models: list[nn.Module]
+    _optimizers: list[Any]
+
+    def __init__(
+        self, *args: Any, sharding: Mapping[str, Any] | None = None, **kwargs: Any
+    ) -> None:
+        for other in ("fsdp_plugin", "deepspeed_plugin", "megatron_lm_plugin"):
+            if kwargs.get(other) is not None:
+                raise ValueError(
+                    f"Accelerator: {other} is a {type(kwargs[other]).__name__}, and shardcomm's engine shards the "
+                    "model here; leave it out, and give the arguments of fully_shard as sharding={...}"
+                )
+        if kwargs.get("cpu") and "RANK" in os.environ and not dist.is_initialized():
+            # Else accelerate would begin one of Gloo. It refuses any other backend for CPUs.
+            group: dict[str, Any] = {"backend": f"cpu:{NAME}"}
+            handlers = kwargs.get("kwargs_handlers") or []
+            for handler in handlers:
+                if isinstance(handler, InitProcessGroupKwargs):
+                    group |= handler.to_kwargs()
+            dist.init_process_group(**group)
+            kwargs["kwargs_handlers"] = [
+                each for each in handlers if not isinstance(each, InitProcessGroupKwargs)
+            ]
+        super().__init__(*args, **kwargs)
+        self._sharding = dict(sharding or {})
+        self._engines: list[Engine] = []
+        self._state: dict[str, Any] = {}  # while it is saved or loaded
+        self.register_save_state_pre_hook(
+            lambda models, weights, folder: save(self._state, checkpoint_id=Path(folder, _FOLDER))
+        )
+        self.register_load_state_pre_hook(lambda models, folder: self._load(Path(folder, _FOLDER)))
+
+    def engine_of(self, model: nn.Module) -> Engine:
+        """The engine of a model that was prepared.
+
+        Raises:
+            ValueError: The model was not prepared.
+        """
+        for engine in self._engines:
+            if engine.model is model:
+                return engine
+        raise ValueError(
+            f"Accelerator: model is a {type(model).__name__} that was not prepared; call "
+            "accelerator.prepare(model) first"
+        )
+
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        """Prepares models, optimizers, loaders and schedulers, as accelerate does, and shards the models.
+
+        Raises:
+            ValueError: An optimizer is of a model that was not prepared, neither before nor in this call.
+        """
+        successors = [
+            Successors(arg)
+            for arg in args
+            if isinstance(arg, nn.Module) and not getattr(arg, "_is_accelerate_prepared", False)
+        ]
+        result = super().prepare(*args, device_placement=device_placement)
+        optimizers = [arg for arg in args if isinstance(arg, torch.optim.Optimizer)]
+        for each in successors:
+            each.take_over(optimizers)
+        for optimizer in optimizers:
+            check_made_after(
+                optimizer,
+                [engine.model for engine in self._engines],
+                "prepare both together by accelerator.prepare(model, optimizer), or make the optimizer after "
+                "model = accelerator.prepare(model)",
+            )
+        return result
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Shards `model`, unless it was prepared before."""
+        if getattr(model, "_is_accelerate_prepared", False):
+            return model
+        check_not_sharded(model, "Accelerator")
+        # With evaluation_mode accelerate does all but put DistributedDataParallel around it. fully_shard moves the
+        # model to the device, unit by unit.
+        placed = super().prepare_model(model, device_placement=False, evaluation_mode=True)
+        if placed is not model:
+            raise ValueError(
+                f"Accelerator: accelerate has put a {type(placed).__name__} around the model, as it does to compile "
+                "it or for fp8; leave dynamo_plugin and fp8 out, and compile the model's blocks by block.compile() "
+                "before prepare"
+            )
+        comm = (
+            Communicator.from_process_group(device=self.device)
+            if dist.is_initialized()
+            else Communicator.local_group(1, device=self.device)[0]
+        )
+        engine = fully_shard(model, comm, **self._sharding)
+        self._engines.append(engine)
+        return prepared(engine)
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """The full state dict of a model on rank 0, and {} on others; collective."""
+        return self.engine_of(model).full_state_dict(rank=0)
+
+    def save_state(self, *args: Any, **kwargs: Any) -> Any:
+        """Saves all that was prepared or registered in a folder; collective."""
+        with self._without_sharded():
+            return super().save_state(*args, **kwargs)
+
+    def load_state(self, *args: Any, **kwargs: Any) -> None:
+        """Loads what `save_state` saved; collective."""
+        with self._without_sharded():
+            super().load_state(*args, **kwargs)
+
+    def free_memory(self, *objects: Any) -> Any:
+        """Lets go of all that was prepared, as accelerate does."""
+        self._engines.clear()
+        return super().free_memory(*objects)
+
+    @contextmanager
+    def _without_sharded(self) -> Iterator[None]:
+        """A context in which accelerate saves and loads all but models and optimizers; its hooks do these."""
+        held = self._models, self._optimizers
+        self._state = {f"model_{i}": self.engine_of(model) for i, model in enumerate(self._models)}
+        for i, wrapped in enumerate(self._optimizers):
+            self._state[f"optimizer_{i}"] = self._optimizer_state(wrapped.optimizer)
+        self._models, self._optimizers = [], []
+        try:
+            yield
+        finally:
+            self._models, self._optimizers = held
+            self._state = {}
+
+    def _load(self, folder: Path) -> None:
+        check_unpickling(folder, frozenset(files_in(folder)))
+        load(self._state, checkpoint_id=folder)
+
+    def _optimizer_state(self, optimizer: torch.optim.Optimizer) -> OptimizerState:
+        params = {p for group in optimizer.param_groups for p in group["params"]}
+        [engine, *_] = [e for e in self._engines if params & {*e.model.parameters()}]
+        return engine.optimizer_state(optimizer)

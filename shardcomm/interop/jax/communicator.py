@@ -1,0 +1,136 @@
+"""A group of ranks for programs that XLA compiles: a communicator of the C library."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Self
+
+import jax
+
+import shardcomm.comm.communicator as core
+from shardcomm._C import CommError
+from shardcomm.arguments.checks import check_seconds, check_type
+from shardcomm.comm.texts import all_gather_bytes, all_gather_text
+from shardcomm.interop.jax.library import Library, library
+from shardcomm.interop.jax.order import finish
+
+_TRANSPORTS = {"shm": 0, "nccl": 3}  # of shc_transport
+_PLATFORMS = {"shm": "cpu", "nccl": "cuda"}
+
+
+class Communicator:
+    """A group of ranks, for the collectives of `shardcomm.jax`. Collective.
+
+    It connects the ranks of `comm` a second time, in the C library that XLA calls, and does not use `comm` again. As a
+    context manager it closes itself at the end. If a collective in the block has failed, the block ends with a
+    [`CommError`][shardcomm.CommError]; inside the block JAX raises its own `JaxRuntimeError` with the same sentence.
+
+    Attributes:
+        rank: This rank's number, 0 to `size` - 1.
+        size: How many ranks the group has.
+
+    Example:
+        ```python
+        import jax, jax.numpy as jnp, shardcomm.jax
+
+        with shardcomm.Communicator.from_env() as ranks, shardcomm.jax.Communicator(ranks) as comm:
+            total = jax.jit(lambda x: shardcomm.jax.all_reduce(x, comm))(jnp.ones(3))
+            assert total.tolist() == [comm.size] * 3
+        ```
+    """
+
+    def __init__(self, comm: core.Communicator, *, deadline_s: float = core.DEADLINE_S) -> None:
+        """Connects this rank with the others.
+
+        Args:
+            comm: The ranks, each a process: a communicator over `shm` (for JAX on CPUs) or `nccl` (for JAX on GPUs).
+            deadline_s: How long a rank waits for another one in a collective, in seconds; the same on all ranks.
+
+        Raises:
+            TypeError: `comm` is no `shardcomm.Communicator`.
+            ValueError: `comm` is over another transport, or `deadline_s` is no positive number.
+            RuntimeError: On some rank the library cannot be loaded or compiled; the error says on which, and why.
+            CommError: A rank did not come.
+        """
+        check_type("shardcomm.jax.Communicator", "comm", comm, core.Communicator, "a Communicator")
+        check_seconds("shardcomm.jax.Communicator", "deadline_s", deadline_s)
+        alone = comm.size == 1 and comm.device.type == "cpu"
+        self._transport = "shm" if alone else comm.transport
+        if self._transport not in _TRANSPORTS:
+            raise ValueError(
+                f"shardcomm.jax.Communicator: comm is over {comm.transport!r}; accepted: 'shm' (processes of one host, "
+                "JAX on CPUs), 'nccl' (JAX on GPUs)"
+            )
+        self.rank = comm.rank
+        self.size = comm.size
+        device = comm.device.index or 0
+        self._library = _loaded_everywhere(comm)
+        begins = comm.rank == 0
+        own = self._library.unique_id(_TRANSPORTS[self._transport], comm.size) if begins else b""
+        unique_id = all_gather_bytes(comm, own)[0]
+        self._handle = self._library.connect(unique_id, comm.rank, comm.size, device, deadline_s)
+        self.number = self._library.add(self._handle, comm.size, device)
+
+    def check(self) -> None:
+        """Tells whether the group works.
+
+        Raises:
+            CommError: A collective has failed, or the communicator was closed.
+        """
+        self._library.check(self._handle)
+
+    def check_platform(self, operation: str, platform: str) -> None:
+        """Checks that programs for `platform` can call these collectives.
+
+        Raises:
+            ValueError: They compute elsewhere than the group communicates.
+        """
+        needed = _PLATFORMS[self._transport]
+        if platform != needed:
+            raise ValueError(
+                f"{operation}: this program is compiled for {platform!r}, and the communicator is over "
+                f"{self._transport!r}, for {needed!r}; choose by jax.default_device or jax.config.update"
+                "('jax_platforms', ...)"
+            )
+
+    def close(self) -> None:
+        """Waits for the programs that this thread has started, and leaves the group.
+
+        Ranks that wait for this one afterwards fail.
+        """
+        finish()
+        self._library.close(self._handle)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            if isinstance(error, jax.errors.JaxRuntimeError) or (error is None and not finish()):
+                self.check()
+        except CommError as failure:
+            raise failure from error
+        finally:
+            self._library.close(self._handle)  # at once, since other ranks may wait for this one
+            finish()
+
+    def __repr__(self) -> str:
+        return f"shardcomm.jax.Communicator({self._transport}, rank {self.rank} of {self.size})"
+
+
+def _loaded_everywhere(comm: core.Communicator) -> Library:
+    """The library; collective, so that no rank waits for one that cannot load it."""
+    trouble = ""
+    try:
+        loaded = library()
+    except (OSError, RuntimeError) as error:
+        trouble = str(error)
+    for rank, text in enumerate(all_gather_text([comm], trouble)):
+        if text:
+            raise RuntimeError(f"shardcomm.jax.Communicator: rank {rank}: {text}")
+    return loaded

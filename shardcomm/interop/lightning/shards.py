@@ -1,0 +1,235 @@
+"""What the strategies for Fabric and the Trainer share: how a model is sharded, and how it is saved and loaded.
+
+A checkpoint is one file, as Lightning's DDP writes it, or a folder::
+
+    FOLDER/*.distcp, .metadata    model and optimizers, by torch.distributed.checkpoint: each rank wrote its part
+    FOLDER/meta.pt                everything else, by rank 0
+
+Lightning's own FSDP strategies write folders of the same form, and the names in it are the model's own.
+"""
+
+from __future__ import annotations
+
+import inspect
+import shutil
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.device_mesh import init_device_mesh
+
+from shardcomm.arguments.scalars import is_whole
+from shardcomm.checkpoint.manifest import files_in
+from shardcomm.checkpoint.unpickling import check_unpickling
+from shardcomm.engine.engine import Engine
+from shardcomm.engine.sharding import fully_shard
+from shardcomm.interop.backend import NAME
+from shardcomm.interop.optimizers import check_not_sharded
+
+StateDictType = Literal["full", "sharded"]
+
+_META = "meta.pt"
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How a strategy shards models and saves them.
+
+    Attributes:
+        whose: The strategy's name, for messages.
+        state_dict_type: Whether a checkpoint is one file ("full") or a folder to which each rank writes ("sharded").
+        replicas: How many copies of the model there are: the rows of the mesh, for "hybrid_shard".
+        settings: The keyword arguments of `fully_shard`.
+
+    Raises:
+        ValueError: `state_dict_type` is none of the two, or `replicas` is no whole number of at least 1.
+        TypeError: `settings` has a name that `fully_shard` does not have, or one that the strategy sets itself.
+    """
+
+    whose: str
+    state_dict_type: StateDictType
+    replicas: int
+    settings: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        if self.state_dict_type not in ("full", "sharded"):
+            raise ValueError(
+                f"{self.whose}: state_dict_type is {self.state_dict_type!r}; accepted: 'full' (one file), 'sharded' "
+                "(a folder)"
+            )
+        if not is_whole(self.replicas, 1):
+            raise ValueError(
+                f"{self.whose}: replicas is {self.replicas!r}; it must be a whole number of at least 1"
+            )
+        accepted = [
+            name
+            for name in inspect.signature(fully_shard).parameters
+            if name not in ("model", "comm")
+        ]
+        for name in self.settings:
+            if name not in accepted:
+                raise TypeError(
+                    f"{self.whose}: {name} is no argument; beside its own it takes those of fully_shard: "
+                    f"{', '.join(accepted)}"
+                )
+
+    def shard(self, model: nn.Module, device: torch.device) -> Engine:
+        """Shards `model` over all ranks of the default process group; collective."""
+        check_not_sharded(model, self.whose)
+        ranks = dist.get_world_size()
+        if ranks % self.replicas:
+            raise ValueError(
+                f"{self.whose}: replicas is {self.replicas}, which does not divide the {ranks} ranks"
+            )
+        shape = (self.replicas, ranks // self.replicas)
+        mesh = init_device_mesh(device.type, shape if self.replicas > 1 else shape[1:])
+        return fully_shard(model, mesh, **self.settings)
+
+
+def backend_for(device: torch.device) -> str | None:
+    """The process group's backend for ranks on `device`; None: Lightning's own choice."""
+    return f"cpu:{NAME}" if device.type == "cpu" else None
+
+
+def local_path(path: str | Path, whose: str) -> Path:
+    """`path`, which must be of a file system that all ranks see.
+
+    Raises:
+        ValueError: It is a URL, such as s3://bucket/name.
+    """
+    if "://" in str(path):
+        raise ValueError(
+            f"{whose}: the path of the checkpoint is {path}; it must be a path that all ranks see, and no URL, since "
+            "every rank writes its part there"
+        )
+    return Path(path)
+
+
+def save_folder(folder: Path, values: dict[str, Any], meta: dict[str, Any]) -> None:
+    """Writes a checkpoint folder; collective.
+
+    It gets its name when it is complete, and only then replaces what has this name.
+
+    Args:
+        folder: The folder, the same on every rank.
+        values: By name, what DCP saves: an Engine, its optimizers' states, or dicts of them.
+        meta: Everything else, of which rank 0's is written.
+    """
+    partial = folder.with_name(f"{folder.name}.partial")
+    if dist.get_rank() == 0:
+        _remove(partial)
+        partial.mkdir(parents=True)
+    dist.barrier()
+    save(values, checkpoint_id=partial)
+    if dist.get_rank() == 0:
+        torch.save(meta, partial / _META)
+        _remove(folder)
+        partial.rename(folder)
+    dist.barrier()
+
+
+def load_folder(
+    folder: Path,
+    values: dict[str, Any],
+    *,
+    weights_only: bool | None = None,
+    optional: Collection[str] = (),
+) -> dict[str, Any]:
+    """Reads a checkpoint folder into `values`, in place, and returns the rest, on every rank; collective.
+
+    Args:
+        folder: The folder.
+        values: As in `save_folder`. Those that are `optional`, and not in the folder, are removed from it.
+        weights_only: Unless it is False, nothing is read that would run other code than DCP's and torch's.
+        optional: Names of `values` that the folder need not have.
+
+    Raises:
+        CheckpointError: Reading would run other code.
+        KeyError: The folder lacks one of `values`; nothing is loaded then.
+    """
+    if weights_only is not False:
+        check_unpickling(folder, frozenset(files_in(folder)))
+    metadata = FileSystemReader(folder).read_metadata()
+    saved = {key.partition(".")[0] for key in metadata.state_dict_metadata}
+    for name in sorted(values.keys() - saved):
+        if name not in optional:
+            raise KeyError(f"the checkpoint {folder} has no {name!r}; it has {sorted(saved)}")
+        del values[name]
+    load(values, checkpoint_id=folder)
+    meta: dict[str, Any] = torch.load(folder / _META, "cpu", weights_only=weights_only)
+    return meta
+
+
+def is_folder(path: Path) -> bool:
+    """Whether a checkpoint folder is at `path`."""
+    return (path / _META).is_file()
+
+
+def full_optimizer_states(path: Path, states: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Optimizer states of full tensors, as the optimizers would have them without sharding; collective.
+
+    They go through a folder that is written beside `path` and removed again, so that no rank but the first holds more
+    than its part.
+
+    Args:
+        path: Where the checkpoint will be.
+        states: By name, what `Engine.optimizer_state` gives.
+
+    Returns:
+        By name, what `state_dict()` of an optimizer of the full parameters would give; {} on all ranks but the first.
+    """
+    if not states:
+        return {}
+    folder = path.with_name(f"{path.name}.optimizers")
+    save_folder(folder, states, {})
+    if dist.get_rank() != 0:
+        return {}
+    whole = folder / "whole.pt"
+    dcp_to_torch_save(folder, whole)
+    # This rank has just written it.
+    loaded = torch.load(whole, "cpu", weights_only=False)
+    shutil.rmtree(folder)
+    return {name: _numbered(loaded[name]) for name in states}
+
+
+def check_one_file(path: Path) -> None:
+    """Makes way for a checkpoint of one file at `path`, where a checkpoint folder may be.
+
+    Raises:
+        IsADirectoryError: Another folder is there.
+    """
+    if path.is_dir() and not is_folder(path):
+        raise IsADirectoryError(
+            f"the path of the checkpoint is a folder that is no checkpoint, and state_dict_type='full' writes a file: "
+            f"{path}"
+        )
+    if path.is_dir() and dist.get_rank() == 0:
+        _remove(path)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _numbered(state: dict[str, Any]) -> dict[str, Any]:
+    """An optimizer's state by parameters' names, as torch numbers them: in the order of the groups."""
+    names = [name for group in state["param_groups"] for name in group["params"]]
+    number = {name: i for i, name in enumerate(names)}
+    return {
+        "state": {number[name]: kept for name, kept in state["state"].items()},
+        "param_groups": [
+            {**group, "params": [number[name] for name in group["params"]]}
+            for group in state["param_groups"]
+        ],
+    }

@@ -1,0 +1,331 @@
+"""`shardcomm.jax`: results against NumPy, derivatives against differences, one order of calls, and refusals."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("jax", reason="shardcomm.jax needs JAX: pip install jax")
+import jax
+import jax.numpy as jnp
+from jax.test_util import check_grads
+
+import shardcomm
+from shardcomm import launch
+from shardcomm.interop.jax import library
+from shardcomm.jax import Communicator, all_gather, all_reduce, broadcast, reduce_scatter
+
+SUMMED = ("uint8", "int32", "int64", "float16", "bfloat16", "float32", "float64")
+MOVED = (*SUMMED, "bool", "int8", "uint16", "uint32", "uint64", "complex64", "complex128")
+REDUCED: dict[str, Callable[..., np.ndarray]] = {"sum": np.sum, "max": np.max, "min": np.min}
+
+
+@contextmanager
+def group(deadline_s: float = 30.0) -> Iterator[Communicator]:
+    with (
+        shardcomm.Communicator.from_env(deadline_s=30) as ranks,
+        Communicator(ranks, deadline_s=deadline_s) as comm,
+    ):
+        yield comm
+
+
+def of_ranks(seed: int, ranks: int, *shape: int, dtype: str = "float64") -> np.ndarray:
+    """Whole numbers, one array for each rank: their sums are exact in any order and dtype."""
+    values = np.random.default_rng(seed).integers(0, 30, (ranks, *shape))
+    return values.astype(jnp.dtype(dtype))
+
+
+def collectives_against_numpy(seed: int) -> None:
+    jax.config.update("jax_enable_x64", True)
+    with group() as comm:
+        for turn, dtype in enumerate(MOVED):
+            everybody = of_ranks(seed + turn, comm.size, comm.size * 3, 2, dtype=dtype)
+            mine = everybody[comm.rank]
+            gathered = jax.jit(all_gather, static_argnums=1)(mine, comm)
+            assert gathered.dtype == mine.dtype
+            assert np.array_equal(gathered, everybody.reshape(-1, 2)), dtype
+            assert np.array_equal(broadcast(mine, comm, root=comm.size - 1), everybody[-1]), dtype
+            if dtype not in SUMMED:
+                continue
+            part = slice(comm.rank * 3, comm.rank * 3 + 3)
+            for op, reduce in REDUCED.items():
+                expected = reduce(everybody.astype(np.float64), axis=0).astype(mine.dtype)
+                summed = jax.jit(all_reduce, static_argnums=(1, 2))(mine, comm, op)
+                assert np.array_equal(summed, expected)
+                scattered = jax.jit(reduce_scatter, static_argnums=(1, 2))(mine, comm, op)
+                assert np.array_equal(scattered, expected[part])
+        mean = of_ranks(seed, comm.size, 6).mean(0)
+        assert np.allclose(all_reduce(of_ranks(seed, comm.size, 6)[comm.rank], comm, "avg"), mean)
+        assert all_gather(jnp.zeros((0, 3)), comm).shape == (0, 3)
+        assert all_gather(7 * np.ones(1, np.float32), comm).tolist() == [7.0] * comm.size
+
+
+@pytest.mark.slow
+def test_results_are_numpys_in_every_dtype(seed: int) -> None:
+    launch(collectives_against_numpy, 3, (seed,), timeout_s=60)
+
+
+def many_at_once(seed: int, runs: int) -> None:
+    """Collectives of which none needs another's result, in programs that differ between ranks in what is around them.
+
+    Without an order, XLA begins with what the first result needs.
+    """
+    with group() as comm:
+
+        @jax.jit
+        def many(x: Any) -> list[Any]:
+            results = []
+            for turn in range(16):
+                y = x + turn
+                for _ in range(turn * (comm.rank + 1) % 5):
+                    y = y + 0 * jnp.sin(y).sum()
+                match turn % 4:
+                    case 0 | 1:
+                        results.append(all_gather(y, comm))
+                    case 2:
+                        results.append(reduce_scatter(jnp.tile(y, comm.size), comm))
+                    case 3:
+                        results.append(all_reduce(y, comm, "max"))
+            return results if comm.rank % 2 == 0 else results[::-1]
+
+        everybody = of_ranks(seed, comm.size, 16, dtype="float32")
+        for run in range(runs):
+            results = many(everybody[comm.rank] + run)
+        for turn, result in enumerate(results if comm.rank % 2 == 0 else results[::-1]):
+            last = everybody + (run + turn)
+            expected = (last.reshape(-1), last.reshape(-1), last.sum(0), last.max(0))[turn % 4]
+            assert np.array_equal(result, expected), turn
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_call_in_one_order_whatever_xla_starts_first(ranks: int, seed: int) -> None:
+    launch(many_at_once, ranks, (seed, 1000), timeout_s=120)
+
+
+def order_through_programs_and_control_flow() -> None:
+    with group() as comm:
+
+        def turn(carry: Any, x: Any) -> tuple[Any, Any]:
+            both = all_gather(x, comm).sum() + all_reduce(x, comm).sum()
+            return carry + 1, jax.lax.cond(
+                carry % 2 == 0, lambda: both, lambda: broadcast(both, comm, 1)
+            )
+
+        inner = jax.jit(lambda x: all_reduce(2 * x, comm))
+        program = jax.jit(
+            lambda xs: (jax.lax.scan(turn, 0, xs)[1], inner(xs), all_gather(xs, comm))
+        )
+        xs = jnp.arange(4.0).reshape(4, 1) + comm.rank
+        started = [program(xs * n) for n in range(20)]  # nobody waits in between
+        for n, (sums, doubled, whole) in enumerate(started):
+            assert sums.tolist() == [2 * n * (2 * k + 1) for k in range(4)]
+            assert doubled.ravel().tolist() == [2 * n * (2 * k + 1) for k in range(4)]
+            assert whole.shape == (8, 1)
+
+
+def test_the_order_holds_through_control_flow_and_between_programs() -> None:
+    launch(order_through_programs_and_control_flow, 2, timeout_s=60)
+
+
+def derivatives(seed: int) -> None:
+    """A function of x whose input and output are the same on all ranks, as `check_grads` has to see it.
+
+    The average at its begin makes the derivative by x, which JAX takes on each rank, that of all ranks together.
+    """
+    jax.config.update("jax_enable_x64", True)
+    with group() as comm:
+        weights = jnp.asarray(np.random.default_rng(seed).normal(size=(comm.size, 6, 2)))[comm.rank]
+        x = jnp.asarray(np.random.default_rng(seed + 1).normal(size=(6, 2)))
+
+        def entered(x: Any) -> Any:
+            return jnp.sin(all_reduce(x, comm, "avg"))
+
+        def of_gather(x: Any) -> Any:
+            return jnp.cos(all_gather(entered(x)[comm.rank :][:2] * weights[:2], comm))
+
+        def of_reduce_scatter(x: Any) -> Any:
+            parts = [reduce_scatter(entered(x) * weights, comm, op) for op in ("sum", "avg")]
+            return all_gather(jnp.sin(parts[0] * parts[1]), comm)
+
+        def of_all_reduce(x: Any) -> Any:
+            return jnp.sin(all_reduce(jnp.exp(entered(x)) * weights, comm))
+
+        def of_broadcast(x: Any) -> Any:
+            return jnp.sin(broadcast(entered(x) * weights, comm, root=1))
+
+        def layered(x: Any) -> Any:
+            return jax.lax.scan(
+                jax.checkpoint(lambda carry, w: (jnp.sin(of_gather(x * w).sum() * carry), None)),
+                1.0,
+                jnp.arange(1.0, 4.0),
+            )[0]
+
+        for function in (of_gather, of_reduce_scatter, of_all_reduce, of_broadcast, layered):
+            order = 2 if function in (of_gather, of_broadcast) else 1
+            check_grads(jax.jit(function), (x,), order=order, modes=["fwd", "rev"])
+
+
+@pytest.mark.slow
+def test_derivatives_are_those_that_differences_show(seed: int) -> None:
+    launch(derivatives, 2, (seed,), timeout_s=120)
+
+
+def gathers_of(jaxpr: Any) -> int:
+    return str(jaxpr).count("all_gather[")
+
+
+def checkpointed_layers() -> None:
+    with group() as comm:
+        x = jnp.arange(4.0)
+
+        def layer(w: Any) -> Any:
+            return jnp.sin(all_gather(w, comm)).sum()
+
+        saving = jax.checkpoint(layer, policy=jax.checkpoint_policies.everything_saveable)
+        programs = [jax.grad(each) for each in (layer, jax.checkpoint(layer), saving)]
+        counts = [gathers_of(jax.make_jaxpr(program)(x)) for program in programs]
+        assert counts == [1, 2, 1]
+        first, *others = [jax.jit(program)(x) for program in programs]
+        assert all(np.array_equal(first, other) for other in others)
+
+
+def test_a_checkpointed_layer_is_gathered_again_in_backward() -> None:
+    launch(checkpointed_layers, 2, timeout_s=60)
+
+
+def donated() -> None:
+    with group() as comm:
+        for collective in (all_reduce, broadcast):
+            x = jnp.ones(1024) * (comm.rank + 1)
+            kept = jax.jit(lambda x: collective(x, comm))(x)  # noqa: B023
+            assert x.tolist() == [comm.rank + 1.0] * 1024
+            address = x.unsafe_buffer_pointer()
+            result = jax.jit(lambda x: collective(x, comm), donate_argnums=0)(x)  # noqa: B023
+            assert result.unsafe_buffer_pointer() == address
+            assert np.array_equal(result, kept)
+
+
+def test_a_donated_array_is_reduced_in_place_and_another_is_not_touched() -> None:
+    launch(donated, 2, timeout_s=60)
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[Communicator]:
+    """The only rank of a group, in this process."""
+    with Communicator(shardcomm.Communicator.local_group(1)[0]) as comm:
+        yield comm
+
+
+REFUSALS: dict[str, tuple[Callable[[Communicator], object], type[Exception], str]] = {
+    "scalar": (lambda c: all_gather(1.0, c), ValueError, r"all_gather: x has no axes; give x.resh"),
+    "pytree": (
+        lambda c: all_gather({"w": jnp.ones(2)}, c),
+        TypeError,
+        "x is a dict; .*jax.tree.map",
+    ),
+    "torch": (
+        lambda c: all_reduce(torch.ones(2), c),
+        TypeError,
+        "x is a Tensor; it must be a JAX array",
+    ),
+    "key": (lambda c: broadcast(jax.random.key(0), c), TypeError, r"jax.random.key_data\(x\)"),
+    "int4": (
+        lambda c: all_gather(jnp.ones(2, "int4"), c),
+        TypeError,
+        "x is of int4, whose elements",
+    ),
+    "int8": (
+        lambda c: all_reduce(jnp.ones(2, "int8"), c),
+        TypeError,
+        "x is of int8; accepted: uint8",
+    ),
+    "avg of int": (
+        lambda c: all_reduce(jnp.ones(2, int), c, "avg"),
+        TypeError,
+        "'avg' does not acc",
+    ),
+    "op": (lambda c: all_reduce(jnp.ones(2), c, "mul"), ValueError, "op is 'mul'; accepted: 'sum'"),
+    "root": (
+        lambda c: broadcast(jnp.ones(2), c, 1),
+        ValueError,
+        "root is 1; it must be a rank, 0 to",
+    ),
+    "no group": (
+        lambda c: all_gather(jnp.ones(2), 2),
+        TypeError,
+        "comm is a int; it must be a shard",
+    ),
+    "local": (
+        lambda c: Communicator(shardcomm.Communicator.local_group(2)[0]),
+        ValueError,
+        "comm is over 'local'; accepted: 'shm'",
+    ),
+    "no ranks": (lambda c: Communicator(None), TypeError, "comm is a NoneType; it must be a Comm"),
+    "deadline": (
+        lambda c: Communicator(shardcomm.Communicator.local_group(1)[0], deadline_s=0),
+        ValueError,
+        "deadline_s is 0",
+    ),
+    "vmap": (
+        lambda c: jax.vmap(lambda x: all_gather(x, c))(jnp.ones((2, 2))),
+        NotImplementedError,
+        "all_gather inside jax.vmap",
+    ),
+    "max": (
+        lambda c: jax.grad(lambda x: all_reduce(x, c, "max").sum())(jnp.ones(2)),
+        NotImplementedError,
+        "a reduce by 'max' has no derivative",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_what_cannot_be_is_refused_by_a_sentence(case: str, alone: Communicator) -> None:
+    call, kind, text = REFUSALS[case]
+    with pytest.raises(kind, match=text):
+        call(alone)
+
+
+def test_the_first_axis_of_a_reduce_scatter_is_a_multiple_of_the_ranks() -> None:
+    launch(refused_parts, 2, timeout_s=60)
+
+
+def refused_parts() -> None:
+    with (
+        group() as comm,
+        pytest.raises(ValueError, match=r"shape \(3,\); the first axis must be a"),
+    ):
+        reduce_scatter(jnp.ones(3), comm)
+
+
+def test_without_a_compiler_a_sentence_says_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CXX", "no-such-compiler -O2")
+    with pytest.raises(RuntimeError, match="there is no no-such-compiler; install a C"):
+        library._compiled()
+    monkeypatch.setenv("CXX", "false")
+    with pytest.raises(RuntimeError, match=r"could not compile its handlers: false .*ended with 1"):
+        library._compiled()
+
+
+def test_ranks_are_forked_from_a_process_without_jax(tmp_path: Path) -> None:
+    (tmp_path / "without_jax.py").write_text(
+        "import sys\nimport shardcomm\ndef main():\n    return 'jax' in sys.modules\n"
+    )
+    sys.path.insert(0, str(tmp_path))
+    try:
+        from without_jax import main
+
+        assert launch(main, 2, timeout_s=60) == [False, False]
+    finally:
+        sys.path.remove(str(tmp_path))

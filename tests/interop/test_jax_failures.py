@@ -1,0 +1,138 @@
+"""`shardcomm.jax` when ranks die, are late, disagree or leave: a CommError in time, and the next group works."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import pytest
+
+pytest.importorskip("jax", reason="shardcomm.jax needs JAX: pip install jax")
+import jax
+import jax.numpy as jnp
+
+import shardcomm
+from shardcomm import CommError, launch
+from shardcomm.jax import Communicator, all_gather, all_reduce
+
+
+def total(x: jax.Array, comm: Communicator) -> jax.Array:
+    return jax.jit(all_reduce, static_argnums=1)(x, comm)
+
+
+def in_another_collective(comm: Communicator) -> None:
+    if comm.rank == 1:
+        all_gather(jnp.ones(2), comm).block_until_ready()
+
+
+def with_another_shape(comm: Communicator) -> None:
+    if comm.rank == 1:
+        total(jnp.ones(4), comm).block_until_ready()
+
+
+def after_it_was_closed(comm: Communicator) -> None:
+    if comm.rank == 1:
+        comm.close()
+
+
+def in_a_program_that_nobody_waits_for(comm: Communicator) -> None:
+    """JAX starts it in the background, where the failure stays until somebody waits."""
+    slow = jax.jit(lambda x: (x @ x @ x @ x)[0, :3])(jnp.ones((1500, 1500)))
+    total(slow if comm.rank else slow[:2], comm)
+    total(slow, comm)
+
+
+@pytest.mark.parametrize(
+    ("disagree", "kind"),
+    [
+        (in_another_collective, "mismatch"),
+        (with_another_shape, "mismatch"),
+        (after_it_was_closed, "closed"),
+        (in_a_program_that_nobody_waits_for, "mismatch"),
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_a_failed_group_raises_on_every_rank_and_the_next_one_works(
+    disagree: Callable[[Communicator], None], kind: str
+) -> None:
+    assert launch(fails_and_goes_on, 2, (disagree,), timeout_s=60) == [kind, kind]
+
+
+def fails_and_goes_on(disagree: Callable[[Communicator], None]) -> str:
+    with shardcomm.Communicator.from_env(deadline_s=30) as ranks:
+        with pytest.raises(CommError) as failed:
+            disagree_in_a_group(ranks, disagree)
+        with Communicator(ranks, deadline_s=20) as comm:
+            assert total(jnp.ones(3), comm).tolist() == [2.0] * 3
+    return failed.value.kind
+
+
+def disagree_in_a_group(
+    ranks: shardcomm.Communicator, disagree: Callable[[Communicator], None]
+) -> None:
+    with Communicator(ranks, deadline_s=2) as comm:
+        assert total(jnp.ones(3), comm).tolist() == [2.0] * 3
+        disagree(comm)
+        total(jnp.ones(3), comm).block_until_ready()
+
+
+def survives(fate: str) -> None:
+    """Rank 0's error reaches the launcher, whatever becomes of rank 1."""
+    ranks = shardcomm.Communicator.from_env(deadline_s=30)
+    with Communicator(ranks, deadline_s=2) as comm:
+        total(jnp.ones(3), comm)
+        if comm.rank == 0:
+            with pytest.raises(jax.errors.JaxRuntimeError, match="rank 1"):
+                total(jnp.ones(3), comm).block_until_ready()
+            with pytest.raises(CommError) as failed:
+                comm.check()
+            assert failed.value.rank == 1
+            assert failed.value.kind == fate
+            os._exit(7)  # which the launcher reports first
+        if fate == "died":
+            os._exit(0)
+        ranks.barrier()  # where it waits until rank 0 has seen that it does not come
+
+
+@pytest.mark.parametrize("fate", ["died", "late"])
+def test_a_rank_that_is_missing_is_named(fate: str) -> None:
+    with pytest.raises(shardcomm.RankError, match="rank 0 ended with exit status 7"):
+        launch(survives, 2, (fate,), timeout_s=60)
+
+
+def program_of_a_closed_group() -> None:
+    with shardcomm.Communicator.from_env(deadline_s=30) as ranks:
+        with Communicator(ranks) as comm:
+            program = jax.jit(lambda x: all_reduce(x, comm))
+            program(jnp.ones(3))
+        with pytest.raises(jax.errors.JaxRuntimeError, match="has closed this communicator"):
+            program(jnp.ones(3)).block_until_ready()
+
+
+def test_a_compiled_program_outlives_its_group_and_raises() -> None:
+    launch(program_of_a_closed_group, 2, timeout_s=60)
+
+
+def cannot_load_on_rank_1(folder: str) -> None:
+    with shardcomm.Communicator.from_env(deadline_s=30) as ranks:
+        if ranks.rank == 1:
+            os.environ |= {"XDG_CACHE_HOME": folder, "CXX": "no-such-compiler"}
+        with pytest.raises(RuntimeError, match=r"rank 1: .* there is no no-such-compiler"):
+            Communicator(ranks)
+
+
+def test_a_rank_that_cannot_load_the_library_tells_the_others(tmp_path: object) -> None:
+    launch(cannot_load_on_rank_1, 2, (str(tmp_path),), timeout_s=60)
+
+
+def programs_that_run_on() -> None:
+    with shardcomm.Communicator.from_env(deadline_s=30) as ranks:
+        with Communicator(ranks, deadline_s=20) as comm:
+            total(jnp.ones(3), comm)
+            slow = jax.jit(lambda x: (x @ x @ x @ x)[0, :3] * 0 + 1)(jnp.ones((1500, 1500)))
+            result = total(slow, comm)
+        assert result.tolist() == [2.0] * 3
+
+
+def test_programs_that_nobody_waited_for_end_before_the_group_does() -> None:
+    launch(programs_that_run_on, 2, timeout_s=60)
