@@ -24,16 +24,27 @@ class Use(Enum):
     reduce = ...
 
 class CommError(RuntimeError):
-    """A group of ranks cannot go on: one died, came late, or called something else; it raises on every rank.
+    """A group of ranks cannot go on: one died, came late, or called something else. It is raised on every rank.
+
+    People read its text, and programs read its fields. After it the communicator only raises.
 
     Attributes:
         kind: "died", "late", "mismatch" (ranks called different collectives, or wait for each other), "closed",
-            "aborted" (a rank gave up, by an exception or by `abort`), or "backend": the transport, the operating
-            system, or what is needed at set-up refused.
-        rank: the rank whose fault it is; None where it is no single rank's, or not known whose.
-        operation: the collective that this rank was in, "all_gather" for instance; None: it was in none.
-        sequence: the number of that collective, which the text gives as "#147"; None as `operation`.
-        reporter: the rank that noticed; None where nobody says.
+            "aborted" (a rank gave up, by an exception or by `abort`), or "backend" (the transport, the operating
+            system, or something that set-up needs refused).
+        rank: The rank whose fault it is; None where it is no single rank's fault, or where that is not known.
+        operation: The collective that this rank was in, "all_gather" for instance; None: it was in none.
+        sequence: The number of that collective, which the text gives as "#147"; None: it was in none.
+        reporter: The rank that noticed; None where that is not known.
+
+    Example:
+        ```text
+        try:
+            comm.all_gather(recv, send)
+        except CommError as error:
+            if error.kind == "died":
+                restart_without(error.rank)
+        ```
     """
 
     kind: Literal["died", "late", "mismatch", "closed", "aborted", "backend"]
@@ -42,7 +53,8 @@ class CommError(RuntimeError):
     sequence: int | None
     reporter: int | None
 
-class CudaError(RuntimeError): ...
+class CudaError(RuntimeError):
+    """CUDA or NCCL refused, or is not there. The text says which call refused, and why."""
 
 class CudaStatus:
     @property
@@ -174,27 +186,119 @@ def instruction_set() -> InstructionSet: ...
 def use_instruction_set(set: InstructionSet) -> None: ...
 
 class Event:
-    def query(self) -> bool: ...
-    def wait(self) -> None: ...
-    def seconds_since(self, earlier: Event) -> float: ...
+    """A point in a stream's work. It fires when all work before that point has finished, or has failed.
+
+    `Stream.record` makes it.
+    """
+
+    def query(self) -> bool:
+        """Whether the event has fired. It never blocks and never raises.
+
+        For an event of a CUDA stream that is being captured, it is True once the capture has ended.
+        """
+
+    def wait(self) -> None:
+        """Blocks the host until the event has fired. Ctrl-C ends the wait.
+
+        Raises:
+            RuntimeError: The event could never fire, since the wait is in a callable of its own stream before it, or of
+                a stream for which that stream waits.
+            Exception: What the stream's work before the event has raised.
+        """
+
+    def seconds_since(self, earlier: Event) -> float:
+        """The seconds from `earlier` to this event.
+
+        Args:
+            earlier: An event of the same kind of stream. Both must have fired; on a GPU, both must be recorded with
+                `timed=True`.
+        """
 
 class Stream:
-    def __init__(self) -> None: ...
+    """Runs the work that it is given, in order: collectives, copies and Python callables.
+
+    `Stream()` is a worker thread of this process, for communication on a CPU. `Stream.cuda` and `Stream.from_cuda` are
+    streams of a GPU. `Stream.caller` runs everything at once in the calling thread.
+
+    Example:
+        ```python
+        stream = shardcomm.Stream()
+        stream.enqueue(lambda: print("on the worker thread"))
+        stream.record().wait()
+        ```
+    """
+
+    def __init__(self) -> None:
+        """Starts a worker thread, which ends with this object, after the work that was queued."""
+
     @staticmethod
-    def caller() -> Stream: ...
+    def caller() -> Stream:
+        """A stream whose work runs at once, in the thread that queues it, and whose events have fired."""
+
     @staticmethod
-    def cuda(device: int) -> Stream: ...
+    def cuda(device: int) -> Stream:
+        """A new stream of a GPU, which does not synchronise with the default stream.
+
+        Args:
+            device: The GPU's number.
+
+        Raises:
+            CudaError: CUDA refused, or is not there.
+        """
+
     @staticmethod
-    def from_cuda(device: int, handle: int) -> Stream: ...
+    def from_cuda(device: int, handle: int) -> Stream:
+        """A CUDA stream that belongs to somebody else, and must live longer than this object.
+
+        Args:
+            device: The GPU's number.
+            handle: The cudaStream_t, such as `torch.cuda.Stream.cuda_stream`.
+        """
+
     @property
-    def handle(self) -> int: ...
+    def handle(self) -> int:
+        """The cudaStream_t; 0 on a CPU."""
+
     @property
-    def capturing(self) -> bool: ...
-    def enqueue(self, function: Callable[[], object]) -> None: ...
-    def copy(self, dst: int, src: int, nbytes: int) -> None: ...
-    def record(self, timed: bool = ...) -> Event: ...
-    def wait(self, event: Event) -> None: ...
-    def synchronize(self) -> None: ...
+    def capturing(self) -> bool:
+        """Whether the stream is being captured in a CUDA graph, so that nothing runs now."""
+
+    def enqueue(self, function: Callable[[], object]) -> None:
+        """Runs a callable after all earlier work.
+
+        A worker thread runs it later. If a callable raises there, later work is dropped, and their events raise the
+        same exception. On a GPU, and in `caller()`, it runs at once: what it launches is ordered by the CUDA stream.
+
+        Args:
+            function: What to call, without arguments.
+
+        Raises:
+            RuntimeError: The process is ending.
+        """
+
+    def copy(self, dst: int, src: int, nbytes: int) -> None:
+        """Copies memory after all earlier work. Both ends must stay valid until the copy is done.
+
+        Args:
+            dst: The address to write to.
+            src: The address to read from. On a CUDA stream both are of its device or of the host; the caller may have
+                to wait where host memory is not pinned.
+            nbytes: How many bytes.
+        """
+
+    def record(self, timed: bool = ...) -> Event:
+        """An event at this point of the stream.
+
+        Args:
+            timed: Whether `seconds_since` will be asked of it. On a CUDA stream such an event costs a little more, and
+                cannot be recorded in a capture; elsewhere every event is timed.
+        """
+
+    def wait(self, event: Event) -> None:
+        """Makes later work of this stream start after `event`. Only `caller()` blocks for that."""
+
+    def synchronize(self) -> None:
+        """Blocks the host until all work that was queued has finished; raises what that work has raised."""
 
 class Memory:
     @property
@@ -276,9 +380,9 @@ end_of_stacks: bytes
 def has_handler(signal: int) -> bool: ...
 def dump_then(signal: int, register_dump: Callable[[], object], fd: int = ...) -> None: ...
 
-class BoundGather:
-    def __init__(
-        self,
+class BoundCollective:
+    @staticmethod
+    def all_gather(
         comm: Communicator,
         send: int,
         send_dtype: DType,
@@ -286,10 +390,35 @@ class BoundGather:
         recv_dtype: DType,
         parts: int | tuple[int, ...],
         tag: int,
-    ) -> None: ...
+    ) -> BoundCollective: ...
+    @staticmethod
+    def reduce_scatter(
+        comm: Communicator,
+        send: int,
+        dtype: DType,
+        recv: int,
+        recv_dtype: DType,
+        scale: float,
+        accumulate: bool,
+        parts: int | tuple[int, ...],
+        op: RedOp,
+        tag: int,
+        nonfinite: int,
+    ) -> BoundCollective: ...
+    @staticmethod
+    def all_reduce(
+        comm: Communicator, buffer: int, dtype: DType, count: int, op: RedOp, tag: int
+    ) -> BoundCollective: ...
+    @staticmethod
+    def broadcast(comm: Communicator, buffer: int, nbytes: int, root: int) -> BoundCollective: ...
+    @staticmethod
+    def barrier(comm: Communicator, tag: int) -> BoundCollective: ...
+    def __call__(self) -> None: ...
+    def enqueue(self, stream: Stream) -> None: ...
     def queue(self, stream: Stream, after: Stream | None) -> Event: ...
+    def repeat(self, times: int) -> None: ...
 
-class BoundReduce:
+class BoundReduction:
     def __init__(
         self,
         comm: Communicator,

@@ -13,15 +13,27 @@ of parameters that it has sharded.
 import warnings as _warnings
 from importlib.metadata import version as _version
 
-from shardcomm._C import CommError, CudaError, Event, Stream
+try:
+    from shardcomm._C import CommError, CudaError, Event, Stream
+except ModuleNotFoundError as error:
+    if error.name != "shardcomm._C":
+        raise
+    raise ModuleNotFoundError(
+        f"the compiled core of shardcomm is not beside {__file__}, which are its sources: run `make setup` there, or "
+        "work in another folder after `pip install .`",
+        name=error.name,
+    ) from None
 from shardcomm.bucket.bucket import Bucket
 from shardcomm.checkpoint.checkpoints import CheckpointError, Checkpoints
+from shardcomm.comm.bound_collective import BoundCollective
 from shardcomm.comm.communicator import Communicator, Receipt, ReduceOp, Transport, Use
+from shardcomm.comm.connecting import connect
 from shardcomm.comm.mesh import Mesh
 from shardcomm.comm.pending import Pending
 from shardcomm.copy.plan import CopyPlan, Segment
 from shardcomm.engine.engine import Engine
 from shardcomm.engine.sharding import fully_shard
+from shardcomm.files.installed import get_include, get_library_dir
 from shardcomm.interop import backend  # registers itself with torch.distributed
 from shardcomm.interop.collectives import all_gather_into_tensor, reduce_scatter_tensor
 from shardcomm.layout.layout import Granularity, Layout, ParamSpec, RowBlock
@@ -43,6 +55,7 @@ __version__ = _version("shardcomm")
 __all__ = [
     "STRATEGIES",
     "AdamW",
+    "BoundCollective",
     "Bucket",
     "CheckpointError",
     "Checkpoints",
@@ -76,8 +89,11 @@ __all__ = [
     "Work",
     "all_gather_into_tensor",
     "backend",
+    "connect",
     "enable_stack_dumps",
     "fully_shard",
+    "get_include",
+    "get_library_dir",
     "launch",
     "reduce_scatter_tensor",
 ]

@@ -15,13 +15,19 @@ from shardcomm.cli.bench import command as bench
 from shardcomm.cli.doctor import command as doctor
 from shardcomm.cli.ps import command as ps
 from shardcomm.cli.train import command as train
+from shardcomm.files.installed import get_cmake_dir
 
 
-def main() -> int:
-    """Runs the subcommand that the arguments name; returns the exit status (130 after Ctrl-C, 143 after SIGTERM)."""
-    signal.signal(signal.SIGTERM, _terminate)
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of all commands; what it parses has the command to run as `run`."""
     parser = argparse.ArgumentParser(prog="shardcomm", description=shardcomm.__doc__)
     parser.add_argument("--version", action="version", version=shardcomm.__version__)
+    parser.add_argument(
+        "--cmakedir",
+        action=_PrintCmakeDir,
+        nargs=0,
+        help="print the folder for -Dshardcomm_DIR= of CMake, and end",
+    )
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     train.add_parser(commands)
     plan_command.add_parser(commands)
@@ -29,7 +35,17 @@ def main() -> int:
     timeline_command.add_parser(commands)
     doctor.add_parser(commands)
     ps.add_parser(commands)
-    args = parser.parse_args()
+    return parser
+
+
+def main() -> int:
+    """Runs the subcommand that the arguments name.
+
+    Returns:
+        The exit status: the subcommand's, 130 after Ctrl-C, or 143 after SIGTERM.
+    """
+    signal.signal(signal.SIGTERM, _terminate)
+    args = make_parser().parse_args()
     try:
         status: int = args.run(args)
         sys.stdout.flush()
@@ -40,16 +56,22 @@ def main() -> int:
         print("\nshardcomm: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        os._exit(128 + signal.SIGPIPE)  # whoever read the output has enough
+        os._exit(128 + signal.SIGPIPE)  # the reader of the output has enough
     except OSError as error:
         where = "" if error.filename is None else f"{error.filename}: "
         print(f"shardcomm: {where}{error.strerror or error}", file=sys.stderr)
-        os._exit(1)  # without another try to write what could not be written
+        os._exit(1)  # at once, without another try to write the output
     return status
 
 
+class _PrintCmakeDir(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        print(get_cmake_dir())
+        parser.exit()
+
+
 class _Terminated(KeyboardInterrupt):
-    """SIGTERM, which ends a command as Ctrl-C does."""
+    """SIGTERM has come, which ends a command as Ctrl-C does."""
 
 
 def _terminate(number: int, frame: object) -> NoReturn:

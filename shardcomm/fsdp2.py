@@ -1,4 +1,4 @@
-"""FSDP2 with shardcomm's communication: `shardcomm.fsdp2.attach(model)`. See `shardcomm.interop.fsdp2`."""
+"""FSDP2 with shardcomm's communication: `shardcomm.fsdp2.attach(model)`. `shardcomm.interop.fsdp2` has the details."""
 
 from shardcomm.interop.fsdp2 import Attached, Level, ModuleReceipt, attach
 

@@ -41,6 +41,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--every-point", action="store_true", help="end processes at every point, not at some"
     )
+    parser.addoption(
+        "--coverage-table",
+        type=Path,
+        metavar="FILE",
+        help="write there which features the collected tests cover: docs/coverage.md",
+    )
+
+
+def pytest_make_parametrize_id(val: object) -> str | None:
+    from support.case_ids import case_id  # which loads torch
+
+    return case_id(val)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -58,6 +70,12 @@ def pytest_configure_node(node: Any) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
+    if session.config.option.coverage_table is not None:
+        from support import coverage
+
+        coverage.write(session.items, session.config.option.coverage_table)
+    if session.config.option.collectonly:
+        return
     # Rank processes are forked from a server that has loaded what they need.
     # (FSDP2 loads torch._dynamo when it is first called, and saving loads DCP.)
     multiprocessing.set_forkserver_preload(

@@ -401,6 +401,48 @@ def barrier_that_was_aborted_raises() -> None:
     run_ranks(body)
 
 
+def bound_collectives() -> None:
+    """Called, they go to the stream on which torch computes; queued, to the one that was given."""
+
+    def body(comm: Communicator, stream: played_cuda.Stream) -> None:
+        full, sent = torch.zeros(2, 4 * RANKS), torch.full((4,), comm.rank + 1.0)
+        grads, grad = torch.full((4 * RANKS,), comm.rank + 1.0), torch.zeros(4)
+        buffer, root = torch.full((4,), comm.rank + 1.0), torch.full((4,), comm.rank + 1.0)
+        total = RANKS * (RANKS + 1) / 2
+        comm.bind_all_gather(full[0], sent)()
+        comm.bind_reduce_scatter(grad, grads, scale=0.5)()
+        comm.bind_all_reduce(buffer)()
+        comm.bind_broadcast(root, 1)()
+        work = comm.bind_all_gather(full[1], sent).start(comm.streams.gather)
+        work.wait()
+        stream.synchronize()
+        every = torch.arange(1.0, RANKS + 1).repeat_interleave(4)
+        assert torch.equal(full, every.expand(2, -1))
+        assert torch.equal(grad, torch.full((4,), total / 2))
+        assert torch.equal(buffer, torch.full((4,), total))
+        assert torch.equal(root, torch.full((4,), 2.0))
+
+    run_ranks(body)
+
+
+def bound_barrier_that_was_aborted_raises() -> None:
+    """As `barrier_that_was_aborted_raises`."""
+
+    def body(comm: Communicator, _: played_cuda.Stream) -> None:
+        barrier = comm.bind_barrier()
+        barrier()
+        if comm.rank == 0:
+            abort = threading.Timer(0.3, comm.abort, ("enough",))
+            abort.start()
+            with pytest.raises(_C.CommError, match="rank 0 of 2: aborted: enough"):
+                barrier()
+            abort.join()
+        else:
+            comm.abort("enough")
+
+    run_ranks(body)
+
+
 def a_rank_tells_what_it_is_in() -> None:
     """Its own calls: one that runs on the device since its turn came, and one whose turn has not come."""
     come = threading.Event()

@@ -1,1 +1,1 @@
-"""What callers give, checked at the door: types, numbers, dtypes, and arrays of other libraries."""
+"""Checks of what callers give: types, numbers, dtypes, and arrays of other libraries."""

@@ -1,4 +1,4 @@
-"""Arrays of other libraries (NumPy, CuPy, JAX, Numba), seen as tensors; their memory stays where it is."""
+"""Arrays of other libraries (NumPy, CuPy, JAX, Numba) and buffers as tensors on the same memory."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ctypes
 import sys
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 
@@ -16,7 +17,7 @@ class HasDLPack(Protocol):
         """A capsule around the array."""
 
     def __dlpack_device__(self) -> Any:
-        """Where it is."""
+        """The device on which the array is."""
 
 
 class HasCudaArrayInterface(Protocol):
@@ -24,26 +25,32 @@ class HasCudaArrayInterface(Protocol):
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        """Its address, shape, strides and type."""
+        """The array's address, shape, strides and type."""
 
 
-ArrayLike = torch.Tensor | HasDLPack | HasCudaArrayInterface
+ArrayLike = torch.Tensor | HasDLPack | HasCudaArrayInterface | bytes | bytearray | memoryview
 
 
 def as_tensor(name: str, array: ArrayLike, *, written: bool = False) -> torch.Tensor:
     """`array` itself if it is a tensor, else a tensor on the same memory.
 
-    By DLPack (https://dmlc.github.io/dlpack) where the array has it, which also makes torch's current stream wait
-    for what the array's library still computes; else by `__cuda_array_interface__`.
+    It uses DLPack (https://dmlc.github.io/dlpack) if the array has it, which also makes torch's current stream wait for
+    what the array's library still computes. Otherwise it uses `__cuda_array_interface__`, or Python's buffer protocol
+    (bytearray, memoryview, array.array; a buffer that is read-only is copied).
+
+    Args:
+        name: What the errors call the array.
+        array: The array.
+        written: Whether it will be written to.
 
     Raises:
-        TypeError: `array` has neither; the message calls it `name`.
-        ValueError: `array` is read-only, as those of JAX all are, and to be `written`, or runs backwards in memory, as
-            no tensor can.
+        TypeError: `array` has none of the three, or a buffer of elements that no tensor has.
+        ValueError: `array` is read-only, as all arrays of JAX are, and will be `written`; or it runs backwards in
+            memory, which a tensor cannot.
     """
     if isinstance(array, torch.Tensor):
         return array
-    # JAX lets whoever takes the memory of its arrays write there, and says that this is undefined (to_dlpack in
+    # JAX does not mark its arrays as read-only, but says that to write to them is undefined (to_dlpack in
     # jax/_src/dlpack.py).
     if written and isinstance(array, getattr(sys.modules.get("jax"), "Array", ())):
         raise ValueError(
@@ -66,10 +73,27 @@ def as_tensor(name: str, array: ArrayLike, *, written: bool = False) -> torch.Te
             raise TypeError(f"{name}: {error}") from error
     if hasattr(array, "__cuda_array_interface__"):
         return torch.as_tensor(array)
-    raise TypeError(
-        f"{name} is a {type(array).__name__}; accepted: a torch.Tensor, or an array with __dlpack__ or "
-        "__cuda_array_interface__"
-    )
+    try:
+        view = memoryview(array)
+    except TypeError:
+        raise TypeError(
+            f"{name} is a {type(array).__name__}; accepted: a torch.Tensor, or an array with __dlpack__, "
+            "__cuda_array_interface__ or the buffer protocol"
+        ) from None
+    return _of_buffer(name, view, written)
+
+
+def _of_buffer(name: str, view: memoryview, written: bool) -> torch.Tensor:
+    if written and view.readonly:
+        raise ValueError(f"{name} is a read-only buffer; it is written to")
+    if not view.c_contiguous:
+        raise ValueError(f"{name} has strides {view.strides} in bytes; it must be contiguous")
+    try:
+        return torch.from_numpy(np.array(view, copy=True if view.readonly else None))
+    except TypeError:
+        raise TypeError(
+            f"{name} is a buffer of elements of format {view.format!r}; no tensor has such elements"
+        ) from None
 
 
 def _check(name: str, interface: dict[str, Any], written: bool) -> None:
@@ -82,10 +106,10 @@ def _check(name: str, interface: dict[str, Any], written: bool) -> None:
 
 
 def _is_read_only(array: Any) -> bool:
-    """What DLPack says of its memory since 1.0. Torch, which asks for that version, too, writes there all the same."""
+    """Whether DLPack marks the array's memory as read-only, which it can since 1.0. Torch would ignore that."""
     try:
         capsule = array.__dlpack__(max_version=(1, 0))
-    except (TypeError, BufferError):  # it knows no versions; torch meets what else is wrong
+    except (TypeError, BufferError):  # it knows no versions; of other trouble torch will tell
         return False
     if not _is_capsule(capsule, b"dltensor_versioned"):
         return False

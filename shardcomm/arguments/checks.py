@@ -1,11 +1,25 @@
-"""What callers give, checked at the door: errors say which argument of what, what was given, and what is accepted."""
+"""Checks of arguments. Errors name the function and the argument, what was given, and what is accepted."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-_MOST_SECONDS = 1e9  # that a timedelta, and a wait, can take
+_MOST_SECONDS = 1e9  # the most that a timedelta, and a wait, can take
+
+
+@contextmanager
+def said_by(function: str) -> Iterator[None]:
+    """Puts the name of the public `function` before the text of a TypeError or ValueError that leaves it.
+
+    It decorates functions whose arguments are checked by several others further down.
+    """
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        error.args = (f"{function}: {error}", *error.args[1:])
+        raise
 
 
 def check_type(operation: str, name: str, value: object, kind: Any, accepted: str) -> None:
@@ -15,8 +29,8 @@ def check_type(operation: str, name: str, value: object, kind: Any, accepted: st
 
 
 def check_list(operation: str, name: str, value: object) -> None:
-    """TypeError unless it has a length and items in order; a text counts as none."""
-    # The usual two first: an abstract class is asked at ten times the cost.
+    """TypeError unless `value` is a sequence, such as a list or a tuple. A text is refused."""
+    # The usual two types first: to ask an abstract class takes ten times as long.
     if isinstance(value, str) or not isinstance(value, (list, tuple, Sequence)):
         raise TypeError(
             f"{operation}: {name} is a {type(value).__name__}; it must be a list or a tuple"
@@ -24,13 +38,13 @@ def check_list(operation: str, name: str, value: object) -> None:
 
 
 def check_flag(operation: str, name: str, value: object) -> None:
-    """ValueError unless it is True or False; a text such as "no" would count as true."""
+    """ValueError unless `value` is True or False. A text such as "no" would count as true."""
     if not isinstance(value, bool):
         raise ValueError(f"{operation}: {name} is {value!r}; it must be True or False")
 
 
 def check_seconds(operation: str, name: str, seconds: object) -> None:
-    """ValueError unless it is a number of seconds."""
+    """ValueError unless `seconds` is a number above 0, at most 1e9."""
     is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
     if not (is_number and 0 < seconds <= _MOST_SECONDS):  # type: ignore[operator]
         raise ValueError(

@@ -1,11 +1,11 @@
-"""torch dtypes and the core's: the one place where they meet."""
+"""Torch's dtypes and the core's. Only this module knows both."""
 
 import torch
 
 from shardcomm import _C
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-"""Those between which copies and reduces convert."""
+"""The dtypes between which copies and reduces convert."""
 
 _CORE_DTYPES = {
     torch.uint8: _C.DType.u8,
@@ -19,9 +19,10 @@ _CORE_DTYPES = {
 
 
 def core_dtype(dtype: torch.dtype) -> _C.DType:
-    """The core's name for `dtype`, with which it can compute.
+    """The core's name for `dtype`, with which the core can compute.
 
-    Raises TypeError for a dtype whose arithmetic the core does not know.
+    Raises:
+        TypeError: The core does not know the arithmetic of `dtype`.
     """
     try:
         return _CORE_DTYPES[dtype]
@@ -31,9 +32,9 @@ def core_dtype(dtype: torch.dtype) -> _C.DType:
 
 
 def wire_dtype(dtype: torch.dtype) -> tuple[_C.DType, int]:
-    """How an element of `dtype` travels when it is only moved: (core dtype, how many of them).
+    """How an element of `dtype` travels when it is only moved: the core's dtype, and how many elements of that.
 
-    A dtype that the core does not know travels as its bytes.
+    An element of a dtype that the core does not know travels as its bytes.
     """
     if dtype in _CORE_DTYPES:
         return _CORE_DTYPES[dtype], 1
@@ -41,5 +42,5 @@ def wire_dtype(dtype: torch.dtype) -> tuple[_C.DType, int]:
 
 
 def movable(flat: torch.Tensor) -> torch.Tensor:
-    """`flat` as every transport can move it: its bytes where the core does not know its dtype."""
+    """`flat` as every transport can move it: as bytes if the core does not know its dtype."""
     return flat if flat.dtype in _CORE_DTYPES else flat.view(torch.uint8)

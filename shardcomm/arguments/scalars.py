@@ -1,4 +1,4 @@
-"""Numbers that callers give, checked before the core takes them."""
+"""Checks of numbers that callers give, before the core takes them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
 def is_whole(value: object, low: int, high: int = (1 << 31) - 1) -> bool:
-    """Whether it is a whole number from `low` to `high`; True and False are none."""
+    """Whether `value` is a whole number from `low` to `high`. True and False are none."""
     return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
 
 
@@ -24,7 +24,7 @@ def check_tag(operation: str, tag: int) -> None:
 
 
 def checked_scale(operation: str, scale: float) -> float:
-    """`scale` as a float; ValueError unless it is a number (of any kind, also infinite) that float32 can hold."""
+    """`scale` as a float; ValueError unless it is a number, of any type and also infinite, that float32 can hold."""
     value = None
     if not isinstance(scale, bool | str | bytes):
         # A tensor of several elements raises a RuntimeError.

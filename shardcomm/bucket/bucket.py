@@ -6,9 +6,9 @@ One step of a unit, on one rank::
     grads ──pack, cast──► reduce buffer ──reduce-scatter──► grad (summed in f32, cast, accumulated), shown as
                                                                 the `.grad` of `shards`
 
-`reduction.py` has the second line's parts.
+`reduction.py` does what the second line shows.
 
-The full and the reduce buffer may be shared by buckets that do not use them at the same time; the engine does that.
+Buckets may share the full buffer and the reduce buffer if they do not use them at the same time; the engine does that.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from shardcomm.bucket.reduction import Reduction
 from shardcomm.bucket.shard_gradients import ShardGradients
 from shardcomm.bucket.staging import Staging
 from shardcomm.comm.agreement import difference, layout_items
-from shardcomm.comm.communicator import BoundGather, Communicator
+from shardcomm.comm.bound_collective import BoundCollective
+from shardcomm.comm.communicator import Communicator
 from shardcomm.copy.nonfinite import flag_address
 from shardcomm.layout.layout import Layout, ParamSpec, Placement
 from shardcomm.layout.views import check_count, check_full, check_shape, full_view, rows, shard_view
@@ -39,40 +40,61 @@ from shardcomm.trace import traffic
 
 
 class Bucket:
-    """The parameters of one unit, all of one dtype, sharded over the ranks of `comm`.
+    """The parameters of one unit, all of one dtype, sharded over the ranks of a communicator.
 
-    Attributes:
-        layout: where every element lives; `layout.world_size == comm.size`.
-        shard: this rank's elements, flat, `layout.shard_numels[comm.rank]` of `dtype`.
-        shards: the same memory, one a parameter: this rank's rows (possibly none); what an optimizer updates. After a
-            reduce their `.grad` hold the gradients; the next reduce adds to those that are not None.
-        gradients: the memory of the gradients, and what of it is shown as `.grad`.
-        grad_scale: what the mean over all ranks is multiplied by.
-        nonfinite: one int32 element, which a reduce sets to 1 if it leaves NaN or Inf in `grad`; None: nobody asks.
-        full: the full buffer, flat, `layout.flat_numel` of `param_dtype`.
-        params: the full parameters, views into `full`; their values are there between a gather and the next use of
-            the full buffer by another bucket. Read them, do not write: ranks may share this memory.
-        reduction: the way of the gradients, with its buffers.
+    It gathers this rank's shard into full parameters, which are views and not copies, and reduces full gradients into
+    the `.grad` of this rank's rows. `fully_shard` makes buckets itself; a hand-written loop may use them alone. Every
+    rank makes the same buckets, in the same order. That is checked where a bucket allocates its full buffer.
 
     Args:
-        dtype: of the shard and of its gradient.
-        param_dtype: of the full parameters, and on the wire of a gather (default: `dtype`).
-        reduce_dtype: of the gradients on the wire of a reduce (default: `param_dtype`).
-        full_buffer: `layout.flat_numel` of `param_dtype`, from `comm.allocate(use="gather")` (default: its own).
-        reduce_buffer: `layout.flat_numel` of `reduce_dtype`, from `allocate(use="reduce")` (default: its own).
-        replicas: ranks that hold the same shard; gradients are averaged over them too.
-        staging: at least as many elements as the shard, of `reduce_dtype` (default: its own).
-        offload: keeps shard and gradient in host memory, and brings them to the device when they are needed; buckets
-            share it (default: they are on the device).
-        tag: tells this bucket's collectives from others of the same size, should ranks disagree on their order.
-        replica_tag: as `tag`, of the all-reduce over `replicas`.
-        streams: where `async_op=True` runs (default: those of `comm`).
+        layout: Where every element lives; `layout.world_size` must be `comm.size`.
+        comm: The ranks.
+        dtype: The dtype of the shard and of its gradient.
+        param_dtype: The dtype of the full parameters, and of what a gather sends. None: `dtype`.
+        reduce_dtype: The dtype in which a reduce sends gradients. None: `param_dtype`.
+        full_buffer: Memory for the full parameters: `layout.flat_numel` elements of `param_dtype`, from
+            `comm.allocate(use="gather")`. None: its own.
+        reduce_buffer: Memory for packed gradients: `layout.flat_numel` elements of `reduce_dtype`, from
+            `comm.allocate(use="reduce")`. None: its own.
+        replicas: Ranks that hold the same shard; gradients are averaged over them, too. None: there are none.
+        staging: Memory for the all-reduce among replicas: at least as many elements as the shard, of `reduce_dtype`.
+            None: its own.
+        offload: Keeps shard and gradient in host memory, and brings them to the device when they are needed. Buckets
+            share it. None: they are on the device.
+        streams: The streams on which collectives with `async_op=True` run. None: those of `comm`.
+        tag: A number that tells this bucket's collectives from others of the same size, should ranks disagree on their
+            order.
+        replica_tag: The same for the all-reduce over `replicas`.
 
-    Every rank makes the same buckets, in the same order. Where a bucket allocates its full buffer that is checked.
+    Attributes:
+        layout: As given.
+        comm: As given.
+        shard: This rank's elements, flat: `layout.shard_numels[comm.rank]` of `dtype`.
+        shards: The same memory as one `nn.Parameter` for each parameter: this rank's rows, possibly none. An optimizer
+            updates these. After a reduce their `.grad` hold the gradients; the next reduce adds to those that are not
+            None.
+        gradients: The memory of the gradients, which knows what of it is shown as `.grad`.
+        full: The full buffer, flat: `layout.flat_numel` of `param_dtype`.
+        params: The full parameters, as views into `full`. Their values are there from a gather to the next use of the
+            full buffer by another bucket. Read them, but do not write them: ranks may share this memory.
+        reduction: Packs and reduces the gradients; it has the buffers for that.
 
     Raises:
-        ValueError: an argument does not fit the others.
-        CommError: the ranks' layouts or dtypes differ, and no `full_buffer` is given; the message says in what.
+        TypeError: `layout` is no Layout, or `comm` no Communicator.
+        ValueError: An argument does not fit the others.
+        CommError: The ranks' layouts or dtypes differ, and no `full_buffer` is given; the message says in what.
+
+    Example:
+        ```python
+        weights = {"w": torch.randn(6, 4), "b": torch.randn(6)}
+        bucket = shardcomm.Bucket.from_tensors(weights, comm)
+        optimizer = torch.optim.SGD(bucket.shards, lr=0.1)
+
+        bucket.all_gather()
+        w, b = bucket.params  # full parameters
+        bucket.reduce_scatter([torch.ones_like(w), torch.ones_like(b)])
+        optimizer.step()  # this rank's rows
+        ```
     """
 
     def __init__(
@@ -164,7 +186,19 @@ class Bucket:
         param_dtype: torch.dtype | None = None,
         reduce_dtype: torch.dtype | None = None,
     ) -> Bucket:
-        """Plans the layout of `tensors` (full parameters of one dtype, by name), and loads this rank's rows."""
+        """Plans the layout of full parameters, makes their bucket, and loads this rank's rows.
+
+        Args:
+            tensors: The full parameters by name, all of one dtype; the same names, shapes and dtype on every rank.
+            comm: The ranks.
+            param_dtype: The dtype of the full parameters, and of what a gather sends. None: that of `tensors`.
+            reduce_dtype: The dtype in which a reduce sends gradients. None: `param_dtype`.
+
+        Raises:
+            TypeError: `tensors` is no mapping of names to dense tensors, or `comm` no Communicator.
+            ValueError: `tensors` have several dtypes, or a dtype cannot be converted to another.
+            CommError: The ranks' tensors differ; the message says in what.
+        """
         if not isinstance(comm, Communicator) or not isinstance(tensors, Mapping):
             raise TypeError(
                 f"Bucket.from_tensors: tensors is a {type(tensors).__name__} and comm a {type(comm).__name__}; they "
@@ -192,7 +226,15 @@ class Bucket:
 
     @torch.no_grad()
     def load(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Keeps this rank's rows of the full parameters `tensors`, in the layout's order. No communication."""
+        """Copies this rank's rows of full parameters into the shard. No communication.
+
+        Args:
+            tensors: The full parameters, in the layout's order, of any dtype and device.
+
+        Raises:
+            TypeError: An entry is no dense tensor with values.
+            ValueError: There is not one entry for each parameter, or one has another shape.
+        """
         check_count("load", "tensors", tensors, self.layout)
         for tensor, placement in zip(tensors, self.layout.placements, strict=True):
             check_full(f"load: tensors for {placement.spec.name}", tensor)
@@ -204,7 +246,18 @@ class Bucket:
                 shard.copy_(rows(tensor, placement, piece))
 
     def all_gather(self, *, async_op: bool = False) -> Work:
-        """Fills `params` on every rank. With `async_op` returns at once; `wait()` before reading them."""
+        """Gathers the full parameters into `params`; collective.
+
+        Args:
+            async_op: Whether to return at once; call `wait()` of the result before you read `params`. The gather then
+                runs on the gather stream, as it always does with an offload.
+
+        Returns:
+            The Work to wait for.
+
+        Raises:
+            CommError: A rank died, called something else or did not come in time.
+        """
         if self.full is self.shard:
             return DONE
         if self._aside(async_op):
@@ -218,7 +271,18 @@ class Bucket:
         return DONE
 
     def gathered_shards(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Gathers the shards in their own dtype into `flat`, of `layout.flat_numel`; the full parameters in it."""
+        """Gathers the shards in their own dtype into memory of the caller's; collective.
+
+        Args:
+            flat: Where they go: `layout.flat_numel` elements of `dtype`.
+
+        Returns:
+            The full parameters, as views into `flat`.
+
+        Raises:
+            TypeError: `flat` is no tensor.
+            CommError: As `all_gather`.
+        """
         check_type("gathered_shards", "flat", flat, torch.Tensor, "a torch.Tensor")
         recv, send = movable(flat), movable(self._sent)
         counts = _moved_counts(self.layout, self._sent, send)
@@ -230,9 +294,16 @@ class Bucket:
         return [full_view(flat, p) for p in self.layout.placements]
 
     def gathered_rows(self, index: int, held: torch.Tensor) -> torch.Tensor:
-        """The whole of `held`, which is of the shape of `shards[index]` on each rank; collective.
+        """Gathers a tensor of which each rank has the rows that it has of a parameter; collective.
 
         It comes after the gathers that are queued, such as prefetches of a forward that goes on.
+
+        Args:
+            index: The parameter's number in the layout.
+            held: This rank's rows, of the shape of `shards[index]` and of any dtype.
+
+        Returns:
+            The whole tensor, of the parameter's shape, on the device of `held`.
         """
         placement, piece = self._placed[index]
         flat = self.shard.new_zeros(self.shard.numel(), dtype=held.dtype)
@@ -244,19 +315,20 @@ class Bucket:
         if self._aside(async_op=True):
             streams = self._streams
             gather = self.comm.bind_all_gather(recv, send, counts=counts, tag=self._tag)
-            Work(gather(streams.gather, streams.computed()), self._compute, recv, send).wait()
+            gathered = gather.queue(streams.gather, streams.computed())
+            Work(gathered, self._compute, recv, send).wait()
         else:
             self.comm.all_gather(recv, send, counts=counts, tag=self._tag)
         return full_view(full, placement).contiguous().to(held.device)
 
-    def _gather_aside(self, gather: BoundGather) -> Work:
+    def _gather_aside(self, gather: BoundCollective) -> Work:
         streams = self._streams
-        if self.offload is not None:  # while what is in the full buffer is still computed with
+        if self.offload is not None:  # beside computation that still reads the full buffer
             self.offload.fetch(self.shard, streams.gather)
-        return Work(gather(streams.gather, streams.computed()), self._compute, self)
+        return Work(gather.queue(streams.gather, streams.computed()), self._compute, self)
 
     @cached_property
-    def _bound_gather(self) -> BoundGather:
+    def _bound_gather(self) -> BoundCollective:
         return self.comm.bind_all_gather(
             self._gather_recv, self._gather_send, counts=self._gather_counts, tag=self._tag
         )
@@ -264,11 +336,22 @@ class Bucket:
     def reduce_scatter(
         self, grads: Sequence[torch.Tensor | None], *, async_op: bool = False
     ) -> Work:
-        """Averages `grads` over all ranks into the `.grad` of `shards`, cast to their dtype; adds to what is not None.
+        """Averages full gradients over all ranks into the `.grad` of `shards`; collective.
 
-        `grads`: one for each parameter, of its full shape and `param_dtype`, in the layout's order; None counts as
-        zeros. Where any has `reduce_dtype` instead (a sum of gradients), all are packed from that. With `async_op`
-        returns at once; the gradients are right after `wait()`.
+        The mean is cast to the shards' dtype, and added to a `.grad` that is not None.
+
+        Args:
+            grads: A gradient for each parameter, of its full shape and of `param_dtype`, in the layout's order; None
+                counts as zeros. If any has `reduce_dtype` instead, as a sum of gradients may, all are packed from that.
+            async_op: Whether to return at once; the gradients are right after `wait()` of the result.
+
+        Returns:
+            The Work to wait for.
+
+        Raises:
+            TypeError: An entry is no tensor with values.
+            ValueError: There is not one entry for each parameter, or one has another shape or device.
+            CommError: As `all_gather`.
         """
         check_count("reduce_scatter", "grads", grads, self.layout)
         self.pack(
@@ -282,14 +365,14 @@ class Bucket:
         if self.reduction.replicas is not None:
             work = self.all_reduce(async_op=async_op)
         if self.offload is not None:
-            work = Work(self.offload.landed)  # the host waits: it is the one that reads them
+            work = Work(self.offload.landed)  # the host waits, since it reads the gradients
             if not async_op:
                 work.wait()
         self.gradients.show()
         return work
 
     def _checked(self, grad: torch.Tensor, placement: Placement) -> torch.Tensor:
-        """A caller's gradient; autograd's, which the engine packs, need fewer looks."""
+        """A gradient that a caller gave, checked. Gradients of autograd, which the engine packs, need fewer checks."""
         name = f"reduce_scatter: grads for {placement.spec.name}"
         check_full(name, grad, sparse=True)
         check_shape("reduce_scatter", "grads", grad, placement)
@@ -297,30 +380,56 @@ class Bucket:
             raise ValueError(f"{name} is on {grad.device}; it must be on {self.comm.device}")
         return grad.resolve_neg() if grad.layout is torch.strided else grad
 
-    # The parts of it, which the engine runs at different times.
+    # The three parts of `reduce_scatter`, which the engine runs at different times.
 
     def pack(self, grads: Sequence[torch.Tensor | None], *, async_op: bool = False) -> bool:
-        """Copies `grads` to where `reduce` finds them; the caller may drop them then. False: `reduce` does nothing."""
+        """Copies full gradients into the reduce buffer. The caller may drop them then.
+
+        It is the first of three parts of `reduce_scatter`: `pack`, `reduce`, and with replicas `all_reduce`. Afterwards
+        `gradients.show()` sets the `.grad` of `shards`.
+
+        Args:
+            grads: As in `reduce_scatter`.
+            async_op: The same for all three parts.
+
+        Returns:
+            Whether there is something to reduce. False on a rank alone: then `reduce` does nothing.
+        """
         return self.reduction.pack(grads, aside=self._aside(async_op))
 
     def reduce(self, *, async_op: bool = False, put_off: bool = False) -> Work:
-        """Averages over the ranks of `comm` what was packed, into `grad`; with replicas, for `all_reduce` to go on.
+        """Averages the packed gradients over the ranks of `comm`, into `grad`; collective.
 
-        `put_off`: that comes after a later reduce only, and covers this one too.
+        With replicas the result goes to the staging buffer, for `all_reduce`.
+
+        Args:
+            async_op: As in `pack`.
+            put_off: Whether `all_reduce` comes only after a later `reduce`, and covers this one, too.
+
+        Returns:
+            The Work to wait for.
         """
         return self.reduction.reduce(aside=self._aside(async_op), put_off=put_off)
 
     def all_reduce(self, *, async_op: bool = False) -> Work:
-        """Averages what `reduce` left over the replicas, into `grad`."""
+        """Averages over the replicas what `reduce` left, into `grad`; collective.
+
+        Args:
+            async_op: As in `pack`.
+
+        Returns:
+            The Work to wait for.
+        """
         return self.reduction.all_reduce(aside=self._aside(async_op))
 
     @property
     def grad(self) -> torch.Tensor:
-        """The gradients of `shard`, flat."""
+        """The gradients of `shard`: flat, of the same length and dtype."""
         return self.gradients.flat
 
     @property
-    def grad_scale(self) -> float:  # noqa: D102  (in the class's docstring, as the next)
+    def grad_scale(self) -> float:
+        """The factor by which the mean over all ranks is multiplied; 1.0 unless set."""
         return self.reduction.epilogue.scale
 
     @grad_scale.setter
@@ -329,7 +438,11 @@ class Bucket:
 
     @property
     def nonfinite(self) -> torch.Tensor | None:
-        """See above; to set it raises ValueError unless it is one int32 element on the communicator's device."""
+        """A flag that a reduce sets to 1 if it leaves NaN or Inf in `grad`: a tensor of one int32 element, or None.
+
+        None: nobody asks. Setting it raises TypeError unless it is a tensor, and ValueError unless it has one int32
+        element on the communicator's device.
+        """
         return self.reduction.epilogue.nonfinite
 
     @nonfinite.setter
@@ -339,17 +452,17 @@ class Bucket:
 
     @cached_property
     def gather_bytes(self) -> int:
-        """What this rank receives from the others in one gather."""
+        """The bytes that this rank receives from the others in one gather."""
         return (self.layout.flat_numel - self.shard.numel()) * self.param_dtype.itemsize
 
     @cached_property
     def reduce_bytes(self) -> int:
-        """What this rank sends to the others in one reduce-scatter."""
+        """The bytes that this rank sends to the others in one reduce-scatter."""
         return (self.layout.flat_numel - self.shard.numel()) * self.reduce_dtype.itemsize
 
     @cached_property
     def all_reduce_bytes(self) -> int:
-        """What this rank sends to the replicas in one all-reduce."""
+        """The bytes that this rank sends to the replicas in one all-reduce."""
         replicas = self.reduction.replicas
         return traffic.all_reduce_bytes(
             self.reduction.nbytes, 1 if replicas is None else replicas.size
@@ -373,7 +486,7 @@ class Bucket:
         return self.comm.allocate(self.layout.flat_numel, dtype=self.param_dtype, use="gather")
 
     def _check_agreement(self) -> None:
-        """CommError unless the other ranks make the same bucket: their bytes are taken for this layout's."""
+        """CommError unless the other ranks make the same bucket: gathers take their bytes for parts of this layout."""
         facts = {
             "dtype": str(self.shard.dtype),
             "param_dtype": str(self.param_dtype),
@@ -383,9 +496,10 @@ class Bucket:
             raise comm_error("mismatch", f"Bucket: ranks differ: {differs}")
 
     def _aside(self, async_op: bool) -> bool:
-        """Whether work goes to a stream of its own: an offload's always, by which its staging is used in turn.
+        """Whether work goes to a stream of its own.
 
-        Without peers there is nobody to wait for: work is done sooner than handed over.
+        With an offload it always does, so that the buckets use the offload's staging in turn. Without peers there is no
+        rank to wait for, and the work takes less time than handing it over would.
         """
         return self.offload is not None or (async_op and self.reduction.has_peers)
 
@@ -406,7 +520,7 @@ def _moved_counts(
 def _check_dtypes(
     dtype: torch.dtype, param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None
 ) -> None:
-    """ValueError unless what a bucket holds can be converted to what travels."""
+    """ValueError unless the bucket's dtype can be converted to the dtypes in which it sends."""
     for name, each in (
         ("dtype", dtype),
         ("param_dtype", param_dtype),
@@ -416,6 +530,6 @@ def _check_dtypes(
         converts = given == dtype or (given in FLOATS and dtype in FLOATS)
         if not isinstance(given, torch.dtype) or not converts:
             raise ValueError(
-                f"Bucket: {name} is {given!r} and dtype {dtype!r}; float32, bfloat16 and float16 convert, another "
-                "dtype stays itself"
+                f"Bucket: {name} is {given!r} and dtype is {dtype!r}; float32, bfloat16 and float16 convert among each "
+                "other, and other dtypes do not convert"
             )

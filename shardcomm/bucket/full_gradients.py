@@ -1,4 +1,4 @@
-"""FullGradients: what a backward leaves for the parameters of a layout, and the copies that pack it into one buffer."""
+"""FullGradients: packs the gradients that a backward leaves for the parameters of a layout into one buffer."""
 
 from __future__ import annotations
 
@@ -12,26 +12,33 @@ from shardcomm.layout.views import as_stored, check_shape
 from shardcomm.stream.streams import Stream
 
 Sources = tuple[list[int], torch.dtype, Sequence[torch.Tensor | None]]
-"""Gradients as they are packed: their addresses, 0 for what counts as zeros; the dtype of all; and tensors that are to
-live until then, copies among them."""
+"""Gradients that are ready to be packed: their addresses (0 for one that counts as zeros), the dtype of all, and the
+tensors that must live until they have been packed, copies among them."""
 
 
 class FullGradients:
-    """Packs gradients of `param_dtype`, or, where some are sums in `reduce_dtype`, of that; one launch for all."""
+    """Packs gradients, with one launch for all.
+
+    Gradients have `param_dtype`. If some are sums in `reduce_dtype`, all are packed from that.
+    """
 
     def __init__(self, layout: Layout, param_dtype: torch.dtype, reduce_dtype: torch.dtype) -> None:
         self._layout = layout
         self._param_dtype = param_dtype
         self._reduce_dtype = reduce_dtype
-        # Of those that are stored as autograd leaves them; -1: others.
+        # The length of each parameter that is stored as autograd leaves its gradient; -1 for the others.
         self._numels = [p.numel if p.shard_dim == 0 else -1 for p in layout.placements]
         self._singles = [i for i, p in enumerate(layout.placements) if p.numel == 1]
         self._packs: dict[tuple[torch.dtype, torch.dtype, bool], BoundCopy] = {}
 
     def checked(self, grads: Sequence[torch.Tensor | None]) -> Sources:
-        """As the copies read them; ValueError unless there is one of its size, or None, for each parameter."""
+        """`grads` as the copies read them.
+
+        Raises:
+            ValueError: There is not one gradient of its size, or None, for each parameter.
+        """
         dtype = self._param_dtype
-        # Mostly they need nothing. There may be a thousand, each looked at in every step.
+        # Mostly gradients can be read as they are. This loop is short, since there may be a thousand in every step.
         addresses = [
             0
             if grad is None
@@ -76,7 +83,16 @@ class FullGradients:
         add: bool = False,
         nonfinite: torch.Tensor | None = None,
     ) -> None:
-        """Copies them into `flat`, of the layout's length: a buffer to reduce, or the gradient of one rank alone."""
+        """Copies gradients into a flat buffer.
+
+        Args:
+            sources: What `checked` returned.
+            flat: As long as the layout: a buffer to reduce, or the gradient itself where there is one rank.
+            stream: Where to queue it; None: the host does it now.
+            scale: A factor.
+            add: Whether to add to what `flat` holds.
+            nonfinite: A flag of one int32 element, set to 1 if NaN or Inf is written.
+        """
         addresses, dtype, _ = sources
         key = dtype, flat.dtype, add
         pack = self._packs.get(key)
@@ -92,7 +108,7 @@ class FullGradients:
             pack = self._packs[key] = plan.bind(
                 [None] * len(placements), [flat], threads=torch.get_num_threads()
             )
-        # Past the checks of `set_sources`: `checked` has made them, at a fraction of their cost.
+        # Not by `set_sources`: `checked` has made its checks already, at a fraction of their cost.
         pack.core.set_operands(addresses, [flat.data_ptr()])
         flag = 0 if nonfinite is None else nonfinite.data_ptr()
         pack.core.run(scale, add, flag, stream)

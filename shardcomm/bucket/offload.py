@@ -3,13 +3,13 @@
     gather stream    shard (host) ──copy──► staging ──all-gather──► full parameters
     reduce stream    full gradients ──reduce-scatter──► staging ──copy──► gradient (host)
 
-With replicas, what their all-reduce leaves goes the second way, on the replicate stream. A gradient that is added to
-comes to its staging first: nothing is computed on the host but the optimizer's step. The host's memory is pinned, so
-that a GPU copies while it computes, in both directions at once; the host itself waits only before it reads a gradient
-or writes a shard.
+With replicas, the result of their all-reduce goes the second way, on the replicate stream. To add to a gradient, the
+gradient is first copied to the staging: the host computes nothing but the optimizer's step. The host's memory is
+pinned, so that a GPU copies while it computes, in both directions at once. The host waits only before it reads a
+gradient or writes a shard.
 
-Ranks that compute on a CPU have their staging in host memory, too. That gains nothing, but goes the same way, so that a
-run can be tested and debugged without a GPU.
+Ranks that compute on a CPU have their staging in host memory, too. They gain nothing by it, but take the same way, so
+that a run can be tested and debugged without a GPU.
 
 Its peer is PyTorch FSDP2's `CPUOffloadPolicy(pin_memory=True)`.
 """
@@ -25,14 +25,14 @@ from shardcomm.stream.streams import Event, Stream, copy
 
 
 class Offload:
-    """The staging of all buckets whose shards are offloaded. One stream uses each buffer, so each bucket in its turn.
+    """The staging of all buckets whose shards are offloaded. One stream uses each buffer, so buckets use it in turn.
 
     Args:
-        device: where the ranks compute.
-        shard_bytes: of the largest shard.
+        device: The device on which the ranks compute.
+        shard_bytes: The bytes of the largest shard.
 
     Attributes:
-        landed: fires when the latest gradient is in host memory; None: there was none.
+        landed: The event that fires when the latest gradient is in host memory; None: there was none.
     """
 
     def __init__(self, device: torch.device, shard_bytes: int) -> None:
@@ -44,15 +44,15 @@ class Offload:
 
     @property
     def nbytes(self) -> int:
-        """What it takes of the device."""
+        """The bytes that it takes of the device."""
         return self._shard.nbytes + self._gradient.nbytes
 
     def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A shard-to-be in host memory, pinned unless the device is a CPU."""
+        """Memory of the host for a shard, pinned unless the device is a CPU."""
         return torch.zeros(numel, dtype=dtype, pin_memory=self._device.type != "cpu")
 
     def staged(self, shard: torch.Tensor) -> torch.Tensor:
-        """Where `shard` is on the device, after `fetch` and until the next one."""
+        """The memory of the device in which `shard` is after `fetch`, until the next `fetch`."""
         return _as(shard, self._shard)
 
     def fetch(self, shard: torch.Tensor, stream: Stream) -> None:
@@ -61,9 +61,15 @@ class Offload:
 
     @contextmanager
     def gradient(self, grad: torch.Tensor, stream: Stream, *, add: bool) -> Iterator[torch.Tensor]:
-        """Gives a tensor of the device; what is queued in here leaves there what then goes to `grad` in host memory.
+        """A context for work that writes a gradient on the device, after which it is copied to `grad` in host memory.
 
-        With `add` it holds what `grad` does, else nothing yet.
+        Args:
+            grad: Where the gradient goes.
+            stream: The stream of the work and of the copies.
+            add: Whether the work adds to `grad`, which is then copied to the device first.
+
+        Yields:
+            The tensor of the device for the work to write.
         """
         here = _as(grad, self._gradient)
         if add:
@@ -72,7 +78,7 @@ class Offload:
         self.landed = copy(grad, here, stream)
 
     def wait(self) -> None:
-        """Blocks the host until no copy is under way: it may then read gradients, and write shards."""
+        """Blocks the host until no copy is under way. Then it may read gradients and write shards."""
         for event in (self._fetched, self.landed):
             if event is not None:
                 event.wait()

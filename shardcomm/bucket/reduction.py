@@ -2,13 +2,13 @@
 
     full gradients ──pack, cast──► reduce buffer ──reduce-scatter──► epilogue ──► gradient of the shard
 
-Of one rank alone they are packed straight into the shard's gradient. Where other ranks hold the same shard (replicas),
-what the reduce-scatter leaves goes to a staging buffer, is all-reduced among them there, and only then to the epilogue,
-which scales, casts, adds to what there is, and looks for NaN. The all-reduce may be put off: what several
-reduce-scatters leave is summed until then, in the gradients' dtype.
+The epilogue scales, casts, adds to a gradient that is there, and looks for NaN. On a rank alone, gradients are packed
+straight into the shard's gradient. If other ranks hold the same shard (replicas), the result of the reduce-scatter goes
+to a staging buffer, is all-reduced among the replicas there, and only then goes through the epilogue. The all-reduce
+may be put off: the results of several reduce-scatters are summed until then, in the gradients' dtype.
 
-The three parts are called one after the other, each as soon as it can be: `pack`, after which the full gradients may be
-let go of; `reduce`, before which the shard's gradient takes no memory; `all_reduce`, on a stream of its own.
+The three parts are called one after the other, each as early as possible: `pack`, after which the full gradients may be
+dropped; `reduce`, before which the shard's gradient takes no memory; and `all_reduce`, on a stream of its own.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from shardcomm.bucket.full_gradients import FullGradients, Sources
 from shardcomm.bucket.offload import Offload
 from shardcomm.bucket.shard_gradients import ShardGradients
 from shardcomm.bucket.staging import Staging
-from shardcomm.comm.communicator import BoundReduce, Communicator
+from shardcomm.comm.bound_collective import BoundReduction
+from shardcomm.comm.communicator import Communicator
 from shardcomm.layout.layout import Layout
 from shardcomm.stream.streams import (
     Stream,
@@ -42,8 +43,8 @@ class Epilogue(NamedTuple):
     """What is done with the mean on its way into the gradient.
 
     Attributes:
-        scale: it is multiplied by that.
-        nonfinite: one int32 element, set to 1 if the gradient then has NaN or Inf; None: nobody asks.
+        scale: The factor by which the mean is multiplied.
+        nonfinite: A flag of one int32 element, set to 1 if the gradient then has NaN or Inf; None: nobody asks.
     """
 
     scale: float
@@ -57,11 +58,11 @@ class Reduction:
     """Averages full gradients of `layout` over the ranks of `comm` and `replicas`, into `gradients`.
 
     Attributes:
-        epilogue: what is done with the mean, from the next reduce on.
-        has_peers: whether gradients of other ranks, of this shard or of others, take part in the mean.
-        buffer: where they are packed; None until the first reduce, unless given.
-        replicas: None where there is none.
-        staging: where they are all-reduced; None without replicas.
+        epilogue: What is done with the mean, from the next reduce on.
+        has_peers: Whether gradients of other ranks, in `comm` or among the replicas, take part in the mean.
+        buffer: The buffer into which gradients are packed; None until the first reduce, unless it was given.
+        replicas: The ranks that hold the same shard; None if there are no others.
+        staging: The buffer in which replicas all-reduce; None without replicas.
     """
 
     def __init__(
@@ -101,23 +102,26 @@ class Reduction:
             self._alone = (
                 comm if comm.size == 1 else Communicator.local_group(1, device=comm.device)[0]
             )
-        # Of the reduce under way.
+        # The state of the reduce that is under way.
         self._packed: torch.Tensor | None = None  # None: there is none, or it needs no other rank
-        self._adds = False  # to what the gradient holds
-        self._bound: tuple[torch.Tensor, BoundReduce] | None = None  # what it sends; it
+        self._adds = False  # whether it adds to what the gradient holds
+        # A reduce-scatter that is bound to the buffer it sends, and that buffer.
+        self._bound: tuple[torch.Tensor, BoundReduction] | None = None
         self._put_off: torch.Tensor | None = None  # sum of reduce-scatters without an all-reduce
 
     @property
     def nbytes(self) -> int:
-        """Of this rank's shard's gradients as they are reduced."""
+        """The bytes of the gradients of this rank's shard, in the dtype in which they are reduced."""
         return self._layout.shard_numels[self._comm.rank] * self._dtype.itemsize
 
     def pack(self, grads: Sequence[torch.Tensor | None], *, aside: bool) -> bool:
-        """Copies `grads` to where `reduce` finds them, once what was there has been reduced; the caller may drop them.
+        """Copies `grads` into the buffer that `reduce` sends, once its last content has been reduced.
 
-        Returns whether there is something to reduce: of one rank alone they are the mean.
+        The caller may drop `grads` afterwards. The compute stream makes the copy. If the stream of the reduces made it,
+        nobody would know when `grads` have been read.
 
-        Computation does it, not the stream that reduces: nobody would know when that has come to it.
+        Returns:
+            Whether there is something to reduce. On a rank alone the gradients are the mean already.
         """
         sources = self._full.checked(grads)
         if not self._needs_no_other():
@@ -130,7 +134,7 @@ class Reduction:
             return False
         stream = self._streams.reduce
         with self._gradient(stream) as grad:
-            # What an offload's staging held has left it.
+            # Wait until the last content of the offload's staging has left it.
             self._streams.compute().wait(stream.record())
             self._pack_mean(sources, grad)
             self._streams.after_compute(stream)
@@ -143,16 +147,19 @@ class Reduction:
         )
 
     def reduce(self, *, aside: bool, put_off: bool = False) -> Work:
-        """Averages what was packed over the ranks of `comm`; with replicas, for `all_reduce` to go on.
+        """Averages the packed gradients over the ranks of `comm`; with replicas, `all_reduce` must follow.
 
-        `put_off`: the all-reduce comes after a later reduce only, and covers this one too.
+        Args:
+            aside: Whether it runs on the stream of the reduces.
+            put_off: Whether `all_reduce` comes only after a later reduce, and covers this one, too.
         """
         packed, self._packed = self._packed, None
         if packed is None:
             return DONE
         if self.replicas is not None and (put_off or self._put_off is not None):
             return self._add_to_put_off(packed, aside=aside)
-        self._adds = self._gradients.begin_reduce()  # its zeros belong to what was computed so far
+        # Before the reduce is queued: on a GPU the compute stream writes the zeros that it adds to.
+        self._adds = self._gradients.begin_reduce()
         if self.staging is not None:
             return self._reduce_to_staging(packed, self.staging, aside=aside)
         epilogue = self.epilogue
@@ -198,7 +205,7 @@ class Reduction:
         return Work(self.staging.free, self._compute, self)
 
     def forget(self) -> None:
-        """Drops what an all-reduce was put off for."""
+        """Drops the sum for which an all-reduce was put off."""
         self._put_off = None
 
     def _add_to_put_off(self, packed: torch.Tensor, *, aside: bool) -> Work:
@@ -227,7 +234,7 @@ class Reduction:
         return Work(event, self._compute, self, packed, self._put_off)
 
     def _stage_put_off(self, summed: torch.Tensor, staging: Staging, *, aside: bool) -> None:
-        """Moves the sum to where it is all-reduced, in the dtype of the wire."""
+        """Moves the sum of the put-off reduces to the staging buffer, in the dtype in which it is all-reduced."""
         self._put_off = None
         self._adds = self._gradients.begin_reduce()
         stream = self._stream_of_put_off(aside=aside)
@@ -239,13 +246,16 @@ class Reduction:
             keep_until(staging.filled, summed)
 
     def _stream_of_put_off(self, *, aside: bool) -> Stream:
-        """One rank alone is the communicator of the epilogue too, which one stream at a time may use."""
+        """The stream of put-off reduces.
+
+        On a rank alone, `comm` runs the epilogue, too, and only one stream at a time may use a communicator.
+        """
         if not aside:
             return compute_stream(self._comm.device)
         return self._streams.replicate if self._comm.size == 1 else self._streams.reduce
 
     def _reduce_to_staging(self, packed: torch.Tensor, staging: Staging, *, aside: bool) -> Work:
-        """Where it is then all-reduced."""
+        """Reduces `packed` into the staging buffer, in which `all_reduce` goes on."""
         if packed is self._staged:  # the only shard
             staging.filled = compute_stream(self._comm.device).record()
             return DONE
@@ -266,7 +276,7 @@ class Reduction:
         self, packed: torch.Tensor, into: torch.Tensor, epilogue: Epilogue, adds: bool
     ) -> Work:
         if self._bound is None or self._bound[0] is not packed:
-            bound = self._comm.bind_reduce_scatter(
+            bound = self._comm.bind_reduction(
                 into, packed, "avg", counts=self._layout.counts, tag=self._tag
             )
             self._bound = packed, bound
@@ -285,7 +295,7 @@ class Reduction:
         return scale == 1.0 and nonfinite is None and not self._gradients.adds
 
     def _gradient(self, stream: Stream | None) -> AbstractContextManager[torch.Tensor]:
-        """What is reduced into."""
+        """A context that gives the tensor into which gradients are reduced."""
         if self._offload is None or stream is None:
             return nullcontext(self._gradients.flat)
         return self._offload.gradient(self._gradients.flat, stream, add=self._adds)
@@ -296,13 +306,13 @@ class Reduction:
         return self.staging.memory[: self.nbytes].view(self._dtype)
 
     def _free_buffer(self, *, aside: bool) -> torch.Tensor:
-        """Where gradients are packed; what is computed from now on comes after the reduce that read it last."""
+        """The buffer for packed gradients. Computation from now on comes after the reduce that read it last."""
         if self._comm.size == 1 and self.staging is not None:
             if self.staging.free is not None:
                 compute_stream(self._comm.device).wait(self.staging.free)
             return self._staged
         numel = self._layout.flat_numel
-        if self._comm.size == 1:  # float64 that is more than copied
+        if self._comm.size == 1:  # a dtype in which no pack computes, such as float64
             return torch.empty(numel, dtype=self._dtype, device=self._comm.device)
         if aside and self._streams.reduced is not None:
             self._streams.compute().wait(self._streams.reduced)
@@ -311,7 +321,7 @@ class Reduction:
         return self.buffer
 
     def _computing(self) -> Stream | None:
-        """Where torch computes; None: it is the host that does."""
+        """The stream on which torch computes; None: the host computes."""
         return None if self._compute is None else self._compute()
 
     @cached_property

@@ -1,4 +1,5 @@
-"""A secondary shard: what a rank keeps of a unit's full parameters, so that its host's ranks gather them for backward.
+"""A secondary shard: the part of a unit's full parameters that a rank keeps, so that its host's ranks can gather them
+for backward.
 
 Four ranks, of which 0 and 1 are on one host, and 2 and 3 on another; a unit of 8 rows::
 
@@ -8,8 +9,9 @@ Four ranks, of which 0 and 1 are on one host, and 2 and 3 on another; a unit of 
     secondary shard        [0 1 2 3] [4 5 6 7] [0 1 2 3] [4 5 6 7]    copied out of it
     backward: all-gather   [ 0 1 2 3 4 5 6 7 ]   on each              inside hosts
 
-Backward computes with the same bits as forward did. A unit that shares its slot has a secondary shard in memory of its
-own, for the whole run: the full parameters, in the dtype to compute in, by the number of the host's ranks.
+Backward computes with the same bits as forward did. Only units that share their slots have secondary shards. Each is
+in memory of its own, for the whole run, and takes the bytes of the unit's full parameters, in the dtype to compute in,
+divided by the number of the host's ranks.
 
 References: `reshard_after_forward` of PyTorch's FSDP2, and hpZ: Wang et al., "ZeRO++: Extremely Efficient Collective
 Communication for Giant Model Training", arXiv 2306.10209, section 3.2.
@@ -22,24 +24,25 @@ from collections.abc import Sequence
 import torch
 
 from shardcomm.bucket.bucket import Bucket
-from shardcomm.comm.communicator import BoundGather, Communicator
+from shardcomm.comm.bound_collective import BoundCollective
+from shardcomm.comm.communicator import Communicator
 from shardcomm.stream.streams import Streams, copy, on_host
 from shardcomm.stream.work import Work
 
 
 class SecondaryShard:
-    """That of one unit.
+    """The secondary shard of one unit.
 
     Args:
-        buckets: the unit's, whose full buffers are this rank's own.
-        comm: the ranks that gather for backward.
-        streams: where `buckets` are gathered.
-        tag: tells the unit's gathers from others.
+        buckets: The unit's buckets, whose full buffers must be this rank's own.
+        comm: The ranks that gather for backward.
+        streams: The streams on which `buckets` are gathered.
+        tag: A number that tells the unit's gathers from others.
 
     Attributes:
-        memory: what it takes.
-        is_current: whether it is of the values that this step's forward gathered.
-        gather_bytes: what this rank receives from the others in one gather.
+        memory: Its memory.
+        is_current: Whether it holds the values that this step's forward gathered.
+        gather_bytes: The bytes that this rank receives from the others in one gather.
     """
 
     def __init__(
@@ -50,8 +53,9 @@ class SecondaryShard:
         self.is_current = False
         self._streams = streams
         self._compute = None if on_host(comm.device) else streams.compute
-        self._parts: list[tuple[torch.Tensor, torch.Tensor]] = []  # each, and where it is in full
-        self._gathers: list[BoundGather] = []
+        # For each bucket the part that is kept, and its place in the full buffer.
+        self._parts: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._gathers: list[BoundCollective] = []
         free = self.memory
         for bucket, counts in zip(buckets, sizes, strict=True):
             full = bucket.full.view(torch.uint8)
@@ -61,14 +65,14 @@ class SecondaryShard:
         self.gather_bytes = sum(map(sum, sizes)) - sum(held.nbytes for held, _ in self._parts)
 
     def keep(self) -> None:
-        """Queues the copy of what is gathered before into the full buffers."""
+        """Queues the copy of this rank's part of the full buffers, after the gathers that fill them."""
         for held, part in self._parts:
             copy(held, part, self._streams.gather)
         self.is_current = True
 
     def gather(self) -> list[Work]:
-        """Queues the gathers that fill the full buffers from it."""
+        """Queues the gathers that fill the full buffers from the ranks' secondary shards."""
         return [
-            Work(gather(self._streams.gather, self._streams.computed()), self._compute, self)
+            Work(gather.queue(self._streams.gather, self._streams.computed()), self._compute, self)
             for gather in self._gathers
         ]

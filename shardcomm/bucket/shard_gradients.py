@@ -1,4 +1,4 @@
-"""ShardGradients: the gradients of this rank's rows. Their memory, what a reduce adds to, and what `.grad` shows."""
+"""ShardGradients: the gradients of this rank's rows: their memory, what a reduce adds to, and what `.grad` shows."""
 
 from __future__ import annotations
 
@@ -10,16 +10,22 @@ from torch import nn
 
 from shardcomm.layout.layout import Piece, Placement
 from shardcomm.parameter.plain import grad_of, plain, set_grad
-from shardcomm.parameter.sharded_parameter import ShardedRows, Whole
+from shardcomm.parameter.sharded_parameter import ShardedRows
+from shardcomm.parameter.whole import Whole
 
 
 class ShardGradients:
-    """The gradients of the flat `shard`, whose views `shards` are placed in it as `placed` says.
+    """The gradients of a bucket's shard.
+
+    Args:
+        shard: The flat shard.
+        shards: The parameters that are views of it.
+        placed: Where each of these is in it.
 
     Attributes:
-        dtype: theirs, as the shard's.
-        flat: as the shard; allocated by the first reduce, or when asked for.
-        rows: the same memory, a view a parameter.
+        dtype: The dtype of the gradients, which is the shard's.
+        flat: The gradients, as long as the shard; allocated by the first reduce, or at first use.
+        rows: The same memory, as a view for each parameter.
     """
 
     def __init__(
@@ -31,15 +37,15 @@ class ShardGradients:
         self.dtype = shard.dtype
         self._flat: torch.Tensor | None = None
         self._rows: tuple[torch.Tensor, ...] | None = None
-        self._unshown = False  # there was a reduce since `show`
-        self._added = False  # to what `.grad` showed before
+        self._unshown = False  # whether there was a reduce since the last `show`
+        self._added = False  # whether that reduce added to what `.grad` showed before
         self._shard = shard
         self._pinned = shard.is_pinned()
         self._shards = shards
         self._elsewhere = [placement.is_elsewhere(piece) for placement, piece in placed]
         self._views = [(s.shape, s.stride(), s.storage_offset()) for s in shards]
 
-    # Not cached properties: these have a lock that ranks of one process would share.
+    # Not cached properties: these have a lock, which ranks of one process would share.
 
     @property
     def flat(self) -> torch.Tensor:  # noqa: D102  (in the class's docstring, as the next)
@@ -61,12 +67,15 @@ class ShardGradients:
 
     @property
     def adds(self) -> bool:
-        """Whether the next reduce adds to what there is."""
+        """Whether the next reduce adds to gradients that are there."""
         with plain():
             return self._unshown or self._has_grad()
 
     def begin_reduce(self) -> bool:
-        """Whether the reduce must add to what `flat` holds, which is zeros then where a parameter has no `.grad`."""
+        """Prepares `flat` for a reduce; returns whether the reduce must add to what `flat` holds.
+
+        If it must, `flat` has zeros where a parameter has no `.grad`.
+        """
         with plain():
             if self._rows is not None:
                 self._take_moved(self._rows)
@@ -81,7 +90,7 @@ class ShardGradients:
         return add
 
     def _take_moved(self, every: Sequence[torch.Tensor]) -> None:
-        """Takes the values of memory that `grad.data = ...` has put in the place of a view's."""
+        """Copies back the values of gradients to which `grad.data = ...` has given other memory."""
         for rows, address, view in zip(every, self._addresses, self._views, strict=True):
             if rows.data_ptr() != address:
                 values = rows.clone()
@@ -89,7 +98,7 @@ class ShardGradients:
                 rows.copy_(values)
 
     def _has_grad(self) -> bool:
-        # A list: half of a generator's time.
+        # A list takes half of a generator's time.
         return any([grad_of(shard) is not None for shard in self._shards])
 
     def _add_to_shown(self) -> None:
@@ -102,7 +111,13 @@ class ShardGradients:
                     rows.copy_(grad)
 
     def show(self, used: Sequence[bool] | None = None) -> None:
-        """Sets `.grad` of all shards, or of those `used`; the others keep theirs. What another rank owns has none."""
+        """Sets `.grad` of all shards, or of those that were used; the others keep theirs.
+
+        A parameter that another rank owns has no `.grad`.
+
+        Args:
+            used: For each parameter whether it was used. None: all were.
+        """
         with plain():
             shown = zip(self._shards, self.rows, self._elsewhere, strict=True)
             for shard, rows, elsewhere in shown if used is None else compress(shown, used):
@@ -113,21 +128,29 @@ class ShardGradients:
         self._unshown = False
 
     def forget(self, *, shown: bool) -> None:
-        """The next reduce does not add to the one before; `.grad` does not show it either, if `shown` there."""
+        """Forgets the latest reduce: the next one does not add to it.
+
+        Args:
+            shown: Whether `.grad` shows it already; then `.grad` becomes None, unless that reduce was added to an
+                earlier gradient.
+        """
         self._unshown = False
         if shown and not self._added:
             for shard in self._shards:
                 shard.grad = None
 
     def drop(self) -> None:
-        """Gives the memory back until the next reduce, if no shard has a `.grad`: after `zero_grad()` mostly so."""
+        """Gives the memory back until the next reduce if nothing needs what is in it, as is usual after `zero_grad()`.
+
+        A `.grad` that shows it needs it, and so does a sum that a later `show` is to show.
+        """
         with plain():
-            if not self._has_grad():
+            if not (self._unshown or self._has_grad()):
                 self._flat = self._rows = None
 
     @property
     def nbytes(self) -> int:
-        """What they take: nothing before the first reduce."""
+        """The bytes that the gradients take: none before the first reduce."""
         return 0 if self._flat is None else self._flat.nbytes
 
 

@@ -1,4 +1,4 @@
-"""Staging: where what a reduce-scatter left of a gradient is all-reduced among the ranks that hold the same shard."""
+"""Staging: the buffer in which a shard's gradient is all-reduced among the ranks that hold the same shard."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from shardcomm.stream.streams import Event
 
 
 class Staging:
-    """Where shards' gradients are all-reduced among replicas. Buckets share some, so that they use them in turn.
+    """A buffer in which shards' gradients are all-reduced among replicas. Buckets share a few, and use them in turn.
 
     Attributes:
-        memory: from `replicas.allocate(use="reduce")`, bytes.
-        filled: fires when a reduce-scatter has filled it; None: has filled it.
-        free: fires when what was there last has left; None: has left.
+        memory: The bytes, from `replicas.allocate(use="reduce")`.
+        filled: The event that fires when a reduce-scatter has filled it; None: it is filled.
+        free: The event that fires when its last content has left it; None: it is free.
     """
 
     def __init__(self, memory: torch.Tensor) -> None:

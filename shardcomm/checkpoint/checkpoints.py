@@ -3,12 +3,12 @@
     DIR/step-00000100            complete
     DIR/step-00000200            complete, the newest
     DIR/step-00000300.partial    being written, or left by a save that was killed
-    DIR/step-00000150.damaged    was complete, and is no more what was saved
+    DIR/step-00000150.damaged    was complete, and is no longer what was saved
 
-A checkpoint is written under its partial name. When every rank has written its part, all of it is brought to the disk
-with a manifest (`shardcomm.checkpoint.manifest`), and then one rank renames it: that makes it a checkpoint. An older
-one loses its name before its files. What is partial is removed by the next save. The files themselves are written by
-`torch.distributed.checkpoint` (DCP), or by whoever else.
+A checkpoint is written under its partial name. When every rank has written its part, the files are synced to the disk,
+and so is a manifest of them (`shardcomm.checkpoint.manifest`). Then one rank renames the folder, which makes it a
+checkpoint. To remove an older one, a rank first takes its name away, and then deletes its files. The next save removes
+partial folders. The files themselves are written by `torch.distributed.checkpoint` (DCP), or by any other writer.
 """
 
 from __future__ import annotations
@@ -58,18 +58,40 @@ _DAMAGED = ".damaged"
 
 
 class Checkpoints:
-    """The checkpoints of one run, in `directory`, which is made if it is not there.
+    """The checkpoints of one run, in one directory. The newest complete one survives whatever happens to the next.
 
-    Loading runs no code that a checkpoint names, as unpickling does: what DCP would unpickle is looked at first. Who
-    can write to `directory` meanwhile is trusted.
+    The contents are written and read by `torch.distributed.checkpoint` (DCP), or by any other writer. Loading runs no
+    code that a checkpoint names, although DCP unpickles: what DCP would unpickle is checked first. Processes that can
+    write to the directory meanwhile are trusted.
 
     Args:
-        comm: the ranks that save and load; all of them see the directory.
-        keep: how many complete checkpoints are left; at least 1.
+        directory: The folder of the run. It is made if it is not there.
+        comm: The ranks that save and load. All of them must see the directory.
+        keep: How many complete checkpoints are kept, at least 1; a save removes older ones.
+
+    Attributes:
+        directory: As given, as a Path.
+        comm: As given.
 
     Raises:
         TypeError: `directory` is no path, or `comm` no Communicator.
-        ValueError: `directory` is not one, or cannot be written to; or `keep` is no whole number of at least 1.
+        ValueError: `directory` is no folder, cannot be made, or cannot be written to; or `keep` is no whole number of
+            at least 1.
+
+    Example:
+        ```python
+        import torch.distributed.checkpoint as dcp
+
+        model = torch.nn.Linear(64, 64)
+        engine = shardcomm.fully_shard(model, comm)
+        checkpoints = shardcomm.Checkpoints("run", comm)
+        step = checkpoints.latest()
+        if step is not None:
+            with checkpoints.load(step) as folder:
+                dcp.load({"model": engine}, checkpoint_id=folder)
+        with checkpoints.save(step=100) as folder:
+            dcp.save({"model": engine}, checkpoint_id=folder)
+        ```
     """
 
     def __init__(self, directory: str | Path, comm: Communicator, *, keep: int = 2) -> None:
@@ -82,21 +104,24 @@ class Checkpoints:
         self._keep = keep
         self._background = ThreadPoolExecutor(1, "checkpoints")
         self._pending: tuple[int, Path, Future[None]] | None = None
-        # The same on every rank: of the steps that this has saved or looked at, why they are damaged, or None.
+        # For each step that this object has saved or read: why it is damaged, or None. The same on every rank.
         self._damage: dict[int, str | None] = {}
-        self._verified: int | None = None  # not to be read again by the load that follows
+        self._verified: int | None = None  # the load that follows need not read this step again
         check_directory(self.directory)
 
     def latest(self) -> int | None:
-        """The step of the newest checkpoint that is whole; collective, the same on every rank.
+        """Finds the newest checkpoint that is whole; collective.
 
-        What this has not saved itself is read, every file by one rank, and compared with its manifest. Rank 0 warns of
-        a damaged one, and the one before is looked at. The next save renames what was damaged.
+        A checkpoint that this object has not saved itself is read, each file by one rank, and compared with its
+        manifest. If it is damaged, rank 0 warns, and the one before it is read. The next save renames damaged ones.
+
+        Returns:
+            The step, the same on every rank; None if there are no checkpoints.
 
         Raises:
-            CheckpointError: there are checkpoints, and none is whole; or a file could not be read, and it is not said
-                that it is damaged.
-            CommError: as of `save`.
+            CheckpointError: There are checkpoints, and none is whole; or a file could not be read, for another reason
+                than damage.
+            CommError: As `save`.
         """
         with self._together("no checkpoint was found", self.directory):
             there = complete_steps(self.directory) if self.comm.rank == 0 else []
@@ -123,22 +148,28 @@ class Checkpoints:
 
     @contextmanager
     def save(self, step: int) -> Iterator[Path]:
-        """A new directory, into which every rank writes its part of the checkpoint of `step`; collective.
+        """A context that saves a checkpoint: it gives a new folder, into which every rank writes its part; collective.
 
-        When all ranks have left the context it becomes a checkpoint; if one leaves it by an exception, or dies, it
-        never does. It waits for an `async_save` that is under way first. A checkpoint that `latest` or `load` found
-        damaged is renamed, so that one of its step can be saved.
+        When all ranks have left the context, the folder becomes a checkpoint. If a rank leaves it by an exception, or
+        dies, the folder never does. An `async_save` that is under way is waited for first. A checkpoint that `latest`
+        or `load` found damaged is renamed, so that its step can be saved again.
+
+        Args:
+            step: The number of the step: whole, at least 0, and the same on every rank.
+
+        Yields:
+            The folder to write into.
 
         Raises:
-            ValueError: `step` is no whole number of at least 0, or not the same on every rank, or there is a checkpoint
-                of it; on every rank, and nothing is written.
+            ValueError: `step` is not as described, or there is a checkpoint of it. It is raised on every rank, and
+                nothing is written.
             CheckpointError: DCP could not save, a file could not be written, no rank wrote anything, or another rank
-                failed; the message says why on every rank, of every rank that failed.
-            CommError: a rank died, or did not come. At once where `comm` waits for it, and where DCP does by a group of
-                the backend "cpu:shardcomm". Another group waits for what it waits for: Gloo does not end a send that
-                was under way when its receiver died, until the group's timeout.
+                failed. On every rank the message gives the reasons of all ranks that failed.
+            CommError: A rank died, or did not come. It is raised at once while `comm` waits for that rank, or DCP does
+                over a group of the backend "cpu:shardcomm". Over another group DCP may wait longer: Gloo does not end a
+                send that was under way when its receiver died before the group's timeout.
         """
-        partial = self._begin(step)
+        partial = self._begin("save", step)
         with self._together(_not_saved(step), partial):
             yield partial
         with self._together(_not_saved(step), partial):
@@ -161,20 +192,35 @@ class Checkpoints:
                 self._remove_old()
 
     def async_save(self, step: int, write: Callable[[Path], Future[Any]]) -> None:
-        """Begins to save, and returns while it goes on in the background; collective.
+        """Begins to save a checkpoint, and returns while the save goes on in the background; collective.
 
-        One at a time: this, `save` and `wait` first wait for the one before, and raise what went wrong with it, as
-        `save` does. It becomes a checkpoint when it is written and rank 0, alone, has read it for the manifest; call
-        `wait` to be sure of the last one.
+        There is one save at a time: `async_save`, `save` and `wait` first wait for the one before, and raise its errors
+        as `save` would. The folder becomes a checkpoint when it is written and rank 0, alone, has read it for the
+        manifest. Call `wait` to be sure of the last one.
 
         Args:
-            write: called with the new directory; returns a future that is done when all ranks have written their parts,
-                as `torch.distributed.checkpoint.async_save` does. That copies the state to CPU memory at once, and then
-                talks from another thread: over a process group that nothing else uses meanwhile. If `write`
-                raises on one rank alone, the others wait for that rank until the group's timeout, and no later save
-                over this group succeeds: end the run then.
+            step: As in `save`.
+            write: A function of the new folder, which returns a future that is done when all ranks have written their
+                parts. `torch.distributed.checkpoint.async_save` returns such a future. It copies the state to CPU
+                memory at once, and then communicates from another thread; give it a process group that nothing else
+                uses meanwhile. If `write` raises on one rank alone, the other ranks wait for that rank until the
+                group's timeout, and no later save over this group succeeds: end the run then.
+
+        Raises:
+            TypeError: `write` is no function, or returned no `concurrent.futures.Future`.
+            ValueError: As `save`.
+            CheckpointError: As `save`; also of the save before.
+            CommError: As `save`.
+
+        Example:
+            ```text
+            group = torch.distributed.new_group(backend="gloo")  # for these saves alone
+            checkpoints.async_save(
+                200, lambda folder: dcp.async_save(state, checkpoint_id=folder, process_group=group)
+            )
+            ```
         """
-        partial = self._begin(step)
+        partial = self._begin("async_save", step)
         with self._together(_not_saved(step), partial):
             check_type("async_save", "write", write, Callable, "a function of the new directory")
             written = write(partial)
@@ -185,7 +231,12 @@ class Checkpoints:
         self._pending = step, partial, completed
 
     def wait(self) -> None:
-        """Until what `async_save` began is a checkpoint; collective. Errors as of `save`."""
+        """Waits until the save that `async_save` began is a checkpoint; collective.
+
+        Raises:
+            CheckpointError: As `save`.
+            CommError: As `save`.
+        """
         if self._pending is None:
             return
         (step, partial, completed), self._pending = self._pending, None
@@ -195,15 +246,22 @@ class Checkpoints:
 
     @contextmanager
     def load(self, step: int) -> Iterator[Path]:
-        """The checkpoint of `step`, from which every rank reads; collective.
+        """A context that loads a checkpoint: it gives the folder from which every rank reads; collective.
 
-        Before that each file is read by one rank and compared with the manifest, if `latest` has not just done so, and
-        what DCP would unpickle is looked at.
+        First each file is read by one rank and compared with the manifest, unless `latest` has just done so. What DCP
+        would unpickle is checked, too.
+
+        Args:
+            step: The step, as `latest` returns it.
+
+        Yields:
+            The folder to read from.
 
         Raises:
-            CheckpointError: there is none of this step, it is damaged, what it has DCP unpickle is refused, or not all
-                ranks could load it.
-            ValueError, CommError: as of `save`.
+            CheckpointError: There is no checkpoint of this step, it is damaged, it would have DCP unpickle what is
+                refused, or not all ranks could load it.
+            ValueError: `step` is no whole number of at least 0, or not the same on every rank.
+            CommError: As `save`.
         """
         self._check_step("load", step)
         what, folder = f"the checkpoint of step {step} was not loaded", self._path(step)
@@ -228,17 +286,17 @@ class Checkpoints:
         with self._together(what, folder):
             yield folder
 
-    def _begin(self, step: int) -> Path:
-        """The directory to write into."""
+    def _begin(self, operation: str, step: int) -> Path:
+        """Makes the folder into which ranks write the checkpoint of `step`; collective."""
         self.wait()
-        self._check_step("save", step)
+        self._check_step(operation, step)
         complete = self._path(step)
         partial = _partial(complete)
         damaged = [other for other, reason in self._damage.items() if reason is not None]
         with self._together(_not_saved(step), self.directory):
             if step not in damaged and complete.exists():
                 raise ValueError(
-                    f"save: step is {step}, of which there is a checkpoint: {complete}"
+                    f"{operation}: step is {step}, of which there is a checkpoint: {complete}"
                 )
             if self.comm.rank == 0:
                 for stale in self.directory.glob(f"step-*{_PARTIAL}"):
@@ -251,7 +309,7 @@ class Checkpoints:
         return partial
 
     def _find_damage(self, step: int) -> str | None:
-        """Of a checkpoint, on every rank; collective."""
+        """Why the checkpoint of `step` is damaged, the same on every rank; None if it is whole. Collective."""
         folder, found = self._path(step), ""
         with self._together(f"the checkpoint of step {step} could not be read", folder):
             try:
@@ -280,7 +338,10 @@ class Checkpoints:
                 )
 
     def _complete_when(self, written: Future[Any], step: int, partial: Path) -> None:
-        """Rank 0 reads what all have written: ranks cannot share that out while training has the communicator."""
+        """In the background: completes a checkpoint when it has been written.
+
+        Rank 0 reads all files. Ranks cannot share out that work, since training uses the communicator meanwhile.
+        """
         try:
             written.result()
         except Exception as error:
@@ -295,12 +356,12 @@ class Checkpoints:
                 raise CheckpointError(reason) from error
 
     def _complete(self, step: int, partial: Path, files: dict[str, FileEntry]) -> None:
-        """Makes it a checkpoint, of files that are on the disk; one rank does."""
+        """Makes `partial` a checkpoint of `files`, which must be on the disk. One rank calls it."""
         if MANIFEST in files:
             raise CheckpointError(
                 f"{_not_saved(step)}: {partial / MANIFEST}: the name is taken here"
             )
-        # DCP lists in `.metadata` what the ranks gave it, be it nothing.
+        # DCP writes `.metadata` even if the ranks gave it nothing.
         if not any(entry.bytes for name, entry in files.items() if name != ".metadata"):
             raise CheckpointError(f"{_not_saved(step)}: {partial}: no rank wrote anything there")
         Manifest(step, self.comm.size, files).write(partial)
@@ -312,7 +373,7 @@ class Checkpoints:
         for step in complete_steps(self.directory)[: -self._keep]:
             without_name = _partial(self._path(step))
             self._path(step).rename(without_name)
-            # Else the disk may have removed some of its files, and have its name still.
+            # Otherwise the disk may have removed some of the files when the machine fails, and not yet the name.
             sync(self.directory)
             shutil.rmtree(without_name)
 
@@ -324,7 +385,7 @@ class Checkpoints:
 
 
 def checkpoint_folder(directory: Path, step: int) -> Path:
-    """Where the complete checkpoint of `step` is."""
+    """The folder of the complete checkpoint of `step`."""
     return directory / f"step-{step:08d}"
 
 
@@ -335,12 +396,12 @@ def complete_steps(directory: Path) -> list[int]:
 
 
 def check_directory(directory: Path) -> None:
-    """Makes it; ValueError if that cannot be, or nothing can be written there."""
+    """Makes `directory` if it is not there; ValueError if it cannot be made, or cannot be written to."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(f"{directory}: no such folder can be made: {error.strerror}") from error
-    except ValueError as error:  # of a name with a null byte
+    except ValueError as error:  # the name has a null byte
         raise ValueError(f"{str(directory)!r}: no such folder can be made: {error}") from error
     if not os.access(directory, os.R_OK | os.W_OK | os.X_OK):
         raise ValueError(f"{directory}: the folder cannot be written to")
@@ -351,7 +412,7 @@ def _partial(complete: Path) -> Path:
 
 
 def _set_aside(damaged: Path) -> None:
-    """Takes its name from a checkpoint that is none, for somebody to look at it."""
+    """Renames a damaged checkpoint, so that it no longer counts as one; its files stay for somebody to look at."""
     aside = damaged.with_name(damaged.name + _DAMAGED)
     if damaged.exists():
         if aside.exists():
@@ -360,7 +421,7 @@ def _set_aside(damaged: Path) -> None:
 
 
 def _synced(path: Path) -> FileEntry:
-    """Of a file, which is on the disk afterwards."""
+    """Syncs a file to the disk, and returns its entry for the manifest."""
     sync(path)
     return FileEntry.of(path)
 

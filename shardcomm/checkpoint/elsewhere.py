@@ -3,8 +3,8 @@
     rank 0   gate.weight   experts.0.weight   experts.1.weight                                           head.weight
     rank 1   gate.weight                                         experts.2.weight   experts.3.weight     head.weight
 
-To rank 0 experts 2 and 3 are elsewhere. Had rank 1 called its own 0 and 1, these names would be ambiguous: a dict, or
-a checkpoint, has one value under each.
+For rank 0, experts 2 and 3 are elsewhere. If rank 1 called its own experts 0 and 1, these names would be ambiguous:
+under each name a dict, or a checkpoint, has one value.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from shardcomm.unit.unit import UnitParams
 
 @dataclass(frozen=True)
 class Elsewhere:
-    """Of a model over `mesh`, as one rank sees it.
+    """What other ranks hold of a model over `mesh`, as one rank sees it.
 
     Attributes:
-        names: of what other ranks' state dicts have, and this one's has not.
-        ambiguous: names by which other ranks call other parameters than this one.
-        within: the groups of its DTensors' meshes that are some of these ranks, which hold other parts: expert meshes.
-        differs: whether ranks have other parameters at all.
+        mesh: The ranks.
+        names: The names in other ranks' state dicts that this rank's state dict has not.
+        ambiguous: The names by which other ranks call other parameters than this rank does.
+        within: The expert meshes: groups of DTensors' meshes that lie within these ranks, which hold other parts.
+        differs: Whether ranks have other parameters at all.
     """
 
     mesh: Mesh
@@ -49,16 +50,21 @@ class Elsewhere:
         main: Mesh,
         inner: Iterable[Ranks],
     ) -> Elsewhere:
-        """Of `model`, whose units are over `meshes`, each of some of the ranks of `main`; collective.
+        """Finds what other ranks hold; collective.
 
-        `inner`: the groups of its DTensors' meshes.
+        Args:
+            model: The model.
+            units: Its units.
+            meshes: The mesh of each unit, which has some of the ranks of `main`.
+            main: The mesh of all ranks.
+            inner: The groups of the meshes of the model's DTensors.
 
         Raises:
-            ValueError: ranks have the same part of a DTensor over an expert mesh, and not one comm; or its mesh has
-                some of the ranks of `main`, and others.
+            ValueError: Ranks have the same part of a DTensor over an expert mesh, and no common comm; or the DTensor's
+                mesh has some of the ranks of `main`, and others.
         """
         if all(mesh.size == main.size for mesh in meshes):
-            # Every rank has the same meshes, or it would have been told so.
+            # Every rank has the same meshes: the ranks have compared them before.
             return Elsewhere(main)
         first: dict[Mesh, int] = {}
         for mesh in dict.fromkeys(meshes):
@@ -89,20 +95,27 @@ class Elsewhere:
         )
 
     def check(self, what: str) -> None:
-        """RuntimeError if `what`, such as a state dict, would have one value for several parameters."""
+        """Checks that `what`, such as "state_dict", can have a value for each parameter.
+
+        Raises:
+            RuntimeError: Several parameters have one name.
+        """
         if self.ambiguous:
             raise RuntimeError(
-                f"{what}: {self.ambiguous[0]!r} and {len(self.ambiguous) - 1} others are other parameters on other "
-                "ranks, by the comm of a policy, of which it would have one under each name; give them names of their "
-                "own, for instance by an nn.ModuleDict of experts with their numbers in the model. The full ones of "
-                "this rank are model.named_parameters() inside of engine.gathered()"
+                f"{what}: {self.ambiguous[0]!r} and {len(self.ambiguous) - 1} other names mean different parameters on "
+                "different ranks, since a policy has its own comm, and it can have one value under each name; give "
+                "each parameter a name of its own, for instance by an nn.ModuleDict of experts with their numbers in "
+                "the model. This rank's full parameters are model.named_parameters() inside of engine.gathered()"
             )
 
     def survey(self, state: Mapping[str, object]) -> Survey:
-        """Of all ranks' state dicts, of which `state` is this one's, with whole shapes; collective where ranks differ.
+        """Compares all ranks' state dicts; collective where ranks differ.
+
+        Args:
+            state: This rank's state dict, with the shapes of whole parameters.
 
         Raises:
-            RuntimeError: what only some ranks have is no tensor.
+            RuntimeError: An entry that only some ranks have is no tensor.
         """
         if not self.differs:
             return Survey(list(state), {})
@@ -122,10 +135,10 @@ class Elsewhere:
         return Survey(order, partly)
 
     def on_all(self, groups: Sequence[Sequence[str]]) -> list[list[str]]:
-        """The names of all ranks in each of an optimizer's `groups` of parameters; collective where ranks differ.
+        """The names of all ranks' parameters in each of an optimizer's `groups`; collective where ranks differ.
 
         Raises:
-            ValueError: ranks have other numbers of groups.
+            ValueError: Ranks have other numbers of groups.
         """
         if not self.differs:
             return [list(names) for names in groups]
@@ -140,7 +153,13 @@ class Elsewhere:
 
 
 class PartlyHeld(NamedTuple):
-    """What some ranks have in their state dicts, of which `root` is the first; `dtype`: empty if it is no tensor."""
+    """An entry that only some ranks have in their state dicts.
+
+    Attributes:
+        root: The first of these ranks.
+        shape: The shape of the whole parameter.
+        dtype: Its dtype; "" if the entry is no tensor.
+    """
 
     root: int
     shape: list[int]
@@ -148,19 +167,30 @@ class PartlyHeld(NamedTuple):
 
 
 class Survey(NamedTuple):
-    """The same on every rank: all names of the model, and of which of them some ranks have nothing."""
+    """What the ranks' state dicts have together; the same on every rank.
+
+    Attributes:
+        order: All names of the model, in order.
+        partly: The entries that only some ranks have.
+    """
 
     order: list[str]
     partly: dict[str, PartlyHeld]
 
     def sends(self, name: str, rank: int) -> bool:
-        """Whether `rank` gives the others their value of `name`."""
+        """Whether `rank` sends its value of `name` to the others."""
         return name in self.partly and self.partly[name].root == rank
 
     def completed(self, state: Mapping[str, Any], mesh: Mesh, *, wanted: bool) -> dict[str, Any]:
-        """`state`, where it is `wanted`, with what others have of the model; collective. Else {}.
+        """Completes a state dict with the entries of other ranks; collective.
 
-        It has what this rank sends in any case.
+        Args:
+            state: This rank's entries. Those that it sends must be there, even if the result is not wanted.
+            mesh: The ranks.
+            wanted: Whether this rank wants the result.
+
+        Returns:
+            The complete state dict; {} where it is not wanted.
         """
         whole = dict(state)
         for name, entry in self.partly.items():
@@ -175,7 +205,7 @@ class Survey(NamedTuple):
 
 
 def _within(mesh: set[int], everybody: Sequence[Any]) -> frozenset[Ranks]:
-    """Of the groups of all ranks' DTensors, those of ranks in `mesh`."""
+    """The groups of all ranks' DTensors that lie within the ranks of `mesh`."""
     found: set[Ranks] = set()
     for each in everybody:
         for group in map(tuple, each["inner"]):
@@ -184,7 +214,7 @@ def _within(mesh: set[int], everybody: Sequence[Any]) -> frozenset[Ranks]:
                 found.add(group)
             elif shared > 1:
                 raise ValueError(
-                    f"fully_shard: parameters are DTensors over ranks {list(group)}, of which fully_shard's comm has "
+                    f"parameters are DTensors over ranks {list(group)}, of which fully_shard's comm has "
                     f"{shared}; accepted: all of them, as experts in a unit with Policy(comm=), or one, as tensor-"
                     "parallel ranks"
                 )
@@ -192,13 +222,13 @@ def _within(mesh: set[int], everybody: Sequence[Any]) -> frozenset[Ranks]:
 
 
 def _ambiguous(everybody: Sequence[Any], within: frozenset[Ranks]) -> list[str]:
-    """The same on every rank, as is what it raises."""
+    """The names by which ranks call different parameters. The result, and an error, is the same on every rank."""
     names = dict.fromkeys(name for each in everybody for name in each["held"])
     return [name for name in names if _is_ambiguous(name, everybody, within)]
 
 
 def _is_ambiguous(name: str, everybody: Sequence[Any], within: frozenset[Ranks]) -> bool:
-    """Whether ranks hold other parameters by `name`, which are not the parts of one."""
+    """Whether ranks hold different parameters by `name`, and not the parts of one."""
     firsts: dict[tuple[int, ...], tuple[int, int]] = {}
     other = False
     for rank, each in enumerate(everybody):
@@ -211,7 +241,7 @@ def _is_ambiguous(name: str, everybody: Sequence[Any], within: frozenset[Ranks])
             continue
         if parts:
             raise ValueError(
-                f"fully_shard: parameter {name!r} is a DTensor of which ranks {of} and {rank} have the same part, and "
+                f"parameter {name!r} is a DTensor of which ranks {of} and {rank} have the same part, and "
                 "the comm of its unit's policy does not have both; give Policy(comm=) all ranks with the same part, "
                 "and no replicated parameters"
             )
@@ -226,13 +256,13 @@ def _described(value: object) -> tuple[list[int], str]:
 
 
 def _groups(mesh: Mesh) -> list[Communicator]:
-    """Those of `mesh` that have other ranks."""
+    """The groups of `mesh` that have more ranks than this one."""
     return [comm for comm in (mesh.shard, mesh.replicate) if comm.size > 1]
 
 
 def _merged(orders: Sequence[Iterable[str]]) -> list[str]:
-    """All the names of `orders`, each list's in its own order where they do not contradict each other."""
-    # Of each name the one before it, in a ring that None closes: names of thousands of ranks in linear time.
+    """All names of `orders`, in an order that keeps each list's own, where the lists do not contradict each other."""
+    # For each name the name before it, in a ring that None closes. It takes linear time, for thousands of ranks.
     before: dict[str | None, str | None] = {None: None}
     for names in orders:
         new: list[str | None] = []
@@ -240,7 +270,7 @@ def _merged(orders: Sequence[Iterable[str]]) -> list[str]:
             if name not in before:
                 new.append(name)
                 continue
-            for each in new:  # after those of them that are there already
+            for each in new:  # they go right before `name`, in their order
                 before[each], before[name] = before[name], each
             new.clear()
     merged = []

@@ -22,28 +22,28 @@ MANIFEST = "manifest.json"
 FORMAT = 1
 
 _CHUNK_BYTES = 1 << 20
-# What a disk says of a file that it has lost, all or part of it. Other errors say nothing about the file.
+# The errors of a disk that has lost a file, or part of it. Other errors say nothing about the file.
 _LOST = (errno.ENOENT, errno.EIO, errno.EISDIR, errno.ENOTDIR, errno.EUCLEAN)
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be saved or loaded; the message says by which rank, which file, and why."""
+    """A checkpoint could not be saved or loaded. The message says which rank failed, which file it was, and why."""
 
 
 class DamagedError(CheckpointError):
-    """A checkpoint is not what was saved; the message names the file."""
+    """A checkpoint is not what was saved. The message names the file."""
 
 
 @dataclass(frozen=True)
 class FileEntry:
-    """What is known of a file: its length, and its CRC-32 as 8 hexadecimal digits."""
+    """What a manifest says of a file: its length, and its CRC-32 as 8 hexadecimal digits."""
 
     bytes: int
     crc32: str
 
     @classmethod
     def of(cls, path: Path) -> FileEntry:
-        """Reads the file."""
+        """The entry of the file at `path`, which is read."""
         crc32 = length = 0
         buffer = bytearray(_CHUNK_BYTES)
         with _naming(path), path.open("rb", buffering=0) as file:
@@ -55,11 +55,12 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """See the module.
+    """The manifest of one checkpoint; see the module.
 
     Attributes:
-        ranks: how many saved it.
-        files: by their names in the checkpoint's folder, with / between folders.
+        step: The step of the checkpoint.
+        ranks: How many ranks saved it.
+        files: The files by their names in the checkpoint's folder, with / between folders.
     """
 
     step: int
@@ -67,7 +68,7 @@ class Manifest:
     files: dict[str, FileEntry]
 
     def write(self, folder: Path) -> None:
-        """Down to the disk."""
+        """Writes the manifest into `folder`, and syncs it to the disk."""
         path = folder / MANIFEST
         with _naming(path), path.open("w") as file:
             json.dump({"format": FORMAT, **asdict(self)}, file, indent=1)
@@ -76,11 +77,11 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path, step: int) -> Manifest:
-        """That of the checkpoint of `step`.
+        """Reads the manifest of the checkpoint of `step`.
 
         Raises:
-            DamagedError: there is none, or it is not a manifest of that step.
-            OSError: it could not be read, for another reason.
+            DamagedError: There is none, or it is not a manifest of that step.
+            OSError: It could not be read, for another reason.
         """
         path = folder / MANIFEST
         with _damage(path, "; without it nothing tells whether the checkpoint is whole"):
@@ -95,7 +96,7 @@ class Manifest:
 
     @classmethod
     def _parsed(cls, value: Any) -> Manifest:
-        """ValueError if it is none."""
+        """The manifest that `value` describes; ValueError if it describes none."""
         match value:
             case {"format": int(number)} if number != FORMAT:
                 raise ValueError(f"its format is {number}; this version reads {FORMAT}")
@@ -104,11 +105,11 @@ class Manifest:
         raise ValueError("it must have 'format', 'step', 'ranks' and 'files'")
 
     def verify(self, folder: Path, names: Iterable[str]) -> None:
-        """Reads these files.
+        """Reads these files, and compares them with the manifest.
 
         Raises:
-            DamagedError: one is not in the manifest, or not as there.
-            OSError: one could not be read, for another reason than damage.
+            DamagedError: A file is not in the manifest, or differs from its entry there.
+            OSError: A file could not be read, for another reason than damage.
         """
         for name in names:
             path = folder / name
@@ -125,7 +126,7 @@ class Manifest:
                 )
 
     def verify_share(self, folder: Path, rank: int, ranks: int) -> None:
-        """Verifies that no file is missing and none too many, and reads one in `ranks` of them; errors as `verify`."""
+        """Verifies that `folder` has exactly these files, and reads one in `ranks` of them; errors as `verify`."""
         with _damage(folder):
             there = files_in(folder)
         for name in sorted(self.files.keys() ^ (set(there) - {MANIFEST})):
@@ -143,13 +144,13 @@ def files_in(folder: Path) -> list[str]:
 
 
 def sync_folders(folder: Path) -> None:
-    """Brings the entries of `folder`, and of those below, to the disk."""
+    """Syncs the entries of `folder`, and of the folders below it, to the disk."""
     for where, _, _ in os.walk(folder, onerror=_raise):
         sync(Path(where))
 
 
 def sync(path: Path) -> None:
-    """Brings what a file holds to the disk, or of a folder its entries, but not what they hold."""
+    """Syncs the content of a file to the disk, or the entries of a folder, but not the files in that."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         with _naming(path):
@@ -177,7 +178,7 @@ def _damage(path: Path, meaning: str = "") -> Iterator[None]:
 
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Errors of what was opened say which file it is, as those of opening do."""
+    """A context in which an OSError names the file, also where it comes from a file that was opened already."""
     try:
         yield
     except OSError as error:

@@ -25,14 +25,15 @@ from shardcomm.parameter.shard_tensor import check_value, load_value
 
 
 class OptimizerState:
-    """DCP's `Stateful` for `optimizer`, whose parameters are those of the sharded `model`.
+    """The state of an optimizer of a sharded model, as a `Stateful` of DCP. `Engine.optimizer_state` makes it.
 
-    A tensor of the shape of this rank's rows, such as AdamW's moments, is saved as the rows of the full one. One of
-    another shape, such as Adafactor's means of rows and columns, is saved where the rank holds the whole parameter.
-    Numbers, such as a step counter, must be the same on every rank.
+    A tensor that has the shape of this rank's rows, such as AdamW's moments, is saved as rows of the full tensor. A
+    tensor of another shape, such as Adafactor's means of rows and columns, can be saved where the rank holds the whole
+    parameter. Numbers, such as a step counter, must be the same on every rank.
 
     Raises:
-        ValueError: the optimizer has a parameter that is not one of `model`.
+        TypeError: `optimizer` is no torch Optimizer.
+        ValueError: The optimizer has a parameter that is not one of `model`.
     """
 
     def __init__(
@@ -54,16 +55,17 @@ class OptimizerState:
                     )
 
     def state_dict(self) -> dict[str, Any]:
-        """Views of the state, to be saved from and loaded into.
+        """Views of the optimizer's state, which DCP reads and writes.
 
-        Collective where ranks have other experts: each names those of all in the groups. An optimizer that has not
-        stepped yet gets its state first, so that there is something to load into. DCP
-        refuses to load a parameter's state that is not in the checkpoint, as of one that never had a gradient: then
-        give it `planner=DefaultLoadPlanner(allow_partial_load=True)`.
+        An optimizer that has not stepped yet first gets its state, so that there is something to load into. If ranks
+        have other experts, this is collective, since each rank names the experts of all ranks in the groups.
+
+        DCP refuses to load a parameter's state that is not in the checkpoint, such as that of a parameter that never
+        had a gradient. Then give DCP `planner=DefaultLoadPlanner(allow_partial_load=True)`.
 
         Raises:
-            ValueError: a state that is not of the rows' shape belongs to a parameter whose rows ranks share, or ranks
-                have other numbers of groups.
+            ValueError: A state that has not the shape of the rows belongs to a parameter whose rows ranks share, or
+                ranks have other numbers of groups.
         """
         if not self._optimizer.state:
             self._make_state()
@@ -84,12 +86,15 @@ class OptimizerState:
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Takes this rank's part of what `state_dict()` gave, or of full tensors; no communication.
+        """Loads this rank's part of an optimizer's state. No communication.
 
-        Parameters without a state in it have none afterwards.
+        Parameters without an entry in `state_dict` have no state afterwards.
+
+        Args:
+            state_dict: What `state_dict()` gave, or the same with full tensors.
 
         Raises:
-            ValueError: it is of other parameters, or groups them otherwise.
+            ValueError: `state_dict` is of other parameters, or groups them otherwise.
         """
         self._check_groups(state_dict["param_groups"])
         if not self._optimizer.state:
@@ -116,7 +121,7 @@ class OptimizerState:
         return [self._names[param] for param in group["params"]]
 
     def _held(self) -> Iterator[tuple[nn.Parameter, ParamState | None]]:
-        """The optimizer's parameters but those of which another rank has the state: all of it."""
+        """The optimizer's parameters, without those whose whole state another rank has."""
         for group in self._optimizer.param_groups:
             for param in group["params"]:
                 of = ParamState.of(param)
@@ -124,7 +129,7 @@ class OptimizerState:
                     yield param, of
 
     def _make_state(self) -> None:
-        """What the optimizer's first step would make, without a step of the parameters."""
+        """Makes the state that the optimizer's first step would make, without changing the parameters."""
         probe = copy.copy(self._optimizer)
         held = {param for param, _ in self._held()}
         for group in self._optimizer.param_groups:

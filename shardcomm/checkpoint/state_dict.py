@@ -23,12 +23,12 @@ Parts = Mapping[nn.Parameter, Part]
 
 
 def parts_of(units: Iterable[ShardedUnit]) -> Parts:
-    """Which part of each of the model's parameters this rank holds."""
+    """The part of each of the model's parameters that this rank holds."""
     return {param.shard: param.whole.part for unit in units for param in unit.params}
 
 
 def state_dict(model: nn.Module, parts: Parts) -> dict[str, Any]:
-    """`model.state_dict()` with ShardTensors for parameters. Tensors are views, to be saved from and loaded into."""
+    """`model.state_dict()` with ShardTensors for parameters. Its tensors are views, which DCP reads and writes."""
     return {
         name: value if _is_extra(name) else _held(value, parts)
         for name, value in model.state_dict(keep_vars=True).items()
@@ -36,9 +36,9 @@ def state_dict(model: nn.Module, parts: Parts) -> dict[str, Any]:
 
 
 def install_hooks(units: Iterable[ShardedUnit], parts: Parts, settle: Callable[[], None]) -> None:
-    """The state dicts of the model and of its modules are as those of the engine: ShardTensors, and loaded from them.
+    """Makes the state dicts of the model and of its modules like those of the engine: of ShardTensors, and loaded so.
 
-    `settle` waits for what is under way before a state dict is made or loaded.
+    `settle` is called before a state dict is made or loaded, and waits for communication that is under way.
     """
     shown: dict[nn.Module, dict[str, nn.Parameter]] = defaultdict(dict)
     sharded = False
@@ -52,14 +52,14 @@ def install_hooks(units: Iterable[ShardedUnit], parts: Parts, settle: Callable[[
     for module, held in shown.items():
         hooks = _Hooks(held, parts, settle)
         module.register_load_state_dict_pre_hook(hooks.load)  # type: ignore[no-untyped-call]
-        if sharded:  # else torch's own is the same on each rank, and full
+        if sharded:  # else torch's own state dict is full, and the same on each rank
             module.register_state_dict_pre_hook(hooks.before)  # type: ignore[no-untyped-call]
-            # A partial: torch sets an attribute of what it is given.
+            # A partial, because torch sets an attribute of the hook, which a method does not allow.
             module.register_state_dict_post_hook(partial(hooks.after))  # type: ignore[no-untyped-call]
 
 
 class _Hooks(Hooks):
-    """Of one module, whose parameters `held` are sharded."""
+    """The state dict hooks of one module, whose parameters `held` are sharded."""
 
     def __init__(
         self, held: Mapping[str, nn.Parameter], parts: Parts, settle: Callable[[], None]
@@ -76,7 +76,7 @@ class _Hooks(Hooks):
     ) -> None:
         for attribute, param in self._held.items():
             if module._parameters.get(attribute) is not param:
-                continue  # inside of engine.gathered(): the full one
+                continue  # inside of engine.gathered() the full parameter stays
             # With keep_vars the caller wants the parameters themselves.
             if (given := state.get(prefix + attribute)) is not None and given is not param:
                 state[prefix + attribute] = self._parts[param].of(param)
@@ -97,7 +97,7 @@ class _Hooks(Hooks):
         for attribute, param in self._held.items():
             name = prefix + attribute
             if name not in state or module._parameters.get(attribute) is not param:
-                continue  # inside of engine.gathered() torch loads the full one
+                continue  # inside of engine.gathered() torch loads the full parameter
             current, value = self._parts[param].of(param), state[name]
             if value is not param:
                 try:
@@ -107,7 +107,7 @@ class _Hooks(Hooks):
                 else:
                     load_value(current, value)
                     written([param])  # also where this rank has no rows
-            state[name] = param  # what torch copies to it, or puts in its place, is itself
+            state[name] = param  # torch then copies the parameter to itself
 
 
 def full_state_dict(
@@ -120,11 +120,11 @@ def full_state_dict(
 ) -> dict[str, Any]:
     """`model.state_dict()` as it would be without sharding, copied to the CPU, on all ranks or on one; collective.
 
-    What modules give by `get_extra_state` is passed on as it is.
+    Extra state of modules (`get_extra_state`) is passed on as it is.
 
     Raises:
         ValueError: `rank` is neither None nor a rank of the mesh; nothing is gathered then.
-        RuntimeError: a module that not all ranks have gives extra state that is no tensor.
+        RuntimeError: A module that not all ranks have gives extra state that is no tensor.
     """
     mesh = elsewhere.mesh
     if rank is not None and rank not in range(mesh.size):
@@ -141,7 +141,7 @@ def full_state_dict(
     kept = {value for value in state.values() if isinstance(value, nn.Parameter)}
     full: dict[nn.Parameter, torch.Tensor] = {}
     buckets = [entry for unit in units for entry in unit.buckets]
-    # One buffer for all: as many of their own would leave holes between the values that are kept.
+    # One buffer serves all buckets. A buffer for each would leave holes in memory between the values that are kept.
     sizes = [bucket.layout.flat_numel * bucket.shard.itemsize for bucket, _ in buckets]
     buffer = torch.empty(max(sizes, default=0), dtype=torch.uint8, device=mesh.device)
     for bucket, params in buckets:
@@ -164,13 +164,17 @@ def full_state_dict(
 def load_state_dict(
     model: nn.Module, parts: Parts, given: Mapping[str, Any], elsewhere: Collection[str]
 ) -> None:
-    """Takes this rank's parts, the buffers and the extra state from `given`; no communication.
+    """Loads this rank's parts, the buffers and the extra state from `given`; no communication.
 
-    `elsewhere`: names of what only other ranks have, which it may have, too.
+    Args:
+        model: The model.
+        parts: The part of each parameter that this rank holds.
+        given: The state dict.
+        elsewhere: Names of entries for other ranks' experts, which `given` may have.
 
     Raises:
         TypeError: `given` is no mapping.
-        ValueError: a name is missing or unknown, or a value is not one for this model; nothing is changed then.
+        ValueError: A name is missing or unknown, or a value does not fit the model; nothing is changed then.
     """
     check_type("load_state_dict", "state_dict", given, Mapping, "a mapping of names to values")
     state: dict[str, Any] = model.state_dict(keep_vars=True)

@@ -16,19 +16,20 @@ _MOST_SHOWN = 4  # reasons in an error
 
 @contextmanager
 def together(comm: Communicator, what: str, folder: Path) -> Iterator[None]:
-    """What is done inside fails on every rank if it fails on one. Collective at its end.
+    """A context that fails on every rank if it fails on one. Its end is collective.
 
     Args:
-        what: says what was not done; the message begins with it.
-        folder: is named where an error names no file.
+        comm: The ranks.
+        what: Says what was not done; the message begins with it.
+        folder: The folder that the message names where an error names no file.
 
     Raises:
-        CheckpointError: a file could not be read or written, DCP failed, or another rank failed. It gives the reasons
-            of the ranks that failed, and is the same on every rank. Only a rank that raised something else raises that,
-            with the reasons of all as a note.
-        CommError: a rank died.
+        CheckpointError: A file could not be read or written, DCP failed, or another rank failed. The message gives the
+            reasons of the ranks that failed, and is the same on every rank. A rank that raised another exception
+            raises that one, with the reasons of all ranks as a note.
+        CommError: A rank died.
     """
-    # Not at every start: it takes a second, as long as torch itself.
+    # Imported here, since it takes a second, as long as torch itself, and few programs need it.
     from torch.distributed.checkpoint.api import CheckpointException  # noqa: PLC0415
 
     failure: BaseException | None = None
@@ -59,7 +60,7 @@ def together(comm: Communicator, what: str, folder: Path) -> Iterator[None]:
 
 
 def sentence(error: BaseException, folder: Path) -> str:
-    """What went wrong, and with which file in `folder`, as far as it is known."""
+    """A sentence that says what went wrong, and with which file in `folder`, as far as that is known."""
     if isinstance(error, OSError):
         return f"{error.filename or folder}: {error.strerror or error}"
     if "unexpected pos" in str(error):
@@ -68,9 +69,9 @@ def sentence(error: BaseException, folder: Path) -> str:
 
 
 def _why_cut_short(folder: Path) -> str:
-    """Why a file in `folder` is shorter than torch meant it to be, which is all that torch says.
+    """Why torch could not write a file in `folder` to its end.
 
-    What is in the way of that file is in the way of another.
+    Torch only says that the file is too short. So another file is written, which meets the same obstacle.
     """
     another = folder / f"another-{os.getpid()}"
     try:

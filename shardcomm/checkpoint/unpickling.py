@@ -1,8 +1,9 @@
-"""What loading a checkpoint would run, looked at beforehand and without running it.
+"""Checks what loading a checkpoint would run, without running it.
 
-DCP unpickles a checkpoint's `.metadata`, and in the other files what is no tensor (an optimizer's groups, for example).
-A pickle can name any function to be called. So each name is compared with those that DCP itself writes, and the rest is
-read by torch's unpickler of plain values (`torch.load` with `weights_only`). DCP reads tensors by that one anyway.
+DCP unpickles a checkpoint's `.metadata`, and those entries of the other files that are no tensors (an optimizer's
+groups, for example). A pickle can name any function to be called. So each name in the metadata is compared with the
+names that DCP itself writes there, and the entries are read by torch's unpickler of plain values (`torch.load` with
+`weights_only`). DCP reads tensors by that unpickler anyway.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ import torch
 
 from shardcomm.checkpoint.manifest import CheckpointError
 
-# What DCP's metadata are made of: values, of which a pickle gives the arguments, and records, of which it gives the
-# attributes. The names of dtypes are asked of torch.
+# The classes of which DCP's metadata consist: values, for which a pickle gives the arguments, and records, for which it
+# gives the attributes. The names of dtypes are looked up in torch.
 _VALUES = {
     "torch": {"Size"},
     "torch.distributed.checkpoint.metadata": {"_MEM_FORMAT_ENCODING"},
     "torch.serialization": {"_get_layout"},
     "pathlib": {"PosixPath"},
-    "pathlib._local": {"PosixPath"},  # what Python 3.13 calls it
+    "pathlib._local": {"PosixPath"},  # its module in Python 3.13
 }
 _RECORDS = {
     "torch.distributed.checkpoint.metadata": {
@@ -43,11 +44,12 @@ _RECORDS = {
 
 
 def check_unpickling(folder: Path, files: frozenset[str]) -> None:
-    """Raises unless loading from `folder`, which consists of `files`, runs nothing but DCP and torch.
+    """Checks that loading from `folder`, which consists of `files`, runs nothing but DCP and torch.
 
     Raises:
-        CheckpointError: it would, or what is to be unpickled is no pickle; the message names the file, and the class.
-        OSError: a file cannot be read.
+        CheckpointError: Loading would run something else, or a file is no pickle; the message names the file, and the
+            class.
+        OSError: A file cannot be read.
     """
     for metadata in sorted(files):
         if not metadata.rpartition("/")[2].endswith(".metadata"):
@@ -63,7 +65,7 @@ def check_unpickling(folder: Path, files: frozenset[str]) -> None:
 
 
 class _Value:
-    """Stands for a value, whatever it is made of."""
+    """Stands for a value, whatever its arguments are."""
 
     def __init__(self, *args: object) -> None:
         pass
@@ -73,9 +75,9 @@ class _Value:
 
 
 class _Record(_Value):
-    """Has the attributes of what it stands for, and no others: nothing by which that could become something else.
+    """Stands for a record, and takes its attributes, but no names with two underscores, which could change its nature.
 
-    To set attributes of the class itself, a pickle would call `__setstate__` without an instance, and so is refused.
+    To set attributes of the class itself, a pickle would call `__setstate__` without an instance, which is refused.
     """
 
     def __init__(self) -> None:
@@ -139,7 +141,7 @@ def _stored(path: Path) -> list[_Stored]:
             ]
         except OSError:
             raise
-        except Exception as error:  # a pickle of anybody's can raise anything
+        except Exception as error:  # a pickle can raise anything
             raise CheckpointError(
                 f"{path}: refused as DCP's metadata: {str(error) or type(error).__name__}"
             ) from error
@@ -148,7 +150,7 @@ def _stored(path: Path) -> list[_Stored]:
 def _check_values(path: Path, stored: _Stored) -> None:
     if stored.transformed:
         raise CheckpointError(
-            f"{path}: refused: {stored.key!r} is no tensor, and behind a transform, through which nothing is read here"
+            f"{path}: refused: {stored.key!r} is no tensor, and is stored with a transform, which cannot be checked"
         )
     with path.open("rb") as file:
         file.seek(stored.offset)
@@ -156,7 +158,7 @@ def _check_values(path: Path, stored: _Stored) -> None:
     try:
         torch.load(values, map_location="cpu", weights_only=True)
     except Exception as error:
-        named = re.search(r"GLOBAL (\S+)", str(error))  # torch says it among paragraphs of advice
+        named = re.search(r"GLOBAL (\S+)", str(error))  # torch's text has paragraphs of advice
         raise CheckpointError(
             f"{path}: refused: {stored.key!r} names {named[1]}, which is no plain value to torch; if you trust it, "
             "tell torch.serialization.add_safe_globals"

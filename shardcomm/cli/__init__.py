@@ -1,1 +1,1 @@
-"""The commands, their options and their pictures."""
+"""The commands: their options, what they do, and their pictures."""

@@ -1,4 +1,4 @@
-"""Types of command-line options, whose errors name what was given and what is accepted."""
+"""Types of command-line options. Their errors name what was given and what is accepted."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _PICTURES = (".png", ".svg", ".pdf")
 
 
 class DefaultsFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows defaults, where there is one."""
+    """A help formatter that shows an option's default, if there is one."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         return action.help if action.default is None else super()._get_help_string(action)
 
 
 def whole(low: int, high: int) -> Callable[[str], int]:
-    """A whole number from `low` to `high`."""
+    """The type of an option that takes a whole number from `low` to `high`."""
 
     def parse(text: str) -> int:
         try:
@@ -42,7 +42,7 @@ def whole(low: int, high: int) -> Callable[[str], int]:
 
 
 def positive(text: str) -> float:
-    """A number above 0, at most 1e9."""
+    """The type of an option that takes a number above 0, at most 1e9."""
     try:
         value = float(text)
     except ValueError:
@@ -53,7 +53,7 @@ def positive(text: str) -> float:
 
 
 def launched_for(parser: argparse.ArgumentParser, ranks: int | None) -> Launched:
-    """This process among those of its launcher, which must be as many as --ranks says, if it does."""
+    """This process among those that its launcher started; their number must be --ranks, if that is given."""
     try:
         own = launched()
     except ValueError as error:
@@ -64,7 +64,7 @@ def launched_for(parser: argparse.ArgumentParser, ranks: int | None) -> Launched
 
 
 def picture(text: str) -> str:
-    """A file to draw into, of a kind that matplotlib knows; matplotlib must be there."""
+    """The type of an option that takes a picture's file, of a kind that matplotlib writes; matplotlib must be there."""
     if importlib.util.find_spec("matplotlib") is None:
         raise argparse.ArgumentTypeError("it needs matplotlib: pip install 'shardcomm[plot]'")
     if Path(text).suffix not in _PICTURES:
@@ -73,7 +73,7 @@ def picture(text: str) -> str:
 
 
 def can_write(path: str | None) -> bool:
-    """Whether `path` (- for stdout, None for nowhere) can be written; leaves nothing there."""
+    """Whether `path` (- for stdout, None for nowhere) can be written. It leaves no file there."""
     if path is None or path == "-":
         return True
     is_new = not Path(path).exists()
@@ -89,9 +89,9 @@ def can_write(path: str | None) -> bool:
 
 @contextmanager
 def opened(path: str) -> Iterator[TextIO]:
-    """The file `path` to write into (- for stdout); line ends stay as they are written.
+    """A context that gives the file `path` to write into (- for stdout); line ends stay as they are written.
 
-    An OSError on the way names the file, of which then nothing is left.
+    If an OSError ends it, the error names the file, and no partial file is left.
     """
     if path == "-":
         yield sys.stdout

@@ -1,4 +1,4 @@
-"""`shardcomm plan`: memory and communication per rank of a model that nothing has been allocated for."""
+"""`shardcomm plan`: the memory and communication that a model takes on each rank, before anything is allocated."""
 
 from __future__ import annotations
 
@@ -16,56 +16,63 @@ from shardcomm.cli.options import DefaultsFormatter, can_write, opened, picture,
 from shardcomm.cli.schedule_plot import draw
 from shardcomm.models.gpt import GPT
 from shardcomm.models.shapes import SHAPES, equal_blocks
-from shardcomm.planner.planner import OPTIMIZERS, MemoryPlan
+from shardcomm.planner.planner import MemoryPlan
+from shardcomm.planner.rank_bytes import OPTIMIZERS
 from shardcomm.planner.table import aligned, size
 from shardcomm.schedule.strategy import STRATEGIES
 from shardcomm.unit.mixed_precision import MixedPrecision
 
-_MOST_DRAWN_UNITS = 9  # more could not be read
+_MOST_DRAWN_UNITS = 9  # a picture of more could not be read
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Registers the subcommand."""
     parser = subparsers.add_parser(
         "plan",
-        help="say what a model takes on each rank, before anything is allocated",
-        description="Prints the bytes that each rank will hold and move: for every strategy beside the others, or for "
-        "one of them unit by unit. Activations are not counted: they depend on batch and context. 1 GB is 1e9 bytes.",
+        help="say how many bytes a model takes on each rank, before anything is allocated",
+        description="Prints the bytes that each rank will hold and move: for all strategies side by side, or for one "
+        "of them unit by unit. Activations are not counted, since they depend on batch and context. 1 GB is 1e9 bytes.",
         formatter_class=DefaultsFormatter,
     )
     model = parser.add_mutually_exclusive_group(required=True)
-    model.add_argument("--model", choices=["gpt", *SHAPES], help="gpt is that of `shardcomm train`")
+    model.add_argument("--model", choices=["gpt", *SHAPES],
+                       help="the model; gpt is the one that `shardcomm train` trains")  # fmt: skip
     model.add_argument("--params", type=_params, metavar="N",
-                       help="any model of N parameters, as 7e9, in equal blocks")  # fmt: skip
+                       help="a model of N parameters in equal blocks, for example 7e9")  # fmt: skip
     parser.add_argument("--layers", type=whole(1, 10**4),
-                        help="blocks (default: the model's; of gpt 6, of --params 32)")  # fmt: skip
-    parser.add_argument("--width", type=whole(1, 2**16), help="of gpt (default: 256)")
-    parser.add_argument("--ranks", type=whole(1, 2**20), default=4)
+                        help="number of blocks (default: the model's own; 6 for gpt, 32 for --params)")  # fmt: skip
+    parser.add_argument("--width", type=whole(1, 2**16), help="width of gpt (default: 256)")
+    parser.add_argument("--ranks", type=whole(1, 2**20), default=4, help="number of ranks")
     parser.add_argument("--replicas", type=whole(1, 2**20),
-                        help="how many times the ranks of hybrid_shard hold the model")  # fmt: skip
-    parser.add_argument("--strategy", choices=list(STRATEGIES), help="this one only, unit by unit")
+                        help="for hybrid_shard: how many times the ranks hold the model")  # fmt: skip
+    parser.add_argument("--strategy", choices=list(STRATEGIES),
+                        help="plan this strategy only, unit by unit (default: all, side by side)")  # fmt: skip
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32",
-                        help="to compute and communicate in; shards stay fp32")  # fmt: skip
+                        help="dtype to compute and communicate in; shards stay fp32")  # fmt: skip
     parser.add_argument("--cpu-offload", action="store_true",
-                        help="parameters, gradients and optimizer state in host memory")  # fmt: skip
+                        help="keep parameters, gradients and optimizer state in host memory")  # fmt: skip
     parser.add_argument("--reshard-after-forward", type=whole(2, 2**20), metavar="RANKS",
-                        help="so many gather for backward among themselves, in full_shard or --strategy")  # fmt: skip
-    parser.add_argument("--optimizer", choices=list(OPTIMIZERS), default="adamw", help="of torch")
-    parser.add_argument("--prefetch", type=whole(0, 10**4), default=1, help="units gathered ahead")
+                        help="how many ranks gather for backward among themselves, with full_shard or the strategy "
+                        "given")  # fmt: skip
+    parser.add_argument("--optimizer", choices=list(OPTIMIZERS), default="adamw",
+                        help="torch's optimizer, whose state is counted")  # fmt: skip
+    parser.add_argument("--prefetch", type=whole(0, 10**4), default=1,
+                        help="how many units are gathered ahead")  # fmt: skip
     parser.add_argument("--backward-prefetch", type=whole(0, 10**4),
-                        help="the same in backward (default: --prefetch)")  # fmt: skip
+                        help="how many are gathered ahead in backward (default: --prefetch)")  # fmt: skip
     parser.add_argument("--slots", type=whole(1, 10**4),
-                        help="full-size buffers (default: the deeper prefetch + 1)")  # fmt: skip
+                        help="number of full-size buffers (default: the deeper prefetch + 1)")  # fmt: skip
     parser.add_argument("--memory", type=_bytes, metavar="SIZE",
-                        help="of a device, as 40GB or 80GiB: does it fit?")  # fmt: skip
-    parser.add_argument("--json", metavar="FILE", help="write all figures there too; - for stdout")
+                        help="a device's memory, such as 40GB or 80GiB: say whether the model fits")  # fmt: skip
+    parser.add_argument("--json", metavar="FILE",
+                        help="write all figures to this file, too; - for stdout")  # fmt: skip
     parser.add_argument("--plot", type=picture, metavar="FILE",
-                        help="draw the schedules there, as .png, .svg or .pdf")  # fmt: skip
+                        help="draw the schedules into this file: .png, .svg or .pdf")  # fmt: skip
     parser.set_defaults(run=lambda args: run(parser, args))
 
 
 def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
-    """Exit status: 0, 2 for bad options."""
+    """Runs the command. Exit status: 0, or 2 for bad options."""
     for option in ("json", "plot"):
         path = getattr(args, option)
         if not can_write(path):
@@ -97,7 +104,7 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
 
 
 def _plans(args: argparse.Namespace) -> list[MemoryPlan]:
-    """One for each strategy; of hybrid_shard only if it is said how many replicas there are."""
+    """A plan for each strategy; for hybrid_shard only if the number of replicas is given."""
     model = _model(args)
     half = torch.bfloat16 if args.dtype == "bf16" else None
     strategies = [args.strategy]
@@ -138,7 +145,7 @@ def _model(args: argparse.Namespace) -> nn.Module:
 
 
 def _comparison(plans: Sequence[MemoryPlan]) -> str:
-    """A line per plan."""
+    """A table with a line for each plan."""
     offloaded = plans[0].host_bytes > 0
     table = [
         [
@@ -166,7 +173,7 @@ def _comparison(plans: Sequence[MemoryPlan]) -> str:
 
 
 def _fit_lines(plans: Sequence[MemoryPlan], memory: int) -> list[str]:
-    """A line per plan: what is left of a device for activations, or is missing; and what the host must have."""
+    """A line for each plan: how much of a device is left for activations, or is missing, and what the host needs."""
     offloaded = plans[0].host_bytes > 0
     lines = [f"  fits on {size(memory)}{' of a device' if offloaded else ''}?"]
     for plan in plans:
@@ -197,7 +204,7 @@ def _write_json(path: str, plans: Sequence[MemoryPlan], memory: int | None) -> N
 
 
 def _params(text: str) -> int:
-    """7e9, or 7000000000."""
+    """The type of --params: 7e9, or 7000000000."""
     try:
         value = float(text)
     except ValueError:
@@ -210,7 +217,7 @@ def _params(text: str) -> int:
 
 
 def _bytes(text: str) -> int:
-    """40GB, 39.6GiB, 512 MB; powers of 1,000, with an i of 1,024."""
+    """The type of --memory: 40GB, 39.6GiB, 512 MB. Units are powers of 1,000, and with an i of 1,024."""
     parsed = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([kKMGT])(i?)B?|B)", text.strip())
     if parsed is None:
         raise argparse.ArgumentTypeError(

@@ -1,8 +1,8 @@
 """A schedule as a picture: what computes and travels when, and what each slot holds meanwhile.
 
-Durations are not measured: a forward takes 2, a backward 4, a gather, a reduce and an all-reduce 1.5 each. Gathers go
-one after the other, and so do the others, beside the computation. What the picture shows is the order, which the
-schedule fixes: how far ahead units are gathered, which of them stay, and where computation would wait.
+Durations are not measured: a forward takes 2, a backward 4, and a gather, a reduce and an all-reduce 1.5 each. Gathers
+go one after the other, beside the computation, and so do reduces and all-reduces. The picture shows the order, which
+the schedule fixes: how far ahead units are gathered, which of them stay, and where computation would wait.
 """
 
 from __future__ import annotations
@@ -11,19 +11,23 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from shardcomm.files.whole_file import written_whole
-from shardcomm.schedule.schedule import Phase, Schedule, Trigger, Verb
+from shardcomm.schedule.schedule import Schedule
+from shardcomm.schedule.triggers import Phase, Trigger, Verb
 
 FORWARD, BACKWARD, COLLECTIVE = 2.0, 4.0, 1.5
-# What a unit does between the units that it contains.
+# How long a unit computes between two of the units that it contains.
 BETWEEN = 0.3
 
 
 class Box(NamedTuple):
-    """Something that lasts.
+    """A box of the picture.
 
     Attributes:
         lane: "compute", "reduce", "all-reduce", or the number of a slot.
-        what: "forward", "backward", "reduce", "all-reduce", or in a slot "gather" and, once it is there, "full".
+        unit: The unit.
+        what: "forward", "backward", "reduce", "all-reduce"; in a slot "gather", and "full" once the unit is there.
+        start: When it begins.
+        stop: When it ends.
     """
 
     lane: str
@@ -47,15 +51,15 @@ def boxes_of(schedule: Schedule) -> list[Box]:
 
 
 class _PlottedStep:
-    """The clock of each stream, and what each slot holds."""
+    """A step while its boxes are made: the clock of each stream, and what each slot holds."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.boxes: list[Box] = []
         self.now = 0.0
-        self.ends = {Verb.GATHER: 0.0, Verb.REDUCE: 0.0, Verb.ALL_REDUCE: 0.0}  # of each stream
+        self.ends = {Verb.GATHER: 0.0, Verb.REDUCE: 0.0, Verb.ALL_REDUCE: 0.0}  # a stream's last
         self.running: list[int] = []  # units, the innermost last
-        self.reduced: dict[int, float] = {}
-        self.arrival: dict[int, tuple[int, float]] = {}  # of the unit in each slot
+        self.reduced: dict[int, float] = {}  # when each unit's reduce ends
+        self.arrival: dict[int, tuple[int, float]] = {}  # a slot's unit, and when that is there
         self.sharded = bool(schedule.gathers())
         if not self.sharded:
             self.arrival = {slot: (unit, 0.0) for unit, slot in enumerate(schedule.slot_of)}
@@ -68,7 +72,7 @@ class _PlottedStep:
         elif verb is Verb.RELEASE:
             self.release(slot)
         elif verb is Verb.REDUCE:
-            # Of one shard alone it is a copy.
+            # If there is one shard, the reduce is a copy.
             end = self.collective(verb, "reduce", unit, self.now) if self.sharded else self.now
             self.reduced[unit] = end
         elif verb is Verb.ALL_REDUCE:
@@ -77,7 +81,7 @@ class _PlottedStep:
             self.now = max(self.now, self.reduced[unit])
 
     def collective(self, verb: Verb, lane: str, unit: int, earliest: float) -> float:
-        """Queues it behind those of its stream; returns when it ends."""
+        """Queues a collective behind those of its stream; returns the time of its end."""
         start = max(earliest, self.ends[verb])
         self.ends[verb] = end = start + COLLECTIVE
         self.boxes.append(Box(lane, unit, verb.value.replace("_", "-"), start, end))
@@ -90,7 +94,7 @@ class _PlottedStep:
                 self.boxes.append(Box(str(slot), unit, "full", since, self.now))
 
     def compute(self, trigger: Trigger, following: Trigger | None) -> None:
-        """What runs until the next trigger: the innermost unit that has begun and not ended."""
+        """Computes until the next trigger: the innermost unit that has begun and not ended does so."""
         if following is None:
             return
         begins = trigger.phase in (Phase.PRE_FORWARD, Phase.PRE_BACKWARD)
@@ -122,7 +126,12 @@ _STYLES: Mapping[str, dict[str, Any]] = {
 
 
 def draw(path: str, schedules: Mapping[str, Schedule]) -> None:
-    """Draws `schedules`, each under its name, into an image of the kind that `path` ends in; needs matplotlib."""
+    """Draws `schedules`, each under its name, into an image file; needs matplotlib.
+
+    Args:
+        path: The file, which ends in .png, .svg or .pdf.
+        schedules: The schedules by their names.
+    """
     from matplotlib.figure import Figure  # noqa: PLC0415  (an extra)
     from matplotlib.patches import Patch  # noqa: PLC0415
 
@@ -173,7 +182,7 @@ def _draw_one(ax: Any, name: str, boxes: list[Box], lanes: list[str]) -> None:
 
 
 def _waits(boxes: list[Box]) -> list[Box]:
-    """Where computation stands still until the last box ends."""
+    """The times in which computation stands still, before the last box ends."""
     computed = [box for box in boxes if box.lane == "compute"]
     ends = [0.0, *(box.stop for box in computed)]
     starts = [*(box.start for box in computed), max(box.stop for box in boxes)]

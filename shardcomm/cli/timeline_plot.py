@@ -1,4 +1,4 @@
-"""A timeline as a picture: a lane for each row of a rank, exposed communication marked and summed.
+"""A timeline as a picture: a lane for each row of a rank, with exposed communication marked and summed.
 
 rank 0   compute   [ forward blocks.0 ]#####[ forward blocks.1 ]      ####: computation waits
          gather    [ blocks.1             ]
@@ -24,14 +24,14 @@ COLORS = {
 }
 WIDTH_INCHES = 12.0
 LANE_INCHES = 0.32
-CHAR_FRACTION = 0.0062  # of the picture's width, for each letter of a label
+CHAR_FRACTION = 0.0062  # a letter of a label, as a fraction of the picture's width
 
 
 def draw(timeline: Timeline, path: str) -> None:
-    """Draws all of `timeline` into an image of the kind that `path` ends in; needs matplotlib.
+    """Draws all of `timeline` into an image file, of the kind that `path` ends in; needs matplotlib.
 
     Raises:
-        OSError: the file cannot be written.
+        OSError: The file cannot be written.
     """
     from matplotlib.figure import Figure  # noqa: PLC0415  (an extra)
 
@@ -68,7 +68,7 @@ def draw(timeline: Timeline, path: str) -> None:
 
 
 def _lanes(timeline: Timeline) -> list[str]:
-    """Rows of which there is anything; waiting lies in computation's."""
+    """The rows that are not empty. Waiting is drawn in computation's row."""
     there = {span.row for each in timeline.ranks for span in each.spans}
     return [row for row in ("compute", *COMMUNICATION) if row in there | {"compute"}]
 
@@ -85,12 +85,12 @@ def _draw_rank(
     axes: Axes, each: RankTimeline, lane_of: dict[str, int], begin_s: float, duration_s: float
 ) -> None:
     def box(span: Span, lane: int, **look: Any) -> float:
-        """Its width as a fraction of the picture's."""
+        """Draws a box; returns its width as a fraction of the picture's."""
         left, width = (span.begin_s - begin_s) * 1e3, (span.end_s - span.begin_s) * 1e3
         axes.broken_barh([(left, width)], (lane - 0.4, 0.8), **look)
         return width / (duration_s * 1e3)
 
-    # The root's computation has that of the other units inside it: what comes later lies on top.
+    # The root's computation contains that of the other units. Boxes that come later lie on top.
     spans = sorted(each.spans, key=lambda span: span.begin_s)
     for span in spans:
         if span.row in lane_of:
@@ -106,7 +106,7 @@ def _draw_rank(
 
 
 def _short(name: str) -> str:
-    """As much of a unit's name as tells it from the others: "forward blocks.3" is "fwd 3"."""
+    """A short form of a box's name that still tells units apart: "forward blocks.3" becomes "fwd 3"."""
     what, _, unit = name.rpartition(" ")
     last = unit.rpartition(".")[2]
     return f"{ {'forward': 'fwd', 'backward': 'bwd'}.get(what, what) } {last}".strip()

@@ -1,4 +1,4 @@
-"""`shardcomm trace`: what a timeline amounts to, as a table, and as a picture."""
+"""`shardcomm trace`: sums up a timeline as a table, and draws it as a picture."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "trace",
         help="sum up a trace, or draw it",
-        description="Prints what a trace that `shardcomm train --trace FILE` wrote amounts to, per rank: computation, "
-        "exposed communication (the time that computation waited for it), gathers and reduces.",
+        description="Sums up a trace that `shardcomm train --trace FILE` wrote. For each rank it prints the time of "
+        "computation, of exposed communication (how long computation waited for it), of gathers and of reduces.",
     )
     parser.add_argument("file", metavar="FILE", help="the trace")
     parser.add_argument(
-        "--plot", type=picture, metavar="PICTURE", help="draw one step there, too"
+        "--plot", type=picture, metavar="PICTURE", help="draw one step into this file: .png, .svg or .pdf"
     )  # fmt: skip
     parser.add_argument(
-        "--step", type=int, metavar="N", help="this one alone (default: all, and a picture of one of median duration)"
+        "--step", type=int, metavar="N",
+        help="sum up and draw this step alone (default: sum up all, and draw one of median duration)"
     )  # fmt: skip
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit status: 0, or 1 if FILE is no trace, or the picture cannot be drawn."""
+    """Runs the command. Exit status: 0, or 1 if FILE is no trace or the picture cannot be drawn."""
     try:
         timeline = Timeline.load(args.file)
         if args.step is not None:
@@ -56,7 +57,7 @@ def _only(timeline: Timeline, number: int) -> Timeline:
 
 
 def table(timeline: Timeline) -> str:
-    """A line for each rank: milliseconds and MiB, per step where the trace has steps."""
+    """A table with a line for each rank: milliseconds and MiB, per step if the trace has steps."""
     figures = timeline.figures()
     steps = figures[0].steps
     rows = [

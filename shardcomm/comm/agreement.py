@@ -1,4 +1,4 @@
-"""Agreement: what must be the same on every rank is compared at set-up, before anything depends on it.
+"""Agreement: at set-up the ranks compare what must be the same on all of them, before anything depends on it.
 
 Each rank describes what it has by items in order, each with facts::
 
@@ -28,16 +28,25 @@ _MOST_SHOWN = 4  # different values, or runs of ranks, in an error
 
 
 class Item(NamedTuple):
-    """Something that a rank has. `facts`: what is known of it, as the error shows it, by its noun."""
+    """Something that a rank has.
+
+    Attributes:
+        name: What the error calls it: "parameter 'w'".
+        facts: What is known of it, as the error shows it: {"shape": "(8, 16)"}.
+    """
 
     name: str
     facts: dict[str, str]
 
 
 def difference(groups: Sequence[Communicator], items: Sequence[Item]) -> str:
-    """The first difference between the ranks' `items`, and on which ranks it is; "" without one. Collective.
+    """The first difference between the ranks' `items`, and on which ranks it is; "" if there is none. Collective.
 
-    It is the same on every rank. `groups`: as in `all_gather_text`.
+    The result is the same on every rank.
+
+    Args:
+        groups: As in `all_gather_text`.
+        items: What this rank has, in an order that all ranks share.
     """
     groups = [comm for comm in groups if comm.size > 1]
     text = json.dumps(items)
@@ -50,7 +59,7 @@ def difference(groups: Sequence[Communicator], items: Sequence[Item]) -> str:
 
 
 def layout_items(layout: Layout, facts: dict[str, str]) -> list[Item]:
-    """An item for each parameter of a layout: what it is laid out by, and `facts`, which all share."""
+    """An item for each parameter of a layout: what decides its place, and `facts`, which all of them share."""
     items = [
         Item(
             f"parameter {placed.spec.name!r}",
@@ -63,7 +72,7 @@ def layout_items(layout: Layout, facts: dict[str, str]) -> list[Item]:
         )
         for placed in layout.placements
     ]
-    if items:  # what follows from all of them comes last
+    if items:  # what follows from all parameters comes last
         places = [(placed.offset, placed.shard_dim) for placed in layout.placements]
         items[-1].facts["shard_numels"] = str(layout.shard_numels)
         items[-1].facts["(offset, shard_dim) of all"] = str(places)

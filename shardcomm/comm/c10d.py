@@ -6,6 +6,7 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -16,6 +17,7 @@ from shardcomm.arguments.arrays import ArrayLike
 from shardcomm.arguments.checks import check_flag
 from shardcomm.arguments.scalars import check_tag, checked_scale
 from shardcomm.comm import pending
+from shardcomm.comm.bound_collective import BoundCollective, BoundReduction
 from shardcomm.comm.communicator import Communicator, Receipt, ReduceOp, Use
 from shardcomm.comm.operands import (
     check_allocation,
@@ -30,7 +32,7 @@ from shardcomm.comm.operands import (
 from shardcomm.comm.pending import Pending
 from shardcomm.copy.nonfinite import flag_address, look
 from shardcomm.meeting.comm_error import comm_error, like
-from shardcomm.stream.streams import Stream, check_stream
+from shardcomm.stream.streams import Event, Stream, check_stream
 
 _OPS = {
     "sum": dist.ReduceOp(dist.ReduceOp.SUM),
@@ -39,17 +41,18 @@ _OPS = {
 }
 _HALF = (torch.float16, torch.bfloat16)
 
-# What is taken, and why not what is faster.
+# The path that is taken, and the reason why it is not a faster one.
 _DIRECT = ("c10d", "")
 _BROADCASTS = ("broadcasts", "most process groups gather equal parts alone: one broadcast a rank")
 _REDUCES = ("reduces", "most process groups scatter equal parts alone: one reduce a rank")
 
 
 class C10dCommunicator(Communicator):
-    """Runs on two groups of the same ranks, since a gather and a reduce may run at once and a group has one order.
+    """A `Communicator` over two torch groups of the same ranks.
 
-    The groups' own timeout is the deadline. What they raise becomes `CommError`. They are not closed with this: they
-    belong to their maker. Receipts give `reason`, for which shared memory was not taken, if it was asked for.
+    There are two, because a gather and a reduce may run at once and a group has one order. The groups' own timeout is
+    the deadline, and their errors become `CommError`. The caller owns the groups: `close` does not close them. Receipts
+    quote `reason`, which says why shared memory was not taken where it was asked for.
     """
 
     transport = "c10d"
@@ -69,8 +72,9 @@ class C10dCommunicator(Communicator):
         self._reduces = reduces
         self._sequence = itertools.count(1)
         self._receipts: dict[str, Receipt] = {}
-        self._running: dict[pending.Channel, tuple[str, int, float]] = {}  # ..., since when
-        self._failure: _C.CommError | None = None  # why no collective runs any more
+        # For each channel the call that runs there: its text, its number, and when it began (time.monotonic).
+        self._running: dict[pending.Channel, tuple[str, int, float]] = {}
+        self._failure: _C.CommError | None = None  # from then on every collective raises it
         self._tag_names: dict[int, str] = {}
         pending.opened(self)
         self._reason = reason
@@ -82,17 +86,36 @@ class C10dCommunicator(Communicator):
     def all_gather(
         self,
         recv: ArrayLike,
-        send: torch.Tensor,
+        send: ArrayLike,
         *,
         counts: Sequence[int] | None = None,
         tag: int = 0,
         stream: Stream | None = None,
     ) -> Any:
         recv = self._checked("all_gather", "recv", recv)
+        send = self._checked("all_gather", "send", send, written=False)
+        self._gather(recv, send, counts, tag).submit(stream)
+        return queued(self.device, stream, recv, send)
+
+    def bind_all_gather(
+        self,
+        recv: ArrayLike,
+        send: ArrayLike,
+        *,
+        counts: Sequence[int] | None = None,
+        tag: int = 0,
+    ) -> BoundCollective:
+        recv = self._checked("all_gather", "recv", recv)
         send = self._checked("all_gather", "send", send)
+        return self._gather(recv, send, counts, tag).bound(recv=recv, send=send)
+
+    def _gather(
+        self, recv: torch.Tensor, send: torch.Tensor, counts: Sequence[int] | None, tag: int
+    ) -> _Call:
         lengths = check_gather("all_gather", self._ranks, counts, recv=recv, send=send)
         check_tag("all_gather", tag)
         uneven = len(set(lengths)) > 1
+        recv, send = recv.detach(), send.detach()
 
         def run() -> None:
             parts = torch.split(recv.view(-1), lengths)
@@ -109,13 +132,12 @@ class C10dCommunicator(Communicator):
             for work in works:
                 self._wait(work)
 
-        self._submit("all_gather", run, stream, tag, _BROADCASTS if uneven else _DIRECT)
-        return queued(self.device, stream, recv, send)
+        return _Call(self, "all_gather", run, tag, _BROADCASTS if uneven else _DIRECT)
 
     def reduce_scatter(
         self,
         recv: ArrayLike,
-        send: torch.Tensor,
+        send: ArrayLike,
         op: ReduceOp = "sum",
         *,
         counts: Sequence[int] | None = None,
@@ -126,7 +148,68 @@ class C10dCommunicator(Communicator):
         stream: Stream | None = None,
     ) -> Any:
         recv = self._checked("reduce_scatter", "recv", recv)
+        send = self._checked("reduce_scatter", "send", send, written=False)
+        self._reduce(recv, send, op, counts, scale, accumulate, nonfinite, tag).submit(stream)
+        return queued(self.device, stream, recv, send, nonfinite)
+
+    def bind_reduce_scatter(
+        self,
+        recv: ArrayLike,
+        send: ArrayLike,
+        op: ReduceOp = "sum",
+        *,
+        counts: Sequence[int] | None = None,
+        scale: float = 1.0,
+        accumulate: bool = False,
+        nonfinite: torch.Tensor | None = None,
+        tag: int = 0,
+    ) -> BoundCollective:
+        recv = self._checked("reduce_scatter", "recv", recv)
         send = self._checked("reduce_scatter", "send", send)
+        call = self._reduce(recv, send, op, counts, scale, accumulate, nonfinite, tag)
+        return call.bound(recv=recv, send=send, nonfinite=nonfinite)
+
+    def bind_reduction(
+        self,
+        recv: torch.Tensor,
+        send: torch.Tensor,
+        op: ReduceOp = "sum",
+        *,
+        counts: Sequence[int] | None = None,
+        tag: int = 0,
+    ) -> BoundReduction:
+        send = self._checked("reduce_scatter", "send", send)
+
+        def reduce(
+            recv: torch.Tensor, scale: float, accumulate: bool, nonfinite: torch.Tensor | None
+        ) -> _Call:
+            recv = self._checked("reduce_scatter", "recv", recv)
+            return self._reduce(recv, send, op, counts, scale, accumulate, nonfinite, tag)
+
+        def queue(
+            stream: Stream,
+            after: Stream | None,
+            recv: torch.Tensor,
+            scale: float,
+            accumulate: bool,
+            nonfinite: torch.Tensor | None,
+        ) -> Event:
+            return reduce(recv, scale, accumulate, nonfinite).queue(stream, after)
+
+        reduce(recv, 1.0, False, None)  # checks
+        return queue
+
+    def _reduce(
+        self,
+        recv: torch.Tensor,
+        send: torch.Tensor,
+        op: ReduceOp,
+        counts: Sequence[int] | None,
+        scale: float,
+        accumulate: bool,
+        nonfinite: torch.Tensor | None,
+        tag: int,
+    ) -> _Call:
         lengths = check_scatter("reduce_scatter", self._ranks, counts, recv=recv, send=send)
         check_tag("reduce_scatter", tag)
         scale = checked_scale("reduce_scatter", scale)
@@ -136,6 +219,7 @@ class C10dCommunicator(Communicator):
         red_op("reduce_scatter", op)
         flag_address("reduce_scatter", nonfinite, self.device)
         uneven = len(set(lengths)) > 1
+        recv, send = recv.detach(), send.detach()
 
         def run() -> None:
             wire = _accumulation_dtype(send.dtype)
@@ -159,13 +243,12 @@ class C10dCommunicator(Communicator):
             if nonfinite is not None:
                 look(flat, nonfinite)
 
-        self._submit("reduce_scatter", run, stream, tag, _REDUCES if uneven else _DIRECT)
-        return queued(self.device, stream, recv, send, nonfinite)
+        return _Call(self, "reduce_scatter", run, tag, _REDUCES if uneven else _DIRECT)
 
     def _reduced_part(
         self, send: torch.Tensor, lengths: Sequence[int], reduction: dist.ReduceOp
     ) -> torch.Tensor:
-        """This rank's part of the reduced `send`, which is written over: groups reduce in place."""
+        """This rank's part of the reduced `send`. The group reduces in place, and so overwrites `send`."""
         parts = torch.split(send, list(lengths))
         works = []
         for root, part in enumerate(parts):
@@ -187,8 +270,19 @@ class C10dCommunicator(Communicator):
         stream: Stream | None = None,
     ) -> Any:
         buffer = self._checked("all_reduce", "buffer", buffer)
+        self._all_reduce(buffer, op, tag).submit(stream)
+        return queued(self.device, stream, buffer)
+
+    def bind_all_reduce(
+        self, buffer: ArrayLike, op: ReduceOp = "sum", *, tag: int = 0
+    ) -> BoundCollective:
+        buffer = self._checked("all_reduce", "buffer", buffer)
+        return self._all_reduce(buffer, op, tag).bound(buffer=buffer)
+
+    def _all_reduce(self, buffer: torch.Tensor, op: ReduceOp, tag: int) -> _Call:
         red_op("all_reduce", op)
         check_tag("all_reduce", tag)
+        buffer = buffer.detach()
 
         def run() -> None:
             total = buffer.to(_accumulation_dtype(buffer.dtype))
@@ -200,33 +294,47 @@ class C10dCommunicator(Communicator):
             if total is not buffer:
                 buffer.copy_(total)
 
-        self._submit("all_reduce", run, stream, tag)
-        return queued(self.device, stream, buffer)
+        return _Call(self, "all_reduce", run, tag)
 
     def broadcast(self, buffer: ArrayLike, root: int = 0, *, stream: Stream | None = None) -> Any:
         buffer = self._checked("broadcast", "buffer", buffer)
-        check_root(root, self.size)
+        self._broadcast(buffer, root).submit(stream)
+        return queued(self.device, stream, buffer)
+
+    def bind_broadcast(self, buffer: ArrayLike, root: int = 0) -> BoundCollective:
+        buffer = self._checked("broadcast", "buffer", buffer)
+        return self._broadcast(buffer, root).bound(buffer=buffer)
+
+    def _broadcast(self, buffer: torch.Tensor, root: int) -> _Call:
+        check_root("broadcast", root, self.size)
+        buffer = buffer.detach()
 
         def run() -> None:
             options = dist.BroadcastOptions()
             options.rootRank = root
             self._wait(self._gathers.broadcast([buffer], options))
 
-        self._submit("broadcast", run, stream)
-        return queued(self.device, stream, buffer)
+        return _Call(self, "broadcast", run)
 
     def barrier(self, *, tag: int = 0, stream: Stream | None = None) -> Any:
-        check_tag("barrier", tag)
-        self._submit("barrier", lambda: self._wait(self._gathers.barrier()), stream, tag)
+        self._barrier(tag).submit(stream)
         return queued(self.device, stream)
+
+    def bind_barrier(self, *, tag: int = 0) -> BoundCollective:
+        return self._barrier(tag).bound()
+
+    def _barrier(self, tag: int) -> _Call:
+        check_tag("barrier", tag)
+        return _Call(self, "barrier", lambda: self._wait(self._gathers.barrier()), tag)
 
     def _name_tag(self, tag: int, name: str) -> None:
         self._tag_names[tag] = name
 
     def abort(self, reason: str) -> None:
-        """Only this rank hears the reason; the others fail when the group's connections or timeout do.
+        """Makes collectives raise `CommError`; see `Communicator.abort`.
 
-        Gloo closes connections when a process ends, not here.
+        Only this rank hears the reason; the others fail when the group's connections or timeout do. Gloo closes its
+        connections when a process ends, and not here.
         """
         self._fail("aborted", f"rank {self.rank} aborted: {reason}")
         self._gathers.abort()
@@ -251,8 +359,10 @@ class C10dCommunicator(Communicator):
         ]
         return running or [Pending(self.rank, os.getpid())]
 
-    def _checked(self, operation: str, name: str, array: ArrayLike) -> torch.Tensor:
-        tensor = checked(operation, name, array, self.device, written=name != "send").detach()
+    def _checked(
+        self, operation: str, name: str, array: ArrayLike, *, written: bool = True
+    ) -> torch.Tensor:
+        tensor = checked(operation, name, array, self.device, written=written)
         check_movable(operation, name, tensor)
         return tensor
 
@@ -260,14 +370,15 @@ class C10dCommunicator(Communicator):
     def _wait(work: dist.Work) -> None:
         work.wait()
 
-    def _submit(
+    def submit(
         self,
         operation: str,
         run: Callable[[], None],
         stream: Stream | None,
-        tag: int = 0,
-        path: tuple[str, str] = _DIRECT,
+        tag: int,
+        path: tuple[str, str],
     ) -> None:
+        """Runs a call, or queues it on `stream`."""
         if stream is not None:
             check_stream(operation, stream)
         if self._failure is not None:
@@ -296,18 +407,41 @@ class C10dCommunicator(Communicator):
                 )
                 raise like(self._failure, str(self._failure)) from error
             finally:
-                if self._failure is None:  # else it tells what this rank was in
+                if self._failure is None:  # else `pending` goes on to tell what this rank was in
                     self._running.pop(channel, None)
 
         if stream is None:
             guarded()
         elif isinstance(stream, _C.Stream) and stream.handle:
-            # torch's groups work on the stream that is torch's current one.
+            # torch's groups use torch's current stream.
             ours = torch.cuda.ExternalStream(stream.handle, self.device)  # type: ignore[no-untyped-call]
             with torch.cuda.stream(ours):
                 guarded()
         else:
             stream.enqueue(guarded)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A collective with its arguments, which have been checked."""
+
+    comm: C10dCommunicator
+    operation: str
+    run: Callable[[], None]
+    tag: int = 0
+    path: tuple[str, str] = _DIRECT
+
+    def submit(self, stream: Stream | None = None) -> None:
+        self.comm.submit(self.operation, self.run, stream, self.tag, self.path)
+
+    def queue(self, stream: Stream, after: Stream | None) -> Event:
+        if after is not None:
+            stream.wait(after.record())
+        self.submit(stream)
+        return stream.record()
+
+    def bound(self, **operands: torch.Tensor | None) -> BoundCollective:
+        return BoundCollective(self.comm, self.operation, self.submit, self.queue, **operands)
 
 
 def _divide_(total: torch.Tensor, ranks: int) -> None:

@@ -7,15 +7,16 @@ One interface, several transports::
     local  N ranks as threads of one process              compiled core: memory of a CPU or of one GPU
     c10d   whatever torch.distributed reaches             any ProcessGroup
 
-Every rank calls the same collectives in the same order. Given a `stream`, each is queued there and at once returns a
-`Work` to wait for; until its end it holds on to its tensors. Without a stream it is part of what torch computes, and
-returns nothing: on a CPU it blocks until this rank's part is done, on a GPU it goes to the current stream.
+Every rank calls the same collectives in the same order. A collective that is given a `stream` is queued there, and
+returns at once with a `Work` to wait for; it keeps its tensors alive until its end. Without a stream a collective is
+part of what torch computes, and returns nothing: on a CPU it blocks until this rank's part is done, and on a GPU it
+goes to the current stream.
 
-A rank that died, called something else or did not come within the deadline raises `CommError` on every surviving
-rank; after that the communicator only raises.
+If a rank dies, calls something else or does not come within the deadline, every surviving rank raises `CommError`.
+After that the communicator only raises.
 
-Gathers (`all_gather`, `broadcast`, `barrier`) and reduces (`reduce_scatter`, `all_reduce`) are separate channels:
-one of each may run at once.
+Gathers (`all_gather`, `broadcast`, `barrier`) and reduces (`reduce_scatter`, `all_reduce`) are separate channels: a
+gather and a reduce may run at once.
 """
 
 from __future__ import annotations
@@ -25,29 +26,45 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, Self, overload
+from typing import TYPE_CHECKING, Literal, NamedTuple, Self, overload
 
 import torch
 
 from shardcomm.arguments.arrays import ArrayLike
+from shardcomm.comm.bound_collective import BoundCollective, BoundReduction
 from shardcomm.comm.pending import Pending
-from shardcomm.stream.streams import Event, Stream, Streams
+from shardcomm.stream.streams import Stream, Streams
 from shardcomm.stream.work import Work
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 ReduceOp = Literal["sum", "avg", "max", "min"]
+"""How a reduce combines the ranks' elements; "avg" is the sum divided by the number of ranks."""
+
 Use = Literal["gather", "reduce"]
+"""What communication memory is for; see `Communicator.allocate`."""
+
 Transport = Literal["auto", "shm", "nccl", "c10d", "local"]
+"""What carries collectives; "auto" takes the fastest that all ranks can use. See `Communicator.from_env`."""
+
 CtaPolicy = Literal["default", "efficiency", "zero"]
+"""How much of a GPU NCCL may take; see `Communicator.from_env`."""
 
 DEADLINE_S = 300.0
-FIRST_NAMED_TAG = 1 << 32  # what callers choose themselves is less
+FIRST_NAMED_TAG = 1 << 32  # tags that callers choose themselves are smaller
 
 
 class Receipt(NamedTuple):
-    """How the latest collective of a kind went; `reason` says why a faster path was not taken."""
+    """Which path the latest collective of a kind took; `Communicator.receipts` returns them.
+
+    Attributes:
+        operation: The collective, "all_gather" for instance.
+        sequence: Its number among the calls of its channel; over `c10d`, among the calls of both.
+        requested: The path that was asked for.
+        taken: The path that it took.
+        reason: Why a faster path was not taken; "" where the fastest was.
+    """
 
     operation: str
     sequence: int
@@ -56,48 +73,61 @@ class Receipt(NamedTuple):
     reason: str
 
 
-class BoundGather(Protocol):
-    """An all-gather with its operands; see `Communicator.bind_all_gather`."""
-
-    def __call__(self, stream: Stream, after: Stream | None, /) -> Event:
-        """Queues it on `stream`, after all that `after` was given so far; the event of its end."""
-
-
-class BoundReduce(Protocol):
-    """A reduce-scatter with its operands; see `Communicator.bind_reduce_scatter`."""
-
-    def __call__(
-        self,
-        stream: Stream,
-        after: Stream | None,
-        recv: torch.Tensor,
-        scale: float,
-        accumulate: bool,
-        nonfinite: torch.Tensor | None,
-        /,
-    ) -> Event:
-        """As `BoundGather`, into a `recv` like the one that it was bound with."""
-
-
 class Communicator(ABC):
-    """A group of ranks and the collectives between them. Also a context manager that closes itself."""
+    """A group of ranks, as one of them sees it, and the collectives between them.
+
+    Made by `from_env` (the ranks that a launcher started), `from_process_group` (the ranks of a torch group) or
+    `local_group` (threads of this process). As a context manager it closes itself at the end.
+
+    Every rank calls the same collectives in the same order. A collective with a `stream` is queued there, and returns a
+    [`Work`][shardcomm.Work]; without a stream it is part of what torch computes, and returns None. If a rank dies,
+    calls something else or does not come within the deadline, every surviving rank raises
+    [`CommError`][shardcomm.CommError], and the communicator only raises from then on. A gather (`all_gather`,
+    `broadcast`, `barrier`) and a reduce (`reduce_scatter`, `all_reduce`) may run at once.
+
+    Operands are contiguous tensors, or arrays of other libraries that can be seen as such (NumPy, CuPy, JAX, Numba), of
+    any shape: their elements count in order.
+
+    Attributes:
+        rank: This rank's number, 0 to `size` - 1.
+        size: How many ranks the group has.
+        transport: What carries the collectives: "shm", "nccl", "c10d" or "local".
+        device: The device of the tensors that it takes and allocates.
+
+    Example:
+        ```python
+        with shardcomm.Communicator.from_env() as comm:
+            full = comm.allocate(comm.size * 4, use="gather")
+            comm.all_gather(full, torch.full((4,), float(comm.rank)))
+            grad = torch.empty(4)
+            comm.reduce_scatter(grad, torch.ones(comm.size * 4), "avg")
+        ```
+    """
 
     rank: int
     size: int
     transport: str
     device: torch.device
-    """Where the tensors it takes, and those it allocates, are."""
 
     @cached_property
     def streams(self) -> Streams:
-        """Where whoever uses it queues its collectives: gathers need one order on all ranks, and so do reduces."""
+        """Side streams for collectives. Every rank must queue its gathers in one order, and its reduces in one order.
+
+        Engines and buckets over this communicator share them, which keeps that order.
+        """
         return Streams(self.device)
 
     def tag(self, name: str) -> int:
-        """A tag of its own, which errors and `pending` call `name`: "all_gather(f32, count 4) of unit 'blocks.3' #41".
+        """A new tag, which errors and `pending` call `name`: "all_gather(f32, count 4) of unit 'blocks.3' #41".
 
-        Every rank asks for the same names in the same order. One that was given before, as by another engine, gets a
-        number: "unit 'blocks.3' (2)". Of the first 1,024 tags the names are kept.
+        Every rank asks for the same names in the same order. A name that is asked for again, as by another engine, gets
+        a number: "unit 'blocks.3' (2)". The names of the first 1,024 tags are kept.
+
+        Args:
+            name: What the sentences call the collectives with this tag.
+
+        Returns:
+            A number for the argument `tag` of collectives.
         """
         tag = FIRST_NAMED_TAG + self._names_given.total()
         self._names_given[name] += 1
@@ -111,7 +141,7 @@ class Communicator(ABC):
 
     @abstractmethod
     def _name_tag(self, tag: int, name: str) -> None:
-        """Has sentences about calls with `tag` speak of `name`."""
+        """Makes sentences about calls with `tag` name `name`."""
 
     @staticmethod
     def from_env(
@@ -121,30 +151,33 @@ class Communicator(ABC):
         device: torch.device | str | None = None,
         cta_policy: CtaPolicy = "default",
     ) -> Communicator:
-        """The group that torchrun, Open MPI's or MPICH's mpirun, or Slurm's srun started.
+        """Joins the group that torchrun, Open MPI's or MPICH's mpirun, or Slurm's srun started; collective.
 
-        What each launcher sets in the environment stands in `shardcomm.meeting.launchers`; without any, the group is
-        this process alone. Ranks meet at MASTER_ADDR and MASTER_PORT. Where they are not set, ranks of one host need
-        neither, and those of srun meet on its first host.
+        The module `shardcomm.meeting.launchers` lists what each launcher sets in the environment. Without a launcher
+        the group is this process alone. Ranks meet at MASTER_ADDR and MASTER_PORT. If these are not set, ranks of one
+        host meet without them, and ranks of srun meet on its first host.
 
-        `device`: "cpu", or "cuda" for the GPU whose number is the rank's among those of its host; by default that GPU
-        where each rank of the host has one and NCCL is there, else the CPU. `transport` "auto" takes nccl on GPUs; on
-        CPUs shm when all ranks share a host, else c10d over Gloo. It also takes c10d, with a warning on every rank,
-        where one rank of the host cannot map the others' memory. Receipts say why.
+        If the environment variable SHARDCOMM_RUN_SECRET is set, it must be the same string on all ranks: it seals the
+        messages by which they introduce themselves.
 
-        SHARDCOMM_RUN_SECRET, where it is set, is one string for all ranks: it seals what they show each other.
-
-        `cta_policy`: how much of the GPU NCCL may take (its NCCL_CTA_POLICY). "zero" has copy engines, and no SM, do
-        the gathers among ranks of one host into memory of `allocate(use="gather")`; it needs NCCL 2.28, "efficiency"
-        2.27. NCCL's environment variable of that name goes before it.
+        Args:
+            deadline_s: How long a rank waits for another one, in set-up and in every collective, in seconds.
+            transport: What carries the collectives. "auto" takes nccl on GPUs; on CPUs it takes shm when all ranks
+                share a host, and else c10d over Gloo. It also takes c10d, with a warning on every rank, where one rank
+                of the host cannot map the others' memory. Receipts say why.
+            device: "cpu"; or "cuda" for the GPU whose number is this rank's among the ranks of its host; or a
+                `torch.device`. None: that GPU if each rank of the host has one and NCCL is there, else the CPU.
+            cta_policy: How much of the GPU NCCL may take (its NCCL_CTA_POLICY). With "zero", copy engines and no SMs do
+                the gathers among ranks of one host into memory of `allocate(use="gather")`. "zero" needs NCCL 2.28,
+                and "efficiency" 2.27. If the environment variable NCCL_CTA_POLICY is set, it wins.
 
         Raises:
-            ValueError: an environment variable is missing or wrong, or the launcher is not known, or was started by
-                another so that there would be several groups, or Slurm has several tasks and srun did not start this
-                one; or the transport is not for these ranks or this device, or there is no such `cta_policy` here.
+            ValueError: An environment variable is missing or wrong. Or the launcher is not known, or another launcher
+                started it, so that there would be several groups. Or Slurm has several tasks and srun did not start
+                this one. Or the transport is not for these ranks or this device, or this NCCL has no such `cta_policy`.
             CudaError: NCCL or CUDA refused, or is not there.
-            CommError: a rank did not come within `deadline_s` seconds, or died or raised an error meanwhile, or has
-                another WORLD_SIZE, or cannot share memory (`transport="shm"`), or somebody else wrote into the store.
+            CommError: A rank did not come within `deadline_s`, or died or raised an error meanwhile, or has another
+                WORLD_SIZE, or cannot share memory (`transport="shm"`); or somebody else wrote into the store.
         """
         from shardcomm.comm import rendezvous  # noqa: PLC0415  (it builds on this module)
 
@@ -159,15 +192,22 @@ class Communicator(ABC):
         device: torch.device | str | None = None,
         cta_policy: CtaPolicy = "default",
     ) -> Communicator:
-        """The ranks of a torch ProcessGroup (default: the default group), which stays untouched.
+        """Joins the ranks of a torch ProcessGroup, which stays as it is; collective.
 
-        `transport` "c10d" runs the collectives through two new groups of the same ranks and backend; "local" is for
-        ranks that are threads of one process. `device`: by default the current GPU for a group of NCCL's, else the CPU.
-        `deadline_s`: by default the group's own timeout, which a program may have made long for a rank that is late.
-        `cta_policy`: as in `from_env`.
+        Args:
+            group: A group of which this rank is part. None: the default group.
+            deadline_s: How long a rank waits for another one, in seconds. None: the group's own timeout, which a
+                program may have made long for a rank that is late.
+            transport: As in `from_env`. "c10d" runs the collectives through two new groups of the same ranks and
+                backend; "local" is for ranks that are threads of one process.
+            device: As in `from_env`. None: the current GPU for a group of the backend "nccl", else the CPU.
+            cta_policy: As in `from_env`.
 
         Raises:
-            ValueError, CudaError, CommError: as `from_env`.
+            TypeError: `group` is no ProcessGroup of this rank.
+            ValueError: There is no default group; or as `from_env`.
+            CudaError: As `from_env`.
+            CommError: As `from_env`.
         """
         from shardcomm.comm import rendezvous  # noqa: PLC0415
 
@@ -177,15 +217,38 @@ class Communicator(ABC):
     def local_group(
         size: int, *, deadline_s: float = DEADLINE_S, device: torch.device | str = "cpu"
     ) -> list[Communicator]:
-        """`size` communicators of this process, one for each of as many threads, all on one device.
+        """Makes a group whose ranks are threads of this process, all on one device.
 
-        On a GPU, threads that run backwards at once need `torch.autograd.set_multithreading_enabled(False)`: autograd
-        has one thread for each GPU, where the first rank's backward would wait for the second's, behind it. On a CPU
-        each thread has torch's threads of its own: `torch.set_num_threads(1)` keeps them off each other's cores.
+        On a GPU, threads that run backwards at once need `torch.autograd.set_multithreading_enabled(False)`. Otherwise
+        autograd runs all of them in its one thread for that GPU, where the first rank's backward would wait for the
+        second's, which is queued behind it. On a CPU each thread has torch's threads of its own:
+        `torch.set_num_threads(1)` keeps them off each other's cores.
+
+        Args:
+            size: How many ranks the group has; at least 1.
+            deadline_s: How long a rank waits for another one, in seconds.
+            device: "cpu", "cuda" for the current GPU, or "cuda:N".
+
+        Returns:
+            The communicators in the order of ranks, one for each thread.
 
         Raises:
             ValueError: `size` is less than 1, or `device` is neither a CPU nor a CUDA GPU.
-            CudaError: there is no such GPU, or this build of shardcomm has no CUDA.
+            CudaError: There is no such GPU, or this build of shardcomm has no CUDA.
+
+        Example:
+            ```python
+            from concurrent.futures import ThreadPoolExecutor
+
+            def total(comm):
+                buffer = torch.tensor([float(comm.rank)])
+                comm.all_reduce(buffer)
+                return buffer.item()
+
+            with ThreadPoolExecutor(2) as threads:
+                group = shardcomm.Communicator.local_group(2)
+                assert list(threads.map(total, group)) == [1.0, 1.0]
+            ```
         """
         from shardcomm.comm import rendezvous  # noqa: PLC0415
 
@@ -193,18 +256,32 @@ class Communicator(ABC):
 
     @abstractmethod
     def allocate(self, numel: int, *, dtype: torch.dtype = torch.float32, use: Use) -> torch.Tensor:
-        """Zeroed communication memory, as a flat tensor; collective (same arguments on every rank).
+        """Allocates communication memory, in which collectives are fastest; collective, with the same arguments.
 
-        `use="gather"`: for the output of `all_gather`; one window that all ranks of the host share where the
-        transport has one, so a rank must not write into it by itself. `use="reduce"`: for the input of
-        `reduce_scatter` or the buffer of `all_reduce`; this rank's own, the others only read it inside a collective.
+        Args:
+            numel: How many elements; 0 or more.
+            dtype: Their dtype; not a quantised one.
+            use: "gather" is for the output of `all_gather`. Where the transport has one, it is a window that all ranks
+                of the host share, so that a rank must not write into it by itself. "reduce" is for the input of
+                `reduce_scatter` or the buffer of `all_reduce`. It is this rank's own; the other ranks only read it, and
+                only inside a collective.
+
+        Returns:
+            A flat tensor of zeros on `device`. Its memory stays valid as long as a tensor refers to it, also after
+            `close`.
+
+        Raises:
+            ValueError: `use` or `numel` is not as described.
+            TypeError: `dtype` is no dtype, or a quantised one.
+            RuntimeError: The current stream is captured in a CUDA graph, while ranks cannot agree on memory.
+            CommError: As `all_gather`.
         """
 
     @overload
     def all_gather(
         self,
         recv: ArrayLike,
-        send: torch.Tensor,
+        send: ArrayLike,
         *,
         counts: Sequence[int] | None = ...,
         tag: int = ...,
@@ -214,7 +291,7 @@ class Communicator(ABC):
     def all_gather(
         self,
         recv: ArrayLike,
-        send: torch.Tensor,
+        send: ArrayLike,
         *,
         counts: Sequence[int] | None = ...,
         tag: int = ...,
@@ -224,39 +301,47 @@ class Communicator(ABC):
     def all_gather(
         self,
         recv: ArrayLike,
-        send: torch.Tensor,
+        send: ArrayLike,
         *,
         counts: Sequence[int] | None = None,
         tag: int = 0,
         stream: Stream | None = None,
     ) -> Work | None:
-        """recv[r * n : (r + 1) * n] = `send` of rank r, converted to recv's dtype; n = send.numel().
+        """Gathers `send` of every rank into `recv`, in rank order, converted to the dtype of `recv`.
 
-        With `counts` the parts are as long as those say: `send` has counts[rank] elements, 0 or more, `recv` has
-        sum(counts), and rank r's part begins at sum(counts[:r]). All ranks give the same.
+        With n = send.numel(), recv[r * n : (r + 1) * n] becomes `send` of rank r. The gather is in place (nothing is
+        copied for this rank) when `send` is this rank's part of `recv`, of recv's dtype. That is the only way in which
+        the two may overlap, as in NCCL.
 
-        In place (nothing is copied for this rank) when `send` is its part of `recv`, of recv's dtype: the
-        one way in which the two may overlap, as in NCCL. Memory of `allocate(use="gather")` must be given from the same
-        place on every rank. Ranks that give different tags have called different collectives, which raises; it tells
-        gathers of equal size apart.
+        Args:
+            recv: Where the parts go, `size` * n elements. Memory of `allocate(use="gather")` must be given from the
+                same place on every rank.
+            send: This rank's part, n elements. A lazily negated view (Tensor.is_neg) is copied first; `recv`, and the
+                buffers of the other collectives, may not be such views.
+            counts: The length of each rank's part in elements, where they differ, 0 or more; the same on all ranks.
+                `send` then has counts[rank] elements, `recv` has sum(counts), and rank r's part begins at
+                sum(counts[:r]). None: all parts are equally long.
+            tag: A number of 64 bits that tells gathers of equal size apart: ranks that give different tags have called
+                different collectives, which raises CommError.
+            stream: Where the gather is queued. None: it is part of what torch computes.
 
-        `send` may be a lazily negated view (Tensor.is_neg), of which a copy is sent. `recv` may not, nor the buffers of
-        the other collectives.
+        Returns:
+            With a `stream` the Work to wait for, else None.
 
         Raises:
-            TypeError: an argument is no array, is sparse or quantised, or of a dtype that the transport does not move;
+            TypeError: An operand is no array, is sparse or quantised, or has a dtype that the transport does not move;
                 or `counts` is no list.
-            ValueError: one is not contiguous, on another device or of another size, or overlaps the other; or `counts`
-                are not one whole number for each rank, or `tag` is none of 64 bits.
-            CommError: a rank died, called something else, did not come in time, or closed the communicator. Other
-                `counts` than another rank's are noticed where ranks share memory (`shm`, `local`).
+            ValueError: An operand is not contiguous, on another device or of another size, or overlaps the other; or
+                `counts` is not one whole number for each rank, or `tag` is no number of 64 bits.
+            CommError: A rank died, called something else, did not come in time, or closed the communicator. `counts`
+                that differ between ranks are noticed where ranks share memory (`shm`, `local`).
         """
 
     @overload
     def reduce_scatter(
         self,
         recv: ArrayLike,
-        send: torch.Tensor,
+        send: ArrayLike,
         op: ReduceOp = ...,
         *,
         counts: Sequence[int] | None = ...,
@@ -270,7 +355,7 @@ class Communicator(ABC):
     def reduce_scatter(
         self,
         recv: ArrayLike,
-        send: torch.Tensor,
+        send: ArrayLike,
         op: ReduceOp = ...,
         *,
         counts: Sequence[int] | None = ...,
@@ -284,7 +369,7 @@ class Communicator(ABC):
     def reduce_scatter(
         self,
         recv: ArrayLike,
-        send: torch.Tensor,
+        send: ArrayLike,
         op: ReduceOp = "sum",
         *,
         counts: Sequence[int] | None = None,
@@ -294,81 +379,38 @@ class Communicator(ABC):
         tag: int = 0,
         stream: Stream | None = None,
     ) -> Work | None:
-        """recv = this rank's n elements of `send` reduced over all ranks; n = recv.numel(). `counts`: as `all_gather`.
+        """Reduces `send` over all ranks, and writes this rank's part of the result to `recv`.
 
-        In place when `recv` is this rank's part of `send`, of send's dtype: the one way in which the two may
-        overlap, as in NCCL, since the other ranks read the rest of `send`. Neither may be in memory of
-        `allocate(use="gather")`, where all ranks have one value. Threads that share tensors see to it themselves that
-        `recv` of one is not what another sends.
+        With n = recv.numel(), rank r gets elements r * n to (r + 1) * n of the result. float16 and bfloat16 are summed
+        in float32, multiplied by `scale`, and rounded once, to the dtype of `recv`. The reduce is in place when `recv`
+        is this rank's part of `send`, of send's dtype. That is the only way in which the two may overlap, as in NCCL,
+        since the other ranks read the rest of `send`.
 
-        f16 and bf16 are summed in f32, multiplied by `scale`, and rounded once, to recv's dtype. `accumulate` adds to
-        what recv holds. `nonfinite`: one int32 element, set to 1 if an element of the result in `recv` is NaN or Inf
-        (also by overflow of a sum or of recv's dtype), and else left as it is. What writes the result looks; where
-        that is not ours (c10d; nccl with neither conversion nor scale nor accumulation) the result is read again.
+        Args:
+            recv: This rank's part of the result, n elements.
+            send: What is reduced, `size` * n elements. Neither operand may be in memory of `allocate(use="gather")`,
+                where all ranks have one value. If ranks are threads that share tensors, the caller must see to it that
+                no rank's `recv` is what another rank sends.
+            op: "sum", "avg", "max" or "min".
+            counts: The length of each rank's part, as in `all_gather`.
+            scale: A factor of the result, which float32 can hold; only for floating-point dtypes.
+            accumulate: Whether the result is added to what `recv` holds.
+            nonfinite: A tensor of one int32 element on `device`. It is set to 1 if an element of the result in `recv`
+                is NaN or Inf, also by overflow of a sum or of recv's dtype, and else left as it is. The kernel that
+                writes the result looks. Where that is not shardcomm's (c10d; nccl with neither conversion nor scale nor
+                accumulation), the result is read once more.
+            tag: As in `all_gather`.
+            stream: As in `all_gather`.
+
+        Returns:
+            With a `stream` the Work to wait for, else None.
 
         Raises:
-            TypeError, ValueError, CommError: as `all_gather`; ValueError also for a `scale` that is no finite number
-                of float32's, and for an `op` or a `nonfinite` that is none.
+            TypeError: As `all_gather`.
+            ValueError: As `all_gather`; or `scale` is no finite number of float32, or `op` or `nonfinite` is not as
+                described.
+            CommError: As `all_gather`.
         """
-
-    def bind_all_gather(
-        self,
-        recv: torch.Tensor,
-        send: torch.Tensor,
-        *,
-        counts: Sequence[int] | None = None,
-        tag: int = 0,
-    ) -> BoundGather:
-        """`all_gather` of the same tensors in every step: checked here, and never again.
-
-        Who queues it keeps the tensors until it has ended.
-        """
-
-        def queue(stream: Stream, after: Stream | None) -> Event:
-            if after is not None:
-                stream.wait(after.record())
-            event = self.all_gather(recv, send, counts=counts, tag=tag, stream=stream).event
-            assert event is not None
-            return event
-
-        return queue
-
-    def bind_reduce_scatter(
-        self,
-        recv: torch.Tensor,
-        send: torch.Tensor,
-        op: ReduceOp = "sum",
-        *,
-        counts: Sequence[int] | None = None,
-        tag: int = 0,
-    ) -> BoundReduce:
-        """`reduce_scatter` as `bind_all_gather`."""
-
-        def queue(
-            stream: Stream,
-            after: Stream | None,
-            recv: torch.Tensor,
-            scale: float,
-            accumulate: bool,
-            nonfinite: torch.Tensor | None,
-        ) -> Event:
-            if after is not None:
-                stream.wait(after.record())
-            event = self.reduce_scatter(
-                recv,
-                send,
-                op,
-                counts=counts,
-                scale=scale,
-                accumulate=accumulate,
-                nonfinite=nonfinite,
-                tag=tag,
-                stream=stream,
-            ).event
-            assert event is not None
-            return event
-
-        return queue
 
     @overload
     def all_reduce(
@@ -397,10 +439,22 @@ class Communicator(ABC):
         tag: int = 0,
         stream: Stream | None = None,
     ) -> Work | None:
-        """Reduces `buffer` over all ranks in place; the result is bitwise the same on each.
+        """Reduces `buffer` over all ranks, in place. The result is the same on each rank, bit for bit.
 
-        `buffer` may not be in memory of `allocate(use="gather")`, where all ranks have one value. `tag`: as in
-        `all_gather`. Raises as `reduce_scatter`.
+        Args:
+            buffer: What is reduced, of equal size and dtype on all ranks. It may not be in memory of
+                `allocate(use="gather")`, where all ranks have one value.
+            op: "sum", "avg", "max" or "min".
+            tag: As in `all_gather`.
+            stream: As in `all_gather`.
+
+        Returns:
+            With a `stream` the Work to wait for, else None.
+
+        Raises:
+            TypeError: As `all_gather`.
+            ValueError: As `all_gather`; or `op` is none of the accepted.
+            CommError: As `all_gather`.
         """
 
     @overload
@@ -423,9 +477,20 @@ class Communicator(ABC):
     def broadcast(
         self, buffer: ArrayLike, root: int = 0, *, stream: Stream | None = None
     ) -> Work | None:
-        """Copies `buffer`, of any dtype, of rank `root` to all.
+        """Copies `buffer` of rank `root` to `buffer` of all ranks.
 
-        Raises as `all_gather`, and ValueError for a `root` that is no rank.
+        Args:
+            buffer: What is sent or received, of equal size on all ranks and of any dtype.
+            root: The rank that sends.
+            stream: As in `all_gather`.
+
+        Returns:
+            With a `stream` the Work to wait for, else None.
+
+        Raises:
+            TypeError: As `all_gather`.
+            ValueError: As `all_gather`; or `root` is no rank.
+            CommError: As `all_gather`.
         """
 
     @overload
@@ -444,28 +509,192 @@ class Communicator(ABC):
     ) -> Work: ...
     @abstractmethod
     def barrier(self, *, tag: int = 0, stream: Stream | None = None) -> Work | None:
-        """Returns when every rank has called it; on a `stream`, what comes later there starts then. `tag`: as in
-        `all_gather`."""
+        """Waits until every rank has called it.
+
+        Args:
+            tag: As in `all_gather`.
+            stream: Work that is put on this stream later starts when every rank's barrier has been reached. None: the
+                host waits.
+
+        Returns:
+            With a `stream` the Work to wait for, else None.
+
+        Raises:
+            CommError: As `all_gather`.
+        """
+
+    # The same collectives, bound to their operands, for tensors that are the same in every step.
+
+    @abstractmethod
+    def bind_all_gather(
+        self,
+        recv: ArrayLike,
+        send: ArrayLike,
+        *,
+        counts: Sequence[int] | None = None,
+        tag: int = 0,
+    ) -> BoundCollective:
+        """Binds an `all_gather` to its operands, which are checked here and never again.
+
+        Nothing is communicated: a rank binds when it likes. `send` may not be a lazily negated view, of which only the
+        values of now could be sent.
+
+        Args:
+            recv: As in `all_gather`.
+            send: As in `all_gather`.
+            counts: As in `all_gather`.
+            tag: As in `all_gather`.
+
+        Returns:
+            What runs it; see [`BoundCollective`][shardcomm.BoundCollective].
+
+        Raises:
+            TypeError: As `all_gather`.
+            ValueError: As `all_gather`; or `send` is a lazily negated view.
+        """
+
+    @abstractmethod
+    def bind_reduce_scatter(
+        self,
+        recv: ArrayLike,
+        send: ArrayLike,
+        op: ReduceOp = "sum",
+        *,
+        counts: Sequence[int] | None = None,
+        scale: float = 1.0,
+        accumulate: bool = False,
+        nonfinite: torch.Tensor | None = None,
+        tag: int = 0,
+    ) -> BoundCollective:
+        """Binds a `reduce_scatter` to its arguments, as `bind_all_gather` does an `all_gather`.
+
+        Args:
+            recv: As in `reduce_scatter`.
+            send: As in `reduce_scatter`.
+            op: As in `reduce_scatter`.
+            counts: As in `reduce_scatter`.
+            scale: As in `reduce_scatter`.
+            accumulate: As in `reduce_scatter`.
+            nonfinite: As in `reduce_scatter`.
+            tag: As in `reduce_scatter`.
+
+        Returns:
+            What runs it; see [`BoundCollective`][shardcomm.BoundCollective].
+
+        Raises:
+            TypeError: As `reduce_scatter`.
+            ValueError: As `reduce_scatter`; or `send` is a lazily negated view.
+        """
+
+    @abstractmethod
+    def bind_all_reduce(
+        self, buffer: ArrayLike, op: ReduceOp = "sum", *, tag: int = 0
+    ) -> BoundCollective:
+        """Binds an `all_reduce` to its arguments, as `bind_all_gather` does an `all_gather`.
+
+        Args:
+            buffer: As in `all_reduce`.
+            op: As in `all_reduce`.
+            tag: As in `all_reduce`.
+
+        Returns:
+            What runs it; see [`BoundCollective`][shardcomm.BoundCollective].
+
+        Raises:
+            TypeError: As `all_reduce`.
+            ValueError: As `all_reduce`.
+        """
+
+    @abstractmethod
+    def bind_broadcast(self, buffer: ArrayLike, root: int = 0) -> BoundCollective:
+        """Binds a `broadcast` to its arguments, as `bind_all_gather` does an `all_gather`.
+
+        Args:
+            buffer: As in `broadcast`.
+            root: As in `broadcast`.
+
+        Returns:
+            What runs it; see [`BoundCollective`][shardcomm.BoundCollective].
+
+        Raises:
+            TypeError: As `broadcast`.
+            ValueError: As `broadcast`.
+        """
+
+    @abstractmethod
+    def bind_barrier(self, *, tag: int = 0) -> BoundCollective:
+        """Binds a `barrier` to its tag, as `bind_all_gather` does an `all_gather`.
+
+        Args:
+            tag: As in `barrier`.
+
+        Returns:
+            What runs it; see [`BoundCollective`][shardcomm.BoundCollective].
+
+        Raises:
+            ValueError: As `barrier`.
+        """
+
+    @abstractmethod
+    def bind_reduction(
+        self,
+        recv: torch.Tensor,
+        send: torch.Tensor,
+        op: ReduceOp = "sum",
+        *,
+        counts: Sequence[int] | None = None,
+        tag: int = 0,
+    ) -> BoundReduction:
+        """Binds a `reduce_scatter` to what it sends alone, for results that go elsewhere each time.
+
+        `Bucket` uses it: the memory of gradients comes and goes. The caller must keep `send` alive.
+
+        Args:
+            recv: As in `reduce_scatter`; a tensor like those that calls will give, which is not kept.
+            send: As in `reduce_scatter`.
+            op: As in `reduce_scatter`.
+            counts: As in `reduce_scatter`.
+            tag: As in `reduce_scatter`.
+
+        Returns:
+            A function of (stream, after, recv, scale, accumulate, nonfinite). It queues the reduce-scatter on `stream`,
+            after all work that the stream `after`, or None, has been given so far, and returns the event of its end.
+            The others are as in `reduce_scatter`, where `recv` has the size and dtype of the one that was bound; the
+            caller must keep them alive until that end.
+
+        Raises:
+            TypeError: As `reduce_scatter`.
+            ValueError: As `reduce_scatter`.
+        """
 
     @abstractmethod
     def abort(self, reason: str) -> None:
-        """Makes every rank's present and later collectives raise `CommError` with this reason."""
+        """Makes every rank's present and later collectives raise `CommError` with this reason.
+
+        Over `c10d` only this rank hears the reason; the others fail when the group's connections or timeout do.
+
+        Args:
+            reason: A sentence, which the error quotes.
+        """
 
     @abstractmethod
     def close(self) -> None:
-        """Leaves the group; allocated memory stays valid as long as a tensor refers to it."""
+        """Leaves the group. Allocated memory stays valid as long as a tensor refers to it."""
 
     @abstractmethod
     def receipts(self) -> list[Receipt]:
-        """The path that the latest collective of each kind took, and why not a faster one."""
+        """The path that the latest collective of each kind took, and why it was not a faster one."""
 
     @abstractmethod
     def pending(self) -> list[Pending]:
-        """What each rank is in, in the order of ranks; a rank that is in two collectives is there twice.
+        """The collectives that ranks have called and that have not ended.
 
-        `shm` and `local` tell it of every rank of the group, from the memory that the ranks share: nobody is stopped,
-        and nobody takes part. `nccl` and `c10d` know of this rank alone. Any thread may ask, and a signal handler, also
-        while this rank is in a collective, and after a failure, when it tells what the ranks were in.
+        `shm` and `local` know of every rank of the group, from the memory that the ranks share; no rank is stopped by
+        it or takes part in it. `nccl` and `c10d` know of this rank alone. Any thread may ask, and a signal handler,
+        also while this rank is in a collective. After a failure it tells which collectives the ranks were in.
+
+        Returns:
+            One entry for each rank, in order, and two for a rank that is in a gather and a reduce.
         """
 
     def __enter__(self) -> Self:

@@ -14,14 +14,8 @@ from shardcomm.arguments.checks import check_flag
 from shardcomm.arguments.dtype import core_dtype
 from shardcomm.arguments.scalars import check_tag, checked_scale
 from shardcomm.comm import pending
-from shardcomm.comm.communicator import (
-    BoundGather,
-    BoundReduce,
-    Communicator,
-    Receipt,
-    ReduceOp,
-    Use,
-)
+from shardcomm.comm.bound_collective import BoundCollective, BoundReduction
+from shardcomm.comm.communicator import Communicator, Receipt, ReduceOp, Use
 from shardcomm.comm.operands import (
     check_allocation,
     check_movable,
@@ -35,12 +29,14 @@ from shardcomm.comm.pending import Pending
 from shardcomm.copy.nonfinite import flag_address
 from shardcomm.stream.streams import Event, Stream, check_stream, compute_stream, on_host
 
+_Parts = int | tuple[int, ...]  # the length of each rank's part: of all, or one for each
+
 _CPU = torch.device("cpu")
 _USES = {"gather": _C.Use.gather, "reduce": _C.Use.reduce}
 
 
 class CoreCommunicator(Communicator):
-    """See `Communicator`; `core` does it."""
+    """A `Communicator` whose collectives the compiled `core` runs."""
 
     def __init__(self, core: _C.Communicator, device: torch.device = _CPU) -> None:
         self._core = core
@@ -69,7 +65,7 @@ class CoreCommunicator(Communicator):
     def all_gather(
         self,
         recv: ArrayLike,
-        send: torch.Tensor,
+        send: ArrayLike,
         *,
         counts: Sequence[int] | None = None,
         tag: int = 0,
@@ -77,24 +73,36 @@ class CoreCommunicator(Communicator):
     ) -> Any:
         recv = checked("all_gather", "recv", recv, self.device)
         send = checked("all_gather", "send", send, self.device, written=False)
+        self._core.all_gather(*self._gather(recv, send, counts, tag), self._on(stream))
+        return queued(self.device, stream, recv, send)
+
+    def bind_all_gather(
+        self,
+        recv: ArrayLike,
+        send: ArrayLike,
+        *,
+        counts: Sequence[int] | None = None,
+        tag: int = 0,
+    ) -> BoundCollective:
+        recv = checked("all_gather", "recv", recv, self.device)
+        send = checked("all_gather", "send", send, self.device)
+        call = _C.BoundCollective.all_gather(self._core, *self._gather(recv, send, counts, tag))
+        return self._bound("all_gather", call, recv=recv, send=send)
+
+    def _gather(
+        self, recv: torch.Tensor, send: torch.Tensor, counts: Sequence[int] | None, tag: int
+    ) -> tuple[int, _C.DType, int, _C.DType, _Parts, int]:
+        """The core's arguments."""
         parts = checked_parts("all_gather", self._ranks, counts, recv=recv, send=send, whole="recv")
         if tag != 0:
             check_tag("all_gather", tag)
-        self._core.all_gather(
-            send.data_ptr(),
-            core_dtype(send.dtype),
-            recv.data_ptr(),
-            core_dtype(recv.dtype),
-            parts,
-            tag,
-            self._on(stream),
-        )
-        return queued(self.device, stream, recv, send)
+        addresses = send.data_ptr(), core_dtype(send.dtype), recv.data_ptr(), core_dtype(recv.dtype)
+        return *addresses, parts, tag
 
     def reduce_scatter(
         self,
         recv: ArrayLike,
-        send: torch.Tensor,
+        send: ArrayLike,
         op: ReduceOp = "sum",
         *,
         counts: Sequence[int] | None = None,
@@ -106,6 +114,43 @@ class CoreCommunicator(Communicator):
     ) -> Any:
         recv = checked("reduce_scatter", "recv", recv, self.device)
         send = checked("reduce_scatter", "send", send, self.device, written=False)
+        self._core.reduce_scatter(
+            *self._reduce(recv, send, op, counts, scale, accumulate, nonfinite, tag),
+            self._on(stream),
+        )
+        return queued(self.device, stream, recv, send, nonfinite)
+
+    def bind_reduce_scatter(
+        self,
+        recv: ArrayLike,
+        send: ArrayLike,
+        op: ReduceOp = "sum",
+        *,
+        counts: Sequence[int] | None = None,
+        scale: float = 1.0,
+        accumulate: bool = False,
+        nonfinite: torch.Tensor | None = None,
+        tag: int = 0,
+    ) -> BoundCollective:
+        recv = checked("reduce_scatter", "recv", recv, self.device)
+        send = checked("reduce_scatter", "send", send, self.device)
+        call = _C.BoundCollective.reduce_scatter(
+            self._core, *self._reduce(recv, send, op, counts, scale, accumulate, nonfinite, tag)
+        )
+        return self._bound("reduce_scatter", call, recv=recv, send=send, nonfinite=nonfinite)
+
+    def _reduce(
+        self,
+        recv: torch.Tensor,
+        send: torch.Tensor,
+        op: ReduceOp,
+        counts: Sequence[int] | None,
+        scale: float,
+        accumulate: bool,
+        nonfinite: torch.Tensor | None,
+        tag: int,
+    ) -> tuple[int, _C.DType, int, _C.DType, float, bool, _Parts, _C.RedOp, int, int]:
+        """The core's arguments."""
         parts = checked_parts(
             "reduce_scatter", self._ranks, counts, recv=recv, send=send, whole="send"
         )
@@ -115,45 +160,11 @@ class CoreCommunicator(Communicator):
             scale = checked_scale("reduce_scatter", scale)
         if accumulate is not False:
             check_flag("reduce_scatter", "accumulate", accumulate)
-        self._core.reduce_scatter(
-            send.data_ptr(),
-            core_dtype(send.dtype),
-            recv.data_ptr(),
-            core_dtype(recv.dtype),
-            scale,
-            accumulate,
-            parts,
-            red_op("reduce_scatter", op),
-            tag,
-            flag_address("reduce_scatter", nonfinite, self.device),
-            self._on(stream),
-        )
-        return queued(self.device, stream, recv, send, nonfinite)
+        addresses = send.data_ptr(), core_dtype(send.dtype), recv.data_ptr(), core_dtype(recv.dtype)
+        flag = flag_address("reduce_scatter", nonfinite, self.device)
+        return *addresses, scale, accumulate, parts, red_op("reduce_scatter", op), tag, flag
 
-    def bind_all_gather(
-        self,
-        recv: torch.Tensor,
-        send: torch.Tensor,
-        *,
-        counts: Sequence[int] | None = None,
-        tag: int = 0,
-    ) -> BoundGather:
-        recv = checked("all_gather", "recv", recv, self.device)
-        send = checked("all_gather", "send", send, self.device)
-        parts = checked_parts("all_gather", self._ranks, counts, recv=recv, send=send, whole="recv")
-        check_tag("all_gather", tag)
-        bound: Any = _C.BoundGather(  # Any: it takes the core's own streams
-            self._core,
-            send.data_ptr(),
-            core_dtype(send.dtype),
-            recv.data_ptr(),
-            core_dtype(recv.dtype),
-            parts,
-            tag,
-        )
-        return bound.queue  # type: ignore[no-any-return]
-
-    def bind_reduce_scatter(
+    def bind_reduction(
         self,
         recv: torch.Tensor,
         send: torch.Tensor,
@@ -161,14 +172,14 @@ class CoreCommunicator(Communicator):
         *,
         counts: Sequence[int] | None = None,
         tag: int = 0,
-    ) -> BoundReduce:
+    ) -> BoundReduction:
         recv = checked("reduce_scatter", "recv", recv, self.device)
         send = checked("reduce_scatter", "send", send, self.device)
         parts = checked_parts(
             "reduce_scatter", self._ranks, counts, recv=recv, send=send, whole="send"
         )
         check_tag("reduce_scatter", tag)
-        bound: Any = _C.BoundReduce(
+        bound: Any = _C.BoundReduction(
             self._core,
             send.data_ptr(),
             core_dtype(send.dtype),
@@ -208,26 +219,40 @@ class CoreCommunicator(Communicator):
         stream: Stream | None = None,
     ) -> Any:
         buffer = checked("all_reduce", "buffer", buffer, self.device)
+        self._core.all_reduce(*self._all_reduce(buffer, op, tag), self._on(stream))
+        return queued(self.device, stream, buffer)
+
+    def bind_all_reduce(
+        self, buffer: ArrayLike, op: ReduceOp = "sum", *, tag: int = 0
+    ) -> BoundCollective:
+        buffer = checked("all_reduce", "buffer", buffer, self.device)
+        call = _C.BoundCollective.all_reduce(self._core, *self._all_reduce(buffer, op, tag))
+        return self._bound("all_reduce", call, buffer=buffer)
+
+    def _all_reduce(
+        self, buffer: torch.Tensor, op: ReduceOp, tag: int
+    ) -> tuple[int, _C.DType, int, _C.RedOp, int]:
+        """The core's arguments."""
         if tag != 0:
             check_tag("all_reduce", tag)
-        self._core.all_reduce(
-            buffer.data_ptr(),
-            core_dtype(buffer.dtype),
-            buffer.numel(),
-            red_op("all_reduce", op),
-            tag,
-            self._on(stream),
-        )
-        return queued(self.device, stream, buffer)
+        where = buffer.data_ptr(), core_dtype(buffer.dtype), buffer.numel()
+        return *where, red_op("all_reduce", op), tag
 
     def broadcast(self, buffer: ArrayLike, root: int = 0, *, stream: Stream | None = None) -> Any:
         buffer = checked("broadcast", "buffer", buffer, self.device)
-        check_movable("broadcast", "buffer", buffer)
-        check_root(root, self.size)
-        self._core.broadcast(
-            buffer.data_ptr(), buffer.numel() * buffer.element_size(), root, self._on(stream)
-        )
+        self._core.broadcast(*self._broadcast(buffer, root), self._on(stream))
         return queued(self.device, stream, buffer)
+
+    def bind_broadcast(self, buffer: ArrayLike, root: int = 0) -> BoundCollective:
+        buffer = checked("broadcast", "buffer", buffer, self.device)
+        call = _C.BoundCollective.broadcast(self._core, *self._broadcast(buffer, root))
+        return self._bound("broadcast", call, buffer=buffer)
+
+    def _broadcast(self, buffer: torch.Tensor, root: int) -> tuple[int, int, int]:
+        """The core's arguments."""
+        check_movable("broadcast", "buffer", buffer)
+        check_root("broadcast", root, self.size)
+        return buffer.data_ptr(), buffer.nbytes, root
 
     def barrier(self, *, tag: int = 0, stream: Stream | None = None) -> Any:
         on = self._on(stream)
@@ -235,9 +260,31 @@ class CoreCommunicator(Communicator):
             check_tag("barrier", tag)
         self._core.barrier(tag, on)
         if stream is None and on is not None:
-            on.record().wait()
-            self._core.check()  # a barrier that was aborted has ended too
+            self._wait_for(on)
         return queued(self.device, stream)
+
+    def bind_barrier(self, *, tag: int = 0) -> BoundCollective:
+        check_tag("barrier", tag)
+        call: Any = _C.BoundCollective.barrier(self._core, tag)
+        if self._on_host:
+            return self._bound("barrier", call)
+
+        def run() -> None:
+            on = self._on(None)
+            call.enqueue(on)
+            self._wait_for(on)
+
+        return BoundCollective(self, "barrier", run, call.queue)
+
+    def _wait_for(self, stream: Stream) -> None:
+        """Waits for the barrier that `stream` was given last."""
+        stream.record().wait()
+        self._core.check()  # a barrier that was aborted has ended too
+
+    def _bound(self, operation: str, call: Any, **operands: torch.Tensor | None) -> BoundCollective:
+        """Any: the core's collective takes the core's own streams."""
+        run = call.__call__ if self._on_host else lambda: call.enqueue(self._on(None))
+        return BoundCollective(self, operation, run, call.queue, **operands)
 
     def _name_tag(self, tag: int, name: str) -> None:
         self._core.name_tag(tag, _in_utf8(name))
@@ -266,12 +313,17 @@ class CoreCommunicator(Communicator):
 
 
 def _in_utf8(text: str) -> str:
-    # It need not be what UTF-8 can hold: a file's name, say.
+    # The text may hold what UTF-8 cannot, a file's name for instance.
     return str(text).encode(errors="backslashreplace").decode()
 
 
 def core_device(operation: str, device: torch.device | str) -> torch.device:
-    """`device` with its index; ValueError unless it is one that the core can drive, CudaError if it is not there."""
+    """`device` with its index.
+
+    Raises:
+        ValueError: The core cannot drive such a device.
+        CudaError: This process has no such GPU.
+    """
     try:
         where = torch.device(device)
     except (RuntimeError, TypeError):

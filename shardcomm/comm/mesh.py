@@ -1,11 +1,12 @@
-"""A Mesh: ranks in rows and columns. A row shards a model, a column holds copies of the same shard::
+"""A Mesh: ranks in rows and columns. The ranks of a row shard a model; those of a column hold copies of one shard::
 
                    shard ──►
     replicate   0    1    2    3      0 to 3 hold one model between them, 4 to 7 another;
         ▼       4    5    6    7      1 and 5 hold the same rows of it, and average their gradients
 
-One row is `full_shard`, one column `no_shard`. On several hosts a row is best the ranks of one: parameters then travel
-inside hosts only, and gradients between hosts after they were reduced to a shard. Gradients are averaged over all.
+One row is `full_shard`, and one column is `no_shard`. On several hosts a row is best the ranks of one host: parameters
+then travel inside hosts only, and gradients travel between hosts after they were reduced to a shard. Gradients are
+averaged over all ranks.
 """
 
 from __future__ import annotations
@@ -25,20 +26,39 @@ from shardcomm.comm.communicator import Communicator, ReduceOp
 from shardcomm.stream.streams import Streams, compute_stream
 
 Ranks = tuple[int, ...]
-"""Of a process group, as torch.distributed counts them."""
+"""The ranks of a process group, by torch.distributed's global numbers."""
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """The two groups of this rank: its row and its column. Either may be of one rank.
+    """Ranks in rows and columns, as one of them sees them: its row shards a model, its column replicates a shard.
+
+    Either may have one rank. [`fully_shard`][shardcomm.fully_shard] takes a Mesh for strategy "hybrid_shard".
 
     Attributes:
-        shard: the ranks that hold a model between them.
-        replicate: the ranks that hold the same shard as this one.
-        inner: of a model with DTensor parameters, the ranks of their meshes' dims, each with this one in a mesh of its
-            own; set by `fully_shard`.
-        secondary: those ranks of `shard` that gather for backward among themselves; None: all. Set by `fully_shard`,
+        shard: The row: the ranks that hold a model between them.
+        replicate: The column: the ranks that hold the same shard as this one.
+        inner: For a model with DTensor parameters, the groups of the dims of their meshes, by the ranks in them; set by
+            `fully_shard`.
+        secondary: The ranks of `shard` that gather for backward among themselves; None: all. Set by `fully_shard`,
             from its `reshard_after_forward`.
+
+    Raises:
+        TypeError: `shard` or `replicate` is no Communicator.
+        ValueError: They work on different devices.
+
+    Example:
+        ```python
+        from torch.distributed import new_group
+
+        rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        rows = [new_group([r]) for r in range(world)]  # each rank shards alone here
+        mesh = shardcomm.Mesh(
+            shard=shardcomm.Communicator.from_process_group(rows[rank]),
+            replicate=shardcomm.Communicator.from_process_group(),
+        )
+        engine = shardcomm.fully_shard(torch.nn.Linear(64, 64), mesh, strategy="hybrid_shard")
+        ```
     """
 
     shard: Communicator
@@ -60,7 +80,11 @@ class Mesh:
             )
 
     def around(self, groups: Mapping[Ranks, ProcessGroup]) -> Mesh:
-        """This mesh, of parameters which are DTensors over `groups`; collective."""
+        """This mesh for parameters that are DTensors over `groups`; collective.
+
+        Args:
+            groups: For each dim of a DTensor's mesh the process group, by its ranks.
+        """
         if not groups:
             return self
         made = {
@@ -71,33 +95,37 @@ class Mesh:
 
     @property
     def groups(self) -> tuple[Communicator, ...]:
-        """All of this rank's."""
+        """All groups in which this rank is."""
         secondary = () if self.secondary is None else (self.secondary,)
         return (self.shard, self.replicate, *secondary, *self.inner.values())
 
     @property
     def size(self) -> int:
-        """All ranks, but those of `inner`."""
+        """How many ranks the rows and columns have; the ranks of `inner` are not counted."""
         return self.shard.size * self.replicate.size
 
     @property
     def all_ranks(self) -> int:
-        """Their number, with those of `inner`."""
+        """How many ranks there are, with those of `inner`."""
         return math.prod([self.size, *(comm.size for comm in self.inner.values())])
 
     @property
     def rank(self) -> int:
-        """Counted row by row."""
+        """This rank's number, counted row by row."""
         return self.replicate.rank * self.shard.size + self.shard.rank
 
     @property
     def device(self) -> torch.device:
-        """Where the ranks compute."""
+        """The device on which the ranks compute."""
         return self.shard.device
 
     @cached_property
     def streams(self) -> Streams:
-        """Those of the communicators, which engines share: what a group calls needs one order on all its ranks."""
+        """The side streams of the two communicators.
+
+        Engines over the same communicators share them, since the ranks of a group must call its collectives in one
+        order.
+        """
         row = self.shard.streams
         column = self.replicate.streams.reduce if self.replicate.size > 1 else None
         return Streams(self.device, row.gather, row.reduce, column)
@@ -105,9 +133,12 @@ class Mesh:
     def broadcast(
         self, tensor: torch.Tensor, same: Iterable[Communicator] = (), *, root: int = 0
     ) -> None:
-        """Copies the contiguous `tensor`, of any dtype, of rank `root` to all: down its column, then along the rows.
+        """Copies `tensor` of rank `root` to all ranks: down its column, then along the rows; collective.
 
-        Then over `same`, those of `inner` whose ranks have the same of it.
+        Args:
+            tensor: A contiguous tensor of any dtype.
+            same: The groups of `inner` whose ranks hold the same part of it; it is copied over these, too.
+            root: The rank that sends.
         """
         row, column = divmod(root, self.shard.size)
         along = [(self.replicate, row), (self.shard, column), *((comm, 0) for comm in same)]
@@ -116,20 +147,32 @@ class Mesh:
                 comm.broadcast(movable(tensor.view(-1)), of)
 
     def all_reduce(self, buffer: torch.Tensor, op: ReduceOp) -> None:
-        """Reduces `buffer` over all ranks in place."""
+        """Reduces `buffer` over all ranks, in place; collective.
+
+        Args:
+            buffer: A contiguous tensor, of equal size and dtype on all ranks.
+            op: "sum", "avg", "max" or "min".
+        """
         self._all_reduce((self.shard, self.replicate), buffer, op)
 
     def all_reduce_shards(self, buffer: torch.Tensor, op: ReduceOp) -> None:
-        """Reduces in place what replicas have the same of, such as a norm of gradients: over one row, and `inner`."""
+        """Reduces `buffer` over this row and `inner`, in place; collective.
+
+        For values that are equal on replicas, such as a norm of the gradients of a shard.
+
+        Args:
+            buffer: A contiguous tensor, of equal size and dtype on all ranks.
+            op: "sum", "avg", "max" or "min".
+        """
         self._all_reduce((self.shard,), buffer, op)
 
     def _all_reduce(
         self, groups: Sequence[Communicator], buffer: torch.Tensor, op: ReduceOp
     ) -> None:
-        """Over `groups`, after the reduces that are queued there, and over `inner`.
+        """Reduces `buffer` over `groups`, after the reduces that are queued there, and over `inner`.
 
-        A hook in backward takes a norm while reduces of other units are under way, and a backward that goes through two
-        models ends in one while the other's are.
+        Reduces may be under way: a hook in backward takes a norm while other units are reduced, and a backward through
+        two models ends in one model while the other's units are reduced.
         """
         with self.failing_together:
             for comm in groups:
@@ -141,19 +184,23 @@ class Mesh:
 
     @cached_property
     def failing_together(self) -> FailingTogether:
-        """`with mesh.failing_together:` goes around what may raise CommError; see `FailingTogether`."""
+        """A context for collectives of the mesh: a CommError in it ends all its groups; see `FailingTogether`."""
         return FailingTogether([self])
 
     def abort(self, reason: str) -> None:
-        """Makes present and later collectives of its groups raise `CommError` with this reason, on all their ranks.
+        """Makes present and later collectives of the mesh's groups raise `CommError` on all their ranks.
 
-        An engine there then does the same, so that the ranks which are in none of the groups hear of it too.
+        An engine that gets this error aborts its own groups, too. So the ranks hear of it that are in none of these
+        groups.
+
+        Args:
+            reason: A sentence, which the error quotes.
         """
         for comm in self.groups:
             comm.abort(reason)
 
     def close(self) -> None:
-        """Leaves both groups."""
+        """Leaves the groups `shard` and `replicate`."""
         self.shard.close()
         self.replicate.close()
 
@@ -162,9 +209,9 @@ class Mesh:
 
 
 class FailingTogether:
-    """A CommError that leaves this context has ended one group of `meshes`; it ends the others as well.
+    """A context: a CommError that leaves it, and so has ended one group of `meshes`, ends their other groups as well.
 
-    Else the others' ranks would wait until the deadline for this one, which may live on.
+    Otherwise the ranks of the other groups would wait for this rank, which may live on, until the deadline.
     """
 
     def __init__(self, meshes: Sequence[Mesh]) -> None:
@@ -181,4 +228,4 @@ class FailingTogether:
     ) -> None:
         if isinstance(error, CommError):
             for mesh in self._meshes:
-                mesh.abort(f"its other group failed: {error}")
+                mesh.abort(f"another of its groups failed: {error}")

@@ -1,7 +1,7 @@
 """The `nccl` transport: where NCCL is found, and how ranks meet.
 
 NCCL is loaded at run time: the copy that is already in the process (torch's), else that of an `nvidia-nccl` wheel,
-else the system's. What it is too old for is left out, and the communicator's receipts say so.
+else the system's. Features for which that NCCL is too old are left out, and the communicator's receipts say so.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from shardcomm.meeting.comm_error import comm_error
 
 
 def library_paths() -> list[str]:
-    """Paths of libnccl.so.2 in the installed `nvidia-nccl` wheels (cu12 and cu13 share one package)."""
-    # Found, not imported: `nvidia` is a namespace that any number of wheels fill.
+    """The paths of libnccl.so.2 in the installed `nvidia-nccl` wheels (cu12 and cu13 share one package)."""
+    # `nvidia` is a namespace package that any number of wheels fill; to find it does not import them.
     spec = importlib.util.find_spec("nvidia")
     roots = [] if spec is None else spec.submodule_search_locations or []
     paths = [Path(root) / "nccl" / "lib" / "libnccl.so.2" for root in roots]
@@ -26,7 +26,7 @@ def library_paths() -> list[str]:
 
 
 def status() -> _C.NcclStatus:
-    """The NCCL of this process, which this loads; `available` and `reason` tell whether there is one."""
+    """Loads this process's NCCL; `available` and `reason` of the result tell whether there is one."""
     return _C.nccl_status(library_paths())
 
 
@@ -45,19 +45,25 @@ def connect(
     deadline_s: float = DEADLINE_S,
     cta_policy: CtaPolicy = "default",
 ) -> _C.Communicator:
-    """The `size` ranks that `exchange` reaches (see `shardcomm.meeting.exchange`), connected by NCCL; collective.
+    """Connects the `size` ranks that `exchange` reaches by NCCL; collective.
 
-    `cta_policy`: see `Communicator.from_env`.
+    Args:
+        exchange: Shows bytes to all ranks, and returns all ranks' bytes; see `shardcomm.meeting.exchange`.
+        rank: This rank.
+        size: How many ranks there are.
+        device: The number of this rank's GPU.
+        deadline_s: How long a rank waits for another one, in seconds.
+        cta_policy: See `Communicator.from_env`.
 
     Raises:
-        ValueError: `rank` or `device` is none of those there are, or this NCCL does not have the `cta_policy`.
-        CommError: a rank did not come within `deadline_s` seconds, or rank 0 could not make an id: it says why.
-        CudaError: there is no NCCL or no CUDA device here.
+        ValueError: There is no such `rank` or `device`, or this NCCL does not have the `cta_policy`.
+        CommError: A rank did not come within `deadline_s`, or rank 0 could not make an id; the error says why.
+        CudaError: There is no NCCL or no CUDA device here.
     """
     if not 0 <= rank < size:
         raise ValueError(f"connect: rank is {rank}; it must be 0 to size - 1 = {size - 1}")
     check_cta_policy(cta_policy)
-    status()  # loads the NCCL that is to be used
+    status()  # loads NCCL
     if rank == 0:
         try:
             unique_id = _C.nccl_unique_id()

@@ -1,4 +1,4 @@
-"""What collectives are called with, checked: each error names the operation, the argument, and what is accepted."""
+"""Checks of what collectives are called with. Each error names the operation, the argument, and what is accepted."""
 
 from __future__ import annotations
 
@@ -19,11 +19,16 @@ RED_OPS = {"sum": _C.RedOp.sum, "avg": _C.RedOp.avg, "max": _C.RedOp.max, "min":
 
 _QUANTISED = (torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4)
 _STRIDED = torch.strided
-_MOST_BYTES = 1 << 62  # of all ranks together: what the core can count
+_MOST_BYTES = 1 << 62  # of all ranks together: the most that the core can count
 
 
 def check_allocation(numel: int, dtype: torch.dtype, use: str, size: int) -> None:
-    """ValueError, or TypeError for a dtype that is none, unless `size` ranks can call `allocate` so."""
+    """Checks the arguments of `allocate` on `size` ranks.
+
+    Raises:
+        ValueError: `use` or `numel` is none of the accepted values, or there cannot be that much memory.
+        TypeError: `dtype` is no dtype, or a quantised one.
+    """
     if use not in get_args(Use):
         raise ValueError(f"allocate: use is {use!r}; accepted: 'gather', 'reduce'")
     if not isinstance(numel, int) or isinstance(numel, bool) or numel < 0:
@@ -39,13 +44,13 @@ def check_allocation(numel: int, dtype: torch.dtype, use: str, size: int) -> Non
 def checked(
     operation: str, name: str, array: ArrayLike, device: torch.device, *, written: bool = True
 ) -> torch.Tensor:
-    """`array` as a tensor whose memory holds its values; a copy where it was a lazily negated view.
+    """`array` as a tensor whose memory holds its values; a lazily negated view is copied.
 
-    For dtypes that the core computes with; `check_movable` is for the others.
+    It checks enough for the dtypes with which the core computes; `check_movable` does for the others.
 
     Raises:
-        TypeError: it is no array, or no dense one.
-        ValueError: it is not contiguous or not on `device`, or is such a view and `written`.
+        TypeError: `array` is no array, or no dense one.
+        ValueError: `array` is not contiguous or not on `device`, or is a lazily negated view and will be `written`.
     """
     tensor = array if type(array) is torch.Tensor else _opened(operation, name, array, written)
     if tensor.layout is not _STRIDED:
@@ -64,21 +69,30 @@ def checked(
 
 def _opened(operation: str, name: str, array: ArrayLike, written: bool) -> torch.Tensor:
     if (refuse := getattr(type(array), "refuse_collective", None)) is not None:
-        refuse(array, operation)  # of sharded parameters: each rank has other rows
+        refuse(array, operation)  # sharded parameters have it: each rank has other rows
     if isinstance(array, torch.Tensor):
         return array
     return as_tensor(f"{operation}: {name}", array, written=written)
 
 
 def check_movable(operation: str, name: str, tensor: torch.Tensor) -> None:
-    """TypeError if the values of `tensor` are more than its elements, ValueError if they are their conjugates."""
+    """Checks that the memory of `tensor` holds its values, for dtypes that are only moved.
+
+    Raises:
+        TypeError: It is quantised, so that its values are more than its elements.
+        ValueError: It is a view that conjugates or negates its elements.
+    """
     if tensor.is_quantized:
         raise _no_tensor_of(operation, name, tensor.dtype)
     resolved(operation, name, tensor, written=True)
 
 
 def resolved(operation: str, name: str, tensor: torch.Tensor, *, written: bool) -> torch.Tensor:
-    """`tensor`, copied if it is a view that negates or conjugates when it is read; ValueError if it is `written`."""
+    """`tensor`, copied if it is a view that negates or conjugates when it is read.
+
+    Raises:
+        ValueError: It is such a view, and will be `written`.
+    """
     if not (tensor.is_neg() or tensor.is_conj()):
         return tensor
     if written:
@@ -98,16 +112,19 @@ def checked_parts(
     send: torch.Tensor,
     whole: str,
 ) -> int | tuple[int, ...]:
-    """The elements of each rank's part: a number for equal ones, else one for each rank.
+    """The length of each rank's part in elements: one number if all are equal, else one for each rank.
 
     Args:
-        ranks: this rank, and how many there are.
-        counts: as the caller gave them; None: equal parts.
-        whole: the name of the one that holds all parts; the other is this rank's.
+        operation: The collective's name, for the errors.
+        ranks: This rank, and how many there are.
+        counts: As the caller gave them; None: equal parts.
+        recv: The operand that is written.
+        send: The operand that is read.
+        whole: "recv" or "send": which operand holds all parts. The other one is this rank's part.
 
     Raises:
         TypeError: `counts` is no list.
-        ValueError: there is not one count for each rank, or the operands are of other sizes than the parts.
+        ValueError: There is not one count for each rank, or the operands are of other sizes than the parts.
     """
     full, part = (recv, send) if whole == "recv" else (send, recv)
     rank, size = ranks
@@ -146,7 +163,12 @@ def check_gather(
     recv: torch.Tensor,
     send: torch.Tensor,
 ) -> list[int]:
-    """The length of each part, for transports without the core; raises as `checked_parts`, and for a wrong overlap."""
+    """The length of each part of an all-gather, for transports without the core, which checks overlaps itself.
+
+    Raises:
+        TypeError: As `checked_parts`.
+        ValueError: As `checked_parts`; or the operands overlap in another way than in place.
+    """
     parts = checked_parts(operation, ranks, counts, recv=recv, send=send, whole="recv")
     begin, end = _own(ranks, parts)
     if overlap(recv, send) and not is_part(send, recv, begin):
@@ -165,7 +187,7 @@ def check_scatter(
     recv: torch.Tensor,
     send: torch.Tensor,
 ) -> list[int]:
-    """As `check_gather`."""
+    """The length of each part of a reduce-scatter; otherwise as `check_gather`."""
     parts = checked_parts(operation, ranks, counts, recv=recv, send=send, whole="send")
     begin, end = _own(ranks, parts)
     if overlap(recv, send) and not is_part(recv, send, begin):
@@ -177,7 +199,7 @@ def check_scatter(
 
 
 def lengths(parts: int | tuple[int, ...], size: int) -> list[int]:
-    """Of each rank's part."""
+    """The length of each rank's part, from what `checked_parts` returned."""
     return [parts] * size if isinstance(parts, int) else list(parts)
 
 
@@ -194,28 +216,28 @@ def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def is_part(part: torch.Tensor, whole: torch.Tensor, begin: int) -> bool:
-    """Whether `part` is in `whole` from element `begin` on, of one dtype: the one way to be in place."""
+    """Whether `part` lies in `whole` from element `begin` on, in its dtype: the only way to be in place."""
     place = whole.data_ptr() + begin * whole.itemsize
     return part.dtype == whole.dtype and part.data_ptr() == place
 
 
 def red_op(operation: str, op: str) -> _C.RedOp:
-    """The core's reduction of this name; ValueError for another."""
+    """The core's reduction of this name; ValueError if there is none."""
     if not isinstance(op, str) or op not in RED_OPS:
         raise ValueError(f"{operation}: op is {op!r}; accepted: {', '.join(map(repr, RED_OPS))}")
     return RED_OPS[op]
 
 
-def check_root(root: int, size: int) -> None:
+def check_root(operation: str, root: int, size: int) -> None:
     """ValueError unless `root` is a rank."""
     if not (isinstance(root, int) and 0 <= root < size):
-        raise ValueError(f"broadcast: root is {root!r}; it must be a rank, 0 to {size - 1}")
+        raise ValueError(f"{operation}: root is {root!r}; it must be a rank, 0 to {size - 1}")
 
 
 def queued(
     device: torch.device, stream: Stream | None, *tensors: torch.Tensor | None
 ) -> Work | None:
-    """What was queued on `stream`, until whose end its `tensors` are kept; None without a stream."""
+    """The Work of a collective that was queued on `stream`; `tensors` are kept until its end. None without a stream."""
     if stream is None:
         return None
     event = stream.record()

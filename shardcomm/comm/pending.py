@@ -1,4 +1,4 @@
-"""What ranks are in: a `Pending` for each, sentences about them, and the groups that this process is in."""
+"""The collectives that ranks are in: a `Pending` for each, sentences about them, and the groups of this process."""
 
 from __future__ import annotations
 
@@ -13,19 +13,22 @@ CorePending = tuple[int, int, str, str, int, float | None, tuple[int, ...]]
 
 
 class Pending(NamedTuple):
-    """A collective that a rank has called and that has not ended well; or, of a rank that is in none, who it is.
+    """A collective that a rank has called and that has not ended well. `Communicator.pending` returns them.
+
+    A rank that is in no collective has an entry, too, with only `rank` and `pid`. `str()` of an entry is a sentence.
 
     Attributes:
-        rank: in the group.
-        pid: its process; None where it has not attached yet.
-        channel: gathers and reduces are ordered apart; None: the rank is in no collective.
-        call: as "all_gather(f32, count 4)", with " of unit 'blocks.3'" where its tag has a name
-            (`Communicator.tag`); over `c10d` without what is in the brackets.
-        sequence: its number among the calls of its channel; `c10d` has one count for both.
-        waiting_s: how long it has waited for others, in seconds. None: it moves bytes, or the group has failed. `nccl`
-            and `c10d` cannot tell these apart: how long it has been in the call (`nccl`: since its turn on its stream
-            came, and None before).
-        waits_for: the ranks that have not come, or had not when the group failed. Empty over `nccl` and `c10d`.
+        rank: The rank's number in the group.
+        pid: The rank's process; None where it has not attached yet.
+        channel: "gather" or "reduce", which are ordered apart; None: the rank is in no collective.
+        call: The call, as "all_gather(f32, count 4)", with " of unit 'blocks.3'" where its tag has a name (see
+            `Communicator.tag`). Over `c10d` it is without the part in brackets.
+        sequence: The call's number among those of its channel; `c10d` has one count for both channels.
+        waiting_s: How long the rank has waited for other ranks, in seconds. None: it moves bytes, or the group has
+            failed. `nccl` and `c10d` cannot tell waiting from moving: over these it is how long the rank has been in
+            the call (over `nccl`, since the call's turn on its stream came, and None before).
+        waits_for: The ranks that have not come, or that had not come when the group failed. Empty over `nccl` and
+            `c10d`.
     """
 
     rank: int
@@ -55,7 +58,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def from_core(entries: Iterable[CorePending], own_pid: int | None = None) -> list[Pending]:
-    """`entries` of the core; `own_pid` is the process of ranks that are threads of it."""
+    """`entries` of the core as Pendings; `own_pid` is the process of ranks that are its threads."""
     return [
         Pending(
             rank,
@@ -71,7 +74,7 @@ def from_core(entries: Iterable[CorePending], own_pid: int | None = None) -> lis
 
 
 class HasPending(Protocol):
-    """The part of a Communicator that is needed here."""
+    """The part of a Communicator that this module needs."""
 
     rank: int
     size: int
@@ -85,19 +88,22 @@ _open: WeakValueDictionary[int, HasPending] = WeakValueDictionary()
 
 
 def opened(group: HasPending) -> None:
-    """Has `report` tell of `group`, until it is closed or nobody refers to it."""
-    # Ranks that are threads of this process all see the same; one rank alone waits for nobody.
+    """Makes `report` tell of `group`, until `group` is closed or nobody refers to it."""
+    # Ranks that are threads of this process see the same, so that one of them will do. A rank alone waits for nobody.
     if group.size > 1 and (group.transport != "local" or group.rank == 0):
         _open[id(group)] = group
 
 
 def closed(group: HasPending) -> None:
-    """`report` tells of `group` no more."""
+    """Makes `report` leave out `group` from now on."""
     _open.pop(id(group), None)
 
 
 def report() -> str:
-    """What the ranks of all groups of this process are in, a line each. For signal handlers, too: it takes no lock."""
+    """What the ranks of all groups of this process are in, one line for each rank.
+
+    It takes no lock, so that signal handlers may call it.
+    """
     lines = []
     for reference in _open.valuerefs():
         if (group := reference()) is None:

@@ -1,6 +1,6 @@
-"""How ranks find each other: each shows all others who it is, and from that the transport is chosen.
+"""How ranks find each other: each introduces itself to all others, and from that they choose the transport.
 
-What they show travels over a torch Store (torchrun's environment) or a ProcessGroup, a few times at set-up.
+Introductions travel over a torch Store (torchrun's environment) or a ProcessGroup, a few times at set-up.
 """
 
 from __future__ import annotations
@@ -8,15 +8,16 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import socket
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import cast, get_args
+from typing import Any, NamedTuple, cast, get_args
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, TCPStore
 
 from shardcomm import _C
 from shardcomm.arguments.checks import check_seconds, check_type
@@ -28,28 +29,29 @@ from shardcomm.comm.core import CoreCommunicator, core_device
 from shardcomm.meeting.comm_error import comm_error
 from shardcomm.meeting.exchange import Exchange, GroupExchange, StoreExchange, Watched
 from shardcomm.meeting.launchers import Launched, launched, refuse_batch_script
+from shardcomm.meeting.mpi import MpiExchange, check_mpi
 from shardcomm.meeting.store import env_store
 
-# Makes a communicator over a ProcessGroup; is told why shared memory is not taken, "" if nobody asked for it.
+# Makes a communicator over a ProcessGroup. Its argument says why shared memory is not taken; "" if nobody asked for it.
 Fallback = Callable[[str], Communicator]
 
-_ENDED_S = 0.5  # after which the end of a process is seen, whose memory is gone
+_ENDED_S = 0.5  # within this time the end of a process is seen, after its memory has gone
 
 _groups = itertools.count()  # keeps the keys of several communicators over one store apart
-_local: dict[bytes, list[Communicator]] = {}  # made by one thread for all
+_local: dict[bytes, list[Communicator]] = {}  # groups that one thread has made for all of theirs
 
 
 class SeveralHostsError(ValueError):
-    """The transport is for ranks of one host."""
+    """The transport is for ranks of one host, and the ranks are on several."""
 
 
 class SharedMemoryError(_C.CommError):
-    """A rank cannot map the memory of the others, though it is on their host."""
+    """A rank cannot map the memory of the other ranks, although it is on their host."""
 
 
 @dataclass(frozen=True)
 class _Introduction:
-    """What a rank shows first."""
+    """What a rank shows all others first."""
 
     transport: str
     device: str
@@ -71,30 +73,80 @@ def from_env(
     if not own.launcher:
         refuse_batch_script()
     if own.size == 1 and not own.by_torchrun:
-        where = _checked_device(own, transport, device, cta_policy)
+        where = _checked_device("from_env", own, transport, device, cta_policy)
         return Communicator.local_group(1, deadline_s=deadline_s, device=where)[0]
     timeout = timedelta(seconds=deadline_s)
     store, rank, size = env_store(timeout)
     name = f"shardcomm/{next(_groups)}"
     exchange = StoreExchange(store, name, rank, size, deadline_s)
 
-    def gloo(reason: str) -> Communicator:
-        if where.type != "cpu":
-            raise ValueError(
-                f"from_env: transport is 'c10d', which is Gloo here, and device is {where}; accepted: 'cpu', or "
-                "from_process_group with a group of that device"
-            )
-        groups = [
-            ProcessGroupGloo(PrefixStore(f"{name}/{use}", store), rank, size, timeout)
-            for use in ("gathers", "reduces")
-        ]
-        # A backend has the collectives of a ProcessGroup, without being one to the type checker.
-        gathers, reduces = cast("list[dist.ProcessGroup]", groups)
-        return C10dCommunicator(gathers, reduces, where, reason)
-
     with exchange.telling():
-        where = _checked_device(own, transport, device, cta_policy)
-        return connect(exchange, transport, where, gloo, cta_policy)
+        where = _checked_device("from_env", own, transport, device, cta_policy)
+        over = _Store("from_env", store, name, where)
+        return connect(
+            exchange,
+            transport,
+            where,
+            lambda reason: _over_gloo(exchange, over, reason),
+            cta_policy,
+        )
+
+
+def from_mpi(
+    mpi: Any,
+    deadline_s: float,
+    transport: Transport,
+    device: torch.device | str | None,
+    cta_policy: CtaPolicy,
+) -> Communicator:
+    """See `shardcomm.connect`."""
+    check_mpi("connect", mpi)
+    check_seconds("connect", "deadline_s", deadline_s)
+    exchange = MpiExchange(mpi, deadline_s)
+    rank, size = exchange.rank, exchange.size
+    hosts = exchange(host_identity().encode())
+    here = hosts[rank]
+    own = Launched("MPI", rank, size, hosts[:rank].count(here), hosts.count(here))
+    where = _checked_device("connect", own, transport, device, cta_policy)
+
+    def gloo(reason: str) -> Communicator:
+        address, timeout = socket.gethostname(), timedelta(seconds=deadline_s)
+        store = None
+        if rank == 0:
+            store = TCPStore(address, 0, is_master=True, timeout=timeout, wait_for_workers=False)
+        port = int(exchange(str(store.port).encode() if store else b"")[0])
+        address = exchange(address.encode())[0].decode()
+        store = store or TCPStore(address, port, timeout=timeout, wait_for_workers=False)
+        return _over_gloo(exchange, _Store("connect", store, "shardcomm", where), reason)
+
+    return connect(exchange, transport, where, gloo, cta_policy)
+
+
+class _Store(NamedTuple):
+    """Where the ranks of a Gloo group meet, for which function, and on which device they work."""
+
+    operation: str
+    store: Store
+    name: str
+    device: torch.device
+
+
+def _over_gloo(exchange: Exchange, over: _Store, reason: str) -> Communicator:
+    if over.device.type != "cpu":
+        raise ValueError(
+            f"{over.operation}: transport is 'c10d', which is Gloo here, and device is {over.device}; accepted: 'cpu', "
+            "or from_process_group with a group of that device"
+        )
+    timeout = timedelta(seconds=exchange.deadline_s)
+    groups = [
+        ProcessGroupGloo(
+            PrefixStore(f"{over.name}/{use}", over.store), exchange.rank, exchange.size, timeout
+        )
+        for use in ("gathers", "reduces")
+    ]
+    # A backend has the collectives of a ProcessGroup, without being one to the type checker.
+    gathers, reduces = cast("list[dist.ProcessGroup]", groups)
+    return C10dCommunicator(gathers, reduces, over.device, reason)
 
 
 def local_group(size: int, deadline_s: float, device: torch.device | str) -> list[Communicator]:
@@ -161,7 +213,7 @@ def _any_device(device: torch.device | str) -> torch.device:
 
 
 def timeout_s(group: dist.ProcessGroup, device: torch.device) -> float:
-    """How long a collective of `group` waits for a rank."""
+    """How long a collective of `group` waits for a rank, in seconds."""
     try:
         timeout: timedelta = group._get_backend(device).options._timeout
     except RuntimeError:  # not every backend has one
@@ -176,7 +228,7 @@ def connect(
     c10d: Fallback,
     cta_policy: CtaPolicy = "default",
 ) -> Communicator:
-    """Chooses the transport that all ranks can use, and opens it."""
+    """Chooses the transport that all ranks can use, and opens it; collective."""
     rank, size, deadline_s = exchange.rank, exchange.size, exchange.deadline_s
     everybody = _introduce(exchange, transport, device, cta_policy)
     transports = [each.transport for each in everybody]
@@ -223,7 +275,7 @@ def _on_cpus(
     transport: Transport,
     c10d: Fallback,
 ) -> Communicator:
-    """Shared memory, if all ranks can have it."""
+    """Takes shared memory if all ranks can have it, and else what `c10d` makes; collective."""
     hosts = len({each.host for each in everybody})
     if hosts > 1:
         if transport == "shm":
@@ -244,7 +296,7 @@ def _on_cpus(
 def _introduce(
     exchange: Exchange, transport: str, device: torch.device, cta_policy: str
 ) -> list[_Introduction]:
-    """Shows all ranks who this one is, and returns who they are."""
+    """Shows all ranks who this one is, and returns who they are; collective."""
     pid, start_time = _C.own_process()
     own = _Introduction(transport, device.type, cta_policy, host_identity(), pid, start_time)
     everybody = []
@@ -262,7 +314,11 @@ def _introduce(
 
 
 def _watch(exchange: Exchange, everybody: list[_Introduction]) -> str:
-    """From here on, the death of another process of this host ends a wait. Why it cannot be seen, "" if it can."""
+    """Watches the other ranks' processes on this host: from now on the death of one ends a wait.
+
+    Returns:
+        The reason why they cannot be watched; "" if they are.
+    """
     own = everybody[exchange.rank]
     try:
         for peer, other in enumerate(everybody):
@@ -277,8 +333,17 @@ def _watch(exchange: Exchange, everybody: list[_Introduction]) -> str:
 def _share_memory(
     exchange: Exchange, everybody: list[_Introduction], refusal: str
 ) -> tuple[_C.Communicator | None, str]:
-    """Through memory that rank 0 makes; where one rank cannot have it (`refusal`, or it finds out), none, and why."""
-    session = member = None  # rank 0's session lives until all have attached
+    """Connects the ranks through memory that rank 0 makes, if all ranks can map it; collective.
+
+    Args:
+        exchange: Reaches all ranks.
+        everybody: Who they are.
+        refusal: Why this rank cannot share memory; "" if it may be able to.
+
+    Returns:
+        The communicator, or None and the reason.
+    """
+    session = member = None  # rank 0's session lives until all ranks have attached
     if exchange.rank == 0 and not refusal:
         processes = [(each.pid, each.start_time) for each in everybody]
         try:
@@ -294,7 +359,7 @@ def _share_memory(
     refusals = [each.decode() for each in exchange(refusal.encode())]
     said = [f"rank {rank}: {text}" for rank, text in enumerate(refusals) if text]
     if member is None or said:
-        # What a rank could not reach may have ended with its process.
+        # A rank may have been refused because another rank's process had ended.
         if trouble := exchange.trouble(within_s=_ENDED_S):
             raise trouble
         return None, f"not all ranks can share memory ({'; '.join(said)})"
@@ -302,7 +367,7 @@ def _share_memory(
 
 
 def host_identity() -> str:
-    """Equal for two processes if they can map each other's memory: same boot, same process namespace."""
+    """An identity that two processes share if they can map each other's memory: same boot, same process namespace."""
     with open("/proc/sys/kernel/random/boot_id") as boot:
         return boot.read().strip() + os.readlink("/proc/self/ns/pid")
 
@@ -310,7 +375,7 @@ def host_identity() -> str:
 def _thread_rank(
     exchange: Exchange, everybody: list[_Introduction], device: torch.device
 ) -> Communicator:
-    """This thread's of a local group, which the thread of rank 0 makes."""
+    """This thread's communicator of a local group, which the thread of rank 0 makes; collective."""
     rank, size = exchange.rank, exchange.size
     processes = {(each.host, each.pid) for each in everybody}
     if len(processes) > 1:
@@ -331,27 +396,36 @@ def _thread_rank(
 
 
 def check_transport(transport: str) -> None:
-    """ValueError unless `transport` is one of the names."""
+    """ValueError unless `transport` is the name of one."""
     if transport not in get_args(Transport):
         accepted = ", ".join(map(repr, get_args(Transport)))
         raise ValueError(f"transport is {transport!r}; accepted: {accepted}")
 
 
 def _checked_device(
-    own: Launched, transport: Transport, device: torch.device | str | None, cta_policy: CtaPolicy
+    operation: str,
+    own: Launched,
+    transport: Transport,
+    device: torch.device | str | None,
+    cta_policy: CtaPolicy,
 ) -> torch.device:
-    """That of this rank; ValueError or CudaError if it, or another argument of `from_env`, is none."""
+    """This rank's device.
+
+    Raises:
+        ValueError: `device`, or another argument of `operation`, is none of the accepted.
+        CudaError: There is no such GPU.
+    """
     check_transport(transport)
     nccl.check_cta_policy(cta_policy)
     if device is None:
         return _own_device(own, transport)
     if str(device) == "cuda":
         device = _own_gpu(own, torch.cuda.device_count())
-    return core_device("from_env", device)
+    return core_device(operation, device)
 
 
 def _own_device(own: Launched, transport: Transport) -> torch.device:
-    """This rank's GPU, if NCCL is asked for, or can be had and each rank of the host has a GPU; else the CPU."""
+    """This rank's GPU if "nccl" is asked for, or if NCCL is there and each rank of the host has a GPU; else the CPU."""
     ranks_here = own.local_size or 1 + (own.local_rank or 0)
     gpus = torch.cuda.device_count() if _C.cuda_built else 0
     if transport == "nccl" or (
@@ -362,5 +436,5 @@ def _own_device(own: Launched, transport: Transport) -> torch.device:
 
 
 def _own_gpu(own: Launched, gpus: int) -> torch.device:
-    """By the rank among those of this host; a launcher may also show each rank no other GPU than its own."""
+    """This rank's GPU, by its rank on this host. The launcher may show each rank its own GPU only, which is 0 then."""
     return torch.device("cuda", (own.local_rank or 0) % max(1, gpus))

@@ -1,4 +1,4 @@
-"""Bytes and texts of any length, which every rank shows to all others."""
+"""All-gathers of bytes and texts, whose lengths may differ between ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from shardcomm.comm.communicator import Communicator
 def all_gather_text(groups: Sequence[Communicator], text: str) -> list[str]:
     """Every rank's `text`; collective.
 
-    `groups`: one communicator, or a mesh's two, the row first: the result then counts the ranks row by row.
+    Args:
+        groups: One communicator, or a mesh's two, the row first. With two the result is in the order of ranks that are
+            counted row by row.
+        text: This rank's text.
     """
     everybody = [text]
     for comm in groups:

@@ -1,4 +1,4 @@
-"""Flags for NaN and Inf: one int32 element, which whoever writes gradients sets to 1 and never clears."""
+"""Flags for NaN and Inf: one int32 element, which the kernels that write gradients set to 1 and never clear."""
 
 from __future__ import annotations
 
@@ -6,7 +6,12 @@ import torch
 
 
 def flag_address(operation: str, flag: torch.Tensor | None, device: torch.device) -> int:
-    """Where `flag` is, 0 for None; TypeError, or ValueError, unless it is a tensor of one int32 element on `device`."""
+    """The address of `flag`; 0 for None.
+
+    Raises:
+        TypeError: `flag` is no tensor.
+        ValueError: `flag` is not one int32 element on `device`.
+    """
     if flag is None:
         return 0
     if not isinstance(flag, torch.Tensor):
@@ -22,7 +27,7 @@ def flag_address(operation: str, flag: torch.Tensor | None, device: torch.device
 
 
 def look(written: torch.Tensor, flag: torch.Tensor) -> None:
-    """Sets `flag` if an element of `written` is NaN or Inf: reads it all, for writers that do not look themselves."""
+    """Sets `flag` if an element of `written` is NaN or Inf. It reads all of it, for writers that do not look."""
     if written.is_floating_point() and written.numel():
         least, largest = torch.aminmax(written)  # NaN is both of them
         flag |= ~(least.isfinite() & largest.isfinite())

@@ -8,8 +8,8 @@ A plan that packs three tensors into one flat buffer, with a gap that is zeroed:
     flat (bf16)   [0 0 0 0 0 | 1 1 1 1 | - - - | 2 2 2 2 2 2]
     offset         0           5         9       12          18
 
-Each arrow is a segment of one row. A segment of several rows copies a rectangle, for instance some
-columns of a matrix. However many segments there are, a run is one call into the core.
+Each arrow is a segment of one row. A segment of several rows copies a rectangle, for instance some columns of a matrix.
+A run is one call into the core, whatever the number of segments.
 """
 
 from __future__ import annotations
@@ -40,13 +40,23 @@ from shardcomm.stream.streams import (
 )
 
 ZEROS = -1
-"""As the `src` of a segment: writes zeros."""
+"""The `src` of a segment that writes zeros."""
 
 
 class Segment(NamedTuple):
-    """`rows` x `cols` elements from source operand `src` to destination operand `dst`.
+    """A rectangle to copy: `rows` x `cols` elements of one source to one destination.
 
-    Offsets and pitches (the distance from one row to the next) are in elements of that side.
+    Offsets and pitches count elements of their own side.
+
+    Attributes:
+        src: The number of the source; -1 writes zeros.
+        dst: The number of the destination.
+        src_offset: The place of the first element in the source.
+        src_pitch: The distance from one row to the next in the source, at least `cols`.
+        dst_offset: The place of the first element in the destination.
+        dst_pitch: The distance from one row to the next in the destination, at least `cols`.
+        rows: How many rows.
+        cols: How many elements a row has.
     """
 
     src: int
@@ -61,13 +71,30 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True)
 class CopyPlan:
-    """Segments, compiled into tiles of equal work.
+    """Copies of many rectangles as one launch: segments, compiled once into tiles of equal work.
 
-    float32, bfloat16 and float16 convert among each other, rounding to nearest even; any other
-    dtype copies only to itself. Destinations of different segments must not overlap.
+    float32, bfloat16 and float16 convert among each other, rounding to nearest even; any other dtype copies only to
+    itself. `pack`, `unpack`, `copy_out` and `chunk_cat` make the usual plans. `repr()` lists the segments.
 
-    Raises ValueError for negative sizes, a pitch shorter than a row, and a dtype pair without
-    conversion.
+    Attributes:
+        segments: The rectangles. Destinations of different segments must not overlap.
+        src_dtype: The dtype of all sources.
+        dst_dtype: The dtype of all destinations.
+        core: The compiled plan.
+
+    Raises:
+        TypeError: A dtype is no torch.dtype, or `segments` is no list.
+        ValueError: A segment has a negative size or a pitch shorter than a row, or is no Segment; or there is no
+            conversion between the dtypes.
+
+    Example:
+        ```python
+        tensors = [torch.ones(5), torch.ones(4)]
+        plan = shardcomm.CopyPlan.pack([5, 4], [0, 8], torch.float32, torch.bfloat16, zero_ranges=[(5, 8)])
+        flat = torch.empty(12, dtype=torch.bfloat16)
+        plan.run(tensors, [flat])
+        assert flat.tolist() == [1.0] * 5 + [0.0] * 3 + [1.0] * 4
+        ```
     """
 
     segments: tuple[Segment, ...]
@@ -91,10 +118,10 @@ class CopyPlan:
         dst_wire, dst_items = wire_dtype(self.dst_dtype)
         if self.src_dtype != self.dst_dtype and _C.DType.u8 in (src_wire, dst_wire):
             raise ValueError(
-                f"no conversion from {self.src_dtype} to {self.dst_dtype}: float32, bfloat16 and "
-                "float16 convert, others only copy to themselves"
+                f"CopyPlan: no conversion from {self.src_dtype} to {self.dst_dtype}: float32, "
+                "bfloat16 and float16 convert, others only copy to themselves"
             )
-        # A dtype the core does not know travels as bytes: everything along a row counts in them.
+        # A dtype that the core does not know travels as bytes, which all numbers along a row then count.
         units = (1, 1, src_items, src_items, dst_items, dst_items, 1, dst_items)
         check_list("CopyPlan", "segments", self.segments)
         if not all(isinstance(s, Sequence) and len(s) == len(units) for s in self.segments):
@@ -119,9 +146,18 @@ class CopyPlan:
         dst_dtype: torch.dtype,
         zero_ranges: Sequence[tuple[int, int]] = (),
     ) -> CopyPlan:
-        """Contiguous tensor i, of `sizes[i]` elements, goes to `offsets[i]` of one flat tensor.
+        """A plan that packs contiguous tensors into one flat tensor.
 
-        `zero_ranges` are [begin, end) ranges of the flat tensor, in elements, to fill with zeros.
+        Args:
+            sizes: How many elements each tensor has.
+            offsets: Where each tensor begins in the flat one, in elements.
+            src_dtype: The dtype of the tensors.
+            dst_dtype: The dtype of the flat tensor.
+            zero_ranges: Ranges [begin, end) of the flat tensor, in elements, to fill with zeros.
+
+        Raises:
+            TypeError: `sizes` or `offsets` is no list.
+            ValueError: `sizes` and `offsets` differ in length; or as `CopyPlan`.
         """
         _check_lengths("pack", sizes, offsets)
         tensors = [
@@ -142,7 +178,18 @@ class CopyPlan:
         src_dtype: torch.dtype,
         dst_dtype: torch.dtype,
     ) -> CopyPlan:
-        """Contiguous tensor i, of `sizes[i]` elements, is read from `offsets[i]` of a flat one."""
+        """A plan that copies the parts of one flat tensor to contiguous tensors.
+
+        Args:
+            sizes: How many elements each tensor has.
+            offsets: Where each part begins in the flat tensor, in elements.
+            src_dtype: The dtype of the flat tensor.
+            dst_dtype: The dtype of the tensors.
+
+        Raises:
+            TypeError: `sizes` or `offsets` is no list.
+            ValueError: `sizes` and `offsets` differ in length; or as `CopyPlan`.
+        """
         _check_lengths("unpack", sizes, offsets)
         segments = [
             Segment(0, i, offset, size, 0, size, 1, size)
@@ -154,10 +201,19 @@ class CopyPlan:
     def copy_out(
         cls, sizes: Sequence[int], ranks: int, src_dtype: torch.dtype, dst_dtype: torch.dtype
     ) -> CopyPlan:
-        """FSDP2's copy-out, `torch.split_with_sizes_copy` on dim 1.
+        """A plan for FSDP2's copy-out, which is `torch.split_with_sizes_copy` on dim 1.
 
-        A gathered tensor of shape (ranks, sum(sizes)), where each rank's parts lie side by side,
-        goes to tensor i of shape (ranks, sizes[i]).
+        The source is a gathered tensor of shape (ranks, sum(sizes)), in which each rank's parts lie side by side.
+        Destination i has shape (ranks, sizes[i]).
+
+        Args:
+            sizes: How many elements of each tensor a rank has.
+            ranks: How many ranks there are.
+            src_dtype: The dtype of the gathered tensor.
+            dst_dtype: The dtype of the destinations.
+
+        Raises:
+            ValueError: As `CopyPlan`.
         """
         total = sum(sizes)
         starts = accumulate(sizes, initial=0)
@@ -175,10 +231,20 @@ class CopyPlan:
         src_dtype: torch.dtype,
         dst_dtype: torch.dtype,
     ) -> CopyPlan:
-        """FSDP2's copy-in of gradients, `torch._chunk_cat` on dim 0.
+        """A plan for FSDP2's copy-in of gradients, which is `torch._chunk_cat` on dim 0.
 
-        Tensor i is cut on dim 0 into `chunks` of equal size, with zeros where it ends too early;
-        chunk c of all tensors, side by side, is row c of the flat destination.
+        Each tensor is cut on dim 0 into chunks of equal size, with zeros where it ends too early. Row c of the flat
+        destination holds chunk c of all tensors, side by side.
+
+        Args:
+            shapes: The shape of each tensor, of at least one dim.
+            chunks: How many chunks each tensor is cut into, at least 1.
+            src_dtype: The dtype of the tensors.
+            dst_dtype: The dtype of the destination.
+
+        Raises:
+            TypeError: `shapes`, or one of them, is no list.
+            ValueError: `chunks` is less than 1, or a shape has no dims; or as `CopyPlan`.
         """
         if not is_whole(chunks, 1):
             raise ValueError(f"chunk_cat: chunks is {chunks!r}, it must be at least 1, and whole")
@@ -219,17 +285,24 @@ class CopyPlan:
         accumulate: bool = False,
         threads: int = 1,
     ) -> None:
-        """Writes scale * source, or with `accumulate` destination + scale * source.
+        """Runs the plan: writes scale * source, or with `accumulate` destination + scale * source.
 
-        Computed in float32 and rounded once. A source that is None counts as zeros. Operands are
-        contiguous tensors, or arrays that can be seen as such (`shardcomm.arguments.arrays`), of the plan's
-        dtypes on one device, of any shape, with at least the elements that the plan touches;
-        sources and destinations must not overlap. `threads` are the CPU's. On a GPU it runs on the
-        current stream; the first run there also uploads the plan, and waits for that.
+        It computes in float32 and rounds once. Operands are contiguous tensors, or arrays of other libraries that can
+        be seen as such (NumPy, CuPy, JAX, Numba), of the plan's dtypes, on one device and of any shape, with at least
+        the elements that the plan touches. Sources and destinations must not overlap. On a GPU it runs on the current
+        stream; the first run there also uploads the plan, and waits for that.
 
-        Raises TypeError for a tensor of another dtype or device; ValueError for one that is not
-        contiguous or too small, for a wrong number of them, for threads < 1, and for a scale or
-        accumulation on dtypes without conversion.
+        Args:
+            sources: The sources, by their numbers in the segments; None counts as zeros.
+            destinations: The destinations, by their numbers in the segments.
+            scale: A factor, for dtypes that convert.
+            accumulate: Whether to add to the destinations, for dtypes that convert.
+            threads: How many threads of the CPU copy, at least 1.
+
+        Raises:
+            TypeError: An operand has another dtype or device, or is no dense tensor or array.
+            ValueError: An operand is not contiguous or too small, there is a wrong number of them, `threads` is less
+                than 1, or `scale` or `accumulate` is given for dtypes without conversion.
         """
         scale = checked_scale("CopyPlan.run", scale)
         check_flag("CopyPlan.run", "accumulate", accumulate)
@@ -239,7 +312,7 @@ class CopyPlan:
         if on_host(device):
             self._executor(read, written, device, threads).run(scale, accumulate)
             return
-        with self._uploading:  # and nobody else's operands come between these and their run
+        with self._uploading:  # another thread's operands must not come between these and their run
             if device not in self._uploaded:
                 self._uploaded[device] = self._executor(read, written, device, threads)
             executor = self._uploaded[device]
@@ -253,9 +326,22 @@ class CopyPlan:
         *,
         threads: int = 1,
     ) -> BoundCopy:
-        """As `run`, but checks the operands now and runs later, as often as wanted.
+        """Checks the operands now, for copies that run later, as often as wanted.
 
-        On a GPU a run can be captured in a CUDA graph, which needs the BoundCopy as long as it lives.
+        On a GPU the runs can be captured in a CUDA graph; keep the result alive as long as the graph.
+
+        Args:
+            sources: As in `run`.
+            destinations: As in `run`.
+            threads: As in `run`.
+
+        Returns:
+            A copy with `run(scale=, accumulate=, nonfinite=, stream=)` and `set_sources(sources)`. It keeps the
+            operands alive.
+
+        Raises:
+            TypeError: As `run`.
+            ValueError: As `run`.
         """
         _check_threads("CopyPlan.bind", threads)
         read, written = _operands(sources, destinations, bound=True)
@@ -286,7 +372,15 @@ class CopyPlan:
         )
 
     def source_pointers(self, tensors: Sequence[Tensor | None], device: torch.device) -> list[int]:
-        """Addresses of `tensors`, 0 for None. Raises as `run` does."""
+        """The addresses of source tensors, for an executor.
+
+        Args:
+            tensors: The sources, checked as in `run`.
+            device: The device of the destinations.
+
+        Returns:
+            An address for each; 0 for None.
+        """
         return _pointers("sources", tensors, self.src_dtype, self.core.src_extents, device)
 
     def __repr__(self) -> str:
@@ -299,10 +393,10 @@ class CopyPlan:
 
 
 class Executor(Protocol):
-    """A plan with addresses, on one device: the compiled core's or Triton's."""
+    """What runs a plan on given addresses of one device: the compiled core's executor, or Triton's."""
 
     def set_operands(self, sources: list[int], destinations: list[int]) -> None:
-        """Later runs read and write there."""
+        """Sets the addresses that later runs read and write."""
 
     def run(
         self,
@@ -311,11 +405,11 @@ class Executor(Protocol):
         nonfinite: int = ...,
         stream: Any = ...,
     ) -> None:
-        """Queues the copy on `stream`. Nothing is made anew for other options than before."""
+        """Queues the copy on `stream`. Options may change from run to run; nothing is made anew for that."""
 
 
 class BoundCopy:
-    """A plan with its tensors, which it keeps alive."""
+    """A plan that is bound to its tensors, which it keeps alive. `CopyPlan.bind` makes it."""
 
     def __init__(
         self,
@@ -331,7 +425,7 @@ class BoundCopy:
         self.device = _device_of(destinations)
 
     def set_sources(self, sources: Sequence[ArrayLike | None]) -> None:
-        """Later runs read these. Not while a run is under way. Raises as `CopyPlan.run` does."""
+        """Makes later runs read `sources`. Call it only while no run is under way. It raises as `CopyPlan.run` does."""
         read = _as_tensors("sources", sources)
         self.core.set_operands(
             self.plan.source_pointers(read, self.device),
@@ -381,7 +475,7 @@ def _as_tensors(
 ) -> list[Tensor | None]:
     check_type("CopyPlan", role, arrays, Iterable, "a list or a tuple")
     return [
-        # Mostly they are plain tensors, of which there may be a thousand: nothing is made for them.
+        # Mostly they are plain tensors, and there may be a thousand: these are passed on as they are.
         array
         if array is None or (isinstance(array, Tensor) and not (array.is_neg() or array.is_conj()))
         else _in_memory(f"{role}[{i}]", array, written=role == "destinations", copied=copied)
@@ -390,7 +484,7 @@ def _as_tensors(
 
 
 def _in_memory(name: str, array: ArrayLike, *, written: bool, copied: bool) -> Tensor:
-    """`array` as a tensor; `copied` where that negates or conjugates what is in memory, and else refused."""
+    """`array` as a tensor. A view that negates or conjugates memory is copied if `copied`, and refused otherwise."""
     tensor = as_tensor(name, array, written=written)
     if not copied and (tensor.is_neg() or tensor.is_conj()):
         raise ValueError(
@@ -428,7 +522,7 @@ def _pointers(
     wire_extents: Sequence[int],
     device: torch.device,
 ) -> list[int]:
-    """Addresses of tensors that a plan can use. Extents count elements as the core sees them."""
+    """The addresses of tensors, which are checked. Extents count elements as the core sees them."""
     if len(tensors) != len(wire_extents):
         raise ValueError(f"{role} has {len(tensors)} tensors, the plan has {len(wire_extents)}")
     items = wire_dtype(dtype)[1]
@@ -464,9 +558,9 @@ def _refuse(
 
 
 def _draw(segment: Segment) -> str:
-    """E.g. `1[40:]  2 x 3 / 8 -> 0[16:]  2 x 3`.
+    """A line such as `1[40:]  2 x 3 / 8 -> 0[16:]  2 x 3`.
 
-    2 rows of 3 elements; in operand 1, from the 40th element on, one row starts every 8.
+    It says: 2 rows of 3 elements; in source 1 they begin at element 40, and a row starts every 8 elements.
     """
     s = segment
     source = "zeros" if s.src == ZEROS else _draw_side(s, s.src, s.src_offset, s.src_pitch)

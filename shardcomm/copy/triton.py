@@ -1,12 +1,12 @@
 """The Triton executor of a CopyPlan: for GPUs that the compiled extension does not serve.
 
-One launch whatever the number of tensors. Each program copies one tile: in whole vectors where both
-sides are aligned to them, then what is left of every row element by element.
+It is one launch, whatever the number of tensors. Each program copies one tile: in whole vectors where both sides are
+aligned, and then the rest of every row element by element.
 
     row 0   [ 16 bytes ][ 16 bytes ][ 16 bytes ] . . .
     row 1   [ 16 bytes ][ 16 bytes ][ 16 bytes ] . . .
 
-With TRITON_INTERPRET=1 in the environment at the import, Triton's interpreter runs it on the CPU.
+If TRITON_INTERPRET=1 is in the environment when this module is imported, Triton's interpreter runs it on the CPU.
 """
 
 from __future__ import annotations
@@ -40,10 +40,13 @@ _BITS = {
 
 
 class TritonCopy:
-    """A plan with addresses on one device. Writes what the core's executor does, bit for bit.
+    """Runs a plan on addresses of one device. It writes what the core's executor writes, bit for bit.
 
-    The first run for a pair of dtypes compiles, which takes seconds. Raises ValueError for a scale
-    or an accumulation on dtypes without conversion, TypeError for the CPU without the interpreter.
+    The first run for a pair of dtypes compiles, which takes seconds.
+
+    Raises:
+        TypeError: The device is the CPU and Triton's interpreter is off, or a GPU and it is on.
+        ValueError: By `run`: a scale or an accumulation for dtypes without conversion.
     """
 
     def __init__(
@@ -64,8 +67,8 @@ class TritonCopy:
         self.set_operands(sources, destinations)
 
     def set_operands(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
-        """Later runs read and write there; a run that is queued already does where it was told before."""
-        # Signed, as the kernel's integers: some GPUs have addresses past 2^63.
+        """Sets the addresses for later runs; a run that is queued already uses those that were set before it."""
+        # The kernel's integers are signed, and some GPUs have addresses past 2^63.
         addresses = [_signed(address) for address in (0, *sources, *destinations)]
         self._address_table = _Table(torch.tensor(addresses, dtype=torch.int64), self._device)
 
@@ -76,7 +79,7 @@ class TritonCopy:
         nonfinite: int = 0,
         stream: TorchStream | None = None,
     ) -> None:
-        """Queues the copy on `stream`, or on the current one."""
+        """Queues the copy on `stream`, or on the current stream if it is None."""
         launch = self._launch(ctypes.c_float(scale).value, accumulate, nonfinite)
         if self._grid == (0,):
             return
@@ -120,7 +123,7 @@ def _signed(address: int) -> int:
 def _check_device(device: torch.device) -> None:
     interpreted = not isinstance(_copy_tile, triton.JITFunction)
     if interpreted != (device.type == "cpu"):
-        # Interpreted on a GPU's addresses, the copy would end the process.
+        # On a GPU's addresses the interpreter would end the process.
         needed = "unset" if interpreted else "1"
         raise TypeError(
             f"the copy is on {device}, for which TRITON_INTERPRET must be {needed} when "
@@ -131,8 +134,8 @@ def _check_device(device: torch.device) -> None:
 class _Table:
     """Integers that the kernel reads.
 
-    A copy on a GPU belongs to the stream that made it: there it comes before the kernels that read
-    it, and its memory is used again only after them. Another stream makes its own.
+    Each stream of a GPU has its own copy. On the stream that made it, the copy comes before the kernels that read it,
+    and its memory is used again only after them.
     """
 
     def __init__(self, rows: Tensor, device: torch.device) -> None:
@@ -151,7 +154,7 @@ class _Table:
         return self._copy
 
 
-# The flag's address: one kernel for all of them.
+# Triton would compile a kernel for each alignment of the flag's address, if it specialised on that.
 @triton.jit(do_not_specialize=["nonfinite"])
 def _copy_tile(
     tiles,

@@ -1,4 +1,4 @@
-"""The actions of a schedule, done: collectives of units are issued and awaited, and slots change their occupants."""
+"""Executes the actions of a schedule: issues and awaits the units' collectives, and tracks what is in each slot."""
 
 from __future__ import annotations
 
@@ -9,28 +9,31 @@ from contextlib import AbstractContextManager, ExitStack
 from shardcomm.bucket.offload import Offload
 from shardcomm.comm.communicator import Communicator
 from shardcomm.comm.mesh import FailingTogether
-from shardcomm.schedule.schedule import Action, Schedule, Trigger, Verb
+from shardcomm.schedule.schedule import Schedule
+from shardcomm.schedule.triggers import Action, Trigger, Verb
 from shardcomm.sharded.sharded_unit import IDLE, ShardedUnit
+from shardcomm.sharded.unit_gradients import LOCAL
 from shardcomm.stream.streams import Event, Stream
 from shardcomm.stream.work import Work
 from shardcomm.trace.recording import Trace
 from shardcomm.trace.traffic import Traffic
 
 Program = dict[Trigger, tuple[tuple[Callable[[ShardedUnit], None], ShardedUnit], ...]]
-"""A schedule's actions, each bound to what does it; of triggers that have any."""
+"""A schedule that is ready to run: for each trigger with actions, the functions to call and their units."""
 
 _OF_SLOTS = (Verb.GATHER, Verb.WAIT_GATHER, Verb.RELEASE)
 
 
 class Actions:
-    """What can be done to `units`. Each is idempotent: a trigger that fires twice, or not at all, does no harm.
+    """The actions on `units`. Each is idempotent: a trigger that fires twice, or not at all, does no harm.
 
     Attributes:
-        sync: whether gradients are reduced, or left where backward put them.
-        all_reduces: whether what is reduced is averaged over replicas, or put off.
-        keeps_secondary: whether what is gathered is copied to secondary shards: in a forward that a backward follows.
-        traffic: what it amounted to so far.
-        trace: what is to record it, if anything.
+        sync: Whether gradients are reduced; False leaves them where backward put them.
+        all_reduces: Whether reduced gradients are averaged over replicas; False puts that off.
+        keeps_secondary: Whether gathered parameters are copied to secondary shards: in a forward that a backward
+            follows.
+        traffic: The bytes that were communicated so far.
+        trace: The trace that records the actions; None: they are not recorded.
     """
 
     def __init__(self, units: Sequence[ShardedUnit], together: FailingTogether) -> None:
@@ -44,6 +47,7 @@ class Actions:
         self._compute = units[0].streams.compute
         self._offloads = {b.offload for unit in units for b, _ in unit.buckets if b.offload}
         self._occupant: dict[int, ShardedUnit] = {}  # of each slot
+        self._to_reduce: dict[ShardedUnit, None] = {}  # in the order in which backward came to them
         self._reducing: dict[Communicator, ShardedUnit] = {}  # whose gradients are in its buffer
         users = Counter(unit.slot for unit in units if unit.slot >= 0)
         for unit in units:
@@ -73,28 +77,28 @@ class Actions:
         }
 
     def occupant(self, unit: ShardedUnit) -> ShardedUnit | None:
-        """Whose parameters were gathered last into the slot of `unit`."""
+        """The unit whose parameters were gathered last into the slot of `unit`."""
         return self._occupant.get(unit.slot)
 
     def gather(self, unit: ShardedUnit) -> None:
-        """Issues the gather, unless the slot is in use by another unit."""
+        """Issues the gather of `unit`, unless another unit uses its slot."""
         if unit.gathered:
             return
         occupant = self._occupant.get(unit.slot)
         if occupant is not None and occupant is not unit:
             if occupant.state is not IDLE:
-                return  # only a prefetch can come here; `require` says it where it matters
+                return  # only a prefetch can come here; `require` raises where it matters
             occupant.overwritten()
         self._occupant[unit.slot] = unit
         nbytes = unit.gather_bytes
         with self._issuing("gather", unit, unit.streams.gather, nbytes):
             unit.gather(keep=self.keeps_secondary)
-        if occupant is unit:  # its earlier values go now
+        if occupant is unit:  # the gather overwrites its own earlier values
             unit.versions.arrive()
         self.traffic.gathered_bytes += nbytes
 
     def require(self, unit: ShardedUnit) -> None:
-        """The parameters of `unit` are there, gathered now if no schedule did it; it begins to compute."""
+        """Makes the parameters of `unit` available to compute with: gathers them now if no schedule did."""
         if unit.slot >= 0:  # else the shard is the whole unit
             if not unit.gathered:
                 self.gather(unit)
@@ -108,19 +112,44 @@ class Actions:
             unit.began = self._compute().record(timed=True)
 
     def wait_gather(self, unit: ShardedUnit) -> None:
-        """Computation goes on with the parameters of `unit`."""
+        """Has computation wait for the gather of `unit`."""
         if unit.gathers:
             self._finish(unit.gathers, "gather", unit)
         unit.versions.arrive()
 
     def release(self, unit: ShardedUnit) -> None:
-        """Whoever needs the parameters next gathers them."""
+        """Marks the parameters of `unit` as not gathered: the next use gathers them."""
         unit.gathered = False
 
     def reduce(self, unit: ShardedUnit) -> None:
-        """Issues the reduce, unless another backward of `unit` is to come; its full gradients are let go of."""
-        if not (self.sync and unit.gradients.complete):
+        """Issues the reduce of `unit` and of units that wait for theirs, and drops their full gradients.
+
+        A unit waits while another backward of it may come, since somebody keeps a graph, and all that come after it
+        wait behind it. So the order is that of a rank which has freed the graph.
+        """
+        if not self.sync or unit.gradients.stage is not LOCAL:
             return
+        if unit.gradients.complete and not self._to_reduce:  # as in most steps
+            self._reduce(unit)
+            return
+        self._to_reduce[unit] = None
+        self.reduce_waiting()
+
+    def reduce_waiting(self) -> None:
+        """Issues the reduces that nothing is waited for any more."""
+        while self._to_reduce:
+            unit = next(iter(self._to_reduce))
+            if not unit.gradients.complete:
+                return
+            del self._to_reduce[unit]
+            self._reduce(unit)
+            self.all_reduce(unit)
+
+    def forget_waiting(self) -> None:
+        """Drops the reduces that wait, after an exception."""
+        self._to_reduce.clear()
+
+    def _reduce(self, unit: ShardedUnit) -> None:
         if unit.gradients.reduces or unit.gradients.all_reduces:
             self.wait_reduce(unit)
         before = self._reducing.get(unit.mesh.shard)
@@ -135,7 +164,7 @@ class Actions:
         unit.gradients.arrived()
 
     def all_reduce(self, unit: ShardedUnit) -> None:
-        """Issues the all-reduce of what `reduce` left, if anything."""
+        """Issues the all-reduce of the gradients that `reduce` left, if there are any."""
         if not (self.sync and self.all_reduces and unit.gradients.awaits_replicas):
             return
         if self.trace is not None:  # else its span would begin with a wait for the reduce
@@ -146,7 +175,7 @@ class Actions:
         self.traffic.reduced_bytes += nbytes
 
     def wait_reduce(self, unit: ShardedUnit) -> None:
-        """Computation goes on with the reduced gradients of `unit`."""
+        """Has computation wait for the reduces of `unit`."""
         gradients = unit.gradients
         if gradients.reduces or gradients.all_reduces:
             self._finish(gradients.reduces, "reduce", unit)
@@ -154,7 +183,7 @@ class Actions:
             gradients.arrived()
 
     def wait_all(self) -> None:
-        """Nothing is on its way any more."""
+        """Has computation wait for all collectives that are under way."""
         for unit in self._units:
             if unit.gathers:
                 self.wait_gather(unit)
@@ -163,7 +192,7 @@ class Actions:
         self.wait_host()
 
     def wait_host(self) -> None:
-        """The host may read gradients and write shards, where they are in its memory."""
+        """Has the host wait until it may read gradients and write shards, where these are in its memory."""
         if self._offloads:
             self._wait(self._offloads, "host", "memory")
 
@@ -197,7 +226,7 @@ class Actions:
     def _issuing(
         self, row: str, unit: ShardedUnit, stream: Stream, nbytes: int
     ) -> AbstractContextManager[object]:
-        """Around what is put on `stream`: it fails together with the other groups, and is traced."""
+        """A context in which a collective is put on `stream`: traced, and a CommError in it ends the other groups."""
         if self.trace is None:
             return self._together
         span = ExitStack()

@@ -1,18 +1,6 @@
-"""A minimal FSDP engine: hooks that fire triggers, and the actions that the schedule lists for them.
+"""The engine: what a training loop calls of a sharded model, beside the model itself.
 
-It reads in the order a step happens. For each unit:
-
-    pre_forward     wait until its parameters are gathered (a prefetch mostly has been); show the full ones
-    post_forward    show this rank's rows again; release the slot if another unit needs it
-    pre_backward    as pre_forward, and prefetch in the other direction
-    post_backward   release, and reduce the gradients over the ranks; `.grad` of units whose reduce has ended
-    end_of_backward wait for the reduces that are left; all parameters have their `.grad`
-
-What is issued, awaited and released at each trigger is decided in `schedule/schedule.py`, and done in `actions.py`. A
-step that deviates from the schedule (a unit skipped, repeated, or recomputed) is gathered on demand, and planned for
-from there.
-
-Reference: Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", arXiv 2304.11277.
+What the model's hooks call stands in `step.py`.
 """
 
 from __future__ import annotations
@@ -20,18 +8,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import sys
-import threading
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import nn
-from torch._C import _is_tracing as is_tracing
 
-from shardcomm._C import CommError
 from shardcomm.arguments.checks import check_flag, check_type
 from shardcomm.checkpoint.elsewhere import Elsewhere
 from shardcomm.checkpoint.optimizer_state import OptimizerState
@@ -48,17 +31,13 @@ from shardcomm.comm.mesh import FailingTogether, Mesh
 from shardcomm.engine import forward_methods
 from shardcomm.engine.actions import Actions
 from shardcomm.engine.gradients import Gradients, OnNonfinite
-from shardcomm.parameter import versions
+from shardcomm.engine.step import Step
 from shardcomm.planner.footprint import Footprint
-from shardcomm.schedule.schedule import Phase, Schedule, Trigger
+from shardcomm.schedule.schedule import Schedule
+from shardcomm.schedule.triggers import Trigger
 from shardcomm.sharded import unit_io
-from shardcomm.sharded.apart import Apart, gathered, nobodys_gradient
-from shardcomm.sharded.hooks import Hooks
+from shardcomm.sharded.apart import gathered
 from shardcomm.sharded.sharded_unit import (
-    BACKWARD,
-    FORWARD,
-    IDLE,
-    ShardedParam,
     ShardedUnit,
     measured,
 )
@@ -67,13 +46,17 @@ from shardcomm.trace.traffic import Traffic
 
 
 class Engine:
-    """Drives the communication of one model; made by `fully_shard`.
+    """Drives the communication of one sharded model. [`fully_shard`][shardcomm.fully_shard] makes it.
+
+    A training loop calls the model as before. It calls the engine to clip gradients, to accumulate them, to save and
+    load state, and to look at parameters in full.
 
     Attributes:
-        model: with this rank's rows as its parameters.
-        mesh: the ranks; `mesh.rank` of `mesh.size` is this one.
-        units: what is gathered and reduced together; the model itself is the first, by the name "(root)".
-        elsewhere: what other ranks hold of the model, where they have other experts.
+        model: The model, whose parameters are this rank's rows.
+        mesh: The ranks, as a [`Mesh`][shardcomm.Mesh]; this rank is `mesh.rank` of `mesh.size`.
+        units: The modules whose parameters are gathered and reduced together. The first is the model itself, by the
+            name "(root)".
+        elsewhere: What other ranks hold of the model, where they have other experts.
     """
 
     def __init__(
@@ -87,6 +70,7 @@ class Engine:
         on_nonfinite: OnNonfinite,
         *,
         strategy: str,
+        may_be_left_out: Sequence[ShardedUnit],
         owned: Sequence[Mesh | Communicator],
         elsewhere: Elsewhere,
     ) -> None:
@@ -98,36 +82,23 @@ class Engine:
         self.elsewhere = elsewhere
         meshes = dict.fromkeys([mesh, *(unit.mesh for unit in units)])
         self._together = FailingTogether([*meshes])
-        self._root = units[0]
         self._streams = mesh.streams
         self._actions = Actions(units, self._together)
         self._gradients = Gradients(units, mesh, on_nonfinite)
-        # Experts that nobody gathers: a forward without them, on some of their ranks, is none that the others wait for.
-        self._may_be_left_out = [
-            u for u in units if u.slot < 0 and u.mesh.size not in (1, mesh.size)
-        ]
-        self._check = check
         self._divide_gradients(mesh.size)
 
-        # Orders differ from step to step where layers are dropped at random; the latest are worth keeping.
-        self._program = functools.lru_cache(maxsize=8)(
-            lambda order, backward: self._actions.program(plan(order, backward))
+        self._step = Step(
+            units,
+            mesh,
+            self._actions,
+            self._gradients,
+            self._together,
+            plan,
+            order,
+            check,
+            may_be_left_out,
         )
-        self._train = self._program(order, True)
-        self._evaluate = self._program(order, False)
-        self._current = self._train
-        self._seen: list[Trigger] = []  # this forward's triggers, to learn the order from
-        self._changes = versions.changes  # of rows, by the time of the latest forward
-        self._in_backward = False
-        self._backward_failed = False  # an exception ended it, of which nothing is cleared up yet
-        self._at_end: weakref.ref[Any] | None = None  # what autograd calls then, while it means to
-        self._thread = threading.get_ident()
-        self._thread_ranks_on_gpu = mesh.device.type != "cpu" and any(
-            comm.transport == "local" and comm.size > 1
-            for each in meshes
-            for comm in (each.shard, each.replicate)
-        )
-        self._hooks = [hook for unit in units for hook in self._install(unit)]
+        self._hooks = [hook for unit in units for hook in self._step.install(unit)]
         install_hooks(units, self._parts, self._begin_state_dict)
         for param in self._parts if elsewhere.ambiguous else ():
             param.whole.check_names = elsewhere.check  # type: ignore[attr-defined]
@@ -136,15 +107,28 @@ class Engine:
 
     @property
     def traffic(self) -> Traffic:
-        """Bytes moved and time waited so far."""
+        """Counters since the start: bytes gathered, bytes reduced, and seconds waited.
+
+        Waits are timed once `traffic.time_waits()` has been called.
+        """
         return self._actions.traffic
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Gradients of backwards in here stay unsharded on this rank; the next backward outside reduces the sum.
+        """A context for gradient accumulation: backwards in it do not reduce their gradients.
 
-        The sum is taken in `reduce_dtype` where that is wider than `param_dtype`. It is not in `.grad`, so
-        `zero_grad()` does not drop it (as in PyTorch FSDP2); an exception in a backward does.
+        The gradients stay on this rank, unsharded, and the next backward outside reduces their sum. The sum is taken in
+        `reduce_dtype` where that is wider than `param_dtype`. It is not in `.grad`, so that `zero_grad()` does not drop
+        it (as in PyTorch FSDP2); an exception in a backward drops it.
+
+        Example:
+            ```python
+            model = torch.nn.Linear(64, 64)
+            engine = shardcomm.fully_shard(model, comm)
+            with engine.no_sync():
+                model(torch.randn(8, 64)).sum().backward()  # no communication of gradients
+            model(torch.randn(8, 64)).sum().backward()  # reduces the sum of both
+            ```
         """
         before, self._actions.sync = self._actions.sync, False
         try:
@@ -153,11 +137,15 @@ class Engine:
             self._actions.sync = before
 
     def set_requires_all_reduce(self, requires: bool) -> None:
-        """With False, backwards reduce gradients to shards and leave out the all-reduce among replicas, from now on.
+        """Says whether the next backwards all-reduce gradients among replicas.
 
-        The sums of such backwards are kept as shards, in the parameters' dtype, and take part in the all-reduce of the
-        first backward after True, which shows the `.grad`. For accumulation with strategy "hybrid_shard": less memory
-        than in `no_sync`, less communication than without. As PyTorch FSDP2's method; without replicas nothing changes.
+        For accumulation with strategy "hybrid_shard": it takes less memory than `no_sync`, and less communication than
+        a full reduce at each backward. After False, backwards reduce gradients to shards and leave out the all-reduce.
+        Their sums are kept as shards, in the parameters' dtype. The first backward after True all-reduces them with its
+        own, and shows the `.grad`. As PyTorch FSDP2's method of this name. Without replicas nothing changes.
+
+        Args:
+            requires: Whether backwards all-reduce, from now on.
 
         Raises:
             ValueError: `requires` is no bool.
@@ -169,14 +157,22 @@ class Engine:
 
     @property
     def nonfinite(self) -> tuple[str, ...]:
-        """Names of units in whose gradients the latest backward left NaN or Inf; see `on_nonfinite`."""
+        """The names of units in whose gradients the latest backward left NaN or Inf.
+
+        Filled where `fully_shard` was given `on_nonfinite`; empty otherwise.
+        """
         return self._gradients.nonfinite
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Sums of gradients over all ranks are divided by `factor` from now on, instead of by the number of ranks.
+        """Divides sums of gradients over all ranks by `factor` from now on, instead of by the number of ranks.
+
+        As PyTorch FSDP2's method of this name. With 1.0 gradients are sums.
+
+        Args:
+            factor: The divisor, from 1e-30 to 1e30, so that float32 can hold the quotients.
 
         Raises:
-            ValueError: `factor` is not a number above 0, or float32 cannot hold what it makes of the sums.
+            ValueError: `factor` is no such number.
         """
         if isinstance(factor, bool) or not (
             isinstance(factor, int | float) and 1e-30 <= factor <= 1e30
@@ -192,13 +188,19 @@ class Engine:
                 bucket.grad_scale = unit.mesh.size / factor
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """Scales all gradients so that their global L2 norm is at most `max_norm`; returns the norm before.
+        """Scales all gradients so that their global L2 norm is at most `max_norm`; collective.
 
         As `torch.nn.utils.clip_grad_norm_` on the whole model, with one all-reduce of one number. Gradients of
         `ignored_params`, which are each rank's own, are neither counted nor scaled.
 
+        Args:
+            max_norm: The largest norm, at least 0. `math.inf` scales nothing.
+
+        Returns:
+            The norm before scaling, of no dims, in float32, on the device of `mesh`.
+
         Raises:
-            ValueError: `max_norm` is not a number of at least 0, or infinite.
+            ValueError: `max_norm` is not a number of at least 0.
         """
         limit = math.nan
         with contextlib.suppress(TypeError, ValueError, RuntimeError, OverflowError):
@@ -211,18 +213,32 @@ class Engine:
 
     @contextlib.contextmanager
     def gathered(self, module: nn.Module | None = None, *, write: bool = False) -> Iterator[None]:
-        """In here the parameters of `module` (default: the model), and of what is in it, are the full ones; collective.
+        """A context in which the parameters of `module`, and of the modules in it, are the full ones; collective.
 
-        They are copies, in memory of their own and in the dtype of this rank's rows, and so are the other parameters
-        of the units around them. State dicts are full ones. A forward under `torch.no_grad()` computes with them; one
-        with gradients is refused. With `write=True` each rank takes its rows of the values they have at the end, unless
-        an exception ends it: every rank must write the same (merging adapters, initialising). Without, a change raises.
+        The full parameters are copies, in memory of their own and in the dtype of this rank's rows. Other parameters of
+        the same units are shown in full, too. State dicts that are taken in the context are full ones. A forward under
+        `torch.no_grad()` computes with the full parameters; a forward with gradients is refused.
+
+        Args:
+            module: A module of the model. None: the whole model.
+            write: Whether changes are kept: at the end each rank takes its rows of the values that the full parameters
+                then have, unless an exception ends the context. Every rank must write the same values, for instance to
+                merge adapters or to initialise. Without `write` a change raises.
 
         Raises:
             TypeError: `module` is no module.
-            ValueError: it is none of the model's, or `write` is no bool, or True inside of a `gathered` without it.
-            RuntimeError: autograd runs; or at the end a parameter was changed without `write`, replaced or converted,
-                or rows were changed, by an optimizer's step for instance.
+            ValueError: `module` is none of the model's, or `write` is no bool, or `write` is True inside of another
+                `gathered` without it.
+            RuntimeError: Autograd runs. Or, at the end: a parameter was changed without `write`, replaced or
+                converted, or rows were changed meanwhile, by an optimizer's step for instance.
+
+        Example:
+            ```python
+            model = torch.nn.Linear(64, 64)
+            engine = shardcomm.fully_shard(model, comm)
+            with engine.gathered(write=True):
+                torch.nn.init.eye_(model.weight)  # the whole matrix; the same on every rank
+            ```
         """
         check_flag("gathered", "write", write)
         module = self.model if module is None else module
@@ -240,7 +256,13 @@ class Engine:
             yield
 
     def unit(self, module: nn.Module) -> ShardedUnit:
-        """The unit whose parameters are gathered for the forward of `module`: to `unshard()` and `reshard()` it.
+        """The unit whose parameters are gathered for the forward of `module`.
+
+        Its `unshard()` gathers the unit's parameters and keeps them in full until `reshard()`, for code that uses them
+        outside of the unit's forward.
+
+        Args:
+            module: The module of a unit, as `units` of `fully_shard` names them; the model itself is one.
 
         Raises:
             ValueError: `module` is not a unit's; the message names the unit around it.
@@ -251,65 +273,91 @@ class Engine:
         around = [unit.name for unit in self.units if module in unit.module.modules()]
         where = f"is part of unit {around[-1]!r}" if around else "is none of the model's modules"
         raise ValueError(
-            f"module, a {type(module).__name__}, {where}; give the module of one of the units "
+            f"module is a {type(module).__name__}, which {where}; give the module of one of the units "
             f"{', '.join(repr(unit.name) for unit in self.units)}, or make it one by fully_shard(..., units=)"
         )
 
     def register_forward_method(self, module: nn.Module, name: str) -> None:
-        """Has the method `name` of a unit's `module`, such as `generate`, gather its parameters as its forward does.
+        """Makes a method of a unit's module, such as `generate`, gather the unit's parameters as its forward does.
 
-        Inputs and outputs are cast as a forward's, and gradients flow. What the method calls of the module, its forward
-        too, is part of the same use; units inside of it are gathered call by call. As PyTorch's
-        `register_fsdp_forward_method`. Every rank must call the method, and come to the same units in it.
+        Inputs and outputs are cast as a forward's are, and gradients flow. If the method calls other methods of the
+        module, or its forward, these are part of the same use; units inside of the module are gathered call by call.
+        Every rank must call the method, and come to the same units in it. As PyTorch's `register_fsdp_forward_method`.
+
+        Args:
+            module: The module of a unit.
+            name: The method's name.
 
         Raises:
             ValueError: `module` is not a unit's, or has no such method.
         """
-        after = functools.partial(self._post_forward, method=True)
+        after = functools.partial(self._step.post_forward, method=True)
         unit = self.unit(module)
         self._hooks.append(
-            forward_methods.install(unit, name, self._pre_forward, after, self._forward_failed)
+            forward_methods.install(
+                unit, name, self._step.pre_forward, after, self._step.forward_failed
+            )
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's part of the model, with the model's own names: for `torch.distributed.checkpoint` (DCP).
+        """This rank's part of the model, with the model's own names, for `torch.distributed.checkpoint` (DCP).
 
-        Parameters are ShardTensors, views of the shards, from which DCP saves and into which it loads; no rank sends
-        parameters, so that it works after a CommError, too. With `load_state_dict` this makes the engine itself DCP's
-        `Stateful`::
+        Parameters are ShardTensors: views of the shards, from which DCP saves and into which it loads. No rank sends
+        parameters, so that this works after a CommError, too. Together with `load_state_dict` it makes the engine a
+        `Stateful` of DCP, so that the engine itself can stand in a state that is saved.
 
+        DCP needs a torch process group of the same ranks (Gloo is enough), over which the ranks agree on what is where.
+        A checkpoint can be loaded with any number of ranks, strategy, granularity and dims, by PyTorch's FSDP2 and by a
+        plain model. Checkpoints of these can be loaded here; `torch.distributed.checkpoint.state_dict.get_state_dict`
+        gives the same names.
+
+        Raises:
+            RuntimeError: Autograd runs, or other ranks have other parameters of the same names.
+
+        Example:
+            ```python
+            import torch.distributed.checkpoint as dcp
+
+            model = torch.nn.Linear(64, 64)
+            engine = shardcomm.fully_shard(model, comm)
+            optimizer = torch.optim.AdamW(model.parameters())
             state = {"model": engine, "optimizer": engine.optimizer_state(optimizer)}
-            torch.distributed.checkpoint.save(state, checkpoint_id=path)  # load: the same, with load
-
-        It needs a torch process group of the same ranks (Gloo is enough) to agree on what is where. A checkpoint can
-        be loaded with any number of ranks, strategy, granularity and dims, by PyTorch's FSDP2 and by a plain model, and
-        theirs here (`torch.distributed.checkpoint.state_dict.get_state_dict` gives the same names).
+            dcp.save(state, checkpoint_id="checkpoint")
+            dcp.load(state, checkpoint_id="checkpoint")
+            ```
         """
         self._begin_state_dict()
         return state_dict(self.model, self._parts)
 
     def _begin_state_dict(self) -> None:
-        """Raises RuntimeError if other ranks have other parameters of the same names."""
+        """RuntimeError if other ranks have other parameters of the same names."""
         self.elsewhere.check("state_dict")
         self.release()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Takes this rank's part of what `state_dict()` gave, or of full tensors; no communication.
+        """Loads this rank's part of the model. No communication.
 
-        What is of experts that only other ranks have is passed over.
+        Entries of experts that only other ranks have are passed over.
+
+        Args:
+            state_dict: What `state_dict()` gave, or full tensors by the model's names.
 
         Raises:
-            ValueError: a name is missing or unknown, or a shape differs; nothing is changed then.
+            ValueError: A name is missing or unknown, or a shape differs; nothing is changed then.
+            RuntimeError: Autograd runs.
         """
         self.release()
         load_state_dict(self.model, self._parts, state_dict, self.elsewhere.names)
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> OptimizerState:
-        """Saves and loads the state of an optimizer of this model by DCP; see `state_dict`.
+        """The state of an optimizer of this model, as a `Stateful` that DCP saves and loads; see `state_dict`.
+
+        Args:
+            optimizer: An optimizer of `model.parameters()`, or of some of them.
 
         Raises:
-            ValueError: it has a parameter that is not the model's.
-            RuntimeError: other ranks have other parameters of the same names.
+            ValueError: The optimizer has a parameter that is not the model's.
+            RuntimeError: Other ranks have other parameters of the same names.
         """
         self.elsewhere.check("optimizer_state")
         return OptimizerState(optimizer, self.model, self.elsewhere)
@@ -317,14 +365,18 @@ class Engine:
     def full_state_dict(self, rank: int | None = None) -> dict[str, Any]:
         """The model's state dict with full parameters, original names and order, in CPU memory; collective.
 
-        On every rank, or on `rank` alone (the others get {}; ValueError if it is no rank of the mesh); where parameters
-        are DTensors, on that rank of each mesh. Parameters are gathered unit by unit: at any moment at most one unit
-        exists in full besides the result. Of a model whose ranks have other experts it is the whole, with all experts;
-        each rank holds a copy of its own meanwhile.
+        Parameters are gathered unit by unit: at any moment at most one unit exists in full besides the result. If ranks
+        have other experts, the result is the whole model with all experts, and each rank holds a copy of its own
+        experts meanwhile.
+
+        Args:
+            rank: The rank of the mesh that gets the state dict; the other ranks get {}. Where parameters are DTensors,
+                that rank of each mesh gets it. None: every rank.
 
         Raises:
-            ValueError: `rank` is none.
-            RuntimeError: other ranks have other parameters of the same names, or extra state that is no tensor.
+            ValueError: `rank` is no rank of the mesh.
+            RuntimeError: Autograd runs, or other ranks have other parameters of the same names, or extra state that is
+                no tensor.
         """
         self.elsewhere.check("full_state_dict")
         self.release()
@@ -333,22 +385,22 @@ class Engine:
         )
 
     def release(self) -> None:
-        """Waits for what is queued, and lets go of full parameters: what computes next gathers anew.
+        """Waits for all communication that is queued, and drops full parameters, so that the next use gathers anew.
 
-        Call it before the memory of shards is written by another way than the model's parameters. Where a rank has
-        failed, the next collective raises CommError, and this does not.
+        Call it before you write the memory of shards by another way than the model's parameters. If a rank has failed,
+        this does not raise; the next collective raises the CommError.
 
         Raises:
-            RuntimeError: autograd runs, and needs them.
+            RuntimeError: Autograd runs, and needs the full parameters.
         """
         if unit_io.in_backward():
             raise RuntimeError(
                 "a state dict, engine.gathered() or engine.release(): autograd runs; call it before or after a backward"
             )
-        self._settle()
+        self._step.settle()
         for unit in self.units:
             unit.outdate()
-            self._reshard(unit)
+            self._step.reshard(unit)
 
     @functools.cached_property
     def _parts(self) -> Parts:
@@ -356,9 +408,21 @@ class Engine:
 
     @contextlib.contextmanager
     def trace(self) -> Iterator[Trace]:
-        """Records what this rank computes, gathers, reduces and waits for in here; see `shardcomm.trace.recording`.
+        """A context that records what this rank computes, gathers, reduces and waits for, and gives the recording.
 
-        Afterwards `trace.timeline()`, which is collective, has it of all ranks.
+        `timeline()` of the recording, which is collective, has it of all ranks. The timeline's `save(path)` writes a
+        file which Perfetto (https://ui.perfetto.dev) and `shardcomm trace` show.
+
+        Example:
+            ```python
+            model = torch.nn.Linear(64, 64)
+            engine = shardcomm.fully_shard(model, comm)
+            with engine.trace() as trace:
+                model(torch.randn(8, 64)).sum().backward()
+            timeline = trace.timeline()
+            if engine.mesh.rank == 0:
+                timeline.save("timeline.json")
+            ```
         """
         self._actions.trace = Trace(self.mesh, self._streams)
         try:
@@ -367,21 +431,25 @@ class Engine:
             self._actions.trace = None
 
     def footprint(self) -> Footprint:
-        """Bytes this rank holds."""
+        """The bytes that this rank holds of the model: parameters, gradients, slots and buffers.
+
+        [`MemoryPlan.footprint`][shardcomm.MemoryPlan.footprint] says the same before anything is allocated.
+        """
         return measured(self.units)
 
     def close(self) -> None:
-        """Ends training: removes the hooks, and leaves the groups made of a DeviceMesh; after a CommError, too.
+        """Ends training: removes the hooks, and leaves the groups that were made of a DeviceMesh.
 
-        The model keeps this rank's rows. State dicts can still be saved and loaded (but not `full_state_dict` over a
-        DeviceMesh, since it gathers). A forward raises RuntimeError, unless each rank has the whole model ("no_shard").
+        It may be called after a CommError, too. The model keeps this rank's rows. State dicts can still be saved and
+        loaded, except `full_state_dict` over a DeviceMesh, since that gathers. A forward raises RuntimeError, unless
+        each rank has the whole model ("no_shard").
         """
         while self._hooks:
             self._hooks.pop().remove()
         for unit in self.units:
             unit.refuse_forward()
             unit.stop_watching()
-        with contextlib.ExitStack() as leaving:  # whatever `release` raises
+        with contextlib.ExitStack() as leaving:  # the groups are left whatever `release` raises
             for group in (*self._owned, *self.mesh.inner.values()):
                 leaving.callback(group.close)
             self.release()
@@ -411,375 +479,3 @@ class Engine:
                 + ")",
             ]
         )
-
-    # A step, in the order it happens. Hooks do nothing but call these.
-
-    def _pre_forward(
-        self, unit: ShardedUnit, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if unit.apart is not None:
-            self._check_apart(unit, unit.apart)
-            return args, kwargs
-        if is_tracing():
-            raise _keeps_constants("torch.jit.trace", unit)
-        if unit.in_method:
-            args, kwargs = unit_io.cast((args, kwargs), unit.input_dtype)
-            return args, kwargs
-        recompute = unit_io.in_backward()
-        if not recompute:
-            if unit is self._root:
-                self._begin_forward()
-            unit.state = FORWARD
-            if self._root.state is FORWARD:
-                self._seen.append(unit.pre_forward)
-                if unit.pre_forward in self._current:
-                    self._fire(unit.pre_forward)
-            else:  # called by itself: nothing has told whether its parameters have changed
-                unit.outdate()
-                _check_not_recorded(unit)
-        elif versions.changes != self._changes:
-            unit.outdate_changed()
-        if unit_io.in_transform():
-            return self._enter_transformed(unit, args, kwargs)
-        self._actions.require(unit)
-        unit.show_full()
-        args, kwargs, marked = unit_io.enter(args, kwargs, unit.input_dtype, unit.on_backward_end)
-        if marked and not recompute:
-            unit.marked = marked
-            unit.gradients.call()
-        elif not marked and torch.is_grad_enabled():
-            # No input tells of a backward that passes the outputs by: of features that a hook took.
-            unit.watch_gradients()
-        return args, kwargs
-
-    def _check_apart(self, unit: ShardedUnit, apart: Apart) -> None:
-        """RuntimeError if a forward of `unit` inside of `gathered` cannot be right."""
-        if torch.is_grad_enabled() and apart.is_shown:
-            raise nobodys_gradient("a forward with gradients enabled", unit)
-        if unit is not self._root and self._root.state is not FORWARD:
-            return
-        if any(u.converts and u.apart is None for u in self.units):
-            raise RuntimeError(
-                "a forward of the model inside of engine.gathered() of a part of it: with mixed precision the rest "
-                "computes in another dtype; gather the whole model by engine.gathered()"
-            )
-
-    def _enter_transformed(
-        self, unit: ShardedUnit, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Inside of torch.func's transforms no mark tells of a backward: the parameters are in memory that stays."""
-        with unit_io.outside_transforms():
-            unit.in_transform = unit.unsharded is None
-            self._unshard(unit)
-        args, kwargs = unit_io.cast((args, kwargs), unit.input_dtype)
-        return args, kwargs
-
-    def _begin_forward(self) -> None:
-        """What was gathered before is stale: the optimizer may have stepped."""
-        _check_not_recorded(self._root)
-        self._settle()
-        for unit in self.units:
-            unit.begin_step()
-        self._changes = versions.changes
-        self._seen.clear()
-        self._thread = threading.get_ident()
-        self._actions.keeps_secondary = torch.is_grad_enabled()
-        self._current = self._train if torch.is_grad_enabled() else self._evaluate
-
-    def _unshard(self, unit: ShardedUnit) -> None:
-        if unit.apart is not None:
-            raise RuntimeError(
-                f"unshard of unit {unit.name!r} inside of engine.gathered(), where its full parameters are shown "
-                "already, until the end of that; call it after"
-            )
-        if unit.unsharded is not None:
-            return
-        if unit_io.in_backward():
-            raise RuntimeError(f"unshard of unit {unit.name!r}: autograd runs; call it before")
-        self._actions.wait_all()  # what is queued comes first, on every rank
-        unit.unsharded = Apart(
-            unit, self._together, to_compute=True, on_gradient=self._on_unsharded_gradient
-        )
-
-    def _reshard(self, unit: ShardedUnit) -> None:
-        unsharded, unit.unsharded = unit.unsharded, None
-        if unsharded is None:
-            return
-        try:
-            unsharded.check()
-        finally:
-            unit.show_shard()
-            if unit.state is not IDLE:
-                unit.show_full()
-
-    def _settle(self) -> None:
-        """Waits for what is queued. What an exception left of a step is forgotten, with its backward's gradients."""
-        for unit in self.units:
-            unit.in_forward = False
-            if unit.state is not IDLE:
-                unit.show_shard()
-                unit.state = IDLE
-                unit.marked = []
-            if self._in_backward:
-                unit.gradients.forget()
-        self._in_backward = self._backward_failed = False
-        # What it gives is dropped; where a rank has failed, the next collective says so.
-        with contextlib.suppress(CommError):
-            self._actions.wait_all()
-
-    def _post_forward(self, unit: ShardedUnit, output: Any, *, method: bool = False) -> Any:
-        if unit.apart is not None:
-            return output
-        if unit.in_method:
-            return unit_io.cast(output, unit.output_dtype)
-        if unit.state is IDLE and not unit_io.in_backward():
-            raise RuntimeError(
-                f"forward of unit {unit.name!r}: inside of it a state dict or engine.gathered() put this rank's rows "
-                "in the place of its parameters; call these before or after the model"
-            )
-        unit.check_unchanged()
-        if unit.began is not None:
-            self._actions.end_compute(unit, unit.began, "forward")
-        unit_io.carry_back(unit.marked)
-        unit.marked = []
-        unit.returned = type(output)
-        if unit_io.in_transform():
-            output, marked = unit_io.cast(output, unit.output_dtype), False
-            self._leave_transform(unit)
-        else:
-            output, marked = unit_io.leave(
-                output, unit.output_dtype, unit.storages, unit.on_backward
-            )
-        if torch.is_grad_enabled():
-            unit.tells = marked
-            if not marked:
-                unit.watch_gradients()
-        if unit.state is BACKWARD:  # recomputed, and its backward goes on
-            return output
-        unit.show_shard()
-        in_step = self._root.state is FORWARD
-        unit.state = IDLE
-        if unit_io.in_backward():  # recomputed; stays gathered, since its backward comes next
-            return output
-        if in_step:
-            self._seen.append(unit.post_forward)
-            self._fire(unit.post_forward)
-        if self._root.state is not FORWARD:
-            self._return_to_user(unit, is_step=marked or not method)
-        return output
-
-    def _return_to_user(self, unit: ShardedUnit, *, is_step: bool) -> None:
-        if unit is self._root and is_step:
-            self._end_forward()
-        elif unit is self._root:  # a `generate` comes to units again and again: no order of a step
-            self._actions.wait_all()
-        self._actions.wait_host()  # shards may be written now
-
-    def _leave_transform(self, unit: ShardedUnit) -> None:
-        if unit.in_transform:
-            unit.in_transform = False
-            with unit_io.outside_transforms():
-                self._reshard(unit)
-
-    def _forward_failed(self, unit: ShardedUnit) -> None:
-        """An exception ended its forward: the model shows rows again."""
-        if unit.state is not FORWARD:  # recomputed, up to what its backward needs
-            return
-        unit.state = IDLE
-        unit.marked = []
-        self._leave_transform(unit)
-        unit.show_shard()
-
-    def _end_forward(self) -> None:
-        """Plans for the order that was seen, from this step's backward on."""
-        order = tuple(self._seen)
-        if torch.is_grad_enabled():
-            self._current = self._train = self._program(order, True)
-        else:
-            self._evaluate = self._program(order, False)
-            self._actions.wait_all()  # for a prefetch of a unit that was not called
-
-    def _pre_backward(self, unit: ShardedUnit, _grad: object = None) -> None:
-        if self._backward_failed:
-            self._settle()
-        if unit.apart is not None:
-            raise nobodys_gradient("a backward", unit)
-        if unit.state is BACKWARD:  # another of its outputs came first
-            return
-        if unit.shares_slot and unit.gradients.came_unannounced:
-            unit.check_unmarked_backward()
-        if torch.is_grad_enabled():
-            unit.prepare_double_backward()
-        if not self._in_backward:
-            self._begin_backward()
-        if unit.shares_slot:
-            occupant = self._actions.occupant(unit)
-            if occupant is not None and occupant.state is BACKWARD:
-                # No input of it has a gradient whose end would tell; autograd runs what was recorded last first.
-                self._release_from_backward(occupant)
-        unit.state = BACKWARD
-        unit.gradients.begin()
-        if unit.pre_backward in self._current:
-            self._fire(unit.pre_backward)
-        self._actions.require(unit)
-        unit.show_full()
-
-    def _begin_backward(self) -> None:
-        self._check_thread()
-        self._in_backward = True
-        self._gradients.begin_backward()
-        if versions.changes != self._changes:
-            for each in self.units:
-                each.outdate_changed()
-        at_end = functools.partial(self._end_of_backward)  # autograd alone keeps it
-        self._at_end = weakref.ref(at_end, self._let_go)
-        torch.autograd.Variable._execution_engine.queue_callback(at_end)
-
-    def _let_go(self, _at_end: object) -> None:
-        """Autograd has ended a backward. One that raised has left full parameters in the model: `zero_grad` is next."""
-        if self._in_backward:
-            self._backward_failed = True
-            for unit in self.units:
-                if unit.state is BACKWARD:
-                    unit.show_shard()
-
-    def _on_unsharded_gradient(
-        self, unit: ShardedUnit, param: ShardedParam, grad: torch.Tensor
-    ) -> None:
-        """It is reduced with what the unit's own forward and backward leave, or after it."""
-        if self._backward_failed:
-            self._settle()
-        if not self._in_backward:
-            self._begin_backward()
-        grad, other = grad.detach().to_dense(), param.full.grad
-        param.full.grad = grad if other is None else other.to_dense() + grad
-        unit.gradients.begin()
-
-    def _check_thread(self) -> None:
-        """Thread ranks on one GPU wait for each other, which autograd's only thread of that GPU must not."""
-        if self._thread_ranks_on_gpu and threading.get_ident() != self._thread:
-            raise RuntimeError(
-                f"backward runs in autograd's own thread of {self.mesh.device}, where the ranks of a local group "
-                "would wait for each other for ever; run it inside torch.autograd.set_multithreading_enabled(False)"
-            )
-
-    def _post_backward(self, unit: ShardedUnit) -> None:
-        unit.gradients.end_call()
-        if unit.state is not BACKWARD:  # no output has told of its backward
-            self._on_gradient(unit)
-        self._release_from_backward(unit)
-
-    def _release_from_backward(self, unit: ShardedUnit) -> None:
-        if unit.began is not None:
-            self._actions.end_compute(unit, unit.began, "backward")
-        unit.show_shard()
-        unit.state = IDLE
-        self._fire(unit.post_backward)
-
-    def _on_gradient(self, unit: ShardedUnit) -> None:
-        """A gradient is complete in a unit whose outputs cannot tell of its backward."""
-        if unit.state is not BACKWARD:
-            unit.check_unmarked_backward()
-            self._pre_backward(unit)
-
-    def _end_of_backward(self) -> None:
-        for unit in self.units:
-            unit.gradients.end_calls()
-            if unit.gradients.came_unannounced:
-                unit.check_unmarked_backward()
-                unit.gradients.begin()
-            if unit.state is BACKWARD:
-                unit.show_shard()
-                unit.state = IDLE
-        for unit in self._may_be_left_out:
-            unit.gradients.join()
-        # In the order in which a backward would have come to them, the same on every rank.
-        for unit in reversed(self.units):
-            if unit.gradients.complete:
-                self._actions.reduce(unit)
-            if unit.gradients.awaits_replicas:
-                self._actions.all_reduce(unit)
-        self._fire(Trigger(Phase.END_OF_BACKWARD, -1))
-        self._actions.wait_all()  # for a prefetch of a unit that backward did not come to, too
-        for unit in self.units:
-            unit.outdate()
-            if unit.unsharded is not None:
-                self._reshard(unit)
-        self._in_backward = False
-        if self._actions.sync and self._actions.all_reduces:
-            self._gradients.publish()
-            self._check()
-        else:
-            for unit in self.units:
-                unit.gradients.keep()
-
-    def _fire(self, trigger: Trigger) -> None:
-        for act, unit in self._current.get(trigger, ()):
-            act(unit)
-
-    # Set-up.
-
-    def _install(self, unit: ShardedUnit) -> Iterator[Any]:
-        unit.on_backward = functools.partial(self._pre_backward, unit)
-        unit.on_backward_end = functools.partial(self._post_backward, unit)
-        unit.on_gradient = lambda _param: self._on_gradient(unit)
-        unit.on_unshard = lambda: self._unshard(unit)
-        unit.on_reshard = lambda: self._reshard(unit)
-
-        call = _Call(self, unit)
-        begin: Any = call.begin
-        end: Any = call.end
-        if unit.module._compiled_call_impl is not None:
-            # `module.compile()` compiles its hooks too; what is between them is what should be.
-            begin, end = map(torch.compiler.disable, (begin, end))
-        yield unit.module.register_forward_pre_hook(begin, prepend=True, with_kwargs=True)
-        yield unit.module.register_forward_hook(end, always_call=True)
-
-
-def _check_not_recorded(unit: ShardedUnit) -> None:
-    if unit_io.in_make_fx():
-        raise _keeps_constants("make_fx", unit)
-
-
-def _keeps_constants(recorder: str, unit: ShardedUnit) -> RuntimeError:
-    return RuntimeError(
-        f"{recorder} of unit {unit.name!r} would keep as constants parameters that are gathered for this call alone; "
-        "trace inside of engine.gathered()"
-    )
-
-
-class _Call(Hooks):
-    """Of a unit's module: its calls come to the engine."""
-
-    def __init__(self, engine: Engine, unit: ShardedUnit) -> None:
-        self._engine = engine
-        self._unit = unit
-
-    def begin(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: Any = None
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if module is not self._unit.module:  # which has the hook perhaps without its kwargs
-            raise RuntimeError(forward_methods.copied(self._unit))
-        args, kwargs = self._engine._pre_forward(self._unit, args, kwargs)
-        self._unit.in_forward = True
-        return args, kwargs
-
-    def end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        self._unit.in_forward = False
-        try:
-            if output is not None or not _call_failed():
-                return self._engine._post_forward(self._unit, output)
-        except BaseException:
-            self._failed()
-            raise
-        return self._failed()
-
-    def _failed(self) -> None:
-        if not self._unit.in_method:  # which has its own way to hear of that
-            self._engine._forward_failed(self._unit)
-
-
-def _call_failed() -> bool:
-    """Whether a hook of `always_call` is called because an exception ended its module's call."""
-    traceback = sys.exc_info()[2]
-    return traceback is not None and traceback.tb_frame.f_code is nn.Module._call_impl.__code__

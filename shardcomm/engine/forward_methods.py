@@ -21,14 +21,20 @@ Failed = Callable[[ShardedUnit], None]
 
 @dataclass(frozen=True)
 class ForwardMethod:
-    """A method in the place of one of its module's, until `remove()`; `before` is what the module's dict had there."""
+    """A method that stands in the place of a module's own, until `remove()`.
+
+    Attributes:
+        module: The module.
+        name: The method's name.
+        before: What the module's dict held under this name before; None: nothing, since the class has the method.
+    """
 
     module: nn.Module
     name: str
     before: Any
 
     def remove(self) -> None:
-        """The module has its own again."""
+        """Gives the module its own method back."""
         vars(self.module).pop(self.name, None)
         if self.before is not None:
             vars(self.module)[self.name] = self.before
@@ -37,13 +43,13 @@ class ForwardMethod:
 def install(
     unit: ShardedUnit, name: object, before: Before, after: After, failed: Failed
 ) -> ForwardMethod:
-    """Calls `before` and `after` around the method `name` of the unit's module, as its forward's hooks do.
+    """Has `before` and `after` called around the method `name` of the unit's module, as its forward's hooks are.
 
-    `failed` is called where an exception ends it. A call inside of a call, of the method or of the module itself, is
-    part of the outermost.
+    `failed` is called if an exception ends the method. A call of the method, or of the module itself, that comes from
+    inside of such a call is part of the outermost one.
 
     Raises:
-        ValueError: the module has no such method, or it is its forward.
+        ValueError: The module has no such method, or the method is its forward.
     """
     module = unit.module
     method = getattr(module, name, None) if isinstance(name, str) else None
@@ -61,27 +67,28 @@ def install(
     def gathering(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if self is not module:
             raise RuntimeError(copied(unit))
-        if unit.in_forward or unit.in_method or unit.apart is not None:
+        if unit.depth or unit.in_method or unit.apart is not None:
             return method(*args, **kwargs)
         args, kwargs = before(unit, args, kwargs)
         unit.in_method = True
         try:
-            output = method(*args, **kwargs)
+            try:
+                output = method(*args, **kwargs)
+            finally:
+                unit.in_method = False
+            return after(unit, output)
         except BaseException:
             failed(unit)
             raise
-        finally:
-            unit.in_method = False
-        return after(unit, output)
 
-    # Bound, as its own is: a copy of the module then knows that it is one.
+    # Bound to the module, as its own method is. A copy of the module has it, too, and sees that `self` is another.
     installed = ForwardMethod(module, name, vars(module).get(name))
     setattr(module, name, MethodType(gathering, module))
     return installed
 
 
 def copied(unit: ShardedUnit) -> str:
-    """What is said of a copy of the unit's module, which has the original's hooks."""
+    """The sentence about a call of a copy of the unit's module, which has the original's hooks."""
     return (
         f"forward of a copy of unit {unit.name!r}, whose hooks are those of the original's engine; copy a model before "
         "fully_shard, or load its full_state_dict() into another one; for an average of its parameters use "

@@ -1,4 +1,4 @@
-"""What becomes of the reduced gradients of all units: they are checked, shown as `.grad`, and clipped by their norm."""
+"""The reduced gradients of all units: they are checked for NaN and Inf, shown as `.grad`, and clipped by their norm."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shardcomm.parameter.plain import grad_of, plain
 from shardcomm.sharded.sharded_unit import ShardedUnit
 from shardcomm.sharded.unit_gradients import READY, REDUCING
 
-_NAMED = 8  # parameters in a sentence: of the last units, to which backward comes first
+_NAMED = 8  # parameters that a sentence names: of the last units, to which backward comes first
 OnNonfinite = Literal["raise", "skip"] | None
 
 
@@ -25,8 +25,8 @@ class Gradients:
     """The gradients of a model's sharded parameters, over the ranks of `mesh`.
 
     Attributes:
-        nonfinite: the units in whose gradients the latest backward that was reduced left NaN or Inf, on any rank;
-            found where `on_nonfinite` is not None.
+        nonfinite: The units in whose gradients the latest backward that was reduced left NaN or Inf, on any rank; empty
+            where `on_nonfinite` is None.
     """
 
     def __init__(self, units: Sequence[ShardedUnit], mesh: Mesh, on_nonfinite: OnNonfinite) -> None:
@@ -39,17 +39,17 @@ class Gradients:
         for unit in units:
             self._params_of[unit.holders] += islice(number, len(unit.params))
         self._on_nonfinite = on_nonfinite
-        # Other ranks may wait to hear what this one has used, or whether it found NaN.
+        # Whether other ranks may wait to hear which parameters this one has used, or whether it found NaN.
         self._is_asked = bool(on_nonfinite) or any(h.mesh.size > 1 for h in self._params_of)
         self._all_used = {
             holders: torch.ones(len(where), dtype=torch.int32, device=mesh.device)
             for holders, where in self._params_of.items()
         }
-        # One a unit, set by whatever writes its gradients.
+        # A flag for each unit, set by the kernel that writes its gradients.
         self._nonfinite = torch.zeros(
             len(units) if on_nonfinite else 0, dtype=torch.int32, device=mesh.device
         )
-        for unit in units:  # what is offloaded, the host waits for when backward has ended
+        for unit in units:  # for offloaded gradients the host waits when backward has ended
             offloaded = any(bucket.offload for bucket, _ in unit.buckets)
             unit.gradients.early = on_nonfinite is None and not offloaded
         if on_nonfinite:
@@ -58,27 +58,24 @@ class Gradients:
                     bucket.nonfinite = flag
 
     def begin_backward(self) -> None:
-        """Forgets what the reduces of the one before left."""
+        """Forgets what the reduces of the backward before left."""
         for unit in self._units:
             unit.gradients.end()
         if self._on_nonfinite is not None:
             self._nonfinite.zero_()
 
     def publish(self) -> None:
-        """Sets `.grad` of what any rank had a gradient for; what no rank used keeps None, as under DDP.
+        """Sets `.grad` of parameters that any rank has used; a parameter that no rank used keeps None, as under DDP.
 
         Raises:
-            FloatingPointError: they are not finite, where that is to raise.
+            FloatingPointError: Gradients are not finite, and `on_nonfinite` is "raise".
         """
         stages = [unit.gradients.stage for unit in self._units]
         if not (REDUCING in stages or (READY in stages and self._is_asked)):
             return
         known = [unit.gradients.known() for unit in self._units]
-        flags = self._of_any_rank([flag for of_unit in known for flag in of_unit])
-        used, nonfinite = iter(flags), flags[len(self._params) :]
-        self.nonfinite = tuple(
-            unit.name for unit, bad in zip(self._units, nonfinite, strict=False) if bad
-        )
+        used = iter(self._of_any_rank([flag for of_unit in known for flag in of_unit]))
+        self.nonfinite = () if self._on_nonfinite is None else self._nonfinite_units()
         if self.nonfinite:
             self._leave_out()
             return
@@ -87,14 +84,14 @@ class Gradients:
                 used_anywhere = list(islice(used, len(of_unit)))
                 if unit.gradients.stage is REDUCING:
                     unit.gradients.publish(used_anywhere)
-        except BaseException:  # of a hook
-            # What is not shown yet would be added to the next backward's.
+        except BaseException:  # that a hook has raised
+            # Gradients that are not shown yet would be added to the next backward's.
             for unit in self._units:
                 unit.gradients.forget()
             raise
 
     def clip_norm_(self, max_norm: float) -> torch.Tensor:
-        """Scales them so that their global L2 norm is at most `max_norm`; returns the norm before."""
+        """Scales the gradients so that their global L2 norm is at most `max_norm`; returns the norm before."""
         with plain():
             every: list[torch.Tensor] = []
             square = torch.zeros((), device=self._mesh.device)
@@ -115,12 +112,13 @@ class Gradients:
         return norm
 
     def _of_any_rank(self, used: list[bool]) -> list[bool]:
-        """For each parameter whether a rank used it; then for each unit whether its gradients have NaN or Inf."""
+        """For each parameter, whether a rank used it; collective."""
         known = list(used)
         for holders, where in self._params_of.items():
             theirs = [used[i] for i in where]
             if holders.mesh.size > 1:
-                # Who used all of them knows the result; it is the others who read it, and wait for it.
+                # A rank that used every parameter already knows the maximum, and need not read it back. The other ranks
+                # read it, and wait for that.
                 flags = self._all_used[holders]
                 if not all(theirs):
                     flags = flags.new_tensor(theirs)
@@ -129,13 +127,21 @@ class Gradients:
                     theirs = [bool(flag) for flag in flags.tolist()]
             for i, flag in zip(where, theirs, strict=True):
                 known[i] = flag
-        if self._on_nonfinite is None:
-            return known
-        self._mesh.all_reduce(self._nonfinite, "max")
-        return [*known, *(bool(flag) for flag in self._nonfinite.tolist())]
+        return known
+
+    def _nonfinite_units(self) -> tuple[str, ...]:
+        """The names of units in whose gradients any rank has found NaN or Inf, in this rank's order; collective."""
+        # One flag, since ranks with other experts have other units.
+        found = self._nonfinite.max().view(1)
+        self._mesh.all_reduce(found, "max")
+        if not found.item():
+            return ()
+        names = [unit.name for unit in self._units]
+        mine = [name for name, bad in zip(names, self._nonfinite.tolist(), strict=True) if bad]
+        return tuple(self._of_all(mine, names))
 
     def _leave_out(self) -> None:
-        """Drops all gradients: those of earlier backwards too, which these were added to."""
+        """Drops all gradients, also those of earlier backwards, to which the nonfinite ones were added."""
         bad = self._nonfinite_params() if self._on_nonfinite == "raise" else []
         for unit in self._units:
             unit.gradients.forget()
@@ -151,7 +157,7 @@ class Gradients:
             )
 
     def _nonfinite_params(self) -> list[str]:
-        """Names of parameters of which any rank has such a gradient, in this rank's order; collective."""
+        """The names of parameters of which any rank has a nonfinite gradient, in this rank's order; collective."""
         mine = []
         for unit in self._units:
             for bucket, params in unit.buckets:
@@ -160,9 +166,13 @@ class Gradients:
                 with plain():
                     finite = [bool(rows.isfinite().all()) for rows in bucket.gradients.rows]
                 mine += [p.name for p, f in zip(params, finite, strict=True) if not f]
+        return self._of_all(mine, [param.name for param in self._params])
+
+    def _of_all(self, mine: Sequence[str], order: Sequence[str]) -> list[str]:
+        """The names that any rank gives, in this `order`, those that it lacks first; collective."""
         groups = [self._mesh.shard, self._mesh.replicate, *self._mesh.inner.values()]
         with self._mesh.failing_together:
             everybody = all_gather_text([g for g in groups if g.size > 1], json.dumps(mine))
         found = {name for text in everybody for name in json.loads(text)}
-        order = {param.name: index for index, param in enumerate(self._params)}
-        return sorted(found, key=lambda name: order.get(name, -1))
+        place = {name: index for index, name in enumerate(order)}
+        return sorted(found, key=lambda name: (place.get(name, -1), name))

@@ -1,4 +1,4 @@
-"""Meshes: from the ranks that `fully_shard` is given, the Mesh of each unit and who gathers it for backward."""
+"""From the ranks that `fully_shard` is given, the Mesh of each unit and the ranks that gather it for backward."""
 
 from __future__ import annotations
 
@@ -19,46 +19,50 @@ from shardcomm.schedule.strategy import Strategy
 from shardcomm.unit.policy import Policy
 
 
-def meshes_of(policies: Sequence[Policy], rest: Policy) -> tuple[list[Mesh], Mesh]:
-    """The mesh of each unit, the same object for the same ranks and strategy; and that of all ranks.
+def mesh_of(policy: Policy) -> Mesh:
+    """The mesh of a policy that leaves nothing open; collective where `meshes_of` is, and it raises the same."""
+    mesh = _laid_over(policy.comm, Strategy.named(policy.strategy or ""))
+    if secondary := _secondary_of(policy, mesh):
+        mesh = replace(mesh, secondary=secondary)
+    return mesh
+
+
+def meshes_of(policies: Sequence[Policy], rest: Policy, main: Mesh) -> list[Mesh]:
+    """The mesh of each unit. Units with the same ranks, laid over them alike, share one object.
 
     Collective where a policy's `comm` is a DeviceMesh, or its `reshard_after_forward` a number.
 
     Raises:
-        TypeError, ValueError: the ranks are not what a strategy needs, or cannot gather; the message says what is.
+        TypeError: The ranks are given as something else than a strategy accepts; the message says what it accepts.
+        ValueError: The ranks are not what a strategy needs, or cannot gather; the message says what is needed.
     """
-    made: list[tuple[Policy, Mesh]] = []
+    made = [(rest, main)]
 
     def of(policy: Policy) -> Mesh:
         for other, mesh in made:
             if other.ranks == policy.ranks:
                 return mesh
-        assert policy.comm is not None
-        assert policy.strategy is not None
-        mesh = _mesh_of(policy.comm, Strategy.named(policy.strategy))
-        if secondary := _secondary_of(policy, mesh):
-            mesh = replace(mesh, secondary=secondary)
+        mesh = mesh_of(policy)
         made.append((policy, mesh))
         return mesh
 
-    main = of(rest)
     meshes = [of(policy) for policy in policies]
     for mesh in meshes:
         if mesh.device != main.device:
             raise ValueError(
-                f"fully_shard: a policy's comm works on {mesh.device} and fully_shard's on {main.device}; all must "
+                f"a policy's comm works on {mesh.device} and fully_shard's on {main.device}; all must "
                 "work on the same device"
             )
         if mesh.size > main.size:
             raise ValueError(
-                f"fully_shard: a policy's comm has {mesh.size} ranks and fully_shard's {main.size}; a policy's ranks "
+                f"a policy's comm has {mesh.size} ranks and fully_shard's {main.size}; a policy's ranks "
                 "must be some of these"
             )
-    return meshes, main
+    return meshes
 
 
 def made_for(mesh: Mesh, policy: Policy) -> Iterator[Mesh | Communicator]:
-    """The groups that were made for `policy`, and are ours to leave."""
+    """The groups that `meshes_of` made for `policy`, which the engine must leave at its end."""
     if isinstance(policy.comm, DeviceMesh):
         yield mesh
     if mesh.secondary is not None and mesh.secondary is not policy.reshard_after_forward:
@@ -66,7 +70,11 @@ def made_for(mesh: Mesh, policy: Policy) -> Iterator[Mesh | Communicator]:
 
 
 def check_secondary(mesh: Mesh) -> None:
-    """ValueError on every rank if one would gather with ranks that hold other parameters than it; collective."""
+    """Checks that this rank gathers for backward with ranks that hold the same parameters; collective.
+
+    Raises:
+        ValueError: On every rank, if one rank would gather with ranks that hold other parameters than itself.
+    """
     assert mesh.secondary is not None
     run = torch.tensor([secrets.randbits(62)], dtype=torch.int64, device=mesh.device)
     mesh.shard.broadcast(run)
@@ -76,32 +84,33 @@ def check_secondary(mesh: Mesh) -> None:
     mesh.shard.all_reduce(is_within, "min")
     if not is_within.item():
         raise ValueError(
-            "fully_shard: reshard_after_forward has ranks that are none of comm's, on this rank or another; give each "
+            "reshard_after_forward has ranks that are none of comm's, on this rank or another; give each "
             "rank the Communicator of some of comm's ranks, such as those of its host"
         )
 
 
-def _mesh_of(ranks: Communicator | DeviceMesh | Mesh, strategy: Strategy) -> Mesh:
-    """`ranks` as `strategy` lays a model over them; collective for a DeviceMesh.
+def _laid_over(ranks: object, strategy: Strategy) -> Mesh:
+    """The rows and columns of `ranks` as `strategy` lays a model over them; collective for a DeviceMesh.
 
     Raises:
-        TypeError, ValueError: they are not what the strategy needs; the message says what is.
+        TypeError: `ranks` is none of the accepted types.
+        ValueError: `ranks` has other dimensions than the strategy needs.
     """
     if not isinstance(ranks, Communicator | DeviceMesh | Mesh):
         raise TypeError(
-            f"fully_shard: comm is a {type(ranks).__name__}; it must be a shardcomm.Communicator, for instance "
+            f"comm is a {type(ranks).__name__}; it must be a shardcomm.Communicator, for instance "
             "Communicator.from_env() or Communicator.from_process_group(group), a torch DeviceMesh or a "
             "shardcomm.Mesh"
         )
     dims = ranks.ndim if isinstance(ranks, DeviceMesh) else 1 + isinstance(ranks, Mesh)
     if strategy.hybrid and dims != 2:
         raise ValueError(
-            f"fully_shard: strategy {strategy.name!r} needs ranks in 2 dimensions, and comm has {dims}; give a "
+            f"strategy {strategy.name!r} needs ranks in 2 dimensions, and comm has {dims}; give a "
             "DeviceMesh of 2 dimensions (the first replicates, the second shards) or a shardcomm.Mesh"
         )
     if not strategy.hybrid and dims != 1:
         raise ValueError(
-            f"fully_shard: strategy {strategy.name!r} needs ranks in 1 dimension, and comm has {dims}; give a "
+            f"strategy {strategy.name!r} needs ranks in 1 dimension, and comm has {dims}; give a "
             "Communicator or a DeviceMesh of 1 dimension, or take strategy='hybrid_shard'"
         )
     if isinstance(ranks, Mesh):
@@ -114,10 +123,10 @@ def _mesh_of(ranks: Communicator | DeviceMesh | Mesh, strategy: Strategy) -> Mes
 
 
 def _secondary_of(policy: Policy, mesh: Mesh) -> Communicator | None:
-    """The ranks of `mesh` that a unit of `policy` is gathered on for backward; None: all. Collective for a number.
+    """The ranks of `mesh` that gather a unit of `policy` for backward; None: all. Collective for a number.
 
     Raises:
-        ValueError: `policy` does not say which, or ranks that cannot gather for `mesh`.
+        ValueError: `policy` gives a number from which no group can be made, or ranks that cannot gather for `mesh`.
     """
     given, size = policy.reshard_after_forward, policy.secondary_ranks(mesh.shard.size)
     if not size:
@@ -125,20 +134,20 @@ def _secondary_of(policy: Policy, mesh: Mesh) -> Communicator | None:
     if isinstance(given, Communicator):
         if given.device != mesh.device:
             raise ValueError(
-                f"fully_shard: reshard_after_forward works on {given.device} and comm on {mesh.device}; both must "
+                f"reshard_after_forward works on {given.device} and comm on {mesh.device}; both must "
                 "work on the same device"
             )
         return given
     if not isinstance(policy.comm, DeviceMesh):
         raise ValueError(
-            f"fully_shard: reshard_after_forward is {given}, and comm is not a DeviceMesh, of which such groups can be "
-            "made; give the shardcomm.Communicator of the ranks of this one's host"
+            f"reshard_after_forward is {given}, and comm is not a DeviceMesh, from which groups of that "
+            "size could be made; give a shardcomm.Communicator, such as that of the ranks of this rank's host"
         )
     return _run_of(policy.comm, size)
 
 
 def _run_of(mesh: DeviceMesh, size: int) -> Communicator:
-    """The run of `size` ranks that this one is in, of those that shard a model over `mesh`; collective."""
+    """This rank and its neighbours: its run of `size` consecutive ranks of those that shard over `mesh`; collective."""
     row = mesh.get_group(mesh.ndim - 1)
     first = row.rank() // size * size
     group = dist.new_group(

@@ -32,7 +32,7 @@ from shardcomm.unit.unit import OwnedParam, UnitParams
 class _Memory:
     """The communication memory of the units of one mesh.
 
-    One reduce buffer serves all: gradients are packed into it only when the reduce before has ended.
+    One reduce buffer serves all units: gradients are packed into it only when the reduce before has ended.
     """
 
     def __init__(self, mesh: Mesh, groups: Sequence[Sequence[BucketGroup]]) -> None:
@@ -44,6 +44,9 @@ class _Memory:
             for nbytes in staging_bytes(groups, mesh.replicate.size)
         ]
         self.next_staging = cycle(staging or [None])
+        # One for each mesh, since each has streams of its own.
+        shard_bytes = offload_bytes(groups)
+        self.offload = Offload(mesh.device, shard_bytes) if shard_bytes else None
 
 
 def shard_units(
@@ -53,9 +56,16 @@ def shard_units(
     holders: Sequence[Holders],
     slot_of: Sequence[int],
 ) -> list[ShardedUnit]:
-    """Shards `units`; collective. Unit i has a bucket for each of `groups[i]`, slot `slot_of[i]`, and `holders[i]`.
+    """Shards `units`; collective.
 
     At any moment at most one unit exists in full besides what the model held before.
+
+    Args:
+        units: The model's units, the model itself first.
+        policies: The policy of each unit, with nothing left open.
+        groups: The parameters that each unit keeps in buckets; one bucket for each group.
+        holders: The ranks that hold each unit's parameters.
+        slot_of: The slot of each unit.
     """
     model = units[0].module
     meshes = [each.mesh for each in holders]
@@ -69,8 +79,6 @@ def shard_units(
         for mesh in dict.fromkeys(meshes)
     }
     users = Counter(slot_of)
-    shard_bytes = offload_bytes(groups)
-    offload = Offload(device, shard_bytes) if shard_bytes else None
 
     for module in model.modules():
         if _meta(module._buffers) and not _meta(module._parameters):
@@ -106,7 +114,7 @@ def shard_units(
                 reduce_buffer=in_reduce_buffer,
                 replicas=mesh.replicate,
                 staging=next(of_mesh.next_staging),
-                offload=offload if group.cpu_offload else None,
+                offload=of_mesh.offload if group.cpu_offload else None,
                 streams=mesh.streams,
                 tag=tag,
                 replica_tag=replica_tag,
@@ -139,9 +147,10 @@ def shard_units(
 
 
 def _slot(mesh: Mesh, nbytes: int) -> torch.Tensor:
-    """Memory to gather into."""
+    """The memory of one slot, into which units are gathered."""
     if mesh.secondary is not None and mesh.shard.transport in ("shm", "local"):
-        # One host may gather into it for backward while another still computes: a window is one for both.
+        # Not a window, which both groups of ranks would share: one group may gather into it for backward while the
+        # other still computes with what is in it.
         return torch.zeros(nbytes, dtype=torch.uint8, device=mesh.device)
     return mesh.shard.allocate(nbytes, dtype=torch.uint8, use="gather")
 
@@ -149,25 +158,49 @@ def _slot(mesh: Mesh, nbytes: int) -> torch.Tensor:
 def _output_dtype(
     unit: UnitParams, precision: MixedPrecision, *, is_root: bool
 ) -> torch.dtype | None:
-    """What all units have in common says of the model's outputs, a unit's own policy of the unit's."""
+    """The dtype of a unit's outputs: `fully_shard`'s for the model itself, and a unit's own policy's for that unit."""
     own = unit.policy.mixed_precision is not None
     return precision.output_dtype if is_root or own else None
 
 
 def check_modules(model: nn.Module, device: torch.device) -> None:
-    """ValueError if a module of `model` cannot be initialised on `device`, or would change a gathered parameter."""
+    """Looks for modules that cannot be sharded.
+
+    Raises:
+        ValueError: A module of `model` cannot be initialised on `device`, or would change a gathered parameter.
+    """
     for name, module in model.named_modules():
         here = f"{type(module).__name__} {name!r}"
         on_meta = [*_meta(module._parameters), *_meta(module._buffers)]
         if on_meta and not hasattr(module, "reset_parameters"):
             raise ValueError(
-                f"fully_shard: {here} has {', '.join(on_meta)} on the meta device and no reset_parameters() to "
+                f"{here} has {', '.join(on_meta)} on the meta device and no reset_parameters() to "
                 f"initialise them; add one, or build the model on {device}"
             )
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
             raise ValueError(
-                f"fully_shard: {here} has max_norm={module.max_norm}, by which its forward changes the gathered "
+                f"{here} has max_norm={module.max_norm}, by which its forward changes the gathered "
                 "weight, not the shard that is kept; leave it out, and renormalise after the optimizer's step"
+            )
+
+
+def check_memory(units: Sequence[UnitParams]) -> None:
+    """Looks for parameters that have the same memory: each would be sharded by itself, and they would drift apart.
+
+    Raises:
+        ValueError: There are such parameters.
+    """
+    seen: dict[tuple[object, ...], str] = {}
+    for owned in (owned for unit in units for owned in unit.params):
+        tensor = local(owned.param)
+        if tensor.is_meta or not tensor.numel():
+            continue
+        memory = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+        other = seen.setdefault(memory, owned.name)
+        if other != owned.name:
+            raise ValueError(
+                f"parameters {other!r} and {owned.name!r} have the same memory, and would be two once "
+                "they are sharded; tie them by one nn.Parameter, as by module.weight = other.weight, before fully_shard"
             )
 
 
@@ -176,7 +209,10 @@ def _meta(tensors: Mapping[str, torch.Tensor | None]) -> list[str]:
 
 
 def _materialize_unit(unit: UnitParams, device: torch.device) -> None:
-    """Every module with a parameter of the unit on the meta device; where it is tied, its first place counts."""
+    """Materialises every module with a parameter of the unit on the meta device.
+
+    Of a tied parameter the values in its first place count.
+    """
     for owned in unit.params:
         for module, _ in owned.places:
             if _meta(module._parameters):
@@ -188,7 +224,10 @@ def _materialize_unit(unit: UnitParams, device: torch.device) -> None:
 
 
 def _materialize(module: nn.Module, device: torch.device) -> None:
-    """Memory on `device` and values by `reset_parameters`, for the module's own tensors on the meta device only."""
+    """Gives the module's own tensors on the meta device memory on `device`, and values by `reset_parameters`.
+
+    The module's other tensors keep their values.
+    """
     kept = [
         (tensor, tensor.detach().clone())
         for tensor in (*module._parameters.values(), *module._buffers.values())
@@ -211,7 +250,7 @@ def _materialize(module: nn.Module, device: torch.device) -> None:
 
 
 def _load(bucket: Bucket, params: Sequence[OwnedParam], holders: Holders) -> None:
-    """Keeps this rank's rows of rank 0's values, and lets go of the full ones."""
+    """Loads this rank's rows of rank 0's values into `bucket`; collective."""
     values = [
         local(owned.param).detach().to(bucket.comm.device).resolve_neg().resolve_conj().contiguous()
         for owned in params

@@ -1,4 +1,4 @@
-"""Which modules are sharded: what is put into them later is refused at once, and so are they in DDP."""
+"""Which modules are sharded. A parameter or module that is put into one later is refused, and so is DDP of one."""
 
 from __future__ import annotations
 
@@ -12,23 +12,24 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-_sharded: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # also after their engine was closed
+# Modules stay in it when their engine is closed.
+_sharded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Whether `fully_shard` has been called with it, or with a module around it."""
+    """Whether `fully_shard` has been called with `module`, or with a module around it."""
     return module in _sharded
 
 
 def remember(model: nn.Module) -> None:
-    """`model` and all modules in it are sharded from now on."""
+    """Counts `model` and all modules in it as sharded from now on."""
     _install()
     _sharded.update(model.modules())
 
 
 @cache
 def _install() -> None:
-    """Torch calls these for every module of the process, when it is built."""
+    """Registers the hooks, once. Torch then calls them for every parameter and module that any module is given."""
     register_module_parameter_registration_hook(_on_parameter)
     register_module_module_registration_hook(_on_module)
 
@@ -39,11 +40,11 @@ def _on_parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> N
 
 
 def _on_module(module: nn.Module, name: str, child: nn.Module | None) -> None:
-    if isinstance(module, nn.parallel.DistributedDataParallel) and child is not None:
+    if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel) and child:
         if any(map(is_sharded, child.modules())):
             raise RuntimeError(
-                "DistributedDataParallel of a model that fully_shard has sharded would put one rank's rows over those "
-                "of the others; its engine averages gradients already: call the model itself"
+                f"{type(module).__name__} of a model that fully_shard has sharded would put one rank's rows over those "
+                "of the others, or copy them; its engine averages gradients already: call the model itself"
             )
         return
     if child is None or child is module._modules.get(name) or module not in _sharded:
@@ -53,6 +54,21 @@ def _on_module(module: nn.Module, name: str, child: nn.Module | None) -> None:
         for m in child.modules()
     ):
         _refuse(module, name, f"a {type(child).__name__}")
+
+
+def containers(model: nn.Module) -> list[tuple[nn.Module, int]]:
+    """The containers in `model` whose `insert` torch tells no hook of, each with its number of entries."""
+    kinds = (nn.ModuleList, nn.Sequential)
+    return [(each, len(each._modules)) for each in model.modules() if isinstance(each, kinds)]
+
+
+def check_containers(known: list[tuple[nn.Module, int]]) -> None:
+    """RuntimeError if something was inserted into one of the containers that are `known`."""
+    for container, entries in known:
+        if len(container._modules) > entries:
+            for name, child in container._modules.items():
+                if child is not None and not is_sharded(child):
+                    _refuse(container, name, f"a {type(child).__name__}")
 
 
 def _refuse(module: nn.Module, name: str, what: str) -> NoReturn:

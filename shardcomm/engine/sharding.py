@@ -12,22 +12,25 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardcomm._C import CommError
+from shardcomm.arguments.checks import said_by
 from shardcomm.checkpoint.elsewhere import Elsewhere
 from shardcomm.comm.agreement import Item, difference, layout_items
 from shardcomm.comm.communicator import Communicator
 from shardcomm.comm.mesh import FailingTogether, Mesh
 from shardcomm.engine.engine import Engine
 from shardcomm.engine.gradients import OnNonfinite
-from shardcomm.engine.meshes import check_secondary, made_for, meshes_of
-from shardcomm.engine.shard_units import check_modules, shard_units
+from shardcomm.engine.meshes import check_secondary, made_for, mesh_of, meshes_of
+from shardcomm.engine.shard_units import check_memory, check_modules, shard_units
 from shardcomm.engine.sharded_modules import is_sharded, remember
 from shardcomm.meeting.comm_error import comm_error
 from shardcomm.parameter import optimizer_steps
 from shardcomm.parameter.holders import Holders
 from shardcomm.parameter.tensor_parallel import inner_groups
-from shardcomm.planner.planner import MemoryPlan, policies_of, schedule_units
-from shardcomm.schedule.schedule import Schedule, Trigger
+from shardcomm.planner.planner import MemoryPlan
+from shardcomm.planner.policies import may_be_left_out, policies_of, schedule_units
+from shardcomm.schedule.schedule import Schedule
 from shardcomm.schedule.strategy import Strategy
+from shardcomm.schedule.triggers import Trigger
 from shardcomm.sharded.sharded_unit import ShardedUnit, measured
 from shardcomm.unit.groups import BucketGroup, GranularityOf, Pool, ShardDimOf, group_units
 from shardcomm.unit.mixed_precision import MixedPrecision
@@ -42,6 +45,7 @@ _KINDS = (
 )
 
 
+@said_by("fully_shard")
 def fully_shard(
     model: nn.Module,
     comm: Communicator | DeviceMesh | Mesh,
@@ -60,83 +64,108 @@ def fully_shard(
     reshard_after_forward: Communicator | int | None = None,
     on_nonfinite: OnNonfinite = None,
 ) -> Engine:
-    """Shards `model`'s parameters, gradients and, through them, the optimizer's state over the ranks of `comm`.
+    """Shards a model's parameters, gradients and optimizer state over ranks, and returns the engine that drives it.
 
-    Afterwards `model.parameters()` are this rank's rows of each parameter; make the optimizer from them (one made
-    before is refused at its first step). Forward, backward and the optimizer's step are written as without sharding;
-    what rows alone would give a wrong answer to is refused, or answered for the whole (`ShardedParameter`). To keep a
-    `.grad` past the next backward, clone it: its memory may be used again. All ranks start from rank 0's values. A
-    model on the meta device is materialised unit by unit, by its modules' `reset_parameters`.
+    Afterwards `model.parameters()` are this rank's rows of each parameter. Make the optimizer from them; an optimizer
+    that was made before is refused at its first step. Forward, backward and the optimizer's step are written as without
+    sharding. An operation that would be wrong of rows alone is refused, or answered for the whole parameter
+    ([`ShardedParameter`][shardcomm.ShardedParameter]). To keep a `.grad` past the next backward, clone it, because the
+    engine uses its memory again. All ranks start from rank 0's values. A model on the meta device is materialised unit
+    by unit, by its modules' `reset_parameters`.
+
+    Collective: every rank calls `fully_shard` with the same model and the same arguments.
 
     Args:
-        model: changed in place; its buffers move to the device of `comm`. Compile its blocks (`block.compile()`)
-            before. Parameters that are DTensors, as `parallelize_module` makes them, are sharded by their local
-            tensors: `comm` is then of the ranks that have the same part of them. Other parameters must be used
-            alike on all ranks of the DTensors' meshes.
-        comm: the ranks: a Communicator or a torch DeviceMesh of one dimension; for "hybrid_shard" a DeviceMesh of two,
-            whose first replicates and whose second shards (as in PyTorch FSDP2), or a `shardcomm.Mesh`. Every rank
-            calls `fully_shard` with the same model and arguments.
-        units: whose parameters are gathered together: modules, module classes, or None for the entries of every
-            `nn.ModuleList` that have a forward and are not inside such an entry. What they leave belongs to the model
-            itself, gathered from a step's start to its end. A mapping gives each a `Policy`, by which it differs from
-            the rest, or None; the model itself may be among them.
-        ignored_params: parameters of the model that are left as they are: neither moved, nor made equal on all ranks,
-            nor sharded; their gradients are the rank's own. In torch's `clip_grad_norm_` their mean over the ranks
-            counts; `Engine.clip_grad_norm_` neither counts nor scales them.
+        model: The model. It is changed in place, and its buffers move to the device of `comm`. If you compile its
+            blocks (`block.compile()`), do so before. Parameters that are DTensors, as `parallelize_module` makes them,
+            are sharded by their local tensors; `comm` then has the ranks that hold the same part of them. All other
+            parameters must be used alike on all ranks of the DTensors' meshes.
+        comm: The ranks: a Communicator or a torch DeviceMesh of one dimension. For "hybrid_shard", a
+            [`Mesh`][shardcomm.Mesh], or a DeviceMesh of two dimensions, whose first replicates and whose second shards
+            (as in PyTorch FSDP2).
+        units: The modules whose parameters are gathered together: modules, module classes, or None. None takes the
+            entries of every `nn.ModuleList` that have a forward and are not inside such an entry. Parameters outside
+            of these units belong to the model itself, which is gathered from a step's start to its end. A mapping
+            gives each unit a [`Policy`][shardcomm.Policy], by which it differs from the rest, or None. The model
+            itself may be a key.
+        ignored_params: Parameters of the model that stay as they are: not moved, not made equal on all ranks, and not
+            sharded. Their gradients are this rank's own. Torch's `clip_grad_norm_` counts the mean of their norms'
+            powers over the ranks; `Engine.clip_grad_norm_` neither counts nor scales them.
         strategy: "full_shard" (ZeRO-3), "shard_grad_op" (ZeRO-2), "hybrid_shard" (ZeRO-3 in groups of ranks, data
-            parallel between them) or "no_shard" (data parallel).
-        mixed_precision: dtypes to compute and communicate in; the shards keep the parameters' own.
-        prefetch: how many units ahead are gathered while one computes, in forward.
-        backward_prefetch: the same in backward (default: as `prefetch`).
-        slots: full-size buffers that the units share (default: one more than the deeper prefetch).
-        granularity: the smallest piece of a parameter that stays on one rank: "element", "row", `RowBlock(rows)` or
-            "tensor" (one rank owns it, its gradient and its optimizer state; the others have none of it). One for all,
-            or a function of a parameter's name and the parameter. Owners are chosen over the whole model, so that each
-            rank holds about as many bytes (`MemoryPlan` tells how evenly); a unit's shards then differ in length. In a
-            unit of both kinds those that are cut and those that are not are gathered and reduced apart.
-        shard_dim: the dim whose indices are the rows that ranks share out, given in the same way; -1 is the last.
-            "auto" takes the dims that make the least padding. A rank's rows are a slice along it, in the parameter's
-            own order of dims; the full parameter is a strided view, which some of PyTorch's kernels read more slowly.
-        owner_cost: with granularity "tensor", what it costs to own a parameter, as a function of its name and the
-            parameter, where that is not its bytes: for Muon, say, the work on a matrix. Ranks get about equal sums.
-        cpu_offload: keeps shards, gradients and, through them, the optimizer's state in host memory: the parameters
-            that the optimizer updates are CPU tensors. A gather copies a shard to the device first, a reduce copies
-            the gradient back, beside computation; that memory is pinned, in blocks which torch rounds up to a power
-            of two. As PyTorch FSDP2's `CPUOffloadPolicy()`. Ranks on a CPU gain nothing by it, but do the same.
-        reshard_after_forward: with "full_shard" and "hybrid_shard", the ranks that gather a unit for backward among
-            themselves, such as those of this one's host. Each keeps its part of what forward gathered
-            (`shardcomm.bucket.secondary_shard`): ZeRO++'s hpZ. A Communicator of some of the ranks that hold a model
-            between them, whose number divides theirs; other ranks give their own. With a DeviceMesh also the number of
-            ranks, as in PyTorch FSDP2. Values are the same bit for bit. It is for several hosts: on one it takes memory
+            parallel between the groups) or "no_shard" (data parallel).
+        mixed_precision: The dtypes to compute and to communicate in. Shards keep the parameters' own dtypes.
+        prefetch: How many units ahead are gathered while one computes, in forward.
+        backward_prefetch: The same in backward. None: as `prefetch`.
+        slots: How many full-size buffers the units share. None: one more than the deeper prefetch.
+        granularity: The smallest piece of a parameter that stays on one rank: "element", "row", `RowBlock(rows)` or
+            "tensor"; one for all parameters, or a function of a parameter's name and the parameter. With "tensor" one
+            rank owns the parameter, its gradient and its optimizer state, and the other ranks have none of it. Owners
+            are chosen over the whole model, so that each rank holds about as many bytes
+            ([`MemoryPlan`][shardcomm.MemoryPlan] tells how evenly); a unit's shards then differ in length. In a unit
+            with both kinds, the parameters that are cut are gathered and reduced apart from those that are not.
+        shard_dim: The dim whose indices are the rows that ranks share out, given as `granularity` is; -1 is the last.
+            "auto" takes the dims that make the least padding. A rank's rows are a slice along this dim, in the
+            parameter's own order of dims. The full parameter is a strided view, which some of PyTorch's kernels read
+            more slowly.
+        owner_cost: With granularity "tensor", what it costs to own a parameter, as a function of its name and the
+            parameter. None: its bytes. For Muon it may be the work on a matrix. Ranks get about equal sums.
+        cpu_offload: Whether shards, gradients and, through them, the optimizer's state are kept in host memory. The
+            parameters that the optimizer updates are CPU tensors then. A gather first copies a shard to the device,
+            and a reduce copies the gradient back, beside computation. The host memory is pinned, in blocks which torch
+            rounds up to a power of two. As PyTorch FSDP2's `CPUOffloadPolicy()`. Ranks on a CPU gain nothing by it,
+            but do the same.
+        reshard_after_forward: With "full_shard" and "hybrid_shard", the ranks that gather a unit for backward among
+            themselves, such as those of this rank's host: a Communicator of some of the ranks that hold a model
+            between them, whose number divides theirs. Other ranks give their own. With a DeviceMesh the number of
+            ranks will do, as in PyTorch FSDP2. Each of these ranks keeps its part of what forward gathered, which is
+            the hpZ of ZeRO++. Values are the same bit for bit. It is for several hosts: on one host it takes memory
             and gains nothing.
-        on_nonfinite: what a backward does on every rank when a gradient, reduced over the ranks, is NaN or Inf: "raise"
-            a FloatingPointError that names them, or "skip" them: it leaves no parameter a `.grad`, so that the
-            optimizer's step passes over all, and `engine.nonfinite` names the units. What writes a gradient
-            looks at it on the way, at little cost (see `Communicator.reduce_scatter`); on a GPU, the host waits for the
-            result. No `.grad` is shown before backward has ended, then. Leave it None with a GradScaler, which looks
-            for itself.
+        on_nonfinite: What a backward does, on every rank, when a gradient is NaN or Inf after its reduce. "raise"
+            raises a FloatingPointError that names the parameters. "skip" leaves no parameter a `.grad`, so that the
+            optimizer's step passes over all, and `engine.nonfinite` names the units. The kernels that write gradients
+            look for NaN and Inf on the way, at little cost (see
+            [`Communicator.reduce_scatter`][shardcomm.Communicator.reduce_scatter]); on a GPU, the host waits for the
+            result. With either, no `.grad` is shown before backward has ended. Leave it None with a
+            [`GradScaler`][shardcomm.GradScaler], which looks for itself.
+
+    Returns:
+        The engine, which has what a training loop calls besides the model: clipping, accumulation, state dicts.
 
     Raises:
-        TypeError: `model` is no module, `comm` or `reshard_after_forward` none of these, or `cpu_offload` no bool.
-        ValueError: an argument is out of its range, or the model is sharded already, or has something that cannot
-            be (the message names it).
-        CommError: a rank is missing, or called with another model, or has other parts of DTensors.
+        TypeError: `model` is no module, `comm` or `reshard_after_forward` is none of the accepted types, or
+            `cpu_offload` is no bool.
+        ValueError: An argument is out of its range, the model is sharded already, or the model has something that
+            cannot be sharded. The message names it.
+        CommError: A rank is missing, called with another model, or has other parts of DTensors.
+
+    Example:
+        ```python
+        model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 64))
+        engine = shardcomm.fully_shard(model, comm, units=[torch.nn.Linear])
+        optimizer = torch.optim.AdamW(model.parameters())  # after fully_shard: of this rank's rows
+
+        for _ in range(3):
+            loss = model(torch.randn(8, 64)).square().mean()
+            loss.backward()
+            engine.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        ```
+
+    References:
+        Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", arXiv 1910.02054.
+        Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", arXiv 2304.11277.
+        Wang et al., "ZeRO++: Extremely Efficient Collective Communication for Giant Model Training", arXiv 2306.10209.
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"fully_shard: model is a {type(model).__name__}; it must be a torch.nn.Module"
-        )
+        raise TypeError(f"model is a {type(model).__name__}; it must be a torch.nn.Module")
     if on_nonfinite not in (None, "raise", "skip"):
-        raise ValueError(
-            f"fully_shard: on_nonfinite is {on_nonfinite!r}; accepted: 'raise', 'skip', None"
-        )
+        raise ValueError(f"on_nonfinite is {on_nonfinite!r}; accepted: 'raise', 'skip', None")
     if any(map(is_sharded, model.modules())):
         raise ValueError(
-            "fully_shard: model, or a module of it, is sharded already; call fully_shard once, with the whole model, "
+            "model, or a module of it, is sharded already; call fully_shard once, with the whole model, "
             "and name the modules to gather one by one in units="
         )
-    found = find_units(model, units, ignored_params)
-    order = registration_order(found)
     rest = Policy(
         comm,
         Strategy.named(strategy).name,
@@ -146,8 +175,22 @@ def fully_shard(
         cpu_offload,
         reshard_after_forward,
     )
-    policies = policies_of(found, rest)
-    meshes, main = meshes_of(policies, rest)
+    main = mesh_of(rest)
+    call = {
+        _ERROR: repr(None),
+        **rest.facts(),
+        "slots": repr(slots),
+        "on_nonfinite": repr(on_nonfinite),
+        "(replicas, shards)": repr((main.replicate.size, main.shard.size)),
+    }
+    with _told_to_all(main, call, main.failing_together):
+        found = find_units(model, units, ignored_params)
+        order = registration_order(found)
+        policies = policies_of(found, rest)
+        call[_KINDS] = repr(len({policy.ranks for policy in [rest, *policies]}))
+    _agree(main, [Item("the call", call)], main.failing_together)
+    with _told_to_all(main, call, main.failing_together):
+        meshes = meshes_of(policies, rest, main)
     numbers = {mesh: number for number, mesh in enumerate(dict.fromkeys([main, *meshes]))}
     pools = [
         Pool(
@@ -159,21 +202,14 @@ def fully_shard(
         )
         for mesh in meshes
     ]
-    schedule_of = partial(schedule_units, policies=policies, pools=pools)
+    schedule_of = partial(schedule_units, policies=policies, pools=pools, rest=rest)
     together = FailingTogether([*numbers])
-    call = {
-        _ERROR: repr(None),
-        **rest.facts(),
-        "slots": repr(slots),
-        "on_nonfinite": repr(on_nonfinite),
-        "(replicas, shards)": repr((main.replicate.size, main.shard.size)),
-        _KINDS: repr(len(numbers)),
-    }
     with _told_to_all(main, call, together):
         check_modules(model, main.device)
         first_guess = schedule_of(order, slots=slots)
         inner = inner_groups(owned.distribution for unit in found for owned in unit.params)
         groups = group_units(found, policies, pools, granularity, shard_dim, owner_cost)
+        check_memory(found)
         planned = MemoryPlan.of_groups(found, groups, rest, first_guess, pools, main.size)
         items = list(_items(model, found, policies, groups))
 
@@ -182,12 +218,7 @@ def fully_shard(
 
     for mesh in numbers:
         its = [each for each, at in zip(items, meshes, strict=True) if at == mesh]
-        with together:
-            differs = difference(
-                (mesh.shard, mesh.replicate), [Item("the call", call), *chain.from_iterable(its)]
-            )
-        if differs:  # the ranks agree on that, and can go on to use their communicators
-            raise comm_error("mismatch", f"fully_shard: ranks differ: {differs}")
+        _agree(mesh, [Item("the call", call), *chain.from_iterable(its)], together)
     with together:
         for mesh in numbers:
             if mesh.secondary is not None:
@@ -206,9 +237,9 @@ def fully_shard(
     _check(sharded, planned)
     trained = _trained(sharded)
 
-    @cache  # once
+    @cache  # so that it checks once
     def check() -> None:
-        if _trained(sharded) == trained:  # else the plan was of another model
+        if _trained(sharded) == trained:  # else the plan was made for other trainable parameters
             _check(sharded, planned)
 
     engine = Engine(
@@ -220,6 +251,7 @@ def fully_shard(
         check,
         on_nonfinite,
         strategy=strategy,
+        may_be_left_out=[sharded[unit] for unit in may_be_left_out(policies, rest, pools)],
         owned=[
             group
             for mesh, policy in zip([main, *meshes], [rest, *policies], strict=True)
@@ -233,9 +265,20 @@ def fully_shard(
     return engine
 
 
+def _agree(mesh: Mesh, items: Sequence[Item], together: FailingTogether) -> None:
+    """Raises CommError if the ranks of `mesh` have different `items`; all of them, so that the groups stay usable."""
+    with together:
+        differs = difference((mesh.shard, mesh.replicate), items)
+    if differs:
+        raise comm_error("mismatch", f"fully_shard: ranks differ: {differs}")
+
+
 @contextmanager
 def _told_to_all(main: Mesh, call: dict[str, str], together: FailingTogether) -> Iterator[None]:
-    """What is raised in it, of this rank's model alone perhaps, is what the others hear of, who come to agree."""
+    """Tells all ranks of an exception in this context, which may concern this rank's model alone.
+
+    The other ranks hear of it when they come to compare their calls, instead of waiting for this one.
+    """
     try:
         yield
     except Exception as error:
@@ -251,7 +294,7 @@ def _items(
     policies: Sequence[Policy],
     groups: Sequence[Sequence[BucketGroup]],
 ) -> Iterator[list[Item]]:
-    """What the other ranks' collectives take for granted of this one's model, unit by unit."""
+    """The facts in which all ranks' models must agree, since their collectives rely on them; unit by unit."""
     names = {module: name for name, module in model.named_modules()}
     for unit, policy, unit_groups in zip(units, policies, groups, strict=True):
         items = [Item(f"unit {unit.name!r}", policy.facts())]
@@ -271,7 +314,10 @@ def _items(
 
 
 def _check(units: Sequence[ShardedUnit], plan: MemoryPlan) -> None:
-    """RuntimeError if `units` hold other than planned, by a byte; of gradients, those of units that were reduced."""
+    """Raises RuntimeError if `units` hold one byte more or less than `plan` says.
+
+    Gradients are compared for the units that have been reduced; the others have none yet.
+    """
     gradient_bytes = sum(
         planned.gradient_bytes
         for planned, unit in zip(plan.units, units, strict=True)

@@ -1,1 +1,1 @@
-"""Files that others read or wrote: written whole or not at all, read value by value."""
+"""Files that other programs may read or have written: they are written whole or not at all, and read value by value."""

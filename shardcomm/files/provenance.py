@@ -1,4 +1,4 @@
-"""Where and when a figure was measured: what every report in JSON begins with."""
+"""Where and when figures were measured; every report in JSON begins with it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 
 def provenance(command: str) -> dict[str, Any]:
-    """Date, `command`, machine and versions."""
+    """The date, `command`, the machine and the versions, as a dict for JSON."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": command,

@@ -1,4 +1,4 @@
-"""Files that are written whole, or not at all: half a report would be taken for a whole one."""
+"""Files that are written whole or not at all, since half a report may be taken for a whole one."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-# What ends a write that has begun: the disk, a quota or a limit is full, or the device fails.
+# Errors that end a write which has begun: the disk, a quota or a limit is full, or the device fails.
 _HALFWAY = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 @contextmanager
 def written_whole(path: str | Path) -> Iterator[None]:
-    """Around the writing of `path`: removes what an error leaves of it. The OSError names the file."""
+    """A context in which `path` is written: if an OSError ends it, the partial file is removed. The error names it."""
     try:
         yield
     except OSError as error:

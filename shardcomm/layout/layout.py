@@ -1,18 +1,19 @@
 """Where every element of a unit's parameters lives: its offset in the flat buffer, and on which rank.
 
-Two parameters, a of 4 rows x 6 elements and b of 5 rows x 4, over 2 ranks. 44 elements in all: S = 22 would do, but
-would cut row a3 (18 to 24) as it would cut a row of a behind b. The smallest S that cuts no row is 24::
+An example: two parameters, a of 4 rows x 6 elements and b of 5 rows x 4, over 2 ranks. They have 44 elements in all. A
+shard length S of 22 would be enough, but it would cut row a3 (18 to 24); with b first it would cut a row of a as well.
+The smallest S that cuts no row is 24::
 
     flat    0     6     12    18    24  28  32  36  40  44  48
             [ a0  | a1  | a2  | a3  ][b0 |b1 |b2 |b3 |b4 |....]      .... is padding, 4 of 48
             [------ rank 0, S -------][------ rank 1, S ------]
 
 A shard boundary never cuts a granule (a row, a block of rows, or the whole parameter), every parameter is one
-contiguous, aligned range, and all shards are equally long. What that costs is padding. A parameter that spans several
-boundaries forces the shard to be a multiple of its granule; one that fits between two boundaries forces nothing.
+contiguous, aligned range, and all shards are equally long. The price of that is padding. A parameter that spans several
+boundaries forces S to be a multiple of its granule; one that fits between two boundaries forces nothing.
 
-Where each parameter has one owner, given as `owners`, the shards are as long as what each rank owns. With a and b as
-above, c of 6 elements, and owners [1, 0, 1]::
+If each parameter has one owner, given as `owners`, a shard is as long as what its rank owns. With a and b as above, c
+of 6 elements, and owners [1, 0, 1]::
 
     flat    0                   20                      44    50
             [         b         ][          a           |  c  ]      no padding but for alignment
@@ -37,7 +38,14 @@ _MOST_ELEMENTS = 1 << 60
 
 @dataclass(frozen=True)
 class RowBlock:
-    """Granularity: this many rows stay together."""
+    """A granularity: blocks of this many rows stay together on one rank.
+
+    Attributes:
+        rows: How many rows a block has, at least 1.
+
+    Raises:
+        ValueError: `rows` is no whole number of at least 1.
+    """
 
     rows: int
 
@@ -47,7 +55,11 @@ class RowBlock:
 
 
 Granularity = Literal["element", "row", "tensor"] | RowBlock
+"""The smallest piece of a parameter that stays on one rank: an element, a row (an index of the dim that is cut), a
+block of rows, or the whole tensor, which one rank then owns."""
+
 ShardDim = int | Literal["auto"]
+"""The dim whose indices are the rows of a parameter; "auto" takes the one that makes the least padding."""
 
 
 @dataclass(frozen=True)
@@ -55,10 +67,15 @@ class ParamSpec:
     """A parameter to be laid out.
 
     Attributes:
-        granularity: the smallest piece that stays on one rank: "element", "row" (an index of the shard dim),
-            `RowBlock(n)` rows, or "tensor" (one rank owns it whole).
-        shard_dim: the dim whose indices are rows; it is stored outermost. Below 0 it counts from the last. "auto": the
-            one with which the layout has the least padding, 0 where others have no less.
+        name: The parameter's name, for messages and drawings.
+        shape: The parameter's full shape.
+        granularity: The smallest piece that stays on one rank: "element", "row" (an index of `shard_dim`),
+            `RowBlock(n)` rows, or "tensor" (one rank owns the whole parameter).
+        shard_dim: The dim whose indices are the rows. It is stored outermost. A negative number counts from the last
+            dim. "auto" takes the dim with which the layout has the least padding, and 0 where others have no less.
+
+    Raises:
+        ValueError: A value is none of the accepted.
     """
 
     name: str
@@ -94,9 +111,11 @@ class Placement:
     """Where a parameter lies in the flat buffer.
 
     Attributes:
-        shard_dim: as resolved, 0 or more.
-        offset: its first element.
-        stored_shape: its shape with `shard_dim` outermost.
+        spec: The parameter.
+        shard_dim: The dim whose indices are rows, with "auto" and negative numbers resolved: 0 or more.
+        offset: The place of its first element in the flat buffer, in elements.
+        numel: How many elements it has.
+        stored_shape: Its shape with `shard_dim` outermost.
     """
 
     spec: ParamSpec
@@ -107,28 +126,30 @@ class Placement:
 
     @property
     def row_numel(self) -> int:
-        """Elements of a row; of one element for granularity "element"."""
+        """How many elements a row has; 1 for granularity "element"."""
         return 1 if self.spec.granularity == "element" else math.prod(self.stored_shape[1:])
 
     @property
     def num_rows(self) -> int:
-        """Rows; elements for granularity "element"."""
+        """How many rows the parameter has; its elements for granularity "element"."""
         return self.numel if self.spec.granularity == "element" else (*self.stored_shape, 1)[0]
 
     def is_elsewhere(self, piece: Piece) -> bool:
-        """Whether another rank than that of `piece` owns it: the parameter, its gradient and its optimizer state."""
+        """Whether another rank than that of `piece` owns the parameter, its gradient and its optimizer state."""
         return self.spec.granularity == "tensor" and piece.numel < self.numel
 
 
 @dataclass(frozen=True)
 class Piece:
-    """What one rank holds of one parameter.
+    """What one rank holds of one parameter: the rows `start` to `stop`.
 
     Attributes:
-        start, stop: its rows (elements for granularity "element").
-        offset: of its first element, from the start of the rank's shard.
-        shape: of the piece as stored: (rows, ...). For granularity "element", unless it is all of the parameter, a run:
-            (numel, 1, ..., 1), with as many dims as the parameter.
+        start: The first of its rows (of its elements, for granularity "element").
+        stop: The row, or element, after the last.
+        offset: The place of its first element in the rank's shard, in elements.
+        numel: How many elements it has.
+        shape: The shape of the piece as it is stored: (rows, ...). For granularity "element" it is a run, unless it is
+            all of the parameter: (numel, 1, ..., 1), with as many dims as the parameter.
     """
 
     start: int
@@ -140,13 +161,25 @@ class Piece:
 
 @dataclass(frozen=True)
 class Layout:
-    """The layout of a unit; made by `Layout.plan`.
+    """Where every element of a unit's parameters lives. [`Layout.plan`][shardcomm.Layout.plan] makes it.
+
+    `repr()` draws which rows each rank holds.
 
     Attributes:
-        placements: one for each parameter, in the given order.
-        shard_numels: the elements of each rank's shard: S each, or, by owners, what each owns.
-        align: elements; every parameter and every shard starts at a multiple.
-        forced_by: names of the parameters that force S to be a multiple of their granule.
+        placements: Where each parameter lies in the flat buffer, in the given order.
+        world_size: How many ranks share the unit.
+        shard_numels: How many elements each rank's shard has: S for each rank, or with owners what each rank owns.
+        align: The alignment in elements: every parameter and every shard starts at a multiple of it.
+        forced_by: The names of the parameters that force S to be a multiple of their granule.
+
+    Example:
+        ```python
+        layout = shardcomm.Layout.plan(
+            [shardcomm.ParamSpec("a", (4, 6)), shardcomm.ParamSpec("b", (5, 4))], world_size=2, align_bytes=4
+        )
+        assert layout.shard_numel == 24
+        assert layout.piece(rank=1, index=1).stop == 5  # rank 1 has all five rows of b
+        ```
     """
 
     placements: tuple[Placement, ...]
@@ -168,16 +201,22 @@ class Layout:
         itemsize: int = 4,
         owners: Sequence[int] | None = None,
     ) -> Layout:
-        """Finds the offsets and the smallest S for `params` over `world_size` ranks.
+        """Finds the offsets of parameters, and the smallest shard length S.
+
+        The result is deterministic: equal arguments give equal layouts on all ranks.
 
         Args:
-            itemsize: bytes of the smallest element the flat buffer will hold, so that `align_bytes` holds in all
-                dtypes.
-            owners: the rank of each parameter, whose granularity must be "tensor"; None: all shards are equally long.
+            params: The parameters, in order.
+            world_size: How many ranks share them.
+            align_bytes: The alignment of every parameter and every shard, in bytes; a multiple of `itemsize`.
+            itemsize: The bytes of the smallest element that the flat buffer will hold, so that `align_bytes` holds in
+                all dtypes.
+            owners: The rank that owns each parameter; all granularities must be "tensor" then. None: parameters have no
+                owners, and all shards are equally long.
 
         Raises:
-            TypeError: `params` or `owners` is no list, or an entry of `params` no ParamSpec.
-            ValueError: an argument is out of range.
+            TypeError: `params` or `owners` is no list, or an entry of `params` is no ParamSpec.
+            ValueError: An argument is out of range.
         """
         check_list("Layout.plan", "params", params)
         for spec in params:
@@ -233,41 +272,46 @@ class Layout:
 
     @property
     def shard_numel(self) -> int:
-        """Elements of the longest shard, which is each where no parameter has an owner."""
+        """How many elements the longest shard has. Without owners all shards are that long."""
         return max(self.shard_numels)
 
     @cached_property
     def counts(self) -> tuple[int, ...] | None:
-        """`shard_numels` for the collectives of a `Communicator`; None: equal ones."""
+        """`shard_numels` as the argument `counts` of a `Communicator`'s collectives; None if all are equal."""
         return None if len(set(self.shard_numels)) == 1 else self.shard_numels
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
-        """Where each rank's shard begins in the flat buffer, and at last where that ends."""
+        """Where each rank's shard begins in the flat buffer, in elements; the last entry is the buffer's end."""
         return tuple(accumulate(self.shard_numels, initial=0))
 
     @property
     def flat_numel(self) -> int:
-        """Elements of the flat buffer: of all shards."""
+        """How many elements the flat buffer has: all shards together."""
         return self.starts[-1]
 
     @property
     def numel(self) -> int:
-        """Elements of the parameters alone."""
+        """How many elements the parameters have, without padding."""
         return sum(placement.numel for placement in self.placements)
 
     @property
     def padding(self) -> int:
-        """Elements of the flat buffer that belong to no parameter."""
+        """How many elements of the flat buffer belong to no parameter."""
         return self.flat_numel - self.numel
 
     @property
     def padding_fraction(self) -> float:
-        """Padding per element of a parameter."""
+        """The padding as a fraction of the parameters' elements."""
         return self.padding / self.numel if self.numel else 0.0
 
     def piece(self, rank: int, index: int) -> Piece:
-        """What `rank` holds of parameter `index`; an empty piece where it holds nothing."""
+        """What one rank holds of one parameter; an empty piece if it holds nothing.
+
+        Args:
+            rank: The rank, 0 to `world_size` - 1.
+            index: The parameter's number in `placements`.
+        """
         p = self.placements[index]
         shard_start, shard_stop = self.starts[rank : rank + 2]
         begin = max(p.offset, shard_start)
@@ -286,12 +330,19 @@ class Layout:
         return Piece(start, stop, offset, end - begin, shape)
 
     def parts(self, number: int) -> list[int]:
-        """Elements of each of `number` parts of the flat buffer, which are as many shards each."""
+        """Cuts the flat buffer into parts that have equal numbers of shards.
+
+        Args:
+            number: How many parts; it must divide `world_size`.
+
+        Returns:
+            How many elements each part has.
+        """
         bounds = self.starts[:: self.world_size // number]
         return [stop - start for start, stop in pairwise(bounds)]
 
     def gaps(self) -> tuple[tuple[int, int], ...]:
-        """The padding: ranges [start, stop) of the flat buffer that no parameter covers, in order."""
+        """The padding: the ranges [start, stop) of the flat buffer that no parameter covers, in order."""
         found = []
         cursor = 0
         for p in sorted(self.placements, key=lambda p: p.offset):
@@ -365,7 +416,7 @@ def _granule_rows(placement: Placement) -> int:
 
 
 def _dim_choices(params: Sequence[ParamSpec]) -> list[list[int]]:
-    """Ways to choose the dims left to "auto": first all 0, then those that agree best with each row size."""
+    """Choices of the dims that are left to "auto": first all 0, then for each row size the dims that fit it best."""
     fixed = [
         0 if spec.shard_dim == "auto" else spec.shard_dim % max(len(spec.shape), 1)
         for spec in params

@@ -1,4 +1,4 @@
-"""Views: a parameter, or a rank's rows of it, as a tensor in a flat buffer, and the way back."""
+"""Views: a parameter, or a rank's rows of it, as a tensor in a flat buffer, and rows of a full parameter."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def check_shape(operation: str, name: str, tensor: torch.Tensor, placement: Plac
 
 
 def check_full(name: str, tensor: torch.Tensor, *, sparse: bool = False) -> None:
-    """TypeError unless it is a tensor with values, dense or, if that is allowed, `sparse`."""
+    """TypeError unless `tensor` is a dense tensor with values; with `sparse` it may also be a sparse one."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} is a {type(tensor).__name__}; it must be a torch.Tensor")
     dense = tensor.layout is torch.strided or sparse
@@ -34,7 +34,7 @@ def check_full(name: str, tensor: torch.Tensor, *, sparse: bool = False) -> None
 def check_count(
     operation: str, name: str, tensors: Sequence[torch.Tensor | None], layout: Layout
 ) -> None:
-    """ValueError unless there is an entry for each parameter."""
+    """ValueError unless `tensors` has one entry for each parameter."""
     check_list(operation, name, tensors)
     if len(tensors) != len(layout.placements):
         raise ValueError(
@@ -44,7 +44,7 @@ def check_count(
 
 
 def full_view(flat: torch.Tensor, placement: Placement) -> torch.Tensor:
-    """The full parameter in the full buffer `flat`."""
+    """The full parameter as a view of the full buffer `flat`."""
     stored = flat[placement.offset : placement.offset + placement.numel]
     if not placement.spec.shape:
         return stored.view(())
@@ -52,7 +52,7 @@ def full_view(flat: torch.Tensor, placement: Placement) -> torch.Tensor:
 
 
 def shard_view(flat: torch.Tensor, placement: Placement, piece: Piece) -> torch.Tensor:
-    """A rank's rows of it in its shard `flat`."""
+    """A rank's rows of a parameter as a view of its shard `flat`."""
     stored = flat[piece.offset : piece.offset + piece.numel].view(piece.shape)
     return stored.movedim(0, placement.shard_dim) if placement.shard_dim else stored
 
@@ -70,10 +70,10 @@ def rows(tensor: torch.Tensor, placement: Placement, piece: Piece) -> torch.Tens
 
 
 def as_stored(grad: torch.Tensor, placement: Placement, dtype: torch.dtype) -> torch.Tensor:
-    """`grad` with the shard dim outermost, contiguous, as the pack plan reads it. Rarely copies."""
+    """`grad` with the shard dim outermost and contiguous, as the pack plan reads it. It rarely needs a copy."""
     if grad.layout is not torch.strided:
         grad = grad.to_dense()
-    grad = grad.resolve_neg()  # autograd leaves such views of imaginary parts
+    grad = grad.resolve_neg()  # of an imaginary part autograd leaves a lazily negated view
     if grad.dtype == dtype and placement.shard_dim == 0 and grad.is_contiguous():
         return grad
     if grad.dim() > 0:

@@ -1,11 +1,11 @@
-"""How rank 0 tells the other ranks of its host at which port the store is, where nobody has told them before.
+"""How rank 0 tells the other ranks of its host at which port the store is, if the launcher has not told them.
 
-It listens on a socket whose name is that of the launcher's run, in Linux' abstract namespace: no file, and nothing is
-left of it when the process ends. Who connects reads the port::
+It listens on a socket whose name is that of the launcher's run, in Linux' abstract namespace. That is no file, and
+nothing is left of it when the process ends. A rank that connects reads the port::
 
     rank 0    listens at @shardcomm/USER/RUN    ── "40123\n" ──►    ranks 1, 2, ...
 
-A rank connects once. When all have, the name is free again: the next program of the same run may take it.
+A rank connects once. When all have connected, the name is free again, and the next program of the same run may take it.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from shardcomm._C import CommError
 from shardcomm.meeting.background import Background
 from shardcomm.meeting.comm_error import comm_error
 
-_PAUSE_S = 0.02  # between attempts, until rank 0 is there
+_PAUSE_S = 0.02  # between attempts to connect, until rank 0 is there
 
 
 def announce(run: str, port: int, others: int) -> None:
     """Begins to tell `port` to the `others` ranks of `run`.
 
     Raises:
-        CommError: another process of this user does so for the same run.
+        CommError: Another process of this user already does so for the same run.
     """
     if not others:
         return
@@ -44,14 +44,18 @@ def announce(run: str, port: int, others: int) -> None:
     listening.listen(min(others, 4096))
 
     def tell_all() -> None:
-        told = 0
+        left = others
         with listening:
-            while told < others:
+            while left:
                 peer, _ = listening.accept()
-                with peer, suppress(OSError):  # of one that has ended
-                    if _user_of(peer) == os.getuid():
+                with peer:
+                    if _user_of(peer) != os.getuid():
+                        continue
+                    left -= 1
+                    if not left:
+                        listening.close()  # who has the last answer may announce the next program's port
+                    with suppress(OSError):  # the rank may have ended
                         peer.sendall(b"%d\n" % port)
-                        told += 1
 
     Background(tell_all)
 
@@ -60,7 +64,7 @@ def ask(run: str, timeout_s: float) -> int:
     """The port that rank 0 of `run` announces.
 
     Raises:
-        CommError: it did not within `timeout_s`, or another user's process does.
+        CommError: Rank 0 did not announce it within `timeout_s`, or another user's process announces one.
     """
     end = time.monotonic() + timeout_s
     while True:
@@ -73,7 +77,7 @@ def ask(run: str, timeout_s: float) -> int:
                 told = connection.makefile("rb").readline()
                 if told.endswith(b"\n"):
                     return int(told)
-            except OSError:  # it is not there yet, or was the one of the program before
+            except OSError:  # rank 0 is not there yet, or was the program's before, and has ended
                 pass
         if time.monotonic() > end:
             raise comm_error("late", "rank 0 did not announce its port", rank=0)
@@ -86,7 +90,7 @@ def _name(run: str) -> str:
 
 
 def _user_of(connection: socket.socket) -> int:
-    """Of the process at the other end."""
+    """The user of the process at the other end."""
     _, user, _ = struct.unpack(
         "3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
     )

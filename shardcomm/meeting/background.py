@@ -1,4 +1,4 @@
-"""A call on a thread of its own, for what blocks inside torch: the caller can wait in pieces, and Ctrl-C is heard."""
+"""A call on a thread of its own, for functions that block inside torch: the caller waits in pieces and hears Ctrl-C."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class Background(Generic[T]):
-    """fn(), begun. Who gives up leaves the thread behind, which ends when fn does, or with the process."""
+    """A call of fn() that has begun. A caller may give up: the thread ends when fn does, or with the process."""
 
     def __init__(self, fn: Callable[[], T]) -> None:
         self._outcome: Future[T] = Future()
@@ -24,9 +24,9 @@ class Background(Generic[T]):
             self._outcome.set_exception(error)
 
     def ended(self, within_s: float) -> bool:
-        """Whether fn has returned or raised; waits for it so long."""
+        """Whether fn has returned or raised; waits up to `within_s` seconds for that."""
         return bool(wait([self._outcome], within_s).done)
 
     def result(self) -> T:
-        """What fn returned; raises what it raised."""
+        """Waits for fn; returns what it returned, and raises what it raised."""
         return self._outcome.result()

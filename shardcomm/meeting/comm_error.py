@@ -39,7 +39,7 @@ def comm_error(
 
 
 def like(error: CommError, text: str) -> CommError:
-    """Another error with the fields of `error`: a raised one would keep alive what its frames hold."""
+    """A new error with the fields of `error`. To raise `error` itself again would keep alive what its frames hold."""
     return comm_error(
         error.kind,
         text,
@@ -51,7 +51,7 @@ def like(error: CommError, text: str) -> CommError:
 
 
 def to_bytes(error: CommError) -> bytes:
-    """What other ranks need to raise the same."""
+    """`error` as bytes, from which other ranks can raise the same error."""
     return json.dumps([error.kind, str(error), error.rank, error.reporter]).encode()
 
 

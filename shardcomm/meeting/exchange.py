@@ -1,10 +1,10 @@
 """How ranks show each other a few bytes at set-up, over a torch Store or a ProcessGroup.
 
-Nobody waits for a rank that is known to have died, nor longer than the deadline, nor deaf to Ctrl-C. Over a store, a
-rank that gives up leaves word for the others, and what somebody else wrote there is told from what a rank did::
+No rank waits for one that is known to have died, or longer than the deadline, and Ctrl-C ends every wait. Over a store,
+a rank that gives up leaves word for the others. A seal tells the words of ranks from what somebody else wrote there::
 
-    NAME/0/1       what rank 1 shows in the first round: a header, a seal over key and word, the word: its world size
-                   and its payload
+    NAME/0/1       the word of rank 1 in the first round (its world size and its payload), behind a header and a seal
+                   over key and word
     NAME/failed    the CommError of a rank that gave up, as a word in the same form
 """
 
@@ -30,32 +30,32 @@ from shardcomm.meeting.store import first_line, seal
 
 T = TypeVar("T")
 
-_HEADER = b"shardcomm 3\n"  # the version of what ranks say to each other
+_HEADER = b"shardcomm 3\n"  # the version of this protocol
 _SEAL_BYTES = len(seal(b""))
 
 _NOTHING = "nothing"  # a store's answer where there is no such key
 
 _LOOK_S = 0.05  # between looks at the ranks' processes
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.0001, 0.05  # between looks at the store
-_LAST_WORD_S = 1.0  # that a store or a group may take to answer once more when there is trouble
+_LAST_WORD_S = 1.0  # how long a store or a group may take for a last answer when there is trouble
 
 
 class _NotAllCameError(Exception):
-    """Some have not, and nobody said why."""
+    """Some ranks have not come, and no rank has said why."""
 
 
 class Watched(NamedTuple):
-    """A rank's process on this host."""
+    """The process of a rank on this host, and what watches it."""
 
     pid: int
     watch: ProcessWatch
 
 
 class Exchange(ABC):
-    """Called with bytes, shows them to all ranks and returns everybody's, in rank order; collective.
+    """An all-gather of bytes at set-up: a call with bytes returns those of all ranks, in rank order; collective.
 
     Raises:
-        CommError: a rank did not come within `deadline_s` seconds, or died, or gave up.
+        CommError: A rank did not come within `deadline_s` seconds, or died, or gave up.
     """
 
     def __init__(self, rank: int, size: int, deadline_s: float) -> None:
@@ -63,16 +63,16 @@ class Exchange(ABC):
         self.size = size
         self.deadline_s = deadline_s
         self.processes: dict[int, Watched] = {}
-        """By rank: whose death ends a wait. Filled by who knows them."""
-        self._gave_up: CommError | None = None  # of another rank, once it was heard
+        """The processes whose death ends a wait, by rank. `rendezvous` fills it."""
+        self._gave_up: CommError | None = None  # the error of another rank, when it was heard
 
     @abstractmethod
     def __call__(self, payload: bytes) -> list[bytes]:
-        """Everybody's payload."""
+        """The payloads of all ranks, in rank order; collective."""
 
     @contextmanager
     def telling(self) -> Iterator[None]:
-        """What this rank raises inside reaches at once, as a CommError, the ranks that wait for it in their set-up."""
+        """A context: an exception in it reaches the ranks that wait for this one in their set-up, as a CommError."""
         try:
             yield
         except CommError as error:
@@ -86,10 +86,13 @@ class Exchange(ABC):
 
     @abstractmethod
     def _tell(self, error: CommError) -> None:
-        """Leaves word for the others, as far as there is a way to."""
+        """Leaves word for the other ranks, if there is a place for it."""
 
     def wait_for(self, fn: Callable[[], T], over: threading.Event | None = None) -> T:
-        """fn(), which waits for other ranks; `over` tells it to look a last time and to say what is missing."""
+        """Calls fn(), which waits for other ranks.
+
+        `over` is set when the wait ends, and tells fn to look a last time and to say what is missing.
+        """
         begun = Background(fn)
         end = time.monotonic() + self.deadline_s
         trouble: CommError | None = None
@@ -101,22 +104,22 @@ class Exchange(ABC):
         finally:
             if over is not None:
                 over.set()
-        # What a rank showed before it died counts: it may have ended because all is done.
+        # A last word that a rank left before it died still counts: it may have ended because all was done.
         if not begun.ended(_LAST_WORD_S):
             raise self._gave_up or trouble or self._late("nobody answers")
         try:
             return begun.result()
         except _NotAllCameError as error:
             raise trouble or self._late(str(error)) from None
-        except CommError:  # says why: what is seen dead here may have ended because of it
+        except CommError:  # it names the cause; a process that is seen dead may have died of it
             raise
-        except RuntimeError as error:  # torch's: of a connection that a rank's death may have cut
+        except RuntimeError as error:  # torch's, of a connection that a rank's death may have cut
             said = f"rank {self.rank} of {self.size}: the rendezvous failed: {first_line(error)}"
             refused = comm_error("backend", said, reporter=self.rank)
             raise trouble or self.trouble(_LAST_WORD_S) or refused from error
 
     def trouble(self, within_s: float = 0.0) -> CommError | None:
-        """The error of a rank that gave up, or of ranks that have died; None if neither is known. Looks so long."""
+        """The error of a rank that gave up, or of ranks that have died; None if neither is known within `within_s`."""
         end = time.monotonic() + within_s
         while True:
             if self._gave_up is not None:
@@ -142,7 +145,7 @@ class Exchange(ABC):
 
 
 class StoreExchange(Exchange):
-    """Over a store that all ranks share. `name` keeps its keys apart from those of others over the same store."""
+    """An exchange over a store that all ranks share. `name` keeps its keys apart from those of other exchanges."""
 
     def __init__(self, store: Store, name: str, rank: int, size: int, deadline_s: float) -> None:
         super().__init__(rank, size, deadline_s)
@@ -162,7 +165,7 @@ class StoreExchange(Exchange):
 
     def wait_for(self, fn: Callable[[], T], over: threading.Event | None = None) -> T:
         """See `Exchange`."""
-        if over is not None:  # a round, which reads the word of a rank that gives up
+        if over is not None:  # a round, which itself reads the word of a rank that gives up
             return super().wait_for(fn, over)
         ended = threading.Event()
         listening = Background(lambda: self._listen(ended))
@@ -173,8 +176,8 @@ class StoreExchange(Exchange):
             listening.ended(_LAST_WORD_S)
 
     def _listen(self, over: threading.Event) -> None:
-        """Until `over`, hears why another rank gives up; not over a store that cannot be cloned."""
-        # A connection of its own: while torch waits for a key, torch's answers nobody else.
+        """Until `over`, listens whether another rank gives up. It cannot do so over a store that cannot be cloned."""
+        # On a connection of its own: while torch waits for a key, torch's connection answers nobody else.
         self._store = self._store.clone()  # type: ignore[attr-defined]
         while self._gave_up is None:
             last = over.is_set()
@@ -187,7 +190,7 @@ class StoreExchange(Exchange):
     def _tell(self, error: CommError) -> None:
         if not self._told:
             self._told = True
-            # Whether it can be left or not: a store that is stopped must not keep this rank.
+            # On a thread, since a store that is stopped must not keep this rank.
             Background(lambda: self._post(self._failed, to_bytes(error))).ended(_LAST_WORD_S)
 
     def _round(self, keys: Sequence[str], payload: bytes, over: threading.Event) -> list[bytes]:
@@ -210,7 +213,7 @@ class StoreExchange(Exchange):
                 if (there := self._read(keys[peer])) is not None:
                     shown[peer] = self._payload(peer, there)
                 elif not last:
-                    break  # one question a look is enough, until the answer is needed
+                    break  # one question a look is enough, until the wait is over
             if len(shown) == self.size:
                 return [shown[peer] for peer in range(self.size)]
             if (word := self._read(self._failed)) is not None:
@@ -236,14 +239,14 @@ class StoreExchange(Exchange):
         return payload
 
     def _post(self, key: str, word: bytes) -> bytes:
-        """Writes `word`, unless something is there: what is there afterwards."""
+        """Writes `word`, unless a word is there already; returns the word that is there afterwards."""
         sealed = (_HEADER + self._seal(key, word) + word).hex()
         return self._opened(key, self._store.compare_set(key, "", sealed))
 
     def _read(self, key: str) -> bytes | None:
-        """What is there, or None; in one question, where `check` and `get` would be three."""
+        """The word that is there, or None. It takes one question, where `check` and `get` would take three."""
         value = self._store.compare_set(key, _NOTHING, _NOTHING)
-        # To a store an empty value is none, which the rank's own replaces.
+        # For a store an empty value is none: the rank's own word replaces it.
         return None if value in (b"", _NOTHING.encode()) else self._opened(key, value)
 
     def _opened(self, key: str, value: bytes) -> bytes:
@@ -268,7 +271,7 @@ class StoreExchange(Exchange):
 
 
 class GroupExchange(Exchange):
-    """Over a ProcessGroup, by its collectives."""
+    """An exchange over a ProcessGroup, by its collectives."""
 
     def __init__(self, group: dist.ProcessGroup, deadline_s: float) -> None:
         super().__init__(group.rank(), group.size(), deadline_s)
@@ -285,7 +288,7 @@ class GroupExchange(Exchange):
         return self.wait_for(gather)
 
     def _tell(self, error: CommError) -> None:
-        """A group has no place to leave word in: its other ranks hear when this process ends."""
+        """Does nothing: a group has no place for a word. Its other ranks hear of it when this process ends."""
 
     def wait_for(self, fn: Callable[[], T], over: threading.Event | None = None) -> T:
         """See `Exchange`."""
@@ -293,7 +296,7 @@ class GroupExchange(Exchange):
             return fn()
         if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             return super().wait_for(fn, over)
-        device = torch.cuda.current_device()  # each thread has one
+        device = torch.cuda.current_device()  # a thread's own, which fn's thread takes over
 
         def on_device() -> T:
             with torch.cuda.device(device):

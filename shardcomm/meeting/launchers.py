@@ -1,7 +1,7 @@
-"""Who started this process, and what that launcher says in the environment: which rank it is, of how many, and where.
+"""Which launcher started this process, and what it says in the environment: which rank it is, of how many, and where.
 
-Each launcher's variables, the nearest to the ranks first. They are as the sources named set them; `srun` and `mpirun`
-have been asked as well (Slurm 22.05, Open MPI 4.1, MPICH 4.0)::
+These are the launchers' variables; the launcher nearest to the ranks comes first. The sources named below set them, and
+`srun` and `mpirun` themselves have been tried as well (Slurm 22.05, Open MPI 4.1, MPICH 4.0)::
 
     torchrun           RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, GROUP_WORLD_SIZE
                        (torch/distributed/elastic/agent/server/local_elastic_agent.py)
@@ -12,8 +12,8 @@ have been asked as well (Slurm 22.05, Open MPI 4.1, MPICH 4.0)::
     Slurm's srun       SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_LOCALID, SLURM_STEP_TASKS_PER_NODE at SLURM_NODEID;
                        the job: SLURM_JOB_ID, SLURM_STEP_ID; the hosts: SLURM_STEP_NODELIST (src/common/env.c)
 
-A batch script of Slurm's, and what it starts without srun, has SLURM_PROCID=0 and SLURM_NTASKS of the whole allocation.
-What tells it from a task of srun's is that it has no SLURM_STEP_ID.
+A batch script of Slurm's, and every process that it starts without srun, has SLURM_PROCID=0 and SLURM_NTASKS of the
+whole allocation. Unlike a task of srun's it has no SLURM_STEP_ID.
 """
 
 from __future__ import annotations
@@ -26,13 +26,21 @@ from pathlib import Path
 from typing import NamedTuple
 
 _MOST = 2**31 - 1
-_FIRST_PORT, _PORTS = 20_000, 10_000  # below those that Linux gives to whoever connects
+_FIRST_PORT, _PORTS = 20_000, 10_000  # below the ports that Linux gives to outgoing connections
 
 _BY_HAND = "set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each process"
 
 
 class _Launcher(NamedTuple):
-    """The variables that it sets. `signs`: one of them is enough to know it by."""
+    """A launcher and the names of the variables that it sets.
+
+    Attributes:
+        name: What sentences call it.
+        signs: Variables of which one is enough to recognise it.
+        rank: The variable of the rank, and so on.
+        job: The variables that together name the run.
+        also: The variables that are needed besides rank and size.
+    """
 
     name: str
     signs: tuple[str, ...]
@@ -41,7 +49,7 @@ class _Launcher(NamedTuple):
     local_rank: str
     local_size: str
     job: tuple[str, ...] = ()
-    also: tuple[str, ...] = ()  # needed besides rank and size
+    also: tuple[str, ...] = ()
 
 
 _TORCHRUN = _Launcher(
@@ -80,7 +88,7 @@ _SLURM = _Launcher(
     job=("SLURM_JOB_ID", "SLURM_STEP_ID"),
 )
 _LAUNCHERS = (_TORCHRUN, _OPEN_MPI, _HYDRA, _SLURM)  # the nearest to the ranks first
-# Of launchers that are not served: by these their ranks are known.
+# Launchers that are not served set these: their ranks are recognised by them.
 _UNKNOWN = ("PMIX_RANK", "PMI_RANK", "PALS_RANKID", "FLUX_TASK_RANK", "MV2_COMM_WORLD_RANK")
 
 
@@ -89,11 +97,14 @@ class Launched:
     """This process among those that its launcher started.
 
     Attributes:
-        launcher: its name, or "" where there is none and the process is alone.
-        local_rank: counted among the ranks of this host, as is `local_size`; None where the launcher tells neither.
-        job: tells the launcher's runs apart, on all hosts; "" where it has no name for one.
-        agents: how many processes of its own started the ranks, as far as it is known.
-        first_host: where rank 0 is, or "".
+        launcher: The launcher's name; "" if there is none, and the process is alone.
+        rank: This process's rank.
+        size: How many ranks there are.
+        local_rank: The rank's number among those of this host; None if the launcher does not tell.
+        local_size: How many ranks this host has; None if the launcher does not tell.
+        job: A name that tells the launcher's runs apart, on all hosts; "" if it has none.
+        agents: How many processes of its own the launcher used to start the ranks; None if that is not known.
+        first_host: The host of rank 0; "" if the launcher does not tell.
     """
 
     launcher: str
@@ -112,16 +123,16 @@ class Launched:
 
     @property
     def by_torchrun(self) -> bool:
-        """Whether torchrun's variables tell the rank, and where the ranks meet."""
+        """Whether torchrun's variables tell the rank, and the place where the ranks meet."""
         return self.launcher == _TORCHRUN.name
 
 
 def launched() -> Launched:
-    """What the environment says.
+    """Reads the environment.
 
     Raises:
-        ValueError: a variable is missing or wrong, or the launcher is none that is known here, or one launcher ran
-            inside another so that there would be several groups.
+        ValueError: A variable is missing or wrong, or the launcher is not known here, or one launcher ran inside
+            another, so that there would be several groups.
     """
     found = [_read(launcher) for launcher in _LAUNCHERS if _is_there(launcher)]
     if not found:
@@ -132,7 +143,7 @@ def launched() -> Launched:
         local_rank, local_size = _local(_TORCHRUN, _MOST)
         return Launched("", 0, 1, local_rank, local_size)
     own, *outer = found
-    if own.local_rank is None:  # RANK may be another's, whose script said no more
+    if own.local_rank is None:  # a script may have set RANK and no more, from an outer launcher's
         same = [o for o in outer if (o.rank, o.size) == (own.rank, own.size)]
         if same:
             own = replace(own, local_rank=same[0].local_rank, local_size=same[0].local_size)
@@ -147,14 +158,14 @@ def launched() -> Launched:
 
 
 def _are_apart(inner: Launched, outer: Launched) -> bool:
-    """Whether what `outer` started each started ranks of their own, that do not belong together."""
+    """Whether each process that `outer` started has started ranks of its own, which do not belong together."""
     if inner.agents is not None:
         return inner.agents != outer.size
     return inner.size < outer.size
 
 
 def refuse_batch_script() -> None:
-    """ValueError if Slurm has room for several tasks, and this process is none that srun started."""
+    """ValueError if Slurm's allocation is for several tasks, and srun did not start this process."""
     tasks = os.environ.get("SLURM_NTASKS", "1")
     if tasks != "1" and "SLURM_STEP_ID" not in os.environ:
         raise ValueError(
@@ -164,17 +175,17 @@ def refuse_batch_script() -> None:
 
 
 def forget() -> None:
-    """Takes what launchers said of this process' rank from its environment: it is to be another's."""
+    """Removes the launchers' variables about this process's rank from its environment, since it gets another rank."""
     for launcher in _LAUNCHERS:
         for name in (*launcher.signs, launcher.rank, "GROUP_WORLD_SIZE", *_UNKNOWN):
             os.environ.pop(name, None)
 
 
 def meeting_point(own: Launched) -> tuple[str, int] | None:
-    """Host and port of the store, or None: rank 0 chooses a port of this host, where all ranks are.
+    """Host and port of the store. None: all ranks are on this host, and rank 0 chooses a port of it.
 
     Raises:
-        ValueError: the launcher does not tell, and neither MASTER_ADDR nor MASTER_PORT does.
+        ValueError: Neither the launcher nor MASTER_ADDR and MASTER_PORT tell.
     """
     host = os.environ.get("MASTER_ADDR", "")
     if not host and own.on_one_host:
@@ -198,7 +209,7 @@ def meeting_point(own: Launched) -> tuple[str, int] | None:
 
 
 def run_on_this_host(own: Launched) -> str:
-    """Tells apart the runs of launchers on this host."""
+    """A name that tells apart the runs of launchers on this host."""
     if own.job:
         return own.job
     # The process that started the ranks: the nearest above this one that was not itself given a rank.
@@ -211,7 +222,7 @@ def run_on_this_host(own: Launched) -> str:
         except OSError:
             break
         if not any(entry.startswith(variable) for entry in given):
-            return f"process {pid} of {state[19]}"  # its start, in clock ticks since boot
+            return f"process {pid} of {state[19]}"  # when it began, in clock ticks since boot
         pid = int(state[1])  # the parent
     raise ValueError(
         f"{own.launcher} gives its run no name, and its process cannot be found; set MASTER_ADDR and MASTER_PORT"
@@ -219,14 +230,18 @@ def run_on_this_host(own: Launched) -> str:
 
 
 def _first_host(nodes: str) -> str:
-    """The first of Slurm's list of hosts, as of `scontrol show hostnames`: of "n[03-05,9],x" it is n03."""
+    """The first host of Slurm's list, as `scontrol show hostnames` would expand it: of "n[03-05,9],x" it is n03."""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
-    assert first is not None  # it matches nothing, too
+    assert first is not None  # the pattern matches an empty text, too
     return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first.group())
 
 
 def whole_variable(name: str, first: int, last: int, *, default: int = 0) -> int:
-    """Of the environment; `default` where it is not set. ValueError if it is none from `first` to `last`."""
+    """The whole number that an environment variable holds; `default` if it is not set.
+
+    Raises:
+        ValueError: It is no whole number from `first` to `last`.
+    """
     given = os.environ.get(name, str(default))
     if not (given.isascii() and given.isdigit() and first <= int(given) <= last):
         raise ValueError(
@@ -255,7 +270,7 @@ def _read(launcher: _Launcher) -> Launched:
     if launcher is _TORCHRUN and "GROUP_WORLD_SIZE" in os.environ:
         agents = whole_variable("GROUP_WORLD_SIZE", 1, _MOST)
     elif launcher in (_OPEN_MPI, _HYDRA) and local_size == size:
-        agents = 1  # elsewhere, Slurm may have started those of the other hosts
+        agents = 1  # with several hosts, Slurm may have started the other hosts' agents
     first = _first_host(os.environ.get("SLURM_STEP_NODELIST", "")) if launcher is _SLURM else ""
     return Launched(launcher.name, rank, size, local_rank, local_size, job, agents, first)
 
@@ -274,7 +289,7 @@ def _local(launcher: _Launcher, size: int) -> tuple[int | None, int | None]:
 
 
 def _tasks_of_this_node() -> int:
-    """Of a list like "4(x2),3": two nodes with 4 tasks each, and one with 3."""
+    """How many tasks this node has, from a list like "4(x2),3": two nodes with 4 tasks each, and one with 3."""
     given = os.environ[_SLURM.local_size]
     if not re.fullmatch(r"\d+(\(x\d+\))?(,\d+(\(x\d+\))?)*", given):
         raise ValueError(

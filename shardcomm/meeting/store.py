@@ -1,8 +1,8 @@
-"""The torch Store that ranks meet over: who keeps it, who can reach it, and what a run's keys begin with.
+"""The torch Store over which ranks meet: who keeps it, who can reach it, and how a run's keys begin.
 
-A TCPStore answers whoever connects. One that is ours listens on the loopback interface alone where that is the address
-of the rendezvous. A run's secret, where there is one, keeps other runs' keys apart and seals what ranks show each other
-(see `shardcomm.meeting.exchange`).
+A TCPStore answers everybody who connects. A store of shardcomm's listens on the loopback interface only, if that is the
+address of the rendezvous. If a run has a secret, the secret keeps other runs' keys apart and seals what ranks show each
+other (see `shardcomm.meeting.exchange`).
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ from shardcomm.meeting.launchers import Launched, launched, meeting_point, run_o
 SECRET = "SHARDCOMM_RUN_SECRET"
 """The environment variable that holds a run's secret: any string, the same on all its ranks."""
 
-# By port, as long as this process: ranks that come to a next rendezvous must not meet the end of the one before.
+# The stores of this process by port. They are kept until it ends: ranks that come to another rendezvous at the same
+# port must find a store there.
 _kept: dict[int, TCPStore] = {}
 
-# By the launcher's run, as long as this process: where rank 0 announced its store.
+# The port at which rank 0 announced its store, by the launcher's run; kept until the process ends.
 _announced: dict[str, int] = {}
 
 
 def seal(text: bytes) -> bytes:
-    """16 bytes that only who has the run's secret can compute from `text`; a checksum, where there is no secret."""
+    """16 bytes that only processes with the run's secret can compute from `text`; a checksum if there is no secret."""
     return hmac.digest(os.environ.get(SECRET, "").encode(), text, "sha256")[:16]
 
 
@@ -47,11 +48,12 @@ def serve_on_loopback() -> TCPStore:
 def env_store(timeout: timedelta) -> tuple[Store, int, int]:
     """The store that the launcher's environment describes, this rank, and the number of ranks.
 
-    torchrun keeps one store over all its restarts: without a prefix, ranks would read what those before them wrote.
+    torchrun keeps one store over all its restarts. So keys have a prefix, without which ranks would read what the ranks
+    before them wrote.
 
     Raises:
-        ValueError: a variable of the environment is not what it must be.
-        CommError: the store was not reached within `timeout`.
+        ValueError: An environment variable is missing or wrong.
+        CommError: The store was not reached within `timeout`.
     """
     own = launched()
     rank, size = own.rank, own.size
@@ -76,19 +78,19 @@ def env_store(timeout: timedelta) -> tuple[Store, int, int]:
         raise comm_error("late", text, rank=None if launcher_keeps_it else 0, reporter=rank)
     try:
         store = begun.result()
-    except (dist.DistError, CommError) as error:  # by then, or at once
+    except (dist.DistError, CommError) as error:  # the connection failed, at once or in time
         text = f"{failure}: {first_line(error)}"
         refused = comm_error("backend", text, reporter=rank)
         raise (like(error, text) if isinstance(error, CommError) else refused) from error
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    # Not the secret itself: a store lists its keys to whoever asks.
+    # Not the secret itself, since a store lists its keys to everybody who asks.
     run = f"run {seal(b'keys').hex()}/" if SECRET in os.environ else ""
     job = f"job {own.job}/" if own.job else ""
     return PrefixStore(f"{run}{job}attempt {attempt}", store), rank, size
 
 
 def _announced_port(own: Launched, timeout: timedelta) -> int:
-    """That of rank 0's store on this host, which rank 0 makes when it first comes here."""
+    """The port of rank 0's store on this host, which rank 0 makes when it first comes here."""
     run = run_on_this_host(own)
     if run not in _announced:
         if own.rank > 0:
@@ -102,12 +104,12 @@ def _announced_port(own: Launched, timeout: timedelta) -> int:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error of torch's says, without the C++ stack that may follow."""
+    """The text of one of torch's errors, without the C++ stack that may follow."""
     return str(error).partition("\n")[0]
 
 
 def _serve(host: str, port: int, listening: socket.socket | None, timeout: timedelta) -> TCPStore:
-    """A store that this process keeps, and shares with what torch opens at the same port later."""
+    """A store that this process keeps, and that torch shares if it opens one at the same port later."""
     return TCPStore(
         host,
         port,
@@ -120,10 +122,10 @@ def _serve(host: str, port: int, listening: socket.socket | None, timeout: timed
 
 
 def _loopback_socket(host: str, port: int) -> socket.socket | None:
-    """Listens at `host` alone, if that is a loopback address; torch would listen on every interface.
+    """A socket that listens at `host` alone, if that is a loopback address; torch would listen on every interface.
 
-    None too where the port is taken: by a store of this process, which torch then shares, or by another's, which torch
-    then says.
+    None if it is another address, or if the port is taken: by a store of this process, which torch then shares, or by
+    another process, which torch's error then says.
     """
     try:
         if host != "localhost" and not ipaddress.ip_address(host).is_loopback:

@@ -10,7 +10,7 @@ VOCAB = 256
 
 
 class Block(nn.Module):
-    """Attention and a four times wider MLP, each added to its input."""
+    """A transformer block: attention and a four times wider MLP, each added to its input."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -23,7 +23,7 @@ class Block(nn.Module):
         self.mlp_out = nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(batch, context, width) to the same."""
+        """Takes and returns a tensor of shape (batch, context, width)."""
         q, k, v = (
             part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
             for part in self.qkv(self.attention_norm(x)).chunk(3, dim=-1)
@@ -36,7 +36,10 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Tokens (batch, up to `context`) of 0 ... 255 to logits (batch, same, 256). Initialised as GPT-2."""
+    """A GPT that takes bytes as tokens (batch, length up to `context`) and returns logits (batch, length, 256).
+
+    It is initialised as GPT-2.
+    """
 
     def __init__(self, width: int, layers: int, context: int) -> None:
         super().__init__()
@@ -51,12 +54,12 @@ class GPT(nn.Module):
             if name.endswith("bias"):
                 nn.init.zeros_(param)
             elif param.dim() > 1:
-                # What is added to the residual stream shrinks with its depth (Radford et al. 2019).
+                # Weights that add to the residual stream are smaller in deeper models (Radford et al. 2019).
                 residual = name.endswith(("attention_out.weight", "mlp_out.weight"))
                 nn.init.normal_(param, std=0.02 / (2 * layers) ** 0.5 if residual else 0.02)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Logits of the next byte at every position."""
+        """The logits of the next byte at every position."""
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.token(tokens) + self.position(positions)
         for block in self.blocks:

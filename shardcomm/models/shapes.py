@@ -20,9 +20,9 @@ class ModelShapes:
     """A model of equal blocks.
 
     Attributes:
-        block: names and shapes of one block's parameters.
-        layers: how many blocks there are.
-        rest: the parameters outside the blocks; tied ones once.
+        block: The names and shapes of one block's parameters.
+        layers: How many blocks there are.
+        rest: The parameters outside of the blocks; tied ones once.
     """
 
     block: Shapes
@@ -31,12 +31,12 @@ class ModelShapes:
 
     @property
     def numel(self) -> int:
-        """Parameters of the whole model."""
+        """How many elements the parameters of the whole model have."""
         block, rest = (sum(map(math.prod, part.values())) for part in (self.block, self.rest))
         return self.layers * block + rest
 
     def on_meta(self) -> nn.Module:
-        """A module with these parameters on the meta device (float32), its blocks in a ModuleList; it cannot run."""
+        """A module with these parameters on the meta device, in float32, its blocks in a ModuleList. It cannot run."""
         model = _Parameters(self.rest)
         model.blocks = nn.ModuleList(_Parameters(self.block) for _ in range(self.layers))
         return model
@@ -60,7 +60,7 @@ class _Parameters(nn.Module):
 
 
 def equal_blocks(numel: int, layers: int) -> ModelShapes:
-    """`numel` parameters of a model that nobody has described, in `layers` equal blocks."""
+    """The shapes of a model of which only the number of parameters is known: `layers` equal blocks."""
     rest = {"rest": (numel % layers,)} if numel % layers else {}
     return ModelShapes({"weight": (numel // layers,)}, layers, rest)
 

@@ -1,4 +1,4 @@
-"""AdamW for parameters that lie back to back in memory, as a bucket's shards do: many are updated in one go.
+"""AdamW for parameters that lie back to back in memory, as a bucket's shards do: it updates many as one.
 
 One step, for a group of five parameters in two buckets, of which the fourth has no gradient::
 
@@ -6,10 +6,10 @@ One step, for a group of five parameters in two buckets, of which the fourth has
     gradients    | a | b |   c   |    | d |   | f |
     updated as   |       run     |    |run|   |run|
 
-The arithmetic is PyTorch's own fused kernel, which meets three runs here instead of five parameters; with the hundreds
-of small ones that a model has, its time is mostly what is spent on each. The moments of a run are one tensor, and each
-parameter's state a view of it, under PyTorch's names. Nothing is asked of the parameters: those that have no neighbours
-are updated one by one.
+The arithmetic is PyTorch's own fused kernel. Here it gets three runs instead of five parameters. A model has hundreds
+of small parameters, and the kernel spends most of its time on the overhead of each. The moments of a run are one
+tensor, and each parameter's state is a view of it, under PyTorch's names. Any parameters will do: those that have no
+neighbours are updated one by one.
 
 Reference: Loshchilov and Hutter, "Decoupled Weight Decay Regularization", arXiv 1711.05101.
 """
@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from operator import is_
 from typing import Any
 
 import torch
@@ -29,14 +30,35 @@ MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
 
 class AdamW(torch.optim.AdamW):
-    """`torch.optim.AdamW(..., fused=True)`, with one update for each run of neighbours.
+    """`torch.optim.AdamW(..., fused=True)`, with one update for each run of neighbours in memory.
 
-    Arguments, parameter groups, and `state_dict` (which either can load from the other) are PyTorch's, and so are the
-    results. As there, state has its parameter's dtype, and a parameter without gradient is skipped. A run ends where
-    the group does, where a parameter has no gradient, where steps differ (one was skipped before), and at alignment
-    gaps, of which there are none between parameters of a multiple of 128 bytes.
+    Arguments, parameter groups, results and `state_dict` are PyTorch's; each of the two can load the other's state. As
+    there, state has its parameter's dtype, and a parameter without gradient is skipped. A run ends where the group
+    ends, where a parameter has no gradient, where step counts differ (because one was skipped before), and at gaps for
+    alignment. There are no gaps between parameters of a multiple of 128 bytes.
 
-    To replace a parameter's state, use `load_state_dict`, or write into the tensors that are there.
+    To replace a parameter's state, call `load_state_dict`, or write into the tensors that are there.
+
+    Args:
+        params: Parameters, or dicts of parameter groups.
+        lr: The learning rate.
+        betas: The decays of the averages of the gradient and of its square.
+        eps: What is added to the denominator.
+        weight_decay: The factor of decoupled weight decay.
+        amsgrad: Whether to use the largest average of squares so far.
+        maximize: Whether to go up the gradient instead of down.
+
+    Example:
+        ```python
+        model = torch.nn.Linear(64, 64)
+        engine = shardcomm.fully_shard(model, comm)
+        optimizer = shardcomm.AdamW(model.parameters(), lr=3e-4)
+        model(torch.randn(8, 64)).square().mean().backward()
+        optimizer.step()
+        ```
+
+    References:
+        Loshchilov and Hutter, "Decoupled Weight Decay Regularization", arXiv 1711.05101.
     """
 
     def __init__(
@@ -64,10 +86,16 @@ class AdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update of all parameters that have a gradient; returns what `closure` does.
+        """Updates all parameters that have a gradient.
+
+        Args:
+            closure: A function that computes the loss and its gradients first, if it is given.
+
+        Returns:
+            What `closure` returned; None without one.
 
         Raises:
-            ValueError: a gradient is sparse, or a parameter has gaps in its memory.
+            ValueError: A gradient is sparse, or a parameter has gaps in its memory.
         """
         loss = None
         if closure is not None:
@@ -78,7 +106,7 @@ class AdamW(torch.optim.AdamW):
             grads = [param.grad for param in params]
             where = _where(params, grads)
             plan = self._plans.get(index)
-            if plan is None or plan.where != where:
+            if plan is None or plan.where != where or not self._has_state_of(plan, params):
                 plan = self._plans[index] = self._plan(group, params, grads, where)
             beta1, beta2 = group["betas"]
             adamw(
@@ -103,6 +131,15 @@ class AdamW(torch.optim.AdamW):
                 others.copy_(step)
         return loss
 
+    def _has_state_of(self, plan: _Plan, params: Sequence[torch.Tensor]) -> bool:
+        """Whether the moments of `params` are those of the plan, and nobody has dropped or replaced them since."""
+        states = [self.state.get(param, {}) for param in params]
+        names = MOMENTS[: len(plan.held)]
+        return all(
+            all(map(is_, (state.get(name) for state in states), held))
+            for name, held in zip(names, plan.held, strict=True)
+        )
+
     def _plan(
         self,
         group: dict[str, Any],
@@ -110,7 +147,7 @@ class AdamW(torch.optim.AdamW):
         grads: Sequence[torch.Tensor],
         where: Sequence[object],
     ) -> _Plan:
-        """Finds the runs, and makes the state of each one tensor."""
+        """Finds the runs, and makes the state of each run one tensor."""
         plan = _Plan(where)
         names = MOMENTS if group["amsgrad"] else MOMENTS[:2]
         steps = [float(self.state[param].get("step", 0)) for param in params]
@@ -131,10 +168,11 @@ class AdamW(torch.optim.AdamW):
                 self.state[param]["step"] = step
             for name, moments in zip(names, plan.moments, strict=False):
                 moments.append(self._flat_state(members, name))
+        plan.held = [[self.state[param][name] for param in params] for name in names]
         return plan
 
     def _flat_state(self, params: Sequence[torch.Tensor], name: str) -> torch.Tensor:
-        """The state `name` of a run, zeros where there is none; moved together where it lies apart."""
+        """The state `name` of a run as one tensor: moved together where it lies apart, zeros where there is none."""
         held = [self.state[param].get(name) for param in params]
         if any(
             old is None or old.stride() != p.stride() for old, p in zip(held, params, strict=True)
@@ -154,22 +192,26 @@ class AdamW(torch.optim.AdamW):
 
 @dataclass
 class _Plan:
-    """One group's runs, as long as parameters and gradients lie `where` they did; see `_where`."""
+    """One group's runs. They are valid as long as parameters and gradients lie `where` they did; see `_where`.
+
+    A run lists indices into the parameters with a gradient; the other lists have an entry for each run. The kernel
+    counts the step of a run's first parameter, which is then copied to the others.
+    """
 
     where: Sequence[object]
-    runs: list[list[int]] = field(default_factory=list)  # of indices into those with a gradient
-    params: list[torch.Tensor] = field(default_factory=list)  # of each run, as are the next
+    runs: list[list[int]] = field(default_factory=list)
+    params: list[torch.Tensor] = field(default_factory=list)
     moments: list[list[torch.Tensor]] = field(default_factory=lambda: [[], [], []])
-    steps: list[torch.Tensor] = field(
-        default_factory=list
-    )  # counted for the run's first parameter,
-    other_steps: list[torch.Tensor] = field(default_factory=list)  # and copied to the others'
+    steps: list[torch.Tensor] = field(default_factory=list)
+    other_steps: list[torch.Tensor] = field(default_factory=list)
+    held: list[list[torch.Tensor]] = field(default_factory=list)
+    """The moments of each parameter as they are in `state`; for each kind of moment a list."""
 
 
 def _where(params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> list[object]:
     """What a plan depends on: where parameters are, and which gradients share a storage at which offsets.
 
-    Not where that storage is: on a GPU it is another one in each step.
+    It does not depend on where that storage is, since on a GPU each step may have another one.
     """
     storages: dict[int, int] = {}  # numbered as they are met
     where: list[object] = []
@@ -181,7 +223,7 @@ def _where(params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> lis
                 "torch.optim.SparseAdam for it"
             )
         offset = grad.storage_offset()
-        if address := grad.data_ptr():  # else it is empty, and as well in the last one's
+        if address := grad.data_ptr():  # else it is empty, and may count to the last storage
             number = storages.setdefault(int(address - offset * grad.itemsize), len(storages))
         where.append((id(param), param.data_ptr(), number, offset, grad.stride()))
     return where
@@ -223,12 +265,12 @@ def _follows(before: torch.Tensor, after: torch.Tensor) -> bool:
 
 
 def _dense(tensor: torch.Tensor) -> bool:
-    """Whether its elements fill one range of memory, in whatever order of dims."""
+    """Whether the tensor's elements fill one range of memory, in whatever order of dims."""
     return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
 
 
 def _flat(run: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Tensors that follow each other, as one; a single one as it is."""
+    """Tensors that follow each other as one flat tensor; a single tensor is returned as it is."""
     if len(run) == 1:
         return run[0]
     return run[0].as_strided((sum(map(torch.numel, run)),), (1,))
@@ -237,7 +279,11 @@ def _flat(run: Sequence[torch.Tensor]) -> torch.Tensor:
 def _flat_gradient(
     run: Sequence[int], params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]
 ) -> torch.Tensor:
-    """Of a run; a single one's with its parameter's strides, since the kernel goes through both in order of memory."""
+    """The gradients of a run as one tensor.
+
+    The gradient of a single parameter gets its parameter's strides, since the kernel goes through both in the order of
+    memory.
+    """
     flat = _flat([grads[i] for i in run])
     if len(run) > 1 or flat.stride() == params[run[0]].stride():
         return flat

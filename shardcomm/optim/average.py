@@ -1,7 +1,7 @@
 """An exponential moving average (EMA) of a sharded model's parameters: each rank averages its own rows.
 
-It is what `torch.optim.swa_utils.AveragedModel` with `get_ema_multi_avg_fn` is to a plain model. That one makes a deep
-copy, which a sharded model does not allow, since its memory belongs to its engine::
+For a sharded model it takes the place of `torch.optim.swa_utils.AveragedModel` with `get_ema_multi_avg_fn`. That class
+makes a deep copy, which a sharded model does not allow, since its memory belongs to its engine::
 
     shards   ──lerp──► averages         update(), after each optimizer's step: no communication
              ◄──swap─►                  applied(): forwards, state dicts and gathers through the engine
@@ -28,18 +28,36 @@ _COUNT = "n_averaged"
 
 
 class ExponentialMovingAverage:
-    """`decay * average + (1 - decay) * parameters`, after each `update()`; the first takes the parameters.
+    """An exponential moving average of a sharded model's parameters: `decay * average + (1 - decay) * parameters`.
 
-    As large as this rank's shards, and in their dtypes and memory. Buffers are the model's own, as in AveragedModel by
-    default; so are parameters of integers.
+    The first `update` takes the parameters as they are. The average takes as much memory as this rank's shards, in
+    their dtypes and on their device. Buffers stay the model's own, as AveragedModel has it by default, and so do
+    parameters of integers.
+
+    Args:
+        engine: What `fully_shard` returned.
+        decay: The weight of the old average, from 0 to 1.
 
     Attributes:
-        decay: from 0 to 1.
-        n_averaged: how many updates there were.
+        decay: As given.
+        n_averaged: How many updates there were.
 
     Raises:
-        TypeError: `engine` is not what `fully_shard` returns.
+        TypeError: `engine` is not what `fully_shard` returned.
         ValueError: `decay` is not a number from 0 to 1.
+
+    Example:
+        ```python
+        model = torch.nn.Linear(64, 64)
+        engine = shardcomm.fully_shard(model, comm)
+        ema = shardcomm.ExponentialMovingAverage(engine, decay=0.999)
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.randn(8, 64)).square().mean().backward()
+        optimizer.step()
+        ema.update()
+        with ema.applied(), torch.no_grad():
+            model(torch.randn(8, 64))  # computes with the average
+        ```
     """
 
     def __init__(self, engine: Engine, decay: float = 0.999) -> None:
@@ -73,10 +91,10 @@ class ExponentialMovingAverage:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Takes the parameters of now into the average; call it after each optimizer's step. No communication.
+        """Takes the current parameters into the average; call it after each optimizer's step. No communication.
 
         Raises:
-            RuntimeError: it is called inside of `applied()`.
+            RuntimeError: It is called inside of `applied()`.
         """
         self._check_not_applied("update")
         if self.n_averaged == 0:
@@ -87,13 +105,14 @@ class ExponentialMovingAverage:
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
-        """In here the model's parameters are the averages: to evaluate, or to save; collective only in what it calls.
+        """A context in which the model's parameters are the averages, to evaluate or to save them.
 
-        The trained ones are back afterwards, bit for bit, after an exception too.
+        The trained parameters are back afterwards, bit for bit, also after an exception. The context itself does not
+        communicate.
 
         Raises:
-            RuntimeError: it is called inside of itself; or at the end parameters were changed, by an optimizer's step
-                for instance, of which the average then has the change.
+            RuntimeError: It is called inside of itself. Or parameters were changed in it, by an optimizer's step for
+                instance; then the average has that change.
         """
         self._check_not_applied("applied")
         self._engine.release()
@@ -112,14 +131,14 @@ class ExponentialMovingAverage:
                 self._engine.release()
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's part of the average, for `torch.distributed.checkpoint`; see `Engine.state_dict`.
+        """This rank's part of the average, for `torch.distributed.checkpoint` (DCP); see `Engine.state_dict`.
 
-        Names are those of AveragedModel's state dict, buffers left out. With `load_state_dict` this is DCP's
-        `Stateful`: `{"model": engine, "ema": ema}` is saved, and loaded by any number of ranks. For full tensors, take
-        `engine.full_state_dict()` inside of `applied()`.
+        Names are those of AveragedModel's state dict, without buffers. Together with `load_state_dict` it makes this
+        object a `Stateful` of DCP: DCP saves `{"model": engine, "ema": ema}`, and any number of ranks can load it. For
+        full tensors, call `engine.full_state_dict()` inside of `applied()`.
 
         Raises:
-            RuntimeError: it is called inside of `applied()`; or other ranks have other parameters of the same names.
+            RuntimeError: It is called inside of `applied()`, or other ranks have other parameters of the same names.
         """
         self._check_not_applied("state_dict")
         self._engine.elsewhere.check("ExponentialMovingAverage.state_dict")
@@ -127,11 +146,15 @@ class ExponentialMovingAverage:
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Takes this rank's part of what `state_dict()` gave, or of full tensors; no communication.
+        """Loads this rank's part of an average. No communication.
+
+        Args:
+            state_dict: What `state_dict()` gave, or full tensors by the same names.
 
         Raises:
-            ValueError: a name is missing or unknown, or a shape differs; nothing is changed then.
-            RuntimeError: it is called inside of `applied()`.
+            TypeError: `state_dict` is no mapping.
+            ValueError: A name is missing or unknown, or a shape differs; nothing is changed then.
+            RuntimeError: It is called inside of `applied()`.
         """
         self._check_not_applied("load_state_dict")
         check_type(
@@ -158,7 +181,7 @@ class ExponentialMovingAverage:
 
     @contextlib.contextmanager
     def _swapped(self) -> Iterator[None]:
-        with plain():  # a graph of the trained parameters is right again when they are back
+        with plain():  # graphs of the trained parameters stay right: these come back unchanged
             versions = torch.autograd.grad_mode._unsafe_preserve_version_counter(self._params)
         with versions:
             self._swap()

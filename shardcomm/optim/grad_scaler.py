@@ -1,4 +1,4 @@
-"""Loss scaling for float16: torch's GradScaler, with all ranks of one mind about a step."""
+"""Loss scaling for float16: torch's GradScaler, with which all ranks take a step, or all skip it."""
 
 from __future__ import annotations
 
@@ -12,15 +12,31 @@ from shardcomm.parameter.plain import plain
 
 
 class GradScaler(torch.amp.GradScaler):
-    """`torch.amp.GradScaler` for the model of `engine`; everything else is torch's.
+    """`torch.amp.GradScaler` for a sharded model. All methods are torch's.
 
-    A rank sees the gradients of its rows only. torch's scaler would skip the step on ranks that find an Inf there and
-    take it on the others; this one skips it on all, with an all-reduce of one number for each `unscale_`. (For
-    DTensors, as of PyTorch FSDP2, torch does that itself; for FSDP1's plain tensors its `ShardedGradScaler` does.)
+    A rank sees the gradients of its rows only. Torch's scaler would skip the step on ranks that find an Inf there, and
+    take it on the others. This one skips it on all ranks, with an all-reduce of one number for each `unscale_`. (For
+    the DTensors of PyTorch FSDP2 torch does that itself, and for the plain tensors of FSDP1 its `ShardedGradScaler`
+    does.)
 
     Args:
-        engine: from `fully_shard`.
-        options: of torch's: `init_scale`, `growth_factor`, `backoff_factor`, `growth_interval`, `enabled`.
+        engine: What `fully_shard` returned.
+        **options: Torch's arguments: `init_scale`, `growth_factor`, `backoff_factor`, `growth_interval`, `enabled`.
+
+    Raises:
+        TypeError: `engine` is not what `fully_shard` returned.
+
+    Example:
+        ```python
+        half = shardcomm.MixedPrecision(param_dtype=torch.float16)
+        model = torch.nn.Linear(64, 64)
+        engine = shardcomm.fully_shard(model, comm, mixed_precision=half)
+        optimizer = torch.optim.AdamW(model.parameters())
+        scaler = shardcomm.GradScaler(engine)
+        scaler.scale(model(torch.randn(8, 64)).float().square().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        ```
     """
 
     def __init__(self, engine: Engine, **options: Any) -> None:
@@ -30,7 +46,8 @@ class GradScaler(torch.amp.GradScaler):
         self._shards = next((param.device for param in engine.model.parameters()), None)
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
-        # Of shards in host memory it stays there: torch's optimizers would not wait for its copy from the device.
+        # If shards are in host memory the scale is there, too: torch's optimizers would not wait for its copy from the
+        # device.
         super()._lazy_init_scale_growth_tracker(self._shards or dev)
 
     def _unscale_grads_(
@@ -42,7 +59,7 @@ class GradScaler(torch.amp.GradScaler):
     ) -> dict[torch.device, torch.Tensor]:
         with plain():
             found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-        here = found.get(found_inf.device, found_inf)  # nothing was found where no row is
+        here = found.get(found_inf.device, found_inf)  # a rank without rows has found nothing
         anywhere = here.to(self._mesh.device)
         self._mesh.all_reduce(anywhere, "max")
         return {here.device: anywhere.to(here.device)}

@@ -1,1 +1,1 @@
-"""A parameter of which this rank has some rows: what they are of the whole, and what may be done with them."""
+"""A parameter of which this rank has some rows: which part of the whole they are, and what may be done with them."""

@@ -14,13 +14,15 @@ from shardcomm.parameter.tensor_parallel import Distribution
 
 @dataclass(frozen=True, eq=False)
 class Holders:
-    """The ranks that hold the elements of some parameters between them, of a model that is on the ranks of `everyone`.
+    """The ranks that hold the elements of some parameters between them, and the ranks of the whole model.
 
     Attributes:
-        mesh: the ranks that hold the same parameters. Others may hold other ones, such as other experts, which are
-            counted with these in whatever is said of the whole model.
-        experts: groups of ranks of `everyone` that hold other parts of some parameters: of DTensors over expert meshes.
-        differs: whether ranks of `everyone` have other parameters of the model, such as other experts.
+        mesh: The ranks that hold these parameters. Other ranks may hold other ones, such as other experts, which count
+            with these in everything that is said of the whole model, such as its norm.
+        everyone: The ranks of the whole model.
+        experts: The groups of ranks of `everyone` that hold other parts of some parameters, which are DTensors over
+            expert meshes.
+        differs: Whether ranks of `everyone` have other parameters of the model, such as other experts.
     """
 
     mesh: Mesh
@@ -30,7 +32,7 @@ class Holders:
     _of_parts: dict[frozenset[Ranks], Holders] = field(default_factory=dict)
 
     def of(self, how: Distribution | None) -> Holders:
-        """Those of one of the parameters, which is distributed so; the same object for all that are."""
+        """The holders of a parameter with this distribution; the same object for all parameters with it."""
         cut = frozenset() if how is None else how.cut_over.intersection(self.experts)
         if not cut:
             return self
@@ -42,17 +44,20 @@ class Holders:
         return self._of_parts[cut]
 
     def complete(self, buffer: torch.Tensor, op: ReduceOp) -> None:
-        """Reduces in place what each rank says of its elements of the same parameters."""
+        """Reduces `buffer` in place: each rank gives a value for its elements of the same parameters."""
         self.mesh.all_reduce_shards(buffer, op)
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank is the one of them to say what all of them know."""
+        """Whether this rank is the first of the holders, which speaks where all of them know the same."""
         mesh = self.mesh
         return all(comm.rank == 0 for comm in (mesh.shard, mesh.replicate, *mesh.inner.values()))
 
     def combine(self, buffer: torch.Tensor, op: ReduceOp) -> None:
-        """Reduces in place what each rank says of its part of the model; of what several hold one says it."""
+        """Reduces `buffer` in place: each rank gives a value for its part of the model.
+
+        If several ranks hold the same part, one of them gives it.
+        """
         if self.mesh is self.everyone:
             self.mesh.all_reduce_shards(buffer, op)
             return
@@ -61,5 +66,5 @@ class Holders:
         self.everyone.all_reduce(buffer, op)
 
     def speaks(self, op: ReduceOp) -> bool:
-        """Whether this rank is one to say what is reduced over all ranks: where it is summed, replicas say it once."""
+        """Whether this rank gives its value to a reduce over all ranks. To a sum, one of several replicas gives it."""
         return op != "sum" or self.mesh.replicate.rank == 0

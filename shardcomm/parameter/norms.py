@@ -1,8 +1,9 @@
-"""Norms of sharded tensors: each rank has that of its rows, and those of many are completed together.
+"""Norms of sharded tensors: each rank has the norm of its rows, and the norms of many tensors are completed together.
 
-`torch.nn.utils.clip_grad_norm_` takes a norm of each gradient, stacks them, and takes the norm of that. The norms stay
-partial until then, so that all of them cost one all-reduce. There may be plain tensors among them, such as gradients of
-`ignored_params`, which nobody has averaged. So that every rank scales by the same factor, their mean counts.
+`torch.nn.utils.clip_grad_norm_` takes a norm of each gradient, stacks the norms, and takes the norm of the stack. The
+norms stay partial until then, so that one all-reduce completes all of them. There may be plain tensors among them, such
+as gradients of `ignored_params`, which nobody has averaged. Their mean over the ranks counts, so that every rank scales
+by the same factor.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ if TYPE_CHECKING:
 
 
 def is_norm(func: Any) -> bool:
-    """Whether `partial_norms` knows it."""
+    """Whether `func` is a norm of torch's that `partial_norms` can take."""
     return func in _NORMS
 
 
 def partial_norms(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The norms that `func`, one of torch's, takes of sharded tensors: a PartialNorm, or a list of them."""
+    """What `func`, a norm of torch's, gives for sharded tensors: a PartialNorm, or a list of them."""
     given: _Given = _NORMS[func](*args, **kwargs)
     many = isinstance(given.tensors, list | tuple)
     norms = [_norm(t, given) for t in (given.tensors if many else [given.tensors])]
@@ -92,7 +93,7 @@ def _norm(tensor: Any, given: _Given) -> torch.Tensor:
 
 
 def _power(rows: torch.Tensor, ord: float) -> torch.Tensor:
-    """What ranks combine: a sum of powers, a count, or the largest or least."""
+    """The value that ranks combine: a sum of powers, a count, or the largest or the least element."""
     if math.isinf(ord) and rows.numel() == 0:
         return torch.full((), 0.0 if ord > 0 else math.inf, dtype=torch.float64, device=rows.device)
     norm: torch.Tensor = torch.linalg.vector_norm(rows, ord, dtype=_wide(rows.dtype))
@@ -105,11 +106,11 @@ def _wide(dtype: torch.dtype) -> torch.dtype | None:
 
 
 class PartialNorm(torch.Tensor):
-    """Norms of order `ord`, to which each of their holders has a part; complete once anything is asked of them."""
+    """Norms of order `ord`, of which each holder has a part. They are completed when their values are needed."""
 
     powers: torch.Tensor
     ord: float
-    holders: Sequence[Holders | None]  # None: of a plain tensor, and complete
+    holders: Sequence[Holders | None]  # None: the norm is of a plain tensor, and complete
 
     @staticmethod
     def __new__(  # noqa: D102
@@ -142,10 +143,11 @@ class PartialNorm(torch.Tensor):
                 if isinstance(stack, cls) and given.ord == stack.ord and not given.refused:
                     return stack.total(given.dtype)
             args, kwargs = completed(args), completed(kwargs)
-        return func(*args, **kwargs)  # there may be rows among them
+        # Not in `plain()`, since there may be rows among the arguments.
+        return func(*args, **kwargs)
 
     def complete(self) -> torch.Tensor:
-        """The norms of the wholes: an all-reduce for those that the same ranks hold; collective."""
+        """The norms of the whole tensors; collective. There is one all-reduce for norms with the same holders."""
         powers = self.powers.clone()
         for holders in dict.fromkeys(each for each in self.holders if each is not None):
             theirs = [i for i, each in enumerate(self.holders) if each is holders]
@@ -156,9 +158,9 @@ class PartialNorm(torch.Tensor):
             return self._rooted(powers).to(self.dtype).view(self.shape)
 
     def total(self, dtype: torch.dtype | None) -> torch.Tensor:
-        """The norm of all of them, the same on every rank: an all-reduce of one number. Collective.
+        """The norm of all norms, the same on every rank; collective. It takes an all-reduce of one number.
 
-        Of plain tensors' norms the mean of all ranks' powers counts, or the largest, or the least.
+        For the norm of a plain tensor the mean of all ranks' powers counts, or their largest or least.
         """
         op, powers, holders = self._op, self.powers, self.holders
         meshes = list({id(each.everyone): each.everyone for each in holders if each}.values())
@@ -220,7 +222,7 @@ def _stacked(norms: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def completed(tree: Any) -> Any:
-    """`tree`, in which partial norms are those of the wholes; collective if there are any."""
+    """`tree` with its partial norms completed; collective if there are any."""
     if isinstance(tree, PartialNorm):
         return tree.complete()
     if isinstance(tree, list | tuple):

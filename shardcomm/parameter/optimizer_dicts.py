@@ -1,8 +1,9 @@
-"""An optimizer's own state dict, of sharded parameters: ShardTensors, and loaded from these or from full tensors.
+"""An optimizer's own state dict for sharded parameters: it has ShardTensors, and loads these or full tensors.
 
 `optimizer.state` is of this rank's rows. Torch calls an optimizer's hooks where it makes a state dict, and where it
-loads one. It has no hook where an optimizer gets its parameters, which may be put into its groups by hand, and a copy
-of an optimizer has none of its hooks: so `Optimizer.state_dict` and `load_state_dict` are wrapped, and look first.
+loads one. But no hook tells when an optimizer gets its parameters, which may be put into its groups by hand, and a copy
+of an optimizer has none of its hooks. So `Optimizer.state_dict` and `load_state_dict` are wrapped: they look at the
+optimizer's parameters first, and add the hooks that are missing.
 """
 
 from __future__ import annotations
@@ -21,18 +22,25 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from shardcomm.layout.layout import ParamSpec, Piece, Placement
 from shardcomm.parameter.plain import plain
 from shardcomm.parameter.shard_tensor import Part, ShardTensor, check_value, load_value
-from shardcomm.parameter.sharded_parameter import Whole
+from shardcomm.parameter.whole import Whole
 
 _NUMBERS = {"step", "eta", "mu", "mu_product"}
-"""Of torch's optimizers: told by their names where a moment is a number too."""
+"""The numbers in the state of torch's optimizers. The names tell them from moments, which may be numbers too."""
 
 _OF_NUMBERS = ((), (1,))
-"""The shapes that optimizers give them; a moment of these is that of a parameter with as many dims."""
+"""The shapes that optimizers give to numbers. A moment has such a shape if its parameter has as many dims."""
 
 
 @dataclass(frozen=True)
 class ParamState:
-    """The state of one parameter: of this rank's `rows` in the optimizer, of the whole in a state dict."""
+    """The state of one parameter: an optimizer has it for this rank's `rows`, a state dict for the whole.
+
+    Attributes:
+        name: The parameter's name in the model.
+        rows: This rank's rows.
+        part: Which part of the whole they are.
+        check_names: Raises if other ranks have other parameters of this name; None: they have not.
+    """
 
     name: str
     rows: torch.Tensor
@@ -41,7 +49,10 @@ class ParamState:
 
     @staticmethod
     def of(param: nn.Parameter) -> ParamState | None:
-        """None where the rank holds the whole model; also in a step, where `param` is a plain one by its class."""
+        """The state of `param`; None where this rank holds the whole model.
+
+        It works in an optimizer's step, too, in which `param` has the class of a plain parameter.
+        """
         with plain():
             whole = getattr(param, "whole", None)
         if not isinstance(whole, Whole) or not whole.is_part:
@@ -49,15 +60,18 @@ class ParamState:
         return ParamState(whole.name, whole.rows, whole.part, whole.check_names)
 
     def shown(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """For a state dict: what has the rows' shape as ShardTensors, views of it; the rest as it is.
+        """`state` as a state dict has it: tensors of the rows' shape as ShardTensors, which are views; the rest as is.
 
         Raises:
-            ValueError: the rest has a tensor that was computed from some rows alone.
+            ValueError: The rest has a tensor that was computed from some rows alone.
         """
         return _mapped(self._shown, state)
 
     def numbers(self, state: Mapping[str, Any], *, of_number: bool) -> dict[str, torch.Tensor]:
-        """What is one number, such as a step counter; with `of_number` also what is where the parameter is: moments."""
+        """The entries of `state` that are numbers, such as a step counter.
+
+        With `of_number`, for a parameter that is a number itself, moments count as numbers, too.
+        """
         tensors = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
         numbers = {key: value for key, value in tensors.items() if self._is_number(key, value)}
         if not of_number:
@@ -66,7 +80,7 @@ class ParamState:
         return {**moments, **numbers}
 
     def nothing(self, numbers: Mapping[str, torch.Tensor]) -> dict[str, ShardTensor]:
-        """For a state dict, where another rank owns the parameter and counts its steps: `numbers`, without values."""
+        """`numbers` without values, for a state dict on a rank when another rank owns the parameter and its numbers."""
         nothing = {}
         for key, value in numbers.items():
             shape = tuple(value.shape)
@@ -76,10 +90,10 @@ class ParamState:
         return nothing
 
     def taken(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """For the optimizer: this rank's rows of ShardTensors and of full tensors; the rest as it is.
+        """`state` as the optimizer has it: this rank's rows of ShardTensors and of full tensors, and the rest as is.
 
         Raises:
-            ValueError: a tensor is of another shape than the whole, or has other rows.
+            ValueError: A tensor has another shape than the whole, or has other rows.
         """
         return _mapped(self._taken, state)
 
@@ -92,15 +106,15 @@ class ParamState:
             return value
         raise ValueError(
             f"state_dict: {key!r} of {self.name!r} has shape {tuple(value.shape)}, this rank's rows "
-            f"{tuple(self.rows.shape)}: it was computed from these rows alone and is no part of what the whole "
-            "parameter's would be; for an optimizer that looks at whole parameters, fully_shard with "
+            f"{tuple(self.rows.shape)}: it was computed from these rows alone, and is no part of the state that the "
+            "whole parameter would have; for an optimizer that looks at whole parameters, call fully_shard with "
             'granularity="tensor"'
         )
 
     def _taken(self, key: str, value: torch.Tensor) -> torch.Tensor:
         is_number = self._is_number(key, value)
         if self.part.elsewhere:
-            # Never computed with; but some optimizers look for the names of what they keep.
+            # Nothing computes with it, but some optimizers look for the names of what they keep.
             if is_number:
                 if isinstance(value, ShardTensor):
                     return value.held.new_zeros(value.shape)
@@ -124,7 +138,7 @@ class ParamState:
 def _mapped(
     change: Callable[[str, torch.Tensor], torch.Tensor], state: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Each tensor, also in the lists and dicts of an optimizer such as Shampoo."""
+    """`state` with `change` applied to each tensor, also in the lists and dicts that some optimizers (Shampoo) keep."""
     return {
         key: tree_map_only(torch.Tensor, partial(change, key), value)
         for key, value in state.items()
@@ -136,7 +150,7 @@ _attached: weakref.WeakSet[optim.Optimizer] = weakref.WeakSet()
 
 @cache
 def install() -> None:
-    """From now on; once a process."""
+    """Wraps the two methods of all optimizers of the process, once."""
     show, load = optim.Optimizer.state_dict, optim.Optimizer.load_state_dict
 
     @wraps(show)
@@ -155,17 +169,17 @@ def install() -> None:
 
 
 def _attach(optimizer: optim.Optimizer) -> None:
-    """If parameters of `optimizer` are sharded, its state dicts have ShardTensors from now on."""
+    """Makes the state dicts of `optimizer` have ShardTensors from now on, if parameters of it are sharded."""
     params = (param for group in optimizer.param_groups for param in group["params"])
     if optimizer not in _attached and any(ParamState.of(param) for param in params):
-        # Before hooks of the user's own, which see in a state dict what its reader does, and rows in one to load.
+        # Before the user's own hooks: these then see what the state dict's reader sees, and rows in one to be loaded.
         optimizer.register_state_dict_post_hook(_show, prepend=True)
         optimizer.register_load_state_dict_pre_hook(_take, prepend=True)
         _attached.add(optimizer)
 
 
 def _refuse_parts(optimizer: optim.Optimizer, state_dict: dict[str, Any]) -> None:
-    """ValueError if the state of a parameter which is not sharded would be a part of a sharded one's."""
+    """ValueError if a parameter that is not sharded would get a part of a sharded parameter's state."""
     for number, param in _pairs(optimizer, state_dict):
         if ParamState.of(param) is None:
             for key, value in state_dict["state"].get(number, {}).items():
@@ -193,12 +207,12 @@ def _show(optimizer: optim.Optimizer, state_dict: dict[str, Any]) -> None:
             if number in state:
                 state[number] = of.shown(state[number])
         elif param.requires_grad and state:
-            # Torch's functions want the names of all parameters, and those of all numbers in full state dicts.
+            # Torch's functions expect entries for all parameters, and in full state dicts for all numbers.
             state[number] = of.nothing(names[of.part.shape == ()])
 
 
 def _take(optimizer: optim.Optimizer, state_dict: dict[str, Any]) -> None:
-    """`state_dict` is torch's shallow copy of what the caller gave."""
+    """Replaces tensors of the whole by this rank's rows. `state_dict` is torch's shallow copy of the caller's."""
     state = state_dict["state"] = dict(state_dict["state"])
     for number, _, of in _numbered(optimizer, state_dict):
         if number in state:
@@ -208,7 +222,7 @@ def _take(optimizer: optim.Optimizer, state_dict: dict[str, Any]) -> None:
 def _numbered(
     optimizer: optim.Optimizer, state_dict: dict[str, Any]
 ) -> Iterator[tuple[Any, nn.Parameter, ParamState]]:
-    """The sharded parameters by their keys in `state_dict`: numbers, or names in torch.distributed.checkpoint's."""
+    """The sharded parameters with their keys in `state_dict`: numbers, or names in those of DCP."""
     for number, param in _pairs(optimizer, state_dict):
         if (of := ParamState.of(param)) is not None:
             yield number, param, of
@@ -217,6 +231,6 @@ def _numbered(
 def _pairs(
     optimizer: optim.Optimizer, state_dict: dict[str, Any]
 ) -> Iterator[tuple[Any, nn.Parameter]]:
-    # Other groups than the optimizer's are refused by torch, after this.
+    # If the groups are not the optimizer's, torch refuses them after this.
     for given, own in zip(state_dict["param_groups"], optimizer.param_groups, strict=False):
         yield from zip(given["params"], own["params"], strict=False)

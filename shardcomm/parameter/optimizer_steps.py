@@ -1,9 +1,9 @@
-"""Around the steps of optimizers: what one may see of sharded parameters, and whether it has the right ones.
+"""Hooks around the steps of optimizers: what a step sees of sharded parameters, and whether it has the right ones.
 
 Those of torch's optimizers that go element by element see plain parameters, which the fused and foreach kernels take at
-no cost. Others, and the hooks of all of them, see guarded rows: elementwise arithmetic and norms of the whole are right
-there too, such as LAMB's; one that looks at matrices, such as Muon, is refused. What one rank owns as a whole is plain,
-but in a user's own step around one that goes element by element.
+no cost. Other optimizers, and the hooks of all, see guarded rows. With these, elementwise arithmetic and norms of the
+whole are right, too, such as LAMB's; an optimizer that looks at matrices, such as Muon, is refused. A parameter that
+one rank owns as a whole is plain to it, except in a user's own step around an optimizer that goes element by element.
 
 Torch calls the hooks for every `torch.optim.Optimizer` of the process.
 """
@@ -25,6 +25,7 @@ from shardcomm.parameter import optimizer_dicts
 from shardcomm.parameter.plain import plain, set_grad
 from shardcomm.parameter.sharded_parameter import ShardedParameter, ShardedRows
 from shardcomm.parameter.versions import written
+from shardcomm.parameter.whole import Held, Owned
 
 _ELEMENTWISE = (
     optim.ASGD,
@@ -41,19 +42,19 @@ _ELEMENTWISE = (
 
 _KNOWN_STEPS = ("torch.optim.", "shardcomm.")
 
-# Refused on rows before they come upon what is refused of these, which a rank without any rows would not.
+# Refused on rows before their steps begin. An operation in them would be refused, too, but not on a rank without rows.
 _OF_WHOLE_PARAMETERS = (optim.Adafactor, optim.Muon)
 
 
 @cache
 def install() -> None:
-    """From now on; once a process."""
+    """Registers the hook for all optimizers of the process, once."""
     register_optimizer_step_pre_hook(_before)
     optimizer_dicts.install()
 
 
 def replaced(param: nn.Parameter, name: str) -> None:
-    """`param` was the whole parameter `name`, and is no parameter of the model any more."""
+    """Makes optimizers refuse `param`: it was the whole parameter `name`, and the model has it no more."""
     _checked.clear()  # an optimizer that has it may have stepped already
     _refuse(
         param,
@@ -63,7 +64,7 @@ def replaced(param: nn.Parameter, name: str) -> None:
 
 
 def shown_for_a_while(param: nn.Parameter, name: str) -> None:
-    """`param` is a copy of the whole parameter `name`, by engine.gathered() or unit.unshard()."""
+    """Makes optimizers refuse `param`: it is a copy of `name`, which engine.gathered() or unit.unshard() shows."""
     _refuse(
         param,
         f"the full parameter {name!r} that engine.gathered() or unit.unshard() showed, which is not what is trained; "
@@ -82,8 +83,11 @@ _hooks: weakref.WeakKeyDictionary[optim.Optimizer, tuple[int, int]] = weakref.We
 
 
 def _before(optimizer: optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Comes before the optimizer's own hooks, which see guarded rows: ours is the last of them, and the first after."""
-    _end(optimizer, args, kwargs)  # of a step that an exception ended: torch calls no hook then
+    """Runs before an optimizer's own hooks, which see guarded rows.
+
+    It makes `_begin` the last of the hooks before the step, and `_end` the first of those after it.
+    """
+    _end(optimizer, args, kwargs)  # after a step that an exception ended, torch has called no hook
     params = [p for group in optimizer.param_groups for p in group["params"]]
     if _checked.get(optimizer) != len(params):
         _check(optimizer, params)
@@ -114,16 +118,16 @@ def _begin(
         of_whole = isinstance(optimizer, _OF_WHOLE_PARAMETERS)
         for param in sharded:
             whole = param.whole
-            if whole.is_part_owned or (of_whole and not (whole.is_here or whole.is_elsewhere)):
+            if whole.owned is Owned.PART or (of_whole and whole.held is Held.ROWS):
                 whole.refuse(f"{type(optimizer).__name__}.step")
-            if whole.is_elsewhere:
-                # Torch's get_optimizer_state_dict makes a step of zeros, which are of nothing here.
+            if whole.held is Held.ELSEWHERE:
+                # Torch's get_optimizer_state_dict makes a step with zeros as gradients, which has no meaning here.
                 with plain():
                     set_grad(param, None)
-        # Of what is stepped where there are rows, ranks without any know nothing.
+        # Ranks without rows do not hear of operations on rows, so that all ranks are told here that values change.
         written([p for p in sharded if p.grad is not None])
-        # Who owns a parameter does with it as it would without sharding, and alone.
-        sharded = [p for p in sharded if p.whole.is_owned or of_whole]
+        # The owner of a parameter does with it alone what it would do without sharding.
+        sharded = [p for p in sharded if p.whole.owned is Owned.WHOLE or of_whole]
         if sharded:
             _warn(type(optimizer))
     elif not type(optimizer).step.__module__.startswith(_KNOWN_STEPS):
@@ -142,14 +146,15 @@ def _begin(
 
 
 def _warn(kind: type[optim.Optimizer]) -> None:
-    """Once for each class whose step nobody here knows: what it does with several parameters cannot be told."""
+    """Warns once for each class whose step is unknown here, since it may compute with several parameters together."""
     if kind in _warned or kind.step.__module__.startswith(_KNOWN_STEPS):
         return
     _warned.add(kind)
     warnings.warn(
-        f'{kind.__name__}.step is given the parameters that this rank owns, by granularity="tensor". Each by itself is '
-        "whole; what is computed of several together, such as a norm of all gradients, is of these alone, and another "
-        "on each rank: take torch.nn.utils.clip_grad_norm_ or get_total_norm before the step",
+        f'{kind.__name__}.step is given the parameters that this rank owns, by granularity="tensor". Each of them is '
+        "whole. But a value that it computes from several together, such as a norm of all gradients, is that of this "
+        "rank's parameters alone, and differs between ranks: call torch.nn.utils.clip_grad_norm_ or get_total_norm "
+        "before the step",
         stacklevel=4,
     )
 
@@ -169,7 +174,7 @@ def _end(optimizer: optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 class _Stepping:
-    """A step under way: `params` and their gradients are plain tensors, by their class, from `begin` to `end`."""
+    """A step under way: from `begin` to `end`, `params` and their gradients have the classes of plain tensors."""
 
     def __init__(self, params: Sequence[ShardedParameter]) -> None:
         self.params = params
@@ -178,7 +183,7 @@ class _Stepping:
     def begin(self) -> None:
         _make(self.params, nn.Parameter)
         shown = [param.grad for param in self.params]
-        # Torch's fused kernels do not tell of it; nor does what another rank owns, which is stepped there.
+        # Torch's fused kernels do not mark what they write as changed. Neither does a step on another rank, the owner.
         stepped = zip(self.params, shown, strict=True)
         written([p for p, g in stepped if g is not None or p.whole.grad_elsewhere is not None])
         self._grads = [grad for grad in shown if type(grad) is ShardedRows]
@@ -189,11 +194,11 @@ class _Stepping:
         _make(self._grads, ShardedRows)
 
     def guarding(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """`closure` is the user's code: a forward and a backward, and perhaps clipping."""
+        """`closure` with guarded parameters around it, since it is the user's code: forward, backward, and clipping."""
 
         def guarded() -> Any:
             self.end()
-            result = closure()  # where it raises, the step is over, without `_end`
+            result = closure()  # if it raises, the step is over, without `_end`
             self.begin()
             return result
 

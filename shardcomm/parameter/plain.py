@@ -1,7 +1,7 @@
-"""Sharded parameters as any tensor, for the engine's own code; see `sharded_parameter.py`.
+"""Sharded parameters as plain tensors, for the engine's own code; see `sharded_parameter.py`.
 
-In `with plain():` torch's functions do not look at what they are given. There, `grad_of(param)` and
-`set_grad(param, grad)` are `param.grad` without what a ShardedParameter makes of it.
+Inside of `with plain():` torch's functions treat sharded parameters as plain tensors. There, `grad_of(param)` and
+`set_grad(param, grad)` read and write `param.grad`, past the property of ShardedParameter.
 """
 
 from collections.abc import Callable

@@ -1,14 +1,16 @@
 """What one rank holds of a tensor, as `torch.distributed.checkpoint` (DCP) saves and loads it.
 
-A checkpoint keeps a tensor as rectangles, each with its offsets in the whole, and reads from those that overlap what it
-is asked for. Whole rows are one rectangle, a run of elements is a few. Elements 4 to 16 of a 4 x 6 tensor are three::
+A checkpoint keeps a tensor as rectangles, each with its offsets in the whole, and reads from those that overlap the
+wanted part. Whole rows are one rectangle, and a run of elements is a few. Elements 4 to 16 of a 4 x 6 tensor are
+three::
 
     .  .  .  .  a  a        a: offsets (0, 4), sizes (1, 2)
     b  b  b  b  b  b        b: offsets (1, 0), sizes (1, 6)
     c  c  c  c  c  .        c: offsets (2, 0), sizes (1, 5)
     .  .  .  .  .  .
 
-So every rank writes and reads what it holds, on whatever layout the other side had, and ranks exchange only this list.
+So every rank writes and reads what it holds, whatever the layout was or will be on the other side, and ranks exchange
+only this list.
 """
 
 from __future__ import annotations
@@ -25,31 +27,31 @@ from shardcomm.layout.layout import Piece, Placement
 from shardcomm.parameter.plain import plain
 from shardcomm.parameter.tensor_parallel import Distribution, is_dtensor
 
-if TYPE_CHECKING:  # DCP loads slowly, and whoever calls the methods for it has it
+if TYPE_CHECKING:  # DCP takes long to import, and a caller of the methods for it has done so
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
     from torch.distributed.checkpoint.planner import WriteItem
 
 
 @dataclass(frozen=True)
 class Rectangle:
-    """A part of a tensor: its first index and its size in every dim."""
+    """A rectangular part of a tensor: in every dim its first index and its size."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """Indexes it in the whole tensor."""
+        """The index of the rectangle in the whole tensor."""
         return tuple(slice(o, o + s) for o, s in zip(self.offsets, self.sizes, strict=True))
 
     def shifted(self, by: Sequence[int]) -> Rectangle:
-        """In a larger tensor, in which this one begins at `by`."""
+        """The rectangle in a larger tensor, in which this tensor begins at `by`."""
         offsets = tuple(map(sum, zip(self.offsets, by, strict=True)))
         return Rectangle(offsets, self.sizes)
 
 
 def rectangles(shape: Sequence[int], begin: int, end: int) -> list[Rectangle]:
-    """The elements [begin, end) of a contiguous tensor of `shape`, in their order, in few rectangles."""
+    """The elements [begin, end) of a contiguous tensor of `shape` as few rectangles, in the elements' order."""
     if begin >= end:
         return []
     if not shape:
@@ -77,11 +79,13 @@ def _in_row(shape: Sequence[int], row: int, begin: int, end: int) -> list[Rectan
 
 @dataclass(frozen=True)
 class Part:
-    """Which part of a parameter a rank holds, and of anything of its shape, such as an optimizer's state.
+    """The part of a parameter that a rank holds; also of tensors of its shape, such as an optimizer's state.
 
     Attributes:
-        ranks: how many ranks hold the parameter together.
-        how: of a DTensor; `placement` is in its local tensor.
+        placement: Where the parameter lies in the flat buffer; for a DTensor, where its local tensor lies.
+        piece: What this rank holds of it.
+        ranks: How many ranks hold the parameter together.
+        how: How a DTensor is distributed; None for a plain parameter.
     """
 
     placement: Placement
@@ -91,7 +95,7 @@ class Part:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole parameter."""
+        """The shape of the whole parameter."""
         return self.placement.spec.shape if self.how is None else self.how.shape
 
     @property
@@ -100,18 +104,18 @@ class Part:
         return self.placement.is_elsewhere(self.piece)
 
     def __deepcopy__(self, memo: Any) -> Part:
-        return self  # a value, and a DTensor's mesh has process groups
+        return self  # a value; and process groups of a DTensor's mesh cannot be copied
 
     def of(self, held: torch.Tensor) -> ShardTensor:
-        """`held` has the shape of the parameter's entry in `Bucket.shards`."""
+        """The ShardTensor of `held`, which has the shape of the parameter's entry in `Bucket.shards`."""
         with plain():
             return ShardTensor(self, held.detach().as_subclass(torch.Tensor))
 
     def split(self, held: torch.Tensor) -> tuple[list[Rectangle], list[torch.Tensor]]:
-        """Where what is `held` lies in the whole, and views of it there."""
+        """The rectangles of the whole that `held` covers, and for each of them a view of `held`."""
         shape, dim = self.placement.spec.shape, self.placement.shard_dim
         if math.prod(self.shape) == 0:
-            # Nobody holds any of it; it is in the checkpoint all the same.
+            # No rank holds anything of an empty tensor, but it must be in the checkpoint all the same.
             return [Rectangle((0,) * len(shape), self.shape)], [held.new_empty(self.shape)]
         start, stop, numel = self.piece.start, self.piece.stop, self.piece.numel
         row = numel // max(stop - start, 1)
@@ -131,13 +135,15 @@ class Part:
 
 
 class ShardTensor(torch.Tensor):
-    """A tensor of the whole's shape of which this rank has what is `held`: its part of it.
+    """A tensor of the whole's shape, of which this rank has a part.
 
-    To be saved, loaded and staged by DCP (its `_Checkpointable` protocol), not to compute with.
+    DCP saves, loads and stages it, by its `_Checkpointable` protocol. It is not to compute with.
 
     Attributes:
-        rectangles: where each of `parts` lies in the whole.
-        parts: views of `held`.
+        part: Which part this rank has.
+        held: The part's values.
+        rectangles: Where each of `parts` lies in the whole.
+        parts: Views of `held`.
     """
 
     part: Part
@@ -157,7 +163,7 @@ class ShardTensor(torch.Tensor):
 
     @torch.no_grad()
     def load_(self, values: torch.Tensor) -> None:
-        """Takes this rank's part of `values`: the whole tensor, or a ShardTensor of the same rectangles."""
+        """Copies this rank's part of `values`, which is the whole tensor or a ShardTensor of the same rectangles."""
         if isinstance(values, ShardTensor):
             for part, value in zip(self.parts, values.parts, strict=True):
                 if part.data_ptr() != value.data_ptr():  # DCP loads in place
@@ -216,9 +222,9 @@ class ShardTensor(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Any = None,
     ) -> Any:
-        """What torch's tools for state dicts do with one: copies, on another device too. There is nothing else."""
+        """Runs what torch's tools for state dicts need: copies, also to another device. It refuses everything else."""
         kwargs = kwargs or {}
-        if func is torch.ops.aten.new_empty.default:  # of a stager: to copy to
+        if func is torch.ops.aten.new_empty.default:  # a stager copies to it
             return args[0].part.of(torch.empty_like(args[0].held, device=kwargs.get("device")))
         if func in _COPIES:
             return args[0].part.of(func(args[0].held, *args[1:], **kwargs))
@@ -231,7 +237,7 @@ class ShardTensor(torch.Tensor):
         )
 
     def __deepcopy__(self, memo: Any) -> ShardTensor:
-        return self.part.of(self.held.clone())  # not of the memory around it
+        return self.part.of(self.held.clone())  # its own values, not the memory around them
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise RuntimeError(
@@ -254,7 +260,11 @@ class ShardTensor(torch.Tensor):
 
 
 def check_value(operation: str, name: str, current: torch.Tensor, value: object) -> None:
-    """ValueError unless `value` is a tensor of the shape of `current`, or the same part of it."""
+    """Checks that `value` can be copied to `current`.
+
+    Raises:
+        ValueError: `value` is no tensor of the shape of `current`, or it is another part of it.
+    """
     if not isinstance(value, torch.Tensor):
         raise ValueError(f"{operation}: {name} is a {type(value).__name__}; it must be a tensor")
     if value.shape != current.shape:
@@ -293,7 +303,7 @@ _COPIES = {
 
 
 def _moved(rectangle: Rectangle, dim: int) -> Rectangle:
-    """From the stored dims, the shard dim outermost, to the tensor's own."""
+    """`rectangle` with its dims moved from the stored order, the shard dim outermost, to the tensor's own order."""
 
     def moved(sizes: tuple[int, ...]) -> tuple[int, ...]:
         return (*sizes[1 : dim + 1], sizes[0], *sizes[dim + 1 :]) if sizes else ()

@@ -1,131 +1,35 @@
-"""Sharded parameters that say what they are: what is asked of a rank's rows is right for the whole, or a sentence.
+"""Sharded parameters that know what they are: an operation on a rank's rows is right for the whole, or it is refused.
 
 `model.parameters()` of a sharded model are this rank's rows, which torch's tools take for whole parameters. So the rows
-are guarded. An elementwise operation on them is done, and gives guarded rows again; a norm is the norm of the whole
-(`norms.py`); and what would be silently wrong of rows alone, such as a product of matrices, an index or a sum, raises a
-RuntimeError that says where the whole parameter is to be had. Inside most optimizers' steps they are plain parameters
-(`optimizer_steps.py`).
+are guarded. An elementwise operation on them is done, and gives guarded rows again. A norm is the norm of the whole
+(`norms.py`). An operation that would be silently wrong of rows alone, such as a product of matrices, an index or a sum,
+raises a RuntimeError that says where to get the whole parameter. Inside most optimizers' steps the rows are plain
+parameters (`optimizer_steps.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from shardcomm.parameter.holders import Holders
+from shardcomm.parameter.elementwise import Elementwise
 from shardcomm.parameter.norms import completed, is_norm, partial_norms
 from shardcomm.parameter.plain import grad_of, plain, set_grad
-from shardcomm.parameter.shard_tensor import Part
 from shardcomm.parameter.versions import written
-
-
-@dataclass(eq=False)
-class Whole:
-    """What the rows of a parameter are a part of.
-
-    Attributes:
-        name: the parameter's, in the model.
-        unit: the name of the unit in whose forward the whole parameter is there.
-        holders: the ranks that hold the other rows.
-        rows: this rank's, a plain tensor.
-        part: which part of the whole they are.
-        is_part: whether other ranks hold what belongs to the whole, or to the whole model.
-        is_here, is_elsewhere: one rank owns the whole parameter; it is this one, or another.
-        gather: the whole of a tensor of the rows' shape; collective.
-        is_owned: one rank owns the whole parameter by its granularity, as opposed to having all of its few rows.
-        is_part_owned: one rank owns a part of a DTensor that others have other parts of: nobody has the whole, and not
-            all who have some of it would call for its norm.
-        counts: whether norms count these rows here: several tensor-parallel ranks may have the same.
-        address: of the rows.
-        grad_elsewhere: what `.grad` shows where there is none, and the parameter's owner has one.
-        check_names: raises where other ranks have other parameters by the same name; see `checkpoint/elsewhere.py`.
-    """
-
-    name: str
-    unit: str
-    holders: Holders
-    rows: torch.Tensor
-    part: Part
-    is_part: bool
-    is_here: bool
-    is_elsewhere: bool
-    gather: Callable[[torch.Tensor], torch.Tensor]
-    is_owned: bool = False
-    is_part_owned: bool = False
-    counts: bool = True
-    grad_elsewhere: ShardedRows | None = None
-    check_names: Callable[[str], None] | None = None
-
-    def __post_init__(self) -> None:
-        self.address = self.rows.data_ptr()
-
-    def adopt(self, param: nn.Parameter) -> None:
-        """Takes the values of memory that was put in place of the rows'."""
-        with plain():
-            values, param.data = param.data, self.rows
-        self.take(values)
-
-    def take(self, values: torch.Tensor) -> None:
-        """Copies `values` to the rows."""
-        self.check(values)
-        with plain():
-            self.rows.copy_(values)
-
-    def check(self, values: torch.Tensor) -> None:
-        """RuntimeError unless `values` can be in the rows' place: of the same shape, dtype and device."""
-        rows = self.rows
-        with plain():
-            if values.shape == rows.shape and (values.dtype, values.device) == (
-                rows.dtype,
-                rows.device,
-            ):
-                return
-        raise RuntimeError(
-            f"parameter {self.name!r} was given {values.dtype} of shape {tuple(values.shape)} on {values.device} after "
-            f"fully_shard; this rank's rows are {rows.dtype} of shape {tuple(rows.shape)} on {rows.device}. Convert "
-            "and move a model before fully_shard, compute in another dtype by mixed_precision=, and load values by "
-            "load_state_dict"
-        )
-
-    def refuse(self, what: str) -> NoReturn:
-        """RuntimeError: `what` would be of rows alone."""
-        raise RuntimeError(
-            f"{what} of {self.name!r}: outside of the forward of unit {self.unit!r} this rank has only its rows of it. "
-            "Compute in that forward, in a method given to engine.register_forward_method, or between unshard() and "
-            "reshard() of the unit; write inside of engine.gathered(write=True); take full_tensor() for the whole, "
-            'to_local() for the rows. An optimizer of whole matrices needs granularity="tensor" and no DTensors'
-        )
-
-    def refuse_swap(self) -> NoReturn:
-        """RuntimeError: an optimizer would step on memory of which the engine knows nothing."""
-        raise RuntimeError(
-            f"torch.utils.swap_tensors of {self.name!r}, a parameter of fully_shard, as by torch.__future__."
-            "set_swap_module_params_on_conversion: its memory belongs to the engine; swap before fully_shard, and give "
-            "it values by copy_ or load_state_dict"
-        )
-
-    def refuse_collective(self, operation: str) -> NoReturn:
-        """RuntimeError: `operation` would mix rows with other ranks' other rows."""
-        raise RuntimeError(
-            f"{operation} of {self.name!r}, of which each rank has other rows: fully_shard makes parameters the same "
-            "on all ranks, and averages gradients over them in backward; leave the call out, take full_tensor() for "
-            "the whole, or to_local() for the rows as a plain tensor"
-        )
+from shardcomm.parameter.whole import Held, Whole
 
 
 class ShardedRows(torch.Tensor):
-    """A rank's rows of something of a parameter's shape: of its gradient, of its `data`, of twice its values."""
+    """A rank's rows of a tensor of a parameter's shape, such as its gradient, its `data`, or twice its values."""
 
     whole: Whole
-    is_values = False  # of the parameter itself, by `.data`
+    is_values = False  # whether they are the parameter's own values, which `.data` gives
 
     @staticmethod
     def __new__(cls, rows: torch.Tensor, whole: Whole) -> ShardedRows:  # noqa: D102
@@ -136,7 +40,7 @@ class ShardedRows(torch.Tensor):
 
     @staticmethod
     def guarding(rows: torch.Tensor, whole: Whole) -> ShardedRows:
-        """`rows` itself, which nobody else has: at a tenth of the time of another tensor."""
+        """Turns `rows`, which nobody else may have, into guarded rows. A new tensor would take ten times as long."""
         rows.__class__ = ShardedRows
         assert isinstance(rows, ShardedRows)
         rows.whole = whole
@@ -149,16 +53,29 @@ class ShardedRows(torch.Tensor):
         return _guarded(func, args, kwargs or {})
 
     def to_local(self) -> torch.Tensor:
-        """The rows themselves: a plain tensor of the same memory, without history."""
+        """This rank's rows as a plain tensor, in the same memory and without autograd history."""
         with plain():
             return self.detach().as_subclass(torch.Tensor)
 
     def full_tensor(self) -> torch.Tensor:
-        """The whole, from all ranks' rows, without history; collective."""
+        """The whole tensor, gathered from all ranks' rows, without autograd history; collective.
+
+        Returns:
+            A new tensor of the parameter's full shape, on the rows' device.
+
+        Raises:
+            CommError: A rank died, called something else or did not come in time.
+        """
         return self.whole.gather(self.to_local())
 
     def refuse_collective(self, operation: str) -> NoReturn:
-        """RuntimeError; see `Whole`. A communicator asks tensors of other classes than torch's for it."""
+        """Raises RuntimeError: in a collective these rows would meet other ranks' other rows.
+
+        A Communicator calls it for operands that have it.
+
+        Args:
+            operation: The collective, for the message.
+        """
         self.whole.refuse_collective(operation)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -179,10 +96,22 @@ class ShardedRows(torch.Tensor):
 
 
 class ShardedParameter(nn.Parameter):
-    """A rank's rows of a parameter, which an optimizer updates.
+    """A rank's rows of a parameter: what `model.parameters()` of a sharded model gives, and an optimizer updates.
 
-    A plain parameter becomes one, and back, by its class, as torch's `UninitializedParameter` does.
+    Torch's tools take such a parameter for a whole one, so it answers for the whole, or refuses. Elementwise operations
+    give rows again. Norms are of the whole parameter, by an all-reduce. An operation that would be wrong of rows alone,
+    such as a product of matrices, an index or a sum, raises a RuntimeError that says where to get the whole parameter.
+
+    Example:
+        ```python
+        model = torch.nn.Linear(64, 64)
+        engine = shardcomm.fully_shard(model, comm)
+        print(model.weight.shape)  # this rank's rows
+        print(model.weight.full_tensor().shape)  # the whole; collective
+        ```
     """
+
+    # A plain parameter becomes one, and back, by setting its class, as torch's `UninitializedParameter` does.
 
     whole: Whole
 
@@ -195,14 +124,17 @@ class ShardedParameter(nn.Parameter):
     __deepcopy__ = ShardedRows.__deepcopy__
     _refuse_copies = ShardedRows._refuse_copies
 
-    # Without a way through __torch_function__, four times as long: for each parameter in each `zero_grad`.
+    # A property of its own, since the way through __torch_function__ takes four times as long, and each `zero_grad`
+    # asks each parameter.
     @property
-    def grad(self) -> ShardedRows | None:  # noqa: D102
+    def grad(self) -> ShardedRows | None:
+        """This rank's rows of the gradient, averaged over the ranks; None before a backward."""
         with plain():
             value = grad_of(self)
             if value is None:
-                return self.whole.grad_elsewhere
-            if not isinstance(value, ShardedRows):  # somebody has set it past this class
+                elsewhere: ShardedRows | None = self.whole.grad_elsewhere
+                return elsewhere
+            if not isinstance(value, ShardedRows):  # somebody has set it past this property
                 value = ShardedRows(value, self.whole)
                 set_grad(self, value)
             return value
@@ -217,10 +149,11 @@ class ShardedParameter(nn.Parameter):
     def grad(self) -> None:
         self.grad = None
 
-    def register_hook(self, hook: Any) -> NoReturn:  # noqa: D102
+    def register_hook(self, hook: Any) -> NoReturn:
+        """Raises RuntimeError: autograd's gradients never come to rows. See `register_post_accumulate_grad_hook`."""
         refuse_hook(self.whole)
 
-    def _use_count(self) -> NoReturn:  # asked by swap_tensors alone
+    def _use_count(self) -> NoReturn:  # only swap_tensors calls it
         self.whole.refuse_swap()
 
 
@@ -228,9 +161,10 @@ _DATA: Any = torch._C.TensorBase.data
 
 
 class WholeParameter(nn.Parameter):
-    """A parameter of which this rank has the whole, in memory of the engine's that must stay where it is.
+    """A parameter of which this rank has the whole, in memory of the engine's, which must not move.
 
-    A plain one otherwise, at no cost, and altogether where it was copied or pickled: without `whole`.
+    In everything else it is a plain parameter, at no cost. A copy of it, or one that was pickled, is wholly plain: it
+    has no `whole`.
     """
 
     whole: Whole | None = None
@@ -263,10 +197,11 @@ class WholeParameter(nn.Parameter):
 
 
 def refuse_hook(whole: Whole) -> NoReturn:
-    """RuntimeError: autograd never comes to what the optimizer sees."""
+    """Raises the RuntimeError against `register_hook`: autograd never comes to the parameters of an optimizer."""
     raise RuntimeError(
-        f"register_hook on {whole.name!r}, a parameter of fully_shard: autograd's gradient is this rank's, of the "
-        "whole parameter, and is reduced over the ranks before it is a .grad; use register_post_accumulate_grad_hook"
+        f"register_hook on {whole.name!r}, a parameter of fully_shard: autograd's gradient is this rank's gradient of "
+        "the whole parameter, which is reduced over the ranks before rows of it are the .grad; use "
+        "register_post_accumulate_grad_hook"
     )
 
 
@@ -280,11 +215,11 @@ def _guarded(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _unscaled(*args, **kwargs)
     if is_norm(func):
         return partial_norms(func, args, kwargs)
-    if func is torch._has_compatible_shallow_copy_type:  # of Module.to, .half, .cuda, ...
+    if func is torch._has_compatible_shallow_copy_type:  # Module.to, .half, .cuda, ... call it
         args[0].whole.check(args[1])
     args, kwargs = completed(args), completed(kwargs)
     guarded = list(_guarded_in((args, kwargs)))
-    first = next((t for t in guarded if not t.whole.is_here), guarded[0])
+    first = next((t for t in guarded if t.whole.held is not Held.WHOLE), guarded[0])
     if func is torch.autograd.grad:
         raise RuntimeError(
             f"torch.autograd.grad with respect to {first.whole.name!r}, which is sharded: autograd's gradient is "
@@ -293,37 +228,39 @@ def _guarded(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         )
     if getattr(func, "__module__", "") == _COLLECTIVES:
         first.whole.refuse_collective(name)
-    if name == "share_memory_":  # also of a whole one: it moves memory that collectives know
+    if name == "share_memory_":  # refused of a whole one, too: it moves memory of collectives
         first.whole.refuse(name)
     if _is_in_place(name):
-        # For graphs made before, see `versions.py`: torch does not tell of lists here, nor of `.data`, nor on ranks
-        # without rows.
+        # So that autograd refuses graphs of the old values, see `versions.py`. Torch itself does not mark such changes
+        # of tensors in lists, or through `.data`, and marks none on ranks without rows.
         written([t.whole.rows for t in _guarded_in(args[:1]) if _is_values(t)])
-    if first.whole.is_here:
+    if name in _RANDOM:
+        first.whole.refuse(name)
+    if first.whole.held is Held.WHOLE:
         with plain():
             return _as_guarded(func(*args, **kwargs), first)
     if name in _REFUSED or (name in _INDEXING and not _takes_all(args[1])):
         first.whole.refuse(name)
     _check_shapes(name, first, args, kwargs)
-    with plain(), _Elementwise(first.whole, name):
+    with plain(), Elementwise(first.whole, name):
         result = func(*args, **kwargs)
     of_lists = name.startswith("_foreach_") and isinstance(result, list | tuple)
     return _each_guarded(result, args, kwargs) if of_lists else _as_guarded(result, first)
 
 
 def _takes_all(index: Any) -> bool:
-    """Whether it is one of `[:]`, `[...]`, `[:, ...]`: else torch counts from this rank's first row."""
+    """Whether `index` is `[:]`, `[...]`, `[:, ...]` or the like. Torch counts others from this rank's first row."""
     if isinstance(index, tuple):
         return all(map(_takes_all, index))
     return index is ... or (isinstance(index, slice) and index == slice(None))
 
 
 def _is_in_place(name: str) -> bool:
-    return name.endswith("_") and not name.startswith("__")
+    return name.endswith("_") and not name.startswith("__") and name != "requires_grad_"
 
 
 def _is_values(tensor: Any) -> bool:
-    """Whether it is a parameter or its `.data`, and no gradient of it."""
+    """Whether `tensor` is a parameter or its `.data`, and not its gradient."""
     is_values = isinstance(tensor, ShardedParameter) or tensor.is_values
     return is_values and not tensor.whole.rows.is_inference()
 
@@ -338,7 +275,7 @@ def _got(func: Any, of: Any) -> Any:
         rows = ShardedRows(value, of.whole)
         rows.is_values = _is_values(of)
         return rows
-    if attribute.startswith("_") or of.whole.is_here:
+    if attribute.startswith("_") or of.whole.held is Held.WHOLE:
         return value
     return of.whole.refuse(attribute)
 
@@ -346,7 +283,10 @@ def _got(func: Any, of: Any) -> Any:
 def _set(func: Any, of: Any, value: Any) -> None:
     if func.__self__.__name__ == "data":
         of.whole.check(value)
-        with plain():  # in place: others, such as the flat shard, show the same memory
+        with plain():
+            if value.data_ptr() == of.data_ptr() and value.stride() == of.stride():
+                return  # a conversion that changes nothing, as by `.float()`
+        with plain():  # in place, since other tensors, such as the flat shard, have the same memory
             of.detach().copy_(value)
         return
     with plain():
@@ -354,10 +294,10 @@ def _set(func: Any, of: Any, value: Any) -> None:
 
 
 def _unscaled(grads: Any, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
-    """As `torch.amp.GradScaler` calls it: what is found on one rank is found on all."""
+    """The operation that `torch.amp.GradScaler` calls; an Inf that one rank finds counts on all ranks."""
     with plain():
         torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)
-    # Over all ranks: of the experts that it has, one may have no gradient where another has.
+    # Over all ranks of the model: a rank may have no gradients of its experts where another rank has some.
     for everyone in dict.fromkeys(t.whole.holders.everyone for t in _guarded_in(grads)):
         found = found_inf.to(everyone.device)
         everyone.all_reduce(found, "max")
@@ -369,7 +309,7 @@ def _guarded_in(tree: Any) -> Iterator[Any]:
 
 
 def _check_shapes(name: str, first: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuses what would pair rows with a tensor of the whole's shape, or of another's."""
+    """Refuses to pair rows with a tensor of the whole's shape, or of another parameter's rows."""
     values = (*args, *kwargs.values())
     _check_pairs(name, first, values)
     if name.startswith("_foreach_"):
@@ -389,7 +329,7 @@ def _check_pairs(name: str, rows: Any, with_values: Sequence[Any]) -> None:
                 shape, other = rows.shape, value.shape
             is_written = number == 0 and _is_in_place(name)
             try:
-                # Where there are no rows, one row of the whole's, or a number, would be broadcast to none.
+                # On a rank without rows, one row of a whole tensor, or a number, is broadcast to none.
                 fits = shape == (other if is_written else torch.broadcast_shapes(shape, other))  # type: ignore[no-untyped-call]
             except RuntimeError:
                 fits = False
@@ -421,7 +361,7 @@ def _each_guarded(results: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 _COLLECTIVES = dist.all_reduce.__module__
 
-# No operation of torch's tells of these, which take the rows out of torch.
+# These take the rows out of torch, so that no operation of torch's would be refused.
 _REFUSED = {
     "__array__",
     "__dlpack__",
@@ -431,56 +371,23 @@ _REFUSED = {
     "tolist",
 }
 
+# Each rank would draw for its own rows, by generators that are most often seeded alike.
+_RANDOM = {
+    "bernoulli_",
+    "cauchy_",
+    "exponential_",
+    "geometric_",
+    "kaiming_normal_",
+    "kaiming_uniform_",
+    "log_normal_",
+    "normal_",
+    "orthogonal_",
+    "random_",
+    "sparse_",
+    "trunc_normal_",
+    "uniform_",
+    "xavier_normal_",
+    "xavier_uniform_",
+}
+
 _INDEXING = {"__getitem__", "__setitem__"}
-
-_ELEMENTWISE = {
-    "aten::_to_copy",
-    "aten::alias",
-    "aten::clone",
-    "aten::copy_",
-    "aten::detach",
-    "aten::empty_like",
-    "aten::fill_",
-    "aten::full_like",
-    "aten::lift_fresh",
-    "aten::new_empty",
-    "aten::new_full",
-    "aten::new_ones",
-    "aten::new_zeros",
-    "aten::ones_like",
-    "aten::zero_",
-    "aten::zeros_like",
-}
-
-
-# Among torch's operations on lists, and those that it calls pointwise: one value of each tensor, and products.
-_NOT_ELEMENTWISE = {
-    "aten::equal",
-    "aten::_foreach_max",
-    "aten::_foreach_mm",
-    "aten::_foreach_norm",
-    "aten::_foreach_powsum",
-}
-
-_ELEMENTWISE_FAMILIES = ("aten::_foreach_", "aten::_fused_ada", "aten::_fused_sgd")
-
-
-class _Elementwise(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Refuses what is not elementwise."""
-
-    def __init__(self, whole: Whole, name: str) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._whole = whole
-        self._name = name
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        name = func._schema.name
-        if name in _NOT_ELEMENTWISE or not (
-            torch.Tag.pointwise in func.tags
-            or name in _ELEMENTWISE
-            or name.startswith(_ELEMENTWISE_FAMILIES)
-        ):
-            self._whole.refuse(self._name)
-        return func(*args, **(kwargs or {}))

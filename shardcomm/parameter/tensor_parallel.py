@@ -1,7 +1,7 @@
-"""Tensor parallel inside, sharding outside: parameters that are DTensors over ranks of another mesh.
+"""Tensor parallel inside, sharding outside: parameters that are DTensors over the ranks of another mesh.
 
 `parallelize_module` gives each rank of a tensor-parallel (tp) mesh a part of a parameter. The ranks at the same place
-of their tp meshes have the same part, and share out its rows like those of any other parameter::
+in their tp meshes have the same part, and share out its rows like those of any other parameter::
 
     an 8 x 4 weight       tp 0    tp 1
     Shard(0) over tp,   ┌───────┬───────┐
@@ -9,8 +9,8 @@ of their tp meshes have the same part, and share out its rows like those of any 
                    dp 1 │ 2..3  │ 6..7  │     Names, state dicts and norms are of the 8 x 4 one.
                         └───────┴───────┘
 
-The model computes with a DTensor around the gathered part; the optimizer sees plain rows of it. This is the only module
-that knows DTensor.
+The model computes with a DTensor around the gathered part, and the optimizer sees plain rows of it. No other module
+knows DTensor.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 
 
 def is_dtensor(value: object) -> bool:
-    """Whether it is a DTensor; loads nothing where nobody has used them, since that takes a second."""
+    """Whether `value` is a DTensor. It does not import torch's module for them, which takes a second."""
     loaded = sys.modules.get("torch.distributed.tensor")
-    # Another thread may be loading it: it has no DTensor yet, then, and nobody has one.
+    # While another thread imports the module, it may have no DTensor yet, and then no value is one.
     return isinstance(value, getattr(loaded, "DTensor", ()))
 
 
@@ -43,10 +43,11 @@ class Distribution:
     """How a parameter that is a DTensor lies over the ranks of its own mesh.
 
     Attributes:
-        shape: of the whole.
-        offsets: of this rank's part in it.
-        placements: one for each dim of `mesh`, Shard or Replicate.
-        cut_over: the groups of ranks that hold different parts.
+        shape: The shape of the whole.
+        offsets: Where this rank's part begins in the whole.
+        mesh: The DTensor's mesh.
+        placements: A Shard or a Replicate for each dim of `mesh`.
+        cut_over: The groups of ranks that hold different parts.
     """
 
     shape: tuple[int, ...]
@@ -57,10 +58,10 @@ class Distribution:
 
     @staticmethod
     def of(name: str, param: torch.Tensor) -> Distribution | None:
-        """Of the parameter `name`; None if it is a plain one.
+        """The distribution of the parameter `name`; None if it is a plain one.
 
         Raises:
-            ValueError: it is placed otherwise than by Shard and Replicate.
+            ValueError: The parameter is placed in another way than by Shard and Replicate.
         """
         if not is_dtensor(param):
             return None
@@ -74,7 +75,7 @@ class Distribution:
         for placement in placements:
             if type(placement) not in (Shard, Replicate):
                 raise ValueError(
-                    f"fully_shard: parameter {name!r} is a DTensor placed by {placement!r} over {mesh}; accepted: "
+                    f"parameter {name!r} is a DTensor placed by {placement!r} over {mesh}; accepted: "
                     "Shard and Replicate, as parallelize_module gives them"
                 )
         shape = tuple(tensor.shape)
@@ -84,7 +85,7 @@ class Distribution:
 
     @property
     def facts(self) -> dict[str, str]:
-        """What must be the same on the ranks that share out this part."""
+        """The facts in which the ranks must agree that share out this part."""
         return {
             "whole shape": str(self.shape),
             "placements": str(self.placements),
@@ -93,7 +94,7 @@ class Distribution:
 
     @property
     def place(self) -> list[tuple[Ranks, int]]:
-        """For each dim of its mesh, the ranks and which part this one has; 0 where all have the same."""
+        """For each dim of the mesh, its group's ranks and the number of this rank's part; 0 if all have the same."""
         sharded = [_ranks(self.mesh, dim) in self.cut_over for dim in range(self.mesh.ndim)]
         return [
             (_ranks(self.mesh, dim), self.mesh.get_local_rank(dim) if cut else 0)
@@ -102,14 +103,14 @@ class Distribution:
 
     @property
     def groups(self) -> dict[Ranks, dist.ProcessGroup]:
-        """Those of its mesh, one a dim."""
+        """The process group of each dim of the mesh, by its ranks."""
         return {_ranks(self.mesh, dim): self.mesh.get_group(dim) for dim in range(self.mesh.ndim)}
 
     def dtensor(self, part: torch.Tensor) -> torch.Tensor:
         """The DTensor whose part on this rank is `part`, in the same memory."""
         from torch.distributed.tensor import DTensor  # noqa: PLC0415
 
-        # The dims in the order in which the part has them in memory.
+        # The dims, in the order in which they lie in the part's memory.
         order = sorted(range(part.dim()), key=part.stride, reverse=True)
         sizes = [self.shape[dim] for dim in order]
         whole = torch.empty(sizes, device="meta").permute(*map(order.index, range(part.dim())))
@@ -124,14 +125,14 @@ class Distribution:
         return made
 
     def whole(self, part: torch.Tensor) -> torch.Tensor:
-        """The whole of what this rank has `part` of; collective over the mesh."""
+        """The whole tensor of which this rank has `part`; collective over the mesh."""
         with torch.no_grad():
             dtensor: Any = self.dtensor(part.to(self.mesh.device_type))
             full: torch.Tensor = dtensor.full_tensor()
         return full.to(part.device)
 
     def part_of(self, gradient: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a gradient; collective where autograd has left a sum over the mesh to be taken."""
+        """This rank's part of a gradient; collective if autograd has left a sum over the mesh to be taken."""
         if not is_dtensor(gradient):
             return gradient
         placed: Any = gradient
@@ -141,7 +142,7 @@ class Distribution:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a DTensor, in the same memory and without history; of any other, itself."""
+    """This rank's part of a DTensor, in the same memory and without history. Another tensor is returned as it is."""
     if not is_dtensor(tensor):
         return tensor
     with torch.no_grad():
@@ -152,20 +153,20 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole of a DTensor, collective; of any other, itself."""
+    """The whole of a DTensor; collective. Another tensor is returned as it is."""
     return tensor.full_tensor() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def shown(part: torch.Tensor, how: Distribution | None, *, requires_grad: bool) -> nn.Parameter:
-    """The parameter that a model computes with, in the memory of `part`."""
+    """The parameter with which a model computes, in the memory of `part`."""
     return nn.Parameter(part if how is None else how.dtensor(part), requires_grad=requires_grad)
 
 
 def inner_groups(how: Iterable[Distribution | None]) -> dict[Ranks, dist.ProcessGroup]:
-    """The groups of all DTensors of a model, in their order, which is the same on all ranks.
+    """The groups of the meshes of all DTensors of a model, in an order that is the same on all ranks.
 
     Raises:
-        ValueError: two of them have more than this rank in common, so that norms would be summed twice.
+        ValueError: Two groups have more than this rank in common, so that norms would be summed twice.
     """
     groups: dict[Ranks, dist.ProcessGroup] = {}
     for each in how:
@@ -176,14 +177,14 @@ def inner_groups(how: Iterable[Distribution | None]) -> dict[Ranks, dist.Process
         for other in groups:
             if ranks != other and len({*ranks} & {*other}) > 1:
                 raise ValueError(
-                    f"fully_shard: parameters are DTensors over ranks {list(ranks)}, and others over {list(other)}; "
+                    f"parameters are DTensors over ranks {list(ranks)}, and others over {list(other)}; "
                     "accepted: DeviceMeshes of which each two dims are one, or have one rank in common"
                 )
     return groups
 
 
 def with_same(how: Distribution | None, groups: Mapping[Ranks, Communicator]) -> list[Communicator]:
-    """Of `groups` those whose ranks have the same part of a parameter."""
+    """The groups whose ranks have the same part of a parameter with this distribution."""
     cut_over = frozenset() if how is None else how.cut_over
     return [comm for ranks, comm in groups.items() if ranks not in cut_over]
 

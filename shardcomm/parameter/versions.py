@@ -1,7 +1,8 @@
-"""Versions: by which autograd tells whether the values that it saved for backward are still those in memory.
+"""Versions: numbers by which autograd tells whether the values that it saved for backward are still in memory.
 
-A full parameter has the version of the rows that were gathered into it. An optimizer's step, a load, or whatever else
-changes rows gives them a version of their own, on every rank alike; a gather of unchanged rows gives back the old one::
+A full parameter has the version of the rows that were gathered into it. An optimizer's step, a load, or any other
+change gives rows a new version, on every rank alike. A gather of unchanged rows gives a full parameter its old version
+back::
 
     rows                     v5 ─────────────────────────────────────► v6
     full parameter           v5        GONE: another unit's       v5   v6
@@ -17,26 +18,30 @@ from collections.abc import Iterable
 import torch
 
 GONE = 2**31 - 1
-"""The version while other values are in the memory."""
+"""The version of a full parameter while other values are in its memory."""
 
 changes = 0
-"""How often rows have got other values, of any model: while it stays the same, what was gathered is what would be."""
+"""How often rows of any model have changed. While it stays the same, another gather would give the same values."""
 
 _set_versions = torch._C._autograd._unsafe_set_version_counter
 
 
 def written(rows: Iterable[torch.Tensor]) -> None:
-    """`rows` have other values, of which torch does not know; or other ranks' rows of the same parameters have."""
-    global changes  # noqa: PLW0603  (of the process)
+    """Tells autograd that `rows` have new values, or that other ranks' rows of the same parameters have."""
+    global changes  # noqa: PLW0603  (one counter for the process)
     changes += 1
     torch.autograd.graph.increment_version(rows)
 
 
 class Versions:
-    """Those of full parameters; of each its name, itself, and this rank's rows."""
+    """The versions of full parameters.
+
+    Args:
+        params: For each its name, the full parameter, and this rank's rows.
+    """
 
     def __init__(self, params: Iterable[tuple[str, torch.Tensor, torch.Tensor]]) -> None:
-        # Tensors of inference have no versions, and are in no graph.
+        # Tensors of inference mode have no versions, and are in no graph.
         tracked = [each for each in params if not each[2].is_inference()]
         self._names = [name for name, _, _ in tracked]
         self._full = tuple(full for _, full, _ in tracked)
@@ -46,32 +51,35 @@ class Versions:
         self._is_coming = False
 
     def gather(self) -> None:
-        """The rows of now are on their way to the full parameters."""
+        """A gather of the current rows has been queued."""
         self._gathered = _of(self._rows)
         self._is_coming = True
 
     def gather_again(self) -> None:
-        """What was gathered before is on its way there."""
+        """A gather of the same values as before has been queued."""
         self._is_coming = True
 
     def arrive(self) -> None:
-        """What was on its way, if anything, is there."""
+        """The gather that was queued, if any, has ended."""
         if self._is_coming:
             self._is_coming = False
             self._become(self._gathered)
 
     @property
     def are_old(self) -> bool:
-        """Whether the rows have changed since they were gathered; on every rank alike."""
+        """Whether the rows have changed since they were gathered. All ranks get the same answer."""
         return self._gathered != _of(self._rows)
 
     def leave(self) -> None:
-        """Other values are on their way to the same memory."""
+        """Other values come into the memory of the full parameters."""
         self._is_coming = False
         self._become(self._gone)
 
     def changed(self) -> str | None:
-        """The name of a full parameter that somebody has written into; until the next gather autograd refuses all."""
+        """The name of a full parameter into which somebody has written; None if there is none.
+
+        If there is one, autograd refuses all of them until the next gather.
+        """
         now, before = _of(self._full), self._now
         if now == before:
             return None

@@ -1,4 +1,4 @@
-"""Footprint: what one rank holds for a model. The planner says it beforehand, `engine.footprint()` measures it."""
+"""Footprint: what one rank holds for a model. The planner says it beforehand, and `engine.footprint()` measures it."""
 
 from __future__ import annotations
 
@@ -7,20 +7,19 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes one rank holds for a model between steps. Optimizer state comes on top, in the shards' shapes.
+    """The bytes that one rank holds for a model between steps. Optimizer state comes on top, in the shards' shapes.
 
     Attributes:
-        parameter_bytes: shards, padding included; with `cpu_offload` in host memory, as are the gradients.
-        gradient_bytes: their gradients, padding included: of all that have been reduced, until the next forward gives
-            the memory back where it can.
-        slot_bytes: full-size buffers; between processes of one host all see the same ones, unless there are secondary
-            shards.
-        secondary_bytes: secondary shards, by `reshard_after_forward`.
-        reduce_buffer_bytes: where gradients are packed to be reduced.
-        staging_bytes: where they are all-reduced among replicas.
-        offload_bytes: of the device, through which shards and gradients pass that are in host memory.
-        padding_bytes: of all ranks' shards together; what the layout costs.
-        total_parameter_bytes: the whole model's parameters. What `ranks` ranks hold is this plus the padding.
+        parameter_bytes: The shards, padding included; with `cpu_offload` in host memory, as are the gradients.
+        gradient_bytes: The gradients of the shards, padding included, of all units that have been reduced. The next
+            forward gives the memory back where it can.
+        slot_bytes: The full-size buffers. Processes of one host share them, unless there are secondary shards.
+        secondary_bytes: The secondary shards, which `reshard_after_forward` makes.
+        reduce_buffer_bytes: The buffers in which gradients are packed to be reduced.
+        staging_bytes: The buffers in which they are all-reduced among replicas.
+        offload_bytes: The device's memory through which shards and gradients pass that are in host memory.
+        padding_bytes: The padding of all ranks' shards together, which is the price of the layout.
+        total_parameter_bytes: The whole model's parameters. All ranks together hold these and the padding.
     """
 
     parameter_bytes: int

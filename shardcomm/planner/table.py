@@ -1,4 +1,4 @@
-"""A plan as people read it."""
+"""A memory plan as a table for people."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from shardcomm.planner.planner import MemoryPlan, UnitPlan
+    from shardcomm.planner.planner import MemoryPlan
+    from shardcomm.planner.unit_plan import UnitPlan
 
 _MOST_RANKS = 16
-_BAR = 40  # characters of the longest
+_BAR = 40  # characters of the longest bar
 
 
 def drawn(plan: MemoryPlan) -> str:
-    """`plan` as people read it: what a rank holds, and a line per unit."""
+    """`plan` as a table: what a rank holds, and a line for each unit."""
     held = plan.footprint
     of_device = "of the device, " if plan.host_bytes else ""
     in_host = "of the first three" if plan.host_bytes else ""
@@ -46,7 +47,7 @@ def drawn(plan: MemoryPlan) -> str:
 
 
 def _rank_lines(plan: MemoryPlan) -> list[str]:
-    """How many bytes of parameters each rank holds, as bars; of many ranks those that hold the most."""
+    """How many bytes of parameters each rank holds, as bars. If there are many, the ranks that hold the most."""
     held = sorted(enumerate(plan.shard_bytes), key=lambda entry: -entry[1])
     shown = sorted(held[:_MOST_RANKS])
     most = held[0][1]
@@ -60,7 +61,7 @@ def _rank_lines(plan: MemoryPlan) -> list[str]:
 
 
 def _unit_lines(units: Sequence[UnitPlan]) -> list[str]:
-    """A line per unit; runs of equal ones in one."""
+    """A line for each unit, and one line for a run of equal units."""
     table: list[tuple[str, ...]] = [
         ("unit", "parameters", "shard", "full", "padding", "gathers", "gathered", "reduced")
     ]
@@ -84,7 +85,7 @@ def _figures(unit: UnitPlan) -> tuple[str, ...]:
 
 
 def size(count: float) -> str:
-    """Bytes for people, in powers of 1,000."""
+    """A number of bytes for people, in powers of 1,000: "3.15 MB"."""
     if count < 1000:
         return f"{count:.0f} B"
     power = next((p for p in range(1, 4) if count < 999.995 * 1000**p), 4)
@@ -92,7 +93,7 @@ def size(count: float) -> str:
 
 
 def aligned(table: Sequence[Sequence[str]]) -> list[str]:
-    """Its rows as indented lines, the first column to the left and the others to the right."""
+    """The rows of `table` as indented lines, the first column to the left and the others to the right."""
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     return [
         "  ".join(["", row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])])
@@ -101,6 +102,6 @@ def aligned(table: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _counted(sizes: Sequence[int]) -> str:
-    """Equal ones together, as 2 x 3.15 MB + 1.19 MB."""
+    """Sizes with equal ones counted, as "2 x 3.15 MB + 1.19 MB"."""
     counts = Counter(filter(None, sizes)).items()
     return " + ".join(f"{n} x {size(each)}" if n > 1 else size(each) for each, n in counts)

@@ -1,9 +1,9 @@
-"""How the fork server of `launch` ends. Only that server imports this, at its start.
+"""How the fork server of `launch` ends. Only that server imports this module, at its start.
 
-The server ends when its pipe from the launcher closes. A stopped server would not, so the kernel continues it (SIGCONT)
-when its parent ends. The kernel takes the end of the thread that started the server for the parent's end; SIGCONT does
-no harm then, where a signal that kills would. A launcher that was killed leaves its folder, with the server's socket:
-the server removes it.
+The server ends when its pipe from the launcher closes. A stopped server would not notice that, so the kernel continues
+it (SIGCONT) when its parent ends. The kernel takes the end of the thread that started the server for the parent's end.
+Then SIGCONT does no harm, while a signal that kills would. A launcher that was killed leaves its folder with the
+server's socket; the server removes that.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 
 from shardcomm.process.parent import signal_at_its_end
 
-_ORPHANED_S = 1.0  # that a parent may take to end after its descriptors are closed
+_ORPHANED_S = 1.0  # how long a parent may take to end after its descriptors are closed
 
 _SERVER, _LAUNCHER = os.getpid(), os.getppid()
 

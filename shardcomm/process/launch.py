@@ -1,13 +1,13 @@
 """N ranks as local processes, with the environment that torchrun would give them.
 
-The launcher's process keeps the rendezvous store and watches; the ranks come from a fork server that has torch loaded,
-so that one starts in milliseconds. Whatever happens to a rank or to the launcher, no process is left::
+The launcher's process keeps the rendezvous store and watches the ranks. The ranks come from a fork server that has
+loaded torch, so that a rank starts in milliseconds. Whatever happens to a rank or to the launcher, no process is left::
 
     launcher ──► fork server ──► ranks
              │               the kernel kills a rank when the server ends, also one that is stopped
              the server ends when the launcher does; see `shardcomm.process.fork_server`
 
-A rank that can also ends by itself, when the pipe between it and the launcher closes.
+A rank that is not stopped also ends by itself, when the pipe between it and the launcher closes.
 """
 
 from __future__ import annotations
@@ -43,32 +43,50 @@ from shardcomm.process.stack_dumps import enable_where_free
 
 T = TypeVar("T")
 
-# How long the other ranks may take to notice a failure and say what they saw, before they are ended.
+# How long the other ranks have to notice a failure and to say what they saw, before they are killed.
 GRACE_S = 5.0
 _CHUNK_BYTES = 1 << 20
 
 
 class RankError(RuntimeError):
-    """A rank failed: the message says which one, and how."""
+    """A rank of `launch` failed. The message says which one and how, and then what became of the others."""
 
 
 def launch(
     fn: Callable[..., T], ranks: int, args: Sequence[Any] = (), *, timeout_s: float | None = None
 ) -> list[T]:
-    """Runs fn(*args) in `ranks` new processes; returns their results in rank order.
+    """Runs a function in new processes of this host, which are the ranks of a group.
 
-    Inside, both `Communicator.from_env()` and `torch.distributed.init_process_group()` find the other ranks. A process
-    that fn forks is no rank: when it comes back from fn, it ends, and its result is dropped.
+    In the function, both `Communicator.from_env()` and `torch.distributed.init_process_group()` find the other ranks. A
+    process that the function forks is no rank: it ends when it comes back from the function, and its result is dropped.
+    Whatever happens, no process is left.
 
     Args:
-        fn: a function of a module (it is pickled by name), as are its arguments and its result.
-        timeout_s: how long the whole may take, in seconds; None: as long as it likes. How long one rank waits for
-            another in a collective is the communicator's own `deadline_s`.
+        fn: The function. It must be one of a module, since it is pickled by its name.
+        ranks: How many processes, at least 1.
+        args: The arguments of `fn` on every rank; they are pickled.
+        timeout_s: How long the whole may take, in seconds. None: any time. How long one rank waits for another in a
+            collective is the communicator's own `deadline_s`.
+
+    Returns:
+        The results of the ranks, in order; they are pickled.
 
     Raises:
-        TypeError, ValueError: an argument is not what it must be, or cannot be pickled.
-        RankError: a rank raised or was killed; the first cause, not what followed from it.
-        TimeoutError: ranks still ran after `timeout_s`, and were ended.
+        TypeError: `fn` is no function, `args` is no list, or they cannot be pickled.
+        ValueError: `ranks` or `timeout_s` is out of its range.
+        RankError: A rank raised or was killed. The message begins with the first cause, before what followed from it.
+        TimeoutError: Ranks still ran after `timeout_s`, and were killed.
+
+    Example:
+        ```text
+        def train(steps):
+            with shardcomm.Communicator.from_env() as comm:
+                ...
+            return loss
+
+        if __name__ == "__main__":
+            losses = shardcomm.launch(train, ranks=4, args=(100,))
+        ```
     """
     check_type("launch", "fn", fn, Callable, "a function of a module")
     if not is_whole(ranks, 1):
@@ -91,9 +109,9 @@ def launch(
 
 
 def _start_fork_server() -> None:
-    """Starts the server, unless it runs, with SIGINT blocked: Ctrl-C reaches the launcher alone, however early.
+    """Starts the fork server, unless it runs, with SIGINT blocked.
 
-    The ranks inherit the mask.
+    The ranks inherit that, so that Ctrl-C reaches the launcher alone, however early it comes.
     """
     resource_tracker.ensure_running()  # here, since starting it unblocks SIGINT
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -110,7 +128,7 @@ class _Ranks:
         self.ranks = ranks
         self.processes: list[ForkServerProcess] = []
         self.outcomes: list[_Outcome] = []
-        # Their other ends tell a rank that the launch is over, or that the launcher is gone.
+        # A rank reads the other end of its lifeline, and so learns that the launch is over, or the launcher gone.
         self.lifelines: list[Connection] = []
 
     def start(
@@ -141,7 +159,7 @@ class _Ranks:
         self.outcomes.append(_Outcome(outcome))
 
     def results(self, timeout_s: float | None) -> list[Any]:
-        """Waits for all; raises the first cause once a rank failed."""
+        """Waits for all ranks; raises the first cause when a rank has failed."""
         end = None if timeout_s is None else time.monotonic() + timeout_s
         results: dict[int, Any] = {}
         failures: dict[int, _Failure] = {}
@@ -193,7 +211,7 @@ class _Ranks:
         return bool(ok), value
 
     def end(self) -> None:
-        """Ends what still runs. Ranks hold nothing that outlives them, so being killed is clean."""
+        """Kills the ranks that still run. Ranks hold nothing that outlives them, so that this is clean."""
         for lifeline in self.lifelines:
             with suppress(BrokenPipeError):  # that rank has ended
                 lifeline.send_bytes(b"over")
@@ -209,7 +227,10 @@ class _Ranks:
 
 
 class _Outcome:
-    """What a rank sends: its length in 8 bytes, and a pickle. Read as it comes: a rank may stop in the middle."""
+    """What a rank sends: a length in 8 bytes, and a pickle.
+
+    It is read as it comes, since a rank may stop in the middle.
+    """
 
     def __init__(self, pipe: Connection) -> None:
         self.pipe = pipe
@@ -217,45 +238,45 @@ class _Outcome:
 
     @staticmethod
     def send(tell: Connection, outcome: bytes) -> None:
-        """Waits until all of it is in the pipe."""
+        """Writes `outcome` to the pipe; waits until all of it is there."""
         with open(tell.fileno(), "wb", closefd=False) as pipe:
             pipe.write(len(outcome).to_bytes(8))
             pipe.write(outcome)
 
     def read(self) -> bool:
-        """Takes what is there; False at the end of the pipe."""
+        """Takes the bytes that have come; False at the end of the pipe."""
         received = os.read(self.pipe.fileno(), _CHUNK_BYTES)
         self._received += received
         return bool(received)
 
     @property
     def whole(self) -> bool:
-        """Whether all of it is there."""
+        """Whether all bytes have come."""
         there = len(self._received)
         return there >= 8 and there == 8 + int.from_bytes(self._received[:8])
 
     def value(self) -> Any:
-        """What was sent; may raise anything, as unpickling does."""
+        """The object that was sent. It may raise anything, as unpickling does."""
         return pickle.loads(memoryview(self._received)[8:])
 
 
 class _Order(IntEnum):
-    """Of failures, the one that the others follow from first."""
+    """Kinds of failures, in the order in which one may be the cause of the others."""
 
     KILLED = 0
     OWN = 1  # an error of the rank's own
-    COMM_ERROR = 2  # which mostly follows from another rank's, as does what it led to
+    COMM_ERROR = 2  # mostly the consequence of another rank's failure, as are errors that follow
 
 
 def _follows(error: BaseException | None) -> bool:
-    """Whether it is a CommError, or was raised because of one."""
+    """Whether `error` is a CommError, or was raised because of one."""
     while error is not None and not isinstance(error, CommError):
         error = error.__cause__ or error.__context__
     return error is not None
 
 
 class _Failure(NamedTuple):
-    """What became of a rank; `text` goes on after its name."""
+    """How a rank failed: `text` continues a sentence that begins with the rank's name."""
 
     order: _Order
     text: str
@@ -299,9 +320,9 @@ def _run_rank(
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     enable_where_free()
     threading.Thread(target=_end_with_launcher, args=(watched, temp_dir), daemon=True).start()
-    forget()  # of what started the launcher
+    forget()  # the environment of the launcher that started this launcher
     port, os.environ[SECRET] = meeting
-    # All ranks are here: the connections that torch's Gloo opens need no other interface.
+    # All ranks are on this host, so that the connections of torch's Gloo need no other interface.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.update(
         RANK=str(rank),
@@ -316,14 +337,14 @@ def _run_rank(
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
     pid = os.getpid()
     try:
-        # By value: torch's own way would share the tensors' memory, which ends with this process.
+        # By value. Torch's own pickling would share the tensors' memory, which ends with this process.
         outcome = pickle.dumps((True, fn(*args)))
     except BaseException as error:
         if os.getpid() != pid:
             raise
         said = "raised\n" + traceback.format_exc()
         if isinstance(error, CommError | CudaError | CheckpointError):
-            # It says all; where this rank was is of no interest.
+            # The message says all; the traceback would add nothing.
             said = f"raised {type(error).__name__}: {error}"
         order = _Order.COMM_ERROR if _follows(error) else _Order.OWN
         outcome = pickle.dumps((False, _Failure(order, said)))
@@ -332,19 +353,19 @@ def _run_rank(
 
 
 def _die_with_launcher(watched: Connection) -> None:
-    """Has the kernel kill this rank when the fork server ends, and the fork server end when the launcher does."""
+    """Makes the kernel kill this rank when the fork server ends, and the fork server end when the launcher does."""
     signal_at_its_end(signal.SIGKILL)
-    # The server ends when nobody can write to a pipe: the launcher, and all that it forked. Not this rank any longer,
-    # which may be stopped.
+    # The server ends when nobody can write to its pipe any more: the launcher, and all processes that were forked. This
+    # rank gives up its end of the pipe, since it may be stopped and would keep the server.
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, forkserver._forkserver._forkserver_alive_fd, inheritable=False)  # type: ignore[attr-defined]
     os.close(null)
-    if watched.poll(0):  # both ended before the first line of this
+    if watched.poll(0):  # the server and the launcher ended before the signal was set
         os._exit(1)
 
 
 def _end_with_launcher(watched: Connection, temp_dir: str) -> None:
-    """Ends this rank with the launch; removes the fork server's socket if the launcher was killed and cannot."""
+    """Ends this rank with the launch; removes the fork server's socket if the launcher was killed and cannot do so."""
     try:
         watched.recv_bytes()
     except (EOFError, OSError):

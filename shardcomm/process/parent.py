@@ -9,5 +9,8 @@ _PR_SET_PDEATHSIG = 1
 
 
 def signal_at_its_end(number: signal.Signals) -> None:
-    """Sends this process the signal when the thread ends that started it. A process that this one forks has none."""
+    """Has the kernel send this process a signal when the thread that started it ends.
+
+    Processes that this one forks do not inherit that.
+    """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)

@@ -1,11 +1,11 @@
 """Python stacks on request: `kill -USR1 PID` prints them, `shardcomm ps --stacks` reads them.
 
-Both signals' handlers are faulthandler's, which runs in C, whatever the main thread is in::
+Both signals are handled by faulthandler, which runs in C, whatever the main thread is in::
 
-    SIGUSR1 (or another)    all threads' stacks to stderr, then what the ranks are in: as soon as the main thread runs
-                            Python, or looks up from a wait of ours
-    a real-time signal      all threads' stacks, and a line that ends them, into memory that `ps` opens. No program
-                            uses this one: a SIGUSR1 handler of its own is never called because somebody looks
+    SIGUSR1 (or another)    writes all threads' stacks to stderr, and then what the ranks are in: as soon as the main
+                            thread runs Python, or wakes up in a wait of shardcomm's
+    a real-time signal      writes all threads' stacks, and a line that ends them, into memory that `ps` opens. No
+                            program uses this signal, so that `ps` never calls a SIGUSR1 handler of the program's own
 """
 
 from __future__ import annotations
@@ -22,23 +22,32 @@ from shardcomm import _C
 from shardcomm.comm import pending
 
 LABEL = "shardcomm-stacks-"
-"""How /proc/PID/fd shows the memory; then comes the signal's number."""
+"""The name of that memory in /proc/PID/fd, before the signal's number."""
 
 _STDERR = 2
 _printing: set[int] = set()
-_answers: list[int] = []  # the memory's descriptor, once there is one
+_answers: list[int] = []  # the memory's descriptor, if there is one
 
 
 def enable_stack_dumps(on: int | None = signal.SIGUSR1) -> None:
-    """Has this process tell where it is: to stderr on signal `on` (None: on no signal), and to `shardcomm ps --stacks`.
+    """Lets this process show its threads' stacks: on stderr when it gets a signal, and to `shardcomm ps --stacks`.
 
-    It then goes on where it was: system calls are restarted, but for the few that a signal always ends (signal(7): poll
-    and its like), as for any signal. The ranks of `launch` and of `shardcomm train` have called this; where SIGUSR1 had
-    a handler already, with `on=None`.
+    The process then goes on where it was. Its system calls are restarted, except for the few that every signal ends
+    (see signal(7): poll and the like). The ranks of `launch` and of `shardcomm train` have called it already, with
+    `on=None` where SIGUSR1 had a handler.
+
+    Args:
+        on: The signal on which stacks, and what the ranks are in, go to stderr. None: no signal.
 
     Raises:
-        RuntimeError: `on` has a handler, which stays, or this is not the main thread.
-        ValueError: there is no such signal, or none that a process can handle.
+        RuntimeError: `on` has a handler already, which stays; or this is not the main thread; or every real-time signal
+            has a handler.
+        ValueError: There is no such signal, or a process cannot handle it.
+
+    Example:
+        ```text
+        shardcomm.enable_stack_dumps()  # then: kill -USR1 PID, or shardcomm ps --stacks
+        ```
     """
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError(
@@ -51,7 +60,7 @@ def enable_stack_dumps(on: int | None = signal.SIGUSR1) -> None:
 
 
 def enable_where_free() -> None:
-    """For our own commands: as `enable_stack_dumps`, with a SIGUSR1 handler that is there left as it is."""
+    """Calls `enable_stack_dumps` for shardcomm's own commands; a SIGUSR1 handler that is there stays."""
     taken = _C.has_handler(signal.SIGUSR1)
     enable_stack_dumps(None if taken else signal.SIGUSR1)
 
@@ -89,7 +98,7 @@ def _answer() -> None:
 
 def _in_child(number: int, fd: int) -> Callable[[], None]:
     def replace() -> None:
-        """A child has memory of its own, under the descriptor that the handlers know."""
+        """Gives a child memory of its own, under the descriptor that the handlers know."""
         own = _memory(number)
         os.dup2(own, fd, inheritable=False)
         os.close(own)
@@ -99,5 +108,5 @@ def _in_child(number: int, fd: int) -> Callable[[], None]:
 
 def _memory(number: int) -> int:
     fd = os.memfd_create(f"{LABEL}{number}", os.MFD_CLOEXEC)
-    fcntl.fcntl(fd, fcntl.F_SETFL, os.O_APPEND)  # who reads it empties it
+    fcntl.fcntl(fd, fcntl.F_SETFL, os.O_APPEND)  # `ps` empties it when it has read it
     return fd

@@ -1,4 +1,4 @@
-"""Strategies: what a rank keeps between uses, and whom it shares the rest with. A row of a table each."""
+"""Strategies: what a rank keeps between uses, and which ranks share the rest. Each strategy is a row of a table."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from dataclasses import dataclass, replace
 class Strategy:
     """One way to lay a model over ranks.
 
-    ``shard_params``: full parameters exist only between their gather and their release.
-    ``reshard_after_forward``: units share slots, so most are released after their forward and
-    gathered again for their backward; otherwise each has its own slot and stays in between.
-    ``replicate``: several ranks hold the same shard (or model), and all-reduce its gradient.
+    Attributes:
+        name: The name that `fully_shard` and `Schedule.plan` take.
+        shard_params: Whether full parameters exist only between their gather and their release.
+        reshard_after_forward: Whether units share slots, so that most are released after their forward and gathered
+            again for their backward. Otherwise each unit has its own slot and stays in between.
+        replicate: Whether several ranks hold the same shard (or the whole model), and all-reduce its gradient.
     """
 
     name: str
@@ -23,11 +25,14 @@ class Strategy:
 
     @property
     def hybrid(self) -> bool:
-        """Whether its ranks are in two dimensions."""
+        """Whether the ranks are in two dimensions: one shards, and one replicates."""
         return self.shard_params and self.replicate
 
     def scheduled(self, *, cpu_offload: bool) -> Strategy:
-        """As steps are scheduled: what is in host memory is gathered from there, even where no rank shares it.
+        """The strategy by which a step is scheduled: parameters in host memory are gathered, even on one rank.
+
+        Args:
+            cpu_offload: Whether the shard is in host memory.
 
         Raises:
             TypeError: `cpu_offload` is no bool.
@@ -40,7 +45,11 @@ class Strategy:
 
     @staticmethod
     def named(name: Strategy | str) -> Strategy:
-        """The strategy of this name, or itself; ValueError for any other."""
+        """The strategy of this name; a Strategy is returned as it is.
+
+        Raises:
+            ValueError: There is no strategy of this name.
+        """
         if isinstance(name, Strategy):
             return name
         if not isinstance(name, str) or name not in STRATEGIES:
@@ -58,3 +67,5 @@ STRATEGIES: Mapping[str, Strategy] = {
         Strategy("no_shard", shard_params=False, reshard_after_forward=False, replicate=True),
     )
 }
+"""The strategies by name: "full_shard" (ZeRO-3), "shard_grad_op" (ZeRO-2), "hybrid_shard" (ZeRO-3 in groups of ranks
+that are data parallel to each other) and "no_shard" (data parallel)."""

@@ -1,1 +1,1 @@
-"""A unit at run time: its full parameters come and go, and its gradients are reduced."""
+"""Units at run time: their full parameters come and go, and their gradients are reduced."""

@@ -9,6 +9,7 @@ Each bucket is gathered into a new tensor; the units' slots are not touched, and
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -27,12 +28,14 @@ OnGradient = Callable[[ShardedUnit, ShardedParam, torch.Tensor], None]
 
 
 class Apart:
-    """The full parameters of `unit`, shown in the model until `end()`; collective.
+    """The full parameters of a unit, which it gathers and shows in the model until the unit shows others; collective.
 
     Args:
-        write: whether `end` takes what they are then; else it raises if they were changed.
-        to_compute: in the dtype that the unit computes in, else in that of the shards.
-        on_gradient: what their gradients are given to.
+        unit: The unit.
+        together: Ends the other groups if a gather fails.
+        write: Whether changes are kept; else `check` raises if the parameters were changed.
+        to_compute: Whether they have the dtype in which the unit computes; else they have that of the shards.
+        on_gradient: The function that gets their gradients.
     """
 
     def __init__(
@@ -58,20 +61,20 @@ class Apart:
                 cast = value.to(bucket.param_dtype) if to_compute else value
                 self._full.append(_Full(param, cast, placement, piece))
         for full in self._full:
-            full.show(lambda param, grad: on_gradient(unit, param, grad))
+            full.show(unit, on_gradient)
 
     @property
     def is_shown(self) -> bool:
-        """Whether the model has one of them: `functional_call` puts others there."""
+        """Whether the model shows one of them. `functional_call` shows other tensors in their places."""
         return any(full.is_shown(any) for full in self._full)
 
     def check(self) -> None:
-        """RuntimeError if what was done to them, or to the rows, would be lost."""
+        """RuntimeError if a change of the parameters, or of the rows, would be lost."""
         for full in self._full:
             full.check(write=self.write)
 
     def take_rows(self) -> None:
-        """This rank's rows of the values that they have now, if they are to be written."""
+        """Copies this rank's rows of their current values to the shard, if changes are kept."""
         for full in self._full if self.write else ():
             full.take_rows()
 
@@ -80,11 +83,13 @@ class Apart:
 def gathered(
     units: Sequence[ShardedUnit], together: FailingTogether, *, write: bool
 ) -> Iterator[None]:
-    """See `Engine.gathered`; `units` are whose parameters are shown. Those that are shown so already stay as they are.
+    """A context in which the full parameters of `units` are shown; see `Engine.gathered`.
+
+    Units whose parameters are shown already stay as they are.
 
     Raises:
-        ValueError: they are to be written inside of a context in which they are only to be read.
-        RuntimeError: at the end, what was done to them would be lost.
+        ValueError: Parameters would be written inside of a context in which they may only be read.
+        RuntimeError: At the end, a change of the parameters would be lost.
     """
     for unit in units:
         if write and unit.apart is not None and not unit.apart.write:
@@ -98,6 +103,7 @@ def gathered(
         for unit in units:
             unit.apart = Apart(unit, together, write=write, on_gradient=_refuse_gradient)
             aparts.append(unit.apart)
+            unit.keep_out_of_graphs(False)
         yield
         for apart in aparts:
             apart.check()
@@ -107,10 +113,11 @@ def gathered(
         for unit in units:
             unit.show_shard()
             unit.apart = None
+            unit.keep_out_of_graphs(True)
 
 
 def nobodys_gradient(what: str, unit: ShardedUnit) -> RuntimeError:
-    """The error for `what`, in a `gathered()` of `unit`."""
+    """The error about `what` in a `gathered()` of `unit`."""
     return RuntimeError(
         f"{what} of unit {unit.name!r} inside of engine.gathered(), where its full parameters are copies whose "
         "gradients nobody reduces: compute under torch.no_grad() there, and train outside of it"
@@ -123,7 +130,7 @@ def _refuse_gradient(unit: ShardedUnit, param: ShardedParam, grad: torch.Tensor)
 
 @dataclass
 class _Full:
-    """A full parameter while the model shows it, and what tells whether it, or its shard, was changed."""
+    """A full parameter while the model shows it. It notices whether the parameter, or its shard, is changed."""
 
     param: ShardedParam
     value: torch.Tensor
@@ -138,25 +145,27 @@ class _Full:
         with plain():
             self._version, self._shard_version = self._shown_version(), shard._version
 
-    def show(self, on_gradient: Callable[[ShardedParam, torch.Tensor], None]) -> None:
-        """In the model; its gradients are given to `on_gradient`."""
-        param = self.param  # all that the hook keeps, which may outlive this
+    def show(self, unit: ShardedUnit, on_gradient: OnGradient) -> None:
+        """Shows the parameter in the model, and passes its gradients to `on_gradient`."""
+        # Garbage collection does not see through autograd, so its hook keeps nothing alive.
+        unit_of, param_of = weakref.ref(unit), weakref.ref(self.param)
 
         def hook(shown: torch.Tensor) -> None:
             grad, shown.grad = shown.grad, None
-            assert grad is not None
-            on_gradient(param, grad)
+            unit, param = unit_of(), param_of()
+            if grad is not None and unit is not None and param is not None:
+                on_gradient(unit, param, grad)
 
         if self.shown.requires_grad:
             self.shown.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
         self.param.owned.show(self.shown)
 
     def is_shown(self, where: Callable[[Iterator[bool]], bool]) -> bool:
-        """In `any`, or in `all`, of the parameter's places."""
+        """Whether the model shows it in `any`, or in `all`, of the parameter's places."""
         return where(m._parameters.get(a) is self.shown for m, a in self.param.owned.places)
 
     def check(self, *, write: bool) -> None:
-        """RuntimeError if what was done to the parameter, or to its rows, would be lost."""
+        """RuntimeError if a change of the parameter, or of its rows, would be lost."""
         name, shown, shard = self.param.name, self.shown, self.param.shard
         if not self.is_shown(all):
             raise RuntimeError(
@@ -183,7 +192,7 @@ class _Full:
         shard.requires_grad = shown.requires_grad
 
     def _shown_version(self) -> tuple[int, int]:
-        """Of a DTensor, its local tensor has its own."""
+        """The versions of the parameter and of its local tensor, which for a DTensor are two."""
         return self.shown._version, local(self.shown)._version
 
     def _was_changed(self) -> bool:
@@ -192,14 +201,14 @@ class _Full:
             or local(self.shown).data_ptr() != self.value.data_ptr()
         ):
             return True
-        # What was done to its `.data` left no trace but the values.
+        # A change through `.data` leaves no trace but the values.
         with plain():
             now = self._rows()
             before = self.param.shard.detach().to(now.dtype)
             return not bool(((now == before) | (now.isnan() & before.isnan())).all())
 
     def take_rows(self) -> None:
-        """This rank's rows of the values that the full parameter has now."""
+        """Copies this rank's rows of the full parameter's current values to the shard."""
         with plain(), torch.no_grad():
             self.param.shard.copy_(self._rows())
 

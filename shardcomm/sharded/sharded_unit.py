@@ -17,13 +17,14 @@ from shardcomm.parameter.holders import Holders
 from shardcomm.parameter.optimizer_steps import replaced
 from shardcomm.parameter.plain import plain
 from shardcomm.parameter.shard_tensor import Part
-from shardcomm.parameter.sharded_parameter import ShardedParameter, Whole, WholeParameter
+from shardcomm.parameter.sharded_parameter import ShardedParameter, WholeParameter
 from shardcomm.parameter.tensor_parallel import Distribution, local, shown, with_same
 from shardcomm.parameter.versions import Versions
+from shardcomm.parameter.whole import Held, Owned, Whole
 from shardcomm.planner.footprint import Footprint
-from shardcomm.schedule.schedule import Phase, Trigger
+from shardcomm.schedule.triggers import Phase, Trigger
 from shardcomm.sharded.unit_gradients import ParamGradient, UnitGradients
-from shardcomm.sharded.unit_io import Marked
+from shardcomm.sharded.unit_io import NOTHING_ENTERED
 from shardcomm.stream.streams import Event
 from shardcomm.stream.work import Work
 from shardcomm.unit.unit import OwnedParam
@@ -32,26 +33,25 @@ if TYPE_CHECKING:
     from shardcomm.sharded.apart import Apart
 
 
-_OURS = (ShardedParameter, WholeParameter)  # of another engine that had the parameter
+_OURS = (ShardedParameter, WholeParameter)  # classes that another engine may have given it
 
 
 class State(Enum):
-    """What a unit's full parameters are in use for; another unit may take its slot only when IDLE."""
+    """What a unit's full parameters are in use for. Another unit may take its slot only when it is IDLE."""
 
     IDLE = "idle"
     FORWARD = "forward"
     BACKWARD = "backward"
 
 
-IDLE, FORWARD, BACKWARD = (
-    State  # a step asks often, and Python 3.11 is slow to find a member in its class
-)
+# Names of their own: a step asks often, and Python 3.11 is slow to find a member in its class.
+IDLE, FORWARD, BACKWARD = State
 
 
 class ShardedParam:
-    """One parameter: `shard` is what the optimizer sees, `full` what forward and backward compute with.
+    """One parameter: the optimizer sees `shard`, and forward and backward compute with `full`.
 
-    Both are views made once, of the bucket's shard and of the unit's slot.
+    Both are views that are made once: of the bucket's shard, and of the unit's slot.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class ShardedParam:
         requires_grad = owned.param.requires_grad
         self.name = owned.name
         self.owned = owned
-        # Marks of the user's own, such as `_no_weight_decay`: not torch's, nor of another engine that had it.
+        # The user's own marks, such as `_no_weight_decay`; not torch's, and not those of another engine.
         marks = {
             name: value
             for name, value in vars(owned.param).items()
@@ -70,27 +70,38 @@ class ShardedParam:
         replaced(owned.param, owned.name)
         self.distribution = owned.distribution
         self._kind = ShardedParameter if whole.is_part else WholeParameter
-        owned.param = shard  # lets go of the full one
+        owned.param = shard  # drops the full parameter
         vars(shard).update(marks)
         shard.requires_grad = requires_grad
         self.whole = shard.whole = whole  # type: ignore[attr-defined]
-        self.counts = whole.counts  # in norms
+        self.counts = whole.counts  # whether norms count it on this rank
         self.shard = shard
         self.guard()
         self.full = shown(full, self.distribution, requires_grad=requires_grad)
         if issubclass(kind, nn.Parameter) and not issubclass(kind, _OURS):
-            _become(self.full, kind, owned.name)  # the user's own, which forward may ask for
+            _become(self.full, kind, owned.name)  # the user's own class, which forward may need
         vars(self.full).update(marks)
         self.gradient = ParamGradient(self.full, shard, self.distribution)
-        self.watch: Any = None  # see ShardedUnit.watch_gradients
+        self.watch: Any = None  # the hook of ShardedUnit.watch_gradients
 
     def guard(self) -> None:
-        """The shard knows what it is, also where an exception ended an optimizer's step."""
+        """Makes the shard guarded again. An exception in an optimizer's step may have left it plain."""
         self.shard.__class__ = self._kind
 
 
 class ShardedUnit:
-    """The buckets of one unit (one per dtype, frozen parameters apart), and the state of its full parameters."""
+    """One unit at run time: its buckets, and the state of its full parameters. `Engine.unit` gives it.
+
+    Attributes:
+        name: The module's name in the model; "(root)" for the model itself.
+        module: The unit's module.
+        mesh: The ranks over which the unit is sharded.
+        buckets: The unit's buckets, each with its parameters. There is one for each dtype, and others for frozen
+            parameters and for parameters that are not cut.
+        params: The parameters of all buckets.
+        slot: The number of the slot for the full parameters; -1 if the shard is the whole unit.
+        state: What the full parameters are in use for.
+    """
 
     def __init__(
         self,
@@ -120,6 +131,7 @@ class ShardedUnit:
         self.on_gradient: Callable[[torch.Tensor], None]
         self.on_unshard: Callable[[], None]
         self.on_reshard: Callable[[], None]
+        self.keep_out_of_graphs: Callable[[bool], None]
         self.buckets = [
             (
                 bucket,
@@ -133,32 +145,42 @@ class ShardedUnit:
             for bucket, params in buckets
         ]
         self.params = [param for _, params in self.buckets for param in params]
-        # Without a slot where the shard is the whole unit: nothing to gather, nobody to share it with.
+        # Not shown by setattr: nn.Module's checks cost more than the rest of a step's bookkeeping.
+        self._places = [
+            (module._parameters, attribute, param)
+            for param in self.params
+            for module, attribute in param.owned.places
+        ]
+        # Buckets that need a gather. There are none if the shard is the whole unit, which then needs no slot.
         self._apart = [bucket for bucket, _ in buckets if bucket.full is not bucket.shard]
         self.slot = slot if self._apart else -1
         self.versions = Versions(self._gathered_params())
         self._plain = [param.full for param in self.params if param.distribution is None]
         self._addresses = [full.data_ptr() for full in self._plain]
-        self.tells = True  # of its backward: the outputs of its latest forward; else its gradients, when it has been
+        # Whether the outputs of its latest forward announce its backward. If not, only its gradients tell of it, later.
+        self.tells = True
         self.secondary = secondary
         self._gather_bytes = sum(bucket.gather_bytes for bucket, _ in buckets)
         self.state = IDLE
-        # Its full parameters in memory of their own: of `engine.gathered`, and of `unshard`.
+        # Its full parameters in memory of their own: those of `engine.gathered`, and those of `unshard`.
         self.apart: Apart | None = None
         self.unsharded: Apart | None = None
-        self.in_forward = self.in_method = False  # one of its module's goes on
-        self.in_transform = False  # of torch.func, for which it is unsharded
+        self.depth = 0  # how many calls of its module go on, each inside of the one before
+        self.in_method = False  # whether a registered method of it goes on
+        self.in_transform = False  # whether it is unsharded for a transform of torch.func
         self.gathered = False
         self.gathers: list[Work] = []
         self.gradients = UnitGradients(
             self.name,
             [(bucket, [param.gradient for param in params]) for bucket, params in self.buckets],
         )
-        self.marked: Marked = []  # inputs of the forward that goes on
-        self.returned: type = type(None)  # what its forward returned last
-        self.began: Event | None = None  # of a trace: its computation
-        self.shares_slot = False  # with another unit; set with the actions
-        # Where a view of a parameter, given out, would come to show another unit's.
+        self.entered = (
+            NOTHING_ENTERED  # what is not the caller's of the inputs of the forward that goes on
+        )
+        self.returned: type = type(None)  # the type that its forward returned last
+        self.began: Event | None = None  # when its computation began, for a trace
+        self.shares_slot = False  # whether it does so with another unit; set by `Actions`
+        # The memory of the slots: a view of it that forward returns would come to show another unit's parameters.
         self.storages = frozenset(b.full.untyped_storage()._cdata for b in self._apart)
         self.show_shard()
 
@@ -168,7 +190,11 @@ class ShardedUnit:
         placement = bucket.layout.placements[index]
         piece = bucket.layout.piece(bucket.comm.rank, index)
         part = Part(placement, piece, self.holders.everyone.size, how)
-        is_owned = placement.spec.granularity == "tensor" and bucket.comm.size > 1
+        held = Held.ELSEWHERE if part.elsewhere else Held.ROWS
+        if piece.numel == placement.numel and not is_cut:
+            held = Held.WHOLE
+        owned_as = Owned.PART if is_cut else Owned.WHOLE
+        has_owner = placement.spec.granularity == "tensor" and bucket.comm.size > 1
         return Whole(
             owned.name,
             self.name,
@@ -176,34 +202,33 @@ class ShardedUnit:
             shard.detach(),
             part,
             is_part=bucket.layout.world_size > 1 or self.holders.differs or is_cut,
-            is_here=piece.numel == placement.numel and not is_cut,
-            is_elsewhere=part.elsewhere,
+            held=held,
+            owned=owned_as if has_owner else Owned.NOT,
             gather=partial(_gathered, self.holders, bucket, index, how),
-            is_owned=is_owned and not is_cut,
-            is_part_owned=is_owned and is_cut,
             counts=all(comm.rank == 0 for comm in with_same(how, self.holders.everyone.inner)),
         )
 
     def _gathered_params(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-        """Name, full parameter and rows, for `Versions`."""
+        """The name, the full parameter and the rows of each parameter that is gathered, for `Versions`."""
         for bucket, params in self.buckets:
             for param in params if bucket in self._apart else ():
                 rows = param.whole.rows
                 yield param.name, param.full, rows
-                if param.distribution is not None:  # computation may take this rank's part of it
+                if param.distribution is not None:  # computation may use its local tensor itself
                     yield param.name, local(param.full), rows
 
     def unshard(self) -> ExitStack:
-        """Gathers the full parameters, and shows them in the model: until `reshard()`, or the end of the next backward.
+        """Gathers the full parameters, and shows them in the model until `reshard()` or the end of the next backward.
 
-        What it returns may be used as a context, which ends in `reshard()`.
+        Collective. The full parameters are in memory of their own, in the dtype in which the unit computes. Computation
+        with them outside of the unit's forward, such as `F.linear(x, embed.weight)`, gives gradients as in the forward.
+        Read them, but do not write them. To save or load a state dict ends it as `reshard()` does.
 
-        Collective. They are in memory of their own, in the dtype to compute in. What is computed with them outside of
-        the unit's forward, such as `F.linear(x, embed.weight)`, gives gradients as in it. Read them, do not write. A
-        state dict, saved or loaded, ends it as `reshard()` does.
+        Returns:
+            A context, for those who want one, which ends in `reshard()`.
 
         Raises:
-            RuntimeError: autograd runs, or the unit is shown by `engine.gathered()`.
+            RuntimeError: Autograd runs, or the unit is shown by `engine.gathered()`.
         """
         self.on_unshard()
         until = ExitStack()
@@ -211,44 +236,45 @@ class ShardedUnit:
         return until
 
     def reshard(self) -> None:
-        """The model shows this rank's rows again; does nothing without `unshard()`. A backward may still come.
+        """Shows this rank's rows in the model again. Does nothing without `unshard()`. A backward may still come.
 
         Raises:
-            RuntimeError: a parameter was changed, which is lost.
+            RuntimeError: A full parameter was changed, which is lost.
         """
         self.on_reshard()
 
     def owns_any(self, modules: Collection[nn.Module]) -> bool:
-        """Whether one of `modules` shows one of its parameters."""
+        """Whether one of `modules` shows one of the unit's parameters."""
         return any(module in modules for p in self.params for module, _ in p.owned.places)
 
     @property
     def converts(self) -> bool:
-        """Whether it computes in another dtype than that of the shards."""
+        """Whether the unit computes in another dtype than that of its shards."""
         return any(bucket.param_dtype != bucket.shard.dtype for bucket, _ in self.buckets)
 
     def show_full(self) -> None:
-        """Forward and backward see the full parameters."""
+        """Shows the full parameters in the model, for forward and backward."""
         if self.unsharded is not None:
             return
+        for params, attribute, param in self._places:
+            if params.get(attribute) is not param.shard:
+                param.owned.check(param.shard, param.full)
+            params[attribute] = param.full
+
+    def follow_freezing(self) -> None:
+        """Makes the full parameters require gradients where the rows do, which may have been frozen or thawed."""
         with plain():
             for param in self.params:
-                shard, full = param.shard, param.full
-                if full.requires_grad is not shard.requires_grad:  # frozen or thawed
-                    full.requires_grad_(shard.requires_grad)
-                for module, attribute in param.owned.places:
-                    # Not setattr: nn.Module's checks cost more than the rest of a step's bookkeeping.
-                    shown = module._parameters
-                    if shown.get(attribute) is not shard:
-                        param.owned.check(shard, full)
-                    shown[attribute] = full
+                requires_grad = param.shard.requires_grad
+                if param.full.requires_grad is not requires_grad:
+                    param.full.requires_grad_(requires_grad)
 
     def check_unchanged(self) -> None:
-        """RuntimeError if its forward has changed a parameter."""
+        """RuntimeError if the unit's forward has changed a parameter."""
         with plain():
             name = self.versions.changed() if self._apart else None
             addresses = [full.data_ptr() for full in self._plain]
-        if addresses != self._addresses:  # by `.data = ...`
+        if addresses != self._addresses:  # `.data = ...` has replaced memory
             name = self._take_back()
         if name is not None:
             self.gathered = False
@@ -259,7 +285,7 @@ class ShardedUnit:
             )
 
     def _take_back(self) -> str:
-        """Gives full parameters their own memory again; the name of one that had another."""
+        """Gives full parameters their own memory back; returns the name of one that had other memory."""
         names = []
         for bucket, params in self.buckets:
             for param, memory in zip(params, bucket.params, strict=True):
@@ -269,33 +295,35 @@ class ShardedUnit:
         return names[0]
 
     def show_shard(self) -> None:
-        """The optimizer, and whoever looks between steps, sees this rank's rows."""
+        """Shows this rank's rows in the model, for the optimizer and for everything between steps."""
         if self.unsharded is None:
-            for param in self.params:
-                shard = param.shard
-                for module, attribute in param.owned.places:
-                    module._parameters[attribute] = shard
+            for params, attribute, param in self._places:
+                params[attribute] = param.shard
 
     def refuse_forward(self) -> None:
-        """Its forward says from now on that nobody gathers its parameters; unless this rank has all of them."""
+        """Makes later forwards raise, since nobody gathers the parameters; unless this rank has all of them."""
         if any(bucket.layout.world_size > 1 for bucket, _ in self.buckets):
             self.module.register_forward_pre_hook(_refuse_forward, prepend=True)
 
     def watch_gradients(self) -> None:
-        """Has `on_gradient` called whenever backward has left a parameter's gradient, from now on."""
+        """Has `on_gradient` called from now on whenever backward has left a parameter's gradient."""
         for param in self.params:
             if param.watch is None and param.full.requires_grad:
                 param.watch = param.full.register_post_accumulate_grad_hook(self.on_gradient)  # type: ignore[no-untyped-call]
 
     def stop_watching(self) -> None:
-        """Lets go of the engine: Python's garbage collection does not see through autograd's hooks."""
+        """Removes these hooks, which keep the engine alive: garbage collection does not see through autograd."""
         for param in self.params:
             if param.watch is not None:
                 param.watch.remove()
                 param.watch = None
 
     def check_unmarked_backward(self) -> None:
-        """Backward has been here and no output told so: TypeError unless nothing else can have come into the slot."""
+        """After a backward that no output has announced: checks that the parameters were still in the slot.
+
+        Raises:
+            TypeError: Another unit shares the slot.
+        """
         if self.shares_slot:
             raise TypeError(
                 f"backward came to unit {self.name!r} by another way than a tensor which it returned, after its "
@@ -304,10 +332,10 @@ class ShardedUnit:
             )
 
     def prepare_double_backward(self) -> None:
-        """With create_graph=True gradients come by ways that were recorded in backward, past the outputs.
+        """Prepares for create_graph=True: the second backward takes ways that the first one recorded, past the outputs.
 
         Raises:
-            RuntimeError: the parameters would be overwritten before the second backward.
+            RuntimeError: The parameters would be overwritten before the second backward.
         """
         if self.shares_slot:
             raise RuntimeError(
@@ -319,13 +347,17 @@ class ShardedUnit:
 
     @property
     def gather_bytes(self) -> int:
-        """What this rank receives from the others in its next gather."""
+        """The bytes that this rank receives from the others in its next gather."""
         if self.secondary is not None and self.secondary.is_current:
             return self.secondary.gather_bytes
         return self._gather_bytes
 
     def gather(self, *, keep: bool) -> None:
-        """Queues the all-gathers; `gathers` are to be waited for. `keep`: the secondary shard takes its part."""
+        """Queues the all-gathers, which `gathers` lists to be waited for.
+
+        Args:
+            keep: Whether the secondary shard takes its part of what is gathered.
+        """
         self.gathered = True
         if self.secondary is not None and self.secondary.is_current:
             self.versions.gather_again()
@@ -340,35 +372,36 @@ class ShardedUnit:
             self.secondary.keep()
 
     def overwritten(self) -> None:
-        """Another unit's parameters come into the slot."""
+        """Notes that another unit's parameters come into the slot."""
         self.gathered = False
         if self.tells:  # else `check_unmarked_backward` says more than autograd would
             self.versions.leave()
 
     def outdate(self) -> None:
-        """What was gathered is not to be computed with any more: the shards may have changed."""
+        """Marks gathered parameters as stale, since the shards may have changed."""
         self.gathered = False
         if self.secondary is not None:
             self.secondary.is_current = False
 
     def begin_step(self) -> None:
-        """A forward of the model begins, perhaps after an optimizer's step, which may have raised."""
+        """Prepares for a forward of the model. An optimizer's step, which may have raised, may have come before."""
         self.outdate()
         for param in self.params:
             param.guard()
         self.gradients.drop()
 
     def outdate_changed(self) -> None:
-        """A backward comes to a forward from before: if the shards have changed since, they are gathered again.
+        """Marks gathered parameters as stale if the shards have changed since, as before a late backward.
 
-        As without sharding, it computes again with the new values, and autograd refuses what needs the old ones.
+        Then they are gathered again. As without sharding, a recomputation uses the new values, and autograd refuses
+        what needs the old ones.
         """
         if self.gathered and self.versions.are_old:
             self.outdate()
 
 
 def measured(units: Iterable[ShardedUnit]) -> Footprint:
-    """What `units` hold, from their tensors."""
+    """What `units` hold, measured from their tensors."""
     units = list(units)
     buckets = [bucket for unit in units for bucket, _ in unit.buckets]
     return Footprint(
@@ -393,15 +426,15 @@ def measured(units: Iterable[ShardedUnit]) -> Footprint:
 def _become(full: nn.Parameter, kind: type[nn.Parameter], name: str) -> None:
     try:
         full.__class__ = kind
-    except TypeError as error:  # of a class with __slots__, for instance
+    except TypeError as error:  # the class has __slots__, for instance
         raise TypeError(
-            f"fully_shard: parameter {name!r} is a {kind.__name__}, which a gathered parameter cannot become: {error}; "
+            f"parameter {name!r} is a {kind.__name__}, which a gathered parameter cannot become: {error}; "
             "make it an nn.Parameter, or leave it to each rank by ignored_params="
         ) from None
 
 
 def _memory(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes behind `tensors`, once where several share them."""
+    """The bytes of the memory of `tensors`; memory that several share counts once."""
     storages = {s._cdata: s.nbytes() for s in (t.untyped_storage() for t in tensors)}
     return sum(storages.values())
 

@@ -1,20 +1,21 @@
-"""The gradients of one unit, from what backward leaves on this rank to the `.grad` of its rows.
+"""The gradients of one unit, from those that backward leaves on this rank to the `.grad` of its rows.
 
     EMPTY ──backward──► LOCAL ──pack──► PACKED ──reduce──► REDUCING ──publish──► READY
                          ▲  │                                 │                    │
                          └──┘ no_sync: sums of backwards      └──── backward ──────┴──► LOCAL, and adds to them
 
-Among replicas REDUCING has two parts, a reduce and an all-reduce; the second may be put off to a later backward.
+With replicas, REDUCING has two parts, a reduce and an all-reduce; the second may be put off to a later backward.
 
-`engine/actions.py` says when each of them happens, and `bucket/reduction.py` does the middle ones. A unit's `.grad` is
-published as soon as its reduce has ended, if this rank knows that every parameter has one: an optimizer may step there,
-and give the memory back, while backward goes on. Where a parameter was not used here, another rank may have used it:
-that is asked once for all units when backward ends (`engine/gradients.py`).
+`engine/actions.py` decides when each of these happens, and `bucket/reduction.py` does those in the middle. A unit's
+`.grad` is published as soon as its reduce has ended, if this rank knows that every parameter has a gradient. An
+optimizer may then step in a hook, and give the memory back, while backward goes on. If a parameter was not used on this
+rank, another rank may have used it. The ranks ask each other once for all units, when backward ends
+(`engine/gradients.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from itertools import islice
 
@@ -28,12 +29,12 @@ from shardcomm.stream.work import Work
 
 
 class Stage(Enum):
-    """How far a unit's gradients are on their way."""
+    """How far a unit's gradients have come."""
 
-    EMPTY = "empty"  # no backward has been here; `.grad` shows earlier ones, if it does
-    LOCAL = "local"  # backward leaves, or has left, full ones on this rank
-    PACKED = "packed"  # copied to where they are reduced; the full ones are let go of
-    REDUCING = "reducing"  # on their way over the ranks, or there and not shown yet
+    EMPTY = "empty"  # no backward has come to the unit; `.grad` may show earlier gradients
+    LOCAL = "local"  # backward leaves, or has left, full gradients on this rank
+    PACKED = "packed"  # they are in the buffer that is reduced; the full ones are dropped
+    REDUCING = "reducing"  # they are being reduced, or are reduced and not shown yet
     READY = "ready"  # `.grad` shows them
 
 
@@ -41,9 +42,15 @@ EMPTY, LOCAL, PACKED, REDUCING, READY = Stage  # as in sharded_unit.py
 
 
 class ParamGradient:
-    """Of one parameter: what backwards have left for `full`, and the `shard` whose `.grad` the mean becomes.
+    """The gradient of one parameter.
 
-    `how`: of a `full` that is a DTensor; what is reduced is this rank's part of its gradients.
+    Args:
+        full: The full parameter, to which backwards leave gradients.
+        shard: This rank's rows, whose `.grad` the mean becomes.
+        how: How `full` is distributed if it is a DTensor, of whose gradients this rank's part is reduced.
+
+    Attributes:
+        used: Whether this rank had a gradient for the parameter in this backward.
     """
 
     def __init__(
@@ -52,16 +59,16 @@ class ParamGradient:
         self.full = full
         self.shard = shard
         self._how = how
-        self.used = False  # this rank had one in this backward
-        self._sum: torch.Tensor | None = None  # of backwards that were not reduced
+        self.used = False
+        self._sum: torch.Tensor | None = None  # the sum over backwards that were not reduced
 
     @property
     def holds_earlier(self) -> bool:
-        """Whether a backward that was not reduced left something, before the parameter was frozen for instance."""
+        """Whether it has gradients of backwards that were not reduced, as before the parameter was frozen."""
         return self._sum is not None or self.full.grad is not None
 
     def take(self) -> torch.Tensor | None:
-        """What backwards left; the next one starts from nothing."""
+        """Takes the gradient that backwards have left; the next backward starts from nothing."""
         if self._sum is not None:
             self.add(self._sum.dtype)
         grad = self.full.grad if self._sum is None else self._sum
@@ -73,7 +80,7 @@ class ParamGradient:
         return grad if self._how is None else self._how.part_of(grad)
 
     def add(self, dtype: torch.dtype) -> None:
-        """Moves what autograd left to the sum of earlier backwards, in `dtype`."""
+        """Adds the gradient that autograd has left to the sum of earlier backwards, which is in `dtype`."""
         grad, self.full.grad = self.full.grad, None
         if grad is None:
             return
@@ -86,9 +93,39 @@ class ParamGradient:
             self._sum.add_(grad)
 
     def forget(self) -> None:
-        """As if no backward had been."""
+        """Drops the gradients of all backwards."""
         self.full.grad = self._sum = None
         self.used = False
+
+
+class Call:
+    """A forward of a unit, for the mark at its inputs, whose backward calls it.
+
+    While it is open, gradients of its backward are awaited. It closes when that backward has ended, or when the graph
+    is freed: the loss of a forward may be dropped.
+
+    Args:
+        open_calls: The open calls of the unit, by their `id`.
+        on_end: What is called when the backward has ended.
+    """
+
+    __slots__ = ("_on_end", "_open_calls")
+
+    def __init__(self, open_calls: set[int], on_end: Callable[[], None]) -> None:
+        self._open_calls = open_calls
+        self._on_end = on_end
+
+    def open(self) -> None:
+        """Has the unit's gradients wait for it."""
+        self._open_calls.add(id(self))
+
+    def __call__(self) -> None:
+        """Closes it: its backward has ended."""
+        self._open_calls.discard(id(self))
+        self._on_end()
+
+    def __del__(self) -> None:
+        self._open_calls.discard(id(self))
 
 
 class UnitGradients:
@@ -98,6 +135,7 @@ class UnitGradients:
         stage: how far they are.
         early: whether they may be published before backward has ended.
         reduces, all_reduces: under way, to be waited for.
+        open_calls: The forwards whose backward has not come yet, each a `Call`, by its `id`.
         awaits_replicas: whether an all-reduce is to come.
     """
 
@@ -116,21 +154,18 @@ class UnitGradients:
             if bucket.offload is None and bucket.layout.world_size > 1
         ]
         self._params = [param for _, params in self._buckets for param in params]
-        self._open_calls = 0  # of forward, whose backward has not come yet
-        self._trained = self._buckets  # whose gradients this backward leaves
+        self.open_calls: set[int] = set()  # of forwards whose backward has not come yet
+        self._trained = self._buckets  # those whose gradients this backward leaves
         self.awaits_replicas = False
 
-    # In the order in which it happens.
-
-    def call(self) -> None:
-        """A forward has begun whose backward's end will be told by `end_call`."""
-        self._open_calls += 1
+    # The methods, in the order in which a step calls them.
 
     def begin(self) -> None:
-        """Backward comes to the unit.
+        """Notes that backward comes to the unit.
 
         Raises:
-            RuntimeError: it has been there and ended, and hooks were given what was not all of a gradient.
+            RuntimeError: Backward came to the unit before and seemed to end, so that hooks were given incomplete
+                gradients.
         """
         if self.stage is READY and self._hooked():
             raise RuntimeError(
@@ -146,7 +181,7 @@ class UnitGradients:
         ]
 
     def join(self) -> None:
-        """Backward has ended, which may have come to the unit on other ranks alone: they wait for this one's reduce."""
+        """At the end of a backward that may have come to the unit on other ranks only: takes part in their reduce."""
         if self.stage is EMPTY:
             self.begin()
 
@@ -155,31 +190,30 @@ class UnitGradients:
         """Whether backward has left gradients without `begin`."""
         return self.stage is not LOCAL and any([p.full.grad is not None for p in self._params])
 
-    def end_call(self) -> None:
-        """The backward of a call has ended."""
-        if self._open_calls:
-            self._open_calls -= 1
-
     def end_calls(self) -> None:
-        """Backward has ended, as it has for calls which it did not come to."""
-        self._open_calls = 0
+        """Notes that backward has ended, also for calls to which it did not come."""
+        self.open_calls.clear()
 
     @property
     def complete(self) -> bool:
-        """Whether backward has left all that there is to reduce."""
-        return self.stage is LOCAL and not self._open_calls
+        """Whether backward has left all gradients that will be reduced."""
+        return self.stage is LOCAL and not self.open_calls
 
     def keep(self) -> None:
-        """Ends a backward that is not reduced: in a narrow dtype autograd's own sum would lose later gradients."""
+        """Ends a backward that is not reduced.
+
+        It keeps sums in the wider dtype: in a narrow one, autograd's own sum would lose later gradients.
+        """
         for bucket, params in self._buckets:
             if bucket.reduce_dtype.itemsize > bucket.param_dtype.itemsize:
                 for param in params:
                     param.add(bucket.reduce_dtype)
 
     def reduce(self, *, put_off: bool = False) -> None:
-        """Queues the reduces of what backward left; `reduces` are to be waited for.
+        """Queues the reduces of the gradients that backward has left, which `reduces` lists to be waited for.
 
-        `put_off`: no all-reduce comes in this backward.
+        Args:
+            put_off: Whether no all-reduce comes in this backward.
         """
         for bucket, params in self._trained:
             left = bucket.pack([param.take() for param in params], async_op=True)
@@ -192,12 +226,12 @@ class UnitGradients:
         self.awaits_replicas = any([b.reduction.replicas for b, _ in self._trained])
 
     def all_reduce(self) -> None:
-        """Queues the all-reduces of what `reduce` left; `all_reduces` are to be waited for."""
+        """Queues the all-reduces of the gradients that `reduce` left, which `all_reduces` lists to be waited for."""
         self.awaits_replicas = False
         self.all_reduces += [bucket.all_reduce(async_op=True) for bucket, _ in self._trained]
 
     def arrived(self) -> None:
-        """What was queued may have ended: publishes the gradients if they are there and known to be all."""
+        """Publishes the gradients if their reduces have ended, and if this rank knows that none is missing."""
         if (
             self.early
             and self.stage is REDUCING
@@ -209,14 +243,14 @@ class UnitGradients:
             self._published()
 
     def known(self) -> list[bool]:
-        """Of each parameter: whether this rank knows that a rank used it, or that nobody asks."""
+        """For each parameter, whether this rank knows that a rank has used it, or need not know."""
         if self.stage is not REDUCING:
             return [True] * len(self._params)
         asked = self._trained
         return [param.used or entry not in asked for entry in self._buckets for param in entry[1]]
 
     def publish(self, used: Sequence[bool]) -> None:
-        """Shows the reduced gradients of the parameters `used` as `.grad`; then calls their hooks."""
+        """Shows the reduced gradients of the parameters that were `used` as `.grad`; then calls their hooks."""
         rest = iter(used)
         for entry in self._buckets:
             bucket, params = entry
@@ -239,37 +273,37 @@ class UnitGradients:
             self.drop()
 
     def end(self) -> None:
-        """A backward begins: what the one before published is of the past."""
+        """Before a backward: forgets that the one before has published gradients."""
         if self.stage is READY:
             self.stage = EMPTY
 
     def forget(self) -> None:
-        """Drops what is not shown, and what a backward that failed has shown already."""
+        """Drops gradients that are not shown, and those that a failed backward has shown already."""
         for bucket, params in self._buckets:
             bucket.gradients.forget(shown=self.stage is READY)
             bucket.reduction.forget()
             for param in params:
                 param.forget()
         self.stage = EMPTY
-        self._open_calls = 0
+        self.open_calls.clear()
         self.awaits_replicas = False
 
     def drop(self) -> None:
-        """Gives memory back that no `.grad` shows.
+        """Gives back the memory of gradients that no `.grad` shows.
 
-        Not what is pinned, nor whole gradients: to come by as much memory takes a CPU long.
+        Pinned memory and the gradients of whole units are kept, since to allocate as much again takes a CPU long.
         """
         for gradients in self._dropped:
             gradients.drop()
 
     @property
     def reduce_bytes(self) -> int:
-        """What this rank sends in one reduce."""
+        """The bytes that this rank sends in one reduce."""
         return sum([bucket.reduce_bytes for bucket, _ in self._trained])
 
     @property
     def all_reduce_bytes(self) -> int:
-        """What this rank sends in one all-reduce."""
+        """The bytes that this rank sends in one all-reduce."""
         return sum([bucket.all_reduce_bytes for bucket, _ in self._trained])
 
     def _hooked(self) -> list[nn.Parameter]:

@@ -1,26 +1,56 @@
-"""Where a unit's inputs come in and its outputs go out: casts, and the marks by which autograd tells of its backward.
+"""A unit's inputs and outputs: casts, and the marks by which autograd announces the unit's backward.
 
 forward    inputs ──enter──► unit ──► leave ──► outputs
 backward   on_end ◄────────  unit  ◄──────────  on_begin
 
-Tensors are found in what pytree opens (tuples, lists, dicts and what is registered with it) and in dataclasses.
+Tensors are found in everything that pytree opens (tuples, lists, dicts and registered types) and in dataclasses.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Collection, Iterable
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from itertools import islice
+from operator import is_
 from typing import Any
 
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils import _pytree as pytree
 
-Marked = list[tuple[torch.Tensor, torch.Tensor, int]]
-"""Of each marked input: the caller's tensor, its alias that the unit computes with, and its version at that time."""
+_NONE: list[Any] = []
+_NOTHING: dict[int, Any] = {}
+
+
+class Entered:
+    """What of a unit's inputs is not the caller's own. It is true if an input is marked.
+
+    Attributes:
+        tensors: For each marked input: what is marked, its alias with which the unit computes, and the alias's version
+            at that time.
+        containers: For each container with a changed input: the caller's, the unit's copy, and what was in the copy.
+        callers: The caller's own tensors and containers, by the `id` of what the unit has in their place.
+    """
+
+    __slots__ = ("callers", "containers", "tensors")
+
+    def __init__(
+        self,
+        tensors: Sequence[tuple[torch.Tensor, torch.Tensor, int]] = (),
+        containers: list[tuple[Any, Any, list[Any]]] = _NONE,
+        callers: dict[int, Any] = _NOTHING,
+    ) -> None:
+        self.tensors = tensors
+        self.containers = containers
+        self.callers = callers
+
+    def __bool__(self) -> bool:
+        return bool(self.tensors)
+
+
+NOTHING_ENTERED = Entered()
 
 
 def enter(
@@ -28,34 +58,37 @@ def enter(
     kwargs: dict[str, Any],
     dtype: torch.dtype | None,
     on_end: Callable[[], None],
-) -> tuple[tuple[Any, ...], dict[str, Any], Marked]:
+) -> tuple[tuple[Any, ...], dict[str, Any], Entered]:
     """Casts floating-point inputs to `dtype`, and has `on_end` called when their gradients are complete.
 
-    By then all gradients inside the unit are, since autograd runs what was recorded last first. Returns the inputs to
-    go on with, and those that are marked: without any, `on_end` is never called.
+    By then all gradients inside the unit are complete, since autograd runs first what was recorded last.
+
+    Returns:
+        The inputs with which the unit computes, and what in them is not the caller's own. Without any mark, `on_end` is
+        never called. Containers in which nothing is cast or marked are the caller's own.
     """
     if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):
-        # The usual call; the general way costs more than the rest of a trigger.
-        tensor = args[0] if dtype is None or not args[0].is_floating_point() else args[0].to(dtype)
+        # The usual call has a way of its own, since the general one costs more than the rest of a trigger.
+        tensor = args[0] if dtype is None else _cast(args[0], dtype)
         if not (tensor.requires_grad and torch.is_grad_enabled()):
-            return (tensor,), kwargs, []
+            return (tensor,), kwargs, NOTHING_ENTERED
         (alias,) = _mark(on_end, tensor)
-        return (alias,), kwargs, [(tensor, alias, alias._version)]
-    leaves, rebuild = _flatten((args, kwargs))
-    tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-    if dtype is not None:
-        for i in tensors:
-            if leaves[i].is_floating_point():
-                leaves[i] = leaves[i].to(dtype)
-    marked: Marked = []
-    to_mark = [i for i in tensors if leaves[i].requires_grad] if torch.is_grad_enabled() else []
-    if to_mark:
-        aliases = _mark(on_end, *[leaves[i] for i in to_mark])
-        for i, alias in zip(to_mark, aliases, strict=True):
-            marked.append((leaves[i], alias, alias._version))
-            leaves[i] = alias
-    args, kwargs = rebuild(leaves)
-    return args, kwargs, marked
+        return (alias,), kwargs, Entered(((tensor, alias, alias._version),))
+    given = _tensors((args, kwargs))
+    # By identity, so that a tensor which is given twice stays one.
+    inside = {id(each): each if dtype is None else _cast(each, dtype) for each in given}
+    marked = []
+    if torch.is_grad_enabled():
+        to_mark = {key: each for key, each in inside.items() if each.requires_grad}
+        aliases = _mark(on_end, *to_mark.values()) if to_mark else ()
+        for (key, each), alias in zip(to_mark.items(), aliases, strict=True):
+            marked.append((each, alias, alias._version))
+            inside[key] = alias
+    entered = Entered(marked, [], {id(inside[id(each)]): each for each in given})
+    # By place, since a registered type may make its tensors anew each time it is opened.
+    places = iter(given)
+    args, kwargs = _mapped(lambda _: inside[id(next(places))], (args, kwargs), entered)
+    return args, kwargs, entered
 
 
 def leave(
@@ -66,21 +99,23 @@ def leave(
 ) -> tuple[Any, bool]:
     """Casts floating-point outputs to `dtype`, and has `on_begin` called when the gradient of an output is there.
 
-    That is before backward enters the unit. An output in one of the unit's `own_storages` (a view of a parameter) is
-    copied: another unit's parameters may come there next. Returns the output to go on with, and whether any tensor of
-    it can call `on_begin`.
+    That is before backward enters the unit. An output in one of the unit's `own_storages` is a view of a parameter. It
+    is copied, since another unit's parameters may come into that memory next.
+
+    Returns:
+        The output that the caller gets, and whether any tensor in it can call `on_begin`.
     """
-    if isinstance(output, torch.Tensor):  # the usual one, at half of the cost
+    if isinstance(output, torch.Tensor):  # the usual case, which so costs half
         return _leave(output, dtype, own_storages, on_begin)
-    leaves, rebuild = _flatten(output)
-    changed = marked = False
-    for i, leaf in enumerate(leaves):
-        if isinstance(leaf, torch.Tensor):
-            outside, can_call = _leave(leaf, dtype, own_storages, on_begin)
-            changed |= outside is not leaf
-            marked |= can_call
-            leaves[i] = outside
-    return rebuild(leaves) if changed else output, marked
+    marked = False
+
+    def outside(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal marked
+        tensor, can_call = _leave(tensor, dtype, own_storages, on_begin)
+        marked |= can_call
+        return tensor
+
+    return _mapped(outside, output), marked
 
 
 def _leave(
@@ -99,32 +134,48 @@ def _leave(
         tensor = tensor.to(dtype)
     if not (tensor.requires_grad and torch.is_grad_enabled()):
         return tensor, False
-    if (
-        tensor.grad_fn is None
-    ):  # a leaf, such as a parameter, would have one more hook with each forward
+    if tensor.grad_fn is None:  # a leaf, such as a parameter, would get one more hook a forward
         tensor = tensor.clone()
     tensor.grad_fn.register_prehook(on_begin)  # type: ignore[union-attr]
     return tensor, True
 
 
 def cast(tree: Any, dtype: torch.dtype | None) -> Any:
-    """`tree` with its floating-point tensors cast to `dtype`, if that is one; no marks."""
-    if dtype is None:
-        return tree
-    leaves, rebuild = _flatten(tree)
-    return rebuild(
-        leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
-        for leaf in leaves
-    )
+    """`tree` with its floating-point tensors cast to `dtype`; `tree` itself if `dtype` is None. It makes no marks."""
+    return tree if dtype is None else _mapped(partial(_cast, dtype=dtype), tree)
 
 
-def carry_back(marked: Marked) -> None:
-    """Gives the caller's tensors the autograd history of what the unit did to their aliases in place."""
-    for given, alias, version in marked:
+def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def carry_back(entered: Entered) -> None:
+    """Gives the caller's inputs what the unit has done to the aliases and copies that it had in their place.
+
+    Tensors get the autograd history of in-place operations; containers get what was put into them.
+    """
+    for given, alias, version in entered.tensors:
         if alias._version != version:
-            # Its values are there already, and may have been saved for backward: this is no new version of them.
+            # The values are there already, and may have been saved for backward: this must not be a new version.
             with torch.autograd.grad_mode._unsafe_preserve_version_counter(given):
                 given.copy_(alias)
+    for given, copied, before in entered.containers:
+        now = _contents(copied)
+        if len(now) == len(before) and all(map(is_, now, before)):
+            continue
+        if isinstance(given, deque):
+            values = [entered.callers.get(id(each), each) for each in copied]
+            given.clear()
+            given.extend(values)
+        elif isinstance(given, list):
+            given[:] = [entered.callers.get(id(each), each) for each in copied]
+        elif isinstance(given, dict):
+            entries = {k: entered.callers.get(id(each), each) for k, each in copied.items()}
+            given.clear()
+            given.update(entries)
+        else:
+            for name, value in _fields(copied).items():
+                object.__setattr__(given, name, entered.callers.get(id(value), value))
 
 
 def in_backward() -> bool:
@@ -141,11 +192,11 @@ in_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
 """Whether a function of torch.func runs: its tensors have no memory, and take no hooks."""
 
 outside_transforms = temporarily_clear_interpreter_stack
-"""In it operations are on plain tensors, as outside of torch.func."""
+"""A context in which operations are on plain tensors, as outside of torch.func."""
 
 
 class _Mark(torch.autograd.Function):
-    """Identity on a unit's inputs. Aliases of them, since autograd forbids in-place changes of a function's views."""
+    """The identity on a unit's inputs. It returns aliases, not views, which autograd forbids to change in place."""
 
     @staticmethod
     def forward(
@@ -165,36 +216,68 @@ class _Mark(torch.autograd.Function):
 
 
 _mark: Callable[..., tuple[torch.Tensor, ...]] = super(torch.autograd.Function, _Mark).apply
-"""`_Mark.apply` without what is for torch.func, in half of its time."""
-
-_Rebuild = Callable[[Iterable[Any]], Any]
+"""`_Mark.apply` without its support for torch.func, in half of its time."""
 
 
-def _flatten(tree: Any) -> tuple[list[Any], _Rebuild]:
-    """The leaves of `tree`, and what makes such a tree of others."""
-    leaves, spec = pytree.tree_flatten(tree)
-    opened = {
-        i: _flatten(_fields(leaf))
-        for i, leaf in enumerate(leaves)
-        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type)
-    }
-    if not opened:
-        return leaves, partial(pytree.tree_unflatten, treespec=spec)
+def _mapped(
+    change: Callable[[torch.Tensor], torch.Tensor], tree: Any, entered: Entered | None = None
+) -> Any:
+    """`tree` with every tensor in it changed. What has no changed tensor in it is the same object as before.
 
-    def rebuild(values: Iterable[Any]) -> Any:
-        rest = iter(values)
-        made = [
-            _with_fields(leaf, opened[i][1](islice(rest, len(opened[i][0]))))
-            if i in opened
-            else next(rest)
-            for i, leaf in enumerate(leaves)
-        ]
-        return pytree.tree_unflatten(made, spec)
+    Args:
+        change: Makes the new tensor, or returns the one that it is given.
+        tree: Tensors in containers.
+        entered: Is told of each list, dict and dataclass in whose place a copy comes.
+    """
+    if isinstance(tree, torch.Tensor):
+        return change(tree)
+    kind: Any = pytree._get_node_type(tree)
+    if kind in pytree.SUPPORTED_NODES:
+        node = pytree.SUPPORTED_NODES[kind]
+        children, context = node.flatten_fn(tree)
+        new = [_mapped(change, each, entered) for each in children]
+        if all(map(is_, new, children)):
+            return tree
+        changed = node.unflatten_fn(new, context)
+    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        fields = _fields(tree)
+        changed = _with_fields(
+            tree, {name: _mapped(change, each, entered) for name, each in fields.items()}
+        )
+    else:
+        return tree
+    if entered is not None and changed is not tree and _is_written_into(tree):
+        entered.containers.append((tree, changed, _contents(changed)))
+        entered.callers[id(changed)] = tree
+    return changed
 
-    flat = [
-        each for i, leaf in enumerate(leaves) for each in (opened[i][0] if i in opened else [leaf])
-    ]
-    return flat, rebuild
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+
+    def take(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor)
+        return tensor
+
+    _mapped(take, tree)
+    return found
+
+
+def _is_written_into(container: Any) -> bool:
+    """Whether it is a list, a dict or a dataclass, and no type of somebody's own with other rules."""
+    is_dict = isinstance(container, dict)
+    return type(container) in (list, deque, dict, OrderedDict, defaultdict) or (
+        dataclasses.is_dataclass(container) and not is_dict
+    )
+
+
+def _contents(container: Any) -> list[Any]:
+    """What is in a list, a dict or a dataclass, by which a change of it is seen."""
+    if isinstance(container, list | deque):
+        return list(container)
+    if isinstance(container, dict):
+        return [each for entry in container.items() for each in entry]
+    return list(_fields(container).values())
 
 
 def _fields(instance: Any) -> dict[str, Any]:
@@ -203,11 +286,11 @@ def _fields(instance: Any) -> dict[str, Any]:
 
 
 def _with_fields(instance: Any, values: dict[str, Any]) -> Any:
-    """`instance` itself where nothing differs: the unit may mean to change it."""
+    """A copy of `instance` with these values. If none differs, `instance` itself, which the unit may mean to change."""
     differing = {name: new for name, new in values.items() if new is not getattr(instance, name)}
     if not differing:
         return instance
     changed = copy.copy(instance)
     for name, value in differing.items():
-        object.__setattr__(changed, name, value)  # a frozen one too
+        object.__setattr__(changed, name, value)  # also where the dataclass is frozen
     return changed

@@ -5,12 +5,12 @@
     reduce                                                   ours
     replicate                                                ours; the all-reduce of shards that several ranks hold
 
-What a stream waits for, its device waits for, and no host does; on a CPU that is the same.
+When a stream waits for an event, its device waits, and the host goes on. On a CPU the stream's thread waits.
 
-A process that ends first lets its worker threads run the Python callables that they were given, as Python does with its
-own threads; meanwhile `enqueue` raises RuntimeError, and after a second a line on stderr says what the exit waits for.
-Ctrl-C drops the rest. A wait on a CPU that could never end (a callable that waits for a later event of its own stream,
-or streams that wait for each other so) raises RuntimeError.
+When a process ends, its worker threads first run the Python callables that they were given, as Python's own threads do.
+Meanwhile `enqueue` raises RuntimeError, and after a second a line on stderr says what the exit waits for. Ctrl-C drops
+the rest. A wait on a CPU that could never end raises RuntimeError: a callable that waits for a later event of its own
+stream, or streams that wait for each other in a circle.
 """
 
 from __future__ import annotations
@@ -27,37 +27,46 @@ from shardcomm import _C
 
 
 class Event(Protocol):
-    """Fires when what its stream did before has finished, or has failed."""
+    """A point in a stream's work. It fires when all work before that point has finished or failed."""
 
     def query(self) -> bool:
-        """Whether it has fired. Never blocks, never raises."""
+        """Whether the event has fired. It never blocks and never raises."""
 
     def wait(self) -> None:
-        """Blocks the host until it has fired; raises what the stream's work raised."""
+        """Blocks the host until the event has fired; raises what the stream's work has raised."""
 
     def seconds_since(self, earlier: Any) -> float:
-        """Time between two events of one device that have fired, both recorded `timed`."""
+        """The seconds from `earlier` to this event: both of one device, fired, and recorded with `timed=True`."""
 
 
 class Stream(Protocol):
-    """Runs what it is given in order."""
+    """Runs the work that it is given, in order."""
 
     def enqueue(self, function: Callable[[], object]) -> None:
-        """Runs `function` after all that came before; on a GPU at once, and what it launches later."""
+        """Runs `function` after all earlier work. On a GPU it runs at once, and the kernels that it launches do so."""
 
     def record(self, timed: bool = ...) -> Event:
-        """Marks this point. Only a `timed` event can tell a GPU's time."""
+        """An event at this point. Only a `timed` event can tell a GPU's time."""
 
     def wait(self, event: Any) -> None:
-        """What comes later starts after `event`."""
+        """Makes later work of this stream start after `event`."""
 
 
 class Streams:
     """The streams of one rank on one device.
 
+    Args:
+        device: The device.
+        gather: The stream for gathers. None: a new one.
+        reduce: The stream for reduces. None: a new one.
+        replicate: The stream for all-reduces among replicas. None: a new one, made when it is first needed.
+
     Attributes:
-        compute: gives the stream on which torch computes now.
-        reduced: the end of the latest reduce of a bucket, until which its buffer is read; None: there was none.
+        device: As given.
+        gather: The stream on which gathers are queued.
+        reduce: The stream on which reduces are queued.
+        compute: A function that returns the stream on which torch computes now.
+        reduced: The end of the latest reduce of a bucket, whose buffer is read until then; None: there was none.
     """
 
     def __init__(
@@ -77,26 +86,29 @@ class Streams:
 
     @cached_property
     def replicate(self) -> Stream:
-        """Made when first needed: few strategies do."""
+        """The stream on which all-reduces among replicas are queued. It is made at first use; few strategies use it."""
         return self._replicate or _new_stream(self.device)
 
     def computed(self) -> Stream | None:
-        """The stream that computes, for what is to come after it; None on a CPU, where it has been computed."""
+        """The stream on which torch computes, for work that must come after it.
+
+        None on a CPU, where everything has been computed by the time of the call.
+        """
         return None if self._on_host else self.compute()
 
     def after_compute(self, stream: Stream) -> None:
-        """What `stream` does next, it does after all that was computed so far."""
+        """Makes later work of `stream` start after all that was computed so far."""
         if not self._on_host:
             stream.wait(self.compute().record())
 
 
 def on_host(device: torch.device) -> bool:
-    """Whether the host itself computes on `device`: a CPU, unless that plays a GPU."""
+    """Whether the host itself computes on `device`: a CPU does, unless it plays a GPU in tests."""
     return device.type == "cpu" and _C.host_device < 0
 
 
 def core_index(device: torch.device) -> int:
-    """The number that the core has for `device`: a GPU's own, -1 for the host."""
+    """The core's number for `device`: a GPU's own, and -1 for the host."""
     return _C.host_device if device.type == "cpu" else device.index
 
 
@@ -107,14 +119,14 @@ def compute_stream(device: torch.device) -> Stream:
 
 @cache
 def computing(device: torch.device) -> Callable[[], Stream]:
-    """`compute_stream` of one device, for who asks in every step."""
+    """A function that returns `compute_stream(device)`, for callers that ask in every step."""
     if on_host(device):
         return lambda: _CALLER
     if not uses_core(device):
         return lambda: TorchStream(torch.accelerator.current_stream(device))
     index = core_index(device)
-    current = torch._C._cuda_getCurrentRawStream  # a tenth of current_stream's time
-    borrowed: dict[int, _C.Stream] = {}  # torch has a fixed pool of them
+    current = torch._C._cuda_getCurrentRawStream  # takes a tenth of current_stream's time
+    borrowed: dict[int, _C.Stream] = {}  # does not grow: torch has a fixed pool of streams
 
     def compute() -> Stream:
         handle = current(index)
@@ -127,16 +139,16 @@ def computing(device: torch.device) -> Callable[[], Stream]:
 
 
 def start_stream(device: torch.device) -> None:
-    """A stream of its own for this thread's work on a GPU; nothing on a CPU."""
+    """Gives this thread a stream of its own for its work on a GPU; does nothing on a CPU."""
     if device.type == "cuda":  # a thread's current stream lasts as long as the thread
         torch.cuda.set_device(device)
         torch.accelerator.set_stream(torch.Stream(device))
 
 
 def copy(to: torch.Tensor, source: torch.Tensor, stream: Stream) -> Event:
-    """Queues the copy of a flat tensor between host and device, or within either; the event of its end.
+    """Queues the copy of a flat tensor between host and device, or within either; returns the event of its end.
 
-    Memory of the host that is not pinned is copied as well, but a GPU's host then waits for it.
+    Host memory that is not pinned is copied as well, but the host then waits for a GPU's copy.
     """
     if isinstance(stream, TorchStream):
         stream.enqueue(lambda: to.copy_(source, non_blocking=True))
@@ -149,9 +161,9 @@ def copy(to: torch.Tensor, source: torch.Tensor, stream: Stream) -> Event:
 
 
 def keep_until(event: Event, *objects: object) -> None:
-    """Holds on to `objects`, whatever their owner does, until `event` has fired and somebody calls this again.
+    """Keeps `objects` alive, whatever their owner does, until `event` has fired and somebody calls this again.
 
-    For what nobody waits for; who does, as `Work`, holds on to them that long.
+    For work for which nobody may wait. A `Work` keeps the objects itself until it has been waited for.
     """
     with _kept_lock:
         while _kept and _kept[0][0].query():
@@ -169,7 +181,7 @@ def check_stream(operation: str, stream: object) -> None:
 
 
 def uses_core(device: torch.device) -> bool:
-    """Whether the compiled core drives `device`: the CPU always, a CUDA GPU if it was built for it."""
+    """Whether the compiled core drives `device`: the CPU always, and a CUDA GPU if the core was built with CUDA."""
     return device.type == "cpu" or (device.type == "cuda" and _C.cuda_built)
 
 
@@ -224,4 +236,4 @@ def _new_stream(device: torch.device) -> Stream:
 
 _CALLER = _C.Stream.caller()
 _kept: deque[tuple[Event, tuple[object, ...]]] = deque()
-_kept_lock = threading.RLock()  # what the collector ends in here may come here, too
+_kept_lock = threading.RLock()  # reentrant: a Work that the collector ends in here comes here, too

@@ -1,1 +1,1 @@
-"""What a run's communication amounts to: counted, recorded, and of all ranks on one clock."""
+"""A run's communication: counted, recorded, and shown for all ranks on one clock."""

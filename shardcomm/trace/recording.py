@@ -1,7 +1,7 @@
-"""A trace of what one rank computes, gathers and reduces; all ranks' traces together are a `Timeline`.
+"""A trace records what one rank computes, gathers and reduces. All ranks' traces together are a `Timeline`.
 
-Times come from events on the streams themselves, so on a GPU they are the device's, and nothing waits for them but
-the beginning and the end of the trace.
+Times come from events on the streams themselves. So on a GPU they are the device's times, and nothing waits for the
+events except the beginning and the end of the trace.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shardcomm.trace.timeline import RankTimeline, Span, Timeline
 
 
 class Trace:
-    """What happened on this rank since this was made; see `Engine.trace`."""
+    """What has happened on this rank since the trace began; `Engine.trace` makes it."""
 
     def __init__(self, mesh: Mesh, streams: Streams) -> None:
         self._mesh = mesh
@@ -29,25 +29,25 @@ class Trace:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """A step of the training loop goes on in here; the timeline's figures are then per step."""
+        """A context around a step of the training loop. With steps, the timeline's figures are per step."""
         begin = self._streams.compute().record(timed=True)
         yield
         self.add("step", f"step {number}", begin, self._streams.compute().record(timed=True))
 
     @contextmanager
     def span(self, row: str, name: str, stream: Stream, nbytes: int = 0) -> Iterator[None]:
-        """What is queued on `stream` in here, which follows all that was computed so far."""
+        """A context that records the work which is queued on `stream` in it, after all that was computed so far."""
         self._streams.after_compute(stream)
         begin = stream.record(timed=True)
         yield
         self.add(row, name, begin, stream.record(timed=True), nbytes)
 
     def add(self, row: str, name: str, begin: Event, end: Event, nbytes: int = 0) -> None:
-        """`name` went on between two events of one stream."""
+        """Records that `name` went on between two events of one stream."""
         self._spans.append((row, name, begin, end, nbytes))
 
     def spans(self) -> list[Span]:
-        """In the order in which they were issued. Waits until they have ended."""
+        """All spans, in the order in which they were issued. Waits until they have ended."""
         for *_, end, _ in self._spans:
             end.wait()
         origin = self._origin
@@ -58,7 +58,7 @@ class Trace:
 
     @property
     def exposed_s(self) -> float:
-        """Seconds that computation stood still, waiting for communication."""
+        """For how many seconds computation stood still and waited for communication."""
         return sum(span.end_s - span.begin_s for span in self.spans() if span.row == "waiting")
 
     def timeline(self) -> Timeline:
@@ -74,7 +74,7 @@ class Trace:
 
 
 def _origin(stream: Stream) -> tuple[Event, float]:
-    """An event of now, and when that is on the clock of the host, in seconds; the closest of several tries."""
+    """An event of now, and its time on the host's clock in seconds. Of several tries it takes the most exact one."""
     tries = []
     for _ in range(8):
         before = time.monotonic()
@@ -87,7 +87,7 @@ def _origin(stream: Stream) -> tuple[Event, float]:
 
 
 def _paths(mesh: Mesh) -> dict[str, str]:
-    """For each row of communication, which way it went, and why not a faster one."""
+    """For each row of communication the path that it took, and why it was not a faster one."""
     row_of = {
         (mesh.shard, "all_gather"): "gather",
         (mesh.shard, "reduce_scatter"): "reduce",

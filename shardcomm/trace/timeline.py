@@ -1,4 +1,4 @@
-"""A timeline: what all ranks computed, gathered and reduced, on one clock, as a file that Perfetto shows.
+"""A timeline: what all ranks computed, gathered and reduced, on one clock. Perfetto shows its file.
 
     rank 0   step     | step 7                                                  |
              compute  | forward blocks.0 |      | forward blocks.1 | ...
@@ -32,7 +32,15 @@ _MOST_US = 1e15  # of a trace: thirty years
 
 
 class Span(NamedTuple):
-    """Something that a rank did. Times are seconds since the beginning, `nbytes` what it communicated."""
+    """Something that a rank did.
+
+    Attributes:
+        row: The row that shows it, one of `ROWS`.
+        name: What it was.
+        begin_s: When it began, in seconds since the timeline's beginning.
+        end_s: When it ended.
+        nbytes: How many bytes it communicated.
+    """
 
     row: str
     name: str
@@ -43,7 +51,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class RankTimeline:
-    """One rank's spans, and for each row of communication the path it took."""
+    """One rank's spans, and for each row of communication the path that it took."""
 
     rank: int
     spans: tuple[Span, ...]
@@ -51,10 +59,18 @@ class RankTimeline:
 
 
 class Figures(NamedTuple):
-    """What a rank's timeline amounts to. Seconds, and bytes received by gathers and sent by reduces, are totals.
+    """The sums of a rank's timeline, in seconds and bytes.
 
-    Reduces include all-reduces. `hidden` is the part of the time with communication in which computation did not wait;
-    `steps` is 0 where whoever traced marked none, and then `total_s` is from the first span to the last.
+    Attributes:
+        rank: The rank.
+        steps: How many steps were marked; 0 if none were.
+        total_s: The time of all steps; without steps, from the first span to the last.
+        exposed_s: How long computation waited for communication.
+        gather_s: How long gathers took.
+        reduce_s: How long reduces and all-reduces took.
+        gathered_bytes: What the rank received by gathers.
+        reduced_bytes: What the rank sent by reduces and all-reduces.
+        hidden: The part of the time with communication in which computation did not wait, from 0 to 1.
     """
 
     rank: int
@@ -69,13 +85,13 @@ class Figures(NamedTuple):
 
     @property
     def compute_s(self) -> float:
-        """All that is not exposed communication."""
+        """The time that is not exposed communication."""
         return self.total_s - self.exposed_s
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """The ranks in order; `clock` says how their times compare."""
+    """All ranks' timelines in order. `clock` is a sentence about how their times compare."""
 
     ranks: tuple[RankTimeline, ...]
     clock: str
@@ -84,7 +100,10 @@ class Timeline:
     def of(cls, ranks: Sequence[RankTimeline], clocks: Sequence[tuple[str, float]]) -> Timeline:
         """Brings the ranks onto one clock, which is 0 where the first of them began.
 
-        `clocks`: for each rank its host, and what that host's clock said when the rank's own times were 0, in seconds.
+        Args:
+            ranks: Each rank's timeline on a clock of its own.
+            clocks: For each rank its host, and the time on that host's clock when the rank's own clock was 0, in
+                seconds.
         """
         hosts = {host for host, _ in clocks}
         # Clocks of different hosts have nothing in common, but all ranks begin to trace at the same step.
@@ -101,7 +120,11 @@ class Timeline:
         return cls(tuple(shifted), clock)
 
     def save(self, path: str | Path) -> None:
-        """Writes the file; OSError, and no half of a file, if it cannot be written."""
+        """Writes the timeline to a file, in Chrome's JSON trace format.
+
+        Raises:
+            OSError: The file cannot be written; then no part of it is left.
+        """
         document = {
             "displayTimeUnit": "ms",
             "otherData": {
@@ -119,8 +142,8 @@ class Timeline:
         """Reads a file that `save` wrote.
 
         Raises:
-            OSError: it cannot be read.
-            ValueError: it is something else, or there is no event in it.
+            OSError: The file cannot be read.
+            ValueError: It is something else, or there is no event in it.
         """
         document = read_json(
             path,
@@ -133,20 +156,24 @@ class Timeline:
         return cls(ranks, clock)
 
     def figures(self) -> list[Figures]:
-        """Of each rank."""
+        """The figures of each rank."""
         return [_figures(each) for each in self.ranks]
 
     def steps(self) -> list[str]:
-        """The names of the steps, in order; none if they were not marked."""
+        """The names of the steps, in order; an empty list if none were marked."""
         return [span.name for span in self.ranks[0].spans if span.row == "step"]
 
     def median_step(self) -> str:
-        """The name of a step of rank 0 that is longer than one half of the steps, and shorter than the other."""
+        """The name of rank 0's step of median duration."""
         steps = [span for span in self.ranks[0].spans if span.row == "step"]
         return sorted(steps, key=lambda span: span.end_s - span.begin_s)[len(steps) // 2].name
 
     def only(self, step: str) -> Timeline:
-        """What began in the step of this name, on each rank; ValueError unless each has one."""
+        """The spans that began in the step of this name, on each rank.
+
+        Raises:
+            ValueError: A rank has no step of this name, or several.
+        """
 
         def cut(each: RankTimeline) -> RankTimeline:
             marked = [s for s in each.spans if s.row == "step" and s.name == step]
@@ -248,7 +275,7 @@ Intervals = list[tuple[float, float]]
 
 
 def _union(spans: Iterable[Span]) -> Intervals:
-    """When any of them went on: disjoint, in order."""
+    """The intervals in which any of `spans` went on: disjoint, and in order."""
     union: Intervals = []
     for begin, end in sorted((span.begin_s, span.end_s) for span in spans):
         if union and begin <= union[-1][1]:
@@ -259,7 +286,7 @@ def _union(spans: Iterable[Span]) -> Intervals:
 
 
 def _both(a: Intervals, b: Intervals) -> Intervals:
-    """When both went on; each disjoint and in order."""
+    """The intervals in which both `a` and `b` went on. Each of the two must be disjoint and in order."""
     both: Intervals = []
     i = j = 0
     while i < len(a) and j < len(b):

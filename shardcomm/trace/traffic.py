@@ -1,4 +1,4 @@
-"""Traffic: what the communication of a run amounts to, and how long computation waited for it."""
+"""Traffic: how many bytes a run communicates, and how long computation waits for that."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from shardcomm.stream.streams import Event
 
 
 def all_reduce_bytes(nbytes: int, ranks: int) -> int:
-    """What a rank sends to the others in an all-reduce: 2 (n - 1) / n of its buffer."""
+    """The bytes that a rank sends to the others in an all-reduce: 2 (n - 1) / n of its buffer."""
     return 2 * nbytes * (ranks - 1) // ranks
 
 
 class Traffic:
-    """What a step's communication amounts to, summed up since the start.
+    """Counts this rank's communication since the start. `engine.traffic` is one.
 
     Attributes:
-        gathered_bytes: received from other ranks by gathers.
-        reduced_bytes: sent to other ranks by reduces.
-        waits_timed: whether waits are; see `time_waits`.
+        gathered_bytes: The bytes received from other ranks by gathers.
+        reduced_bytes: The bytes sent to other ranks by reduces.
+        waits_timed: Whether waits are timed; see `time_waits`.
     """
 
     def __init__(self) -> None:
@@ -29,20 +29,20 @@ class Traffic:
         self._waits: deque[tuple[Event, Event]] = deque()  # those that may still go on
 
     def time_waits(self) -> None:
-        """Has `exposed_s` summed up from now on: two timed events a wait, which a step without them is faster than.
+        """Sums up `exposed_s` from now on. That takes two timed events for each wait, which cost a step some time.
 
-        Not for steps that are captured in a CUDA graph, whose events tell no time.
+        It is not for steps that are captured in a CUDA graph, whose events tell no time.
         """
         self.waits_timed = True
 
     @property
     def exposed_s(self) -> float:
-        """Seconds that computation stood still since `time_waits`, waiting for communication.
+        """For how many seconds computation has stood still since `time_waits`, and waited for communication.
 
         To read it waits for the device.
 
         Raises:
-            RuntimeError: waits are not timed.
+            RuntimeError: Waits are not timed.
         """
         if not self.waits_timed:
             raise RuntimeError(
@@ -54,7 +54,7 @@ class Traffic:
         return self._exposed_s
 
     def waited(self, begin: Event, end: Event) -> None:
-        """Computation waits between these two events of its stream."""
+        """Records that computation waits between these two events of its stream."""
         self._waits.append((begin, end))
         self._count_ended()
 

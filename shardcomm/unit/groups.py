@@ -1,6 +1,6 @@
-"""Groups: which parameters of a unit share a bucket, in which dtypes, and the memory they all need. Pure arithmetic.
+"""Groups: which parameters of a unit share a bucket, in which dtypes, and how much memory they need. Pure arithmetic.
 
-The engine allocates by it, and the planner adds it up before anything is allocated.
+The engine allocates these sizes, and the planner adds them up before anything is allocated.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import nn
 from shardcomm.arguments.dtype import FLOATS
 from shardcomm.layout.layout import Granularity, Layout, ParamSpec, ShardDim
 from shardcomm.parameter.tensor_parallel import local
-from shardcomm.schedule.schedule import REDUCES_IN_FLIGHT
+from shardcomm.schedule.planning import REDUCES_IN_FLIGHT
 from shardcomm.unit.mixed_precision import MixedPrecision
 from shardcomm.unit.owners import OwnerCost, checked_cost, choose_owners, in_bytes
 from shardcomm.unit.policy import Policy
@@ -25,14 +25,23 @@ from shardcomm.unit.unit import OwnedParam, UnitParams
 _T = TypeVar("_T")
 
 GranularityOf = Granularity | Callable[[str, nn.Parameter], Granularity]
+"""A granularity for all parameters, or a function of a parameter's name and the parameter."""
+
 ShardDimOf = ShardDim | Callable[[str, nn.Parameter], ShardDim]
+"""A shard dim for all parameters, or a function of a parameter's name and the parameter."""
 
 
 @dataclass(frozen=True)
 class BucketGroup:
-    """Parameters that share a bucket, its layout, and its dtypes (as in `Bucket`).
+    """Parameters of a unit that share a bucket.
 
-    `cpu_offload`: whether its shard is in host memory.
+    Attributes:
+        params: The parameters.
+        layout: The bucket's layout.
+        dtype: As in `Bucket`.
+        param_dtype: As in `Bucket`.
+        reduce_dtype: As in `Bucket`.
+        cpu_offload: Whether the bucket's shard is in host memory.
     """
 
     params: list[OwnedParam]
@@ -44,36 +53,36 @@ class BucketGroup:
 
     @property
     def trainable(self) -> bool:
-        """Whether its gradients are reduced."""
+        """Whether the parameters have gradients, which are reduced."""
         return self.params[0].param.requires_grad
 
     @property
     def shard_bytes(self) -> tuple[int, ...]:
-        """Of each rank's shard, padding included."""
+        """The bytes of each rank's shard, padding included."""
         return tuple(numel * self.dtype.itemsize for numel in self.layout.shard_numels)
 
     @property
     def full_bytes(self) -> int:
-        """Of the full buffer, in the unit's slot."""
+        """The bytes of the full buffer, in the unit's slot."""
         return self.layout.flat_numel * self.param_dtype.itemsize
 
     @property
     def reduced_bytes(self) -> int:
-        """Of the full gradients as they are reduced."""
+        """The bytes of the full gradients, in the dtype in which they are reduced."""
         return self.layout.flat_numel * self.reduce_dtype.itemsize
 
     @property
     def reduced_shard_bytes(self) -> tuple[int, ...]:
-        """Of each rank's part of them."""
+        """The bytes of each rank's part of the gradients, in the dtype in which they are reduced."""
         return tuple(numel * self.reduce_dtype.itemsize for numel in self.layout.shard_numels)
 
     def secondary_bytes(self, ranks: int) -> list[int]:
-        """Of the secondary shard of each of `ranks` ranks."""
+        """The bytes of the secondary shard of each of `ranks` ranks."""
         return [numel * self.param_dtype.itemsize for numel in self.layout.parts(ranks)]
 
     @property
     def needs_slot(self) -> bool:
-        """Whether full parameters are anything else than the shard."""
+        """Whether full parameters need memory, which they do unless they are the shard itself."""
         return self.layout.world_size > 1 or self.param_dtype != self.dtype or self.cpu_offload
 
 
@@ -85,13 +94,23 @@ def group_units(
     shard_dim: ShardDimOf,
     owner_cost: OwnerCost | None = None,
 ) -> list[list[BucketGroup]]:
-    """The buckets-to-be of each unit: one a dtype; frozen parameters apart, since they are never reduced.
+    """Groups the parameters of each unit; each group will have a bucket.
 
-    Parameters that are not cut are apart, too: their shards are as long as what each rank owns, which is chosen over
-    all units of a pool (`shardcomm.unit.owners`). `policies`, `pools`: one a unit; the policies leave nothing open.
+    A unit has a group for each dtype. Frozen parameters have groups of their own, since they are never reduced. So do
+    parameters that are not cut, since their shards are as long as what each rank owns; owners are chosen over all units
+    of a pool (`shardcomm.unit.owners`).
+
+    Args:
+        units: The model's units.
+        policies: The policy of each unit, with nothing left open.
+        pools: The ranks over which each unit is sharded.
+        granularity: As in `fully_shard`.
+        shard_dim: As in `fully_shard`.
+        owner_cost: As in `fully_shard`.
 
     Raises:
-        ValueError: a parameter cannot be sharded, or an argument gives what is none of its values.
+        ValueError: A parameter cannot be sharded, or a function that was given as an argument returned a value that is
+            not accepted.
     """
     specs = [[_spec(owned, granularity, shard_dim) for owned in unit.params] for unit in units]
     owners: dict[str, int] = {}
@@ -119,7 +138,7 @@ def _owners(
     world_size: int,
     cost: OwnerCost,
 ) -> dict[str, int]:
-    """The rank of each parameter that has one, by name; without peers none has."""
+    """The owner of each parameter that has one, by name. On a rank alone none has."""
     if world_size == 1:
         return {}
     whole = {
@@ -151,13 +170,14 @@ def _group(
 
 
 class Pool(NamedTuple):
-    """Ranks over which some units are sharded, and that share the memory of these: a mesh, as a plan knows it.
+    """The ranks over which some units are sharded, which share their memory: a mesh, as a plan knows it.
 
     Attributes:
-        number: tells pools of the same ranks apart.
-        replicas, shards: how many ranks hold each shard, and how many shards there are.
-        rank: this one's shard.
-        secondary: how many ranks gather for backward among themselves; 0: all.
+        number: A number that tells pools of the same sizes apart.
+        replicas: How many ranks hold each shard.
+        shards: How many shards there are.
+        rank: The shard of the rank for which the plan is.
+        secondary: How many ranks gather for backward among themselves; 0: all.
     """
 
     number: int
@@ -167,12 +187,12 @@ class Pool(NamedTuple):
     secondary: int = 0
 
     def of(self, pools: Sequence[Pool], groups: Sequence[_T]) -> list[_T]:
-        """Those of `groups`, one a unit, that are this pool's."""
+        """The entries of `groups`, which has one for each unit, for the units of this pool."""
         return [each for pool, each in zip(pools, groups, strict=True) if pool == self]
 
 
 def slot_bytes(groups: Sequence[Sequence[BucketGroup]], slot_of: Sequence[int]) -> list[int]:
-    """The size of each slot: of the largest unit that uses it. `groups[i]` are those of unit i."""
+    """The size of each slot in bytes: that of the largest unit that uses it. `groups[i]` are the groups of unit i."""
     sizes = [0] * (max(slot_of, default=-1) + 1)
     for slot, unit_groups in zip(slot_of, groups, strict=True):
         wanted = sum(group.full_bytes for group in unit_groups if group.needs_slot)
@@ -183,7 +203,10 @@ def slot_bytes(groups: Sequence[Sequence[BucketGroup]], slot_of: Sequence[int]) 
 def secondary_bytes(
     groups: Sequence[Sequence[BucketGroup]], slot_of: Sequence[int], pools: Sequence[Pool]
 ) -> list[int]:
-    """The size of each unit's secondary shard; a unit that has a slot for itself is not released, and needs none."""
+    """The size of each unit's secondary shard in bytes.
+
+    It is 0 for a unit that has a slot for itself, which is not released before backward.
+    """
     users = Counter(slot_of)
     return [
         sum(max(group.secondary_bytes(pool.secondary)) for group in unit_groups)
@@ -194,25 +217,27 @@ def secondary_bytes(
 
 
 def reduce_buffer_bytes(groups: Sequence[Sequence[BucketGroup]], shard_ranks: int) -> int:
-    """The size of the one reduce buffer; of one shard alone, gradients need none."""
+    """The size of the reduce buffer in bytes; 0 if there is one shard, whose gradients need no reduce."""
     if shard_ranks == 1:
         return 0
     return max((group.reduced_bytes for unit in groups for group in unit), default=0)
 
 
 def staging_bytes(groups: Sequence[Sequence[BucketGroup]], replicas: int) -> list[int]:
-    """The size of each staging buffer, which buckets use in turn; without replicas there are none."""
+    """The size of each staging buffer in bytes. Buckets use them in turn; without replicas there are none."""
     if replicas == 1:
         return []
     largest = max((max(g.reduced_shard_bytes) for unit in groups for g in unit), default=0)
-    # While one unit's shard is all-reduced, the next unit's comes.
-    return [largest] * min(REDUCES_IN_FLIGHT, sum(map(len, groups)))
+    # More than one, since the next unit's gradients come while one unit's shard is all-reduced; and as many as a unit
+    # has buckets, all of which are reduced before the first is all-reduced.
+    at_once = max(REDUCES_IN_FLIGHT, *map(len, groups), 0)
+    return [largest] * min(at_once, sum(map(len, groups)))
 
 
 def offload_bytes(groups: Sequence[Sequence[BucketGroup]]) -> int:
-    """The size of the device's memory through which offloaded shards pass; their gradients have as much.
+    """The size in bytes of the device's memory through which offloaded shards pass; gradients have as much again.
 
-    Gradients of frozen parameters count, too: they may be thawed later.
+    Frozen parameters count, too, since they may be thawed later.
     """
     return max((max(g.shard_bytes) for unit in groups for g in unit if g.cpu_offload), default=0)
 
@@ -221,25 +246,25 @@ def _spec(owned: OwnedParam, granularity: GranularityOf, shard_dim: ShardDimOf) 
     name, param = owned.name, owned.param
     if nn.parameter.is_lazy(param):
         raise ValueError(
-            f"fully_shard: parameter {name!r} has no shape yet, as a lazy module's before its first forward; call the "
+            f"parameter {name!r} has no shape yet, as a lazy module's before its first forward; call the "
             "model once, on every rank, before fully_shard"
         )
     if owned.distribution is None and not issubclass(type(param), nn.Parameter):
         raise ValueError(
-            f"fully_shard: parameter {name!r} is a {type(param).__name__}, of which rows would be plain tensors; "
+            f"parameter {name!r} is a {type(param).__name__}, of which rows would be plain tensors; "
             "accepted: nn.Parameter of plain tensors or of DTensors. Leave it to each rank by ignored_params=, or "
             "convert it before"
         )
     if param._backward_hooks or param._post_accumulate_grad_hooks or param.grad is not None:
         what = "a gradient" if param.grad is not None else "hooks"
         raise ValueError(
-            f"fully_shard: parameter {name!r} has {what} already, which would be lost: drop gradients by zero_grad() "
+            f"parameter {name!r} has {what} already, which would be lost: drop gradients by zero_grad() "
             "before, and call register_post_accumulate_grad_hook after fully_shard"
         )
     if param.layout is not torch.strided or param.is_quantized:
         kind = param.dtype if param.is_quantized else param.layout
         raise ValueError(
-            f"fully_shard: parameter {name!r} is a tensor of {kind}, whose rows cannot be shared out; "
+            f"parameter {name!r} is a tensor of {kind}, whose rows cannot be shared out; "
             "accepted: dense tensors that are not quantised"
         )
     return ParamSpec(
@@ -251,19 +276,19 @@ def _spec(owned: OwnedParam, granularity: GranularityOf, shard_dim: ShardDimOf) 
 
 
 def _dtypes(owned: OwnedParam, precision: MixedPrecision) -> tuple[torch.dtype, torch.dtype]:
-    """What a parameter is computed with, and what its gradient is reduced in."""
+    """The dtype in which a parameter is computed with, and the one in which its gradient is reduced."""
     dtype, trainable = owned.param.dtype, owned.param.requires_grad
     if dtype in FLOATS:
         param_dtype = precision.param_dtype or dtype
         return param_dtype, precision.reduce_dtype or param_dtype
     if trainable and dtype != torch.float64:
         raise ValueError(
-            f"fully_shard: parameter {owned.name!r} is {dtype}, in which gradients cannot be reduced; accepted: "
+            f"parameter {owned.name!r} is {dtype}, in which gradients cannot be reduced; accepted: "
             "float32, bfloat16, float16, float64, or any dtype with requires_grad=False"
         )
     if dtype == torch.float64 and (precision.param_dtype or (trainable and precision.reduce_dtype)):
         raise ValueError(
-            f"fully_shard: parameter {owned.name!r} is {dtype}, which mixed_precision does not convert; accepted: "
+            f"parameter {owned.name!r} is {dtype}, which mixed_precision does not convert; accepted: "
             "float32, bfloat16, float16"
         )
-    return dtype, dtype  # quantised, or an index: moved as it is
+    return dtype, dtype  # float64, and dtypes that are only moved: quantised values, indices

@@ -11,13 +11,29 @@ from shardcomm.arguments.dtype import FLOATS
 
 @dataclass(frozen=True)
 class MixedPrecision:
-    """Dtypes of a step, as in PyTorch FSDP2's `MixedPrecisionPolicy`.
+    """The dtypes of a step, as in PyTorch FSDP2's `MixedPrecisionPolicy`.
+
+    Shards and their gradients keep the parameters' own dtype, usually float32. Accepted dtypes: float32, bfloat16,
+    float16 and None.
 
     Attributes:
-        param_dtype: of the full parameters, so of compute and of the gather's wire. None: the parameter's own.
-        reduce_dtype: of the gradients on the wire. None: `param_dtype`. Sums are always taken in f32 or wider.
-        output_dtype: that floating-point outputs of the model (not of the units in it) are cast to. None: none.
-        cast_forward_inputs: whether floating-point inputs of every unit are cast to `param_dtype`.
+        param_dtype: The dtype of the full parameters, and so of computation and of what a gather sends. None: the
+            parameter's own.
+        reduce_dtype: The dtype in which gradients are sent. None: `param_dtype`. Sums are always taken in float32 or
+            wider.
+        output_dtype: The dtype to which floating-point outputs of the model are cast (not outputs of the units in it).
+            None: they are not cast.
+        cast_forward_inputs: Whether the floating-point inputs of every unit are cast to `param_dtype`.
+
+    Raises:
+        ValueError: A dtype is not accepted.
+        TypeError: `cast_forward_inputs` is no bool.
+
+    Example:
+        ```python
+        half = shardcomm.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        engine = shardcomm.fully_shard(torch.nn.Linear(64, 64), comm, mixed_precision=half)
+        ```
     """
 
     param_dtype: torch.dtype | None = None
@@ -39,5 +55,5 @@ class MixedPrecision:
 
     @property
     def input_dtype(self) -> torch.dtype | None:
-        """What the inputs of units are cast to."""
+        """The dtype to which the inputs of units are cast; None: they are not cast."""
         return self.param_dtype if self.cast_forward_inputs else None

@@ -14,10 +14,29 @@ from shardcomm.unit.mixed_precision import MixedPrecision
 
 @dataclass(frozen=True)
 class Policy:
-    """How a unit is sharded; what is None is as `fully_shard`'s argument of the same name.
+    """How one unit is sharded, where it differs from the rest. None means: as `fully_shard`'s argument of that name.
 
-    Norms that compute in float32 among blocks in bfloat16, and an embedding in host memory::
+    Attributes:
+        comm: The ranks among which this unit, and units inside of it, are sharded. All of them hold the same
+            parameters here. `fully_shard`'s other ranks hold other parameters, under other names if a checkpoint is to
+            have them all. Gradients are summed over the ranks of `comm`, and divided by the number of all ranks, since
+            the losses of all may have led to them.
+        strategy: How the unit is laid over these ranks: a name in [`STRATEGIES`][shardcomm.STRATEGIES].
+        mixed_precision: The dtypes of this unit. Its `output_dtype` is that of the unit's own outputs.
+        prefetch: How many units are gathered ahead while this one computes, in forward.
+        backward_prefetch: The same in backward.
+        cpu_offload: Whether the unit's shard, gradients and optimizer state are in host memory.
+        reshard_after_forward: The ranks that gather the unit for backward, or their number; see `fully_shard`. A unit
+            with a `comm` or `strategy` of its own does not take over `fully_shard`'s.
 
+    Raises:
+        TypeError: `mixed_precision` is no MixedPrecision, or `reshard_after_forward` is neither a Communicator nor a
+            whole number.
+
+    Example:
+        Norms compute in float32 among blocks in bfloat16, and an embedding is in host memory:
+
+        ```text
         half = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         in_float32 = MixedPrecision(param_dtype=torch.float32, output_dtype=torch.bfloat16)
         fully_shard(model, comm, mixed_precision=half, units={
@@ -25,23 +44,14 @@ class Policy:
             nn.LayerNorm: Policy(mixed_precision=in_float32),
             model.embed: Policy(cpu_offload=True, prefetch=0),
         })
+        ```
 
-    Experts, of which ranks 0 and 2 hold one half and ranks 1 and 3 the other::
+        Ranks 0 and 2 hold one half of the experts, and ranks 1 and 3 the other half:
 
+        ```text
         same = Communicator.from_process_group(group_of_the_ranks_with_my_experts)
         fully_shard(model, comm, units={Block: None, Experts: Policy(comm=same)})
-
-    Attributes:
-        comm: the ranks among which this unit, and units inside of it, are sharded, all of which hold the same
-            parameters; `fully_shard`'s other ranks hold other parameters here, under other names if a checkpoint is to
-            have them all. Gradients are summed over these ranks, and divided by the number of all, since the losses of
-            all may have led to them.
-        strategy: how it is laid over these ranks.
-        reshard_after_forward: the ranks of this one's host, or how many they are; see `fully_shard`. What all units
-            have in common is not for a unit with a `comm` or `strategy` of its own.
-        mixed_precision: dtypes of this unit; its `output_dtype` is that of the unit's own outputs.
-        prefetch, backward_prefetch: how many units are gathered ahead while this one computes.
-        cpu_offload: whether its shard, gradients and optimizer state are in host memory.
+        ```
     """
 
     comm: Communicator | DeviceMesh | Mesh | None = None
@@ -55,30 +65,32 @@ class Policy:
     def __post_init__(self) -> None:
         if not isinstance(self.mixed_precision, MixedPrecision | None):
             raise TypeError(
-                f"fully_shard: mixed_precision is {self.mixed_precision!r}; it must be a shardcomm.MixedPrecision"
+                f"mixed_precision is {self.mixed_precision!r}; it must be a shardcomm.MixedPrecision"
             )
         host = self.reshard_after_forward
         if isinstance(host, bool):
             name = "full_shard" if host else "shard_grad_op"
             raise TypeError(
-                f"fully_shard: reshard_after_forward is {host}, which is strategy={name!r} here; give that, or the "
+                f"reshard_after_forward is {host}, which is strategy={name!r} here; give that, or the "
                 "Communicator of the ranks that are to gather for backward among themselves"
             )
         if not isinstance(host, Communicator | int | None):
             raise TypeError(
-                f"fully_shard: reshard_after_forward is a {type(host).__name__}; it must be a shardcomm.Communicator, "
+                f"reshard_after_forward is a {type(host).__name__}; it must be a shardcomm.Communicator, "
                 "for instance Communicator.from_process_group(group_of_my_host), or with a DeviceMesh a number of ranks"
             )
 
     def facts(self) -> dict[str, str]:
-        """What ranks must agree on, by its name."""
+        """The values in which all ranks must agree, by name."""
         facts = {f.name: repr(getattr(self, f.name)) for f in fields(self) if f.name != "comm"}
         return facts | {"reshard_after_forward": repr(self._given_ranks)}
 
     @property
-    def ranks(self) -> tuple[object, str | None, object]:
-        """Units in which it is equal are on the same ranks, laid out alike."""
-        return self.comm, self.strategy, self.reshard_after_forward
+    def ranks(self) -> tuple[object, object, object]:
+        """A key: two units with equal keys are on the same ranks, and laid over them alike."""
+        how = None if self.strategy is None else Strategy.named(self.strategy)
+        laid = how and (how.shard_params, how.replicate)
+        return self.comm, laid, self.reshard_after_forward
 
     @property
     def _given_ranks(self) -> int | None:
@@ -86,15 +98,16 @@ class Policy:
         return host.size if isinstance(host, Communicator) else host
 
     def secondary_ranks(self, ranks: int) -> int:
-        """Of `ranks` ranks that hold a unit between them, how many gather it for backward; 0: all.
+        """How many of the `ranks` ranks that hold a unit between them gather it for backward; 0: all of them.
 
         Raises:
-            ValueError: so many cannot, or need not; or full parameters are kept for backward.
+            ValueError: This number of ranks cannot gather for backward, or has no need to; or the strategy keeps full
+                parameters for backward.
         """
         given = self._given_ranks
         if given is None:
             return 0
-        what = f"fully_shard: reshard_after_forward is a group of {given}"
+        what = f"reshard_after_forward is a group of {given}"
         if not Strategy.named(self.strategy or "").reshard_after_forward:
             raise ValueError(
                 f"{what} and strategy is {self.strategy!r}, which keeps full parameters for backward; leave it out, or "
@@ -111,7 +124,7 @@ class Policy:
         return given
 
     def over(self, rest: Policy) -> Policy:
-        """This one, with what it leaves open taken from `rest`."""
+        """This policy, with the fields that it leaves open taken from `rest`."""
         given = {f.name: getattr(self, f.name) for f in fields(self)}
         if self.comm is not None or self.strategy not in (None, rest.strategy):
             rest = replace(rest, reshard_after_forward=None)

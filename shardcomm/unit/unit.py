@@ -1,8 +1,8 @@
 """Units: which module's parameters are gathered together, and which parameters those are.
 
-Every parameter belongs to the innermost unit around it; the model itself is the outermost unit and takes the rest. A
-parameter that several units use (tied weights) belongs to the innermost unit around all of them, which is gathered
-as long as any of them runs::
+Every parameter belongs to the innermost unit around it. The model itself is the outermost unit, which has all other
+parameters. A parameter that several units use (tied weights) belongs to the innermost unit around all of them, which
+is gathered as long as any of them runs::
 
     model                 unit 0: embed.weight, norm.weight, head.weight (tied to embed: one parameter, two places)
       embed
@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from shardcomm.parameter.tensor_parallel import Distribution
-from shardcomm.schedule.schedule import Phase, Trigger
+from shardcomm.schedule.triggers import Phase, Trigger
 from shardcomm.unit.policy import Policy
 
 Units = (
@@ -30,14 +30,18 @@ Units = (
     | Mapping[nn.Module | type[nn.Module], Policy | None]
     | None
 )
+"""What `fully_shard` takes as `units`."""
 
 
 @dataclass
 class OwnedParam:
-    """A parameter of a unit: its name in the model, and every place (module, attribute) that shows it.
+    """A parameter of a unit.
 
-    `param`: the full parameter, and once it is sharded this rank's rows. `distribution`: of one that is a DTensor, of
-    which this rank's rows are rows of its local tensor.
+    Attributes:
+        name: Its name in the model.
+        param: The full parameter, and this rank's rows once it is sharded.
+        places: Every place (module, attribute) that shows it.
+        distribution: How a DTensor is distributed, whose local tensor is then sharded; None for a plain parameter.
     """
 
     name: str
@@ -49,7 +53,7 @@ class OwnedParam:
         self.distribution = Distribution.of(self.name, self.param)
 
     def check(self, shard: nn.Parameter, full: nn.Parameter) -> None:
-        """RuntimeError unless all its places show one of them."""
+        """RuntimeError unless all places of the parameter show `shard` or `full`."""
         for module, attribute in self.places:
             shown = module._parameters.get(attribute)
             if shown is not shard and shown is not full:
@@ -67,7 +71,14 @@ class OwnedParam:
 
 @dataclass
 class UnitParams:
-    """A unit's module and the parameters it owns, in the model's order; the model itself is "(root)"."""
+    """A unit and its parameters.
+
+    Attributes:
+        name: The module's name in the model; "(root)" for the model itself.
+        module: The unit's module.
+        params: The parameters that belong to the unit, in the model's order.
+        policy: The unit's own policy.
+    """
 
     name: str
     module: nn.Module
@@ -78,16 +89,18 @@ class UnitParams:
 def find_units(
     model: nn.Module, units: Units, ignored: Iterable[nn.Parameter] = ()
 ) -> list[UnitParams]:
-    """The units of `model`, the model itself first, in the order the model registers them.
+    """The units of `model`, the model itself first, in the order in which the model registers them.
 
     Args:
-        units: modules, or module classes whose instances are units; with policies, if it is a mapping. None takes the
-            entries of every `nn.ModuleList`, containers apart, that is not inside such an entry.
-        ignored: parameters that belong to no unit.
+        model: The model.
+        units: Modules, or module classes whose instances are units; a mapping gives them policies. None takes the
+            entries of every `nn.ModuleList` that have a forward and are not inside such an entry.
+        ignored: Parameters that belong to no unit.
 
     Raises:
-        TypeError, ValueError: a unit is not a module of the model, or has parameters and no forward before which to
-            gather them; or `ignored` has something else than parameters of the model.
+        TypeError: `units` or `ignored` is none of the accepted types.
+        ValueError: A unit is not a module of the model, or has parameters and no forward before which to gather them;
+            or `ignored` has something else than parameters of the model.
     """
     policies = _unit_modules(model, units)
     modules = policies.keys()
@@ -115,14 +128,14 @@ def find_units(
         found[owner].params.append(OwnedParam(name, param, list(places[param])))
     if found[model].params and not _has_forward(model):
         raise ValueError(
-            f"fully_shard: model is a {type(model).__name__} with parameters and without a forward before which they "
+            f"model is a {type(model).__name__} with parameters and without a forward before which they "
             "could be gathered; shard the modules in it that have one"
         )
     return list(found.values())
 
 
 def registration_order(units: Sequence[UnitParams]) -> tuple[Trigger, ...]:
-    """The forward's triggers if every module runs once, in the order of registration: the guess for the first step."""
+    """The guess for the first step: the forward's triggers if every module runs once, in the order of registration."""
     index = {unit.module: i for i, unit in enumerate(units)}
     seen: set[nn.Module] = set()
 
@@ -146,9 +159,10 @@ def _unit_modules(model: nn.Module, units: Units) -> dict[nn.Module, Policy]:
     if units is None:
         return {model: Policy()} | dict.fromkeys(_list_entries(model), Policy())
     if not isinstance(units, type | Iterable):
+        what = f"a {type(units).__name__}" if isinstance(units, nn.Module) else repr(units)
         raise TypeError(
-            f"fully_shard: units is {units!r}; it must be modules, module classes, a mapping of these to policies, or "
-            "None for the entries of ModuleLists"
+            f"units is {what}; it must be a list of modules, module classes, a mapping of these to "
+            "policies, or None for the entries of ModuleLists"
         )
     given = [units] if isinstance(units, type) else list(units)
     policies = {
@@ -162,21 +176,21 @@ def _unit_modules(model: nn.Module, units: Units) -> dict[nn.Module, Policy]:
         instances = [module for module in everything if isinstance(module, kind)]
         if not instances:
             raise ValueError(
-                f"fully_shard: units contains the class {kind.__name__}, of which the model has no module"
+                f"units contains the class {kind.__name__}, of which the model has no module"
             )
         chosen |= dict.fromkeys(instances, policy)
     known = set(everything)
-    # A module that is named says more than its class.
+    # The policy of a module that is named itself comes before that of its class.
     chosen |= {unit: policy for unit, policy in policies.items() if not isinstance(unit, type)}
     for module in chosen:
         if module not in known:
             raise ValueError(
-                f"fully_shard: units contains {type(module).__name__}, which is not a module of the model; "
+                f"units contains {type(module).__name__}, which is not a module of the model; "
                 "give modules of the model, module classes, or None for the entries of its ModuleLists"
             )
         if module is not model and not _has_forward(module):
             raise ValueError(
-                f"fully_shard: units contains a {type(module).__name__}, which has no forward before which its "
+                f"units contains a {type(module).__name__}, which has no forward before which its "
                 "parameters could be gathered; give the modules in it that have one"
             )
     return chosen
@@ -187,7 +201,7 @@ def _policy(unit: object, given: object) -> Policy:
         return Policy()
     if not isinstance(given, Policy):
         raise TypeError(
-            f"fully_shard: units maps {getattr(unit, '__name__', type(unit).__name__)} to {given!r}; it must be a "
+            f"units maps {getattr(unit, '__name__', type(unit).__name__)} to {given!r}; it must be a "
             "shardcomm.Policy, or None for one as the rest"
         )
     return given
@@ -196,13 +210,13 @@ def _policy(unit: object, given: object) -> Policy:
 def _with_ranks(
     unit: nn.Module, policies: Mapping[nn.Module, Policy], parents: Mapping[nn.Module, nn.Module]
 ) -> Policy:
-    """Its policy, with the ranks of the unit around it: a layer of an expert is where the expert is."""
+    """The policy of `unit`, with the ranks of the unit around it: a layer of an expert is where the expert is."""
     comms = [policies[each].comm for each in _ancestors(unit, parents)]
     return replace(policies[unit], comm=next((comm for comm in comms if comm is not None), None))
 
 
 def _list_entries(module: nn.Module) -> Iterator[nn.Module]:
-    """Entries of ModuleLists that have a forward; what is in them belongs to them."""
+    """The entries of ModuleLists that have a forward. Lists inside such an entry are not looked at."""
     for child in module.children():
         if isinstance(module, nn.ModuleList) and _has_forward(child):
             yield child
@@ -213,7 +227,7 @@ def _list_entries(module: nn.Module) -> Iterator[nn.Module]:
 def _ignored(model: nn.Module, ignored: Iterable[nn.Parameter]) -> set[nn.Parameter]:
     if isinstance(ignored, torch.Tensor) or not isinstance(ignored, Iterable):
         raise TypeError(
-            f"fully_shard: ignored_params is a {type(ignored).__name__}; it must be parameters of the model"
+            f"ignored_params is a {type(ignored).__name__}; it must be parameters of the model"
         )
     left_out = set(ignored)
     known = set(model.parameters())
@@ -221,21 +235,21 @@ def _ignored(model: nn.Module, ignored: Iterable[nn.Parameter]) -> set[nn.Parame
         if param not in known:
             what = f"{tuple(param.shape)}" if isinstance(param, torch.Tensor) else repr(param)
             raise ValueError(
-                f"fully_shard: ignored_params contains {what}, which is not a parameter of the model; give parameters, "
+                f"ignored_params contains {what}, which is not a parameter of the model; give parameters, "
                 "for instance [*model.head.parameters()]"
             )
     return left_out
 
 
 def _has_forward(module: nn.Module) -> bool:
-    """Containers (ModuleList, ModuleDict, ...) have none: their hooks never fire."""
+    """Whether `module` has a forward. Containers (ModuleList, ModuleDict, ...) have none, so their hooks never fire."""
     return getattr(module.forward, "__func__", None) is not nn.Module.forward
 
 
 def _walk(
     module: nn.Module, unit: nn.Module, parent: nn.Module, units: Collection[nn.Module]
 ) -> Iterator[tuple[nn.Module, nn.Module, nn.Module]]:
-    """Every (module, unit it belongs to, unit around that one), once for each path that leads to it."""
+    """Every (module, its unit, the unit around that), once for each path that leads to the module."""
     if module in units and module is not unit:
         unit, parent = module, unit
     yield module, unit, parent

@@ -19,6 +19,7 @@ def tensors_of(rank: int, dtype: torch.dtype = torch.float32) -> dict[str, torch
     }
 
 
+@pytest.mark.covers("buckets")
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
 @pytest.mark.parametrize("async_op", [False, True])
 def test_gather_gives_the_full_parameters_and_reduce_the_mean(ranks: int, async_op: bool) -> None:
@@ -62,6 +63,7 @@ def test_shards_are_this_ranks_rows() -> None:
         assert torch.equal(torch.cat([rank[i] for rank in shards]), expected), name
 
 
+@pytest.mark.covers("buckets")
 @pytest.mark.parametrize("granularity", ["element", "row", "tensor"])
 @pytest.mark.parametrize("dim", [0, 1])
 def test_any_granularity_and_shard_dim_gathers_the_same(granularity: str, dim: int) -> None:
@@ -85,6 +87,7 @@ def test_any_granularity_and_shard_dim_gathers_the_same(granularity: str, dim: i
     run_threads(body, 3)
 
 
+@pytest.mark.covers("buckets", "sums in fp32")
 @pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
 def test_half_precision_wire_rounds_once_and_sums_in_fp32(half: torch.dtype) -> None:
     ranks = 3
@@ -104,6 +107,7 @@ def test_half_precision_wire_rounds_once_and_sums_in_fp32(half: torch.dtype) -> 
     run_threads(body, ranks)
 
 
+@pytest.mark.covers("buckets")
 @pytest.mark.parametrize(("replicas", "shards"), [(1, 2), (2, 1), (2, 2), (3, 2)])
 @pytest.mark.parametrize("async_op", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -246,15 +246,18 @@ def scattered_between_processes(seed: int) -> None:
             scattered(comm, seed)
 
 
+@pytest.mark.covers("NaN and Inf flags")
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_a_reduce_scatter_sets_the_flag_of_the_rank_whose_part_it_is(ranks: int, seed: int) -> None:
     run_threads(lambda comm: scattered(comm, seed), ranks)
 
 
+@pytest.mark.covers("NaN and Inf flags")
 def test_a_reduce_scatter_between_processes_does_so_too(seed: int) -> None:
     launch(scattered_between_processes, 2, (seed,), timeout_s=60)
 
 
+@pytest.mark.covers("NaN and Inf flags")
 @pytest.mark.gpu
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_a_reduce_scatter_on_a_gpu_does_so_too(ranks: int, seed: int) -> None:
@@ -323,7 +326,7 @@ def test_queued_reduce_keeps_its_flag() -> None:
 def test_bound_reduce_refuses_another_size_or_dtype() -> None:
     def body(comm: Communicator) -> None:
         send = comm.allocate(8, use="reduce")
-        reduce = comm.bind_reduce_scatter(torch.zeros(4), send)
+        reduce = comm.bind_reduction(torch.zeros(4), send)
         stream = Stream()
         for recv in (torch.zeros(2), torch.zeros(4, dtype=torch.float64)):
             with pytest.raises(ValueError, match=r"it was bound with 4 of torch\.float32"):

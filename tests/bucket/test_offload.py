@@ -44,6 +44,7 @@ def assert_equal(got: dict[str, Any], wanted: dict[str, Any]) -> None:
         assert torch.equal(got[name], value), name
 
 
+@pytest.mark.covers("CPU offload", "gradient accumulation", "mixed precision")
 @pytest.mark.parametrize(
     ("strategy", "replicas", "shards"),
     [
@@ -70,6 +71,7 @@ def test_training_is_bitwise_that_without_offload(
     run_mesh(body, replicas, shards)
 
 
+@pytest.mark.covers("CPU offload")
 @pytest.mark.parametrize(
     "variant", ["frozen", "tied-across-units", "unused", "twice", "reversed", "checkpoint"]
 )
@@ -215,6 +217,7 @@ def test_checkpoints_know_nothing_of_offload(saved_offloaded: bool, tmp_path: Pa
     assert_equal(engine.full_state_dict(), two_steps())
 
 
+@pytest.mark.covers("CPU offload", "frozen and tied parameters")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_frozen_parameters_may_be_thawed(ranks: int) -> None:
     """Also where they are larger than all whose gradients there were before."""
@@ -239,6 +242,7 @@ def test_frozen_parameters_may_be_thawed(ranks: int) -> None:
     run_threads(body, ranks)
 
 
+@pytest.mark.covers("CPU offload", "state dicts")
 def test_full_tensors_are_loaded_into_host_memory() -> None:
     def body(comm: Communicator) -> None:
         model, other = make(), make(seed=1)
@@ -319,6 +323,7 @@ def test_shards_and_gradients_are_pinned_and_full_parameters_on_the_gpu() -> Non
     run_threads(body, 2, device="cuda")
 
 
+@pytest.mark.covers("CPU offload")
 @pytest.mark.gpu
 @pytest.mark.parametrize(("replicas", "shards"), [(1, 1), (2, 1), (1, 2), (2, 2)])
 def test_gradients_of_a_gpu_are_bitwise_those_without_offload(replicas: int, shards: int) -> None:
@@ -341,6 +346,7 @@ def test_gradients_of_a_gpu_are_bitwise_those_without_offload(replicas: int, sha
     run_mesh(body, replicas, shards, device="cuda")
 
 
+@pytest.mark.covers("CPU offload")
 @pytest.mark.gpu
 def test_training_on_a_gpu_is_that_without_offload_within_rounding() -> None:
     """The optimizer's arithmetic is the CPU's."""

@@ -89,6 +89,7 @@ def test_padding_of_a_shared_buffer_holds_nothing_of_another_bucket() -> None:
     run_threads(body, 2)
 
 
+@pytest.mark.covers("gradient accumulation")
 def test_an_inner_no_sync_does_not_end_the_outer_one() -> None:
     def body(comm: Communicator) -> None:
         model, plain = twins(Chain)
@@ -234,6 +235,7 @@ def test_a_units_gradients_are_packed_before_the_next_units_backward(make: type[
     run_threads(body, 2)
 
 
+@pytest.mark.covers("gradient accumulation")
 def test_replicas_sum_what_backward_told_only_at_its_end() -> None:
     def body(mesh: Mesh) -> None:
         model, plain = twins(Either)

@@ -295,11 +295,12 @@ def end_in(
         tell.send((time.monotonic(), said))
 
 
+@pytest.mark.covers("checkpoint folders")
 @pytest.mark.parametrize(
     ("operation", "how", "deadline_s"),
     [
         ("save", signal.SIGKILL, 60.0),
-        ("save", signal.SIGSTOP, 0.5),
+        ("save", signal.SIGSTOP, 1.0),
         ("load", signal.SIGKILL, 60.0),
     ],
     ids=["save-kill", "save-stop", "load-kill"],

@@ -36,6 +36,7 @@ def write(checkpoints: Checkpoints, step: int, rank: int) -> None:
         (path / str(rank)).write_text(str(step))
 
 
+@pytest.mark.covers("checkpoint folders")
 def test_the_newest_two_are_kept(tmp_path: Path) -> None:
     def body(comm: Communicator) -> None:
         checkpoints = Checkpoints(tmp_path / "made", comm)
@@ -78,6 +79,7 @@ def test_a_save_that_fails_on_one_rank_is_no_checkpoint(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["step-00000001", "step-00000003"]
 
 
+@pytest.mark.covers("checkpoint folders")
 def test_a_save_in_the_background_is_a_checkpoint_once_it_is_written(tmp_path: Path) -> None:
     def body(comm: Communicator) -> None:
         checkpoints = Checkpoints(tmp_path, comm)
@@ -288,6 +290,7 @@ def save_until_error(
         tell.send(str(error))
 
 
+@pytest.mark.covers("checkpoint folders")
 def test_a_rank_killed_while_saving_damages_no_checkpoint(seed: int, tmp_path: Path) -> None:
     choose = random.Random(seed)
     directory = tmp_path / "checkpoints"

@@ -68,6 +68,7 @@ def test_a_full_state_dict_for_a_rank_that_is_not_there_is_refused() -> None:
     run_threads(body, 2)
 
 
+@pytest.mark.covers("state dicts")
 @pytest.mark.parametrize("make", [Normed, Nested])
 def test_extra_state_passes_both_ways(make: type[nn.Module]) -> None:
     def body(comm: Communicator) -> None:
@@ -108,6 +109,7 @@ def test_refused_state_dict_changes_nothing(wrong: str, value: object) -> None:
     run_threads(body, 2)
 
 
+@pytest.mark.covers("state dicts")
 def test_state_dict_round_trip() -> None:
     def body(comm: Communicator) -> dict[str, torch.Tensor]:
         model = make("tied", seed=1)

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import fully_shard as fsdp2_shard
 from torch.distributed.tensor import Shard
 
-from shardcomm import Communicator, Engine, RowBlock, fully_shard, launch
+from shardcomm import STRATEGIES, Communicator, Engine, RowBlock, fully_shard, launch
 from shardcomm.parameter.shard_tensor import ShardTensor
 from support.generator import seeded
 from support.nets import batch, loss_of, reference
@@ -237,6 +237,7 @@ def loaded_by_plain(checkpoint: Path, optimizer_of: OptimizerOf) -> dict[str, An
     return plain_state(model, optimizer)
 
 
+@pytest.mark.covers("checkpoints", strategies=[*STRATEGIES], transports=["shm"])
 @pytest.mark.parametrize("name", [*OPTIONS, "hybrid"])
 def test_a_plain_model_loads_what_ranks_saved(
     name: str, saved: Path, expected: dict[str, Any]
@@ -244,6 +245,7 @@ def test_a_plain_model_loads_what_ranks_saved(
     assert_equal(loaded_by_plain(saved / name, adamw), expected)
 
 
+@pytest.mark.covers("checkpoints", "optimizer state", strategies=["full_shard"])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_any_number_of_ranks_loads_what_others_saved(
@@ -256,6 +258,7 @@ def test_any_number_of_ranks_loads_what_others_saved(
     )
 
 
+@pytest.mark.covers("checkpoints", "optimizer state")
 def test_training_goes_on_where_it_was_saved(saved: Path, expected: dict[str, Any]) -> None:
     def body(comm: Communicator) -> dict[str, torch.Tensor]:
         model, optimizer, engine = load_into_engine(comm, saved / "rows", expected)
@@ -278,6 +281,7 @@ def test_training_goes_on_where_it_was_saved(saved: Path, expected: dict[str, An
     assert_equal(run_threads(body, SAVED_BY)[0], model.state_dict())
 
 
+@pytest.mark.covers("optimizer state", "owners", strategies=["full_shard"])
 def test_adafactor_goes_on_where_ranks_hold_whole_parameters(saved: Path, tmp_path: Path) -> None:
     model, optimizer = trained(adafactor)
     expected = copy.deepcopy(plain_state(model, optimizer))
@@ -345,6 +349,12 @@ def full(state: Any) -> Any:
     return state.full_tensor() if hasattr(state, "full_tensor") else state
 
 
+@pytest.mark.covers(
+    "checkpoints",
+    "optimizer state",
+    strategies=["full_shard", "shard_grad_op", "no_shard"],
+    transports=["local"],
+)
 def test_fsdp2_loads_what_ranks_saved_and_back(
     saved: Path, expected: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -358,6 +368,9 @@ def test_fsdp2_loads_what_ranks_saved_and_back(
         )
 
 
+@pytest.mark.covers(
+    "checkpoints", "optimizer state", strategies=["full_shard", "shard_grad_op", "no_shard"]
+)
 def test_ranks_load_what_a_plain_model_saved(expected: dict[str, Any], tmp_path: Path) -> None:
     model, optimizer = trained()
     model_state, optim_state = get_state_dict(model, optimizer)
@@ -409,6 +422,7 @@ def test_asking_for_an_optimizers_state_changes_no_parameter(name: str) -> None:
     assert name == "stateless" or trainable <= state["state"].keys()
 
 
+@pytest.mark.covers("optimizer state", "optimizers")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_any_optimizer_goes_on_where_it_was(name: str) -> None:
     def run(comm: Communicator, steps: int, state: Any = None) -> tuple[Any, dict[str, Any]]:

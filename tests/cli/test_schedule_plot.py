@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from shardcomm.cli.schedule_plot import Box, boxes_of, draw
-from shardcomm.schedule.schedule import Phase, Schedule, Trigger
+from shardcomm.schedule.schedule import Schedule
 from shardcomm.schedule.strategy import STRATEGIES
+from shardcomm.schedule.triggers import Phase, Trigger
 
 BLOCKS = (1, 2, 3)
 

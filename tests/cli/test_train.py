@@ -100,6 +100,7 @@ def test_same_seed_gives_the_same_losses(options: dict[str, str], text_file: str
     assert run(text_file, seed=4, **options).losses != losses
 
 
+@pytest.mark.covers("training parity")
 def test_strategies_agree_and_each_is_held_against_what_it_shares_out(text_file: str) -> None:
     sharded = run(text_file)
     assert run(text_file, strategy="shard_grad_op").losses == sharded.losses
@@ -140,6 +141,7 @@ def test_torchrun_gives_the_ranks(text_file: str) -> None:
     assert json.loads(done.stdout)["ranks"] == 3
 
 
+@pytest.mark.covers("failed ranks", transports=["shm"])
 def test_killed_rank_ends_the_run(long_run: subprocess.Popen[str]) -> None:
     os.kill(ranks_of(long_run)[0], signal.SIGKILL)
     _, err = long_run.communicate(timeout=20)

@@ -85,6 +85,7 @@ def test_rank_0_may_be_the_one_with_fewer_trained_parameters() -> None:
     assert "on rank 1" in first
 
 
+@pytest.mark.covers("ranks that differ")
 @pytest.mark.parametrize(
     ("other", "message"),
     [
@@ -180,6 +181,7 @@ def test_a_parameter_tied_to_another_one() -> None:
     assert "parameter 'layers.0.1.weight'" in said
 
 
+@pytest.mark.covers("ranks that differ")
 @pytest.mark.parametrize(
     ("mine", "others", "message"),
     [
@@ -203,6 +205,7 @@ def test_another_argument_on_one_rank(mine: Any, others: Any, message: str) -> N
     assert message in said
 
 
+@pytest.mark.covers("ranks that differ")
 def test_ranks_of_a_mesh_are_counted_row_by_row() -> None:
     def rank(mesh: Mesh) -> str:
         net = Net(layers=3 if mesh.rank == 4 else 2)
@@ -219,6 +222,7 @@ def over(transport: str) -> str:
         return said_by_all(comm, Net(hidden=16 + comm.rank))
 
 
+@pytest.mark.covers("ranks that differ")
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
 def test_between_processes(transport: str) -> None:
     (said,) = set(launch(over, 2, (transport,), timeout_s=60))

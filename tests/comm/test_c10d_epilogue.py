@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -46,6 +47,7 @@ def summed_in_float32() -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.covers("sums in fp32")
 def test_halves_are_summed_in_float32_and_rounded_once() -> None:
     launch(summed_in_float32, 3, timeout_s=60)
 
@@ -91,6 +93,7 @@ def looked_at() -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.covers("NaN and Inf flags")
 def test_what_is_not_finite_is_found_on_the_rank_that_holds_it() -> None:
     launch(looked_at, 2, timeout_s=60)
 
@@ -115,5 +118,6 @@ def in_either_order() -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.covers("streams and lifetimes")
 def test_a_gather_and_a_reduce_may_come_in_either_order() -> None:
     launch(in_either_order, 2, timeout_s=60)

@@ -52,6 +52,7 @@ def test_fields_survive_a_pickle() -> None:
     assert (str(again), again.kind, again.rank) == ("text", "died", 3)
 
 
+@pytest.mark.covers("different calls")
 def test_different_collectives_are_a_mismatch_of_nobody() -> None:
     def body(comm: Communicator) -> None:
         gather(comm)
@@ -64,6 +65,7 @@ def test_different_collectives_are_a_mismatch_of_nobody() -> None:
         assert fields["reporter"] in (0, 1)
 
 
+@pytest.mark.covers("ranks that wait for each other")
 def test_ranks_that_wait_for_each_other_are_a_mismatch() -> None:
     def body(comm: Communicator) -> None:
         gather(comm)
@@ -76,6 +78,7 @@ def test_ranks_that_wait_for_each_other_are_a_mismatch() -> None:
         assert (fields["operation"], fields["sequence"]) == (own[rank], 2)
 
 
+@pytest.mark.covers("late rank")
 def test_a_rank_that_does_not_come_is_late() -> None:
     over = threading.Event()
 
@@ -129,6 +132,7 @@ def die(folder: Path) -> None:
     (folder / str(comm.rank)).write_text(repr(fields))
 
 
+@pytest.mark.covers("dead rank")
 def test_a_rank_that_dies_is_the_one_that_died(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="rank 1 was killed by SIGKILL"):
         launch(die, 3, (tmp_path,), timeout_s=DEADLINE_S)
@@ -150,6 +154,7 @@ def refuse_on_rank_1() -> dict[str, Any]:
     return fields_of(lambda: Communicator.from_env(deadline_s=DEADLINE_S))
 
 
+@pytest.mark.covers("set-up that fails")
 def test_what_ends_set_up_on_one_rank_has_fields_on_the_others() -> None:
     heard, _ = launch(refuse_on_rank_1, 2, timeout_s=DEADLINE_S)
     assert (heard["kind"], heard["rank"], heard["reporter"]) == ("aborted", 1, 1)
@@ -169,6 +174,7 @@ def over_gloo() -> list[dict[str, Any]]:
     return [aborted, closed]
 
 
+@pytest.mark.covers("abort and close")
 def test_c10d_has_the_fields_too() -> None:
     for rank, (aborted, closed) in enumerate(launch(over_gloo, 2, timeout_s=DEADLINE_S)):
         assert (aborted["kind"], aborted["rank"]) == ("aborted", rank)

@@ -25,11 +25,13 @@ def random_collectives_from_env(seed: int, cases: int, transport: str) -> None:
         random_collectives(comm, seed, cases)
 
 
+@pytest.mark.covers("collectives")
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8])
 def test_random_collectives_between_threads(ranks: int, seed: int) -> None:
     run_threads(lambda comm: random_collectives(comm, seed, 1000), ranks, deadline_s=120)
 
 
+@pytest.mark.covers("collectives")
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 def test_random_collectives_between_processes(ranks: int, seed: int) -> None:
     launch(random_collectives_from_env, ranks, (seed, 1250, "shm"), timeout_s=120)
@@ -69,6 +71,7 @@ def test_a_gpu_that_is_not_there_is_refused_with_the_reason() -> None:
             ask()
 
 
+@pytest.mark.covers("streams and lifetimes")
 def test_tensors_on_a_stream_live_until_it_is_done() -> None:
     def body(comm: Communicator) -> None:
         streams = Streams(comm.device)
@@ -136,6 +139,7 @@ def exact_on_c10d() -> None:
                 torch.testing.assert_close(buffer, reduced(everybody, op))
 
 
+@pytest.mark.covers("collectives")
 def test_c10d_gives_the_same() -> None:
     launch(exact_on_c10d, 3, timeout_s=60)
 
@@ -183,6 +187,7 @@ def test_private_buffers_larger_than_the_staging_area() -> None:
     launch(large_buffers, 3, timeout_s=60)
 
 
+@pytest.mark.covers("receipts")
 def test_receipts_say_the_path_and_why() -> None:
     def body(comm: Communicator) -> None:
         comm.all_gather(comm.allocate(8, use="gather"), torch.ones(4))
@@ -196,6 +201,7 @@ def test_receipts_say_the_path_and_why() -> None:
     run_threads(body, 2)
 
 
+@pytest.mark.covers("sums in fp32")
 def test_halves_are_summed_in_fp32() -> None:
     # 256 + 1 + 1 in bf16 steps of 2: rounding after each addition loses both ones.
     def body(comm: Communicator) -> torch.Tensor:
@@ -220,6 +226,7 @@ def test_nan_and_infinity_come_through() -> None:
     run_threads(body, 3)
 
 
+@pytest.mark.covers("streams and lifetimes")
 def test_gather_and_reduce_may_run_at_once() -> None:
     def body(comm: Communicator) -> None:
         gathers, reduces = Stream(), Stream()
@@ -332,6 +339,7 @@ def forked_child_lets_go() -> None:
     assert torch.equal(value, torch.full((4,), float(comm.size)))
 
 
+@pytest.mark.covers("forks")
 def test_a_forked_child_that_closes_or_drops_it_is_not_the_rank() -> None:
     launch(forked_child_lets_go, 2, timeout_s=60)
 

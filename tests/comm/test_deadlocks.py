@@ -50,6 +50,7 @@ def crosswise_from_env(on_streams: bool) -> tuple[str, float]:
         return crosswise(comm, on_streams), time.monotonic() - begin
 
 
+@pytest.mark.covers("ranks that wait for each other")
 @pytest.mark.parametrize("on_streams", [False, True], ids=["by the caller", "on streams"])
 def test_ranks_in_different_channels_are_all_named_at_once(on_streams: bool) -> None:
     for message, seconds in launch(crosswise_from_env, 3, (on_streams,), timeout_s=60):
@@ -62,6 +63,7 @@ def test_ranks_in_different_channels_are_all_named_at_once(on_streams: bool) -> 
         assert message.count(") is in all_reduce(f32, count 4, sum) #3") >= 1
 
 
+@pytest.mark.covers("ranks that wait for each other")
 def test_thread_ranks_in_different_channels_are_all_named_at_once() -> None:
     begin = time.monotonic()
     messages = run_threads(lambda comm: crosswise(comm, False), 2, deadline_s=DEADLINE_S)
@@ -262,6 +264,7 @@ def diverge_from_env(how: Diverge) -> tuple[str, float]:
         return diverge(comm.rank, comm, how), time.monotonic() - begin
 
 
+@pytest.mark.covers("failed ranks")
 @pytest.mark.parametrize(
     "how",
     [one_sided_no_sync, evaluation_on_one_rank, exception_in_one_backward],

@@ -60,6 +60,7 @@ def train_until_error(rank: int, ranks: int, address: str, tell: Connection) -> 
         tell.send(str(error))
 
 
+@pytest.mark.covers("failed ranks", "dead rank")
 def test_rank_killed_at_random_moments_of_training_is_named_by_all_others(seed: int) -> None:
     choose = random.Random(seed)
     context = get_context("forkserver")
@@ -166,6 +167,7 @@ def other_tag(comm: Communicator) -> None:
     comm.all_gather(torch.zeros(12), torch.zeros(4), tag=2 if comm.rank == 1 else 0)
 
 
+@pytest.mark.covers("different calls")
 @pytest.mark.parametrize(
     ("call", "theirs", "ours"),
     [
@@ -186,6 +188,7 @@ def test_rank_that_calls_something_else_is_named_with_both_calls(
         assert f"rank 0 called {ours} #" in message
 
 
+@pytest.mark.covers("late rank")
 def test_late_rank_is_named() -> None:
     others_failed = threading.Event()
 
@@ -202,6 +205,7 @@ def test_late_rank_is_named() -> None:
         assert "rank 2 did not come within 0.3 s" in message
 
 
+@pytest.mark.covers("ranks that wait for each other")
 def test_a_gather_that_meets_a_reduce_ends_with_both_named() -> None:
     def body(comm: Communicator) -> None:
         (gather if comm.rank == 0 else reduce)(comm)
@@ -213,6 +217,7 @@ def test_a_gather_that_meets_a_reduce_ends_with_both_named() -> None:
         )
 
 
+@pytest.mark.covers("abort and close")
 def test_rank_that_closes_is_named() -> None:
     def body(comm: Communicator) -> None:
         if comm.rank == 1:
@@ -237,6 +242,7 @@ def test_closing_releases_the_own_thread_that_waits_and_refuses_later_calls() ->
         comms[1].all_reduce(torch.zeros(4))
 
 
+@pytest.mark.covers("abort and close")
 def test_abort_reaches_ranks_that_wait_on_a_stream() -> None:
     def body(comm: Communicator) -> None:
         if comm.rank == 0:
@@ -251,6 +257,7 @@ def test_abort_reaches_ranks_that_wait_on_a_stream() -> None:
     run_threads(body, 2)
 
 
+@pytest.mark.covers("failed ranks")
 @pytest.mark.parametrize("group", ["shard", "replicate"])
 @pytest.mark.parametrize("steps", [0, 2], ids="after {} steps".format)
 def test_a_failure_of_one_group_of_a_mesh_ends_all_groups_and_names_its_cause(
@@ -280,6 +287,7 @@ def test_a_failure_of_one_group_of_a_mesh_ends_all_groups_and_names_its_cause(
         assert "rank 0 aborted: the data is bad" in message
 
 
+@pytest.mark.covers("failed ranks", "state dicts", "CPU offload")
 @pytest.mark.parametrize("cpu_offload", [False, True])
 @pytest.mark.parametrize("group", ["shard", "replicate"])
 @pytest.mark.parametrize("when", ["forward", "backward"])

@@ -110,6 +110,7 @@ def post_from_a_child() -> str:
         return str(caught.value)
 
 
+@pytest.mark.covers("forks")
 def test_a_child_cannot_call_as_its_rank() -> None:
     waited, _ = launch(post_from_a_child, 2, timeout_s=60)
     assert "rank 1 has seen enough" in waited
@@ -128,5 +129,6 @@ def abort_from_a_child() -> None:
         assert torch.equal(value, torch.full((4,), float(comm.size)))
 
 
+@pytest.mark.covers("forks")
 def test_a_child_that_aborts_or_closes_does_not_touch_the_group() -> None:
     launch(abort_from_a_child, 2, timeout_s=60)

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.gpu
 train = partial(nets.train, optimizer_of=sgd_of)
 
 
+@pytest.mark.covers("collectives")
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 def test_random_collectives(ranks: int, seed: int) -> None:
     run_threads(
@@ -25,6 +26,7 @@ def test_random_collectives(ranks: int, seed: int) -> None:
     )
 
 
+@pytest.mark.covers("streams and lifetimes")
 def test_collectives_come_after_what_was_queued_before_and_before_what_comes_after() -> None:
     def body(comm: Communicator) -> None:
         full = comm.allocate(comm.size << 22, use="gather")
@@ -42,6 +44,7 @@ def test_collectives_come_after_what_was_queued_before_and_before_what_comes_aft
     run_threads(body, 4, device="cuda")
 
 
+@pytest.mark.covers("training parity")
 @pytest.mark.parametrize(
     "variant", ["", "tied", "frozen", "unused", "twice", "reversed", "checkpoint"]
 )
@@ -54,6 +57,7 @@ def test_training_equals_data_parallel_on_the_cpu(variant: str, ranks: int) -> N
                 torch.testing.assert_close(state[name].cpu(), value, rtol=1e-3, atol=1e-4, msg=name)
 
 
+@pytest.mark.covers("prefetch and slots", "training parity")
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
 @pytest.mark.parametrize(("prefetch", "slots"), [(0, 1), (1, 2), (1, 3), (9, None)])
 def test_strategy_prefetch_and_slots_do_not_change_results(
@@ -68,6 +72,7 @@ def test_strategy_prefetch_and_slots_do_not_change_results(
             assert torch.equal(state[name], value), name
 
 
+@pytest.mark.covers("training parity")
 @pytest.mark.parametrize(("replicas", "shards"), [(2, 1), (2, 2)])
 def test_hybrid_shard_equals_data_parallel_on_the_cpu(replicas: int, shards: int) -> None:
     def body(mesh: Mesh) -> dict[str, torch.Tensor]:
@@ -80,6 +85,7 @@ def test_hybrid_shard_equals_data_parallel_on_the_cpu(replicas: int, shards: int
                 torch.testing.assert_close(state[name].cpu(), value, rtol=1e-3, atol=1e-4, msg=name)
 
 
+@pytest.mark.covers("mixed precision")
 def test_half_precision_trains() -> None:
     half = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     expected = reference(make(), 2, optimizer_of=sgd_of).state_dict()

@@ -253,11 +253,13 @@ def run_checks(*checks: Check) -> None:
     comm.close()
 
 
+@pytest.mark.covers("collectives")
 def test_collectives_are_torchs() -> None:
     checks = (gathers, reduces, epilogues, uneven_parts, halves, paths, others, refused, overlap)
     launch(run_checks, 2, checks, timeout_s=LAUNCH_S)
 
 
+@pytest.mark.covers("streams and lifetimes")
 def test_a_gather_is_captured_in_a_graph() -> None:
     launch(run_checks, 2, (captured,), timeout_s=LAUNCH_S)
 
@@ -293,6 +295,7 @@ def other_rank_dies(rank: int, port: int, tell: Connection) -> None:
     tell.send(errors_after(comm))
 
 
+@pytest.mark.covers("dead rank")
 def test_killed_rank_ends_the_other_within_the_deadline() -> None:
     context = get_context("forkserver")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -327,6 +330,7 @@ def mismatch() -> str:
     return errors_after(comm)
 
 
+@pytest.mark.covers("different calls")
 def test_mismatch_ends_at_the_deadline() -> None:
     first, second = launch(mismatch, 2, timeout_s=LAUNCH_S)
     assert first.startswith("rank 0 of 2: all_reduce(f32, count 4, sum) #2 ")
@@ -347,6 +351,7 @@ def aborted() -> str:
     return errors_after(comm)
 
 
+@pytest.mark.covers("abort and close")
 def test_abort_ends_what_runs() -> None:
     messages = launch(aborted, 2, timeout_s=LAUNCH_S)
     assert messages == [f"rank {rank} of 2: aborted: enough" for rank in range(2)]
@@ -360,6 +365,7 @@ def train_10_steps() -> dict[str, torch.Tensor]:
     return {name: value.cpu() for name, value in state.items()}
 
 
+@pytest.mark.covers("training parity")
 def test_training_equals_the_cpus() -> None:
     expected = reference(make(), 2, steps=10, optimizer_of=sgd_of).state_dict()
     for state in launch(train_10_steps, 2, timeout_s=LAUNCH_S):

@@ -69,6 +69,7 @@ def keeps_operands(comm: Communicator, begin: Begin) -> None:
     assert all(alive), alive
 
 
+@pytest.mark.covers("streams and lifetimes")
 @pytest.mark.parametrize("begin", [gather, reduce, all_reduce, broadcast])
 def test_operands_of_queued_collectives_are_kept(begin: Begin) -> None:
     run_threads(lambda comm: keeps_operands(comm, begin), 2)
@@ -82,6 +83,7 @@ def over_gloo() -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.covers("streams and lifetimes")
 def test_operands_are_kept_over_c10d_too() -> None:
     launch(over_gloo, 2, timeout_s=60)
 

@@ -270,7 +270,7 @@ def overlapping(comm: Communicator) -> None:
     half = torch.zeros(size * n, dtype=torch.float16)
     with pytest.raises(ValueError, match="of recv's dtype"):  # a conversion in place
         comm.all_gather(half.view(torch.bfloat16), half[rank * n : (rank + 1) * n])
-    queue = comm.bind_reduce_scatter(torch.zeros(n), whole)
+    queue = comm.bind_reduction(torch.zeros(n), whole)
     with pytest.raises(ValueError, match="recv overlaps send"):
         queue(comm.streams.reduce, None, whole[after : after + n], 1.0, False, None)
     with pytest.raises(ValueError, match=r"strides|must have"):

@@ -58,6 +58,7 @@ def waiting(comm: Communicator, ranks: set[int]) -> list[Pending]:
     return entries if waiting == ranks and not waited_for & waiting else []
 
 
+@pytest.mark.covers("what ranks are in")
 def test_ranks_that_wait_are_told_with_their_call_and_whom_they_wait_for() -> None:
     come = threading.Event()
 
@@ -195,6 +196,7 @@ def watched_by_its_own_thread(gate: Path, opener: str) -> list[Pending]:
         return [p._replace(pid=everybody.tolist().index(p.pid)) for p in seen]
 
 
+@pytest.mark.covers("what ranks are in")
 def test_processes_tell_of_each_other_while_they_wait_themselves(tmp_path: Path) -> None:
     gate, seen = Gate(tmp_path), tmp_path / "seen"
     args = (gate.path, str(seen))
@@ -234,6 +236,7 @@ def waiting_over_gloo(gate: Path, seen_file: str) -> list[Pending]:
         return [p._replace(pid=None, waiting_s=None) for p in seen]
 
 
+@pytest.mark.covers("what ranks are in")
 def test_over_a_process_group_a_rank_knows_its_own(tmp_path: Path) -> None:
     gate, seen = Gate(tmp_path), tmp_path / "seen"
     with launched(waiting_over_gloo, 2, (gate.path, str(seen)), gate) as results:

@@ -133,6 +133,7 @@ def heard_of_a_death(before: Step, after: Step) -> tuple[int, str, float]:
             rank.join(10)
 
 
+@pytest.mark.covers("dead rank")
 @pytest.mark.parametrize(
     ("before", "after"),
     [(nothing, nothing), (nothing, use_all_descriptors), (forbid_pidfd_open, nothing),

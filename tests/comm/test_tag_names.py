@@ -59,6 +59,7 @@ CASES = {
 }
 
 
+@pytest.mark.covers("names of calls")
 @pytest.mark.parametrize("case", CASES)
 def test_ranks_that_gather_different_units_all_name_them(case: str) -> None:
     uneven, said = CASES[case]
@@ -72,6 +73,7 @@ def failure_of_process(uneven: bool) -> str:
         return failure(comm, uneven=uneven)
 
 
+@pytest.mark.covers("names of calls")
 def test_processes_name_them_too() -> None:
     for message in launch(failure_of_process, 2, (False,), timeout_s=DEADLINE_S):
         assert re.search(CASES["another expert"][1], message), message
@@ -190,6 +192,7 @@ def one_waits(folder: Path, transport: Literal["shm", "c10d"]) -> Pending | None
         return seen[0]
 
 
+@pytest.mark.covers("names of calls", "what ranks are in")
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
 def test_who_looks_on_sees_the_name(tmp_path: Path, transport: str) -> None:
     gate = Gate(tmp_path)

@@ -83,6 +83,7 @@ def random_uneven(comm: Communicator, seed: int, cases: int) -> None:
         comm.barrier()
 
 
+@pytest.mark.covers("uneven parts")
 @pytest.mark.parametrize("transport", ["local", "shm", "c10d"])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_random_uneven_parts(transport: str, ranks: int, seed: int) -> None:
@@ -97,12 +98,12 @@ def bound_and_on_streams(comm: Communicator) -> None:
     grads = comm.allocate(70_005, use="reduce")
     shard, reduced = torch.zeros(own), torch.zeros(own)
     gather = comm.bind_all_gather(full, shard, counts=counts)
-    reduce = comm.bind_reduce_scatter(reduced, grads, "avg", counts=counts)
+    reduce = comm.bind_reduction(reduced, grads, "avg", counts=counts)
     place = torch.arange(70_005.0)
     owner = torch.tensor([0.0] * 5 + [2.0] * 70_000)
     for step in range(3):
         shard.fill_(10 * step + comm.rank)
-        gather(streams.gather, None).wait()
+        gather.queue(streams.gather, None).wait()
         assert torch.equal(full, owner + 10 * step)
         grads.copy_(place + step * comm.rank)
         flag = torch.zeros(1, dtype=torch.int32)
@@ -117,6 +118,7 @@ def bound_and_on_streams(comm: Communicator) -> None:
     comm.barrier()
 
 
+@pytest.mark.covers("uneven parts", "streams and lifetimes")
 @pytest.mark.parametrize("transport", ["local", "shm", "c10d"])
 def test_bound_and_on_streams(transport: str) -> None:
     over(transport, bound_and_on_streams, 3)
@@ -168,6 +170,7 @@ def receipts(comm: Communicator) -> None:
     assert gathered.taken == ("c10d" if comm.transport == "c10d" else "staged")
 
 
+@pytest.mark.covers("uneven parts", "receipts")
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
 def test_receipts_tell_how_uneven_parts_went(transport: str) -> None:
     over(transport, receipts, 2)
@@ -190,8 +193,6 @@ def refused(comm: Communicator) -> None:
             lambda counts=counts: comm.reduce_scatter(part, full, counts=counts),
             lambda counts=counts: comm.bind_reduce_scatter(part, full, counts=counts),
         ):
-            if comm.transport == "c10d" and call.__code__.co_names[0].startswith("bind"):
-                continue  # checked when it is queued
             with pytest.raises(ValueError, match=message):
                 call()
     for counts in (7, "25", {2: 5}):
@@ -218,6 +219,7 @@ def disagree(comm: Communicator, gathers: bool) -> None:
     assert message.endswith("gave [2, 2, 5]")
 
 
+@pytest.mark.covers("different calls")
 @pytest.mark.parametrize("gathers", [True, False])
 @pytest.mark.parametrize("transport", ["local", "shm"])
 def test_counts_that_differ_between_ranks_are_named(transport: str, gathers: bool) -> None:

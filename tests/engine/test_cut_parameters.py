@@ -27,6 +27,7 @@ def cut(engine: Engine) -> list[str]:
     ]
 
 
+@pytest.mark.covers("training parity", "granularity")
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "hybrid_shard"])
 def test_training_equals_data_parallel(strategy: str) -> None:
     if strategy == "hybrid_shard":
@@ -38,6 +39,7 @@ def test_training_equals_data_parallel(strategy: str) -> None:
         assert_same(state, expected, bitwise=len(states) == 2, rtol=1e-4)
 
 
+@pytest.mark.covers("state dicts")
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_full_tensors_are_loaded_in_parts(ranks: int) -> None:
     def body(comm: Communicator) -> tuple[list[str], dict[str, torch.Tensor]]:
@@ -76,6 +78,7 @@ def test_one_rank_alone_gets_a_full_state_dict_that_it_asked_for() -> None:
     assert run_mesh(body, 2, 2) == [0, 1, 2, 3]
 
 
+@pytest.mark.covers("gradient clipping")
 def test_the_norm_counts_the_parts_of_all_ranks_once() -> None:
     def body(mesh: Mesh) -> torch.Tensor:
         model = wide()
@@ -156,6 +159,7 @@ def test_an_optimizers_state_is_loaded_with_its_learning_rates_and_without_what_
     run_threads(body, 2)
 
 
+@pytest.mark.covers("odd forwards")
 def test_a_unit_that_is_called_several_times_is_reduced_once() -> None:
     def reduced_bytes(forwards: int) -> int:
         def body(comm: Communicator) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -38,6 +39,7 @@ def train_both(transport: str) -> tuple[dict[str, torch.Tensor], dict[str, torch
     return ours, {name: value.clone() for name, value in ddp.module.state_dict().items()}
 
 
+@pytest.mark.covers("training parity")
 def test_fp32_at_world_size_2_is_bitwise_equal() -> None:
     for transport in ("shm", "c10d"):
         for ours, ddp in launch(train_both, 2, (transport,), timeout_s=120):
@@ -45,6 +47,7 @@ def test_fp32_at_world_size_2_is_bitwise_equal() -> None:
                 assert torch.equal(ours[name], expected), (transport, name)
 
 
+@pytest.mark.covers("training parity")
 def test_fp32_at_3_and_4_ranks_is_equal_within_summation_order() -> None:
     for ranks in (3, 4):
         for ours, ddp in launch(train_both, ranks, ("shm",), timeout_s=120):
@@ -73,6 +76,7 @@ def train_compiled() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     return states[0], states[1]
 
 
+@pytest.mark.covers("torch.compile")
 def test_compiled_blocks_train_as_eager_ones() -> None:
     for compiled, eager in launch(train_compiled, 2, timeout_s=300):
         for name, expected in eager.items():

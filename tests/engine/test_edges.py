@@ -77,6 +77,7 @@ def with_sharded(
 # Norms and clipping.
 
 
+@pytest.mark.covers("gradient clipping")
 @pytest.mark.parametrize("granularity", ["element", "row", "tensor"])
 @pytest.mark.parametrize("kind", [1.0, 2.0, 3.5, math.inf, -math.inf, 0.0])
 @pytest.mark.parametrize("foreach", [None, False])
@@ -101,6 +102,7 @@ def test_total_norm_and_clipping_are_global(
     with_sharded(body, granularity=granularity)
 
 
+@pytest.mark.covers("gradient clipping", "ignored parameters")
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("kind", [1.0, 2.0, 3.5, math.inf, -math.inf, 0.0])
 @pytest.mark.parametrize("foreach", [None, False])
@@ -169,6 +171,7 @@ def test_a_norm_is_what_it_was_where_plain_gradients_are_the_same_on_every_rank(
     run_threads(body, 3)
 
 
+@pytest.mark.covers("gradient clipping", "optimizers")
 def test_clipping_inside_an_optimizers_closure_is_global() -> None:
     """As Lightning does."""
 
@@ -615,6 +618,7 @@ def test_gradients_that_are_returned_are_refused(allow_unused: bool) -> None:
     with_sharded(body)
 
 
+@pytest.mark.covers("optimizers")
 def test_an_optimizer_in_backward_sees_the_reduced_gradients() -> None:
     def body(model: Tied, engine: Engine, twin: Tied) -> None:
         for each in (model, twin):
@@ -636,6 +640,7 @@ def test_an_optimizer_in_backward_sees_the_reduced_gradients() -> None:
     with_sharded(body)
 
 
+@pytest.mark.covers("gradient clipping")
 def test_a_hook_takes_norms_of_whole_gradients_while_others_are_reduced() -> None:
     def body(mesh: Mesh) -> None:
         model, plain = twins(lambda: nn.Sequential(*[nn.Linear(256, 256) for _ in range(8)]))
@@ -681,6 +686,7 @@ def hooked(model: Tied) -> None:
     model(IDS).square().sum().backward()
 
 
+@pytest.mark.covers("gradient accumulation")
 @pytest.mark.parametrize("loop", [zeroed, thawed, hooked])
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
 def test_gradients_are_those_without_sharding(loop: Callable[[Tied], None], strategy: str) -> None:
@@ -756,6 +762,7 @@ def test_a_models_state_dict_is_that_of_its_engine() -> None:
     with_sharded(body)
 
 
+@pytest.mark.covers("state dicts")
 @pytest.mark.parametrize("assign", [False, True])
 def test_full_tensors_load_into_a_model(assign: bool) -> None:
     other = model_of(seed=1)
@@ -797,6 +804,7 @@ def saved_as_torch_does(folder: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.covers("checkpoints")
 def test_torchs_checkpoint_tools_save_and_load_a_models_state_dict(tmp_path: Path) -> None:
     launch(saved_as_torch_does, RANKS, (str(tmp_path),), timeout_s=60)
     for name in ("own", "torch"):
@@ -806,6 +814,7 @@ def test_torchs_checkpoint_tools_save_and_load_a_models_state_dict(tmp_path: Pat
         assert all(torch.equal(state["model"][n], v) for n, v in model_of().state_dict().items())
 
 
+@pytest.mark.covers("loss scaling, NaN and Inf")
 @pytest.mark.parametrize("granularity", ["row", "tensor"])
 @pytest.mark.parametrize("bad", range(RANKS))
 def test_torchs_scaler_skips_a_step_on_all_ranks_if_one_has_an_inf(

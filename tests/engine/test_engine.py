@@ -65,6 +65,9 @@ def test_an_engine_tells_what_it_shards() -> None:
         assert held.startswith(f"  bytes of this rank: {begin}")
 
 
+@pytest.mark.covers(
+    "training parity", "frozen and tied parameters", "activation checkpointing", "odd forwards"
+)
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_training_equals_data_parallel(variant: str, ranks: int) -> None:
@@ -74,6 +77,7 @@ def test_training_equals_data_parallel(variant: str, ranks: int) -> None:
         assert_same(state, expected, bitwise=True)
 
 
+@pytest.mark.covers("prefetch and slots", "training parity")
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
 @pytest.mark.parametrize(("prefetch", "slots"), [(0, 1), (1, 2), (1, 3), (2, None), (9, None)])
 def test_strategy_prefetch_and_slots_do_not_change_results(
@@ -91,7 +95,7 @@ def test_strategy_prefetch_and_slots_do_not_change_results(
     ("options", "message"),
     [
         ({"mixed_precision": torch.bfloat16}, "mixed_precision is torch.bfloat16; it must be"),
-        ({"units": 3}, "units is 3; it must be modules, module classes"),
+        ({"units": 3}, "units is 3; it must be a list of modules, module classes"),
         ({"units": nn.Conv2d}, "class Conv2d, of which the model has no module"),
         ({"strategy": ["full_shard"]}, r"strategy is \['full_shard'\]; accepted"),
         ({"prefetch": 1.5}, "prefetch is 1.5; it must be a whole number"),
@@ -104,6 +108,7 @@ def test_options_that_are_no_such_thing_are_named(options: dict[str, object], me
         fully_shard(make(), comm, **options)  # type: ignore[arg-type]
 
 
+@pytest.mark.covers("odd forwards")
 def test_nested_units() -> None:
     def body(comm: Communicator) -> dict[str, torch.Tensor]:
         return train(comm, make("nested"), units=Block)
@@ -113,6 +118,7 @@ def test_nested_units() -> None:
         assert_same(state, expected, bitwise=True)
 
 
+@pytest.mark.covers("granularity")
 @pytest.mark.parametrize("granularity", ["element", "row", "tensor"])
 def test_granularity_does_not_change_results(granularity: str) -> None:
     expected = reference(make(), 2)
@@ -126,6 +132,7 @@ def test_ranks_start_from_rank_0() -> None:
         assert_same(state, reference(make(seed=0), 3), bitwise=False)
 
 
+@pytest.mark.covers("frozen and tied parameters")
 def test_parameter_used_by_one_rank_only_counts_zeros_for_the_others() -> None:
     class Gate(nn.Module):
         def __init__(self) -> None:
@@ -155,6 +162,7 @@ def test_parameter_used_by_one_rank_only_counts_zeros_for_the_others() -> None:
     assert [grad for grad, owns in results if not owns] == [None]  # an optimizer passes it over
 
 
+@pytest.mark.covers("gradient accumulation")
 @pytest.mark.parametrize("sync_every", [True, False])
 def test_gradient_accumulation_equals_the_large_batch(sync_every: bool) -> None:
     def body(comm: Communicator) -> dict[str, torch.Tensor]:
@@ -177,6 +185,7 @@ def test_gradient_accumulation_equals_the_large_batch(sync_every: bool) -> None:
         assert_same(state, expected, bitwise=not sync_every)
 
 
+@pytest.mark.covers("torch.func")
 def test_gradients_of_inputs_and_evaluation_between_steps() -> None:
     def body(comm: Communicator) -> torch.Tensor:
         net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
@@ -197,6 +206,7 @@ def test_gradients_of_inputs_and_evaluation_between_steps() -> None:
         assert torch.equal(grad, expected)
 
 
+@pytest.mark.covers("odd forwards")
 def test_several_forwards_before_their_backwards() -> None:
     def body(comm: Communicator) -> dict[str, torch.Tensor]:
         model = make()
@@ -214,6 +224,7 @@ def test_several_forwards_before_their_backwards() -> None:
         assert_same(state, expected, bitwise=False)
 
 
+@pytest.mark.covers("gradient clipping")
 def test_clip_grad_norm_equals_torch() -> None:
     def body(comm: Communicator) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         model = make()
@@ -250,6 +261,7 @@ def test_compiled_blocks() -> None:
     assert_same(run_threads(body, 1, deadline_s=300)[0], expected, bitwise=False)
 
 
+@pytest.mark.covers("failed ranks")
 def test_a_unit_skipped_by_one_rank_raises_on_all() -> None:
     def body(comm: Communicator) -> None:
         model = make("skipped" if comm.rank == 1 else "", layers=3)

@@ -26,6 +26,7 @@ class Quantised(nn.Module):
         return x @ (self.weight.real if self.weight.is_complex() else self.weight).to(x.dtype)
 
 
+@pytest.mark.covers("frozen and tied parameters", "mixed precision")
 @pytest.mark.parametrize("half", [None, torch.bfloat16])
 @pytest.mark.parametrize(
     "dtype",
@@ -48,6 +49,7 @@ def test_frozen_parameters_of_any_dtype_are_moved_as_they_are(
     run_threads(body, 2)
 
 
+@pytest.mark.covers("mixed precision")
 @pytest.mark.parametrize("cpu_offload", [False, True])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_float64_trains_as_it_is(ranks: int, cpu_offload: bool) -> None:
@@ -114,6 +116,7 @@ def bf16_reference(ranks: int) -> Net:
     return model
 
 
+@pytest.mark.covers("mixed precision")
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("reduce_dtype", [None, torch.float32])
 def test_bf16_parameters_with_fp32_shards(ranks: int, reduce_dtype: torch.dtype | None) -> None:
@@ -132,6 +135,7 @@ def test_bf16_parameters_with_fp32_shards(ranks: int, reduce_dtype: torch.dtype 
         assert_same(state, expected, bitwise=True)
 
 
+@pytest.mark.covers("mixed precision")
 def test_one_unit_may_hold_several_dtypes() -> None:
     def model_of() -> nn.Sequential:
         torch.manual_seed(0)

@@ -25,6 +25,7 @@ class _FailInBackward(torch.autograd.Function):
         raise Failure
 
 
+@pytest.mark.covers("exceptions")
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("no_sync", [False, True])
 def test_exception_in_backward_leaves_nothing_to_the_next_step(ranks: int, no_sync: bool) -> None:
@@ -43,6 +44,7 @@ def test_exception_in_backward_leaves_nothing_to_the_next_step(ranks: int, no_sy
     run_threads(body, ranks)
 
 
+@pytest.mark.covers("exceptions")
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("layers", [2, 4])  # with a slot each, and shared ones
 def test_exception_in_backward_leaves_nothing_to_the_next_one(ranks: int, layers: int) -> None:
@@ -76,6 +78,7 @@ def failing_forward(model: nn.Module, *, at: int) -> None:
     hook.remove()
 
 
+@pytest.mark.covers("exceptions")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_exception_in_forward_does_not_reach_the_state_dict(ranks: int) -> None:
     def body(comm: Communicator) -> None:
@@ -111,6 +114,7 @@ def test_exception_in_forward_does_not_reach_the_state_dict(ranks: int) -> None:
     run_threads(body, ranks)
 
 
+@pytest.mark.covers("exceptions")
 def test_exception_in_forward_keeps_gradients_of_no_sync() -> None:
     def body(comm: Communicator) -> None:
         model, plain = twins(Chain)
@@ -126,6 +130,7 @@ def test_exception_in_forward_keeps_gradients_of_no_sync() -> None:
     run_threads(body, 2)
 
 
+@pytest.mark.covers("exceptions")
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
 def test_exception_in_a_hook_at_the_end_of_backward_leaves_nothing_to_the_next_step(
     strategy: str,
@@ -150,6 +155,7 @@ def test_exception_in_a_hook_at_the_end_of_backward_leaves_nothing_to_the_next_s
     run_threads(body, 2)
 
 
+@pytest.mark.covers("exceptions")
 def test_zero_grad_after_an_exception_in_backward_drops_the_gradients_there_were() -> None:
     def body(comm: Communicator) -> None:
         model, plain = twins(Chain)

@@ -14,6 +14,7 @@ from support.thread_ranks import run_mesh, run_threads
 from support.twins import WIDTH, Chain, assert_same_gradients, local, twins, values
 
 
+@pytest.mark.covers("frozen and tied parameters")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_frozen_buckets_hold_no_gradients_until_they_are_thawed(ranks: int) -> None:
     def body(comm: Communicator) -> None:
@@ -62,6 +63,7 @@ def most_gradients(engine: Engine, model: nn.Module) -> tuple[int, int]:
     return max(full), max(together)
 
 
+@pytest.mark.covers("memory as planned")
 @pytest.mark.parametrize("strategy", ["no_shard", "shard_grad_op", "full_shard", "hybrid_shard"])
 def test_full_gradients_are_gone_when_the_plan_says_so(strategy: str) -> None:
     """And their unit's sharded ones come only then, into memory that the step before does not keep."""
@@ -89,6 +91,7 @@ def test_full_gradients_are_gone_when_the_plan_says_so(strategy: str) -> None:
         run_threads(body, 2)
 
 
+@pytest.mark.covers("gradient accumulation", "mixed precision")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_no_sync_sums_a_thousand_bf16_gradients_in_float32(ranks: int) -> None:
     def body(comm: Communicator) -> None:
@@ -107,6 +110,7 @@ def test_no_sync_sums_a_thousand_bf16_gradients_in_float32(ranks: int) -> None:
     run_threads(body, ranks)
 
 
+@pytest.mark.covers("gradient accumulation")
 def test_zero_grad_keeps_what_no_sync_summed() -> None:
     def body(comm: Communicator) -> None:
         model, plain = twins(Chain)

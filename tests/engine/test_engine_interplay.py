@@ -73,6 +73,7 @@ class AdaptedChain(Chain):
         return x
 
 
+@pytest.mark.covers("frozen and tied parameters")
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_adapters_beside_a_frozen_base(strategy: str, recompute: bool) -> None:
@@ -87,6 +88,7 @@ def test_adapters_beside_a_frozen_base(strategy: str, recompute: bool) -> None:
     train_both(lambda: AdaptedChain(recompute), loop, strategy=strategy)
 
 
+@pytest.mark.covers("frozen and tied parameters")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_only_what_is_trained_has_gradients_and_is_reduced(ranks: int) -> None:
     def body(comm: Communicator) -> None:
@@ -162,6 +164,7 @@ def test_two_engines_on_one_mesh() -> None:
     run_mesh(body, 2, 2)
 
 
+@pytest.mark.covers("torch.func")
 def test_gradient_penalty_of_a_critic() -> None:
     def body(comm: Communicator) -> None:
         pair, plain = twins(Pair)
@@ -179,6 +182,7 @@ def test_gradient_penalty_of_a_critic() -> None:
 # Gradients of inputs.
 
 
+@pytest.mark.covers("torch.func")
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_gradients_of_inputs(strategy: str, frozen: bool) -> None:
@@ -207,6 +211,7 @@ def test_gradients_of_inputs(strategy: str, frozen: bool) -> None:
 # Several forwards, several backwards.
 
 
+@pytest.mark.covers("odd forwards")
 @pytest.mark.parametrize("first", [0, 1])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_forwards_whose_backwards_come_one_by_one(strategy: str, first: int) -> None:
@@ -289,6 +294,7 @@ def test_evaluation_before_between_and_within_steps(
 # Units that are called twice, or not at all, as a step wants it.
 
 
+@pytest.mark.covers("odd forwards", "activation checkpointing")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(("prefetch", "back", "slots"), [(0, 3, 1), (1, None, 2), (2, 1, None)])
 def test_units_skipped_and_repeated_at_random(
@@ -317,6 +323,7 @@ def test_units_skipped_and_repeated_at_random(
 # Compiled blocks.
 
 
+@pytest.mark.covers("torch.compile")
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_compiled_blocks_train_between_evaluations(strategy: str) -> None:

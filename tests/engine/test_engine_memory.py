@@ -46,6 +46,7 @@ def test_gradients_that_somebody_has_are_not_given_back() -> None:
     assert all(map(torch.equal, before, after))
 
 
+@pytest.mark.covers("memory as planned")
 def test_each_rank_holds_its_share_and_padding_only() -> None:
     def body(comm: Communicator) -> tuple[int, ...]:
         model = make(layers=3, width=32)

@@ -36,6 +36,7 @@ class Tied(nn.Module):
         return self.head(self.norm(self.embed(tokens))) * self.head.scale
 
 
+@pytest.mark.covers("meta device", "frozen and tied parameters")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_tied_meta_parameters_and_buffers_are_materialised_once(ranks: int) -> None:
     def body(comm: Communicator) -> None:
@@ -60,6 +61,7 @@ def test_tied_meta_parameters_and_buffers_are_materialised_once(ranks: int) -> N
     run_threads(body, ranks)
 
 
+@pytest.mark.covers("meta device")
 def test_what_is_not_on_meta_keeps_its_values() -> None:
     def body(comm: Communicator) -> None:
         model = nn.Linear(WIDTH, WIDTH)
@@ -90,6 +92,7 @@ def test_meta_buffers_without_reset_parameters_are_named() -> None:
     assert model.linear.weight.is_meta
 
 
+@pytest.mark.covers("meta device")
 def test_meta_model_is_materialised_on_rank_0_and_sharded() -> None:
     def body(comm: Communicator) -> dict[str, torch.Tensor]:
         with torch.device("meta"):

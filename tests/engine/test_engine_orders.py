@@ -22,18 +22,20 @@ class Checkpointed(Chain):
         return x
 
 
+@pytest.mark.covers("activation checkpointing")
 def test_recomputed_units_keep_no_inputs() -> None:
     def body(comm: Communicator) -> None:
         model, plain = twins(Checkpointed)
         engine = fully_shard(model, comm)
         for net in (model, plain):
             net(values(3, WIDTH)).square().sum().backward()
-        assert not any(unit.marked for unit in engine.units)
+        assert not any(unit.entered for unit in engine.units)
         assert_same_gradients(engine, model, plain)
 
     run_threads(body, 2)
 
 
+@pytest.mark.covers("prefetch and slots")
 @pytest.mark.parametrize("prefetch", [1, 2])
 @pytest.mark.parametrize("train", [False, True])
 def test_prefetches_that_nobody_waits_for_do_not_meet_other_collectives(
@@ -67,6 +69,7 @@ class Tables(nn.Module):
         return self.out(sum(table(tokens) for table in self.tables))
 
 
+@pytest.mark.covers("prefetch and slots")
 @pytest.mark.parametrize("slots", [1, 2, 3])
 def test_units_without_input_gradients_share_slots(slots: int) -> None:
     def body(comm: Communicator) -> None:
@@ -79,6 +82,7 @@ def test_units_without_input_gradients_share_slots(slots: int) -> None:
     run_threads(body, 2)
 
 
+@pytest.mark.covers("odd forwards")
 @pytest.mark.parametrize("slots", [1, 2, 3])
 def test_two_forwards_of_raw_inputs_with_one_backward(slots: int) -> None:
     def body(comm: Communicator) -> None:
@@ -99,6 +103,7 @@ def penalty(model: nn.Module) -> torch.Tensor:
     return grad.square().sum()
 
 
+@pytest.mark.covers("torch.func")
 @pytest.mark.parametrize("strategy", ["shard_grad_op", "no_shard"])
 def test_double_backward_equals_plain(strategy: str) -> None:
     def body(comm: Communicator) -> None:
@@ -124,6 +129,7 @@ def test_double_backward_with_shared_slots_says_what_to_use() -> None:
     run_threads(body, 2)
 
 
+@pytest.mark.covers("odd forwards")
 def test_unit_called_by_itself_computes_with_the_parameters_of_now() -> None:
     def body(comm: Communicator) -> None:
         model, plain = twins(Chain)
@@ -137,7 +143,7 @@ def test_unit_called_by_itself_computes_with_the_parameters_of_now() -> None:
                 scaled.load_state_dict(state)
                 for _ in range(10):
                     assert torch.equal(model.blocks[3](x), scaled.blocks[3](x))
-            assert len(engine._seen) == 0
+            assert len(engine._step._seen) == 0
             torch.set_grad_enabled(True)
             model(x)  # without a backward
             torch.set_grad_enabled(False)
@@ -155,4 +161,4 @@ def test_plans_of_random_orders_are_bounded() -> None:
     for i in range(12):
         model.skipped = {i}
         model(values(3, WIDTH)).sum().backward()
-    assert engine._program.cache_info().currsize <= 8
+    assert engine._step._program.cache_info().currsize <= 8

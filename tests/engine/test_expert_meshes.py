@@ -140,6 +140,7 @@ def compare_norms(model: Net, plain: Net) -> None:
         torch.testing.assert_close(p.grad.full_tensor(), q.grad, msg=name)  # type: ignore[attr-defined]
 
 
+@pytest.mark.covers("expert meshes", "gradient clipping", "state dicts", "tensor parallel")
 @pytest.mark.parametrize(
     ("parts", "strategy", "granularity"),
     [
@@ -203,5 +204,6 @@ def norms_of_modules() -> None:
         engine.close()
 
 
+@pytest.mark.covers("expert meshes", "gradient clipping")
 def test_the_norm_of_a_module_is_of_the_ranks_that_have_it() -> None:
     launch(norms_of_modules, 4, timeout_s=DEADLINE_S)

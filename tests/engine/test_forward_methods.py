@@ -96,6 +96,7 @@ def with_sharded(body: Body, **options: Any) -> None:
     run_threads(rank, 2)
 
 
+@pytest.mark.covers("forward methods")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_generating_between_steps_is_as_without_sharding(strategy: str) -> None:
     def body(model: Any, engine: Engine, plain: Any) -> None:
@@ -114,6 +115,7 @@ def test_generating_between_steps_is_as_without_sharding(strategy: str) -> None:
     with_sharded(body, strategy=strategy)
 
 
+@pytest.mark.covers("forward methods")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_loss_of_a_methods_output_trains_as_without_sharding(strategy: str) -> None:
     def body(model: Any, engine: Engine, plain: Any) -> None:
@@ -135,6 +137,7 @@ def test_a_loss_of_a_methods_output_trains_as_without_sharding(strategy: str) ->
     with_sharded(body, strategy=strategy)
 
 
+@pytest.mark.covers("forward methods")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("recompute", [False, True])
 def test_a_method_of_an_inner_unit(strategy: str, recompute: bool) -> None:
@@ -153,6 +156,7 @@ def test_a_method_of_an_inner_unit(strategy: str, recompute: bool) -> None:
     with_sharded(body, strategy=strategy)
 
 
+@pytest.mark.covers("forward methods", "mixed precision")
 def test_inputs_and_outputs_are_cast_as_a_forwards() -> None:
     precision = MixedPrecision(param_dtype=torch.bfloat16, output_dtype=torch.float32)
 
@@ -169,6 +173,7 @@ def test_inputs_and_outputs_are_cast_as_a_forwards() -> None:
     with_sharded(body, mixed_precision=precision)
 
 
+@pytest.mark.covers("forward methods", "exceptions")
 def test_an_exception_in_a_method_leaves_nothing_behind() -> None:
     def body(model: Any, engine: Engine, plain: Any) -> None:
         for _ in range(2):

@@ -52,6 +52,7 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.covers("gathered and unshard")
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda o: next(iter(o), "full_shard"))
 def test_inside_parameters_are_the_full_ones_and_rows_again_outside(
     options: dict[str, Any],
@@ -68,6 +69,7 @@ def test_inside_parameters_are_the_full_ones_and_rows_again_outside(
     with_sharded(body, **options)
 
 
+@pytest.mark.covers("gathered and unshard")
 def test_ranks_in_two_dimensions() -> None:
     def rank(mesh: Mesh) -> None:
         model, plain = twins(Chain)
@@ -85,6 +87,7 @@ def test_ranks_in_two_dimensions() -> None:
 STEM = {"weight": torch.eye(WIDTH), "bias": torch.ones(WIDTH)}
 
 
+@pytest.mark.covers("gathered and unshard")
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
 @pytest.mark.parametrize(
     "change",
@@ -247,6 +250,7 @@ def test_a_backward_may_come_after_it() -> None:
     with_sharded(body)
 
 
+@pytest.mark.covers("gathered and unshard", "exceptions")
 def test_an_exception_in_it_leaves_rows_as_they_were() -> None:
     def body(model: nn.Module, engine: Engine, plain: nn.Module) -> None:
         def written() -> None:
@@ -398,6 +402,7 @@ def assert_same_rows(engine: Engine, model: nn.Module, plain: nn.Module) -> None
         torch.testing.assert_close(engine.full_state_dict()[name], value)
 
 
+@pytest.mark.covers("gathered and unshard")
 @pytest.mark.parametrize("resharded", ["by the backward", "by hand", "before the backward"])
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
 def test_a_weight_that_is_unsharded_by_hand_trains_as_without_sharding(
@@ -470,6 +475,7 @@ def test_a_weights_gradient_may_come_at_any_time(
     with_sharded(body, Tied, units=UNITS, strategy=strategy)
 
 
+@pytest.mark.covers("gathered and unshard")
 def test_of_ranks_in_two_dimensions_a_gradient_is_the_mean_of_all() -> None:
     def rank(mesh: Mesh) -> None:
         model, plain = twins(Tied)
@@ -482,6 +488,7 @@ def test_of_ranks_in_two_dimensions_a_gradient_is_the_mean_of_all() -> None:
     run_mesh(rank, 2, 2)
 
 
+@pytest.mark.covers("gathered and unshard")
 def test_a_weight_is_unsharded_in_the_forward_that_needs_it() -> None:
     def body(model: Any, engine: Engine, plain: nn.Module) -> None:
         unit = engine.unit(model.embed)
@@ -529,6 +536,7 @@ def test_what_is_unsharded_is_in_the_dtype_to_compute_in() -> None:
     )
 
 
+@pytest.mark.covers("gathered and unshard")
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
 def test_a_weight_that_is_unsharded_by_hand_evaluates_as_without_sharding(strategy: str) -> None:
     def body(model: Any, engine: Engine, plain: Any) -> None:

@@ -16,6 +16,7 @@ from support.twins import local
 HALF = MixedPrecision(param_dtype=torch.float16, reduce_dtype=torch.float32)
 
 
+@pytest.mark.covers("loss scaling, NaN and Inf")
 def test_loss_scaling_by_a_power_of_2_changes_nothing() -> None:
     def body(comm: Communicator) -> dict[str, torch.Tensor]:
         model = make()
@@ -39,6 +40,7 @@ def test_loss_scaling_by_a_power_of_2_changes_nothing() -> None:
         assert_same(state, plain, bitwise=False)
 
 
+@pytest.mark.covers("loss scaling, NaN and Inf")
 @pytest.mark.parametrize("unscale_first", [True, False])
 @pytest.mark.parametrize("width", [4, 32])  # the smaller one is on rank 0 alone
 def test_scaler_skips_a_step_on_all_ranks_if_one_has_an_inf(
@@ -63,6 +65,7 @@ def test_scaler_skips_a_step_on_all_ranks_if_one_has_an_inf(
     assert run_threads(body, 3) == [(True, 2.0)] * 3
 
 
+@pytest.mark.covers("loss scaling, NaN and Inf", "mixed precision")
 def test_overflow_of_float16_is_found_and_the_scale_backs_off() -> None:
     def body(mesh: Mesh) -> list[float]:
         model = make()
@@ -145,6 +148,7 @@ def poison(model: nn.Module, unit: int, value: float) -> None:
     on_gradient = on_forward
 
 
+@pytest.mark.covers("loss scaling, NaN and Inf")
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_nonfinite_gradients_raise_on_all_ranks_and_name_unit_and_parameter(value: float) -> None:
     def body(mesh: Mesh) -> None:
@@ -178,6 +182,7 @@ def test_of_many_nonfinite_gradients_some_are_named() -> None:
         assert f"'blocks.3.down.weight' and {many - 8} others; no parameter has a .grad" in message
 
 
+@pytest.mark.covers("loss scaling, NaN and Inf", "gradient accumulation")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_nonfinite_gradients_are_skipped_with_those_they_were_added_to(ranks: int) -> None:
     def body(comm: Communicator) -> dict[str, torch.Tensor]:

@@ -89,6 +89,9 @@ def program(results: Path) -> None:
         os._exit(0)
 
 
+@pytest.mark.covers(
+    "training parity", "failed ranks", strategies=["hybrid_shard"], transports=["shm", "c10d"]
+)
 def test_training_over_two_hosts_is_ddp_and_a_dead_rank_ends_all(
     hosts: list[tuple[str, str, str]], tmp_path: Path
 ) -> None:

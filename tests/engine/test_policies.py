@@ -73,6 +73,7 @@ def in_half_but_norms(model: Net) -> Net:
     return model
 
 
+@pytest.mark.covers("units that differ", "mixed precision")
 @pytest.mark.parametrize("cpu_offload", [False, True])
 def test_norms_compute_in_float32_among_blocks_in_bfloat16(cpu_offload: bool) -> None:
     def body(comm: Communicator) -> dict[str, torch.Tensor]:
@@ -122,6 +123,7 @@ POLICIES: dict[str, Any] = {
 }
 
 
+@pytest.mark.covers("units that differ", "memory as planned")
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
 @pytest.mark.parametrize("policies", POLICIES)
 def test_training_with_policies_equals_unsharded_and_takes_what_was_planned(
@@ -153,6 +155,7 @@ def test_training_with_policies_equals_unsharded_and_takes_what_was_planned(
         assert_same(state, expected, bitwise=True)
 
 
+@pytest.mark.covers("ranks that differ")
 def test_ranks_must_agree_on_policies() -> None:
     def body(comm: Communicator) -> None:
         with pytest.raises(
@@ -163,6 +166,7 @@ def test_ranks_must_agree_on_policies() -> None:
     run_threads(body, RANKS)
 
 
+@pytest.mark.covers("ignored parameters")
 def test_ignored_parameters_stay_as_they_are() -> None:
     def body(comm: Communicator) -> None:
         model = make(seed=comm.rank)
@@ -295,6 +299,7 @@ def tokens_of(rank: int, step: int) -> torch.Tensor:
     return torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
+@pytest.mark.covers("expert meshes", "units that differ")
 @pytest.mark.parametrize("by_layer", [False, True])
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
 def test_experts_over_two_of_four_ranks_train_as_unsharded(strategy: str, by_layer: bool) -> None:
@@ -387,6 +392,7 @@ def over_pairs(model: nn.Sequential, comm: Communicator, pairs: Any) -> Engine:
     return fully_shard(model, comm, units={Counting: mine})
 
 
+@pytest.mark.covers("expert meshes", "state dicts")
 @pytest.mark.parametrize("rank", [None, 0, 3])
 def test_a_full_state_dict_has_the_experts_of_all_ranks(rank: int | None) -> None:
     """Parameters, buffers and extra state, in the order of the whole model, which each rank loads its part of."""
@@ -415,6 +421,7 @@ def test_a_full_state_dict_has_the_experts_of_all_ranks(rank: int | None) -> Non
     run_threads(body, 4)
 
 
+@pytest.mark.covers("expert meshes", "state dicts")
 def test_a_full_state_dict_of_replicas_has_the_experts_of_all_ranks() -> None:
     """Each rank has one of four experts; the rest is replicated over rows of two."""
     alone = [Communicator.local_group(1)[0] for _ in range(4)]
@@ -467,7 +474,7 @@ def test_other_parameters_of_the_same_name_are_not_saved_as_one(strategy: str) -
             shardcomm.ExponentialMovingAverage(engine).state_dict,
         ):
             with pytest.raises(
-                RuntimeError, match=r"'1\.each\.0\.weight' and 1 others are other param"
+                RuntimeError, match=r"'1\.each\.0\.weight' and 1 other names mean different param"
             ):
                 save()
         with engine.gathered():
@@ -489,6 +496,7 @@ def test_other_parameters_of_the_same_name_are_not_saved_as_one(strategy: str) -
     run_threads(body, RANKS)
 
 
+@pytest.mark.covers("expert meshes", "gradient clipping")
 @pytest.mark.slow
 def test_a_rank_without_a_gradient_is_clipped_with_the_engine_and_missed_without() -> None:
     """Torch takes no norm of no gradient: the other rank ends at its deadline, with a sentence."""
@@ -558,6 +566,7 @@ def test_an_expert_that_is_not_sharded_may_have_no_gradient_on_some_of_its_ranks
     run_threads(body, 4, deadline_s=10)
 
 
+@pytest.mark.covers("expert meshes", "loss scaling, NaN and Inf")
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
 @pytest.mark.parametrize("scaler_of", [torch.amp.GradScaler, shardcomm.GradScaler])
 def test_a_scaler_steps_where_some_ranks_experts_have_no_gradient(
@@ -668,6 +677,7 @@ def save_experts(folder: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.covers("expert meshes", "checkpoints", transports=["shm"])
 def test_a_checkpoint_has_the_experts_of_all_ranks(tmp_path: Path) -> None:
     launch(save_experts, 4, (str(tmp_path),), timeout_s=60)
     whole = nn.Sequential(*(Mixture(WIDTH, range(EXPERTS)) for _ in range(2)))

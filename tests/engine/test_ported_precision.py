@@ -41,6 +41,7 @@ def largest(name: str, param: nn.Parameter) -> int:
     return param.shape.index(max(param.shape))
 
 
+@pytest.mark.covers("mixed precision")
 @pytest.mark.parametrize("dim", [0, largest])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(
@@ -124,6 +125,7 @@ def mean_of_ranks(
         param.grad = (total / 2).to(wire).to(param.dtype)
 
 
+@pytest.mark.covers("mixed precision", "gradient accumulation")
 def test_no_sync_adds_up_in_the_dtype_of_the_reduce() -> None:
     """64 gradients of which each alone is lost beside the sum in bfloat16."""
 
@@ -331,6 +333,7 @@ def test_a_float32_value_between_two_units_is_cast() -> None:
     run_threads(body, 2)
 
 
+@pytest.mark.covers("mixed precision")
 @pytest.mark.parametrize("dtype", [BF16, F16])
 @pytest.mark.parametrize(
     ("make", "shape"),
@@ -430,6 +433,7 @@ def test_a_jvp_before_any_other_forward() -> None:
 # Frozen parameters.
 
 
+@pytest.mark.covers("frozen and tied parameters")
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("freeze_after", [False, True])
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -461,6 +465,7 @@ def test_biases_alone_are_trained(strategy: str, freeze_after: bool, recompute: 
     run_threads(body, 2)
 
 
+@pytest.mark.covers("frozen and tied parameters")
 @pytest.mark.parametrize("thaw", [False, True])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_other_unit_is_frozen_and_perhaps_thawed(strategy: str, thaw: bool) -> None:
@@ -513,6 +518,7 @@ def test_units_that_are_used_again_with_and_without_gradients(strategy: str) -> 
     run_threads(body, 2)
 
 
+@pytest.mark.covers("mixed precision", "frozen and tied parameters")
 def test_a_frozen_parameter_in_float8_is_moved_as_it_is() -> None:
     class Mixed(nn.Module):
         def __init__(self) -> None:

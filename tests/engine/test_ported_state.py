@@ -63,6 +63,7 @@ def assert_saves_and_loads(model: nn.Module) -> None:
         assert local(param).data_ptr() == addresses[name]
 
 
+@pytest.mark.covers("state dicts")
 @pytest.mark.parametrize("width", [2, 3, 4, 5])
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
 @pytest.mark.parametrize("dim", [0, -1, "auto"])
@@ -81,6 +82,7 @@ def test_a_state_dict_views_shards_and_is_loaded_in_place(
     run_threads(body, 3)
 
 
+@pytest.mark.covers("state dicts")
 @pytest.mark.parametrize("width", [2, 3])
 def test_state_dicts_of_replicas_of_shards(width: int) -> None:
     def body(mesh: Mesh) -> None:
@@ -105,6 +107,7 @@ def test_a_state_dict_that_is_kept_sees_what_training_writes() -> None:
     run_threads(body, 2)
 
 
+@pytest.mark.covers("state dicts", "CPU offload", "meta device")
 def test_state_dicts_of_parts_of_an_offloaded_meta_model_are_loaded_one_by_one() -> None:
     def body(comm: Communicator) -> None:
         with torch.device("meta"):
@@ -120,6 +123,7 @@ def test_state_dicts_of_parts_of_an_offloaded_meta_model_are_loaded_one_by_one()
     run_threads(body, 2)
 
 
+@pytest.mark.covers("state dicts")
 def test_a_full_state_dict_on_rank_0_alone() -> None:
     def body(comm: Communicator) -> None:
         model, plain = twins(nested(3))
@@ -157,6 +161,7 @@ def test_shapes_in_a_state_dict_are_the_models(ranks: int, strategy: str, granul
 # Clipping.
 
 
+@pytest.mark.covers("gradient clipping")
 @pytest.mark.parametrize("kind", [1, 2, 3, math.inf])
 @pytest.mark.parametrize("foreach", [True, None])
 @pytest.mark.parametrize(("replicas", "shards"), [(1, 2), (1, 4), (2, 2)])
@@ -199,6 +204,7 @@ def test_clipping_by_the_norm_of_all_ranks_gradients(
 # Loss scaling.
 
 
+@pytest.mark.covers("loss scaling, NaN and Inf")
 @pytest.mark.parametrize("bad_rank", [None, 0, 1])
 def test_a_scaler_unscales_and_finds_an_inf_of_any_rank(bad_rank: int | None) -> None:
     def body(comm: Communicator) -> None:
@@ -308,6 +314,7 @@ def test_scalars_and_parameters_that_are_not_contiguous_train(ranks: int) -> Non
     run_threads(body, ranks)
 
 
+@pytest.mark.covers("meta device")
 @pytest.mark.parametrize("width", [8, 3, 1])
 @pytest.mark.parametrize("mixed_precision", [None, MixedPrecision(torch.bfloat16, torch.float32)])
 def test_a_meta_model_is_initialised_by_its_modules(
@@ -334,6 +341,7 @@ def test_a_meta_model_is_initialised_by_its_modules(
         assert all(torch.equal(state[name], value) for state in states)
 
 
+@pytest.mark.covers("meta device", "state dicts")
 def test_a_meta_model_is_loaded_from_a_full_state_dict() -> None:
     _, reference = twins(lambda: MLPs(6))
 

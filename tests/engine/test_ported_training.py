@@ -96,6 +96,7 @@ def test_parameters_are_rows_of_the_same_values_before_and_after_each_part_of_a_
 # Parity with data parallel.
 
 
+@pytest.mark.covers("shard_dim", "training parity")
 @pytest.mark.parametrize("dim", [0, "largest", "auto"])
 @pytest.mark.parametrize("shapes", [((16, 15), (15, 8)), ((7, 15), (15, 3)), ((16, 17), (17, 8))])
 @pytest.mark.parametrize("ranks", [1, 2, 5])
@@ -171,6 +172,7 @@ class Transformer(nn.Module):
         return out
 
 
+@pytest.mark.covers("prefetch and slots", "training parity")
 @pytest.mark.parametrize("cpu_offload", [False, True])
 @pytest.mark.parametrize("prefetch", [(0, 0), (1, 1), (2, 2), (2, 0)])
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
@@ -202,6 +204,7 @@ def kinds_of_units(model: Any, kind: str) -> list[nn.Module]:
     }[kind]
 
 
+@pytest.mark.covers("activation checkpointing")
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("kind", ["blocks", "blocks and ends", "nested"])
 @pytest.mark.parametrize("recompute", ["composable", "utils", "wrapper"])
@@ -237,6 +240,7 @@ class UsedTwice(nn.Module):
         return out
 
 
+@pytest.mark.covers("odd forwards")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_unit_that_a_forward_uses_twice(strategy: str) -> None:
     def body(comm: Communicator) -> None:
@@ -275,6 +279,7 @@ class ChunkedHead(nn.Module):
         hidden.backward(torch.cat([chunk.grad for chunk in chunks], dim=1))  # type: ignore[misc]
 
 
+@pytest.mark.covers("odd forwards")
 @pytest.mark.parametrize("micro", [1, 3])
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -344,6 +349,7 @@ class Raiser(nn.Module):
         return out
 
 
+@pytest.mark.covers("exceptions")
 def test_the_step_after_a_forward_that_raised_is_right() -> None:
     def make() -> nn.Module:
         model = ChunkedHead()
@@ -363,6 +369,7 @@ def test_the_step_after_a_forward_that_raised_is_right() -> None:
     run_threads(body, 2)
 
 
+@pytest.mark.covers("activation checkpointing", "odd forwards")
 @pytest.mark.parametrize("recompute", ["composable", "utils"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_loss_of_two_forwards_of_nested_units_that_are_recomputed(
@@ -395,6 +402,7 @@ class TiedEnds(nn.Module):
         return out
 
 
+@pytest.mark.covers("frozen and tied parameters")
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_tied_ends_of_a_number_of_rows_that_does_not_divide(strategy: str, apart: bool) -> None:
@@ -435,6 +443,7 @@ class Outer(nn.Module):
         return out
 
 
+@pytest.mark.covers("ignored parameters")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_parameters_that_are_ignored_are_averaged_by_their_owner(strategy: str) -> None:
     """As DDP around FSDP2 does; here by a hook of the caller's."""
@@ -455,6 +464,7 @@ def test_parameters_that_are_ignored_are_averaged_by_their_owner(strategy: str) 
 # Gradients that are accumulated.
 
 
+@pytest.mark.covers("gradient accumulation")
 @pytest.mark.parametrize("no_sync", [False, True])
 @pytest.mark.parametrize("cpu_offload", [False, True])
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -474,6 +484,7 @@ def test_accumulation_over_micro_batches(strategy: str, cpu_offload: bool, no_sy
     run_threads(body, 4)
 
 
+@pytest.mark.covers("training parity", "activation checkpointing")
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("cpu_offload", [False, True])
 @pytest.mark.parametrize("no_sync", [False, True])
@@ -497,6 +508,7 @@ def test_replicas_of_shards(width: int, no_sync: bool, cpu_offload: bool, recomp
     run_mesh(body, 2, 2)
 
 
+@pytest.mark.covers("gradient accumulation")
 @pytest.mark.parametrize("unshard", [False, True])
 def test_micro_batches_of_a_pipeline_stage(unshard: bool) -> None:
     """Gathered ahead by hand, and reduced once, at the last micro-batch."""
@@ -544,6 +556,7 @@ class Projected(nn.Module):
         return out
 
 
+@pytest.mark.covers("forward methods")
 def test_a_units_other_method_is_registered() -> None:
     def body(comm: Communicator) -> None:
         model, plain = twins(Projected)

@@ -26,7 +26,7 @@ from shardcomm import (
     launch,
 )
 from shardcomm.engine.engine import Engine
-from shardcomm.planner.planner import UnitPlan
+from shardcomm.planner.unit_plan import UnitPlan
 from support.nets import (
     STEPS,
     Block,
@@ -69,6 +69,7 @@ def gathers(comm: Communicator) -> int:
     return next((r.sequence for r in comm.receipts() if r.operation == "all_gather"), 0)
 
 
+@pytest.mark.covers("reshard_after_forward", "training parity")
 @pytest.mark.parametrize(
     "variant",
     [
@@ -95,6 +96,7 @@ def test_training_is_bitwise_that_of_one_process(variant: str, prefetch: int) ->
         assert_same(state, expected, bitwise=True)
 
 
+@pytest.mark.covers("reshard_after_forward", "activation checkpointing")
 def test_units_that_are_recomputed_together_train_bitwise_as_in_one_process() -> None:
     def body(comm: Communicator, host: Communicator) -> dict[str, torch.Tensor]:
         return train(comm, make("checkpoint-two"), reshard_after_forward=host)
@@ -116,6 +118,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.covers("reshard_after_forward")
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("variant", ["", "frozen"])
 def test_what_else_is_asked_for_trains_as_without(options: str, variant: str) -> None:
@@ -129,6 +132,7 @@ def test_what_else_is_asked_for_trains_as_without(options: str, variant: str) ->
             assert torch.equal(state[name], value), name
 
 
+@pytest.mark.covers("reshard_after_forward", "gradient accumulation")
 def test_accumulation_is_bitwise_that_of_one_process() -> None:
     micro = 3
 
@@ -150,6 +154,7 @@ def test_accumulation_is_bitwise_that_of_one_process() -> None:
         assert_same(state, expected, bitwise=True)
 
 
+@pytest.mark.covers("reshard_after_forward")
 def test_replicas_of_shards_train_as_in_one_process() -> None:
     """Two replicas, each over two hosts of two."""
     hosts = [Communicator.local_group(HOST) for _ in range(4)]
@@ -253,6 +258,7 @@ def test_evaluation_keeps_no_secondary_shard() -> None:
     on_two_hosts(body)
 
 
+@pytest.mark.covers("reshard_after_forward", "memory as planned")
 @pytest.mark.parametrize("options", OPTIONS)
 def test_a_rank_takes_and_receives_what_was_planned(options: str) -> None:
     given = OPTIONS[options]
@@ -397,6 +403,7 @@ def change_after_a_backward(engine: Engine, model: Net) -> None:
     change(engine, model)
 
 
+@pytest.mark.covers("changed parameters")
 @pytest.mark.parametrize("change", [load, change, change_after_a_backward])
 def test_a_backward_raises_of_parameters_that_were_changed_after_their_forward(
     change: Callable[[Engine, Net], None],
@@ -435,6 +442,7 @@ def test_what_is_computed_again_is_of_the_parameters_of_now(variant: str) -> Non
 # Policies.
 
 
+@pytest.mark.covers("reshard_after_forward", "units that differ")
 def test_a_policy_says_whose_units_are_gathered_inside_hosts() -> None:
     def body(comm: Communicator, host: Communicator) -> dict[str, torch.Tensor]:
         model = make("nested")
@@ -479,6 +487,7 @@ def test_units_with_another_strategy_or_other_ranks_are_gathered_as_these_say() 
         assert_same(state, expected, bitwise=False)
 
 
+@pytest.mark.covers("reshard_after_forward", "expert meshes")
 def test_experts_are_gathered_among_their_own_ranks() -> None:
     """Hosts 0 and 1 have other experts: the blocks of each host are sharded in it, and the rest over all."""
 
@@ -564,6 +573,7 @@ def test_a_rank_that_gives_none_is_named() -> None:
     on_two_hosts(body)
 
 
+@pytest.mark.covers("reshard_after_forward", "failed ranks")
 def test_a_rank_whose_other_groups_fail_lets_its_host_know() -> None:
     set_up = threading.Barrier(RANKS)
 
@@ -617,6 +627,7 @@ def train_on_processes() -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.covers("reshard_after_forward")
 def test_processes_train_bitwise_as_without() -> None:
     launch(train_on_processes, RANKS, timeout_s=120)
 
@@ -655,6 +666,7 @@ def train_over_two_dims() -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.covers("reshard_after_forward")
 def test_meshes_of_two_dims_train_bitwise_as_without() -> None:
     launch(train_over_two_dims, 8, timeout_s=180)
 
@@ -675,6 +687,7 @@ def train_until_a_rank_dies(rank: int, tell: Any, ranks: int, address: str, meet
         tell.send(str(error))
 
 
+@pytest.mark.covers("reshard_after_forward", "failed ranks")
 def test_a_rank_that_dies_is_heard_of_on_the_other_host_too(tmp_path: Path) -> None:
     with processes(train_until_a_rank_dies, RANKS, tmp_path / "meeting") as (started, ears):
         for ear in ears:

@@ -58,6 +58,7 @@ def second(name: str, param: nn.Parameter) -> int:
 DIMS: dict[str, ShardDimOf] = {"0": 0, "second": second, "last": -1, "auto": "auto"}
 
 
+@pytest.mark.covers("shard_dim")
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("dim", DIMS.values(), ids=DIMS)
 def test_any_dim_trains_as_the_plain_model(dim: ShardDimOf, ranks: int) -> None:
@@ -112,6 +113,7 @@ def test_auto_finds_rows_of_one_size() -> None:
     assert padding["auto"] == 32 * 4 < min(padding[0], padding[-1])
 
 
+@pytest.mark.covers("shard_dim", "gradient accumulation", "gradient clipping")
 @pytest.mark.parametrize("rows", [1, 2])
 def test_a_mesh_accumulates_and_clips_on_the_last_dim(rows: int) -> None:
     def body(mesh: Mesh) -> tuple[float, dict[str, torch.Tensor]]:
@@ -134,6 +136,7 @@ def test_a_mesh_accumulates_and_clips_on_the_last_dim(rows: int) -> None:
         assert_same(state, plain, bitwise=False)
 
 
+@pytest.mark.covers("shard_dim", "mixed precision")
 def test_bf16_gathers_and_reduces_the_same_numbers_on_the_last_dim() -> None:
     """The kernels that compute may round differently; the wire may not."""
     half = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -155,6 +158,7 @@ def test_bf16_gathers_and_reduces_the_same_numbers_on_the_last_dim() -> None:
     assert all(torch.equal(kept, weight) for kept in run_threads(body, 2))
 
 
+@pytest.mark.covers("shard_dim", "optimizers", "optimizer state")
 @pytest.mark.parametrize("make", [torch.optim.AdamW, AdamW])
 def test_adamw_goes_through_slices_and_state_alike(make: type[torch.optim.AdamW]) -> None:
     plain = twins(Mixed)[1]
@@ -176,6 +180,7 @@ def test_adamw_goes_through_slices_and_state_alike(make: type[torch.optim.AdamW]
             torch.testing.assert_close(state[name], value, rtol=1e-3, atol=1e-5, msg=name)
 
 
+@pytest.mark.covers("owners")
 def test_the_owner_of_a_tensor_holds_it_its_gradient_and_its_state_and_others_nothing() -> None:
     ranks = 3
 

@@ -48,6 +48,7 @@ def expected(ranks: int, half: bool, micro: int) -> Net:
     return model
 
 
+@pytest.mark.covers("training parity", "gradient accumulation", "mixed precision")
 @pytest.mark.parametrize("accumulation", ACCUMULATION)
 @pytest.mark.parametrize("half", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
@@ -58,6 +59,7 @@ def test_one_dimension(strategy: str, ranks: int, half: bool, accumulation: str)
         assert_same(state, wanted, bitwise=accumulation not in ("every", "put_off"))
 
 
+@pytest.mark.covers("training parity", "gradient accumulation", "mixed precision")
 @pytest.mark.parametrize("accumulation", ACCUMULATION)
 @pytest.mark.parametrize("half", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize(("replicas", "shards"), [(1, 1), (1, 2), (2, 1), (2, 2), (3, 2)])
@@ -75,6 +77,7 @@ def test_two_dimensions(replicas: int, shards: int, half: bool, accumulation: st
                 assert torch.equal(state[name], value), name  # the same on every replica
 
 
+@pytest.mark.covers("gradient accumulation")
 @pytest.mark.parametrize("shards", [1, 2])
 def test_all_reduces_that_are_put_off_come_once_and_for_all_units(shards: int) -> None:
     """Also of a unit that the last backward does not come to."""
@@ -109,6 +112,7 @@ def test_all_reduces_that_are_put_off_come_once_and_for_all_units(shards: int) -
     run_mesh(body, 2, shards)
 
 
+@pytest.mark.covers("exceptions")
 def test_an_exception_forgets_what_an_all_reduce_was_put_off_for() -> None:
     def body(mesh: Mesh) -> None:
         model, plain = twins(Chain)
@@ -132,6 +136,7 @@ def test_an_exception_forgets_what_an_all_reduce_was_put_off_for() -> None:
     run_mesh(body, 2, 2)
 
 
+@pytest.mark.covers("gradient accumulation", "granularity", "owners")
 def test_all_reduces_of_uneven_parts_are_put_off() -> None:
     def body(mesh: Mesh) -> dict[str, torch.Tensor]:
         return train(mesh, "hybrid_shard", False, "put_off", granularity="tensor")
@@ -156,6 +161,7 @@ def test_replicas_start_from_rank_0(strategy: str) -> None:
         assert_same(state, make(seed=0), bitwise=True)
 
 
+@pytest.mark.covers("frozen and tied parameters")
 def test_parameter_used_by_one_replica_only_has_a_gradient_on_all_that_hold_it() -> None:
     class Choice(nn.Module):
         def __init__(self) -> None:
@@ -180,6 +186,7 @@ def test_parameter_used_by_one_replica_only_has_a_gradient_on_all_that_hold_it()
         assert never is None
 
 
+@pytest.mark.covers("gradient clipping")
 def test_clip_grad_norm_counts_every_parameter_once() -> None:
     plain = make()
     loss_of(plain, batch(0, 0)).backward()
@@ -202,6 +209,7 @@ def test_clip_grad_norm_counts_every_parameter_once() -> None:
             torch.testing.assert_close(grads[name], param.grad)
 
 
+@pytest.mark.covers("tracing")
 def test_shards_are_all_reduced_after_their_reduce_and_only_shards() -> None:
     def body(mesh: Mesh) -> None:
         model = make()
@@ -222,6 +230,7 @@ def test_shards_are_all_reduced_after_their_reduce_and_only_shards() -> None:
     run_mesh(body, 2, 2)
 
 
+@pytest.mark.covers("failed ranks")
 def test_a_rank_that_fails_ends_its_row_and_its_column() -> None:
     def body(mesh: Mesh) -> None:
         model = make()
@@ -286,6 +295,7 @@ def train_on_meshes(shapes: list[tuple[int, ...]]) -> list[dict[str, torch.Tenso
     return states
 
 
+@pytest.mark.covers("training parity")
 def test_device_meshes_at_2_processes_are_bitwise_ddp() -> None:
     for ddp, *ours in launch(train_on_meshes, 2, ([(2,), (1, 2), (2, 1)],), timeout_s=120):
         for state in ours:
@@ -293,6 +303,7 @@ def test_device_meshes_at_2_processes_are_bitwise_ddp() -> None:
                 assert torch.equal(state[name], value), name
 
 
+@pytest.mark.covers("training parity")
 def test_device_meshes_at_4_processes_are_ddp_within_rounding() -> None:
     for ddp, *ours in launch(train_on_meshes, 4, ([(4,), (2, 2)],), timeout_s=120):
         for state in ours:

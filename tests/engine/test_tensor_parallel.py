@@ -142,6 +142,7 @@ def sequence_of_mlps(net: Net, tp: DeviceMesh) -> None:
     columns_and_rows(net, tp)
 
 
+@pytest.mark.covers("tensor parallel", "training parity")
 def test_training_equals_one_process() -> None:
     launch(train_plans, 4, timeout_s=DEADLINE_S)
 
@@ -207,6 +208,7 @@ def close(got: torch.Tensor, expected: torch.Tensor, what: str) -> None:
     )
 
 
+@pytest.mark.covers("tensor parallel", "gradient clipping")
 def test_norms_are_of_the_whole_and_count_what_is_replicated_once() -> None:
     launch(take_norms, 4, timeout_s=DEADLINE_S)
 
@@ -239,6 +241,7 @@ def take_norms_with_ignored_parameters() -> None:
         close(norm, (expected + torch.stack(own).square().mean()).sqrt(), "of all ranks")
 
 
+@pytest.mark.covers("tensor parallel", "gradient clipping", "ignored parameters")
 def test_norms_with_ignored_parameters_are_the_same_on_all_ranks() -> None:
     launch(take_norms_with_ignored_parameters, 4, timeout_s=DEADLINE_S)
 
@@ -262,6 +265,7 @@ def train_shapes() -> None:
             engine.close()
 
 
+@pytest.mark.covers("tensor parallel")
 def test_any_number_of_ranks_on_either_side() -> None:
     launch(train_shapes, 4, timeout_s=DEADLINE_S)
 
@@ -305,6 +309,7 @@ class Overflowing(torch.autograd.Function):
         return torch.full_like(grad, math.inf)
 
 
+@pytest.mark.covers("tensor parallel", "loss scaling, NaN and Inf")
 def test_what_overflows_in_one_part_is_left_out_on_all_ranks() -> None:
     launch(overflow, 4, timeout_s=DEADLINE_S)
 
@@ -372,6 +377,9 @@ def check_gradients(net: nn.Module, plain: nn.Module, **tolerance: float) -> Non
         )
 
 
+@pytest.mark.covers(
+    "tensor parallel", "gradient accumulation", "mixed precision", "activation checkpointing"
+)
 def test_accumulation_precision_recomputation_and_dtensors_between_units() -> None:
     launch(compose, 4, timeout_s=DEADLINE_S)
 
@@ -477,6 +485,7 @@ def load(path: str, shapes: list[tuple[int, int]]) -> None:
                     engine.close()
 
 
+@pytest.mark.covers("tensor parallel", "checkpoints", "optimizer state")
 def test_checkpoints_go_from_any_shape_to_any_and_to_plain_models(tmp_path: Path) -> None:
     launch(save, 4, (str(tmp_path),), timeout_s=DEADLINE_S)
     for name, (make, _) in NETS.items():
@@ -550,6 +559,7 @@ def look_and_write() -> None:
         engine.close()
 
 
+@pytest.mark.covers("tensor parallel", "gathered and unshard", "averages of parameters")
 def test_gathered_unshard_averages_and_full_tensors() -> None:
     launch(look_and_write, 4, timeout_s=DEADLINE_S)
 
@@ -643,6 +653,7 @@ def train_beside_fsdp2() -> None:
             engine.close()
 
 
+@pytest.mark.covers("tensor parallel", "training parity")
 def test_training_equals_pytorch_fsdp2_with_tensor_parallel() -> None:
     launch(train_beside_fsdp2, 4, timeout_s=DEADLINE_S)
 
@@ -662,6 +673,7 @@ def train_until_a_rank_dies(
         tell.send(f"{type(error).__name__}: {error}")
 
 
+@pytest.mark.covers("tensor parallel", "failed ranks")
 def test_a_rank_that_dies_ends_training_on_both_of_its_meshes(tmp_path: Path) -> None:
     with processes(train_until_a_rank_dies, 4, tmp_path / "meeting") as (started, ears):
         assert [heard(ear) for ear in ears] == ["trains"] * 4

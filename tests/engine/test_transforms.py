@@ -71,6 +71,7 @@ def transformed(name: str, comm: Communicator, strategy: str) -> None:
         torch.testing.assert_close(engine.full_state_dict()[n], value)
 
 
+@pytest.mark.covers("torch.func")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("name", [name for name in TRANSFORMS if name not in FORWARD_MODE])
 def test_transforms_of_inputs_are_as_without_sharding(name: str, strategy: str) -> None:
@@ -83,6 +84,7 @@ def forward_modes(strategy: str) -> None:
             transformed(name, comm, strategy)
 
 
+@pytest.mark.covers("torch.func")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_forward_mode_is_as_without_sharding(strategy: str) -> None:
     launch(forward_modes, 2, (strategy,), timeout_s=60)
@@ -106,6 +108,7 @@ def test_what_a_transform_gives_can_be_trained_on(strategy: str) -> None:
     with_sharded(body, strategy=strategy)
 
 
+@pytest.mark.covers("torch.func", "mixed precision")
 def test_with_mixed_precision_inputs_and_outputs_are_cast() -> None:
     def body(model: Any, engine: Engine, plain: Any) -> None:
         plain.bfloat16()
@@ -117,6 +120,7 @@ def test_with_mixed_precision_inputs_and_outputs_are_cast() -> None:
     with_sharded(body, mixed_precision=precision)
 
 
+@pytest.mark.covers("torch.func", "exceptions")
 def test_an_exception_in_a_transform_leaves_rows_behind() -> None:
     def body(model: Any, engine: Engine, plain: Any) -> None:
         with pytest.raises(RuntimeError, match=r"size mismatch|shapes cannot"):

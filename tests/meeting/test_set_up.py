@@ -102,6 +102,7 @@ def check_death_is_named(
         assert noticed - died < NOTICED_S, message
 
 
+@pytest.mark.covers("set-up that fails")
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("point", POINTS)
 def test_rank_that_dies_in_set_up_is_named_by_all_others_at_once(
@@ -186,6 +187,7 @@ def give_up_at(folder: Path, victim: int, point: str) -> None:
     store.wait(others, timedelta(seconds=20))
 
 
+@pytest.mark.covers("set-up that fails")
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("point", GIVING_UP)
 def test_why_a_rank_gives_up_reaches_all_others_at_once(
@@ -397,6 +399,7 @@ def test_store_that_is_stopped_ends_at_the_deadline() -> None:
         )
         assert exchange(b"a word") == [b"a word"]
         keeper.send_signal(signal.SIGSTOP)
+        os.waitpid(keeper.pid, os.WUNTRACED)  # the signal stops the store's thread some time later
         begun = time.monotonic()
         with pytest.raises(CommError, match=r"rank 0 of 1: not all ranks came .* nobody answers"):
             exchange(b"another")

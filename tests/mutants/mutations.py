@@ -9,9 +9,9 @@ One TOML file a room beside this one. An entry::
     becomes = '''// all have read'''
     tests = ["comm_test"]
 
-`find` occurs exactly once in `file`. `tests` are programs of tests/cpp, "comm_test@thread" one under a sanitizer, or
-pytest's names of Python tests; they run in this order, until one notices. An entry with `unnoticed` in their place says
-why no test can.
+`find` occurs exactly once in `file`. `tests` are programs of tests/cpp and, with "c_" before their names, of tests/c,
+"comm_test@thread" one under a sanitizer, or pytest's names of Python tests; they run in this order, until one notices.
+An entry with `unnoticed` in their place says why no test can.
 """
 
 from __future__ import annotations
@@ -63,12 +63,12 @@ class Mutation:
 
 
 def is_cpp(test: str) -> bool:
-    """Whether `test` is a program of tests/cpp."""
+    """Whether `test` is a program of tests/cpp or tests/c."""
     return not test.startswith("tests/")
 
 
 def split_program(test: str) -> tuple[str, str]:
-    """A program of tests/cpp, and the sanitizer that it runs under, if any."""
+    """Such a program, and the sanitizer that it runs under, if any."""
     program, _, sanitizer = test.partition("@")
     return program, sanitizer
 
@@ -76,7 +76,10 @@ def split_program(test: str) -> tuple[str, str]:
 def test_exists(test: str, root: Path) -> bool:
     """Looks for the function in the file: that costs nothing, which collecting would."""
     if is_cpp(test):
-        return (root / "tests" / "cpp" / f"{split_program(test)[0]}.cpp").is_file()
+        program = split_program(test)[0]
+        in_c = f"{program.removeprefix('c_').partition('_test')[0]}_test.c"
+        folder, source = ("c", in_c) if program.startswith("c_") else ("cpp", f"{program}.cpp")
+        return (root / "tests" / folder / source).is_file()
     path, _, function = test.partition("::")
     file = root / path
     return file.is_file() and (

@@ -181,14 +181,14 @@ class Bench:
             of_sanitizer.setdefault(sanitizer, []).append(program)
         for sanitizer, targets in of_sanitizer.items():
             sanitize = f"-DSHARDCOMM_SANITIZE={sanitizer}"
-            options = ["-DSHARDCOMM_PYTHON=OFF", "-DSHARDCOMM_TESTS=ON", sanitize]
+            options = ["-DSHARDCOMM_TESTS=ON", sanitize]
             self._make(f"programs {sanitizer}".strip(), targets, *options)
         if len(programs) == len(tests):
             return
         mutated = mutation is not None and mutation.compiled
         if mutated or not self._extension_is_clean:
             self._extension_is_clean = False
-            self._make("extension", ["_C"])
+            self._make("extension", ["_C"], "-DSHARDCOMM_PYTHON=ON")
             for built in (WORK / "extension").glob("_C*.so"):
                 (TREE / "shardcomm" / built.name).unlink(missing_ok=True)
                 shutil.copy(built, TREE / "shardcomm")

@@ -251,6 +251,7 @@ def net() -> nn.Sequential:
     return nn.Sequential(nn.LayerNorm(LANES), *layers)
 
 
+@pytest.mark.covers("optimizers")
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_sharded_model_trains_as_with_torchs(ranks: int) -> None:
     nets = [net() for _ in range(2 * ranks)]
@@ -276,6 +277,7 @@ def test_sharded_model_trains_as_with_torchs(ranks: int) -> None:
     run_threads(body, ranks)
 
 
+@pytest.mark.covers("optimizers", "loss scaling, NaN and Inf")
 def test_infinity_on_one_rank_skips_the_step_on_all() -> None:
     nets = [net() for _ in range(2)]
 
@@ -350,3 +352,25 @@ def test_state_that_is_loaded_between_steps_counts_from_the_next_one() -> None:
         optimizer.load_state_dict(copy.deepcopy(saved))
         optimizer.step()
     assert_equal(mine, theirs)
+
+
+@pytest.mark.parametrize("drop", ["all", "of one", "replaced"])
+def test_state_that_is_dropped_between_steps_begins_anew(drop: str) -> None:
+    mine = flat_parameters([(4, 8), (8,), (3, 8)], torch.float32)
+    theirs = apart(mine)
+    optimizers = [AdamW(mine), fused(theirs)]
+    for step in range(4):
+        for i, param in enumerate(mine):
+            param.grad = torch.full_like(param, 1.0 + i + step)
+        copy_gradients(mine, theirs)
+        for optimizer, params in zip(optimizers, (mine, theirs), strict=True):
+            optimizer.step()
+            if step == 1 and drop == "all":
+                optimizer.state.clear()
+            elif step == 1 and drop == "of one":
+                del optimizer.state[params[1]]
+            elif step == 1:
+                state = optimizer.state[params[1]]
+                state["exp_avg"] = torch.zeros_like(state["exp_avg"])
+        for a, b in zip(mine, theirs, strict=True):
+            torch.testing.assert_close(a, b)

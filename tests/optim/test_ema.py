@@ -58,6 +58,7 @@ def with_sharded(body: Body, **options: Any) -> None:
     run_threads(rank, 2)
 
 
+@pytest.mark.covers("averages of parameters")
 @pytest.mark.parametrize(
     "options",
     [
@@ -105,6 +106,7 @@ def test_an_average_moves_nothing_and_is_as_large_as_the_shards() -> None:
     with_sharded(body)
 
 
+@pytest.mark.covers("averages of parameters")
 def test_of_ranks_in_two_dimensions() -> None:
     def rank(mesh: Mesh) -> None:
         model, plain = twins(Chain)
@@ -120,6 +122,7 @@ def test_of_ranks_in_two_dimensions() -> None:
     run_mesh(rank, 2, 2)
 
 
+@pytest.mark.covers("averages of parameters", "exceptions")
 def test_the_trained_parameters_are_back_after_an_exception() -> None:
     def body(model: Any, engine: Engine, plain: Any) -> None:
         ema = ExponentialMovingAverage(engine)
@@ -140,6 +143,7 @@ def test_the_trained_parameters_are_back_after_an_exception() -> None:
     with_sharded(body)
 
 
+@pytest.mark.covers("averages of parameters", "failed ranks")
 def test_the_trained_parameters_are_back_after_a_rank_has_failed() -> None:
     def body(comm: Communicator) -> None:
         model, _ = twins(Chain)
@@ -233,6 +237,7 @@ def saved(folder: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.covers("averages of parameters", "checkpoints")
 def test_a_checkpoint_is_loaded_by_another_number_of_ranks_and_by_torch(tmp_path: Path) -> None:
     launch(saved, 3, (str(tmp_path),), timeout_s=60)
     model, plain = twins(Chain)

@@ -47,6 +47,7 @@ def matrices_decay(model: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
+@pytest.mark.covers("optimizers", "granularity")
 @pytest.mark.parametrize(("build", "shard_dim"), [(net, 0), (convolution, -1)])
 @pytest.mark.parametrize("granularity", ["element", "row", "tensor"])
 @pytest.mark.parametrize(
@@ -81,6 +82,7 @@ def test_elementwise_optimizers_and_groups_work_on_rows(
             torch.testing.assert_close(state[name], value, rtol=1e-5, atol=1e-6, msg=name)
 
 
+@pytest.mark.covers("optimizers", "owners")
 def test_adafactor_on_whole_parameters_is_exact() -> None:
     plain = net()
     nets = [copy.deepcopy(plain) for _ in range(2)]

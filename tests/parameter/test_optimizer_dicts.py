@@ -111,6 +111,7 @@ def assert_weights_equal(engine: Engine, wanted: nn.Module) -> None:
         torch.testing.assert_close(value, wanted.state_dict()[name], msg=name)
 
 
+@pytest.mark.covers("optimizer state")
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 @pytest.mark.parametrize("name", BY_ELEMENTS)
 def test_moments_are_parts_of_whole_ones(name: str, granularity: Any) -> None:
@@ -140,6 +141,7 @@ def test_moments_are_parts_of_whole_ones(name: str, granularity: Any) -> None:
     assert sum(map(sum, held)) == numel * moments  # all of it, once
 
 
+@pytest.mark.covers("optimizer state")
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 @pytest.mark.parametrize("name", BY_ELEMENTS)
 def test_a_snapshot_is_gone_back_to_bit_for_bit(name: str, granularity: Any) -> None:
@@ -163,6 +165,7 @@ def test_a_snapshot_is_gone_back_to_bit_for_bit(name: str, granularity: Any) -> 
     run_threads(body, 2)
 
 
+@pytest.mark.covers("optimizer state")
 @pytest.mark.parametrize("stepped", [False, True])
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 @pytest.mark.parametrize("name", BY_ELEMENTS)
@@ -196,10 +199,12 @@ def assert_trains_and_goes_on(ranks: Communicator | Mesh, **options: Any) -> Non
     assert_weights_equal(engine, unsharded("AdamW", 2 * STEPS)[0])
 
 
+@pytest.mark.covers("optimizer state")
 def test_replicas_have_parts() -> None:
     run_mesh(lambda mesh: assert_trains_and_goes_on(mesh, strategy="hybrid_shard"), 2, 2)
 
 
+@pytest.mark.covers("optimizer state", "CPU offload")
 def test_shards_in_host_memory_have_parts() -> None:
     run_threads(lambda comm: assert_trains_and_goes_on(comm, cpu_offload=True), 2)
 
@@ -387,6 +392,7 @@ def test_who_has_the_whole_model_has_a_plain_state_dict(options: dict[str, Any])
     run_threads(body, 2 if options else 1)
 
 
+@pytest.mark.covers("optimizer state", "expert meshes")
 def test_experts_of_one_rank_are_in_the_state_dict_as_wholes() -> None:
     def body(comm: Communicator) -> None:
         expert = nn.Linear(4, 3)
@@ -415,7 +421,8 @@ def test_experts_that_ranks_call_by_one_name_are_refused() -> None:
             partial(get_optimizer_state_dict, model, optimizer),
         ):
             with pytest.raises(
-                RuntimeError, match=r"optimizer.state_dict: 'down.weight' and .* of their own"
+                RuntimeError,
+                match=r"optimizer.state_dict: 'down.weight' and .* mean different parameters on",
             ):
                 state_dict()
 
@@ -552,6 +559,7 @@ def resume(directory: str) -> list[tuple[str, dict[str, torch.Tensor]]]:
     return ends
 
 
+@pytest.mark.covers("optimizer state", "checkpoints")
 def test_torchs_state_dicts_are_saved_by_4_ranks_and_resumed_by_2(tmp_path: Path) -> None:
     launch(save, 4, (str(tmp_path),), timeout_s=120)
     wanted = {name: unsharded(name, 2 * STEPS)[0].state_dict() for name in OPTIMIZERS}

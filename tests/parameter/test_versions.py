@@ -151,6 +151,7 @@ def assert_refused(
     assert_same_gradients(engine, model, plain)
 
 
+@pytest.mark.covers("changed parameters")
 @pytest.mark.parametrize("options", MORE)
 @pytest.mark.parametrize("loop", REFUSED)
 def test_a_backward_of_changed_parameters_raises_on_every_rank(loop: Loop, options: str) -> None:
@@ -158,6 +159,7 @@ def test_a_backward_of_changed_parameters_raises_on_every_rank(loop: Loop, optio
     run_threads(lambda comm: assert_refused(loop, comm, MORE[options]), 6)
 
 
+@pytest.mark.covers("changed parameters")
 @pytest.mark.parametrize("loop", REFUSED)
 def test_a_backward_of_changed_parameters_raises_on_every_replica(loop: Loop) -> None:
     run_mesh(lambda mesh: assert_refused(loop, mesh, {"strategy": "hybrid_shard"}), 2, 2)
@@ -193,6 +195,7 @@ def test_steps_of_which_torch_says_nothing_count(loop: Loop, options: str) -> No
     run_threads(lambda comm: assert_refused(loop, comm, MORE[options], by_torch=False), 6)
 
 
+@pytest.mark.covers("changed parameters")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_writing_full_parameters_between_backwards_raises(strategy: str) -> None:
     def body(comm: Communicator) -> None:
@@ -362,6 +365,7 @@ ALLOWED = [
 ]
 
 
+@pytest.mark.covers("changed parameters")
 @pytest.mark.parametrize("options", MORE)
 @pytest.mark.parametrize("loop", ALLOWED)
 def test_what_changes_nothing_that_a_backward_needs_is_allowed(loop: Loop, options: str) -> None:

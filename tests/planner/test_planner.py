@@ -13,7 +13,7 @@ from shardcomm import Communicator, MemoryPlan, Mesh, MixedPrecision, fully_shar
 from shardcomm.layout.layout import Granularity
 from shardcomm.models.shapes import SHAPES, equal_blocks
 from shardcomm.planner.footprint import Footprint
-from shardcomm.schedule.schedule import Phase, Trigger
+from shardcomm.schedule.triggers import Phase, Trigger
 from shardcomm.unit.groups import slot_bytes
 from support.nets import Block, batch, loss_of, make
 from support.thread_ranks import run_mesh, run_threads
@@ -88,6 +88,7 @@ def assert_as_planned(
     assert plan_of(None).imbalance == pytest.approx(max(held) / (sum(held) / shards))
 
 
+@pytest.mark.covers("memory as planned")
 @pytest.mark.parametrize(("variant", "options"), CASES, ids=CASE_NAMES)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("strategy", ["no_shard", "shard_grad_op", "full_shard"])
@@ -105,6 +106,7 @@ def test_training_takes_what_was_planned_to_the_byte(
     assert_as_planned(run_threads(body, ranks), plan_of)
 
 
+@pytest.mark.covers("memory as planned")
 @pytest.mark.parametrize(("variant", "options"), CASES, ids=CASE_NAMES)
 @pytest.mark.parametrize(("replicas", "shards"), [(2, 2), (1, 2), (3, 1)])
 def test_hybrid_training_takes_what_was_planned_to_the_byte(

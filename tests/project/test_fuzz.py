@@ -6,9 +6,11 @@ A hundred examples each in the suite, 20,000 in `make fuzz`.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import itertools
 import json
 import pickle
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -22,7 +24,7 @@ from hypothesis import strategies as st
 from torch.distributed import HashStore
 from torch.distributed.checkpoint import CheckpointException
 
-from shardcomm import _C, CommError, Communicator
+from shardcomm import _C, CommError, Communicator, get_library_dir
 from shardcomm.checkpoint.checkpoints import CheckpointError, Checkpoints
 from shardcomm.checkpoint.manifest import DamagedError, FileEntry, Manifest
 from shardcomm.checkpoint.unpickling import check_unpickling
@@ -200,3 +202,63 @@ def test_what_a_stranger_writes_into_the_store(content: bytes) -> None:
 def test_addresses_of_groups(address: str) -> None:
     with pytest.raises((ValueError, CommError)):
         _C.ShmMember(address, 0, 2)
+
+
+@pytest.fixture(scope="module")
+def library() -> ctypes.CDLL:
+    return ctypes.CDLL(str(Path(get_library_dir()) / "libshardcomm.so.0"))
+
+
+class Piece(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int64) for name in ("param_begin", "shard_begin", "count")]
+
+
+INVALID_ARGUMENT = 2
+LAYOUT = b"""{"shardcomm_layout": 1, "world_size": 2, "align_elements": 8, "shard_elements": 24,
+"params": [[4, 6, 1, 24], [5, 4, 1, 0]]}"""
+SCHEDULE = b"""{"shardcomm_schedule": 1, "num_slots": 2, "slot_of": [0, 1], "triggers": [
+{"phase": "pre_forward", "unit": 1, "actions": [["gather", 1, 1], ["wait_gather", 1, 1]]},
+{"phase": "end_of_backward", "unit": 0, "actions": [["reduce", 0, -1]]}]}"""
+
+
+def with_other_numbers(valid: bytes) -> st.SearchStrategy[bytes]:
+    """`valid`, damaged or with a number in the place of another."""
+    places = [number.span() for number in re.finditer(rb"\b\d+\b", valid)]
+    numbers = st.integers(-3, 70) | st.integers(-(2**70), 2**70)
+    return damaged(valid) | st.tuples(st.sampled_from(places), numbers).map(
+        lambda parts: b"%b%d%b" % (valid[: parts[0][0]], parts[1], valid[parts[0][1] :])
+    )
+
+
+@given(text=with_other_numbers(LAYOUT))
+def test_layouts_that_c_programs_read(library: ctypes.CDLL, text: bytes) -> None:
+    layout = ctypes.c_void_p()
+    status = library.shc_layout_deserialize(text, ctypes.byref(layout))
+    assert status == (0 if layout else INVALID_ARGUMENT)
+    if not layout:
+        return
+    elements, ranks, piece = ctypes.c_int64(), ctypes.c_int(), Piece()
+    assert library.shc_layout_shard_elements(layout, ctypes.byref(elements)) == 0
+    assert library.shc_layout_world_size(layout, ctypes.byref(ranks)) == 0
+    for param in range(2):
+        for rank in (0, ranks.value - 1):
+            args = ctypes.c_size_t(param), rank, ctypes.byref(piece)
+            if library.shc_layout_piece(layout, *args) == 0:  # else there is no such parameter
+                assert 0 <= piece.shard_begin <= piece.shard_begin + piece.count <= elements.value
+    library.shc_layout_destroy(layout)
+
+
+@given(text=with_other_numbers(SCHEDULE))
+def test_schedules_that_c_programs_read(library: ctypes.CDLL, text: bytes) -> None:
+    schedule = ctypes.c_void_p()
+    status = library.shc_schedule_parse(text, ctypes.byref(schedule))
+    assert status == (0 if schedule else INVALID_ARGUMENT)
+    library.shc_schedule_destroy(schedule)
+
+
+def test_texts_of_c_programs_are_right_to_begin_with(library: ctypes.CDLL) -> None:
+    handle = ctypes.c_void_p()
+    assert library.shc_layout_deserialize(LAYOUT, ctypes.byref(handle)) == 0
+    library.shc_layout_destroy(handle)
+    assert library.shc_schedule_parse(SCHEDULE, ctypes.byref(handle)) == 0
+    library.shc_schedule_destroy(handle)

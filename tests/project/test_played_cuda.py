@@ -28,6 +28,8 @@ CASES = [
     "event_of_a_capture_tells_no_time",
     "memory_in_a_capture",
     "barrier_that_was_aborted_raises",
+    "bound_collectives",
+    "bound_barrier_that_was_aborted_raises",
     "a_rank_tells_what_it_is_in",
 ]
 

@@ -11,16 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shardcomm.schedule.schedule
-from shardcomm.schedule.schedule import (
-    END,
-    REDUCES_IN_FLIGHT,
-    Action,
-    Phase,
-    Schedule,
-    Trigger,
-    Verb,
-)
+from shardcomm.schedule.planning import REDUCES_IN_FLIGHT
+from shardcomm.schedule.schedule import Schedule
 from shardcomm.schedule.strategy import STRATEGIES
+from shardcomm.schedule.triggers import END, Action, Phase, Trigger, Verb
 
 CASES = settings(max_examples=400, deadline=None, print_blob=True)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -105,3 +107,24 @@ def test_an_old_name_is_an_alias_that_warns(old: str, new: str) -> None:
     with pytest.warns(DeprecationWarning, match=f"shardcomm.{old} is called shardcomm.{new} now"):
         assert getattr(shardcomm, old) is getattr(shardcomm, new)
     assert old not in shardcomm.__all__
+
+
+@pytest.mark.parametrize(
+    ("timeout", "error", "message"),
+    [
+        ("1", TypeError, "timeout is a str; it must be a number of seconds"),
+        (True, TypeError, "timeout is a bool"),
+        (float("nan"), ValueError, "timeout is nan; it must be a number of seconds of at least 0"),
+        (-1, ValueError, "timeout is -1"),
+    ],
+)
+def test_limits_that_are_none_are_refused(
+    timeout: Any, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        Work().wait(timeout)
+
+
+def test_a_work_is_not_copied() -> None:
+    with pytest.raises(TypeError, match="a Work cannot be copied or pickled"):
+        copy.deepcopy(Work())

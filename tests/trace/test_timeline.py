@@ -107,6 +107,7 @@ def test_file_is_in_chromes_format_and_reads_back(tmp_path: Path) -> None:
             assert one[2:4] == pytest.approx(other[2:4])
 
 
+@pytest.mark.covers("tracing", transports=["shm"])
 @pytest.mark.slow
 def test_training_is_traced_and_the_trace_agrees_with_its_report(
     text_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -30,6 +30,7 @@ def traced_step(comm: Communicator) -> tuple[list[Span], float, float]:
     return spans, exposed_s, trace.exposed_s
 
 
+@pytest.mark.covers("tracing")
 @pytest.mark.parametrize("device", DEVICES)
 def test_every_unit_computes_gathers_and_reduces_in_order(device: str) -> None:
     for spans, _, _ in run_threads(traced_step, 2, device=device):
@@ -47,6 +48,7 @@ def test_every_unit_computes_gathers_and_reduces_in_order(device: str) -> None:
             assert first.nbytes > 0
 
 
+@pytest.mark.covers("tracing")
 @pytest.mark.parametrize("device", DEVICES)
 def test_exposed_time_is_that_of_the_engine(device: str) -> None:
     for _, engines, traces in run_threads(traced_step, 2, device=device):
@@ -54,6 +56,7 @@ def test_exposed_time_is_that_of_the_engine(device: str) -> None:
         assert traces > 0
 
 
+@pytest.mark.covers("tracing", "failed ranks")
 def test_a_failure_of_one_group_ends_the_timeline_of_all() -> None:
     """Not by the deadline: rank 0 is in no group with rank 3."""
 
@@ -69,6 +72,7 @@ def test_a_failure_of_one_group_ends_the_timeline_of_all() -> None:
     run_mesh(body, 2, 2)
 
 
+@pytest.mark.covers("tracing")
 @pytest.mark.parametrize(("replicas", "sharing"), [(1, 2), (2, 2)])
 def test_timeline_has_all_ranks_in_order_on_one_clock(replicas: int, sharing: int) -> None:
     def body(mesh: Mesh) -> tuple[Timeline, list[Span]]:

@@ -110,6 +110,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.covers("owners", "training parity")
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("variant", ["", "nested", "frozen", "tied-across-units"])
@@ -196,12 +197,14 @@ def model_of(model: nn.Module, *engines: Any) -> Any:
     return next(engine for engine in engines if engine.model is model)
 
 
+@pytest.mark.covers("owners", "CPU offload")
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
 def test_owners_train_as_rows_do_over_processes(transport: str, offload: bool) -> None:
     launch(over_a_transport, 3, (transport, offload), timeout_s=100)
 
 
+@pytest.mark.covers("owners", "training parity")
 def test_replicas_of_owners_equal_unsharded() -> None:
     expected = reference(make(), 4, optimizer_of=sgd_of)
 
@@ -214,6 +217,7 @@ def test_replicas_of_owners_equal_unsharded() -> None:
         assert_same(state, expected, bitwise=False)
 
 
+@pytest.mark.covers("owners", "optimizers")
 def test_muon_on_matrices_with_owners_is_exact() -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(*(nn.Linear(12, 12, bias=False) for _ in range(5)))
@@ -266,6 +270,7 @@ def test_costs_that_are_none_are_refused(value: Any) -> None:
         MemoryPlan.of(make(), 2, granularity="tensor", owner_cost=lambda *_: value)
 
 
+@pytest.mark.covers("ranks that differ")
 def test_ranks_that_choose_other_owners_are_told() -> None:
     def body(comm: Communicator) -> None:
         with pytest.raises(

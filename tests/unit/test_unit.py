@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 
 from shardcomm import Policy
-from shardcomm.schedule.schedule import Phase
+from shardcomm.schedule.triggers import Phase
 from shardcomm.unit.unit import find_units, registration_order
 
 

@@ -1,4 +1,4 @@
-"""`shardcomm bench`: what collectives cost here, measured and printed as nccl-tests does.
+"""`shardcomm bench`: what collectives cost on this machine, measured and printed as nccl-tests does.
 
 From the command line down::
 
@@ -7,8 +7,8 @@ From the command line down::
     measure      a row: limit, time, check
     operations   all_gather, reduce_scatter, all_reduce, broadcast: counts, bandwidth, run, expected values
     layers       gather, reduce, pack, unpack: the same on the parameters of a layer
-    transports   what carries them, or why it cannot
-    case         one of either, ready to be run; values: its random inputs
+    transports   what carries the collectives, or why it cannot
+    case         an operation on a size or layer, ready to be run
     timing       the timed loop, its spread, what the loop itself costs
     table, files, plot, compare    what is made of Results; fit: latency and bandwidth
 """

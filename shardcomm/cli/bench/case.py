@@ -1,4 +1,4 @@
-"""A case: one operation on one workload, ready to be run, as every rank has it."""
+"""A case: one operation on one workload, ready to be run, on one rank."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from shardcomm.comm.communicator import ReduceOp, Use
 
 
 class Collectives(Protocol):
-    """One rank's end of a transport: any Communicator, and torch.distributed (see `transports`)."""
+    """The collectives of one rank over a transport: any Communicator, or torch.distributed (see `transports`)."""
 
     rank: int
     size: int
     device: torch.device
 
     def allocate(self, numel: int, *, dtype: torch.dtype, use: Use) -> torch.Tensor:
-        """Communication memory."""
+        """Allocates communication memory."""
 
     def all_gather(self, recv: torch.Tensor, send: torch.Tensor) -> object:
-        """`send` of all ranks to `recv`."""
+        """Gathers `send` of all ranks into `recv`."""
 
     def reduce_scatter(self, recv: torch.Tensor, send: torch.Tensor, op: ReduceOp) -> object:
-        """This rank's part of `send`, reduced, to `recv`."""
+        """Reduces `send` over all ranks, and writes this rank's part to `recv`."""
 
     def all_reduce(self, buffer: torch.Tensor, op: ReduceOp) -> object:
         """Reduces `buffer` in place."""
 
     def broadcast(self, buffer: torch.Tensor, root: int) -> object:
-        """`buffer` of `root` to all."""
+        """Copies `buffer` of rank `root` to all ranks."""
 
     def close(self) -> None:
         """Leaves the group."""
@@ -39,12 +39,12 @@ class Collectives(Protocol):
 
 @dataclass(frozen=True)
 class Variant:
-    """Where inputs and outputs lie.
+    """An operation on inputs and outputs in certain places: out of place, or in place.
 
     Attributes:
-        fill: writes the inputs that belong to a seed, different ones for different seeds.
-        run: the operation.
-        wrong: how many elements of the result are not those that follow from the seed.
+        fill: Writes the inputs that belong to a seed; other seeds have other inputs.
+        run: Runs the operation.
+        wrong: Counts the elements of the result that do not follow from the seed.
     """
 
     fill: Callable[[int], None]
@@ -57,10 +57,11 @@ class Case:
     """What a row of the table measures.
 
     Attributes:
-        size_bytes: as printed; algbw is this over the time.
-        count: elements, as printed.
+        size_bytes: The size as printed. algbw is this size over the time.
+        count: The number of elements as printed.
         bus_factor: busbw over algbw, as nccl-tests' PERFORMANCE.md defines it.
-        in_place: None for an operation that cannot.
+        out_of_place: The operation out of place.
+        in_place: The operation in place; None if it cannot be.
     """
 
     size_bytes: int
@@ -70,5 +71,5 @@ class Case:
     in_place: Variant | None
 
     def placements(self) -> list[Variant]:
-        """Out of place first, as nccl-tests has it."""
+        """The variants: out of place first, as nccl-tests has it."""
         return [self.out_of_place] + ([self.in_place] if self.in_place else [])

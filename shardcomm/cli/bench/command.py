@@ -1,4 +1,4 @@
-"""`shardcomm bench`: its options, where its ranks come from, and what is made of the results."""
+"""`shardcomm bench`: its options, how its ranks are started, and what is made of the results."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ from shardcomm.meeting.launchers import Launched
 from shardcomm.models.shapes import SHAPES
 from shardcomm.process.launch import RankError, launch
 
-# Buffers, the copy that is the limit, random inputs and the expected result, in units of the size.
+# The memory that a rank needs, in units of the size: buffers, the copy that is the limit, random inputs and the
+# expected result.
 _BUFFERS = 9
 
 
@@ -43,8 +44,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "bench",
         help="measure collectives, and what a layer costs, as nccl-tests does",
         description="Measures collectives between local processes or, under torchrun, mpirun or srun, between the "
-        "ranks that these start. Options of one letter and columns are nccl-tests' and mean the same. Sizes are total "
-        "bytes.",
+        "ranks that the launcher starts. The options of one letter and the columns are those of nccl-tests, and mean "
+        "the same. Sizes are total bytes.",
         formatter_class=DefaultsFormatter,
     )
     count, switch = whole(1, 10**6), whole(0, 1)
@@ -52,46 +53,49 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add = parser.add_argument
     # fmt: off
     add("--op", type=operations, default="all_gather,reduce_scatter", metavar="OP,...",
-        help=f"{', '.join(OPERATIONS)} on sizes; {', '.join(LAYER_OPERATIONS)} on layers")
+        help=f"the operations: {', '.join(OPERATIONS)} on sizes; {', '.join(LAYER_OPERATIONS)} on layers")
     add("--transport", type=_some_of("transport", TRANSPORTS), default="shm", metavar="NAME,...",
-        help=f"{', '.join(TRANSPORTS)}; what is not usable is skipped")
+        help=f"the transports: {', '.join(TRANSPORTS)}; those that cannot be used are skipped")
     add("--ranks", type=whole(1, 1024), metavar="N",
-        help="local processes (default: 2; under a launcher, its own)")
+        help="number of local processes (default: 2; under a launcher, its own ranks)")
     add("--shapes", type=layers, default="gpt2", metavar="NAME,...",
-        help=f"layers: {', '.join(SHAPES)} (a block), or a JSON file of one layer's names and shapes")
+        help=f"the layers: a block of {' or '.join(SHAPES)}, or a JSON file of one layer's names and shapes")
     add("-b", type=size_bytes, default="32M", metavar="SIZE", help="first size")
     add("-e", type=size_bytes, default="32M", metavar="SIZE", help="last size")
-    add("-i", type=step_bytes, default="1M", metavar="SIZE", help="from one size to the next")
+    add("-i", type=step_bytes, default="1M", metavar="SIZE", help="step from one size to the next")
     add("-f", type=whole(1, 1 << 20), default=1, metavar="N",
-        help="factor from one size to the next, instead of -i; 1: none")
-    add("-n", type=count, default=20, metavar="N", help="iterations")
+        help="factor from one size to the next, instead of -i; 1 for none")
+    add("-n", type=count, default=20, metavar="N", help="number of iterations")
     add("-w", type=whole(0, 10**6), default=1, metavar="N",
-        help="warm-up operations before each timing, at least 1")
+        help="warm-up operations before each timing; at least 1 is made")
     add("-m", type=count, default=1, metavar="N", help="operations in an iteration")
     add("-c", type=whole(0, 1000), default=1, metavar="N", help="checked operations for each figure")
     add("-o", choices=list(RED_OPS), default="sum", help="reduction")
     add("-d", choices=list(DTYPES), default="float", help="type of the elements")
     add("-a", type=whole(0, 3), default=1, metavar="N",
-        help="the time printed, of: 0 rank 0, 1 all ranks' mean, 2 min, 3 max")
-    add("-C", type=switch, default=0, metavar="0|1", help="print the time until the host is free again")
+        help="which time is printed: 0 rank 0's, 1 the mean of all ranks, 2 the least, 3 the largest")
+    add("-C", type=switch, default=0, metavar="0|1", help="1: print the time until the host is free again")
     add("-G", type=whole(0, 10**6), default=0, metavar="N",
-        help="launches of a CUDA graph of all iterations; 0: no graph")
+        help="launch a CUDA graph of all iterations so many times; 0 for no graph")
     add("-R", type=switch, default=0, metavar="0|1",
-        help="1: buffers in communication memory (Communicator.allocate)")
+        help="1: put buffers in communication memory (Communicator.allocate)")
     add("-I", action="store_true", help="print spreads over single iterations")
     add("-T", type=positive, default=60.0, metavar="SECONDS", help="longest wait for another rank")
-    add("-J", "--json", metavar="FILE", help="write the results there too; - for stdout")
-    add("--csv", metavar="FILE", help="write the figures there too; - for stdout")
-    add("--plot", type=picture, metavar="FILE", help="draw busbw over size there")
+    add("-J", "--json", metavar="FILE", help="write the results to this file, too; - for stdout")
+    add("--csv", metavar="FILE", help="write the figures to this file, too; - for stdout")
+    add("--plot", type=picture, metavar="FILE", help="draw busbw over size into this file: .png, .svg or .pdf")
     add("--compare", nargs=2, metavar=("A", "B"), help="measure nothing; compare two --json files")
     add("--tolerance", type=positive, default=0.1, metavar="SHARE",
-        help="of --compare: exit with 1 if B is slower by more")
+        help="with --compare: exit with 1 if B is slower by more than this share")
     # fmt: on
     parser.set_defaults(run=lambda args: run(parser, args))
 
 
 def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
-    """Exit status: 0, 1 if a result was wrong, a rank failed or B is slower than A, 2 for bad options."""
+    """Runs the command.
+
+    Exit status: 0; 1 if a result was wrong, a rank failed or B is slower than A; 2 for bad options.
+    """
     if args.compare:
         return _compare(parser, args)
     own = launched_for(parser, args.ranks)
@@ -148,7 +152,7 @@ def _options(
 
 
 def _check_memory(parser: argparse.ArgumentParser, options: BenchOptions, ranks: int) -> None:
-    """Refuses what would drive the machine, with `ranks` of them, out of memory."""
+    """Refuses options with which `ranks` ranks would drive the machine out of memory."""
     largest = options.sizes.last if set(options.operations) & set(OPERATIONS) else 0
     if set(options.operations) & set(LAYER_OPERATIONS):
         numel = (sum(map(math.prod, layer.shapes.values())) for layer in options.layers)
@@ -206,7 +210,7 @@ def _compare(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
 
 
 def _some_of(what: str, names: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
-    """Names from `names`, separated by commas."""
+    """The type of an option that takes names from `names`, separated by commas."""
 
     def parse(text: str) -> tuple[str, ...]:
         given = tuple(dict.fromkeys(text.split(",")))

@@ -1,4 +1,4 @@
-"""`shardcomm bench --compare A B`: what changed from one run to another."""
+"""`shardcomm bench --compare A B`: what has changed from one run to another."""
 
 from __future__ import annotations
 
@@ -13,26 +13,36 @@ _NAMES = ("operation", "transport", "device", "dtype", "redop")
 
 
 class Timing(NamedTuple):
-    """Seconds; `spread` are the 10 % and 90 % quantiles of single iterations, None where there are none."""
+    """A time in seconds. `spread` are the 10 % and 90 % quantiles of single iterations; None if there are none."""
 
     time_s: float
     spread: tuple[float, float] | None
 
 
 Figures: TypeAlias = dict[tuple[Any, ...], Timing]
-"""Of each operation in a placement, by all that tells it from others."""
+"""The timing of each operation in each placement, by everything that tells it from others."""
 
 
 class Run(NamedTuple):
-    """A run of so many ranks."""
+    """A run: how many ranks it had, and its figures."""
 
     ranks: int
     figures: Figures
 
 
 class Change(NamedTuple):
-    """A figure in both runs: `ratio` is B's time over A's, `low` and `high` what it is between their 10 % and 90 %
-    quantiles (nan where a run has no single iterations)."""
+    """A figure that both runs have.
+
+    Attributes:
+        name: The operation, transport, dtype and layer.
+        size_bytes: The size.
+        placement: "out_of_place" or "in_place".
+        time_a: A's time in seconds.
+        time_b: B's time in seconds.
+        ratio: B's time over A's.
+        low: B's 10 % quantile over A's 90 % quantile; nan if a run has no single iterations.
+        high: B's 90 % quantile over A's 10 % quantile; nan if a run has no single iterations.
+    """
 
     name: str
     size_bytes: int
@@ -45,13 +55,22 @@ class Change(NamedTuple):
 
 
 def read(path: str) -> Run:
-    """What --json wrote. Raises OSError, or ValueError if it is something else."""
+    """Reads a file that --json wrote.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: It is something else.
+    """
     found = read_json(path, "a result of shardcomm bench --json")
     return Run(found["ranks"].whole(1, 1 << 30), _figures(found))
 
 
 def compare(a: Run, b: Run) -> list[Change]:
-    """Every figure that both runs have, in A's order. Raises ValueError if there is none, or they differ in ranks."""
+    """Every figure that both runs have, in A's order.
+
+    Raises:
+        ValueError: The runs have no figure in common, or different numbers of ranks.
+    """
     if a.ranks != b.ranks:
         raise ValueError(
             f"A is of {a.ranks} ranks and B of {b.ranks}; only runs of as many ranks can be compared"
@@ -106,7 +125,7 @@ def _figures(run: Value) -> Figures:
 
 
 def _keyed(section: Value) -> Iterator[tuple[Value, tuple[Any, ...]]]:
-    """A section's rows, with what tells each from others."""
+    """The rows of a section, each with the key that tells it from others."""
     operation = tuple(section[name].text() for name in _NAMES)
     root = section["root"].whole(-1, 1 << 30)
     for row in section["rows"]:

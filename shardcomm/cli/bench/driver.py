@@ -1,6 +1,6 @@
 """The run, on every rank: each operation, on each size or layer, over each transport in turn.
 
-All transports take their turn at a size before the next size comes, so that whatever else the machine does meets them
+All transports take their turn at a size before the next size comes, so that other work of the machine affects them
 alike.
 """
 
@@ -37,7 +37,7 @@ _DEVICE_LINE_BYTES = 200
 
 
 def benchmark(options: BenchOptions) -> Results:
-    """Measures on this rank of the group that the environment describes; rank 0 prints, and has the results."""
+    """Measures, as this rank of the group that the environment describes; rank 0 prints, and has the results."""
     with Communicator.from_env(deadline_s=options.deadline_s, device="cpu") as control:
         return _Run(options, control).run()
 
@@ -48,7 +48,7 @@ class _Run:
         self.control = control
         link = nominal_link() if torch.cuda.device_count() > 1 else None
         self.results = Results(control.size, overhead(options), link)
-        # The default is a lock between processes, a semaphore that a killed rank would leave behind.
+        # tqdm's default is a lock between processes, a semaphore that a killed rank would leave behind.
         tqdm.set_lock(threading.RLock())
         self.out = sys.stderr if options.to_stderr else sys.stdout
 
@@ -67,8 +67,8 @@ class _Run:
                 self.operation(operation, workloads, sections, bar)
         self.say(table.ratios(self.results.sections))
         self.say(["#", table.overhead(self.results)])
-        self.control.barrier()  # all have done with them
-        for ranks in reversed(opened):  # torch's default group is the first of its groups
+        self.control.barrier()  # no rank uses the transports any more
+        for ranks in reversed(opened):  # torch's default group comes first, and must be closed last
             ranks.close()
         return self.results
 
@@ -82,7 +82,7 @@ class _Run:
         return opened
 
     def planned(self, name: str, opened: list[Ranks]) -> Planned:
-        """An operation, what it is measured on, and where."""
+        """An operation, the workloads on which it is measured, and the transports over which it is."""
         operation = (OPERATIONS | LAYER_OPERATIONS)[name]
         on_layers = isinstance(operation, LayerOperation)
         workloads = self.options.layers if on_layers else self.options.sizes.all()
@@ -111,7 +111,7 @@ class _Run:
         sections: list[tuple[Section, Ranks]],
         bar: tqdm[None],
     ) -> None:
-        """One operation's tables. The first transport's rows are shown as they come."""
+        """Measures one operation, and prints its tables. The first transport's rows are printed as they come."""
         if not sections:
             return
         first = sections[0][0]
@@ -140,7 +140,7 @@ class _Run:
         self.say([f"# Skipped {what}: {reason}"])
 
     def say(self, lines: Sequence[str]) -> None:
-        """Prints on rank 0; CommError, on all ranks, if that is not possible."""
+        """Prints on rank 0; raises CommError on all ranks if that is not possible."""
         if self.control.rank != 0 or not lines:
             return
         try:

@@ -1,4 +1,4 @@
-"""Results in files: JSON (all of it), CSV (the figures)."""
+"""Results in files: JSON has everything, CSV has the figures."""
 
 from __future__ import annotations
 
@@ -17,12 +17,15 @@ from shardcomm.files.provenance import provenance
 
 PLACEMENTS = ("out_of_place", "in_place")
 
-# Empty where single iterations were not timed, which may differ from device to device.
+# The columns of a spread, empty where single iterations were not timed, which may differ from device to device.
 _NO_SPREAD = dict.fromkeys(field.name for field in fields(Spread))
 
 
 def as_json(options: BenchOptions, results: Results) -> dict[str, Any]:
-    """Times in seconds, bandwidths in bytes a second; see `shardcomm.cli.bench.results` for the names."""
+    """The results as a dict for JSON.
+
+    Times are in seconds, and bandwidths in bytes a second. `shardcomm.cli.bench.results` explains the names.
+    """
     return {
         **provenance(" ".join(["shardcomm", *sys.argv[1:]])),
         "options": asdict(options),
@@ -45,14 +48,14 @@ def _section(section: Section) -> dict[str, Any]:
 
 
 def write_json(path: str, options: BenchOptions, results: Results) -> None:
-    """Writes all there is; "-" is stdout."""
+    """Writes all results as JSON; "-" is stdout."""
     with opened(path) as out:
         json.dump(as_json(options, results), out, indent=1)
         out.write("\n")
 
 
 def write_csv(path: str, results: Results) -> None:
-    """A line for each figure; times in seconds, bandwidths in bytes a second; "-" is stdout."""
+    """Writes a line for each figure; "-" is stdout. Times are in seconds, and bandwidths in bytes a second."""
     lines = list(_lines(results))
     with opened(path) as out:
         writer = csv.DictWriter(out, list(lines[0]) if lines else [])

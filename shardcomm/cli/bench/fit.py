@@ -9,7 +9,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Fit:
-    """`alpha_s`: latency in seconds. `beta_s`: seconds a byte. Errors are relative: root mean square, and the worst."""
+    """A fitted model.
+
+    Attributes:
+        alpha_s: The latency in seconds.
+        beta_s: The seconds that a byte takes.
+        rms_error: The root mean square of the relative errors.
+        worst_error: The largest relative error.
+    """
 
     alpha_s: float
     beta_s: float
@@ -18,10 +25,14 @@ class Fit:
 
 
 def fit(points: Sequence[tuple[int, float]]) -> Fit | None:
-    """The model nearest to (bytes, seconds), neither term below 0; None for less than three different sizes.
+    """The model that is nearest to the points (bytes, seconds), with no term below 0.
 
-    Relative errors are least squared: sizes span decades, and so do times, whose noise grows with them; absolute errors
-    would let the largest size decide alone. Dividing t = alpha + beta s by t, one wants 1 = alpha / t + beta s / t.
+    It has the least sum of squared relative errors. Sizes span decades, and so do times, whose noise grows with them;
+    with absolute errors the largest size alone would decide. Divided by t, the model t = alpha + beta s becomes
+    1 = alpha / t + beta s / t.
+
+    Returns:
+        The fit; None for less than three different sizes.
     """
     points = [(size, seconds) for size, seconds in points if seconds > 0]
     if len({size for size, _ in points}) < 3:

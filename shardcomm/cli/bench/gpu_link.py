@@ -1,16 +1,16 @@
-"""The rate of the link between GPUs as its maker states it, which is not measured here."""
+"""The rate of the link between GPUs as its maker states it. It is not measured."""
 
 from __future__ import annotations
 
 import re
 import subprocess
 
-# GB/s of a lane in one direction, after line coding, by PCI Express generation.
+# The GB/s of a lane in one direction, after line coding, for each PCI Express generation.
 _PCIE_LANE = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
 
 
 def nominal_link() -> str | None:
-    """The first GPU's links, e.g. "NVLink, 18 x 26.562 GB/s = 478 GB/s"; None where nvidia-smi does not tell."""
+    """The links of the first GPU, as "NVLink, 18 x 26.562 GB/s = 478 GB/s"; None if nvidia-smi does not tell."""
     rates = [
         float(rate)
         for rate in re.findall(
@@ -28,7 +28,7 @@ def nominal_link() -> str | None:
 
 
 def _nvidia_smi(*args: str) -> str:
-    """What it prints; "" where there is none, or it fails."""
+    """The output of nvidia-smi; "" if there is none, or if it fails."""
     try:
         done = subprocess.run(
             ["nvidia-smi", *args], capture_output=True, text=True, timeout=10, check=False

@@ -1,8 +1,8 @@
-"""What a training step runs, on the parameters of a layer: gather and reduce of a Bucket, and packing by CopyPlan.
+"""The operations of a training step on a layer's parameters: gather and reduce of a Bucket, and packing by CopyPlan.
 
-Shards, and the gradients accumulated in them, are float32; -d is the type of full parameters, of what backward yields,
-and of what travels. The size is the flat buffer's, padding included. The busbw of a copy is half of the bytes it reads
-and writes in a second, so that memcpy's is its bandwidth.
+Shards, and the gradients that are accumulated in them, are float32. -d is the type of full parameters, of backward's
+gradients, and of what is sent. The size is the flat buffer's, padding included. The busbw of a copy is half of the
+bytes that it reads and writes in a second, so that memcpy's busbw is its bandwidth.
 """
 
 from __future__ import annotations
@@ -31,9 +31,11 @@ class LayerOperation:
     """An operation on a layer.
 
     Attributes:
-        reduction: as printed.
-        is_local: no rank needs another.
-        make: the case, of (collectives, layout, type of the full parameters).
+        name: The operation's name.
+        reduction: The reduction as printed.
+        is_local: Whether no rank needs another.
+        make: Makes the case from (collectives, layout, type of the full parameters).
+        root: The root as printed; -1 for none.
     """
 
     name: str
@@ -43,11 +45,11 @@ class LayerOperation:
     root: int = -1
 
     def redop(self, options: BenchOptions) -> str:
-        """As printed."""
+        """The reduction as printed."""
         return self.reduction
 
     def case(self, on: Collectives, options: BenchOptions, layer: Layer) -> Case:
-        """Buffers for `layer`. Collective."""
+        """The case for `layer`, with its buffers; collective."""
         dtype = DTYPES[options.dtype]
         specs = [ParamSpec(name, shape) for name, shape in layer.shapes.items()]
         return self.make(on, Layout.plan(specs, on.size, itemsize=dtype.itemsize), dtype)
@@ -56,7 +58,7 @@ class LayerOperation:
 def _tensors(
     layout: Layout, dtype: torch.dtype, rank: int, seed: int, **exact: int
 ) -> list[torch.Tensor]:
-    """Random ones, of the parameters' shapes."""
+    """Random tensors of the parameters' shapes."""
     sizes = [p.numel for p in layout.placements]
     parts = torch.split(values(sum(sizes), dtype, rank, seed, **exact), sizes)
     return [part.view(p.spec.shape) for part, p in zip(parts, layout.placements, strict=True)]
@@ -81,7 +83,7 @@ def _bucket(on: Collectives, layout: Layout, dtype: torch.dtype) -> Bucket:
 
 
 def _gather(on: Collectives, layout: Layout, dtype: torch.dtype) -> Case:
-    """Cast of the shard, all-gather; the parameters are views."""
+    """The gather of a bucket: a cast of the shard, and an all-gather; the parameters are views."""
     bucket = _bucket(on, layout, dtype)
     gathered = Variant(
         fill=lambda seed: bucket.load(_tensors(layout, dtype, 0, seed)),
@@ -93,7 +95,7 @@ def _gather(on: Collectives, layout: Layout, dtype: torch.dtype) -> Case:
 
 
 def _reduce(on: Collectives, layout: Layout, dtype: torch.dtype) -> Case:
-    """Pack, reduce-scatter, accumulation of the mean in the shard's gradient."""
+    """The reduce of a bucket: a pack, a reduce-scatter, and the accumulation of the mean in the shard's gradient."""
     bucket, ranks = _bucket(on, layout, dtype), on.size
     grads = _empty(layout, dtype, on.device)
     bucket.gradients.show()  # so that the reduces add to them
@@ -106,7 +108,7 @@ def _reduce(on: Collectives, layout: Layout, dtype: torch.dtype) -> Case:
         return [t[piece.start : piece.stop] for t, piece in zip(full, pieces, strict=True)]
 
     def accumulated(seed: int) -> list[torch.Tensor]:
-        """What the gradient holds before; of a rank that does not exist."""
+        """The gradient's values before the reduce: those of a rank that does not exist."""
         return _tensors(layout, MASTER, ranks, seed)
 
     def fill(seed: int) -> None:
@@ -116,7 +118,7 @@ def _reduce(on: Collectives, layout: Layout, dtype: torch.dtype) -> Case:
     def wrong(seed: int) -> int:
         expected = accumulated(seed)
         for rank in range(ranks):
-            means = [sent.float() / ranks for sent in sent_by(rank, seed)]  # whole numbers
+            means = [sent.float() / ranks for sent in sent_by(rank, seed)]  # they are whole numbers
             expected = [a + b for a, b in zip(expected, means, strict=True)]
         return _count_wrong(bucket.gradients.rows, rows(expected))
 
@@ -126,7 +128,7 @@ def _reduce(on: Collectives, layout: Layout, dtype: torch.dtype) -> Case:
 
 
 def _copies(on: Collectives, layout: Layout, dtype: torch.dtype, *, packs: bool) -> Case:
-    """float32 tensors into one flat buffer of the type, or back."""
+    """A copy of float32 tensors into one flat buffer of `dtype`, or back."""
     places = layout.placements
     flat = torch.zeros(layout.flat_numel, dtype=dtype, device=on.device)
     parts = [flat[p.offset : p.offset + p.numel].view(p.spec.shape) for p in places]

@@ -1,6 +1,6 @@
 """One row: the bandwidth of a plain copy, the time of the operation in each placement, and whether it was right.
 
-Results are checked outside of what is timed, on inputs of their own.
+Results are checked apart from the timed runs, on other inputs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def measure(
     on: Collectives,
     control: Communicator,
 ) -> Row | None:
-    """The row of one workload; None for one too small to be shared out. Collective."""
+    """Measures the row of one workload; collective. None if the workload is too small to be shared out."""
     case = operation.case(on, options, workload)  # type: ignore[arg-type]
     if case is None:
         return None
@@ -41,7 +41,7 @@ def measure(
         timing, control=control, device=on.device, options=options, overhead_s=overhead_s
     )
     copied = time(_copy(case.size_bytes, on.device))
-    # The fastest, since a limit is what is possible.
+    # The fastest copy counts, since a limit is what is possible.
     limit = case.size_bytes / (copied.spread.min_s if copied.spread else copied.time_s)
     figures = []
     for i, placement in enumerate(case.placements()):
@@ -65,11 +65,11 @@ def measure(
 
 
 def _wrong(placement: Variant, seeds: range, on: Collectives, control: Communicator) -> int:
-    """Wrong elements on all ranks, over one run for each seed."""
+    """How many elements are wrong on all ranks, over one run for each seed."""
     wrong = torch.zeros(1, dtype=torch.int64)
     for seed in seeds:
         placement.fill(seed)
-        control.barrier()  # a rank that runs may write what others fill
+        control.barrier()  # a rank that runs may write memory that others fill
         placement.run()
         synchronise(on.device)
         wrong += placement.wrong(seed)
@@ -79,7 +79,7 @@ def _wrong(placement: Variant, seeds: range, on: Collectives, control: Communica
 
 
 def _copy(nbytes: int, device: torch.device) -> Callable[[], object]:
-    """A plain copy, as fast as the device has it."""
+    """A plain copy, in the device's fastest way."""
     source = torch.ones(nbytes, dtype=torch.uint8, device=device)
     target = torch.zeros_like(source)
     if device.type != "cpu":

@@ -1,7 +1,7 @@
 """The collectives: for each its counts, bandwidth, memory, run and expected result, as nccl-tests defines them.
 
-Sizes are total bytes: what a rank has after an all-gather, before a reduce-scatter. An out-of-place all-reduce or
-broadcast includes the copy of its input: neither shardcomm nor torch.distributed has another.
+Sizes are total bytes: those that a rank has after an all-gather, or before a reduce-scatter. An out-of-place all-reduce
+or broadcast includes a copy of its input, since neither shardcomm nor torch.distributed has one without.
 """
 
 from __future__ import annotations
@@ -27,13 +27,15 @@ class Operation:
     """A collective.
 
     Attributes:
-        sends, receives: "whole", all of the size, or "slot", one rank's part of it.
-        use: of the communication memory that its larger side, or what it receives, is in.
-        reduces: whether it has a reduction.
-        root: as printed; -1 for none.
-        bus_factor: busbw over algbw, of a number of ranks.
-        run: (collectives, recv, send, reduction).
-        expected: what a rank has afterwards, of (inputs of all ranks in order, rank, ranks, reduction).
+        name: Its name.
+        sends: What a rank sends: "whole" is all of the size, and "slot" is one rank's part of it.
+        receives: What a rank receives, in the same words.
+        use: The use of the communication memory in which its larger side is, or its output if both are as large.
+        reduces: Whether it has a reduction.
+        root: The root as printed; -1 for none.
+        bus_factor: busbw over algbw, as a function of the number of ranks.
+        run: Runs it, from (collectives, recv, send, reduction).
+        expected: What a rank has afterwards, from (inputs of all ranks in order, rank, ranks, reduction).
     """
 
     name: str
@@ -49,14 +51,14 @@ class Operation:
     is_local = False
 
     def redop(self, options: BenchOptions) -> str:
-        """As printed."""
+        """The reduction as printed."""
         return options.redop if self.reduces else "none"
 
     def case(self, on: Collectives, options: BenchOptions, size_bytes: int) -> Case | None:
-        """Buffers for `size_bytes`; None for so few that a rank has no element. Collective."""
+        """The case for `size_bytes`, with its buffers; None for so few that a rank has no element. Collective."""
         dtype = DTYPES[options.dtype]
         count, slots = size_bytes // dtype.itemsize, 1
-        if "slot" in (self.sends, self.receives):  # rounded down to 16 bytes
+        if "slot" in (self.sends, self.receives):  # a slot is rounded down to 16 bytes
             count, slots = count // on.size & -(16 // dtype.itemsize), on.size
         if count == 0:
             return None
@@ -170,7 +172,7 @@ OPERATIONS = {
             name="broadcast",
             sends="whole",
             receives="whole",
-            use="reduce",  # that the others can read
+            use="reduce",  # memory that the other ranks can read
             reduces=False,
             root=ROOT,
             bus_factor=lambda ranks: 1.0,

@@ -1,4 +1,4 @@
-"""What the command line says, checked: sizes, types, and the rest of `BenchOptions`."""
+"""The options of the command line, checked: sizes, types, and the rest of `BenchOptions`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardcomm.comm.communicator import ReduceOp
 from shardcomm.files.json_file import Value, read_json
 from shardcomm.models.shapes import SHAPES, Shapes
 
-# nccl-tests' names.
+# The types by nccl-tests' names.
 DTYPES = {
     "uint8": torch.uint8,
     "int32": torch.int32,
@@ -30,7 +30,7 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 @dataclass(frozen=True)
 class Sizes:
-    """From `first` to `last` bytes: each `factor` times the one before or, with a factor of 1, `step` more."""
+    """The sizes from `first` to `last` bytes. Each is `factor` times the one before or, with factor 1, `step` more."""
 
     first: int
     last: int
@@ -48,7 +48,7 @@ class Sizes:
             )
 
     def all(self) -> Sequence[int]:
-        """Every size, in bytes."""
+        """All sizes, in bytes."""
         if self.factor == 1:
             return range(self.first, self.last + 1, self.step)
         sizes = [self.first]
@@ -59,7 +59,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Layer:
-    """The parameters of one layer."""
+    """One layer: its name, and the names and shapes of its parameters."""
 
     name: str
     shapes: Shapes
@@ -67,7 +67,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """What every rank is told; the same on each. Names and meaning as the command's help has them."""
+    """The options that every rank gets; the same on each. The command's help explains them."""
 
     operations: tuple[str, ...]
     transports: tuple[str, ...]
@@ -87,11 +87,11 @@ class BenchOptions:
     deadline_s: float
     ranks: int
     to_stderr: bool
-    """Where the table goes, since stdout may be taken."""
+    """Whether the table goes to stderr, because --json or --csv writes to stdout."""
 
 
 def size_bytes(text: str) -> int:
-    """As nccl-tests reads sizes: 1000, 64K, 1.5M, 2G."""
+    """The type of an option that takes a size, as nccl-tests reads it: 1000, 64K, 1.5M, 2G."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]?)B?", text, re.IGNORECASE)
     if match is None or float(match[1]) * _UNITS[match[2].upper()] > 1 << 50:
         raise argparse.ArgumentTypeError(
@@ -101,14 +101,14 @@ def size_bytes(text: str) -> int:
 
 
 def step_bytes(text: str) -> int:
-    """A size of at least one byte."""
+    """The type of an option that takes a size of at least one byte."""
     if (step := size_bytes(text)) == 0:
         raise argparse.ArgumentTypeError(f"{text!r}; it must be at least 1 byte")
     return step
 
 
 def layers(text: str) -> tuple[Layer, ...]:
-    """One layer for each of "gpt2,llama3-8b", or of a file that holds the shapes of one."""
+    """The type of --shapes: names such as "gpt2,llama3-8b", or files that hold the shapes of one layer."""
     return tuple(_layer(name) for name in text.split(","))
 
 

@@ -1,4 +1,4 @@
-"""busbw over size, both logarithmic: one picture for each operation, one line for each transport, and the limit."""
+"""Draws busbw over size, both logarithmic: a picture for each operation, a line for each transport, and the limit."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from shardcomm.files.whole_file import written_whole
 
 
 def write_plot(path: str, results: Results) -> None:
-    """Draws the out-of-place figures into an image, of the kind that the file's name ends in."""
+    """Draws the out-of-place figures into an image file, of the kind that `path` ends in."""
     from matplotlib.figure import Figure  # noqa: PLC0415  (an extra)
 
     operations = list(dict.fromkeys(section.operation for section in results.sections))

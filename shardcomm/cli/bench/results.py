@@ -1,4 +1,4 @@
-"""What a run finds: plain data, from which table, files, plot and comparison are made."""
+"""The results of a run: plain data, from which table, files, plot and comparison are made."""
 
 from __future__ import annotations
 
@@ -11,7 +11,15 @@ from shardcomm.cli.bench.timing import Spread
 
 @dataclass(frozen=True)
 class Figure:
-    """One operation in one placement. Bandwidths are in bytes a second; `wrong` is None where nothing was checked."""
+    """One operation in one placement.
+
+    Attributes:
+        time_s: The time of an operation, in seconds.
+        algbw: The size over the time, in bytes a second.
+        busbw: algbw times the bus factor, in bytes a second.
+        wrong: How many elements were wrong; None if nothing was checked.
+        spread: The spread over single iterations; None if these were not timed.
+    """
 
     time_s: float
     algbw: float
@@ -22,7 +30,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Row:
-    """A size, or a layer. `limit` is the bandwidth of a plain copy of as many bytes, on all ranks at once."""
+    """A row: a size, or a layer. `limit` is the bandwidth of a plain copy of as many bytes, on all ranks at once."""
 
     layer: str | None
     size_bytes: int
@@ -32,13 +40,13 @@ class Row:
     in_place: Figure | None
 
     def figures(self) -> list[Figure]:
-        """Out of place, then in place if there is."""
+        """The figure out of place and, if there is one, the figure in place."""
         return [self.out_of_place] + ([self.in_place] if self.in_place else [])
 
 
 @dataclass
 class Section:
-    """A table: an operation over a transport."""
+    """A table: one operation over one transport."""
 
     operation: str
     transport: str
@@ -50,34 +58,37 @@ class Section:
 
     @property
     def wrong(self) -> int:
-        """Elements that were not as they should be."""
+        """How many elements were wrong."""
         return sum(figure.wrong or 0 for row in self.rows for figure in row.figures())
 
     @property
     def mean_busbw(self) -> float:
-        """Of all figures, as nccl-tests has it."""
+        """The mean busbw of all figures, as nccl-tests has it."""
         busbws = [figure.busbw for row in self.rows for figure in row.figures()]
         return sum(busbws) / len(busbws) if busbws else 0.0
 
     @property
     def fit(self) -> Fit | None:
-        """Latency and bandwidth out of place; None for less than three sizes."""
+        """The fit of latency and bandwidth out of place; None for less than three sizes."""
         return fit([(row.size_bytes, row.out_of_place.time_s) for row in self.rows])
 
     @property
     def fit_in_place(self) -> Fit | None:
-        """The same in place, where an all-reduce or a broadcast has no copy of its input in it."""
+        """The same in place, where an all-reduce or a broadcast includes no copy of its input."""
         return fit([(row.size_bytes, row.in_place.time_s) for row in self.rows if row.in_place])
 
 
 @dataclass
 class Results:
-    """A run.
+    """The results of a run.
 
     Attributes:
-        overhead_s: what the timed loop itself takes for each operation; was taken off every time on a CPU.
-        link: between several GPUs, as stated by its maker.
-        skipped: transports and operations, with the reason.
+        ranks: How many ranks it had.
+        overhead_s: The seconds that the timed loop itself takes for each operation. They were taken off every time on
+            a CPU.
+        link: The rate of the link between several GPUs, as its maker states it.
+        sections: The tables.
+        skipped: Transports and operations that were skipped, with the reason.
     """
 
     ranks: int
@@ -88,11 +99,11 @@ class Results:
 
     @property
     def wrong(self) -> int:
-        """Over all sections."""
+        """How many elements were wrong in all sections."""
         return sum(section.wrong for section in self.sections)
 
     @property
     def smallest_time_s(self) -> float:
-        """Of all figures; infinite if there is none."""
+        """The smallest time of all figures; infinite if there is none."""
         rows = (row for section in self.sections for row in section.rows)
         return min((figure.time_s for row in rows for figure in row.figures()), default=math.inf)

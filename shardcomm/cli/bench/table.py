@@ -1,7 +1,7 @@
-"""The table as nccl-tests prints it: what reads nccl-tests' output reads this.
+"""The table as nccl-tests prints it, so that programs which read nccl-tests' output can read this.
 
-Rows have nccl-tests' columns; after them come ours: the bandwidth of a plain copy, and busbw as a share of it, out of
-place and in place. All else is in comment lines.
+Rows have nccl-tests' columns, and after these three of their own: the bandwidth of a plain copy, and busbw as a share
+of it, out of place and in place. All else is in comment lines.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ HEADER = [
 
 
 def preamble(options: BenchOptions, devices: Sequence[str]) -> list[str]:
-    """What is run, on what."""
+    """The lines that say what is run, and on what."""
     sizes = options.sizes
     step = f"{sizes.factor}(factor)" if sizes.factor > 1 else f"{sizes.step}(bytes)"
     return [
@@ -36,12 +36,12 @@ def preamble(options: BenchOptions, devices: Sequence[str]) -> list[str]:
 
 
 def opening(section: Section) -> list[str]:
-    """What comes before the rows."""
+    """The lines before the rows."""
     return ["#", f"# {section.operation}: {section.transport}, {section.device}", *HEADER]
 
 
 def lines(section: Section, row: Row) -> list[str]:
-    """A row, below the name of its layer if it has one."""
+    """The lines of a row: the name of its layer, if it has one, and the row."""
     shares = [f"{figure.busbw / row.limit:7.1%}" for figure in row.figures()]
     cells = (
         f"{row.size_bytes:12d}  {row.count:12d}  {section.dtype:>8}  {section.redop:>6}  {section.root:6d}"
@@ -52,7 +52,7 @@ def lines(section: Section, row: Row) -> list[str]:
 
 
 def closing(section: Section, options: BenchOptions) -> list[str]:
-    """What comes after the rows: nccl-tests' sums, then the fit and, with -I, the spreads."""
+    """The lines after the rows: nccl-tests' sums, then the fit and, with -I, the spreads."""
     wrong = section.wrong
     found = [
         f"# Out of bounds values : {wrong} {'FAILED' if wrong else 'OK'}",
@@ -70,7 +70,7 @@ def closing(section: Section, options: BenchOptions) -> list[str]:
 
 
 def ratios(sections: Sequence[Section]) -> list[str]:
-    """How many times as long as over the first transport each other one takes, operation by operation."""
+    """For each operation, how many times as long as the first transport each other transport takes."""
     found: list[str] = []
     for first in sections:
         others = [s for s in sections if s.operation == first.operation and s is not first]
@@ -89,7 +89,7 @@ def ratios(sections: Sequence[Section]) -> list[str]:
 
 
 def overhead(results: Results) -> str:
-    """What the loop itself costs, beside the smallest time."""
+    """The line that compares the cost of the loop itself with the smallest time."""
     share = results.overhead_s / results.smallest_time_s
     return (
         f"# Harness: {results.overhead_s * 1e6:.3f} us an operation, {share:.1%} of the smallest time; "
@@ -131,7 +131,7 @@ def _columns(figure: Figure | None) -> str:
 
 
 def _microseconds(seconds: float) -> str:
-    """With nccl-tests' digits."""
+    """A time in microseconds, with as many digits as nccl-tests prints."""
     us = seconds * 1e6
     digits = 0 if us >= 10000 else 1 if us >= 100 else 2
     return f"{us:.{digits}f}"

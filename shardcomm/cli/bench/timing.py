@@ -22,7 +22,7 @@ _OVERHEAD_LOOPS = 25
 
 @dataclass(frozen=True)
 class Spread:
-    """Seconds an operation took in single iterations; `cv` is their standard deviation over their mean."""
+    """How long an operation took in single iterations, in seconds; `cv` is the standard deviation over the mean."""
 
     min_s: float
     p10_s: float
@@ -35,7 +35,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds an operation took. `spread` is None where only the whole loop was timed."""
+    """How long an operation took, in seconds. `spread` is None if only the whole loop was timed."""
 
     time_s: float
     spread: Spread | None
@@ -48,22 +48,22 @@ def timing(
     options: BenchOptions,
     overhead_s: float,
 ) -> Timing:
-    """Times `run` on all ranks at once, and combines their times as -a says; collective.
+    """Times `run` on all ranks at once, and combines the ranks' times as -a says; collective.
 
-    `overhead_s`, what the loop itself takes for each operation, is taken off on a CPU. On a GPU the loop runs ahead of
-    the device, so that it costs nothing, or is part of what a launch costs.
+    `overhead_s` is the time of the loop itself for each operation, and is taken off on a CPU. On a GPU the loop runs
+    ahead of the device, so that it costs nothing, or it is part of the cost of a launch.
     """
     for _ in range(max(1, options.warmups)):
         run()
     if options.graph_launches and device.type != "cpu":
-        run = _graph(run, options)  # before ranks meet: capturing takes them differently long
+        run = _graph(run, options)  # before ranks meet, since ranks take differently long for it
     synchronise(device)
     control.barrier()
     times = loop(run, device, options)
     everybody = torch.empty(control.size, len(times), dtype=torch.float64)
     control.all_gather(everybody, torch.tensor(times, dtype=torch.float64))
     if device.type == "cpu":
-        everybody = (everybody - overhead_s).clamp_min(1e-9)  # a clock ticks no finer
+        everybody = (everybody - overhead_s).clamp_min(1e-9)  # a clock has no finer ticks
     means = everybody.mean(1)
     of_ranks = _combined(everybody, options.average).tolist()
     return Timing(
@@ -73,8 +73,8 @@ def timing(
 
 
 def overhead(options: BenchOptions) -> float:
-    """Seconds that the loop takes for each operation, when that does nothing: the median of several loops."""
-    nothing = partial(_nothing, None, None, None, None)  # called as operations are
+    """The seconds that the loop takes for an operation which does nothing: the median of several loops."""
+    nothing = partial(_nothing, None, None, None, None)  # it is called as operations are
     cpu = torch.device("cpu")
     loops = [statistics.mean(loop(nothing, cpu, options)) for _ in range(_OVERHEAD_LOOPS)]
     return statistics.median(loops)
@@ -85,9 +85,9 @@ def _nothing(on: None, recv: None, send: None, op: None) -> None:
 
 
 def loop(run: Callable[[], object], device: torch.device, options: BenchOptions) -> list[float]:
-    """Seconds an operation takes on this rank: of each iteration, or one number for all of them.
+    """The seconds that an operation takes on this rank: for each iteration, or one number for all iterations.
 
-    On a GPU with -G, `run` is a graph of them all.
+    On a GPU with -G, `run` launches a graph of all iterations.
     """
     if device.type == "cpu":
         return _loop_on_cpu(run, options)
@@ -130,7 +130,7 @@ def _loop_with_events(
 
 
 def _graph(run: Callable[[], object], options: BenchOptions) -> Callable[[], object]:
-    """Launches all iterations."""
+    """Captures all iterations in a CUDA graph; returns the function that launches it."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(options.iterations * options.aggregate):
@@ -150,7 +150,7 @@ def _loop_of_graphs(
 
 
 def synchronise(device: torch.device) -> None:
-    """Waits for all that was queued."""
+    """Waits for all work that was queued on `device`."""
     if device.type != "cpu":
         torch.cuda.synchronize(device)
 
@@ -160,7 +160,7 @@ def _per_operation(times: list[float], options: BenchOptions) -> list[float]:
 
 
 def _combined(of_ranks: torch.Tensor, average: int) -> torch.Tensor:
-    """One of the ranks' times, along the first dim."""
+    """Combines the ranks' times, along the first dim, as -a says."""
     if average == 0:
         return of_ranks[0]
     if average == 1:

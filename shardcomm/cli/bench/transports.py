@@ -1,4 +1,4 @@
-"""What carries the collectives: each transport that can be used here, opened, or the reason why it cannot."""
+"""The transports that carry the collectives: each that can be used here is opened, the others have a reason why not."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ _TORCH_OPS = {
     "max": dist.ReduceOp.MAX,
     "min": dist.ReduceOp.MIN,
 }
-# torch renamed them after 2.11, and warns of the old names.
+# Torch renamed these functions after 2.11, and warns of the old names.
 _torch_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _torch_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Unusable(Exception):
-    """A transport, or an operation on it, cannot be used here: why."""
+    """A transport, or an operation on it, cannot be used here. The message says why."""
 
 
 class Ranks(ABC):
@@ -49,9 +49,12 @@ class Ranks(ABC):
 
     @abstractmethod
     def run(self, fn: Callable[[Collectives, Communicator], T]) -> T | None:
-        """fn(collectives, control) on every rank; what it returned on rank 0, at least in process 0.
+        """Calls fn(collectives, control) on every rank.
 
-        `control` is for what is not measured: its ranks are the same, its tensors are on the CPU.
+        `control` has the same ranks, and tensors on the CPU. It is for communication that is not measured.
+
+        Returns:
+            What fn returned on rank 0; processes other than 0 may get None.
         """
 
     @abstractmethod
@@ -60,7 +63,7 @@ class Ranks(ABC):
 
 
 class ProcessRanks(Ranks):
-    """This process is one rank."""
+    """The ranks of a transport whose ranks are processes, of which this one is one."""
 
     def __init__(self, transport: str, on: Collectives, control: Communicator) -> None:
         super().__init__(transport, on.device)
@@ -77,7 +80,7 @@ class ProcessRanks(Ranks):
 
 
 class ThreadRanks(Ranks):
-    """The ranks are threads of process 0; the other processes wait."""
+    """The ranks of a transport whose ranks are threads. Process 0 has them, and the other processes wait."""
 
     def __init__(
         self, transport: str, control: Communicator, device: torch.device, options: BenchOptions
@@ -98,11 +101,14 @@ class ThreadRanks(Ranks):
         self._wait(futures)
         errors = [error for future in futures if (error := future.exception()) is not None]
         for error in sorted(errors, key=lambda error: isinstance(error, _C.CommError)):
-            raise error  # a rank's own comes before the CommErrors that follow from it
+            raise error  # a rank's own error comes before the CommErrors that follow from it
         return futures[0].result() if futures else None
 
     def _wait(self, futures: Sequence[Future[T]]) -> None:
-        """Until process 0's threads have ended: it says often that they have not, so that no other's wait times out."""
+        """Waits until process 0's threads have ended.
+
+        Process 0 often tells the others that they have not, so that no wait times out.
+        """
         going = torch.ones(1, dtype=torch.int32)
         while going:
             if self._comms:
@@ -135,14 +141,14 @@ class ThreadRanks(Ranks):
 
 
 class TorchCollectives:
-    """torch.distributed's functions, called directly."""
+    """The functions of torch.distributed, which are called directly."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.rank, self.size, self.device = group.rank(), group.size(), device
         self._group = group
 
     def allocate(self, numel: int, *, dtype: torch.dtype, use: Use) -> torch.Tensor:
-        """Ordinary memory: torch.distributed has no other."""
+        """Allocates ordinary memory, since torch.distributed has no other."""
         return torch.zeros(numel, dtype=dtype, device=self.device)
 
     def all_gather(self, recv: torch.Tensor, send: torch.Tensor) -> object:
@@ -167,10 +173,10 @@ class TorchCollectives:
 
 
 def open_transport(name: str, control: Communicator, options: BenchOptions) -> Ranks:
-    """Connects the ranks of `control`; collective.
+    """Connects the ranks of `control` over a transport; collective.
 
     Raises:
-        Unusable: on every rank, if any cannot.
+        Unusable: A rank cannot use the transport. It is raised on every rank.
     """
     reason = _why_not(name, control)
     if name == "local:cuda" and options.graph_launches and control.size > 1:
@@ -189,7 +195,7 @@ def open_transport(name: str, control: Communicator, options: BenchOptions) -> R
 
 
 def _why_not(name: str, control: Communicator) -> str | None:
-    """The reason why this rank cannot use the transport."""
+    """The reason why this rank cannot use the transport; None if it can."""
     if name == "shm" and control.transport != "shm":
         return "the ranks are on several hosts, or do not see each other's processes"
     if name in ("nccl", "torch:nccl", "local:cuda"):
@@ -229,7 +235,7 @@ def _connect(name: str, options: BenchOptions) -> Collectives:
 
 
 def check_operation(name: str, transport: str, options: BenchOptions) -> None:
-    """Unusable unless `transport` has the operation `name` as `options` want it."""
+    """Raises Unusable unless `transport` has the operation `name` as `options` want it."""
     if transport.startswith("torch:") and name in ("gather", "reduce"):
         raise Unusable("torch.distributed has no such operation")
     takes_op = name in ("reduce_scatter", "all_reduce")

@@ -1,4 +1,4 @@
-"""`shardcomm doctor`: what works on this machine, what does not and why, and whether it computes what it should.
+"""`shardcomm doctor`: what works on this machine, what does not and why, and whether results are right.
 
 From the command line down::
 

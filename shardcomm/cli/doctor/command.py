@@ -1,4 +1,4 @@
-"""`shardcomm doctor`: its option, and its exit status."""
+"""`shardcomm doctor`: its option and its exit status."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "doctor",
         help="say what works on this machine, and what does not and why",
-        description="Says what this build of shardcomm has, what it finds on this machine, which transports can be "
-        "used and, for each that cannot, why and what to do; then tests them, in about five seconds, and says which "
-        "path each collective takes. Exits with 1 if a test fails.",
+        description="Says what this build of shardcomm has, what it finds on this machine, and which transports can be "
+        "used; for each that cannot, it says why and what to do. Then it tests them, in about five seconds, and says "
+        "which path each collective takes. It exits with 1 if a test fails.",
     )
     parser.add_argument(
-        "--json", metavar="FILE", help="write all of it there instead; - for stdout"
+        "--json", metavar="FILE", help="write JSON to this file instead; - for stdout"
     )
     parser.set_defaults(run=lambda args: run(parser, args))
 
 
 def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
-    """Exit status: 0, 1 if the self-test failed or FILE could not be written, 2 if it cannot be."""
+    """Runs the command. Exit status: 0, 1 if the self-test or the writing of FILE failed, or 2 for a bad FILE."""
     if not can_write(args.json):
         parser.error(f"--json is {args.json!r}; it must be a file that can be written, or -")
     found = findings()

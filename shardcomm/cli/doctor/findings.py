@@ -1,4 +1,4 @@
-"""What is built, what is loaded, what is missing, why, and what to do about it."""
+"""What this build and this machine have, what is missing and why, and what to do about it."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _INSTALL_NCCL = "pip install nvidia-nccl-cu13 (-cu12 where nvidia-smi shows CUDA
 
 
 def findings() -> dict[str, Any]:
-    """Versions, and for CUDA, NCCL, Triton and each transport: whether it can be used, and if not, why.
+    """The versions, and for CUDA, NCCL, Triton and each transport whether it can be used.
 
-    What cannot be used has a `reason` and a `remedy`; both are "" for what can.
+    An entry that cannot be used has a `reason` and a `remedy`; in the others both are "".
     """
     cuda, library = _C.cuda_status(), nccl.status()
     reason, _, remedy = cuda.reason.partition("; ")  # a build without CUDA says what to do, too

@@ -1,4 +1,4 @@
-"""What limits the memory that the processes of a host share.
+"""The limits of the memory that processes of a host share.
 
 A window is an unnamed file in memory (memfd), which rank 0 makes at its full size and the others open through
 /proc/PID/fd. /dev/shm is not used, so its size does not matter.
@@ -15,7 +15,7 @@ _NO_LIMIT = 1 << 60  # the first version of cgroups says so with a number near 2
 
 
 def shared_memory() -> dict[str, dict[str, Any]]:
-    """Each limit's `value` in bytes (None: there is none; of the PID namespace its name) and what it means."""
+    """Each limit's `value` and `meaning`. Values are bytes (None: no limit); that of the PID namespace is its name."""
 
     def limit(value: int | str | None, meaning: str) -> dict[str, Any]:
         return {"value": value, "meaning": meaning}
@@ -44,8 +44,9 @@ def cgroup_limit(membership: Path, mount: Path) -> int | None:
     """The smallest limit in bytes of a process' memory cgroup and those around it; None if there is none.
 
     Args:
-        membership: its /proc/PID/cgroup, with lines as `0::/folder` (version 2) or `4:memory:/folder` (version 1).
-        mount: where the hierarchies are mounted.
+        membership: The process's /proc/PID/cgroup, with lines as `0::/folder` (version 2) or `4:memory:/folder`
+            (version 1).
+        mount: Where the hierarchies are mounted.
     """
     limits = []
     for line in membership.read_text().splitlines():

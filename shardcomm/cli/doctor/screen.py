@@ -10,7 +10,7 @@ _ERRORS_SHOWN = 3
 
 
 def screen(found: dict[str, Any]) -> str:
-    """All of it, as text."""
+    """The whole report as text."""
     tests, limits = found["self_test"], found["shared_memory"]
     tested = {test["name"] for test in tests}
     transports = [
@@ -69,7 +69,7 @@ def _tests(tests: list[dict[str, Any]]) -> str:
 
 
 def _paths(tests: list[dict[str, Any]]) -> str:
-    """A row for each transport and kind of memory, and below the table why a path is not the fastest."""
+    """A table with a row for each transport and kind of memory, and below it why a path is not the fastest."""
     operations = list(dict.fromkeys(path["operation"] for test in tests for path in test["paths"]))
     notes: dict[str, int] = {}
     rows: dict[tuple[str, str], dict[str, str]] = {}
@@ -90,7 +90,7 @@ def _section(title: str, rows: Iterable[tuple[str, ...]]) -> str:
 
 
 def _table(rows: Iterable[tuple[str, ...]]) -> str:
-    """Columns side by side, the last one of any number of lines."""
+    """Columns side by side. Cells of the last column may have several lines."""
     rows = list(rows)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)][:-1]
     indent = " " * (sum(widths) + 2 * len(widths))

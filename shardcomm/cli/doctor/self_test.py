@@ -23,15 +23,15 @@ from shardcomm.stream.streams import start_stream
 
 RANKS = 2
 DEADLINE_S = 60.0
-"""Of the whole self-test."""
+"""The limit of the whole self-test."""
 
 _COLLECTIVE_DEADLINE_S = 10.0
-_COUNT = 300_001  # elements of a rank: in f32 more than the staging area holds at once
+_COUNT = 300_001  # elements of a rank: in float32 more than the staging area holds at once
 _SEED = 5
 
 
 class Path(NamedTuple):
-    """What a collective's receipt says, by where its buffer was: "allocate" (Communicator's) or "ordinary"."""
+    """The path of a collective, from its receipt. `memory`: its buffer's, "allocate" (Communicator's) or "ordinary"."""
 
     operation: str
     memory: str
@@ -41,7 +41,7 @@ class Path(NamedTuple):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one rank saw: sentences of what is wrong, and those that follow from another rank's."""
+    """What one rank saw: sentences about errors, sentences that follow from another rank's error, and paths."""
 
     errors: list[str] = field(default_factory=list)
     following: list[str] = field(default_factory=list)
@@ -51,8 +51,11 @@ class Outcome:
 def self_test(transports: list[str]) -> list[dict[str, Any]]:
     """Tests these transports (see `findings`) and the copies, one after the other.
 
-    Returns, for each, its `name`, `seconds` (the first one's with the start of Python), `errors` and `paths` (each a
-    Path as a dict). Never raises for what fails, and ends soon after DEADLINE_S.
+    It never raises for a test that fails, and ends soon after DEADLINE_S.
+
+    Returns:
+        For each test its `name`, `seconds` (the first one's include the start of Python), `errors` and `paths` (each a
+        Path as a dict).
     """
     end = time.monotonic() + DEADLINE_S
     tests = [_test("copies", end, copies, 1, "cpu")]
@@ -86,14 +89,14 @@ def _test(
 
 
 def _together(outcomes: list[Outcome]) -> Outcome:
-    """All ranks' errors, those that follow from another's last; rank 0's paths."""
+    """All ranks' errors, with those that follow from another rank's at the end, and rank 0's paths."""
     errors = [error for outcome in outcomes for error in outcome.errors]
     following = [error for outcome in outcomes for error in outcome.following]
     return Outcome(errors + following, paths=outcomes[0].paths)
 
 
 def between_processes(name: str) -> Outcome:
-    """This process is one of the ranks of transport `name`."""
+    """Tests transport `name`, of which this process is one rank."""
     transport = cast(Transport, name.partition(":")[0])
     device = "cuda" if transport == "nccl" else "cpu"
     with Communicator.from_env(
@@ -103,7 +106,7 @@ def between_processes(name: str) -> Outcome:
 
 
 def between_threads(device: str) -> Outcome:
-    """This process has all ranks, as threads."""
+    """Tests `local` on `device`: this process has all ranks, as threads."""
     group = Communicator.local_group(RANKS, deadline_s=_COLLECTIVE_DEADLINE_S, device=device)
     started = (group[0].device,)
     with ThreadPoolExecutor(RANKS, initializer=start_stream, initargs=started) as threads:
@@ -111,7 +114,10 @@ def between_threads(device: str) -> Outcome:
 
 
 def collectives(comm: Communicator) -> Outcome:
-    """Each collective on this rank, in both kinds of memory. Never raises: the others hear of it, and fail with it."""
+    """Runs each collective on this rank, in both kinds of memory.
+
+    It never raises. After an error it aborts the group, so that the other ranks fail, too.
+    """
     outcome = Outcome()
     try:
         for memory, dtype in product(("allocate", "ordinary"), (torch.bfloat16, torch.float32)):
@@ -165,7 +171,7 @@ def _collectives(comm: Communicator, memory: str, dtype: torch.dtype, outcome: O
 
 
 def copies(device: str) -> Outcome:
-    """A CopyPlan that packs and one that unpacks, scales and adds, against torch, bit for bit."""
+    """Compares a CopyPlan that packs, and one that unpacks, scales and adds, with torch, bit for bit."""
     random = torch.Generator().manual_seed(_SEED)
     sizes = torch.randint(1, 10_000, (200,), generator=random).tolist()
     offsets = list(accumulate(sizes, initial=0))[:-1]

@@ -1,1 +1,1 @@
-"""`shardcomm ps`: the groups of this host, what each rank is in, and its Python stack. Nobody is stopped."""
+"""`shardcomm ps`: the groups of this host, what each rank is in, and its Python stack. It stops no rank."""

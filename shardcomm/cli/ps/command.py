@@ -15,24 +15,24 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Registers the subcommand."""
     parser = subparsers.add_parser(
         "ps",
-        help="say which ranks of this host wait, in what, for how long and for whom",
-        description="Lists the groups of processes (transport shm) of this host and, for each rank, its process, "
+        help="say which ranks of this host wait, in which collective, for how long and for whom",
+        description="Lists the groups of processes (transport shm) of this host. For each rank it prints its process, "
         "whether it runs, waits, is stopped or dead, the collective that it is in, for how long, and which ranks it "
-        "waits for. It reads memory that the ranks share: none of them is stopped, or takes part. What ranks of other "
-        "transports are in, and where, a process prints on SIGUSR1; see shardcomm.enable_stack_dumps.",
+        "waits for. It reads memory that the ranks share, so that no rank is stopped or takes part. With the other "
+        "transports a process prints on SIGUSR1 what its ranks are in; see shardcomm.enable_stack_dumps.",
     )
     parser.add_argument(
         "--stacks",
         action="store_true",
-        help="each rank's Python stacks too: of ranks that shardcomm started, or that have called "
+        help="print the Python stacks of ranks, too, if shardcomm started them or they have called "
         "shardcomm.enable_stack_dumps()",
     )
-    parser.add_argument("--json", action="store_true", help="write it as JSON")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit status: 0."""
+    """Runs the command. Exit status: 0."""
     found = find()
     stacks = ask(_answering(found)) if args.stacks else None
     if args.json:
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _answering(found: Found) -> list[int]:
-    # A signal to a stopped process would wait there, and be answered when nobody listens.
+    # A signal to a stopped process would wait there, and would be answered when nobody listens any more.
     ranks = [rank for group in found.groups for rank in group.ranks]
     return [rank.pid for rank in ranks if rank.pid and rank.state not in ("dead", "stopped")]
 
@@ -76,7 +76,7 @@ def _as_dict(found: Found, stacks: dict[int, Stacks] | None) -> dict[str, Any]:
 
 
 def screen(found: Found, stacks: dict[int, Stacks] | None) -> str:
-    """All of it, as text."""
+    """The whole report as text."""
     parts = [_group(group, stacks) for group in found.groups] or ["no groups of shardcomm"]
     return "\n\n".join([*parts, *found.notes])
 

@@ -15,7 +15,7 @@ State = Literal["running", "waiting", "stopped", "closed", "dead", "not attached
 
 @dataclass(frozen=True)
 class Rank:
-    """One rank as it was seen. `calls`: what it is in; of a rank that is in no collective, none."""
+    """One rank as it was seen. `calls` are the collectives that it is in; there may be none."""
 
     rank: int
     pid: int | None
@@ -25,7 +25,7 @@ class Rank:
 
 @dataclass(frozen=True)
 class ShmGroup:
-    """A group of `shm`. `id` is the number of its memory; `failure` says why it has failed, or nothing."""
+    """A group of `shm`. `id` is the number of its memory; `failure` says why it has failed, "" if it has not."""
 
     id: int
     ranks: list[Rank]
@@ -34,14 +34,14 @@ class ShmGroup:
 
 @dataclass
 class Found:
-    """What one look found; `notes` are sentences about what could not be read."""
+    """The result of one look. `notes` are sentences about processes that could not be looked into."""
 
     groups: list[ShmGroup] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
 
 def find() -> Found:
-    """Looks at every process of this host that this user may look into."""
+    """Looks at all processes of this host that this user may look into."""
     found = Found()
     seen: set[int] = set()
     unreadable = 0

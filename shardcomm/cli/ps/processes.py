@@ -1,4 +1,4 @@
-"""Processes of this host as /proc shows them."""
+"""The processes of this host, as /proc shows them."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from pathlib import Path
 
 
 def pids() -> list[int]:
-    """Of all processes that are there."""
+    """The numbers of all processes that are there."""
     return sorted(int(name) for name in os.listdir("/proc") if name.isdigit())
 
 
 def memory_files(pid: int) -> Iterator[tuple[str, int]]:
-    """Label and descriptor of each memory file (memfd) that the process has open.
+    """The label and descriptor of each memory file (memfd) that the process has open.
 
     Raises:
-        PermissionError: this user must not look into the process.
+        PermissionError: This user may not look into the process.
     """
     folder = f"/proc/{pid}/fd"
     try:
@@ -26,11 +26,11 @@ def memory_files(pid: int) -> Iterator[tuple[str, int]]:
             if found:
                 yield found[1], int(name)
     except (FileNotFoundError, ProcessLookupError):
-        return  # it has closed it, or has ended
+        return  # the process has closed the file, or has ended
 
 
 def open_of(pid: int, fd: int, flags: int) -> int | None:
-    """What the process has open as `fd`, opened here; None if it has closed it, or ended."""
+    """Opens here the file that the process has open as `fd`; None if it has closed it, or has ended."""
     try:
         return os.open(f"/proc/{pid}/fd/{fd}", flags | os.O_CLOEXEC)
     except (FileNotFoundError, ProcessLookupError):
@@ -40,7 +40,9 @@ def open_of(pid: int, fd: int, flags: int) -> int | None:
 def state(pid: int, start: int) -> str | None:
     """The process's state, a letter as in proc_pid_stat(5); None if it has ended.
 
-    `start`: when it began (field 22); another process that has been given its number is not it.
+    Args:
+        pid: The process's number.
+        start: When it began (field 22), since another process may have been given its number.
     """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -50,7 +52,7 @@ def state(pid: int, start: int) -> str | None:
 
 
 def handles(pid: int, number: int) -> bool:
-    """Whether the process has a handler for a signal."""
+    """Whether the process has a handler for the signal `number`."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -60,7 +62,7 @@ def handles(pid: int, number: int) -> bool:
 
 
 def is_of_this_namespace(pid: int) -> bool:
-    """Whether its group's process numbers are those that are seen here."""
+    """Whether the process is in this process namespace, so that its group's process numbers mean the same here."""
     try:
         return os.readlink(f"/proc/{pid}/ns/pid") == os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -68,7 +70,7 @@ def is_of_this_namespace(pid: int) -> bool:
 
 
 def is_kernel_thread(pid: int) -> bool:
-    """Whether it is no program at all: nothing was executed in it."""
+    """Whether it is a thread of the kernel, in which no program was executed."""
     try:
         return not Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:

@@ -1,6 +1,6 @@
-"""Asks processes for their Python stacks: those that have said how, and only those, are sent a signal.
+"""Asks processes for their Python stacks, by a signal to those, and only those, that have said how.
 
-A process that has called `enable_stack_dumps` has memory open whose label names the signal; the stacks, and a line that
+A process that has called `enable_stack_dumps` has memory open whose label names the signal. Its stacks, and a line that
 ends them, come into that memory.
 """
 
@@ -23,14 +23,14 @@ _PAUSE_S = 0.005
 
 @dataclass(frozen=True)
 class Stacks:
-    """Of all threads of a process, as faulthandler writes them; or `reason`, a sentence why there are none."""
+    """The stacks of all threads of a process, as faulthandler writes them; or a `reason` why there are none."""
 
     text: str | None
     reason: str = ""
 
 
 def ask(pids: Iterable[int]) -> dict[int, Stacks]:
-    """The stacks of each process; all are asked at once, and waited for `PATIENCE_S` seconds."""
+    """The stacks of each process. All are asked at once, and have `PATIENCE_S` seconds to answer."""
     end = time.monotonic() + PATIENCE_S
     answers: dict[int, Stacks] = {}
     memories: dict[int, int] = {}
@@ -49,13 +49,13 @@ def ask(pids: Iterable[int]) -> dict[int, Stacks]:
 
 
 class _NoStacksError(Exception):
-    """The message is the reason."""
+    """A process shows no stacks; the message is the reason."""
 
 
 def _send(pid: int, end: float) -> int:
-    """Sends the signal; the memory, emptied before, into which the answer comes. It is ours until closed."""
+    """Sends the signal; returns the memory, emptied, into which the answer comes. It is locked until it is closed."""
     try:
-        process = os.pidfd_open(pid)  # first: what is seen of its number from here on is seen of it
+        process = os.pidfd_open(pid)  # first, so that all that follows is about this process
     except ProcessLookupError:
         raise _NoStacksError("it has ended") from None
     try:
@@ -77,7 +77,7 @@ def _send(pid: int, end: float) -> int:
 
 
 def _memory(pid: int) -> tuple[int, int]:
-    """The signal that the process waits for, and its memory, opened."""
+    """The signal for which the process waits, and its memory, opened."""
     for label, fd in processes.memory_files(pid):
         number = label.removeprefix(LABEL)
         if label.startswith(LABEL) and number.isdigit() and processes.handles(pid, int(number)):
@@ -88,13 +88,13 @@ def _memory(pid: int) -> tuple[int, int]:
 
 
 def _lock(memory: int, end: float) -> None:
-    """Keeps others who ask the same process out."""
+    """Locks the memory against others who ask the same process."""
     while True:
         try:
             return fcntl.flock(memory, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             if time.monotonic() > end:
-                raise _NoStacksError("somebody else has asked for them and not read them") from None
+                raise _NoStacksError("somebody else has asked it and not read the answer") from None
             time.sleep(_PAUSE_S)
 
 

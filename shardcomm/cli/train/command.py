@@ -1,4 +1,4 @@
-"""`shardcomm train`: its options, and where its ranks come from."""
+"""`shardcomm train`: its options, and how its ranks are started."""
 
 from __future__ import annotations
 
@@ -25,53 +25,56 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "train",
         help="train a byte-level GPT on real text, fully sharded",
-        description="Trains a byte-level GPT on real text with parameters, gradients and optimizer state sharded "
-        "over local processes, or, under torchrun, mpirun or srun, over the ranks that it gives.",
+        description="Trains a byte-level GPT on real text. Parameters, gradients and optimizer state are sharded over "
+        "local processes or, under torchrun, mpirun or srun, over the ranks that the launcher starts.",
         formatter_class=DefaultsFormatter,
     )
     number = whole(1, 10**6)
     parser.add_argument("--ranks", type=whole(1, 1024),
-                        help="local processes (default: 2; under a launcher, its own)")  # fmt: skip
-    parser.add_argument("--steps", type=number, default=150, help="optimizer steps")
-    parser.add_argument(
-        "--seed", type=whole(0, 2**63 - 1), default=0, help="of weights, data and sample"
-    )
-    parser.add_argument("--width", type=whole(1, 2**16), default=256, help="of the residual stream")
-    parser.add_argument("--layers", type=number, default=6, help="transformer blocks")
+                        help="number of local processes (default: 2; under a launcher, its own ranks)")  # fmt: skip
+    parser.add_argument("--steps", type=number, default=150, help="number of optimizer steps")
+    parser.add_argument("--seed", type=whole(0, 2**63 - 1), default=0,
+                        help="seed of weights, data and sample")  # fmt: skip
+    parser.add_argument("--width", type=whole(1, 2**16), default=256,
+                        help="width of the residual stream")  # fmt: skip
+    parser.add_argument("--layers", type=number, default=6, help="number of transformer blocks")
     parser.add_argument("--batch", type=number, default=4, help="sequences per rank and step")
     parser.add_argument("--context", type=number, default=128, help="bytes per sequence")
-    parser.add_argument("--strategy", choices=list(STRATEGIES), default="full_shard")
+    parser.add_argument("--strategy", choices=list(STRATEGIES), default="full_shard",
+                        help="how the model is laid over the ranks")  # fmt: skip
     parser.add_argument("--replicas", type=whole(1, 1024), metavar="N",
-                        help="for hybrid_shard: groups of ranks, each of which holds a whole model")  # fmt: skip
+                        help="for hybrid_shard: how many groups of ranks hold the whole model each")  # fmt: skip
     parser.add_argument("--cpu-offload", action="store_true",
-                        help="parameters, gradients and optimizer state in host memory")  # fmt: skip
-    parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
+                        help="keep parameters, gradients and optimizer state in host memory")  # fmt: skip
+    parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32",
+                        help="dtype to compute and communicate in; shards stay fp32")  # fmt: skip
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto",
-                        help="auto: a GPU for each rank, if there are so many, else the CPU")  # fmt: skip
+                        help="auto takes a GPU for each rank if there are so many, else the CPU")  # fmt: skip
     parser.add_argument("--lr", type=positive, default=1e-3, help="AdamW's learning rate")
-    parser.add_argument("--text", metavar="PATH", help="a file, or a folder of files, instead of the "
-                        "Python sources of the standard library")  # fmt: skip
+    parser.add_argument("--text", metavar="PATH", help="train on this file, or on the files of this folder, instead "
+                        "of the Python sources of the standard library")  # fmt: skip
     parser.add_argument("--deadline", type=positive, default=DEADLINE_S, metavar="SECONDS",
                         help="longest wait for another rank")  # fmt: skip
-    parser.add_argument("--checkpoint", metavar="DIR",
-                        help="save model, optimizer and progress there; the newest two are kept")  # fmt: skip
+    parser.add_argument("--checkpoint", metavar="DIR", help="save model, optimizer and progress in this folder; the "
+                        "newest two checkpoints are kept")  # fmt: skip
     parser.add_argument("--save-every", type=number, default=50, metavar="N",
                         help="steps between checkpoints, which are written while training goes on; there is one after "
-                        "the last, too")  # fmt: skip
+                        "the last step, too")  # fmt: skip
     parser.add_argument("--resume", action="store_true",
                         help="go on from the newest checkpoint in DIR, if there is one")  # fmt: skip
-    parser.add_argument("--json", metavar="FILE", help="write the result there too; - for stdout")
+    parser.add_argument("--json", metavar="FILE",
+                        help="write the result to this file, too; - for stdout")  # fmt: skip
     parser.add_argument(
         "--trace",
         metavar="FILE",
-        help="write what every rank computed, gathered, reduced and waited for when, for https://ui.perfetto.dev and "
-        f"`shardcomm trace`: of all steps but the first {WARM_UP_STEPS}, at most the last {MAX_TRACED_STEPS}",
+        help="write to this file when every rank computed, gathered, reduced and waited, for https://ui.perfetto.dev "
+        f"and `shardcomm trace`; it has all steps but the first {WARM_UP_STEPS}, at most the last {MAX_TRACED_STEPS}",
     )
     parser.set_defaults(run=lambda args: run(parser, args))
 
 
 def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
-    """Exit status: 0, 1 if a rank failed, 2 for bad options."""
+    """Runs the command. Exit status: 0, 1 if a rank failed, or 2 for bad options."""
     own = launched_for(parser, args.ranks)
     ranks = own.size if own.launcher else args.ranks or 2
     if args.width % max(1, args.width // 64):
@@ -105,7 +108,7 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
 
 
 def options_of(args: argparse.Namespace) -> TrainOptions:
-    """What the ranks must know of the command line."""
+    """The options that the ranks must know."""
     return TrainOptions(
         steps=args.steps,
         seed=args.seed,

@@ -38,13 +38,13 @@ SAMPLE_BYTES = 160
 SAMPLE_PROMPT = b"def "
 # The first steps allocate and learn the order of the units.
 WARM_UP_STEPS = 2
-# A trace has at most so many, the last: about 5 kB each for every rank.
+# A trace has at most so many steps, the last ones: about 5 kB each for every rank.
 MAX_TRACED_STEPS = 200
 
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """What the command line says; the same on every rank."""
+    """The options of the command line; the same on every rank."""
 
     steps: int
     seed: int
@@ -65,7 +65,7 @@ class TrainOptions:
     trace: str | None
 
     def identity(self, text: bytes) -> dict[str, object]:
-        """What must be the same for a checkpoint's run to go on; how it is spread over ranks may change."""
+        """The options that must be the same for a checkpoint's run to go on. The ranks and the strategy may change."""
         names = ("seed", "width", "layers", "batch", "context", "precision", "lr")
         of_text = f"{len(text)} bytes (checksum {zlib.crc32(text):08x})"
         return {**{name: getattr(self, name) for name in names}, "text": of_text}
@@ -73,14 +73,14 @@ class TrainOptions:
 
 @dataclass(frozen=True)
 class Result:
-    """What a run amounts to, on one rank. Times and bytes are per step, over the last `measured_steps`.
+    """The result of a run, on one rank. Times and bytes are means over the last `measured_steps` steps.
 
-    These are all but the first few; in a run that is traced, those that are traced.
+    These are all but the first few steps; in a run with a trace, the steps that are in it.
     """
 
     ranks: int
     shard_ranks: int
-    """How many of them share out one copy of the model."""
+    """How many ranks share out one copy of the model."""
     transport: str
     device: str
     cpu_offload: bool
@@ -100,7 +100,7 @@ class Result:
 
 
 def train(options: TrainOptions) -> tuple[Result, Timeline | None]:
-    """Trains on this rank of the group that the environment describes; rank 0 has the timeline, if one is asked for."""
+    """Trains, as this rank of the group that the environment describes; rank 0 gets the timeline, if there is one."""
     device = None if options.device == "auto" else options.device
     with Communicator.from_env(deadline_s=options.deadline_s, device=device) as comm:
         if comm.device.type == "cuda":
@@ -109,8 +109,8 @@ def train(options: TrainOptions) -> tuple[Result, Timeline | None]:
             return _Job(options, comm, comm).run()
         timeout = timedelta(seconds=options.deadline_s)
         store, rank, size = env_store(timeout)
-        # For checkpoints, which use it from another thread; a mesh has groups of its own. Of our backend, which notices
-        # a rank that dies.
+        # Checkpoints use this group from another thread, while a mesh has groups of its own. The backend is shardcomm's
+        # own, which notices a rank that dies.
         dist.init_process_group(
             f"cpu:{NAME}", store=store, rank=rank, world_size=size, timeout=timeout
         )
@@ -136,20 +136,20 @@ def _mesh(options: TrainOptions, comm: Communicator, replicas: int) -> Mesh:
 
 
 class Measured:
-    """Time and traffic of the steps that are done in `step()`; means, 0 while there is none."""
+    """Means of the time and traffic of the steps that are done in `step()`; 0 if there are none."""
 
     def __init__(self, traffic: Traffic) -> None:
         traffic.time_waits()
         self.steps = 0
         self._seconds = 0.0
         self._traffic = traffic
-        self._exposed_s = traffic.exposed_s  # waits for what was queued before
+        self._exposed_s = traffic.exposed_s  # to read it waits for all work that was queued before
         self._gathered_bytes = traffic.gathered_bytes
         self._reduced_bytes = traffic.reduced_bytes
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """A step goes on in here."""
+        """A context around a step."""
         start = time.perf_counter()
         yield
         self._seconds += time.perf_counter() - start
@@ -157,22 +157,22 @@ class Measured:
 
     @property
     def step_s(self) -> float:
-        """Of a step, without what comes between steps."""
+        """The time of a step in seconds, without the time between steps."""
         return self._seconds / max(1, self.steps)
 
     @property
     def exposed_s(self) -> float:
-        """Of it, computation waited for communication."""
+        """How long computation waited for communication in a step, in seconds."""
         return (self._traffic.exposed_s - self._exposed_s) / max(1, self.steps)
 
     @property
     def gathered_bytes(self) -> int:
-        """Received by gathers."""
+        """The bytes that gathers received in a step."""
         return (self._traffic.gathered_bytes - self._gathered_bytes) // max(1, self.steps)
 
     @property
     def reduced_bytes(self) -> int:
-        """Sent by reduces."""
+        """The bytes that reduces sent in a step."""
         return (self._traffic.reduced_bytes - self._reduced_bytes) // max(1, self.steps)
 
 
@@ -205,7 +205,8 @@ class _Job:
         options = self.options
         losses = self.resume()
         first = len(losses)
-        begin = max(first, min(first + WARM_UP_STEPS, options.steps - 1))  # of what is measured
+        # The first step that is measured.
+        begin = max(first, min(first + WARM_UP_STEPS, options.steps - 1))
         if options.trace is not None:
             begin = max(begin, options.steps - MAX_TRACED_STEPS)
         with self.progress(first) as bar:
@@ -259,8 +260,8 @@ class _Job:
         return self.options.batch * self.options.context * self.comm.size
 
     def progress(self, first: int) -> tqdm[None]:
-        """The bar, at step `first`."""
-        # The default is a lock between processes, a semaphore that a killed rank would leave behind.
+        """The progress bar, at step `first`."""
+        # tqdm's default is a lock between processes, a semaphore that a killed rank would leave behind.
         tqdm.set_lock(threading.RLock())
         return tqdm(
             total=self.options.steps,
@@ -271,7 +272,7 @@ class _Job:
         )
 
     def step(self, step: int) -> float:
-        """One step on this rank's part of the batch; the loss over all ranks."""
+        """Does one step on this rank's part of the batch; returns the mean loss of all ranks."""
         options = self.options
         inputs, targets = self.corpus.batch(options.seed, step, self.comm.rank, options.batch)
         device = self.comm.device
@@ -286,14 +287,14 @@ class _Job:
         return float(mean)
 
     def resume(self) -> list[float]:
-        """The losses of the steps that a checkpoint has done already."""
+        """Loads a checkpoint, if there is one; returns the losses of the steps that it has done."""
         if self.checkpoints is None:
             return []
         saved = progress.load(self.checkpoints, self.engine, self.optimizer)
         return [] if saved is None else saved.losses
 
     def save(self, losses: list[float]) -> None:
-        """A checkpoint, if it is time for one."""
+        """Saves a checkpoint, if it is time for one."""
         every, step = self.options.save_every, len(losses)
         if self.checkpoints is None or (step % every and step < self.options.steps):
             return
@@ -307,12 +308,12 @@ class _Job:
             value.nbytes
             for state in self.optimizer.state.values()
             for value in state.values()
-            if value.dim() > 0  # not the step counters
+            if value.dim() > 0  # which leaves out step counters
         )
 
     @torch.no_grad()
     def sample(self, last_loss: float) -> str:
-        """Text that the model continues `SAMPLE_PROMPT` with; all ranks generate it together."""
+        """Text with which the model continues `SAMPLE_PROMPT`; all ranks generate it together."""
         if not math.isfinite(last_loss):
             return "(none: the loss is not a finite number)"
         generator = torch.Generator().manual_seed(self.options.seed)

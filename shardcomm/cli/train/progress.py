@@ -1,7 +1,7 @@
-"""How far a training run is: what it must save to go on, bit for bit, as if it had never stopped.
+"""The progress of a training run: everything that it must save to go on, bit for bit, as if it had never stopped.
 
-The model and the optimizer's state, by `torch.distributed.checkpoint`; each rank's random state; and in a file that can
-be read, the step (from which the data follow), the losses, and the options that must be the same again.
+`torch.distributed.checkpoint` saves the model, the optimizer's state and each rank's random state. A readable file has
+the step (from which the data follow), the losses, and the options that must be the same again.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class Progress:
     """What is saved beside the tensors.
 
     Attributes:
-        ranks: how many saved it.
-        losses: one for each step that was done.
-        run: what makes it this run: the options that shape the model, its data and its steps, by name.
+        ranks: How many ranks saved it.
+        losses: The loss of each step that was done.
+        run: The options that make it this run, by name: those that shape the model, its data and its steps.
     """
 
     ranks: int
@@ -44,15 +44,17 @@ class Progress:
 
     @property
     def step(self) -> int:
-        """Steps done."""
+        """How many steps were done."""
         return len(self.losses)
 
     @classmethod
     def latest(cls, directory: Path) -> Progress | None:
-        """That of the newest complete checkpoint in which it is whole; whether the rest is, the ranks find out.
+        """Reads the progress of the newest complete checkpoint whose progress file is whole; None without checkpoints.
+
+        Whether the rest of the checkpoint is whole, the ranks find out when they load it.
 
         Raises:
-            ValueError: there are checkpoints, and none has one.
+            ValueError: There are checkpoints, and none has a whole progress file.
         """
         damage = []
         for step in reversed(complete_steps(directory)):
@@ -68,7 +70,12 @@ class Progress:
 
     @classmethod
     def read(cls, checkpoint: Path) -> Progress:
-        """Raises OSError or ValueError if `checkpoint` is none of a training run."""
+        """Reads the progress of a checkpoint.
+
+        Raises:
+            OSError: The file cannot be read.
+            ValueError: The checkpoint is none of a training run.
+        """
         found = read_json(checkpoint / FILE, "the progress of a training run")
         losses = [loss.raw for loss in found["losses"]]
         if not all(isinstance(loss, float) for loss in losses):
@@ -77,14 +84,14 @@ class Progress:
         return cls(found["ranks"].whole(1, 1 << 30), losses, run)
 
     def write(self, checkpoint: Path) -> None:
-        """Down to the disk."""
+        """Writes the progress into a checkpoint's folder, and syncs it to the disk."""
         with (checkpoint / FILE).open("w") as file:
             json.dump(asdict(self), file)
             file.flush()
             os.fsync(file.fileno())
 
     def differences(self, run: dict[str, Any]) -> list[str]:
-        """Where `run` is another run than this."""
+        """Sentences about the options in which `run` differs from this run."""
         return [
             f"--{name} is {run[name]}, the checkpoint's is {self.run.get(name)}"
             for name in run
@@ -98,8 +105,8 @@ def save(
     engine: Engine,
     optimizer: torch.optim.Optimizer,
 ) -> None:
-    """Collective; goes on in the background, as `Checkpoints.async_save` does, until `checkpoints.wait()`."""
-    # Not at every start: it takes a second.
+    """Saves a checkpoint; collective. It goes on in the background until `checkpoints.wait()`."""
+    # Imported here, since it takes a second, and not every run saves.
     from torch.distributed.checkpoint.state_dict_saver import (  # noqa: PLC0415
         async_save as dcp_async_save,
     )
@@ -117,11 +124,12 @@ def save(
 def load(
     checkpoints: Checkpoints, engine: Engine, optimizer: torch.optim.Optimizer
 ) -> Progress | None:
-    """From the newest checkpoint that is whole; None if there is none at all. Collective.
+    """Loads the newest checkpoint that is whole; collective. It raises as `Checkpoints.latest` and `Checkpoints.load`.
 
-    Errors as of `Checkpoints.latest` and `Checkpoints.load`.
+    With another number of ranks than saved it, ranks draw other batches, and random numbers of their own.
 
-    With another number of ranks than saved it, they draw other batches, and random numbers of their own.
+    Returns:
+        The progress; None if there is no checkpoint.
     """
     step = checkpoints.latest()
     if step is None:

@@ -1,4 +1,4 @@
-"""What a training run prints at its end, and writes as JSON."""
+"""The report that a training run prints at its end, and writes as JSON."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from shardcomm.cli.options import opened
 from shardcomm.cli.train.job import Result, TrainOptions
 from shardcomm.files.provenance import provenance
 
-# What a run that had no step left to do has nothing to say of.
+# Rows that a run leaves out if it had no step left to do.
 _OF_STEPS = ("tokens/s", "gradients / rank", "communicated / step")
 
 
 def table(result: Result) -> str:
-    """Loss, speed, memory against theory, and communication, one line each."""
+    """A line each for loss, speed, memory beside its theoretical value, and communication."""
     share = result.total_parameter_bytes / result.shard_ranks
     divided = {1: "total", result.ranks: "total / ranks"}
     theory = divided.get(result.shard_ranks, f"total / {result.shard_ranks} of them")
@@ -60,13 +60,13 @@ def _time(result: Result) -> str:
 
 
 def _printable(text: str) -> list[str]:
-    """Lines that do a terminal no harm, whatever bytes the model came up with."""
+    """The lines of `text`, made harmless for a terminal, whatever bytes the model has generated."""
     shown = ("".join(c if c.isprintable() else "\ufffd" for c in line) for line in text.split("\n"))
     return [line.rstrip() for line in shown]
 
 
 def write_json(path: str, options: TrainOptions, result: Result) -> None:
-    """All of the result and how it came about; "-" is stdout."""
+    """Writes the whole result, with the options, the machine and the versions; "-" is stdout."""
     report = {
         **provenance(" ".join(["shardcomm", *sys.argv[1:]])),
         "options": asdict(options),

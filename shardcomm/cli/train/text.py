@@ -1,4 +1,4 @@
-"""Real text to train on: by default the Python sources of the interpreter's own standard library."""
+"""The text to train on: by default the Python sources of the interpreter's own standard library."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 import torch
 
 MAX_BYTES = 32 << 20
-# Not the library itself: what users installed, and test data with bytes that are no text.
+# Folders that are not the library itself: installed packages, and test data with bytes that are no text.
 _SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
 class Corpus:
-    """Bytes, and random windows of them that depend on nothing but the seed, the step and the rank."""
+    """A text, and random windows of it. A window depends only on the seed, the step and the rank."""
 
     def __init__(self, text: bytes, context: int) -> None:
         if len(text) < context + 2:
@@ -27,7 +27,11 @@ class Corpus:
     def batch(
         self, seed: int, step: int, rank: int, size: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`size` windows (size, context) and the same one byte further: inputs and targets, int64."""
+        """The inputs and targets of a step: `size` windows, and the same windows one byte further.
+
+        Returns:
+            Two int64 tensors of shape (size, context).
+        """
         generator = torch.Generator().manual_seed(hash((seed, step, rank)) & 0x7FFFFFFFFFFFFFFF)
         last = len(self.bytes) - self.context - 1
         starts = torch.randint(0, last + 1, (size,), generator=generator)
@@ -36,12 +40,15 @@ class Corpus:
 
 
 def read_text(path: str | None) -> bytes:
-    """The text of a file, of all files below a folder that are not hidden, or (None) of the standard library.
+    """Reads a text of at most `MAX_BYTES`.
 
-    Read in sorted order, so that every rank and every run has the same; at most `MAX_BYTES`.
+    Files are read in sorted order, so that every rank and every run has the same text.
+
+    Args:
+        path: A file, or a folder, of which all files are read that are not hidden. None: the standard library.
 
     Raises:
-        ValueError: there is no such path, or no text in it.
+        ValueError: There is no such path, or no text in it.
     """
     if path is None:
         files = _files(Path(sysconfig.get_path("stdlib")), "*.py", _SKIPPED.__contains__)
@@ -66,7 +73,7 @@ def read_text(path: str | None) -> bytes:
 
 
 def _files(folder: Path, pattern: str, skipped: Callable[[str], bool]) -> list[Path]:
-    """Sorted; without those that are, or lie in a folder that is, `skipped` by name."""
+    """The files below `folder`, sorted, without those with a name, or in a folder with a name, that is `skipped`."""
     return sorted(
         file
         for file in folder.rglob(pattern)

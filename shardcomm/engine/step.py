@@ -1,0 +1,536 @@
+"""A training step, as hooks of modules and autograd see it: they fire triggers, and a schedule says what each sets off.
+
+The file reads in the order in which a step happens. For each unit:
+
+    pre_forward     wait until its parameters are gathered (mostly a prefetch began that before); show the full ones
+    post_forward    show this rank's rows again; release the slot if another unit needs it
+    pre_backward    as pre_forward, and prefetch in the other direction
+    post_backward   release, and reduce the gradients over the ranks; show the `.grad` of units whose reduce has ended
+    end_of_backward wait for the reduces that are left; all parameters have their `.grad`
+
+`schedule/` decides what is issued, awaited and released at each trigger, and `actions.py` does it. In a step that
+deviates from the schedule (a unit is skipped, repeated or recomputed), units are gathered on demand, and the next
+schedule is planned for the order that was seen.
+
+Reference: Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", arXiv 2304.11277.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from torch._C import _is_tracing as is_tracing
+from torch._C._dynamo import eval_frame
+
+from shardcomm._C import CommError
+from shardcomm.comm.mesh import FailingTogether, Mesh
+from shardcomm.engine import forward_methods
+from shardcomm.engine.actions import Actions
+from shardcomm.engine.forward_methods import ForwardMethod
+from shardcomm.engine.gradients import Gradients
+from shardcomm.engine.sharded_modules import check_containers, containers
+from shardcomm.parameter import versions
+from shardcomm.schedule.schedule import Schedule
+from shardcomm.schedule.triggers import Phase, Trigger
+from shardcomm.sharded import unit_io
+from shardcomm.sharded.apart import Apart, nobodys_gradient
+from shardcomm.sharded.hooks import Hooks, weakly
+from shardcomm.sharded.sharded_unit import BACKWARD, FORWARD, IDLE, ShardedParam, ShardedUnit
+from shardcomm.sharded.unit_gradients import Call
+from shardcomm.sharded.unit_io import NOTHING_ENTERED
+
+
+class Step:
+    """The step that goes on; `Engine` makes one for all of a model's steps."""
+
+    def __init__(
+        self,
+        units: Sequence[ShardedUnit],
+        mesh: Mesh,
+        actions: Actions,
+        gradients: Gradients,
+        together: FailingTogether,
+        plan: Callable[[Sequence[Trigger], bool], Schedule],
+        order: Sequence[Trigger],
+        check: Callable[[], None],
+        may_be_left_out: Sequence[ShardedUnit],
+    ) -> None:
+        self._units = units
+        self._root = units[0]
+        self._device = mesh.device
+        self._actions = actions
+        self._gradients = gradients
+        self._together = together
+        self._check = check
+        self._may_be_left_out = may_be_left_out
+        self._containers = containers(units[0].module)
+
+        # Where layers are dropped at random, orders differ from step to step. The latest programs are worth keeping.
+        self._program = functools.lru_cache(maxsize=8)(
+            lambda order, backward: self._actions.program(plan(order, backward))
+        )
+        self._train = self._program(order, True)
+        self._evaluate = self._program(order, False)
+        self._current = self._train
+        self._seen: list[Trigger] = []  # this forward's triggers, from which the order is learnt
+        self._changes = versions.changes  # how often rows had changed when the latest forward began
+        self._in_backward = False
+        self._backward_failed = False  # an exception ended one, which `_settle` has yet to clear up
+        self._at_end: weakref.ref[Any] | None = None  # lives as long as autograd may call it
+        self._thread = threading.get_ident()
+        self._thread_ranks_on_gpu = mesh.device.type != "cpu" and any(
+            comm.transport == "local" and comm.size > 1
+            for each in dict.fromkeys(unit.mesh for unit in units)
+            for comm in (each.shard, each.replicate)
+        )
+
+    def install(self, unit: ShardedUnit) -> Iterator[Any]:
+        """Has calls of the unit's module come here; yields the handles of the hooks."""
+        unit.on_backward = functools.partial(self._pre_backward, unit)
+        unit.on_backward_end = functools.partial(self._post_backward, unit)
+        unit.on_gradient = weakly(self._on_gradient, unit)
+        unit.on_unshard = lambda: self._unshard(unit)
+        unit.on_reshard = lambda: self.reshard(unit)
+
+        call = _Call(self, unit)
+        begin: Any = call.begin
+        end: Any = call.end
+        if unit.module._compiled_call_impl is not None:
+            # `module.compile()` compiles its hooks as well. Only the module itself should be compiled.
+            begin, end = map(torch.compiler.disable, (begin, end))
+        yield unit.module.register_forward_pre_hook(begin, prepend=True, with_kwargs=True)
+        yield unit.module.register_forward_hook(end)
+        yield call.around()
+
+    # A step, in the order in which it happens. Hooks do nothing but call these.
+
+    def pre_forward(
+        self, unit: ShardedUnit, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """A forward of the unit begins; returns the inputs, cast and marked, with which it is to be called."""
+        if unit.apart is not None:
+            self._check_apart(unit, unit.apart)
+            return args, kwargs
+        if is_tracing():
+            raise _keeps_constants("torch.jit.trace", unit)
+        if unit.in_method:
+            args, kwargs = unit_io.cast((args, kwargs), unit.input_dtype)
+            return args, kwargs
+        recompute = unit_io.in_backward()
+        if not recompute:
+            if unit is self._root:
+                self._begin_forward()
+            unit.state = FORWARD
+            if self._root.state is FORWARD:
+                self._seen.append(unit.pre_forward)
+                if unit.pre_forward in self._current:
+                    self._fire(unit.pre_forward)
+            else:  # a unit called by itself: its parameters may have changed since the last gather
+                unit.outdate()
+                _check_not_recorded(unit)
+                self._forget_casts()
+        elif versions.changes != self._changes:
+            unit.outdate_changed()
+        if unit_io.in_transform():
+            return self._enter_transformed(unit, args, kwargs)
+        self._actions.require(unit)
+        unit.follow_freezing()
+        unit.show_full()
+        call = Call(unit.gradients.open_calls, unit.on_backward_end)
+        args, kwargs, entered = unit_io.enter(args, kwargs, unit.input_dtype, call)
+        unit.entered = entered
+        if entered and not recompute:
+            call.open()
+        if not entered and torch.is_grad_enabled():
+            # No input announces a backward that does not pass the unit's outputs, such as one of features that a hook
+            # took. Gradients do.
+            unit.watch_gradients()
+        return args, kwargs
+
+    def _check_apart(self, unit: ShardedUnit, apart: Apart) -> None:
+        """Raises RuntimeError if a forward of `unit` inside of `gathered` cannot be right."""
+        if torch.is_grad_enabled() and apart.is_shown:
+            raise nobodys_gradient("a forward with gradients enabled", unit)
+        if unit is not self._root and self._root.state is not FORWARD:
+            return
+        if any(u.converts and u.apart is None for u in self._units):
+            raise RuntimeError(
+                "a forward of the model inside of engine.gathered() of a part of it: with mixed precision the rest "
+                "computes in another dtype; gather the whole model by engine.gathered()"
+            )
+
+    def _enter_transformed(
+        self, unit: ShardedUnit, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """A forward inside of torch.func's transforms.
+
+        There no mark can announce a backward. So the parameters are unsharded, into memory that stays.
+        """
+        with unit_io.outside_transforms():
+            unit.in_transform = unit.unsharded is None
+            self._unshard(unit)
+        args, kwargs = unit_io.cast((args, kwargs), unit.input_dtype)
+        return args, kwargs
+
+    def _begin_forward(self) -> None:
+        """Begins a step. Parameters that were gathered before are stale, since the optimizer may have stepped."""
+        _check_not_recorded(self._root)
+        check_containers(self._containers)
+        self._forget_casts()
+        self.settle()
+        for unit in self._units:
+            unit.begin_step()
+        self._changes = versions.changes
+        self._seen.clear()
+        self._thread = threading.get_ident()
+        self._actions.keeps_secondary = torch.is_grad_enabled()
+        self._current = self._train if torch.is_grad_enabled() else self._evaluate
+
+    def _forget_casts(self) -> None:
+        """Drops the casts of parameters that autocast has kept from an earlier forward, which had other values."""
+        if torch.is_autocast_enabled(self._device.type):
+            torch.clear_autocast_cache()
+
+    def _unshard(self, unit: ShardedUnit) -> None:
+        if unit.apart is not None:
+            raise RuntimeError(
+                f"unshard of unit {unit.name!r} inside of engine.gathered(), where its full parameters are shown "
+                "already; call it after that context"
+            )
+        if unit.unsharded is not None:
+            return
+        if unit_io.in_backward():
+            raise RuntimeError(f"unshard of unit {unit.name!r}: autograd runs; call it before")
+        self._actions.wait_all()  # what is queued comes first, on every rank
+        unit.unsharded = Apart(
+            unit, self._together, to_compute=True, on_gradient=weakly(self._on_unsharded_gradient)
+        )
+
+    def reshard(self, unit: ShardedUnit) -> None:
+        """Ends what `unit.unshard()` began; without it, does nothing."""
+        unsharded, unit.unsharded = unit.unsharded, None
+        if unsharded is None:
+            return
+        try:
+            unsharded.check()
+        finally:
+            unit.show_shard()
+            if unit.state is not IDLE:
+                unit.show_full()
+
+    def settle(self) -> None:
+        """Waits for what is queued, and forgets a step that an exception ended, with the gradients of its backward."""
+        for unit in self._units:
+            if unit.state is not IDLE:
+                unit.show_shard()
+                unit.state = IDLE
+                unit.entered = NOTHING_ENTERED
+            if self._in_backward:
+                unit.gradients.forget()
+        self._actions.forget_waiting()
+        self._in_backward = self._backward_failed = False
+        # Results are dropped here. If a rank has failed, the next collective says so.
+        with contextlib.suppress(CommError):
+            self._actions.wait_all()
+
+    def post_forward(self, unit: ShardedUnit, output: Any, *, method: bool = False) -> Any:
+        """A forward of the unit, or a `method` registered as one, has returned; returns its output, cast and marked."""
+        if unit.apart is not None:
+            return output
+        if unit.in_method:
+            return unit_io.cast(output, unit.output_dtype)
+        if unit.state is IDLE and not unit_io.in_backward():
+            raise RuntimeError(
+                f"forward of unit {unit.name!r}: inside of it a state dict or engine.gathered() put this rank's rows "
+                "in the place of its parameters; call these before or after the model"
+            )
+        unit.check_unchanged()
+        if unit.began is not None:
+            self._actions.end_compute(unit, unit.began, "forward")
+        unit_io.carry_back(unit.entered)
+        unit.entered = NOTHING_ENTERED
+        unit.returned = type(output)
+        if unit_io.in_transform():
+            output, marked = unit_io.cast(output, unit.output_dtype), False
+            self._leave_transform(unit)
+        else:
+            output, marked = unit_io.leave(
+                output, unit.output_dtype, unit.storages, unit.on_backward
+            )
+        if torch.is_grad_enabled():
+            unit.tells = marked
+            if not marked:
+                unit.watch_gradients()
+        if unit.state is BACKWARD:  # it was recomputed, and its backward goes on
+            return output
+        unit.show_shard()
+        in_step = self._root.state is FORWARD
+        unit.state = IDLE
+        if unit_io.in_backward():  # recomputed; it stays gathered, since its backward comes next
+            return output
+        if in_step:
+            self._seen.append(unit.post_forward)
+            self._fire(unit.post_forward)
+        if self._root.state is not FORWARD:
+            self._return_to_user(unit, is_step=marked or not method)
+        return output
+
+    def _return_to_user(self, unit: ShardedUnit, *, is_step: bool) -> None:
+        if unit is self._root and is_step:
+            self._end_forward()
+        elif unit is self._root:  # a `generate` calls units many times, which teaches no order
+            self._actions.wait_all()
+        self._actions.wait_host()  # the user may write shards now
+
+    def _leave_transform(self, unit: ShardedUnit) -> None:
+        if unit.in_transform:
+            unit.in_transform = False
+            with unit_io.outside_transforms():
+                self.reshard(unit)
+
+    def forward_failed(self, unit: ShardedUnit) -> None:
+        """A forward of the unit was ended by an exception, which the model itself may catch: it shows rows again."""
+        unit.entered = NOTHING_ENTERED
+        # Shown by `gathered`; or recomputed, as far as its backward needs.
+        if unit.apart is not None or unit.state is BACKWARD:
+            return
+        if unit.state is FORWARD:  # what it has come to so far is not part of the step's order
+            reached = len(self._seen)
+            while reached and self._seen[reached - 1] != unit.pre_forward:
+                reached -= 1
+            del self._seen[max(reached - 1, 0) :]
+        unit.state = IDLE
+        self._leave_transform(unit)
+        unit.show_shard()
+
+    def _end_forward(self) -> None:
+        """Ends the root's forward: from this step's backward on, the schedule is for the order that was seen."""
+        order = tuple(self._seen)
+        if torch.is_grad_enabled():
+            self._current = self._train = self._program(order, True)
+        else:
+            self._evaluate = self._program(order, False)
+            self._actions.wait_all()  # a unit may have been prefetched and not called
+
+    def _pre_backward(self, unit: ShardedUnit, _grad: object = None) -> None:
+        if self._backward_failed:
+            self.settle()
+        if unit.apart is not None:
+            raise nobodys_gradient("a backward", unit)
+        if unit.state is BACKWARD:  # the gradient of another of its outputs came first
+            return
+        if unit.shares_slot and unit.gradients.came_unannounced:
+            unit.check_unmarked_backward()
+        if torch.is_grad_enabled():
+            unit.prepare_double_backward()
+        if not self._in_backward:
+            self._begin_backward()
+        if unit.shares_slot:
+            occupant = self._actions.occupant(unit)
+            if occupant is not None and occupant.state is BACKWARD:
+                # No input of the occupant has a gradient that would have announced its end. But autograd runs first
+                # what was recorded last, so that the occupant's backward is over.
+                self._release_from_backward(occupant)
+        unit.state = BACKWARD
+        unit.gradients.begin()
+        if unit.pre_backward in self._current:
+            self._fire(unit.pre_backward)
+        self._actions.require(unit)
+        unit.show_full()
+
+    def _begin_backward(self) -> None:
+        self._check_thread()
+        self._in_backward = True
+        self._gradients.begin_backward()
+        if versions.changes != self._changes:
+            for each in self._units:
+                each.outdate_changed()
+        at_end = functools.partial(self._end_of_backward)  # autograd holds the only reference
+        self._at_end = weakref.ref(at_end, self._let_go)
+        torch.autograd.Variable._execution_engine.queue_callback(at_end)
+
+    def _let_go(self, _at_end: object) -> None:
+        """Autograd has dropped its callback, since a backward has ended.
+
+        A backward that raised has left full parameters in the model. The user's `zero_grad` comes next, and must see
+        this rank's rows.
+        """
+        if self._in_backward:
+            self._backward_failed = True
+            for unit in self._units:
+                if unit.state is BACKWARD:
+                    unit.show_shard()
+
+    def _on_unsharded_gradient(
+        self, unit: ShardedUnit, param: ShardedParam, grad: torch.Tensor
+    ) -> None:
+        """Takes a gradient of an unsharded parameter.
+
+        It is reduced together with the gradients that the unit's own forward and backward leave, or after these.
+        """
+        if self._backward_failed:
+            self.settle()
+        if not self._in_backward:
+            self._begin_backward()
+        grad, other = grad.detach().to_dense(), param.full.grad
+        param.full.grad = grad if other is None else other.to_dense() + grad
+        unit.gradients.begin()
+
+    def _check_thread(self) -> None:
+        """RuntimeError where a backward of thread ranks on one GPU would wait for ever.
+
+        The ranks wait for each other, but autograd runs all their backwards in its only thread of that GPU.
+        """
+        if self._thread_ranks_on_gpu and threading.get_ident() != self._thread:
+            raise RuntimeError(
+                f"backward runs in autograd's own thread of {self._device}, where the ranks of a local group "
+                "would wait for each other for ever; run it inside torch.autograd.set_multithreading_enabled(False)"
+            )
+
+    def _post_backward(self, unit: ShardedUnit) -> None:
+        if unit.state is not BACKWARD:  # no output has announced its backward
+            self._on_gradient(unit)
+        self._release_from_backward(unit)
+
+    def _release_from_backward(self, unit: ShardedUnit) -> None:
+        if unit.began is not None:
+            self._actions.end_compute(unit, unit.began, "backward")
+        unit.show_shard()
+        unit.state = IDLE
+        self._fire(unit.post_backward)
+
+    def _on_gradient(self, unit: ShardedUnit, _param: object = None) -> None:
+        """A gradient is complete in a unit whose outputs cannot announce its backward."""
+        if unit.state is not BACKWARD:
+            unit.check_unmarked_backward()
+            self._pre_backward(unit)
+
+    def _end_of_backward(self) -> None:
+        for unit in self._units:
+            unit.gradients.end_calls()
+            if unit.gradients.came_unannounced:
+                unit.check_unmarked_backward()
+                unit.gradients.begin()
+            if unit.state is BACKWARD:
+                unit.show_shard()
+                unit.state = IDLE
+        for unit in self._may_be_left_out:
+            unit.gradients.join()
+        self._actions.reduce_waiting()
+        # In the order in which a backward would have come to the units: it is the same on every rank.
+        for unit in reversed(self._units):
+            if unit.gradients.complete:
+                self._actions.reduce(unit)
+            if unit.gradients.awaits_replicas:
+                self._actions.all_reduce(unit)
+        self._fire(Trigger(Phase.END_OF_BACKWARD, -1))
+        self._actions.wait_all()  # also for prefetched units to which backward did not come
+        for unit in self._units:
+            unit.outdate()
+            if unit.unsharded is not None:
+                self.reshard(unit)
+        self._in_backward = False
+        if self._actions.sync and self._actions.all_reduces:
+            self._gradients.publish()
+            self._check()
+        else:
+            for unit in self._units:
+                unit.gradients.keep()
+
+    def _fire(self, trigger: Trigger) -> None:
+        for act, unit in self._current.get(trigger, ()):
+            act(unit)
+
+
+def _check_not_recorded(unit: ShardedUnit) -> None:
+    if unit_io.in_make_fx():
+        raise _keeps_constants("make_fx", unit)
+
+
+def _keeps_constants(recorder: str, unit: ShardedUnit) -> RuntimeError:
+    return RuntimeError(
+        f"{recorder} of unit {unit.name!r} would keep as constants parameters that are gathered for this call alone; "
+        "trace inside of engine.gathered()"
+    )
+
+
+class _Call(Hooks):
+    """The calls of a unit's module, which it passes on: their begin and their end by hooks, and their failure.
+
+    Torch tells no hook of a failure that is no Exception, such as KeyboardInterrupt.
+    """
+
+    def __init__(self, step: Step, unit: ShardedUnit) -> None:
+        self._step = step
+        self._unit = unit
+
+    def around(self) -> ForwardMethod:
+        """Stands in the place of what `module(...)` calls, hooks included."""
+        unit, module = self._unit, self._unit.module
+        compiled = module._compiled_call_impl is not None
+        name = "_compiled_call_impl" if compiled else "_call_impl"
+        inner: Any = getattr(module, name)
+
+        def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if self is not module:
+                raise RuntimeError(forward_methods.copied(unit))
+            depth = unit.depth
+            unit.depth = depth + 1
+            try:
+                return inner(*args, **kwargs)
+            except BaseException:
+                failed()
+                raise
+            finally:
+                unit.depth = depth
+
+        failed = self._failed
+        # Where `torch.compile(model)` ends a graph; inside of `gathered` nothing of the engine is in its way.
+        unit.keep_out_of_graphs = functools.partial(setattr, call, "_torchdynamo_disable")
+        unit.keep_out_of_graphs(True)
+        installed = ForwardMethod(module, name, vars(module).get(name))
+        setattr(module, name, MethodType(call, module))
+        return installed
+
+    def begin(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: Any = None
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if module is not self._unit.module:  # a copy of it, which may call the hook without kwargs
+            raise RuntimeError(forward_methods.copied(self._unit))
+        if (
+            self._unit.depth > 1
+        ):  # from inside of its own forward, in which its parameters are there
+            return unit_io.cast((args, kwargs), self._unit.input_dtype)  # type: ignore[no-any-return]
+        return self._step.pre_forward(self._unit, args, kwargs)
+
+    def end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        unit = self._unit
+        if unit.depth > 1:
+            return unit_io.cast(output, unit.output_dtype)
+        return self._step.post_forward(unit, output)
+
+    def _failed(self) -> None:
+        # Registered methods, and calls around this one, handle their own exceptions.
+        if not self._unit.in_method and self._unit.depth == 1:
+            self._step.forward_failed(self._unit)
+
+
+def _run_eagerly(*functions: Any) -> None:
+    """Keeps torch.compile from compiling the functions, and what they call, where a compiled model comes to them.
+
+    `torch.compiler.disable` does this, too, but costs each call as much as a hook.
+    """
+    skip = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
+    for function in functions:
+        eval_frame.set_code_exec_strategy(function.__code__, skip)
+
+
+_run_eagerly(_Call.begin, _Call.end, _Call._failed)

@@ -1,0 +1,122 @@
+"""What a rank's rows of a parameter are a part of, and the sentences against what rows alone would do wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from shardcomm.parameter.holders import Holders
+from shardcomm.parameter.plain import plain
+from shardcomm.parameter.shard_tensor import Part
+
+
+class Held(Enum):
+    """How much of a parameter a rank has."""
+
+    ROWS = "some of its rows, or none"
+    WHOLE = "all of it"
+    ELSEWHERE = "nothing, and another rank owns all of it"
+
+
+class Owned(Enum):
+    """Whether one rank owns a parameter by its granularity, and does not just happen to have all of its rows."""
+
+    NOT = "ranks share its rows out"
+    WHOLE = "one rank owns all of it"
+    PART = "one rank owns the part of a DTensor of which others have other parts"
+    """Then nobody has the whole, and not all ranks that have some of it would call for its norm."""
+
+
+@dataclass(eq=False)
+class Whole:
+    """The whole parameter of which a rank has rows.
+
+    Attributes:
+        name: The parameter's name in the model.
+        unit: The name of the unit in whose forward the whole parameter is there.
+        holders: The ranks that hold the other rows.
+        rows: This rank's rows, as a plain tensor.
+        part: Which part of the whole they are.
+        is_part: Whether other ranks hold other rows of the parameter, or other parameters of the model.
+        held: How much of the parameter this rank has.
+        owned: Whether the parameter has an owner.
+        gather: A function that gathers the whole of a tensor of the rows' shape; collective.
+        counts: Whether norms count these rows on this rank; several tensor-parallel ranks may have the same rows.
+        address: The address of the rows.
+        grad_elsewhere: Guarded rows that `.grad` shows on a rank without a gradient, if the parameter's owner has one.
+        check_names: Raises if other ranks have other parameters of the same name; see `checkpoint/elsewhere.py`.
+    """
+
+    name: str
+    unit: str
+    holders: Holders
+    rows: torch.Tensor
+    part: Part
+    is_part: bool
+    held: Held
+    owned: Owned
+    gather: Callable[[torch.Tensor], torch.Tensor]
+    counts: bool = True
+    grad_elsewhere: Any = None
+    check_names: Callable[[str], None] | None = None
+
+    def __post_init__(self) -> None:
+        self.address = self.rows.data_ptr()
+
+    def adopt(self, param: nn.Parameter) -> None:
+        """Copies back the values of `param` if somebody has given it other memory than the rows'."""
+        with plain():
+            values, param.data = param.data, self.rows
+        self.take(values)
+
+    def take(self, values: torch.Tensor) -> None:
+        """Copies `values` to the rows."""
+        self.check(values)
+        with plain():
+            self.rows.copy_(values)
+
+    def check(self, values: torch.Tensor) -> None:
+        """RuntimeError unless `values` can take the rows' place: they need the same shape, dtype and device."""
+        rows = self.rows
+        with plain():
+            if values.shape == rows.shape and (values.dtype, values.device) == (
+                rows.dtype,
+                rows.device,
+            ):
+                return
+        raise RuntimeError(
+            f"parameter {self.name!r} was given {values.dtype} of shape {tuple(values.shape)} on {values.device} after "
+            f"fully_shard; this rank's rows are {rows.dtype} of shape {tuple(rows.shape)} on {rows.device}. Convert "
+            "and move a model before fully_shard, compute in another dtype by mixed_precision=, and load values by "
+            "load_state_dict"
+        )
+
+    def refuse(self, what: str) -> NoReturn:
+        """Raises the RuntimeError which says that `what` would be computed from rows alone."""
+        raise RuntimeError(
+            f"{what} of {self.name!r}: outside of the forward of unit {self.unit!r} this rank has only its rows of it. "
+            "Compute in that forward, in a method given to engine.register_forward_method, or between unshard() and "
+            "reshard() of the unit; write inside of engine.gathered(write=True); take full_tensor() for the whole, "
+            'to_local() for the rows. An optimizer of whole matrices needs granularity="tensor" and no DTensors'
+        )
+
+    def refuse_swap(self) -> NoReturn:
+        """Raises the RuntimeError against swap_tensors: an optimizer would step on memory unknown to the engine."""
+        raise RuntimeError(
+            f"torch.utils.swap_tensors of {self.name!r}, a parameter of fully_shard, as by torch.__future__."
+            "set_swap_module_params_on_conversion: its memory belongs to the engine; swap before fully_shard, and give "
+            "it values by copy_ or load_state_dict"
+        )
+
+    def refuse_collective(self, operation: str) -> NoReturn:
+        """Raises the RuntimeError which says that `operation` would mix this rank's rows with other rows."""
+        raise RuntimeError(
+            f"{operation} of {self.name!r}, of which each rank has other rows: fully_shard makes parameters the same "
+            "on all ranks, and averages gradients over them in backward; leave the call out, take full_tensor() for "
+            "the whole, or to_local() for the rows as a plain tensor"
+        )

@@ -1,0 +1,56 @@
+"""What each rank holds of parameters, gradients and optimizer state, of which ranks may have different shares."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from shardcomm.unit.groups import BucketGroup, Pool
+
+OPTIMIZERS: Mapping[str, int] = {"adamw": 2, "momentum": 1, "sgd": 0}
+"""For each optimizer of torch, how many tensors of a parameter's shape and dtype it keeps for that parameter."""
+
+
+def held_bytes(groups: Sequence[BucketGroup], ranks: int) -> npt.NDArray[np.int64]:
+    """The bytes of each rank's shards of `groups`, padding included."""
+    return sum((np.array(group.shard_bytes) for group in groups), np.zeros(ranks, dtype=np.int64))
+
+
+def _trained_bytes(groups: Sequence[Sequence[BucketGroup]], ranks: int) -> npt.NDArray[np.int64]:
+    """The bytes of trainable parameters on each rank, without padding."""
+    trained = [group for unit in groups for group in unit if group.trainable]
+    held = held_bytes(trained, ranks)
+    for group in trained:
+        starts = group.layout.starts
+        for start, stop in group.layout.gaps():
+            first = bisect_right(starts, start) - 1
+            for rank in range(first, bisect_left(starts, stop)):
+                here = min(stop, starts[rank + 1]) - max(start, starts[rank])
+                held[rank] -= here * group.dtype.itemsize
+    return held
+
+
+def state_bytes(
+    groups: Sequence[Sequence[BucketGroup]], pool: Pool, optimizer: str
+) -> npt.NDArray[np.int64]:
+    """The bytes of optimizer state on each of the pool's ranks."""
+    return OPTIMIZERS[optimizer] * _trained_bytes(groups, pool.shards)
+
+
+def load(
+    groups: Sequence[Sequence[BucketGroup]], pool: Pool, optimizer: str
+) -> npt.NDArray[np.int64]:
+    """The bytes of parameters, gradients and optimizer state on each of the pool's ranks."""
+    flat = [group for unit in groups for group in unit]
+    trained = held_bytes([group for group in flat if group.trainable], pool.shards)
+    return held_bytes(flat, pool.shards) + trained + state_bytes(groups, pool, optimizer)
+
+
+def most_loaded(
+    pool: Pool, pools: Sequence[Pool], groups: Sequence[Sequence[BucketGroup]], optimizer: str
+) -> int:
+    """The rank of the pool that holds the most."""
+    return int(np.argmax(load(pool.of(pools, groups), pool, optimizer)))

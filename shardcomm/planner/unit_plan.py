@@ -1,0 +1,96 @@
+"""What one unit costs a rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shardcomm.trace import traffic
+from shardcomm.unit.groups import BucketGroup, Pool
+
+
+@dataclass(frozen=True)
+class UnitPlan:
+    """What one unit costs a rank, in bytes.
+
+    Attributes:
+        name: The unit's name.
+        numel: How many elements the parameters of the whole unit have.
+        parameter_bytes: The rank's shard, padding included.
+        gradient_bytes: The gradients of the rank's shard, padding included.
+        padding_bytes: The padding of all ranks' shards together.
+        full_bytes: The full parameters, in the slot; 0 where the shard is all of them.
+        full_gradient_bytes: The gradients that backward leaves, until they are packed.
+        gather_bytes: What the rank receives from the others in one gather.
+        secondary_bytes: The secondary shard; 0 without one.
+        regather_bytes: What the rank receives in each gather of a step except the first. With a secondary shard these
+            come from the ranks of its host.
+        gathers: How many gathers there are in a step.
+        reduce_bytes: What the rank sends to the others in the step's reduce-scatter.
+        all_reduce_bytes: What the rank sends to the replicas in the step's all-reduce.
+    """
+
+    name: str
+    numel: int
+    parameter_bytes: int
+    gradient_bytes: int
+    padding_bytes: int
+    full_bytes: int
+    full_gradient_bytes: int
+    gather_bytes: int
+    secondary_bytes: int
+    regather_bytes: int
+    gathers: int
+    reduce_bytes: int
+    all_reduce_bytes: int
+
+    @property
+    def gathered_bytes(self) -> int:
+        """What the rank receives from the others in all gathers of a step, in bytes."""
+        again = max(self.gathers - 1, 0)
+        return (self.gathers - again) * self.gather_bytes + again * self.regather_bytes
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        groups: Sequence[BucketGroup],
+        pool: Pool,
+        secondary_bytes: int,
+        gathers: int,
+    ) -> UnitPlan:
+        """The costs of a unit with these groups of parameters, each of which will be a bucket."""
+        rank = pool.rank
+        trained = [group for group in groups if group.trainable]
+        gather_bytes = sum(
+            (group.layout.flat_numel - group.layout.shard_numels[rank]) * group.param_dtype.itemsize
+            for group in groups
+        )
+        regather_bytes = gather_bytes
+        if secondary_bytes:
+            place = rank % pool.secondary
+            regather_bytes = sum(
+                group.full_bytes - group.secondary_bytes(pool.secondary)[place] for group in groups
+            )
+        return cls(
+            name=name,
+            numel=sum(group.layout.numel for group in groups),
+            parameter_bytes=sum(group.shard_bytes[rank] for group in groups),
+            gradient_bytes=sum(group.shard_bytes[rank] for group in trained),
+            padding_bytes=sum(group.layout.padding * group.dtype.itemsize for group in groups),
+            full_bytes=sum(group.full_bytes for group in groups if group.needs_slot),
+            full_gradient_bytes=sum(
+                group.layout.numel * group.param_dtype.itemsize for group in trained
+            ),
+            gather_bytes=gather_bytes,
+            secondary_bytes=secondary_bytes,
+            regather_bytes=regather_bytes,
+            gathers=gathers,
+            reduce_bytes=sum(
+                group.reduced_bytes - group.reduced_shard_bytes[rank] for group in trained
+            ),
+            all_reduce_bytes=sum(
+                traffic.all_reduce_bytes(group.reduced_shard_bytes[rank], pool.replicas)
+                for group in trained
+            ),
+        )
