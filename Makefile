@@ -5,22 +5,29 @@
 TORCH ?= torch==2.13.0
 PYTHON ?= python3
 
+# Other extras of pyproject.toml that it gets, such as EXTRAS=,jax,mpi; their tests are skipped without them.
+EXTRAS ?=
+
 VENV := .venv
 BIN := $(VENV)/bin
 SANITIZERS := address,undefined thread
-CXX_FILES = $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'tests/cpp/*.cpp' 'tests/cpp/*.h')
-CORE_SOURCES := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu') CMakeLists.txt setup.py
+CXX_FILES = $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'tests/cpp/*.cpp' 'tests/cpp/*.h' \
+  'csrc/*.hpp' 'tests/c/*.c' 'tests/c/*.cpp' 'tests/c/*.h' 'examples/cpp/*.cpp' 'examples/cpp/*.h')
+CORE_SOURCES := $(shell find csrc -type f) CMakeLists.txt setup.py
 
-.PHONY: help setup demo test test-fast mutants lint bench figures sanitize faults model fuzz clean
+.PHONY: help setup demo test test-fast wheel docs docs-serve mutants lint bench figures sanitize faults model fuzz clean
 
 help:
 	@echo "make setup     prepare $(VENV): install what is needed, build"
 	@echo "make demo      train a small GPT, fully sharded over two local processes"
 	@echo "make test      run all tests, two at a time"
 	@echo "make test-fast run, in a minute, one case of each test that needs no other process"
+	@echo "make docs      build the documentation into build/docs; a broken link or reference fails"
+	@echo "make docs-serve  show it at http://127.0.0.1:8000 while you write"
+	@echo "make wheel     build a wheel for other machines, and a source distribution, into dist"
 	@echo "make mutants   put mistakes into a copy, one at a time, and see which of them the tests notice"
-	@echo "make bench     compare with Gloo, Open MPI, FSDP2 and plain copies (on a GPU: docs/gpu.md)"
-	@echo "make figures   the same, kept in bench/results, and the README's tables from it"
+	@echo "make bench     compare with Gloo, Open MPI, FSDP2 and plain copies (on a GPU: docs/gpu-day.md)"
+	@echo "make figures   the same, kept in bench/results, and the tables of README and docs from it"
 	@echo "make lint      check format, style, types and layers"
 	@echo "make sanitize  run the C++ tests under address, undefined-behaviour and thread sanitizers"
 	@echo "make faults    let a fault strike at every point of every operation of the core, and print what came of it"
@@ -38,6 +45,19 @@ test: setup
 
 test-fast: setup
 	$(BIN)/python -m pytest -n 2 --dist worksteal --fast
+
+# The tag is the oldest glibc and libstdc++ that serve; auditwheel finds it.
+wheel: setup
+	rm -rf build/wheel dist
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m build --no-isolation --sdist --wheel --outdir build/wheel
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/auditwheel repair --plat auto --wheel-dir dist build/wheel/*.whl
+	mv build/wheel/*.tar.gz dist
+
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
+docs-serve: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
 mutants: setup
 	$(BIN)/python tests/mutants/run.py --json build/mutants.json
@@ -57,7 +77,7 @@ $(VENV)/installed: pyproject.toml Makefile
 	touch $@
 
 $(VENV)/built: $(VENV)/installed $(CORE_SOURCES)
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pip install --quiet --no-build-isolation --editable '.[test,bench,lint]'
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pip install --quiet --no-build-isolation --editable '.[test,bench,lint,docs,wheel$(EXTRAS)]'
 	touch $@
 
 lint: setup
@@ -72,7 +92,7 @@ RESULTS ?= build/bench/
 
 bench: setup
 	mkdir -p $(dir $(RESULTS)) build/bench
-	for comparison in padding memory pack overhead adamw microbenchmark compare_gloo compare_fsdp2 \
+	for comparison in padding memory pack overhead bound_calls adamw microbenchmark compare_gloo compare_jax compare_fsdp2 \
 	    "compare_fsdp2 --drop-in" compare_strategies models; do \
 	  echo "== $$comparison"; set -- $$comparison; \
 	  $(BIN)/python bench/$$1.py $$2 --json "$(RESULTS)$$1$$2.json" || exit 1; done
@@ -87,13 +107,13 @@ sanitize: setup
 	for sanitizer in $(SANITIZERS); do \
 	  build=build/sanitize-$${sanitizer%%,*}; \
 	  PATH="$(CURDIR)/$(BIN):$$PATH" cmake -G Ninja -S . -B $$build -DCMAKE_BUILD_TYPE=RelWithDebInfo \
-	    -DSHARDCOMM_PYTHON=OFF -DSHARDCOMM_TESTS=ON -DSHARDCOMM_SANITIZE=$$sanitizer -DSHARDCOMM_CUDA=off >/dev/null && \
+	    -DSHARDCOMM_TESTS=ON -DSHARDCOMM_SANITIZE=$$sanitizer -DSHARDCOMM_CUDA=off >/dev/null && \
 	  $(BIN)/cmake --build $$build && \
 	  (cd $$build && setarch -R ../../$(BIN)/ctest -j2 --output-on-failure) || exit 1; done
 
 faults: setup
 	PATH="$(CURDIR)/$(BIN):$$PATH" cmake -G Ninja -S . -B build/faults -DCMAKE_BUILD_TYPE=Release \
-	  -DSHARDCOMM_PYTHON=OFF -DSHARDCOMM_TESTS=ON -DSHARDCOMM_CUDA=off >/dev/null
+	  -DSHARDCOMM_TESTS=ON -DSHARDCOMM_CUDA=off >/dev/null
 	$(BIN)/cmake --build build/faults --target faults_test
 	build/faults/faults_test --full --table
 
@@ -105,4 +125,4 @@ fuzz: setup
 	$(BIN)/python -m pytest --hypothesis-profile fuzz tests/project/test_fuzz.py
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info shardcomm/_C*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist *.egg-info shardcomm/_C*.so shardcomm/include shardcomm/lib .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What needs a GPU, in three stages that each end within ten minutes; docs/gpu.md says what they show.
+# What needs a GPU, in three stages that each end within ten minutes; docs/gpu-day.md says what they show.
 #
 #   bench/gpu.sh a OUT    build, tests of the kernels and of thread ranks, figures of the kernels, memcheck
 #   bench/gpu.sh b OUT    build, tests of the nccl transport, host time of an engine with peers

@@ -68,7 +68,7 @@ def build() -> Path:
     with open(BUILD / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # tests may run side by side
         if not (BUILD / "build.ninja").exists():
-            options = ["-DSHARDCOMM_TESTS=ON", "-DSHARDCOMM_CUDA=off"]
+            options = ["-DSHARDCOMM_TESTS=ON", "-DSHARDCOMM_CUDA=off", "-DSHARDCOMM_PYTHON=ON"]
             python = f"-DPython_EXECUTABLE={sys.executable}"
             _run(cmake, "-G", "Ninja", "-S", str(ROOT), "-B", str(BUILD), *options, python)
         if "_C_on_fakes" not in _run(cmake, "--build", str(BUILD), "--target", "help"):

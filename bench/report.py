@@ -1,4 +1,4 @@
-"""Writes the tables and the picture of README.md and bench/results/README.md, so that nobody types a figure.
+"""Writes the tables of README.md and docs/, and the picture of bandwidths, so that nobody types a figure.
 
     python bench/NAME.py --json bench/results/FILE.json    # any comparison script, run on a quiet machine
     python bench/report.py                                 # or --check, which only says what differs
@@ -23,11 +23,13 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench/results"
-PAGES = (ROOT / "README.md", RESULTS / "README.md")
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 PICTURE = ROOT / "docs/compare_gloo.png"
 
 BEGIN = "<!-- bench: "
-BLOCK = re.compile(rf"({BEGIN}([^\n]+) -->\n)((?:(?!<!--).)*)(<!-- end -->\n)", re.DOTALL)
+BLOCK = re.compile(
+    rf"^({BEGIN}([^\n]+) -->\n)((?:(?!<!--).)*)(<!-- end -->\n)", re.DOTALL | re.MULTILINE
+)
 PEERS = {"shm": "shm", "shm private": "shm private", "gloo": "Gloo", "mpi": "Open MPI"}
 
 Result = dict[str, Any]
@@ -93,7 +95,7 @@ def goals(results: dict[str, Result]) -> str:
 def rewritten(page: Path, tables: dict[str, str]) -> tuple[str, list[str]]:
     """The page as it should be, and the names of the blocks that were not so."""
     text = page.read_text()
-    if len(BLOCK.findall(text)) != text.count(BEGIN):
+    if len(BLOCK.findall(text)) != len(re.findall(rf"^{BEGIN}", text, re.MULTILINE)):
         here = page.relative_to(ROOT)
         sys.exit(f"{here}: a `{BEGIN}NAME -->` line has no `<!-- end -->` line of its own")
     changed = []
