@@ -42,13 +42,31 @@ std::string as_json(const shc_layout& layout) {
   return text + "]}";
 }
 
-// Refuses a plan that does not hold its parameters.
+// Whether no shard ends within a granule of the parameter.
+bool keeps_granules(const ParamExtent& param, std::int64_t offset, std::int64_t shard) {
+  const std::int64_t end = offset + param.rows * param.row_elements;
+  const std::int64_t first_cut = shard == 0 ? end : (offset / shard + 1) * shard;
+  if (first_cut >= end) return true;
+  if (param.granule_rows > (end - offset) / param.row_elements) return false;  // one granule
+  const std::int64_t granule = param.granule_rows * param.row_elements;
+  const bool again = shard < end - first_cut;
+  return (first_cut - offset) % granule == 0 && (!again || shard % granule == 0);
+}
+
+// Refuses a plan that does not hold its parameters as they ask for.
 void check_plan(const shc_layout& layout) {
   const std::int64_t flat = layout.world_size * layout.plan.shard_elements;
   std::vector<std::pair<std::int64_t, std::int64_t>> ranges;
   for (std::size_t i = 0; i < layout.params.size(); ++i) {
     const ParamExtent& param = layout.params[i];
-    ranges.emplace_back(layout.plan.offsets[i], param.rows * param.row_elements);
+    const std::int64_t offset = layout.plan.offsets[i];
+    ranges.emplace_back(offset, param.rows * param.row_elements);
+    if (offset % layout.align_elements == 0 &&
+        keeps_granules(param, offset, layout.plan.shard_elements)) {
+      continue;
+    }
+    throw std::invalid_argument("the text is no layout: params[" + std::to_string(i) +
+                                "] is not aligned, or a shard ends within one of its granules");
   }
   std::sort(ranges.begin(), ranges.end());
   std::int64_t end = 0;

@@ -24,7 +24,7 @@ inline std::size_t bytes_of(std::int64_t count, DType dtype) {
 }
 
 inline void check_buffer(const char* operation, const char* name, const void* data,
-                         std::int64_t count) {
+                         std::int64_t count, DType dtype) {
   if (count < 0) {
     throw std::invalid_argument(std::string(operation) + ": count is " + std::to_string(count) +
                                 "; it must be at least 0");
@@ -35,6 +35,12 @@ inline void check_buffer(const char* operation, const char* name, const void* da
   }
   if (count > 0 && data == nullptr) {
     throw std::invalid_argument(std::string(operation) + ": " + name + " is null");
+  }
+  if (count > 0 && reinterpret_cast<std::uintptr_t>(data) % itemsize(dtype) != 0) {
+    throw std::invalid_argument(std::string(operation) + ": " + name +
+                                " begins at an address that is no multiple of " +
+                                std::to_string(itemsize(dtype)) + ", the size of an element of " +
+                                shardcomm::name(dtype) + "; copy it to memory that is aligned");
   }
 }
 
@@ -78,8 +84,8 @@ inline void check_all_gather(const void* send, DType send_dtype, const void* rec
   check_parts("all_gather", parts, size);
   const std::int64_t own = parts.count(rank);
   const std::int64_t all = parts.total(size);
-  check_buffer("all_gather", "send", send, own);
-  check_buffer("all_gather", "recv", recv, all);
+  check_buffer("all_gather", "send", send, own, send_dtype);
+  check_buffer("all_gather", "recv", recv, all, recv_dtype);
   check_conversion("all_gather", send_dtype, recv_dtype);
   if (!overlap(send, bytes_of(own, send_dtype), recv, bytes_of(all, recv_dtype))) return;
   if (send_dtype == recv_dtype && send == at(recv, parts.begin(rank), recv_dtype)) return;
@@ -93,8 +99,8 @@ inline void check_reduce_scatter(const void* send, DType dtype, const void* recv
   check_parts("reduce_scatter", parts, size);
   const std::int64_t own = parts.count(rank);
   const std::int64_t all = parts.total(size);
-  check_buffer("reduce_scatter", "send", send, all);
-  check_buffer("reduce_scatter", "recv", recv, own);
+  check_buffer("reduce_scatter", "send", send, all, dtype);
+  check_buffer("reduce_scatter", "recv", recv, own, epilogue.dtype);
   check_epilogue(epilogue, dtype);
   if (!overlap(send, bytes_of(all, dtype), recv, bytes_of(own, epilogue.dtype))) return;
   if (dtype == epilogue.dtype && recv == at(send, parts.begin(rank), dtype)) return;

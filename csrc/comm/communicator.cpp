@@ -14,7 +14,7 @@ void check_broadcast(const void* buffer, std::size_t bytes, int root, int size) 
     throw std::invalid_argument("broadcast: bytes is " + std::to_string(bytes) +
                                 "; it must be at most 2^60");
   }
-  check_buffer("broadcast", "buffer", buffer, static_cast<std::int64_t>(bytes));
+  check_buffer("broadcast", "buffer", buffer, static_cast<std::int64_t>(bytes), DType::u8);
   if (root >= 0 && root < size) return;
   throw std::invalid_argument("broadcast: root is " + std::to_string(root) +
                               "; it must be a rank, 0 to " + std::to_string(size - 1));
@@ -57,14 +57,14 @@ Stream::Operation Communicator::bind_reduce_scatter(std::shared_ptr<Communicator
 
 void Communicator::all_reduce(void* buffer, DType dtype, std::int64_t count, RedOp op,
                               std::int64_t tag, NativeStream stream) {
-  check_buffer("all_reduce", "buffer", buffer, count);
+  check_buffer("all_reduce", "buffer", buffer, count, dtype);
   run_all_reduce(buffer, dtype, count, op, tag, stream);
 }
 
 Stream::Operation Communicator::bind_all_reduce(std::shared_ptr<Communicator> comm, void* buffer,
                                                 DType dtype, std::int64_t count, RedOp op,
                                                 std::int64_t tag) {
-  check_buffer("all_reduce", "buffer", buffer, count);
+  check_buffer("all_reduce", "buffer", buffer, count, dtype);
   return [=, comm = std::move(comm)](NativeStream stream) {
     comm->run_all_reduce(buffer, dtype, count, op, tag, stream);
   };

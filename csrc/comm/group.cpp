@@ -137,6 +137,8 @@ void Group::throw_if_failed(const Call& own) const {
   fault.rank = failure.culprit;
   if (own.sequence == 0) {
     text << "; no collective was under way on rank " << rank_;
+  } else if (own.op == Op::attach && !last_call(failure.culprit, 0)) {
+    text << "; it has not connected";
   } else {
     // On the culprit itself, what the rank was in that missed it.
     const bool is_own = failure.culprit == rank_;

@@ -1,8 +1,11 @@
 // `shm`: processes of one host. All memory is anonymous (memfd) and found through rank 0's process,
 // so nothing has a name that could be left behind.
+#include <sys/stat.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <cstdio>
+#include <cstring>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -82,6 +85,30 @@ struct ShmSession::State {
   Fd fd;
 };
 
+namespace {
+
+// Where a process keeps a group's memory. The number of a descriptor that was closed is given
+// again; the file's own number tells which group's it was.
+struct Address {
+  int pid = 0;
+  int fd = 0;
+  unsigned long long file = 0;
+
+  std::string text() const {
+    return std::to_string(pid) + ":" + std::to_string(fd) + ":" + std::to_string(file);
+  }
+};
+
+unsigned long long file_number(const Fd& fd) {
+  struct stat file{};
+  if (fstat(fd.get(), &file) != 0) {
+    throw CommError(std::string("shm: cannot read the group's memory: ") + std::strerror(errno));
+  }
+  return file.st_ino;
+}
+
+}  // namespace
+
 ShmSession::ShmSession(int size, const std::vector<ProcessId>& processes)
     : state_(std::make_unique<State>()) {
   if (size < 1) {
@@ -106,7 +133,7 @@ ShmSession::ShmSession(int size, const std::vector<ProcessId>& processes)
 ShmSession::~ShmSession() = default;
 
 std::string ShmSession::address() const {
-  return std::to_string(getpid()) + ":" + std::to_string(state_->fd.get());
+  return Address{getpid(), state_->fd.get(), file_number(state_->fd)}.text();
 }
 
 struct ShmMember::State {
@@ -117,9 +144,8 @@ struct ShmMember::State {
 };
 
 ShmMember::ShmMember(const std::string& address, int rank, int size) {
-  int pid = 0;
-  int session_fd = 0;
-  if (std::sscanf(address.c_str(), "%d:%d", &pid, &session_fd) != 2) {
+  Address at;
+  if (std::sscanf(address.c_str(), "%d:%d:%llu", &at.pid, &at.fd, &at.file) != 3) {
     throw std::invalid_argument("shm: address is '" + address +
                                 "'; it must be that of a ShmSession");
   }
@@ -127,9 +153,10 @@ ShmMember::ShmMember(const std::string& address, int rank, int size) {
     throw std::invalid_argument("shm: rank is " + std::to_string(rank) + "; it must be 0 to " +
                                 std::to_string(size - 1));
   }
-  Fd fd = open_window(pid, session_fd);
+  Fd fd = open_window(at.pid, at.fd);
   int ranks = 0;
   try {
+    if (file_number(fd) != at.file) throw CommError("the group has ended");
     ranks = read_size(fd.get());
   } catch (const CommError& error) {
     throw CommError("shm: rank " + std::to_string(rank) + " cannot attach at " + address + ": " +

@@ -343,9 +343,10 @@ typedef struct shc_reduce_options {
 
 #define SHC_REDUCE_OPTIONS_INIT {sizeof(shc_reduce_options), SHC_VERSION, 0, NULL, 1.0f, 0, NULL}
 
-// Each collective runs on `stream`. With a NULL stream on a CPU it returns when this rank's part is
-// done. With a stream it returns once it is queued; only what is wrong with the arguments is
-// reported at once, and the rest by the events that are recorded afterwards. `options` may be NULL.
+// Each collective runs on `stream`. Buffers begin at a multiple of their elements' size. With a
+// NULL stream on a CPU it returns when this rank's part is done. With a stream it returns once it
+// is queued; only what is wrong with the arguments is reported at once, and the rest by the events
+// that are recorded afterwards. `options` may be NULL.
 
 // `send` of rank r, `count` elements, goes to recv[r * count] and on, on every rank, converted to
 // recv_dtype as in a copy plan. In place, `send` is recv + rank * count, of one dtype.

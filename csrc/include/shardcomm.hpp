@@ -12,6 +12,10 @@
 #ifndef SHARDCOMM_HPP_
 #define SHARDCOMM_HPP_
 
+#if __cplusplus < 201703L
+#error "shardcomm.hpp needs C++17 or newer (-std=c++17); shardcomm.h serves every C++"
+#endif
+
 #include <cstddef>
 #include <cstdint>
 #include <limits>
@@ -67,7 +71,12 @@ inline void check(shc_status status) {
 
 // The element type of T. Specialise it for 16-bit floats: SHC_F16 for __half, for example.
 template <class T>
-struct ElementType;
+struct ElementType {
+  static_assert(sizeof(T) == 0,
+                "T is no element type: std::uint8_t, std::int32_t, std::int64_t, float and double "
+                "are; specialise shc::ElementType for 16-bit floats");
+  static constexpr shc_dtype value = SHC_U8;
+};
 template <>
 struct ElementType<std::uint8_t> {
   static constexpr shc_dtype value = SHC_U8;
@@ -323,6 +332,16 @@ class Layout : public Handle<shc_layout, shc_layout_destroy> {
     text.resize(bytes - 1);
     return text;
   }
+  std::size_t param_count() const {
+    std::size_t count = 0;
+    check(shc_layout_param_count(get(), &count));
+    return count;
+  }
+  int world_size() const {
+    int size = 0;
+    check(shc_layout_world_size(get(), &size));
+    return size;
+  }
   std::int64_t shard_elements() const {
     std::int64_t elements = 0;
     check(shc_layout_shard_elements(get(), &elements));
@@ -378,6 +397,42 @@ class Copy : public Handle<shc_copy, shc_copy_destroy> {
                                 std::to_string(sources) + " and " + std::to_string(destinations) +
                                 " pointers");
   }
+};
+
+// What a training framework does at each of its triggers, and when.
+class Schedule : public Handle<shc_schedule, shc_schedule_destroy> {
+ public:
+  // `json` is what `shardcomm.Schedule.to_json()` has written.
+  static Schedule parse(const std::string& json) {
+    return Schedule(made<shc_schedule>(
+        [&](auto* schedule) { return shc_schedule_parse(json.c_str(), schedule); }));
+  }
+
+  std::size_t unit_count() const {
+    std::size_t count = 0;
+    check(shc_schedule_unit_count(get(), &count));
+    return count;
+  }
+  std::size_t slot_count() const {
+    std::size_t count = 0;
+    check(shc_schedule_slot_count(get(), &count));
+    return count;
+  }
+  int slot_of(std::size_t unit) const {
+    int slot = 0;
+    check(shc_schedule_slot_of(get(), unit, &slot));
+    return slot;
+  }
+  // The actions of a trigger, in the order of issue. `unit` is -1 for SHC_END_OF_BACKWARD.
+  std::vector<shc_action> actions(shc_phase phase, int unit) const {
+    const shc_action* first = nullptr;
+    std::size_t count = 0;
+    check(shc_schedule_actions(get(), phase, unit, &first, &count));
+    return {first, first + count};
+  }
+
+ private:
+  explicit Schedule(shc_schedule* schedule) : Handle(schedule) {}
 };
 
 }  // namespace shc

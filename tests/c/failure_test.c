@@ -71,12 +71,27 @@ static void nobody_comes(void) {
   shc_comm_options options = SHC_COMM_OPTIONS_INIT;
   options.deadline_s = 0.2;
   shc_comm* comm = NULL;
-  refused(shc_comm_init_rank(&comm, 2, &id, 0, &options), SHC_COMM_ERROR, "rank 1");
+  refused(shc_comm_init_rank(&comm, 2, &id, 0, &options), SHC_COMM_ERROR,
+          "rank 1 did not come within 0.2 s; it has not connected");
   require(comm == NULL, "no handle where there is an error");
   ok(shc_get_unique_id(SHC_LOCAL, 2, &id));
   refused(shc_comm_init_rank(&comm, 2, &id, 1, &options), SHC_COMM_ERROR, "rank 0");
   refused(shc_comm_init_rank(&comm, 2, &id, 1, &options), SHC_INVALID_ARGUMENT,
           "rank 1 has come already");
+}
+
+// The new group's memory may have the descriptor that the first one's had.
+static void an_old_id_is_not_that_of_a_later_group(void) {
+  shc_unique_id ids[2];
+  shc_comm* comm = NULL;
+  ok(shc_get_unique_id(SHC_SHM, 1, &ids[0]));
+  ok(shc_comm_init_rank(&comm, 1, &ids[0], 0, NULL));
+  shc_comm_destroy(comm);
+  comm = NULL;
+  ok(shc_get_unique_id(SHC_SHM, 1, &ids[1]));
+  refused(shc_comm_init_rank(&comm, 1, &ids[0], 0, NULL), SHC_COMM_ERROR, "the group has ended");
+  ok(shc_comm_init_rank(&comm, 1, &ids[1], 0, NULL));
+  shc_comm_destroy(comm);
 }
 
 static void threads_of_another_process_are_refused(void) {
@@ -120,6 +135,7 @@ int main(void) {
   on_threads(2, they_call_different_things);
   on_processes(2, memory_outlives_its_group);
   nobody_comes();
+  an_old_id_is_not_that_of_a_later_group();
   threads_of_another_process_are_refused();
   return 0;
 }

@@ -127,6 +127,7 @@ void layouts_and_copies(const shc::Comm& comm) {
   const shc::Layout layout({{4, 6, 1}, {5, 4, 1}}, 2);
   const shc::Layout again = shc::Layout::deserialize(layout.serialize());
   require(again.shard_elements() == 24 && again.offset(1) == layout.offset(1), "the same layout");
+  require(again.param_count() == 2 && again.world_size() == 2, "of two parameters and two ranks");
   require(layout.piece(0, 0).count + layout.piece(0, 1).count == 24, "all of the parameter");
 
   const shc::CopyPlan plan({{0, 0, 0, 2, 0, 2, 1, 2}}, SHC_F32, SHC_F32);
@@ -150,6 +151,17 @@ void layouts_and_copies(const shc::Comm& comm) {
   comm.barrier();
 }
 
+void schedules(const shc::Comm&) {
+  const shc::Schedule schedule = shc::Schedule::parse(
+      R"({"shardcomm_schedule": 1, "num_slots": 2, "slot_of": [1], "triggers": [)"
+      R"({"phase": "pre_forward", "unit": 0, "actions": [["gather", 0, 1]]}]})");
+  require(schedule.unit_count() == 1 && schedule.slot_count() == 2, "a unit and two slots");
+  require(schedule.slot_of(0) == 1, "the unit's slot");
+  const std::vector<shc_action> actions = schedule.actions(SHC_PRE_FORWARD, 0);
+  require(actions.size() == 1 && actions[0].verb == SHC_VERB_GATHER, "what is done there");
+  require(schedule.actions(SHC_POST_FORWARD, 0).empty(), "and nothing there");
+}
+
 }  // namespace
 
 int main() {
@@ -157,4 +169,5 @@ int main() {
   on_threads(2, bound_collectives_run_on_streams_too);
   on_threads(2, errors_are_exceptions_with_their_fields);
   on_threads(1, layouts_and_copies);
+  on_threads(1, schedules);
 }

@@ -92,6 +92,12 @@ static void refuse_what_is_none(void) {
       {"{\"shardcomm_layout\": 1, \"world_size\": 2, \"align_elements\": 1, \"shard_elements\": 4, "
        "\"params\": [[4611686018427387904, 4, 1, 0]]}",
        "2^60"},
+      {"{\"shardcomm_layout\": 1, \"world_size\": 2, \"align_elements\": 4, \"shard_elements\": 4, "
+       "\"params\": [[2, 1, 1, 0], [2, 1, 1, 2]]}",
+       "params[1] is not aligned"},
+      {"{\"shardcomm_layout\": 1, \"world_size\": 2, \"align_elements\": 1, \"shard_elements\": 4, "
+       "\"params\": [[2, 3, 1, 0]]}",
+       "params[0] is not aligned, or a shard ends within one of its granules"},
   };
   for (size_t i = 0; i < sizeof(texts) / sizeof(*texts); ++i) {
     refused(shc_layout_deserialize(texts[i][0], &layout), SHC_INVALID_ARGUMENT, texts[i][1]);

@@ -55,6 +55,23 @@ def test_what_is_sent_is_resolved() -> None:
     on_every_transport(send_negated, 2)
 
 
+def send_misaligned(comm: Communicator) -> None:
+    shifted = torch.frombuffer(bytearray(13), dtype=torch.float32, count=3, offset=1)
+    aligned = torch.zeros(3 * comm.size)
+    refusal = "begins at an address that is no multiple of 4, the size of an element of f32"
+    with pytest.raises(ValueError, match=f"all_gather: send {refusal}"):
+        comm.all_gather(aligned, shifted)
+    with pytest.raises(ValueError, match=f"reduce_scatter: recv {refusal}"):
+        comm.reduce_scatter(shifted, aligned)
+    with pytest.raises(ValueError, match=f"all_reduce: buffer {refusal}"):
+        comm.all_reduce(shifted)
+    comm.broadcast(shifted, 0)  # bytes
+
+
+def test_what_is_not_aligned_is_refused() -> None:
+    run_threads(send_misaligned, 2)
+
+
 def write_negated(comm: Communicator) -> None:
     plain = torch.zeros(2 * comm.size)
     view = negated(*range(2 * comm.size))
