@@ -34,13 +34,17 @@ def output_of(*command: object, cwd: Path) -> str:
     return done.stdout
 
 
+def build_with_cmake(sources: Path, folder: Path) -> None:
+    found = output_of(sys.executable, "-m", "shardcomm", "--cmakedir", cwd=sources).strip()
+    output_of("cmake", "-S", sources, "-B", folder, f"-Dshardcomm_DIR={found}", cwd=sources)
+    output_of("cmake", "--build", folder, cwd=sources)
+
+
 @pytest.fixture(scope="module")
 def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the programs of examples/cpp, built as its CMakeLists.txt says."""
     folder = tmp_path_factory.mktemp("example")
-    found = output_of(sys.executable, "-m", "shardcomm", "--cmakedir", cwd=folder).strip()
-    output_of("cmake", "-S", EXAMPLE, "-B", folder, f"-Dshardcomm_DIR={found}", cwd=folder)
-    output_of("cmake", "--build", folder, cwd=folder)
+    build_with_cmake(EXAMPLE, folder)
     return folder
 
 
@@ -97,6 +101,17 @@ def test_the_program_of_the_documentation_runs(tmp_path: Path) -> None:
     flags = [f"-I{shardcomm.get_include()}", f"-L{library}", "-lshardcomm", f"-Wl,-rpath,{library}"]
     output_of("gcc", "-std=gnu99", "-Wall", "-Werror", "program.c", *flags, cwd=tmp_path)
     assert output_of(tmp_path / "a.out", cwd=tmp_path) == "2 4 6 1\n" * 2
+
+
+def test_the_cpp_program_of_the_documentation_builds_with_cmake_and_runs(tmp_path: Path) -> None:
+    page = (SOURCES / "docs" / "linking.md").read_text()
+    for language, name in (("cpp", "program.cpp"), ("cmake", "CMakeLists.txt")):
+        (tmp_path / name).write_text(re.findall(rf"```{language}\n(.*?)```", page, re.DOTALL)[0])
+    build_with_cmake(tmp_path, tmp_path / "build")
+    assert (
+        output_of(tmp_path / "build" / "program", cwd=tmp_path)
+        == "10 10 11 11\n20 20 21 21\n30 30 31 31\n"
+    )
 
 
 def test_pkg_config_knows_how_to_compile_and_link_a_c_program(tmp_path: Path) -> None:
