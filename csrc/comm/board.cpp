@@ -12,8 +12,9 @@
 namespace shardcomm {
 namespace {
 
-// Ranks that run side by side mostly meet within this; then no rank pays for being woken.
-constexpr std::chrono::microseconds kSpin{20};
+// Ranks that run side by side mostly meet within this. A rank that waits longer, or that may have a
+// core which another rank needs, gives its core away between two looks.
+constexpr std::chrono::microseconds kSpin{5};
 
 void pause() {
 #if defined(__x86_64__)
@@ -38,7 +39,7 @@ Board::Board(Group& group, int channel, bool reads_addresses, std::function<bool
       other_(&group.board(1 - channel)),
       reads_addresses_(reads_addresses),
       stuck_(std::move(stuck)),
-      may_spin_(static_cast<unsigned>(group.size()) <= std::thread::hardware_concurrency()),
+      has_core_(static_cast<unsigned>(group.size()) <= std::thread::hardware_concurrency()),
       calls_(static_cast<std::size_t>(group.size())) {}
 
 void Board::begin(Call call) {
@@ -86,6 +87,7 @@ void Board::meet() {
   if (all_have_come(meeting)) return complete(meeting);
   if (spin(meeting)) return;
   const Clock::time_point since = Clock::now();
+  if (poll(meeting, since)) return;
   Atomic<std::uint64_t>& waiting_since = state(group_.rank()).waiting_since;
   waiting_since.store(static_cast<std::uint64_t>(
       std::chrono::duration_cast<std::chrono::nanoseconds>(since.time_since_epoch()).count()));
@@ -125,15 +127,32 @@ void Board::complete(std::uint32_t meeting) const noexcept {
 }
 
 bool Board::spin(std::uint32_t meeting) const {
-  if (!may_spin_) return memory_->completed.load() == meeting;
-  const Clock::time_point until = Clock::now() + kSpin;
-  do {
-    for (int i = 0; i < 32; ++i) {
-      if (memory_->completed.load(std::memory_order_acquire) == meeting) return true;
-      pause();
-    }
-  } while (Clock::now() < until);
+  for (int i = 0; has_core_ && i < 64; ++i) {
+    if (is_over(meeting)) return true;
+    pause();
+  }
   return false;
+}
+
+bool Board::poll(std::uint32_t meeting, Clock::time_point since) const {
+  const Clock::time_point until = since + polling_time();
+  const Clock::time_point spin_until = has_core_ ? since + kSpin : since;
+  for (Clock::time_point now = since; now < until; now = Clock::now()) {
+    if (now < spin_until) {
+      if (spin(meeting)) return true;
+    } else {
+      if (is_over(meeting)) return true;
+      std::this_thread::yield();
+    }
+  }
+  return is_over(meeting);
+}
+
+// Of two ranks, one sees sooner from the other's arrival that it has come than from `completed`,
+// which the other sets after that. More ranks that look at arrivals would hold up those who come.
+bool Board::is_over(std::uint32_t meeting) const {
+  if (group_.size() == 2) return all_have_come(meeting);
+  return memory_->completed.load(std::memory_order_acquire) == meeting;
 }
 
 void Board::sleep(std::uint32_t meeting) const {

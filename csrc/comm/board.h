@@ -55,7 +55,9 @@ class Board {
   bool has_come(int rank, std::uint32_t meeting) const;
   bool all_have_come(std::uint32_t meeting) const;
   void complete(std::uint32_t meeting) const noexcept;
+  bool is_over(std::uint32_t meeting) const;
   bool spin(std::uint32_t meeting) const;
+  bool poll(std::uint32_t meeting, Clock::time_point since) const;
   void sleep(std::uint32_t meeting) const;
   void look_for_trouble(std::uint32_t meeting, Waited& waited);
   bool waits_elsewhere(int rank) const;
@@ -67,7 +69,7 @@ class Board {
   BoardMemory* other_;  // that of the other channel
   bool reads_addresses_;
   std::function<bool()> stuck_;
-  bool may_spin_;
+  bool has_core_;  // while the other ranks have theirs
   std::uint32_t meetings_ = 0;
   bool in_call_ = false;
   Call call_;                // this rank's latest call

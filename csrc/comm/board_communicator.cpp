@@ -51,6 +51,39 @@ class WindowMemory final : public Memory {
 
 namespace {
 
+struct Way {
+  const char* requested;
+  const char* taken;
+  const char* reason = "";
+};
+
+Way way_of(Path path) {
+  constexpr const char* kNotWindow =
+      "recv is not communication memory that all ranks share (allocate for use 'gather') at one "
+      "place";
+  constexpr const char* kPrivate =
+      "a buffer is private memory of its rank: copied through a staging area";
+  switch (path) {
+    case Path::alone:
+      return {"alone", "alone"};
+    case Path::board:
+      return {"board", "board"};
+    case Path::window:
+      return {"window", "window"};
+    case Path::direct:
+      return {"direct", "direct"};
+    case Path::inlined:
+      return {"inline", "inline"};
+    case Path::direct_not_window:
+      return {"window", "direct", kNotWindow};
+    case Path::staged_not_window:
+      return {"window", "staged", kNotWindow};
+    case Path::staged_not_direct:
+      return {"direct", "staged", kPrivate};
+  }
+  return {"", ""};
+}
+
 std::size_t bytes_before_names(int size) {
   return group_bytes(size) +
          ControlMemory::kChannels *
@@ -176,7 +209,7 @@ void BoardCommunicator::run_barrier(std::int64_t tag, NativeStream stream) {
     call.op = Op::barrier;
     call.tag = tag;
     begin(*gathers_, call, stream);
-    took(*gathers_, Op::barrier, "board", "board");
+    took(*gathers_, Op::barrier, Path::board);
   });
 }
 
@@ -238,9 +271,14 @@ void BoardCommunicator::find_out_who_died(const Call& call) {
 }
 
 std::vector<Receipt> BoardCommunicator::receipts() const {
-  const std::lock_guard<std::mutex> lock(receipts_mutex_);
   std::vector<Receipt> all;
-  for (const auto& entry : receipts_) all.push_back(entry.second);
+  for (int op = 0; op < kOps; ++op) {
+    const std::uint64_t taken =
+        taken_[static_cast<std::size_t>(op)].load(std::memory_order_relaxed);
+    if (taken == 0) continue;
+    const Way way = way_of(static_cast<Path>(taken & 0xff));
+    all.push_back({name(static_cast<Op>(op)), taken >> 8, way.requested, way.taken, way.reason});
+  }
   return all;
 }
 
@@ -254,12 +292,10 @@ void BoardCommunicator::begin(Channel& channel, const Call& call, NativeStream s
 }
 
 // The counts go through the staging areas, as a chunk does: where all have come, all can read them.
-void BoardCommunicator::begin(Channel& channel, const Call& call, const Parts& parts,
-                              NativeStream stream) {
-  if (parts.equal()) return begin(channel, call, stream);
-  const std::int64_t chunk = channel.chunks_staged++;
+void BoardCommunicator::begin_uneven(Channel& channel, const Call& call, const Parts& parts,
+                                     NativeStream stream) {
   const auto counts = [&](int rank) {
-    return reinterpret_cast<std::int64_t*>(stage(channel, rank, chunk));
+    return reinterpret_cast<std::int64_t*>(stage(channel, rank));
   };
   for (int r = 0; r < size_; ++r) counts(rank_)[r] = parts.count(r);
   begin(channel, call, stream);
@@ -304,15 +340,21 @@ std::byte* BoardCommunicator::peer(Channel& channel, Place Call::* place, int ra
   return data;
 }
 
-std::byte* BoardCommunicator::stage(const Channel& channel, int rank, std::int64_t chunk) const {
-  return ControlMemory::stage(control_->data(), size_, channel.index, rank,
-                              static_cast<int>(chunk & 1));
+bool BoardCommunicator::all_filled_first(const Channel& channel) const {
+  for (int r = 0; r < size_; ++r) {
+    if (!channel.board.call_of(r).filled_first) return false;
+  }
+  return true;
 }
 
-void BoardCommunicator::took(const Channel& channel, Op op, const char* requested,
-                             const char* taken, const char* reason) {
-  const std::lock_guard<std::mutex> lock(receipts_mutex_);
-  receipts_[op] = {name(op), channel.board.sequence(), requested, taken, reason};
+void BoardCommunicator::took(const Channel& channel, Op op, Path path) {
+  taken_[static_cast<std::size_t>(op)].store(
+      channel.board.sequence() << 8 | static_cast<std::uint64_t>(path), std::memory_order_relaxed);
+}
+
+void BoardCommunicator::took_staged(const Channel& channel, Op op, std::size_t bytes, Path staged) {
+  const bool is_inline = all_filled_first(channel) && bytes <= ControlMemory::kInlineBytes;
+  took(channel, op, is_inline ? Path::inlined : staged);
 }
 
 }  // namespace shardcomm

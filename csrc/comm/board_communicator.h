@@ -3,11 +3,10 @@
 // Everything else is here, once.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <functional>
-#include <map>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <vector>
 
@@ -29,11 +28,26 @@ struct ControlMemory {
   // 1.3 to 1.6 times as long).
   static constexpr std::size_t kStageBytes = 1024 * 1024;
 
+  // Up to so many bytes of all ranks, a copy costs less than the second meeting of other ways.
+  static constexpr std::size_t kInlineBytes = 16 * 1024;
+
   static std::size_t bytes(int size);
   static GroupMemory* group(std::byte* base);
   static Group::Boards boards(std::byte* base, int size);
   static std::byte* stage(std::byte* base, int size, int channel, int rank, int half);
   static TagNames* names(std::byte* base, int size);
+};
+
+// Which way a collective went; a receipt tells.
+enum class Path : std::uint8_t {
+  alone = 1,
+  board,
+  window,
+  direct,
+  inlined,
+  direct_not_window,
+  staged_not_window,
+  staged_not_direct
 };
 
 class BoardCommunicator final : public Communicator {
@@ -72,7 +86,7 @@ class BoardCommunicator final : public Communicator {
   template <class Body>
   void perform(Channel& channel, const char* operation, Body&& body) {
     const InCall in_call(this, operation);
-    const Turn turn(channel.busy);
+    const Turn turn(channel.busy, [this] { group_.throw_if_ended({}); });
     used_by(channel, caller());
     try {
       body();
@@ -94,24 +108,62 @@ class BoardCommunicator final : public Communicator {
   void find_out_who_died(const Call& call);
   bool all_reachable(const Channel& channel, Place Call::* place) const;
   std::byte* peer(Channel& channel, Place Call::* place, int rank) const;
-  std::byte* stage(const Channel& channel, int rank, std::int64_t chunk) const;
   // Meetings that order the work on `stream` against the other ranks' work.
   void begin(Channel& channel, const Call& call, NativeStream stream);
-  // The same for a call whose elements are shared out as `parts`, in which all ranks must agree.
-  void begin(Channel& channel, const Call& call, const Parts& parts, NativeStream stream);
+  // The same for a call whose elements are shared out as uneven parts, in which all must agree.
+  void begin_uneven(Channel& channel, const Call& call, const Parts& parts, NativeStream stream);
   void meet(Channel& channel, NativeStream stream);
-  // The staged ways go through host memory, a piece at a time. They are for ranks that do not reach
-  // each other's addresses; on a device ranks do.
-  void gather_staged(Channel& channel, const void* send, DType send_dtype, void* recv,
-                     DType recv_dtype, const Parts& parts);
-  void reduce_staged(Channel& channel, const void* send, DType dtype, void* recv,
-                     const Epilogue& epilogue, const Parts& parts, RedOp op);
+
+  // The staged way goes through host memory, a chunk at a time: every rank fills its area, all
+  // meet, and every rank uses the areas of all. It is for few bytes, and for ranks that do not
+  // reach each other's addresses; on a device ranks do. `fill` and `use` take the number of a chunk
+  // in its call.
+  //
+  // Whether this rank fills its first chunk before it posts the call, whose meeting is then the
+  // chunk's, too. `own` is the place of its operand, `bytes` what goes through all areas.
+  bool fills_first(const Place& own, std::size_t bytes) const {
+    return executor_->on_host() && (!own.reachable() || bytes <= ControlMemory::kInlineBytes);
+  }
+  // `parts`, or just a number of elements: as in the collective.
+  template <class Fill>
+  void begin_staged(Channel& channel, Call& call, const Parts& parts, bool fills_first,
+                    NativeStream stream, Fill&& fill) {
+    ++channel.chunk;
+    if (!parts.equal()) return begin_uneven(channel, call, parts, stream);
+    call.filled_first = fills_first;
+    if (fills_first) fill(0);
+    begin(channel, call, stream);
+  }
+  bool all_filled_first(const Channel& channel) const;
+  template <class Fill, class Use>
+  void run_staged(Channel& channel, std::int64_t chunks, Fill&& fill, Use&& use) {
+    const bool filled_first = all_filled_first(channel);
+    for (std::int64_t i = 0; i < chunks; ++i) {
+      if (i > 0 || !filled_first) {
+        ++channel.chunk;
+        fill(i);
+        // All have filled this half, so all have emptied the other, which the next chunk fills.
+        channel.board.meet();
+      }
+      use(i);
+    }
+  }
+  std::byte* stage(const Channel& channel, int rank) const {
+    return ControlMemory::stage(control_->data(), size_, channel.index, rank,
+                                static_cast<int>(channel.chunk & 1));
+  }
+  // The sources of a reduction, one of each rank.
+  template <class Of>
+  const void* const* sources(Channel& channel, Of&& of) const {
+    for (int r = 0; r < size_; ++r) channel.sources[static_cast<std::size_t>(r)] = of(r);
+    return channel.sources.data();
+  }
+
   void all_reduce_direct(Channel& channel, std::byte* buffer, DType dtype, std::int64_t count,
                          RedOp op, NativeStream stream);
-  void all_reduce_staged(Channel& channel, std::byte* buffer, DType dtype, std::int64_t count,
-                         RedOp op);
-  void took(const Channel& channel, Op op, const char* requested, const char* taken,
-            const char* reason = "");
+  void took(const Channel& channel, Op op, Path path);
+  // A call of so many bytes through the staging areas; `staged` says what would be faster.
+  void took_staged(const Channel& channel, Op op, std::size_t bytes, Path staged);
 
   std::string transport_;
   int rank_;
@@ -125,8 +177,8 @@ class BoardCommunicator final : public Communicator {
   std::shared_ptr<Windows> windows_;  // shared with memory, which may outlive this object
   std::unique_ptr<Channel> gathers_;
   std::unique_ptr<Channel> reduces_;
-  mutable std::mutex receipts_mutex_;
-  std::map<Op, Receipt> receipts_;
+  // The path of each operation's latest call, and the call's number: 8 and 56 bits. 0: none yet.
+  std::array<std::atomic<std::uint64_t>, kOps> taken_{};
 };
 
 }  // namespace shardcomm

@@ -6,13 +6,21 @@
 
 #include "comm/board_communicator.h"
 #include "comm/buffer.h"
+#include "shardcomm/tile.h"
 
 namespace shardcomm {
 namespace {
 
-constexpr const char* kNotWindow =
-    "recv is not communication memory that all ranks share (allocate for use 'gather') at one "
-    "place";
+// Whether each rank's `send` is its own part of the window in which all have `recv`.
+bool is_in_place(const Board& board, const Parts& parts, DType recv_dtype, int size) {
+  for (int r = 0; r < size; ++r) {
+    const Call& call = board.call_of(r);
+    if (parts.count(r) == 0) continue;
+    const std::size_t before = bytes_of(parts.begin(r), recv_dtype);
+    if (!(call.send == Place{call.recv.window, call.recv.offset + before})) return false;
+  }
+  return true;
+}
 
 }  // namespace
 
@@ -25,7 +33,7 @@ void BoardCommunicator::run_all_gather(const void* send, DType send_dtype, void*
     const std::int64_t count = parts.count(rank_);
     if (size_ == 1) {
       executor_->convert(own, recv_dtype, send, send_dtype, count, stream);
-      return took(channel, Op::all_gather, "alone", "alone");
+      return took(channel, Op::all_gather, Path::alone);
     }
     Call call;
     call.op = Op::all_gather;
@@ -40,30 +48,55 @@ void BoardCommunicator::run_all_gather(const void* send, DType send_dtype, void*
     } else {
       call.send = {Place::kAddress, 0};  // nobody reads there
     }
-    call.recv = windows->find(recv, bytes_of(parts.total(size_), recv_dtype), "all_gather: recv");
-    // Nobody writes before this: a peer may still read what the window held.
-    begin(channel, call, parts, stream);
+    const std::size_t bytes = bytes_of(parts.total(size_), recv_dtype);
+    call.recv = windows->find(recv, bytes, "all_gather: recv");
 
+    const auto step = static_cast<std::int64_t>(ControlMemory::kStageBytes / itemsize(recv_dtype));
+    const auto left = [&](int r, std::int64_t chunk) {
+      return std::clamp<std::int64_t>(parts.count(r) - chunk * step, 0, step);
+    };
+    const auto own_part = [&](std::int64_t chunk) {
+      return at(send, std::min(chunk * step, count), send_dtype);
+    };
+    const auto fill = [&](std::int64_t chunk) {
+      executor_->convert(stage(channel, rank_), recv_dtype, own_part(chunk), send_dtype,
+                         left(rank_, chunk), nullptr);
+    };
+    const auto use = [&](std::int64_t chunk) {
+      executor_->convert(at(own, chunk * step, recv_dtype), recv_dtype, own_part(chunk), send_dtype,
+                         left(rank_, chunk), nullptr);
+      for (int r = 0; r < size_; ++r) {
+        if (r == rank_ || left(r, chunk) == 0) continue;
+        std::memcpy(at(recv, parts.begin(r) + chunk * step, recv_dtype), stage(channel, r),
+                    bytes_of(left(r, chunk), recv_dtype));
+      }
+    };
+
+    // Nobody writes to recv before this: a peer may still read what the window held.
+    const bool shared = windows->is_shared(call.recv);
+    begin_staged(channel, call, parts, !shared && fills_first(call.send, bytes), stream, fill);
     const Place& place = channel.board.call_of(0).recv;
     bool one_window = channel.windows->is_shared(place);
     for (int r = 0; r < size_; ++r) one_window &= channel.board.call_of(r).recv == place;
-    if (!one_window) refuse_parts_of_one_window(channel);
     if (one_window) {
-      executor_->convert(own, recv_dtype, send, send_dtype, count, stream);
-      meet(channel, stream);
-      return took(channel, Op::all_gather, "window", "window");
+      if (!is_in_place(channel.board, parts, recv_dtype, size_)) {
+        executor_->convert(own, recv_dtype, send, send_dtype, count, stream);
+        meet(channel, stream);
+      }
+      return took(channel, Op::all_gather, Path::window);
     }
-    if (all_reachable(channel, &Call::send)) {
+    refuse_parts_of_one_window(channel);
+    if (!all_filled_first(channel) && all_reachable(channel, &Call::send)) {
       for (int i = 0; i < size_; ++i) {
         const int r = (rank_ + i) % size_;  // not all from the same rank at once
         executor_->convert(at(recv, parts.begin(r), recv_dtype), recv_dtype,
                            peer(channel, &Call::send, r), send_dtype, parts.count(r), stream);
       }
       meet(channel, stream);
-      return took(channel, Op::all_gather, "window", "direct", kNotWindow);
+      return took(channel, Op::all_gather, Path::direct_not_window);
     }
-    gather_staged(channel, send, send_dtype, recv, recv_dtype, parts);
-    took(channel, Op::all_gather, "window", "staged", kNotWindow);
+    run_staged(channel, divide_up(parts.longest(), step), fill, use);
+    took_staged(channel, Op::all_gather, bytes, Path::staged_not_window);
   });
 }
 
@@ -82,55 +115,39 @@ void BoardCommunicator::refuse_parts_of_one_window(Channel& channel) const {
   }
 }
 
-void BoardCommunicator::gather_staged(Channel& channel, const void* send, DType send_dtype,
-                                      void* recv, DType recv_dtype, const Parts& parts) {
-  const auto step = static_cast<std::int64_t>(ControlMemory::kStageBytes / itemsize(recv_dtype));
-  for (std::int64_t done = 0; done < parts.longest(); done += step) {
-    const auto left = [&](int r) {
-      return std::clamp<std::int64_t>(parts.count(r) - done, 0, step);
-    };
-    const std::int64_t chunk = channel.chunks_staged++;
-    const void* own = at(send, std::min(done, parts.count(rank_)), send_dtype);
-    executor_->convert(stage(channel, rank_, chunk), recv_dtype, own, send_dtype, left(rank_),
-                       nullptr);
-    // All have filled this half, so all have emptied the other, which the next chunk fills.
-    channel.board.meet();
-    executor_->convert(at(recv, parts.begin(rank_) + done, recv_dtype), recv_dtype, own, send_dtype,
-                       left(rank_), nullptr);
-    for (int r = 0; r < size_; ++r) {
-      if (r == rank_ || left(r) == 0) continue;
-      std::memcpy(at(recv, parts.begin(r) + done, recv_dtype), stage(channel, r, chunk),
-                  bytes_of(left(r), recv_dtype));
-    }
-  }
-}
-
 void BoardCommunicator::run_broadcast(void* buffer, std::size_t bytes, int root,
                                       NativeStream stream) {
   Channel& channel = *gathers_;
   perform(channel, "broadcast", [&] {
-    if (size_ == 1) return took(channel, Op::broadcast, "alone", "alone");
+    if (size_ == 1) return took(channel, Op::broadcast, Path::alone);
     Call call;
     call.op = Op::broadcast;
     call.root = root;
     call.count = static_cast<std::int64_t>(bytes);
     call.send = windows_->now()->find(buffer, bytes, "broadcast: buffer");
-    begin(channel, call, stream);
-    if (channel.board.call_of(root).send.reachable()) {
+    constexpr auto kStep = static_cast<std::int64_t>(ControlMemory::kStageBytes);
+    const auto part = [&](std::int64_t chunk) {
+      return static_cast<std::byte*>(buffer) + chunk * kStep;
+    };
+    const auto length = [&](std::int64_t chunk) {
+      return static_cast<std::size_t>(std::min(kStep, call.count - chunk * kStep));
+    };
+    const auto fill = [&](std::int64_t chunk) {
+      if (rank_ == root) std::memcpy(stage(channel, root), part(chunk), length(chunk));
+    };
+    const auto use = [&](std::int64_t chunk) {
+      if (rank_ != root) std::memcpy(part(chunk), stage(channel, root), length(chunk));
+    };
+    begin_staged(channel, call, bytes, rank_ != root || fills_first(call.send, bytes), stream,
+                 fill);
+    if (!all_filled_first(channel) && channel.board.call_of(root).send.reachable()) {
       const std::byte* source = peer(channel, &Call::send, root);
       if (source != buffer) executor_->copy(buffer, source, bytes, stream);
       meet(channel, stream);
-      return took(channel, Op::broadcast, "direct", "direct");
+      return took(channel, Op::broadcast, Path::direct);
     }
-    for (std::size_t done = 0; done < bytes; done += ControlMemory::kStageBytes) {
-      const std::size_t n = std::min(ControlMemory::kStageBytes, bytes - done);
-      std::byte* part = static_cast<std::byte*>(buffer) + done;
-      const std::int64_t chunk = channel.chunks_staged++;
-      if (rank_ == root) std::memcpy(stage(channel, root, chunk), part, n);
-      channel.board.meet();
-      if (rank_ != root) std::memcpy(part, stage(channel, root, chunk), n);
-    }
-    took(channel, Op::broadcast, "direct", "staged", kPrivate);
+    run_staged(channel, divide_up(call.count, kStep), fill, use);
+    took_staged(channel, Op::broadcast, bytes, Path::staged_not_direct);
   });
 }
 

@@ -3,15 +3,13 @@
 #include <cstring>
 #include <stdexcept>
 #include <string>
-#include <vector>
 
 #include "comm/board_communicator.h"
 #include "comm/buffer.h"
+#include "shardcomm/tile.h"
 
 namespace shardcomm {
 namespace {
-
-std::size_t index(int rank) { return static_cast<std::size_t>(rank); }
 
 // Where `data` is for peers. In the one region that all ranks share, none has a value of its own.
 Place find_own(const WindowTable& windows, const void* data, std::size_t bytes, const char* name) {
@@ -25,6 +23,39 @@ Place find_own(const WindowTable& windows, const void* data, std::size_t bytes, 
   return place;
 }
 
+// How every rank's part of a reduce-scatter is cut into chunks. Each chunk holds the same fraction
+// of every part, so that all ranks have something to reduce between any two meetings.
+class Slices {
+ public:
+  // `room`: the elements of a chunk, at most.
+  Slices(const Parts& parts, int size, std::int64_t room)
+      : parts_(parts), chunks_(std::max<std::int64_t>(1, divide_up(parts.total(size), room))) {
+    while (start(size) > room) ++chunks_;  // roundings were too many
+  }
+
+  std::int64_t chunks() const { return chunks_; }
+  // Where the slice of rank `r` starts in a chunk.
+  std::int64_t start(int r) const {
+    if (parts_.equal()) return r * step(0);
+    std::int64_t sum = 0;
+    for (int i = 0; i < r; ++i) sum += step(i);
+    return sum;
+  }
+  // How many elements of the rank's part come before the chunk, and how many are in it.
+  std::int64_t before(int r, std::int64_t chunk) const {
+    return std::min(chunk * step(r), parts_.count(r));
+  }
+  std::int64_t length(int r, std::int64_t chunk) const {
+    return std::min(step(r), parts_.count(r) - before(r, chunk));
+  }
+
+ private:
+  std::int64_t step(int r) const { return divide_up(parts_.count(r), chunks_); }
+
+  const Parts& parts_;
+  std::int64_t chunks_;
+};
+
 }  // namespace
 
 void BoardCommunicator::run_reduce_scatter(const void* send, DType dtype, void* recv,
@@ -35,7 +66,7 @@ void BoardCommunicator::run_reduce_scatter(const void* send, DType dtype, void* 
   perform(channel, "reduce_scatter", [&] {
     if (size_ == 1) {
       executor_->reduce(recv, epilogue, &send, 1, dtype, op, count, stream);
-      return took(channel, Op::reduce_scatter, "alone", "alone");
+      return took(channel, Op::reduce_scatter, Path::alone);
     }
     Call call;
     call.op = Op::reduce_scatter;
@@ -44,79 +75,80 @@ void BoardCommunicator::run_reduce_scatter(const void* send, DType dtype, void* 
     call.uneven = !parts.equal();
     call.count = call.uneven ? parts.total(size_) : count;
     call.tag = tag;
-    call.send = find_own(*windows_->now(), send, bytes_of(parts.total(size_), dtype),
-                         "reduce_scatter: send");
-    find_own(*windows_->now(), recv, bytes_of(count, epilogue.dtype), "reduce_scatter: recv");
-    begin(channel, call, parts, stream);
-    if (!all_reachable(channel, &Call::send)) {
-      reduce_staged(channel, send, dtype, recv, epilogue, parts, op);
-      return took(channel, Op::reduce_scatter, "direct", "staged", kPrivate);
-    }
-    std::vector<const void*> sources;
-    for (int r = 0; r < size_; ++r) {
-      sources.push_back(at(peer(channel, &Call::send, r), parts.begin(rank_), dtype));
-    }
-    executor_->reduce(recv, epilogue, sources.data(), size_, dtype, op, count, stream);
-    meet(channel, stream);  // all have read: the senders may overwrite
-    took(channel, Op::reduce_scatter, "direct", "direct");
-  });
-}
+    const auto windows = windows_->now();
+    const std::size_t bytes = bytes_of(parts.total(size_), dtype);
+    call.send = find_own(*windows, send, bytes, "reduce_scatter: send");
+    find_own(*windows, recv, bytes_of(count, epilogue.dtype), "reduce_scatter: recv");
 
-// Each chunk holds the same fraction of every rank's part, so that all have something to reduce
-// between any two meetings.
-void BoardCommunicator::reduce_staged(Channel& channel, const void* send, DType dtype, void* recv,
-                                      const Epilogue& epilogue, const Parts& parts, RedOp op) {
-  const auto room = static_cast<std::int64_t>(ControlMemory::kStageBytes / itemsize(dtype));
-  const auto divide_up = [](std::int64_t n, std::int64_t chunks) {
-    return (n + chunks - 1) / chunks;
-  };
-  std::int64_t chunks = divide_up(parts.total(size_), room);
-  std::vector<std::int64_t> starts(static_cast<std::size_t>(size_) + 1);  // of slices in a chunk
-  const auto step = [&](int r) { return divide_up(parts.count(r), chunks); };
-  for (; chunks > 0; ++chunks) {
-    for (int r = 0; r < size_; ++r) starts[index(r) + 1] = starts[index(r)] + step(r);
-    if (starts.back() <= room) break;  // else roundings were too many
-  }
-  for (std::int64_t i = 0; i < chunks; ++i) {
-    const auto done = [&](int r) { return std::min(i * step(r), parts.count(r)); };
-    const auto left = [&](int r) { return std::min(step(r), parts.count(r) - done(r)); };
-    const std::int64_t chunk = channel.chunks_staged++;
-    for (int r = 0; r < size_; ++r) {
-      if (r == rank_ || left(r) == 0) continue;  // its own slice no other rank reads
-      std::memcpy(at(stage(channel, rank_, chunk), starts[index(r)], dtype),
-                  at(send, parts.begin(r) + done(r), dtype), bytes_of(left(r), dtype));
+    const Slices slices(parts, size_,
+                        static_cast<std::int64_t>(ControlMemory::kStageBytes / itemsize(dtype)));
+    const auto own_slice = [&](int r, std::int64_t chunk) {
+      return at(send, parts.begin(r) + slices.before(r, chunk), dtype);
+    };
+    const auto fill = [&](std::int64_t chunk) {
+      for (int r = 0; r < size_; ++r) {
+        const std::int64_t length = slices.length(r, chunk);
+        if (r == rank_ || length == 0) continue;  // its own slice no other rank reads
+        std::memcpy(at(stage(channel, rank_), slices.start(r), dtype), own_slice(r, chunk),
+                    bytes_of(length, dtype));
+      }
+    };
+    const auto use = [&](std::int64_t chunk) {
+      const auto* from = sources(channel, [&](int r) -> const void* {
+        if (r == rank_) return own_slice(rank_, chunk);
+        return at(stage(channel, r), slices.start(rank_), dtype);
+      });
+      executor_->reduce(at(recv, slices.before(rank_, chunk), epilogue.dtype), epilogue, from,
+                        size_, dtype, op, slices.length(rank_, chunk), nullptr);
+    };
+
+    begin_staged(channel, call, parts, fills_first(call.send, bytes), stream, fill);
+    if (!all_filled_first(channel) && all_reachable(channel, &Call::send)) {
+      const auto* from = sources(channel, [&](int r) {
+        return at(peer(channel, &Call::send, r), parts.begin(rank_), dtype);
+      });
+      executor_->reduce(recv, epilogue, from, size_, dtype, op, count, stream);
+      meet(channel, stream);  // all have read: the senders may overwrite
+      return took(channel, Op::reduce_scatter, Path::direct);
     }
-    channel.board.meet();
-    std::vector<const void*> sources;
-    for (int r = 0; r < size_; ++r) {
-      sources.push_back(r == rank_ ? at(send, parts.begin(rank_) + done(rank_), dtype)
-                                   : at(stage(channel, r, chunk), starts[index(rank_)], dtype));
-    }
-    executor_->reduce(at(recv, done(rank_), epilogue.dtype), epilogue, sources.data(), size_, dtype,
-                      op, left(rank_), nullptr);
-  }
+    run_staged(channel, slices.chunks(), fill, use);
+    took_staged(channel, Op::reduce_scatter, bytes, Path::staged_not_direct);
+  });
 }
 
 void BoardCommunicator::run_all_reduce(void* buffer, DType dtype, std::int64_t count, RedOp op,
                                        std::int64_t tag, NativeStream stream) {
   Channel& channel = *reduces_;
   perform(channel, "all_reduce", [&] {
-    if (size_ == 1) return took(channel, Op::all_reduce, "alone", "alone");
+    if (size_ == 1) return took(channel, Op::all_reduce, Path::alone);
     Call call;
     call.op = Op::all_reduce;
     call.send_dtype = call.recv_dtype = dtype;
     call.red_op = op;
     call.count = count;
     call.tag = tag;
-    call.send = find_own(*windows_->now(), buffer, bytes_of(count, dtype), "all_reduce: buffer");
-    begin(channel, call, stream);
-    if (all_reachable(channel, &Call::send)) {
+    const std::size_t bytes = bytes_of(count, dtype);
+    call.send = find_own(*windows_->now(), buffer, bytes, "all_reduce: buffer");
+
+    // Every rank reduces all of it: few bytes, and one meeting a chunk instead of two.
+    const auto step = static_cast<std::int64_t>(ControlMemory::kStageBytes / itemsize(dtype));
+    const auto part = [&](std::int64_t chunk) { return at(buffer, chunk * step, dtype); };
+    const auto length = [&](std::int64_t chunk) { return std::min(step, count - chunk * step); };
+    const auto fill = [&](std::int64_t chunk) {
+      std::memcpy(stage(channel, rank_), part(chunk), bytes_of(length(chunk), dtype));
+    };
+    const auto use = [&](std::int64_t chunk) {
+      const auto* from = sources(channel, [&](int r) { return stage(channel, r); });
+      executor_->reduce(part(chunk), {dtype}, from, size_, dtype, op, length(chunk), nullptr);
+    };
+
+    begin_staged(channel, call, count, fills_first(call.send, bytes), stream, fill);
+    if (!all_filled_first(channel) && all_reachable(channel, &Call::send)) {
       all_reduce_direct(channel, static_cast<std::byte*>(buffer), dtype, count, op, stream);
-      took(channel, Op::all_reduce, "direct", "direct");
-    } else {
-      all_reduce_staged(channel, static_cast<std::byte*>(buffer), dtype, count, op);
-      took(channel, Op::all_reduce, "direct", "staged", kPrivate);
+      return took(channel, Op::all_reduce, Path::direct);
     }
+    run_staged(channel, divide_up(count, step), fill, use);
+    took_staged(channel, Op::all_reduce, bytes, Path::staged_not_direct);
   });
 }
 
@@ -124,15 +156,13 @@ void BoardCommunicator::run_all_reduce(void* buffer, DType dtype, std::int64_t c
 // all copy.
 void BoardCommunicator::all_reduce_direct(Channel& channel, std::byte* buffer, DType dtype,
                                           std::int64_t count, RedOp op, NativeStream stream) {
-  const std::int64_t slice = (count + size_ - 1) / size_;
+  const std::int64_t slice = divide_up(count, size_);
   const auto first = [&](int r) { return std::min(r * slice, count); };
   const auto length = [&](int r) { return first(r + 1) - first(r); };
-  std::vector<const void*> sources;
-  for (int r = 0; r < size_; ++r) {
-    sources.push_back(at(peer(channel, &Call::send, r), first(rank_), dtype));
-  }
-  executor_->reduce(at(buffer, first(rank_), dtype), {dtype}, sources.data(), size_, dtype, op,
-                    length(rank_), stream);
+  const auto* from = sources(
+      channel, [&](int r) { return at(peer(channel, &Call::send, r), first(rank_), dtype); });
+  executor_->reduce(at(buffer, first(rank_), dtype), {dtype}, from, size_, dtype, op, length(rank_),
+                    stream);
   meet(channel, stream);
   for (int i = 1; i < size_; ++i) {
     const int r = (rank_ + i) % size_;
@@ -140,22 +170,6 @@ void BoardCommunicator::all_reduce_direct(Channel& channel, std::byte* buffer, D
                     bytes_of(length(r), dtype), stream);
   }
   meet(channel, stream);
-}
-
-// Every rank reduces all of it: few bytes, and one meeting a chunk instead of two.
-void BoardCommunicator::all_reduce_staged(Channel& channel, std::byte* buffer, DType dtype,
-                                          std::int64_t count, RedOp op) {
-  const auto step = static_cast<std::int64_t>(ControlMemory::kStageBytes / itemsize(dtype));
-  for (std::int64_t done = 0; done < count; done += step) {
-    const std::int64_t n = std::min(step, count - done);
-    const std::int64_t chunk = channel.chunks_staged++;
-    std::memcpy(stage(channel, rank_, chunk), at(buffer, done, dtype), bytes_of(n, dtype));
-    channel.board.meet();
-    std::vector<const void*> sources;
-    for (int r = 0; r < size_; ++r) sources.push_back(stage(channel, r, chunk));
-    executor_->reduce(at(buffer, done, dtype), {dtype}, sources.data(), size_, dtype, op, n,
-                      nullptr);
-  }
 }
 
 }  // namespace shardcomm

@@ -110,7 +110,4 @@ inline void check_reduce_scatter(const void* send, DType dtype, const void* recv
       part_of("send", parts, rank) + ", of send's dtype");
 }
 
-inline constexpr const char* kPrivate =
-    "a buffer is private memory of its rank: copied through a staging area";
-
 }  // namespace shardcomm

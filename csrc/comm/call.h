@@ -19,6 +19,7 @@ enum class Op : std::uint8_t {
   broadcast,
   barrier
 };
+inline constexpr int kOps = 7;
 
 constexpr const char* name(Op op) {
   switch (op) {
@@ -62,6 +63,8 @@ struct Call {
   RedOp red_op = RedOp::sum;
   std::int32_t root = 0;
   bool uneven = false;  // the ranks' parts differ in length
+  bool filled_first =
+      false;  // not compared: the first chunk lies in this rank's staging area already
   // The elements of each rank, or of all uneven parts; for allocate and broadcast, bytes.
   std::int64_t count = 0;
   std::int64_t tag = 0;

@@ -6,6 +6,7 @@
 #include <functional>
 #include <memory>
 #include <utility>
+#include <vector>
 
 #include "comm/board.h"
 #include "comm/turn.h"
@@ -17,7 +18,9 @@ namespace shardcomm {
 class Channel {
  public:
   Channel(Group& group, int index, bool reads_addresses, std::function<bool()> stuck)
-      : index(index), board(group, index, reads_addresses, std::move(stuck)) {}
+      : index(index),
+        board(group, index, reads_addresses, std::move(stuck)),
+        sources(static_cast<std::size_t>(group.size())) {}
   const int index;
   Board board;
   std::atomic_flag busy = ATOMIC_FLAG_INIT;
@@ -25,7 +28,8 @@ class Channel {
   std::shared_ptr<const WindowTable> windows;  // the windows at the present call
   std::uint64_t meetings = 0;                  // how many meetings have ordered work on streams
   std::uint32_t windows_made = 0;
-  std::int64_t chunks_staged = 0;
+  std::int64_t chunk = 0;            // the number of the latest that went through the staging areas
+  std::vector<const void*> sources;  // of a reduction; kept, so that no call allocates them
 };
 
 }  // namespace shardcomm

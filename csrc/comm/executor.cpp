@@ -2,21 +2,20 @@
 
 #include <cstring>
 
-#include "shardcomm/copy_plan.h"
+#include "copy/convert_cpu.h"
 
 namespace shardcomm {
 namespace {
 
 class HostExecutor final : public Executor {
  public:
+  bool on_host() const override { return true; }
   void copy(void* dst, const void* src, std::size_t bytes, NativeStream) override {
     std::memcpy(dst, src, bytes);
   }
   void convert(void* dst, DType dst_dtype, const void* src, DType src_dtype, std::int64_t count,
                NativeStream) override {
-    if (dst == src && dst_dtype == src_dtype) return;
-    const CopyPlan plan({{0, 0, 0, count, 0, count, 1, count}}, src_dtype, dst_dtype);
-    copy_cpu(plan, &src, &dst, {});
+    convert_cpu(dst, dst_dtype, src, src_dtype, count);
   }
   void reduce(void* dst, const Epilogue& epilogue, const void* const* sources, int num_sources,
               DType dtype, RedOp op, std::int64_t count, NativeStream) override {

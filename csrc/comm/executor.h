@@ -18,6 +18,8 @@ namespace shardcomm {
 class Executor {
  public:
   virtual ~Executor() = default;
+  // Whether operands are memory of the host, which can go through staging areas.
+  virtual bool on_host() const = 0;
   virtual void copy(void* dst, const void* src, std::size_t bytes, NativeStream stream) = 0;
   // dst[i] = src[i], converted. Does nothing if both are the same place.
   virtual void convert(void* dst, DType dst_dtype, const void* src, DType src_dtype,

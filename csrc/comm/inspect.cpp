@@ -18,7 +18,7 @@ namespace {
 
 constexpr std::uint64_t kMagic = 0x6d6d6f6364726873;  // "shrdcomm"
 // Most changes of the layout change a size; count this up with one that does not.
-constexpr std::uint64_t kLayoutVersion = 1;
+constexpr std::uint64_t kLayoutVersion = 2;
 
 constexpr std::uint64_t layout() {
   std::uint64_t sum = kLayoutVersion;

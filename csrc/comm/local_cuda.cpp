@@ -65,6 +65,7 @@ class DeviceExecutor final : public Executor {
   DeviceExecutor(int device, int rank, int size, std::shared_ptr<const Marks> marks)
       : device_(device), rank_(rank), size_(size), marks_(std::move(marks)) {}
 
+  bool on_host() const override { return false; }
   void copy(void* dst, const void* src, std::size_t bytes, NativeStream stream) override {
     check_cuda(cudaMemcpyAsync(dst, src, bytes, cudaMemcpyDeviceToDevice, cuda(stream)),
                "cudaMemcpyAsync");

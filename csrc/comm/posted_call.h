@@ -16,7 +16,7 @@ namespace shardcomm {
 
 // A sequence lock (H.-J. Boehm, "Can seqlocks get along with programming language memory models?",
 // MSPC 2012), whose words are atomic. Zeroed memory is a valid one, to which nothing was posted.
-class PostedCall {
+class alignas(128) PostedCall {
  public:
   void post(const Call& call) {
     Words words{};

@@ -41,8 +41,11 @@ class InCall {
 // two threads of a rank have no order.
 class Turn {
  public:
-  explicit Turn(std::atomic_flag& busy) : busy_(busy) {
+  // `check_ended` throws if the communicator has failed: another thread may be on its way out.
+  template <class CheckEnded>
+  Turn(std::atomic_flag& busy, CheckEnded&& check_ended) : busy_(busy) {
     if (busy_.test_and_set()) {
+      check_ended();
       throw std::invalid_argument(
           "this communicator's channel is in use by another thread; gathers and reduces are one "
           "channel each, and the calls of a channel need one order on all ranks");

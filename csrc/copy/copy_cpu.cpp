@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "copy/convert_cpu.h"
 #include "copy/operation.h"
 #include "copy/simd.h"
 #include "copy/streaming.h"
@@ -47,13 +48,28 @@ struct Row {
   }
 };
 
+// Null: bytes are copied as they are.
+RowKernel row_kernel(DType src, DType dst, const CopyOptions& options) {
+  RowKernel kernel = nullptr;
+  visit_copy(src, dst, options, [&](auto copy) {
+    using Copy = decltype(copy);
+    if constexpr (!Copy::kMoves) kernel = best_of<Row<Copy>>();
+  });
+  return kernel;
+}
+
+// Whether so many bytes of destination are worth streaming.
+bool is_worth_streaming(std::int64_t elements, std::int64_t dst_bytes) {
+  return elements >= kStreamingRunBytes / dst_bytes;
+}
+
 // What is the same for every tile of a run.
 struct Run {
   const void* const* sources;
   void* const* destinations;
   std::int64_t src_bytes;  // per element
   std::int64_t dst_bytes;
-  RowKernel row_kernel;  // null: bytes are copied as they are
+  RowKernel row_kernel;
   const CopyOptions& options;
   bool streaming;
 };
@@ -174,12 +190,14 @@ void copy_cpu(const CopyPlan& plan, const void* const* sources, void* const* des
   const auto src_bytes = static_cast<std::int64_t>(itemsize(plan.src_dtype()));
   const auto dst_bytes = static_cast<std::int64_t>(itemsize(plan.dst_dtype()));
   // Accumulation has the destination in the cache already.
-  const bool streaming = !options.accumulate && plan.elements() >= kStreamingRunBytes / dst_bytes;
-  Run run{sources, destinations, src_bytes, dst_bytes, nullptr, options, streaming};
-  visit_copy(plan.src_dtype(), plan.dst_dtype(), options, [&](auto copy) {
-    using Copy = decltype(copy);
-    if constexpr (!Copy::kMoves) run.row_kernel = best_of<Row<Copy>>();
-  });
+  const bool streaming = !options.accumulate && is_worth_streaming(plan.elements(), dst_bytes);
+  const Run run{sources,
+                destinations,
+                src_bytes,
+                dst_bytes,
+                row_kernel(plan.src_dtype(), plan.dst_dtype(), options),
+                options,
+                streaming};
 
   const std::int64_t shares =
       std::max<std::int64_t>(1, smaller(threads, plan.elements() / kElementsPerThread));
@@ -193,6 +211,24 @@ void copy_cpu(const CopyPlan& plan, const void* const* sources, void* const* des
     workers.start([&run, &cuts, t] { copy_tiles(run, cuts[t], cuts[t + 1]); });
   }
   copy_tiles(run, cuts[0], cuts[1]);
+}
+
+void convert_cpu(void* dst, DType dst_dtype, const void* src, DType src_dtype, std::int64_t count) {
+  if (count == 0 || (dst == src && dst_dtype == src_dtype)) return;
+  const auto dst_bytes = static_cast<std::int64_t>(itemsize(dst_dtype));
+  const CopyOptions options;
+  const Run run{nullptr,
+                nullptr,
+                static_cast<std::int64_t>(itemsize(src_dtype)),
+                dst_bytes,
+                row_kernel(src_dtype, dst_dtype, options),
+                options,
+                is_worth_streaming(count, dst_bytes)};
+  const auto* from = static_cast<const std::byte*>(src);
+  auto* to = static_cast<std::byte*>(dst);
+  if (!run.streaming) return copy_row(run, from, to, count);
+  copy_row_streaming(run, from, to, count);
+  streaming_fence();
 }
 
 }  // namespace shardcomm

@@ -20,6 +20,8 @@ void futex(const Atomic<std::uint32_t>& word, int operation, std::uint32_t value
 
 }  // namespace
 
+std::chrono::microseconds polling_time() { return std::chrono::microseconds(200); }
+
 void sleep_while(const Atomic<std::uint32_t>& word, std::uint32_t value,
                  std::chrono::nanoseconds timeout) {
   const auto seconds = std::chrono::duration_cast<std::chrono::seconds>(timeout);

@@ -27,6 +27,8 @@ class Plain {
   T value_;
 };
 
+// For how long a thread looks at a word again and again before it sleeps: being woken costs more.
+std::chrono::microseconds polling_time();
 // Sleeps while `word` is `value`. Returns also after a wake, after `timeout`, or without a reason.
 void sleep_while(const Atomic<std::uint32_t>& word, std::uint32_t value,
                  std::chrono::nanoseconds timeout);

@@ -222,8 +222,16 @@ static void tell_their_paths(shc_comm* comm) {
   float private_memory[kPart * kMostRanks];
   ok(shc_all_gather(comm, b->send, SHC_F32, private_memory, SHC_F32, kPart, NULL, NULL));
   ok(shc_comm_receipt(comm, "all_gather", &receipt));
+  require(strcmp(receipt.taken, "inline") == 0, "few elements go with the call");
+  const int64_t many = 100000;
+  float* send = calloc((size_t)many, sizeof(float));
+  float* recv = calloc((size_t)(many * size_of(comm)), sizeof(float));
+  ok(shc_all_gather(comm, send, SHC_F32, recv, SHC_F32, many, NULL, NULL));
+  ok(shc_comm_receipt(comm, "all_gather", &receipt));
   require(strcmp(receipt.taken, "window") != 0, "another path into private memory");
   require(strstr(receipt.reason, "recv is not communication memory") != NULL, "which says why");
+  free(send);
+  free(recv);
   refused(shc_comm_receipt(comm, "gather", &receipt), SHC_INVALID_ARGUMENT,
           "operation is \"gather\"; accepted: \"all_gather\"");
   drop(b);

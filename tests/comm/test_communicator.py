@@ -193,10 +193,13 @@ def test_receipts_say_the_path_and_why() -> None:
         comm.all_gather(comm.allocate(8, use="gather"), torch.ones(4))
         (receipt,) = [r for r in comm.receipts() if r.operation == "all_gather"]
         assert (receipt.requested, receipt.taken, receipt.reason) == ("window", "window", "")
-        comm.all_gather(torch.zeros(8), torch.ones(4))
+        comm.all_gather(torch.zeros(200_000), torch.ones(100_000))
         (receipt,) = [r for r in comm.receipts() if r.operation == "all_gather"]
         assert (receipt.requested, receipt.taken) == ("window", "direct")
         assert "not communication memory" in receipt.reason
+        comm.all_gather(torch.zeros(8), torch.ones(4))
+        (receipt,) = [r for r in comm.receipts() if r.operation == "all_gather"]
+        assert (receipt.requested, receipt.taken, receipt.reason) == ("inline", "inline", "")
 
     run_threads(body, 2)
 

@@ -167,7 +167,7 @@ def receipts(comm: Communicator) -> None:
         assert "direct" in {each.taken for each in comm.receipts()}
     comm.all_gather(torch.zeros(4), torch.ones(2), counts=[2, 2])  # equal ones are as without
     (gathered,) = [each for each in comm.receipts() if each.operation == "all_gather"]
-    assert gathered.taken == ("c10d" if comm.transport == "c10d" else "staged")
+    assert gathered.taken == ("c10d" if comm.transport == "c10d" else "inline")
 
 
 @pytest.mark.covers("uneven parts", "receipts")

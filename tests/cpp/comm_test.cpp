@@ -38,10 +38,10 @@ float value(int rank, int i) { return static_cast<float>((rank * 37 + i * 11) % 
 
 void collectives(Communicator& comm) {
   const int size = comm.size();
-  const auto window = comm.allocate(sizeof(float) * 4096, Use::gather);
-  const auto own = comm.allocate(sizeof(float) * 4096, Use::reduce);
-  for (int round = 0; round < 30; ++round) {
-    const int part = 1 + (round * 29) % 500;
+  const auto window = comm.allocate(sizeof(float) * 60'000, Use::gather);
+  const auto own = comm.allocate(sizeof(float) * 60'000, Use::reduce);
+  for (int round = 0; round < 36; ++round) {
+    const int part = 1 + (round * 29) % 500 + (round < 18 ? 0 : 12'000);  // few and many
     std::vector<float> send(static_cast<std::size_t>(part * size));
     for (int i = 0; i < part * size; ++i) send[static_cast<std::size_t>(i)] = value(comm.rank(), i);
     std::vector<float> memory(send.size());
@@ -366,6 +366,22 @@ void what_was_closed_is_not_used() {
   }
 }
 
+// A thread that is still on its way out of a failed call holds its channel.
+void who_calls_after_a_failure_hears_of_that() {
+  for (int i = 0; i < 20; ++i) {
+    const auto comm = shardcomm::make_local_group(2, {60.0})[0];
+    const auto stream = shardcomm::make_thread_stream();
+    stream->enqueue([&](shardcomm::NativeStream) { comm->barrier(); });
+    while (comm->pending().at(0).call.empty()) std::this_thread::yield();
+    comm->abort("enough");
+    try {
+      comm->barrier();
+      require(false, "a group that was aborted refuses calls");
+    } catch (const CommError&) {
+    }
+  }
+}
+
 void a_buffer_that_leaves_its_window_is_refused(Communicator& comm) {
   const auto own = comm.allocate(32, Use::reduce);
   try {
@@ -377,16 +393,68 @@ void a_buffer_that_leaves_its_window_is_refused(Communicator& comm) {
 }
 
 void receipts_tell_what_was_taken(Communicator& comm) {
-  const std::size_t bytes = 16 * static_cast<std::size_t>(comm.size());
-  const auto window = comm.allocate(bytes, Use::gather);
-  std::vector<float> send(4), memory(bytes / sizeof(float));
-  for (const bool in_window : {true, false}) {
-    void* recv = in_window ? window->data() : memory.data();
-    comm.all_gather(send.data(), DType::f32, recv, DType::f32, 4);
+  constexpr std::int64_t kMany = 30'000;
+  const std::size_t numel = kMany * static_cast<std::size_t>(comm.size());
+  const auto window = comm.allocate(sizeof(float) * numel, Use::gather);
+  std::vector<float> send(kMany), memory(numel);
+  const auto taken = [&](void* recv, std::int64_t count) {
+    comm.all_gather(send.data(), DType::f32, recv, DType::f32, count);
     const auto receipt = comm.receipts().at(0);
-    require(receipt.operation == "all_gather" && receipt.requested == "window" &&
-                receipt.taken == (in_window ? "window" : "direct"),
-            "the path that was taken");
+    require(receipt.operation == "all_gather", "of a gather");
+    return receipt.requested + " " + receipt.taken;
+  };
+  require(taken(window->data(), kMany) == "window window", "many elements, to a window");
+  require(taken(window->data(), 4) == "window window", "few elements, to a window");
+  require(taken(memory.data(), kMany) == "window direct", "many elements, to ordinary memory");
+  require(taken(memory.data(), 4) == "inline inline", "few elements, to ordinary memory");
+}
+
+// What lies in its window already needs no second meeting.
+void windows_are_gathered_in_place(Communicator& comm) {
+  constexpr std::int64_t kPart = 1000;
+  const int size = comm.size();
+  const auto window = comm.allocate(sizeof(float) * kPart * size, Use::gather);
+  auto* full = static_cast<float*>(window->data());
+  for (int round = 0; round < 50; ++round) {
+    std::fill_n(full + comm.rank() * kPart, kPart, static_cast<float>(round + comm.rank()));
+    comm.all_gather(full + comm.rank() * kPart, DType::f32, full, DType::f32, kPart);
+    for (int r = 0; r < size; ++r) {
+      require(full[r * kPart] == static_cast<float>(round + r) &&
+                  full[(r + 1) * kPart - 1] == static_cast<float>(round + r),
+              "what rank r has written");
+    }
+    comm.barrier();
+  }
+}
+
+// Where one rank's operand is in a window and another's is not, all take one way.
+void operands_of_several_kinds(Communicator& comm) {
+  for (const std::int64_t part : {3, 20'000}) {
+    const int size = comm.size();
+    const auto elements = static_cast<std::size_t>(part * size);
+    const auto window = comm.allocate(sizeof(float) * elements, Use::gather);
+    const auto own = comm.allocate(sizeof(float) * elements, Use::reduce);
+    std::vector<float> send(elements), memory(elements), reduced(static_cast<std::size_t>(part));
+    for (int alone = 0; alone < size; ++alone) {
+      const bool is_alone = comm.rank() == alone;
+      float* in_window = static_cast<float*>(window->data());
+      float* shard = is_alone ? in_window + alone * part : send.data();
+      std::fill_n(shard, part, static_cast<float>(comm.rank()));
+      float* recv = is_alone ? in_window : memory.data();
+      comm.all_gather(shard, DType::f32, recv, DType::f32, part);
+      for (int r = 0; r < size; ++r) {
+        require(recv[r * part] == static_cast<float>(r) && recv[(r + 1) * part - 1] == r, "of all");
+      }
+      float* values = is_alone ? static_cast<float*>(own->data()) : memory.data();
+      std::fill_n(values, elements, 1.0f);
+      comm.reduce_scatter(values, DType::f32, reduced.data(), {}, part, RedOp::sum);
+      require(reduced.front() == size && reduced.back() == size, "summed");
+      comm.all_reduce(values, DType::f32, part, RedOp::sum);
+      require(values[0] == size && values[part - 1] == size, "summed for all");
+      std::fill_n(values, part, static_cast<float>(comm.rank()));
+      comm.broadcast(values, sizeof(float) * static_cast<std::size_t>(part), alone);
+      require(values[0] == alone && values[part - 1] == alone, "of the root");
+    }
   }
 }
 
@@ -494,6 +562,8 @@ int main() {
   on_processes(2, uneven_parts);
   on_processes(3, uneven_parts);
   on_processes(3, counts_that_differ_are_refused);
+  on_processes(3, windows_are_gathered_in_place);
+  on_processes(3, operands_of_several_kinds);
   on_processes(2, gathers_and_reduces_at_once);
   on_threads(1, collectives);
   on_threads(2, collectives);
@@ -514,8 +584,11 @@ int main() {
   on_threads(2, a_rank_that_is_interrupted_says_that_alone);
   on_threads(2, a_call_within_a_wait_is_refused);
   what_was_closed_is_not_used();
+  who_calls_after_a_failure_hears_of_that();
   on_threads(2, a_buffer_that_leaves_its_window_is_refused);
   on_threads(2, receipts_tell_what_was_taken);
+  on_threads(2, windows_are_gathered_in_place);
+  on_threads(3, operands_of_several_kinds);
   for (int i = 0; i < 5; ++i) on_threads(2, operands_outlive_their_readers_after_an_error);
   allocations_that_no_address_space_holds_are_refused();
   std::puts("ok");

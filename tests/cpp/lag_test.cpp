@@ -94,6 +94,7 @@ struct Group {
 class Lagging final : public Executor {
  public:
   Lagging(const Group& group, int rank, bool late) : lags(late), group_(group), rank_(rank) {}
+  bool on_host() const override { return true; }
   void copy(void* dst, const void* src, std::size_t bytes, NativeStream stream) override {
     lag();
     host_->copy(dst, src, bytes, stream);

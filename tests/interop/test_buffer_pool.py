@@ -68,7 +68,7 @@ def test_when_all_are_in_use_memory_is_ordinary_and_collectives_still_right() ->
         for turn, whole in enumerate(held):
             assert whole.tolist() == [turn, turn + 1]
         (taken,) = {r.taken for r in comm.receipts() if r.operation == "all_gather"}
-        assert taken == "direct"
+        assert taken == "inline"
 
     run_threads(body, 2)
 

@@ -16,6 +16,7 @@ using shardcomm::RedOp;
 using shardcomm::Use;
 
 constexpr std::int64_t kFew = 1000;
+constexpr std::int64_t kMany = 20'000;     // too many to go with the call
 constexpr std::int64_t kChunks = 300'000;  // two chunks of the staging area, of 1 MiB each
 
 // Small integers, whose sums are exact.
@@ -179,20 +180,20 @@ const std::vector<Operation>& operations() {
       allocate("allocate (gather)", Use::gather),
       allocate("allocate (reduce)", Use::reduce),
       {"all_gather, window", with_memory(kFew), gather_to_window, wrong_window_gather},
-      {"all_gather, direct", with_memory(kFew), gather_from_memory, wrong_private_gather},
-      {"all_gather, staged", attached(kFew), gather_private, wrong_private_gather},
+      {"all_gather, direct", with_memory(kMany), gather_from_memory, wrong_private_gather},
+      {"all_gather, inline", attached(kFew), gather_private, wrong_private_gather},
       {"all_gather, two chunks", attached(kChunks), gather_private, wrong_private_gather},
-      {"reduce_scatter, direct", with_memory(kFew), reduce_memory, wrong_reduce},
-      {"reduce_scatter, staged", attached(kFew), reduce_private, wrong_reduce},
+      {"reduce_scatter, direct", with_memory(kMany), reduce_memory, wrong_reduce},
+      {"reduce_scatter, inline", attached(kFew), reduce_private, wrong_reduce},
       {"reduce_scatter, chunks", attached(kChunks), reduce_private, wrong_reduce},
-      {"all_reduce, direct", with_memory(kFew), [](Rank& own) { sum_in(own, own.reduce->data()); },
+      {"all_reduce, direct", with_memory(kMany), [](Rank& own) { sum_in(own, own.reduce->data()); },
        [](const Rank& own) { return wrong_sum(own, own.reduce->data()); }},
-      {"all_reduce, staged", attached(kFew), [](Rank& own) { sum_in(own, own.send.data()); },
+      {"all_reduce, inline", attached(kFew), [](Rank& own) { sum_in(own, own.send.data()); },
        [](const Rank& own) { return wrong_sum(own, own.send.data()); }},
-      {"broadcast, direct", with_memory(kFew),
+      {"broadcast, direct", with_memory(kMany),
        [](Rank& own) { broadcast_in(own, own.reduce->data()); },
        [](const Rank& own) { return wrong_broadcast(own, own.reduce->data()); }},
-      {"broadcast, staged", attached(kFew), [](Rank& own) { broadcast_in(own, own.send.data()); },
+      {"broadcast, inline", attached(kFew), [](Rank& own) { broadcast_in(own, own.send.data()); },
        [](const Rank& own) { return wrong_broadcast(own, own.send.data()); }},
       {"broadcast, chunks", attached(kChunks),
        [](Rank& own) { broadcast_in(own, own.send.data()); },

@@ -1103,6 +1103,8 @@ void sleep_while(const Atomic<std::uint32_t>& word, std::uint32_t value, std::ch
   fiber.history = mix(mix(fiber.locals, id), mix(value, 1));
 }
 
+std::chrono::microseconds polling_time() { return std::chrono::microseconds(world.spins ? 1 : 0); }
+
 void wake_all(const Atomic<std::uint32_t>& word) noexcept {
   if (running < 0) return;
   const WordId id = id_of(&word);

@@ -49,6 +49,8 @@ std::vector<Program> programs() {
     add(meeting(2, Form::barrier, 4), "more barriers", false);
     add(meeting(2, Form::staged, 1), "staged", true);
     add(meeting(2, Form::staged, 2), "staged twice", false);
+    add(meeting(2, Form::filled, 2), "filled", true);
+    add(meeting(2, Form::filled, 3), "filled thrice", false);
     add(meeting(2, Form::window, 2), "windows", false);
     Program program = meeting(2, Form::window, 1);
     program.world.buffers = true;
@@ -58,6 +60,9 @@ std::vector<Program> programs() {
     program.spawn_threads = collectives(1, Form::staged);
     program.world.spins = true;
     add(program, "spinning", true);
+    program = meeting(3, Form::staged, 1);
+    program.world.spins = true;
+    add(program, "spinning", false);
     add(meeting(3, Form::barrier, 1), "barriers", false);
   }
   {  // Gathers on one thread of each rank, reduces on another.

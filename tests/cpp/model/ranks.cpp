@@ -158,6 +158,7 @@ bool Ranks::collective(int rank, int channel, Form form, int variant) {
   bool well = false;
   try {
     operation(must_throw);
+    if (form == Form::filled) member.stages[c][call.sequence & 1]->write() = call.sequence;
     meeting(rank, channel, [&] { board.begin(call); });
     for (int r = 0; r < program_.ranks; ++r) {
       const Call& theirs = board.call_of(r);
@@ -203,6 +204,8 @@ void Ranks::move_bytes(int rank, int channel, Form form, std::uint64_t sequence)
     case Form::staged:
       own.stages[c][sequence & 1]->write() = sequence;
       meeting(rank, channel, [&] { board.meet(); });
+      [[fallthrough]];
+    case Form::filled:
       for (int r = 0; r < program_.ranks; ++r) {
         if (r == rank) continue;
         expect(*members_[static_cast<std::size_t>(r)].stages[c][sequence & 1], sequence);

@@ -35,6 +35,7 @@ constexpr int kMostThreads = 8;
 enum class Form : std::uint8_t {
   barrier,
   staged,  // through areas of each rank, of two halves
+  filled,  // the same, filled before the call is posted
   window,  // into memory that all share
   direct   // out of the others' operands, by their addresses
 };

@@ -92,6 +92,7 @@ struct Clock {
   static time_point now();
 };
 
+std::chrono::microseconds polling_time();
 void sleep_while(const Atomic<std::uint32_t>& word, std::uint32_t value,
                  std::chrono::nanoseconds timeout);
 void wake_all(const Atomic<std::uint32_t>& word) noexcept;

@@ -1,0 +1,92 @@
+// The C side of compare_gloo.py: arguments are RANKS and those of collectives.h, which says what it prints. "private"
+// starts from and ends in ordinary memory; "shm" gathers into communication memory, and reduces from it.
+#include "collectives.h"
+
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "shardcomm.h"
+
+static shc_comm* comm;
+static int size;
+
+static void ok(shc_status status) {
+  if (status == SHC_OK) return;
+  fprintf(stderr, "%s: %s\n", shc_status_name(status), shc_last_error_text());
+  exit(1);
+}
+
+static void gather(const float* in, float* out, int64_t bytes) {
+  ok(shc_all_gather(comm, in, SHC_F32, out, SHC_F32, numel_of(bytes) / size, NULL, NULL));
+}
+
+static void reduce_scatter(const float* in, float* out, int64_t bytes) {
+  ok(shc_reduce_scatter(comm, in, SHC_F32, out, SHC_F32, numel_of(bytes) / size, SHC_SUM, NULL, NULL));
+}
+
+static void all_reduce(const float* in, float* out, int64_t bytes) {
+  (void)in;
+  ok(shc_all_reduce(comm, out, SHC_F32, numel_of(bytes), SHC_SUM, 0, NULL));
+}
+
+static void broadcast(const float* in, float* out, int64_t bytes) {
+  (void)in;
+  ok(shc_broadcast(comm, out, (size_t)bytes, 0, NULL));
+}
+
+static void barrier(const float* in, float* out, int64_t bytes) {
+  (void)in, (void)out, (void)bytes;
+  ok(shc_barrier(comm, 0, NULL));
+}
+
+static void meet(void) { ok(shc_barrier(comm, 0, NULL)); }
+
+static double most(double seconds) {
+  ok(shc_all_reduce(comm, &seconds, SHC_F64, 1, SHC_MAX, 0, NULL));
+  return seconds;
+}
+
+static void measure_all(int rank, int rounds, int64_t bytes, int first) {
+  const struct ranks ranks = {rank, size, meet, most};
+  void (*const runs[kOps])(const float*, float*, int64_t) = {gather, reduce_scatter, all_reduce, broadcast, barrier};
+  float* in = malloc((size_t)bytes);
+  float* out = malloc((size_t)bytes);
+  shc_memory *gathered, *reduced;
+  void *window, *own;
+  ok(shc_allocate(comm, (size_t)bytes, SHC_GATHER, &gathered, &window));
+  ok(shc_allocate(comm, (size_t)bytes, SHC_REDUCE, &reduced, &own));
+  for (int64_t i = 0; i < numel_of(bytes); ++i) ((float*)own)[i] = in[i] = value(rank, i);
+  for (int op = 0; op < kOps; ++op) {
+    const struct collective ordinary = {runs[op], in, out};
+    struct collective allocated = ordinary;
+    if (op == kGather) allocated.out = window;
+    if (op == kReduceScatter) allocated.in = own;
+    if (op == kAllReduce || op == kBroadcast) allocated.out = own;
+    measure(&ranks, "private", op, &ordinary, bytes, rounds, first && op == 0);
+    measure(&ranks, "shm", op, &allocated, bytes, rounds, 0);
+  }
+  shc_memory_destroy(gathered);
+  shc_memory_destroy(reduced);
+  free(in);
+  free(out);
+}
+
+int main(int argc, char** argv) {
+  if (argc < 4) return 2;
+  size = atoi(argv[1]);
+  shc_unique_id id;
+  ok(shc_get_unique_id(SHC_SHM, size, &id));
+  for (int rank = 0; rank < size; ++rank) {
+    if (fork() != 0) continue;
+    ok(shc_comm_init_rank(&comm, size, &id, rank, NULL));
+    for (int a = 3; a < argc; ++a) measure_all(rank, atoi(argv[2]), atol(argv[a]), a == 3);
+    if (rank == 0) printf("}\n");
+    shc_comm_destroy(comm);
+    return 0;
+  }
+  for (int rank = 0; rank < size; ++rank) {
+    int status = 0;
+    if (wait(&status) < 0 || status != 0) return 1;
+  }
+  return 0;
+}

@@ -1,0 +1,82 @@
+// What collectives.c and openmpi.c share: which collectives are called, on which numbers, and how a time is taken.
+// Arguments are ROUNDS BYTES...; prints {"op/bytes/peer": [seconds, ...], ...} with a time for each round, which is the
+// slowest rank's from a common start, of a call in a row of calls. Results are checked first.
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+enum { kGather, kReduceScatter, kAllReduce, kBroadcast, kBarrier, kOps };
+
+static const char* const kNames[kOps] = {"all_gather", "reduce_scatter", "all_reduce", "broadcast", "barrier"};
+
+// The ranks, as a peer makes them.
+struct ranks {
+  int rank;
+  int size;
+  void (*meet)(void);
+  double (*most)(double seconds);  // of all ranks
+};
+
+// One collective of one peer. All-reduce and broadcast are in place, on `out`.
+struct collective {
+  void (*run)(const float* in, float* out, int64_t bytes);
+  const float* in;
+  float* out;
+};
+
+static double now(void) {
+  struct timespec time;
+  clock_gettime(CLOCK_MONOTONIC, &time);
+  return (double)time.tv_sec + 1e-9 * (double)time.tv_nsec;
+}
+
+static float value(int rank, int64_t i) { return (float)((rank * 131 + i * 7) % 97 - 48); }
+
+static int64_t numel_of(int64_t bytes) { return bytes / (int64_t)sizeof(float); }
+
+static int calls_of(int64_t bytes) { return bytes <= 4096 ? 200 : bytes <= 65536 ? 40 : bytes <= 1048576 ? 5 : 1; }
+
+// What element `i` of the result of `op` is on a rank.
+static float wanted(const struct ranks* ranks, int op, int64_t bytes, int64_t i) {
+  const int64_t part = numel_of(bytes) / ranks->size;
+  if (op == kGather) return value((int)(i / part), i % part);
+  if (op == kBroadcast) return value(0, i);
+  float sum = 0;
+  for (int r = 0; r < ranks->size; ++r) sum += value(r, op == kReduceScatter ? ranks->rank * part + i : i);
+  return sum;
+}
+
+static void check(const struct ranks* ranks, int op, const struct collective* each, int64_t bytes) {
+  const int64_t numel = numel_of(bytes), part = numel / ranks->size;
+  for (int64_t i = 0; op >= kAllReduce && op <= kBroadcast && i < numel; ++i) each->out[i] = value(ranks->rank, i);
+  each->run(each->in, each->out, bytes);
+  for (int64_t i = 0; op != kBarrier && i < (op == kReduceScatter ? part : numel); ++i) {
+    if (each->out[i] == wanted(ranks, op, bytes, i)) continue;
+    fprintf(stderr, "%s of %ld bytes: element %ld is %g\n", kNames[op], (long)bytes, (long)i, each->out[i]);
+    exit(3);
+  }
+}
+
+static double slowest(const struct ranks* ranks, const struct collective* each, int64_t bytes) {
+  const int calls = calls_of(bytes);
+  ranks->meet();
+  const double start = now();
+  for (int i = 0; i < calls; ++i) each->run(each->in, each->out, bytes);
+  return ranks->most((now() - start) / calls);
+}
+
+// `first`: whether nothing was printed before.
+static void measure(const struct ranks* ranks, const char* peer, int op, const struct collective* each, int64_t bytes,
+                    int rounds, int first) {
+  check(ranks, op, each, bytes);
+  // Sums of sums grow: zeroes stay.
+  if (op == kAllReduce) memset(each->out, 0, (size_t)bytes);
+  if (ranks->rank == 0) printf("%s\"%s/%ld/%s\": [", first ? "{" : ", ", kNames[op], (long)bytes, peer);
+  for (int round = 0; round < rounds; ++round) {
+    const double seconds = slowest(ranks, each, bytes);
+    if (ranks->rank == 0) printf("%s%.10f", round > 0 ? ", " : "", seconds);
+  }
+  if (ranks->rank == 0) printf("]");
+}
