@@ -1,5 +1,5 @@
-// The C side of compare_gloo.py: arguments are RANKS and those of collectives.h, which says what it prints. "private"
-// starts from and ends in ordinary memory; "shm" gathers into communication memory, and reduces from it.
+// The C side of compare_gloo.py: arguments are RANKS and those of collectives.h, which says what it prints. "C"
+// starts from and ends in ordinary memory; "C, window" gathers into communication memory, and reduces from it.
 #include "collectives.h"
 
 #include <sys/wait.h>
@@ -62,8 +62,8 @@ static void measure_all(int rank, int rounds, int64_t bytes, int first) {
     if (op == kGather) allocated.out = window;
     if (op == kReduceScatter) allocated.in = own;
     if (op == kAllReduce || op == kBroadcast) allocated.out = own;
-    measure(&ranks, "private", op, &ordinary, bytes, rounds, first && op == 0);
-    measure(&ranks, "shm", op, &allocated, bytes, rounds, 0);
+    measure(&ranks, "C", op, &ordinary, bytes, rounds, first && op == 0);
+    measure(&ranks, "C, window", op, &allocated, bytes, rounds, 0);
   }
   shc_memory_destroy(gathered);
   shc_memory_destroy(reduced);

@@ -1,16 +1,18 @@
-"""All-gather and reduce-scatter between local processes: shardcomm's shm against torch's Gloo and Open MPI.
+"""Collectives between local processes: shardcomm's shm, from C and from Python, against torch's Gloo and Open MPI.
 
-float32; sizes are total bytes, as nccl-tests prints them. "communication memory" is what the engine uses: the gather's
-output in the shared window, the reduce's input in a reduce window; "private" starts from and ends in ordinary memory.
-A time is the slowest rank's, from a common start; medians over rounds in which all peers of this process take turns
-(Open MPI runs as a job of its own, right after). The limit is the time of plain memcpy of the bytes that one rank has
-to move at least. Results are checked in the same run, on random integers, whose sums are exact.
+float32; sizes are total bytes, as nccl-tests prints them. "window" is memory of Communicator.allocate, which the engine
+uses: a gather's output, a reduction's input. Else operands are ordinary memory, as all of the peers' are. A time is the
+slowest rank's from a common start, of a call in a row of calls; medians of rounds. From Python, all peers take turns in
+each round; of the C programs, Open MPI's (bench/openmpi.c) and ours (bench/collectives.c) take turns, a run each. The
+limit is the time of plain memcpy of the bytes that one rank has to move at least. Results are checked in the same run.
+A row of Open MPI's broadcasts is a pipeline: its root does not wait for the others. Ours compares the ranks' calls.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
+import statistics
 import subprocess
 import tempfile
 import time
@@ -24,19 +26,21 @@ from harness import Bound, Report, Times, arguments
 
 import shardcomm
 
-SIZES = (1 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20)
+SIZES = (16, 1 << 10, 4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20)
 RANKS = (2, 4)
-OPS = ("all_gather", "reduce_scatter")
-SPEEDUP = {"all_gather": 8.0, "reduce_scatter": 4.0}  # over Gloo, from LARGE bytes on
+OPS = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "barrier")
+SPEEDUP = {"all_gather": 8.0, "reduce_scatter": 4.0}  # over Gloo, from Python, from LARGE bytes on
 LARGE = 16 << 20
 SMALL_SPEEDUP = 5.0
-MPI_SPEEDUP = 1.7
+MPI_SPEEDUP = 1.7  # from Python, from LARGE bytes on
+LATENCY_US = {"C": 1.0, "Python": 3.0}  # 1 KiB, 2 ranks, all-gather and reduce-scatter
+TURNS, ROUNDS = 5, 9  # of the C programs
 
 Timings = dict[str, list[float]]  # "op/size/peer" -> seconds of each round
 
 
 def rounds_for(size: int) -> int:
-    return 300 if size <= 1 << 10 else 15
+    return 100 if size <= 4 << 10 else 15
 
 
 def slowest(run: Callable[[], object], comm: shardcomm.Communicator, inner: int) -> float:
@@ -64,7 +68,7 @@ def rank_main() -> Timings:
 
 
 def measure(comm: shardcomm.Communicator, size: int, timings: Timings) -> None:
-    inner = 10 if size <= 1 << 10 else 1
+    inner = 20 if size <= 4 << 10 else 1
     runs = contenders(comm, size)
     for _ in range(rounds_for(size)):
         for name, run in runs.items():
@@ -81,37 +85,51 @@ def contenders(comm: shardcomm.Communicator, size: int) -> dict[str, Callable[[]
         for r in range(ranks)
     ]
     shards = [values[:part] for values in inputs]
-    shard, private = shards[rank].clone(), torch.empty(numel)
-    window = comm.allocate(numel, use="gather")
-    sent = comm.allocate(numel, use="reduce")
+    shard, whole, reduced = shards[rank].clone(), torch.empty(numel), torch.empty(part)
+    window, sent, summed = (comm.allocate(numel, use=u) for u in ("gather", "reduce", "reduce"))
     sent.copy_(inputs[rank])
-    reduced = torch.empty(part)
+    own = inputs[rank]
     runs: dict[str, tuple[Callable[[], object], torch.Tensor]] = {
-        "all_gather/shm": (lambda: comm.all_gather(window, shard), window),
-        "all_gather/shm private": (lambda: comm.all_gather(private, shard), private),
-        "all_gather/gloo": (lambda: dist.all_gather_into_tensor(private, shard), private),
-        "reduce_scatter/shm": (lambda: comm.reduce_scatter(reduced, sent), reduced),
-        "reduce_scatter/shm private": (
-            lambda: comm.reduce_scatter(reduced, inputs[rank]),
-            reduced,
-        ),
-        "reduce_scatter/gloo": (
-            lambda: dist.reduce_scatter_tensor(reduced, inputs[rank]),
-            reduced,
-        ),
+        "all_gather/window": (lambda: comm.all_gather(window, shard), window),
+        "all_gather/Python": (lambda: comm.all_gather(whole, shard), whole),
+        "all_gather/gloo": (lambda: dist.all_gather_into_tensor(whole, shard), whole),
+        "reduce_scatter/window": (lambda: comm.reduce_scatter(reduced, sent), reduced),
+        "reduce_scatter/Python": (lambda: comm.reduce_scatter(reduced, own), reduced),
+        "reduce_scatter/gloo": (lambda: dist.reduce_scatter_tensor(reduced, own), reduced),
+        "all_reduce/window": (lambda: comm.all_reduce(summed), summed),
+        "all_reduce/Python": (lambda: comm.all_reduce(whole), whole),
+        "all_reduce/gloo": (lambda: dist.all_reduce(whole), whole),
+        "broadcast/window": (lambda: comm.broadcast(summed, 0), summed),
+        "broadcast/Python": (lambda: comm.broadcast(whole, 0), whole),
+        "broadcast/gloo": (lambda: dist.broadcast(whole, 0), whole),
+        "barrier/Python": (comm.barrier, whole),
+        "barrier/gloo": (dist.barrier, whole),
     }
     mine = slice(rank * part, (rank + 1) * part)
+    total = torch.stack(inputs).sum(0)
     expected = {
         "all_gather": torch.cat(shards),
-        "reduce_scatter": torch.stack([values[mine] for values in inputs]).sum(0),
+        "reduce_scatter": total[mine],
+        "all_reduce": total,
+        "broadcast": inputs[0],
     }
     for name, (run, result) in runs.items():
-        result.zero_() if result is not window else None
+        op = name.split("/")[0]
+        if op in ("all_reduce", "broadcast"):
+            result.copy_(own)  # in place
         comm.barrier()
         run()
-        assert torch.equal(result, expected[name.split("/")[0]]), (name, size)
-    # What a rank must touch at least: its own shard read and written; its slice of every input read, the sum written.
-    touched = {"all_gather": part, "reduce_scatter": part * (ranks + 1) // 2}
+        assert op == "barrier" or torch.equal(result, expected[op]), (name, size)
+        if op == "all_reduce":
+            result.zero_()  # sums of sums grow
+    # What a rank must touch at least: its own shard read and written; its slice of every input read, the sum written;
+    # both of these; the whole read and written.
+    touched = {
+        "all_gather": part,
+        "reduce_scatter": part * (ranks + 1) // 2,
+        "all_reduce": part * (ranks + 1) // 2 + part * (ranks - 1),
+        "broadcast": numel,
+    }
     copies = {f"{op}/memcpy": copy_of(elements) for op, elements in touched.items()}
     return {name: run for name, (run, _result) in runs.items()} | copies
 
@@ -121,91 +139,95 @@ def copy_of(elements: int) -> Callable[[], object]:
     return lambda: target.copy_(source)
 
 
-def open_mpi(ranks: int) -> Timings | str:
-    """Open MPI's times, or why there are none."""
-    mpicc, mpirun = shutil.which("mpicc"), shutil.which("mpirun")
-    if mpicc is None or mpirun is None:
-        return "mpicc and mpirun not found (Debian: openmpi-bin libopenmpi-dev)"
+def in_c(ranks: int) -> Timings:
+    """Medians of the C programs' runs, which take turns."""
+    cc, mpicc, mpirun = map(shutil.which, ("cc", "mpicc", "mpirun"))
+    timings: Timings = {}
     with tempfile.TemporaryDirectory() as folder:
-        program = str(Path(folder) / "openmpi")
-        source = Path(__file__).with_name("openmpi.c")
-        subprocess.run([mpicc, "-O2", "-o", program, str(source)], check=True)
-        sizes = [f"{size}:{rounds_for(size)}" for size in SIZES]
-        done = subprocess.run(
-            [mpirun, "--allow-run-as-root", "--oversubscribe", "-n", str(ranks), program, *sizes],
-            check=False,
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
-    if done.returncode != 0:
-        return f"mpirun failed: {done.stderr.strip()[-300:]}"
-    timings: Timings = json.loads(done.stdout)
+        library = shardcomm.get_library_dir()
+        flags = [f"-I{shardcomm.get_include()}", f"-L{library}", f"-Wl,-rpath,{library}"]
+        ours = compiled(folder, "collectives", cc or "cc", *flags, "-lshardcomm")
+        commands = [[ours, str(ranks)]]
+        if mpicc and mpirun:
+            start = [mpirun, "--allow-run-as-root", "--oversubscribe", "-n", str(ranks)]
+            commands.append([*start, compiled(folder, "openmpi", mpicc)])
+        else:
+            print(
+                "Open MPI is left out: mpicc and mpirun not found (Debian: openmpi-bin libopenmpi-dev)"
+            )
+        for _ in range(TURNS):
+            for command in commands:
+                done = subprocess.run(
+                    [*command, str(ROUNDS), *map(str, SIZES)],
+                    check=True,
+                    stdout=subprocess.PIPE,
+                    text=True,
+                    timeout=600,
+                )
+                for name, seconds in json.loads(done.stdout).items():
+                    timings.setdefault(name, []).append(statistics.median(seconds))
     return timings
+
+
+def compiled(folder: str, name: str, compiler: str, *flags: str) -> str:
+    program = str(Path(folder) / name)
+    source = str(Path(__file__).with_name(f"{name}.c"))
+    subprocess.run([compiler, "-O2", "-o", program, source, *flags], check=True)
+    return program
 
 
 def main() -> None:
     args = arguments(__doc__).parse_args()
-    report = Report(
-        [
-            "operation",
-            "ranks",
-            "size",
-            "shm",
-            "shm private",
-            "Gloo",
-            "Open MPI",
-            "x Gloo",
-            "x MPI",
-            "of memcpy",
-        ]
-    )
+    columns = ["operation", "ranks", "size", "C", "C, window", "Python", "Python, window", "Gloo"]
+    report = Report([*columns, "Open MPI", "C x MPI", "Python x Gloo", "of memcpy"])
     for ranks in RANKS:
-        timings: Timings = shardcomm.launch(rank_main, ranks, timeout_s=600)[0]
-        mpi = open_mpi(ranks)
-        if isinstance(mpi, str):
-            print(f"Open MPI is left out: {mpi}")
-        else:
-            timings |= mpi
+        timings: Timings = shardcomm.launch(rank_main, ranks, timeout_s=900)[0] | in_c(ranks)
         for op in OPS:
-            for size in SIZES:
+            for size in SIZES[:1] if op == "barrier" else SIZES:
                 add_row(report, op, ranks, size, timings)
     report.finish(args)
 
 
 def add_row(report: Report, op: str, ranks: int, size: int, timings: Timings) -> None:
-    def of(peer: str) -> Times:
-        return Times(tuple(timings[f"{op}/{size}/{peer}"]))
-
-    ours, gloo, copy = of("shm"), of("gloo"), of("memcpy")
+    of = {
+        peer: Times(tuple(timings[f"{op}/{size}/{peer}"]))
+        for peer in ("C", "C, window", "Python", "window", "gloo", "Open MPI", "memcpy")
+        if f"{op}/{size}/{peer}" in timings
+    }
     name = f"{op} {size} B {ranks} ranks"
-    small = size <= 1 << 10
-    speedup = gloo.median / ours.median
-    wanted = SMALL_SPEEDUP if small else SPEEDUP[op] if size >= LARGE else None
+    best = of.get("window", of["Python"])
+    over_gloo = of["gloo"].median / best.median
+    wanted = SMALL_SPEEDUP if size == 1 << 10 else SPEEDUP.get(op) if size >= LARGE else None
     if wanted is not None:
-        report.bounds.append(Bound(f"{name}, x Gloo", speedup, at_least=wanted))
-    figures = {peer: of(peer).median for peer in ("shm", "shm private", "gloo", "memcpy")}
-    mpi_text = mpi_ratio = "-"
-    if f"{op}/{size}/mpi" in timings:
-        mpi = of("mpi")
-        figures["mpi"] = mpi.median
-        mpi_text, ratio = str(mpi), mpi.median / ours.median
-        mpi_ratio = f"{ratio:.1f}"
-        if size >= LARGE:
+        report.bounds.append(Bound(f"{name}, x Gloo", over_gloo, at_least=wanted))
+    over_mpi = None
+    if "Open MPI" in of:
+        over_mpi = of["Open MPI"].median / of["C"].median
+        report.bounds.append(Bound(f"{name}, C x Open MPI", over_mpi, at_least=1.0))
+        if size >= LARGE and op in SPEEDUP:
+            ratio = of["Open MPI"].median / best.median
             report.bounds.append(Bound(f"{name}, x Open MPI", ratio, at_least=MPI_SPEEDUP))
-    report.figures[name] = figures
+    if size == 1 << 10 and ranks == 2 and op in SPEEDUP:
+        for peer, limit in LATENCY_US.items():
+            report.bounds.append(Bound(f"{name}, {peer}, us", of[peer].median * 1e6, at_most=limit))
+    report.figures[name] = {peer: times.median for peer, times in of.items()}
+    shown = ("C", "C, window", "Python", "window", "gloo", "Open MPI")
     report.row(
         op,
         ranks,
-        f"{size >> 20} MiB" if size >> 20 else f"{size >> 10} KiB",
-        ours,
-        of("shm private"),
-        gloo,
-        mpi_text,
-        f"{speedup:.1f}",
-        mpi_ratio,
-        "-" if small else f"{copy.median / ours.median:.0%}",
+        "-" if op == "barrier" else text_of(size),
+        *(of.get(peer, "-") for peer in shown),
+        "-" if over_mpi is None else f"{over_mpi:.2f}",
+        f"{over_gloo:.1f}",
+        f"{of['memcpy'].median / best.median:.0%}" if size > 4 << 10 and "memcpy" in of else "-",
     )
+
+
+def text_of(size: int) -> str:
+    for shift, unit in ((20, "MiB"), (10, "KiB")):
+        if size >> shift:
+            return f"{size >> shift} {unit}"
+    return f"{size} B"
 
 
 if __name__ == "__main__":

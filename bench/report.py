@@ -30,7 +30,8 @@ BEGIN = "<!-- bench: "
 BLOCK = re.compile(
     rf"^({BEGIN}([^\n]+) -->\n)((?:(?!<!--).)*)(<!-- end -->\n)", re.DOTALL | re.MULTILINE
 )
-PEERS = {"shm": "shm", "shm private": "shm private", "gloo": "Gloo", "mpi": "Open MPI"}
+PEERS = {"C, window": "shm, window", "C": "shm", "gloo": "Gloo", "Open MPI": "Open MPI"}
+PANELS = ("all_gather", "reduce_scatter")
 
 Result = dict[str, Any]
 
@@ -118,6 +119,8 @@ def draw(result: Result) -> None:
     panels: dict[tuple[str, int], dict[str, list[tuple[int, float]]]] = {}
     for name, times in result["figures"].items():
         operation, size, _, ranks, _ = name.split()  # "all_gather 1024 B 2 ranks"
+        if operation not in PANELS:
+            continue
         lines = panels.setdefault((operation, int(ranks)), {})
         moved = int(size) * (int(ranks) - 1) / int(ranks)
         for peer, seconds in times.items():
