@@ -442,6 +442,19 @@ def refused_by_trainer(folder: Path) -> None:
 # What ranks do.
 
 
+def consolidated(folder: Path) -> None:
+    """Lightning's own command makes of a folder the file that it would have been."""
+    from lightning.fabric.utilities.consolidate_checkpoint import _load_distributed_checkpoint
+    from lightning.pytorch.utilities.consolidate_checkpoint import _format_checkpoint
+
+    made = _format_checkpoint(_load_distributed_checkpoint(folder / "sharded.ckpt"))
+    file = torch.load(folder / "full.ckpt", weights_only=False)
+    assert made.keys() == file.keys()
+    assert made["state_dict"].keys() == file["state_dict"].keys()
+    for name, weight in file["state_dict"].items():
+        torch.testing.assert_close(made["state_dict"][name], weight)
+
+
 def at_two_ranks(folder: Path) -> dict[Any, Any]:
     fabric: dict[Any, Any] = {}
     trainer: dict[Any, Any] = {}
@@ -458,6 +471,8 @@ def at_two_ranks(folder: Path) -> dict[Any, Any]:
     for kind in ("full", "sharded"):
         train(fabric_of(OURS, state_dict_type=kind), STEPS, save=folder / kind)
         fit(folder, OURS, epochs=1, save=folder / f"{kind}.ckpt", state_dict_type=kind)
+    if torch.distributed.get_rank() == 0:
+        consolidated(folder)
     train(fabric_of(OURS, **shapes), STEPS, save=folder / "of tensors")
     train(fabric_of("DDP"), STEPS, save=folder / "of DDP")
     fabric["DDP resumes"] = train(fabric_of("DDP"), STEPS, load=folder / "full")

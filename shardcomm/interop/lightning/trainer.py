@@ -183,7 +183,7 @@ class ShardcommTrainerStrategy(DDPStrategy):
                 "ShardcommTrainerStrategy: storage_options are a CheckpointIO's, which state_dict_type='sharded' does "
                 "not use; leave them out, or save with state_dict_type='full'"
             )
-        save_folder(path, {"state_dict": checkpoint.pop("state_dict"), **named}, checkpoint)
+        save_folder(path, {"model": checkpoint.pop("state_dict"), **named}, checkpoint)
 
     def load_checkpoint(
         self, checkpoint_path: str | Path, weights_only: bool | None = None
@@ -196,7 +196,7 @@ class ShardcommTrainerStrategy(DDPStrategy):
         engine = self._set_up()
         optimizers = {_optimizer(n): each for n, each in enumerate(self.optimizers)}
         values: dict[str, Any] = {n: engine.optimizer_state(o) for n, o in optimizers.items()}
-        values["state_dict"] = engine
+        values["model"] = engine
         checkpoint = load_folder(
             path,
             values,
