@@ -385,6 +385,7 @@ def fit(
 def refused_by_trainer(folder: Path) -> None:
     from lightning.pytorch import Trainer
     from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
+    from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
     from shardcomm.interop.lightning import ShardcommTrainerStrategy
 
@@ -434,6 +435,17 @@ def refused_by_trainer(folder: Path) -> None:
         model.on_save_checkpoint = lambda checkpoint, mine=mine: checkpoint.update(mine)
         with pytest.raises(TypeError, match=r"\['mine'\]\['0.weight'\] is .*; leave the model out"):
             other.save_checkpoint(weights)
+    del model.on_save_checkpoint
+    elsewhere = trainer(
+        strategy=ShardcommTrainerStrategy(state_dict_type="sharded"), plugins=[AsyncCheckpointIO()]
+    )
+    elsewhere.validate(module(manual=False, late=False), loader, verbose=False)
+    with pytest.raises(
+        TypeError, match="AsyncCheckpointIO is for checkpoints of one file, and with"
+    ):
+        elsewhere.save_checkpoint(weights)
+    with pytest.raises(TypeError, match="storage_options is for checkpoints of one file"):
+        other.save_checkpoint(weights, storage_options={})
     for average in (EMAWeightAveraging(), StochasticWeightAveraging(1e-2)):
         with pytest.raises(ValueError, match=r"averages copies .* shardcomm\.Exponential"):
             trainer(callbacks=[average]).fit(module(manual=False, late=False), loader)

@@ -21,6 +21,7 @@ from shardcomm.interop.lightning.shards import (
     StateDictType,
     backend_for,
     check_one_file,
+    check_own_io,
     full_optimizer_states,
     is_folder,
     load_folder,
@@ -182,11 +183,7 @@ class ShardcommStrategy(DDPStrategy):
             check_whole(state, "state", _SAVE)
             super().save_checkpoint(path, state, storage_options)
             return
-        if storage_options is not None:
-            raise TypeError(
-                "ShardcommStrategy: storage_options are a CheckpointIO's, which state_dict_type='sharded' does not "
-                "use; leave them out, or save with state_dict_type='full'"
-            )
+        check_own_io(self.checkpoint_io, storage_options, type(self).__name__)
         values: dict[str, Any] = {}
         meta: dict[str, Any] = {}
         for key, obj in state.items():

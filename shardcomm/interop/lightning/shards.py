@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from torch import nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -103,6 +104,17 @@ def local_path(path: str | Path, whose: str) -> Path:
             "every rank writes its part there"
         )
     return Path(path)
+
+
+def check_own_io(io: Any, storage_options: Any, whose: str) -> None:
+    """TypeError if a checkpoint folder is to be written as `io` writes, a CheckpointIO that Lightning was given."""
+    given = None if type(io) is TorchCheckpointIO else type(io).__name__
+    if given or storage_options is not None:
+        raise TypeError(
+            f"{whose}: {given or 'storage_options'} is for checkpoints of one file, and with state_dict_type='sharded' "
+            "each rank writes its part by torch.distributed.checkpoint; leave it out, or save with "
+            "state_dict_type='full'"
+        )
 
 
 def save_folder(folder: Path, values: dict[str, Any], meta: dict[str, Any]) -> None:

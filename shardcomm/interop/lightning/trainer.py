@@ -21,6 +21,7 @@ from shardcomm.interop.lightning.shards import (
     StateDictType,
     backend_for,
     check_one_file,
+    check_own_io,
     full_optimizer_states,
     is_folder,
     load_folder,
@@ -178,11 +179,7 @@ class ShardcommTrainerStrategy(DDPStrategy):
                 checkpoint["optimizer_states"] = [*full.values()]
             super().save_checkpoint(checkpoint, path, storage_options)
             return
-        if storage_options is not None:
-            raise TypeError(
-                "ShardcommTrainerStrategy: storage_options are a CheckpointIO's, which state_dict_type='sharded' does "
-                "not use; leave them out, or save with state_dict_type='full'"
-            )
+        check_own_io(self.checkpoint_io, storage_options, type(self).__name__)
         save_folder(path, {"model": checkpoint.pop("state_dict"), **named}, checkpoint)
 
     def load_checkpoint(
