@@ -252,8 +252,8 @@ class ShardTensor(torch.Tensor):
 
     def untyped_storage(self) -> NoReturn:  # noqa: D102
         raise RuntimeError(
-            f"{self!r} has no storage of its own, as safetensors wants it: it is this rank's part alone. {SAVE_BY}; under "
-            "transformers' Trainer by a save_model as that of examples/accelerate_trainer.py"
+            f"{self!r} has no storage of its own, as safetensors wants it: it is this rank's part alone. {SAVE_BY}; "
+            "under transformers' Trainer by a save_model as that of examples/accelerate_trainer.py"
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
