@@ -28,7 +28,9 @@ def core_dtype(dtype: torch.dtype) -> _C.DType:
         return _CORE_DTYPES[dtype]
     except KeyError:
         accepted = ", ".join(str(known) for known in _CORE_DTYPES)
-        raise TypeError(f"dtype is {dtype}, the core computes with: {accepted}") from None
+        raise TypeError(
+            f"dtype is {dtype}, which the core does not compute with; convert it to one of: {accepted}"
+        ) from None
 
 
 def wire_dtype(dtype: torch.dtype) -> tuple[_C.DType, int]:

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -29,7 +31,14 @@ from shardcomm.comm.communicator import Communicator
 from shardcomm.engine.engine import Engine
 from shardcomm.engine.sharding import fully_shard
 from shardcomm.interop.backend import NAME
-from shardcomm.interop.optimizers import Successors, check_made_after, check_not_sharded
+from shardcomm.interop.optimizers import (
+    Successors,
+    check_made_after,
+    check_not_sharded,
+    engine_of_optimizer,
+)
+from shardcomm.interop.parts import check_parts
+from shardcomm.interop.settings import check_settings
 
 try:
     import accelerate
@@ -84,7 +93,8 @@ class Accelerator(accelerate.Accelerator):
         kwargs: As accelerate's.
 
     Raises:
-        ValueError: `kwargs` asks for another engine, by `fsdp_plugin`, `deepspeed_plugin` or `megatron_lm_plugin`.
+        TypeError: `sharding` has a key that is no argument of `fully_shard`.
+        ValueError: `kwargs`, or `accelerate launch`, asks for another engine: FSDP, DeepSpeed or Megatron-LM.
 
     Example:
         ```text
@@ -99,6 +109,20 @@ class Accelerator(accelerate.Accelerator):
     def __init__(
         self, *args: Any, sharding: Mapping[str, Any] | None = None, **kwargs: Any
     ) -> None:
+        if not isinstance(sharding, Mapping | None):
+            raise TypeError(
+                f"Accelerator: sharding is a {type(sharding).__name__}; it must be a dict of arguments of fully_shard, "
+                "such as {'units': Block}"
+            )
+        self._sharding = dict(sharding or {})
+        check_settings(self._sharding, "Accelerator: sharding")
+        for engine in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
+            if os.environ.get(f"ACCELERATE_USE_{engine}", "false").lower() == "true":
+                raise ValueError(
+                    f"Accelerator: accelerate launch asks for {engine}, by ACCELERATE_USE_{engine} in the environment, "
+                    "and shardcomm's engine shards the model here; launch without it, and give the arguments of "
+                    "fully_shard as sharding={...}"
+                )
         for other in ("fsdp_plugin", "deepspeed_plugin", "megatron_lm_plugin"):
             if kwargs.get(other) is not None:
                 raise ValueError(
@@ -117,9 +141,9 @@ class Accelerator(accelerate.Accelerator):
                 each for each in handlers if not isinstance(each, InitProcessGroupKwargs)
             ]
         super().__init__(*args, **kwargs)
-        self._sharding = dict(sharding or {})
         self._engines: list[Engine] = []
         self._state: dict[str, Any] = {}  # while it is saved or loaded
+        self._strict = True  # while it is loaded
         self.register_save_state_pre_hook(
             lambda models, weights, folder: save(self._state, checkpoint_id=Path(folder, _FOLDER))
         )
@@ -197,8 +221,14 @@ class Accelerator(accelerate.Accelerator):
         with self._without_sharded():
             return super().save_state(*args, **kwargs)
 
-    def load_state(self, *args: Any, **kwargs: Any) -> None:
-        """Loads what `save_state` saved; collective."""
+    def load_state(self, *args: Any, strict: bool = True, **kwargs: Any) -> None:
+        """Loads what `save_state` saved; collective.
+
+        Raises:
+            FileNotFoundError: It was saved by accelerate's own `Accelerator`, or is no checkpoint.
+            RuntimeError: It is of another model or optimizer. With `strict=False` what it lacks stays as it is.
+        """
+        self._strict = strict
         with self._without_sharded():
             super().load_state(*args, **kwargs)
 
@@ -222,10 +252,20 @@ class Accelerator(accelerate.Accelerator):
             self._state = {}
 
     def _load(self, folder: Path) -> None:
+        if not folder.is_dir():
+            raise FileNotFoundError(
+                f"Accelerator: {folder.parent} has no folder {folder.name!r}, where save_state puts the model; load "
+                "weights that accelerate's own Accelerator saved into the model before prepare, by load_state_dict"
+            )
         check_unpickling(folder, frozenset(files_in(folder)))
-        load(self._state, checkpoint_id=folder)
+        if self._strict:
+            saved = FileSystemReader(folder).read_metadata().state_dict_metadata
+            check_parts(folder, self._state, saved, "by accelerator.load_state(..., strict=False)")
+        planner = DefaultLoadPlanner(allow_partial_load=not self._strict)
+        load(self._state, checkpoint_id=folder, planner=planner)
 
     def _optimizer_state(self, optimizer: torch.optim.Optimizer) -> OptimizerState:
-        params = {p for group in optimizer.param_groups for p in group["params"]}
-        [engine, *_] = [e for e in self._engines if params & {*e.model.parameters()}]
+        engine = engine_of_optimizer(
+            optimizer, self._engines, "Accelerator", "accelerator.prepare(model, optimizer)"
+        )
         return engine.optimizer_state(optimizer)

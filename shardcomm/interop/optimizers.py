@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+from shardcomm.engine.engine import Engine
 from shardcomm.engine.sharded_modules import is_sharded
 
 
@@ -60,6 +61,33 @@ def check_made_after(
                     f"optimizer: this {type(optimizer).__name__} has a parameter of shape {tuple(param.shape)} that no "
                     f"sharded model has, as one that was made before the model was sharded; {instead}"
                 )
+
+
+def engine_of_optimizer(
+    optimizer: torch.optim.Optimizer, engines: Iterable[Engine], whose: str, call: str
+) -> Engine:
+    """The engine of the model whose parameters `optimizer` has.
+
+    Args:
+        optimizer: The optimizer.
+        engines: The engines of all models that the framework has sharded.
+        whose: Who looks for it; the message begins with it.
+        call: The call that shards a model and its optimizer.
+
+    Raises:
+        ValueError: It has parameters of none of the models, or of several.
+    """
+    params = {p for group in optimizer.param_groups for p in group["params"]}
+    found = [engine for engine in engines if params & {*engine.model.parameters()}]
+    name = f"{whose}: this {type(optimizer).__name__}"
+    if not found:
+        raise ValueError(f"{name} is of no model that is sharded; call {call} first")
+    if len(found) > 1:
+        raise ValueError(
+            f"{name} is of {len(found)} models, whose parameters' names its saved state could not tell apart; make an "
+            f"optimizer of each model, or set up one nn.ModuleDict of all of them by {call}"
+        )
+    return found[0]
 
 
 def check_not_sharded(model: nn.Module, whose: str) -> None:

@@ -58,8 +58,9 @@ def replaced(param: nn.Parameter, name: str) -> None:
     _checked.clear()  # an optimizer that has it may have stepped already
     _refuse(
         param,
-        f"parameter {name!r} as it was before fully_shard, which the model does not use any more; make the optimizer "
-        "of model.parameters() after fully_shard",
+        f"parameter {name!r} as it was before the model was sharded, which the model does not use any more; make the "
+        "optimizer of model.parameters() after fully_shard; in a framework that calls it, set up both together, as by "
+        "fabric.setup(model, optimizer)",
     )
 
 

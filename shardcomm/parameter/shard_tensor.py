@@ -32,6 +32,12 @@ if TYPE_CHECKING:  # DCP takes long to import, and a caller of the methods for i
     from torch.distributed.checkpoint.planner import WriteItem
 
 
+SAVE_BY = (
+    "Save by torch.distributed.checkpoint, or engine.full_state_dict() by torch.save; in a framework by fabric.save, "
+    "trainer.save_checkpoint or accelerator.save_model"
+)
+
+
 @dataclass(frozen=True)
 class Rectangle:
     """A rectangular part of a tensor: in every dim its first index and its size."""
@@ -241,14 +247,13 @@ class ShardTensor(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise RuntimeError(
-            f"{self!r} cannot be pickled, as by torch.save: it is this rank's part alone. Save by "
-            "torch.distributed.checkpoint, or save engine.full_state_dict()"
+            f"{self!r} cannot be pickled, as by torch.save: it is this rank's part alone. {SAVE_BY}"
         )
 
     def untyped_storage(self) -> NoReturn:  # noqa: D102
         raise RuntimeError(
-            f"{self!r} has no storage of its own, as safetensors wants it: it is this rank's part alone. Save by "
-            "torch.distributed.checkpoint, or save engine.full_state_dict()"
+            f"{self!r} has no storage of its own, as safetensors wants it: it is this rank's part alone. {SAVE_BY}; "
+            "under transformers' Trainer by a save_model as that of examples/accelerate_trainer.py"
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]

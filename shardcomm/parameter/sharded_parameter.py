@@ -21,8 +21,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from shardcomm.parameter.elementwise import Elementwise
 from shardcomm.parameter.norms import completed, is_norm, partial_norms
 from shardcomm.parameter.plain import grad_of, plain, set_grad
+from shardcomm.parameter.shard_tensor import SAVE_BY
 from shardcomm.parameter.versions import written
-from shardcomm.parameter.whole import Held, Whole
+from shardcomm.parameter.whole import Held, Owned, Whole
 
 
 class ShardedRows(torch.Tensor):
@@ -89,9 +90,9 @@ class ShardedRows(torch.Tensor):
 
     def _refuse_copies(self, how: str) -> NoReturn:
         raise RuntimeError(
-            f"{self.whole.name!r} is sharded and cannot be {how}: its memory belongs to the engine. Save a model by "
-            "torch.distributed.checkpoint or engine.full_state_dict(), copy it before fully_shard, take clone() for "
-            "the values of a tensor, and shardcomm.ExponentialMovingAverage instead of AveragedModel"
+            f"{self.whole.name!r} is sharded and cannot be {how}: its memory belongs to the engine. {SAVE_BY}. Copy a "
+            "model before it is sharded, take clone() for the values of a tensor, and "
+            "shardcomm.ExponentialMovingAverage instead of AveragedModel"
         )
 
 
@@ -211,8 +212,8 @@ def _guarded(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _got(func, args[0])
     if name == "__set__":
         return _set(func, *args)
-    if func is torch._amp_foreach_non_finite_check_and_unscale_:
-        return _unscaled(*args, **kwargs)
+    if func in _OF_THE_WHOLE:
+        return _OF_THE_WHOLE[func](*args, **kwargs)
     if is_norm(func):
         return partial_norms(func, args, kwargs)
     if func is torch._has_compatible_shallow_copy_type:  # Module.to, .half, .cuda, ... call it
@@ -302,6 +303,30 @@ def _unscaled(grads: Any, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> N
         found = found_inf.to(everyone.device)
         everyone.all_reduce(found, "max")
         found_inf.copy_(found)
+
+
+def _equal(first: Any, second: Any) -> bool:
+    """What `torch.equal` says of the whole tensors; collective, unless they are one, or of different shapes."""
+    if first is second:
+        return True
+    wholes = [getattr(tensor, "whole", None) for tensor in (first, second)]
+    if all(whole is not None and whole.owned is Owned.NOT for whole in wholes):
+        if first.whole.part.shape != second.whole.part.shape:
+            return False
+        return torch.equal(first.full_tensor(), second.full_tensor())
+    for whole in wholes:
+        if whole is not None and whole.held is not Held.WHOLE:
+            whole.refuse("equal")
+    with plain():
+        return torch.equal(first, second)
+
+
+_OF_THE_WHOLE: dict[Any, Any] = {
+    torch._amp_foreach_non_finite_check_and_unscale_: _unscaled,
+    torch.equal: _equal,
+    torch.Tensor.equal: _equal,
+}
+"""What all ranks find out together."""
 
 
 def _guarded_in(tree: Any) -> Iterator[Any]:

@@ -6,6 +6,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any, NoReturn, Self
 
+from shardcomm.parameter.shard_tensor import SAVE_BY
+
 
 def weakly(method: Callable[..., None], *objects: object) -> Callable[..., None]:
     """Calls `method(*objects, ...)`, and keeps neither its object nor these alive; once one is gone, it does nothing.
@@ -30,6 +32,6 @@ class Hooks:
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise RuntimeError(
-            "a model sharded by fully_shard cannot be pickled, as torch.save(model) does: its memory belongs to the "
-            "engine. Save it by torch.distributed.checkpoint, or engine.full_state_dict() by torch.save"
+            "a sharded model cannot be pickled, as torch.save(model) does: its memory belongs to the engine. "
+            f"{SAVE_BY}"
         )

@@ -251,6 +251,25 @@ def test_rows_scaled_by_a_norm_are_rows() -> None:
     with_sharded(body)
 
 
+def test_equality_is_of_the_whole_tensors() -> None:
+    """A difference that one rank has is seen by all; Lightning's BaseFinetuning looks for parameters so."""
+
+    def body(model: Tied, engine: Engine, twin: Tied) -> None:
+        weight = model.embed.weight
+        same = weight.detach().clone()
+        assert torch.equal(weight, weight)
+        assert weight.equal(same)
+        with torch.no_grad():
+            if engine.mesh.shard.rank == 0:
+                local(same)[0, 0] += 1
+        assert not torch.equal(weight, same)
+        others = [p for p in model.parameters() if p is not weight]
+        assert others
+        assert not any(torch.equal(weight, other) for other in others)
+
+    with_sharded(body)
+
+
 # Compute with rows.
 
 
@@ -269,7 +288,7 @@ def test_rows_scaled_by_a_norm_are_rows() -> None:
         lambda m: nn.init.xavier_uniform_(m.embed.weight),
         lambda m: m.embed.weight.grad.mean(),
         lambda m: torch._foreach_max([m.embed.weight.data]),
-        lambda m: torch.equal(m.embed.weight, m.embed.weight),
+        lambda m: torch.equal(m.embed.weight, torch.ones(5, WIDTH)),
         lambda m: torch._foreach_add([m.embed.weight.data], [torch.zeros(8, 1, 1)]),
         lambda m: parameters_to_vector(m.parameters()),
         lambda m: vector_to_parameters(torch.zeros(5 * WIDTH), [m.embed.weight]),
@@ -513,7 +532,7 @@ def test_fully_shard_is_called_once() -> None:
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
 def test_copies_are_refused(strategy: str) -> None:
     def body(model: Tied, engine: Engine, twin: Tied) -> None:
-        with pytest.raises(RuntimeError, match="before fully_shard"):
+        with pytest.raises(RuntimeError, match=r"before (fully_shard|it is sharded)"):
             copy.deepcopy(model)(IDS)
 
     with_sharded(body, strategy=strategy)

@@ -43,7 +43,7 @@ def accelerator_of(kind: str, **arguments: Any) -> Any:
     GradientState._reset_state()
     arguments = {"cpu": True, "gradient_accumulation_steps": 2, **arguments}
     if kind == "engine":
-        return Accelerator(sharding={"units": nn.Linear}, **arguments)
+        return Accelerator(**{"sharding": {"units": nn.Linear}, **arguments})
     return accelerate.Accelerator(**arguments)
 
 
@@ -94,11 +94,87 @@ def train(
     return results
 
 
-def refused() -> None:
+def whole_models(folder: Path) -> None:
+    """What `save_model` writes, in one file or several, is loaded by a model that is not sharded."""
+    from accelerate.utils import load_checkpoint_in_model
+
+    accelerator = accelerator_of("engine")
+    model = accelerator.prepare(net())
+    for number, options in enumerate(
+        ({}, {"safe_serialization": False}, {"max_shard_size": "1KB"})
+    ):
+        accelerator.save_model(model, folder / f"whole{number}", **options)
+        accelerator.wait_for_everyone()
+        other = net()
+        for param in other.parameters():
+            nn.init.zeros_(param)
+        load_checkpoint_in_model(other, folder / f"whole{number}")
+        for name, weight in net().state_dict().items():
+            assert torch.equal(other.state_dict()[name], weight), (name, options)
+    assert len([*(folder / "whole2").iterdir()]) > 2
+
+
+def states(folder: Path) -> None:
+    """Two models with an optimizer each, of which one has no state; and what is not of what is saved."""
+    accelerator = accelerator_of("engine")
+    first, second = net(), nn.Linear(4, 2)
+    adam = torch.optim.AdamW(first.parameters())
+    sgd = torch.optim.SGD(second.parameters(), lr=0.1)
+    first, second, adam, sgd = accelerator.prepare(first, second, adam, sgd)
+    accelerator.backward(second(first(torch.ones(2, 8))).sum())
+    adam.step()
+    sgd.step()
+    saved = [p.full_tensor() for p in (*first.parameters(), *second.parameters())]
+    accelerator.save_state(folder / "two")
+    adam.step()
+    sgd.step()
+    accelerator.load_state(folder / "two")
+    for param, before in zip((*first.parameters(), *second.parameters()), saved, strict=True):
+        assert torch.equal(param.full_tensor(), before)
+
+    accelerator = accelerator_of("engine")
+    longer = accelerator.prepare(nn.Sequential(*net(), nn.Linear(4, 4)))
+    with pytest.raises(
+        RuntimeError, match=r"another model_0: it lacks model_0\.5\.bias, model_0\.5"
+    ):
+        accelerator.load_state(folder / "two")
+    accelerator.load_state(folder / "two", strict=False)
+    assert torch.equal(longer[0].weight.full_tensor(), saved[0])
+    accelerator = accelerator_of("engine")
+    accelerator.prepare(net()[:1])
+    with pytest.raises(
+        RuntimeError, match=r"lacks nothing, and has model_0\.2\.bias, model_0\.2\.w"
+    ):
+        accelerator.load_state(folder / "two")
+    (folder / "empty").mkdir(exist_ok=True)
+    with pytest.raises(FileNotFoundError, match="has no folder 'sharded', where save_state puts"):
+        accelerator.load_state(folder / "empty")
+
+
+def refused(folder: Path) -> None:
     from accelerate.utils import FullyShardedDataParallelPlugin
 
     from shardcomm.interop.accelerate import prepared
 
+    for wrong in ("unit", "comm"):
+        with pytest.raises(
+            TypeError, match=f"sharding: {wrong} is no argument; accepted are .* units,"
+        ):
+            accelerator_of("engine", sharding={wrong: nn.Linear})
+    with pytest.raises(TypeError, match=r"sharding is a type; it must be a dict"):
+        accelerator_of("engine", sharding=nn.Linear)
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("ACCELERATE_USE_FSDP", "true")
+        with pytest.raises(
+            ValueError, match=r"accelerate launch asks for FSDP, .* launch without it"
+        ):
+            accelerator_of("engine")
+    accelerator = accelerator_of("engine")
+    first, second = accelerator.prepare(net(), nn.Linear(4, 2))
+    of_both = torch.optim.AdamW([*first.parameters(), *second.parameters()])
+    accelerator.prepare(of_both)
+    with pytest.raises(ValueError, match=r"is of 2 models, .* by accelerator\.prepare"):
+        accelerator.save_state(folder / "refused")
     with pytest.raises(ValueError, match="fsdp_plugin is a FullyShardedDataParallelPlugin, and"):
         accelerator_of("engine", fsdp_plugin=FullyShardedDataParallelPlugin())
     accelerator = accelerator_of("engine")
@@ -136,7 +212,9 @@ def at_two_ranks(folder: Path) -> dict[str, Any]:
             ran[f"{kind} {precision}"] = train(kind, mixed_precision=precision)
     ran["backend"] = dist.get_backend()
     train("engine", batches=range(half), save=folder / "state")
-    refused()
+    whole_models(folder)
+    states(folder)
+    refused(folder)
     return ran
 
 

@@ -178,6 +178,57 @@ def test_derivatives_are_those_that_differences_show(seed: int) -> None:
     launch(derivatives, 2, (seed,), timeout_s=120)
 
 
+def batched(seed: int) -> None:
+    jax.config.update("jax_enable_x64", True)
+    with group() as comm:
+        of_all = of_ranks(seed, comm.size, 2, 3)  # a batch of 2
+        whole = of_all.swapaxes(0, 1)
+        mine = of_all[comm.rank]
+
+        def collectives(x: Any) -> Any:
+            parts = jnp.repeat(x, comm.size, axis=0)
+            return (
+                all_gather(x, comm),
+                all_reduce(x, comm, "max"),
+                broadcast(x, comm, 1),
+                reduce_scatter(parts, comm),
+            )
+
+        for dim in (0, 1):
+            results = jax.jit(jax.vmap(collectives, dim))(mine if dim == 0 else mine.T)
+            assert np.array_equal(results[0], whole.reshape(2, -1))
+            assert np.array_equal(results[1], whole.max(1))
+            assert np.array_equal(results[2], whole[:, 1])
+            rows = np.repeat(whole.sum(1), comm.size, axis=1).reshape(2, comm.size, 3)
+            assert np.array_equal(results[3], rows[:, comm.rank])
+
+        # The sum over ranks of (weights of all ranks * x).sum(), where x is the same on all ranks.
+        examples = of_ranks(seed + 1, 4, 3 * comm.size)
+        loss = jax.grad(lambda shard, x: (all_gather(shard, comm) * x).sum())
+        of_each = jax.jit(jax.vmap(loss, (None, 0)))(mine[0], examples)
+        own = slice(3 * comm.rank, 3 * comm.rank + 3)
+        assert np.array_equal(of_each, comm.size * examples[:, own])
+
+        squares = jax.hessian(lambda x: (all_reduce(x, comm, "avg") ** 3).sum())(jnp.ones(2))
+        assert np.array_equal(squares, np.diag([6.0, 6.0]))
+
+
+def test_vmap_makes_one_call_of_the_batch(seed: int) -> None:
+    launch(batched, 2, (seed,), timeout_s=60)
+
+
+def compiled_ahead() -> None:
+    with group() as comm:
+        x = jnp.arange(3.0) * (comm.rank + 1)
+        compiled = jax.jit(lambda x: all_reduce(x, comm)).lower(x).compile()
+        for n in range(1, 4):
+            assert compiled(n * x).tolist() == [0, 3 * n, 6 * n]
+
+
+def test_a_program_compiled_ahead_of_time_runs() -> None:
+    launch(compiled_ahead, 2, timeout_s=60)
+
+
 def gathers_of(jaxpr: Any) -> int:
     return str(jaxpr).count("all_gather[")
 
@@ -273,11 +324,6 @@ REFUSALS: dict[str, tuple[Callable[[Communicator], object], type[Exception], str
         lambda c: Communicator(shardcomm.Communicator.local_group(1)[0], deadline_s=0),
         ValueError,
         "deadline_s is 0",
-    ),
-    "vmap": (
-        lambda c: jax.vmap(lambda x: all_gather(x, c))(jnp.ones((2, 2))),
-        NotImplementedError,
-        "all_gather inside jax.vmap",
     ),
     "max": (
         lambda c: jax.grad(lambda x: all_reduce(x, c, "max").sum())(jnp.ones(2)),

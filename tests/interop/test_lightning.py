@@ -12,6 +12,7 @@ import pickle
 import subprocess
 import sys
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +167,18 @@ def only_some(folder: Path) -> None:
         if kind == "full" and fabric.global_rank == 0:
             assert [*torch.load(path)["model"]] == ["0.bias"]
         fabric.barrier()
+        with pytest.raises(RuntimeError, match=r"it lacks model\.|Missing key"):
+            fabric.load(path, {"model": model})
+        with torch.no_grad():
+            model.module[2].bias.fill_(3)
+            model.module[0].bias.fill_(3)
+        fabric.load(path, {"model": model}, strict=False)
+        assert torch.equal(model.module[2].bias.full_tensor(), torch.full((16,), 3.0))
+        assert torch.equal(model.module[0].bias.full_tensor(), net()[0].bias)  # type: ignore[arg-type]
+        short = fabric.setup(net()[:1])
+        fabric.save(path, {"model": fabric.setup(net())})
+        with pytest.raises(RuntimeError, match=r"has model\.2\.bias, .* beside|Unexpected key"):
+            fabric.load(path, {"model": short})
     whole = folder / "folder"
     fabric.save(whole, {"model": model, "a": 1, "b": 2})
     state = {"model": model, "a": 0}
@@ -184,6 +197,27 @@ def only_some(folder: Path) -> None:
     fabric.barrier()
     with pytest.raises(shardcomm.CheckpointError, match="refused"):
         fabric.load(whole, {"model": model})
+
+
+def without_state(folder: Path) -> None:
+    """SGD without momentum has no state, of which DCP writes nothing."""
+    for kind in ("full", "sharded"):
+        fabric = fabric_of(OURS, state_dict_type=kind)
+        path = folder / f"without state {kind}"
+        state: dict[str, Any] = {}
+        for lr in (0.1, 0.2):  # the second takes the first's state
+            model = net()
+            sgd = torch.optim.SGD(model.parameters(), lr=lr)
+            plain = sgd.state_dict()
+            state["model"], state["sgd"] = fabric.setup(model, sgd)
+            if lr == 0.1:
+                fabric.save(path, state)
+        fabric.load(path, state)
+        assert state["sgd"].param_groups[0]["lr"] == 0.1
+        if kind == "full":
+            assert torch.load(path)["sgd"]["param_groups"] == [
+                {**plain["param_groups"][0], "lr": 0.1}
+            ]
 
 
 def refused_by_fabric(folder: Path) -> None:
@@ -205,8 +239,25 @@ def refused_by_fabric(folder: Path) -> None:
         fabric.setup_optimizers(optimizer)
     with pytest.raises(ValueError, match="is a Sequential that is sharded already"):
         fabric.setup(early)
-    with pytest.raises(ValueError, match="is of no model that is set up"):
+    with pytest.raises(ValueError, match="is of no model that is sharded"):
         fabric.save(folder / "refused", {"model": model, "optimizer": optimizer})
+    with pytest.raises(RuntimeError, match=r"as by fabric\.setup\(model, optimizer\)"):
+        optimizer.step()
+    other = fabric.setup(nn.Linear(2, 2))
+    of_both = torch.optim.AdamW([*model.parameters(), *other.parameters()])
+    with pytest.raises(ValueError, match=r"is of 2 models, .* one nn\.ModuleDict"):
+        fabric.save(
+            folder / "refused", {"model": model, "optimizer": fabric.setup_optimizers(of_both)}
+        )
+    for kind in ("full", "sharded"):
+        saving = fabric_of(OURS, state_dict_type=kind)
+        shards = {"a": 1, "weights": saving.setup(net()).state_dict()}
+        with pytest.raises(
+            TypeError, match=r"^state\['weights'\]\['0.weight'\] is this rank's part"
+        ):
+            saving.save(folder / "refused", shards)
+        with pytest.raises(RuntimeError, match=r"in a framework by fabric\.save"):
+            torch.save(shards, folder / "refused")
     with pytest.raises(ValueError, match="that is not set up"):
         fabric.strategy.engine_of(net())
     with pytest.raises(ValueError, match="must be a path that all ranks see"):
@@ -333,6 +384,8 @@ def fit(
 
 def refused_by_trainer(folder: Path) -> None:
     from lightning.pytorch import Trainer
+    from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
+    from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
     from shardcomm.interop.lightning import ShardcommTrainerStrategy
 
@@ -371,8 +424,47 @@ def refused_by_trainer(folder: Path) -> None:
         with pytest.raises(KeyError, match="checkpoint contains only the model"):
             other.fit(model, loader, ckpt_path=weights)
 
+        for strict in (True, False):
+            more = module(manual=False, late=False)
+            more.extra, more.strict_loading = nn.Linear(2, 2), strict
+            another = trainer(strategy=ShardcommTrainerStrategy(state_dict_type=kind))  # type: ignore[arg-type]
+            with pytest.raises(RuntimeError, match=r"extra\.bias") if strict else nullcontext():
+                another.validate(more, loader, ckpt_path=weights, verbose=False)
+
+        mine = {"mine": model.net.state_dict()}
+        model.on_save_checkpoint = lambda checkpoint, mine=mine: checkpoint.update(mine)
+        with pytest.raises(TypeError, match=r"\['mine'\]\['0.weight'\] is .*; leave the model out"):
+            other.save_checkpoint(weights)
+    del model.on_save_checkpoint
+    elsewhere = trainer(
+        strategy=ShardcommTrainerStrategy(state_dict_type="sharded"), plugins=[AsyncCheckpointIO()]
+    )
+    elsewhere.validate(module(manual=False, late=False), loader, verbose=False)
+    with pytest.raises(
+        TypeError, match="AsyncCheckpointIO is for checkpoints of one file, and with"
+    ):
+        elsewhere.save_checkpoint(weights)
+    with pytest.raises(TypeError, match="storage_options is for checkpoints of one file"):
+        other.save_checkpoint(weights, storage_options={})
+    for average in (EMAWeightAveraging(), StochasticWeightAveraging(1e-2)):
+        with pytest.raises(ValueError, match=r"averages copies .* shardcomm\.Exponential"):
+            trainer(callbacks=[average]).fit(module(manual=False, late=False), loader)
+
 
 # What ranks do.
+
+
+def consolidated(folder: Path) -> None:
+    """Lightning's own command makes of a folder the file that it would have been."""
+    from lightning.fabric.utilities.consolidate_checkpoint import _load_distributed_checkpoint
+    from lightning.pytorch.utilities.consolidate_checkpoint import _format_checkpoint
+
+    made = _format_checkpoint(_load_distributed_checkpoint(folder / "sharded.ckpt"))
+    file = torch.load(folder / "full.ckpt", weights_only=False)
+    assert made.keys() == file.keys()
+    assert made["state_dict"].keys() == file["state_dict"].keys()
+    for name, weight in file["state_dict"].items():
+        torch.testing.assert_close(made["state_dict"][name], weight)
 
 
 def at_two_ranks(folder: Path) -> dict[Any, Any]:
@@ -391,12 +483,15 @@ def at_two_ranks(folder: Path) -> dict[Any, Any]:
     for kind in ("full", "sharded"):
         train(fabric_of(OURS, state_dict_type=kind), STEPS, save=folder / kind)
         fit(folder, OURS, epochs=1, save=folder / f"{kind}.ckpt", state_dict_type=kind)
+    if torch.distributed.get_rank() == 0:
+        consolidated(folder)
     train(fabric_of(OURS, **shapes), STEPS, save=folder / "of tensors")
     train(fabric_of("DDP"), STEPS, save=folder / "of DDP")
     fabric["DDP resumes"] = train(fabric_of("DDP"), STEPS, load=folder / "full")
     trainer["DDP resumes"] = fit(folder, "DDP", resume=folder / "full.ckpt")
     others = other_ways()
     only_some(folder)
+    without_state(folder)
     refused_by_fabric(folder)
     refused_by_trainer(folder)
     return {"fabric": fabric, "trainer": trainer, "others": others}

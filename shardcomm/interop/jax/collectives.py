@@ -37,7 +37,6 @@ def all_gather(x: ArrayLike, comm: Communicator) -> jax.Array:
         ValueError: `x` has no axes.
         JaxRuntimeError: When the call is executed: a rank has died, called something else or did not come. The end of a
             `with` block of `comm` makes a `CommError` of it.
-        NotImplementedError: It is inside `jax.vmap`.
     """
     array = _checked("all_gather", x, comm)
     _check_rows("all_gather", array, 1)
@@ -62,7 +61,8 @@ def reduce_scatter(x: ArrayLike, comm: Communicator, op: ReduceOp = "sum") -> ja
         TypeError: `x` is no array, or of a dtype that is not summed: accepted are uint8, int32, int64, float16,
             bfloat16, float32 and float64, and floats alone for "avg".
         ValueError: The first axis of `x` is no multiple of `comm.size`; or `op` is none of the accepted values.
-        JaxRuntimeError, NotImplementedError: As `all_gather`.
+        NotImplementedError: A derivative of "max" or "min" is asked for.
+        JaxRuntimeError: As `all_gather`.
     """
     array = _checked("reduce_scatter", x, comm)
     _check_reduce("reduce_scatter", array, op)
@@ -85,8 +85,8 @@ def all_reduce(x: ArrayLike, comm: Communicator, op: ReduceOp = "sum") -> jax.Ar
         An array of the shape of `x`.
 
     Raises:
-        TypeError, ValueError: As `reduce_scatter`; `x` may have any shape.
-        JaxRuntimeError, NotImplementedError: As `all_gather`.
+        TypeError, ValueError, NotImplementedError: As `reduce_scatter`; `x` may have any shape.
+        JaxRuntimeError: As `all_gather`.
     """
     array = _checked("all_reduce", x, comm)
     _check_reduce("all_reduce", array, op)
@@ -106,7 +106,7 @@ def broadcast(x: ArrayLike, comm: Communicator, root: int = 0) -> jax.Array:
     Raises:
         TypeError: As `all_gather`.
         ValueError: `root` is no rank.
-        JaxRuntimeError, NotImplementedError: As `all_gather`.
+        JaxRuntimeError: As `all_gather`.
     """
     array = _checked("broadcast", x, comm)
     if not is_whole(root, 0, comm.size - 1):

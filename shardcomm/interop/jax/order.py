@@ -8,6 +8,9 @@ compiled program to the thread's next (`jax._src.dispatch.runtime_tokens`)::
     program    x ── all_gather ── y      g ── reduce_scatter ── h      (independent for XLA)
     token      t0 ─────┴─── t1 ──────────────────┴─── t2               (so it is not)
 
+Each call has an effect without an order, too. JAX runs a program that was compiled by `lower(...).compile()` past its
+tokens unless it has one (`jax._src.interpreters.pxla.MeshExecutable.create_cpp_call`).
+
 There is one token for gathers and reduces, and for all communicators: a call on a CPU blocks the thread on which XLA
 runs it. With two chains one rank could be in a gather while another one is in a reduce, each with its last thread.
 
@@ -30,17 +33,24 @@ class _Order(effects.Effect):
         return "shardcomm's collectives"
 
 
-ORDER = _Order()
-"""The effect of every collective."""
+class _Call(effects.Effect):
+    def __repr__(self) -> str:
+        return "a call of shardcomm"
 
+
+ORDER = _Order()
+EFFECTS = {ORDER, _Call()}
+"""The effects of every collective."""
+
+effects.ordered_effects.add_type(_Order)
 for _kind in (
-    effects.ordered_effects,
     effects.lowerable_effects,
     effects.control_flow_allowed_effects,
     effects.custom_derivatives_allowed_effects,
     effects.remat_allowed_effects,
 ):
     _kind.add_type(_Order)
+    _kind.add_type(_Call)
 
 
 def token_of(ctx: Any) -> Any:

@@ -18,7 +18,7 @@ from jax.interpreters import ad, batching, mlir, xla
 
 from shardcomm.interop.jax.communicator import Communicator
 from shardcomm.interop.jax.library import TARGET
-from shardcomm.interop.jax.order import ORDER, set_token, token_of
+from shardcomm.interop.jax.order import EFFECTS, set_token, token_of
 
 OPS = {"sum": 0, "avg": 1, "max": 2, "min": 3}  # of shc_op
 
@@ -27,7 +27,7 @@ def _primitive(name: str, *, in_place: bool = False) -> Primitive:
     """A primitive of one array; its parameters are `comm` and, for some, `op` or `root`."""
     primitive = Primitive(name)
     primitive.def_impl(partial(xla.apply_primitive, primitive))
-    batching.primitive_batchers[primitive] = partial(_refuse_vmap, name)
+    batching.primitive_batchers[primitive] = partial(_batched, primitive)
     partial_eval.partial_eval_jaxpr_custom_rules[primitive] = _checkpoint
     for platform in ("cpu", "cuda"):
         rule = partial(_lower, name=name, in_place=in_place, platform=platform)
@@ -66,10 +66,13 @@ def _lower(
     return [result]
 
 
-def _refuse_vmap(name: str, args: Any, dims: Any, **params: Any) -> Any:
-    raise NotImplementedError(
-        f"{name} inside jax.vmap: ranks would have to batch alike; call it outside, on the whole array"
-    )
+def _batched(primitive: Primitive, args: Any, dims: Any, **params: Any) -> Any:
+    """How `jax.vmap` makes a call: once, of all elements of the batch, which lie along the last axis.
+
+    So ranks batch alike, as they give the same shapes: one that does not, or does not batch, gets a mismatch.
+    """
+    (x,), (dim,) = args, dims
+    return primitive.bind(jax.numpy.moveaxis(x, dim, -1), **params), x.ndim - 1
 
 
 def _checkpoint(saveable: Any, unknown: Any, instantiated: Any, eqn: Any) -> Any:
@@ -99,22 +102,22 @@ broadcast_p = _primitive("broadcast", in_place=True)
 
 @all_gather_p.def_effectful_abstract_eval
 def _(x: Any, *, comm: Communicator) -> Any:
-    return _with_rows(x, x.shape[0] * comm.size), {ORDER}
+    return _with_rows(x, x.shape[0] * comm.size), EFFECTS
 
 
 @reduce_scatter_p.def_effectful_abstract_eval
 def _(x: Any, *, comm: Communicator, op: str) -> Any:
-    return _with_rows(x, x.shape[0] // comm.size), {ORDER}
+    return _with_rows(x, x.shape[0] // comm.size), EFFECTS
 
 
 @all_reduce_p.def_effectful_abstract_eval
 def _(x: Any, *, comm: Communicator, op: str) -> Any:
-    return core.ShapedArray(x.shape, x.dtype), {ORDER}
+    return core.ShapedArray(x.shape, x.dtype), EFFECTS
 
 
 @broadcast_p.def_effectful_abstract_eval
 def _(x: Any, *, comm: Communicator, root: int) -> Any:
-    return core.ShapedArray(x.shape, x.dtype), {ORDER}
+    return core.ShapedArray(x.shape, x.dtype), EFFECTS
 
 
 def _transposed_gather(grad: Any, x: Any, *, comm: Communicator) -> Any:

@@ -14,22 +14,30 @@ from lightning.fabric.strategies import DDPStrategy
 from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from torch import nn
 
+from shardcomm.checkpoint.optimizer_state import OptimizerState
 from shardcomm.engine.engine import Engine
 from shardcomm.interop.lightning.shards import (
     Sharding,
     StateDictType,
     backend_for,
     check_one_file,
+    check_own_io,
     full_optimizer_states,
     is_folder,
     load_folder,
     local_path,
     save_folder,
 )
-from shardcomm.interop.optimizers import Successors, check_made_after
+from shardcomm.interop.optimizers import Successors, check_made_after, engine_of_optimizer
+from shardcomm.interop.parts import check_whole
 from shardcomm.unit.unit import Units
 
 Filter = Callable[[str, Any], bool]
+
+_SAVE = (
+    "give the model and the optimizer themselves, as fabric.save(path, {'model': model, 'optimizer': optimizer}), or "
+    "whole tensors, as of fabric.strategy.engine_of(model).full_state_dict()"
+)
 
 
 class ShardcommStrategy(DDPStrategy):
@@ -163,7 +171,7 @@ class ShardcommStrategy(DDPStrategy):
         """Saves `state`, as a file or a folder; collective. See `state_dict_type`."""
         path = local_path(self.broadcast(path), type(self).__name__)
         optimizers = {
-            key: self._engine_of(obj).optimizer_state(obj)
+            key: self._state_of(obj)
             for key, obj in state.items()
             if isinstance(obj, torch.optim.Optimizer)
         }
@@ -171,13 +179,11 @@ class ShardcommStrategy(DDPStrategy):
             check_one_file(path)
             full = full_optimizer_states(path, optimizers)
             state = {key: full.get(key, {}) if key in optimizers else state[key] for key in state}
-            super().save_checkpoint(path, state, storage_options, dict(filter or {}))
+            state = self._convert_stateful_objects_in_state(state, dict(filter or {}))
+            check_whole(state, "state", _SAVE)
+            super().save_checkpoint(path, state, storage_options)
             return
-        if storage_options is not None:
-            raise TypeError(
-                "ShardcommStrategy: storage_options are a CheckpointIO's, which state_dict_type='sharded' does not "
-                "use; leave them out, or save with state_dict_type='full'"
-            )
+        check_own_io(self.checkpoint_io, storage_options, type(self).__name__)
         values: dict[str, Any] = {}
         meta: dict[str, Any] = {}
         for key, obj in state.items():
@@ -193,6 +199,7 @@ class ShardcommStrategy(DDPStrategy):
                 meta[key] = _filtered(
                     obj.state_dict() if hasattr(obj, "state_dict") else obj, wanted
                 )
+        check_whole(meta, "state", _SAVE)
         save_folder(path, values, meta)
 
     def load_checkpoint(
@@ -217,10 +224,12 @@ class ShardcommStrategy(DDPStrategy):
             if isinstance(obj, nn.Module):
                 values[key] = obj.engine if isinstance(obj, _Sharded) else obj
             elif isinstance(obj, torch.optim.Optimizer):
-                values[key] = self._engine_of(obj).optimizer_state(obj)
+                values[key] = self._state_of(obj)
         others = state.keys() - values.keys()
         optional = () if strict else [*values]
-        meta = load_folder(path, values, weights_only=weights_only, optional=optional)
+        meta = load_folder(
+            path, values, weights_only=weights_only, optional=optional, strict=strict
+        )
         for key in others:
             if key not in meta:
                 if strict:
@@ -234,15 +243,11 @@ class ShardcommStrategy(DDPStrategy):
                 state[key] = meta.pop(key)
         return meta
 
-    def _engine_of(self, optimizer: torch.optim.Optimizer) -> Engine:
-        params = {p for group in optimizer.param_groups for p in group["params"]}
-        for engine in self._engines:
-            if params & {*engine.model.parameters()}:
-                return engine
-        raise ValueError(
-            f"ShardcommStrategy: this {type(optimizer).__name__} is of no model that is set up; call "
-            "fabric.setup(model, optimizer) first"
+    def _state_of(self, optimizer: torch.optim.Optimizer) -> OptimizerState:
+        engine = engine_of_optimizer(
+            optimizer, self._engines, "ShardcommStrategy", "fabric.setup(model, optimizer)"
         )
+        return engine.optimizer_state(optimizer)
 
     def _get_process_group_backend(self) -> str:
         self._process_group_backend = self._process_group_backend or backend_for(self.root_device)

@@ -10,7 +10,6 @@ Lightning's own FSDP strategies write folders of the same form, and the names in
 
 from __future__ import annotations
 
-import inspect
 import shutil
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -19,7 +18,9 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from torch import nn
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -33,6 +34,8 @@ from shardcomm.engine.engine import Engine
 from shardcomm.engine.sharding import fully_shard
 from shardcomm.interop.backend import NAME
 from shardcomm.interop.optimizers import check_not_sharded
+from shardcomm.interop.parts import check_parts
+from shardcomm.interop.settings import check_settings
 
 StateDictType = Literal["full", "sharded"]
 
@@ -69,17 +72,7 @@ class Sharding:
             raise ValueError(
                 f"{self.whose}: replicas is {self.replicas!r}; it must be a whole number of at least 1"
             )
-        accepted = [
-            name
-            for name in inspect.signature(fully_shard).parameters
-            if name not in ("model", "comm")
-        ]
-        for name in self.settings:
-            if name not in accepted:
-                raise TypeError(
-                    f"{self.whose}: {name} is no argument; beside its own it takes those of fully_shard: "
-                    f"{', '.join(accepted)}"
-                )
+        check_settings(self.settings, self.whose)
 
     def shard(self, model: nn.Module, device: torch.device) -> Engine:
         """Shards `model` over all ranks of the default process group; collective."""
@@ -113,6 +106,17 @@ def local_path(path: str | Path, whose: str) -> Path:
     return Path(path)
 
 
+def check_own_io(io: Any, storage_options: Any, whose: str) -> None:
+    """TypeError if a checkpoint folder is to be written as `io` writes, a CheckpointIO that Lightning was given."""
+    given = None if type(io) is TorchCheckpointIO else type(io).__name__
+    if given or storage_options is not None:
+        raise TypeError(
+            f"{whose}: {given or 'storage_options'} is for checkpoints of one file, and with state_dict_type='sharded' "
+            "each rank writes its part by torch.distributed.checkpoint; leave it out, or save with "
+            "state_dict_type='full'"
+        )
+
+
 def save_folder(folder: Path, values: dict[str, Any], meta: dict[str, Any]) -> None:
     """Writes a checkpoint folder; collective.
 
@@ -142,6 +146,7 @@ def load_folder(
     *,
     weights_only: bool | None = None,
     optional: Collection[str] = (),
+    strict: bool = True,
 ) -> dict[str, Any]:
     """Reads a checkpoint folder into `values`, in place, and returns the rest, on every rank; collective.
 
@@ -150,20 +155,26 @@ def load_folder(
         values: As in `save_folder`. Those that are `optional`, and not in the folder, are removed from it.
         weights_only: Unless it is False, nothing is read that would run other code than DCP's and torch's.
         optional: Names of `values` that the folder need not have.
+        strict: Whether the folder must have all that `values` consist of, and nothing else of them. Otherwise what it
+            lacks stays as it is.
 
     Raises:
         CheckpointError: Reading would run other code.
         KeyError: The folder lacks one of `values`; nothing is loaded then.
+        RuntimeError: It lacks a part of one of them, or has a part that it lacks; nothing is loaded then.
     """
     if weights_only is not False:
         check_unpickling(folder, frozenset(files_in(folder)))
-    metadata = FileSystemReader(folder).read_metadata()
-    saved = {key.partition(".")[0] for key in metadata.state_dict_metadata}
-    for name in sorted(values.keys() - saved):
+    saved = {*FileSystemReader(folder).read_metadata().state_dict_metadata}
+    names = {key.partition(".")[0] for key in saved}
+    for name in sorted(values.keys() - names):
         if name not in optional:
-            raise KeyError(f"the checkpoint {folder} has no {name!r}; it has {sorted(saved)}")
+            raise KeyError(f"the checkpoint {folder} has no {name!r}; it has {sorted(names)}")
         del values[name]
-    load(values, checkpoint_id=folder)
+    if strict:
+        instead = "by strict=False (in a LightningModule: self.strict_loading = False)"
+        check_parts(folder, values, saved, instead)
+    load(values, checkpoint_id=folder, planner=DefaultLoadPlanner(allow_partial_load=not strict))
     meta: dict[str, Any] = torch.load(folder / _META, "cpu", weights_only=weights_only)
     return meta
 
@@ -227,7 +238,8 @@ def _numbered(state: dict[str, Any]) -> dict[str, Any]:
     names = [name for group in state["param_groups"] for name in group["params"]]
     number = {name: i for i, name in enumerate(names)}
     return {
-        "state": {number[name]: kept for name, kept in state["state"].items()},
+        # DCP writes no empty dict: SGD without momentum has no "state".
+        "state": {number[name]: kept for name, kept in state.get("state", {}).items()},
         "param_groups": [
             {**group, "params": [number[name] for name in group["params"]]}
             for group in state["param_groups"]

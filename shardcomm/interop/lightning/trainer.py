@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -20,13 +21,20 @@ from shardcomm.interop.lightning.shards import (
     StateDictType,
     backend_for,
     check_one_file,
+    check_own_io,
     full_optimizer_states,
     is_folder,
     load_folder,
     local_path,
     save_folder,
 )
+from shardcomm.interop.parts import check_whole
 from shardcomm.unit.unit import Units
+
+_SHARDED = (
+    "state_dict",
+    "optimizer_states",
+)  # in a checkpoint: what save_checkpoint brings together
 
 
 class ShardcommTrainerStrategy(DDPStrategy):
@@ -92,6 +100,13 @@ class ShardcommTrainerStrategy(DDPStrategy):
                 "ShardcommTrainerStrategy: sync_batchnorm is True; convert the model in configure_model instead, by "
                 "torch.nn.SyncBatchNorm.convert_sync_batchnorm"
             )
+        for callback in trainer.callbacks:
+            if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
+                raise ValueError(
+                    f"ShardcommTrainerStrategy: the callback {type(callback).__name__} averages copies of the whole "
+                    "model; leave it out, and average this rank's rows by "
+                    "shardcomm.ExponentialMovingAverage(self.trainer.strategy.engine) in the LightningModule"
+                )
         if self.engine is None or self.engine.model is not self.model:
             self.model = self.precision_plugin.convert_module(self.model)
             self.engine = self._sharding.shard(self.model, self.root_device)
@@ -149,6 +164,12 @@ class ShardcommTrainerStrategy(DDPStrategy):
     ) -> None:
         """Saves `checkpoint`, as a file or a folder; collective. See `state_dict_type`."""
         path = local_path(self.broadcast(filepath), type(self).__name__)
+        check_whole(
+            {key: checkpoint[key] for key in checkpoint if key not in _SHARDED},
+            "checkpoint",
+            "leave the model out of on_save_checkpoint, since the strategy saves it, or put whole tensors there, as of "
+            "self.trainer.strategy.engine.full_state_dict()",
+        )
         states = checkpoint.pop("optimizer_states", None)
         named = {_optimizer(number): state for number, state in enumerate(states or [])}
         if self._sharding.state_dict_type == "full":
@@ -158,12 +179,8 @@ class ShardcommTrainerStrategy(DDPStrategy):
                 checkpoint["optimizer_states"] = [*full.values()]
             super().save_checkpoint(checkpoint, path, storage_options)
             return
-        if storage_options is not None:
-            raise TypeError(
-                "ShardcommTrainerStrategy: storage_options are a CheckpointIO's, which state_dict_type='sharded' does "
-                "not use; leave them out, or save with state_dict_type='full'"
-            )
-        save_folder(path, {"state_dict": checkpoint.pop("state_dict"), **named}, checkpoint)
+        check_own_io(self.checkpoint_io, storage_options, type(self).__name__)
+        save_folder(path, {"model": checkpoint.pop("state_dict"), **named}, checkpoint)
 
     def load_checkpoint(
         self, checkpoint_path: str | Path, weights_only: bool | None = None
@@ -176,9 +193,13 @@ class ShardcommTrainerStrategy(DDPStrategy):
         engine = self._set_up()
         optimizers = {_optimizer(n): each for n, each in enumerate(self.optimizers)}
         values: dict[str, Any] = {n: engine.optimizer_state(o) for n, o in optimizers.items()}
-        values["state_dict"] = engine
+        values["model"] = engine
         checkpoint = load_folder(
-            path, values, weights_only=weights_only, optional=optimizers.keys()
+            path,
+            values,
+            weights_only=weights_only,
+            optional=optimizers.keys(),
+            strict=self.lightning_module.strict_loading,
         )
         # The Trainer loads these once more: they are views of what they are loaded into. It raises if it wants to load
         # optimizers, and there are none.
