@@ -76,19 +76,15 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         coverage.write(session.items, session.config.option.coverage_table)
     if session.config.option.collectonly:
         return
-    # Rank processes are forked from a server that has loaded what they need.
-    # (FSDP2 loads torch._dynamo when it is first called, and saving loads DCP.)
-    multiprocessing.set_forkserver_preload(
-        [
-            "shardcomm",
-            "support.nets",
-            "torch._dynamo",
-            "torch.distributed.checkpoint",
-            "support.fsdp2_cases",
-        ]
-    )
+    # Ranks are forked from a server that has loaded what they need.
+    multiprocessing.set_forkserver_preload(["support.fork_server"])
     # Takes longer than many a test: begun at once, but only for tests that need it.
-    if any("launch" in vars(item.module) for item in session.items if hasattr(item, "module")):
+    starters = {"launch", "launched", "get_context", "train_runs", "commands"}
+    if any(
+        not starters.isdisjoint(vars(item.module))
+        for item in session.items
+        if hasattr(item, "module")
+    ):
         forkserver.ensure_running()
 
 
