@@ -24,14 +24,14 @@ from shardcomm import _C, CommError, Communicator, Stream, enable_stack_dumps
 from shardcomm.cli.ps import groups, stacks
 from shardcomm.comm.core import CoreCommunicator
 from shardcomm.process.stack_dumps import enable_where_free
+from support.commands import command
 from support.gates import DEADLINE_S, Gate, launched, until, wait_at
 
 RANKS = 3
 
 
 def ps(*options: str) -> str:
-    command = [sys.executable, "-m", "shardcomm", "ps", *options]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=DEADLINE_S)
+    done = command("ps", *options)
     assert (done.returncode, done.stderr) == (0, "")
     return done.stdout
 
