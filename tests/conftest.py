@@ -76,15 +76,13 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         coverage.write(session.items, session.config.option.coverage_table)
     if session.config.option.collectonly:
         return
+    modules = {item.module for item in session.items if hasattr(item, "module")}
     # Ranks are forked from a server that has loaded what they need.
-    multiprocessing.set_forkserver_preload(["support.fork_server"])
+    wanted = {name for module in modules for name in getattr(module, "PRELOADED", [])}
+    multiprocessing.set_forkserver_preload([*sorted(wanted), "support.fork_server"])
     # Takes longer than many a test: begun at once, but only for tests that need it.
-    starters = {"launch", "launched", "get_context", "train_runs", "commands"}
-    if any(
-        not starters.isdisjoint(vars(item.module))
-        for item in session.items
-        if hasattr(item, "module")
-    ):
+    starters = {"launch", "launched", "get_context", "processes", "command", "commands", "refusal"}
+    if any(not starters.isdisjoint(vars(module)) for module in modules):
         forkserver.ensure_running()
 
 
@@ -130,6 +128,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
         items[:], left_out = fast.select(items)
         config.hook.pytest_deselected(items=left_out)
+    # A long one that begins last would run alone.
+    slow = {item.path for item in items if item.get_closest_marker("slow") is not None}
+    items.sort(key=lambda item: item.path not in slow)
     for item in items:
         if item.get_closest_marker("gpu") is not None:
             import torch

@@ -28,6 +28,7 @@ from support.commands import command
 from support.gates import DEADLINE_S, Gate, launched, until, wait_at
 
 RANKS = 3
+NOBODY = 65533  # not 65534, as whom other tests run ranks beside this one
 
 
 def ps(*options: str) -> str:
@@ -288,7 +289,7 @@ def look_as_nobody(folder: Path) -> list[str]:
             wait_at(folder / "gate")
         return []
     with Communicator.from_env(deadline_s=DEADLINE_S, transport="shm"):
-        os.seteuid(65534)
+        os.seteuid(NOBODY)
         found = groups.find()
         answer = stacks.ask([os.getppid()])[os.getppid()]
         os.seteuid(0)
