@@ -76,19 +76,13 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         coverage.write(session.items, session.config.option.coverage_table)
     if session.config.option.collectonly:
         return
-    # Rank processes are forked from a server that has loaded what they need.
-    # (FSDP2 loads torch._dynamo when it is first called, and saving loads DCP.)
-    multiprocessing.set_forkserver_preload(
-        [
-            "shardcomm",
-            "support.nets",
-            "torch._dynamo",
-            "torch.distributed.checkpoint",
-            "support.fsdp2_cases",
-        ]
-    )
+    modules = {item.module for item in session.items if hasattr(item, "module")}
+    # Ranks are forked from a server that has loaded what they need.
+    wanted = {name for module in modules for name in getattr(module, "PRELOADED", [])}
+    multiprocessing.set_forkserver_preload([*sorted(wanted), "support.fork_server"])
     # Takes longer than many a test: begun at once, but only for tests that need it.
-    if any("launch" in vars(item.module) for item in session.items if hasattr(item, "module")):
+    starters = {"launch", "launched", "get_context", "processes", "command", "commands", "refusal"}
+    if any(not starters.isdisjoint(vars(module)) for module in modules):
         forkserver.ensure_running()
 
 
@@ -134,6 +128,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
         items[:], left_out = fast.select(items)
         config.hook.pytest_deselected(items=left_out)
+    # A long one that begins last would run alone.
+    slow = {item.path for item in items if item.get_closest_marker("slow") is not None}
+    items.sort(key=lambda item: item.path not in slow)
     for item in items:
         if item.get_closest_marker("gpu") is not None:
             import torch

@@ -24,6 +24,7 @@ from shardcomm.cli.bench.driver import benchmark
 from shardcomm.cli.bench.options import BenchOptions
 from shardcomm.cli.bench.results import Results
 from shardcomm.comm.core import CoreCommunicator
+from support import commands
 from support.nccl_tests_output import Table, tables
 from support.sessions import ranks_of, wait_for_end
 
@@ -36,14 +37,12 @@ BUS_FACTORS = {"all_gather": 2 / 3, "reduce_scatter": 2 / 3, "all_reduce": 4 / 3
 LAYER = {"a": [7, 5], "b": [1], "c": [4, 3, 2], "d": [11]}
 
 
-def bench(*args: str, **options: object) -> subprocess.CompletedProcess[str]:
-    return run([sys.executable, "-m", "shardcomm", "bench", *args], **options)
+def bench(*args: str) -> subprocess.CompletedProcess[str]:
+    return commands.command("bench", *args)
 
 
-def run(command: list[str], **options: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=DEADLINE_S, check=False, **options
-    )  # type: ignore[call-overload,no-any-return]
+def run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
 
 
 def in_process(*args: str) -> int:

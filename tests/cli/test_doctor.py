@@ -7,8 +7,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -22,20 +20,15 @@ from shardcomm.cli.doctor.memory import cgroup_limit
 from shardcomm.cli.doctor.screen import screen
 from shardcomm.cli.doctor.self_test import Outcome, between_processes, between_threads
 from shardcomm.comm.core import CoreCommunicator
+from support.commands import command as run
 
 COLLECTIVES = {"all_gather", "reduce_scatter", "all_reduce", "broadcast"}
 
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    """What it writes, run as its users run it."""
-    done = subprocess.run(
-        [sys.executable, "-m", "shardcomm", "doctor", "--json", "-"],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
+    """What it writes."""
+    done = run("doctor", "--json", "-")
     assert (done.returncode, done.stderr) == (0, "")
     return json.loads(done.stdout)  # type: ignore[no-any-return]
 

@@ -24,14 +24,15 @@ from shardcomm import _C, CommError, Communicator, Stream, enable_stack_dumps
 from shardcomm.cli.ps import groups, stacks
 from shardcomm.comm.core import CoreCommunicator
 from shardcomm.process.stack_dumps import enable_where_free
+from support.commands import command
 from support.gates import DEADLINE_S, Gate, launched, until, wait_at
 
 RANKS = 3
+NOBODY = 65533  # not 65534, as whom other tests run ranks beside this one
 
 
 def ps(*options: str) -> str:
-    command = [sys.executable, "-m", "shardcomm", "ps", *options]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=DEADLINE_S)
+    done = command("ps", *options)
     assert (done.returncode, done.stderr) == (0, "")
     return done.stdout
 
@@ -288,7 +289,7 @@ def look_as_nobody(folder: Path) -> list[str]:
             wait_at(folder / "gate")
         return []
     with Communicator.from_env(deadline_s=DEADLINE_S, transport="shm"):
-        os.seteuid(65534)
+        os.seteuid(NOBODY)
         found = groups.find()
         answer = stacks.ask([os.getppid()])[os.getppid()]
         os.seteuid(0)

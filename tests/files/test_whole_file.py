@@ -2,28 +2,15 @@
 
 from __future__ import annotations
 
-import resource
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from shardcomm.files.whole_file import written_whole
 from shardcomm.trace.timeline import RankTimeline, Span, Timeline
+from support.commands import command
 
 PLAN = ["plan", "--params", "1e6"]
-
-
-def command(*args: str, most_bytes: int | None = None) -> subprocess.CompletedProcess[str]:
-    def limit() -> None:
-        if most_bytes is not None:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, most_bytes))
-
-    run = [sys.executable, "-m", "shardcomm", *args]
-    return subprocess.run(
-        run, capture_output=True, text=True, timeout=120, preexec_fn=limit, check=False
-    )
 
 
 @pytest.mark.parametrize("args", [[*PLAN, "--json"], ["doctor", "--json"]], ids=["plan", "doctor"])

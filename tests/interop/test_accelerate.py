@@ -17,6 +17,7 @@ from torch import nn
 import shardcomm
 from shardcomm import launch
 
+PRELOADED = ["accelerate"]
 BATCHES = 8  # 4 steps of two micro-batches
 
 needs_accelerate = pytest.mark.skipif(

@@ -1,6 +1,6 @@
 """Lightning's Fabric and Trainer over the engine: what they compute, save and refuse, compared with their DDP.
 
-Importing lightning takes seconds, so that all that ranks do is done in one launch for each number of ranks.
+All that ranks do is done in one launch for each number of ranks.
 """
 
 from __future__ import annotations
@@ -25,6 +25,10 @@ from shardcomm import launch
 
 STEPS = 3  # before a checkpoint, and after it
 OURS = "ShardcommStrategy"
+PRELOADED = [
+    "lightning.fabric",
+    "lightning.pytorch",
+]  # by the fork server, in whose ranks it would take seconds
 
 needs_lightning = pytest.mark.skipif(
     importlib.util.find_spec("lightning") is None, reason="needs: pip install lightning"

@@ -24,7 +24,7 @@ from shardcomm.meeting.store import serve_on_loopback
 Kind = Literal["raise", "raise after", "kill", "kill after"]
 
 RANKS = 2
-DEADLINE_S = 8.0
+DEADLINE_S = 5.0
 NOTICED_S = 2.0
 
 

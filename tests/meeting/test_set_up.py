@@ -496,24 +496,28 @@ def can_unshare() -> bool:
 @pytest.mark.skipif(not can_unshare(), reason="no user namespaces here (unshare -U)")
 def test_rank_in_another_user_namespace_makes_all_take_c10d_and_say_why(tmp_path: Path) -> None:
     """Started by hand: rank 0 keeps the store, for this host alone."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    ranks = [
-        subprocess.Popen(
-            [*begin, sys.executable, __file__, str(tmp_path / str(rank))],
-            env=os.environ
-            | {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
-               "MASTER_PORT": str(port)},
-        )
-        for rank, begin in enumerate([[], ["unshare", "-U"]])
-    ]  # fmt: skip
-    try:
-        for process in ranks:
-            assert process.wait(120) == 0
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
+    with (
+        socket.socket() as reserved
+    ):  # no other program gets the port meanwhile; rank 0 listens at it all the same
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind(("127.0.0.1", 0))
+        port = reserved.getsockname()[1]
+        ranks = [
+            subprocess.Popen(
+                [*begin, sys.executable, __file__, str(tmp_path / str(rank))],
+                env=os.environ
+                | {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+                   "MASTER_PORT": str(port)},
+            )
+            for rank, begin in enumerate([[], ["unshare", "-U"]])
+        ]  # fmt: skip
+        try:
+            for process in ranks:
+                assert process.wait(120) == 0
+        finally:
+            for process in ranks:
+                process.kill()
+                process.wait()
     outcomes = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(2)]
     check_all_fell_back([outcome for several, _ in outcomes for outcome in several])
     assert outcomes[0][1] == ["127.0.0.1"]

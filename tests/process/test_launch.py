@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from shardcomm import Communicator, RankError, launch
+from support.gates import Gate, wait_at
 from support.listeners import listening
 
 RANKS = 3
@@ -79,6 +80,12 @@ def test_rank_without_a_result_is_named(fn: Callable[[], object], message: str) 
         launch(fn, 2, timeout_s=60)
 
 
+@pytest.fixture
+def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For ranks that notice no failure, and would be waited for as long as `launch` does."""
+    monkeypatch.setattr("shardcomm.process.launch.GRACE_S", 1.5)
+
+
 def wait_for_ever() -> None:
     threading.Event().wait()
 
@@ -89,6 +96,7 @@ def end_by(number: int) -> None:
     wait_for_ever()
 
 
+@pytest.mark.usefixtures("short_grace")
 @pytest.mark.parametrize(
     ("number", "name"),
     [
@@ -119,24 +127,24 @@ def test_a_forked_child_that_comes_back_is_not_the_rank(raising: bool) -> None:
     assert launch(fork_and_come_back, 2, (raising,), timeout_s=60) == [said] * 2
 
 
-def die_beside_a_child(meeting: Path) -> None:
+def die_beside_a_child(gate: Path) -> None:
     """The child, which has the rank's pipe to the launcher too, ends when the test does."""
     if os.environ["RANK"] == "1":
         if os.fork() == 0:
-            os.open(meeting, os.O_RDONLY)  # waits for who writes
+            wait_at(gate)
             os._exit(0)
         os.kill(os.getpid(), signal.SIGKILL)
     wait_for_ever()
 
 
+@pytest.mark.usefixtures("short_grace")
 def test_a_death_is_noticed_though_a_forked_child_lives_on(tmp_path: Path) -> None:
-    meeting = tmp_path / "meeting"
-    os.mkfifo(meeting)
+    gate = Gate(tmp_path)
     try:
         with pytest.raises(RankError, match="rank 1 was killed by SIGKILL"):
-            launch(die_beside_a_child, 2, (meeting,), timeout_s=30)
+            launch(die_beside_a_child, 2, (gate.path,), timeout_s=30)
     finally:
-        os.close(os.open(meeting, os.O_RDWR))
+        gate.open()
 
 
 def end_in_the_middle_of_the_result(number: int) -> bytes:
@@ -152,8 +160,8 @@ def end_in_the_middle_of_the_result(number: int) -> bytes:
 def test_a_rank_that_ends_in_the_middle_of_its_result_is_named() -> None:
     with pytest.raises(RankError, match="rank 1 was killed by SIGKILL"):
         launch(end_in_the_middle_of_the_result, 2, (signal.SIGKILL,), timeout_s=60)
-    with pytest.raises(TimeoutError, match=r"ranks \[1\] of 2 still ran after 5 s"):
-        launch(end_in_the_middle_of_the_result, 2, (signal.SIGSTOP,), timeout_s=5)
+    with pytest.raises(TimeoutError, match=r"ranks \[1\] of 2 still ran after 3 s"):
+        launch(end_in_the_middle_of_the_result, 2, (signal.SIGSTOP,), timeout_s=3)
 
 
 def return_much() -> bytes:

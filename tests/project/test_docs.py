@@ -6,8 +6,6 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ import torch.distributed as dist
 
 import shardcomm
 from shardcomm.__main__ import make_parser
+from support import commands
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -29,7 +28,7 @@ def blocks(page: Path, language: str) -> list[str]:
     return [re.sub(rf"^{indent}", "", text, flags=re.MULTILINE) for indent, text in found]
 
 
-def commands(page: Path) -> list[str]:
+def commands_of(page: Path) -> list[str]:
     """The lines of its ```sh blocks, without their comments."""
     text = "".join(blocks(page, "sh")).replace("\\\n", "")
     lines = (re.sub(r"\s+#.*", "", line).strip() for line in text.splitlines())
@@ -46,7 +45,7 @@ EXAMPLES = [
     for page in [*PAGES, *SOURCES]
     for number, example in enumerate(blocks(page, "python"), 1)
 ]
-COMMANDS = {command: page for page in PAGES for command in commands(page)}
+COMMANDS = {command: page for page in PAGES for command in commands_of(page)}
 OURS = [command for command in COMMANDS if command.startswith("shardcomm ")]
 
 
@@ -80,17 +79,14 @@ def test_there_are_examples_and_commands() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "page", [page for page in PAGES if set(commands(page)) & set(OURS)], ids=named
+    "page", [page for page in PAGES if set(commands_of(page)) & set(OURS)], ids=named
 )
 def test_the_commands_of_shardcomm_run(page: Path, tmp_path: Path) -> None:
     """In their order, in one folder: one may read what another has written."""
-    for command in commands(page):
+    for command in commands_of(page):
         if command not in OURS or COMMANDS[command] != page:
             continue  # another page runs it
-        words = [sys.executable, "-m", "shardcomm", *shlex.split(command)[1:]]
-        ran = subprocess.run(
-            words, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120
-        )
+        ran = commands.command(*shlex.split(command)[1:], cwd=tmp_path)
         assert ran.returncode == 0, f"{command}\n{ran.stdout}\n{ran.stderr}"
 
 
@@ -119,9 +115,8 @@ def shown_output(page: Path) -> list[tuple[str, str]]:
     ("command", "shown"), [each for page in PAGES for each in shown_output(page)]
 )
 def test_a_plan_that_is_shown_is_what_the_command_prints(command: str, shown: str) -> None:
-    words = [sys.executable, "-m", "shardcomm", *shlex.split(command)]
-    printed = subprocess.run(words, capture_output=True, text=True, check=True, timeout=60)
-    assert shown.strip() in printed.stdout
+    printed = commands.command(*shlex.split(command))
+    assert shown.strip() in printed.stdout, printed.stderr
 
 
 def test_a_plan_is_shown() -> None:

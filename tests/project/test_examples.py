@@ -15,6 +15,7 @@ from tqdm import tqdm
 from shardcomm import launch
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+PRELOADED = ["lightning.fabric", "lightning.pytorch", "accelerate"]
 
 
 def run(name: str, *args: object) -> Any:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from select import select
 
 import pytest
 
@@ -13,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "bench"))
 import played_cuda  # noqa: E402
 
+DEADLINE_S = 120.0
 CASES = [
     "gather_and_reduce",
     "owners_of_whole_parameters",
@@ -53,9 +58,41 @@ def test_host_time_of_collectives_with_peers_is_reported(tmp_path: Path) -> None
         assert 0 < figures[name]["p10_s"] <= figures[name]["median_s"] <= figures[name]["p90_s"]
 
 
-@pytest.mark.usefixtures("extension")
+# Forks a process for each line that it reads, which runs that script, and prints its exit status. Torch is loaded once.
+RUNS_SCRIPTS = """
+import gc, os, pytest, runpy, sys, torch
+gc.freeze()
+for line in sys.stdin:
+    stderr, *sys.argv = line.split()
+    if os.fork() == 0:
+        os.dup2(os.open(stderr, os.O_WRONLY | os.O_CREAT), 2)
+        runpy.run_path(sys.argv[0], run_name="__main__")
+        sys.exit()
+    print(os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def forks(extension: None) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-c", RUNS_SCRIPTS]
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # so that a case that hangs can be ended with it
+    )
+    with process:
+        yield process
+        os.killpg(process.pid, signal.SIGKILL)
+
+
 @pytest.mark.parametrize("case", CASES)
-def test_case(case: str) -> None:
-    command = [sys.executable, str(ROOT / "tests" / "played_cases.py"), case]
-    done = subprocess.run(command, check=False, text=True, capture_output=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+def test_case(forks: subprocess.Popen[str], case: str, tmp_path: Path) -> None:
+    assert forks.stdin is not None
+    assert forks.stdout is not None
+    stderr = tmp_path / "stderr"
+    forks.stdin.write(f"{stderr} {ROOT / 'tests' / 'played_cases.py'} {case}\n")
+    forks.stdin.flush()
+    assert select([forks.stdout], [], [], DEADLINE_S)[0], f"{case} still runs"
+    assert forks.stdout.readline() == "0\n", stderr.read_text()

@@ -1,0 +1,70 @@
+"""Runs a command of `shardcomm` in a process of the fork server, which has loaded what takes seconds to load.
+
+What is about a start as users start it, or about signals, starts `python -m shardcomm` instead.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import resource
+import sys
+import tempfile
+from multiprocessing import get_context, util
+from pathlib import Path
+from subprocess import CompletedProcess
+
+from shardcomm.__main__ import main
+
+DEADLINE_S = 120.0
+
+
+def command(
+    *args: str, cwd: Path | None = None, most_bytes: int | None = None
+) -> CompletedProcess[str]:
+    """`shardcomm ARGS`: its exit status, and what it has printed. No file that it writes has more than `most_bytes`."""
+    with tempfile.TemporaryDirectory() as folder:
+        out, err = Path(folder, "out"), Path(folder, "err")
+        process = get_context("forkserver").Process(
+            target=_run, args=(args, dict(os.environ), cwd or Path.cwd(), most_bytes, out, err)
+        )
+        process.start()
+        process.join(DEADLINE_S)
+        if process.exitcode is None:
+            process.kill()
+            process.join()
+        return CompletedProcess(args, process.exitcode or 0, out.read_text(), err.read_text())
+
+
+def _run(
+    args: tuple[str, ...],
+    environment: dict[str, str],
+    cwd: Path,
+    most_bytes: int | None,
+    out: Path,
+    err: Path,
+) -> None:
+    for number, file in ((1, out), (2, err)):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), number)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(cwd)
+    util.spawnv_passfds = _fork_server
+    sys.argv = ["shardcomm", *args]
+    if most_bytes is not None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, most_bytes))
+    sys.exit(main())
+
+
+def _fork_server(_path: bytes, args: list[str], descriptors: list[int]) -> int:
+    """Stands in for multiprocessing's start of a fork server, which would load everything anew; returns its pid."""
+    pid = os.fork()
+    if pid > 0:
+        return pid
+    try:
+        kept = [2, *sorted(descriptors), os.sysconf("SC_OPEN_MAX")]
+        for before, after in itertools.pairwise(kept):
+            os.closerange(before + 1, after)
+        exec(args[-1])
+    finally:
+        os._exit(0)
