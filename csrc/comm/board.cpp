@@ -56,11 +56,13 @@ void Board::begin(Call call) {
   for (const Call& theirs : calls_) {
     if (!call_.same_as(theirs)) throw_mismatch();
   }
-  if (reads_addresses_) {
-    state(group_.rank()).reading.store(1);
-    group_.throw_if_failed(
-        call_);  // after it: a rank that leaves sees this rank read, or this rank sees it leave
-  }
+}
+
+void Board::start_reading() {
+  if (!reads_addresses_) return;
+  state(group_.rank()).reading.store(1);
+  // After it: a rank that leaves sees this rank read, or this rank sees it leave.
+  group_.throw_if_failed(call_);
 }
 
 void Board::end() noexcept {

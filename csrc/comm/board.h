@@ -37,6 +37,10 @@ class Board {
   void begin(Call call);
   const Call& call_of(int rank) const { return calls_[static_cast<std::size_t>(rank)]; }
 
+  // Says, until `end`, that this rank reads other ranks' operands, by their addresses if it does
+  // so. Throws CommError if the group has failed: operands may be gone.
+  void start_reading();
+
   // Returns when every rank has come here. Afterwards all ranks see what each wrote before it came.
   void meet();
 

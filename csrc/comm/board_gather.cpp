@@ -87,6 +87,7 @@ void BoardCommunicator::run_all_gather(const void* send, DType send_dtype, void*
     }
     refuse_parts_of_one_window(channel);
     if (!all_filled_first(channel) && all_reachable(channel, &Call::send)) {
+      channel.board.start_reading();
       for (int i = 0; i < size_; ++i) {
         const int r = (rank_ + i) % size_;  // not all from the same rank at once
         executor_->convert(at(recv, parts.begin(r), recv_dtype), recv_dtype,
@@ -141,6 +142,7 @@ void BoardCommunicator::run_broadcast(void* buffer, std::size_t bytes, int root,
     begin_staged(channel, call, bytes, rank_ != root || fills_first(call.send, bytes), stream,
                  fill);
     if (!all_filled_first(channel) && channel.board.call_of(root).send.reachable()) {
+      channel.board.start_reading();
       const std::byte* source = peer(channel, &Call::send, root);
       if (source != buffer) executor_->copy(buffer, source, bytes, stream);
       meet(channel, stream);

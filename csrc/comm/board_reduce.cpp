@@ -104,6 +104,7 @@ void BoardCommunicator::run_reduce_scatter(const void* send, DType dtype, void* 
 
     begin_staged(channel, call, parts, fills_first(call.send, bytes), stream, fill);
     if (!all_filled_first(channel) && all_reachable(channel, &Call::send)) {
+      channel.board.start_reading();
       const auto* from = sources(channel, [&](int r) {
         return at(peer(channel, &Call::send, r), parts.begin(rank_), dtype);
       });
@@ -144,6 +145,7 @@ void BoardCommunicator::run_all_reduce(void* buffer, DType dtype, std::int64_t c
 
     begin_staged(channel, call, count, fills_first(call.send, bytes), stream, fill);
     if (!all_filled_first(channel) && all_reachable(channel, &Call::send)) {
+      channel.board.start_reading();
       all_reduce_direct(channel, static_cast<std::byte*>(buffer), dtype, count, op, stream);
       return took(channel, Op::all_reduce, Path::direct);
     }

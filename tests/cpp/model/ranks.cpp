@@ -219,6 +219,7 @@ void Ranks::move_bytes(int rank, int channel, Form form, std::uint64_t sequence)
       }
       return;
     case Form::direct:
+      board.start_reading();
       for (int i = 1; i < program_.ranks; ++i) {
         const Call& theirs = board.call_of((rank + i) % program_.ranks);
         read_operand(rank, channel, static_cast<int>(theirs.send.offset), sequence);
