@@ -48,6 +48,7 @@ static double most(double seconds) {
 
 static void measure_all(int rank, int rounds, int64_t bytes, int first) {
   const struct ranks ranks = {rank, size, meet, most};
+  if (first) warm_up(&ranks);
   void (*const runs[kOps])(const float*, float*, int64_t) = {gather, reduce_scatter, all_reduce, broadcast, barrier};
   float* in = malloc((size_t)bytes);
   float* out = malloc((size_t)bytes);

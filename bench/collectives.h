@@ -67,6 +67,14 @@ static double slowest(const struct ranks* ranks, const struct collective* each, 
   return ranks->most((now() - start) / calls);
 }
 
+// Until the system has given each rank a core of its own, if there are enough.
+static void warm_up(const struct ranks* ranks) {
+  const double start = now();
+  while (ranks->most(now() - start) < 0.2) {
+    for (int i = 0; i < 100; ++i) ranks->meet();
+  }
+}
+
 // `first`: whether nothing was printed before.
 static void measure(const struct ranks* ranks, const char* peer, int op, const struct collective* each, int64_t bytes,
                     int rounds, int first) {

@@ -42,6 +42,7 @@ int main(int argc, char** argv) {
   MPI_Comm_rank(MPI_COMM_WORLD, &ranks.rank);
   MPI_Comm_size(MPI_COMM_WORLD, &ranks.size);
   size = ranks.size;
+  warm_up(&ranks);
   void (*const runs[kOps])(const float*, float*, int64_t) = {gather, reduce_scatter, all_reduce, broadcast, barrier};
   for (int a = 2; a < argc; ++a) {
     const int64_t bytes = atol(argv[a]);

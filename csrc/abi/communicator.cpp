@@ -36,18 +36,21 @@ Parts parts_of(const shc_comm& comm, std::int64_t count, const int64_t* counts) 
   return Parts(all);
 }
 
-Stream::Operation gather(const shc_comm& comm, const void* send, shc_dtype send_dtype, void* recv,
-                         shc_dtype recv_dtype, std::int64_t count,
-                         const shc_gather_options* options) {
+// Calls use(send, send_dtype, recv, recv_dtype, parts, tag).
+template <class Use>
+auto with_gather(const shc_comm& comm, const void* send, shc_dtype send_dtype, void* recv,
+                 shc_dtype recv_dtype, std::int64_t count, const shc_gather_options* options,
+                 Use&& use) {
   const auto given = options_of("options", options, shc_gather_options SHC_GATHER_OPTIONS_INIT);
-  return Communicator::bind_all_gather(comm.comm, send, dtype_of(send_dtype, "send_dtype"), recv,
-                                       dtype_of(recv_dtype, "recv_dtype"),
-                                       parts_of(comm, count, given.counts), given.tag);
+  return use(send, dtype_of(send_dtype, "send_dtype"), recv, dtype_of(recv_dtype, "recv_dtype"),
+             parts_of(comm, count, given.counts), given.tag);
 }
 
-Stream::Operation reduce(const shc_comm& comm, const void* send, shc_dtype send_dtype, void* recv,
-                         shc_dtype recv_dtype, std::int64_t count, shc_op op,
-                         const shc_reduce_options* options) {
+// Calls use(send, dtype, recv, epilogue, parts, op, tag).
+template <class Use>
+auto with_reduce(const shc_comm& comm, const void* send, shc_dtype send_dtype, void* recv,
+                 shc_dtype recv_dtype, std::int64_t count, shc_op op,
+                 const shc_reduce_options* options, Use&& use) {
   const auto given = options_of("options", options, shc_reduce_options SHC_REDUCE_OPTIONS_INIT);
   if (given.scale == 0.0f) {
     throw std::invalid_argument(
@@ -56,18 +59,15 @@ Stream::Operation reduce(const shc_comm& comm, const void* send, shc_dtype send_
   }
   const Epilogue epilogue{dtype_of(recv_dtype, "recv_dtype"), given.scale, given.accumulate != 0,
                           given.nonfinite};
-  return Communicator::bind_reduce_scatter(comm.comm, send, dtype_of(send_dtype, "send_dtype"),
-                                           recv, epilogue, parts_of(comm, count, given.counts),
-                                           op_of(op), given.tag);
+  return use(send, dtype_of(send_dtype, "send_dtype"), recv, epilogue,
+             parts_of(comm, count, given.counts), op_of(op), given.tag);
 }
 
-// The C functions of one collective are two: one that runs it, and one that binds it.
-template <class Bind>
-shc_status run(const char* function, shc_comm* comm, shc_stream* stream, Bind&& bind) {
-  return guarded(function, [&] {
-    const shc_comm& known = checked(comm, "comm");
-    shardcomm::abi::run_on(stream, known.device, bind(known));
-  });
+// Runs a collective: at once by `call` or, on a stream, what `bind` binds.
+template <class Call, class Bind>
+void run_now_or_on(shc_stream* stream, const shc_comm& comm, Call&& call, Bind&& bind) {
+  if (stream == nullptr) return call();  // binding takes memory, and time
+  shardcomm::abi::run_on(stream, comm.device, bind());
 }
 
 template <class Bind>
@@ -185,8 +185,14 @@ void shc_memory_destroy(shc_memory* memory) { shardcomm::abi::destroy(memory); }
 shc_status shc_all_gather(shc_comm* comm, const void* send, shc_dtype send_dtype, void* recv,
                           shc_dtype recv_dtype, int64_t count, const shc_gather_options* options,
                           shc_stream* stream) {
-  return run("shc_all_gather", comm, stream, [&](const shc_comm& known) {
-    return gather(known, send, send_dtype, recv, recv_dtype, count, options);
+  return guarded("shc_all_gather", [&] {
+    const shc_comm& known = checked(comm, "comm");
+    with_gather(known, send, send_dtype, recv, recv_dtype, count, options,
+                [&](const auto&... args) {
+                  run_now_or_on(
+                      stream, known, [&] { known.comm->all_gather(args...); },
+                      [&] { return Communicator::bind_all_gather(known.comm, args...); });
+                });
   });
 }
 
@@ -194,15 +200,23 @@ shc_status shc_bind_all_gather(shc_comm* comm, const void* send, shc_dtype send_
                                shc_dtype recv_dtype, int64_t count,
                                const shc_gather_options* options, shc_collective** collective) {
   return keep("shc_bind_all_gather", comm, collective, [&](const shc_comm& known) {
-    return gather(known, send, send_dtype, recv, recv_dtype, count, options);
+    return with_gather(
+        known, send, send_dtype, recv, recv_dtype, count, options,
+        [&](const auto&... args) { return Communicator::bind_all_gather(known.comm, args...); });
   });
 }
 
 shc_status shc_reduce_scatter(shc_comm* comm, const void* send, shc_dtype send_dtype, void* recv,
                               shc_dtype recv_dtype, int64_t count, shc_op op,
                               const shc_reduce_options* options, shc_stream* stream) {
-  return run("shc_reduce_scatter", comm, stream, [&](const shc_comm& known) {
-    return reduce(known, send, send_dtype, recv, recv_dtype, count, op, options);
+  return guarded("shc_reduce_scatter", [&] {
+    const shc_comm& known = checked(comm, "comm");
+    with_reduce(known, send, send_dtype, recv, recv_dtype, count, op, options,
+                [&](const auto&... args) {
+                  run_now_or_on(
+                      stream, known, [&] { known.comm->reduce_scatter(args...); },
+                      [&] { return Communicator::bind_reduce_scatter(known.comm, args...); });
+                });
   });
 }
 
@@ -210,15 +224,22 @@ shc_status shc_bind_reduce_scatter(shc_comm* comm, const void* send, shc_dtype s
                                    void* recv, shc_dtype recv_dtype, int64_t count, shc_op op,
                                    const shc_reduce_options* options, shc_collective** collective) {
   return keep("shc_bind_reduce_scatter", comm, collective, [&](const shc_comm& known) {
-    return reduce(known, send, send_dtype, recv, recv_dtype, count, op, options);
+    return with_reduce(known, send, send_dtype, recv, recv_dtype, count, op, options,
+                       [&](const auto&... args) {
+                         return Communicator::bind_reduce_scatter(known.comm, args...);
+                       });
   });
 }
 
 shc_status shc_all_reduce(shc_comm* comm, void* buffer, shc_dtype dtype, int64_t count, shc_op op,
                           int64_t tag, shc_stream* stream) {
-  return run("shc_all_reduce", comm, stream, [&](const shc_comm& known) {
-    return Communicator::bind_all_reduce(known.comm, buffer, dtype_of(dtype, "dtype"), count,
-                                         op_of(op), tag);
+  return guarded("shc_all_reduce", [&] {
+    const shc_comm& known = checked(comm, "comm");
+    const auto type = dtype_of(dtype, "dtype");
+    const auto with = op_of(op);
+    run_now_or_on(
+        stream, known, [&] { known.comm->all_reduce(buffer, type, count, with, tag); },
+        [&] { return Communicator::bind_all_reduce(known.comm, buffer, type, count, with, tag); });
   });
 }
 
@@ -231,8 +252,11 @@ shc_status shc_bind_all_reduce(shc_comm* comm, void* buffer, shc_dtype dtype, in
 }
 
 shc_status shc_broadcast(shc_comm* comm, void* buffer, size_t bytes, int root, shc_stream* stream) {
-  return run("shc_broadcast", comm, stream, [&](const shc_comm& known) {
-    return Communicator::bind_broadcast(known.comm, buffer, bytes, root);
+  return guarded("shc_broadcast", [&] {
+    const shc_comm& known = checked(comm, "comm");
+    run_now_or_on(
+        stream, known, [&] { known.comm->broadcast(buffer, bytes, root); },
+        [&] { return Communicator::bind_broadcast(known.comm, buffer, bytes, root); });
   });
 }
 
@@ -244,8 +268,12 @@ shc_status shc_bind_broadcast(shc_comm* comm, void* buffer, size_t bytes, int ro
 }
 
 shc_status shc_barrier(shc_comm* comm, int64_t tag, shc_stream* stream) {
-  return run("shc_barrier", comm, stream,
-             [&](const shc_comm& known) { return Communicator::bind_barrier(known.comm, tag); });
+  return guarded("shc_barrier", [&] {
+    const shc_comm& known = checked(comm, "comm");
+    run_now_or_on(
+        stream, known, [&] { known.comm->barrier(tag); },
+        [&] { return Communicator::bind_barrier(known.comm, tag); });
+  });
 }
 
 shc_status shc_bind_barrier(shc_comm* comm, int64_t tag, shc_collective** collective) {
