@@ -42,8 +42,10 @@ Board::Board(Group& group, int channel, bool reads_addresses, std::function<bool
       has_core_(static_cast<unsigned>(group.size()) <= std::thread::hardware_concurrency()),
       calls_(static_cast<std::size_t>(group.size())) {}
 
+void Board::check() const { group_.throw_if_ended(in_call_ ? call_ : Call{}); }
+
 void Board::begin(Call call) {
-  group_.throw_if_ended(in_call_ ? call_ : Call{});
+  check();
   call.sequence = call_.sequence + 1;
   call_ = call;
   in_call_ = true;

@@ -32,6 +32,9 @@ class Board {
   // that fails must then keep its own operands while others read them (`leave`).
   Board(Group& group, int channel, bool reads_addresses, std::function<bool()> stuck);
 
+  // Throws CommError if this process can call nothing here: the group has failed, the rank has
+  // closed it, or this is a forked child of the rank.
+  void check() const;
   // Posts what this rank calls, meets the others, and compares. If the ranks did not call the same,
   // all of them throw CommError. Until `end`, `call_of` tells what rank r posted.
   void begin(Call call);

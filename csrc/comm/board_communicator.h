@@ -128,6 +128,7 @@ class BoardCommunicator final : public Communicator {
   template <class Fill>
   void begin_staged(Channel& channel, Call& call, const Parts& parts, bool fills_first,
                     NativeStream stream, Fill&& fill) {
+    channel.board.check();  // a forked child must not write to the areas of its parent, the rank
     ++channel.chunk;
     if (!parts.equal()) return begin_uneven(channel, call, parts, stream);
     call.filled_first = fills_first;

@@ -19,7 +19,7 @@ enum class Op : std::uint8_t {
   broadcast,
   barrier
 };
-inline constexpr int kOps = 7;
+inline constexpr int kOps = static_cast<int>(Op::barrier) + 1;
 
 constexpr const char* name(Op op) {
   switch (op) {

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 
 import pytest
 import torch
@@ -132,3 +133,31 @@ def abort_from_a_child() -> None:
 @pytest.mark.covers("forks")
 def test_a_child_that_aborts_or_closes_does_not_touch_the_group() -> None:
     launch(abort_from_a_child, 2, timeout_s=60)
+
+
+def call_from_a_child_meanwhile() -> list[float]:
+    with Communicator.from_env(transport="shm", deadline_s=30) as comm:
+        values = torch.full((4,), float(comm.rank + 1))
+        go, goes = os.pipe()
+        child = os.fork() if comm.rank == 0 else None
+        if child == 0:
+            os.read(go, 1)
+            with suppress(CommError):
+                comm.all_reduce(torch.full((4,), 100.0))
+            os._exit(0)
+        if child is None:
+            comm.barrier()
+            comm.all_reduce(values)
+        else:
+            work = comm.all_reduce(values, stream=comm.streams.reduce)
+            while not any(p.channel == "reduce" for p in comm.pending() if p.rank == 0):
+                pass
+            os.write(goes, b"1")
+            os.waitpid(child, 0)
+            comm.barrier()  # rank 1 comes only now
+            work.wait()
+        return values.tolist()
+
+
+def test_a_childs_call_leaves_what_its_rank_has_sent() -> None:
+    assert launch(call_from_a_child_meanwhile, 2, timeout_s=60) == [[3.0] * 4] * 2
