@@ -15,7 +15,7 @@ CXX_FILES = $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'tests/cpp/
   'csrc/*.hpp' 'tests/c/*.c' 'tests/c/*.cpp' 'tests/c/*.h' 'examples/cpp/*.cpp' 'examples/cpp/*.h')
 CORE_SOURCES := $(shell find csrc -type f) CMakeLists.txt setup.py
 
-.PHONY: help setup demo test test-fast wheel docs docs-serve mutants lint bench figures sanitize faults model fuzz clean
+.PHONY: help setup demo test test-fast wheel docs docs-serve mutants lint bench figures torch-tests sanitize arm faults model fuzz clean
 
 help:
 	@echo "make setup     prepare $(VENV): install what is needed, build"
@@ -28,8 +28,10 @@ help:
 	@echo "make mutants   put mistakes into a copy, one at a time, and see which of them the tests notice"
 	@echo "make bench     compare with Gloo, Open MPI, FSDP2 and plain copies (on a GPU: docs/gpu-day.md)"
 	@echo "make figures   the same, kept in bench/results, and the tables of README and docs from it"
+	@echo "make torch-tests  run torch's own tests with Gloo and with shardcomm, and say what passes with Gloo alone"
 	@echo "make lint      check format, style, types and layers"
 	@echo "make sanitize  run the C++ tests under address, undefined-behaviour and thread sanitizers"
+	@echo "make arm       build the C and C++ tests for aarch64, and run them under qemu"
 	@echo "make faults    let a fault strike at every point of every operation of the core, and print what came of it"
 	@echo "make model     check the protocol between ranks in every order of its steps (docs/protocol.md)"
 	@echo "make fuzz      let anything stand in the files and messages that are read, 20,000 times each"
@@ -78,6 +80,7 @@ $(VENV)/installed: pyproject.toml Makefile
 
 $(VENV)/built: $(VENV)/installed $(CORE_SOURCES)
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pip install --quiet --no-build-isolation --editable '.[test,bench,lint,docs,wheel$(EXTRAS)]'
+	$(BIN)/python -c 'from shardcomm.interop import backend; backend.load()'  # compiled before a rank's deadline counts
 	touch $@
 
 lint: setup
@@ -92,8 +95,8 @@ RESULTS ?= build/bench/
 
 bench: setup
 	mkdir -p $(dir $(RESULTS)) build/bench
-	for comparison in padding memory pack overhead bound_calls adamw microbenchmark compare_gloo compare_jax compare_fsdp2 \
-	    "compare_fsdp2 --drop-in" compare_strategies models; do \
+	for comparison in padding memory pack overhead bound_calls ping_pong adamw microbenchmark compare_gloo compare_jax compare_fsdp2 \
+	    "compare_fsdp2 --drop-in" compare_strategies models hosts; do \
 	  echo "== $$comparison"; set -- $$comparison; \
 	  $(BIN)/python bench/$$1.py $$2 --json "$(RESULTS)$$1$$2.json" || exit 1; done
 	for suite in kernels collectives; do \
@@ -103,6 +106,11 @@ figures:
 	$(MAKE) bench RESULTS=bench/results/$(shell date -I)-$(shell nproc)-core-cpu-
 	$(BIN)/python bench/report.py
 
+# PYTORCH: a source tree of torch, whose tests are run as well.
+torch-tests: setup
+	mkdir -p build/bench
+	$(BIN)/python bench/torch_tests.py --check $(if $(PYTORCH),--pytorch "$(PYTORCH)") --json build/bench/torch_tests.json
+
 sanitize: setup
 	for sanitizer in $(SANITIZERS); do \
 	  build=build/sanitize-$${sanitizer%%,*}; \
@@ -110,6 +118,14 @@ sanitize: setup
 	    -DSHARDCOMM_TESTS=ON -DSHARDCOMM_SANITIZE=$$sanitizer -DSHARDCOMM_CUDA=off >/dev/null && \
 	  $(BIN)/cmake --build $$build && \
 	  (cd $$build && setarch -R ../../$(BIN)/ctest -j2 --output-on-failure) || exit 1; done
+
+arm: setup
+	@command -v aarch64-linux-gnu-g++ >/dev/null && command -v qemu-aarch64 >/dev/null || \
+	  { echo "The cross compiler for aarch64 or qemu is missing (Debian: apt install g++-aarch64-linux-gnu qemu-user)"; exit 1; }
+	PATH="$(CURDIR)/$(BIN):$$PATH" cmake -G Ninja -S . -B build/arm --toolchain cmake/aarch64.cmake \
+	  -DSHARDCOMM_TESTS=ON -DSHARDCOMM_CUDA=off >/dev/null
+	$(BIN)/cmake --build build/arm
+	cd build/arm && ../../$(BIN)/ctest -j2 --output-on-failure
 
 faults: setup
 	PATH="$(CURDIR)/$(BIN):$$PATH" cmake -G Ninja -S . -B build/faults -DCMAKE_BUILD_TYPE=Release \

@@ -17,6 +17,6 @@ def register() -> None:
 
 
 def _group(*args: Any) -> Any:
-    from shardcomm.interop.backend import ShardcommGroup  # noqa: PLC0415
+    from shardcomm.interop.backend import make_group  # noqa: PLC0415
 
-    return ShardcommGroup(*args)
+    return make_group(*args)

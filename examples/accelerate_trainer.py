@@ -34,7 +34,7 @@ class SavesWhole(Trainer):
 def main(kind: str = "engine", folder: str | None = None) -> list[float]:
     """Trains on one sentence; returns the losses of the steps."""
     # accelerate takes Gloo for ranks on CPUs, unless there is a process group already.
-    dist.init_process_group("cpu:shardcomm")
+    dist.init_process_group("shardcomm")
     args = TrainingArguments(
         output_dir=folder or tempfile.mkdtemp(),
         use_cpu=True,

@@ -42,4 +42,4 @@ def main(backend: str) -> list[float]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else "cpu:shardcomm")
+    main(sys.argv[1] if len(sys.argv) > 1 else "shardcomm")

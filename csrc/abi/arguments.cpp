@@ -26,10 +26,12 @@ DType dtype_of(shc_dtype dtype, const char* argument) {
       return DType::f32;
     case SHC_F64:
       return DType::f64;
+    case SHC_I8:
+      return DType::i8;
   }
   throw std::invalid_argument(std::string(argument) + " is " +
                               std::to_string(static_cast<int>(dtype)) +
-                              "; it must be an shc_dtype, SHC_U8 to SHC_F64");
+                              "; it must be an shc_dtype, SHC_U8 (0) to SHC_I8 (7)");
 }
 
 RedOp op_of(shc_op op) {
@@ -42,9 +44,17 @@ RedOp op_of(shc_op op) {
       return RedOp::max;
     case SHC_MIN:
       return RedOp::min;
+    case SHC_PROD:
+      return RedOp::prod;
+    case SHC_BAND:
+      return RedOp::band;
+    case SHC_BOR:
+      return RedOp::bor;
+    case SHC_BXOR:
+      return RedOp::bxor;
   }
   throw std::invalid_argument("op is " + std::to_string(static_cast<int>(op)) +
-                              "; it must be an shc_op, SHC_SUM to SHC_MIN");
+                              "; it must be an shc_op, SHC_SUM (0) to SHC_BXOR (7)");
 }
 
 void check_header(const char* argument, std::size_t size, int version, std::size_t oldest) {
@@ -77,11 +87,11 @@ void check_rest(const char* argument, const void* given, std::size_t size, std::
 }  // namespace shardcomm::abi
 
 size_t shc_dtype_size(shc_dtype dtype) {
-  if (dtype < SHC_U8 || dtype > SHC_F64) return 0;
+  if (dtype < SHC_U8 || dtype > SHC_I8) return 0;
   return shardcomm::itemsize(shardcomm::abi::dtype_of(dtype, "dtype"));
 }
 
 const char* shc_dtype_name(shc_dtype dtype) {
-  if (dtype < SHC_U8 || dtype > SHC_F64) return nullptr;
+  if (dtype < SHC_U8 || dtype > SHC_I8) return nullptr;
   return shardcomm::name(shardcomm::abi::dtype_of(dtype, "dtype"));
 }

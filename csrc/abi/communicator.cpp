@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "abi/collective.h"
 #include "abi/handles.h"
 #include "abi/meeting.h"
 #include "abi/status.h"
@@ -13,14 +14,15 @@
 using shardcomm::Communicator;
 using shardcomm::Epilogue;
 using shardcomm::Parts;
-using shardcomm::Stream;
 using shardcomm::abi::checked;
 using shardcomm::abi::dtype_of;
 using shardcomm::abi::guarded;
 using shardcomm::abi::hand_over;
+using shardcomm::abi::keep;
 using shardcomm::abi::op_of;
 using shardcomm::abi::options_of;
 using shardcomm::abi::required;
+using shardcomm::abi::run_now_or_on;
 
 namespace {
 
@@ -61,22 +63,6 @@ auto with_reduce(const shc_comm& comm, const void* send, shc_dtype send_dtype, v
                           given.nonfinite};
   return use(send, dtype_of(send_dtype, "send_dtype"), recv, epilogue,
              parts_of(comm, count, given.counts), op_of(op), given.tag);
-}
-
-// Runs a collective: at once by `call` or, on a stream, what `bind` binds.
-template <class Call, class Bind>
-void run_now_or_on(shc_stream* stream, const shc_comm& comm, Call&& call, Bind&& bind) {
-  if (stream == nullptr) return call();  // binding takes memory, and time
-  shardcomm::abi::run_on(stream, comm.device, bind());
-}
-
-template <class Bind>
-shc_status keep(const char* function, shc_comm* comm, shc_collective** collective, Bind&& bind) {
-  return guarded(function, [&] {
-    shc_collective*& result = required(collective, "collective");
-    const shc_comm& known = checked(comm, "comm");
-    hand_over(result, std::make_unique<shc_collective>(bind(known), known.device));
-  });
 }
 
 }  // namespace
@@ -152,13 +138,14 @@ shc_status shc_comm_receipt(const shc_comm* comm, const char* operation, shc_rec
       return SHC_OK;
     }
     required(receipt, "receipt");
-    for (const char* known :
-         {"all_gather", "reduce_scatter", "all_reduce", "broadcast", "barrier"}) {
+    for (const char* known : {"all_gather", "reduce_scatter", "all_reduce", "broadcast", "barrier",
+                              "all_to_all", "gather", "scatter", "reduce"}) {
       if (wanted == known) return SHC_NOT_READY;
     }
     throw std::invalid_argument("operation is \"" + wanted +
                                 "\"; accepted: \"all_gather\", \"reduce_scatter\", "
-                                "\"all_reduce\", \"broadcast\", \"barrier\"");
+                                "\"all_reduce\", \"broadcast\", \"barrier\", \"all_to_all\", "
+                                "\"gather\", \"scatter\", \"reduce\"");
   });
 }
 

@@ -29,6 +29,7 @@ enum class Kind : std::uint32_t {
   memory,
   collective,
   schedule,
+  request,
 };
 
 template <Kind kind>

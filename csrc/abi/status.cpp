@@ -11,6 +11,7 @@
 
 #include "abi/arguments.h"
 #include "shardcomm/error.h"
+#include "stream/wait_check.h"
 
 namespace shardcomm::abi {
 namespace {
@@ -29,6 +30,12 @@ struct LastError {
 static_assert(std::is_trivially_destructible_v<LastError>);
 
 thread_local LastError last_error;
+
+// A wait that the thread's wait check has ended.
+class Interrupted final : public std::runtime_error, public Interruption {
+ public:
+  Interrupted() : std::runtime_error("the thread's wait check has ended the wait") {}
+};
 
 // Sentences begin with the function's name. Where the core has begun one with an operation's, as in
 // "all_gather: send is null", that is the end of the function's name, and is not said twice.
@@ -67,6 +74,8 @@ shc_status keep_error(const char* function) noexcept {
     keep(function, SHC_CUDA_ERROR, error.what());
   } catch (const std::bad_alloc&) {
     keep(function, SHC_OUT_OF_MEMORY, "out of memory");
+  } catch (const Interrupted& error) {
+    keep(function, SHC_INTERRUPTED, error.what());
   } catch (const std::length_error&) {  // more elements than any vector can have
     keep(function, SHC_OUT_OF_MEMORY, "out of memory");
   } catch (const std::exception& error) {
@@ -100,6 +109,8 @@ const char* shc_status_name(shc_status status) {
       return "out of memory";
     case SHC_INTERNAL_ERROR:
       return "internal error";
+    case SHC_INTERRUPTED:
+      return "interrupted";
   }
   return "no status";
 }
@@ -119,3 +130,12 @@ shc_status shc_last_error(shc_error* error) {
 }
 
 const char* shc_last_error_text() { return last_error.text; }
+
+shc_status shc_set_wait_check(shc_wait_check check, void* context) {
+  return guarded("shc_set_wait_check", [&] {
+    if (check == nullptr) return shardcomm::set_wait_check({});
+    shardcomm::set_wait_check([check, context] {
+      if (check(context) != 0) throw shardcomm::abi::Interrupted();
+    });
+  });
+}

@@ -23,6 +23,7 @@ void bind_copy(py::module_& m);
 void bind_stream(py::module_& m);
 void bind_comm(py::module_& m);
 void bind_bound_collectives(py::module_& m);
+void bind_hosts(py::module_& m);
 void bind_nccl(py::module_& m);
 void bind_stacks(py::module_& m);
 

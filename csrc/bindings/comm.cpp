@@ -188,11 +188,11 @@ void bind_comm(py::module_& m) {
            py::arg("size"))
       .def(
           "attach",
-          [](ShmMember& member, double deadline_s) {
+          [](ShmMember& member, double deadline_s, int first_rank) {
             const InterruptibleWait scope;
-            return member.attach({deadline_s});
+            return member.attach({deadline_s, first_rank});
           },
-          py::arg("deadline_s"));
+          py::arg("deadline_s"), py::arg("first_rank") = 0);
   m.def(
       "make_shm",
       [](const std::string& address, int rank, int size, double deadline_s) {

@@ -41,6 +41,7 @@ PYBIND11_MODULE(_C, m) {
   bind_copy(m);
   bind_comm(m);
   bind_bound_collectives(m);
+  bind_hosts(m);
   bind_nccl(m);
   bind_stacks(m);
 }

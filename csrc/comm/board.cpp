@@ -6,32 +6,11 @@
 #include <thread>
 #include <utility>
 
+#include "comm/polling.h"
 #include "shardcomm/error.h"
 #include "stream/wait_check.h"
 
 namespace shardcomm {
-namespace {
-
-// Ranks that run side by side mostly meet within this. A rank that waits longer, or that may have a
-// core which another rank needs, gives its core away between two looks.
-constexpr std::chrono::microseconds kSpin{5};
-
-void pause() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#else
-  std::this_thread::yield();
-#endif
-}
-
-}  // namespace
-
-std::chrono::duration<double> Waited::until_now() {
-  const Clock::time_point now = Clock::now();
-  time_ += std::min<Clock::duration>(now - looked_, 2 * kWaitSlice);
-  looked_ = now;
-  return time_;
-}
 
 Board::Board(Group& group, int channel, bool reads_addresses, std::function<bool()> stuck)
     : group_(group),
@@ -39,7 +18,7 @@ Board::Board(Group& group, int channel, bool reads_addresses, std::function<bool
       other_(&group.board(1 - channel)),
       reads_addresses_(reads_addresses),
       stuck_(std::move(stuck)),
-      has_core_(static_cast<unsigned>(group.size()) <= std::thread::hardware_concurrency()),
+      has_core_(has_core(group.size())),
       calls_(static_cast<std::size_t>(group.size())) {}
 
 void Board::check() const { group_.throw_if_ended(in_call_ ? call_ : Call{}); }
@@ -70,6 +49,8 @@ void Board::start_reading() {
 void Board::end() noexcept {
   if (!in_call_) return;  // of one rank alone
   BoardMemory::Rank& own = state(group_.rank());
+  // Release: who sees them sees the copies before as done. Seen late, `finished` shows this call
+  // as pending for a little longer, and a rank that leaves waits a little longer.
   own.finished.store(call_.sequence, std::memory_order_release);
   if (reads_addresses_) own.reading.store(0, std::memory_order_release);
   in_call_ = false;
@@ -89,9 +70,10 @@ void Board::meet() {
   const std::uint32_t meeting = ++meetings_;
   memory_->arrival(group_.rank(), group_.size()).store(meeting);
   if (all_have_come(meeting)) return complete(meeting);
-  if (spin(meeting)) return;
+  const auto is_over = [&] { return this->is_over(meeting); };
+  if (spin(has_core_, is_over)) return;
   const Clock::time_point since = Clock::now();
-  if (poll(meeting, since)) return;
+  if (poll(has_core_, since, is_over)) return;
   Atomic<std::uint64_t>& waiting_since = state(group_.rank()).waiting_since;
   waiting_since.store(static_cast<std::uint64_t>(
       std::chrono::duration_cast<std::chrono::nanoseconds>(since.time_since_epoch()).count()));
@@ -130,30 +112,9 @@ void Board::complete(std::uint32_t meeting) const noexcept {
   if (memory_->sleepers.load() > 0) wake_all(memory_->completed);
 }
 
-bool Board::spin(std::uint32_t meeting) const {
-  for (int i = 0; has_core_ && i < 64; ++i) {
-    if (is_over(meeting)) return true;
-    pause();
-  }
-  return false;
-}
-
-bool Board::poll(std::uint32_t meeting, Clock::time_point since) const {
-  const Clock::time_point until = since + polling_time();
-  const Clock::time_point spin_until = has_core_ ? since + kSpin : since;
-  for (Clock::time_point now = since; now < until; now = Clock::now()) {
-    if (now < spin_until) {
-      if (spin(meeting)) return true;
-    } else {
-      if (is_over(meeting)) return true;
-      std::this_thread::yield();
-    }
-  }
-  return is_over(meeting);
-}
-
 // Of two ranks, one sees sooner from the other's arrival that it has come than from `completed`,
 // which the other sets after that. More ranks that look at arrivals would hold up those who come.
+// Acquire: who completed had seen all come. Seen late, this rank looks once more.
 bool Board::is_over(std::uint32_t meeting) const {
   if (group_.size() == 2) return all_have_come(meeting);
   return memory_->completed.load(std::memory_order_acquire) == meeting;

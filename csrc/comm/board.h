@@ -2,7 +2,6 @@
 // that they cannot go on. docs/protocol.md says why it is right, and how that is checked.
 #pragma once
 
-#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <string_view>
@@ -10,20 +9,9 @@
 
 #include "comm/board_memory.h"
 #include "comm/group.h"
+#include "comm/waited.h"
 
 namespace shardcomm {
-
-// How long a rank has waited while it ran. If the rank itself was stopped, as by Ctrl-Z, that time
-// does not count against the others: between two looks at most two slices count.
-class Waited {
- public:
-  explicit Waited(Clock::time_point since) : looked_(since) {}
-  std::chrono::duration<double> until_now();
-
- private:
-  Clock::time_point looked_;
-  Clock::duration time_{};
-};
 
 class Board {
  public:
@@ -63,8 +51,6 @@ class Board {
   bool all_have_come(std::uint32_t meeting) const;
   void complete(std::uint32_t meeting) const noexcept;
   bool is_over(std::uint32_t meeting) const;
-  bool spin(std::uint32_t meeting) const;
-  bool poll(std::uint32_t meeting, Clock::time_point since) const;
   void sleep(std::uint32_t meeting) const;
   void look_for_trouble(std::uint32_t meeting, Waited& waited);
   bool waits_elsewhere(int rank) const;

@@ -80,6 +80,8 @@ Way way_of(Path path) {
       return {"window", "staged", kNotWindow};
     case Path::staged_not_direct:
       return {"direct", "staged", kPrivate};
+    case Path::hosts:
+      return {"hosts", "hosts"};
   }
   return {"", ""};
 }
@@ -90,14 +92,22 @@ std::size_t bytes_before_names(int size) {
              (board_bytes(size) + static_cast<std::size_t>(size) * 2 * ControlMemory::kStageBytes);
 }
 
+std::size_t bytes_before_mail(int size) {
+  return bytes_before_names(size) + round_up(sizeof(TagNames), kPageBytes);
+}
+
 }  // namespace
 
 std::size_t ControlMemory::bytes(int size) {
-  return bytes_before_names(size) + round_up(sizeof(TagNames), kPageBytes);
+  return bytes_before_mail(size) + MailMemory::bytes(size);
 }
 
 TagNames* ControlMemory::names(std::byte* base, int size) {
   return reinterpret_cast<TagNames*>(base + bytes_before_names(size));
+}
+
+MailMemory ControlMemory::mail(std::byte* base, int size) {
+  return {base + bytes_before_mail(size), size, MailMemory::ring_capacity(size)};
 }
 
 GroupMemory* ControlMemory::group(std::byte* base) { return reinterpret_cast<GroupMemory*>(base); }
@@ -120,17 +130,19 @@ BoardCommunicator::BoardCommunicator(std::string transport, int rank, int size,
                                      const CommOptions& options, std::shared_ptr<Mapping> control,
                                      std::unique_ptr<WindowProvider> provider,
                                      std::unique_ptr<Executor> executor,
-                                     std::function<int()> find_dead)
+                                     std::function<bool(int)> has_ended)
     : transport_(std::move(transport)),
       rank_(rank),
       size_(size),
       control_(std::move(control)),
       group_(ControlMemory::group(control_->data()), ControlMemory::boards(control_->data(), size),
-             rank, size, options.deadline_s, std::move(find_dead),
+             rank, size, options.deadline_s, std::move(has_ended),
              ControlMemory::names(control_->data(), size)),
+      mailbox_(group_, ControlMemory::mail(control_->data(), size)),
       provider_(std::move(provider)),
       executor_(std::move(executor)),
       windows_(std::make_shared<Windows>(rank, provider_->shares_addresses())) {
+  ControlMemory::group(control_->data())->first_rank.store(options.first_rank);
   const bool reads_addresses = provider_->shares_addresses();
   gathers_ = std::make_unique<Channel>(group_, 0, reads_addresses,
                                        [this] { return is_stuck_before(*reduces_); });
@@ -222,6 +234,15 @@ void BoardCommunicator::abort(const std::string& reason) noexcept { group_.abort
 
 void BoardCommunicator::close() noexcept { group_.close(); }
 
+Mailbox& BoardCommunicator::mailbox() {
+  if (executor_->on_host()) return mailbox_;
+  throw std::invalid_argument(
+      "messages are of memory of the host, and this communicator is on a CUDA device, where its "
+      "ranks are threads of one process: copy from the other rank's memory by cudaMemcpyAsync");
+}
+
+// Relaxed: each word says all by itself. A thread that is about to call for the first time cannot
+// be known (docs/protocol.md).
 void BoardCommunicator::used_by(Channel& channel, ThreadId thread) {
   channel.used.store(true, std::memory_order_relaxed);
   ThreadId first = user_.load(std::memory_order_relaxed);
@@ -314,6 +335,10 @@ void BoardCommunicator::begin_uneven(Channel& channel, const Call& call, const P
   }
 }
 
+void BoardCommunicator::refuse(int channel, const std::string& text) {
+  group_.throw_mismatch(text, this->channel(channel).board.call_of(rank_));
+}
+
 void BoardCommunicator::meet(Channel& channel, NativeStream stream) {
   const std::uint64_t meeting = channel.meetings++;
   executor_->before_meeting(channel.index, meeting, stream);
@@ -332,9 +357,10 @@ std::byte* BoardCommunicator::peer(Channel& channel, Place Call::* place, int ra
   const Place& where = channel.board.call_of(rank).*place;
   std::byte* data = channel.windows->resolve(where, rank);
   if (data == nullptr && where.window != Place::kAddress) {
-    throw CommError("rank " + std::to_string(rank_) +
-                        " has let go of communication memory that rank " + std::to_string(rank) +
-                        " still uses in " + group_.describe(channel.board.call_of(rank)),
+    throw CommError("rank " + std::to_string(group_.number(rank_)) +
+                        " has let go of communication memory that rank " +
+                        std::to_string(group_.number(rank)) + " still uses in " +
+                        group_.describe(channel.board.call_of(rank)),
                     fault_in(channel.board.call_of(rank_), "mismatch"));
   }
   return data;

@@ -13,6 +13,7 @@
 #include "comm/channel.h"
 #include "comm/executor.h"
 #include "comm/inspect.h"
+#include "comm/mailbox.h"
 #include "comm/windows.h"
 #include "shardcomm/communicator.h"
 #include "stream/waiting.h"
@@ -20,7 +21,7 @@
 namespace shardcomm {
 
 // The control memory of a group: the state of its ranks, for each channel a board and the staging
-// areas through which private buffers go, and the names of tags.
+// areas through which private buffers go, the names of tags, and the rings of messages.
 struct ControlMemory {
   static constexpr int kChannels = Group::kChannels;  // gather, reduce
   // Each rank has two halves, so that one is filled while the other is read. Smaller halves would
@@ -36,6 +37,7 @@ struct ControlMemory {
   static Group::Boards boards(std::byte* base, int size);
   static std::byte* stage(std::byte* base, int size, int channel, int rank, int half);
   static TagNames* names(std::byte* base, int size);
+  static MailMemory mail(std::byte* base, int size);
 };
 
 // Which way a collective went; a receipt tells.
@@ -47,19 +49,51 @@ enum class Path : std::uint8_t {
   inlined,
   direct_not_window,
   staged_not_window,
-  staged_not_direct
+  staged_not_direct,
+  hosts
 };
 
 class BoardCommunicator final : public Communicator {
  public:
   BoardCommunicator(std::string transport, int rank, int size, const CommOptions& options,
                     std::shared_ptr<Mapping> control, std::unique_ptr<WindowProvider> provider,
-                    std::unique_ptr<Executor> executor, std::function<int()> find_dead);
+                    std::unique_ptr<Executor> executor, std::function<bool(int)> has_ended);
   ~BoardCommunicator() override;
 
   // The first call of each channel. When all ranks have come, each calls `prepare`. If it throws
   // CommError, the group ends for all.
   void attach(const std::function<void()>& prepare);
+
+  // A call that the caller makes of meetings: `body` runs when all ranks have come with equal
+  // calls, and calls what follows here. Meetings need the host's executor.
+  template <class Body>
+  void perform_call(int channel, const Call& call, Body&& body) {
+    Channel& where = this->channel(channel);
+    perform(where, name(call.op), [&] {
+      begin(where, call, nullptr);
+      body();
+      if (call.op != Op::allocate) took(where, call.op, Path::hosts);
+    });
+  }
+  const Call& call_of(int channel, int rank) { return this->channel(channel).board.call_of(rank); }
+  void meet(int channel) { this->channel(channel).board.meet(); }
+  // Whether all ranks have posted one place in memory that they share as their `recv`. Throws
+  // CommError if they have posted several.
+  bool have_one_window(int channel);
+  // Ends the group for a mismatch.
+  [[noreturn]] void refuse(int channel, const std::string& text);
+  Place place_of(const void* data, std::size_t bytes, const char* name) const {
+    return windows_->now()->find(data, bytes, name);
+  }
+  // Throws std::invalid_argument if the buffer lies in memory that all ranks share.
+  void refuse_shared(const void* data, std::size_t bytes, const char* name) const {
+    windows_->now()->find_own(data, bytes, name);
+  }
+  std::string describe(const Call& call) const { return group_.describe(call); }
+  bool on_cpu() const { return executor_->on_host(); }
+  bool has_failed() const { return group_.has_failed(); }
+  bool forked() const { return group_.forked(); }
+  int number(int rank) const { return group_.number(rank); }
 
   int rank() const override { return rank_; }
   int size() const override { return size_; }
@@ -68,6 +102,7 @@ class BoardCommunicator final : public Communicator {
   void name_tag(std::int64_t tag, const std::string& name) override;
   void abort(const std::string& reason) noexcept override;
   void close() noexcept override;
+  Mailbox& mailbox() override;
   void check() const override { group_.throw_if_ended({}); }
   std::vector<Receipt> receipts() const override;
   std::vector<Pending> pending() const override { return shardcomm::pending(group_); }
@@ -82,6 +117,15 @@ class BoardCommunicator final : public Communicator {
                       NativeStream stream) override;
   void run_broadcast(void* buffer, std::size_t bytes, int root, NativeStream stream) override;
   void run_barrier(std::int64_t tag, NativeStream stream) override;
+  void run_all_to_all(const void* send, const Parts& send_parts, void* recv,
+                      const Parts& recv_parts, DType dtype, std::int64_t tag,
+                      NativeStream stream) override;
+  void run_gather(const void* send, void* recv, std::size_t bytes, int root, std::int64_t tag,
+                  NativeStream stream) override;
+  void run_scatter(const void* send, void* recv, std::size_t bytes, int root, std::int64_t tag,
+                   NativeStream stream) override;
+  void run_reduce(const void* send, void* recv, DType dtype, std::int64_t count, RedOp op, int root,
+                  std::int64_t tag, NativeStream stream) override;
   // Runs one call of a channel. An error of this rank alone ends the call for the other ranks, too.
   template <class Body>
   void perform(Channel& channel, const char* operation, Body&& body) {
@@ -97,6 +141,7 @@ class BoardCommunicator final : public Communicator {
       throw;
     }
   }
+  Channel& channel(int index) { return index == 0 ? *gathers_ : *reduces_; }
   void used_by(Channel& channel, ThreadId thread);
   // Whether this rank can come to `other` only when this thread has ended its present call. That is
   // known only if a single thread, and the operations that it gives to streams, has used both
@@ -160,6 +205,12 @@ class BoardCommunicator final : public Communicator {
     return channel.sources.data();
   }
 
+  [[noreturn]] void refuse_counts(const Channel& channel, int from, std::int64_t sent, int to,
+                                  std::int64_t expected);
+  // What is empty may have no address.
+  void copy(void* dst, const void* src, std::size_t bytes, NativeStream stream) {
+    if (bytes > 0 && dst != src) executor_->copy(dst, src, bytes, stream);
+  }
   void all_reduce_direct(Channel& channel, std::byte* buffer, DType dtype, std::int64_t count,
                          RedOp op, NativeStream stream);
   void took(const Channel& channel, Op op, Path path);
@@ -171,6 +222,7 @@ class BoardCommunicator final : public Communicator {
   int size_;
   std::shared_ptr<Mapping> control_;
   Group group_;
+  Mailbox mailbox_;
   std::unique_ptr<WindowProvider> provider_;
   std::unique_ptr<Executor> executor_;
   std::atomic<ThreadId> user_{0};  // the thread that called first
@@ -179,6 +231,7 @@ class BoardCommunicator final : public Communicator {
   std::unique_ptr<Channel> gathers_;
   std::unique_ptr<Channel> reduces_;
   // The path of each operation's latest call, and the call's number: 8 and 56 bits. 0: none yet.
+  // Relaxed: the word says it all.
   std::array<std::atomic<std::uint64_t>, kOps> taken_{};
 };
 

@@ -75,17 +75,13 @@ void BoardCommunicator::run_all_gather(const void* send, DType send_dtype, void*
     // Nobody writes to recv before this: a peer may still read what the window held.
     const bool shared = windows->is_shared(call.recv);
     begin_staged(channel, call, parts, !shared && fills_first(call.send, bytes), stream, fill);
-    const Place& place = channel.board.call_of(0).recv;
-    bool one_window = channel.windows->is_shared(place);
-    for (int r = 0; r < size_; ++r) one_window &= channel.board.call_of(r).recv == place;
-    if (one_window) {
+    if (have_one_window(channel.index)) {
       if (!is_in_place(channel.board, parts, recv_dtype, size_)) {
         executor_->convert(own, recv_dtype, send, send_dtype, count, stream);
         meet(channel, stream);
       }
       return took(channel, Op::all_gather, Path::window);
     }
-    refuse_parts_of_one_window(channel);
     if (!all_filled_first(channel) && all_reachable(channel, &Call::send)) {
       channel.board.start_reading();
       for (int i = 0; i < size_; ++i) {
@@ -101,6 +97,15 @@ void BoardCommunicator::run_all_gather(const void* send, DType send_dtype, void*
   });
 }
 
+bool BoardCommunicator::have_one_window(int index) {
+  Channel& channel = this->channel(index);
+  const Place& place = channel.board.call_of(0).recv;
+  bool one_window = channel.windows->is_shared(place);
+  for (int r = 0; r < size_; ++r) one_window &= channel.board.call_of(r).recv == place;
+  if (!one_window) refuse_parts_of_one_window(channel);
+  return one_window;
+}
+
 // Ranks that gather into different parts of a window would write over each other's.
 void BoardCommunicator::refuse_parts_of_one_window(Channel& channel) const {
   const Place& own = channel.board.call_of(rank_).recv;
@@ -110,8 +115,9 @@ void BoardCommunicator::refuse_parts_of_one_window(Channel& channel) const {
     if (other.window != own.window || other == own) continue;
     throw CommError("all_gather: recv begins at byte " + std::to_string(own.offset) +
                         " of communication memory that all ranks share on rank " +
-                        std::to_string(rank_) + ", and at byte " + std::to_string(other.offset) +
-                        " on rank " + std::to_string(r) + "; it must be one place for all",
+                        std::to_string(group_.number(rank_)) + ", and at byte " +
+                        std::to_string(other.offset) + " on rank " +
+                        std::to_string(group_.number(r)) + "; it must be one place for all",
                     fault_in(channel.board.call_of(rank_), "mismatch"));
   }
 }

@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "comm/doorbell.h"
 #include "comm/posted_call.h"
 #include "stream/futex.h"
 
@@ -33,10 +34,15 @@ struct GroupMemory {
     // Why the rank ended the group, or its deadline in seconds if another rank was late. Written
     // once, before `failure` points to it.
     Plain<std::array<char, kReasonBytes>> reason;
+    // The send or receive in which it is asleep, or has failed, and since when.
+    PostedCall message;
+    Atomic<std::uint64_t> message_since;  // on the steady clock, in nanoseconds; 0: it is in none
+    Doorbell doorbell;
   };
 
   Head head;  // zero for ranks that are threads, whose memory no other process can read
   alignas(64) Atomic<std::uint64_t> failure;  // 0, or the first failure, packed
+  Atomic<std::int32_t> first_rank;            // what users call rank 0
   Rank ranks[1];                              // `size` of them
 
   static std::size_t bytes(int size) {

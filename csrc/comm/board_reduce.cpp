@@ -1,4 +1,4 @@
-// What combines the ranks' values: reduce_scatter and all_reduce.
+// What combines the ranks' values: reduce_scatter, all_reduce and reduce.
 #include <algorithm>
 #include <cstring>
 #include <stdexcept>
@@ -10,18 +10,6 @@
 
 namespace shardcomm {
 namespace {
-
-// Where `data` is for peers. In the one region that all ranks share, none has a value of its own.
-Place find_own(const WindowTable& windows, const void* data, std::size_t bytes, const char* name) {
-  const Place place = windows.find(data, bytes, name);
-  if (windows.is_shared(place)) {
-    throw std::invalid_argument(std::string(name) +
-                                " is in communication memory that all ranks share (allocate for "
-                                "use 'gather'); it must be a rank's own: allocate it for use "
-                                "'reduce', or as any other memory");
-  }
-  return place;
-}
 
 // How every rank's part of a reduce-scatter is cut into chunks. Each chunk holds the same fraction
 // of every part, so that all ranks have something to reduce between any two meetings.
@@ -63,6 +51,7 @@ void BoardCommunicator::run_reduce_scatter(const void* send, DType dtype, void* 
                                            std::int64_t tag, NativeStream stream) {
   const std::int64_t count = parts.count(rank_);
   Channel& channel = *reduces_;
+  executor_->check_reduction(dtype, op);
   perform(channel, "reduce_scatter", [&] {
     if (size_ == 1) {
       executor_->reduce(recv, epilogue, &send, 1, dtype, op, count, stream);
@@ -77,8 +66,8 @@ void BoardCommunicator::run_reduce_scatter(const void* send, DType dtype, void* 
     call.tag = tag;
     const auto windows = windows_->now();
     const std::size_t bytes = bytes_of(parts.total(size_), dtype);
-    call.send = find_own(*windows, send, bytes, "reduce_scatter: send");
-    find_own(*windows, recv, bytes_of(count, epilogue.dtype), "reduce_scatter: recv");
+    call.send = windows->find_own(send, bytes, "reduce_scatter: send");
+    windows->find_own(recv, bytes_of(count, epilogue.dtype), "reduce_scatter: recv");
 
     const Slices slices(parts, size_,
                         static_cast<std::int64_t>(ControlMemory::kStageBytes / itemsize(dtype)));
@@ -120,6 +109,7 @@ void BoardCommunicator::run_reduce_scatter(const void* send, DType dtype, void* 
 void BoardCommunicator::run_all_reduce(void* buffer, DType dtype, std::int64_t count, RedOp op,
                                        std::int64_t tag, NativeStream stream) {
   Channel& channel = *reduces_;
+  executor_->check_reduction(dtype, op);
   perform(channel, "all_reduce", [&] {
     if (size_ == 1) return took(channel, Op::all_reduce, Path::alone);
     Call call;
@@ -129,7 +119,7 @@ void BoardCommunicator::run_all_reduce(void* buffer, DType dtype, std::int64_t c
     call.count = count;
     call.tag = tag;
     const std::size_t bytes = bytes_of(count, dtype);
-    call.send = find_own(*windows_->now(), buffer, bytes, "all_reduce: buffer");
+    call.send = windows_->now()->find_own(buffer, bytes, "all_reduce: buffer");
 
     // Every rank reduces all of it: few bytes, and one meeting a chunk instead of two.
     const auto step = static_cast<std::int64_t>(ControlMemory::kStageBytes / itemsize(dtype));
@@ -172,6 +162,64 @@ void BoardCommunicator::all_reduce_direct(Channel& channel, std::byte* buffer, D
                     bytes_of(length(r), dtype), stream);
   }
   meet(channel, stream);
+}
+
+void BoardCommunicator::run_reduce(const void* send, void* recv, DType dtype, std::int64_t count,
+                                   RedOp op, int root, std::int64_t tag, NativeStream stream) {
+  Channel& channel = *reduces_;
+  executor_->check_reduction(dtype, op);
+  perform(channel, "reduce", [&] {
+    const std::size_t bytes = bytes_of(count, dtype);
+    if (size_ == 1) {
+      copy(recv, send, bytes, stream);
+      return took(channel, Op::reduce, Path::alone);
+    }
+    const bool is_root = rank_ == root;
+    Call call;
+    call.op = Op::reduce;
+    call.send_dtype = call.recv_dtype = dtype;
+    call.red_op = op;
+    call.root = root;
+    call.count = count;
+    call.tag = tag;
+    const auto windows = windows_->now();
+    call.send = windows->find_own(send, bytes, "reduce: send");
+    if (is_root) {
+      windows->find_own(recv, bytes, "reduce: recv");
+      call.send = {Place::kAddress, 0};  // no other rank reads there
+    }
+
+    const auto step = static_cast<std::int64_t>(ControlMemory::kStageBytes / itemsize(dtype));
+    const auto part = [&](std::int64_t chunk) { return at(send, chunk * step, dtype); };
+    const auto length = [&](std::int64_t chunk) { return std::min(step, count - chunk * step); };
+    const auto fill = [&](std::int64_t chunk) {
+      if (is_root) return;
+      copy(stage(channel, rank_), part(chunk), bytes_of(length(chunk), dtype), nullptr);
+    };
+    const auto use = [&](std::int64_t chunk) {
+      if (!is_root) return;
+      const auto* from = sources(channel, [&](int r) -> const void* {
+        return r == root ? part(chunk) : stage(channel, r);
+      });
+      executor_->reduce(at(recv, chunk * step, dtype), {dtype}, from, size_, dtype, op,
+                        length(chunk), nullptr);
+    };
+
+    begin_staged(channel, call, count, is_root || fills_first(call.send, bytes), stream, fill);
+    if (!all_filled_first(channel) && all_reachable(channel, &Call::send)) {
+      channel.board.start_reading();
+      if (is_root) {
+        const auto* from = sources(channel, [&](int r) -> const void* {
+          return r == root ? send : peer(channel, &Call::send, r);
+        });
+        executor_->reduce(recv, {dtype}, from, size_, dtype, op, count, stream);
+      }
+      meet(channel, stream);
+      return took(channel, Op::reduce, Path::direct);
+    }
+    run_staged(channel, divide_up(count, step), fill, use);
+    took_staged(channel, Op::reduce, bytes, Path::staged_not_direct);
+  });
 }
 
 }  // namespace shardcomm

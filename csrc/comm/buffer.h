@@ -95,12 +95,14 @@ inline void check_all_gather(const void* send, DType send_dtype, const void* rec
       part_of("recv", parts, rank) + ", of recv's dtype");
 }
 inline void check_reduce_scatter(const void* send, DType dtype, const void* recv,
-                                 const Epilogue& epilogue, const Parts& parts, int rank, int size) {
+                                 const Epilogue& epilogue, const Parts& parts, RedOp op, int rank,
+                                 int size) {
   check_parts("reduce_scatter", parts, size);
   const std::int64_t own = parts.count(rank);
   const std::int64_t all = parts.total(size);
   check_buffer("reduce_scatter", "send", send, all, dtype);
   check_buffer("reduce_scatter", "recv", recv, own, epilogue.dtype);
+  check_operation(op, dtype);
   check_epilogue(epilogue, dtype);
   if (!overlap(send, bytes_of(all, dtype), recv, bytes_of(own, epilogue.dtype))) return;
   if (dtype == epilogue.dtype && recv == at(send, parts.begin(rank), dtype)) return;

@@ -14,11 +14,23 @@ std::string arguments(const Call& call) {
     case Op::reduce_scatter:
     case Op::all_reduce:
       return dtype + ", " + count + ", " + name(call.red_op);
+    case Op::reduce:
+      return dtype + ", " + count + ", " + name(call.red_op) + ", root " +
+             std::to_string(call.root);
+    case Op::all_to_all:
+      return dtype;
+    case Op::gather:
+    case Op::scatter:
     case Op::broadcast:
       return std::to_string(call.count) + " bytes, root " + std::to_string(call.root);
     case Op::allocate:
       return std::to_string(call.count) + " bytes, " +
              (call.root == static_cast<std::int32_t>(Use::gather) ? "gather" : "reduce");
+    case Op::send:
+      return std::to_string(call.count) + " bytes to rank " + std::to_string(call.root);
+    case Op::recv:
+      return std::to_string(call.count) + " bytes from " +
+             (call.root < 0 ? "any rank" : "rank " + std::to_string(call.root));
     case Op::attach:
     case Op::barrier:
       return "";
@@ -31,7 +43,7 @@ std::string arguments(const Call& call) {
 std::string signature(const Call& call, const TagNames* names) {
   std::string given = arguments(call);
   const std::string of = names == nullptr ? "" : names->of(call.tag);
-  if (call.tag != 0 && of.empty()) {
+  if ((call.tag != 0 || is_message(call.op)) && of.empty()) {
     given += (given.empty() ? "tag " : ", tag ") + std::to_string(call.tag);
   }
   return std::string(name(call.op)) + "(" + given + ")" + (of.empty() ? "" : " of " + of);

@@ -17,9 +17,18 @@ enum class Op : std::uint8_t {
   reduce_scatter,
   all_reduce,
   broadcast,
-  barrier
+  barrier,
+  all_to_all,
+  gather,
+  scatter,
+  reduce,
+  send,
+  recv
 };
-inline constexpr int kOps = static_cast<int>(Op::barrier) + 1;
+inline constexpr int kOps = static_cast<int>(Op::recv) + 1;
+
+// Two ranks send and receive a message, and all call a collective.
+constexpr bool is_message(Op op) { return op == Op::send || op == Op::recv; }
 
 constexpr const char* name(Op op) {
   switch (op) {
@@ -37,6 +46,18 @@ constexpr const char* name(Op op) {
       return "broadcast";
     case Op::barrier:
       return "barrier";
+    case Op::all_to_all:
+      return "all_to_all";
+    case Op::gather:
+      return "gather";
+    case Op::scatter:
+      return "scatter";
+    case Op::reduce:
+      return "reduce";
+    case Op::send:
+      return "send";
+    case Op::recv:
+      return "recv";
   }
   return "?";
 }
@@ -61,18 +82,20 @@ struct Call {
   DType send_dtype = DType::u8;
   DType recv_dtype = DType::u8;
   RedOp red_op = RedOp::sum;
-  std::int32_t root = 0;
-  bool uneven = false;  // the ranks' parts differ in length
+  std::int32_t root = 0;  // send: the destination; recv: the source, or -1
+  bool uneven = false;    // the ranks' parts differ in length
   bool filled_first =
       false;  // not compared: the first chunk lies in this rank's staging area already
-  // The elements of each rank, or of all uneven parts; for allocate and broadcast, bytes.
+  // The elements of each rank, or of all uneven parts; for allocate, broadcast, gather, scatter and
+  // messages, bytes; for all_to_all 0, since ranks' numbers differ.
   std::int64_t count = 0;
   std::int64_t tag = 0;
   std::uint64_t sequence = 0;
   // These are not compared, since they may differ from rank to rank.
   Place send;
   Place recv;
-  std::uint64_t handle = 0;  // allocate: how to find what rank 0 made
+  // allocate: how to find what rank 0 made; of uneven parts on several hosts, a digest of counts.
+  std::uint64_t handle = 0;
 
   bool same_as(const Call& other) const {
     return op == other.op && send_dtype == other.send_dtype && recv_dtype == other.recv_dtype &&

@@ -22,6 +22,12 @@ void check_broadcast(const void* buffer, std::size_t bytes, int root, int size) 
 
 }  // namespace
 
+Mailbox& Communicator::mailbox() {
+  throw std::invalid_argument("transport '" + transport() +
+                              "' has no messages between two ranks; " +
+                              "call ncclSend and ncclRecv on a communicator of your own");
+}
+
 void Communicator::all_gather(const void* send, DType send_dtype, void* recv, DType recv_dtype,
                               const Parts& parts, std::int64_t tag, NativeStream stream) {
   check_all_gather(send, send_dtype, recv, recv_dtype, parts, rank(), size());
@@ -41,7 +47,7 @@ Stream::Operation Communicator::bind_all_gather(std::shared_ptr<Communicator> co
 void Communicator::reduce_scatter(const void* send, DType dtype, void* recv,
                                   const Epilogue& epilogue, const Parts& parts, RedOp op,
                                   std::int64_t tag, NativeStream stream) {
-  check_reduce_scatter(send, dtype, recv, epilogue, parts, rank(), size());
+  check_reduce_scatter(send, dtype, recv, epilogue, parts, op, rank(), size());
   run_reduce_scatter(send, dtype, recv, epilogue, parts, op, tag, stream);
 }
 
@@ -49,7 +55,7 @@ Stream::Operation Communicator::bind_reduce_scatter(std::shared_ptr<Communicator
                                                     const void* send, DType dtype, void* recv,
                                                     const Epilogue& epilogue, const Parts& parts,
                                                     RedOp op, std::int64_t tag) {
-  check_reduce_scatter(send, dtype, recv, epilogue, parts, comm->rank(), comm->size());
+  check_reduce_scatter(send, dtype, recv, epilogue, parts, op, comm->rank(), comm->size());
   return [=, comm = std::move(comm)](NativeStream stream) {
     comm->run_reduce_scatter(send, dtype, recv, epilogue, parts, op, tag, stream);
   };
@@ -57,6 +63,7 @@ Stream::Operation Communicator::bind_reduce_scatter(std::shared_ptr<Communicator
 
 void Communicator::all_reduce(void* buffer, DType dtype, std::int64_t count, RedOp op,
                               std::int64_t tag, NativeStream stream) {
+  check_operation(op, dtype);
   check_buffer("all_reduce", "buffer", buffer, count, dtype);
   run_all_reduce(buffer, dtype, count, op, tag, stream);
 }
@@ -64,6 +71,7 @@ void Communicator::all_reduce(void* buffer, DType dtype, std::int64_t count, Red
 Stream::Operation Communicator::bind_all_reduce(std::shared_ptr<Communicator> comm, void* buffer,
                                                 DType dtype, std::int64_t count, RedOp op,
                                                 std::int64_t tag) {
+  check_operation(op, dtype);
   check_buffer("all_reduce", "buffer", buffer, count, dtype);
   return [=, comm = std::move(comm)](NativeStream stream) {
     comm->run_all_reduce(buffer, dtype, count, op, tag, stream);

@@ -17,6 +17,7 @@ class HostExecutor final : public Executor {
                NativeStream) override {
     convert_cpu(dst, dst_dtype, src, src_dtype, count);
   }
+  void check_reduction(DType, RedOp) const override {}
   void reduce(void* dst, const Epilogue& epilogue, const void* const* sources, int num_sources,
               DType dtype, RedOp op, std::int64_t count, NativeStream) override {
     reduce_cpu(dst, epilogue, sources, num_sources, dtype, op, num_sources, count);

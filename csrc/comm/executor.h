@@ -24,6 +24,8 @@ class Executor {
   // dst[i] = src[i], converted. Does nothing if both are the same place.
   virtual void convert(void* dst, DType dst_dtype, const void* src, DType src_dtype,
                        std::int64_t count, NativeStream stream) = 0;
+  // Throws std::invalid_argument if `reduce` has no such operation.
+  virtual void check_reduction(DType dtype, RedOp op) const = 0;
   // As reduce_cpu, with a source for each rank.
   virtual void reduce(void* dst, const Epilogue& epilogue, const void* const* sources,
                       int num_sources, DType dtype, RedOp op, std::int64_t count,

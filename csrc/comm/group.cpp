@@ -58,25 +58,34 @@ const char* kind_of(Trouble trouble) {
   return "backend";
 }
 
-std::int64_t now_ns() {
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now().time_since_epoch())
-      .count();
+std::uint64_t nanoseconds(Clock::time_point time) {
+  return static_cast<std::uint64_t>(
+      std::chrono::duration_cast<std::chrono::nanoseconds>(time.time_since_epoch()).count());
 }
+
+std::int64_t now_ns() { return static_cast<std::int64_t>(nanoseconds(Clock::now())); }
 
 }  // namespace
 
 Group::Group(GroupMemory* memory, Boards boards, int rank, int size, double deadline_s,
-             std::function<int()> find_dead, const TagNames* names)
+             std::function<bool(int)> has_ended, const TagNames* names)
     : memory_(memory),
       boards_(boards),
       rank_(rank),
       size_(size),
       deadline_s_(deadline_s),
-      find_dead_(std::move(find_dead)),
+      has_ended_(std::move(has_ended)),
       names_(names),
       forks_(forks()) {}
 
 bool Group::forked() const { return forks() != forks_; }
+
+int Group::find_dead() const {
+  for (int r = 0; r < size_; ++r) {
+    if (r != rank_ && has_ended(r)) return r;
+  }
+  return -1;
+}
 
 std::optional<LastCall> Group::last_call(int rank, int channel) const {
   const BoardMemory::Rank& state = board(channel).ranks[rank];
@@ -89,6 +98,20 @@ std::optional<LastCall> Group::last_call(int rank, int channel) const {
   const auto since = static_cast<std::int64_t>(state.waiting_since.load());
   return LastCall{*latest, latest->sequence > state.finished.load(),
                   since == 0 ? 0 : now_ns() - since};
+}
+
+std::optional<LastCall> Group::message(int rank) const {
+  const GroupMemory::Rank& state = memory_->ranks[rank];
+  const auto since = static_cast<std::int64_t>(state.message_since.load());
+  const std::optional<Call> call = since == 0 ? std::nullopt : state.message.read();
+  if (!call) return std::nullopt;
+  return LastCall{*call, /*pending=*/true, now_ns() - since};
+}
+
+void Group::tell_message(const std::optional<Call>& call, Clock::time_point since) {
+  GroupMemory::Rank& own = memory_->ranks[rank_];
+  if (call) own.message.post(*call, ++messages_told_);
+  own.message_since.store(call ? nanoseconds(since) : 0);
 }
 
 std::optional<std::string> Group::failure() const {
@@ -130,27 +153,27 @@ void Group::throw_if_failed(const Call& own) const {
   std::ostringstream text;
   text << *this->failure();
   CommFault fault = fault_in(own, kind_of(failure.trouble));
-  fault.reporter = failure.reporter;
+  fault.reporter = number(failure.reporter);
   if (failure.trouble == Trouble::deadlock || failure.trouble == Trouble::mismatch) {
     throw CommError(text.str(), fault);  // it tells what every rank was in
   }
-  fault.rank = failure.culprit;
+  fault.rank = number(failure.culprit);
   if (own.sequence == 0) {
-    text << "; no collective was under way on rank " << rank_;
+    text << "; no collective was under way on rank " << number(rank_);
   } else if (own.op == Op::attach && !last_call(failure.culprit, 0)) {
     text << "; it has not connected";
   } else {
     // On the culprit itself, what the rank was in that missed it.
     const bool is_own = failure.culprit == rank_;
-    text << "; rank " << (is_own ? failure.reporter : rank_) << " was in "
+    text << "; rank " << number(is_own ? failure.reporter : rank_) << " was in "
          << (is_own ? last_calls(failure.reporter) : describe(own)) << ", the last call of rank "
-         << failure.culprit << " was " << last_calls(failure.culprit);
+         << number(failure.culprit) << " was " << last_calls(failure.culprit);
   }
   throw CommError(text.str(), fault);
 }
 
 void Group::throw_if_ended(const Call& own) const {
-  const CommFault ended{"closed", rank_, {}, 0, rank_};
+  const CommFault ended{"closed", number(rank_), {}, 0, number(rank_)};
   if (forked()) {
     throw CommError("this process was forked from " + who(rank_) +
                         " and is not that rank: it cannot use the rank's communicator",
@@ -166,14 +189,19 @@ void Group::throw_if_ended(const Call& own) const {
 void Group::throw_mismatch(const std::string& text, const Call& own) {
   fail_for(Trouble::mismatch, rank_, text);  // all ranks see it, and say so in the same words
   CommFault fault = fault_in(own, kind_of(Trouble::mismatch));
-  fault.reporter = rank_;
+  fault.reporter = number(rank_);
   throw CommError(text, fault);
 }
 
 void Group::fail(Trouble trouble, int culprit) noexcept {
   std::uint64_t nothing = 0;
   memory_->failure.compare_exchange_strong(nothing, Failure{trouble, culprit, rank_}.pack());
+  wake_sleepers();
+}
+
+void Group::wake_sleepers() noexcept {
   for (BoardMemory* board : boards_) wake_all(board->completed);
+  for (int r = 0; r < size_; ++r) doorbell(r).wake();
 }
 
 void Group::late(int culprit) noexcept {
@@ -197,12 +225,12 @@ void Group::fail_for(Trouble trouble, int culprit, std::string_view reason) noex
 void Group::close() noexcept {
   if (forked()) return;  // a child lets go of what its parent has, too
   memory_->ranks[rank_].closed.store(1);
-  for (BoardMemory* board : boards_) wake_all(board->completed);  // who waits for this rank
+  wake_sleepers();  // who waits for this rank
 }
 
 std::string Group::who(int rank) const {
   const std::int32_t pid = this->pid(rank);
-  std::string text = "rank " + std::to_string(rank);
+  std::string text = "rank " + std::to_string(number(rank));
   return pid == 0 ? text : text + " (pid " + std::to_string(pid) + ")";
 }
 
@@ -212,6 +240,9 @@ std::string Group::last_calls(int rank) const {
   for (int channel = 0; channel < kChannels; ++channel) {
     const std::optional<LastCall> last = last_call(rank, channel);
     if (!last || last->call.op == Op::attach) continue;
+    text += (text.empty() ? "" : " and ") + describe(last->call);
+  }
+  if (const std::optional<LastCall> last = message(rank)) {
     text += (text.empty() ? "" : " and ") + describe(last->call);
   }
   return text.empty() ? "its set-up" : text;
@@ -224,6 +255,9 @@ std::string Group::pending_calls() const {
     for (int channel = 0; channel < kChannels; ++channel) {
       const std::optional<LastCall> last = last_call(r, channel);
       if (last && last->pending) pending += (pending.empty() ? "" : " and ") + describe(last->call);
+    }
+    if (const std::optional<LastCall> last = message(r)) {
+      pending += (pending.empty() ? "" : " and ") + describe(last->call);
     }
     text += (r == 0 ? "" : "; ") + who(r) + " is in " + (pending.empty() ? "none" : pending);
   }

@@ -28,14 +28,16 @@ class Group {
   static constexpr int kChannels = 2;  // gathers, reduces
   using Boards = std::array<BoardMemory*, kChannels>;
 
-  // `deadline_s`: 0 for a reader that is none of the ranks. `find_dead` returns a rank whose
-  // process has ended, or -1. Ranks that are threads have no process of their own, and so none is
-  // dead.
+  // `deadline_s`: 0 for a reader that is none of the ranks. `has_ended` tells whether the process
+  // of another rank has ended. Ranks that are threads have no process of their own, and so none
+  // has.
   Group(GroupMemory* memory, Boards boards, int rank, int size, double deadline_s,
-        std::function<int()> find_dead, const TagNames* names = nullptr);
+        std::function<bool(int)> has_ended, const TagNames* names = nullptr);
 
   int rank() const { return rank_; }
   int size() const { return size_; }
+  // What users call the rank: a group may be those of one host among several.
+  int number(int rank) const { return memory_->first_rank.load() + rank; }
   double deadline_s() const { return deadline_s_; }
   BoardMemory& board(int channel) const { return *boards_[static_cast<std::size_t>(channel)]; }
 
@@ -43,9 +45,17 @@ class Group {
   bool forked() const;
   std::int32_t pid(int rank) const { return memory_->ranks[rank].pid.load(); }
   bool closed(int rank) const { return memory_->ranks[rank].closed.load() != 0; }
-  int find_dead() const { return find_dead_(); }
+  bool has_ended(int rank) const { return has_ended_(rank); }
+  // A rank whose process has ended, or -1.
+  int find_dead() const;
   std::optional<LastCall> last_call(int rank, int channel) const;
+  // The send or receive in which the rank is asleep, or has failed.
+  std::optional<LastCall> message(int rank) const;
+  // Tells of this rank's; without one, that it is in none. One thread at a time may call it.
+  void tell_message(const std::optional<Call>& call, Clock::time_point since);
+  Doorbell& doorbell(int rank) const { return memory_->ranks[rank].doorbell; }
 
+  bool has_failed() const { return memory_->failure.load() != 0; }
   // Why the group has failed; nothing if it has not.
   std::optional<std::string> failure() const;
   // Throws CommError if the group has failed. `own` is this rank's latest call on a channel.
@@ -62,6 +72,8 @@ class Group {
   void late(int culprit) noexcept;
   void close() noexcept;
 
+  // What every rank is in: "rank 0 is in barrier() #3; rank 1 is in none".
+  std::string pending_calls() const;
   // The sentences of call.h, with the names of this group's tags.
   std::string signature(const Call& call) const { return shardcomm::signature(call, names_); }
   std::string describe(const Call& call) const { return shardcomm::describe(call, names_); }
@@ -71,16 +83,17 @@ class Group {
  private:
   void fail_for(Trouble trouble, int culprit, std::string_view reason) noexcept;
   std::string last_calls(int rank) const;
-  std::string pending_calls() const;
+  void wake_sleepers() noexcept;
 
   GroupMemory* memory_;
   Boards boards_;
   int rank_;
   int size_;
   double deadline_s_;
-  std::function<int()> find_dead_;
+  std::function<bool(int)> has_ended_;
   const TagNames* names_;
   int forks_;
+  std::uint64_t messages_told_ = 0;
   Mutex reason_mutex_;  // threads of this rank may abort at once
 };
 

@@ -18,14 +18,14 @@ namespace {
 
 constexpr std::uint64_t kMagic = 0x6d6d6f6364726873;  // "shrdcomm"
 // Most changes of the layout change a size; count this up with one that does not.
-constexpr std::uint64_t kLayoutVersion = 2;
+constexpr std::uint64_t kLayoutVersion = 3;
 
 constexpr std::uint64_t layout() {
   std::uint64_t sum = kLayoutVersion;
   for (const std::size_t bytes :
        {sizeof(GroupMemory), sizeof(GroupMemory::Rank), sizeof(BoardMemory),
         sizeof(BoardMemory::Rank), sizeof(BoardMemory::Arrivals), sizeof(PostedCall), sizeof(Call),
-        sizeof(TagNames), ControlMemory::kStageBytes}) {
+        sizeof(TagNames), sizeof(MailRing), sizeof(Frame), ControlMemory::kStageBytes}) {
     sum = sum * 1'000'003 + bytes;
   }
   return sum;
@@ -86,7 +86,31 @@ std::optional<Pending> pending_on(const Group& group, int rank, int channel) {
   return entry;
 }
 
+// The send or receive in which `rank` is asleep.
+std::optional<Pending> pending_message(const Group& group, int rank) {
+  const std::optional<LastCall> last = group.message(rank);
+  if (!last) return std::nullopt;
+  Pending entry;
+  entry.rank = rank;
+  entry.pid = group.pid(rank);
+  entry.channel = "message";
+  entry.call = group.signature(last->call);
+  entry.sequence = last->call.sequence;
+  entry.waits_for = waits_for(group, rank, last->call);
+  if (!group.failure()) entry.waiting_s = static_cast<double>(last->waiting_ns) * 1e-9;
+  return entry;
+}
+
 }  // namespace
+
+std::vector<int> waits_for(const Group& group, int rank, const Call& message) {
+  if (message.root >= 0) return {message.root};
+  std::vector<int> others;
+  for (int other = 0; other < group.size(); ++other) {
+    if (other != rank && !group.closed(other)) others.push_back(other);
+  }
+  return others;
+}
 
 int read_size(int fd) {
   const std::size_t bytes = file_bytes(fd);
@@ -119,6 +143,10 @@ std::vector<Pending> pending(const Group& group) {
       all.push_back(std::move(*entry));
       idle = false;
     }
+    if (std::optional<Pending> entry = pending_message(group, rank)) {
+      all.push_back(std::move(*entry));
+      idle = false;
+    }
     if (!idle) continue;
     Pending none;
     none.rank = rank;
@@ -134,7 +162,7 @@ GroupReport read_group(int fd) {
   GroupMemory* memory = ControlMemory::group(view.data());
   const Group group(
       memory, ControlMemory::boards(view.data(), size), /*rank=*/0, size,
-      /*deadline_s=*/0, [] { return -1; }, ControlMemory::names(view.data(), size));
+      /*deadline_s=*/0, [](int) { return false; }, ControlMemory::names(view.data(), size));
   GroupReport report;
   for (int r = 0; r < size; ++r) {
     const GroupMemory::Rank& rank = memory->ranks[r];
@@ -146,6 +174,7 @@ GroupReport read_group(int fd) {
   return report;
 }
 
+// Released last, and acquired first by read_size: who sees the mark sees what it stands for.
 void mark_readable(GroupMemory& memory, int size) {
   memory.head.layout = layout();
   memory.head.size = static_cast<std::uint64_t>(size);

@@ -14,6 +14,9 @@ namespace shardcomm {
 // What every rank of the group is in.
 std::vector<Pending> pending(const Group& group);
 
+// The ranks for which `rank` waits in a send or a receive.
+std::vector<int> waits_for(const Group& group, int rank, const Call& message);
+
 // A group of processes, as seen by a process that is none of its ranks.
 struct GroupReport {
   struct Rank {

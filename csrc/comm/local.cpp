@@ -44,9 +44,9 @@ std::vector<std::shared_ptr<Communicator>> make_local_group(int size, const Comm
   const std::shared_ptr<Mapping> control = Mapping::anonymous(ControlMemory::bytes(size));
   std::vector<std::shared_ptr<Communicator>> group;
   for (int rank = 0; rank < size; ++rank) {
-    group.push_back(std::make_shared<BoardCommunicator>("local", rank, size, options, control,
-                                                        std::make_unique<LocalProvider>(place),
-                                                        place.executor(rank), [] { return -1; }));
+    group.push_back(std::make_shared<BoardCommunicator>(
+        "local", rank, size, options, control, std::make_unique<LocalProvider>(place),
+        place.executor(rank), [](int) { return false; }));
   }
   return group;
 }

@@ -75,6 +75,7 @@ class DeviceExecutor final : public Executor {
     const DeviceScope scope(device_);
     convert_cuda(dst, dst_dtype, src, src_dtype, count, stream);
   }
+  void check_reduction(DType dtype, RedOp op) const override { check_on_device(dtype, op); }
   void reduce(void* dst, const Epilogue& epilogue, const void* const* sources, int num_sources,
               DType dtype, RedOp op, std::int64_t count, NativeStream stream) override {
     const DeviceScope scope(device_);

@@ -43,6 +43,17 @@ class NcclCommunicator final : public Communicator {
                       NativeStream stream) override;
   void run_broadcast(void* buffer, std::size_t bytes, int root, NativeStream stream) override;
   void run_barrier(std::int64_t tag, NativeStream stream) override;
+  // These throw std::invalid_argument, which says what to call instead.
+  void run_all_to_all(const void* send, const Parts& send_parts, void* recv,
+                      const Parts& recv_parts, DType dtype, std::int64_t tag,
+                      NativeStream stream) override;
+  void run_gather(const void* send, void* recv, std::size_t bytes, int root, std::int64_t tag,
+                  NativeStream stream) override;
+  void run_scatter(const void* send, void* recv, std::size_t bytes, int root, std::int64_t tag,
+                   NativeStream stream) override;
+  void run_reduce(const void* send, void* recv, DType dtype, std::int64_t count, RedOp op, int root,
+                  std::int64_t tag, NativeStream stream) override;
+
   struct Path {
     const char* requested;
     const char* taken;
@@ -69,7 +80,7 @@ class NcclCommunicator final : public Communicator {
   const nccl::Library& nccl_;
   ScratchPool scratch_;
   mutable std::mutex receipts_mutex_;
-  std::array<Receipt, static_cast<std::size_t>(Op::barrier) + 1> receipts_;
+  std::array<Receipt, kOps> receipts_;
 };
 
 // The memory of `channel` in which `bytes` from `data` on lie; null if there is none.

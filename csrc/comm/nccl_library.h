@@ -40,7 +40,7 @@ enum DataType : int {
 };
 // kAvg runs on floats as PreMulSum, for which NCCL has no NVLS and no symmetric kernels
 // (enqueue.cc, hostToDevRedOp).
-enum Reduction : int { kSum = 0, kMax = 2, kMin = 3, kAvg = 4 };
+enum Reduction : int { kSum = 0, kProd = 1, kMax = 2, kMin = 3, kAvg = 4 };
 
 struct UniqueId {
   char bytes[128];

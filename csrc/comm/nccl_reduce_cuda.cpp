@@ -27,6 +27,8 @@ nccl::DataType nccl_dtype(DType dtype) {
       return nccl::kFloat32;
     case DType::f64:
       return nccl::kFloat64;
+    case DType::i8:
+      break;
   }
   throw std::invalid_argument("this dtype is not one of NCCL's");
 }
@@ -45,8 +47,20 @@ nccl::Reduction nccl_reduction(DType dtype, RedOp op) {
       return nccl::kMax;
     case RedOp::min:
       return nccl::kMin;
+    case RedOp::prod:
+      return nccl::kProd;
+    case RedOp::band:
+    case RedOp::bor:
+    case RedOp::bxor:
+      break;
   }
   throw std::invalid_argument("this reduction is not one of NCCL's");
+}
+
+// Products are NCCL's alone, whose rings would round those of 16-bit floats at every step.
+void check_on_nccl(DType dtype, RedOp op) {
+  if (op == RedOp::prod && itemsize(dtype) != 2 && dtype != DType::i8) return;
+  check_on_device(dtype, op);
 }
 
 // NCCL's rings round 16-bit floats at every addition.
@@ -73,6 +87,7 @@ void NcclCommunicator::run_reduce_scatter(const void* send, DType dtype, void* r
                                  "nccl: more ranks than one kernel reduces, 256, on hosts with "
                                  "different numbers of them or on "
                                  "one: accumulated by NCCL, in the buffer's dtype"};
+  check_on_nccl(dtype, op);
   Call call;
   call.op = Op::reduce_scatter;
   call.send_dtype = call.recv_dtype = dtype;
@@ -256,6 +271,7 @@ void NcclCommunicator::run_all_reduce(void* buffer, DType dtype, std::int64_t co
                                       std::int64_t tag, NativeStream native) {
   static constexpr Path kNarrow{
       "nccl", "nccl", "nccl: it accumulates in the buffer's dtype, 16-bit floats in 16 bits"};
+  check_on_nccl(dtype, op);
   Call call;
   call.op = Op::all_reduce;
   call.send_dtype = call.recv_dtype = dtype;

@@ -17,7 +17,9 @@ cudaError_t query(const Event& event) {
   return state;
 }
 
-// NCCL, in another thread, writes it before it waits for the other ranks.
+// NCCL, in another thread, writes it before it waits for the other ranks. Its store is a plain one
+// (init.cc: `*newcomm = comm`), which this acquire pairs with on x86; elsewhere nothing but the
+// time between two looks says that what it points to is there.
 nccl::Comm comm_of(NcclChannel& channel) {
   return __atomic_load_n(&channel.comm, __ATOMIC_ACQUIRE);
 }

@@ -18,18 +18,23 @@ namespace shardcomm {
 // MSPC 2012), whose words are atomic. Zeroed memory is a valid one, to which nothing was posted.
 class alignas(128) PostedCall {
  public:
-  void post(const Call& call) {
+  void post(const Call& call) { post(call, call.sequence); }
+  // `version`: not 0, and another one than those before.
+  void post(const Call& call, std::uint64_t version) {
     Words words{};
     std::memcpy(words.data(), &call, sizeof(Call));
+    // Relaxed: the release of each word comes after it, and carries it along.
     version_.store(kBeingWritten, std::memory_order_relaxed);
     for (std::size_t i = 0; i < kWords; ++i) words_[i].store(words[i], std::memory_order_release);
-    version_.store(call.sequence, std::memory_order_release);
+    version_.store(version, std::memory_order_release);
   }
 
   std::optional<Call> read() const {
     const std::uint64_t version = version_.load(std::memory_order_acquire);
     if (version == kBeingWritten) return std::nullopt;
     Words words;
+    // Who acquires a word of a later call has seen the version being cleared before that, and finds
+    // it changed: the second look may be relaxed, and not before these.
     for (std::size_t i = 0; i < kWords; ++i) words[i] = words_[i].load(std::memory_order_acquire);
     if (version_.load(std::memory_order_relaxed) != version) return std::nullopt;
     Call call;

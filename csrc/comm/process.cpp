@@ -51,11 +51,14 @@ std::optional<Stat> read_stat(const Fd& fd) {
 }  // namespace
 
 ProcessId ProcessId::own() {
-  const Fd file = open_stat("self");
+  // Of its first thread, which began when it did: emulators of other processors (qemu-user) answer
+  // for /proc/self/stat themselves, with another time than others read in /proc/PID/stat.
+  const std::string first_thread = "self/task/" + std::to_string(getpid());
+  const Fd file = open_stat(first_thread);
   const std::optional<Stat> stat = file.get() < 0 ? std::nullopt : read_stat(file);
   if (!stat) {
-    throw CommError("cannot read /proc/self/stat, which tells when this process began: " +
-                    std::string(std::strerror(errno)));
+    throw CommError("cannot read /proc/" + first_thread +
+                    "/stat, which tells when this process began: " + std::strerror(errno));
   }
   return {getpid(), stat->start};
 }

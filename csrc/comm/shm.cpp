@@ -66,11 +66,9 @@ class Processes {
     }
   }
 
-  int find_dead() const {
-    for (std::size_t r = 0; r < watches_.size(); ++r) {
-      if (watches_[r] && watches_[r]->ended()) return static_cast<int>(r);
-    }
-    return -1;
+  bool has_ended(int rank) const {
+    const auto& watch = watches_[static_cast<std::size_t>(rank)];
+    return watch && watch->ended();
   }
 
  private:
@@ -188,7 +186,7 @@ std::shared_ptr<Communicator> ShmMember::attach(const CommOptions& options) {
     processes = std::make_shared<Processes>(group, rank, size);
     communicator = std::make_shared<BoardCommunicator>(
         "shm", rank, size, options, control, std::make_unique<ShmProvider>(group),
-        make_host_executor(), [processes] { return processes->find_dead(); });
+        make_host_executor(), [processes](int of) { return processes->has_ended(of); });
     const ProcessId process = ProcessId::own();
     own.start.store(process.start);
     own.pid.store(process.pid);  // last: who sees it reads the start

@@ -19,7 +19,8 @@ struct TagNames {
   static constexpr std::size_t kBytes = 124;
 
   struct Name {
-    Atomic<std::uint32_t> bytes;  // is written last; 0: the tag has no name
+    // Written last and read first (release, acquire); 0: the tag has no name.
+    Atomic<std::uint32_t> bytes;
     char text[kBytes];
   };
   Name names[kMost];
@@ -39,7 +40,8 @@ struct TagNames {
   std::string of(std::int64_t tag) const {
     if (tag < kFirst || tag - kFirst >= kMost) return "";
     const Name& own = names[tag - kFirst];
-    return {own.text, own.bytes.load(std::memory_order_acquire)};
+    const std::uint32_t bytes = own.bytes.load(std::memory_order_acquire);
+    return {own.text, bytes};
   }
 };
 

@@ -27,6 +27,15 @@ Place WindowTable::find(const void* data, std::size_t bytes, const char* name) c
   return {};
 }
 
+Place WindowTable::find_own(const void* data, std::size_t bytes, const char* name) const {
+  const Place place = find(data, bytes, name);
+  if (!is_shared(place)) return place;
+  throw std::invalid_argument(std::string(name) +
+                              " is in communication memory that all ranks share (allocate for use "
+                              "'gather'); it must be a rank's own: allocate it for use 'reduce', "
+                              "or as any other memory");
+}
+
 bool WindowTable::is_shared(const Place& place) const {
   const Window* window = by_id(place.window);
   return window != nullptr && window->use == Use::gather;

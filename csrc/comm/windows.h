@@ -50,6 +50,9 @@ class WindowTable {
   // The place of this rank's buffer for peers. Throws std::invalid_argument if the buffer starts in
   // a window and ends outside of it.
   Place find(const void* data, std::size_t bytes, const char* name) const;
+  // The same for a buffer that must be this rank's own: it throws if the buffer lies in a region
+  // that all ranks share.
+  Place find_own(const void* data, std::size_t bytes, const char* name) const;
   // Whether `place` lies in a region that all ranks share.
   bool is_shared(const Place& place) const;
   // The buffer of `rank` as this rank sees it; nullptr if this rank has released the window.

@@ -66,7 +66,8 @@ template <class T>
 using Watch = typename detail::WatchOf<T>::Type;
 
 // Sets `flag`, if there is one, to 1 if `side` has seen NaN or Inf. Several threads may set the
-// same flag at once, those of one copy and those of several.
+// same flag at once, those of one copy and those of several. Relaxed: who reads the flag has waited
+// for the copies, and that orders it.
 template <class Side>
 inline void report(const Side& side, std::int32_t* flag) {
   if (flag != nullptr && side.nonfinite()) __atomic_store_n(flag, 1, __ATOMIC_RELAXED);

@@ -3,7 +3,6 @@
 #pragma once
 
 #include <cstdint>
-#include <limits>
 #include <type_traits>
 #include <utility>
 
@@ -27,20 +26,7 @@ template <class T>
   }
 }
 
-template <class T>
-constexpr T kLargest = std::numeric_limits<T>::has_infinity ? std::numeric_limits<T>::infinity()
-                                                            : std::numeric_limits<T>::max();
-template <class T>
-constexpr T kLeast = std::numeric_limits<T>::has_infinity ? -std::numeric_limits<T>::infinity()
-                                                          : std::numeric_limits<T>::lowest();
-
-// An operation combines two values; identity(), combined with any value, is that value. (A sum's is
-// -0.0, since 0.0 + -0.0 is 0.0.)
 struct Sum {
-  template <class T>
-  [[gnu::always_inline]] SHARDCOMM_HOST_DEVICE static T identity() {
-    return -T{0};
-  }
   template <class T>
   [[gnu::always_inline]] SHARDCOMM_HOST_DEVICE static T combine(T a, T b) {
     return add(a, b);
@@ -51,10 +37,6 @@ struct Sum {
 // comparison with it is false.
 struct Max {
   template <class T>
-  [[gnu::always_inline]] SHARDCOMM_HOST_DEVICE static T identity() {
-    return kLeast<T>;
-  }
-  template <class T>
   [[gnu::always_inline]] SHARDCOMM_HOST_DEVICE static T combine(T a, T b) {
     const T larger = a < b ? b : a;
     return b != b ? b : larger;
@@ -63,13 +45,43 @@ struct Max {
 
 struct Min {
   template <class T>
-  [[gnu::always_inline]] SHARDCOMM_HOST_DEVICE static T identity() {
-    return kLargest<T>;
-  }
-  template <class T>
   [[gnu::always_inline]] SHARDCOMM_HOST_DEVICE static T combine(T a, T b) {
     const T smaller = b < a ? b : a;
     return b != b ? b : smaller;
+  }
+};
+
+// The next ones are for a CPU alone.
+struct Product {
+  template <class T>
+  [[gnu::always_inline]] static T combine(T a, T b) {
+    if constexpr (std::is_integral_v<T>) {
+      using Wrapping = std::make_unsigned_t<T>;
+      return static_cast<T>(static_cast<Wrapping>(a) * static_cast<Wrapping>(b));
+    } else {
+      return a * b;
+    }
+  }
+};
+
+struct BitAnd {
+  template <class T>
+  [[gnu::always_inline]] static T combine(T a, T b) {
+    return static_cast<T>(a & b);
+  }
+};
+
+struct BitOr {
+  template <class T>
+  [[gnu::always_inline]] static T combine(T a, T b) {
+    return static_cast<T>(a | b);
+  }
+};
+
+struct BitXor {
+  template <class T>
+  [[gnu::always_inline]] static T combine(T a, T b) {
+    return static_cast<T>(a ^ b);
   }
 };
 
@@ -106,10 +118,13 @@ void with_type(DType dtype, Visit visit) {
       return visit(float{});
     case DType::f64:
       return visit(double{});
+    case DType::i8:
+      return visit(std::int8_t{});
   }
 }
 
-// Calls visit(Op{}) with the operation that combines elements; an average's is a sum.
+// Calls visit(Op{}) with the operation that combines elements, if a GPU has it; an average's is a
+// sum.
 template <class Visit>
 void with_operation(RedOp op, Visit visit) {
   switch (op) {
@@ -120,7 +135,24 @@ void with_operation(RedOp op, Visit visit) {
       return visit(Max{});
     case RedOp::min:
       return visit(Min{});
+    case RedOp::prod:
+    case RedOp::band:
+    case RedOp::bor:
+    case RedOp::bxor:
+      return;
   }
+}
+
+// The same, if a CPU has it for elements of type T.
+template <class T, class Visit>
+void with_any_operation(RedOp op, Visit visit) {
+  if (op == RedOp::prod) return visit(Product{});
+  if constexpr (std::is_integral_v<T>) {
+    if (op == RedOp::band) return visit(BitAnd{});
+    if (op == RedOp::bor) return visit(BitOr{});
+    if (op == RedOp::bxor) return visit(BitXor{});
+  }
+  with_operation(op, visit);
 }
 
 }  // namespace shardcomm

@@ -38,6 +38,7 @@ std::vector<InstructionSet> instruction_sets() {
   return sets;
 }
 
+// Relaxed: the word says it all, and orders nothing else.
 InstructionSet instruction_set() { return chosen().load(std::memory_order_relaxed); }
 
 void use_instruction_set(InstructionSet set) {

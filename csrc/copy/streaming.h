@@ -14,7 +14,9 @@ namespace shardcomm {
 constexpr std::int64_t kLineBytes = 64;
 
 // Copies `bytes` bytes past the caches. `dst` is aligned to a line and `bytes` is a multiple of a
-// line; `src` may lie anywhere. Other threads see the stores after streaming_fence().
+// line; `src` may lie anywhere. Other threads see the stores after streaming_fence(): on x86 these
+// stores are outside the order that a release keeps. Elsewhere they are ordinary ones, and the
+// release by which the caller tells others of them is enough.
 inline void copy_streaming(void* dst, const void* src, std::int64_t bytes) {
 #if defined(__x86_64__)
   auto* to = static_cast<__m128i*>(dst);

@@ -5,8 +5,16 @@
 
 namespace shardcomm {
 
+void check_on_device(DType dtype, RedOp op) {
+  if (dtype != DType::i8 && op <= RedOp::min) return;
+  throw std::invalid_argument(std::string("op is ") + name(op) + ", of elements of " + name(dtype) +
+                              "; accepted on a CUDA device: sum, avg, max and min of u8, i32, i64, "
+                              "f16, bf16, f32 and f64; reduce others in memory of the host");
+}
+
 Reduction reduction_of(void* dst, const Epilogue& epilogue, const void* const* sources,
                        int num_sources, DType dtype, RedOp op, int divisor, std::int64_t count) {
+  check_on_device(dtype, op);
   check_reduction(epilogue, num_sources, dtype, op, divisor, count);
   if (num_sources > kMostSources) {
     throw std::invalid_argument("num_sources is " + std::to_string(num_sources) +

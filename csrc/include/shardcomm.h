@@ -27,9 +27,10 @@
 //
 // The collectives are those of `shardcomm.Communicator` in Python: every rank calls the same ones
 // in the same order, and if a rank dies, calls something else or does not come in time, every
-// surviving rank gets SHC_COMM_ERROR. Gathers (all_gather, broadcast, barrier, and memory for
-// SHC_GATHER) and reduces (reduce_scatter, all_reduce, and memory for SHC_REDUCE) are two channels:
-// one of each may run at once, from two threads or on two streams.
+// surviving rank gets SHC_COMM_ERROR. Gathers (all_gather, all_to_all, gather, scatter, broadcast,
+// barrier, and memory for SHC_GATHER) and reduces (reduce_scatter, all_reduce, reduce, and memory
+// for SHC_REDUCE) are two channels: one of each may run at once, from two threads or on two
+// streams.
 #ifndef SHARDCOMM_H_
 #define SHARDCOMM_H_
 
@@ -64,7 +65,8 @@ typedef enum shc_status SHC_ENUM_BASE {
   SHC_COMM_ERROR = 3,        // trouble between ranks; the communicator only fails from now on
   SHC_CUDA_ERROR = 4,        // trouble with the device, or there is none
   SHC_OUT_OF_MEMORY = 5,
-  SHC_INTERNAL_ERROR = 6  // anything else: a mistake of this library
+  SHC_INTERNAL_ERROR = 6,  // anything else: a mistake of this library
+  SHC_INTERRUPTED = 7      // the thread's wait check has ended a wait
 } shc_status;
 
 // A status as people say it: "invalid argument". Never NULL.
@@ -80,8 +82,8 @@ typedef struct shc_error {
   const char* kind;       // "died", "late", "mismatch", "closed", "aborted" or "backend"; else ""
   int rank;               // the rank whose fault it is; -1: nobody's alone, or not known
   int reporter;           // the rank that noticed; -1: not known
-  const char* operation;  // the collective that this rank was in: "all_gather"; "": in none
-  uint64_t sequence;      // the number of that collective in its channel, from 1 on
+  const char* operation;  // the collective that this rank was in, or "send" or "recv"; "": in none
+  uint64_t sequence;      // its number in its channel, or among the rank's messages, from 1 on
 } shc_error;
 
 #define SHC_ERROR_INIT {sizeof(shc_error), SHC_VERSION, SHC_OK, "", "", -1, -1, "", 0}
@@ -90,6 +92,14 @@ typedef struct shc_error {
 SHC_API shc_status shc_last_error(shc_error* error);
 // The sentence alone. Never NULL.
 SHC_API const char* shc_last_error_text(void);
+
+// What long waits of a thread's calls run about every 50 ms, for instance to see whether a signal
+// has come. Anything but 0 ends the wait: the call fails with SHC_INTERRUPTED, and as this rank
+// does not come any more, the group fails for the others. It may not call this library.
+typedef int (*shc_wait_check)(void* context);
+
+// Sets the calling thread's check. NULL: none, as at the start.
+SHC_API shc_status shc_set_wait_check(shc_wait_check check, void* context);
 
 // ---- Element types ----
 
@@ -101,7 +111,8 @@ typedef enum shc_dtype SHC_ENUM_BASE {
   SHC_F16 = 3,
   SHC_BF16 = 4,
   SHC_F32 = 5,
-  SHC_F64 = 6
+  SHC_F64 = 6,
+  SHC_I8 = 7
 } shc_dtype;
 
 // The bytes of an element; 0 for a number that is no shc_dtype.
@@ -297,8 +308,8 @@ typedef struct shc_receipt {
 
 #define SHC_RECEIPT_INIT {sizeof(shc_receipt), SHC_VERSION, 0, "", "", ""}
 
-// `operation`: "all_gather", "reduce_scatter", "all_reduce", "broadcast" or "barrier".
-// SHC_NOT_READY: there was none of this kind yet.
+// `operation`: "all_gather", "reduce_scatter", "all_reduce", "broadcast", "barrier", "all_to_all",
+// "gather", "scatter" or "reduce". SHC_NOT_READY: there was none of this kind yet.
 SHC_API shc_status shc_comm_receipt(const shc_comm* comm, const char* operation,
                                     shc_receipt* receipt);
 
@@ -319,7 +330,19 @@ SHC_API void shc_memory_destroy(shc_memory* memory);
 
 // ---- Collectives ----
 
-typedef enum shc_op SHC_ENUM_BASE { SHC_SUM = 0, SHC_AVG = 1, SHC_MAX = 2, SHC_MIN = 3 } shc_op;
+// Integers wrap on overflow, and their average is truncated. NaN and anything have NaN for their
+// greatest and their least. Bits are those of integers; floats are refused. A CUDA device knows the
+// first four, of every dtype but SHC_I8, and NCCL SHC_PROD, too, of all but 16-bit floats.
+typedef enum shc_op SHC_ENUM_BASE {
+  SHC_SUM = 0,
+  SHC_AVG = 1,
+  SHC_MAX = 2,
+  SHC_MIN = 3,
+  SHC_PROD = 4,
+  SHC_BAND = 5,
+  SHC_BOR = 6,
+  SHC_BXOR = 7
+} shc_op;
 
 typedef struct shc_gather_options {
   size_t size;
@@ -364,6 +387,29 @@ SHC_API shc_status shc_all_reduce(shc_comm* comm, void* buffer, shc_dtype dtype,
 SHC_API shc_status shc_broadcast(shc_comm* comm, void* buffer, size_t bytes, int root,
                                  shc_stream* stream);
 SHC_API shc_status shc_barrier(shc_comm* comm, int64_t tag, shc_stream* stream);
+// The next four are for all transports but SHC_NCCL. Their `recv`, and the `send` of all_to_all and
+// reduce, may not lie in memory for SHC_GATHER, which all ranks share.
+//
+// The first send_counts[0] elements of `send` go to rank 0, the next send_counts[1] to rank 1, and
+// so on; `recv`, which lies apart from it, gets recv_counts[0] elements of rank 0, then
+// recv_counts[1] of rank 1. Both have a number for each rank, which may be 0, and are read before
+// the call returns. Where a rank sends another number of elements than the receiver expects, all
+// ranks get SHC_COMM_ERROR.
+SHC_API shc_status shc_all_to_all(shc_comm* comm, const void* send, const int64_t* send_counts,
+                                  void* recv, const int64_t* recv_counts, shc_dtype dtype,
+                                  int64_t tag, shc_stream* stream);
+// `send` of rank r, `bytes` long, goes to recv[r * bytes] and on of `root`. Others' `recv` is
+// ignored. In place, the root's `send` is recv + root * bytes.
+SHC_API shc_status shc_gather(shc_comm* comm, const void* send, void* recv, size_t bytes, int root,
+                              int64_t tag, shc_stream* stream);
+// `recv`, `bytes` long, gets send[rank * bytes] and on of `root`. Others' `send` is ignored. In
+// place, the root's `recv` is send + root * bytes.
+SHC_API shc_status shc_scatter(shc_comm* comm, const void* send, void* recv, size_t bytes, int root,
+                               int64_t tag, shc_stream* stream);
+// `recv` of `root`, `count` elements, gets the bits that shc_all_reduce would leave. Others' `recv`
+// is ignored. In place, the root's `recv` is its `send`.
+SHC_API shc_status shc_reduce(shc_comm* comm, const void* send, void* recv, shc_dtype dtype,
+                              int64_t count, shc_op op, int root, int64_t tag, shc_stream* stream);
 
 // ---- Persistent collectives: bound to their arguments once, and run as often as one likes ----
 
@@ -384,9 +430,73 @@ SHC_API shc_status shc_bind_all_reduce(shc_comm* comm, void* buffer, shc_dtype d
 SHC_API shc_status shc_bind_broadcast(shc_comm* comm, void* buffer, size_t bytes, int root,
                                       shc_collective** collective);
 SHC_API shc_status shc_bind_barrier(shc_comm* comm, int64_t tag, shc_collective** collective);
+SHC_API shc_status shc_bind_all_to_all(shc_comm* comm, const void* send, const int64_t* send_counts,
+                                       void* recv, const int64_t* recv_counts, shc_dtype dtype,
+                                       int64_t tag, shc_collective** collective);
+SHC_API shc_status shc_bind_gather(shc_comm* comm, const void* send, void* recv, size_t bytes,
+                                   int root, int64_t tag, shc_collective** collective);
+SHC_API shc_status shc_bind_scatter(shc_comm* comm, const void* send, void* recv, size_t bytes,
+                                    int root, int64_t tag, shc_collective** collective);
+SHC_API shc_status shc_bind_reduce(shc_comm* comm, const void* send, void* recv, shc_dtype dtype,
+                                   int64_t count, shc_op op, int root, int64_t tag,
+                                   shc_collective** collective);
 // Runs it as the function of its name would.
 SHC_API shc_status shc_start(const shc_collective* collective, shc_stream* stream);
 SHC_API void shc_collective_destroy(shc_collective* collective);
+
+// ---- Point to point ----
+
+// Messages between two ranks of SHC_SHM or SHC_LOCAL; the other transports refuse them. A message
+// has a source, a destination (which may be the same rank), a tag and bytes. A receive takes the
+// first message of its source and tag that no earlier receive has taken: messages of one source and
+// one tag arrive in the order sent. Any number of sends and receives may be under way, and they end
+// in any order. Any thread may start, ask and wait, also while collectives run. A receive names the
+// size of its message: a message of another size ends the group with SHC_COMM_ERROR on all ranks.
+//
+// A send has ended when its buffer may be written again. That does not say that the message was
+// received, but it will be, also if this rank has closed its communicator since. Bytes move while
+// threads of both ranks are in functions of this section. So a large message needs both ranks to
+// wait, or to test from time to time; one thread that calls shc_wait_any serves all of a rank's.
+typedef struct shc_request shc_request;
+
+#define SHC_ANY_SOURCE (-1)
+
+// Return when the send or the receive has ended, at the latest when the deadline has passed.
+// `source` may be SHC_ANY_SOURCE; `sender`, if it is not NULL, becomes the rank that sent.
+SHC_API shc_status shc_send(shc_comm* comm, const void* buffer, size_t bytes, int destination,
+                            int64_t tag);
+SHC_API shc_status shc_recv(shc_comm* comm, void* buffer, size_t bytes, int source, int64_t tag,
+                            int* sender);
+
+// Start a send or a receive, and never wait. The buffer must be valid until the request has ended
+// or was destroyed.
+SHC_API shc_status shc_isend(shc_comm* comm, const void* buffer, size_t bytes, int destination,
+                             int64_t tag, shc_request** request);
+SHC_API shc_status shc_irecv(shc_comm* comm, void* buffer, size_t bytes, int source, int64_t tag,
+                             shc_request** request);
+// SHC_OK: the request has ended well. SHC_NOT_READY: it has not ended. SHC_COMM_ERROR: it never
+// will. It moves what can be moved, and never blocks.
+SHC_API shc_status shc_request_test(shc_request* request);
+// Waits for at most `timeout_s` seconds, and then returns SHC_NOT_READY, which harms nobody.
+// Negative: until the deadline, which ends the group as in a collective.
+SHC_API shc_status shc_request_wait(shc_request* request, double timeout_s);
+// The rank that sent to a receive that has ended well; for a send the destination. SHC_NOT_READY:
+// the receive is from any source, and has not ended.
+SHC_API shc_status shc_request_source(const shc_request* request, int* source);
+// If the request has not ended, this cancels it: the library does not touch the buffer any more.
+// What the other rank sends to a cancelled receive that had taken its message is dropped; the other
+// rank does not receive a cancelled send.
+SHC_API void shc_request_destroy(shc_request* request);
+
+// Waits until any request of this communicator ends, also one that another thread starts meanwhile,
+// and writes it to `*request`. Each is told of once, unless shc_request_test or shc_request_wait
+// has told of it, or it had ended before its start returned: test a request that you have started.
+// SHC_NOT_READY: none has ended within `timeout_s` seconds (negative: it waits as long as the group
+// lives, and has no deadline), or shc_wake_any was called. SHC_COMM_ERROR: the group has failed or
+// was closed, and all that ended have been told of.
+SHC_API shc_status shc_wait_any(shc_comm* comm, double timeout_s, shc_request** request);
+// Ends one present or future shc_wait_any.
+SHC_API shc_status shc_wake_any(shc_comm* comm);
 
 // ---- Schedules: what is gathered, awaited, released and reduced in a step, and when ----
 

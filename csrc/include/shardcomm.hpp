@@ -73,13 +73,17 @@ inline void check(shc_status status) {
 template <class T>
 struct ElementType {
   static_assert(sizeof(T) == 0,
-                "T is no element type: std::uint8_t, std::int32_t, std::int64_t, float and double "
-                "are; specialise shc::ElementType for 16-bit floats");
+                "T is no element type: std::uint8_t, std::int8_t, std::int32_t, std::int64_t, "
+                "float and double are; specialise shc::ElementType for 16-bit floats");
   static constexpr shc_dtype value = SHC_U8;
 };
 template <>
 struct ElementType<std::uint8_t> {
   static constexpr shc_dtype value = SHC_U8;
+};
+template <>
+struct ElementType<std::int8_t> {
+  static constexpr shc_dtype value = SHC_I8;
 };
 template <>
 struct ElementType<std::int32_t> {
@@ -262,6 +266,67 @@ class Comm : public Handle<shc_comm, shc_comm_destroy> {
         made<shc_collective>([&](auto* bound) { return shc_bind_barrier(get(), tag, bound); }));
   }
 
+  // Elements to and from each rank, one number a rank.
+  template <class T>
+  void all_to_all(const T* send, const std::vector<std::int64_t>& send_counts, T* recv,
+                  const std::vector<std::int64_t>& recv_counts, const Stream* stream = nullptr,
+                  std::int64_t tag = 0) const {
+    require_counts(send_counts, recv_counts);
+    check(shc_all_to_all(get(), send, send_counts.data(), recv, recv_counts.data(),
+                         ElementType<T>::value, tag, native(stream)));
+  }
+  template <class T>
+  Collective bind_all_to_all(const T* send, const std::vector<std::int64_t>& send_counts, T* recv,
+                             const std::vector<std::int64_t>& recv_counts,
+                             std::int64_t tag = 0) const {
+    require_counts(send_counts, recv_counts);
+    return Collective(made<shc_collective>([&](auto* bound) {
+      return shc_bind_all_to_all(get(), send, send_counts.data(), recv, recv_counts.data(),
+                                 ElementType<T>::value, tag, bound);
+    }));
+  }
+
+  // `count` elements of each rank.
+  template <class T>
+  void gather(const T* send, T* recv, std::int64_t count, int root = 0,
+              const Stream* stream = nullptr, std::int64_t tag = 0) const {
+    check(shc_gather(get(), send, recv, bytes_of<T>(count), root, tag, native(stream)));
+  }
+  template <class T>
+  Collective bind_gather(const T* send, T* recv, std::int64_t count, int root = 0,
+                         std::int64_t tag = 0) const {
+    return Collective(made<shc_collective>([&](auto* bound) {
+      return shc_bind_gather(get(), send, recv, bytes_of<T>(count), root, tag, bound);
+    }));
+  }
+
+  template <class T>
+  void scatter(const T* send, T* recv, std::int64_t count, int root = 0,
+               const Stream* stream = nullptr, std::int64_t tag = 0) const {
+    check(shc_scatter(get(), send, recv, bytes_of<T>(count), root, tag, native(stream)));
+  }
+  template <class T>
+  Collective bind_scatter(const T* send, T* recv, std::int64_t count, int root = 0,
+                          std::int64_t tag = 0) const {
+    return Collective(made<shc_collective>([&](auto* bound) {
+      return shc_bind_scatter(get(), send, recv, bytes_of<T>(count), root, tag, bound);
+    }));
+  }
+
+  template <class T>
+  void reduce(const T* send, T* recv, std::int64_t count, shc_op op = SHC_SUM, int root = 0,
+              const Stream* stream = nullptr, std::int64_t tag = 0) const {
+    check(
+        shc_reduce(get(), send, recv, ElementType<T>::value, count, op, root, tag, native(stream)));
+  }
+  template <class T>
+  Collective bind_reduce(const T* send, T* recv, std::int64_t count, shc_op op = SHC_SUM,
+                         int root = 0, std::int64_t tag = 0) const {
+    return Collective(made<shc_collective>([&](auto* bound) {
+      return shc_bind_reduce(get(), send, recv, ElementType<T>::value, count, op, root, tag, bound);
+    }));
+  }
+
   void abort(const std::string& reason) const { check(shc_comm_abort(get(), reason.c_str())); }
   void close() const { check(shc_comm_close(get())); }
   void check_alive() const { check(shc_comm_check(get())); }
@@ -278,6 +343,16 @@ class Comm : public Handle<shc_comm, shc_comm_destroy> {
   }
 
  private:
+  void require_counts(const std::vector<std::int64_t>& sent,
+                      const std::vector<std::int64_t>& received) const {
+    const auto ranks = static_cast<std::size_t>(size_);
+    if (sent.size() == ranks && received.size() == ranks) return;
+    throw std::invalid_argument("shc::Comm::all_to_all: send_counts has " +
+                                std::to_string(sent.size()) + " numbers and recv_counts " +
+                                std::to_string(received.size()) + "; each must have " +
+                                std::to_string(size_) + ", one for each rank");
+  }
+
   int rank_;
   int size_;
 };

@@ -31,7 +31,7 @@ struct Group {
 // and then gets its error.
 constexpr std::size_t kMostGroups = 1 << 16;
 Group groups[kMostGroups];
-std::atomic<std::size_t> known_groups{0};
+std::atomic<std::size_t> known_groups{0};  // released after the group is written, acquired before
 
 std::optional<shc_dtype> dtype_of(ffi::DataType type) {
   switch (type) {

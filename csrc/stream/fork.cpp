@@ -19,6 +19,7 @@ const bool counting = [] {
 
 }  // namespace
 
+// Relaxed: it changes only in a fresh child, while that has one thread.
 int forks() noexcept { return count.load(std::memory_order_relaxed); }
 
 void at_fork(void (*before)(), void (*after)(), void (*in_child)()) {

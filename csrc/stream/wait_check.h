@@ -19,6 +19,9 @@ class WaitCheck {
   std::function<void()> before_;
 };
 
+// Makes long waits of this thread call `check` from now on; an empty one ends that.
+void set_wait_check(std::function<void()> check);
+
 // A base class for the exception of a check if a person, and no error, ends the wait, as by Ctrl-C.
 class Interruption {
  protected:

@@ -166,7 +166,7 @@ class Checkpoints:
             CheckpointError: DCP could not save, a file could not be written, no rank wrote anything, or another rank
                 failed. On every rank the message gives the reasons of all ranks that failed.
             CommError: A rank died, or did not come. It is raised at once while `comm` waits for that rank, or DCP does
-                over a group of the backend "cpu:shardcomm". Over another group DCP may wait longer: Gloo does not end a
+                over a group of the backend "shardcomm". Over another group DCP may wait longer: Gloo does not end a
                 send that was under way when its receiver died before the group's timeout.
         """
         partial = self._begin("save", step)

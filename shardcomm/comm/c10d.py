@@ -77,7 +77,7 @@ class C10dCommunicator(Communicator):
         self._failure: _C.CommError | None = None  # from then on every collective raises it
         self._tag_names: dict[int, str] = {}
         pending.opened(self)
-        self._reason = reason
+        self.reason = reason
 
     def allocate(self, numel: int, *, dtype: torch.dtype = torch.float32, use: Use) -> torch.Tensor:
         check_allocation(numel, dtype, use, self.size)
@@ -384,9 +384,9 @@ class C10dCommunicator(Communicator):
         if self._failure is not None:
             raise like(self._failure, f"{operation}: {self._failure}")
         sequence = next(self._sequence)
-        requested = "shm" if self._reason else "c10d"
+        requested = "shm" if self.reason else "c10d"
         taken, why = path
-        reason = "; ".join(filter(None, (self._reason, why)))
+        reason = "; ".join(filter(None, (self.reason, why)))
         self._receipts[operation] = Receipt(operation, sequence, requested, taken, reason)
 
         name = self._tag_names.get(tag)

@@ -4,6 +4,7 @@ One interface, several transports::
 
     shm    processes of one host (the default on a CPU)   compiled core: shared windows, futexes
     nccl   CUDA, one or many hosts (the default there)    NCCL, with the core's copies and sums around it
+    hosts  several CPU hosts with several ranks each      shm on each host, a ProcessGroup between them
     local  N ranks as threads of one process              compiled core: memory of a CPU or of one GPU
     c10d   whatever torch.distributed reaches             any ProcessGroup
 
@@ -45,7 +46,7 @@ ReduceOp = Literal["sum", "avg", "max", "min"]
 Use = Literal["gather", "reduce"]
 """What communication memory is for; see `Communicator.allocate`."""
 
-Transport = Literal["auto", "shm", "nccl", "c10d", "local"]
+Transport = Literal["auto", "shm", "nccl", "hosts", "c10d", "local"]
 """What carries collectives; "auto" takes the fastest that all ranks can use. See `Communicator.from_env`."""
 
 CtaPolicy = Literal["default", "efficiency", "zero"]
@@ -91,7 +92,7 @@ class Communicator(ABC):
     Attributes:
         rank: This rank's number, 0 to `size` - 1.
         size: How many ranks the group has.
-        transport: What carries the collectives: "shm", "nccl", "c10d" or "local".
+        transport: What carries the collectives: "shm", "nccl", "hosts", "c10d" or "local".
         device: The device of the tensors that it takes and allocates.
 
     Example:
@@ -162,9 +163,10 @@ class Communicator(ABC):
 
         Args:
             deadline_s: How long a rank waits for another one, in set-up and in every collective, in seconds.
-            transport: What carries the collectives. "auto" takes nccl on GPUs; on CPUs it takes shm when all ranks
-                share a host, and else c10d over Gloo. It also takes c10d, with a warning on every rank, where one rank
-                of the host cannot map the others' memory. Receipts say why.
+            transport: What carries the collectives. "auto" takes nccl on GPUs. On CPUs it takes shm when all ranks
+                share a host; hosts when there are several with equally many ranks, at least two, which are numbered
+                host by host; and else c10d over Gloo. It also takes c10d, with a warning on every rank, where a rank
+                cannot map the memory of others on its host. Receipts say why.
             device: "cpu"; or "cuda" for the GPU whose number is this rank's among the ranks of its host; or a
                 `torch.device`. None: that GPU if each rank of the host has one and NCCL is there, else the CPU.
             cta_policy: How much of the GPU NCCL may take (its NCCL_CTA_POLICY). With "zero", copy engines and no SMs do

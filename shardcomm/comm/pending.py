@@ -1,4 +1,4 @@
-"""The collectives that ranks are in: a `Pending` for each, sentences about them, and the groups of this process."""
+"""The calls that ranks are in: a `Pending` for each, sentences about them, and the groups of this process."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple, Protocol, cast
 from weakref import WeakValueDictionary
 
-Channel = Literal["gather", "reduce"]
+Channel = Literal["gather", "reduce", "message"]
 
 # As the core has it: rank, pid, channel, call, sequence, waiting_s, waits_for.
 CorePending = tuple[int, int, str, str, int, float | None, tuple[int, ...]]
@@ -20,10 +20,12 @@ class Pending(NamedTuple):
     Attributes:
         rank: The rank's number in the group.
         pid: The rank's process; None where it has not attached yet.
-        channel: "gather" or "reduce", which are ordered apart; None: the rank is in no collective.
+        channel: "gather" or "reduce", which are ordered apart; "message": the rank is asleep in a send or a receive
+            of the C interface; None: the rank is in no collective.
         call: The call, as "all_gather(f32, count 4)", with " of unit 'blocks.3'" where its tag has a name (see
             `Communicator.tag`). Over `c10d` it is without the part in brackets.
-        sequence: The call's number among those of its channel; `c10d` has one count for both channels.
+        sequence: The call's number among those of its channel, or of a rank's sends and receives; `c10d` has one
+            count for both channels.
         waiting_s: How long the rank has waited for other ranks, in seconds. None: it moves bytes, or the group has
             failed. `nccl` and `c10d` cannot tell waiting from moving: over these it is how long the rank has been in
             the call (over `nccl`, since the call's turn on its stream came, and None before).

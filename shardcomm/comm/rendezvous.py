@@ -10,7 +10,7 @@ import json
 import os
 import socket
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple, cast, get_args
@@ -26,15 +26,17 @@ from shardcomm.comm import nccl
 from shardcomm.comm.c10d import C10dCommunicator
 from shardcomm.comm.communicator import DEADLINE_S, Communicator, CtaPolicy, Transport
 from shardcomm.comm.core import CoreCommunicator, core_device
+from shardcomm.comm.hosts import GroupAcross, Place, place_of
 from shardcomm.meeting.comm_error import comm_error
 from shardcomm.meeting.exchange import Exchange, GroupExchange, StoreExchange, Watched
 from shardcomm.meeting.launchers import Launched, launched, refuse_batch_script
 from shardcomm.meeting.mpi import MpiExchange, check_mpi
 from shardcomm.meeting.store import env_store
 
-# Makes a communicator over a ProcessGroup. Its argument says why shared memory is not taken; "" if nobody asked for it.
-Fallback = Callable[[str], Communicator]
+# Makes two groups of these ranks, of which this rank is one: for gathers, and for reduces. Collective among them.
+MakeGroups = Callable[[Sequence[int]], tuple[dist.ProcessGroup, dist.ProcessGroup]]
 
+_CPU = torch.device("cpu")
 _ENDED_S = 0.5  # within this time the end of a process is seen, after its memory has gone
 
 _groups = itertools.count()  # keeps the keys of several communicators over one store apart
@@ -87,7 +89,7 @@ def from_env(
             exchange,
             transport,
             where,
-            lambda reason: _over_gloo(exchange, over, reason),
+            lambda ranks: _gloo_groups(exchange, over, ranks),
             cta_policy,
         )
 
@@ -109,7 +111,7 @@ def from_mpi(
     own = Launched("MPI", rank, size, hosts[:rank].count(here), hosts.count(here))
     where = _checked_device("connect", own, transport, device, cta_policy)
 
-    def gloo(reason: str) -> Communicator:
+    def gloo(ranks: Sequence[int]) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
         address, timeout = socket.gethostname(), timedelta(seconds=deadline_s)
         store = None
         if rank == 0:
@@ -117,7 +119,7 @@ def from_mpi(
         port = int(exchange(str(store.port).encode() if store else b"")[0])
         address = exchange(address.encode())[0].decode()
         store = store or TCPStore(address, port, timeout=timeout, wait_for_workers=False)
-        return _over_gloo(exchange, _Store("connect", store, "shardcomm", where), reason)
+        return _gloo_groups(exchange, _Store("connect", store, "shardcomm", where), ranks)
 
     return connect(exchange, transport, where, gloo, cta_policy)
 
@@ -131,22 +133,24 @@ class _Store(NamedTuple):
     device: torch.device
 
 
-def _over_gloo(exchange: Exchange, over: _Store, reason: str) -> Communicator:
+def _gloo_groups(
+    exchange: Exchange, over: _Store, ranks: Sequence[int]
+) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     if over.device.type != "cpu":
         raise ValueError(
             f"{over.operation}: transport is 'c10d', which is Gloo here, and device is {over.device}; accepted: 'cpu', "
             "or from_process_group with a group of that device"
         )
     timeout = timedelta(seconds=exchange.deadline_s)
+    name = f"{over.name}/{len(ranks)} from {ranks[0]}"
+    own = ranks.index(exchange.rank)
     groups = [
-        ProcessGroupGloo(
-            PrefixStore(f"{over.name}/{use}", over.store), exchange.rank, exchange.size, timeout
-        )
+        ProcessGroupGloo(PrefixStore(f"{name}/{use}", over.store), own, len(ranks), timeout)
         for use in ("gathers", "reduces")
     ]
     # A backend has the collectives of a ProcessGroup, without being one to the type checker.
     gathers, reduces = cast("list[dist.ProcessGroup]", groups)
-    return C10dCommunicator(gathers, reduces, over.device, reason)
+    return gathers, reduces
 
 
 def local_group(size: int, deadline_s: float, device: torch.device | str) -> list[Communicator]:
@@ -188,19 +192,20 @@ def from_process_group(
     )
     patience_s = timeout_s(group, where) if deadline_s is None else deadline_s
 
-    def c10d(reason: str) -> Communicator:
+    def groups(ranks: Sequence[int]) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+        world = dist.get_process_group_ranks(group)
         gathers, reduces = (
             dist.new_group(
-                dist.get_process_group_ranks(group),
+                [world[rank] for rank in ranks],
                 timedelta(seconds=patience_s),
                 dist.get_backend(group),
                 use_local_synchronization=True,
             )
             for _ in range(2)
         )
-        return C10dCommunicator(gathers, reduces, where, reason)
+        return gathers, reduces
 
-    return connect(GroupExchange(group, patience_s), transport, where, c10d, cta_policy)
+    return connect(GroupExchange(group, patience_s), transport, where, groups, cta_policy)
 
 
 def _any_device(device: torch.device | str) -> torch.device:
@@ -225,10 +230,21 @@ def connect(
     exchange: Exchange,
     transport: Transport,
     device: torch.device,
-    c10d: Fallback,
+    groups: MakeGroups,
     cta_policy: CtaPolicy = "default",
+    *,
+    two_levels: bool = True,
 ) -> Communicator:
-    """Chooses the transport that all ranks can use, and opens it; collective."""
+    """Chooses the transport that all ranks can use, and opens it; collective.
+
+    Args:
+        exchange: Reaches all ranks.
+        transport: As in `from_env`.
+        device: Where this rank's operands are.
+        groups: Makes what carries bytes where the core does not.
+        cta_policy: As in `from_env`.
+        two_levels: Whether "auto" may take hosts.
+    """
     rank, size, deadline_s = exchange.rank, exchange.size, exchange.deadline_s
     everybody = _introduce(exchange, transport, device, cta_policy)
     transports = [each.transport for each in everybody]
@@ -246,9 +262,11 @@ def connect(
         raise ValueError(
             f"device is {device}, but the ranks have different kinds: {', '.join(devices)}"
         )
-    if {"shm": "cpu", "nccl": "cuda"}.get(transport, device.type) != device.type:
+    kinds = {"shm": "cpu", "hosts": "cpu", "nccl": "cuda"}
+    if kinds.get(transport, device.type) != device.type:
         raise ValueError(
-            f"transport is {transport!r} and device is {device}; 'shm' is for 'cpu', 'nccl' for 'cuda', 'auto' for both"
+            f"transport is {transport!r} and device is {device}; 'shm' and 'hosts' are for 'cpu', 'nccl' for 'cuda', "
+            "'auto' for both"
         )
     if cta_policy != "default" and (device.type != "cuda" or transport in ("c10d", "local")):
         raise ValueError(
@@ -256,7 +274,7 @@ def connect(
         )
     unwatched = _watch(exchange, everybody)
     if transport == "c10d":
-        return exchange.wait_for(lambda: c10d(""))
+        return _over_groups(exchange, device, groups, "")
     if transport == "local":
         return _thread_rank(exchange, everybody, device)
     if device.type == "cuda":
@@ -265,7 +283,15 @@ def connect(
         return CoreCommunicator(
             nccl.connect(exchange, rank, size, device.index, deadline_s, cta_policy), device
         )
-    return _on_cpus(exchange, everybody, unwatched, transport, c10d)
+    return _on_cpus(exchange, everybody, unwatched, transport, groups, two_levels)
+
+
+def _over_groups(
+    exchange: Exchange, device: torch.device, groups: MakeGroups, reason: str
+) -> Communicator:
+    """Over groups of all ranks; `reason` says why shared memory is not taken, "" if nobody asked for it."""
+    gathers, reduces = exchange.wait_for(lambda: groups(range(exchange.size)))
+    return C10dCommunicator(gathers, reduces, device, reason)
 
 
 def _on_cpus(
@@ -273,24 +299,41 @@ def _on_cpus(
     everybody: list[_Introduction],
     unwatched: str,
     transport: Transport,
-    c10d: Fallback,
+    groups: MakeGroups,
+    two_levels: bool,
 ) -> Communicator:
-    """Takes shared memory if all ranks can have it, and else what `c10d` makes; collective."""
-    hosts = len({each.host for each in everybody})
-    if hosts > 1:
-        if transport == "shm":
-            raise SeveralHostsError(
-                f"transport is 'shm', but the {exchange.size} ranks are on {hosts} hosts (or in containers that do not "
-                "see each other's processes); use 'c10d' or 'auto'"
-            )
-        return exchange.wait_for(lambda: c10d("the ranks are on several hosts"))
-    core, reason = _share_memory(exchange, everybody, unwatched)
+    """Takes shared memory where ranks can have it, and groups for the rest; collective."""
+    hosts = [each.host for each in everybody]
+    number = len(set(hosts))
+    if number > 1 and transport == "shm":
+        raise SeveralHostsError(
+            f"transport is 'shm', but the {exchange.size} ranks are on {number} hosts (or in containers that do not "
+            "see each other's processes); use 'hosts', 'c10d' or 'auto'"
+        )
+    place = place_of(exchange.rank, hosts) if number > 1 else "the ranks are on one host"
+    if transport == "hosts" and isinstance(place, str):
+        raise ValueError(f"transport is 'hosts', but {place}; use 'auto'")
+    if number > 1 and (isinstance(place, str) or not two_levels):
+        why = f", and {place}" if isinstance(place, str) and two_levels else ""
+        return _over_groups(exchange, _CPU, groups, f"the ranks are on several hosts{why}")
+    members = list(range(exchange.size)) if isinstance(place, str) else place.on_host
+    core, reason = _share_memory(exchange, everybody, unwatched, members)
     if core is not None:
-        return CoreCommunicator(core)
-    if transport == "shm":
-        raise SharedMemoryError(f"transport is 'shm', but {reason}; use 'c10d' or 'auto'")
+        return CoreCommunicator(
+            core if isinstance(place, str) else _join(exchange, core, place, groups)
+        )
+    if transport in ("shm", "hosts"):
+        raise SharedMemoryError(f"transport is {transport!r}, but {reason}; use 'c10d' or 'auto'")
     warnings.warn(f"collectives go through c10d: {reason}", RuntimeWarning, stacklevel=5)
-    return exchange.wait_for(lambda: c10d(reason))
+    return _over_groups(exchange, _CPU, groups, reason)
+
+
+def _join(
+    exchange: Exchange, on_host: _C.Communicator, place: Place, groups: MakeGroups
+) -> _C.Communicator:
+    """Joins the hosts; collective."""
+    across = GroupAcross(*exchange.wait_for(lambda: groups(place.across)))
+    return _C.make_hosts(on_host, across, place.host, place.hosts)
 
 
 def _introduce(
@@ -331,29 +374,31 @@ def _watch(exchange: Exchange, everybody: list[_Introduction]) -> str:
 
 
 def _share_memory(
-    exchange: Exchange, everybody: list[_Introduction], refusal: str
+    exchange: Exchange, everybody: list[_Introduction], refusal: str, members: Sequence[int]
 ) -> tuple[_C.Communicator | None, str]:
-    """Connects the ranks through memory that rank 0 makes, if all ranks can map it; collective.
+    """Connects the ranks of each host through memory that the first of them makes, if all can map it; collective.
 
     Args:
         exchange: Reaches all ranks.
         everybody: Who they are.
         refusal: Why this rank cannot share memory; "" if it may be able to.
+        members: The ranks of this rank's host.
 
     Returns:
         The communicator, or None and the reason.
     """
-    session = member = None  # rank 0's session lives until all ranks have attached
-    if exchange.rank == 0 and not refusal:
-        processes = [(each.pid, each.start_time) for each in everybody]
+    session = member = None  # the first rank's session lives until all have attached
+    first = members[0]
+    if exchange.rank == first and not refusal:
+        processes = [(everybody[rank].pid, everybody[rank].start_time) for rank in members]
         try:
-            session = _C.ShmSession(exchange.size, processes)
+            session = _C.ShmSession(len(members), processes)
         except _C.CommError as error:
             refusal = str(error)
-    address = exchange(session.address.encode() if session else b"")[0].decode()
+    address = exchange(session.address.encode() if session else b"")[first].decode()
     if address and not refusal:
         try:
-            member = _C.ShmMember(address, exchange.rank, exchange.size)
+            member = _C.ShmMember(address, members.index(exchange.rank), len(members))
         except _C.CommError as error:
             refusal = str(error)
     refusals = [each.decode() for each in exchange(refusal.encode())]
@@ -363,7 +408,7 @@ def _share_memory(
         if trouble := exchange.trouble(within_s=_ENDED_S):
             raise trouble
         return None, f"not all ranks can share memory ({'; '.join(said)})"
-    return member.attach(exchange.deadline_s), ""
+    return member.attach(exchange.deadline_s, first), ""
 
 
 def host_identity() -> str:

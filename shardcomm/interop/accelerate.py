@@ -84,7 +84,7 @@ class Accelerator(accelerate.Accelerator):
     `backward`, `accumulate`, `clip_grad_norm_`, `autocast`, `gather` and the rest do what they do there, and losses are
     those of its DistributedDataParallel. `get_state_dict` gives the full weights on rank 0, and `save_state` and
     `load_state` save and load each rank's rows by `torch.distributed.checkpoint`: any number of ranks loads them.
-    On CPUs it begins the process group, unless the program has begun one: with the backend "cpu:shardcomm", or as an
+    On CPUs it begins the process group, unless the program has begun one: with the backend "shardcomm", or as an
     `InitProcessGroupKwargs` among `kwargs_handlers` says.
 
     Args:
@@ -131,7 +131,7 @@ class Accelerator(accelerate.Accelerator):
                 )
         if kwargs.get("cpu") and "RANK" in os.environ and not dist.is_initialized():
             # Else accelerate would begin one of Gloo. It refuses any other backend for CPUs.
-            group: dict[str, Any] = {"backend": f"cpu:{NAME}"}
+            group: dict[str, Any] = {"backend": NAME}
             handlers = kwargs.get("kwargs_handlers") or []
             for handler in handlers:
                 if isinstance(handler, InitProcessGroupKwargs):

@@ -86,8 +86,8 @@ static void operands_fit(shc_comm* comm) {
           SHC_INVALID_ARGUMENT, "shc_bind_all_gather: no conversion from i32 to f32");
   refused(shc_bind_all_gather(comm, numbers, (shc_dtype)12, numbers + 2, SHC_F32, 1, NULL, &none),
           SHC_INVALID_ARGUMENT, "send_dtype is 12");
-  refused(shc_bind_all_reduce(comm, numbers, SHC_F32, 1, (shc_op)4, 0, &none), SHC_INVALID_ARGUMENT,
-          "op is 4");
+  refused(shc_bind_all_reduce(comm, numbers, SHC_F32, 1, (shc_op)8, 0, &none), SHC_INVALID_ARGUMENT,
+          "op is 8");
   refused(shc_bind_broadcast(comm, numbers, 4, 2, &none), SHC_INVALID_ARGUMENT,
           "root is 2; it must be a rank, 0 to 1");
   refused(shc_bind_barrier(comm, 0, NULL), SHC_INVALID_ARGUMENT, "collective is NULL");

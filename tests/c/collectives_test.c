@@ -232,8 +232,8 @@ static void tell_their_paths(shc_comm* comm) {
   require(strstr(receipt.reason, "recv is not communication memory") != NULL, "which says why");
   free(send);
   free(recv);
-  refused(shc_comm_receipt(comm, "gather", &receipt), SHC_INVALID_ARGUMENT,
-          "operation is \"gather\"; accepted: \"all_gather\"");
+  refused(shc_comm_receipt(comm, "alltoall", &receipt), SHC_INVALID_ARGUMENT,
+          "operation is \"alltoall\"; accepted: \"all_gather\"");
   drop(b);
 }
 

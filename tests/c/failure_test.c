@@ -6,6 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/wait.h>
+#include <time.h>
 #include <unistd.h>
 
 #include "check.h"
@@ -48,6 +49,29 @@ static void one_leaves(shc_comm* comm) {
 static void one_gives_up(shc_comm* comm) {
   if (rank_of(comm) == 0) ok(shc_comm_abort(comm, "the loss is NaN"));
   refused(shc_barrier(comm, 0, NULL), SHC_COMM_ERROR, "the loss is NaN");
+  require(strcmp(last_error().kind, "aborted") == 0, "it was aborted");
+}
+
+static int at_the_third_look(void* looks) {
+  *(int*)looks += 1;
+  return *(int*)looks == 3;
+}
+
+static void a_wait_check_ends_a_wait(shc_comm* comm) {
+  int looks = 0;
+  if (rank_of(comm) == 0) {
+    ok(shc_set_wait_check(at_the_third_look, &looks));
+    // The other comes when this rank has given up, and hears that.
+    refused(shc_barrier(comm, 0, NULL), SHC_INTERRUPTED, "wait check");
+    require(looks == 3, "it was asked until it ended the wait");
+    ok(shc_set_wait_check(NULL, NULL));
+    refused(shc_barrier(comm, 0, NULL), SHC_COMM_ERROR, "interrupted");
+    require(looks == 3, "a check that was taken away is not asked");
+    return;
+  }
+  const struct timespec pause = {0, 1000000};
+  while (shc_comm_check(comm) == SHC_OK) nanosleep(&pause, NULL);
+  refused(shc_barrier(comm, 0, NULL), SHC_COMM_ERROR, "interrupted");
   require(strcmp(last_error().kind, "aborted") == 0, "it was aborted");
 }
 
@@ -132,6 +156,8 @@ int main(void) {
   on_processes(3, one_leaves);
   on_processes(3, one_gives_up);
   on_threads(3, one_gives_up);
+  on_processes(2, a_wait_check_ends_a_wait);
+  on_threads(2, a_wait_check_ends_a_wait);
   on_threads(2, they_call_different_things);
   on_processes(2, memory_outlives_its_group);
   nobody_comes();

@@ -72,6 +72,51 @@ void collectives_know_the_types_of_their_elements(const shc::Comm& comm) {
   require(comm.receipt("all_gather")->sequence > 0, "a receipt");
 }
 
+// Rank r sends r + 1 elements to each, of which a stream takes some.
+void exchanges_know_the_types_of_their_elements(const shc::Comm& comm) {
+  const auto size = static_cast<std::size_t>(comm.size());
+  const std::vector<std::int64_t> sent(size, comm.rank() + 1);
+  std::vector<std::int64_t> received;
+  std::int64_t total = 0;
+  for (int r = 0; r < comm.size(); ++r) received.push_back(r + 1);
+  for (const std::int64_t count : received) total += count;
+  const std::vector<std::int8_t> send(size * size, static_cast<std::int8_t>(comm.rank()));
+  std::vector<std::int8_t> recv(static_cast<std::size_t>(total));
+  const shc::Stream stream;
+  comm.all_to_all(send.data(), sent, recv.data(), received);
+  require(recv[0] == 0 && recv[1] == 1 && recv[2] == 1, "one of rank 0 and two of rank 1");
+  const shc::Collective again = comm.bind_all_to_all(send.data(), sent, recv.data(), received);
+  recv.assign(recv.size(), 9);
+  again(&stream);
+  require(stream.record().wait(60) && recv[0] == 0 && recv.back() == comm.size() - 1, "again");
+  try {
+    comm.all_to_all(send.data(), {1}, recv.data(), received);
+    require(false, "a count for each rank");
+  } catch (const std::invalid_argument& error) {
+    require(std::string(error.what()).find("send_counts has 1 numbers") != std::string::npos,
+            "which it says");
+  }
+
+  const double own = comm.rank() + 0.5;
+  std::vector<double> all(size);
+  double part = 0;
+  comm.gather(&own, all.data(), 1, 1);
+  if (comm.rank() == 1) require(all[2] == 2.5, "gathered");
+  comm.scatter(all.data(), &part, 1, 1, &stream);
+  require(stream.record().wait(60) && part == own, "scattered");
+  std::int32_t product = 0;
+  const std::int32_t factor = comm.rank() + 2;
+  comm.reduce(&factor, &product, 1, SHC_PROD, 2);
+  if (comm.rank() == 2) require(product == 24, "multiplied");
+  part = 0;
+  comm.bind_gather(&own, all.data(), 1, 2)();
+  comm.bind_scatter(all.data(), &part, 1, 2)();
+  require(part == own, "there and back");
+  comm.bind_reduce(&factor, &product, 1, SHC_BOR, 0)();
+  if (comm.rank() == 0) require(product == 7, "bits of 2, 3 and 4");
+  require(comm.receipt("scatter")->sequence > 0, "a receipt");
+}
+
 void bound_collectives_run_on_streams_too(const shc::Comm& comm) {
   std::vector<float> values = {1, 2};
   std::vector<float> part(1);
@@ -166,6 +211,7 @@ void schedules(const shc::Comm&) {
 
 int main() {
   on_threads(3, collectives_know_the_types_of_their_elements);
+  on_threads(3, exchanges_know_the_types_of_their_elements);
   on_threads(2, bound_collectives_run_on_streams_too);
   on_threads(2, errors_are_exceptions_with_their_fields);
   on_threads(1, layouts_and_copies);

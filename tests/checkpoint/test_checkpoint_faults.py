@@ -256,7 +256,7 @@ def end_in(
     """
     by_dcp = how is signal.SIGKILL
     if by_dcp:
-        comm = join(rank, ranks, address, meeting, "cpu:shardcomm")
+        comm = join(rank, ranks, address, meeting, "shardcomm")
     else:
         comm = CoreCommunicator(_C.make_shm(address, rank, ranks, deadline_s))
     checkpoints = Checkpoints(folder, comm)

@@ -265,7 +265,7 @@ def save_until_error(
     background: bool,
 ) -> None:
     """Goes on from the newest checkpoint and saves for ever; reports the first, and the error that ends it."""
-    comm = join(rank, ranks, address, meeting, "cpu:shardcomm")
+    comm = join(rank, ranks, address, meeting, "shardcomm")
     model, full = make(layers=2), make(layers=2)
     engine = fully_shard(model, comm)
     checkpoints = Checkpoints(directory, comm)
@@ -356,7 +356,7 @@ def scatter_while_saving(
     rank: int, tell: Connection, ranks: int, address: str, meeting: str, directory: Path
 ) -> None:
     """Rank 1 stops while rank 0 scatters to it, as DCP does with plans: more than the sockets' buffers hold."""
-    comm = join(rank, ranks, address, meeting, "cpu:shardcomm")
+    comm = join(rank, ranks, address, meeting, "shardcomm")
     own, parts = torch.zeros(1 << 24), [torch.ones(1 << 24)] * 2
     try:
         with Checkpoints(directory, comm).save(1):
@@ -391,7 +391,7 @@ def save_beside_gloo(
     rank: int, tell: Connection, ranks: int, address: str, meeting: str, directory: Path
 ) -> None:
     checkpoints = Checkpoints(directory, join(rank, ranks, address, meeting, "gloo"))
-    group = dist.new_group(backend="cpu:shardcomm")
+    group = dist.new_group(backend="shardcomm")
     state = {"of all": torch.arange(4.0), f"of {rank}": [rank]}
     with checkpoints.save(1) as path:
         dcp.save(state, checkpoint_id=path, process_group=group)
@@ -405,4 +405,6 @@ def save_beside_gloo(
 
 def test_dcp_exchanges_over_a_group_of_ours_beside_gloos(tmp_path: Path) -> None:
     with processes(save_beside_gloo, 2, tmp_path / "meeting", tmp_path) as (_, ears):
-        assert [heard(ear) for ear in ears] == ["all_gatherbroadcast"] * 2  # and nothing by Gloo
+        assert [heard(ear) for ear in ears] == [
+            "all_gatherbroadcastgatherscatter"
+        ] * 2  # and nothing by Gloo

@@ -47,7 +47,13 @@ def test_what_cannot_be_used_has_a_reason_and_a_remedy(found: dict[str, Any]) ->
     assert found["cuda"]["built"] is _C.cuda_built
     assert len(found["cuda"]["devices"]) == torch.cuda.device_count()
     assert found["transports"]["shm"]["usable"]
-    parts = [found["cuda"], found["nccl"], found["triton"], *found["transports"].values()]
+    parts = [
+        found["cuda"],
+        found["nccl"],
+        found["triton"],
+        found["backend"],
+        *found["transports"].values(),
+    ]
     for part in parts:
         assert part["usable"] is not bool(part["reason"])
         assert part["usable"] is not bool(part["remedy"])

@@ -289,7 +289,7 @@ def test_from_env_alone_and_with_missing_variables(monkeypatch: pytest.MonkeyPat
         monkeypatch.delenv(name, raising=False)
     assert Communicator.from_env().size == 1
     with pytest.raises(
-        ValueError, match="transport is 'tcp'; accepted: 'auto', 'shm', 'nccl', 'c10d'"
+        ValueError, match="transport is 'tcp'; accepted: 'auto', 'shm', 'nccl', 'hosts', 'c10d'"
     ):
         Communicator.from_env(transport="tcp")  # type: ignore[arg-type]
     monkeypatch.setenv("RANK", "0")

@@ -178,8 +178,14 @@ def watched_by_its_own_thread(gate: Path, opener: str) -> list[Pending]:
         seen: list[Pending] = []
         comm.barrier()
 
+        def found() -> list[Pending]:
+            now = waiting(comm, {0, 1})
+            return (
+                now if now and now[2].channel is None else []
+            )  # rank 2 has left the first barrier
+
         def watch() -> None:
-            seen.extend(until(lambda: waiting(comm, {0, 1}), "0 and 1 wait"))
+            seen.extend(until(found, "0 and 1 wait, and rank 2 is in none"))
             Path(opener).touch()
 
         if comm.rank == 0:

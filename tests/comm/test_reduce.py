@@ -12,6 +12,7 @@ from shardcomm import _C
 from shardcomm.arguments.dtype import core_dtype
 from shardcomm.stream.streams import compute_stream
 from support.instruction_sets import instruction_set  # noqa: F401  (a fixture)
+from support.rank_sums import combined
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 INTEGERS = [torch.uint8, torch.int32, torch.int64]
@@ -42,10 +43,10 @@ def expect(
     accumulate: bool = False,
     divisor: int = 0,
 ) -> Tensor:
-    """Left to right, in the accumulator's precision, rounded once at the end."""
+    """As a tree, in the accumulator's precision, rounded once at the end."""
     wide = [source.to(accumulator(source.dtype)) for source in sources]
     combine = {"max": torch.maximum, "min": torch.minimum}.get(op, torch.add)
-    value = reduce(combine, wide)
+    value = combined(wide, combine)
     n = divisor or len(sources)
     if op == "avg":
         if value.dtype.is_floating_point:
@@ -107,7 +108,7 @@ def assert_same(result: Tensor, expected: Tensor) -> None:
     threads=walked_threads,
     seed=st.integers(0, 10_000),
 )
-def test_floats_reduce_in_float32_in_source_order(
+def test_floats_reduce_in_float32_as_a_tree(
     dtypes: tuple[torch.dtype, torch.dtype],
     op: str,
     num_sources: int,

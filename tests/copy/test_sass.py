@@ -39,8 +39,8 @@ HOT = {
     # The cast of a gather.
     "copy_run<Converted<float, BFloat16>>": [8],
     "copy_run<Moved<unsigned int>>": [4],
-    # Of one source four vectors, and four or eight loads of the destination; of two sources also; of more, two vectors
-    # of four sources at a time, the destination having been loaded before.
+    # Of one source four vectors, and four or eight loads of the destination; of two sources also; of three and of four,
+    # two vectors. (Of more, one vector of four sources at a time: the others' combined values need the registers.)
     "reduce_run<float, float, Sum>": [8, 8, 12],
     "reduce_run<BFloat16, BFloat16, Sum>": [8, 8, 12],
     "reduce_run<BFloat16, float, Sum>": [8, 12, 16],

@@ -50,9 +50,11 @@ struct Pair {
   std::shared_ptr<GroupMemory> group_memory = zeroed<GroupMemory>(GroupMemory::bytes(kSize));
   std::shared_ptr<BoardMemory> gathers = zeroed<BoardMemory>(BoardMemory::bytes(kSize));
   std::shared_ptr<BoardMemory> reduces = zeroed<BoardMemory>(BoardMemory::bytes(kSize));
-  std::function<int()> find_dead = [] { return -1; };
-  Group group{group_memory.get(), {gathers.get(), reduces.get()}, 0, kSize,
-              deadline_s,         [this] { return find_dead(); }};
+  std::function<bool(int)> has_ended = [](int) { return false; };
+  Group group{
+      group_memory.get(), {gathers.get(), reduces.get()}, 0, kSize, deadline_s, [this](int rank) {
+        return has_ended(rank);
+      }};
   bool stuck = false;
   Board board{group, 0, /*reads_addresses=*/false, [this] { return stuck; }};
 
@@ -105,7 +107,7 @@ void a_rank_that_was_stopped_before_it_came_is_late() {
                        1,
                        Pair::kSize,
                        deadline_s,
-                       [] { return -1; }};
+                       [](int) { return false; }};
     require(theirs.failure() == "rank 1 did not come within 0.2 s", *theirs.failure());
   }
 }
@@ -134,7 +136,7 @@ void half_a_call_is_never_read() {
 
 void a_rank_that_died_is_told() {
   Pair pair;
-  pair.find_dead = [] { return 1; };
+  pair.has_ended = [](int rank) { return rank == 1; };
   const std::string heard = what_rank_0_hears(pair);
   require(heard.find("rank 1 died") == 0, heard);
 }
@@ -157,9 +159,9 @@ void a_rank_that_is_not_stuck_waits_on() {
   pair.reduces->arrival(1, Pair::kSize).store(1);
   pair.reduces->ranks[1].stuck_in.store(1);
   int looks = 0;
-  pair.find_dead = [&] {
+  pair.has_ended = [&](int) {
     if (++looks == 3) pair.comes(1);
-    return -1;
+    return false;
   };
   require(what_rank_0_hears(pair).empty(), "rank 1 has come in the end");
 }
@@ -180,10 +182,10 @@ void a_long_reason_is_cut_between_characters() {
 void a_rank_that_comes_while_another_looks_for_trouble_is_not_blamed() {
   for (const bool closes : {false, true}) {
     Pair pair;
-    pair.find_dead = [&] {
+    pair.has_ended = [&](int) {
       pair.comes(1);
       if (closes) pair.group_memory->ranks[1].closed.store(1);
-      return closes ? -1 : 1;
+      return !closes;
     };
     if (closes) pair.group_memory->ranks[1].closed.store(1);
     const std::string heard = what_rank_0_hears(pair);
@@ -208,7 +210,7 @@ void ends_at_once(const char* what, const std::function<void(Pair&)>& end) {
                   0,
                   Pair::kSize,
                   /*deadline_s=*/20,
-                  [] { return -1; }};
+                  [](int) { return false; }};
       try {
         Board(group, 0, false, [] { return false; }).begin(pair.barrier(0));
       } catch (const CommError&) {
@@ -235,7 +237,7 @@ Group rank_1_of(Pair& pair) {
           1,
           Pair::kSize,
           /*deadline_s=*/0.2,
-          [] { return -1; }};
+          [](int) { return false; }};
 }
 
 void the_first_failure_and_the_first_reason_stay() {
@@ -257,11 +259,11 @@ void the_first_failure_and_the_first_reason_stay() {
 void what_a_rank_did_last_is_told_while_it_waits_and_afterwards() {
   Pair pair;
   const auto waiting_since = [&] { return pair.gathers->ranks[0].waiting_since.load(); };
-  pair.find_dead = [&] {  // while it waits
+  pair.has_ended = [&](int) {  // while it waits
     require(waiting_since() > 0, "a rank that sleeps says since when");
     require(pair.group.last_call(0, 0)->pending, "its call is pending");
     pair.comes(1);
-    return -1;
+    return false;
   };
   pair.board.begin(pair.barrier(0));
   require(pair.group.last_call(0, 0)->pending, "a call that has begun is pending");
@@ -302,7 +304,7 @@ void a_rank_that_was_stopped_itself_blames_nobody_for_it() {
                 0,
                 Pair::kSize,
                 kDeadlineS,
-                [&] { return looks->fetch_add(1), -1; }};
+                [&](int) { return looks->fetch_add(1), false; }};
     try {
       Board(group, 0, false, [] { return false; }).begin(pair.barrier(0));
     } catch (const CommError& error) {

@@ -15,23 +15,21 @@
 #include <thread>
 #include <vector>
 
+#include "ranks.h"
 #include "shardcomm/communicator.h"
 #include "shardcomm/stream.h"
 #include "stream/wait_check.h"
 
 namespace {
 
+using ranks::on_processes;
+using ranks::on_threads;
+using ranks::require;
 using shardcomm::CommError;
 using shardcomm::Communicator;
 using shardcomm::DType;
 using shardcomm::RedOp;
 using shardcomm::Use;
-
-void require(bool holds, const std::string& claim) {
-  if (holds) return;
-  std::fprintf(stderr, "not so: %s\n", claim.c_str());
-  std::exit(1);
-}
 
 // What every rank sends is known to all, so each checks its own result.
 float value(int rank, int i) { return static_cast<float>((rank * 37 + i * 11) % 17 - 8); }
@@ -126,13 +124,6 @@ void counts_that_differ_are_refused(Communicator& comm) {
       require(text.find(part) != std::string::npos, text);
     }
   }
-}
-
-void on_threads(int size, const std::function<void(Communicator&)>& body) {
-  const auto group = shardcomm::make_local_group(size, {20.0});
-  std::vector<std::thread> threads;
-  for (const auto& comm : group) threads.emplace_back([&body, comm] { body(*comm); });
-  for (std::thread& thread : threads) thread.join();
 }
 
 void allocations_that_no_address_space_holds_are_refused() {
@@ -528,28 +519,6 @@ void windows_come_and_go_beside_reduces(Communicator& comm) {
   }
   reduces->record()->wait();
   require(sum[63] == 1.0f, "reduced while windows came and went");
-}
-
-void on_processes(int size, const std::function<void(Communicator&)>& body) {
-  const shardcomm::ShmSession session(size);
-  std::vector<pid_t> children;
-  for (int rank = 0; rank < size; ++rank) {
-    const pid_t child = fork();
-    if (child == 0) {
-      alarm(60);
-      {
-        const auto comm = shardcomm::make_shm(session.address(), rank, size, {20.0});
-        body(*comm);
-      }
-      std::exit(0);
-    }
-    children.push_back(child);
-  }
-  for (const pid_t child : children) {
-    int status = 0;
-    waitpid(child, &status, 0);
-    require(WIFEXITED(status) && WEXITSTATUS(status) == 0, "a rank process succeeds");
-  }
 }
 
 }  // namespace

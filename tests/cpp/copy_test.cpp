@@ -1,6 +1,7 @@
 // CopyPlan, its CPU and CUDA executors (the latter walked) and the reduction, for the sanitizers:
 // every buffer has exactly the size it needs, so that an access out of bounds is seen. Expected
 // values follow from how the buffers are filled.
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -9,12 +10,15 @@
 #include <memory>
 #include <random>
 #include <stdexcept>
+#include <string>
+#include <type_traits>
 #include <vector>
 
 #include "copy/bound_copy.h"
 #include "copy/element.h"
 #include "copy/launch.h"
 #include "copy/simd.h"
+#include "copy/thread_reduce.h"
 #include "shardcomm/copy_plan.h"
 #include "shardcomm/reduce.h"
 #include "shardcomm/tile.h"
@@ -140,6 +144,78 @@ void reductions_add_up() {
   require(wrapped[99] == -2, "integers wrap");
 }
 
+// Products wrap, bits are those of the type, and i8 has a sign: of all pairs of bytes, and of
+// larger integers that are made of them.
+template <class T>
+void integers_combine_bit_by_bit(DType dtype) {
+  using Wide = std::make_unsigned_t<T>;
+  const auto spread = [](std::size_t byte) {  // over all bytes of a T
+    return static_cast<T>(static_cast<Wide>(byte * 0x9d3c5b7a1f2e4d69u) | static_cast<Wide>(byte));
+  };
+  std::vector<T> a, b;
+  for (std::size_t i = 0; i < 65536; ++i) {
+    a.push_back(spread(i & 255));
+    b.push_back(spread(i >> 8));
+  }
+  const auto count = static_cast<std::int64_t>(a.size());
+  const auto each = [&](RedOp op, const auto& wanted) {
+    const void* sources[] = {a.data(), b.data(), b.data()};
+    for (const int num_sources : {2, 3}) {
+      std::vector<T> result(a.size());
+      reduce_cpu(result.data(), {dtype}, sources, num_sources, dtype, op, num_sources, count);
+      for (std::size_t i = 0; i < a.size(); ++i) {
+        T want = wanted(a[i], b[i]);
+        if (num_sources == 3) want = wanted(want, b[i]);
+        if (op == RedOp::avg) want = static_cast<T>(want / num_sources);
+        require(result[i] == want, name(op));
+      }
+    }
+  };
+  using Word = std::uint64_t;  // whose low bits are right, whatever overflows
+  each(RedOp::prod, [](T x, T y) { return static_cast<T>(Word(x) * Word(y)); });
+  each(RedOp::band, [](T x, T y) { return static_cast<T>(Word(x) & Word(y)); });
+  each(RedOp::bor, [](T x, T y) { return static_cast<T>(Word(x) | Word(y)); });
+  each(RedOp::bxor, [](T x, T y) { return static_cast<T>(Word(x) ^ Word(y)); });
+  each(RedOp::sum, [](T x, T y) { return static_cast<T>(Word(x) + Word(y)); });
+  each(RedOp::avg, [](T x, T y) { return static_cast<T>(Word(x) + Word(y)); });
+  each(RedOp::max, [](T x, T y) { return std::max(x, y); });
+  each(RedOp::min, [](T x, T y) { return std::min(x, y); });
+}
+
+// In 32 bits, rounded once: each partial product would be another in 16.
+void products_of_halves_round_once() {
+  const Half quarter{0x340e};  // about a quarter
+  const std::vector<Half> quarters(300, quarter);
+  const void* sources[] = {quarters.data(), quarters.data(), quarters.data()};
+  std::vector<Half> cubes(quarters.size());
+  reduce_cpu(cubes.data(), {DType::f16}, sources, 3, DType::f16, RedOp::prod, 1, 300);
+  Half want{};
+  store(want, load(quarter) * load(quarter) * load(quarter));
+  require(cubes[0].bits == want.bits && cubes[299].bits == want.bits, "a product in 32 bits");
+  Half square{}, rounded{};
+  store(square, load(quarter) * load(quarter));
+  store(rounded, load(square) * load(quarter));
+  require(rounded.bits != want.bits, "which 16 bits would round to another number");
+}
+
+void a_device_refuses_what_it_has_no_kernel_for() {
+  std::int32_t value = 3;
+  const void* sources[] = {&value};
+  const auto is_refused = [&](DType dtype, RedOp op) {
+    try {
+      walk_reduce(&value, {dtype}, sources, 1, dtype, op, 1, 1, 1);
+    } catch (const std::invalid_argument& error) {
+      return std::string(error.what()).find("accepted on a CUDA device: sum") != std::string::npos;
+    }
+    return false;
+  };
+  for (const RedOp op : {RedOp::prod, RedOp::band, RedOp::bor, RedOp::bxor}) {
+    require(is_refused(DType::i32, op), "no kernel for this operation");
+  }
+  require(is_refused(DType::i8, RedOp::sum), "no kernel for i8");
+  require(!is_refused(DType::i32, RedOp::min) && value == 3, "a kernel for others");
+}
+
 // Of `count` elements, one is NaN or Inf, or none (-1).
 void a_flag_tells_of_what_is_not_finite() {
   constexpr float kInfinity = std::numeric_limits<float>::infinity();
@@ -214,11 +290,17 @@ int main() {
   spans_split_at_vector_boundaries();
   accesses_are_where_a_division_says();
   tiles_keep_threads_and_processors_busy();
+  a_device_refuses_what_it_has_no_kernel_for();
   for (InstructionSet set : instruction_sets()) {
     use_instruction_set(set);
     rectangles_land_where_they_should();
     threads_and_streaming_copy_everything();
     reductions_add_up();
+    integers_combine_bit_by_bit<std::uint8_t>(DType::u8);
+    integers_combine_bit_by_bit<std::int8_t>(DType::i8);
+    integers_combine_bit_by_bit<std::int32_t>(DType::i32);
+    integers_combine_bit_by_bit<std::int64_t>(DType::i64);
+    products_of_halves_round_once();
     a_flag_tells_of_what_is_not_finite();
   }
   std::puts("copy_test: ok");

@@ -104,6 +104,7 @@ class Lagging final : public Executor {
     lag();
     host_->convert(dst, dst_dtype, src, src_dtype, count, stream);
   }
+  void check_reduction(DType dtype, RedOp op) const override { host_->check_reduction(dtype, op); }
   void reduce(void* dst, const Epilogue& epilogue, const void* const* sources, int num_sources,
               DType dtype, RedOp op, std::int64_t count, NativeStream stream) override {
     lag();
@@ -168,7 +169,7 @@ void with_each_rank_lagging(int size, bool shares_addresses, const Body& body) {
         };
         BoardCommunicator own("lagging", rank, size, {kDeadlineS}, group.control,
                               std::make_unique<Provider>(shares_addresses, open_late),
-                              std::move(executor), [] { return -1; });
+                              std::move(executor), [](int) { return false; });
         Communicator& comm = own;
         Rank here{comm, lagging, group};
         body(here);
@@ -365,6 +366,86 @@ void uneven_parts_are_reduced(Rank& rank) {
   }
 }
 
+// Rank r sends (r * 5 + to * 3) % 4 chunks' elements to rank `to`, so to some nothing.
+void all_is_exchanged(Rank& rank) {
+  rank.executor.channel = 0;
+  rank.executor.allocates_on = 1;
+  const int size = rank.comm.size();
+  const auto count = [](int from, int to) {
+    return std::int64_t{100003} * ((from * 5 + to * 3) % 4);
+  };
+  std::vector<std::int64_t> sent, received;
+  for (int r = 0; r < size; ++r) {
+    sent.push_back(count(rank.comm.rank(), r));
+    received.push_back(count(r, rank.comm.rank()));
+  }
+  const shardcomm::Parts send_parts(sent);
+  const shardcomm::Parts recv_parts(received);
+  const auto total = static_cast<std::size_t>(4 * 100003 * size);  // alike on all ranks
+  const auto window = rank.comm.allocate(sizeof(float) * total, Use::reduce);
+  for (int round = 0; round < 4; ++round) {
+    std::vector<float> memory = rank.values(send_parts.total(size));
+    float* send = round % 2 ? static_cast<float*>(window->data()) : memory.data();
+    if (send != memory.data()) std::copy(memory.begin(), memory.end(), send);
+    std::vector<float> recv(static_cast<std::size_t>(recv_parts.total(size)));
+    rank.comm.all_to_all(send, send_parts, recv.data(), recv_parts, DType::f32);
+    std::fill_n(send, send_parts.total(size), kOverwritten);
+    for (int from = 0; from < size; ++from) {
+      std::int64_t begin = 0;  // of this rank's part in what rank `from` sends
+      for (int to = 0; to < rank.comm.rank(); ++to) begin += count(from, to);
+      for (std::int64_t i = 0; i < recv_parts.count(from); i += 997) {
+        require(recv[static_cast<std::size_t>(recv_parts.begin(from) + i)] ==
+                    Rank::value(from, begin + i),
+                "received what rank r sent here");
+      }
+    }
+  }
+}
+
+void a_root_gathers_and_scatters(Rank& rank) {
+  rank.executor.channel = 0;
+  rank.executor.allocates_on = 1;
+  const int size = rank.comm.size();
+  constexpr std::size_t kBytes = sizeof(float) * kCount;
+  const auto window = rank.comm.allocate(kBytes * static_cast<std::size_t>(size), Use::reduce);
+  for (int root = 0; root < size; ++root) {
+    const bool is_root = rank.comm.rank() == root;
+    const std::vector<float> values = rank.values(kCount * size);
+    std::vector<float> memory = values;
+    float* send = root % 2 ? static_cast<float*>(window->data()) : memory.data();
+    std::copy(values.begin(), values.end(), send);
+    std::vector<float> gathered(is_root ? values.size() : 0);
+    rank.comm.gather(send, gathered.data(), kBytes, root);
+    std::fill_n(send, kCount, kOverwritten);
+    if (is_root) check_gathered(rank, gathered.data(), kCount);
+
+    std::copy(values.begin(), values.end(), send);
+    std::vector<float> recv(kCount);
+    rank.comm.scatter(send, recv.data(), kBytes, root);
+    std::fill_n(send, kCount * size, kOverwritten);
+    for (std::int64_t i = 0; i < kCount; i += 997) {
+      require(recv[static_cast<std::size_t>(i)] == Rank::value(root, rank.comm.rank() * kCount + i),
+              "received its part of what the root had");
+    }
+  }
+}
+
+void a_root_reduces(Rank& rank) {
+  rank.executor.channel = rank.executor.allocates_on = 1;
+  const auto window = rank.comm.allocate(sizeof(float) * kCount, Use::reduce);
+  for (int root = 0; root < rank.comm.size(); ++root) {
+    std::vector<float> memory = rank.values(kCount);
+    float* send = root % 2 ? static_cast<float*>(window->data()) : memory.data();
+    if (send != memory.data()) std::copy(memory.begin(), memory.end(), send);
+    std::vector<float> recv(rank.comm.rank() == root ? kCount : 0);
+    rank.comm.reduce(send, recv.data(), DType::f32, kCount, RedOp::sum, root);
+    std::fill_n(send, kCount, kOverwritten);
+    for (std::size_t i = 0; i < recv.size(); i += 997) {
+      require(recv[i] == rank.sum(static_cast<std::int64_t>(i)), "reduced what all sent");
+    }
+  }
+}
+
 // Rank 0's place is a window of all; another rank's is another window, or none.
 void places_differ_from_rank_to_rank(Rank& rank) {
   rank.executor.channel = 0;
@@ -401,7 +482,8 @@ int main() {
            {private_memory_is_gathered, a_window_is_gathered_again_and_again,
             sent_buffers_are_reduced, sent_windows_are_reduced, buffers_are_all_reduced,
             buffers_are_broadcast, other_dtypes_are_received, places_differ_from_rank_to_rank,
-            uneven_parts_are_gathered, uneven_parts_are_reduced}) {
+            uneven_parts_are_gathered, uneven_parts_are_reduced, all_is_exchanged,
+            a_root_gathers_and_scatters, a_root_reduces}) {
         with_each_rank_lagging(size, shares_addresses, body);
       }
     }

@@ -1,4 +1,4 @@
-"""The engine against plain PyTorch: one process that averages the ranks' gradients itself, in rank order."""
+"""The engine against plain PyTorch: one process that averages the ranks' gradients itself."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from shardcomm import Communicator, MixedPrecision, fully_shard
 from support.nets import STEPS, Net, assert_same, batch, loss_of, make, optimizer_of, train
+from support.rank_sums import combined
 from support.thread_ranks import run_threads
 from support.twins import WIDTH, Chain, assert_same_gradients, twins, values
 
@@ -98,20 +99,19 @@ def test_dtypes_that_cannot_be_converted_are_named(
 
 
 def bf16_reference(ranks: int) -> Net:
-    """Computes with a bf16 copy of fp32 parameters; averages bf16 gradients in fp32, in rank order."""
+    """Computes with a bf16 copy of fp32 parameters; averages bf16 gradients in fp32."""
     model = make()
     optimizer = optimizer_of(model)
     for step in range(STEPS):
-        totals: list[torch.Tensor] = []
+        each_ranks: list[list[torch.Tensor]] = []
         for rank in range(ranks):
             half = copy.deepcopy(model)
             for param in half.parameters():
                 param.data = param.data.to(torch.bfloat16)
             loss_of(half, batch(rank, step)).backward()
-            grads = [p.grad.float() for p in half.parameters() if p.grad is not None]
-            totals = [t + g for t, g in zip(totals, grads, strict=True)] if totals else grads
-        for param, total in zip(model.parameters(), totals, strict=True):
-            param.grad = total * (1.0 / ranks)
+            each_ranks.append([p.grad.float() for p in half.parameters() if p.grad is not None])
+        for param, *of_ranks in zip(model.parameters(), *each_ranks, strict=True):
+            param.grad = combined(of_ranks) * (1.0 / ranks)
         optimizer.step()
     return model
 

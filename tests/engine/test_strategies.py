@@ -1,4 +1,4 @@
-"""Every strategy trains as data parallel does: as torch's DDP, or one process that averages in rank order."""
+"""Every strategy trains as data parallel does: as torch's DDP, or one process that averages over them."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from shardcomm import STRATEGIES, Communicator, Mesh, fully_shard, launch
 from support.accumulation import ACCUMULATION, STEPS, train
 from support.nets import Net, assert_same, batch, loss_of, make, sgd_of
+from support.rank_sums import combined
 from support.thread_ranks import run_mesh, run_threads
 from support.twins import WIDTH, Chain, assert_same_gradients, local, twins, values
 
@@ -24,11 +25,11 @@ Run = Callable[[Callable[..., dict[str, torch.Tensor]]], list[dict[str, torch.Te
 
 @functools.cache
 def expected(ranks: int, half: bool, micro: int) -> Net:
-    """Gradients of the ranks' batches, summed per rank and then in rank order, in fp32."""
+    """Gradients of the ranks' batches, summed per rank and then over the ranks, in fp32."""
     model = make(layers=3)
     optimizer = sgd_of(model)
     for step in range(STEPS):
-        totals = [torch.zeros_like(param) for param in model.parameters()]
+        each_ranks: list[list[torch.Tensor]] = []
         for rank in range(ranks):
             sums = [torch.zeros_like(param) for param in model.parameters()]
             for m in range(micro):
@@ -40,10 +41,9 @@ def expected(ranks: int, half: bool, micro: int) -> Net:
                 for summed, param in zip(sums, replica.parameters(), strict=True):
                     assert param.grad is not None
                     summed.add_(param.grad)
-            for total, summed in zip(totals, sums, strict=True):
-                total.add_(summed)
-        for param, total in zip(model.parameters(), totals, strict=True):
-            param.grad = total * (1.0 / ranks)
+            each_ranks.append(sums)
+        for param, *of_ranks in zip(model.parameters(), *each_ranks, strict=True):
+            param.grad = combined(of_ranks) * (1.0 / ranks)
         optimizer.step()
     return model
 

@@ -206,7 +206,7 @@ def at_two_ranks(folder: Path) -> dict[str, Any]:
 
     half = BATCHES // 2
     ran: dict[str, Any] = {}
-    group = InitProcessGroupKwargs(backend="cpu:shardcomm", timeout=timedelta(seconds=60))
+    group = InitProcessGroupKwargs(backend="shardcomm", timeout=timedelta(seconds=60))
     accelerator_of("engine", kwargs_handlers=[group])  # begins the process group
     for precision in ("no", "bf16"):
         for kind in ("engine", "DDP"):
@@ -235,7 +235,7 @@ def test_an_accelerator_shards_and_its_losses_are_those_of_ddp(tmp_path: Path) -
     assert ran["engine bf16"] != ran["engine no"]
     for ours, ddp in zip(ran["engine bf16"], ran["DDP bf16"], strict=True):
         assert ours == close(ddp, 2e-2)
-    assert ran["backend"] == "cpu:shardcomm"
+    assert ran["backend"] == "shardcomm"
     for ranks in (1, 2, 4):
         again = launch(resumed, ranks, (tmp_path,), timeout_s=120)[0]
         assert [*map(close, ran["DDP no"][BATCHES // 2 :])] == again, ranks

@@ -19,13 +19,13 @@ import sys, torch
 import torch.distributed as dist
 assert not any(name.startswith("shardcomm.") for name in sys.modules), "shardcomm was loaded"
 store = dist.HashStore()
-dist.init_process_group("cpu:shardcomm", rank=0, world_size=1, store=store)
+dist.init_process_group("shardcomm", rank=0, world_size=1, store=store)
 x = torch.ones(3)
 dist.all_reduce(x)
 import shardcomm  # registers it once more
 assert shardcomm.backend.receipts()
 dist.destroy_process_group()
-dist.init_process_group("cpu:shardcomm", rank=0, world_size=1, store=dist.HashStore())
+dist.init_process_group("shardcomm", rank=0, world_size=1, store=dist.HashStore())
 dist.destroy_process_group()
 """
 

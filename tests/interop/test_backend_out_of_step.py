@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from shardcomm import launch
 
-OURS = "cpu:shardcomm"
+OURS = "shardcomm"
 gather_into = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 scatter_from = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 

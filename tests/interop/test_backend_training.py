@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardcomm import backend, launch
 
-OURS = "cpu:shardcomm"
+OURS = "shardcomm"
 EXAMPLE = Path(__file__).parents[2] / "examples" / "backend.py"
 
 Tensors = list[torch.Tensor]

@@ -360,7 +360,7 @@ def test_without_a_compiler_a_sentence_says_so(
     with pytest.raises(RuntimeError, match="there is no no-such-compiler; install a C"):
         library._compiled()
     monkeypatch.setenv("CXX", "false")
-    with pytest.raises(RuntimeError, match=r"could not compile its handlers: false .*ended with 1"):
+    with pytest.raises(RuntimeError, match=r"could not be compiled: false .*ended with 1"):
         library._compiled()
 
 

@@ -76,7 +76,7 @@ def through_a_group(transport: Any, deadline_s: float) -> None:
 
 
 def as_backend(_: Any, deadline_s: float) -> None:
-    dist.init_process_group("cpu:shardcomm", timeout=timedelta(seconds=deadline_s))
+    dist.init_process_group("shardcomm", timeout=timedelta(seconds=deadline_s))
 
 
 def die_at(folder: Path, victim: int, point: str, meet: Callable[[Any, float], None]) -> None:

@@ -157,6 +157,7 @@ class Bench:
             "PATH": f"{bin}{os.pathsep}{os.environ['PATH']}",
             "PYTHONPATH": str(TREE),
             "PYTHONDONTWRITEBYTECODE": "1",  # two versions of a file may be of the same second
+            "XDG_CACHE_HOME": str(WORK / "cache"),  # of the backends that were compiled
         }
         self._extension_is_clean = False
 
@@ -188,7 +189,10 @@ class Bench:
         mutated = mutation is not None and mutation.compiled
         if mutated or not self._extension_is_clean:
             self._extension_is_clean = False
-            self._make("extension", ["_C"], "-DSHARDCOMM_PYTHON=ON")
+            options = ("-DSHARDCOMM_PYTHON=ON", "-DCMAKE_INSTALL_LIBDIR=lib")
+            self._make("extension", ["_C", "shardcomm"], *options)
+            install = ["cmake", "--install", str(WORK / "extension"), "--component", "library"]
+            self._run([*install, "--prefix", str(TREE / "shardcomm")])
             for built in (WORK / "extension").glob("_C*.so"):
                 (TREE / "shardcomm" / built.name).unlink(missing_ok=True)
                 shutil.copy(built, TREE / "shardcomm")

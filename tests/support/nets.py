@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardcomm import Communicator, Mesh, fully_shard
 from support.generator import seeded
+from support.rank_sums import combined
 
 STEPS = 4
 
@@ -104,20 +105,20 @@ def reference(
     micro: int = 1,
     optimizer_of: Callable[[nn.Module], torch.optim.Optimizer] = optimizer_of,
 ) -> Net:
-    """Data-parallel training in one process, as DDP does it: every rank's gradient, averaged in rank order."""
+    """Data-parallel training in one process, as DDP does it: every rank's gradient, averaged over the ranks."""
     optimizer = optimizer_of(model)
     for step in range(steps):
-        totals: list[torch.Tensor | None] = [None for _ in model.parameters()]
+        grads: list[list[torch.Tensor | None]] = []
         for rank in range(ranks):
             model.zero_grad()
             for m in range(micro):
                 loss_of(model, batch(rank, step * micro + m)).backward()
-            for i, param in enumerate(model.parameters()):
-                if param.grad is not None:
-                    total = totals[i]
-                    totals[i] = param.grad.clone() if total is None else total + param.grad
-        for param, total in zip(model.parameters(), totals, strict=True):
-            param.grad = None if total is None else total * (1.0 / ranks)
+            grads.append([param.grad for param in model.parameters()])
+        for param, *of_ranks in zip(model.parameters(), *grads, strict=True):
+            zeros = torch.zeros_like(param)  # of a rank that did not use the parameter
+            total = combined([zeros if grad is None else grad for grad in of_ranks])
+            is_used = any(grad is not None for grad in of_ranks)
+            param.grad = total * (1.0 / ranks) if is_used else None
         optimizer.step()
     return model
 

@@ -17,6 +17,8 @@
 
 namespace shardcomm {
 
+class Mailbox;
+
 // What communication memory is for. A gather buffer receives every rank's shard; a reduce buffer
 // holds this rank's contribution for every rank. On shared memory a gather buffer is one window
 // that all ranks map, so that an all-gather into it moves each byte once. A reduce buffer is one
@@ -44,11 +46,13 @@ struct Receipt {
   std::string reason;
 };
 
-// A collective that a rank has called and that has not ended well, or none.
+// A call of a rank that has not ended well, or none.
 struct Pending {
   int rank = 0;
-  std::int32_t pid = 0;             // 0: the rank is a thread of this process, or not known yet
-  std::string channel;              // "gather" or "reduce"; empty: the rank is in no collective
+  std::int32_t pid = 0;  // 0: the rank is a thread of this process, or not known yet
+  // "gather", "reduce" or, for a send or a receive in which the rank is asleep, "message"; empty:
+  // the rank is in none of them.
+  std::string channel;
   std::string call;                 // "all_gather(f32, count 4)"
   std::uint64_t sequence = 0;       // the call's number in its channel, from 1 on
   std::optional<double> waiting_s;  // nothing: the rank does not wait, or its group has failed
@@ -58,9 +62,9 @@ struct Pending {
 // Every rank calls the same collectives in the same order. If a rank dies, calls something else, or
 // does not come in time, the collective throws CommError on every surviving rank. On a CPU a
 // collective blocks until this rank's part is complete, and ignores `stream`; on a device it puts
-// the work on `stream` and returns. Gathers (all_gather, broadcast, barrier, allocate(gather)) and
-// reduces (reduce_scatter, all_reduce, allocate(reduce)) are two independent channels: one of each
-// may run at once, from two threads.
+// the work on `stream` and returns. Gathers (all_gather, all_to_all, gather, scatter, broadcast,
+// barrier, allocate(gather)) and reduces (reduce_scatter, all_reduce, reduce, allocate(reduce)) are
+// two independent channels: one of each may run at once, from two threads.
 class Communicator {
  public:
   virtual ~Communicator() = default;
@@ -92,6 +96,25 @@ class Communicator {
   // `tag` as in all_gather.
   void barrier(std::int64_t tag = 0, NativeStream stream = nullptr);
 
+  // `send` has a part for each rank, one after another, and `recv` gets one of each rank: rank r's
+  // part of rank s's `send` becomes s's part of r's `recv`. Both must give it the same length; if
+  // not, all ranks throw CommError. Neither may lie in memory that all ranks share.
+  void all_to_all(const void* send, const Parts& send_parts, void* recv, const Parts& recv_parts,
+                  DType dtype, std::int64_t tag = 0, NativeStream stream = nullptr);
+  // On the root, `recv` gets the `bytes` of each rank's `send`, in the order of ranks, and may not
+  // lie in memory that all ranks share. Others' `recv` is ignored. In place, the root's `send` is
+  // its part of `recv`.
+  void gather(const void* send, void* recv, std::size_t bytes, int root, std::int64_t tag = 0,
+              NativeStream stream = nullptr);
+  // The same in the other direction: `recv` of rank r gets the part r of the root's `send`, which
+  // is `bytes` long.
+  void scatter(const void* send, void* recv, std::size_t bytes, int root, std::int64_t tag = 0,
+               NativeStream stream = nullptr);
+  // `recv` of the root, which may be its `send`, gets what all_reduce would leave there, bit for
+  // bit. Others' `recv` is ignored.
+  void reduce(const void* send, void* recv, DType dtype, std::int64_t count, RedOp op, int root,
+              std::int64_t tag = 0, NativeStream stream = nullptr);
+
   // The same collectives, bound to their arguments, which are checked here and never again. Call
   // the result with a stream, or enqueue it on a Stream, as often as you like. It keeps `comm`
   // alive, and not the buffers, which must outlive the last call.
@@ -107,6 +130,23 @@ class Communicator {
   static Stream::Operation bind_broadcast(std::shared_ptr<Communicator> comm, void* buffer,
                                           std::size_t bytes, int root);
   static Stream::Operation bind_barrier(std::shared_ptr<Communicator> comm, std::int64_t tag = 0);
+  static Stream::Operation bind_all_to_all(std::shared_ptr<Communicator> comm, const void* send,
+                                           const Parts& send_parts, void* recv,
+                                           const Parts& recv_parts, DType dtype,
+                                           std::int64_t tag = 0);
+  static Stream::Operation bind_gather(std::shared_ptr<Communicator> comm, const void* send,
+                                       void* recv, std::size_t bytes, int root,
+                                       std::int64_t tag = 0);
+  static Stream::Operation bind_scatter(std::shared_ptr<Communicator> comm, const void* send,
+                                        void* recv, std::size_t bytes, int root,
+                                        std::int64_t tag = 0);
+  static Stream::Operation bind_reduce(std::shared_ptr<Communicator> comm, const void* send,
+                                       void* recv, DType dtype, std::int64_t count, RedOp op,
+                                       int root, std::int64_t tag = 0);
+
+  // Messages between two ranks, of `shm` and of `local` on a CPU: comm/mailbox.h. Throws
+  // std::invalid_argument, which says what to call instead, where there are none.
+  virtual Mailbox& mailbox();
 
   // Gives a tag a name, such as "unit 'blocks.3'", which sentences about calls then say instead of
   // the number. Call it once for each tag, with the same name on every rank; such tags begin at
@@ -140,10 +180,21 @@ class Communicator {
                               std::int64_t tag, NativeStream stream) = 0;
   virtual void run_broadcast(void* buffer, std::size_t bytes, int root, NativeStream stream) = 0;
   virtual void run_barrier(std::int64_t tag, NativeStream stream) = 0;
+  virtual void run_all_to_all(const void* send, const Parts& send_parts, void* recv,
+                              const Parts& recv_parts, DType dtype, std::int64_t tag,
+                              NativeStream stream) = 0;
+  virtual void run_gather(const void* send, void* recv, std::size_t bytes, int root,
+                          std::int64_t tag, NativeStream stream) = 0;
+  virtual void run_scatter(const void* send, void* recv, std::size_t bytes, int root,
+                           std::int64_t tag, NativeStream stream) = 0;
+  virtual void run_reduce(const void* send, void* recv, DType dtype, std::int64_t count, RedOp op,
+                          int root, std::int64_t tag, NativeStream stream) = 0;
 };
 
 struct CommOptions {
   double deadline_s = 300.0;  // longest wait for another rank inside one collective, in seconds
+  // What errors call rank 0: its number among the ranks of all hosts. See make_hosts.
+  int first_rank = 0;
 };
 
 // Makes `size` communicators for as many threads of this process, on one CUDA device, or on the CPU

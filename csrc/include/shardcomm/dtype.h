@@ -6,11 +6,12 @@
 
 namespace shardcomm {
 
-enum class DType : std::uint8_t { u8, i32, i64, f16, bf16, f32, f64 };
+enum class DType : std::uint8_t { u8, i32, i64, f16, bf16, f32, f64, i8 };
 
 constexpr std::size_t itemsize(DType dtype) {
   switch (dtype) {
     case DType::u8:
+    case DType::i8:
       return 1;
     case DType::f16:
     case DType::bf16:
@@ -31,6 +32,8 @@ constexpr bool is_convertible(DType dtype) {
   return dtype == DType::f16 || dtype == DType::bf16 || dtype == DType::f32;
 }
 
+constexpr bool is_floating(DType dtype) { return is_convertible(dtype) || dtype == DType::f64; }
+
 constexpr const char* name(DType dtype) {
   switch (dtype) {
     case DType::u8:
@@ -47,6 +50,8 @@ constexpr const char* name(DType dtype) {
       return "f32";
     case DType::f64:
       return "f64";
+    case DType::i8:
+      return "i8";
   }
   return "?";
 }

@@ -16,9 +16,10 @@ struct CommFault {
   // "died", "late", "mismatch" (ranks called different collectives, or wait for each other),
   // "closed", "aborted", or "backend": the transport, the system or the set-up refused.
   const char* kind = "backend";
-  int rank = kNobody;          // the rank whose fault it is
-  std::string operation;       // the collective that this rank was in, "all_gather"; empty: in none
-  std::uint64_t sequence = 0;  // the number of that collective, from 1 on
+  int rank = kNobody;  // the rank whose fault it is
+  // The collective that this rank was in, "all_gather", or "send" or "recv"; empty: in none.
+  std::string operation;
+  std::uint64_t sequence = 0;  // the number of that call, from 1 on
   int reporter = kNobody;      // the rank that noticed
 };
 

@@ -22,11 +22,13 @@ namespace shardcomm {
 class Parts {
  public:
   Parts(std::int64_t count = 0) : count_(count) {}  // NOLINT: a count alone means equal parts
-  explicit Parts(const std::vector<std::int64_t>& counts) : ranks_(counts.size()) {
+  // Throws std::invalid_argument, with the argument's name, if they have no sum.
+  explicit Parts(const std::vector<std::int64_t>& counts, const char* argument = "counts")
+      : ranks_(counts.size()) {
     std::vector<std::int64_t> ends{0};
     for (std::size_t r = 0; r < counts.size(); ++r) {
       if (counts[r] < 0 || counts[r] > kMost - ends.back()) {
-        throw std::invalid_argument("counts[" + std::to_string(r) + "] is " +
+        throw std::invalid_argument(std::string(argument) + "[" + std::to_string(r) + "] is " +
                                     std::to_string(counts[r]) +
                                     "; counts must be at least 0 and together at most 2^60");
       }

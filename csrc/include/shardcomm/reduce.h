@@ -1,5 +1,5 @@
-// Element-wise reduction over ranks, in rank order: the arithmetic of reduce-scatter and all-reduce
-// on a CPU.
+// Element-wise reduction over ranks, in an order that depends on nothing but their number: the
+// arithmetic of reduce-scatter and all-reduce on a CPU.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 
 namespace shardcomm {
 
-enum class RedOp : std::uint8_t { sum, avg, max, min };
+enum class RedOp : std::uint8_t { sum, avg, max, min, prod, band, bor, bxor };
 
 constexpr const char* name(RedOp op) {
   switch (op) {
@@ -20,8 +20,22 @@ constexpr const char* name(RedOp op) {
       return "max";
     case RedOp::min:
       return "min";
+    case RedOp::prod:
+      return "prod";
+    case RedOp::band:
+      return "band";
+    case RedOp::bor:
+      return "bor";
+    case RedOp::bxor:
+      return "bxor";
   }
   return "?";
+}
+
+// Whether the operation is one of bits. Floats, which have no bits of their own, cannot be its
+// elements.
+constexpr bool is_bitwise(RedOp op) {
+  return op == RedOp::band || op == RedOp::bor || op == RedOp::bxor;
 }
 
 // What happens to a reduced element before it is stored: dst = convert(scale * reduced), or with
@@ -37,18 +51,25 @@ struct Epilogue {
   std::int32_t* nonfinite = nullptr;
 };
 
+// Throws std::invalid_argument unless `op` knows elements of `dtype`.
+void check_operation(RedOp op, DType dtype);
 // Throws std::invalid_argument unless `dtype` can be reduced into this epilogue.
 void check_epilogue(const Epilogue& epilogue, DType dtype);
 
-// dst[i] = epilogue(sources[0][i] op sources[1][i] op ... op sources[num_sources - 1][i]), summed
-// left to right. f16, bf16 and f32 accumulate in f32, f64 in f64, and integers in their own type,
-// where overflow wraps. avg divides the sum by `divisor`, the number of ranks; that is more than
-// num_sources if the sources are partial sums themselves. Floats are multiplied by 1 / divisor,
-// and integers are divided and truncated. Other operations ignore `divisor`. max and min of NaN and
-// anything are NaN. `dst` may be one of the sources if it has their dtype; any other overlap is an
-// error that the function cannot see. Throws std::invalid_argument for num_sources < 1, a negative
-// count, an avg with divisor < 1, an epilogue dtype to which `dtype` does not convert, and a scale
-// other than 1 for integers.
+// dst[i] = epilogue(sources[0][i] op sources[1][i] op ... op sources[num_sources - 1][i]), combined
+// as a tree: neighbours first, then pairs of neighbours, and so on. Of six sources:
+//
+//   ((0 op 1) op (2 op 3)) op (4 op 5)
+//
+// So partial results of 2^k neighbours each combine to the same bits as all sources at once. f16,
+// bf16 and f32 accumulate in f32, f64 in f64, and integers in their own type, where overflow wraps.
+// avg divides the sum by `divisor`, the number of ranks; that is more than num_sources if the
+// sources are partial sums themselves. Floats are multiplied by 1 / divisor, and integers are
+// divided and truncated. Other operations ignore `divisor`. max and min of NaN and anything are
+// NaN, of any sign and payload; of 0.0 and -0.0 they are the first. `dst` may be one of the sources
+// if it has their dtype; any other overlap is an error that the function cannot see. Throws
+// std::invalid_argument for num_sources < 1, a negative count, an avg with divisor < 1, an epilogue
+// dtype to which `dtype` does not convert, and a scale other than 1 for integers.
 void reduce_cpu(void* dst, const Epilogue& epilogue, const void* const* sources, int num_sources,
                 DType dtype, RedOp op, int divisor, std::int64_t count);
 

@@ -14,13 +14,14 @@ from shardcomm import _C
 from shardcomm.cli.doctor.memory import shared_memory
 from shardcomm.comm import nccl
 from shardcomm.files.provenance import provenance
+from shardcomm.interop import backend
 
 _SHOW_GPU = "install the driver, or let this container have the GPUs (docker run --gpus all)"
 _INSTALL_NCCL = "pip install nvidia-nccl-cu13 (-cu12 where nvidia-smi shows CUDA 12)"
 
 
 def findings() -> dict[str, Any]:
-    """The versions, and for CUDA, NCCL, Triton and each transport whether it can be used.
+    """The versions, and for CUDA, NCCL, Triton, the backend and each transport whether it can be used.
 
     An entry that cannot be used has a `reason` and a `remedy`; in the others both are "".
     """
@@ -46,6 +47,7 @@ def findings() -> dict[str, Any]:
             "missing": list(library.missing),
         },
         "triton": _triton(),
+        "backend": _backend(),
         "transports": {
             "shm": _state(sys.platform == "linux", "it needs Linux", "use c10d"),
             "local": _state(True),
@@ -73,6 +75,15 @@ def _triton() -> dict[str, Any]:
     except importlib.metadata.PackageNotFoundError:
         return {**_state(False, "not installed", "pip install triton"), "version": ""}
     return {**_state(True), "version": version}
+
+
+def _backend() -> dict[str, Any]:
+    """Whether the backend of torch.distributed is compiled; this compiles it."""
+    try:
+        backend.load()
+    except (OSError, ImportError, RuntimeError) as error:
+        return _state(False, str(error), "install g++ 11 or newer (Debian: apt install g++)")
+    return _state(True)
 
 
 def _dotted(version: int) -> str:

@@ -43,6 +43,11 @@ def _versions(found: dict[str, Any]) -> Iterable[tuple[str, str]]:
     for entry in library["missing"]:
         yield "", f"too old for {entry}"
     yield "Triton", triton["version"] or _not_usable(triton)
+    built = found["backend"]
+    yield (
+        "backend",
+        "compiled against this torch" if built["usable"] else _not_usable(built),
+    )
 
 
 def _transport(state: dict[str, Any], tested: bool) -> str:

@@ -111,9 +111,7 @@ def train(options: TrainOptions) -> tuple[Result, Timeline | None]:
         store, rank, size = env_store(timeout)
         # Checkpoints use this group from another thread, while a mesh has groups of its own. The backend is shardcomm's
         # own, which notices a rank that dies.
-        dist.init_process_group(
-            f"cpu:{NAME}", store=store, rank=rank, world_size=size, timeout=timeout
-        )
+        dist.init_process_group(NAME, store=store, rank=rank, world_size=size, timeout=timeout)
         try:
             if options.replicas is None:
                 return _Job(options, comm, comm).run()

@@ -10,11 +10,11 @@ import jax
 import shardcomm.comm.communicator as core
 from shardcomm._C import CommError
 from shardcomm.arguments.checks import check_seconds, check_type
-from shardcomm.comm.texts import all_gather_bytes, all_gather_text
-from shardcomm.interop.jax.library import Library, library
+from shardcomm.interop.c_library import NCCL, SHM, loaded_everywhere
+from shardcomm.interop.jax.library import library
 from shardcomm.interop.jax.order import finish
 
-_TRANSPORTS = {"shm": 0, "nccl": 3}  # of shc_transport
+_TRANSPORTS = {"shm": SHM, "nccl": NCCL}
 _PLATFORMS = {"shm": "cpu", "nccl": "cuda"}
 
 
@@ -64,11 +64,9 @@ class Communicator:
         self.rank = comm.rank
         self.size = comm.size
         device = comm.device.index or 0
-        self._library = _loaded_everywhere(comm)
-        begins = comm.rank == 0
-        own = self._library.unique_id(_TRANSPORTS[self._transport], comm.size) if begins else b""
-        unique_id = all_gather_bytes(comm, own)[0]
-        self._handle = self._library.connect(unique_id, comm.rank, comm.size, device, deadline_s)
+        self._library = loaded_everywhere(comm, "shardcomm.jax.Communicator", library)
+        transport = _TRANSPORTS[self._transport]
+        self._handle = self._library.connect(comm, transport, device, deadline_s)
         self.number = self._library.add(self._handle, comm.size, device)
 
     def check(self) -> None:
@@ -121,16 +119,3 @@ class Communicator:
 
     def __repr__(self) -> str:
         return f"shardcomm.jax.Communicator({self._transport}, rank {self.rank} of {self.size})"
-
-
-def _loaded_everywhere(comm: core.Communicator) -> Library:
-    """The library; collective, so that no rank waits for one that cannot load it."""
-    trouble = ""
-    try:
-        loaded = library()
-    except (OSError, RuntimeError) as error:
-        trouble = str(error)
-    for rank, text in enumerate(all_gather_text([comm], trouble)):
-        if text:
-            raise RuntimeError(f"shardcomm.jax.Communicator: rank {rank}: {text}")
-    return loaded

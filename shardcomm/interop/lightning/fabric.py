@@ -54,7 +54,7 @@ class ShardcommStrategy(DDPStrategy):
         state_dict_type: "full": `fabric.save` writes one file, with the whole model and optimizers, as DDP's.
             "sharded": it writes a folder, to which each rank adds its part. `fabric.load` reads both, whatever number
             of devices saved them.
-        process_group_backend: The backend of torch.distributed. None: "cpu:shardcomm" on CPUs, NCCL on GPUs.
+        process_group_backend: The backend of torch.distributed. None: "shardcomm" on CPUs, NCCL on GPUs.
         timeout: How long a rank waits for another one.
         start_method: How Fabric starts processes: "popen", "spawn", "fork" or "forkserver".
         sharding: Other keyword arguments of `fully_shard`, such as `strategy` and `mixed_precision`.

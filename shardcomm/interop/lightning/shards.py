@@ -89,7 +89,7 @@ class Sharding:
 
 def backend_for(device: torch.device) -> str | None:
     """The process group's backend for ranks on `device`; None: Lightning's own choice."""
-    return f"cpu:{NAME}" if device.type == "cpu" else None
+    return NAME if device.type == "cpu" else None
 
 
 def local_path(path: str | Path, whose: str) -> Path:

@@ -51,7 +51,7 @@ class ShardcommTrainerStrategy(DDPStrategy):
         state_dict_type: "full": a checkpoint is one file, with the whole model and optimizers, as DDP's. "sharded": it
             is a folder, to which each rank adds its part. `ckpt_path` may name either, whatever number of devices saved
             it.
-        process_group_backend: The backend of torch.distributed. None: "cpu:shardcomm" on CPUs, NCCL on GPUs.
+        process_group_backend: The backend of torch.distributed. None: "shardcomm" on CPUs, NCCL on GPUs.
         timeout: How long a rank waits for another one.
         start_method: How the Trainer starts processes: "popen", "spawn", "fork" or "forkserver".
         sharding: Other keyword arguments of `fully_shard`, such as `strategy` and `mixed_precision`.

@@ -8,6 +8,7 @@
 #include <cstdlib>
 #include <memory>
 #include <random>
+#include <stdexcept>
 #include <string>
 #include <thread>
 #include <vector>
@@ -67,6 +68,7 @@ void rank_main(const Comm& comm, std::uint32_t seed) {
   std::vector<float> part(kMost);
   std::vector<float> whole(kRanks * kMost);
   std::vector<float> result(kMost);
+  std::vector<float> exchanged(kRanks * kMost);
   std::vector<float> home(kMost);  // the host's own, which no stream touches but by copies
   std::shared_ptr<Event> fetched;
   for (int round = 0; round < kRounds; ++round) {
@@ -131,8 +133,64 @@ void rank_main(const Comm& comm, std::uint32_t seed) {
       check(compute, result.data(), n, "broadcast",
             [=](std::int64_t i) { return value(round, root, i); });
     }
+    if (choose() % 4 == 0) {  // rank r sends nothing to rank r + 1
+      const auto part_of = [n](int from, int to) { return (from + 1) % kRanks == to ? 0 : n; };
+      std::vector<std::int64_t> sent, received;
+      for (int r = 0; r < kRanks; ++r) sent.push_back(part_of(rank, r));
+      for (int r = 0; r < kRanks; ++r) received.push_back(part_of(r, rank));
+      fill(compute, grads, round, rank, kRanks * n);
+      gathers->wait(compute->record());
+      comm->all_to_all(grads, Parts(sent), exchanged.data(), Parts(received), DType::f32, 0,
+                       gathers->native());
+      compute->wait(gathers->record());
+      check(compute, exchanged.data(), (kRanks - 1) * n, "exchanged", [=](std::int64_t i) {
+        const int left_out = (rank + kRanks - 1) % kRanks;
+        const int from = static_cast<int>(i / n) + (i / n >= left_out ? 1 : 0);
+        const std::int64_t parts_before = rank > (from + 1) % kRanks ? rank - 1 : rank;
+        return value(round, from, parts_before * n + i % n);
+      });
+    }
+    if (choose() % 4 == 0) {
+      const int root = static_cast<int>(choose() % kRanks);
+      const auto bytes_of_part = static_cast<std::size_t>(n) * sizeof(float);
+      fill(compute, result.data(), round, rank, n);
+      gathers->wait(compute->record());
+      comm->gather(result.data(), exchanged.data(), bytes_of_part, root, 0, gathers->native());
+      comm->scatter(exchanged.data(), part.data(), bytes_of_part, root, 0, gathers->native());
+      reduces->wait(gathers->record());
+      comm->reduce(part.data(), exchanged.data(), DType::f32, n, RedOp::sum, root, 0,
+                   reduces->native());
+      compute->wait(reduces->record());
+      check(compute, part.data(), n, "gathered and scattered",
+            [=](std::int64_t i) { return value(round, rank, i); });
+      gathers->wait(compute->record());  // before the next round writes the part
+      if (rank == root) {
+        check(compute, exchanged.data(), n, "reduced to the root", [=](std::int64_t i) {
+          float sum = 0;
+          for (int r = 0; r < kRanks; ++r) sum += value(round, r, i);
+          return sum;
+        });
+      }
+    }
   }
   compute->record()->wait();
+}
+
+// Before it has posted anything: the group goes on.
+void what_has_no_kernel_is_refused() {
+  const auto comm = make_local_group(1, {60}, 0)[0];
+  std::int8_t value = 1;
+  for (const RedOp op : {RedOp::prod, RedOp::band, RedOp::sum}) {
+    try {
+      comm->all_reduce(&value, DType::i8, 1, op);
+      require(false, "it is refused");
+    } catch (const std::invalid_argument& error) {
+      const std::string text = error.what();
+      require(text.find("accepted on a CUDA device: sum, avg, max and min") != text.npos, text);
+    }
+  }
+  const auto stream = make_cuda_stream(0);
+  comm->barrier(0, stream->native());
 }
 
 // Before the rank has posted its call, and so before the others can know of it.
@@ -162,6 +220,7 @@ void a_rank_whose_device_fails_tells_the_others() {
 int main() {
   alarm(120);  // a hang is a failure
   a_rank_whose_device_fails_tells_the_others();
+  what_has_no_kernel_is_refused();
   const std::uint32_t seed = std::random_device()();
   std::printf("seed %u\n", seed);
   const auto group = make_local_group(kRanks, {60}, 0);

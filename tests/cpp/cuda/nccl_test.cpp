@@ -300,6 +300,52 @@ void streams_of_a_channel_keep_its_order(const Comm& comm) {
   }
 }
 
+// Products are NCCL's own, but where it would round them at every step; the rest of what a host has
+// is refused in a sentence, and the group goes on.
+void products_and_what_is_refused(const Comm& comm) {
+  const Queue queue(comm);
+  const auto refuses = [](const auto& call, const char* part) {
+    try {
+      call();
+      require(false, std::string("it is refused: ") + part);
+    } catch (const std::invalid_argument& error) {
+      require_text(error.what(), part);
+    }
+  };
+  std::vector<float> two(kRanks * 8, 2);
+  std::vector<float> part(8, 1);
+  comm->reduce_scatter(two.data(), DType::f32, part.data(), {DType::f32, 0.5f, true}, 8,
+                       RedOp::prod, 0, queue.get());
+  std::vector<std::int32_t> wrapped(8, 1 << 20);
+  comm->all_reduce(wrapped.data(), DType::i32, 8, RedOp::prod, 0, queue.get());
+  queue.finish();
+  require(part[7] == 1 + 0.5f * static_cast<float>(1 << kRanks), "a product, scaled and added");
+  require(wrapped[0] == 0, "2^40 and more wrap to 0");
+  for (const DType dtype : {DType::f16, DType::bf16, DType::i8}) {
+    refuses([&] { comm->all_reduce(two.data(), dtype, 8, RedOp::prod, 0, queue.get()); },
+            "op is prod, of elements of ");
+  }
+  refuses([&] { comm->all_reduce(two.data(), DType::i8, 8, RedOp::sum, 0, queue.get()); },
+          "op is sum, of elements of i8; accepted on a CUDA device: sum, avg, max and min");
+  refuses(
+      [&] {
+        comm->reduce_scatter(two.data(), DType::i32, part.data(), {DType::i32}, 2, RedOp::bor, 0,
+                             queue.get());
+      },
+      "op is bor");
+  const Parts parts(1);
+  refuses([&] { comm->all_to_all(two.data(), parts, part.data(), parts, DType::f32); },
+          "all_to_all: the nccl transport has none; call ncclSend and ncclRecv for each rank");
+  refuses([&] { comm->gather(part.data(), two.data(), 4, 0); },
+          "gather: the nccl transport has none; call all_gather");
+  refuses([&] { comm->scatter(two.data(), part.data(), 4, 0); },
+          "scatter: the nccl transport has none; call broadcast");
+  refuses([&] { comm->reduce(part.data(), two.data(), DType::f32, 8, RedOp::sum, 0); },
+          "reduce: the nccl transport has none; call all_reduce");
+  comm->barrier(0, queue.get());
+  queue.finish();
+}
+
 // More than are watched at once, behind computation that takes longer than the deadline.
 void computation_is_not_late(const Comm& comm) {
   const Queue queue(comm);
@@ -429,6 +475,7 @@ int main(int, char** arguments) {
   symmetric_kernels_are_taken();
   cta_policies();
   on_ranks("both channels", {}, gathers_and_reduces_at_once);
+  on_ranks("products", {}, products_and_what_is_refused);
   on_ranks("two streams", {}, streams_of_a_channel_keep_its_order);
   Setting soon;
   soon.deadline_s = 1;

@@ -114,6 +114,49 @@ std::string wrong_broadcast(const Rank& own, const void* have) {
                 [&](std::int64_t i) { return value(own.size - 1, i); });
 }
 
+// Of each rank the part for this one.
+void exchange_from(Rank& own, const void* send) {
+  const shardcomm::Parts parts(static_cast<std::int64_t>(own.send.size()) / own.size);
+  own.comm->all_to_all(send, parts, own.recv.data(), parts, DType::f32);
+}
+void exchange_private(Rank& own) { exchange_from(own, own.send.data()); }
+void exchange_memory(Rank& own) { exchange_from(own, own.reduce->data()); }
+std::string wrong_exchange(const Rank& own) {
+  const std::int64_t part = static_cast<std::int64_t>(own.send.size()) / own.size;
+  return expect("recv", own.recv.data(), part * own.size, [&](std::int64_t i) {
+    return value(static_cast<int>(i / part), own.rank * part + i % part);
+  });
+}
+
+// The root is rank 1, which is the victim at times.
+constexpr int kRoot = 1;
+
+void gather_to_root(Rank& own) {
+  own.comm->gather(own.send.data(), own.recv.data(),
+                   own.send.size() / static_cast<std::size_t>(own.size) * sizeof(float), kRoot);
+}
+std::string wrong_at_root(const Rank& own) {
+  return own.rank == kRoot ? wrong_private_gather(own) : "";
+}
+
+void scatter_from(Rank& own, const void* send) {
+  own.comm->scatter(send, own.recv.data(),
+                    own.send.size() / static_cast<std::size_t>(own.size) * sizeof(float), kRoot);
+}
+std::string wrong_scatter(const Rank& own) {
+  const std::int64_t part = static_cast<std::int64_t>(own.send.size()) / own.size;
+  return expect("recv", own.recv.data(), part,
+                [&](std::int64_t i) { return value(kRoot, own.rank * part + i); });
+}
+
+void reduce_to_root(Rank& own, const void* send) {
+  own.comm->reduce(send, own.recv.data(), DType::f32, static_cast<std::int64_t>(own.send.size()),
+                   RedOp::sum, kRoot);
+}
+std::string wrong_total(const Rank& own) {
+  return own.rank == kRoot ? wrong_sum(own, own.recv.data()) : "";
+}
+
 Operation allocate(const char* name, Use use) {
   return {name, attached(), [use](Rank& own) { own.gather = own.comm->allocate(100'000, use); },
           [](const Rank& own) {
@@ -198,6 +241,19 @@ const std::vector<Operation>& operations() {
       {"broadcast, chunks", attached(kChunks),
        [](Rank& own) { broadcast_in(own, own.send.data()); },
        [](const Rank& own) { return wrong_broadcast(own, own.send.data()); }},
+      {"all_to_all, direct", with_memory(kMany), exchange_memory, wrong_exchange},
+      {"all_to_all, inline", attached(kFew), exchange_private, wrong_exchange},
+      {"all_to_all, chunks", attached(kChunks), exchange_private, wrong_exchange},
+      {"gather, inline", attached(kFew), gather_to_root, wrong_at_root},
+      {"gather, two chunks", attached(kChunks), gather_to_root, wrong_at_root},
+      {"scatter, direct", with_memory(kMany),
+       [](Rank& own) { scatter_from(own, own.reduce->data()); }, wrong_scatter},
+      {"scatter, chunks", attached(kChunks / 2),
+       [](Rank& own) { scatter_from(own, own.send.data()); }, wrong_scatter},
+      {"reduce, direct", with_memory(kMany),
+       [](Rank& own) { reduce_to_root(own, own.reduce->data()); }, wrong_total},
+      {"reduce, chunks", attached(kChunks / 2),
+       [](Rank& own) { reduce_to_root(own, own.send.data()); }, wrong_total},
       {"barrier", attached(), [](Rank& own) { own.comm->barrier(); }, right},
       {"on streams", with_memory(kFew), on_streams,
        [](const Rank& own) { return wrong_window_gather(own) + wrong_reduce(own); }},

@@ -3,6 +3,7 @@
 #include <cxxabi.h>
 #include <ucontext.h>
 
+#include <algorithm>
 #include <array>
 #include <csetjmp>
 #include <cstdio>
@@ -40,29 +41,41 @@ enum class Kind : std::uint8_t {
   step_and_die,   // and its rank goes no further
   step_and_stop,  // the same, and nobody can see it
   time_out,       // a thread's sleep ends, for no reason or because its slice is over
-  reach,          // a thread's oldest buffered store reaches memory
   pass,           // a deadline passes for all who have begun to wait
   show_death,     // others can see that a rank has died
 };
 struct Choice {
   Kind kind;
   std::uint8_t who;
+  std::uint8_t age = 0;  // of what a load reads: how many stores came after it
 };
-std::uint8_t pack(Choice choice) {
-  return static_cast<std::uint8_t>(static_cast<unsigned>(choice.kind) << 5 | choice.who);
+using Code = std::uint16_t;
+constexpr std::size_t kMostAges = 32;
+Code pack(Choice choice) {
+  return static_cast<Code>(static_cast<unsigned>(choice.kind) << 10 | choice.age << 5U |
+                           choice.who);
 }
-Choice unpack(std::uint8_t code) {
-  return {static_cast<Kind>(code >> 5), static_cast<std::uint8_t>(code & 31)};
+Choice unpack(Code code) {
+  return {static_cast<Kind>(code >> 10), static_cast<std::uint8_t>(code & 31),
+          static_cast<std::uint8_t>(code >> 5 & 31)};
 }
 
 enum class State : std::uint8_t { ready, asleep, polls, locks, over };
 
-struct Buffered {
-  WordId word;
-  void* place;
-  std::uint8_t bytes;
+// Of each weak word the oldest store that one may still read: the stores to it are numbered. As
+// knowledge is, it is released and acquired.
+constexpr std::size_t kMostWeak = 32;
+using View = std::array<std::uint8_t, kMostWeak>;
+
+void join(View& into, const View& other) {
+  for (std::size_t i = 0; i < kMostWeak; ++i) into[i] = std::max(into[i], other[i]);
+}
+
+// A store that others may still read, though a later one was made.
+struct Older {
   std::uint64_t value;
   Knowledge knowledge;
+  View view;
 };
 
 struct Fiber {
@@ -92,21 +105,27 @@ struct Fiber {
   bool owed = false;  // by
   int ower = 0;
   Knowledge knows = 0;
-  std::vector<Buffered> buffer;
+  View seen{};
   const char* doing = "";
   WordId at = kNone;
+  bool reads_weak = false;  // its present access is a load of a weak word,
+  bool is_seq_cst = false;  // and of this order
 };
 
 struct Word {
-  Knowledge knowledge = 0;    // what its latest store released
+  Knowledge knowledge = 0;    // what its latest store released,
+  View view{};                // and this
   std::uint64_t content = 0;  // as far as it is significant
   std::uint64_t hash = 0;     // its part of the state's
+  std::vector<Older> older;   // of a weak word: its stores before the latest, the first one first
+  std::size_t latest_seq_cst = 0;
 };
 
 // Which threads have ever used a word, in any run of this program.
 struct Use {
   Mask users = 0;
   Mask writers = 0;
+  bool is_weak = false;  // some access to it is weaker than sequentially consistent
 };
 
 struct Plain {
@@ -169,7 +188,9 @@ bool in_memory = false;  // whether `operator new` takes from it
 std::array<WordId, kMemoryBytes / 4> word_at;
 std::size_t words_known = 0;
 std::array<const void*, kMostWords> place_of;
-std::array<bool, kMostWords> is_quiet_word;  // as the scenario says
+std::array<bool, kMostWords> is_quiet_word;        // as the scenario says
+std::array<std::uint8_t, kMostWords> weak_number;  // of a weak word, in views
+std::vector<WordId> weak_words;
 std::array<Word, kMostWords> words;
 std::array<Use, kMostWords> uses;   // as learnt so far
 std::array<Use, kMostWords> facts;  // as learnt before this exploration
@@ -192,9 +213,9 @@ bool told_end = false;
 // ---- The exploration.
 
 Mode mode = Mode::walk;
-std::vector<std::uint8_t> path;  // to be repeated
+std::vector<Code> path;  // to be repeated
 std::size_t cursor = 0;
-std::vector<std::uint8_t> taken;
+std::vector<Code> taken;
 Choice last{Kind::step, 0};
 std::uint32_t state_before = 0;
 bool has_before = false;
@@ -206,12 +227,12 @@ std::size_t most_states = 0;
 struct Graph {
   Seen seen;
   std::vector<std::uint32_t> parents;
-  std::vector<std::uint8_t> choices;
+  std::vector<Code> choices;
   std::vector<Edge> edges;
   std::vector<std::uint32_t> ends;
   struct Pending {
     std::uint32_t state;
-    std::uint8_t choice;
+    Code choice;
   };
   std::deque<Pending> pending;
 };
@@ -306,9 +327,11 @@ void rehash(std::size_t id) {
   memory_hash ^= word.hash;
 }
 
-void write(WordId id, void* place, std::size_t bytes, std::uint64_t value, Knowledge knowledge) {
+void write(WordId id, void* place, std::size_t bytes, std::uint64_t value, Knowledge knowledge,
+           const View& view) {
   std::memcpy(place, &value, bytes);
   words[id].knowledge = knowledge;
+  words[id].view = view;
   words[id].content = is_quiet_word[id] ? value : scenario->significant(place, value);
   rehash(id);
 }
@@ -322,15 +345,52 @@ bool acquires(std::memory_order order) {
   return order != std::memory_order_relaxed && order != std::memory_order_release;
 }
 
+bool is_out(const Fiber& fiber) { return (halted >> fiber.rank & 1) != 0; }
+
+// Who may read which older stores. Those that nobody can read any more are of no consequence.
+std::uint64_t hash_of_views() {
+  View oldest;
+  oldest.fill(0xff);
+  for (int i = 0; i < num_fibers; ++i) {
+    const Fiber& fiber = fibers[static_cast<std::size_t>(i)];
+    if (is_out(fiber) || fiber.state == State::over) continue;
+    for (std::size_t w = 0; w < kMostWeak; ++w) oldest[w] = std::min(oldest[w], fiber.seen[w]);
+  }
+  const auto hash_of_view = [&](const View& view) {
+    std::uint64_t hash = 0;
+    for (std::size_t w = 0; w < weak_words.size(); ++w) {
+      if (view[w] > oldest[w]) hash = mix(hash, w << 8 | (view[w] - oldest[w]));
+    }
+    return hash;
+  };
+  std::uint64_t hash = 0;
+  for (int i = 0; i < num_fibers; ++i) {
+    const Fiber& fiber = fibers[static_cast<std::size_t>(i)];
+    if (!is_out(fiber)) hash = mix(hash, hash_of_view(fiber.seen));
+  }
+  for (std::size_t id = 0; id < words_known; ++id) {
+    const std::uint64_t view = hash_of_view(words[id].view);
+    if (view != 0) hash = mix(mix(hash, id), view);
+  }
+  for (std::size_t w = 0; w < weak_words.size(); ++w) {
+    const Word& word = words[weak_words[w]];
+    for (std::size_t k = oldest[w]; k < word.older.size(); ++k) {
+      const Older& older = word.older[k];
+      hash = mix(mix(hash, older.value), mix(hash_of(older.knowledge), hash_of_view(older.view)));
+      hash = mix(hash, k < word.latest_seq_cst ? 1 : 0);
+    }
+    hash = mix(hash, w);
+  }
+  return hash;
+}
+
 std::uint64_t state_hash() {
   std::uint64_t hash = mix(memory_hash, scenario->hash());
+  if (world.weak) hash = mix(hash, hash_of_views());
   hash = mix(hash, (static_cast<std::uint64_t>(halted) << 32) | (dead << 16) | (shown << 8) |
                        static_cast<std::uint64_t>(faults_left));
   for (int i = 0; i < num_fibers; ++i) {
     const Fiber& fiber = fibers[static_cast<std::size_t>(i)];
-    for (const Buffered& entry : fiber.buffer) {
-      hash = mix(mix(hash, entry.word), mix(entry.value, hash_of(entry.knowledge)));
-    }
     if (halted >> fiber.rank & 1) continue;  // what it was at is of no consequence
     hash = mix(mix(hash, fiber.history), fiber.state == State::polls ? fiber.waits_value : 0);
     hash = mix(hash, static_cast<std::uint64_t>(fiber.state) |
@@ -347,7 +407,25 @@ std::uint64_t state_hash() {
   return hash == 0 ? 1 : hash;
 }
 
-bool is_out(const Fiber& fiber) { return (halted >> fiber.rank & 1) != 0; }
+bool is_weak(WordId id) {
+  return world.weak && mode != Mode::walk && facts[id].is_weak && !is_quiet_word[id];
+}
+
+// What the store of this number to a weak word has written.
+std::uint64_t value_of(WordId id, std::size_t number, std::size_t bytes) {
+  const Word& word = words[id];
+  return number < word.older.size() ? word.older[number].value : raw(place_of[id], bytes);
+}
+
+// Whether a load may find another value than it has found.
+bool may_change(const Fiber& fiber) {
+  const WordId id = fiber.waits_on;
+  const std::size_t latest = words[id].older.size();
+  for (std::size_t k = is_weak(id) ? fiber.seen[weak_number[id]] : latest; k <= latest; ++k) {
+    if (value_of(id, k, 4) != fiber.waits_value) return true;
+  }
+  return false;
+}
 
 bool can_step(const Fiber& fiber) {
   if (is_out(fiber)) return false;
@@ -356,7 +434,7 @@ bool can_step(const Fiber& fiber) {
       return true;
     case State::polls:
     case State::locks:
-      return raw(place_of[fiber.waits_on], 4) != fiber.waits_value;
+      return may_change(fiber);
     case State::asleep:
     case State::over:
       return false;
@@ -364,19 +442,22 @@ bool can_step(const Fiber& fiber) {
   return false;
 }
 
-bool all_reached(int rank) {
-  for (int i = 0; i < num_fibers; ++i) {
-    const Fiber& fiber = fibers[static_cast<std::size_t>(i)];
-    if (fiber.rank == rank && !fiber.buffer.empty()) return false;
-  }
-  return true;
+// How many stores its present access may read: no older one than it knows of, and, if it is
+// sequentially consistent, than the latest of those that are.
+std::size_t ages(const Fiber& fiber) {
+  if (fiber.state != State::ready || !fiber.reads_weak) return 1;
+  const Word& word = words[fiber.at];
+  std::size_t oldest = fiber.seen[weak_number[fiber.at]];
+  if (fiber.is_seq_cst) oldest = std::max(oldest, word.latest_seq_cst);
+  return word.older.size() - oldest + 1;
 }
 
 // All that may happen now.
-std::size_t list(std::array<std::uint8_t, 64>& out) {
+using Options = std::array<Code, kMostThreads*(kMostAges + 4) + kMostRanks>;
+std::size_t list(Options& out) {
   std::size_t n = 0;
-  const auto may = [&](Kind kind, int who) {
-    out[n++] = pack({kind, static_cast<std::uint8_t>(who)});
+  const auto may = [&](Kind kind, int who, std::size_t age = 0) {
+    out[n++] = pack({kind, static_cast<std::uint8_t>(who), static_cast<std::uint8_t>(age)});
   };
   bool can_pass = false;
   for (int i = 0; i < num_fibers; ++i) {
@@ -384,7 +465,7 @@ std::size_t list(std::array<std::uint8_t, 64>& out) {
     if (is_out(fiber) || fiber.state == State::over) continue;
     can_pass |= fiber.clocked && fiber.since == epoch;
     if (!can_step(fiber)) continue;
-    may(Kind::step, i);
+    for (std::size_t age = 0; age < ages(fiber); ++age) may(Kind::step, i, age);
     if (faults_left == 0) continue;
     if (world.may_die >> fiber.rank & 1) may(Kind::step_and_die, i);
     if (world.may_stop >> fiber.rank & 1) may(Kind::step_and_stop, i);
@@ -392,13 +473,11 @@ std::size_t list(std::array<std::uint8_t, 64>& out) {
   const bool idle = n == 0;
   for (int i = 0; i < num_fibers; ++i) {
     const Fiber& fiber = fibers[static_cast<std::size_t>(i)];
-    if (!fiber.buffer.empty()) may(Kind::reach, i);
     if (is_out(fiber) || fiber.state != State::asleep) continue;
     if (idle || world.wakes_needlessly) may(Kind::time_out, i);
   }
   for (int r = 0; r < kMostRanks; ++r) {
-    // Its processor has put its stores into memory before anybody can see that it died.
-    if (((dead & ~shown) >> r & 1) && all_reached(r)) may(Kind::show_death, r);
+    if ((dead & ~shown) >> r & 1) may(Kind::show_death, r);
   }
   if (can_pass && (world.time == Time::any || (world.time == Time::when_idle && idle))) {
     may(Kind::pass, 0);
@@ -410,7 +489,6 @@ bool all_over() {
   for (int i = 0; i < num_fibers; ++i) {
     const Fiber& fiber = fibers[static_cast<std::size_t>(i)];
     if (!is_out(fiber) && fiber.state != State::over) return false;
-    if (!fiber.buffer.empty()) return false;
   }
   return true;
 }
@@ -428,7 +506,7 @@ bool choose(Choice& choice) {
     return true;
   }
   const Outside outside;
-  std::array<std::uint8_t, 64> options;
+  Options options;
   if (mode == Mode::show) return false;
   if (mode == Mode::walk) {
     const std::size_t n = list(options);
@@ -469,16 +547,13 @@ void describe(Choice choice) {
       if (fiber.at != kNone) {
         line << " " << scenario->name_of(place_of[fiber.at]) << " (is "
              << raw(place_of[fiber.at], 4) << ")";
+        if (choice.age > 0) line << " of " << static_cast<int>(choice.age) << " stores before";
       }
       if (choice.kind == Kind::step_and_die) line << ", and the rank dies";
       if (choice.kind == Kind::step_and_stop) line << ", and the rank is stopped for ever";
       break;
     case Kind::time_out:
       line << thread << "its sleep times out";
-      break;
-    case Kind::reach:
-      line << thread << "its store to " << scenario->name_of(place_of[fiber.buffer.front().word])
-           << " reaches memory";
       break;
     case Kind::pass:
       line << "a deadline passes";
@@ -494,15 +569,6 @@ void halt(int rank, bool dies) {
   halted |= 1U << rank;
   if (dies) dead |= 1U << rank;
   --faults_left;
-}
-
-void commit_first(Fiber& fiber) {
-  std::size_t n = 0;
-  do {
-    const Buffered& entry = fiber.buffer[n++];
-    write(entry.word, entry.place, entry.bytes, entry.value, entry.knowledge);
-  } while (n < fiber.buffer.size() && is_quiet_word[fiber.buffer[n].word]);
-  fiber.buffer.erase(fiber.buffer.begin(), fiber.buffer.begin() + static_cast<std::ptrdiff_t>(n));
 }
 
 // Goes on with the run: until this fiber is to go on, if one calls it.
@@ -535,9 +601,6 @@ void go_on() {
         if (choice.kind == Kind::time_out) fiber.owed = false;
         fiber.state = State::ready;
         return switch_to(choice.who);
-      case Kind::reach:
-        commit_first(fiber);
-        break;
       case Kind::pass: {
         const Outside outside;
         scenario->time_passes();
@@ -556,9 +619,16 @@ void go_on() {
 
 Fiber& me() { return fibers[static_cast<std::size_t>(running)]; }
 
-void note_use(WordId id, bool writes) {
+void note_use(WordId id, bool writes, std::memory_order order = std::memory_order_seq_cst) {
   const Mask bit = 1U << running;
   Use& use = uses[id];
+  if (order != std::memory_order_seq_cst && !use.is_weak && !is_quiet_word[id]) {
+    const Outside outside;
+    if (weak_words.size() == kMostWeak) std::abort();
+    weak_number[id] = static_cast<std::uint8_t>(weak_words.size());
+    weak_words.push_back(id);
+    use.is_weak = learnt = true;
+  }
   if ((use.users & bit) == 0 || (writes && (use.writers & bit) == 0)) {
     use.users |= bit;
     if (writes) use.writers |= bit;
@@ -577,18 +647,50 @@ bool is_own(WordId id, bool writes) {
 bool is_quiet(WordId id, bool writes) { return is_own(id, writes) || is_quiet_word[id]; }
 
 // Before an access: others may go first.
-void before_access(const char* doing, WordId id) {
+void before_access(const char* doing, WordId id, bool reads_weak = false) {
   Fiber& fiber = me();
   fiber.doing = doing;
   fiber.at = id;
+  fiber.reads_weak = reads_weak;
   fiber.state = State::ready;
   go_on();
 }
 
 void remember(Fiber& fiber, std::uint64_t what) { fiber.history = mix(fiber.history, what); }
 
-void flush(Fiber& fiber) {
-  while (!fiber.buffer.empty()) commit_first(fiber);
+void acquire(Fiber& fiber, const Knowledge& knowledge, const View& view) {
+  fiber.knows |= knowledge;
+  join(fiber.seen, view);
+}
+
+// The running thread's store. Stores to one word have one order, which is that in which they are
+// made: of a word that is not always changed by read-modify-writes, one thread alone makes them.
+void make_store(WordId id, void* place, std::size_t bytes, std::uint64_t value,
+                std::memory_order order, Knowledge knowledge, View view) {
+  Fiber& fiber = me();
+  Word& word = words[id];
+  const bool weak = is_weak(id);
+  const std::size_t latest = word.older.size();
+  if (releases(order)) {
+    knowledge |= fiber.knows;
+    join(view, fiber.seen);
+  }
+  if (weak) {
+    const Outside outside;
+    std::uint8_t& number = view[weak_number[id]];
+    number = static_cast<std::uint8_t>(latest);
+    const bool is_new_order = order == std::memory_order_seq_cst && word.latest_seq_cst < latest;
+    // To whoever reads it, the same again is the same store.
+    if (raw(place, bytes) == value && word.knowledge == knowledge && word.view == view &&
+        !is_new_order) {
+      return;
+    }
+    if (++number == kMostAges) std::abort();
+    word.older.push_back({raw(place, bytes), word.knowledge, word.view});
+    fiber.seen[weak_number[id]] = number;
+    if (order == std::memory_order_seq_cst) word.latest_seq_cst = number;
+  }
+  write(id, place, bytes, value, knowledge, view);
 }
 
 ucontext_t main_context;
@@ -612,7 +714,6 @@ void make_fibers() {
     Fiber& fiber = fibers[static_cast<std::size_t>(i)];
     if (fiber.stack) continue;
     fiber.stack = std::make_unique<char[]>(kStackBytes);
-    fiber.buffer.reserve(64);
     getcontext(&fiber.context);
     fiber.context.uc_stack.ss_sp = fiber.stack.get();
     fiber.context.uc_stack.ss_size = kStackBytes;
@@ -637,7 +738,8 @@ void forget_fiber(Fiber& fiber) {
   fiber.clock_reads = 0;
   fiber.waits_on = kNone;
   fiber.knows = 0;
-  fiber.buffer.clear();
+  fiber.seen = {};
+  fiber.reads_weak = false;
 }
 
 // One run: `path`, and then what `choose` says.
@@ -664,8 +766,8 @@ void run() {
   in_memory = false;
 }
 
-std::vector<std::uint8_t> path_to(std::uint32_t state) {
-  std::vector<std::uint8_t> steps;
+std::vector<Code> path_to(std::uint32_t state) {
+  std::vector<Code> steps;
   while (graph->parents[state] != state) {
     steps.push_back(graph->choices[state]);
     state = graph->parents[state];
@@ -771,6 +873,7 @@ Result explore(Scenario& of, std::size_t bound) {
   word_at.fill(kNone);
   words_known = 0;
   uses.fill({});
+  weak_words.clear();
   random_bits.seed(1);
   mode = Mode::walk;
   path.clear();
@@ -809,7 +912,7 @@ void store_from_outside(void* word, std::uint32_t value) {
   learnt |= (uses[id].writers & kOutside) == 0;
   uses[id].users |= kOutside;
   uses[id].writers |= kOutside;
-  write(id, word, sizeof(value), value, 0);
+  write(id, word, sizeof(value), value, 0, {});
 }
 
 int self() { return running; }
@@ -870,18 +973,32 @@ bool owes_wakes(int thread) {
 std::uint64_t load(const void* place, std::size_t bytes, std::memory_order order) {
   if (running < 0) return raw(place, bytes);
   const WordId id = id_of(place);
-  note_use(id, false);
+  note_use(id, false, order);
   Fiber& fiber = me();
   const bool quiet = is_quiet(id, false);
+  const bool weak = is_weak(id) && !quiet;
   // A load that is repeated and finds the same has taken no time.
-  const bool again = fiber.last_load == id && raw(place, bytes) == fiber.last_value;
-  if (!quiet && !again) before_access("loads", id);
-  std::uint64_t value = raw(place, bytes);
-  Knowledge knowledge = words[id].knowledge;
-  for (const Buffered& entry : fiber.buffer) {
-    if (entry.word == id) value = entry.value, knowledge = 0;  // its own, not in memory yet
+  const bool again = fiber.last_load == id && (weak || raw(place, bytes) == fiber.last_value);
+  if (!quiet && !again) {
+    fiber.is_seq_cst = order == std::memory_order_seq_cst;
+    before_access("loads", id, weak);
   }
-  if (acquires(order)) fiber.knows |= knowledge;
+  const std::size_t latest = words[id].older.size();
+  std::size_t number = latest;
+  if (weak) {
+    std::uint8_t& seen = fiber.seen[weak_number[id]];
+    if (!again) seen = static_cast<std::uint8_t>(latest - last.age);
+    number = seen;
+  }
+  const std::uint64_t value = value_of(id, number, bytes);
+  if (acquires(order)) {
+    const Word& word = words[id];
+    if (number == latest) {
+      acquire(fiber, word.knowledge, word.view);
+    } else {
+      acquire(fiber, word.older[number].knowledge, word.older[number].view);
+    }
+  }
   if (again && !quiet) return value;
   fiber.polled = id;
   fiber.polled_value = value;
@@ -900,36 +1017,25 @@ void store(void* place, std::size_t bytes, std::uint64_t value, std::memory_orde
     return;
   }
   const WordId id = id_of(place);
-  note_use(id, true);
+  note_use(id, true, order);
   Fiber& fiber = me();
-  const bool quiet = is_quiet(id, true);
-  if (!quiet) before_access("stores to", id);
+  if (!is_quiet(id, true)) before_access("stores to", id);
   fiber.last_load = kNone;
-  const Knowledge knowledge = releases(order) ? fiber.knows : 0;
-  const bool waits = quiet ? !fiber.buffer.empty() && !is_own(id, true)
-                           : world.buffers && order != std::memory_order_seq_cst;
-  if (waits) {
-    const Outside outside;
-    fiber.buffer.push_back({id, place, static_cast<std::uint8_t>(bytes), value, knowledge});
-  } else {
-    if (!quiet) flush(fiber);
-    write(id, place, bytes, value, knowledge);
-  }
+  make_store(id, place, bytes, value, order, 0, {});
   remember(fiber, id);
 }
 
 std::uint64_t add(void* place, std::size_t bytes, std::uint64_t difference,
                   std::memory_order order) {
   const WordId id = id_of(place);
-  note_use(id, true);
+  note_use(id, true, order);
   Fiber& fiber = me();
   if (!is_quiet(id, true)) before_access("adds to", id);
   fiber.last_load = kNone;
-  flush(fiber);
   const std::uint64_t before = raw(place, bytes);
-  const Knowledge old = words[id].knowledge;
-  if (acquires(order)) fiber.knows |= old;
-  write(id, place, bytes, before + difference, old | (releases(order) ? fiber.knows : 0));
+  const Word& word = words[id];
+  if (acquires(order)) acquire(fiber, word.knowledge, word.view);
+  make_store(id, place, bytes, before + difference, order, word.knowledge, word.view);
   remember(fiber, mix(id, before));
   return before;
 }
@@ -937,16 +1043,16 @@ std::uint64_t add(void* place, std::size_t bytes, std::uint64_t difference,
 bool exchange_if(void* place, std::size_t bytes, std::uint64_t& expected, std::uint64_t desired,
                  std::memory_order order) {
   const WordId id = id_of(place);
-  note_use(id, true);
+  note_use(id, true, order);
   Fiber& fiber = me();
   if (!is_quiet(id, true)) before_access("compares and exchanges", id);
   fiber.last_load = kNone;
-  flush(fiber);
   const std::uint64_t before = raw(place, bytes);
-  const Knowledge old = words[id].knowledge;
-  if (acquires(order)) fiber.knows |= old;
+  const Word& word = words[id];
+  if (is_weak(id)) fiber.seen[weak_number[id]] = static_cast<std::uint8_t>(word.older.size());
+  if (acquires(order)) acquire(fiber, word.knowledge, word.view);
   const bool done = before == expected;
-  if (done) write(id, place, bytes, desired, old | (releases(order) ? fiber.knows : 0));
+  if (done) make_store(id, place, bytes, desired, order, word.knowledge, word.view);
   expected = before;
   remember(fiber, mix(id, before));
   return done;
@@ -964,9 +1070,8 @@ void lock(void* place) {
     go_on();
   }
   fiber.last_load = kNone;
-  flush(fiber);
-  fiber.knows |= words[id].knowledge;
-  write(id, place, 4, static_cast<std::uint64_t>(running) + 1, words[id].knowledge);
+  acquire(fiber, words[id].knowledge, words[id].view);
+  write(id, place, 4, static_cast<std::uint64_t>(running) + 1, words[id].knowledge, words[id].view);
   remember(fiber, id);
 }
 
@@ -975,8 +1080,7 @@ void unlock(void* place) {
   Fiber& fiber = me();
   before_access("unlocks", id);
   fiber.last_load = kNone;
-  flush(fiber);
-  write(id, place, 4, 0, fiber.knows);
+  write(id, place, 4, 0, fiber.knows, fiber.seen);
   remember(fiber, id);
 }
 
@@ -1007,6 +1111,7 @@ Knowledge read_of(std::size_t place, int thread) {
 
 void forget(Knowledge accesses) {
   for (std::size_t i = 0; i < words_known; ++i) {
+    for (Older& older : words[i].older) older.knowledge &= ~accesses;
     if ((words[i].knowledge & accesses) == 0) continue;
     words[i].knowledge &= ~accesses;
     rehash(i);
@@ -1014,7 +1119,6 @@ void forget(Knowledge accesses) {
   for (int i = 0; i < num_fibers; ++i) {
     Fiber& fiber = fibers[static_cast<std::size_t>(i)];
     fiber.knows &= ~accesses;
-    for (Buffered& entry : fiber.buffer) entry.knowledge &= ~accesses;
   }
 }
 
@@ -1089,7 +1193,6 @@ void sleep_while(const Atomic<std::uint32_t>& word, std::uint32_t value, std::ch
   before_access("goes to sleep on", id);
   Fiber& fiber = me();
   fiber.last_load = kNone;
-  flush(fiber);
   if (raw(&word, 4) == value) {
     fiber.state = State::asleep;
     fiber.waits_on = id;
@@ -1110,7 +1213,6 @@ void wake_all(const Atomic<std::uint32_t>& word) noexcept {
   const WordId id = id_of(&word);
   before_access("wakes those on", id);
   me().last_load = kNone;
-  flush(me());
   for (int i = 0; i < num_fibers; ++i) {
     Fiber& fiber = fibers[static_cast<std::size_t>(i)];
     if (fiber.state == State::asleep && fiber.waits_on == id) {

@@ -30,7 +30,7 @@ struct World {
   Mask may_die = 0;              // ranks that may die, between any two accesses
   Mask may_stop = 0;             // ranks that may be stopped for ever
   int faults = 1;                // at most so many of both
-  bool buffers = false;          // stores weaker than seq_cst reach memory later, in order (x86)
+  bool weak = false;             // a load may read an older store, as C++ lets it (else the latest)
   bool wakes_needlessly = true;  // a sleep may end at any moment; else only when nobody can go on
   bool spins = false;            // ranks spin before they sleep
 };

@@ -53,10 +53,10 @@ std::vector<Program> programs() {
     add(meeting(2, Form::filled, 3), "filled thrice", false);
     add(meeting(2, Form::window, 2), "windows", false);
     Program program = meeting(2, Form::window, 1);
-    program.world.buffers = true;
-    add(program, "buffered", true);
+    program.world.weak = true;
+    add(program, "weak", true);
     program.spawn_threads = collectives(2, Form::staged);
-    add(program, "buffered and staged", false);
+    add(program, "weak and staged", false);
     program.spawn_threads = collectives(1, Form::staged);
     program.world.spins = true;
     add(program, "spinning", true);
@@ -79,13 +79,25 @@ std::vector<Program> programs() {
     Program program;
     program.ranks = 2;
     program.word_by_word = true;
-    program.world.buffers = true;
+    program.world.weak = true;
     program.without_timeouts = true;
     program.spawn_threads = [](Ranks& ranks) {
       ranks.thread(0, kOnBoth, [&ranks] { ranks.post(3); });
       ranks.thread(1, kOnBoth, [&ranks] { ranks.read_posted(2); });
     };
     add(program, "posted call", true);
+  }
+  {  // Messages: who waits for one, and who waits for room, is woken.
+    Program program;
+    program.ranks = 2;
+    program.world.weak = true;
+    program.world.wakes_needlessly = false;  // else a writer says again and again that it starves
+    program.without_timeouts = true;
+    program.spawn_threads = [](Ranks& ranks) {
+      ranks.thread(0, kOnBoth, [&ranks] { ranks.write_mail(3); });
+      ranks.thread(1, kOnBoth, [&ranks] { ranks.read_mail(3); });
+    };
+    add(program, "messages", true);
   }
   {  // Somebody asks what a rank is in, while it goes on.
     Program program = meeting(2, Form::barrier, 2);
@@ -254,9 +266,9 @@ std::vector<Program> programs() {
     };
     program.troubles = may(Trouble::aborted);
     program.without_timeouts = false;
-    program.world.buffers = true;
+    program.world.weak = true;
     add(program, "direct", true);
-    program.world.buffers = false;
+    program.world.weak = false;
     program.spawn_threads = [](Ranks& all) {
       collectives(1, Form::direct)(all);
       all.thread(0, 0, [&all] { all.abort(0); });

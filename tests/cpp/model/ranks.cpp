@@ -13,9 +13,14 @@ using shardcomm::Atomic;
 using shardcomm::Board;
 using shardcomm::BoardMemory;
 using shardcomm::CommError;
+using shardcomm::Doorbell;
+using shardcomm::Frame;
 using shardcomm::Group;
 using shardcomm::GroupMemory;
 using shardcomm::is_after;
+using shardcomm::MailReader;
+using shardcomm::MailRing;
+using shardcomm::MailWriter;
 using shardcomm::PostedCall;
 
 struct Interrupted {};
@@ -68,14 +73,14 @@ void Ranks::start() {
   interrupts_ = make<Atomic<std::uint32_t>>(size);
   users_ = make<Atomic<std::uint32_t>>(size * kChannels);
   posted_ = make<PostedCall>();
+  bells_ = make<Doorbell>(2);
+  auto* ring = static_cast<MailRing*>(fresh_memory(MailRing::bytes(Frame::kAlign)));
+  writer_ = new MailWriter(ring, Frame::kAlign, &bells_[1]);
+  reader_ = new MailReader(ring, Frame::kAlign, &bells_[0]);
   for (int rank = 0; rank < program_.ranks; ++rank) {
     Member& member = members_[static_cast<std::size_t>(rank)];
-    member.group = new Group(group_, boards_, rank, program_.ranks, kDeadlineS, [this, rank] {
-      for (int r = 0; r < program_.ranks; ++r) {
-        if (r != rank && deaths_[r].load() != 0) return r;
-      }
-      return -1;
-    });
+    member.group = new Group(group_, boards_, rank, program_.ranks, kDeadlineS,
+                             [this](int other) { return deaths_[other].load() != 0; });
     plain(&group_->ranks[rank].reason, "P6");
     for (int c = 0; c < kChannels; ++c) {
       const auto channel = static_cast<std::size_t>(c);
@@ -308,6 +313,38 @@ void Ranks::look_at(int rank, int of) {
   operation(0);
 }
 
+// As Mailbox::sleep: it arms the bell, looks once more, and sleeps.
+void Ranks::sleep_until(Doorbell& bell, const std::function<bool()>& is_done) {
+  while (!is_done()) {
+    const std::uint32_t rung = bell.rung.load();
+    bell.armed.store(1);
+    if (is_done()) break;
+    sleep_while(bell.rung, rung, shardcomm::kWaitSlice);
+  }
+  bell.armed.store(0);
+}
+
+void Ranks::write_mail(int frames) {
+  for (int i = 0; i < frames; ++i) {
+    Frame frame;
+    frame.tag = i;
+    operation(0);
+    sleep_until(bells_[0], [&] { return writer_->write(frame, nullptr); });
+  }
+}
+
+void Ranks::read_mail(int frames) {
+  for (int i = 0; i < frames; ++i) {
+    operation(0);
+    sleep_until(bells_[1], [&] {
+      reader_->look();
+      return reader_->front() != nullptr;
+    });
+    if (reader_->front()->tag != i) violate("P4", "another message than the next one");
+    reader_->take(nullptr);
+  }
+}
+
 // ---- What must hold.
 
 void Ranks::check_call(const Call& call, int rank, int channel, const char* where) const {
@@ -514,6 +551,9 @@ std::string Ranks::name_of(const void* word) const {
   }
   for (int r = 0; r < program_.ranks; ++r) {
     const std::string of = " of rank " + std::to_string(r);
+    if (r < 2 && within(&bells_[r], sizeof(Doorbell))) {
+      return (word == &bells_[r].rung ? "the bell" : "armed, of the bell") + of;
+    }
     if (word == &deaths_[r]) return "the death" + of;
     if (word == &interrupts_[r]) return "the interrupt" + of;
     if (word == &group_->ranks[r].pid) return "pid" + of;

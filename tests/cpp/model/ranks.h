@@ -19,6 +19,7 @@
 
 #include "comm/board.h"
 #include "comm/group.h"
+#include "comm/mail_ring.h"
 #include "explorer.h"
 #include "stream/wait_check.h"
 
@@ -74,6 +75,8 @@ class Ranks final : public Scenario {
   void post(int calls);      // into a place that `read_posted` reads
   void read_posted(int times);
   void look_at(int rank, int of);  // as whoever asks what another rank is in
+  void write_mail(int frames);     // through a ring that has room for one, to `read_mail`
+  void read_mail(int frames);
 
   void check_interrupt() const;  // of the running thread's rank
 
@@ -128,6 +131,7 @@ class Ranks final : public Scenario {
   };
 
   void operation(std::uint64_t locals);
+  void sleep_until(shardcomm::Doorbell& bell, const std::function<bool()>& is_done);
   void meeting(int rank, int channel, const std::function<void()>& go);
   void move_bytes(int rank, int channel, Form form, std::uint64_t sequence);
   void read_operand(int rank, int channel, int of, std::uint64_t sequence);
@@ -147,6 +151,9 @@ class Ranks final : public Scenario {
   shardcomm::Atomic<std::uint32_t>* interrupts_ = nullptr;  // for each rank
   shardcomm::Atomic<std::uint32_t>* users_ = nullptr;       // the thread of a rank's channel
   shardcomm::PostedCall* posted_ = nullptr;
+  shardcomm::Doorbell* bells_ = nullptr;  // of ranks 0 and 1
+  shardcomm::MailWriter* writer_ = nullptr;
+  shardcomm::MailReader* reader_ = nullptr;
   Memory memory_{};
 };
 

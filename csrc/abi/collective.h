@@ -1,0 +1,28 @@
+// How the C functions of a collective run or bind it.
+#pragma once
+
+#include <memory>
+#include <utility>
+
+#include "abi/handles.h"
+#include "abi/status.h"
+
+namespace shardcomm::abi {
+
+// Runs a collective: at once by `call` or, on a stream, what `bind` binds.
+template <class Call, class Bind>
+void run_now_or_on(shc_stream* stream, const shc_comm& comm, Call&& call, Bind&& bind) {
+  if (stream == nullptr) return call();  // binding takes memory, and time
+  run_on(stream, comm.device, bind());
+}
+
+template <class Bind>
+shc_status keep(const char* function, shc_comm* comm, shc_collective** collective, Bind&& bind) {
+  return guarded(function, [&] {
+    shc_collective*& result = required(collective, "collective");
+    const shc_comm& known = checked(comm, "comm");
+    hand_over(result, std::make_unique<shc_collective>(bind(known), known.device));
+  });
+}
+
+}  // namespace shardcomm::abi

@@ -1,0 +1,279 @@
+#include "comm/hosts.h"
+
+#include <algorithm>
+#include <cstring>
+#include <stdexcept>
+#include <utility>
+
+#include "comm/buffer.h"
+#include "shardcomm/error.h"
+#include "shardcomm/tile.h"
+#include "stream/futex.h"
+#include "stream/wait_check.h"
+
+namespace shardcomm {
+namespace {
+
+constexpr std::size_t kMostSlotBytes = 8 * 1024 * 1024;
+
+// FNV-1a: http://www.isthe.com/chongo/tech/comp/fnv/
+std::uint64_t digest(const Parts& parts, int size) {
+  std::uint64_t hash = 0xcbf29ce484222325;
+  for (int r = 0; r < size; ++r) {
+    for (int shift = 0; shift < 64; shift += 8) {
+      const auto byte = (static_cast<std::uint64_t>(parts.count(r)) >> shift) & 0xff;
+      hash = (hash ^ byte) * 0x100000001b3;
+    }
+  }
+  return hash;
+}
+
+}  // namespace
+
+std::shared_ptr<Communicator> make_hosts(std::shared_ptr<Communicator> on_host,
+                                         std::unique_ptr<Across> across, int host, int hosts) {
+  auto board = std::dynamic_pointer_cast<BoardCommunicator>(on_host);
+  if (board == nullptr || !board->on_cpu() || board->size() < 2) {
+    throw std::invalid_argument(
+        "make_hosts: on_host must be a communicator of shm, or of local on a CPU, with at least 2 "
+        "ranks");
+  }
+  if (hosts < 2 || host < 0 || host >= hosts) {
+    throw std::invalid_argument("make_hosts: host is " + std::to_string(host) + " of " +
+                                std::to_string(hosts) +
+                                "; there must be at least 2, numbered from 0 on");
+  }
+  if (board->number(0) != host * board->size()) {
+    throw std::invalid_argument("make_hosts: on_host was made with first_rank " +
+                                std::to_string(board->number(0)) + "; of host " +
+                                std::to_string(host) + " it must be " +
+                                std::to_string(host * board->size()));
+  }
+  return std::make_shared<HostsCommunicator>(std::move(board), std::move(across), host, hosts);
+}
+
+HostsCommunicator::Lane::Lane(BoardCommunicator& on_host, int hosts, int of_channel, int blocks)
+    : channel(of_channel),
+      block_bytes(block_room(blocks)),
+      slot_bytes(block_bytes * static_cast<std::size_t>(blocks)),
+      stage(on_host.allocate(kSlots * slot_bytes, Use::gather)),
+      hellos(static_cast<std::size_t>(hosts)),
+      sources(static_cast<std::size_t>(std::max(hosts, on_host.size()))) {}
+
+std::size_t HostsCommunicator::Lane::block_room(int blocks) {
+  const std::size_t room = kMostSlotBytes / static_cast<std::size_t>(blocks) / 64 * 64;
+  return std::clamp<std::size_t>(room, Hello::kBytes, kMostBlockBytes);
+}
+
+std::byte* HostsCommunicator::Lane::slot(std::int64_t chunk) const {
+  return static_cast<std::byte*>(stage->data()) +
+         static_cast<std::size_t>(chunk % kSlots) * slot_bytes;
+}
+
+HostsCommunicator::HostsCommunicator(std::shared_ptr<BoardCommunicator> on_host,
+                                     std::unique_ptr<Across> across, int host, int hosts)
+    : on_host_(std::move(on_host)),
+      across_(std::move(across)),
+      host_(host),
+      hosts_(hosts),
+      local_(on_host_->size()),
+      gathers_(*on_host_, hosts, 0, size()),
+      reduces_(*on_host_, hosts, 1, size() * local_) {}
+
+HostsCommunicator::~HostsCommunicator() { close(); }
+
+std::shared_ptr<Memory> HostsCommunicator::allocate(std::size_t bytes, Use use) {
+  Lane& lane = use == Use::gather ? gathers_ : reduces_;
+  std::shared_ptr<Memory> memory;
+  telling_others([&] { memory = on_host_->allocate(bytes, use); });
+  Call call;
+  call.op = Op::allocate;
+  call.root = static_cast<std::int32_t>(use);
+  call.count = static_cast<std::int64_t>(bytes);
+  perform(lane, call, {}, [&] { greet(lane); });
+  return memory;
+}
+
+Mailbox& HostsCommunicator::mailbox() { refuse("messages between two ranks"); }
+
+void HostsCommunicator::name_tag(std::int64_t tag, const std::string& name) {
+  on_host_->name_tag(tag, name);
+}
+
+void HostsCommunicator::abort(const std::string& reason) noexcept {
+  on_host_->abort(reason);
+  leave_others();
+}
+
+void HostsCommunicator::close() noexcept {
+  on_host_->close();
+  leave_others();
+}
+
+// A forked child is not the rank.
+void HostsCommunicator::leave_others() noexcept {
+  if (!on_host_->forked()) across_->abort();
+}
+
+void HostsCommunicator::telling_others(const std::function<void()>& body) {
+  try {
+    body();
+  } catch (...) {
+    if (on_host_->has_failed()) leave_others();  // so that they hear of it
+    throw;
+  }
+}
+
+std::vector<Pending> HostsCommunicator::pending() const {
+  std::vector<Pending> all = on_host_->pending();
+  for (Pending& each : all) {
+    each.rank += first();
+    for (int& rank : each.waits_for) rank += first();
+  }
+  return all;
+}
+
+void HostsCommunicator::perform(Lane& lane, Call call, const Parts& parts,
+                                const std::function<void()>& body) {
+  call.uneven = !parts.equal();
+  if (call.uneven) call.handle = digest(parts, size());
+  telling_others([&] {
+    on_host_->perform_call(lane.channel, call, [&] {
+      for (int i = 0; i < local_; ++i) {  // the digests; the board has compared the rest
+        check_same(lane, on_host_->call_of(lane.channel, i), first() + i);
+      }
+      body();
+    });
+  });
+}
+
+void HostsCommunicator::check_same(const Lane& lane, const Call& other, int rank) const {
+  const Call& own = on_host_->call_of(lane.channel, index());
+  if (!own.same_as(other)) {
+    on_host_->refuse(lane.channel,
+                     "ranks called different collectives: rank " + std::to_string(this->rank()) +
+                         " called " + on_host_->describe(own) + ", and rank " +
+                         std::to_string(rank) + " called " + on_host_->describe(other));
+  }
+  if (own.uneven && own.handle != other.handle) {
+    on_host_->refuse(lane.channel, "ranks " + std::to_string(this->rank()) + " and " +
+                                       std::to_string(rank) + " gave different counts to " +
+                                       on_host_->describe(own));
+  }
+}
+
+void HostsCommunicator::greet(Lane& lane, const void* payload, std::size_t bytes) {
+  lane.hello.call = on_host_->call_of(lane.channel, index());
+  if (bytes > 0) std::memcpy(lane.hello.payload, payload, bytes);
+  start_and_finish(lane, [&lane](Across& across, int channel) {
+    across.all_gather(channel, &lane.hello, lane.hellos.data(), sizeof(Hello));
+  });
+  for (int host = 0; host < hosts_; ++host) {
+    check_same(lane, lane.hellos[static_cast<std::size_t>(host)].call, rank_at(host, index()));
+  }
+}
+
+void HostsCommunicator::start(Lane& lane, std::int64_t chunk, Crossing crossing) {
+  lane.worker->enqueue(
+      [this, &lane, crossing = std::move(crossing)](NativeStream) { cross(lane, crossing); });
+  lane.crossings[static_cast<std::size_t>(chunk % kSlots)] = lane.worker->record();
+}
+
+void HostsCommunicator::finish(Lane& lane, std::int64_t chunk) {
+  auto& crossing = lane.crossings[static_cast<std::size_t>(chunk % kSlots)];
+  // A rank of this host that ends meanwhile ends this call, too.
+  while (crossing != nullptr && !crossing->wait_for(kWaitSlice)) {
+    check_wait();
+    on_host_->check();
+  }
+  crossing = nullptr;
+}
+
+void HostsCommunicator::start_and_finish(Lane& lane, Crossing crossing) {
+  start(lane, 0, std::move(crossing));
+  finish(lane, 0);
+}
+
+void HostsCommunicator::cross(const Lane& lane, const Crossing& crossing) {
+  try {
+    crossing(*across_, lane.channel);
+  } catch (const CommError&) {
+    throw;
+  } catch (const std::exception& error) {
+    const Call& own = on_host_->call_of(lane.channel, index());
+    CommFault fault = fault_in(own, "backend");
+    fault.reporter = rank();
+    throw CommError("rank " + std::to_string(rank()) + ", in " + on_host_->describe(own) +
+                        ", lost the ranks of other hosts with which it exchanges: " + error.what(),
+                    fault);
+  }
+}
+
+void HostsCommunicator::run_barrier(std::int64_t tag, NativeStream) {
+  Call call;
+  call.op = Op::barrier;
+  call.tag = tag;
+  perform(gathers_, call, {}, [&] {
+    greet(gathers_);
+    on_host_->meet(gathers_.channel);  // every rank's lead has met the other hosts'
+  });
+}
+
+// A chunk has a block for each rank of a host, which takes it across.
+void HostsCommunicator::run_broadcast(void* buffer, std::size_t bytes, int root, NativeStream) {
+  Lane& lane = gathers_;
+  Call call;
+  call.op = Op::broadcast;
+  call.root = root;
+  call.count = static_cast<std::int64_t>(bytes);
+  perform(lane, call, {}, [&] {
+    greet(lane);
+    const std::size_t step = lane.block_bytes * static_cast<std::size_t>(local_);
+    for (std::size_t chunk = 0; chunk * step < bytes; ++chunk) {
+      std::byte* slot = lane.slot(static_cast<std::int64_t>(chunk));
+      std::byte* place = static_cast<std::byte*>(buffer) + chunk * step;
+      const std::size_t length = std::min(step, bytes - chunk * step);
+      if (rank() == root) std::memcpy(slot, place, length);
+      on_host_->meet(lane.channel);
+      const std::size_t begin =
+          std::min(length, lane.block_bytes * static_cast<std::size_t>(index()));
+      const std::size_t own = std::min(lane.block_bytes, length - begin);
+      if (own > 0) {
+        start_and_finish(
+            lane, [part = slot + begin, own, host = root / local_](Across& across, int channel) {
+              across.broadcast(channel, part, own, host);
+            });
+      }
+      on_host_->meet(lane.channel);
+      if (rank() != root) std::memcpy(place, slot, length);
+    }
+  });
+}
+
+void HostsCommunicator::run_all_to_all(const void*, const Parts&, void*, const Parts&, DType,
+                                       std::int64_t, NativeStream) {
+  refuse("all_to_all");
+}
+
+void HostsCommunicator::run_gather(const void*, void*, std::size_t, int, std::int64_t,
+                                   NativeStream) {
+  refuse("gather");
+}
+
+void HostsCommunicator::run_scatter(const void*, void*, std::size_t, int, std::int64_t,
+                                    NativeStream) {
+  refuse("scatter");
+}
+
+void HostsCommunicator::run_reduce(const void*, void*, DType, std::int64_t, RedOp, int,
+                                   std::int64_t, NativeStream) {
+  refuse("reduce");
+}
+
+void HostsCommunicator::refuse(const char* operation) const {
+  throw std::invalid_argument(std::string("transport 'hosts' has no ") + operation +
+                              "; call that of what joins the hosts, such as torch.distributed's "
+                              "over Gloo, or MPI's");
+}
+
+}  // namespace shardcomm

@@ -1,0 +1,167 @@
+// What combines the values of all ranks of all hosts: reduce_scatter and all_reduce. The ranks of a
+// host combine theirs first, so that one partial result a host crosses; then the hosts' are
+// combined. That is the order of reduce_cpu, bit for bit, if the ranks of a host are 2, 4, 8, ...
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "comm/buffer.h"
+#include "comm/hosts.h"
+#include "shardcomm/tile.h"
+
+namespace shardcomm {
+namespace {
+
+// Partial results of 16-bit floats are not rounded to 16 bits.
+DType partial_dtype(DType dtype) {
+  return dtype == DType::f16 || dtype == DType::bf16 ? DType::f32 : dtype;
+}
+
+// A mean's partial results are sums.
+RedOp partial_op(RedOp op) { return op == RedOp::avg ? RedOp::sum : op; }
+
+Parts even_parts(std::int64_t count, int size) {
+  std::vector<std::int64_t> counts;
+  for (int r = 0; r < size; ++r) counts.push_back(count / size + (r < count % size ? 1 : 0));
+  return Parts(counts);
+}
+
+}  // namespace
+
+void HostsCommunicator::run_reduce_scatter(const void* send, DType dtype, void* recv,
+                                           const Epilogue& epilogue, const Parts& parts, RedOp op,
+                                           std::int64_t tag, NativeStream) {
+  Lane& lane = reduces_;
+  Call call;
+  call.op = Op::reduce_scatter;
+  call.send_dtype = call.recv_dtype = dtype;
+  call.red_op = op;
+  call.count = parts.equal() ? parts.count(rank()) : parts.total(size());
+  call.tag = tag;
+  on_host_->refuse_shared(send, bytes_of(parts.total(size()), dtype), "reduce_scatter: send");
+  on_host_->refuse_shared(recv, bytes_of(parts.count(rank()), epilogue.dtype),
+                          "reduce_scatter: recv");
+  perform(lane, call, parts, [&] {
+    greet(lane);
+    reduce_parts(lane, send, dtype, recv, epilogue, parts, op);
+  });
+}
+
+void HostsCommunicator::run_all_reduce(void* buffer, DType dtype, std::int64_t count, RedOp op,
+                                       std::int64_t tag, NativeStream) {
+  Lane& lane = reduces_;
+  Call call;
+  call.op = Op::all_reduce;
+  call.send_dtype = call.recv_dtype = dtype;
+  call.red_op = op;
+  call.count = count;
+  call.tag = tag;
+  const std::size_t bytes = bytes_of(count, dtype);
+  on_host_->refuse_shared(buffer, bytes, "all_reduce: buffer");
+  perform(lane, call, {}, [&] {
+    if (bytes_of(count, partial_dtype(dtype)) <= Hello::kRoom) {
+      return reduce_small(lane, buffer, dtype, count, op);
+    }
+    greet(lane);
+    const Parts parts = even_parts(count, size());
+    reduce_parts(lane, buffer, dtype, at(buffer, parts.begin(rank()), dtype), {dtype}, parts, op);
+    on_host_->meet(lane.channel);  // all have used the stage
+    gather_parts(lane, static_cast<std::byte*>(buffer), dtype, parts, false, false);
+  });
+}
+
+// Every rank reduces all of it: few bytes, and one crossing instead of two.
+void HostsCommunicator::reduce_small(Lane& lane, void* buffer, DType dtype, std::int64_t count,
+                                     RedOp op) {
+  const DType partial = partial_dtype(dtype);
+  std::byte* slot = lane.slot(0);
+  // An empty tensor has no memory.
+  if (count > 0) std::memcpy(at(slot, index() * count, dtype), buffer, bytes_of(count, dtype));
+  on_host_->meet(lane.channel);
+  alignas(8) std::byte sum[Hello::kRoom];
+  combine_host(lane, slot, count, 0, dtype, op, sum, count);
+  greet(lane, sum, bytes_of(count, partial));
+  combine_hosts(lane, lane.hellos.front().payload, sizeof(Hello), partial, op, buffer, {dtype},
+                count);
+}
+
+// Each rank lays what it sends into the stage, in the order of those that take it across:
+//
+//   for index 0: host 0, host 1, ... | for index 1: host 0, host 1, ... | ...
+void HostsCommunicator::reduce_parts(Lane& lane, const void* send, DType dtype, void* recv,
+                                     const Epilogue& epilogue, const Parts& parts, RedOp op) {
+  const DType partial = partial_dtype(dtype);
+  const auto step = static_cast<std::int64_t>(lane.block_bytes / itemsize(dtype));
+  const std::int64_t chunks = divide_up(parts.longest(), step);
+  const auto length_of_block = [&](std::int64_t chunk) {
+    return std::min(step, parts.longest() - chunk * step);
+  };
+  const auto length = [&](int r, std::int64_t chunk) {
+    return std::clamp<std::int64_t>(parts.count(r) - chunk * step, 0, step);
+  };
+  const auto combine_chunk = [&](std::int64_t chunk) {
+    const std::int64_t each = length_of_block(chunk);
+    std::byte* slot = lane.slot(chunk);
+    for (int i = 0; i < local_; ++i) {
+      for (int host = 0; host < hosts_; ++host) {
+        const int r = rank_at(host, i);
+        const std::int64_t block = (index() * local_ + i) * hosts_ + host;
+        std::memcpy(at(slot, block * each, dtype),
+                    at(send, parts.begin(r) + std::min(chunk * step, parts.count(r)), dtype),
+                    bytes_of(length(r, chunk), dtype));
+      }
+    }
+    // All have filled this slot, so all have combined the one before.
+    on_host_->meet(lane.channel);
+    auto& out = lane.out[static_cast<std::size_t>(chunk % kSlots)];
+    out.resize(bytes_of(each * hosts_, partial));
+    combine_host(lane, slot, each * size(), index() * each * hosts_, dtype, op, out.data(),
+                 each * hosts_);
+  };
+  const auto start_chunk = [&](std::int64_t chunk) {
+    combine_chunk(chunk);
+    const auto slot = static_cast<std::size_t>(chunk % kSlots);
+    const std::size_t bytes = bytes_of(length_of_block(chunk), partial);
+    lane.in[slot].resize(bytes * static_cast<std::size_t>(hosts_));
+    start(lane, chunk,
+          [&out = lane.out[slot], &in = lane.in[slot], bytes](Across& across, int channel) {
+            across.all_to_all(channel, out.data(), in.data(), bytes);
+          });
+  };
+  const auto finish_chunk = [&](std::int64_t chunk) {
+    finish(lane, chunk);
+    const auto& in = lane.in[static_cast<std::size_t>(chunk % kSlots)];
+    combine_hosts(lane, in.data(), bytes_of(length_of_block(chunk), partial), partial, op,
+                  at(recv, std::min(chunk * step, parts.count(rank())), epilogue.dtype), epilogue,
+                  length(rank(), chunk));
+  };
+
+  for (std::int64_t chunk = 0; chunk < std::min<std::int64_t>(chunks, kSlots - 1); ++chunk) {
+    start_chunk(chunk);
+  }
+  for (std::int64_t chunk = 0; chunk < chunks; ++chunk) {
+    if (chunk + kSlots - 1 < chunks) start_chunk(chunk + kSlots - 1);
+    finish_chunk(chunk);
+  }
+}
+
+void HostsCommunicator::combine_host(Lane& lane, const std::byte* slot, std::int64_t stride,
+                                     std::int64_t begin, DType dtype, RedOp op, void* to,
+                                     std::int64_t count) {
+  for (int i = 0; i < local_; ++i) {
+    lane.sources[static_cast<std::size_t>(i)] = at(slot, i * stride + begin, dtype);
+  }
+  reduce_cpu(to, {partial_dtype(dtype)}, lane.sources.data(), local_, dtype, partial_op(op), 1,
+             count);
+}
+
+void HostsCommunicator::combine_hosts(Lane& lane, const std::byte* from, std::size_t stride,
+                                      DType partial, RedOp op, void* to, const Epilogue& epilogue,
+                                      std::int64_t count) {
+  for (int host = 0; host < hosts_; ++host) {
+    lane.sources[static_cast<std::size_t>(host)] = from + stride * static_cast<std::size_t>(host);
+  }
+  reduce_cpu(to, epilogue, lane.sources.data(), hosts_, partial, op, size(), count);
+}
+
+}  // namespace shardcomm

@@ -1,0 +1,340 @@
+// The backend "shardcomm" of torch.distributed: collectives on CPU tensors, through shared memory.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <string>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Utils.hpp>
+#include <utility>
+#include <vector>
+
+#include "calls.h"
+#include "group.h"
+#include "monitored_barrier.h"
+
+namespace shardcomm_torch {
+
+class Backend final : public c10d::Backend {
+ public:
+  // As of Group.
+  Backend(int rank, int size, std::chrono::milliseconds timeout, shc_comm* comm,
+          c10::intrusive_ptr<c10d::Backend> gloo, std::string reason)
+      : c10d::Backend(rank, size),
+        options_(c10::make_intrusive<Options>("shardcomm", timeout)),
+        group_(rank, comm, std::move(gloo), std::move(reason)),
+        calls_(comm, rank, size) {}
+
+  const std::string getBackendName() const override { return "shardcomm"; }
+  c10::intrusive_ptr<Options> getBackendOptions() override { return options_; }
+  void setSequenceNumberForGroup() override {}  // all ranks begin at 0
+  std::uint64_t getSequenceNumberForGroup() override { return group_.sequence(); }
+
+  void abort() override { group_.abort(); }
+  void shutdown() override { group_.shutdown(); }
+  void leave() { group_.leave(); }
+  std::vector<Receipt> receipts() { return group_.receipts(); }
+
+  WorkPointer allgather(std::vector<Tensors>& outputs, Tensors& inputs,
+                        const c10d::AllgatherOptions& opts) override {
+    if (auto* gloo = group_.elsewhere("all_gather")) {
+      return gloo->allgather(outputs, inputs, opts);
+    }
+    const Tensors& gathered = only("all_gather: tensor_list", outputs);
+    calls_.check_length("all_gather: tensor_list", gathered);
+    return group_.begin(
+        group_.gathers, opts.asyncOp, {c10d::OpType::ALLGATHER, "shardcomm:all_gather"}, inputs,
+        gathered,
+        calls_.all_gather("all_gather: tensor_list", gathered, only("all_gather: tensor", inputs)));
+  }
+
+  WorkPointer _allgather_base(at::Tensor& output, at::Tensor& input,
+                              const c10d::AllgatherOptions& opts) override {
+    if (auto* gloo = group_.elsewhere("all_gather_into_tensor")) {
+      return gloo->_allgather_base(output, input, opts);
+    }
+    return group_.begin(group_.gathers, opts.asyncOp,
+                        {c10d::OpType::_ALLGATHER_BASE, "shardcomm:all_gather"}, {input}, {output},
+                        calls_.all_gather("all_gather_into_tensor: output", {output}, input));
+  }
+
+  WorkPointer allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                              const c10d::AllgatherOptions& opts) override {
+    if (auto* gloo = group_.elsewhere("all_gather_into_tensor")) {
+      return gloo->allgather_into_tensor_coalesced(outputs, inputs, opts);
+    }
+    check_pairs("all_gather_into_tensor", outputs, inputs);
+    std::vector<Call> calls;
+    for (std::size_t i = 0; i < inputs.size(); ++i) {
+      calls.push_back(calls_.all_gather("all_gather_into_tensor: output", {outputs[i]}, inputs[i]));
+    }
+    return group_.begin(group_.gathers, opts.asyncOp,
+                        {c10d::OpType::COALESCED, "shardcomm:all_gather"}, inputs, outputs,
+                        in_turn(std::move(calls)));
+  }
+
+  WorkPointer allgather_coalesced(std::vector<Tensors>& lists, Tensors& inputs,
+                                  const c10d::AllgatherOptions& opts) override {
+    if (auto* gloo = group_.elsewhere("all_gather_coalesced")) {
+      return gloo->allgather_coalesced(lists, inputs, opts);
+    }
+    calls_.check_length("all_gather_coalesced: output_tensor_lists", lists);
+    for (const Tensors& list : lists) check_pairs("all_gather_coalesced", list, inputs);
+    std::vector<Call> calls;
+    Tensors results;
+    for (std::size_t i = 0; i < inputs.size(); ++i) {
+      Tensors outputs;
+      for (const Tensors& list : lists) outputs.push_back(list[i]);
+      results.insert(results.end(), outputs.begin(), outputs.end());
+      calls.push_back(
+          calls_.all_gather("all_gather_coalesced: output_tensor_lists", outputs, inputs[i]));
+    }
+    return group_.begin(group_.gathers, opts.asyncOp,
+                        {c10d::OpType::ALLGATHER_COALESCED, "shardcomm:all_gather"}, inputs,
+                        results, in_turn(std::move(calls)));
+  }
+
+  WorkPointer broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) override {
+    if (auto* gloo = group_.elsewhere("broadcast")) return gloo->broadcast(tensors, opts);
+    return group_.begin(group_.gathers, opts.asyncOp,
+                        {c10d::OpType::BROADCAST, "shardcomm:broadcast"}, tensors, tensors,
+                        calls_.broadcast(only("broadcast: tensor", tensors), opts.rootRank));
+  }
+
+  WorkPointer gather(std::vector<Tensors>& outputs, Tensors& inputs,
+                     const c10d::GatherOptions& opts) override {
+    if (auto* gloo = group_.elsewhere("gather")) {
+      return gloo->gather(outputs, inputs, opts);
+    }
+    const Tensors gathered =
+        opts.rootRank == getRank() ? only("gather: gather_list", outputs) : Tensors();
+    return group_.begin(group_.gathers, opts.asyncOp, {c10d::OpType::GATHER, "shardcomm:gather"},
+                        inputs, gathered,
+                        calls_.gather(gathered, only("gather: tensor", inputs), opts.rootRank));
+  }
+
+  WorkPointer scatter(Tensors& outputs, std::vector<Tensors>& inputs,
+                      const c10d::ScatterOptions& opts) override {
+    if (auto* gloo = group_.elsewhere("scatter")) {
+      return gloo->scatter(outputs, inputs, opts);
+    }
+    const Tensors parts =
+        opts.rootRank == getRank() ? only("scatter: scatter_list", inputs) : Tensors();
+    return group_.begin(group_.gathers, opts.asyncOp, {c10d::OpType::SCATTER, "shardcomm:scatter"},
+                        parts, outputs,
+                        calls_.scatter(only("scatter: tensor", outputs), parts, opts.rootRank));
+  }
+
+  // Split sizes count rows, the slices of the first dimension; none: as many for each rank.
+  WorkPointer alltoall_base(at::Tensor& output, at::Tensor& input,
+                            std::vector<std::int64_t>& output_splits,
+                            std::vector<std::int64_t>& input_splits,
+                            const c10d::AllToAllOptions& opts) override {
+    if (auto* gloo = group_.elsewhere("all_to_all_single")) {
+      return gloo->alltoall_base(output, input, output_splits, input_splits, opts);
+    }
+    return group_.begin(group_.gathers, opts.asyncOp,
+                        {c10d::OpType::ALLTOALL_BASE, "shardcomm:all_to_all"}, {input}, {output},
+                        calls_.all_to_all({output}, elements_of(output_splits, output), {input},
+                                          elements_of(input_splits, input)));
+  }
+
+  WorkPointer alltoall(Tensors& outputs, Tensors& inputs,
+                       const c10d::AllToAllOptions& opts) override {
+    if (auto* gloo = group_.elsewhere("all_to_all")) {
+      return gloo->alltoall(outputs, inputs, opts);
+    }
+    calls_.check_length("all_to_all: output_tensor_list", outputs);
+    calls_.check_length("all_to_all: input_tensor_list", inputs);
+    return group_.begin(
+        group_.gathers, opts.asyncOp, {c10d::OpType::ALLTOALL, "shardcomm:all_to_all"}, inputs,
+        outputs, calls_.all_to_all(outputs, Calls::numels(outputs), inputs, Calls::numels(inputs)));
+  }
+
+  WorkPointer send(Tensors& tensors, int destination, int tag) override {
+    if (auto* gloo = group_.elsewhere("send")) return gloo->send(tensors, destination, tag);
+    return group_.messages.send(getRank(), group_.next_sequence(), only("send: tensor", tensors),
+                                destination, tag);
+  }
+
+  WorkPointer recv(Tensors& tensors, int source, int tag) override {
+    if (auto* gloo = group_.elsewhere("recv")) return gloo->recv(tensors, source, tag);
+    return group_.messages.recv(getRank(), group_.next_sequence(), only("recv: tensor", tensors),
+                                source, tag);
+  }
+
+  WorkPointer recvAnysource(Tensors& tensors, int tag) override {
+    if (auto* gloo = group_.elsewhere("recv")) return gloo->recvAnysource(tensors, tag);
+    return group_.messages.recv(getRank(), group_.next_sequence(), only("recv: tensor", tensors),
+                                SHC_ANY_SOURCE, tag);
+  }
+
+  // Ends when every rank has called it, and the collectives that it has begun before have ended.
+  WorkPointer barrier(const c10d::BarrierOptions& opts) override {
+    if (auto* gloo = group_.elsewhere("barrier")) return gloo->barrier(opts);
+    return group_.begin(group_.gathers, opts.asyncOp, {c10d::OpType::BARRIER, "shardcomm:barrier"},
+                        {}, {}, [this, reduces = group_.reduces.begun()] {
+                          group_.reduces.wait_for(reduces);
+                          shc::check(shc_barrier(group_.comm(), 0, nullptr));
+                        });
+  }
+
+  void monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) override {
+    if (auto* gloo = group_.elsewhere("monitored_barrier")) {
+      return gloo->monitoredBarrier(opts, wait_all_ranks);
+    }
+    const bool given = opts.timeout != c10d::kUnsetTimeout;
+    MonitoredBarrier(group_.comm(), getRank(), getSize(), monitored_barriers_++,
+                     given ? opts.timeout : options_->timeout)
+        .run(wait_all_ranks);
+  }
+
+  WorkPointer allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) override {
+    if (auto* gloo = group_.elsewhere("all_reduce")) {
+      return on_gloo(tensors, opts,
+                     [&](const auto& opts) { return gloo->allreduce(tensors, opts); });
+    }
+    return group_.begin(group_.reduces, opts.asyncOp,
+                        {c10d::OpType::ALLREDUCE, "shardcomm:all_reduce"}, tensors, tensors,
+                        calls_.all_reduce({only("all_reduce: tensor", tensors)}, opts.reduceOp));
+  }
+
+  // As torch.distributed.all_reduce of a sparse tensor.
+  WorkPointer allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& opts) override {
+    return allreduce(tensors, opts);
+  }
+
+  WorkPointer allreduce_coalesced(Tensors& tensors,
+                                  const c10d::AllreduceCoalescedOptions& opts) override {
+    if (auto* gloo = group_.elsewhere("all_reduce_coalesced")) {
+      return on_gloo(tensors, opts,
+                     [&](const auto& opts) { return gloo->allreduce_coalesced(tensors, opts); });
+    }
+    check(!tensors.empty(),
+          "all_reduce_coalesced: there are no tensors; there must be at least one");
+    std::vector<Call> calls;
+    for (const at::Tensor& tensor : tensors) {
+      calls.push_back(calls_.all_reduce({tensor}, opts.reduceOp));
+    }
+    // Tensors that share memory, as one that is named twice, are reduced from copies, once.
+    if (!are_apart(tensors)) calls = {calls_.all_reduce(tensors, opts.reduceOp)};
+    return group_.begin(group_.reduces, opts.asyncOp,
+                        {c10d::OpType::ALLREDUCE_COALESCED, "shardcomm:all_reduce"}, tensors,
+                        tensors, in_turn(std::move(calls)));
+  }
+
+  WorkPointer reduce(Tensors& tensors, const c10d::ReduceOptions& opts) override {
+    if (auto* gloo = group_.elsewhere("reduce"))
+      return on_gloo(tensors, opts, [&](const auto& opts) { return gloo->reduce(tensors, opts); });
+    return group_.begin(
+        group_.reduces, opts.asyncOp, {c10d::OpType::REDUCE, "shardcomm:reduce"}, tensors, tensors,
+        calls_.reduce(only("reduce: tensor", tensors), opts.reduceOp, opts.rootRank));
+  }
+
+  WorkPointer reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
+                             const c10d::ReduceScatterOptions& opts) override {
+    if (auto* gloo = group_.elsewhere("reduce_scatter")) {
+      return on_gloo(outputs, opts,
+                     [&](const auto& opts) { return gloo->reduce_scatter(outputs, inputs, opts); });
+    }
+    const Tensors& parts = only("reduce_scatter: input_list", inputs);
+    calls_.check_length("reduce_scatter: input_list", parts);
+    return group_.begin(
+        group_.reduces, opts.asyncOp, {c10d::OpType::REDUCE_SCATTER, "shardcomm:reduce_scatter"},
+        parts, outputs,
+        calls_.reduce_scatter("reduce_scatter: input_list", only("reduce_scatter: output", outputs),
+                              parts, opts.reduceOp));
+  }
+
+  WorkPointer _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                                   const c10d::ReduceScatterOptions& opts) override {
+    if (auto* gloo = group_.elsewhere("reduce_scatter_tensor")) {
+      return on_gloo({output}, opts, [&](const auto& opts) {
+        return gloo->_reduce_scatter_base(output, input, opts);
+      });
+    }
+    return group_.begin(
+        group_.reduces, opts.asyncOp,
+        {c10d::OpType::_REDUCE_SCATTER_BASE, "shardcomm:reduce_scatter"}, {input}, {output},
+        calls_.reduce_scatter("reduce_scatter_tensor: input", output, {input}, opts.reduceOp));
+  }
+
+  WorkPointer reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                              const c10d::ReduceScatterOptions& opts) override {
+    if (auto* gloo = group_.elsewhere("reduce_scatter_tensor")) {
+      return on_gloo(outputs, opts, [&](const auto& opts) {
+        return gloo->reduce_scatter_tensor_coalesced(outputs, inputs, opts);
+      });
+    }
+    check_pairs("reduce_scatter_tensor", outputs, inputs);
+    std::vector<Call> calls;
+    for (std::size_t i = 0; i < inputs.size(); ++i) {
+      calls.push_back(calls_.reduce_scatter("reduce_scatter_tensor: input", outputs[i], {inputs[i]},
+                                            opts.reduceOp));
+    }
+    return group_.begin(group_.reduces, opts.asyncOp,
+                        {c10d::OpType::REDUCE_SCATTER_TENSOR_COALESCED, "shardcomm:reduce_scatter"},
+                        inputs, outputs, in_turn(std::move(calls)));
+  }
+
+ private:
+  // Reduces into `results` by `reduce`, which calls Gloo with options like `opts`. Gloo has no
+  // averages of integers: they are its sums, divided here.
+  template <class Options, class Reduce>
+  WorkPointer on_gloo(const Tensors& results, const Options& opts, Reduce&& reduce) {
+    const bool floats = results.empty() || results.front().is_floating_point();
+    if (opts.reduceOp != c10d::ReduceOp::AVG || floats) return reduce(opts);
+    Options sum = opts;
+    sum.reduceOp = c10d::ReduceOp::SUM;
+    return group_.begin(group_.reduces, opts.asyncOp,
+                        {c10d::OpType::UNKNOWN, "shardcomm:average_of_integers"}, results, results,
+                        [this, results, summed = reduce(sum)] {
+                          summed->wait();
+                          for (at::Tensor result : results) result.div_(getSize(), "trunc");
+                        });
+  }
+
+  // The lists that torch gives have an entry for each of this process's devices: one.
+  template <class Entry>
+  static const Entry& only(const char* name, const std::vector<Entry>& entries) {
+    check(entries.size() == 1, std::string(name) + ": there are " + std::to_string(entries.size()) +
+                                   "; there must be one: call a coalesced form for several");
+    return entries.front();
+  }
+
+  static void check_pairs(const std::string& operation, const Tensors& outputs,
+                          const Tensors& inputs) {
+    check(outputs.size() == inputs.size(),
+          operation + ": there are " + std::to_string(outputs.size()) + " outputs and " +
+              std::to_string(inputs.size()) + " inputs; there must be as many");
+  }
+
+  // How many elements each rank has of `tensor`, of which it has `splits` rows.
+  std::vector<std::int64_t> elements_of(const std::vector<std::int64_t>& splits,
+                                        const at::Tensor& tensor) const {
+    c10d::checkSplitSizes(splits, tensor, getSize());
+    if (splits.empty()) {
+      return std::vector<std::int64_t>(static_cast<std::size_t>(getSize()),
+                                       tensor.numel() / getSize());
+    }
+    const std::int64_t row = tensor.size(0) == 0 ? 1 : tensor.numel() / tensor.size(0);
+    std::vector<std::int64_t> counts;
+    for (const std::int64_t rows : splits) counts.push_back(rows * row);
+    return counts;
+  }
+
+  static Call in_turn(std::vector<Call> calls) {
+    if (calls.size() == 1) return std::move(calls.front());
+    return [calls = std::move(calls)] {
+      for (const Call& call : calls) call();
+    };
+  }
+
+  const c10::intrusive_ptr<Options> options_;
+  Group group_;
+  const Calls calls_;
+  std::atomic<std::int64_t> monitored_barriers_{0};
+};
+
+}  // namespace shardcomm_torch

@@ -1,0 +1,118 @@
+// Runs a group's calls one after another, in the order in which they were begun: here and now if
+// the caller waits anyway and nothing is before the call, else on a thread.
+#pragma once
+
+#include <unistd.h>
+
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <mutex>
+#include <thread>
+#include <utility>
+
+namespace shardcomm_torch {
+
+class CallQueue {
+ public:
+  CallQueue() = default;
+  ~CallQueue() { stop(); }
+  CallQueue(const CallQueue&) = delete;
+  CallQueue& operator=(const CallQueue&) = delete;
+
+  // Runs `call`, which may throw, if no call is before it. Returns whether it did. After `stop` it
+  // always does.
+  template <class Call>
+  bool run_now(Call&& call) {
+    if (getpid() != owner_) return call(), true;  // in a forked child, which shardcomm refuses
+    std::unique_lock<std::mutex> lock(mutex_);
+    if (begun_ != ended_ && !stopped_) return false;
+    ++begun_;
+    lock.unlock();
+    const AtEnd end(*this);
+    call();
+    return true;
+  }
+
+  // Runs `call`, which throws nothing, on the thread, after all calls before it.
+  void enqueue(std::function<void()> call) {
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      ++begun_;
+      calls_.push_back(std::move(call));
+      if (!thread_.joinable()) thread_ = std::thread([this] { run(); });
+    }
+    changed_.notify_all();
+  }
+
+  // How many calls were begun so far.
+  std::uint64_t begun() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return begun_;
+  }
+
+  // Returns when the first `calls` calls have ended.
+  void wait_for(std::uint64_t calls) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    changed_.wait(lock, [&] { return ended_ >= calls; });
+  }
+
+  // Ends the thread, after the calls that were begun.
+  void stop() {
+    if (getpid() != owner_) {  // a forked child has no such thread, which nobody can join there
+      if (thread_.joinable()) thread_.detach();
+      return;
+    }
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      stopped_ = true;
+    }
+    changed_.notify_all();
+    if (thread_.joinable()) thread_.join();
+  }
+
+ private:
+  struct AtEnd {
+    explicit AtEnd(CallQueue& queue) : queue(queue) {}
+    ~AtEnd() { queue.end_call(); }
+    CallQueue& queue;
+  };
+
+  void end_call() {
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      ++ended_;
+    }
+    changed_.notify_all();
+  }
+
+  void run() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    while (true) {
+      // A call that somebody runs now is before the first queued one.
+      changed_.wait(
+          lock, [this] { return calls_.empty() ? stopped_ : begun_ - ended_ == calls_.size(); });
+      if (calls_.empty()) return;
+      auto call = std::move(calls_.front());
+      calls_.pop_front();
+      lock.unlock();
+      call();
+      call = nullptr;  // before the end: who waits for that may expect the tensors to be free
+      lock.lock();
+      ++ended_;
+      changed_.notify_all();
+    }
+  }
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<std::function<void()>> calls_;
+  std::uint64_t begun_ = 0;
+  std::uint64_t ended_ = 0;
+  bool stopped_ = false;
+  std::thread thread_;
+  const pid_t owner_ = getpid();
+};
+
+}  // namespace shardcomm_torch

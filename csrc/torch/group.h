@@ -1,0 +1,141 @@
+// A group's ranks in the C library, the queues on which its calls run, and Gloo, where it is used.
+#pragma once
+
+#include <atomic>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "call_queue.h"
+#include "completions.h"
+#include "messages.h"
+#include "shardcomm.hpp"
+#include "signals.h"
+#include "work.h"
+
+namespace shardcomm_torch {
+
+using Tensors = std::vector<at::Tensor>;
+// Operation, sequence, requested, taken, reason.
+using Receipt = std::tuple<std::string, std::uint64_t, std::string, std::string, std::string>;
+
+// What torch calls a collective.
+struct Title {
+  c10d::OpType type;
+  const char* text;  // in profiles
+};
+
+class Group {
+ public:
+  // `comm` is this object's from now on. If the ranks cannot share memory, it is null, `gloo` is a
+  // Gloo group of theirs, and `reason` says why.
+  Group(int rank, shc_comm* comm, c10::intrusive_ptr<c10d::Backend> gloo, std::string reason)
+      : messages(comm, completions),
+        rank_(rank),
+        comm_(comm, shc_comm_destroy),
+        gloo_(std::move(gloo)),
+        reason_(std::move(reason)) {}
+  ~Group() { leave(); }
+  Group(const Group&) = delete;
+  Group& operator=(const Group&) = delete;
+
+  // Futures complete on these threads.
+  const std::shared_ptr<Completions> completions = std::make_shared<Completions>();
+  // Two channels of the C library: one call of each may run at once.
+  CallQueue gathers;
+  CallQueue reduces;
+  Messages messages;
+
+  shc_comm* comm() const { return comm_.get(); }
+  std::uint64_t sequence() const { return sequence_; }
+  std::uint64_t next_sequence() { return ++sequence_; }
+
+  // Gloo, if collectives go there; null: they go through shared memory.
+  c10d::Backend* elsewhere(const char* operation) {
+    if (gloo_ == nullptr) return nullptr;
+    const std::lock_guard<std::mutex> lock(mutex_);
+    to_gloo_[operation] = ++sequence_;
+    return gloo_.get();
+  }
+
+  // Begins `call`. A synchronous one has ended on return, or throws what `call` throws.
+  template <class Call>
+  WorkPointer begin(CallQueue& queue, bool async, const Title& title, const Tensors& inputs,
+                    const Tensors& results, Call call) {
+    auto work = c10::make_intrusive<Work>(rank_, ++sequence_, title.type, title.text, inputs,
+                                          results, completions);
+    if (async || !queue.run_now([&] { work->run([&] { interruptibly(call); }); })) {
+      queue.enqueue([work, call = std::move(call)] { work->run(call); });
+    }
+    if (!async) work->wait(kNoTimeout);
+    return work;
+  }
+
+  // The path of the latest collective of each kind.
+  std::vector<Receipt> receipts() {
+    std::vector<Receipt> all;
+    for (const char* operation : {"all_gather", "all_to_all", "broadcast", "gather", "scatter",
+                                  "barrier", "reduce_scatter", "all_reduce", "reduce"}) {
+      shc_receipt receipt = SHC_RECEIPT_INIT;
+      if (!comm_ || shc_comm_receipt(comm(), operation, &receipt) != SHC_OK) continue;
+      all.emplace_back(operation, receipt.sequence, receipt.requested, receipt.taken,
+                       receipt.reason);
+    }
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (const auto& [operation, sequence] : to_gloo_) {
+      all.emplace_back(operation, sequence, "shm", "gloo", reason_);
+    }
+    return all;
+  }
+
+  // Makes every rank's present and later collectives raise.
+  void abort() {
+    if (comm_) shc_comm_abort(comm(), "torch.distributed aborted the group");
+    if (gloo_) gloo_->abort();
+  }
+
+  // Leaves the group when all collectives that were begun have ended. Messages that have not ended
+  // fail.
+  void shutdown() {
+    stop(true);
+    if (gloo_) gloo_->shutdown();
+  }
+
+  // Leaves the group at once: collectives that have not ended fail, on the other ranks too.
+  void leave() { stop(false); }
+
+ private:
+  void stop(bool after_calls) {
+    if (stopped_.exchange(true)) return;
+    // Callbacks that run now may need the interpreter.
+    std::optional<py::gil_scoped_release> others_run;
+    if (PyGILState_Check() != 0) others_run.emplace();
+    if (!after_calls) close();
+    gathers.stop();
+    reduces.stop();
+    if (after_calls) close();
+    messages.stop();
+    completions->stop();
+  }
+
+  void close() {
+    if (comm_) shc_comm_close(comm());
+  }
+
+  const int rank_;
+  const std::unique_ptr<shc_comm, void (*)(shc_comm*)> comm_;
+  const c10::intrusive_ptr<c10d::Backend> gloo_;
+  const std::string reason_;
+  std::atomic<std::uint64_t> sequence_{0};
+  std::atomic<bool> stopped_{false};
+  std::mutex mutex_;
+  std::map<std::string, std::uint64_t> to_gloo_;  // operations, and their latest sequence
+};
+
+}  // namespace shardcomm_torch

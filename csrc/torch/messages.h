@@ -1,0 +1,187 @@
+// Messages between two ranks: sends and receives, any number at once.
+#pragma once
+
+#include <unistd.h>
+
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "flat.h"
+#include "shardcomm.hpp"
+#include "signals.h"
+#include "work.h"
+
+namespace shardcomm_torch {
+
+// A send or a receive that was started. Whoever hears of its end first says so: a thread that waits
+// for it, or that asks, or the thread of `Messages`.
+class Message final : public Work {
+ public:
+  struct Destroy {
+    void operator()(shc_request* request) const { shc_request_destroy(request); }
+  };
+  using Request = std::unique_ptr<shc_request, Destroy>;
+
+  Message(int rank, std::uint64_t sequence, c10d::OpType type, const char* title,
+          const at::Tensor& tensor, Flat buffer, Request request,
+          std::shared_ptr<Completions> completions)
+      : Work(rank, sequence, type, title, {tensor}, {tensor}, std::move(completions)),
+        received_(type != c10d::OpType::SEND),
+        buffer_(std::move(buffer)),
+        request_(std::move(request)) {}
+
+  shc_request* request() const { return request_.get(); }
+
+  bool isCompleted() override {
+    if (!c10d::Work::isCompleted()) settle(shc_request_test(request()));
+    return c10d::Work::isCompleted();
+  }
+
+  // Without a timeout at most the group's, after which the group has failed.
+  bool wait(std::chrono::milliseconds timeout) override {
+    if (!c10d::Work::isCompleted()) {
+      const double timeout_s =
+          timeout == kNoTimeout ? -1 : std::chrono::duration<double>(timeout).count();
+      shc_status status = SHC_OK;
+      interruptibly([&] {
+        status = shc_request_wait(request(), timeout_s);
+        if (status == SHC_INTERRUPTED) throw shc::Error::last();
+      });
+      if (!settle(status)) throw TimedOut(timeout);
+    }
+    return Work::wait(kNoTimeout);
+  }
+
+  int sourceRank() const override {
+    int source = -1;
+    shc::check(shc_request_source(request(), &source));
+    return source;
+  }
+
+  // Takes what the C library has said of the request. Returns whether it has ended.
+  bool settle(shc_status status) {
+    if (status == SHC_NOT_READY) return false;
+    std::exception_ptr error;
+    if (status != SHC_OK) error = std::make_exception_ptr(shc::Error::last());
+    const std::lock_guard<std::mutex> lock(settling_);
+    if (c10d::Work::isCompleted()) return true;
+    if (!error && received_) buffer_.store();
+    end(error);
+    if (at_end) at_end();
+    return true;
+  }
+
+  std::function<void()> at_end;
+
+ private:
+  const bool received_;
+  const Flat buffer_;
+  const Request request_;
+  std::mutex settling_;
+};
+
+class Messages {
+ public:
+  Messages(shc_comm* comm, std::shared_ptr<Completions> completions)
+      : comm_(comm), completions_(std::move(completions)) {}
+  ~Messages() { stop(); }
+  Messages(const Messages&) = delete;
+  Messages& operator=(const Messages&) = delete;
+
+  WorkPointer send(int rank, std::uint64_t sequence, const at::Tensor& tensor, int destination,
+                   std::int64_t tag) {
+    const Flat buffer({tensor});
+    buffer.load();
+    shc_request* request = nullptr;
+    shc::check(shc_isend(comm_, buffer.data(), buffer.bytes(), destination, tag, &request));
+    return begun(c10::make_intrusive<Message>(rank, sequence, c10d::OpType::SEND, "shardcomm:send",
+                                              tensor, buffer, Message::Request(request),
+                                              completions_));
+  }
+
+  // `source`: a rank, or SHC_ANY_SOURCE.
+  WorkPointer recv(int rank, std::uint64_t sequence, const at::Tensor& tensor, int source,
+                   std::int64_t tag) {
+    const Flat buffer({tensor});
+    shc_request* request = nullptr;
+    shc::check(shc_irecv(comm_, buffer.data(), buffer.bytes(), source, tag, &request));
+    const bool any = source == SHC_ANY_SOURCE;
+    const auto type = any ? c10d::OpType::RECVANYSOURCE : c10d::OpType::RECV;
+    const char* const title = any ? "shardcomm:recvAnySource" : "shardcomm:recv";
+    return begun(c10::make_intrusive<Message>(rank, sequence, type, title, tensor, buffer,
+                                              Message::Request(request), completions_));
+  }
+
+  // Ends the thread. The communicator is closed, so that all messages have ended.
+  void stop() {
+    if (getpid() != owner_) {  // as in CallQueue
+      if (thread_.joinable()) thread_.detach();
+    } else if (thread_.joinable()) {
+      thread_.join();
+    }
+  }
+
+ private:
+  // A message that has not ended needs a thread that moves it: its program may do other things
+  // before it waits.
+  WorkPointer begun(const c10::intrusive_ptr<Message>& message) {
+    if (message->isCompleted()) return message;
+    message->at_end = [this, request = message->request()] {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      underway_.erase(request);
+    };
+    bool failed = false;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      underway_[message->request()] = message;
+      if (!thread_.joinable()) thread_ = std::thread([this] { run(); });
+      failed = failed_;
+    }
+    if (failed) message->isCompleted();
+    return message;
+  }
+
+  void run() {
+    while (true) {
+      shc_request* ended = nullptr;
+      const shc_status status = shc_wait_any(comm_, -1, &ended);
+      if (status == SHC_OK) {
+        // It asks again: a later request may have got the address of one that is gone.
+        if (const auto message = find(ended)) message->isCompleted();
+      } else if (status != SHC_NOT_READY) {
+        break;
+      }
+    }
+    std::map<shc_request*, c10::intrusive_ptr<Message>> all;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      failed_ = true;
+      all = underway_;
+    }
+    for (const auto& known : all) known.second->isCompleted();
+  }
+
+  c10::intrusive_ptr<Message> find(shc_request* request) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto known = underway_.find(request);
+    return known == underway_.end() ? nullptr : known->second;
+  }
+
+  shc_comm* comm_;
+  const std::shared_ptr<Completions> completions_;
+  std::mutex mutex_;
+  std::map<shc_request*, c10::intrusive_ptr<Message>> underway_;
+  bool failed_ = false;  // the group; and the thread has ended
+  std::thread thread_;
+  const pid_t owner_ = getpid();
+};
+
+}  // namespace shardcomm_torch

@@ -1,0 +1,83 @@
+// shardcomm_torch, the Python module with the backend "shardcomm" of torch.distributed.
+//
+// shardcomm/interop/backend.py compiles this file against the torch that is installed, and makes
+// the groups.
+#include <pthread.h>
+#include <pybind11/chrono.h>
+#include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <exception>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "backend.h"
+
+namespace py = pybind11;
+
+namespace {
+
+using shardcomm_torch::Backend;
+
+// Raises what `error_of` makes of the C library's error.
+void raise(const shc::Error& error) {
+  const py::object kinds = py::module_::import("shardcomm.interop.backend").attr("error_of");
+  const py::object made =
+      kinds(static_cast<int>(error.status()), error.what(), error.kind(), error.rank(),
+            error.operation(), error.sequence(), error.reporter());
+  PyErr_SetObject(py::type::handle_of(made).ptr(), made.ptr());
+}
+
+// The groups of this process. Python may have forgotten its object of one that torch still has.
+std::vector<c10::weak_intrusive_ptr<Backend>> groups;
+
+c10::intrusive_ptr<Backend> make(int rank, int size, std::chrono::milliseconds timeout,
+                                 std::uintptr_t comm, c10::intrusive_ptr<c10d::Backend> gloo,
+                                 std::string reason) {
+  auto group = c10::make_intrusive<Backend>(rank, size, timeout, reinterpret_cast<shc_comm*>(comm),
+                                            std::move(gloo), std::move(reason));
+  const auto gone = [](const auto& known) { return known.expired(); };
+  groups.erase(std::remove_if(groups.begin(), groups.end(), gone), groups.end());
+  groups.emplace_back(group);
+  return group;
+}
+
+// In a forked child nobody may destroy a group: its condition variables have waiters, threads of
+// the parent's, for which the destructor would wait.
+void keep_all() {
+  for (const auto& known : groups) known.lock().release();
+}
+
+void leave_all() {
+  std::vector<c10::intrusive_ptr<Backend>> all;
+  for (const auto& known : groups) {
+    if (auto group = known.lock()) all.push_back(std::move(group));
+  }
+  const py::gil_scoped_release others_run;
+  for (const auto& group : all) group->leave();
+}
+
+}  // namespace
+
+PYBIND11_MODULE(shardcomm_torch, m) {
+  pthread_atfork(nullptr, nullptr, keep_all);
+  py::register_exception_translator([](std::exception_ptr thrown) {
+    try {
+      if (thrown) std::rethrow_exception(thrown);
+    } catch (const shc::Error& error) {
+      raise(error);
+    } catch (const shardcomm_torch::TimedOut& error) {
+      PyErr_SetString(PyExc_TimeoutError, error.what());
+    }
+  });
+
+  py::class_<Backend, c10d::Backend, c10::intrusive_ptr<Backend>>(m, "Backend")
+      .def(py::init(&make), py::arg("rank"), py::arg("size"), py::arg("timeout"), py::arg("comm"),
+           py::arg("gloo"), py::arg("reason"))
+      .def_property_readonly("options", &Backend::getBackendOptions)
+      .def("receipts", &Backend::receipts);
+  m.def("leave_all", &leave_all);
+}

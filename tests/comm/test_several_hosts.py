@@ -1,0 +1,270 @@
+"""Several hosts, which share memory inside and exchange through Gloo. They are one host here that says it is two."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardcomm import CommError, Communicator, Receipt, fully_shard, launch
+from shardcomm.comm import rendezvous
+from shardcomm.comm.communicator import Transport
+from shardcomm.comm.hosts import place_of
+from support.nets import batch, loss_of, make, sgd_of
+from support.rank_sums import combined
+
+RANKS = 4
+
+pytestmark = pytest.mark.usefixtures("nothing_is_left_in_shared_memory")
+
+
+def host_of(rank: int) -> str:
+    return "AABB"[rank]
+
+
+def connected(
+    transport: Transport = "auto",
+    hosts: Callable[[int], str] = host_of,
+    deadline_s: float = 60.0,
+) -> Communicator:
+    rank = int(os.environ["RANK"])
+    rendezvous.host_identity = lambda: hosts(rank)  # type: ignore[assignment]
+    return Communicator.from_env(transport=transport, deadline_s=deadline_s)
+
+
+def drawn(seed: int, rank: int, numel: int) -> torch.Tensor:
+    """Of very different sizes, so that sums are rounded otherwise in another order."""
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    exponents = torch.randint(-12, 12, (numel,), generator=generator)
+    return torch.ldexp(torch.randn(numel, generator=generator), exponents)
+
+
+def collectives(seed: int) -> list[Receipt]:
+    with connected() as comm:
+        assert (comm.transport, comm.size) == ("hosts", RANKS)
+        for numel in (1, 63, 1000, 300_000):
+            counts = [numel, 0, 2 * numel, 5]
+            parts = [drawn(seed, r, n) for r, n in enumerate(counts)]
+            own = parts[comm.rank]
+            for full in (torch.empty(sum(counts)), comm.allocate(sum(counts), use="gather")):
+                comm.all_gather(full, own, counts=counts)
+                assert full.equal(torch.cat(parts))
+            halves = torch.empty(sum(counts), dtype=torch.bfloat16)
+            comm.all_gather(halves, own, counts=counts)
+            assert halves.equal(torch.cat(parts).bfloat16())
+
+            everybody = [drawn(seed + 1, r, RANKS * numel) for r in range(RANKS)]
+            rows = slice(comm.rank * numel, (comm.rank + 1) * numel)
+            send = comm.allocate(RANKS * numel, use="reduce")
+            send.copy_(everybody[comm.rank])
+            shard = torch.empty(numel)
+            comm.reduce_scatter(shard, send)
+            assert shard.equal(combined(everybody)[rows])
+            comm.reduce_scatter(shard, send, "avg", scale=0.5, accumulate=True)
+            torch.testing.assert_close(shard, combined(everybody)[rows] * (1 + 0.5 / RANKS))
+            half = torch.empty(numel, dtype=torch.bfloat16)
+            comm.reduce_scatter(half, send.bfloat16())
+            sums = combined([each.bfloat16().float() for each in everybody])
+            assert half.equal(sums[rows].bfloat16())
+
+            whole = everybody[comm.rank].clone()
+            with_stream = everybody[comm.rank].clone()
+            comm.all_reduce(whole)
+            comm.all_reduce(with_stream, "max", stream=comm.streams.reduce).wait()
+            assert whole.equal(combined(everybody))
+            assert with_stream.equal(torch.stack(everybody).amax(0))
+            for root in range(RANKS):
+                buffer = everybody[comm.rank].clone()
+                comm.broadcast(buffer, root)
+                assert buffer.equal(everybody[root])
+        gather = comm.bind_all_gather(full, own, counts=counts)
+        full.zero_()
+        gather()
+        comm.barrier()
+        assert full.equal(torch.cat(parts))
+        return comm.receipts()
+
+
+@pytest.mark.covers("collectives", transports=["hosts"])
+def test_collectives_are_those_of_torch(seed: int) -> None:
+    for receipts in launch(collectives, RANKS, (seed,), timeout_s=120):
+        assert {receipt.taken for receipt in receipts} == {"hosts"}
+        operations = {receipt.operation for receipt in receipts}
+        assert operations >= {"all_gather", "reduce_scatter", "all_reduce", "broadcast", "barrier"}
+
+
+def summed(transport: Transport, numel: int) -> torch.Tensor:
+    hosts = host_of if transport == "hosts" else lambda _: "one"
+    with connected(transport, hosts) as comm:
+        total = drawn(7, comm.rank, numel)
+        comm.all_reduce(total)
+        return total
+
+
+@pytest.mark.parametrize("numel", [10, 5000, 400_000])
+def test_sums_have_the_bits_of_shm(numel: int) -> None:
+    over_hosts, over_shm = (
+        launch(summed, RANKS, (transport, numel), timeout_s=120) for transport in ("hosts", "shm")
+    )
+    for each in over_hosts + over_shm:
+        assert each.equal(over_hosts[0])
+
+
+def fails(how: Callable[[Communicator], Any]) -> tuple[str, str | None]:
+    comm = connected(deadline_s=20.0)
+    comm.barrier()
+    try:
+        how(comm)
+        for _ in range(3):
+            comm.barrier()
+    except CommError as error:
+        with pytest.raises(CommError):
+            comm.all_reduce(torch.ones(1))
+        comm.close()
+        return str(error), error.kind
+    return "", None
+
+
+def calls_something_else(comm: Communicator) -> None:
+    comm.all_reduce(torch.ones(3 if comm.rank == 3 else 4))
+
+
+def gives_other_counts(comm: Communicator) -> None:
+    counts = [1, 2, 3, 4] if comm.rank < 2 else [2, 1, 3, 4]
+    comm.all_gather(torch.empty(10), torch.empty(counts[comm.rank]), counts=counts)
+
+
+def aborts(comm: Communicator) -> None:
+    if comm.rank == 2:
+        comm.abort("enough")
+
+
+def leaves(comm: Communicator) -> None:
+    if comm.rank == 1:
+        comm.close()
+
+
+@pytest.mark.covers("failed ranks", transports=["hosts"])
+@pytest.mark.parametrize(
+    ("how", "kind", "words"),
+    [
+        (calls_something_else, "mismatch", ("all_reduce(f32, count 3", "rank 3")),
+        (gives_other_counts, "mismatch", ("different counts to all_gather(",)),
+        (aborts, "aborted", ("rank 2", "enough")),
+        (leaves, "closed", ("rank 1",)),
+    ],
+    ids=["other-call", "other-counts", "abort", "close"],
+)
+def test_what_goes_wrong_ends_all_ranks(
+    how: Callable[[Communicator], Any], kind: str, words: tuple[str, ...]
+) -> None:
+    errors = launch(fails, RANKS, (how,), timeout_s=60)
+    told = [text for text, of in errors if of == kind]
+    assert told, errors
+    assert any(all(word in text for word in words) for text in told), told
+    assert all(of is not None for _, of in errors), errors
+
+
+def dies(rank_that_dies: int) -> str:
+    comm = connected(deadline_s=30.0)
+    step = 0
+    try:
+        while True:
+            comm.all_reduce(torch.ones(100_000))
+            step += 1
+            if step == 5 and comm.rank == rank_that_dies:
+                os.kill(os.getpid(), signal.SIGKILL)
+    except CommError as error:
+        comm.close()
+        return f"{error.kind}: {error}"
+
+
+@pytest.mark.covers("failed ranks", transports=["hosts"])
+def test_a_rank_that_is_killed_ends_all() -> None:
+    with pytest.raises(Exception, match="rank 2 was killed by SIGKILL"):
+        launch(dies, RANKS, (2,), timeout_s=25)
+
+
+def what_is_taken(hosts: str, transport: Transport) -> tuple[str, str]:
+    try:
+        with connected(transport, lambda rank: hosts[rank]) as comm:
+            comm.barrier()
+            return comm.transport, comm.receipts()[0].reason
+    except ValueError as error:
+        return type(error).__name__, str(error)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "transport", "taken", "reason"),
+    [
+        ("AABB", "hosts", "hosts", ""),
+        ("AABB", "c10d", "c10d", ""),
+        (
+            "AAB",
+            "auto",
+            "c10d",
+            "the ranks are on several hosts, and the hosts have different numbers of ranks: 2, 1",
+        ),
+        (
+            "ABAB",
+            "auto",
+            "c10d",
+            "the ranks are on several hosts, and the ranks of a host are not numbered one after",
+        ),
+        ("AB", "auto", "c10d", "the ranks are on several hosts, and each host has one rank"),
+        (
+            "AB",
+            "hosts",
+            "ValueError",
+            "transport is 'hosts', but each host has one rank; use 'auto'",
+        ),
+        (
+            "AA",
+            "hosts",
+            "ValueError",
+            "transport is 'hosts', but the ranks are on one host; use 'auto'",
+        ),
+        ("AABB", "shm", "SeveralHostsError", "use 'hosts', 'c10d' or 'auto'"),
+    ],
+)
+def test_which_ranks_it_is_for(hosts: str, transport: Transport, taken: str, reason: str) -> None:
+    for got, why in launch(what_is_taken, len(hosts), (hosts, transport), timeout_s=60):
+        assert got == taken
+        assert reason in why
+
+
+def test_places_of_ranks() -> None:
+    place = place_of(4, ["A", "A", "A", "B", "B", "B"])
+    assert place == (1, 2, [3, 4, 5], [1, 4])
+
+
+def trains(steps: int) -> dict[str, torch.Tensor]:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    rendezvous.host_identity = lambda: host_of(rank)  # type: ignore[assignment]
+    model, plain = make(layers=2), make(layers=2)
+    engine = fully_shard(model, Communicator.from_process_group())
+    assert engine.mesh.shard.transport == "hosts"
+    ddp = torch.nn.parallel.DistributedDataParallel(plain)
+    for each in (model, ddp):
+        optimizer = sgd_of(each)
+        for step in range(steps):
+            loss_of(each, batch(rank, step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    full = engine.full_state_dict()
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(full[name], value, rtol=1e-5, atol=1e-6, msg=name)
+    dist.destroy_process_group()
+    return full
+
+
+@pytest.mark.covers("training parity", strategies=["full_shard"], transports=["hosts"])
+def test_training_over_two_hosts_is_ddp() -> None:
+    launch(trains, RANKS, (3,), timeout_s=120)

@@ -1,0 +1,315 @@
+// Collectives of several hosts. The ranks are threads here, and so are those that exchange between
+// hosts. Expected values are computed from what each rank is known to send.
+//
+//   hosts_test [SEED]
+#include "shardcomm/hosts.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <random>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "copy/element.h"
+#include "ranks.h"
+
+namespace {
+
+using namespace shardcomm;
+using ranks::error_of;
+using ranks::require;
+
+std::uint64_t mix(std::uint64_t x) {
+  x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9U;
+  x = (x ^ x >> 27) * 0x94d049bb133111ebU;
+  return x ^ x >> 31;
+}
+
+// What rank r has at i: sums of these are rounded otherwise in another order.
+float value(std::uint64_t key, int r, std::int64_t i) {
+  const std::uint64_t bits =
+      mix(key + static_cast<std::uint64_t>(r) * 1'000'003 + static_cast<std::uint64_t>(i) * 7919);
+  const float mantissa = static_cast<float>(bits & 0xffff) / 65536.0f - 0.5f;
+  return std::ldexp(mantissa, static_cast<int>(bits >> 60));
+}
+
+float tree(int first, int count, const std::function<float(int)>& at) {
+  if (count == 1) return at(first);
+  int lower = 1;
+  while (2 * lower < count) lower *= 2;
+  return tree(first, lower, at) + tree(first + lower, count - lower, at);
+}
+
+// Through a communicator of threads for each channel.
+class Threads final : public Across {
+ public:
+  Threads(std::shared_ptr<Communicator> gathers, std::shared_ptr<Communicator> reduces)
+      : comms_{std::move(gathers), std::move(reduces)} {}
+  void all_gather(int channel, const void* send, void* recv, std::size_t bytes) override {
+    comm(channel).all_gather(send, DType::u8, recv, DType::u8, static_cast<std::int64_t>(bytes));
+  }
+  void all_to_all(int channel, const void* send, void* recv, std::size_t bytes) override {
+    const Parts parts(static_cast<std::int64_t>(bytes));
+    comm(channel).all_to_all(send, parts, recv, parts, DType::u8);
+  }
+  void broadcast(int channel, void* buffer, std::size_t bytes, int root) override {
+    comm(channel).broadcast(buffer, bytes, root);
+  }
+  void abort() noexcept override {
+    for (const auto& comm : comms_) comm->abort("the lead has left");
+  }
+
+ private:
+  Communicator& comm(int channel) { return *comms_[static_cast<std::size_t>(channel)]; }
+  std::vector<std::shared_ptr<Communicator>> comms_;
+};
+
+using Body = std::function<void(Communicator&)>;
+
+void on_hosts(int hosts, int local, const Body& body, double deadline_s = ranks::kLongS) {
+  std::vector<std::vector<std::shared_ptr<Communicator>>> slices[2];
+  for (auto& channel : slices) {
+    for (int i = 0; i < local; ++i) channel.push_back(make_local_group(hosts, {deadline_s}));
+  }
+  std::vector<std::thread> threads;
+  for (int host = 0; host < hosts; ++host) {
+    const auto group = make_local_group(local, {deadline_s, host * local});
+    for (int i = 0; i < local; ++i) {
+      const auto at = [&](int channel) {
+        return slices[channel][static_cast<std::size_t>(i)][static_cast<std::size_t>(host)];
+      };
+      auto across = std::make_unique<Threads>(at(0), at(1));
+      threads.emplace_back([&body, host, hosts, own = group[static_cast<std::size_t>(i)],
+                            across = std::move(across)]() mutable {
+        body(*make_hosts(own, std::move(across), host, hosts));
+      });
+    }
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
+std::vector<float> values(std::uint64_t key, int rank, std::int64_t count) {
+  std::vector<float> all(static_cast<std::size_t>(count));
+  for (std::int64_t i = 0; i < count; ++i) all[static_cast<std::size_t>(i)] = value(key, rank, i);
+  return all;
+}
+
+Parts uneven(std::uint64_t key, int size, std::int64_t most) {
+  std::vector<std::int64_t> counts;
+  for (int r = 0; r < size; ++r) {
+    const std::uint64_t drawn = mix(key * 31 + static_cast<std::uint64_t>(r));
+    counts.push_back(drawn % 4 == 0 ? 0 : static_cast<std::int64_t>(drawn >> 8) % (most + 1));
+  }
+  return Parts(counts);
+}
+
+// Of a sum of 16 values at most, each at most 2^14, when it is added in another order.
+constexpr float kRounding = 16 * 16384.0f * 16 * 1.2e-7f;
+// Of many elements those are looked at that are so many apart, and so all of a short chunk's.
+std::int64_t stride_of(std::int64_t count) { return count < 5000 ? 1 : 61; }
+
+void gathers(Communicator& comm, std::uint64_t key, const Parts& parts) {
+  const int size = comm.size();
+  const std::int64_t total = parts.total(size);
+  const auto window = comm.allocate(sizeof(float) * static_cast<std::size_t>(total), Use::gather);
+  std::vector<float> memory(static_cast<std::size_t>(total));
+  std::vector<BFloat16> halves(memory.size());
+  for (int round = 0; round < 3; ++round) {
+    const std::uint64_t now = key + static_cast<std::uint64_t>(round);
+    std::vector<float> send = values(now, comm.rank(), parts.count(comm.rank()));
+    auto* in_window = static_cast<float*>(window->data());
+    comm.all_gather(send.data(), DType::f32, in_window, DType::f32, parts);
+    comm.all_gather(send.data(), DType::f32, memory.data(), DType::f32, parts);
+    comm.all_gather(send.data(), DType::f32, halves.data(), DType::bf16, parts);
+    std::fill(send.begin(), send.end(), -1.0f);
+    for (int r = 0; r < size; ++r) {
+      for (std::int64_t i = 0; i < parts.count(r); i += stride_of(parts.count(r))) {
+        const std::int64_t at = parts.begin(r) + i;
+        BFloat16 half{};
+        store(half, value(now, r, i));
+        require(in_window[at] == value(now, r, i), "a window has what each rank sent");
+        require(memory[static_cast<std::size_t>(at)] == value(now, r, i), "so has memory");
+        require(halves[static_cast<std::size_t>(at)].bits == half.bits, "and another dtype");
+      }
+    }
+  }
+}
+
+// `is_tree`: the ranks of a host are a power of two. If not, sums are rounded otherwise.
+void reduces(Communicator& comm, std::uint64_t key, const Parts& parts, bool is_tree) {
+  const int size = comm.size();
+  const std::vector<float> send = values(key, comm.rank(), parts.total(size));
+  std::vector<float> sum(static_cast<std::size_t>(parts.count(comm.rank())));
+  std::vector<float> mean(sum.size(), 2.0f), most(sum.size());
+  std::vector<BFloat16> halves, half_sum(sum.size());
+  for (const float each : send) store(halves.emplace_back(), each);
+  comm.reduce_scatter(send.data(), DType::f32, sum.data(), {}, parts, RedOp::sum);
+  comm.reduce_scatter(send.data(), DType::f32, mean.data(), {DType::f32, 3.0f, true}, parts,
+                      RedOp::avg);
+  comm.reduce_scatter(send.data(), DType::f32, most.data(), {}, parts, RedOp::max);
+  comm.reduce_scatter(halves.data(), DType::bf16, half_sum.data(), {DType::bf16}, parts,
+                      RedOp::sum);
+  const auto count = static_cast<std::int64_t>(sum.size());
+  for (std::int64_t n = 0; n < count; n += stride_of(count)) {
+    const auto i = static_cast<std::size_t>(n);
+    const std::int64_t at = parts.begin(comm.rank()) + static_cast<std::int64_t>(i);
+    const float want = tree(0, size, [&](int r) { return value(key, r, at); });
+    float largest = value(key, 0, at);
+    for (int r = 0; r < size; ++r) largest = std::max(largest, value(key, r, at));
+    const float error = is_tree ? 0.0f : 3 * kRounding;
+    require(std::abs(sum[i] - want) <= error, "a sum of all, in the order of a tree");
+    const float factor = 1.0f / static_cast<float>(size);
+    require(std::abs(mean[i] - (2.0f + 3.0f * (want * factor))) <= error, "a mean");
+    require(most[i] == largest, "the largest");
+    if (!is_tree) continue;
+    BFloat16 half{};
+    store(half, tree(0, size, [&](int r) {
+            BFloat16 sent{};
+            store(sent, value(key, r, at));
+            return load(sent);
+          }));
+    require(half_sum[i].bits == half.bits, "halves are rounded once");
+  }
+}
+
+void all_reduces(Communicator& comm, std::uint64_t key, std::int64_t count, bool is_tree) {
+  const int size = comm.size();
+  std::vector<float> buffer = values(key, comm.rank(), count);
+  std::vector<std::int64_t> whole(buffer.size());
+  for (std::size_t i = 0; i < whole.size(); ++i) {
+    whole[i] = static_cast<std::int64_t>(i) * (comm.rank() - 1);
+  }
+  comm.all_reduce(buffer.data(), DType::f32, count, RedOp::sum);
+  comm.all_reduce(whole.data(), DType::i64, count, RedOp::avg);
+  for (std::int64_t at = 0; at < count; at += stride_of(count)) {
+    const auto i = static_cast<std::size_t>(at);
+    const float want = tree(0, size, [&](int r) { return value(key, r, at); });
+    require(std::abs(buffer[i] - want) <= (is_tree ? 0.0f : kRounding), "the sum of all, on all");
+    const std::int64_t sum = at * (std::int64_t{size} * (size - 1) / 2 - size);
+    require(whole[i] == sum / size, "integers' means are cut");
+  }
+}
+
+void broadcasts(Communicator& comm, std::uint64_t key, std::int64_t count) {
+  for (int root = 0; root < comm.size(); ++root) {
+    std::vector<float> buffer = values(key, comm.rank(), count);
+    comm.broadcast(buffer.data(), sizeof(float) * buffer.size(), root);
+    require(buffer == values(key, root, count), "what the root had");
+  }
+}
+
+// Around what goes with the first message, and around a chunk of some of these shapes.
+const std::vector<std::int64_t> kCounts{0, 1, 7, 250, 256, 1000, 65537, 300001};
+
+void everything(int hosts, int local, std::uint64_t key) {
+  const bool is_tree = (local & (local - 1)) == 0;
+  on_hosts(hosts, local, [&](Communicator& comm) {
+    require(comm.transport() == "hosts" && comm.size() == hosts * local, "who it is");
+    for (const std::int64_t count : kCounts) {
+      gathers(comm, key, Parts(count));
+      gathers(comm, key, uneven(key, comm.size(), count));
+      reduces(comm, key, Parts(count), is_tree);
+      reduces(comm, key, uneven(key, comm.size(), count), is_tree);
+      all_reduces(comm, key, count, is_tree);
+      broadcasts(comm, key, count);
+      comm.barrier();
+    }
+    std::thread beside([&] { gathers(comm, key, Parts(20000)); });
+    for (int i = 0; i < 5; ++i) all_reduces(comm, key, 30000, is_tree);
+    beside.join();
+  });
+}
+
+void different_calls_end_on_all_ranks() {
+  for (const int other : {0, 1, 3}) {  // the rank that calls something else
+    on_hosts(2, 2, [&](Communicator& comm) {
+      std::vector<float> buffer(8);
+      const std::string text = error_of([&] {
+                                 const std::int64_t count = comm.rank() == other ? 5 : 4;
+                                 comm.all_reduce(buffer.data(), DType::f32, count, RedOp::sum);
+                                 comm.barrier();
+                               }).what();
+      const bool is_with = comm.rank() / 2 == other / 2;
+      require(text.find(is_with ? "all_reduce(f32, count 5, sum)" : "the lead has left") !=
+                  std::string::npos,
+              text);
+      require(error_of([&] { comm.barrier(); }).what() != nullptr, "it stays so");
+    });
+  }
+  on_hosts(2, 2, [&](Communicator& comm) {
+    std::vector<float> buffer(20);
+    const Parts parts(comm.rank() < 2 ? std::vector<std::int64_t>{1, 2, 3, 4}
+                                      : std::vector<std::int64_t>{2, 1, 3, 4});
+    const CommError error = error_of(
+        [&] { comm.all_gather(buffer.data(), DType::f32, buffer.data() + 10, DType::f32, parts); });
+    ranks::require_text(error.what(), {"rank", "gave different counts to all_gather("});
+    require(std::string(error.fault().kind) == "mismatch", "of that kind");
+  });
+}
+
+void ranks_are_called_by_their_numbers_of_all_hosts() {
+  on_hosts(2, 2, [&](Communicator& comm) {
+    if (comm.rank() == 3) return comm.abort("enough");
+    const CommError error = error_of([&] { comm.barrier(); });
+    const bool same_host = comm.rank() == 2;
+    require(!same_host || std::string(error.what()).find("rank 3 aborted: enough") == 0,
+            error.what());
+    require(!same_host || error.fault().rank == 3, "the culprit's number");
+  });
+}
+
+void what_is_not_there_says_so() {
+  on_hosts(2, 2, [&](Communicator& comm) {
+    float own = 0, all[4], other[4];
+    const auto refused = [&](const auto& call, const std::string& part) {
+      try {
+        call();
+      } catch (const std::invalid_argument& error) {
+        return std::string(error.what()).find(part) != std::string::npos;
+      }
+      return false;
+    };
+    const Parts one(1);
+    require(refused([&] { comm.all_to_all(all, one, other, one, DType::f32); }, "no all_to_all"),
+            "all_to_all");
+    require(refused([&] { comm.gather(&own, all, 4, 0); }, "no gather"), "gather");
+    require(refused([&] { comm.scatter(all, &own, 4, 0); }, "no scatter"), "scatter");
+    require(refused([&] { comm.reduce(&own, all, DType::f32, 1, RedOp::sum, 0); }, "no reduce"),
+            "");
+    require(refused([&] { comm.mailbox(); }, "no messages"), "messages");
+    comm.barrier();
+  });
+  const auto pair = make_local_group(2);
+  for (const int hosts : {1, 0, -1}) {
+    try {
+      make_hosts(pair[0], nullptr, 0, hosts);
+      require(false, "one host is none of several");
+    } catch (const std::invalid_argument&) {
+    }
+  }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  alarm(280);  // a hang is a failure
+  const auto seed =
+      argc > 1 ? static_cast<std::uint64_t>(std::atoll(argv[1])) : std::random_device{}();
+  std::printf("seed %llu\n", static_cast<unsigned long long>(seed));
+  std::fflush(stdout);
+  everything(2, 2, seed);
+  everything(3, 2, seed);
+  everything(2, 4, seed);
+  everything(2, 3, seed);
+  different_calls_end_on_all_ranks();
+  ranks_are_called_by_their_numbers_of_all_hosts();
+  what_is_not_there_says_so();
+  std::puts("hosts_test: ok");
+}
