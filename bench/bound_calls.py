@@ -13,16 +13,13 @@ extension hold one copy of the core each, and the two copies differ by about 0.0
 
 from __future__ import annotations
 
-import json
 import os
-import shutil
 import statistics
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 
+import c_programs
 import torch
 from harness import Bound, Report, Times, arguments
 
@@ -85,47 +82,22 @@ def slowest(run: Callable[[int], None], comm: shardcomm.Communicator) -> float:
     return float(seconds)
 
 
-def compiled(folder: str, name: str, compiler: str, *options: str) -> str:
-    program = str(Path(folder) / name)
-    source = str(Path(__file__).with_name(f"{name}.c"))
-    subprocess.run([compiler, "-O2", "-o", program, source, *options], check=True)
-    return program
-
-
 def of_program(who: str, *command: object) -> Seconds:
-    printed = subprocess.run(
-        [str(word) for word in (*command, ROUNDS, CALLS)],
-        check=True,
-        stdout=subprocess.PIPE,
-        timeout=120,
-    ).stdout
-    return {f"{who}, {name}": statistics.median(t) for name, t in json.loads(printed).items()}
+    printed = c_programs.samples_of(*command, ROUNDS, CALLS, timeout_s=120)
+    return {f"{who}, {name}": statistics.median(times) for name, times in printed.items()}
 
 
 def turns() -> dict[int, dict[str, list[float]]]:
     """Seconds of a call in each turn, by ranks and by what was called."""
-    cc, mpicc, mpirun = map(shutil.which, ("cc", "mpicc", "mpirun"))
-    if mpicc is None or mpirun is None:
-        print(
-            "Open MPI is left out: mpicc and mpirun not found (Debian: openmpi-bin libopenmpi-dev)"
-        )
     samples: dict[int, dict[str, list[float]]] = {1: {}, 2: {}}
     with tempfile.TemporaryDirectory() as folder:
-        library = shardcomm.get_library_dir()
-        options = [
-            f"-I{shardcomm.get_include()}",
-            f"-L{library}",
-            "-lshardcomm",
-            f"-Wl,-rpath,{library}",
-        ]
-        in_c = compiled(folder, "bound_calls", cc or "cc", *options)
-        in_mpi = mpicc and mpirun and compiled(folder, "bound_calls_openmpi", mpicc)
+        in_c = c_programs.ours(folder, "bound_calls")
+        in_mpi = c_programs.openmpi(folder, "bound_calls_openmpi")
         for _ in range(TURNS):
             for ranks in (1, 2):
                 found = of_program("C", in_c, ranks) | in_python(ranks)
                 if in_mpi:
-                    start = [mpirun, "--allow-run-as-root", "--oversubscribe", "-n", ranks]
-                    found |= of_program("Open MPI", *start, in_mpi)
+                    found |= of_program("Open MPI", *c_programs.under_mpirun(ranks, in_mpi))
                 for name, seconds in found.items():
                     samples[ranks].setdefault(name, []).append(seconds)
     return samples

@@ -28,7 +28,7 @@ WIDTH, LAYERS, CONTEXT, BATCH = 512, 8, 64, 2
 PLAIN, ALONE = "FSDP2 on Gloo", "no communication"
 DROP_IN: dict[str, tuple[str, shardcomm.fsdp2.Level | None]] = {
     PLAIN: ("gloo", None),
-    "FSDP2 on shardcomm": ("cpu:shardcomm", None),
+    "FSDP2 on shardcomm": ("shardcomm", None),
     "attach, hooks": ("gloo", "hooks"),
     "attach, copies": ("gloo", "copies"),
     "attach, full": ("gloo", "full"),
@@ -125,7 +125,7 @@ def drop_in_main(rounds: int) -> dict[str, list[float]]:
     tokens = torch.randint(0, VOCAB, (BATCH, CONTEXT + 1), generator=generator)
     meshes = {
         backend: DeviceMesh.from_group(dist.new_group(backend=backend), "cpu")
-        for backend in ("gloo", "cpu:shardcomm")
+        for backend in ("gloo", "shardcomm")
     }
     nets: dict[str, torch.nn.Module] = {}
     for name, (backend, level) in DROP_IN.items():

@@ -10,16 +10,13 @@ A row of Open MPI's broadcasts is a pipeline: its root does not wait for the oth
 
 from __future__ import annotations
 
-import json
-import shutil
 import statistics
-import subprocess
 import tempfile
 import time
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 
+import c_programs
 import torch
 import torch.distributed as dist
 from harness import Bound, Report, Times, arguments
@@ -141,39 +138,16 @@ def copy_of(elements: int) -> Callable[[], object]:
 
 def in_c(ranks: int) -> Timings:
     """Medians of the C programs' runs, which take turns."""
-    cc, mpicc, mpirun = map(shutil.which, ("cc", "mpicc", "mpirun"))
     timings: Timings = {}
     with tempfile.TemporaryDirectory() as folder:
-        library = shardcomm.get_library_dir()
-        flags = [f"-I{shardcomm.get_include()}", f"-L{library}", f"-Wl,-rpath,{library}"]
-        ours = compiled(folder, "collectives", cc or "cc", *flags, "-lshardcomm")
-        commands = [[ours, str(ranks)]]
-        if mpicc and mpirun:
-            start = [mpirun, "--allow-run-as-root", "--oversubscribe", "-n", str(ranks)]
-            commands.append([*start, compiled(folder, "openmpi", mpicc)])
-        else:
-            print(
-                "Open MPI is left out: mpicc and mpirun not found (Debian: openmpi-bin libopenmpi-dev)"
-            )
+        commands: list[list[object]] = [[c_programs.ours(folder, "collectives"), ranks]]
+        if in_mpi := c_programs.openmpi(folder, "openmpi"):
+            commands.append(c_programs.under_mpirun(ranks, in_mpi))
         for _ in range(TURNS):
             for command in commands:
-                done = subprocess.run(
-                    [*command, str(ROUNDS), *map(str, SIZES)],
-                    check=True,
-                    stdout=subprocess.PIPE,
-                    text=True,
-                    timeout=600,
-                )
-                for name, seconds in json.loads(done.stdout).items():
+                for name, seconds in c_programs.samples_of(*command, ROUNDS, *SIZES).items():
                     timings.setdefault(name, []).append(statistics.median(seconds))
     return timings
-
-
-def compiled(folder: str, name: str, compiler: str, *flags: str) -> str:
-    program = str(Path(folder) / name)
-    source = str(Path(__file__).with_name(f"{name}.c"))
-    subprocess.run([compiler, "-O2", "-o", program, source, *flags], check=True)
-    return program
 
 
 def main() -> None:

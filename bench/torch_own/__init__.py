@@ -1,0 +1,1 @@
+"""Torch's own tests of torch.distributed, run with a backend: what bench/torch_tests.py is made of."""
