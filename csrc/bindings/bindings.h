@@ -20,6 +20,7 @@ constexpr int kHostDevice = -1;
 void bind_comm_error(py::module_& m);
 void bind_layout(py::module_& m);
 void bind_copy(py::module_& m);
+void bind_ending(py::module_& m);
 void bind_stream(py::module_& m);
 void bind_comm(py::module_& m);
 void bind_bound_collectives(py::module_& m);

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "bindings/bindings.h"
+#include "bindings/ending.h"
 #include "bindings/interrupt.h"
 #include "bindings/lock.h"
 #include "stream/fork.h"
@@ -16,15 +17,15 @@ namespace {
 class PythonAcross final : public Across {
  public:
   explicit PythonAcross(py::object across) : across_(std::move(across)) {}
-  // A forked child has none of the threads that its parent's groups would wait for.
+  // A forked child has none of the threads that its parent's groups would wait for, and a process
+  // that ends lets go of all.
   ~PythonAcross() override {
-    with_lock([this] {
-      if (forks() == forks_) {
-        across_ = py::object();
-      } else {
-        across_.release();
-      }
-    });
+    const Held held;
+    if (is_ending() || forks() != forks_) {
+      across_.release();
+    } else {
+      with_lock([this] { across_ = py::object(); });
+    }
   }
   void all_gather(int channel, const void* send, void* recv, std::size_t bytes) override {
     call("all_gather", channel, address(send), address(recv), bytes);
@@ -47,12 +48,14 @@ class PythonAcross final : public Across {
 
   template <class... Args>
   void call(const char* method, Args... args) {
+    const Held held;
+    if (is_ending()) throw std::runtime_error("the interpreter is ending");
     with_lock([&] {
       try {
         across_.attr(method)(args...);
       } catch (py::error_already_set& error) {
         // Without Python's own exception, which only threads with its lock may hold.
-        throw std::runtime_error(error.what());
+        throw std::runtime_error(py::str(error.value()).cast<std::string>());
       }
     });
   }

@@ -37,6 +37,7 @@ PYBIND11_MODULE(_C, m) {
   m.attr("host_device") = kHostDevice;
 
   bind_layout(m);
+  bind_ending(m);
   bind_stream(m);  // first: others take a stream
   bind_copy(m);
   bind_comm(m);

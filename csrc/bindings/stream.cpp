@@ -2,15 +2,15 @@
 
 #include <unistd.h>
 
-#include <chrono>
+#include <memory>
 #include <optional>
 #include <stdexcept>
 #include <utility>
 
 #include "bindings/bindings.h"
+#include "bindings/ending.h"
 #include "bindings/interrupt.h"
 #include "stream/fork.h"
-#include "stream/futex.h"
 
 namespace shardcomm::bindings {
 namespace {
@@ -20,10 +20,6 @@ void wait(const Event& event) {
   event.wait();
 }
 
-// The Python callables that streams hold: not run yet, or not let go of. While any is left, the
-// interpreter does not end (`finish_callables`).
-Atomic<std::uint32_t> held{0};
-Atomic<std::uint32_t> ending{0};
 thread_local bool in_callable = false;
 
 // What a callable raised. Everybody who waits for the stream raises it again; pybind11's own
@@ -32,7 +28,7 @@ class Raised : public std::exception {
  public:
   explicit Raised(const py::error_already_set& error)
       : value_(new py::object(error.value()), [](py::object* value) {
-          if (ending.load() != 0) return;  // the interpreter may be gone; the process soon is
+          if (is_ending()) return;  // the interpreter may be gone; the process soon is
           with_lock([value] { const std::unique_ptr<py::object> owner(value); });
         }) {}
   const char* what() const noexcept override { return "a Python exception"; }
@@ -48,17 +44,16 @@ class Raised : public std::exception {
 class Callable {
  public:
   explicit Callable(py::function function) {
-    if (ending.load() != 0 && !in_callable) {
+    auto held = std::make_shared<Held>();  // until it has run, and was let go of
+    if (is_ending() && !in_callable) {
       throw std::runtime_error(
           "enqueue: the interpreter is ending, and streams take no more Python callables");
     }
-    function_ = {new py::function(std::move(function)), [made_at = forks()](py::function* owned) {
+    function_ = {new py::function(std::move(function)),
+                 [held = std::move(held)](py::function* owned) mutable {
                    with_lock([owned] { const std::unique_ptr<py::function> owner(owned); });
-                   if (made_at != forks()) return;  // counted in the parent
-                   held.fetch_sub(1);
-                   if (ending.load() != 0) wake_all(held);
+                   held = nullptr;
                  }};
-    held.fetch_add(1);
   }
 
   void operator()() const {
@@ -87,46 +82,18 @@ class Callable {
   std::shared_ptr<py::function> function_;
 };
 
-// At the interpreter's exit: no thread of a stream may come for it afterwards.
-void finish_callables() {
-  constexpr std::chrono::seconds kSilent{1};
-  ending.store(1);
-  try {
-    const InterruptibleWait scope;
-    const Clock::time_point begin = Clock::now();
-    bool said = false;
-    while (const std::uint32_t left = held.load()) {
-      sleep_while(held, left, kWaitSlice);
-      check_wait();
-      if (said || Clock::now() - begin < kSilent) continue;
-      said = true;
-      with_lock([left] {
-        PySys_WriteStderr(
-            "shardcomm: this process ends when its streams have run what they were given; Python "
-            "callables left: %d (Ctrl-C drops them)\n",
-            static_cast<int>(left));
-      });
-    }
-  } catch (const Interrupted&) {
-    PySys_WriteStderr("shardcomm: Python callables of streams that are dropped: %d\n",
-                      static_cast<int>(held.load()));
-  }
-}
-
 // Without the lock, which what still runs there may want. A stream whose callable does not end is
 // not waited for a second time.
 std::shared_ptr<Stream> shared(std::unique_ptr<Stream> stream) {
   return destroyed_without_lock(std::shared_ptr<Stream>(stream.release(), [](Stream* let_go) {
     std::unique_ptr<Stream> owner(let_go);
-    if (ending.load() != 0 && held.load() != 0) static_cast<void>(owner.release());
+    if (is_ending() && any_held()) static_cast<void>(owner.release());
   }));
 }
 
 }  // namespace
 
 void bind_stream(py::module_& m) {
-  at_fork(nullptr, nullptr, [] { held.store(0); });
-  py::module_::import("atexit").attr("register")(py::cpp_function(&finish_callables));
   py::register_exception_translator([](std::exception_ptr thrown) {
     try {
       if (thrown) std::rethrow_exception(thrown);

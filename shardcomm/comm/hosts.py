@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -41,11 +41,14 @@ def place_of(rank: int, hosts: Sequence[object]) -> Place | str:
 
 
 class GroupAcross:
-    """What the core calls for bytes between hosts: collectives of two groups, one a channel. Of `Across` in hosts.h."""
+    """What the core calls for bytes between hosts: collectives of two groups, one a channel. Of `Across` in hosts.h.
+
+    The groups are this object's alone from now on: nobody else may have them.
+    """
 
     def __init__(self, gathers: dist.ProcessGroup, reduces: dist.ProcessGroup) -> None:
-        self._groups: tuple[dist.ProcessGroup, ...] = (gathers, reduces)
         self._hosts = gathers.size()
+        self._groups = tuple(_taken(group) for group in (gathers, reduces))
 
     def all_gather(self, channel: int, send: int, recv: int, nbytes: int) -> None:
         """`recv` gets the `nbytes` of each host, in the order of hosts."""
@@ -68,10 +71,20 @@ class GroupAcross:
         """Lets go of the groups. A group of Gloo then closes its connections, and the other ranks hear of that."""
         self._groups = ()
 
-    def _group(self, channel: int) -> dist.ProcessGroup:
-        if not self._groups:
+    def _group(self, channel: int) -> Any:
+        groups = self._groups  # another thread may let go of them meanwhile
+        if not groups:
             raise RuntimeError("this rank has left them")
-        return self._groups[channel]
+        return groups[channel]
+
+
+def _taken(group: dist.ProcessGroup) -> Any:
+    """What carries the bytes of `group`, which torch.distributed knows no longer, so that its last owner can end it."""
+    if not isinstance(group, dist.ProcessGroup):
+        return group  # is one already, and torch.distributed never knew it
+    backend = group._get_backend(torch.device("cpu"))
+    dist.destroy_process_group(group)
+    return backend
 
 
 def _at(address: int, nbytes: int) -> torch.Tensor:

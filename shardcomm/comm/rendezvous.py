@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from importlib.metadata import version
 from typing import Any, NamedTuple, cast, get_args
 
 import torch
@@ -55,6 +56,7 @@ class SharedMemoryError(_C.CommError):
 class _Introduction:
     """What a rank shows all others first."""
 
+    version: str
     transport: str
     device: str
     cta_policy: str
@@ -341,18 +343,24 @@ def _introduce(
 ) -> list[_Introduction]:
     """Shows all ranks who this one is, and returns who they are; collective."""
     pid, start_time = _C.own_process()
-    own = _Introduction(transport, device.type, cta_policy, host_identity(), pid, start_time)
+    own = _Introduction(
+        version("shardcomm"), transport, device.type, cta_policy, host_identity(), pid, start_time
+    )
     everybody = []
     for peer, shown in enumerate(exchange(json.dumps(asdict(own)).encode())):
         try:
-            everybody.append(_Introduction(**json.loads(shown)))
-        except (ValueError, TypeError) as error:
+            other = _Introduction(**json.loads(shown))
+        except (ValueError, TypeError):
+            other = None
+        if other is None or other.version != own.version:
             raise comm_error(
                 "mismatch",
-                f"rank {peer} introduced itself as {shown[:80]!r}; all ranks need the same version of shardcomm",
+                f"rank {peer} introduced itself as {shown[:80]!r}; all ranks need the same version of shardcomm, which "
+                f"is {own.version} on rank {exchange.rank}",
                 rank=peer,
                 reporter=exchange.rank,
-            ) from error
+            )
+        everybody.append(other)
     return everybody
 
 

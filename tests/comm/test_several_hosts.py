@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -115,8 +118,8 @@ def test_sums_have_the_bits_of_shm(numel: int) -> None:
         assert each.equal(over_hosts[0])
 
 
-def fails(how: Callable[[Communicator], Any]) -> tuple[str, str | None]:
-    comm = connected(deadline_s=20.0)
+def fails(how: Callable[[Communicator], Any], over_group: bool) -> tuple[str, str | None]:
+    comm = over_a_group() if over_group else connected(deadline_s=20.0)
     comm.barrier()
     try:
         how(comm)
@@ -128,6 +131,13 @@ def fails(how: Callable[[Communicator], Any]) -> tuple[str, str | None]:
         comm.close()
         return str(error), error.kind
     return "", None
+
+
+def over_a_group() -> Communicator:
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    rendezvous.host_identity = lambda: host_of(rank)  # type: ignore[assignment]
+    return Communicator.from_process_group(deadline_s=20.0)
 
 
 def calls_something_else(comm: Communicator) -> None:
@@ -150,6 +160,7 @@ def leaves(comm: Communicator) -> None:
 
 
 @pytest.mark.covers("failed ranks", transports=["hosts"])
+@pytest.mark.parametrize("over_group", [False, True], ids=["env", "group"])
 @pytest.mark.parametrize(
     ("how", "kind", "words"),
     [
@@ -161,16 +172,16 @@ def leaves(comm: Communicator) -> None:
     ids=["other-call", "other-counts", "abort", "close"],
 )
 def test_what_goes_wrong_ends_all_ranks(
-    how: Callable[[Communicator], Any], kind: str, words: tuple[str, ...]
+    how: Callable[[Communicator], Any], kind: str, words: tuple[str, ...], over_group: bool
 ) -> None:
-    errors = launch(fails, RANKS, (how,), timeout_s=60)
+    errors = launch(fails, RANKS, (how, over_group), timeout_s=15)
     told = [text for text, of in errors if of == kind]
     assert told, errors
     assert any(all(word in text for word in words) for text in told), told
     assert all(of is not None for _, of in errors), errors
 
 
-def dies(rank_that_dies: int) -> str:
+def dies(rank_that_dies: int, folder: Path) -> None:
     comm = connected(deadline_s=30.0)
     step = 0
     try:
@@ -181,13 +192,43 @@ def dies(rank_that_dies: int) -> str:
                 os.kill(os.getpid(), signal.SIGKILL)
     except CommError as error:
         comm.close()
-        return f"{error.kind}: {error}"
+        (folder / str(comm.rank)).write_text(f"{error.kind}: {error}")
 
 
 @pytest.mark.covers("failed ranks", transports=["hosts"])
-def test_a_rank_that_is_killed_ends_all() -> None:
+def test_a_rank_that_is_killed_ends_all(tmp_path: Path) -> None:
     with pytest.raises(Exception, match="rank 2 was killed by SIGKILL"):
-        launch(dies, RANKS, (2,), timeout_s=25)
+        launch(dies, RANKS, (2, tmp_path), timeout_s=25)
+    said = {int(file.name): file.read_text() for file in tmp_path.iterdir()}
+    assert set(said) == {0, 1, 3}
+    assert said[3].startswith("died: rank 2")
+    assert "lost the ranks of other hosts" in said[0] + said[1]
+
+
+ENDS_WITH_WORK_UNDER_WAY = """
+import os, torch, shardcomm
+from shardcomm.comm import rendezvous
+rank = int(os.environ["RANK"])
+rendezvous.host_identity = lambda: "AABB"[rank]
+comm = shardcomm.Communicator.from_env(deadline_s=3.0)
+if rank < 2:
+    comm.all_reduce(torch.ones(100_000), stream=comm.streams.reduce)
+else:  # so that the others' reduction waits in Gloo when their interpreters end
+    try:
+        comm.barrier()
+    except shardcomm.CommError as error:
+        assert "lost the ranks of other hosts" in str(error), error
+"""
+
+
+def test_a_process_ends_quietly_with_work_under_way_between_hosts(tmp_path: Path) -> None:
+    script = tmp_path / "ends.py"
+    script.write_text(ENDS_WITH_WORK_UNDER_WAY)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
+    ended = subprocess.run(
+        [*command, str(script)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
 
 
 def what_is_taken(hosts: str, transport: Transport) -> tuple[str, str]:
