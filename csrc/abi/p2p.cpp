@@ -18,7 +18,7 @@ using shardcomm::abi::required;
 
 static_assert(SHC_ANY_SOURCE == shardcomm::kAnySource);
 
-// It begins when its ticket is there.
+// The mailbox gives it its ticket before shc_wait_any can tell of it.
 struct shc_request : shardcomm::abi::Handle<shardcomm::abi::Kind::request> {
   explicit shc_request(std::shared_ptr<Communicator> of) : comm(std::move(of)) {}
   ~shc_request() {
@@ -40,7 +40,7 @@ shc_status start(const char* function, shc_comm* comm, shc_request** request, St
   return guarded(function, [&] {
     shc_request*& result = required(request, "request");
     auto made = std::make_unique<shc_request>(checked(comm, "comm").comm);
-    made->ticket = start(made->mailbox(), made.get());
+    start(*made);
     hand_over(result, std::move(made));
   });
 }
@@ -70,15 +70,15 @@ shc_status shc_recv(shc_comm* comm, void* buffer, size_t bytes, int source, int6
 
 shc_status shc_isend(shc_comm* comm, const void* buffer, size_t bytes, int destination, int64_t tag,
                      shc_request** request) {
-  return start("shc_isend", comm, request, [&](Mailbox& mailbox, void* context) {
-    return mailbox.isend(buffer, bytes, destination, tag, context);
+  return start("shc_isend", comm, request, [&](shc_request& made) {
+    made.mailbox().isend(buffer, bytes, destination, tag, &made, &made.ticket);
   });
 }
 
 shc_status shc_irecv(shc_comm* comm, void* buffer, size_t bytes, int source, int64_t tag,
                      shc_request** request) {
-  return start("shc_irecv", comm, request, [&](Mailbox& mailbox, void* context) {
-    return mailbox.irecv(buffer, bytes, source, tag, context);
+  return start("shc_irecv", comm, request, [&](shc_request& made) {
+    made.mailbox().irecv(buffer, bytes, source, tag, &made, &made.ticket);
   });
 }
 

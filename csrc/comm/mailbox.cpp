@@ -12,21 +12,21 @@ Mailbox::Mailbox(Group& group, const MailMemory& memory)
     : group_(group), has_core_(has_core(group.size())), mail_(group, memory) {}
 
 Mailbox::Ticket Mailbox::isend(const void* buffer, std::size_t bytes, int destination,
-                               std::int64_t tag, void* context) {
+                               std::int64_t tag, void* context, std::optional<Ticket>* known) {
   Request request = checked(Op::send, buffer, bytes, destination, tag);
   request.from = static_cast<const std::byte*>(buffer);
   request.context = context;
   const Lock lock(mutex_);
-  return start(std::move(request));
+  return start(std::move(request), known);
 }
 
 Mailbox::Ticket Mailbox::irecv(void* buffer, std::size_t bytes, int source, std::int64_t tag,
-                               void* context) {
+                               void* context, std::optional<Ticket>* known) {
   Request request = checked(Op::recv, buffer, bytes, source, tag);
   request.into = static_cast<std::byte*>(buffer);
   request.context = context;
   const Lock lock(mutex_);
-  return start(std::move(request));
+  return start(std::move(request), known);
 }
 
 bool Mailbox::test(Ticket request) {
@@ -129,7 +129,7 @@ Request Mailbox::checked(Op op, const void* buffer, std::size_t bytes, int peer,
 
 // ---- With the lock held ----
 
-Mailbox::Ticket Mailbox::start(Request request) {
+Mailbox::Ticket Mailbox::start(Request request, std::optional<Ticket>* known) {
   group_.throw_if_ended(Mail::call_of(request));
   const Ticket started = mail_.start(std::move(request));
   try {
@@ -139,6 +139,7 @@ Mailbox::Ticket Mailbox::start(Request request) {
     throw;
   }
   settle();
+  if (known != nullptr) *known = started;
   return started;
 }
 

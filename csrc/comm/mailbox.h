@@ -28,11 +28,12 @@ class Mailbox {
   Mailbox(Group& group, const MailMemory& memory);
 
   // Start a send or a receive, and never wait. `wait_any` tells of it by its `context`; of one
-  // without, it does not tell. Throw std::invalid_argument for what is no buffer or no rank.
+  // without, it does not tell. `known` gets the ticket before any thread is told of the request.
+  // Throw std::invalid_argument for what is no buffer or no rank.
   Ticket isend(const void* buffer, std::size_t bytes, int destination, std::int64_t tag,
-               void* context = nullptr);
+               void* context = nullptr, std::optional<Ticket>* known = nullptr);
   Ticket irecv(void* buffer, std::size_t bytes, int source, std::int64_t tag,
-               void* context = nullptr);
+               void* context = nullptr, std::optional<Ticket>* known = nullptr);
   // Whether it has ended.
   bool test(Ticket request);
   // Whether it has ended within `timeout_s` seconds. Without a timeout the group's deadline holds,
@@ -64,7 +65,7 @@ class Mailbox {
   Request checked(Op op, const void* buffer, std::size_t bytes, int peer, std::int64_t tag) const;
 
   // All of these hold the lock. `request`: what the thread starts or waits for; null: any.
-  Ticket start(Request request);
+  Ticket start(Request request, std::optional<Ticket>* known = nullptr);
   int run(Lock& lock, Request request);
   bool move(const Request* request);
   void notify() noexcept;

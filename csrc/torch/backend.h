@@ -33,6 +33,7 @@ class Backend final : public c10d::Backend {
 
   void abort() override { group_.abort(); }
   void shutdown() override { group_.shutdown(); }
+  void close() { group_.close(); }
   void leave() { group_.leave(); }
   std::vector<Receipt> receipts() { return group_.receipts(); }
 
@@ -195,9 +196,14 @@ class Backend final : public c10d::Backend {
       return on_gloo(tensors, opts,
                      [&](const auto& opts) { return gloo->allreduce(tensors, opts); });
     }
-    return group_.begin(group_.reduces, opts.asyncOp,
-                        {c10d::OpType::ALLREDUCE, "shardcomm:all_reduce"}, tensors, tensors,
-                        calls_.all_reduce({only("all_reduce: tensor", tensors)}, opts.reduceOp));
+    const Title title{c10d::OpType::ALLREDUCE, "shardcomm:all_reduce"};
+    const at::Tensor& tensor = only("all_reduce: tensor", tensors);
+    if (tensor.is_sparse()) {  // a sum of what is gathered
+      return group_.begin(group_.gathers, opts.asyncOp, title, tensors, tensors,
+                          calls_.sparse_sum(tensor, opts.reduceOp));
+    }
+    return group_.begin(group_.reduces, opts.asyncOp, title, tensors, tensors,
+                        calls_.all_reduce({tensor}, opts.reduceOp));
   }
 
   // As torch.distributed.all_reduce of a sparse tensor.
@@ -213,15 +219,9 @@ class Backend final : public c10d::Backend {
     }
     check(!tensors.empty(),
           "all_reduce_coalesced: there are no tensors; there must be at least one");
-    std::vector<Call> calls;
-    for (const at::Tensor& tensor : tensors) {
-      calls.push_back(calls_.all_reduce({tensor}, opts.reduceOp));
-    }
-    // Tensors that share memory, as one that is named twice, are reduced from copies, once.
-    if (!are_apart(tensors)) calls = {calls_.all_reduce(tensors, opts.reduceOp)};
     return group_.begin(group_.reduces, opts.asyncOp,
                         {c10d::OpType::ALLREDUCE_COALESCED, "shardcomm:all_reduce"}, tensors,
-                        tensors, in_turn(std::move(calls)));
+                        tensors, calls_.all_reduce(tensors, opts.reduceOp));
   }
 
   WorkPointer reduce(Tensors& tensors, const c10d::ReduceOptions& opts) override {
@@ -291,7 +291,10 @@ class Backend final : public c10d::Backend {
                         {c10d::OpType::UNKNOWN, "shardcomm:average_of_integers"}, results, results,
                         [this, results, summed = reduce(sum)] {
                           summed->wait();
-                          for (at::Tensor result : results) result.div_(getSize(), "trunc");
+                          const c10::InferenceMode mode;  // as in Flat
+                          for (const at::Tensor& result : results) {
+                            result.detach().div_(getSize(), "trunc");
+                          }
                         });
   }
 

@@ -1,5 +1,6 @@
 // Runs a group's calls one after another, in the order in which they were begun: here and now if
-// the caller waits anyway and nothing is before the call, else on a thread.
+// the caller waits anyway and nothing is before the call, else on a thread. In a forked child,
+// which has no such thread, every call runs here and now, and the C library refuses it.
 #pragma once
 
 #include <unistd.h>
@@ -12,6 +13,8 @@
 #include <thread>
 #include <utility>
 
+#include "signals.h"
+
 namespace shardcomm_torch {
 
 class CallQueue {
@@ -22,12 +25,13 @@ class CallQueue {
   CallQueue& operator=(const CallQueue&) = delete;
 
   // Runs `call`, which may throw, if no call is before it. Returns whether it did. After `stop` it
-  // always does.
+  // always does, once those before it have ended.
   template <class Call>
   bool run_now(Call&& call) {
-    if (getpid() != owner_) return call(), true;  // in a forked child, which shardcomm refuses
+    if (is_child()) return call(), true;
     std::unique_lock<std::mutex> lock(mutex_);
-    if (begun_ != ended_ && !stopped_) return false;
+    if (stopped_) changed_.wait(lock, [this] { return begun_ == ended_; });
+    if (begun_ != ended_) return false;
     ++begun_;
     lock.unlock();
     const AtEnd end(*this);
@@ -35,32 +39,33 @@ class CallQueue {
     return true;
   }
 
-  // Runs `call`, which throws nothing, on the thread, after all calls before it.
+  // Runs `call`, which throws nothing, on the thread, after all calls before it. After `stop` there
+  // is no thread, and it runs now.
   void enqueue(std::function<void()> call) {
-    {
-      const std::lock_guard<std::mutex> lock(mutex_);
-      ++begun_;
-      calls_.push_back(std::move(call));
-      if (!thread_.joinable()) thread_ = std::thread([this] { run(); });
-    }
-    changed_.notify_all();
+    if (!queued(call)) run_now(call);
   }
 
   // How many calls were begun so far.
   std::uint64_t begun() {
+    if (is_child()) return 0;
     const std::lock_guard<std::mutex> lock(mutex_);
     return begun_;
   }
 
-  // Returns when the first `calls` calls have ended.
+  // Returns when the first `calls` calls have ended. Throws what a signal handler raises.
   void wait_for(std::uint64_t calls) {
+    if (is_child()) return;
     std::unique_lock<std::mutex> lock(mutex_);
-    changed_.wait(lock, [&] { return ended_ >= calls; });
+    while (!changed_.wait_for(lock, kWaitSlice, [&] { return ended_ >= calls; })) {
+      lock.unlock();
+      throw_if_interrupted();
+      lock.lock();
+    }
   }
 
   // Ends the thread, after the calls that were begun.
   void stop() {
-    if (getpid() != owner_) {  // a forked child has no such thread, which nobody can join there
+    if (is_child()) {  // nobody can join the thread there
       if (thread_.joinable()) thread_.detach();
       return;
     }
@@ -73,6 +78,20 @@ class CallQueue {
   }
 
  private:
+  // A thread of the parent's may hold the lock for ever.
+  bool is_child() const { return getpid() != owner_; }
+
+  bool queued(std::function<void()>& call) {
+    if (is_child()) return false;
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (stopped_) return false;
+    if (!thread_.joinable()) thread_ = std::thread([this] { run(); });
+    ++begun_;
+    calls_.push_back(std::move(call));
+    changed_.notify_all();
+    return true;
+  }
+
   struct AtEnd {
     explicit AtEnd(CallQueue& queue) : queue(queue) {}
     ~AtEnd() { queue.end_call(); }

@@ -114,17 +114,54 @@ class Calls {
     };
   }
 
-  // Several tensors, of one dtype, are copied first, so that they may share memory.
+  // In turn, as on every other rank. Tensors that share memory, as one that is named twice, are all
+  // copied first, so that each is reduced once.
   Call all_reduce(const Tensors& tensors, const c10d::ReduceOp& reduce_op) const {
-    if (tensors.front().is_sparse()) return sparse_sum(tensors.front(), reduce_op);
-    check_alike("all_reduce", tensors, tensors);
-    const at::ScalarType type = tensors.front().scalar_type();
-    const shc_dtype dtype = computable("all_reduce", type);
-    const shc_op op = reduction("all_reduce", reduce_op, type);
-    return [comm = comm_, buffer = Flat(tensors, tensors.size() > 1), dtype, op] {
-      buffer.load();
-      shc::check(shc_all_reduce(comm, buffer.data(), dtype, buffer.numel(), op, 0, nullptr));
-      buffer.store();
+    const bool copied = tensors.size() > 1 && !are_apart(tensors);
+    std::vector<Flat> buffers;
+    shc_op op = SHC_SUM;
+    for (const at::Tensor& tensor : tensors) {
+      check_alike("all_reduce", {tensor}, {tensor});
+      computable("all_reduce", tensor.scalar_type());
+      op = reduction("all_reduce", reduce_op, tensor.scalar_type());
+      buffers.emplace_back(Tensors{tensor}, copied);
+    }
+    return [comm = comm_, buffers = std::move(buffers), op] {
+      for (const Flat& buffer : buffers) buffer.load();
+      for (const Flat& buffer : buffers) {
+        const shc_dtype dtype = computable("all_reduce", buffer.dtype());
+        shc::check(shc_all_reduce(comm, buffer.data(), dtype, buffer.numel(), op, 0, nullptr));
+      }
+      for (const Flat& buffer : buffers) buffer.store();
+    };
+  }
+
+  // Adds the ranks' sparse tensors in rank order, as Gloo does; each may have other indices.
+  Call sparse_sum(const at::Tensor& tensor, const c10d::ReduceOp& op) const {
+    check(op == c10d::ReduceOp::SUM,
+          "all_reduce: a sparse tensor can be summed alone; op must be SUM");
+    computable("all_reduce", tensor.scalar_type());
+    return [*this, tensor] {
+      const at::NoGradGuard no_grad;
+      const at::Tensor own = tensor.coalesce();
+      const at::Tensor entries = at::empty({size_}, at::kLong);
+      all_gather("all_reduce", {entries}, at::full({1}, own._nnz(), at::kLong))();
+      Tensors indices, values;
+      for (int r = 0; r < size_; ++r) {
+        const std::int64_t count = entries[r].item<std::int64_t>();
+        auto shape = own._values().sizes().vec();
+        shape[0] = count;
+        indices.push_back(at::empty({tensor.sparse_dim(), count}, at::kLong));
+        values.push_back(at::empty(shape, own._values().options()));
+      }
+      all_gather("all_reduce", indices, own._indices())();
+      all_gather("all_reduce", values, own._values())();
+      at::Tensor sum;
+      for (std::size_t r = 0; r < indices.size(); ++r) {
+        const auto part = at::_sparse_coo_tensor_unsafe(indices[r], values[r], tensor.sizes());
+        sum = r == 0 ? part : sum + part;
+      }
+      tensor.copy_(sum);
     };
   }
 
@@ -182,35 +219,6 @@ class Calls {
   }
 
  private:
-  // Adds the ranks' sparse tensors in rank order, as Gloo does; each may have other indices.
-  Call sparse_sum(const at::Tensor& tensor, const c10d::ReduceOp& op) const {
-    check(op == c10d::ReduceOp::SUM,
-          "all_reduce: a sparse tensor can be summed alone; op must be SUM");
-    computable("all_reduce", tensor.scalar_type());
-    return [*this, tensor] {
-      const at::NoGradGuard no_grad;
-      const at::Tensor own = tensor.coalesce();
-      const at::Tensor entries = at::empty({size_}, at::kLong);
-      all_gather("all_reduce", {entries}, at::full({1}, own._nnz(), at::kLong))();
-      Tensors indices, values;
-      for (int r = 0; r < size_; ++r) {
-        const std::int64_t count = entries[r].item<std::int64_t>();
-        auto shape = own._values().sizes().vec();
-        shape[0] = count;
-        indices.push_back(at::empty({tensor.sparse_dim(), count}, at::kLong));
-        values.push_back(at::empty(shape, own._values().options()));
-      }
-      all_gather("all_reduce", indices, own._indices())();
-      all_gather("all_reduce", values, own._values())();
-      at::Tensor sum;
-      for (std::size_t r = 0; r < indices.size(); ++r) {
-        const auto part = at::_sparse_coo_tensor_unsafe(indices[r], values[r], tensor.sizes());
-        sum = r == 0 ? part : sum + part;
-      }
-      tensor.copy_(sum);
-    };
-  }
-
   int checked_root(const char* operation, std::int64_t root) const {
     check(root >= 0 && root < size_, std::string(operation) + ": the root is rank " +
                                          std::to_string(root) + " of the group; it must be 0 to " +

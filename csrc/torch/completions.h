@@ -22,15 +22,10 @@ class Completions : public std::enable_shared_from_this<Completions> {
   Completions(const Completions&) = delete;
   Completions& operator=(const Completions&) = delete;
 
+  // Runs `complete`, which throws nothing, on a thread. After `stop`, and in a forked child, there
+  // is none, and it runs now.
   void post(std::function<void()> complete) {
-    {
-      const std::lock_guard<std::mutex> lock(mutex_);
-      posted_.push_back(std::move(complete));
-      if (posted_.size() > idle_) {
-        threads_.emplace_back([own = shared_from_this()] { own->run(); });
-      }
-    }
-    changed_.notify_one();
+    if (!posted(complete)) complete();
   }
 
   // Returns when all that was posted has returned.
@@ -58,6 +53,18 @@ class Completions : public std::enable_shared_from_this<Completions> {
   }
 
  private:
+  bool posted(std::function<void()>& complete) {
+    if (getpid() != owner_) return false;
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (stopped_) return false;
+    posted_.push_back(std::move(complete));
+    if (posted_.size() > idle_) {
+      threads_.emplace_back([own = shared_from_this()] { own->run(); });
+    }
+    changed_.notify_one();
+    return true;
+  }
+
   void run() {
     std::unique_lock<std::mutex> lock(mutex_);
     while (true) {

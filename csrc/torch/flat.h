@@ -11,12 +11,13 @@
 
 namespace shardcomm_torch {
 
-// Tensors of one dtype, one after another: their own memory if it is so already, else a copy.
+// Tensors of one dtype, one after another: their own memory if it is so already, else a copy. It is
+// the memory that they have now: a program may set their `data` before the call runs.
 class Flat {
  public:
   // `copied`: a copy in any case.
   explicit Flat(std::vector<at::Tensor> tensors, bool copied = false)
-      : tensors_(std::move(tensors)), copied_(copied || !is_one_range()) {
+      : tensors_(detached(std::move(tensors))), copied_(copied || !is_one_range()) {
     for (const at::Tensor& tensor : tensors_) numel_ += tensor.numel();
     if (copied_) copy_ = at::empty({numel_}, tensors_.front().options().requires_grad(false));
   }
@@ -41,6 +42,11 @@ class Flat {
   }
 
  private:
+  static std::vector<at::Tensor> detached(std::vector<at::Tensor> tensors) {
+    for (at::Tensor& tensor : tensors) tensor = tensor.detach();
+    return tensors;
+  }
+
   template <class Copy>
   void each(Copy&& copy) const {
     if (!copied_) return;
@@ -48,7 +54,7 @@ class Flat {
     std::int64_t begin = 0;
     for (const at::Tensor& tensor : tensors_) {
       const std::int64_t end = begin + tensor.numel();
-      copy(tensor.detach(), copy_.slice(0, begin, end).view(tensor.sizes()));
+      copy(tensor, copy_.slice(0, begin, end).view(tensor.sizes()));
       begin = end;
     }
   }

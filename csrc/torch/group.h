@@ -5,7 +5,6 @@
 #include <map>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <tuple>
@@ -36,15 +35,19 @@ class Group {
   // `comm` is this object's from now on. If the ranks cannot share memory, it is null, `gloo` is a
   // Gloo group of theirs, and `reason` says why.
   Group(int rank, shc_comm* comm, c10::intrusive_ptr<c10d::Backend> gloo, std::string reason)
-      : messages(comm, completions),
+      : comm_(comm, shc_comm_destroy),
+        messages(comm, completions),
         rank_(rank),
-        comm_(comm, shc_comm_destroy),
         gloo_(std::move(gloo)),
         reason_(std::move(reason)) {}
   ~Group() { leave(); }
   Group(const Group&) = delete;
   Group& operator=(const Group&) = delete;
 
+ private:
+  const std::unique_ptr<shc_comm, void (*)(shc_comm*)> comm_;  // outlives what uses it, below
+
+ public:
   // Futures complete on these threads.
   const std::shared_ptr<Completions> completions = std::make_shared<Completions>();
   // Two channels of the C library: one call of each may run at once.
@@ -101,35 +104,32 @@ class Group {
   }
 
   // Leaves the group when all collectives that were begun have ended. Messages that have not ended
-  // fail.
+  // fail. Throws what a signal handler raises meanwhile.
   void shutdown() {
-    stop(true);
+    const OthersRun others_run;
+    for (CallQueue* queue : {&gathers, &reduces}) queue->wait_for(queue->begun());
+    leave();
     if (gloo_) gloo_->shutdown();
   }
 
-  // Leaves the group at once: collectives that have not ended fail, on the other ranks too.
-  void leave() { stop(false); }
-
- private:
-  void stop(bool after_calls) {
+  // Leaves the group at once, and returns when its threads have ended, callbacks as well.
+  void leave() {
     if (stopped_.exchange(true)) return;
-    // Callbacks that run now may need the interpreter.
-    std::optional<py::gil_scoped_release> others_run;
-    if (PyGILState_Check() != 0) others_run.emplace();
-    if (!after_calls) close();
+    const OthersRun others_run;  // callbacks may need the interpreter
+    close();
     gathers.stop();
     reduces.stop();
-    if (after_calls) close();
     messages.stop();
     completions->stop();
   }
 
+  // Makes collectives fail that have not ended, on the other ranks too.
   void close() {
     if (comm_) shc_comm_close(comm());
   }
 
+ private:
   const int rank_;
-  const std::unique_ptr<shc_comm, void (*)(shc_comm*)> comm_;
   const c10::intrusive_ptr<c10d::Backend> gloo_;
   const std::string reason_;
   std::atomic<std::uint64_t> sequence_{0};

@@ -60,21 +60,24 @@ class Message final : public Work {
     return Work::wait(kNoTimeout);
   }
 
+  // As Gloo's: -1 until it is known. A send has none.
   int sourceRank() const override {
+    if (!received_) return c10d::Work::sourceRank();
     int source = -1;
-    shc::check(shc_request_source(request(), &source));
+    const shc_status status = shc_request_source(request(), &source);
+    if (status != SHC_NOT_READY) shc::check(status);
     return source;
   }
 
   // Takes what the C library has said of the request. Returns whether it has ended.
   bool settle(shc_status status) {
     if (status == SHC_NOT_READY) return false;
-    std::exception_ptr error;
-    if (status != SHC_OK) error = std::make_exception_ptr(shc::Error::last());
     const std::lock_guard<std::mutex> lock(settling_);
     if (c10d::Work::isCompleted()) return true;
-    if (!error && received_) buffer_.store();
-    end(error);
+    run([&] {
+      shc::check(status);
+      if (received_) buffer_.store();
+    });
     if (at_end) at_end();
     return true;
   }
@@ -124,9 +127,14 @@ class Messages {
   void stop() {
     if (getpid() != owner_) {  // as in CallQueue
       if (thread_.joinable()) thread_.detach();
-    } else if (thread_.joinable()) {
-      thread_.join();
+      return;
     }
+    std::thread ending;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      ending.swap(thread_);
+    }
+    if (ending.joinable()) ending.join();
   }
 
  private:
@@ -138,32 +146,31 @@ class Messages {
       const std::lock_guard<std::mutex> lock(mutex_);
       underway_.erase(request);
     };
-    bool failed = false;
     {
       const std::lock_guard<std::mutex> lock(mutex_);
       underway_[message->request()] = message;
       if (!thread_.joinable()) thread_ = std::thread([this] { run(); });
-      failed = failed_;
     }
-    if (failed) message->isCompleted();
+    // Again: the thread may have heard of its end, or have ended itself, before it knew the
+    // message.
+    message->isCompleted();
     return message;
   }
 
   void run() {
-    while (true) {
+    shc_status status = SHC_OK;
+    while (status == SHC_OK || status == SHC_NOT_READY) {
       shc_request* ended = nullptr;
-      const shc_status status = shc_wait_any(comm_, -1, &ended);
-      if (status == SHC_OK) {
-        // It asks again: a later request may have got the address of one that is gone.
-        if (const auto message = find(ended)) message->isCompleted();
-      } else if (status != SHC_NOT_READY) {
-        break;
-      }
+      status = shc_wait_any(comm_, -1, &ended);
+      if (status != SHC_OK) continue;
+      // It asks again: a later request may have got the address of one that is gone.
+      if (const auto message = find(ended)) message->isCompleted();
     }
+    // For want of memory, for instance: without this thread messages would not move.
+    if (status != SHC_COMM_ERROR) shc_comm_abort(comm_, shc_last_error_text());
     std::map<shc_request*, c10::intrusive_ptr<Message>> all;
     {
       const std::lock_guard<std::mutex> lock(mutex_);
-      failed_ = true;
       all = underway_;
     }
     for (const auto& known : all) known.second->isCompleted();
@@ -179,7 +186,6 @@ class Messages {
   const std::shared_ptr<Completions> completions_;
   std::mutex mutex_;
   std::map<shc_request*, c10::intrusive_ptr<Message>> underway_;
-  bool failed_ = false;  // the group; and the thread has ended
   std::thread thread_;
   const pid_t owner_ = getpid();
 };

@@ -56,7 +56,9 @@ void leave_all() {
   for (const auto& known : groups) {
     if (auto group = known.lock()) all.push_back(std::move(group));
   }
-  const py::gil_scoped_release others_run;
+  const shardcomm_torch::OthersRun others_run;
+  // All first: a callback of one group may wait for a collective of another.
+  for (const auto& group : all) group->close();
   for (const auto& group : all) group->leave();
 }
 

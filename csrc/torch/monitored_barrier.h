@@ -63,23 +63,27 @@ class MonitoredBarrier {
     throw std::runtime_error(ranks + " failed to pass monitoredBarrier in " + after);
   }
 
-  // A byte is on its way at once, and nobody has to wait for it.
+  // A byte is on its way at once, unless `rank` has taken none of many messages before it. A rank
+  // that is not told in time does not pass.
   void tell(int rank, std::uint8_t value) const {
     shc_request* request = nullptr;
     shc::check(shc_isend(comm_, &value, 1, rank, tag_, &request));
-    const Message::Request sent(request);
-    shc::check(shc_request_wait(request, -1));
+    has_ended(Message::Request(request));
   }
 
   // Whether a byte has come from `rank` in time.
   bool hear(int rank, std::uint8_t* value) const {
     shc_request* request = nullptr;
     shc::check(shc_irecv(comm_, value, 1, rank, tag_, &request));
-    const Message::Request received(request);
+    return has_ended(Message::Request(request));
+  }
+
+  // Whether it has in time.
+  bool has_ended(const Message::Request& request) const {
     const std::chrono::duration<double> left = until_ - std::chrono::steady_clock::now();
     shc_status status = SHC_OK;
     interruptibly([&] {
-      status = shc_request_wait(request, left.count() > 0 ? left.count() : 0);
+      status = shc_request_wait(request.get(), left.count() > 0 ? left.count() : 0);
       if (status == SHC_INTERRUPTED) throw shc::Error::last();
     });
     if (status != SHC_NOT_READY) shc::check(status);

@@ -2,9 +2,12 @@
 #pragma once
 
 #include <pybind11/pybind11.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <chrono>
 #include <exception>
+#include <optional>
 #include <stdexcept>
 #include <string>
 
@@ -13,6 +16,9 @@
 namespace shardcomm_torch {
 
 namespace py = pybind11;
+
+// How long waits are between two looks at signals.
+constexpr std::chrono::milliseconds kWaitSlice{50};
 
 // A wait's own timeout has passed, and the collective goes on. TimeoutError in Python.
 class TimedOut : public std::runtime_error {
@@ -24,9 +30,21 @@ class TimedOut : public std::runtime_error {
 
 // Runs Python's signal handlers, if this is its main thread. Throws what a handler raises.
 inline void throw_if_interrupted() {
+  if (syscall(SYS_gettid) != getpid()) return;
   const py::gil_scoped_acquire lock;
   if (PyErr_CheckSignals() != 0) throw py::error_already_set();
 }
+
+// While alive, other threads may have the interpreter.
+class OthersRun {
+ public:
+  OthersRun() {
+    if (PyGILState_Check() != 0) released_.emplace();
+  }
+
+ private:
+  std::optional<py::gil_scoped_release> released_;
+};
 
 // Runs `call`, in which long waits inside the C library do that.
 template <class Call>

@@ -6,6 +6,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <utility>
 #include <vector>
@@ -52,6 +53,7 @@ class Work : public c10d::Work {
         [future, error = exception_, results = results_] { complete(*future, error, results); });
   }
 
+  // Its future is done, too, when this returns; the future's callbacks may still run.
   bool wait(std::chrono::milliseconds timeout) override {
     const bool forever = timeout == kNoTimeout;
     const auto deadline = std::chrono::steady_clock::now() + timeout;
@@ -59,13 +61,16 @@ class Work : public c10d::Work {
     while (!completed_) {
       if (!forever && std::chrono::steady_clock::now() >= deadline) throw TimedOut(timeout);
       // In slices, between which Ctrl-C is noticed.
-      auto until = std::chrono::steady_clock::now() + kSlice;
+      auto until = std::chrono::steady_clock::now() + kWaitSlice;
       if (!forever && deadline < until) until = deadline;
       if (cv_.wait_until(lock, until, [this] { return completed_; })) break;
       lock.unlock();
       throw_if_interrupted();
       lock.lock();
     }
+    const auto future = future_;
+    lock.unlock();
+    if (future) future->wait();  // a thread of `Completions`, which waits for nothing, completes it
     if (exception_) std::rethrow_exception(exception_);
     return true;
   }
@@ -88,14 +93,17 @@ class Work : public c10d::Work {
   }
 
  private:
-  static constexpr std::chrono::milliseconds kSlice{50};
-
   static void complete(c10::ivalue::Future& future, const std::exception_ptr& error,
-                       const std::vector<at::Tensor>& results) {
-    if (error) {
-      future.setError(error);
-    } else {
-      future.markCompleted(c10::IValue(results));
+                       const std::vector<at::Tensor>& results) noexcept {
+    try {
+      if (error) {
+        future.setError(error);
+      } else {
+        future.markCompleted(c10::IValue(results));
+      }
+    } catch (const std::exception& trouble) {  // its program has completed it, for instance
+      const std::string text = trouble.what();
+      TORCH_WARN("the future of a collective: ", text.substr(0, text.find('\n')));
     }
   }
 

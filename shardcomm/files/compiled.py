@@ -10,6 +10,7 @@ import os
 import shlex
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Sequence
 from hashlib import blake2b
 from pathlib import Path
@@ -63,16 +64,19 @@ def _compile(
             f"{what} is compiled when it is first used, and there is no {compiler[0]}; install a C++ compiler "
             "(Debian: apt install g++), or name one in CXX"
         )
-    unfinished = result.with_suffix(".unfinished")
-    command = [
-        *compiler,
-        *("-O2", "-fPIC", "-shared", "-w", *options),
-        *("-I", get_include(), str(source), "-o", str(unfinished)),
-        *("-L", get_library_dir(), "-l:libshardcomm.so.0", *libraries),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise RuntimeError(
-            f"{what} could not be compiled: {shlex.join(command)} ended with {done.returncode}:\n{done.stderr.strip()}"
-        )
-    unfinished.replace(result)
+    # A folder of this process: on a network file system the lock may not hold between hosts.
+    with tempfile.TemporaryDirectory(prefix="unfinished-", dir=result.parent) as folder:
+        unfinished = Path(folder) / result.name
+        command = [
+            *compiler,
+            *("-O2", "-fPIC", "-shared", "-w", *options),
+            *("-I", get_include(), str(source), "-o", str(unfinished)),
+            *("-L", get_library_dir(), "-l:libshardcomm.so.0", *libraries),
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            raise RuntimeError(
+                f"{what} could not be compiled: {shlex.join(command)} ended with {done.returncode}:\n"
+                f"{done.stderr.strip()}"
+            )
+        unfinished.replace(result)

@@ -15,7 +15,6 @@ from __future__ import annotations
 import atexit
 import importlib.machinery
 import importlib.util
-import sys
 import sysconfig
 from collections.abc import Sequence
 from datetime import timedelta
@@ -98,11 +97,16 @@ def make_group(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
     exchange = StoreExchange(store, "connect", rank, size, deadline_s)
     with exchange.telling():
         comm = rendezvous.connect(exchange, "auto", _CPU, through_gloo, two_levels=False)
-    library, module = loaded_everywhere(comm, f"the backend {NAME!r} of torch.distributed", load)
     handle = None
-    if gloo is None:
-        handle = library.connect(comm, SHM, -1, deadline_s).value
-        comm.close()
+    try:
+        library, module = loaded_everywhere(
+            comm, f"the backend {NAME!r} of torch.distributed", load
+        )
+        if gloo is None:
+            handle = library.connect(comm, SHM, -1, deadline_s).value
+    finally:
+        if gloo is None:
+            comm.close()
     reason = comm.reason if isinstance(comm, C10dCommunicator) else ""
     return module.Backend(rank, size, timeout, handle or 0, gloo, reason)
 
@@ -126,7 +130,7 @@ def load() -> tuple[CLibrary, Any]:
     source = Path(get_library_dir()) / "torch" / "module.cpp"
     folders = [*cpp_extension.include_paths(), sysconfig.get_path("include")]
     options = [option for folder in folders for option in ("-isystem", folder)]
-    name = f"torch-{torch.__version__}-{sys.implementation.cache_tag}"
+    name = f"torch-{torch.__version__}-{sysconfig.get_config_var('SOABI')}"
     libraries = [f"-L{folder}" for folder in cpp_extension.library_paths()]
     libraries += ["-ltorch_python", "-ltorch_cpu", "-lc10"]
     path = compiled(f"the backend {NAME!r}", name, source, ["-std=c++20", *options], libraries)

@@ -120,13 +120,15 @@ def loaded_everywhere(comm: Communicator, what: str, load: Callable[[], Loaded])
     """What `load` returns; collective, so that no rank waits for one that cannot load.
 
     Raises:
-        RuntimeError: `load` raised an OSError, ImportError or RuntimeError on some rank; it says on which, and why.
+        RuntimeError: `load` raised an Exception on some rank; it says on which, and why.
     """
     trouble = ""
     try:
         loaded = load()
     except (OSError, ImportError, RuntimeError) as error:
         trouble = str(error)
+    except Exception as error:
+        trouble = repr(error)
     for rank, text in enumerate(all_gather_text([comm], trouble)):
         if text:
             raise RuntimeError(f"{what}: rank {rank}: {text}")

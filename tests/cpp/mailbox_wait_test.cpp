@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cstdint>
 #include <cstdio>
+#include <optional>
 #include <set>
 #include <stdexcept>
 #include <string>
@@ -89,7 +90,7 @@ void one_thread_serves_all_requests(Communicator& comm) {
   constexpr int kMessages = 300;
   struct Transfer {
     Bytes bytes;
-    Ticket request;
+    std::optional<Ticket> request;
     std::atomic<bool> told{false};  // to the server
     bool known = false;             // to whoever started it
   };
@@ -98,7 +99,9 @@ void one_thread_serves_all_requests(Communicator& comm) {
   std::vector<Transfer> transfers(2 * kMessages);
   std::thread server([&] {
     while (void* told = box.wait_any()) {
-      require(!static_cast<Transfer*>(told)->told.exchange(true), "each is told of once");
+      auto* ended = static_cast<Transfer*>(told);
+      require(ended->request && box.test(*ended->request), "its ticket is known");
+      require(!ended->told.exchange(true), "each is told of once");
     }
   });
   const auto size_of = [](int i) { return i % 10 == 0 ? kLarge / 20 : std::size_t{64}; };
@@ -107,11 +110,11 @@ void one_thread_serves_all_requests(Communicator& comm) {
     Transfer& recv = transfers[static_cast<std::size_t>(2 * i + 1)];
     send.bytes = message(static_cast<std::uint64_t>(2 * i + comm.rank()), size_of(i));
     recv.bytes.resize(size_of(i));
-    recv.request = box.irecv(recv.bytes.data(), recv.bytes.size(), other, i, &recv);
-    send.request = box.isend(send.bytes.data(), send.bytes.size(), other, i, &send);
+    box.irecv(recv.bytes.data(), recv.bytes.size(), other, i, &recv, &recv.request);
+    box.isend(send.bytes.data(), send.bytes.size(), other, i, &send, &send.request);
     for (Transfer* each : {&send, &recv}) {
-      if (i % 3 == 0 && each == &recv) box.wait(each->request);
-      each->known = box.test(each->request);
+      if (i % 3 == 0 && each == &recv) box.wait(*each->request);
+      each->known = box.test(*each->request);
     }
   }
   for (int i = 0; i < 2 * kMessages; ++i) {
@@ -124,7 +127,7 @@ void one_thread_serves_all_requests(Communicator& comm) {
   comm.barrier();
   box.wake_any();
   server.join();
-  for (Transfer& each : transfers) box.cancel(each.request);
+  for (Transfer& each : transfers) box.cancel(*each.request);
 }
 
 void who_waits_for_any_is_told_of_all_that_end_later() {

@@ -327,6 +327,12 @@ def averages_of_integers(hosts: str) -> list[list[int]]:
         part = torch.empty(1, dtype=dtype)
         scatter_from(part, torch.tensor([5, 8 + rank], dtype=dtype), dist.ReduceOp.AVG)
         averages.append(part.tolist())
+        with torch.inference_mode():
+            seven = torch.tensor([7, 7], dtype=dtype)
+            work = dist.all_reduce(seven, dist.ReduceOp.AVG, async_op=True)
+            assert work is not None
+            work.wait()
+            averages.append(seven.tolist())
     dist.destroy_process_group()
     return averages
 
@@ -336,7 +342,7 @@ def averages_of_integers(hosts: str) -> list[list[int]]:
 def test_averages_of_integers_are_cut_as_nccls_are(hosts: str) -> None:
     """Lightning takes them of batch sizes."""
     for rank, averages in enumerate(launch(averages_of_integers, 2, (hosts,), timeout_s=60)):
-        assert averages == [[7, 3, 4], [[5], [8]][rank]] * len(INTEGERS)
+        assert averages == [[7, 3, 4], [[5], [8]][rank], [7, 7]] * len(INTEGERS)
 
 
 @pytest.mark.covers("torch.distributed backend")

@@ -148,3 +148,72 @@ def overlapping_inputs() -> None:
 
 def test_inputs_may_overlap() -> None:
     launch(overlapping_inputs, 2, timeout_s=60)
+
+
+def sparse_behind_a_gather() -> None:
+    dist.init_process_group(OURS, timeout=timedelta(seconds=60))
+    store = dist.distributed_c10d._get_default_store()
+    for turn in range(5):
+        whole = torch.empty(2)
+        sparse = torch.tensor([0.0, 1.0 + dist.get_rank()]).to_sparse()
+        if dist.get_rank() == 1:
+            store.wait([f"begun {turn}"])
+        gathering = gather_into(whole, torch.ones(1), async_op=True)
+        summing = dist.all_reduce(sparse, async_op=True)
+        assert gathering is not None
+        assert summing is not None
+        if dist.get_rank() == 0:
+            time.sleep(0.1)  # both would be under way, if they could be
+            store.set(f"begun {turn}", "")
+        gathering.wait()
+        summing.wait()
+        assert whole.tolist() == [1, 1]
+        assert sparse.to_dense().tolist() == [0, 3]
+    dist.destroy_process_group()
+
+
+def test_a_sparse_sum_which_gathers_comes_after_the_gathers_before_it() -> None:
+    launch(sparse_behind_a_gather, 2, timeout_s=60)
+
+
+def shared_on_one_rank() -> None:
+    dist.init_process_group(OURS, timeout=timedelta(seconds=60))
+    rank = dist.get_rank()
+    base = torch.tensor([1.0, 2.0, 4.0])
+    tensors = [base[:2], base[1:]] if rank == 0 else [torch.ones(2), torch.full((2,), 10.0)]
+    group = dist.group.WORLD
+    assert group is not None
+    group.allreduce_coalesced(tensors).wait()
+    if rank == 0:  # the later one is stored later, as with Gloo
+        assert base.tolist() == [2, 12, 14]
+    else:
+        assert [each.tolist() for each in tensors] == [[2, 3], [12, 14]]
+    dist.destroy_process_group()
+
+
+def test_coalesced_tensors_may_share_memory_on_one_rank_alone() -> None:
+    launch(shared_on_one_rank, 2, timeout_s=60)
+
+
+def set_data_meanwhile() -> None:
+    dist.init_process_group(OURS, timeout=timedelta(seconds=60))
+    store = dist.distributed_c10d._get_default_store()
+    if dist.get_rank() == 1:
+        store.wait(["set"])
+    x = torch.ones(3)
+    given = x.detach()
+    first = dist.all_reduce(torch.ones(1), async_op=True)
+    second = dist.all_reduce(x, async_op=True)  # on rank 0 it is queued behind the first
+    if dist.get_rank() == 0:
+        x.data = torch.zeros(3)
+        store.set("set", "")
+    assert first is not None
+    assert second is not None
+    second.wait()
+    assert given.tolist() == [2, 2, 2]
+    assert x.tolist() == ([0, 0, 0] if dist.get_rank() == 0 else [2, 2, 2])
+    dist.destroy_process_group()
+
+
+def test_a_result_goes_to_the_memory_that_was_given() -> None:
+    launch(set_data_meanwhile, 2, timeout_s=60)
