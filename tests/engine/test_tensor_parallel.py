@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import sys
 import time
@@ -64,9 +65,9 @@ GO_ON = range(STEPS, STEPS + 2)  # the steps after a checkpoint
 
 
 @contextlib.contextmanager
-def process_group() -> Iterator[None]:
+def process_group(backend: str = "shardcomm") -> Iterator[None]:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    dist.init_process_group(backend)
     try:
         yield
         dist.barrier()
@@ -89,6 +90,7 @@ def assert_equals(engine: Engine, plain: nn.Module, tolerance: float = TOLERANCE
         )
 
 
+@functools.cache
 def trained(
     make: Callable[[], Net] = attention_net, **kwargs: Any
 ) -> tuple[nn.Module, list[float]]:
@@ -247,7 +249,7 @@ def test_norms_with_ignored_parameters_are_the_same_on_all_ranks() -> None:
 
 
 def train_shapes() -> None:
-    with process_group():
+    with process_group("gloo"):
         mesh = mesh_of(1, 4)
         net, engine = sharded(mesh)
         assert train(net, optimizer_of(net)) == pytest.approx(trained()[1], rel=1e-5)
@@ -632,7 +634,7 @@ def test_all_ranks_start_from_the_same_values_of_what_is_replicated() -> None:
 
 
 def train_beside_fsdp2() -> None:
-    with process_group():
+    with process_group("gloo"):
         mesh = mesh_of(2, 2)
         part = mesh["dp"].get_local_rank()
         for plan in (columns_and_rows, sequence):
