@@ -34,6 +34,8 @@ inline constexpr std::size_t kOldest<shc_copy_options> = 32;
 template <>
 inline constexpr std::size_t kOldest<shc_comm_options> = 24;
 template <>
+inline constexpr std::size_t kOldest<shc_across> = 64;
+template <>
 inline constexpr std::size_t kOldest<shc_receipt> = 344;
 template <>
 inline constexpr std::size_t kOldest<shc_gather_options> = 32;

@@ -188,11 +188,11 @@ void bind_comm(py::module_& m) {
            py::arg("size"))
       .def(
           "attach",
-          [](ShmMember& member, double deadline_s, int first_rank) {
+          [](ShmMember& member, double deadline_s) {
             const InterruptibleWait scope;
-            return member.attach({deadline_s, first_rank});
+            return member.attach({deadline_s});
           },
-          py::arg("deadline_s"), py::arg("first_rank") = 0);
+          py::arg("deadline_s"));
   m.def(
       "make_shm",
       [](const std::string& address, int rank, int size, double deadline_s) {

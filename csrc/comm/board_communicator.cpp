@@ -142,7 +142,6 @@ BoardCommunicator::BoardCommunicator(std::string transport, int rank, int size,
       provider_(std::move(provider)),
       executor_(std::move(executor)),
       windows_(std::make_shared<Windows>(rank, provider_->shares_addresses())) {
-  ControlMemory::group(control_->data())->first_rank.store(options.first_rank);
   const bool reads_addresses = provider_->shares_addresses();
   gathers_ = std::make_unique<Channel>(group_, 0, reads_addresses,
                                        [this] { return is_stuck_before(*reduces_); });

@@ -93,7 +93,8 @@ class BoardCommunicator final : public Communicator {
   bool on_cpu() const { return executor_->on_host(); }
   bool has_failed() const { return group_.has_failed(); }
   bool forked() const { return group_.forked(); }
-  int number(int rank) const { return group_.number(rank); }
+  // From now on users call rank 0 so: this group is one host's ranks among several.
+  void count_from(int first) { group_.count_from(first); }
 
   int rank() const override { return rank_; }
   int size() const override { return size_; }

@@ -38,6 +38,7 @@ class Group {
   int size() const { return size_; }
   // What users call the rank: a group may be those of one host among several.
   int number(int rank) const { return memory_->first_rank.load() + rank; }
+  void count_from(int first) { memory_->first_rank.store(first); }
   double deadline_s() const { return deadline_s_; }
   BoardMemory& board(int channel) const { return *boards_[static_cast<std::size_t>(channel)]; }
 

@@ -43,12 +43,7 @@ std::shared_ptr<Communicator> make_hosts(std::shared_ptr<Communicator> on_host,
                                 std::to_string(hosts) +
                                 "; there must be at least 2, numbered from 0 on");
   }
-  if (board->number(0) != host * board->size()) {
-    throw std::invalid_argument("make_hosts: on_host was made with first_rank " +
-                                std::to_string(board->number(0)) + "; of host " +
-                                std::to_string(host) + " it must be " +
-                                std::to_string(host * board->size()));
-  }
+  board->count_from(host * board->size());
   return std::make_shared<HostsCommunicator>(std::move(board), std::move(across), host, hosts);
 }
 

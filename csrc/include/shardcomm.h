@@ -280,6 +280,44 @@ typedef struct shc_comm_options {
 // when the deadline has passed. `options` NULL: SHC_COMM_OPTIONS_INIT.
 SHC_API shc_status shc_comm_init_rank(shc_comm** comm, int size, const shc_unique_id* id, int rank,
                                       const shc_comm_options* options);
+
+// What carries bytes between hosts for shc_comm_init_hosts: collectives of the ranks with one index
+// on their hosts, such as MPI's. Each of those ranks counts as the number of its host.
+//
+// A function returns 0 when this rank's part is complete, or anything else if it cannot be, and may
+// then leave a sentence in `error`, which has room for 256 bytes. There are two channels, 0 and 1,
+// each with an order of its own: a call of each may run at once, on any threads.
+typedef struct shc_across {
+  size_t size;
+  int version;
+  void* context;  // each function gets it
+  // recv + h * bytes, of `bytes` bytes: what host h sent.
+  int (*all_gather)(void* context, int channel, const void* send, void* recv, size_t bytes,
+                    char* error);
+  // recv + h * bytes: what lay at send + own * bytes on host h, where own is this host.
+  int (*all_to_all)(void* context, int channel, const void* send, void* recv, size_t bytes,
+                    char* error);
+  int (*broadcast)(void* context, int channel, void* buffer, size_t bytes, int root, char* error);
+  // Makes the other hosts' present and later calls with this rank fail, if it can. Any thread may
+  // call it, more than once. NULL: they end as they do without.
+  void (*abort)(void* context);
+  // Called once, when nothing will be called any more. NULL: nothing is.
+  void (*destroy)(void* context);
+} shc_across;
+
+#define SHC_ACROSS_INIT {sizeof(shc_across), SHC_VERSION, NULL, NULL, NULL, NULL, NULL, NULL}
+
+// Joins `hosts` hosts, of which this one has the number `host`, to a group in which this rank's
+// number is host * size + rank of `on_host`. That is a communicator of SHC_SHM or SHC_LOCAL with at
+// least two ranks, and as many on every host; it is only destroyed from now on, at any time.
+// Collective among all ranks.
+//
+// The group has shc_all_gather, shc_reduce_scatter, shc_all_reduce, shc_broadcast, shc_barrier and
+// shc_allocate; each byte enters a host once. If this function fails, `across` is destroyed, unless
+// it is `across` that was refused.
+SHC_API shc_status shc_comm_init_hosts(shc_comm** comm, shc_comm* on_host, const shc_across* across,
+                                       int host, int hosts);
+
 // Leaves the group, once no collective, operation or memory refers to it any more.
 SHC_API void shc_comm_destroy(shc_comm* comm);
 

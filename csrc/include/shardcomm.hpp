@@ -197,6 +197,13 @@ class Comm : public Handle<shc_comm, shc_comm_destroy> {
             [&](auto* comm) { return shc_comm_init_rank(comm, size, &id, rank, &options); })),
         rank_(rank),
         size_(size) {}
+  // This rank in a group of several hosts.
+  Comm(const Comm& on_host, const shc_across& across, int host, int hosts)
+      : Handle(made<shc_comm>([&](auto* comm) {
+          return shc_comm_init_hosts(comm, on_host.get(), &across, host, hosts);
+        })),
+        rank_(host * on_host.size() + on_host.rank()),
+        size_(hosts * on_host.size()) {}
 
   int rank() const { return rank_; }
   int size() const { return size_; }

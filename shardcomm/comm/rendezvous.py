@@ -416,7 +416,7 @@ def _share_memory(
         if trouble := exchange.trouble(within_s=_ENDED_S):
             raise trouble
         return None, f"not all ranks can share memory ({'; '.join(said)})"
-    return member.attach(exchange.deadline_s, first), ""
+    return member.attach(exchange.deadline_s), ""
 
 
 def host_identity() -> str:

@@ -80,7 +80,7 @@ void on_hosts(int hosts, int local, const Body& body, double deadline_s = ranks:
   }
   std::vector<std::thread> threads;
   for (int host = 0; host < hosts; ++host) {
-    const auto group = make_local_group(local, {deadline_s, host * local});
+    const auto group = make_local_group(local, {deadline_s});
     for (int i = 0; i < local; ++i) {
       const auto at = [&](int channel) {
         return slices[channel][static_cast<std::size_t>(i)][static_cast<std::size_t>(host)];

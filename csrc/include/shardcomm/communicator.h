@@ -193,8 +193,6 @@ class Communicator {
 
 struct CommOptions {
   double deadline_s = 300.0;  // longest wait for another rank inside one collective, in seconds
-  // What errors call rank 0: its number among the ranks of all hosts. See make_hosts.
-  int first_rank = 0;
 };
 
 // Makes `size` communicators for as many threads of this process, on one CUDA device, or on the CPU

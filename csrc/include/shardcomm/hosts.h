@@ -32,8 +32,7 @@ class Across {
 
 // Makes a communicator of `hosts` times `on_host->size()` ranks, in which this rank's number is
 // host * on_host->size() + on_host->rank(). `on_host` is a communicator of shm, or of local on a
-// CPU, with at least two ranks, and is used by nobody else from now on; its CommOptions say which
-// number its rank 0 has here. Collective.
+// CPU, with at least two ranks, and is used by nobody else from now on. Collective.
 //
 // It has all_gather, reduce_scatter, all_reduce, broadcast, barrier and allocate. If a rank dies,
 // is late or calls something else, all ranks of its host throw CommError, and each of them makes

@@ -1,0 +1,80 @@
+// Groups of several hosts, in C.
+#include "shardcomm/hosts.h"
+
+#include <memory>
+#include <stdexcept>
+#include <string>
+
+#include "abi/handles.h"
+#include "abi/status.h"
+
+using shardcomm::Across;
+using shardcomm::abi::checked;
+using shardcomm::abi::guarded;
+using shardcomm::abi::hand_over;
+using shardcomm::abi::options_of;
+using shardcomm::abi::required;
+
+namespace {
+
+// What a C program's functions do.
+class Functions final : public Across {
+ public:
+  explicit Functions(const shc_across& given) : given_(given) {}
+  ~Functions() override {
+    if (given_.destroy != nullptr) given_.destroy(given_.context);
+  }
+  Functions(const Functions&) = delete;
+  Functions& operator=(const Functions&) = delete;
+
+  void all_gather(int channel, const void* send, void* recv, std::size_t bytes) override {
+    check("all_gather", [&](char* error) {
+      return given_.all_gather(given_.context, channel, send, recv, bytes, error);
+    });
+  }
+  void all_to_all(int channel, const void* send, void* recv, std::size_t bytes) override {
+    check("all_to_all", [&](char* error) {
+      return given_.all_to_all(given_.context, channel, send, recv, bytes, error);
+    });
+  }
+  void broadcast(int channel, void* buffer, std::size_t bytes, int root) override {
+    check("broadcast", [&](char* error) {
+      return given_.broadcast(given_.context, channel, buffer, bytes, root, error);
+    });
+  }
+  void abort() noexcept override {
+    if (given_.abort != nullptr) given_.abort(given_.context);
+  }
+
+ private:
+  template <class Call>
+  static void check(const char* function, Call&& call) {
+    char error[256] = "";
+    const int status = call(error);
+    if (status == 0) return;
+    error[sizeof(error) - 1] = '\0';
+    throw std::runtime_error(std::string("across->") + function + " returned " +
+                             std::to_string(status) + (error[0] != '\0' ? ": " : "") + error);
+  }
+
+  const shc_across given_;
+};
+
+}  // namespace
+
+shc_status shc_comm_init_hosts(shc_comm** comm, shc_comm* on_host, const shc_across* across,
+                               int host, int hosts) {
+  return guarded("shc_comm_init_hosts", [&] {
+    const shc_across given =
+        options_of("across", &required(across, "across"), shc_across SHC_ACROSS_INIT);
+    required(given.all_gather, "across->all_gather");
+    required(given.all_to_all, "across->all_to_all");
+    required(given.broadcast, "across->broadcast");
+    auto functions = std::make_unique<Functions>(given);
+    shc_comm*& result = required(comm, "comm");
+    const shc_comm& known = checked(on_host, "on_host");
+    hand_over(result, std::make_unique<shc_comm>(
+                          shardcomm::make_hosts(known.comm, std::move(functions), host, hosts),
+                          known.device));
+  });
+}

@@ -1,0 +1,162 @@
+// Groups of several hosts from C. The hosts' ranks are threads here, and what goes between hosts
+// are groups of threads, too.
+#include <stdlib.h>
+#include <string.h>
+
+#include "check.h"
+
+enum { kHosts = 2, kRanks = 2, kAll = kHosts * kRanks };
+
+// Group number `number` of those ranks of `all` that give it; `size` of them, this rank's is
+// `rank`.
+static shc_comm* part_of(shc_comm* all, int number, int rank, int size) {
+  struct named {
+    int number;
+    shc_unique_id id;
+  } own, every[kAll];
+  memset(&own, 0, sizeof(own));
+  own.number = rank == 0 ? number : -1;
+  if (rank == 0) ok(shc_get_unique_id(SHC_LOCAL, size, &own.id));
+  ok(shc_all_gather(all, &own, SHC_U8, every, SHC_U8, sizeof(own), NULL, NULL));
+  shc_comm_options options = SHC_COMM_OPTIONS_INIT;
+  options.deadline_s = 60;
+  shc_comm* comm = NULL;
+  for (int r = 0; r < kAll; ++r) {
+    if (every[r].number == number) {
+      ok(shc_comm_init_rank(&comm, size, &every[r].id, rank, &options));
+    }
+  }
+  require(comm != NULL, "there is a group");
+  return comm;
+}
+
+struct links {
+  shc_comm* channels[2];
+  int fails;
+  int destroyed;
+};
+
+static int told(shc_status status, char* error) {
+  if (status == SHC_OK) return 0;
+  strncpy(error, shc_last_error_text(), 255);
+  return 1;
+}
+
+static int gather_hosts(void* context, int channel, const void* send, void* recv, size_t bytes,
+                        char* error) {
+  struct links* links = context;
+  if (links->fails) {
+    strcpy(error, "the link is cut");
+    return 7;
+  }
+  return told(shc_all_gather(links->channels[channel], send, SHC_U8, recv, SHC_U8, (int64_t)bytes,
+                             NULL, NULL),
+              error);
+}
+
+static int exchange_hosts(void* context, int channel, const void* send, void* recv, size_t bytes,
+                          char* error) {
+  struct links* links = context;
+  const int64_t counts[kHosts] = {(int64_t)bytes, (int64_t)bytes};
+  return told(shc_all_to_all(links->channels[channel], send, counts, recv, counts, SHC_U8, 0, NULL),
+              error);
+}
+
+static int broadcast_hosts(void* context, int channel, void* buffer, size_t bytes, int root,
+                           char* error) {
+  struct links* links = context;
+  return told(shc_broadcast(links->channels[channel], buffer, bytes, root, NULL), error);
+}
+
+static void cut(void* context) {
+  struct links* links = context;
+  for (int channel = 0; channel < 2; ++channel) shc_comm_close(links->channels[channel]);
+}
+
+static void count_end(void* context) { ++((struct links*)context)->destroyed; }
+
+static void every_collective(shc_comm* comm, int rank) {
+  const int64_t counts[] = {1, 1000, 300000};
+  for (int c = 0; c < 3; ++c) {
+    const int64_t count = counts[c];
+    const size_t bytes = (size_t)count * sizeof(float);
+    shc_memory* memory = NULL;
+    void* data = NULL;
+    ok(shc_allocate(comm, kAll * bytes, SHC_GATHER, &memory, &data));
+    float* full = data;
+    float* own = malloc(bytes);
+    float* all = malloc(kAll * bytes);
+    for (int64_t i = 0; i < count; ++i) own[i] = value_of(rank, i);
+    ok(shc_all_gather(comm, own, SHC_F32, full, SHC_F32, count, NULL, NULL));
+    for (int64_t i = 0; i < kAll * count; ++i) {
+      require(full[i] == value_of((int)(i / count), i % count), "gathered");
+      all[i] = value_of(rank, i);
+    }
+    ok(shc_reduce_scatter(comm, all, SHC_F32, own, SHC_F32, count, SHC_SUM, NULL, NULL));
+    ok(shc_all_reduce(comm, all, SHC_F32, kAll * count, SHC_SUM, 0, NULL));
+    for (int64_t i = 0; i < kAll * count; ++i) {
+      float total = 0;
+      for (int r = 0; r < kAll; ++r) total += value_of(r, i);
+      require(all[i] == total, "summed");
+      if (i / count == rank) require(own[i % count] == total, "this rank's sum");
+    }
+    const int root = c + 1;
+    if (rank == root) own[0] = 100 + (float)c;
+    ok(shc_broadcast(comm, own, bytes, root, NULL));
+    require(own[0] == 100 + (float)c, "the root's");
+    ok(shc_barrier(comm, 0, NULL));
+    free(own);
+    free(all);
+    shc_memory_destroy(memory);
+  }
+}
+
+static void join_and_run(shc_comm* all) {
+  const int rank = rank_of(all);
+  const int host = rank / kRanks;
+  const int index = rank % kRanks;
+  struct links links = {{NULL, NULL}, 0, 0};
+  shc_comm* on_host = part_of(all, 10 + host, index, kRanks);
+  for (int channel = 0; channel < 2; ++channel) {
+    links.channels[channel] = part_of(all, 20 + 2 * index + channel, host, kHosts);
+  }
+  shc_across across = SHC_ACROSS_INIT;
+  shc_comm* comm = NULL;
+  refused(shc_comm_init_hosts(&comm, on_host, NULL, host, kHosts), SHC_INVALID_ARGUMENT,
+          "across is NULL");
+  refused(shc_comm_init_hosts(&comm, on_host, &across, host, kHosts), SHC_INVALID_ARGUMENT,
+          "across->all_gather is NULL");
+  across.context = &links;
+  across.all_gather = gather_hosts;
+  across.all_to_all = exchange_hosts;
+  across.broadcast = broadcast_hosts;
+  across.abort = cut;
+  across.destroy = count_end;
+  refused(shc_comm_init_hosts(&comm, on_host, &across, kHosts, kHosts), SHC_INVALID_ARGUMENT,
+          "host is 2 of 2");
+  refused(shc_comm_init_hosts(NULL, on_host, &across, host, kHosts), SHC_INVALID_ARGUMENT,
+          "comm is NULL");
+  require(links.destroyed == 2, "what a failed call was given is destroyed");
+
+  ok(shc_comm_init_hosts(&comm, on_host, &across, host, kHosts));
+  shc_comm_destroy(on_host);
+  require(rank_of(comm) == rank && size_of(comm) == kAll, "numbers of all hosts");
+  every_collective(comm, rank);
+  ok(shc_barrier(all, 0, NULL));
+  links.fails = rank == 3;
+  const shc_status status = shc_barrier(comm, 0, NULL);
+  if (rank == 3) {
+    refused(status, SHC_COMM_ERROR, "across->all_gather returned 7: the link is cut");
+  } else {
+    require(status == SHC_COMM_ERROR, "the others hear of it");
+  }
+  shc_comm_destroy(comm);
+  require(links.destroyed == 3, "destroyed once");
+  ok(shc_barrier(all, 0, NULL));
+  for (int channel = 0; channel < 2; ++channel) shc_comm_destroy(links.channels[channel]);
+}
+
+int main(void) {
+  on_threads(kAll, join_and_run);
+  return 0;
+}
