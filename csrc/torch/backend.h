@@ -105,7 +105,7 @@ class Backend final : public c10d::Backend {
 
   WorkPointer gather(std::vector<Tensors>& outputs, Tensors& inputs,
                      const c10d::GatherOptions& opts) override {
-    if (auto* gloo = group_.elsewhere("gather")) {
+    if (auto* gloo = group_.beyond_hosts("gather")) {
       return gloo->gather(outputs, inputs, opts);
     }
     const Tensors gathered =
@@ -117,7 +117,7 @@ class Backend final : public c10d::Backend {
 
   WorkPointer scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                       const c10d::ScatterOptions& opts) override {
-    if (auto* gloo = group_.elsewhere("scatter")) {
+    if (auto* gloo = group_.beyond_hosts("scatter")) {
       return gloo->scatter(outputs, inputs, opts);
     }
     const Tensors parts =
@@ -132,7 +132,7 @@ class Backend final : public c10d::Backend {
                             std::vector<std::int64_t>& output_splits,
                             std::vector<std::int64_t>& input_splits,
                             const c10d::AllToAllOptions& opts) override {
-    if (auto* gloo = group_.elsewhere("all_to_all_single")) {
+    if (auto* gloo = group_.beyond_hosts("all_to_all_single")) {
       return gloo->alltoall_base(output, input, output_splits, input_splits, opts);
     }
     return group_.begin(group_.gathers, opts.asyncOp,
@@ -143,7 +143,7 @@ class Backend final : public c10d::Backend {
 
   WorkPointer alltoall(Tensors& outputs, Tensors& inputs,
                        const c10d::AllToAllOptions& opts) override {
-    if (auto* gloo = group_.elsewhere("all_to_all")) {
+    if (auto* gloo = group_.beyond_hosts("all_to_all")) {
       return gloo->alltoall(outputs, inputs, opts);
     }
     calls_.check_length("all_to_all: output_tensor_list", outputs);
@@ -154,19 +154,19 @@ class Backend final : public c10d::Backend {
   }
 
   WorkPointer send(Tensors& tensors, int destination, int tag) override {
-    if (auto* gloo = group_.elsewhere("send")) return gloo->send(tensors, destination, tag);
+    if (auto* gloo = group_.beyond_hosts("send")) return gloo->send(tensors, destination, tag);
     return group_.messages.send(getRank(), group_.next_sequence(), only("send: tensor", tensors),
                                 destination, tag);
   }
 
   WorkPointer recv(Tensors& tensors, int source, int tag) override {
-    if (auto* gloo = group_.elsewhere("recv")) return gloo->recv(tensors, source, tag);
+    if (auto* gloo = group_.beyond_hosts("recv")) return gloo->recv(tensors, source, tag);
     return group_.messages.recv(getRank(), group_.next_sequence(), only("recv: tensor", tensors),
                                 source, tag);
   }
 
   WorkPointer recvAnysource(Tensors& tensors, int tag) override {
-    if (auto* gloo = group_.elsewhere("recv")) return gloo->recvAnysource(tensors, tag);
+    if (auto* gloo = group_.beyond_hosts("recv")) return gloo->recvAnysource(tensors, tag);
     return group_.messages.recv(getRank(), group_.next_sequence(), only("recv: tensor", tensors),
                                 SHC_ANY_SOURCE, tag);
   }
@@ -182,7 +182,7 @@ class Backend final : public c10d::Backend {
   }
 
   void monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) override {
-    if (auto* gloo = group_.elsewhere("monitored_barrier")) {
+    if (auto* gloo = group_.beyond_hosts("monitored_barrier")) {
       return gloo->monitoredBarrier(opts, wait_all_ranks);
     }
     const bool given = opts.timeout != c10d::kUnsetTimeout;
@@ -225,7 +225,7 @@ class Backend final : public c10d::Backend {
   }
 
   WorkPointer reduce(Tensors& tensors, const c10d::ReduceOptions& opts) override {
-    if (auto* gloo = group_.elsewhere("reduce"))
+    if (auto* gloo = group_.beyond_hosts("reduce"))
       return on_gloo(tensors, opts, [&](const auto& opts) { return gloo->reduce(tensors, opts); });
     return group_.begin(
         group_.reduces, opts.asyncOp, {c10d::OpType::REDUCE, "shardcomm:reduce"}, tensors, tensors,

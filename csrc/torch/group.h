@@ -32,8 +32,8 @@ struct Title {
 
 class Group {
  public:
-  // `comm` is this object's from now on. If the ranks cannot share memory, it is null, `gloo` is a
-  // Gloo group of theirs, and `reason` says why.
+  // `comm` is this object's from now on, or null. `gloo` is a Gloo group of the same ranks for what
+  // `comm` does not do, and `reason` says why it does not. It is null where `comm` does all.
   Group(int rank, shc_comm* comm, c10::intrusive_ptr<c10d::Backend> gloo, std::string reason)
       : comm_(comm, shc_comm_destroy),
         messages(comm, completions),
@@ -59,8 +59,12 @@ class Group {
   std::uint64_t sequence() const { return sequence_; }
   std::uint64_t next_sequence() { return ++sequence_; }
 
-  // Gloo, if collectives go there; null: they go through shared memory.
+  // Gloo, if this operation goes there; null: it goes through the C library.
   c10d::Backend* elsewhere(const char* operation) {
+    return comm_ ? nullptr : beyond_hosts(operation);
+  }
+  // The same for what the C library does among the ranks of one host alone.
+  c10d::Backend* beyond_hosts(const char* operation) {
     if (gloo_ == nullptr) return nullptr;
     const std::lock_guard<std::mutex> lock(mutex_);
     to_gloo_[operation] = ++sequence_;

@@ -14,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include "across.h"
 #include "backend.h"
 
 namespace py = pybind11;
@@ -76,6 +77,17 @@ PYBIND11_MODULE(shardcomm_torch, m) {
     }
   });
 
+  m.def(
+      "join_hosts",
+      [](std::uintptr_t on_host, shardcomm_torch::GlooAcross::Gloo gathers,
+         shardcomm_torch::GlooAcross::Gloo reduces, int host, int hosts) {
+        const shardcomm_torch::OthersRun others_run;
+        return reinterpret_cast<std::uintptr_t>(
+            shardcomm_torch::GlooAcross::join(reinterpret_cast<shc_comm*>(on_host),
+                                              std::move(gathers), std::move(reduces), host, hosts));
+      },
+      py::arg("on_host"), py::arg("gathers"), py::arg("reduces"), py::arg("host"),
+      py::arg("hosts"));
   py::class_<Backend, c10d::Backend, c10::intrusive_ptr<Backend>>(m, "Backend")
       .def(py::init(&make), py::arg("rank"), py::arg("size"), py::arg("timeout"), py::arg("comm"),
            py::arg("gloo"), py::arg("reason"))

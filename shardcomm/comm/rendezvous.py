@@ -234,8 +234,6 @@ def connect(
     device: torch.device,
     groups: MakeGroups,
     cta_policy: CtaPolicy = "default",
-    *,
-    two_levels: bool = True,
 ) -> Communicator:
     """Chooses the transport that all ranks can use, and opens it; collective.
 
@@ -245,7 +243,6 @@ def connect(
         device: Where this rank's operands are.
         groups: Makes what carries bytes where the core does not.
         cta_policy: As in `from_env`.
-        two_levels: Whether "auto" may take hosts.
     """
     rank, size, deadline_s = exchange.rank, exchange.size, exchange.deadline_s
     everybody = _introduce(exchange, transport, device, cta_policy)
@@ -285,7 +282,7 @@ def connect(
         return CoreCommunicator(
             nccl.connect(exchange, rank, size, device.index, deadline_s, cta_policy), device
         )
-    return _on_cpus(exchange, everybody, unwatched, transport, groups, two_levels)
+    return _on_cpus(exchange, everybody, unwatched, transport, groups)
 
 
 def _over_groups(
@@ -302,7 +299,6 @@ def _on_cpus(
     unwatched: str,
     transport: Transport,
     groups: MakeGroups,
-    two_levels: bool,
 ) -> Communicator:
     """Takes shared memory where ranks can have it, and groups for the rest; collective."""
     hosts = [each.host for each in everybody]
@@ -315,9 +311,8 @@ def _on_cpus(
     place = place_of(exchange.rank, hosts) if number > 1 else "the ranks are on one host"
     if transport == "hosts" and isinstance(place, str):
         raise ValueError(f"transport is 'hosts', but {place}; use 'auto'")
-    if number > 1 and (isinstance(place, str) or not two_levels):
-        why = f", and {place}" if isinstance(place, str) and two_levels else ""
-        return _over_groups(exchange, _CPU, groups, f"the ranks are on several hosts{why}")
+    if number > 1 and isinstance(place, str):
+        return _over_groups(exchange, _CPU, groups, f"the ranks are on several hosts, and {place}")
     members = list(range(exchange.size)) if isinstance(place, str) else place.on_host
     core, reason = _share_memory(exchange, everybody, unwatched, members)
     if core is not None:

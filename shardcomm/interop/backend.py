@@ -6,8 +6,8 @@ Everything that a program then does through torch.distributed (FSDP, DDP, DTenso
 a change to the program. It is a `c10d::Backend` as torch's own are, in C++, over the C library; the files are in
 csrc/torch. They are compiled against the torch that is installed when a machine first makes a group, and kept.
 
-If the ranks are on several hosts, or cannot share memory, everything goes to Gloo. `receipts` says which way each
-collective went, and why.
+Over several hosts, what moves shards takes the transport `hosts`, and the rest goes to Gloo. If ranks cannot share
+memory, everything goes to Gloo. `receipts` says which way each collective went, and why.
 """
 
 from __future__ import annotations
@@ -85,30 +85,37 @@ def make_group(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
     """
     # A program may destroy its groups and make new ones over one store, in which the old groups' keys still are.
     store = PrefixStore(f"{NAME}/{store.add(f'made by {rank}', 1)}", store)
-    gloo = None
+    carriers: tuple[ProcessGroupGloo, ...] = ()  # what carries for `comm`
 
-    def through_gloo(_ranks: Sequence[int]) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-        nonlocal gloo
-        gloo = ProcessGroupGloo(PrefixStore("gloo", store), rank, size, timeout)
-        groups = cast("dist.ProcessGroup", gloo)
-        return groups, groups
+    def gloo_of(ranks: Sequence[int], use: str) -> ProcessGroupGloo:
+        prefix = f"gloo/{use} of {ranks[0]}"
+        return ProcessGroupGloo(PrefixStore(prefix, store), ranks.index(rank), len(ranks), timeout)
+
+    def through_gloo(ranks: Sequence[int]) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+        nonlocal carriers
+        carriers = (gloo_of(ranks, "gathers"), gloo_of(ranks, "reduces"))
+        return cast("tuple[dist.ProcessGroup, dist.ProcessGroup]", carriers)
 
     deadline_s = timeout.total_seconds()
     exchange = StoreExchange(store, "connect", rank, size, deadline_s)
     with exchange.telling():
-        comm = rendezvous.connect(exchange, "auto", _CPU, through_gloo, two_levels=False)
-    handle = None
-    try:
+        comm = rendezvous.connect(exchange, "auto", _CPU, through_gloo)
+    with comm:
         library, module = loaded_everywhere(
             comm, f"the backend {NAME!r} of torch.distributed", load
         )
-        if gloo is None:
-            handle = library.connect(comm, SHM, -1, deadline_s).value
-    finally:
-        if gloo is None:
-            comm.close()
-    reason = comm.reason if isinstance(comm, C10dCommunicator) else ""
-    return module.Backend(rank, size, timeout, handle or 0, gloo, reason)
+        if isinstance(comm, C10dCommunicator):
+            return module.Backend(rank, size, timeout, 0, carriers[0], comm.reason)
+        hosts = carriers[0].size() if carriers else 1
+        local = size // hosts
+        first = rank // local * local
+        on_host = range(first, first + local)
+        handle = library.connect(comm, SHM, -1, deadline_s, on_host).value
+        if hosts == 1:
+            return module.Backend(rank, size, timeout, handle, None, "")
+        handle = module.join_hosts(handle, *carriers, carriers[0].rank(), hosts)
+        gloo = gloo_of(range(size), "the rest")
+        return module.Backend(rank, size, timeout, handle, gloo, "the ranks are on several hosts")
 
 
 def error_of(*fields: Any) -> Exception:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -54,21 +54,26 @@ class CLibrary:
         self._c = ctypes.CDLL(str(Path(get_library_dir()) / "libshardcomm.so.0"))
 
     def connect(
-        self, comm: Communicator, transport: int, device: int, deadline_s: float
+        self,
+        comm: Communicator,
+        transport: int,
+        device: int,
+        deadline_s: float,
+        ranks: Sequence[int],
     ) -> ctypes.c_void_p:
-        """This rank's handle of a group of the ranks of `comm`; collective."""
+        """This rank's handle of a group of `ranks`, which are this one and others of `comm`; collective in `comm`."""
         name = _UniqueId()
-        if comm.rank == 0:
-            self._check(self._c.shc_get_unique_id(transport, comm.size, ctypes.byref(name)))
-        name = _UniqueId.from_buffer_copy(all_gather_bytes(comm, bytes(name))[0])
+        if comm.rank == ranks[0]:
+            self._check(self._c.shc_get_unique_id(transport, len(ranks), ctypes.byref(name)))
+        name = _UniqueId.from_buffer_copy(all_gather_bytes(comm, bytes(name))[ranks[0]])
         handle = ctypes.c_void_p()
         options = _CommOptions(ctypes.sizeof(_CommOptions), _VERSION, device, deadline_s)
         self._check(
             self._c.shc_comm_init_rank(
                 ctypes.byref(handle),
-                comm.size,
+                len(ranks),
                 ctypes.byref(name),
-                comm.rank,
+                ranks.index(comm.rank),
                 ctypes.byref(options),
             )
         )

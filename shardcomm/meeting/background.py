@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
+
+_LAST_S = 3.0  # torch takes that long beyond its own timeout
+
+_threads: set[threading.Thread] = set()
 
 
 class Background(Generic[T]):
@@ -15,7 +21,10 @@ class Background(Generic[T]):
 
     def __init__(self, fn: Callable[[], T]) -> None:
         self._outcome: Future[T] = Future()
-        threading.Thread(target=self._run, args=(fn,), daemon=True).start()
+        thread = threading.Thread(target=self._run, args=(fn,), daemon=True)
+        _threads.difference_update([each for each in _threads if not each.is_alive()])
+        thread.start()
+        _threads.add(thread)
 
     def _run(self, fn: Callable[[], T]) -> None:
         try:
@@ -30,3 +39,17 @@ class Background(Generic[T]):
     def result(self) -> T:
         """Waits for fn; returns what it returned, and raises what it raised."""
         return self._outcome.result()
+
+
+def _wait_for_last() -> None:
+    """Waits a moment for calls that somebody has given up.
+
+    They often end at the same deadline as the process does, and a thread that leaves torch's code while the interpreter
+    ends would abort the process.
+    """
+    until = time.monotonic() + _LAST_S
+    for thread in list(_threads):
+        thread.join(max(0.0, until - time.monotonic()))
+
+
+atexit.register(_wait_for_last)

@@ -23,6 +23,7 @@ from shardcomm import STRATEGIES, Communicator, Engine, RowBlock, fully_shard, l
 from shardcomm.parameter.shard_tensor import ShardTensor
 from support.generator import seeded
 from support.nets import batch, loss_of, reference
+from support.rank_sums import combined
 from support.thread_ranks import run_threads
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -267,16 +268,13 @@ def test_training_goes_on_where_it_was_saved(saved: Path, expected: dict[str, An
         return engine.full_state_dict()
 
     model, optimizer = trained()
-    total: list[torch.Tensor] = []
-    for rank in range(SAVED_BY):
-        grads = torch.autograd.grad(
-            loss_of(model, batch(rank, STEPS)),
-            [param for param in model.parameters() if param.requires_grad],
-        )
-        total = [a + b for a, b in zip(total, grads, strict=True)] if total else list(grads)
-    trainable = (param for param in model.parameters() if param.requires_grad)
-    for param, grad in zip(trainable, total, strict=True):
-        param.grad = grad / SAVED_BY
+    trainable = [param for param in model.parameters() if param.requires_grad]
+    of_ranks = [
+        torch.autograd.grad(loss_of(model, batch(rank, STEPS)), trainable)
+        for rank in range(SAVED_BY)
+    ]
+    for param, *grads in zip(trainable, *of_ranks, strict=True):
+        param.grad = combined(grads) / SAVED_BY
     optimizer.step()
     assert_equal(run_threads(body, SAVED_BY)[0], model.state_dict())
 

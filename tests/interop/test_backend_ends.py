@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -192,7 +191,7 @@ def test_what_is_begun_after_the_end_is_refused() -> None:
 
 # Rank 1 stays until rank 0 has ended, whose callback in one group waits for a collective in the other.
 TWO_GROUPS = """
-import atexit, os, sys, time
+import atexit, os, sys, threading, time
 from pathlib import Path
 ended = Path(sys.argv[1])
 rank = int(os.environ["RANK"])
@@ -202,13 +201,16 @@ import torch, torch.distributed as dist, shardcomm
 dist.init_process_group("shardcomm")
 second = dist.new_group(backend="shardcomm")
 if rank == 0:
+    waits = threading.Event()
+
     def wait_in_the_second(_):
+        waits.set()
         try:
             dist.all_reduce(torch.ones(1), group=second)
         except shardcomm.CommError:
             pass
     dist.all_reduce(torch.ones(1), async_op=True).get_future().add_done_callback(wait_in_the_second)
-    time.sleep(1)  # it waits
+    waits.wait()
 else:
     dist.all_reduce(torch.ones(1))
     end = time.monotonic() + 20
@@ -238,10 +240,8 @@ def load_badly() -> None:
 
     if int(os.environ["RANK"]) == 1:
         backend.load = refuse  # type: ignore[assignment]
-    began = time.monotonic()
     with pytest.raises(RuntimeError, match=r"rank 1: KeyError\('no such thing'\)"):
         world()
-    assert time.monotonic() - began < 20
 
 
 def test_a_rank_that_cannot_load_the_backend_says_why_on_all() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -311,6 +312,26 @@ def test_a_rank_without_a_rank_0_says_so(monkeypatch: pytest.MonkeyPatch) -> Non
         match=r"rank 1 of 2: no rendezvous: rank 0 keeps the store at a port of this host",
     ):
         Communicator.from_env(deadline_s=0.3)
+
+
+def test_a_program_that_meets_nobody_ends_with_its_error() -> None:
+    alone = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1"}
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = {"MASTER_PORT": str(listening.getsockname()[1])}  # on which nobody listens any more
+    program = "import shardcomm; shardcomm.Communicator.from_env(deadline_s=0.5)"
+    ended = [
+        subprocess.Popen(
+            [sys.executable, "-c", program],
+            env=os.environ | alone | port,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(4)
+    ]
+    for process in ended:
+        _, said = process.communicate(timeout=60)
+        assert process.returncode == 1, said
+        assert "which was not reached within 0.5 s" in said
 
 
 def installed(*names: str) -> str:

@@ -66,7 +66,7 @@ class Communicator:
         device = comm.device.index or 0
         self._library = loaded_everywhere(comm, "shardcomm.jax.Communicator", library)
         transport = _TRANSPORTS[self._transport]
-        self._handle = self._library.connect(comm, transport, device, deadline_s)
+        self._handle = self._library.connect(comm, transport, device, deadline_s, range(comm.size))
         self.number = self._library.add(self._handle, comm.size, device)
 
     def check(self) -> None:
