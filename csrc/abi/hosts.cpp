@@ -7,6 +7,7 @@
 
 #include "abi/handles.h"
 #include "abi/status.h"
+#include "stream/fork.h"
 
 using shardcomm::Across;
 using shardcomm::abi::checked;
@@ -22,7 +23,7 @@ class Functions final : public Across {
  public:
   explicit Functions(const shc_across& given) : given_(given) {}
   ~Functions() override {
-    if (given_.destroy != nullptr) given_.destroy(given_.context);
+    if (given_.destroy != nullptr && shardcomm::forks() == forks_) given_.destroy(given_.context);
   }
   Functions(const Functions&) = delete;
   Functions& operator=(const Functions&) = delete;
@@ -42,8 +43,8 @@ class Functions final : public Across {
       return given_.broadcast(given_.context, channel, buffer, bytes, root, error);
     });
   }
-  void abort() noexcept override {
-    if (given_.abort != nullptr) given_.abort(given_.context);
+  void leave() noexcept override {
+    if (given_.leave != nullptr) given_.leave(given_.context);
   }
 
  private:
@@ -58,6 +59,7 @@ class Functions final : public Across {
   }
 
   const shc_across given_;
+  const int forks_ = shardcomm::forks();
 };
 
 }  // namespace

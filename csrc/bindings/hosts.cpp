@@ -36,9 +36,9 @@ class PythonAcross final : public Across {
   void broadcast(int channel, void* buffer, std::size_t bytes, int root) override {
     call("broadcast", channel, address(buffer), bytes, root);
   }
-  void abort() noexcept override {
+  void leave() noexcept override {
     try {
-      call("abort");
+      call("leave");
     } catch (const std::exception&) {  // it has left as far as it can
     }
   }
@@ -72,7 +72,14 @@ void bind_hosts(py::module_& m) {
       [](const std::shared_ptr<Communicator>& on_host, py::object across, int host, int hosts) {
         auto given = std::make_unique<PythonAcross>(std::move(across));
         const InterruptibleWait scope;
-        return destroyed_without_lock(make_hosts(on_host, std::move(given), host, hosts));
+        auto comm = make_hosts(on_host, std::move(given), host, hosts);
+        auto* object = comm.get();
+        return destroyed_without_lock(
+            std::shared_ptr<Communicator>(object, [comm = std::move(comm)](Communicator*) mutable {
+              auto owner = std::make_unique<std::shared_ptr<Communicator>>(std::move(comm));
+              // What was dropped at the end still waits for other hosts, and nobody for it.
+              if (is_ending() && any_held()) static_cast<void>(owner.release());
+            }));
       },
       py::arg("on_host"), py::arg("across"), py::arg("host"), py::arg("hosts"));
 }

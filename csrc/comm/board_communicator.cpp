@@ -290,6 +290,15 @@ void BoardCommunicator::find_out_who_died(const Call& call) {
   }
 }
 
+void BoardCommunicator::check_outside(int channel) {
+  for (int r = 0; r < size_; ++r) {
+    if (!group_.has_ended(r)) continue;
+    const std::optional<LastCall> last = group_.last_call(r, channel);
+    if (last && last->pending) group_.fail(Trouble::died, r);
+  }
+  group_.throw_if_ended(call_of(channel, rank_));
+}
+
 std::vector<Receipt> BoardCommunicator::receipts() const {
   std::vector<Receipt> all;
   for (int op = 0; op < kOps; ++op) {

@@ -72,11 +72,15 @@ class BoardCommunicator final : public Communicator {
     perform(where, name(call.op), [&] {
       begin(where, call, nullptr);
       body();
-      if (call.op != Op::allocate) took(where, call.op, Path::hosts);
+      if (call.op != Op::allocate && call.op != Op::attach) took(where, call.op, Path::hosts);
     });
   }
   const Call& call_of(int channel, int rank) { return this->channel(channel).board.call_of(rank); }
   void meet(int channel) { this->channel(channel).board.meet(); }
+  // While this rank waits outside of a meeting: throws CommError if the group has ended, or if a
+  // rank has died in its call.
+  void check_outside(int channel);
+  double deadline_s() const { return group_.deadline_s(); }
   // Whether all ranks have posted one place in memory that they share as their `recv`. Throws
   // CommError if they have posted several.
   bool have_one_window(int channel);

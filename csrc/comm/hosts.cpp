@@ -2,10 +2,12 @@
 
 #include <algorithm>
 #include <cstring>
+#include <sstream>
 #include <stdexcept>
 #include <utility>
 
 #include "comm/buffer.h"
+#include "comm/waited.h"
 #include "shardcomm/error.h"
 #include "shardcomm/tile.h"
 #include "stream/futex.h"
@@ -44,7 +46,9 @@ std::shared_ptr<Communicator> make_hosts(std::shared_ptr<Communicator> on_host,
                                 "; there must be at least 2, numbered from 0 on");
   }
   board->count_from(host * board->size());
-  return std::make_shared<HostsCommunicator>(std::move(board), std::move(across), host, hosts);
+  auto comm = std::make_shared<HostsCommunicator>(std::move(board), std::move(across), host, hosts);
+  comm->attach();
+  return comm;
 }
 
 HostsCommunicator::Lane::Lane(BoardCommunicator& on_host, int hosts, int of_channel, int blocks)
@@ -77,6 +81,14 @@ HostsCommunicator::HostsCommunicator(std::shared_ptr<BoardCommunicator> on_host,
 
 HostsCommunicator::~HostsCommunicator() { close(); }
 
+void HostsCommunicator::attach() {
+  for (Lane* lane : {&gathers_, &reduces_}) {
+    Call call;
+    call.op = Op::attach;
+    perform(*lane, call, {}, [&] { greet(*lane); });
+  }
+}
+
 std::shared_ptr<Memory> HostsCommunicator::allocate(std::size_t bytes, Use use) {
   Lane& lane = use == Use::gather ? gathers_ : reduces_;
   std::shared_ptr<Memory> memory;
@@ -107,7 +119,7 @@ void HostsCommunicator::close() noexcept {
 
 // A forked child is not the rank.
 void HostsCommunicator::leave_others() noexcept {
-  if (!on_host_->forked()) across_->abort();
+  if (!on_host_->forked()) across_->leave();
 }
 
 void HostsCommunicator::telling_others(const std::function<void()>& body) {
@@ -159,12 +171,24 @@ void HostsCommunicator::check_same(const Lane& lane, const Call& other, int rank
 
 void HostsCommunicator::greet(Lane& lane, const void* payload, std::size_t bytes) {
   lane.hello.call = on_host_->call_of(lane.channel, index());
+  lane.hello.rank = rank();
+  lane.hello.size = size();
   if (bytes > 0) std::memcpy(lane.hello.payload, payload, bytes);
   start_and_finish(lane, [&lane](Across& across, int channel) {
     across.all_gather(channel, &lane.hello, lane.hellos.data(), sizeof(Hello));
   });
   for (int host = 0; host < hosts_; ++host) {
-    check_same(lane, lane.hellos[static_cast<std::size_t>(host)].call, rank_at(host, index()));
+    const Hello& other = lane.hellos[static_cast<std::size_t>(host)];
+    if (other.rank != rank_at(host, index()) || other.size != size()) {
+      on_host_->refuse(lane.channel,
+                       "what joins the hosts has rank " + std::to_string(other.rank) + " of " +
+                           std::to_string(other.size) + " in place " + std::to_string(host) +
+                           ", where rank " + std::to_string(rank_at(host, index())) + " of " +
+                           std::to_string(size()) +
+                           " belongs: its members are the ranks with one index, in the order of "
+                           "their hosts' numbers");
+    }
+    check_same(lane, other.call, rank_at(host, index()));
   }
 }
 
@@ -176,12 +200,23 @@ void HostsCommunicator::start(Lane& lane, std::int64_t chunk, Crossing crossing)
 
 void HostsCommunicator::finish(Lane& lane, std::int64_t chunk) {
   auto& crossing = lane.crossings[static_cast<std::size_t>(chunk % kSlots)];
-  // A rank of this host that ends meanwhile ends this call, too.
+  Waited waited(Clock::now());
   while (crossing != nullptr && !crossing->wait_for(kWaitSlice)) {
     check_wait();
-    on_host_->check();
+    on_host_->check_outside(lane.channel);  // a rank that ends meanwhile ends this call, too
+    if (waited.until_now().count() > on_host_->deadline_s()) throw_late(lane);
   }
   crossing = nullptr;
+}
+
+void HostsCommunicator::throw_late(const Lane& lane) const {
+  const Call& own = on_host_->call_of(lane.channel, index());
+  CommFault fault = fault_in(own, "late");
+  fault.reporter = rank();
+  std::ostringstream text;
+  text << "ranks of other hosts did not come within " << on_host_->deadline_s() << " s; rank "
+       << rank() << " was in " << on_host_->describe(own);
+  throw CommError(text.str(), fault);
 }
 
 void HostsCommunicator::start_and_finish(Lane& lane, Crossing crossing) {

@@ -16,12 +16,15 @@
 
 namespace shardcomm {
 
-// What one rank tells the same rank of other hosts before anything else crosses: its call and, if
-// all send so few, the bytes themselves. All are of one size, since nobody knows what comes.
+// What one rank tells the same rank of other hosts before anything else crosses: who it is, its
+// call and, if all send so few, the bytes themselves. All are of one size, since nobody knows what
+// comes.
 struct Hello {
   static constexpr std::size_t kBytes = 1024;
-  static constexpr std::size_t kRoom = kBytes - sizeof(Call);
+  static constexpr std::size_t kRoom = kBytes - sizeof(Call) - 8;
   Call call;
+  std::int32_t rank;
+  std::int32_t size;
   std::byte payload[kRoom];
 };
 static_assert(sizeof(Hello) == Hello::kBytes);
@@ -31,6 +34,9 @@ class HostsCommunicator final : public Communicator {
   HostsCommunicator(std::shared_ptr<BoardCommunicator> on_host, std::unique_ptr<Across> across,
                     int host, int hosts);
   ~HostsCommunicator() override;
+
+  // Meets all ranks of all hosts, before anything else.
+  void attach();
 
   int rank() const override { return first() + index(); }
   int size() const override { return hosts_ * local_; }
@@ -114,6 +120,7 @@ class HostsCommunicator final : public Communicator {
   // Runs a chunk's crossing on the worker of the lane, and waits for it.
   void start(Lane& lane, std::int64_t chunk, Crossing crossing);
   void finish(Lane& lane, std::int64_t chunk);
+  [[noreturn]] void throw_late(const Lane& lane) const;
   // The same of what is no chunk. It is not run on this thread, whose wait a signal can end.
   void start_and_finish(Lane& lane, Crossing crossing);
   void cross(const Lane& lane, const Crossing& crossing);

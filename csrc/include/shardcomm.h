@@ -282,11 +282,13 @@ SHC_API shc_status shc_comm_init_rank(shc_comm** comm, int size, const shc_uniqu
                                       const shc_comm_options* options);
 
 // What carries bytes between hosts for shc_comm_init_hosts: collectives of the ranks with one index
-// on their hosts, such as MPI's. Each of those ranks counts as the number of its host.
+// on their hosts, such as MPI's. There are `hosts` of them, and each counts as the number of its
+// host.
 //
 // A function returns 0 when this rank's part is complete, or anything else if it cannot be, and may
 // then leave a sentence in `error`, which has room for 256 bytes. There are two channels, 0 and 1,
-// each with an order of its own: a call of each may run at once, on any threads.
+// each with an order of its own. The library calls from threads of its own, from one thread of each
+// channel at once: MPI needs MPI_THREAD_MULTIPLE and a communicator for each channel.
 typedef struct shc_across {
   size_t size;
   int version;
@@ -298,10 +300,12 @@ typedef struct shc_across {
   int (*all_to_all)(void* context, int channel, const void* send, void* recv, size_t bytes,
                     char* error);
   int (*broadcast)(void* context, int channel, void* buffer, size_t bytes, int root, char* error);
-  // Makes the other hosts' present and later calls with this rank fail, if it can. Any thread may
-  // call it, more than once. NULL: they end as they do without.
-  void (*abort)(void* context);
-  // Called once, when nothing will be called any more. NULL: nothing is.
+  // This rank leaves the group: it is called in peace, by shc_comm_close and shc_comm_destroy, as
+  // well as after a failure, on any thread, and more than once. From then on the other hosts'
+  // present and later calls with this rank are to fail, if you can make them. NULL: they end as
+  // they do without.
+  void (*leave)(void* context);
+  // Called once, when nothing will be called any more; not in a forked child. NULL: nothing is.
   void (*destroy)(void* context);
 } shc_across;
 
@@ -309,12 +313,13 @@ typedef struct shc_across {
 
 // Joins `hosts` hosts, of which this one has the number `host`, to a group in which this rank's
 // number is host * size + rank of `on_host`. That is a communicator of SHC_SHM or SHC_LOCAL with at
-// least two ranks, and as many on every host; it is only destroyed from now on, at any time.
-// Collective among all ranks.
+// least two ranks, and as many on every host; it is only destroyed from now on, at any time, and
+// its deadline is the group's. Collective among all ranks, which compare their numbers.
 //
 // The group has shc_all_gather, shc_reduce_scatter, shc_all_reduce, shc_broadcast, shc_barrier and
-// shc_allocate; each byte enters a host once. If this function fails, `across` is destroyed, unless
-// it is `across` that was refused.
+// shc_allocate; each byte enters a host once. A wait for other hosts ends at the deadline, but
+// shc_comm_destroy waits for functions of `across` that have not returned. If this function fails,
+// `across` is destroyed, unless it is `across` that was refused.
 SHC_API shc_status shc_comm_init_hosts(shc_comm** comm, shc_comm* on_host, const shc_across* across,
                                        int host, int hosts);
 

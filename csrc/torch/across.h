@@ -33,7 +33,7 @@ class GlooAcross {
     across.all_gather = all_gather;
     across.all_to_all = all_to_all;
     across.broadcast = broadcast;
-    across.abort = abort;
+    across.leave = leave;
     across.destroy = destroy;
     shc_comm* comm = nullptr;
     shc::check(shc_comm_init_hosts(&comm, on_host, &across, host, hosts));
@@ -85,13 +85,13 @@ class GlooAcross {
     });
   }
 
-  static void abort(void* context) {
+  static void leave(void* context) {
     std::array<Gloo, 2> dropped;  // destroyed after the lock
     const std::lock_guard<std::mutex> lock(of(context).mutex_);
     dropped.swap(of(context).groups_);
   }
 
-  // A group that is in use outlives `abort`.
+  // A group that is in use outlives `leave`.
   Gloo group(int channel) {
     const std::lock_guard<std::mutex> lock(mutex_);
     Gloo group = groups_.at(static_cast<std::size_t>(channel));

@@ -174,11 +174,13 @@ class Backend final : public c10d::Backend {
   // Ends when every rank has called it, and the collectives that it has begun before have ended.
   WorkPointer barrier(const c10d::BarrierOptions& opts) override {
     if (auto* gloo = group_.elsewhere("barrier")) return gloo->barrier(opts);
-    return group_.begin(group_.gathers, opts.asyncOp, {c10d::OpType::BARRIER, "shardcomm:barrier"},
-                        {}, {}, [this, reduces = group_.reduces.begun()] {
-                          group_.reduces.wait_for(reduces);
-                          shc::check(shc_barrier(group_.comm(), 0, nullptr));
-                        });
+    return group_.begin(
+        group_.gathers, opts.asyncOp, {c10d::OpType::BARRIER, "shardcomm:barrier"}, {}, {},
+        [this, reduces = group_.reduces.begun(), of_gloo = group_.begin_barrier_of_gloo()] {
+          group_.wait_for_reduces(reduces);
+          if (of_gloo) of_gloo->wait();
+          shc::check(shc_barrier(group_.comm(), 0, nullptr));
+        });
   }
 
   void monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) override {

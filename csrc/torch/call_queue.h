@@ -34,9 +34,17 @@ class CallQueue {
     if (begun_ != ended_) return false;
     ++begun_;
     lock.unlock();
-    const AtEnd end(*this);
+    const Running running(*this);
     call();
     return true;
+  }
+
+  // Whether this thread is in `run_now`, where a signal handler may run.
+  bool runs_here() const {
+    for (const Running* running = Running::innermost; running; running = running->outer) {
+      if (&running->queue == this) return true;
+    }
+    return false;
   }
 
   // Runs `call`, which throws nothing, on the thread, after all calls before it. After `stop` there
@@ -92,10 +100,16 @@ class CallQueue {
     return true;
   }
 
-  struct AtEnd {
-    explicit AtEnd(CallQueue& queue) : queue(queue) {}
-    ~AtEnd() { queue.end_call(); }
+  // A call that runs on this thread.
+  struct Running {
+    explicit Running(CallQueue& queue) : queue(queue) { innermost = this; }
+    ~Running() {
+      innermost = outer;
+      queue.end_call();
+    }
+    inline static thread_local const Running* innermost = nullptr;
     CallQueue& queue;
+    const Running* outer = innermost;
   };
 
   void end_call() {

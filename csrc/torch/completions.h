@@ -8,6 +8,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <system_error>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -22,8 +23,8 @@ class Completions : public std::enable_shared_from_this<Completions> {
   Completions(const Completions&) = delete;
   Completions& operator=(const Completions&) = delete;
 
-  // Runs `complete`, which throws nothing, on a thread. After `stop`, and in a forked child, there
-  // is none, and it runs now.
+  // Runs `complete`, which throws nothing, on a thread. After `stop`, in a forked child, and where
+  // the system has no more threads, it runs now.
   void post(std::function<void()> complete) {
     if (!posted(complete)) complete();
   }
@@ -57,10 +58,14 @@ class Completions : public std::enable_shared_from_this<Completions> {
     if (getpid() != owner_) return false;
     const std::lock_guard<std::mutex> lock(mutex_);
     if (stopped_) return false;
-    posted_.push_back(std::move(complete));
-    if (posted_.size() > idle_) {
-      threads_.emplace_back([own = shared_from_this()] { own->run(); });
+    if (posted_.size() >= idle_) {
+      try {
+        threads_.emplace_back([own = shared_from_this()] { own->run(); });
+      } catch (const std::system_error&) {  // there can be no more threads
+        return false;
+      }
     }
+    posted_.push_back(std::move(complete));
     changed_.notify_one();
     return true;
   }

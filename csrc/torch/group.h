@@ -40,12 +40,17 @@ class Group {
         rank_(rank),
         gloo_(std::move(gloo)),
         reason_(std::move(reason)) {}
-  ~Group() { leave(); }
+  ~Group() {
+    const OthersRun others_run;  // what these wait for may need the interpreter
+    leave();
+    gloo_ = nullptr;
+    comm_ = nullptr;
+  }
   Group(const Group&) = delete;
   Group& operator=(const Group&) = delete;
 
  private:
-  const std::unique_ptr<shc_comm, void (*)(shc_comm*)> comm_;  // outlives what uses it, below
+  std::unique_ptr<shc_comm, void (*)(shc_comm*)> comm_;  // outlives what uses it, below
 
  public:
   // Futures complete on these threads.
@@ -66,15 +71,29 @@ class Group {
   // The same for what the C library does among the ranks of one host alone.
   c10d::Backend* beyond_hosts(const char* operation) {
     if (gloo_ == nullptr) return nullptr;
+    if (stopped_) {
+      throw std::runtime_error(std::string(operation) + ": this rank has left the group");
+    }
     const std::lock_guard<std::mutex> lock(mutex_);
     to_gloo_[operation] = ++sequence_;
     return gloo_.get();
+  }
+  // A barrier of what goes to Gloo, begun; null: nothing does.
+  WorkPointer begin_barrier_of_gloo() {
+    return gloo_ ? gloo_->barrier(c10d::BarrierOptions()) : nullptr;
   }
 
   // Begins `call`. A synchronous one has ended on return, or throws what `call` throws.
   template <class Call>
   WorkPointer begin(CallQueue& queue, bool async, const Title& title, const Tensors& inputs,
                     const Tensors& results, Call call) {
+    if (gathers.runs_here() || reduces.runs_here()) {
+      throw std::invalid_argument(
+          std::string(title.text) +
+          ": called from a signal handler while this thread is in another collective of the group, "
+          "which goes on when the handler has returned; let the handler note what is wanted, and "
+          "call this afterwards");
+    }
     auto work = c10::make_intrusive<Work>(rank_, ++sequence_, title.type, title.text, inputs,
                                           results, completions);
     if (async || !queue.run_now([&] { work->run([&] { interruptibly(call); }); })) {
@@ -82,6 +101,17 @@ class Group {
     }
     if (!async) work->wait(kNoTimeout);
     return work;
+  }
+
+  // Waits for the first `calls` reductions, as a part of a collective: what interrupts it ends the
+  // group.
+  void wait_for_reduces(std::uint64_t calls) {
+    try {
+      reduces.wait_for(calls);
+    } catch (...) {
+      shc_comm_abort(comm(), "interrupted");
+      throw;
+    }
   }
 
   // The path of the latest collective of each kind.
@@ -101,10 +131,10 @@ class Group {
     return all;
   }
 
-  // Makes every rank's present and later collectives raise.
+  // Makes every rank's present and later collectives raise, but those that Gloo carries, which has
+  // no such thing.
   void abort() {
     if (comm_) shc_comm_abort(comm(), "torch.distributed aborted the group");
-    if (gloo_) gloo_->abort();
   }
 
   // Leaves the group when all collectives that were begun have ended. Messages that have not ended
@@ -113,7 +143,6 @@ class Group {
     const OthersRun others_run;
     for (CallQueue* queue : {&gathers, &reduces}) queue->wait_for(queue->begun());
     leave();
-    if (gloo_) gloo_->shutdown();
   }
 
   // Leaves the group at once, and returns when its threads have ended, callbacks as well.
@@ -134,7 +163,7 @@ class Group {
 
  private:
   const int rank_;
-  const c10::intrusive_ptr<c10d::Backend> gloo_;
+  c10::intrusive_ptr<c10d::Backend> gloo_;
   const std::string reason_;
   std::atomic<std::uint64_t> sequence_{0};
   std::atomic<bool> stopped_{false};

@@ -53,11 +53,11 @@ void keep_all() {
 }
 
 void leave_all() {
+  const shardcomm_torch::OthersRun others_run;  // also when `all` is let go of
   std::vector<c10::intrusive_ptr<Backend>> all;
   for (const auto& known : groups) {
     if (auto group = known.lock()) all.push_back(std::move(group));
   }
-  const shardcomm_torch::OthersRun others_run;
   // All first: a callback of one group may wait for a collective of another.
   for (const auto& group : all) group->close();
   for (const auto& group : all) group->leave();
@@ -82,9 +82,13 @@ PYBIND11_MODULE(shardcomm_torch, m) {
       [](std::uintptr_t on_host, shardcomm_torch::GlooAcross::Gloo gathers,
          shardcomm_torch::GlooAcross::Gloo reduces, int host, int hosts) {
         const shardcomm_torch::OthersRun others_run;
-        return reinterpret_cast<std::uintptr_t>(
-            shardcomm_torch::GlooAcross::join(reinterpret_cast<shc_comm*>(on_host),
-                                              std::move(gathers), std::move(reduces), host, hosts));
+        shc_comm* comm = nullptr;
+        shardcomm_torch::interruptibly([&] {
+          comm = shardcomm_torch::GlooAcross::join(reinterpret_cast<shc_comm*>(on_host),
+                                                   std::move(gathers), std::move(reduces), host,
+                                                   hosts);
+        });
+        return reinterpret_cast<std::uintptr_t>(comm);
       },
       py::arg("on_host"), py::arg("gathers"), py::arg("reduces"), py::arg("host"),
       py::arg("hosts"));

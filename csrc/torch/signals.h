@@ -35,40 +35,59 @@ inline void throw_if_interrupted() {
   if (PyErr_CheckSignals() != 0) throw py::error_already_set();
 }
 
-// While alive, other threads may have the interpreter.
+// While alive, other threads may have the interpreter, unless that has ended.
 class OthersRun {
  public:
   OthersRun() {
-    if (PyGILState_Check() != 0) released_.emplace();
+    if (Py_IsInitialized() != 0 && PyGILState_Check() != 0) released_.emplace();
   }
 
  private:
   std::optional<py::gil_scoped_release> released_;
 };
 
-// Runs `call`, in which long waits inside the C library do that.
+// While alive, long waits of this thread inside the C library run signal handlers. A handler may
+// make another one, in a collective of another group.
+class WaitCheck {
+ public:
+  WaitCheck() { set(this); }
+  ~WaitCheck() { set(outer_); }
+  WaitCheck(const WaitCheck&) = delete;
+  WaitCheck& operator=(const WaitCheck&) = delete;
+
+  // What a handler has raised.
+  const std::exception_ptr& raised() const { return raised_; }
+
+ private:
+  static void set(WaitCheck* check) {
+    innermost = check;
+    shc_set_wait_check(check == nullptr ? nullptr : run, check);
+  }
+
+  static int run(void* check) {
+    try {
+      throw_if_interrupted();
+      return 0;
+    } catch (...) {
+      static_cast<WaitCheck*>(check)->raised_ = std::current_exception();
+      return 1;
+    }
+  }
+
+  inline static thread_local WaitCheck* innermost = nullptr;
+
+  WaitCheck* const outer_ = innermost;
+  std::exception_ptr raised_;
+};
+
+// Runs `call`, whose long waits inside the C library can be interrupted.
 template <class Call>
 void interruptibly(Call&& call) {
-  struct Check {
-    std::exception_ptr raised;
-
-    Check() { shc_set_wait_check(run, this); }
-    ~Check() { shc_set_wait_check(nullptr, nullptr); }
-
-    static int run(void* check) {
-      try {
-        throw_if_interrupted();
-        return 0;
-      } catch (...) {
-        static_cast<Check*>(check)->raised = std::current_exception();
-        return 1;
-      }
-    }
-  } check;
+  const WaitCheck check;
   try {
     call();
   } catch (...) {
-    if (check.raised) std::rethrow_exception(check.raised);
+    if (check.raised()) std::rethrow_exception(check.raised());
     throw;
   }
 }

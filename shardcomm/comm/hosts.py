@@ -67,7 +67,7 @@ class GroupAcross:
         options.rootRank = root
         self._group(channel).broadcast([_at(buffer, nbytes)], options).wait()
 
-    def abort(self) -> None:
+    def leave(self) -> None:
         """Lets go of the groups. A group of Gloo then closes its connections, and the other ranks hear of that."""
         self._groups = ()
 

@@ -98,9 +98,7 @@ def make_group(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
 
     deadline_s = timeout.total_seconds()
     exchange = StoreExchange(store, "connect", rank, size, deadline_s)
-    with exchange.telling():
-        comm = rendezvous.connect(exchange, "auto", _CPU, through_gloo)
-    with comm:
+    with exchange.telling(), rendezvous.connect(exchange, "auto", _CPU, through_gloo) as comm:
         library, module = loaded_everywhere(
             comm, f"the backend {NAME!r} of torch.distributed", load
         )
@@ -113,8 +111,8 @@ def make_group(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
         handle = library.connect(comm, SHM, -1, deadline_s, on_host).value
         if hosts == 1:
             return module.Backend(rank, size, timeout, handle, None, "")
+        gloo = exchange.wait_for(lambda: gloo_of(range(size), "the rest"))
         handle = module.join_hosts(handle, *carriers, carriers[0].rank(), hosts)
-        gloo = gloo_of(range(size), "the rest")
         return module.Backend(rank, size, timeout, handle, gloo, "the ranks are on several hosts")
 
 

@@ -13,12 +13,12 @@ from __future__ import annotations
 import os
 import socket
 import struct
+import threading
 import time
 from contextlib import suppress
 from hashlib import blake2b
 
 from shardcomm._C import CommError
-from shardcomm.meeting.background import Background
 from shardcomm.meeting.comm_error import comm_error
 
 _PAUSE_S = 0.02  # between attempts to connect, until rank 0 is there
@@ -57,7 +57,7 @@ def announce(run: str, port: int, others: int) -> None:
                     with suppress(OSError):  # the rank may have ended
                         peer.sendall(b"%d\n" % port)
 
-    Background(tell_all)
+    threading.Thread(target=tell_all, daemon=True).start()
 
 
 def ask(run: str, timeout_s: float) -> int:

@@ -22,7 +22,7 @@ class Background(Generic[T]):
     def __init__(self, fn: Callable[[], T]) -> None:
         self._outcome: Future[T] = Future()
         thread = threading.Thread(target=self._run, args=(fn,), daemon=True)
-        _threads.difference_update([each for each in _threads if not each.is_alive()])
+        _threads.difference_update([each for each in list(_threads) if not each.is_alive()])
         thread.start()
         _threads.add(thread)
 

@@ -130,7 +130,7 @@ static void join_and_run(shc_comm* all) {
   across.all_gather = gather_hosts;
   across.all_to_all = exchange_hosts;
   across.broadcast = broadcast_hosts;
-  across.abort = cut;
+  across.leave = cut;
   across.destroy = count_end;
   refused(shc_comm_init_hosts(&comm, on_host, &across, kHosts, kHosts), SHC_INVALID_ARGUMENT,
           "host is 2 of 2");

@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <cstring>
 #include <functional>
+#include <future>
 #include <memory>
 #include <mutex>
 #include <random>
@@ -62,7 +63,7 @@ class Threads final : public Across {
   void broadcast(int channel, void* buffer, std::size_t bytes, int root) override {
     comm(channel).broadcast(buffer, bytes, root);
   }
-  void abort() noexcept override {
+  void leave() noexcept override {
     for (const auto& comm : comms_) comm->abort("the lead has left");
   }
 
@@ -76,7 +77,7 @@ using Body = std::function<void(Communicator&)>;
 void on_hosts(int hosts, int local, const Body& body, double deadline_s = ranks::kLongS) {
   std::vector<std::vector<std::shared_ptr<Communicator>>> slices[2];
   for (auto& channel : slices) {
-    for (int i = 0; i < local; ++i) channel.push_back(make_local_group(hosts, {deadline_s}));
+    for (int i = 0; i < local; ++i) channel.push_back(make_local_group(hosts, {ranks::kLongS}));
   }
   std::vector<std::thread> threads;
   for (int host = 0; host < hosts; ++host) {
@@ -265,6 +266,44 @@ void ranks_are_called_by_their_numbers_of_all_hosts() {
   });
 }
 
+void hosts_that_do_not_come_are_late() {
+  std::promise<void> over[2];
+  on_hosts(
+      2, 2,
+      [&](Communicator& comm) {
+        if (comm.rank() >= 2) return over[comm.rank() - 2].get_future().wait();
+        const CommError error = error_of([&] { comm.barrier(); });
+        const std::string text = error.what();  // which may tell that the other rank has said so
+        require(text.find("ranks of other hosts did not come within 1 s") != std::string::npos,
+                text);
+        over[comm.rank()].set_value();
+      },
+      1.0);
+}
+
+void hosts_with_one_number_are_refused() {
+  const auto first = make_local_group(2), second = make_local_group(2);
+  std::vector<std::shared_ptr<Communicator>> across[2][2];
+  for (auto& index : across) {
+    for (auto& channel : index) channel = make_local_group(2);
+  }
+  std::vector<std::thread> threads;
+  for (int r = 0; r < 4; ++r) {
+    threads.emplace_back([&, r] {
+      const auto host = static_cast<std::size_t>(r / 2), index = static_cast<std::size_t>(r % 2);
+      const auto& group = host == 0 ? first : second;
+      const CommError error = error_of([&] {
+        make_hosts(group[index],
+                   std::make_unique<Threads>(across[index][0][host], across[index][1][host]), 0, 2);
+      });
+      require(std::string(error.fault().kind) == "mismatch" ||
+                  std::string(error.what()).find("lead has left") != std::string::npos,
+              error.what());
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
 void what_is_not_there_says_so() {
   on_hosts(2, 2, [&](Communicator& comm) {
     float own = 0, all[4], other[4];
@@ -310,6 +349,8 @@ int main(int argc, char** argv) {
   everything(2, 3, seed);
   different_calls_end_on_all_ranks();
   ranks_are_called_by_their_numbers_of_all_hosts();
+  hosts_that_do_not_come_are_late();
+  hosts_with_one_number_are_refused();
   what_is_not_there_says_so();
   std::puts("hosts_test: ok");
 }

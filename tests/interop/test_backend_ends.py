@@ -37,6 +37,45 @@ class Stopped(Exception):
     """What this test's signal handler raises, as Python's own raises KeyboardInterrupt."""
 
 
+def call_from_a_handler() -> list[str]:
+    world()
+    store = dist.distributed_c10d._get_default_store()
+    said: list[str] = []
+
+    def call(*_: object) -> None:
+        for collective in (
+            lambda: dist.all_reduce(torch.ones(1)),
+            lambda: dist.all_reduce(torch.ones(1), async_op=True),
+            dist.barrier,
+        ):
+            with pytest.raises(ValueError, match="called from a signal handler") as refused:
+                collective()
+            said.append(str(refused.value))
+        store.set("refused", "")
+
+    if dist.get_rank() == 0:
+        signal.signal(signal.SIGALRM, call)
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+    else:
+        store.wait(["refused"])  # so that rank 0 waits in the collective
+    x = torch.ones(3)
+    dist.all_reduce(x)
+    assert x.tolist() == [2, 2, 2]
+    dist.barrier()
+    dist.destroy_process_group()
+    return said
+
+
+def test_a_signal_handlers_collective_is_refused_inside_another_one() -> None:
+    said, none = launch(call_from_a_handler, 2, timeout_s=30)
+    assert [text.partition(":")[2].partition(":")[0] for text in said] == [
+        "all_reduce",
+        "all_reduce",
+        "barrier",
+    ]
+    assert none == []
+
+
 def stop_behind_a_reduce(wait: Callable[[], object]) -> None:
     group = world()
     store = dist.distributed_c10d._get_default_store()

@@ -68,6 +68,13 @@ def operations(name: str, seed: int) -> list[torch.Tensor]:
         dist.reduce(onto_3, 3)
         if rank != 3:
             onto_3.zero_()  # of other ranks nothing is said
+        dist.barrier()
+        by_turns = torch.empty_like(wide)
+        begun = dist.all_to_all_single(by_turns, wide, async_op=True)
+        dist.barrier()  # waits for what Gloo has begun, too
+        assert begun is not None
+        assert begun.is_completed()
+        assert by_turns.equal(exchanged)
         around = torch.empty_like(own)
         send = dist.isend(own, (rank + 1) % RANKS)
         dist.recv(around, (rank - 1) % RANKS)

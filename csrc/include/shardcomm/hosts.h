@@ -16,7 +16,8 @@ namespace shardcomm {
 // Collectives among the ranks with one index, one on each host; their numbers here are those of
 // the hosts. Each call returns when this rank's part is complete, and throws any exception if it
 // cannot be. There are two channels, 0 and 1, each with an order of its own: a call of each may run
-// at once, from two threads, which need not be the same ones each time.
+// at once, from two threads, which need not be the same ones each time. Only calls
+// that have returned let the communicator be destroyed.
 class Across {
  public:
   virtual ~Across() = default;
@@ -25,14 +26,15 @@ class Across {
   // recv[h * bytes ...] = send[own * bytes ...] of host h.
   virtual void all_to_all(int channel, const void* send, void* recv, std::size_t bytes) = 0;
   virtual void broadcast(int channel, void* buffer, std::size_t bytes, int root) = 0;
-  // Makes the other hosts' present and later calls with this rank throw, if it can. Any thread may
-  // call it, more than once.
-  virtual void abort() noexcept = 0;
+  // This rank leaves, after a failure or in peace. From now on the other hosts' present and later
+  // calls with it throw, if that can be done. Any thread may call it, more than once.
+  virtual void leave() noexcept = 0;
 };
 
 // Makes a communicator of `hosts` times `on_host->size()` ranks, in which this rank's number is
 // host * on_host->size() + on_host->rank(). `on_host` is a communicator of shm, or of local on a
-// CPU, with at least two ranks, and is used by nobody else from now on. Collective.
+// CPU, with at least two ranks, and is used by nobody else from now on. Collective among all ranks,
+// which compare their numbers.
 //
 // It has all_gather, reduce_scatter, all_reduce, broadcast, barrier and allocate. If a rank dies,
 // is late or calls something else, all ranks of its host throw CommError, and each of them makes
