@@ -5,6 +5,8 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <cstdint>
+
 namespace py = pybind11;
 
 namespace shardcomm::bindings {
@@ -16,6 +18,9 @@ constexpr int kHostDevice = SHARDCOMM_PLAYED_DEVICE;
 #else
 constexpr int kHostDevice = -1;
 #endif
+
+// Python gives addresses as numbers.
+inline void* pointer(std::uintptr_t address) { return reinterpret_cast<void*>(address); }
 
 void bind_comm_error(py::module_& m);
 void bind_layout(py::module_& m);

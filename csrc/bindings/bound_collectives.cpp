@@ -15,8 +15,6 @@
 namespace shardcomm::bindings {
 namespace {
 
-void* pointer(std::uintptr_t address) { return reinterpret_cast<void*>(address); }
-
 Epilogue epilogue_of(DType recv_dtype, float scale, bool accumulate, std::uintptr_t nonfinite) {
   return {recv_dtype, scale, accumulate, static_cast<std::int32_t*>(pointer(nonfinite))};
 }

@@ -10,8 +10,6 @@
 namespace shardcomm::bindings {
 namespace {
 
-void* pointer(std::uintptr_t address) { return reinterpret_cast<void*>(address); }
-
 // Runs `collective` on `stream`, or here and now, where Ctrl-C ends a long wait.
 void submit(OptionalStream stream, Stream::Operation collective) {
   const InterruptibleWait scope;
