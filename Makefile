@@ -43,10 +43,10 @@ demo: setup
 	$(BIN)/shardcomm train
 
 test: setup
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(BIN)/python -m pytest -n 3 --dist worksteal
 
 test-fast: setup
-	$(BIN)/python -m pytest -n 2 --dist worksteal --fast
+	$(BIN)/python -m pytest -n 3 --dist worksteal --fast
 
 # The tag is the oldest glibc and libstdc++ that serve; auditwheel finds it.
 wheel: setup

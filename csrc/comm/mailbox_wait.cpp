@@ -118,7 +118,8 @@ bool Mailbox::poll(Lock& lock, const Wait& wait, Clock::time_point end) {
   const Counted polls(*this, polling_);
   do {
     const std::uint64_t seen = looked_at_ + changes_.load();
-    const auto is_changed = [&] { return mail_.activity() + changes_.load() != seen; };
+    const bool has_more = mail_.has_more();  // of a long message, which goes a few fragments a look
+    const auto is_changed = [&] { return has_more || mail_.activity() + changes_.load() != seen; };
     {
       const Unlocked unlocked(lock);
       if (!spin(has_core_, is_changed) && !shardcomm::poll(has_core_, Clock::now(), is_changed)) {
