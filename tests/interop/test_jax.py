@@ -170,7 +170,8 @@ def derivatives(seed: int) -> None:
 
         for function in (of_gather, of_reduce_scatter, of_all_reduce, of_broadcast, layered):
             order = 2 if function in (of_gather, of_broadcast) else 1
-            check_grads(jax.jit(function), (x,), order=order, modes=["fwd", "rev"])
+            # Where the derivative is steep, differences are off by some 1e-5 of it.
+            check_grads(jax.jit(function), (x,), order, ["fwd", "rev"], atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.slow
