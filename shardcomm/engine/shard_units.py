@@ -15,6 +15,7 @@ from shardcomm.bucket.secondary_shard import SecondaryShard
 from shardcomm.bucket.staging import Staging
 from shardcomm.comm.mesh import Mesh
 from shardcomm.parameter.holders import Holders
+from shardcomm.parameter.optimizer_steps import replaced
 from shardcomm.parameter.tensor_parallel import local, with_same
 from shardcomm.sharded.sharded_unit import ShardedUnit
 from shardcomm.unit.groups import (
@@ -220,6 +221,8 @@ def _materialize_unit(unit: UnitParams, device: torch.device) -> None:
         module, attribute = owned.places[0]
         param = module._parameters[attribute]
         assert param is not None
+        if param is not owned.param:
+            replaced(owned.param, owned.name)
         owned.param = param
 
 

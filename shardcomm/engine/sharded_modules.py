@@ -25,6 +25,16 @@ def remember(model: nn.Module) -> None:
     """Counts `model` and all modules in it as sharded from now on."""
     _install()
     _sharded.update(model.modules())
+    for module in model.modules():
+        if isinstance(module, nn.RNNBase):
+            vars(module)["flatten_parameters"] = _leave_in_place
+
+
+def _leave_in_place() -> None:
+    """Does nothing, where an `nn.LSTM` or the like would move its parameters out of the engine's memory for cuDNN.
+
+    cuDNN copies them together in each forward instead.
+    """
 
 
 @cache
@@ -47,28 +57,47 @@ def _on_module(module: nn.Module, name: str, child: nn.Module | None) -> None:
                 "of the others, or copy them; its engine averages gradients already: call the model itself"
             )
         return
-    if child is None or child is module._modules.get(name) or module not in _sharded:
-        return
-    if any(
-        not is_sharded(m) and any(True for _ in m.parameters(recurse=False))
-        for m in child.modules()
-    ):
-        _refuse(module, name, f"a {type(child).__name__}")
+    if child is not None and child is not module._modules.get(name) and module in _sharded:
+        _accept(module, name, child)
 
 
-def containers(model: nn.Module) -> list[tuple[nn.Module, int]]:
-    """The containers in `model` whose `insert` torch tells no hook of, each with its number of entries."""
-    kinds = (nn.ModuleList, nn.Sequential)
-    return [(each, len(each._modules)) for each in model.modules() if isinstance(each, kinds)]
+def _accept(module: nn.Module, name: str, child: nn.Module) -> None:
+    """Counts `child`, which is put into a sharded `module`, as sharded; RuntimeError if it has parameters."""
+    for each in child.modules():
+        if not is_sharded(each) and any(True for _ in each.parameters(recurse=False)):
+            _refuse(module, name, f"a {type(child).__name__}")
+    _sharded.update(child.modules())  # what is put into it later is seen, too
+    Containers.others += 1
 
 
-def check_containers(known: list[tuple[nn.Module, int]]) -> None:
-    """RuntimeError if something was inserted into one of the containers that are `known`."""
-    for container, entries in known:
-        if len(container._modules) > entries:
-            for name, child in container._modules.items():
+class Containers:
+    """The containers in `model` whose `insert` torch tells no hook of, each with its entries."""
+
+    others = 0
+    """How often any sharded module was given another module, which may be such a container."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._look()
+
+    def _look(self) -> None:
+        self._others = Containers.others
+        kinds = (nn.ModuleList, nn.Sequential)
+        found = (each for each in self._model.modules() if isinstance(each, kinds))
+        self._known = [(each, [*each._modules.values()]) for each in found]
+
+    def check(self) -> None:
+        """RuntimeError if a module with parameters was inserted into one of them since the last check."""
+        if self._others == Containers.others and all(
+            [[*container._modules.values()] == known for container, known in self._known]
+        ):
+            return
+        self._look()
+        for container, entries in self._known:
+            for name, child in zip(container._modules, entries, strict=True):
                 if child is not None and not is_sharded(child):
-                    _refuse(container, name, f"a {type(child).__name__}")
+                    self._others = -1  # so that the next check says so again
+                    _accept(container, name, child)
 
 
 def _refuse(module: nn.Module, name: str, what: str) -> NoReturn:

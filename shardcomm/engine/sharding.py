@@ -25,6 +25,7 @@ from shardcomm.engine.sharded_modules import is_sharded, remember
 from shardcomm.meeting.comm_error import comm_error
 from shardcomm.parameter import optimizer_steps
 from shardcomm.parameter.holders import Holders
+from shardcomm.parameter.replaced import take_over
 from shardcomm.parameter.tensor_parallel import inner_groups
 from shardcomm.planner.planner import MemoryPlan
 from shardcomm.planner.policies import may_be_left_out, policies_of, schedule_units
@@ -185,6 +186,7 @@ def fully_shard(
     }
     with _told_to_all(main, call, main.failing_together):
         found = find_units(model, units, ignored_params)
+        _take_over(found)
         order = registration_order(found)
         policies = policies_of(found, rest)
         call[_KINDS] = repr(len({policy.ranks for policy in [rest, *policies]}))
@@ -260,9 +262,25 @@ def fully_shard(
         + [*experts.values()],
         elsewhere=elsewhere,
     )
+    _guard(model, sharded)
+    return engine
+
+
+def _take_over(units: Sequence[UnitParams]) -> None:
+    """Lets the engine read gradients of parameters that another engine has replaced, which the model still has."""
+    for unit in units:
+        for owned in unit.params:
+            take_over(owned.param)
+
+
+def _guard(model: nn.Module, units: Sequence[ShardedUnit]) -> None:
+    """Lets optimizers and modules know that `model` is sharded, and that parameters in no unit are each rank's own."""
     optimizer_steps.install()
     remember(model)
-    return engine
+    held = {param.shard for unit in units for param in unit.params}
+    for param in model.parameters():
+        if param not in held:
+            optimizer_steps.left_to_each_rank(param)
 
 
 def _agree(mesh: Mesh, items: Sequence[Item], together: FailingTogether) -> None:

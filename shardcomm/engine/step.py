@@ -36,7 +36,7 @@ from shardcomm.engine import forward_methods
 from shardcomm.engine.actions import Actions
 from shardcomm.engine.forward_methods import ForwardMethod
 from shardcomm.engine.gradients import Gradients
-from shardcomm.engine.sharded_modules import check_containers, containers
+from shardcomm.engine.sharded_modules import Containers
 from shardcomm.parameter import versions
 from shardcomm.schedule.schedule import Schedule
 from shardcomm.schedule.triggers import Phase, Trigger
@@ -71,7 +71,7 @@ class Step:
         self._together = together
         self._check = check
         self._may_be_left_out = may_be_left_out
-        self._containers = containers(units[0].module)
+        self._containers = Containers(units[0].module)
 
         # Where layers are dropped at random, orders differ from step to step. The latest programs are worth keeping.
         self._program = functools.lru_cache(maxsize=8)(
@@ -97,6 +97,8 @@ class Step:
         unit.on_backward = functools.partial(self._pre_backward, unit)
         unit.on_backward_end = functools.partial(self._post_backward, unit)
         unit.on_gradient = weakly(self._on_gradient, unit)
+        unit.on_shard_gradient = weakly(self._on_shard_gradient, unit)
+        unit.watch_shards()
         unit.on_unshard = lambda: self._unshard(unit)
         unit.on_reshard = lambda: self.reshard(unit)
 
@@ -183,7 +185,7 @@ class Step:
     def _begin_forward(self) -> None:
         """Begins a step. Parameters that were gathered before are stale, since the optimizer may have stepped."""
         _check_not_recorded(self._root)
-        check_containers(self._containers)
+        self._containers.check()
         self._forget_casts()
         self.settle()
         for unit in self._units:
@@ -383,6 +385,26 @@ class Step:
         grad, other = grad.detach().to_dense(), param.full.grad
         param.full.grad = grad if other is None else other.to_dense() + grad
         unit.gradients.begin()
+
+    def _on_shard_gradient(
+        self, unit: ShardedUnit, param: ShardedParam, grad: torch.Tensor
+    ) -> torch.Tensor:
+        """Takes a gradient of a whole parameter from outside of its unit's forward; returns what `.grad` gets.
+
+        Raises:
+            RuntimeError: It cannot be added to the gradients of the unit's forward.
+        """
+        shard, full = param.shard, param.full
+        if unit_io.in_autograd_grad(shard):
+            param.whole.refuse_autograd_grad()
+        if shard._post_accumulate_grad_hooks or param.distribution is not None:
+            raise RuntimeError(
+                f"backward: a gradient came to {param.name!r} from outside of the forward of unit {unit.name!r}, which "
+                "a DTensor does not take, nor a parameter with register_post_accumulate_grad_hook; compute in that "
+                "forward, or between unshard() and reshard() of the unit"
+            )
+        self._on_unsharded_gradient(unit, param, grad.to(full.device, full.dtype))
+        return grad.new_zeros(()).expand_as(grad)
 
     def _check_thread(self) -> None:
         """RuntimeError where a backward of thread ranks on one GPU would wait for ever.

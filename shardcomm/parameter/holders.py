@@ -43,10 +43,6 @@ class Holders:
             )
         return self._of_parts[cut]
 
-    def complete(self, buffer: torch.Tensor, op: ReduceOp) -> None:
-        """Reduces `buffer` in place: each rank gives a value for its elements of the same parameters."""
-        self.mesh.all_reduce_shards(buffer, op)
-
     @property
     def is_first(self) -> bool:
         """Whether this rank is the first of the holders, which speaks where all of them know the same."""

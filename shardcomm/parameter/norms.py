@@ -4,21 +4,29 @@
 norms stay partial until then, so that one all-reduce completes all of them. There may be plain tensors among them, such
 as gradients of `ignored_params`, which nobody has averaged. Their mean over the ranks counts, so that every rank scales
 by the same factor.
+
+Ranks communicate when a norm's value is needed for the first time: in `float(norm)`, `norm > 1` or `print(norm)`. So
+every rank has to read it. The all-reduce has a tag of its own, so that another collective in its place is an error.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+import zlib
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 
+from shardcomm._C import CommError
+from shardcomm.meeting.comm_error import like
 from shardcomm.parameter.plain import plain
 from shardcomm.parameter.tensor_parallel import full
+from shardcomm.stream.streams import compute_stream
 
 if TYPE_CHECKING:
-    from shardcomm.comm.communicator import ReduceOp
+    from shardcomm.comm.communicator import Communicator, ReduceOp
+    from shardcomm.comm.mesh import Mesh
     from shardcomm.parameter.holders import Holders
 
 
@@ -83,13 +91,19 @@ def _norm(tensor: Any, given: _Given) -> torch.Tensor:
         if given.refused:
             whole.refuse(given.refused)
         if torch.is_grad_enabled() and tensor.requires_grad:
-            whole.refuse("a norm to differentiate")
+            raise RuntimeError(
+                f"a norm to differentiate of {whole.name!r}: outside of the forward of unit {whole.unit!r} this rank "
+                "has only its rows of it; take a norm to look at of param.detach(), or under torch.no_grad(), and one "
+                "to train with between unshard() and reshard() of the unit"
+            )
         rows = tensor.detach().as_subclass(torch.Tensor)
         dtype = given.dtype or rows.abs().dtype if rows.is_complex() else given.dtype or rows.dtype
         power = _power(rows, given.ord).view(1)
         if not whole.counts and not math.isinf(given.ord):
             power.zero_()
-        return PartialNorm(power, given.ord, [whole.holders], (), dtype)
+        is_values = getattr(tensor, "is_values", True)
+        of = repr(whole.name) if is_values else f"a gradient, or the like, of {whole.name!r}"
+        return PartialNorm(power, given.ord, [whole.holders], [of], (), dtype)
 
 
 def _power(rows: torch.Tensor, ord: float) -> torch.Tensor:
@@ -106,11 +120,13 @@ def _wide(dtype: torch.dtype) -> torch.dtype | None:
 
 
 class PartialNorm(torch.Tensor):
-    """Norms of order `ord`, of which each holder has a part. They are completed when their values are needed."""
+    """Norms of order `ord`, of which each holder has a part. They are completed when their values are first needed."""
 
     powers: torch.Tensor
     ord: float
     holders: Sequence[Holders | None]  # None: the norm is of a plain tensor, and complete
+    names: Sequence[str]  # what each norm is of
+    at: int | None  # the tensor's version when it was completed; None: its memory has no values yet
 
     @staticmethod
     def __new__(  # noqa: D102
@@ -118,11 +134,14 @@ class PartialNorm(torch.Tensor):
         powers: torch.Tensor,
         ord: float,
         holders: Sequence[Holders | None],
+        names: Sequence[str],
         shape: tuple[int, ...],
         dtype: torch.dtype,
     ) -> PartialNorm:
-        self = torch.empty(shape, dtype=dtype, device=powers.device).as_subclass(cls)
-        self.powers, self.ord, self.holders = powers, ord, holders
+        with torch.inference_mode(False):  # whose tensors have no versions
+            self = torch.empty(shape, dtype=dtype, device=powers.device).as_subclass(cls)
+        self.powers, self.ord, self.holders, self.names = powers, ord, holders, names
+        self.at = None
         return self
 
     @classmethod
@@ -132,30 +151,45 @@ class PartialNorm(torch.Tensor):
         kwargs = kwargs or {}
         with plain():
             if getattr(func, "__name__", "") == "__get__":
-                return func(*args)
-            if func is torch.Tensor.to:
+                return _got(func, args[0])
+            if func is torch.Tensor.to and is_partial(args[0]):
                 return _moved(args[0], func(*args, **kwargs))
             if func is torch.stack and len(args) == 1 and not kwargs:
                 return _stacked(args[0])
             if is_norm(func):
                 given: _Given = _NORMS[func](*args, **kwargs)
                 stack = given.tensors
-                if isinstance(stack, cls) and given.ord == stack.ord and not given.refused:
+                if is_partial(stack) and given.ord == stack.ord and not given.refused:
                     return stack.total(given.dtype)
             args, kwargs = completed(args), completed(kwargs)
         # Not in `plain()`, since there may be rows among the arguments.
         return func(*args, **kwargs)
 
     def complete(self) -> torch.Tensor:
-        """The norms of the whole tensors; collective. There is one all-reduce for norms with the same holders."""
+        """The norms of the whole tensors, as a plain tensor in the same memory; collective the first time.
+
+        There is one all-reduce for norms with the same holders.
+        """
+        with plain():
+            if self.at is None:
+                self.fill(self._rooted(self._whole_powers()))
+            return self.as_subclass(torch.Tensor)
+
+    def fill(self, norms: torch.Tensor) -> None:
+        """Gives the tensor its values."""
+        with plain():
+            self.copy_(norms.view(self.shape))
+            self.at = self._version
+
+    def _whole_powers(self) -> torch.Tensor:
         powers = self.powers.clone()
         for holders in dict.fromkeys(each for each in self.holders if each is not None):
             theirs = [i for i, each in enumerate(self.holders) if each is holders]
             part = powers[theirs].to(holders.mesh.device)
-            holders.complete(part, self._op)
+            of = ", ".join(self.names[i] for i in theirs)
+            _all_reduce(holders.mesh, [holders.mesh.shard], part, self._op, of)
             powers[theirs] = part.to(powers.device)
-        with plain():
-            return self._rooted(powers).to(self.dtype).view(self.shape)
+        return powers
 
     def total(self, dtype: torch.dtype | None) -> torch.Tensor:
         """The norm of all norms, the same on every rank; collective. It takes an all-reduce of one number.
@@ -166,7 +200,7 @@ class PartialNorm(torch.Tensor):
         meshes = list({id(each.everyone): each.everyone for each in holders if each}.values())
         if self.ord == 0:  # torch counts the norms that are not 0
             says = [each is None or each.is_first for each in holders]
-            powers = (self.complete() != 0).double() * powers.new_tensor(says)
+            powers = (self._whole_powers() != 0).double() * powers.new_tensor(says)
         if op == "sum" and None in holders:
             ranks = [1 if each else meshes[0].all_ranks for each in holders]
             powers = powers / powers.new_tensor(ranks)
@@ -178,7 +212,7 @@ class PartialNorm(torch.Tensor):
                 if (each.everyone is mesh and each.speaks(op) if each else mesh is meshes[0])
             ]
             total = self._combined(powers[theirs]).to(mesh.device)
-            mesh.all_reduce(total, op)
+            _all_reduce(mesh, [mesh.shard, mesh.replicate], total, op, "several tensors together")
             totals.append(total.to(powers.device))
         with plain():
             return self._rooted(self._combined(torch.cat(totals))).to(dtype or self.dtype).view(())
@@ -196,33 +230,56 @@ class PartialNorm(torch.Tensor):
         return powers if math.isinf(self.ord) or self.ord == 0 else powers.pow(1 / self.ord)
 
 
-def _moved(norm: PartialNorm, like: torch.Tensor) -> PartialNorm:
-    return PartialNorm(
-        norm.powers.to(like.device), norm.ord, norm.holders, tuple(norm.shape), like.dtype
-    )
+def is_partial(norm: Any) -> TypeGuard[PartialNorm]:
+    """Whether `norm` is a PartialNorm into which nobody has written since."""
+    return isinstance(norm, PartialNorm) and norm.at in (None, norm._version)
+
+
+def _got(func: Any, norm: PartialNorm) -> Any:
+    value = func(norm)
+    if isinstance(value, torch.Tensor):  # `.data`, by which the values may be read and written
+        value = func(norm.complete())
+        norm.at = -1
+    return value
+
+
+def _moved(norm: PartialNorm, to: torch.Tensor) -> PartialNorm:
+    if to is norm:
+        return norm
+    powers, shape = norm.powers.to(to.device), tuple(norm.shape)
+    moved = PartialNorm(powers, norm.ord, norm.holders, norm.names, shape, to.dtype)
+    if norm.at is not None:
+        moved.fill(to)
+    return moved
 
 
 def _stacked(norms: Sequence[torch.Tensor]) -> torch.Tensor:
-    partial = [n for n in norms if isinstance(n, PartialNorm)]
-    if len({n.ord for n in partial}) > 1 or any(n.dim() for n in norms):
+    partial = [n for n in norms if is_partial(n)]
+    if len({n.ord for n in partial}) != 1 or any(n.dim() for n in norms):
         return torch.stack(completed(list(norms)))
     ord = partial[0].ord
     powers: list[torch.Tensor] = []
     holders: list[Holders | None] = []
+    names: list[str] = []
     for norm in norms:
-        if isinstance(norm, PartialNorm):
+        if is_partial(norm):
             powers.append(norm.powers)
             holders += norm.holders
+            names += norm.names
         else:
             power = full(norm).double().view(1)
             powers.append(power if math.isinf(ord) or ord == 0 else power.pow(ord))
             holders.append(None)
+            names.append("a plain tensor")
     dtype = torch.stack([torch.empty((), dtype=n.dtype) for n in norms]).dtype
-    return PartialNorm(torch.cat(powers), ord, holders, (len(norms),), dtype)
+    stack = PartialNorm(torch.cat(powers), ord, holders, names, (len(norms),), dtype)
+    if all(n.at is not None for n in partial):
+        stack.fill(torch.stack(completed(list(norms))))
+    return stack
 
 
 def completed(tree: Any) -> Any:
-    """`tree` with its partial norms completed; collective if there are any."""
+    """`tree` with its partial norms completed; collective if there are any that were not."""
     if isinstance(tree, PartialNorm):
         return tree.complete()
     if isinstance(tree, list | tuple):
@@ -230,3 +287,25 @@ def completed(tree: Any) -> Any:
     if isinstance(tree, dict):
         return {key: completed(value) for key, value in tree.items()}
     return tree
+
+
+def _all_reduce(
+    mesh: Mesh, groups: Iterable[Communicator], buffer: torch.Tensor, op: ReduceOp, of: str
+) -> None:
+    """Reduces `buffer` over `groups`, after the reduces that are queued there, and over the `inner` ones of `mesh`.
+
+    It completes the norm `of` something, about which the ranks must agree: the tag is a number that stands for it.
+    """
+    tag = zlib.crc32(f"the norm of {of}".encode())  # smaller than those of units
+    try:
+        with mesh.failing_together:
+            for comm in groups:
+                if comm.size > 1:
+                    compute_stream(mesh.device).wait(comm.streams.reduce.record())
+                    comm.all_reduce(buffer, op, tag=tag)
+            for comm in mesh.inner.values():
+                comm.all_reduce(buffer, op, tag=tag)
+    except CommError as error:
+        raise like(
+            error, f"the norm of {of} (tag {tag}), which every rank must read: {error}"
+        ) from error

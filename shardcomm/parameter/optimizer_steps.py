@@ -23,7 +23,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardcomm.parameter import optimizer_dicts
 from shardcomm.parameter.plain import plain, set_grad
-from shardcomm.parameter.sharded_parameter import ShardedParameter, ShardedRows
+from shardcomm.parameter.replaced import replace
+from shardcomm.parameter.sharded_parameter import ShardedParameter, ShardedRows, WholeParameter
 from shardcomm.parameter.versions import written
 from shardcomm.parameter.whole import Held, Owned
 
@@ -40,6 +41,8 @@ _ELEMENTWISE = (
     optim.SGD,
 )
 
+_OURS = (ShardedParameter, WholeParameter)
+
 _KNOWN_STEPS = ("torch.optim.", "shardcomm.")
 
 # Refused on rows before their steps begin. An operation in them would be refused, too, but not on a rank without rows.
@@ -54,14 +57,15 @@ def install() -> None:
 
 
 def replaced(param: nn.Parameter, name: str) -> None:
-    """Makes optimizers refuse `param`: it was the whole parameter `name`, and the model has it no more."""
+    """Makes optimizers, and reads of `.grad`, refuse `param`: it was parameter `name`, and the model has it no more."""
     _checked.clear()  # an optimizer that has it may have stepped already
     _refuse(
         param,
         f"parameter {name!r} as it was before the model was sharded, which the model does not use any more; make the "
-        "optimizer of model.parameters() after fully_shard; in a framework that calls it, set up both together, as by "
-        "fabric.setup(model, optimizer)",
+        "optimizer, and take lists, of model.parameters() after fully_shard; in a framework that calls it, set up both "
+        "together, as by fabric.setup(model, optimizer)",
     )
+    replace(param)
 
 
 def shown_for_a_while(param: nn.Parameter, name: str) -> None:
@@ -71,6 +75,11 @@ def shown_for_a_while(param: nn.Parameter, name: str) -> None:
         f"the full parameter {name!r} that engine.gathered() or unit.unshard() showed, which is not what is trained; "
         "make the optimizer of model.parameters() outside of gathered(), and before unshard() or after reshard()",
     )
+
+
+def left_to_each_rank(param: nn.Parameter) -> None:
+    """Lets optimizers have `param` beside sharded ones: it is one of `ignored_params`."""
+    param._shardcomm_ignored = True  # type: ignore[attr-defined]
 
 
 def _refuse(param: nn.Parameter, why: str) -> None:
@@ -164,6 +173,20 @@ def _check(optimizer: optim.Optimizer, params: Sequence[nn.Parameter]) -> None:
     for param in params:
         if why := getattr(param, "_shardcomm_refused", None):
             raise RuntimeError(f"{type(optimizer).__name__}.step: the optimizer has {why}")
+    if any(
+        isinstance(p, _OURS) and p.whole and p.whole.holders.everyone.all_ranks > 1 for p in params
+    ):
+        # Of another class are DTensors, for instance, whose gradients DTensor's mesh averages.
+        others = [p for p in params if type(p) is nn.Parameter and p.requires_grad]
+        shapes = [tuple(p.shape) for p in others if not hasattr(p, "_shardcomm_ignored")]
+        if shapes:
+            warnings.warn(
+                f"{type(optimizer).__name__}.step: beside sharded parameters the optimizer has {len(shapes)} that no "
+                f"engine has, the first of shape {shapes[0]}: unless something else averages their gradients, each "
+                "rank trains its own; call fully_shard with one module around all of them, and give those that are to "
+                "differ between ranks as its ignored_params",
+                stacklevel=4,
+            )
 
 
 def _end(optimizer: optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -144,6 +144,8 @@ class ShardedParameter(nn.Parameter):
     def grad(self, value: torch.Tensor | None) -> None:
         self.whole.grad_elsewhere = None
         with plain():
+            if value is not None and value.shape != self.shape:
+                self.whole.refuse_grad(tuple(value.shape))
             set_grad(self, value)
 
     @grad.deleter
@@ -173,7 +175,7 @@ class WholeParameter(nn.Parameter):
     @property
     def data(self) -> torch.Tensor:  # noqa: D102
         value: torch.Tensor = _DATA.__get__(self)
-        return value
+        return value if self.whole is None else self.whole.given(value)
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
@@ -181,6 +183,10 @@ class WholeParameter(nn.Parameter):
             _DATA.__set__(self, value)
         else:
             self.whole.take(value)
+
+    def detach(self) -> torch.Tensor:  # noqa: D102
+        value = super().detach()
+        return value if self.whole is None else self.whole.given(value)
 
     def register_hook(self, hook: Any) -> Any:  # noqa: D102
         if self.whole is None:
@@ -212,8 +218,8 @@ def _guarded(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _got(func, args[0])
     if name == "__set__":
         return _set(func, *args)
-    if func in _OF_THE_WHOLE:
-        return _OF_THE_WHOLE[func](*args, **kwargs)
+    if func in _INSTEAD:
+        return _INSTEAD[func](*args, **kwargs)
     if is_norm(func):
         return partial_norms(func, args, kwargs)
     if func is torch._has_compatible_shallow_copy_type:  # Module.to, .half, .cuda, ... call it
@@ -222,11 +228,7 @@ def _guarded(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     guarded = list(_guarded_in((args, kwargs)))
     first = next((t for t in guarded if t.whole.held is not Held.WHOLE), guarded[0])
     if func is torch.autograd.grad:
-        raise RuntimeError(
-            f"torch.autograd.grad with respect to {first.whole.name!r}, which is sharded: autograd's gradient is "
-            "of the whole parameter, and is reduced over the ranks before this rank has its rows of it; call "
-            "loss.backward() and read .grad"
-        )
+        first.whole.refuse_autograd_grad()
     if getattr(func, "__module__", "") == _COLLECTIVES:
         first.whole.refuse_collective(name)
     if name == "share_memory_":  # refused of a whole one, too: it moves memory of collectives
@@ -275,7 +277,7 @@ def _got(func: Any, of: Any) -> Any:
     if attribute in ("data", "real", "imag"):
         rows = ShardedRows(value, of.whole)
         rows.is_values = _is_values(of)
-        return rows
+        return of.whole.given(rows) if rows.is_values else rows
     if attribute.startswith("_") or of.whole.held is Held.WHOLE:
         return value
     return of.whole.refuse(attribute)
@@ -283,11 +285,13 @@ def _got(func: Any, of: Any) -> Any:
 
 def _set(func: Any, of: Any, value: Any) -> None:
     if func.__self__.__name__ == "data":
+        if isinstance(of, ShardedParameter):
+            of.whole.take(value)
+            return
         of.whole.check(value)
-        with plain():
-            if value.data_ptr() == of.data_ptr() and value.stride() == of.stride():
-                return  # a conversion that changes nothing, as by `.float()`
-        with plain():  # in place, since other tensors, such as the flat shard, have the same memory
+        with (
+            plain()
+        ):  # in place, since other tensors, such as the flat gradient, have the same memory
             of.detach().copy_(value)
         return
     with plain():
@@ -303,6 +307,12 @@ def _unscaled(grads: Any, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> N
         found = found_inf.to(everyone.device)
         everyone.all_reduce(found, "max")
         found_inf.copy_(found)
+
+
+def _detached(self: Any) -> ShardedRows:
+    with plain():
+        rows = ShardedRows(self.detach(), self.whole)
+    return self.whole.given(rows) if isinstance(self, ShardedParameter) else rows
 
 
 def _equal(first: Any, second: Any) -> bool:
@@ -321,12 +331,16 @@ def _equal(first: Any, second: Any) -> bool:
         return torch.equal(first, second)
 
 
-_OF_THE_WHOLE: dict[Any, Any] = {
+_INSTEAD: dict[Any, Any] = {
     torch._amp_foreach_non_finite_check_and_unscale_: _unscaled,
+    torch.Tensor.detach: _detached,
+    torch.numel: lambda input: input.whole.numel,
+    torch.Tensor.numel: lambda self: self.whole.numel,
+    torch.Tensor.nelement: lambda self: self.whole.numel,
     torch.equal: _equal,
     torch.Tensor.equal: _equal,
 }
-"""What all ranks find out together."""
+"""What is called instead of torch's functions: most of these answer for the whole, some after all ranks have met."""
 
 
 def _guarded_in(tree: Any) -> Iterator[Any]:

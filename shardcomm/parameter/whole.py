@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
@@ -13,6 +15,8 @@ from torch import nn
 from shardcomm.parameter.holders import Holders
 from shardcomm.parameter.plain import plain
 from shardcomm.parameter.shard_tensor import Part
+
+_T = TypeVar("_T", bound=torch.Tensor)
 
 
 class Held(Enum):
@@ -50,6 +54,7 @@ class Whole:
         address: The address of the rows.
         grad_elsewhere: Guarded rows that `.grad` shows on a rank without a gradient, if the parameter's owner has one.
         check_names: Raises if other ranks have other parameters of the same name; see `checkpoint/elsewhere.py`.
+        aliases: What `.data` and `detach()` have given to somebody, by its `id`: it is in the rows' memory.
     """
 
     name: str
@@ -64,9 +69,15 @@ class Whole:
     counts: bool = True
     grad_elsewhere: Any = None
     check_names: Callable[[str], None] | None = None
+    aliases: WeakValueDictionary[int, torch.Tensor] = field(default_factory=WeakValueDictionary)
 
     def __post_init__(self) -> None:
         self.address = self.rows.data_ptr()
+
+    @property
+    def numel(self) -> int:
+        """The number of elements of the whole parameter."""
+        return math.prod(self.part.shape)
 
     def adopt(self, param: nn.Parameter) -> None:
         """Copies back the values of `param` if somebody has given it other memory than the rows'."""
@@ -74,10 +85,25 @@ class Whole:
             values, param.data = param.data, self.rows
         self.take(values)
 
+    def given(self, alias: _T) -> _T:
+        """Notes that somebody is given `alias`, which is in the rows' memory; returns it."""
+        self.aliases[id(alias)] = alias
+        return alias
+
     def take(self, values: torch.Tensor) -> None:
-        """Copies `values` to the rows."""
+        """Does what `param.data = values` does: the rows have these values, and earlier aliases keep the old ones.
+
+        The rows' memory stays, since other tensors, such as the flat shard, have it too. So the aliases move:
+        `old = p.data; p.data = new; p.data = old` swaps values, and swaps them back.
+        """
         self.check(values)
         with plain():
+            if values.data_ptr() == self.address and values.stride() == self.rows.stride():
+                return  # a conversion that changes nothing, as by `.float()`
+            values = values.clone()  # it may be a view of the rows
+            for alias in self.aliases.values():
+                alias.data = alias.clone()
+            self.aliases.clear()
             self.rows.copy_(values)
 
     def check(self, values: torch.Tensor) -> None:
@@ -103,6 +129,22 @@ class Whole:
             "Compute in that forward, in a method given to engine.register_forward_method, or between unshard() and "
             "reshard() of the unit; write inside of engine.gathered(write=True); take full_tensor() for the whole, "
             'to_local() for the rows. An optimizer of whole matrices needs granularity="tensor" and no DTensors'
+        )
+
+    def refuse_grad(self, shape: tuple[int, ...]) -> NoReturn:
+        """Raises the RuntimeError against a `.grad` of another `shape` than the rows'."""
+        raise RuntimeError(
+            f".grad of {self.name!r} was given a tensor of shape {shape}; accepted: this rank's rows of the gradient, "
+            f"of shape {tuple(self.rows.shape)}, as torch.zeros_like(param) has them. Scale or add to param.grad in "
+            "place, or let loss.backward() set it"
+        )
+
+    def refuse_autograd_grad(self) -> NoReturn:
+        """Raises the RuntimeError against torch.autograd.grad, whose gradient is that of this rank alone."""
+        raise RuntimeError(
+            f"torch.autograd.grad with respect to {self.name!r}, a parameter of fully_shard: autograd's gradient is "
+            "this rank's gradient of the whole parameter, which is reduced over the ranks before it is the .grad; "
+            "call loss.backward() and read .grad"
         )
 
     def refuse_swap(self) -> NoReturn:

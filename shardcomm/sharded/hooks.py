@@ -9,17 +9,18 @@ from typing import Any, NoReturn, Self
 from shardcomm.parameter.shard_tensor import SAVE_BY
 
 
-def weakly(method: Callable[..., None], *objects: object) -> Callable[..., None]:
+def weakly(method: Callable[..., Any], *objects: object) -> Callable[..., Any]:
     """Calls `method(*objects, ...)`, and keeps neither its object nor these alive; once one is gone, it does nothing.
 
     It is for hooks that autograd holds, through which garbage collection does not see.
     """
     method_of, objects_of = weakref.WeakMethod(method), [weakref.ref(each) for each in objects]
 
-    def call(*args: object) -> None:
+    def call(*args: object) -> Any:
         bound, held = method_of(), [each() for each in objects_of]
         if bound is not None and all(each is not None for each in held):
-            bound(*held, *args)
+            return bound(*held, *args)
+        return None
 
     return call
 

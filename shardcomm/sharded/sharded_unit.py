@@ -23,6 +23,7 @@ from shardcomm.parameter.versions import Versions
 from shardcomm.parameter.whole import Held, Owned, Whole
 from shardcomm.planner.footprint import Footprint
 from shardcomm.schedule.triggers import Phase, Trigger
+from shardcomm.sharded.hooks import weakly
 from shardcomm.sharded.unit_gradients import ParamGradient, UnitGradients
 from shardcomm.sharded.unit_io import NOTHING_ENTERED
 from shardcomm.stream.streams import Event
@@ -64,7 +65,7 @@ class ShardedParam:
         marks = {
             name: value
             for name, value in vars(owned.param).items()
-            if name not in ("_is_param", "_shardcomm_refused")
+            if name not in ("_is_param", "_shardcomm_refused", "_shardcomm_ignored")
         }
         kind = type(owned.param)
         replaced(owned.param, owned.name)
@@ -83,6 +84,7 @@ class ShardedParam:
         vars(self.full).update(marks)
         self.gradient = ParamGradient(self.full, shard, self.distribution)
         self.watch: Any = None  # the hook of ShardedUnit.watch_gradients
+        self.shard_watch: Any = None  # the hook of ShardedUnit.watch_shards
 
     def guard(self) -> None:
         """Makes the shard guarded again. An exception in an optimizer's step may have left it plain."""
@@ -129,6 +131,7 @@ class ShardedUnit:
         self.on_backward: Callable[[torch.Tensor], None]  # set by the engine, as are the next
         self.on_backward_end: Callable[[], None]
         self.on_gradient: Callable[[torch.Tensor], None]
+        self.on_shard_gradient: Callable[[ShardedParam, torch.Tensor], torch.Tensor]
         self.on_unshard: Callable[[], None]
         self.on_reshard: Callable[[], None]
         self.keep_out_of_graphs: Callable[[bool], None]
@@ -268,6 +271,7 @@ class ShardedUnit:
                 requires_grad = param.shard.requires_grad
                 if param.full.requires_grad is not requires_grad:
                     param.full.requires_grad_(requires_grad)
+                    self.watch_shards()
 
     def check_unchanged(self) -> None:
         """RuntimeError if the unit's forward has changed a parameter."""
@@ -311,12 +315,27 @@ class ShardedUnit:
             if param.watch is None and param.full.requires_grad:
                 param.watch = param.full.register_post_accumulate_grad_hook(self.on_gradient)  # type: ignore[no-untyped-call]
 
+    def watch_shards(self) -> None:
+        """Has `on_shard_gradient` called from now on for gradients that come to whole parameters past the forward.
+
+        On a rank that has a parameter as a whole, autograd takes it wherever the model uses it.
+        """
+        for param in self.params if self.mesh.size > 1 else ():
+            shard = param.shard
+            if type(shard) is WholeParameter and shard.requires_grad and param.shard_watch is None:
+                hook = weakly(self._pass_on, param)
+                param.shard_watch = torch.Tensor.register_hook(shard, hook)  # type: ignore[no-untyped-call]
+
+    def _pass_on(self, param: ShardedParam, grad: torch.Tensor) -> torch.Tensor:
+        return self.on_shard_gradient(param, grad)
+
     def stop_watching(self) -> None:
-        """Removes these hooks, which keep the engine alive: garbage collection does not see through autograd."""
+        """Removes these hooks; some keep the engine alive: garbage collection does not see through autograd."""
         for param in self.params:
-            if param.watch is not None:
-                param.watch.remove()
-                param.watch = None
+            for watch in (param.watch, param.shard_watch):
+                if watch is not None:
+                    watch.remove()
+            param.watch = param.shard_watch = None
 
     def check_unmarked_backward(self) -> None:
         """After a backward that no output has announced: checks that the parameters were still in the slot.

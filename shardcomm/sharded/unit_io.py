@@ -178,6 +178,17 @@ def carry_back(entered: Entered) -> None:
                 object.__setattr__(given, name, entered.callers.get(id(value), value))
 
 
+def in_autograd_grad(leaf: torch.Tensor) -> bool:
+    """Whether the backward under way is one of torch.autograd.grad, which leaves no gradient in `leaf.grad`."""
+    with torch.enable_grad():
+        accumulates: Any = leaf.view_as(leaf).grad_fn
+    try:
+        torch._C._will_engine_execute_node(accumulates.next_functions[0][0])
+    except RuntimeError:  # so torch tells the two apart
+        return True
+    return False
+
+
 def in_backward() -> bool:
     """Whether autograd runs in this thread: a forward then is a recomputation (activation checkpointing)."""
     return torch._C._current_graph_task_id() != -1

@@ -213,7 +213,7 @@ def load_into_engine(
     load_here(state, checkpoint)
     got = {key: value.state_dict() for key, value in state.items()}
     if options.get("granularity") == "tensor":  # state is its owner's
-        held = {name for name, param in model.named_parameters() if param.numel()}
+        held = {name for name, param in model.named_parameters() if param.shape.numel()}
         of_held = {name: value for name, value in wanted["optim"]["state"].items() if name in held}
         assert_equal(got["optim"], {**wanted["optim"], "state": of_held}, ".optim")
         del got["optim"]

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import math
 import sys
+import warnings
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -251,6 +254,82 @@ def test_rows_scaled_by_a_norm_are_rows() -> None:
     with_sharded(body)
 
 
+@pytest.mark.parametrize("inference", [False, True])
+def test_a_norm_is_changed_in_place(inference: bool) -> None:
+    def body(model: Tied, engine: Engine, twin: Tied) -> None:
+        with torch.inference_mode(inference):
+            ours, theirs = (changed_norms(each) for each in (model, twin))
+        torch.testing.assert_close(ours, theirs)
+
+    with_sharded(body)
+
+
+def changed_norms(model: Tied) -> list[torch.Tensor]:
+    weight, *_ = grads = [p.grad for p in model.parameters() if p.grad is not None]
+    clamped, copied, added, written, half = (weight.norm() for _ in range(5))
+    clamped.clamp_(max=0.25)
+    copied.copy_(torch.tensor(3.0))
+    added += 1
+    written.data.mul_(2)
+    norms = [grad.norm() for grad in grads]
+    torch._foreach_reciprocal_(norms)
+    together = torch.stack([clamped, copied, added, written, *norms, half])
+    low = half.to(torch.bfloat16)
+    half.mul_(0.5)
+    seen = [weight.norm(), *(grad.norm() for grad in grads)]
+    values = [float(each) for each in seen]  # completed, and partial in what follows
+    again = torch.stack(seen)
+    total = again.norm()
+    again[0] = 0
+    each = [clamped, copied, added, written, together, low.float(), half, half.data, again]
+    return [
+        *(tensor + 0 for tensor in each),
+        together.norm(),
+        total,
+        again.norm(),
+        torch.tensor(values),
+        *norms,
+    ]
+
+
+def test_a_norm_that_all_ranks_have_read_is_read_on_one() -> None:
+    def body(model: Tied, engine: Engine, twin: Tied) -> None:
+        norm, expected = model.embed.weight.grad.norm(), twin.embed.weight.grad.norm()  # type: ignore[union-attr]
+        assert norm > 0
+        if engine.mesh.rank == 0:
+            for same in (norm, norm.to(torch.float64), torch.stack([norm, norm])[1]):
+                assert float(same) == pytest.approx(float(expected))
+        ours, theirs = (nn.utils.clip_grad_norm_(m.parameters(), 1.0) for m in (model, twin))
+        torch.testing.assert_close(ours, theirs)
+
+    with_sharded(body)
+
+
+@pytest.mark.parametrize(
+    "meanwhile",
+    [
+        lambda model, engine: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+        lambda model, engine: float(model.blocks[0].weight.grad.norm()),
+        lambda model, engine: float(model.embed.weight.data.norm()),
+        lambda model, engine: engine.mesh.shard.all_reduce(torch.zeros(1, dtype=torch.float64)),
+    ],
+)
+def test_a_norm_that_one_rank_reads_alone_is_a_mismatch(
+    meanwhile: Callable[[Tied, Engine], object],
+) -> None:
+    def body(model: Tied, engine: Engine, twin: Tied) -> None:
+        def alone(model: Tied, engine: Engine) -> None:
+            float(model.embed.weight.grad.norm())  # type: ignore[union-attr]
+
+        with pytest.raises(shardcomm.CommError, match="different collectives") as caught:
+            (meanwhile if engine.mesh.rank else alone)(model, engine)
+        if engine.mesh.rank == 0:
+            assert "of 'embed.weight' (tag" in str(caught.value)
+            assert "which every rank must read" in str(caught.value)
+
+    with_sharded(body)
+
+
 def test_equality_is_of_the_whole_tensors() -> None:
     """A difference that one rank has is seen by all; Lightning's BaseFinetuning looks for parameters so."""
 
@@ -415,6 +494,15 @@ def test_elementwise_arithmetic_is_that_of_the_whole() -> None:
         lambda m: setattr(m.blocks[0], "weight", m.blocks[1].weight),
         lambda m: setattr(m, "head", nn.Linear(WIDTH, 2)),
         lambda m: m.blocks.append(nn.Linear(WIDTH, WIDTH)),
+        lambda m: (m.blocks.insert(0, nn.Linear(WIDTH, WIDTH)), m.blocks.pop(-1)),
+        lambda m: (setattr(m, "blocks", m.blocks[:1]), m.blocks.insert(0, nn.Linear(WIDTH, WIDTH))),
+        lambda m: (setattr(m, "new", nn.ParameterList()), m.new.append(torch.ones(1))),
+        lambda m: (setattr(m, "new", nn.ModuleDict()), m.new.update({"q": nn.Linear(2, 2)})),
+        lambda m: (
+            m.blocks.insert(0, nn.Sequential()),
+            m(IDS),
+            m.blocks[0].append(nn.Linear(2, 2)),
+        ),
         lambda m: m.register_parameter("scale", nn.Parameter(torch.ones(1))),
         lambda m: parametrize.register_parametrization(m.embed, "weight", nn.Identity()),
         lambda m: torch.func.functional_call(m, {"embed.weight": torch.zeros(5, WIDTH)}, (IDS,)),
@@ -438,6 +526,50 @@ def test_what_changes_nothing_is_let_through() -> None:
     with_sharded(body)
 
 
+def test_modules_without_parameters_are_put_in_and_taken_out() -> None:
+    def body(model: Tied, engine: Engine, twin: Tied) -> None:
+        for each in (model, twin):
+            each.blocks.insert(1, nn.ReLU())
+            each(IDS)
+            del each.blocks[0]
+        for _ in range(2):
+            assert torch.equal(model(IDS), twin(IDS))
+
+    with_sharded(body)
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+def test_an_optimizer_warns_of_parameters_beside_the_sharded_ones(strategy: str) -> None:
+    """Each rank would train its own head."""
+
+    def optimized(model: nn.Sequential, ranks: int) -> list[str]:
+        nets = [copy.deepcopy(model) for _ in range(ranks)]
+
+        def rank(comm: Communicator) -> None:
+            whole: Any = nets[comm.rank]
+            ignored = whole[0].blocks[0].parameters()
+            fully_shard(
+                whole[0], comm, ignored_params=ignored, strategy=strategy, units=[nn.Embedding]
+            )
+            optimizer = torch.optim.SGD(whole.parameters(), lr=0.1)
+            for _ in range(2):
+                whole(IDS).sum().backward()
+                optimizer.step()
+
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            run_threads(rank, ranks)
+        return [str(each.message) for each in caught if "SGD.step" in str(each.message)]
+
+    beside = optimized(nn.Sequential(model_of(), nn.Linear(WIDTH, 3)), RANKS)
+    assert len(beside) == RANKS
+    assert all("has 2 that no engine has, the first of shape (3, 8)" in each for each in beside)
+    assert not optimized(nn.Sequential(model_of()), RANKS)
+    frozen = nn.Sequential(model_of(), nn.Linear(WIDTH, 3).requires_grad_(False))
+    assert not optimized(frozen, RANKS)
+    assert not optimized(nn.Sequential(model_of(), nn.Linear(WIDTH, 3)), 1)
+
+
 def test_values_put_in_a_parameters_place_are_trained() -> None:
     def body(model: Tied, engine: Engine, twin: Tied) -> None:
         for each in (model, twin):
@@ -451,6 +583,120 @@ def test_values_put_in_a_parameters_place_are_trained() -> None:
             torch.testing.assert_close(p.full_tensor(), q.detach())  # type: ignore[attr-defined]
 
     with_sharded(body)
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+@pytest.mark.parametrize("take", [lambda p: p.data, lambda p: p.detach()])
+def test_values_are_swapped_for_averages_and_back(
+    take: Callable[[nn.Parameter], torch.Tensor], strategy: str
+) -> None:
+    """As a widespread average of weights does it, by reference."""
+
+    def body(model: Tied, engine: Engine, twin: Tied) -> None:
+        outputs = []
+        for each in (model, twin):
+            params = list(each.parameters())
+            averages = [p.data.clone().mul_(0.5) for p in params]
+            held = [take(p) for p in params]
+            for p, average in zip(params, averages, strict=True):
+                p.data = average
+            outputs.append([each(IDS)])
+            for p, before in zip(params, held, strict=True):
+                p.data = before
+            for p in params:
+                p.data = p.data  # changes nothing
+            outputs[-1].append(each(IDS))
+            for p, average in zip(params, averages, strict=True):  # the other common way
+                before = p.data
+                p.data = average
+                p.data = before.mul_(0.25)
+            outputs[-1].append(each(IDS))
+        ours, theirs = outputs
+        torch.testing.assert_close(ours, theirs)
+
+    with_sharded(body, strategy=strategy)
+
+
+def test_an_alias_shows_what_is_written_in_place() -> None:
+    def body(model: Tied, engine: Engine, twin: Tied) -> None:
+        for p in model.parameters():
+            alias, values = p.data, torch.full_like(p, 0.5)
+            p.data.mul_(0)
+            assert not local(alias).any()
+            p.data = values.t() if values.shape[0] == values.shape[-1] > 1 else values
+            assert not local(alias).any()
+            p.data.mul_(2)
+            assert not local(alias).any()
+            assert bool((local(p) == 1).all())
+
+    with_sharded(body)
+
+
+@pytest.mark.parametrize("granularity", ["element", "row", "tensor"])
+def test_the_root_mean_square_is_of_the_whole(granularity: str) -> None:
+    """As transformers' Adafactor takes it: the norm by the number of elements, which Lightning counts as well."""
+
+    def body(model: Tied, engine: Engine, twin: Tied) -> None:
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            assert p.numel() == torch.numel(p) == p.data.nelement() == q.numel()
+            for ours, theirs in [(p.data, q.data), (p.grad, q.grad)]:
+                assert ours is not None
+                assert theirs is not None
+                rms = ours.norm(2) / ours.numel() ** 0.5
+                torch.testing.assert_close(rms + 0, theirs.norm(2) / theirs.numel() ** 0.5)
+
+    with_sharded(body, granularity=granularity)
+
+
+def test_a_gradient_that_is_set_has_the_rows_shape() -> None:
+    def body(model: Tied, engine: Engine, twin: Tied) -> None:
+        weight = model.embed.weight
+        with pytest.raises(RuntimeError, match=r"'embed.weight' was given .* \(5, 8\); accepted"):
+            weight.grad = torch.ones(5, WIDTH)
+        weight.grad = torch.ones_like(weight)
+        assert torch.equal(weight.grad.full_tensor(), torch.ones(5, WIDTH))
+
+    with_sharded(body)
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers_train_and_their_weights_stay_in_place(
+    kind: Any, strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For cuDNN they would move their weights to memory of their own, in each forward."""
+
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = kind(WIDTH, WIDTH, 2, batch_first=True)
+            self.head = nn.Linear(WIDTH, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.layers.flatten_parameters()
+            return self.head(self.layers(x)[0])  # type: ignore[no-any-return]
+
+    def move(layers: Any) -> None:
+        for p in layers.parameters():
+            p.data = p.data.clone()
+
+    with seeded(0):
+        plain, x = Recurrent(), torch.randn(2, 3, WIDTH)
+    nets = [copy.deepcopy(plain) for _ in range(2 * RANKS)]
+    monkeypatch.setattr(nn.RNNBase, "flatten_parameters", move)
+
+    def rank(comm: Communicator) -> None:
+        model, twin = nets[2 * comm.rank : 2 * comm.rank + 2]
+        engine = fully_shard(model, comm, units=[kind, nn.Linear], strategy=strategy)
+        for each in (model, twin):
+            optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+            for _ in range(2):
+                optimizer.zero_grad()
+                each(x).square().sum().backward()
+                optimizer.step()
+        torch.testing.assert_close(engine.full_state_dict(), dict(twin.state_dict()))
+
+    run_threads(rank, RANKS)
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
@@ -589,6 +835,65 @@ def test_an_optimizer_that_has_stepped_before_is_refused_at_its_next_step() -> N
             optimizer.step()
 
     run_threads(rank, RANKS)
+
+
+def test_an_optimizer_of_parameters_on_the_meta_device_is_refused_at_its_first_step() -> None:
+    def body(comm: Communicator) -> None:
+        model = nn.Linear(WIDTH, WIDTH, device="meta")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        fully_shard(model, comm)
+        model(torch.ones(2, WIDTH)).sum().backward()
+        with pytest.raises(RuntimeError, match=r"SGD\.step: .* 'weight' as it was before"):
+            optimizer.step()
+
+    run_threads(body, RANKS)
+
+
+def sgd_by_hand(params: list[nn.Parameter]) -> None:
+    with torch.no_grad():
+        for param in params:
+            if param.grad is not None:
+                param.sub_(param.grad, alpha=0.1)
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda params: nn.utils.clip_grad_norm_(params, 1.0),
+        sgd_by_hand,
+        lambda params: torch.optim.SGD(params, lr=0.1).zero_grad(),
+    ],
+)
+def test_a_list_of_parameters_that_was_taken_before_has_no_gradients(
+    use: Callable[[list[nn.Parameter]], object], strategy: str
+) -> None:
+    """Without gradients nothing would be clipped or trained, silently."""
+
+    def body(comm: Communicator) -> None:
+        model = model_of()
+        params, other = list(model.parameters()), nn.Linear(WIDTH, 3)
+        before = model.embed.weight.sum()
+        model.embed.bias = other.bias
+        fully_shard(model, comm, strategy=strategy)
+        model(IDS).sum().backward()
+        with pytest.raises(
+            RuntimeError, match=r"\.grad was read of parameter .* after fully_shard"
+        ):
+            use(params)
+        before.backward()  # of a graph from before, which autograd still goes through
+        copied = copy.deepcopy(params)
+        assert {type(each) for each in copied} == {nn.Parameter}
+        copied[0].sum().backward()
+        assert copied[0].grad is not None
+        gone = weakref.ref(params[0])
+        del params, before
+        gc.collect()
+        assert gone() is None
+        fully_shard(other, comm)  # with a parameter that this model has, too
+        other(torch.ones(2, WIDTH)).sum().backward()
+
+    run_threads(body, RANKS)
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])

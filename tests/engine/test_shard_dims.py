@@ -195,7 +195,7 @@ def test_the_owner_of_a_tensor_holds_it_its_gradient_and_its_state_and_others_no
             state = optimizer.state[param]
             grad = torch.zeros(0) if param.grad is None else param.grad
             moments = [state[key].numel() if state else 0 for key in ("exp_avg", "exp_avg_sq")]
-            numels[name] = (param.numel(), grad.numel(), *moments)
+            numels[name] = (param.shape.numel(), grad.shape.numel(), *moments)
         footprint = engine.footprint()
         return numels, footprint.parameter_bytes, footprint.padding_bytes
 

@@ -1,0 +1,178 @@
+"""Parameters of which each rank has the whole: gradients from outside of their unit's forward are averaged, too."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from shardcomm import Communicator, Engine, MixedPrecision, fully_shard
+from support.generator import seeded
+from support.thread_ranks import run_threads
+
+RANKS = 2
+WIDTH = 8
+IDS = torch.tensor([[0, 1, 2], [3, 4, 0]])
+
+
+class Model(nn.Module):
+    """An embedding whose weight the model's own forward uses again, when it is `tied`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, WIDTH)
+        self.block = nn.Linear(WIDTH, WIDTH)
+        self.tied = False
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.block(self.embed(ids)))
+        return F.linear(x, self.embed.weight) if self.tied else x
+
+
+def run(body: Callable[[Model, Engine, Model], None], ranks: int = RANKS, **options: Any) -> None:
+    """Calls `body` on each rank with a model of `no_shard`, its engine, and its plain twin."""
+    with seeded(0):
+        plain = Model()
+    nets = [copy.deepcopy(plain) for _ in range(2 * ranks)]
+
+    def rank(comm: Communicator) -> None:
+        model, twin = nets[2 * comm.rank], nets[2 * comm.rank + 1]
+        options_ = {"strategy": "no_shard", **options}
+        engine = fully_shard(model, comm, units=[nn.Linear, nn.Embedding], **options_)
+        body(model, engine, twin)
+
+    run_threads(rank, ranks)
+
+
+def tied_in_the_loss(model: Model, ids: torch.Tensor) -> torch.Tensor:
+    return F.linear(model(ids), model.embed.weight).square().mean()
+
+
+def tied_in_the_models_forward(model: Model, ids: torch.Tensor) -> torch.Tensor:
+    model.tied = True
+    return model(ids).square().mean()
+
+
+def penalized(model: Model, ids: torch.Tensor) -> torch.Tensor:
+    decay = sum((p.square().sum() for p in model.parameters()), torch.zeros(()))
+    return model(ids).square().mean() + 0.01 * decay
+
+
+def of_a_unit_without_forward(model: Model, ids: torch.Tensor) -> torch.Tensor:
+    x = F.embedding(ids, model.embed.weight)
+    return model.block(x).square().mean()  # type: ignore[no-any-return]
+
+
+LOSSES = [tied_in_the_loss, tied_in_the_models_forward, penalized, of_a_unit_without_forward]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_gradients_are_those_of_all_ranks_batches(
+    loss: Callable[[Model, torch.Tensor], torch.Tensor], ranks: int
+) -> None:
+    """Over two backwards, of which the second adds; then after `zero_grad`, and with parts frozen and thawed."""
+    batches = torch.tensor([[0, 1, 2], [3, 4, 0], [2, 2, 4]])[:ranks]
+
+    def body(model: Model, engine: Engine, twin: Model) -> None:
+        def both(*, accumulate: bool) -> None:
+            with engine.no_sync() if accumulate else contextlib.nullcontext():
+                loss(model, batches[engine.mesh.rank].unsqueeze(0)).backward()
+            loss(twin, batches).backward()
+
+        def check() -> None:
+            for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+                torch.testing.assert_close(p.grad, q.grad)
+
+        for _ in range(2):
+            both(accumulate=False)
+            check()
+        for each in (model, twin):
+            each.zero_grad()
+        both(accumulate=True)
+        both(accumulate=False)
+        check()
+        for train in (False, True):
+            for each in (model, twin):
+                each.zero_grad()
+                each.embed.weight.requires_grad_(train)
+            both(accumulate=False)
+            check()
+
+    run(body, ranks)
+
+
+@pytest.mark.parametrize("loss", [tied_in_the_loss, penalized])
+def test_in_mixed_precision(loss: Callable[[Model, torch.Tensor], torch.Tensor]) -> None:
+    """The gradient from outside is rounded as that of the forward is."""
+
+    def body(model: Model, engine: Engine, twin: Model) -> None:
+        for each in (model, twin):
+            loss(each, IDS).backward()
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad, rtol=2e-2, atol=2e-3)
+
+    run(body, mixed_precision=MixedPrecision(torch.bfloat16, output_dtype=torch.float32))
+
+
+def test_a_parameter_that_was_frozen_at_first() -> None:
+    batches = torch.tensor([[0, 1, 2], [3, 4, 0]])
+    with seeded(0):
+        plain = Model()
+    plain.embed.weight.requires_grad_(False)
+    nets = [copy.deepcopy(plain) for _ in range(2 * RANKS)]
+
+    def rank(comm: Communicator) -> None:
+        model, twin = nets[2 * comm.rank], nets[2 * comm.rank + 1]
+        fully_shard(model, comm, units=[nn.Linear, nn.Embedding], strategy="no_shard")
+        for train in (False, True):
+            for each, ids in ((model, batches[comm.rank : comm.rank + 1]), (twin, batches)):
+                each.zero_grad()
+                each.embed.weight.requires_grad_(train)
+                tied_in_the_loss(each, ids).backward()
+            for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+                torch.testing.assert_close(p.grad, q.grad)
+
+    run_threads(rank, RANKS)
+
+
+def test_optimizers_in_hooks_say_what_to_call_instead() -> None:
+    """A hook would be called with the gradient of this rank alone."""
+
+    def body(model: Model, engine: Engine, twin: Model) -> None:
+        model.embed.weight.register_post_accumulate_grad_hook(lambda p: None)
+        with pytest.raises(RuntimeError, match=r"'embed.weight' from outside .* unshard\(\)"):
+            tied_in_the_loss(model, IDS).backward()
+        with engine.unit(model.embed).unshard():
+            loss = tied_in_the_loss(model, IDS)
+        loss.backward()
+        tied_in_the_loss(twin, IDS).backward()
+        torch.testing.assert_close(model.embed.weight.grad, twin.embed.weight.grad)
+
+    run(body)
+
+
+def test_autograd_grad_says_what_to_call_instead() -> None:
+    def body(model: Model, engine: Engine, twin: Model) -> None:
+        loss = tied_in_the_loss(model, IDS)
+        with pytest.raises(RuntimeError, match=r"autograd\.grad with .*'embed\.weight'.* \.grad"):
+            torch.autograd.grad(loss, [model.embed.weight])
+
+    run(body)
+
+
+def test_after_close_gradients_are_this_ranks() -> None:
+    def body(model: Model, engine: Engine, twin: Model) -> None:
+        engine.close()
+        for each in (model, twin):
+            loss = F.embedding(IDS, each.embed.weight).sum() * (engine.mesh.rank + 1)
+            loss.backward()
+        assert torch.equal(model.embed.weight.grad, twin.embed.weight.grad)  # type: ignore[arg-type]
+
+    run(body)
