@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import random
@@ -42,6 +43,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--every-point", action="store_true", help="end processes at every point, not at some"
     )
     parser.addoption(
+        "--programs", type=int, default=90, help="how many random programs a test of such runs"
+    )
+    parser.addoption(
         "--coverage-table",
         type=Path,
         metavar="FILE",
@@ -76,6 +80,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         coverage.write(session.items, session.config.option.coverage_table)
     if session.config.option.collectonly:
         return
+    # What is loaded by now stays. Else each collection of garbage goes through all of torch's objects.
+    gc.collect()
+    gc.freeze()
     modules = {item.module for item in session.items if hasattr(item, "module")}
     # Ranks are forked from a server that has loaded what they need.
     wanted = {name for module in modules for name in getattr(module, "PRELOADED", [])}
@@ -101,6 +108,12 @@ def seed(request: pytest.FixtureRequest) -> int:
 def every_point(request: pytest.FixtureRequest) -> bool:
     """Whether tests that end a process at some points do so at every one."""
     return bool(request.config.getoption("--every-point"))
+
+
+@pytest.fixture
+def program_count(request: pytest.FixtureRequest) -> int:
+    """How many random programs a test runs."""
+    return int(request.config.getoption("--programs"))
 
 
 @pytest.fixture
