@@ -20,6 +20,7 @@ from shardcomm.planner.planner import MemoryPlan
 from shardcomm.planner.rank_bytes import OPTIMIZERS
 from shardcomm.planner.table import aligned, size
 from shardcomm.schedule.strategy import STRATEGIES
+from shardcomm.trace.timeline import Timeline
 from shardcomm.unit.mixed_precision import MixedPrecision
 
 _MOST_DRAWN_UNITS = 9  # a picture of more could not be read
@@ -68,6 +69,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
                         help="write all figures to this file, too; - for stdout")  # fmt: skip
     parser.add_argument("--plot", type=picture, metavar="FILE",
                         help="draw the schedules into this file: .png, .svg or .pdf")  # fmt: skip
+    parser.add_argument("--chakra", metavar="FOLDER",
+                        help="write a step of --strategy as Chakra execution traces, one for each rank, into this new "
+                        "folder; with --tokens or --trace")  # fmt: skip
+    parser.add_argument("--tokens", type=whole(1, 2**31 - 1), metavar="N",
+                        help="for --chakra: how many tokens a rank computes in a step")  # fmt: skip
+    parser.add_argument("--trace", metavar="FILE",
+                        help="for --chakra: a trace of `shardcomm train`, whose times the step has")  # fmt: skip
     parser.set_defaults(run=lambda args: run(parser, args))
 
 
@@ -79,8 +87,12 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
             parser.error(f"--{option} is {path!r}; it must be a file that can be written")
     try:
         plans = _plans(args)
-    except ValueError as error:
+        if args.chakra is not None:
+            _write_chakra(args, plans)
+    except (ImportError, ValueError) as error:
         parser.error(str(error))
+    except OSError as error:
+        parser.error(f"{error.filename}: {error.strerror}")
     if args.plot is not None:
         units = len(plans[0].units)
         if units > _MOST_DRAWN_UNITS:
@@ -201,6 +213,17 @@ def _write_json(path: str, plans: Sequence[MemoryPlan], memory: int | None) -> N
     }
     with opened(path) as file:
         file.write(json.dumps(report, indent=1) + "\n")
+
+
+def _write_chakra(args: argparse.Namespace, plans: Sequence[MemoryPlan]) -> None:
+    from shardcomm.interop import chakra  # noqa: PLC0415  (needs an extra)
+
+    if args.strategy is None:
+        raise ValueError("--chakra needs --strategy: a folder holds the traces of one")
+    if args.tokens is None and args.trace is None:
+        raise ValueError("--chakra needs --tokens N, of which operations follow, or --trace FILE")
+    timeline = None if args.trace is None else Timeline.load(args.trace)
+    chakra.write_step(plans[0], args.chakra, tokens=args.tokens, timeline=timeline)
 
 
 def _params(text: str) -> int:

@@ -26,6 +26,7 @@ class UnitPlan:
         regather_bytes: What the rank receives in each gather of a step except the first. With a secondary shard these
             come from the ranks of its host.
         gathers: How many gathers there are in a step.
+        packed_gradient_bytes: The unit's gradients as they are packed to be reduced, padding included.
         reduce_bytes: What the rank sends to the others in the step's reduce-scatter.
         all_reduce_bytes: What the rank sends to the replicas in the step's all-reduce.
     """
@@ -41,6 +42,7 @@ class UnitPlan:
     secondary_bytes: int
     regather_bytes: int
     gathers: int
+    packed_gradient_bytes: int
     reduce_bytes: int
     all_reduce_bytes: int
 
@@ -86,6 +88,7 @@ class UnitPlan:
             secondary_bytes=secondary_bytes,
             regather_bytes=regather_bytes,
             gathers=gathers,
+            packed_gradient_bytes=sum(group.reduced_bytes for group in trained),
             reduce_bytes=sum(
                 group.reduced_bytes - group.reduced_shard_bytes[rank] for group in trained
             ),

@@ -1,0 +1,269 @@
+"""A step as a graph: what a rank computes and communicates, and what each of these needs to have ended.
+
+For two blocks under `full_shard`, with one unit gathered ahead, each node beside those that it needs::
+
+    0  gather (root)
+    1  gather blocks.0      0 (one channel, one gather after the other)
+    2  gather blocks.1      1
+    3  forward blocks.0     0, 1
+    4  forward blocks.1     3, 2
+    5  forward (root)       4
+    6  backward (root)      5
+    7  backward blocks.1    6
+    8  reduce blocks.1      7
+    9  backward blocks.0    7
+    ...
+
+A gather also needs the computation that last read the slot into which it gathers. So the graph says what the streams of
+a GPU keep, and not when the host came to issue it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from shardcomm.planner.planner import MemoryPlan
+from shardcomm.planner.unit_plan import UnitPlan
+from shardcomm.schedule.triggers import Action, Phase, Trigger, Verb
+from shardcomm.trace import traffic
+
+
+class Kind(Enum):
+    """What a node does. The values are the rows of a timeline that show it."""
+
+    COMPUTE = "compute"
+    GATHER = "gather"
+    REDUCE = "reduce"
+    ALL_REDUCE = "all_reduce"
+
+
+class Among(Enum):
+    """With which ranks a collective is made."""
+
+    SHARDS = "shards"
+    HOST = "host"  # those that gather for backward among themselves
+    REPLICAS = "replicas"
+
+
+@dataclass(frozen=True)
+class Node:
+    """Something that every rank does in a step.
+
+    Attributes:
+        kind: Computation, or which collective.
+        name: As the timeline calls it, such as "forward blocks.0" or, of a gather, "blocks.0".
+        needs: The positions in the graph of the nodes that must have ended before it begins.
+        nbytes: Of a collective, what a rank puts in. Of computation, the parameters, gradients and optimizer state that
+            it reads or writes, without activations.
+        ops: Of computation that does not depend on the batch, the operations.
+        ops_a_token: Of other computation, the operations for each token.
+        among: With which ranks a collective is made; None for computation.
+    """
+
+    kind: Kind
+    name: str
+    needs: tuple[int, ...]
+    nbytes: int
+    ops: int = 0
+    ops_a_token: int = 0
+    among: Among | None = None
+
+
+# Two operations (a product and a sum) for each parameter and token in forward, and twice as many in backward:
+# Kaplan et al., "Scaling Laws for Neural Language Models", arXiv 2001.08361, section 2.1.
+_OPS_OF_PARAMETER = {"forward": 2, "backward": 4}
+
+# Operations for each element, as torch's loops without foreach have them: AdamW 1 to decay, 3 and 4 for its moments, 3
+# for the denominator, 3 to update.
+_OPS_OF_OPTIMIZER = {"adamw": 14, "momentum": 4, "sgd": 2}
+
+
+@dataclass(frozen=True)
+class StepGraph:
+    """A step of a plan.
+
+    Attributes:
+        nodes: What a rank does, each node after those that it needs.
+        sizes: How many ranks make the collectives of each kind of group together.
+        ranks: How many ranks there are.
+        containers: The names of the units whose forward contains that of another.
+    """
+
+    nodes: tuple[Node, ...]
+    sizes: Mapping[Among, int]
+    ranks: int
+    containers: frozenset[str]
+
+    def moved_bytes(self, node: Node) -> int:
+        """What a collective moves as a timeline counts it: what a rank receives by a gather, else what it sends."""
+        if node.among is None:
+            return 0
+        size = self.sizes[node.among]
+        if node.kind is Kind.GATHER:
+            return node.nbytes * (size - 1)
+        if node.kind is Kind.REDUCE:
+            return node.nbytes - node.nbytes // size
+        return traffic.all_reduce_bytes(node.nbytes, size)
+
+    @classmethod
+    def of(cls, plan: MemoryPlan) -> StepGraph:
+        """The graph of a step of `plan`.
+
+        Raises:
+            ValueError: Ranks hold parts of different sizes, or some units are on other ranks than the rest.
+        """
+        shards = plan.ranks // plan.replicas
+        for unit in plan.units:
+            _check_even(unit, shards, plan.replicas)
+        hosts = {_host_ranks(unit) for unit in plan.units if unit.secondary_bytes}
+        if len(hosts) > 1:
+            raise ValueError(
+                f"plan gathers for backward among {sorted(hosts)} ranks; all units must do so among as many"
+            )
+        sizes = {
+            Among.SHARDS: shards,
+            Among.HOST: max(hosts, default=1),
+            Among.REPLICAS: plan.replicas,
+        }
+        containers = _containers(plan.schedule.triggers())
+        nodes = _Building(plan, sizes, containers).nodes
+        names = frozenset(plan.units[unit].name for unit in containers)
+        return cls(tuple(nodes), sizes, plan.ranks, names)
+
+
+class _Building:
+    """Goes through a step's triggers, and notes what each node needs."""
+
+    def __init__(
+        self, plan: MemoryPlan, sizes: Mapping[Among, int], containers: Collection[int]
+    ) -> None:
+        self.nodes: list[Node] = []
+        self._plan = plan
+        self._sizes = sizes
+        self._containers = containers
+        self._latest: dict[Kind, int] = {}  # a channel, or the compute stream, goes in order
+        self._awaited: set[int] = set()  # what the next computation has to wait for
+        self._gathered: dict[int, int] = {}  # by unit: its latest gather
+        self._reduced: dict[int, set[int]] = {}  # by unit: its reduce and all-reduce
+        self._occupied: set[int] = set()  # slots
+        self._read: dict[int, int] = {}  # by slot: the computation that read it last
+        for trigger in plan.schedule.triggers():
+            self._pass(trigger)
+        self._end()
+
+    def _pass(self, trigger: Trigger) -> None:
+        """A unit that contains others computes at the end of its forward, and so at the begin of its backward."""
+        unit = trigger.unit
+        if trigger.phase is Phase.POST_FORWARD:
+            self._compute("forward", unit)
+        elif trigger.phase is Phase.POST_BACKWARD and unit not in self._containers:
+            self._compute("backward", unit)
+        for action in self._plan.schedule.actions[trigger]:
+            self._act(action)
+        if trigger.phase is Phase.PRE_BACKWARD and unit in self._containers:
+            self._compute("backward", unit)
+
+    def _compute(self, what: str, unit: int) -> None:
+        planned = self._plan.units[unit]
+        nbytes = planned.full_bytes or planned.parameter_bytes
+        if what == "backward":
+            nbytes += planned.full_gradient_bytes
+        ops = _OPS_OF_PARAMETER[what] * planned.numel
+        self._computation(f"{what} {planned.name}", nbytes, ops_a_token=ops)
+
+    def _end(self) -> None:
+        plan = self._plan
+        elements = sum(unit.numel for unit in plan.units) // self._sizes[Among.SHARDS]
+        ops = _OPS_OF_OPTIMIZER[plan.optimizer] * elements
+        self._computation("optimizer", plan.state_bytes, ops=ops)
+
+    def _computation(self, name: str, nbytes: int, *, ops: int = 0, ops_a_token: int = 0) -> None:
+        self._add(Kind.COMPUTE, name, self._awaited, nbytes, ops=ops, ops_a_token=ops_a_token)
+        self._awaited = set()
+
+    def _act(self, action: Action) -> None:
+        verb, unit, slot = action
+        planned = self._plan.units[unit]
+        if verb is Verb.GATHER and slot not in self._occupied:
+            self._occupied.add(slot)
+            self._gather(unit, slot)
+        elif verb is Verb.WAIT_GATHER and unit in self._gathered:
+            self._awaited.add(self._gathered[unit])
+        elif verb is Verb.RELEASE:
+            self._occupied.discard(slot)
+            self._read[slot] = self._latest[Kind.COMPUTE]
+        elif verb is Verb.REDUCE:
+            reduced = self._reduced[unit] = set()
+            if self._sizes[Among.SHARDS] > 1 and planned.packed_gradient_bytes:
+                needs = {self._latest[Kind.COMPUTE]}
+                packed = planned.packed_gradient_bytes
+                reduced.add(self._collective(Kind.REDUCE, unit, needs, packed, Among.SHARDS))
+        elif verb is Verb.ALL_REDUCE and planned.all_reduce_bytes:
+            needs = self._reduced[unit] or {self._latest[Kind.COMPUTE]}
+            shard = planned.packed_gradient_bytes // self._sizes[Among.SHARDS]
+            added = self._collective(Kind.ALL_REDUCE, unit, needs, shard, Among.REPLICAS)
+            self._reduced[unit].add(added)
+        elif verb is Verb.WAIT_REDUCE:
+            self._awaited |= self._reduced[unit]
+
+    def _gather(self, unit: int, slot: int) -> None:
+        planned = self._plan.units[unit]
+        again = unit in self._gathered and planned.secondary_bytes > 0
+        received = planned.regather_bytes if again else planned.gather_bytes
+        if not received:
+            return
+        needs = {self._read[slot]} if slot in self._read else set()
+        among = Among.HOST if again else Among.SHARDS
+        own = planned.full_bytes - received
+        self._gathered[unit] = self._collective(Kind.GATHER, unit, needs, own, among)
+
+    def _collective(self, kind: Kind, unit: int, needs: set[int], nbytes: int, among: Among) -> int:
+        return self._add(kind, self._plan.units[unit].name, needs, nbytes, among=among)
+
+    def _add(
+        self,
+        kind: Kind,
+        name: str,
+        needs: set[int],
+        nbytes: int,
+        *,
+        ops: int = 0,
+        ops_a_token: int = 0,
+        among: Among | None = None,
+    ) -> int:
+        position = len(self.nodes)
+        if kind in self._latest:
+            needs = needs | {self._latest[kind]}
+        self._latest[kind] = position
+        self.nodes.append(Node(kind, name, tuple(sorted(needs)), nbytes, ops, ops_a_token, among))
+        return position
+
+
+def _containers(triggers: tuple[Trigger, ...]) -> set[int]:
+    """The units whose forward contains that of another."""
+    containers: set[int] = set()
+    inside: list[int] = []
+    for phase, unit in triggers:
+        if phase is Phase.PRE_FORWARD:
+            containers.update(inside)
+            inside.append(unit)
+        elif phase is Phase.POST_FORWARD:
+            inside.pop()
+    return containers
+
+
+def _host_ranks(unit: UnitPlan) -> int:
+    return unit.full_bytes // (unit.full_bytes - unit.regather_bytes)
+
+
+def _check_even(unit: UnitPlan, shards: int, replicas: int) -> None:
+    """Raises ValueError unless each of the plan's ranks has the same part of the unit."""
+    received = unit.full_bytes - unit.full_bytes // shards
+    sent = traffic.all_reduce_bytes(unit.packed_gradient_bytes // shards, replicas)
+    if unit.gather_bytes != received or abs(unit.all_reduce_bytes - sent) > replicas:
+        raise ValueError(
+            f"plan has unit {unit.name!r} in parts of different sizes, or on other ranks than the rest; an execution "
+            'trace needs equal parts, as with granularity="row" and without a unit\'s own comm'
+        )
