@@ -20,7 +20,10 @@ from shardcomm.files.installed import get_cmake_dir
 
 def make_parser() -> argparse.ArgumentParser:
     """The parser of all commands; what it parses has the command to run as `run`."""
-    parser = argparse.ArgumentParser(prog="shardcomm", description=shardcomm.__doc__)
+    parser = argparse.ArgumentParser(
+        prog="shardcomm",
+        description="Trains, plans, measures and looks at sharded models and their collectives.",
+    )
     parser.add_argument("--version", action="version", version=shardcomm.__version__)
     parser.add_argument(
         "--cmakedir",

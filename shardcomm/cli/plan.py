@@ -62,7 +62,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--backward-prefetch", type=whole(0, 10**4),
                         help="how many are gathered ahead in backward (default: --prefetch)")  # fmt: skip
     parser.add_argument("--slots", type=whole(1, 10**4),
-                        help="number of full-size buffers (default: the deeper prefetch + 1)")  # fmt: skip
+                        help="number of full-size buffers (default: the larger prefetch depth, plus 1)")  # fmt: skip
     parser.add_argument("--memory", type=_bytes, metavar="SIZE",
                         help="a device's memory, such as 40GB or 80GiB: say whether the model fits")  # fmt: skip
     parser.add_argument("--json", metavar="FILE",

@@ -97,7 +97,7 @@ def fully_shard(
         mixed_precision: The dtypes to compute and to communicate in. Shards keep the parameters' own dtypes.
         prefetch: How many units ahead are gathered while one computes, in forward.
         backward_prefetch: The same in backward. None: as `prefetch`.
-        slots: How many full-size buffers the units share. None: one more than the deeper prefetch.
+        slots: How many full-size buffers the units share. None: one more than the larger prefetch depth.
         granularity: The smallest piece of a parameter that stays on one rank: "element", "row", `RowBlock(rows)` or
             "tensor"; one for all parameters, or a function of a parameter's name and the parameter. With "tensor" one
             rank owns the parameter, its gradient and its optimizer state, and the other ranks have none of it. Owners

@@ -19,7 +19,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "doctor",
         help="say what works on this machine, and what does not and why",
         description="Says what this build of shardcomm has, what it finds on this machine, and which transports can be "
-        "used; for each that cannot, it says why and what to do. Then it tests them, in about five seconds, and says "
+        "used; for each that cannot, it says why and what to do. Then it tests them, in some seconds, and says "
         "which path each collective takes. It exits with 1 if a test fails.",
     )
     parser.add_argument(
