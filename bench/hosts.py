@@ -1,6 +1,6 @@
 """Collectives and a GPT's step across 2 and 3 hosts of 2 ranks each: shardcomm against plain Gloo.
 
-Hosts are namespaces of this machine (bench/namespaces.py), whose links `tc` holds to 1 and 10 Gbit/s in each direction.
+Hosts are namespaces of this machine (`shardcomm.cluster`), whose links `tc` holds to 1 and 10 Gbit/s in each direction.
 float32; sizes are the bytes of all ranks' parts. Plain Gloo is one group of all ranks. The GPT's step is forward and
 backward of compare_fsdp2's model, with shardcomm's engine against PyTorch FSDP2 on Gloo. Times are medians of the
 slowest rank, and results are checked in the same run. All hosts share this machine's cores, so at 10 Gbit/s it is the
@@ -19,17 +19,17 @@ from __future__ import annotations
 
 import json
 import statistics
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from harness import Bound, Report, Times, arguments
 from hosts_rank import GLOO, OPS, OURS, RANKS_A_HOST, SIZES, STEP, part_of
-from namespaces import hosts, refusal, run_ranks
+
+from shardcomm.cluster import Cluster, refusal
 
 HOSTS = (2, 3)
-RATES = {"1 Gbit/s": 10**9, "10 Gbit/s": 10**10}
+RATES = {"1 Gbit/s": "1gbit", "10 Gbit/s": "10gbit"}
 TIME, TIME_FROM = 0.6, 16 << 20  # at most, of Gloo's, and from which size on
 BYTES, BYTES_FROM = 1.05, 1 << 20  # at most, of theory's
 TIMEOUT_S = 300.0
@@ -45,11 +45,10 @@ def theory(op: str, size: int, count: int) -> int:
     return 2 * parts if op == "all_reduce" else parts
 
 
-def taken_on(count: int, bits_per_s: int) -> Taken:
-    with tempfile.TemporaryDirectory() as folder, hosts(count, bits_per_s) as where:
+def taken_on(cluster: Cluster) -> Taken:
+    with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "taken.json")
-        command = [sys.executable, str(RANK_PROGRAM), str(file)]
-        run_ranks(where, RANKS_A_HOST, command, TIMEOUT_S)
+        cluster.run([str(RANK_PROGRAM), str(file)], timeout_s=TIMEOUT_S)
         taken: Taken = json.loads(file.read_text())
         return taken
 
@@ -109,12 +108,12 @@ def main() -> None:
         ]
     )
     for count in HOSTS:
-        for rate, bits_per_s in RATES.items():
-            taken = taken_on(count, bits_per_s)
+        for name, rate in RATES.items():
+            taken = taken_on(Cluster(count, RANKS_A_HOST, rate))
             for op in OPS:
                 for size in SIZES:
-                    add_row(report, count, rate, op, size, taken)
-            add_row(report, count, rate, STEP, 0, taken)
+                    add_row(report, count, name, op, size, taken)
+            add_row(report, count, name, STEP, 0, taken)
     report.finish(args)
 
 

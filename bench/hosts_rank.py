@@ -17,12 +17,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from compare_fsdp2 import BATCH, CONTEXT, full_gradients, loss_of, model
-from namespaces import link_bytes
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
 from torch.distributed.tensor import DTensor
 
 import shardcomm
+from shardcomm.cluster import link_bytes
 from shardcomm.comm.communicator import Transport
 from shardcomm.models.gpt import VOCAB
 

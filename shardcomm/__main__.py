@@ -12,6 +12,7 @@ import shardcomm
 from shardcomm.cli import plan as plan_command
 from shardcomm.cli import trace as timeline_command
 from shardcomm.cli.bench import command as bench
+from shardcomm.cli.cluster import command as cluster
 from shardcomm.cli.doctor import command as doctor
 from shardcomm.cli.ps import command as ps
 from shardcomm.cli.train import command as train
@@ -36,6 +37,7 @@ def make_parser() -> argparse.ArgumentParser:
     plan_command.add_parser(commands)
     bench.add_parser(commands)
     timeline_command.add_parser(commands)
+    cluster.add_parser(commands)
     doctor.add_parser(commands)
     ps.add_parser(commands)
     return parser

@@ -21,6 +21,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
     [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
 )
 
+pytest_plugins = ["shardcomm.pytest"]  # the fixture `cluster`
 
 # An example may take its time on a busy machine.
 settings.register_profile("suite", deadline=None)

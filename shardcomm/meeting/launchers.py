@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import MutableMapping
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
@@ -174,11 +175,11 @@ def refuse_batch_script() -> None:
         )
 
 
-def forget() -> None:
-    """Removes the launchers' variables about this process's rank from its environment, since it gets another rank."""
+def forget(environment: MutableMapping[str, str]) -> None:
+    """Removes the launchers' variables about a process's rank from its environment, since it gets another rank."""
     for launcher in _LAUNCHERS:
         for name in (*launcher.signs, launcher.rank, "GROUP_WORLD_SIZE", *_UNKNOWN):
-            os.environ.pop(name, None)
+            environment.pop(name, None)
 
 
 def meeting_point(own: Launched) -> tuple[str, int] | None:

@@ -20,24 +20,21 @@ import shutil
 import signal
 import threading
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from enum import IntEnum
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from multiprocessing.util import get_temp_dir
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
-from shardcomm._C import CommError, CudaError
 from shardcomm.arguments.checks import check_list, check_seconds, check_type
 from shardcomm.arguments.scalars import is_whole
-from shardcomm.checkpoint.checkpoints import CheckpointError
 from shardcomm.meeting.launchers import forget
 from shardcomm.meeting.store import SECRET, serve_on_loopback
+from shardcomm.process.failures import Failure, Order, ended, first_cause, raised
 from shardcomm.process.parent import signal_at_its_end
 from shardcomm.process.stack_dumps import enable_where_free
 
@@ -162,7 +159,7 @@ class _Ranks:
         """Waits for all ranks; raises the first cause when a rank has failed."""
         end = None if timeout_s is None else time.monotonic() + timeout_s
         results: dict[int, Any] = {}
-        failures: dict[int, _Failure] = {}
+        failures: dict[int, Failure] = {}
         pending = set(range(self.ranks))
         while pending:
             left = None if end is None else max(0.0, end - time.monotonic())
@@ -188,7 +185,7 @@ class _Ranks:
                         end = grace_end if end is None else min(end, grace_end)
                     failures[rank] = value
         if failures:
-            raise RankError(_first_cause(failures))
+            raise RankError(first_cause(failures))
         if pending:
             raise TimeoutError(
                 f"launch: ranks {sorted(pending)} of {self.ranks} still ran after {timeout_s:g} s"
@@ -199,15 +196,12 @@ class _Ranks:
         if not self.outcomes[rank].whole:
             process = self.processes[rank]
             process.join(GRACE_S)
-            code = process.exitcode
-            if code is not None and code < 0:
-                return False, _Failure(_Order.KILLED, f"was killed by {_signal_name(-code)}")
-            return False, _Failure(_Order.OWN, f"ended with exit status {code} and no result")
+            return False, ended(process.exitcode)
         try:
             ok, value = self.outcomes[rank].value()
         except Exception as error:
             said = f"returned what cannot be unpickled here: {type(error).__name__}: {error}"
-            return False, _Failure(_Order.OWN, said)
+            return False, Failure(Order.OWN, said)
         return bool(ok), value
 
     def end(self) -> None:
@@ -260,50 +254,6 @@ class _Outcome:
         return pickle.loads(memoryview(self._received)[8:])
 
 
-class _Order(IntEnum):
-    """Kinds of failures, in the order in which one may be the cause of the others."""
-
-    KILLED = 0
-    OWN = 1  # an error of the rank's own
-    COMM_ERROR = 2  # mostly the consequence of another rank's failure, as are errors that follow
-
-
-def _follows(error: BaseException | None) -> bool:
-    """Whether `error` is a CommError, or was raised because of one."""
-    while error is not None and not isinstance(error, CommError):
-        error = error.__cause__ or error.__context__
-    return error is not None
-
-
-class _Failure(NamedTuple):
-    """How a rank failed: `text` continues a sentence that begins with the rank's name."""
-
-    order: _Order
-    text: str
-
-
-def _first_cause(failures: dict[int, _Failure]) -> str:
-    first = min(failures, key=lambda rank: (failures[rank].order, rank))
-    others = [
-        f"rank {rank} {_in_one_line(failure.text)}"
-        for rank, failure in sorted(failures.items())
-        if rank != first
-    ]
-    return "\n".join([f"rank {first} {failures[first].text}", *others])
-
-
-def _signal_name(number: int) -> str:
-    with suppress(ValueError):
-        return signal.Signals(number).name
-    above = number - signal.SIGRTMIN
-    return f"SIGRTMIN+{above}" if above > 0 else f"signal {number}"
-
-
-def _in_one_line(said: str) -> str:
-    first, *more = said.strip().splitlines()
-    return f"{first} {more[-1]}" if more and first == "raised" else first
-
-
 def _run_rank(
     rank: int,
     ranks: int,
@@ -320,7 +270,7 @@ def _run_rank(
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     enable_where_free()
     threading.Thread(target=_end_with_launcher, args=(watched, temp_dir), daemon=True).start()
-    forget()  # the environment of the launcher that started this launcher
+    forget(os.environ)  # the environment of the launcher that started this launcher
     port, os.environ[SECRET] = meeting
     # All ranks are on this host, so that the connections of torch's Gloo need no other interface.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -342,12 +292,7 @@ def _run_rank(
     except BaseException as error:
         if os.getpid() != pid:
             raise
-        said = "raised\n" + traceback.format_exc()
-        if isinstance(error, CommError | CudaError | CheckpointError):
-            # The message says all; the traceback would add nothing.
-            said = f"raised {type(error).__name__}: {error}"
-        order = _Order.COMM_ERROR if _follows(error) else _Order.OWN
-        outcome = pickle.dumps((False, _Failure(order, said)))
+        outcome = pickle.dumps((False, raised(error)))
     if os.getpid() == pid:  # not a process that fn forked, which came back from it too
         _Outcome.send(tell, outcome)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch.distributed as dist
 
 import shardcomm
 from shardcomm.__main__ import make_parser
+from shardcomm.cluster import refusal
 from support import commands
 
 ROOT = Path(__file__).parents[2]
@@ -81,11 +83,19 @@ def test_there_are_examples_and_commands() -> None:
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if set(commands_of(page)) & set(OURS)], ids=named
 )
-def test_the_commands_of_shardcomm_run(page: Path, tmp_path: Path) -> None:
+def test_the_commands_of_shardcomm_run(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In their order, in one folder: one may read what another has written."""
+    # For commands that run another of shardcomm's.
+    monkeypatch.setenv(
+        "PATH", os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    )
     for command in commands_of(page):
         if command not in OURS or COMMANDS[command] != page:
             continue  # another page runs it
+        if command.startswith("shardcomm cluster ") and (why_not := refusal()):
+            pytest.skip(why_not)
         ran = commands.command(*shlex.split(command)[1:], cwd=tmp_path)
         assert ran.returncode == 0, f"{command}\n{ran.stdout}\n{ran.stderr}"
 
