@@ -155,10 +155,14 @@ def test_each_host_is_apart_and_finds_the_others_by_name() -> None:
 
 
 def test_what_one_host_has_in_shared_memory_no_other_sees() -> None:
-    with hosts(2, Link(10**9)) as two:
-        assert said_on(two[0], "touch /dev/shm/mine; ls /dev/shm") == ["mine"]
-        assert said_on(two[1], "ls /dev/shm") == []
-    assert not Path("/dev/shm/mine").exists()
+    mine = Path(f"/dev/shm/shardcomm-test-{os.getpid()}")
+    try:
+        with hosts(2, Link(10**9)) as two:
+            assert said_on(two[0], f"touch {mine}; ls /dev/shm") == [mine.name]
+            assert said_on(two[1], "ls /dev/shm") == []
+        assert not mine.exists()
+    finally:
+        mine.unlink(missing_ok=True)
 
 
 def test_a_killed_host_is_gone_and_says_no_farewell() -> None:
