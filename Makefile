@@ -11,6 +11,10 @@ EXTRAS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 SANITIZERS := address,undefined thread
+
+# Each of some hundred processes of the tests would compile again what it imports.
+unexport PYTHONDONTWRITEBYTECODE
+
 CXX_FILES = $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'tests/cpp/*.cpp' 'tests/cpp/*.h' \
   'csrc/*.hpp' 'tests/c/*.c' 'tests/c/*.cpp' 'tests/c/*.h' 'examples/cpp/*.cpp' 'examples/cpp/*.h')
 CORE_SOURCES := $(shell find csrc -type f) CMakeLists.txt setup.py
@@ -20,7 +24,7 @@ CORE_SOURCES := $(shell find csrc -type f) CMakeLists.txt setup.py
 help:
 	@echo "make setup     prepare $(VENV): install what is needed, build"
 	@echo "make demo      train a small GPT, fully sharded over two local processes"
-	@echo "make test      run all tests, two at a time"
+	@echo "make test      run all tests, three at a time"
 	@echo "make test-fast run, in a minute, one case of each test that needs no other process"
 	@echo "make docs      build the documentation into build/docs; a broken link or reference fails"
 	@echo "make docs-serve  show it at http://127.0.0.1:8000 while you write"
