@@ -61,7 +61,9 @@ from support.tensor_parallel_nets import (
 
 TOLERANCE = 5e-5  # AdamW divides by gradients' own size, and makes rounding of small ones large; measured: 1.2e-5
 DEADLINE_S = 120
-GO_ON = range(STEPS, STEPS + 2)  # the steps after a checkpoint
+GO_ON = range(
+    STEPS, STEPS + 1
+)  # the step after a checkpoint, for which moments and parameters must be right
 
 
 @contextlib.contextmanager
