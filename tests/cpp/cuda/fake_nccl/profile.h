@@ -1,43 +1,41 @@
-// Which NCCL is played, and where its versions differ. FAKE_NCCL_VERSION is what ncclGetVersion
-// says; a function is absent from the library where its version lacks it.
-// Sources read: tags v2.18.3-1, v2.22.3-1, v2.27.7-1, v2.28.9-1, v2.29.7-1, v2.30.7-1. Of 2.32.3
-// there are its header and its symbols; where these do not tell, it is played as 2.30.7.
+// Which NCCL is played, and where its versions differ. All versions are made of the same objects
+// but for version.cpp; a function that a version lacks is not among the symbols of its library
+// (CMakeLists.txt). Sources read: tags v2.18.3-1, v2.22.3-1, v2.27.7-1, v2.28.9-1, v2.29.7-1,
+// v2.30.7-1. Of 2.32.3 there are its header and its symbols; where these do not tell, it is played
+// as 2.30.7.
 #pragma once
 
 #include <cstddef>
 
-#ifndef FAKE_NCCL_VERSION
-#error "FAKE_NCCL_VERSION is not defined"
-#endif
-
 namespace fake_nccl {
 
-constexpr int kVersion = FAKE_NCCL_VERSION;
+// What ncclGetVersion says. Hidden: of two versions in a process, each has its own.
+__attribute__((visibility("hidden"))) extern const int kVersion;
 
 // init.cc, ncclCommAbort and ncclCommDestroy: a job of the group frees the communicator since 2.22
 // (ncclAsyncLaunch(commReclaim)); before, the call itself, whatever group it is in.
-constexpr bool kReclaimsInGroup = kVersion >= 22200;
+const bool kReclaimsInGroup = kVersion >= 22200;
 
 // group.cc, ncclCollPreconnectFunc: since 2.22 the first collective of each algorithm connects.
 // Before, initTransportsRank did (init.cc).
-constexpr bool kConnectsLazily = kVersion >= 22200;
+const bool kConnectsLazily = kVersion >= 22200;
 
 // group.cc, ncclGroupEndInternal of 2.18: a non-blocking group with nothing to connect and no job
 // is launched by the caller. Later, always by a thread made for it.
-constexpr bool kLaunchesInCaller = kVersion < 21900;
+const bool kLaunchesInCaller = kVersion < 21900;
 
 // init.cc, ncclCommGetAsyncError: 2.18 looks at comm->asyncResult only, which the proxy's thread
 // does not set (proxy.cc); later also at proxyState->asyncResult.
-constexpr bool kReportsProxyErrors = kVersion >= 21900;
+const bool kReportsProxyErrors = kVersion >= 21900;
 
 // nccl.h, ncclConfig_t. init.cc, parseCommConfig: copies as many bytes as both sides know.
-constexpr std::size_t kConfigBytes = kVersion < 22700   ? 48
-                                     : kVersion < 22800 ? 72
-                                     : kVersion < 22900 ? 80
-                                     : kVersion < 23100 ? 96
-                                                        : 120;
+const std::size_t kConfigBytes = kVersion < 22700   ? 48
+                                 : kVersion < 22800 ? 72
+                                 : kVersion < 22900 ? 80
+                                 : kVersion < 23100 ? 96
+                                                    : 120;
 // parseCommConfig: 2.27 refuses NCCL_CTA_POLICY_ZERO.
-constexpr int kMaxCtaPolicy = kVersion < 22800 ? 1 : 2;
+const int kMaxCtaPolicy = kVersion < 22800 ? 1 : 2;
 
 // ncclCommWindowRegister where ranks do not reach each other's memory.
 enum class WithoutSymmetry {
@@ -45,19 +43,19 @@ enum class WithoutSymmetry {
   local_handle,  // 2.28 dev_runtime.cc, ncclDevrWindowRegisterInGroup: the registration's handle
   null           // 2.29 dev_runtime.cc, ncclCommWindowRegister: null, and nothing is registered
 };
-constexpr WithoutSymmetry kWithoutSymmetry = kVersion < 22800   ? WithoutSymmetry::structure
-                                             : kVersion < 22900 ? WithoutSymmetry::local_handle
-                                                                : WithoutSymmetry::null;
+const WithoutSymmetry kWithoutSymmetry = kVersion < 22800   ? WithoutSymmetry::structure
+                                         : kVersion < 22900 ? WithoutSymmetry::local_handle
+                                                            : WithoutSymmetry::null;
 // 2.27 register/register.cc: the structure is there when the call returns, and the group's result
 // is returned. Later the window is null until it is registered, and success is returned.
-constexpr bool kWindowAtOnce = kVersion < 22800;
+const bool kWindowAtOnce = kVersion < 22800;
 
 // init.cc, symmetricSupport: 2.27 wants one node; 2.28 asks about each node alone; since 2.29 all
 // ranks must reach each other (or the network, which is not played).
-constexpr bool kSymmetricOnSeveralNodes = kVersion >= 22800 && kVersion < 22900;
+const bool kSymmetricOnSeveralNodes = kVersion >= 22800 && kVersion < 22900;
 
 // sym_kernels.cc, ncclSymkPickKernel: since 2.30 a reduce-scatter needs its source in a window
 // only, and a gather its destination only.
-constexpr bool kOneWindowIsEnough = kVersion >= 23000;
+const bool kOneWindowIsEnough = kVersion >= 23000;
 
 }  // namespace fake_nccl

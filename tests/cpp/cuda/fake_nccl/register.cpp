@@ -45,7 +45,7 @@ Result deregister(Comm* comm, void* handle) {
   return success;
 }
 
-[[maybe_unused]] void add_window(Comm* comm, void* key, Window window) {
+void add_window(Comm* comm, void* key, Window window) {
   if (window.symmetric) count(&FakeNcclCounts::windows_symmetric);
   const std::lock_guard<std::mutex> lock(comm->mutex);
   comm->windows[key] = std::move(window);
@@ -53,12 +53,12 @@ Result deregister(Comm* comm, void* handle) {
 
 // What a symmetric registration does with the other ranks: each has its own part, and then a
 // barrier (bootstrapIntraNodeAllGather in 2.27; symMemoryObtain and bootstrapBarrier since 2.28).
-[[maybe_unused]] Result agree_on_window(Comm* comm) {
+Result agree_on_window(Comm* comm) {
   return meet(comm, {"window " + std::to_string(comm->windows_made++)}, comm->size());
 }
 
 // ncclDevrWindowRegisterInGroup of 2.28 and later.
-[[maybe_unused]] Result register_in_group(Comm* comm, void* data, std::size_t bytes, void** out) {
+Result register_in_group(Comm* comm, void* data, std::size_t bytes, void** out) {
   void* local = register_range(comm, data, bytes);
   if (!comm->symmetric) {
     count(&FakeNcclCounts::windows_local);
@@ -80,80 +80,9 @@ Result deregister(Comm* comm, void* handle) {
   return success;
 }
 
-}  // namespace
-
-bool in_window(Comm* comm, const void* data, std::size_t bytes) {
-  const std::lock_guard<std::mutex> lock(comm->mutex);
-  for (const auto& [_, window] : comm->windows) {
-    if (window.symmetric && contains(window.data, window.bytes, data, bytes)) return true;
-  }
-  return false;
-}
-
-bool has_registrations(Comm* comm) {
-  const std::lock_guard<std::mutex> lock(comm->mutex);
-  return !comm->registrations.empty() || !comm->windows.empty();
-}
-
-void forget_registrations(Comm* comm) {
-  std::map<void*, Window> windows;
-  {
-    const std::lock_guard<std::mutex> lock(comm->mutex);
-    windows.swap(comm->windows);
-    comm->registrations.clear();
-  }
-  for (const auto& [_, window] : windows) fake::release(window.on_device);
-}
-
-}  // namespace fake_nccl
-
-using namespace fake_nccl;
-
-extern "C" {
-
-#if FAKE_NCCL_VERSION >= 21900
-Result ncclMemAlloc(void** data, std::size_t bytes) {
-  if (const Result fault = fault_of(FakeCall::mem_alloc, fake::current_device)) return fault;
-  if (bytes > std::size_t{1} << 40) return static_cast<Result>(1);  // ncclUnhandledCudaError
-  *data = fake::allocate(bytes);
-  const std::lock_guard<std::mutex> lock(allocated().mutex);
-  allocated().all.insert(*data);
-  return success;
-}
-
-Result ncclMemFree(void* data) {
-  {
-    const std::lock_guard<std::mutex> lock(allocated().mutex);
-    allocated().all.erase(data);
-  }
-  if (!faults().cumem) return cudaFree(data) == cudaSuccess ? success : static_cast<Result>(1);
-  fake::release(data);
-  return success;
-}
-
-// Local: no other rank is asked.
-Result ncclCommRegister(Comm* comm, void* data, std::size_t bytes, void** handle) {
-  if (!known(comm)) return invalid_argument;
-  const InCall call(comm);
-  if (const Result fault = fault_of(FakeCall::comm_register, comm->rank)) return fault;
-  *handle = register_range(comm, data, bytes);
-  if (*handle != nullptr) count(&FakeNcclCounts::registrations_local);
-  return success;
-}
-
-Result ncclCommDeregister(Comm* comm, void* handle) {
-  if (!known(comm)) return invalid_argument;
-  const InCall call(comm);
-  const Result result = deregister(comm, handle);
-  if (result != success) count(&FakeNcclCounts::bad_arguments);
-  return result;
-}
-#endif
-
-#if FAKE_NCCL_VERSION >= 22700 && FAKE_NCCL_VERSION < 22800
 // register/register.cc of 2.27: a window structure around the local registration, there when the
 // call returns. Nothing tells whether it is more than that.
-Result ncclCommWindowRegister(Comm* comm, void* data, std::size_t bytes, void** out, int) {
+Result register_window_2_27(Comm* comm, void* data, std::size_t bytes, void** out) {
   *out = nullptr;
   if (!known(comm)) return invalid_argument;
   const InCall call(comm);
@@ -191,12 +120,10 @@ Result ncclCommWindowRegister(Comm* comm, void* data, std::size_t bytes, void** 
   group_error(result);
   return group_end();
 }
-#endif
 
-#if FAKE_NCCL_VERSION >= 22800
 // dev_runtime.cc: the window is null until the group has registered it, and a group that is in
 // progress is success to the caller.
-Result ncclCommWindowRegister(Comm* comm, void* data, std::size_t bytes, void** out, int) {
+Result register_window_2_28(Comm* comm, void* data, std::size_t bytes, void** out) {
   if (!known(comm)) return invalid_argument;
   if (kWithoutSymmetry == WithoutSymmetry::null) {
     *out = nullptr;
@@ -223,9 +150,80 @@ Result ncclCommWindowRegister(Comm* comm, void* data, std::size_t bytes, void** 
   const Result ended = group_end();
   return ended != success && ended != in_progress ? ended : result;
 }
-#endif
 
-#if FAKE_NCCL_VERSION >= 22700
+}  // namespace
+
+bool in_window(Comm* comm, const void* data, std::size_t bytes) {
+  const std::lock_guard<std::mutex> lock(comm->mutex);
+  for (const auto& [_, window] : comm->windows) {
+    if (window.symmetric && contains(window.data, window.bytes, data, bytes)) return true;
+  }
+  return false;
+}
+
+bool has_registrations(Comm* comm) {
+  const std::lock_guard<std::mutex> lock(comm->mutex);
+  return !comm->registrations.empty() || !comm->windows.empty();
+}
+
+void forget_registrations(Comm* comm) {
+  std::map<void*, Window> windows;
+  {
+    const std::lock_guard<std::mutex> lock(comm->mutex);
+    windows.swap(comm->windows);
+    comm->registrations.clear();
+  }
+  for (const auto& [_, window] : windows) fake::release(window.on_device);
+}
+
+}  // namespace fake_nccl
+
+using namespace fake_nccl;
+
+extern "C" {
+
+Result ncclMemAlloc(void** data, std::size_t bytes) {
+  if (const Result fault = fault_of(FakeCall::mem_alloc, fake::current_device)) return fault;
+  if (bytes > std::size_t{1} << 40) return static_cast<Result>(1);  // ncclUnhandledCudaError
+  *data = fake::allocate(bytes);
+  const std::lock_guard<std::mutex> lock(allocated().mutex);
+  allocated().all.insert(*data);
+  return success;
+}
+
+Result ncclMemFree(void* data) {
+  {
+    const std::lock_guard<std::mutex> lock(allocated().mutex);
+    allocated().all.erase(data);
+  }
+  if (!faults().cumem) return cudaFree(data) == cudaSuccess ? success : static_cast<Result>(1);
+  fake::release(data);
+  return success;
+}
+
+// Local: no other rank is asked.
+Result ncclCommRegister(Comm* comm, void* data, std::size_t bytes, void** handle) {
+  if (!known(comm)) return invalid_argument;
+  const InCall call(comm);
+  if (const Result fault = fault_of(FakeCall::comm_register, comm->rank)) return fault;
+  *handle = register_range(comm, data, bytes);
+  if (*handle != nullptr) count(&FakeNcclCounts::registrations_local);
+  return success;
+}
+
+Result ncclCommDeregister(Comm* comm, void* handle) {
+  if (!known(comm)) return invalid_argument;
+  const InCall call(comm);
+  const Result result = deregister(comm, handle);
+  if (result != success) count(&FakeNcclCounts::bad_arguments);
+  return result;
+}
+
+Result ncclCommWindowRegister(Comm* comm, void* data, std::size_t bytes, void** out, int) {
+  return kVersion < 22800 ? register_window_2_27(comm, data, bytes, out)
+                          : register_window_2_28(comm, data, bytes, out);
+}
+
 // Local in every version.
 Result ncclCommWindowDeregister(Comm* comm, void* key) {
   if (key == nullptr) return success;
@@ -247,6 +245,5 @@ Result ncclCommWindowDeregister(Comm* comm, void* key) {
   if (result != success) count(&FakeNcclCounts::bad_arguments);
   return result;
 }
-#endif
 
 }  // extern "C"
