@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -12,6 +10,7 @@ import pytest
 import torch
 
 from shardcomm import CommError, Communicator, Stream, launch
+from support.interpreters import run
 
 # A process that forks a child which ends through the interpreter, as multiprocessing's fork does.
 ENDS = """
@@ -39,10 +38,8 @@ sys.exit(0 if os.waitstatus_to_exitcode(status) == 7 else 1)
 
 @pytest.mark.parametrize("busy", [False, True], ids=["idle stream", "busy stream"])
 def test_a_child_ends_through_the_interpreter_when_there_was_a_stream(busy: bool) -> None:
-    process = subprocess.run(
-        [sys.executable, "-c", ENDS.format(busy=busy)], timeout=60, check=False
-    )
-    assert process.returncode == 0
+    ended = run(ENDS.format(busy=busy))
+    assert ended.returncode == 0, ended.stderr
 
 
 def in_a_child(body: Callable[[], None]) -> None:

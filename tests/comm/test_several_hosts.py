@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ from shardcomm import CommError, Communicator, Receipt, fully_shard, launch
 from shardcomm.comm import rendezvous
 from shardcomm.comm.communicator import Transport
 from shardcomm.comm.hosts import place_of
+from support.interpreters import run_ranks
 from support.nets import batch, loss_of, make, sgd_of
 from support.rank_sums import combined
 
@@ -221,14 +220,9 @@ else:  # so that the others' reduction waits in Gloo when their interpreters end
 """
 
 
-def test_a_process_ends_quietly_with_work_under_way_between_hosts(tmp_path: Path) -> None:
-    script = tmp_path / "ends.py"
-    script.write_text(ENDS_WITH_WORK_UNDER_WAY)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
-    ended = subprocess.run(
-        [*command, str(script)], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert ended.returncode == 0, ended.stderr
+def test_a_process_ends_quietly_with_work_under_way_between_hosts() -> None:
+    for ended in run_ranks(ENDS_WITH_WORK_UNDER_WAY, 4):
+        assert ended.returncode == 0, ended.stderr
 
 
 def what_is_taken(hosts: str, transport: Transport) -> tuple[str, str]:

@@ -5,15 +5,12 @@ from __future__ import annotations
 import functools
 import os
 import signal
-import subprocess
-import sys
 import time
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from operator import le
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from shardcomm import CommError, RankError, backend, launch
 from shardcomm.comm import rendezvous
 from support.gates import until
+from support.interpreters import run_ranks
 
 OURS = "shardcomm"
 CORE_DTYPES = (
@@ -577,14 +575,9 @@ if dist.get_rank() == 0:
 """
 
 
-def test_a_program_that_ends_with_work_begun_ends_quietly(tmp_path: Path) -> None:
-    script = tmp_path / "untidy.py"
-    script.write_text(UNTIDY)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    ended = subprocess.run(
-        [*command, str(script)], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert ended.returncode == 0, ended.stderr
+def test_a_program_that_ends_with_work_begun_ends_quietly() -> None:
+    for ended in run_ranks(UNTIDY, 2):
+        assert ended.returncode == 0, ended.stderr
 
 
 def on_two_hosts() -> list[backend.Receipt]:

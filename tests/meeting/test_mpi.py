@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 import shardcomm
+from support.interpreters import run
 
 LIMIT_S = 100
 
@@ -47,27 +48,18 @@ def by_mpirun(folder: Path, size: int, program: str) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
-def test_ranks_of_mpirun_meet_through_mpi(tmp_path: Path, transport: str) -> None:
-    lines = by_mpirun(
-        tmp_path,
-        3,
-        f"""
-with shardcomm.connect(mpi=MPI.COMM_WORLD, transport="{transport}", device="cpu") as comm:
-    total = np.full(4, 10.0**comm.rank, dtype=np.float32)
-    comm.all_reduce(total)
-    print(f"{{comm.transport}} {{comm.rank}} of {{comm.size}}: {{total[3]:.0f}}\\n", end="", flush=True)
-""",
-    )
-    assert lines == [f"{transport} {rank} of 3: 111" for rank in range(3)]
-
-
-@pytest.mark.slow
-def test_a_part_of_the_ranks_makes_a_group_of_its_own(tmp_path: Path) -> None:
+def test_ranks_of_mpirun_and_parts_of_them_meet_through_mpi(tmp_path: Path) -> None:
+    """In one run, as each rank loads torch."""
     lines = by_mpirun(
         tmp_path,
         3,
         """
+for transport in ("shm", "c10d"):
+    with shardcomm.connect(mpi=MPI.COMM_WORLD, transport=transport, device="cpu") as comm:
+        total = np.full(4, 10.0**comm.rank, dtype=np.float32)
+        comm.all_reduce(total)
+        print(f"{comm.transport} {comm.rank} of {comm.size}: {total[3]:.0f}\\n", end="", flush=True)
+
 rank = MPI.COMM_WORLD.Get_rank()
 part = MPI.COMM_WORLD.Split(color=rank % 2, key=-rank)
 with shardcomm.connect(mpi=part, device="cpu") as comm:
@@ -76,12 +68,13 @@ with shardcomm.connect(mpi=part, device="cpu") as comm:
     print(f"{rank}: {seen.tolist()}\\n", end="", flush=True)
 """,
     )
-    assert lines == ["0: [2, 0]", "1: [1]", "2: [2, 0]"]
+    whole = [f"{transport} {rank} of 3: 111" for transport in ("c10d", "shm") for rank in range(3)]
+    assert lines == ["0: [2, 0]", "1: [1]", "2: [2, 0]", *whole]
 
 
 @pytest.mark.slow
-def test_what_ranks_do_not_agree_on_is_an_error_on_all(tmp_path: Path) -> None:
-    lines = by_mpirun(
+def test_what_ranks_do_not_agree_on_and_who_does_not_come_is_an_error(tmp_path: Path) -> None:
+    zero, one, late = by_mpirun(
         tmp_path,
         2,
         """
@@ -90,18 +83,7 @@ try:
     shardcomm.connect(mpi=MPI.COMM_WORLD, transport=["shm", "c10d"][rank], device="cpu")
 except ValueError as error:
     print(f"{rank}: {error}\\n", end="", flush=True)
-""",
-    )
-    assert len(lines) == 2
-    assert all("the ranks gave different ones: shm, c10d" in line for line in lines)
 
-
-@pytest.mark.slow
-def test_a_rank_that_does_not_come_is_an_error_at_the_deadline(tmp_path: Path) -> None:
-    lines = by_mpirun(
-        tmp_path,
-        2,
-        """
 if MPI.COMM_WORLD.Get_rank() == 0:
     try:
         shardcomm.connect(mpi=MPI.COMM_WORLD, deadline_s=0.5, device="cpu")
@@ -114,21 +96,11 @@ else:
     MPI.COMM_WORLD.Iallgather(late, np.zeros(2, dtype=np.int32)).Wait()  # so that MPI can end
 """,
     )
+    for rank, line in enumerate((zero, one)):
+        assert line.startswith(f"{rank}: ")
+        assert "the ranks gave different ones: shm, c10d" in line
     said = "not all ranks came to the rendezvous within 0.5 s: they are not in the same call of shardcomm"
-    assert lines == [f"late: rank 0 of 2: {said}"]
-
-
-def test_one_rank_is_a_group_too(tmp_path: Path) -> None:
-    lines = by_mpirun(
-        tmp_path,
-        1,
-        """
-with shardcomm.connect(mpi=MPI.COMM_SELF, deadline_s=30, device="cpu") as comm:
-    comm.barrier()
-    print(comm.rank, comm.size)
-""",
-    )
-    assert lines == ["0 1"]
+    assert late == f"late: rank 0 of 2: {said}"
 
 
 def test_connect_without_mpi_reads_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,11 +121,17 @@ def test_what_is_no_communicator_is_refused(given: Any) -> None:
         shardcomm.connect(mpi=given)
 
 
-def test_no_group_and_a_deadline_in_the_past_are_refused(tmp_path: Path) -> None:
-    null, negative = by_mpirun(
+def test_one_rank_is_a_group_and_no_group_and_a_deadline_in_the_past_are_refused(
+    tmp_path: Path,
+) -> None:
+    alone, null, negative = by_mpirun(
         tmp_path,
         1,
         """
+with shardcomm.connect(mpi=MPI.COMM_SELF, deadline_s=30, device="cpu") as comm:
+    comm.barrier()
+    print(comm.rank, comm.size)
+
 for mpi, deadline_s in ((MPI.COMM_NULL, 30), (MPI.COMM_SELF, -1)):
     try:
         shardcomm.connect(mpi=mpi, deadline_s=deadline_s)
@@ -161,6 +139,7 @@ for mpi, deadline_s in ((MPI.COMM_NULL, 30), (MPI.COMM_SELF, -1)):
         print("1" if mpi == MPI.COMM_NULL else "2", error)
 """,
     )
+    assert alone == "0 1"
     assert null.startswith("1 connect: mpi is MPI.COMM_NULL; it must be"), null
     assert negative.startswith("2 connect: deadline_s is -1"), negative
 
@@ -220,8 +199,7 @@ try:
 except ValueError as error:
     print(error)
 """
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    done = run(program)
     if "cannot load MPI library" in done.stderr:
         pytest.skip("mpi4py finds no MPI")
     assert done.stdout == f"connect: MPI {state}; call this between MPI.Init and MPI.Finalize\n"

@@ -9,6 +9,8 @@ import threading
 
 import pytest
 
+from support.interpreters import run
+
 PREAMBLE = """
 import os, sys, threading
 from shardcomm import Communicator, Stream
@@ -134,15 +136,9 @@ assert hold.wait(20)
 
 @pytest.mark.parametrize(("script", "printed"), ENDS.values(), ids=ENDS)
 def test_a_process_ends_well(script: str, printed: str) -> None:
-    run = subprocess.run(
-        [sys.executable, "-c", PREAMBLE + script],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.strip() == printed
+    ended = run(PREAMBLE + script)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.strip() == printed
 
 
 def test_an_exit_that_waits_says_so_and_is_interrupted() -> None:
@@ -205,15 +201,9 @@ try:
 except RuntimeError as error:
     print(error)
 """
-    run = subprocess.run(
-        [sys.executable, "-c", PREAMBLE + script + end],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.startswith("this wait would never end: "), run.stdout
+    ended = run(PREAMBLE + script + end)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.startswith("this wait would never end: "), ended.stdout
 
 
 def test_an_operation_may_wait_for_what_its_stream_did_before() -> None:
@@ -224,4 +214,5 @@ stream.enqueue(lambda: (before.wait(), seen.append(1)))
 stream.synchronize()
 assert seen == [1]
 """
-    subprocess.run([sys.executable, "-c", PREAMBLE + script], timeout=60, check=True)
+    ended = run(PREAMBLE + script)
+    assert ended.returncode == 0, ended.stderr
