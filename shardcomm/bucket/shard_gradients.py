@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from itertools import compress
 
@@ -58,7 +59,8 @@ class ShardGradients:
         if self._rows is None:
             flat = self.flat
             self._rows = tuple(
-                _guarded(flat.as_strided(*view), shard)
+                # `.data`, since torch refuses `grad.detach_()`, as old loops call it, of a view.
+                _guarded(flat.as_strided(*view).data, shard)
                 for view, shard in zip(self._views, self._shards, strict=True)
             )
             with plain():
@@ -79,6 +81,8 @@ class ShardGradients:
         with plain():
             if self._rows is not None:
                 self._take_moved(self._rows)
+                if not self._unshown:
+                    self._rows = self._leave_kept(self._rows)
             add = self._unshown or self._has_grad()
         if not add and self._flat is None:  # all of it is written
             self._flat = torch.empty_like(self._shard, pin_memory=self._pinned)
@@ -96,6 +100,17 @@ class ShardGradients:
                 values = rows.clone()
                 rows.data = self.flat.as_strided(*view)
                 rows.copy_(values)
+
+    def _leave_kept(self, every: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """Gives gradients that no `.grad` is any more, but that somebody has kept, memory of their own."""
+        own = list(every)
+        for index, shard in enumerate(self._shards):
+            # Two references are those of `every` and of `own`, and one is the argument's.
+            is_kept = sys.getrefcount(every[index]) > 3 and grad_of(shard) is None
+            if is_kept and not self._elsewhere[index]:
+                every[index].data = every[index].clone()
+                own[index] = _guarded(self.flat.as_strided(*self._views[index]).data, shard)
+        return tuple(own)
 
     def _has_grad(self) -> bool:
         # A list takes half of a generator's time.

@@ -70,9 +70,8 @@ def fully_shard(
     Afterwards `model.parameters()` are this rank's rows of each parameter. Make the optimizer from them; an optimizer
     that was made before is refused at its first step. Forward, backward and the optimizer's step are written as without
     sharding. An operation that would be wrong of rows alone is refused, or answered for the whole parameter
-    ([`ShardedParameter`][shardcomm.ShardedParameter]). To keep a `.grad` past the next backward, clone it, because the
-    engine uses its memory again. All ranks start from rank 0's values. A model on the meta device is materialised unit
-    by unit, by its modules' `reset_parameters`.
+    ([`ShardedParameter`][shardcomm.ShardedParameter]). All ranks start from rank 0's values. A model on the meta device
+    is materialised unit by unit, by its modules' `reset_parameters`.
 
     Collective: every rank calls `fully_shard` with the same model and the same arguments.
 

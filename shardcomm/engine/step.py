@@ -110,7 +110,7 @@ class Step:
             begin, end = map(torch.compiler.disable, (begin, end))
         yield unit.module.register_forward_pre_hook(begin, prepend=True, with_kwargs=True)
         yield unit.module.register_forward_hook(end)
-        yield call.around()
+        yield from call.around()
 
     # A step, in the order in which it happens. Hooks do nothing but call these.
 
@@ -494,8 +494,8 @@ class _Call(Hooks):
         self._step = step
         self._unit = unit
 
-    def around(self) -> ForwardMethod:
-        """Stands in the place of what `module(...)` calls, hooks included."""
+    def around(self) -> Iterator[ForwardMethod]:
+        """Stands in the place of what `module(...)` calls, hooks included; in copies of the module, what is refused."""
         unit, module = self._unit, self._unit.module
         compiled = module._compiled_call_impl is not None
         name = "_compiled_call_impl" if compiled else "_call_impl"
@@ -520,7 +520,9 @@ class _Call(Hooks):
         unit.keep_out_of_graphs(True)
         installed = ForwardMethod(module, name, vars(module).get(name))
         setattr(module, name, MethodType(call, module))
-        return installed
+        yield installed
+        yield ForwardMethod(module, "__getstate__", None)
+        vars(module)["__getstate__"] = functools.partial(_state_of_copy, unit, name)
 
     def begin(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: Any = None
@@ -543,6 +545,19 @@ class _Call(Hooks):
         # Registered methods, and calls around this one, handle their own exceptions.
         if not self._unit.in_method and self._unit.depth == 1:
             self._step.forward_failed(self._unit)
+
+
+def _state_of_copy(unit: ShardedUnit, name: str) -> Any:
+    """What `copy.copy(module)` copies. What the module calls under `name` would be the original's in a copy."""
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError(forward_methods.copied(unit))
+
+    state: Any = type(unit.module).__getstate__(unit.module)  # type: ignore[no-untyped-call]
+    if isinstance(state, dict):
+        state = {**state, name: refuse}
+        state.pop("__getstate__", None)
+    return state
 
 
 def _run_eagerly(*functions: Any) -> None:

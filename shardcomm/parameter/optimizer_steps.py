@@ -102,6 +102,9 @@ def _before(optimizer: optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str,
     if _checked.get(optimizer) != len(params):
         _check(optimizer, params)
         _checked[optimizer] = len(params)
+    for param in params:
+        if type(param) in _OURS and param.whole is not None and param.whole.awaits_reduce:
+            param.whole.refuse_step(type(optimizer).__name__)
     if not any(type(p) is ShardedParameter for p in params):
         return
     if optimizer not in _hooks:

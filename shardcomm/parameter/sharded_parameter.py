@@ -79,6 +79,10 @@ class ShardedRows(torch.Tensor):
         """
         self.whole.refuse_collective(operation)
 
+    def set_(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raises RuntimeError: these rows are in memory of the engine. Torch asks no `__torch_function__`."""
+        self.whole.refuse_other_memory("set_")
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"{type(self).__name__}(rows of {self.whole.name!r}: {self.to_local()!r})"
 
@@ -120,6 +124,7 @@ class ShardedParameter(nn.Parameter):
     to_local = ShardedRows.to_local
     full_tensor = ShardedRows.full_tensor
     refuse_collective = ShardedRows.refuse_collective
+    set_ = ShardedRows.set_
     __repr__ = ShardedRows.__repr__  # type: ignore[assignment]
     __reduce_ex__ = ShardedRows.__reduce_ex__
     __deepcopy__ = ShardedRows.__deepcopy__
@@ -157,10 +162,11 @@ class ShardedParameter(nn.Parameter):
         refuse_hook(self.whole)
 
     def _use_count(self) -> NoReturn:  # only swap_tensors calls it
-        self.whole.refuse_swap()
+        self.whole.refuse_other_memory(_SWAP)
 
 
 _DATA: Any = torch._C.TensorBase.data
+_SWAP = "torch.utils.swap_tensors, as by torch.__future__.set_swap_module_params_on_conversion,"
 
 
 class WholeParameter(nn.Parameter):
@@ -196,7 +202,17 @@ class WholeParameter(nn.Parameter):
     def _use_count(self) -> Any:
         if self.whole is None:
             return super()._use_count()  # type: ignore[misc]
-        return self.whole.refuse_swap()
+        return self.whole.refuse_other_memory(_SWAP)
+
+    def set_(self, *args: Any, **kwargs: Any) -> Any:  # noqa: D102
+        return super().set_(*args, **kwargs) if self.whole is None else self._refuse("set_")
+
+    def share_memory_(self) -> Any:  # noqa: D102
+        return super().share_memory_() if self.whole is None else self._refuse("share_memory_")  # type: ignore[no-untyped-call]
+
+    def _refuse(self, what: str) -> NoReturn:
+        assert self.whole is not None
+        self.whole.refuse_other_memory(what)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         plainly: Any = nn.Parameter(self.detach(), self.requires_grad)
@@ -231,8 +247,8 @@ def _guarded(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         first.whole.refuse_autograd_grad()
     if getattr(func, "__module__", "") == _COLLECTIVES:
         first.whole.refuse_collective(name)
-    if name == "share_memory_":  # refused of a whole one, too: it moves memory of collectives
-        first.whole.refuse(name)
+    if name == "share_memory_":
+        first.whole.refuse_other_memory(name)
     if _is_in_place(name):
         # So that autograd refuses graphs of the old values, see `versions.py`. Torch itself does not mark such changes
         # of tensors in lists, or through `.data`, and marks none on ranks without rows.
@@ -315,6 +331,13 @@ def _detached(self: Any) -> ShardedRows:
     return self.whole.given(rows) if isinstance(self, ShardedParameter) else rows
 
 
+def _converted(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """`self.to(...)`, or what is like it. Another tensor gives it no more than a dtype and a device."""
+    with plain():
+        converted = self.to(*args, **kwargs)
+    return _as_guarded(converted, self) if hasattr(self, "whole") else converted
+
+
 def _equal(first: Any, second: Any) -> bool:
     """What `torch.equal` says of the whole tensors; collective, unless they are one, or of different shapes."""
     if first is second:
@@ -339,6 +362,8 @@ _INSTEAD: dict[Any, Any] = {
     torch.Tensor.nelement: lambda self: self.whole.numel,
     torch.equal: _equal,
     torch.Tensor.equal: _equal,
+    torch.Tensor.to: _converted,
+    torch.Tensor.type_as: _converted,
 }
 """What is called instead of torch's functions: most of these answer for the whole, some after all ranks have met."""
 
@@ -400,13 +425,21 @@ def _each_guarded(results: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 _COLLECTIVES = dist.all_reduce.__module__
 
-# These take the rows out of torch, so that no operation of torch's would be refused.
+# These take the rows out of torch, or look at sizes before torch's operation, which would be refused.
 _REFUSED = {
     "__array__",
+    "__bool__",
+    "__complex__",
+    "__contains__",
     "__dlpack__",
     "__dlpack_device__",
+    "__float__",
+    "__index__",
+    "__int__",
     "item",
+    "narrow",
     "numpy",
+    "select",
     "tolist",
 }
 

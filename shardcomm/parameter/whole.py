@@ -53,6 +53,7 @@ class Whole:
         counts: Whether norms count these rows on this rank; several tensor-parallel ranks may have the same rows.
         address: The address of the rows.
         grad_elsewhere: Guarded rows that `.grad` shows on a rank without a gradient, if the parameter's owner has one.
+        awaits_reduce: Whether backwards have left gradients that are not reduced over all ranks yet, as in `no_sync`.
         check_names: Raises if other ranks have other parameters of the same name; see `checkpoint/elsewhere.py`.
         aliases: What `.data` and `detach()` have given to somebody, by its `id`: it is in the rows' memory.
     """
@@ -68,6 +69,7 @@ class Whole:
     gather: Callable[[torch.Tensor], torch.Tensor]
     counts: bool = True
     grad_elsewhere: Any = None
+    awaits_reduce: bool = False
     check_names: Callable[[str], None] | None = None
     aliases: WeakValueDictionary[int, torch.Tensor] = field(default_factory=WeakValueDictionary)
 
@@ -139,6 +141,14 @@ class Whole:
             "place, or let loss.backward() set it"
         )
 
+    def refuse_step(self, optimizer: str) -> NoReturn:
+        """Raises the RuntimeError against a step that would pass over gradients which are on their way."""
+        raise RuntimeError(
+            f"{optimizer}.step: gradients of {self.name!r} are not reduced over the ranks yet, since all backwards "
+            "since the last step were in engine.no_sync(), or after engine.set_requires_all_reduce(False); leave the "
+            "last backward before a step outside of these"
+        )
+
     def refuse_autograd_grad(self) -> NoReturn:
         """Raises the RuntimeError against torch.autograd.grad, whose gradient is that of this rank alone."""
         raise RuntimeError(
@@ -147,12 +157,11 @@ class Whole:
             "call loss.backward() and read .grad"
         )
 
-    def refuse_swap(self) -> NoReturn:
-        """Raises the RuntimeError against swap_tensors: an optimizer would step on memory unknown to the engine."""
+    def refuse_other_memory(self, what: str) -> NoReturn:
+        """Raises the RuntimeError against `what`, after which the engine would not know an optimizer's memory."""
         raise RuntimeError(
-            f"torch.utils.swap_tensors of {self.name!r}, a parameter of fully_shard, as by torch.__future__."
-            "set_swap_module_params_on_conversion: its memory belongs to the engine; swap before fully_shard, and give "
-            "it values by copy_ or load_state_dict"
+            f"{what} of {self.name!r}, a parameter of fully_shard, whose memory belongs to the engine; call it before "
+            "fully_shard, and give the parameter values by copy_ or load_state_dict"
         )
 
     def refuse_collective(self, operation: str) -> NoReturn:

@@ -65,7 +65,7 @@ class ShardedParam:
         marks = {
             name: value
             for name, value in vars(owned.param).items()
-            if name not in ("_is_param", "_shardcomm_refused", "_shardcomm_ignored")
+            if name != "_is_param" and not name.startswith("_shardcomm_")
         }
         kind = type(owned.param)
         replaced(owned.param, owned.name)
@@ -82,7 +82,7 @@ class ShardedParam:
         if issubclass(kind, nn.Parameter) and not issubclass(kind, _OURS):
             _become(self.full, kind, owned.name)  # the user's own class, which forward may need
         vars(self.full).update(marks)
-        self.gradient = ParamGradient(self.full, shard, self.distribution)
+        self.gradient = ParamGradient(self.full, shard, whole)
         self.watch: Any = None  # the hook of ShardedUnit.watch_gradients
         self.shard_watch: Any = None  # the hook of ShardedUnit.watch_shards
 

@@ -24,7 +24,7 @@ from torch import nn
 
 from shardcomm.bucket.bucket import Bucket
 from shardcomm.parameter.plain import grad_of, plain
-from shardcomm.parameter.tensor_parallel import Distribution
+from shardcomm.parameter.whole import Whole
 from shardcomm.stream.work import Work
 
 
@@ -47,18 +47,18 @@ class ParamGradient:
     Args:
         full: The full parameter, to which backwards leave gradients.
         shard: This rank's rows, whose `.grad` the mean becomes.
-        how: How `full` is distributed if it is a DTensor, of whose gradients this rank's part is reduced.
+        whole: What they are a part of.
 
     Attributes:
         used: Whether this rank had a gradient for the parameter in this backward.
     """
 
-    def __init__(
-        self, full: nn.Parameter, shard: nn.Parameter, how: Distribution | None = None
-    ) -> None:
+    def __init__(self, full: nn.Parameter, shard: nn.Parameter, whole: Whole) -> None:
         self.full = full
         self.shard = shard
-        self._how = how
+        self.whole = whole
+        # How `full` is distributed if it is a DTensor, of whose gradients this rank's part is reduced.
+        self._how = whole.part.how
         self.used = False
         self._sum: torch.Tensor | None = None  # the sum over backwards that were not reduced
 
@@ -95,7 +95,7 @@ class ParamGradient:
     def forget(self) -> None:
         """Drops the gradients of all backwards."""
         self.full.grad = self._sum = None
-        self.used = False
+        self.used = self.whole.awaits_reduce = False
 
 
 class Call:
@@ -205,9 +205,10 @@ class UnitGradients:
         It keeps sums in the wider dtype: in a narrow one, autograd's own sum would lose later gradients.
         """
         for bucket, params in self._buckets:
-            if bucket.reduce_dtype.itemsize > bucket.param_dtype.itemsize:
-                for param in params:
+            for param in params:
+                if bucket.reduce_dtype.itemsize > bucket.param_dtype.itemsize:
                     param.add(bucket.reduce_dtype)
+                param.whole.awaits_reduce = self.stage is REDUCING or param.holds_earlier
 
     def reduce(self, *, put_off: bool = False) -> None:
         """Queues the reduces of the gradients that backward has left, which `reduces` lists to be waited for.
@@ -262,7 +263,7 @@ class UnitGradients:
     def _published(self) -> None:
         self.stage = READY
         for param in self._params:
-            param.used = False
+            param.used = param.whole.awaits_reduce = False
         hooked = self._hooked()
         for shard in hooked:
             with plain():

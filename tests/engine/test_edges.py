@@ -372,7 +372,8 @@ def test_equality_is_of_the_whole_tensors() -> None:
         lambda m: parameters_to_vector(m.parameters()),
         lambda m: vector_to_parameters(torch.zeros(5 * WIDTH), [m.embed.weight]),
         lambda m: m.embed.weight.norm().backward(),
-        lambda m: m.share_memory(),
+        lambda m: bool(m.embed.weight),
+        lambda m: m.embed.weight.narrow(0, 0, 1),
     ],
 )
 def test_what_would_be_wrong_of_rows_alone_is_refused(use: Callable[[Tied], Any]) -> None:
@@ -797,12 +798,183 @@ def test_values_put_in_a_gradients_place_are_stepped_with() -> None:
     with_sharded(body)
 
 
-def test_nobody_moves_the_memory_of_a_parameter_that_one_rank_owns() -> None:
+@pytest.mark.parametrize("options", [{}, {"granularity": "tensor"}, {"strategy": "no_shard"}])
+def test_nobody_gives_parameters_other_memory(options: dict[str, Any]) -> None:
     def body(model: Tied, engine: Engine, twin: Tied) -> None:
-        with pytest.raises(RuntimeError, match="share_memory_"):
-            model.share_memory()
+        weight = model.embed.weight
+        for call in (model.share_memory, lambda: weight.set_(torch.zeros_like(weight))):  # type: ignore[call-overload]
+            with torch.no_grad(), pytest.raises(RuntimeError, match="memory belongs to the engine"):
+                call()
 
-    with_sharded(body, granularity="tensor")
+    with_sharded(body, **options)
+
+
+def test_a_copy_of_a_whole_parameter_may_have_any_memory() -> None:
+    def body(model: Tied, engine: Engine, twin: Tied) -> None:
+        weight = copy.copy(model.embed.weight)
+        assert weight.share_memory_().is_shared()
+        weight.detach().set_(torch.zeros(1))  # type: ignore[call-overload]
+
+    with_sharded(body, strategy="no_shard")
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+def test_old_loops_that_detach_gradients_zero_them(strategy: str) -> None:
+    """As optimizers of torch 1.0 did it, and tutorials still do."""
+
+    def body(model: Tied, engine: Engine, twin: Tied) -> None:
+        for each in (model, twin):
+            for p in each.parameters():
+                assert p.grad is not None
+                p.grad.detach_()
+                p.grad.zero_()
+            each(IDS).square().sum().backward()
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            grad = p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
+            torch.testing.assert_close(grad, q.grad)
+
+    with_sharded(body, strategy=strategy)
+
+
+def test_a_tensor_is_converted_to_be_like_rows() -> None:
+    def body(model: Tied, engine: Engine, twin: Tied) -> None:
+        p = model.embed.weight
+        ids = torch.arange(3)
+        for like in (ids.type_as(p), ids.to(p), ids.to(p.data)):
+            assert type(like) is torch.Tensor
+            torch.testing.assert_close(like, ids.float())
+        half = p.data.to(torch.bfloat16)
+        torch.testing.assert_close(half.full_tensor(), twin.embed.weight.bfloat16())  # type: ignore[attr-defined]
+
+    with_sharded(body)
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+def test_a_parameter_that_forward_has_from_a_list_says_so_in_backward(strategy: str) -> None:
+    class Listed(Tied):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tied = [self.embed.weight]
+
+        def forward(self, ids: torch.Tensor, *, tied: bool = False) -> torch.Tensor:
+            return F.linear(super().forward(ids), self.tied[0])
+
+    nets = [Listed() for _ in range(RANKS)]
+
+    def rank(comm: Communicator) -> None:
+        model = nets[comm.rank]
+        fully_shard(model, comm, units=[nn.Linear, nn.Embedding], strategy=strategy)
+        with pytest.raises(
+            RuntimeError, match=r"a gradient came to parameter 'embed\.weight' as it"
+        ):
+            model(IDS).sum().backward()
+        with pytest.raises(
+            RuntimeError, match=r"a gradient came to parameter 'embed\.weight' as it"
+        ):
+            torch.autograd.grad(model(IDS).sum(), model.tied)
+
+    run_threads(rank, RANKS)
+
+
+@pytest.mark.parametrize("options", [{}, {"cpu_offload": True}, {"strategy": "no_shard"}])
+def test_a_gradient_that_is_kept_stays_when_the_next_comes(options: dict[str, Any]) -> None:
+    def body(model: Tied, engine: Engine, twin: Tied) -> None:
+        kept = []
+        for each in (model, twin):
+            loss = each(IDS).square().sum()
+            each.zero_grad()
+            loss.backward(retain_graph=True)
+            kept.append([p.grad for p in each.parameters()])
+            each.zero_grad()
+            (3 * loss).backward()
+            kept.append([p.grad for p in each.parameters()])
+        for ours, theirs in zip(kept[0] + kept[1], kept[2] + kept[3], strict=True):
+            grad = ours.full_tensor() if hasattr(ours, "full_tensor") else ours
+            torch.testing.assert_close(grad, theirs)
+
+    with_sharded(body, **options)
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+def test_a_shallow_copy_is_refused_when_it_is_called(strategy: str) -> None:
+    """It would call the original, with the original's attributes."""
+
+    def body(model: Tied, engine: Engine, twin: Tied) -> None:
+        copied = copy.copy(model)
+        with pytest.raises(RuntimeError, match=r"a copy of unit '\(root\)'"):
+            copied(IDS)
+        model(IDS)
+        engine.close()
+        assert "__getstate__" not in vars(model)
+
+    with_sharded(body, strategy=strategy)
+
+
+def test_a_backward_of_a_graph_from_before_says_so() -> None:
+    nets = [model_of() for _ in range(RANKS)]
+
+    def rank(comm: Communicator) -> None:
+        loss = nets[comm.rank](IDS).sum()
+        fully_shard(nets[comm.rank], comm, units=nn.Linear)
+        with pytest.raises(RuntimeError, match=r"a gradient came to parameter .* as it was before"):
+            loss.backward()
+
+    run_threads(rank, RANKS)
+
+
+def test_sparse_gradients_are_dense_once_they_are_reduced() -> None:
+    nets = [nn.Embedding(5, WIDTH, sparse=True) for _ in range(RANKS)]
+
+    def rank(comm: Communicator) -> None:
+        model = nets[comm.rank]
+        fully_shard(model, comm)
+        model(IDS).sum().backward()
+        with pytest.raises(RuntimeError, match="SparseAdam does not support dense gradients"):
+            torch.optim.SparseAdam(model.parameters()).step()
+
+    run_threads(rank, RANKS)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adagrad])
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+def test_a_step_that_would_pass_over_gradients_of_no_sync_is_refused(
+    strategy: str, kind: type[torch.optim.Optimizer]
+) -> None:
+    """Whether a `.grad` of before is shown or not."""
+
+    def body(model: Tied, engine: Engine, twin: Tied) -> None:
+        optimizer: Any = kind(model.parameters())
+        for set_to_none in (False, True):
+            optimizer.zero_grad(set_to_none=set_to_none)
+            with engine.no_sync():
+                model(IDS).square().sum().backward()
+                with pytest.raises(
+                    RuntimeError, match=r"'embed.weight' are not reduced over .*no_sync"
+                ):
+                    optimizer.step()
+            model(IDS).square().sum().backward()
+            optimizer.step()
+            optimizer.step()
+
+    with_sharded(body, strategy=strategy)
+
+
+def test_a_step_before_the_all_reduce_of_replicas_is_refused() -> None:
+    nets = [model_of() for _ in range(4)]
+
+    def rank(mesh: Mesh) -> None:
+        model = nets[mesh.rank]
+        engine = fully_shard(model, mesh, units=nn.Linear, strategy="hybrid_shard")
+        optimizer = torch.optim.SGD(model.parameters())
+        for requires in (False, True):
+            engine.set_requires_all_reduce(requires)
+            model(IDS).square().sum().backward()
+            if not requires:
+                with pytest.raises(RuntimeError, match="not reduced over the ranks yet"):
+                    optimizer.step()
+        optimizer.step()
+
+    run_mesh(rank, 2, 2)
 
 
 def test_an_optimizer_made_before_is_refused_at_its_first_step() -> None:
@@ -881,7 +1053,8 @@ def test_a_list_of_parameters_that_was_taken_before_has_no_gradients(
             RuntimeError, match=r"\.grad was read of parameter .* after fully_shard"
         ):
             use(params)
-        before.backward()  # of a graph from before, which autograd still goes through
+        with pytest.raises(RuntimeError, match=r"a gradient came to parameter .* as it was before"):
+            before.backward()
         copied = copy.deepcopy(params)
         assert {type(each) for each in copied} == {nn.Parameter}
         copied[0].sum().backward()
