@@ -46,6 +46,9 @@ from shardcomm.process.launch import RankError, launch
 from shardcomm.process.stack_dumps import enable_stack_dumps
 from shardcomm.schedule.schedule import Schedule
 from shardcomm.schedule.strategy import STRATEGIES, Strategy
+from shardcomm.simulate.machine import Machine
+from shardcomm.simulate.simulation import Simulation
+from shardcomm.simulate.unit_times import UnitTime, times_by_flops, times_of_trace
 from shardcomm.stream.work import Work
 from shardcomm.unit.mixed_precision import MixedPrecision
 from shardcomm.unit.policy import Policy
@@ -69,6 +72,7 @@ __all__ = [
     "GradScaler",
     "Granularity",
     "Layout",
+    "Machine",
     "MemoryPlan",
     "Mesh",
     "MixedPrecision",
@@ -82,9 +86,11 @@ __all__ = [
     "Schedule",
     "Segment",
     "ShardedParameter",
+    "Simulation",
     "Strategy",
     "Stream",
     "Transport",
+    "UnitTime",
     "Use",
     "Work",
     "all_gather_into_tensor",
@@ -96,6 +102,8 @@ __all__ = [
     "get_library_dir",
     "launch",
     "reduce_scatter_tensor",
+    "times_by_flops",
+    "times_of_trace",
 ]
 
 _RENAMED = {"Block": RowBlock, "Plan": MemoryPlan}

@@ -15,6 +15,7 @@ from shardcomm.cli.bench import command as bench
 from shardcomm.cli.cluster import command as cluster
 from shardcomm.cli.doctor import command as doctor
 from shardcomm.cli.ps import command as ps
+from shardcomm.cli.simulate import command as simulate
 from shardcomm.cli.train import command as train
 from shardcomm.files.installed import get_cmake_dir
 
@@ -35,6 +36,7 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     train.add_parser(commands)
     plan_command.add_parser(commands)
+    simulate.add_parser(commands)
     bench.add_parser(commands)
     timeline_command.add_parser(commands)
     cluster.add_parser(commands)

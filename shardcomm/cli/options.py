@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import math
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -50,6 +51,28 @@ def positive(text: str) -> float:
     if not 0 < value <= 1e9:
         raise argparse.ArgumentTypeError(f"{text!r}; it must be a number above 0, at most 1e9")
     return value
+
+
+def share(text: str) -> float:
+    """The type of an option that takes a number from 0 to 1."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r}; it must be a number from 0 to 1")
+    return value
+
+
+def memory(text: str) -> int:
+    """The type of an option that takes a memory size: 40GB, 39.6GiB. Units are powers of 1,000, with an i of 1,024."""
+    parsed = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([kKMGT])(i?)B?|B)", text.strip())
+    if parsed is None:
+        raise argparse.ArgumentTypeError(
+            f"{text!r}; it must be a size with its unit, as 40GB, 80GiB or 512MB"
+        )
+    base = 1024 if parsed[3] else 1000
+    return int(float(parsed[1]) * base ** " KMGT".index((parsed[2] or " ").upper()))
 
 
 def launched_for(parser: argparse.ArgumentParser, ranks: int | None) -> Launched:

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
-from torch import nn
 
-from shardcomm.cli.options import DefaultsFormatter, can_write, opened, picture, whole
+from shardcomm.cli.models import add_model, model_of
+from shardcomm.cli.options import DefaultsFormatter, can_write, memory, opened, picture, whole
 from shardcomm.cli.schedule_plot import draw
-from shardcomm.models.gpt import GPT
-from shardcomm.models.shapes import SHAPES, equal_blocks
 from shardcomm.planner.planner import MemoryPlan
 from shardcomm.planner.rank_bytes import OPTIMIZERS
 from shardcomm.planner.table import aligned, size
@@ -35,14 +31,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "of them unit by unit. Activations are not counted, since they depend on batch and context. 1 GB is 1e9 bytes.",
         formatter_class=DefaultsFormatter,
     )
-    model = parser.add_mutually_exclusive_group(required=True)
-    model.add_argument("--model", choices=["gpt", *SHAPES],
-                       help="the model; gpt is the one that `shardcomm train` trains")  # fmt: skip
-    model.add_argument("--params", type=_params, metavar="N",
-                       help="a model of N parameters in equal blocks, for example 7e9")  # fmt: skip
-    parser.add_argument("--layers", type=whole(1, 10**4),
-                        help="number of blocks (default: the model's own; 6 for gpt, 32 for --params)")  # fmt: skip
-    parser.add_argument("--width", type=whole(1, 2**16), help="width of gpt (default: 256)")
+    add_model(parser)
     parser.add_argument("--ranks", type=whole(1, 2**20), default=4, help="number of ranks")
     parser.add_argument("--replicas", type=whole(1, 2**20),
                         help="for hybrid_shard: how many times the ranks hold the model")  # fmt: skip
@@ -63,7 +52,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
                         help="how many are gathered ahead in backward (default: --prefetch)")  # fmt: skip
     parser.add_argument("--slots", type=whole(1, 10**4),
                         help="number of full-size buffers (default: the larger prefetch depth, plus 1)")  # fmt: skip
-    parser.add_argument("--memory", type=_bytes, metavar="SIZE",
+    parser.add_argument("--memory", type=memory, metavar="SIZE",
                         help="a device's memory, such as 40GB or 80GiB: say whether the model fits")  # fmt: skip
     parser.add_argument("--json", metavar="FILE",
                         help="write all figures to this file, too; - for stdout")  # fmt: skip
@@ -117,7 +106,7 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
 
 def _plans(args: argparse.Namespace) -> list[MemoryPlan]:
     """A plan for each strategy; for hybrid_shard only if the number of replicas is given."""
-    model = _model(args)
+    model = model_of(args)
     half = torch.bfloat16 if args.dtype == "bf16" else None
     strategies = [args.strategy]
     if args.strategy is None:
@@ -142,18 +131,6 @@ def _plans(args: argparse.Namespace) -> list[MemoryPlan]:
         )
         for strategy in strategies
     ]
-
-
-def _model(args: argparse.Namespace) -> nn.Module:
-    if args.width is not None and args.model != "gpt":
-        raise ValueError("--width is for --model gpt; the other models have theirs")
-    if args.model == "gpt":
-        with torch.device("meta"):
-            return GPT(args.width or 256, args.layers or 6, context=128)
-    if args.params is not None:
-        return equal_blocks(args.params, args.layers or 32).on_meta()
-    shapes = SHAPES[args.model]
-    return replace(shapes, layers=args.layers or shapes.layers).on_meta()
 
 
 def _comparison(plans: Sequence[MemoryPlan]) -> str:
@@ -224,27 +201,3 @@ def _write_chakra(args: argparse.Namespace, plans: Sequence[MemoryPlan]) -> None
         raise ValueError("--chakra needs --tokens N, of which operations follow, or --trace FILE")
     timeline = None if args.trace is None else Timeline.load(args.trace)
     chakra.write_step(plans[0], args.chakra, tokens=args.tokens, timeline=timeline)
-
-
-def _params(text: str) -> int:
-    """The type of --params: 7e9, or 7000000000."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not (1 <= value <= 1e15 and value == int(value)):
-        raise argparse.ArgumentTypeError(
-            f"{text!r}; it must be a whole number above 0, at most 1e15, as 7e9"
-        )
-    return int(value)
-
-
-def _bytes(text: str) -> int:
-    """The type of --memory: 40GB, 39.6GiB, 512 MB. Units are powers of 1,000, and with an i of 1,024."""
-    parsed = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([kKMGT])(i?)B?|B)", text.strip())
-    if parsed is None:
-        raise argparse.ArgumentTypeError(
-            f"{text!r}; it must be a size with its unit, as 40GB, 80GiB or 512MB"
-        )
-    base = 1024 if parsed[3] else 1000
-    return int(float(parsed[1]) * base ** " KMGT".index((parsed[2] or " ").upper()))

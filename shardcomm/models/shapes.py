@@ -6,7 +6,7 @@ Linear weights are (out, in), as `torch.nn.Linear` holds them.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -23,11 +23,15 @@ class ModelShapes:
         block: The names and shapes of one block's parameters.
         layers: How many blocks there are.
         rest: The parameters outside of the blocks; tied ones once.
+        lookups: Those of `rest` that are only looked up in, and multiply nothing.
+        width: The width of the attention of a block, all heads together; 0: it is not known.
     """
 
     block: Shapes
     layers: int
     rest: Shapes
+    lookups: tuple[str, ...] = ()
+    width: int = 0
 
     @property
     def numel(self) -> int:
@@ -37,26 +41,30 @@ class ModelShapes:
 
     def on_meta(self) -> nn.Module:
         """A module with these parameters on the meta device, in float32, its blocks in a ModuleList. It cannot run."""
-        model = _Parameters(self.rest)
+        model = _Parameters(self.rest, self.lookups)
         model.blocks = nn.ModuleList(_Parameters(self.block) for _ in range(self.layers))
         return model
 
 
 class _Parameters(nn.Module):
-    def __init__(self, shapes: Shapes) -> None:
+    def __init__(self, shapes: Shapes, lookups: Collection[str] = ()) -> None:
         super().__init__()
         for name, shape in shapes.items():
             *path, attribute = name.split(".")
             owner: nn.Module = self
             for part in path:
                 if part not in owner._modules:
-                    owner.add_module(part, nn.Module())
+                    owner.add_module(part, _lookup(*shape) if name in lookups else nn.Module())
                 owner = owner.get_submodule(part)
             param = nn.Parameter(torch.empty(shape, device="meta"))
             owner.register_parameter(attribute, param)
 
     def forward(self) -> None:
         raise NotImplementedError("these are shapes only; they can be planned for, not run")
+
+
+def _lookup(rows: int, width: int) -> nn.Embedding:
+    return nn.Embedding(rows, width, device="meta")
 
 
 def equal_blocks(numel: int, layers: int) -> ModelShapes:
@@ -85,6 +93,8 @@ SHAPES: Mapping[str, ModelShapes] = {
             "norm.weight": (4096,),
             "output.weight": (128256, 4096),
         },
+        lookups=("tok_embeddings.weight",),
+        width=4096,
     ),
     # Names as in https://github.com/openai/gpt-2 and its ports
     "gpt2": ModelShapes(
@@ -109,5 +119,7 @@ SHAPES: Mapping[str, ModelShapes] = {
             "ln_f.weight": (768,),
             "ln_f.bias": (768,),
         },
+        lookups=("wpe.weight",),
+        width=768,
     ),
 }

@@ -25,6 +25,7 @@ class UnitPlan:
         secondary_bytes: The secondary shard; 0 without one.
         regather_bytes: What the rank receives in each gather of a step except the first. With a secondary shard these
             come from the ranks of its host.
+        regather_ranks: How many ranks take part in those.
         gathers: How many gathers there are in a step.
         packed_gradient_bytes: The unit's gradients as they are packed to be reduced, padding included.
         reduce_bytes: What the rank sends to the others in the step's reduce-scatter.
@@ -41,6 +42,7 @@ class UnitPlan:
     gather_bytes: int
     secondary_bytes: int
     regather_bytes: int
+    regather_ranks: int
     gathers: int
     packed_gradient_bytes: int
     reduce_bytes: int
@@ -87,6 +89,7 @@ class UnitPlan:
             gather_bytes=gather_bytes,
             secondary_bytes=secondary_bytes,
             regather_bytes=regather_bytes,
+            regather_ranks=pool.secondary if secondary_bytes else pool.shards,
             gathers=gathers,
             packed_gradient_bytes=sum(group.reduced_bytes for group in trained),
             reduce_bytes=sum(

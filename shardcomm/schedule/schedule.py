@@ -48,7 +48,7 @@ class Schedule:
     """What is gathered, awaited, released and reduced in a step: for each trigger its actions, in the order of issue.
 
     `Schedule.plan` makes it. `repr()` draws it, a line for each trigger, as at the top of its file. The engine executes
-    it, the planner counts its bytes, and the pictures of `shardcomm plan` show it.
+    it, the planner counts its bytes, the simulator takes its time, and the pictures of `shardcomm plan` show it.
 
     Attributes:
         order: The forward's triggers for which it was planned.

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from shardcomm.cli import plan as plan_command
+from shardcomm.cli.options import memory
 
 
 def run(*args: str) -> int:
@@ -144,4 +145,4 @@ def test_bad_options_are_named(
     [("40GB", 40e9), ("512 MB", 512e6), ("80GiB", 80 * 2**30), ("1.5k", 1500), ("7 B", 7)],
 )
 def test_sizes_of_memory(text: str, nbytes: float) -> None:
-    assert plan_command._bytes(text) == nbytes
+    assert memory(text) == nbytes

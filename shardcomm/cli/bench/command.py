@@ -15,6 +15,7 @@ from shardcomm.cli.bench import compare
 from shardcomm.cli.bench.driver import benchmark
 from shardcomm.cli.bench.files import write_csv, write_json
 from shardcomm.cli.bench.layers import LAYER_OPERATIONS
+from shardcomm.cli.bench.machine import measured_machine
 from shardcomm.cli.bench.operations import OPERATIONS
 from shardcomm.cli.bench.options import DTYPES, BenchOptions, Sizes, layers, size_bytes, step_bytes
 from shardcomm.cli.bench.plot import write_plot
@@ -84,6 +85,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add("-J", "--json", metavar="FILE", help="write the results to this file, too; - for stdout")
     add("--csv", metavar="FILE", help="write the figures to this file, too; - for stdout")
     add("--plot", type=picture, metavar="FILE", help="draw busbw over size into this file: .png, .svg or .pdf")
+    add("--fit", metavar="FILE",
+        help="measure this machine's cores and memory instead, for `shardcomm simulate --machine FILE`")
     add("--compare", nargs=2, metavar=("A", "B"), help="measure nothing; compare two --json files")
     add("--tolerance", type=positive, default=0.1, metavar="SHARE",
         help="with --compare: exit with 1 if B is slower by more than this share")
@@ -98,6 +101,8 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     """
     if args.compare:
         return _compare(parser, args)
+    if args.fit is not None:
+        return _fit(parser, args.fit)
     own = launched_for(parser, args.ranks)
     options = _options(parser, args, own)
     if own.rank == 0:
@@ -207,6 +212,20 @@ def _compare(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
         parser.error(f"--compare: {error}")
     print(compare.screen(changes, args.tolerance))
     return int(any(change.ratio > 1 + args.tolerance for change in changes))
+
+
+def _fit(parser: argparse.ArgumentParser, path: str) -> int:
+    if not can_write(path):
+        parser.error(f"--fit is {path!r}; it must be a file that can be written")
+    try:
+        machine = measured_machine(Path(path).stem)
+    except RankError as error:
+        print(f"shardcomm bench: {error}", file=sys.stderr)
+        return 1
+    machine.save(path)
+    for field, source in machine.sources.items():
+        print(f"{field:<20}{getattr(machine, field):>12.4g}  {source}")
+    return 0
 
 
 def _some_of(what: str, names: Sequence[str]) -> Callable[[str], tuple[str, ...]]:

@@ -1,0 +1,291 @@
+"""Measures the machine that a simulation needs: how fast its ranks compute, copy and communicate over shared memory.
+
+Each figure is of all ranks at work at once, as many as there are cores, and of the slowest of them.
+
+    flops_per_s, unit_s   a GPT without communication, of several widths and tokens: what two blocks more take.
+                          forward = unit_s + operations / flops_per_s; backward is so many times as long
+    crowding              the same on twice as many ranks, over twice the time
+    copy_bytes_per_s      copies from buffer to buffer
+    host_bytes_per_s      gathers, reduces and all-reduces: bytes read and written in a second
+    host_latency_s        a GPT under full_shard: what it takes longer than its parts, for each meeting of its ranks
+
+Buffers take turns, so that none is in a cache, as in a step of training.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from itertools import cycle
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from shardcomm.cli.bench.fit import fit
+from shardcomm.comm.communicator import Communicator
+from shardcomm.engine.sharding import fully_shard
+from shardcomm.models.gpt import GPT, VOCAB
+from shardcomm.planner.planner import MemoryPlan
+from shardcomm.process.launch import launch
+from shardcomm.simulate.collectives import (
+    MEETINGS,
+    moved_by_all_reduce,
+    moved_by_gather,
+    moved_by_reduce,
+)
+from shardcomm.simulate.machine import Machine
+from shardcomm.simulate.simulation import Simulation
+from shardcomm.simulate.unit_times import times_by_flops, unit_flops
+
+_CONTEXT = 128
+_STEPS, _WARM_UP, _ROUNDS = 11, 1, 2
+_SIZES = tuple(1 << power for power in (20, 21, 22, 23, 24))
+_CACHES = 1 << 26  # bytes of buffers that take turns
+
+
+class _Case(NamedTuple):
+    """A GPT whose steps are timed, on each rank alone or sharded over all."""
+
+    width: int
+    layers: int
+    sequences: int
+    sharded: bool = False
+
+    def made(self) -> GPT:
+        return GPT(self.width, self.layers, _CONTEXT)
+
+    @property
+    def tokens(self) -> int:
+        return self.sequences * _CONTEXT
+
+    @property
+    def attention(self) -> int:
+        return 2 * _CONTEXT * self.width
+
+
+_FEW, _MORE = 1, 3  # blocks
+_SHAPES = ((128, 2), (256, 1), (256, 4), (512, 2))  # width, sequences
+_ALONE = [_Case(w, layers, count) for w, count in _SHAPES for layers in (_FEW, _MORE)]
+_CROWDED = [_Case(256, 3, 4)]  # one of those
+_SHARDED = [_Case(256, 4, 2, True), _Case(512, 2, 1, True)]
+
+
+class _StepTime(NamedTuple):
+    """The seconds of a forward and a backward on the slowest rank."""
+
+    forward_s: float
+    backward_s: float
+
+    @property
+    def step_s(self) -> float:
+        return self.forward_s + self.backward_s
+
+
+class _Measured(NamedTuple):
+    """What the ranks have measured: `moves` has points of bytes and seconds."""
+
+    steps: dict[_Case, _StepTime]
+    copy_bytes_per_s: float
+    moves: list[tuple[int, float]]
+
+
+def measured_machine(name: str) -> Machine:
+    """Measures this machine; takes about half a minute.
+
+    Raises:
+        RankError: A rank failed.
+    """
+    cores = len(os.sched_getaffinity(0))
+    ranks = max(cores, 2)
+    apart = launch(_measure, ranks, ([*_ALONE, *_SHARDED],))[0]
+    crowded = launch(_measure, 2 * ranks, (_CROWDED,))[0]
+    blocks = [_block(apart, width, count) for width, count in _SHAPES]
+    of_blocks = fit([(flops, time.forward_s) for flops, time in blocks])
+    ratios = [time.backward_s / time.forward_s for _, time in blocks]
+    of_memory = fit([*apart.moves, *crowded.moves])
+    assert of_blocks is not None
+    assert of_memory is not None
+    (twice,) = _CROWDED
+    turns = 2 * ranks / max(cores, ranks)
+    crowding = crowded.steps[twice].step_s / (turns * apart.steps[twice].step_s)
+    here = "measured by `shardcomm bench --fit`"
+    machine = Machine(
+        name=name,
+        origin="measured",
+        transport="shm",
+        ranks_per_host=2 * ranks,
+        cores=cores,
+        flops_per_s=1 / of_blocks.beta_s,
+        unit_s=of_blocks.alpha_s,
+        backward=statistics.median(ratios),
+        crowding=max(1.0, crowding),
+        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // (2 * ranks),
+        copy_bytes_per_s=apart.copy_bytes_per_s,
+        host_latency_s=0.0,
+        host_bytes_per_s=1 / of_memory.beta_s,
+        network_latency_s=0.0,
+        network_bytes_per_s=0.0,
+        contention=0.0,
+        sources={
+            "ranks_per_host": "as many as were measured together: two for each core",
+            "cores": "the cores that this process may use",
+            "flops_per_s": f"{here}: blocks of a GPT; worst error {of_blocks.worst_error:.1%}",
+            "unit_s": f"{here}: blocks of a GPT",
+            "backward": f"{here}: the median of {', '.join(f'{ratio:.2f}' for ratio in ratios)}",
+            "crowding": f"{here}: a GPT on {2 * ranks} ranks and on {ranks}",
+            "memory_bytes": "the host's memory by its ranks",
+            "copy_bytes_per_s": f"{here}: copies",
+            "host_latency_s": f"{here}: a GPT under full_shard on {ranks} ranks",
+            "host_bytes_per_s": f"{here}: collectives on {ranks} and {2 * ranks} ranks; root mean "
+            f"square error {of_memory.rms_error:.1%}",
+            "network_latency_s": "there is one host",
+            "network_bytes_per_s": "there is one host",
+            "contention": "ranks share cores instead",
+        },
+    )
+    return replace(machine, host_latency_s=_latency_s(apart.steps, machine, ranks))
+
+
+def _block(measured: _Measured, width: int, sequences: int) -> tuple[int, _StepTime]:
+    """A block's operations in its forward, and its times: a GPT's, less those of one with fewer blocks."""
+    few, more = (_Case(width, layers, sequences) for layers in (_FEW, _MORE))
+    with torch.device("meta"):
+        model = few.made()
+    pack_s = 2 * 4 * sum(p.numel() for p in model.blocks.parameters()) / measured.copy_bytes_per_s
+    flops = unit_flops(model, tokens=few.tokens, attention=few.attention)[1]
+    less, all_ = measured.steps[few], measured.steps[more]
+    forward_s = (all_.forward_s - less.forward_s) / (_MORE - _FEW)
+    backward_s = (all_.backward_s - less.backward_s) / (_MORE - _FEW) - pack_s
+    return flops, _StepTime(forward_s, backward_s)
+
+
+def _latency_s(steps: dict[_Case, _StepTime], machine: Machine, ranks: int) -> float:
+    """What sharded steps take longer than `machine`, whose latency is 0, says, for each meeting."""
+    longer_s, meetings = 0.0, 0
+    for case in _SHARDED:
+        with torch.device("meta"):
+            model = case.made()
+        times = times_by_flops(model, machine, tokens=case.tokens, attention=case.attention)
+        simulated = Simulation.of(MemoryPlan.of(model, ranks), times, machine)
+        longer_s += steps[case].step_s - simulated.step_s
+        meetings += sum(MEETINGS.get(span.row, 0) for span in simulated.spans)
+    return max(0.0, longer_s / meetings)
+
+
+def _measure(cases: list[_Case]) -> _Measured:
+    """What a rank measures; all ranks at once."""
+    torch.set_num_threads(1)
+    with Communicator.from_env() as comm:
+        steps = _step_times(comm, cases)
+        return _Measured(steps, _copies(comm), list(_moves(comm)))
+
+
+def _step_times(comm: Communicator, cases: list[_Case]) -> dict[_Case, _StepTime]:
+    """The median of each case. Cases take turns, so that whatever else the machine does hits all of them alike."""
+    with ExitStack() as engines:
+        steps = {case: _step_of(comm, case, engines) for case in cases}
+        times: dict[_Case, list[torch.Tensor]] = {case: [] for case in cases}
+        for _ in range(_WARM_UP + _STEPS):
+            for case, step in steps.items():
+                times[case].append(step())
+    of_cases = {}
+    for case, each in times.items():
+        forward_s, step_s = torch.stack(each[_WARM_UP:]).median(dim=0).values.tolist()
+        of_cases[case] = _StepTime(forward_s, step_s - forward_s)
+    return of_cases
+
+
+def _step_of(comm: Communicator, case: _Case, engines: ExitStack) -> Callable[[], torch.Tensor]:
+    """A step, which returns the seconds of its forward and of all of it, on the slowest rank."""
+    torch.manual_seed(comm.rank)
+    model = case.made()
+    tokens = torch.randint(0, VOCAB, (case.sequences, _CONTEXT + 1))
+    engine = fully_shard(model, comm if case.sharded else Communicator.local_group(1)[0])
+    engines.callback(engine.close)
+
+    def step() -> torch.Tensor:
+        model.zero_grad(set_to_none=True)
+        comm.barrier()
+        begin = time.perf_counter()
+        logits = model(tokens[:, :-1])
+        between = time.perf_counter()
+        loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        loss.backward()  # type: ignore[no-untyped-call]
+        slowest = torch.tensor([between - begin, time.perf_counter() - begin])
+        comm.all_reduce(slowest, "max")
+        return slowest
+
+    return step
+
+
+def _copies(comm: Communicator) -> float:
+    """Bytes that a rank reads and writes in a second."""
+    size = _SIZES[-1]
+    pairs = [(torch.ones(size // 4), torch.ones(size // 4)) for _ in range(_CACHES // size)]
+    seconds = _timed(comm, [lambda a=a, b=b: a.copy_(b) for a, b in pairs])  # type: ignore[misc]
+    return 2 * size / seconds
+
+
+def _moves(comm: Communicator) -> Iterator[tuple[int, float]]:
+    """For each collective the bytes that a rank reads and writes, and the seconds that it has for that.
+
+    The bytes are those that the simulation counts. Ranks that share a core have it in turn.
+    """
+    turns = max(1.0, comm.size / len(os.sched_getaffinity(0)))
+    for size in _SIZES:
+        part = size / comm.size
+        moved = {
+            "gather": moved_by_gather(part, part),
+            "reduce": moved_by_reduce(size, part),
+            "all_reduce": moved_by_all_reduce(size, comm.size),
+        }
+        for what, calls in _calls(comm, size // 4):
+            yield round(turns * moved[what]), _timed(comm, calls)
+
+
+def _calls(comm: Communicator, numel: int) -> Iterator[tuple[str, list[Callable[[], object]]]]:
+    """For each operation its calls, on buffers of their own."""
+    count = min(16, _CACHES // (4 * numel))
+    parts = [torch.ones(numel // comm.size) for _ in range(count)]
+    windows = [comm.allocate(numel, use="gather") for _ in range(count)]
+    yield (
+        "gather",
+        [
+            lambda window=window, part=part: comm.all_gather(window, part)  # type: ignore[misc]
+            for window, part in zip(windows, parts, strict=True)
+        ],
+    )
+    sent = [comm.allocate(numel, use="reduce").fill_(1) for _ in range(count)]
+    yield (
+        "reduce",
+        [
+            lambda part=part, each=each: comm.reduce_scatter(part, each, "avg")  # type: ignore[misc]
+            for part, each in zip(parts, sent, strict=True)
+        ],
+    )
+    yield (
+        "all_reduce",
+        [
+            lambda each=each: comm.all_reduce(each, "avg")  # type: ignore[misc]
+            for each in sent
+        ],
+    )
+
+
+def _timed(comm: Communicator, calls: list[Callable[[], object]]) -> float:
+    """Seconds of a call, of the rounds' median."""
+    taking_turns = cycle(calls)
+    many = max(len(calls), 8)
+    rounds = []
+    for _ in range(_ROUNDS + 1):
+        comm.barrier()
+        begin = time.perf_counter()
+        for _ in range(many):
+            next(taking_turns)()
+        rounds.append((time.perf_counter() - begin) / many)
+    return statistics.median(rounds[1:])

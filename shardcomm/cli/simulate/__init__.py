@@ -1,0 +1,1 @@
+"""`shardcomm simulate`: how long a step would take on machines that need not be there."""

@@ -1,0 +1,151 @@
+"""What a call simulates: a configuration or several, each a line of its table."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardcomm.cli.models import attention_of, model_of
+from shardcomm.planner.planner import MemoryPlan
+from shardcomm.schedule.strategy import STRATEGIES
+from shardcomm.simulate.machine import Machine
+from shardcomm.simulate.simulation import Simulation
+from shardcomm.simulate.stragglers import slowest_factors
+from shardcomm.simulate.unit_times import UnitTime, times_by_flops, times_of_trace
+from shardcomm.trace.timeline import Timeline
+from shardcomm.unit.mixed_precision import MixedPrecision
+
+_SWEPT_PREFETCH = (0, 1, 2)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a configuration.
+
+    Attributes:
+        simulation: The step of median duration.
+        prefetch: How many units are gathered ahead.
+        tokens: The tokens of a step on a rank.
+        p95_s: What 95 % of steps last at most.
+    """
+
+    simulation: Simulation
+    prefetch: int
+    tokens: int
+    p95_s: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens that a rank trains on in a second."""
+        step_s = self.simulation.step_s
+        return self.tokens / step_s if step_s else 0.0
+
+    def figures(self) -> dict[str, Any]:
+        """All figures, flat."""
+        return {
+            **self.simulation.figures(),
+            "prefetch": self.prefetch,
+            "p95_s": self.p95_s,
+            "tokens_per_s_per_rank": self.tokens_per_s,
+        }
+
+
+def outcomes(args: argparse.Namespace) -> Iterator[Outcome]:
+    """Simulates what the options ask for, one configuration after the other.
+
+    Raises:
+        OSError: A file cannot be read.
+        ValueError: Options do not fit each other, or a file is not what it should be.
+    """
+    machine = Machine.load(args.machine)
+    model = model_of(args)
+    tokens = args.batch * args.context
+    times = _times(args, model, machine, tokens)
+    for ranks in _ranks(args, machine):
+        for strategy, replicas in _strategies(args, machine, ranks):
+            for prefetch in _SWEPT_PREFETCH if args.sweep else (args.prefetch,):
+                plan = _plan(args, model, ranks, strategy, replicas, prefetch)
+                yield _outcome(args, plan, times, machine, prefetch, tokens)
+
+
+def _times(
+    args: argparse.Namespace, model: nn.Module, machine: Machine, tokens: int
+) -> tuple[UnitTime, ...]:
+    if args.times is None:
+        attention = attention_of(args, args.context)
+        return times_by_flops(
+            model, machine, tokens=tokens, attention=attention, recompute=args.recompute
+        )
+    if args.recompute:
+        raise ValueError("--recompute and --times exclude each other: the trace has what was done")
+    names = [unit.name for unit in MemoryPlan.of(model, 1).units]
+    return times_of_trace(Timeline.load(args.times), names)
+
+
+def _ranks(args: argparse.Namespace, machine: Machine) -> list[int]:
+    """The numbers of ranks; for a sweep the doublings from one host on."""
+    if not args.sweep:
+        return [args.ranks]
+    swept = [min(args.ranks, machine.ranks_per_host)]
+    while swept[-1] * 2 <= args.ranks:
+        swept.append(swept[-1] * 2)
+    return swept
+
+
+def _strategies(
+    args: argparse.Namespace, machine: Machine, ranks: int
+) -> list[tuple[str, int | None]]:
+    """The strategies with their replicas; hybrid_shard has one a host, unless the options say how many."""
+    strategies = list(STRATEGIES) if args.strategy is None else [args.strategy]
+    hosts, left = divmod(ranks, machine.ranks_per_host)
+    replicas = args.replicas or (hosts if hosts > 1 and not left else None)
+    if args.strategy is None and replicas is None:
+        strategies.remove("hybrid_shard")
+    return [(name, replicas if STRATEGIES[name].hybrid else None) for name in strategies]
+
+
+def _plan(
+    args: argparse.Namespace,
+    model: nn.Module,
+    ranks: int,
+    strategy: str,
+    replicas: int | None,
+    prefetch: int,
+) -> MemoryPlan:
+    half = torch.bfloat16 if args.dtype == "bf16" else None
+    return MemoryPlan.of(
+        model,
+        ranks,
+        strategy=strategy,
+        replicas=replicas,
+        mixed_precision=MixedPrecision(param_dtype=half, reduce_dtype=half),
+        prefetch=prefetch,
+        slots=args.slots,
+        reshard_after_forward=args.reshard_after_forward
+        if STRATEGIES[strategy].reshard_after_forward
+        else None,
+    )
+
+
+def _outcome(
+    args: argparse.Namespace,
+    plan: MemoryPlan,
+    times: tuple[UnitTime, ...],
+    machine: Machine,
+    prefetch: int,
+    tokens: int,
+) -> Outcome:
+    factors = [1.0]
+    if args.stragglers:
+        factors = slowest_factors(args.stragglers, plan.ranks, args.steps, args.seed)
+    factors.sort()
+    slow = factors[min(len(factors) - 1, int(0.95 * len(factors)))]
+    median = Simulation.of(plan, times, machine, slowest=statistics.median_high(factors))
+    p95 = Simulation.of(plan, times, machine, slowest=slow)
+    return Outcome(median, prefetch, tokens, p95.step_s)

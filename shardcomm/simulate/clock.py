@@ -1,0 +1,184 @@
+"""A clock instead of a machine: a rank that computes and waits, and channels on which its collectives go on meanwhile.
+
+    compute     | forward 1 |w| forward 2 | forward 3 |        what `run` is given, one thing after the other
+    gather        | 2         | 3       |                      a channel: its collectives queue
+    reduce
+
+Between two ends of anything, all that goes on does so at a steady speed, 1 if nothing is in its way. What is left of
+each is divided by its speed, and the clock goes on to the first end.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from shardcomm.simulate.collectives import Cost
+from shardcomm.trace.timeline import Span
+
+_ROUNDING = 1e-12  # of a second that is left
+
+
+@dataclass(eq=False)
+class Collective:
+    """A collective of one run.
+
+    Attributes:
+        channel: The channel on which it queues, a row of the timeline.
+        name: Its unit's name.
+        cost: What it costs.
+        after: Another collective that must have ended before.
+        begin_s: When it began.
+        end_s: When it ended; None: it has not.
+    """
+
+    channel: str
+    name: str
+    cost: Cost
+    after: Collective | None = None
+    begin_s: float | None = field(default=None, init=False)
+    end_s: float | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self._latency_left_s, self._moving_left_s = self.cost[:2]
+
+    @property
+    def may_begin(self) -> bool:
+        """Whether nothing that it waits for still goes on."""
+        return self.after is None or self.after.end_s is not None
+
+    @property
+    def moves(self) -> bool:
+        """Whether its bytes move, after its latency."""
+        return self._latency_left_s <= 0
+
+    @property
+    def left_s(self) -> float:
+        """The seconds that are left of its latency or, after that, of its bytes at full speed."""
+        return self._moving_left_s if self.moves else self._latency_left_s
+
+    def go_on(self, seconds: float) -> None:
+        """Takes `seconds` from what is left."""
+        left_s = max(self.left_s - seconds, 0.0)
+        if left_s < _ROUNDING:
+            left_s = 0.0
+        if self.moves:
+            self._moving_left_s = left_s
+        else:
+            self._latency_left_s = left_s
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing is left of it."""
+        return self.moves and self._moving_left_s <= 0
+
+
+@dataclass(frozen=True)
+class Compute:
+    """The rank computes for `seconds`, if nothing slows it."""
+
+    name: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Issue:
+    """The rank puts a collective on its channel, and goes on."""
+
+    collective: Collective
+
+
+@dataclass(frozen=True)
+class Wait:
+    """The rank waits for a collective's end."""
+
+    collective: Collective
+
+
+Instruction = Compute | Issue | Wait
+
+
+class Speeds(Protocol):
+    """How fast all goes on that does so at once."""
+
+    def __call__(self, computing: bool, links: Sequence[str]) -> tuple[float, Sequence[float]]:
+        """The speed of computation, and that of each collective which moves bytes over one of `links`; at most 1."""
+
+
+def run(instructions: Iterable[Instruction], speeds: Speeds) -> list[Span]:
+    """Runs `instructions` until they and their collectives have ended; returns what was done when."""
+    return _Run(speeds).spans_of(instructions)
+
+
+class _Run:
+    def __init__(self, speeds: Speeds) -> None:
+        self._speeds = speeds
+        self._now_s = 0.0
+        self._channels: dict[str, deque[Collective]] = defaultdict(deque)
+        self._spans: list[Span] = []
+
+    def spans_of(self, instructions: Iterable[Instruction]) -> list[Span]:
+        for instruction in instructions:
+            begin_s = self._now_s
+            match instruction:
+                case Issue(collective):
+                    self._channels[collective.channel].append(collective)
+                    self._start()
+                case Compute(name, seconds):
+                    self._compute(seconds)
+                    if self._now_s > begin_s:
+                        self._spans.append(Span("compute", name, begin_s, self._now_s, 0))
+                case Wait(collective):
+                    while collective.end_s is None:
+                        self._go_on()
+                    if self._now_s > begin_s:
+                        name = f"{collective.channel} {collective.name}"
+                        self._spans.append(Span("waiting", name, begin_s, self._now_s, 0))
+        while any(self._channels.values()):
+            self._go_on()
+        return self._spans
+
+    def _compute(self, seconds: float) -> None:
+        while seconds > 0:
+            seconds = self._go_on(seconds)
+
+    def _active(self) -> list[Collective]:
+        return [queue[0] for queue in self._channels.values() if queue and queue[0].may_begin]
+
+    def _start(self) -> None:
+        for each in self._active():
+            if each.begin_s is None:
+                each.begin_s = self._now_s
+
+    def _go_on(self, computing_s: float = 0.0) -> float:
+        """Goes on to the first end; returns what is left of `computing_s` of computation."""
+        active = self._active()
+        moving = [each for each in active if each.moves]
+        speed, of_moving = self._speeds(computing_s > 0, [each.cost.link for each in moving])
+        speed_of = {id(each): 1.0 for each in active}
+        speed_of |= {id(each): its for each, its in zip(moving, of_moving, strict=True)}
+        ends = [each.left_s / speed_of[id(each)] for each in active]
+        if computing_s > 0:
+            ends.append(computing_s / speed)
+        step_s = min(ends)
+        self._now_s += step_s
+        for each in active:
+            each.go_on(step_s * speed_of[id(each)])
+            if each.is_done:
+                self._end(each)
+        self._start()
+        left_s = computing_s - step_s * speed
+        return left_s if left_s > _ROUNDING else 0.0
+
+    def _end(self, collective: Collective) -> None:
+        collective.end_s = self._now_s
+        self._channels[collective.channel].popleft()
+        begin_s = collective.begin_s
+        assert begin_s is not None
+        if self._now_s > begin_s:
+            span = Span(
+                collective.channel, collective.name, begin_s, self._now_s, collective.cost.nbytes
+            )
+            self._spans.append(span)

@@ -1,0 +1,148 @@
+"""A machine as a simulation sees it: a dozen numbers, each with where it comes from, in a JSON file.
+
+{
+ "shardcomm_machine": 1,
+ "name": "8xH100",
+ "origin": "published",           or "measured", by `shardcomm bench --fit`
+ "transport": "nccl",             or "shm"
+ "ranks_per_host": 8, ...         the numbers; see `Machine`
+ "sources": {"ranks_per_host": "...", ...}
+}
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from shardcomm.files.json_file import read_json
+from shardcomm.files.whole_file import written_whole
+
+_FOLDER = Path(__file__).parent / "machines"
+_ORIGINS = ("measured", "published")
+_TRANSPORTS = ("shm", "nccl")
+
+# What each number may be; a machine with others is a slip of the pen, as of bits for bytes or ms for s.
+_RANGES: Mapping[str, tuple[float, float]] = {
+    "ranks_per_host": (1, 1024),
+    "cores": (0, 4096),
+    "flops_per_s": (1e6, 1e17),
+    "unit_s": (0, 1),
+    "backward": (1, 4),
+    "crowding": (1, 10),
+    "memory_bytes": (1e6, 1e15),
+    "copy_bytes_per_s": (1e3, 1e15),
+    "host_latency_s": (0, 1),
+    "host_bytes_per_s": (1e3, 1e15),
+    "network_latency_s": (0, 10),
+    "network_bytes_per_s": (0, 1e15),
+    "contention": (0, 0.99),
+}
+_WHOLE = ("ranks_per_host", "cores", "memory_bytes")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Hosts of equal ranks, and the links between them.
+
+    Attributes:
+        name: The machine's name.
+        origin: "measured" on the machine itself, or "published" by others.
+        transport: What moves bytes: "shm" (memory that the ranks of one host share) or "nccl" (rings).
+        ranks_per_host: The ranks that a host has at most.
+        cores: The cores that a host's ranks share, for computation and for shm's copies; 0: each rank has a device of
+            its own.
+        flops_per_s: Floating-point operations that a rank does in a second, in the matrices of a model.
+        unit_s: The seconds that a unit's forward takes beside those.
+        backward: How many times as long as a forward a backward takes.
+        crowding: How many times as long as its turns say a rank takes where more ranks than cores take turns.
+        memory_bytes: A rank's memory.
+        copy_bytes_per_s: Bytes that a rank reads and writes in a second when it packs gradients.
+        host_latency_s: Within a host: the seconds of a hop of a ring or, over shm, those that a meeting of the ranks
+            takes of each rank's core.
+        host_bytes_per_s: Within a host: the bytes that a rank reads and writes in a second over shm, or sends over
+            its link.
+        network_latency_s: The seconds of a hop of a ring from host to host.
+        network_bytes_per_s: The bytes that a host sends in a second, over all its network cards; 0: there is one host.
+        contention: The share of its speed that computation loses while a collective runs beside it. (Where ranks
+            share cores, the two share those instead.)
+        sources: For each number the place that it comes from.
+
+    Raises:
+        ValueError: A number is missing, absurd or without a source; the message names it.
+    """
+
+    name: str
+    origin: str
+    transport: str
+    ranks_per_host: int
+    cores: int
+    flops_per_s: float
+    unit_s: float
+    backward: float
+    crowding: float
+    memory_bytes: int
+    copy_bytes_per_s: float
+    host_latency_s: float
+    host_bytes_per_s: float
+    network_latency_s: float
+    network_bytes_per_s: float
+    contention: float
+    sources: Mapping[str, str]
+
+    def __post_init__(self) -> None:
+        for field, accepted in (("origin", _ORIGINS), ("transport", _TRANSPORTS)):
+            value = getattr(self, field)
+            if value not in accepted:
+                raise ValueError(
+                    f"machine {self.name!r}: {field} is {value!r}; accepted: {', '.join(map(repr, accepted))}"
+                )
+        for field, (low, high) in _RANGES.items():
+            value = getattr(self, field)
+            kinds = (int,) if field in _WHOLE else (int, float)
+            if type(value) not in kinds or not low <= value <= high:
+                what = "a whole number" if field in _WHOLE else "a number"
+                raise ValueError(
+                    f"machine {self.name!r}: {field} is {value!r}; it must be {what} from {low:g} to {high:g}"
+                )
+            if not self.sources.get(field):
+                raise ValueError(
+                    f"machine {self.name!r}: sources has no {field!r}; each number says where it comes from"
+                )
+
+    @classmethod
+    def load(cls, name: str | Path) -> Machine:
+        """Reads a machine's file, or one of those that shardcomm brings along, by its name.
+
+        Args:
+            name: A path, or one of `shipped()`.
+
+        Raises:
+            OSError: There is no such file.
+            ValueError: It is no machine; the message says what is wrong with it.
+        """
+        path = _FOLDER / f"{name}.json" if name in shipped() else Path(name)
+        file = read_json(path, "a machine's file, as `shardcomm bench --fit FILE` writes it")
+        file["shardcomm_machine"].whole(1, 1)
+        given: dict[str, Any] = {f.name: file[f.name].raw for f in fields(cls)}
+        given["name"] = file["name"].text()
+        given["sources"] = {field: source.text() for field, source in file["sources"].items()}
+        return cls(**given)
+
+    def save(self, path: str | Path) -> None:
+        """Writes the machine's file.
+
+        Raises:
+            OSError: The file cannot be written; then no part of it is left.
+        """
+        with written_whole(path):
+            document = {"shardcomm_machine": 1, **asdict(self)}
+            Path(path).write_text(json.dumps(document, indent=1) + "\n")
+
+
+def shipped() -> tuple[str, ...]:
+    """The names of the machines that shardcomm brings along; their figures are published ones."""
+    return tuple(sorted(path.stem for path in _FOLDER.glob("*.json")))

@@ -1,0 +1,284 @@
+"""A step on the clock: the actions of the schedule that the engine runs, with what each of them waits for there.
+
+For each trigger, in the order of the step (compare `engine/step.py` and `engine/actions.py`)::
+
+    post_forward(u)   first u computes what is its own, then come the actions
+    pre_backward(u)   first the actions, then u computes
+
+    gather u          put on the channel of gathers, behind those before; skipped if the slot holds u
+    wait_gather u     the rank waits
+    release u         the slot is free: the next gather into it was issued after that, on every rank
+    reduce u          the rank waits until the reduce before has left the buffer, packs, and puts it on its channel
+    all_reduce u      behind u's reduce, on the channel of replicas
+    wait_reduce u     the rank waits for both
+
+All ranks do the same, so that one of them is enough; where they differ in speed, the slowest is.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+from shardcomm.planner.planner import MemoryPlan
+from shardcomm.schedule.triggers import Action, Phase, Verb
+from shardcomm.simulate import collectives
+from shardcomm.simulate.clock import Collective, Compute, Instruction, Issue, Wait, run
+from shardcomm.simulate.collectives import Cost, Group
+from shardcomm.simulate.machine import Machine
+from shardcomm.simulate.unit_times import UnitTime
+from shardcomm.trace.timeline import COMMUNICATION, RankTimeline, Span, Timeline
+
+_OF_SLOTS = (Verb.GATHER, Verb.WAIT_GATHER, Verb.RELEASE)
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """A step of a model on a machine that need not be there. `Simulation.of` makes it.
+
+    Attributes:
+        plan: The plan of the model, whose schedule was run.
+        machine: The machine.
+        step_s: The seconds of a forward and a backward. The optimizer's step is not in it.
+        compute_s: The part of it in which the rank computed, packed gradients, or was slowed in that.
+        exposed_s: The part in which it waited for communication. The two make the step.
+        link_bytes: The bytes that a rank moves over each link in a step: "memory" (shm; read and written), "host" (its
+            link within a host) or "network" (its share of the host's cards).
+        spans: What was done when.
+
+    Example:
+        ```python
+        import torch, shardcomm
+
+        with torch.device("meta"):
+            model = torch.nn.Sequential(*(torch.nn.Linear(4096, 4096) for _ in range(8)))
+        units = [torch.nn.Linear]
+        machine = shardcomm.Machine.load("8xH100")
+        plan = shardcomm.MemoryPlan.of(model, ranks=64, units=units)
+        times = shardcomm.times_by_flops(model, machine, tokens=8192, units=units)
+        step = shardcomm.Simulation.of(plan, times, machine)
+        print(f"{step.step_s:.4f} s, of which {step.exposed_s:.4f} s exposed communication")
+        ```
+    """
+
+    plan: MemoryPlan
+    machine: Machine
+    step_s: float
+    compute_s: float
+    exposed_s: float
+    link_bytes: dict[str, float]
+    spans: tuple[Span, ...]
+
+    @classmethod
+    def of(
+        cls,
+        plan: MemoryPlan,
+        times: Sequence[UnitTime],
+        machine: Machine,
+        *,
+        slowest: float = 1.0,
+    ) -> Simulation:
+        """Runs a step.
+
+        Args:
+            plan: The plan, from `MemoryPlan.of`. Nothing of it may be in host memory.
+            times: The time of each unit of the plan.
+            machine: The machine.
+            slowest: The factor of the slowest rank, which multiplies `times`.
+
+        Raises:
+            ValueError: The plan's ranks or units do not fit the others; the message says how.
+        """
+        _check(plan, times, machine)
+        program = _Program(plan, times, machine, slowest)
+        on_host = min(plan.ranks, machine.ranks_per_host)
+        spans = run(program.instructions(), partial(_speeds, machine, on_host))
+        begin_to_end = max((span.end_s for span in spans), default=0.0)
+
+        def seconds(row: str) -> float:
+            return sum(span.end_s - span.begin_s for span in spans if span.row == row)
+
+        step = Span("step", "step 0", 0.0, begin_to_end, 0)
+        return cls(
+            plan=plan,
+            machine=machine,
+            step_s=begin_to_end,
+            compute_s=seconds("compute"),
+            exposed_s=seconds("waiting"),
+            link_bytes=dict(program.link_bytes),
+            spans=(step, *spans),
+        )
+
+    def timeline(self) -> Timeline:
+        """The step as a trace of one rank, for `shardcomm trace` and Perfetto."""
+        paths = {row: f"simulated {self.machine.transport}" for row in COMMUNICATION}
+        return Timeline((RankTimeline(0, self.spans, paths),), "simulated")
+
+    def figures(self) -> dict[str, Any]:
+        """The figures of the step, flat: a line of a table."""
+        plan = self.plan
+        return {
+            "strategy": plan.strategy,
+            "ranks": plan.ranks,
+            "replicas": plan.replicas,
+            "step_s": self.step_s,
+            "compute_s": self.compute_s,
+            "exposed_s": self.exposed_s,
+            "gathered_bytes": plan.gathered_bytes,
+            "reduced_bytes": plan.reduced_bytes,
+            "memory_bytes_moved": self.link_bytes.get("memory", 0.0),
+            "host_bytes_moved": self.link_bytes.get("host", 0.0),
+            "network_bytes_moved": self.link_bytes.get("network", 0.0),
+            "peak_bytes": plan.peak_bytes,
+        }
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything as a dict for a JSON file."""
+        return {
+            **self.figures(),
+            "machine": asdict(self.machine),
+            "spans": [span._asdict() for span in self.spans],
+        }
+
+
+def as_csv(figures: Sequence[dict[str, Any]]) -> str:
+    """Figures as CSV, a line each."""
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, list(figures[0]))
+    writer.writeheader()
+    writer.writerows(figures)
+    return text.getvalue()
+
+
+def _check(plan: MemoryPlan, times: Sequence[UnitTime], machine: Machine) -> None:
+    if len(times) != len(plan.units):
+        raise ValueError(
+            f"times has {len(times)} entries; the plan has {len(plan.units)} units, and each needs one"
+        )
+    if plan.host_bytes:
+        raise ValueError("plan has parameters in host memory, whose copies are not simulated")
+    if plan.ranks <= machine.ranks_per_host:
+        return
+    if machine.transport == "shm" or not machine.network_bytes_per_s:
+        raise ValueError(
+            f"ranks is {plan.ranks}; machine {machine.name!r} is one host, of {machine.ranks_per_host} ranks at most"
+        )
+    if plan.ranks % machine.ranks_per_host:
+        raise ValueError(
+            f"ranks is {plan.ranks}; on several hosts it must be a multiple of the {machine.ranks_per_host} ranks "
+            f"of a host of {machine.name!r}"
+        )
+
+
+def _speeds(
+    machine: Machine, on_host: int, computing: bool, links: Sequence[str]
+) -> tuple[float, Sequence[float]]:
+    """The speeds of what goes on at once, on `on_host` ranks of a host alike; see `clock.Speeds`."""
+    if machine.cores:
+        threads = on_host * (computing + len(links))
+        share = min(1.0, machine.cores / threads) if threads else 1.0
+        if on_host > machine.cores:
+            share /= machine.crowding
+        return share, [share] * len(links)
+    busy = Counter(links)
+    return 1.0 - machine.contention * bool(links), [1 / busy[link] for link in links]
+
+
+class _Program:
+    """What a rank does in a step, instruction by instruction."""
+
+    def __init__(
+        self,
+        plan: MemoryPlan,
+        times: Sequence[UnitTime],
+        machine: Machine,
+        slowest: float,
+    ) -> None:
+        self.link_bytes: Counter[str] = Counter()
+        self._plan = plan
+        self._times = times
+        self._machine = machine
+        self._slowest = slowest
+        on_host = min(plan.ranks, machine.ranks_per_host)
+        self._on_host = on_host
+        shards = plan.ranks // plan.replicas
+        self._shard = Group.of(shards, 1, on_host)
+        self._replicas = Group.of(plan.replicas, shards, on_host)
+        self._held: dict[int, int] = {}  # the unit in each slot
+        self._gathers: dict[int, Collective] = {}
+        self._reduces: dict[int, list[Collective]] = {}
+        self._in_buffer: Collective | None = None  # the reduce that reads it, or has read it
+
+    def instructions(self) -> Iterator[Instruction]:
+        schedule = self._plan.schedule
+        for trigger in schedule.triggers():
+            unit = trigger.unit
+            if trigger.phase is Phase.POST_FORWARD:
+                yield self._compute(unit, "forward", self._times[unit].forward_s)
+            for action in schedule.actions[trigger]:
+                yield from self._do(action)
+            if trigger.phase is Phase.PRE_BACKWARD:
+                yield self._compute(unit, "backward", self._times[unit].backward_s)
+
+    def _compute(self, unit: int, what: str, seconds: float) -> Compute:
+        return Compute(f"{what} {self._plan.units[unit].name}", seconds * self._slowest)
+
+    def _do(self, action: Action) -> Iterator[Instruction]:
+        verb, unit, slot = action
+        if verb in _OF_SLOTS and not self._plan.units[unit].full_bytes:
+            return  # its shard is all of it
+        if verb is Verb.GATHER:
+            if slot not in self._held:
+                self._held[slot] = unit
+                yield self._gather(unit)
+        elif verb is Verb.WAIT_GATHER:
+            yield Wait(self._gathers[unit])
+        elif verb is Verb.RELEASE:
+            self._held.pop(slot, None)
+        elif verb is Verb.REDUCE:
+            yield from self._reduce(unit)
+        elif verb is Verb.ALL_REDUCE:
+            yield from self._all_reduce(unit)
+        elif verb is Verb.WAIT_REDUCE:
+            yield from map(Wait, self._reduces.get(unit, []))
+
+    def _gather(self, unit: int) -> Issue:
+        of, again = self._plan.units[unit], unit in self._gathers
+        group = Group.of(of.regather_ranks, 1, self._on_host) if again else self._shard
+        cost = collectives.gather(of, group, self._machine, again=again)
+        self._gathers[unit] = made = self._made("gather", unit, cost)
+        return Issue(made)
+
+    def _reduce(self, unit: int) -> Iterator[Instruction]:
+        of = self._plan.units[unit]
+        if not of.full_gradient_bytes:
+            return
+        if self._in_buffer is not None:
+            yield Wait(self._in_buffer)
+        yield self._compute(unit, "pack", collectives.pack_s(of, self._machine))
+        self._reduces[unit] = []
+        if self._shard.ranks > 1:
+            cost = collectives.reduce(of, self._shard, self._machine)
+            self._in_buffer = made = self._made("reduce", unit, cost)
+            self._reduces[unit].append(made)
+            yield Issue(made)
+
+    def _all_reduce(self, unit: int) -> Iterator[Instruction]:
+        of = self._plan.units[unit]
+        if self._replicas.ranks > 1 and unit in self._reduces:
+            cost = collectives.all_reduce(of, self._replicas, self._machine)
+            after = self._reduces[unit][-1] if self._reduces[unit] else None
+            made = self._made("all_reduce", unit, cost, after)
+            self._reduces[unit].append(made)
+            yield Issue(made)
+
+    def _made(
+        self, channel: str, unit: int, cost: Cost, after: Collective | None = None
+    ) -> Collective:
+        self.link_bytes[cost.link] += cost.link_bytes  # type: ignore[assignment]
+        return Collective(channel, self._plan.units[unit].name, cost, after)

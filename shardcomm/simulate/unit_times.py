@@ -1,0 +1,149 @@
+"""How long a unit computes: by its floating-point operations, or as a trace has it."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import nn
+
+from shardcomm.simulate.machine import Machine
+from shardcomm.trace.timeline import Span, Timeline
+from shardcomm.unit.unit import UnitParams, Units, find_units
+
+_FORWARD, _BACKWARD = "forward ", "backward "
+
+
+class UnitTime(NamedTuple):
+    """The seconds that a unit computes in a step, without the units that it contains, on a rank that nothing slows.
+
+    Attributes:
+        forward_s: In its forward.
+        backward_s: In its backward, recomputation included.
+    """
+
+    forward_s: float
+    backward_s: float
+
+
+def times_by_flops(
+    model: nn.Module,
+    machine: Machine,
+    *,
+    tokens: int,
+    units: Units = None,
+    attention: int = 0,
+    recompute: bool = False,
+) -> tuple[UnitTime, ...]:
+    """The time of each unit: operations by the machine's rate, and the time of a unit that is beside them.
+
+    A token takes two operations for each element of a matrix, except where a matrix is only looked up in
+    (`nn.Embedding`). A backward that recomputes the forward takes its time, too.
+
+    Args:
+        model: The model, on any device.
+        machine: The machine.
+        tokens: The tokens of a step on a rank: batch x context.
+        units: As in `fully_shard`.
+        attention: The operations that a token takes in the attention of each unit inside the model, beside its
+            matrices: for causal attention, 2 x context x width.
+        recompute: Whether the units inside the model recompute their forward in backward (activation checkpointing).
+    """
+    times = []
+    for index, flops in enumerate(
+        unit_flops(model, tokens=tokens, units=units, attention=attention)
+    ):
+        forward_s = flops / machine.flops_per_s + machine.unit_s
+        backward = machine.backward + (1 if recompute and index > 0 else 0)
+        times.append(UnitTime(forward_s, backward * forward_s))
+    return tuple(times)
+
+
+def unit_flops(
+    model: nn.Module, *, tokens: int, units: Units = None, attention: int = 0
+) -> list[int]:
+    """The operations of each unit's forward; the arguments are those of `times_by_flops`."""
+    found = find_units(model, units)
+    inside = [0, *[attention] * (len(found) - 1)]
+    return [
+        tokens * (2 * _multiplied(unit) + of_attention)
+        for unit, of_attention in zip(found, inside, strict=True)
+    ]
+
+
+def _multiplied(unit: UnitParams) -> int:
+    """How many elements the matrices have by which a token is multiplied."""
+    return sum(
+        owned.param.numel()
+        for owned in unit.params
+        if owned.param.dim() > 1
+        and not all(isinstance(module, nn.Embedding) for module, _ in owned.places)
+    )
+
+
+def times_of_trace(timeline: Timeline, names: Sequence[str]) -> tuple[UnitTime, ...]:
+    """The time of each unit in a trace: the median over its steps, on rank 0.
+
+    Take the trace on a rank alone, where nothing communicates. A unit that contains others is taken to compute before
+    the first of them and after the last.
+
+    Args:
+        timeline: The trace, with steps.
+        names: The names of the units, in order.
+
+    Raises:
+        ValueError: The trace has no steps, or is of a model with other units.
+    """
+    steps = timeline.steps()
+    if not steps:
+        raise ValueError("the trace has no steps; mark them by `with trace.step(number):`")
+    found: dict[str, list[float]] = defaultdict(list)
+    for step in steps:
+        for name, seconds in _own_times(timeline.only(step).ranks[0].spans).items():
+            found[name].append(seconds)
+    traced = {name.removeprefix(_FORWARD) for name in found if name.startswith(_FORWARD)}
+    if traced != set(names):
+        differing = sorted(traced ^ set(names))
+        raise ValueError(
+            f"the trace is of another model: it has {len(traced)} units and the model {len(names)}, "
+            f"and only one of them has {differing[0]!r}"
+        )
+    return tuple(
+        UnitTime(
+            statistics.median(found[_FORWARD + name]),
+            statistics.median(found.get(_BACKWARD + name, [0.0])),
+        )
+        for name in names
+    )
+
+
+def _own_times(spans: Sequence[Span]) -> dict[str, float]:
+    """For each forward and backward its seconds, without those from the first unit inside of it to the last."""
+    computed = [span for span in spans if span.row == "compute"]
+    times: dict[str, float] = defaultdict(float)
+    for span in computed:
+        inside = [
+            other
+            for other in computed
+            if other is not span and span.begin_s <= other.begin_s and other.end_s <= span.end_s
+        ]
+        begin_s = min((other.begin_s for other in inside), default=span.end_s)
+        end_s = max((other.end_s for other in inside), default=span.end_s)
+        times[span.name] += (begin_s - span.begin_s) + (span.end_s - end_s)
+    return _with_unannounced(times, computed)
+
+
+def _with_unannounced(times: dict[str, float], computed: Sequence[Span]) -> dict[str, float]:
+    """Adds backwards of which the trace has none: those of units, as a model of tokens, whose inputs have no gradient.
+
+    Nothing announces their end. Their part before the first backward inside of them is known.
+    """
+    backwards = [span.begin_s for span in computed if span.name.startswith(_BACKWARD)]
+    for span in computed:
+        name = _BACKWARD + span.name.removeprefix(_FORWARD)
+        if span.name.startswith(_FORWARD) and name not in times:
+            following = [begin_s for begin_s in backwards if begin_s >= span.end_s]
+            times[name] = min(following, default=span.end_s) - span.end_s
+    return times

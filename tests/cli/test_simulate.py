@@ -1,0 +1,158 @@
+"""`shardcomm simulate`: what it prints and writes, and the options that it refuses."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardcomm.cli.simulate import command
+from shardcomm.trace.timeline import Timeline
+from support.machines import machine
+
+LLAMA = ("--model", "llama3-8b", "--layers", "4")
+
+
+def run(*args: str) -> int:
+    parser = argparse.ArgumentParser()
+    command.add_parser(parser.add_subparsers())
+    parsed = parser.parse_args(["simulate", *args])
+    status: int = parsed.run(parsed)
+    return status
+
+
+def configurations(capsys: pytest.CaptureFixture[str], *args: str) -> list[dict[str, Any]]:
+    assert run(*args, "--json", "-") == 0
+    found: list[dict[str, Any]] = json.loads(capsys.readouterr().out)["configurations"]
+    return found
+
+
+def test_strategies_stand_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*LLAMA, "--ranks", "16") == 0
+    printed = capsys.readouterr().out
+    assert "8xH100, published figures; 2,048 tokens a rank" in printed
+    rows = [line.split()[:3] for line in printed.splitlines() if line.startswith("  ")][1:]
+    assert rows == [
+        ["full_shard", "16", "1"],
+        ["shard_grad_op", "16", "1"],
+        ["hybrid_shard", "16", "1"],  # one replica a host
+        ["no_shard", "16", "1"],
+    ]
+
+
+def test_the_figures_are_those_of_the_planner_and_make_a_step(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (found,) = configurations(capsys, *LLAMA, "--strategy", "full_shard", "--ranks", "8")
+    assert found["compute_s"] + found["exposed_s"] == pytest.approx(found["step_s"])
+    assert found["host_bytes_moved"] == found["gathered_bytes"] + found["reduced_bytes"]
+    assert found["tokens_per_s_per_rank"] == pytest.approx(2048 / found["step_s"])
+    assert found["machine"]["name"] == "8xH100"
+
+
+def test_csv_has_a_line_for_each_configuration(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*LLAMA, "--csv", "-") == 0
+    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    assert [row["strategy"] for row in rows] == ["full_shard", "shard_grad_op", "no_shard"]
+    assert all(float(row["step_s"]) > 0 for row in rows)
+
+
+def test_the_step_is_written_as_a_trace(tmp_path: Path) -> None:
+    path, picture = tmp_path / "trace.json", tmp_path / "trace.png"
+    given = ("--strategy", "full_shard", "--trace", str(path), "--plot", str(picture))
+    assert run(*LLAMA, *given) == 0
+    timeline = Timeline.load(path)
+    assert timeline.steps() == ["step 0"]
+    assert {span.row for span in timeline.ranks[0].spans} >= {"compute", "gather", "reduce"}
+    assert picture.stat().st_size > 0
+
+
+def test_a_sweep_finds_the_fastest_that_fits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    picture = tmp_path / "sweep.svg"
+    given = ("--sweep", "--ranks", "32", "--memory-limit", "20GB", "--plot", str(picture))
+    found = configurations(capsys, *LLAMA, *given)
+    assert {each["ranks"] for each in found} == {8, 16, 32}
+    assert {each["prefetch"] for each in found} == {0, 1, 2}
+    assert len(found) == (3 + 4 + 4) * 3  # hybrid_shard from two hosts on
+    fitting = [each for each in found if each["peak_bytes"] <= 20e9]
+    best = max(fitting, key=lambda each: each["tokens_per_s_per_rank"])
+    assert picture.stat().st_size > 0
+    assert run(*LLAMA, *given) == 0
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert f"{best['strategy']} over {best['ranks']} ranks, prefetch {best['prefetch']}" in line
+
+
+def test_what_fits_nowhere_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*LLAMA, "--memory-limit", "1GB") == 0
+    assert "none fits into 1.00 GB; the smallest takes" in capsys.readouterr().out
+
+
+def test_stragglers_make_steps_longer_with_the_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    given = (*LLAMA, "--strategy", "no_shard", "--stragglers", "0.05")
+    (few,) = configurations(capsys, *given, "--ranks", "8")
+    (many,) = configurations(capsys, *given, "--ranks", "64")
+    assert few["compute_s"] < many["compute_s"]
+    assert few["step_s"] < few["p95_s"]
+
+
+def test_recomputation_takes_a_forward_more(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ("--params", "1e9", "--ranks", "1", "--strategy", "no_shard", "--dtype", "fp32")
+    (plain,) = configurations(capsys, *given)
+    (again,) = configurations(capsys, *given, "--recompute")
+    forward_s = 2 * 1e9 * 2048 / 794.5e12
+    assert again["step_s"] - plain["step_s"] == pytest.approx(forward_s)
+
+
+def test_times_are_taken_from_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "trace.json"
+    small = ("--model", "gpt", "--width", "64", "--layers", "2", "--strategy", "no_shard")
+    (before,) = configurations(capsys, *small, "--ranks", "1", "--trace", str(path))
+    # A simulated trace is one, too; its packs are not a unit's time, and come again.
+    (after,) = configurations(capsys, *small, "--ranks", "1", "--times", str(path))
+    assert after["step_s"] == pytest.approx(before["step_s"], rel=0.2)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--machine", "9xH100"], "9xH100: No such file or directory"),
+        (["--replicas", "3", "--strategy", "hybrid_shard"], "replicas is 3; for 'hybrid_shard' it"),
+        (["--strategy", "hybrid_shard"], "which needs replicas: a number that divides the 8 ranks"),
+        (["--ranks", "12", "--strategy", "full_shard"], "ranks is 12; on several hosts it must be"),
+        (["--sweep", "--strategy", "no_shard"], "--sweep and --strategy exclude each other"),
+        (["--trace", "x.json"], "--trace shows one step; add --strategy"),
+        (["--plot", "x.png"], "--plot shows one step; add --strategy"),
+        (["--sweep", "--trace", "x.json"], "--trace is of one step, and --sweep simulates many"),
+        (["--stragglers", "2"], "argument --stragglers: '2'; it must be a number from 0 to 1"),
+        (["--memory-limit", "much"], "'much'; it must be a size with its unit"),
+        (["--json", "-", "--csv", "-"], "--json and --csv are both -"),
+        (["--json", "/nowhere/x"], "--json is '/nowhere/x'; it must be a file that can be written"),
+        (["--batch", "0"], "'0'; it must be a whole number from 1"),
+        (["--times", "none.json"], "none.json: No such file or directory"),
+        (["--width", "64"], "--width is for --model gpt"),
+    ],
+)
+def test_bad_options_are_refused_in_a_sentence(
+    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run(*LLAMA, *options)
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_more_ranks_than_a_host_of_shm_has_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "made.json"
+    machine(transport="shm").save(path)
+    with pytest.raises(SystemExit):
+        run(*LLAMA, "--machine", str(path), "--ranks", "16", "--strategy", "full_shard")
+    assert "ranks is 16; machine 'made' is one host, of 8 ranks at most" in capsys.readouterr().err

@@ -1,0 +1,81 @@
+"""The clock, by hand: what is computed, what travels meanwhile, and who is slowed by whom."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shardcomm.simulate.clock import Collective, Compute, Issue, Wait, run
+from shardcomm.simulate.collectives import Cost
+from shardcomm.trace.timeline import Span
+
+
+def free(computing: bool, links: Sequence[str]) -> tuple[float, list[float]]:
+    """Nothing is in anything's way."""
+    return 1.0, [1.0] * len(links)
+
+
+def shared(computing: bool, links: Sequence[str]) -> tuple[float, list[float]]:
+    """One core for everything."""
+    share = 1 / max(1, computing + len(links))
+    return share, [share] * len(links)
+
+
+def collective(
+    channel: str, name: str, latency_s: float, moving_s: float, after: Collective | None = None
+) -> Collective:
+    return Collective(channel, name, Cost(latency_s, moving_s, "host", 8, 8), after)
+
+
+def test_a_collective_goes_on_beside_computation() -> None:
+    one = collective("gather", "1", 0.5, 2.0)
+    assert run([Issue(one), Compute("forward 0", 3.0), Wait(one)], free) == [
+        Span("gather", "1", 0.0, 2.5, 8),
+        Span("compute", "forward 0", 0.0, 3.0, 0),
+    ]
+
+
+def test_what_is_left_of_it_is_waited_for() -> None:
+    one = collective("gather", "1", 0.5, 2.0)
+    assert run([Issue(one), Compute("forward 0", 1.0), Wait(one)], free)[-1] == Span(
+        "waiting", "gather 1", 1.0, 2.5, 0
+    )
+
+
+def test_collectives_of_a_channel_queue_and_those_of_two_do_not() -> None:
+    first, second = collective("gather", "1", 0.0, 1.0), collective("gather", "2", 0.0, 1.0)
+    beside = collective("reduce", "3", 0.0, 1.5)
+    spans = run([Issue(first), Issue(second), Issue(beside)], free)
+    assert {(span.name, span.begin_s, span.end_s) for span in spans} == {
+        ("1", 0.0, 1.0),
+        ("2", 1.0, 2.0),
+        ("3", 0.0, 1.5),
+    }
+
+
+def test_a_collective_begins_after_the_one_that_it_needs() -> None:
+    reduce = collective("reduce", "1", 0.0, 2.0)
+    all_reduce = collective("all_reduce", "1", 0.25, 1.0, after=reduce)
+    assert run([Issue(reduce), Issue(all_reduce), Wait(all_reduce)], free)[1] == Span(
+        "all_reduce", "1", 2.0, 3.25, 8
+    )
+
+
+def test_computation_and_copies_share_a_core() -> None:
+    """Until 2 s both go on at half speed; then the computation is alone, with one of its two seconds left."""
+    one = collective("gather", "1", 0.0, 1.0)
+    spans = run([Issue(one), Compute("forward 0", 2.0)], shared)
+    assert [(span.row, span.end_s) for span in spans] == [("gather", 2.0), ("compute", 3.0)]
+
+
+def test_a_latency_takes_nothing_from_computation() -> None:
+    one = collective("gather", "1", 1.0, 1.0)
+    spans = run([Issue(one), Compute("forward 0", 1.5)], shared)
+    assert [(span.row, span.end_s) for span in spans] == [("compute", 2.0), ("gather", 2.5)]
+
+
+def test_a_wait_for_what_has_ended_takes_no_time() -> None:
+    one = collective("gather", "1", 0.0, 1.0)
+    assert [span.row for span in run([Issue(one), Compute("a", 1.0), Wait(one)], free)] == [
+        "gather",
+        "compute",
+    ]

@@ -1,0 +1,102 @@
+"""The time of a unit: counted by hand, and read from traces."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from shardcomm import Communicator, UnitTime, fully_shard, times_by_flops, times_of_trace
+from shardcomm.models.gpt import GPT
+from shardcomm.models.shapes import SHAPES
+from shardcomm.simulate.unit_times import unit_flops
+from shardcomm.trace.timeline import RankTimeline, Span, Timeline
+from support.machines import machine
+from support.nets import batch, loss_of, make
+
+
+def test_a_token_takes_two_operations_for_each_element_of_a_matrix() -> None:
+    with torch.device("meta"):
+        model = GPT(width=64, layers=2, context=16)
+    of_root, *of_blocks = unit_flops(model, tokens=10, attention=100)
+    assert of_root == 10 * 2 * 64 * 256  # the head; tokens and positions are looked up
+    assert of_blocks == [10 * (2 * 12 * 64 * 64 + 100)] * 2
+
+
+def test_the_operations_of_llama3_8b_are_those_of_its_matrices() -> None:
+    """7.5e9 of its 8.03e9 parameters multiply: all but the embedding and the norms."""
+    of_units = unit_flops(SHAPES["llama3-8b"].on_meta(), tokens=1)
+    norms = (2 * 32 + 1) * 4096
+    assert sum(of_units) == 2 * (8_030_261_248 - 128256 * 4096 - norms)
+
+
+def test_a_tied_embedding_multiplies() -> None:
+    assert unit_flops(SHAPES["gpt2"].on_meta(), tokens=1)[0] == 2 * 50257 * 768
+
+
+def test_times_are_operations_by_the_rate_and_what_a_unit_takes_beside_them() -> None:
+    model = nn.Sequential(nn.Linear(100, 100, bias=False))
+    where = machine(flops_per_s=1e6, unit_s=0.5, backward=2.0)
+    found = times_by_flops(model, where, tokens=50, units=[nn.Linear])
+    assert found == (UnitTime(0.5, 1.0), UnitTime(1.5, 3.0))
+    again = times_by_flops(model, where, tokens=50, units=[nn.Linear], recompute=True)
+    assert again == (UnitTime(0.5, 1.0), UnitTime(1.5, 4.5))
+
+
+def timeline(*spans: tuple[str, str, float, float]) -> Timeline:
+    made = tuple(Span(row, name, begin, end, 0) for row, name, begin, end in spans)
+    return Timeline((RankTimeline(0, made, {}),), "a clock")
+
+
+def test_a_traced_unit_has_the_time_outside_of_those_in_it() -> None:
+    """The root: 1 s before its block and 2 s after it; the block's is its own."""
+    traced = timeline(
+        ("step", "step 0", 0.0, 20.0),
+        ("compute", "forward (root)", 0.0, 8.0),
+        ("compute", "forward block", 1.0, 6.0),
+        ("compute", "backward (root)", 8.0, 19.0),
+        ("compute", "backward block", 9.0, 18.0),
+    )
+    assert times_of_trace(traced, ["(root)", "block"]) == (UnitTime(3.0, 2.0), UnitTime(5.0, 9.0))
+
+
+def test_a_model_whose_inputs_have_no_gradient_has_what_comes_before_its_block() -> None:
+    traced = timeline(
+        ("step", "step 0", 0.0, 20.0),
+        ("compute", "forward (root)", 0.0, 8.0),
+        ("compute", "forward block", 1.0, 6.0),
+        ("compute", "backward block", 9.5, 18.0),
+    )
+    assert times_of_trace(traced, ["(root)", "block"])[0] == UnitTime(3.0, 1.5)
+
+
+def test_the_median_step_of_a_trace_is_taken() -> None:
+    spans = []
+    for number, seconds in enumerate((1.0, 7.0, 2.0)):
+        spans.append(("step", f"step {number}", 10.0 * number, 10.0 * number + 9))
+        spans.append(("compute", "forward a", 10.0 * number, 10.0 * number + seconds))
+    assert times_of_trace(timeline(*spans), ["a"]) == (UnitTime(2.0, 0.0),)
+
+
+def test_a_trace_without_steps_or_of_another_model_is_refused() -> None:
+    span = ("compute", "forward a", 0.0, 1.0)
+    with pytest.raises(ValueError, match="the trace has no steps"):
+        times_of_trace(timeline(span), ["a"])
+    stepped = timeline(("step", "step 0", 0.0, 1.0), span)
+    with pytest.raises(
+        ValueError, match=r"of another model: it has 1 units and the model 2, .*'b'"
+    ):
+        times_of_trace(stepped, ["a", "b"])
+
+
+def test_the_engines_trace_of_a_rank_alone_is_read() -> None:
+    model = make()
+    engine = fully_shard(model, Communicator.local_group(1)[0])
+    with engine.trace() as trace:
+        for number in range(2):
+            with trace.step(number):
+                loss_of(model, batch(0, number)).backward()
+    times = times_of_trace(trace.timeline(), [unit.name for unit in engine.units])
+    assert all(each.forward_s > 0 and each.backward_s > 0 for each in times)
+    step_s = max(span.end_s - span.begin_s for span in trace.spans() if span.row == "step")
+    assert sum(map(sum, times)) < step_s
