@@ -139,14 +139,17 @@ void bind_comm(py::module_& m) {
       });
 
   py::class_<GroupReport>(m, "GroupReport")
-      .def_property_readonly("ranks",  // (pid, start, attached, closed)
-                             [](const GroupReport& report) {
-                               py::list ranks;
-                               for (const GroupReport::Rank& r : report.ranks) {
-                                 ranks.append(py::make_tuple(r.pid, r.start, r.attached, r.closed));
-                               }
-                               return ranks;
-                             })
+      .def_property_readonly(
+          "ranks",  // (number, pid, start, attached, closed)
+          [](const GroupReport& report) {
+            py::list ranks;
+            for (const GroupReport::Rank& r : report.ranks) {
+              ranks.append(py::make_tuple(r.number, r.pid, r.start, r.attached, r.closed));
+            }
+            return ranks;
+          })
+      .def_readonly("hosts", &GroupReport::hosts)
+      .def_readonly("host", &GroupReport::host)
       .def_readonly("failure", &GroupReport::failure)
       .def_property_readonly("pending",
                              [](const GroupReport& report) { return as_tuples(report.pending); });

@@ -80,6 +80,9 @@ class BoardCommunicator final : public Communicator {
   // While this rank waits outside of a meeting: throws CommError if the group has ended, or if a
   // rank has died in its call.
   void check_outside(int channel);
+  void tell_wait_across(int channel, std::optional<Clock::time_point> since) {
+    group_.tell_wait_across(channel, since);
+  }
   double deadline_s() const { return group_.deadline_s(); }
   // Whether all ranks have posted one place in memory that they share as their `recv`. Throws
   // CommError if they have posted several.
@@ -98,7 +101,7 @@ class BoardCommunicator final : public Communicator {
   bool has_failed() const { return group_.has_failed(); }
   bool forked() const { return group_.forked(); }
   // From now on users call rank 0 so: this group is one host's ranks among several.
-  void count_from(int first) { group_.count_from(first); }
+  void join_hosts(int host, int hosts) { group_.join_hosts(host, hosts); }
 
   int rank() const override { return rank_; }
   int size() const override { return size_; }

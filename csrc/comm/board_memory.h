@@ -42,8 +42,10 @@ struct GroupMemory {
 
   Head head;  // zero for ranks that are threads, whose memory no other process can read
   alignas(64) Atomic<std::uint64_t> failure;  // 0, or the first failure, packed
-  Atomic<std::int32_t> first_rank;            // what users call rank 0
-  Rank ranks[1];                              // `size` of them
+  // Of several hosts with as many ranks each: how many, and this one's number. 0: there is one.
+  Atomic<std::int32_t> hosts;
+  Atomic<std::int32_t> host;
+  Rank ranks[1];  // `size` of them
 
   static std::size_t bytes(int size) {
     return sizeof(GroupMemory) + sizeof(Rank) * static_cast<std::size_t>(size - 1);
@@ -65,6 +67,7 @@ struct BoardMemory {
     PostedCall calls[2];
     Atomic<std::uint64_t> finished;       // sequence of its latest call that has ended well
     Atomic<std::uint64_t> waiting_since;  // on the steady clock, in nanoseconds; 0: not asleep
+    Atomic<std::uint64_t> across_since;   // the same, of a wait for other hosts
     // A meeting that must be over before the rank can use the other channel; 0: there is none.
     Atomic<std::uint32_t> stuck_in;
     Atomic<std::uint32_t> reading;  // it may be reading other ranks' operands by their addresses

@@ -95,9 +95,19 @@ std::optional<LastCall> Group::last_call(int rank, int channel) const {
     if (call && (!latest || call->sequence > latest->sequence)) latest = call;
   }
   if (!latest) return std::nullopt;
-  const auto since = static_cast<std::int64_t>(state.waiting_since.load());
+  const auto past = [](std::uint64_t since) {
+    return since == 0 ? 0 : now_ns() - static_cast<std::int64_t>(since);
+  };
   return LastCall{*latest, latest->sequence > state.finished.load(),
-                  since == 0 ? 0 : now_ns() - since};
+                  past(state.waiting_since.load()), past(state.across_since.load())};
+}
+
+void Group::tell_wait_across(int channel, std::optional<Clock::time_point> since) {
+  const auto ns =
+      since
+          ? std::chrono::duration_cast<std::chrono::nanoseconds>(since->time_since_epoch()).count()
+          : 0;
+  board(channel).ranks[rank_].across_since.store(static_cast<std::uint64_t>(ns));
 }
 
 std::optional<LastCall> Group::message(int rank) const {
@@ -205,9 +215,9 @@ void Group::wake_sleepers() noexcept {
 }
 
 void Group::late(int culprit) noexcept {
-  std::array<char, 32> deadline_s{};
-  std::snprintf(deadline_s.data(), deadline_s.size(), "%g", deadline_s_);
-  fail_for(Trouble::late, culprit, deadline_s.data());
+  std::array<char, 32> seconds{};
+  std::snprintf(seconds.data(), seconds.size(), "%g", deadline_s());
+  fail_for(Trouble::late, culprit, seconds.data());
 }
 
 void Group::fail_for(Trouble trouble, int culprit, std::string_view reason) noexcept {

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "comm/board_memory.h"
+#include "comm/waited.h"
 
 namespace shardcomm {
 
@@ -21,6 +22,7 @@ struct LastCall {
   Call call;
   bool pending = false;         // whether it has not ended, or has ended in an error
   std::int64_t waiting_ns = 0;  // how long the rank has been asleep, waiting for others
+  std::int64_t across_ns = 0;   // the same, waiting for other hosts
 };
 
 class Group {
@@ -36,10 +38,17 @@ class Group {
 
   int rank() const { return rank_; }
   int size() const { return size_; }
-  // What users call the rank: a group may be those of one host among several.
-  int number(int rank) const { return memory_->first_rank.load() + rank; }
-  void count_from(int first) { memory_->first_rank.store(first); }
-  double deadline_s() const { return deadline_s_; }
+  // A group may be the ranks of one host among several, of which each has as many.
+  void join_hosts(int host, int hosts) {
+    memory_->host.store(host);
+    memory_->hosts.store(hosts);
+  }
+  int host() const { return memory_->host.load(); }
+  int hosts() const { return memory_->hosts.load(); }
+  // What users call the rank.
+  int number(int rank) const { return memory_->host.load() * size_ + rank; }
+  // Of this thread's calls.
+  double deadline_s() const { return thread_deadline_s > 0 ? thread_deadline_s : deadline_s_; }
   BoardMemory& board(int channel) const { return *boards_[static_cast<std::size_t>(channel)]; }
 
   // Whether this process was forked from the one that is the rank.
@@ -50,6 +59,8 @@ class Group {
   // A rank whose process has ended, or -1.
   int find_dead() const;
   std::optional<LastCall> last_call(int rank, int channel) const;
+  // Tells of this rank's wait for other hosts. Without a time it waits for none.
+  void tell_wait_across(int channel, std::optional<Clock::time_point> since);
   // The send or receive in which the rank is asleep, or has failed.
   std::optional<LastCall> message(int rank) const;
   // Tells of this rank's; without one, that it is in none. One thread at a time may call it.

@@ -45,7 +45,7 @@ std::shared_ptr<Communicator> make_hosts(std::shared_ptr<Communicator> on_host,
                                 std::to_string(hosts) +
                                 "; there must be at least 2, numbered from 0 on");
   }
-  board->count_from(host * board->size());
+  board->join_hosts(host, hosts);
   auto comm = std::make_shared<HostsCommunicator>(std::move(board), std::move(across), host, hosts);
   comm->attach();
   return comm;
@@ -131,15 +131,6 @@ void HostsCommunicator::telling_others(const std::function<void()>& body) {
   }
 }
 
-std::vector<Pending> HostsCommunicator::pending() const {
-  std::vector<Pending> all = on_host_->pending();
-  for (Pending& each : all) {
-    each.rank += first();
-    for (int& rank : each.waits_for) rank += first();
-  }
-  return all;
-}
-
 void HostsCommunicator::perform(Lane& lane, Call call, const Parts& parts,
                                 const std::function<void()>& body) {
   call.uneven = !parts.equal();
@@ -194,18 +185,24 @@ void HostsCommunicator::greet(Lane& lane, const void* payload, std::size_t bytes
 
 void HostsCommunicator::start(Lane& lane, std::int64_t chunk, Crossing crossing) {
   lane.worker->enqueue(
-      [this, &lane, crossing = std::move(crossing)](NativeStream) { cross(lane, crossing); });
+      [this, &lane, crossing = std::move(crossing), deadline_s = thread_deadline_s](NativeStream) {
+        thread_deadline_s = deadline_s;  // for what carries
+        cross(lane, crossing);
+      });
   lane.crossings[static_cast<std::size_t>(chunk % kSlots)] = lane.worker->record();
 }
 
 void HostsCommunicator::finish(Lane& lane, std::int64_t chunk) {
   auto& crossing = lane.crossings[static_cast<std::size_t>(chunk % kSlots)];
-  Waited waited(Clock::now());
+  const Clock::time_point since = Clock::now();
+  Waited waited(since);
   while (crossing != nullptr && !crossing->wait_for(kWaitSlice)) {
+    on_host_->tell_wait_across(lane.channel, since);
     check_wait();
     on_host_->check_outside(lane.channel);  // a rank that ends meanwhile ends this call, too
     if (waited.until_now().count() > on_host_->deadline_s()) throw_late(lane);
   }
+  on_host_->tell_wait_across(lane.channel, std::nullopt);
   crossing = nullptr;
 }
 

@@ -49,7 +49,7 @@ class HostsCommunicator final : public Communicator {
   void check() const override { on_host_->check(); }
   std::vector<Receipt> receipts() const override { return on_host_->receipts(); }
   // Those of this host; a rank does not see the other hosts'.
-  std::vector<Pending> pending() const override;
+  std::vector<Pending> pending() const override { return on_host_->pending(); }
 
  private:
   // A call moves its elements in chunks. While one is used, the next ones cross, so that links

@@ -18,7 +18,7 @@ namespace {
 
 constexpr std::uint64_t kMagic = 0x6d6d6f6364726873;  // "shrdcomm"
 // Most changes of the layout change a size; count this up with one that does not.
-constexpr std::uint64_t kLayoutVersion = 3;
+constexpr std::uint64_t kLayoutVersion = 4;
 
 constexpr std::uint64_t layout() {
   std::uint64_t sum = kLayoutVersion;
@@ -68,7 +68,7 @@ std::optional<Pending> pending_on(const Group& group, int rank, int channel) {
   const std::optional<LastCall> last = group.last_call(rank, channel);
   if (!last || !last->pending) return std::nullopt;
   Pending entry;
-  entry.rank = rank;
+  entry.rank = group.number(rank);
   entry.pid = group.pid(rank);
   entry.channel = channel == 0 ? "gather" : "reduce";
   entry.call = group.signature(last->call);
@@ -76,12 +76,19 @@ std::optional<Pending> pending_on(const Group& group, int rank, int channel) {
   if (is_after(came_to, board.completed.load())) {
     for (int other = 0; other < group.size(); ++other) {
       if (is_after(came_to, board.arrival(other, group.size()).load())) {
-        entry.waits_for.push_back(other);
+        entry.waits_for.push_back(group.number(other));
       }
     }
   }
+  std::int64_t waiting_ns = last->waiting_ns;
+  if (entry.waits_for.empty() && last->across_ns > 0) {
+    waiting_ns = last->across_ns;
+    for (int host = 0; host < group.hosts(); ++host) {
+      if (host != group.host()) entry.waits_for.push_back(host * group.size() + rank);
+    }
+  }
   if (!entry.waits_for.empty() && !group.failure()) {
-    entry.waiting_s = static_cast<double>(last->waiting_ns) * 1e-9;
+    entry.waiting_s = static_cast<double>(waiting_ns) * 1e-9;
   }
   return entry;
 }
@@ -91,7 +98,7 @@ std::optional<Pending> pending_message(const Group& group, int rank) {
   const std::optional<LastCall> last = group.message(rank);
   if (!last) return std::nullopt;
   Pending entry;
-  entry.rank = rank;
+  entry.rank = group.number(rank);
   entry.pid = group.pid(rank);
   entry.channel = "message";
   entry.call = group.signature(last->call);
@@ -149,7 +156,7 @@ std::vector<Pending> pending(const Group& group) {
     }
     if (!idle) continue;
     Pending none;
-    none.rank = rank;
+    none.rank = group.number(rank);
     none.pid = group.pid(rank);
     all.push_back(std::move(none));
   }
@@ -167,8 +174,11 @@ GroupReport read_group(int fd) {
   for (int r = 0; r < size; ++r) {
     const GroupMemory::Rank& rank = memory->ranks[r];
     const std::int32_t pid = rank.pid.load();  // first: whoever stores it has stored the start
-    report.ranks.push_back({pid, rank.start.load(), rank.attached.load() != 0, group.closed(r)});
+    report.ranks.push_back(
+        {group.number(r), pid, rank.start.load(), rank.attached.load() != 0, group.closed(r)});
   }
+  report.hosts = group.hosts();
+  report.host = group.host();
   report.failure = group.failure().value_or("");
   report.pending = pending(group);
   return report;

@@ -11,7 +11,8 @@
 
 namespace shardcomm {
 
-// What every rank of the group is in.
+// What every rank of the group is in. Ranks have the numbers that users know; those of messages,
+// which one host alone has, are the group's own.
 std::vector<Pending> pending(const Group& group);
 
 // The ranks for which `rank` waits in a send or a receive.
@@ -20,12 +21,15 @@ std::vector<int> waits_for(const Group& group, int rank, const Call& message);
 // A group of processes, as seen by a process that is none of its ranks.
 struct GroupReport {
   struct Rank {
+    int number = 0;        // as users know it
     std::int32_t pid = 0;  // 0: not known yet
     std::uint64_t start = 0;
     bool attached = false;
     bool closed = false;
   };
   std::vector<Rank> ranks;
+  int hosts = 0;        // among which the group is shared; 0: it is of this host alone
+  int host = 0;         // the number of this one
   std::string failure;  // why it has failed; empty if it has not
   std::vector<Pending> pending;
 };

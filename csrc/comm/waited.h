@@ -1,4 +1,4 @@
-// How long a rank has waited for others, for its deadline.
+// How long a rank has waited for others, and how long it may.
 #pragma once
 
 #include <algorithm>
@@ -8,6 +8,10 @@
 #include "stream/wait_check.h"
 
 namespace shardcomm {
+
+// The longest wait of this thread's calls for other ranks, in place of their groups' deadlines. 0:
+// the groups' hold.
+inline thread_local double thread_deadline_s = 0;
 
 // How long a rank has waited while it ran. If the rank itself was stopped, as by Ctrl-Z, that time
 // does not count against the others: between two looks at most two slices count.

@@ -29,8 +29,8 @@ class Pending(NamedTuple):
         waiting_s: How long the rank has waited for other ranks, in seconds. None: it moves bytes, or the group has
             failed. `nccl` and `c10d` cannot tell waiting from moving: over these it is how long the rank has been in
             the call (over `nccl`, since the call's turn on its stream came, and None before).
-        waits_for: The ranks that have not come, or that had not come when the group failed. Empty over `nccl` and
-            `c10d`.
+        waits_for: The ranks that have not come, or that had not come when the group failed. Of other hosts (`hosts`)
+            they are those with which this rank exchanges, some of which have not come. Empty over `nccl` and `c10d`.
     """
 
     rank: int

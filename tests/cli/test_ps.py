@@ -22,6 +22,7 @@ import torch
 
 from shardcomm import _C, CommError, Communicator, Stream, enable_stack_dumps
 from shardcomm.cli.ps import groups, stacks
+from shardcomm.comm import rendezvous
 from shardcomm.comm.core import CoreCommunicator
 from shardcomm.process.stack_dumps import enable_where_free
 from support.commands import command
@@ -113,6 +114,41 @@ def test_ps_names_who_waits_in_what_and_for_whom_and_where_everybody_is(tmp_path
         )
         assert re.search(rf"rank 1 +pid {pids[1]} +running +in no collective\n", text)
     assert results == [[0.0, 1.0, 2.0]] * RANKS  # nobody was disturbed
+
+
+def one_host_comes_late(folder: Path) -> list[float]:
+    rank = say_pid(folder)
+    rendezvous.host_identity = lambda: "AABB"[rank]  # type: ignore[assignment]
+    with Communicator.from_env(deadline_s=DEADLINE_S, transport="hosts") as comm:
+        if rank > 1:
+            wait_at(folder / "gate")
+        everybody = torch.zeros(comm.size)
+        comm.all_gather(everybody, torch.tensor([float(rank)]))
+        return everybody.tolist()
+
+
+def test_ranks_of_several_hosts_have_the_numbers_of_the_whole_group(tmp_path: Path) -> None:
+    gate = Gate(tmp_path)
+    with launched(one_host_comes_late, 4, (tmp_path,), gate) as results:
+        pids = pids_in(tmp_path, 4)
+        until(lambda: states(pids[0]) == ["waiting"] * 2, "0 and 1 wait for the other host")
+        until(lambda: states(pids[2]) == ["running"] * 2, "2 and 3 are at the gate")
+
+        found = {g["ranks"][0]["pid"]: g for g in json.loads(ps("--json"))["groups"]}
+        first, second = found[pids[0]], found[pids[2]]
+        assert [(each["host"], each["hosts"]) for each in (first, second)] == [(0, 2), (1, 2)]
+        assert [(r["rank"], r["pid"]) for r in second["ranks"]] == [(2, pids[2]), (3, pids[3])]
+        for rank in (0, 1):
+            (call,) = first["ranks"][rank]["calls"]
+            assert (call["rank"], call["call"]) == (rank, "all_gather(f32, count 1)")
+            assert call["waiting_s"] > 0
+            assert call["waits_for"] == [rank + 2]
+        assert second["ranks"][0]["calls"] == []
+
+        text = ps()
+        assert f"group {second['id']}: 2 ranks of 4, on host 1 of 2\n  rank 2 " in text
+        assert re.search(rf"rank 1 +pid {pids[1]} .* has waited \d+\.\d s for rank 3\n", text)
+    assert results == [[0.0, 1.0, 2.0, 3.0]] * 4
 
 
 def test_a_stopped_rank_is_said_to_be_stopped_and_goes_on(tmp_path: Path) -> None:

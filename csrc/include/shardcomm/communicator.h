@@ -56,7 +56,9 @@ struct Pending {
   std::string call;                 // "all_gather(f32, count 4)"
   std::uint64_t sequence = 0;       // the call's number in its channel, from 1 on
   std::optional<double> waiting_s;  // nothing: the rank does not wait, or its group has failed
-  std::vector<int> waits_for;  // ranks that have not come, or had not come when the group failed
+  // Ranks that have not come, or had not come when the group failed. Of other hosts: those with
+  // which the rank exchanges, some of which have not come.
+  std::vector<int> waits_for;
 };
 
 // Every rank calls the same collectives in the same order. If a rank dies, calls something else, or

@@ -16,9 +16,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "ps",
         help="say which ranks of this host wait, in which collective, for how long and for whom",
-        description="Lists the groups of processes (transport shm) of this host. For each rank it prints its process, "
-        "whether it runs, waits, is stopped or dead, the collective that it is in, for how long, and which ranks it "
-        "waits for. It reads memory that the ranks share, so that no rank is stopped or takes part. With the other "
+        description="Lists the groups of processes (transports shm and hosts) of this host. For each rank it prints "
+        "its process, whether it runs, waits, is stopped or dead, the collective that it is in, for how long, and for "
+        "whom it waits. It reads memory that the ranks share, so that no rank is stopped or takes part. With the other "
         "transports a process prints on SIGUSR1 what its ranks are in; see shardcomm.enable_stack_dumps.",
     )
     parser.add_argument(
@@ -69,7 +69,13 @@ def _as_dict(found: Found, stacks: dict[int, Stacks] | None) -> dict[str, Any]:
         return entry
 
     groups = [
-        {"id": each.id, "failure": each.failure, "ranks": [of(rank) for rank in each.ranks]}
+        {
+            "id": each.id,
+            "hosts": each.hosts,
+            "host": each.host,
+            "failure": each.failure,
+            "ranks": [of(rank) for rank in each.ranks],
+        }
         for each in found.groups
     ]
     return {"groups": groups, "notes": found.notes}
@@ -83,6 +89,8 @@ def screen(found: Found, stacks: dict[int, Stacks] | None) -> str:
 
 def _group(group: ShmGroup, stacks: dict[int, Stacks] | None) -> str:
     lines = [f"group {group.id}: {len(group.ranks)} ranks"]
+    if group.hosts:
+        lines[0] += f" of {group.hosts * len(group.ranks)}, on host {group.host} of {group.hosts}"
     if group.failure:
         lines.append(f"  failed: {group.failure}")
     width = max(len(rank.state) for rank in group.ranks)

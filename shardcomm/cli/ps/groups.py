@@ -25,11 +25,17 @@ class Rank:
 
 @dataclass(frozen=True)
 class ShmGroup:
-    """A group of `shm`. `id` is the number of its memory; `failure` says why it has failed, "" if it has not."""
+    """A group of `shm`, or the ranks of this host in a group of `hosts`.
+
+    `id` is the number of its memory; `failure` says why it has failed, "" if it has not. `hosts` says on how many hosts
+    the group has as many ranks, and `host` is the number of this one; 0 and 0: it is of this host alone.
+    """
 
     id: int
     ranks: list[Rank]
     failure: str
+    hosts: int
+    host: int
 
 
 @dataclass
@@ -80,7 +86,7 @@ def _read(pid: int, fd: int, seen: set[int], found: Found) -> None:
         return
     finally:
         os.close(memory)
-    group = ShmGroup(number, _ranks(report), report.failure)
+    group = ShmGroup(number, _ranks(report), report.failure, report.hosts, report.host)
     if any(rank.state not in ("closed", "dead") for rank in group.ranks):
         found.groups.append(group)
 
@@ -88,7 +94,7 @@ def _read(pid: int, fd: int, seen: set[int], found: Found) -> None:
 def _ranks(report: _C.GroupReport) -> list[Rank]:
     ranks = []
     pending = from_core(report.pending)
-    for number, (pid, start, attached, closed) in enumerate(report.ranks):
+    for number, pid, start, attached, closed in report.ranks:
         calls = [each for each in pending if each.rank == number and each.call]
         alive = processes.state(pid, start) if pid else None
         state: State = "running"
