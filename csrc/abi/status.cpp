@@ -10,6 +10,7 @@
 #include <type_traits>
 
 #include "abi/arguments.h"
+#include "comm/waited.h"
 #include "shardcomm/error.h"
 #include "stream/wait_check.h"
 
@@ -137,5 +138,21 @@ shc_status shc_set_wait_check(shc_wait_check check, void* context) {
     shardcomm::set_wait_check([check, context] {
       if (check(context) != 0) throw shardcomm::abi::Interrupted();
     });
+  });
+}
+
+shc_status shc_set_deadline(double deadline_s) {
+  return guarded("shc_set_deadline", [&] {
+    if (!(deadline_s >= 0)) {
+      throw std::invalid_argument("deadline_s is " + std::to_string(deadline_s) +
+                                  "; it must be more than 0, or 0 for that of each group");
+    }
+    shardcomm::thread_deadline_s = deadline_s;
+  });
+}
+
+shc_status shc_get_deadline(double* deadline_s) {
+  return guarded("shc_get_deadline", [&] {
+    shardcomm::abi::required(deadline_s, "deadline_s") = shardcomm::thread_deadline_s;
   });
 }

@@ -101,6 +101,14 @@ typedef int (*shc_wait_check)(void* context);
 // Sets the calling thread's check. NULL: none, as at the start.
 SHC_API shc_status shc_set_wait_check(shc_wait_check check, void* context);
 
+// Sets the longest wait for other ranks in the calling thread's collectives and messages, in
+// seconds, in place of the deadline_s of their groups. 0: the groups' hold, as at the start. A call
+// on a stream keeps its group's, and so does every call of SHC_NCCL.
+SHC_API shc_status shc_set_deadline(double deadline_s);
+// What the calling thread has set. In a function of an shc_across it is that of the call for which
+// it carries.
+SHC_API shc_status shc_get_deadline(double* deadline_s);
+
 // ---- Element types ----
 
 // Other types of the same size travel as these, where they are only moved.

@@ -15,6 +15,7 @@
 #include <utility>
 #include <vector>
 
+#include "deadline.h"
 #include "shardcomm.hpp"
 
 namespace shardcomm_torch {
@@ -59,7 +60,7 @@ class GlooAcross {
       const Gloo group = of(context).group(channel);
       at::Tensor input = tensor(const_cast<void*>(send), bytes);
       at::Tensor output = tensor(recv, bytes * static_cast<std::size_t>(group->getSize()));
-      group->_allgather_base(output, input)->wait();
+      group->_allgather_base(output, input, timed<c10d::AllgatherOptions>())->wait();
     });
   }
 
@@ -71,17 +72,18 @@ class GlooAcross {
       at::Tensor input = tensor(const_cast<void*>(send), total);
       at::Tensor output = tensor(recv, total);
       std::vector<std::int64_t> even;
-      group->alltoall_base(output, input, even, even)->wait();
+      group->alltoall_base(output, input, even, even, timed<c10d::AllToAllOptions>())->wait();
     });
   }
 
   static int broadcast(void* context, int channel, void* buffer, std::size_t bytes, int root,
                        char* error) {
     return told(error, [&] {
-      c10d::BroadcastOptions options;
+      const Gloo group = of(context).group(channel);
+      auto options = timed<c10d::BroadcastOptions>();
       options.rootRank = root;
       std::vector<at::Tensor> tensors{tensor(buffer, bytes)};
-      of(context).group(channel)->broadcast(tensors, options)->wait();
+      group->broadcast(tensors, options)->wait();
     });
   }
 
@@ -97,6 +99,14 @@ class GlooAcross {
     Gloo group = groups_.at(static_cast<std::size_t>(channel));
     if (!group) throw std::runtime_error("this rank has left them");
     return group;
+  }
+
+  // Options by which Gloo waits as long as the call for which it carries.
+  template <class Options>
+  static Options timed() {
+    Options options;
+    options.timeout = thread_timeout();
+    return options;
   }
 
   static at::Tensor tensor(void* data, std::size_t bytes) {

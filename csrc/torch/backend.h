@@ -1,6 +1,7 @@
 // The backend "shardcomm" of torch.distributed: collectives on CPU tensors, through shared memory.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstdint>
@@ -12,6 +13,7 @@
 
 #include "calls.h"
 #include "group.h"
+#include "make_group.h"
 #include "monitored_barrier.h"
 
 namespace shardcomm_torch {
@@ -22,14 +24,35 @@ class Backend final : public c10d::Backend {
   Backend(int rank, int size, std::chrono::milliseconds timeout, shc_comm* comm,
           c10::intrusive_ptr<c10d::Backend> gloo, std::string reason)
       : c10d::Backend(rank, size),
-        options_(c10::make_intrusive<Options>("shardcomm", timeout)),
-        group_(rank, comm, std::move(gloo), std::move(reason)),
+        group_(rank, c10::make_intrusive<Options>("shardcomm", timeout), comm, std::move(gloo),
+               std::move(reason)),
         calls_(comm, rank, size) {}
 
   const std::string getBackendName() const override { return "shardcomm"; }
-  c10::intrusive_ptr<Options> getBackendOptions() override { return options_; }
+  // A copy: torch writes to it what it splits off is to have.
+  c10::intrusive_ptr<Options> getBackendOptions() override {
+    return c10::make_intrusive<Options>(*group_.options);
+  }
+  void setTimeout(std::chrono::milliseconds timeout) override { group_.set_timeout(timeout); }
   void setSequenceNumberForGroup() override {}  // all ranks begin at 0
   std::uint64_t getSequenceNumberForGroup() override { return group_.sequence(); }
+
+  bool supportsSplitting() const override { return true; }
+  // A group of `ranks` of this one, in their order. Null: this rank is not among them.
+  c10::intrusive_ptr<c10d::Backend> split(const c10::intrusive_ptr<c10d::Store>& store,
+                                          const std::vector<int>& ranks,
+                                          const c10::intrusive_ptr<Options>& opts) override {
+    const auto own = std::find(ranks.begin(), ranks.end(), getRank());
+    if (own == ranks.end()) return nullptr;
+    return make_group(store, static_cast<int>(own - ranks.begin()), static_cast<int>(ranks.size()),
+                      opts->timeout);
+  }
+  // A group of all that meet in `store`, also of ranks of other groups.
+  c10::intrusive_ptr<c10d::Backend> merge(const c10::intrusive_ptr<c10d::Store>& store,
+                                          const c10::intrusive_ptr<Options>& opts, const int& rank,
+                                          const int& size) override {
+    return make_group(store, rank, size, opts->timeout);
+  }
 
   void abort() override { group_.abort(); }
   void shutdown() override { group_.shutdown(); }
@@ -45,8 +68,7 @@ class Backend final : public c10d::Backend {
     const Tensors& gathered = only("all_gather: tensor_list", outputs);
     calls_.check_length("all_gather: tensor_list", gathered);
     return group_.begin(
-        group_.gathers, opts.asyncOp, {c10d::OpType::ALLGATHER, "shardcomm:all_gather"}, inputs,
-        gathered,
+        group_.gathers, opts, {c10d::OpType::ALLGATHER, "shardcomm:all_gather"}, inputs, gathered,
         calls_.all_gather("all_gather: tensor_list", gathered, only("all_gather: tensor", inputs)));
   }
 
@@ -55,7 +77,7 @@ class Backend final : public c10d::Backend {
     if (auto* gloo = group_.elsewhere("all_gather_into_tensor")) {
       return gloo->_allgather_base(output, input, opts);
     }
-    return group_.begin(group_.gathers, opts.asyncOp,
+    return group_.begin(group_.gathers, opts,
                         {c10d::OpType::_ALLGATHER_BASE, "shardcomm:all_gather"}, {input}, {output},
                         calls_.all_gather("all_gather_into_tensor: output", {output}, input));
   }
@@ -70,9 +92,8 @@ class Backend final : public c10d::Backend {
     for (std::size_t i = 0; i < inputs.size(); ++i) {
       calls.push_back(calls_.all_gather("all_gather_into_tensor: output", {outputs[i]}, inputs[i]));
     }
-    return group_.begin(group_.gathers, opts.asyncOp,
-                        {c10d::OpType::COALESCED, "shardcomm:all_gather"}, inputs, outputs,
-                        in_turn(std::move(calls)));
+    return group_.begin(group_.gathers, opts, {c10d::OpType::COALESCED, "shardcomm:all_gather"},
+                        inputs, outputs, in_turn(std::move(calls)));
   }
 
   WorkPointer allgather_coalesced(std::vector<Tensors>& lists, Tensors& inputs,
@@ -91,15 +112,15 @@ class Backend final : public c10d::Backend {
       calls.push_back(
           calls_.all_gather("all_gather_coalesced: output_tensor_lists", outputs, inputs[i]));
     }
-    return group_.begin(group_.gathers, opts.asyncOp,
+    return group_.begin(group_.gathers, opts,
                         {c10d::OpType::ALLGATHER_COALESCED, "shardcomm:all_gather"}, inputs,
                         results, in_turn(std::move(calls)));
   }
 
   WorkPointer broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) override {
     if (auto* gloo = group_.elsewhere("broadcast")) return gloo->broadcast(tensors, opts);
-    return group_.begin(group_.gathers, opts.asyncOp,
-                        {c10d::OpType::BROADCAST, "shardcomm:broadcast"}, tensors, tensors,
+    return group_.begin(group_.gathers, opts, {c10d::OpType::BROADCAST, "shardcomm:broadcast"},
+                        tensors, tensors,
                         calls_.broadcast(only("broadcast: tensor", tensors), opts.rootRank));
   }
 
@@ -110,8 +131,8 @@ class Backend final : public c10d::Backend {
     }
     const Tensors gathered =
         opts.rootRank == getRank() ? only("gather: gather_list", outputs) : Tensors();
-    return group_.begin(group_.gathers, opts.asyncOp, {c10d::OpType::GATHER, "shardcomm:gather"},
-                        inputs, gathered,
+    return group_.begin(group_.gathers, opts, {c10d::OpType::GATHER, "shardcomm:gather"}, inputs,
+                        gathered,
                         calls_.gather(gathered, only("gather: tensor", inputs), opts.rootRank));
   }
 
@@ -122,8 +143,8 @@ class Backend final : public c10d::Backend {
     }
     const Tensors parts =
         opts.rootRank == getRank() ? only("scatter: scatter_list", inputs) : Tensors();
-    return group_.begin(group_.gathers, opts.asyncOp, {c10d::OpType::SCATTER, "shardcomm:scatter"},
-                        parts, outputs,
+    return group_.begin(group_.gathers, opts, {c10d::OpType::SCATTER, "shardcomm:scatter"}, parts,
+                        outputs,
                         calls_.scatter(only("scatter: tensor", outputs), parts, opts.rootRank));
   }
 
@@ -135,8 +156,8 @@ class Backend final : public c10d::Backend {
     if (auto* gloo = group_.beyond_hosts("all_to_all_single")) {
       return gloo->alltoall_base(output, input, output_splits, input_splits, opts);
     }
-    return group_.begin(group_.gathers, opts.asyncOp,
-                        {c10d::OpType::ALLTOALL_BASE, "shardcomm:all_to_all"}, {input}, {output},
+    return group_.begin(group_.gathers, opts, {c10d::OpType::ALLTOALL_BASE, "shardcomm:all_to_all"},
+                        {input}, {output},
                         calls_.all_to_all({output}, elements_of(output_splits, output), {input},
                                           elements_of(input_splits, input)));
   }
@@ -149,8 +170,8 @@ class Backend final : public c10d::Backend {
     calls_.check_length("all_to_all: output_tensor_list", outputs);
     calls_.check_length("all_to_all: input_tensor_list", inputs);
     return group_.begin(
-        group_.gathers, opts.asyncOp, {c10d::OpType::ALLTOALL, "shardcomm:all_to_all"}, inputs,
-        outputs, calls_.all_to_all(outputs, Calls::numels(outputs), inputs, Calls::numels(inputs)));
+        group_.gathers, opts, {c10d::OpType::ALLTOALL, "shardcomm:all_to_all"}, inputs, outputs,
+        calls_.all_to_all(outputs, Calls::numels(outputs), inputs, Calls::numels(inputs)));
   }
 
   WorkPointer send(Tensors& tensors, int destination, int tag) override {
@@ -175,8 +196,8 @@ class Backend final : public c10d::Backend {
   WorkPointer barrier(const c10d::BarrierOptions& opts) override {
     if (auto* gloo = group_.elsewhere("barrier")) return gloo->barrier(opts);
     return group_.begin(
-        group_.gathers, opts.asyncOp, {c10d::OpType::BARRIER, "shardcomm:barrier"}, {}, {},
-        [this, reduces = group_.reduces.begun(), of_gloo = group_.begin_barrier_of_gloo()] {
+        group_.gathers, opts, {c10d::OpType::BARRIER, "shardcomm:barrier"}, {}, {},
+        [this, reduces = group_.reduces.begun(), of_gloo = group_.begin_barrier_of_gloo(opts)] {
           group_.wait_for_reduces(reduces);
           if (of_gloo) of_gloo->wait();
           shc::check(shc_barrier(group_.comm(), 0, nullptr));
@@ -187,9 +208,8 @@ class Backend final : public c10d::Backend {
     if (auto* gloo = group_.beyond_hosts("monitored_barrier")) {
       return gloo->monitoredBarrier(opts, wait_all_ranks);
     }
-    const bool given = opts.timeout != c10d::kUnsetTimeout;
     MonitoredBarrier(group_.comm(), getRank(), getSize(), monitored_barriers_++,
-                     given ? opts.timeout : options_->timeout)
+                     group_.timeout_of(opts))
         .run(wait_all_ranks);
   }
 
@@ -201,10 +221,10 @@ class Backend final : public c10d::Backend {
     const Title title{c10d::OpType::ALLREDUCE, "shardcomm:all_reduce"};
     const at::Tensor& tensor = only("all_reduce: tensor", tensors);
     if (tensor.is_sparse()) {  // a sum of what is gathered
-      return group_.begin(group_.gathers, opts.asyncOp, title, tensors, tensors,
+      return group_.begin(group_.gathers, opts, title, tensors, tensors,
                           calls_.sparse_sum(tensor, opts.reduceOp));
     }
-    return group_.begin(group_.reduces, opts.asyncOp, title, tensors, tensors,
+    return group_.begin(group_.reduces, opts, title, tensors, tensors,
                         calls_.all_reduce({tensor}, opts.reduceOp));
   }
 
@@ -221,7 +241,7 @@ class Backend final : public c10d::Backend {
     }
     check(!tensors.empty(),
           "all_reduce_coalesced: there are no tensors; there must be at least one");
-    return group_.begin(group_.reduces, opts.asyncOp,
+    return group_.begin(group_.reduces, opts,
                         {c10d::OpType::ALLREDUCE_COALESCED, "shardcomm:all_reduce"}, tensors,
                         tensors, calls_.all_reduce(tensors, opts.reduceOp));
   }
@@ -230,7 +250,7 @@ class Backend final : public c10d::Backend {
     if (auto* gloo = group_.beyond_hosts("reduce"))
       return on_gloo(tensors, opts, [&](const auto& opts) { return gloo->reduce(tensors, opts); });
     return group_.begin(
-        group_.reduces, opts.asyncOp, {c10d::OpType::REDUCE, "shardcomm:reduce"}, tensors, tensors,
+        group_.reduces, opts, {c10d::OpType::REDUCE, "shardcomm:reduce"}, tensors, tensors,
         calls_.reduce(only("reduce: tensor", tensors), opts.reduceOp, opts.rootRank));
   }
 
@@ -243,8 +263,8 @@ class Backend final : public c10d::Backend {
     const Tensors& parts = only("reduce_scatter: input_list", inputs);
     calls_.check_length("reduce_scatter: input_list", parts);
     return group_.begin(
-        group_.reduces, opts.asyncOp, {c10d::OpType::REDUCE_SCATTER, "shardcomm:reduce_scatter"},
-        parts, outputs,
+        group_.reduces, opts, {c10d::OpType::REDUCE_SCATTER, "shardcomm:reduce_scatter"}, parts,
+        outputs,
         calls_.reduce_scatter("reduce_scatter: input_list", only("reduce_scatter: output", outputs),
                               parts, opts.reduceOp));
   }
@@ -257,8 +277,8 @@ class Backend final : public c10d::Backend {
       });
     }
     return group_.begin(
-        group_.reduces, opts.asyncOp,
-        {c10d::OpType::_REDUCE_SCATTER_BASE, "shardcomm:reduce_scatter"}, {input}, {output},
+        group_.reduces, opts, {c10d::OpType::_REDUCE_SCATTER_BASE, "shardcomm:reduce_scatter"},
+        {input}, {output},
         calls_.reduce_scatter("reduce_scatter_tensor: input", output, {input}, opts.reduceOp));
   }
 
@@ -275,7 +295,7 @@ class Backend final : public c10d::Backend {
       calls.push_back(calls_.reduce_scatter("reduce_scatter_tensor: input", outputs[i], {inputs[i]},
                                             opts.reduceOp));
     }
-    return group_.begin(group_.reduces, opts.asyncOp,
+    return group_.begin(group_.reduces, opts,
                         {c10d::OpType::REDUCE_SCATTER_TENSOR_COALESCED, "shardcomm:reduce_scatter"},
                         inputs, outputs, in_turn(std::move(calls)));
   }
@@ -289,7 +309,7 @@ class Backend final : public c10d::Backend {
     if (opts.reduceOp != c10d::ReduceOp::AVG || floats) return reduce(opts);
     Options sum = opts;
     sum.reduceOp = c10d::ReduceOp::SUM;
-    return group_.begin(group_.reduces, opts.asyncOp,
+    return group_.begin(group_.reduces, opts,
                         {c10d::OpType::UNKNOWN, "shardcomm:average_of_integers"}, results, results,
                         [this, results, summed = reduce(sum)] {
                           summed->wait();
@@ -336,7 +356,6 @@ class Backend final : public c10d::Backend {
     };
   }
 
-  const c10::intrusive_ptr<Options> options_;
   Group group_;
   const Calls calls_;
   std::atomic<std::int64_t> monitored_barriers_{0};

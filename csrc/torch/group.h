@@ -2,9 +2,11 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <stdexcept>
 #include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <tuple>
@@ -13,6 +15,7 @@
 
 #include "call_queue.h"
 #include "completions.h"
+#include "deadline.h"
 #include "messages.h"
 #include "shardcomm.hpp"
 #include "signals.h"
@@ -34,9 +37,11 @@ class Group {
  public:
   // `comm` is this object's from now on, or null. `gloo` is a Gloo group of the same ranks for what
   // `comm` does not do, and `reason` says why it does not. It is null where `comm` does all.
-  Group(int rank, shc_comm* comm, c10::intrusive_ptr<c10d::Backend> gloo, std::string reason)
+  Group(int rank, c10::intrusive_ptr<c10d::Backend::Options> options, shc_comm* comm,
+        c10::intrusive_ptr<c10d::Backend> gloo, std::string reason)
       : comm_(comm, shc_comm_destroy),
-        messages(comm, completions),
+        options(std::move(options)),
+        messages(comm, this->options, completions),
         rank_(rank),
         gloo_(std::move(gloo)),
         reason_(std::move(reason)) {}
@@ -53,6 +58,7 @@ class Group {
   std::unique_ptr<shc_comm, void (*)(shc_comm*)> comm_;  // outlives what uses it, below
 
  public:
+  const c10::intrusive_ptr<c10d::Backend::Options> options;
   // Futures complete on these threads.
   const std::shared_ptr<Completions> completions = std::make_shared<Completions>();
   // Two channels of the C library: one call of each may run at once.
@@ -79,13 +85,28 @@ class Group {
     return gloo_.get();
   }
   // A barrier of what goes to Gloo, begun; null: nothing does.
-  WorkPointer begin_barrier_of_gloo() {
-    return gloo_ ? gloo_->barrier(c10d::BarrierOptions()) : nullptr;
+  WorkPointer begin_barrier_of_gloo(const c10d::BarrierOptions& opts) {
+    c10d::BarrierOptions of_gloo;
+    of_gloo.timeout = opts.timeout;
+    return gloo_ ? gloo_->barrier(of_gloo) : nullptr;
+  }
+
+  // Of what is begun from now on.
+  void set_timeout(std::chrono::milliseconds timeout) {
+    check_timeout("set_timeout", timeout);
+    options->timeout = timeout;
+    if (gloo_) gloo_->setTimeout(timeout);
+  }
+
+  // How long a call with the options `opts` may wait for other ranks.
+  template <class Opts>
+  std::chrono::milliseconds timeout_of(const Opts& opts) const {
+    return opts.timeout == c10d::kUnsetTimeout ? options->timeout : opts.timeout;
   }
 
   // Begins `call`. A synchronous one has ended on return, or throws what `call` throws.
-  template <class Call>
-  WorkPointer begin(CallQueue& queue, bool async, const Title& title, const Tensors& inputs,
+  template <class Opts, class Call>
+  WorkPointer begin(CallQueue& queue, const Opts& opts, const Title& title, const Tensors& inputs,
                     const Tensors& results, Call call) {
     if (gathers.runs_here() || reduces.runs_here()) {
       throw std::invalid_argument(
@@ -94,12 +115,21 @@ class Group {
           "which goes on when the handler has returned; let the handler note what is wanted, and "
           "call this afterwards");
     }
+    const std::chrono::milliseconds timeout = timeout_of(opts);
+    check_timeout(title.text, timeout);
     auto work = c10::make_intrusive<Work>(rank_, ++sequence_, title.type, title.text, inputs,
                                           results, completions);
-    if (async || !queue.run_now([&] { work->run([&] { interruptibly(call); }); })) {
-      queue.enqueue([work, call = std::move(call)] { work->run(call); });
+    const bool now = !opts.asyncOp && queue.run_now([&] {
+      const Deadline deadline(timeout);
+      work->run([&] { interruptibly(call); });
+    });
+    if (!now) {
+      queue.enqueue([work, timeout, call = std::move(call)] {
+        const Deadline deadline(timeout);
+        work->run(call);
+      });
     }
-    if (!async) work->wait(kNoTimeout);
+    if (!opts.asyncOp) work->wait(kNoTimeout);
     return work;
   }
 
@@ -162,6 +192,12 @@ class Group {
   }
 
  private:
+  static void check_timeout(const std::string& name, std::chrono::milliseconds timeout) {
+    if (timeout.count() > 0) return;
+    throw std::invalid_argument(name + ": timeout is " + std::to_string(timeout.count()) +
+                                " ms; it must be more than 0");
+  }
+
   const int rank_;
   c10::intrusive_ptr<c10d::Backend> gloo_;
   const std::string reason_;

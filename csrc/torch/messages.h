@@ -14,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include "deadline.h"
 #include "flat.h"
 #include "shardcomm.hpp"
 #include "signals.h"
@@ -32,11 +33,12 @@ class Message final : public Work {
 
   Message(int rank, std::uint64_t sequence, c10d::OpType type, const char* title,
           const at::Tensor& tensor, Flat buffer, Request request,
-          std::shared_ptr<Completions> completions)
+          std::chrono::milliseconds group_timeout, std::shared_ptr<Completions> completions)
       : Work(rank, sequence, type, title, {tensor}, {tensor}, std::move(completions)),
         received_(type != c10d::OpType::SEND),
         buffer_(std::move(buffer)),
-        request_(std::move(request)) {}
+        request_(std::move(request)),
+        group_timeout_(group_timeout) {}
 
   shc_request* request() const { return request_.get(); }
 
@@ -51,6 +53,7 @@ class Message final : public Work {
       const double timeout_s =
           timeout == kNoTimeout ? -1 : std::chrono::duration<double>(timeout).count();
       shc_status status = SHC_OK;
+      const Deadline deadline(group_timeout_);
       interruptibly([&] {
         status = shc_request_wait(request(), timeout_s);
         if (status == SHC_INTERRUPTED) throw shc::Error::last();
@@ -88,13 +91,15 @@ class Message final : public Work {
   const bool received_;
   const Flat buffer_;
   const Request request_;
+  const std::chrono::milliseconds group_timeout_;
   std::mutex settling_;
 };
 
 class Messages {
  public:
-  Messages(shc_comm* comm, std::shared_ptr<Completions> completions)
-      : comm_(comm), completions_(std::move(completions)) {}
+  Messages(shc_comm* comm, c10::intrusive_ptr<c10d::Backend::Options> options,
+           std::shared_ptr<Completions> completions)
+      : comm_(comm), options_(std::move(options)), completions_(std::move(completions)) {}
   ~Messages() { stop(); }
   Messages(const Messages&) = delete;
   Messages& operator=(const Messages&) = delete;
@@ -107,7 +112,7 @@ class Messages {
     shc::check(shc_isend(comm_, buffer.data(), buffer.bytes(), destination, tag, &request));
     return begun(c10::make_intrusive<Message>(rank, sequence, c10d::OpType::SEND, "shardcomm:send",
                                               tensor, buffer, Message::Request(request),
-                                              completions_));
+                                              options_->timeout, completions_));
   }
 
   // `source`: a rank, or SHC_ANY_SOURCE.
@@ -120,7 +125,8 @@ class Messages {
     const auto type = any ? c10d::OpType::RECVANYSOURCE : c10d::OpType::RECV;
     const char* const title = any ? "shardcomm:recvAnySource" : "shardcomm:recv";
     return begun(c10::make_intrusive<Message>(rank, sequence, type, title, tensor, buffer,
-                                              Message::Request(request), completions_));
+                                              Message::Request(request), options_->timeout,
+                                              completions_));
   }
 
   // Ends the thread. The communicator is closed, so that all messages have ended.
@@ -183,6 +189,7 @@ class Messages {
   }
 
   shc_comm* comm_;
+  const c10::intrusive_ptr<c10d::Backend::Options> options_;
   const std::shared_ptr<Completions> completions_;
   std::mutex mutex_;
   std::map<shc_request*, c10::intrusive_ptr<Message>> underway_;

@@ -96,6 +96,7 @@ PYBIND11_MODULE(shardcomm_torch, m) {
       .def(py::init(&make), py::arg("rank"), py::arg("size"), py::arg("timeout"), py::arg("comm"),
            py::arg("gloo"), py::arg("reason"))
       .def_property_readonly("options", &Backend::getBackendOptions)
+      .def("_set_default_timeout", &Backend::setTimeout)  // as Gloo has it
       .def("receipts", &Backend::receipts);
   m.def("leave_all", &leave_all);
 }

@@ -120,7 +120,11 @@ def error_of(*fields: Any) -> Exception:
     """What Python raises for an error of the C library, whose fields are those of `c_library.error_of`."""
     error = c_library.error_of(*fields)
     if isinstance(error, CommError) and error.kind == "late":
-        return like(error, f"{error}; this is the timeout of init_process_group or new_group")
+        return like(
+            error,
+            f"{error}; this is the timeout of the call or, if it has none, of init_process_group, new_group or "
+            "set_timeout",
+        )
     return error
 
 

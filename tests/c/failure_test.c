@@ -75,6 +75,35 @@ static void a_wait_check_ends_a_wait(shc_comm* comm) {
   require(strcmp(last_error().kind, "aborted") == 0, "it was aborted");
 }
 
+static void a_thread_has_a_deadline_of_its_own(shc_comm* comm) {
+  double deadline_s = -1;
+  refused(shc_set_deadline(-1), SHC_INVALID_ARGUMENT, "deadline_s is -1");
+  if (rank_of(comm) == 0) {
+    ok(shc_set_deadline(0.2));
+    refused(shc_barrier(comm, 0, NULL), SHC_COMM_ERROR, "rank 1 (pid");
+    require(strstr(last_error().text, "did not come within 0.2 s") != NULL, "it was the thread's");
+    ok(shc_set_deadline(0));
+  } else {
+    const struct timespec pause = {0, 1000000};
+    while (shc_comm_check(comm) == SHC_OK) nanosleep(&pause, NULL);
+    refused(shc_barrier(comm, 0, NULL), SHC_COMM_ERROR, "0.2 s");
+  }
+  ok(shc_get_deadline(&deadline_s));
+  require(deadline_s == 0, "the group's holds again");
+}
+
+static void a_message_keeps_to_the_threads_deadline(shc_comm* comm) {
+  if (rank_of(comm) == 0) {
+    char byte = 0;
+    ok(shc_set_deadline(0.2));
+    refused(shc_recv(comm, &byte, 1, 1, 0, NULL), SHC_COMM_ERROR, "within 0.2 s");
+    ok(shc_set_deadline(0));
+  } else {
+    const struct timespec pause = {0, 1000000};
+    while (shc_comm_check(comm) == SHC_OK) nanosleep(&pause, NULL);
+  }
+}
+
 static void a_stream_carries_the_failure(shc_comm* comm) {
   shc_stream* stream = NULL;
   ok(shc_stream_create_thread(&stream));
@@ -158,6 +187,8 @@ int main(void) {
   on_threads(3, one_gives_up);
   on_processes(2, a_wait_check_ends_a_wait);
   on_threads(2, a_wait_check_ends_a_wait);
+  on_processes(2, a_thread_has_a_deadline_of_its_own);
+  on_processes(2, a_message_keeps_to_the_threads_deadline);
   on_threads(2, they_call_different_things);
   on_processes(2, memory_outlives_its_group);
   nobody_comes();

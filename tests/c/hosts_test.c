@@ -34,6 +34,7 @@ struct links {
   shc_comm* channels[2];
   int fails;
   int destroyed;
+  double deadline_s;  // of the latest call
 };
 
 static int told(shc_status status, char* error) {
@@ -45,6 +46,7 @@ static int told(shc_status status, char* error) {
 static int gather_hosts(void* context, int channel, const void* send, void* recv, size_t bytes,
                         char* error) {
   struct links* links = context;
+  ok(shc_get_deadline(&links->deadline_s));
   if (links->fails) {
     strcpy(error, "the link is cut");
     return 7;
@@ -115,7 +117,7 @@ static void join_and_run(shc_comm* all) {
   const int rank = rank_of(all);
   const int host = rank / kRanks;
   const int index = rank % kRanks;
-  struct links links = {{NULL, NULL}, 0, 0};
+  struct links links = {{NULL, NULL}, 0, 0, -1};
   shc_comm* on_host = part_of(all, 10 + host, index, kRanks);
   for (int channel = 0; channel < 2; ++channel) {
     links.channels[channel] = part_of(all, 20 + 2 * index + channel, host, kHosts);
@@ -142,6 +144,11 @@ static void join_and_run(shc_comm* all) {
   shc_comm_destroy(on_host);
   require(rank_of(comm) == rank && size_of(comm) == kAll, "numbers of all hosts");
   every_collective(comm, rank);
+  require(links.deadline_s == 0, "the group's");
+  ok(shc_set_deadline(50));
+  ok(shc_barrier(comm, 0, NULL));
+  ok(shc_set_deadline(0));
+  require(links.deadline_s == 50, "what carries is told of the call's");
   ok(shc_barrier(all, 0, NULL));
   links.fails = rank == 3;
   const shc_status status = shc_barrier(comm, 0, NULL);

@@ -102,6 +102,35 @@ def test_lists_whose_tensors_differ_in_size() -> None:
     launch(uneven_lists, 3, timeout_s=60)
 
 
+def split_and_merge() -> None:
+    group = world()
+    backend = group._get_backend(torch.device("cpu"))
+    assert backend.supports_splitting
+    rank, size = group.rank(), group.size()
+    last = group.split_group([2, 1], timedelta(seconds=30), None, "last two", "two of three")
+    assert (last is None) == (rank == 0)
+    if rank > 0:
+        assert (last.size(), last.rank(), last.group_name) == (2, rank - 1, "last two")
+        x = torch.full((3,), float(rank))
+        last.allreduce([x]).wait()
+        assert x.tolist() == [3, 3, 3]
+        assert type(last._get_backend(torch.device("cpu"))) is type(backend)
+        assert last._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=30)
+    assert backend.options._timeout == timedelta(seconds=60)  # as it was
+    # Ranks of any groups that meet in one store.
+    store = dist.PrefixStore("all", dist.distributed_c10d._get_default_store())
+    merged = (last or group).merge_remote_group(store, size, timedelta(seconds=30), "all", "")
+    x = torch.ones(1)
+    merged.allreduce([x]).wait()
+    assert (merged.size(), x.item()) == (size, size)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_a_group_is_split_and_merged() -> None:
+    launch(split_and_merge, 3, timeout_s=60)
+
+
 def futures_in_futures() -> None:
     world()
 
@@ -300,7 +329,9 @@ def late_rank() -> None:
 
 
 def test_a_late_rank_is_told_of_as_the_groups_timeout() -> None:
-    with pytest.raises(RankError, match=r"did not come within 1 s.*timeout of init_process_group"):
+    with pytest.raises(
+        RankError, match=r"did not come within 1 s.*timeout of the call or, .* init_process_group"
+    ):
         launch(late_rank, 2, timeout_s=60)
 
 
