@@ -94,13 +94,16 @@ def test_the_example_trains_under_mpirun(example: Path) -> None:
     assert by_mpi == losses_of(output_of(example / "train_fork", 2, cwd=example))
 
 
-def test_the_program_of_the_documentation_runs(tmp_path: Path) -> None:
-    page = (SOURCES / "docs" / "linking.md").read_text()
-    (tmp_path / "program.c").write_text(re.findall(r"```c\n(.*?)```", page, re.DOTALL)[0])
+@pytest.mark.parametrize(
+    ("page", "prints"), [("linking.md", "2 4 6 1\n" * 2), ("messages.md", "0.5 from rank 1\n")]
+)
+def test_the_program_of_the_documentation_runs(page: str, prints: str, tmp_path: Path) -> None:
+    text = (SOURCES / "docs" / page).read_text()
+    (tmp_path / "program.c").write_text(re.findall(r"```c\n(.*?)```", text, re.DOTALL)[0])
     library = shardcomm.get_library_dir()
     flags = [f"-I{shardcomm.get_include()}", f"-L{library}", "-lshardcomm", f"-Wl,-rpath,{library}"]
     output_of("gcc", "-std=gnu99", "-Wall", "-Werror", "program.c", *flags, cwd=tmp_path)
-    assert output_of(tmp_path / "a.out", cwd=tmp_path) == "2 4 6 1\n" * 2
+    assert output_of(tmp_path / "a.out", cwd=tmp_path) == prints
 
 
 def test_the_cpp_program_of_the_documentation_builds_with_cmake_and_runs(tmp_path: Path) -> None:
