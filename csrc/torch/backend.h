@@ -60,6 +60,10 @@ class Backend final : public c10d::Backend {
   void leave() { group_.leave(); }
   std::vector<Receipt> receipts() { return group_.receipts(); }
 
+  // Torch calls it when nobody has the group any more. Its destructor waits for weak pointers, too,
+  // as those of module.cpp.
+  void release_resources() override { group_.end(); }
+
   WorkPointer allgather(std::vector<Tensors>& outputs, Tensors& inputs,
                         const c10d::AllgatherOptions& opts) override {
     if (auto* gloo = group_.elsewhere("all_gather")) {

@@ -45,12 +45,7 @@ class Group {
         rank_(rank),
         gloo_(std::move(gloo)),
         reason_(std::move(reason)) {}
-  ~Group() {
-    const OthersRun others_run;  // what these wait for may need the interpreter
-    leave();
-    gloo_ = nullptr;
-    comm_ = nullptr;
-  }
+  ~Group() { end(); }
   Group(const Group&) = delete;
   Group& operator=(const Group&) = delete;
 
@@ -184,6 +179,14 @@ class Group {
     reduces.stop();
     messages.stop();
     completions->stop();
+  }
+
+  // Gives back all that it holds: threads, memory, connections.
+  void end() {
+    const OthersRun others_run;  // what these wait for may need the interpreter
+    leave();
+    gloo_ = nullptr;
+    comm_ = nullptr;
   }
 
   // Makes collectives fail that have not ended, on the other ranks too.

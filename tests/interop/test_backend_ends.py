@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -17,6 +18,7 @@ import torch.distributed as dist
 
 from shardcomm import CommError, launch
 from shardcomm.interop import backend
+from support.gates import until
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left_in_shared_memory")
 
@@ -103,6 +105,35 @@ def stop_behind_a_reduce(wait: Callable[[], object]) -> None:
 def test_a_signal_handler_ends_a_wait_for_reduces(wait: Callable[[], object]) -> None:
     """As Ctrl-C does."""
     launch(stop_behind_a_reduce, 2, (wait,), timeout_s=30)
+
+
+def held() -> tuple[int, int, int]:
+    """The files, mappings and threads of this process's groups."""
+    gc.collect()
+    files = [os.readlink(each.path) for each in os.scandir("/proc/self/fd") if each.is_symlink()]
+    maps = Path("/proc/self/maps").read_text()
+    threads = len(os.listdir("/proc/self/task"))
+    return sum("shardcomm-group" in file for file in files), maps.count("shardcomm-group"), threads
+
+
+def make_and_destroy() -> None:
+    world()
+    dist.barrier()
+    before = held()
+    for _ in range(3):
+        groups = [dist.new_group() for _ in range(4)]
+        for group in groups:
+            begun(dist.all_reduce(torch.ones(1), group=group, async_op=True)).wait()
+            dist.destroy_process_group(group)
+        del groups, group
+        until(lambda: held() == before, f"the process holds {before}, as before the groups")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_a_destroyed_group_gives_back_what_it_held_at_once() -> None:
+    """And not when the next one is made."""
+    launch(make_and_destroy, 2, timeout_s=100)
 
 
 def fork_and_begin() -> None:
