@@ -26,7 +26,7 @@ except ModuleNotFoundError as error:
 from shardcomm.bucket.bucket import Bucket
 from shardcomm.checkpoint.checkpoints import CheckpointError, Checkpoints
 from shardcomm.comm.bound_collective import BoundCollective
-from shardcomm.comm.communicator import Communicator, Receipt, ReduceOp, Transport, Use
+from shardcomm.comm.communicator import Communicator, Receipt, ReduceOp, Sums, Transport, Use
 from shardcomm.comm.connecting import connect
 from shardcomm.comm.mesh import Mesh
 from shardcomm.comm.pending import Pending
@@ -89,6 +89,7 @@ __all__ = [
     "Simulation",
     "Strategy",
     "Stream",
+    "Sums",
     "Transport",
     "UnitTime",
     "Use",

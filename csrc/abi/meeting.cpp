@@ -89,11 +89,12 @@ std::shared_ptr<Communicator> take_thread(const Id& id, int rank, int device,
   }
   Threads& group = found->second;
   if (group.comms.empty()) {
-    group.comms = make_local_group(id.size, {options.deadline_s}, device);
+    group.comms = make_local_group(id.size, {options.deadline_s, options.exact_sums != 0}, device);
     group.taken.resize(group.comms.size());
     group.options = options;
   }
-  if (group.options.deadline_s != options.deadline_s || group.options.device != options.device) {
+  if (group.options.deadline_s != options.deadline_s || group.options.device != options.device ||
+      (group.options.exact_sums != 0) != (options.exact_sums != 0)) {
     throw std::invalid_argument("options differ from those of the thread that came first");
   }
   const auto index = static_cast<std::size_t>(rank);
@@ -161,6 +162,11 @@ std::unique_ptr<shc_comm> join_group(const shc_unique_id& bytes, int rank, int s
   }
   const bool on_host = id.transport == SHC_SHM || id.transport == SHC_LOCAL;
   const int device = on_host ? kHost : options.device;
+  if (!on_host && options.exact_sums != 0) {
+    throw std::invalid_argument(
+        "options->exact_sums is set, and id is of memory of a CUDA device; SHC_SHM and SHC_LOCAL "
+        "have exact sums");
+  }
   if (id.transport == SHC_NCCL) {
     NcclOptions nccl;
     nccl.deadline_s = options.deadline_s;
@@ -172,7 +178,8 @@ std::unique_ptr<shc_comm> join_group(const shc_unique_id& bytes, int rank, int s
     return std::make_unique<shc_comm>(std::move(comm), device);
   }
   const SessionEnd end(id.text());
-  return std::make_unique<shc_comm>(make_shm(id.text(), rank, size, {options.deadline_s}), device);
+  return std::make_unique<shc_comm>(
+      make_shm(id.text(), rank, size, {options.deadline_s, options.exact_sums != 0}), device);
 }
 
 }  // namespace shardcomm::abi

@@ -59,6 +59,7 @@ void bind_comm(py::module_& m) {
       .def_property_readonly("rank", &Communicator::rank)
       .def_property_readonly("size", &Communicator::size)
       .def_property_readonly("transport", &Communicator::transport)
+      .def_property_readonly("exact_sums", &Communicator::exact_sums)
       .def(
           "allocate",
           [](const Comm& comm, std::size_t nbytes, Use use) {
@@ -158,10 +159,11 @@ void bind_comm(py::module_& m) {
 
   m.def(
       "make_local_group",
-      [](int size, double deadline_s, int device) {
-        return make_local_group(size, {deadline_s}, device);
+      [](int size, double deadline_s, int device, bool exact_sums) {
+        return make_local_group(size, {deadline_s, exact_sums}, device);
       },
-      py::arg("size"), py::arg("deadline_s"), py::arg("device") = -1);
+      py::arg("size"), py::arg("deadline_s"), py::arg("device") = -1,
+      py::arg("exact_sums") = false);
 
   // (pid, start), as in ProcessId.
   using Process = std::pair<std::int32_t, std::uint64_t>;
@@ -189,11 +191,11 @@ void bind_comm(py::module_& m) {
            py::arg("size"))
       .def(
           "attach",
-          [](ShmMember& member, double deadline_s) {
+          [](ShmMember& member, double deadline_s, bool exact_sums) {
             const InterruptibleWait scope;
-            return member.attach({deadline_s});
+            return member.attach({deadline_s, exact_sums});
           },
-          py::arg("deadline_s"));
+          py::arg("deadline_s"), py::arg("exact_sums") = false);
   m.def(
       "make_shm",
       [](const std::string& address, int rank, int size, double deadline_s) {

@@ -21,7 +21,9 @@ PYBIND11_MODULE(_C, m) {
       .value("sum", RedOp::sum)
       .value("avg", RedOp::avg)
       .value("max", RedOp::max)
-      .value("min", RedOp::min);
+      .value("min", RedOp::min)
+      .value("exact_sum", RedOp::exact_sum)
+      .value("exact_avg", RedOp::exact_avg);
   bind_comm_error(m);
   py::register_exception<CudaError>(m, "CudaError", PyExc_RuntimeError);
 

@@ -106,6 +106,7 @@ class BoardCommunicator final : public Communicator {
   int rank() const override { return rank_; }
   int size() const override { return size_; }
   std::string transport() const override { return transport_; }
+  bool exact_sums() const override { return exact_sums_; }
   std::shared_ptr<Memory> allocate(std::size_t bytes, Use use) override;
   void name_tag(std::int64_t tag, const std::string& name) override;
   void abort(const std::string& reason) noexcept override;
@@ -206,6 +207,8 @@ class BoardCommunicator final : public Communicator {
     return ControlMemory::stage(control_->data(), size_, channel.index, rank,
                                 static_cast<int>(channel.chunk & 1));
   }
+  // The operation that ranks post, and carry out, for what a caller names.
+  RedOp posted(RedOp op) const { return exact_sums_ ? exact(op) : op; }
   // The sources of a reduction, one of each rank.
   template <class Of>
   const void* const* sources(Channel& channel, Of&& of) const {
@@ -228,6 +231,7 @@ class BoardCommunicator final : public Communicator {
   std::string transport_;
   int rank_;
   int size_;
+  bool exact_sums_;
   std::shared_ptr<Mapping> control_;
   Group group_;
   Mailbox mailbox_;

@@ -47,10 +47,11 @@ class Slices {
 }  // namespace
 
 void BoardCommunicator::run_reduce_scatter(const void* send, DType dtype, void* recv,
-                                           const Epilogue& epilogue, const Parts& parts, RedOp op,
-                                           std::int64_t tag, NativeStream stream) {
+                                           const Epilogue& epilogue, const Parts& parts,
+                                           RedOp called, std::int64_t tag, NativeStream stream) {
   const std::int64_t count = parts.count(rank_);
   Channel& channel = *reduces_;
+  const RedOp op = posted(called);
   executor_->check_reduction(dtype, op);
   perform(channel, "reduce_scatter", [&] {
     if (size_ == 1) {
@@ -106,9 +107,10 @@ void BoardCommunicator::run_reduce_scatter(const void* send, DType dtype, void* 
   });
 }
 
-void BoardCommunicator::run_all_reduce(void* buffer, DType dtype, std::int64_t count, RedOp op,
+void BoardCommunicator::run_all_reduce(void* buffer, DType dtype, std::int64_t count, RedOp called,
                                        std::int64_t tag, NativeStream stream) {
   Channel& channel = *reduces_;
+  const RedOp op = posted(called);
   executor_->check_reduction(dtype, op);
   perform(channel, "all_reduce", [&] {
     if (size_ == 1) return took(channel, Op::all_reduce, Path::alone);
@@ -165,8 +167,9 @@ void BoardCommunicator::all_reduce_direct(Channel& channel, std::byte* buffer, D
 }
 
 void BoardCommunicator::run_reduce(const void* send, void* recv, DType dtype, std::int64_t count,
-                                   RedOp op, int root, std::int64_t tag, NativeStream stream) {
+                                   RedOp called, int root, std::int64_t tag, NativeStream stream) {
   Channel& channel = *reduces_;
+  const RedOp op = posted(called);
   executor_->check_reduction(dtype, op);
   perform(channel, "reduce", [&] {
     const std::size_t bytes = bytes_of(count, dtype);

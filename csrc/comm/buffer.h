@@ -94,6 +94,14 @@ inline void check_all_gather(const void* send, DType send_dtype, const void* rec
       "of it, here " +
       part_of("recv", parts, rank) + ", of recv's dtype");
 }
+// What a collective may be called with. Whether sums are exact is said once, of a communicator.
+inline void check_called(RedOp op, DType dtype) {
+  if (is_exact(op)) {
+    throw std::invalid_argument(std::string("op is ") + name(op) +
+                                "; give sum or avg, to a communicator with exact_sums");
+  }
+  check_operation(op, dtype);
+}
 inline void check_reduce_scatter(const void* send, DType dtype, const void* recv,
                                  const Epilogue& epilogue, const Parts& parts, RedOp op, int rank,
                                  int size) {
@@ -102,7 +110,7 @@ inline void check_reduce_scatter(const void* send, DType dtype, const void* recv
   const std::int64_t all = parts.total(size);
   check_buffer("reduce_scatter", "send", send, all, dtype);
   check_buffer("reduce_scatter", "recv", recv, own, epilogue.dtype);
-  check_operation(op, dtype);
+  check_called(op, dtype);
   check_epilogue(epilogue, dtype);
   if (!overlap(send, bytes_of(all, dtype), recv, bytes_of(own, epilogue.dtype))) return;
   if (dtype == epilogue.dtype && recv == at(send, parts.begin(rank), dtype)) return;

@@ -63,7 +63,7 @@ Stream::Operation Communicator::bind_reduce_scatter(std::shared_ptr<Communicator
 
 void Communicator::all_reduce(void* buffer, DType dtype, std::int64_t count, RedOp op,
                               std::int64_t tag, NativeStream stream) {
-  check_operation(op, dtype);
+  check_called(op, dtype);
   check_buffer("all_reduce", "buffer", buffer, count, dtype);
   run_all_reduce(buffer, dtype, count, op, tag, stream);
 }
@@ -71,7 +71,7 @@ void Communicator::all_reduce(void* buffer, DType dtype, std::int64_t count, Red
 Stream::Operation Communicator::bind_all_reduce(std::shared_ptr<Communicator> comm, void* buffer,
                                                 DType dtype, std::int64_t count, RedOp op,
                                                 std::int64_t tag) {
-  check_operation(op, dtype);
+  check_called(op, dtype);
   check_buffer("all_reduce", "buffer", buffer, count, dtype);
   return [=, comm = std::move(comm)](NativeStream stream) {
     comm->run_all_reduce(buffer, dtype, count, op, tag, stream);

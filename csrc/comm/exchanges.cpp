@@ -74,7 +74,7 @@ void check_scatter(const void* send, const void* recv, std::size_t bytes, int ro
 void check_reduce(const void* send, const void* recv, DType dtype, std::int64_t count, RedOp op,
                   int root, int rank, int size) {
   check_root("reduce", root, size);
-  check_operation(op, dtype);
+  check_called(op, dtype);
   check_buffer("reduce", "send", send, count, dtype);
   if (rank != root) return;
   check_buffer("reduce", "recv", recv, count, dtype);

@@ -40,6 +40,10 @@ std::shared_ptr<Communicator> make_hosts(std::shared_ptr<Communicator> on_host,
         "make_hosts: on_host must be a communicator of shm, or of local on a CPU, with at least 2 "
         "ranks");
   }
+  if (board->exact_sums()) {
+    throw std::invalid_argument(
+        "make_hosts: on_host has exact sums, and hosts exchange rounded ones; make it without");
+  }
   if (hosts < 2 || host < 0 || host >= hosts) {
     throw std::invalid_argument("make_hosts: host is " + std::to_string(host) + " of " +
                                 std::to_string(hosts) +

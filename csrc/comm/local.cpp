@@ -40,6 +40,11 @@ std::vector<std::shared_ptr<Communicator>> make_local_group(int size, const Comm
     throw std::invalid_argument("local group: size is " + std::to_string(size) +
                                 "; it must be at least 1");
   }
+  if (options.exact_sums && device >= 0) {
+    throw std::invalid_argument(
+        "local group: exact sums are of memory of the host, and device is " +
+        std::to_string(device) + "; give -1, the CPU");
+  }
   const LocalPlace place = device < 0 ? place_on_host() : place_on_device(device, size);
   const std::shared_ptr<Mapping> control = Mapping::anonymous(ControlMemory::bytes(size));
   std::vector<std::shared_ptr<Communicator>> group;

@@ -52,6 +52,8 @@ nccl::Reduction nccl_reduction(DType dtype, RedOp op) {
     case RedOp::band:
     case RedOp::bor:
     case RedOp::bxor:
+    case RedOp::exact_sum:
+    case RedOp::exact_avg:
       break;
   }
   throw std::invalid_argument("this reduction is not one of NCCL's");

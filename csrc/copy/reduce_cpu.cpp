@@ -4,10 +4,12 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <type_traits>
 
+#include "copy/exact_sum.h"
 #include "copy/nonfinite.h"
 #include "copy/reduce_element.h"
 #include "copy/simd.h"
@@ -16,7 +18,6 @@
 namespace shardcomm {
 namespace {
 
-constexpr std::int64_t kBlockElements = 128;
 constexpr int kMostPartials = 31;  // of as many sources as an int counts
 
 // The loops over one block. `partial` holds Accumulator<Src> elements.
@@ -155,22 +156,25 @@ void check_reduction(const Epilogue& epilogue, int num_sources, DType dtype, Red
   check_epilogue(epilogue, dtype);
   require_at_least("num_sources", num_sources, 1);
   require_at_least("count", count, 0);
-  if (op == RedOp::avg) require_at_least("divisor", divisor, 1);
+  if (is_average(op)) require_at_least("divisor", divisor, 1);
 }
 
 void reduce_cpu(void* dst, const Epilogue& epilogue, const void* const* sources, int num_sources,
                 DType dtype, RedOp op, int divisor, std::int64_t count) {
   check_reduction(epilogue, num_sources, dtype, op, divisor, count);
   const Kernels kernels = choose(dtype, op, epilogue);
-  if (op != RedOp::avg) divisor = 1;
+  std::optional<ExactSum> sum_exactly;
+  if (is_exact(op) && is_floating(dtype)) {
+    sum_exactly.emplace(dtype, epilogue.dtype, sources, num_sources);
+  }
+  if (!is_average(op)) divisor = 1;
   const auto src_bytes = static_cast<std::int64_t>(itemsize(dtype));
   const auto dst_bytes = static_cast<std::int64_t>(itemsize(epilogue.dtype));
 
   // Quads that have been combined, and not with each other yet, as the binary digits of their
   // number: after 6 quads there are a partial result of 4 and one of 2.
   alignas(64) std::byte partials[kMostPartials][kBlockElements * sizeof(double)];
-  for (std::int64_t begin = 0; begin < count; begin += kBlockElements) {
-    const std::int64_t n = std::min(kBlockElements, count - begin);
+  const auto combine = [&](std::int64_t begin, std::int64_t n) {
     int depth = 0;
     const auto merge = [&] {
       --depth;
@@ -186,6 +190,10 @@ void reduce_cpu(void* dst, const Epilogue& epilogue, const void* const* sources,
       for (int quads = k / kQuad + 1; quads % 2 == 0; quads /= 2) merge();
     }
     while (depth > 1) merge();
+  };
+  for (std::int64_t begin = 0; begin < count; begin += kBlockElements) {
+    const std::int64_t n = std::min(kBlockElements, count - begin);
+    if (!sum_exactly || !(*sum_exactly)(partials[0], begin, n)) combine(begin, n);
     kernels.finish(static_cast<std::byte*>(dst) + begin * dst_bytes, partials[0], n, divisor,
                    epilogue.scale, epilogue.nonfinite);
   }

@@ -130,6 +130,8 @@ void with_operation(RedOp op, Visit visit) {
   switch (op) {
     case RedOp::sum:
     case RedOp::avg:
+    case RedOp::exact_sum:  // of integers; ExactSum is for floats
+    case RedOp::exact_avg:
       return visit(Sum{});
     case RedOp::max:
       return visit(Max{});

@@ -280,9 +280,12 @@ typedef struct shc_comm_options {
   int version;
   int device;         // the CUDA device of SHC_NCCL and SHC_LOCAL_CUDA; others ignore it
   double deadline_s;  // the longest wait for another rank in a collective; 0: 300 seconds
+  // Not 0: SHC_SUM and SHC_AVG of floats round the exact sum of all ranks, once, so that the order
+  // of ranks does not matter. The same on all ranks; of SHC_SHM and SHC_LOCAL, others refuse it.
+  int64_t exact_sums;
 } shc_comm_options;
 
-#define SHC_COMM_OPTIONS_INIT {sizeof(shc_comm_options), SHC_VERSION, 0, 0}
+#define SHC_COMM_OPTIONS_INIT {sizeof(shc_comm_options), SHC_VERSION, 0, 0, 0}
 
 // Connects this rank. Collective: it returns when all `size` ranks have called it, at the latest
 // when the deadline has passed. `options` NULL: SHC_COMM_OPTIONS_INIT.
@@ -321,8 +324,9 @@ typedef struct shc_across {
 
 // Joins `hosts` hosts, of which this one has the number `host`, to a group in which this rank's
 // number is host * size + rank of `on_host`. That is a communicator of SHC_SHM or SHC_LOCAL with at
-// least two ranks, and as many on every host; it is only destroyed from now on, at any time, and
-// its deadline is the group's. Collective among all ranks, which compare their numbers.
+// least two ranks, without exact sums, and as many on every host; it is only destroyed from now on,
+// at any time, and its deadline is the group's. Collective among all ranks, which compare their
+// numbers.
 //
 // The group has shc_all_gather, shc_reduce_scatter, shc_all_reduce, shc_broadcast, shc_barrier and
 // shc_allocate; each byte enters a host once. A wait for other hosts ends at the deadline, but

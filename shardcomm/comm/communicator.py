@@ -52,6 +52,9 @@ Transport = Literal["auto", "shm", "nccl", "hosts", "c10d", "local"]
 CtaPolicy = Literal["default", "efficiency", "zero"]
 """How much of a GPU NCCL may take; see `Communicator.from_env`."""
 
+Sums = Literal["fast", "exact"]
+"""How sums and averages of floats are rounded: at each addition, or once; see `Communicator.from_env`."""
+
 DEADLINE_S = 300.0
 FIRST_NAMED_TAG = 1 << 32  # tags that callers choose themselves are smaller
 
@@ -94,6 +97,7 @@ class Communicator(ABC):
         size: How many ranks the group has.
         transport: What carries the collectives: "shm", "nccl", "hosts", "c10d" or "local".
         device: The device of the tensors that it takes and allocates.
+        sums: How it sums floats: "fast" or "exact".
 
     Example:
         ```python
@@ -109,6 +113,7 @@ class Communicator(ABC):
     size: int
     transport: str
     device: torch.device
+    sums: Sums = "fast"
 
     @cached_property
     def streams(self) -> Streams:
@@ -151,6 +156,7 @@ class Communicator(ABC):
         transport: Transport = "auto",
         device: torch.device | str | None = None,
         cta_policy: CtaPolicy = "default",
+        sums: Sums = "fast",
     ) -> Communicator:
         """Joins the group that torchrun, Open MPI's or MPICH's mpirun, or Slurm's srun started; collective.
 
@@ -172,18 +178,22 @@ class Communicator(ABC):
             cta_policy: How much of the GPU NCCL may take (its NCCL_CTA_POLICY). With "zero", copy engines and no SMs do
                 the gathers among ranks of one host into memory of `allocate(use="gather")`. "zero" needs NCCL 2.28,
                 and "efficiency" 2.27. If the environment variable NCCL_CTA_POLICY is set, it wins.
+            sums: How "sum" and "avg" of floats are rounded, the same on all ranks. "fast": at each addition, in an
+                order that is always the same where the transport is shm, hosts or local. "exact": once, from the exact
+                sum of all ranks, so that no order of ranks changes a bit; shm, and local on a CPU, can do that.
 
         Raises:
             ValueError: An environment variable is missing or wrong. Or the launcher is not known, or another launcher
                 started it, so that there would be several groups. Or Slurm has several tasks and srun did not start
-                this one. Or the transport is not for these ranks or this device, or this NCCL has no such `cta_policy`.
+                this one. Or the transport is not for these ranks or this device, or has no exact sums, or this NCCL has
+                no such `cta_policy`.
             CudaError: NCCL or CUDA refused, or is not there.
             CommError: A rank did not come within `deadline_s`, or died or raised an error meanwhile, or has another
                 WORLD_SIZE, or cannot share memory (`transport="shm"`); or somebody else wrote into the store.
         """
         from shardcomm.comm import rendezvous  # noqa: PLC0415  (it builds on this module)
 
-        return rendezvous.from_env(deadline_s, transport, device, cta_policy)
+        return rendezvous.from_env(deadline_s, transport, device, cta_policy, sums)
 
     @staticmethod
     def from_process_group(
@@ -193,6 +203,7 @@ class Communicator(ABC):
         transport: Transport = "auto",
         device: torch.device | str | None = None,
         cta_policy: CtaPolicy = "default",
+        sums: Sums = "fast",
     ) -> Communicator:
         """Joins the ranks of a torch ProcessGroup, which stays as it is; collective.
 
@@ -204,6 +215,7 @@ class Communicator(ABC):
                 backend; "local" is for ranks that are threads of one process.
             device: As in `from_env`. None: the current GPU for a group of the backend "nccl", else the CPU.
             cta_policy: As in `from_env`.
+            sums: As in `from_env`.
 
         Raises:
             TypeError: `group` is no ProcessGroup of this rank.
@@ -213,11 +225,15 @@ class Communicator(ABC):
         """
         from shardcomm.comm import rendezvous  # noqa: PLC0415
 
-        return rendezvous.from_process_group(group, deadline_s, transport, device, cta_policy)
+        return rendezvous.from_process_group(group, deadline_s, transport, device, cta_policy, sums)
 
     @staticmethod
     def local_group(
-        size: int, *, deadline_s: float = DEADLINE_S, device: torch.device | str = "cpu"
+        size: int,
+        *,
+        deadline_s: float = DEADLINE_S,
+        device: torch.device | str = "cpu",
+        sums: Sums = "fast",
     ) -> list[Communicator]:
         """Makes a group whose ranks are threads of this process, all on one device.
 
@@ -230,12 +246,13 @@ class Communicator(ABC):
             size: How many ranks the group has; at least 1.
             deadline_s: How long a rank waits for another one, in seconds.
             device: "cpu", "cuda" for the current GPU, or "cuda:N".
+            sums: As in `from_env`; "exact" on a CPU alone.
 
         Returns:
             The communicators in the order of ranks, one for each thread.
 
         Raises:
-            ValueError: `size` is less than 1, or `device` is neither a CPU nor a CUDA GPU.
+            ValueError: `size` is less than 1, or `device` is neither a CPU nor a CUDA GPU, or has no such `sums`.
             CudaError: There is no such GPU, or this build of shardcomm has no CUDA.
 
         Example:
@@ -254,7 +271,7 @@ class Communicator(ABC):
         """
         from shardcomm.comm import rendezvous  # noqa: PLC0415
 
-        return rendezvous.local_group(size, deadline_s, device)
+        return rendezvous.local_group(size, deadline_s, device, sums)
 
     @abstractmethod
     def allocate(self, numel: int, *, dtype: torch.dtype = torch.float32, use: Use) -> torch.Tensor:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from shardcomm.comm import rendezvous
-from shardcomm.comm.communicator import DEADLINE_S, Communicator, CtaPolicy, Transport
+from shardcomm.comm.communicator import DEADLINE_S, Communicator, CtaPolicy, Sums, Transport
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -20,6 +20,7 @@ def connect(
     transport: Transport = "auto",
     device: torch.device | str | None = None,
     cta_policy: CtaPolicy = "default",
+    sums: Sums = "fast",
 ) -> Communicator:
     """Joins the other ranks of this program; collective.
 
@@ -33,6 +34,7 @@ def connect(
         transport: As in `from_env`.
         device: As in `from_env`.
         cta_policy: As in `from_env`.
+        sums: As in `from_env`.
 
     Raises:
         TypeError: `mpi` is no communicator of mpi4py.
@@ -51,5 +53,5 @@ def connect(
         ```
     """
     if mpi is None:
-        return rendezvous.from_env(deadline_s, transport, device, cta_policy)
-    return rendezvous.from_mpi(mpi, deadline_s, transport, device, cta_policy)
+        return rendezvous.from_env(deadline_s, transport, device, cta_policy, sums)
+    return rendezvous.from_mpi(mpi, deadline_s, transport, device, cta_policy, sums)

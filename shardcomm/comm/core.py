@@ -46,6 +46,7 @@ class CoreCommunicator(Communicator):
         self.size = core.size
         self._ranks = core.rank, core.size
         self.transport = core.transport
+        self.sums = "exact" if core.exact_sums else "fast"
         pending.opened(self)
 
     def allocate(self, numel: int, *, dtype: torch.dtype = torch.float32, use: Use) -> torch.Tensor:

@@ -45,7 +45,8 @@ class Mesh:
 
     Raises:
         TypeError: `shard` or `replicate` is no Communicator.
-        ValueError: They work on different devices.
+        ValueError: They work on different devices. Or one has exact sums and both have several ranks, so that a sum
+            over all of them would be rounded twice.
 
     Example:
         ```python
@@ -78,15 +79,32 @@ class Mesh:
                 f"Mesh: shard works on {self.shard.device} and replicate on {self.replicate.device}; "
                 "both must work on the same device"
             )
+        if (
+            "exact" in (self.shard.sums, self.replicate.sums)
+            and min(self.shard.size, self.replicate.size) > 1
+        ):
+            raise ValueError(
+                f"Mesh: a sum over {self.shard.size} x {self.replicate.size} ranks is rounded in shard and again in "
+                "replicate, so sums='exact' would not hold; give one communicator of all ranks, with strategy "
+                "'full_shard', 'shard_grad_op' or 'no_shard', or make both with sums='fast'"
+            )
 
     def around(self, groups: Mapping[Ranks, ProcessGroup]) -> Mesh:
         """This mesh for parameters that are DTensors over `groups`; collective.
 
         Args:
             groups: For each dim of a DTensor's mesh the process group, by its ranks.
+
+        Raises:
+            ValueError: The mesh has exact sums, and those over `groups` would be rounded.
         """
         if not groups:
             return self
+        if "exact" in (self.shard.sums, self.replicate.sums):
+            raise ValueError(
+                "fully_shard: comm has sums='exact', and the model has DTensors, whose gradients are rounded over the "
+                "groups of their meshes, too; make comm with sums='fast'"
+            )
         made = {
             ranks: Communicator.from_process_group(group, device=self.device.type)
             for ranks, group in groups.items()

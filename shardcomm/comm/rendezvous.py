@@ -25,7 +25,7 @@ from shardcomm.arguments.checks import check_seconds, check_type
 from shardcomm.arguments.scalars import is_whole
 from shardcomm.comm import nccl
 from shardcomm.comm.c10d import C10dCommunicator
-from shardcomm.comm.communicator import DEADLINE_S, Communicator, CtaPolicy, Transport
+from shardcomm.comm.communicator import DEADLINE_S, Communicator, CtaPolicy, Sums, Transport
 from shardcomm.comm.core import CoreCommunicator, core_device
 from shardcomm.comm.hosts import GroupAcross, Place, place_of
 from shardcomm.meeting.comm_error import comm_error
@@ -60,6 +60,7 @@ class _Introduction:
     transport: str
     device: str
     cta_policy: str
+    sums: str
     host: str
     pid: int
     start_time: int
@@ -70,6 +71,7 @@ def from_env(
     transport: Transport,
     device: torch.device | str | None,
     cta_policy: CtaPolicy,
+    sums: Sums,
 ) -> Communicator:
     """See `Communicator.from_env`."""
     check_seconds("from_env", "deadline_s", deadline_s)
@@ -77,15 +79,15 @@ def from_env(
     if not own.launcher:
         refuse_batch_script()
     if own.size == 1 and not own.by_torchrun:
-        where = _checked_device("from_env", own, transport, device, cta_policy)
-        return Communicator.local_group(1, deadline_s=deadline_s, device=where)[0]
+        where = _checked_device("from_env", own, transport, device, cta_policy, sums)
+        return Communicator.local_group(1, deadline_s=deadline_s, device=where, sums=sums)[0]
     timeout = timedelta(seconds=deadline_s)
     store, rank, size = env_store(timeout)
     name = f"shardcomm/{next(_groups)}"
     exchange = StoreExchange(store, name, rank, size, deadline_s)
 
     with exchange.telling():
-        where = _checked_device("from_env", own, transport, device, cta_policy)
+        where = _checked_device("from_env", own, transport, device, cta_policy, sums)
         over = _Store("from_env", store, name, where)
         return connect(
             exchange,
@@ -93,6 +95,7 @@ def from_env(
             where,
             lambda ranks: _gloo_groups(exchange, over, ranks),
             cta_policy,
+            sums,
         )
 
 
@@ -102,6 +105,7 @@ def from_mpi(
     transport: Transport,
     device: torch.device | str | None,
     cta_policy: CtaPolicy,
+    sums: Sums,
 ) -> Communicator:
     """See `shardcomm.connect`."""
     check_mpi("connect", mpi)
@@ -111,7 +115,7 @@ def from_mpi(
     hosts = exchange(host_identity().encode())
     here = hosts[rank]
     own = Launched("MPI", rank, size, hosts[:rank].count(here), hosts.count(here))
-    where = _checked_device("connect", own, transport, device, cta_policy)
+    where = _checked_device("connect", own, transport, device, cta_policy, sums)
 
     def gloo(ranks: Sequence[int]) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
         address, timeout = socket.gethostname(), timedelta(seconds=deadline_s)
@@ -123,7 +127,7 @@ def from_mpi(
         store = store or TCPStore(address, port, timeout=timeout, wait_for_workers=False)
         return _gloo_groups(exchange, _Store("connect", store, "shardcomm", where), ranks)
 
-    return connect(exchange, transport, where, gloo, cta_policy)
+    return connect(exchange, transport, where, gloo, cta_policy, sums)
 
 
 class _Store(NamedTuple):
@@ -155,14 +159,18 @@ def _gloo_groups(
     return gathers, reduces
 
 
-def local_group(size: int, deadline_s: float, device: torch.device | str) -> list[Communicator]:
+def local_group(
+    size: int, deadline_s: float, device: torch.device | str, sums: Sums = "fast"
+) -> list[Communicator]:
     """See `Communicator.local_group`."""
     if not is_whole(size, 1):
         raise ValueError(f"local_group: size is {size!r}; it must be at least 1")
     check_seconds("local_group", "deadline_s", deadline_s)
     where = core_device("local_group", device)
+    _check_sums("local_group", sums, where)
     index = -1 if where.type == "cpu" else where.index
-    return [CoreCommunicator(core, where) for core in _C.make_local_group(size, deadline_s, index)]
+    group = _C.make_local_group(size, deadline_s, index, sums == "exact")
+    return [CoreCommunicator(core, where) for core in group]
 
 
 def from_process_group(
@@ -171,6 +179,7 @@ def from_process_group(
     transport: Transport,
     device: torch.device | str | None,
     cta_policy: CtaPolicy,
+    sums: Sums,
 ) -> Communicator:
     """See `Communicator.from_process_group`."""
     check_transport(transport)
@@ -192,6 +201,7 @@ def from_process_group(
     where = (
         _any_device(device) if transport == "c10d" else core_device("from_process_group", device)
     )
+    _check_sums("from_process_group", sums, where, transport)
     patience_s = timeout_s(group, where) if deadline_s is None else deadline_s
 
     def groups(ranks: Sequence[int]) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
@@ -207,7 +217,7 @@ def from_process_group(
         )
         return gathers, reduces
 
-    return connect(GroupExchange(group, patience_s), transport, where, groups, cta_policy)
+    return connect(GroupExchange(group, patience_s), transport, where, groups, cta_policy, sums)
 
 
 def _any_device(device: torch.device | str) -> torch.device:
@@ -234,6 +244,7 @@ def connect(
     device: torch.device,
     groups: MakeGroups,
     cta_policy: CtaPolicy = "default",
+    sums: Sums = "fast",
 ) -> Communicator:
     """Chooses the transport that all ranks can use, and opens it; collective.
 
@@ -243,9 +254,10 @@ def connect(
         device: Where this rank's operands are.
         groups: Makes what carries bytes where the core does not.
         cta_policy: As in `from_env`.
+        sums: As in `from_env`.
     """
     rank, size, deadline_s = exchange.rank, exchange.size, exchange.deadline_s
-    everybody = _introduce(exchange, transport, device, cta_policy)
+    everybody = _introduce(exchange, transport, device, cta_policy, sums)
     transports = [each.transport for each in everybody]
     if len(set(transports)) > 1:
         raise ValueError(
@@ -256,6 +268,9 @@ def connect(
         raise ValueError(
             f"cta_policy is {cta_policy!r}, but the ranks gave different ones: {', '.join(policies)}"
         )
+    ways = [each.sums for each in everybody]
+    if len(set(ways)) > 1:
+        raise ValueError(f"sums is {sums!r}, but the ranks gave different ones: {', '.join(ways)}")
     devices = [each.device for each in everybody]
     if len(set(devices)) > 1:
         raise ValueError(
@@ -275,14 +290,14 @@ def connect(
     if transport == "c10d":
         return _over_groups(exchange, device, groups, "")
     if transport == "local":
-        return _thread_rank(exchange, everybody, device)
+        return _thread_rank(exchange, everybody, device, sums)
     if device.type == "cuda":
         if size == 1:
             return Communicator.local_group(1, deadline_s=deadline_s, device=device)[0]
         return CoreCommunicator(
             nccl.connect(exchange, rank, size, device.index, deadline_s, cta_policy), device
         )
-    return _on_cpus(exchange, everybody, unwatched, transport, groups)
+    return _on_cpus(exchange, everybody, unwatched, transport, groups, sums)
 
 
 def _over_groups(
@@ -299,6 +314,7 @@ def _on_cpus(
     unwatched: str,
     transport: Transport,
     groups: MakeGroups,
+    sums: Sums,
 ) -> Communicator:
     """Takes shared memory where ranks can have it, and groups for the rest; collective."""
     hosts = [each.host for each in everybody]
@@ -308,17 +324,24 @@ def _on_cpus(
             f"transport is 'shm', but the {exchange.size} ranks are on {number} hosts (or in containers that do not "
             "see each other's processes); use 'hosts', 'c10d' or 'auto'"
         )
+    if number > 1 and sums == "exact":
+        raise ValueError(
+            f"sums is 'exact', but the {exchange.size} ranks are on {number} hosts, between which sums are rounded; "
+            "use 'fast', or put all ranks on one host"
+        )
     place = place_of(exchange.rank, hosts) if number > 1 else "the ranks are on one host"
     if transport == "hosts" and isinstance(place, str):
         raise ValueError(f"transport is 'hosts', but {place}; use 'auto'")
     if number > 1 and isinstance(place, str):
         return _over_groups(exchange, _CPU, groups, f"the ranks are on several hosts, and {place}")
     members = list(range(exchange.size)) if isinstance(place, str) else place.on_host
-    core, reason = _share_memory(exchange, everybody, unwatched, members)
+    core, reason = _share_memory(exchange, everybody, unwatched, members, sums)
     if core is not None:
         return CoreCommunicator(
             core if isinstance(place, str) else _join(exchange, core, place, groups)
         )
+    if sums == "exact":
+        raise SharedMemoryError(f"sums is 'exact', which needs 'shm', but {reason}; use 'fast'")
     if transport in ("shm", "hosts"):
         raise SharedMemoryError(f"transport is {transport!r}, but {reason}; use 'c10d' or 'auto'")
     warnings.warn(f"collectives go through c10d: {reason}", RuntimeWarning, stacklevel=5)
@@ -334,12 +357,19 @@ def _join(
 
 
 def _introduce(
-    exchange: Exchange, transport: str, device: torch.device, cta_policy: str
+    exchange: Exchange, transport: str, device: torch.device, cta_policy: str, sums: str
 ) -> list[_Introduction]:
     """Shows all ranks who this one is, and returns who they are; collective."""
     pid, start_time = _C.own_process()
     own = _Introduction(
-        version("shardcomm"), transport, device.type, cta_policy, host_identity(), pid, start_time
+        version("shardcomm"),
+        transport,
+        device.type,
+        cta_policy,
+        sums,
+        host_identity(),
+        pid,
+        start_time,
     )
     everybody = []
     for peer, shown in enumerate(exchange(json.dumps(asdict(own)).encode())):
@@ -377,7 +407,11 @@ def _watch(exchange: Exchange, everybody: list[_Introduction]) -> str:
 
 
 def _share_memory(
-    exchange: Exchange, everybody: list[_Introduction], refusal: str, members: Sequence[int]
+    exchange: Exchange,
+    everybody: list[_Introduction],
+    refusal: str,
+    members: Sequence[int],
+    sums: Sums,
 ) -> tuple[_C.Communicator | None, str]:
     """Connects the ranks of each host through memory that the first of them makes, if all can map it; collective.
 
@@ -386,6 +420,7 @@ def _share_memory(
         everybody: Who they are.
         refusal: Why this rank cannot share memory; "" if it may be able to.
         members: The ranks of this rank's host.
+        sums: How they sum.
 
     Returns:
         The communicator, or None and the reason.
@@ -411,7 +446,7 @@ def _share_memory(
         if trouble := exchange.trouble(within_s=_ENDED_S):
             raise trouble
         return None, f"not all ranks can share memory ({'; '.join(said)})"
-    return member.attach(exchange.deadline_s), ""
+    return member.attach(exchange.deadline_s, sums == "exact"), ""
 
 
 def host_identity() -> str:
@@ -421,7 +456,7 @@ def host_identity() -> str:
 
 
 def _thread_rank(
-    exchange: Exchange, everybody: list[_Introduction], device: torch.device
+    exchange: Exchange, everybody: list[_Introduction], device: torch.device, sums: Sums
 ) -> Communicator:
     """This thread's communicator of a local group, which the thread of rank 0 makes; collective."""
     rank, size = exchange.rank, exchange.size
@@ -434,7 +469,9 @@ def _thread_rank(
     key = b""
     if rank == 0:
         key = str(next(_groups)).encode()
-        _local[key] = Communicator.local_group(size, deadline_s=exchange.deadline_s, device=device)
+        _local[key] = Communicator.local_group(
+            size, deadline_s=exchange.deadline_s, device=device, sums=sums
+        )
     key = exchange(key)[0]
     own = _local[key][rank]
     exchange(b"")  # all have theirs
@@ -450,12 +487,26 @@ def check_transport(transport: str) -> None:
         raise ValueError(f"transport is {transport!r}; accepted: {accepted}")
 
 
+def _check_sums(
+    operation: str, sums: str, device: torch.device, transport: Transport = "auto"
+) -> None:
+    """ValueError unless ranks on this device, over this transport, can sum so."""
+    if sums not in get_args(Sums):
+        raise ValueError(f"{operation}: sums is {sums!r}; accepted: 'fast', 'exact'")
+    if sums == "exact" and (device.type != "cpu" or transport in ("c10d", "hosts", "nccl")):
+        raise ValueError(
+            f"{operation}: sums is 'exact', but transport is {transport!r} and device is {device}; exact sums are "
+            "those of 'shm', or of 'local' on 'cpu'"
+        )
+
+
 def _checked_device(
     operation: str,
     own: Launched,
     transport: Transport,
     device: torch.device | str | None,
     cta_policy: CtaPolicy,
+    sums: Sums,
 ) -> torch.device:
     """This rank's device.
 
@@ -466,10 +517,13 @@ def _checked_device(
     check_transport(transport)
     nccl.check_cta_policy(cta_policy)
     if device is None:
-        return _own_device(own, transport)
-    if str(device) == "cuda":
-        device = _own_gpu(own, torch.cuda.device_count())
-    return core_device(operation, device)
+        where = _own_device(own, transport)
+    else:
+        if str(device) == "cuda":
+            device = _own_gpu(own, torch.cuda.device_count())
+        where = core_device(operation, device)
+    _check_sums(operation, sums, where, transport)
+    return where
 
 
 def _own_device(own: Launched, transport: Transport) -> torch.device:

@@ -40,6 +40,7 @@ class _CommOptions(ctypes.Structure):  # shc_comm_options
         ("version", ctypes.c_int),
         ("device", ctypes.c_int),
         ("deadline_s", ctypes.c_double),
+        ("exact_sums", ctypes.c_int64),
     )
 
 
@@ -61,13 +62,17 @@ class CLibrary:
         deadline_s: float,
         ranks: Sequence[int],
     ) -> ctypes.c_void_p:
-        """This rank's handle of a group of `ranks`, which are this one and others of `comm`; collective in `comm`."""
+        """This rank's handle of a group of `ranks`, which are this one and others of `comm`; collective in `comm`.
+
+        The group sums as `comm` does.
+        """
         name = _UniqueId()
         if comm.rank == ranks[0]:
             self._check(self._c.shc_get_unique_id(transport, len(ranks), ctypes.byref(name)))
         name = _UniqueId.from_buffer_copy(all_gather_bytes(comm, bytes(name))[ranks[0]])
         handle = ctypes.c_void_p()
-        options = _CommOptions(ctypes.sizeof(_CommOptions), _VERSION, device, deadline_s)
+        exact = comm.sums == "exact"
+        options = _CommOptions(ctypes.sizeof(_CommOptions), _VERSION, device, deadline_s, exact)
         self._check(
             self._c.shc_comm_init_rank(
                 ctypes.byref(handle),

@@ -151,6 +151,9 @@ static void ids_are_checked(void) {
   options = (shc_comm_options)SHC_COMM_OPTIONS_INIT;
   options.device = 4096;  // there is no such device, or no CUDA
   refused(shc_comm_init_rank(&comm, 1, &id, 0, &options), SHC_CUDA_ERROR, "CUDA");
+  options.exact_sums = 1;
+  refused(shc_comm_init_rank(&comm, 1, &id, 0, &options), SHC_INVALID_ARGUMENT,
+          "options->exact_sums is set");
 }
 
 static void events_wait_as_long_as_they_are_told(void) {

@@ -237,6 +237,29 @@ static void tell_their_paths(shc_comm* comm) {
   drop(b);
 }
 
+// Two ranks cancel. A sum that is rounded at each addition loses the third rank's number.
+static void sum_exactly(shc_comm* comm) {
+  const int rank = rank_of(comm);
+  shc_unique_id id;
+  if (rank == 0) ok(shc_get_unique_id(SHC_SHM, 3, &id));
+  ok(shc_broadcast(comm, &id, sizeof(id), 0, NULL));
+  shc_comm_options options = SHC_COMM_OPTIONS_INIT;
+  options.exact_sums = 1;
+  shc_comm* exact = NULL;
+  ok(shc_comm_init_rank(&exact, 3, &id, rank, &options));
+  const float numbers[] = {0x1p60f, 1.0f, -0x1p60f};
+  float sum = numbers[rank];
+  ok(shc_all_reduce(exact, &sum, SHC_F32, 1, SHC_SUM, 0, NULL));
+  require(sum == 1.0f, "all_reduce is exact");
+  sum = 0;
+  ok(shc_reduce(exact, &numbers[rank], &sum, SHC_F32, 1, SHC_SUM, 1, 0, NULL));
+  require(sum == (rank == 1 ? 1.0f : 0.0f), "reduce is exact");
+  const float parts[] = {numbers[rank], numbers[rank], numbers[rank]};
+  ok(shc_reduce_scatter(exact, parts, SHC_F32, &sum, SHC_F32, 1, SHC_SUM, NULL, NULL));
+  require(sum == 1.0f, "reduce_scatter is exact");
+  shc_comm_destroy(exact);
+}
+
 int main(void) {
   const rank_main all[] = {call_each,   convert_and_scale, gather_uneven,
                            use_streams, bind_each,         tell_their_paths};
@@ -246,5 +269,6 @@ int main(void) {
     on_threads(3, all[i]);
   }
   on_processes(1, call_each);
+  on_processes(3, sum_exactly);
   return 0;
 }

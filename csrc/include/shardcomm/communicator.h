@@ -74,6 +74,8 @@ class Communicator {
   virtual int rank() const = 0;
   virtual int size() const = 0;
   virtual std::string transport() const = 0;  // "shm", "local", ...
+  // Whether sums and averages are exact_sum and exact_avg of reduce.h.
+  virtual bool exact_sums() const { return false; }
 
   // Collective. The memory is zero-filled, and aligned to at least 128 bytes. Throws CommError, on
   // all ranks, if there is not enough memory.
@@ -195,10 +197,13 @@ class Communicator {
 
 struct CommOptions {
   double deadline_s = 300.0;  // longest wait for another rank inside one collective, in seconds
+  // Sums and averages of floats are exact before they are rounded, once: exact_sum and exact_avg of
+  // reduce.h. The same on all ranks, whose calls do not match otherwise. In memory of the host.
+  bool exact_sums = false;
 };
 
 // Makes `size` communicators for as many threads of this process, on one CUDA device, or on the CPU
-// (-1). Throws CudaError if there is no such device.
+// (-1). Throws CudaError if there is no such device. Exact sums on one: std::invalid_argument.
 std::vector<std::shared_ptr<Communicator>> make_local_group(int size,
                                                             const CommOptions& options = {},
                                                             int device = -1);

@@ -8,7 +8,8 @@
 
 namespace shardcomm {
 
-enum class RedOp : std::uint8_t { sum, avg, max, min, prod, band, bor, bxor };
+// The last two are how a communicator with CommOptions::exact_sums sums and averages.
+enum class RedOp : std::uint8_t { sum, avg, max, min, prod, band, bor, bxor, exact_sum, exact_avg };
 
 constexpr const char* name(RedOp op) {
   switch (op) {
@@ -28,6 +29,10 @@ constexpr const char* name(RedOp op) {
       return "bor";
     case RedOp::bxor:
       return "bxor";
+    case RedOp::exact_sum:
+      return "exact sum";
+    case RedOp::exact_avg:
+      return "exact avg";
   }
   return "?";
 }
@@ -36,6 +41,16 @@ constexpr const char* name(RedOp op) {
 // elements.
 constexpr bool is_bitwise(RedOp op) {
   return op == RedOp::band || op == RedOp::bor || op == RedOp::bxor;
+}
+
+constexpr bool is_exact(RedOp op) { return op == RedOp::exact_sum || op == RedOp::exact_avg; }
+
+constexpr bool is_average(RedOp op) { return op == RedOp::avg || op == RedOp::exact_avg; }
+
+// The same operation with exact sums; others than sum and avg stay themselves.
+constexpr RedOp exact(RedOp op) {
+  if (op == RedOp::sum) return RedOp::exact_sum;
+  return op == RedOp::avg ? RedOp::exact_avg : op;
 }
 
 // What happens to a reduced element before it is stored: dst = convert(scale * reduced), or with
@@ -63,6 +78,12 @@ void check_epilogue(const Epilogue& epilogue, DType dtype);
 //
 // So partial results of 2^k neighbours each combine to the same bits as all sources at once. f16,
 // bf16 and f32 accumulate in f32, f64 in f64, and integers in their own type, where overflow wraps.
+//
+// exact_sum and exact_avg of floats round the exact sum of all sources once: to the nearest f32, or
+// f64, that ties to even; so the order of sources does not matter. For an f16 or bf16 dst it is the
+// nearest of these that is stored if nothing is accumulated, and divisor and scale are powers of
+// two. A sum of zero is -0 if all sources are, and else +0. Integers are exact in any case.
+//
 // avg divides the sum by `divisor`, the number of ranks; that is more than num_sources if the
 // sources are partial sums themselves. Floats are multiplied by 1 / divisor, and integers are
 // divided and truncated. Other operations ignore `divisor`. max and min of NaN and anything are
