@@ -73,13 +73,6 @@ def check_receipts(name: str, case: Case, level: Level, attached: Attached) -> N
         assert "all_gather" not in taken, (name, taken)
 
 
-def levels_of(name: str, ranks: int) -> tuple[Level, ...]:
-    """All. On three ranks, which divide otherwise than two and do the same, most cases have one, in turn."""
-    if ranks != 3 or name in ("blocks", "groups", "frozen"):
-        return LEVELS
-    return (LEVELS[[*CASES].index(name) % len(LEVELS)],)
-
-
 def train_all(cases: list[str]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -89,7 +82,7 @@ def train_all(cases: list[str]) -> None:
         sizes = case.mesh or (ranks,)
         mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicas", "shards")[-len(sizes) :])
         theirs = train(make(case, mesh), case)
-        for level in levels_of(name, ranks):
+        for level in LEVELS:
             net = make(case, mesh)
             attached = fsdp2.attach(net, level=level)
             case.attached(net)

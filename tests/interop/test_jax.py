@@ -107,7 +107,7 @@ def many_at_once(seed: int, runs: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_call_in_one_order_whatever_xla_starts_first(ranks: int, seed: int) -> None:
-    launch(many_at_once, ranks, (seed, 400), timeout_s=120)
+    launch(many_at_once, ranks, (seed, 1000), timeout_s=120)
 
 
 def order_through_programs_and_control_flow() -> None:
