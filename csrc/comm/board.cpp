@@ -21,18 +21,22 @@ Board::Board(Group& group, int channel, bool reads_addresses, std::function<bool
       has_core_(has_core(group.size())),
       calls_(static_cast<std::size_t>(group.size())) {}
 
-void Board::check() const { group_.throw_if_ended(in_call_ ? call_ : Call{}); }
+void Board::check() const {
+  static const Call none;
+  group_.throw_if_ended(in_call_ ? call_ : none);
+}
 
-void Board::begin(Call call) {
+void Board::begin(const Call& call) {
   check();
-  call.sequence = call_.sequence + 1;
+  const std::uint64_t sequence = call_.sequence + 1;
   call_ = call;
+  call_.sequence = sequence;
   in_call_ = true;
-  state(group_.rank()).calls[call.sequence & 1].post(call);
+  posted(group_.rank()).post(call_);
   meet();
   for (int r = 0; r < group_.size(); ++r) {
     // Nobody posts there again before this rank has come to the next call.
-    calls_[static_cast<std::size_t>(r)] = *state(r).calls[call.sequence & 1].read();
+    posted(r).read(calls_[static_cast<std::size_t>(r)]);
   }
   for (const Call& theirs : calls_) {
     if (!call_.same_as(theirs)) throw_mismatch();
@@ -68,9 +72,9 @@ void Board::leave(std::string_view reason) noexcept {
 void Board::meet() {
   group_.throw_if_failed(call_);
   const std::uint32_t meeting = ++meetings_;
-  memory_->arrival(group_.rank(), group_.size()).store(meeting);
-  if (all_have_come(meeting)) return complete(meeting);
-  const auto is_over = [&] { return this->is_over(meeting); };
+  posted(group_.rank()).arrival.store(meeting);
+  if (all_have_come(meeting)) return wake_sleepers();
+  const auto is_over = [&] { return all_have_come(meeting); };
   if (spin(has_core_, is_over)) return;
   const Clock::time_point since = Clock::now();
   if (poll(has_core_, since, is_over)) return;
@@ -80,12 +84,7 @@ void Board::meet() {
   Waited waited(since);
   while (true) {
     sleep(meeting);
-    if (memory_->completed.load() == meeting) break;
-    // A rank that came last may have been stopped before it could say so.
-    if (all_have_come(meeting)) {
-      complete(meeting);
-      break;
-    }
+    if (all_have_come(meeting)) break;
     look_for_trouble(meeting, waited);
     check_wait();
   }
@@ -93,7 +92,7 @@ void Board::meet() {
 }
 
 bool Board::has_come(int rank, std::uint32_t meeting) const {
-  return !is_after(meeting, memory_->arrival(rank, group_.size()).load());
+  return !is_after(meeting, posted(rank).arrival.load());
 }
 
 // Each rank says that it has come, and then looks who else has: so the last one, at least, sees
@@ -105,24 +104,19 @@ bool Board::all_have_come(std::uint32_t meeting) const {
   return true;
 }
 
-// Any rank may, and several at once: the first does, and the others change nothing, however late.
-void Board::complete(std::uint32_t meeting) const noexcept {
-  std::uint32_t before = meeting - 1;
-  if (!memory_->completed.compare_exchange_strong(before, meeting)) return;
-  if (memory_->sleepers.load() > 0) wake_all(memory_->completed);
+// The last one to come does.
+void Board::wake_sleepers() const noexcept {
+  if (memory_->sleepers.load() == 0) return;
+  memory_->wakes.fetch_add(1);
+  wake_all(memory_->wakes);
 }
 
-// Of two ranks, one sees sooner from the other's arrival that it has come than from `completed`,
-// which the other sets after that. More ranks that look at arrivals would hold up those who come.
-// Acquire: who completed had seen all come. Seen late, this rank looks once more.
-bool Board::is_over(std::uint32_t meeting) const {
-  if (group_.size() == 2) return all_have_come(meeting);
-  return memory_->completed.load(std::memory_order_acquire) == meeting;
-}
-
+// It is counted, and knows the number of wakes, before it looks once more. So a rank that comes
+// after that look finds it counted, and it finds itself woken.
 void Board::sleep(std::uint32_t meeting) const {
   memory_->sleepers.fetch_add(1);
-  sleep_while(memory_->completed, meeting - 1, kWaitSlice);
+  const std::uint32_t wakes = memory_->wakes.load();
+  if (!all_have_come(meeting)) sleep_while(memory_->wakes, wakes, kWaitSlice);
   memory_->sleepers.fetch_sub(1);
 }
 
@@ -153,7 +147,7 @@ void Board::look_for_trouble(std::uint32_t meeting, Waited& waited) {
 }
 
 bool Board::waits_elsewhere(int rank) const {
-  return is_after(other_->arrival(rank, group_.size()).load(), other_->completed.load());
+  return is_after(other_->ranks[rank].came_to(), other_->all_came_to(group_.size()));
 }
 
 // This rank cannot come to the other channel before this meeting is over, and a rank that waits
@@ -163,11 +157,12 @@ bool Board::is_deadlock(std::uint32_t meeting) const {
   const bool stuck = stuck_();
   state(group_.rank()).stuck_in.store(stuck ? meeting : meeting - 1);
   if (!stuck) return false;
-  const std::uint32_t theirs = other_->completed.load() + 1;
-  if (other_->arrival(group_.rank(), group_.size()).load() == theirs) return false;
+  const std::uint32_t theirs = other_->all_came_to(group_.size()) + 1;
+  if (other_->ranks[group_.rank()].came_to() == theirs) return false;
   for (int r = 0; r < group_.size(); ++r) {
-    if (!has_come(r, meeting) && other_->arrival(r, group_.size()).load() == theirs &&
-        other_->ranks[r].stuck_in.load() == theirs) {
+    const BoardMemory::Rank& elsewhere = other_->ranks[r];
+    if (!has_come(r, meeting) && elsewhere.came_to() == theirs &&
+        elsewhere.stuck_in.load() == theirs) {
       return true;
     }
   }

@@ -25,8 +25,15 @@ class Board {
   void check() const;
   // Posts what this rank calls, meets the others, and compares. If the ranks did not call the same,
   // all of them throw CommError. Until `end`, `call_of` tells what rank r posted.
-  void begin(Call call);
+  void begin(const Call& call);
   const Call& call_of(int rank) const { return calls_[static_cast<std::size_t>(rank)]; }
+
+  // Room for few elements, PostedCall::kElementBytes, that a rank brings to the present call or,
+  // between two calls, to the next one. It writes its own before `begin`, and reads the others'
+  // after that.
+  std::byte* elements(int rank) const {
+    return state(rank).calls[(call_.sequence + (in_call_ ? 0 : 1)) & 1].elements;
+  }
 
   // Says, until `end`, that this rank reads other ranks' operands, by their addresses if it does
   // so. Throws CommError if the group has failed: operands may be gone.
@@ -47,10 +54,12 @@ class Board {
 
  private:
   BoardMemory::Rank& state(int rank) const { return memory_->ranks[rank]; }
+  // What it tells in this rank's present call. A rank that has gone on to the next call writes
+  // elsewhere, and none can be further.
+  PostedCall& posted(int rank) const { return state(rank).calls[call_.sequence & 1]; }
   bool has_come(int rank, std::uint32_t meeting) const;
   bool all_have_come(std::uint32_t meeting) const;
-  void complete(std::uint32_t meeting) const noexcept;
-  bool is_over(std::uint32_t meeting) const;
+  void wake_sleepers() const noexcept;
   void sleep(std::uint32_t meeting) const;
   void look_for_trouble(std::uint32_t meeting, Waited& waited);
   bool waits_elsewhere(int rank) const;

@@ -316,8 +316,6 @@ void BoardCommunicator::begin(Channel& channel, const Call& call, NativeStream s
   const std::uint64_t meeting = channel.meetings++;
   executor_->before_meeting(channel.index, meeting, stream);
   channel.board.begin(call);
-  // Peers' windows are known here by now: they were allocated together.
-  channel.windows = windows_->now();
   executor_->after_meeting(channel.index, meeting, stream);
 }
 
@@ -364,7 +362,7 @@ bool BoardCommunicator::all_reachable(const Channel& channel, Place Call::* plac
 
 std::byte* BoardCommunicator::peer(Channel& channel, Place Call::* place, int rank) const {
   const Place& where = channel.board.call_of(rank).*place;
-  std::byte* data = channel.windows->resolve(where, rank);
+  std::byte* data = windows(channel).resolve(where, rank);
   if (data == nullptr && where.window != Place::kAddress) {
     throw CommError("rank " + std::to_string(group_.number(rank_)) +
                         " has let go of communication memory that rank " +

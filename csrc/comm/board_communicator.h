@@ -144,6 +144,7 @@ class BoardCommunicator final : public Communicator {
     try {
       body();
       channel.windows = nullptr;
+      channel.few = false;
       channel.board.end();
     } catch (...) {
       leave(channel, operation);
@@ -160,6 +161,12 @@ class BoardCommunicator final : public Communicator {
   void refuse_parts_of_one_window(Channel& channel) const;
   // Throws if it is known, or becomes known within a second, that a rank has ended.
   void find_out_who_died(const Call& call);
+  // The windows, as they are when the present call first asks. Peers' are known by then: all were
+  // allocated together.
+  const WindowTable& windows(Channel& channel) const {
+    if (channel.windows == nullptr) channel.windows = windows_->now();
+    return *channel.windows;
+  }
   bool all_reachable(const Channel& channel, Place Call::* place) const;
   std::byte* peer(Channel& channel, Place Call::* place, int rank) const;
   // Meetings that order the work on `stream` against the other ranks' work.
@@ -181,11 +188,13 @@ class BoardCommunicator final : public Communicator {
   // `parts`, or just a number of elements: as in the collective.
   template <class Fill>
   void begin_staged(Channel& channel, Call& call, const Parts& parts, bool fills_first,
-                    NativeStream stream, Fill&& fill) {
+                    std::size_t bytes, NativeStream stream, Fill&& fill) {
     channel.board.check();  // a forked child must not write to the areas of its parent, the rank
     ++channel.chunk;
     if (!parts.equal()) return begin_uneven(channel, call, parts, stream);
     call.filled_first = fills_first;
+    channel.few = fills_first && bytes <= PostedCall::kElementBytes && executor_->on_host();
+    if (channel.few) call.send = call.recv = {};  // one cache line tells all that is left
     if (fills_first) fill(0);
     begin(channel, call, stream);
   }
@@ -196,6 +205,7 @@ class BoardCommunicator final : public Communicator {
     for (std::int64_t i = 0; i < chunks; ++i) {
       if (i > 0 || !filled_first) {
         ++channel.chunk;
+        channel.few = false;
         fill(i);
         // All have filled this half, so all have emptied the other, which the next chunk fills.
         channel.board.meet();
@@ -204,6 +214,7 @@ class BoardCommunicator final : public Communicator {
     }
   }
   std::byte* stage(const Channel& channel, int rank) const {
+    if (channel.few) return channel.board.elements(rank);
     return ControlMemory::stage(control_->data(), size_, channel.index, rank,
                                 static_cast<int>(channel.chunk & 1));
   }

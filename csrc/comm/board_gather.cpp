@@ -74,7 +74,8 @@ void BoardCommunicator::run_all_gather(const void* send, DType send_dtype, void*
 
     // Nobody writes to recv before this: a peer may still read what the window held.
     const bool shared = windows->is_shared(call.recv);
-    begin_staged(channel, call, parts, !shared && fills_first(call.send, bytes), stream, fill);
+    begin_staged(channel, call, parts, !shared && fills_first(call.send, bytes), bytes, stream,
+                 fill);
     if (have_one_window(channel.index)) {
       if (!is_in_place(channel.board, parts, recv_dtype, size_)) {
         executor_->convert(own, recv_dtype, send, send_dtype, count, stream);
@@ -100,7 +101,7 @@ void BoardCommunicator::run_all_gather(const void* send, DType send_dtype, void*
 bool BoardCommunicator::have_one_window(int index) {
   Channel& channel = this->channel(index);
   const Place& place = channel.board.call_of(0).recv;
-  bool one_window = channel.windows->is_shared(place);
+  bool one_window = place.reachable() && windows(channel).is_shared(place);
   for (int r = 0; r < size_; ++r) one_window &= channel.board.call_of(r).recv == place;
   if (!one_window) refuse_parts_of_one_window(channel);
   return one_window;
@@ -109,7 +110,7 @@ bool BoardCommunicator::have_one_window(int index) {
 // Ranks that gather into different parts of a window would write over each other's.
 void BoardCommunicator::refuse_parts_of_one_window(Channel& channel) const {
   const Place& own = channel.board.call_of(rank_).recv;
-  if (!channel.windows->is_shared(own)) return;
+  if (!own.reachable() || !windows(channel).is_shared(own)) return;
   for (int r = 0; r < size_; ++r) {
     const Place& other = channel.board.call_of(r).recv;
     if (other.window != own.window || other == own) continue;
@@ -145,8 +146,8 @@ void BoardCommunicator::run_broadcast(void* buffer, std::size_t bytes, int root,
     const auto use = [&](std::int64_t chunk) {
       if (rank_ != root) std::memcpy(part(chunk), stage(channel, root), length(chunk));
     };
-    begin_staged(channel, call, bytes, rank_ != root || fills_first(call.send, bytes), stream,
-                 fill);
+    begin_staged(channel, call, bytes, rank_ != root || fills_first(call.send, bytes), bytes,
+                 stream, fill);
     if (!all_filled_first(channel) && channel.board.call_of(root).send.reachable()) {
       channel.board.start_reading();
       const std::byte* source = peer(channel, &Call::send, root);

@@ -55,16 +55,12 @@ struct GroupMemory {
 // The board of one channel. The ranks meet any number of times; meetings are counted from 1, modulo
 // 2^32.
 struct BoardMemory {
-  // The last meetings to which 16 ranks have come. They share a cache line, so that a rank which
-  // writes that it has come also sees which others have.
-  struct alignas(64) Arrivals {
-    static constexpr int kRanks = 16;
-    Atomic<std::uint32_t> meeting[kRanks];
-  };
-
   struct alignas(64) Rank {
     // The latest two calls, by sequence: a slow rank may still read the one before the latest.
     PostedCall calls[2];
+
+    // The latest meeting to which it has come.
+    std::uint32_t came_to() const;
     Atomic<std::uint64_t> finished;       // sequence of its latest call that has ended well
     Atomic<std::uint64_t> waiting_since;  // on the steady clock, in nanoseconds; 0: not asleep
     Atomic<std::uint64_t> across_since;   // the same, of a wait for other hosts
@@ -73,29 +69,38 @@ struct BoardMemory {
     Atomic<std::uint32_t> reading;  // it may be reading other ranks' operands by their addresses
   };
 
-  // The latest meeting to which all ranks came. It is also the futex.
-  alignas(64) Atomic<std::uint32_t> completed;
-  Atomic<std::uint32_t> sleepers;
-  Rank ranks[1];  // `size` of them, and then the arrivals
+  alignas(64) Atomic<std::uint32_t> wakes;  // how often sleepers were woken; also the futex
+  Atomic<std::uint32_t> sleepers;           // how many may be asleep
+  Rank ranks[1];                            // `size` of them
 
-  Atomic<std::uint32_t>& arrival(int rank, int size) {
-    auto* lines = reinterpret_cast<Arrivals*>(ranks + size);
-    return lines[rank / Arrivals::kRanks].meeting[rank % Arrivals::kRanks];
-  }
-  const Atomic<std::uint32_t>& arrival(int rank, int size) const {
-    return const_cast<BoardMemory*>(this)->arrival(rank, size);
-  }
+  // The latest meeting to which all ranks have come.
+  std::uint32_t all_came_to(int size) const;
 
   static std::size_t bytes(int size) {
-    const auto ranks = static_cast<std::size_t>(size);
-    const std::size_t lines = (ranks + Arrivals::kRanks - 1) / Arrivals::kRanks;
-    return sizeof(BoardMemory) + sizeof(Rank) * (ranks - 1) + sizeof(Arrivals) * lines;
+    return sizeof(BoardMemory) + sizeof(Rank) * static_cast<std::size_t>(size - 1);
   }
 };
 
 // Whether meeting `one` comes after `other`. The counts wrap around.
 constexpr bool is_after(std::uint32_t one, std::uint32_t other) {
   return static_cast<std::int32_t>(one - other) > 0;
+}
+
+// Both only grow. So what this returns was the latest while it looked; the same goes for all
+// ranks'.
+inline std::uint32_t BoardMemory::Rank::came_to() const {
+  const std::uint32_t one = calls[0].arrival.load();
+  const std::uint32_t other = calls[1].arrival.load();
+  return is_after(one, other) ? one : other;
+}
+
+inline std::uint32_t BoardMemory::all_came_to(int size) const {
+  std::uint32_t least = ranks[0].came_to();
+  for (int r = 1; r < size; ++r) {
+    const std::uint32_t meeting = ranks[r].came_to();
+    if (is_after(least, meeting)) least = meeting;
+  }
+  return least;
 }
 
 }  // namespace shardcomm

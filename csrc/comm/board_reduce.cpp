@@ -92,7 +92,7 @@ void BoardCommunicator::run_reduce_scatter(const void* send, DType dtype, void* 
                         size_, dtype, op, slices.length(rank_, chunk), nullptr);
     };
 
-    begin_staged(channel, call, parts, fills_first(call.send, bytes), stream, fill);
+    begin_staged(channel, call, parts, fills_first(call.send, bytes), bytes, stream, fill);
     if (!all_filled_first(channel) && all_reachable(channel, &Call::send)) {
       channel.board.start_reading();
       const auto* from = sources(channel, [&](int r) {
@@ -135,7 +135,7 @@ void BoardCommunicator::run_all_reduce(void* buffer, DType dtype, std::int64_t c
       executor_->reduce(part(chunk), {dtype}, from, size_, dtype, op, length(chunk), nullptr);
     };
 
-    begin_staged(channel, call, count, fills_first(call.send, bytes), stream, fill);
+    begin_staged(channel, call, count, fills_first(call.send, bytes), bytes, stream, fill);
     if (!all_filled_first(channel) && all_reachable(channel, &Call::send)) {
       channel.board.start_reading();
       all_reduce_direct(channel, static_cast<std::byte*>(buffer), dtype, count, op, stream);
@@ -208,7 +208,8 @@ void BoardCommunicator::run_reduce(const void* send, void* recv, DType dtype, st
                         length(chunk), nullptr);
     };
 
-    begin_staged(channel, call, count, is_root || fills_first(call.send, bytes), stream, fill);
+    begin_staged(channel, call, count, is_root || fills_first(call.send, bytes), bytes, stream,
+                 fill);
     if (!all_filled_first(channel) && all_reachable(channel, &Call::send)) {
       channel.board.start_reading();
       if (is_root) {

@@ -45,7 +45,8 @@ void BoardCommunicator::run_gather(const void* send, void* recv, std::size_t byt
         copy(at(part(r), chunk * kStep, DType::u8), stage(channel, r), length(chunk), nullptr);
       }
     };
-    begin_staged(channel, call, count, is_root || fills_first(call.send, total), stream, fill);
+    begin_staged(channel, call, count, is_root || fills_first(call.send, total), total, stream,
+                 fill);
     if (is_root) copy(part(root), send, bytes, stream);
     if (!all_filled_first(channel) && all_reachable(channel, &Call::send)) {
       channel.board.start_reading();
@@ -87,7 +88,9 @@ void BoardCommunicator::run_scatter(const void* send, void* recv, std::size_t by
     const auto length = [&](std::int64_t chunk) {
       return static_cast<std::size_t>(std::min(step, count - chunk * step));
     };
-    const auto slot = [&](int r) { return at(stage(channel, root), r * step, DType::u8); };
+    const auto slot = [&](int r) {
+      return at(stage(channel, root), r * std::min(step, count), DType::u8);
+    };
     const auto fill = [&](std::int64_t chunk) {
       for (int r = 0; is_root && r < size_; ++r) {
         if (r == root) continue;
@@ -98,7 +101,8 @@ void BoardCommunicator::run_scatter(const void* send, void* recv, std::size_t by
       if (is_root) return;
       copy(at(recv, chunk * step, DType::u8), slot(rank_), length(chunk), nullptr);
     };
-    begin_staged(channel, call, count, !is_root || fills_first(call.send, total), stream, fill);
+    begin_staged(channel, call, count, !is_root || fills_first(call.send, total), total, stream,
+                 fill);
     if (is_root) copy(recv, part(root), bytes, stream);
     if (!all_filled_first(channel) && channel.board.call_of(root).send.reachable()) {
       channel.board.start_reading();

@@ -97,6 +97,8 @@ struct Call {
   // allocate: how to find what rank 0 made; of uneven parts on several hosts, a digest of counts.
   std::uint64_t handle = 0;
 
+  // Whether it has something that is not compared, and that other ranks want to know.
+  bool tells_places() const { return send.reachable() || recv.reachable() || handle != 0; }
   bool same_as(const Call& other) const {
     return op == other.op && send_dtype == other.send_dtype && recv_dtype == other.recv_dtype &&
            red_op == other.red_op && root == other.root && uneven == other.uneven &&

@@ -29,6 +29,7 @@ class Channel {
   std::uint64_t meetings = 0;                  // how many meetings have ordered work on streams
   std::uint32_t windows_made = 0;
   std::int64_t chunk = 0;            // the number of the latest that went through the staging areas
+  bool few = false;                  // the present call's elements lie beside what its ranks post
   std::vector<const void*> sources;  // of a reduction; kept, so that no call allocates them
 };
 

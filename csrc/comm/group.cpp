@@ -91,8 +91,8 @@ std::optional<LastCall> Group::last_call(int rank, int channel) const {
   const BoardMemory::Rank& state = board(channel).ranks[rank];
   std::optional<Call> latest;
   for (const PostedCall& posted : state.calls) {
-    const std::optional<Call> call = posted.read();
-    if (call && (!latest || call->sequence > latest->sequence)) latest = call;
+    Call call;
+    if (posted.read(call) && (!latest || call.sequence > latest->sequence)) latest = call;
   }
   if (!latest) return std::nullopt;
   const auto past = [](std::uint64_t since) {
@@ -113,9 +113,11 @@ void Group::tell_wait_across(int channel, std::optional<Clock::time_point> since
 std::optional<LastCall> Group::message(int rank) const {
   const GroupMemory::Rank& state = memory_->ranks[rank];
   const auto since = static_cast<std::int64_t>(state.message_since.load());
-  const std::optional<Call> call = since == 0 ? std::nullopt : state.message.read();
-  if (!call) return std::nullopt;
-  return LastCall{*call, /*pending=*/true, now_ns() - since};
+  LastCall last;
+  if (since == 0 || !state.message.read(last.call)) return std::nullopt;
+  last.pending = true;
+  last.waiting_ns = now_ns() - since;
+  return last;
 }
 
 void Group::tell_message(const std::optional<Call>& call, Clock::time_point since) {
@@ -156,9 +158,8 @@ std::optional<std::string> Group::failure() const {
   return text.str();
 }
 
-void Group::throw_if_failed(const Call& own) const {
+void Group::throw_failed(const Call& own) const {
   const std::uint64_t word = memory_->failure.load();
-  if (word == 0) return;
   const Failure failure = Failure::unpack(word);
   std::ostringstream text;
   text << *this->failure();
@@ -182,7 +183,7 @@ void Group::throw_if_failed(const Call& own) const {
   throw CommError(text.str(), fault);
 }
 
-void Group::throw_if_ended(const Call& own) const {
+void Group::throw_ended(const Call& own) const {
   const CommFault ended{"closed", number(rank_), {}, 0, number(rank_)};
   if (forked()) {
     throw CommError("this process was forked from " + who(rank_) +
@@ -190,10 +191,7 @@ void Group::throw_if_ended(const Call& own) const {
                     ended);
   }
   throw_if_failed(own);
-  if (closed(rank_)) {
-    throw CommError(who(rank_) + " has closed this communicator; it cannot be used any more",
-                    ended);
-  }
+  throw CommError(who(rank_) + " has closed this communicator; it cannot be used any more", ended);
 }
 
 void Group::throw_mismatch(const std::string& text, const Call& own) {
@@ -210,7 +208,7 @@ void Group::fail(Trouble trouble, int culprit) noexcept {
 }
 
 void Group::wake_sleepers() noexcept {
-  for (BoardMemory* board : boards_) wake_all(board->completed);
+  for (BoardMemory* board : boards_) wake_all(board->wakes);
   for (int r = 0; r < size_; ++r) doorbell(r).wake();
 }
 

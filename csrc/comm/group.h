@@ -71,9 +71,13 @@ class Group {
   // Why the group has failed; nothing if it has not.
   std::optional<std::string> failure() const;
   // Throws CommError if the group has failed. `own` is this rank's latest call on a channel.
-  void throw_if_failed(const Call& own) const;
+  void throw_if_failed(const Call& own) const {
+    if (has_failed()) throw_failed(own);
+  }
   // The same if it has failed, or if this process has closed it or was forked from the rank's.
-  void throw_if_ended(const Call& own) const;
+  void throw_if_ended(const Call& own) const {
+    if (forked() || has_failed() || closed(rank_)) throw_ended(own);
+  }
   // Throws CommError, because ranks called different collectives; this rank called `own`.
   [[noreturn]] void throw_mismatch(const std::string& text, const Call& own);
   // Ends the group, unless it has failed already.
@@ -93,6 +97,8 @@ class Group {
   std::string who(int rank) const;
 
  private:
+  [[noreturn]] void throw_failed(const Call& own) const;
+  [[noreturn]] void throw_ended(const Call& own) const;
   void fail_for(Trouble trouble, int culprit, std::string_view reason) noexcept;
   std::string last_calls(int rank) const;
   void wake_sleepers() noexcept;

@@ -24,8 +24,8 @@ constexpr std::uint64_t layout() {
   std::uint64_t sum = kLayoutVersion;
   for (const std::size_t bytes :
        {sizeof(GroupMemory), sizeof(GroupMemory::Rank), sizeof(BoardMemory),
-        sizeof(BoardMemory::Rank), sizeof(BoardMemory::Arrivals), sizeof(PostedCall), sizeof(Call),
-        sizeof(TagNames), sizeof(MailRing), sizeof(Frame), ControlMemory::kStageBytes}) {
+        sizeof(BoardMemory::Rank), sizeof(PostedCall), sizeof(Call), sizeof(TagNames),
+        sizeof(MailRing), sizeof(Frame), ControlMemory::kStageBytes}) {
     sum = sum * 1'000'003 + bytes;
   }
   return sum;
@@ -64,7 +64,7 @@ std::size_t file_bytes(int fd) {
 // rank that has come already, since the arrivals of the others are read last.
 std::optional<Pending> pending_on(const Group& group, int rank, int channel) {
   const BoardMemory& board = group.board(channel);
-  const std::uint32_t came_to = board.arrival(rank, group.size()).load();
+  const std::uint32_t came_to = board.ranks[rank].came_to();
   const std::optional<LastCall> last = group.last_call(rank, channel);
   if (!last || !last->pending) return std::nullopt;
   Pending entry;
@@ -73,9 +73,9 @@ std::optional<Pending> pending_on(const Group& group, int rank, int channel) {
   entry.channel = channel == 0 ? "gather" : "reduce";
   entry.call = group.signature(last->call);
   entry.sequence = last->call.sequence;
-  if (is_after(came_to, board.completed.load())) {
+  if (is_after(came_to, board.all_came_to(group.size()))) {
     for (int other = 0; other < group.size(); ++other) {
-      if (is_after(came_to, board.arrival(other, group.size()).load())) {
+      if (is_after(came_to, board.ranks[other].came_to())) {
         entry.waits_for.push_back(group.number(other));
       }
     }

@@ -44,14 +44,15 @@ class Turn {
   // `check_ended` throws if the communicator has failed: another thread may be on its way out.
   template <class CheckEnded>
   Turn(std::atomic_flag& busy, CheckEnded&& check_ended) : busy_(busy) {
-    if (busy_.test_and_set()) {
+    // Acquire, and release below: this thread sees what the one before left in the channel.
+    if (busy_.test_and_set(std::memory_order_acquire)) {
       check_ended();
       throw std::invalid_argument(
           "this communicator's channel is in use by another thread; gathers and reduces are one "
           "channel each, and the calls of a channel need one order on all ranks");
     }
   }
-  ~Turn() { busy_.clear(); }
+  ~Turn() { busy_.clear(std::memory_order_release); }
   Turn(const Turn&) = delete;
   Turn& operator=(const Turn&) = delete;
 

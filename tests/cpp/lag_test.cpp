@@ -78,7 +78,7 @@ struct Group {
     BoardMemory& board =
         *ControlMemory::boards(control->data(), size)[static_cast<std::size_t>(channel)];
     const auto has_come = [&](int r) {
-      return shardcomm::is_after(board.arrival(r, size).load(), board.arrival(rank, size).load());
+      return shardcomm::is_after(board.ranks[r].came_to(), board.ranks[rank].came_to());
     };
     const auto end = std::chrono::steady_clock::now() + std::chrono::duration<double>(kDeadlineS);
     for (int r = 0; r < size; ++r) {
@@ -446,6 +446,63 @@ void a_root_reduces(Rank& rank) {
   }
 }
 
+// So few that they lie beside the calls of their ranks, where every second call lies.
+constexpr std::int64_t kFew = 3;
+
+float few(int rank, int round, std::int64_t i) {
+  return Rank::value(rank, i) + static_cast<float>(100 * round);
+}
+
+std::vector<float> few_of(const Rank& rank, int round, std::int64_t count) {
+  std::vector<float> values;
+  for (std::int64_t i = 0; i < count; ++i) values.push_back(few(rank.comm.rank(), round, i));
+  return values;
+}
+
+void few_elements_are_gathered(Rank& rank) {
+  rank.executor.channel = 0;
+  const int size = rank.comm.size();
+  for (int round = 0; round < 4; ++round) {
+    const std::vector<float> send = few_of(rank, round, kFew);
+    std::vector<float> recv(kFew * static_cast<std::size_t>(size));
+    rank.comm.all_gather(send.data(), DType::f32, recv.data(), DType::f32, kFew);
+    for (std::int64_t i = 0; i < kFew * size; ++i) {
+      require(recv[static_cast<std::size_t>(i)] == few(static_cast<int>(i / kFew), round, i % kFew),
+              "gathered the few elements of all");
+    }
+    const int root = round % size;
+    const std::vector<float> parts = few_of(rank, round, kFew * size);
+    std::vector<float> part(kFew);
+    rank.comm.scatter(parts.data(), part.data(), sizeof(float) * kFew, root);
+    for (std::int64_t i = 0; i < kFew; ++i) {
+      require(part[static_cast<std::size_t>(i)] == few(root, round, rank.comm.rank() * kFew + i),
+              "received its few elements of the root's");
+    }
+  }
+}
+
+void few_elements_are_reduced(Rank& rank) {
+  rank.executor.channel = 1;
+  const int size = rank.comm.size();
+  const auto sum = [size](int round, std::int64_t i) {
+    float total = 0;
+    for (int r = 0; r < size; ++r) total += few(r, round, i);
+    return total;
+  };
+  for (int round = 0; round < 4; ++round) {
+    std::vector<float> buffer = few_of(rank, round, kFew);
+    rank.comm.all_reduce(buffer.data(), DType::f32, kFew, RedOp::sum);
+    const std::vector<float> send = few_of(rank, round, kFew * size);
+    std::vector<float> recv(kFew);
+    rank.comm.reduce_scatter(send.data(), DType::f32, recv.data(), {}, kFew, RedOp::sum);
+    for (std::int64_t i = 0; i < kFew; ++i) {
+      const auto at = static_cast<std::size_t>(i);
+      require(buffer[at] == sum(round, i), "all-reduced the few elements of all");
+      require(recv[at] == sum(round, rank.comm.rank() * kFew + i), "reduced its few elements");
+    }
+  }
+}
+
 // Rank 0's place is a window of all; another rank's is another window, or none.
 void places_differ_from_rank_to_rank(Rank& rank) {
   rank.executor.channel = 0;
@@ -483,7 +540,8 @@ int main() {
             sent_buffers_are_reduced, sent_windows_are_reduced, buffers_are_all_reduced,
             buffers_are_broadcast, other_dtypes_are_received, places_differ_from_rank_to_rank,
             uneven_parts_are_gathered, uneven_parts_are_reduced, all_is_exchanged,
-            a_root_gathers_and_scatters, a_root_reduces}) {
+            a_root_gathers_and_scatters, a_root_reduces, few_elements_are_gathered,
+            few_elements_are_reduced}) {
         with_each_rank_lagging(size, shares_addresses, body);
       }
     }

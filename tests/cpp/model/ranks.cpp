@@ -35,12 +35,14 @@ int culprit_of(std::uint64_t failure) { return static_cast<int>(failure >> 8 & 0
 
 std::string rank_name(int rank) { return "rank " + std::to_string(rank); }
 
-// Every field follows from who posted it, where, and as which: half of another shows.
+// Every field follows from who posted it, where, and as which: half of another shows. Every second
+// tells no places.
 shardcomm::Call make_call(int rank, int channel, std::uint64_t sequence, int variant) {
   shardcomm::Call call;
   call.op = channel == kGather ? shardcomm::Op::all_gather : shardcomm::Op::all_reduce;
   call.count = 1000 * (1 + variant) + static_cast<std::int64_t>(sequence);
   call.sequence = sequence;
+  if (sequence % 2 == 0) return call;
   call.handle =
       static_cast<std::uint64_t>(rank) << 32 | static_cast<std::uint64_t>(channel) << 16 | sequence;
   call.send = {shardcomm::Place::kAddress, static_cast<std::uint64_t>(rank)};
@@ -51,6 +53,14 @@ shardcomm::Call make_call(int rank, int channel, std::uint64_t sequence, int var
 template <class T>
 T* make(std::size_t count = 1) {
   return static_cast<T*>(fresh_memory(sizeof(T) * count));
+}
+
+// As BoardMemory::Rank::came_to.
+std::uint32_t came_to(const BoardMemory& board, int rank) {
+  const auto& calls = board.ranks[rank].calls;
+  const std::uint32_t one = calls[0].arrival.now();
+  const std::uint32_t other = calls[1].arrival.now();
+  return is_after(one, other) ? one : other;
 }
 
 const Ranks* running_ranks = nullptr;
@@ -93,10 +103,7 @@ void Ranks::start() {
       member.window[channel] = make<Value>();
       plain(member.operands[channel], "P5");
       plain(member.window[channel], "P6");
-      for (Value*& half : member.stages[channel]) {
-        half = make<Value>();
-        plain(half, "P6");
-      }
+      for (PostedCall& posted : boards_[channel]->ranks[rank].calls) plain(posted.elements, "P6");
     }
   }
   program_.spawn_threads(*this);
@@ -118,14 +125,17 @@ void Ranks::operation(std::uint64_t locals) {
 
 bool Ranks::has_come(int rank, int channel, std::uint32_t meeting) const {
   const BoardMemory& board = *boards_[static_cast<std::size_t>(channel)];
-  return !is_after(meeting, board.arrival(rank, program_.ranks).now());
+  return !is_after(meeting, came_to(board, rank));
 }
 
 // The meeting in which it waits, or 0.
 std::uint32_t Ranks::waits_in(int rank, int channel) const {
   const BoardMemory& board = *boards_[static_cast<std::size_t>(channel)];
-  const std::uint32_t meeting = board.arrival(rank, program_.ranks).now();
-  return is_after(meeting, board.completed.now()) ? meeting : 0;
+  const std::uint32_t meeting = came_to(board, rank);
+  for (int r = 0; r < program_.ranks; ++r) {
+    if (is_after(meeting, came_to(board, r))) return meeting;
+  }
+  return 0;
 }
 
 void Ranks::meeting(int rank, int channel, const std::function<void()>& go) {
@@ -163,7 +173,7 @@ bool Ranks::collective(int rank, int channel, Form form, int variant) {
   bool well = false;
   try {
     operation(must_throw);
-    if (form == Form::filled) member.stages[c][call.sequence & 1]->write() = call.sequence;
+    if (form == Form::filled) elements(board, rank).write() = call.sequence;
     meeting(rank, channel, [&] { board.begin(call); });
     for (int r = 0; r < program_.ranks; ++r) {
       const Call& theirs = board.call_of(r);
@@ -207,13 +217,13 @@ void Ranks::move_bytes(int rank, int channel, Form form, std::uint64_t sequence)
     case Form::barrier:
       return;
     case Form::staged:
-      own.stages[c][sequence & 1]->write() = sequence;
+      elements(board, rank).write() = sequence;
       meeting(rank, channel, [&] { board.meet(); });
       [[fallthrough]];
     case Form::filled:
       for (int r = 0; r < program_.ranks; ++r) {
         if (r == rank) continue;
-        expect(*members_[static_cast<std::size_t>(r)].stages[c][sequence & 1], sequence);
+        expect(elements(board, r), sequence);
       }
       return;
     case Form::window:
@@ -249,6 +259,11 @@ void Ranks::read_operand(int rank, int channel, int of, std::uint64_t sequence) 
   check();
   expect(*members_[static_cast<std::size_t>(of)].operands[c], sequence);
   owner.operand_read_by[c] &= ~(1U << self());
+}
+
+// A stage takes turns as the room for few elements does, and so that stands for both.
+Ranks::Value& Ranks::elements(const shardcomm::Board& board, int rank) {
+  return *reinterpret_cast<Value*>(board.elements(rank));
 }
 
 void Ranks::expect(const Value& value, std::uint64_t sequence) const {
@@ -301,8 +316,8 @@ void Ranks::post(int calls) {
 void Ranks::read_posted(int times) {
   for (int i = 0; i < times; ++i) {
     operation(0);
-    const std::optional<Call> call = posted_->read();
-    if (call) check_call(*call, 0, kGather, "PostedCall::read");
+    Call call;
+    if (posted_->read(call)) check_call(call, 0, kGather, "PostedCall::read");
   }
 }
 
@@ -532,6 +547,9 @@ bool Ranks::is_quiet(const void* word) const {
     for (int r = 0; r < program_.ranks; ++r) {
       const char* calls = reinterpret_cast<const char*>(board->ranks[r].calls);
       if (at < calls || at >= calls + sizeof(board->ranks[r].calls)) continue;
+      for (const PostedCall& call : board->ranks[r].calls) {
+        if (word == &call.arrival) return false;
+      }
       const bool is_version = static_cast<std::size_t>(at - calls) % sizeof(PostedCall) == 0;
       return !is_version || program_.ranks > 2;
     }
@@ -566,9 +584,8 @@ std::string Ranks::name_of(const void* word) const {
       const Member& member = members_[static_cast<std::size_t>(r)];
       const auto channel = static_cast<std::size_t>(c);
       if (word == &users_[r * kChannels + c]) return "the user" + on;
-      if (word == &board.completed) return "completed on channel " + std::to_string(c);
+      if (word == &board.wakes) return "wakes on channel " + std::to_string(c);
       if (word == &board.sleepers) return "sleepers on channel " + std::to_string(c);
-      if (word == &board.arrival(r, program_.ranks)) return "arrival" + on;
       if (word == &rank.finished) return "finished" + on;
       if (word == &rank.waiting_since) return "waiting_since" + on;
       if (word == &rank.stuck_in) return "stuck_in" + on;
@@ -576,10 +593,9 @@ std::string Ranks::name_of(const void* word) const {
       if (word == member.operands[channel]) return "the operand" + on;
       if (word == member.window[channel]) return "the window's slice" + on;
       for (int half = 0; half < 2; ++half) {
-        if (word == member.stages[channel][static_cast<std::size_t>(half)]) {
-          return "half " + std::to_string(half) + " of the stage" + on;
-        }
         const PostedCall& call = rank.calls[half];
+        if (word == call.elements) return "elements of call " + std::to_string(half) + on;
+        if (word == &call.arrival) return "arrival in call " + std::to_string(half) + on;
         if (within(&call, sizeof(call))) {
           return "call " + std::to_string(half) + on + ", byte " +
                  std::to_string(at - reinterpret_cast<const char*>(&call));

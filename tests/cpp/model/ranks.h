@@ -99,7 +99,6 @@ class Ranks final : public Scenario {
     shardcomm::Group* group = nullptr;
     std::array<shardcomm::Board*, kChannels> boards{};
     std::array<Value*, kChannels> operands{};
-    std::array<std::array<Value*, 2>, kChannels> stages{};
     std::array<Value*, kChannels> window{};  // its slice
   };
   // What the checks remember. Plain data, so that a run begins with all of it zero.
@@ -136,6 +135,7 @@ class Ranks final : public Scenario {
   void move_bytes(int rank, int channel, Form form, std::uint64_t sequence);
   void read_operand(int rank, int channel, int of, std::uint64_t sequence);
   void free_operand(int rank, int channel);
+  static Value& elements(const shardcomm::Board& board, int rank);
   void expect(const Value& value, std::uint64_t sequence) const;
   void check_call(const Call& call, int rank, int channel, const char* where) const;
   void check_error(const std::string& text, int rank) const;
