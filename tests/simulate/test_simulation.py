@@ -245,7 +245,6 @@ def traced(
     return collectives_of(trace.spans()), after[0] - before[0], after[1] - before[1]
 
 
-@pytest.mark.covers("planning")
 @pytest.mark.parametrize(
     "options",
     [
@@ -272,7 +271,6 @@ def test_the_simulated_collectives_are_the_engines(options: dict[str, Any]) -> N
     assert (figures.gathered_bytes, figures.reduced_bytes) == (gathered, reduced)
 
 
-@pytest.mark.covers("planning")
 def test_the_simulated_collectives_of_replicas_are_the_engines() -> None:
     def body(mesh: Mesh) -> Any:
         return traced(mesh, strategy="hybrid_shard")
