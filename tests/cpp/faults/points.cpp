@@ -226,10 +226,12 @@ int pthread_create(pthread_t* thread, const pthread_attr_t* attributes, void* (*
 }
 
 // Steps of a board: the linker's --wrap has those who call them from elsewhere call these.
-void __real__ZN9shardcomm5Board5beginENS_4CallE(shardcomm::Board* board, shardcomm::Call call);
-void __wrap__ZN9shardcomm5Board5beginENS_4CallE(shardcomm::Board* board, shardcomm::Call call) {
+void __real__ZN9shardcomm5Board5beginERKNS_4CallE(shardcomm::Board* board,
+                                                  const shardcomm::Call& call);
+void __wrap__ZN9shardcomm5Board5beginERKNS_4CallE(shardcomm::Board* board,
+                                                  const shardcomm::Call& call) {
   const Point point("begin", {});
-  __real__ZN9shardcomm5Board5beginENS_4CallE(board, call);
+  __real__ZN9shardcomm5Board5beginERKNS_4CallE(board, call);
 }
 void __real__ZN9shardcomm5Board4meetEv(shardcomm::Board* board);
 void __wrap__ZN9shardcomm5Board4meetEv(shardcomm::Board* board) {
