@@ -59,8 +59,7 @@ class ShardGradients:
         if self._rows is None:
             flat = self.flat
             self._rows = tuple(
-                # `.data`, since torch refuses `grad.detach_()`, as old loops call it, of a view.
-                _guarded(flat.as_strided(*view).data, shard)
+                _guarded(flat.as_strided(*view), shard)
                 for view, shard in zip(self._views, self._shards, strict=True)
             )
             with plain():

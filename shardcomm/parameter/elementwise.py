@@ -15,7 +15,6 @@ _ELEMENTWISE = {
     "aten::clone",
     "aten::copy_",
     "aten::detach",
-    "aten::detach_",
     "aten::empty_like",
     "aten::fill_",
     "aten::full_like",

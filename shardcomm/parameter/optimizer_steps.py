@@ -92,6 +92,11 @@ _warned: weakref.WeakSet[type[optim.Optimizer]] = weakref.WeakSet()
 _hooks: weakref.WeakKeyDictionary[optim.Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
 
 
+def _has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a step with these arguments, the optimizer first, computes gradients itself."""
+    return (args[1] if len(args) > 1 else kwargs.get("closure")) is not None
+
+
 def _before(optimizer: optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Runs before an optimizer's own hooks, which see guarded rows.
 
@@ -102,9 +107,10 @@ def _before(optimizer: optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str,
     if _checked.get(optimizer) != len(params):
         _check(optimizer, params)
         _checked[optimizer] = len(params)
-    for param in params:
-        if type(param) in _OURS and param.whole is not None and param.whole.awaits_reduce:
-            param.whole.refuse_step(type(optimizer).__name__)
+    if not _has_closure(args, kwargs):  # whose backward may reduce them yet
+        for param in params:
+            if type(param) in _OURS and param.whole is not None and param.whole.awaits_reduce:
+                param.whole.refuse_step(type(optimizer).__name__)
     if not any(type(p) is ShardedParameter for p in params):
         return
     if optimizer not in _hooks:

@@ -362,6 +362,8 @@ _INSTEAD: dict[Any, Any] = {
     torch.Tensor.nelement: lambda self: self.whole.numel,
     torch.equal: _equal,
     torch.Tensor.equal: _equal,
+    # Rows have no graph. Torch refuses it of views, which gradients are; old loops call it.
+    torch.Tensor.detach_: lambda self: self.requires_grad_(False),
     torch.Tensor.to: _converted,
     torch.Tensor.type_as: _converted,
 }

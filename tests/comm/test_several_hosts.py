@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -232,6 +233,9 @@ def what_is_taken(hosts: str, transport: Transport) -> tuple[str, str]:
             return comm.transport, comm.receipts()[0].reason
     except ValueError as error:
         return type(error).__name__, str(error)
+    except CommError as error:  # another rank has raised it before this one came to it
+        raised = re.search(r"gave up its set-up: (\w+): ", str(error))
+        return raised[1] if raised else "CommError", str(error)
 
 
 @pytest.mark.parametrize(
