@@ -11,6 +11,7 @@ from __future__ import annotations
 import io
 import operator
 import pickle
+import pickletools
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -124,27 +125,39 @@ class _Stored:
 
 
 def _stored(path: Path) -> list[_Stored]:
-    with path.open("rb") as file:
-        try:
-            metadata = _Unpickler(file).load()
-            return [
-                _Stored(
-                    index.fqn,
-                    info.relative_path,
-                    info.offset,
-                    info.length,
-                    hasattr(info, "transform_descriptors"),
-                    type(metadata.state_dict_metadata[index.fqn]).__name__
-                    == "TensorStorageMetadata",
-                )
-                for index, info in dict.items(metadata.storage_data)
-            ]
-        except OSError:
-            raise
-        except Exception as error:  # a pickle can raise anything
-            raise CheckpointError(
-                f"{path}: refused as DCP's metadata: {str(error) or type(error).__name__}"
-            ) from error
+    pickled = path.read_bytes()
+    try:
+        _check_memo(pickled)
+        metadata = _Unpickler(io.BytesIO(pickled)).load()
+        return [
+            _Stored(
+                index.fqn,
+                info.relative_path,
+                info.offset,
+                info.length,
+                hasattr(info, "transform_descriptors"),
+                type(metadata.state_dict_metadata[index.fqn]).__name__ == "TensorStorageMetadata",
+            )
+            for index, info in dict.items(metadata.storage_data)
+        ]
+    except Exception as error:  # a pickle can raise anything
+        raise CheckpointError(
+            f"{path}: refused as DCP's metadata: {str(error) or type(error).__name__}"
+        ) from error
+
+
+def _check_memo(pickled: bytes) -> None:
+    """Checks that unpickling takes no more memory than a pickle of this length can ask for in earnest.
+
+    A pickle numbers the objects that it comes back to. Python's unpickler has an array of them, as long as twice the
+    highest number: five damaged bytes make it fill 64 GiB.
+    """
+    for opcode, number, _ in pickletools.genops(pickled):
+        numbers = opcode.name in ("PUT", "BINPUT", "LONG_BINPUT")
+        if numbers and isinstance(number, int) and number >= len(pickled):
+            raise pickle.UnpicklingError(
+                f"it numbers an object {number}, and is {len(pickled)} bytes long"
+            )
 
 
 def _check_values(path: Path, stored: _Stored) -> None:

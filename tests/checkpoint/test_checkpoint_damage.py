@@ -309,7 +309,7 @@ def test_metadata_that_name_anything_else_are_refused_unread(tmp_path: Path) -> 
             load(tmp_path, 1)
         (folder / ".metadata").write_bytes(metadata)
     for content, said in (
-        (b"", "Ran out of input"),
+        (b"", "pickle exhausted before seeing STOP"),
         (b"no pickle", ""),
         (setting(METADATA + b"Metadata\n", b"version", b"I1\n"), "missing 1 required posit"),
         (
@@ -343,6 +343,20 @@ def test_metadata_of_every_rank_are_looked_at(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"__0\.metadata: refused .*names posix\.mkdir"):
         load(tmp_path, 1)
     assert not (tmp_path / "made").exists()
+
+
+@pytest.mark.parametrize("put", [b"r\xff\xff\xff\x7f", b"p2147483647\n"], ids=["binary", "text"])
+def test_metadata_that_would_take_all_memory_are_refused(put: bytes, tmp_path: Path) -> None:
+    """Unpickling them would fill 32 GiB, 8 bytes for each number below that of an object."""
+    save(tmp_path, 1)
+    folder = tmp_path / "step-00000001"
+    content = (folder / ".metadata").read_bytes()
+    (folder / ".metadata").write_bytes(content[:-1] + put + content[-1:])
+    sealed_again(folder)
+    with pytest.raises(
+        CheckpointError, match=r"\.metadata: refused .* it numbers an object 2147483647"
+    ):
+        load(tmp_path, 1)
 
 
 def test_metadata_of_no_place_are_refused(tmp_path: Path) -> None:
