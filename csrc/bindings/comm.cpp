@@ -1,4 +1,5 @@
 #include "bindings/bindings.h"
+#include "bindings/dlpack.h"
 #include "bindings/interrupt.h"
 #include "bindings/optional_stream.h"
 #include "bindings/parts.h"
@@ -31,15 +32,15 @@ py::list as_tuples(const std::vector<Pending>& pending) {
 void bind_comm(py::module_& m) {
   py::enum_<Use>(m, "Use").value("gather", Use::gather).value("reduce", Use::reduce);
 
-  py::class_<Memory, std::shared_ptr<Memory>>(m, "Memory", py::buffer_protocol())
+  py::class_<Memory, std::shared_ptr<Memory>>(m, "Memory")
       .def_property_readonly("nbytes", &Memory::bytes)
       .def_property_readonly("device", &Memory::device)
-      .def_buffer([](Memory& memory) {
-        if (memory.device() >= 0 && kHostDevice < 0)
-          throw py::buffer_error("this memory is on a CUDA device");
-        return py::buffer_info(static_cast<std::uint8_t*>(memory.data()),
-                               static_cast<py::ssize_t>(memory.bytes()));
-      })
+      .def("as_dlpack",
+           [](const std::shared_ptr<Memory>& memory) {
+             if (memory->device() >= 0 && kHostDevice < 0)
+               throw py::buffer_error("this memory is on a CUDA device");
+             return as_dlpack(memory->data(), memory->bytes(), memory);
+           })
       // https://numba.readthedocs.io/en/stable/cuda/cuda_array_interface.html
       .def_property_readonly("__cuda_array_interface__", [](const Memory& memory) {
         if (memory.device() < 0) throw py::attribute_error("this memory is on the host");
@@ -52,6 +53,13 @@ void bind_comm(py::module_& m) {
             py::make_tuple(reinterpret_cast<std::uintptr_t>(memory.data()), /*read-only=*/false);
         return view;
       });
+
+  m.def(
+      "bytes_at",
+      [](std::uintptr_t address, std::size_t nbytes) {
+        return as_dlpack(pointer(address), nbytes);
+      },
+      py::arg("address"), py::arg("nbytes"));
 
   using Comm = std::shared_ptr<Communicator>;
   const py::arg_v on_stream = (py::arg("stream") = py::none());

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.utils.dlpack import from_dlpack
 
 from shardcomm import _C
 from shardcomm.arguments.arrays import ArrayLike
@@ -60,7 +61,7 @@ class CoreCommunicator(Communicator):
             )
         memory = self._core.allocate(numel * dtype.itemsize, _USES[use])
         if self.device.type == "cpu":
-            return torch.frombuffer(memory, dtype=dtype)
+            return from_dlpack(memory.as_dlpack()).view(dtype)
         return torch.as_tensor(memory, device=self.device).view(dtype)
 
     def all_gather(

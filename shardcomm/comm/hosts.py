@@ -6,13 +6,15 @@ host once, and one partial sum a host leaves it. csrc/include/shardcomm/hosts.h 
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.utils.dlpack import from_dlpack
+
+from shardcomm import _C
 
 
 class Place(NamedTuple):
@@ -88,5 +90,4 @@ def _taken(group: dist.ProcessGroup) -> Any:
 
 
 def _at(address: int, nbytes: int) -> torch.Tensor:
-    memory = (ctypes.c_char * nbytes).from_address(address)
-    return torch.frombuffer(memory, dtype=torch.uint8)
+    return from_dlpack(_C.bytes_at(address, nbytes))
