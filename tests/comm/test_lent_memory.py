@@ -33,7 +33,10 @@ assert system.pthread_join(thread, None) == 0
 
 @pytest.mark.parametrize(
     "capsule",
-    ["_C.bytes_at(ctypes.addressof(own), 64)", "comm._core.allocate(64, _C.Use.gather).as_dlpack()"],
+    [
+        "_C.bytes_at(ctypes.addressof(own), 64)",
+        "comm._core.allocate(64, _C.Use.gather).as_dlpack()",
+    ],
     ids=["borrowed", "communication-memory"],
 )
 def test_a_thread_without_pythons_lock_drops_it(capsule: str) -> None:
