@@ -174,6 +174,38 @@ def decode_sum(
     device: int,
     stream: Stream | None,
 ) -> None: ...
+def walk_encode_blocks(
+    format: BlockFormat,
+    segments: Sequence[tuple[int, int, int]],
+    dtype: DType,
+    wire: int,
+    bytes: int,
+    seed: int,
+    stats: int,
+    teams: int,
+    most_segments: int,
+) -> None: ...
+def walk_decode_blocks(
+    format: BlockFormat,
+    wire: int,
+    bytes: int,
+    segments: Sequence[tuple[int, int, int]],
+    dtype: DType,
+    teams: int,
+    most_segments: int,
+) -> None: ...
+def walk_decode_sum(
+    format: BlockFormat,
+    wires: int,
+    parts: int,
+    dst: int,
+    count: int,
+    dtype: DType,
+    scale: float,
+    accumulate: bool,
+    nonfinite: int,
+    teams: int,
+) -> None: ...
 def walk_launches(
     plan: CopyPlan,
     sources: Sequence[int],

@@ -9,6 +9,7 @@
 #include "bindings/interrupt.h"
 #include "bindings/optional_stream.h"
 #include "copy/blocks_cuda.h"
+#include "copy/thread_blocks.h"
 #include "shardcomm/blocks.h"
 #include "shardcomm/stream.h"
 
@@ -91,6 +92,26 @@ void decode_sum(const BlockFormat& format, std::uintptr_t wires, int parts, std:
       });
 }
 
+void walk_encode_blocks(const BlockFormat& format, const Segments& segments, DType dtype,
+                        std::uintptr_t wire, std::int64_t bytes, std::uint64_t seed,
+                        std::uintptr_t stats, std::int64_t teams, std::size_t most_segments) {
+  walk_encode(format, encoded(segments), dtype, pointer(wire), bytes, seed,
+              static_cast<BlockStats*>(pointer(stats)), teams, most_segments);
+}
+
+void walk_decode_blocks(const BlockFormat& format, std::uintptr_t wire, std::int64_t bytes,
+                        const Segments& segments, DType dtype, std::int64_t teams,
+                        std::size_t most_segments) {
+  walk_decode(format, pointer(wire), bytes, decoded(segments), dtype, teams, most_segments);
+}
+
+void walk_decode_sum_blocks(const BlockFormat& format, std::uintptr_t wires, int parts,
+                            std::uintptr_t dst, std::int64_t count, DType dtype, float scale,
+                            bool accumulate, std::uintptr_t nonfinite, std::int64_t teams) {
+  const Epilogue epilogue{dtype, scale, accumulate, static_cast<std::int32_t*>(pointer(nonfinite))};
+  walk_decode_sum(format, pointer(wires), parts, pointer(dst), count, epilogue, teams);
+}
+
 }  // namespace
 
 void bind_blocks(py::module_& m) {
@@ -115,6 +136,17 @@ void bind_blocks(py::module_& m) {
   m.def("decode_sum", &decode_sum, py::arg("format"), py::arg("wires"), py::arg("parts"),
         py::arg("dst"), py::arg("count"), py::arg("dtype"), py::arg("scale"), py::arg("accumulate"),
         py::arg("nonfinite"), py::arg("threads"), py::arg("device"), py::arg("stream"));
+
+  constexpr const char* kWalk = "The CUDA kernel's code on the CPU, thread by thread.";
+  m.def("walk_encode_blocks", &walk_encode_blocks, py::arg("format"), py::arg("segments"),
+        py::arg("dtype"), py::arg("wire"), py::arg("bytes"), py::arg("seed"), py::arg("stats"),
+        py::arg("teams"), py::arg("most_segments"), kWalk);
+  m.def("walk_decode_blocks", &walk_decode_blocks, py::arg("format"), py::arg("wire"),
+        py::arg("bytes"), py::arg("segments"), py::arg("dtype"), py::arg("teams"),
+        py::arg("most_segments"), kWalk);
+  m.def("walk_decode_sum", &walk_decode_sum_blocks, py::arg("format"), py::arg("wires"),
+        py::arg("parts"), py::arg("dst"), py::arg("count"), py::arg("dtype"), py::arg("scale"),
+        py::arg("accumulate"), py::arg("nonfinite"), py::arg("teams"), kWalk);
 }
 
 }  // namespace shardcomm::bindings

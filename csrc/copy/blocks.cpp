@@ -10,6 +10,13 @@ namespace {
 
 [[noreturn]] void refuse(const std::string& sentence) { throw std::invalid_argument(sentence); }
 
+void raise_to(std::uint32_t& most, std::uint32_t value) {
+  std::uint32_t known = __atomic_load_n(&most, __ATOMIC_RELAXED);
+  while (known < value && !__atomic_compare_exchange_n(&most, &known, value, true, __ATOMIC_RELAXED,
+                                                       __ATOMIC_RELAXED)) {
+  }
+}
+
 }  // namespace
 
 std::int64_t wire_bytes(const BlockFormat& format, std::int64_t elements) {
@@ -53,6 +60,14 @@ void check_parts(const BlockFormat& format, const void* wires, int parts, std::i
                  const Epilogue& epilogue) {
   check_wire(format, wires, wire_bytes(format, count), epilogue.dtype);
   if (parts < 1) refuse("parts is " + std::to_string(parts) + ", it must be at least 1");
+}
+
+// Relaxed: who reads the numbers has waited for the calls, and that orders it.
+void report(const BlockTally& tally, BlockStats* stats) {
+  if (stats == nullptr) return;
+  raise_to(stats->bound_bits, tally.bound);
+  raise_to(stats->seen_bits, tally.seen);
+  __atomic_fetch_add(&stats->flagged, tally.flagged, __ATOMIC_RELAXED);
 }
 
 template <class Segment>

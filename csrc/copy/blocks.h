@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "copy/block_element.h"
 #include "shardcomm/blocks.h"
 #include "shardcomm/tile.h"
 
@@ -15,6 +16,10 @@ void check_wire(const BlockFormat& format, const void* wire, std::int64_t bytes,
 void check_threads(int threads);
 void check_parts(const BlockFormat& format, const void* wires, int parts, std::int64_t count,
                  const Epilogue& epilogue);
+
+// Adds what a thread has seen to what a caller asks for; `stats` may be null. Several threads may
+// add to the same numbers at once.
+void report(const BlockTally& tally, BlockStats* stats);
 
 // The segments that have elements, in the order of the wire.
 template <class Segment>

@@ -264,21 +264,6 @@ void write_past_caches(std::byte* dst, const std::byte* src, std::int64_t bytes)
 
 bool is_worth_streaming(std::int64_t bytes) { return bytes >= kStreamingRunBytes; }
 
-void raise_to(std::uint32_t& most, std::uint32_t value) {
-  std::uint32_t known = __atomic_load_n(&most, __ATOMIC_RELAXED);
-  while (known < value && !__atomic_compare_exchange_n(&most, &known, value, true, __ATOMIC_RELAXED,
-                                                       __ATOMIC_RELAXED)) {
-  }
-}
-
-// Relaxed: who reads the numbers has waited for the calls, and that orders it.
-void report(const BlockTally& tally, BlockStats* stats) {
-  if (stats == nullptr) return;
-  raise_to(stats->bound_bits, tally.bound);
-  raise_to(stats->seen_bits, tally.seen);
-  __atomic_fetch_add(&stats->flagged, tally.flagged, __ATOMIC_RELAXED);
-}
-
 }  // namespace
 
 void encode_cpu(const BlockFormat& format, const std::vector<EncodedSegment>& segments, DType dtype,
