@@ -1,4 +1,4 @@
-"""The CUDA executor of block formats against the CPU's: its kernels' code walked here, and, where there is a GPU, run."""
+"""The CUDA executor of block formats against the CPU's: its kernels' code walked, and, where there is a GPU, run."""
 
 from __future__ import annotations
 
