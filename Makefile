@@ -38,7 +38,7 @@ help:
 	@echo "make arm       build the C and C++ tests for aarch64, and run them under qemu"
 	@echo "make faults    let a fault strike at every point of every operation of the core, and print what came of it"
 	@echo "make model     check the protocol between ranks in every order of its steps (docs/protocol.md)"
-	@echo "make fuzz      let anything stand in the files and messages that are read, 20,000 times each; and run 10,000 random programs"
+	@echo "make fuzz      let anything stand in the files and messages that are read, 20,000 times each; run 10,000 random programs; and encode a million hard blocks"
 	@echo "make clean     remove what the above have made"
 
 setup: $(VENV)/built
@@ -144,6 +144,7 @@ model: setup
 fuzz: setup
 	$(BIN)/python -m pytest --hypothesis-profile fuzz tests/project/test_fuzz.py
 	$(BIN)/python -m pytest --programs 10000 tests/interop/test_backend_programs.py
+	$(BIN)/python -m pytest --blocks 90000 tests/copy/test_blocks.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info shardcomm/_C*.so shardcomm/include shardcomm/lib .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -125,6 +125,87 @@ class BoundCopy:
         stream: Stream | None = ...,
     ) -> None: ...
 
+class BlockCode:
+    mxint8: BlockCode
+    mxfp8: BlockCode
+
+class Rounding:
+    nearest: Rounding
+    stochastic: Rounding
+
+class BlockFormat:
+    def __init__(self, code: BlockCode, block: int, rounding: Rounding) -> None: ...
+
+def wire_bytes(format: BlockFormat, elements: int) -> int: ...
+def wire_blocks(format: BlockFormat, bytes: int) -> int: ...
+def encode_blocks(
+    format: BlockFormat,
+    segments: Sequence[tuple[int, int, int]],
+    dtype: DType,
+    wire: int,
+    bytes: int,
+    seed: int,
+    stats: int,
+    threads: int,
+    device: int,
+    stream: Stream | None,
+) -> None: ...
+def decode_blocks(
+    format: BlockFormat,
+    wire: int,
+    bytes: int,
+    segments: Sequence[tuple[int, int, int]],
+    dtype: DType,
+    threads: int,
+    device: int,
+    stream: Stream | None,
+) -> None: ...
+def decode_sum(
+    format: BlockFormat,
+    wires: int,
+    parts: int,
+    dst: int,
+    count: int,
+    dtype: DType,
+    scale: float,
+    accumulate: bool,
+    nonfinite: int,
+    threads: int,
+    device: int,
+    stream: Stream | None,
+) -> None: ...
+def walk_encode_blocks(
+    format: BlockFormat,
+    segments: Sequence[tuple[int, int, int]],
+    dtype: DType,
+    wire: int,
+    bytes: int,
+    seed: int,
+    stats: int,
+    teams: int,
+    most_segments: int,
+) -> None: ...
+def walk_decode_blocks(
+    format: BlockFormat,
+    wire: int,
+    bytes: int,
+    segments: Sequence[tuple[int, int, int]],
+    dtype: DType,
+    teams: int,
+    most_segments: int,
+) -> None: ...
+def walk_decode_sum(
+    format: BlockFormat,
+    wires: int,
+    parts: int,
+    dst: int,
+    count: int,
+    dtype: DType,
+    scale: float,
+    accumulate: bool,
+    nonfinite: int,
+    teams: int,
+) -> None: ...
 def walk_launches(
     plan: CopyPlan,
     sources: Sequence[int],

@@ -47,6 +47,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--programs", type=int, default=90, help="how many random programs a test of such runs"
     )
     parser.addoption(
+        "--blocks", type=int, default=2000, help="how many hard blocks each format encodes"
+    )
+    parser.addoption(
         "--coverage-table",
         type=Path,
         metavar="FILE",
@@ -115,6 +118,12 @@ def every_point(request: pytest.FixtureRequest) -> bool:
 def program_count(request: pytest.FixtureRequest) -> int:
     """How many random programs a test runs."""
     return int(request.config.getoption("--programs"))
+
+
+@pytest.fixture
+def hard_block_count(request: pytest.FixtureRequest) -> int:
+    """How many hard blocks a test encodes in each format."""
+    return int(request.config.getoption("--blocks"))
 
 
 @pytest.fixture

@@ -25,6 +25,7 @@ inline void* pointer(std::uintptr_t address) { return reinterpret_cast<void*>(ad
 void bind_comm_error(py::module_& m);
 void bind_layout(py::module_& m);
 void bind_copy(py::module_& m);
+void bind_blocks(py::module_& m);
 void bind_ending(py::module_& m);
 void bind_stream(py::module_& m);
 void bind_comm(py::module_& m);

@@ -42,6 +42,7 @@ PYBIND11_MODULE(_C, m) {
   bind_ending(m);
   bind_stream(m);  // first: others take a stream
   bind_copy(m);
+  bind_blocks(m);
   bind_comm(m);
   bind_bound_collectives(m);
   bind_hosts(m);

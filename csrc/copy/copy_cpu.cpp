@@ -6,26 +6,19 @@
 #include <cstring>
 #include <stdexcept>
 #include <string>
-#include <thread>
-#include <utility>
 #include <vector>
 
 #include "copy/convert_cpu.h"
 #include "copy/operation.h"
 #include "copy/simd.h"
 #include "copy/streaming.h"
+#include "copy/workers.h"
 #include "shardcomm/copy_plan.h"
 #include "shardcomm/tile.h"
 
 namespace shardcomm {
 namespace {
 
-// A thread costs tens of microseconds to start; it gets at least this many elements to be worth it.
-constexpr std::int64_t kElementsPerThread = 16 * CopyPlan::kTileElements;
-// From about this size on streaming is faster (measured: copies 1.2 to 1.4 times, casts 1.1 times),
-// counting also the core that reads the destination next; below, that core would still find it in
-// the shared cache.
-constexpr std::int64_t kStreamingRunBytes = std::int64_t{4} << 20;
 // Shorter rows are not worth the partly written lines at their ends.
 constexpr std::int64_t kStreamingRowBytes = 4096;
 
@@ -153,21 +146,6 @@ std::vector<TileIterator> equal_shares(const CopyPlan& plan, std::int64_t shares
   cuts.push_back(plan.tiles().end());
   return cuts;
 }
-
-// Threads that are joined whatever happens.
-class Workers {
- public:
-  ~Workers() {
-    for (std::thread& thread : threads_) thread.join();
-  }
-  template <class Task>
-  void start(Task task) {
-    threads_.emplace_back(std::move(task));
-  }
-
- private:
-  std::vector<std::thread> threads_;
-};
 
 }  // namespace
 

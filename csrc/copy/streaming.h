@@ -12,6 +12,10 @@
 namespace shardcomm {
 
 constexpr std::int64_t kLineBytes = 64;
+// From about this size on streaming is faster (measured: copies 1.2 to 1.4 times, casts 1.1 times),
+// counting also the core that reads the destination next; below, that core would still find it in
+// the shared cache.
+constexpr std::int64_t kStreamingRunBytes = std::int64_t{4} << 20;
 
 // Copies `bytes` bytes past the caches. `dst` is aligned to a line and `bytes` is a multiple of a
 // line; `src` may lie anywhere. Other threads see the stores after streaming_fence(): on x86 these

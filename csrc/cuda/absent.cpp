@@ -1,5 +1,6 @@
 // Everything that needs CUDA, in a build without it.
 #include "comm/local.h"
+#include "copy/blocks_cuda.h"
 #include "copy/copy_cuda.h"
 #include "copy/reduce_cuda.h"
 #include "shardcomm/cuda.h"
@@ -41,6 +42,19 @@ void convert_cuda(void*, DType, const void*, DType, std::int64_t, NativeStream) 
 
 void reduce_cuda(void*, const Epilogue&, const void* const*, int, DType, RedOp, int, std::int64_t,
                  NativeStream) {
+  refuse();
+}
+
+void encode_cuda(const BlockFormat&, const std::vector<EncodedSegment>&, DType, void*, std::int64_t,
+                 std::uint64_t, BlockStats*, NativeStream) {
+  refuse();
+}
+void decode_cuda(const BlockFormat&, const void*, std::int64_t, const std::vector<DecodedSegment>&,
+                 DType, NativeStream) {
+  refuse();
+}
+void decode_sum_cuda(const BlockFormat&, const void*, int, void*, std::int64_t, const Epilogue&,
+                     NativeStream) {
   refuse();
 }
 

@@ -254,6 +254,71 @@ SHC_API shc_status shc_copy_run(const shc_copy* copy, const shc_copy_options* op
                                 shc_stream* stream);
 SHC_API void shc_copy_destroy(shc_copy* copy);
 
+// ---- Block formats: elements of 8 bits that share a scale ----
+
+// A block of 32, 64 or 128 elements has one byte for each and one for their scale, after the OCP
+// Microscaling specification (MX) 1.0: a quarter of float32's bytes. shardcomm/blocks.h in the
+// sources defines the formats to the bit.
+typedef enum shc_block_code SHC_ENUM_BASE {
+  SHC_MXINT8 = 0,  // steps are equal throughout a block
+  SHC_MXFP8 = 1    // E4M3: steps grow with the element
+} shc_block_code;
+
+typedef enum shc_rounding SHC_ENUM_BASE {
+  SHC_NEAREST = 0,    // ties to even
+  SHC_STOCHASTIC = 1  // at random, so that the mean over seeds is the element
+} shc_rounding;
+
+// This struct never changes.
+typedef struct shc_block_format {
+  shc_block_code code;
+  int block;  // how many elements share a scale: 32, 64 or 128
+  shc_rounding rounding;
+} shc_block_format;
+
+// `count` elements that stand in the blocks of the wire from `first_block` on. The last of these
+// blocks may be partial. These structs never change.
+typedef struct shc_encoded_segment {
+  const void* src;
+  int64_t count;
+  int64_t first_block;
+} shc_encoded_segment;
+typedef struct shc_decoded_segment {
+  void* dst;
+  int64_t count;
+  int64_t first_block;
+} shc_decoded_segment;
+
+// What encoding has cost. Each call that is given it raises the first two and adds to the third.
+// This struct never changes.
+typedef struct shc_block_stats {
+  float bound;      // what no element differs by more from its value on the wire
+  float seen;       // the largest difference
+  int32_t flagged;  // how many blocks had a NaN or Inf; all of such a block decodes to NaN
+} shc_block_stats;
+
+// The bytes of a wire part of `elements` elements, a multiple of 128.
+SHC_API shc_status shc_wire_bytes(const shc_block_format* format, int64_t elements, int64_t* bytes);
+
+// Writes all of a wire part of `wire_bytes` bytes, aligned to 128: the segments' elements, which
+// are SHC_F32, SHC_BF16 or SHC_F16, and zeros where there is no segment. Segments must not overlap.
+// `stats`, of the same device, may be NULL. `seed` is for SHC_STOCHASTIC. `threads` and `device`
+// are as for shc_copy_bind.
+SHC_API shc_status shc_encode(const shc_block_format* format, const shc_encoded_segment* segments,
+                              size_t count, shc_dtype dtype, void* wire, int64_t wire_bytes,
+                              uint64_t seed, shc_block_stats* stats, int threads, int device,
+                              shc_stream* stream);
+// Writes the segments' elements, rounded to `dtype`.
+SHC_API shc_status shc_decode(const shc_block_format* format, const void* wire, int64_t wire_bytes,
+                              const shc_decoded_segment* segments, size_t count, shc_dtype dtype,
+                              int threads, int device, shc_stream* stream);
+// Writes scale * the sum of `parts` wire parts of `count` elements each, one after another, or adds
+// that to `dst`. It adds in float32, part 0 first. `options` NULL: SHC_COPY_OPTIONS_INIT.
+SHC_API shc_status shc_decode_sum(const shc_block_format* format, const void* wires, int parts,
+                                  void* dst, int64_t count, shc_dtype dtype,
+                                  const shc_copy_options* options, int threads, int device,
+                                  shc_stream* stream);
+
 // ---- Communicators ----
 
 typedef struct shc_comm shc_comm;
