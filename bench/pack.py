@@ -35,6 +35,15 @@ ALIGN = 64  # elements between the starts of packed tensors, 128 bytes of bfloat
 
 Operation = Callable[[], object]
 
+COLUMNS = (
+    "operation",
+    "median (p10-p90)",
+    "GB/s",
+    "against",
+    "median (p10-p90)",
+    "ratio (quartiles)",
+)
+
 
 @dataclass(frozen=True)
 class Contest:
@@ -253,16 +262,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(SEED)
-    report = Report(
-        [
-            "operation",
-            "median (p10-p90)",
-            "GB/s",
-            "against",
-            "median (p10-p90)",
-            "ratio (quartiles)",
-        ]
-    )
+    report = Report(COLUMNS)
     for contest in CONTESTS:
         measure(contest(generator), args.rounds, report)
     report.finish(args)
