@@ -23,6 +23,7 @@ except ModuleNotFoundError as error:
         "work in another folder after `pip install .`",
         name=error.name,
     ) from None
+from shardcomm.bucket.block_gather import WireError
 from shardcomm.bucket.bucket import Bucket
 from shardcomm.checkpoint.checkpoints import CheckpointError, Checkpoints
 from shardcomm.comm.bound_collective import BoundCollective
@@ -30,6 +31,7 @@ from shardcomm.comm.communicator import Communicator, Receipt, ReduceOp, Sums, T
 from shardcomm.comm.connecting import connect
 from shardcomm.comm.mesh import Mesh
 from shardcomm.comm.pending import Pending
+from shardcomm.copy.blocks import BlockFormat
 from shardcomm.copy.plan import CopyPlan, Segment
 from shardcomm.engine.engine import Engine
 from shardcomm.engine.sharding import fully_shard
@@ -58,6 +60,7 @@ __version__ = _version("shardcomm")
 __all__ = [
     "STRATEGIES",
     "AdamW",
+    "BlockFormat",
     "BoundCollective",
     "Bucket",
     "CheckpointError",
@@ -93,6 +96,7 @@ __all__ = [
     "Transport",
     "UnitTime",
     "Use",
+    "WireError",
     "Work",
     "all_gather_into_tensor",
     "backend",

@@ -3,6 +3,7 @@
 One step of a unit, on one rank::
 
     shard ──cast──► full buffer ──all-gather──► params: views into it, nothing is copied out
+          (or, in a block format: ──encode──► all-gather ──decode──► full buffer; see block_gather.py)
     grads ──pack, cast──► reduce buffer ──reduce-scatter──► grad (summed in f32, cast, accumulated), shown as
                                                                 the `.grad` of `shards`
 
@@ -22,6 +23,7 @@ from torch import nn
 from shardcomm.arguments.checks import check_type
 from shardcomm.arguments.dtype import FLOATS, movable
 from shardcomm.arguments.scalars import check_tag
+from shardcomm.bucket.block_gather import BlockGather, BlockWire
 from shardcomm.bucket.offload import Offload
 from shardcomm.bucket.reduction import Reduction
 from shardcomm.bucket.shard_gradients import ShardGradients
@@ -29,6 +31,7 @@ from shardcomm.bucket.staging import Staging
 from shardcomm.comm.agreement import difference, layout_items
 from shardcomm.comm.bound_collective import BoundCollective
 from shardcomm.comm.communicator import Communicator
+from shardcomm.copy.blocks import BlockFormat, check_repeats
 from shardcomm.copy.nonfinite import flag_address
 from shardcomm.layout.layout import Layout, ParamSpec, Placement
 from shardcomm.layout.views import check_count, check_full, check_shape, full_view, rows, shard_view
@@ -52,11 +55,14 @@ class Bucket:
         dtype: The dtype of the shard and of its gradient.
         param_dtype: The dtype of the full parameters, and of what a gather sends. None: `dtype`.
         reduce_dtype: The dtype in which a reduce sends gradients. None: `param_dtype`.
+        gather_format: The block format in which a gather sends the shard, from `dtype`; `params` then are what it
+            stands for, in `param_dtype`. Both must be float32, bfloat16 or float16. None: `param_dtype`.
         full_buffer: Memory for the full parameters: `layout.flat_numel` elements of `param_dtype`, from
             `comm.allocate(use="gather")`. None: its own.
         reduce_buffer: Memory for packed gradients: `layout.flat_numel` elements of `reduce_dtype`, from
             `comm.allocate(use="reduce")`. None: its own.
         replicas: Ranks that hold the same shard; gradients are averaged over them, too. None: there are none.
+        wire: Memory for gathers in `gather_format`. None: its own.
         staging: Memory for the all-reduce among replicas: at least as many elements as the shard, of `reduce_dtype`.
             None: its own.
         offload: Keeps shard and gradient in host memory, and brings them to the device when they are needed. Buckets
@@ -78,6 +84,7 @@ class Bucket:
         params: The full parameters, as views into `full`. Their values are there from a gather to the next use of the
             full buffer by another bucket. Read them, but do not write them: ranks may share this memory.
         reduction: Packs and reduces the gradients; it has the buffers for that.
+        block_gather: Gathers in `gather_format`, and knows the errors of that; None without one, and on a rank alone.
 
     Raises:
         TypeError: `layout` is no Layout, or `comm` no Communicator.
@@ -105,9 +112,11 @@ class Bucket:
         dtype: torch.dtype = torch.float32,
         param_dtype: torch.dtype | None = None,
         reduce_dtype: torch.dtype | None = None,
+        gather_format: BlockFormat | None = None,
         full_buffer: torch.Tensor | None = None,
         reduce_buffer: torch.Tensor | None = None,
         replicas: Communicator | None = None,
+        wire: BlockWire | None = None,
         staging: Staging | None = None,
         offload: Offload | None = None,
         streams: Streams | None = None,
@@ -120,6 +129,7 @@ class Bucket:
                 "and a Communicator"
             )
         _check_dtypes(dtype, param_dtype, reduce_dtype)
+        _check_format(gather_format, dtype)
         check_tag("Bucket", tag)
         check_tag("Bucket", replica_tag)
         if layout.world_size != comm.size:
@@ -131,6 +141,7 @@ class Bucket:
         self.comm = comm
         self.param_dtype = param_dtype or dtype
         self.reduce_dtype = reduce_dtype or self.param_dtype
+        self.gather_format = gather_format
         self.offload = offload
         numel = layout.shard_numels[comm.rank]
         if offload is None:
@@ -143,6 +154,11 @@ class Bucket:
         if self.param_dtype == dtype:  # else they are converted on the way
             self._gather_recv, self._gather_send = movable(self.full), movable(self._sent)
         self._gather_counts = _moved_counts(layout, self._sent, self._gather_send)
+        self.block_gather: BlockGather | None = None
+        if gather_format is not None and comm.size > 1:
+            self.block_gather = BlockGather(
+                comm, layout, gather_format, self.full, self._sent, wire=wire, tag=tag
+            )
         self._given_streams = streams
         self._compute = None if on_host(comm.device) else computing(comm.device)
         self._tag = tag
@@ -260,7 +276,7 @@ class Bucket:
         """
         if self.full is self.shard:
             return DONE
-        if self._aside(async_op):
+        if self.block_gather is not None or self._aside(async_op):
             work = self._gather_aside(self._bound_gather)
             if not async_op:
                 work.wait()
@@ -321,15 +337,15 @@ class Bucket:
             self.comm.all_gather(recv, send, counts=counts, tag=self._tag)
         return full_view(full, placement).contiguous().to(held.device)
 
-    def _gather_aside(self, gather: BoundCollective) -> Work:
+    def _gather_aside(self, gather: BoundCollective | BlockGather) -> Work:
         streams = self._streams
         if self.offload is not None:  # beside computation that still reads the full buffer
             self.offload.fetch(self.shard, streams.gather)
         return Work(gather.queue(streams.gather, streams.computed()), self._compute, self)
 
     @cached_property
-    def _bound_gather(self) -> BoundCollective:
-        return self.comm.bind_all_gather(
+    def _bound_gather(self) -> BoundCollective | BlockGather:
+        return self.block_gather or self.comm.bind_all_gather(
             self._gather_recv, self._gather_send, counts=self._gather_counts, tag=self._tag
         )
 
@@ -453,6 +469,8 @@ class Bucket:
     @cached_property
     def gather_bytes(self) -> int:
         """The bytes that this rank receives from the others in one gather."""
+        if self.block_gather is not None:
+            return self.block_gather.nbytes
         return (self.layout.flat_numel - self.shard.numel()) * self.param_dtype.itemsize
 
     @cached_property
@@ -469,7 +487,8 @@ class Bucket:
         )
 
     def __repr__(self) -> str:
-        wire = f"{self.param_dtype} gathered, {self.reduce_dtype} reduced"
+        gathered = self.param_dtype if self.gather_format is None else self.gather_format
+        wire = f"{gathered} gathered, {self.reduce_dtype} reduced"
         return f"Bucket({self.shard.dtype}, {wire}, {self.comm})\n{self.layout!r}"
 
     def _full_buffer(self, given: torch.Tensor | None) -> torch.Tensor:
@@ -491,6 +510,7 @@ class Bucket:
             "dtype": str(self.shard.dtype),
             "param_dtype": str(self.param_dtype),
             "reduce_dtype": str(self.reduce_dtype),
+            "gather_format": str(self.gather_format),
         }
         if differs := difference([self.comm], layout_items(self.layout, facts)):
             raise comm_error("mismatch", f"Bucket: ranks differ: {differs}")
@@ -515,6 +535,18 @@ def _moved_counts(
     if layout.counts is None or moved.dtype == shard.dtype:
         return layout.counts
     return tuple(count * shard.itemsize // moved.itemsize for count in layout.counts)
+
+
+def _check_format(format: BlockFormat | None, dtype: torch.dtype) -> None:
+    """Checks that a gather can send elements of `dtype` in `format`."""
+    if format is None:
+        return
+    check_type("Bucket", "gather_format", format, BlockFormat, "a BlockFormat, or None")
+    check_repeats("Bucket: gather_format", format)
+    if dtype not in FLOATS:
+        raise ValueError(
+            f"Bucket: gather_format is {format} and dtype is {dtype}; accepted with it: float32, bfloat16, float16"
+        )
 
 
 def _check_dtypes(

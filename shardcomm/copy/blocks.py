@@ -37,6 +37,9 @@ from shardcomm.stream.streams import (
     uses_core,
 )
 
+WIRE_ALIGN = 128
+"""The alignment of wire parts, in bytes."""
+
 
 @dataclass(frozen=True)
 class BlockFormat:
@@ -77,6 +80,15 @@ class BlockFormat:
                 f"BlockFormat.nbytes: numel is {numel!r}; it must be a whole number from 0 to 2**62 - 1"
             )
         return _C.wire_bytes(core_format(self), numel)
+
+
+def check_repeats(what: str, format: BlockFormat) -> None:
+    """ValueError unless the same elements are always the same on the wire. `what` says where `format` comes from."""
+    if format.rounding != "nearest":
+        raise ValueError(
+            f"{what} is {format}, with which backward would gather other values than forward has computed with; "
+            'accepted: rounding="nearest"'
+        )
 
 
 @cache

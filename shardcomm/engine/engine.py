@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from shardcomm.arguments.checks import check_flag, check_type
+from shardcomm.bucket.block_gather import WireError
 from shardcomm.checkpoint.elsewhere import Elsewhere
 from shardcomm.checkpoint.optimizer_state import OptimizerState
 from shardcomm.checkpoint.state_dict import (
@@ -436,6 +437,28 @@ class Engine:
         [`MemoryPlan.footprint`][shardcomm.MemoryPlan.footprint] says the same before anything is allocated.
         """
         return measured(self.units)
+
+    def wire_error(self) -> dict[str, WireError]:
+        """What `gather_format` has cost since the last call, or since `fully_shard`.
+
+        Not collective: it is of the elements that this rank has sent. The largest over the ranks is that of the whole
+        unit. Call it after a step, for example: every gather encodes the same shard until the optimizer changes it.
+
+        Returns:
+            For each unit with parameters in a block format, by name, the bound that the format guarantees, the largest
+            error seen, and how many blocks had NaN or Inf. On a rank alone, which gathers nothing, all are 0.
+
+        Example:
+            ```python
+            wire = shardcomm.MixedPrecision(gather_format=shardcomm.BlockFormat("mxint8"))
+            engine = shardcomm.fully_shard(torch.nn.Linear(64, 64), comm, mixed_precision=wire)
+            engine.module(torch.ones(2, 64)).sum().backward()
+            for unit, error in engine.wire_error().items():
+                assert error.seen <= error.bound and not error.flagged
+            ```
+        """
+        errors = {unit.name: unit.wire_error() for unit in self.units}
+        return {name: error for name, error in errors.items() if error is not None}
 
     def close(self) -> None:
         """Ends training: removes the hooks, and leaves the groups that were made of a DeviceMesh.

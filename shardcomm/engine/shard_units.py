@@ -9,6 +9,7 @@ from itertools import cycle
 import torch
 from torch import nn
 
+from shardcomm.bucket.block_gather import BlockWire
 from shardcomm.bucket.bucket import Bucket
 from shardcomm.bucket.offload import Offload
 from shardcomm.bucket.secondary_shard import SecondaryShard
@@ -24,6 +25,7 @@ from shardcomm.unit.groups import (
     reduce_buffer_bytes,
     slot_bytes,
     staging_bytes,
+    wire_bytes,
 )
 from shardcomm.unit.mixed_precision import MixedPrecision
 from shardcomm.unit.policy import Policy
@@ -40,6 +42,8 @@ class _Memory:
         self.reduce_buffer: torch.Tensor | None = None
         if nbytes := reduce_buffer_bytes(groups, mesh.shard.size):
             self.reduce_buffer = mesh.shard.allocate(nbytes, dtype=torch.uint8, use="reduce")
+        sent, received = wire_bytes(groups, mesh.shard.size)
+        self.wire = BlockWire(mesh.shard, sent, received) if received else None
         staging = [
             Staging(mesh.replicate.allocate(nbytes, dtype=torch.uint8, use="reduce"))
             for nbytes in staging_bytes(groups, mesh.replicate.size)
@@ -111,9 +115,11 @@ def shard_units(
                 dtype=group.dtype,
                 param_dtype=group.param_dtype,
                 reduce_dtype=group.reduce_dtype,
+                gather_format=group.gather_format,
                 full_buffer=None if full is None else full.view(group.param_dtype),
                 reduce_buffer=in_reduce_buffer,
                 replicas=mesh.replicate,
+                wire=of_mesh.wire,
                 staging=next(of_mesh.next_staging),
                 offload=of_mesh.offload if group.cpu_offload else None,
                 streams=mesh.streams,

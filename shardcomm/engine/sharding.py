@@ -325,6 +325,7 @@ def _items(
                 "requires_grad": str(group.trainable),
                 "param_dtype": str(group.param_dtype),
                 "reduce_dtype": str(group.reduce_dtype),
+                "gather_format": str(group.gather_format),
             }
             items += layout_items(group.layout, shared)
         yield items

@@ -15,6 +15,7 @@ class Footprint:
             forward gives the memory back where it can.
         slot_bytes: The full-size buffers. Processes of one host share them, unless there are secondary shards.
         secondary_bytes: The secondary shards, which `reshard_after_forward` makes.
+        wire_bytes: The buffers of gathers in a block format. Processes of one host share what is received.
         reduce_buffer_bytes: The buffers in which gradients are packed to be reduced.
         staging_bytes: The buffers in which they are all-reduced among replicas.
         offload_bytes: The device's memory through which shards and gradients pass that are in host memory.
@@ -26,6 +27,7 @@ class Footprint:
     gradient_bytes: int
     slot_bytes: int
     secondary_bytes: int
+    wire_bytes: int
     reduce_buffer_bytes: int
     staging_bytes: int
     offload_bytes: int

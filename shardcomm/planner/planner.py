@@ -47,6 +47,7 @@ from shardcomm.unit.groups import (
     secondary_bytes,
     slot_bytes,
     staging_bytes,
+    wire_bytes,
 )
 from shardcomm.unit.mixed_precision import MixedPrecision
 from shardcomm.unit.owners import OwnerCost
@@ -71,6 +72,7 @@ class MemoryPlan:
         shard_bytes: The parameters, padding included, of each rank that holds a part of the model.
         units: What each unit costs, the model itself first.
         slot_bytes: The size of each slot.
+        wire_bytes: The buffers of gathers in a block format.
         reduce_buffer_bytes: The buffers in which gradients are packed to be reduced.
         staging_bytes: The sizes of the buffers in which they are all-reduced among replicas.
         host_bytes: The part of parameters, gradients and optimizer state that is in host memory by `cpu_offload`.
@@ -99,6 +101,7 @@ class MemoryPlan:
     shard_bytes: tuple[int, ...]
     units: tuple[UnitPlan, ...]
     slot_bytes: tuple[int, ...]
+    wire_bytes: int
     reduce_buffer_bytes: int
     staging_bytes: tuple[int, ...]
     host_bytes: int
@@ -214,11 +217,12 @@ class MemoryPlan:
         secondary = secondary_bytes(groups, schedule.slot_of, pools)
         main = next((pool for pool in pools if pool.number == 0), pools[0])
         held = np.zeros(main.shards, dtype=np.int64)
-        reduce_buffers, staging, offload, state, on_host = 0, [], 0, 0, 0
+        wire, reduce_buffers, staging, offload, state, on_host = 0, 0, [], 0, 0, 0
         for pool in dict.fromkeys(pools):
             its = pool.of(pools, groups)
             everything = held_bytes([group for unit in its for group in unit], pool.shards)
             held += everything if pool == main else everything[pool.rank]
+            wire += sum(wire_bytes(its, pool.shards))
             reduce_buffers += reduce_buffer_bytes(its, pool.shards)
             staging += staging_bytes(its, pool.replicas)
             offload += 2 * offload_bytes(its)
@@ -240,6 +244,7 @@ class MemoryPlan:
             shard_bytes=tuple(held.tolist()),
             units=planned,
             slot_bytes=tuple(slot_bytes(groups, schedule.slot_of)),
+            wire_bytes=wire,
             reduce_buffer_bytes=reduce_buffers,
             staging_bytes=tuple(staging),
             host_bytes=on_host,
@@ -260,6 +265,7 @@ class MemoryPlan:
             gradient_bytes=sum(unit.gradient_bytes for unit in self.units),
             slot_bytes=sum(self.slot_bytes),
             secondary_bytes=self.secondary_bytes,
+            wire_bytes=self.wire_bytes,
             reduce_buffer_bytes=self.reduce_buffer_bytes,
             staging_bytes=sum(self.staging_bytes),
             offload_bytes=self.offload_bytes,
@@ -295,9 +301,9 @@ class MemoryPlan:
 
     @property
     def buffer_bytes(self) -> int:
-        """The device's bytes in buffers: slots, secondary shards, reduce and staging buffers, and `cpu_offload`'s."""
+        """The device's bytes in buffers: slots, secondary shards, those of the collectives, and `cpu_offload`'s."""
         staging_bytes = sum(self.staging_bytes) + self.offload_bytes
-        gathered_bytes = sum(self.slot_bytes) + self.secondary_bytes
+        gathered_bytes = sum(self.slot_bytes) + self.secondary_bytes + self.wire_bytes
         return gathered_bytes + self.reduce_buffer_bytes + staging_bytes
 
     @property

@@ -66,10 +66,7 @@ class UnitPlan:
         """The costs of a unit with these groups of parameters, each of which will be a bucket."""
         rank = pool.rank
         trained = [group for group in groups if group.trainable]
-        gather_bytes = sum(
-            (group.layout.flat_numel - group.layout.shard_numels[rank]) * group.param_dtype.itemsize
-            for group in groups
-        )
+        gather_bytes = sum(sum(group.sent_bytes) - group.sent_bytes[rank] for group in groups)
         regather_bytes = gather_bytes
         if secondary_bytes:
             place = rank % pool.secondary

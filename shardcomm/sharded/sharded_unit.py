@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from shardcomm.bucket.block_gather import WireError
 from shardcomm.bucket.bucket import Bucket
 from shardcomm.bucket.secondary_shard import SecondaryShard
 from shardcomm.parameter.holders import Holders
@@ -390,6 +391,17 @@ class ShardedUnit:
         if self.secondary is not None and keep:
             self.secondary.keep()
 
+    def wire_error(self) -> WireError | None:
+        """What its block formats have cost since the last call; None if it has none."""
+        if not any(bucket.gather_format for bucket, _ in self.buckets):
+            return None
+        errors = [b.block_gather.take_error() for b, _ in self.buckets if b.block_gather]
+        return WireError(
+            max((error.bound for error in errors), default=0.0),
+            max((error.seen for error in errors), default=0.0),
+            sum(error.flagged for error in errors),
+        )
+
     def overwritten(self) -> None:
         """Notes that another unit's parameters come into the slot."""
         self.gathered = False
@@ -428,6 +440,9 @@ def measured(units: Iterable[ShardedUnit]) -> Footprint:
         gradient_bytes=sum(bucket.gradients.nbytes for bucket in buckets),
         slot_bytes=_memory(b.full for b in buckets if b.full is not b.shard),
         secondary_bytes=sum(unit.secondary.memory.nbytes for unit in units if unit.secondary),
+        wire_bytes=sum(
+            wire.nbytes for wire in {b.block_gather.wire for b in buckets if b.block_gather}
+        ),
         reduce_buffer_bytes=_memory(
             b.reduction.buffer for b in buckets if b.reduction.buffer is not None
         ),

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from shardcomm.arguments.dtype import FLOATS
+from shardcomm.copy.blocks import BlockFormat
 from shardcomm.layout.layout import Granularity, Layout, ParamSpec, ShardDim
 from shardcomm.parameter.tensor_parallel import local
 from shardcomm.schedule.planning import REDUCES_IN_FLIGHT
@@ -41,6 +42,7 @@ class BucketGroup:
         dtype: As in `Bucket`.
         param_dtype: As in `Bucket`.
         reduce_dtype: As in `Bucket`.
+        gather_format: As in `Bucket`.
         cpu_offload: Whether the bucket's shard is in host memory.
     """
 
@@ -49,6 +51,7 @@ class BucketGroup:
     dtype: torch.dtype
     param_dtype: torch.dtype
     reduce_dtype: torch.dtype
+    gather_format: BlockFormat | None
     cpu_offload: bool
 
     @property
@@ -76,6 +79,13 @@ class BucketGroup:
         """The bytes of each rank's part of the gradients, in the dtype in which they are reduced."""
         return tuple(numel * self.reduce_dtype.itemsize for numel in self.layout.shard_numels)
 
+    @property
+    def sent_bytes(self) -> tuple[int, ...]:
+        """The bytes of each rank's part as a gather sends it."""
+        if self.gather_format is not None and self.layout.world_size > 1:
+            return tuple(map(self.gather_format.nbytes, self.layout.shard_numels))
+        return tuple(numel * self.param_dtype.itemsize for numel in self.layout.shard_numels)
+
     def secondary_bytes(self, ranks: int) -> list[int]:
         """The bytes of the secondary shard of each of `ranks` ranks."""
         return [numel * self.param_dtype.itemsize for numel in self.layout.parts(ranks)]
@@ -96,9 +106,9 @@ def group_units(
 ) -> list[list[BucketGroup]]:
     """Groups the parameters of each unit; each group will have a bucket.
 
-    A unit has a group for each dtype. Frozen parameters have groups of their own, since they are never reduced. So do
-    parameters that are not cut, since their shards are as long as what each rank owns; owners are chosen over all units
-    of a pool (`shardcomm.unit.owners`).
+    A unit has a group for each dtype, and for each block format in which it is gathered. Frozen parameters have groups
+    of their own, since they are never reduced. So do parameters that are not cut, since their shards are as long as
+    what each rank owns; owners are chosen over all units of a pool (`shardcomm.unit.owners`).
 
     Args:
         units: The model's units.
@@ -121,10 +131,12 @@ def group_units(
         )
     groups = []
     for unit, policy, pool, unit_specs in zip(units, policies, pools, specs, strict=True):
-        by_kind: dict[tuple[torch.dtype, bool, bool], list[tuple[OwnedParam, ParamSpec]]] = {}
+        precision = policy.mixed_precision or MixedPrecision()
+        by_kind: dict[tuple[object, ...], list[tuple[OwnedParam, ParamSpec]]] = {}
         for owned, spec in zip(unit.params, unit_specs, strict=True):
             param = owned.param
-            kind = param.dtype, param.requires_grad, spec.name in owners
+            format = precision.gather_format_of(spec.name, param)
+            kind = param.dtype, param.requires_grad, spec.name in owners, format
             by_kind.setdefault(kind, []).append((owned, spec))
         groups.append(
             [_group(together, pool.shards, policy, owners) for together in by_kind.values()]
@@ -160,13 +172,19 @@ def _group(
     dtype = params[0].param.dtype
     precision = policy.mixed_precision or MixedPrecision()
     param_dtype, reduce_dtype = _dtypes(params[0], precision)
+    format = precision.gather_format_of(specs[0].name, params[0].param)
+    itemsize = min(dtype.itemsize, param_dtype.itemsize, reduce_dtype.itemsize)
     layout = Layout.plan(
         specs,
         world_size,
-        itemsize=min(dtype.itemsize, param_dtype.itemsize, reduce_dtype.itemsize),
+        # With a block format, no block has elements of two parameters.
+        align_bytes=128 if format is None else max(128, format.block * itemsize),
+        itemsize=itemsize,
         owners=[owners[spec.name] for spec in specs] if specs[0].name in owners else None,
     )
-    return BucketGroup(params, layout, dtype, param_dtype, reduce_dtype, bool(policy.cpu_offload))
+    return BucketGroup(
+        params, layout, dtype, param_dtype, reduce_dtype, format, bool(policy.cpu_offload)
+    )
 
 
 class Pool(NamedTuple):
@@ -221,6 +239,17 @@ def reduce_buffer_bytes(groups: Sequence[Sequence[BucketGroup]], shard_ranks: in
     if shard_ranks == 1:
         return 0
     return max((group.reduced_bytes for unit in groups for group in unit), default=0)
+
+
+def wire_bytes(groups: Sequence[Sequence[BucketGroup]], shard_ranks: int) -> tuple[int, int]:
+    """The bytes of the memory that gathers in block formats send from, and receive into; 0 and 0 if there are none."""
+    parts = [
+        group.sent_bytes
+        for unit in groups
+        for group in unit
+        if group.gather_format is not None and shard_ranks > 1
+    ]
+    return max(map(max, parts), default=0), max(map(sum, parts), default=0)
 
 
 def staging_bytes(groups: Sequence[Sequence[BucketGroup]], replicas: int) -> list[int]:

@@ -32,6 +32,7 @@ ENGINE = {
     "training parity": "parameters end up where one process, or torch's DDP, takes them",
     "gradient accumulation": "`no_sync`, several backwards, all-reduces that are put off",
     "mixed precision": "`MixedPrecision`, parameters of several dtypes",
+    "block formats": "`MixedPrecision(gather_format=...)`",
     "gradient clipping": "norms are those of the whole model",
     "loss scaling, NaN and Inf": "`GradScaler`, torch's scaler, `on_nonfinite`",
     "prefetch and slots": "any depth and number gives the same results",

@@ -1,0 +1,152 @@
+"""BlockGather: an all-gather that sends elements in a block format, a quarter of float32's bytes.
+
+    shard ──encode──► own part ──all-gather──► a part of each rank ──decode──► full buffer
+
+Every rank decodes its own part, too, so that all ranks compute with the same values. The parts lie in memory of their
+own, since an element in the full buffer is larger than on the wire.
+
+Reference: quantised weight communication (qwZ) of ZeRO++: Wang et al., "ZeRO++: Extremely Efficient Collective
+Communication for Giant Model Training", arXiv 2306.10209, section 3.1.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from shardcomm.comm.communicator import Communicator, Use
+from shardcomm.copy.blocks import (
+    WIRE_ALIGN,
+    BlockFormat,
+    Segment,
+    WireStats,
+    check_repeats,
+    decode,
+    encode,
+)
+from shardcomm.layout.layout import Layout
+from shardcomm.stream.streams import Event, Stream, uses_core
+
+
+class WireError(NamedTuple):
+    """What a block format has cost.
+
+    Attributes:
+        bound: What no element can differ by more from its value on the wire, in all blocks that were not flagged.
+        seen: The largest difference between an element and its value on the wire, in these blocks.
+        flagged: How many blocks had a NaN or Inf. All of such a block is NaN on the wire.
+    """
+
+    bound: float
+    seen: float
+    flagged: int
+
+
+class BlockWire:
+    """The memory through which gathers in a block format pass. Buckets share it if their gathers are on one stream.
+
+    Args:
+        comm: The ranks.
+        sent_bytes: The bytes of the longest part that a rank sends; the same on all ranks.
+        received_bytes: The bytes of all parts of the largest gather.
+
+    Attributes:
+        sent: This rank's part. Not its place among the received ones, which ranks of one host share: others may still
+            decode the gather before.
+        received: The parts of all ranks.
+    """
+
+    def __init__(self, comm: Communicator, sent_bytes: int, received_bytes: int) -> None:
+        self.sent = _aligned(comm, sent_bytes, "reduce")
+        self.received = _aligned(comm, received_bytes, "gather")
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of both."""
+        return self.sent.nbytes + self.received.nbytes
+
+
+def _aligned(comm: Communicator, nbytes: int, use: Use) -> torch.Tensor:
+    memory = comm.allocate(nbytes, dtype=torch.uint8, use=use)
+    if memory.data_ptr() % WIRE_ALIGN == 0:  # as all memory of the core is
+        return memory
+    room = comm.allocate(nbytes + WIRE_ALIGN, dtype=torch.uint8, use=use)  # torch's, over `c10d`
+    start = -room.data_ptr() % WIRE_ALIGN
+    return room[start : start + nbytes]
+
+
+class BlockGather:
+    """Gathers the shards of a bucket in a block format.
+
+    Args:
+        comm: The ranks, at least two.
+        layout: The bucket's layout.
+        format: How elements are sent. It rounds to nearest.
+        full: The full buffer, where decoded elements go.
+        shard: This rank's elements.
+        wire: Memory for the parts. None: its own.
+        tag: As in `Communicator.all_gather`.
+
+    Attributes:
+        wire: As given, or its own.
+        nbytes: The bytes that this rank receives from the others in one gather.
+
+    Raises:
+        ValueError: `format` rounds stochastically, or the core does not work on the communicator's device.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        layout: Layout,
+        format: BlockFormat,
+        full: torch.Tensor,
+        shard: torch.Tensor,
+        *,
+        wire: BlockWire | None,
+        tag: int,
+    ) -> None:
+        check_repeats("Bucket: gather_format", format)
+        if not uses_core(comm.device):
+            raise ValueError(
+                f"Bucket: gather_format is {format}, and the communicator is on {comm.device}, where the core does not "
+                "encode; leave it out"
+            )
+        parts = [format.nbytes(numel) for numel in layout.shard_numels]
+        self.nbytes = sum(parts) - parts[comm.rank]
+        self.wire = wire or BlockWire(comm, max(parts), sum(parts))
+        self._stats = WireStats(comm.device)
+        self._format = format
+        self._shard = [Segment(shard, 0)]
+        self._sent = self.wire.sent[: parts[comm.rank]]
+        received = self.wire.received[: sum(parts)]
+        self._received = [
+            (part, [Segment(elements, 0)])
+            for part, elements in zip(
+                torch.split(received, parts),
+                torch.split(full, list(layout.shard_numels)),
+                strict=True,
+            )
+        ]
+        self._gather = comm.bind_all_gather(received, self._sent, counts=parts, tag=tag)
+
+    def take_error(self) -> WireError:
+        """What the format has cost this rank's elements since this was called last."""
+        stats = self._stats
+        error = WireError(stats.bound, stats.seen, stats.flagged)
+        stats.reset()
+        return error
+
+    def queue(self, stream: Stream, after: Stream | None) -> Event:
+        """Queues it on `stream`, after all work that `after` has been given so far; returns the event of its end."""
+        if after is not None:
+            stream.wait(after.record())
+        threads = torch.get_num_threads()
+        encode(
+            self._format, self._shard, self._sent, stats=self._stats, stream=stream, threads=threads
+        )
+        self._gather.queue(stream, None)
+        for part, elements in self._received:
+            decode(self._format, part, elements, stream=stream, threads=threads)
+        return stream.record()
