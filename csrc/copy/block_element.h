@@ -190,6 +190,7 @@ class TinyUnits {
 template <class Code>
 class PlainValues {
  public:
+  static constexpr bool kFewBits = true;  // values are bf16's, too
   [[gnu::always_inline]] SHARDCOMM_HOST_DEVICE explicit PlainValues(std::uint32_t scale)
       : factor_(
             float_of_bits(scale == kNanScale ? kQuietNan : (scale - Code::kFractionBits) << 23)) {}
@@ -204,6 +205,7 @@ class PlainValues {
 template <class Code>
 class TinyValues {
  public:
+  static constexpr bool kFewBits = false;
   [[gnu::always_inline]] SHARDCOMM_HOST_DEVICE explicit TinyValues(std::uint32_t scale)
       : in_steps_(float_of_bits((scale + 149 - Code::kFractionBits) << 23)),
         normal_(float_of_bits((scale + 64 - Code::kFractionBits) << 23)) {}

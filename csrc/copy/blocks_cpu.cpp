@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstring>
+#include <limits>
+#include <type_traits>
 #include <vector>
 
 #include "copy/block_element.h"
@@ -62,14 +64,20 @@ struct Encode {
   // Bits of floats without their signs have the floats' order, and those of NaN come last. The
   // compiler makes vectors of a maximum of integers, not of floats.
   [[gnu::always_inline]] static std::uint32_t largest_of(const Src* __restrict from, int block) {
-    std::int32_t largest = 0;
+    using Bits = std::conditional_t<sizeof(Src) == 4, std::int32_t, std::int16_t>;
+    constexpr Bits kMagnitudeBits = std::numeric_limits<Bits>::max();
+    Bits largest = 0;
     for (int group = 0; group < block; group += kGroup) {
       for (int i = 0; i < kGroup; ++i) {
-        const auto bits = static_cast<std::int32_t>(float_bits(load(from[group + i])) & kMagnitude);
+        Bits bits;
+        std::memcpy(&bits, from + group + i, sizeof bits);
+        bits = static_cast<Bits>(bits & kMagnitudeBits);
         largest = bits > largest ? bits : largest;
       }
     }
-    return static_cast<std::uint32_t>(largest);
+    Src element;
+    std::memcpy(&element, &largest, sizeof element);
+    return float_bits(load(element));
   }
 
   template <class Units>
@@ -86,15 +94,18 @@ struct Encode {
           for (unsigned k = 0; k < 4; ++k) random[4 * i + k] = words.at[k];
         }
       }
+      std::uint32_t wide[kGroup];
       for (int i = 0; i < kGroup; ++i) {
         const RoundedElement rounded = Code::template round<kStochastic>(
             units(load(from[group + i])), kStochastic ? random[i] : 0);
-        codes[group + i] = static_cast<std::uint8_t>(rounded.code);
+        wide[i] = rounded.code;
         if constexpr (kTallies) {
           const auto bits = static_cast<std::int32_t>(float_bits(rounded.error) & kMagnitude);
           error = bits > error ? bits : error;
         }
       }
+      // Apart, so that all before it is a loop over wide elements.
+      for (int i = 0; i < kGroup; ++i) codes[group + i] = static_cast<std::uint8_t>(wide[i]);
     }
     return float_of_bits(static_cast<std::uint32_t>(error));
   }
@@ -125,6 +136,8 @@ struct Decode {
         const float value = values(Code::value(codes[group + i]));
         if constexpr (kAdds) {
           to[group + i] += value;
+        } else if constexpr (std::is_same_v<Dst, BFloat16> && Values::kFewBits) {
+          to[group + i].bits = static_cast<std::uint16_t>(float_bits(value) >> 16);
         } else {
           store(to[group + i], value);
         }
