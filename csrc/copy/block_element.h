@@ -16,7 +16,7 @@
 namespace shardcomm {
 
 constexpr std::uint32_t kNanScale = 255;
-constexpr std::uint32_t kLargestScale = 254;
+constexpr std::int32_t kLargestScale = 254;
 constexpr std::uint32_t kInfinityBits = 0x7f800000u;
 constexpr std::uint32_t kMagnitude = 0x7fffffffu;
 constexpr std::uint32_t kQuietNan = 0x7fc00000u;
@@ -75,7 +75,7 @@ struct MxInt8 {
   }
   // Whether a block's largest element is above the largest code.
   SHARDCOMM_HOST_DEVICE static bool saturates(std::uint32_t largest) {
-    return largest > (kLargestScale << 23 | kMostMantissa);
+    return largest > (std::uint32_t{kLargestScale} << 23 | kMostMantissa);
   }
   SHARDCOMM_HOST_DEVICE static std::uint32_t bound(std::uint32_t largest, std::uint32_t scale,
                                                    bool stochastic) {
@@ -141,13 +141,12 @@ struct MxFp8 {
 // The scale of a block whose largest magnitude has these bits.
 template <class Code>
 [[gnu::always_inline]] SHARDCOMM_HOST_DEVICE inline std::uint32_t scale_of(std::uint32_t largest) {
-  if (largest >= kInfinityBits) return kNanScale;
-  if (largest <= Code::kMostAtScaleZero) return 0;
-  const auto scale =
+  const auto exponent =
       static_cast<std::int32_t>((largest + (0x7fffffu - Code::kMostMantissa)) >> 23) -
       Code::kMostExponent;
-  if (scale < 0) return 0;
-  return smaller(scale, kLargestScale);
+  const std::int32_t least = exponent < 0 || largest <= Code::kMostAtScaleZero ? 0 : exponent;
+  const std::int32_t finite = least > kLargestScale ? kLargestScale : least;
+  return largest >= kInfinityBits ? kNanScale : static_cast<std::uint32_t>(finite);
 }
 
 // An element of a block, in units of 2^(scale - 127 - kFractionBits).
@@ -190,6 +189,7 @@ class TinyUnits {
 template <class Code>
 class PlainValues {
  public:
+  static constexpr bool kFewBits = true;  // values are bf16's, too
   [[gnu::always_inline]] SHARDCOMM_HOST_DEVICE explicit PlainValues(std::uint32_t scale)
       : factor_(
             float_of_bits(scale == kNanScale ? kQuietNan : (scale - Code::kFractionBits) << 23)) {}
@@ -204,6 +204,7 @@ class PlainValues {
 template <class Code>
 class TinyValues {
  public:
+  static constexpr bool kFewBits = false;
   [[gnu::always_inline]] SHARDCOMM_HOST_DEVICE explicit TinyValues(std::uint32_t scale)
       : in_steps_(float_of_bits((scale + 149 - Code::kFractionBits) << 23)),
         normal_(float_of_bits((scale + 64 - Code::kFractionBits) << 23)) {}

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstring>
+#include <limits>
+#include <type_traits>
 #include <vector>
 
 #include "copy/block_element.h"
@@ -39,62 +41,91 @@ struct EncodeRun {
 
 template <class Code, class Src, bool kStochastic, bool kTallies>
 struct Encode {
-  [[gnu::always_inline]] static void run(const EncodeRun& run) {
-    const auto* from = static_cast<const Src*>(run.src);
-    std::uint8_t* codes = run.codes;
-    for (std::int64_t b = 0; b < run.blocks; ++b, from += run.block, codes += run.block) {
-      const std::uint32_t largest = largest_of(from, run.block);
-      const std::uint32_t scale = scale_of<Code>(largest);
+  [[gnu::always_inline]] static void run(EncodeRun run) {
+    // The usual size is a constant of its own loops.
+    run.block == kGroup ? encode_all(run, kGroup) : encode_all(run, run.block);
+  }
+
+ private:
+  static constexpr int kBatch = 16;
+
+  [[gnu::always_inline]] static void encode_all(const EncodeRun& run, int block) {
+    for (std::int64_t first = 0; first < run.blocks; first += kBatch) {
+      encode_batch(run, block, first, static_cast<int>(smaller(kBatch, run.blocks - first)));
+    }
+  }
+
+  // In steps, each of which is the same for several blocks: no block waits for another.
+  [[gnu::always_inline]] static void encode_batch(const EncodeRun& run, int block,
+                                                  std::int64_t first, int blocks) {
+    const auto* from = static_cast<const Src*>(run.src) + first * block;
+    std::uint32_t largest_of_block[kBatch] = {};
+    std::uint32_t scales[kBatch];
+    for (int i = 0; i < blocks; ++i) largest_of_block[i] = largest_of(from + i * block, block);
+    for (int i = 0; i < kBatch; ++i) scales[i] = scale_of<Code>(largest_of_block[i]);
+    std::uint8_t* codes = run.codes + first * block;
+    for (int i = 0; i < blocks; ++i, from += block, codes += block) {
+      const std::int64_t b = first + i;
+      const std::uint32_t largest = largest_of_block[i];
+      const std::uint32_t scale = scales[i];
       run.scales[b] = static_cast<std::uint8_t>(scale);
       float error = 0;
       if (scale == kNanScale) {
-        std::memset(codes, 0, static_cast<std::size_t>(run.block));
+        std::memset(codes, 0, static_cast<std::size_t>(block));
       } else if (scale >= kLeastPlainScale) {
-        error = encode(run, b, from, codes, PlainUnits<Code>(scale));
+        error = encode(run, block, b, from, codes, PlainUnits<Code>(scale));
       } else {
-        error = encode(run, b, from, codes, TinyUnits<Code>(scale));
+        error = encode(run, block, b, from, codes, TinyUnits<Code>(scale));
       }
       if constexpr (kTallies) run.tally->add<Code>(largest, scale, error, kStochastic);
     }
   }
 
- private:
   // Bits of floats without their signs have the floats' order, and those of NaN come last. The
   // compiler makes vectors of a maximum of integers, not of floats.
   [[gnu::always_inline]] static std::uint32_t largest_of(const Src* __restrict from, int block) {
-    std::int32_t largest = 0;
+    using Bits = std::conditional_t<sizeof(Src) == 4, std::int32_t, std::int16_t>;
+    constexpr Bits kMagnitudeBits = std::numeric_limits<Bits>::max();
+    Bits largest = 0;
     for (int group = 0; group < block; group += kGroup) {
       for (int i = 0; i < kGroup; ++i) {
-        const auto bits = static_cast<std::int32_t>(float_bits(load(from[group + i])) & kMagnitude);
+        Bits bits;
+        std::memcpy(&bits, from + group + i, sizeof bits);
+        bits = static_cast<Bits>(bits & kMagnitudeBits);
         largest = bits > largest ? bits : largest;
       }
     }
-    return static_cast<std::uint32_t>(largest);
+    Src element;
+    std::memcpy(&element, &largest, sizeof element);
+    return float_bits(load(element));
   }
 
   template <class Units>
-  [[gnu::always_inline]] static float encode(const EncodeRun& run, std::int64_t b,
+  [[gnu::always_inline]] static float encode(const EncodeRun& run, int block, std::int64_t b,
                                              const Src* __restrict from,
                                              std::uint8_t* __restrict codes, const Units& units) {
     std::int32_t error = 0;
-    for (int group = 0; group < run.block; group += kGroup) {
+    for (int group = 0; group < block; group += kGroup) {
       std::uint32_t random[kGroup];
       if constexpr (kStochastic) {
-        const auto quad = static_cast<std::uint64_t>(run.first + b * run.block + group) / 4;
+        const auto quad = static_cast<std::uint64_t>(run.first + b * block + group) / 4;
         for (unsigned i = 0; i < kGroup / 4; ++i) {
           const PhiloxWords words = philox(run.seed, quad + i);
           for (unsigned k = 0; k < 4; ++k) random[4 * i + k] = words.at[k];
         }
       }
+      std::uint32_t wide[kGroup];
       for (int i = 0; i < kGroup; ++i) {
         const RoundedElement rounded = Code::template round<kStochastic>(
             units(load(from[group + i])), kStochastic ? random[i] : 0);
-        codes[group + i] = static_cast<std::uint8_t>(rounded.code);
+        wide[i] = rounded.code;
         if constexpr (kTallies) {
           const auto bits = static_cast<std::int32_t>(float_bits(rounded.error) & kMagnitude);
           error = bits > error ? bits : error;
         }
       }
+      // Apart, so that all before it is a loop over wide elements.
+      for (int i = 0; i < kGroup; ++i) codes[group + i] = static_cast<std::uint8_t>(wide[i]);
     }
     return float_of_bits(static_cast<std::uint32_t>(error));
   }
@@ -125,6 +156,8 @@ struct Decode {
         const float value = values(Code::value(codes[group + i]));
         if constexpr (kAdds) {
           to[group + i] += value;
+        } else if constexpr (std::is_same_v<Dst, BFloat16> && Values::kFewBits) {
+          to[group + i].bits = static_cast<std::uint16_t>(float_bits(value) >> 16);
         } else {
           store(to[group + i], value);
         }
@@ -150,7 +183,7 @@ struct FinishSum {
 
 // ---- The choice of loops ----
 
-using EncodeKernel = void (*)(const EncodeRun&);
+using EncodeKernel = void (*)(EncodeRun);
 using DecodeKernel = void (*)(const std::uint8_t*, const std::uint8_t*, std::int64_t, int, void*);
 using FinishKernel = void (*)(void*, const float*, std::int64_t, float, std::int32_t*);
 

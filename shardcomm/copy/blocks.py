@@ -189,6 +189,14 @@ def encode(
                 f"encode: stats is on {stats.numbers.device}; it must be on {wire.device}, as the wire is"
             )
         numbers = stats.numbers.data_ptr()
+    if not uses_core(wire.device):
+        from shardcomm.copy import blocks_triton  # noqa: PLC0415  (needs Triton)
+
+        stochastic = format.rounding == "stochastic"
+        blocks_triton.encode(
+            format.name, format.block, stochastic, addresses, dtype, wire, seed, numbers, stream
+        )
+        return
     _C.encode_blocks(
         core_format(format),
         addresses,
@@ -226,6 +234,11 @@ def decode(
     """
     _check_call("decode", format, wire, stream, threads)
     dtype, addresses = _addresses("decode", segments, wire.device)
+    if not uses_core(wire.device):
+        from shardcomm.copy import blocks_triton  # noqa: PLC0415  (needs Triton)
+
+        blocks_triton.decode(format.name, format.block, wire, addresses, dtype, stream)
+        return
     _C.decode_blocks(
         core_format(format),
         wire.data_ptr(),
@@ -282,16 +295,35 @@ def decode_sum(
             f"{parts} * {part_bytes}"
         )
     check_flag("decode_sum", "accumulate", accumulate)
+    dtype = core_dtype(destination.dtype)
+    scale = checked_scale("decode_sum", scale)
+    flag = flag_address("decode_sum", nonfinite, wires.device)
+    if not uses_core(wires.device):
+        from shardcomm.copy import blocks_triton  # noqa: PLC0415  (needs Triton)
+
+        blocks_triton.decode_sum(
+            format.name,
+            format.block,
+            wires,
+            parts,
+            destination,
+            dtype,
+            scale,
+            accumulate,
+            flag,
+            stream,
+        )
+        return
     _C.decode_sum(
         core_format(format),
         wires.data_ptr(),
         parts,
         destination.data_ptr(),
         destination.numel(),
-        core_dtype(destination.dtype),
-        checked_scale("decode_sum", scale),
+        dtype,
+        scale,
         accumulate,
-        flag_address("decode_sum", nonfinite, wires.device),
+        flag,
         threads,
         core_index(wires.device),
         _stream_of(wires.device, stream),
@@ -312,11 +344,8 @@ def _check_call(
             f"{operation}: {wires} is {wire.dtype} of shape {tuple(wire.shape)} and strides {wire.stride()}; it must "
             "be flat contiguous torch.uint8"
         )
-    if not uses_core(wire.device):
-        raise TypeError(
-            f"{operation}: {wires} is on {wire.device}; this build of the core encodes on: cpu"
-            + (", cuda" if _C.cuda_built else "")
-        )
+    if wire.device.type == "meta":
+        raise TypeError(f"{operation}: {wires} is on meta; it must have memory")
     if stream is not None:
         check_stream(operation, stream)
     if not is_whole(threads, 1):

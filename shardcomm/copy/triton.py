@@ -27,7 +27,7 @@ except ImportError as error:
     raise ImportError("shardcomm.copy.triton needs Triton: pip install triton") from error
 
 # bfloat16 is converted to and from its bits: Triton's interpreter would truncate it.
-_FLOATS = {_C.DType.f32: tl.float32, _C.DType.f16: tl.float16, _C.DType.bf16: tl.uint16}
+TRITON_FLOATS = {_C.DType.f32: tl.float32, _C.DType.f16: tl.float16, _C.DType.bf16: tl.uint16}
 _BITS = {
     _C.DType.u8: tl.uint8,
     _C.DType.f16: tl.uint16,
@@ -56,21 +56,21 @@ class TritonCopy:
         destinations: Sequence[int],
         device: torch.device,
     ) -> None:
-        _check_device(device)
+        check_device(device)
         self._device = device
         self._dtypes = plan.src_dtype, plan.dst_dtype
         # The address table is [0, sources, destinations]: the source ZEROS (-1) becomes its row 0.
         shift = torch.tensor([1, 1 + plan.num_sources, 0, 0, 0, 0, 0, 0])
         tiles = torch.tensor(plan.tiles, dtype=torch.int64).reshape(-1, 8) + shift
         self._grid = (len(tiles),)
-        self._tile_table = _Table(tiles, device)
+        self._tile_table = Table(tiles, device)
         self.set_operands(sources, destinations)
 
     def set_operands(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
         """Sets the addresses for later runs; a run that is queued already uses those that were set before it."""
         # The kernel's integers are signed, and some GPUs have addresses past 2^63.
-        addresses = [_signed(address) for address in (0, *sources, *destinations)]
-        self._address_table = _Table(torch.tensor(addresses, dtype=torch.int64), self._device)
+        addresses = [signed(address) for address in (0, *sources, *destinations)]
+        self._address_table = Table(torch.tensor(addresses, dtype=torch.int64), self._device)
 
     def run(
         self,
@@ -93,18 +93,18 @@ class TritonCopy:
         src_dtype, dst_dtype = self._dtypes
         computes = scale != 1.0 or accumulate or nonfinite != 0
         plain = src_dtype == dst_dtype and not computes
-        if not plain and dst_dtype not in _FLOATS:
+        if not plain and dst_dtype not in TRITON_FLOATS:
             raise ValueError(
                 "scale, accumulate and nonfinite need float32, bfloat16 or float16, not "
                 f"{dst_dtype.name}"
             )
-        types = _BITS if plain else _FLOATS
+        types = _BITS if plain else TRITON_FLOATS
         src, dst = types[src_dtype], types[dst_dtype]
         return lambda: _copy_tile[self._grid](
             self._tile_table.on_current_stream(),
             self._address_table.on_current_stream(),
             scale,
-            _signed(nonfinite),
+            signed(nonfinite),
             SRC=src,
             DST=dst,
             PLAIN=plain,
@@ -116,11 +116,13 @@ class TritonCopy:
         )
 
 
-def _signed(address: int) -> int:
+def signed(address: int) -> int:
+    """`address` as a kernel's integer of 64 bits."""
     return ctypes.c_int64(address).value
 
 
-def _check_device(device: torch.device) -> None:
+def check_device(device: torch.device) -> None:
+    """TypeError unless Triton runs kernels on `device`, as the environment was when this module was imported."""
     interpreted = not isinstance(_copy_tile, triton.JITFunction)
     if interpreted != (device.type == "cpu"):
         # On a GPU's addresses the interpreter would end the process.
@@ -131,8 +133,8 @@ def _check_device(device: torch.device) -> None:
         )
 
 
-class _Table:
-    """Integers that the kernel reads.
+class Table:
+    """Integers that a kernel reads.
 
     Each stream of a GPU has its own copy. On the stream that made it, the copy comes before the kernels that read it,
     and its memory is used again only after them.
@@ -145,6 +147,7 @@ class _Table:
         self._copy: Tensor | None = None
 
     def on_current_stream(self) -> Tensor:
+        """The rows where the kernels of the current stream can read them."""
         if self._device.type == "cpu":
             return self._host
         stream = torch.accelerator.current_stream()
@@ -208,26 +211,28 @@ def _copy_tile(
             )
             dst_elements = dst_row + (row * (dst_pitch // UNIT) * UNIT + col)
             if not PLAIN:
-                value = _to_float32(value) * tl.full([1, 1], scale, tl.float32)
+                value = to_float32(value) * tl.full([1, 1], scale, tl.float32)
                 if ACCUMULATE:
-                    value = _to_float32(tl.load(dst_elements, mask=inside)) + value
-                value = tl.where(has_source, _round(value, DST), 0)
+                    value = to_float32(tl.load(dst_elements, mask=inside)) + value
+                value = tl.where(has_source, round_to(value, DST), 0)
             if WATCHED:
-                is_finite = tl.abs(_to_float32(value)) < float("inf")
+                is_finite = tl.abs(to_float32(value)) < float("inf")
                 flag = nonfinite.to(tl.int64).to(tl.pointer_type(tl.int32))
                 tl.store(flag + 0 * col, 1, mask=inside & (is_finite == 0))
             tl.store(dst_elements, value, mask=inside)
 
 
 @triton.jit
-def _to_float32(x):
+def to_float32(x):
+    """The value of an element of TRITON_FLOATS."""
     if x.dtype == tl.uint16:
         return (x.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     return x.to(tl.float32)
 
 
 @triton.jit
-def _round(x, DTYPE: tl.constexpr):
+def round_to(x, DTYPE: tl.constexpr):
+    """A float32, rounded to a type of TRITON_FLOATS."""
     if tl.uint16 == DTYPE:
         bits = x.to(tl.uint32, bitcast=True)
         to_nearest_even = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16

@@ -84,6 +84,8 @@ def test_each_block_alone_keeps_its_bound(name: str, seed: int) -> None:
     format = BlockFormat(name)  # type: ignore[arg-type]
     for block in hard_blocks(300, 32, torch.Generator().manual_seed(seed)):
         check_against_definition(format, block[None])
+    for exponent in range(-149, -115):  # where steps of subnormal codes are the bound
+        check_against_definition(format, torch.full((1, 32), 1.7).ldexp(torch.tensor(exponent)))
 
 
 @pytest.mark.usefixtures("instruction_set")

@@ -1,0 +1,435 @@
+"""The Triton executor of block formats: for GPUs that the compiled extension does not serve.
+
+A program has up to 2048 elements of one segment: some blocks, each a row. It computes what `csrc/copy/block_element.h`
+computes, to the bit; the reasons stand there.
+
+If TRITON_INTERPRET=1 is in the environment when this module is imported, Triton's interpreter runs it on the CPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from shardcomm import _C
+from shardcomm.copy.triton import (
+    TRITON_FLOATS,
+    Table,
+    check_device,
+    round_to,
+    signed,
+    to_float32,
+)
+from shardcomm.stream.streams import Stream
+
+_TILE_ELEMENTS = 2048
+
+Addresses = Sequence[tuple[int, int, int]]
+"""Of each segment its address, its number of elements, and its first block."""
+
+
+def encode(
+    code: str,
+    block: int,
+    stochastic: bool,
+    segments: Addresses,
+    dtype: _C.DType,
+    wire: Tensor,
+    seed: int,
+    stats: int,
+    stream: Stream | None,
+) -> None:
+    """Queues what `encode_cpu` of `csrc/include/shardcomm/blocks.h` does, on `stream` or the current one.
+
+    `stats` is the address of three numbers, or 0. Arguments have been checked.
+    """
+    check_device(wire.device)
+    blocks = wire.numel() // (block + 1)
+    rows = _tiles_of_wire(segments, dtype, block, blocks)
+    tiles = Table(torch.tensor(rows, dtype=torch.int64), wire.device)
+
+    def launch() -> None:
+        wire[blocks * (block + 1) :].zero_()
+        _encode_tile[(len(rows),)](
+            tiles.on_current_stream(),
+            wire,
+            blocks,
+            ctypes.c_int32(seed & 0xFFFFFFFF).value,
+            ctypes.c_int32(seed >> 32).value,
+            signed(stats),
+            SRC=TRITON_FLOATS[dtype],
+            IS_INT=code == "mxint8",
+            STOCHASTIC=stochastic,
+            TALLIES=stats != 0,
+            BLOCK=block,
+            ROWS=_TILE_ELEMENTS // block,
+            enable_fp_fusion=False,
+        )
+
+    if blocks > 0:
+        _run(launch, wire.device, stream)
+
+
+def decode(
+    code: str,
+    block: int,
+    wire: Tensor,
+    segments: Addresses,
+    dtype: _C.DType,
+    stream: Stream | None,
+) -> None:
+    """Queues what `decode_cpu` does."""
+    _sum(code, block, wire, wire.numel(), 1, segments, dtype, 1.0, False, 0, stream)
+
+
+def decode_sum(
+    code: str,
+    block: int,
+    wires: Tensor,
+    parts: int,
+    destination: Tensor,
+    dtype: _C.DType,
+    scale: float,
+    accumulate: bool,
+    nonfinite: int,
+    stream: Stream | None,
+) -> None:
+    """Queues what `decode_sum_cpu` does. `nonfinite` is the address of a flag, or 0."""
+    segments = [(destination.data_ptr(), destination.numel(), 0)]
+    part_bytes = wires.numel() // parts
+    scale = ctypes.c_float(scale).value
+    _sum(
+        code, block, wires, part_bytes, parts, segments, dtype, scale, accumulate, nonfinite, stream
+    )
+
+
+def _sum(
+    code: str,
+    block: int,
+    wires: Tensor,
+    part_bytes: int,
+    parts: int,
+    segments: Addresses,
+    dtype: _C.DType,
+    scale: float,
+    accumulate: bool,
+    nonfinite: int,
+    stream: Stream | None,
+) -> None:
+    check_device(wires.device)
+    rows = [tile for segment in segments for tile in _tiles_of(segment, dtype, block)]
+    if not rows:
+        return
+    tiles = Table(torch.tensor(rows, dtype=torch.int64), wires.device)
+
+    def launch() -> None:
+        _sum_tile[(len(rows),)](
+            tiles.on_current_stream(),
+            wires,
+            part_bytes,
+            part_bytes // (block + 1),
+            parts,
+            scale,
+            signed(nonfinite),
+            DST=TRITON_FLOATS[dtype],
+            IS_INT=code == "mxint8",
+            ACCUMULATE=accumulate,
+            WATCHED=nonfinite != 0,
+            BLOCK=block,
+            ROWS=_TILE_ELEMENTS // block,
+            enable_fp_fusion=False,
+        )
+
+    _run(launch, wires.device, stream)
+
+
+def _run(launch: Callable[[], object], device: torch.device, stream: Stream | None) -> None:
+    if device.type == "cpu":
+        launch()
+        return
+    with torch.accelerator.device_index(device.index):
+        stream.enqueue(launch) if stream is not None else launch()
+
+
+def _tiles_of(
+    segment: tuple[int, int, int], dtype: _C.DType, block: int
+) -> list[tuple[int, int, int, int]]:
+    """Of each tile the address of its first element, how many it has, its first block, and how many blocks it has."""
+    address, count, first_block = segment
+    item_bytes = 4 if dtype == _C.DType.f32 else 2
+    return [
+        (
+            signed(address + begin * item_bytes),
+            elements := min(_TILE_ELEMENTS, count - begin),
+            first_block + begin // block,
+            -(-elements // block),
+        )
+        for begin in range(0, count, _TILE_ELEMENTS)
+    ]
+
+
+def _tiles_of_wire(
+    segments: Addresses, dtype: _C.DType, block: int, blocks: int
+) -> list[tuple[int, int, int, int]]:
+    """The same, with tiles of no elements between the segments."""
+    tiles = []
+    at = 0
+    for segment in [*sorted(segments, key=lambda s: s[2]), (0, 0, blocks)]:
+        if segment[1] == 0 and segment[2] != blocks:
+            continue
+        most = _TILE_ELEMENTS // block
+        tiles += [(0, 0, gap, min(most, segment[2] - gap)) for gap in range(at, segment[2], most)]
+        tiles += _tiles_of(segment, dtype, block)
+        at = segment[2] + -(-segment[1] // block)
+    return tiles
+
+
+@triton.jit(do_not_specialize=["seed_low", "seed_high", "stats"])
+def _encode_tile(
+    tiles,
+    wire,
+    wire_blocks,
+    seed_low,
+    seed_high,
+    stats,
+    SRC: tl.constexpr,
+    IS_INT: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    TALLIES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    tile = tiles + tl.program_id(0).to(tl.int64) * 4
+    count = tl.load(tile + 1).to(tl.int32)
+    at = tl.load(tile + 2)
+    blocks = tl.load(tile + 3).to(tl.int32)
+    row = tl.arange(0, ROWS)[:, None]
+    index = row * BLOCK + tl.arange(0, BLOCK)[None, :]
+    src = tl.load(tile).to(tl.pointer_type(SRC))
+    x = to_float32(tl.load(src + index, mask=index < count, other=0))
+
+    magnitude = (x.to(tl.uint32, bitcast=True) & 0x7FFFFFFF).to(tl.int32)
+    largest = _largest(magnitude, 1)[:, None]
+    flagged = largest >= 0x7F800000
+    scale = _scale_of(largest, IS_INT)
+    FRACTION: tl.constexpr = 6 if IS_INT else 0
+    y = tl.where(flagged, 0.0, _in_units(x, scale, FRACTION))
+    random = index
+    if STOCHASTIC:
+        element = at * BLOCK + index
+        w0, w1, w2, w3 = _philox(element // 4, seed_low, seed_high)
+        which = (element % 4).to(tl.int32)
+        word = tl.where(which < 2, tl.where(which == 0, w0, w1), tl.where(which == 2, w2, w3))
+        random = (word >> 8).to(tl.int32)
+    if IS_INT:
+        code, error = _round_int(y, random, STOCHASTIC)
+    else:
+        code, error = _round_float(y, random, STOCHASTIC)
+
+    inside = row < blocks
+    tl.store(wire + (at * BLOCK + index), code.to(tl.uint8), mask=inside)
+    stored = tl.where(flagged, 255, scale).to(tl.uint8)
+    tl.store(wire + (wire_blocks * BLOCK + at + row), stored, mask=inside)
+
+    if TALLIES:
+        counted = (row * BLOCK < count) & (flagged == 0)
+        steps = _largest(tl.abs(error).to(tl.int32, bitcast=True), 1)[:, None]
+        seen = _value(steps.to(tl.float32, bitcast=True), scale, FRACTION)
+        seen = tl.where(counted, seen.to(tl.int32, bitcast=True), 0)
+        bound = tl.where(counted, _bound(largest, scale, IS_INT, STOCHASTIC), 0)
+        numbers = stats.to(tl.int64).to(tl.pointer_type(tl.int32)) + tl.arange(0, 1)
+        tl.atomic_max(numbers, _largest(bound, 0))
+        tl.atomic_max(numbers + 1, _largest(seen, 0))
+        nans = ((row * BLOCK < count) & flagged).to(tl.int32)
+        tl.atomic_add(numbers + 2, tl.reduce(nans, 0, tl.standard._sum_combine))
+
+
+@triton.jit(do_not_specialize=["nonfinite"])
+def _sum_tile(
+    tiles,
+    wires,
+    part_bytes,
+    wire_blocks,
+    parts,
+    scale,
+    nonfinite,
+    DST: tl.constexpr,
+    IS_INT: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+    WATCHED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    tile = tiles + tl.program_id(0).to(tl.int64) * 4
+    dst = tl.load(tile).to(tl.pointer_type(DST))
+    count = tl.load(tile + 1).to(tl.int32)
+    at = tl.load(tile + 2)
+    row = tl.arange(0, ROWS)[:, None]
+    index = row * BLOCK + tl.arange(0, BLOCK)[None, :]
+    inside = index < count
+    code_at = at * BLOCK + index
+    scale_at = wire_blocks * BLOCK + at + row
+    has_block = row * BLOCK < count
+    total = _decoded(wires + code_at, wires + scale_at, inside, has_block, IS_INT)
+    for _ in range(1, parts):
+        code_at += part_bytes
+        scale_at += part_bytes
+        total += _decoded(wires + code_at, wires + scale_at, inside, has_block, IS_INT)
+    total = total * tl.full([1, 1], scale, tl.float32)
+    if ACCUMULATE:
+        total = to_float32(tl.load(dst + index, mask=inside, other=0)) + total
+    stored = round_to(total, DST)
+    if WATCHED:
+        is_finite = tl.abs(to_float32(stored)) < float("inf")
+        flag = nonfinite.to(tl.int64).to(tl.pointer_type(tl.int32))
+        tl.store(flag + 0 * index, 1, mask=inside & (is_finite == 0))
+    tl.store(dst + index, stored, mask=inside)
+
+
+@triton.jit
+def _decoded(codes, scales, inside, has_block, IS_INT: tl.constexpr):
+    code = tl.load(codes, mask=inside, other=0)
+    scale = tl.load(scales, mask=has_block, other=0).to(tl.int32)
+    FRACTION: tl.constexpr = 6 if IS_INT else 0
+    return _value(_value_of_code(code, IS_INT), scale, FRACTION)
+
+
+# Not tl.max: in the interpreter, that works only if Triton, too, was imported for it.
+@triton.jit
+def _largest(x, AXIS: tl.constexpr):
+    return tl.reduce(x, AXIS, tl.standard._elementwise_max)
+
+
+@triton.jit
+def _philox(counter, key_low, key_high):
+    c0 = counter.to(tl.uint64) & 0xFFFFFFFF
+    c1 = counter.to(tl.uint64) >> 32
+    c2 = c0 * 0
+    c3 = c0 * 0
+    k0 = c2 + key_low.to(tl.uint32).to(tl.uint64)
+    k1 = c2 + key_high.to(tl.uint32).to(tl.uint64)
+    for _ in tl.static_range(10):
+        a = c0 * 0xD2511F53
+        b = c2 * 0xCD9E8D57
+        c0 = (b >> 32) ^ c1 ^ k0
+        c1 = b & 0xFFFFFFFF
+        c2 = (a >> 32) ^ c3 ^ k1
+        c3 = a & 0xFFFFFFFF
+        k0 = (k0 + 0x9E3779B9) & 0xFFFFFFFF
+        k1 = (k1 + 0xBB67AE85) & 0xFFFFFFFF
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def _float_of(bits):
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _scale_of(largest, IS_INT: tl.constexpr):
+    if IS_INT:
+        scale = (largest + 0x1FFFF) >> 23
+        scale = tl.where(largest <= 0x7F0000, 0, scale)
+    else:
+        scale = ((largest + 0x1FFFFF) >> 23) - 8
+    return tl.minimum(tl.maximum(scale, 0), 254)
+
+
+@triton.jit
+def _in_units(x, scale, FRACTION: tl.constexpr):
+    plain = x * _float_of((254 + FRACTION - tl.maximum(scale, 40)) << 23)
+    tiny_scale = tl.minimum(scale, 39)
+    bits = x.to(tl.uint32, bitcast=True)
+    magnitude = (bits & 0x7FFFFFFF).to(tl.int32)
+    size = _float_of(magnitude)
+    normal = (size * 18446744073709551616.0) * _float_of((190 + FRACTION - tiny_scale) << 23)
+    subnormal = magnitude.to(tl.float32) * _float_of((105 + FRACTION - tiny_scale) << 23)
+    tiny = tl.where(magnitude < 0x800000, subnormal, normal).to(tl.uint32, bitcast=True)
+    return tl.where(scale >= 40, plain, _float_of(tiny | (bits & 0x80000000)))
+
+
+@triton.jit
+def _rounds_up(fraction, random):
+    return ((fraction * 16777216.0).to(tl.int32) > random).to(tl.int32)
+
+
+@triton.jit
+def _round_int(y, random, STOCHASTIC: tl.constexpr):
+    if STOCHASTIC:
+        toward_zero = y.to(tl.int32)
+        away = _rounds_up(tl.abs(y - toward_zero.to(tl.float32)), random)
+        code = tl.where(y < 0, toward_zero - away, toward_zero + away)
+    else:
+        code = (y + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
+    code = tl.minimum(tl.maximum(code, -127), 127)
+    return code, y - code.to(tl.float32)
+
+
+@triton.jit
+def _round_float(y, random, STOCHASTIC: tl.constexpr):
+    bits = y.to(tl.uint32, bitcast=True)
+    magnitude = (bits & 0x7FFFFFFF).to(tl.int32)
+    exponent = tl.maximum(magnitude >> 23, 121)
+    steps = _float_of(magnitude) * _float_of((257 - exponent) << 23)
+    if STOCHASTIC:
+        down = steps.to(tl.int32)
+        whole = down + _rounds_up(steps - down.to(tl.float32), random)
+    else:
+        whole = (steps + 8388608.0).to(tl.int32, bitcast=True) - 0x4B000000
+    code = ((exponent - 121) << 3) + whole
+    error = (steps - whole.to(tl.float32)) * _float_of((exponent - 3) << 23)
+    return code | ((bits >> 31) << 7).to(tl.int32), error
+
+
+@triton.jit
+def _value_of_code(code, IS_INT: tl.constexpr):
+    if IS_INT:
+        return code.to(tl.int8, bitcast=True).to(tl.float32)
+    magnitude = (code & 0x7F).to(tl.int32)
+    normal = (magnitude << 20) + 0x3C000000
+    subnormal = (magnitude.to(tl.float32) * 0.001953125).to(tl.int32, bitcast=True)
+    finite = tl.where(magnitude < 8, subnormal, normal)
+    bits = tl.where(magnitude == 0x7F, 0x7FC00000, finite).to(tl.uint32)
+    return _float_of(bits | ((code & 0x80).to(tl.uint32) << 24))
+
+
+@triton.jit
+def _value(y, scale, FRACTION: tl.constexpr):
+    factor = tl.where(scale == 255, 0x7FC00000, (tl.maximum(scale, 40) - FRACTION) << 23)
+    plain = y * _float_of(factor)
+    tiny_scale = tl.minimum(scale, 39)
+    bits = y.to(tl.uint32, bitcast=True)
+    magnitude = _float_of(bits & 0x7FFFFFFF)
+    steps = magnitude * _float_of((tiny_scale + 149 - FRACTION) << 23)
+    is_subnormal = steps < 16777216.0
+    subnormal = tl.where(is_subnormal, steps, 0.0).to(tl.int32)
+    normal = (magnitude * _float_of((tiny_scale + 64 - FRACTION) << 23)) * 5.421010862427522e-20
+    tiny = tl.where(is_subnormal, subnormal, normal.to(tl.int32, bitcast=True)).to(tl.uint32)
+    return tl.where(scale >= 40, plain, _float_of(tiny | (bits & 0x80000000)))
+
+
+@triton.jit
+def _power_bits(exponent):
+    normal = tl.maximum(exponent + 127, 0) << 23
+    subnormal = 1 << tl.minimum(tl.maximum(exponent + 149, 0), 22)
+    return tl.where(exponent >= -126, normal, subnormal)
+
+
+@triton.jit
+def _bound(largest, scale, IS_INT: tl.constexpr, STOCHASTIC: tl.constexpr):
+    if IS_INT:
+        saturates = largest > 0x7F7E0000
+        return _power_bits(scale - tl.where(saturates, 133, 133 if STOCHASTIC else 134))
+    SHIFT: tl.constexpr = 3 if STOCHASTIC else 4
+    exponent = largest >> 23
+    full = ((largest & 0x7FFFFF) | 0x800000) << tl.minimum(tl.maximum(exponent - 1, 0), 3)
+    in_steps = tl.where(exponent == 0, largest, full)
+    relative = tl.where(
+        exponent <= SHIFT, (in_steps + ((1 << SHIFT) - 1)) >> SHIFT, largest - (SHIFT << 23)
+    )
+    return tl.maximum(relative, _power_bits(scale - (133 + SHIFT)))
