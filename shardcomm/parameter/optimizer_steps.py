@@ -102,6 +102,8 @@ def _params(optimizer: optim.Optimizer) -> list[nn.Parameter]:
 def _ours(params: Sequence[nn.Parameter]) -> tuple[list[ShardedParameter], list[WholeParameter]]:
     """Those of `params` of which this rank has rows, and those of which it has the whole."""
     rows = [param for param in params if type(param) is ShardedParameter]
+    if len(rows) == len(params):  # as mostly; another look at all of them would cost each step
+        return rows, []
     return rows, [param for param in params if type(param) is WholeParameter]
 
 
