@@ -148,8 +148,8 @@ def unit(bucket: Bucket, grads: list[torch.Tensor], timed: Timed) -> None:
     work = timed("gather: queue", lambda: bucket.all_gather(async_op=True))
     timed("gather: wait", work.wait)
     timed.settle()
-    timed("reduce: pack", lambda: bucket.pack(grads, async_op=True))
-    work = timed("reduce: queue", lambda: bucket.reduce(async_op=True))
+    timed("reduce: pack", lambda: bucket.reduction.pack(grads, async_op=True))
+    work = timed("reduce: queue", lambda: bucket.reduction.reduce(async_op=True))
     timed("reduce: wait", work.wait)
     timed.settle()
     bucket.gradients.forget(shown=False)  # the next does not add to it

@@ -122,8 +122,8 @@ def two_events_a_collective() -> None:
     def steps(number: int) -> None:
         for _ in range(number):
             bucket.all_gather(async_op=True).wait()
-            bucket.pack(grads, async_op=True)
-            bucket.reduce(async_op=True).wait()
+            bucket.reduction.pack(grads, async_op=True)
+            bucket.reduction.reduce(async_op=True).wait()
             bucket.gradients.forget(shown=False)
 
     with played_cuda.Stream():

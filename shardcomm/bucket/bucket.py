@@ -276,7 +276,7 @@ class Bucket:
         """
         if self.full is self.shard:
             return DONE
-        if self.block_gather is not None or self._aside(async_op):
+        if self.block_gather is not None or self.reduction.goes_aside(async_op):
             work = self._gather_aside(self._bound_gather)
             if not async_op:
                 work.wait()
@@ -302,7 +302,7 @@ class Bucket:
         check_type("gathered_shards", "flat", flat, torch.Tensor, "a torch.Tensor")
         recv, send = movable(flat), movable(self._sent)
         counts = _moved_counts(self.layout, self._sent, send)
-        if self._aside(async_op=False):
+        if self.reduction.goes_aside(False):
             bound = self.comm.bind_all_gather(recv, send, counts=counts, tag=self._tag)
             self._gather_aside(bound).wait()
         else:
@@ -328,7 +328,7 @@ class Bucket:
         full = flat.new_empty(self.layout.flat_numel)
         recv, send = movable(full), movable(flat)
         counts = _moved_counts(self.layout, flat, send)
-        if self._aside(async_op=True):
+        if self.reduction.goes_aside(True):
             streams = self._streams
             gather = self.comm.bind_all_gather(recv, send, counts=counts, tag=self._tag)
             gathered = gather.queue(streams.gather, streams.computed())
@@ -370,16 +370,17 @@ class Bucket:
             CommError: As `all_gather`.
         """
         check_count("reduce_scatter", "grads", grads, self.layout)
-        self.pack(
+        reduction = self.reduction
+        reduction.pack(
             [
                 None if grad is None else self._checked(grad, placement)
                 for grad, placement in zip(grads, self.layout.placements, strict=True)
             ],
             async_op=async_op,
         )
-        work = self.reduce(async_op=async_op)
-        if self.reduction.replicas is not None:
-            work = self.all_reduce(async_op=async_op)
+        work = reduction.reduce(async_op=async_op)
+        if reduction.replicas is not None:
+            work = reduction.all_reduce(async_op=async_op)
         if self.offload is not None:
             work = Work(self.offload.landed)  # the host waits, since it reads the gradients
             if not async_op:
@@ -395,48 +396,6 @@ class Bucket:
         if grad.device != self.comm.device:
             raise ValueError(f"{name} is on {grad.device}; it must be on {self.comm.device}")
         return grad.resolve_neg() if grad.layout is torch.strided else grad
-
-    # The three parts of `reduce_scatter`, which the engine runs at different times.
-
-    def pack(self, grads: Sequence[torch.Tensor | None], *, async_op: bool = False) -> bool:
-        """Copies full gradients into the reduce buffer. The caller may drop them then.
-
-        It is the first of three parts of `reduce_scatter`: `pack`, `reduce`, and with replicas `all_reduce`. Afterwards
-        `gradients.show()` sets the `.grad` of `shards`.
-
-        Args:
-            grads: As in `reduce_scatter`.
-            async_op: The same for all three parts.
-
-        Returns:
-            Whether there is something to reduce. False on a rank alone: then `reduce` does nothing.
-        """
-        return self.reduction.pack(grads, aside=self._aside(async_op))
-
-    def reduce(self, *, async_op: bool = False, put_off: bool = False) -> Work:
-        """Averages the packed gradients over the ranks of `comm`, into `grad`; collective.
-
-        With replicas the result goes to the staging buffer, for `all_reduce`.
-
-        Args:
-            async_op: As in `pack`.
-            put_off: Whether `all_reduce` comes only after a later `reduce`, and covers this one, too.
-
-        Returns:
-            The Work to wait for.
-        """
-        return self.reduction.reduce(aside=self._aside(async_op), put_off=put_off)
-
-    def all_reduce(self, *, async_op: bool = False) -> Work:
-        """Averages over the replicas what `reduce` left, into `grad`; collective.
-
-        Args:
-            async_op: As in `pack`.
-
-        Returns:
-            The Work to wait for.
-        """
-        return self.reduction.all_reduce(aside=self._aside(async_op))
 
     @property
     def grad(self) -> torch.Tensor:
@@ -514,14 +473,6 @@ class Bucket:
         }
         if differs := difference([self.comm], layout_items(self.layout, facts)):
             raise comm_error("mismatch", f"Bucket: ranks differ: {differs}")
-
-    def _aside(self, async_op: bool) -> bool:
-        """Whether work goes to a stream of its own.
-
-        With an offload it always does, so that the buckets use the offload's staging in turn. Without peers there is no
-        rank to wait for, and the work takes less time than handing it over would.
-        """
-        return self.offload is not None or (async_op and self.reduction.has_peers)
 
     @cached_property
     def _streams(self) -> Streams:

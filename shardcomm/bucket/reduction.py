@@ -8,7 +8,8 @@ to a staging buffer, is all-reduced among the replicas there, and only then goes
 may be put off: the results of several reduce-scatters are summed until then, in the gradients' dtype.
 
 The three parts are called one after the other, each as early as possible: `pack`, after which the full gradients may be
-dropped; `reduce`, before which the shard's gradient takes no memory; and `all_reduce`, on a stream of its own.
+dropped; `reduce`, before which the shard's gradient takes no memory; and with replicas `all_reduce`, on a stream of its
+own. Then `ShardGradients.show` sets the `.grad` of the shard's parameters.
 """
 
 from __future__ import annotations
@@ -114,15 +115,28 @@ class Reduction:
         """The bytes of the gradients of this rank's shard, in the dtype in which they are reduced."""
         return self._layout.shard_numels[self._comm.rank] * self._dtype.itemsize
 
-    def pack(self, grads: Sequence[torch.Tensor | None], *, aside: bool) -> bool:
-        """Copies `grads` into the buffer that `reduce` sends, once its last content has been reduced.
+    def goes_aside(self, async_op: bool) -> bool:
+        """Whether a gather or a reduce with this `async_op` goes to a stream of its own.
+
+        With an offload it always does, so that the buckets use the offload's staging in turn. Without peers there is no
+        rank to wait for, and the work takes less time than handing it over would.
+        """
+        return self._offload is not None or (async_op and self.has_peers)
+
+    def pack(self, grads: Sequence[torch.Tensor | None], *, async_op: bool = False) -> bool:
+        """Copies full gradients into the buffer that `reduce` sends, once its last content has been reduced.
 
         The caller may drop `grads` afterwards. The compute stream makes the copy. If the stream of the reduces made it,
         nobody would know when `grads` have been read.
 
+        Args:
+            grads: As in `Bucket.reduce_scatter`.
+            async_op: The same for all three parts.
+
         Returns:
             Whether there is something to reduce. On a rank alone the gradients are the mean already.
         """
+        aside = self.goes_aside(async_op)
         sources = self._full.checked(grads)
         if not self._needs_no_other():
             self._packed = self._free_buffer(aside=aside)
@@ -146,13 +160,17 @@ class Reduction:
             sources, grad, self._computing(), scale, add=self._adds, nonfinite=nonfinite
         )
 
-    def reduce(self, *, aside: bool, put_off: bool = False) -> Work:
-        """Averages the packed gradients over the ranks of `comm`; with replicas, `all_reduce` must follow.
+    def reduce(self, *, async_op: bool = False, put_off: bool = False) -> Work:
+        """Averages the packed gradients over the ranks of `comm`; with replicas, `all_reduce` must follow; collective.
 
         Args:
-            aside: Whether it runs on the stream of the reduces.
+            async_op: As in `pack`.
             put_off: Whether `all_reduce` comes only after a later reduce, and covers this one, too.
+
+        Returns:
+            The Work to wait for.
         """
+        aside = self.goes_aside(async_op)
         packed, self._packed = self._packed, None
         if packed is None:
             return DONE
@@ -180,8 +198,16 @@ class Reduction:
         with self._gradient(self._streams.reduce) as grad:
             return self._reduce_aside(packed, grad, epilogue, self._adds)
 
-    def all_reduce(self, *, aside: bool) -> Work:
-        """Averages what `reduce` left over the replicas."""
+    def all_reduce(self, *, async_op: bool = False) -> Work:
+        """Averages what `reduce` left over the replicas; collective.
+
+        Args:
+            async_op: As in `pack`.
+
+        Returns:
+            The Work to wait for.
+        """
+        aside = self.goes_aside(async_op)
         assert self.replicas is not None
         assert self.staging is not None
         if self._put_off is not None:

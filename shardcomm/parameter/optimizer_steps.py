@@ -1,11 +1,13 @@
-"""Hooks around the steps of optimizers: what a step sees of sharded parameters, and whether it has the right ones.
+"""What the steps and the `zero_grad` of optimizers see of sharded parameters, and whether a step has the right ones.
 
 Those of torch's optimizers that go element by element see plain parameters, which the fused and foreach kernels take at
 no cost. Other optimizers, and the hooks of all, see guarded rows. With these, elementwise arithmetic and norms of the
 whole are right, too, such as LAMB's; an optimizer that looks at matrices, such as Muon, is refused. A parameter that
 one rank owns as a whole is plain to it, except in a user's own step around an optimizer that goes element by element.
 
-Torch calls the hooks for every `torch.optim.Optimizer` of the process.
+Torch calls the hooks for every `torch.optim.Optimizer` of the process, in each step. A guarded parameter costs several
+times as much to look at as a plain one. So the hooks look at each parameter as few times as they can, and torch's
+`zero_grad`, for which there are no hooks, is wrapped: it sees plain parameters, too.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -51,8 +53,9 @@ _OF_WHOLE_PARAMETERS = (optim.Adafactor, optim.Muon)
 
 @cache
 def install() -> None:
-    """Registers the hook for all optimizers of the process, once."""
+    """Registers the hook for all optimizers of the process, and wraps their `zero_grad`, once."""
     register_optimizer_step_pre_hook(_before)
+    optim.Optimizer.zero_grad = _of_plain(optim.Optimizer.zero_grad)  # type: ignore[method-assign]
     optimizer_dicts.install()
 
 
@@ -92,6 +95,43 @@ _warned: weakref.WeakSet[type[optim.Optimizer]] = weakref.WeakSet()
 _hooks: weakref.WeakKeyDictionary[optim.Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
 
 
+def _params(optimizer: optim.Optimizer) -> list[nn.Parameter]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def _ours(params: Sequence[nn.Parameter]) -> tuple[list[ShardedParameter], list[WholeParameter]]:
+    """Those of `params` of which this rank has rows, and those of which it has the whole."""
+    rows = [param for param in params if type(param) is ShardedParameter]
+    if len(rows) == len(params):  # as mostly; another look at all of them would cost each step
+        return rows, []
+    return rows, [param for param in params if type(param) is WholeParameter]
+
+
+def _is_known(optimizer: optim.Optimizer) -> bool:
+    """Whether the step is torch's or our own, which does nothing but update parameters in place."""
+    return type(optimizer).step.__module__.startswith(_KNOWN_STEPS)
+
+
+def _of_plain(zero_grad: Callable[[optim.Optimizer, bool], None]) -> Any:
+    """Torch's `zero_grad`, to which parameters are plain."""
+
+    @wraps(zero_grad)
+    def of_plain(self: optim.Optimizer, set_to_none: bool = True) -> None:
+        rows, whole = _ours(_params(self))
+        _make(rows, nn.Parameter)
+        _make(whole, nn.Parameter)
+        try:
+            zero_grad(self, set_to_none)
+        finally:
+            _make(rows, ShardedParameter)
+            _make(whole, WholeParameter)
+        if set_to_none:
+            for param in rows:
+                param.whole.grad_elsewhere = None
+
+    return of_plain
+
+
 def _has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a step with these arguments, the optimizer first, computes gradients itself."""
     return (args[1] if len(args) > 1 else kwargs.get("closure")) is not None
@@ -103,16 +143,18 @@ def _before(optimizer: optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str,
     It makes `_begin` the last of the hooks before the step, and `_end` the first of those after it.
     """
     _end(optimizer, args, kwargs)  # after a step that an exception ended, torch has called no hook
-    params = [p for group in optimizer.param_groups for p in group["params"]]
+    params = _params(optimizer)
     if _checked.get(optimizer) != len(params):
         _check(optimizer, params)
         _checked[optimizer] = len(params)
-    if not _has_closure(args, kwargs):  # whose backward may reduce them yet
-        for param in params:
-            if type(param) in _OURS and param.whole is not None and param.whole.awaits_reduce:
-                param.whole.refuse_step(type(optimizer).__name__)
-    if not any(type(p) is ShardedParameter for p in params):
+    rows, whole = _ours(params)
+    if not (rows or whole):
         return
+    if not _has_closure(args, kwargs):  # whose backward may reduce them yet
+        await_reduce = [p.whole for p in rows if p.whole.awaits_reduce]
+        await_reduce += [p.whole for p in whole if p.whole is not None and p.whole.awaits_reduce]
+        if await_reduce:
+            await_reduce[0].refuse_step(type(optimizer).__name__)
     if optimizer not in _hooks:
         handles = optimizer.register_step_pre_hook(_begin), optimizer.register_step_post_hook(_end)
         _hooks[optimizer] = handles[0].id, handles[1].id
@@ -126,9 +168,8 @@ def _before(optimizer: optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str,
 def _begin(
     optimizer: optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    sharded = [p for p in params if type(p) is ShardedParameter]
-    if isinstance(optimizer, optim.LBFGS) and sharded:
+    sharded, whole = _ours(_params(optimizer))
+    if sharded and isinstance(optimizer, optim.LBFGS):
         raise RuntimeError(
             "LBFGS.step: it takes products over all parameters together, of which this rank has only some; use it with "
             'strategy="no_shard", or an optimizer that treats elements or parameters by themselves'
@@ -136,10 +177,10 @@ def _begin(
     if not isinstance(optimizer, _ELEMENTWISE):
         of_whole = isinstance(optimizer, _OF_WHOLE_PARAMETERS)
         for param in sharded:
-            whole = param.whole
-            if whole.owned is Owned.PART or (of_whole and whole.held is Held.ROWS):
-                whole.refuse(f"{type(optimizer).__name__}.step")
-            if whole.held is Held.ELSEWHERE:
+            of = param.whole
+            if of.owned is Owned.PART or (of_whole and of.held is Held.ROWS):
+                of.refuse(f"{type(optimizer).__name__}.step")
+            if of.held is Held.ELSEWHERE:
                 # Torch's get_optimizer_state_dict makes a step with zeros as gradients, which has no meaning here.
                 with plain():
                     set_grad(param, None)
@@ -148,14 +189,14 @@ def _begin(
         # The owner of a parameter does with it alone what it would do without sharding.
         sharded = [p for p in sharded if p.whole.owned is Owned.WHOLE or of_whole]
         if sharded:
-            _warn(type(optimizer))
-    elif not type(optimizer).step.__module__.startswith(_KNOWN_STEPS):
+            _warn(optimizer)
+    elif not _is_known(optimizer):
         # A step of a user's own around one of these may do anything: clip, for instance.
         written([param for param in sharded if param.grad is not None])
         return None
-    if not sharded:
-        return None
-    stepping = _stepping[optimizer] = _Stepping(sharded)
+    if not _is_known(optimizer):
+        whole = []  # as they are they refuse other memory
+    stepping = _stepping[optimizer] = _Stepping(sharded, whole)
     stepping.begin()
     if len(args) > 1 and callable(args[1]):
         return (args[0], stepping.guarding(args[1]), *args[2:]), kwargs
@@ -164,9 +205,10 @@ def _begin(
     return None
 
 
-def _warn(kind: type[optim.Optimizer]) -> None:
+def _warn(optimizer: optim.Optimizer) -> None:
     """Warns once for each class whose step is unknown here, since it may compute with several parameters together."""
-    if kind in _warned or kind.step.__module__.startswith(_KNOWN_STEPS):
+    kind = type(optimizer)
+    if kind in _warned or _is_known(optimizer):
         return
     _warned.add(kind)
     warnings.warn(
@@ -200,31 +242,39 @@ def _check(optimizer: optim.Optimizer, params: Sequence[nn.Parameter]) -> None:
 
 def _end(optimizer: optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if (stepping := _stepping.pop(optimizer, None)) is not None:
-        moved = [param for param in stepping.params if param.data_ptr() != param.whole.address]
+        may_be_moved = () if _is_known(optimizer) else stepping.rows
+        moved = [param for param in may_be_moved if param.data_ptr() != param.whole.address]
         stepping.end()
         for param in moved:  # by `param.data = ...`
             param.whole.adopt(param)
 
 
 class _Stepping:
-    """A step under way: from `begin` to `end`, `params` and their gradients have the classes of plain tensors."""
+    """A step under way: from `begin` to `end`, parameters and their gradients have the classes of plain tensors."""
 
-    def __init__(self, params: Sequence[ShardedParameter]) -> None:
-        self.params = params
+    def __init__(self, rows: Sequence[ShardedParameter], whole: Sequence[WholeParameter]) -> None:
+        self.rows = rows
+        self._whole = whole
         self._grads: list[torch.Tensor] = []
 
     def begin(self) -> None:
-        _make(self.params, nn.Parameter)
-        shown = [param.grad for param in self.params]
+        _make(self._whole, nn.Parameter)
+        self._grads, stepped = [], []
+        for param in self.rows:  # one loop, since a model may have thousands, in every step
+            param.__class__ = nn.Parameter  # type: ignore[assignment]
+            grad = param.grad
+            if type(grad) is ShardedRows:
+                grad.__class__ = torch.Tensor  # type: ignore[assignment]
+                self._grads.append(grad)
+            if grad is not None or param.whole.grad_elsewhere is not None:
+                stepped.append(param)
         # Torch's fused kernels do not mark what they write as changed. Neither does a step on another rank, the owner.
-        stepped = zip(self.params, shown, strict=True)
-        written([p for p, g in stepped if g is not None or p.whole.grad_elsewhere is not None])
-        self._grads = [grad for grad in shown if type(grad) is ShardedRows]
-        _make(self._grads, torch.Tensor)
+        written(stepped)
 
     def end(self) -> None:
-        _make(self.params, ShardedParameter)
+        _make(self.rows, ShardedParameter)
         _make(self._grads, ShardedRows)
+        _make(self._whole, WholeParameter)
 
     def guarding(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """`closure` with guarded parameters around it, since it is the user's code: forward, backward, and clipping."""

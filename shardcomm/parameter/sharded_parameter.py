@@ -130,8 +130,8 @@ class ShardedParameter(nn.Parameter):
     __deepcopy__ = ShardedRows.__deepcopy__
     _refuse_copies = ShardedRows._refuse_copies
 
-    # A property of its own, since the way through __torch_function__ takes four times as long, and each `zero_grad`
-    # asks each parameter.
+    # A property of its own, since the way through __torch_function__ takes four times as long, and a module's
+    # `zero_grad` asks each parameter.
     @property
     def grad(self) -> ShardedRows | None:
         """This rank's rows of the gradient, averaged over the ranks; None before a backward."""
@@ -172,8 +172,8 @@ _SWAP = "torch.utils.swap_tensors, as by torch.__future__.set_swap_module_params
 class WholeParameter(nn.Parameter):
     """A parameter of which this rank has the whole, in memory of the engine's, which must not move.
 
-    In everything else it is a plain parameter, at no cost. A copy of it, or one that was pickled, is wholly plain: it
-    has no `whole`.
+    In everything else it is a plain parameter, whose class it has in optimizers' steps. A copy of it, or one that was
+    pickled, is wholly plain: it has no `whole`.
     """
 
     whole: Whole | None = None

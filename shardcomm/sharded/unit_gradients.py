@@ -217,10 +217,11 @@ class UnitGradients:
             put_off: Whether no all-reduce comes in this backward.
         """
         for bucket, params in self._trained:
-            left = bucket.pack([param.take() for param in params], async_op=True)
+            reduction = bucket.reduction
+            left = reduction.pack([param.take() for param in params], async_op=True)
             self.stage = PACKED
             if left:
-                work = bucket.reduce(async_op=True, put_off=put_off)
+                work = reduction.reduce(async_op=True, put_off=put_off)
                 if work.event is not None:
                     self.reduces.append(work)
         self.stage = REDUCING
@@ -229,7 +230,7 @@ class UnitGradients:
     def all_reduce(self) -> None:
         """Queues the all-reduces of the gradients that `reduce` left, which `all_reduces` lists to be waited for."""
         self.awaits_replicas = False
-        self.all_reduces += [bucket.all_reduce(async_op=True) for bucket, _ in self._trained]
+        self.all_reduces += [b.reduction.all_reduce(async_op=True) for b, _ in self._trained]
 
     def arrived(self) -> None:
         """Publishes the gradients if their reduces have ended, and if this rank knows that none is missing."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -135,6 +135,42 @@ def test_adafactor_is_refused_on_a_rank_without_rows() -> None:
             torch.optim.Adafactor(model.parameters()).step()
 
     run_threads(body, 4)
+
+
+class Watched(list[nn.Parameter]):
+    """Parameters of a group, which notes in `seen` the classes that each look at all of them finds."""
+
+    def __init__(self, params: Iterable[nn.Parameter]) -> None:
+        super().__init__(params)
+        self.seen: list[set[type]] = []
+
+    def __iter__(self) -> Iterator[nn.Parameter]:
+        params = list(super().__iter__())
+        self.seen.append({type(param) for param in params})
+        return iter(params)
+
+
+@pytest.mark.covers("optimizers", "granularity")
+@pytest.mark.parametrize(("ranks", "granularity"), [(1, "row"), (2, "row"), (2, "tensor")])
+def test_steps_and_zero_grad_see_plain_parameters(ranks: int, granularity: str) -> None:
+    """Torch's fast kernels are for the classes of plain tensors; others it asks at each access what they are."""
+
+    def run(comm: Communicator) -> None:
+        model = net()
+        engine = fully_shard(model, comm, units=nn.Linear, granularity=granularity)
+        before = [type(param) for param in model.parameters()]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        params = optimizer.param_groups[0]["params"] = Watched(model.parameters())
+        model(torch.ones(2, WIDTH)).sum().backward()
+        assert all(param.grad is not None for param in model.parameters())
+        for call in (optimizer.step, optimizer.zero_grad):
+            call()
+            assert params.seen[-1] == {nn.Parameter}  # the last look is torch's own
+            assert [type(param) for param in model.parameters()] == before
+        assert all(param.grad is None for param in model.parameters())
+        engine.close()
+
+    run_threads(run, ranks)
 
 
 class Normalized(torch.optim.Optimizer):
