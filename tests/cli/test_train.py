@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -187,6 +188,7 @@ def test_a_report_that_cannot_be_written_is_one_sentence(
 def test_ctrl_c_while_the_ranks_start_ends_the_run(starting_run: subprocess.Popen[str]) -> None:
     while not any(is_fork_server(pid) for pid in members(starting_run.pid)):
         assert starting_run.poll() is None
+        time.sleep(0.005)  # else the search takes a core from the start
     os.killpg(starting_run.pid, signal.SIGINT)
     _, err = starting_run.communicate(timeout=20)
     assert starting_run.returncode == 130
