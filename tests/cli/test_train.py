@@ -38,8 +38,6 @@ def starting_run(text_file: str) -> Iterator[subprocess.Popen[str]]:
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,  # so that all of it can be found, and ended
-        # Whoever runs the tests in the background has Ctrl-C ignored, which children inherit.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # noqa: PLW1509
     )
     with temp_dir:
         try:

@@ -350,8 +350,6 @@ def start_waiting(**environment: str) -> subprocess.Popen[str]:
         env=os.environ | environment,
         stdout=subprocess.PIPE,
         text=True,
-        # Whoever runs the tests in the background has Ctrl-C ignored, which children inherit.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # noqa: PLW1509
     )
 
 
