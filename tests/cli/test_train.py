@@ -22,6 +22,7 @@ import torch
 from shardcomm.cli.train import command
 from shardcomm.cli.train.report import table
 from shardcomm.cli.train.text import Corpus, read_text
+from support.commands import torchrun
 from support.sessions import members, ranks_of, wait_for_end
 from support.train_runs import DEADLINE_S, SMALL, parsed, quiet_train, refusal, run
 
@@ -121,21 +122,8 @@ def test_strategies_agree_and_each_is_held_against_what_it_shares_out(text_file:
 
 
 def test_torchrun_gives_the_ranks(text_file: str) -> None:
-    torchrun = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "3",
-        "--standalone",
-    ]
-    done = subprocess.run(
-        [*torchrun, "-m", "shardcomm", "train", *SMALL, "--text", text_file, "--json", "-"],
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        check=False,
-    )
+    ranks = ["--nproc-per-node", "3", "--standalone", "-m", "shardcomm", "train"]
+    done = torchrun(*ranks, *SMALL, "--text", text_file, "--json", "-")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["ranks"] == 3
 
