@@ -6,6 +6,7 @@ import gc
 import multiprocessing
 import os
 import random
+import signal
 from collections.abc import Iterator
 from multiprocessing import forkserver
 from pathlib import Path
@@ -20,6 +21,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["PYTHONPATH"] = os.pathsep.join(
     [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
 )
+
+# A shell's background process ignores Ctrl-C, and so would each process that a test starts and interrupts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 pytest_plugins = ["shardcomm.pytest"]  # the fixture `cluster`
 

@@ -302,8 +302,9 @@ SMALL = ["-b", "64", "-e", "64", "-n", "2", "--json", "-"]
 
 
 def test_torchrun_gives_the_ranks() -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "3"]
-    done = run([*torchrun, "--standalone", "-m", "shardcomm", "bench", *SMALL])
+    done = commands.torchrun(
+        "--nproc-per-node", "3", "--standalone", "-m", "shardcomm", "bench", *SMALL
+    )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["ranks"] == 3
 

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +22,7 @@ import torch
 from shardcomm.cli.train import command
 from shardcomm.cli.train.report import table
 from shardcomm.cli.train.text import Corpus, read_text
+from support.commands import torchrun
 from support.sessions import members, ranks_of, wait_for_end
 from support.train_runs import DEADLINE_S, SMALL, parsed, quiet_train, refusal, run
 
@@ -37,8 +39,6 @@ def starting_run(text_file: str) -> Iterator[subprocess.Popen[str]]:
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,  # so that all of it can be found, and ended
-        # Whoever runs the tests in the background has Ctrl-C ignored, which children inherit.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # noqa: PLW1509
     )
     with temp_dir:
         try:
@@ -122,21 +122,8 @@ def test_strategies_agree_and_each_is_held_against_what_it_shares_out(text_file:
 
 
 def test_torchrun_gives_the_ranks(text_file: str) -> None:
-    torchrun = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "3",
-        "--standalone",
-    ]
-    done = subprocess.run(
-        [*torchrun, "-m", "shardcomm", "train", *SMALL, "--text", text_file, "--json", "-"],
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        check=False,
-    )
+    ranks = ["--nproc-per-node", "3", "--standalone", "-m", "shardcomm", "train"]
+    done = torchrun(*ranks, *SMALL, "--text", text_file, "--json", "-")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["ranks"] == 3
 
@@ -187,6 +174,7 @@ def test_a_report_that_cannot_be_written_is_one_sentence(
 def test_ctrl_c_while_the_ranks_start_ends_the_run(starting_run: subprocess.Popen[str]) -> None:
     while not any(is_fork_server(pid) for pid in members(starting_run.pid)):
         assert starting_run.poll() is None
+        time.sleep(0.005)  # else the search takes a core from the start
     os.killpg(starting_run.pid, signal.SIGINT)
     _, err = starting_run.communicate(timeout=20)
     assert starting_run.returncode == 130

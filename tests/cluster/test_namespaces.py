@@ -23,7 +23,6 @@ MAKER = f"""
 import signal
 from shardcomm.cluster.hosts import hosts
 from shardcomm.cluster.links import Link
-signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background process ignores
 with hosts(2, Link(10**9)) as two:
     for host in two:
         host.start("sh", "-c", {STAY!r})

@@ -5,8 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -18,6 +16,7 @@ import torch.distributed as dist
 
 from shardcomm import CommError, launch
 from shardcomm.interop import backend
+from support.commands import torchrun
 from support.gates import until
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left_in_shared_memory")
@@ -293,14 +292,7 @@ else:
 def test_a_callback_that_waits_in_another_group_does_not_hold_up_the_end(tmp_path: Path) -> None:
     script = tmp_path / "two_groups.py"
     script.write_text(TWO_GROUPS)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    ended = subprocess.run(
-        [*command, str(script), str(tmp_path / "ended")],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    ended = torchrun("--standalone", "--nproc-per-node=2", str(script), str(tmp_path / "ended"))
     assert ended.returncode == 0, ended.stderr
 
 

@@ -22,6 +22,7 @@ from shardcomm import CommError, Communicator
 from shardcomm.comm.rendezvous import _own_gpu
 from shardcomm.meeting.announcement import announce, ask
 from shardcomm.meeting.launchers import Launched, launched, meeting_point
+from support.interpreters import run_each
 
 DEADLINE_S = 120
 PREFIXES = (
@@ -237,25 +238,36 @@ def run(command: list[str], environment: dict[str, str] | None = None) -> list[s
     return sorted(done.stdout.splitlines())
 
 
-# Forks a process for each environment, which runs the program in it. Torch is loaded once.
+# Forks a process for each environment, which runs the program in it.
 LAUNCHER = """
 import json, os, sys
-import shardcomm
+environments = json.loads(os.environ["ENVIRONMENTS"])
 ranks = []
-for environment in json.loads(sys.argv[2]):
+for environment in environments:
     rank = os.fork()
     if rank == 0:
+        os.environ.clear()
         os.environ.update(environment)
-        exec(sys.argv[1])
+        exec(PROGRAM)
         sys.exit()
     ranks.append(rank)
 sys.exit(any([os.waitpid(rank, 0)[1] for rank in ranks]))
 """
 
 
-def launcher(environments: list[dict[str, str]]) -> list[str]:
-    """A process that starts one with each of these, as a launcher does, and waits for them."""
-    return [sys.executable, "-c", LAUNCHER, PROGRAM, json.dumps(environments)]
+def launch_each(*jobs: list[dict[str, str]]) -> list[list[str]]:
+    """The sorted lines of each job, which are all run at once.
+
+    Of a job, one process starts another with each of the environments, as a launcher does, and waits for them.
+    """
+    clean = {n: v for n, v in os.environ.items() if not n.startswith(PREFIXES)}
+    ended = run_each(
+        f"PROGRAM = {PROGRAM!r}\n{LAUNCHER}",
+        [{"ENVIRONMENTS": json.dumps([clean | each for each in job])} for job in jobs],
+    )
+    for launcher in ended:
+        assert launcher.returncode == 0, launcher.stdout + launcher.stderr
+    return [sorted(launcher.stdout.splitlines()) for launcher in ended]
 
 
 OF_TWO = ["0 of 2: 11", "1 of 2: 11"]
@@ -267,24 +279,14 @@ def test_ranks_of_two_of_slurms_nodes_meet_on_the_first() -> None:
         srun(rank, 3, node=node, local=local, tasks="2,1") | {"SLURM_STEP_NODELIST": "localhost,x"}
         for rank, (node, local) in enumerate(of_node)
     ]
-    assert run(launcher(environments)) == [f"{rank} of 3: 111" for rank in range(3)]
+    assert launch_each(environments) == [[f"{rank} of 3: 111" for rank in range(3)]]
 
 
 @pytest.mark.parametrize("of", [lambda r, j: open_mpi(r, 2, job=j), lambda r, _: hydra(r, 2)])
 def test_two_runs_on_one_host_do_not_meet(of: object) -> None:
     assert callable(of)
-    jobs = [
-        subprocess.Popen(launcher([of(rank, job) for rank in range(2)]), stdout=subprocess.PIPE, text=True)
-        for job in ("1", "2")
-    ]  # fmt: skip
-    try:
-        for job in jobs:
-            out, _ = job.communicate(timeout=DEADLINE_S)
-            assert sorted(out.splitlines()) == OF_TWO
-    finally:
-        for job in jobs:
-            job.kill()
-            job.wait()
+    jobs = [[of(rank, job) for rank in range(2)] for job in ("1", "2")]
+    assert launch_each(*jobs) == [OF_TWO, OF_TWO]
 
 
 def test_launch_inside_of_a_launcher_starts_ranks_of_its_own(tmp_path: Path) -> None:
@@ -326,31 +328,14 @@ def test_a_rank_without_a_rank_0_says_so(monkeypatch: pytest.MonkeyPatch) -> Non
         Communicator.from_env(deadline_s=0.3)
 
 
-# Each of four ends through the interpreter; torch is loaded once.
-MEETS_NOBODY = """
-import os, sys
-import shardcomm
-ended = []
-for file in sys.argv[1:]:
-    child = os.fork()
-    if child == 0:
-        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), 2)
-        shardcomm.Communicator.from_env(deadline_s=0.5)
-    ended.append(child)
-print([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in ended])
-"""
-
-
-def test_a_program_that_meets_nobody_ends_with_its_error(tmp_path: Path) -> None:
+def test_a_program_that_meets_nobody_ends_with_its_error() -> None:
+    program = "import shardcomm; shardcomm.Communicator.from_env(deadline_s=0.5)"
     alone = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1"}
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port = {"MASTER_PORT": str(listening.getsockname()[1])}  # on which nobody listens any more
-    files = [tmp_path / str(i) for i in range(4)]
-    assert run([sys.executable, "-c", MEETS_NOBODY, *map(str, files)], alone | port) == [
-        str([1] * 4)
-    ]
-    for file in files:
-        assert "which was not reached within 0.5 s" in file.read_text()
+    for ended in run_each(program, [alone | port] * 4):
+        assert ended.returncode == 1
+        assert "which was not reached within 0.5 s" in ended.stderr
 
 
 def installed(*names: str) -> str:

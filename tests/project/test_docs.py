@@ -9,16 +9,14 @@ import shlex
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
 
 import shardcomm
 from shardcomm.__main__ import make_parser
 from shardcomm.cluster import refusal
 from support import commands
+from support.shown_examples import run
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -50,19 +48,6 @@ EXAMPLES = [
 ]
 COMMANDS = {command: page for page in PAGES for command in commands_of(page)}
 OURS = [command for command in COMMANDS if command.startswith("shardcomm ")]
-
-
-def run(page: str, example: str, folder: Path) -> None:
-    os.chdir(folder)  # for what it writes
-    names: dict[str, Any] = {"__name__": "__main__"}
-    if re.search(r"^import .*shardcomm|^from shardcomm", example, re.MULTILINE):
-        exec(compile(example, page, "exec"), names)
-        return
-    dist.init_process_group("gloo")
-    with shardcomm.Communicator.from_process_group() as comm:
-        names |= {"torch": torch, "shardcomm": shardcomm, "comm": comm}
-        exec(compile(example, page, "exec"), names)
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(("page", "example"), EXAMPLES)

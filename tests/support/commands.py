@@ -1,4 +1,4 @@
-"""Runs a command of `shardcomm` in a process of the fork server, which has loaded what takes seconds to load.
+"""Runs `shardcomm` or torchrun in a process of the fork server, which has loaded what takes seconds to load.
 
 What is about a start as users start it, or about signals, starts `python -m shardcomm` instead.
 """
@@ -10,9 +10,12 @@ import os
 import resource
 import sys
 import tempfile
+from collections.abc import Callable
 from multiprocessing import get_context, util
 from pathlib import Path
 from subprocess import CompletedProcess
+
+from torch.distributed import run
 
 from shardcomm.__main__ import main
 
@@ -23,21 +26,37 @@ def command(
     *args: str, cwd: Path | None = None, most_bytes: int | None = None
 ) -> CompletedProcess[str]:
     """`shardcomm ARGS`: its exit status, and what it has printed. No file that it writes has more than `most_bytes`."""
+    return _completed(main, ("shardcomm", *args), cwd, most_bytes)
+
+
+def torchrun(*args: str) -> CompletedProcess[str]:
+    """`torchrun ARGS`, the same. Its ranks are started as it starts them, each from nothing."""
+    return _completed(run.main, ("torchrun", *args))
+
+
+def _completed(
+    entry: Callable[[], object],
+    words: tuple[str, ...],
+    cwd: Path | None = None,
+    most_bytes: int | None = None,
+) -> CompletedProcess[str]:
     with tempfile.TemporaryDirectory() as folder:
         out, err = Path(folder, "out"), Path(folder, "err")
         process = get_context("forkserver").Process(
-            target=_run, args=(args, dict(os.environ), cwd or Path.cwd(), most_bytes, out, err)
+            target=_run,
+            args=(entry, words, dict(os.environ), cwd or Path.cwd(), most_bytes, out, err),
         )
         process.start()
         process.join(DEADLINE_S)
         if process.exitcode is None:
             process.kill()
             process.join()
-        return CompletedProcess(args, process.exitcode or 0, out.read_text(), err.read_text())
+        return CompletedProcess(words, process.exitcode or 0, out.read_text(), err.read_text())
 
 
 def _run(
-    args: tuple[str, ...],
+    entry: Callable[[], object],
+    words: tuple[str, ...],
     environment: dict[str, str],
     cwd: Path,
     most_bytes: int | None,
@@ -50,10 +69,10 @@ def _run(
     os.environ.update(environment)
     os.chdir(cwd)
     util.spawnv_passfds = _fork_server
-    sys.argv = ["shardcomm", *args]
+    sys.argv = list(words)
     if most_bytes is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, most_bytes))
-    sys.exit(main())
+    sys.exit(entry())
 
 
 def _fork_server(_path: bytes, args: list[str], descriptors: list[int]) -> int:

@@ -18,9 +18,13 @@ from torch.distributed import TCPStore
 
 DEADLINE_S = 60.0
 
-# A child runs the program as its main module, whose names live until the interpreter takes them down.
+# A child runs the program as its main module, whose names live until the interpreter takes them down. What torch alone
+# has made is frozen, since the collection of garbage at each child's end would copy all of its pages.
 _FORKS = """
-import json, os, sys
+import gc, json, os, sys
+import torch
+gc.collect()
+gc.freeze()
 import shardcomm
 for line in sys.stdin:
     program, folder, environments = json.loads(line)
@@ -42,7 +46,7 @@ for line in sys.stdin:
 
 def run(program: str) -> CompletedProcess[str]:
     """Its exit status, and what it has printed."""
-    return _run(program, [{}])[0]
+    return run_each(program, [{}])[0]
 
 
 def run_ranks(program: str, ranks: int) -> list[CompletedProcess[str]]:
@@ -52,13 +56,14 @@ def run_ranks(program: str, ranks: int) -> list[CompletedProcess[str]]:
         "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
     }  # fmt: skip
-    return _run(
+    return run_each(
         program,
         [everywhere | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)],
     )
 
 
-def _run(program: str, environments: list[dict[str, str]]) -> list[CompletedProcess[str]]:
+def run_each(program: str, environments: list[dict[str, str]]) -> list[CompletedProcess[str]]:
+    """The same of a process for each of these additions to the environment, all at once."""
     forks = _forks()
     assert forks.stdin is not None
     assert forks.stdout is not None

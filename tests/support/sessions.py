@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import subprocess
+import time
 from pathlib import Path
+
+DEADLINE_S = 10.0
 
 
 def members(session: int) -> list[int]:
@@ -22,11 +25,12 @@ def members(session: int) -> list[int]:
 
 def wait_for_end(session: int) -> bool:
     """Whether all processes of the session end within a few seconds."""
-    done = subprocess.run(
-        ["timeout", "10", "sh", "-c", f"while ps -s {session} -o stat= | grep -qv Z; do :; done"],
-        check=False,
-    )
-    return done.returncode == 0
+    end = time.monotonic() + DEADLINE_S
+    while members(session):
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.01)
+    return True
 
 
 def ranks_of(process: subprocess.Popen[str]) -> list[int]:
