@@ -146,16 +146,18 @@ def _begin(
         # Ranks without rows do not hear of operations on rows, so that all ranks are told here that values change.
         written([p for p in sharded if p.grad is not None])
         # The owner of a parameter does with it alone what it would do without sharding.
-        sharded = [p for p in sharded if p.whole.owned is Owned.WHOLE or of_whole]
-        if sharded:
+        plain_ones = [p for p in sharded if p.whole.owned is Owned.WHOLE or of_whole]
+        if plain_ones:
             _warn(type(optimizer))
     elif not type(optimizer).step.__module__.startswith(_KNOWN_STEPS):
         # A step of a user's own around one of these may do anything: clip, for instance.
         written([param for param in sharded if param.grad is not None])
+        plain_ones = []
+    else:
+        plain_ones, sharded = sharded, []
+    if not (plain_ones or sharded):
         return None
-    if not sharded:
-        return None
-    stepping = _stepping[optimizer] = _Stepping(sharded)
+    stepping = _stepping[optimizer] = _Stepping(plain_ones, sharded)
     stepping.begin()
     if len(args) > 1 and callable(args[1]):
         return (args[0], stepping.guarding(args[1]), *args[2:]), kwargs
@@ -207,13 +209,23 @@ def _end(optimizer: optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 class _Stepping:
-    """A step under way: from `begin` to `end`, `params` and their gradients have the classes of plain tensors."""
+    """A step under way, from `begin` to `end`.
 
-    def __init__(self, params: Sequence[ShardedParameter]) -> None:
+    Args:
+        params: What has the classes of plain tensors in it, with its gradients.
+        sized: What says the sizes of its rows in it; other steps may be under way in which it does.
+    """
+
+    def __init__(
+        self, params: Sequence[ShardedParameter], sized: Sequence[ShardedParameter]
+    ) -> None:
         self.params = params
+        self._sized = [param.whole for param in sized if not param.whole.in_step]
         self._grads: list[torch.Tensor] = []
 
     def begin(self) -> None:
+        for whole in self._sized:
+            whole.in_step = True
         _make(self.params, nn.Parameter)
         shown = [param.grad for param in self.params]
         # Torch's fused kernels do not mark what they write as changed. Neither does a step on another rank, the owner.
@@ -223,6 +235,8 @@ class _Stepping:
         _make(self._grads, torch.Tensor)
 
     def end(self) -> None:
+        for whole in self._sized:
+            whole.in_step = False
         _make(self.params, ShardedParameter)
         _make(self._grads, ShardedRows)
 

@@ -10,6 +10,7 @@ parameters (`optimizer_steps.py`).
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any, NoReturn
 
@@ -22,6 +23,7 @@ from shardcomm.parameter.elementwise import Elementwise
 from shardcomm.parameter.norms import completed, is_norm, partial_norms
 from shardcomm.parameter.plain import grad_of, plain, set_grad
 from shardcomm.parameter.shard_tensor import SAVE_BY
+from shardcomm.parameter.sizes import METHODS, is_getter_of_size, numel, size
 from shardcomm.parameter.versions import written
 from shardcomm.parameter.whole import Held, Owned, Whole
 
@@ -111,8 +113,9 @@ class ShardedParameter(nn.Parameter):
         ```python
         model = torch.nn.Linear(64, 64)
         engine = shardcomm.fully_shard(model, comm)
-        print(model.weight.shape)  # this rank's rows
-        print(model.weight.full_tensor().shape)  # the whole; collective
+        print(model.weight.shape)  # the whole's
+        print(model.weight.to_local().shape)  # that of this rank's rows
+        print(model.weight.full_tensor())  # the whole; collective
         ```
     """
 
@@ -285,9 +288,11 @@ def _is_values(tensor: Any) -> bool:
 
 
 def _got(func: Any, of: Any) -> Any:
+    attribute = func.__self__.__name__
+    if is_getter_of_size(attribute):
+        return size(func, of)
     with plain():
         value = func(of)
-    attribute = func.__self__.__name__
     if not isinstance(value, torch.Tensor) or isinstance(value, ShardedRows):
         return value
     if attribute in ("data", "real", "imag"):
@@ -357,9 +362,10 @@ def _equal(first: Any, second: Any) -> bool:
 _INSTEAD: dict[Any, Any] = {
     torch._amp_foreach_non_finite_check_and_unscale_: _unscaled,
     torch.Tensor.detach: _detached,
-    torch.numel: lambda input: input.whole.numel,
-    torch.Tensor.numel: lambda self: self.whole.numel,
-    torch.Tensor.nelement: lambda self: self.whole.numel,
+    torch.numel: numel,
+    torch.Tensor.numel: numel,
+    torch.Tensor.nelement: numel,
+    **{method: partial(size, method) for method in METHODS},
     torch.equal: _equal,
     torch.Tensor.equal: _equal,
     # Rows have no graph. Torch refuses it of views, which gradients are; old loops call it.

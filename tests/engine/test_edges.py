@@ -624,7 +624,8 @@ def test_an_alias_shows_what_is_written_in_place() -> None:
             alias, values = p.data, torch.full_like(p, 0.5)
             p.data.mul_(0)
             assert not local(alias).any()
-            p.data = values.t() if values.shape[0] == values.shape[-1] > 1 else values
+            shape = local(values).shape
+            p.data = values.t() if shape[0] == shape[-1] > 1 else values
             assert not local(alias).any()
             p.data.mul_(2)
             assert not local(alias).any()
