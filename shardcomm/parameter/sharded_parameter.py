@@ -2,9 +2,9 @@
 
 `model.parameters()` of a sharded model are this rank's rows, which torch's tools take for whole parameters. So the rows
 are guarded. An elementwise operation on them is done, and gives guarded rows again. A norm is the norm of the whole
-(`norms.py`). An operation that would be silently wrong of rows alone, such as a product of matrices, an index or a sum,
-raises a RuntimeError that says where to get the whole parameter. Inside most optimizers' steps the rows are plain
-parameters (`optimizer_steps.py`).
+(`norms.py`). So are a sum, a mean or a maximum (`reductions.py`), and a shape (`sizes.py`). An operation that would be
+silently wrong of rows alone, such as a product of matrices, an index or a transpose, raises a RuntimeError that says
+where to get the whole parameter. Inside most optimizers' steps the rows are plain parameters (`optimizer_steps.py`).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from shardcomm.parameter.elementwise import Elementwise
 from shardcomm.parameter.norms import completed, is_norm, partial_norms
 from shardcomm.parameter.plain import grad_of, plain, set_grad
+from shardcomm.parameter.reductions import is_reduction, reduced
 from shardcomm.parameter.shard_tensor import SAVE_BY
 from shardcomm.parameter.sizes import METHODS, is_getter_of_size, numel, size
 from shardcomm.parameter.versions import written
@@ -106,8 +107,9 @@ class ShardedParameter(nn.Parameter):
     """A rank's rows of a parameter: what `model.parameters()` of a sharded model gives, and an optimizer updates.
 
     Torch's tools take such a parameter for a whole one, so it answers for the whole, or refuses. Elementwise operations
-    give rows again. Norms are of the whole parameter, by an all-reduce. An operation that would be wrong of rows alone,
-    such as a product of matrices, an index or a sum, raises a RuntimeError that says where to get the whole parameter.
+    give rows again. Norms, sums, means, maxima and the like are of the whole parameter, by an all-reduce. An operation
+    that would be wrong of rows alone, such as a product of matrices, an index or a transpose, raises a RuntimeError
+    that says where to get the whole parameter.
 
     Example:
         ```python
@@ -239,8 +241,8 @@ def _guarded(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _set(func, *args)
     if func in _INSTEAD:
         return _INSTEAD[func](*args, **kwargs)
-    if is_norm(func):
-        return partial_norms(func, args, kwargs)
+    if is_norm(func) or is_reduction(func, args, kwargs):
+        return (partial_norms if is_norm(func) else reduced)(func, args, kwargs)
     if func is torch._has_compatible_shallow_copy_type:  # Module.to, .half, .cuda, ... call it
         args[0].whole.check(args[1])
     args, kwargs = completed(args), completed(kwargs)
@@ -343,6 +345,11 @@ def _converted(self: Any, *args: Any, **kwargs: Any) -> Any:
     return _as_guarded(converted, self) if hasattr(self, "whole") else converted
 
 
+def _allclose(*args: Any, **kwargs: Any) -> bool:
+    """What `torch.allclose` says of the whole tensors; collective."""
+    return bool(torch.isclose(*args, **kwargs).all())
+
+
 def _equal(first: Any, second: Any) -> bool:
     """What `torch.equal` says of the whole tensors; collective, unless they are one, or of different shapes."""
     if first is second:
@@ -368,6 +375,8 @@ _INSTEAD: dict[Any, Any] = {
     **{method: partial(size, method) for method in METHODS},
     torch.equal: _equal,
     torch.Tensor.equal: _equal,
+    torch.allclose: _allclose,
+    torch.Tensor.allclose: _allclose,
     # Rows have no graph. Torch refuses it of views, which gradients are; old loops call it.
     torch.Tensor.detach_: lambda self: self.requires_grad_(False),
     torch.Tensor.to: _converted,

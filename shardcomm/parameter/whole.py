@@ -131,6 +131,14 @@ class Whole:
             'to_local() for the rows. An optimizer of whole matrices needs granularity="tensor" and no DTensors'
         )
 
+    def refuse_derivative(self, what: str) -> NoReturn:
+        """Raises the RuntimeError which says that the derivative of `what` would be of rows alone."""
+        raise RuntimeError(
+            f"{what} of {self.name!r}: outside of the forward of unit {self.unit!r} this rank has only its rows of it; "
+            "take one to look at of param.detach(), or under torch.no_grad(), and one to train with between unshard() "
+            "and reshard() of the unit"
+        )
+
     def refuse_compile(self) -> NoReturn:
         """Raises the RuntimeError against torch.compile of what computes with rows, of which it knows nothing."""
         raise RuntimeError(
