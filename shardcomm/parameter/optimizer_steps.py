@@ -202,7 +202,8 @@ def _check(optimizer: optim.Optimizer, params: Sequence[nn.Parameter]) -> None:
 
 def _end(optimizer: optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if (stepping := _stepping.pop(optimizer, None)) is not None:
-        moved = [param for param in stepping.params if param.data_ptr() != param.whole.address]
+        with plain():  # they are guarded again where a forward has followed a step that raised
+            moved = [param for param in stepping.params if param.data_ptr() != param.whole.address]
         stepping.end()
         for param in moved:  # by `param.data = ...`
             param.whole.adopt(param)

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from shardcomm.parameter.draws import DRAWS, on_one_rank
 from shardcomm.parameter.elementwise import Elementwise
 from shardcomm.parameter.norms import completed, is_norm, partial_norms
 from shardcomm.parameter.plain import grad_of, plain, set_grad
@@ -34,6 +35,7 @@ class ShardedRows(torch.Tensor):
 
     whole: Whole
     is_values = False  # whether they are the parameter's own values, which `.data` gives
+    is_detached = False  # whether they are those that `detach()` of the parameter gives
 
     @staticmethod
     def __new__(cls, rows: torch.Tensor, whole: Whole) -> ShardedRows:  # noqa: D102
@@ -177,8 +179,8 @@ _SWAP = "torch.utils.swap_tensors, as by torch.__future__.set_swap_module_params
 class WholeParameter(nn.Parameter):
     """A parameter of which this rank has the whole, in memory of the engine's, which must not move.
 
-    In everything else it is a plain parameter, at no cost. A copy of it, or one that was pickled, is wholly plain: it
-    has no `whole`.
+    In everything else it is a plain parameter, at no cost, but for random values in place. A copy of it, or one that
+    was pickled, is wholly plain: it has no `whole`.
     """
 
     whole: Whole | None = None
@@ -222,6 +224,10 @@ class WholeParameter(nn.Parameter):
     def __reduce_ex__(self, protocol: Any) -> Any:
         plainly: Any = nn.Parameter(self.detach(), self.requires_grad)
         return plainly.__reduce_ex__(protocol)
+
+
+for _name in DRAWS:
+    setattr(WholeParameter, _name, on_one_rank(_name))
 
 
 def refuse_hook(whole: Whole) -> NoReturn:
@@ -280,7 +286,7 @@ def _takes_all(index: Any) -> bool:
 
 
 def _is_in_place(name: str) -> bool:
-    return name.endswith("_") and not name.startswith("__") and name != "requires_grad_"
+    return name.endswith("_") and not name.startswith("__")
 
 
 def _is_values(tensor: Any) -> bool:
@@ -335,7 +341,18 @@ def _unscaled(grads: Any, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> N
 def _detached(self: Any) -> ShardedRows:
     with plain():
         rows = ShardedRows(self.detach(), self.whole)
-    return self.whole.given(rows) if isinstance(self, ShardedParameter) else rows
+    if not isinstance(self, ShardedParameter):
+        return rows
+    rows.is_detached = True
+    return self.whole.given(rows)
+
+
+def _requiring_grad(self: Any, requires_grad: bool = True) -> Any:
+    """`self.requires_grad_(...)`. Of what `detach()` has just given, it is what nn.Parameter calls."""
+    if requires_grad and isinstance(self, ShardedRows) and self.is_detached:
+        self.whole.refuse_leaf()
+    with plain():
+        return self.requires_grad_(requires_grad)
 
 
 def _converted(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -379,6 +396,7 @@ _INSTEAD: dict[Any, Any] = {
     torch.Tensor.allclose: _allclose,
     # Rows have no graph. Torch refuses it of views, which gradients are; old loops call it.
     torch.Tensor.detach_: lambda self: self.requires_grad_(False),
+    torch.Tensor.requires_grad_: _requiring_grad,
     torch.Tensor.to: _converted,
     torch.Tensor.type_as: _converted,
 }
@@ -453,6 +471,7 @@ _REFUSED = {
     "__float__",
     "__index__",
     "__int__",
+    "data_ptr",
     "item",
     "narrow",
     "numpy",
@@ -462,19 +481,12 @@ _REFUSED = {
 
 # Each rank would draw for its own rows, by generators that are most often seeded alike.
 _RANDOM = {
-    "bernoulli_",
-    "cauchy_",
-    "exponential_",
-    "geometric_",
+    *DRAWS,
     "kaiming_normal_",
     "kaiming_uniform_",
-    "log_normal_",
-    "normal_",
     "orthogonal_",
-    "random_",
     "sparse_",
     "trunc_normal_",
-    "uniform_",
     "xavier_normal_",
     "xavier_uniform_",
 }

@@ -139,12 +139,27 @@ class Whole:
             "and reshard() of the unit"
         )
 
+    def refuse_leaf(self) -> NoReturn:
+        """Raises the RuntimeError against nn.Parameter of a parameter, and against requires_grad_() of its detach()."""
+        raise RuntimeError(
+            f"nn.Parameter of {self.name!r}, a parameter of fully_shard: the engine would not have the new one; make "
+            "it before fully_shard, of full_tensor(), or of param.detach().clone() for an average or a copy of the rows"
+        )
+
     def refuse_compile(self) -> NoReturn:
         """Raises the RuntimeError against torch.compile of what computes with rows, of which it knows nothing."""
         raise RuntimeError(
             f"torch.compile of a function that computes with {self.name!r} outside of the forward of unit "
             f"{self.unit!r}, such as an optimizer's step: this rank has only its rows of it; compile the model or its "
             "blocks, and call the step as it is, with fused=True for speed"
+        )
+
+    def refuse_draw(self, name: str) -> NoReturn:
+        """Raises the RuntimeError against random values, which each rank would draw by its own generator."""
+        raise RuntimeError(
+            f"{name} of {self.name!r}, which every rank has: each would draw by its own generator, and they would "
+            "train apart; initialise before fully_shard, which sends rank 0's values, or inside of "
+            "engine.gathered(write=True), with the same seed on every rank"
         )
 
     def refuse_grad(self, shape: tuple[int, ...]) -> NoReturn:
@@ -169,6 +184,14 @@ class Whole:
             f"torch.autograd.grad with respect to {self.name!r}, a parameter of fully_shard: autograd's gradient is "
             "this rank's gradient of the whole parameter, which is reduced over the ranks before it is the .grad; "
             "call loss.backward() and read .grad"
+        )
+
+    def refuse_backward_inputs(self) -> NoReturn:
+        """Raises the RuntimeError against backward(inputs=...), in which autograd would not come to the parameter."""
+        raise RuntimeError(
+            f"backward(inputs=) with {self.name!r}, a parameter of fully_shard: autograd computes with the full "
+            "parameter, and would leave this one without a gradient; call loss.backward() without inputs, and "
+            "requires_grad_(False) of parameters that are to have none before the forward"
         )
 
     def refuse_other_memory(self, what: str) -> NoReturn:

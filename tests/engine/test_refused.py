@@ -48,6 +48,7 @@ from support.twins import WIDTH, local, values
         lambda m: m.embed.weight.norm().backward(),
         lambda m: bool(m.embed.weight),
         lambda m: m.embed.weight.narrow(0, 0, 1),
+        lambda m: {p.data_ptr(): p.numel() for p in m.parameters()},  # counts tied ones once
     ],
 )
 def test_what_would_be_wrong_of_rows_alone_is_refused(use: Callable[[Tied], Any]) -> None:
@@ -330,6 +331,51 @@ def test_a_gradient_hook_is_refused(strategy: str) -> None:
             model.embed.weight.register_hook(lambda grad: grad)
 
     with_sharded(body, strategy=strategy)
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+@pytest.mark.parametrize(
+    "backward",
+    [
+        lambda loss, params: loss.backward(inputs=list(params)),
+        lambda loss, params: loss.backward(inputs=next(params)),
+        lambda loss, params: torch.autograd.backward(loss, inputs=tuple(params)),
+        lambda loss, params: torch.autograd.backward([loss], None, None, False, None, next(params)),
+    ],
+)
+def test_a_backward_to_some_inputs_says_that_parameters_are_none(
+    backward: Callable[[torch.Tensor, Any], None], strategy: str
+) -> None:
+    def body(model: Tied, engine: Engine, twin: Tied) -> None:
+        model.zero_grad()
+        with pytest.raises(RuntimeError, match=r"call loss\.backward\(\) without inputs"):
+            backward(model(IDS).square().sum(), model.parameters())
+        model.zero_grad()
+        model(IDS).square().sum().backward()
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            grad = p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
+            torch.testing.assert_close(grad, q.grad)
+        x = torch.ones(2, WIDTH, requires_grad=True)
+        model.blocks[0](x).sum().backward(inputs=[x])
+        assert x.grad is not None
+
+    with_sharded(body, strategy=strategy)
+
+
+def test_a_parameter_is_not_made_of_another() -> None:
+    def body(model: Tied, engine: Engine, twin: Tied) -> None:
+        with pytest.raises(RuntimeError, match=r"nn\.Parameter of 'embed\.weight', a parameter of"):
+            nn.Parameter(model.embed.weight)
+        master = nn.Parameter(
+            model.embed.weight.detach().clone()
+        )  # as loops of mixed precision have it
+        plain = nn.Parameter(twin.embed.weight.detach().clone())
+        master.grad, plain.grad = model.embed.weight.grad, twin.embed.weight.grad
+        for each in (master, plain):
+            torch.optim.SGD([each], lr=0.1).step()
+        torch.testing.assert_close(master.full_tensor(), plain.detach())  # type: ignore[operator]
+
+    with_sharded(body)
 
 
 @pytest.mark.parametrize("allow_unused", [False, True])
