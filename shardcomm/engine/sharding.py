@@ -23,7 +23,7 @@ from shardcomm.engine.meshes import check_secondary, made_for, mesh_of, meshes_o
 from shardcomm.engine.shard_units import check_memory, check_modules, shard_units
 from shardcomm.engine.sharded_modules import is_sharded, remember
 from shardcomm.meeting.comm_error import comm_error
-from shardcomm.parameter import optimizer_steps
+from shardcomm.parameter import backward_inputs, optimizer_steps
 from shardcomm.parameter.holders import Holders
 from shardcomm.parameter.replaced import take_over
 from shardcomm.parameter.tensor_parallel import inner_groups
@@ -275,6 +275,7 @@ def _take_over(units: Sequence[UnitParams]) -> None:
 def _guard(model: nn.Module, units: Sequence[ShardedUnit]) -> None:
     """Lets optimizers and modules know that `model` is sharded, and that parameters in no unit are each rank's own."""
     optimizer_steps.install()
+    backward_inputs.install()
     remember(model)
     held = {param.shard for unit in units for param in unit.params}
     for param in model.parameters():

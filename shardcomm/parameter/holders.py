@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import zlib
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
 
+from shardcomm._C import CommError
 from shardcomm.comm.communicator import Communicator, ReduceOp
 from shardcomm.comm.mesh import Mesh, Ranks
+from shardcomm.meeting.comm_error import like
 from shardcomm.parameter.tensor_parallel import Distribution
+from shardcomm.stream.streams import compute_stream
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,3 +68,24 @@ class Holders:
     def speaks(self, op: ReduceOp) -> bool:
         """Whether this rank gives its value to a reduce over all ranks. To a sum, one of several replicas gives it."""
         return op != "sum" or self.mesh.replicate.rank == 0
+
+
+def complete(
+    mesh: Mesh, groups: Iterable[Communicator], buffer: torch.Tensor, op: ReduceOp, what: str
+) -> None:
+    """Reduces `buffer` over `groups`, after the reduces that are queued there, and over the `inner` ones of `mesh`.
+
+    It completes `what`, such as the norm of something, about which the ranks must agree: the tag is a number that
+    stands for it.
+    """
+    tag = zlib.crc32(what.encode())  # smaller than those of units
+    try:
+        with mesh.failing_together:
+            for comm in groups:
+                if comm.size > 1:
+                    compute_stream(mesh.device).wait(comm.streams.reduce.record())
+                    comm.all_reduce(buffer, op, tag=tag)
+            for comm in mesh.inner.values():
+                comm.all_reduce(buffer, op, tag=tag)
+    except CommError as error:
+        raise like(error, f"{what} (tag {tag}), which every rank must read: {error}") from error

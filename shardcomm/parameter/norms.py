@@ -12,22 +12,17 @@ every rank has to read it. The all-reduce has a tag of its own, so that another 
 from __future__ import annotations
 
 import math
-import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 
-from shardcomm._C import CommError
-from shardcomm.meeting.comm_error import like
+from shardcomm.parameter.holders import Holders, complete
 from shardcomm.parameter.plain import plain
 from shardcomm.parameter.tensor_parallel import full
-from shardcomm.stream.streams import compute_stream
 
 if TYPE_CHECKING:
-    from shardcomm.comm.communicator import Communicator, ReduceOp
-    from shardcomm.comm.mesh import Mesh
-    from shardcomm.parameter.holders import Holders
+    from shardcomm.comm.communicator import ReduceOp
 
 
 def is_norm(func: Any) -> bool:
@@ -91,11 +86,7 @@ def _norm(tensor: Any, given: _Given) -> torch.Tensor:
         if given.refused:
             whole.refuse(given.refused)
         if torch.is_grad_enabled() and tensor.requires_grad:
-            raise RuntimeError(
-                f"a norm to differentiate of {whole.name!r}: outside of the forward of unit {whole.unit!r} this rank "
-                "has only its rows of it; take a norm to look at of param.detach(), or under torch.no_grad(), and one "
-                "to train with between unshard() and reshard() of the unit"
-            )
+            whole.refuse_derivative("a norm to differentiate")
         rows = tensor.detach().as_subclass(torch.Tensor)
         dtype = given.dtype or rows.abs().dtype if rows.is_complex() else given.dtype or rows.dtype
         power = _power(rows, given.ord).view(1)
@@ -126,6 +117,9 @@ class PartialNorm(torch.Tensor):
     ord: float
     holders: Sequence[Holders | None]  # None: the norm is of a plain tensor, and complete
     names: Sequence[str]  # what each norm is of
+    given: Mapping[
+        int, torch.Tensor
+    ]  # by their places, plain numbers in a stack, which may be no norms
     at: int | None  # the tensor's version when it was completed; None: its memory has no values yet
 
     @staticmethod
@@ -141,6 +135,7 @@ class PartialNorm(torch.Tensor):
         with torch.inference_mode(False):  # whose tensors have no versions
             self = torch.empty(shape, dtype=dtype, device=powers.device).as_subclass(cls)
         self.powers, self.ord, self.holders, self.names = powers, ord, holders, names
+        self.given = {}
         self.at = None
         return self
 
@@ -172,7 +167,10 @@ class PartialNorm(torch.Tensor):
         """
         with plain():
             if self.at is None:
-                self.fill(self._rooted(self._whole_powers()))
+                norms = self._rooted(self._whole_powers())
+                for place, number in self.given.items():
+                    norms[place] = number
+                self.fill(norms)
             return self.as_subclass(torch.Tensor)
 
     def fill(self, norms: torch.Tensor) -> None:
@@ -187,7 +185,7 @@ class PartialNorm(torch.Tensor):
             theirs = [i for i, each in enumerate(self.holders) if each is holders]
             part = powers[theirs].to(holders.mesh.device)
             of = ", ".join(self.names[i] for i in theirs)
-            _all_reduce(holders.mesh, [holders.mesh.shard], part, self._op, of)
+            complete(holders.mesh, [holders.mesh.shard], part, self._op, f"the norm of {of}")
             powers[theirs] = part.to(powers.device)
         return powers
 
@@ -212,7 +210,8 @@ class PartialNorm(torch.Tensor):
                 if (each.everyone is mesh and each.speaks(op) if each else mesh is meshes[0])
             ]
             total = self._combined(powers[theirs]).to(mesh.device)
-            _all_reduce(mesh, [mesh.shard, mesh.replicate], total, op, "several tensors together")
+            of = "the norm of several tensors together"
+            complete(mesh, [mesh.shard, mesh.replicate], total, op, of)
             totals.append(total.to(powers.device))
         with plain():
             return self._rooted(self._combined(torch.cat(totals))).to(dtype or self.dtype).view(())
@@ -248,6 +247,7 @@ def _moved(norm: PartialNorm, to: torch.Tensor) -> PartialNorm:
         return norm
     powers, shape = norm.powers.to(to.device), tuple(norm.shape)
     moved = PartialNorm(powers, norm.ord, norm.holders, norm.names, shape, to.dtype)
+    moved.given = norm.given
     if norm.at is not None:
         moved.fill(to)
     return moved
@@ -261,18 +261,21 @@ def _stacked(norms: Sequence[torch.Tensor]) -> torch.Tensor:
     powers: list[torch.Tensor] = []
     holders: list[Holders | None] = []
     names: list[str] = []
-    for norm in norms:
+    given = {}
+    for place, norm in enumerate(norms):
         if is_partial(norm):
             powers.append(norm.powers)
             holders += norm.holders
             names += norm.names
         else:
-            power = full(norm).double().view(1)
+            given[place] = full(norm)
+            power = given[place].double().abs().view(1)
             powers.append(power if math.isinf(ord) or ord == 0 else power.pow(ord))
             holders.append(None)
             names.append("a plain tensor")
     dtype = torch.stack([torch.empty((), dtype=n.dtype) for n in norms]).dtype
     stack = PartialNorm(torch.cat(powers), ord, holders, names, (len(norms),), dtype)
+    stack.given = given
     if all(n.at is not None for n in partial):
         stack.fill(torch.stack(completed(list(norms))))
     return stack
@@ -287,25 +290,3 @@ def completed(tree: Any) -> Any:
     if isinstance(tree, dict):
         return {key: completed(value) for key, value in tree.items()}
     return tree
-
-
-def _all_reduce(
-    mesh: Mesh, groups: Iterable[Communicator], buffer: torch.Tensor, op: ReduceOp, of: str
-) -> None:
-    """Reduces `buffer` over `groups`, after the reduces that are queued there, and over the `inner` ones of `mesh`.
-
-    It completes the norm `of` something, about which the ranks must agree: the tag is a number that stands for it.
-    """
-    tag = zlib.crc32(f"the norm of {of}".encode())  # smaller than those of units
-    try:
-        with mesh.failing_together:
-            for comm in groups:
-                if comm.size > 1:
-                    compute_stream(mesh.device).wait(comm.streams.reduce.record())
-                    comm.all_reduce(buffer, op, tag=tag)
-            for comm in mesh.inner.values():
-                comm.all_reduce(buffer, op, tag=tag)
-    except CommError as error:
-        raise like(
-            error, f"the norm of {of} (tag {tag}), which every rank must read: {error}"
-        ) from error

@@ -73,10 +73,11 @@ class ParamState:
         With `of_number`, for a parameter that is a number itself, moments count as numbers, too.
         """
         tensors = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
-        numbers = {key: value for key, value in tensors.items() if self._is_number(key, value)}
-        if not of_number:
-            return numbers
-        moments = {k: v.new_empty(()) for k, v in tensors.items() if v.shape == self.rows.shape}
+        with plain():  # a moment may be of guarded rows
+            numbers = {key: value for key, value in tensors.items() if self._is_number(key, value)}
+            if not of_number:
+                return numbers
+            moments = {k: v.new_empty(()) for k, v in tensors.items() if v.shape == self.rows.shape}
         return {**moments, **numbers}
 
     def nothing(self, numbers: Mapping[str, torch.Tensor]) -> dict[str, ShardTensor]:
@@ -139,10 +140,11 @@ def _mapped(
     change: Callable[[str, torch.Tensor], torch.Tensor], state: Mapping[str, Any]
 ) -> dict[str, Any]:
     """`state` with `change` applied to each tensor, also in the lists and dicts that some optimizers (Shampoo) keep."""
-    return {
-        key: tree_map_only(torch.Tensor, partial(change, key), value)
-        for key, value in state.items()
-    }
+    with plain():  # some may be guarded rows
+        return {
+            key: tree_map_only(torch.Tensor, partial(change, key), value)
+            for key, value in state.items()
+        }
 
 
 _attached: weakref.WeakSet[optim.Optimizer] = weakref.WeakSet()

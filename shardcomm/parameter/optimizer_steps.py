@@ -187,16 +187,20 @@ def _begin(
         # Ranks without rows do not hear of operations on rows, so that all ranks are told here that values change.
         written([p for p in sharded if p.grad is not None])
         # The owner of a parameter does with it alone what it would do without sharding.
-        sharded = [p for p in sharded if p.whole.owned is Owned.WHOLE or of_whole]
-        if sharded:
+        plain_ones = [p for p in sharded if p.whole.owned is Owned.WHOLE or of_whole]
+        if plain_ones:
             _warn(optimizer)
     elif not _is_known(optimizer):
         # A step of a user's own around one of these may do anything: clip, for instance.
         written([param for param in sharded if param.grad is not None])
-        return None
+        plain_ones = []
+    else:
+        plain_ones, sharded = sharded, []
     if not _is_known(optimizer):
         whole = []  # as they are they refuse other memory
-    stepping = _stepping[optimizer] = _Stepping(sharded, whole)
+    if not (plain_ones or sharded or whole):
+        return None
+    stepping = _stepping[optimizer] = _Stepping(plain_ones, whole, sharded)
     stepping.begin()
     if len(args) > 1 and callable(args[1]):
         return (args[0], stepping.guarding(args[1]), *args[2:]), kwargs
@@ -243,21 +247,36 @@ def _check(optimizer: optim.Optimizer, params: Sequence[nn.Parameter]) -> None:
 def _end(optimizer: optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if (stepping := _stepping.pop(optimizer, None)) is not None:
         may_be_moved = () if _is_known(optimizer) else stepping.rows
-        moved = [param for param in may_be_moved if param.data_ptr() != param.whole.address]
+        with plain():  # they are guarded again where a forward has followed a step that raised
+            moved = [param for param in may_be_moved if param.data_ptr() != param.whole.address]
         stepping.end()
         for param in moved:  # by `param.data = ...`
             param.whole.adopt(param)
 
 
 class _Stepping:
-    """A step under way: from `begin` to `end`, parameters and their gradients have the classes of plain tensors."""
+    """A step under way, from `begin` to `end`.
 
-    def __init__(self, rows: Sequence[ShardedParameter], whole: Sequence[WholeParameter]) -> None:
+    Args:
+        rows: What has the classes of plain tensors in it, with its gradients.
+        whole: The same of which this rank has the whole.
+        sized: What says the sizes of its rows in it; other steps may be under way in which it does.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[ShardedParameter],
+        whole: Sequence[WholeParameter],
+        sized: Sequence[ShardedParameter],
+    ) -> None:
         self.rows = rows
         self._whole = whole
+        self._sized = [param.whole for param in sized if not param.whole.in_step]
         self._grads: list[torch.Tensor] = []
 
     def begin(self) -> None:
+        for whole in self._sized:
+            whole.in_step = True
         _make(self._whole, nn.Parameter)
         self._grads, stepped = [], []
         for param in self.rows:  # one loop, since a model may have thousands, in every step
@@ -272,6 +291,8 @@ class _Stepping:
         written(stepped)
 
     def end(self) -> None:
+        for whole in self._sized:
+            whole.in_step = False
         _make(self.rows, ShardedParameter)
         _make(self._grads, ShardedRows)
         _make(self._whole, WholeParameter)

@@ -2,14 +2,15 @@
 
 `model.parameters()` of a sharded model are this rank's rows, which torch's tools take for whole parameters. So the rows
 are guarded. An elementwise operation on them is done, and gives guarded rows again. A norm is the norm of the whole
-(`norms.py`). An operation that would be silently wrong of rows alone, such as a product of matrices, an index or a sum,
-raises a RuntimeError that says where to get the whole parameter. Inside most optimizers' steps the rows are plain
-parameters (`optimizer_steps.py`).
+(`norms.py`). So are a sum, a mean or a maximum (`reductions.py`), and a shape (`sizes.py`). An operation that would be
+silently wrong of rows alone, such as a product of matrices, an index or a transpose, raises a RuntimeError that says
+where to get the whole parameter. Inside most optimizers' steps the rows are plain parameters (`optimizer_steps.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any, NoReturn
 
@@ -18,10 +19,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from shardcomm.parameter.draws import DRAWS, on_one_rank
 from shardcomm.parameter.elementwise import Elementwise
 from shardcomm.parameter.norms import completed, is_norm, partial_norms
 from shardcomm.parameter.plain import grad_of, plain, set_grad
+from shardcomm.parameter.reductions import is_reduction, reduced
 from shardcomm.parameter.shard_tensor import SAVE_BY
+from shardcomm.parameter.sizes import METHODS, is_getter_of_size, numel, size
 from shardcomm.parameter.versions import written
 from shardcomm.parameter.whole import Held, Owned, Whole
 
@@ -31,6 +35,7 @@ class ShardedRows(torch.Tensor):
 
     whole: Whole
     is_values = False  # whether they are the parameter's own values, which `.data` gives
+    is_detached = False  # whether they are those that `detach()` of the parameter gives
 
     @staticmethod
     def __new__(cls, rows: torch.Tensor, whole: Whole) -> ShardedRows:  # noqa: D102
@@ -104,15 +109,17 @@ class ShardedParameter(nn.Parameter):
     """A rank's rows of a parameter: what `model.parameters()` of a sharded model gives, and an optimizer updates.
 
     Torch's tools take such a parameter for a whole one, so it answers for the whole, or refuses. Elementwise operations
-    give rows again. Norms are of the whole parameter, by an all-reduce. An operation that would be wrong of rows alone,
-    such as a product of matrices, an index or a sum, raises a RuntimeError that says where to get the whole parameter.
+    give rows again. Norms, sums, means, maxima and the like are of the whole parameter, by an all-reduce. An operation
+    that would be wrong of rows alone, such as a product of matrices, an index or a transpose, raises a RuntimeError
+    that says where to get the whole parameter.
 
     Example:
         ```python
         model = torch.nn.Linear(64, 64)
         engine = shardcomm.fully_shard(model, comm)
-        print(model.weight.shape)  # this rank's rows
-        print(model.weight.full_tensor().shape)  # the whole; collective
+        print(model.weight.shape)  # the whole's
+        print(model.weight.to_local().shape)  # that of this rank's rows
+        print(model.weight.full_tensor())  # the whole; collective
         ```
     """
 
@@ -172,8 +179,8 @@ _SWAP = "torch.utils.swap_tensors, as by torch.__future__.set_swap_module_params
 class WholeParameter(nn.Parameter):
     """A parameter of which this rank has the whole, in memory of the engine's, which must not move.
 
-    In everything else it is a plain parameter, whose class it has in optimizers' steps. A copy of it, or one that was
-    pickled, is wholly plain: it has no `whole`.
+    In everything else, but for random values in place, it is a plain parameter, whose class it has in optimizers'
+    steps. A copy of it, or one that was pickled, is wholly plain: it has no `whole`.
     """
 
     whole: Whole | None = None
@@ -219,6 +226,10 @@ class WholeParameter(nn.Parameter):
         return plainly.__reduce_ex__(protocol)
 
 
+for _name in DRAWS:
+    setattr(WholeParameter, _name, on_one_rank(_name))
+
+
 def refuse_hook(whole: Whole) -> NoReturn:
     """Raises the RuntimeError against `register_hook`: autograd never comes to the parameters of an optimizer."""
     raise RuntimeError(
@@ -236,8 +247,8 @@ def _guarded(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _set(func, *args)
     if func in _INSTEAD:
         return _INSTEAD[func](*args, **kwargs)
-    if is_norm(func):
-        return partial_norms(func, args, kwargs)
+    if is_norm(func) or is_reduction(func, args, kwargs):
+        return (partial_norms if is_norm(func) else reduced)(func, args, kwargs)
     if func is torch._has_compatible_shallow_copy_type:  # Module.to, .half, .cuda, ... call it
         args[0].whole.check(args[1])
     args, kwargs = completed(args), completed(kwargs)
@@ -275,7 +286,7 @@ def _takes_all(index: Any) -> bool:
 
 
 def _is_in_place(name: str) -> bool:
-    return name.endswith("_") and not name.startswith("__") and name != "requires_grad_"
+    return name.endswith("_") and not name.startswith("__")
 
 
 def _is_values(tensor: Any) -> bool:
@@ -285,9 +296,11 @@ def _is_values(tensor: Any) -> bool:
 
 
 def _got(func: Any, of: Any) -> Any:
+    attribute = func.__self__.__name__
+    if is_getter_of_size(attribute):
+        return size(func, of)
     with plain():
         value = func(of)
-    attribute = func.__self__.__name__
     if not isinstance(value, torch.Tensor) or isinstance(value, ShardedRows):
         return value
     if attribute in ("data", "real", "imag"):
@@ -328,7 +341,18 @@ def _unscaled(grads: Any, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> N
 def _detached(self: Any) -> ShardedRows:
     with plain():
         rows = ShardedRows(self.detach(), self.whole)
-    return self.whole.given(rows) if isinstance(self, ShardedParameter) else rows
+    if not isinstance(self, ShardedParameter):
+        return rows
+    rows.is_detached = True
+    return self.whole.given(rows)
+
+
+def _requiring_grad(self: Any, requires_grad: bool = True) -> Any:
+    """`self.requires_grad_(...)`. Of what `detach()` has just given, it is what nn.Parameter calls."""
+    if requires_grad and isinstance(self, ShardedRows) and self.is_detached:
+        self.whole.refuse_leaf()
+    with plain():
+        return self.requires_grad_(requires_grad)
 
 
 def _converted(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -336,6 +360,11 @@ def _converted(self: Any, *args: Any, **kwargs: Any) -> Any:
     with plain():
         converted = self.to(*args, **kwargs)
     return _as_guarded(converted, self) if hasattr(self, "whole") else converted
+
+
+def _allclose(*args: Any, **kwargs: Any) -> bool:
+    """What `torch.allclose` says of the whole tensors; collective."""
+    return bool(torch.isclose(*args, **kwargs).all())
 
 
 def _equal(first: Any, second: Any) -> bool:
@@ -357,13 +386,17 @@ def _equal(first: Any, second: Any) -> bool:
 _INSTEAD: dict[Any, Any] = {
     torch._amp_foreach_non_finite_check_and_unscale_: _unscaled,
     torch.Tensor.detach: _detached,
-    torch.numel: lambda input: input.whole.numel,
-    torch.Tensor.numel: lambda self: self.whole.numel,
-    torch.Tensor.nelement: lambda self: self.whole.numel,
+    torch.numel: numel,
+    torch.Tensor.numel: numel,
+    torch.Tensor.nelement: numel,
+    **{method: partial(size, method) for method in METHODS},
     torch.equal: _equal,
     torch.Tensor.equal: _equal,
+    torch.allclose: _allclose,
+    torch.Tensor.allclose: _allclose,
     # Rows have no graph. Torch refuses it of views, which gradients are; old loops call it.
     torch.Tensor.detach_: lambda self: self.requires_grad_(False),
+    torch.Tensor.requires_grad_: _requiring_grad,
     torch.Tensor.to: _converted,
     torch.Tensor.type_as: _converted,
 }
@@ -438,6 +471,7 @@ _REFUSED = {
     "__float__",
     "__index__",
     "__int__",
+    "data_ptr",
     "item",
     "narrow",
     "numpy",
@@ -447,19 +481,12 @@ _REFUSED = {
 
 # Each rank would draw for its own rows, by generators that are most often seeded alike.
 _RANDOM = {
-    "bernoulli_",
-    "cauchy_",
-    "exponential_",
-    "geometric_",
+    *DRAWS,
     "kaiming_normal_",
     "kaiming_uniform_",
-    "log_normal_",
-    "normal_",
     "orthogonal_",
-    "random_",
     "sparse_",
     "trunc_normal_",
-    "uniform_",
     "xavier_normal_",
     "xavier_uniform_",
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
@@ -52,7 +51,9 @@ class Whole:
         gather: A function that gathers the whole of a tensor of the rows' shape; collective.
         counts: Whether norms count these rows on this rank; several tensor-parallel ranks may have the same rows.
         address: The address of the rows.
+        outline: A tensor of the whole's shape, without memory.
         grad_elsewhere: Guarded rows that `.grad` shows on a rank without a gradient, if the parameter's owner has one.
+        in_step: Whether an optimizer's step is under way, in which sizes are those of the rows; see `sizes.py`.
         awaits_reduce: Whether backwards have left gradients that are not reduced over all ranks yet, as in `no_sync`.
         check_names: Raises if other ranks have other parameters of the same name; see `checkpoint/elsewhere.py`.
         aliases: What `.data` and `detach()` have given to somebody, by its `id`: it is in the rows' memory.
@@ -69,17 +70,14 @@ class Whole:
     gather: Callable[[torch.Tensor], torch.Tensor]
     counts: bool = True
     grad_elsewhere: Any = None
+    in_step: bool = False
     awaits_reduce: bool = False
     check_names: Callable[[str], None] | None = None
     aliases: WeakValueDictionary[int, torch.Tensor] = field(default_factory=WeakValueDictionary)
 
     def __post_init__(self) -> None:
         self.address = self.rows.data_ptr()
-
-    @property
-    def numel(self) -> int:
-        """The number of elements of the whole parameter."""
-        return math.prod(self.part.shape)
+        self.outline = torch.empty(self.part.shape, dtype=self.rows.dtype, device="meta")
 
     def adopt(self, param: nn.Parameter) -> None:
         """Copies back the values of `param` if somebody has given it other memory than the rows'."""
@@ -133,6 +131,37 @@ class Whole:
             'to_local() for the rows. An optimizer of whole matrices needs granularity="tensor" and no DTensors'
         )
 
+    def refuse_derivative(self, what: str) -> NoReturn:
+        """Raises the RuntimeError which says that the derivative of `what` would be of rows alone."""
+        raise RuntimeError(
+            f"{what} of {self.name!r}: outside of the forward of unit {self.unit!r} this rank has only its rows of it; "
+            "take one to look at of param.detach(), or under torch.no_grad(), and one to train with between unshard() "
+            "and reshard() of the unit"
+        )
+
+    def refuse_leaf(self) -> NoReturn:
+        """Raises the RuntimeError against nn.Parameter of a parameter, and against requires_grad_() of its detach()."""
+        raise RuntimeError(
+            f"nn.Parameter of {self.name!r}, a parameter of fully_shard: the engine would not have the new one; make "
+            "it before fully_shard, of full_tensor(), or of param.detach().clone() for an average or a copy of the rows"
+        )
+
+    def refuse_compile(self) -> NoReturn:
+        """Raises the RuntimeError against torch.compile of what computes with rows, of which it knows nothing."""
+        raise RuntimeError(
+            f"torch.compile of a function that computes with {self.name!r} outside of the forward of unit "
+            f"{self.unit!r}, such as an optimizer's step: this rank has only its rows of it; compile the model or its "
+            "blocks, and call the step as it is, with fused=True for speed"
+        )
+
+    def refuse_draw(self, name: str) -> NoReturn:
+        """Raises the RuntimeError against random values, which each rank would draw by its own generator."""
+        raise RuntimeError(
+            f"{name} of {self.name!r}, which every rank has: each would draw by its own generator, and they would "
+            "train apart; initialise before fully_shard, which sends rank 0's values, or inside of "
+            "engine.gathered(write=True), with the same seed on every rank"
+        )
+
     def refuse_grad(self, shape: tuple[int, ...]) -> NoReturn:
         """Raises the RuntimeError against a `.grad` of another `shape` than the rows'."""
         raise RuntimeError(
@@ -155,6 +184,14 @@ class Whole:
             f"torch.autograd.grad with respect to {self.name!r}, a parameter of fully_shard: autograd's gradient is "
             "this rank's gradient of the whole parameter, which is reduced over the ranks before it is the .grad; "
             "call loss.backward() and read .grad"
+        )
+
+    def refuse_backward_inputs(self) -> NoReturn:
+        """Raises the RuntimeError against backward(inputs=...), in which autograd would not come to the parameter."""
+        raise RuntimeError(
+            f"backward(inputs=) with {self.name!r}, a parameter of fully_shard: autograd computes with the full "
+            "parameter, and would leave this one without a gradient; call loss.backward() without inputs, and "
+            "requires_grad_(False) of parameters that are to have none before the forward"
         )
 
     def refuse_other_memory(self, what: str) -> NoReturn:

@@ -90,6 +90,7 @@ class ShardedParam:
     def guard(self) -> None:
         """Makes the shard guarded again. An exception in an optimizer's step may have left it plain."""
         self.shard.__class__ = self._kind
+        self.whole.in_step = False
 
 
 class ShardedUnit:

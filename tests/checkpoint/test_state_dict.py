@@ -25,6 +25,7 @@ from support.generator import seeded
 from support.nets import batch, loss_of, reference
 from support.rank_sums import combined
 from support.thread_ranks import run_threads
+from support.twins import local
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -213,7 +214,7 @@ def load_into_engine(
     load_here(state, checkpoint)
     got = {key: value.state_dict() for key, value in state.items()}
     if options.get("granularity") == "tensor":  # state is its owner's
-        held = {name for name, param in model.named_parameters() if param.shape.numel()}
+        held = {name for name, param in model.named_parameters() if local(param).numel()}
         of_held = {name: value for name, value in wanted["optim"]["state"].items() if name in held}
         assert_equal(got["optim"], {**wanted["optim"], "state": of_held}, ".optim")
         del got["optim"]

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import shardcomm
 from shardcomm import Communicator, Engine, fully_shard
 from support.thread_ranks import run_threads
-from support.twins import WIDTH, Chain, assert_same_gradients, twins, values
+from support.twins import WIDTH, Chain, assert_same_gradients, local, twins, values
 
 
 def trained_alike(
@@ -230,7 +230,7 @@ def test_rows_are_not_initialised_by_themselves(
         model = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False))
         fully_shard(model, comm, granularity=granularity)
         # Of no rows, `orthogonal_` itself divides by their number.
-        has_rows = model[0].weight.shape.numel() > 0
+        has_rows = local(model[0].weight).numel() > 0
         with pytest.raises(RuntimeError if has_rows else (RuntimeError, ZeroDivisionError)) as said:
             init(model[0].weight)
         assert not has_rows or "gathered" in str(said.value)

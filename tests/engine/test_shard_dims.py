@@ -84,7 +84,8 @@ def test_a_rank_holds_a_slice_in_the_parameters_own_order_of_dims(dim: ShardDimO
         fully_shard(model, comm, shard_dim=dim)
         loss_of(model, batch(comm.rank, 0)).backward()
         for name, param in model.named_parameters():
-            assert param.grad is None or param.grad.stride() == param.stride(), name
+            if param.grad is not None:
+                assert local(param.grad).stride() == local(param).stride(), name
         return [local(param).clone() for param in model.parameters()]
 
     held = run_threads(body, 3)
@@ -195,7 +196,7 @@ def test_the_owner_of_a_tensor_holds_it_its_gradient_and_its_state_and_others_no
             state = optimizer.state[param]
             grad = torch.zeros(0) if param.grad is None else param.grad
             moments = [state[key].numel() if state else 0 for key in ("exp_avg", "exp_avg_sq")]
-            numels[name] = (param.shape.numel(), grad.shape.numel(), *moments)
+            numels[name] = (local(param).numel(), local(grad).numel(), *moments)
         footprint = engine.footprint()
         return numels, footprint.parameter_bytes, footprint.padding_bytes
 

@@ -176,3 +176,30 @@ def test_after_close_gradients_are_this_ranks() -> None:
         assert torch.equal(model.embed.weight.grad, twin.embed.weight.grad)  # type: ignore[arg-type]
 
     run(body)
+
+
+@pytest.mark.parametrize(
+    "init",
+    [
+        nn.Linear.reset_parameters,
+        lambda block: nn.init.normal_(block.weight),
+        lambda block: nn.init.trunc_normal_(block.weight),
+        lambda block: nn.init.sparse_(block.weight, 0.5),
+        lambda block: block.weight.requires_grad_(False).uniform_(-1, 1),
+    ],
+)
+@pytest.mark.parametrize("ranks", [1, RANKS])
+def test_ranks_do_not_draw_random_values_each_for_itself(
+    ranks: int, init: Callable[[nn.Linear], Any]
+) -> None:
+    def body(model: Model, engine: Engine, twin: Model) -> None:
+        if ranks == 1:
+            init(model.block)
+            assert not torch.equal(model.block.weight, twin.block.weight)
+            return
+        with pytest.raises(RuntimeError, match=r"_ of 'block\.weight', which every rank has: each"):
+            init(model.block)
+        assert torch.equal(model.block.weight, twin.block.weight)
+        init(copy.deepcopy(model.block))  # a plain module
+
+    run(body, ranks)

@@ -19,6 +19,7 @@ from shardcomm.models.shapes import SHAPES, ModelShapes
 from shardcomm.unit.owners import choose_owners
 from support.nets import STEPS, Block, assert_same, batch, loss_of, make, reference, sgd_of, train
 from support.thread_ranks import run_mesh, run_threads
+from support.twins import local
 
 HIDDEN, FEED_FORWARD, KEYS, WORDS = 2048, 5632, 256, 32000
 LLAMA_1B = ModelShapes(
@@ -254,7 +255,7 @@ def test_owners_follow_a_given_cost() -> None:
     def body(comm: Communicator) -> list[str]:
         mine = copy.deepcopy(model)
         fully_shard(mine, comm, units=nn.Linear, granularity="tensor", owner_cost=cost)
-        return [name for name, param in mine.named_parameters() if param.shape.numel()]
+        return [name for name, param in mine.named_parameters() if local(param).numel()]
 
     held = run_threads(body, 2)
     assert held == [["2.weight"], ["0.weight", "1.weight", "3.weight", "4.weight"]]

@@ -1,0 +1,532 @@
+"""What torch's tools may not do to a sharded model: it raises a sentence that says what to do instead."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional as F
+from torch.nn.utils import parameters_to_vector, parametrize, vector_to_parameters
+
+import shardcomm
+from shardcomm import Communicator, Engine, fully_shard
+from support.thread_ranks import run_threads
+from support.tied import IDS, RANKS, Tied, model_of, with_sharded
+from support.twins import WIDTH, local, values
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda m: F.linear(torch.ones(1, WIDTH), m.embed.weight),
+        lambda m: m(IDS, tied=True),
+        lambda m: m.embed.weight[0],
+        lambda m: m.embed.weight.T,
+        lambda m: m.embed.weight.sum(0),
+        lambda m: m.embed.weight.sum().backward(),
+        lambda m: m.embed.weight.argmax(),
+        lambda m: m.embed.weight.data @ torch.ones(WIDTH),
+        lambda m: m.embed.weight.add(torch.ones(5, WIDTH)),
+        lambda m: m.embed.weight.data.add_(torch.ones(5, WIDTH)),
+        lambda m: m.embed.weight.numpy(force=True),
+        lambda m: nn.init.xavier_uniform_(m.embed.weight),
+        lambda m: m.embed.weight.grad.mean(dim=-1),
+        lambda m: torch._foreach_max([m.embed.weight.data]),
+        lambda m: torch.equal(m.embed.weight, torch.ones(5, WIDTH)),
+        lambda m: torch._foreach_add([m.embed.weight.data], [torch.zeros(8, 1, 1)]),
+        lambda m: parameters_to_vector(m.parameters()),
+        lambda m: vector_to_parameters(torch.zeros(5 * WIDTH), [m.embed.weight]),
+        lambda m: m.embed.weight.norm().backward(),
+        lambda m: bool(m.embed.weight),
+        lambda m: m.embed.weight.narrow(0, 0, 1),
+        lambda m: {p.data_ptr(): p.numel() for p in m.parameters()},  # counts tied ones once
+    ],
+)
+def test_what_would_be_wrong_of_rows_alone_is_refused(use: Callable[[Tied], Any]) -> None:
+    def body(model: Tied, engine: Engine, twin: Tied) -> None:
+        with pytest.raises(RuntimeError, match=r"of '.*': outside of the forward of unit '.*'"):
+            use(model)
+
+    with_sharded(body)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, WIDTH)])
+@pytest.mark.parametrize(
+    "average",
+    [
+        lambda mean, p: mean.lerp_(p, 0.1),
+        lambda mean, p: mean.data.mul_(0.9).add_(p.data, alpha=0.1),
+        lambda mean, p: torch._foreach_lerp_([mean], [p.detach()], 0.1),
+        lambda mean, p: mean.copy_(p),
+    ],
+)
+def test_an_average_made_before_is_refused_on_ranks_without_rows(
+    average: Callable[[torch.Tensor, nn.Parameter], Any], shape: tuple[int, ...]
+) -> None:
+    """Where torch broadcasts, or says something of shapes."""
+
+    def body(comm: Communicator) -> bool:
+        model = nn.Module()
+        model.scale = nn.Parameter(torch.ones(shape))
+        model.forward = lambda x: x * model.scale  # type: ignore[assignment]
+        mean = torch.zeros(shape)
+        fully_shard(model, comm)
+        with torch.no_grad():
+            model.scale.add_(torch.ones(()))  # a number
+            if not local(model.scale).numel():
+                with pytest.raises(RuntimeError, match=r"of 'scale': outside of the forward"):
+                    average(mean, model.scale)
+                return False
+            average(mean, model.scale)
+        assert mean.gt(0).all()
+        return True
+
+    assert sorted(run_threads(body, RANKS)) == [False, True]
+
+
+@pytest.mark.parametrize("index", [0, -1, 5, slice(0, 1), (slice(None), 0), [0, 1]])
+@pytest.mark.parametrize("of", [lambda p: p, lambda p: p.data, lambda p: p.grad])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_an_index_is_refused_on_ranks_with_rows_and_without(
+    rows: int, of: Callable[[nn.Parameter], Any], index: Any
+) -> None:
+    """Of 2 rows a rank has one, which would be all that it takes; of one, a rank has none."""
+
+    def body(comm: Communicator) -> None:
+        model = nn.Linear(64, rows, bias=False)
+        fully_shard(model, comm)
+        model(values(3, 64)).sum().backward()
+        assert len(local(model.weight)) == 1 or rows == 1
+        if len(local(model.weight)) == rows:
+            return
+        with torch.no_grad():
+            for use in (
+                lambda: of(model.weight)[index],
+                lambda: of(model.weight).__setitem__(index, 0.0),
+            ):
+                with pytest.raises(RuntimeError, match=r"item__ of 'weight': outside of the forw"):
+                    use()
+            for everything in (..., slice(None), (slice(None), ...)):
+                of(model.weight)[everything] = 2.0
+                assert local(of(model.weight)).eq(2.0).all()
+
+    run_threads(body, RANKS)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: m.half(),
+        lambda m: m.double(),
+        lambda m: m.to("meta"),
+        lambda m: setattr(m.embed.weight, "data", torch.zeros(5, WIDTH)),
+        lambda m: setattr(m.embed, "weight", nn.Parameter(torch.zeros(5, WIDTH))),
+        lambda m: setattr(m.blocks[0], "weight", m.blocks[1].weight),
+        lambda m: setattr(m, "head", nn.Linear(WIDTH, 2)),
+        lambda m: m.blocks.append(nn.Linear(WIDTH, WIDTH)),
+        lambda m: (m.blocks.insert(0, nn.Linear(WIDTH, WIDTH)), m.blocks.pop(-1)),
+        lambda m: (setattr(m, "blocks", m.blocks[:1]), m.blocks.insert(0, nn.Linear(WIDTH, WIDTH))),
+        lambda m: (setattr(m, "new", nn.ParameterList()), m.new.append(torch.ones(1))),
+        lambda m: (setattr(m, "new", nn.ModuleDict()), m.new.update({"q": nn.Linear(2, 2)})),
+        lambda m: (
+            m.blocks.insert(0, nn.Sequential()),
+            m(IDS),
+            m.blocks[0].append(nn.Linear(2, 2)),
+        ),
+        lambda m: m.register_parameter("scale", nn.Parameter(torch.ones(1))),
+        lambda m: parametrize.register_parametrization(m.embed, "weight", nn.Identity()),
+        lambda m: torch.func.functional_call(m, {"embed.weight": torch.zeros(5, WIDTH)}, (IDS,)),
+    ],
+)
+def test_what_would_not_be_trained_is_refused(change: Callable[[Tied], Any]) -> None:
+    def body(model: Tied, engine: Engine, twin: Tied) -> None:
+        with pytest.raises(RuntimeError, match=r"(after|before)\s+fully_shard"):
+            (change(model), model(IDS))
+
+    with_sharded(body)
+
+
+def test_a_gradient_that_is_set_has_the_rows_shape() -> None:
+    def body(model: Tied, engine: Engine, twin: Tied) -> None:
+        weight = model.embed.weight
+        with pytest.raises(RuntimeError, match=r"'embed.weight' was given .* \(5, 8\); accepted"):
+            weight.grad = torch.ones(5, WIDTH)
+        weight.grad = torch.ones_like(weight)
+        assert torch.equal(weight.grad.full_tensor(), torch.ones(5, WIDTH))
+
+    with_sharded(body)
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+@pytest.mark.parametrize(
+    "change", [lambda m: m.half(), lambda m: m.double(), lambda m: m.to("meta")]
+)
+def test_conversions_are_refused(change: Callable[[Tied], Any], strategy: str) -> None:
+    def body(model: Tied, engine: Engine, twin: Tied) -> None:
+        with pytest.raises(RuntimeError, match=r"after\s+fully_shard"):
+            (change(model), model(IDS))
+
+    with_sharded(body, strategy=strategy)
+
+
+@pytest.mark.parametrize("closed", [False, True])
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+def test_a_model_is_not_pickled(strategy: str, closed: bool) -> None:
+    def body(model: Tied, engine: Engine, twin: Tied) -> None:
+        if closed:
+            engine.close()
+        with pytest.raises(
+            RuntimeError, match=r"cannot be pickled.* Save .* torch.distributed.checkpoint"
+        ):
+            torch.save(nn.Sequential(model), io.BytesIO())
+
+    with_sharded(body, strategy=strategy)
+
+
+def test_fully_shard_is_called_once() -> None:
+    def body(comm: Communicator) -> None:
+        model = model_of()
+        fully_shard(model.embed, comm)
+        with pytest.raises(ValueError, match=r"once, with the whole model, .* units="):
+            fully_shard(model, comm)
+
+    run_threads(body, RANKS)
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+def test_copies_are_refused(strategy: str) -> None:
+    def body(model: Tied, engine: Engine, twin: Tied) -> None:
+        with pytest.raises(RuntimeError, match=r"before (fully_shard|it is sharded)"):
+            copy.deepcopy(model)(IDS)
+
+    with_sharded(body, strategy=strategy)
+
+
+@pytest.mark.parametrize("options", [{}, {"granularity": "tensor"}, {"strategy": "no_shard"}])
+def test_nobody_gives_parameters_other_memory(options: dict[str, Any]) -> None:
+    def body(model: Tied, engine: Engine, twin: Tied) -> None:
+        weight = model.embed.weight
+        for call in (model.share_memory, lambda: weight.set_(torch.zeros_like(weight))):  # type: ignore[call-overload]
+            with torch.no_grad(), pytest.raises(RuntimeError, match="memory belongs to the engine"):
+                call()
+
+    with_sharded(body, **options)
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+def test_a_parameter_that_forward_has_from_a_list_says_so_in_backward(strategy: str) -> None:
+    class Listed(Tied):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tied = [self.embed.weight]
+
+        def forward(self, ids: torch.Tensor, *, tied: bool = False) -> torch.Tensor:
+            return F.linear(super().forward(ids), self.tied[0])
+
+    nets = [Listed() for _ in range(RANKS)]
+
+    def rank(comm: Communicator) -> None:
+        model = nets[comm.rank]
+        fully_shard(model, comm, units=[nn.Linear, nn.Embedding], strategy=strategy)
+        with pytest.raises(
+            RuntimeError, match=r"a gradient came to parameter 'embed\.weight' as it"
+        ):
+            model(IDS).sum().backward()
+        with pytest.raises(
+            RuntimeError, match=r"a gradient came to parameter 'embed\.weight' as it"
+        ):
+            torch.autograd.grad(model(IDS).sum(), model.tied)
+
+    run_threads(rank, RANKS)
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+def test_a_shallow_copy_is_refused_when_it_is_called(strategy: str) -> None:
+    """It would call the original, with the original's attributes."""
+
+    def body(model: Tied, engine: Engine, twin: Tied) -> None:
+        copied = copy.copy(model)
+        with pytest.raises(RuntimeError, match=r"a copy of unit '\(root\)'"):
+            copied(IDS)
+        model(IDS)
+        engine.close()
+        assert "__getstate__" not in vars(model)
+
+    with_sharded(body, strategy=strategy)
+
+
+def test_a_backward_of_a_graph_from_before_says_so() -> None:
+    nets = [model_of() for _ in range(RANKS)]
+
+    def rank(comm: Communicator) -> None:
+        loss = nets[comm.rank](IDS).sum()
+        fully_shard(nets[comm.rank], comm, units=nn.Linear)
+        with pytest.raises(RuntimeError, match=r"a gradient came to parameter .* as it was before"):
+            loss.backward()
+
+    run_threads(rank, RANKS)
+
+
+def sgd_by_hand(params: list[nn.Parameter]) -> None:
+    with torch.no_grad():
+        for param in params:
+            if param.grad is not None:
+                param.sub_(param.grad, alpha=0.1)
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda params: nn.utils.clip_grad_norm_(params, 1.0),
+        sgd_by_hand,
+        lambda params: torch.optim.SGD(params, lr=0.1).zero_grad(),
+    ],
+)
+def test_a_list_of_parameters_that_was_taken_before_has_no_gradients(
+    use: Callable[[list[nn.Parameter]], object], strategy: str
+) -> None:
+    """Without gradients nothing would be clipped or trained, silently."""
+
+    def body(comm: Communicator) -> None:
+        model = model_of()
+        params, other = list(model.parameters()), nn.Linear(WIDTH, 3)
+        before = model.embed.weight.sum()
+        model.embed.bias = other.bias
+        fully_shard(model, comm, strategy=strategy)
+        model(IDS).sum().backward()
+        with pytest.raises(
+            RuntimeError, match=r"\.grad was read of parameter .* after fully_shard"
+        ):
+            use(params)
+        with pytest.raises(RuntimeError, match=r"a gradient came to parameter .* as it was before"):
+            before.backward()
+        copied = copy.deepcopy(params)
+        assert {type(each) for each in copied} == {nn.Parameter}
+        copied[0].sum().backward()
+        assert copied[0].grad is not None
+        gone = weakref.ref(params[0])
+        del params, before
+        gc.collect()
+        assert gone() is None
+        fully_shard(other, comm)  # with a parameter that this model has, too
+        other(torch.ones(2, WIDTH)).sum().backward()
+
+    run_threads(body, RANKS)
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+def test_a_gradient_hook_is_refused(strategy: str) -> None:
+    def body(model: Tied, engine: Engine, twin: Tied) -> None:
+        with pytest.raises(RuntimeError, match="register_post_accumulate_grad_hook"):
+            model.embed.weight.register_hook(lambda grad: grad)
+
+    with_sharded(body, strategy=strategy)
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+@pytest.mark.parametrize(
+    "backward",
+    [
+        lambda loss, params: loss.backward(inputs=list(params)),
+        lambda loss, params: loss.backward(inputs=next(params)),
+        lambda loss, params: torch.autograd.backward(loss, inputs=tuple(params)),
+        lambda loss, params: torch.autograd.backward([loss], None, None, False, None, next(params)),
+    ],
+)
+def test_a_backward_to_some_inputs_says_that_parameters_are_none(
+    backward: Callable[[torch.Tensor, Any], None], strategy: str
+) -> None:
+    def body(model: Tied, engine: Engine, twin: Tied) -> None:
+        model.zero_grad()
+        with pytest.raises(RuntimeError, match=r"call loss\.backward\(\) without inputs"):
+            backward(model(IDS).square().sum(), model.parameters())
+        model.zero_grad()
+        model(IDS).square().sum().backward()
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            grad = p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
+            torch.testing.assert_close(grad, q.grad)
+        x = torch.ones(2, WIDTH, requires_grad=True)
+        model.blocks[0](x).sum().backward(inputs=[x])
+        assert x.grad is not None
+
+    with_sharded(body, strategy=strategy)
+
+
+def test_a_parameter_is_not_made_of_another() -> None:
+    def body(model: Tied, engine: Engine, twin: Tied) -> None:
+        with pytest.raises(RuntimeError, match=r"nn\.Parameter of 'embed\.weight', a parameter of"):
+            nn.Parameter(model.embed.weight)
+        master = nn.Parameter(
+            model.embed.weight.detach().clone()
+        )  # as loops of mixed precision have it
+        plain = nn.Parameter(twin.embed.weight.detach().clone())
+        master.grad, plain.grad = model.embed.weight.grad, twin.embed.weight.grad
+        for each in (master, plain):
+            torch.optim.SGD([each], lr=0.1).step()
+        torch.testing.assert_close(master.full_tensor(), plain.detach())  # type: ignore[operator]
+
+    with_sharded(body)
+
+
+@pytest.mark.parametrize("allow_unused", [False, True])
+def test_gradients_that_are_returned_are_refused(allow_unused: bool) -> None:
+    def body(model: Tied, engine: Engine, twin: Tied) -> None:
+        loss = model(IDS).square().sum()
+        with pytest.raises(RuntimeError, match=r"loss\.backward\(\)"):
+            torch.autograd.grad(loss, list(model.parameters()), allow_unused=allow_unused)
+        model.zero_grad()
+        loss.backward()
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(p.grad.full_tensor(), q.grad)  # type: ignore[union-attr]
+
+    with_sharded(body)
+
+
+def test_a_whole_parameter_beside_one_that_another_rank_has_is_refused() -> None:
+    """The rank that owns the weight of a LayerNorm, and not its bias."""
+
+    class Norms(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.LayerNorm(WIDTH)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.norm(x)
+            return out
+
+    def body(comm: Communicator) -> None:
+        model = Norms()
+        fully_shard(model, comm, granularity="tensor")
+        with pytest.raises(RuntimeError, match=r"'norm\.(weight|bias)': outside of the forward of"):
+            model.norm(torch.ones(2, WIDTH))
+
+    run_threads(body, RANKS)
+
+
+@pytest.mark.parametrize("granularity", ["row", "tensor"])
+@pytest.mark.parametrize(
+    "average",
+    [
+        lambda comm, p: comm.all_reduce(p.grad, "avg"),
+        lambda comm, p: comm.all_reduce(p),
+        lambda comm, p: comm.broadcast(p.data),
+        lambda comm, p: shardcomm.reduce_scatter_tensor(p.grad, torch.ones(16), group=comm),
+        lambda comm, p: dist.all_reduce(p.grad),
+        lambda comm, p: dist.broadcast(p.data, 0),
+        lambda comm, p: dist.all_gather([p.data, p.data], p.grad),
+    ],
+)
+def test_rows_are_not_mixed_with_other_ranks_rows(
+    average: Callable[[Communicator, Any], Any], granularity: str
+) -> None:
+    """With another name for each collective that averages gradients, or starts alike, by hand."""
+
+    def body(model: Tied, engine: Engine, twin: Tied) -> None:
+        grads = [each.grad.full_tensor() for each in model.parameters()]  # type: ignore[union-attr]
+        for param in model.parameters():  # also where this rank has all of its rows, or none
+            with pytest.raises(RuntimeError, match=r"leave the call out, take full_tensor\(\)"):
+                average(engine.mesh.shard, param)
+        for param, grad in zip(model.parameters(), grads, strict=True):
+            assert torch.equal(param.grad.full_tensor(), grad)  # type: ignore[union-attr]
+            rows = param.to_local()  # type: ignore[attr-defined]
+            counts = torch.tensor([float(rows.numel())])
+            engine.mesh.shard.all_reduce(counts)  # plain tensors are
+            assert counts == grad.numel()
+
+    with_sharded(body, granularity=granularity)
+
+
+@pytest.mark.parametrize("outer", [lambda model: model, nn.Sequential])
+def test_ddp_of_a_sharded_model_is_refused(outer: Callable[[Any], Any]) -> None:
+    model = model_of()
+    fully_shard(model, Communicator.local_group(1)[0], units=nn.Linear)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(RuntimeError, match="averages gradients already: call the model itself"):
+            nn.parallel.DistributedDataParallel(outer(model))
+    finally:
+        dist.destroy_process_group()
+
+
+def with_a_hook(model: nn.Linear) -> None:
+    model.weight.register_hook(lambda grad: grad * 0)  # type: ignore[no-untyped-call]
+
+
+def with_an_optimizer_in_backward(model: nn.Linear) -> None:
+    model.weight.register_post_accumulate_grad_hook(lambda param: None)  # type: ignore[no-untyped-call]
+
+
+def with_a_gradient(model: nn.Linear) -> None:
+    model(torch.ones(WIDTH)).sum().backward()
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+@pytest.mark.parametrize(
+    ("before", "what"),
+    [
+        (with_a_hook, "hooks"),
+        (with_an_optimizer_in_backward, "hooks"),
+        (with_a_gradient, "a gradient"),
+    ],
+)
+def test_what_hangs_on_parameters_before_is_refused(
+    before: Callable[[nn.Linear], None], what: str, strategy: str
+) -> None:
+    def body(comm: Communicator) -> None:
+        model = nn.Linear(WIDTH, WIDTH)
+        before(model)
+        with pytest.raises(ValueError, match=f"parameter 'weight' has {what} already"):
+            fully_shard(model, comm, strategy=strategy)
+
+    run_threads(body, RANKS)
+
+
+TRACERS: dict[str, Callable[[nn.Module, torch.Tensor], Any]] = {
+    "torch.jit.trace": lambda module, x: torch.jit.trace(module, (x,)),  # type: ignore[no-untyped-call]
+    "make_fx": lambda module, x: make_fx(module)(x),
+}
+
+
+@pytest.mark.parametrize("by", TRACERS)
+def test_a_trace_is_made_inside_of_gathered(by: str) -> None:
+    model = model_of().requires_grad_(False)
+    engine = fully_shard(model, Communicator.local_group(1)[0], units=nn.Linear)
+    for module, x in ((model, IDS), (model.blocks[0], torch.ones(2, WIDTH))):
+        with pytest.raises(RuntimeError, match=rf"{by} of .* trace inside of engine.gathered\(\)"):
+            TRACERS[by](module, x)
+    with engine.gathered(), torch.no_grad():
+        traced = TRACERS[by](model, IDS)
+    assert torch.equal(traced(IDS), model(IDS))
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+def test_parameters_are_not_swapped(strategy: str) -> None:
+    def body(model: Tied, engine: Engine, twin: Tied) -> None:
+        for param in model.parameters():
+            other = nn.Parameter(torch.zeros(local(param).shape))
+            for pair in ((param, other), (other, param)):
+                with pytest.raises(RuntimeError, match="the engine; call it before fully_shard"):
+                    torch.utils.swap_tensors(*pair)  # type: ignore[no-untyped-call]
+        assert torch.equal(model(IDS), twin(IDS))
+
+    with_sharded(body, strategy=strategy)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:torch.quantize_per_tensor")
+def test_quantised_modules_know_that_they_are_not_the_engines(inplace: bool) -> None:
+    model = model_of()
+    fully_shard(model, Communicator.local_group(1)[0], units=nn.Linear, strategy="no_shard")
+    quantised = torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, inplace=inplace)
+    with pytest.raises(RuntimeError, match=r"load its full_state_dict\(\) into another one"):
+        quantised(IDS)
