@@ -100,7 +100,7 @@ RESULTS ?= build/bench/
 bench: setup
 	mkdir -p $(dir $(RESULTS)) build/bench
 	for comparison in padding memory pack wire overhead checks bound_calls ping_pong exact_sums adamw microbenchmark compare_gloo compare_jax compare_fsdp2 \
-	    "compare_fsdp2 --drop-in" compare_strategies models hosts simulate; do \
+	    "compare_fsdp2 --drop-in" compare_strategies models hosts formats simulate; do \
 	  echo "== $$comparison"; set -- $$comparison; \
 	  $(BIN)/python bench/$$1.py $$2 --json "$(RESULTS)$$1$$2.json" || exit 1; done
 	for suite in kernels collectives; do \

@@ -26,7 +26,7 @@ def drawn(plan: MemoryPlan) -> str:
         ("optimizer state", plan.optimizer_bytes, plan.optimizer),
         ("slots", held.slot_bytes, _counted(plan.slot_bytes)),
         ("secondary shards", held.secondary_bytes, ""),
-        ("wire", held.wire_bytes, "of gathers in a block format"),
+        *([("wire", held.wire_bytes, "of gathers in a block format")] if held.wire_bytes else []),
         ("reduce buffer", held.reduce_buffer_bytes, ""),
         ("staging buffers", held.staging_bytes, _counted(plan.staging_bytes)),
         ("offload's staging", held.offload_bytes, ""),

@@ -1,0 +1,108 @@
+"""What a rank of bench/formats.py measures and trains. Of the steps, rank 0 writes the file that it is told."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import torch
+from compare_fsdp2 import BATCH, CONTEXT, loss_of, model
+
+import shardcomm
+from shardcomm import BlockFormat, MixedPrecision
+from shardcomm.cli.train.text import Corpus, read_text
+from shardcomm.cluster import link_bytes
+from shardcomm.models.gpt import GPT, VOCAB
+
+BASE = "float32"
+HALF = torch.bfloat16
+FORMATS: dict[str, MixedPrecision] = {
+    BASE: MixedPrecision(),
+    "bf16 both, computes in bf16": MixedPrecision(param_dtype=HALF),
+    "mxint8 gathers": MixedPrecision(gather_format=BlockFormat("mxint8")),
+    "mxint8 gathers, bf16 reduces": MixedPrecision(
+        gather_format=BlockFormat("mxint8"), reduce_dtype=HALF
+    ),
+    "mxfp8 gathers, bf16 reduces": MixedPrecision(
+        gather_format=BlockFormat("mxfp8"), reduce_dtype=HALF
+    ),
+}
+ROUNDS = 5
+
+
+def check(engine: shardcomm.Engine) -> None:
+    for unit, error in engine.wire_error().items():
+        assert error.seen <= error.bound, (unit, error)
+        assert not error.flagged, (unit, error)
+
+
+def steps(comm: shardcomm.Communicator) -> dict[str, dict[str, list[float]]]:
+    """Of each format, the seconds of each round, and what each host's link has brought in by a step."""
+    generator = torch.Generator().manual_seed(comm.rank)
+    tokens = torch.randint(0, VOCAB, (BATCH, CONTEXT + 1), generator=generator)
+    engines = {}
+    for name, precision in FORMATS.items():
+        net = model()
+        engines[name] = shardcomm.fully_shard(
+            net, comm, units=list(net.blocks), mixed_precision=precision
+        )
+    taken: dict[str, dict[str, list[float]]] = {
+        name: {"seconds": [], "received": []} for name in FORMATS
+    }
+    for round_ in range(ROUNDS + 1):
+        for name, engine in engines.items():
+            engine.model.zero_grad(set_to_none=True)
+            comm.barrier()
+            before = link_bytes().received
+            comm.barrier()
+            start = time.perf_counter()
+            loss_of(engine.model, tokens).backward()
+            seconds = time.perf_counter() - start
+            comm.barrier()
+            own = torch.tensor([seconds, link_bytes().received - before], dtype=torch.float64)
+            slowest = own.clone()
+            comm.all_reduce(slowest, "max")
+            check(engine)
+            if round_:  # the first warms up
+                taken[name]["seconds"].append(float(slowest[0]))
+                taken[name]["received"].append(float(slowest[1]))
+    return taken
+
+
+def trained(name: str) -> list[float]:
+    """The loss of each of 1,000 steps, the mean of all ranks."""
+    torch.set_num_threads(1)
+    with shardcomm.Communicator.from_env() as comm:
+        torch.manual_seed(0)
+        net = GPT(64, 2, CONTEXT)
+        engine = shardcomm.fully_shard(
+            net, comm, units=list(net.blocks), mixed_precision=FORMATS[name]
+        )
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+        corpus = Corpus(read_text(None), CONTEXT)
+        losses = torch.empty(1000)
+        for step in range(1000):
+            inputs, targets = corpus.batch(0, step, comm.rank, 8)
+            logits = net(inputs).float()
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            check(engine)
+            losses[step] = loss.detach()
+        comm.all_reduce(losses, "avg")
+        return losses.tolist()
+
+
+def main(file: str) -> None:
+    torch.set_num_threads(1)
+    with shardcomm.Communicator.from_env(transport="hosts", device="cpu") as comm:
+        taken = steps(comm)
+        if comm.rank == 0:
+            Path(file).write_text(json.dumps(taken))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
