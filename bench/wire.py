@@ -25,7 +25,7 @@ from harness import Report, arguments
 from pack import COLUMNS, Contest, Operation, measure, require_equal
 from torch import Tensor
 
-from shardcomm.copy.blocks import BlockFormat, Segment, WireStats, decode, decode_sum, encode
+from shardcomm.copy.blocks import BlockFormat, BlockSegment, WireStats, decode, decode_sum, encode
 
 SEED = 0
 COUNT = 16 << 20
@@ -101,11 +101,16 @@ def contests(generator: torch.Generator) -> Iterator[partial[Contest]]:
             ):
                 for threads in (1, 2):
                     run = partial(
-                        encode, format, [Segment(source, 0)], wire, stats=stats, threads=threads
+                        encode,
+                        format,
+                        [BlockSegment(source, 0)],
+                        wire,
+                        stats=stats,
+                        threads=threads,
                     )
                     run()
                     back = torch.empty(COUNT)
-                    decode(format, wire, [Segment(back, 0)])
+                    decode(format, wire, [BlockSegment(back, 0)])
                     require_within_bounds(format, back, source.float())
                     yield partial(
                         against_memcpy,
@@ -116,11 +121,13 @@ def contests(generator: torch.Generator) -> Iterator[partial[Contest]]:
                         wanted,
                     )
         for part in range(4):
-            encode(nearest, [Segment(sources[torch.float32], 0)], wires[part * nbytes :][:nbytes])
+            encode(
+                nearest, [BlockSegment(sources[torch.float32], 0)], wires[part * nbytes :][:nbytes]
+            )
         for dtype, target in targets.items():
             short = str(dtype).removeprefix("torch.")
             for threads in (1, 2):
-                run = partial(decode, nearest, wire, [Segment(target, 0)], threads=threads)
+                run = partial(decode, nearest, wire, [BlockSegment(target, 0)], threads=threads)
                 run()
                 require_within_bounds(nearest, target.float(), sources[torch.float32])
                 yield partial(
@@ -134,7 +141,7 @@ def contests(generator: torch.Generator) -> Iterator[partial[Contest]]:
         for parts in (2, 4):
             some = wires[: parts * nbytes]
             decoded = torch.empty(COUNT)
-            decode(nearest, wire, [Segment(decoded, 0)])
+            decode(nearest, wire, [BlockSegment(decoded, 0)])
             total = decoded.clone()
             for _ in range(parts - 1):
                 total += decoded

@@ -19,7 +19,7 @@ from shardcomm.comm.communicator import Communicator, Use
 from shardcomm.copy.blocks import (
     WIRE_ALIGN,
     BlockFormat,
-    Segment,
+    BlockSegment,
     WireStats,
     check_repeats,
     decode,
@@ -118,11 +118,11 @@ class BlockGather:
         self.wire = wire or BlockWire(comm, max(parts), sum(parts))
         self._stats = WireStats(comm.device)
         self._format = format
-        self._shard = [Segment(shard, 0)]
+        self._shard = [BlockSegment(shard, 0)]
         self._sent = self.wire.sent[: parts[comm.rank]]
         received = self.wire.received[: sum(parts)]
         self._received = [
-            (part, [Segment(elements, 0)])
+            (part, [BlockSegment(elements, 0)])
             for part, elements in zip(
                 torch.split(received, parts),
                 torch.split(full, list(layout.shard_numels)),

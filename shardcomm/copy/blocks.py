@@ -99,7 +99,7 @@ def core_format(format: BlockFormat) -> _C.BlockFormat:
     )
 
 
-class Segment(NamedTuple):
+class BlockSegment(NamedTuple):
     """A contiguous tensor, and the block of the wire at which it begins. Its last block may be partial.
 
     Attributes:
@@ -149,7 +149,7 @@ class WireStats:
 
 def encode(
     format: BlockFormat,
-    segments: Sequence[Segment],
+    segments: Sequence[BlockSegment],
     wire: Tensor,
     *,
     seed: int = 0,
@@ -214,7 +214,7 @@ def encode(
 def decode(
     format: BlockFormat,
     wire: Tensor,
-    segments: Sequence[Segment],
+    segments: Sequence[BlockSegment],
     *,
     stream: Stream | None = None,
     threads: int = 1,
@@ -374,7 +374,7 @@ def _check_tensor(operation: str, name: str, tensor: object, device: torch.devic
 
 
 def _addresses(
-    operation: str, segments: Sequence[Segment], device: torch.device
+    operation: str, segments: Sequence[BlockSegment], device: torch.device
 ) -> tuple[_C.DType, list[tuple[int, int, int]]]:
     """The segments as the core takes them, and their dtype."""
     check_list(operation, "segments", segments)
@@ -383,7 +383,7 @@ def _addresses(
     for i, segment in enumerate(segments):
         if not isinstance(segment, tuple) or len(segment) != 2:
             raise TypeError(
-                f"{operation}: segments[{i}] is a {type(segment).__name__}; it must be a Segment: a tensor, and its "
+                f"{operation}: segments[{i}] is a {type(segment).__name__}; it must be a BlockSegment: a tensor, and its "
                 "first block"
             )
         tensor, first_block = segment

@@ -452,7 +452,7 @@ class Engine:
             ```python
             wire = shardcomm.MixedPrecision(gather_format=shardcomm.BlockFormat("mxint8"))
             engine = shardcomm.fully_shard(torch.nn.Linear(64, 64), comm, mixed_precision=wire)
-            engine.module(torch.ones(2, 64)).sum().backward()
+            engine.model(torch.ones(2, 64)).sum().backward()
             for unit, error in engine.wire_error().items():
                 assert error.seen <= error.bound and not error.flagged
             ```

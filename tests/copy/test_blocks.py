@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shardcomm import _C
-from shardcomm.copy.blocks import BlockFormat, Segment, WireStats, decode, decode_sum, encode
+from shardcomm.copy.blocks import BlockFormat, BlockSegment, WireStats, decode, decode_sum, encode
 from support.block_reference import (
     aligned,
     bounds_of,
@@ -31,7 +31,7 @@ SEED = 0x0123456789ABCDEF
 
 def encoded_blocks(format: BlockFormat, blocks: Tensor, stats: WireStats | None = None) -> Tensor:
     wire = aligned(format.nbytes(blocks.numel()))
-    encode(format, [Segment(blocks.contiguous(), 0)], wire, seed=SEED, stats=stats)
+    encode(format, [BlockSegment(blocks.contiguous(), 0)], wire, seed=SEED, stats=stats)
     return wire
 
 
@@ -53,7 +53,7 @@ def check_against_definition(format: BlockFormat, blocks: Tensor) -> None:
     scales = wire[room * format.block :][: len(blocks)]
     values = values_of(format.name, codes, scales)
     decoded = torch.empty_like(blocks)
-    decode(format, wire, [Segment(decoded, 0)])
+    decode(format, wire, [BlockSegment(decoded, 0)])
     assert same_bits(decoded, values.float())
     assert torch.equal(decoded.isnan().any(1), ~blocks.isfinite().all(1))
 
@@ -97,7 +97,7 @@ def test_narrow_sources_encode_as_their_float32_values(name: str, dtype: torch.d
         for rounding in ("nearest", "stochastic"):
             format = BlockFormat(name, 32, rounding)  # type: ignore[arg-type]
             wire = aligned(format.nbytes(blocks.numel()))
-            encode(format, [Segment(blocks, 0)], wire, seed=SEED)
+            encode(format, [BlockSegment(blocks, 0)], wire, seed=SEED)
             assert torch.equal(wire, expected_wire(format, blocks.float()))
 
 
@@ -111,7 +111,7 @@ def test_every_code_with_every_scale_decodes_to_its_value(name: str, dtype: torc
     wire = aligned(format.nbytes(codes.numel()))
     wire.copy_(wire_of(codes, scales, wire.numel()))
     decoded = torch.empty(codes.shape, dtype=dtype)
-    decode(format, wire, [Segment(decoded, 0)])
+    decode(format, wire, [BlockSegment(decoded, 0)])
     assert same_bits(decoded, values_of(name, codes, scales).float().to(dtype))
 
 
@@ -162,15 +162,15 @@ def test_segments_of_any_length_land_at_their_blocks_and_gaps_are_zeros(
     for tensor, at in zip(tensors, firsts, strict=True):
         packed.view(-1)[at * block :][: tensor.numel()] = tensor.float()
     wire = aligned(format.nbytes(packed.numel()))
-    segments = [Segment(tensor, at) for tensor, at in zip(tensors, firsts, strict=True)]
+    segments = [BlockSegment(tensor, at) for tensor, at in zip(tensors, firsts, strict=True)]
     encode(format, segments[::-1], wire, seed=SEED, threads=threads)
     assert torch.equal(wire, expected_wire(format, packed))
 
     whole = torch.empty(packed.numel(), dtype=dtype)
-    decode(format, wire, [Segment(whole, 0)], threads=threads)
+    decode(format, wire, [BlockSegment(whole, 0)], threads=threads)
     back = [torch.full((8 + tensor.numel() + 8,), 7.0, dtype=dtype) for tensor in tensors]
     views = [each[8:-8] for each in back]
-    decode(format, wire, list(map(Segment, views, firsts)), threads=threads)
+    decode(format, wire, list(map(BlockSegment, views, firsts)), threads=threads)
     for each, view, at in zip(back, views, firsts, strict=True):
         assert same_bits(view, whole[at * block :][: view.numel()])
         assert (each[:8] == 7).all()
@@ -192,8 +192,8 @@ def test_sums_are_those_of_the_decoded_parts_in_their_order(
     decoded = torch.empty(parts, numel)
     for part in range(parts):
         wire = wires[part * nbytes :][:nbytes]
-        encode(format, [Segment(torch.randn(numel, generator=generator), 0)], wire)
-        decode(format, wire, [Segment(decoded[part], 0)])
+        encode(format, [BlockSegment(torch.randn(numel, generator=generator), 0)], wire)
+        decode(format, wire, [BlockSegment(decoded[part], 0)])
     before = torch.randn(numel, generator=generator).to(dtype)
     total = decoded[0].clone()
     for part in range(1, parts):
@@ -219,8 +219,8 @@ def test_a_nan_in_one_part_is_in_the_sum_and_in_the_flag(name: str) -> None:
     bad = torch.ones(100)
     bad[40] = torch.inf
     stats = WireStats()
-    encode(format, [Segment(torch.ones(100), 0)], wires[:nbytes], stats=stats)
-    encode(format, [Segment(bad, 0)], wires[nbytes:], stats=stats)
+    encode(format, [BlockSegment(torch.ones(100), 0)], wires[:nbytes], stats=stats)
+    encode(format, [BlockSegment(bad, 0)], wires[nbytes:], stats=stats)
     assert stats.flagged == 1
     destination = torch.empty(100)
     nonfinite = torch.zeros(1, dtype=torch.int32)
@@ -247,8 +247,8 @@ def test_stochastic_rounding_is_unbiased(name: str) -> None:
     block = torch.cat([torch.tensor([1.9]), torch.linspace(-1.3, 1.7, 31)])
     wire, decoded, total = aligned(128), torch.empty(32), torch.zeros(32, dtype=torch.float64)
     for seed in range(seeds):
-        encode(format, [Segment(block, 0)], wire, seed=seed)
-        decode(format, wire, [Segment(decoded, 0)])
+        encode(format, [BlockSegment(block, 0)], wire, seed=seed)
+        decode(format, wire, [BlockSegment(decoded, 0)])
         total += decoded
     step = 2.0**-6 if name == "mxint8" else 2.0**-3  # of E4M3 between 1 and 2
     tolerance = 6 * step / 2 / seeds**0.5
@@ -261,8 +261,8 @@ def test_stochastic_rounding_depends_on_the_seed_and_the_place_alone() -> None:
     values = torch.full((640,), 0.7)
     values[::32] = 1.9
     wires = [aligned(format.nbytes(640)) for _ in range(3)]
-    encode(format, [Segment(values, 0)], wires[0], seed=5)
-    parts = [Segment(part, 2 * i) for i, part in enumerate(values.split(64))]
+    encode(format, [BlockSegment(values, 0)], wires[0], seed=5)
+    parts = [BlockSegment(part, 2 * i) for i, part in enumerate(values.split(64))]
     encode(format, parts, wires[1], seed=5)
     encode(format, parts, wires[2], seed=6)
     assert torch.equal(wires[0], wires[1])
@@ -279,12 +279,12 @@ def test_a_processor_that_flushes_subnormals_writes_the_same(
     format = BlockFormat(name, 32, rounding)  # type: ignore[arg-type]
     decoded = [torch.empty_like(blocks) for _ in range(2)]
     wires = [encoded_blocks(format, blocks)]
-    decode(format, wires[0], [Segment(decoded[0], 0)])
+    decode(format, wires[0], [BlockSegment(decoded[0], 0)])
     if not torch.set_flush_denormal(True):
         pytest.skip("this processor cannot flush subnormals")
     try:
         wires.append(encoded_blocks(format, blocks))
-        decode(format, wires[1], [Segment(decoded[1], 0)])
+        decode(format, wires[1], [BlockSegment(decoded[1], 0)])
     finally:
         torch.set_flush_denormal(False)
     assert torch.equal(*wires)
@@ -295,22 +295,22 @@ def test_work_on_a_stream_is_done_when_its_event_fires() -> None:
     format, stream = BlockFormat("mxfp8"), _C.Stream()
     source, wire, back = torch.randn(1000), aligned(format_bytes := 1152), torch.empty(1000)
     assert format.nbytes(1000) == format_bytes
-    encode(format, [Segment(source, 0)], wire, stream=stream)
-    decode(format, wire, [Segment(back, 0)], stream=stream)
+    encode(format, [BlockSegment(source, 0)], wire, stream=stream)
+    decode(format, wire, [BlockSegment(back, 0)], stream=stream)
     stream.record().wait()
     assert torch.allclose(back, source, rtol=2**-4, atol=2**-10)
 
 
 def test_stats_add_up_until_they_are_reset() -> None:
     format, stats, wire = BlockFormat("mxint8"), WireStats(), aligned(128)
-    encode(format, [Segment(torch.full((32,), 1.01), 0)], wire, stats=stats)
+    encode(format, [BlockSegment(torch.full((32,), 1.01), 0)], wire, stats=stats)
     assert stats.bound == 2**-7
     seen = stats.seen
     assert 0 < seen <= stats.bound
-    encode(format, [Segment(torch.full((32,), 0.01), 0)], wire, stats=stats)
+    encode(format, [BlockSegment(torch.full((32,), 0.01), 0)], wire, stats=stats)
     assert (stats.bound, stats.seen) == (2**-7, seen)
-    encode(format, [Segment(torch.full((32,), torch.nan), 0)], wire, stats=stats)
-    encode(format, [Segment(torch.full((64,), torch.nan), 0)], wire, stats=stats)
+    encode(format, [BlockSegment(torch.full((32,), torch.nan), 0)], wire, stats=stats)
+    encode(format, [BlockSegment(torch.full((64,), torch.nan), 0)], wire, stats=stats)
     assert stats.flagged == 3
     stats.reset()
     assert (stats.bound, stats.seen, stats.flagged) == (0.0, 0.0, 0)
@@ -356,17 +356,17 @@ ONES = torch.ones(100)
         (lambda w: encode(FORMAT, [], w.to("meta")), TypeError, "wire is on meta"),
         (lambda w: encode(FORMAT, ONES, w), TypeError, "segments is a Tensor"),
         (lambda w: encode(FORMAT, [ONES], w), TypeError, r"segments\[0\] is a Tensor"),
-        (lambda w: encode(FORMAT, [Segment(ONES, -1)], w), ValueError, "first_block is -1"),
-        (lambda w: encode(FORMAT, [Segment(ONES, 4)], w), ValueError, "100 elements from block 4"),
-        (lambda w: encode(FORMAT, [Segment(ONES.double(), 0)], w), TypeError, "torch.float64"),
-        (lambda w: encode(FORMAT, [Segment(ONES[::2], 0)], w), ValueError, "not contiguous"),
+        (lambda w: encode(FORMAT, [BlockSegment(ONES, -1)], w), ValueError, "first_block is -1"),
+        (lambda w: encode(FORMAT, [BlockSegment(ONES, 4)], w), ValueError, "100 elements from block 4"),
+        (lambda w: encode(FORMAT, [BlockSegment(ONES.double(), 0)], w), TypeError, "torch.float64"),
+        (lambda w: encode(FORMAT, [BlockSegment(ONES[::2], 0)], w), ValueError, "not contiguous"),
         (
-            lambda w: encode(FORMAT, [Segment(ONES, 0), Segment(ONES.half(), 4)], w),
+            lambda w: encode(FORMAT, [BlockSegment(ONES, 0), BlockSegment(ONES.half(), 4)], w),
             TypeError,
             "all must be of one dtype",
         ),
         (
-            lambda w: encode(FORMAT, [Segment(ONES, 3), Segment(ONES, 0)], w),
+            lambda w: encode(FORMAT, [BlockSegment(ONES, 3), BlockSegment(ONES, 0)], w),
             ValueError,
             "segments overlap at block 3",
         ),
@@ -375,7 +375,7 @@ ONES = torch.ones(100)
         (lambda w: encode(FORMAT, [], w, stats=1), TypeError, "stats is a int"),
         (lambda w: encode(FORMAT, [], w, stats=WireStats("meta")), TypeError, "stats is on meta"),
         (lambda w: encode(FORMAT, [], w, stream=1), TypeError, "stream is a int"),
-        (lambda w: decode(FORMAT, w, [Segment(ONES, 99)]), ValueError, "from block 99"),
+        (lambda w: decode(FORMAT, w, [BlockSegment(ONES, 99)]), ValueError, "from block 99"),
         (lambda w: decode_sum(FORMAT, w, 0, ONES), ValueError, "parts is 0"),
         (lambda w: decode_sum(FORMAT, w, 2, ONES), ValueError, r"wires has 256 bytes; 2 parts"),
         (lambda w: decode_sum(FORMAT, w, 1, ONES.int()), TypeError, "destination is torch.int32"),

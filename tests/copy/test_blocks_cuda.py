@@ -12,7 +12,7 @@ from shardcomm import _C
 from shardcomm.arguments.dtype import core_dtype
 from shardcomm.copy.blocks import (
     BlockFormat,
-    Segment,
+    BlockSegment,
     WireStats,
     core_format,
     decode,
@@ -31,13 +31,13 @@ FORMATS = [
 SEED = 0xFEDCBA9876543210
 
 
-def rows(segments: list[Segment]) -> list[tuple[int, int, int]]:
+def rows(segments: list[BlockSegment]) -> list[tuple[int, int, int]]:
     return [(s.tensor.data_ptr(), s.tensor.numel(), s.first_block) for s in segments]
 
 
 def walk_encode(
     format: BlockFormat,
-    segments: list[Segment],
+    segments: list[BlockSegment],
     wire: Tensor,
     stats: WireStats,
     teams: int,
@@ -51,7 +51,7 @@ def walk_encode(
 
 
 def walk_decode(
-    format: BlockFormat, wire: Tensor, segments: list[Segment], teams: int, most_segments: int
+    format: BlockFormat, wire: Tensor, segments: list[BlockSegment], teams: int, most_segments: int
 ) -> None:
     dtype = core_dtype(segments[0].tensor.dtype)
     _C.walk_decode_blocks(
@@ -62,7 +62,7 @@ def walk_decode(
 
 def some_segments(
     block: int, dtype: torch.dtype, rng: random.Random
-) -> tuple[list[Segment], int, list[Tensor]]:
+) -> tuple[list[BlockSegment], int, list[Tensor]]:
     """Segments of hard values that begin anywhere in a vector, with gaps; the end of them; guarded destinations."""
     generator = torch.Generator().manual_seed(rng.randrange(2**31))
     values = hard_blocks(300, 32, generator).view(-1).to(dtype)
@@ -72,7 +72,9 @@ def some_segments(
         start = rng.randrange(9)
         first += rng.choice([0, 0, 1, 7])
         segments.append(
-            Segment(values[start:][:count].clone() if start % 2 else values[start:][:count], first)
+            BlockSegment(
+                values[start:][:count].clone() if start % 2 else values[start:][:count], first
+            )
         )
         guarded.append(torch.full((start + count + 8,), 7.0, dtype=dtype))
         first += -(-count // block)
@@ -100,10 +102,10 @@ def test_walked_kernels_encode_and_decode_as_the_cpu_does(
             len(each) - 8 - s.tensor.numel() for each, s in zip(guarded, segments, strict=True)
         ]
         there = [
-            Segment(each[start:-8], s.first_block)
+            BlockSegment(each[start:-8], s.first_block)
             for each, start, s in zip(guarded, starts, segments, strict=True)
         ]
-        expected = [Segment(torch.empty_like(s.tensor), s.first_block) for s in segments]
+        expected = [BlockSegment(torch.empty_like(s.tensor), s.first_block) for s in segments]
         walk_decode(format, by_cpu, there, **launch)
         decode(format, by_cpu, expected)
         for result, wanted, each, start in zip(there, expected, guarded, starts, strict=True):
@@ -143,12 +145,12 @@ def some_parts(format: BlockFormat, parts: int, numel: int, generator: torch.Gen
     wires = aligned(parts * nbytes)
     for part in range(parts):
         values = hard_blocks(-(-numel // 32), 32, generator).view(-1)[:numel]
-        encode(format, [Segment(values, 0)], wires[part * nbytes :][:nbytes])
+        encode(format, [BlockSegment(values, 0)], wires[part * nbytes :][:nbytes])
     return wires
 
 
 def test_impossible_launches_are_refused() -> None:
-    segment = [Segment(torch.ones(32), 0)]
+    segment = [BlockSegment(torch.ones(32), 0)]
     for launch in ({"teams": 0, "most_segments": 1}, {"teams": 1, "most_segments": 1301}):
         with pytest.raises(ValueError, match="at least one team, and 1 to 1300 segments"):
             walk_encode(FORMATS[0], segment, aligned(128), WireStats(), **launch)
@@ -163,8 +165,8 @@ def test_impossible_launches_are_refused() -> None:
 def test_gpu_writes_what_the_cpu_writes(format: BlockFormat, dtype: torch.dtype, seed: int) -> None:
     rng = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
-    large = [Segment(hard_blocks(20_000, 32, generator).view(-1).to(dtype), 0)]
-    many = [Segment(torch.full((5,), float(i)).to(dtype), i) for i in range(3000)]
+    large = [BlockSegment(hard_blocks(20_000, 32, generator).view(-1).to(dtype), 0)]
+    many = [BlockSegment(torch.full((5,), float(i)).to(dtype), i) for i in range(3000)]
     cases = [(large, 20_000), (many, 3000)]
     cases += [some_segments(format.block, dtype, rng)[:2] for _ in range(20)]
     for segments, end in cases:
@@ -173,11 +175,11 @@ def test_gpu_writes_what_the_cpu_writes(format: BlockFormat, dtype: torch.dtype,
         stats, gpu_stats = WireStats(), WireStats("cuda")
         encode(format, segments, by_cpu, seed=SEED, stats=stats)
         wire = torch.full((nbytes,), 255, dtype=torch.uint8, device="cuda")
-        there = [Segment(s.tensor.cuda(), s.first_block) for s in segments]
+        there = [BlockSegment(s.tensor.cuda(), s.first_block) for s in segments]
         encode(format, there, wire, seed=SEED, stats=gpu_stats)
         assert torch.equal(wire.cpu(), by_cpu)
         assert torch.equal(gpu_stats.numbers.cpu(), stats.numbers)
-        expected = [Segment(torch.empty_like(s.tensor), s.first_block) for s in segments]
+        expected = [BlockSegment(torch.empty_like(s.tensor), s.first_block) for s in segments]
         decode(format, by_cpu, expected)
         decode(format, wire, there)
         for result, wanted in zip(there, expected, strict=True):

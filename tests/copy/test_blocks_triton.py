@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from shardcomm.arguments.dtype import core_dtype
-from shardcomm.copy.blocks import BlockFormat, Segment, WireStats, decode, decode_sum, encode
+from shardcomm.copy.blocks import BlockFormat, BlockSegment, WireStats, decode, decode_sum, encode
 from support.block_reference import aligned, hard_blocks
 from support.random_plans import FLOATS, same_bits
 
@@ -40,12 +40,12 @@ FORMATS = [
 SEED = 0xFEDCBA9876543210
 
 
-def rows(segments: list[Segment]) -> list[tuple[int, int, int]]:
+def rows(segments: list[BlockSegment]) -> list[tuple[int, int, int]]:
     return [(s.tensor.data_ptr(), s.tensor.numel(), s.first_block) for s in segments]
 
 
-def there(segments: list[Segment]) -> list[Segment]:
-    return [Segment(s.tensor.to(DEVICE, copy=True), s.first_block) for s in segments]
+def there(segments: list[BlockSegment]) -> list[BlockSegment]:
+    return [BlockSegment(s.tensor.to(DEVICE, copy=True), s.first_block) for s in segments]
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -59,7 +59,7 @@ def test_triton_encodes_and_decodes_as_the_cpu_does(
     for count in (0, 1, format.block - 1, 3 * format.block, 9000, 33):
         first += rng.choice([0, 0, 1, 70])
         blocks = hard_blocks(-(-count // 32), 32, generator) if count else torch.empty(0)
-        segments.append(Segment(blocks.view(-1)[:count].to(dtype), first))
+        segments.append(BlockSegment(blocks.view(-1)[:count].to(dtype), first))
         first += -(-count // format.block)
     nbytes = format.nbytes((first + 3) * format.block)
     by_cpu, stats = aligned(nbytes), WireStats()
@@ -75,7 +75,7 @@ def test_triton_encodes_and_decodes_as_the_cpu_does(
     assert torch.equal(wire.cpu(), by_cpu)
     assert torch.equal(triton_stats.numbers.cpu(), stats.numbers)
 
-    expected = [Segment(torch.empty_like(s.tensor), s.first_block) for s in segments]
+    expected = [BlockSegment(torch.empty_like(s.tensor), s.first_block) for s in segments]
     decode(format, by_cpu, expected)
     results = there(expected)
     blocks_triton.decode(format.name, format.block, wire, rows(results), core_dtype(dtype), None)
@@ -96,7 +96,7 @@ def test_triton_sums_as_the_cpu_does(
     wires = aligned(parts * nbytes)
     for part in range(parts):
         values = hard_blocks(-(-numel // 32), 32, generator).view(-1)[:numel]
-        encode(format, [Segment(values, 0)], wires[part * nbytes :][:nbytes])
+        encode(format, [BlockSegment(values, 0)], wires[part * nbytes :][:nbytes])
     before = torch.randn(numel, generator=generator).to(dtype)
     by_cpu, by_triton = before.clone(), before.to(DEVICE, copy=True)
     flags = [torch.zeros(1, dtype=torch.int32, device=where) for where in ("cpu", DEVICE)]

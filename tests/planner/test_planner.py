@@ -12,6 +12,7 @@ from torch import nn
 from shardcomm import Communicator, MemoryPlan, Mesh, MixedPrecision, fully_shard
 from shardcomm.layout.layout import Granularity
 from shardcomm.models.shapes import SHAPES, equal_blocks
+from shardcomm.parameter.plain import plain
 from shardcomm.planner.footprint import Footprint
 from shardcomm.schedule.triggers import Phase, Trigger
 from shardcomm.unit.groups import slot_bytes
@@ -39,12 +40,13 @@ def measured(
         loss_of(model, batch(ranks.rank, step)).backward()
         optimizer.step()
         optimizer.zero_grad()
-    state = sum(
-        value.nbytes
-        for param, entry in optimizer.state.items()
-        for value in entry.values()
-        if value.shape == param.shape and value.dim() > 0
-    )
+    with plain():  # outside of an optimizer's step a parameter tells the whole's shape
+        state = sum(
+            value.nbytes
+            for param, entry in optimizer.state.items()
+            for value in entry.values()
+            if value.shape == param.shape and value.dim() > 0
+        )
     gathered = engine.traffic.gathered_bytes - before[0]
     reduced = engine.traffic.reduced_bytes - before[1]
     footprint = engine.footprint()
