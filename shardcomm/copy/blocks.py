@@ -383,8 +383,8 @@ def _addresses(
     for i, segment in enumerate(segments):
         if not isinstance(segment, tuple) or len(segment) != 2:
             raise TypeError(
-                f"{operation}: segments[{i}] is a {type(segment).__name__}; it must be a BlockSegment: a tensor, and its "
-                "first block"
+                f"{operation}: segments[{i}] is a {type(segment).__name__}; it must be a BlockSegment: a tensor, "
+                "and its first block"
             )
         tensor, first_block = segment
         _check_tensor(operation, f"segments[{i}].tensor", tensor, device)
