@@ -2,7 +2,8 @@
 
 The step is forward and backward of compare_fsdp2's model across 2 hosts of 2 ranks each, which are namespaces of this
 machine (`shardcomm.cluster`); `tc` holds their link to 1 Gbit/s in each direction. Formats take turns in each round.
-Times are medians of the slowest rank. The bytes that come into a host are counted at its link, per step.
+The limit is the same model without any communication; all ranks share this machine's cores. Times are medians of the
+slowest rank. The bytes that come into a host are counted at its link, per step.
 
 The training is 1,000 steps of a GPT of width 64, 2 blocks, 64 tokens x batch 8 per rank, on 2 ranks, by AdamW on the
 standard library's sources, from the same seed. The loss is the mean of the last 100 steps, of both ranks.
@@ -17,7 +18,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from formats_rank import BASE, FORMATS, trained
+from formats_rank import ALONE, BASE, FORMATS, trained
 from harness import Bound, Report, Times, arguments
 
 import shardcomm
@@ -54,7 +55,7 @@ def main() -> None:
     if why_not := refusal():
         print(why_not)
     steps = {} if why_not else measured_steps()
-    for name in FORMATS:
+    for name in (*FORMATS, ALONE):
         cells = ["-"] * 4
         if steps:
             times, base = (Times(tuple(steps[each]["seconds"])) for each in (name, BASE))
@@ -66,8 +67,10 @@ def main() -> None:
                 report.bounds.append(
                     Bound(f"{name}: step / float32's", ratio, at_most=WANTED[name])
                 )
-        difference = losses[name] - losses[BASE]
-        report.row(name, *cells, f"{losses[name]:.4f}", f"{difference:+.4f}")
+        loss = ["-", "-"]
+        if name in losses:
+            loss = [f"{losses[name]:.4f}", f"{losses[name] - losses[BASE]:+.4f}"]
+        report.row(name, *cells, *loss)
     report.finish(args)
 
 

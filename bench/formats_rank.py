@@ -16,7 +16,7 @@ from shardcomm.cli.train.text import Corpus, read_text
 from shardcomm.cluster import link_bytes
 from shardcomm.models.gpt import GPT, VOCAB
 
-BASE = "float32"
+BASE, ALONE = "float32", "no communication"
 HALF = torch.bfloat16
 FORMATS: dict[str, MixedPrecision] = {
     BASE: MixedPrecision(),
@@ -42,29 +42,30 @@ def steps(comm: shardcomm.Communicator) -> dict[str, dict[str, list[float]]]:
     """Of each format, the seconds of each round, and what each host's link has brought in by a step."""
     generator = torch.Generator().manual_seed(comm.rank)
     tokens = torch.randint(0, VOCAB, (BATCH, CONTEXT + 1), generator=generator)
-    engines = {}
+    nets, engines = {ALONE: model()}, {}
     for name, precision in FORMATS.items():
-        net = model()
+        net = nets[name] = model()
         engines[name] = shardcomm.fully_shard(
             net, comm, units=list(net.blocks), mixed_precision=precision
         )
     taken: dict[str, dict[str, list[float]]] = {
-        name: {"seconds": [], "received": []} for name in FORMATS
+        name: {"seconds": [], "received": []} for name in nets
     }
     for round_ in range(ROUNDS + 1):
-        for name, engine in engines.items():
-            engine.model.zero_grad(set_to_none=True)
+        for name, net in nets.items():
+            net.zero_grad(set_to_none=True)
             comm.barrier()
             before = link_bytes().received
             comm.barrier()
             start = time.perf_counter()
-            loss_of(engine.model, tokens).backward()
+            loss_of(net, tokens).backward()
             seconds = time.perf_counter() - start
             comm.barrier()
             own = torch.tensor([seconds, link_bytes().received - before], dtype=torch.float64)
             slowest = own.clone()
             comm.all_reduce(slowest, "max")
-            check(engine)
+            if name in engines:
+                check(engines[name])
             if round_:  # the first warms up
                 taken[name]["seconds"].append(float(slowest[0]))
                 taken[name]["received"].append(float(slowest[1]))

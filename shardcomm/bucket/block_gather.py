@@ -11,6 +11,7 @@ Communication for Giant Model Training", arXiv 2306.10209, section 3.1.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -66,6 +67,14 @@ class BlockWire:
         """The bytes of both."""
         return self.sent.nbytes + self.received.nbytes
 
+    def check(self, parts: Sequence[int]) -> None:
+        """ValueError unless there is room for parts of so many bytes."""
+        if self.sent.nbytes < max(parts) or self.received.nbytes < sum(parts):
+            raise ValueError(
+                f"Bucket: wire has {self.sent.nbytes} bytes to send from, and {self.received.nbytes} to receive into; "
+                f"the bucket needs {max(parts)} and {sum(parts)}"
+            )
+
 
 def _aligned(comm: Communicator, nbytes: int, use: Use) -> torch.Tensor:
     memory = comm.allocate(nbytes, dtype=torch.uint8, use=use)
@@ -115,7 +124,8 @@ class BlockGather:
             )
         parts = [format.nbytes(numel) for numel in layout.shard_numels]
         self.nbytes = sum(parts) - parts[comm.rank]
-        self.wire = wire or BlockWire(comm, max(parts), sum(parts))
+        self.wire = BlockWire(comm, max(parts), sum(parts)) if wire is None else wire
+        self.wire.check(parts)
         self._stats = WireStats(comm.device)
         self._format = format
         self._shard = [BlockSegment(shard, 0)]
@@ -130,9 +140,12 @@ class BlockGather:
             )
         ]
         self._gather = comm.bind_all_gather(received, self._sent, counts=parts, tag=tag)
+        self._ended: Event | None = None  # that of the latest gather; None: there was none
 
     def take_error(self) -> WireError:
-        """What the format has cost this rank's elements since this was called last."""
+        """What the format has cost this rank's elements since this was called last; waits for gathers under way."""
+        if self._ended is not None:
+            self._ended.wait()
         stats = self._stats
         error = WireError(stats.bound, stats.seen, stats.flagged)
         stats.reset()
@@ -149,4 +162,5 @@ class BlockGather:
         self._gather.queue(stream, None)
         for part, elements in self._received:
             decode(self._format, part, elements, stream=stream, threads=threads)
-        return stream.record()
+        self._ended = stream.record()
+        return self._ended

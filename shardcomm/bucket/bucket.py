@@ -130,6 +130,8 @@ class Bucket:
             )
         _check_dtypes(dtype, param_dtype, reduce_dtype)
         _check_format(gather_format, dtype)
+        if wire is not None:
+            check_type("Bucket", "wire", wire, BlockWire, "a BlockWire, or None")
         check_tag("Bucket", tag)
         check_tag("Bucket", replica_tag)
         if layout.world_size != comm.size:

@@ -86,7 +86,7 @@ class Simulation:
         """Runs a step.
 
         Args:
-            plan: The plan, from `MemoryPlan.of`. Nothing of it may be in host memory.
+            plan: The plan, from `MemoryPlan.of`. Nothing of it may be in host memory, or gathered in a block format.
             times: The time of each unit of the plan.
             machine: The machine.
             slowest: The factor of the slowest rank, which multiplies `times`.
@@ -162,6 +162,10 @@ def _check(plan: MemoryPlan, times: Sequence[UnitTime], machine: Machine) -> Non
         )
     if plan.host_bytes:
         raise ValueError("plan has parameters in host memory, whose copies are not simulated")
+    if plan.wire_bytes:
+        raise ValueError(
+            "plan has gathers in a block format, whose encoding and decoding are not simulated; leave gather_format out"
+        )
     if plan.ranks <= machine.ranks_per_host:
         return
     if machine.transport == "shm" or not machine.network_bytes_per_s:

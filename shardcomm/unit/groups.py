@@ -132,14 +132,19 @@ def group_units(
     groups = []
     for unit, policy, pool, unit_specs in zip(units, policies, pools, specs, strict=True):
         precision = policy.mixed_precision or MixedPrecision()
-        by_kind: dict[tuple[object, ...], list[tuple[OwnedParam, ParamSpec]]] = {}
+        by_kind: dict[
+            tuple[torch.dtype, bool, bool, BlockFormat | None], list[tuple[OwnedParam, ParamSpec]]
+        ] = {}
         for owned, spec in zip(unit.params, unit_specs, strict=True):
             param = owned.param
             format = precision.gather_format_of(spec.name, param)
             kind = param.dtype, param.requires_grad, spec.name in owners, format
             by_kind.setdefault(kind, []).append((owned, spec))
         groups.append(
-            [_group(together, pool.shards, policy, owners) for together in by_kind.values()]
+            [
+                _group(together, pool.shards, policy, format, owners)
+                for (_, _, _, format), together in by_kind.items()
+            ]
         )
     return groups
 
@@ -166,13 +171,13 @@ def _group(
     together: Sequence[tuple[OwnedParam, ParamSpec]],
     world_size: int,
     policy: Policy,
+    format: BlockFormat | None,
     owners: Mapping[str, int],
 ) -> BucketGroup:
     params, specs = [owned for owned, _ in together], [spec for _, spec in together]
     dtype = params[0].param.dtype
     precision = policy.mixed_precision or MixedPrecision()
     param_dtype, reduce_dtype = _dtypes(params[0], precision)
-    format = precision.gather_format_of(specs[0].name, params[0].param)
     itemsize = min(dtype.itemsize, param_dtype.itemsize, reduce_dtype.itemsize)
     layout = Layout.plan(
         specs,

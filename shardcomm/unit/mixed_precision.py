@@ -67,7 +67,9 @@ class MixedPrecision:
 
         if isinstance(self.gather_format, BlockFormat):
             check_repeats("MixedPrecision: gather_format", self.gather_format)
-        elif self.gather_format is not None and not callable(self.gather_format):
+        elif self.gather_format is not None and (
+            isinstance(self.gather_format, type) or not callable(self.gather_format)
+        ):
             raise TypeError(
                 f"MixedPrecision: gather_format is {self.gather_format!r}; it must be a shardcomm.BlockFormat such as "
                 'BlockFormat("mxint8"), a function of a name and a parameter that returns one or None, or None'

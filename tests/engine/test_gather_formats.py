@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -27,6 +28,8 @@ from shardcomm import (
     fully_shard,
     launch,
 )
+from shardcomm.bucket.block_gather import BlockWire
+from shardcomm.interop.chakra import write_step
 from shardcomm.unit.mixed_precision import GatherFormatOf
 from support.block_reference import encoded, values_of
 from support.thread_ranks import run_mesh, run_threads
@@ -356,6 +359,7 @@ def test_a_unit_may_have_a_format_of_its_own() -> None:
     ("given", "error", "said"),
     [
         ("mxint8", TypeError, "it must be a shardcomm.BlockFormat such as"),
+        (BlockFormat, TypeError, "it must be a shardcomm.BlockFormat such as"),
         (torch.int8, TypeError, "it must be a shardcomm.BlockFormat such as"),
         (BlockFormat("mxint8", rounding="stochastic"), ValueError, 'accepted: rounding="nearest"'),
         (lambda *_: "mxint8", TypeError, "returned 'mxint8'; it must return a BlockFormat or None"),
@@ -365,7 +369,14 @@ def test_a_unit_may_have_a_format_of_its_own() -> None:
             'accepted: rounding="nearest"',
         ),
     ],
-    ids=["a-name", "a-dtype", "stochastic", "function-of-names", "function-stochastic"],
+    ids=[
+        "a-name",
+        "the-class",
+        "a-dtype",
+        "stochastic",
+        "function-of-names",
+        "function-stochastic",
+    ],
 )
 def test_other_formats_are_refused(given: object, error: type[Exception], said: str) -> None:
     def run(comm: Communicator) -> None:
@@ -420,3 +431,58 @@ def test_a_bucket_by_hand() -> None:
             rows = weight.split([n // weight[0].numel() for n in held])
             expected = torch.cat([on_wire(each, format) for each in rows])
             assert torch.equal(value, expected)
+
+
+def test_a_function_is_asked_once_for_each_parameter() -> None:
+    asked: list[str] = []
+
+    def once(name: str, param: nn.Parameter) -> BlockFormat | None:
+        asked.append(name)
+        return None if param.ndim < 2 or len(asked) > 2 else BlockFormat("mxint8")
+
+    engine = fully_shard(
+        made_net(),
+        Communicator.local_group(1)[0],
+        mixed_precision=MixedPrecision(gather_format=once),
+    )
+    assert sorted(asked) == sorted(INITIAL)
+    coded = [b.gather_format for unit in engine.units for b, _ in unit.buckets if b.gather_format]
+    assert coded == [BlockFormat("mxint8")]
+
+
+def test_the_error_is_that_of_gathers_that_have_ended() -> None:
+    def run(comm: Communicator) -> None:
+        bucket = Bucket(
+            Layout.plan([ParamSpec("w", (64, 512))], comm.size),
+            comm,
+            gather_format=BlockFormat("mxint8"),
+        )
+        bucket.load([torch.full((64, 512), 1.01)])
+        gather = bucket.block_gather
+        assert gather is not None
+        for _ in range(200):
+            work = bucket.all_gather(async_op=True)
+            assert gather.take_error().bound == 2**-7
+            work.wait()
+            assert gather.take_error() == (0.0, 0.0, 0)
+
+    run_threads(run, 2)
+
+
+def test_memory_that_a_wire_does_not_fit_into_is_refused() -> None:
+    def run(comm: Communicator) -> None:
+        layout = Layout.plan([ParamSpec("w", (64, 64))], comm.size)
+        with pytest.raises(TypeError, match=r"wire .*must be a BlockWire"):
+            Bucket(layout, comm, gather_format=BlockFormat("mxint8"), wire=torch.zeros(10))  # type: ignore[arg-type]
+        wire = BlockWire(comm, 128, 256)
+        with pytest.raises(ValueError, match="wire has 128 bytes to send from, and 256 to receive"):
+            Bucket(layout, comm, gather_format=BlockFormat("mxint8"), wire=wire)
+
+    run_threads(run, 2)
+
+
+def test_plans_with_block_formats_are_refused_where_they_are_not_told(tmp_path: Path) -> None:
+    wire = MixedPrecision(gather_format=BlockFormat("mxint8"))
+    plan = MemoryPlan.of(made_net(), 2, units=[nn.Linear], mixed_precision=wire)
+    with pytest.raises(ValueError, match="in a block format, which an execution trace does not"):
+        write_step(plan, tmp_path, tokens=8)

@@ -115,6 +115,10 @@ class StepGraph:
             ValueError: Ranks hold parts of different sizes, or some units are on other ranks than the rest.
         """
         shards = plan.ranks // plan.replicas
+        if plan.wire_bytes:
+            raise ValueError(
+                "plan has gathers in a block format, which an execution trace does not tell; leave gather_format out"
+            )
         for unit in plan.units:
             _check_even(unit, shards, plan.replicas)
         hosts = {_host_ranks(unit) for unit in plan.units if unit.secondary_bytes}
