@@ -13,6 +13,7 @@ from torch import nn
 
 from shardcomm import (
     STRATEGIES,
+    BlockFormat,
     Communicator,
     MemoryPlan,
     Mesh,
@@ -314,3 +315,9 @@ def test_times_of_other_units_are_refused() -> None:
 def test_an_offloaded_plan_is_refused() -> None:
     with pytest.raises(ValueError, match="parameters in host memory, whose copies are not"):
         Simulation.of(plan(cpu_offload=True), TIMES, machine())
+
+
+def test_a_plan_in_a_block_format_is_refused() -> None:
+    wire = MixedPrecision(gather_format=BlockFormat("mxint8"))
+    with pytest.raises(ValueError, match="in a block format, whose encoding and decoding are not"):
+        Simulation.of(plan(mixed_precision=wire), TIMES, machine())
