@@ -11,6 +11,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from operator import le
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -563,6 +564,42 @@ def come_and_go() -> None:
 
 def test_destroyed_groups_leave_nothing_behind_and_new_ones_follow() -> None:
     launch(come_and_go, 2, timeout_s=120)
+
+
+def held_things() -> dict[str, int]:
+    """How many of each this process holds, and how many files of shared memory there are."""
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    threads, files = threads_and_files()
+    return {
+        "threads": threads,
+        "files": files,
+        "maps": len(maps),
+        "shm": len(os.listdir("/dev/shm")),
+    }
+
+
+def a_thousand_groups() -> tuple[dict[str, int], dict[str, int]]:
+    """What is held after 100 sub-groups that have come and gone, and after 1,000."""
+    dist.init_process_group(OURS)
+    after = []
+    for turn in range(1, 1001):
+        group = dist.new_group([0, 1])
+        total = torch.full((turn,), float(dist.get_rank()))
+        dist.all_reduce(total, group=group)
+        assert torch.equal(total, torch.ones(turn))
+        dist.destroy_process_group(group)
+        if turn in (100, 1000):
+            after.append(held_things())
+    dist.destroy_process_group()
+    return after[0], after[1]
+
+
+def test_a_thousand_groups_leave_nothing_behind() -> None:
+    for early, late in launch(a_thousand_groups, 2, timeout_s=120):
+        assert (
+            late["maps"] <= early["maps"] + 8
+        )  # of the allocator's, as parts of memory come into use
+        assert {**late, "maps": 0} == {**early, "maps": 0}
 
 
 UNTIDY = """
