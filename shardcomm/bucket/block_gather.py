@@ -22,7 +22,6 @@ from shardcomm.copy.blocks import (
     BlockFormat,
     BlockSegment,
     WireStats,
-    check_repeats,
     decode,
     encode,
 )
@@ -102,7 +101,7 @@ class BlockGather:
         nbytes: The bytes that this rank receives from the others in one gather.
 
     Raises:
-        ValueError: `format` rounds stochastically, or the core does not work on the communicator's device.
+        ValueError: The core does not work on the communicator's device, or `wire` is too small.
     """
 
     def __init__(
@@ -116,7 +115,6 @@ class BlockGather:
         wire: BlockWire | None,
         tag: int,
     ) -> None:
-        check_repeats("Bucket: gather_format", format)
         if not uses_core(comm.device):
             raise ValueError(
                 f"Bucket: gather_format is {format}, and the communicator is on {comm.device}, where the core does not "

@@ -448,6 +448,9 @@ class Engine:
             For each unit with parameters in a block format, by name, the bound that the format guarantees, the largest
             error seen, and how many blocks had NaN or Inf. On a rank alone, which gathers nothing, all are 0.
 
+        Raises:
+            CommError: The latest gather has failed.
+
         Example:
             ```python
             wire = shardcomm.MixedPrecision(gather_format=shardcomm.BlockFormat("mxint8"))

@@ -19,20 +19,10 @@ from shardcomm.copy.blocks import (
     decode_sum,
     encode,
 )
-from support.block_reference import aligned, hard_blocks
+from support.block_reference import FORMATS, aligned, hard_blocks, rows
 from support.random_plans import FLOATS, same_bits
 
-FORMATS = [
-    BlockFormat(name, block, rounding)
-    for name in ("mxint8", "mxfp8")
-    for block in (32, 64, 128)
-    for rounding in ("nearest", "stochastic")
-]
 SEED = 0xFEDCBA9876543210
-
-
-def rows(segments: list[BlockSegment]) -> list[tuple[int, int, int]]:
-    return [(s.tensor.data_ptr(), s.tensor.numel(), s.first_block) for s in segments]
 
 
 def walk_encode(

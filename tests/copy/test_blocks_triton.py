@@ -12,7 +12,7 @@ import torch
 
 from shardcomm.arguments.dtype import core_dtype
 from shardcomm.copy.blocks import BlockFormat, BlockSegment, WireStats, decode, decode_sum, encode
-from support.block_reference import aligned, hard_blocks
+from support.block_reference import FORMATS, aligned, hard_blocks, rows
 from support.random_plans import FLOATS, same_bits
 
 pytest.importorskip("triton", reason="the Triton executor needs triton: pip install triton")
@@ -31,17 +31,7 @@ pytestmark = [
     pytest.mark.slow,
 ]
 
-FORMATS = [
-    BlockFormat(name, block, rounding)  # type: ignore[arg-type]
-    for name in ("mxint8", "mxfp8")
-    for block in (32, 64, 128)
-    for rounding in ("nearest", "stochastic")
-]
 SEED = 0xFEDCBA9876543210
-
-
-def rows(segments: list[BlockSegment]) -> list[tuple[int, int, int]]:
-    return [(s.tensor.data_ptr(), s.tensor.numel(), s.first_block) for s in segments]
 
 
 def there(segments: list[BlockSegment]) -> list[BlockSegment]:

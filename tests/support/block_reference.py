@@ -6,8 +6,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shardcomm.copy.blocks import BlockFormat, BlockSegment
+
 LIMITS = {"mxint8": 127 / 64, "mxfp8": 448.0}
 WIRE_ALIGN = 128
+FORMATS = [
+    BlockFormat(name, block, rounding)  # type: ignore[arg-type]
+    for name in ("mxint8", "mxfp8")
+    for block in (32, 64, 128)
+    for rounding in ("nearest", "stochastic")
+]
+
+
+def rows(segments: list[BlockSegment]) -> list[tuple[int, int, int]]:
+    """The segments as the core's own functions take them."""
+    return [(s.tensor.data_ptr(), s.tensor.numel(), s.first_block) for s in segments]
 
 
 def aligned(nbytes: int) -> Tensor:
