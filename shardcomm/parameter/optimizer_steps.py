@@ -28,7 +28,7 @@ from shardcomm.parameter.plain import plain, set_grad
 from shardcomm.parameter.replaced import replace
 from shardcomm.parameter.sharded_parameter import ShardedParameter, ShardedRows, WholeParameter
 from shardcomm.parameter.versions import written
-from shardcomm.parameter.whole import Held, Owned
+from shardcomm.parameter.whole import Held, Owned, awaiting
 
 _ELEMENTWISE = (
     optim.ASGD,
@@ -150,7 +150,7 @@ def _before(optimizer: optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str,
     rows, whole = _ours(params)
     if not (rows or whole):
         return
-    if not _has_closure(args, kwargs):  # whose backward may reduce them yet
+    if awaiting and not _has_closure(args, kwargs):  # whose backward may reduce them yet
         await_reduce = [p.whole for p in rows if p.whole.awaits_reduce]
         await_reduce += [p.whole for p in whole if p.whole is not None and p.whole.awaits_reduce]
         if await_reduce:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NoReturn, TypeVar
-from weakref import WeakValueDictionary
+from weakref import WeakSet, WeakValueDictionary
 
 import torch
 from torch import nn
@@ -16,6 +16,9 @@ from shardcomm.parameter.plain import plain
 from shardcomm.parameter.shard_tensor import Part
 
 _T = TypeVar("_T", bound=torch.Tensor)
+
+awaiting: WeakSet[Any] = WeakSet()
+"""What has set `awaits_reduce` of a parameter. While it is empty, an optimizer's step need not look at each."""
 
 
 class Held(Enum):

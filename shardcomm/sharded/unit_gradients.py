@@ -24,7 +24,7 @@ from torch import nn
 
 from shardcomm.bucket.bucket import Bucket
 from shardcomm.parameter.plain import grad_of, plain
-from shardcomm.parameter.whole import Whole
+from shardcomm.parameter.whole import Whole, awaiting
 from shardcomm.stream.work import Work
 
 
@@ -209,6 +209,7 @@ class UnitGradients:
                 if bucket.reduce_dtype.itemsize > bucket.param_dtype.itemsize:
                     param.add(bucket.reduce_dtype)
                 param.whole.awaits_reduce = self.stage is REDUCING or param.holds_earlier
+        awaiting.add(self)
 
     def reduce(self, *, put_off: bool = False) -> None:
         """Queues the reduces of the gradients that backward has left, which `reduces` lists to be waited for.
@@ -265,6 +266,7 @@ class UnitGradients:
         self.stage = READY
         for param in self._params:
             param.used = param.whole.awaits_reduce = False
+        awaiting.discard(self)
         hooked = self._hooked()
         for shard in hooked:
             with plain():
@@ -286,6 +288,7 @@ class UnitGradients:
             bucket.reduction.forget()
             for param in params:
                 param.forget()
+        awaiting.discard(self)
         self.stage = EMPTY
         self.open_calls.clear()
         self.awaits_replicas = False
