@@ -7,17 +7,15 @@ import json
 import sys
 from collections.abc import Sequence
 
-import torch
-
 from shardcomm.cli.models import add_model, model_of
 from shardcomm.cli.options import DefaultsFormatter, can_write, memory, opened, picture, whole
+from shardcomm.cli.precision import add_precision, precision_of
 from shardcomm.cli.schedule_plot import draw
 from shardcomm.planner.planner import MemoryPlan
 from shardcomm.planner.rank_bytes import OPTIMIZERS
 from shardcomm.planner.table import aligned, size
 from shardcomm.schedule.strategy import STRATEGIES
 from shardcomm.trace.timeline import Timeline
-from shardcomm.unit.mixed_precision import MixedPrecision
 
 _MOST_DRAWN_UNITS = 9  # a picture of more could not be read
 
@@ -37,8 +35,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
                         help="for hybrid_shard: how many times the ranks hold the model")  # fmt: skip
     parser.add_argument("--strategy", choices=list(STRATEGIES),
                         help="plan this strategy only, unit by unit (default: all, side by side)")  # fmt: skip
-    parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32",
-                        help="dtype to compute and communicate in; shards stay fp32")  # fmt: skip
+    add_precision(parser, "fp32")
     parser.add_argument("--cpu-offload", action="store_true",
                         help="keep parameters, gradients and optimizer state in host memory")  # fmt: skip
     parser.add_argument("--reshard-after-forward", type=whole(2, 2**20), metavar="RANKS",
@@ -107,7 +104,6 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
 def _plans(args: argparse.Namespace) -> list[MemoryPlan]:
     """A plan for each strategy; for hybrid_shard only if the number of replicas is given."""
     model = model_of(args)
-    half = torch.bfloat16 if args.dtype == "bf16" else None
     strategies = [args.strategy]
     if args.strategy is None:
         strategies = ["no_shard", "shard_grad_op", "full_shard"]
@@ -119,7 +115,7 @@ def _plans(args: argparse.Namespace) -> list[MemoryPlan]:
             args.ranks,
             strategy=strategy,
             replicas=args.replicas if alone or strategy == "hybrid_shard" else None,
-            mixed_precision=MixedPrecision(param_dtype=half, reduce_dtype=half),
+            mixed_precision=precision_of(args),
             prefetch=args.prefetch,
             backward_prefetch=args.backward_prefetch,
             slots=args.slots,

@@ -22,6 +22,7 @@ class UnitPlan:
         full_bytes: The full parameters, in the slot; 0 where the shard is all of them.
         full_gradient_bytes: The gradients that backward leaves, until they are packed.
         gather_bytes: What the rank receives from the others in one gather.
+        coding_bytes: What it reads and writes in such a gather to encode and decode a block format; 0 without one.
         secondary_bytes: The secondary shard; 0 without one.
         regather_bytes: What the rank receives in each gather of a step except the first. With a secondary shard these
             come from the ranks of its host.
@@ -40,6 +41,7 @@ class UnitPlan:
     full_bytes: int
     full_gradient_bytes: int
     gather_bytes: int
+    coding_bytes: int
     secondary_bytes: int
     regather_bytes: int
     regather_ranks: int
@@ -84,6 +86,7 @@ class UnitPlan:
                 group.layout.numel * group.param_dtype.itemsize for group in trained
             ),
             gather_bytes=gather_bytes,
+            coding_bytes=sum(group.coding_bytes(rank) for group in groups),
             secondary_bytes=secondary_bytes,
             regather_bytes=regather_bytes,
             regather_ranks=pool.secondary if secondary_bytes else pool.shards,

@@ -77,8 +77,18 @@ def gather(unit: UnitPlan, group: Group, machine: Machine, *, again: bool) -> Co
         return Cost(0.0, cast / machine.copy_bytes_per_s, "memory", 0, cast)
     if machine.transport == "nccl":
         return _ring(nbytes, group, machine)
-    shard = unit.secondary_bytes if secondary else unit.parameter_bytes
-    return _shared("gather", nbytes, moved_by_gather(shard, nbytes / (group.ranks - 1)), machine)
+    part = nbytes / (group.ranks - 1)
+    if secondary:
+        shard: float = unit.secondary_bytes
+    else:
+        shard = part if unit.coding_bytes else unit.parameter_bytes
+    return _shared("gather", nbytes, moved_by_gather(shard, part), machine)
+
+
+def coding(unit: UnitPlan, machine: Machine) -> Cost:
+    """The encoding of a rank's part before a gather in a block format, and the decoding of all parts after it."""
+    moved = unit.coding_bytes
+    return Cost(0.0, moved / machine.code_bytes_per_s, "memory", 0, moved)
 
 
 def reduce(unit: UnitPlan, group: Group, machine: Machine) -> Cost:

@@ -35,6 +35,7 @@ _RANGES: Mapping[str, tuple[float, float]] = {
     "crowding": (1, 10),
     "memory_bytes": (1e6, 1e15),
     "copy_bytes_per_s": (1e3, 1e15),
+    "code_bytes_per_s": (1e3, 1e15),
     "host_latency_s": (0, 1),
     "host_bytes_per_s": (1e3, 1e15),
     "network_latency_s": (0, 10),
@@ -61,6 +62,7 @@ class Machine:
         crowding: How many times as long as its turns say a rank takes where more ranks than cores take turns.
         memory_bytes: A rank's memory.
         copy_bytes_per_s: Bytes that a rank reads and writes in a second when it packs gradients.
+        code_bytes_per_s: The same when it encodes and decodes a block format.
         host_latency_s: Within a host: the seconds of a hop of a ring or, over shm, those that a meeting of the ranks
             takes of each rank's core.
         host_bytes_per_s: Within a host: the bytes that a rank reads and writes in a second over shm, or sends over
@@ -86,6 +88,7 @@ class Machine:
     crowding: float
     memory_bytes: int
     copy_bytes_per_s: float
+    code_bytes_per_s: float
     host_latency_s: float
     host_bytes_per_s: float
     network_latency_s: float

@@ -5,7 +5,8 @@ For each trigger, in the order of the step (compare `engine/step.py` and `engine
     post_forward(u)   first u computes what is its own, then come the actions
     pre_backward(u)   first the actions, then u computes
 
-    gather u          put on the channel of gathers, behind those before; skipped if the slot holds u
+    gather u          put on the channel of gathers, behind those before; skipped if the slot holds u. In a block
+                      format its encoding and decoding come there, too
     wait_gather u     the rank waits
     release u         the slot is free: the next gather into it was issued after that, on every rank
     reduce u          the rank waits until the reduce before has left the buffer, packs, and puts it on its channel
@@ -86,7 +87,7 @@ class Simulation:
         """Runs a step.
 
         Args:
-            plan: The plan, from `MemoryPlan.of`. Nothing of it may be in host memory, or gathered in a block format.
+            plan: The plan, from `MemoryPlan.of`. Nothing of it may be in host memory.
             times: The time of each unit of the plan.
             machine: The machine.
             slowest: The factor of the slowest rank, which multiplies `times`.
@@ -162,10 +163,6 @@ def _check(plan: MemoryPlan, times: Sequence[UnitTime], machine: Machine) -> Non
         )
     if plan.host_bytes:
         raise ValueError("plan has parameters in host memory, whose copies are not simulated")
-    if plan.wire_bytes:
-        raise ValueError(
-            "plan has gathers in a block format, whose encoding and decoding are not simulated; leave gather_format out"
-        )
     if plan.ranks <= machine.ranks_per_host:
         return
     if machine.transport == "shm" or not machine.network_bytes_per_s:
@@ -239,7 +236,7 @@ class _Program:
         if verb is Verb.GATHER:
             if slot not in self._held:
                 self._held[slot] = unit
-                yield self._gather(unit)
+                yield from self._gather(unit)
         elif verb is Verb.WAIT_GATHER:
             yield Wait(self._gathers[unit])
         elif verb is Verb.RELEASE:
@@ -251,12 +248,16 @@ class _Program:
         elif verb is Verb.WAIT_REDUCE:
             yield from map(Wait, self._reduces.get(unit, []))
 
-    def _gather(self, unit: int) -> Issue:
+    def _gather(self, unit: int) -> Iterator[Instruction]:
         of, again = self._plan.units[unit], unit in self._gathers
         group = Group.of(of.regather_ranks, 1, self._on_host) if again else self._shard
-        cost = collectives.gather(of, group, self._machine, again=again)
-        self._gathers[unit] = made = self._made("gather", unit, cost)
-        return Issue(made)
+        costs = [collectives.gather(of, group, self._machine, again=again)]
+        if of.coding_bytes and not (again and of.secondary_bytes):
+            # All of it behind the gather, on whose channel it is; no other collective could use the time before.
+            costs.append(collectives.coding(of, self._machine))
+        for cost in costs:
+            self._gathers[unit] = made = self._made("gather", unit, cost)
+            yield Issue(made)
 
     def _reduce(self, unit: int) -> Iterator[Instruction]:
         of = self._plan.units[unit]

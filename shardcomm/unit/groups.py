@@ -86,6 +86,13 @@ class BucketGroup:
             return tuple(map(self.gather_format.nbytes, self.layout.shard_numels))
         return tuple(numel * self.param_dtype.itemsize for numel in self.layout.shard_numels)
 
+    def coding_bytes(self, rank: int) -> int:
+        """What `rank` reads and writes in a gather to encode its part, and to decode the parts of all."""
+        if self.gather_format is None or self.layout.world_size == 1:
+            return 0
+        sent = self.sent_bytes
+        return (self.shard_bytes[rank] + sent[rank]) + (sum(sent) + self.full_bytes)
+
     def secondary_bytes(self, ranks: int) -> list[int]:
         """The bytes of the secondary shard of each of `ranks` ranks."""
         return [numel * self.param_dtype.itemsize for numel in self.layout.parts(ranks)]

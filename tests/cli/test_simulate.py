@@ -55,6 +55,17 @@ def test_the_figures_are_those_of_the_planner_and_make_a_step(
     assert found["machine"]["name"] == "8xH100"
 
 
+def test_gathers_in_a_block_format_send_about_half_of_bfloat16s_bytes(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    options = (*LLAMA, "--strategy", "full_shard", "--ranks", "64")
+    (wide,) = configurations(capsys, *options)
+    (coded,) = configurations(capsys, *options, "--gather-format", "mxfp8")
+    assert coded["gathered_bytes"] / wide["gathered_bytes"] == pytest.approx(33 / 64, rel=0.01)
+    assert coded["reduced_bytes"] == pytest.approx(wide["reduced_bytes"], rel=0.001)
+    assert coded["peak_bytes"] > wide["peak_bytes"]  # by the wire's buffers
+
+
 def test_csv_has_a_line_for_each_configuration(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(*LLAMA, "--csv", "-") == 0
     rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))

@@ -317,7 +317,39 @@ def test_an_offloaded_plan_is_refused() -> None:
         Simulation.of(plan(cpu_offload=True), TIMES, machine())
 
 
-def test_a_plan_in_a_block_format_is_refused() -> None:
-    wire = MixedPrecision(gather_format=BlockFormat("mxint8"))
-    with pytest.raises(ValueError, match="in a block format, whose encoding and decoding are not"):
-        Simulation.of(plan(mixed_precision=wire), TIMES, machine())
+def in_blocks(**options: Any) -> MemoryPlan:
+    return plan(mixed_precision=MixedPrecision(gather_format=BlockFormat("mxint8")), **options)
+
+
+def test_a_gather_in_a_block_format_moves_fewer_bytes_and_is_coded() -> None:
+    """A part is 512 codes and 16 scales, in 640 bytes.
+
+    A rank encodes 2,048 bytes to 640, and decodes twice 640 to 4,096: 8,064 bytes, at 4,032 a second.
+    """
+    step = Simulation.of(in_blocks(prefetch=0), TIMES, machine())
+    moved = 0.5 + 640 / 2048
+    assert times(step, "gather")[:3] == [
+        ("0", 0.0, moved),
+        ("0", moved, moved + 2.0),
+        ("1", moved + 3.0, 2 * moved + 3.0),
+    ]
+    assert times(step, "compute")[0] == ("forward 0", moved + 2.0, moved + 3.0)
+    gathers = 5  # the last unit of the forward stays
+    assert step.plan.gathered_bytes == gathers * 640
+    assert step.link_bytes["memory"] == gathers * 8064
+
+
+def test_over_shared_memory_a_coded_part_is_read_and_written() -> None:
+    shm = machine(transport="shm", cores=8, host_latency_s=0.0)
+    step = Simulation.of(in_blocks(prefetch=0), TIMES, shm)
+    (_, begin, moved), (_, again, coded), *_ = times(step, "gather")
+    assert (begin, moved, again, coded) == (0.0, 2 * 640 / 2048, moved, moved + 2.0)
+
+
+def test_gathers_from_a_secondary_shard_are_not_coded() -> None:
+    on_two_hosts = machine(ranks_per_host=2, network_latency_s=0.5)
+    step = Simulation.of(
+        in_blocks(ranks=4, prefetch=0, reshard_after_forward=2), TIMES, on_two_hosts
+    )
+    spans = [name for name, _, _ in times(step, "gather")]
+    assert spans == ["0", "0", "1", "1", "2", "2", "1", "0"]

@@ -21,6 +21,7 @@ def machine(**changed: Any) -> Machine:
         "crowding": 1.0,
         "memory_bytes": 10**9,
         "copy_bytes_per_s": 32768.0,
+        "code_bytes_per_s": 4032.0,
         "host_latency_s": SECONDS,
         "host_bytes_per_s": BYTES_PER_S,
         "network_latency_s": 4 * SECONDS,

@@ -6,6 +6,7 @@ Each figure is of all ranks at work at once, as many as there are cores, and of 
                           forward = unit_s + operations / flops_per_s; backward is so many times as long
     crowding              the same on twice as many ranks, over twice the time
     copy_bytes_per_s      copies from buffer to buffer
+    code_bytes_per_s      the same through "mxint8": float32 elements encoded, and decoded again
     host_bytes_per_s      gathers, reduces and all-reduces: bytes read and written in a second
     host_latency_s        a GPT under full_shard: what it takes longer than its parts, for each meeting of its ranks
 
@@ -20,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from itertools import cycle
 from typing import NamedTuple
 
@@ -28,6 +30,7 @@ import torch.nn.functional as F
 
 from shardcomm.cli.bench.fit import fit
 from shardcomm.comm.communicator import Communicator
+from shardcomm.copy.blocks import BlockFormat, BlockSegment, WireStats, decode, encode
 from shardcomm.engine.sharding import fully_shard
 from shardcomm.models.gpt import GPT, VOCAB
 from shardcomm.planner.planner import MemoryPlan
@@ -91,6 +94,7 @@ class _Measured(NamedTuple):
 
     steps: dict[_Case, _StepTime]
     copy_bytes_per_s: float
+    code_bytes_per_s: float
     moves: list[tuple[int, float]]
 
 
@@ -126,6 +130,7 @@ def measured_machine(name: str) -> Machine:
         crowding=max(1.0, crowding),
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // (2 * ranks),
         copy_bytes_per_s=apart.copy_bytes_per_s,
+        code_bytes_per_s=apart.code_bytes_per_s,
         host_latency_s=0.0,
         host_bytes_per_s=1 / of_memory.beta_s,
         network_latency_s=0.0,
@@ -140,6 +145,7 @@ def measured_machine(name: str) -> Machine:
             "crowding": f"{here}: a GPT on {2 * ranks} ranks and on {ranks}",
             "memory_bytes": "the host's memory by its ranks",
             "copy_bytes_per_s": f"{here}: copies",
+            "code_bytes_per_s": f"{here}: float32 to mxint8 and back",
             "host_latency_s": f"{here}: a GPT under full_shard on {ranks} ranks",
             "host_bytes_per_s": f"{here}: collectives on {ranks} and {2 * ranks} ranks; root mean "
             f"square error {of_memory.rms_error:.1%}",
@@ -182,7 +188,7 @@ def _measure(cases: list[_Case]) -> _Measured:
     torch.set_num_threads(1)
     with Communicator.from_env() as comm:
         steps = _step_times(comm, cases)
-        return _Measured(steps, _copies(comm), list(_moves(comm)))
+        return _Measured(steps, _copies(comm), _codes(comm), list(_moves(comm)))
 
 
 def _step_times(comm: Communicator, cases: list[_Case]) -> dict[_Case, _StepTime]:
@@ -229,6 +235,23 @@ def _copies(comm: Communicator) -> float:
     pairs = [(torch.ones(size // 4), torch.ones(size // 4)) for _ in range(_CACHES // size)]
     seconds = _timed(comm, [lambda a=a, b=b: a.copy_(b) for a, b in pairs])  # type: ignore[misc]
     return 2 * size / seconds
+
+
+def _codes(comm: Communicator) -> float:
+    """Bytes that a rank reads and writes in a second where it encodes, and where it decodes."""
+    numel = _SIZES[-1] // 4
+    code = BlockFormat("mxint8")
+    buffers = [torch.ones(numel) for _ in range(_CACHES // _SIZES[-1])]
+    wire = comm.allocate(code.nbytes(numel), dtype=torch.uint8, use="reduce")
+    stats = WireStats()
+
+    def there_and_back(buffer: torch.Tensor) -> None:
+        whole = [BlockSegment(buffer, 0)]
+        encode(code, whole, wire, stats=stats)
+        decode(code, wire, whole)
+
+    seconds = _timed(comm, [partial(there_and_back, buffer) for buffer in buffers])
+    return 2 * (4 * numel + wire.nbytes) / seconds
 
 
 def _moves(comm: Communicator) -> Iterator[tuple[int, float]]:

@@ -17,6 +17,7 @@ from shardcomm.cli.options import (
     share,
     whole,
 )
+from shardcomm.cli.precision import add_precision
 from shardcomm.cli.simulate.configurations import Outcome, outcomes
 from shardcomm.cli.simulate.sweep_plot import draw as draw_sweep
 from shardcomm.cli.timeline_plot import draw as draw_timeline
@@ -40,6 +41,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         formatter_class=DefaultsFormatter,
     )
     add_model(parser)
+    add_precision(parser, "bf16")
     add = parser.add_argument
     # fmt: off
     add("--machine", default="8xH100", metavar="NAME|FILE",
@@ -48,8 +50,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add("--replicas", type=whole(1, 2**20),
         help="for hybrid_shard: how many times the ranks hold the model (default: once a host)")
     add("--strategy", choices=list(STRATEGIES), help="simulate this strategy only (default: all, side by side)")
-    add("--dtype", choices=["fp32", "bf16"], default="bf16",
-        help="dtype to compute and communicate in; shards stay fp32")
     add("--batch", type=whole(1, 2**20), default=1, help="sequences of a rank in a step")
     add("--context", type=whole(1, 2**24), default=2048, help="tokens of a sequence")
     add("--recompute", action="store_true", help="recompute each block's forward in backward")

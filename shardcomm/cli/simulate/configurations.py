@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
 from shardcomm.cli.models import attention_of, model_of
+from shardcomm.cli.precision import precision_of
 from shardcomm.planner.planner import MemoryPlan
 from shardcomm.schedule.strategy import STRATEGIES
 from shardcomm.simulate.machine import Machine
@@ -19,7 +19,6 @@ from shardcomm.simulate.simulation import Simulation
 from shardcomm.simulate.stragglers import slowest_factors
 from shardcomm.simulate.unit_times import UnitTime, times_by_flops, times_of_trace
 from shardcomm.trace.timeline import Timeline
-from shardcomm.unit.mixed_precision import MixedPrecision
 
 _SWEPT_PREFETCH = (0, 1, 2)
 
@@ -118,13 +117,12 @@ def _plan(
     replicas: int | None,
     prefetch: int,
 ) -> MemoryPlan:
-    half = torch.bfloat16 if args.dtype == "bf16" else None
     return MemoryPlan.of(
         model,
         ranks,
         strategy=strategy,
         replicas=replicas,
-        mixed_precision=MixedPrecision(param_dtype=half, reduce_dtype=half),
+        mixed_precision=precision_of(args),
         prefetch=prefetch,
         slots=args.slots,
         reshard_after_forward=args.reshard_after_forward

@@ -1,0 +1,25 @@
+"""The options that say in which types a model that is not there yet computes and communicates."""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+
+from shardcomm.copy.blocks import BlockFormat
+from shardcomm.unit.mixed_precision import MixedPrecision
+
+
+def add_precision(parser: argparse.ArgumentParser, dtype: str) -> None:
+    """Adds the options to a command; `dtype` is the default of --dtype."""
+    parser.add_argument("--dtype", choices=["fp32", "bf16"], default=dtype,
+                        help="dtype to compute and communicate in; shards stay fp32")  # fmt: skip
+    parser.add_argument("--gather-format", choices=["mxint8", "mxfp8"],
+                        help="the block format in which gathers send parameters of two dims and more")  # fmt: skip
+
+
+def precision_of(args: argparse.Namespace) -> MixedPrecision:
+    """What the options say."""
+    half = torch.bfloat16 if args.dtype == "bf16" else None
+    code = None if args.gather_format is None else BlockFormat(args.gather_format)
+    return MixedPrecision(param_dtype=half, reduce_dtype=half, gather_format=code)
