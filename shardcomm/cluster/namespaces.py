@@ -68,9 +68,13 @@ class Namespaces:
         return ["nsenter", f"--target={self.pid}", *user, "--net"]
 
     def within(self) -> list[str]:
-        """The beginning of a command that becomes a process inside, which ends with the namespaces at the latest."""
+        """The beginning of a command that becomes a process inside, which ends with the namespaces at the latest.
+
+        It starts in this process's folder. Who enters other mounts is in their root at first.
+        """
         processes = f"--pid=/proc/{self.pid}/ns/pid_for_children"
-        return [*self.entering(), "--mount", "--uts", "--ipc", processes]
+        entering = [*self.entering(), "--mount", "--uts", "--ipc", processes]
+        return [*entering, "env", f"--chdir={os.getcwd()}"]
 
     def set_up(self, *commands: str) -> None:
         """Runs commands in the network.

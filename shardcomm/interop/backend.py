@@ -25,7 +25,6 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
-from torch.utils import cpp_extension
 
 from shardcomm._C import CommError
 from shardcomm.comm import rendezvous
@@ -135,6 +134,8 @@ def load() -> tuple[CLibrary, Any]:
     Raises:
         RuntimeError: There is no C++ compiler, or it refuses; the error has its words.
     """
+    from torch.utils import cpp_extension  # noqa: PLC0415  (warns where there is nvcc and no GPU)
+
     library = CLibrary()  # in the process before the module, which needs it
     source = Path(get_library_dir()) / "torch" / "module.cpp"
     folders = [*cpp_extension.include_paths(), sysconfig.get_path("include")]

@@ -33,7 +33,8 @@ if TYPE_CHECKING:  # DCP takes long to import, and a caller of the methods for i
 
 
 SAVE_BY = (
-    "Save by torch.distributed.checkpoint, or engine.full_state_dict() by torch.save; in a framework by fabric.save, "
+    "Save by torch.distributed.checkpoint, an optimizer as engine.optimizer_state(optimizer), or "
+    "engine.full_state_dict() by torch.save; in a framework by fabric.save, "
     "trainer.save_checkpoint or accelerator.save_model"
 )
 

@@ -39,7 +39,8 @@ def test_each_host_runs_the_command_as_torchrun_would(tmp_path: Path) -> None:
     file = tmp_path / "told.json"
     ran = command(
         *("cluster", "--hosts", "2", "--ranks", "2", "--rate", "1gbit", "--json", str(file)),
-        *("--", str(script), "--lr", "3"),
+        *("--", script.name, "--lr", "3"),
+        cwd=tmp_path,
     )
     assert ran.returncode == 0, ran.stderr
     *lines, heads, host0, host1 = ran.stdout.splitlines()

@@ -256,6 +256,17 @@ def test_two_groups_of_the_same_processes_are_told_apart(tmp_path: Path) -> None
             )
 
         until(lambda: calls() == ["all_reduce(f32, count 1, sum)", "barrier()"], "it waits in both")
+        first, second = (
+            group.id for group in groups.find().groups if pid in [rank.pid for rank in group.ranks]
+        )
+        assert [group["id"] for group in json.loads(ps("--json", str(first)))["groups"]] == [first]
+        assert f"group {second}:" in ps("--stacks", str(second))
+
+
+def test_a_group_that_is_not_there_is_refused() -> None:
+    done = command("ps", "--stacks", "1")
+    assert done.returncode == 2
+    assert "GROUP is 1; groups of this host: " in done.stderr
 
 
 def not_registered(rank: int, address: str, folder: Path, register: str) -> None:

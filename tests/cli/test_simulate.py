@@ -45,6 +45,13 @@ def test_strategies_stand_side_by_side(capsys: pytest.CaptureFixture[str]) -> No
     ]
 
 
+def test_a_strategy_that_is_left_out_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*LLAMA, "--ranks", "8") == 0  # one host
+    assert "  hybrid_shard: give --replicas\n" in capsys.readouterr().out
+    assert run(*LLAMA, "--ranks", "8", "--replicas", "2") == 0
+    assert "give --replicas" not in capsys.readouterr().out
+
+
 def test_the_figures_are_those_of_the_planner_and_make_a_step(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

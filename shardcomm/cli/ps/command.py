@@ -7,6 +7,7 @@ import json
 import textwrap
 from typing import Any
 
+from shardcomm.cli.options import whole
 from shardcomm.cli.ps.groups import Found, Rank, ShmGroup, find
 from shardcomm.cli.ps.stacks import Stacks, ask
 
@@ -28,12 +29,22 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "shardcomm.enable_stack_dumps()",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.set_defaults(run=run)
+    parser.add_argument("groups", nargs="*", type=whole(0, 2**63 - 1), metavar="GROUP",
+                        help="the number of a group, as `ps` prints it: tell of that one alone, and ask only its "
+                        "ranks for their stacks (default: all groups)")  # fmt: skip
+    parser.set_defaults(run=lambda args: run(parser, args))
 
 
-def run(args: argparse.Namespace) -> int:
-    """Runs the command. Exit status: 0."""
+def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
+    """Runs the command. Exit status: 0, or 2 for a group that is not there."""
     found = find()
+    if args.groups:
+        there = {group.id: group for group in found.groups}
+        for number in args.groups:
+            if number not in there:
+                known = ", ".join(map(str, there)) or "none"
+                parser.error(f"GROUP is {number}; groups of this host: {known}")
+        found.groups = [there[number] for number in dict.fromkeys(args.groups)]
     stacks = ask(_answering(found)) if args.stacks else None
     if args.json:
         print(json.dumps(_as_dict(found, stacks), indent=1))

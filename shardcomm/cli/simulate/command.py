@@ -92,6 +92,8 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
         f"{machine.name}, {machine.origin} figures; {found[0].tokens:,} tokens a rank\n", file=out
     )
     print("\n".join(aligned(_table(found, with_p95=args.stragglers > 0))), file=out)
+    if args.strategy is None and "hybrid_shard" not in {e.simulation.plan.strategy for e in found}:
+        print("  hybrid_shard: give --replicas", file=out)
     if args.sweep or args.memory_limit is not None:
         limit = args.memory_limit or machine.memory_bytes
         print(f"\n  {_best_line(found, limit)}", file=out)
