@@ -30,7 +30,7 @@ def command(
 
 
 def torchrun(*args: str) -> CompletedProcess[str]:
-    """`torchrun ARGS`, the same. Its ranks are started as it starts them, each from nothing."""
+    """`torchrun ARGS`, the same. Its ranks are started as it starts them, each by what `sys.executable` is here."""
     return _completed(run.main, ("torchrun", *args))
 
 
