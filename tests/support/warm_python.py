@@ -26,6 +26,7 @@ from multiprocessing import get_context, parent_process, util
 from multiprocessing.connection import wait
 from pathlib import Path
 
+from shardcomm.cluster import namespaces
 from support.forking import open_streams
 
 _CLIENT = """#!{python} -IS
@@ -58,8 +59,11 @@ _OTHERS = 0x00020000 | 0x04000000 | 0x08000000 | 0x40000000  # mounts, host name
 
 @functools.cache
 def executable() -> str:
-    """The path of a `python`, beside which there is a `shardcomm`. Without root's rights, that of this process."""
-    if os.geteuid() != 0:
+    """The path of a `python`, beside which there is a `shardcomm`.
+
+    It is that of this process where it may not enter another's namespaces.
+    """
+    if not namespaces._is_privileged():
         return sys.executable
     folder = Path(tempfile.mkdtemp())
     util.Finalize(None, _remove, [folder], exitpriority=0)
