@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import random
 import signal
+import sys
 from collections.abc import Iterator
 from multiprocessing import forkserver
 from pathlib import Path
@@ -14,6 +15,8 @@ from typing import Any
 
 import pytest
 from hypothesis import Phase, settings
+
+from support.forking import start_servers_by_forks
 
 # Before torch is loaded. Ranks that are threads would each have a pool of them, which spin for each other's cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -95,7 +98,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     # Ranks are forked from a server that has loaded what they need.
     wanted = {name for module in modules for name in getattr(module, "PRELOADED", [])}
     multiprocessing.set_forkserver_preload([*sorted(wanted), "support.fork_server"])
-    # Takes longer than many a test: begun at once, but only for tests that need it.
+    start_servers_by_forks()
+    # It takes longer than many a test: begun at once, but only for tests that need it.
     starters = {"launch", "launched", "get_context", "processes", "command", "commands", "refusal"}
     if any(not starters.isdisjoint(vars(module)) for module in modules):
         forkserver.ensure_running()
@@ -139,6 +143,14 @@ def nothing_is_left_in_shared_memory() -> Iterator[None]:
     yield
     new = set(os.listdir("/dev/shm")) - before
     until(lambda: new.isdisjoint(os.listdir("/dev/shm")), f"these are gone: {sorted(new)}")
+
+
+@pytest.fixture
+def warm_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What this process starts as Python's interpreter has torch and shardcomm loaded."""
+    from support import warm_python
+
+    monkeypatch.setattr(sys, "executable", warm_python.executable())
 
 
 @pytest.fixture

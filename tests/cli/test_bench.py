@@ -301,6 +301,7 @@ def test_a_table_that_cannot_be_written_is_one_sentence(
 SMALL = ["-b", "64", "-e", "64", "-n", "2", "--json", "-"]
 
 
+@pytest.mark.usefixtures("warm_python")
 def test_torchrun_gives_the_ranks() -> None:
     done = commands.torchrun(
         "--nproc-per-node", "3", "--standalone", "-m", "shardcomm", "bench", *SMALL

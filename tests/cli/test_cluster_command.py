@@ -20,9 +20,11 @@ from support.traces_of_hosts import STAY, in_use, interfaces, mounts
 
 DEADLINE_S = 120.0
 SIZE = ("--hosts", "2", "--ranks", "1", "--rate", "1gbit")
+# Python's own interpreter, as a user starts it.
 PROGRAM = (sys.executable, "-m", "shardcomm", "cluster")
 NO_RIGHTS = ("setpriv", "--bounding-set=-all", "--inh-caps=-all")
 
+pytestmark = pytest.mark.usefixtures("warm_python")
 needs_rights = pytest.mark.skipif(bool(refusal()), reason=refusal() or "-")
 
 
@@ -195,7 +197,7 @@ def test_a_delay_is_kept_in_each_direction() -> None:
             f"try: socket.create_connection(('{second.name}', 1))\n"
             "except ConnectionRefusedError: print(time.monotonic() - begin)"
         )
-        told = first.start(sys.executable, "-c", connect, stdout=subprocess.PIPE)
+        told = first.start(PROGRAM[0], "-c", connect, stdout=subprocess.PIPE)
         assert float(told.communicate(timeout=DEADLINE_S)[0]) >= 0.1
 
 

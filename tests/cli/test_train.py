@@ -121,6 +121,7 @@ def test_strategies_agree_and_each_is_held_against_what_it_shares_out(text_file:
     assert f"total / 2 of them = {half}\n" in table(of_four)
 
 
+@pytest.mark.usefixtures("warm_python")
 def test_torchrun_gives_the_ranks(text_file: str) -> None:
     ranks = ["--nproc-per-node", "3", "--standalone", "-m", "shardcomm", "train"]
     done = torchrun(*ranks, *SMALL, "--text", text_file, "--json", "-")

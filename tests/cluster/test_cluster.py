@@ -43,6 +43,7 @@ def gathers(factor: int) -> Told:
         return Told(comm.rank, socket.gethostname(), comm.transport, full.double().sum().item(), received)  # fmt: skip
 
 
+@pytest.mark.usefixtures("warm_python")
 def test_a_function_runs_as_ranks_of_several_hosts_whose_bytes_are_counted(
     cluster: type[Cluster],
 ) -> None:
@@ -90,6 +91,7 @@ def steps_until_it_fails() -> Survived:
     raise AssertionError("nothing has failed")
 
 
+@pytest.mark.usefixtures("warm_python")
 @pytest.mark.covers("dead rank", transports=["hosts"])
 @pytest.mark.parametrize(
     ("kill", "killed"), [("host1 at step 7", {2, 3}), ("rank 2 at step 7", {2})]
@@ -109,6 +111,7 @@ def test_survivors_of_a_kill_get_a_comm_error_within_the_deadline(
         assert re.search(r"rank 2 \(pid \d+\) died", survivors[-1].error)
 
 
+@pytest.mark.usefixtures("warm_python")
 def test_a_kill_that_does_not_happen_is_told(cluster: type[Cluster]) -> None:
     expected = (
         r"kill 'host0 at step 7' did not happen: a rank of host0 has not called shardcomm\.cluster\.step\(7\)"
@@ -121,6 +124,7 @@ def nothing() -> None:
     shardcomm.cluster.step(6)
 
 
+@pytest.mark.usefixtures("warm_python")
 def test_a_command_that_fails_is_told_by_its_last_lines(cluster: type[Cluster]) -> None:
     with pytest.raises(RankError, match=r"torchrun of host0 ended with status 1") as caught:
         cluster(1, 1, "1gbit").run(["sh", "-c", "echo here; exit 3"], timeout_s=TIMEOUT_S)
@@ -128,6 +132,7 @@ def test_a_command_that_fails_is_told_by_its_last_lines(cluster: type[Cluster]) 
     assert re.search(r"exitcode *: 3", str(caught.value))
 
 
+@pytest.mark.usefixtures("warm_python")
 def test_a_command_that_is_late_is_ended(cluster: type[Cluster]) -> None:
     with pytest.raises(TimeoutError, match=r"after 0\.1 s these hosts still ran: host0, host1"):
         cluster(2, 1, "1gbit").run(["sleep", "infinity"], timeout_s=0.1)

@@ -131,8 +131,7 @@ def test_rows_in_vectors_and_what_is_left(
     check(segments, [values(size, dtypes[0], 1)], [values(size, dtypes[1], 2)])
 
 
-@pytest.mark.parametrize("accumulate", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("dtype", "accumulate"), [(torch.float32, False), (torch.bfloat16, True)])
 def test_300_tensors_of_any_size_in_one_launch(
     dtype: torch.dtype, accumulate: bool, seed: int
 ) -> None:

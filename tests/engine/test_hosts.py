@@ -53,6 +53,7 @@ def program() -> Trained:
         return Trained(*states, str(error))
 
 
+@pytest.mark.usefixtures("warm_python")
 @pytest.mark.covers(
     "training parity", "failed ranks", strategies=["hybrid_shard"], transports=["shm", "c10d"]
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +20,7 @@ import shardcomm
 from shardcomm import launch
 from shardcomm.interop.jax import library
 from shardcomm.jax import Communicator, all_gather, all_reduce, broadcast, reduce_scatter
+from support import interpreters
 
 SUMMED = ("uint8", "int32", "int64", "float16", "bfloat16", "float32", "float64")
 MOVED = (*SUMMED, "bool", "int8", "uint16", "uint32", "uint64", "complex64", "complex128")
@@ -365,14 +365,19 @@ def test_without_a_compiler_a_sentence_says_so(
         library._compiled()
 
 
+WITHOUT_JAX = """
+import sys
+from support.forking import start_servers_by_forks
+sys.path.insert(0, {folder!r})
+from without_jax import main
+start_servers_by_forks()  # this process has loaded torch and shardcomm
+print(shardcomm.launch(main, 2, timeout_s=60))
+"""
+
+
 def test_ranks_are_forked_from_a_process_without_jax(tmp_path: Path) -> None:
     (tmp_path / "without_jax.py").write_text(
         "import sys\nimport shardcomm\ndef main():\n    return 'jax' in sys.modules\n"
     )
-    sys.path.insert(0, str(tmp_path))
-    try:
-        from without_jax import main
-
-        assert launch(main, 2, timeout_s=60) == [False, False]
-    finally:
-        sys.path.remove(str(tmp_path))
+    ended = interpreters.run("import shardcomm" + WITHOUT_JAX.format(folder=str(tmp_path)))
+    assert (ended.returncode, ended.stdout) == (0, "[False, False]\n"), ended.stderr

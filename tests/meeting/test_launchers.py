@@ -255,14 +255,14 @@ sys.exit(any([os.waitpid(rank, 0)[1] for rank in ranks]))
 """
 
 
-def launch_each(*jobs: list[dict[str, str]]) -> list[list[str]]:
+def launch_each(*jobs: list[dict[str, str]], program: str = PROGRAM) -> list[list[str]]:
     """The sorted lines of each job, which are all run at once.
 
     Of a job, one process starts another with each of the environments, as a launcher does, and waits for them.
     """
     clean = {n: v for n, v in os.environ.items() if not n.startswith(PREFIXES)}
     ended = run_each(
-        f"PROGRAM = {PROGRAM!r}\n{LAUNCHER}",
+        f"PROGRAM = {program!r}\n{LAUNCHER}",
         [{"ENVIRONMENTS": json.dumps([clean | each for each in job])} for job in jobs],
     )
     for launcher in ended:
@@ -282,11 +282,32 @@ def test_ranks_of_two_of_slurms_nodes_meet_on_the_first() -> None:
     assert launch_each(environments) == [[f"{rank} of 3: 111" for rank in range(3)]]
 
 
+# No rank 1 asks before both ranks 0 have announced a port, or failed to. Runs of the same name would otherwise meet
+# one after the other, as if nothing were wrong.
+BOTH_ANNOUNCED = """
+import os
+from pathlib import Path
+from shardcomm.meeting import store
+from support.gates import until
+folder, announce, ask = Path(os.environ["FOLDER"]), store.announce, store.ask
+def announces(*run):
+    try:
+        announce(*run)
+    finally:
+        (folder / str(os.getpid())).touch()
+def asks(*run):
+    until(lambda: len(os.listdir(folder)) == 2, "both ranks 0 have announced")
+    return ask(*run)
+store.announce, store.ask = announces, asks
+"""
+
+
 @pytest.mark.parametrize("of", [lambda r, j: open_mpi(r, 2, job=j), lambda r, _: hydra(r, 2)])
-def test_two_runs_on_one_host_do_not_meet(of: object) -> None:
+def test_two_runs_on_one_host_do_not_meet(of: object, tmp_path: Path) -> None:
     assert callable(of)
-    jobs = [[of(rank, job) for rank in range(2)] for job in ("1", "2")]
-    assert launch_each(*jobs) == [OF_TWO, OF_TWO]
+    folder = {"FOLDER": str(tmp_path)}
+    jobs = [[of(rank, job) | folder for rank in range(2)] for job in ("1", "2")]
+    assert launch_each(*jobs, program=BOTH_ANNOUNCED + PROGRAM) == [OF_TWO, OF_TWO]
 
 
 def test_launch_inside_of_a_launcher_starts_ranks_of_its_own(tmp_path: Path) -> None:

@@ -66,6 +66,7 @@ def test_there_are_examples_and_commands() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("warm_python")
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if set(commands_of(page)) & set(OURS)], ids=named
 )

@@ -5,19 +5,19 @@ What is about a start as users start it, or about signals, starts `python -m sha
 
 from __future__ import annotations
 
-import itertools
 import os
 import resource
 import sys
 import tempfile
 from collections.abc import Callable
-from multiprocessing import get_context, util
+from multiprocessing import get_context
 from pathlib import Path
 from subprocess import CompletedProcess
 
 from torch.distributed import run
 
 from shardcomm.__main__ import main
+from support.forking import start_servers_by_forks
 
 DEADLINE_S = 120.0
 
@@ -30,7 +30,7 @@ def command(
 
 
 def torchrun(*args: str) -> CompletedProcess[str]:
-    """`torchrun ARGS`, the same. Its ranks are started as it starts them, each from nothing."""
+    """`torchrun ARGS`, the same. Its ranks are started as it starts them, each by what `sys.executable` is here."""
     return _completed(run.main, ("torchrun", *args))
 
 
@@ -44,7 +44,16 @@ def _completed(
         out, err = Path(folder, "out"), Path(folder, "err")
         process = get_context("forkserver").Process(
             target=_run,
-            args=(entry, words, dict(os.environ), cwd or Path.cwd(), most_bytes, out, err),
+            args=(
+                entry,
+                words,
+                sys.executable,
+                dict(os.environ),
+                cwd or Path.cwd(),
+                most_bytes,
+                out,
+                err,
+            ),
         )
         process.start()
         process.join(DEADLINE_S)
@@ -57,6 +66,7 @@ def _completed(
 def _run(
     entry: Callable[[], object],
     words: tuple[str, ...],
+    executable: str,
     environment: dict[str, str],
     cwd: Path,
     most_bytes: int | None,
@@ -68,22 +78,8 @@ def _run(
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(cwd)
-    util.spawnv_passfds = _fork_server
-    sys.argv = list(words)
+    start_servers_by_forks()
+    sys.argv, sys.executable = list(words), executable
     if most_bytes is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, most_bytes))
     sys.exit(entry())
-
-
-def _fork_server(_path: bytes, args: list[str], descriptors: list[int]) -> int:
-    """Stands in for multiprocessing's start of a fork server, which would load everything anew; returns its pid."""
-    pid = os.fork()
-    if pid > 0:
-        return pid
-    try:
-        kept = [2, *sorted(descriptors), os.sysconf("SC_OPEN_MAX")]
-        for before, after in itertools.pairwise(kept):
-            os.closerange(before + 1, after)
-        exec(args[-1])
-    finally:
-        os._exit(0)

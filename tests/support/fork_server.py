@@ -1,9 +1,9 @@
 """What the fork server of the tests loads before it forks the first rank. No other process imports it.
 
-Each rank would load it again. The tests' modules, in which ranks look up their functions, import `pytest` and
-`hypothesis`. FSDP2 and torch's optimizers load torch._dynamo when they are first used, and saving loads DCP. The
-command `shardcomm` loads all its commands. JAX is not among them, since it has threads: ranks are forked from a process
-without it (tests/interop/test_jax.py). What else a test's module wants loaded is its `PRELOADED`.
+Each rank would load it again. The server is a fork of the process that has collected the tests (`support.forking`), and
+has their modules, in which ranks look up their functions; also JAX, which has no threads before its first array. FSDP2
+and torch's optimizers load torch._dynamo when they are first used, and saving loads DCP. The command `shardcomm` loads
+all its commands. What else a test's module wants loaded is its `PRELOADED`.
 """
 
 import atexit

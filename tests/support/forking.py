@@ -1,0 +1,44 @@
+"""Starts multiprocessing's servers by a fork of this process, which has loaded what they would load anew."""
+
+from __future__ import annotations
+
+import faulthandler
+import itertools
+import logging
+import os
+import sys
+import threading
+from multiprocessing import forkserver, util
+
+
+def start_servers_by_forks() -> None:
+    """From now on, in this process and those that are forked from it."""
+    util.spawnv_passfds = _fork
+
+
+def _fork(_path: bytes, args: list[str], descriptors: list[int]) -> int:
+    """Stands in for `util.spawnv_passfds`: runs the program that is the last of `args`; returns its pid."""
+    pid = os.fork()
+    if pid > 0:
+        return pid
+    try:
+        faulthandler.disable()  # pytest's writes to a descriptor that is closed here
+        kept = [2, *sorted(descriptors), os.sysconf("SC_OPEN_MAX")]
+        for before, after in itertools.pairwise(kept):
+            os.closerange(before + 1, after)
+        open_streams()
+        forkserver._forkserver._lock = threading.Lock()  # type: ignore[attr-defined]  # the starter holds its own
+        exec(args[-1])
+    finally:
+        os._exit(0)
+
+
+def open_streams() -> None:
+    """Standard streams on descriptors 0 to 2, in the place of pytest's, which capture what the starter writes."""
+    sys.stdin = os.fdopen(0, closefd=False)
+    sys.stdout = os.fdopen(1, "w", closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
+    for logger in [logging.root, *logging.root.manager.loggerDict.values()]:
+        for handler in getattr(logger, "handlers", []):
+            if type(handler) is logging.StreamHandler:
+                handler.setStream(sys.stderr)
