@@ -29,7 +29,7 @@ from shardcomm.checkpoint.state_dict import (
 )
 from shardcomm.comm.communicator import Communicator
 from shardcomm.comm.mesh import FailingTogether, Mesh
-from shardcomm.engine import forward_methods
+from shardcomm.engine import encoder_fast_path, forward_methods
 from shardcomm.engine.actions import Actions
 from shardcomm.engine.gradients import Gradients, OnNonfinite
 from shardcomm.engine.step import Step
@@ -112,6 +112,7 @@ class Engine:
             may_be_left_out,
         )
         self._hooks = [hook for unit in units for hook in self._step.install(unit)]
+        self._hooks += encoder_fast_path.install(units)
         install_hooks(units, self._parts, self._begin_state_dict)
         for param in self._parts if elsewhere.ambiguous else ():
             param.whole.check_names = elsewhere.check  # type: ignore[attr-defined]
