@@ -311,6 +311,7 @@ class Step:
                 reached -= 1
             del self._seen[max(reached - 1, 0) :]
         unit.state = IDLE
+        unit.take_change()
         self._leave_transform(unit)
         unit.show_shard()
 

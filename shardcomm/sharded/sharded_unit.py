@@ -291,6 +291,11 @@ class ShardedUnit:
 
     def check_unchanged(self) -> None:
         """RuntimeError if the unit's forward has changed a parameter."""
+        if (name := self.take_change()) is not None:
+            refuse_change(name, self.name)
+
+    def take_change(self) -> str | None:
+        """The name of a parameter that the unit's forward has changed, which is gathered anew then; None: of none."""
         with plain():
             name = self.versions.changed() if self._apart else None
         if self._given:
@@ -298,7 +303,7 @@ class ShardedUnit:
             self._given.clear()
         if name is not None:
             self.gathered = False
-            refuse_change(name, self.name)
+        return name
 
     def show_shard(self) -> None:
         """Shows this rank's rows in the model, for the optimizer and for everything between steps."""

@@ -538,6 +538,32 @@ def test_a_parameter_that_a_forward_changes_raises_on_every_rank(
     run_threads(body, 2)
 
 
+@pytest.mark.parametrize("strategy", SHARDED)
+@pytest.mark.parametrize("change", [clamp, clamp_data])
+def test_a_forward_that_changes_a_parameter_and_raises_leaves_the_next_as_it_is(
+    change: Callable[[nn.Linear], None], strategy: str
+) -> None:
+    def interrupted(linear: nn.Linear) -> None:
+        change(linear)
+        raise ValueError("interrupted")
+
+    def body(comm: Communicator) -> None:
+        model, plain = twins(lambda: Chain(Changing))
+        for net in (model, plain):
+            for block in net.blocks:  # type: ignore[union-attr]
+                block.change = lambda linear: None  # type: ignore[union-attr]
+        engine = fully_shard(model, comm, strategy=strategy)
+        model.blocks[2].change = interrupted  # type: ignore[index, union-attr]
+        with pytest.raises(ValueError, match="interrupted"):
+            loss_of(model)
+        model.blocks[2].change = lambda linear: None  # type: ignore[index, union-attr]
+        for net in (model, plain):
+            loss_of(net).backward()
+        assert_same_gradients(engine, model, plain)
+
+    run_threads(body, 2)
+
+
 @pytest.mark.parametrize("change", [clamp_detached, clamp_data, assign_data, swap_a_bias])
 def test_a_forward_that_changes_a_whole_parameter_persists_or_raises(
     change: Callable[[nn.Linear], None],
