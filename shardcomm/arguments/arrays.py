@@ -44,19 +44,15 @@ def as_tensor(name: str, array: ArrayLike, *, written: bool = False) -> torch.Te
         written: Whether it will be written to.
 
     Raises:
-        TypeError: `array` has none of the three, or a buffer of elements that no tensor has.
-        ValueError: `array` is read-only, as all arrays of JAX are, and will be `written`; or it runs backwards in
-            memory, which a tensor cannot.
+        TypeError: `array` has none of the three, a buffer of elements that no tensor has, or no values yet, as in
+            `jax.jit`.
+        ValueError: `array` was deleted; or it is read-only, as all arrays of JAX are, and will be `written`; or it runs
+            backwards in memory, which a tensor cannot.
     """
     if isinstance(array, torch.Tensor):
         return array
-    # JAX does not mark its arrays as read-only, but says that to write to them is undefined (to_dlpack in
-    # jax/_src/dlpack.py).
-    if written and isinstance(array, getattr(sys.modules.get("jax"), "Array", ())):
-        raise ValueError(
-            f"{name} is a JAX array, which cannot change; give a torch.Tensor or a NumPy array, and make a JAX array "
-            "of it afterwards (jax.dlpack.from_dlpack)"
-        )
+    if isinstance(array, getattr(sys.modules.get("jax"), "Array", ())):
+        _check_jax(name, array, written)
     interfaces = [
         interface
         for protocol in ("__array_interface__", "__cuda_array_interface__")
@@ -69,7 +65,7 @@ def as_tensor(name: str, array: ArrayLike, *, written: bool = False) -> torch.Te
             raise ValueError(f"{name} is a read-only array; it is written to")
         try:
             return torch.utils.dlpack.from_dlpack(array)
-        except BufferError as error:
+        except Exception as error:  # of the array's library, which raises what it likes
             raise TypeError(f"{name}: {error}") from error
     if hasattr(array, "__cuda_array_interface__"):
         return torch.as_tensor(array)
@@ -81,6 +77,25 @@ def as_tensor(name: str, array: ArrayLike, *, written: bool = False) -> torch.Te
             "__cuda_array_interface__ or the buffer protocol"
         ) from None
     return _of_buffer(name, view, written)
+
+
+def _check_jax(name: str, array: Any, written: bool) -> None:
+    if isinstance(array, getattr(sys.modules.get("jax.core"), "Tracer", ())):
+        raise TypeError(
+            f"{name} is a JAX array without values, as inside of jax.jit, jax.grad and jax.vmap; call the collectives "
+            "of shardcomm.jax there"
+        )
+    # JAX does not mark its arrays as read-only, but says that to write to them is undefined (to_dlpack in
+    # jax/_src/dlpack.py).
+    if written:
+        raise ValueError(
+            f"{name} is a JAX array, which cannot change; give a torch.Tensor or a NumPy array, and make a JAX array "
+            "of it afterwards (jax.dlpack.from_dlpack)"
+        )
+    if hasattr(array, "is_deleted") and array.is_deleted():
+        raise ValueError(
+            f"{name} is a JAX array that was deleted, or donated to a function of jax.jit"
+        )
 
 
 def _of_buffer(name: str, view: memoryview, written: bool) -> torch.Tensor:

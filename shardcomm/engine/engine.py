@@ -10,7 +10,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -29,7 +29,7 @@ from shardcomm.checkpoint.state_dict import (
 )
 from shardcomm.comm.communicator import Communicator
 from shardcomm.comm.mesh import FailingTogether, Mesh
-from shardcomm.engine import forward_methods
+from shardcomm.engine import encoder_fast_path, forward_methods
 from shardcomm.engine.actions import Actions
 from shardcomm.engine.gradients import Gradients, OnNonfinite
 from shardcomm.engine.step import Step
@@ -44,6 +44,18 @@ from shardcomm.sharded.sharded_unit import (
 )
 from shardcomm.trace.recording import Trace
 from shardcomm.trace.traffic import Traffic
+
+_FSDP2 = {
+    "reshard": "engine.unit(module).reshard()",
+    "set_is_last_backward": "with engine.no_sync(): around all backwards but the last",
+    "set_modules_to_backward_prefetch": "fully_shard(..., backward_prefetch=)",
+    "set_modules_to_forward_prefetch": "fully_shard(..., prefetch=)",
+    "set_requires_gradient_sync": "with engine.no_sync():",
+    "set_reshard_after_backward": "fully_shard(..., strategy=)",
+    "set_reshard_after_forward": "fully_shard(..., strategy=), which does not change later",
+    "unshard": "engine.unit(module).unshard()",
+}
+"""What stands for methods of PyTorch's FSDP2 that have other names here."""
 
 
 class Engine:
@@ -100,9 +112,23 @@ class Engine:
             may_be_left_out,
         )
         self._hooks = [hook for unit in units for hook in self._step.install(unit)]
+        self._hooks += encoder_fast_path.install(units)
         install_hooks(units, self._parts, self._begin_state_dict)
         for param in self._parts if elsewhere.ambiguous else ():
             param.whole.check_names = elsewhere.check  # type: ignore[attr-defined]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raises TypeError: the model is what is called."""
+        raise TypeError(
+            "an Engine is called; fully_shard changes the model in place and returns its engine: write engine = "
+            "fully_shard(model, ...), and call the model, which is engine.model, too"
+        )
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name in _FSDP2:
+            raise AttributeError(f"Engine.{name}, of PyTorch's FSDP2, is here: {_FSDP2[name]}")
+        of_model = " The model has it: engine.model." + name if hasattr(nn.Module, name) else ""
+        raise AttributeError(f"an Engine has no {name!r}.{of_model}")
 
     # What a training loop calls.
 

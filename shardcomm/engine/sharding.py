@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
@@ -261,7 +262,7 @@ def fully_shard(
         + [*experts.values()],
         elsewhere=elsewhere,
     )
-    _guard(model, sharded)
+    _guard(model, sharded, elsewhere)
     return engine
 
 
@@ -272,8 +273,19 @@ def _take_over(units: Sequence[UnitParams]) -> None:
             take_over(owned.param)
 
 
-def _guard(model: nn.Module, units: Sequence[ShardedUnit]) -> None:
-    """Lets optimizers and modules know that `model` is sharded, and that parameters in no unit are each rank's own."""
+def _guard(model: nn.Module, units: Sequence[ShardedUnit], elsewhere: Elsewhere) -> None:
+    """Lets optimizers and modules know that `model` is sharded, and that parameters in no unit are each rank's own.
+
+    Warns where ranks call different parameters by one name, as by a policy's comm that leaves ranks out by mistake.
+    """
+    if elsewhere.ambiguous:
+        warnings.warn(
+            f"fully_shard: by a policy's comm, {elsewhere.ambiguous[0]!r} and {len(elsewhere.ambiguous) - 1} other "
+            "names mean different parameters on different ranks, which are trained apart as experts are; give experts "
+            "the numbers they have in the whole model, and leave a unit that is the same on all ranks to fully_shard's "
+            "comm, or to strategy='hybrid_shard'",
+            stacklevel=4,
+        )
     optimizer_steps.install()
     backward_inputs.install()
     remember(model)

@@ -38,6 +38,7 @@ from shardcomm.engine.forward_methods import ForwardMethod
 from shardcomm.engine.gradients import Gradients
 from shardcomm.engine.sharded_modules import Containers
 from shardcomm.parameter import versions
+from shardcomm.parameter.plain import grad_of, plain, set_grad
 from shardcomm.schedule.schedule import Schedule
 from shardcomm.schedule.triggers import Phase, Trigger
 from shardcomm.sharded import unit_io
@@ -310,6 +311,7 @@ class Step:
                 reached -= 1
             del self._seen[max(reached - 1, 0) :]
         unit.state = IDLE
+        unit.take_change()
         self._leave_transform(unit)
         unit.show_shard()
 
@@ -382,8 +384,9 @@ class Step:
             self.settle()
         if not self._in_backward:
             self._begin_backward()
-        grad, other = grad.detach().to_dense(), param.full.grad
-        param.full.grad = grad if other is None else other.to_dense() + grad
+        with plain():
+            grad, other = grad.detach().to_dense(), grad_of(param.full)
+            set_grad(param.full, grad if other is None else other.to_dense() + grad)
         unit.gradients.begin()
 
     def _on_shard_gradient(

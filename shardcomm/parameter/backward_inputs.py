@@ -1,35 +1,56 @@
-"""`loss.backward(inputs=params)`, which would leave no gradient at all: autograd's own leaves are the full parameters.
+"""`loss.backward(inputs=params)` and `torch.autograd.grad(loss, params, allow_unused=True)`: both refused.
 
-Autograd asks no Python of its inputs, so that `torch.autograd.backward`, which `Tensor.backward` calls, is wrapped.
+They would leave no gradient at all: autograd's own leaves are the full parameters. Autograd asks no Python of its
+inputs, so that what `torch.autograd.backward` and `torch.autograd.grad` call is wrapped.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache, wraps
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from shardcomm.parameter.sharded_parameter import ShardedParameter, WholeParameter
 
 
 @cache
 def install() -> None:
-    """Wraps `torch.autograd.backward`, once in the process."""
-    backward: Any = torch.autograd.backward
+    """Wraps the function by which torch.autograd runs a backward, once in the process."""
+    run: Any = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
 
-    @wraps(backward)
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        inputs = args[_INPUTS] if len(args) > _INPUTS else kwargs.get("inputs")
-        if inputs is not None:
-            for each in tree_leaves(inputs):
-                if isinstance(each, ShardedParameter | WholeParameter) and each.whole is not None:
-                    each.whole.refuse_backward_inputs()
-        return backward(*args, **kwargs)
+    @wraps(run)
+    def checked(
+        outputs: Any,
+        gradients: Any,
+        keep_graph: Any,
+        create_graph: Any,
+        inputs: Sequence[Any] = (),
+        *args: Any,
+        accumulate_grad: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        ours = [
+            (index, each.whole)
+            for index, each in enumerate(inputs)
+            if isinstance(each, ShardedParameter | WholeParameter) and each.whole is not None
+        ]
+        if ours and accumulate_grad:
+            ours[0][1].refuse_backward_inputs()
+        found = run(
+            outputs,
+            gradients,
+            keep_graph,
+            create_graph,
+            inputs,
+            *args,
+            accumulate_grad=accumulate_grad,
+            **kwargs,
+        )
+        for index, whole in ours:
+            if found[index] is None:
+                whole.refuse_autograd_grad()
+        return found
 
-    torch.autograd.backward = checked
-
-
-_INPUTS = 5
-"""The place of `inputs` among the arguments of `torch.autograd.backward`."""
+    torch.autograd._engine_run_backward = checked  # type: ignore[attr-defined, assignment]

@@ -56,6 +56,7 @@ def install() -> None:
     """Registers the hook for all optimizers of the process, and wraps their `zero_grad`, once."""
     register_optimizer_step_pre_hook(_before)
     optim.Optimizer.zero_grad = _of_plain(optim.Optimizer.zero_grad)  # type: ignore[method-assign]
+    nn.Module.zero_grad = _of_rows(nn.Module.zero_grad)  # type: ignore[method-assign]
     optimizer_dicts.install()
 
 
@@ -71,8 +72,12 @@ def replaced(param: nn.Parameter, name: str) -> None:
     replace(param)
 
 
-def shown_for_a_while(param: nn.Parameter, name: str) -> None:
-    """Makes optimizers refuse `param`: it is a copy of `name`, which engine.gathered() or unit.unshard() shows."""
+def shown_for_a_while(param: nn.Parameter, name: str, rows: nn.Parameter) -> None:
+    """Makes optimizers refuse `param`: it is a copy of `name`, which engine.gathered() or unit.unshard() shows.
+
+    A module's `zero_grad` is done on its `rows`.
+    """
+    param._shardcomm_rows = rows  # type: ignore[attr-defined]
     _refuse(
         param,
         f"the full parameter {name!r} that engine.gathered() or unit.unshard() showed, which is not what is trained; "
@@ -90,7 +95,7 @@ def _refuse(param: nn.Parameter, why: str) -> None:
 
 
 _stepping: weakref.WeakKeyDictionary[optim.Optimizer, _Stepping] = weakref.WeakKeyDictionary()
-_checked: weakref.WeakKeyDictionary[optim.Optimizer, int] = weakref.WeakKeyDictionary()
+_checked: weakref.WeakKeyDictionary[optim.Optimizer, list[int]] = weakref.WeakKeyDictionary()
 _warned: weakref.WeakSet[type[optim.Optimizer]] = weakref.WeakSet()
 _hooks: weakref.WeakKeyDictionary[optim.Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
 
@@ -132,6 +137,21 @@ def _of_plain(zero_grad: Callable[[optim.Optimizer, bool], None]) -> Any:
     return of_plain
 
 
+def _of_rows(zero_grad: Callable[[nn.Module, bool], None]) -> Any:
+    """Torch's `zero_grad` of a module, which is done on the rows of full parameters that are shown for a while."""
+
+    @wraps(zero_grad)
+    def of_rows(self: nn.Module, set_to_none: bool = True) -> None:
+        zero_grad(self, set_to_none)
+        for param in self.parameters():
+            rows = getattr(param, "_shardcomm_rows", None)
+            if rows is None or rows.grad is None:
+                continue
+            rows.grad = None if set_to_none else rows.grad.zero_()
+
+    return of_rows
+
+
 def _has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a step with these arguments, the optimizer first, computes gradients itself."""
     return (args[1] if len(args) > 1 else kwargs.get("closure")) is not None
@@ -144,9 +164,10 @@ def _before(optimizer: optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str,
     """
     _end(optimizer, args, kwargs)  # after a step that an exception ended, torch has called no hook
     params = _params(optimizer)
-    if _checked.get(optimizer) != len(params):
+    ids = list(map(id, params))
+    if _checked.get(optimizer) != ids:
         _check(optimizer, params)
-        _checked[optimizer] = len(params)
+        _checked[optimizer] = ids
     rows, whole = _ours(params)
     if not (rows or whole):
         return

@@ -9,6 +9,7 @@ where to get the whole parameter. Inside most optimizers' steps the rows are pla
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from shardcomm.parameter.draws import DRAWS, on_one_rank
+from shardcomm.parameter.draws import DRAWS, check_new_empty, on_one_rank, refuse_draws_into
 from shardcomm.parameter.elementwise import Elementwise
 from shardcomm.parameter.norms import completed, is_norm, partial_norms
 from shardcomm.parameter.plain import grad_of, plain, set_grad
@@ -187,8 +188,7 @@ class WholeParameter(nn.Parameter):
 
     @property
     def data(self) -> torch.Tensor:  # noqa: D102
-        value: torch.Tensor = _DATA.__get__(self)
-        return value if self.whole is None else self.whole.given(value)
+        return _given(_DATA.__get__(self), self.whole)
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
@@ -198,8 +198,7 @@ class WholeParameter(nn.Parameter):
             self.whole.take(value)
 
     def detach(self) -> torch.Tensor:  # noqa: D102
-        value = super().detach()
-        return value if self.whole is None else self.whole.given(value)
+        return _given(super().detach(), self.whole)
 
     def register_hook(self, hook: Any) -> Any:  # noqa: D102
         if self.whole is None:
@@ -210,6 +209,11 @@ class WholeParameter(nn.Parameter):
         if self.whole is None:
             return super()._use_count()  # type: ignore[misc]
         return self.whole.refuse_other_memory(_SWAP)
+
+    def new_empty(self, *args: Any, **kwargs: Any) -> torch.Tensor:  # noqa: D102
+        if self.whole is not None and self.whole.holders.mesh.size > 1:
+            check_new_empty(self.whole, sys._getframe(1))
+        return super().new_empty(*args, **kwargs)
 
     def set_(self, *args: Any, **kwargs: Any) -> Any:  # noqa: D102
         return super().set_(*args, **kwargs) if self.whole is None else self._refuse("set_")
@@ -228,6 +232,15 @@ class WholeParameter(nn.Parameter):
 
 for _name in DRAWS:
     setattr(WholeParameter, _name, on_one_rank(_name))
+
+
+def _given(values: torch.Tensor, whole: Whole | None) -> torch.Tensor:
+    """`values` of a WholeParameter, which somebody is given."""
+    if whole is None:
+        return values
+    if whole.holders.mesh.size > 1:
+        refuse_draws_into(values, whole)
+    return whole.given(values)
 
 
 def refuse_hook(whole: Whole) -> NoReturn:

@@ -17,6 +17,8 @@ from collections.abc import Iterable
 
 import torch
 
+from shardcomm.parameter.full_parameter import GatheredParameter, ReleasedParameter
+
 GONE = 2**31 - 1
 """The version of a full parameter while other values are in its memory."""
 
@@ -41,6 +43,12 @@ class Versions:
     """
 
     def __init__(self, params: Iterable[tuple[str, torch.Tensor, torch.Tensor]]) -> None:
+        params = list(params)
+        # DTensors, which cannot have another class, are not told of.
+        self._told = [
+            (full, type(full)) for _, full, _ in params if isinstance(full, GatheredParameter)
+        ]
+        self._are_told = False
         # Tensors of inference mode have no versions, and are in no graph.
         tracked = [each for each in params if not each[2].is_inference()]
         self._names = [name for name, _, _ in tracked]
@@ -64,6 +72,17 @@ class Versions:
         if self._is_coming:
             self._is_coming = False
             self._become(self._gathered)
+            if self._are_told:
+                self._are_told = False
+                for full, kind in self._told:
+                    full.__class__ = kind
+
+    def tell(self) -> None:
+        """From now to the next gather, raises where somebody computes with a full parameter that he has kept."""
+        if not self._are_told:
+            self._are_told = True
+            for full, _ in self._told:
+                full.__class__ = ReleasedParameter
 
     @property
     def are_old(self) -> bool:
@@ -74,6 +93,7 @@ class Versions:
         """Other values come into the memory of the full parameters."""
         self._is_coming = False
         self._become(self._gone)
+        self.tell()
 
     def changed(self) -> str | None:
         """The name of a full parameter into which somebody has written; None if there is none.

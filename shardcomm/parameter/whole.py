@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
 from typing import Any, NoReturn, TypeVar
 from weakref import WeakSet, WeakValueDictionary
 
 import torch
 from torch import nn
 
+from shardcomm.parameter.draws import refusals
 from shardcomm.parameter.holders import Holders
 from shardcomm.parameter.plain import plain
 from shardcomm.parameter.shard_tensor import Part
@@ -88,6 +90,11 @@ class Whole:
             values, param.data = param.data, self.rows
         self.take(values)
 
+    @cached_property
+    def draws(self) -> dict[str, Any]:
+        """The attributes of a tensor by which draws into it are refused; see `draws.py`."""
+        return refusals(self)
+
     def given(self, alias: _T) -> _T:
         """Notes that somebody is given `alias`, which is in the rows' memory; returns it."""
         self.aliases[id(alias)] = alias
@@ -129,9 +136,10 @@ class Whole:
         """Raises the RuntimeError which says that `what` would be computed from rows alone."""
         raise RuntimeError(
             f"{what} of {self.name!r}: outside of the forward of unit {self.unit!r} this rank has only its rows of it. "
-            "Compute in that forward, in a method given to engine.register_forward_method, or between unshard() and "
-            "reshard() of the unit; write inside of engine.gathered(write=True); take full_tensor() for the whole, "
-            'to_local() for the rows. An optimizer of whole matrices needs granularity="tensor" and no DTensors'
+            "Compute in that forward, begun by module(...) and not by module.forward(...), in a method given to "
+            "engine.register_forward_method, or between unshard() and reshard() of the unit; write inside of "
+            "engine.gathered(write=True); take full_tensor() for the whole, to_local() for the rows. An "
+            'optimizer of whole matrices needs granularity="tensor" and no DTensors'
         )
 
     def refuse_derivative(self, what: str) -> NoReturn:

@@ -141,7 +141,7 @@ class _Full:
         shard = self.param.shard
         self.shown = shown(self.value, self.param.distribution, requires_grad=shard.requires_grad)
         self._shape = self.shown.shape
-        shown_for_a_while(self.shown, self.param.name)
+        shown_for_a_while(self.shown, self.param.name, shard)
         with plain():
             self._version, self._shard_version = self._shown_version(), shard._version
 

@@ -14,6 +14,7 @@ from torch import nn
 from shardcomm.bucket.block_gather import WireError
 from shardcomm.bucket.bucket import Bucket
 from shardcomm.bucket.secondary_shard import SecondaryShard
+from shardcomm.parameter.full_parameter import Origin, gathered_class, refuse_change
 from shardcomm.parameter.holders import Holders
 from shardcomm.parameter.optimizer_steps import replaced
 from shardcomm.parameter.plain import plain
@@ -57,7 +58,12 @@ class ShardedParam:
     """
 
     def __init__(
-        self, owned: OwnedParam, shard: nn.Parameter, full: torch.Tensor, whole: Whole
+        self,
+        owned: OwnedParam,
+        shard: nn.Parameter,
+        full: torch.Tensor,
+        whole: Whole,
+        given: list[tuple[str, torch.Tensor]] | None,
     ) -> None:
         requires_grad = owned.param.requires_grad
         self.name = owned.name
@@ -80,9 +86,11 @@ class ShardedParam:
         self.shard = shard
         self.guard()
         self.full = shown(full, self.distribution, requires_grad=requires_grad)
-        if issubclass(kind, nn.Parameter) and not issubclass(kind, _OURS):
-            _become(self.full, kind, owned.name)  # the user's own class, which forward may need
         vars(self.full).update(marks)
+        if self.distribution is None:
+            is_users = issubclass(kind, nn.Parameter) and not issubclass(kind, _OURS)
+            _become(self.full, kind if is_users else nn.Parameter, owned.name)
+            self.full._shardcomm_origin = Origin(owned.name, whole.unit, shard, given)  # type: ignore[attr-defined]
         self.gradient = ParamGradient(self.full, shard, whole)
         self.watch: Any = None  # the hook of ShardedUnit.watch_gradients
         self.shard_watch: Any = None  # the hook of ShardedUnit.watch_shards
@@ -137,11 +145,19 @@ class ShardedUnit:
         self.on_unshard: Callable[[], None]
         self.on_reshard: Callable[[], None]
         self.keep_out_of_graphs: Callable[[bool], None]
+        # What `.data` of its full parameters has given to the forward that goes on.
+        self._given: list[tuple[str, torch.Tensor]] = []
         self.buckets = [
             (
                 bucket,
                 [
-                    ShardedParam(owned, shard, full, self._whole(bucket, i, owned, shard))
+                    ShardedParam(
+                        owned,
+                        shard,
+                        full,
+                        self._whole(bucket, i, owned, shard),
+                        None if bucket.full is bucket.shard else self._given,
+                    )
                     for i, (owned, shard, full) in enumerate(
                         zip(params, bucket.shards, bucket.params, strict=True)
                     )
@@ -160,8 +176,6 @@ class ShardedUnit:
         self._apart = [bucket for bucket, _ in buckets if bucket.full is not bucket.shard]
         self.slot = slot if self._apart else -1
         self.versions = Versions(self._gathered_params())
-        self._plain = [param.full for param in self.params if param.distribution is None]
-        self._addresses = [full.data_ptr() for full in self._plain]
         # Whether the outputs of its latest forward announce its backward. If not, only its gradients tell of it, later.
         self.tells = True
         self.secondary = secondary
@@ -277,28 +291,19 @@ class ShardedUnit:
 
     def check_unchanged(self) -> None:
         """RuntimeError if the unit's forward has changed a parameter."""
+        if (name := self.take_change()) is not None:
+            refuse_change(name, self.name)
+
+    def take_change(self) -> str | None:
+        """The name of a parameter that the unit's forward has changed, which is gathered anew then; None: of none."""
         with plain():
             name = self.versions.changed() if self._apart else None
-            addresses = [full.data_ptr() for full in self._plain]
-        if addresses != self._addresses:  # `.data = ...` has replaced memory
-            name = self._take_back()
+        if self._given:
+            name = next((of for of, values in self._given if values._version), name)
+            self._given.clear()
         if name is not None:
             self.gathered = False
-            raise RuntimeError(
-                f"parameter {name!r} was changed in the forward of unit {self.name!r}, where it is a "
-                "copy, so that the change would be lost; change parameters inside of engine.gathered(write=True), or "
-                "this rank's rows of them elementwise, as by clamp_, before a forward or after the optimizer's step"
-            )
-
-    def _take_back(self) -> str:
-        """Gives full parameters their own memory back; returns the name of one that had other memory."""
-        names = []
-        for bucket, params in self.buckets:
-            for param, memory in zip(params, bucket.params, strict=True):
-                if param.distribution is None and param.full.data_ptr() != memory.data_ptr():
-                    param.full.data = memory
-                    names.append(param.name)
-        return names[0]
+        return name
 
     def show_shard(self) -> None:
         """Shows this rank's rows in the model, for the optimizer and for everything between steps."""
@@ -313,9 +318,10 @@ class ShardedUnit:
 
     def watch_gradients(self) -> None:
         """Has `on_gradient` called from now on whenever backward has left a parameter's gradient."""
-        for param in self.params:
-            if param.watch is None and param.full.requires_grad:
-                param.watch = param.full.register_post_accumulate_grad_hook(self.on_gradient)  # type: ignore[no-untyped-call]
+        with plain():
+            for param in self.params:
+                if param.watch is None and param.full.requires_grad:
+                    param.watch = param.full.register_post_accumulate_grad_hook(self.on_gradient)  # type: ignore[no-untyped-call]
 
     def watch_shards(self) -> None:
         """Has `on_shard_gradient` called from now on for gradients that come to whole parameters past the forward.
@@ -414,6 +420,8 @@ class ShardedUnit:
         self.gathered = False
         if self.secondary is not None:
             self.secondary.is_current = False
+        if self.tells:
+            self.versions.tell()
 
     def begin_step(self) -> None:
         """Prepares for a forward of the model. An optimizer's step, which may have raised, may have come before."""
@@ -460,7 +468,7 @@ def measured(units: Iterable[ShardedUnit]) -> Footprint:
 
 def _become(full: nn.Parameter, kind: type[nn.Parameter], name: str) -> None:
     try:
-        full.__class__ = kind
+        full.__class__ = gathered_class(kind)
     except TypeError as error:  # the class has __slots__, for instance
         raise TypeError(
             f"parameter {name!r} is a {kind.__name__}, which a gathered parameter cannot become: {error}; "

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from shardcomm.bucket.bucket import Bucket
-from shardcomm.parameter.plain import grad_of, plain
+from shardcomm.parameter.plain import grad_of, plain, set_grad
 from shardcomm.parameter.whole import Whole, awaiting
 from shardcomm.stream.work import Work
 
@@ -42,7 +42,7 @@ EMPTY, LOCAL, PACKED, REDUCING, READY = Stage  # as in sharded_unit.py
 
 
 class ParamGradient:
-    """The gradient of one parameter.
+    """The gradient of one parameter. Its methods are called inside of `plain()`, where full parameters are plain.
 
     Args:
         full: The full parameter, to which backwards leave gradients.
@@ -65,25 +65,26 @@ class ParamGradient:
     @property
     def holds_earlier(self) -> bool:
         """Whether it has gradients of backwards that were not reduced, as before the parameter was frozen."""
-        return self._sum is not None or self.full.grad is not None
+        return self._sum is not None or grad_of(self.full) is not None
 
     def take(self) -> torch.Tensor | None:
         """Takes the gradient that backwards have left; the next backward starts from nothing."""
         if self._sum is not None:
             self.add(self._sum.dtype)
-        grad = self.full.grad if self._sum is None else self._sum
+        grad = grad_of(self.full) if self._sum is None else self._sum
         if grad is None:
             return None
         self._sum = None
-        self.full.grad = None
+        set_grad(self.full, None)
         self.used = True
         return grad if self._how is None else self._how.part_of(grad)
 
     def add(self, dtype: torch.dtype) -> None:
         """Adds the gradient that autograd has left to the sum of earlier backwards, which is in `dtype`."""
-        grad, self.full.grad = self.full.grad, None
+        grad = grad_of(self.full)
         if grad is None:
             return
+        set_grad(self.full, None)
         grad = grad.detach().to_dense()
         if self._how is not None:
             grad = self._how.part_of(grad)
@@ -94,7 +95,8 @@ class ParamGradient:
 
     def forget(self) -> None:
         """Drops the gradients of all backwards."""
-        self.full.grad = self._sum = None
+        set_grad(self.full, None)
+        self._sum = None
         self.used = self.whole.awaits_reduce = False
 
 
@@ -174,11 +176,12 @@ class UnitGradients:
                 "dataclasses, by which the end of its backward is known, or step after backward instead of in hooks"
             )
         self.stage = LOCAL
-        self._trained = [
-            entry
-            for entry in self._buckets
-            if any(p.full.requires_grad or p.holds_earlier for p in entry[1])
-        ]
+        with plain():
+            self._trained = [
+                entry
+                for entry in self._buckets
+                if any(p.full.requires_grad or p.holds_earlier for p in entry[1])
+            ]
 
     def join(self) -> None:
         """At the end of a backward that may have come to the unit on other ranks only: takes part in their reduce."""
@@ -188,7 +191,10 @@ class UnitGradients:
     @property
     def came_unannounced(self) -> bool:
         """Whether backward has left gradients without `begin`."""
-        return self.stage is not LOCAL and any([p.full.grad is not None for p in self._params])
+        if self.stage is LOCAL:
+            return False
+        with plain():
+            return any([grad_of(param.full) is not None for param in self._params])
 
     def end_calls(self) -> None:
         """Notes that backward has ended, also for calls to which it did not come."""
@@ -206,9 +212,10 @@ class UnitGradients:
         """
         for bucket, params in self._buckets:
             for param in params:
-                if bucket.reduce_dtype.itemsize > bucket.param_dtype.itemsize:
-                    param.add(bucket.reduce_dtype)
-                param.whole.awaits_reduce = self.stage is REDUCING or param.holds_earlier
+                with plain():
+                    if bucket.reduce_dtype.itemsize > bucket.param_dtype.itemsize:
+                        param.add(bucket.reduce_dtype)
+                    param.whole.awaits_reduce = self.stage is REDUCING or param.holds_earlier
         awaiting.add(self)
 
     def reduce(self, *, put_off: bool = False) -> None:
@@ -219,7 +226,9 @@ class UnitGradients:
         """
         for bucket, params in self._trained:
             reduction = bucket.reduction
-            left = reduction.pack([param.take() for param in params], async_op=True)
+            with plain():
+                grads = [param.take() for param in params]
+            left = reduction.pack(grads, async_op=True)
             self.stage = PACKED
             if left:
                 work = reduction.reduce(async_op=True, put_off=put_off)
@@ -286,8 +295,9 @@ class UnitGradients:
         for bucket, params in self._buckets:
             bucket.gradients.forget(shown=self.stage is READY)
             bucket.reduction.forget()
-            for param in params:
-                param.forget()
+            with plain():
+                for param in params:
+                    param.forget()
         awaiting.discard(self)
         self.stage = EMPTY
         self.open_calls.clear()

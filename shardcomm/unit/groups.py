@@ -126,10 +126,16 @@ def group_units(
         owner_cost: As in `fully_shard`.
 
     Raises:
-        ValueError: A parameter cannot be sharded, or a function that was given as an argument returned a value that is
-            not accepted.
+        ValueError: A parameter cannot be sharded, a function that was given as an argument returned a value that is
+            not accepted, or `owner_cost` is given and no parameter has an owner.
     """
     specs = [[_spec(owned, granularity, shard_dim) for owned in unit.params] for unit in units]
+    if owner_cost is not None and not any(
+        spec.granularity == "tensor" for unit_specs in specs for spec in unit_specs
+    ):
+        raise ValueError(
+            'owner_cost is given, and no parameter has an owner; give granularity="tensor" too, or leave it out'
+        )
     owners: dict[str, int] = {}
     for pool in dict.fromkeys(pools):
         its = [i for i, each in enumerate(pools) if each == pool]

@@ -17,6 +17,8 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Sequence
+from numbers import Real
+from typing import Any
 
 from torch import nn
 
@@ -43,9 +45,9 @@ def choose_owners(costs: Sequence[float], ranks: int) -> list[int]:
 
 def checked_cost(cost: OwnerCost, name: str, param: nn.Parameter) -> float:
     """What it costs to own `param`; ValueError unless that is a number of 0 or more."""
-    value = cost(name, param)
-    if not isinstance(value, int | float) or not 0 <= value < math.inf:
+    value: Any = cost(name, param)
+    if not isinstance(value, Real) or not 0 <= float(value) < math.inf:
         raise ValueError(
             f"owner_cost of parameter {name!r} is {value!r}; it must be a finite number of 0 or more"
         )
-    return value
+    return float(value)

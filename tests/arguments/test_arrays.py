@@ -167,6 +167,31 @@ def test_arrays_of_jax_are_sent_and_never_written(
     assert whole.tolist() == [0.0] * 4  # it has not changed
 
 
+def test_arrays_of_jax_without_values_are_refused() -> None:
+    jax = pytest.importorskip("jax")
+    comm = Communicator.local_group(1)[0]
+
+    def sent(x: Any) -> Any:
+        comm.all_gather(torch.ones(3), x)
+        return x.sum()
+
+    def summed(x: Any) -> Any:
+        comm.all_reduce(x)
+        return x
+
+    for call in (jax.jit(sent), jax.grad(sent), jax.jit(summed)):
+        with pytest.raises(
+            TypeError, match=r"without values, .* the collectives of shardcomm\.jax"
+        ):
+            call(jax.numpy.ones(3))
+    gone = jax.numpy.ones(3)
+    gone.delete()
+    with pytest.raises(ValueError, match="all_gather: send is a JAX array that was deleted"):
+        comm.all_gather(torch.ones(3), gone)
+    with pytest.raises(TypeError, match=r"all_gather: send: .* no DLPack"):
+        comm.all_gather(torch.ones(3), jax.numpy.ones(3, jax.numpy.int4))
+
+
 def test_a_bare_capsule_is_no_array() -> None:
     capsule: Any = torch.utils.dlpack.to_dlpack(torch.zeros(4))
     with pytest.raises(TypeError, match="all_reduce: buffer is a PyCapsule; accepted"):

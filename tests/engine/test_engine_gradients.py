@@ -10,6 +10,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from shardcomm import Communicator, Engine, MemoryPlan, Mesh, MixedPrecision, fully_shard
+from shardcomm.parameter.plain import grad_of
 from support.thread_ranks import run_mesh, run_threads
 from support.twins import WIDTH, Chain, assert_same_gradients, local, twins, values
 
@@ -46,8 +47,9 @@ def most_gradients(engine: Engine, model: nn.Module) -> tuple[int, int]:
     full, together = [], []
 
     def count(param: torch.Tensor) -> None:
-        assert param.grad is not None
-        alive.append((StorageWeakRef(param.grad.untyped_storage()), param.grad.nbytes))
+        grad = grad_of(param)
+        assert grad is not None
+        alive.append((StorageWeakRef(grad.untyped_storage()), grad.nbytes))
         full.append(sum(nbytes for grad, nbytes in alive if not grad.expired()))
         together.append(full[-1] + engine.footprint().gradient_bytes)
 

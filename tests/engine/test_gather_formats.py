@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
@@ -128,7 +129,7 @@ def trained(engine: Engine, rank: int) -> Trained:
         for bucket, params in unit.buckets:
             for i, param in enumerate(params):
                 held = [bucket.layout.piece(r, i).numel for r in range(bucket.layout.world_size)]
-                rows[param.name] = [n // max(1, param.full[0].numel()) for n in held]
+                rows[param.name] = [n // max(1, math.prod(param.full.shape[1:])) for n in held]
     return Trained(values, rows)
 
 

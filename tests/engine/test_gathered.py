@@ -31,7 +31,8 @@ def with_sharded(body: Body, make: Callable[[], nn.Module] = Chain, **options: A
 
 def assert_full(model: nn.Module, plain: nn.Module) -> None:
     for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
-        assert type(p) is nn.Parameter, name
+        assert isinstance(p, nn.Parameter), name
+        assert not hasattr(p, "to_local"), name
         assert torch.equal(p, q), name
 
 
@@ -251,6 +252,22 @@ def test_a_backward_may_come_after_it() -> None:
 
 
 @pytest.mark.covers("gathered and unshard", "exceptions")
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+@pytest.mark.parametrize("unsharded", [False, True])
+def test_zero_grad_in_it_is_of_the_rows(unsharded: bool, strategy: str) -> None:
+    def body(model: nn.Module, engine: Engine, plain: nn.Module) -> None:
+        for net in (model, plain):
+            net(values(3, WIDTH)).square().sum().backward()
+        with engine.unit(model).unshard() if unsharded else engine.gathered():
+            model.zero_grad(set_to_none=False)
+        assert all(bool(p.grad.eq(0).all()) for p in model.parameters() if p.grad is not None)
+        with engine.unit(model).unshard() if unsharded else engine.gathered():
+            model.zero_grad()
+        assert all(p.grad is None for p in model.parameters())
+
+    with_sharded(body, strategy=strategy)
+
+
 def test_an_exception_in_it_leaves_rows_as_they_were() -> None:
     def body(model: nn.Module, engine: Engine, plain: nn.Module) -> None:
         def written() -> None:

@@ -324,6 +324,30 @@ def test_a_list_of_parameters_that_was_taken_before_has_no_gradients(
     run_threads(body, RANKS)
 
 
+@pytest.mark.parametrize(
+    ("use", "error", "says"),
+    [
+        (lambda e: e(IDS), TypeError, r"engine = fully_shard\(model, \.\.\.\), and call the model"),
+        (lambda e: e.parameters(), AttributeError, r"engine\.model\.parameters"),
+        (lambda e: e.eval(), AttributeError, r"engine\.model\.eval"),
+        (lambda e: e.set_requires_gradient_sync(False), AttributeError, r"engine\.no_sync\(\)"),
+        (lambda e: e.unshard(), AttributeError, r"engine\.unit\(module\)\.unshard\(\)"),
+        (lambda e: e.nothing, AttributeError, "an Engine has no 'nothing'"),
+    ],
+)
+def test_an_engine_is_not_the_model(
+    use: Callable[[Any], Any], error: type[Exception], says: str
+) -> None:
+    """As it would be after `model = fully_shard(model, ...)`, which PyTorch's FSDP2 allows."""
+
+    def body(model: Tied, engine: Engine, twin: Tied) -> None:
+        with pytest.raises(error, match=says):
+            use(engine)
+        assert engine.model is model
+
+    with_sharded(body)
+
+
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
 def test_a_gradient_hook_is_refused(strategy: str) -> None:
     def body(model: Tied, engine: Engine, twin: Tied) -> None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import io
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.autograd import grad
 from torch.nn import functional as F
+from torch.nn.init import orthogonal_
 
 from shardcomm import Communicator, Engine, MixedPrecision, fully_shard
 from support.generator import seeded
@@ -163,6 +166,14 @@ def test_autograd_grad_says_what_to_call_instead() -> None:
         loss = tied_in_the_loss(model, IDS)
         with pytest.raises(RuntimeError, match=r"autograd\.grad with .*'embed\.weight'.* \.grad"):
             torch.autograd.grad(loss, [model.embed.weight])
+        x = torch.ones(2, WIDTH, requires_grad=True)
+        for inputs in (model.block.weight, [x, *model.block.parameters()]):
+            with pytest.raises(
+                RuntimeError, match=r"autograd\.grad with .*'block\.weight'.* \.grad"
+            ):
+                grad(model.block(x).sum(), inputs, allow_unused=True)  # type: ignore[arg-type]
+        spare = torch.ones(1, requires_grad=True)
+        assert torch.autograd.grad(model.block(x).sum(), [x, spare], allow_unused=True)[1] is None
 
     run(body)
 
@@ -185,6 +196,10 @@ def test_after_close_gradients_are_this_ranks() -> None:
         lambda block: nn.init.normal_(block.weight),
         lambda block: nn.init.trunc_normal_(block.weight),
         lambda block: nn.init.sparse_(block.weight, 0.5),
+        lambda block: orthogonal_(block.weight),
+        lambda block: orthogonal_(block.weight.data),
+        lambda block: block.weight.data.normal_(),
+        lambda block: block.weight.detach().normal_(),
         lambda block: block.weight.requires_grad_(False).uniform_(-1, 1),
     ],
 )
@@ -201,5 +216,14 @@ def test_ranks_do_not_draw_random_values_each_for_itself(
             init(model.block)
         assert torch.equal(model.block.weight, twin.block.weight)
         init(copy.deepcopy(model.block))  # a plain module
+        for of in (model.block.weight.data, model.block.weight.detach()):
+            assert type(of) is torch.Tensor
+            assert torch.equal(of.new_empty(2).fill_(1), torch.ones(2))
+            copied = io.BytesIO()
+            torch.save(of, copied)
+            copied.seek(0)
+            for each in (copy.deepcopy(of), torch.load(copied), nn.Parameter(of)):
+                assert torch.equal(each, of)
+            assert not torch.equal(copy.deepcopy(of).normal_(), of)
 
     run(body, ranks)

@@ -172,6 +172,26 @@ def test_an_optimizer_made_of_full_parameters_is_refused_at_its_first_step(
     with_sharded(body, strategy=strategy)
 
 
+@pytest.mark.parametrize("how", ["assigned", "added"])
+def test_as_many_other_parameters_are_looked_at_in_the_next_step(how: str) -> None:
+    def body(model: Tied, engine: Engine, twin: Tied) -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+        with engine.gathered():
+            full = list(model.parameters())
+        if how == "assigned":
+            optimizer.param_groups[0]["params"] = full
+        else:
+            optimizer.param_groups.clear()
+            optimizer.add_param_group({"params": full})
+        model(IDS).square().sum().backward()
+        with pytest.raises(RuntimeError, match=r"SGD\.step: .* full parameter 'embed\.weight'"):
+            optimizer.step()
+
+    with_sharded(body)
+
+
 @pytest.mark.covers("optimizers")
 def test_an_optimizer_in_backward_sees_the_reduced_gradients() -> None:
     def body(model: Tied, engine: Engine, twin: Tied) -> None:

@@ -24,6 +24,7 @@ from shardcomm import (
 )
 from shardcomm.parameter.shard_tensor import ShardTensor
 from support.clipping import Clipping
+from support.parity import whole
 from support.thread_ranks import run_mesh, run_threads
 from support.twins import WIDTH, Block, Chain, assert_same_gradients, twins, values
 
@@ -487,6 +488,10 @@ def clamp_detached(linear: nn.Linear) -> None:
     linear.weight.detach().clamp_(-0.1, 0.1)
 
 
+def clamp_data(linear: nn.Linear) -> None:
+    linear.weight.data.view(-1).clamp_(-0.1, 0.1)
+
+
 def assign_data(linear: nn.Linear) -> None:
     linear.weight.data = linear.weight.data.clamp(-0.1, 0.1)
 
@@ -503,7 +508,9 @@ def swap_a_bias(linear: nn.Linear) -> None:
 
 @pytest.mark.parametrize("in_evaluation", [False, True])
 @pytest.mark.parametrize("strategy", SHARDED)
-@pytest.mark.parametrize("change", [clamp, clamp_detached, assign_data, set_memory, swap_a_bias])
+@pytest.mark.parametrize(
+    "change", [clamp, clamp_detached, clamp_data, assign_data, set_memory, swap_a_bias]
+)
 def test_a_parameter_that_a_forward_changes_raises_on_every_rank(
     change: Callable[[nn.Linear], None], strategy: str, in_evaluation: bool
 ) -> None:
@@ -531,7 +538,33 @@ def test_a_parameter_that_a_forward_changes_raises_on_every_rank(
     run_threads(body, 2)
 
 
-@pytest.mark.parametrize("change", [clamp_detached, assign_data, swap_a_bias])
+@pytest.mark.parametrize("strategy", SHARDED)
+@pytest.mark.parametrize("change", [clamp, clamp_data])
+def test_a_forward_that_changes_a_parameter_and_raises_leaves_the_next_as_it_is(
+    change: Callable[[nn.Linear], None], strategy: str
+) -> None:
+    def interrupted(linear: nn.Linear) -> None:
+        change(linear)
+        raise ValueError("interrupted")
+
+    def body(comm: Communicator) -> None:
+        model, plain = twins(lambda: Chain(Changing))
+        for net in (model, plain):
+            for block in net.blocks:  # type: ignore[union-attr]
+                block.change = lambda linear: None  # type: ignore[union-attr]
+        engine = fully_shard(model, comm, strategy=strategy)
+        model.blocks[2].change = interrupted  # type: ignore[index, union-attr]
+        with pytest.raises(ValueError, match="interrupted"):
+            loss_of(model)
+        model.blocks[2].change = lambda linear: None  # type: ignore[index, union-attr]
+        for net in (model, plain):
+            loss_of(net).backward()
+        assert_same_gradients(engine, model, plain)
+
+    run_threads(body, 2)
+
+
+@pytest.mark.parametrize("change", [clamp_detached, clamp_data, assign_data, swap_a_bias])
 def test_a_forward_that_changes_a_whole_parameter_persists_or_raises(
     change: Callable[[nn.Linear], None],
 ) -> None:
@@ -542,7 +575,7 @@ def test_a_forward_that_changes_a_whole_parameter_persists_or_raises(
                 block.change = change  # type: ignore[union-attr]
         engine = fully_shard(model, comm, strategy="no_shard")
         loss_of(plain).backward()
-        if change is not clamp_detached:
+        if change not in (clamp_detached, clamp_data):
             with pytest.raises(RuntimeError, match=r"'blocks.0.linear.*' was changed in the forwa"):
                 loss_of(model)
             return
@@ -555,17 +588,52 @@ def test_a_forward_that_changes_a_whole_parameter_persists_or_raises(
     run_threads(body, 2)
 
 
-def test_a_forward_sees_no_gradient_of_its_parameters() -> None:
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_forward_sees_the_gradients_from_before(strategy: str) -> None:
     def body(comm: Communicator) -> None:
-        model, _ = twins(lambda: Chain(Changing))
-        seen: list[object] = []
-        for block in model.blocks:  # type: ignore[union-attr]
-            block.change = lambda linear: seen.append(linear.weight.grad)  # type: ignore[union-attr]
-        fully_shard(model, comm)
-        for seed in range(2):
-            loss_of(model, seed).backward()
+        model, plain = twins(lambda: Chain(Changing))
+        seen: list[Any] = []
+        for net in (model, plain):
+            for block in net.blocks:  # type: ignore[union-attr]
+                block.change = lambda linear: seen.append(linear.weight.grad)  # type: ignore[union-attr]
+        fully_shard(model, comm, strategy=strategy)
+        for net in (model, plain):
+            loss_of(net).backward()
         assert seen == [None] * 8
-        assert all(param.grad is not None for param in model.parameters())
+        seen.clear()
+        for net in (model, plain):
+            loss_of(net)
+        for ours, theirs in zip(seen[:4], seen[4:], strict=True):
+            torch.testing.assert_close(ours.norm(), theirs.norm())
+            torch.testing.assert_close(whole(ours), theirs)
+
+    run_threads(body, 2)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_forward_drops_gradients(strategy: str) -> None:
+    def body(comm: Communicator) -> None:
+        model, plain = twins(lambda: Chain(Changing))
+        engine = fully_shard(model, comm, strategy=strategy)
+        for net in (model, plain):
+            for block in net.blocks:  # type: ignore[union-attr]
+                block.change = lambda linear: None  # type: ignore[union-attr]
+            loss_of(net).backward()
+            for block in net.blocks:  # type: ignore[union-attr]
+                block.change = nn.Module.zero_grad  # type: ignore[union-attr]
+            loss_of(net, 1).backward()
+        assert_same_gradients(engine, model, plain)
+
+    run_threads(body, 2)
+
+
+def test_a_gradient_that_is_not_reduced_yet_is_not_shown_in_backward() -> None:
+    def body(comm: Communicator) -> None:
+        model, _ = twins(Chain)
+        fully_shard(model, comm)
+        model.blocks[2].linear.register_full_backward_hook(lambda m, *_: m.weight.grad)  # type: ignore[index, union-attr]
+        with pytest.raises(RuntimeError, match=r"\.grad of 'blocks.2.linear.weight' in a backward"):
+            loss_of(model).backward()
 
     run_threads(body, 2)
 

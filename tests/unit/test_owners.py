@@ -7,6 +7,7 @@ import itertools
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -269,6 +270,18 @@ def test_costs_that_are_none_are_refused(value: Any) -> None:
         ValueError, match=r"owner_cost of parameter 'embed.weight' is .*; it must be"
     ):
         MemoryPlan.of(make(), 2, granularity="tensor", owner_cost=lambda *_: value)
+
+
+def test_a_cost_may_be_a_number_of_numpy() -> None:
+    plan = MemoryPlan.of(
+        make(), 2, granularity="tensor", owner_cost=lambda _, param: np.prod(param.shape)
+    )
+    assert plan.shard_bytes == MemoryPlan.of(make(), 2, granularity="tensor").shard_bytes
+
+
+def test_a_cost_without_owners_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"owner_cost is given, .* granularity=\"tensor\" too"):
+        MemoryPlan.of(make(), 2, owner_cost=lambda *_: 1)
 
 
 @pytest.mark.covers("ranks that differ")
