@@ -17,7 +17,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import cache, wraps
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn, optim
@@ -95,9 +95,16 @@ def _refuse(param: nn.Parameter, why: str) -> None:
 
 
 _stepping: weakref.WeakKeyDictionary[optim.Optimizer, _Stepping] = weakref.WeakKeyDictionary()
-_checked: weakref.WeakKeyDictionary[optim.Optimizer, list[int]] = weakref.WeakKeyDictionary()
+_checked: weakref.WeakKeyDictionary[optim.Optimizer, _Checked] = weakref.WeakKeyDictionary()
 _warned: weakref.WeakSet[type[optim.Optimizer]] = weakref.WeakSet()
 _hooks: weakref.WeakKeyDictionary[optim.Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
+
+
+class _Checked(NamedTuple):
+    """The parameters with which an optimizer has passed `_check`, by their `id`, and whether some are sharded."""
+
+    ids: list[int]
+    has_ours: bool
 
 
 def _params(optimizer: optim.Optimizer) -> list[nn.Parameter]:
@@ -165,13 +172,14 @@ def _before(optimizer: optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str,
     _end(optimizer, args, kwargs)  # after a step that an exception ended, torch has called no hook
     params = _params(optimizer)
     ids = list(map(id, params))
-    if _checked.get(optimizer) != ids:
+    checked = _checked.get(optimizer)
+    if checked is None or checked.ids != ids:
         _check(optimizer, params)
-        _checked[optimizer] = ids
-    rows, whole = _ours(params)
-    if not (rows or whole):
+        checked = _checked[optimizer] = _Checked(ids, any(_ours(params)))
+    if not checked.has_ours:
         return
     if awaiting and not _has_closure(args, kwargs):  # whose backward may reduce them yet
+        rows, whole = _ours(params)
         await_reduce = [p.whole for p in rows if p.whole.awaits_reduce]
         await_reduce += [p.whole for p in whole if p.whole is not None and p.whole.awaits_reduce]
         if await_reduce:
