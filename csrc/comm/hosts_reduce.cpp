@@ -1,12 +1,15 @@
 // What combines the values of all ranks of all hosts: reduce_scatter and all_reduce. The ranks of a
 // host combine theirs first, so that one partial result a host crosses; then the hosts' are
 // combined. That is the order of reduce_cpu, bit for bit, if the ranks of a host are 2, 4, 8, ...
+// and their results cross as they are, and not coded.
 #include <algorithm>
 #include <cstring>
 #include <vector>
 
 #include "comm/buffer.h"
 #include "comm/hosts.h"
+#include "copy/round_cpu.h"
+#include "shardcomm/blocks.h"
 #include "shardcomm/tile.h"
 
 namespace shardcomm {
@@ -26,16 +29,44 @@ Parts even_parts(std::int64_t count, int size) {
   return Parts(counts);
 }
 
+std::size_t coded_bytes(const Coding& coding, std::int64_t count) {
+  if (!coding.blocks.has_value()) return bytes_of(count, DType::bf16);
+  return static_cast<std::size_t>(wire_bytes(*coding.blocks, count));
+}
+
+// Codes `count` partial sums of a part that has room for more.
+void code(const Coding& coding, const float* sums, std::int64_t count, std::byte* part,
+          std::size_t bytes, std::uint64_t seed) {
+  if (!coding.blocks.has_value()) {
+    return round_to_bf16(sums, reinterpret_cast<BFloat16*>(part), count, coding.stats);
+  }
+  encode_cpu(*coding.blocks, {{sums, count, 0}}, DType::f32, part, static_cast<std::int64_t>(bytes),
+             seed, coding.stats);
+}
+
 }  // namespace
 
 void HostsCommunicator::run_reduce_scatter(const void* send, DType dtype, void* recv,
                                            const Epilogue& epilogue, const Parts& parts, RedOp op,
                                            std::int64_t tag, NativeStream) {
+  reduce_and_scatter(send, dtype, recv, epilogue, parts, op, tag, nullptr);
+}
+
+void HostsCommunicator::run_coded_reduce_scatter(const void* send, DType dtype, void* recv,
+                                                 const Epilogue& epilogue, const Parts& parts,
+                                                 RedOp op, std::int64_t tag, const Coding& coding) {
+  reduce_and_scatter(send, dtype, recv, epilogue, parts, op, tag, &coding);
+}
+
+void HostsCommunicator::reduce_and_scatter(const void* send, DType dtype, void* recv,
+                                           const Epilogue& epilogue, const Parts& parts, RedOp op,
+                                           std::int64_t tag, const Coding* coding) {
   Lane& lane = reduces_;
   Call call;
   call.op = Op::reduce_scatter;
   call.send_dtype = call.recv_dtype = dtype;
   call.red_op = op;
+  if (coding != nullptr) call.coding = key_of(*coding);
   call.count = parts.equal() ? parts.count(rank()) : parts.total(size());
   call.tag = tag;
   on_host_->refuse_shared(send, bytes_of(parts.total(size()), dtype), "reduce_scatter: send");
@@ -43,7 +74,7 @@ void HostsCommunicator::run_reduce_scatter(const void* send, DType dtype, void* 
                           "reduce_scatter: recv");
   perform(lane, call, parts, [&] {
     greet(lane);
-    reduce_parts(lane, send, dtype, recv, epilogue, parts, op);
+    reduce_parts(lane, send, dtype, recv, epilogue, parts, op, coding);
   });
 }
 
@@ -64,7 +95,8 @@ void HostsCommunicator::run_all_reduce(void* buffer, DType dtype, std::int64_t c
     }
     greet(lane);
     const Parts parts = even_parts(count, size());
-    reduce_parts(lane, buffer, dtype, at(buffer, parts.begin(rank()), dtype), {dtype}, parts, op);
+    reduce_parts(lane, buffer, dtype, at(buffer, parts.begin(rank()), dtype), {dtype}, parts, op,
+                 nullptr);
     on_host_->meet(lane.channel);  // all have used the stage
     gather_parts(lane, static_cast<std::byte*>(buffer), dtype, parts, false, false);
   });
@@ -89,8 +121,12 @@ void HostsCommunicator::reduce_small(Lane& lane, void* buffer, DType dtype, std:
 //
 //   for index 0: host 0, host 1, ... | for index 1: host 0, host 1, ... | ...
 void HostsCommunicator::reduce_parts(Lane& lane, const void* send, DType dtype, void* recv,
-                                     const Epilogue& epilogue, const Parts& parts, RedOp op) {
+                                     const Epilogue& epilogue, const Parts& parts, RedOp op,
+                                     const Coding* coding) {
   const DType partial = partial_dtype(dtype);
+  const auto part_bytes = [&](std::int64_t count) {
+    return coding == nullptr ? bytes_of(count, partial) : coded_bytes(*coding, count);
+  };
   const auto step = static_cast<std::int64_t>(lane.block_bytes / itemsize(dtype));
   const std::int64_t chunks = divide_up(parts.longest(), step);
   const auto length_of_block = [&](std::int64_t chunk) {
@@ -99,7 +135,7 @@ void HostsCommunicator::reduce_parts(Lane& lane, const void* send, DType dtype, 
   const auto length = [&](int r, std::int64_t chunk) {
     return std::clamp<std::int64_t>(parts.count(r) - chunk * step, 0, step);
   };
-  const auto combine_chunk = [&](std::int64_t chunk) {
+  const auto combine_chunk = [&](std::int64_t chunk, std::byte* sums) {
     const std::int64_t each = length_of_block(chunk);
     std::byte* slot = lane.slot(chunk);
     for (int i = 0; i < local_; ++i) {
@@ -113,27 +149,55 @@ void HostsCommunicator::reduce_parts(Lane& lane, const void* send, DType dtype, 
     }
     // All have filled this slot, so all have combined the one before.
     on_host_->meet(lane.channel);
-    auto& out = lane.out[static_cast<std::size_t>(chunk % kSlots)];
-    out.resize(bytes_of(each * hosts_, partial));
-    combine_host(lane, slot, each * size(), index() * each * hosts_, dtype, op, out.data(),
+    combine_host(lane, slot, each * size(), index() * each * hosts_, dtype, op, sums,
                  each * hosts_);
   };
+  const auto code_chunk = [&](std::int64_t chunk, const std::byte* sums, std::byte* out) {
+    const std::int64_t each = length_of_block(chunk);
+    const std::size_t bytes = part_bytes(each);
+    // The random numbers of a call, a chunk and a rank are nobody else's, up to 2^20 chunks.
+    const std::uint64_t call = on_host_->call_of(lane.channel, index()).sequence;
+    for (int host = 0; host < hosts_; ++host) {
+      const std::int64_t place = (chunk * hosts_ + host) * size() + rank();
+      code(*coding, reinterpret_cast<const float*>(sums) + host * each,
+           length(rank_at(host, index()), chunk), out + bytes * static_cast<std::size_t>(host),
+           bytes, call << 32 | static_cast<std::uint64_t>(place));
+    }
+  };
   const auto start_chunk = [&](std::int64_t chunk) {
-    combine_chunk(chunk);
     const auto slot = static_cast<std::size_t>(chunk % kSlots);
-    const std::size_t bytes = bytes_of(length_of_block(chunk), partial);
-    lane.in[slot].resize(bytes * static_cast<std::size_t>(hosts_));
-    start(lane, chunk,
-          [&out = lane.out[slot], &in = lane.in[slot], bytes](Across& across, int channel) {
-            across.all_to_all(channel, out.data(), in.data(), bytes);
-          });
+    const std::int64_t each = length_of_block(chunk);
+    const std::size_t bytes = part_bytes(each);
+    const std::size_t all = bytes * static_cast<std::size_t>(hosts_);
+    std::byte* out = lane.out[slot].of(all);
+    if (coding == nullptr) {
+      combine_chunk(chunk, out);
+    } else {
+      std::byte* sums = lane.sums.of(bytes_of(each * hosts_, partial));
+      combine_chunk(chunk, sums);
+      code_chunk(chunk, sums, out);
+    }
+    start(lane, chunk, [out, in = lane.in[slot].of(all), bytes](Across& across, int channel) {
+      across.all_to_all(channel, out, in, bytes);
+    });
   };
   const auto finish_chunk = [&](std::int64_t chunk) {
     finish(lane, chunk);
-    const auto& in = lane.in[static_cast<std::size_t>(chunk % kSlots)];
-    combine_hosts(lane, in.data(), bytes_of(length_of_block(chunk), partial), partial, op,
-                  at(recv, std::min(chunk * step, parts.count(rank())), epilogue.dtype), epilogue,
-                  length(rank(), chunk));
+    const std::int64_t own = length(rank(), chunk);
+    const std::size_t bytes = part_bytes(length_of_block(chunk));
+    std::byte* in = lane.in[static_cast<std::size_t>(chunk % kSlots)].of(0);
+    void* to = at(recv, std::min(chunk * step, parts.count(rank())), epilogue.dtype);
+    if (coding == nullptr || !coding->blocks.has_value()) {
+      const DType crossed = coding == nullptr ? partial : DType::bf16;
+      return combine_hosts(lane, in, bytes, crossed, op, to, epilogue, own);
+    }
+    std::byte* sums = lane.sums.of(bytes_of(own * hosts_, partial));
+    for (int host = 0; host < hosts_; ++host) {
+      decode_cpu(*coding->blocks, in + bytes * static_cast<std::size_t>(host),
+                 static_cast<std::int64_t>(bytes), {{at(sums, own * host, partial), own, 0}},
+                 partial);
+    }
+    combine_hosts(lane, sums, bytes_of(own, partial), partial, op, to, epilogue, own);
   };
 
   for (std::int64_t chunk = 0; chunk < std::min<std::int64_t>(chunks, kSlots - 1); ++chunk) {

@@ -321,3 +321,9 @@ def test_a_plan_in_a_block_format_is_refused() -> None:
     wire = MixedPrecision(gather_format=BlockFormat("mxint8"))
     with pytest.raises(ValueError, match="in a block format, whose encoding and decoding are not"):
         Simulation.of(plan(mixed_precision=wire), TIMES, machine())
+
+
+def test_a_plan_with_coded_reduces_is_refused() -> None:
+    wire = MixedPrecision(reduce_format=BlockFormat("mxint8"))
+    with pytest.raises(ValueError, match="in another format, which is not simulated; leave reduce"):
+        Simulation.of(plan(mixed_precision=wire), TIMES, machine())
