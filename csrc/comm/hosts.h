@@ -58,8 +58,8 @@ class HostsCommunicator final : public Communicator {
   // A call moves its elements in chunks. While one is used, the next ones cross, so that links
   // between hosts have no pause: kSlots - 1 chunks are under way at once.
   static constexpr int kSlots = 4;
-  // Longer messages gain nothing on any link.
-  static constexpr std::size_t kMostBlockBytes = 1024 * 1024;
+  // Longer messages gain nothing on any link, and the first of a call is ready later.
+  static constexpr std::size_t kMostBlockBytes = 512 * 1024;
 
   // Memory that grows, aligned as wire parts are.
   class Room {
@@ -157,10 +157,9 @@ class HostsCommunicator final : public Communicator {
   void reduce_parts(Lane& lane, const void* send, DType dtype, void* recv, const Epilogue& epilogue,
                     const Parts& parts, RedOp op, const Coding* coding);
   void reduce_small(Lane& lane, void* buffer, DType dtype, std::int64_t count, RedOp op);
-  // Combines what the ranks of this host have laid into a slot of the stage, `stride` elements
-  // apart, from element `begin` on.
-  void combine_host(Lane& lane, const std::byte* slot, std::int64_t stride, std::int64_t begin,
-                    DType dtype, RedOp op, void* to, std::int64_t count);
+  // Combines the elements of the ranks of this host; those of rank i are at `of(i)`.
+  template <class Of>
+  void combine_host(Lane& lane, Of&& of, DType dtype, RedOp op, void* to, std::int64_t count);
   // Combines the hosts' partial results, which lie `stride` bytes apart.
   void combine_hosts(Lane& lane, const std::byte* from, std::size_t stride, DType partial, RedOp op,
                      void* to, const Epilogue& epilogue, std::int64_t count);

@@ -93,12 +93,19 @@ def reductions(seed: int) -> None:
             ]:
                 counts = [numel, 0, 2 * numel, 37]
                 everybody = [drawn(seed, r, sum(counts)).to(dtype) for r in range(RANKS)]
+                # What the other rank of the host reads where it is, and what it cannot reach.
+                reached = comm.allocate(sum(counts), dtype=dtype, use="reduce")
+                reached.copy_(everybody[comm.rank])
                 parts = [each.split(counts) for each in host_sums(everybody)]
                 wanted = sum(on_wire(part[comm.rank], format) for part in parts)
                 stats = WireStats()
                 recv = torch.full((counts[comm.rank],), torch.nan)
                 reduce(comm, recv, everybody[comm.rank], format, stats, counts=counts)
                 assert recv.equal(wanted), (format, numel)
+                again = torch.full_like(recv, torch.nan)
+                reduce(comm, again, reached, format, WireStats(), counts=counts)
+                reached.fill_(torch.nan)  # nobody reads it any more
+                assert again.equal(wanted), (format, numel)
 
                 # This rank has sent its host's sums for the ranks with its index.
                 sent = parts[host][index::2]
