@@ -2,10 +2,11 @@
 
     full gradients ──pack, cast──► reduce buffer ──reduce-scatter──► epilogue ──► gradient of the shard
 
-The epilogue scales, casts, adds to a gradient that is there, and looks for NaN. On a rank alone, gradients are packed
-straight into the shard's gradient. If other ranks hold the same shard (replicas), the result of the reduce-scatter goes
-to a staging buffer, is all-reduced among the replicas there, and only then goes through the epilogue. The all-reduce
-may be put off: the results of several reduce-scatters are summed until then, in the gradients' dtype.
+In the reduce-scatter, sums may cross between hosts in a format of fewer bytes (`reduce_format`). The epilogue scales,
+casts, adds to a gradient that is there, and looks for NaN. On a rank alone, gradients are packed straight into the
+shard's gradient. If other ranks hold the same shard (replicas), the result of the reduce-scatter goes to a staging
+buffer, is all-reduced among the replicas there, and only then goes through the epilogue. The all-reduce may be put off:
+the results of several reduce-scatters are summed until then, in the gradients' dtype.
 
 The three parts are called one after the other, each as early as possible: `pack`, after which the full gradients may be
 dropped; `reduce`, before which the shard's gradient takes no memory; and with replicas `all_reduce`, on a stream of its
