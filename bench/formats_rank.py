@@ -23,19 +23,27 @@ FORMATS: dict[str, MixedPrecision] = {
     "bf16 both, computes in bf16": MixedPrecision(param_dtype=HALF),
     "mxint8 gathers": MixedPrecision(gather_format=BlockFormat("mxint8")),
     "mxint8 gathers, bf16 reduces": MixedPrecision(
-        gather_format=BlockFormat("mxint8"), reduce_dtype=HALF
+        gather_format=BlockFormat("mxint8"), reduce_dtype=HALF, reduce_format=HALF
     ),
-    "mxfp8 gathers, bf16 reduces": MixedPrecision(
-        gather_format=BlockFormat("mxfp8"), reduce_dtype=HALF
+    "mxint8 both": MixedPrecision(
+        gather_format=BlockFormat("mxint8"), reduce_format=BlockFormat("mxint8")
+    ),
+    "mxint8 both, reduces stochastic": MixedPrecision(
+        gather_format=BlockFormat("mxint8"),
+        reduce_format=BlockFormat("mxint8", rounding="stochastic"),
+    ),
+    "mxfp8 both": MixedPrecision(
+        gather_format=BlockFormat("mxfp8"), reduce_format=BlockFormat("mxfp8")
     ),
 }
 ROUNDS = 5
 
 
 def check(engine: shardcomm.Engine) -> None:
-    for unit, error in engine.wire_error().items():
-        assert error.seen <= error.bound, (unit, error)
-        assert not error.flagged, (unit, error)
+    for errors in (engine.wire_error("gather"), engine.wire_error("reduce")):
+        for unit, error in errors.items():
+            assert error.seen <= error.bound, (unit, error)
+            assert not error.flagged, (unit, error)
 
 
 def steps(comm: shardcomm.Communicator) -> dict[str, dict[str, list[float]]]:
@@ -75,7 +83,7 @@ def steps(comm: shardcomm.Communicator) -> dict[str, dict[str, list[float]]]:
 def trained(name: str) -> list[float]:
     """The loss of each of 1,000 steps, the mean of all ranks."""
     torch.set_num_threads(1)
-    with shardcomm.Communicator.from_env() as comm:
+    with shardcomm.Communicator.from_env(transport="hosts", device="cpu") as comm:
         torch.manual_seed(0)
         net = GPT(64, 2, CONTEXT)
         engine = shardcomm.fully_shard(

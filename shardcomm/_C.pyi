@@ -403,6 +403,8 @@ class Communicator:
     def transport(self) -> str: ...
     @property
     def exact_sums(self) -> bool: ...
+    @property
+    def codes_reduces(self) -> bool: ...
     def allocate(self, nbytes: int, use: Use) -> Memory: ...
     def all_gather(
         self,
@@ -509,6 +511,9 @@ class BoundCollective:
     def queue(self, stream: Stream, after: Stream | None) -> Event: ...
     def repeat(self, times: int) -> None: ...
 
+class Coding:
+    def __init__(self, blocks: BlockFormat | None, stats: int) -> None: ...
+
 class BoundReduction:
     def __init__(
         self,
@@ -519,6 +524,7 @@ class BoundReduction:
         parts: int | tuple[int, ...],
         op: RedOp,
         tag: int,
+        coding: Coding | None,
     ) -> None: ...
     def queue(
         self,

@@ -23,7 +23,7 @@ except ModuleNotFoundError as error:
         "work in another folder after `pip install .`",
         name=error.name,
     ) from None
-from shardcomm.bucket.block_gather import WireError
+
 from shardcomm.bucket.bucket import Bucket
 from shardcomm.checkpoint.checkpoints import CheckpointError, Checkpoints
 from shardcomm.comm.bound_collective import BoundCollective
@@ -31,7 +31,7 @@ from shardcomm.comm.communicator import Communicator, Receipt, ReduceOp, Sums, T
 from shardcomm.comm.connecting import connect
 from shardcomm.comm.mesh import Mesh
 from shardcomm.comm.pending import Pending
-from shardcomm.copy.blocks import BlockFormat
+from shardcomm.copy.blocks import BlockFormat, WireError
 from shardcomm.copy.plan import CopyPlan, Segment
 from shardcomm.engine.engine import Engine
 from shardcomm.engine.sharding import fully_shard

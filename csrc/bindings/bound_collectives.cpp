@@ -2,12 +2,14 @@
 // crossing from Python.
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <utility>
 
 #include "bindings/bindings.h"
 #include "bindings/interrupt.h"
 #include "bindings/optional_stream.h"
 #include "bindings/parts.h"
+#include "shardcomm/coding.h"
 #include "shardcomm/communicator.h"
 #include "shardcomm/stream.h"
 #include "stream/events_around.h"
@@ -61,13 +63,18 @@ struct BoundReduction {
   Parts parts;
   RedOp op;
   std::int64_t tag;
+  std::optional<Coding> coding;
 
   std::shared_ptr<Event> queue(Stream& stream, OptionalStream after, std::uintptr_t recv,
                                float scale, bool accumulate, std::uintptr_t nonfinite) const {
     const Epilogue epilogue = epilogue_of(recv_dtype, scale, accumulate, nonfinite);
-    return bindings::queue(stream, after,
-                           Communicator::bind_reduce_scatter(comm, send, dtype, pointer(recv),
-                                                             epilogue, parts, op, tag));
+    return bindings::queue(
+        stream, after,
+        coding.has_value()
+            ? Communicator::bind_coded_reduce_scatter(comm, send, dtype, pointer(recv), epilogue,
+                                                      parts, op, tag, *coding)
+            : Communicator::bind_reduce_scatter(comm, send, dtype, pointer(recv), epilogue, parts,
+                                                op, tag));
   }
 };
 
@@ -123,14 +130,20 @@ void bind_bound_collectives(py::module_& m) {
       .def("enqueue", &BoundCollective::enqueue, py::arg("stream"))
       .def("queue", &BoundCollective::queue, py::arg("stream"), py::arg("after"))
       .def("repeat", &BoundCollective::repeat, py::arg("times"));
+  py::class_<Coding>(m, "Coding")
+      .def(py::init([](std::optional<BlockFormat> blocks, std::uintptr_t stats) {
+             return Coding{blocks, static_cast<BlockStats*>(pointer(stats))};
+           }),
+           py::arg("blocks"), py::arg("stats"));
   py::class_<BoundReduction>(m, "BoundReduction")
       .def(py::init([](Comm comm, std::uintptr_t send, DType dtype, DType recv_dtype,
-                       const Parts& parts, RedOp op, std::int64_t tag) {
+                       const Parts& parts, RedOp op, std::int64_t tag,
+                       std::optional<Coding> coding) {
              return BoundReduction{
-                 std::move(comm), pointer(send), dtype, recv_dtype, parts, op, tag};
+                 std::move(comm), pointer(send), dtype, recv_dtype, parts, op, tag, coding};
            }),
            py::arg("comm"), py::arg("send"), py::arg("dtype"), py::arg("recv_dtype"),
-           py::arg("parts"), py::arg("op"), py::arg("tag"))
+           py::arg("parts"), py::arg("op"), py::arg("tag"), py::arg("coding"))
       .def("queue", &BoundReduction::queue, py::arg("stream"), py::arg("after"), py::arg("recv"),
            py::arg("scale"), py::arg("accumulate"), py::arg("nonfinite"));
 }

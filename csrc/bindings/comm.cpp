@@ -68,6 +68,7 @@ void bind_comm(py::module_& m) {
       .def_property_readonly("size", &Communicator::size)
       .def_property_readonly("transport", &Communicator::transport)
       .def_property_readonly("exact_sums", &Communicator::exact_sums)
+      .def_property_readonly("codes_reduces", &Communicator::codes_reduces)
       .def(
           "allocate",
           [](const Comm& comm, std::size_t nbytes, Use use) {

@@ -342,6 +342,15 @@ void BoardCommunicator::begin_uneven(Channel& channel, const Call& call, const P
   }
 }
 
+std::vector<const std::byte*> BoardCommunicator::readable_sends(int channel) {
+  Channel& where = this->channel(channel);
+  std::vector<const std::byte*> sends;
+  if (!all_reachable(where, &Call::send)) return sends;
+  where.board.start_reading();
+  for (int r = 0; r < size_; ++r) sends.push_back(peer(where, &Call::send, r));
+  return sends;
+}
+
 void BoardCommunicator::refuse(int channel, const std::string& text) {
   group_.throw_mismatch(text, this->channel(channel).board.call_of(rank_));
 }

@@ -92,10 +92,14 @@ class BoardCommunicator final : public Communicator {
   Place place_of(const void* data, std::size_t bytes, const char* name) const {
     return windows_->now()->find(data, bytes, name);
   }
-  // Throws std::invalid_argument if the buffer lies in memory that all ranks share.
-  void refuse_shared(const void* data, std::size_t bytes, const char* name) const {
-    windows_->now()->find_own(data, bytes, name);
+  // The same of a buffer of this rank's own. Throws std::invalid_argument if it lies in memory that
+  // all ranks share.
+  Place own_place_of(const void* data, std::size_t bytes, const char* name) const {
+    return windows_->now()->find_own(data, bytes, name);
   }
+  // What each rank has posted as its `send`, for this rank to read until the call ends; nothing if
+  // some of it lies where this rank cannot. Before they return from the call, all ranks must meet.
+  std::vector<const std::byte*> readable_sends(int channel);
   std::string describe(const Call& call) const { return group_.describe(call); }
   bool on_cpu() const { return executor_->on_host(); }
   bool has_failed() const { return group_.has_failed(); }

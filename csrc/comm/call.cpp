@@ -3,6 +3,15 @@
 namespace shardcomm {
 namespace {
 
+// ", bf16 between hosts", of a key other than 0.
+std::string between_hosts(std::uint16_t key) {
+  if (key == 0) return "";
+  if (key == key_of({})) return ", bf16 between hosts";
+  const bool is_int8 = (key & 0xff) == 2 + static_cast<int>(BlockCode::mxint8);
+  return std::string(is_int8 ? ", mxint8" : ", mxfp8") + " in blocks of " +
+         std::to_string(key >> 8) + " between hosts";
+}
+
 std::string arguments(const Call& call) {
   const std::string count =
       "count " + std::to_string(call.count) + (call.uneven ? " in uneven parts" : "");
@@ -13,7 +22,7 @@ std::string arguments(const Call& call) {
       return dtype + " to " + name(call.recv_dtype) + ", " + count;
     case Op::reduce_scatter:
     case Op::all_reduce:
-      return dtype + ", " + count + ", " + name(call.red_op);
+      return dtype + ", " + count + ", " + name(call.red_op) + between_hosts(call.coding);
     case Op::reduce:
       return dtype + ", " + count + ", " + name(call.red_op) + ", root " +
              std::to_string(call.root);

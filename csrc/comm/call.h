@@ -5,6 +5,7 @@
 #include <string>
 
 #include "comm/tag_names.h"
+#include "shardcomm/coding.h"
 #include "shardcomm/communicator.h"
 #include "shardcomm/error.h"
 
@@ -86,6 +87,7 @@ struct Call {
   bool uneven = false;    // the ranks' parts differ in length
   bool filled_first =
       false;  // not compared: the first chunk lies in this rank's staging area already
+  std::uint16_t coding = 0;  // key_of(Coding): in what partial sums cross; 0: as they are
   // The elements of each rank, or of all uneven parts; for allocate, broadcast, gather, scatter and
   // messages, bytes; for all_to_all 0, since ranks' numbers differ.
   std::int64_t count = 0;
@@ -102,9 +104,16 @@ struct Call {
   bool same_as(const Call& other) const {
     return op == other.op && send_dtype == other.send_dtype && recv_dtype == other.recv_dtype &&
            red_op == other.red_op && root == other.root && uneven == other.uneven &&
-           count == other.count && tag == other.tag;
+           coding == other.coding && count == other.count && tag == other.tag;
   }
 };
+
+// What ranks must agree on of a Coding, in a number other than 0.
+constexpr std::uint16_t key_of(const Coding& coding) {
+  if (!coding.blocks.has_value()) return 1;
+  const int code = 2 + static_cast<int>(coding.blocks->code);
+  return static_cast<std::uint16_t>(coding.blocks->block << 8 | code);
+}
 
 // The fault of a rank that was in `call`; if the call has no number, of a rank in no call.
 inline CommFault fault_in(const Call& call, const char* kind) {

@@ -20,7 +20,24 @@ void check_broadcast(const void* buffer, std::size_t bytes, int root, int size) 
                               "; it must be a rank, 0 to " + std::to_string(size - 1));
 }
 
+void check_coded(const Communicator& comm, DType dtype) {
+  if (!comm.codes_reduces()) {
+    throw std::invalid_argument("transport '" + comm.transport() +
+                                "' has no partial sums that cross between hosts; leave the format "
+                                "of reduces out, or use transport 'hosts'");
+  }
+  if (dtype != DType::f32 && dtype != DType::bf16 && dtype != DType::f16) {
+    throw std::invalid_argument(std::string("reduce_scatter: dtype is ") + name(dtype) +
+                                ", and partial sums are coded; accepted: f32, bf16 and f16");
+  }
+}
+
 }  // namespace
+
+void Communicator::run_coded_reduce_scatter(const void*, DType dtype, void*, const Epilogue&,
+                                            const Parts&, RedOp, std::int64_t, const Coding&) {
+  check_coded(*this, dtype);
+}
 
 Mailbox& Communicator::mailbox() {
   throw std::invalid_argument("transport '" + transport() +
@@ -58,6 +75,19 @@ Stream::Operation Communicator::bind_reduce_scatter(std::shared_ptr<Communicator
   check_reduce_scatter(send, dtype, recv, epilogue, parts, op, comm->rank(), comm->size());
   return [=, comm = std::move(comm)](NativeStream stream) {
     comm->run_reduce_scatter(send, dtype, recv, epilogue, parts, op, tag, stream);
+  };
+}
+
+Stream::Operation Communicator::bind_coded_reduce_scatter(std::shared_ptr<Communicator> comm,
+                                                          const void* send, DType dtype, void* recv,
+                                                          const Epilogue& epilogue,
+                                                          const Parts& parts, RedOp op,
+                                                          std::int64_t tag, const Coding& coding) {
+  check_reduce_scatter(send, dtype, recv, epilogue, parts, op, comm->rank(), comm->size());
+  check_coded(*comm, dtype);
+  if (coding.blocks.has_value()) wire_bytes(*coding.blocks, 0);  // checks the format
+  return [=, comm = std::move(comm)](NativeStream) {
+    comm->run_coded_reduce_scatter(send, dtype, recv, epilogue, parts, op, tag, coding);
   };
 }
 

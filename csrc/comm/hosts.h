@@ -1,6 +1,7 @@
 // `hosts`: ranks of several hosts. include/shardcomm/hosts.h says how bytes go.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstddef>
 #include <cstdint>
@@ -11,6 +12,7 @@
 
 #include "comm/board_communicator.h"
 #include "comm/call.h"
+#include "shardcomm/coding.h"
 #include "shardcomm/hosts.h"
 #include "shardcomm/stream.h"
 
@@ -41,6 +43,7 @@ class HostsCommunicator final : public Communicator {
   int rank() const override { return first() + index(); }
   int size() const override { return hosts_ * local_; }
   std::string transport() const override { return "hosts"; }
+  bool codes_reduces() const override { return true; }
   std::shared_ptr<Memory> allocate(std::size_t bytes, Use use) override;
   Mailbox& mailbox() override;
   void name_tag(std::int64_t tag, const std::string& name) override;
@@ -55,8 +58,23 @@ class HostsCommunicator final : public Communicator {
   // A call moves its elements in chunks. While one is used, the next ones cross, so that links
   // between hosts have no pause: kSlots - 1 chunks are under way at once.
   static constexpr int kSlots = 4;
-  // Longer messages gain nothing on any link.
-  static constexpr std::size_t kMostBlockBytes = 1024 * 1024;
+  // Longer messages gain nothing on any link, and the first of a call is ready later.
+  static constexpr std::size_t kMostBlockBytes = 512 * 1024;
+
+  // Memory that grows, aligned as wire parts are.
+  class Room {
+   public:
+    std::byte* of(std::size_t bytes) {
+      lines_.resize(std::max(lines_.size(), (bytes + sizeof(Line) - 1) / sizeof(Line)));
+      return reinterpret_cast<std::byte*>(lines_.data());
+    }
+
+   private:
+    struct alignas(kWireAlignBytes) Line {
+      std::byte bytes[kWireAlignBytes];
+    };
+    std::vector<Line> lines_;
+  };
 
   // A channel of calls. Its stage is memory that the ranks of a host share, in which chunk i has
   // slot i % kSlots:
@@ -77,7 +95,8 @@ class HostsCommunicator final : public Communicator {
     std::vector<Hello> hellos;  // those of all hosts
     // What goes across in each slot, and what has come. Nobody else reads or writes them, so that a
     // call that fails may leave them.
-    std::array<std::vector<std::byte>, kSlots> out, in;
+    std::array<Room, kSlots> out, in;
+    Room sums;  // of partial sums that cross coded
     std::array<std::shared_ptr<Event>, kSlots> crossings;
     std::vector<const void*> sources;  // of a reduction
     std::unique_ptr<Stream> worker = make_thread_stream();
@@ -89,6 +108,9 @@ class HostsCommunicator final : public Communicator {
   void run_reduce_scatter(const void* send, DType dtype, void* recv, const Epilogue& epilogue,
                           const Parts& parts, RedOp op, std::int64_t tag,
                           NativeStream stream) override;
+  void run_coded_reduce_scatter(const void* send, DType dtype, void* recv, const Epilogue& epilogue,
+                                const Parts& parts, RedOp op, std::int64_t tag,
+                                const Coding& coding) override;
   void run_all_reduce(void* buffer, DType dtype, std::int64_t count, RedOp op, std::int64_t tag,
                       NativeStream stream) override;
   void run_broadcast(void* buffer, std::size_t bytes, int root, NativeStream stream) override;
@@ -129,13 +151,15 @@ class HostsCommunicator final : public Communicator {
   // the host have one recv. `greeted`: parts were so short that they crossed already.
   void gather_parts(Lane& lane, std::byte* recv, DType dtype, const Parts& parts, bool in_window,
                     bool greeted);
+  // `coding` may be null, here and below: partial sums cross as they are.
+  void reduce_and_scatter(const void* send, DType dtype, void* recv, const Epilogue& epilogue,
+                          const Parts& parts, RedOp op, std::int64_t tag, const Coding* coding);
   void reduce_parts(Lane& lane, const void* send, DType dtype, void* recv, const Epilogue& epilogue,
-                    const Parts& parts, RedOp op);
+                    const Parts& parts, RedOp op, const Coding* coding);
   void reduce_small(Lane& lane, void* buffer, DType dtype, std::int64_t count, RedOp op);
-  // Combines what the ranks of this host have laid into a slot of the stage, `stride` elements
-  // apart, from element `begin` on.
-  void combine_host(Lane& lane, const std::byte* slot, std::int64_t stride, std::int64_t begin,
-                    DType dtype, RedOp op, void* to, std::int64_t count);
+  // Combines the elements of the ranks of this host; those of rank i are at `of(i)`.
+  template <class Of>
+  void combine_host(Lane& lane, Of&& of, DType dtype, RedOp op, void* to, std::int64_t count);
   // Combines the hosts' partial results, which lie `stride` bytes apart.
   void combine_hosts(Lane& lane, const std::byte* from, std::size_t stride, DType partial, RedOp op,
                      void* to, const Epilogue& epilogue, std::int64_t count);

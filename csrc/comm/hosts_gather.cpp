@@ -70,11 +70,10 @@ void HostsCommunicator::gather_parts(Lane& lane, std::byte* recv, DType dtype, c
       return;
     }
     if (bytes == 0) return;
-    auto& out = lane.out[static_cast<std::size_t>(chunk % kSlots)];
-    out.resize(bytes);
-    std::memcpy(out.data(), place(rank(), chunk), bytes_of(length(rank(), chunk), dtype));
-    start(lane, chunk, [&out, to = block(0, index(), chunk), bytes](Across& across, int channel) {
-      across.all_gather(channel, out.data(), to, bytes);
+    std::byte* out = lane.out[static_cast<std::size_t>(chunk % kSlots)].of(bytes);
+    std::memcpy(out, place(rank(), chunk), bytes_of(length(rank(), chunk), dtype));
+    start(lane, chunk, [out, to = block(0, index(), chunk), bytes](Across& across, int channel) {
+      across.all_gather(channel, out, to, bytes);
     });
   };
   const auto use_blocks_of = [&](int i, std::int64_t chunk) {

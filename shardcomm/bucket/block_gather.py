@@ -12,7 +12,6 @@ Communication for Giant Model Training", arXiv 2306.10209, section 3.1.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 
@@ -21,26 +20,13 @@ from shardcomm.copy.blocks import (
     WIRE_ALIGN,
     BlockFormat,
     BlockSegment,
+    WireError,
     WireStats,
     decode,
     encode,
 )
 from shardcomm.layout.layout import Layout
 from shardcomm.stream.streams import Event, Stream, uses_core
-
-
-class WireError(NamedTuple):
-    """What a block format has cost.
-
-    Attributes:
-        bound: What no element can differ by more from its value on the wire, in all blocks that were not flagged.
-        seen: The largest difference between an element and its value on the wire, in these blocks.
-        flagged: How many blocks had a NaN or Inf. All of such a block is NaN on the wire.
-    """
-
-    bound: float
-    seen: float
-    flagged: int
 
 
 class BlockWire:
@@ -144,10 +130,7 @@ class BlockGather:
         """What the format has cost this rank's elements since this was called last; waits for gathers under way."""
         if self._ended is not None:
             self._ended.wait()
-        stats = self._stats
-        error = WireError(stats.bound, stats.seen, stats.flagged)
-        stats.reset()
-        return error
+        return self._stats.take()
 
     def queue(self, stream: Stream, after: Stream | None) -> Event:
         """Queues it on `stream`, after all work that `after` has been given so far; returns the event of its end."""

@@ -31,7 +31,7 @@ from shardcomm.bucket.staging import Staging
 from shardcomm.comm.agreement import difference, layout_items
 from shardcomm.comm.bound_collective import BoundCollective
 from shardcomm.comm.communicator import Communicator
-from shardcomm.copy.blocks import BlockFormat, check_repeats
+from shardcomm.copy.blocks import BlockFormat, ReduceFormat, check_reduce_format, check_repeats
 from shardcomm.copy.nonfinite import flag_address
 from shardcomm.layout.layout import Layout, ParamSpec, Placement
 from shardcomm.layout.views import check_count, check_full, check_shape, full_view, rows, shard_view
@@ -57,6 +57,10 @@ class Bucket:
         reduce_dtype: The dtype in which a reduce sends gradients. None: `param_dtype`.
         gather_format: The block format in which a gather sends the shard, from `dtype`; `params` then are what it
             stands for, in `param_dtype`. Both must be float32, bfloat16 or float16. None: `param_dtype`.
+        reduce_format: In what the ranks of a host send the sums of their gradients to other hosts: torch.bfloat16 or a
+            block format. Within a host gradients have `reduce_dtype`, which must be float32, bfloat16 or float16, and
+            sums are taken in float32. It needs transport "hosts", and no `replicas`. None: those sums are sent as
+            float32.
         full_buffer: Memory for the full parameters: `layout.flat_numel` elements of `param_dtype`, from
             `comm.allocate(use="gather")`. None: its own.
         reduce_buffer: Memory for packed gradients: `layout.flat_numel` elements of `reduce_dtype`, from
@@ -113,6 +117,7 @@ class Bucket:
         param_dtype: torch.dtype | None = None,
         reduce_dtype: torch.dtype | None = None,
         gather_format: BlockFormat | None = None,
+        reduce_format: ReduceFormat | None = None,
         full_buffer: torch.Tensor | None = None,
         reduce_buffer: torch.Tensor | None = None,
         replicas: Communicator | None = None,
@@ -130,6 +135,7 @@ class Bucket:
             )
         _check_dtypes(dtype, param_dtype, reduce_dtype)
         _check_format(gather_format, dtype)
+        check_reduce_format("Bucket: reduce_format", reduce_format)
         if wire is not None:
             check_type("Bucket", "wire", wire, BlockWire, "a BlockWire, or None")
         check_tag("Bucket", tag)
@@ -144,6 +150,7 @@ class Bucket:
         self.param_dtype = param_dtype or dtype
         self.reduce_dtype = reduce_dtype or self.param_dtype
         self.gather_format = gather_format
+        self.reduce_format = reduce_format
         self.offload = offload
         numel = layout.shard_numels[comm.rank]
         if offload is None:
@@ -186,6 +193,7 @@ class Bucket:
             self.gradients,
             self.param_dtype,
             self.reduce_dtype,
+            reduce_format,
             buffer=reduce_buffer,
             replicas=replicas,
             staging=staging,
@@ -472,6 +480,7 @@ class Bucket:
             "param_dtype": str(self.param_dtype),
             "reduce_dtype": str(self.reduce_dtype),
             "gather_format": str(self.gather_format),
+            "reduce_format": str(self.reduce_format),
         }
         if differs := difference([self.comm], layout_items(self.layout, facts)):
             raise comm_error("mismatch", f"Bucket: ranks differ: {differs}")

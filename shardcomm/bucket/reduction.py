@@ -2,10 +2,11 @@
 
     full gradients ──pack, cast──► reduce buffer ──reduce-scatter──► epilogue ──► gradient of the shard
 
-The epilogue scales, casts, adds to a gradient that is there, and looks for NaN. On a rank alone, gradients are packed
-straight into the shard's gradient. If other ranks hold the same shard (replicas), the result of the reduce-scatter goes
-to a staging buffer, is all-reduced among the replicas there, and only then goes through the epilogue. The all-reduce
-may be put off: the results of several reduce-scatters are summed until then, in the gradients' dtype.
+In the reduce-scatter, sums may cross between hosts in a format of fewer bytes (`reduce_format`). The epilogue scales,
+casts, adds to a gradient that is there, and looks for NaN. On a rank alone, gradients are packed straight into the
+shard's gradient. If other ranks hold the same shard (replicas), the result of the reduce-scatter goes to a staging
+buffer, is all-reduced among the replicas there, and only then goes through the epilogue. The all-reduce may be put off:
+the results of several reduce-scatters are summed until then, in the gradients' dtype.
 
 The three parts are called one after the other, each as early as possible: `pack`, after which the full gradients may be
 dropped; `reduce`, before which the shard's gradient takes no memory; and with replicas `all_reduce`, on a stream of its
@@ -28,6 +29,7 @@ from shardcomm.bucket.shard_gradients import ShardGradients
 from shardcomm.bucket.staging import Staging
 from shardcomm.comm.bound_collective import BoundReduction
 from shardcomm.comm.communicator import Communicator
+from shardcomm.copy.blocks import ReduceFormat, WireError, WireStats
 from shardcomm.layout.layout import Layout
 from shardcomm.stream.streams import (
     Stream,
@@ -73,6 +75,7 @@ class Reduction:
         gradients: ShardGradients,
         param_dtype: torch.dtype,
         reduce_dtype: torch.dtype,
+        format: ReduceFormat | None,
         *,
         buffer: torch.Tensor | None,
         replicas: Communicator | None,
@@ -90,6 +93,9 @@ class Reduction:
         self._comm = comm
         self._gradients = gradients
         self._dtype = reduce_dtype
+        self._format = format if comm.size > 1 else None
+        self._stats = None if self._format is None else WireStats()
+        _check_format(format, comm, self.replicas, reduce_dtype)
         self._offload = offload
         self._given_streams = streams
         self._tag, self._replica_tag = tag, replica_tag
@@ -122,6 +128,17 @@ class Reduction:
         rank to wait for, and the work takes less time than handing it over would.
         """
         return self._offload is not None or (async_op and self.has_peers)
+
+    def take_error(self) -> WireError | None:
+        """What the format has cost this rank's partial sums since this was called last; None without a format.
+
+        It waits for a reduce under way.
+        """
+        if self._stats is None:
+            return None
+        if self._streams.reduced is not None:
+            self._streams.reduced.wait()
+        return self._stats.take()
 
     def pack(self, grads: Sequence[torch.Tensor | None], *, async_op: bool = False) -> bool:
         """Copies full gradients into the buffer that `reduce` sends, once its last content has been reduced.
@@ -181,7 +198,7 @@ class Reduction:
         if self.staging is not None:
             return self._reduce_to_staging(packed, self.staging, aside=aside)
         epilogue = self.epilogue
-        if not aside:
+        if not aside and self._format is None:
             self._comm.reduce_scatter(
                 self._gradients.flat,
                 packed,
@@ -193,10 +210,11 @@ class Reduction:
                 tag=self._tag,
             )
             return DONE
-        if self._offload is None:
-            return self._reduce_aside(packed, self._gradients.flat, epilogue, self._adds)
         with self._gradient(self._streams.reduce) as grad:
-            return self._reduce_aside(packed, grad, epilogue, self._adds)
+            work = self._reduce_aside(packed, grad, epilogue, self._adds)
+        if not aside:
+            work.wait()
+        return work
 
     def all_reduce(self, *, async_op: bool = False) -> Work:
         """Averages what `reduce` left over the replicas; collective.
@@ -303,7 +321,13 @@ class Reduction:
     ) -> Work:
         if self._bound is None or self._bound[0] is not packed:
             bound = self._comm.bind_reduction(
-                into, packed, "avg", counts=self._layout.counts, tag=self._tag
+                into,
+                packed,
+                "avg",
+                counts=self._layout.counts,
+                tag=self._tag,
+                format=self._format,
+                stats=self._stats,
             )
             self._bound = packed, bound
         streams, reduce = self._streams, self._bound[1]
@@ -353,3 +377,25 @@ class Reduction:
     @cached_property
     def _streams(self) -> Streams:
         return self._given_streams or self._comm.streams
+
+
+def _check_format(
+    format: ReduceFormat | None,
+    comm: Communicator,
+    replicas: Communicator | None,
+    reduce_dtype: torch.dtype,
+) -> None:
+    """ValueError unless gradients of `reduce_dtype` can be reduced in `format`."""
+    if format is None or (comm.size == 1 and replicas is None):
+        return
+    if replicas is not None:
+        raise ValueError(
+            f"Bucket: reduce_format is {format}, and there are {replicas.size} replicas, whose all-reduce has no such "
+            "format; leave it out, or shard over all ranks"
+        )
+    comm.check_codes("Bucket: reduce_format", format)
+    if reduce_dtype not in FLOATS:
+        raise ValueError(
+            f"Bucket: reduce_format is {format} and reduce_dtype is {reduce_dtype}; accepted with it: float32, "
+            "bfloat16, float16"
+        )

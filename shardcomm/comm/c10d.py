@@ -30,6 +30,7 @@ from shardcomm.comm.operands import (
     red_op,
 )
 from shardcomm.comm.pending import Pending
+from shardcomm.copy.blocks import ReduceFormat, WireStats, check_reduce_format
 from shardcomm.copy.nonfinite import flag_address, look
 from shardcomm.meeting.comm_error import comm_error, like
 from shardcomm.stream.streams import Event, Stream, check_stream
@@ -177,7 +178,11 @@ class C10dCommunicator(Communicator):
         *,
         counts: Sequence[int] | None = None,
         tag: int = 0,
+        format: ReduceFormat | None = None,
+        stats: WireStats | None = None,
     ) -> BoundReduction:
+        check_reduce_format("reduce_scatter: format", format)
+        self.check_codes("reduce_scatter: format", format)
         send = self._checked("reduce_scatter", "send", send)
 
         def reduce(

@@ -34,6 +34,7 @@ import torch
 from shardcomm.arguments.arrays import ArrayLike
 from shardcomm.comm.bound_collective import BoundCollective, BoundReduction
 from shardcomm.comm.pending import Pending
+from shardcomm.copy.blocks import ReduceFormat, WireStats
 from shardcomm.stream.streams import Stream, Streams
 from shardcomm.stream.work import Work
 
@@ -98,6 +99,7 @@ class Communicator(ABC):
         transport: What carries the collectives: "shm", "nccl", "hosts", "c10d" or "local".
         device: The device of the tensors that it takes and allocates.
         sums: How it sums floats: "fast" or "exact".
+        codes_reduces: Whether partial sums cross between hosts, and can do so in fewer bytes; see `bind_reduction`.
 
     Example:
         ```python
@@ -114,6 +116,7 @@ class Communicator(ABC):
     transport: str
     device: torch.device
     sums: Sums = "fast"
+    codes_reduces: bool = False
 
     @cached_property
     def streams(self) -> Streams:
@@ -663,10 +666,12 @@ class Communicator(ABC):
         *,
         counts: Sequence[int] | None = None,
         tag: int = 0,
+        format: ReduceFormat | None = None,
+        stats: WireStats | None = None,
     ) -> BoundReduction:
         """Binds a `reduce_scatter` to what it sends alone, for results that go elsewhere each time.
 
-        `Bucket` uses it: the memory of gradients comes and goes. The caller must keep `send` alive.
+        `Bucket` uses it: the memory of gradients comes and goes. The caller must keep `send` and `stats` alive.
 
         Args:
             recv: As in `reduce_scatter`; a tensor like those that calls will give, which is not kept.
@@ -674,6 +679,9 @@ class Communicator(ABC):
             op: As in `reduce_scatter`.
             counts: As in `reduce_scatter`.
             tag: As in `reduce_scatter`.
+            format: In what partial sums cross between hosts, where the transport has such (`codes_reduces`). The ranks
+                of a host sum in float32 first, and so do those that receive. None: as float32.
+            stats: Three numbers that grow with what `format` costs this rank's partial sums.
 
         Returns:
             A function of (stream, after, recv, scale, accumulate, nonfinite). It queues the reduce-scatter on `stream`,
@@ -682,9 +690,17 @@ class Communicator(ABC):
             caller must keep them alive until that end.
 
         Raises:
-            TypeError: As `reduce_scatter`.
-            ValueError: As `reduce_scatter`.
+            TypeError: As `reduce_scatter`; or `format` is none.
+            ValueError: As `reduce_scatter`; or the transport has no partial sums that cross.
         """
+
+    def check_codes(self, what: str, format: ReduceFormat | None) -> None:
+        """ValueError unless partial sums can cross in `format`. `what` says where it comes from."""
+        if format is not None and not self.codes_reduces:
+            raise ValueError(
+                f"{what} is {format}, in which ranks of one host send their sum to other hosts, and transport "
+                f"{self.transport!r} has no such sums; leave it out, or use transport 'hosts'"
+            )
 
     @abstractmethod
     def abort(self, reason: str) -> None:

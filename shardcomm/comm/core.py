@@ -27,6 +27,7 @@ from shardcomm.comm.operands import (
     red_op,
 )
 from shardcomm.comm.pending import Pending
+from shardcomm.copy.blocks import ReduceFormat, WireStats, check_reduce_format, core_coding
 from shardcomm.copy.nonfinite import flag_address
 from shardcomm.stream.streams import Event, Stream, check_stream, compute_stream, on_host
 
@@ -48,6 +49,7 @@ class CoreCommunicator(Communicator):
         self._ranks = core.rank, core.size
         self.transport = core.transport
         self.sums = "exact" if core.exact_sums else "fast"
+        self.codes_reduces = core.codes_reduces
         pending.opened(self)
 
     def allocate(self, numel: int, *, dtype: torch.dtype = torch.float32, use: Use) -> torch.Tensor:
@@ -174,6 +176,8 @@ class CoreCommunicator(Communicator):
         *,
         counts: Sequence[int] | None = None,
         tag: int = 0,
+        format: ReduceFormat | None = None,
+        stats: WireStats | None = None,
     ) -> BoundReduction:
         recv = checked("reduce_scatter", "recv", recv, self.device)
         send = checked("reduce_scatter", "send", send, self.device)
@@ -181,6 +185,8 @@ class CoreCommunicator(Communicator):
             "reduce_scatter", self._ranks, counts, recv=recv, send=send, whole="send"
         )
         check_tag("reduce_scatter", tag)
+        check_reduce_format("reduce_scatter: format", format)
+        self.check_codes("reduce_scatter: format", format)
         bound: Any = _C.BoundReduction(
             self._core,
             send.data_ptr(),
@@ -189,6 +195,7 @@ class CoreCommunicator(Communicator):
             parts,
             red_op("reduce_scatter", op),
             tag,
+            core_coding(format, stats),
         )
         numel, dtype = recv.numel(), recv.dtype
 

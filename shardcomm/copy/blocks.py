@@ -82,6 +82,19 @@ class BlockFormat:
         return _C.wire_bytes(core_format(self), numel)
 
 
+ReduceFormat = BlockFormat | torch.dtype
+"""In what partial sums of gradients travel: a block format, or torch.bfloat16."""
+
+
+def check_reduce_format(what: str, format: object) -> None:
+    """TypeError unless `format` is a ReduceFormat or None. `what` says where it comes from."""
+    if format is not None and format != torch.bfloat16 and not isinstance(format, BlockFormat):
+        raise TypeError(
+            f"{what} is {format!r}; it must be torch.bfloat16, a shardcomm.BlockFormat such as "
+            'BlockFormat("mxint8"), or None'
+        )
+
+
 def check_repeats(what: str, format: BlockFormat) -> None:
     """ValueError unless the same elements are always the same on the wire. `what` says where `format` comes from."""
     if format.rounding != "nearest":
@@ -99,6 +112,14 @@ def core_format(format: BlockFormat) -> _C.BlockFormat:
     )
 
 
+def core_coding(format: ReduceFormat | None, stats: WireStats | None) -> _C.Coding | None:
+    """The core's own form of `format`, with what it costs. The caller keeps `stats` alive."""
+    if format is None:
+        return None
+    blocks = core_format(format) if isinstance(format, BlockFormat) else None
+    return _C.Coding(blocks, 0 if stats is None else stats.numbers.data_ptr())
+
+
 class BlockSegment(NamedTuple):
     """A contiguous tensor, and the block of the wire at which it begins. Its last block may be partial.
 
@@ -109,6 +130,21 @@ class BlockSegment(NamedTuple):
 
     tensor: Tensor
     first_block: int
+
+
+class WireError(NamedTuple):
+    """What a format on the wire has cost.
+
+    Attributes:
+        bound: What no element can differ by more from its value on the wire, in all blocks that were not flagged.
+        seen: The largest difference between an element and its value on the wire, in these blocks.
+        flagged: How many blocks had a NaN or Inf. All of such a block is NaN on the wire. In bfloat16, which has no
+            blocks, how many elements were NaN or Inf, which they are on the wire.
+    """
+
+    bound: float
+    seen: float
+    flagged: int
 
 
 class WireStats:
@@ -142,6 +178,12 @@ class WireStats:
     def flagged(self) -> int:
         """How many blocks had a NaN or Inf. All of such a block decodes to NaN."""
         return int(self.numbers[2])
+
+    def take(self) -> WireError:
+        """All three, which are 0 from now on."""
+        error = WireError(self.bound, self.seen, self.flagged)
+        self.reset()
+        return error
 
     def __repr__(self) -> str:
         return f"WireStats(bound={self.bound:g}, seen={self.seen:g}, flagged={self.flagged})"

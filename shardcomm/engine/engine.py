@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from shardcomm.arguments.checks import check_flag, check_type
-from shardcomm.bucket.block_gather import WireError
 from shardcomm.checkpoint.elsewhere import Elsewhere
 from shardcomm.checkpoint.optimizer_state import OptimizerState
 from shardcomm.checkpoint.state_dict import (
@@ -27,8 +26,9 @@ from shardcomm.checkpoint.state_dict import (
     parts_of,
     state_dict,
 )
-from shardcomm.comm.communicator import Communicator
+from shardcomm.comm.communicator import Communicator, Use
 from shardcomm.comm.mesh import FailingTogether, Mesh
+from shardcomm.copy.blocks import WireError
 from shardcomm.engine import encoder_fast_path, forward_methods
 from shardcomm.engine.actions import Actions
 from shardcomm.engine.gradients import Gradients, OnNonfinite
@@ -464,18 +464,25 @@ class Engine:
         """
         return measured(self.units)
 
-    def wire_error(self) -> dict[str, WireError]:
-        """What `gather_format` has cost since the last call, or since `fully_shard`.
+    def wire_error(self, use: Use = "gather") -> dict[str, WireError]:
+        """What `gather_format` or `reduce_format` has cost since the last call, or since `fully_shard`.
 
         Not collective: it is of the elements that this rank has sent. The largest over the ranks is that of the whole
         unit. Call it after a step, for example: every gather encodes the same shard until the optimizer changes it.
 
+        Args:
+            use: "gather" for `gather_format`, whose elements are parameters. "reduce" for `reduce_format`, whose
+                elements are sums of a host's gradients, before they are divided by the number of ranks. An element of
+                the mean gradient is then at most bound * hosts / ranks away from what it would be without the format,
+                and from float32's roundings.
+
         Returns:
-            For each unit with parameters in a block format, by name, the bound that the format guarantees, the largest
-            error seen, and how many blocks had NaN or Inf. On a rank alone, which gathers nothing, all are 0.
+            For each unit with such a format, by name, the bound that the format guarantees, the largest error seen, and
+            how many blocks had NaN or Inf. On a rank alone, which sends nothing, all are 0.
 
         Raises:
-            CommError: The latest gather has failed.
+            ValueError: `use` is neither "gather" nor "reduce".
+            CommError: The latest gather, or reduce, has failed.
 
         Example:
             ```python
@@ -486,7 +493,9 @@ class Engine:
                 assert error.seen <= error.bound and not error.flagged
             ```
         """
-        errors = {unit.name: unit.wire_error() for unit in self.units}
+        if use not in ("gather", "reduce"):
+            raise ValueError(f'wire_error: use is {use!r}; accepted: "gather" and "reduce"')
+        errors = {unit.name: unit.wire_error(use) for unit in self.units}
         return {name: error for name, error in errors.items() if error is not None}
 
     def close(self) -> None:

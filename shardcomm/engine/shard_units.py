@@ -116,6 +116,7 @@ def shard_units(
                 param_dtype=group.param_dtype,
                 reduce_dtype=group.reduce_dtype,
                 gather_format=group.gather_format,
+                reduce_format=group.reduce_format,
                 full_buffer=None if full is None else full.view(group.param_dtype),
                 reduce_buffer=in_reduce_buffer,
                 replicas=mesh.replicate,

@@ -339,6 +339,7 @@ def _items(
                 "param_dtype": str(group.param_dtype),
                 "reduce_dtype": str(group.reduce_dtype),
                 "gather_format": str(group.gather_format),
+                "reduce_format": str(group.reduce_format),
             }
             items += layout_items(group.layout, shared)
         yield items

@@ -30,6 +30,8 @@ class UnitPlan:
         gathers: How many gathers there are in a step.
         packed_gradient_bytes: The unit's gradients as they are packed to be reduced, padding included.
         reduce_bytes: What the rank sends to the others in the step's reduce-scatter.
+        reduce_format: In what the sums of a host cross to other hosts; "": as float32. `reduce_bytes` are those before,
+            which the ranks of a host give each other.
         all_reduce_bytes: What the rank sends to the replicas in the step's all-reduce.
     """
 
@@ -48,6 +50,7 @@ class UnitPlan:
     gathers: int
     packed_gradient_bytes: int
     reduce_bytes: int
+    reduce_format: str
     all_reduce_bytes: int
 
     @property
@@ -94,6 +97,9 @@ class UnitPlan:
             packed_gradient_bytes=sum(group.reduced_bytes for group in trained),
             reduce_bytes=sum(
                 group.reduced_bytes - group.reduced_shard_bytes[rank] for group in trained
+            ),
+            reduce_format=", ".join(
+                {str(group.reduce_format) for group in trained if group.reduce_format is not None}
             ),
             all_reduce_bytes=sum(
                 traffic.all_reduce_bytes(group.reduced_shard_bytes[rank], pool.replicas)

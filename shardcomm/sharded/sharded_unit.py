@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from shardcomm.bucket.block_gather import WireError
 from shardcomm.bucket.bucket import Bucket
 from shardcomm.bucket.secondary_shard import SecondaryShard
+from shardcomm.comm.communicator import Use
+from shardcomm.copy.blocks import WireError
 from shardcomm.parameter.full_parameter import Origin, gathered_class, refuse_change
 from shardcomm.parameter.holders import Holders
 from shardcomm.parameter.optimizer_steps import replaced
@@ -398,11 +399,18 @@ class ShardedUnit:
         if self.secondary is not None and keep:
             self.secondary.keep()
 
-    def wire_error(self) -> WireError | None:
-        """What its block formats have cost since the last call; None if it has none."""
-        if not any(bucket.gather_format for bucket, _ in self.buckets):
+    def wire_error(self, use: Use) -> WireError | None:
+        """What formats on the wire have cost its gathers, or its reduces, since the last call; None if it has none."""
+        buckets = [bucket for bucket, _ in self.buckets]
+        if use == "gather":
+            coded = any(bucket.gather_format for bucket in buckets)
+            errors = [b.block_gather.take_error() for b in buckets if b.block_gather]
+        else:
+            coded = any(bucket.reduce_format for bucket in buckets)
+            taken = [bucket.reduction.take_error() for bucket in buckets]
+            errors = [error for error in taken if error is not None]
+        if not coded:
             return None
-        errors = [b.block_gather.take_error() for b, _ in self.buckets if b.block_gather]
         return WireError(
             max((error.bound for error in errors), default=0.0),
             max((error.seen for error in errors), default=0.0),

@@ -163,6 +163,11 @@ def _check(plan: MemoryPlan, times: Sequence[UnitTime], machine: Machine) -> Non
         )
     if plan.host_bytes:
         raise ValueError("plan has parameters in host memory, whose copies are not simulated")
+    if any(unit.reduce_format for unit in plan.units):
+        raise ValueError(
+            "plan has reduces whose sums cross between hosts in another format, which is not simulated; leave "
+            "reduce_format out"
+        )
     if plan.ranks <= machine.ranks_per_host:
         return
     if machine.transport == "shm" or not machine.network_bytes_per_s:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from shardcomm.arguments.dtype import FLOATS
-from shardcomm.copy.blocks import BlockFormat
+from shardcomm.copy.blocks import BlockFormat, ReduceFormat
 from shardcomm.layout.layout import Granularity, Layout, ParamSpec, ShardDim
 from shardcomm.parameter.tensor_parallel import local
 from shardcomm.schedule.planning import REDUCES_IN_FLIGHT
@@ -43,6 +43,7 @@ class BucketGroup:
         param_dtype: As in `Bucket`.
         reduce_dtype: As in `Bucket`.
         gather_format: As in `Bucket`.
+        reduce_format: As in `Bucket`.
         cpu_offload: Whether the bucket's shard is in host memory.
     """
 
@@ -52,6 +53,7 @@ class BucketGroup:
     param_dtype: torch.dtype
     reduce_dtype: torch.dtype
     gather_format: BlockFormat | None
+    reduce_format: ReduceFormat | None
     cpu_offload: bool
 
     @property
@@ -200,8 +202,17 @@ def _group(
         itemsize=itemsize,
         owners=[owners[spec.name] for spec in specs] if specs[0].name in owners else None,
     )
+    reduces = params[0].param.requires_grad and dtype in FLOATS
+    reduce_format = precision.reduce_format if reduces else None
     return BucketGroup(
-        params, layout, dtype, param_dtype, reduce_dtype, format, bool(policy.cpu_offload)
+        params,
+        layout,
+        dtype,
+        param_dtype,
+        reduce_dtype,
+        format,
+        reduce_format,
+        bool(policy.cpu_offload),
     )
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from shardcomm.arguments.dtype import FLOATS
-from shardcomm.copy.blocks import BlockFormat, check_repeats
+from shardcomm.copy.blocks import BlockFormat, ReduceFormat, check_reduce_format, check_repeats
 
 GatherFormatOf = BlockFormat | Callable[[str, nn.Parameter], BlockFormat | None]
 """A block format for all matrices, or a function of a parameter's name and the parameter; None: no block format."""
@@ -31,13 +31,18 @@ class MixedPrecision:
             None. `engine.wire_error()` says how far the parameters are from those of the shards.
         reduce_dtype: The dtype in which gradients are sent. None: `param_dtype`. Sums are always taken in float32 or
             wider.
+        reduce_format: In what the ranks of a host send the sums of their gradients to other hosts, over transport
+            "hosts": torch.bfloat16, or a `BlockFormat`, which may round stochastically. Within a host gradients have
+            `reduce_dtype`. `engine.wire_error("reduce")` says how far the sums are from those that were sent. None:
+            float32.
         output_dtype: The dtype to which floating-point outputs of the model are cast (not outputs of the units in it).
             None: they are not cast.
         cast_forward_inputs: Whether the floating-point inputs of every unit are cast to `param_dtype`.
 
     Raises:
         ValueError: A dtype is not accepted, or `gather_format` rounds stochastically.
-        TypeError: `cast_forward_inputs` is no bool, or `gather_format` neither a BlockFormat nor a function.
+        TypeError: `cast_forward_inputs` is no bool, `gather_format` neither a BlockFormat nor a function, or
+            `reduce_format` neither torch.bfloat16 nor a BlockFormat.
 
     Example:
         ```python
@@ -52,6 +57,7 @@ class MixedPrecision:
     cast_forward_inputs: bool = True
     # Not in the repr, by which ranks compare: functions differ there. The formats of parameters are compared instead.
     gather_format: GatherFormatOf | None = field(default=None, repr=False)
+    reduce_format: ReduceFormat | None = None
 
     def __post_init__(self) -> None:
         for name in ("param_dtype", "reduce_dtype", "output_dtype"):
@@ -64,7 +70,7 @@ class MixedPrecision:
             raise TypeError(
                 f"MixedPrecision: cast_forward_inputs is {self.cast_forward_inputs!r}; it must be True or False"
             )
-
+        check_reduce_format("MixedPrecision: reduce_format", self.reduce_format)
         if isinstance(self.gather_format, BlockFormat):
             check_repeats("MixedPrecision: gather_format", self.gather_format)
         elif self.gather_format is not None and (

@@ -353,3 +353,9 @@ def test_gathers_from_a_secondary_shard_are_not_coded() -> None:
     )
     spans = [name for name, _, _ in times(step, "gather")]
     assert spans == ["0", "0", "1", "1", "2", "2", "1", "0"]
+
+
+def test_a_plan_with_coded_reduces_is_refused() -> None:
+    wire = MixedPrecision(reduce_format=BlockFormat("mxint8"))
+    with pytest.raises(ValueError, match="in another format, which is not simulated; leave reduce"):
+        Simulation.of(plan(mixed_precision=wire), TIMES, machine())

@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "shardcomm/coding.h"
 #include "shardcomm/dtype.h"
 #include "shardcomm/error.h"
 #include "shardcomm/parts.h"
@@ -77,6 +78,9 @@ class Communicator {
   // Whether sums and averages are exact_sum and exact_avg of reduce.h.
   virtual bool exact_sums() const { return false; }
 
+  // Whether it has bind_coded_reduce_scatter.
+  virtual bool codes_reduces() const { return false; }
+
   // Collective. The memory is zero-filled, and aligned to at least 128 bytes. Throws CommError, on
   // all ranks, if there is not enough memory.
   virtual std::shared_ptr<Memory> allocate(std::size_t bytes, Use use) = 0;
@@ -128,6 +132,14 @@ class Communicator {
   static Stream::Operation bind_reduce_scatter(std::shared_ptr<Communicator> comm, const void* send,
                                                DType dtype, void* recv, const Epilogue& epilogue,
                                                const Parts& parts, RedOp op, std::int64_t tag = 0);
+  // Partial sums cross between hosts as `coding` says. `dtype` is f32, bf16 or f16. Throws
+  // std::invalid_argument if the transport has no partial sums of hosts. Stochastic rounding takes
+  // other random numbers in each call, and the same ones in each run of a program.
+  static Stream::Operation bind_coded_reduce_scatter(std::shared_ptr<Communicator> comm,
+                                                     const void* send, DType dtype, void* recv,
+                                                     const Epilogue& epilogue, const Parts& parts,
+                                                     RedOp op, std::int64_t tag,
+                                                     const Coding& coding);
   static Stream::Operation bind_all_reduce(std::shared_ptr<Communicator> comm, void* buffer,
                                            DType dtype, std::int64_t count, RedOp op,
                                            std::int64_t tag = 0);
@@ -180,6 +192,9 @@ class Communicator {
   virtual void run_reduce_scatter(const void* send, DType dtype, void* recv,
                                   const Epilogue& epilogue, const Parts& parts, RedOp op,
                                   std::int64_t tag, NativeStream stream) = 0;
+  virtual void run_coded_reduce_scatter(const void* send, DType dtype, void* recv,
+                                        const Epilogue& epilogue, const Parts& parts, RedOp op,
+                                        std::int64_t tag, const Coding& coding);
   virtual void run_all_reduce(void* buffer, DType dtype, std::int64_t count, RedOp op,
                               std::int64_t tag, NativeStream stream) = 0;
   virtual void run_broadcast(void* buffer, std::size_t bytes, int root, NativeStream stream) = 0;

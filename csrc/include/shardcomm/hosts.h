@@ -36,9 +36,9 @@ class Across {
 // CPU, with at least two ranks, and is used by nobody else from now on. Collective among all ranks,
 // which compare their numbers.
 //
-// It has all_gather, reduce_scatter, all_reduce, broadcast, barrier and allocate. If a rank dies,
-// is late or calls something else, all ranks of its host throw CommError, and each of them makes
-// the ranks with its own index on the other hosts throw it, too.
+// It has all_gather, reduce_scatter, also coded, all_reduce, broadcast, barrier and allocate. If a
+// rank dies, is late or calls something else, all ranks of its host throw CommError, and each of
+// them makes the ranks with its own index on the other hosts throw it, too.
 std::shared_ptr<Communicator> make_hosts(std::shared_ptr<Communicator> on_host,
                                          std::unique_ptr<Across> across, int host, int hosts);
 

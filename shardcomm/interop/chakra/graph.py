@@ -119,6 +119,11 @@ class StepGraph:
             raise ValueError(
                 "plan has gathers in a block format, which an execution trace does not tell; leave gather_format out"
             )
+        if any(unit.reduce_format for unit in plan.units):
+            raise ValueError(
+                "plan has reduces whose sums cross between hosts in another format, which an execution trace does not "
+                "tell; leave reduce_format out"
+            )
         for unit in plan.units:
             _check_even(unit, shards, plan.replicas)
         hosts = {_host_ranks(unit) for unit in plan.units if unit.secondary_bytes}

@@ -1,0 +1,47 @@
+#include "copy/round_cpu.h"
+
+#include <algorithm>
+
+#include "copy/convert_cpu.h"
+#include "copy/simd.h"
+
+namespace shardcomm {
+namespace {
+
+// The largest of |from| and of |from - to|, as bits, which vectors compare; what is not finite
+// counts apart.
+struct Measure {
+  [[gnu::always_inline]] static void run(const float* from, const BFloat16* to, std::int64_t count,
+                                         std::uint32_t* most, std::uint32_t* seen,
+                                         std::int32_t* flagged) {
+    std::uint32_t largest = 0, difference = 0;
+    std::int32_t others = 0;
+    for (std::int64_t i = 0; i < count; ++i) {
+      const std::uint32_t value = float_bits(from[i]) & 0x7fffffffu;
+      const std::uint32_t lost = float_bits(from[i] - load(to[i])) & 0x7fffffffu;
+      const bool finite = (to[i].bits & 0x7f80u) != 0x7f80u;
+      largest = std::max(largest, finite ? value : 0u);
+      difference = std::max(difference, finite ? lost : 0u);
+      others += finite ? 0 : 1;
+    }
+    *most = largest;
+    *seen = difference;
+    *flagged = others;
+  }
+};
+
+}  // namespace
+
+void round_to_bf16(const float* from, BFloat16* to, std::int64_t count, BlockStats* stats) {
+  convert_cpu(to, DType::bf16, from, DType::f32, count);
+  if (stats == nullptr) return;
+  std::uint32_t most = 0, seen = 0;
+  std::int32_t flagged = 0;
+  best_of<Measure>()(from, to, count, &most, &seen, &flagged);
+  const float bound = most == 0 ? 0.0f : std::max(float_of_bits(most) * 0x1p-8f, 0x1p-134f);
+  stats->bound_bits = std::max(stats->bound_bits, float_bits(bound));
+  stats->seen_bits = std::max(stats->seen_bits, seen);
+  stats->flagged += flagged;
+}
+
+}  // namespace shardcomm
