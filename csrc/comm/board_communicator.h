@@ -233,6 +233,7 @@ class BoardCommunicator final : public Communicator {
   void copy(void* dst, const void* src, std::size_t bytes, NativeStream stream) {
     if (bytes > 0 && dst != src) executor_->copy(dst, src, bytes, stream);
   }
+  void broadcast_few(Channel& channel, Call& call, void* buffer, std::size_t bytes);
   void all_reduce_direct(Channel& channel, std::byte* buffer, DType dtype, std::int64_t count,
                          RedOp op, NativeStream stream);
   void took(const Channel& channel, Op op, Path path);

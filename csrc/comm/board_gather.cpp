@@ -133,6 +133,10 @@ void BoardCommunicator::run_broadcast(void* buffer, std::size_t bytes, int root,
     call.root = root;
     call.count = static_cast<std::int64_t>(bytes);
     call.send = windows_->now()->find(buffer, bytes, "broadcast: buffer");
+    if (bytes <= PostedCall::kElementBytes && executor_->on_host()) {
+      broadcast_few(channel, call, buffer, bytes);
+      return took(channel, Op::broadcast, Path::inlined);
+    }
     constexpr auto kStep = static_cast<std::int64_t>(ControlMemory::kStageBytes);
     const auto part = [&](std::int64_t chunk) {
       return static_cast<std::byte*>(buffer) + chunk * kStep;
@@ -158,6 +162,17 @@ void BoardCommunicator::run_broadcast(void* buffer, std::size_t bytes, int root,
     run_staged(channel, divide_up(call.count, kStep), fill, use);
     took_staged(channel, Op::broadcast, bytes, Path::staged_not_direct);
   });
+}
+
+// What lies beside the root's call. The root goes on at once.
+void BoardCommunicator::broadcast_few(Channel& channel, Call& call, void* buffer,
+                                      std::size_t bytes) {
+  channel.board.check();  // a forked child must not write to the elements of its parent, the rank
+  call.send = {};         // one cache line tells all that is left
+  std::byte* few = channel.board.elements(call.root);
+  if (rank_ == call.root) copy(few, buffer, bytes, nullptr);
+  channel.board.begin_from_root(call);
+  if (rank_ != call.root) copy(buffer, few, bytes, nullptr);
 }
 
 }  // namespace shardcomm

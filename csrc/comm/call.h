@@ -84,8 +84,9 @@ struct Call {
   RedOp red_op = RedOp::sum;
   std::int32_t root = 0;  // send: the destination; recv: the source, or -1
   bool uneven = false;    // the ranks' parts differ in length
-  bool filled_first =
-      false;  // not compared: the first chunk lies in this rank's staging area already
+  // Not compared: the first chunk lies in this rank's staging area already.
+  bool filled_first = false;
+  bool from_root = false;  // not compared: its rank waits for the root alone
   // The elements of each rank, or of all uneven parts; for allocate, broadcast, gather, scatter and
   // messages, bytes; for all_to_all 0, since ranks' numbers differ.
   std::int64_t count = 0;

@@ -115,6 +115,7 @@ std::optional<LastCall> Group::message(int rank) const {
   const auto since = static_cast<std::int64_t>(state.message_since.load());
   LastCall last;
   if (since == 0 || !state.message.read(last.call)) return std::nullopt;
+  last.call.sequence = std::exchange(last.call.handle, 0);
   last.pending = true;
   last.waiting_ns = now_ns() - since;
   return last;
@@ -122,7 +123,13 @@ std::optional<LastCall> Group::message(int rank) const {
 
 void Group::tell_message(const std::optional<Call>& call, Clock::time_point since) {
   GroupMemory::Rank& own = memory_->ranks[rank_];
-  if (call) own.message.post(*call, ++messages_told_);
+  if (call) {
+    // The same message may be told of twice, and each time is another one for who reads.
+    Call told = *call;
+    told.handle = told.sequence;
+    told.sequence = ++messages_told_;
+    own.message.post(told);
+  }
   own.message_since.store(call ? nanoseconds(since) : 0);
 }
 
