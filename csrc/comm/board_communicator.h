@@ -90,11 +90,11 @@ class BoardCommunicator final : public Communicator {
   // Ends the group for a mismatch.
   [[noreturn]] void refuse(int channel, const std::string& text);
   Place place_of(const void* data, std::size_t bytes, const char* name) const {
-    return windows_->now()->find(data, bytes, name);
+    return windows_->find(data, bytes, name);
   }
   // Throws std::invalid_argument if the buffer lies in memory that all ranks share.
   void refuse_shared(const void* data, std::size_t bytes, const char* name) const {
-    windows_->now()->find_own(data, bytes, name);
+    windows_->find_own(data, bytes, name);
   }
   std::string describe(const Call& call) const { return group_.describe(call); }
   bool on_cpu() const { return executor_->on_host(); }

@@ -71,6 +71,7 @@ struct Place {
   std::uint64_t offset = 0;
 
   bool reachable() const { return window != kNowhere; }
+  bool in_window() const { return window > kAddress; }
   bool operator==(const Place& other) const {
     return window == other.window && offset == other.offset;
   }
