@@ -294,6 +294,44 @@ void calls_are_compared_once_all_have_come() {
           heard);
 }
 
+Call broadcast_from(int root) {
+  Call call;
+  call.op = Op::broadcast;
+  call.root = root;
+  return call;
+}
+
+// Rank 1 never comes: the deadline ends the call in which all meet, and none before.
+void a_root_waits_for_the_others_at_the_end_of_a_stretch_alone() {
+  Pair pair;
+  for (int i = 1; i < shardcomm::kStretch; ++i) {
+    pair.board.begin_from_root(broadcast_from(0));
+    pair.board.end();
+  }
+  std::string heard;
+  try {
+    pair.board.begin_from_root(broadcast_from(0));
+  } catch (const CommError& error) {
+    heard = error.what();
+  }
+  require(heard.find("rank 1 did not come within 0.2 s") == 0, heard);
+}
+
+void a_root_that_comes_later_sees_another_call() {
+  Pair pair;
+  pair.comes(1);
+  std::string heard;
+  try {
+    pair.board.begin_from_root(broadcast_from(0));
+  } catch (const CommError& error) {
+    heard = error.what();
+  }
+  require(heard ==
+              "ranks called different collectives: rank 0 called broadcast(0 bytes, root 0) #1; "
+              "rank 1 called barrier() #1",
+          heard);
+}
+
 // Its deadline passes while it is stopped. The others could not come to a rank that does not run.
 void a_rank_that_was_stopped_itself_blames_nobody_for_it() {
   constexpr double kDeadlineS = 1;
@@ -360,6 +398,8 @@ int main() {
   the_first_failure_and_the_first_reason_stay();
   what_a_rank_did_last_is_told_while_it_waits_and_afterwards();
   calls_are_compared_once_all_have_come();
+  a_root_waits_for_the_others_at_the_end_of_a_stretch_alone();
+  a_root_that_comes_later_sees_another_call();
   a_rank_that_was_stopped_itself_blames_nobody_for_it();
   whoever_waits_is_woken();
   std::puts("ok");
