@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <optional>
 #include <sstream>
 #include <thread>
 #include <utility>
@@ -14,6 +15,7 @@ namespace shardcomm {
 
 Board::Board(Group& group, int channel, bool reads_addresses, std::function<bool()> stuck)
     : group_(group),
+      channel_(channel),
       memory_(&group.board(channel)),
       other_(&group.board(1 - channel)),
       reads_addresses_(reads_addresses),
@@ -27,21 +29,41 @@ void Board::check() const {
 }
 
 void Board::begin(const Call& call) {
+  post(call);
+  meet();
+  for (int r = 0; r < group_.size(); ++r) read_call(r);
+  for (const Call& theirs : calls_) {
+    if (!call_.same_as(theirs)) throw_mismatch();
+  }
+}
+
+void Board::begin_from_root(const Call& call) {
+  if (place_ % kStretch == kStretch - 1) return begin(call);
+  Call one_way = call;
+  one_way.from_root = true;
+  post(one_way);
+  meet(call.root);
+  // The root compares with who has come before it; who comes after it compares with the root.
+  const bool is_root = group_.rank() == call.root;
+  for (int r = 0; r < group_.size(); ++r) {
+    if (r != call.root && !(is_root && has_come(r, meetings_))) continue;
+    read_call(r);
+    if (!call_.same_as(call_of(r))) throw_mismatch();
+  }
+}
+
+void Board::post(const Call& call) {
   check();
   const std::uint64_t sequence = call_.sequence + 1;
   call_ = call;
   call_.sequence = sequence;
   in_call_ = true;
+  ends_stretch_ = false;
   posted(group_.rank()).post(call_);
-  meet();
-  for (int r = 0; r < group_.size(); ++r) {
-    // Nobody posts there again before this rank has come to the next call.
-    posted(r).read(calls_[static_cast<std::size_t>(r)]);
-  }
-  for (const Call& theirs : calls_) {
-    if (!call_.same_as(theirs)) throw_mismatch();
-  }
 }
+
+// Nobody posts there again before this rank has come to the end of the next stretch.
+void Board::read_call(int rank) { posted(rank).read(calls_[static_cast<std::size_t>(rank)]); }
 
 void Board::start_reading() {
   if (!reads_addresses_) return;
@@ -58,6 +80,8 @@ void Board::end() noexcept {
   own.finished.store(call_.sequence, std::memory_order_release);
   if (reads_addresses_) own.reading.store(0, std::memory_order_release);
   in_call_ = false;
+  const int next_stretch = place_ < kStretch ? kStretch : 0;
+  place_ = ends_stretch_ ? next_stretch : place_ + 1;
 }
 
 void Board::leave(std::string_view reason) noexcept {
@@ -69,12 +93,16 @@ void Board::leave(std::string_view reason) noexcept {
   }
 }
 
-void Board::meet() {
+void Board::meet() { meet(kAll); }
+
+void Board::meet(int awaited) {
   group_.throw_if_failed(call_);
-  const std::uint32_t meeting = ++meetings_;
+  awaited_ = awaited;
+  if (awaited == kAll) ends_stretch_ = true;
+  const std::uint64_t meeting = ++meetings_;
   posted(group_.rank()).arrival.store(meeting);
-  if (all_have_come(meeting)) return wake_sleepers();
-  const auto is_over = [&] { return all_have_come(meeting); };
+  if (is_over(meeting)) return wake_sleepers();
+  const auto is_over = [&] { return this->is_over(meeting); };
   if (spin(has_core_, is_over)) return;
   const Clock::time_point since = Clock::now();
   if (poll(has_core_, since, is_over)) return;
@@ -84,22 +112,22 @@ void Board::meet() {
   Waited waited(since);
   while (true) {
     sleep(meeting);
-    if (all_have_come(meeting)) break;
+    if (is_over()) break;
     look_for_trouble(meeting, waited);
     check_wait();
   }
   waiting_since.store(0);
 }
 
-bool Board::has_come(int rank, std::uint32_t meeting) const {
-  return !is_after(meeting, posted(rank).arrival.load());
+bool Board::has_come(int rank, std::uint64_t meeting) const {
+  return posted(rank).arrival.load() >= meeting;
 }
 
-// Each rank says that it has come, and then looks who else has: so the last one, at least, sees
-// all.
-bool Board::all_have_come(std::uint32_t meeting) const {
+// Whether those have come for whom this rank waits. Each rank says that it has come, and then looks
+// who else has: so the last one, at least, sees all.
+bool Board::is_over(std::uint64_t meeting) const {
   for (int r = 0; r < group_.size(); ++r) {
-    if (!has_come(r, meeting)) return false;
+    if (awaits(r) && !has_come(r, meeting)) return false;
   }
   return true;
 }
@@ -113,14 +141,14 @@ void Board::wake_sleepers() const noexcept {
 
 // It is counted, and knows the number of wakes, before it looks once more. So a rank that comes
 // after that look finds it counted, and it finds itself woken.
-void Board::sleep(std::uint32_t meeting) const {
+void Board::sleep(std::uint64_t meeting) const {
   memory_->sleepers.fetch_add(1);
   const std::uint32_t wakes = memory_->wakes.load();
-  if (!all_have_come(meeting)) sleep_while(memory_->wakes, wakes, kWaitSlice);
+  if (!is_over(meeting)) sleep_while(memory_->wakes, wakes, kWaitSlice);
   memory_->sleepers.fetch_sub(1);
 }
 
-void Board::look_for_trouble(std::uint32_t meeting, Waited& waited) {
+void Board::look_for_trouble(std::uint64_t meeting, Waited& waited) {
   // Before the looks: who has not come by then is late, whatever comes while this rank looks.
   const bool overdue = waited.until_now().count() > group_.deadline_s();
   int closed = group_.closed(group_.rank()) ? group_.rank() : -1;  // by another thread, meanwhile
@@ -128,12 +156,13 @@ void Board::look_for_trouble(std::uint32_t meeting, Waited& waited) {
   for (int r = group_.size() - 1; r >= 0; --r) {
     if (has_come(r, meeting)) continue;
     if (group_.closed(r)) closed = r;
-    if (!waits_elsewhere(r)) late = r;
+    // One for which this rank waits, if there is one; else one for which those may wait.
+    if ((late < 0 || awaits(r) || !awaits(late)) && !waits_elsewhere(r)) late = r;
   }
   const int dead = group_.find_dead();
   const bool deadlock = is_deadlock(meeting);
   // A rank may have come, and ended in peace, since the first look.
-  if (all_have_come(meeting)) return;
+  if (is_over(meeting)) return;
   if (closed >= 0) {
     group_.fail(Trouble::closed, closed);
   } else if (dead >= 0) {
@@ -147,24 +176,31 @@ void Board::look_for_trouble(std::uint32_t meeting, Waited& waited) {
 }
 
 bool Board::waits_elsewhere(int rank) const {
-  return is_after(other_->ranks[rank].came_to(), other_->all_came_to(group_.size()));
+  const std::uint64_t meeting = other_->ranks[rank].came_to();
+  if (other_->all_came_to(group_.size()) >= meeting) return false;
+  const std::optional<LastCall> there = group_.last_call(rank, 1 - channel_);
+  if (!there || !there->call.from_root) return true;
+  return other_->ranks[there->call.root].came_to() < meeting;
+}
+
+bool Board::waits_elsewhere_for_this(int rank) const {
+  const BoardMemory::Rank& elsewhere = other_->ranks[rank];
+  const std::uint64_t meeting = elsewhere.came_to();
+  if (other_->ranks[group_.rank()].came_to() >= meeting) return false;
+  if (elsewhere.stuck_in.load() != meeting) return false;
+  const std::optional<LastCall> there = group_.last_call(rank, 1 - channel_);
+  return !there || !there->call.from_root || there->call.root == group_.rank();
 }
 
 // This rank cannot come to the other channel before this meeting is over, and a rank that waits
 // there for this one cannot come here. What ranks say of themselves here stays true: neither
 // meeting ends.
-bool Board::is_deadlock(std::uint32_t meeting) const {
+bool Board::is_deadlock(std::uint64_t meeting) const {
   const bool stuck = stuck_();
   state(group_.rank()).stuck_in.store(stuck ? meeting : meeting - 1);
   if (!stuck) return false;
-  const std::uint32_t theirs = other_->all_came_to(group_.size()) + 1;
-  if (other_->ranks[group_.rank()].came_to() == theirs) return false;
   for (int r = 0; r < group_.size(); ++r) {
-    const BoardMemory::Rank& elsewhere = other_->ranks[r];
-    if (!has_come(r, meeting) && elsewhere.came_to() == theirs &&
-        elsewhere.stuck_in.load() == theirs) {
-      return true;
-    }
+    if (awaits(r) && !has_come(r, meeting) && waits_elsewhere_for_this(r)) return true;
   }
   return false;
 }
@@ -172,8 +208,12 @@ bool Board::is_deadlock(std::uint32_t meeting) const {
 void Board::throw_mismatch() {
   std::ostringstream text;
   text << "ranks called different collectives:";
+  const char* before = " ";
   for (int r = 0; r < group_.size(); ++r) {
-    text << (r == 0 ? " " : "; ") << group_.who(r) << " called " << group_.describe(call_of(r));
+    const Call& call = r == group_.rank() ? call_ : call_of(r);
+    if (call.sequence != call_.sequence) continue;  // it has not come, or nobody has looked
+    text << before << group_.who(r) << " called " << group_.describe(call);
+    before = "; ";
   }
   group_.throw_mismatch(text.str(), call_);
 }

@@ -26,14 +26,17 @@ class Board {
   // Posts what this rank calls, meets the others, and compares. If the ranks did not call the same,
   // all of them throw CommError. Until `end`, `call_of` tells what rank r posted.
   void begin(const Call& call);
+  // The same for a call that needs nothing of any rank but `call.root`, which waits for nobody; the
+  // others wait for the root alone. Of two ranks whose calls differ, the one that comes later
+  // throws at once, and the other one in its next call at the latest. Until `end`, `call_of` tells
+  // what the root posted.
+  void begin_from_root(const Call& call);
   const Call& call_of(int rank) const { return calls_[static_cast<std::size_t>(rank)]; }
 
   // Room for few elements, PostedCall::kElementBytes, that a rank brings to the present call or,
   // between two calls, to the next one. It writes its own before `begin`, and reads the others'
   // after that.
-  std::byte* elements(int rank) const {
-    return state(rank).calls[(call_.sequence + (in_call_ ? 0 : 1)) & 1].elements;
-  }
+  std::byte* elements(int rank) const { return posted(rank).elements; }
 
   // Says, until `end`, that this rank reads other ranks' operands, by their addresses if it does
   // so. Throws CommError if the group has failed: operands may be gone.
@@ -53,29 +56,40 @@ class Board {
   std::uint64_t sequence() const { return call_.sequence; }
 
  private:
+  static constexpr int kAll = -1;
+
   BoardMemory::Rank& state(int rank) const { return memory_->ranks[rank]; }
-  // What it tells in this rank's present call. A rank that has gone on to the next call writes
-  // elsewhere, and none can be further.
-  PostedCall& posted(int rank) const { return state(rank).calls[call_.sequence & 1]; }
-  bool has_come(int rank, std::uint32_t meeting) const;
-  bool all_have_come(std::uint32_t meeting) const;
+  // What it tells in this rank's present call or, between two calls, in the next one. A rank that
+  // has gone on to later calls writes elsewhere, and none can be two stretches ahead.
+  PostedCall& posted(int rank) const { return state(rank).calls[place_]; }
+  void post(const Call& call);
+  void read_call(int rank);
+  void meet(int awaited);
+  bool has_come(int rank, std::uint64_t meeting) const;
+  bool is_over(std::uint64_t meeting) const;
   void wake_sleepers() const noexcept;
-  void sleep(std::uint32_t meeting) const;
-  void look_for_trouble(std::uint32_t meeting, Waited& waited);
+  void sleep(std::uint64_t meeting) const;
+  void look_for_trouble(std::uint64_t meeting, Waited& waited);
+  bool awaits(int rank) const { return awaited_ == kAll || awaited_ == rank; }
   bool waits_elsewhere(int rank) const;
-  bool is_deadlock(std::uint32_t meeting) const;
+  bool waits_elsewhere_for_this(int rank) const;
+  bool is_deadlock(std::uint64_t meeting) const;
   [[noreturn]] void throw_mismatch();
 
   Group& group_;
+  const int channel_;
   BoardMemory* memory_;
   BoardMemory* other_;  // that of the other channel
   bool reads_addresses_;
   std::function<bool()> stuck_;
   bool has_core_;  // while the other ranks have theirs
-  std::uint32_t meetings_ = 0;
+  std::uint64_t meetings_ = 0;
+  int awaited_ = kAll;  // in the present meeting
   bool in_call_ = false;
-  Call call_;                // this rank's latest call
-  std::vector<Call> calls_;  // the calls of all ranks
+  int place_ = 0;              // of the present call in `calls`, or of the next one
+  bool ends_stretch_ = false;  // whether all ranks meet in the present call
+  Call call_;                  // this rank's latest call
+  std::vector<Call> calls_;    // the calls of all ranks
 };
 
 }  // namespace shardcomm

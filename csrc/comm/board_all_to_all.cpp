@@ -60,11 +60,10 @@ void BoardCommunicator::run_all_to_all(const void* send, const Parts& send_parts
     call.op = Op::all_to_all;
     call.send_dtype = call.recv_dtype = dtype;
     call.tag = tag;
-    const auto windows = windows_->now();
     const std::size_t bytes = bytes_of(send_parts.total(size_), dtype);
-    call.send = windows->find_own(send, bytes, "all_to_all: send");
+    call.send = windows_->find_own(send, bytes, "all_to_all: send");
     if (bytes == 0) call.send = {Place::kAddress, 0};  // nobody reads there
-    windows->find_own(recv, bytes_of(recv_parts.total(size_), dtype), "all_to_all: recv");
+    windows_->find_own(recv, bytes_of(recv_parts.total(size_), dtype), "all_to_all: recv");
 
     const Area area(size_);
     const std::int64_t step = area.slot_elements(dtype);

@@ -90,16 +90,20 @@ class BoardCommunicator final : public Communicator {
   // Ends the group for a mismatch.
   [[noreturn]] void refuse(int channel, const std::string& text);
   Place place_of(const void* data, std::size_t bytes, const char* name) const {
-    return windows_->now()->find(data, bytes, name);
+    return windows_->find(data, bytes, name);
   }
   // The same of a buffer of this rank's own. Throws std::invalid_argument if it lies in memory that
   // all ranks share.
   Place own_place_of(const void* data, std::size_t bytes, const char* name) const {
-    return windows_->now()->find_own(data, bytes, name);
+    return windows_->find_own(data, bytes, name);
   }
   // What each rank has posted as its `send`, for this rank to read until the call ends; nothing if
   // some of it lies where this rank cannot. Before they return from the call, all ranks must meet.
   std::vector<const std::byte*> readable_sends(int channel);
+  // Ends the group for what this rank says in `reason`.
+  void end_for(Trouble trouble, std::string_view reason) noexcept {
+    group_.end_for(trouble, reason);
+  }
   std::string describe(const Call& call) const { return group_.describe(call); }
   bool on_cpu() const { return executor_->on_host(); }
   bool has_failed() const { return group_.has_failed(); }
@@ -237,6 +241,7 @@ class BoardCommunicator final : public Communicator {
   void copy(void* dst, const void* src, std::size_t bytes, NativeStream stream) {
     if (bytes > 0 && dst != src) executor_->copy(dst, src, bytes, stream);
   }
+  void broadcast_few(Channel& channel, Call& call, void* buffer, std::size_t bytes);
   void all_reduce_direct(Channel& channel, std::byte* buffer, DType dtype, std::int64_t count,
                          RedOp op, NativeStream stream);
   void took(const Channel& channel, Op op, Path path);

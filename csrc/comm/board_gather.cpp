@@ -42,14 +42,13 @@ void BoardCommunicator::run_all_gather(const void* send, DType send_dtype, void*
     call.uneven = !parts.equal();
     call.count = call.uneven ? parts.total(size_) : count;
     call.tag = tag;
-    const auto windows = windows_->now();
     if (count > 0) {
-      call.send = windows->find(send, bytes_of(count, send_dtype), "all_gather: send");
+      call.send = windows_->find(send, bytes_of(count, send_dtype), "all_gather: send");
     } else {
       call.send = {Place::kAddress, 0};  // nobody reads there
     }
     const std::size_t bytes = bytes_of(parts.total(size_), recv_dtype);
-    call.recv = windows->find(recv, bytes, "all_gather: recv");
+    call.recv = windows_->find(recv, bytes, "all_gather: recv");
 
     const auto step = static_cast<std::int64_t>(ControlMemory::kStageBytes / itemsize(recv_dtype));
     const auto left = [&](int r, std::int64_t chunk) {
@@ -73,7 +72,7 @@ void BoardCommunicator::run_all_gather(const void* send, DType send_dtype, void*
     };
 
     // Nobody writes to recv before this: a peer may still read what the window held.
-    const bool shared = windows->is_shared(call.recv);
+    const bool shared = windows_->is_shared(call.recv);
     begin_staged(channel, call, parts, !shared && fills_first(call.send, bytes), bytes, stream,
                  fill);
     if (have_one_window(channel.index)) {
@@ -132,7 +131,11 @@ void BoardCommunicator::run_broadcast(void* buffer, std::size_t bytes, int root,
     call.op = Op::broadcast;
     call.root = root;
     call.count = static_cast<std::int64_t>(bytes);
-    call.send = windows_->now()->find(buffer, bytes, "broadcast: buffer");
+    call.send = windows_->find(buffer, bytes, "broadcast: buffer");
+    if (bytes <= PostedCall::kElementBytes && executor_->on_host()) {
+      broadcast_few(channel, call, buffer, bytes);
+      return took(channel, Op::broadcast, Path::inlined);
+    }
     constexpr auto kStep = static_cast<std::int64_t>(ControlMemory::kStageBytes);
     const auto part = [&](std::int64_t chunk) {
       return static_cast<std::byte*>(buffer) + chunk * kStep;
@@ -158,6 +161,17 @@ void BoardCommunicator::run_broadcast(void* buffer, std::size_t bytes, int root,
     run_staged(channel, divide_up(call.count, kStep), fill, use);
     took_staged(channel, Op::broadcast, bytes, Path::staged_not_direct);
   });
+}
+
+// What lies beside the root's call. The root goes on at once.
+void BoardCommunicator::broadcast_few(Channel& channel, Call& call, void* buffer,
+                                      std::size_t bytes) {
+  channel.board.check();  // a forked child must not write to the elements of its parent, the rank
+  call.send = {};         // one cache line tells all that is left
+  std::byte* few = channel.board.elements(call.root);
+  if (rank_ == call.root) copy(few, buffer, bytes, nullptr);
+  channel.board.begin_from_root(call);
+  if (rank_ != call.root) copy(buffer, few, bytes, nullptr);
 }
 
 }  // namespace shardcomm

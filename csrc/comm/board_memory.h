@@ -3,12 +3,14 @@
 // a fresh group.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstddef>
 #include <cstdint>
 
 #include "comm/doorbell.h"
 #include "comm/posted_call.h"
+#include "comm/stretch.h"
 #include "stream/futex.h"
 
 namespace shardcomm {
@@ -52,20 +54,19 @@ struct GroupMemory {
   }
 };
 
-// The board of one channel. The ranks meet any number of times; meetings are counted from 1, modulo
-// 2^32.
+// The board of one channel. The ranks meet any number of times; meetings are counted from 1.
 struct BoardMemory {
   struct alignas(64) Rank {
-    // The latest two calls, by sequence: a slow rank may still read the one before the latest.
-    PostedCall calls[2];
+    // The calls of two stretches: a slow rank may still read those of the stretch before.
+    PostedCall calls[2 * kStretch];
 
     // The latest meeting to which it has come.
-    std::uint32_t came_to() const;
+    std::uint64_t came_to() const;
     Atomic<std::uint64_t> finished;       // sequence of its latest call that has ended well
     Atomic<std::uint64_t> waiting_since;  // on the steady clock, in nanoseconds; 0: not asleep
     Atomic<std::uint64_t> across_since;   // the same, of a wait for other hosts
     // A meeting that must be over before the rank can use the other channel; 0: there is none.
-    Atomic<std::uint32_t> stuck_in;
+    Atomic<std::uint64_t> stuck_in;
     Atomic<std::uint32_t> reading;  // it may be reading other ranks' operands by their addresses
   };
 
@@ -74,32 +75,24 @@ struct BoardMemory {
   Rank ranks[1];                            // `size` of them
 
   // The latest meeting to which all ranks have come.
-  std::uint32_t all_came_to(int size) const;
+  std::uint64_t all_came_to(int size) const;
 
   static std::size_t bytes(int size) {
     return sizeof(BoardMemory) + sizeof(Rank) * static_cast<std::size_t>(size - 1);
   }
 };
 
-// Whether meeting `one` comes after `other`. The counts wrap around.
-constexpr bool is_after(std::uint32_t one, std::uint32_t other) {
-  return static_cast<std::int32_t>(one - other) > 0;
+// All arrivals of a place only grow. So what this returns was the latest while it looked; the same
+// goes for all ranks'.
+inline std::uint64_t BoardMemory::Rank::came_to() const {
+  std::uint64_t latest = 0;
+  for (const PostedCall& call : calls) latest = std::max(latest, call.arrival.load());
+  return latest;
 }
 
-// Both only grow. So what this returns was the latest while it looked; the same goes for all
-// ranks'.
-inline std::uint32_t BoardMemory::Rank::came_to() const {
-  const std::uint32_t one = calls[0].arrival.load();
-  const std::uint32_t other = calls[1].arrival.load();
-  return is_after(one, other) ? one : other;
-}
-
-inline std::uint32_t BoardMemory::all_came_to(int size) const {
-  std::uint32_t least = ranks[0].came_to();
-  for (int r = 1; r < size; ++r) {
-    const std::uint32_t meeting = ranks[r].came_to();
-    if (is_after(least, meeting)) least = meeting;
-  }
+inline std::uint64_t BoardMemory::all_came_to(int size) const {
+  std::uint64_t least = ranks[0].came_to();
+  for (int r = 1; r < size; ++r) least = std::min(least, ranks[r].came_to());
   return least;
 }
 

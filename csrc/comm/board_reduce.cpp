@@ -65,10 +65,9 @@ void BoardCommunicator::run_reduce_scatter(const void* send, DType dtype, void* 
     call.uneven = !parts.equal();
     call.count = call.uneven ? parts.total(size_) : count;
     call.tag = tag;
-    const auto windows = windows_->now();
     const std::size_t bytes = bytes_of(parts.total(size_), dtype);
-    call.send = windows->find_own(send, bytes, "reduce_scatter: send");
-    windows->find_own(recv, bytes_of(count, epilogue.dtype), "reduce_scatter: recv");
+    call.send = windows_->find_own(send, bytes, "reduce_scatter: send");
+    windows_->find_own(recv, bytes_of(count, epilogue.dtype), "reduce_scatter: recv");
 
     const Slices slices(parts, size_,
                         static_cast<std::int64_t>(ControlMemory::kStageBytes / itemsize(dtype)));
@@ -121,7 +120,7 @@ void BoardCommunicator::run_all_reduce(void* buffer, DType dtype, std::int64_t c
     call.count = count;
     call.tag = tag;
     const std::size_t bytes = bytes_of(count, dtype);
-    call.send = windows_->now()->find_own(buffer, bytes, "all_reduce: buffer");
+    call.send = windows_->find_own(buffer, bytes, "all_reduce: buffer");
 
     // Every rank reduces all of it: few bytes, and one meeting a chunk instead of two.
     const auto step = static_cast<std::int64_t>(ControlMemory::kStageBytes / itemsize(dtype));
@@ -185,10 +184,9 @@ void BoardCommunicator::run_reduce(const void* send, void* recv, DType dtype, st
     call.root = root;
     call.count = count;
     call.tag = tag;
-    const auto windows = windows_->now();
-    call.send = windows->find_own(send, bytes, "reduce: send");
+    call.send = windows_->find_own(send, bytes, "reduce: send");
     if (is_root) {
-      windows->find_own(recv, bytes, "reduce: recv");
+      windows_->find_own(recv, bytes, "reduce: recv");
       call.send = {Place::kAddress, 0};  // no other rank reads there
     }
 

@@ -25,10 +25,9 @@ void BoardCommunicator::run_gather(const void* send, void* recv, std::size_t byt
     call.root = root;
     call.count = count;
     call.tag = tag;
-    const auto windows = windows_->now();
-    call.send = windows->find(send, bytes, "gather: send");
+    call.send = windows_->find(send, bytes, "gather: send");
     if (is_root) {
-      windows->find_own(recv, total, "gather: recv");
+      windows_->find_own(recv, total, "gather: recv");
       call.send = {Place::kAddress, 0};  // no other rank reads there
     }
     constexpr auto kStep = static_cast<std::int64_t>(ControlMemory::kStageBytes);
@@ -78,9 +77,8 @@ void BoardCommunicator::run_scatter(const void* send, void* recv, std::size_t by
     call.root = root;
     call.count = count;
     call.tag = tag;
-    const auto windows = windows_->now();
-    if (is_root) call.send = windows->find(send, total, "scatter: send");
-    windows->find_own(recv, bytes, "scatter: recv");
+    if (is_root) call.send = windows_->find(send, total, "scatter: send");
+    windows_->find_own(recv, bytes, "scatter: recv");
 
     // The root's area has a slot for each rank.
     const std::int64_t step =

@@ -72,6 +72,7 @@ struct Place {
   std::uint64_t offset = 0;
 
   bool reachable() const { return window != kNowhere; }
+  bool in_window() const { return window > kAddress; }
   bool operator==(const Place& other) const {
     return window == other.window && offset == other.offset;
   }
@@ -85,8 +86,9 @@ struct Call {
   RedOp red_op = RedOp::sum;
   std::int32_t root = 0;  // send: the destination; recv: the source, or -1
   bool uneven = false;    // the ranks' parts differ in length
-  bool filled_first =
-      false;  // not compared: the first chunk lies in this rank's staging area already
+  // Not compared: the first chunk lies in this rank's staging area already.
+  bool filled_first = false;
+  bool from_root = false;    // not compared: its rank waits for the root alone
   std::uint16_t coding = 0;  // key_of(Coding): in what partial sums cross; 0: as they are
   // The elements of each rank, or of all uneven parts; for allocate, broadcast, gather, scatter and
   // messages, bytes; for all_to_all 0, since ranks' numbers differ.

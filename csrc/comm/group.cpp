@@ -44,6 +44,7 @@ const char* kind_of(Trouble trouble) {
     case Trouble::died:
       return "died";
     case Trouble::late:
+    case Trouble::late_hosts:
       return "late";
     case Trouble::closed:
       return "closed";
@@ -52,6 +53,7 @@ const char* kind_of(Trouble trouble) {
     case Trouble::mismatch:
     case Trouble::deadlock:
       return "mismatch";
+    case Trouble::lost_hosts:
     case Trouble::none:
       break;
   }
@@ -115,6 +117,7 @@ std::optional<LastCall> Group::message(int rank) const {
   const auto since = static_cast<std::int64_t>(state.message_since.load());
   LastCall last;
   if (since == 0 || !state.message.read(last.call)) return std::nullopt;
+  last.call.sequence = std::exchange(last.call.handle, 0);
   last.pending = true;
   last.waiting_ns = now_ns() - since;
   return last;
@@ -122,7 +125,13 @@ std::optional<LastCall> Group::message(int rank) const {
 
 void Group::tell_message(const std::optional<Call>& call, Clock::time_point since) {
   GroupMemory::Rank& own = memory_->ranks[rank_];
-  if (call) own.message.post(*call, ++messages_told_);
+  if (call) {
+    // The same message may be told of twice, and each time is another one for who reads.
+    Call told = *call;
+    told.handle = told.sequence;
+    told.sequence = ++messages_told_;
+    own.message.post(told);
+  }
   own.message_since.store(call ? nanoseconds(since) : 0);
 }
 
@@ -137,6 +146,8 @@ std::optional<std::string> Group::failure() const {
       text << "ranks wait for each other in different collectives: " << pending_calls();
       break;
     case Trouble::mismatch:
+    case Trouble::lost_hosts:
+    case Trouble::late_hosts:
       text << memory_->ranks[failure.culprit].reason.read().data();
       break;
     case Trouble::died:
@@ -165,8 +176,14 @@ void Group::throw_failed(const Call& own) const {
   text << *this->failure();
   CommFault fault = fault_in(own, kind_of(failure.trouble));
   fault.reporter = number(failure.reporter);
-  if (failure.trouble == Trouble::deadlock || failure.trouble == Trouble::mismatch) {
-    throw CommError(text.str(), fault);  // it tells what every rank was in
+  switch (failure.trouble) {
+    case Trouble::deadlock:
+    case Trouble::mismatch:
+    case Trouble::lost_hosts:
+    case Trouble::late_hosts:
+      throw CommError(text.str(), fault);  // it tells what ranks were in; no rank is the culprit
+    default:
+      break;
   }
   fault.rank = number(failure.culprit);
   if (own.sequence == 0) {

@@ -15,7 +15,17 @@
 
 namespace shardcomm {
 
-enum class Trouble : std::uint8_t { none, died, late, closed, aborted, mismatch, deadlock };
+enum class Trouble : std::uint8_t {
+  none,
+  died,
+  late,
+  closed,
+  aborted,
+  mismatch,
+  deadlock,
+  lost_hosts,  // by the rank that noticed, and by no fault of a rank of this host
+  late_hosts,
+};
 
 // The latest call of a rank on a channel.
 struct LastCall {
@@ -82,7 +92,11 @@ class Group {
   [[noreturn]] void throw_mismatch(const std::string& text, const Call& own);
   // Ends the group, unless it has failed already.
   void fail(Trouble trouble, int culprit) noexcept;
-  void abort(std::string_view reason) noexcept { fail_for(Trouble::aborted, rank_, reason); }
+  void abort(std::string_view reason) noexcept { end_for(Trouble::aborted, reason); }
+  // Ends the group for what this rank says in `reason`.
+  void end_for(Trouble trouble, std::string_view reason) noexcept {
+    fail_for(trouble, rank_, reason);
+  }
   // Ends the group because `culprit` was late. All ranks then say whose deadline it was, since
   // ranks may have different ones.
   void late(int culprit) noexcept;

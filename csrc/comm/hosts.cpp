@@ -4,6 +4,7 @@
 #include <cstring>
 #include <sstream>
 #include <stdexcept>
+#include <string_view>
 #include <utility>
 
 #include "comm/buffer.h"
@@ -144,7 +145,16 @@ void HostsCommunicator::perform(Lane& lane, Call call, const Parts& parts,
       for (int i = 0; i < local_; ++i) {  // the digests; the board has compared the rest
         check_same(lane, on_host_->call_of(lane.channel, i), first() + i);
       }
-      body();
+      try {
+        body();
+      } catch (const CommError& error) {
+        // A rank of this host may have died, which is why other hosts have left. Else the others of
+        // this host hear of it in the same words.
+        on_host_->check_outside(lane.channel);
+        const bool late = std::string_view(error.fault().kind) == "late";
+        on_host_->end_for(late ? Trouble::late_hosts : Trouble::lost_hosts, error.what());
+        throw;
+      }
     });
   });
 }
@@ -225,6 +235,17 @@ void HostsCommunicator::start_and_finish(Lane& lane, Crossing crossing) {
   finish(lane, 0);
 }
 
+std::string HostsCommunicator::peers() const {
+  std::ostringstream text;
+  const char* comma = "";
+  for (int host = 0; host < hosts_; ++host) {
+    if (host == host_) continue;
+    text << comma << "rank " << rank_at(host, index()) << " of host " << host;
+    comma = ", ";
+  }
+  return text.str();
+}
+
 void HostsCommunicator::cross(const Lane& lane, const Crossing& crossing) {
   try {
     crossing(*across_, lane.channel);
@@ -235,7 +256,8 @@ void HostsCommunicator::cross(const Lane& lane, const Crossing& crossing) {
     CommFault fault = fault_in(own, "backend");
     fault.reporter = rank();
     throw CommError("rank " + std::to_string(rank()) + ", in " + on_host_->describe(own) +
-                        ", lost the ranks of other hosts with which it exchanges: " + error.what(),
+                        ", lost the ranks of other hosts with which it exchanges, " + peers() +
+                        ": " + error.what(),
                     fault);
   }
 }

@@ -143,6 +143,8 @@ class HostsCommunicator final : public Communicator {
   void start(Lane& lane, std::int64_t chunk, Crossing crossing);
   void finish(Lane& lane, std::int64_t chunk);
   [[noreturn]] void throw_late(const Lane& lane) const;
+  // The ranks of other hosts with which this one exchanges.
+  std::string peers() const;
   // The same of what is no chunk. It is not run on this thread, whose wait a signal can end.
   void start_and_finish(Lane& lane, Crossing crossing);
   void cross(const Lane& lane, const Crossing& crossing);

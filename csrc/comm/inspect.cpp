@@ -18,7 +18,7 @@ namespace {
 
 constexpr std::uint64_t kMagic = 0x6d6d6f6364726873;  // "shrdcomm"
 // Most changes of the layout change a size; count this up with one that does not.
-constexpr std::uint64_t kLayoutVersion = 4;
+constexpr std::uint64_t kLayoutVersion = 5;
 
 constexpr std::uint64_t layout() {
   std::uint64_t sum = kLayoutVersion;
@@ -64,7 +64,7 @@ std::size_t file_bytes(int fd) {
 // rank that has come already, since the arrivals of the others are read last.
 std::optional<Pending> pending_on(const Group& group, int rank, int channel) {
   const BoardMemory& board = group.board(channel);
-  const std::uint32_t came_to = board.ranks[rank].came_to();
+  const std::uint64_t came_to = board.ranks[rank].came_to();
   const std::optional<LastCall> last = group.last_call(rank, channel);
   if (!last || !last->pending) return std::nullopt;
   Pending entry;
@@ -73,12 +73,9 @@ std::optional<Pending> pending_on(const Group& group, int rank, int channel) {
   entry.channel = channel == 0 ? "gather" : "reduce";
   entry.call = group.signature(last->call);
   entry.sequence = last->call.sequence;
-  if (is_after(came_to, board.all_came_to(group.size()))) {
-    for (int other = 0; other < group.size(); ++other) {
-      if (is_after(came_to, board.ranks[other].came_to())) {
-        entry.waits_for.push_back(group.number(other));
-      }
-    }
+  for (int other = 0; other < group.size(); ++other) {
+    if (last->call.from_root && other != last->call.root) continue;
+    if (board.ranks[other].came_to() < came_to) entry.waits_for.push_back(group.number(other));
   }
   std::int64_t waiting_ns = last->waiting_ns;
   if (entry.waits_for.empty() && last->across_ns > 0) {

@@ -79,6 +79,12 @@ class Mail {
   // Begins what `request` says. Throws CommError, which ends the group, if a message has arrived
   // for it that is of another size.
   Ticket start(Request request);
+  // Sends a small message without a request, if no request is pending, and there is room for it.
+  bool send_now(int destination, const std::byte* from, std::size_t bytes,
+                std::int64_t tag) noexcept;
+  // Receives a small message without a request, if none is pending, and if it is the next of all
+  // that `source` has sent.
+  bool recv_now(int source, std::byte* into, std::size_t bytes, std::int64_t tag);
   // Forgets a request, and does not touch its buffer any more, whatever has become of it.
   void cancel(Ticket request) noexcept;
   // Moves what can be moved now, once round; false if that was nothing. Throws as `start` does, and

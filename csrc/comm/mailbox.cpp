@@ -67,6 +67,8 @@ void Mailbox::send(const void* buffer, std::size_t bytes, int destination, std::
   Request request = checked(Op::send, buffer, bytes, destination, tag);
   request.from = static_cast<const std::byte*>(buffer);
   Lock lock(mutex_);
+  group_.throw_if_ended(Mail::call_of(request));
+  if (mail_.send_now(destination, request.from, bytes, tag)) return;
   run(lock, std::move(request));
 }
 
@@ -74,6 +76,9 @@ int Mailbox::recv(void* buffer, std::size_t bytes, int source, std::int64_t tag)
   Request request = checked(Op::recv, buffer, bytes, source, tag);
   request.into = static_cast<std::byte*>(buffer);
   Lock lock(mutex_);
+  group_.throw_if_ended(Mail::call_of(request));
+  const auto is_received = [&] { return mail_.recv_now(source, request.into, bytes, tag); };
+  if (source != kAnySource && (is_received() || spin(has_core_, is_received))) return source;
   return run(lock, std::move(request));
 }
 

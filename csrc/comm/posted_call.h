@@ -17,40 +17,40 @@ namespace shardcomm {
 // ranks must know is in one, and the elements begin there; where operands lie, which few calls
 // tell, comes last.
 //
-//   line 0   version · arrival · what ranks compare of the call, its number · 16 bytes of elements
-//   line 1   64 bytes of elements
-//   line 2   the call's places and handle
+//   line 0     version · arrival · what ranks compare of the call · 16 bytes of elements
+//   lines 1-4  256 bytes of elements
+//   line 5     the call's places and handle
 //
 // The call is a sequence lock (H.-J. Boehm, "Can seqlocks get along with programming language
 // memory models?", MSPC 2012), whose words are atomic: a rank that reads it while its owner posts
 // the next one sees the whole of one call or nothing, and never half of each. Zeroed memory is a
-// valid one, to which nothing was posted.
+// valid one, to which nothing was posted. The version is the call's number and two flags.
 class alignas(64) PostedCall {
  public:
-  static constexpr std::size_t kElementBytes = 16 + 64;
+  static constexpr std::size_t kElementBytes = 16 + 256;
 
-  void post(const Call& call) { post(call, call.sequence); }
-  // `number`: another one than those before, modulo 2^30.
-  void post(const Call& call, std::uint64_t number) {
+  // `call.sequence`: another one than those before.
+  void post(const Call& call) {
     const bool has_places = call.tells_places();
     const auto* bytes = reinterpret_cast<const std::byte*>(&call);
     // Relaxed: the release of each word comes after it, and carries it along.
     version_.store(kBeingWritten, std::memory_order_relaxed);
     store(near_, bytes);
-    if (has_places) store(far_, bytes + sizeof(near_));
-    const std::uint32_t whole = has_places ? kWhole | kWithPlaces : kWhole;
-    version_.store(static_cast<std::uint32_t>(number) << 2 | whole, std::memory_order_release);
+    if (has_places) store(far_, bytes + kFarAt);
+    const std::uint64_t whole = has_places ? kWhole | kWithPlaces : kWhole;
+    version_.store(call.sequence << 2 | whole, std::memory_order_release);
   }
 
   // False: there is no whole call, and `call` has no meaning.
   bool read(Call& call) const {
-    const std::uint32_t version = version_.load(std::memory_order_acquire);
+    const std::uint64_t version = version_.load(std::memory_order_acquire);
     if (version == kBeingWritten) return false;
     auto* bytes = reinterpret_cast<std::byte*>(&call);
     load(bytes, near_);
+    call.sequence = version >> 2;
     call.send = call.recv = {};
     call.handle = 0;
-    if ((version & kWithPlaces) != 0) load(bytes + sizeof(near_), far_);
+    if ((version & kWithPlaces) != 0) load(bytes + kFarAt, far_);
     // Who acquires a word of a later call has seen the version being cleared before that, and finds
     // it changed: this second look may be relaxed, and not before those.
     return version_.load(std::memory_order_relaxed) == version;
@@ -59,12 +59,13 @@ class alignas(64) PostedCall {
  private:
   static_assert(std::is_trivially_copyable_v<Call>);
   using Word = std::uint64_t;
-  static constexpr std::size_t kNear = offsetof(Call, send) / sizeof(Word);
-  static constexpr std::size_t kFar = sizeof(Call) / sizeof(Word) - kNear;
-  static_assert(sizeof(Call) == (kNear + kFar) * sizeof(Word));
-  static constexpr std::uint32_t kBeingWritten = 0;  // also before anything was posted
-  static constexpr std::uint32_t kWhole = 1;
-  static constexpr std::uint32_t kWithPlaces = 2;
+  static constexpr std::size_t kFarAt = offsetof(Call, send);
+  static constexpr std::size_t kNear = offsetof(Call, sequence) / sizeof(Word);
+  static constexpr std::size_t kFar = (sizeof(Call) - kFarAt) / sizeof(Word);
+  static_assert(sizeof(Call) == (kNear + 1 + kFar) * sizeof(Word));
+  static constexpr std::uint64_t kBeingWritten = 0;  // also before anything was posted
+  static constexpr std::uint64_t kWhole = 1;
+  static constexpr std::uint64_t kWithPlaces = 2;
 
   // A word at a time, since a processor that loads more than it has stored at once waits for it.
   template <std::size_t N>
@@ -83,10 +84,10 @@ class alignas(64) PostedCall {
     }
   }
 
-  Atomic<std::uint32_t> version_;
+  Atomic<std::uint64_t> version_;
 
  public:
-  Atomic<std::uint32_t> arrival;  // the latest meeting to which its rank has come in this call
+  Atomic<std::uint64_t> arrival;  // the latest meeting to which its rank has come in this call
 
  private:
   std::array<Atomic<Word>, kNear> near_;
@@ -98,6 +99,6 @@ class alignas(64) PostedCall {
   std::array<Atomic<Word>, kFar> far_;
 };
 
-static_assert(sizeof(PostedCall) == 3 * 64);
+static_assert(sizeof(PostedCall) == 6 * 64);
 
 }  // namespace shardcomm

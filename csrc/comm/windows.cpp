@@ -67,8 +67,14 @@ WindowTable WindowTable::without(std::uint32_t id) const {
 }
 
 void Windows::add(Window window) {
+  const auto begin = reinterpret_cast<std::uintptr_t>(window.region(rank_));
+  const std::uintptr_t end = begin + window.region_bytes;
   const std::lock_guard<std::mutex> lock(mutex_);
   table_ = std::make_shared<const WindowTable>(table_->with(std::move(window)));
+  lowest_.store(std::min(lowest_.load(std::memory_order_relaxed), begin),
+                std::memory_order_relaxed);
+  highest_.store(std::max(highest_.load(std::memory_order_relaxed), end),
+                 std::memory_order_relaxed);
 }
 
 void Windows::remove(std::uint32_t id) noexcept {

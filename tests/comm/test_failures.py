@@ -157,6 +157,7 @@ def other_reduction(comm: Communicator) -> None:
 
 def other_root(comm: Communicator) -> None:
     comm.broadcast(torch.zeros(4), root=comm.rank % 2)
+    comm.barrier()  # a root may have gone on before the others came
 
 
 def other_memory(comm: Communicator) -> None:

@@ -66,8 +66,10 @@ struct Pair {
   }
   // Rank 1 posts a barrier and comes to its meeting, and is stopped before it can wake who sleeps.
   void comes(std::uint32_t meeting) {
-    gathers->ranks[1].calls[meeting & 1].post(barrier(meeting));
-    gathers->ranks[1].calls[meeting & 1].arrival.store(meeting);
+    // A stretch is one call long here.
+    auto& posted = gathers->ranks[1].calls[meeting % 2 == 1 ? 0 : shardcomm::kStretch];
+    posted.post(barrier(meeting));
+    posted.arrival.store(meeting);
   }
 };
 
@@ -95,7 +97,7 @@ void a_rank_that_was_stopped_before_it_came_is_late() {
   Pair pair;
   Call call = pair.barrier(1);
   call.tag = 7;
-  pair.gathers->ranks[1].calls[1].post(call);
+  pair.gathers->ranks[1].calls[0].post(call);
   const std::string heard = what_rank_0_hears(pair);
   require(heard ==
               "rank 1 did not come within 0.2 s; rank 0 was in barrier() #1, the last call of "
@@ -115,7 +117,7 @@ void a_rank_that_was_stopped_before_it_came_is_late() {
 
 void a_rank_that_waits_in_the_other_channel_is_not_late() {
   Pair pair;
-  pair.reduces->ranks[1].calls[1].arrival.store(1);
+  pair.reduces->ranks[1].calls[0].arrival.store(1);
   const std::string heard = what_rank_0_hears(pair);
   require(heard.find("ranks wait for each other") == 0, "nobody is blamed: " + heard);
 }
@@ -128,9 +130,9 @@ void half_a_call_is_never_read() {
   // Stopped while it writes its second call: there is no version, and some words are new.
   Call second = pair.barrier(2);
   second.count = 7;
-  auto& torn = pair.gathers->ranks[1].calls[0];
+  auto& torn = pair.gathers->ranks[1].calls[shardcomm::kStretch];
   torn.post(second);
-  reinterpret_cast<shardcomm::Atomic<std::uint32_t>*>(&torn)->store(0);
+  reinterpret_cast<shardcomm::Atomic<std::uint64_t>*>(&torn)->store(0);
   const auto last = pair.group.last_call(1, 0);
   require(last.has_value() && last->call.sequence == 1, "the whole call before it is read");
 }
@@ -146,7 +148,7 @@ void a_rank_that_died_is_told() {
 void ranks_that_wait_for_each_other_learn_it_long_before_the_deadline() {
   Pair pair{20.0};
   pair.stuck = true;
-  pair.reduces->ranks[1].calls[1].arrival.store(1);
+  pair.reduces->ranks[1].calls[0].arrival.store(1);
   pair.reduces->ranks[1].stuck_in.store(1);
   const auto begin = shardcomm::Clock::now();
   const std::string heard = what_rank_0_hears(pair);
@@ -157,7 +159,7 @@ void ranks_that_wait_for_each_other_learn_it_long_before_the_deadline() {
 // Another thread of this rank may call what rank 1 waits for.
 void a_rank_that_is_not_stuck_waits_on() {
   Pair pair{20.0};
-  pair.reduces->ranks[1].calls[1].arrival.store(1);
+  pair.reduces->ranks[1].calls[0].arrival.store(1);
   pair.reduces->ranks[1].stuck_in.store(1);
   int looks = 0;
   pair.has_ended = [&](int) {
@@ -283,12 +285,50 @@ void calls_are_compared_once_all_have_come() {
   Pair pair;
   Call theirs = pair.barrier(1);
   theirs.tag = 7;
-  pair.gathers->ranks[1].calls[1].post(theirs);
-  pair.gathers->ranks[1].calls[1].arrival.store(1);
+  pair.gathers->ranks[1].calls[0].post(theirs);
+  pair.gathers->ranks[1].calls[0].arrival.store(1);
   const std::string heard = what_rank_0_hears(pair);
   require(heard ==
               "ranks called different collectives: rank 0 called barrier() #1; rank 1 called "
               "barrier(tag 7) #1",
+          heard);
+}
+
+Call broadcast_from(int root) {
+  Call call;
+  call.op = Op::broadcast;
+  call.root = root;
+  return call;
+}
+
+// Rank 1 never comes: the deadline ends the call in which all meet, and none before.
+void a_root_waits_for_the_others_at_the_end_of_a_stretch_alone() {
+  Pair pair;
+  for (int i = 1; i < shardcomm::kStretch; ++i) {
+    pair.board.begin_from_root(broadcast_from(0));
+    pair.board.end();
+  }
+  std::string heard;
+  try {
+    pair.board.begin_from_root(broadcast_from(0));
+  } catch (const CommError& error) {
+    heard = error.what();
+  }
+  require(heard.find("rank 1 did not come within 0.2 s") == 0, heard);
+}
+
+void a_root_that_comes_later_sees_another_call() {
+  Pair pair;
+  pair.comes(1);
+  std::string heard;
+  try {
+    pair.board.begin_from_root(broadcast_from(0));
+  } catch (const CommError& error) {
+    heard = error.what();
+  }
+  require(heard ==
+              "ranks called different collectives: rank 0 called broadcast(0 bytes, root 0) #1; "
+              "rank 1 called barrier() #1",
           heard);
 }
 
@@ -358,6 +398,8 @@ int main() {
   the_first_failure_and_the_first_reason_stay();
   what_a_rank_did_last_is_told_while_it_waits_and_afterwards();
   calls_are_compared_once_all_have_come();
+  a_root_waits_for_the_others_at_the_end_of_a_stretch_alone();
+  a_root_that_comes_later_sees_another_call();
   a_rank_that_was_stopped_itself_blames_nobody_for_it();
   whoever_waits_is_woken();
   std::puts("ok");

@@ -171,6 +171,7 @@ void a_failure_reaches_all(Communicator& comm) {
     } else {
       std::vector<float> buffer(4);
       comm.broadcast(buffer.data(), 16, 0);
+      comm.barrier();  // a root may have gone on before rank 1 came
     }
     require(false, "ranks that disagree throw");
   } catch (const CommError& error) {
@@ -262,6 +263,7 @@ void other_dtype_received(Communicator& comm) {
 void other_root(Communicator& comm) {
   std::vector<float> buffer(4);
   comm.broadcast(buffer.data(), 16, comm.rank() == 1 ? 1 : 0);
+  comm.barrier();  // a root may have gone on before the others came
 }
 
 void other_tag(Communicator& comm) { comm.barrier(comm.rank() == 1 ? 7 : 0); }

@@ -78,7 +78,7 @@ struct Group {
     BoardMemory& board =
         *ControlMemory::boards(control->data(), size)[static_cast<std::size_t>(channel)];
     const auto has_come = [&](int r) {
-      return shardcomm::is_after(board.ranks[r].came_to(), board.ranks[rank].came_to());
+      return board.ranks[r].came_to() > board.ranks[rank].came_to();
     };
     const auto end = std::chrono::steady_clock::now() + std::chrono::duration<double>(kDeadlineS);
     for (int r = 0; r < size; ++r) {

@@ -100,6 +100,8 @@ class Communicator {
   // In place; the result is the same on every rank, bit for bit.
   void all_reduce(void* buffer, DType dtype, std::int64_t count, RedOp op, std::int64_t tag = 0,
                   NativeStream stream = nullptr);
+  // Of few bytes (docs/protocol.md) the root waits for nobody: if another rank calls something
+  // else, that one throws, and the root in its next call.
   void broadcast(void* buffer, std::size_t bytes, int root, NativeStream stream = nullptr);
   // `tag` as in all_gather.
   void barrier(std::int64_t tag = 0, NativeStream stream = nullptr);

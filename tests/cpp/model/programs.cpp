@@ -65,6 +65,48 @@ std::vector<Program> programs() {
     add(program, "spinning", false);
     add(meeting(3, Form::barrier, 1), "barriers", false);
   }
+  {  // The root goes on at once, and the others when it has come.
+    add(meeting(2, Form::few, 3), "few", true);
+    add(meeting(3, Form::few, 1), "few", false);
+    Program program = meeting(2, Form::few, 2);
+    program.world.weak = true;
+    add(program, "weak and few", false);
+    program = meeting(2, Form::few, 1);
+    program.spawn_threads = each([](Ranks& ranks, int r) {  // the last takes the place of the first
+      for (const Form form : {Form::few, Form::few, Form::barrier, Form::few}) {
+        ranks.collective(r, kGather, form);
+      }
+    });
+    add(program, "few again", false);
+    program.spawn_threads = each([](Ranks& ranks, int r) {
+      ranks.collective(r, kGather, Form::few);
+      ranks.collective(r, kGather, Form::filled);
+      ranks.collective(r, kGather, Form::few);
+    });
+    add(program, "few between", false);
+    program.spawn_threads = each([](Ranks& ranks, int r) {
+      ranks.collective(r, kGather, Form::few);
+      ranks.close(r);
+    });
+    add(program, "few, closed in peace", true);
+    // The root gathers and then reduces, and waits in the second alone.
+    program.spawn_threads = each([](Ranks& ranks, int r) {
+      if (r == 0) ranks.collective(r, kGather, Form::few);
+      ranks.collective(r, kReduce, Form::barrier);
+      if (r == 1) ranks.collective(r, kGather, Form::few);
+    });
+    add(program, "few crosswise", true);
+    program.spawn_threads = each([](Ranks& ranks, int r) {  // the same, but rank 1 is the root
+      ranks.collective(r, r == 0 ? kGather : kReduce, r == 0 ? Form::few : Form::barrier,
+                       r == 0 ? 1 : 0) &&
+          ranks.collective(r, r == 0 ? kReduce : kGather, r == 0 ? Form::barrier : Form::few,
+                           r == 0 ? 0 : 1);
+    });
+    program.troubles = may(Trouble::deadlock);
+    program.all_throw = true;
+    program.without_timeouts = false;
+    add(program, "few and deadlock", true);
+  }
   {  // Gathers on one thread of each rank, reduces on another.
     Program program = meeting(2, Form::barrier, 1);
     program.spawn_threads = [](Ranks& ranks) {
@@ -118,6 +160,18 @@ std::vector<Program> programs() {
     program.troubles = may(Trouble::mismatch);
     program.without_timeouts = true;
     add(program, "mismatch", true);
+    // A root may have gone on, and be asleep in its next call.
+    program.without_timeouts = false;
+    program.spawn_threads = each([](Ranks& all, int r) {
+      all.collective(r, kGather, r == 0 ? Form::few : Form::barrier, r);
+      all.collective(r, kGather, Form::barrier);
+    });
+    add(program, "few and other", true);
+    program.spawn_threads = each([](Ranks& all, int r) {
+      all.collective(r, kGather, Form::few, r);
+      all.collective(r, kGather, Form::barrier);
+    });
+    add(program, "two roots", true);
   }
   for (const int ranks : {2, 3}) {  // A rank stops for ever, anywhere; or is only slow.
     Program program = meeting(ranks, Form::barrier, 1);
@@ -129,6 +183,8 @@ std::vector<Program> programs() {
     if (ranks == 2) {
       program.spawn_threads = collectives(1, Form::window);
       add(program, "stopped between", false);
+      program.spawn_threads = collectives(2, Form::few);
+      add(program, "few and stopped", false);
     }
   }
   for (const int ranks : {2, 3}) {  // A rank dies, anywhere. No deadline is needed to find it.
@@ -137,6 +193,8 @@ std::vector<Program> programs() {
     program.troubles = may(Trouble::died);
     program.without_timeouts = false;
     add(program, "died", ranks == 2);
+    program.spawn_threads = collectives(ranks == 2 ? 2 : 1, Form::few);
+    add(program, "few and died", ranks == 2);
   }
   {  // Another thread of rank 0 aborts.
     Program program = meeting(2, Form::barrier, 1);

@@ -1,5 +1,6 @@
 #include "ranks.h"
 
+#include <algorithm>
 #include <cstring>
 #include <new>
 #include <type_traits>
@@ -17,7 +18,7 @@ using shardcomm::Doorbell;
 using shardcomm::Frame;
 using shardcomm::Group;
 using shardcomm::GroupMemory;
-using shardcomm::is_after;
+using shardcomm::kStretch;
 using shardcomm::MailReader;
 using shardcomm::MailRing;
 using shardcomm::MailWriter;
@@ -40,6 +41,7 @@ std::string rank_name(int rank) { return "rank " + std::to_string(rank); }
 shardcomm::Call make_call(int rank, int channel, std::uint64_t sequence, int variant) {
   shardcomm::Call call;
   call.op = channel == kGather ? shardcomm::Op::all_gather : shardcomm::Op::all_reduce;
+  call.root = variant;
   call.count = 1000 * (1 + variant) + static_cast<std::int64_t>(sequence);
   call.sequence = sequence;
   if (sequence % 2 == 0) return call;
@@ -56,11 +58,12 @@ T* make(std::size_t count = 1) {
 }
 
 // As BoardMemory::Rank::came_to.
-std::uint32_t came_to(const BoardMemory& board, int rank) {
-  const auto& calls = board.ranks[rank].calls;
-  const std::uint32_t one = calls[0].arrival.now();
-  const std::uint32_t other = calls[1].arrival.now();
-  return is_after(one, other) ? one : other;
+std::uint64_t came_to(const BoardMemory& board, int rank) {
+  std::uint64_t latest = 0;
+  for (const PostedCall& call : board.ranks[rank].calls) {
+    latest = std::max(latest, call.arrival.now());
+  }
+  return latest;
 }
 
 const Ranks* running_ranks = nullptr;
@@ -125,30 +128,34 @@ void Ranks::operation(std::uint64_t locals) {
 
 bool Ranks::has_come(int rank, int channel, std::uint32_t meeting) const {
   const BoardMemory& board = *boards_[static_cast<std::size_t>(channel)];
-  return !is_after(meeting, came_to(board, rank));
+  return came_to(board, rank) >= meeting;
 }
 
 // The meeting in which it waits, or 0.
 std::uint32_t Ranks::waits_in(int rank, int channel) const {
   const BoardMemory& board = *boards_[static_cast<std::size_t>(channel)];
-  const std::uint32_t meeting = came_to(board, rank);
+  const auto meeting = static_cast<std::uint32_t>(came_to(board, rank));
+  const RankMemory& own = memory_.ranks[static_cast<std::size_t>(rank)];
+  const auto c = static_cast<std::size_t>(channel);
+  if (own.meetings[c] != meeting) return 0;  // it is on its way to the next
   for (int r = 0; r < program_.ranks; ++r) {
-    if (is_after(meeting, came_to(board, r))) return meeting;
+    if ((own.awaits[c] >> r & 1) != 0 && !has_come(r, channel, meeting)) return meeting;
   }
   return 0;
 }
 
-void Ranks::meeting(int rank, int channel, const std::function<void()>& go) {
+void Ranks::meeting(int rank, int channel, Mask awaited, const std::function<void()>& go) {
   const auto c = static_cast<std::size_t>(channel);
   RankMemory& own = memory_.ranks[static_cast<std::size_t>(rank)];
   ThreadMemory& thread = memory_.threads[static_cast<std::size_t>(self())];
   thread.channel = channel;
+  own.awaits[c] = awaited;
   thread.meeting = ++own.meetings[c];
   thread.missing = 0;
   thread.elsewhere = {};
   go();
   for (int r = 0; r < program_.ranks; ++r) {
-    if (!has_come(r, channel, thread.meeting)) {
+    if ((awaited >> r & 1) != 0 && !has_come(r, channel, thread.meeting)) {
       violate("P2", rank_name(rank) + " went on without " + rank_name(r));
     }
   }
@@ -173,9 +180,16 @@ bool Ranks::collective(int rank, int channel, Form form, int variant) {
   bool well = false;
   try {
     operation(must_throw);
-    if (form == Form::filled) elements(board, rank).write() = call.sequence;
-    meeting(rank, channel, [&] { board.begin(call); });
+    const bool fills = form == Form::filled || (form == Form::few && rank == call.root);
+    if (fills) elements(board, rank).write() = call.sequence;
+    const bool few_meet =
+        form == Form::few && own.in_stretch[c] + 1 < static_cast<std::uint32_t>(kStretch);
+    const Mask awaited = few_meet ? 1U << call.root : everyone();
+    meeting(rank, channel, awaited,
+            [&] { form == Form::few ? board.begin_from_root(call) : board.begin(call); });
+    own.in_stretch[c] = few_meet ? own.in_stretch[c] + 1 : 0;
     for (int r = 0; r < program_.ranks; ++r) {
+      if ((awaited >> r & 1) == 0) continue;
       const Call& theirs = board.call_of(r);
       check_call(theirs, r, channel, "call_of");
       if (theirs.sequence != board.sequence()) {
@@ -183,7 +197,11 @@ bool Ranks::collective(int rank, int channel, Form form, int variant) {
       }
     }
     operation(must_throw);
-    move_bytes(rank, channel, form, board.sequence());
+    if (form == Form::few) {
+      if (rank != call.root) expect(elements(board, call.root), call.sequence);
+    } else {
+      move_bytes(rank, channel, form, board.sequence());
+    }
     operation(must_throw);
     board.end();
     operation(must_throw);
@@ -215,10 +233,11 @@ void Ranks::move_bytes(int rank, int channel, Form form, std::uint64_t sequence)
   Board& board = *own.boards[c];
   switch (form) {
     case Form::barrier:
+    case Form::few:
       return;
     case Form::staged:
       elements(board, rank).write() = sequence;
-      meeting(rank, channel, [&] { board.meet(); });
+      meeting(rank, channel, everyone(), [&] { board.meet(); });
       [[fallthrough]];
     case Form::filled:
       for (int r = 0; r < program_.ranks; ++r) {
@@ -228,7 +247,7 @@ void Ranks::move_bytes(int rank, int channel, Form form, std::uint64_t sequence)
       return;
     case Form::window:
       own.window[c]->write() = sequence;
-      meeting(rank, channel, [&] { board.meet(); });
+      meeting(rank, channel, everyone(), [&] { board.meet(); });
       for (int r = 0; r < program_.ranks; ++r) {
         expect(*members_[static_cast<std::size_t>(r)].window[c], sequence);
       }
@@ -239,7 +258,7 @@ void Ranks::move_bytes(int rank, int channel, Form form, std::uint64_t sequence)
         const Call& theirs = board.call_of((rank + i) % program_.ranks);
         read_operand(rank, channel, static_cast<int>(theirs.send.offset), sequence);
       }
-      meeting(rank, channel, [&] { board.meet(); });
+      meeting(rank, channel, everyone(), [&] { board.meet(); });
       return;
   }
 }
@@ -469,8 +488,11 @@ void Ranks::check_failure(int reporter_thread) const {
       if (is_overdue(reporter_thread)) return;
       for (int r = 0; r < program_.ranks; ++r) {
         const std::uint32_t waits = waits_in(r, other);
-        if (waits != 0 && !has_come(r, reporter.channel, reporter.meeting) &&
-            !has_come(self, other, waits)) {
+        const Mask theirs =
+            memory_.ranks[static_cast<std::size_t>(r)].awaits[static_cast<std::size_t>(other)];
+        const Mask own = memory_.ranks[static_cast<std::size_t>(self)].awaits[c];
+        if (waits != 0 && (own >> r & 1) != 0 && (theirs >> self & 1) != 0 &&
+            !has_come(r, reporter.channel, reporter.meeting) && !has_come(self, other, waits)) {
           return;
         }
       }
@@ -592,12 +614,12 @@ std::string Ranks::name_of(const void* word) const {
       if (word == &rank.reading) return "reading" + on;
       if (word == member.operands[channel]) return "the operand" + on;
       if (word == member.window[channel]) return "the window's slice" + on;
-      for (int half = 0; half < 2; ++half) {
-        const PostedCall& call = rank.calls[half];
-        if (word == call.elements) return "elements of call " + std::to_string(half) + on;
-        if (word == &call.arrival) return "arrival in call " + std::to_string(half) + on;
+      for (int place = 0; place < 2 * kStretch; ++place) {
+        const PostedCall& call = rank.calls[place];
+        if (word == call.elements) return "elements of call " + std::to_string(place) + on;
+        if (word == &call.arrival) return "arrival in call " + std::to_string(place) + on;
         if (within(&call, sizeof(call))) {
-          return "call " + std::to_string(half) + on + ", byte " +
+          return "call " + std::to_string(place) + on + ", byte " +
                  std::to_string(at - reinterpret_cast<const char*>(&call));
         }
       }

@@ -37,6 +37,7 @@ enum class Form : std::uint8_t {
   barrier,
   staged,  // through areas of each rank, of two halves
   filled,  // the same, filled before the call is posted
+  few,     // beside the root's call, for which alone the others wait
   window,  // into memory that all share
   direct   // out of the others' operands, by their addresses
 };
@@ -67,7 +68,8 @@ class Ranks final : public Scenario {
   void thread(int rank, Mask channels, std::function<void()> body);
   int size() const { return program_.ranks; }
 
-  // For their threads. Whether the collective ended well; `variant` is what ranks compare.
+  // For their threads. Whether the collective ended well; `variant` is what ranks compare, and the
+  // root.
   bool collective(int rank, int channel, Form form, int variant = 0);
   void close(int rank);
   void abort(int rank);
@@ -107,8 +109,10 @@ class Ranks final : public Scenario {
     bool closes;  // has begun to
     bool closed;
     bool threw;
-    std::array<std::uint32_t, kChannels> meetings;  // that it has gone to,
-    std::array<std::uint32_t, kChannels> passed;    // and come out of
+    std::array<std::uint32_t, kChannels> meetings;    // that it has gone to,
+    std::array<std::uint32_t, kChannels> passed;      // and come out of
+    std::array<Mask, kChannels> awaits;               // whom, in the latest
+    std::array<std::uint32_t, kChannels> in_stretch;  // calls, before the present one
     std::array<std::uint32_t, kChannels> passed_before_close;
     std::array<std::uint64_t, kChannels> calls;
     std::array<bool, kChannels> operand_alive;
@@ -131,7 +135,9 @@ class Ranks final : public Scenario {
 
   void operation(std::uint64_t locals);
   void sleep_until(shardcomm::Doorbell& bell, const std::function<bool()>& is_done);
-  void meeting(int rank, int channel, const std::function<void()>& go);
+  Mask everyone() const { return (1U << program_.ranks) - 1; }
+  // `awaited`: those for whom the rank waits.
+  void meeting(int rank, int channel, Mask awaited, const std::function<void()>& go);
   void move_bytes(int rank, int channel, Form form, std::uint64_t sequence);
   void read_operand(int rank, int channel, int of, std::uint64_t sequence);
   void free_operand(int rank, int channel);
