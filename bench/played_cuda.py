@@ -173,7 +173,8 @@ class TorchOn(TorchDispatchMode):
         if "empty" not in func.name() and (written or made):
 
             def again() -> None:
-                with torch.no_grad():
+                # A graph has addresses alone, and does not see of which class tensors have become since.
+                with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
                     for to, value in zip(made, _tensors(func(*args, **kwargs)), strict=False):
                         to.copy_(value)
 
