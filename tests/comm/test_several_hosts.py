@@ -17,6 +17,7 @@ from shardcomm import CommError, Communicator, Receipt, fully_shard, launch
 from shardcomm.comm import rendezvous
 from shardcomm.comm.communicator import Transport
 from shardcomm.comm.hosts import place_of
+from support.gates import until
 from support.interpreters import run_ranks
 from support.nets import batch, loss_of, make, sgd_of
 from support.rank_sums import combined
@@ -205,6 +206,30 @@ def test_a_rank_that_is_killed_ends_all(tmp_path: Path) -> None:
     for on_other_host in (said[0], said[1]):  # where it is nobody's fault
         assert on_other_host.startswith("backend: ")
         assert "lost the ranks of other hosts with which it exchanges, rank " in on_other_host
+
+
+def dies_before_the_other_of_its_host_comes(folder: Path) -> None:
+    comm = connected(deadline_s=30.0)
+    comm.all_reduce(torch.ones(1))
+    if comm.rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if comm.rank == 3:
+        until((folder / "1").exists, "rank 1 has heard of it")
+    with pytest.raises(CommError) as error:
+        comm.all_reduce(torch.ones(1))
+    written = folder / f"{comm.rank} is being written"
+    written.write_text(f"{error.value.kind}, {error.value.rank}: {error.value}")
+    written.rename(folder / str(comm.rank))
+
+
+@pytest.mark.covers("failed ranks", transports=["hosts"])
+def test_who_has_lost_a_rank_of_another_host_is_not_its_own_hosts_culprit(tmp_path: Path) -> None:
+    """Rank 0 exchanges with rank 2, and rank 1 with rank 3, which is there: it hears of it from rank 0 alone."""
+    with pytest.raises(Exception, match="rank 2 was killed by SIGKILL"):
+        launch(dies_before_the_other_of_its_host_comes, RANKS, (tmp_path,), timeout_s=25)
+    words = "rank 0, in all_reduce(f32, count 1, sum) #4, lost the ranks of other hosts with which it exchanges, rank 2"
+    for rank in "01":
+        assert (tmp_path / rank).read_text().startswith(f"backend, None: {words} of host 1: ")
 
 
 ENDS_WITH_WORK_UNDER_WAY = """
