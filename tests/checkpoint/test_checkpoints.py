@@ -88,6 +88,7 @@ def test_a_save_in_the_background_is_a_checkpoint_once_it_is_written(tmp_path: P
             checkpoints.async_save(step, lambda path: written)  # noqa: B023
             assert checkpoints.latest() == (step - 1 or None)
             (tmp_path / f"step-0000000{step}.partial/{comm.rank}").write_text(str(step))
+            comm.barrier()  # all ranks have written
             written.set_result(None)
             if step == 1:
                 checkpoints.wait()

@@ -57,7 +57,7 @@ def test_each_host_runs_the_command_as_torchrun_would(tmp_path: Path) -> None:
     assert (told["rate"], told["ranks_a_host"], told["status"]) == ("1gbit", 2, 0)
     # The two torchruns have met, which takes some messages in each direction.
     for host in told["hosts"]:
-        assert min(host["sent_bytes"], host["received_bytes"]) > 1000
+        assert min(host["sent_bytes"], host["received_bytes"]) > 500
 
 
 @needs_rights
