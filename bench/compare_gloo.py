@@ -5,7 +5,8 @@ uses: a gather's output, a reduction's input. Else operands are ordinary memory,
 slowest rank's from a common start, of a call in a row of calls; medians of rounds. From Python, all peers take turns in
 each round; of the C programs, Open MPI's (bench/openmpi.c) and ours (bench/collectives.c) take turns, a run each. The
 limit is the time of plain memcpy of the bytes that one rank has to move at least. Results are checked in the same run.
-A row of Open MPI's broadcasts is a pipeline: its root does not wait for the others. Ours compares the ranks' calls.
+A row of Open MPI's broadcasts is a pipeline: its root does not wait for the others. Nor does ours up to 272 bytes, 15
+times in a row; above, it does.
 """
 
 from __future__ import annotations
