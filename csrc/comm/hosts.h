@@ -18,6 +18,8 @@
 
 namespace shardcomm {
 
+class Chunks;
+
 // What one rank tells the same rank of other hosts before anything else crosses: who it is, its
 // call and, if all send so few, the bytes themselves. All are of one size, since nobody knows what
 // comes.
@@ -158,6 +160,16 @@ class HostsCommunicator final : public Communicator {
                           const Parts& parts, RedOp op, std::int64_t tag, const Coding* coding);
   void reduce_parts(Lane& lane, const void* send, DType dtype, void* recv, const Epilogue& epilogue,
                     const Parts& parts, RedOp op, const Coding* coding);
+  // Combines the elements of a chunk of the ranks of this host, for each host: `chunks.longest`
+  // sums one after another. The first reads them where the ranks have them, the second takes them
+  // through the stage, which is for all ranks together.
+  void combine_where_they_are(Lane& lane, const std::vector<const std::byte*>& sends, DType dtype,
+                              RedOp op, const Chunks& chunks, std::int64_t chunk, std::byte* sums);
+  void combine_in_stage(Lane& lane, const void* send, DType dtype, RedOp op, const Chunks& chunks,
+                        std::int64_t chunk, std::byte* sums);
+  // Codes those sums, in `bytes` bytes for each host.
+  void code_sums(const Lane& lane, const Coding& coding, const Chunks& chunks, std::int64_t chunk,
+                 const std::byte* sums, std::byte* out, std::size_t bytes) const;
   void reduce_small(Lane& lane, void* buffer, DType dtype, std::int64_t count, RedOp op);
   // Combines the elements of the ranks of this host; those of rank i are at `of(i)`.
   template <class Of>

@@ -3,6 +3,7 @@
 #include <cstring>
 
 #include "comm/buffer.h"
+#include "comm/chunks.h"
 #include "comm/hosts.h"
 #include "copy/convert_cpu.h"
 #include "shardcomm/tile.h"
@@ -39,19 +40,15 @@ void HostsCommunicator::gather_parts(Lane& lane, std::byte* recv, DType dtype, c
   // A slot has a block for each rank, also if the lane is that of reduces, whose own are more.
   const std::size_t room =
       std::min(kMostBlockBytes, lane.slot_bytes / static_cast<std::size_t>(size()) / 64 * 64);
-  const auto step = static_cast<std::int64_t>(room / itemsize(dtype));
-  const std::int64_t chunks = divide_up(parts.longest(), step);
-  const auto length = [&](int r, std::int64_t chunk) {
-    return std::clamp<std::int64_t>(parts.count(r) - chunk * step, 0, step);
-  };
+  const Chunks chunks(parts, static_cast<std::int64_t>(room / itemsize(dtype)));
   const auto place = [&](int r, std::int64_t chunk) {
-    return at(recv, parts.begin(r) + std::min(chunk * step, parts.count(r)), dtype);
+    return at(recv, chunks.begin(r, chunk), dtype);
   };
   // The blocks of one index lie one after another, as long as the longest.
   const auto block_bytes = [&](int i, std::int64_t chunk) {
     std::int64_t longest = 0;
     for (int host = 0; host < hosts_; ++host) {
-      longest = std::max(longest, length(rank_at(host, i), chunk));
+      longest = std::max(longest, chunks.length(rank_at(host, i), chunk));
     }
     return bytes_of(longest, dtype);
   };
@@ -71,7 +68,7 @@ void HostsCommunicator::gather_parts(Lane& lane, std::byte* recv, DType dtype, c
     }
     if (bytes == 0) return;
     std::byte* out = lane.out[static_cast<std::size_t>(chunk % kSlots)].of(bytes);
-    std::memcpy(out, place(rank(), chunk), bytes_of(length(rank(), chunk), dtype));
+    std::memcpy(out, place(rank(), chunk), bytes_of(chunks.length(rank(), chunk), dtype));
     start(lane, chunk, [out, to = block(0, index(), chunk), bytes](Across& across, int channel) {
       across.all_gather(channel, out, to, bytes);
     });
@@ -80,18 +77,19 @@ void HostsCommunicator::gather_parts(Lane& lane, std::byte* recv, DType dtype, c
     for (int host = 0; host < hosts_; ++host) {
       const int r = rank_at(host, i);
       if (r == rank()) continue;
-      std::memcpy(place(r, chunk), block(host, i, chunk), bytes_of(length(r, chunk), dtype));
+      std::memcpy(place(r, chunk), block(host, i, chunk), bytes_of(chunks.length(r, chunk), dtype));
     }
   };
 
-  for (std::int64_t chunk = 0; chunk < std::min<std::int64_t>(chunks, kSlots - 1); ++chunk) {
+  for (std::int64_t chunk = 0; chunk < std::min<std::int64_t>(chunks.number(), kSlots - 1);
+       ++chunk) {
     start_chunk(chunk);
   }
-  for (std::int64_t chunk = 0; chunk < chunks; ++chunk) {
+  for (std::int64_t chunk = 0; chunk < chunks.number(); ++chunk) {
     finish(lane, chunk);
     // All have this chunk's blocks, so all have used the one before, whose slot is filled next.
     if (!in_window) on_host_->meet(lane.channel);
-    if (chunk + kSlots - 1 < chunks) start_chunk(chunk + kSlots - 1);
+    if (chunk + kSlots - 1 < chunks.number()) start_chunk(chunk + kSlots - 1);
     for (int i = 0; i < local_; ++i) {
       if (i == index() || !in_window) use_blocks_of(i, chunk);
     }

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "comm/buffer.h"
+#include "comm/chunks.h"
 #include "comm/hosts.h"
 #include "copy/round_cpu.h"
 #include "shardcomm/blocks.h"
@@ -126,84 +127,32 @@ void HostsCommunicator::reduce_small(Lane& lane, void* buffer, DType dtype, std:
                 count);
 }
 
-// A rank combines the parts of the ranks with its index, on all hosts. It reads them where the
-// ranks of its host have them or, if it cannot, in the stage, into which each lays what it sends in
-// the order of those that take it across:
-//
-//   for index 0: host 0, host 1, ... | for index 1: host 0, host 1, ... | ...
+// A rank combines the parts of the ranks with its index, on all hosts.
 void HostsCommunicator::reduce_parts(Lane& lane, const void* send, DType dtype, void* recv,
                                      const Epilogue& epilogue, const Parts& parts, RedOp op,
                                      const Coding* coding) {
   const DType partial = partial_dtype(dtype);
-  const auto part_bytes = [&](std::int64_t count) {
+  const Chunks chunks(parts, static_cast<std::int64_t>(lane.block_bytes / itemsize(dtype)));
+  const auto part_bytes = [&](std::int64_t chunk) {
+    const std::int64_t count = chunks.longest(chunk);
     return coding == nullptr ? bytes_of(count, partial) : coded_bytes(*coding, count);
   };
-  const auto step = static_cast<std::int64_t>(lane.block_bytes / itemsize(dtype));
-  const std::int64_t chunks = divide_up(parts.longest(), step);
-  const auto length_of_block = [&](std::int64_t chunk) {
-    return std::min(step, parts.longest() - chunk * step);
-  };
-  const auto length = [&](int r, std::int64_t chunk) {
-    return std::clamp<std::int64_t>(parts.count(r) - chunk * step, 0, step);
-  };
-  const auto begin = [&](int r, std::int64_t chunk) {
-    return parts.begin(r) + std::min(chunk * step, parts.count(r));
-  };
   const std::vector<const std::byte*> sends = on_host_->readable_sends(lane.channel);
-  const auto combine_sends = [&](std::int64_t chunk, std::byte* sums) {
-    for (int host = 0; host < hosts_; ++host) {
-      const int r = rank_at(host, index());
-      combine_host(
-          lane,
-          [&](int i) { return at(sends[static_cast<std::size_t>(i)], begin(r, chunk), dtype); },
-          dtype, op, at(sums, host * length_of_block(chunk), partial), length(r, chunk));
-    }
-  };
-  const auto combine_stage = [&](std::int64_t chunk, std::byte* sums) {
-    const std::int64_t each = length_of_block(chunk);
-    std::byte* slot = lane.slot(chunk);
-    const auto block = [&](int from, int to, int host) {
-      return at(slot, ((from * local_ + to) * hosts_ + host) * each, dtype);
-    };
-    for (int i = 0; i < local_; ++i) {
-      for (int host = 0; host < hosts_; ++host) {
-        const int r = rank_at(host, i);
-        std::memcpy(block(index(), i, host), at(send, begin(r, chunk), dtype),
-                    bytes_of(length(r, chunk), dtype));
-      }
-    }
-    // All have filled this slot, so all have combined the one before.
-    on_host_->meet(lane.channel);
-    combine_host(lane, [&](int i) { return block(i, index(), 0); }, dtype, op, sums, each * hosts_);
-  };
   const auto combine_chunk = [&](std::int64_t chunk, std::byte* sums) {
-    if (sends.empty()) return combine_stage(chunk, sums);
-    combine_sends(chunk, sums);
-  };
-  const auto code_chunk = [&](std::int64_t chunk, const std::byte* sums, std::byte* out) {
-    const std::int64_t each = length_of_block(chunk);
-    const std::size_t bytes = part_bytes(each);
-    // The random numbers of a call, a chunk and a rank are nobody else's, up to 2^20 chunks.
-    const std::uint64_t call = on_host_->call_of(lane.channel, index()).sequence;
-    for (int host = 0; host < hosts_; ++host) {
-      const std::int64_t place = (chunk * hosts_ + host) * size() + rank();
-      code(*coding, reinterpret_cast<const float*>(sums) + host * each,
-           length(rank_at(host, index()), chunk), out + bytes * static_cast<std::size_t>(host),
-           bytes, call << 32 | static_cast<std::uint64_t>(place));
-    }
+    if (sends.empty()) return combine_in_stage(lane, send, dtype, op, chunks, chunk, sums);
+    combine_where_they_are(lane, sends, dtype, op, chunks, chunk, sums);
   };
   const auto start_chunk = [&](std::int64_t chunk) {
     const auto slot = static_cast<std::size_t>(chunk % kSlots);
-    const std::int64_t each = length_of_block(chunk);
-    const std::size_t bytes = part_bytes(each);
+    const std::size_t bytes = part_bytes(chunk);
     const std::size_t all = bytes * static_cast<std::size_t>(hosts_);
     std::byte* out = lane.out[slot].of(all);
     if (coding == nullptr) {
       combine_chunk(chunk, out);
     } else {
-      std::byte* sums = lane.sums.of(bytes_of(each * hosts_, partial));
+      std::byte* sums = lane.sums.of(bytes_of(chunks.longest(chunk) * hosts_, partial));
       combine_chunk(chunk, sums);
-      code_chunk(chunk, sums, out);
+      code_sums(lane, *coding, chunks, chunk, sums, out, bytes);
     }
     start(lane, chunk, [out, in = lane.in[slot].of(all), bytes](Across& across, int channel) {
       across.all_to_all(channel, out, in, bytes);
@@ -211,10 +160,10 @@ void HostsCommunicator::reduce_parts(Lane& lane, const void* send, DType dtype, 
   };
   const auto finish_chunk = [&](std::int64_t chunk) {
     finish(lane, chunk);
-    const std::int64_t own = length(rank(), chunk);
-    const std::size_t bytes = part_bytes(length_of_block(chunk));
+    const std::int64_t own = chunks.length(rank(), chunk);
+    const std::size_t bytes = part_bytes(chunk);
     std::byte* in = lane.in[static_cast<std::size_t>(chunk % kSlots)].of(0);
-    void* to = at(recv, begin(rank(), chunk) - parts.begin(rank()), epilogue.dtype);
+    void* to = at(recv, chunks.begin(rank(), chunk) - parts.begin(rank()), epilogue.dtype);
     if (coding == nullptr || !coding->blocks.has_value()) {
       const DType crossed = coding == nullptr ? partial : DType::bf16;
       return combine_hosts(lane, in, bytes, crossed, op, to, epilogue, own);
@@ -229,13 +178,66 @@ void HostsCommunicator::reduce_parts(Lane& lane, const void* send, DType dtype, 
   };
 
   constexpr std::int64_t kAhead = kSlots - 1;
-  for (std::int64_t chunk = 0; chunk < chunks; ++chunk) {
+  const std::int64_t number = chunks.number();
+  for (std::int64_t chunk = 0; chunk < number; ++chunk) {
     start_chunk(chunk);
     if (chunk >= kAhead) finish_chunk(chunk - kAhead);
   }
   if (!sends.empty()) on_host_->meet(lane.channel);  // all have read: the senders may overwrite
-  for (std::int64_t chunk = std::max<std::int64_t>(0, chunks - kAhead); chunk < chunks; ++chunk) {
+  for (std::int64_t chunk = std::max<std::int64_t>(0, number - kAhead); chunk < number; ++chunk) {
     finish_chunk(chunk);
+  }
+}
+
+void HostsCommunicator::combine_where_they_are(Lane& lane,
+                                               const std::vector<const std::byte*>& sends,
+                                               DType dtype, RedOp op, const Chunks& chunks,
+                                               std::int64_t chunk, std::byte* sums) {
+  for (int host = 0; host < hosts_; ++host) {
+    const int r = rank_at(host, index());
+    combine_host(
+        lane,
+        [&](int i) {
+          return at(sends[static_cast<std::size_t>(i)], chunks.begin(r, chunk), dtype);
+        },
+        dtype, op, at(sums, host * chunks.longest(chunk), partial_dtype(dtype)),
+        chunks.length(r, chunk));
+  }
+}
+
+// Each rank lays what it sends into the stage, in the order of those that take it across:
+//
+//   for index 0: host 0, host 1, ... | for index 1: host 0, host 1, ... | ...
+void HostsCommunicator::combine_in_stage(Lane& lane, const void* send, DType dtype, RedOp op,
+                                         const Chunks& chunks, std::int64_t chunk,
+                                         std::byte* sums) {
+  const std::int64_t each = chunks.longest(chunk);
+  std::byte* slot = lane.slot(chunk);
+  const auto block = [&](int from, int to, int host) {
+    return at(slot, ((from * local_ + to) * hosts_ + host) * each, dtype);
+  };
+  for (int i = 0; i < local_; ++i) {
+    for (int host = 0; host < hosts_; ++host) {
+      const int r = rank_at(host, i);
+      std::memcpy(block(index(), i, host), at(send, chunks.begin(r, chunk), dtype),
+                  bytes_of(chunks.length(r, chunk), dtype));
+    }
+  }
+  // All have filled this slot, so all have combined the one before.
+  on_host_->meet(lane.channel);
+  combine_host(lane, [&](int i) { return block(i, index(), 0); }, dtype, op, sums, each * hosts_);
+}
+
+void HostsCommunicator::code_sums(const Lane& lane, const Coding& coding, const Chunks& chunks,
+                                  std::int64_t chunk, const std::byte* sums, std::byte* out,
+                                  std::size_t bytes) const {
+  // The random numbers of a call, a chunk and a rank are nobody else's, up to 2^20 chunks.
+  const std::uint64_t call = on_host_->call_of(lane.channel, index()).sequence;
+  for (int host = 0; host < hosts_; ++host) {
+    const std::int64_t place = (chunk * hosts_ + host) * size() + rank();
+    code(coding, reinterpret_cast<const float*>(sums) + host * chunks.longest(chunk),
+         chunks.length(rank_at(host, index()), chunk), out + bytes * static_cast<std::size_t>(host),
+         bytes, call << 32 | static_cast<std::uint64_t>(place));
   }
 }
 

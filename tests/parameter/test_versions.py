@@ -470,9 +470,9 @@ def test_a_kept_loss_of_weights_that_the_output_needs_is_never_wrong(
 
 
 class Changing(Block):
-    """Changes its weight in each forward, by `change`."""
+    """Does `change` in each forward: nothing, until a test gives it something."""
 
-    change: Callable[[nn.Linear], None]
+    change: Callable[[nn.Linear], None] = staticmethod(lambda linear: None)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.change(self.linear)
@@ -516,9 +516,6 @@ def test_a_parameter_that_a_forward_changes_raises_on_every_rank(
 ) -> None:
     def body(comm: Communicator) -> None:
         model, plain = twins(lambda: Chain(Changing))
-        for net in (model, plain):
-            for block in net.blocks:  # type: ignore[union-attr]
-                block.change = lambda linear: None  # type: ignore[union-attr]
         engine = fully_shard(model, comm, strategy=strategy)
         before = engine.full_state_dict()
         model.blocks[2].change = change  # type: ignore[index, union-attr]
@@ -528,7 +525,7 @@ def test_a_parameter_that_a_forward_changes_raises_on_every_rank(
         ):
             loss_of(model)
         # Training goes on, with what there was before.
-        model.blocks[2].change = lambda linear: None  # type: ignore[index, union-attr]
+        del model.blocks[2].change  # type: ignore[index, union-attr]
         after = engine.full_state_dict()
         assert all(torch.equal(after[name], before[name]) for name in before)
         for net in (model, plain):
@@ -549,14 +546,11 @@ def test_a_forward_that_changes_a_parameter_and_raises_leaves_the_next_as_it_is(
 
     def body(comm: Communicator) -> None:
         model, plain = twins(lambda: Chain(Changing))
-        for net in (model, plain):
-            for block in net.blocks:  # type: ignore[union-attr]
-                block.change = lambda linear: None  # type: ignore[union-attr]
         engine = fully_shard(model, comm, strategy=strategy)
         model.blocks[2].change = interrupted  # type: ignore[index, union-attr]
         with pytest.raises(ValueError, match="interrupted"):
             loss_of(model)
-        model.blocks[2].change = lambda linear: None  # type: ignore[index, union-attr]
+        del model.blocks[2].change  # type: ignore[index, union-attr]
         for net in (model, plain):
             loss_of(net).backward()
         assert_same_gradients(engine, model, plain)
@@ -616,8 +610,6 @@ def test_a_forward_drops_gradients(strategy: str) -> None:
         model, plain = twins(lambda: Chain(Changing))
         engine = fully_shard(model, comm, strategy=strategy)
         for net in (model, plain):
-            for block in net.blocks:  # type: ignore[union-attr]
-                block.change = lambda linear: None  # type: ignore[union-attr]
             loss_of(net).backward()
             for block in net.blocks:  # type: ignore[union-attr]
                 block.change = nn.Module.zero_grad  # type: ignore[union-attr]
