@@ -198,9 +198,11 @@ def test_after_a_failure_ps_says_why_and_what_the_ranks_were_in(tmp_path: Path) 
         assert f"failed: rank 1 (pid {pids[1]}) aborted: it had enough" in ps()
 
 
-def killed_beside_one_that_stays(rank: int, address: str, gate: Path) -> None:
+def killed_beside_one_that_stays(rank: int, address: str, folder: Path) -> None:
+    os.environ["RANK"] = str(rank)
     comm = CoreCommunicator(_C.make_shm(address, rank, 2, DEADLINE_S))
-    wait_at(gate)
+    say_pid(folder)
+    wait_at(folder / "gate")
     comm.close()
 
 
@@ -210,7 +212,7 @@ def test_a_dead_rank_is_said_to_be_dead_and_one_that_has_not_come_not_attached(
     context = get_context("forkserver")
     gate, session = Gate(tmp_path), _C.ShmSession(2)
     processes = [
-        context.Process(target=killed_beside_one_that_stays, args=(r, session.address, gate.path))
+        context.Process(target=killed_beside_one_that_stays, args=(r, session.address, tmp_path))
         for r in range(2)
     ]
     try:
@@ -219,7 +221,8 @@ def test_a_dead_rank_is_said_to_be_dead_and_one_that_has_not_come_not_attached(
         assert pid is not None
         until(lambda: states(pid) == ["waiting", "not attached"], "rank 0 is alone")
         processes[1].start()
-        until(lambda: states(pid) == ["running", "running"], "both are there")
+        pids_in(tmp_path, 2)  # both have attached: one killed before would be an error of the other
+        assert states(pid) == ["running", "running"]
         processes[1].kill()
         until(lambda: states(pid) == ["running", "dead"], "rank 1 is dead")
     finally:
