@@ -126,6 +126,8 @@ class Cluster:
             check_list("run", "args", args)
             return self._run_function(what, args, kills, timeout_s)
         check_list("run", "what", what)
+        with _named("run: what"):
+            environment.check_program(what)
         with self.command(what, kills, _print) as processes:
             processes.wait(timeout_s, grace_s=None)
             if processes.failed:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import Sequence
 
@@ -43,6 +44,17 @@ def of_rank(
         "MASTER_ADDR": hosts[0].address, "MASTER_PORT": _PORT,
     }  # fmt: skip
     return {name: str(value) for name, value in own.items()}
+
+
+def check_program(command: Sequence[str]) -> None:
+    """ValueError unless there is the program, or the script: the hosts have this machine's files."""
+    program = command[0] if command else ""
+    there = os.path.isfile(program) if program.endswith(".py") else shutil.which(program)
+    if not there:
+        raise ValueError(
+            f"{program!r}; it must be a Python script whose name ends in .py, as seen from {os.getcwd()}, or a program "
+            "of the PATH"
+        )
 
 
 def torchrun(

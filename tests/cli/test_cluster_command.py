@@ -168,6 +168,13 @@ def test_a_cluster_without_a_rate_or_a_command_is_refused() -> None:
     assert "the following arguments are required: COMMAND" in ran.stderr
 
 
+@pytest.mark.parametrize("program", ["no-such.py", "no-such", "./no-such"])
+def test_a_program_that_is_not_there_is_refused_before_hosts_are_made(program: str) -> None:
+    ran = command("cluster", *SIZE, "--", program)
+    assert ran.returncode == 2
+    assert f"COMMAND is '{program}'; it must be a Python script whose name ends" in ran.stderr
+
+
 def has_netem() -> bool:
     trial = (
         "ip link add name one type veth peer name two && tc qdisc add dev one root netem delay 1ms"

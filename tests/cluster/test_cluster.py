@@ -179,6 +179,12 @@ def test_what_is_neither_a_function_nor_words_is_refused() -> None:
         Cluster(2, 2, "1gbit").run(lambda: None, timeout_s=1)
 
 
+@pytest.mark.parametrize("words", [[], ["no-such.py"], ["no-such", "true"]])
+def test_a_program_that_is_not_there_is_refused(words: list[str]) -> None:
+    with pytest.raises(ValueError, match="run: what is '.*'; it must be a Python script whose"):
+        Cluster(2, 2, "1gbit").run(words, timeout_s=1)
+
+
 def test_a_step_outside_of_a_cluster_does_nothing() -> None:
     shardcomm.cluster.step(0)
     with pytest.raises(ValueError, match="step: number is -1; it must be a whole number from 0"):

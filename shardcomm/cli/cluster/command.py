@@ -11,6 +11,7 @@ from typing import TextIO, TypeVar
 from shardcomm.cli.cluster.report import Report
 from shardcomm.cli.options import can_write, positive, whole
 from shardcomm.cluster.cluster import MOST_RANKS, Cluster
+from shardcomm.cluster.environment import check_program
 from shardcomm.cluster.hosts import MOST_HOSTS
 from shardcomm.cluster.kills import check_there, parse_kill
 from shardcomm.cluster.namespaces import NoHostsError
@@ -67,6 +68,10 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
         check_there(kills, args.hosts, args.hosts * args.ranks)
     except ValueError as error:
         parser.error(f"--kill is {error}")
+    try:
+        check_program(args.command)
+    except ValueError as error:
+        parser.error(f"COMMAND is {error}")
     if not can_write(args.json):
         parser.error(f"--json is {args.json!r}; it must be a file that can be written, or -")
     cluster = Cluster(args.hosts, args.ranks, args.rate, args.delay)
