@@ -225,9 +225,8 @@ void BoardCommunicator::run_barrier(std::int64_t tag, NativeStream stream) {
   });
 }
 
-// All ranks give the same names; one of them writes.
 void BoardCommunicator::name_tag(std::int64_t tag, const std::string& name) {
-  if (rank_ == 0 && !group_.forked()) ControlMemory::names(control_->data(), size_)->set(tag, name);
+  if (!group_.forked()) ControlMemory::names(control_->data(), size_)->set(tag, name);
 }
 
 void BoardCommunicator::abort(const std::string& reason) noexcept { group_.abort(reason); }

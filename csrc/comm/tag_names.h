@@ -19,13 +19,14 @@ struct TagNames {
   static constexpr std::size_t kBytes = 124;
 
   struct Name {
-    // Written last and read first (release, acquire); 0: the tag has no name.
+    // Written last and read first (release, acquire); 0: the tag has no name yet.
     Atomic<std::uint32_t> bytes;
     char text[kBytes];
   };
+  static constexpr std::uint32_t kWriting = ~std::uint32_t{0};  // instead of a name's bytes
   Name names[kMost];
 
-  // Names a tag. Exactly one thread of all processes may call it for a tag, once.
+  // Names a tag, unless it has a name. All ranks give a tag the same name: the first to come writes.
   void set(std::int64_t tag, std::string_view name) {
     if (tag < kFirst || tag - kFirst >= kMost) return;
     std::size_t bytes = std::min(name.size(), kBytes);
@@ -33,6 +34,8 @@ struct TagNames {
       while (bytes > 0 && (static_cast<unsigned char>(name[bytes]) & 0xc0) == 0x80) --bytes;
     }
     Name& own = names[tag - kFirst];
+    std::uint32_t nobody = 0;
+    if (!own.bytes.compare_exchange_strong(nobody, kWriting)) return;
     std::memcpy(own.text, name.data(), bytes);
     own.bytes.store(static_cast<std::uint32_t>(bytes), std::memory_order_release);
   }
@@ -41,7 +44,7 @@ struct TagNames {
     if (tag < kFirst || tag - kFirst >= kMost) return "";
     const Name& own = names[tag - kFirst];
     const std::uint32_t bytes = own.bytes.load(std::memory_order_acquire);
-    return {own.text, bytes};
+    return bytes == kWriting ? "" : std::string(own.text, bytes);
   }
 };
 

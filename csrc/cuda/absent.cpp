@@ -12,8 +12,8 @@ namespace shardcomm {
 namespace {
 
 constexpr const char* kAbsent =
-    "this build of shardcomm has no CUDA; install the CUDA toolkit (nvcc) and build it again, with "
-    "SHARDCOMM_CUDA=on";
+    "this build of shardcomm has no CUDA; for a GPU, install the CUDA toolkit (nvcc) and build it "
+    "again, with SHARDCOMM_CUDA=on";
 
 [[noreturn]] void refuse() { throw CudaError(kAbsent); }
 

@@ -181,7 +181,7 @@ def test_what_is_neither_a_function_nor_words_is_refused() -> None:
 
 @pytest.mark.parametrize("words", [[], ["no-such.py"], ["no-such", "true"]])
 def test_a_program_that_is_not_there_is_refused(words: list[str]) -> None:
-    with pytest.raises(ValueError, match="run: what is '.*'; it must be a Python script whose"):
+    with pytest.raises(ValueError, match=r"run: what is '.*'; it must be a Python script whose"):
         Cluster(2, 2, "1gbit").run(words, timeout_s=1)
 
 

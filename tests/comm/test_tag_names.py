@@ -164,6 +164,20 @@ def test_any_name_can_be_given(kind: str) -> None:
         assert f"rank 0 called barrier{shown} #2; rank 1 called barrier() #2" in message
 
 
+@pytest.mark.parametrize("names", [0, 1])
+def test_a_name_that_one_rank_has_given_is_told_on_all(names: int) -> None:
+    """The other one has not come to its own `tag` yet."""
+
+    def body(comm: Communicator) -> str:
+        tag = comm.tag("unit 'a'") if comm.rank == names else 0
+        with pytest.raises(CommError) as caught:
+            comm.barrier(tag=tag)
+        return str(caught.value)
+
+    for message in run_threads(body, 2):
+        assert f"rank {names} called barrier() of unit 'a' #1" in message
+
+
 def test_more_tags_than_there_is_room_for_have_numbers() -> None:
     comm = Communicator.local_group(1)[0]
     tags = [comm.tag(f"unit {i}") for i in range(1100)]

@@ -16,7 +16,9 @@ from shardcomm.comm import nccl
 from shardcomm.files.provenance import provenance
 from shardcomm.interop import backend
 
-_SHOW_GPU = "install the driver, or let this container have the GPUs (docker run --gpus all)"
+_SHOW_GPU = (
+    "for a GPU, install the driver, or let this container have the GPUs (docker run --gpus all)"
+)
 _INSTALL_NCCL = "pip install nvidia-nccl-cu13 (-cu12 where nvidia-smi shows CUDA 12)"
 
 
