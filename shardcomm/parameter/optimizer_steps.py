@@ -208,7 +208,7 @@ def _begin(
         for param in sharded:
             of = param.whole
             if of.owned is Owned.PART or (of_whole and of.held is Held.ROWS):
-                of.refuse(f"{type(optimizer).__name__}.step")
+                of.refuse_matrices(type(optimizer).__name__)
             if of.held is Held.ELSEWHERE:
                 # Torch's get_optimizer_state_dict makes a step with zeros as gradients, which has no meaning here.
                 with plain():

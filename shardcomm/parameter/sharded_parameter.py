@@ -28,7 +28,7 @@ from shardcomm.parameter.reductions import is_reduction, reduced
 from shardcomm.parameter.shard_tensor import SAVE_BY
 from shardcomm.parameter.sizes import METHODS, is_getter_of_size, numel, size
 from shardcomm.parameter.versions import written
-from shardcomm.parameter.whole import Held, Owned, Whole
+from shardcomm.parameter.whole import Held, Owned, Whole, is_in_place
 
 
 class ShardedRows(torch.Tensor):
@@ -273,7 +273,7 @@ def _guarded(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         first.whole.refuse_collective(name)
     if name == "share_memory_":
         first.whole.refuse_other_memory(name)
-    if _is_in_place(name):
+    if is_in_place(name):
         # So that autograd refuses graphs of the old values, see `versions.py`. Torch itself does not mark such changes
         # of tensors in lists, or through `.data`, and marks none on ranks without rows.
         written([t.whole.rows for t in _guarded_in(args[:1]) if _is_values(t)])
@@ -296,10 +296,6 @@ def _takes_all(index: Any) -> bool:
     if isinstance(index, tuple):
         return all(map(_takes_all, index))
     return index is ... or (isinstance(index, slice) and index == slice(None))
-
-
-def _is_in_place(name: str) -> bool:
-    return name.endswith("_") and not name.startswith("__")
 
 
 def _is_values(tensor: Any) -> bool:
@@ -439,14 +435,14 @@ def _check_pairs(name: str, rows: Any, with_values: Sequence[Any]) -> None:
         if isinstance(value, torch.Tensor) and value is not rows:
             with plain():
                 shape, other = rows.shape, value.shape
-            is_written = number == 0 and _is_in_place(name)
+            is_written = number == 0 and is_in_place(name)
             try:
                 # On a rank without rows, one row of a whole tensor, or a number, is broadcast to none.
                 fits = shape == (other if is_written else torch.broadcast_shapes(shape, other))  # type: ignore[no-untyped-call]
             except RuntimeError:
                 fits = False
             if not fits:
-                rows.whole.refuse(f"{name} with a tensor of shape {tuple(other)}")
+                rows.whole.refuse(name, f"with a tensor of shape {tuple(other)}")
 
 
 def _as_guarded(result: Any, first: Any) -> Any:

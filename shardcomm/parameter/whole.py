@@ -22,6 +22,15 @@ _T = TypeVar("_T", bound=torch.Tensor)
 awaiting: WeakSet[Any] = WeakSet()
 """What has set `awaits_reduce` of a parameter. While it is empty, an optimizer's step need not look at each."""
 
+_OF_MATRICES = (
+    'an optimizer of whole matrices needs fully_shard(granularity="tensor"), and no DTensors'
+)
+
+
+def is_in_place(name: str) -> bool:
+    """Whether torch's function `name` writes into its first argument."""
+    return name.endswith("_") and not name.startswith("__")
+
 
 class Held(Enum):
     """How much of a parameter a rank has."""
@@ -132,14 +141,33 @@ class Whole:
             "load_state_dict"
         )
 
-    def refuse(self, what: str) -> NoReturn:
-        """Raises the RuntimeError which says that `what` would be computed from rows alone."""
+    def refuse(self, name: str, given: str = "") -> NoReturn:
+        """Raises the RuntimeError which says that the function `name` would be computed from rows alone.
+
+        Args:
+            name: The function or attribute.
+            given: What it was given, for the message, such as "with a tensor of shape (3,)".
+        """
+        if self.in_step:
+            instead = _OF_MATRICES
+        elif is_in_place(name) or name == "__setitem__":
+            instead = "write inside of engine.gathered(write=True), or elementwise, the same on every rank"
+        else:
+            instead = (
+                "compute in that forward, begun by module(...) and not by module.forward(...), in a method given to "
+                "engine.register_forward_method, or between unshard() and reshard() of the unit; or take full_tensor() "
+                "for the whole, to_local() for the rows"
+            )
+        self._refuse_rows(f"{name} {given}".rstrip(), instead)
+
+    def refuse_matrices(self, optimizer: str) -> NoReturn:
+        """Raises the RuntimeError against a step of an `optimizer` that computes with whole parameters."""
+        self._refuse_rows(f"{optimizer}.step", _OF_MATRICES)
+
+    def _refuse_rows(self, what: str, instead: str) -> NoReturn:
         raise RuntimeError(
-            f"{what} of {self.name!r}: outside of the forward of unit {self.unit!r} this rank has only its rows of it. "
-            "Compute in that forward, begun by module(...) and not by module.forward(...), in a method given to "
-            "engine.register_forward_method, or between unshard() and reshard() of the unit; write inside of "
-            "engine.gathered(write=True); take full_tensor() for the whole, to_local() for the rows. An "
-            'optimizer of whole matrices needs granularity="tensor" and no DTensors'
+            f"{what} of {self.name!r}: outside of the forward of unit {self.unit!r} this rank has only its rows of it; "
+            f"{instead}"
         )
 
     def refuse_derivative(self, what: str) -> NoReturn:
