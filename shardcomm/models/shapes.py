@@ -73,29 +73,35 @@ def equal_blocks(numel: int, layers: int) -> ModelShapes:
     return ModelShapes({"weight": (numel // layers,)}, layers, rest)
 
 
-SHAPES: Mapping[str, ModelShapes] = {
-    # Names as in Meta's reference code, https://github.com/meta-llama/llama3
-    "llama3-8b": ModelShapes(
+def _llama(width: int, hidden: int, layers: int) -> ModelShapes:
+    """Llama 3 with 8 heads of 128 for keys and values; names as in https://github.com/meta-llama/llama3."""
+    keys, vocabulary = 8 * 128, 128256
+    return ModelShapes(
         block={
-            "attention.wq.weight": (4096, 4096),
-            "attention.wk.weight": (1024, 4096),
-            "attention.wv.weight": (1024, 4096),
-            "attention.wo.weight": (4096, 4096),
-            "feed_forward.w1.weight": (14336, 4096),
-            "feed_forward.w2.weight": (4096, 14336),
-            "feed_forward.w3.weight": (14336, 4096),
-            "attention_norm.weight": (4096,),
-            "ffn_norm.weight": (4096,),
+            "attention.wq.weight": (width, width),
+            "attention.wk.weight": (keys, width),
+            "attention.wv.weight": (keys, width),
+            "attention.wo.weight": (width, width),
+            "feed_forward.w1.weight": (hidden, width),
+            "feed_forward.w2.weight": (width, hidden),
+            "feed_forward.w3.weight": (hidden, width),
+            "attention_norm.weight": (width,),
+            "ffn_norm.weight": (width,),
         },
-        layers=32,
+        layers=layers,
         rest={
-            "tok_embeddings.weight": (128256, 4096),
-            "norm.weight": (4096,),
-            "output.weight": (128256, 4096),
+            "tok_embeddings.weight": (vocabulary, width),
+            "norm.weight": (width,),
+            "output.weight": (vocabulary, width),
         },
         lookups=("tok_embeddings.weight",),
-        width=4096,
-    ),
+        width=width,
+    )
+
+
+SHAPES: Mapping[str, ModelShapes] = {
+    "llama3-8b": _llama(width=4096, hidden=14336, layers=32),
+    "llama3-70b": _llama(width=8192, hidden=28672, layers=80),
     # Names as in https://github.com/openai/gpt-2 and its ports
     "gpt2": ModelShapes(
         block={

@@ -300,7 +300,10 @@ def test_zero_paper_figure_1(strategy: str, paper_gb: float) -> None:
     assert round(plan.state_bytes / 1e9, 1) == paper_gb
 
 
-@pytest.mark.parametrize(("name", "numel"), [("gpt2", 124_439_808), ("llama3-8b", 8_030_261_248)])
+@pytest.mark.parametrize(
+    ("name", "numel"),
+    [("gpt2", 124_439_808), ("llama3-8b", 8_030_261_248), ("llama3-70b", 70_553_706_496)],
+)
 def test_known_models_have_the_published_size(name: str, numel: int) -> None:
     assert SHAPES[name].numel == numel
     assert sum(param.numel() for param in SHAPES[name].on_meta().parameters()) == numel
