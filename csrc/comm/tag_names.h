@@ -26,7 +26,8 @@ struct TagNames {
   static constexpr std::uint32_t kWriting = ~std::uint32_t{0};  // instead of a name's bytes
   Name names[kMost];
 
-  // Names a tag, unless it has a name. All ranks give a tag the same name: the first to come writes.
+  // Names a tag, unless it has a name. All ranks give a tag the same name: the first to come
+  // writes.
   void set(std::int64_t tag, std::string_view name) {
     if (tag < kFirst || tag - kFirst >= kMost) return;
     std::size_t bytes = std::min(name.size(), kBytes);
