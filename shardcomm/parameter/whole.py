@@ -156,7 +156,7 @@ class Whole:
             instead = (
                 "compute in that forward, begun by module(...) and not by module.forward(...), in a method given to "
                 "engine.register_forward_method, or between unshard() and reshard() of the unit; or take full_tensor() "
-                "for the whole, to_local() for the rows"
+                "for the whole, to_local() for the rows, engine.gathered(write=True) to write through a view"
             )
         self._refuse_rows(f"{name} {given}".rstrip(), instead)
 
