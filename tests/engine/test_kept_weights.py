@@ -70,6 +70,19 @@ def test_computing_with_a_kept_weight_is_refused(use: Callable[[Any], Any], stra
     run_threads(body, 2)
 
 
+@pytest.mark.parametrize("attribute", ["T", "data", "real", "__cuda_array_interface__"])
+def test_the_error_names_the_attribute_of_a_kept_weight(attribute: str) -> None:
+    def body(comm: Communicator) -> None:
+        model, _ = twins(lambda: Chain(Keeping))
+        fully_shard(model, comm)
+        model(X).sum().backward()
+        (kept,) = model.blocks[0].kept  # type: ignore[index, union-attr]
+        with pytest.raises(RuntimeError, match=rf"^{attribute} of 'blocks\.0\.linear\.weight'"):
+            getattr(kept, attribute)
+
+    run_threads(body, 2)
+
+
 def test_a_kept_weight_is_refused_in_the_forward_when_its_slot_is_anothers() -> None:
     def body(comm: Communicator) -> None:
         model, _ = twins(lambda: Chain(Keeping))
