@@ -118,10 +118,10 @@ class Engine:
             param.whole.check_names = elsewhere.check  # type: ignore[attr-defined]
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raises TypeError: the model is what is called."""
+        """Raises TypeError: a forward is a call of the model."""
         raise TypeError(
-            "an Engine is called; fully_shard changes the model in place and returns its engine: write engine = "
-            "fully_shard(model, ...), and call the model, which is engine.model, too"
+            "an Engine cannot be called: fully_shard changes the model in place, and returns its engine. Write "
+            "engine = fully_shard(model, ...), and call the model, which is also engine.model"
         )
 
     def __getattr__(self, name: str) -> NoReturn:
