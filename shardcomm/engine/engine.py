@@ -28,7 +28,7 @@ from shardcomm.checkpoint.state_dict import (
 )
 from shardcomm.comm.communicator import Communicator, Use
 from shardcomm.comm.mesh import FailingTogether, Mesh
-from shardcomm.copy.blocks import WireError
+from shardcomm.copy.wire_stats import WireError
 from shardcomm.engine import encoder_fast_path, forward_methods
 from shardcomm.engine.actions import Actions
 from shardcomm.engine.gradients import Gradients, OnNonfinite
