@@ -152,6 +152,9 @@ class ReleasedParameter(GatheredParameter):
     def data(self, value: torch.Tensor) -> NoReturn:
         self._refuse("data")
 
+    def set_(self, *args: Any, **kwargs: Any) -> NoReturn:  # noqa: D102
+        self._refuse("set_")
+
     def _refuse(self, what: str) -> NoReturn:
         origin = self._shardcomm_origin
         raise RuntimeError(

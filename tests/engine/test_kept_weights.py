@@ -40,6 +40,7 @@ X = values(3, WIDTH)
         lambda w: w.T,
         lambda w: w.mul_(0),
         lambda w: setattr(w, "data", X),
+        lambda w: w.set_(X),
         copy.deepcopy,
         lambda w: torch.save(w, io.BytesIO()),
         lambda w: torch.stack([X[0], w[0]]),
