@@ -25,7 +25,8 @@ from harness import Report, arguments
 from pack import COLUMNS, Contest, Operation, measure, require_equal
 from torch import Tensor
 
-from shardcomm.copy.blocks import BlockFormat, BlockSegment, WireStats, decode, decode_sum, encode
+from shardcomm.copy.blocks import BlockFormat, BlockSegment, decode, decode_sum, encode
+from shardcomm.copy.wire_stats import WireStats
 
 SEED = 0
 COUNT = 16 << 20

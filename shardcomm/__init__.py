@@ -31,8 +31,9 @@ from shardcomm.comm.communicator import Communicator, Receipt, ReduceOp, Sums, T
 from shardcomm.comm.connecting import connect
 from shardcomm.comm.mesh import Mesh
 from shardcomm.comm.pending import Pending
-from shardcomm.copy.blocks import BlockFormat, WireError
+from shardcomm.copy.blocks import BlockFormat
 from shardcomm.copy.plan import CopyPlan, Segment
+from shardcomm.copy.wire_stats import WireError
 from shardcomm.engine.engine import Engine
 from shardcomm.engine.sharding import fully_shard
 from shardcomm.files.installed import get_include, get_library_dir

@@ -29,7 +29,8 @@ from shardcomm.bucket.shard_gradients import ShardGradients
 from shardcomm.bucket.staging import Staging
 from shardcomm.comm.bound_collective import BoundReduction
 from shardcomm.comm.communicator import Communicator
-from shardcomm.copy.blocks import ReduceFormat, WireError, WireStats
+from shardcomm.copy.blocks import ReduceFormat
+from shardcomm.copy.wire_stats import WireError, WireStats
 from shardcomm.layout.layout import Layout
 from shardcomm.stream.streams import (
     Stream,

@@ -30,8 +30,9 @@ from shardcomm.comm.operands import (
     red_op,
 )
 from shardcomm.comm.pending import Pending
-from shardcomm.copy.blocks import ReduceFormat, WireStats, check_reduce_format
+from shardcomm.copy.blocks import ReduceFormat, check_reduce_format
 from shardcomm.copy.nonfinite import flag_address, look
+from shardcomm.copy.wire_stats import WireStats
 from shardcomm.meeting.comm_error import comm_error, like
 from shardcomm.stream.streams import Event, Stream, check_stream
 

@@ -34,7 +34,8 @@ import torch
 from shardcomm.arguments.arrays import ArrayLike
 from shardcomm.comm.bound_collective import BoundCollective, BoundReduction
 from shardcomm.comm.pending import Pending
-from shardcomm.copy.blocks import ReduceFormat, WireStats
+from shardcomm.copy.blocks import ReduceFormat
+from shardcomm.copy.wire_stats import WireStats
 from shardcomm.stream.streams import Stream, Streams
 from shardcomm.stream.work import Work
 

@@ -27,8 +27,9 @@ from shardcomm.comm.operands import (
     red_op,
 )
 from shardcomm.comm.pending import Pending
-from shardcomm.copy.blocks import ReduceFormat, WireStats, check_reduce_format, core_coding
+from shardcomm.copy.blocks import ReduceFormat, check_reduce_format, core_coding
 from shardcomm.copy.nonfinite import flag_address
+from shardcomm.copy.wire_stats import WireStats
 from shardcomm.stream.streams import Event, Stream, check_stream, compute_stream, on_host
 
 _Parts = int | tuple[int, ...]  # the length of each rank's part: of all, or one for each

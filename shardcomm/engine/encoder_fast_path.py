@@ -34,6 +34,8 @@ def install(units: Sequence[ShardedUnit]) -> Iterator[Any]:
         hooks = _FirstLayer(first)
         yield encoder.register_forward_pre_hook(hooks.make_plain)
         yield first.module.register_forward_pre_hook(hooks.guard, prepend=True)
+        # An exception of the encoder's own, as for a mask of another dtype, comes before the first layer.
+        yield encoder.register_forward_hook(hooks.guard_after, always_call=True)
 
 
 class _FirstLayer(Hooks):
@@ -49,3 +51,6 @@ class _FirstLayer(Hooks):
         if not (layer.training or torch.compiler.is_compiling()):
             for param in self._params:
                 param.guard()
+
+    def guard_after(self, encoder: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self.guard(encoder, args)

@@ -28,7 +28,7 @@ from shardcomm.checkpoint.state_dict import (
 )
 from shardcomm.comm.communicator import Communicator, Use
 from shardcomm.comm.mesh import FailingTogether, Mesh
-from shardcomm.copy.blocks import WireError
+from shardcomm.copy.wire_stats import WireError
 from shardcomm.engine import encoder_fast_path, forward_methods
 from shardcomm.engine.actions import Actions
 from shardcomm.engine.gradients import Gradients, OnNonfinite
@@ -118,10 +118,10 @@ class Engine:
             param.whole.check_names = elsewhere.check  # type: ignore[attr-defined]
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raises TypeError: the model is what is called."""
+        """Raises TypeError: a forward is a call of the model."""
         raise TypeError(
-            "an Engine is called; fully_shard changes the model in place and returns its engine: write engine = "
-            "fully_shard(model, ...), and call the model, which is engine.model, too"
+            "an Engine cannot be called: fully_shard changes the model in place, and returns its engine. Write "
+            "engine = fully_shard(model, ...), and call the model, which is also engine.model"
         )
 
     def __getattr__(self, name: str) -> NoReturn:

@@ -31,7 +31,7 @@ DRAWS = (
 def on_one_rank(name: str) -> Callable[..., Any]:
     """The method `name`, one of `DRAWS`, of a parameter that may have a `whole`: refused where there are other ranks.
 
-    Not seen are values that are drawn into other tensors first.
+    Not seen are values that are drawn into a view, such as `param[0]`, or into another tensor first.
     """
     draw = getattr(torch.Tensor, name)
 

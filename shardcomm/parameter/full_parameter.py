@@ -20,7 +20,8 @@ from torch._guards import TracingContext
 from shardcomm.parameter.plain import plain
 
 _DATA: Any = torch._C.TensorBase.data
-_VALUES = ("H", "T", "data", "imag", "mH", "mT", "real")
+_INTERFACE = "__cuda_array_interface__"  # the only attribute that is a property, which has no name
+_VALUES = ("H", "T", "data", "imag", "mH", "mT", "real", _INTERFACE)
 _OF_NO_VALUES = (
     "dim",
     "element_size",
@@ -129,8 +130,10 @@ class ReleasedParameter(GatheredParameter):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = getattr(func, "__name__", "")
-        is_attribute = name in ("__get__", "__set__") and func.__self__.__name__ not in _VALUES
-        if is_attribute or name in _OF_NO_VALUES:
+        is_attribute = name in ("__get__", "__set__")
+        if is_attribute:
+            name = getattr(func.__self__, "__name__", _INTERFACE)
+        if name not in _VALUES if is_attribute else name in _OF_NO_VALUES:
             with plain():
                 return func(*args, **(kwargs or {}))
         kept = next(
@@ -148,6 +151,9 @@ class ReleasedParameter(GatheredParameter):
     @data.setter
     def data(self, value: torch.Tensor) -> NoReturn:
         self._refuse("data")
+
+    def set_(self, *args: Any, **kwargs: Any) -> NoReturn:  # noqa: D102
+        self._refuse("set_")
 
     def _refuse(self, what: str) -> NoReturn:
         origin = self._shardcomm_origin

@@ -99,7 +99,7 @@ class UnitPlan:
                 group.reduced_bytes - group.reduced_shard_bytes[rank] for group in trained
             ),
             reduce_format=", ".join(
-                {str(group.reduce_format) for group in trained if group.reduce_format is not None}
+                dict.fromkeys(str(group.reduce_format) for group in trained if group.reduce_format)
             ),
             all_reduce_bytes=sum(
                 traffic.all_reduce_bytes(group.reduced_shard_bytes[rank], pool.replicas)

@@ -14,7 +14,7 @@ from torch import nn
 from shardcomm.bucket.bucket import Bucket
 from shardcomm.bucket.secondary_shard import SecondaryShard
 from shardcomm.comm.communicator import Use
-from shardcomm.copy.blocks import WireError
+from shardcomm.copy.wire_stats import WireError
 from shardcomm.parameter.full_parameter import Origin, gathered_class, refuse_change
 from shardcomm.parameter.holders import Holders
 from shardcomm.parameter.optimizer_steps import replaced

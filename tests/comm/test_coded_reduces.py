@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from shardcomm import BlockFormat, CommError, Communicator, Transport, launch
 from shardcomm.comm import rendezvous
-from shardcomm.copy.blocks import ReduceFormat, WireError, WireStats
+from shardcomm.copy.blocks import ReduceFormat
+from shardcomm.copy.wire_stats import WireError, WireStats
 from support.block_reference import bounds_of, encoded, scales_of, values_of
 
 RANKS, HOSTS = 4, 2

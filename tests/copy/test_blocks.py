@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from shardcomm import _C
-from shardcomm.copy.blocks import BlockFormat, BlockSegment, WireStats, decode, decode_sum, encode
+from shardcomm.copy.blocks import BlockFormat, BlockSegment, decode, decode_sum, encode
+from shardcomm.copy.wire_stats import WireStats
 from support.block_reference import (
     aligned,
     bounds_of,

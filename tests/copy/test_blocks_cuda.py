@@ -10,15 +10,8 @@ from torch import Tensor
 
 from shardcomm import _C
 from shardcomm.arguments.dtype import core_dtype
-from shardcomm.copy.blocks import (
-    BlockFormat,
-    BlockSegment,
-    WireStats,
-    core_format,
-    decode,
-    decode_sum,
-    encode,
-)
+from shardcomm.copy.blocks import BlockFormat, BlockSegment, core_format, decode, decode_sum, encode
+from shardcomm.copy.wire_stats import WireStats
 from support.block_reference import FORMATS, aligned, hard_blocks, rows
 from support.random_plans import FLOATS, same_bits
 

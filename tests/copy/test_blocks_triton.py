@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from shardcomm.arguments.dtype import core_dtype
-from shardcomm.copy.blocks import BlockFormat, BlockSegment, WireStats, decode, decode_sum, encode
+from shardcomm.copy.blocks import BlockFormat, BlockSegment, decode, decode_sum, encode
+from shardcomm.copy.wire_stats import WireStats
 from support.block_reference import FORMATS, aligned, hard_blocks, rows
 from support.random_plans import FLOATS, same_bits
 

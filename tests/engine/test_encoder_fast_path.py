@@ -79,6 +79,10 @@ def test_its_parameters_are_guarded_after_an_error_and_in_a_copy() -> None:
         with torch.no_grad():
             with pytest.raises((RuntimeError, AssertionError)):
                 output_of(model, X[:, :, :4])
+            assert all(type(p) is ShardedParameter for p in model.parameters())
+            with pytest.raises(AssertionError, match="only bool and floating types"):
+                model(X, src_key_padding_mask=PADDED.long())
+            assert all(type(p) is ShardedParameter for p in model.parameters())
             output_of(model)
             assert all(type(p) is ShardedParameter for p in model.parameters())
             with engine.gathered():

@@ -40,6 +40,7 @@ X = values(3, WIDTH)
         lambda w: w.T,
         lambda w: w.mul_(0),
         lambda w: setattr(w, "data", X),
+        lambda w: w.set_(X),
         copy.deepcopy,
         lambda w: torch.save(w, io.BytesIO()),
         lambda w: torch.stack([X[0], w[0]]),
@@ -66,6 +67,19 @@ def test_computing_with_a_kept_weight_is_refused(use: Callable[[Any], Any], stra
         for net in (model, plain):  # the same parameter is there in the next forward
             net(X).sum().backward()
         assert_same_gradients(engine, model, plain)
+
+    run_threads(body, 2)
+
+
+@pytest.mark.parametrize("attribute", ["T", "data", "real", "__cuda_array_interface__"])
+def test_the_error_names_the_attribute_of_a_kept_weight(attribute: str) -> None:
+    def body(comm: Communicator) -> None:
+        model, _ = twins(lambda: Chain(Keeping))
+        fully_shard(model, comm)
+        model(X).sum().backward()
+        (kept,) = model.blocks[0].kept  # type: ignore[index, union-attr]
+        with pytest.raises(RuntimeError, match=rf"^{attribute} of 'blocks\.0\.linear\.weight'"):
+            getattr(kept, attribute)
 
     run_threads(body, 2)
 

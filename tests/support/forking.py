@@ -8,6 +8,8 @@ import logging
 import os
 import sys
 import threading
+import traceback
+from contextlib import suppress
 from multiprocessing import forkserver, util
 
 
@@ -21,6 +23,7 @@ def _fork(_path: bytes, args: list[str], descriptors: list[int]) -> int:
     pid = os.fork()
     if pid > 0:
         return pid
+    status = 1
     try:
         faulthandler.disable()  # pytest's writes to a descriptor that is closed here
         kept = [2, *sorted(descriptors), os.sysconf("SC_OPEN_MAX")]
@@ -28,9 +31,13 @@ def _fork(_path: bytes, args: list[str], descriptors: list[int]) -> int:
             os.closerange(before + 1, after)
         open_streams()
         forkserver._forkserver._lock = threading.Lock()  # type: ignore[attr-defined]  # the starter holds its own
-        exec(args[-1])
+        with suppress(SystemExit):
+            exec(args[-1])
+        status = 0
+    except BaseException:
+        traceback.print_exc()
     finally:
-        os._exit(0)
+        os._exit(status)
 
 
 def open_streams() -> None:

@@ -96,6 +96,8 @@ def _serve(listener: socket.socket, python: str) -> None:
         if os.fork() == 0:
             try:
                 _keep(client)
+            except BaseException:
+                traceback.print_exc()
             finally:
                 os._exit(1)
         client.close()

@@ -30,7 +30,8 @@ import torch.nn.functional as F
 
 from shardcomm.cli.bench.fit import fit
 from shardcomm.comm.communicator import Communicator
-from shardcomm.copy.blocks import BlockFormat, BlockSegment, WireStats, decode, encode
+from shardcomm.copy.blocks import BlockFormat, BlockSegment, decode, encode
+from shardcomm.copy.wire_stats import WireStats
 from shardcomm.engine.sharding import fully_shard
 from shardcomm.models.gpt import GPT, VOCAB
 from shardcomm.planner.planner import MemoryPlan
