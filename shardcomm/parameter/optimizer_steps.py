@@ -28,7 +28,7 @@ from shardcomm.parameter.plain import plain, set_grad
 from shardcomm.parameter.replaced import replace
 from shardcomm.parameter.sharded_parameter import ShardedParameter, ShardedRows, WholeParameter
 from shardcomm.parameter.versions import written
-from shardcomm.parameter.whole import Held, Owned, awaiting
+from shardcomm.parameter.whole import Held, Owned, awaiting, elsewhere
 
 _ELEMENTWISE = (
     optim.ASGD,
@@ -108,14 +108,23 @@ class _Checked(NamedTuple):
 
 
 def _params(optimizer: optim.Optimizer) -> list[nn.Parameter]:
-    return [param for group in optimizer.param_groups for param in group["params"]]
+    params: list[nn.Parameter] = []
+    for group in optimizer.param_groups:
+        params += group["params"]
+    return params
 
 
-def _ours(params: Sequence[nn.Parameter]) -> tuple[list[ShardedParameter], list[WholeParameter]]:
-    """Those of `params` of which this rank has rows, and those of which it has the whole."""
+def _ours(params: Sequence[Any]) -> tuple[Sequence[ShardedParameter], Sequence[WholeParameter]]:
+    """Those of `params` of which this rank has rows, and those of which it has the whole.
+
+    Mostly all are of one class; then it is `params` itself, since another list would cost each step.
+    """
+    kinds = set(map(type, params))
+    if kinds == {ShardedParameter}:
+        return params, ()
+    if kinds == {WholeParameter}:
+        return (), params
     rows = [param for param in params if type(param) is ShardedParameter]
-    if len(rows) == len(params):  # as mostly; another look at all of them would cost each step
-        return rows, []
     return rows, [param for param in params if type(param) is WholeParameter]
 
 
@@ -129,17 +138,20 @@ def _of_plain(zero_grad: Callable[[optim.Optimizer, bool], None]) -> Any:
 
     @wraps(zero_grad)
     def of_plain(self: optim.Optimizer, set_to_none: bool = True) -> None:
-        rows, whole = _ours(_params(self))
-        _make(rows, nn.Parameter)
-        _make(whole, nn.Parameter)
+        ours = [_ours(group["params"]) for group in self.param_groups]
+        for rows, whole in ours:
+            _make(rows, nn.Parameter)
+            _make(whole, nn.Parameter)
         try:
             zero_grad(self, set_to_none)
+            if set_to_none and elsewhere:
+                for rows, _ in ours:
+                    for param in rows:
+                        param.whole.grad_elsewhere = None
         finally:
-            _make(rows, ShardedParameter)
-            _make(whole, WholeParameter)
-        if set_to_none:
-            for param in rows:
-                param.whole.grad_elsewhere = None
+            for rows, whole in ours:
+                _make(rows, ShardedParameter)
+                _make(whole, WholeParameter)
 
     return of_plain
 
@@ -198,6 +210,7 @@ def _begin(
     optimizer: optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     sharded, whole = _ours(_params(optimizer))
+    plain_ones: Sequence[ShardedParameter] = ()
     if sharded and isinstance(optimizer, optim.LBFGS):
         raise RuntimeError(
             "LBFGS.step: it takes products over all parameters together, of which this rank has only some; use it with "
@@ -222,11 +235,10 @@ def _begin(
     elif not _is_known(optimizer):
         # A step of a user's own around one of these may do anything: clip, for instance.
         written([param for param in sharded if param.grad is not None])
-        plain_ones = []
     else:
-        plain_ones, sharded = sharded, []
+        plain_ones, sharded = sharded, ()
     if not _is_known(optimizer):
-        whole = []  # as they are they refuse other memory
+        whole = ()  # as they are they refuse other memory
     if not (plain_ones or sharded or whole):
         return None
     stepping = _stepping[optimizer] = _Stepping(plain_ones, whole, sharded)
@@ -307,15 +319,17 @@ class _Stepping:
         for whole in self._sized:
             whole.in_step = True
         _make(self._whole, nn.Parameter)
-        self._grads, stepped = [], []
-        for param in self.rows:  # one loop, since a model may have thousands, in every step
-            param.__class__ = nn.Parameter  # type: ignore[assignment]
-            grad = param.grad
-            if type(grad) is ShardedRows:
-                grad.__class__ = torch.Tensor  # type: ignore[assignment]
-                self._grads.append(grad)
-            if grad is not None or param.whole.grad_elsewhere is not None:
-                stepped.append(param)
+        _make(self.rows, nn.Parameter)
+        grads = [param.grad for param in self.rows]
+        self._grads = [grad for grad in grads if type(grad) is ShardedRows]
+        _make(self._grads, torch.Tensor)
+        stepped: Sequence[ShardedParameter] = self.rows
+        if len(self._grads) < len(grads):
+            stepped = [
+                param
+                for param, grad in zip(self.rows, grads, strict=True)
+                if grad is not None or param.whole.grad_elsewhere is not None
+            ]
         # Torch's fused kernels do not mark what they write as changed. Neither does a step on another rank, the owner.
         written(stepped)
 

@@ -22,6 +22,9 @@ _T = TypeVar("_T", bound=torch.Tensor)
 awaiting: WeakSet[Any] = WeakSet()
 """What has set `awaits_reduce` of a parameter. While it is empty, an optimizer's step need not look at each."""
 
+elsewhere: WeakSet[Whole] = WeakSet()
+"""The parameters of which another rank has everything. While it is empty, a `zero_grad` need not look at each."""
+
 _OF_MATRICES = (
     'an optimizer of whole matrices needs fully_shard(granularity="tensor"), and no DTensors'
 )
@@ -92,6 +95,8 @@ class Whole:
     def __post_init__(self) -> None:
         self.address = self.rows.data_ptr()
         self.outline = torch.empty(self.part.shape, dtype=self.rows.dtype, device="meta")
+        if self.part.elsewhere:
+            elsewhere.add(self)
 
     def adopt(self, param: nn.Parameter) -> None:
         """Copies back the values of `param` if somebody has given it other memory than the rows'."""
