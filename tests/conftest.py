@@ -20,6 +20,8 @@ from support.forking import start_servers_by_forks
 
 # Before torch is loaded. Ranks that are threads would each have a pool of them, which spin for each other's cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# XLA compiles each program of a test for longer than the program runs.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 # A test that runs its own file as a program finds `support` there, too.
 os.environ["PYTHONPATH"] = os.pathsep.join(
     [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]

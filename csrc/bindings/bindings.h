@@ -11,14 +11,6 @@ namespace py = pybind11;
 
 namespace shardcomm::bindings {
 
-// The CUDA device that the host's memory counts as: none (-1), or a device of a played CUDA runtime
-// where the build has one. With a played runtime, what runs on GPUs runs on CPU tensors.
-#ifdef SHARDCOMM_PLAYED_DEVICE
-constexpr int kHostDevice = SHARDCOMM_PLAYED_DEVICE;
-#else
-constexpr int kHostDevice = -1;
-#endif
-
 // Python gives addresses as numbers.
 inline void* pointer(std::uintptr_t address) { return reinterpret_cast<void*>(address); }
 

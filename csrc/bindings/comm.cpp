@@ -1,5 +1,6 @@
 #include "bindings/bindings.h"
 #include "bindings/dlpack.h"
+#include "bindings/host_device.h"
 #include "bindings/interrupt.h"
 #include "bindings/optional_stream.h"
 #include "bindings/parts.h"

@@ -1,4 +1,5 @@
 #include "bindings/bindings.h"
+#include "bindings/host_device.h"
 #include "shardcomm/cuda.h"
 #include "shardcomm/dtype.h"
 #include "shardcomm/error.h"

@@ -134,15 +134,15 @@ def load() -> tuple[CLibrary, Any]:
     Raises:
         RuntimeError: There is no C++ compiler, or it refuses; the error has its words.
     """
-    from torch.utils import cpp_extension  # noqa: PLC0415  (warns where there is nvcc and no GPU)
-
     library = CLibrary()  # in the process before the module, which needs it
     source = Path(get_library_dir()) / "torch" / "module.cpp"
-    folders = [*cpp_extension.include_paths(), sysconfig.get_path("include")]
-    options = [option for folder in folders for option in ("-isystem", folder)]
+    # As torch.utils.cpp_extension says, which loads setuptools, and so takes longer than all else that a group needs.
+    of_torch = Path(torch.__file__).parent
+    headers = of_torch / "include"
+    folders = [headers, headers / "torch/csrc/api/include", Path(sysconfig.get_path("include"))]
+    options = [option for folder in folders for option in ("-isystem", str(folder))]
     name = f"torch-{torch.__version__}-{sysconfig.get_config_var('SOABI')}"
-    libraries = [f"-L{folder}" for folder in cpp_extension.library_paths()]
-    libraries += ["-ltorch_python", "-ltorch_cpu", "-lc10"]
+    libraries = [f"-L{of_torch / 'lib'}", "-ltorch_python", "-ltorch_cpu", "-lc10"]
     path = compiled(f"the backend {NAME!r}", name, source, ["-std=c++20", *options], libraries)
     loader = importlib.machinery.ExtensionFileLoader("shardcomm_torch", str(path))
     spec = importlib.util.spec_from_loader(loader.name, loader)

@@ -8,7 +8,6 @@ import random
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -23,10 +22,10 @@ from shardcomm.checkpoint.checkpoints import complete_steps
 from shardcomm.cli.train import progress
 from shardcomm.cli.train.report import table
 from shardcomm.meeting.store import env_store
+from support.gates import until
 from support.train_runs import SMALL, refusal, run
 
 STEPS = 20
-KILLS = 1
 
 
 def test_a_resumed_run_equals_one_that_was_not_interrupted(text_file: str, tmp_path: Path) -> None:
@@ -141,12 +140,28 @@ def test_ranks_started_again_do_not_read_what_those_before_them_wrote(
     assert not now.check(["address"])
 
 
+# A rank says that it is there.
+RANK = """
+import os, sys
+from pathlib import Path
+from shardcomm.__main__ import main
+Path(sys.argv.pop(1), str(os.getpid())).touch()
+sys.exit(main())
+"""
+
+
 @contextmanager
-def torchrun(*args: str) -> Iterator[subprocess.Popen[str]]:
-    """`shardcomm train` on two ranks, started again when one fails; none of it is left afterwards."""
+def torchrun(ranks: Path, *args: str) -> Iterator[subprocess.Popen[str]]:
+    """`shardcomm train` on two ranks, all started again once when one fails; none of it is left afterwards.
+
+    Each has a file in `ranks`, whose name is its pid.
+    """
+    ranks.mkdir()
+    script = ranks.with_suffix(".py")
+    script.write_text(RANK)
     process = subprocess.Popen(
         [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone",
-         "--max-restarts", str(KILLS), "--monitor-interval", "0.1", "-m", "shardcomm", "train",
+         "--max-restarts", "1", "--monitor-interval", "0.1", str(script), str(ranks), "train",
          *args],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -155,51 +170,38 @@ def torchrun(*args: str) -> Iterator[subprocess.Popen[str]]:
     try:
         yield process
     finally:
-        ranks = ranks_of(process)
         process.kill()
-        for rank in ranks:
+        for rank in ranks.iterdir():
             with suppress(ProcessLookupError):
-                os.kill(rank, signal.SIGKILL)
+                os.kill(int(rank.name), signal.SIGKILL)
         process.communicate(timeout=10)
-
-
-def ranks_of(process: subprocess.Popen[str]) -> list[int]:
-    """Its children that map communication memory."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        try:
-            fields = (entry / "stat").read_text().rpartition(")")[2].split()
-            if int(fields[1]) == process.pid and "shardcomm" in (entry / "maps").read_text():
-                found.append(int(entry.name))
-        except OSError:  # not a process, or one that has ended
-            continue
-    return found
 
 
 def newest(directory: Path) -> int:
     return (complete_steps(directory) or [0])[-1] if directory.exists() else 0
 
 
-def test_torchrun_restarts_a_run_whose_ranks_are_killed(
+@pytest.mark.usefixtures("warm_python")
+def test_torchrun_restarts_a_run_of_which_a_rank_is_killed(
     text_file: str,
     tmp_path: Path,
     seed: int,
 ) -> None:
     choose = random.Random(seed)
     undisturbed = run(text_file, steps=STEPS).losses
-    out, saved = tmp_path / "killed.json", tmp_path / "saved"
+    out, saved, ranks = tmp_path / "killed.json", tmp_path / "saved", tmp_path / "ranks"
     options = [*SMALL, "--steps", str(STEPS), "--text", text_file, "--json", str(out)]
-    with torchrun(*options, "--checkpoint", str(saved), "--save-every", "2", "--resume") as process:
-        victims: list[int] = []
-        end = time.monotonic() + 120 * KILLS
-        for kill in range(1, KILLS + 1):
-            step = choose.randrange((kill - 1) * STEPS // (KILLS + 1), kill * STEPS // (KILLS + 1))
-            while newest(saved) < step or not (ranks := set(ranks_of(process)) - set(victims)):
-                assert process.poll() is None, process.communicate()
-                assert time.monotonic() < end
-                time.sleep(0.01)  # else the search takes a core from the ranks
-            victims.append(choose.choice(sorted(ranks)))
-            os.kill(victims[-1], signal.SIGKILL)
+    options += ["--checkpoint", str(saved), "--save-every", "2", "--resume"]
+    step = choose.randrange(STEPS // 2)
+    with torchrun(ranks, *options) as process:
+
+        def there() -> list[Path]:
+            assert process.poll() is None, process.communicate()
+            return sorted(ranks.iterdir()) if newest(saved) >= step else []
+
+        victim = choose.choice(until(there, f"a rank at step {step}"))
+        os.kill(int(victim.name), signal.SIGKILL)
         _, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
+    assert len(list(ranks.iterdir())) > 2  # two of them were started again
     assert json.loads(out.read_text())["losses"] == undisturbed, seed

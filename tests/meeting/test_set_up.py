@@ -30,7 +30,7 @@ from shardcomm.meeting.store import SECRET, env_store
 from support.listeners import listening
 
 RANKS = 3
-NOTICED_S = 2.0
+NOTICED_S = 10.0  # long before the deadline
 NOBODY = 65534
 
 
@@ -50,6 +50,12 @@ def dying(
         return result
 
     return replacement
+
+
+@pytest.fixture(autouse=True)
+def ranks_may_say_late_what_they_saw(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine may take longer than `launch` leaves those that outlive a rank."""
+    monkeypatch.setattr("shardcomm.process.launch.GRACE_S", 2 * NOTICED_S)
 
 
 # Where a rank dies: the transport, what it calls there, the how many-th call of that, and whether it dies after it.
@@ -403,7 +409,7 @@ def test_store_that_is_stopped_ends_at_the_deadline() -> None:
         begun = time.monotonic()
         with pytest.raises(CommError, match=r"rank 0 of 1: not all ranks came .* nobody answers"):
             exchange(b"another")
-        assert time.monotonic() - begun < 0.5 + 2 * NOTICED_S
+        assert time.monotonic() - begun < 0.5 + NOTICED_S
     finally:
         keeper.kill()
         keeper.wait()

@@ -11,7 +11,7 @@ REPOSITORY = Path(__file__).resolve().parents[3]
 def configure(folder: Path, sources: Path | None = None) -> None:
     """Prepares `folder` for a model of csrc, or of other `sources`."""
     command = ["cmake", "-S", str(REPOSITORY), "-B", str(folder), "-G", "Ninja"]
-    command += ["-DCMAKE_BUILD_TYPE=RelWithDebInfo", "-DSHARDCOMM_CUDA=off"]
+    command += ["-DCMAKE_BUILD_TYPE=Release", "-DSHARDCOMM_CUDA=off"]
     command += ["-DSHARDCOMM_TESTS=ON"]
     if sources is not None:
         command.append(f"-DSHARDCOMM_MODEL_OF={sources}")
