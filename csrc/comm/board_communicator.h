@@ -244,6 +244,8 @@ class BoardCommunicator final : public Communicator {
   void broadcast_few(Channel& channel, Call& call, void* buffer, std::size_t bytes);
   void all_reduce_direct(Channel& channel, std::byte* buffer, DType dtype, std::int64_t count,
                          RedOp op, NativeStream stream);
+  void all_reduce_shares(Channel& channel, std::byte* chunk, DType dtype, std::int64_t count,
+                         RedOp op);
   void took(const Channel& channel, Op op, Path path);
   // A call of so many bytes through the staging areas; `staged` says what would be faster.
   void took_staged(const Channel& channel, Op op, std::size_t bytes, Path staged);

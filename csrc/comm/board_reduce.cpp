@@ -44,6 +44,18 @@ class Slices {
   std::int64_t chunks_;
 };
 
+// Which of `count` elements each rank reduces for all.
+class Shares {
+ public:
+  Shares(std::int64_t count, int size) : count_(count), longest_(divide_up(count, size)) {}
+  std::int64_t begin(int r) const { return std::min(r * longest_, count_); }
+  std::int64_t length(int r) const { return begin(r + 1) - begin(r); }
+
+ private:
+  std::int64_t count_;
+  std::int64_t longest_;
+};
+
 }  // namespace
 
 void BoardCommunicator::run_reduce_scatter(const void* send, DType dtype, void* recv,
@@ -122,7 +134,8 @@ void BoardCommunicator::run_all_reduce(void* buffer, DType dtype, std::int64_t c
     const std::size_t bytes = bytes_of(count, dtype);
     call.send = windows_->find_own(buffer, bytes, "all_reduce: buffer");
 
-    // Every rank reduces all of it: few bytes, and one meeting a chunk instead of two.
+    // Of few bytes every rank reduces all. Of more, each reduces its share of a chunk for all.
+    const bool is_few = bytes <= ControlMemory::kInlineBytes;
     const auto step = static_cast<std::int64_t>(ControlMemory::kStageBytes / itemsize(dtype));
     const auto part = [&](std::int64_t chunk) { return at(buffer, chunk * step, dtype); };
     const auto length = [&](std::int64_t chunk) { return std::min(step, count - chunk * step); };
@@ -130,7 +143,10 @@ void BoardCommunicator::run_all_reduce(void* buffer, DType dtype, std::int64_t c
       std::memcpy(stage(channel, rank_), part(chunk), bytes_of(length(chunk), dtype));
     };
     const auto use = [&](std::int64_t chunk) {
-      const auto* from = sources(channel, [&](int r) { return stage(channel, r); });
+      if (!is_few) return all_reduce_shares(channel, part(chunk), dtype, length(chunk), op);
+      const auto* from = sources(channel, [&](int r) -> const void* {
+        return r == rank_ ? part(chunk) : stage(channel, r);
+      });
       executor_->reduce(part(chunk), {dtype}, from, size_, dtype, op, length(chunk), nullptr);
     };
 
@@ -145,24 +161,44 @@ void BoardCommunicator::run_all_reduce(void* buffer, DType dtype, std::int64_t c
   });
 }
 
-// Rank r reduces slice r of all buffers into its own, which no other rank reads in that phase; then
+// Rank r reduces share r of all buffers into its own, which no other rank reads in that phase; then
 // all copy.
 void BoardCommunicator::all_reduce_direct(Channel& channel, std::byte* buffer, DType dtype,
                                           std::int64_t count, RedOp op, NativeStream stream) {
-  const std::int64_t slice = divide_up(count, size_);
-  const auto first = [&](int r) { return std::min(r * slice, count); };
-  const auto length = [&](int r) { return first(r + 1) - first(r); };
-  const auto* from = sources(
-      channel, [&](int r) { return at(peer(channel, &Call::send, r), first(rank_), dtype); });
-  executor_->reduce(at(buffer, first(rank_), dtype), {dtype}, from, size_, dtype, op, length(rank_),
-                    stream);
+  const Shares shares(count, size_);
+  const auto* from = sources(channel, [&](int r) {
+    return at(peer(channel, &Call::send, r), shares.begin(rank_), dtype);
+  });
+  executor_->reduce(at(buffer, shares.begin(rank_), dtype), {dtype}, from, size_, dtype, op,
+                    shares.length(rank_), stream);
   meet(channel, stream);
   for (int i = 1; i < size_; ++i) {
     const int r = (rank_ + i) % size_;
-    executor_->copy(at(buffer, first(r), dtype), at(peer(channel, &Call::send, r), first(r), dtype),
-                    bytes_of(length(r), dtype), stream);
+    executor_->copy(at(buffer, shares.begin(r), dtype),
+                    at(peer(channel, &Call::send, r), shares.begin(r), dtype),
+                    bytes_of(shares.length(r), dtype), stream);
   }
   meet(channel, stream);
+}
+
+// The same of a chunk that all have in their staging areas. Of its own area a rank overwrites its
+// own share, which no other rank reads before the meeting.
+void BoardCommunicator::all_reduce_shares(Channel& channel, std::byte* chunk, DType dtype,
+                                          std::int64_t count, RedOp op) {
+  const Shares shares(count, size_);
+  const auto staged = [&](int r, int share) {
+    return at(stage(channel, r), shares.begin(share), dtype);
+  };
+  std::byte* own = at(chunk, shares.begin(rank_), dtype);
+  const auto* from =
+      sources(channel, [&](int r) -> const void* { return r == rank_ ? own : staged(r, rank_); });
+  executor_->reduce(own, {dtype}, from, size_, dtype, op, shares.length(rank_), nullptr);
+  std::memcpy(staged(rank_, rank_), own, bytes_of(shares.length(rank_), dtype));
+  channel.board.meet();
+  for (int i = 1; i < size_; ++i) {
+    const int r = (rank_ + i) % size_;
+    std::memcpy(at(chunk, shares.begin(r), dtype), staged(r, r), bytes_of(shares.length(r), dtype));
+  }
 }
 
 void BoardCommunicator::run_reduce(const void* send, void* recv, DType dtype, std::int64_t count,
