@@ -8,14 +8,17 @@
 namespace shardcomm {
 namespace {
 
-// The largest of |from| and of |from - to|, as bits, which vectors compare; what is not finite
-// counts apart.
+// What is rounded is measured while it is in the nearest cache.
+constexpr std::int64_t kPieceElements = 2048;
+
+// Raises `most` and `seen` to the largest of |from| and of |from - to|, as bits, which vectors
+// compare; what is not finite counts apart.
 struct Measure {
   [[gnu::always_inline]] static void run(const float* from, const BFloat16* to, std::int64_t count,
                                          std::uint32_t* most, std::uint32_t* seen,
                                          std::int32_t* flagged) {
-    std::uint32_t largest = 0, difference = 0;
-    std::int32_t others = 0;
+    std::uint32_t largest = *most, difference = *seen;
+    std::int32_t others = *flagged;
     for (std::int64_t i = 0; i < count; ++i) {
       const std::uint32_t value = float_bits(from[i]) & 0x7fffffffu;
       const std::uint32_t lost = float_bits(from[i] - load(to[i])) & 0x7fffffffu;
@@ -33,11 +36,15 @@ struct Measure {
 }  // namespace
 
 void round_to_bf16(const float* from, BFloat16* to, std::int64_t count, BlockStats* stats) {
-  convert_cpu(to, DType::bf16, from, DType::f32, count);
-  if (stats == nullptr) return;
+  if (stats == nullptr) return convert_cpu(to, DType::bf16, from, DType::f32, count);
+  const auto measure = best_of<Measure>();
   std::uint32_t most = 0, seen = 0;
   std::int32_t flagged = 0;
-  best_of<Measure>()(from, to, count, &most, &seen, &flagged);
+  for (std::int64_t done = 0; done < count; done += kPieceElements) {
+    const std::int64_t n = std::min(kPieceElements, count - done);
+    convert_cpu(to + done, DType::bf16, from + done, DType::f32, n);
+    measure(from + done, to + done, n, &most, &seen, &flagged);
+  }
   const float bound = most == 0 ? 0.0f : std::max(float_of_bits(most) * 0x1p-8f, 0x1p-134f);
   stats->bound_bits = std::max(stats->bound_bits, float_bits(bound));
   stats->seen_bits = std::max(stats->seen_bits, seen);
