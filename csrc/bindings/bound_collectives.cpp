@@ -126,6 +126,13 @@ void bind_bound_collectives(py::module_& m) {
             return BoundCollective{Communicator::bind_barrier(std::move(comm), tag)};
           },
           py::arg("comm"), py::arg("tag"))
+      .def_static(
+          "sharing",
+          [](Comm comm, std::uintptr_t buffer, std::size_t nbytes, std::int64_t tag) {
+            return BoundCollective{
+                Communicator::bind_sharing(std::move(comm), pointer(buffer), nbytes, tag)};
+          },
+          py::arg("comm"), py::arg("buffer"), py::arg("nbytes"), py::arg("tag"))
       .def("__call__", &BoundCollective::run)
       .def("enqueue", &BoundCollective::enqueue, py::arg("stream"))
       .def("queue", &BoundCollective::queue, py::arg("stream"), py::arg("after"))

@@ -82,6 +82,13 @@ void bind_comm(py::module_& m) {
           },
           py::arg("nbytes"), py::arg("use"))
       .def(
+          "sharers",
+          [](const Communicator& comm, std::uintptr_t buffer, std::size_t nbytes) {
+            const Sharers sharers = comm.sharers(pointer(buffer), nbytes);
+            return py::make_tuple(sharers.index, sharers.size);
+          },
+          py::arg("buffer"), py::arg("nbytes"))
+      .def(
           "all_gather",
           [](const Comm& comm, std::uintptr_t send, DType send_dtype, std::uintptr_t recv,
              DType recv_dtype, const Parts& parts, std::int64_t tag, OptionalStream stream) {

@@ -225,6 +225,35 @@ void BoardCommunicator::run_barrier(std::int64_t tag, NativeStream stream) {
   });
 }
 
+Sharers BoardCommunicator::sharers(const void* buffer, std::size_t bytes) const {
+  if (!on_cpu() || bytes == 0) return {};
+  if (!windows_->is_shared(windows_->find(buffer, bytes, "sharers: buffer"))) return {};
+  return {rank_, size_};
+}
+
+void BoardCommunicator::run_sharing(const void* buffer, std::size_t bytes, std::int64_t tag) {
+  perform(*gathers_, "barrier", [&] {
+    Call call;
+    call.op = Op::barrier;
+    call.count = static_cast<std::int64_t>(bytes);
+    call.tag = tag;
+    call.recv = windows_->find(buffer, bytes, "barrier: buffer");
+    begin(*gathers_, call, nullptr);
+    require_one_place(gathers_->index);
+    took(*gathers_, Op::barrier, Path::board);
+  });
+}
+
+void BoardCommunicator::require_one_place(int channel) {
+  const Board& board = this->channel(channel).board;
+  for (int r = 0; r < size_; ++r) {
+    if (board.call_of(r).recv == board.call_of(rank_).recv) continue;
+    refuse(channel, "ranks " + std::to_string(group_.number(rank_)) + " and " +
+                        std::to_string(group_.number(r)) +
+                        " each wrote a share of a buffer, and it is not one buffer of both");
+  }
+}
+
 void BoardCommunicator::name_tag(std::int64_t tag, const std::string& name) {
   if (!group_.forked()) ControlMemory::names(control_->data(), size_)->set(tag, name);
 }

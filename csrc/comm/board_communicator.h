@@ -87,6 +87,8 @@ class BoardCommunicator final : public Communicator {
   // Whether all ranks have posted one place in memory that they share as their `recv`. Throws
   // CommError if they have posted several.
   bool have_one_window(int channel);
+  // Throws CommError, on all ranks, unless all have posted one place as their `recv`.
+  void require_one_place(int channel);
   // Ends the group for a mismatch.
   [[noreturn]] void refuse(int channel, const std::string& text);
   Place place_of(const void* data, std::size_t bytes, const char* name) const {
@@ -116,6 +118,7 @@ class BoardCommunicator final : public Communicator {
   std::string transport() const override { return transport_; }
   bool exact_sums() const override { return exact_sums_; }
   std::shared_ptr<Memory> allocate(std::size_t bytes, Use use) override;
+  Sharers sharers(const void* buffer, std::size_t bytes) const override;
   void name_tag(std::int64_t tag, const std::string& name) override;
   void abort(const std::string& reason) noexcept override;
   void close() noexcept override;
@@ -134,6 +137,7 @@ class BoardCommunicator final : public Communicator {
                       NativeStream stream) override;
   void run_broadcast(void* buffer, std::size_t bytes, int root, NativeStream stream) override;
   void run_barrier(std::int64_t tag, NativeStream stream) override;
+  void run_sharing(const void* buffer, std::size_t bytes, std::int64_t tag) override;
   void run_all_to_all(const void* send, const Parts& send_parts, void* recv,
                       const Parts& recv_parts, DType dtype, std::int64_t tag,
                       NativeStream stream) override;

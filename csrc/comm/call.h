@@ -108,6 +108,10 @@ struct Call {
            red_op == other.red_op && root == other.root && uneven == other.uneven &&
            coding == other.coding && count == other.count && tag == other.tag;
   }
+  // The same between hosts, whose uneven parts have digests.
+  bool agrees_with(const Call& other) const {
+    return same_as(other) && (!uneven || handle == other.handle);
+  }
 };
 
 // What ranks must agree on of a Coding, in a number other than 0.

@@ -39,6 +39,11 @@ void Communicator::run_coded_reduce_scatter(const void*, DType dtype, void*, con
   check_coded(*this, dtype);
 }
 
+Sharers Communicator::sharers(const void*, std::size_t) const { return {}; }
+
+// Whoever shares with nobody has come.
+void Communicator::run_sharing(const void*, std::size_t, std::int64_t) {}
+
 Mailbox& Communicator::mailbox() {
   throw std::invalid_argument("transport '" + transport() +
                               "' has no messages between two ranks; " +
@@ -125,6 +130,11 @@ void Communicator::barrier(std::int64_t tag, NativeStream stream) { run_barrier(
 
 Stream::Operation Communicator::bind_barrier(std::shared_ptr<Communicator> comm, std::int64_t tag) {
   return [=, comm = std::move(comm)](NativeStream stream) { comm->run_barrier(tag, stream); };
+}
+
+Stream::Operation Communicator::bind_sharing(std::shared_ptr<Communicator> comm, const void* buffer,
+                                             std::size_t bytes, std::int64_t tag) {
+  return [=, comm = std::move(comm)](NativeStream) { comm->run_sharing(buffer, bytes, tag); };
 }
 
 }  // namespace shardcomm

@@ -167,7 +167,7 @@ void HostsCommunicator::check_same(const Lane& lane, const Call& other, int rank
                          " called " + on_host_->describe(own) + ", and rank " +
                          std::to_string(rank) + " called " + on_host_->describe(other));
   }
-  if (own.uneven && own.handle != other.handle) {
+  if (!own.agrees_with(other)) {
     on_host_->refuse(lane.channel, "ranks " + std::to_string(this->rank()) + " and " +
                                        std::to_string(rank) + " gave different counts to " +
                                        on_host_->describe(own));
@@ -175,16 +175,38 @@ void HostsCommunicator::check_same(const Lane& lane, const Call& other, int rank
 }
 
 void HostsCommunicator::greet(Lane& lane, const void* payload, std::size_t bytes) {
+  start_greeting(lane, payload, bytes);
+  finish_greeting(lane);
+}
+
+bool HostsCommunicator::is_the_rank_of(const Hello& other, int host) const {
+  return other.rank == rank_at(host, index()) && other.size == size();
+}
+
+void HostsCommunicator::start_greeting(Lane& lane, const void* payload, std::size_t bytes) {
   lane.hello.call = on_host_->call_of(lane.channel, index());
   lane.hello.rank = rank();
   lane.hello.size = size();
   if (bytes > 0) std::memcpy(lane.hello.payload, payload, bytes);
-  start_and_finish(lane, [&lane](Across& across, int channel) {
+  lane.greeting = enqueue(lane, [this, &lane](Across& across, int channel) {
+    lane.agreed = false;
     across.all_gather(channel, &lane.hello, lane.hellos.data(), sizeof(Hello));
+    bool agreed = true;
+    for (int host = 0; host < hosts_; ++host) {
+      const Hello& other = lane.hellos[static_cast<std::size_t>(host)];
+      agreed &= is_the_rank_of(other, host) && lane.hello.call.agrees_with(other.call);
+    }
+    lane.agreed = agreed;
   });
+}
+
+void HostsCommunicator::finish_greeting(Lane& lane) {
+  if (lane.greeting == nullptr) return;
+  wait_for(lane, *lane.greeting);
+  lane.greeting = nullptr;
   for (int host = 0; host < hosts_; ++host) {
     const Hello& other = lane.hellos[static_cast<std::size_t>(host)];
-    if (other.rank != rank_at(host, index()) || other.size != size()) {
+    if (!is_the_rank_of(other, host)) {
       on_host_->refuse(lane.channel,
                        "what joins the hosts has rank " + std::to_string(other.rank) + " of " +
                            std::to_string(other.size) + " in place " + std::to_string(host) +
@@ -198,26 +220,38 @@ void HostsCommunicator::greet(Lane& lane, const void* payload, std::size_t bytes
 }
 
 void HostsCommunicator::start(Lane& lane, std::int64_t chunk, Crossing crossing) {
+  lane.crossings[static_cast<std::size_t>(chunk % kSlots)] =
+      enqueue(lane, [&lane, crossing = std::move(crossing)](Across& across, int channel) {
+        if (lane.agreed) crossing(across, channel);
+      });
+}
+
+void HostsCommunicator::finish(Lane& lane, std::int64_t chunk) {
+  finish_greeting(lane);
+  auto& crossing = lane.crossings[static_cast<std::size_t>(chunk % kSlots)];
+  if (crossing != nullptr) wait_for(lane, *crossing);
+  crossing = nullptr;
+}
+
+std::shared_ptr<Event> HostsCommunicator::enqueue(Lane& lane, Crossing crossing) {
   lane.worker->enqueue(
       [this, &lane, crossing = std::move(crossing), deadline_s = thread_deadline_s](NativeStream) {
         thread_deadline_s = deadline_s;  // for what carries
         cross(lane, crossing);
       });
-  lane.crossings[static_cast<std::size_t>(chunk % kSlots)] = lane.worker->record();
+  return lane.worker->record();
 }
 
-void HostsCommunicator::finish(Lane& lane, std::int64_t chunk) {
-  auto& crossing = lane.crossings[static_cast<std::size_t>(chunk % kSlots)];
+void HostsCommunicator::wait_for(const Lane& lane, const Event& event) {
   const Clock::time_point since = Clock::now();
   Waited waited(since);
-  while (crossing != nullptr && !crossing->wait_for(kWaitSlice)) {
+  while (!event.wait_for(kWaitSlice)) {
     on_host_->tell_wait_across(lane.channel, since);
     check_wait();
     on_host_->check_outside(lane.channel);  // a rank that ends meanwhile ends this call, too
     if (waited.until_now().count() > on_host_->deadline_s()) throw_late(lane);
   }
   on_host_->tell_wait_across(lane.channel, std::nullopt);
-  crossing = nullptr;
 }
 
 void HostsCommunicator::throw_late(const Lane& lane) const {
@@ -270,6 +304,16 @@ void HostsCommunicator::run_barrier(std::int64_t tag, NativeStream) {
     greet(gathers_);
     on_host_->meet(gathers_.channel);  // every rank's lead has met the other hosts'
   });
+}
+
+// The ranks of this host have come when the call begins.
+void HostsCommunicator::run_sharing(const void* buffer, std::size_t bytes, std::int64_t tag) {
+  Call call;
+  call.op = Op::barrier;
+  call.count = static_cast<std::int64_t>(bytes);
+  call.tag = tag;
+  call.recv = on_host_->place_of(buffer, bytes, "barrier: buffer");
+  perform(gathers_, call, {}, [&] { on_host_->require_one_place(gathers_.channel); });
 }
 
 // A chunk has a block for each rank of a host, which takes it across.

@@ -47,6 +47,9 @@ class HostsCommunicator final : public Communicator {
   std::string transport() const override { return "hosts"; }
   bool codes_reduces() const override { return true; }
   std::shared_ptr<Memory> allocate(std::size_t bytes, Use use) override;
+  Sharers sharers(const void* buffer, std::size_t bytes) const override {
+    return on_host_->sharers(buffer, bytes);
+  }
   Mailbox& mailbox() override;
   void name_tag(std::int64_t tag, const std::string& name) override;
   void abort(const std::string& reason) noexcept override;
@@ -93,8 +96,10 @@ class HostsCommunicator final : public Communicator {
     std::size_t block_bytes;
     std::size_t slot_bytes;
     std::shared_ptr<Memory> stage;
-    Hello hello{};              // this rank's, in the present call
-    std::vector<Hello> hellos;  // those of all hosts
+    Hello hello{};                    // this rank's, in the present call
+    std::vector<Hello> hellos;        // those of all hosts
+    std::shared_ptr<Event> greeting;  // under way, or what it has told is not looked at yet
+    bool agreed = false;              // what the worker makes of it: the chunks may cross
     // What goes across in each slot, and what has come. Nobody else reads or writes them, so that a
     // call that fails may leave them.
     std::array<Room, kSlots> out, in;
@@ -117,6 +122,7 @@ class HostsCommunicator final : public Communicator {
                       NativeStream stream) override;
   void run_broadcast(void* buffer, std::size_t bytes, int root, NativeStream stream) override;
   void run_barrier(std::int64_t tag, NativeStream stream) override;
+  void run_sharing(const void* buffer, std::size_t bytes, std::int64_t tag) override;
   void run_all_to_all(const void* send, const Parts& send_parts, void* recv,
                       const Parts& recv_parts, DType dtype, std::int64_t tag,
                       NativeStream stream) override;
@@ -140,10 +146,17 @@ class HostsCommunicator final : public Communicator {
   // Compares the present call with the other hosts', and gives them `bytes` bytes, at most
   // Hello::kRoom.
   void greet(Lane& lane, const void* payload = nullptr, std::size_t bytes = 0);
+  // The same in two steps. Chunks may be started between them: the worker lets them cross if the
+  // calls agree, and this thread need not wake up for that. Waiting for a chunk ends it, too.
+  void start_greeting(Lane& lane, const void* payload = nullptr, std::size_t bytes = 0);
+  void finish_greeting(Lane& lane);
+  bool is_the_rank_of(const Hello& other, int host) const;
   void check_same(const Lane& lane, const Call& other, int rank) const;
   // Runs a chunk's crossing on the worker of the lane, and waits for it.
   void start(Lane& lane, std::int64_t chunk, Crossing crossing);
   void finish(Lane& lane, std::int64_t chunk);
+  std::shared_ptr<Event> enqueue(Lane& lane, Crossing crossing);
+  void wait_for(const Lane& lane, const Event& event);
   [[noreturn]] void throw_late(const Lane& lane) const;
   // The ranks of other hosts with which this one exchanges.
   std::string peers() const;

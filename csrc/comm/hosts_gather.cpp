@@ -27,7 +27,8 @@ void HostsCommunicator::run_all_gather(const void* send, DType send_dtype, void*
     std::byte* own = at(recv, parts.begin(rank()), recv_dtype);
     convert_cpu(own, recv_dtype, send, send_dtype, parts.count(rank()));
     const bool greets = bytes_of(parts.longest(), recv_dtype) <= Hello::kRoom;
-    greet(lane, own, greets ? bytes_of(parts.count(rank()), recv_dtype) : 0);
+    start_greeting(lane, own, greets ? bytes_of(parts.count(rank()), recv_dtype) : 0);
+    if (greets) finish_greeting(lane);
     gather_parts(lane, static_cast<std::byte*>(recv), recv_dtype, parts,
                  on_host_->have_one_window(lane.channel), greets);
   });

@@ -83,7 +83,7 @@ void HostsCommunicator::reduce_and_scatter(const void* send, DType dtype, void* 
   on_host_->own_place_of(recv, bytes_of(parts.count(rank()), epilogue.dtype),
                          "reduce_scatter: recv");
   perform(lane, call, parts, [&] {
-    greet(lane);
+    start_greeting(lane);
     reduce_parts(lane, send, dtype, recv, epilogue, parts, op, coding);
   });
 }
@@ -103,7 +103,7 @@ void HostsCommunicator::run_all_reduce(void* buffer, DType dtype, std::int64_t c
     if (bytes_of(count, partial_dtype(dtype)) <= Hello::kRoom) {
       return reduce_small(lane, buffer, dtype, count, op);
     }
-    greet(lane);
+    start_greeting(lane);
     const Parts parts = even_parts(count, size());
     reduce_parts(lane, buffer, dtype, at(buffer, parts.begin(rank()), dtype), {dtype}, parts, op,
                  nullptr);
@@ -187,6 +187,7 @@ void HostsCommunicator::reduce_parts(Lane& lane, const void* send, DType dtype, 
   for (std::int64_t chunk = std::max<std::int64_t>(0, number - kAhead); chunk < number; ++chunk) {
     finish_chunk(chunk);
   }
+  finish_greeting(lane);  // of a call without chunks
 }
 
 void HostsCommunicator::combine_where_they_are(Lane& lane,

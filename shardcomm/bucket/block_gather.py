@@ -2,8 +2,9 @@
 
     shard ──encode──► own part ──all-gather──► a part of each rank ──decode──► full buffer
 
-Every rank decodes its own part, too, so that all ranks compute with the same values. The parts lie in memory of their
-own, since an element in the full buffer is larger than on the wire.
+Every part is decoded, also a rank's own, so that all ranks compute with the same values. The ranks of a host have one
+full buffer where they share memory: each then decodes some of the parts, and they meet when all are there. The parts
+lie in memory of their own, since an element in the full buffer is larger than on the wire.
 
 Reference: quantised weight communication (qwZ) of ZeRO++: Wang et al., "ZeRO++: Extremely Efficient Collective
 Communication for Giant Model Training", arXiv 2306.10209, section 3.1.
@@ -108,13 +109,14 @@ class BlockGather:
         self._shard = [BlockSegment(shard, 0)]
         self._sent = self.wire.sent[: parts[comm.rank]]
         received = self.wire.received[: sum(parts)]
-        self._received = [
+        self._sharing = comm.sharing(full, tag=tag)
+        shards = zip(
+            torch.split(received, parts), torch.split(full, list(layout.shard_numels)), strict=True
+        )
+        self._decoded = [  # of hosts, the parts that this rank has brought in
             (part, [BlockSegment(elements, 0)])
-            for part, elements in zip(
-                torch.split(received, parts),
-                torch.split(full, list(layout.shard_numels)),
-                strict=True,
-            )
+            for rank, (part, elements) in enumerate(shards)
+            if rank % self._sharing.ranks == self._sharing.number
         ]
         self._gather = comm.bind_all_gather(received, self._sent, counts=parts, tag=tag)
         self._ended: Event | None = None  # that of the latest gather; None: there was none
@@ -134,7 +136,9 @@ class BlockGather:
             self._format, self._shard, self._sent, stats=self._stats, stream=stream, threads=threads
         )
         self._gather.queue(stream, None)
-        for part, elements in self._received:
+        for part, elements in self._decoded:
             decode(self._format, part, elements, stream=stream, threads=threads)
+        if self._sharing.meeting is not None:
+            self._sharing.meeting.queue(stream, None)
         self._ended = stream.record()
         return self._ended

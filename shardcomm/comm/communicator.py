@@ -57,6 +57,21 @@ CtaPolicy = Literal["default", "efficiency", "zero"]
 Sums = Literal["fast", "exact"]
 """How sums and averages of floats are rounded: at each addition, or once; see `Communicator.from_env`."""
 
+
+class Sharing(NamedTuple):
+    """The ranks that have one tensor in common, in memory from `allocate(use="gather")`.
+
+    Attributes:
+        number: This rank's number among them.
+        ranks: How many they are. 1: no other rank sees what this one writes there.
+        meeting: Returns when all of them have come, and so have written their shares. None for one rank.
+    """
+
+    number: int
+    ranks: int
+    meeting: BoundCollective | None
+
+
 DEADLINE_S = 300.0
 FIRST_NAMED_TAG = 1 << 32  # tags that callers choose themselves are smaller
 
@@ -694,6 +709,20 @@ class Communicator(ABC):
             TypeError: As `reduce_scatter`; or `format` is none.
             ValueError: As `reduce_scatter`; or the transport has no partial sums that cross.
         """
+
+    def sharing(self, memory: torch.Tensor, *, tag: int = 0) -> Sharing:
+        """Who else has `memory`, so that ranks can share the work of writing it.
+
+        On a CPU over shm, hosts and local, memory from `allocate(use="gather")` is one for all ranks of a host.
+
+        Args:
+            memory: A tensor.
+            tag: Tells meetings of one tensor from those of another, as in `all_gather`.
+
+        Returns:
+            The ranks, and how they meet.
+        """
+        return Sharing(0, 1, None)
 
     def check_codes(self, what: str, format: ReduceFormat | None) -> None:
         """ValueError unless partial sums can cross in `format`. `what` says where it comes from."""

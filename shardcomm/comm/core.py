@@ -16,7 +16,7 @@ from shardcomm.arguments.dtype import core_dtype
 from shardcomm.arguments.scalars import check_tag, checked_scale
 from shardcomm.comm import pending
 from shardcomm.comm.bound_collective import BoundCollective, BoundReduction
-from shardcomm.comm.communicator import Communicator, Receipt, ReduceOp, Use
+from shardcomm.comm.communicator import Communicator, Receipt, ReduceOp, Sharing, Use
 from shardcomm.comm.operands import (
     check_allocation,
     check_movable,
@@ -66,6 +66,14 @@ class CoreCommunicator(Communicator):
         if self.device.type == "cpu":
             return from_dlpack(memory.as_dlpack()).view(dtype)
         return torch.as_tensor(memory, device=self.device).view(dtype)
+
+    def sharing(self, memory: torch.Tensor, *, tag: int = 0) -> Sharing:
+        place = memory.data_ptr(), memory.nbytes
+        index, ranks = self._core.sharers(*place)
+        if ranks == 1:
+            return Sharing(index, ranks, None)
+        call = _C.BoundCollective.sharing(self._core, *place, tag)
+        return Sharing(index, ranks, self._bound("barrier", call, memory=memory))
 
     def all_gather(
         self,

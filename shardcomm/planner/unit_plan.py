@@ -22,7 +22,8 @@ class UnitPlan:
         full_bytes: The full parameters, in the slot; 0 where the shard is all of them.
         full_gradient_bytes: The gradients that backward leaves, until they are packed.
         gather_bytes: What the rank receives from the others in one gather.
-        coding_bytes: What it reads and writes in such a gather to encode and decode a block format; 0 without one.
+        encoding_bytes: What it reads and writes in such a gather to encode its part in a block format; 0 without one.
+        decoding_bytes: What is read and written to decode the parts of all, once for all ranks that share memory.
         secondary_bytes: The secondary shard; 0 without one.
         regather_bytes: What the rank receives in each gather of a step except the first. With a secondary shard these
             come from the ranks of its host.
@@ -43,7 +44,8 @@ class UnitPlan:
     full_bytes: int
     full_gradient_bytes: int
     gather_bytes: int
-    coding_bytes: int
+    encoding_bytes: int
+    decoding_bytes: int
     secondary_bytes: int
     regather_bytes: int
     regather_ranks: int
@@ -89,7 +91,8 @@ class UnitPlan:
                 group.layout.numel * group.param_dtype.itemsize for group in trained
             ),
             gather_bytes=gather_bytes,
-            coding_bytes=sum(group.coding_bytes(rank) for group in groups),
+            encoding_bytes=sum(group.encoding_bytes(rank) for group in groups),
+            decoding_bytes=sum(group.decoding_bytes for group in groups),
             secondary_bytes=secondary_bytes,
             regather_bytes=regather_bytes,
             regather_ranks=pool.secondary if secondary_bytes else pool.shards,

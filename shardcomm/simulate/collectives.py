@@ -81,14 +81,19 @@ def gather(unit: UnitPlan, group: Group, machine: Machine, *, again: bool) -> Co
     if secondary:
         shard: float = unit.secondary_bytes
     else:
-        shard = part if unit.coding_bytes else unit.parameter_bytes
+        shard = part if unit.encoding_bytes else unit.parameter_bytes
     return _shared("gather", nbytes, moved_by_gather(shard, part), machine)
 
 
-def coding(unit: UnitPlan, machine: Machine) -> Cost:
-    """The encoding of a rank's part before a gather in a block format, and the decoding of all parts after it."""
-    moved = unit.coding_bytes
-    return Cost(0.0, moved / machine.code_bytes_per_s, "memory", 0, moved)
+def coding(unit: UnitPlan, group: Group, machine: Machine) -> Cost:
+    """The encoding of a rank's part before a gather in a block format, and the decoding of all parts after it.
+
+    Over shm each rank decodes one part, and they meet once more.
+    """
+    shared = machine.transport == "shm"
+    moved = unit.encoding_bytes + unit.decoding_bytes / (group.ranks if shared else 1)
+    met_s = machine.host_latency_s if shared else 0.0
+    return Cost(0.0, met_s + moved / machine.code_bytes_per_s, "memory", 0, moved)
 
 
 def reduce(unit: UnitPlan, group: Group, machine: Machine) -> Cost:

@@ -257,9 +257,9 @@ class _Program:
         of, again = self._plan.units[unit], unit in self._gathers
         group = Group.of(of.regather_ranks, 1, self._on_host) if again else self._shard
         costs = [collectives.gather(of, group, self._machine, again=again)]
-        if of.coding_bytes and not (again and of.secondary_bytes):
+        if of.encoding_bytes and not (again and of.secondary_bytes):
             # All of it behind the gather, on whose channel it is; no other collective could use the time before.
-            costs.append(collectives.coding(of, self._machine))
+            costs.append(collectives.coding(of, group, self._machine))
         for cost in costs:
             self._gathers[unit] = made = self._made("gather", unit, cost)
             yield Issue(made)

@@ -88,12 +88,19 @@ class BucketGroup:
             return tuple(map(self.gather_format.nbytes, self.layout.shard_numels))
         return tuple(numel * self.param_dtype.itemsize for numel in self.layout.shard_numels)
 
-    def coding_bytes(self, rank: int) -> int:
-        """What `rank` reads and writes in a gather to encode its part, and to decode the parts of all."""
-        if self.gather_format is None or self.layout.world_size == 1:
-            return 0
-        sent = self.sent_bytes
-        return (self.shard_bytes[rank] + sent[rank]) + (sum(sent) + self.full_bytes)
+    @property
+    def codes_gathers(self) -> bool:
+        """Whether a gather encodes what it sends, and decodes what it receives."""
+        return self.gather_format is not None and self.layout.world_size > 1
+
+    def encoding_bytes(self, rank: int) -> int:
+        """What `rank` reads and writes in a gather to encode its part."""
+        return self.shard_bytes[rank] + self.sent_bytes[rank] if self.codes_gathers else 0
+
+    @property
+    def decoding_bytes(self) -> int:
+        """What is read and written in a gather to decode the parts of all, once."""
+        return sum(self.sent_bytes) + self.full_bytes if self.codes_gathers else 0
 
     def secondary_bytes(self, ranks: int) -> list[int]:
         """The bytes of the secondary shard of each of `ranks` ranks."""

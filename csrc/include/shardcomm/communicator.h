@@ -36,6 +36,13 @@ class Memory {
   virtual int device() const { return -1; }  // the CUDA device it is on; -1: the host
 };
 
+// The ranks that have one buffer of gather memory in common, so that what one writes there all can
+// read: this rank's number among them, and how many they are.
+struct Sharers {
+  int index = 0;
+  int size = 1;
+};
+
 // Which path the last collective of a kind took. `requested` is the fastest path that the transport
 // knows, and `taken` the path that the collective took. If they differ, `reason` is a sentence that
 // says why.
@@ -84,6 +91,10 @@ class Communicator {
   // Collective. The memory is zero-filled, and aligned to at least 128 bytes. Throws CommError, on
   // all ranks, if there is not enough memory.
   virtual std::shared_ptr<Memory> allocate(std::size_t bytes, Use use) = 0;
+
+  // The ranks that have all of this buffer in common; this rank alone where it is its own memory,
+  // and on a device.
+  virtual Sharers sharers(const void* buffer, std::size_t bytes) const;
 
   // recv[parts.begin(r) + i] = convert(send of rank r [i]), for parts.count(r) elements of each
   // rank r. It is in place if `send` is recv + parts.begin(rank) and the dtypes agree. A tag tells
@@ -148,6 +159,10 @@ class Communicator {
   static Stream::Operation bind_broadcast(std::shared_ptr<Communicator> comm, void* buffer,
                                           std::size_t bytes, int root);
   static Stream::Operation bind_barrier(std::shared_ptr<Communicator> comm, std::int64_t tag = 0);
+  // Returns when all sharers of the buffer have come: each of them has written its share, and all
+  // can read all of it. It takes its turn among the gathers of all ranks.
+  static Stream::Operation bind_sharing(std::shared_ptr<Communicator> comm, const void* buffer,
+                                        std::size_t bytes, std::int64_t tag = 0);
   static Stream::Operation bind_all_to_all(std::shared_ptr<Communicator> comm, const void* send,
                                            const Parts& send_parts, void* recv,
                                            const Parts& recv_parts, DType dtype,
@@ -197,6 +212,7 @@ class Communicator {
   virtual void run_coded_reduce_scatter(const void* send, DType dtype, void* recv,
                                         const Epilogue& epilogue, const Parts& parts, RedOp op,
                                         std::int64_t tag, const Coding& coding);
+  virtual void run_sharing(const void* buffer, std::size_t bytes, std::int64_t tag);
   virtual void run_all_reduce(void* buffer, DType dtype, std::int64_t count, RedOp op,
                               std::int64_t tag, NativeStream stream) = 0;
   virtual void run_broadcast(void* buffer, std::size_t bytes, int root, NativeStream stream) = 0;
