@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from importlib.metadata import version
-from typing import Any, NamedTuple, cast, get_args
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,7 @@ from shardcomm.comm.c10d import C10dCommunicator
 from shardcomm.comm.communicator import DEADLINE_S, Communicator, CtaPolicy, Sums, Transport
 from shardcomm.comm.core import CoreCommunicator, core_device
 from shardcomm.comm.hosts import GroupAcross, Place, place_of
+from shardcomm.comm.own_device import check_sums, check_transport, checked_device
 from shardcomm.meeting.comm_error import comm_error
 from shardcomm.meeting.exchange import Exchange, GroupExchange, StoreExchange, Watched
 from shardcomm.meeting.launchers import Launched, launched, refuse_batch_script
@@ -79,7 +80,7 @@ def from_env(
     if not own.launcher:
         refuse_batch_script()
     if own.size == 1 and not own.by_torchrun:
-        where = _checked_device("from_env", own, transport, device, cta_policy, sums)
+        where = checked_device("from_env", own, transport, device, cta_policy, sums)
         return Communicator.local_group(1, deadline_s=deadline_s, device=where, sums=sums)[0]
     timeout = timedelta(seconds=deadline_s)
     store, rank, size = env_store(timeout)
@@ -87,7 +88,7 @@ def from_env(
     exchange = StoreExchange(store, name, rank, size, deadline_s)
 
     with exchange.telling():
-        where = _checked_device("from_env", own, transport, device, cta_policy, sums)
+        where = checked_device("from_env", own, transport, device, cta_policy, sums)
         over = _Store("from_env", store, name, where)
         return connect(
             exchange,
@@ -115,7 +116,7 @@ def from_mpi(
     hosts = exchange(host_identity().encode())
     here = hosts[rank]
     own = Launched("MPI", rank, size, hosts[:rank].count(here), hosts.count(here))
-    where = _checked_device("connect", own, transport, device, cta_policy, sums)
+    where = checked_device("connect", own, transport, device, cta_policy, sums)
 
     def gloo(ranks: Sequence[int]) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
         address, timeout = socket.gethostname(), timedelta(seconds=deadline_s)
@@ -167,7 +168,7 @@ def local_group(
         raise ValueError(f"local_group: size is {size!r}; it must be at least 1")
     check_seconds("local_group", "deadline_s", deadline_s)
     where = core_device("local_group", device)
-    _check_sums("local_group", sums, where)
+    check_sums("local_group", sums, where)
     index = -1 if where.type == "cpu" else where.index
     group = _C.make_local_group(size, deadline_s, index, sums == "exact")
     return [CoreCommunicator(core, where) for core in group]
@@ -201,7 +202,7 @@ def from_process_group(
     where = (
         _any_device(device) if transport == "c10d" else core_device("from_process_group", device)
     )
-    _check_sums("from_process_group", sums, where, transport)
+    check_sums("from_process_group", sums, where, transport)
     patience_s = timeout_s(group, where) if deadline_s is None else deadline_s
 
     def groups(ranks: Sequence[int]) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
@@ -478,65 +479,3 @@ def _thread_rank(
     if rank == 0:
         del _local[key]
     return own
-
-
-def check_transport(transport: str) -> None:
-    """ValueError unless `transport` is the name of one."""
-    if transport not in get_args(Transport):
-        accepted = ", ".join(map(repr, get_args(Transport)))
-        raise ValueError(f"transport is {transport!r}; accepted: {accepted}")
-
-
-def _check_sums(
-    operation: str, sums: str, device: torch.device, transport: Transport = "auto"
-) -> None:
-    """ValueError unless ranks on this device, over this transport, can sum so."""
-    if sums not in get_args(Sums):
-        raise ValueError(f"{operation}: sums is {sums!r}; accepted: 'fast', 'exact'")
-    if sums == "exact" and (device.type != "cpu" or transport in ("c10d", "hosts", "nccl")):
-        raise ValueError(
-            f"{operation}: sums is 'exact', but transport is {transport!r} and device is {device}; exact sums are "
-            "those of 'shm', or of 'local' on 'cpu'"
-        )
-
-
-def _checked_device(
-    operation: str,
-    own: Launched,
-    transport: Transport,
-    device: torch.device | str | None,
-    cta_policy: CtaPolicy,
-    sums: Sums,
-) -> torch.device:
-    """This rank's device.
-
-    Raises:
-        ValueError: `device`, or another argument of `operation`, is none of the accepted.
-        CudaError: There is no such GPU.
-    """
-    check_transport(transport)
-    nccl.check_cta_policy(cta_policy)
-    if device is None:
-        where = _own_device(own, transport)
-    else:
-        if str(device) == "cuda":
-            device = _own_gpu(own, torch.cuda.device_count())
-        where = core_device(operation, device)
-    _check_sums(operation, sums, where, transport)
-    return where
-
-
-def _own_device(own: Launched, transport: Transport) -> torch.device:
-    """This rank's GPU if "nccl" is asked for, or if NCCL is there and each rank of the host has a GPU; else the CPU."""
-    ranks_here = own.local_size or 1 + (own.local_rank or 0)
-    gpus = torch.cuda.device_count() if _C.cuda_built else 0
-    if transport == "nccl" or (
-        transport == "auto" and gpus >= ranks_here and nccl.status().available
-    ):
-        return _own_gpu(own, gpus)
-    return torch.device("cpu")
-
-
-def _own_gpu(own: Launched, gpus: int) -> torch.device:
-    """This rank's GPU, by its rank on this host. The launcher may show each rank its own GPU only, which is 0 then."""
-    return torch.device("cuda", (own.local_rank or 0) % max(1, gpus))

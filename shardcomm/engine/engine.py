@@ -38,10 +38,8 @@ from shardcomm.schedule.schedule import Schedule
 from shardcomm.schedule.triggers import Trigger
 from shardcomm.sharded import unit_io
 from shardcomm.sharded.apart import gathered
-from shardcomm.sharded.sharded_unit import (
-    ShardedUnit,
-    measured,
-)
+from shardcomm.sharded.measured import measured
+from shardcomm.sharded.sharded_unit import ShardedUnit
 from shardcomm.trace.recording import Trace
 from shardcomm.trace.traffic import Traffic
 

@@ -33,7 +33,8 @@ from shardcomm.planner.policies import may_be_left_out, policies_of, schedule_un
 from shardcomm.schedule.schedule import Schedule
 from shardcomm.schedule.strategy import Strategy
 from shardcomm.schedule.triggers import Trigger
-from shardcomm.sharded.sharded_unit import ShardedUnit, measured
+from shardcomm.sharded.measured import measured
+from shardcomm.sharded.sharded_unit import ShardedUnit
 from shardcomm.unit.groups import BucketGroup, GranularityOf, Pool, ShardDimOf, group_units
 from shardcomm.unit.mixed_precision import MixedPrecision
 from shardcomm.unit.owners import OwnerCost

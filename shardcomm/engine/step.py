@@ -22,20 +22,16 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from types import MethodType
 from typing import Any
 
 import torch
-from torch import nn
 from torch._C import _is_tracing as is_tracing
-from torch._C._dynamo import eval_frame
 
 from shardcomm._C import CommError
 from shardcomm.comm.mesh import FailingTogether, Mesh
-from shardcomm.engine import forward_methods
 from shardcomm.engine.actions import Actions
-from shardcomm.engine.forward_methods import ForwardMethod
 from shardcomm.engine.gradients import Gradients
+from shardcomm.engine.module_calls import ModuleCalls
 from shardcomm.engine.sharded_modules import Containers
 from shardcomm.parameter import versions
 from shardcomm.parameter.plain import grad_of, plain, set_grad
@@ -43,8 +39,9 @@ from shardcomm.schedule.schedule import Schedule
 from shardcomm.schedule.triggers import Phase, Trigger
 from shardcomm.sharded import unit_io
 from shardcomm.sharded.apart import Apart, nobodys_gradient
-from shardcomm.sharded.hooks import Hooks, weakly
-from shardcomm.sharded.sharded_unit import BACKWARD, FORWARD, IDLE, ShardedParam, ShardedUnit
+from shardcomm.sharded.hooks import weakly
+from shardcomm.sharded.sharded_param import ShardedParam
+from shardcomm.sharded.sharded_unit import BACKWARD, FORWARD, IDLE, ShardedUnit
 from shardcomm.sharded.unit_gradients import Call
 from shardcomm.sharded.unit_io import NOTHING_ENTERED
 
@@ -103,15 +100,9 @@ class Step:
         unit.on_unshard = lambda: self._unshard(unit)
         unit.on_reshard = lambda: self.reshard(unit)
 
-        call = _Call(self, unit)
-        begin: Any = call.begin
-        end: Any = call.end
-        if unit.module._compiled_call_impl is not None:
-            # `module.compile()` compiles its hooks as well. Only the module itself should be compiled.
-            begin, end = map(torch.compiler.disable, (begin, end))
-        yield unit.module.register_forward_pre_hook(begin, prepend=True, with_kwargs=True)
-        yield unit.module.register_forward_hook(end)
-        yield from call.around()
+        yield from ModuleCalls(
+            unit, self.pre_forward, self.post_forward, self.forward_failed
+        ).install()
 
     # A step, in the order in which it happens. Hooks do nothing but call these.
 
@@ -485,92 +476,3 @@ def _keeps_constants(recorder: str, unit: ShardedUnit) -> RuntimeError:
         f"{recorder} of unit {unit.name!r} would keep as constants parameters that are gathered for this call alone; "
         "trace inside of engine.gathered()"
     )
-
-
-class _Call(Hooks):
-    """The calls of a unit's module, which it passes on: their begin and their end by hooks, and their failure.
-
-    Torch tells no hook of a failure that is no Exception, such as KeyboardInterrupt.
-    """
-
-    def __init__(self, step: Step, unit: ShardedUnit) -> None:
-        self._step = step
-        self._unit = unit
-
-    def around(self) -> Iterator[ForwardMethod]:
-        """Stands in the place of what `module(...)` calls, hooks included; in copies of the module, what is refused."""
-        unit, module = self._unit, self._unit.module
-        compiled = module._compiled_call_impl is not None
-        name = "_compiled_call_impl" if compiled else "_call_impl"
-        inner: Any = getattr(module, name)
-
-        def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if self is not module:
-                raise RuntimeError(forward_methods.copied(unit))
-            depth = unit.depth
-            unit.depth = depth + 1
-            try:
-                return inner(*args, **kwargs)
-            except BaseException:
-                failed()
-                raise
-            finally:
-                unit.depth = depth
-
-        failed = self._failed
-        # Where `torch.compile(model)` ends a graph; inside of `gathered` nothing of the engine is in its way.
-        unit.keep_out_of_graphs = functools.partial(setattr, call, "_torchdynamo_disable")
-        unit.keep_out_of_graphs(True)
-        installed = ForwardMethod(module, name, vars(module).get(name))
-        setattr(module, name, MethodType(call, module))
-        yield installed
-        yield ForwardMethod(module, "__getstate__", None)
-        vars(module)["__getstate__"] = functools.partial(_state_of_copy, unit, name)
-
-    def begin(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: Any = None
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if module is not self._unit.module:  # a copy of it, which may call the hook without kwargs
-            raise RuntimeError(forward_methods.copied(self._unit))
-        if (
-            self._unit.depth > 1
-        ):  # from inside of its own forward, in which its parameters are there
-            return unit_io.cast((args, kwargs), self._unit.input_dtype)  # type: ignore[no-any-return]
-        return self._step.pre_forward(self._unit, args, kwargs)
-
-    def end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        unit = self._unit
-        if unit.depth > 1:
-            return unit_io.cast(output, unit.output_dtype)
-        return self._step.post_forward(unit, output)
-
-    def _failed(self) -> None:
-        # Registered methods, and calls around this one, handle their own exceptions.
-        if not self._unit.in_method and self._unit.depth == 1:
-            self._step.forward_failed(self._unit)
-
-
-def _state_of_copy(unit: ShardedUnit, name: str) -> Any:
-    """What `copy.copy(module)` copies. What the module calls under `name` would be the original's in a copy."""
-
-    def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError(forward_methods.copied(unit))
-
-    state: Any = type(unit.module).__getstate__(unit.module)  # type: ignore[no-untyped-call]
-    if isinstance(state, dict):
-        state = {**state, name: refuse}
-        state.pop("__getstate__", None)
-    return state
-
-
-def _run_eagerly(*functions: Any) -> None:
-    """Keeps torch.compile from compiling the functions, and what they call, where a compiled model comes to them.
-
-    `torch.compiler.disable` does this, too, but costs each call as much as a hook.
-    """
-    skip = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
-    for function in functions:
-        eval_frame.set_code_exec_strategy(function.__code__, skip)
-
-
-_run_eagerly(_Call.begin, _Call.end, _Call._failed)

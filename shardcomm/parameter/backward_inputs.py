@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from shardcomm.parameter.sharded_parameter import ShardedParameter, WholeParameter
+from shardcomm.parameter.sharded_parameter import ShardedParameter
+from shardcomm.parameter.whole_parameter import WholeParameter
 
 
 @cache

@@ -26,9 +26,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from shardcomm.parameter import optimizer_dicts
 from shardcomm.parameter.plain import plain, set_grad
 from shardcomm.parameter.replaced import replace
-from shardcomm.parameter.sharded_parameter import ShardedParameter, ShardedRows, WholeParameter
+from shardcomm.parameter.sharded_parameter import ShardedParameter, ShardedRows
 from shardcomm.parameter.versions import written
 from shardcomm.parameter.whole import Held, Owned, awaiting, elsewhere
+from shardcomm.parameter.whole_parameter import WholeParameter
 
 _ELEMENTWISE = (
     optim.ASGD,

@@ -9,7 +9,6 @@ where to get the whole parameter. Inside most optimizers' steps the rows are pla
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice
@@ -20,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from shardcomm.parameter.draws import DRAWS, check_new_empty, on_one_rank, refuse_draws_into
+from shardcomm.parameter.draws import DRAWS
 from shardcomm.parameter.elementwise import Elementwise
 from shardcomm.parameter.norms import completed, is_norm, partial_norms
 from shardcomm.parameter.plain import grad_of, plain, set_grad
@@ -167,89 +166,10 @@ class ShardedParameter(nn.Parameter):
 
     def register_hook(self, hook: Any) -> NoReturn:
         """Raises RuntimeError: autograd's gradients never come to rows. See `register_post_accumulate_grad_hook`."""
-        refuse_hook(self.whole)
+        self.whole.refuse_hook()
 
     def _use_count(self) -> NoReturn:  # only swap_tensors calls it
-        self.whole.refuse_other_memory(_SWAP)
-
-
-_DATA: Any = torch._C.TensorBase.data
-_SWAP = "torch.utils.swap_tensors, as by torch.__future__.set_swap_module_params_on_conversion,"
-
-
-class WholeParameter(nn.Parameter):
-    """A parameter of which this rank has the whole, in memory of the engine's, which must not move.
-
-    In everything else, but for random values in place, it is a plain parameter, whose class it has in optimizers'
-    steps. A copy of it, or one that was pickled, is wholly plain: it has no `whole`.
-    """
-
-    whole: Whole | None = None
-
-    @property
-    def data(self) -> torch.Tensor:  # noqa: D102
-        return _given(_DATA.__get__(self), self.whole)
-
-    @data.setter
-    def data(self, value: torch.Tensor) -> None:
-        if self.whole is None:
-            _DATA.__set__(self, value)
-        else:
-            self.whole.take(value)
-
-    def detach(self) -> torch.Tensor:  # noqa: D102
-        return _given(super().detach(), self.whole)
-
-    def register_hook(self, hook: Any) -> Any:  # noqa: D102
-        if self.whole is None:
-            return super().register_hook(hook)  # type: ignore[no-untyped-call]
-        return refuse_hook(self.whole)
-
-    def _use_count(self) -> Any:
-        if self.whole is None:
-            return super()._use_count()  # type: ignore[misc]
-        return self.whole.refuse_other_memory(_SWAP)
-
-    def new_empty(self, *args: Any, **kwargs: Any) -> torch.Tensor:  # noqa: D102
-        if self.whole is not None and self.whole.holders.mesh.size > 1:
-            check_new_empty(self.whole, sys._getframe(1))
-        return super().new_empty(*args, **kwargs)
-
-    def set_(self, *args: Any, **kwargs: Any) -> Any:  # noqa: D102
-        return super().set_(*args, **kwargs) if self.whole is None else self._refuse("set_")
-
-    def share_memory_(self) -> Any:  # noqa: D102
-        return super().share_memory_() if self.whole is None else self._refuse("share_memory_")  # type: ignore[no-untyped-call]
-
-    def _refuse(self, what: str) -> NoReturn:
-        assert self.whole is not None
-        self.whole.refuse_other_memory(what)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        plainly: Any = nn.Parameter(self.detach(), self.requires_grad)
-        return plainly.__reduce_ex__(protocol)
-
-
-for _name in DRAWS:
-    setattr(WholeParameter, _name, on_one_rank(_name))
-
-
-def _given(values: torch.Tensor, whole: Whole | None) -> torch.Tensor:
-    """`values` of a WholeParameter, which somebody is given."""
-    if whole is None:
-        return values
-    if whole.holders.mesh.size > 1:
-        refuse_draws_into(values, whole)
-    return whole.given(values)
-
-
-def refuse_hook(whole: Whole) -> NoReturn:
-    """Raises the RuntimeError against `register_hook`: autograd never comes to the parameters of an optimizer."""
-    raise RuntimeError(
-        f"register_hook on {whole.name!r}, a parameter of fully_shard: autograd's gradient is this rank's gradient of "
-        "the whole parameter, which is reduced over the ranks before rows of it are the .grad; use "
-        "register_post_accumulate_grad_hook"
-    )
+        self.whole.refuse_swap()
 
 
 def _guarded(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

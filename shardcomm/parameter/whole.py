@@ -245,6 +245,20 @@ class Whole:
             "fully_shard, and give the parameter values by copy_ or load_state_dict"
         )
 
+    def refuse_swap(self) -> NoReturn:
+        """Raises the RuntimeError against torch.utils.swap_tensors, which gives a parameter another's memory."""
+        self.refuse_other_memory(
+            "torch.utils.swap_tensors, as by torch.__future__.set_swap_module_params_on_conversion,"
+        )
+
+    def refuse_hook(self) -> NoReturn:
+        """Raises the RuntimeError against `register_hook`: autograd never comes to the parameters of an optimizer."""
+        raise RuntimeError(
+            f"register_hook on {self.name!r}, a parameter of fully_shard: autograd's gradient is this rank's gradient "
+            "of the whole parameter, which is reduced over the ranks before rows of it are the .grad; use "
+            "register_post_accumulate_grad_hook"
+        )
+
     def refuse_collective(self, operation: str) -> NoReturn:
         """Raises the RuntimeError which says that `operation` would mix this rank's rows with other rows."""
         raise RuntimeError(

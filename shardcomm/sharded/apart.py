@@ -21,7 +21,8 @@ from shardcomm.layout.views import rows
 from shardcomm.parameter.optimizer_steps import shown_for_a_while
 from shardcomm.parameter.plain import plain
 from shardcomm.parameter.tensor_parallel import local, shown
-from shardcomm.sharded.sharded_unit import ShardedParam, ShardedUnit
+from shardcomm.sharded.sharded_param import ShardedParam
+from shardcomm.sharded.sharded_unit import ShardedUnit
 
 OnGradient = Callable[[ShardedUnit, ShardedParam, torch.Tensor], None]
 """Takes the gradient of a full parameter, when a backward has all of it."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
 from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -15,19 +15,18 @@ from shardcomm.bucket.bucket import Bucket
 from shardcomm.bucket.secondary_shard import SecondaryShard
 from shardcomm.comm.communicator import Use
 from shardcomm.copy.wire_stats import WireError
-from shardcomm.parameter.full_parameter import Origin, gathered_class, refuse_change
+from shardcomm.parameter.full_parameter import refuse_change
 from shardcomm.parameter.holders import Holders
-from shardcomm.parameter.optimizer_steps import replaced
 from shardcomm.parameter.plain import plain
 from shardcomm.parameter.shard_tensor import Part
-from shardcomm.parameter.sharded_parameter import ShardedParameter, WholeParameter
-from shardcomm.parameter.tensor_parallel import Distribution, local, shown, with_same
+from shardcomm.parameter.tensor_parallel import Distribution, local, with_same
 from shardcomm.parameter.versions import Versions
 from shardcomm.parameter.whole import Held, Owned, Whole
-from shardcomm.planner.footprint import Footprint
+from shardcomm.parameter.whole_parameter import WholeParameter
 from shardcomm.schedule.triggers import Phase, Trigger
 from shardcomm.sharded.hooks import weakly
-from shardcomm.sharded.unit_gradients import ParamGradient, UnitGradients
+from shardcomm.sharded.sharded_param import ShardedParam
+from shardcomm.sharded.unit_gradients import UnitGradients
 from shardcomm.sharded.unit_io import NOTHING_ENTERED
 from shardcomm.stream.streams import Event
 from shardcomm.stream.work import Work
@@ -35,9 +34,6 @@ from shardcomm.unit.unit import OwnedParam
 
 if TYPE_CHECKING:
     from shardcomm.sharded.apart import Apart
-
-
-_OURS = (ShardedParameter, WholeParameter)  # classes that another engine may have given it
 
 
 class State(Enum):
@@ -50,56 +46,6 @@ class State(Enum):
 
 # Names of their own: a step asks often, and Python 3.11 is slow to find a member in its class.
 IDLE, FORWARD, BACKWARD = State
-
-
-class ShardedParam:
-    """One parameter: the optimizer sees `shard`, and forward and backward compute with `full`.
-
-    Both are views that are made once: of the bucket's shard, and of the unit's slot.
-    """
-
-    def __init__(
-        self,
-        owned: OwnedParam,
-        shard: nn.Parameter,
-        full: torch.Tensor,
-        whole: Whole,
-        given: list[tuple[str, torch.Tensor]] | None,
-    ) -> None:
-        requires_grad = owned.param.requires_grad
-        self.name = owned.name
-        self.owned = owned
-        # The user's own marks, such as `_no_weight_decay`; not torch's, and not those of another engine.
-        marks = {
-            name: value
-            for name, value in vars(owned.param).items()
-            if name != "_is_param" and not name.startswith("_shardcomm_")
-        }
-        kind = type(owned.param)
-        replaced(owned.param, owned.name)
-        self.distribution = owned.distribution
-        self._kind = ShardedParameter if whole.is_part else WholeParameter
-        owned.param = shard  # drops the full parameter
-        vars(shard).update(marks)
-        shard.requires_grad = requires_grad
-        self.whole = shard.whole = whole  # type: ignore[attr-defined]
-        self.counts = whole.counts  # whether norms count it on this rank
-        self.shard = shard
-        self.guard()
-        self.full = shown(full, self.distribution, requires_grad=requires_grad)
-        vars(self.full).update(marks)
-        if self.distribution is None:
-            is_users = issubclass(kind, nn.Parameter) and not issubclass(kind, _OURS)
-            _become(self.full, kind if is_users else nn.Parameter, owned.name)
-            self.full._shardcomm_origin = Origin(owned.name, whole.unit, shard, given)  # type: ignore[attr-defined]
-        self.gradient = ParamGradient(self.full, shard, whole)
-        self.watch: Any = None  # the hook of ShardedUnit.watch_gradients
-        self.shard_watch: Any = None  # the hook of ShardedUnit.watch_shards
-
-    def guard(self) -> None:
-        """Makes the shard guarded again. An exception in an optimizer's step may have left it plain."""
-        self.shard.__class__ = self._kind
-        self.whole.in_step = False
 
 
 class ShardedUnit:
@@ -446,48 +392,6 @@ class ShardedUnit:
         """
         if self.gathered and self.versions.are_old:
             self.outdate()
-
-
-def measured(units: Iterable[ShardedUnit]) -> Footprint:
-    """What `units` hold, measured from their tensors."""
-    units = list(units)
-    buckets = [bucket for unit in units for bucket, _ in unit.buckets]
-    return Footprint(
-        parameter_bytes=sum(bucket.shard.nbytes for bucket in buckets),
-        gradient_bytes=sum(bucket.gradients.nbytes for bucket in buckets),
-        slot_bytes=_memory(b.full for b in buckets if b.full is not b.shard),
-        secondary_bytes=sum(unit.secondary.memory.nbytes for unit in units if unit.secondary),
-        wire_bytes=sum(
-            wire.nbytes for wire in {b.block_gather.wire for b in buckets if b.block_gather}
-        ),
-        reduce_buffer_bytes=_memory(
-            b.reduction.buffer for b in buckets if b.reduction.buffer is not None
-        ),
-        staging_bytes=_memory(
-            b.reduction.staging.memory for b in buckets if b.reduction.staging is not None
-        ),
-        offload_bytes=sum(offload.nbytes for offload in {b.offload for b in buckets} if offload),
-        padding_bytes=sum(bucket.layout.padding * bucket.shard.itemsize for bucket in buckets),
-        total_parameter_bytes=sum(
-            bucket.layout.numel * bucket.shard.itemsize for bucket in buckets
-        ),
-    )
-
-
-def _become(full: nn.Parameter, kind: type[nn.Parameter], name: str) -> None:
-    try:
-        full.__class__ = gathered_class(kind)
-    except TypeError as error:  # the class has __slots__, for instance
-        raise TypeError(
-            f"parameter {name!r} is a {kind.__name__}, which a gathered parameter cannot become: {error}; "
-            "make it an nn.Parameter, or leave it to each rank by ignored_params="
-        ) from None
-
-
-def _memory(tensors: Iterable[torch.Tensor]) -> int:
-    """The bytes of the memory of `tensors`; memory that several share counts once."""
-    storages = {s._cdata: s.nbytes() for s in (t.untyped_storage() for t in tensors)}
-    return sum(storages.values())
 
 
 def _gathered(

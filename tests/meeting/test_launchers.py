@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from shardcomm import CommError, Communicator
-from shardcomm.comm.rendezvous import _own_gpu
+from shardcomm.comm.own_device import own_gpu
 from shardcomm.meeting.announcement import announce, ask
 from shardcomm.meeting.launchers import Launched, launched, meeting_point
 from support.interpreters import run_each
@@ -222,7 +222,7 @@ def test_the_gpu_is_that_of_the_rank_on_its_host(
 ) -> None:
     """Of 1: srun --gpus-per-task=1 shows each task its own alone."""
     given(monkeypatch, srun(3, 4))
-    assert _own_gpu(launched(), gpus) == torch.device("cuda", gpu)
+    assert own_gpu(launched(), gpus) == torch.device("cuda", gpu)
 
 
 # Whole runs.

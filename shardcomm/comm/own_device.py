@@ -1,0 +1,75 @@
+"""The device of a rank, and what may be asked for on it: a transport, a `cta_policy`, sums."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import torch
+
+from shardcomm import _C
+from shardcomm.comm import nccl
+from shardcomm.comm.communicator import CtaPolicy, Sums, Transport
+from shardcomm.comm.core import core_device
+from shardcomm.meeting.launchers import Launched
+
+
+def check_transport(transport: str) -> None:
+    """ValueError unless `transport` is the name of one."""
+    if transport not in get_args(Transport):
+        accepted = ", ".join(map(repr, get_args(Transport)))
+        raise ValueError(f"transport is {transport!r}; accepted: {accepted}")
+
+
+def check_sums(
+    operation: str, sums: str, device: torch.device, transport: Transport = "auto"
+) -> None:
+    """ValueError unless ranks on this device, over this transport, can sum so."""
+    if sums not in get_args(Sums):
+        raise ValueError(f"{operation}: sums is {sums!r}; accepted: 'fast', 'exact'")
+    if sums == "exact" and (device.type != "cpu" or transport in ("c10d", "hosts", "nccl")):
+        raise ValueError(
+            f"{operation}: sums is 'exact', but transport is {transport!r} and device is {device}; exact sums are "
+            "those of 'shm', or of 'local' on 'cpu'"
+        )
+
+
+def checked_device(
+    operation: str,
+    own: Launched,
+    transport: Transport,
+    device: torch.device | str | None,
+    cta_policy: CtaPolicy,
+    sums: Sums,
+) -> torch.device:
+    """This rank's device.
+
+    Raises:
+        ValueError: `device`, or another argument of `operation`, is none of the accepted.
+        CudaError: There is no such GPU.
+    """
+    check_transport(transport)
+    nccl.check_cta_policy(cta_policy)
+    if device is None:
+        where = _own_device(own, transport)
+    else:
+        if str(device) == "cuda":
+            device = own_gpu(own, torch.cuda.device_count())
+        where = core_device(operation, device)
+    check_sums(operation, sums, where, transport)
+    return where
+
+
+def _own_device(own: Launched, transport: Transport) -> torch.device:
+    """This rank's GPU if "nccl" is asked for, or if NCCL is there and each rank of the host has a GPU; else the CPU."""
+    ranks_here = own.local_size or 1 + (own.local_rank or 0)
+    gpus = torch.cuda.device_count() if _C.cuda_built else 0
+    if transport == "nccl" or (
+        transport == "auto" and gpus >= ranks_here and nccl.status().available
+    ):
+        return own_gpu(own, gpus)
+    return torch.device("cpu")
+
+
+def own_gpu(own: Launched, gpus: int) -> torch.device:
+    """This rank's GPU, by its rank on this host. The launcher may show each rank its own GPU only, which is 0 then."""
+    return torch.device("cuda", (own.local_rank or 0) % max(1, gpus))

@@ -1,0 +1,119 @@
+"""The calls of a unit's module: what is called before and after each, and when one fails, by hooks and in its place."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from torch._C._dynamo import eval_frame
+
+from shardcomm.engine import forward_methods
+from shardcomm.engine.forward_methods import After, Before, Failed, ForwardMethod
+from shardcomm.sharded import unit_io
+from shardcomm.sharded.hooks import Hooks
+from shardcomm.sharded.sharded_unit import ShardedUnit
+
+
+class ModuleCalls(Hooks):
+    """Passes on the calls of a unit's module: `before` and `after` by hooks, and `failed` from around the call.
+
+    Torch tells no hook of a failure that is no Exception, such as KeyboardInterrupt.
+    """
+
+    def __init__(self, unit: ShardedUnit, before: Before, after: After, failed: Failed) -> None:
+        self._unit = unit
+        self._before = before
+        self._after = after
+        self._on_failure = failed
+
+    def install(self) -> Iterator[Any]:
+        """Installs all of it; yields the handles, which remove it."""
+        module = self._unit.module
+        begin: Any = self._begin
+        end: Any = self._end
+        if module._compiled_call_impl is not None:
+            # `module.compile()` compiles its hooks as well. Only the module itself should be compiled.
+            begin, end = map(torch.compiler.disable, (begin, end))
+        yield module.register_forward_pre_hook(begin, prepend=True, with_kwargs=True)
+        yield module.register_forward_hook(end)
+        yield from self._around()
+
+    def _around(self) -> Iterator[ForwardMethod]:
+        """Stands in the place of what `module(...)` calls, hooks included; in copies of the module, what is refused."""
+        unit, module = self._unit, self._unit.module
+        compiled = module._compiled_call_impl is not None
+        name = "_compiled_call_impl" if compiled else "_call_impl"
+        inner: Any = getattr(module, name)
+
+        def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if self is not module:
+                raise RuntimeError(forward_methods.copied(unit))
+            depth = unit.depth
+            unit.depth = depth + 1
+            try:
+                return inner(*args, **kwargs)
+            except BaseException:
+                failed()
+                raise
+            finally:
+                unit.depth = depth
+
+        failed = self._failed
+        # Where `torch.compile(model)` ends a graph; inside of `gathered` nothing of the engine is in its way.
+        unit.keep_out_of_graphs = functools.partial(setattr, call, "_torchdynamo_disable")
+        unit.keep_out_of_graphs(True)
+        installed = ForwardMethod(module, name, vars(module).get(name))
+        setattr(module, name, MethodType(call, module))
+        yield installed
+        yield ForwardMethod(module, "__getstate__", None)
+        vars(module)["__getstate__"] = functools.partial(_state_of_copy, unit, name)
+
+    def _begin(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: Any = None
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if module is not self._unit.module:  # a copy of it, which may call the hook without kwargs
+            raise RuntimeError(forward_methods.copied(self._unit))
+        if self._unit.depth > 1:  # from inside of its own forward, where its parameters are there
+            return unit_io.cast((args, kwargs), self._unit.input_dtype)  # type: ignore[no-any-return]
+        return self._before(self._unit, args, kwargs)
+
+    def _end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        unit = self._unit
+        if unit.depth > 1:
+            return unit_io.cast(output, unit.output_dtype)
+        return self._after(unit, output)
+
+    def _failed(self) -> None:
+        # Registered methods, and calls around this one, handle their own exceptions.
+        if not self._unit.in_method and self._unit.depth == 1:
+            self._on_failure(self._unit)
+
+
+def _state_of_copy(unit: ShardedUnit, name: str) -> Any:
+    """What `copy.copy(module)` copies. What the module calls under `name` would be the original's in a copy."""
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError(forward_methods.copied(unit))
+
+    state: Any = type(unit.module).__getstate__(unit.module)  # type: ignore[no-untyped-call]
+    if isinstance(state, dict):
+        state = {**state, name: refuse}
+        state.pop("__getstate__", None)
+    return state
+
+
+def _run_eagerly(*functions: Any) -> None:
+    """Keeps torch.compile from compiling the functions, and what they call, where a compiled model comes to them.
+
+    `torch.compiler.disable` does this, too, but costs each call as much as a hook.
+    """
+    skip = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
+    for function in functions:
+        eval_frame.set_code_exec_strategy(function.__code__, skip)
+
+
+_run_eagerly(ModuleCalls._begin, ModuleCalls._end, ModuleCalls._failed)

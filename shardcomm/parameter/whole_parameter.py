@@ -1,0 +1,80 @@
+"""A parameter of which this rank has the whole, but in memory of the engine's."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from shardcomm.parameter.draws import DRAWS, check_new_empty, on_one_rank, refuse_draws_into
+from shardcomm.parameter.whole import Whole
+
+_DATA: Any = torch._C.TensorBase.data
+
+
+class WholeParameter(nn.Parameter):
+    """A parameter of which this rank has the whole, in memory of the engine's, which must not move.
+
+    In everything else, but for random values in place, it is a plain parameter, whose class it has in optimizers'
+    steps. A copy of it, or one that was pickled, is wholly plain: it has no `whole`.
+    """
+
+    whole: Whole | None = None
+
+    @property
+    def data(self) -> torch.Tensor:  # noqa: D102
+        return _given(_DATA.__get__(self), self.whole)
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if self.whole is None:
+            _DATA.__set__(self, value)
+        else:
+            self.whole.take(value)
+
+    def detach(self) -> torch.Tensor:  # noqa: D102
+        return _given(super().detach(), self.whole)
+
+    def register_hook(self, hook: Any) -> Any:  # noqa: D102
+        if self.whole is None:
+            return super().register_hook(hook)  # type: ignore[no-untyped-call]
+        return self.whole.refuse_hook()
+
+    def _use_count(self) -> Any:
+        if self.whole is None:
+            return super()._use_count()  # type: ignore[misc]
+        return self.whole.refuse_swap()
+
+    def new_empty(self, *args: Any, **kwargs: Any) -> torch.Tensor:  # noqa: D102
+        if self.whole is not None and self.whole.holders.mesh.size > 1:
+            check_new_empty(self.whole, sys._getframe(1))
+        return super().new_empty(*args, **kwargs)
+
+    def set_(self, *args: Any, **kwargs: Any) -> Any:  # noqa: D102
+        return super().set_(*args, **kwargs) if self.whole is None else self._refuse("set_")
+
+    def share_memory_(self) -> Any:  # noqa: D102
+        return super().share_memory_() if self.whole is None else self._refuse("share_memory_")  # type: ignore[no-untyped-call]
+
+    def _refuse(self, what: str) -> NoReturn:
+        assert self.whole is not None
+        self.whole.refuse_other_memory(what)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        plainly: Any = nn.Parameter(self.detach(), self.requires_grad)
+        return plainly.__reduce_ex__(protocol)
+
+
+for _name in DRAWS:
+    setattr(WholeParameter, _name, on_one_rank(_name))
+
+
+def _given(values: torch.Tensor, whole: Whole | None) -> torch.Tensor:
+    """`values` of a WholeParameter, which somebody is given."""
+    if whole is None:
+        return values
+    if whole.holders.mesh.size > 1:
+        refuse_draws_into(values, whole)
+    return whole.given(values)
