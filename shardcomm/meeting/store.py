@@ -11,6 +11,7 @@ import hmac
 import ipaddress
 import os
 import socket
+import time
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -24,6 +25,9 @@ from shardcomm.meeting.launchers import Launched, launched, meeting_point, run_o
 
 SECRET = "SHARDCOMM_RUN_SECRET"
 """The environment variable that holds a run's secret: any string, the same on all its ranks."""
+
+_RETRY_S = 0.1  # between attempts to connect
+_ANSWER_S = 1.0  # for a store's answer, once it is connected to
 
 # The stores of this process by port. They are kept until it ends: ranks that come to another rendezvous at the same
 # port must find a store there.
@@ -66,18 +70,24 @@ def env_store(timeout: timedelta) -> tuple[Store, int, int]:
             if at not in _kept:
                 _kept[at] = _serve(host, at, _loopback_socket(host, at), timeout)
             at = _kept[at].port
+        _await_listener(host, at, until)
         # The first exchange waits for the others, and says who has not come.
         return TCPStore(host, at, size, False, timeout, wait_for_workers=False)
 
     who = "the launcher" if launcher_keeps_it else "rank 0"
     where = "at a port of this host" if point is None else f"at {point[0]}:{point[1]}"
-    begun = Background(reach)
     failure = f"rank {rank} of {size}: no rendezvous: {who} keeps the store {where}, which was not reached"
-    if not begun.ended(timeout.total_seconds()):
-        text = f"{failure} within {timeout.total_seconds():g} s"
-        raise comm_error("late", text, rank=None if launcher_keeps_it else 0, reporter=rank)
+    until = time.monotonic() + timeout.total_seconds()
+    begun = Background(reach)
     try:
+        if not begun.ended(timeout.total_seconds() + _ANSWER_S):
+            raise TimeoutError("the store does not answer")
         store = begun.result()
+    except TimeoutError as error:
+        text = f"{failure} within {timeout.total_seconds():g} s: {error}"
+        raise comm_error(
+            "late", text, rank=None if launcher_keeps_it else 0, reporter=rank
+        ) from None
     except (dist.DistError, CommError) as error:  # the connection failed, at once or in time
         text = f"{failure}: {first_line(error)}"
         refused = comm_error("backend", text, reporter=rank)
@@ -101,6 +111,26 @@ def _announced_port(own: Launched, timeout: timedelta) -> int:
             _kept[store.port] = store
             _announced[run] = store.port
     return _announced[run]
+
+
+def _await_listener(host: str, port: int, until: float) -> None:
+    """Waits until a connection to `port` of `host` is accepted, at most until `time.monotonic()` is `until`.
+
+    Torch's attempts to connect, when given up, write C++ stacks and may abort a process that ends meanwhile.
+
+    Raises:
+        TimeoutError: There was none; the message is the last attempt's error.
+    """
+    while True:
+        left_s = until - time.monotonic()
+        try:
+            socket.create_connection((host, port), max(left_s, _RETRY_S)).close()
+        except OSError as error:
+            if left_s <= _RETRY_S:
+                raise TimeoutError(error.strerror or str(error)) from None
+            time.sleep(_RETRY_S)
+        else:
+            return
 
 
 def first_line(error: BaseException) -> str:
