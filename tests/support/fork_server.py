@@ -8,6 +8,7 @@ loads the backend. The command `shardcomm` loads all its commands. What else a t
 """
 
 import atexit
+import contextlib
 import gc
 
 import hypothesis
@@ -25,7 +26,9 @@ from shardcomm.interop import backend
 
 __all__ = ["hypothesis", "pytest", "shardcomm", "support", "torch"]
 
-backend.load()
+# Without a compiler there is no backend; tests of it say so themselves.
+with contextlib.suppress(RuntimeError):
+    backend.load()
 
 # A rank that collects its garbage would otherwise copy each page of all of these.
 gc.collect()
