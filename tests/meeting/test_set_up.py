@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import itertools
 import json
 import os
@@ -473,6 +474,7 @@ def check_all_fell_back(outcomes: list[tuple[str, list[str], float, list[str]]])
 
 def as_nobody(transport: Any) -> tuple[str, list[str], float, list[str]]:
     if os.environ["RANK"] == "1":
+        codecs.lookup("idna")  # sockets load it, perhaps from where nobody but root may read
         os.setgroups([])
         os.setgid(NOBODY)
         os.setuid(NOBODY)
