@@ -6,6 +6,7 @@ import argparse
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from typing import NoReturn
 
 import shardcomm
@@ -33,7 +34,10 @@ def make_parser() -> argparse.ArgumentParser:
         nargs=0,
         help="print the folder for -Dshardcomm_DIR= of CMake, and end",
     )
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    kind: type[argparse.ArgumentParser] = _CommandParser
+    commands = parser.add_subparsers(
+        title="commands", required=True, metavar="COMMAND", parser_class=kind
+    )
     train.add_parser(commands)
     plan_command.add_parser(commands)
     simulate.add_parser(commands)
@@ -69,6 +73,18 @@ def main() -> int:
         print(f"shardcomm: {where}{error.strerror or error}", file=sys.stderr)
         os._exit(1)  # at once, without another try to write the output
     return status
+
+
+class _CommandParser(argparse.ArgumentParser):
+    """Refuses what it does not know itself, so that its own options are shown and not those of `shardcomm`."""
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        parsed, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return parsed, unknown
 
 
 class _PrintCmakeDir(argparse.Action):

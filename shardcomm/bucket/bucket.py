@@ -225,11 +225,11 @@ class Bucket:
             ValueError: `tensors` have several dtypes, or a dtype cannot be converted to another.
             CommError: The ranks' tensors differ; the message says in what.
         """
-        if not isinstance(comm, Communicator) or not isinstance(tensors, Mapping):
-            raise TypeError(
-                f"Bucket.from_tensors: tensors is a {type(tensors).__name__} and comm a {type(comm).__name__}; they "
-                "must be a mapping of names to tensors and a Communicator"
-            )
+        check_type(
+            "Bucket.from_tensors", "tensors", tensors, Mapping,
+            "a mapping of names to tensors, such as dict(module.named_parameters())",
+        )  # fmt: skip
+        check_type("Bucket.from_tensors", "comm", comm, Communicator, "a Communicator")
         for name, tensor in tensors.items():
             check_full(f"Bucket.from_tensors: tensors[{name!r}]", tensor)
         dtypes = {tensor.dtype for tensor in tensors.values()}

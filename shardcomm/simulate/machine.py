@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
@@ -124,10 +125,15 @@ class Machine:
             name: A path, or one of `shipped()`.
 
         Raises:
-            OSError: There is no such file.
+            OSError: There is no such file; the message names the machines that come along.
             ValueError: It is no machine; the message says what is wrong with it.
         """
         path = _FOLDER / f"{name}.json" if name in shipped() else Path(name)
+        if not path.exists():
+            known = ", ".join(shipped())
+            raise FileNotFoundError(
+                errno.ENOENT, f"no such file, and no machine that comes along: {known}", str(name)
+            )
         file = read_json(path, "a machine's file, as `shardcomm bench --fit FILE` writes it")
         file["shardcomm_machine"].whole(1, 1)
         given: dict[str, Any] = {f.name: file[f.name].raw for f in fields(cls)}

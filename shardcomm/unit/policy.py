@@ -65,7 +65,8 @@ class Policy:
     def __post_init__(self) -> None:
         if not isinstance(self.mixed_precision, MixedPrecision | None):
             raise TypeError(
-                f"mixed_precision is {self.mixed_precision!r}; it must be a shardcomm.MixedPrecision"
+                f"mixed_precision is {self.mixed_precision!r}; it must be a shardcomm.MixedPrecision, such as "
+                "MixedPrecision(param_dtype=torch.bfloat16)"
             )
         host = self.reshard_after_forward
         if isinstance(host, bool):

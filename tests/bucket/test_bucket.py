@@ -153,6 +153,12 @@ def test_wrong_shapes_are_named() -> None:
         bucket.load([])
     with pytest.raises(ValueError, match="exactly one"):
         Bucket.from_tensors({"a": torch.ones(1), "b": torch.ones(1, dtype=torch.half)}, comm)
+    with pytest.raises(
+        TypeError, match="tensors is a list; it must be a mapping of names to tensors"
+    ):
+        Bucket.from_tensors([torch.ones(1)], comm)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="comm is a int; it must be a Communicator"):
+        Bucket.from_tensors({"w": torch.ones(1)}, 2)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="layout is for 2 ranks, comm has 1"):
         Bucket(Layout.plan([ParamSpec("w", (4, 2))], 2), comm)
 

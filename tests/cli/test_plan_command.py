@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from shardcomm.__main__ import make_parser
 from shardcomm.cli import plan as plan_command
 from shardcomm.cli.options import memory
 
@@ -138,6 +139,20 @@ def test_bad_options_are_named(
         run(*args)
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "line", ["train", "bench", "doctor", "plan --model gpt2", "simulate --model gpt2"]
+)
+def test_what_a_command_does_not_know_is_refused_with_its_own_options(
+    line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        make_parser().parse_args([*line.split(), "--gpus", "8"])
+    assert ended.value.code == 2
+    name, said = line.split(maxsplit=1)[0], capsys.readouterr().err
+    assert said.startswith(f"usage: shardcomm {name} ")
+    assert f"shardcomm {name}: error: unrecognized arguments: --gpus 8" in said
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ import torch
 
 from shardcomm import _C, CommError, Communicator, Stream, enable_stack_dumps
 from shardcomm.cli.ps import groups, stacks
+from shardcomm.cli.ps.command import screen
 from shardcomm.comm import rendezvous
 from shardcomm.comm.core import CoreCommunicator
 from shardcomm.process.stack_dumps import enable_where_free
@@ -331,6 +332,19 @@ def test_a_process_that_is_no_rank_is_not_listed(content: bytes, says: str) -> N
         assert all(r.pid != os.getpid() for group in found.groups for r in group.ranks)
         (note,) = [note for note in found.notes if note.startswith(f"process {os.getpid()}:")]
         assert says in note
+
+
+def test_a_process_of_a_container_is_named_once_whatever_its_groups(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(groups.processes, "is_of_this_namespace", lambda pid: False)
+    with memory_named(_C.group_label, b""), memory_named(_C.group_label, b"x"):
+        notes = groups.find().notes
+    assert len([note for note in notes if note.startswith(f"process {os.getpid()} is of a")]) == 1
+
+
+def test_where_there_are_no_groups_it_says_what_it_does_not_see() -> None:
+    assert "by Gloo or NCCL alone is not seen" in screen(groups.Found(), None)
 
 
 def look_as_nobody(folder: Path) -> list[str]:

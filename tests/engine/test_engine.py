@@ -94,7 +94,10 @@ def test_strategy_prefetch_and_slots_do_not_change_results(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"mixed_precision": torch.bfloat16}, "mixed_precision is torch.bfloat16; it must be"),
+        (
+            {"mixed_precision": torch.bfloat16},
+            "torch.bfloat16; it must be a shardcomm.MixedPrecision, such as",
+        ),
         ({"units": 3}, "units is 3; it must be a list of modules, module classes"),
         ({"units": nn.Conv2d}, "class Conv2d, of which the model has no module"),
         ({"strategy": ["full_shard"]}, r"strategy is \['full_shard'\]; accepted"),

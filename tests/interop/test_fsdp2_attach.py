@@ -22,6 +22,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, Shard
 from torch.distributed.tensor import Shard
 
 from shardcomm import CommError, fsdp2, launch
+from shardcomm import fully_shard as shardcomm_fully_shard
 from shardcomm.comm import rendezvous
 from shardcomm.interop.fsdp2 import Attached, Level, internals
 from support.fsdp2_cases import (
@@ -274,6 +275,15 @@ def receipts_and_errors() -> None:
 
     with pytest.raises(ValueError, match="model \\(Net\\) has no FSDP modules; call torch"):
         fsdp2.attach(Net())
+    ours = Net()
+    engine = shardcomm_fully_shard(ours, mesh["replicas"])
+    with pytest.raises(
+        ValueError, match=r"model \(Net\) is sharded by shardcomm.fully_shard, whose"
+    ):
+        fsdp2.attach(ours)
+    engine.close()
+    with pytest.raises(TypeError, match=r"model is a SGD; it must be a torch.nn.Module"):
+        fsdp2.attach(torch.optim.SGD(ours.parameters()))  # type: ignore[arg-type]
 
     net = Net()
     for part in (net.embed, *net.blocks):

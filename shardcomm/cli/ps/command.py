@@ -11,6 +11,11 @@ from shardcomm.cli.options import whole
 from shardcomm.cli.ps.groups import Found, Rank, ShmGroup, find
 from shardcomm.cli.ps.stacks import Stacks, ask
 
+_NONE = (
+    "no groups of shardcomm over shared memory (transports shm and hosts); what communicates by Gloo or NCCL alone is "
+    "not seen"
+)
+
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Registers the subcommand."""
@@ -94,7 +99,7 @@ def _as_dict(found: Found, stacks: dict[int, Stacks] | None) -> dict[str, Any]:
 
 def screen(found: Found, stacks: dict[int, Stacks] | None) -> str:
     """The whole report as text."""
-    parts = [_group(group, stacks) for group in found.groups] or ["no groups of shardcomm"]
+    parts = [_group(group, stacks) for group in found.groups] or [_NONE]
     return "\n\n".join([*parts, *found.notes])
 
 

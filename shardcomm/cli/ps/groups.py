@@ -76,9 +76,9 @@ def _read(pid: int, fd: int, seen: set[int], found: Found) -> None:
             return
         seen.add(number)
         if not processes.is_of_this_namespace(pid):
-            found.notes.append(
-                f"process {pid} is of a group in a container; `shardcomm ps` inside it tells of that group"
-            )
+            note = f"process {pid} is of a group in a container; `shardcomm ps` inside it tells of that group"
+            if note not in found.notes:  # a process may be of several groups
+                found.notes.append(note)
             return
         report = _C.read_group(memory)
     except _C.CommError as error:

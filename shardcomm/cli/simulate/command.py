@@ -63,7 +63,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="how much ranks differ in speed: the standard deviation, as a share of their time")
     add("--steps", type=whole(1, 10**4), default=100, help="with --stragglers: how many steps are drawn")
     add("--seed", type=whole(0, 2**31), default=0, help="with --stragglers: the seed of the draws")
-    add("--memory-limit", type=memory, metavar="SIZE",
+    add("--memory", type=memory, metavar="SIZE",
         help="say which configuration is the fastest whose peak fits into this, such as 40GB or 80GiB")
     add("--sweep", action="store_true",
         help="simulate all strategies, prefetch depths from 0 to 2, and doublings from one host to --ranks")
@@ -94,8 +94,8 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     print("\n".join(aligned(_table(found, with_p95=args.stragglers > 0))), file=out)
     if args.strategy is None and "hybrid_shard" not in {e.simulation.plan.strategy for e in found}:
         print("  hybrid_shard: give --replicas", file=out)
-    if args.sweep or args.memory_limit is not None:
-        limit = args.memory_limit or machine.memory_bytes
+    if args.sweep or args.memory is not None:
+        limit = args.memory or machine.memory_bytes
         print(f"\n  {_best_line(found, limit)}", file=out)
     _write(args, found)
     return 0

@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
+from torch import nn
 
+from shardcomm.arguments.checks import check_type
 from shardcomm.comm.communicator import Communicator
+from shardcomm.engine.sharded_modules import is_sharded
 from shardcomm.interop.fsdp2.copies import GroupCopies
 from shardcomm.interop.fsdp2.full import FullGather, has_gather
 from shardcomm.interop.fsdp2.hooks import GroupAllGather, GroupReduceScatter
@@ -111,6 +114,7 @@ def attach(model: torch.nn.Module, *, level: Level = "full") -> Attached:
         The attached model: its receipts, and `detach()`.
 
     Raises:
+        TypeError: `model` is no module.
         ValueError: `level` is unknown, `model` has no FSDP modules, or a module is attached already or on a device that
             the compiled core does not drive.
         RuntimeError: This torch's FSDP2 is not one that shardcomm knows.
@@ -139,7 +143,13 @@ def attach(model: torch.nn.Module, *, level: Level = "full") -> Attached:
     if level not in get_args(Level):
         accepted = ", ".join(map(repr, get_args(Level)))
         raise ValueError(f"attach: level is {level!r}; accepted: {accepted}")
+    check_type("attach", "model", model, nn.Module, "a torch.nn.Module")
     modules = {name: m for name, m in model.named_modules() if isinstance(m, FSDPModule)}
+    if not modules and is_sharded(model):
+        raise ValueError(
+            f"attach: model ({type(model).__name__}) is sharded by shardcomm.fully_shard, whose communication is "
+            "shardcomm's already: leave the call out; it is for models of torch.distributed.fsdp.fully_shard"
+        )
     if not modules:
         raise ValueError(
             f"attach: model ({type(model).__name__}) has no FSDP modules; call "
