@@ -29,7 +29,7 @@ from shardcomm.checkpoint.state_dict import (
 from shardcomm.comm.communicator import Communicator, Use
 from shardcomm.comm.mesh import FailingTogether, Mesh
 from shardcomm.copy.wire_stats import WireError
-from shardcomm.engine import encoder_fast_path, forward_methods
+from shardcomm.engine import encoder_fast_path, forward_methods, fsdp2_names
 from shardcomm.engine.actions import Actions
 from shardcomm.engine.gradients import Gradients, OnNonfinite
 from shardcomm.engine.step import Step
@@ -42,18 +42,6 @@ from shardcomm.sharded.measured import measured
 from shardcomm.sharded.sharded_unit import ShardedUnit
 from shardcomm.trace.recording import Trace
 from shardcomm.trace.traffic import Traffic
-
-_FSDP2 = {
-    "reshard": "engine.unit(module).reshard()",
-    "set_is_last_backward": "with engine.no_sync(): around all backwards but the last",
-    "set_modules_to_backward_prefetch": "fully_shard(..., backward_prefetch=)",
-    "set_modules_to_forward_prefetch": "fully_shard(..., prefetch=)",
-    "set_requires_gradient_sync": "with engine.no_sync():",
-    "set_reshard_after_backward": "fully_shard(..., strategy=)",
-    "set_reshard_after_forward": "fully_shard(..., strategy=), which does not change later",
-    "unshard": "engine.unit(module).unshard()",
-}
-"""What stands for methods of PyTorch's FSDP2 that have other names here."""
 
 
 class Engine:
@@ -123,8 +111,10 @@ class Engine:
         )
 
     def __getattr__(self, name: str) -> NoReturn:
-        if name in _FSDP2:
-            raise AttributeError(f"Engine.{name}, of PyTorch's FSDP2, is here: {_FSDP2[name]}")
+        if name in fsdp2_names.METHODS:
+            raise AttributeError(
+                f"Engine.{name}, of PyTorch's FSDP2, is here: {fsdp2_names.METHODS[name]}"
+            )
         of_model = " The model has it: engine.model." + name if hasattr(nn.Module, name) else ""
         raise AttributeError(f"an Engine has no {name!r}.{of_model}")
 

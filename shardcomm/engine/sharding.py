@@ -19,6 +19,7 @@ from shardcomm.comm.agreement import Item, difference, layout_items
 from shardcomm.comm.communicator import Communicator
 from shardcomm.comm.mesh import FailingTogether, Mesh
 from shardcomm.engine.engine import Engine
+from shardcomm.engine.fsdp2_names import told_arguments
 from shardcomm.engine.gradients import OnNonfinite
 from shardcomm.engine.meshes import check_secondary, made_for, mesh_of, meshes_of
 from shardcomm.engine.shard_units import check_memory, check_modules, shard_units
@@ -49,6 +50,7 @@ _KINDS = (
 
 
 @said_by("fully_shard")
+@told_arguments
 def fully_shard(
     model: nn.Module,
     comm: Communicator | DeviceMesh | Mesh,

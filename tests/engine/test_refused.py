@@ -348,6 +348,23 @@ def test_an_engine_is_not_the_model(
     with_sharded(body)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"mesh": None}, "mesh=, of PyTorch's FSDP2, is here: comm="),
+        ({"mp_policy": None}, r"mixed_precision=shardcomm\.MixedPrecision"),
+        ({"offload_policy": None}, "cpu_offload=True"),
+        ({"shard_placement_fn": None}, "shard_dim="),
+        ({}, r"comm is missing: give shardcomm\.Communicator\.from_env\(\)"),
+    ],
+    ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
+)
+def test_the_arguments_of_fsdp2_are_told(arguments: dict[str, Any], says: str) -> None:
+    shard: Any = fully_shard
+    with pytest.raises(TypeError, match=says):
+        shard(nn.Linear(2, 2), **arguments)
+
+
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
 def test_a_gradient_hook_is_refused(strategy: str) -> None:
     def body(model: Tied, engine: Engine, twin: Tied) -> None:
