@@ -47,8 +47,30 @@ _KINDS = (
     "have, give a unit with Policy(comm=Communicator.local_group(1)[0])):"
 )
 
+_FSDP2 = {
+    "missing 1 required positional argument: 'comm'": "a Communicator or a DeviceMesh; of torchrun's ranks it is "
+    "Communicator.from_env()",
+    "unexpected keyword argument 'mesh'": "comm=",
+    "unexpected keyword argument 'mp_policy'": "mixed_precision=MixedPrecision(...)",
+    "unexpected keyword argument 'offload_policy'": "cpu_offload=True",
+    "unexpected keyword argument 'shard_placement_fn'": "shard_dim=",
+}
+"""What Python says of calls with the arguments of PyTorch's FSDP2, and what stands for each here."""
+
+
+@contextmanager
+def _told_of_fsdp2() -> Iterator[None]:
+    try:
+        yield
+    except TypeError as error:
+        for said, here in _FSDP2.items():
+            if str(error).endswith(said):
+                error.args = (f"{error}, which is here {here}",)
+        raise
+
 
 @said_by("fully_shard")
+@_told_of_fsdp2()
 def fully_shard(
     model: nn.Module,
     comm: Communicator | DeviceMesh | Mesh,

@@ -345,6 +345,10 @@ class Step:
         self._check_thread()
         self._in_backward = True
         self._gradients.begin_backward()
+        for (
+            each
+        ) in self._units:  # as autograd does, which leaves a frozen parameter without a gradient
+            each.follow_freezing()
         if versions.changes != self._changes:
             for each in self._units:
                 each.outdate_changed()

@@ -242,11 +242,84 @@ def test_parameters_of_one_memory_are_refused() -> None:
     def body(comm: Communicator) -> None:
         model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
         model[1].weight.data = model[0].weight.data
-        with pytest.raises(ValueError, match=r"'0.weight' and '1.weight' have the same memory"):
+        with pytest.raises(ValueError, match=r"'0.weight' and parameter '1.weight' have the same"):
             fully_shard(model, comm)
         fully_shard(model, comm, ignored_params=[model[1].weight])
 
     run_threads(body, 2)
+
+
+class View(nn.Module):
+    """A layer, and a view of its weight beside it."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        if kind == "parameter":
+            self.beside = nn.Parameter(self.linear.weight.t())
+        else:
+            self.register_buffer("beside", self.linear.weight.data[1])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) @ self.beside
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+@pytest.mark.parametrize("kind", ["parameter", "buffer"])
+def test_a_view_of_a_parameter_is_refused(kind: str, strategy: str) -> None:
+    def body(comm: Communicator) -> None:
+        with pytest.raises(ValueError, match=rf"{kind} 'beside' .*have the same"):
+            fully_shard(View(kind), comm, strategy=strategy)
+
+    run_threads(body, 2)
+
+
+class OneStorage(nn.Module):
+    """Parameters and buffers in two storages, apart from each other: one after the other, and column by column."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        flat, columns = torch.randn(2 * WIDTH * WIDTH), torch.randn(WIDTH, 2 * WIDTH)
+        self.a = nn.Parameter(flat[: WIDTH * WIDTH].view(WIDTH, WIDTH))
+        self.b = nn.Parameter(flat[WIDTH * WIDTH :].view(WIDTH, WIDTH))
+        self.c, self.d = map(nn.Parameter, columns.split(WIDTH, dim=1))
+        self.register_buffer("mask", torch.ones(WIDTH))
+        self.register_buffer("rest", self.mask[WIDTH // 2 :])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x @ self.a @ self.b @ self.c @ self.d) * self.mask
+
+
+def test_parameters_apart_in_one_storage_are_trained() -> None:
+    trained_alike(OneStorage, lambda _net, step: step())
+
+
+def test_a_scripted_module_is_refused() -> None:
+    (comm,) = Communicator.local_group(1)
+    model = nn.Sequential(torch.jit.script(nn.Linear(2, 2)), torch.jit.script(nn.Tanh()))
+    with pytest.raises(ValueError, match=r"'0' is compiled by TorchScript.*before torch.jit.scrip"):
+        fully_shard(model, comm)
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
+@pytest.mark.parametrize("before", [False, True])
+def test_parameters_frozen_or_thawed_between_forward_and_backward(
+    before: bool, strategy: str
+) -> None:
+    """Autograd leaves no gradient in a leaf that is frozen by then, and none in one that forward took for frozen."""
+
+    def between(net: nn.Module, step: Callable[[], None]) -> None:
+        net.blocks[1].requires_grad_(not before)
+        net.stem.weight.requires_grad_(not before)
+        loss = net(values(4, WIDTH)).square().sum()
+        net.blocks[1].requires_grad_(before)
+        net.stem.weight.requires_grad_(before)
+        loss.backward()
+        without = {name for name, param in net.named_parameters() if param.grad is None}
+        assert without == {"stem.weight", "blocks.1.linear.weight", "blocks.1.linear.bias"}
+        net.requires_grad_()
+
+    trained_alike(Chain, between, strategy=strategy)
 
 
 def test_a_block_that_is_inserted_later_is_refused() -> None:
@@ -319,3 +392,20 @@ def test_what_is_no_list_of_modules_is_told_in_a_line() -> None:
     assert "\n" not in str(told.value)
     with pytest.raises(TypeError, match=r"comm is a NoneType; it must be a shardcomm.Communicator"):
         fully_shard(Chain(), None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("given", "here"),
+    [
+        ({}, r"Communicator.from_env\(\)"),
+        ({"mesh": None}, "comm="),
+        ({"mp_policy": None}, "mixed_precision="),
+        ({"offload_policy": None}, "cpu_offload="),
+        ({"shard_placement_fn": None}, "shard_dim="),
+    ],
+)
+def test_an_argument_of_fsdp2_is_told_its_name_here(given: dict[str, Any], here: str) -> None:
+    call: Any = fully_shard
+    args = (None,) if given else ()
+    with pytest.raises(TypeError, match=f"fully_shard: .*, which is here .*{here}"):
+        call(Chain(), *args, **given)
