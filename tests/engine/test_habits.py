@@ -14,7 +14,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 import shardcomm
-from shardcomm import Communicator, Engine, fully_shard
+from shardcomm import Communicator, Engine, fully_shard, launch
+from support.parity import assert_same_params
 from support.thread_ranks import run_threads
 from support.twins import WIDTH, Chain, assert_same_gradients, local, twins, values
 
@@ -383,6 +384,30 @@ def test_a_model_may_be_compiled_afterwards() -> None:
             assert {getattr(node.target, "__name__", node.target) for node in calls} <= computes
 
     run_threads(body, 1)
+
+
+def train_by_a_compiled_function() -> None:
+    with Communicator.from_env() as comm:
+        model, plain = twins(Chain)
+        engine = fully_shard(model, comm)
+        for net in (model, plain):
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+
+            @torch.compile(backend="eager")
+            def backward(x: torch.Tensor, net: nn.Module = net) -> None:
+                net(x).square().sum().backward()
+
+            for seed in range(2):
+                backward(values(4, WIDTH, seed=seed))
+                optimizer.step()
+                optimizer.zero_grad()
+        assert_same_params(model, plain)
+        engine.close()
+
+
+@pytest.mark.slow
+def test_a_function_with_forward_and_backward_may_be_compiled() -> None:
+    launch(train_by_a_compiled_function, 2, timeout_s=120)
 
 
 def test_what_is_no_list_of_modules_is_told_in_a_line() -> None:
