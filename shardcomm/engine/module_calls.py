@@ -9,12 +9,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._C._dynamo import eval_frame
 
 from shardcomm.engine import forward_methods
 from shardcomm.engine.forward_methods import After, Before, Failed, ForwardMethod
 from shardcomm.sharded import unit_io
-from shardcomm.sharded.hooks import Hooks
+from shardcomm.sharded.hooks import Hooks, run_eagerly
 from shardcomm.sharded.sharded_unit import ShardedUnit
 
 
@@ -106,14 +105,4 @@ def _state_of_copy(unit: ShardedUnit, name: str) -> Any:
     return state
 
 
-def _run_eagerly(*functions: Any) -> None:
-    """Keeps torch.compile from compiling the functions, and what they call, where a compiled model comes to them.
-
-    `torch.compiler.disable` does this, too, but costs each call as much as a hook.
-    """
-    skip = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
-    for function in functions:
-        eval_frame.set_code_exec_strategy(function.__code__, skip)
-
-
-_run_eagerly(ModuleCalls._begin, ModuleCalls._end, ModuleCalls._failed)
+run_eagerly(ModuleCalls._begin, ModuleCalls._end, ModuleCalls._failed)

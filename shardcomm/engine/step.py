@@ -39,7 +39,7 @@ from shardcomm.schedule.schedule import Schedule
 from shardcomm.schedule.triggers import Phase, Trigger
 from shardcomm.sharded import unit_io
 from shardcomm.sharded.apart import Apart, nobodys_gradient
-from shardcomm.sharded.hooks import weakly
+from shardcomm.sharded.hooks import run_eagerly, weakly
 from shardcomm.sharded.sharded_param import ShardedParam
 from shardcomm.sharded.sharded_unit import BACKWARD, FORWARD, IDLE, ShardedUnit
 from shardcomm.sharded.unit_gradients import Call
@@ -345,6 +345,9 @@ class Step:
         self._check_thread()
         self._in_backward = True
         self._gradients.begin_backward()
+        # Autograd, too, leaves what is frozen by now without a gradient.
+        for each in self._units:
+            each.follow_freezing()
         if versions.changes != self._changes:
             for each in self._units:
                 each.outdate_changed()
@@ -464,6 +467,11 @@ class Step:
     def _fire(self, trigger: Trigger) -> None:
         for act, unit in self._current.get(trigger, ()):
             act(unit)
+
+
+run_eagerly(
+    Step._pre_backward, Step._post_backward, Step._on_gradient, Step._end_of_backward, Step._let_go
+)
 
 
 def _check_not_recorded(unit: ShardedUnit) -> None:

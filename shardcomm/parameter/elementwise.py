@@ -19,11 +19,14 @@ _ELEMENTWISE = {
     "aten::fill_",
     "aten::full_like",
     "aten::lift_fresh",
+    "aten::masked_fill",
+    "aten::masked_fill_",
     "aten::new_empty",
     "aten::new_full",
     "aten::new_ones",
     "aten::new_zeros",
     "aten::ones_like",
+    "aten::scalar_tensor",  # a number, as torch.where makes one of
     "aten::zero_",
     "aten::zeros_like",
 }

@@ -353,16 +353,26 @@ def _lists(values: Iterable[Any]) -> Iterator[Any]:
 def _check_pairs(name: str, rows: Any, with_values: Sequence[Any]) -> None:
     for number, value in enumerate(with_values):
         if isinstance(value, torch.Tensor) and value is not rows:
-            with plain():
-                shape, other = rows.shape, value.shape
             is_written = number == 0 and is_in_place(name)
-            try:
-                # On a rank without rows, one row of a whole tensor, or a number, is broadcast to none.
-                fits = shape == (other if is_written else torch.broadcast_shapes(shape, other))  # type: ignore[no-untyped-call]
-            except RuntimeError:
-                fits = False
+            with plain():
+                fits, shape = _fits(rows, value, is_written), tuple(value.shape)
             if not fits:
-                rows.whole.refuse(name, f"with a tensor of shape {tuple(other)}")
+                rows.whole.refuse(name, f"with a tensor of shape {shape}")
+
+
+def _fits(rows: Any, value: Any, is_written: bool) -> bool:
+    shape, other = rows.shape, value.shape
+    if isinstance(value, ShardedRows | ShardedParameter):
+        # Not broadcast: a single row of another parameter may be any of that parameter's.
+        same: bool = shape == other and rows.whole.part.shape == value.whole.part.shape
+        return same
+    if is_written:
+        return bool(shape == other)
+    try:
+        # On a rank without rows, one row of a whole tensor, or a number, is broadcast to none.
+        return bool(shape == torch.broadcast_shapes(shape, other))  # type: ignore[no-untyped-call]
+    except RuntimeError:
+        return False
 
 
 def _as_guarded(result: Any, first: Any) -> Any:

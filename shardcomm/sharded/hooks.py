@@ -6,7 +6,20 @@ import weakref
 from collections.abc import Callable
 from typing import Any, NoReturn, Self
 
+from torch._C._dynamo import eval_frame
+
 from shardcomm.parameter.shard_tensor import SAVE_BY
+
+
+def run_eagerly(*functions: Any) -> None:
+    """Keeps torch.compile from compiling the functions, and what they call, where compiled code comes to them.
+
+    A compiled model comes to its hooks, and a compiled function with a backward in it to those of autograd.
+    `torch.compiler.disable` does this, too, but costs each call as much as a hook.
+    """
+    skip = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
+    for function in functions:
+        eval_frame.set_code_exec_strategy(function.__code__, skip)
 
 
 def weakly(method: Callable[..., Any], *objects: object) -> Callable[..., Any]:
@@ -22,6 +35,7 @@ def weakly(method: Callable[..., Any], *objects: object) -> Callable[..., Any]:
             return bound(*held, *args)
         return None
 
+    run_eagerly(call)
     return call
 
 

@@ -20,6 +20,8 @@ import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils import _pytree as pytree
 
+from shardcomm.sharded.hooks import run_eagerly
+
 _NONE: list[Any] = []
 _NOTHING: dict[int, Any] = {}
 
@@ -225,6 +227,8 @@ class _Mark(torch.autograd.Function):
     def jvp(ctx: Any, on_end: None, *tangents: torch.Tensor | None) -> Any:
         return tuple(None if tangent is None else tangent.view_as(tangent) for tangent in tangents)
 
+
+run_eagerly(_Mark.backward)
 
 _mark: Callable[..., tuple[torch.Tensor, ...]] = super(torch.autograd.Function, _Mark).apply
 """`_Mark.apply` without its support for torch.func, in half of its time."""

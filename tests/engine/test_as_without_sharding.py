@@ -80,6 +80,20 @@ def test_elementwise_arithmetic_is_that_of_the_whole() -> None:
     with_sharded(body)
 
 
+@pytest.mark.parametrize("of", [lambda p: p, lambda p: p.data, lambda p: p.grad])
+def test_elements_are_chosen_by_a_mask(of: Callable[[nn.Parameter], Any]) -> None:
+    def body(model: Tied, engine: Engine, twin: Tied) -> None:
+        with torch.no_grad():
+            for each in (model, twin):
+                for p in each.parameters():
+                    of(p).masked_fill_(of(p).isnan() | (of(p) > 0.1), 0.1)
+                    of(p).copy_(torch.where(of(p) < -0.1, -0.1, of(p)))
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(of(p).full_tensor(), of(q).detach())
+
+    with_sharded(body)
+
+
 def test_what_changes_nothing_is_let_through() -> None:
     def body(model: Tied, engine: Engine, twin: Tied) -> None:
         model.float().cpu().to(torch.float32).requires_grad_(True).train()

@@ -14,7 +14,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 import shardcomm
-from shardcomm import Communicator, Engine, fully_shard
+from shardcomm import Communicator, Engine, fully_shard, launch
+from support.parity import assert_same_params
 from support.thread_ranks import run_threads
 from support.twins import WIDTH, Chain, assert_same_gradients, local, twins, values
 
@@ -242,11 +243,84 @@ def test_parameters_of_one_memory_are_refused() -> None:
     def body(comm: Communicator) -> None:
         model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
         model[1].weight.data = model[0].weight.data
-        with pytest.raises(ValueError, match=r"'0.weight' and '1.weight' have the same memory"):
+        with pytest.raises(ValueError, match=r"'0.weight' and parameter '1.weight' have the same"):
             fully_shard(model, comm)
         fully_shard(model, comm, ignored_params=[model[1].weight])
 
     run_threads(body, 2)
+
+
+class View(nn.Module):
+    """A layer, and a view of its weight beside it."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        if kind == "parameter":
+            self.beside = nn.Parameter(self.linear.weight.t())
+        else:
+            self.register_buffer("beside", self.linear.weight.data[1])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) @ self.beside
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+@pytest.mark.parametrize("kind", ["parameter", "buffer"])
+def test_a_view_of_a_parameter_is_refused(kind: str, strategy: str) -> None:
+    def body(comm: Communicator) -> None:
+        with pytest.raises(ValueError, match=rf"{kind} 'beside' .*have the same"):
+            fully_shard(View(kind), comm, strategy=strategy)
+
+    run_threads(body, 2)
+
+
+class OneStorage(nn.Module):
+    """Parameters and buffers in two storages, apart from each other: one after the other, and column by column."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        flat, columns = torch.randn(2 * WIDTH * WIDTH), torch.randn(WIDTH, 2 * WIDTH)
+        self.a = nn.Parameter(flat[: WIDTH * WIDTH].view(WIDTH, WIDTH))
+        self.b = nn.Parameter(flat[WIDTH * WIDTH :].view(WIDTH, WIDTH))
+        self.c, self.d = map(nn.Parameter, columns.split(WIDTH, dim=1))
+        self.register_buffer("mask", torch.ones(WIDTH))
+        self.register_buffer("rest", self.mask[WIDTH // 2 :])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x @ self.a @ self.b @ self.c @ self.d) * self.mask
+
+
+def test_parameters_apart_in_one_storage_are_trained() -> None:
+    trained_alike(OneStorage, lambda _net, step: step())
+
+
+def test_a_scripted_module_is_refused() -> None:
+    (comm,) = Communicator.local_group(1)
+    model = nn.Sequential(torch.jit.script(nn.Linear(2, 2)), torch.jit.script(nn.Tanh()))
+    with pytest.raises(ValueError, match=r"'0' is compiled by TorchScript.*before torch.jit.scrip"):
+        fully_shard(model, comm)
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
+@pytest.mark.parametrize("before", [False, True])
+def test_parameters_frozen_or_thawed_between_forward_and_backward(
+    before: bool, strategy: str
+) -> None:
+    """Autograd leaves no gradient in a leaf that is frozen by then, and none in one that forward took for frozen."""
+
+    def between(net: nn.Module, step: Callable[[], None]) -> None:
+        net.blocks[1].requires_grad_(not before)
+        net.stem.weight.requires_grad_(not before)
+        loss = net(values(4, WIDTH)).square().sum()
+        net.blocks[1].requires_grad_(before)
+        net.stem.weight.requires_grad_(before)
+        loss.backward()
+        without = {name for name, param in net.named_parameters() if param.grad is None}
+        assert without == {"stem.weight", "blocks.1.linear.weight", "blocks.1.linear.bias"}
+        net.requires_grad_()
+
+    trained_alike(Chain, between, strategy=strategy)
 
 
 def test_a_block_that_is_inserted_later_is_refused() -> None:
@@ -310,6 +384,30 @@ def test_a_model_may_be_compiled_afterwards() -> None:
             assert {getattr(node.target, "__name__", node.target) for node in calls} <= computes
 
     run_threads(body, 1)
+
+
+def train_by_a_compiled_function() -> None:
+    with Communicator.from_env() as comm:
+        model, plain = twins(Chain)
+        engine = fully_shard(model, comm)
+        for net in (model, plain):
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+
+            @torch.compile(backend="eager")
+            def backward(x: torch.Tensor, net: nn.Module = net) -> None:
+                net(x).square().sum().backward()
+
+            for seed in range(2):
+                backward(values(4, WIDTH, seed=seed))
+                optimizer.step()
+                optimizer.zero_grad()
+        assert_same_params(model, plain)
+        engine.close()
+
+
+@pytest.mark.slow
+def test_a_function_with_forward_and_backward_may_be_compiled() -> None:
+    launch(train_by_a_compiled_function, 2, timeout_s=120)
 
 
 def test_what_is_no_list_of_modules_is_told_in_a_line() -> None:

@@ -93,6 +93,39 @@ def test_an_average_made_before_is_refused_on_ranks_without_rows(
     assert sorted(run_threads(body, RANKS)) == [False, True]
 
 
+class Unevenly(nn.Module):
+    """Of two parameters of one shape, two ranks share out only the second: one row each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.ones(2, 64)), nn.Parameter(torch.ones(2, 64))
+        self.c = nn.Parameter(torch.ones(1, 64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.a.T @ self.b + self.c
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda m: torch._foreach_add_([m.a], [m.b]),
+        lambda m: torch._foreach_lerp_([m.a.data], [m.b.data], 0.5),
+        lambda m: m.a.add_(m.b),
+        lambda m: m.a - m.b,
+    ],
+)
+def test_one_row_of_another_parameter_is_not_broadcast(use: Callable[[Any], Any]) -> None:
+    def body(comm: Communicator) -> None:
+        model = Unevenly()
+        fully_shard(model, comm)
+        rows = [len(local(each)) for each in (model.a, model.b)]
+        assert rows == ([2, 1] if comm.rank == 0 else [0, 1])
+        with torch.no_grad(), pytest.raises(RuntimeError, match=r"with a tensor of shape"):
+            use(model)
+
+    run_threads(body, 2)
+
+
 @pytest.mark.parametrize("index", [0, -1, 5, slice(0, 1), (slice(None), 0), [0, 1]])
 @pytest.mark.parametrize("of", [lambda p: p, lambda p: p.data, lambda p: p.grad])
 @pytest.mark.parametrize("rows", [1, 2])
