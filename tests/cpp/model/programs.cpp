@@ -108,12 +108,17 @@ std::vector<Program> programs() {
     add(program, "few and deadlock", true);
   }
   {  // Of each chunk, a rank reduces its share for all.
-    const auto reduces = [](int calls) {
-      return each([calls](Ranks& ranks, int r) {
-        for (int i = 0; i < calls; ++i) ranks.collective(r, kReduce, Form::shares);
+    const auto reduces = [](int calls, Form form = Form::shares) {
+      return each([calls, form](Ranks& ranks, int r) {
+        for (int i = 0; i < calls; ++i) ranks.collective(r, kReduce, form);
       });
     };
-    Program program = meeting(2, Form::shares, 1);
+    Program program = meeting(2, Form::chunks, 1);
+    program.spawn_threads = reduces(1, Form::chunks);
+    program.chunks = 2;
+    add(program, "chunks", true);
+    program.chunks = 3;
+    add(program, "more chunks", false);
     program.spawn_threads = reduces(1);
     program.chunks = 1;
     add(program, "shares", true);

@@ -228,7 +228,7 @@ bool Ranks::collective(int rank, int channel, Form form, int variant) {
     const bool fills = form == Form::filled || (form == Form::few && rank == call.root);
     if (fills) elements(board, rank).write() = call.sequence;
     if (is_sharing) member.window[c]->write() = call.sequence;
-    if (form == Form::shares) {
+    if (form == Form::chunks || form == Form::shares) {
       member.staging->next();
       fill_area(rank, call.sequence, 0);
     }
@@ -309,8 +309,9 @@ void Ranks::move_bytes(int rank, int channel, Form form, std::uint64_t sequence,
         expect(*members_[static_cast<std::size_t>(r)].window[c], sequence);
       }
       return;
+    case Form::chunks:
     case Form::shares:
-      return share_chunks(rank, sequence, locals);
+      return move_chunks(rank, form, sequence, locals);
     case Form::direct:
       board.start_reading();
       for (int i = 1; i < program_.ranks; ++i) {
@@ -334,8 +335,8 @@ void Ranks::fill_area(int rank, std::uint64_t sequence, std::int64_t chunk) {
   }
 }
 
-// As BoardCommunicator::all_reduce_shares of each chunk.
-void Ranks::share_chunks(int rank, std::uint64_t sequence, std::uint64_t locals) {
+// As a reduce-scatter and, for `shares`, an all-reduce.
+void Ranks::move_chunks(int rank, Form form, std::uint64_t sequence, std::uint64_t locals) {
   Staging& staging = *members_[static_cast<std::size_t>(rank)].staging;
   const auto fill = [&](std::int64_t chunk) {
     fill_area(rank, sequence, chunk);
@@ -344,10 +345,14 @@ void Ranks::share_chunks(int rank, std::uint64_t sequence, std::uint64_t locals)
   const auto use = [&](std::int64_t chunk) {
     if (chunk > 0) end_meeting(rank, kReduce);
     operation(locals);
-    const auto reduce = [&] {
+    const auto read = [&] {
       for (int r = 0; r < program_.ranks; ++r) {
         if (r != rank) expect(share(rank, r, rank), chunk_value(sequence, chunk));
       }
+    };
+    if (form == Form::chunks) return read();
+    const auto reduce = [&] {
+      read();
       share(rank, rank, rank).write() = reduced_value(sequence, chunk);
       begin_meeting(rank, kReduce, everyone());
     };

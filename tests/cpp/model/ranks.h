@@ -41,7 +41,8 @@ enum class Form : std::uint8_t {
   few,     // beside the root's call, for which alone the others wait
   window,  // into memory that all share
   direct,  // out of the others' operands, by their addresses
-  shares,  // through the halves of areas: of each chunk, a rank reduces its share for all
+  chunks,  // through the halves of areas: of each chunk, a rank reduces its share
+  shares,  // the same, for all
   sharing  // none: all have written their shares of a window before they come
 };
 
@@ -58,8 +59,8 @@ struct Program {
   bool windows_differ = false;  // of which ranks have written shares
   bool all_throw = false;       // on every rank
   bool reads_addresses = false;
-  int chunks = 0;                 // of each call whose form is `shares`; 0: no call's is
-  bool word_by_word = false;      // a call is posted and read a word at a time; else at once
+  int chunks = 0;             // of each call whose form is `chunks` or `shares`; 0: no call's is
+  bool word_by_word = false;  // a call is posted and read a word at a time; else at once
   bool without_timeouts = false;  // P7
 };
 
@@ -154,7 +155,7 @@ class Ranks final : public Scenario {
   Value& share(int rank, int of, int share) const;
   // All shares but its own.
   void fill_area(int rank, std::uint64_t sequence, std::int64_t chunk);
-  void share_chunks(int rank, std::uint64_t sequence, std::uint64_t locals);
+  void move_chunks(int rank, Form form, std::uint64_t sequence, std::uint64_t locals);
   void read_operand(int rank, int channel, int of, std::uint64_t sequence);
   void free_operand(int rank, int channel);
   static Value& elements(const shardcomm::Board& board, int rank);
