@@ -91,7 +91,7 @@ int main(int argc, char** argv) {
   probe_make(size, most);
   for (int rank = 0; rank < size; ++rank) {
     if (fork() != 0) continue;
-    probe.rank = rank;
+    probe_join(rank);
     ok(shc_comm_init_rank(&comm, size, &id, rank, NULL));
     for (int a = 3; a < argc; ++a) measure_all(rank, atoi(argv[2]), atol(argv[a]), a == 3);
     if (rank == 0) printf("}\n");

@@ -26,6 +26,13 @@ static void probe_make(int size, size_t most_bytes) {
   probe.areas = memory + lines;
 }
 
+// In each rank: its first access to a page costs more than the others.
+static void probe_join(int rank) {
+  const size_t bytes = 2 * (size_t)probe.size * probe.area_bytes;
+  probe.rank = rank;
+  for (size_t i = 0; i < bytes; i += 4096) (void)*(volatile char*)(probe.areas + i);
+}
+
 static void probe_meet(void) {
   const long meeting = ++probe.meetings;
   atomic_store(&probe.came[probe.rank * 8], meeting);
