@@ -43,5 +43,5 @@ def samples_of(*command: object, timeout_s: float = 600) -> Samples:
 def _compiled(folder: str, name: str, compiler: str, *options: str) -> str:
     program = str(Path(folder) / name)
     source = str(Path(__file__).with_name(f"{name}.c"))
-    subprocess.run([compiler, "-O2", "-o", program, source, *options], check=True)
+    subprocess.run([compiler, "-O3", "-march=native", "-o", program, source, *options], check=True)
     return program

@@ -1,6 +1,8 @@
 // The C side of compare_gloo.py: arguments are RANKS and those of collectives.h, which says what it prints. "C"
-// starts from and ends in ordinary memory; "C, window" gathers into communication memory, and reduces from it.
+// starts from and ends in ordinary memory; "C, window" gathers into communication memory, and reduces from it. Beside
+// them stand "probe" and, of a gather, "probe, window": what probe.h does for the same.
 #include "collectives.h"
+#include "probe.h"
 
 #include <sys/wait.h>
 #include <unistd.h>
@@ -50,6 +52,8 @@ static void measure_all(int rank, int rounds, int64_t bytes, int first) {
   const struct ranks ranks = {rank, size, meet, most};
   if (first) warm_up(&ranks);
   void (*const runs[kOps])(const float*, float*, int64_t) = {gather, reduce_scatter, all_reduce, broadcast, barrier};
+  void (*const probes[kOps])(const float*, float*, int64_t) = {probe_gather, probe_reduce_scatter, probe_all_reduce,
+                                                               probe_broadcast, probe_barrier};
   float* in = malloc((size_t)bytes);
   float* out = malloc((size_t)bytes);
   shc_memory *gathered, *reduced;
@@ -65,6 +69,11 @@ static void measure_all(int rank, int rounds, int64_t bytes, int first) {
     if (op == kAllReduce || op == kBroadcast) allocated.out = own;
     measure(&ranks, "C", op, &ordinary, bytes, rounds, first && op == 0);
     measure(&ranks, "C, window", op, &allocated, bytes, rounds, 0);
+    const struct collective limit = {probes[op], in, out};
+    measure(&ranks, "probe", op, &limit, bytes, rounds, 0);
+    if (op != kGather) continue;
+    const struct collective window_limit = {probe_gather_window, in, (float*)window};
+    measure(&ranks, "probe, window", op, &window_limit, bytes, rounds, 0);
   }
   shc_memory_destroy(gathered);
   shc_memory_destroy(reduced);
@@ -77,8 +86,12 @@ int main(int argc, char** argv) {
   size = atoi(argv[1]);
   shc_unique_id id;
   ok(shc_get_unique_id(SHC_SHM, size, &id));
+  size_t most = 0;
+  for (int a = 3; a < argc; ++a) most = (size_t)atol(argv[a]) > most ? (size_t)atol(argv[a]) : most;
+  probe_make(size, most);
   for (int rank = 0; rank < size; ++rank) {
     if (fork() != 0) continue;
+    probe_join(rank);
     ok(shc_comm_init_rank(&comm, size, &id, rank, NULL));
     for (int a = 3; a < argc; ++a) measure_all(rank, atoi(argv[2]), atol(argv[a]), a == 3);
     if (rank == 0) printf("}\n");

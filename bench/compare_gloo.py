@@ -3,8 +3,10 @@
 float32; sizes are total bytes, as nccl-tests prints them. "window" is memory of Communicator.allocate, which the engine
 uses: a gather's output, a reduction's input. Else operands are ordinary memory, as all of the peers' are. A time is the
 slowest rank's from a common start, of a call in a row of calls; medians of rounds. From Python, all peers take turns in
-each round; of the C programs, Open MPI's (bench/openmpi.c) and ours (bench/collectives.c) take turns, a run each. The
-limit is the time of plain memcpy of the bytes that one rank has to move at least. Results are checked in the same run.
+each round; of the C programs, Open MPI's (bench/openmpi.c) and ours (bench/collectives.c) take turns, a run each. There
+are two limits: the time of plain memcpy of the bytes that one rank has to move at least and, for C, a probe in the same
+processes, which gives the same results by the least that ranks with common memory can do (bench/probe.h). Results are
+checked in the same run.
 A row of Open MPI's broadcasts is a pipeline: its root does not wait for the others. Nor does ours up to 272 bytes, 15
 times in a row; above, it does.
 """
@@ -31,6 +33,11 @@ SPEEDUP = {"all_gather": 8.0, "reduce_scatter": 4.0}  # over Gloo, from Python, 
 LARGE = 16 << 20
 SMALL_SPEEDUP = 5.0
 MPI_SPEEDUP = 1.7  # from Python, from LARGE bytes on
+PROBE = 0.9  # of its bandwidth, from LARGE bytes on
+PROBED = {
+    "all_gather": ", window",
+    "reduce_scatter": "",
+}  # each byte written once; a copy in and a sum in order
 LATENCY_US = {"C": 1.0, "Python": 3.0}  # 1 KiB, 2 ranks, all-gather and reduce-scatter
 TURNS, ROUNDS = 5, 9  # of the C programs
 
@@ -154,7 +161,8 @@ def in_c(ranks: int) -> Timings:
 def main() -> None:
     args = arguments(__doc__).parse_args()
     columns = ["operation", "ranks", "size", "C", "C, window", "Python", "Python, window", "Gloo"]
-    report = Report([*columns, "Open MPI", "C x MPI", "Python x Gloo", "of memcpy"])
+    columns += ["Open MPI", "C x MPI", "Python x Gloo", "of memcpy", "probe", "of probe"]
+    report = Report(columns)
     for ranks in RANKS:
         timings: Timings = shardcomm.launch(rank_main, ranks, timeout_s=900)[0] | in_c(ranks)
         for op in OPS:
@@ -164,10 +172,11 @@ def main() -> None:
 
 
 def add_row(report: Report, op: str, ranks: int, size: int, timings: Timings) -> None:
+    case = f"{op}/{size}/"
     of = {
-        peer: Times(tuple(timings[f"{op}/{size}/{peer}"]))
-        for peer in ("C", "C, window", "Python", "window", "gloo", "Open MPI", "memcpy")
-        if f"{op}/{size}/{peer}" in timings
+        key.removeprefix(case): Times(tuple(seconds))
+        for key, seconds in timings.items()
+        if key.startswith(case)
     }
     name = f"{op} {size} B {ranks} ranks"
     best = of.get("window", of["Python"])
@@ -185,6 +194,10 @@ def add_row(report: Report, op: str, ranks: int, size: int, timings: Timings) ->
     if size == 1 << 10 and ranks == 2 and op in SPEEDUP:
         for peer, limit in LATENCY_US.items():
             report.bounds.append(Bound(f"{name}, {peer}, us", of[peer].median * 1e6, at_most=limit))
+    if size >= LARGE and op in PROBED:
+        probe, ours = of[f"probe{PROBED[op]}"], of[f"C{PROBED[op]}"]
+        ratio = probe.median / ours.median
+        report.bounds.append(Bound(f"{name}, of probe", ratio, at_least=PROBE))
     report.figures[name] = {peer: times.median for peer, times in of.items()}
     shown = ("C", "C, window", "Python", "window", "gloo", "Open MPI")
     report.row(
@@ -195,6 +208,8 @@ def add_row(report: Report, op: str, ranks: int, size: int, timings: Timings) ->
         "-" if over_mpi is None else f"{over_mpi:.2f}",
         f"{over_gloo:.1f}",
         f"{of['memcpy'].median / best.median:.0%}" if size > 4 << 10 and "memcpy" in of else "-",
+        of["probe"],
+        f"{of['probe'].median / of['C'].median:.0%}",
     )
 
 

@@ -4,6 +4,7 @@
 #include <chrono>
 #include <optional>
 #include <sstream>
+#include <string>
 #include <thread>
 #include <utility>
 
@@ -49,6 +50,16 @@ void Board::begin_from_root(const Call& call) {
     if (r != call.root && !(is_root && has_come(r, meetings_))) continue;
     read_call(r);
     if (!call_.same_as(call_of(r))) throw_mismatch();
+  }
+}
+
+void Board::require_one_place() {
+  for (int r = 0; r < group_.size(); ++r) {
+    if (call_of(r).recv == call_.recv) continue;
+    group_.throw_mismatch("ranks " + std::to_string(group_.number(group_.rank())) + " and " +
+                              std::to_string(group_.number(r)) +
+                              " each wrote a share of a buffer, and it is not one buffer of both",
+                          call_);
   }
 }
 

@@ -31,6 +31,8 @@ class Board {
   // throws at once, and the other one in its next call at the latest. Until `end`, `call_of` tells
   // what the root posted.
   void begin_from_root(const Call& call);
+  // Throws CommError, on all ranks, unless all have posted one place as their `recv`.
+  void require_one_place();
   const Call& call_of(int rank) const { return calls_[static_cast<std::size_t>(rank)]; }
 
   // Room for few elements, PostedCall::kElementBytes, that a rank brings to the present call or,

@@ -239,19 +239,9 @@ void BoardCommunicator::run_sharing(const void* buffer, std::size_t bytes, std::
     call.tag = tag;
     call.recv = windows_->find(buffer, bytes, "barrier: buffer");
     begin(*gathers_, call, nullptr);
-    require_one_place(gathers_->index);
+    gathers_->board.require_one_place();
     took(*gathers_, Op::barrier, Path::board);
   });
-}
-
-void BoardCommunicator::require_one_place(int channel) {
-  const Board& board = this->channel(channel).board;
-  for (int r = 0; r < size_; ++r) {
-    if (board.call_of(r).recv == board.call_of(rank_).recv) continue;
-    refuse(channel, "ranks " + std::to_string(group_.number(rank_)) + " and " +
-                        std::to_string(group_.number(r)) +
-                        " each wrote a share of a buffer, and it is not one buffer of both");
-  }
 }
 
 void BoardCommunicator::name_tag(std::int64_t tag, const std::string& name) {

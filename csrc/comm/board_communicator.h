@@ -87,8 +87,8 @@ class BoardCommunicator final : public Communicator {
   // Whether all ranks have posted one place in memory that they share as their `recv`. Throws
   // CommError if they have posted several.
   bool have_one_window(int channel);
-  // Throws CommError, on all ranks, unless all have posted one place as their `recv`.
-  void require_one_place(int channel);
+  // As Board's.
+  void require_one_place(int channel) { this->channel(channel).board.require_one_place(); }
   // Ends the group for a mismatch.
   [[noreturn]] void refuse(int channel, const std::string& text);
   Place place_of(const void* data, std::size_t bytes, const char* name) const {
@@ -202,7 +202,7 @@ class BoardCommunicator final : public Communicator {
   void begin_staged(Channel& channel, Call& call, const Parts& parts, bool fills_first,
                     std::size_t bytes, NativeStream stream, Fill&& fill) {
     channel.board.check();  // a forked child must not write to the areas of its parent, the rank
-    ++channel.chunk;
+    channel.staging.next();
     if (!parts.equal()) return begin_uneven(channel, call, parts, stream);
     call.filled_first = fills_first;
     channel.few = fills_first && bytes <= PostedCall::kElementBytes && executor_->on_host();
@@ -213,22 +213,16 @@ class BoardCommunicator final : public Communicator {
   bool all_filled_first(const Channel& channel) const;
   template <class Fill, class Use>
   void run_staged(Channel& channel, std::int64_t chunks, Fill&& fill, Use&& use) {
-    const bool filled_first = all_filled_first(channel);
-    for (std::int64_t i = 0; i < chunks; ++i) {
-      if (i > 0 || !filled_first) {
-        ++channel.chunk;
-        channel.few = false;
-        fill(i);
-        // All have filled this half, so all have emptied the other, which the next chunk fills.
-        channel.board.meet();
-      }
-      use(i);
-    }
+    const auto fill_area = [&](std::int64_t chunk) {
+      channel.few = false;  // if this rank filled the first one, and another did not
+      fill(chunk);
+    };
+    channel.staging.run(chunks, all_filled_first(channel), fill_area, use);
   }
   std::byte* stage(const Channel& channel, int rank) const {
     if (channel.few) return channel.board.elements(rank);
     return ControlMemory::stage(control_->data(), size_, channel.index, rank,
-                                static_cast<int>(channel.chunk & 1));
+                                channel.staging.half());
   }
   // The operation that ranks post, and carry out, for what a caller names.
   RedOp posted(RedOp op) const { return exact_sums_ ? exact(op) : op; }
@@ -248,6 +242,8 @@ class BoardCommunicator final : public Communicator {
   void broadcast_few(Channel& channel, Call& call, void* buffer, std::size_t bytes);
   void all_reduce_direct(Channel& channel, std::byte* buffer, DType dtype, std::int64_t count,
                          RedOp op, NativeStream stream);
+  void fill_others_shares(Channel& channel, const std::byte* chunk, DType dtype,
+                          std::int64_t count);
   void all_reduce_shares(Channel& channel, std::byte* chunk, DType dtype, std::int64_t count,
                          RedOp op);
   void took(const Channel& channel, Op op, Path path);

@@ -17,7 +17,7 @@ class Slices {
  public:
   // `room`: the elements of a chunk, at most.
   Slices(const Parts& parts, int size, std::int64_t room)
-      : parts_(parts), chunks_(std::max<std::int64_t>(1, divide_up(parts.total(size), room))) {
+      : parts_(parts), chunks_(parts.total(size) <= room ? 1 : divide_up(parts.total(size), room)) {
     while (start(size) > room) ++chunks_;  // roundings were too many
   }
 
@@ -38,11 +38,17 @@ class Slices {
   }
 
  private:
-  std::int64_t step(int r) const { return divide_up(parts_.count(r), chunks_); }
+  // Divisions would be a tenth of a small reduce-scatter's time.
+  std::int64_t step(int r) const {
+    return chunks_ == 1 ? parts_.count(r) : divide_up(parts_.count(r), chunks_);
+  }
 
   const Parts& parts_;
   std::int64_t chunks_;
 };
+
+// What is reduced is copied while it is in the nearest caches.
+constexpr std::size_t kPieceBytes = 64 * 1024;
 
 // Which of `count` elements each rank reduces for all.
 class Shares {
@@ -140,6 +146,7 @@ void BoardCommunicator::run_all_reduce(void* buffer, DType dtype, std::int64_t c
     const auto part = [&](std::int64_t chunk) { return at(buffer, chunk * step, dtype); };
     const auto length = [&](std::int64_t chunk) { return std::min(step, count - chunk * step); };
     const auto fill = [&](std::int64_t chunk) {
+      if (!is_few) return fill_others_shares(channel, part(chunk), dtype, length(chunk));
       std::memcpy(stage(channel, rank_), part(chunk), bytes_of(length(chunk), dtype));
     };
     const auto use = [&](std::int64_t chunk) {
@@ -181,24 +188,44 @@ void BoardCommunicator::all_reduce_direct(Channel& channel, std::byte* buffer, D
   meet(channel, stream);
 }
 
-// The same of a chunk that all have in their staging areas. Of its own area a rank overwrites its
-// own share, which no other rank reads before the meeting.
+// The same of a chunk through the staging areas. A rank does not fill its own share of its area,
+// which no other rank reads before the result is there.
+void BoardCommunicator::fill_others_shares(Channel& channel, const std::byte* chunk, DType dtype,
+                                           std::int64_t count) {
+  const Shares shares(count, size_);
+  std::byte* area = stage(channel, rank_);
+  const std::size_t begin = bytes_of(shares.begin(rank_), dtype);
+  const std::size_t end = bytes_of(shares.begin(rank_ + 1), dtype);
+  std::memcpy(area, chunk, begin);
+  std::memcpy(area + end, chunk + end, bytes_of(count, dtype) - end);
+}
+
 void BoardCommunicator::all_reduce_shares(Channel& channel, std::byte* chunk, DType dtype,
                                           std::int64_t count, RedOp op) {
   const Shares shares(count, size_);
   const auto staged = [&](int r, int share) {
     return at(stage(channel, r), shares.begin(share), dtype);
   };
-  std::byte* own = at(chunk, shares.begin(rank_), dtype);
-  const auto* from =
-      sources(channel, [&](int r) -> const void* { return r == rank_ ? own : staged(r, rank_); });
-  executor_->reduce(own, {dtype}, from, size_, dtype, op, shares.length(rank_), nullptr);
-  std::memcpy(staged(rank_, rank_), own, bytes_of(shares.length(rank_), dtype));
-  channel.board.meet();
-  for (int i = 1; i < size_; ++i) {
-    const int r = (rank_ + i) % size_;
-    std::memcpy(at(chunk, shares.begin(r), dtype), staged(r, r), bytes_of(shares.length(r), dtype));
-  }
+  const auto reduce = [&] {
+    const auto piece = static_cast<std::int64_t>(kPieceBytes / itemsize(dtype));
+    for (std::int64_t done = 0; done < shares.length(rank_); done += piece) {
+      const std::int64_t n = std::min(piece, shares.length(rank_) - done);
+      std::byte* own = at(chunk, shares.begin(rank_) + done, dtype);
+      const auto* from = sources(channel, [&](int r) -> const void* {
+        return r == rank_ ? own : at(staged(r, rank_), done, dtype);
+      });
+      executor_->reduce(own, {dtype}, from, size_, dtype, op, n, nullptr);
+      std::memcpy(at(staged(rank_, rank_), done, dtype), own, bytes_of(n, dtype));
+    }
+  };
+  const auto copy_others = [&] {
+    for (int i = 1; i < size_; ++i) {
+      const int r = (rank_ + i) % size_;
+      copy(at(chunk, shares.begin(r), dtype), staged(r, r), bytes_of(shares.length(r), dtype),
+           nullptr);
+    }
+  };
+  channel.staging.share(reduce, copy_others);
 }
 
 void BoardCommunicator::run_reduce(const void* send, void* recv, DType dtype, std::int64_t count,

@@ -40,8 +40,9 @@ std::string arguments(const Call& call) {
     case Op::recv:
       return std::to_string(call.count) + " bytes from " +
              (call.root < 0 ? "any rank" : "rank " + std::to_string(call.root));
-    case Op::attach:
     case Op::barrier:
+      return call.count == 0 ? "" : std::to_string(call.count) + " shared bytes";
+    case Op::attach:
       return "";
   }
   return "";

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "comm/board.h"
+#include "comm/staging.h"
 #include "comm/turn.h"
 #include "comm/windows.h"
 
@@ -23,12 +24,12 @@ class Channel {
         sources(static_cast<std::size_t>(group.size())) {}
   const int index;
   Board board;
+  Staging staging{board};
   std::atomic_flag busy = ATOMIC_FLAG_INIT;
   std::atomic<bool> used{false};
   std::shared_ptr<const WindowTable> windows;  // the windows at the present call
   std::uint64_t meetings = 0;                  // how many meetings have ordered work on streams
   std::uint32_t windows_made = 0;
-  std::int64_t chunk = 0;            // the number of the latest that went through the staging areas
   bool few = false;                  // the present call's elements lie beside what its ranks post
   std::vector<const void*> sources;  // of a reduction; kept, so that no call allocates them
 };

@@ -73,3 +73,15 @@ def test_ranks_that_share_different_parts_all_hear_of_it() -> None:
             meeting()
 
     run_threads(meets, 2)
+
+
+def test_ranks_that_share_different_numbers_of_bytes_see_both_numbers() -> None:
+    def meets(comm: Communicator) -> None:
+        memory = comm.allocate(NUMEL, use="gather")
+        meeting = comm.sharing(memory[: NUMEL // (1 + comm.rank)], tag=7).meeting
+        assert meeting is not None
+        sentence = r"barrier\(4000 shared bytes, tag 7\) #.*barrier\(2000 shared bytes, tag 7\) #"
+        with pytest.raises(CommError, match=sentence):
+            meeting()
+
+    run_threads(meets, 2)

@@ -3,6 +3,7 @@
 //
 //   exchanges_test [SEED]
 #include <algorithm>
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -299,6 +300,50 @@ void floats(Communicator& comm) {
   floats_that_are_no_numbers<double>(comm, DType::f64);
 }
 
+// What rank r has at i: sums of these are rounded otherwise in another order.
+float wild(int r, std::int64_t i) {
+  const auto drawn = static_cast<std::uint64_t>(r * 1'000'003 + i) * 0x9e3779b97f4a7c15U;
+  const float mantissa = static_cast<float>(drawn >> 40) / 16777216.0f - 0.5f;
+  return std::ldexp(mantissa, static_cast<int>(drawn >> 20 & 15));
+}
+
+float wild_sum(int first, int count, std::int64_t i) {
+  if (count == 1) return wild(first, i);
+  int lower = 1;
+  while (2 * lower < count) lower *= 2;
+  return wild_sum(first, lower, i) + wild_sum(first + lower, count - lower, i);
+}
+
+// With the call, in shares of a chunk, or where operands are; in place or on a root.
+void sums_have_the_same_bits_whichever_way_they_went(Communicator& comm) {
+  constexpr std::int64_t kCount = 300'001;  // more than a chunk
+  const auto shared = comm.allocate(kCount * sizeof(float), Use::reduce);
+  std::vector<float> whole(kCount), pieces(kCount), send(kCount), recv(kCount);
+  auto* in_window = static_cast<float*>(shared->data());
+  for (std::int64_t i = 0; i < kCount; ++i) {
+    const auto at = static_cast<std::size_t>(i);
+    whole[at] = pieces[at] = send[at] = in_window[i] = wild(comm.rank(), i);
+  }
+  const auto sum = [&](float* data, std::int64_t count) {
+    comm.all_reduce(data, DType::f32, count, RedOp::sum);
+  };
+  sum(whole.data(), kCount);
+  sum(in_window, kCount);
+  constexpr std::int64_t kMost = 5000;  // in shares of one chunk, with the call, beside the call
+  for (std::int64_t done = 0, n = kMost; done < kCount; done += n, n = (n * 7 + 11) % kMost + 1) {
+    n = std::min(n, kCount - done);
+    sum(pieces.data() + done, n);
+  }
+  comm.reduce(send.data(), recv.data(), DType::f32, kCount, RedOp::sum, 0);
+  for (std::int64_t i = 0; i < kCount; ++i) {
+    const auto at = static_cast<std::size_t>(i);
+    const float wanted = wild_sum(0, comm.size(), i);
+    require(whole[at] == wanted && in_window[i] == wanted, "a large sum is a tree");
+    require(pieces[at] == wanted, "and so is a small one");
+    require(comm.rank() > 0 || recv[at] == wanted, "and one on a root");
+  }
+}
+
 // The way of this rank's latest call.
 std::string way_of(const Communicator& comm, const char* operation) {
   for (const auto& receipt : comm.receipts()) {
@@ -370,6 +415,7 @@ int main(int argc, char** argv) {
   for (int size = 1; size <= 5; ++size) on_processes(size, programs(static_cast<unsigned>(size)));
   on_processes(3, operands_are_free_when_a_call_returns);
   on_processes(2, floats);
+  for (const int size : {2, 5}) on_processes(size, sums_have_the_same_bits_whichever_way_they_went);
   on_processes(3, receipts_tell_the_way);
   on_processes(3, operands_that_nobody_reads_may_be_anywhere);
   for (int size = 1; size <= 5; ++size) {
@@ -377,6 +423,7 @@ int main(int argc, char** argv) {
   }
   on_threads(3, operands_are_free_when_a_call_returns);
   on_threads(3, floats);
+  for (const int size : {2, 5}) on_threads(size, sums_have_the_same_bits_whichever_way_they_went);
   on_threads(3, receipts_tell_the_way);
   on_threads(3, operands_that_nobody_reads_may_be_anywhere);
   std::puts("ok");

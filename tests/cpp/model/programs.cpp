@@ -107,6 +107,63 @@ std::vector<Program> programs() {
     program.without_timeouts = false;
     add(program, "few and deadlock", true);
   }
+  {  // Of each chunk, a rank reduces its share for all.
+    const auto reduces = [](int calls, Form form = Form::shares) {
+      return each([calls, form](Ranks& ranks, int r) {
+        for (int i = 0; i < calls; ++i) ranks.collective(r, kReduce, form);
+      });
+    };
+    Program program = meeting(2, Form::chunks, 1);
+    program.spawn_threads = reduces(1, Form::chunks);
+    program.chunks = 2;
+    add(program, "chunks", true);
+    program.chunks = 3;
+    add(program, "more chunks", false);
+    program.spawn_threads = reduces(1);
+    program.chunks = 1;
+    add(program, "shares", true);
+    program.chunks = 2;
+    add(program, "shares of two chunks", false);
+    program.chunks = 1;
+    program.spawn_threads = reduces(2);
+    add(program, "shares twice", false);
+    program.world.weak = true;
+    program.spawn_threads = reduces(1);
+    add(program, "weak and shares", false);
+    program.world.weak = false;
+    program.world.may_die = everyone(2);
+    program.troubles = may(Trouble::died);
+    program.without_timeouts = false;
+    add(program, "shares and died", true);
+    program = meeting(3, Form::shares, 1);
+    program.chunks = 1;
+    program.spawn_threads = reduces(1);
+    add(program, "shares", false);
+  }
+  {  // All write their shares of a window; who has read it comes to the next gather.
+    Program program = meeting(2, Form::sharing, 1);
+    program.spawn_threads = each([](Ranks& ranks, int r) {
+      for (const Form form : {Form::sharing, Form::barrier, Form::sharing}) {
+        ranks.collective(r, kGather, form);
+      }
+    });
+    add(program, "sharing", true);
+    program.spawn_threads = each([](Ranks& ranks, int r) {
+      ranks.collective(r, kGather, Form::sharing);
+      ranks.collective(r, kGather, Form::barrier);
+    });
+    program.windows_differ = true;
+    program.all_throw = true;
+    program.troubles = may(Trouble::mismatch);
+    add(program, "sharing apart", true);
+    program.windows_differ = false;
+    program.calls_differ = true;
+    program.spawn_threads = each([](Ranks& ranks, int r) {  // of more bytes
+      ranks.collective(r, kGather, Form::sharing, r);
+      ranks.collective(r, kGather, Form::barrier);
+    });
+    add(program, "sharing more", false);
+  }
   {  // Gathers on one thread of each rank, reduces on another.
     Program program = meeting(2, Form::barrier, 1);
     program.spawn_threads = [](Ranks& ranks) {

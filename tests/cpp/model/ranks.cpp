@@ -23,6 +23,7 @@ using shardcomm::MailReader;
 using shardcomm::MailRing;
 using shardcomm::MailWriter;
 using shardcomm::PostedCall;
+using shardcomm::Staging;
 
 struct Interrupted {};
 
@@ -50,6 +51,24 @@ shardcomm::Call make_call(int rank, int channel, std::uint64_t sequence, int var
   call.send = {shardcomm::Place::kAddress, static_cast<std::uint64_t>(rank)};
   call.recv = {static_cast<std::uint32_t>(call.count), call.handle + 1};
   return call;
+}
+
+// After a window was written in shares, of which `offset` tells where it lies.
+shardcomm::Call make_sharing(std::uint64_t offset, std::uint64_t sequence, int variant) {
+  shardcomm::Call call;
+  call.op = shardcomm::Op::barrier;
+  call.count = 1000 * (1 + variant) + static_cast<std::int64_t>(sequence);
+  call.sequence = sequence;
+  call.recv = {shardcomm::Place::kAddress + 1, offset};
+  return call;
+}
+
+// What a rank writes of the `chunk`th chunk of a call, and what its share is reduced to.
+std::uint64_t chunk_value(std::uint64_t sequence, std::int64_t chunk) {
+  return sequence << 8 | static_cast<std::uint64_t>(chunk) << 1;
+}
+std::uint64_t reduced_value(std::uint64_t sequence, std::int64_t chunk) {
+  return chunk_value(sequence, chunk) | 1;
 }
 
 template <class T>
@@ -90,6 +109,7 @@ void Ranks::start() {
   auto* ring = static_cast<MailRing*>(fresh_memory(MailRing::bytes(Frame::kAlign)));
   writer_ = new MailWriter(ring, Frame::kAlign, &bells_[1]);
   reader_ = new MailReader(ring, Frame::kAlign, &bells_[0]);
+  if (program_.chunks > 0) lay_out_areas();
   for (int rank = 0; rank < program_.ranks; ++rank) {
     Member& member = members_[static_cast<std::size_t>(rank)];
     member.group = new Group(group_, boards_, rank, program_.ranks, kDeadlineS,
@@ -108,8 +128,21 @@ void Ranks::start() {
       plain(member.window[channel], "P6");
       for (PostedCall& posted : boards_[channel]->ranks[rank].calls) plain(posted.elements, "P6");
     }
+    member.staging = new Staging(*member.boards[kReduce]);
   }
   program_.spawn_threads(*this);
+}
+
+void Ranks::lay_out_areas() {
+  for (int rank = 0; rank < program_.ranks; ++rank) {
+    for (auto& half : members_[static_cast<std::size_t>(rank)].areas) {
+      for (int share = 0; share < program_.ranks; ++share) {
+        Value*& place = half[static_cast<std::size_t>(share)];
+        place = make<Value>();
+        plain(place, "P6");
+      }
+    }
+  }
 }
 
 void Ranks::thread(int rank, Mask channels, std::function<void()> body) {
@@ -145,6 +178,12 @@ std::uint32_t Ranks::waits_in(int rank, int channel) const {
 }
 
 void Ranks::meeting(int rank, int channel, Mask awaited, const std::function<void()>& go) {
+  begin_meeting(rank, channel, awaited);
+  go();
+  end_meeting(rank, channel);
+}
+
+void Ranks::begin_meeting(int rank, int channel, Mask awaited) {
   const auto c = static_cast<std::size_t>(channel);
   RankMemory& own = memory_.ranks[static_cast<std::size_t>(rank)];
   ThreadMemory& thread = memory_.threads[static_cast<std::size_t>(self())];
@@ -153,9 +192,14 @@ void Ranks::meeting(int rank, int channel, Mask awaited, const std::function<voi
   thread.meeting = ++own.meetings[c];
   thread.missing = 0;
   thread.elsewhere = {};
-  go();
+}
+
+void Ranks::end_meeting(int rank, int channel) {
+  const auto c = static_cast<std::size_t>(channel);
+  RankMemory& own = memory_.ranks[static_cast<std::size_t>(rank)];
+  ThreadMemory& thread = memory_.threads[static_cast<std::size_t>(self())];
   for (int r = 0; r < program_.ranks; ++r) {
-    if ((awaited >> r & 1) != 0 && !has_come(r, channel, thread.meeting)) {
+    if ((own.awaits[c] >> r & 1) != 0 && !has_come(r, channel, thread.meeting)) {
       violate("P2", rank_name(rank) + " went on without " + rank_name(r));
     }
   }
@@ -172,7 +216,8 @@ bool Ranks::collective(int rank, int channel, Form form, int variant) {
   operation(must_throw);
   // As BoardCommunicator::perform.
   users_[rank * kChannels + channel].store(static_cast<std::uint32_t>(self()) + 1);
-  const Call call = make_call(rank, channel, board.sequence() + 1, variant);
+  const bool is_sharing = form == Form::sharing;
+  const Call call = call_by(rank, channel, board.sequence() + 1, variant, is_sharing);
   if (form == Form::direct) {
     member.operands[c]->write() = board.sequence() + 1;
     own.operand_alive[c] = true;
@@ -182,6 +227,11 @@ bool Ranks::collective(int rank, int channel, Form form, int variant) {
     operation(must_throw);
     const bool fills = form == Form::filled || (form == Form::few && rank == call.root);
     if (fills) elements(board, rank).write() = call.sequence;
+    if (is_sharing) member.window[c]->write() = call.sequence;
+    if (form == Form::chunks || form == Form::shares) {
+      member.staging->next();
+      fill_area(rank, call.sequence, 0);
+    }
     const bool few_meet =
         form == Form::few && own.in_stretch[c] + 1 < static_cast<std::uint32_t>(kStretch);
     const Mask awaited = few_meet ? 1U << call.root : everyone();
@@ -200,7 +250,7 @@ bool Ranks::collective(int rank, int channel, Form form, int variant) {
     if (form == Form::few) {
       if (rank != call.root) expect(elements(board, call.root), call.sequence);
     } else {
-      move_bytes(rank, channel, form, board.sequence());
+      move_bytes(rank, channel, form, board.sequence(), must_throw);
     }
     operation(must_throw);
     board.end();
@@ -227,7 +277,8 @@ bool Ranks::collective(int rank, int channel, Form form, int variant) {
   return well;
 }
 
-void Ranks::move_bytes(int rank, int channel, Form form, std::uint64_t sequence) {
+void Ranks::move_bytes(int rank, int channel, Form form, std::uint64_t sequence,
+                       std::uint64_t locals) {
   const auto c = static_cast<std::size_t>(channel);
   const Member& own = members_[static_cast<std::size_t>(rank)];
   Board& board = *own.boards[c];
@@ -252,6 +303,15 @@ void Ranks::move_bytes(int rank, int channel, Form form, std::uint64_t sequence)
         expect(*members_[static_cast<std::size_t>(r)].window[c], sequence);
       }
       return;
+    case Form::sharing:
+      board.require_one_place();
+      for (int r = 0; r < program_.ranks; ++r) {
+        expect(*members_[static_cast<std::size_t>(r)].window[c], sequence);
+      }
+      return;
+    case Form::chunks:
+    case Form::shares:
+      return move_chunks(rank, form, sequence, locals);
     case Form::direct:
       board.start_reading();
       for (int i = 1; i < program_.ranks; ++i) {
@@ -261,6 +321,51 @@ void Ranks::move_bytes(int rank, int channel, Form form, std::uint64_t sequence)
       meeting(rank, channel, everyone(), [&] { board.meet(); });
       return;
   }
+}
+
+Ranks::Value& Ranks::share(int rank, int of, int share) const {
+  const Staging& staging = *members_[static_cast<std::size_t>(rank)].staging;
+  const auto& areas = members_[static_cast<std::size_t>(of)].areas;
+  return *areas[static_cast<std::size_t>(staging.half())][static_cast<std::size_t>(share)];
+}
+
+void Ranks::fill_area(int rank, std::uint64_t sequence, std::int64_t chunk) {
+  for (int r = 0; r < program_.ranks; ++r) {
+    if (r != rank) share(rank, rank, r).write() = chunk_value(sequence, chunk);
+  }
+}
+
+// As a reduce-scatter and, for `shares`, an all-reduce.
+void Ranks::move_chunks(int rank, Form form, std::uint64_t sequence, std::uint64_t locals) {
+  Staging& staging = *members_[static_cast<std::size_t>(rank)].staging;
+  const auto fill = [&](std::int64_t chunk) {
+    fill_area(rank, sequence, chunk);
+    begin_meeting(rank, kReduce, everyone());
+  };
+  const auto use = [&](std::int64_t chunk) {
+    if (chunk > 0) end_meeting(rank, kReduce);
+    operation(locals);
+    const auto read = [&] {
+      for (int r = 0; r < program_.ranks; ++r) {
+        if (r != rank) expect(share(rank, r, rank), chunk_value(sequence, chunk));
+      }
+    };
+    if (form == Form::chunks) return read();
+    const auto reduce = [&] {
+      read();
+      share(rank, rank, rank).write() = reduced_value(sequence, chunk);
+      begin_meeting(rank, kReduce, everyone());
+    };
+    const auto copy = [&] {
+      end_meeting(rank, kReduce);
+      for (int r = 0; r < program_.ranks; ++r) {
+        if (r != rank) expect(share(rank, r, r), reduced_value(sequence, chunk));
+      }
+      operation(locals);
+    };
+    staging.share(reduce, copy);
+  };
+  staging.run(program_.chunks, true, fill, use);
 }
 
 // A copy takes time: the operand must be there all the while.
@@ -381,9 +486,17 @@ void Ranks::read_mail(int frames) {
 
 // ---- What must hold.
 
+Ranks::Call Ranks::call_by(int rank, int channel, std::uint64_t sequence, int variant,
+                           bool is_sharing) const {
+  if (!is_sharing) return make_call(rank, channel, sequence, variant);
+  const int window = program_.windows_differ ? rank : 0;
+  return make_sharing(static_cast<std::uint64_t>(window), sequence, variant);
+}
+
 void Ranks::check_call(const Call& call, int rank, int channel, const char* where) const {
+  const int variant = static_cast<int>(call.count / 1000) - 1;
   const Call whole =
-      make_call(rank, channel, call.sequence, static_cast<int>(call.count / 1000) - 1);
+      call_by(rank, channel, call.sequence, variant, call.op == shardcomm::Op::barrier);
   if (call.same_as(whole) && call.send == whole.send && call.recv == whole.recv &&
       call.handle == whole.handle) {
     return;
@@ -405,6 +518,10 @@ void Ranks::check_error(const std::string& text, int rank) const {
     if (!program_.calls_differ) violate("P3", "the calls do not differ: " + text);
     return;
   }
+  if (text.find(" each wrote a share of ") != std::string::npos) {
+    if (!program_.windows_differ) violate("P3", "the windows do not differ: " + text);
+    return;
+  }
   const std::uint64_t failure = group_->failure.now();
   const std::string culprit = rank_name(culprit_of(failure));
   if (begins(rank_name(rank) + " has closed this communicator")) {
@@ -414,6 +531,8 @@ void Ranks::check_error(const std::string& text, int rank) const {
   bool is_right = false;
   switch (trouble_of(failure)) {
     case Trouble::none:
+    case Trouble::lost_hosts:
+    case Trouble::late_hosts:
       break;
     case Trouble::died:
       is_right = begins(culprit + " died;");
@@ -455,6 +574,8 @@ void Ranks::check_failure(int reporter_thread) const {
   const int self = rank_of(reporter_thread);
   switch (trouble) {
     case Trouble::none:
+    case Trouble::lost_hosts:  // there are none here
+    case Trouble::late_hosts:
       return;
     case Trouble::died:
       if (!has_died(culprit)) violate("P3", name + " is called dead, and lives");
@@ -472,7 +593,8 @@ void Ranks::check_failure(int reporter_thread) const {
       if (!blamed.aborts) violate("P3", name + " is said to have aborted, and has not");
       return;
     case Trouble::mismatch:
-      if (!program_.calls_differ) violate("P3", "ranks are said to differ, and do not");
+      if (!program_.calls_differ && !program_.windows_differ)
+        violate("P3", "ranks are said to differ, and do not");
       return;
     case Trouble::late: {
       if ((reporter.missing >> culprit & 1) == 0) {
@@ -614,6 +736,13 @@ std::string Ranks::name_of(const void* word) const {
       if (word == &rank.reading) return "reading" + on;
       if (word == member.operands[channel]) return "the operand" + on;
       if (word == member.window[channel]) return "the window's slice" + on;
+      for (int half = 0; half < 2; ++half) {
+        for (int share = 0; share < program_.ranks; ++share) {
+          const auto& shares = member.areas[static_cast<std::size_t>(half)];
+          if (word != shares[static_cast<std::size_t>(share)]) continue;
+          return "share " + std::to_string(share) + " in half " + std::to_string(half) + of;
+        }
+      }
       for (int place = 0; place < 2 * kStretch; ++place) {
         const PostedCall& call = rank.calls[place];
         if (word == call.elements) return "elements of call " + std::to_string(place) + on;

@@ -20,6 +20,7 @@
 #include "comm/board.h"
 #include "comm/group.h"
 #include "comm/mail_ring.h"
+#include "comm/staging.h"
 #include "explorer.h"
 #include "stream/wait_check.h"
 
@@ -32,14 +33,17 @@ constexpr int kGather = 0;
 constexpr int kReduce = 1;
 constexpr int kMostThreads = 8;
 
-// How a collective moves its bytes; after board_gather.cpp.
+// How a collective moves its bytes; after board_gather.cpp and board_reduce.cpp.
 enum class Form : std::uint8_t {
   barrier,
   staged,  // through areas of each rank, of two halves
   filled,  // the same, filled before the call is posted
   few,     // beside the root's call, for which alone the others wait
   window,  // into memory that all share
-  direct   // out of the others' operands, by their addresses
+  direct,  // out of the others' operands, by their addresses
+  chunks,  // through the halves of areas: of each chunk, a rank reduces its share
+  shares,  // the same, for all
+  sharing  // none: all have written their shares of a window before they come
 };
 
 class Ranks;
@@ -52,9 +56,11 @@ struct Program {
   bool is_small = false;  // part of the small form
   Mask troubles = 0;      // those that may end it, by 1 << Trouble
   bool calls_differ = false;
-  bool all_throw = false;  // on every rank
+  bool windows_differ = false;  // of which ranks have written shares
+  bool all_throw = false;       // on every rank
   bool reads_addresses = false;
-  bool word_by_word = false;      // a call is posted and read a word at a time; else at once
+  int chunks = 0;             // of each call whose form is `chunks` or `shares`; 0: no call's is
+  bool word_by_word = false;  // a call is posted and read a word at a time; else at once
   bool without_timeouts = false;  // P7
 };
 
@@ -101,7 +107,9 @@ class Ranks final : public Scenario {
     shardcomm::Group* group = nullptr;
     std::array<shardcomm::Board*, kChannels> boards{};
     std::array<Value*, kChannels> operands{};
-    std::array<Value*, kChannels> window{};  // its slice
+    std::array<Value*, kChannels> window{};                 // its slice
+    shardcomm::Staging* staging = nullptr;                  // of reduces
+    std::array<std::array<Value*, kMostRanks>, 2> areas{};  // each half has a share for each rank
   };
   // What the checks remember. Plain data, so that a run begins with all of it zero.
   struct RankMemory {
@@ -138,11 +146,21 @@ class Ranks final : public Scenario {
   Mask everyone() const { return (1U << program_.ranks) - 1; }
   // `awaited`: those for whom the rank waits.
   void meeting(int rank, int channel, Mask awaited, const std::function<void()>& go);
-  void move_bytes(int rank, int channel, Form form, std::uint64_t sequence);
+  // The same in two steps.
+  void begin_meeting(int rank, int channel, Mask awaited);
+  void end_meeting(int rank, int channel);
+  void move_bytes(int rank, int channel, Form form, std::uint64_t sequence, std::uint64_t locals);
+  void lay_out_areas();
+  // As `rank` sees it, a share of the present chunk in the area of rank `of`.
+  Value& share(int rank, int of, int share) const;
+  // All shares but its own.
+  void fill_area(int rank, std::uint64_t sequence, std::int64_t chunk);
+  void move_chunks(int rank, Form form, std::uint64_t sequence, std::uint64_t locals);
   void read_operand(int rank, int channel, int of, std::uint64_t sequence);
   void free_operand(int rank, int channel);
   static Value& elements(const shardcomm::Board& board, int rank);
   void expect(const Value& value, std::uint64_t sequence) const;
+  Call call_by(int rank, int channel, std::uint64_t sequence, int variant, bool is_sharing) const;
   void check_call(const Call& call, int rank, int channel, const char* where) const;
   void check_error(const std::string& text, int rank) const;
   void check_failure(int reporter_thread) const;

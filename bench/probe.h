@@ -1,0 +1,117 @@
+// The limit of compare_gloo.py's C programs: the least that gives the same results through memory which ranks share.
+// Nothing is checked or compared, nobody hears of an error, and the memory has room for all, twice, so that a call may
+// fill one half while another rank still reads the other.
+#include <sched.h>
+#include <stdatomic.h>
+#include <sys/mman.h>
+
+static struct {
+  int rank;
+  int size;
+  size_t area_bytes;  // of each rank, in each half
+  char* areas;
+  _Atomic long* came;  // a cache line for each rank
+  long meetings;
+  int half;
+} probe;
+
+// Before the ranks are forked.
+static void probe_make(int size, size_t most_bytes) {
+  const size_t lines = (size_t)size * 64, bytes = lines + 2 * (size_t)size * most_bytes;
+  char* memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  if (memory == MAP_FAILED) exit(4);
+  probe.size = size;
+  probe.area_bytes = most_bytes;
+  probe.came = (_Atomic long*)memory;
+  probe.areas = memory + lines;
+}
+
+// In each rank: its first access to a page costs more than the others.
+static void probe_join(int rank) {
+  const size_t bytes = 2 * (size_t)probe.size * probe.area_bytes;
+  probe.rank = rank;
+  for (size_t i = 0; i < bytes; i += 4096) (void)*(volatile char*)(probe.areas + i);
+}
+
+static void probe_meet(void) {
+  const long meeting = ++probe.meetings;
+  atomic_store(&probe.came[probe.rank * 8], meeting);
+  for (int r = 0; r < probe.size; ++r) {
+    for (long looks = 1; atomic_load(&probe.came[r * 8]) < meeting; ++looks) {
+      if (looks % 1000 == 0) sched_yield();  // there may be more ranks than cores
+    }
+  }
+}
+
+static float* probe_area(int rank) {
+  return (float*)(probe.areas + (size_t)(probe.half * probe.size + rank) * probe.area_bytes);
+}
+
+// out[i] = the sum of element `begin` + i of all areas, in the order of ranks.
+static void probe_sum(float* restrict out, int64_t begin, int64_t count) {
+  enum { kBlock = 4096 };
+  for (int64_t done = 0; done < count; done += kBlock) {
+    const int64_t n = count - done < kBlock ? count - done : kBlock;
+    const float *restrict a = probe_area(0) + begin + done, *restrict b = probe_area(1) + begin + done;
+    for (int64_t i = 0; i < n; ++i) out[done + i] = a[i] + b[i];
+    for (int r = 2; r < probe.size; ++r) {
+      const float* restrict more = probe_area(r) + begin + done;
+      for (int64_t i = 0; i < n; ++i) out[done + i] += more[i];
+    }
+  }
+}
+
+// Each rank writes its part once, into memory of all. Before, all have read what it held.
+static void probe_gather_window(const float* in, float* out, int64_t bytes) {
+  const int64_t part = numel_of(bytes) / probe.size;
+  probe_meet();
+  memcpy(out + probe.rank * part, in, (size_t)(bytes / probe.size));
+  probe_meet();
+}
+
+static void probe_gather(const float* in, float* out, int64_t bytes) {
+  const int64_t part = numel_of(bytes) / probe.size;
+  probe.half = !probe.half;
+  memcpy(probe_area(probe.rank), in, (size_t)(bytes / probe.size));
+  probe_meet();
+  for (int r = 0; r < probe.size; ++r) {
+    memcpy(out + r * part, r == probe.rank ? in : probe_area(r), (size_t)(bytes / probe.size));
+  }
+}
+
+// A copy in, and a sum in order.
+static void probe_reduce_scatter(const float* in, float* out, int64_t bytes) {
+  const int64_t part = numel_of(bytes) / probe.size;
+  probe.half = !probe.half;
+  memcpy(probe_area(probe.rank), in, (size_t)bytes);
+  probe_meet();
+  probe_sum(out, probe.rank * part, part);
+}
+
+// The same, and a copy of the others' sums.
+static void probe_all_reduce(const float* in, float* out, int64_t bytes) {
+  (void)in;
+  const int64_t part = numel_of(bytes) / probe.size;
+  probe.half = !probe.half;
+  memcpy(probe_area(probe.rank), out, (size_t)bytes);
+  probe_meet();
+  probe_sum(out + probe.rank * part, probe.rank * part, part);
+  memcpy(probe_area(probe.rank) + probe.rank * part, out + probe.rank * part, (size_t)(bytes / probe.size));
+  probe_meet();
+  for (int r = 0; r < probe.size; ++r) {
+    if (r != probe.rank) memcpy(out + r * part, probe_area(r) + r * part, (size_t)(bytes / probe.size));
+  }
+}
+
+static void probe_broadcast(const float* in, float* out, int64_t bytes) {
+  (void)in;
+  probe.half = !probe.half;
+  if (probe.rank == 0) memcpy(probe_area(0), out, (size_t)bytes);
+  probe_meet();
+  if (probe.rank != 0) memcpy(out, probe_area(0), (size_t)bytes);
+}
+
+static void probe_barrier(const float* in, float* out, int64_t bytes) {
+  (void)in, (void)out, (void)bytes;
+  probe_meet();
+}
