@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from shardcomm.simulate.cost import LATENCY, Cost
+from shardcomm.simulate.cost import LATENCY, NETWORK, Cost
 from shardcomm.trace.timeline import Span
 
 _ROUNDING = 1e-12  # of a second that is left
@@ -103,14 +103,21 @@ class Speeds(Protocol):
         """The speed of computation, and that of each of `links`, which are at work at once; at most 1."""
 
 
-def run(instructions: Iterable[Instruction], speeds: Speeds) -> list[Span]:
-    """Runs `instructions` until they and their collectives have ended; returns what was done when."""
-    return _Run(speeds).spans_of(instructions)
+def run(instructions: Iterable[Instruction], speeds: Speeds, *, burst_s: float = 0.0) -> list[Span]:
+    """Runs `instructions` until they and their collectives have ended; returns what was done when.
+
+    Args:
+        instructions: What the rank does.
+        speeds: How fast that goes on.
+        burst_s: The seconds of its work that a link between hosts does at once, after a pause of as many.
+    """
+    return _Run(speeds, burst_s).spans_of(instructions)
 
 
 class _Run:
-    def __init__(self, speeds: Speeds) -> None:
+    def __init__(self, speeds: Speeds, burst_s: float) -> None:
         self._speeds = speeds
+        self._burst_s = self._saved_s = burst_s
         self._now_s = 0.0
         self._channels: dict[str, deque[Collective]] = defaultdict(deque)
         self._spans: list[Span] = []
@@ -151,6 +158,8 @@ class _Run:
     def _go_on(self, computing_s: float = 0.0) -> float:
         """Goes on to the first end; returns what is left of `computing_s` of computation."""
         active = self._active()
+        if self._spent(active):
+            return computing_s
         at_work = [(each, link) for each in active for link in each.left_s]
         moving = [(each, link) for each, link in at_work if link != LATENCY]
         speed, of_moving = self._speeds(computing_s > 0, [link for _, link in moving])
@@ -160,14 +169,31 @@ class _Run:
             ends.append(computing_s / speed)
         step_s = min(ends)
         self._now_s += step_s
+        if all(link != NETWORK for _, link in moving):
+            self._saved_s = min(self._burst_s, self._saved_s + step_s)
         for (each, link), its_speed in speeds.items():
             each.go_on(link, step_s * its_speed)
+        self._end_stages(active)
+        left_s = computing_s - step_s * speed
+        return left_s if left_s > _ROUNDING else 0.0
+
+    def _spent(self, active: list[Collective]) -> bool:
+        """Whether links between hosts have now done at once what they saved in a pause."""
+        spent = False
+        for each in active:
+            burst_s = min(self._saved_s, each.left_s.get(NETWORK, 0.0))
+            if burst_s > 0:
+                each.go_on(NETWORK, burst_s)
+                self._saved_s -= burst_s
+                spent = True
+        self._end_stages(active)
+        return spent
+
+    def _end_stages(self, active: list[Collective]) -> None:
         for each in active:
             if each.next_stage():
                 self._end(each)
         self._start()
-        left_s = computing_s - step_s * speed
-        return left_s if left_s > _ROUNDING else 0.0
 
     def _end(self, collective: Collective) -> None:
         collective.end_s = self._now_s

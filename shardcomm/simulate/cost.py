@@ -8,12 +8,14 @@ from typing import NamedTuple
 LATENCY = "latency"
 """In place of a link: time that passes, and takes nothing from others."""
 
+NETWORK = "network"
+
 
 class Move(NamedTuple):
     """What one link does for a collective.
 
     Attributes:
-        link: "memory" (a core copies, and what else it does for a collective), "host", "network", or `LATENCY`.
+        link: "memory" (a core copies, and what else it does for a collective), "host", `NETWORK`, or `LATENCY`.
         seconds: How long it takes alone.
         nbytes: The bytes that a rank moves over it; of "memory", those that it reads and writes.
     """

@@ -40,6 +40,7 @@ _RANGES: Mapping[str, tuple[float, float]] = {
     "host_bytes_per_s": (1e3, 1e15),
     "network_latency_s": (0, 10),
     "network_bytes_per_s": (0, 1e15),
+    "network_burst_bytes": (0, 1e12),
     "contention": (0, 0.99),
 }
 _WHOLE = ("ranks_per_host", "memory_bytes")
@@ -72,6 +73,8 @@ class Machine:
         network_latency_s: The seconds of a hop of a ring from host to host or, over hosts, those that an exchange
             between them takes of each rank's core.
         network_bytes_per_s: The bytes that a host sends in a second, over all its network cards; 0: there is one host.
+        network_burst_bytes: The bytes that a host's link takes at once after a pause, as one that `tc` shapes does; 0
+            for a link without a bucket.
         contention: The share of its speed that computation loses while a collective runs beside it. (Where ranks
             share cores, the two share those instead.)
         sources: For each number the place that it comes from.
@@ -96,6 +99,7 @@ class Machine:
     host_bytes_per_s: float
     network_latency_s: float
     network_bytes_per_s: float
+    network_burst_bytes: float
     contention: float
     sources: Mapping[str, str]
 

@@ -99,7 +99,10 @@ class Simulation:
         _check(plan, times, machine)
         program = _Program(plan, times, machine, slowest)
         on_host = min(plan.ranks, machine.ranks_per_host)
-        spans = run(program.instructions(), partial(_speeds, machine, on_host))
+        burst_s = 0.0
+        if machine.network_bytes_per_s:
+            burst_s = machine.network_burst_bytes / machine.network_bytes_per_s
+        spans = run(program.instructions(), partial(_speeds, machine, on_host), burst_s=burst_s)
         begin_to_end = max((span.end_s for span in spans), default=0.0)
 
         def seconds(row: str) -> float:

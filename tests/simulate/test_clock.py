@@ -90,6 +90,21 @@ def test_a_stage_ends_with_the_last_of_its_moves() -> None:
         assert run([Issue(one)], free) == [Span("gather", "1", 0.0, 2.5, 8)]
 
 
+def test_a_link_that_had_a_pause_does_its_burst_at_once() -> None:
+    """It begins with a second saved up. In the pause of half a second before the third it saves half a second more."""
+    each = [
+        Collective("gather", str(i), Cost(((Move("network", seconds),),), 8))
+        for i, seconds in enumerate((1.5, 1.0, 2.0))
+    ]
+    first, second, third = each
+    program = [
+        *(Issue(first), Issue(second), Wait(second), Compute("forward 0", 0.5), Issue(third)),
+    ]
+    spans = run(program, free, burst_s=1.0)
+    ends = {span.name: (span.begin_s, span.end_s) for span in spans if span.row == "gather"}
+    assert ends == {"0": (0.0, 0.5), "1": (0.5, 1.5), "2": (2.0, 3.5)}
+
+
 def test_only_what_is_at_work_is_in_the_way_of_others() -> None:
     """The core's second of the collective takes two, beside the network's; then computation is alone."""
     cores = []
