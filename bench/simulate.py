@@ -93,6 +93,15 @@ class Place(NamedTuple):
             network_latency_s=gather_s / 2 / turns / crowding,  # which is two exchanges
             network_bytes_per_s=self.rate * 1e9 / 8,
             network_burst_bytes=BURST_BYTES,
+            sources={
+                **here.sources,
+                "ranks_per_host": "the cluster's",
+                "cores": "a host's share",
+                "crowding": f"a GPT on the cluster's ranks, links of {FAST}, and on 2",
+                "network_latency_s": f"half a gather of few bytes, over links of {FAST}",
+                "network_bytes_per_s": "the link's rate",
+                "network_burst_bytes": "the link's bucket",
+            },
         )
 
 
