@@ -33,6 +33,8 @@ class UnitPlan:
         reduce_bytes: What the rank sends to the others in the step's reduce-scatter.
         reduce_format: In what the sums of a host cross to other hosts; "": as float32. `reduce_bytes` are those before,
             which the ranks of a host give each other.
+        partial_bytes: A rank's part of the gradients as the sums of several hosts are: in float32, or in the dtype in
+            which it is reduced if that is wider.
         all_reduce_bytes: What the rank sends to the replicas in the step's all-reduce.
     """
 
@@ -53,6 +55,7 @@ class UnitPlan:
     packed_gradient_bytes: int
     reduce_bytes: int
     reduce_format: str
+    partial_bytes: int
     all_reduce_bytes: int
 
     @property
@@ -104,6 +107,7 @@ class UnitPlan:
             reduce_format=", ".join(
                 dict.fromkeys(str(group.reduce_format) for group in trained if group.reduce_format)
             ),
+            partial_bytes=sum(group.partial_shard_bytes[rank] for group in trained),
             all_reduce_bytes=sum(
                 traffic.all_reduce_bytes(group.reduced_shard_bytes[rank], pool.replicas)
                 for group in trained

@@ -11,11 +11,11 @@ each is divided by its speed, and the clock goes on to the first end.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from shardcomm.simulate.collectives import Cost
+from shardcomm.simulate.cost import LATENCY, NETWORK, Cost
 from shardcomm.trace.timeline import Span
 
 _ROUNDING = 1e-12  # of a second that is left
@@ -42,7 +42,9 @@ class Collective:
     end_s: float | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        self._latency_left_s, self._moving_left_s = self.cost[:2]
+        self._stages = deque(
+            {move.link: move.seconds for move in stage} for stage in self.cost.stages
+        )
 
     @property
     def may_begin(self) -> bool:
@@ -50,29 +52,23 @@ class Collective:
         return self.after is None or self.after.end_s is not None
 
     @property
-    def moves(self) -> bool:
-        """Whether its bytes move, after its latency."""
-        return self._latency_left_s <= 0
+    def left_s(self) -> Mapping[str, float]:
+        """For each link that is at work on it, the seconds that are left at full speed."""
+        return self._stages[0]
 
-    @property
-    def left_s(self) -> float:
-        """The seconds that are left of its latency or, after that, of its bytes at full speed."""
-        return self._moving_left_s if self.moves else self._latency_left_s
-
-    def go_on(self, seconds: float) -> None:
-        """Takes `seconds` from what is left."""
-        left_s = max(self.left_s - seconds, 0.0)
-        if left_s < _ROUNDING:
-            left_s = 0.0
-        if self.moves:
-            self._moving_left_s = left_s
+    def go_on(self, link: str, seconds: float) -> None:
+        """Takes `seconds` from what is left for a link."""
+        left_s = self._stages[0][link] - seconds
+        if left_s >= _ROUNDING:
+            self._stages[0][link] = left_s
         else:
-            self._latency_left_s = left_s
+            del self._stages[0][link]
 
-    @property
-    def is_done(self) -> bool:
-        """Whether nothing is left of it."""
-        return self.moves and self._moving_left_s <= 0
+    def next_stage(self) -> bool:
+        """Goes on to the next stage, if nothing is left of this one. Returns whether nothing is left at all."""
+        if not self._stages[0]:
+            self._stages.popleft()
+        return not self._stages
 
 
 @dataclass(frozen=True)
@@ -104,17 +100,24 @@ class Speeds(Protocol):
     """How fast all goes on that does so at once."""
 
     def __call__(self, computing: bool, links: Sequence[str]) -> tuple[float, Sequence[float]]:
-        """The speed of computation, and that of each collective which moves bytes over one of `links`; at most 1."""
+        """The speed of computation, and that of each of `links`, which are at work at once; at most 1."""
 
 
-def run(instructions: Iterable[Instruction], speeds: Speeds) -> list[Span]:
-    """Runs `instructions` until they and their collectives have ended; returns what was done when."""
-    return _Run(speeds).spans_of(instructions)
+def run(instructions: Iterable[Instruction], speeds: Speeds, *, burst_s: float = 0.0) -> list[Span]:
+    """Runs `instructions` until they and their collectives have ended; returns what was done when.
+
+    Args:
+        instructions: What the rank does.
+        speeds: How fast that goes on.
+        burst_s: The seconds of its work that a link between hosts does at once, after a pause of as many.
+    """
+    return _Run(speeds, burst_s).spans_of(instructions)
 
 
 class _Run:
-    def __init__(self, speeds: Speeds) -> None:
+    def __init__(self, speeds: Speeds, burst_s: float) -> None:
         self._speeds = speeds
+        self._burst_s = self._saved_s = burst_s
         self._now_s = 0.0
         self._channels: dict[str, deque[Collective]] = defaultdict(deque)
         self._spans: list[Span] = []
@@ -155,22 +158,42 @@ class _Run:
     def _go_on(self, computing_s: float = 0.0) -> float:
         """Goes on to the first end; returns what is left of `computing_s` of computation."""
         active = self._active()
-        moving = [each for each in active if each.moves]
-        speed, of_moving = self._speeds(computing_s > 0, [each.cost.link for each in moving])
-        speed_of = {id(each): 1.0 for each in active}
-        speed_of |= {id(each): its for each, its in zip(moving, of_moving, strict=True)}
-        ends = [each.left_s / speed_of[id(each)] for each in active]
+        if self._spent(active):
+            return computing_s
+        at_work = [(each, link) for each in active for link in each.left_s]
+        moving = [(each, link) for each, link in at_work if link != LATENCY]
+        speed, of_moving = self._speeds(computing_s > 0, [link for _, link in moving])
+        speeds = dict.fromkeys(at_work, 1.0) | dict(zip(moving, of_moving, strict=True))
+        ends = [each.left_s[link] / its_speed for (each, link), its_speed in speeds.items()]
         if computing_s > 0:
             ends.append(computing_s / speed)
         step_s = min(ends)
         self._now_s += step_s
-        for each in active:
-            each.go_on(step_s * speed_of[id(each)])
-            if each.is_done:
-                self._end(each)
-        self._start()
+        if all(link != NETWORK for _, link in moving):
+            self._saved_s = min(self._burst_s, self._saved_s + step_s)
+        for (each, link), its_speed in speeds.items():
+            each.go_on(link, step_s * its_speed)
+        self._end_stages(active)
         left_s = computing_s - step_s * speed
         return left_s if left_s > _ROUNDING else 0.0
+
+    def _spent(self, active: list[Collective]) -> bool:
+        """Whether links between hosts have now done at once what they saved in a pause."""
+        spent = False
+        for each in active:
+            burst_s = min(self._saved_s, each.left_s.get(NETWORK, 0.0))
+            if burst_s > 0:
+                each.go_on(NETWORK, burst_s)
+                self._saved_s -= burst_s
+                spent = True
+        self._end_stages(active)
+        return spent
+
+    def _end_stages(self, active: list[Collective]) -> None:
+        for each in active:
+            if each.next_stage():
+                self._end(each)
+        self._start()
 
     def _end(self, collective: Collective) -> None:
         collective.end_s = self._now_s

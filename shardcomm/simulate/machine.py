@@ -4,7 +4,7 @@
  "shardcomm_machine": 1,
  "name": "8xH100",
  "origin": "published",           or "measured", by `shardcomm bench --fit`
- "transport": "nccl",             or "shm"
+ "transport": "nccl",             or "shm", "hosts"
  "ranks_per_host": 8, ...         the numbers; see `Machine`
  "sources": {"ranks_per_host": "...", ...}
 }
@@ -24,7 +24,7 @@ from shardcomm.files.whole_file import written_whole
 
 _FOLDER = Path(__file__).parent / "machines"
 _ORIGINS = ("measured", "published")
-_TRANSPORTS = ("shm", "nccl")
+_TRANSPORTS = ("shm", "hosts", "nccl")
 
 # What each number may be; a machine with others is a slip of the pen, as of bits for bytes or ms for s.
 _RANGES: Mapping[str, tuple[float, float]] = {
@@ -41,9 +41,10 @@ _RANGES: Mapping[str, tuple[float, float]] = {
     "host_bytes_per_s": (1e3, 1e15),
     "network_latency_s": (0, 10),
     "network_bytes_per_s": (0, 1e15),
+    "network_burst_bytes": (0, 1e12),
     "contention": (0, 0.99),
 }
-_WHOLE = ("ranks_per_host", "cores", "memory_bytes")
+_WHOLE = ("ranks_per_host", "memory_bytes")
 
 
 @dataclass(frozen=True)
@@ -53,10 +54,12 @@ class Machine:
     Attributes:
         name: The machine's name.
         origin: "measured" on the machine itself, or "published" by others.
-        transport: What moves bytes: "shm" (memory that the ranks of one host share) or "nccl" (rings).
+        transport: What moves bytes: "shm" (memory that the ranks of one host share), "hosts" (that, and sockets between
+            hosts of at least two ranks) or "nccl" (rings).
         ranks_per_host: The ranks that a host has at most.
-        cores: The cores that a host's ranks share, for computation and for shm's copies; 0: each rank has a device of
-            its own.
+        cores: The cores that a host's ranks share, for computation, copies and sockets; 0: each rank has a device of
+            its own. Where hosts share a machine, as those of `shardcomm cluster` do, a host's share of its cores, which
+            need not be whole: three hosts on two cores have 2/3 each.
         flops_per_s: Floating-point operations that a rank does in a second, in the matrices of a model.
         unit_s: The seconds that a unit's forward takes beside those.
         backward: How many times as long as a forward a backward takes.
@@ -68,8 +71,11 @@ class Machine:
             takes of each rank's core.
         host_bytes_per_s: Within a host: the bytes that a rank reads and writes in a second over shm, or sends over
             its link.
-        network_latency_s: The seconds of a hop of a ring from host to host.
+        network_latency_s: The seconds of a hop of a ring from host to host or, over hosts, those that an exchange
+            between them takes of each rank's core.
         network_bytes_per_s: The bytes that a host sends in a second, over all its network cards; 0: there is one host.
+        network_burst_bytes: The bytes that a host's link takes at once after a pause, as one that `tc` shapes does; 0
+            for a link without a bucket.
         contention: The share of its speed that computation loses while a collective runs beside it. (Where ranks
             share cores, the two share those instead.)
         sources: For each number the place that it comes from.
@@ -94,6 +100,7 @@ class Machine:
     host_bytes_per_s: float
     network_latency_s: float
     network_bytes_per_s: float
+    network_burst_bytes: float
     contention: float
     sources: Mapping[str, str]
 
@@ -115,6 +122,22 @@ class Machine:
             if not self.sources.get(field):
                 raise ValueError(
                     f"machine {self.name!r}: sources has no {field!r}; each number says where it comes from"
+                )
+
+        if self.transport == "hosts":
+            self._check_hosts()
+
+    def _check_hosts(self) -> None:
+        """Whether there are what the transport needs: cores, ranks that share memory, and a network."""
+        for field, lacking, least in (
+            ("ranks_per_host", self.ranks_per_host < 2, "at least 2"),
+            ("cores", not self.cores, "more than 0"),
+            ("network_bytes_per_s", not self.network_bytes_per_s, "more than 0"),
+        ):
+            if lacking:
+                raise ValueError(
+                    f"machine {self.name!r}: {field} is {getattr(self, field)!r}; with transport 'hosts' it must be "
+                    f"{least}"
                 )
 
     @classmethod

@@ -24,13 +24,14 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from shardcomm.planner.planner import MemoryPlan
 from shardcomm.schedule.triggers import Action, Phase, Verb
 from shardcomm.simulate import collectives
 from shardcomm.simulate.clock import Collective, Compute, Instruction, Issue, Wait, run
-from shardcomm.simulate.collectives import Cost, Group
+from shardcomm.simulate.cost import LATENCY, Cost, Group
 from shardcomm.simulate.machine import Machine
 from shardcomm.simulate.unit_times import UnitTime
 from shardcomm.trace.timeline import COMMUNICATION, RankTimeline, Span, Timeline
@@ -48,8 +49,8 @@ class Simulation:
         step_s: The seconds of a forward and a backward. The optimizer's step is not in it.
         compute_s: The part of it in which the rank computed, packed gradients, or was slowed in that.
         exposed_s: The part in which it waited for communication. The two make the step.
-        link_bytes: The bytes that a rank moves over each link in a step: "memory" (shm; read and written), "host" (its
-            link within a host) or "network" (its share of the host's cards).
+        link_bytes: The bytes that a rank moves over each link in a step: "memory" (of CPUs; read and written), "host"
+            (its link within a host) or "network" (to other hosts).
         spans: What was done when.
 
     Example:
@@ -98,7 +99,10 @@ class Simulation:
         _check(plan, times, machine)
         program = _Program(plan, times, machine, slowest)
         on_host = min(plan.ranks, machine.ranks_per_host)
-        spans = run(program.instructions(), partial(_speeds, machine, on_host))
+        burst_s = 0.0
+        if machine.network_bytes_per_s:
+            burst_s = machine.network_burst_bytes / machine.network_bytes_per_s
+        spans = run(program.instructions(), partial(_speeds, machine, on_host), burst_s=burst_s)
         begin_to_end = max((span.end_s for span in spans), default=0.0)
 
         def seconds(row: str) -> float:
@@ -185,14 +189,15 @@ def _speeds(
     machine: Machine, on_host: int, computing: bool, links: Sequence[str]
 ) -> tuple[float, Sequence[float]]:
     """The speeds of what goes on at once, on `on_host` ranks of a host alike; see `clock.Speeds`."""
-    if machine.cores:
-        threads = on_host * (computing + len(links))
-        share = min(1.0, machine.cores / threads) if threads else 1.0
-        if on_host > machine.cores:
-            share /= machine.crowding
-        return share, [share] * len(links)
     busy = Counter(links)
-    return 1.0 - machine.contention * bool(links), [1 / busy[link] for link in links]
+    shares = {link: 1 / count for link, count in busy.items()}
+    if not machine.cores:
+        return 1.0 - machine.contention * bool(links), [shares[link] for link in links]
+    threads = on_host * (computing + busy["memory"])
+    core = min(1.0, machine.cores / threads) if threads else 1.0
+    if on_host > machine.cores:
+        core /= machine.crowding
+    return core, [core if link == "memory" else shares[link] for link in links]
 
 
 class _Program:
@@ -290,5 +295,7 @@ class _Program:
     def _made(
         self, channel: str, unit: int, cost: Cost, after: Collective | None = None
     ) -> Collective:
-        self.link_bytes[cost.link] += cost.link_bytes  # type: ignore[assignment]
+        for move in chain.from_iterable(cost.stages):
+            if move.link != LATENCY:
+                self.link_bytes[move.link] += move.nbytes  # type: ignore[assignment]
         return Collective(channel, self._plan.units[unit].name, cost, after)

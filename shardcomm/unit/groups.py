@@ -82,6 +82,12 @@ class BucketGroup:
         return tuple(numel * self.reduce_dtype.itemsize for numel in self.layout.shard_numels)
 
     @property
+    def partial_shard_bytes(self) -> tuple[int, ...]:
+        """The bytes of each rank's part of the gradients as the sums of several hosts are."""
+        itemsize = max(self.reduce_dtype.itemsize, torch.float32.itemsize)
+        return tuple(numel * itemsize for numel in self.layout.shard_numels)
+
+    @property
     def sent_bytes(self) -> tuple[int, ...]:
         """The bytes of each rank's part as a gather sends it."""
         if self.gather_format is not None and self.layout.world_size > 1:

@@ -177,3 +177,18 @@ def test_more_ranks_than_a_host_of_shm_has_are_refused(
     with pytest.raises(SystemExit):
         run(*LLAMA, "--machine", str(path), "--ranks", "16", "--strategy", "full_shard")
     assert "ranks is 16; machine 'made' is one host, of 8 ranks at most" in capsys.readouterr().err
+
+
+def test_a_machine_of_several_cpu_hosts_is_swept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "hosts.json"
+    machine(transport="hosts", ranks_per_host=2, cores=2 / 3).save(path)
+    assert run("--model", "gpt2", "--machine", str(path), "--ranks", "8", "--sweep") == 0
+    printed = capsys.readouterr().out
+    assert "memory/step  network/step" in printed
+    assert {line.split()[1] for line in printed.splitlines() if "_shard " in line} == {
+        "2",
+        "4",
+        "8",
+    }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shardcomm.simulate.clock import Collective, Compute, Issue, Wait, run
-from shardcomm.simulate.collectives import Cost
+from shardcomm.simulate.cost import LATENCY, Cost, Move
 from shardcomm.trace.timeline import Span
 
 
@@ -23,7 +23,8 @@ def shared(computing: bool, links: Sequence[str]) -> tuple[float, list[float]]:
 def collective(
     channel: str, name: str, latency_s: float, moving_s: float, after: Collective | None = None
 ) -> Collective:
-    return Collective(channel, name, Cost(latency_s, moving_s, "host", 8, 8), after)
+    stages = (Move(LATENCY, latency_s),), (Move("host", moving_s, 8),)
+    return Collective(channel, name, Cost(stages, 8), after)
 
 
 def test_a_collective_goes_on_beside_computation() -> None:
@@ -79,3 +80,41 @@ def test_a_wait_for_what_has_ended_takes_no_time() -> None:
         "gather",
         "compute",
     ]
+
+
+def test_a_stage_ends_with_the_last_of_its_moves() -> None:
+    first = Move("memory", 0.5)
+    for network_s, core_s in ((2.0, 1.0), (1.0, 2.0)):
+        stages = (first,), (Move("network", network_s), Move("memory", core_s))
+        one = Collective("gather", "1", Cost(stages, 8))
+        assert run([Issue(one)], free) == [Span("gather", "1", 0.0, 2.5, 8)]
+
+
+def test_a_link_that_had_a_pause_does_its_burst_at_once() -> None:
+    """It begins with a second saved up. In the pause of half a second before the third it saves half a second more."""
+    each = [
+        Collective("gather", str(i), Cost(((Move("network", seconds),),), 8))
+        for i, seconds in enumerate((1.5, 1.0, 2.0))
+    ]
+    first, second, third = each
+    program = [
+        *(Issue(first), Issue(second), Wait(second), Compute("forward 0", 0.5), Issue(third)),
+    ]
+    spans = run(program, free, burst_s=1.0)
+    ends = {span.name: (span.begin_s, span.end_s) for span in spans if span.row == "gather"}
+    assert ends == {"0": (0.0, 0.5), "1": (0.5, 1.5), "2": (2.0, 3.5)}
+
+
+def test_only_what_is_at_work_is_in_the_way_of_others() -> None:
+    """The core's second of the collective takes two, beside the network's; then computation is alone."""
+    cores = []
+
+    def one_core(computing: bool, links: Sequence[str]) -> tuple[float, list[float]]:
+        cores.append(computing + links.count("memory"))
+        share = 1 / max(1, cores[-1])
+        return share, [share if link == "memory" else 1.0 for link in links]
+
+    one = Collective("gather", "1", Cost(((Move("network", 4.0), Move("memory", 1.0)),), 8))
+    spans = run([Issue(one), Compute("forward 0", 2.0)], one_core)
+    assert [(span.row, span.end_s) for span in spans] == [("compute", 3.0), ("gather", 4.0)]
+    assert cores == [2, 1, 0]

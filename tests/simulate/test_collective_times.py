@@ -8,7 +8,7 @@ from torch import nn
 from shardcomm import MemoryPlan
 from shardcomm.planner.unit_plan import UnitPlan
 from shardcomm.simulate import collectives
-from shardcomm.simulate.collectives import Group
+from shardcomm.simulate.cost import LATENCY, Group, Move
 from support.machines import machine
 
 NUMEL = 1024
@@ -38,10 +38,9 @@ def test_where_the_ranks_of_a_group_are(
 
 def test_a_ring_within_a_host() -> None:
     cost = collectives.gather(unit(4), Group.of(4, 1, 4), machine(), again=False)
-    assert cost.nbytes == BYTES * 3 // 4
-    assert cost.link == "host"
-    assert cost.latency_s == 3 * 0.5
-    assert cost.moving_s == BYTES * 3 / 4 / 2048
+    moved = BYTES * 3 // 4
+    assert cost.nbytes == moved
+    assert cost.stages == ((Move(LATENCY, 3 * 0.5),), (Move("host", moved / 2048, moved),))
 
 
 def test_a_ring_over_hosts_is_as_slow_as_its_slowest_link() -> None:
@@ -50,9 +49,9 @@ def test_a_ring_over_hosts_is_as_slow_as_its_slowest_link() -> None:
     group = Group.of(16, 1, 8)
     for which, rate in ((fast_network, 2048), (slow_network, 1024)):
         cost = collectives.reduce(unit(16), group, which)
-        assert cost.link == "network"
-        assert cost.latency_s == 14 * 0.5 + 1 * 2.0
-        assert cost.moving_s == BYTES * 15 / 16 / rate
+        moved = BYTES * 15 // 16
+        latency = Move(LATENCY, 14 * 0.5 + 1 * 2.0)
+        assert cost.stages == ((latency,), (Move("network", moved / rate, moved),))
 
 
 def test_rings_side_by_side_share_a_hosts_network() -> None:
@@ -61,27 +60,31 @@ def test_rings_side_by_side_share_a_hosts_network() -> None:
     cost = collectives.all_reduce(of, Group.of(2, 8, 8), machine())
     shard = BYTES // 8
     assert cost.nbytes == shard  # 2 (n - 1) / n of it
-    assert cost.latency_s == 2 * 2.0
-    assert cost.moving_s == shard / 256
+    assert cost.stages == ((Move(LATENCY, 2 * 2.0),), (Move("network", shard / 256, shard),))
 
 
 def test_an_all_reduce_over_many_hosts_goes_up_and_down_a_tree() -> None:
     """Up three levels of hosts and down again, where a ring would have seven hops each way."""
     of = unit(64, "hybrid_shard", replicas=8)
     cost = collectives.all_reduce(of, Group.of(8, 8, 8), machine())
-    assert cost.latency_s == 2 * 3 * 2.0
+    assert cost.stages[0] == (Move(LATENCY, 2 * 3 * 2.0),)
     within = collectives.all_reduce(unit(2, "no_shard"), Group.of(2, 1, 2), machine())
-    assert within.latency_s == 2 * 0.5
+    assert within.stages[0] == (Move(LATENCY, 2 * 0.5),)
 
 
 def test_over_shm_each_rank_moves_its_part() -> None:
     shm, group = machine(transport="shm"), Group.of(4, 1, 4)
+    # In a gather it reads its shard, and writes it where all see it.
     gather = collectives.gather(unit(4), group, shm, again=False)
-    assert gather.link_bytes == 2 * BYTES / 4  # it reads its shard, and writes it where all see it
-    assert gather.moving_s == 2 * 0.5 + gather.link_bytes / 2048  # they meet before and after
+    assert gather.stages == (memory(2, 2 * BYTES / 4),)
+    # In a reduce it reads a part of each rank's, and writes their mean.
     reduce = collectives.reduce(unit(4), group, shm)
-    assert reduce.link_bytes == BYTES + BYTES / 4  # a part of each rank's, and their mean
+    assert reduce.stages == (memory(2, BYTES + BYTES / 4),)
     all_reduce = collectives.all_reduce(unit(4, "no_shard"), group, shm)
     summed, copied, into_gradient = BYTES + BYTES / 4, 2 * 3 * BYTES / 4, 2 * BYTES
-    assert all_reduce.link_bytes == summed + copied + into_gradient
-    assert all_reduce.moving_s == 3 * 0.5 + all_reduce.link_bytes / 2048
+    assert all_reduce.stages == (memory(3, summed + copied + into_gradient),)
+
+
+def memory(meetings: int, moved: float) -> tuple[Move]:
+    """What a core does by itself: it meets others, half a second each, and copies."""
+    return (Move("memory", meetings * 0.5 + moved / 2048, moved),)

@@ -1,0 +1,109 @@
+"""What a rank of bench/simulate.py measures: steps of a GPT under each strategy, which take turns."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import shardcomm
+from shardcomm.models.gpt import GPT, VOCAB
+from shardcomm.schedule.strategy import STRATEGIES
+
+CONTEXT, WARM_UP, ROUNDS = 128, 1, 9
+
+
+class Model(NamedTuple):
+    width: int
+    layers: int
+    sequences: int
+
+    def __str__(self) -> str:
+        return f"width {self.width}, {self.layers} blocks, {self.sequences} x {CONTEXT} tokens"
+
+    def made(self) -> GPT:
+        return GPT(self.width, self.layers, CONTEXT)
+
+
+def strategies_of(replicas: int, ranks: int) -> dict[str, int | None]:
+    """Those that differ, and how many replicas each has. As many replicas as ranks leave nothing to shard."""
+    return {
+        name: replicas if strategy.hybrid else None
+        for name, strategy in STRATEGIES.items()
+        if not strategy.hybrid or replicas < ranks
+    }
+
+
+def measure(models: Sequence[Model], replicas: int, rounds: int) -> list[dict[str, list[float]]]:
+    """For each model the seconds of each round on the slowest rank, by strategy; `replicas` are hybrid_shard's."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    comm = shardcomm.Communicator.from_process_group()
+    shape = replicas, comm.size // replicas
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    measured = [_samples(model, comm, mesh, rounds) for model in models]
+    comm.close()
+    dist.destroy_process_group()
+    return measured
+
+
+def _samples(
+    model: Model, comm: shardcomm.Communicator, mesh: DeviceMesh, rounds: int
+) -> dict[str, list[float]]:
+    tokens = torch.randint(0, VOCAB, (model.sequences, CONTEXT + 1))
+    with ExitStack() as engines:
+        nets = {}
+        for strategy, replicas in strategies_of(mesh.size(0), comm.size).items():
+            nets[strategy] = net = model.made()
+            where = comm if replicas is None else mesh
+            engine = shardcomm.fully_shard(net, where, units=list(net.blocks), strategy=strategy)
+            engines.callback(engine.close)
+        times: dict[str, list[float]] = {strategy: [] for strategy in nets}
+        for round_ in range(rounds + WARM_UP):
+            for strategy, net in nets.items():
+                seconds = timed(net, tokens)
+                if round_ >= WARM_UP:
+                    times[strategy].append(seconds)
+    return times
+
+
+def crowded() -> tuple[float, float]:
+    """Seconds on the slowest rank: of a step that every rank makes by itself, and of a gather of few bytes by all."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    (itself,) = shardcomm.Communicator.local_group(1)
+    model = Model(256, 3, 4)
+    tokens = torch.randint(0, VOCAB, (model.sequences, CONTEXT + 1))
+    net = model.made()
+    shardcomm.fully_shard(net, itself)
+    steps = [timed(net, tokens) for _ in range(WARM_UP + ROUNDS)]
+    with shardcomm.Communicator.from_process_group() as comm:
+        part = torch.ones(4096)
+        whole = comm.allocate(comm.size * part.numel(), use="gather")
+        gathers = []
+        for _ in range(ROUNDS):
+            comm.barrier()
+            begin = time.perf_counter()
+            for _ in range(20):
+                comm.all_gather(whole, part)
+            gathers.append((time.perf_counter() - begin) / 20)
+    dist.destroy_process_group()
+    return statistics.median(steps[WARM_UP:]), statistics.median(gathers)
+
+
+def timed(net: torch.nn.Module, tokens: torch.Tensor) -> float:
+    net.zero_grad(set_to_none=True)
+    dist.barrier()
+    begin = time.perf_counter()
+    logits = net(tokens[:, :-1])
+    F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+    seconds = torch.tensor(time.perf_counter() - begin)
+    dist.all_reduce(seconds, dist.ReduceOp.MAX)
+    return float(seconds)

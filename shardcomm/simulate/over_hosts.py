@@ -1,0 +1,137 @@
+"""What collectives cost over `hosts`: memory within a host, and sockets from host to host.
+
+Each rank leads for its part: the ranks with its number on the other hosts exchange that part with it, so that a host's
+link brings each part of a gather in once, and one partial sum a host of a reduce::
+
+    greeting |  first chunk  | chunk 2 | chunk 3 | ... |  last chunk is used
+      core   | core, network |     core beside network |  core
+
+A part crosses in chunks. A collective of one chunk does one thing after the other; of several, the cores copy and sum
+the next chunks while the link is busy with one. So what the greeting and a chunk take of a core comes first here, and
+then the link's work and the rest of the core's at once.
+
+The ranks of an all-reduce that are alone on their hosts, such as replicas, form a ring of Gloo's.
+"""
+
+from __future__ import annotations
+
+import math
+
+from shardcomm.simulate.cost import Cost, Group, Move
+from shardcomm.simulate.machine import Machine
+
+_SLOT_BYTES = 8 << 20  # for a chunk of all parts; as in csrc/comm/hosts.cpp
+_LEAST_CHUNK_BYTES, _MOST_CHUNK_BYTES = 1 << 10, 512 << 10  # of a part
+
+MEETINGS = {"gather": 2, "reduce": 2, "all_reduce": 4}
+"""How often the ranks of a host meet."""
+
+
+def gather(nbytes: int, shard: float, part: float, group: Group, machine: Machine) -> Cost:
+    """A rank writes its part where its host sees it and sends it; what came from the other hosts it writes there, too.
+
+    Args:
+        nbytes: Of the cost.
+        shard: The bytes that a rank reads.
+        part: The bytes of them that it sends, in the dtype or format of the gather.
+        group: The ranks.
+        machine: The machine.
+    """
+    others = (group.hosts - 1) * part
+    to_send = among_what_comes = 2 * part
+    copied = (shard + part) + to_send + among_what_comes + 2 * others
+    chunks = _chunks(part, group.ranks)
+    return _crossing("gather", nbytes, copied, others, chunks, 1, group, machine)
+
+
+def reduce(
+    nbytes: int, full: float, mean: float, partial: float, group: Group, machine: Machine
+) -> Cost:
+    """A rank sums the parts that it leads for over the ranks of its host, exchanges them, and sums over the hosts.
+
+    Args:
+        nbytes: Of the cost.
+        full: The bytes of a rank's gradients.
+        mean: The bytes of the mean that a rank writes.
+        partial: The bytes of the sums of a host for one part.
+        group: The ranks.
+        machine: The machine.
+    """
+    sums = group.hosts * partial
+    among_what_comes = 2 * partial
+    copied = (full + sums) + among_what_comes + (sums + mean)
+    others = (group.hosts - 1) * partial
+    chunks = _chunks(full / group.ranks, group.ranks * group.on_host)
+    return _crossing("reduce", nbytes, copied, others, chunks, 1, group, machine)
+
+
+def all_reduce(
+    nbytes: int, buffer: float, partial: float, used: float, group: Group, machine: Machine
+) -> Cost:
+    """A reduce of parts and a gather of their sums; of ranks alone on their hosts, Gloo's ring.
+
+    Args:
+        nbytes: Of the cost.
+        buffer: The bytes that each rank has.
+        partial: The bytes of all of them as sums are.
+        used: The bytes that a rank reads and writes to use the sums.
+        group: The ranks.
+        machine: The machine.
+    """
+    if group.ranks == group.hosts:
+        return _ring(nbytes, partial, used, group, machine)
+    part, sums = buffer / group.ranks, partial / group.ranks
+    copied = buffer + 2 * group.hosts * sums + 2 * sums + part  # as of a reduce
+    copied += (
+        4 * part + 2 * (group.hosts - 1) * part
+    )  # as of a gather, but for the part that is there
+    copied += 2 * (buffer - part) + used
+    others = (group.hosts - 1) * (part + sums)
+    chunks = _chunks(part, group.ranks * group.on_host)
+    return _crossing("all_reduce", nbytes, copied, others, chunks, 2, group, machine)
+
+
+def _chunks(part: float, blocks: int) -> int:
+    """In how many chunks a part crosses, of which a slot of memory holds `blocks`."""
+    most = min(max(_SLOT_BYTES // blocks, _LEAST_CHUNK_BYTES), _MOST_CHUNK_BYTES)
+    return max(1, math.ceil(part / most))
+
+
+def _crossing(
+    what: str,
+    nbytes: int,
+    copied: float,
+    others: float,
+    chunks: int,
+    times: int,
+    group: Group,
+    machine: Machine,
+) -> Cost:
+    """The cost of a collective whose rank copies and exchanges bytes with other hosts, in chunks, so many times."""
+    copied += 4 * others  # into a socket and out of one, each read and written
+    copied_s = copied / machine.host_bytes_per_s
+    first_s = MEETINGS[what] * machine.host_latency_s + (1 + times) * machine.network_latency_s
+    rest_s = times * (chunks - 1) * machine.network_latency_s
+    late = 1 - 1 / chunks
+    into_host = others * group.on_host * group.beside
+    return Cost(
+        (
+            (Move("memory", first_s + copied_s / chunks, copied / chunks),),
+            (
+                Move("network", into_host / machine.network_bytes_per_s, others),
+                Move("memory", rest_s + copied_s * late, copied * late),
+            ),
+        ),
+        nbytes,
+    )
+
+
+def _ring(nbytes: int, buffer: float, used: float, group: Group, machine: Machine) -> Cost:
+    sent = 2 * (group.hosts - 1) / group.hosts * buffer
+    summed, mean = 3 * sent / 2, 2 * buffer
+    copied = 4 * sent + summed + mean + used
+    met = Move("memory", (group.hosts - 1) * machine.network_latency_s)
+    across = Move("network", sent * group.beside / machine.network_bytes_per_s, sent)
+    return Cost(
+        ((met,), (across, Move("memory", copied / machine.host_bytes_per_s, copied))), nbytes
+    )
