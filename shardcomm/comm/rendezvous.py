@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import secrets
 import socket
 import warnings
 from collections.abc import Callable, Sequence
@@ -204,8 +205,15 @@ def from_process_group(
     )
     check_sums("from_process_group", sums, where, transport)
     patience_s = timeout_s(group, where) if deadline_s is None else deadline_s
+    exchange = GroupExchange(group, patience_s)
 
     def groups(ranks: Sequence[int]) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+        if where.type == "cpu" and isinstance(group._get_backend(where), ProcessGroupGloo):
+            # Under a name of their own. torch.distributed names groups by their ranks and by how many groups a rank is
+            # in. Ranks may be in different numbers, and after `close` a name comes again, with the addresses of before.
+            name = exchange(secrets.token_hex(8).encode())[0].decode()
+            over = _Store("from_process_group", group.get_group_store(), f"shardcomm/{name}", where)
+            return _gloo_groups(exchange, over, ranks)
         world = dist.get_process_group_ranks(group)
         gathers, reduces = (
             dist.new_group(
@@ -218,7 +226,7 @@ def from_process_group(
         )
         return gathers, reduces
 
-    return connect(GroupExchange(group, patience_s), transport, where, groups, cta_policy, sums)
+    return connect(exchange, transport, where, groups, cta_policy, sums)
 
 
 def _any_device(device: torch.device | str) -> torch.device:

@@ -141,6 +141,26 @@ def over_a_group() -> Communicator:
     return Communicator.from_process_group(deadline_s=20.0)
 
 
+def again_and_again() -> None:
+    """Rank 0 has a group that no other rank has; the communicators have the same ranks, one after another."""
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    if rank == 0:
+        dist.new_group([0], use_local_synchronization=True)
+    rendezvous.host_identity = lambda: host_of(rank)  # type: ignore[assignment]
+    for _ in range(5):
+        with Communicator.from_process_group(deadline_s=20.0) as comm:
+            assert comm.transport == "hosts"
+            total = torch.ones(3)
+            comm.all_reduce(total)
+            assert total.tolist() == [RANKS] * 3
+    dist.destroy_process_group()
+
+
+def test_communicators_of_one_group_after_another() -> None:
+    launch(again_and_again, RANKS, timeout_s=120)
+
+
 def calls_something_else(comm: Communicator) -> None:
     comm.all_reduce(torch.ones(3 if comm.rank == 3 else 4))
 
