@@ -23,8 +23,8 @@ class Background(Generic[T]):
         self._outcome: Future[T] = Future()
         thread = threading.Thread(target=self._run, args=(fn,), daemon=True)
         _threads.difference_update([each for each in list(_threads) if not each.is_alive()])
+        _threads.add(thread)  # first, since Ctrl-C may come while it starts
         thread.start()
-        _threads.add(thread)
 
     def _run(self, fn: Callable[[], T]) -> None:
         try:
@@ -49,7 +49,8 @@ def _wait_for_last() -> None:
     """
     until = time.monotonic() + _LAST_S
     for thread in list(_threads):
-        thread.join(max(0.0, until - time.monotonic()))
+        if thread.is_alive():
+            thread.join(max(0.0, until - time.monotonic()))
 
 
 atexit.register(_wait_for_last)

@@ -138,7 +138,7 @@ def test_tensors_without_plain_values(tensor: Any, kind: str) -> None:
         (lambda: shardcomm.reduce_scatter_tensor(ZEROS, ZEROS, [], COMM), "op is []"),
         (lambda: Communicator.local_group(1, device="gpu"), "device is gpu; accepted: 'cpu', 'cuda'"),
         (lambda: Bucket.from_tensors([ZEROS], COMM), "tensors is a list"),
-        (lambda: Bucket.from_tensors({"w": ZEROS}, None), "comm a NoneType"),
+        (lambda: Bucket.from_tensors({"w": ZEROS}, None), "comm is a NoneType"),
         (lambda: Bucket.from_tensors({"w": ZEROS}, COMM, param_dtype="bf16"), "param_dtype is 'bf16'"),
         (lambda: Bucket(LAYOUT, COMM, reduce_dtype=torch.int32), "reduce_dtype is torch.int32"),
         (lambda: Bucket(LAYOUT, COMM, full_buffer=torch.zeros(2)), "full_buffer has 2 elements"),

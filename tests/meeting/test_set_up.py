@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from shardcomm import CommError, Communicator, RankError, launch
 from shardcomm.comm import rendezvous
+from shardcomm.meeting import background
 from shardcomm.meeting.exchange import StoreExchange
 from shardcomm.meeting.store import SECRET, env_store
 from support.listeners import listening
@@ -370,6 +371,24 @@ def test_ctrl_c_is_heard_while_the_store_does_not_answer(silent_port: socket.soc
     finally:
         process.kill()
         process.wait()
+
+
+def test_what_ctrl_c_interrupts_as_it_begins_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the end of the process; else a thread would be left in torch's code while the interpreter ends."""
+    start, over = threading.Thread.start, threading.Event()
+
+    def start_and_be_interrupted(thread: threading.Thread) -> None:
+        start(thread)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", start_and_be_interrupted)
+    before = set(background._threads)
+    with pytest.raises(KeyboardInterrupt):
+        background.Background(over.wait)
+    (thread,) = background._threads - before
+    over.set()
+    thread.join(60)
+    assert not thread.is_alive()
 
 
 def test_ctrl_c_is_heard_while_a_rank_has_not_come() -> None:
