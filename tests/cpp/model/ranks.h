@@ -46,6 +46,8 @@ enum class Form : std::uint8_t {
   sharing  // none: all have written their shares of a window before they come
 };
 
+inline std::string rank_name(int rank) { return "rank " + std::to_string(rank); }
+
 class Ranks;
 
 struct Program {

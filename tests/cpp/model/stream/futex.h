@@ -9,7 +9,7 @@
 
 namespace model {
 
-// Accesses of the running thread to shared words of `bytes` bytes; see explorer.cpp.
+// Accesses of the running thread to shared words of `bytes` bytes; see words.cpp and plain.cpp.
 std::uint64_t load(const void* word, std::size_t bytes, std::memory_order order);
 void store(void* word, std::size_t bytes, std::uint64_t value, std::memory_order order);
 std::uint64_t add(void* word, std::size_t bytes, std::uint64_t difference, std::memory_order order);
