@@ -32,7 +32,8 @@ from shardcomm.comm.connecting import connect
 from shardcomm.comm.mesh import Mesh
 from shardcomm.comm.pending import Pending
 from shardcomm.copy.blocks import BlockFormat
-from shardcomm.copy.plan import CopyPlan, Segment
+from shardcomm.copy.plan import CopyPlan
+from shardcomm.copy.segment import Segment
 from shardcomm.copy.wire_stats import WireError
 from shardcomm.engine.engine import Engine
 from shardcomm.engine.sharding import fully_shard

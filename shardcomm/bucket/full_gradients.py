@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from shardcomm.copy.plan import BoundCopy, CopyPlan
+from shardcomm.copy.bound_copy import BoundCopy
+from shardcomm.copy.plan import CopyPlan
 from shardcomm.layout.layout import Layout
 from shardcomm.layout.views import as_stored, check_shape
 from shardcomm.stream.streams import Stream

@@ -16,57 +16,22 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import Tensor
 
 from shardcomm import _C
-from shardcomm.arguments.arrays import ArrayLike, as_tensor
-from shardcomm.arguments.checks import check_flag, check_list, check_type
+from shardcomm.arguments.arrays import ArrayLike
+from shardcomm.arguments.checks import check_flag, check_list
 from shardcomm.arguments.dtype import wire_dtype
 from shardcomm.arguments.scalars import checked_scale, is_whole
-from shardcomm.copy.nonfinite import flag_address
-from shardcomm.stream.streams import (
-    Stream,
-    check_stream,
-    compute_stream,
-    core_index,
-    on_host,
-    uses_core,
-)
-
-ZEROS = -1
-"""The `src` of a segment that writes zeros."""
-
-
-class Segment(NamedTuple):
-    """A rectangle to copy: `rows` x `cols` elements of one source to one destination.
-
-    Offsets and pitches count elements of their own side.
-
-    Attributes:
-        src: The number of the source; -1 writes zeros.
-        dst: The number of the destination.
-        src_offset: The place of the first element in the source.
-        src_pitch: The distance from one row to the next in the source, at least `cols`.
-        dst_offset: The place of the first element in the destination.
-        dst_pitch: The distance from one row to the next in the destination, at least `cols`.
-        rows: How many rows.
-        cols: How many elements a row has.
-    """
-
-    src: int
-    dst: int
-    src_offset: int
-    src_pitch: int
-    dst_offset: int
-    dst_pitch: int
-    rows: int
-    cols: int
+from shardcomm.copy.bound_copy import BoundCopy, Executor
+from shardcomm.copy.operands import checked_operands, device_of, pointers_of
+from shardcomm.copy.segment import ZEROS, Segment, draw
+from shardcomm.stream.streams import compute_stream, core_index, on_host, uses_core
 
 
 @dataclass(frozen=True)
@@ -307,8 +272,8 @@ class CopyPlan:
         scale = checked_scale("CopyPlan.run", scale)
         check_flag("CopyPlan.run", "accumulate", accumulate)
         _check_threads("CopyPlan.run", threads)
-        read, written = _operands(sources, destinations, bound=False)
-        device = _device_of(written)
+        read, written = checked_operands(sources, destinations, bound=False)
+        device = device_of(written)
         if on_host(device):
             self._executor(read, written, device, threads).run(scale, accumulate)
             return
@@ -344,8 +309,8 @@ class CopyPlan:
             ValueError: As `run`.
         """
         _check_threads("CopyPlan.bind", threads)
-        read, written = _operands(sources, destinations, bound=True)
-        core = self._executor(read, written, _device_of(written), threads)
+        read, written = checked_operands(sources, destinations, bound=True)
+        core = self._executor(read, written, device_of(written), threads)
         return BoundCopy(self, core, read, tuple(written))
 
     def _executor(
@@ -368,7 +333,7 @@ class CopyPlan:
         extents = self.core.dst_extents
         return (
             self.source_pointers(read, device),
-            _pointers("destinations", written, self.dst_dtype, extents, device),
+            pointers_of("destinations", written, self.dst_dtype, extents, device),
         )
 
     def source_pointers(self, tensors: Sequence[Tensor | None], device: torch.device) -> list[int]:
@@ -381,117 +346,15 @@ class CopyPlan:
         Returns:
             An address for each; 0 for None.
         """
-        return _pointers("sources", tensors, self.src_dtype, self.core.src_extents, device)
+        return pointers_of("sources", tensors, self.src_dtype, self.core.src_extents, device)
 
     def __repr__(self) -> str:
         shown = 12
         lines = [f"CopyPlan {self.src_dtype} -> {self.dst_dtype}"]
-        lines += [f"  {_draw(segment)}" for segment in self.segments[:shown]]
+        lines += [f"  {draw(segment)}" for segment in self.segments[:shown]]
         if len(self.segments) > shown:
             lines.append(f"  ... {len(self.segments) - shown} more segments")
         return "\n".join(lines)
-
-
-class Executor(Protocol):
-    """What runs a plan on given addresses of one device: the compiled core's executor, or Triton's."""
-
-    def set_operands(self, sources: list[int], destinations: list[int]) -> None:
-        """Sets the addresses that later runs read and write."""
-
-    def run(
-        self,
-        scale: float = ...,
-        accumulate: bool = ...,
-        nonfinite: int = ...,
-        stream: Any = ...,
-    ) -> None:
-        """Queues the copy on `stream`. Options may change from run to run; nothing is made anew for that."""
-
-
-class BoundCopy:
-    """A plan that is bound to its tensors, which it keeps alive. `CopyPlan.bind` makes it."""
-
-    def __init__(
-        self,
-        plan: CopyPlan,
-        core: Executor,
-        sources: Sequence[Tensor | None],
-        destinations: Sequence[Tensor],
-    ) -> None:
-        self.plan = plan
-        self.core = core
-        self.sources = sources
-        self.destinations = destinations
-        self.device = _device_of(destinations)
-
-    def set_sources(self, sources: Sequence[ArrayLike | None]) -> None:
-        """Makes later runs read `sources`. Call it only while no run is under way. It raises as `CopyPlan.run` does."""
-        read = _as_tensors("sources", sources)
-        self.core.set_operands(
-            self.plan.source_pointers(read, self.device),
-            [destination.data_ptr() for destination in self.destinations],
-        )
-        self.sources = read
-
-    def run(
-        self,
-        *,
-        scale: float = 1.0,
-        accumulate: bool = False,
-        nonfinite: Tensor | None = None,
-        stream: Stream | None = None,
-    ) -> None:
-        """As `CopyPlan.run`, without the GIL, on `stream` or where torch computes now.
-
-        `nonfinite`: one int32 element, which the run sets to 1 if an element that it writes is NaN or Inf, and else
-        leaves as it is. Keep sources and the flag alive while a run is queued.
-        """
-        if type(scale) is not float or scale != 1.0:
-            scale = checked_scale("BoundCopy.run", scale)
-        if accumulate is not False:
-            check_flag("BoundCopy.run", "accumulate", accumulate)
-        if stream is not None:
-            check_stream("BoundCopy.run", stream)
-        flag = flag_address("BoundCopy.run", nonfinite, self.device)
-        if stream is None and not on_host(self.device):
-            stream = compute_stream(self.device)
-        self.core.run(scale, accumulate, flag, stream)
-
-
-def _operands(
-    sources: Sequence[ArrayLike | None], destinations: Sequence[ArrayLike], *, bound: bool
-) -> tuple[list[Tensor | None], list[Tensor]]:
-    read = _as_tensors("sources", sources, copied=not bound)
-    written = []
-    for i, tensor in enumerate(_as_tensors("destinations", destinations)):
-        if tensor is None:
-            raise TypeError(f"destinations[{i}] is None, it must be a tensor")
-        written.append(tensor)
-    return read, written
-
-
-def _as_tensors(
-    role: str, arrays: Sequence[ArrayLike | None], *, copied: bool = False
-) -> list[Tensor | None]:
-    check_type("CopyPlan", role, arrays, Iterable, "a list or a tuple")
-    return [
-        # Mostly they are plain tensors, and there may be a thousand: these are passed on as they are.
-        array
-        if array is None or (isinstance(array, Tensor) and not (array.is_neg() or array.is_conj()))
-        else _in_memory(f"{role}[{i}]", array, written=role == "destinations", copied=copied)
-        for i, array in enumerate(arrays)
-    ]
-
-
-def _in_memory(name: str, array: ArrayLike, *, written: bool, copied: bool) -> Tensor:
-    """`array` as a tensor. A view that negates or conjugates memory is copied if `copied`, and refused otherwise."""
-    tensor = as_tensor(name, array, written=written)
-    if not copied and (tensor.is_neg() or tensor.is_conj()):
-        raise ValueError(
-            f"{name} is a view that negates or conjugates what is in memory (is_neg() or is_conj()); give its "
-            ".resolve_neg().resolve_conj(), which is a tensor of its own"
-        )
-    return tensor.resolve_neg().resolve_conj()
 
 
 def _check_lengths(operation: str, sizes: Sequence[int], offsets: Sequence[int]) -> None:
@@ -506,68 +369,3 @@ def _check_lengths(operation: str, sizes: Sequence[int], offsets: Sequence[int])
 def _check_threads(operation: str, threads: int) -> None:
     if not is_whole(threads, 1):
         raise ValueError(f"{operation}: threads is {threads!r}, it must be at least 1, and whole")
-
-
-def _device_of(destinations: Sequence[Tensor]) -> torch.device:
-    device = destinations[0].device if destinations else torch.device("cpu")
-    if device.type == "meta":
-        raise TypeError("destinations[0] is on meta; it must have memory")
-    return device
-
-
-def _pointers(
-    role: str,
-    tensors: Sequence[Tensor | None],
-    dtype: torch.dtype,
-    wire_extents: Sequence[int],
-    device: torch.device,
-) -> list[int]:
-    """The addresses of tensors, which are checked. Extents count elements as the core sees them."""
-    if len(tensors) != len(wire_extents):
-        raise ValueError(f"{role} has {len(tensors)} tensors, the plan has {len(wire_extents)}")
-    items = wire_dtype(dtype)[1]
-    addresses = []
-    for tensor, extent in zip(tensors, wire_extents, strict=True):
-        if tensor is None:
-            addresses.append(0)
-        elif (
-            tensor.dtype is dtype
-            and tensor.device == device
-            and tensor.layout is torch.strided
-            and tensor.is_contiguous()
-            and tensor.numel() * items >= extent
-        ):
-            addresses.append(tensor.data_ptr())
-        else:
-            _refuse(f"{role}[{len(addresses)}]", tensor, dtype, extent // items, device)
-    return addresses
-
-
-def _refuse(
-    name: str, tensor: Tensor, dtype: torch.dtype, extent: int, device: torch.device
-) -> NoReturn:
-    if tensor.layout is not torch.strided:
-        raise TypeError(f"{name} is a tensor of {tensor.layout}, it must be dense")
-    if tensor.dtype != dtype or tensor.device != device:
-        raise TypeError(
-            f"{name} is {tensor.dtype} on {tensor.device}, this copy takes {dtype} on {device}"
-        )
-    if not tensor.is_contiguous():
-        raise ValueError(f"{name} is not contiguous, its strides are {tensor.stride()}")
-    raise ValueError(f"{name} has {tensor.numel()} elements, the plan needs {extent}")
-
-
-def _draw(segment: Segment) -> str:
-    """A line such as `1[40:]  2 x 3 / 8 -> 0[16:]  2 x 3`.
-
-    It says: 2 rows of 3 elements; in source 1 they begin at element 40, and a row starts every 8 elements.
-    """
-    s = segment
-    source = "zeros" if s.src == ZEROS else _draw_side(s, s.src, s.src_offset, s.src_pitch)
-    return f"{source} -> {_draw_side(s, s.dst, s.dst_offset, s.dst_pitch)}"
-
-
-def _draw_side(segment: Segment, operand: int, offset: int, pitch: int) -> str:
-    has_gaps = segment.rows > 1 and pitch != segment.cols
-    gaps = f" / {pitch}" if has_gaps else ""
-    return f"{operand}[{offset}:]  {segment.rows} x {segment.cols}{gaps}"

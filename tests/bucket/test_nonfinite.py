@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shardcomm import _C, Bucket, Communicator, CopyPlan, Stream, launch
 from shardcomm.arguments.dtype import core_dtype
-from shardcomm.copy.plan import ZEROS, Segment
+from shardcomm.copy.segment import ZEROS, Segment
 from support.instruction_sets import instruction_set  # noqa: F401  (a fixture)
 from support.random_plans import FLOATS, RandomPlan, expect, plans, rectangle, values
 from support.thread_ranks import run_threads

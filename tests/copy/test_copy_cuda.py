@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from shardcomm import _C
-from shardcomm.copy.plan import ZEROS, CopyPlan, Segment
+from shardcomm.copy.plan import CopyPlan
+from shardcomm.copy.segment import ZEROS, Segment
 from support.random_plans import (
     FLOATS,
     OTHERS,

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shardcomm.copy.plan import ZEROS, CopyPlan, Segment
+from shardcomm.copy.plan import CopyPlan
+from shardcomm.copy.segment import ZEROS, Segment
 from shardcomm.stream.streams import TorchStream
 from support.awkward_floats import awkward_floats, every_16_bit_pattern
 from support.random_plans import (

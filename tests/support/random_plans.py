@@ -6,7 +6,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shardcomm.copy.plan import ZEROS, Segment
+from shardcomm.copy.segment import ZEROS, Segment
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 OTHERS = [torch.uint8, torch.int32, torch.int64, torch.float64]
