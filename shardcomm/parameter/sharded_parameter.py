@@ -410,12 +410,15 @@ _REFUSED = {
     "__float__",
     "__index__",
     "__int__",
+    "_typed_storage",
     "data_ptr",
     "item",
     "narrow",
     "numpy",
     "select",
+    "storage",
     "tolist",
+    "untyped_storage",
 }
 
 # Each rank would draw for its own rows, by generators that are most often seeded alike.

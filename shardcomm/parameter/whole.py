@@ -185,9 +185,10 @@ class Whole:
 
     def refuse_leaf(self) -> NoReturn:
         """Raises the RuntimeError against nn.Parameter of a parameter, and against requires_grad_() of its detach()."""
+        of = "full_tensor(), or of " if self.is_part else ""
         raise RuntimeError(
             f"nn.Parameter of {self.name!r}, a parameter of fully_shard: the engine would not have the new one; make "
-            "it before fully_shard, of full_tensor(), or of param.detach().clone() for an average or a copy of the rows"
+            f"it before fully_shard, of {of}param.detach().clone() for an average or a copy of what this rank has"
         )
 
     def refuse_compile(self) -> NoReturn:

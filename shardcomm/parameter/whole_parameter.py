@@ -35,6 +35,8 @@ class WholeParameter(nn.Parameter):
             self.whole.take(value)
 
     def detach(self) -> torch.Tensor:  # noqa: D102
+        if self.whole is not None and sys._getframe(1).f_code is nn.Parameter.__new__.__code__:
+            self.whole.refuse_leaf()  # nn.Parameter would say that this class is wrong
         return _given(super().detach(), self.whole)
 
     def register_hook(self, hook: Any) -> Any:  # noqa: D102

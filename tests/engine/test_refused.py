@@ -49,6 +49,7 @@ from support.twins import WIDTH, local, values
         lambda m: bool(m.embed.weight),
         lambda m: m.embed.weight.narrow(0, 0, 1),
         lambda m: {p.data_ptr(): p.numel() for p in m.parameters()},  # counts tied ones once
+        lambda m: sum(p.untyped_storage().nbytes() for p in m.parameters()),
     ],
 )
 def test_what_would_be_wrong_of_rows_alone_is_refused(use: Callable[[Tied], Any]) -> None:
@@ -436,10 +437,14 @@ def test_a_backward_to_some_inputs_says_that_parameters_are_none(
     with_sharded(body, strategy=strategy)
 
 
-def test_a_parameter_is_not_made_of_another() -> None:
+@pytest.mark.parametrize("granularity", ["row", "tensor"])
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+def test_a_parameter_is_not_made_of_another(strategy: str, granularity: str) -> None:
     def body(model: Tied, engine: Engine, twin: Tied) -> None:
         with pytest.raises(RuntimeError, match=r"nn\.Parameter of 'embed\.weight', a parameter of"):
             nn.Parameter(model.embed.weight)
+        with pytest.raises(RuntimeError, match=r"(nn\.Parameter|norm_except_dim) of 'blocks\.0\.w"):
+            nn.utils.parametrizations.weight_norm(model.blocks[0])
         master = nn.Parameter(
             model.embed.weight.detach().clone()
         )  # as loops of mixed precision have it
@@ -447,9 +452,10 @@ def test_a_parameter_is_not_made_of_another() -> None:
         master.grad, plain.grad = model.embed.weight.grad, twin.embed.weight.grad
         for each in (master, plain):
             torch.optim.SGD([each], lr=0.1).step()
-        torch.testing.assert_close(master.full_tensor(), plain.detach())  # type: ignore[operator]
+        whole = master.full_tensor() if hasattr(master, "full_tensor") else master.detach()
+        torch.testing.assert_close(whole, plain.detach())
 
-    with_sharded(body)
+    with_sharded(body, strategy=strategy, granularity=granularity)
 
 
 @pytest.mark.parametrize("allow_unused", [False, True])
