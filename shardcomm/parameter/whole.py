@@ -254,10 +254,23 @@ class Whole:
 
     def refuse_hook(self) -> NoReturn:
         """Raises the RuntimeError against `register_hook`: autograd never comes to the parameters of an optimizer."""
+        self._refuse_gradient("register_hook on")
+
+    def refuse_node(self, name: str) -> NoReturn:
+        """Raises the RuntimeError against `param.view_as(param)`, from whose graph others take a node to hook on.
+
+        Args:
+            name: The method, "view_as" or "expand_as".
+        """
+        self._refuse_gradient(
+            f"{name} to get the node of autograd, as torch.autograd.graph does, of"
+        )
+
+    def _refuse_gradient(self, what: str) -> NoReturn:
         raise RuntimeError(
-            f"register_hook on {self.name!r}, a parameter of fully_shard: autograd's gradient is this rank's gradient "
+            f"{what} {self.name!r}, a parameter of fully_shard: autograd's gradient is this rank's gradient "
             "of the whole parameter, which is reduced over the ranks before rows of it are the .grad; use "
-            "register_post_accumulate_grad_hook"
+            "register_post_accumulate_grad_hook, or loss.backward() and .grad"
         )
 
     def refuse_collective(self, operation: str) -> NoReturn:

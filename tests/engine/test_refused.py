@@ -13,6 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
+from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 from torch.nn.utils import parameters_to_vector, parametrize, vector_to_parameters
@@ -400,10 +402,20 @@ def test_the_arguments_of_fsdp2_are_told(arguments: dict[str, Any], says: str) -
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
-def test_a_gradient_hook_is_refused(strategy: str) -> None:
+@pytest.mark.parametrize(
+    "hook",
+    [
+        lambda params: params[0].register_hook(lambda grad: grad),
+        lambda params: register_multi_grad_hook(params, lambda grads: None),
+        lambda params: get_gradient_edge(params[0]),
+        lambda params: params[0].expand_as(params[0]).grad_fn.next_functions,
+        lambda params: _apply_optimizer_in_backward(torch.optim.SGD, params, {"lr": 0.1}),
+    ],
+)
+def test_a_gradient_hook_is_refused(hook: Callable[[list[Any]], object], strategy: str) -> None:
     def body(model: Tied, engine: Engine, twin: Tied) -> None:
-        with pytest.raises(RuntimeError, match="register_post_accumulate_grad_hook"):
-            model.embed.weight.register_hook(lambda grad: grad)
+        with pytest.raises(RuntimeError, match="use register_post_accumulate_grad_hook"):
+            hook(list(model.parameters()))
 
     with_sharded(body, strategy=strategy)
 
@@ -458,8 +470,9 @@ def test_a_parameter_is_not_made_of_another(strategy: str, granularity: str) -> 
     with_sharded(body, strategy=strategy, granularity=granularity)
 
 
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
 @pytest.mark.parametrize("allow_unused", [False, True])
-def test_gradients_that_are_returned_are_refused(allow_unused: bool) -> None:
+def test_gradients_that_are_returned_are_refused(allow_unused: bool, strategy: str) -> None:
     def body(model: Tied, engine: Engine, twin: Tied) -> None:
         loss = model(IDS).square().sum()
         with pytest.raises(RuntimeError, match=r"loss\.backward\(\)"):
@@ -467,9 +480,10 @@ def test_gradients_that_are_returned_are_refused(allow_unused: bool) -> None:
         model.zero_grad()
         loss.backward()
         for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-            torch.testing.assert_close(p.grad.full_tensor(), q.grad)  # type: ignore[union-attr]
+            grad = p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
+            torch.testing.assert_close(grad, q.grad)
 
-    with_sharded(body)
+    with_sharded(body, strategy=strategy)
 
 
 def test_a_whole_parameter_beside_one_that_another_rank_has_is_refused() -> None:
@@ -526,10 +540,15 @@ def test_rows_are_not_mixed_with_other_ranks_rows(
     with_sharded(body, granularity=granularity)
 
 
-@pytest.mark.parametrize("outer", [lambda model: model, nn.Sequential])
-def test_ddp_of_a_sharded_model_is_refused(outer: Callable[[Any], Any]) -> None:
+@pytest.mark.parametrize(
+    "outer",
+    [lambda model: model, nn.Sequential, lambda model: nn.ParameterList(model.parameters())],
+)
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+def test_ddp_of_a_sharded_model_is_refused(outer: Callable[[Any], Any], strategy: str) -> None:
+    """Of a list of its parameters, too, which `replicate` of torch.distributed makes of a model."""
     model = model_of()
-    fully_shard(model, Communicator.local_group(1)[0], units=nn.Linear)
+    fully_shard(model, Communicator.local_group(1)[0], units=nn.Linear, strategy=strategy)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         with pytest.raises(RuntimeError, match="averages gradients already: call the model itself"):
