@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
-from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 from torch.nn.utils import parameters_to_vector, parametrize, vector_to_parameters
@@ -409,7 +408,6 @@ def test_the_arguments_of_fsdp2_are_told(arguments: dict[str, Any], says: str) -
         lambda params: register_multi_grad_hook(params, lambda grads: None),
         lambda params: get_gradient_edge(params[0]),
         lambda params: params[0].expand_as(params[0]).grad_fn.next_functions,
-        lambda params: _apply_optimizer_in_backward(torch.optim.SGD, params, {"lr": 0.1}),
     ],
 )
 def test_a_gradient_hook_is_refused(hook: Callable[[list[Any]], object], strategy: str) -> None:
@@ -629,3 +627,30 @@ def test_quantised_modules_know_that_they_are_not_the_engines(inplace: bool) -> 
     quantised = torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, inplace=inplace)
     with pytest.raises(RuntimeError, match=r"load its full_state_dict\(\) into another one"):
         quantised(IDS)
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_hook_that_renames_what_is_loaded_is_registered_before(before: bool) -> None:
+    def rename(state: dict[str, Any], prefix: str, *args: Any) -> None:
+        state[f"{prefix}weight"] = state.pop(f"{prefix}table")
+
+    state = model_of(1).state_dict()
+    named = {name.replace("embed.weight", "embed.table"): each for name, each in state.items()}
+    nets = [model_of() for _ in range(RANKS)]
+
+    def body(comm: Communicator) -> None:
+        model = nets[comm.rank]
+        hooked = model.embed._register_load_state_dict_pre_hook
+        if before:
+            hooked(rename)
+        engine = fully_shard(model, comm, units=[nn.Linear, nn.Embedding])
+        if not before:
+            hooked(rename)
+            with pytest.raises(RuntimeError, match=r"copy_ with a tensor of shape .* of 'embed\.w"):
+                model.load_state_dict(named)
+            return
+        model.load_state_dict(named)
+        for name, each in engine.full_state_dict().items():
+            assert torch.equal(each, state[name])
+
+    run_threads(body, RANKS)
