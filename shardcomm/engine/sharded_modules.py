@@ -51,7 +51,9 @@ def _on_parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> N
 
 def _on_module(module: nn.Module, name: str, child: nn.Module | None) -> None:
     if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel) and child:
-        if any(map(is_sharded, child.modules())):
+        # `replicate` of torch.distributed gives it a list of the parameters.
+        parameters = any(getattr(each, "whole", None) is not None for each in child.parameters())
+        if parameters or any(map(is_sharded, child.modules())):
             raise RuntimeError(
                 f"{type(module).__name__} of a model that fully_shard has sharded would put one rank's rows over those "
                 "of the others, or copy them; its engine averages gradients already: call the model itself"

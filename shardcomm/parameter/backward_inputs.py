@@ -39,16 +39,22 @@ def install() -> None:
         ]
         if ours and accumulate_grad:
             ours[0][1].refuse_backward_inputs()
-        found = run(
-            outputs,
-            gradients,
-            keep_graph,
-            create_graph,
-            inputs,
-            *args,
-            accumulate_grad=accumulate_grad,
-            **kwargs,
-        )
+        try:
+            found = run(
+                outputs,
+                gradients,
+                keep_graph,
+                create_graph,
+                inputs,
+                *args,
+                accumulate_grad=accumulate_grad,
+                **kwargs,
+            )
+        except RuntimeError as error:
+            for index, whole in ours:
+                if f"at index {index} appears to not have been used" in str(error):
+                    whole.refuse_autograd_grad()
+            raise
         for index, whole in ours:
             if found[index] is None:
                 whole.refuse_autograd_grad()

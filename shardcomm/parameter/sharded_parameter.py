@@ -187,12 +187,7 @@ def _guarded(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     args, kwargs = completed(args), completed(kwargs)
     guarded = list(_guarded_in((args, kwargs)))
     first = next((t for t in guarded if t.whole.held is not Held.WHOLE), guarded[0])
-    if func is torch.autograd.grad:
-        first.whole.refuse_autograd_grad()
-    if getattr(func, "__module__", "") == _COLLECTIVES:
-        first.whole.refuse_collective(name)
-    if name == "share_memory_":
-        first.whole.refuse_other_memory(name)
+    _check_gradients_and_memory(func, name, first, args)
     if is_in_place(name):
         # So that autograd refuses graphs of the old values, see `versions.py`. Torch itself does not mark such changes
         # of tensors in lists, or through `.data`, and marks none on ranks without rows.
@@ -209,6 +204,18 @@ def _guarded(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = func(*args, **kwargs)
     of_lists = name.startswith("_foreach_") and isinstance(result, list | tuple)
     return _each_guarded(result, args, kwargs) if of_lists else _as_guarded(result, first)
+
+
+def _check_gradients_and_memory(func: Any, name: str, first: Any, args: tuple[Any, ...]) -> None:
+    """Refuses what is wrong of whole parameters, too: this rank's gradients, averages, and memory of others."""
+    if func is torch.autograd.grad:
+        first.whole.refuse_autograd_grad()
+    if getattr(func, "__module__", "") == _COLLECTIVES:
+        first.whole.refuse_collective(name)
+    if name in ("expand_as", "view_as") and args[0] is args[1] and torch.is_grad_enabled():
+        first.whole.refuse_node(name)
+    if name == "share_memory_":
+        first.whole.refuse_other_memory(name)
 
 
 def _takes_all(index: Any) -> bool:
@@ -410,12 +417,15 @@ _REFUSED = {
     "__float__",
     "__index__",
     "__int__",
+    "_typed_storage",
     "data_ptr",
     "item",
     "narrow",
     "numpy",
     "select",
+    "storage",
     "tolist",
+    "untyped_storage",
 }
 
 # Each rank would draw for its own rows, by generators that are most often seeded alike.

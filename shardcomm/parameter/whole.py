@@ -185,9 +185,10 @@ class Whole:
 
     def refuse_leaf(self) -> NoReturn:
         """Raises the RuntimeError against nn.Parameter of a parameter, and against requires_grad_() of its detach()."""
+        of = "full_tensor(), or of " if self.is_part else ""
         raise RuntimeError(
             f"nn.Parameter of {self.name!r}, a parameter of fully_shard: the engine would not have the new one; make "
-            "it before fully_shard, of full_tensor(), or of param.detach().clone() for an average or a copy of the rows"
+            f"it before fully_shard, of {of}param.detach().clone() for an average or a copy of what this rank has"
         )
 
     def refuse_compile(self) -> NoReturn:
@@ -253,10 +254,23 @@ class Whole:
 
     def refuse_hook(self) -> NoReturn:
         """Raises the RuntimeError against `register_hook`: autograd never comes to the parameters of an optimizer."""
+        self._refuse_gradient("register_hook on")
+
+    def refuse_node(self, name: str) -> NoReturn:
+        """Raises the RuntimeError against `param.view_as(param)`, from whose graph others take a node to hook on.
+
+        Args:
+            name: The method, "view_as" or "expand_as".
+        """
+        self._refuse_gradient(
+            f"{name} to get the node of autograd, as torch.autograd.graph does, of"
+        )
+
+    def _refuse_gradient(self, what: str) -> NoReturn:
         raise RuntimeError(
-            f"register_hook on {self.name!r}, a parameter of fully_shard: autograd's gradient is this rank's gradient "
+            f"{what} {self.name!r}, a parameter of fully_shard: autograd's gradient is this rank's gradient "
             "of the whole parameter, which is reduced over the ranks before rows of it are the .grad; use "
-            "register_post_accumulate_grad_hook"
+            "register_post_accumulate_grad_hook, or loss.backward() and .grad"
         )
 
     def refuse_collective(self, operation: str) -> NoReturn:

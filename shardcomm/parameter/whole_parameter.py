@@ -35,12 +35,26 @@ class WholeParameter(nn.Parameter):
             self.whole.take(value)
 
     def detach(self) -> torch.Tensor:  # noqa: D102
+        if self.whole is not None and sys._getframe(1).f_code is nn.Parameter.__new__.__code__:
+            self.whole.refuse_leaf()  # nn.Parameter would say that this class is wrong
         return _given(super().detach(), self.whole)
 
     def register_hook(self, hook: Any) -> Any:  # noqa: D102
         if self.whole is None:
             return super().register_hook(hook)  # type: ignore[no-untyped-call]
         return self.whole.refuse_hook()
+
+    def expand_as(self, other: torch.Tensor) -> torch.Tensor:  # noqa: D102
+        return super().expand_as(self._no_node("expand_as", other))
+
+    def view_as(self, other: torch.Tensor) -> torch.Tensor:  # noqa: D102
+        return super().view_as(self._no_node("view_as", other))
+
+    def _no_node(self, what: str, other: torch.Tensor) -> torch.Tensor:
+        """`other`; RuntimeError if it is the parameter itself, since that is how others come to a node of autograd."""
+        if self.whole is not None and other is self and torch.is_grad_enabled():
+            self.whole.refuse_node(what)
+        return other
 
     def _use_count(self) -> Any:
         if self.whole is None:

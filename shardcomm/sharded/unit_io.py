@@ -183,7 +183,7 @@ def carry_back(entered: Entered) -> None:
 def in_autograd_grad(leaf: torch.Tensor) -> bool:
     """Whether the backward under way is one of torch.autograd.grad, which leaves no gradient in `leaf.grad`."""
     with torch.enable_grad():
-        accumulates: Any = leaf.view_as(leaf).grad_fn
+        accumulates: Any = torch.Tensor.view_as(leaf, leaf).grad_fn  # a parameter's own refuses
     try:
         torch._C._will_engine_execute_node(accumulates.next_functions[0][0])
     except RuntimeError:  # so torch tells the two apart

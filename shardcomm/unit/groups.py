@@ -353,9 +353,14 @@ def _dtypes(owned: OwnedParam, precision: MixedPrecision) -> tuple[torch.dtype, 
         param_dtype = precision.param_dtype or dtype
         return param_dtype, precision.reduce_dtype or param_dtype
     if trainable and dtype != torch.float64:
+        how = (
+            ", by torch.view_as_complex of two real numbers each in forward"
+            if dtype.is_complex
+            else ""
+        )
         raise ValueError(
             f"parameter {owned.name!r} is {dtype}, in which gradients cannot be reduced; accepted: "
-            "float32, bfloat16, float16, float64, or any dtype with requires_grad=False"
+            f"float32, bfloat16, float16, float64{how}, or any dtype with requires_grad=False"
         )
     if dtype == torch.float64 and (precision.param_dtype or (trainable and precision.reduce_dtype)):
         raise ValueError(

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 from torch.nn.utils import parameters_to_vector, parametrize, vector_to_parameters
@@ -49,6 +50,7 @@ from support.twins import WIDTH, local, values
         lambda m: bool(m.embed.weight),
         lambda m: m.embed.weight.narrow(0, 0, 1),
         lambda m: {p.data_ptr(): p.numel() for p in m.parameters()},  # counts tied ones once
+        lambda m: sum(p.untyped_storage().nbytes() for p in m.parameters()),
     ],
 )
 def test_what_would_be_wrong_of_rows_alone_is_refused(use: Callable[[Tied], Any]) -> None:
@@ -399,10 +401,19 @@ def test_the_arguments_of_fsdp2_are_told(arguments: dict[str, Any], says: str) -
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
-def test_a_gradient_hook_is_refused(strategy: str) -> None:
+@pytest.mark.parametrize(
+    "hook",
+    [
+        lambda params: params[0].register_hook(lambda grad: grad),
+        lambda params: register_multi_grad_hook(params, lambda grads: None),
+        lambda params: get_gradient_edge(params[0]),
+        lambda params: params[0].expand_as(params[0]).grad_fn.next_functions,
+    ],
+)
+def test_a_gradient_hook_is_refused(hook: Callable[[list[Any]], object], strategy: str) -> None:
     def body(model: Tied, engine: Engine, twin: Tied) -> None:
-        with pytest.raises(RuntimeError, match="register_post_accumulate_grad_hook"):
-            model.embed.weight.register_hook(lambda grad: grad)
+        with pytest.raises(RuntimeError, match="use register_post_accumulate_grad_hook"):
+            hook(list(model.parameters()))
 
     with_sharded(body, strategy=strategy)
 
@@ -436,10 +447,14 @@ def test_a_backward_to_some_inputs_says_that_parameters_are_none(
     with_sharded(body, strategy=strategy)
 
 
-def test_a_parameter_is_not_made_of_another() -> None:
+@pytest.mark.parametrize("granularity", ["row", "tensor"])
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+def test_a_parameter_is_not_made_of_another(strategy: str, granularity: str) -> None:
     def body(model: Tied, engine: Engine, twin: Tied) -> None:
         with pytest.raises(RuntimeError, match=r"nn\.Parameter of 'embed\.weight', a parameter of"):
             nn.Parameter(model.embed.weight)
+        with pytest.raises(RuntimeError, match=r"(nn\.Parameter|norm_except_dim) of 'blocks\.0\.w"):
+            nn.utils.parametrizations.weight_norm(model.blocks[0])
         master = nn.Parameter(
             model.embed.weight.detach().clone()
         )  # as loops of mixed precision have it
@@ -447,13 +462,15 @@ def test_a_parameter_is_not_made_of_another() -> None:
         master.grad, plain.grad = model.embed.weight.grad, twin.embed.weight.grad
         for each in (master, plain):
             torch.optim.SGD([each], lr=0.1).step()
-        torch.testing.assert_close(master.full_tensor(), plain.detach())  # type: ignore[operator]
+        whole = master.full_tensor() if hasattr(master, "full_tensor") else master.detach()
+        torch.testing.assert_close(whole, plain.detach())
 
-    with_sharded(body)
+    with_sharded(body, strategy=strategy, granularity=granularity)
 
 
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
 @pytest.mark.parametrize("allow_unused", [False, True])
-def test_gradients_that_are_returned_are_refused(allow_unused: bool) -> None:
+def test_gradients_that_are_returned_are_refused(allow_unused: bool, strategy: str) -> None:
     def body(model: Tied, engine: Engine, twin: Tied) -> None:
         loss = model(IDS).square().sum()
         with pytest.raises(RuntimeError, match=r"loss\.backward\(\)"):
@@ -461,9 +478,10 @@ def test_gradients_that_are_returned_are_refused(allow_unused: bool) -> None:
         model.zero_grad()
         loss.backward()
         for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-            torch.testing.assert_close(p.grad.full_tensor(), q.grad)  # type: ignore[union-attr]
+            grad = p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
+            torch.testing.assert_close(grad, q.grad)
 
-    with_sharded(body)
+    with_sharded(body, strategy=strategy)
 
 
 def test_a_whole_parameter_beside_one_that_another_rank_has_is_refused() -> None:
@@ -520,10 +538,15 @@ def test_rows_are_not_mixed_with_other_ranks_rows(
     with_sharded(body, granularity=granularity)
 
 
-@pytest.mark.parametrize("outer", [lambda model: model, nn.Sequential])
-def test_ddp_of_a_sharded_model_is_refused(outer: Callable[[Any], Any]) -> None:
+@pytest.mark.parametrize(
+    "outer",
+    [lambda model: model, nn.Sequential, lambda model: nn.ParameterList(model.parameters())],
+)
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+def test_ddp_of_a_sharded_model_is_refused(outer: Callable[[Any], Any], strategy: str) -> None:
+    """Of a list of its parameters, too, which `replicate` of torch.distributed makes of a model."""
     model = model_of()
-    fully_shard(model, Communicator.local_group(1)[0], units=nn.Linear)
+    fully_shard(model, Communicator.local_group(1)[0], units=nn.Linear, strategy=strategy)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         with pytest.raises(RuntimeError, match="averages gradients already: call the model itself"):
@@ -604,3 +627,30 @@ def test_quantised_modules_know_that_they_are_not_the_engines(inplace: bool) -> 
     quantised = torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, inplace=inplace)
     with pytest.raises(RuntimeError, match=r"load its full_state_dict\(\) into another one"):
         quantised(IDS)
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_hook_that_renames_what_is_loaded_is_registered_before(before: bool) -> None:
+    def rename(state: dict[str, Any], prefix: str, *args: Any) -> None:
+        state[f"{prefix}weight"] = state.pop(f"{prefix}table")
+
+    state = model_of(1).state_dict()
+    named = {name.replace("embed.weight", "embed.table"): each for name, each in state.items()}
+    nets = [model_of() for _ in range(RANKS)]
+
+    def body(comm: Communicator) -> None:
+        model = nets[comm.rank]
+        hooked = model.embed._register_load_state_dict_pre_hook
+        if before:
+            hooked(rename)
+        engine = fully_shard(model, comm, units=[nn.Linear, nn.Embedding])
+        if not before:
+            hooked(rename)
+            with pytest.raises(RuntimeError, match=r"copy_ with a tensor of shape .* of 'embed\.w"):
+                model.load_state_dict(named)
+            return
+        model.load_state_dict(named)
+        for name, each in engine.full_state_dict().items():
+            assert torch.equal(each, state[name])
+
+    run_threads(body, RANKS)
