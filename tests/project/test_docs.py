@@ -1,6 +1,6 @@
-"""What README, docs and docstrings show is run as it stands: `python` blocks on two ranks, or on as many as the page says,
-and commands of `shardcomm`. `py` blocks, which need more than a program, compile; of other commands, the files and targets
-that they name are there."""
+"""What README, docs and docstrings show is run as it stands: `python` blocks on two ranks, or on as many as the page
+says, and commands of `shardcomm`. `py` blocks, which need more than a program, compile; of other commands, the files
+and targets that they name are there."""
 
 from __future__ import annotations
 
