@@ -192,7 +192,7 @@ def main() -> None:
         report.row(name, measured, f"{ours / measured.median:.3f}")
         report.figures[name] = {"median_s": measured.median, "samples_s": measured.samples}
     exposed = Times(tuple(result["exposed"]))  # type: ignore[arg-type]
-    report.row("(of it waiting for communication)", exposed, "")
+    report.row("shardcomm: of which waiting for communication", exposed, "")
     report.figures["exposed_s"] = exposed.median
     report.bounds = [
         Bound("time / FSDP2", ours / times["FSDP2 (Gloo)"].median, at_most=0.45),

@@ -40,7 +40,7 @@ class CommError(RuntimeError):
         reporter: The rank that noticed; None where that is not known.
 
     Example:
-        ```text
+        ```py
         try:
             comm.all_gather(recv, send)
         except CommError as error:

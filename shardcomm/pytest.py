@@ -20,7 +20,7 @@ def cluster() -> type[Cluster]:
     """Makes clusters on this machine; skips the test, with a sentence, where this process may not make hosts.
 
     Example:
-        ```text
+        ```py
         def test_all_ranks_come_to_one_sum(cluster):
             assert cluster(hosts=2, ranks=2, rate="1gbit").run(sum_of_ranks, timeout_s=60) == [6] * 4
         ```

@@ -160,7 +160,7 @@ void BoardCommunicator::attach(const std::function<void()>& prepare) {
     prepare();
   });
   perform(*reduces_, "attach", [&] { begin(*reduces_, call, nullptr); });
-  // Who attached says nothing of who will use a channel.
+  // The thread that attached need not be the one that uses the channels, so forget it.
   user_.store(0);
   gathers_->used.store(false);
   reduces_->used.store(false);
@@ -175,7 +175,7 @@ std::shared_ptr<Memory> BoardCommunicator::allocate(std::size_t bytes, Use use) 
                                 std::to_string(most));
   }
   Channel& channel = use == Use::gather ? *gathers_ : *reduces_;
-  // Both outlive what other ranks do with them, also after an error.
+  // Declared outside of `perform`: other ranks may still map this memory when an error unwinds.
   std::shared_ptr<void> made;
   std::shared_ptr<Memory> memory;
   perform(channel, "allocate", [&] {
@@ -259,8 +259,8 @@ Mailbox& BoardCommunicator::mailbox() {
       "ranks are threads of one process: copy from the other rank's memory by cudaMemcpyAsync");
 }
 
-// Relaxed: each word says all by itself. A thread that is about to call for the first time cannot
-// be known (docs/protocol.md).
+// Relaxed is enough: nothing else is read because of these words. A thread that is about to call
+// for the first time cannot be known (docs/protocol.md).
 void BoardCommunicator::used_by(Channel& channel, ThreadId thread) {
   channel.used.store(true, std::memory_order_relaxed);
   ThreadId first = user_.load(std::memory_order_relaxed);
@@ -274,7 +274,9 @@ bool BoardCommunicator::is_stuck_before(const Channel& other) const {
 
 void BoardCommunicator::leave(Channel& channel, const char* operation) noexcept {
   channel.windows = nullptr;
-  const bool known = channel.board.in_call();  // else it was refused before the others knew of it
+  // This rank has posted the call, so the others wait in it. Out of memory and CUDA's errors end
+  // the group even if it has not, since the others will come to this call.
+  const bool known = channel.board.in_call();
   const auto leave_for = [&](const char* reason) {
     std::array<char, GroupMemory::kReasonBytes> text{};
     std::snprintf(text.data(), text.size(), "%s: %s", operation, reason);
@@ -283,11 +285,11 @@ void BoardCommunicator::leave(Channel& channel, const char* operation) noexcept 
   try {
     throw;
   } catch (const std::bad_alloc&) {
-    leave_for("this rank has no memory left");  // also if not known: the others come to this call
+    leave_for("this rank has no memory left");
   } catch (const CommError& error) {
     if (known) channel.board.leave(error.what());
   } catch (const CudaError& error) {
-    leave_for(error.what());  // also if not known
+    leave_for(error.what());
   } catch (const Interruption&) {
     if (known) leave_for("interrupted");
   } catch (const std::exception& error) {
@@ -298,7 +300,8 @@ void BoardCommunicator::leave(Channel& channel, const char* operation) noexcept 
   if (known) executor_->finish();
 }
 
-// A process that ends closes its files before others are told that it has ended.
+// A process that ends closes its files before others are told that it has ended. So a peer may see
+// its memory gone before its death; this waits for the death, to name it.
 void BoardCommunicator::find_out_who_died(const Call& call) {
   const Clock::time_point until = Clock::now() + std::chrono::seconds(1);
   while (Clock::now() < until) {

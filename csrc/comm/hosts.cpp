@@ -122,7 +122,7 @@ void HostsCommunicator::close() noexcept {
   leave_others();
 }
 
-// A forked child is not the rank.
+// A forked child must not close its parent's connections.
 void HostsCommunicator::leave_others() noexcept {
   if (!on_host_->forked()) across_->leave();
 }
@@ -236,7 +236,7 @@ void HostsCommunicator::finish(Lane& lane, std::int64_t chunk) {
 std::shared_ptr<Event> HostsCommunicator::enqueue(Lane& lane, Crossing crossing) {
   lane.worker->enqueue(
       [this, &lane, crossing = std::move(crossing), deadline_s = thread_deadline_s](NativeStream) {
-        thread_deadline_s = deadline_s;  // for what carries
+        thread_deadline_s = deadline_s;  // what crosses (Gloo, MPI) reads it
         cross(lane, crossing);
       });
   return lane.worker->record();
@@ -302,11 +302,11 @@ void HostsCommunicator::run_barrier(std::int64_t tag, NativeStream) {
   call.tag = tag;
   perform(gathers_, call, {}, [&] {
     greet(gathers_);
-    on_host_->meet(gathers_.channel);  // every rank's lead has met the other hosts'
+    on_host_->meet(gathers_.channel);  // each rank has met its counterparts on the other hosts
   });
 }
 
-// The ranks of this host have come when the call begins.
+// No further meeting is needed: `perform` has met all ranks of this host.
 void HostsCommunicator::run_sharing(const void* buffer, std::size_t bytes, std::int64_t tag) {
   Call call;
   call.op = Op::barrier;

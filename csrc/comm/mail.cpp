@@ -36,8 +36,8 @@ MailRing* MailMemory::ring(int from, int to) const {
   return reinterpret_cast<MailRing*>(base + index * MailRing::bytes(capacity));
 }
 
-// Messages of 64 KiB take a tenth longer through 64 KiB than through 256, and no less through more.
-// What all may write to a rank stays at 4 MiB.
+// Messages of 64 KiB are 10 % slower through a ring of 64 KiB than through one of 256 KiB, and
+// larger rings gain nothing. All rings into one rank together stay at 4 MiB.
 std::size_t MailMemory::ring_capacity(int size) {
   std::size_t capacity = 256 * 1024;
   while (capacity > 16 * 1024 && capacity * static_cast<std::size_t>(size) > 4 * 1024 * 1024) {
@@ -107,7 +107,7 @@ bool Mail::recv_now(int source, std::byte* into, std::size_t bytes, std::int64_t
 
 void Mail::cancel(Ticket request) noexcept {
   if (!request->ended) {
-    if (request->op == Op::send && request->id != 0) {  // its destination knows of it
+    if (request->op == Op::send && request->id != 0) {  // already announced: tell the destination
       Peer& destination = peer(request->peer);
       put(request, destination.withdrawn);
       write_to(destination);
@@ -128,7 +128,7 @@ bool Mail::move() {
   for (Peer& peer : peers_) {
     if (read_from(peer)) moved = true;
   }
-  for (Peer& peer : peers_) {  // also what was read has an answer
+  for (Peer& peer : peers_) {  // second: reading may have queued replies
     if (write_to(peer)) moved = true;
   }
   return moved;
@@ -276,17 +276,17 @@ void Mail::read_message(Peer& peer, const Frame& frame) {
   if (frame.payload > 0) message.payload = std::make_unique<std::byte[]>(frame.payload);
   std::byte* into = message.payload.get();
   peer.arrived.push_back(std::move(message));
-  peer.in.take(into);  // what takes memory was before
+  peer.in.take(into);  // last: the allocations above may throw
 }
 
-// A send that was cancelled meanwhile has no use for it.
+// The clearance of a cancelled send is dropped.
 void Mail::read_clearance(Peer& peer, const Frame& frame) {
   const Ticket send = find_id(peer.announced, frame.id);
   peer.in.take(nullptr);
   if (send != peer.announced.end()) put(send, peer.cleared);
 }
 
-// Those for a receive that was cancelled meanwhile are dropped.
+// Fragments of a cancelled receive are dropped.
 void Mail::read_fragment(Peer& peer, const Frame& frame) {
   const Ticket receive = find_id(peer.receiving, frame.id);
   if (receive == peer.receiving.end()) return peer.in.take(nullptr);

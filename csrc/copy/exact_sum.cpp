@@ -21,13 +21,12 @@ namespace {
 
 // Each of a block's elements has its total, its residue and what was lost, in rows.
 enum Row { kTotal, kResidue, kLost };
-// And the bits, without the sign, of its largest summand, and of the smallest that is not 0,
-// less 1.
+// Magnitude bits of the element's largest summand, and of its smallest non-zero one, less 1.
 enum RangeRow { kLargest, kSmallest, kRangeRows };
 
 constexpr int kFloatBits = 24, kDoubleBits = 53;  // of significands
 
-// Sources 0 to kSources - 1, and the last again for those that there are not.
+// Four source pointers; those beyond kSources repeat the last one.
 template <class Src, int kSources>
 struct Columns {
   [[gnu::always_inline]] explicit Columns(const void* const* sources)
@@ -38,7 +37,7 @@ struct Columns {
   const Src *a, *b, *c, *d;
 };
 
-// How the elements of a type that floats hold are made of bits.
+// Bit layout of f32, bf16 and f16.
 template <class Src>
 struct Format {
   using Bits = std::conditional_t<sizeof(Src) == 2, std::uint16_t, std::uint32_t>;
@@ -145,7 +144,8 @@ struct Add {
   }
 };
 
-// The float that a sum becomes, which was rounded to odd as a double.
+// Rounds `odd`, a sum already rounded to odd in double, to float. Rounding to odd first avoids
+// double rounding (Boldo, Melquiond, 2008).
 template <bool kNarrow>
 [[gnu::always_inline]] inline float as_float(double odd) {
   if constexpr (kNarrow) {  // to odd once more. Sums of subnormal floats lose nothing.

@@ -105,8 +105,8 @@ SHC_API shc_status shc_set_wait_check(shc_wait_check check, void* context);
 // seconds, in place of the deadline_s of their groups. 0: the groups' hold, as at the start. A call
 // on a stream keeps its group's, and so does every call of SHC_NCCL.
 SHC_API shc_status shc_set_deadline(double deadline_s);
-// What the calling thread has set. In a function of an shc_across it is that of the call for which
-// it carries.
+// What the calling thread has set. Inside an shc_across callback: the deadline of the collective
+// that called it.
 SHC_API shc_status shc_get_deadline(double* deadline_s);
 
 // ---- Element types ----

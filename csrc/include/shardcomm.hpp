@@ -127,7 +127,7 @@ class Handle {
   std::unique_ptr<T, Destroy> handle_;
 };
 
-// What `make` writes to the address that it is given.
+// Calls `make(&handle)`, checks its status, and returns the handle.
 template <class T, class Make>
 T* made(Make&& make) {
   T* handle = nullptr;

@@ -20,7 +20,7 @@ namespace shardcomm_torch {
 
 class Backend final : public c10d::Backend {
  public:
-  // As of Group.
+  // Arguments: see Group's constructor.
   Backend(int rank, int size, std::chrono::milliseconds timeout, shc_comm* comm,
           c10::intrusive_ptr<c10d::Backend> gloo, std::string reason)
       : c10d::Backend(rank, size),
@@ -29,7 +29,7 @@ class Backend final : public c10d::Backend {
         calls_(comm, rank, size) {}
 
   const std::string getBackendName() const override { return "shardcomm"; }
-  // A copy: torch writes to it what it splits off is to have.
+  // Returns a copy, because torch writes the options of a new sub-group into it.
   c10::intrusive_ptr<Options> getBackendOptions() override {
     return c10::make_intrusive<Options>(*group_.options);
   }
@@ -47,7 +47,7 @@ class Backend final : public c10d::Backend {
     return make_group(store, static_cast<int>(own - ranks.begin()), static_cast<int>(ranks.size()),
                       opts->timeout);
   }
-  // A group of all that meet in `store`, also of ranks of other groups.
+  // Makes one group of all ranks that use `store`, also of ranks that are in different groups now.
   c10::intrusive_ptr<c10d::Backend> merge(const c10::intrusive_ptr<c10d::Store>& store,
                                           const c10::intrusive_ptr<Options>& opts, const int& rank,
                                           const int& size) override {

@@ -213,7 +213,7 @@ class Checkpoints:
             CommError: As `save`.
 
         Example:
-            ```text
+            ```py
             group = torch.distributed.new_group(backend="gloo")  # for these saves alone
             checkpoints.async_save(
                 200, lambda folder: dcp.async_save(state, checkpoint_id=folder, process_group=group)

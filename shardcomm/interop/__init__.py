@@ -1,1 +1,1 @@
-"""Our communication under torch's interfaces: its collectives, its backends, and its FSDP2."""
+"""shardcomm in other programs: torch's collectives, backends and FSDP2; JAX, Lightning, accelerate; Chakra's traces."""

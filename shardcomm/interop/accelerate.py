@@ -67,7 +67,7 @@ def prepared(engine: Engine) -> nn.Module:
         The model.
 
     Example:
-        ```text
+        ```py
         engine = shardcomm.fully_shard(model, comm, units=LlamaDecoderLayer)
         trainer = transformers.Trainer(model=prepared(engine), args=args, train_dataset=data)
         ```
@@ -97,7 +97,7 @@ class Accelerator(accelerate.Accelerator):
         ValueError: `kwargs`, or `accelerate launch`, asks for another engine: FSDP, DeepSpeed or Megatron-LM.
 
     Example:
-        ```text
+        ```py
         accelerator = Accelerator(cpu=True, sharding={"units": Block}, gradient_accumulation_steps=2)
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
         ```

@@ -52,7 +52,7 @@ def receipts(group: dist.ProcessGroup | None = None) -> list[Receipt]:
         ValueError: The group is of another backend, or there is no default group.
 
     Example:
-        ```text
+        ```py
         torch.distributed.init_process_group("shardcomm")
         torch.distributed.all_reduce(torch.ones(4))
         print(shardcomm.backend.receipts())

@@ -75,7 +75,7 @@ def launch(
         TimeoutError: Ranks still ran after `timeout_s`, and were killed.
 
     Example:
-        ```text
+        ```py
         def train(steps):
             with shardcomm.Communicator.from_env() as comm:
                 ...

@@ -45,7 +45,7 @@ def enable_stack_dumps(on: int | None = signal.SIGUSR1) -> None:
         ValueError: There is no such signal, or a process cannot handle it.
 
     Example:
-        ```text
+        ```py
         shardcomm.enable_stack_dumps()  # then: kill -USR1 PID, or shardcomm ps --stacks
         ```
     """

@@ -36,7 +36,7 @@ class Policy:
     Example:
         Norms compute in float32 among blocks in bfloat16, and an embedding is in host memory:
 
-        ```text
+        ```py
         half = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         in_float32 = MixedPrecision(param_dtype=torch.float32, output_dtype=torch.bfloat16)
         fully_shard(model, comm, mixed_precision=half, units={
@@ -48,7 +48,7 @@ class Policy:
 
         Ranks 0 and 2 hold one half of the experts, and ranks 1 and 3 the other half:
 
-        ```text
+        ```py
         same = Communicator.from_process_group(group_of_the_ranks_with_my_experts)
         fully_shard(model, comm, units={Block: None, Experts: Policy(comm=same)})
         ```

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support import interpreters
+from support import interpreters
 
 # A thread that knows nothing of Python calls DLPack's deleter, while the thread that waits for it holds Python's lock.
 # If the deleter wanted the lock, both would wait.

@@ -1,5 +1,6 @@
-"""What README, docs and docstrings show is run as it stands: Python on two ranks, or on as many as the page says, and
-commands of `shardcomm`; of other commands, the files and targets that they name are there."""
+"""What README, docs and docstrings show is run as it stands: `python` blocks on two ranks, or on as many as the page
+says, and commands of `shardcomm`. `py` blocks, which need more than a program, compile; of other commands, the files
+and targets that they name are there."""
 
 from __future__ import annotations
 
@@ -46,6 +47,11 @@ EXAMPLES = [
     for page in [*PAGES, *SOURCES]
     for number, example in enumerate(blocks(page, "python"), 1)
 ]
+FRAGMENTS = [
+    pytest.param(page, fragment, id=named(page, number))
+    for page in [*PAGES, *SOURCES, ROOT / "shardcomm/_C.pyi"]
+    for number, fragment in enumerate(blocks(page, "py"), 1)
+]
 COMMANDS = {command: page for page in PAGES for command in commands_of(page)}
 OURS = [command for command in COMMANDS if command.startswith("shardcomm ")]
 
@@ -60,8 +66,14 @@ def test_a_python_example_runs(page: Path, example: str, tmp_path: Path) -> None
     shardcomm.launch(run, ranks, (page.name, example, tmp_path), timeout_s=60)
 
 
+@pytest.mark.parametrize(("page", "fragment"), FRAGMENTS)
+def test_a_fragment_compiles(page: Path, fragment: str) -> None:
+    compile(fragment, page.name, "exec")
+
+
 def test_there_are_examples_and_commands() -> None:
     assert len(EXAMPLES) > 20
+    assert len(FRAGMENTS) > 10
     assert len(OURS) > 10
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def check_tables(root: Path) -> subprocess.CompletedProcess[str]:
@@ -19,6 +21,12 @@ def check_tables(root: Path) -> subprocess.CompletedProcess[str]:
 def test_tables_are_those_of_the_saved_results() -> None:
     checked = check_tables(ROOT)
     assert checked.returncode == 0, checked.stderr
+
+
+def test_no_page_shows_an_empty_table() -> None:
+    empty = re.compile(r"^<!-- bench: .* -->\n\s*<!-- end -->$", re.MULTILINE)
+    found = {page.name: empty.findall(page.read_text()) for page in PAGES}
+    assert not {name: blocks for name, blocks in found.items() if blocks}
 
 
 def test_a_table_that_is_not_its_results_is_named(tmp_path: Path) -> None:

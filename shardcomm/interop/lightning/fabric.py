@@ -64,7 +64,7 @@ class ShardcommStrategy(DDPStrategy):
         ValueError: `state_dict_type` or `replicas` is out of its range.
 
     Example:
-        ```text
+        ```py
         fabric = Fabric(accelerator="cpu", devices=2, strategy=ShardcommStrategy(units=Block))
         fabric.launch()
         model, optimizer = fabric.setup(model, optimizer)

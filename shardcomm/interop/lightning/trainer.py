@@ -64,7 +64,7 @@ class ShardcommTrainerStrategy(DDPStrategy):
         ValueError: `state_dict_type` or `replicas` is out of its range.
 
     Example:
-        ```text
+        ```py
         strategy = ShardcommTrainerStrategy(units=Block)
         trainer = Trainer(accelerator="cpu", devices=2, strategy=strategy, gradient_clip_val=1.0)
         trainer.fit(model, loader)
