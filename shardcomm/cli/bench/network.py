@@ -1,0 +1,214 @@
+"""Measures what lies between hosts, for a simulation: a launcher has started equally many ranks on each of them.
+
+ranks_per_host, cores  as they are; hosts that are one machine share its cores
+crowding               a GPT on all ranks, over the same on as many of them as there are cores, in turns
+network_latency_s,     gathers and reduces of several sizes: the time that their processes are on a core, which is
+socket_bytes_per_s     the same over slow links and fast ones
+network_bytes_per_s    what a gather of more bytes takes longer: by Gloo's ring, which streams
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from shardcomm.cli.bench.fit import fit
+from shardcomm.cli.bench.machine import crowding, measured_machine
+from shardcomm.comm.communicator import Communicator
+from shardcomm.simulate import over_hosts
+from shardcomm.simulate.cost import Group
+from shardcomm.simulate.machine import Machine
+
+DEADLINE_S = 300.0
+"""How long the other ranks wait while rank 0 measures its host."""
+
+_PARTS = tuple(1 << power for power in (12, 16, 19, 20, 21))  # bytes of a rank
+_RING_PARTS = 1 << 19, 1 << 21
+_ROUNDS, _BYTES_A_ROUND, _MOST_CALLS = 3, 1 << 23, 40
+_NO_LIMIT = 1e15
+
+
+class Point(NamedTuple):
+    """A collective that was measured.
+
+    Attributes:
+        what: "gather" or "reduce".
+        part: The bytes of a rank's part.
+        core_s: The seconds that a rank's process was on a core, the mean of the ranks.
+    """
+
+    what: str
+    part: int
+    core_s: float
+
+
+class _Place(NamedTuple):
+    """Where a rank is.
+
+    Attributes:
+        ranks: How many ranks its host has.
+        hosts: How many hosts share the host's machine.
+        number: The rank's number among those of that machine.
+    """
+
+    ranks: int
+    hosts: int
+    number: int
+
+
+def measured_hosts(name: str) -> Machine | None:
+    """Measures the hosts of a launcher's ranks; collective. Returns the machine on rank 0, and None on the others.
+
+    Takes a minute, and more where links are slow.
+
+    Raises:
+        ValueError: The ranks do not communicate over `hosts`; the message says what they must be.
+        CommError: A rank failed.
+        RankError: A rank failed in the measurement of rank 0's host.
+    """
+    torch.set_num_threads(1)
+    with Communicator.from_env(deadline_s=DEADLINE_S) as comm:
+        if comm.transport != "hosts":
+            raise ValueError(
+                f"the launcher's {comm.size} ranks communicate over {comm.transport!r}; a network is measured between "
+                "CPU hosts of equally many ranks, at least 2 on each (and one host without a launcher)"
+            )
+        here = measured_machine(name) if comm.rank == 0 else None
+        place, cores = _place(comm), len(os.sched_getaffinity(0))
+        on_machine = place.hosts * place.ranks
+        slower = crowding(comm, place.number, few=min(cores, on_machine), all_=on_machine)
+        points = measured_points(comm)
+        bytes_per_s = _link_bytes_per_s(comm.size)
+    if here is None:
+        return None
+    measured = "measured by `shardcomm bench --fit`"
+    shared = f" by the {place.hosts} hosts that share them" if place.hosts > 1 else ""
+    machine = replace(
+        here,
+        transport="hosts",
+        ranks_per_host=place.ranks,
+        cores=cores / place.hosts,
+        crowding=slower,
+        network_bytes_per_s=bytes_per_s,
+        socket_bytes_per_s=_NO_LIMIT,
+        sources={
+            **here.sources,
+            "ranks_per_host": "the launcher's",
+            "cores": f"the cores that this process may use{shared}",
+            "crowding": f"{measured}: a GPT on {on_machine} ranks and on {min(cores, on_machine)}",
+            "network_bytes_per_s": f"{measured}: all-gathers by Gloo's ring",
+            "network_burst_bytes": "not measured: 0, as of a link without a bucket",
+        },
+    )
+    return with_exchanges(machine, comm.size, points)
+
+
+def with_exchanges(machine: Machine, ranks: int, points: Sequence[Point]) -> Machine:
+    """The machine with the latency and the rate of sockets that are nearest to the points of `ranks` ranks.
+
+    What a collective costs is linear in both: so many exchanges, and so many bytes.
+    """
+    known = replace(machine, network_latency_s=0.0, socket_bytes_per_s=_NO_LIMIT)
+    group = Group.of(ranks, 1, machine.ranks_per_host)
+    of_one = []
+    for point in points:
+        known_s = _core_s(point, group, known)
+        exchanges = _core_s(point, group, replace(known, network_latency_s=1.0)) - known_s
+        sent = (group.hosts - 1) * point.part
+        of_one.append((round(sent / exchanges), (point.core_s - known_s) / exchanges))
+    line = fit(of_one)
+    if line is None:
+        raise ValueError("the measured collectives took no time on a core")
+    source = f"measured by `shardcomm bench --fit`: gathers and reduces; root mean square error {line.rms_error:.1%}"
+    return replace(
+        machine,
+        network_latency_s=line.alpha_s,
+        socket_bytes_per_s=1 / max(line.beta_s, 1 / _NO_LIMIT),
+        sources={**machine.sources, "network_latency_s": source, "socket_bytes_per_s": source},
+    )
+
+
+def _core_s(point: Point, group: Group, machine: Machine) -> float:
+    """The seconds of a core that the simulation has for what was measured."""
+    part = float(point.part)
+    if point.what == "gather":
+        cost = over_hosts.gather(0, part, part, group, machine)
+    else:
+        cost = over_hosts.reduce(0, group.ranks * part, part, part, group, machine)
+    return sum(move.seconds for stage in cost.stages for move in stage if move.link == "memory")
+
+
+def measured_points(comm: Communicator) -> list[Point]:
+    """The time that a rank is on a core in gathers and reduces of several sizes; the mean of all ranks."""
+    points = []
+    for size in _PARTS:
+        part = torch.ones(size // 4)
+        full = comm.allocate(comm.size * part.numel(), use="gather")
+        gradients = comm.allocate(comm.size * part.numel(), use="reduce").fill_(1)
+        calls: dict[str, Callable[[], object]] = {
+            "gather": lambda full=full, part=part: comm.all_gather(full, part),  # type: ignore[misc]
+            "reduce": lambda part=part, sent=gradients: comm.reduce_scatter(part, sent, "avg"),  # type: ignore[misc]
+        }
+        many = max(1, min(_MOST_CALLS, _BYTES_A_ROUND // size))
+        for what, call in calls.items():
+            call()
+            rounds = [_on_core(comm, call, many) for _ in range(_ROUNDS)]
+            points.append(Point(what, size, statistics.median(rounds)))
+    return points
+
+
+def _on_core(comm: Communicator, call: Callable[[], object], many: int) -> float:
+    comm.barrier()
+    before = time.process_time()
+    for _ in range(many):
+        call()
+    core_s = torch.tensor((time.process_time() - before) / many)
+    comm.all_reduce(core_s, "avg")
+    return float(core_s)
+
+
+def _link_bytes_per_s(ranks: int) -> float:
+    """The bytes that come into a host in a second: what a larger gather brings more, in what it takes longer.
+
+    Gloo's ring passes every part but a rank's own over each link of the ring, one of which is into the host.
+    """
+    with Communicator.from_env(deadline_s=DEADLINE_S, transport="c10d", device="cpu") as ring:
+        few_s, more_s = (_ring_s(ring, size) for size in _RING_PARTS)
+    more = (ranks - 1) * (_RING_PARTS[1] - _RING_PARTS[0])
+    return more / max(more_s - few_s, more / _NO_LIMIT)
+
+
+def _ring_s(ring: Communicator, size: int) -> float:
+    part = torch.ones(size // 4)
+    full = torch.empty(ring.size * part.numel())
+    rounds = []
+    for _ in range(1 + _ROUNDS):
+        ring.barrier()
+        begin = time.perf_counter()
+        ring.all_gather(full, part)
+        slowest = torch.tensor(time.perf_counter() - begin)
+        ring.all_reduce(slowest, "max")
+        rounds.append(float(slowest))
+    return statistics.median(rounds[1:])
+
+
+def _place(comm: Communicator) -> _Place:
+    """Hosts are of one machine if the same kernel runs on them, and one if they see the same shared memory."""
+    kernel = int(Path("/proc/sys/kernel/random/boot_id").read_text()[:8], 16)
+    host = os.stat("/dev/shm").st_dev
+    places = torch.empty(2 * comm.size, dtype=torch.int64)
+    comm.all_gather(places, torch.tensor([kernel, host]))
+    of_ranks = [tuple(place) for place in places.view(-1, 2).tolist()]
+    on_machine = [rank for rank, (its_kernel, _) in enumerate(of_ranks) if its_kernel == kernel]
+    return _Place(
+        ranks=of_ranks.count((kernel, host)),
+        hosts=len({of_ranks[rank] for rank in on_machine}),
+        number=on_machine.index(comm.rank),
+    )
