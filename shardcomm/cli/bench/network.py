@@ -12,14 +12,14 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from shardcomm.cli.bench.fit import fit
 from shardcomm.cli.bench.machine import crowding, measured_machine
 from shardcomm.comm.communicator import Communicator
 from shardcomm.simulate import over_hosts
@@ -31,7 +31,7 @@ DEADLINE_S = 300.0
 
 _PARTS = tuple(1 << power for power in (12, 16, 19, 20, 21))  # bytes of a rank
 _RING_PARTS = 1 << 19, 1 << 21
-_ROUNDS, _BYTES_A_ROUND, _MOST_CALLS = 3, 1 << 23, 40
+_ROUNDS, _BYTES_A_ROUND, _MOST_CALLS = 5, 1 << 22, 20
 _NO_LIMIT = 1e15
 
 
@@ -47,6 +47,20 @@ class Point(NamedTuple):
     what: str
     part: int
     core_s: float
+
+
+class Costs(NamedTuple):
+    """What was measured between hosts.
+
+    Attributes:
+        points: Collectives over `hosts`.
+        socket_bytes_per_s: As a machine has it.
+        link_bytes_per_s: The bytes that come into a host in a second.
+    """
+
+    points: list[Point]
+    socket_bytes_per_s: float
+    link_bytes_per_s: float
 
 
 class _Place(NamedTuple):
@@ -84,8 +98,7 @@ def measured_hosts(name: str) -> Machine | None:
         place, cores = _place(comm), len(os.sched_getaffinity(0))
         on_machine = place.hosts * place.ranks
         slower = crowding(comm, place.number, few=min(cores, on_machine), all_=on_machine)
-        points = measured_points(comm)
-        bytes_per_s = _link_bytes_per_s(comm.size)
+        costs = measured_costs(comm)
     if here is None:
         return None
     measured = "measured by `shardcomm bench --fit`"
@@ -96,8 +109,7 @@ def measured_hosts(name: str) -> Machine | None:
         ranks_per_host=place.ranks,
         cores=cores / place.hosts,
         crowding=slower,
-        network_bytes_per_s=bytes_per_s,
-        socket_bytes_per_s=_NO_LIMIT,
+        network_bytes_per_s=costs.link_bytes_per_s,
         sources={
             **here.sources,
             "ranks_per_host": "the launcher's",
@@ -107,31 +119,30 @@ def measured_hosts(name: str) -> Machine | None:
             "network_burst_bytes": "not measured: 0, as of a link without a bucket",
         },
     )
-    return with_exchanges(machine, comm.size, points)
+    return with_costs(machine, comm.size, costs)
 
 
-def with_exchanges(machine: Machine, ranks: int, points: Sequence[Point]) -> Machine:
-    """The machine with the latency and the rate of sockets that are nearest to the points of `ranks` ranks.
-
-    What a collective costs is linear in both: so many exchanges, and so many bytes.
-    """
-    known = replace(machine, network_latency_s=0.0, socket_bytes_per_s=_NO_LIMIT)
+def with_costs(machine: Machine, ranks: int, costs: Costs) -> Machine:
+    """The machine with what `ranks` ranks have measured that sockets and exchanges take of a core."""
+    known = replace(
+        machine, network_latency_s=0.0, socket_bytes_per_s=min(costs.socket_bytes_per_s, _NO_LIMIT)
+    )
     group = Group.of(ranks, 1, machine.ranks_per_host)
-    of_one = []
-    for point in points:
+    exchanges_s = []
+    for point in costs.points:
         known_s = _core_s(point, group, known)
         exchanges = _core_s(point, group, replace(known, network_latency_s=1.0)) - known_s
-        sent = (group.hosts - 1) * point.part
-        of_one.append((round(sent / exchanges), (point.core_s - known_s) / exchanges))
-    line = fit(of_one)
-    if line is None:
-        raise ValueError("the measured collectives took no time on a core")
-    source = f"measured by `shardcomm bench --fit`: gathers and reduces; root mean square error {line.rms_error:.1%}"
+        exchanges_s.append((point.core_s - known_s) / exchanges)
+    measured = "measured by `shardcomm bench --fit`"
+    each = ", ".join(f"{seconds * 1e6:.0f}" for seconds in exchanges_s)
     return replace(
-        machine,
-        network_latency_s=line.alpha_s,
-        socket_bytes_per_s=1 / max(line.beta_s, 1 / _NO_LIMIT),
-        sources={**machine.sources, "network_latency_s": source, "socket_bytes_per_s": source},
+        known,
+        network_latency_s=max(0.0, statistics.median(exchanges_s)),
+        sources={
+            **machine.sources,
+            "network_latency_s": f"{measured}: gathers and reduces; the median of {each} us",
+            "socket_bytes_per_s": f"{measured}: all-gathers by Gloo's ring",
+        },
     )
 
 
@@ -145,58 +156,65 @@ def _core_s(point: Point, group: Group, machine: Machine) -> float:
     return sum(move.seconds for stage in cost.stages for move in stage if move.link == "memory")
 
 
-def measured_points(comm: Communicator) -> list[Point]:
-    """The time that a rank is on a core in gathers and reduces of several sizes; the mean of all ranks."""
+def measured_costs(comm: Communicator) -> Costs:
+    """What a rank measures between hosts; collective, and the same on all ranks."""
     points = []
     for size in _PARTS:
         part = torch.ones(size // 4)
         full = comm.allocate(comm.size * part.numel(), use="gather")
-        gradients = comm.allocate(comm.size * part.numel(), use="reduce").fill_(1)
-        calls: dict[str, Callable[[], object]] = {
-            "gather": lambda full=full, part=part: comm.all_gather(full, part),  # type: ignore[misc]
-            "reduce": lambda part=part, sent=gradients: comm.reduce_scatter(part, sent, "avg"),  # type: ignore[misc]
+        sent = comm.allocate(comm.size * part.numel(), use="reduce").fill_(1)
+        calls = {
+            "gather": partial(comm.all_gather, full, part),
+            "reduce": partial(comm.reduce_scatter, part, sent, "avg"),
         }
-        many = max(1, min(_MOST_CALLS, _BYTES_A_ROUND // size))
         for what, call in calls.items():
-            call()
-            rounds = [_on_core(comm, call, many) for _ in range(_ROUNDS)]
-            points.append(Point(what, size, statistics.median(rounds)))
-    return points
+            points.append(Point(what, size, _times(comm, call, size).core_s))
+    return Costs(points, *_ring(comm.size))
 
 
-def _on_core(comm: Communicator, call: Callable[[], object], many: int) -> float:
-    comm.barrier()
-    before = time.process_time()
-    for _ in range(many):
-        call()
-    core_s = torch.tensor((time.process_time() - before) / many)
-    comm.all_reduce(core_s, "avg")
-    return float(core_s)
+def _ring(ranks: int) -> tuple[float, float]:
+    """The bytes that a core sends and receives in a second, and those that come into a host.
 
-
-def _link_bytes_per_s(ranks: int) -> float:
-    """The bytes that come into a host in a second: what a larger gather brings more, in what it takes longer.
-
-    Gloo's ring passes every part but a rank's own over each link of the ring, one of which is into the host.
+    Gloo's ring passes every part but one over each of its links, of which one goes into each host.
     """
     with Communicator.from_env(deadline_s=DEADLINE_S, transport="c10d", device="cpu") as ring:
-        few_s, more_s = (_ring_s(ring, size) for size in _RING_PARTS)
-    more = (ranks - 1) * (_RING_PARTS[1] - _RING_PARTS[0])
-    return more / max(more_s - few_s, more / _NO_LIMIT)
+        few, more = (
+            _times(
+                ring,
+                partial(ring.all_gather, torch.empty(ranks * size // 4), torch.ones(size // 4)),
+                size,
+            )
+            for size in _RING_PARTS
+        )
+    passed = (ranks - 1) * (_RING_PARTS[1] - _RING_PARTS[0])
+    least_s = passed / _NO_LIMIT
+    return passed / max(more.core_s - few.core_s, least_s), passed / max(
+        more.seconds - few.seconds, least_s
+    )
 
 
-def _ring_s(ring: Communicator, size: int) -> float:
-    part = torch.ones(size // 4)
-    full = torch.empty(ring.size * part.numel())
+class _Taken(NamedTuple):
+    """The seconds of a call: on a core, the mean of the ranks, and until its end on the slowest."""
+
+    core_s: float
+    seconds: float
+
+
+def _times(comm: Communicator, call: Callable[[], object], size: int) -> _Taken:
+    """The medians of some rounds of a call whose parts have `size` bytes; collective."""
+    many = max(1, min(_MOST_CALLS, _BYTES_A_ROUND // size))
     rounds = []
     for _ in range(1 + _ROUNDS):
-        ring.barrier()
-        begin = time.perf_counter()
-        ring.all_gather(full, part)
-        slowest = torch.tensor(time.perf_counter() - begin)
-        ring.all_reduce(slowest, "max")
-        rounds.append(float(slowest))
-    return statistics.median(rounds[1:])
+        comm.barrier()
+        begin, on_core = time.perf_counter(), time.process_time()
+        for _ in range(many):
+            call()
+        core_s = torch.tensor((time.process_time() - on_core) / many)
+        seconds = torch.tensor((time.perf_counter() - begin) / many)
+        comm.all_reduce(core_s, "avg")
+        comm.all_reduce(seconds, "max")
+        rounds.append(_Taken(float(core_s), float(seconds)))
+    return _Taken(*map(statistics.median, zip(*rounds[1:], strict=True)))
 
 
 def _place(comm: Communicator) -> _Place:
