@@ -12,8 +12,12 @@ def pack(fn: Callable[..., Any], args: Sequence[Any]) -> bytes:
     """What a rank is to call, and where it finds the modules of it.
 
     Raises:
-        TypeError: `fn` or `args` cannot be pickled.
+        TypeError: `fn` or `args` cannot be pickled, or `fn` is of the script that runs, which ranks do not have.
     """
+    if getattr(fn, "__module__", None) == "__main__":
+        raise TypeError(
+            f"run: what is {fn!r} of the script that runs; ranks import it, so it must be a function of a module"
+        )
     try:
         return pickle.dumps((sys.path, pickle.dumps((fn, tuple(args)))))
     except (pickle.PicklingError, AttributeError, TypeError) as error:

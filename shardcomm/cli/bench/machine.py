@@ -77,7 +77,7 @@ _FEW, _MORE = 1, 3  # blocks
 _SHAPES = ((128, 2), (256, 1), (256, 4), (512, 2))  # width, sequences
 _ALONE = [_Case(w, layers, count) for w, count in _SHAPES for layers in (_FEW, _MORE)]
 _CROWDED = _Case(256, 3, 4)  # one of those
-_SHARDED = [_Case(128, 8, 2, True), _Case(256, 4, 2, True), _Case(512, 2, 1, True)]
+_SHARDED = [_Case(128, 8, 2, True), _Case(256, 4, 2, True)]  # units so small that meetings count
 _WHOLE = [case._replace(sharded=False) for case in _SHARDED]  # each on a rank alone
 
 
