@@ -8,13 +8,16 @@ where they cannot be made, it says why, and measures one host.
 
 How fast a core is changes from minute to minute, as neighbours of this machine come and go, and with how many ranks it
 has. So in the rounds of each model every rank also trains one of the fit's by itself, without communication: what that
-takes over what the machine says is the factor by which all that cores do is slower ("cores").
+takes over what the machine says is the factor by which all that cores do is slower ("cores"). Where it is more than
+1.5, somebody else had the cores, and the model is measured again, up to three times; the least disturbed rounds are
+taken, whatever their error.
 
 A time is that of the slowest rank from a common start to the end of forward and backward. Strategies take turns. An
 error is the prediction over the median, less 1. "In the spread" is a prediction among the middle half of the rounds.
 On 2 cores, 4 and 6 ranks share them.
 
---machine FILE takes that machine instead of measuring it; --only N or --only HxN runs N ranks, or H hosts of N, only.
+--machine FILE takes that machine instead of measuring it; --only N runs N ranks only, and --only HxN@R H hosts of N
+ranks with links of R Gbit/s.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ from shardcomm.cli.bench.network import with_costs
 from shardcomm.cluster import Cluster, refusal
 
 MEDIAN, WORST = 0.05, 0.10  # the errors that are wanted
+DISTURBED, ATTEMPTS = 1.5, 3  # how much slower than the machine the reference may be
 MODELS = (Model(192, 6, 2), Model(320, 4, 1), Model(384, 3, 2))  # no size of the fit's
 CLUSTER_MODELS = (Model(192, 6, 2), Model(384, 3, 2))
 FAST = "100gbit"
@@ -55,7 +59,7 @@ class Place(NamedTuple):
 
     @property
     def short(self) -> str:
-        return f"{self.hosts}x{self.ranks}" if self.rate else str(self.ranks)
+        return f"{self.hosts}x{self.ranks}@{self.rate}" if self.rate else str(self.ranks)
 
     @property
     def replicas(self) -> int:
@@ -69,15 +73,28 @@ class Place(NamedTuple):
     def models(self) -> Sequence[Model]:
         return CLUSTER_MODELS if self.rate else MODELS
 
-    def measured(self, rounds: int) -> list[dict[str, list[float]]]:
-        """Of each model the samples of each strategy."""
-        args = (self.models, self.replicas, rounds)
+    def measured(self, model: Model, rounds: int) -> dict[str, list[float]]:
+        """The samples of each strategy, and of the reference."""
+        args = (model, self.replicas, rounds)
         if not self.rate:
             return shardcomm.launch(measure, self.ranks, args, timeout_s=TIMEOUT_S)[0]
         cluster = Cluster(self.hosts, self.ranks, f"{self.rate}gbit")
         (first, *_) = cluster.run(measure, args, timeout_s=TIMEOUT_S)
         assert first is not None
         return first
+
+    def least_disturbed(
+        self, model: Model, rounds: int, alone_s: float
+    ) -> tuple[dict[str, list[float]], float]:
+        """The samples of the attempt in which the reference was fastest, and how many times `alone_s` it took."""
+        attempts = []
+        for _ in range(ATTEMPTS):
+            samples = self.measured(model, rounds)
+            factor = statistics.median(samples[ALONE]) / alone_s
+            attempts.append((samples, factor))
+            if factor <= DISTURBED:
+                break
+        return min(attempts, key=lambda attempt: attempt[1])
 
     def machine(self, here: shardcomm.Machine) -> shardcomm.Machine:
         """What is there of the machine `here`."""
@@ -153,8 +170,8 @@ def add_rows(report: Report, place: Place, here: shardcomm.Machine, rounds: int)
     machine = place.machine(here)
     report.figures[f"machine, {place}"] = asdict(machine)
     alone_s = predict(REFERENCE, "no_shard", 1, None, here) * max(1.0, ranks / here.cores)
-    for model, samples in zip(place.models, place.measured(rounds), strict=True):
-        factor = statistics.median(samples[ALONE]) / alone_s
+    for model in place.models:
+        samples, factor = place.least_disturbed(model, rounds, alone_s)
         there = slower(machine, factor)
         for strategy, replicas in strategies_of(place.replicas, ranks).items():
             measured = Times(tuple(samples[strategy]))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import NamedTuple
 
@@ -45,8 +44,8 @@ def strategies_of(replicas: int, ranks: int) -> dict[str, int | None]:
     }
 
 
-def measure(models: Sequence[Model], replicas: int, rounds: int) -> list[dict[str, list[float]]]:
-    """For each model the seconds of each round on the slowest rank, by strategy; `replicas` are hybrid_shard's.
+def measure(model: Model, replicas: int, rounds: int) -> dict[str, list[float]]:
+    """The seconds of each round on the slowest rank, by strategy; `replicas` are hybrid_shard's.
 
     By the name of `ALONE` are those of `REFERENCE`, which each rank trains by itself.
     """
@@ -55,7 +54,7 @@ def measure(models: Sequence[Model], replicas: int, rounds: int) -> list[dict[st
     comm = shardcomm.Communicator.from_process_group()
     shape = replicas, comm.size // replicas
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
-    measured = [_samples(model, comm, mesh, rounds) for model in models]
+    measured = _samples(model, comm, mesh, rounds)
     comm.close()
     dist.destroy_process_group()
     return measured
