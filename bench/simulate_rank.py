@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import statistics
 import time
-from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import NamedTuple
 
@@ -14,10 +12,11 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import shardcomm
+from shardcomm.cli.bench.network import Costs, measured_costs
 from shardcomm.models.gpt import GPT, VOCAB
 from shardcomm.schedule.strategy import STRATEGIES
 
-CONTEXT, WARM_UP, ROUNDS = 128, 1, 9
+CONTEXT, WARM_UP = 128, 1
 
 
 class Model(NamedTuple):
@@ -32,6 +31,10 @@ class Model(NamedTuple):
         return GPT(self.width, self.layers, CONTEXT)
 
 
+REFERENCE = Model(256, 3, 4)  # one of the fit's
+ALONE = "alone"
+
+
 def strategies_of(replicas: int, ranks: int) -> dict[str, int | None]:
     """Those that differ, and how many replicas each has. As many replicas as ranks leave nothing to shard."""
     return {
@@ -41,14 +44,17 @@ def strategies_of(replicas: int, ranks: int) -> dict[str, int | None]:
     }
 
 
-def measure(models: Sequence[Model], replicas: int, rounds: int) -> list[dict[str, list[float]]]:
-    """For each model the seconds of each round on the slowest rank, by strategy; `replicas` are hybrid_shard's."""
+def measure(model: Model, replicas: int, rounds: int) -> dict[str, list[float]]:
+    """The seconds of each round on the slowest rank, by strategy; `replicas` are hybrid_shard's.
+
+    By the name of `ALONE` are those of `REFERENCE`, which each rank trains by itself.
+    """
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     comm = shardcomm.Communicator.from_process_group()
     shape = replicas, comm.size // replicas
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
-    measured = [_samples(model, comm, mesh, rounds) for model in models]
+    measured = _samples(model, comm, mesh, rounds)
     comm.close()
     dist.destroy_process_group()
     return measured
@@ -58,6 +64,7 @@ def _samples(
     model: Model, comm: shardcomm.Communicator, mesh: DeviceMesh, rounds: int
 ) -> dict[str, list[float]]:
     tokens = torch.randint(0, VOCAB, (model.sequences, CONTEXT + 1))
+    reference = torch.randint(0, VOCAB, (REFERENCE.sequences, CONTEXT + 1))
     with ExitStack() as engines:
         nets = {}
         for strategy, replicas in strategies_of(mesh.size(0), comm.size).items():
@@ -65,37 +72,23 @@ def _samples(
             where = comm if replicas is None else mesh
             engine = shardcomm.fully_shard(net, where, units=list(net.blocks), strategy=strategy)
             engines.callback(engine.close)
+        nets[ALONE] = net = REFERENCE.made()
+        (itself,) = shardcomm.Communicator.local_group(1)
+        engines.callback(shardcomm.fully_shard(net, itself).close)
         times: dict[str, list[float]] = {strategy: [] for strategy in nets}
         for round_ in range(rounds + WARM_UP):
             for strategy, net in nets.items():
-                seconds = timed(net, tokens)
+                seconds = timed(net, reference if strategy == ALONE else tokens)
                 if round_ >= WARM_UP:
                     times[strategy].append(seconds)
     return times
 
 
-def crowded() -> tuple[float, float]:
-    """Seconds on the slowest rank: of a step that every rank makes by itself, and of a gather of few bytes by all."""
+def costs() -> Costs:
+    """What a rank measures between hosts."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    (itself,) = shardcomm.Communicator.local_group(1)
-    model = Model(256, 3, 4)
-    tokens = torch.randint(0, VOCAB, (model.sequences, CONTEXT + 1))
-    net = model.made()
-    shardcomm.fully_shard(net, itself)
-    steps = [timed(net, tokens) for _ in range(WARM_UP + ROUNDS)]
-    with shardcomm.Communicator.from_process_group() as comm:
-        part = torch.ones(4096)
-        whole = comm.allocate(comm.size * part.numel(), use="gather")
-        gathers = []
-        for _ in range(ROUNDS):
-            comm.barrier()
-            begin = time.perf_counter()
-            for _ in range(20):
-                comm.all_gather(whole, part)
-            gathers.append((time.perf_counter() - begin) / 20)
-    dist.destroy_process_group()
-    return statistics.median(steps[WARM_UP:]), statistics.median(gathers)
+    with shardcomm.Communicator.from_env() as comm:
+        return measured_costs(comm)
 
 
 def timed(net: torch.nn.Module, tokens: torch.Tensor) -> float:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar, overload
 
 from shardcomm.arguments.checks import check_list, check_seconds, check_type
 from shardcomm.arguments.scalars import is_whole
-from shardcomm.cluster import environment, rank
+from shardcomm.cluster import calls, environment
 from shardcomm.cluster.hosts import MOST_HOSTS, Host, hosts
 from shardcomm.cluster.kills import Kill, check_there, parse_kill
 from shardcomm.cluster.links import Link
@@ -158,7 +158,7 @@ class Cluster:
         kills: Sequence[Kill],
         timeout_s: float,
     ) -> list[Any]:
-        call = rank.pack(fn, args)
+        call = calls.pack(fn, args)
         with self._processes(kills, _print) as (where, processes), ExitStack() as opened:
             outcomes = []
             for host in where:
@@ -207,7 +207,7 @@ def _results(processes: Processes, outcomes: Sequence[int]) -> list[Any]:
         raise RankError(first_cause(failures))
     _check_killed(processes)
     return [
-        rank.unpack(_content(outcome)) if process.status == 0 else None
+        calls.unpack(_content(outcome)) if process.status == 0 else None
         for process, outcome in zip(processes.all, outcomes, strict=True)
     ]
 
@@ -215,7 +215,7 @@ def _results(processes: Processes, outcomes: Sequence[int]) -> list[Any]:
 def _failure(process: Process, outcome: int) -> Failure:
     written = _content(outcome)
     if process.status == 1 and written:
-        failure: Failure = rank.unpack(written)
+        failure: Failure = calls.unpack(written)
         return failure
     return ended(process.status)
 

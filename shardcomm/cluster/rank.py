@@ -1,6 +1,7 @@
 """The process of a rank that runs a function: `python -m shardcomm.cluster.rank CALL OUTCOME`, two descriptors.
 
-It reads what to call from one, and writes to the other what came of it. Both are files in memory, without a name.
+It reads what to call from one, and writes to the other what came of it. Nothing imports this module, which Python would
+otherwise have loaded before it runs it.
 """
 
 from __future__ import annotations
@@ -8,29 +9,8 @@ from __future__ import annotations
 import os
 import pickle
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any
 
 from shardcomm.process.failures import raised
-
-
-def pack(fn: Callable[..., Any], args: Sequence[Any]) -> bytes:
-    """What a rank is to call, and where it finds the modules of it.
-
-    Raises:
-        TypeError: `fn` or `args` cannot be pickled.
-    """
-    try:
-        return pickle.dumps((sys.path, pickle.dumps((fn, tuple(args)))))
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise TypeError(
-            f"run: what and args must be what pickle can send to another process: {error}"
-        ) from error
-
-
-def unpack(outcome: bytes) -> Any:
-    """What the rank's function has returned, or the `Failure` of a rank that ended with status 1."""
-    return pickle.loads(outcome)
 
 
 def _main(call: int, outcome: int) -> int:

@@ -42,6 +42,7 @@ _RANGES: Mapping[str, tuple[float, float]] = {
     "network_latency_s": (0, 10),
     "network_bytes_per_s": (0, 1e15),
     "network_burst_bytes": (0, 1e12),
+    "socket_bytes_per_s": (0, 1e15),
     "contention": (0, 0.99),
 }
 _WHOLE = ("ranks_per_host", "memory_bytes")
@@ -76,6 +77,8 @@ class Machine:
         network_bytes_per_s: The bytes that a host sends in a second, over all its network cards; 0: there is one host.
         network_burst_bytes: The bytes that a host's link takes at once after a pause, as one that `tc` shapes does; 0
             for a link without a bucket.
+        socket_bytes_per_s: Over hosts: the bytes that a core sends through sockets in a second while it receives as
+            many; 0 for another transport.
         contention: The share of its speed that computation loses while a collective runs beside it. (Where ranks
             share cores, the two share those instead.)
         sources: For each number the place that it comes from.
@@ -88,7 +91,7 @@ class Machine:
     origin: str
     transport: str
     ranks_per_host: int
-    cores: int
+    cores: float
     flops_per_s: float
     unit_s: float
     backward: float
@@ -101,6 +104,7 @@ class Machine:
     network_latency_s: float
     network_bytes_per_s: float
     network_burst_bytes: float
+    socket_bytes_per_s: float
     contention: float
     sources: Mapping[str, str]
 
@@ -133,6 +137,7 @@ class Machine:
             ("ranks_per_host", self.ranks_per_host < 2, "at least 2"),
             ("cores", not self.cores, "more than 0"),
             ("network_bytes_per_s", not self.network_bytes_per_s, "more than 0"),
+            ("socket_bytes_per_s", not self.socket_bytes_per_s, "more than 0"),
         ):
             if lacking:
                 raise ValueError(

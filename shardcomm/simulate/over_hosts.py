@@ -3,12 +3,12 @@
 Each rank leads for its part: the ranks with its number on the other hosts exchange that part with it, so that a host's
 link brings each part of a gather in once, and one partial sum a host of a reduce::
 
-    greeting |  first chunk  | chunk 2 | chunk 3 | ... |  last chunk is used
-      core   | core, network |     core beside network |  core
+    greeting |  copies, sums, sockets  | the link
+      core   |          core           | network
 
-A part crosses in chunks. A collective of one chunk does one thing after the other; of several, the cores copy and sum
-the next chunks while the link is busy with one. So what the greeting and a chunk take of a core comes first here, and
-then the link's work and the rest of the core's at once.
+What goes through sockets takes a core: the kernel copies it, cuts it into packets and acknowledges them, and threads
+wake each other. A part crosses in chunks, of which each takes an exchange. Chunks could be under way while cores copy
+the next ones, but those are busy with computation, and so late that little of it overlaps: here nothing does.
 
 The ranks of an all-reduce that are alone on their hosts, such as replicas, form a ring of Gloo's.
 """
@@ -108,30 +108,18 @@ def _crossing(
     machine: Machine,
 ) -> Cost:
     """The cost of a collective whose rank copies and exchanges bytes with other hosts, in chunks, so many times."""
-    copied += 4 * others  # into a socket and out of one, each read and written
-    copied_s = copied / machine.host_bytes_per_s
-    first_s = MEETINGS[what] * machine.host_latency_s + (1 + times) * machine.network_latency_s
-    rest_s = times * (chunks - 1) * machine.network_latency_s
-    late = 1 - 1 / chunks
+    core_s = MEETINGS[what] * machine.host_latency_s + copied / machine.host_bytes_per_s
+    core_s += (1 + times * chunks) * machine.network_latency_s + others / machine.socket_bytes_per_s
     into_host = others * group.on_host * group.beside
-    return Cost(
-        (
-            (Move("memory", first_s + copied_s / chunks, copied / chunks),),
-            (
-                Move("network", into_host / machine.network_bytes_per_s, others),
-                Move("memory", rest_s + copied_s * late, copied * late),
-            ),
-        ),
-        nbytes,
-    )
+    across = Move("network", into_host / machine.network_bytes_per_s, others)
+    return Cost(((Move("memory", core_s, copied),), (across,)), nbytes)
 
 
 def _ring(nbytes: int, buffer: float, used: float, group: Group, machine: Machine) -> Cost:
     sent = 2 * (group.hosts - 1) / group.hosts * buffer
     summed, mean = 3 * sent / 2, 2 * buffer
-    copied = 4 * sent + summed + mean + used
-    met = Move("memory", (group.hosts - 1) * machine.network_latency_s)
+    copied = summed + mean + used
+    core_s = copied / machine.host_bytes_per_s + sent / machine.socket_bytes_per_s
+    met_s = (group.hosts - 1) * machine.network_latency_s
     across = Move("network", sent * group.beside / machine.network_bytes_per_s, sent)
-    return Cost(
-        ((met,), (across, Move("memory", copied / machine.host_bytes_per_s, copied))), nbytes
-    )
+    return Cost(((Move("memory", met_s + core_s, copied),), (across,)), nbytes)

@@ -23,7 +23,7 @@ def test_a_block_takes_half_of_what_two_more_take_less_its_packing() -> None:
         more: [_StepTime(5.0 + slower, 13.0 + slower) for slower in rounds],
     }
     parameters = 12 * 64 * 64 + 13 * 64
-    flops, block = fitting._block(_Measured(measured, 8.0 * parameters, 1.0, []), 64, 2)
+    flops, block = fitting._block(_Measured(measured, 8.0 * parameters, 1.0, [], 1.0), 64, 2)
     assert flops == 2 * 128 * (2 * 12 * 64 * 64 + 2 * 128 * 64)
     assert block == _StepTime(2.0, 5.0 - 1.0)
 

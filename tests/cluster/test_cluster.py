@@ -45,7 +45,7 @@ def gathers(factor: int) -> Told:
 
 @pytest.mark.usefixtures("warm_python")
 def test_a_function_runs_as_ranks_of_several_hosts_whose_bytes_are_counted(
-    cluster: type[Cluster],
+    cluster: type[Cluster], capfd: pytest.CaptureFixture[str]
 ) -> None:
     told = cluster(HOSTS, RANKS_A_HOST, rate="1gbit").run(gathers, (3,), timeout_s=TIMEOUT_S)
     ranks = HOSTS * RANKS_A_HOST
@@ -57,6 +57,7 @@ def test_a_function_runs_as_ranks_of_several_hosts_whose_bytes_are_counted(
         # The other host's parts, once; and what barriers, headers and acknowledgements are.
         parts = 4 * NUMEL * RANKS_A_HOST // ranks
         assert parts <= each.received_bytes <= 1.05 * parts
+    assert "Warning" not in capfd.readouterr().err
 
 
 def fails_on_rank_1() -> None:
@@ -172,9 +173,14 @@ def test_a_kill_that_cannot_be_is_refused(kill: str, sentence: str) -> None:
         Cluster(2, 2, "1gbit").run(["true"], kill=kill, timeout_s=1)
 
 
-def test_what_is_neither_a_function_nor_words_is_refused() -> None:
+def test_what_is_neither_a_function_nor_words_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with pytest.raises(TypeError, match="run: what is a str; it must be a list or a tuple"):
         Cluster(2, 2, "1gbit").run("true", timeout_s=1)
+    monkeypatch.setattr(nothing, "__module__", "__main__")
+    with pytest.raises(TypeError, match=r"run: what is <function nothing .*> of the script that"):
+        Cluster(2, 2, "1gbit").run(nothing, timeout_s=1)
     with pytest.raises(TypeError, match="run: what and args must be what pickle can send"):
         Cluster(2, 2, "1gbit").run(lambda: None, timeout_s=1)
 

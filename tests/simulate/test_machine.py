@@ -35,7 +35,7 @@ def test_each_shipped_machine_says_that_its_figures_are_published_and_where(name
     assert there.name == name
     assert there.origin == "published"
     cited = re.compile(
-        r"https://|#\d+|data sheet|arXiv|src/graph|not published|none (are )?shared?"
+        r"https://|#\d+|data sheet|arXiv|src/graph|not published|none (are )?shared?|of transport"
     )
     assert all(cited.search(source) for source in there.sources.values())
 
@@ -67,6 +67,10 @@ def test_there_are_machines_of_h100s_and_h200s() -> None:
         (
             {"transport": "hosts", "cores": 1, "network_bytes_per_s": 0},
             "network_bytes_per_s is 0; with transport 'hosts' it must be more than 0",
+        ),
+        (
+            {"transport": "hosts", "cores": 1, "socket_bytes_per_s": 0},
+            "socket_bytes_per_s is 0; with transport 'hosts' it must be more than 0",
         ),
         ({"origin": "guessed"}, "origin is 'guessed'; accepted: 'measured', 'published'"),
         ({"sources": {}}, "sources has no 'ranks_per_host'; each number says where it comes from"),

@@ -22,7 +22,7 @@ CHUNK = 512 * 1024
 
 
 def cluster(ranks_per_host: int = 2, **changed: Any) -> Machine:
-    """Memory of 2048 bytes/s, and a link of 1024 bytes/s into each host."""
+    """Memory of 2048 bytes/s, sockets of 512, and a link of 1024 bytes/s into each host."""
     return machine(
         **{
             "transport": "hosts",
@@ -41,10 +41,9 @@ def unit(ranks: int, strategy: str = "full_shard", numel: int = NUMEL, **options
 
 
 def moves(first_s: float, copied: float, into_host: float, sent: float) -> tuple[Any, ...]:
-    """The stages of a collective of one chunk: all that a core does, and then what the link does."""
-    first = Move("memory", first_s + copied / 2048, copied)
-    across = Move("network", into_host / 1024, sent)
-    return ((first,), (across, Move("memory", 0.0, 0.0)))
+    """The stages of a collective: all that a core does, and then what the link does."""
+    core = Move("memory", first_s + copied / 2048 + sent / 512, copied)
+    return ((core,), (Move("network", into_host / 1024, sent),))
 
 
 def gather(ranks: int, group: Group, numel: int = NUMEL) -> Cost:
@@ -56,9 +55,8 @@ def test_a_gather_brings_each_part_once_into_a_host() -> None:
     cost = gather(4, Group.of(4, 1, 2))
     assert cost.nbytes == 3 * part
     # A rank reads and writes its part thrice: where its host sees it, to send it, and among what comes. That is one
-    # part from the other host, which it reads and writes once. Each part that it sends, and that it receives, it reads
-    # and writes at a socket.
-    copied = 3 * 2 * part + 2 * part + 2 * 2 * part
+    # part from the other host, which it reads and writes once.
+    copied = 3 * 2 * part + 2 * part
     # They meet twice, and exchange a greeting and a chunk.
     assert cost.stages == moves(2 * MET + 2 * EXCHANGED, copied, into_host=2 * part, sent=part)
 
@@ -66,7 +64,7 @@ def test_a_gather_brings_each_part_once_into_a_host() -> None:
 def test_more_hosts_send_more_into_each() -> None:
     part = BYTES // 8
     cost = gather(8, Group.of(8, 1, 2))
-    copied = 3 * 2 * part + 3 * (2 * part + 2 * 2 * part)
+    copied = 3 * 2 * part + 3 * 2 * part
     assert cost.stages == moves(
         2 * MET + 2 * EXCHANGED, copied, into_host=2 * 3 * part, sent=3 * part
     )
@@ -78,14 +76,14 @@ def test_a_reduce_brings_one_sum_a_host() -> None:
     assert cost.nbytes == 3 * part
     # For each host a rank reads two ranks' parts, and writes their sum. It exchanges one of the sums, and keeps the
     # other where the two then are; of both it writes the mean.
-    copied = 2 * (2 * part + part) + 2 * part + (2 * part + part) + 2 * 2 * part
+    copied = 2 * (2 * part + part) + 2 * part + (2 * part + part)
     assert cost.stages == moves(2 * MET + 2 * EXCHANGED, copied, into_host=2 * part, sent=part)
 
 
 def test_sums_of_halves_cross_as_float32() -> None:
     halves = unit(4, mixed_precision=MixedPrecision(reduce_dtype=torch.bfloat16))
     cost = collectives.reduce(halves, Group.of(4, 1, 2), cluster())
-    ((_,), (across, _)) = cost.stages
+    ((_,), (across,)) = cost.stages
     assert cost.nbytes == 3 * BYTES // 8
     assert across.nbytes == BYTES // 4
 
@@ -97,7 +95,7 @@ def test_an_all_reduce_is_a_reduce_and_a_gather() -> None:
     # Its part is read and written to send it, and among what comes, as is the other host's; then every other rank's.
     gathered = 2 * 2 * part + 2 * part + 3 * 2 * part
     into_gradient = 2 * BYTES
-    copied = reduced + gathered + into_gradient + 2 * 2 * 2 * part
+    copied = reduced + gathered + into_gradient
     assert cost.stages == moves(
         4 * MET + 3 * EXCHANGED, copied, into_host=2 * 2 * part, sent=2 * part
     )
@@ -109,24 +107,19 @@ def test_replicas_that_are_alone_on_their_hosts_form_a_ring() -> None:
     shard = 4 * 1536 // 2
     cost = collectives.all_reduce(of, Group.of(3, 2, 2), cluster())
     sent = 4 * shard / 3
-    (first,), (across, copying) = cost.stages
-    assert first == Move("memory", 2 * EXCHANGED)
-    assert across == Move("network", 2 * sent / 1024, sent)
     # Two steps of three sum: two are read, and one is written. Then come the mean, and the gradient.
-    copied = 4 * sent + 2 * 3 * shard / 3 + 2 * shard + 2 * shard
-    assert copying.nbytes == pytest.approx(copied)
-    assert copying.seconds == pytest.approx(copied / 2048)
+    copied = 2 * 3 * shard / 3 + 2 * shard + 2 * shard
+    (core,), (across,) = cost.stages
+    assert across == Move("network", 2 * sent / 1024, sent)
+    assert core.nbytes == pytest.approx(copied)
+    assert core.seconds == pytest.approx(2 * EXCHANGED + copied / 2048 + sent / 512)
 
 
-def test_the_chunks_of_a_part_cross_beside_each_other() -> None:
-    """Of three chunks one is on the core alone; the link's work and the rest of the core's go on at once."""
+def test_each_chunk_of_a_part_takes_an_exchange() -> None:
     part = 3 * CHUNK
     cost = gather(4, Group.of(4, 1, 2), numel=part)  # four parts of so many bytes
-    copied = 3 * 2 * part + 2 * part + 2 * 2 * part
-    (first,), (across, rest) = cost.stages
-    assert first.seconds == pytest.approx(2 * MET + 2 * EXCHANGED + copied / 3 / 2048)
-    assert across == Move("network", 2 * part / 1024, part)
-    assert rest.seconds == pytest.approx(2 * EXCHANGED + copied * 2 / 3 / 2048)
+    copied = 3 * 2 * part + 2 * part
+    assert cost.stages == moves(2 * MET + 4 * EXCHANGED, copied, into_host=2 * part, sent=part)
 
 
 def test_a_group_within_a_host_shares_memory_alone() -> None:
@@ -140,7 +133,8 @@ def test_a_step_is_computed_between_the_links() -> None:
     """Two hosts of two ranks on two cores: each rank has half of one for its second, and then sends beside nothing."""
     model = nn.Sequential(nn.Linear(1, NUMEL, bias=False))
     plan = MemoryPlan.of(model, 4, units=[nn.Linear], strategy="no_shard")
-    where = cluster(cores=1, host_bytes_per_s=1e15, copy_bytes_per_s=1e15, host_latency_s=0.0)
+    infinite = dict.fromkeys(("host_bytes_per_s", "copy_bytes_per_s", "socket_bytes_per_s"), 1e15)
+    where = cluster(cores=1, host_latency_s=0.0, **infinite)
     step = Simulation.of(plan, [UnitTime(0.0, 0.0), UnitTime(1.0, 2.0)], where)
     exchanges, network = 2 * 3 * EXCHANGED, 2 * 2 * BYTES / 4 / 1024
     assert step.compute_s == pytest.approx(2 * (1.0 + 2.0))

@@ -16,6 +16,7 @@ from shardcomm.cli.bench.driver import benchmark
 from shardcomm.cli.bench.files import write_csv, write_json
 from shardcomm.cli.bench.layers import LAYER_OPERATIONS
 from shardcomm.cli.bench.machine import measured_machine
+from shardcomm.cli.bench.network import measured_hosts
 from shardcomm.cli.bench.operations import OPERATIONS
 from shardcomm.cli.bench.options import DTYPES, BenchOptions, Sizes, layers, size_bytes, step_bytes
 from shardcomm.cli.bench.plot import write_plot
@@ -86,7 +87,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add("--csv", metavar="FILE", help="write the figures to this file, too; - for stdout")
     add("--plot", type=picture, metavar="FILE", help="draw busbw over size into this file: .png, .svg or .pdf")
     add("--fit", metavar="FILE",
-        help="measure this machine's cores and memory instead, for `shardcomm simulate --machine FILE`")
+        help="measure this machine's cores and memory instead and, under a launcher, the network between its hosts; "
+        "rank 0 writes the file for `shardcomm simulate --machine FILE`")
     add("--compare", nargs=2, metavar=("A", "B"), help="measure nothing; compare two --json files")
     add("--tolerance", type=positive, default=0.1, metavar="SHARE",
         help="with --compare: exit with 1 if B is slower by more than this share")
@@ -215,13 +217,19 @@ def _compare(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
 
 
 def _fit(parser: argparse.ArgumentParser, path: str) -> int:
-    if not can_write(path):
+    own = launched_for(parser, None)
+    if own.rank == 0 and not can_write(path):
         parser.error(f"--fit is {path!r}; it must be a file that can be written")
+    measured = measured_hosts if own.launcher else measured_machine
     try:
-        machine = measured_machine(Path(path).stem)
-    except RankError as error:
+        machine = measured(Path(path).stem)
+    except ValueError as error:
+        parser.error(f"--fit: {error}")
+    except (RankError, CommError) as error:
         print(f"shardcomm bench: {error}", file=sys.stderr)
         return 1
+    if machine is None:
+        return 0
     machine.save(path)
     for field, source in machine.sources.items():
         print(f"{field:<20}{getattr(machine, field):>12.4g}  {source}")

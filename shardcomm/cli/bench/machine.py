@@ -4,7 +4,7 @@ Each figure is of all ranks at work at once, as many as there are cores, and of 
 
     flops_per_s, unit_s   a GPT without communication, of several widths and tokens: what two blocks more take.
                           forward = unit_s + operations / flops_per_s; backward is so many times as long
-    crowding              the same on twice as many ranks, over twice the time
+    crowding              a GPT on twice as many ranks, over twice the time of that many; the two take turns
     copy_bytes_per_s      copies from buffer to buffer
     code_bytes_per_s      the same through "mxint8": float32 elements encoded, and decoded again
     host_bytes_per_s      gathers, reduces and all-reduces: bytes read and written in a second
@@ -18,7 +18,7 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -76,9 +76,9 @@ class _Case(NamedTuple):
 _FEW, _MORE = 1, 3  # blocks
 _SHAPES = ((128, 2), (256, 1), (256, 4), (512, 2))  # width, sequences
 _ALONE = [_Case(w, layers, count) for w, count in _SHAPES for layers in (_FEW, _MORE)]
-_CROWDED = [_Case(256, 3, 4)]  # one of those
-_SHARDED = [_Case(256, 4, 2, True), _Case(512, 2, 1, True)]  # and each on a rank alone
-_WHOLE = [case._replace(sharded=False) for case in _SHARDED]
+_CROWDED = _Case(256, 3, 4)  # one of those
+_SHARDED = [_Case(128, 8, 2, True), _Case(256, 4, 2, True)]  # units so small that meetings count
+_WHOLE = [case._replace(sharded=False) for case in _SHARDED]  # each on a rank alone
 
 
 class _StepTime(NamedTuple):
@@ -99,6 +99,7 @@ class _Measured(NamedTuple):
     copy_bytes_per_s: float
     code_bytes_per_s: float
     moves: list[tuple[int, float]]
+    crowding: float
 
 
 def measured_machine(name: str) -> Machine:
@@ -110,13 +111,10 @@ def measured_machine(name: str) -> Machine:
     cores = len(os.sched_getaffinity(0))
     ranks = max(cores, 2)
     apart, blocks, of_blocks = _blocks_apart(ranks)
-    crowded = launch(_measure, 2 * ranks, (_CROWDED,))[0]
+    crowded = launch(_measure, 2 * ranks, ([],))[0]
     ratios = [time.backward_s / time.forward_s for _, time in blocks]
     of_memory = fit([*apart.moves, *crowded.moves])
     assert of_memory is not None
-    (twice,) = _CROWDED
-    turns = 2 * ranks / max(cores, ranks)
-    crowding = _median_step_s(crowded.steps[twice]) / (turns * _median_step_s(apart.steps[twice]))
     here = "measured by `shardcomm bench --fit`"
     machine = Machine(
         name=name,
@@ -127,7 +125,7 @@ def measured_machine(name: str) -> Machine:
         flops_per_s=1 / of_blocks.beta_s,
         unit_s=of_blocks.alpha_s,
         backward=statistics.median(ratios),
-        crowding=max(1.0, crowding),
+        crowding=crowded.crowding,
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // (2 * ranks),
         copy_bytes_per_s=apart.copy_bytes_per_s,
         code_bytes_per_s=apart.code_bytes_per_s,
@@ -136,6 +134,7 @@ def measured_machine(name: str) -> Machine:
         network_latency_s=0.0,
         network_bytes_per_s=0.0,
         network_burst_bytes=0,
+        socket_bytes_per_s=0.0,
         contention=0.0,
         sources={
             "ranks_per_host": "as many as were measured together: two for each core",
@@ -153,6 +152,7 @@ def measured_machine(name: str) -> Machine:
             "network_latency_s": "there is one host",
             "network_bytes_per_s": "there is one host",
             "network_burst_bytes": "there is one host",
+            "socket_bytes_per_s": "there is one host",
             "contention": "ranks share cores instead",
         },
     )
@@ -194,10 +194,6 @@ def _block(measured: _Measured, width: int, sequences: int) -> tuple[int, _StepT
     return flops, _StepTime(forward_s, backward_s)
 
 
-def _median_step_s(steps: Sequence[_StepTime]) -> float:
-    return statistics.median(step.step_s for step in steps)
-
-
 def _latency_s(steps: dict[_Case, list[_StepTime]], machine: Machine, ranks: int) -> float:
     """What a step takes longer on `ranks` ranks than on one, beyond what `machine` says, for each meeting.
 
@@ -225,7 +221,34 @@ def _measure(cases: list[_Case]) -> _Measured:
     torch.set_num_threads(1)
     with Communicator.from_env() as comm:
         steps = _step_times(comm, cases)
-        return _Measured(steps, _copies(comm), _codes(comm), list(_moves(comm)))
+        few = max(2, len(os.sched_getaffinity(0)))
+        slower = crowding(comm, comm.rank, few=few, all_=comm.size)
+        return _Measured(steps, _copies(comm), _codes(comm), list(_moves(comm)), slower)
+
+
+def crowding(comm: Communicator, index: int, *, few: int, all_: int) -> float:
+    """How many times as long as its turns a rank takes where `all_` ranks of a machine compute, not `few`; collective.
+
+    The two take turns, so that whatever else the machine does hits both alike.
+
+    Args:
+        comm: All ranks.
+        index: The rank's number among those of its machine.
+        few: As many as the machine has cores.
+        all_: How many ranks the machine has.
+    """
+    if all_ <= few:
+        return 1.0
+    with ExitStack() as engines:
+        step = _step_of(comm, _CROWDED, engines)
+        seconds: dict[int, list[float]] = {few: [], all_: []}
+        for round_ in range(_WARM_UP + _STEPS):
+            for computing, times in seconds.items():
+                _, step_s = step(index < computing).tolist()
+                if round_ >= _WARM_UP:
+                    times.append(step_s)
+    ratio = statistics.median(seconds[all_]) / statistics.median(seconds[few])
+    return max(1.0, ratio * few / all_)
 
 
 def _step_times(comm: Communicator, cases: list[_Case]) -> dict[_Case, list[_StepTime]]:
@@ -235,29 +258,31 @@ def _step_times(comm: Communicator, cases: list[_Case]) -> dict[_Case, list[_Ste
         times: dict[_Case, list[_StepTime]] = {case: [] for case in cases}
         for round_ in range(_WARM_UP + _STEPS):
             for case, step in steps.items():
-                forward_s, step_s = step().tolist()
+                forward_s, step_s = step(True).tolist()
                 if round_ >= _WARM_UP:
                     times[case].append(_StepTime(forward_s, step_s - forward_s))
     return times
 
 
-def _step_of(comm: Communicator, case: _Case, engines: ExitStack) -> Callable[[], torch.Tensor]:
-    """A step, which returns the seconds of its forward and of all of it, on the slowest rank."""
+def _step_of(comm: Communicator, case: _Case, engines: ExitStack) -> Callable[[bool], torch.Tensor]:
+    """A step, which returns the seconds of its forward and of all of it, on the slowest rank of those that make it."""
     torch.manual_seed(comm.rank)
     model = case.made()
     tokens = torch.randint(0, VOCAB, (case.sequences, _CONTEXT + 1))
     engine = fully_shard(model, comm if case.sharded else Communicator.local_group(1)[0])
     engines.callback(engine.close)
 
-    def step() -> torch.Tensor:
+    def step(made: bool) -> torch.Tensor:
         model.zero_grad(set_to_none=True)
         comm.barrier()
-        begin = time.perf_counter()
-        logits = model(tokens[:, :-1])
-        between = time.perf_counter()
-        loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-        loss.backward()  # type: ignore[no-untyped-call]
-        slowest = torch.tensor([between - begin, time.perf_counter() - begin])
+        slowest = torch.zeros(2)
+        if made:
+            begin = time.perf_counter()
+            logits = model(tokens[:, :-1])
+            between = time.perf_counter()
+            loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+            loss.backward()  # type: ignore[no-untyped-call]
+            slowest = torch.tensor([between - begin, time.perf_counter() - begin])
         comm.all_reduce(slowest, "max")
         return slowest
 

@@ -1,0 +1,232 @@
+"""Measures what lies between hosts, for a simulation: a launcher has started equally many ranks on each of them.
+
+ranks_per_host, cores  as they are; hosts that are one machine share its cores
+crowding               a GPT on all ranks, over the same on as many of them as there are cores, in turns
+network_latency_s,     gathers and reduces of several sizes: the time that their processes are on a core, which is
+socket_bytes_per_s     the same over slow links and fast ones
+network_bytes_per_s    what a gather of more bytes takes longer: by Gloo's ring, which streams
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from shardcomm.cli.bench.machine import crowding, measured_machine
+from shardcomm.comm.communicator import Communicator
+from shardcomm.simulate import over_hosts
+from shardcomm.simulate.cost import Group
+from shardcomm.simulate.machine import Machine
+
+DEADLINE_S = 300.0
+"""How long the other ranks wait while rank 0 measures its host."""
+
+_PARTS = tuple(1 << power for power in (12, 16, 19, 20, 21))  # bytes of a rank
+_RING_PARTS = 1 << 19, 1 << 21
+_ROUNDS, _BYTES_A_ROUND, _MOST_CALLS = 5, 1 << 22, 20
+_NO_LIMIT = 1e15
+
+
+class Point(NamedTuple):
+    """A collective that was measured.
+
+    Attributes:
+        what: "gather" or "reduce".
+        part: The bytes of a rank's part.
+        core_s: The seconds that a rank's process was on a core, the mean of the ranks.
+    """
+
+    what: str
+    part: int
+    core_s: float
+
+
+class Costs(NamedTuple):
+    """What was measured between hosts.
+
+    Attributes:
+        points: Collectives over `hosts`.
+        socket_bytes_per_s: As a machine has it.
+        link_bytes_per_s: The bytes that come into a host in a second.
+    """
+
+    points: list[Point]
+    socket_bytes_per_s: float
+    link_bytes_per_s: float
+
+
+class _Place(NamedTuple):
+    """Where a rank is.
+
+    Attributes:
+        ranks: How many ranks its host has.
+        hosts: How many hosts share the host's machine.
+        number: The rank's number among those of that machine.
+    """
+
+    ranks: int
+    hosts: int
+    number: int
+
+
+def measured_hosts(name: str) -> Machine | None:
+    """Measures the hosts of a launcher's ranks; collective. Returns the machine on rank 0, and None on the others.
+
+    Takes a minute, and more where links are slow.
+
+    Raises:
+        ValueError: The ranks do not communicate over `hosts`; the message says what they must be.
+        CommError: A rank failed.
+        RankError: A rank failed in the measurement of rank 0's host.
+    """
+    torch.set_num_threads(1)
+    with Communicator.from_env(deadline_s=DEADLINE_S) as comm:
+        if comm.transport != "hosts":
+            raise ValueError(
+                f"the launcher's {comm.size} ranks communicate over {comm.transport!r}; a network is measured between "
+                "CPU hosts of equally many ranks, at least 2 on each (and one host without a launcher)"
+            )
+        here = measured_machine(name) if comm.rank == 0 else None
+        place, cores = _place(comm), len(os.sched_getaffinity(0))
+        on_machine = place.hosts * place.ranks
+        slower = crowding(comm, place.number, few=min(cores, on_machine), all_=on_machine)
+        costs = measured_costs(comm)
+    if here is None:
+        return None
+    measured = "measured by `shardcomm bench --fit`"
+    shared = f" by the {place.hosts} hosts that share them" if place.hosts > 1 else ""
+    machine = replace(
+        here,
+        transport="hosts",
+        ranks_per_host=place.ranks,
+        cores=cores / place.hosts,
+        crowding=slower,
+        network_bytes_per_s=costs.link_bytes_per_s,
+        sources={
+            **here.sources,
+            "ranks_per_host": "the launcher's",
+            "cores": f"the cores that this process may use{shared}",
+            "crowding": f"{measured}: a GPT on {on_machine} ranks and on {min(cores, on_machine)}",
+            "network_bytes_per_s": f"{measured}: all-gathers by Gloo's ring",
+            "network_burst_bytes": "not measured: 0, as of a link without a bucket",
+        },
+    )
+    return with_costs(machine, comm.size, costs)
+
+
+def with_costs(machine: Machine, ranks: int, costs: Costs) -> Machine:
+    """The machine with what `ranks` ranks have measured that sockets and exchanges take of a core."""
+    known = replace(
+        machine, network_latency_s=0.0, socket_bytes_per_s=min(costs.socket_bytes_per_s, _NO_LIMIT)
+    )
+    group = Group.of(ranks, 1, machine.ranks_per_host)
+    exchanges_s = []
+    for point in costs.points:
+        known_s = _core_s(point, group, known)
+        exchanges = _core_s(point, group, replace(known, network_latency_s=1.0)) - known_s
+        exchanges_s.append((point.core_s - known_s) / exchanges)
+    measured = "measured by `shardcomm bench --fit`"
+    each = ", ".join(f"{seconds * 1e6:.0f}" for seconds in exchanges_s)
+    return replace(
+        known,
+        network_latency_s=max(0.0, statistics.median(exchanges_s)),
+        sources={
+            **machine.sources,
+            "network_latency_s": f"{measured}: gathers and reduces; the median of {each} us",
+            "socket_bytes_per_s": f"{measured}: all-gathers by Gloo's ring",
+        },
+    )
+
+
+def _core_s(point: Point, group: Group, machine: Machine) -> float:
+    """The seconds of a core that the simulation has for what was measured."""
+    part = float(point.part)
+    if point.what == "gather":
+        cost = over_hosts.gather(0, part, part, group, machine)
+    else:
+        cost = over_hosts.reduce(0, group.ranks * part, part, part, group, machine)
+    return sum(move.seconds for stage in cost.stages for move in stage if move.link == "memory")
+
+
+def measured_costs(comm: Communicator) -> Costs:
+    """What a rank measures between hosts; collective, and the same on all ranks."""
+    points = []
+    for size in _PARTS:
+        part = torch.ones(size // 4)
+        full = comm.allocate(comm.size * part.numel(), use="gather")
+        sent = comm.allocate(comm.size * part.numel(), use="reduce").fill_(1)
+        calls = {
+            "gather": partial(comm.all_gather, full, part),
+            "reduce": partial(comm.reduce_scatter, part, sent, "avg"),
+        }
+        for what, call in calls.items():
+            points.append(Point(what, size, _times(comm, call, size).core_s))
+    return Costs(points, *_ring(comm.size))
+
+
+def _ring(ranks: int) -> tuple[float, float]:
+    """The bytes that a core sends and receives in a second, and those that come into a host.
+
+    Gloo's ring passes every part but one over each of its links, of which one goes into each host.
+    """
+    with Communicator.from_env(deadline_s=DEADLINE_S, transport="c10d", device="cpu") as ring:
+        few, more = (
+            _times(
+                ring,
+                partial(ring.all_gather, torch.empty(ranks * size // 4), torch.ones(size // 4)),
+                size,
+            )
+            for size in _RING_PARTS
+        )
+    passed = (ranks - 1) * (_RING_PARTS[1] - _RING_PARTS[0])
+    least_s = passed / _NO_LIMIT
+    return passed / max(more.core_s - few.core_s, least_s), passed / max(
+        more.seconds - few.seconds, least_s
+    )
+
+
+class _Taken(NamedTuple):
+    """The seconds of a call: on a core, the mean of the ranks, and until its end on the slowest."""
+
+    core_s: float
+    seconds: float
+
+
+def _times(comm: Communicator, call: Callable[[], object], size: int) -> _Taken:
+    """The medians of some rounds of a call whose parts have `size` bytes; collective."""
+    many = max(1, min(_MOST_CALLS, _BYTES_A_ROUND // size))
+    rounds = []
+    for _ in range(1 + _ROUNDS):
+        comm.barrier()
+        begin, on_core = time.perf_counter(), time.process_time()
+        for _ in range(many):
+            call()
+        core_s = torch.tensor((time.process_time() - on_core) / many)
+        seconds = torch.tensor((time.perf_counter() - begin) / many)
+        comm.all_reduce(core_s, "avg")
+        comm.all_reduce(seconds, "max")
+        rounds.append(_Taken(float(core_s), float(seconds)))
+    return _Taken(*map(statistics.median, zip(*rounds[1:], strict=True)))
+
+
+def _place(comm: Communicator) -> _Place:
+    """Hosts are of one machine if the same kernel runs on them, and one if they see the same shared memory."""
+    kernel = int(Path("/proc/sys/kernel/random/boot_id").read_text()[:8], 16)
+    host = os.stat("/dev/shm").st_dev
+    places = torch.empty(2 * comm.size, dtype=torch.int64)
+    comm.all_gather(places, torch.tensor([kernel, host]))
+    of_ranks = [tuple(place) for place in places.view(-1, 2).tolist()]
+    on_machine = [rank for rank, (its_kernel, _) in enumerate(of_ranks) if its_kernel == kernel]
+    return _Place(
+        ranks=of_ranks.count((kernel, host)),
+        hosts=len({of_ranks[rank] for rank in on_machine}),
+        number=on_machine.index(comm.rank),
+    )
