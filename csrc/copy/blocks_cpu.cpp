@@ -201,8 +201,8 @@ void with_float(DType dtype, Visit visit) {
 
 template <class Code, class Src, bool kStochastic>
 EncodeKernel encode_kernel(bool tallies) {
-  return tallies ? best_of<Encode<Code, Src, kStochastic, true>>()
-                 : best_of<Encode<Code, Src, kStochastic, false>>();
+  return tallies ? best_of<Encode<Code, Src, kStochastic, true>, 256>()
+                 : best_of<Encode<Code, Src, kStochastic, false>, 256>();
 }
 
 EncodeKernel encode_kernel(const BlockFormat& format, DType dtype, bool tallies) {
