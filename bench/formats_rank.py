@@ -47,7 +47,7 @@ def check(engine: shardcomm.Engine) -> None:
 
 
 def steps(comm: shardcomm.Communicator) -> dict[str, dict[str, list[float]]]:
-    """Of each format, the seconds of each round, and what each host's link has brought in by a step."""
+    """Of each format and each round: the seconds, those that all ranks' threads ran, and the bytes into a host."""
     generator = torch.Generator().manual_seed(comm.rank)
     tokens = torch.randint(0, VOCAB, (BATCH, CONTEXT + 1), generator=generator)
     nets, engines = {ALONE: model()}, {}
@@ -57,7 +57,7 @@ def steps(comm: shardcomm.Communicator) -> dict[str, dict[str, list[float]]]:
             net, comm, units=list(net.blocks), mixed_precision=precision
         )
     taken: dict[str, dict[str, list[float]]] = {
-        name: {"seconds": [], "received": []} for name in nets
+        name: {"seconds": [], "cpu_seconds": [], "received": []} for name in nets
     }
     for round_ in range(ROUNDS + 1):
         for name, net in nets.items():
@@ -65,17 +65,20 @@ def steps(comm: shardcomm.Communicator) -> dict[str, dict[str, list[float]]]:
             comm.barrier()
             before = link_bytes().received
             comm.barrier()
-            start = time.perf_counter()
+            start, cpu_start = time.perf_counter(), time.process_time()
             loss_of(net, tokens).backward()
             seconds = time.perf_counter() - start
             comm.barrier()
+            cpu_seconds = torch.tensor(time.process_time() - cpu_start, dtype=torch.float64)
             own = torch.tensor([seconds, link_bytes().received - before], dtype=torch.float64)
             slowest = own.clone()
             comm.all_reduce(slowest, "max")
+            comm.all_reduce(cpu_seconds)
             if name in engines:
                 check(engines[name])
             if round_:  # the first warms up
                 taken[name]["seconds"].append(float(slowest[0]))
+                taken[name]["cpu_seconds"].append(float(cpu_seconds))
                 taken[name]["received"].append(float(slowest[1]))
     return taken
 

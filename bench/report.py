@@ -5,8 +5,8 @@
 
 Between `<!-- bench: NAME -->` and `<!-- end -->` a page gets the table that bench/NAME.py printed on its last saved
 run, and where that was. The last one is found by the date inside, the name by the command. NAME has its option where a
-script compares more than one thing (`compare_fsdp2 --drop-in`, `overhead --device=fake`), or a part of them (`formats
---steps`). Without a saved result there is nothing in between.
+script compares more than one thing (`compare_fsdp2 --drop-in`, `overhead --device=fake`). Without a saved result there
+is nothing in between.
 `goals` is of all last results: how many of the bounds that `--check` holds each to were kept, and `missed goals` which
 were not.
 
@@ -54,7 +54,7 @@ def name_of(command: str) -> str:
     """What compared what: "compare_fsdp2 --drop-in" of "python bench/compare_fsdp2.py --drop-in --json x"."""
     words = command.split()
     script = next(word for word in words if word.endswith(".py"))
-    told = [word for word in words if word in ("--drop-in", "--device=fake", "--steps")]
+    told = [word for word in words if word in ("--drop-in", "--device=fake")]
     return " ".join([Path(script).stem, *told])
 
 

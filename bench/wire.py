@@ -10,19 +10,22 @@ total. Target: 0.9 of its bandwidth. Results are compared with the wire's defini
 source, within the bound of their block, and sums with the sums of decoded parts, bit for bit. A round times all
 contenders once, in turn; the ratio is the median over rounds of memcpy's time / ours, the spread its quartiles.
 
+"In cache" is the rate of the same loop on operands that stay in the core's caches: what its instructions allow. Where
+that is below memcpy's rate, no memory would make one thread reach it.
+
     python bench/wire.py [--rounds N] [--only TEXT] [--json FILE] [--check]
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import torch
 from harness import Report, arguments
-from pack import COLUMNS, Contest, Operation, measure, require_equal
+from pack import COLUMNS, Contest, Operation, measure, require_equal, seconds
 from torch import Tensor
 
 from shardcomm.copy.blocks import BlockFormat, BlockSegment, decode, decode_sum, encode
@@ -32,6 +35,7 @@ SEED = 0
 COUNT = 16 << 20
 NAMES = ("mxint8", "mxfp8")
 WANTED = 0.9
+FEW, MORE = 32 << 10, 96 << 10  # elements, which stay in a core's second cache
 
 
 def aligned(nbytes: int) -> Tensor:
@@ -83,15 +87,47 @@ def require_within_bounds(format: BlockFormat, decoded: Tensor, source: Tensor) 
         raise SystemExit(f"{format}: an element differs by more than its block's bound")
 
 
-def contests(generator: torch.Generator) -> Iterator[partial[Contest]]:
+def seconds_in_cache(run: Callable[[int], Operation]) -> float:
+    """What an element more costs: the seconds of a call aside."""
+    few, more = (min(seconds(each) for _ in range(200)) for each in (run(FEW), run(MORE)))
+    return (more - few) / (MORE - FEW)
+
+
+def encoded_parts(format: BlockFormat, source: Tensor, parts: int) -> Tensor:
+    """Wire parts one after another, each of `source`."""
+    nbytes = format.nbytes(source.numel())
+    wires = aligned(parts * nbytes)
+    for part in range(parts):
+        encode(format, [BlockSegment(source, 0)], wires[part * nbytes :][:nbytes])
+    return wires
+
+
+def encodes(format: BlockFormat, source: Tensor, stats: WireStats | None, count: int) -> Operation:
+    wire = aligned(format.nbytes(count))
+    return partial(encode, format, [BlockSegment(source[:count], 0)], wire, stats=stats)
+
+
+def decodes(format: BlockFormat, source: Tensor, target: Tensor, count: int) -> Operation:
+    wire = encoded_parts(format, source[:count], 1)
+    return partial(decode, format, wire, [BlockSegment(target[:count], 0)])
+
+
+def sums(format: BlockFormat, source: Tensor, parts: int, target: Tensor, count: int) -> Operation:
+    wires = encoded_parts(format, source[:count], parts)
+    return partial(decode_sum, format, wires, parts, target[:count])
+
+
+def contests(
+    generator: torch.Generator,
+) -> Iterator[tuple[partial[Contest], Callable[[int], Operation]]]:
+    """Each contest, and how its operation is made for another number of elements."""
     sources = {torch.float32: torch.randn(COUNT, generator=generator)}
     sources[torch.bfloat16] = sources[torch.float32].bfloat16()
     targets = {dtype: torch.empty_like(source) for dtype, source in sources.items()}
     for name in NAMES:
         nearest = BlockFormat(name)  # type: ignore[arg-type]
         nbytes = nearest.nbytes(COUNT)
-        wires = aligned(4 * nbytes)
-        wire = wires[:nbytes]
+        wire = aligned(nbytes)
         stochastic = BlockFormat(name, rounding="stochastic")  # type: ignore[arg-type]
         for dtype, source in sources.items():
             short = str(dtype).removeprefix("torch.")
@@ -113,7 +149,7 @@ def contests(generator: torch.Generator) -> Iterator[partial[Contest]]:
                     back = torch.empty(COUNT)
                     decode(format, wire, [BlockSegment(back, 0)])
                     require_within_bounds(format, back, source.float())
-                    yield partial(
+                    contest = partial(
                         against_memcpy,
                         f"encode {short} to {name}{what}",
                         source.nbytes + nbytes,
@@ -121,23 +157,23 @@ def contests(generator: torch.Generator) -> Iterator[partial[Contest]]:
                         run,
                         wanted,
                     )
-        for part in range(4):
-            encode(
-                nearest, [BlockSegment(sources[torch.float32], 0)], wires[part * nbytes :][:nbytes]
-            )
+                    yield contest, partial(encodes, format, source, stats)
+        wires = encoded_parts(nearest, sources[torch.float32], 4)
+        wire = wires[:nbytes]
         for dtype, target in targets.items():
             short = str(dtype).removeprefix("torch.")
             for threads in (1, 2):
                 run = partial(decode, nearest, wire, [BlockSegment(target, 0)], threads=threads)
                 run()
                 require_within_bounds(nearest, target.float(), sources[torch.float32])
-                yield partial(
+                contest = partial(
                     against_memcpy,
                     f"decode {name} to {short}",
                     target.nbytes + nbytes,
                     threads,
                     run,
                 )
+                yield contest, partial(decodes, nearest, sources[torch.float32], target)
         target = targets[torch.float32]
         for parts in (2, 4):
             some = wires[: parts * nbytes]
@@ -150,13 +186,14 @@ def contests(generator: torch.Generator) -> Iterator[partial[Contest]]:
                 run = partial(decode_sum, nearest, some, parts, target, threads=threads)
                 run()
                 require_equal(f"sum of {parts} {name}", target, total)
-                yield partial(
+                contest = partial(
                     against_memcpy,
                     f"sum {parts} parts of {name} to float32",
                     target.nbytes + parts * nbytes,
                     threads,
                     run,
                 )
+                yield contest, partial(sums, nearest, sources[torch.float32], parts, target)
 
 
 def main() -> None:
@@ -165,10 +202,18 @@ def main() -> None:
     parser.add_argument("--only", default="", help="run the operations whose names have this text")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    report = Report(COLUMNS)
-    for contest in contests(torch.Generator().manual_seed(SEED)):
-        if args.only in f"{contest.args[0]}, {contest.args[2]} thread":
-            measure(contest(), args.rounds, report)
+    report = Report((*COLUMNS, "in cache, GB/s"))
+    for contest, run in contests(torch.Generator().manual_seed(SEED)):
+        name, nbytes, threads, *_ = contest.args
+        if args.only not in f"{name}, {threads} thread":
+            continue
+        measure(contest(), args.rounds, report)
+        in_cache = "-"
+        if threads == 1:
+            rate = nbytes / COUNT / seconds_in_cache(run)
+            report.figures[f"{name}, bytes a second in cache"] = rate
+            in_cache = f"{rate / 1e9:.1f}"
+        report.rows[-1].append(in_cache)
     report.finish(args)
 
 

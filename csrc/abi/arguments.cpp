@@ -57,6 +57,22 @@ RedOp op_of(shc_op op) {
                               "; it must be an shc_op, SHC_SUM (0) to SHC_BXOR (7)");
 }
 
+BlockFormat format_of(const shc_block_format* format, const char* argument) {
+  const shc_block_format& given = required(format, argument);
+  if (given.code != SHC_MXINT8 && given.code != SHC_MXFP8) {
+    throw std::invalid_argument(std::string(argument) + ".code is " +
+                                std::to_string(static_cast<int>(given.code)) +
+                                "; it must be SHC_MXINT8 (0) or SHC_MXFP8 (1)");
+  }
+  if (given.rounding != SHC_NEAREST && given.rounding != SHC_STOCHASTIC) {
+    throw std::invalid_argument(std::string(argument) + ".rounding is " +
+                                std::to_string(static_cast<int>(given.rounding)) +
+                                "; it must be SHC_NEAREST (0) or SHC_STOCHASTIC (1)");
+  }
+  return {given.code == SHC_MXINT8 ? BlockCode::mxint8 : BlockCode::mxfp8, given.block,
+          given.rounding == SHC_NEAREST ? Rounding::nearest : Rounding::stochastic};
+}
+
 void check_header(const char* argument, std::size_t size, int version, std::size_t oldest) {
   if (version / 10000 != SHC_VERSION / 10000 || version <= 0) {
     throw std::invalid_argument(

@@ -9,6 +9,7 @@
 #include <string>
 
 #include "shardcomm.h"
+#include "shardcomm/blocks.h"
 #include "shardcomm/dtype.h"
 #include "shardcomm/reduce.h"
 
@@ -22,6 +23,7 @@ T& required(T* pointer, const char* argument) {
 
 DType dtype_of(shc_dtype dtype, const char* argument);
 RedOp op_of(shc_op op);
+BlockFormat format_of(const shc_block_format* format, const char* argument);
 
 // The size of a struct in 0.1.0, the first version of its header. No struct may end in padding,
 // which a later field would take while older programs leave it as it is.

@@ -11,11 +11,10 @@
 #include "abi/status.h"
 #include "copy/blocks_cuda.h"
 
-using shardcomm::BlockCode;
 using shardcomm::BlockFormat;
 using shardcomm::BlockStats;
-using shardcomm::Rounding;
 using shardcomm::abi::dtype_of;
+using shardcomm::abi::format_of;
 using shardcomm::abi::guarded;
 using shardcomm::abi::required;
 
@@ -24,21 +23,6 @@ namespace {
 static_assert(sizeof(shc_block_stats) == sizeof(BlockStats) &&
               offsetof(shc_block_stats, seen) == offsetof(BlockStats, seen_bits) &&
               offsetof(shc_block_stats, flagged) == offsetof(BlockStats, flagged));
-
-BlockFormat format_of(const shc_block_format* format) {
-  const shc_block_format& given = required(format, "format");
-  if (given.code != SHC_MXINT8 && given.code != SHC_MXFP8) {
-    throw std::invalid_argument("format.code is " + std::to_string(static_cast<int>(given.code)) +
-                                "; it must be SHC_MXINT8 (0) or SHC_MXFP8 (1)");
-  }
-  if (given.rounding != SHC_NEAREST && given.rounding != SHC_STOCHASTIC) {
-    throw std::invalid_argument("format.rounding is " +
-                                std::to_string(static_cast<int>(given.rounding)) +
-                                "; it must be SHC_NEAREST (0) or SHC_STOCHASTIC (1)");
-  }
-  return {given.code == SHC_MXINT8 ? BlockCode::mxint8 : BlockCode::mxfp8, given.block,
-          given.rounding == SHC_NEAREST ? Rounding::nearest : Rounding::stochastic};
-}
 
 void check_device(int device) {
   if (device >= shardcomm::abi::kHost) return;
@@ -64,7 +48,7 @@ std::vector<Segment> segments_of(const BlockFormat& format, const Given* given, 
 
 shc_status shc_wire_bytes(const shc_block_format* format, int64_t elements, int64_t* bytes) {
   return guarded("shc_wire_bytes", [&] {
-    required(bytes, "bytes") = shardcomm::wire_bytes(format_of(format), elements);
+    required(bytes, "bytes") = shardcomm::wire_bytes(format_of(format, "format"), elements);
   });
 }
 
@@ -72,7 +56,7 @@ shc_status shc_encode(const shc_block_format* format, const shc_encoded_segment*
                       size_t count, shc_dtype dtype, void* wire, int64_t wire_bytes, uint64_t seed,
                       shc_block_stats* stats, int threads, int device, shc_stream* stream) {
   return guarded("shc_encode", [&] {
-    const BlockFormat how = format_of(format);
+    const BlockFormat how = format_of(format, "format");
     const shardcomm::DType type = dtype_of(dtype, "dtype");
     if (wire_bytes > 0) required(static_cast<std::byte*>(wire), "wire");
     shardcomm::check_wire(how, wire, wire_bytes, type);
@@ -94,7 +78,7 @@ shc_status shc_decode(const shc_block_format* format, const void* wire, int64_t 
                       const shc_decoded_segment* segments, size_t count, shc_dtype dtype,
                       int threads, int device, shc_stream* stream) {
   return guarded("shc_decode", [&] {
-    const BlockFormat how = format_of(format);
+    const BlockFormat how = format_of(format, "format");
     const shardcomm::DType type = dtype_of(dtype, "dtype");
     if (wire_bytes > 0) required(static_cast<const std::byte*>(wire), "wire");
     shardcomm::check_wire(how, wire, wire_bytes, type);
@@ -115,7 +99,7 @@ shc_status shc_decode_sum(const shc_block_format* format, const void* wires, int
                           int64_t count, shc_dtype dtype, const shc_copy_options* options,
                           int threads, int device, shc_stream* stream) {
   return guarded("shc_decode_sum", [&] {
-    const BlockFormat how = format_of(format);
+    const BlockFormat how = format_of(format, "format");
     const shc_copy_options given =
         shardcomm::abi::options_of("options", options, shc_copy_options SHC_COPY_OPTIONS_INIT);
     const shardcomm::Epilogue epilogue{dtype_of(dtype, "dtype"), given.scale, given.accumulate != 0,

@@ -2,7 +2,9 @@
 #include "shardcomm/communicator.h"
 
 #include <memory>
+#include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "abi/collective.h"
@@ -11,6 +13,8 @@
 #include "abi/status.h"
 #include "comm/tag_names.h"
 
+using shardcomm::BlockStats;
+using shardcomm::Coding;
 using shardcomm::Communicator;
 using shardcomm::Epilogue;
 using shardcomm::Parts;
@@ -48,7 +52,25 @@ auto with_gather(const shc_comm& comm, const void* send, shc_dtype send_dtype, v
              parts_of(comm, count, given.counts), given.tag);
 }
 
-// Calls use(send, dtype, recv, epilogue, parts, op, tag).
+std::optional<Coding> coding_of(const shc_coding* given) {
+  if (given == nullptr) return std::nullopt;
+  Coding coding;
+  if (given->blocks != nullptr) {
+    coding.blocks = shardcomm::abi::format_of(given->blocks, "options->coding->blocks");
+  }
+  coding.stats = reinterpret_cast<BlockStats*>(given->stats);
+  return coding;
+}
+
+template <class... Args>
+auto bind_reduce(std::shared_ptr<Communicator> comm, const std::optional<Coding>& coding,
+                 const Args&... args) {
+  return coding.has_value()
+             ? Communicator::bind_coded_reduce_scatter(std::move(comm), args..., *coding)
+             : Communicator::bind_reduce_scatter(std::move(comm), args...);
+}
+
+// Calls use(coding, send, dtype, recv, epilogue, parts, op, tag).
 template <class Use>
 auto with_reduce(const shc_comm& comm, const void* send, shc_dtype send_dtype, void* recv,
                  shc_dtype recv_dtype, std::int64_t count, shc_op op,
@@ -61,7 +83,7 @@ auto with_reduce(const shc_comm& comm, const void* send, shc_dtype send_dtype, v
   }
   const Epilogue epilogue{dtype_of(recv_dtype, "recv_dtype"), given.scale, given.accumulate != 0,
                           given.nonfinite};
-  return use(send, dtype_of(send_dtype, "send_dtype"), recv, epilogue,
+  return use(coding_of(given.coding), send, dtype_of(send_dtype, "send_dtype"), recv, epilogue,
              parts_of(comm, count, given.counts), op_of(op), given.tag);
 }
 
@@ -199,10 +221,10 @@ shc_status shc_reduce_scatter(shc_comm* comm, const void* send, shc_dtype send_d
   return guarded("shc_reduce_scatter", [&] {
     const shc_comm& known = checked(comm, "comm");
     with_reduce(known, send, send_dtype, recv, recv_dtype, count, op, options,
-                [&](const auto&... args) {
-                  run_now_or_on(
-                      stream, known, [&] { known.comm->reduce_scatter(args...); },
-                      [&] { return Communicator::bind_reduce_scatter(known.comm, args...); });
+                [&](const std::optional<Coding>& coding, const auto&... args) {
+                  const auto bind = [&] { return bind_reduce(known.comm, coding, args...); };
+                  if (stream == nullptr && coding.has_value()) return bind()(nullptr);
+                  run_now_or_on(stream, known, [&] { known.comm->reduce_scatter(args...); }, bind);
                 });
   });
 }
@@ -212,8 +234,8 @@ shc_status shc_bind_reduce_scatter(shc_comm* comm, const void* send, shc_dtype s
                                    const shc_reduce_options* options, shc_collective** collective) {
   return keep("shc_bind_reduce_scatter", comm, collective, [&](const shc_comm& known) {
     return with_reduce(known, send, send_dtype, recv, recv_dtype, count, op, options,
-                       [&](const auto&... args) {
-                         return Communicator::bind_reduce_scatter(known.comm, args...);
+                       [&](const std::optional<Coding>& coding, const auto&... args) {
+                         return bind_reduce(known.comm, coding, args...);
                        });
   });
 }

@@ -94,24 +94,30 @@ struct MxFp8 {
   [[gnu::always_inline]] SHARDCOMM_HOST_DEVICE static RoundedElement round(float y,
                                                                            std::uint32_t random) {
     const std::uint32_t bits = float_bits(y);
-    const std::uint32_t magnitude = bits & kMagnitude;
-    // Steps are an eighth of the element's power of two, and below 2^-6 of that.
-    constexpr std::uint32_t kLeast = 127 - 6;
-    const std::uint32_t own = magnitude >> 23;
-    const std::uint32_t exponent = own > kLeast ? own : kLeast;
-    const float steps = float_of_bits(magnitude) * float_of_bits((257 - exponent) << 23);
-    std::uint32_t whole;
+    const std::uint32_t sign = bits >> 31 << 7;
+    const float magnitude = float_of_bits(bits & kMagnitude);
+    // Steps are an eighth of the element's power of two, and at least 2^-9.
+    constexpr std::uint32_t kLeastPower = (127 - 6) << 23;
+    const std::uint32_t own = bits & kInfinityBits;
+    const std::uint32_t power = own > kLeastPower ? own : kLeastPower;
+    // A code counts 8 steps for each power of two. 16 steps are 8 of the next: the addition
+    // carries.
+    const std::uint32_t before = (power - kLeastPower) >> 20;
     if constexpr (kStochastic) {
+      const float steps = magnitude * float_of_bits((257u << 23) - power);
       const auto down = static_cast<std::int32_t>(steps);
-      whole =
-          static_cast<std::uint32_t>(down + rounds_up(steps - static_cast<float>(down), random));
+      const std::int32_t whole = down + rounds_up(steps - static_cast<float>(down), random);
+      const float error = steps - static_cast<float>(whole);
+      return {(before + static_cast<std::uint32_t>(whole)) | sign,
+              error * float_of_bits(power - (3u << 23))};
     } else {
-      whole = float_bits(steps + 0x1p23f) - float_bits(0x1p23f);
+      // The last place of numbers around 2^20 powers is a step: the addition rounds to nearest
+      // even.
+      const std::uint32_t origin = power + (20u << 23);
+      const float sum = magnitude + float_of_bits(origin);
+      return {(before + (float_bits(sum) - origin)) | sign,
+              magnitude - (sum - float_of_bits(origin))};
     }
-    // 16 steps are 8 of the next exponent: the addition carries.
-    const std::uint32_t code = ((exponent - kLeast) << 3) + whole;
-    const float error = steps - static_cast<float>(static_cast<std::int32_t>(whole));
-    return {code | (bits >> 31 << 7), error * float_of_bits((exponent - 3) << 23)};
   }
   [[gnu::always_inline]] SHARDCOMM_HOST_DEVICE static float value(std::uint8_t code) {
     const std::uint32_t magnitude = code & 0x7fu;
@@ -119,7 +125,8 @@ struct MxFp8 {
     const std::uint32_t subnormal =
         float_bits(static_cast<float>(static_cast<std::int32_t>(magnitude)) * 0x1p-9f);
     const std::uint32_t finite = magnitude < 8 ? subnormal : normal;
-    const std::uint32_t sign = static_cast<std::uint32_t>(code & 0x80u) << 24;
+    const std::uint32_t sign =
+        static_cast<std::uint32_t>(static_cast<std::int8_t>(code)) & ~kMagnitude;
     return float_of_bits((magnitude == 0x7f ? kQuietNan : finite) | sign);
   }
   SHARDCOMM_HOST_DEVICE static std::uint32_t bound(std::uint32_t largest, std::uint32_t scale,

@@ -201,8 +201,8 @@ void with_float(DType dtype, Visit visit) {
 
 template <class Code, class Src, bool kStochastic>
 EncodeKernel encode_kernel(bool tallies) {
-  return tallies ? best_of<Encode<Code, Src, kStochastic, true>>()
-                 : best_of<Encode<Code, Src, kStochastic, false>>();
+  return tallies ? best_of<Encode<Code, Src, kStochastic, true>, 256>()
+                 : best_of<Encode<Code, Src, kStochastic, false>, 256>();
 }
 
 EncodeKernel encode_kernel(const BlockFormat& format, DType dtype, bool tallies) {
@@ -401,6 +401,9 @@ void decode_sum_cpu(const BlockFormat& format, const void* wires, int parts, voi
   const FinishKernel finish = finish_kernel(epilogue);
   const auto item_bytes = static_cast<std::int64_t>(itemsize(epilogue.dtype));
   const auto* codes = static_cast<const std::uint8_t*>(wires);
+  // Sums that are stored as they are need no pass of their own.
+  const bool finished = epilogue.dtype == DType::f32 && epilogue.scale == 1.0f &&
+                        !epilogue.accumulate && epilogue.nonfinite == nullptr;
   // Accumulation has the destination in the cache already.
   const bool streaming = !epilogue.accumulate && is_worth_streaming(count * item_bytes);
 
@@ -418,8 +421,15 @@ void decode_sum_cpu(const BlockFormat& format, const void* wires, int parts, voi
           }
           const std::int64_t elements = smaller(blocks * block, count - at * block);
           auto* to = static_cast<std::byte*>(dst) + at * block * item_bytes;
-          finish(streaming ? piece : to, sums, elements, epilogue.scale, epilogue.nonfinite);
-          if (streaming) write_past_caches(to, piece, elements * item_bytes);
+          const std::byte* result = finished ? reinterpret_cast<const std::byte*>(sums) : piece;
+          if (!finished) {
+            finish(streaming ? piece : to, sums, elements, epilogue.scale, epilogue.nonfinite);
+          }
+          if (streaming) {
+            write_past_caches(to, result, elements * item_bytes);
+          } else if (finished) {
+            std::memcpy(to, result, static_cast<std::size_t>(elements * item_bytes));
+          }
         }
         if (streaming) streaming_fence();
       });

@@ -20,7 +20,8 @@ InstructionSet instruction_set();
 void use_instruction_set(InstructionSet set);
 
 // `Loop` is a type with one always-inlined `static void run(...)`; best_of<Loop>() is a pointer to
-// its best version.
+// its best version. Loops that permute and narrow much are faster in halves of AVX-512's vectors,
+// with its instructions all the same: best_of<Loop, 256>().
 template <class Loop, class Signature = decltype(Loop::run)>
 struct Versions;
 
@@ -32,14 +33,20 @@ struct Versions<Loop, void(Args...)> {
   [[gnu::target("avx512f,avx512bw,avx512dq,avx512vl")]] static void avx512(Args... args) {
     Loop::run(args...);
   }
+  [[gnu::target("avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=256")]] static void
+  avx512_in_256(Args... args) {
+    Loop::run(args...);
+  }
 #endif
 };
 
-template <class Loop>
+template <class Loop, int kVectorBits = 512>
 auto best_of() {
+  static_assert(kVectorBits == 512 || kVectorBits == 256);
 #if defined(__x86_64__)
   switch (instruction_set()) {
     case InstructionSet::avx512:
+      if constexpr (kVectorBits == 256) return &Versions<Loop>::avx512_in_256;
       return &Versions<Loop>::avx512;
     case InstructionSet::avx2:
       return &Versions<Loop>::avx2;

@@ -474,6 +474,14 @@ typedef struct shc_gather_options {
 
 #define SHC_GATHER_OPTIONS_INIT {sizeof(shc_gather_options), SHC_VERSION, 0, NULL}
 
+// In what partial sums cross between hosts, where a group has several (shc_comm_init_hosts): fewer
+// bytes than the float32 in which they were taken. `send` is SHC_F32, SHC_BF16 or SHC_F16. All
+// ranks give the same. This struct never changes.
+typedef struct shc_coding {
+  const shc_block_format* blocks;  // NULL: SHC_BF16, rounded to nearest even
+  shc_block_stats* stats;          // grows with what coding costs, as in shc_encode; or NULL
+} shc_coding;
+
 typedef struct shc_reduce_options {
   size_t size;
   int version;
@@ -482,9 +490,11 @@ typedef struct shc_reduce_options {
   float scale;            // recv = convert(scale * reduced); not 0
   int accumulate;         // not 0: recv = convert(recv + scale * reduced)
   int32_t* nonfinite;  // on recv's device: is set to 1 if a written element is NaN or Inf; or NULL
+  const shc_coding* coding;  // read before the call returns; NULL: sums cross as they are
 } shc_reduce_options;
 
-#define SHC_REDUCE_OPTIONS_INIT {sizeof(shc_reduce_options), SHC_VERSION, 0, NULL, 1.0f, 0, NULL}
+#define SHC_REDUCE_OPTIONS_INIT \
+  {sizeof(shc_reduce_options), SHC_VERSION, 0, NULL, 1.0f, 0, NULL, NULL}
 
 // Each collective runs on `stream`. Buffers begin at a multiple of their elements' size. With a
 // NULL stream on a CPU it returns when this rank's part is done. With a stream it returns once it

@@ -211,6 +211,8 @@ class Bucket:
         *,
         param_dtype: torch.dtype | None = None,
         reduce_dtype: torch.dtype | None = None,
+        gather_format: BlockFormat | None = None,
+        reduce_format: ReduceFormat | None = None,
     ) -> Bucket:
         """Plans the layout of full parameters, makes their bucket, and loads this rank's rows.
 
@@ -219,10 +221,13 @@ class Bucket:
             comm: The ranks.
             param_dtype: The dtype of the full parameters, and of what a gather sends. None: that of `tensors`.
             reduce_dtype: The dtype in which a reduce sends gradients. None: `param_dtype`.
+            gather_format: As in `Bucket`.
+            reduce_format: As in `Bucket`.
 
         Raises:
-            TypeError: `tensors` is no mapping of names to dense tensors, or `comm` no Communicator.
-            ValueError: `tensors` have several dtypes, or a dtype cannot be converted to another.
+            TypeError: `tensors` is no mapping of names to dense tensors, `comm` no Communicator, or a format is none.
+            ValueError: `tensors` have several dtypes, a dtype cannot be converted to another, or `comm` cannot send in
+                a format.
             CommError: The ranks' tensors differ; the message says in what.
         """
         check_type(
@@ -246,7 +251,15 @@ class Bucket:
             comm.size,
             itemsize=min(d.itemsize for d in wire),
         )
-        bucket = cls(layout, comm, dtype=dtype, param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+        bucket = cls(
+            layout,
+            comm,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            reduce_dtype=reduce_dtype,
+            gather_format=gather_format,
+            reduce_format=reduce_format,
+        )
         bucket.load(list(tensors.values()))
         return bucket
 

@@ -113,6 +113,41 @@ static void every_collective(shc_comm* comm, int rank) {
   }
 }
 
+// Partial sums of 1 + 2^-9, which both formats round to 1.
+static void coded_sums(shc_comm* comm) {
+  enum { kCount = 100 };
+  float all[kAll * kCount];
+  float own[kCount];
+  const float sum_of_host = 1.001953125f;
+  for (int i = 0; i < kAll * kCount; ++i) all[i] = sum_of_host / kRanks;
+  const shc_block_format blocks = {SHC_MXINT8, 32, SHC_NEAREST};
+  const shc_block_format* formats[] = {NULL, &blocks};
+  const float bounds[] = {sum_of_host / 256, 1.0f / 128};
+  for (int f = 0; f < 2; ++f) {
+    shc_block_stats stats = {0, 0, 0};
+    const shc_coding coding = {formats[f], &stats};
+    shc_reduce_options options = SHC_REDUCE_OPTIONS_INIT;
+    options.coding = &coding;
+    ok(shc_reduce_scatter(comm, all, SHC_F32, own, SHC_F32, kCount, SHC_SUM, &options, NULL));
+    for (int i = 0; i < kCount; ++i) require(own[i] == kHosts, "the sum of what was sent");
+    require(stats.seen == sum_of_host - 1 && stats.bound == bounds[f] && stats.flagged == 0,
+            "what coding has cost");
+    shc_collective* bound = NULL;
+    ok(shc_bind_reduce_scatter(comm, all, SHC_F32, own, SHC_F32, kCount, SHC_SUM, &options,
+                               &bound));
+    own[0] = 0;
+    ok(shc_start(bound, NULL));
+    require(own[0] == kHosts, "the same, bound");
+    shc_collective_destroy(bound);
+  }
+  const shc_block_format odd = {SHC_MXINT8, 31, SHC_NEAREST};
+  const shc_coding coding = {&odd, NULL};
+  shc_reduce_options options = SHC_REDUCE_OPTIONS_INIT;
+  options.coding = &coding;
+  refused(shc_reduce_scatter(comm, all, SHC_F32, own, SHC_F32, kCount, SHC_SUM, &options, NULL),
+          SHC_INVALID_ARGUMENT, "block is 31; accepted: 32, 64 and 128");
+}
+
 static void join_and_run(shc_comm* all) {
   const int rank = rank_of(all);
   const int host = rank / kRanks;
@@ -144,6 +179,7 @@ static void join_and_run(shc_comm* all) {
   shc_comm_destroy(on_host);
   require(rank_of(comm) == rank && size_of(comm) == kAll, "numbers of all hosts");
   every_collective(comm, rank);
+  coded_sums(comm);
   require(links.deadline_s == 0, "the group's");
   ok(shc_set_deadline(50));
   ok(shc_barrier(comm, 0, NULL));

@@ -412,15 +412,19 @@ def test_ranks_that_differ_in_it_are_told() -> None:
 
 
 @pytest.mark.covers("block formats")
-def test_a_bucket_by_hand() -> None:
+@pytest.mark.parametrize("planned", [False, True])
+def test_a_bucket_by_hand(planned: bool) -> None:
     torch.manual_seed(5)
     weights = {"w": torch.randn(6, 40), "b": torch.randn(6)}
     format = BlockFormat("mxfp8")
 
     def run(comm: Communicator) -> list[Tensor]:
         layout = Layout.plan([ParamSpec(n, tuple(t.shape)) for n, t in weights.items()], comm.size)
-        bucket = Bucket(layout, comm, gather_format=format)
-        bucket.load(list(weights.values()))
+        if planned:
+            bucket = Bucket(layout, comm, gather_format=format)
+            bucket.load(list(weights.values()))
+        else:
+            bucket = Bucket.from_tensors(weights, comm, gather_format=format)
         bucket.all_gather()
         bucket.all_gather(async_op=True).wait()
         return [param.clone() for param in bucket.params]

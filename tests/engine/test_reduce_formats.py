@@ -153,19 +153,22 @@ def in_a_bucket() -> None:
     torch.set_num_threads(1)
     with connected() as comm:
         layout = Layout.plan([ParamSpec("w", (16, 32))], comm.size)
-        bucket = Bucket(layout, comm, reduce_format=torch.bfloat16)
         grads = [torch.linspace(0, 1 + r, 512).view(16, 32) for r in range(RANKS)]
-        for async_op in (False, True):
-            bucket.shards[0].grad = None
-            bucket.reduce_scatter([grads[comm.rank]], async_op=async_op).wait()
-            hosts = [(grads[0] + grads[1]).bfloat16(), (grads[2] + grads[3]).bfloat16()]
-            mean = (hosts[0].float() + hosts[1].float()) / RANKS
-            piece = layout.piece(comm.rank, 0)
-            rows = mean[piece.start : piece.stop].flatten()
-            assert bucket.shards[0].grad.flatten().equal(rows)
-        error = bucket.reduction.take_error()
-        assert error is not None
-        assert 0 < error.seen <= error.bound, error
+        hosts = [(grads[0] + grads[1]).bfloat16(), (grads[2] + grads[3]).bfloat16()]
+        mean = (hosts[0].float() + hosts[1].float()) / RANKS
+        piece = layout.piece(comm.rank, 0)
+        rows = mean[piece.start : piece.stop].flatten()
+        for bucket in (
+            Bucket(layout, comm, reduce_format=torch.bfloat16),
+            Bucket.from_tensors({"w": grads[0]}, comm, reduce_format=torch.bfloat16),
+        ):
+            for async_op in (False, True):
+                bucket.shards[0].grad = None
+                bucket.reduce_scatter([grads[comm.rank]], async_op=async_op).wait()
+                assert bucket.shards[0].grad.flatten().equal(rows)
+            error = bucket.reduction.take_error()
+            assert error is not None
+            assert 0 < error.seen <= error.bound, error
 
 
 def test_a_bucket_reduces_in_a_format() -> None:
