@@ -30,11 +30,16 @@ def machine() -> dict[str, Any]:
     found: dict[str, Any] = {
         "cpu": _processor(),
         "cores": os.cpu_count(),
-        "system": platform.platform(),
+        "system": f"{platform.system()}-{_kernel()}-{platform.machine()}",
     }
     if torch.cuda.is_available():
         found["gpu"] = torch.cuda.get_device_name()
     return found
+
+
+def _kernel() -> str:
+    """Its version, such as 6.18, without the name of the build."""
+    return ".".join(platform.release().split(".")[:2])
 
 
 def _processor() -> str:
