@@ -93,8 +93,6 @@ void Board::end() noexcept {
   in_call_ = false;
   const int next_stretch = place_ < kStretch ? kStretch : 0;
   place_ = ends_stretch_ ? next_stretch : place_ + 1;
-  // While nobody looks at it yet: the next call then finds the line its own, and stores at once.
-  prefetch_to_write(&posted(group_.rank()));
 }
 
 void Board::leave(std::string_view reason) noexcept {

@@ -22,15 +22,6 @@ inline void pause() {
 #endif
 }
 
-// Asks for a cache line that this thread will write. It has no other effect.
-inline void prefetch_to_write(const void* line) {
-#if defined(__x86_64__)
-  asm volatile("prefetchw %0" : : "m"(*static_cast<const char*>(line)));  // a builtin would read
-#else
-  __builtin_prefetch(line, 1);
-#endif
-}
-
 // Whether each rank of a group on this machine can have a core.
 inline bool has_core(int size) {
   return static_cast<unsigned>(size) <= std::thread::hardware_concurrency();
