@@ -220,6 +220,9 @@ class Bucket:
             param_dtype: The dtype of the full parameters, and of what a gather sends. None: that of `tensors`.
             reduce_dtype: The dtype in which a reduce sends gradients. None: `param_dtype`.
 
+        Returns:
+            The bucket, whose shard holds this rank's rows of `tensors`.
+
         Raises:
             TypeError: `tensors` is no mapping of names to dense tensors, or `comm` no Communicator.
             ValueError: `tensors` have several dtypes, or a dtype cannot be converted to another.

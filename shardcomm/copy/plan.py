@@ -31,7 +31,7 @@ from shardcomm.arguments.dtype import wire_dtype
 from shardcomm.arguments.scalars import checked_scale, is_whole
 from shardcomm.copy.nonfinite import flag_address
 from shardcomm.stream.streams import (
-    Stream,
+    AnyStream,
     check_stream,
     compute_stream,
     core_index,
@@ -155,6 +155,9 @@ class CopyPlan:
             dst_dtype: The dtype of the flat tensor.
             zero_ranges: Ranges [begin, end) of the flat tensor, in elements, to fill with zeros.
 
+        Returns:
+            The plan, with a source for each of `sizes` and one destination.
+
         Raises:
             TypeError: `sizes` or `offsets` is no list.
             ValueError: `sizes` and `offsets` differ in length; or as `CopyPlan`.
@@ -186,6 +189,9 @@ class CopyPlan:
             src_dtype: The dtype of the flat tensor.
             dst_dtype: The dtype of the tensors.
 
+        Returns:
+            The plan, with one source and a destination for each of `sizes`.
+
         Raises:
             TypeError: `sizes` or `offsets` is no list.
             ValueError: `sizes` and `offsets` differ in length; or as `CopyPlan`.
@@ -211,6 +217,9 @@ class CopyPlan:
             ranks: How many ranks there are.
             src_dtype: The dtype of the gathered tensor.
             dst_dtype: The dtype of the destinations.
+
+        Returns:
+            The plan, with one source and a destination for each of `sizes`.
 
         Raises:
             ValueError: As `CopyPlan`.
@@ -241,6 +250,9 @@ class CopyPlan:
             chunks: How many chunks each tensor is cut into, at least 1.
             src_dtype: The dtype of the tensors.
             dst_dtype: The dtype of the destination.
+
+        Returns:
+            The plan, with a source for each of `shapes` and one destination of `chunks` rows.
 
         Raises:
             TypeError: `shapes`, or one of them, is no list.
@@ -439,7 +451,7 @@ class BoundCopy:
         scale: float = 1.0,
         accumulate: bool = False,
         nonfinite: Tensor | None = None,
-        stream: Stream | None = None,
+        stream: AnyStream | None = None,
     ) -> None:
         """As `CopyPlan.run`, without the GIL, on `stream` or where torch computes now.
 
