@@ -147,6 +147,9 @@ class Machine:
         Args:
             name: A path, or one of `shipped()`.
 
+        Returns:
+            The machine.
+
         Raises:
             OSError: There is no such file; the message names the machines that come along.
             ValueError: It is no machine; the message says what is wrong with it.
@@ -166,6 +169,9 @@ class Machine:
 
     def save(self, path: str | Path) -> None:
         """Writes the machine's file.
+
+        Args:
+            path: The file, which is replaced if it exists.
 
         Raises:
             OSError: The file cannot be written; then no part of it is left.
