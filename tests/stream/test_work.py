@@ -51,8 +51,8 @@ def test_a_queued_collective_returns_work_and_a_blocking_one_nothing(name: str) 
 
 def test_a_stream_can_wait_for_the_event_of_work_that_was_done_at_once() -> None:
     comm = Communicator.local_group(1)[0]
-    with Bucket(Layout.plan([ParamSpec("w", (N,))], world_size=1), comm) as bucket:
-        work = bucket.all_gather(async_op=True)
+    bucket = Bucket(Layout.plan([ParamSpec("w", (N,))], world_size=1), comm)
+    work = bucket.all_gather(async_op=True)
     assert work.event.query()
     for stream in (Stream(), TorchStream(torch.Stream("cpu"))):
         stream.wait(work.event)
