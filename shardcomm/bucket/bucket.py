@@ -323,7 +323,9 @@ class Bucket:
         return [full_view(flat, p) for p in self.layout.placements]
 
     def gathered_rows(self, index: int, held: torch.Tensor) -> torch.Tensor:
-        """Gathers a tensor of which each rank has the rows that it has of a parameter; collective.
+        """Gathers this rank's rows of a tensor, such as an optimizer's moment, into the whole tensor; collective.
+
+        The tensor has the shape of a parameter, and ranks have the rows of it that they have of that parameter.
 
         It comes after the gathers that are queued, such as prefetches of a forward that goes on.
 

@@ -45,7 +45,7 @@ class BoundCollective:
 
     What is bound is the operands' memory, with the number of elements and the dtype that they had. The object keeps
     that memory. If an operand has moved to other memory since, as by `tensor.resize_`, `tensor.set_`, `tensor.data =
-    ...` or `tensor.untyped_storage().resize_`, each call raises ValueError: bind again. Two things it cannot see. An
+    ...` or `tensor.untyped_storage().resize_`, each call raises ValueError: bind again. It cannot see two things. An
     operand that has another shape now, in the same memory, is used as it was when it was bound. And the storage of an
     operand must not be resized twice, where the second size may be a smaller one at the old address.
 

@@ -722,7 +722,7 @@ class Communicator(ABC):
         """
 
     def sharing(self, memory: torch.Tensor, *, tag: int = 0) -> Sharing:
-        """Who else has `memory`, so that ranks can share the work of writing it.
+        """Tells which ranks share `memory`, so that they can divide the work of writing it.
 
         On a CPU over shm, hosts and local, memory from `allocate(use="gather")` is one for all ranks of a host.
 

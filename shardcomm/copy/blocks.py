@@ -53,7 +53,7 @@ class BlockFormat:
             element. The bound of an error is then twice as large.
 
     Raises:
-        ValueError: One of them is something else.
+        ValueError: `name`, `block` or `rounding` is none of the accepted values.
     """
 
     name: Literal["mxint8", "mxfp8"]

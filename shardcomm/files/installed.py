@@ -22,7 +22,7 @@ def get_include() -> str:
 
 
 def get_library_dir() -> str:
-    """The folder of `libshardcomm.so`, which those headers describe.
+    """The folder of `libshardcomm.so`, the library that `shardcomm.h` declares.
 
     Returns:
         The path, for a linker's `-L`.

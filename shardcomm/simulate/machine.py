@@ -61,7 +61,7 @@ class Machine:
             its own. Where hosts share a machine, as those of `shardcomm cluster` do, a host's share of its cores, which
             need not be whole: three hosts on two cores have 2/3 each.
         flops_per_s: Floating-point operations that a rank does in a second, in the matrices of a model.
-        unit_s: The seconds that a unit's forward takes beside those.
+        unit_s: Seconds of a unit's forward that do not grow with its operations.
         backward: How many times as long as a forward a backward takes.
         crowding: How many times as long as its turns say a rank takes where more ranks than cores take turns.
         memory_bytes: A rank's memory.

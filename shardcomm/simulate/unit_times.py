@@ -37,7 +37,7 @@ def times_by_flops(
     attention: int = 0,
     recompute: bool = False,
 ) -> tuple[UnitTime, ...]:
-    """The time of each unit: operations by the machine's rate, and the time of a unit that is beside them.
+    """Estimates each unit's compute time: its operations over `machine.flops_per_s`, plus `machine.unit_s`.
 
     A token takes two operations for each element of a matrix, except where a matrix is only looked up in
     (`nn.Embedding`). A backward that recomputes the forward takes its time, too.
