@@ -56,7 +56,7 @@ def rank_main(port: int) -> Timings:
     with shardcomm.Communicator.from_env() as comm:
         jax.distributed.initialize(f"127.0.0.1:{port}", comm.size, comm.rank)
         timings: Timings = {}
-        with shardcomm.jax.Communicator(comm) as ours:
+        with shardcomm.jax.XlaCommunicator(comm) as ours:
             for size in SIZES:
                 take_turns(comm, collectives(ours, size), str(size), timings)
             take_turns(comm, steps(ours), "", timings)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 import shardcomm
 from shardcomm import Layout, ParamSpec
-from shardcomm.jax import Communicator, all_gather, all_reduce
+from shardcomm.jax import XlaCommunicator, all_gather, all_reduce
 
 WIDTH, HEADS, LAYERS, VOCAB, TOKENS, BATCH, STEPS, RATE = 64, 4, 2, 96, 32, 4, 16, 0.5
 ENDS = {"embedding": (VOCAB, WIDTH), "positions": (TOKENS, WIDTH), "head": (WIDTH, VOCAB)}
@@ -67,7 +67,7 @@ def unchanged(x):
 
 def main():
     """Returns the losses, sharded and not, and the largest difference of a parameter in the end."""
-    with shardcomm.Communicator.from_env() as ranks, Communicator(ranks) as comm:
+    with shardcomm.Communicator.from_env() as ranks, XlaCommunicator(ranks) as comm:
         layouts, random = tuple(plan(comm.size)), jax.random.key(0)
         full = [jax.random.normal(random, layout.flat_numel) * 0.1 for layout in layouts]
         shards = [flat.reshape(comm.size, -1)[comm.rank] for flat in full]

@@ -27,15 +27,24 @@ except ModuleNotFoundError as error:
 from shardcomm.bucket.bucket import Bucket
 from shardcomm.checkpoint.checkpoints import CheckpointError, Checkpoints
 from shardcomm.comm.bound_collective import BoundCollective
-from shardcomm.comm.communicator import Communicator, Receipt, ReduceOp, Sums, Transport, Use
+from shardcomm.comm.communicator import (
+    Communicator,
+    CtaPolicy,
+    Receipt,
+    ReduceOp,
+    Sums,
+    Transport,
+    Use,
+)
 from shardcomm.comm.connecting import connect
 from shardcomm.comm.mesh import Mesh
 from shardcomm.comm.pending import Pending
-from shardcomm.copy.blocks import BlockFormat
+from shardcomm.copy.blocks import BlockFormat, ReduceFormat
 from shardcomm.copy.plan import CopyPlan
 from shardcomm.copy.segment import Segment
 from shardcomm.copy.wire_stats import WireError
 from shardcomm.engine.engine import Engine
+from shardcomm.engine.gradients import OnNonfinite
 from shardcomm.engine.sharding import fully_shard
 from shardcomm.files.installed import get_include, get_library_dir
 from shardcomm.interop import backend  # registers itself with torch.distributed
@@ -50,6 +59,7 @@ from shardcomm.process.launch import RankError, launch
 from shardcomm.process.stack_dumps import enable_stack_dumps
 from shardcomm.schedule.schedule import Schedule
 from shardcomm.schedule.strategy import STRATEGIES, Strategy
+from shardcomm.schedule.triggers import Phase, Trigger
 from shardcomm.simulate.machine import Machine
 from shardcomm.simulate.simulation import Simulation
 from shardcomm.simulate.unit_times import UnitTime, times_by_flops, times_of_trace
@@ -70,6 +80,7 @@ __all__ = [
     "CommError",
     "Communicator",
     "CopyPlan",
+    "CtaPolicy",
     "CudaError",
     "Engine",
     "Event",
@@ -81,11 +92,14 @@ __all__ = [
     "MemoryPlan",
     "Mesh",
     "MixedPrecision",
+    "OnNonfinite",
     "ParamSpec",
     "Pending",
+    "Phase",
     "Policy",
     "RankError",
     "Receipt",
+    "ReduceFormat",
     "ReduceOp",
     "RowBlock",
     "Schedule",
@@ -96,6 +110,7 @@ __all__ = [
     "Stream",
     "Sums",
     "Transport",
+    "Trigger",
     "UnitTime",
     "Use",
     "WireError",

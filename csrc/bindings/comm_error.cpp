@@ -7,6 +7,21 @@
 namespace shardcomm::bindings {
 namespace {
 
+constexpr const char* kDoc =
+    R"(A group of ranks cannot go on: one died, came late, or called something else. It is raised on every rank.
+
+People read its text, and programs read its fields. After it the communicator only raises.
+
+Attributes:
+    kind: "died", "late", "mismatch" (ranks called different collectives, or wait for each other),
+        "closed", "aborted" (a rank gave up, by an exception or by `abort`), or "backend" (the
+        transport, the operating system, or something that set-up needs refused).
+    rank: The rank whose fault it is; None where it is no single rank's fault, or not known.
+    operation: The collective that this rank was in, "all_gather" for instance; None: in none.
+    sequence: The number of that collective, which the text gives as "#147"; None: in none.
+    reporter: The rank that noticed; None where that is not known.
+)";
+
 PYBIND11_CONSTINIT py::gil_safe_call_once_and_store<py::object> comm_error;
 
 void set_fields(const py::object& error, const CommFault& fault) {
@@ -26,6 +41,7 @@ void set_fields(const py::object& error, const CommFault& fault) {
 void bind_comm_error(py::module_& m) {
   comm_error.call_once_and_store_result([&] {
     py::object type = py::exception<CommError>(m, "CommError", PyExc_RuntimeError);
+    type.attr("__doc__") = kDoc;
     set_fields(type, {});  // of one that is raised without them
     return type;
   });

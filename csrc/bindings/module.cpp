@@ -26,7 +26,8 @@ PYBIND11_MODULE(_C, m) {
       .value("exact_sum", RedOp::exact_sum)
       .value("exact_avg", RedOp::exact_avg);
   bind_comm_error(m);
-  py::register_exception<CudaError>(m, "CudaError", PyExc_RuntimeError);
+  py::register_exception<CudaError>(m, "CudaError", PyExc_RuntimeError).attr("__doc__") =
+      "CUDA or NCCL refused, or is not there. The text says which call refused, and why.";
 
   py::class_<CudaStatus>(m, "CudaStatus")
       .def_readonly("built", &CudaStatus::built)

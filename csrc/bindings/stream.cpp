@@ -101,12 +101,21 @@ void bind_stream(py::module_& m) {
       raised.raise();
     }
   });
-  py::class_<Event, std::shared_ptr<Event>>(m, "Event")
+  py::class_<Event, std::shared_ptr<Event>>(
+      m, "Event",
+      "A point in a stream's work. It fires when all work before that point has finished, or has "
+      "failed.\n\n`Stream.record` makes it.")
       .def("query", &Event::query)
       .def("wait", &wait)
       .def("seconds_since", &Event::seconds_since, py::arg("earlier"));
 
-  py::class_<Stream, std::shared_ptr<Stream>>(m, "Stream")
+  py::class_<Stream, std::shared_ptr<Stream>>(
+      m, "Stream",
+      "Runs the work that it is given, in order: collectives, copies and Python callables.\n\n"
+      "`Stream()` is a worker thread of this process, for communication on a CPU. `Stream.cuda` "
+      "and\n`Stream.from_cuda` are streams of a GPU. `Stream.caller` runs everything at once in "
+      "the "
+      "calling thread.")
       .def(py::init([] { return shared(make_thread_stream()); }))
       .def_static("caller", [] { return shared(make_caller_stream()); })
       .def_static(

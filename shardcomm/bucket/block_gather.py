@@ -20,7 +20,7 @@ from shardcomm.comm.communicator import Communicator, Use
 from shardcomm.copy.blocks import WIRE_ALIGN, BlockFormat, BlockSegment, decode, encode
 from shardcomm.copy.wire_stats import WireError, WireStats
 from shardcomm.layout.layout import Layout
-from shardcomm.stream.streams import Event, Stream, uses_core
+from shardcomm.stream.streams import AnyEvent, AnyStream, uses_core
 
 
 class BlockWire:
@@ -119,7 +119,7 @@ class BlockGather:
             if rank % self._sharing.ranks == self._sharing.number
         ]
         self._gather = comm.bind_all_gather(received, self._sent, counts=parts, tag=tag)
-        self._ended: Event | None = None  # that of the latest gather; None: there was none
+        self._ended: AnyEvent | None = None  # that of the latest gather; None: there was none
 
     def take_error(self) -> WireError:
         """What the format has cost this rank's elements since this was called last; waits for gathers under way."""
@@ -127,7 +127,7 @@ class BlockGather:
             self._ended.wait()
         return self._stats.take()
 
-    def queue(self, stream: Stream, after: Stream | None) -> Event:
+    def queue(self, stream: AnyStream, after: AnyStream | None) -> AnyEvent:
         """Queues it on `stream`, after all work that `after` has been given so far; returns the event of its end."""
         if after is not None:
             stream.wait(after.record())

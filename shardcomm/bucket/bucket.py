@@ -224,6 +224,9 @@ class Bucket:
             gather_format: As in `Bucket`.
             reduce_format: As in `Bucket`.
 
+        Returns:
+            The bucket, whose shard holds this rank's rows of `tensors`.
+
         Raises:
             TypeError: `tensors` is no mapping of names to dense tensors, `comm` no Communicator, or a format is none.
             ValueError: `tensors` have several dtypes, a dtype cannot be converted to another, or `comm` cannot send in
@@ -333,7 +336,9 @@ class Bucket:
         return [full_view(flat, p) for p in self.layout.placements]
 
     def gathered_rows(self, index: int, held: torch.Tensor) -> torch.Tensor:
-        """Gathers a tensor of which each rank has the rows that it has of a parameter; collective.
+        """Gathers this rank's rows of a tensor, such as an optimizer's moment, into the whole tensor; collective.
+
+        The tensor has the shape of a parameter, and ranks have the rows of it that they have of that parameter.
 
         It comes after the gathers that are queued, such as prefetches of a forward that goes on.
 

@@ -10,7 +10,7 @@ from shardcomm.copy.bound_copy import BoundCopy
 from shardcomm.copy.plan import CopyPlan
 from shardcomm.layout.layout import Layout
 from shardcomm.layout.views import as_stored, check_shape
-from shardcomm.stream.streams import Stream
+from shardcomm.stream.streams import AnyStream
 
 Sources = tuple[list[int], torch.dtype, Sequence[torch.Tensor | None]]
 """Gradients that are ready to be packed: their addresses (0 for one that counts as zeros), the dtype of all, and the
@@ -78,7 +78,7 @@ class FullGradients:
         self,
         sources: Sources,
         flat: torch.Tensor,
-        stream: Stream | None,
+        stream: AnyStream | None,
         scale: float = 1.0,
         *,
         add: bool = False,

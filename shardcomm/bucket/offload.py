@@ -21,7 +21,7 @@ from contextlib import contextmanager
 
 import torch
 
-from shardcomm.stream.streams import Event, Stream, copy
+from shardcomm.stream.streams import AnyEvent, AnyStream, copy
 
 
 class Offload:
@@ -39,8 +39,8 @@ class Offload:
         self._device = device
         self._shard = torch.empty(shard_bytes, dtype=torch.uint8, device=device)
         self._gradient = torch.empty(shard_bytes, dtype=torch.uint8, device=device)
-        self._fetched: Event | None = None
-        self.landed: Event | None = None
+        self._fetched: AnyEvent | None = None
+        self.landed: AnyEvent | None = None
 
     @property
     def nbytes(self) -> int:
@@ -55,12 +55,14 @@ class Offload:
         """The memory of the device in which `shard` is after `fetch`, until the next `fetch`."""
         return _as(shard, self._shard)
 
-    def fetch(self, shard: torch.Tensor, stream: Stream) -> None:
+    def fetch(self, shard: torch.Tensor, stream: AnyStream) -> None:
         """Queues the copy of `shard` to the device."""
         self._fetched = copy(self.staged(shard), shard, stream)
 
     @contextmanager
-    def gradient(self, grad: torch.Tensor, stream: Stream, *, add: bool) -> Iterator[torch.Tensor]:
+    def gradient(
+        self, grad: torch.Tensor, stream: AnyStream, *, add: bool
+    ) -> Iterator[torch.Tensor]:
         """A context for work that writes a gradient on the device, after which it is copied to `grad` in host memory.
 
         Args:

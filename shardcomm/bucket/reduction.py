@@ -33,7 +33,7 @@ from shardcomm.copy.blocks import ReduceFormat
 from shardcomm.copy.wire_stats import WireError, WireStats
 from shardcomm.layout.layout import Layout
 from shardcomm.stream.streams import (
-    Stream,
+    AnyStream,
     Streams,
     compute_stream,
     computing,
@@ -290,7 +290,7 @@ class Reduction:
         if staging.filled is not None:
             keep_until(staging.filled, summed)
 
-    def _stream_of_put_off(self, *, aside: bool) -> Stream:
+    def _stream_of_put_off(self, *, aside: bool) -> AnyStream:
         """The stream of put-off reduces.
 
         On a rank alone, `comm` runs the epilogue, too, and only one stream at a time may use a communicator.
@@ -345,7 +345,7 @@ class Reduction:
         scale, nonfinite = self.epilogue
         return scale == 1.0 and nonfinite is None and not self._gradients.adds
 
-    def _gradient(self, stream: Stream | None) -> AbstractContextManager[torch.Tensor]:
+    def _gradient(self, stream: AnyStream | None) -> AbstractContextManager[torch.Tensor]:
         """A context that gives the tensor into which gradients are reduced."""
         if self._offload is None or stream is None:
             return nullcontext(self._gradients.flat)
@@ -371,7 +371,7 @@ class Reduction:
             self.buffer = self._comm.allocate(numel, dtype=self._dtype, use="reduce")
         return self.buffer
 
-    def _computing(self) -> Stream | None:
+    def _computing(self) -> AnyStream | None:
         """The stream on which torch computes; None: the host computes."""
         return None if self._compute is None else self._compute()
 

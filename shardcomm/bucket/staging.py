@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from shardcomm.stream.streams import Event
+from shardcomm.stream.streams import AnyEvent
 
 
 class Staging:
@@ -18,5 +18,5 @@ class Staging:
 
     def __init__(self, memory: torch.Tensor) -> None:
         self.memory = memory
-        self.filled: Event | None = None
-        self.free: Event | None = None
+        self.filled: AnyEvent | None = None
+        self.free: AnyEvent | None = None

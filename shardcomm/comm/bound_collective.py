@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, NoReturn, Protocol
 
 import torch
 
-from shardcomm.stream.streams import Event, Stream, check_stream, computing, keep_until, on_host
+from shardcomm.stream.streams import (
+    AnyEvent,
+    AnyStream,
+    check_stream,
+    computing,
+    keep_until,
+    on_host,
+)
 from shardcomm.stream.work import Work
 
 if TYPE_CHECKING:
@@ -24,7 +31,7 @@ Run = Callable[[], None]
 class Queue(Protocol):
     """Queues a collective whose arguments have been checked."""
 
-    def __call__(self, stream: Stream, after: Stream | None, /) -> Event:
+    def __call__(self, stream: AnyStream, after: AnyStream | None, /) -> AnyEvent:
         """On `stream`, after all work that `after` has been given so far; returns the event of the collective's end."""
 
 
@@ -38,7 +45,7 @@ class BoundCollective:
 
     What is bound is the operands' memory, with the number of elements and the dtype that they had. The object keeps
     that memory. If an operand has moved to other memory since, as by `tensor.resize_`, `tensor.set_`, `tensor.data =
-    ...` or `tensor.untyped_storage().resize_`, each call raises ValueError: bind again. Two things it cannot see. An
+    ...` or `tensor.untyped_storage().resize_`, each call raises ValueError: bind again. It cannot see two things. An
     operand that has another shape now, in the same memory, is used as it was when it was bound. And the storage of an
     operand must not be resized twice, where the second size may be a smaller one at the old address.
 
@@ -92,7 +99,7 @@ class BoundCollective:
                 self._refuse(name)
         self._run()
 
-    def start(self, stream: Stream) -> Work:
+    def start(self, stream: AnyStream) -> Work:
         """Queues the collective on `stream`, and returns at once.
 
         Args:
@@ -143,12 +150,12 @@ class BoundReduction(Protocol):
 
     def __call__(
         self,
-        stream: Stream,
-        after: Stream | None,
+        stream: AnyStream,
+        after: AnyStream | None,
         recv: torch.Tensor,
         scale: float,
         accumulate: bool,
         nonfinite: torch.Tensor | None,
         /,
-    ) -> Event:
+    ) -> AnyEvent:
         """Queues it on `stream`, after all work that `after` has been given so far; returns its end's event."""

@@ -34,7 +34,7 @@ from shardcomm.copy.blocks import ReduceFormat, check_reduce_format
 from shardcomm.copy.nonfinite import flag_address, look
 from shardcomm.copy.wire_stats import WireStats
 from shardcomm.meeting.comm_error import comm_error, like
-from shardcomm.stream.streams import Event, Stream, check_stream
+from shardcomm.stream.streams import AnyEvent, AnyStream, check_stream
 
 _OPS = {
     "sum": dist.ReduceOp(dist.ReduceOp.SUM),
@@ -92,7 +92,7 @@ class C10dCommunicator(Communicator):
         *,
         counts: Sequence[int] | None = None,
         tag: int = 0,
-        stream: Stream | None = None,
+        stream: AnyStream | None = None,
     ) -> Any:
         recv = self._checked("all_gather", "recv", recv)
         send = self._checked("all_gather", "send", send, written=False)
@@ -147,7 +147,7 @@ class C10dCommunicator(Communicator):
         accumulate: bool = False,
         nonfinite: torch.Tensor | None = None,
         tag: int = 0,
-        stream: Stream | None = None,
+        stream: AnyStream | None = None,
     ) -> Any:
         recv = self._checked("reduce_scatter", "recv", recv)
         send = self._checked("reduce_scatter", "send", send, written=False)
@@ -193,13 +193,13 @@ class C10dCommunicator(Communicator):
             return self._reduce(recv, send, op, counts, scale, accumulate, nonfinite, tag)
 
         def queue(
-            stream: Stream,
-            after: Stream | None,
+            stream: AnyStream,
+            after: AnyStream | None,
             recv: torch.Tensor,
             scale: float,
             accumulate: bool,
             nonfinite: torch.Tensor | None,
-        ) -> Event:
+        ) -> AnyEvent:
             return reduce(recv, scale, accumulate, nonfinite).queue(stream, after)
 
         reduce(recv, 1.0, False, None)  # checks
@@ -273,7 +273,7 @@ class C10dCommunicator(Communicator):
         op: ReduceOp = "sum",
         *,
         tag: int = 0,
-        stream: Stream | None = None,
+        stream: AnyStream | None = None,
     ) -> Any:
         buffer = self._checked("all_reduce", "buffer", buffer)
         self._all_reduce(buffer, op, tag).submit(stream)
@@ -302,7 +302,9 @@ class C10dCommunicator(Communicator):
 
         return _Call(self, "all_reduce", run, tag)
 
-    def broadcast(self, buffer: ArrayLike, root: int = 0, *, stream: Stream | None = None) -> Any:
+    def broadcast(
+        self, buffer: ArrayLike, root: int = 0, *, stream: AnyStream | None = None
+    ) -> Any:
         buffer = self._checked("broadcast", "buffer", buffer)
         self._broadcast(buffer, root).submit(stream)
         return queued(self.device, stream, buffer)
@@ -322,7 +324,7 @@ class C10dCommunicator(Communicator):
 
         return _Call(self, "broadcast", run)
 
-    def barrier(self, *, tag: int = 0, stream: Stream | None = None) -> Any:
+    def barrier(self, *, tag: int = 0, stream: AnyStream | None = None) -> Any:
         self._barrier(tag).submit(stream)
         return queued(self.device, stream)
 
@@ -380,7 +382,7 @@ class C10dCommunicator(Communicator):
         self,
         operation: str,
         run: Callable[[], None],
-        stream: Stream | None,
+        stream: AnyStream | None,
         tag: int,
         path: tuple[str, str],
     ) -> None:
@@ -437,10 +439,10 @@ class _Call:
     tag: int = 0
     path: tuple[str, str] = _DIRECT
 
-    def submit(self, stream: Stream | None = None) -> None:
+    def submit(self, stream: AnyStream | None = None) -> None:
         self.comm.submit(self.operation, self.run, stream, self.tag, self.path)
 
-    def queue(self, stream: Stream, after: Stream | None) -> Event:
+    def queue(self, stream: AnyStream, after: AnyStream | None) -> AnyEvent:
         if after is not None:
             stream.wait(after.record())
         self.submit(stream)

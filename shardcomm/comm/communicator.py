@@ -36,7 +36,7 @@ from shardcomm.comm.bound_collective import BoundCollective, BoundReduction
 from shardcomm.comm.pending import Pending
 from shardcomm.copy.blocks import ReduceFormat
 from shardcomm.copy.wire_stats import WireStats
-from shardcomm.stream.streams import Stream, Streams
+from shardcomm.stream.streams import AnyStream, Streams
 from shardcomm.stream.work import Work
 
 if TYPE_CHECKING:
@@ -201,6 +201,9 @@ class Communicator(ABC):
                 order that is always the same where the transport is shm, hosts or local. "exact": once, from the exact
                 sum of all ranks, so that no order of ranks changes a bit; shm, and local on a CPU, can do that.
 
+        Returns:
+            The communicator of this rank, in the group of all ranks.
+
         Raises:
             ValueError: An environment variable is missing or wrong. Or the launcher is not known, or another launcher
                 started it, so that there would be several groups. Or Slurm has several tasks and srun did not start
@@ -235,6 +238,9 @@ class Communicator(ABC):
             device: As in `from_env`. None: the current GPU for a group of the backend "nccl", else the CPU.
             cta_policy: As in `from_env`.
             sums: As in `from_env`.
+
+        Returns:
+            The communicator of this rank, with the rank and size that it has in `group`.
 
         Raises:
             TypeError: `group` is no ProcessGroup of this rank.
@@ -333,7 +339,7 @@ class Communicator(ABC):
         *,
         counts: Sequence[int] | None = ...,
         tag: int = ...,
-        stream: Stream,
+        stream: AnyStream,
     ) -> Work: ...
     @abstractmethod
     def all_gather(
@@ -343,7 +349,7 @@ class Communicator(ABC):
         *,
         counts: Sequence[int] | None = None,
         tag: int = 0,
-        stream: Stream | None = None,
+        stream: AnyStream | None = None,
     ) -> Work | None:
         """Gathers `send` of every rank into `recv`, in rank order, converted to the dtype of `recv`.
 
@@ -364,7 +370,8 @@ class Communicator(ABC):
             stream: Where the gather is queued. None: it is part of what torch computes.
 
         Returns:
-            With a `stream` the Work to wait for, else None.
+            The Work to wait for if `stream` is given. Without one None, as torch.distributed's functions return: what
+            torch computes next comes after the collective, and there is nothing to wait for.
 
         Raises:
             TypeError: An operand is no array, is sparse or quantised, or has a dtype that the transport does not move;
@@ -401,7 +408,7 @@ class Communicator(ABC):
         accumulate: bool = ...,
         nonfinite: torch.Tensor | None = ...,
         tag: int = ...,
-        stream: Stream,
+        stream: AnyStream,
     ) -> Work: ...
     @abstractmethod
     def reduce_scatter(
@@ -415,7 +422,7 @@ class Communicator(ABC):
         accumulate: bool = False,
         nonfinite: torch.Tensor | None = None,
         tag: int = 0,
-        stream: Stream | None = None,
+        stream: AnyStream | None = None,
     ) -> Work | None:
         """Reduces `send` over all ranks, and writes this rank's part of the result to `recv`.
 
@@ -441,7 +448,8 @@ class Communicator(ABC):
             stream: As in `all_gather`.
 
         Returns:
-            With a `stream` the Work to wait for, else None.
+            The Work to wait for if `stream` is given. Without one None, as torch.distributed's functions return: what
+            torch computes next comes after the collective, and there is nothing to wait for.
 
         Raises:
             TypeError: As `all_gather`.
@@ -466,7 +474,7 @@ class Communicator(ABC):
         op: ReduceOp = ...,
         *,
         tag: int = ...,
-        stream: Stream,
+        stream: AnyStream,
     ) -> Work: ...
     @abstractmethod
     def all_reduce(
@@ -475,7 +483,7 @@ class Communicator(ABC):
         op: ReduceOp = "sum",
         *,
         tag: int = 0,
-        stream: Stream | None = None,
+        stream: AnyStream | None = None,
     ) -> Work | None:
         """Reduces `buffer` over all ranks, in place. The result is the same on each rank, bit for bit.
 
@@ -487,7 +495,8 @@ class Communicator(ABC):
             stream: As in `all_gather`.
 
         Returns:
-            With a `stream` the Work to wait for, else None.
+            The Work to wait for if `stream` is given. Without one None, as torch.distributed's functions return: what
+            torch computes next comes after the collective, and there is nothing to wait for.
 
         Raises:
             TypeError: As `all_gather`.
@@ -509,11 +518,11 @@ class Communicator(ABC):
         buffer: ArrayLike,
         root: int = ...,
         *,
-        stream: Stream,
+        stream: AnyStream,
     ) -> Work: ...
     @abstractmethod
     def broadcast(
-        self, buffer: ArrayLike, root: int = 0, *, stream: Stream | None = None
+        self, buffer: ArrayLike, root: int = 0, *, stream: AnyStream | None = None
     ) -> Work | None:
         """Copies `buffer` of rank `root` to `buffer` of all ranks.
 
@@ -523,7 +532,8 @@ class Communicator(ABC):
             stream: As in `all_gather`.
 
         Returns:
-            With a `stream` the Work to wait for, else None.
+            The Work to wait for if `stream` is given. Without one None, as torch.distributed's functions return: what
+            torch computes next comes after the collective, and there is nothing to wait for.
 
         Raises:
             TypeError: As `all_gather`.
@@ -543,10 +553,10 @@ class Communicator(ABC):
         self,
         *,
         tag: int = ...,
-        stream: Stream,
+        stream: AnyStream,
     ) -> Work: ...
     @abstractmethod
-    def barrier(self, *, tag: int = 0, stream: Stream | None = None) -> Work | None:
+    def barrier(self, *, tag: int = 0, stream: AnyStream | None = None) -> Work | None:
         """Waits until every rank has called it.
 
         Args:
@@ -555,7 +565,8 @@ class Communicator(ABC):
                 host waits.
 
         Returns:
-            With a `stream` the Work to wait for, else None.
+            The Work to wait for if `stream` is given. Without one None, as torch.distributed's functions return: what
+            torch computes next comes after the collective, and there is nothing to wait for.
 
         Raises:
             CommError: As `all_gather`.
@@ -711,7 +722,7 @@ class Communicator(ABC):
         """
 
     def sharing(self, memory: torch.Tensor, *, tag: int = 0) -> Sharing:
-        """Who else has `memory`, so that ranks can share the work of writing it.
+        """Tells which ranks share `memory`, so that they can divide the work of writing it.
 
         On a CPU over shm, hosts and local, memory from `allocate(use="gather")` is one for all ranks of a host.
 
@@ -748,7 +759,11 @@ class Communicator(ABC):
 
     @abstractmethod
     def receipts(self) -> list[Receipt]:
-        """The path that the latest collective of each kind took, and why it was not a faster one."""
+        """The path that the latest collective of each kind took, and why it was not a faster one.
+
+        Returns:
+            One receipt for each kind of collective that this rank has called, the latest call's.
+        """
 
     @abstractmethod
     def pending(self) -> list[Pending]:

@@ -36,6 +36,9 @@ def connect(
         cta_policy: As in `from_env`.
         sums: As in `from_env`.
 
+    Returns:
+        The communicator of this rank.
+
     Raises:
         TypeError: `mpi` is no communicator of mpi4py.
         ValueError: `mpi` is an intercommunicator or MPI.COMM_NULL, or MPI does not run; or as `from_env`.

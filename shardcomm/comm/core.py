@@ -30,7 +30,7 @@ from shardcomm.comm.pending import Pending
 from shardcomm.copy.blocks import ReduceFormat, check_reduce_format, core_coding
 from shardcomm.copy.nonfinite import flag_address
 from shardcomm.copy.wire_stats import WireStats
-from shardcomm.stream.streams import Event, Stream, check_stream, compute_stream, on_host
+from shardcomm.stream.streams import AnyEvent, AnyStream, check_stream, compute_stream, on_host
 
 _Parts = int | tuple[int, ...]  # the length of each rank's part: of all, or one for each
 
@@ -82,7 +82,7 @@ class CoreCommunicator(Communicator):
         *,
         counts: Sequence[int] | None = None,
         tag: int = 0,
-        stream: Stream | None = None,
+        stream: AnyStream | None = None,
     ) -> Any:
         recv = checked("all_gather", "recv", recv, self.device)
         send = checked("all_gather", "send", send, self.device, written=False)
@@ -123,7 +123,7 @@ class CoreCommunicator(Communicator):
         accumulate: bool = False,
         nonfinite: torch.Tensor | None = None,
         tag: int = 0,
-        stream: Stream | None = None,
+        stream: AnyStream | None = None,
     ) -> Any:
         recv = checked("reduce_scatter", "recv", recv, self.device)
         send = checked("reduce_scatter", "send", send, self.device, written=False)
@@ -209,13 +209,13 @@ class CoreCommunicator(Communicator):
         numel, dtype = recv.numel(), recv.dtype
 
         def queue(
-            stream: Stream,
-            after: Stream | None,
+            stream: AnyStream,
+            after: AnyStream | None,
             recv: torch.Tensor,
             scale: float,
             accumulate: bool,
             nonfinite: torch.Tensor | None,
-        ) -> Event:
+        ) -> AnyEvent:
             if recv.dtype is not dtype or recv.numel() != numel or not recv.is_contiguous():
                 raise ValueError(
                     f"reduce_scatter: recv has {recv.numel()} elements of {recv.dtype}, strides {recv.stride()}; it "
@@ -234,7 +234,7 @@ class CoreCommunicator(Communicator):
         op: ReduceOp = "sum",
         *,
         tag: int = 0,
-        stream: Stream | None = None,
+        stream: AnyStream | None = None,
     ) -> Any:
         buffer = checked("all_reduce", "buffer", buffer, self.device)
         self._core.all_reduce(*self._all_reduce(buffer, op, tag), self._on(stream))
@@ -256,7 +256,9 @@ class CoreCommunicator(Communicator):
         where = buffer.data_ptr(), core_dtype(buffer.dtype), buffer.numel()
         return *where, red_op("all_reduce", op), tag
 
-    def broadcast(self, buffer: ArrayLike, root: int = 0, *, stream: Stream | None = None) -> Any:
+    def broadcast(
+        self, buffer: ArrayLike, root: int = 0, *, stream: AnyStream | None = None
+    ) -> Any:
         buffer = checked("broadcast", "buffer", buffer, self.device)
         self._core.broadcast(*self._broadcast(buffer, root), self._on(stream))
         return queued(self.device, stream, buffer)
@@ -272,7 +274,7 @@ class CoreCommunicator(Communicator):
         check_root("broadcast", root, self.size)
         return buffer.data_ptr(), buffer.nbytes, root
 
-    def barrier(self, *, tag: int = 0, stream: Stream | None = None) -> Any:
+    def barrier(self, *, tag: int = 0, stream: AnyStream | None = None) -> Any:
         on = self._on(stream)
         if tag != 0:
             check_tag("barrier", tag)
@@ -294,7 +296,7 @@ class CoreCommunicator(Communicator):
 
         return BoundCollective(self, "barrier", run, call.queue)
 
-    def _wait_for(self, stream: Stream) -> None:
+    def _wait_for(self, stream: AnyStream) -> None:
         """Waits for the barrier that `stream` was given last."""
         stream.record().wait()
         self._core.check()  # a barrier that was aborted has ended too
@@ -321,7 +323,7 @@ class CoreCommunicator(Communicator):
         own_pid = os.getpid() if self.transport == "local" else None
         return pending.from_core(self._core.pending(), own_pid)
 
-    def _on(self, stream: Stream | None) -> Any:
+    def _on(self, stream: AnyStream | None) -> Any:
         if stream is not None:
             check_stream(self.transport, stream)
             return stream

@@ -12,7 +12,7 @@ from shardcomm.arguments.arrays import ArrayLike, as_tensor
 from shardcomm.arguments.checks import check_list
 from shardcomm.arguments.scalars import is_whole
 from shardcomm.comm.communicator import Use
-from shardcomm.stream.streams import Stream, computing, keep_until, on_host
+from shardcomm.stream.streams import AnyStream, computing, keep_until, on_host
 from shardcomm.stream.work import Work
 
 RED_OPS = {"sum": _C.RedOp.sum, "avg": _C.RedOp.avg, "max": _C.RedOp.max, "min": _C.RedOp.min}
@@ -235,7 +235,7 @@ def check_root(operation: str, root: int, size: int) -> None:
 
 
 def queued(
-    device: torch.device, stream: Stream | None, *tensors: torch.Tensor | None
+    device: torch.device, stream: AnyStream | None, *tensors: torch.Tensor | None
 ) -> Work | None:
     """The Work of a collective that was queued on `stream`; `tensors` are kept until its end. None without a stream."""
     if stream is None:

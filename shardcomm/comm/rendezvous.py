@@ -91,7 +91,7 @@ def from_env(
     with exchange.telling():
         where = checked_device("from_env", own, transport, device, cta_policy, sums)
         over = _Store("from_env", store, name, where)
-        return connect(
+        return choose_transport(
             exchange,
             transport,
             where,
@@ -129,7 +129,7 @@ def from_mpi(
         store = store or TCPStore(address, port, timeout=timeout, wait_for_workers=False)
         return _gloo_groups(exchange, _Store("connect", store, "shardcomm", where), ranks)
 
-    return connect(exchange, transport, where, gloo, cta_policy, sums)
+    return choose_transport(exchange, transport, where, gloo, cta_policy, sums)
 
 
 class _Store(NamedTuple):
@@ -226,7 +226,7 @@ def from_process_group(
         )
         return gathers, reduces
 
-    return connect(exchange, transport, where, groups, cta_policy, sums)
+    return choose_transport(exchange, transport, where, groups, cta_policy, sums)
 
 
 def _any_device(device: torch.device | str) -> torch.device:
@@ -247,7 +247,7 @@ def timeout_s(group: dist.ProcessGroup, device: torch.device) -> float:
     return timeout.total_seconds()
 
 
-def connect(
+def choose_transport(
     exchange: Exchange,
     transport: Transport,
     device: torch.device,

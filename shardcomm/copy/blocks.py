@@ -30,7 +30,7 @@ from shardcomm.arguments.scalars import checked_scale, is_whole
 from shardcomm.copy.nonfinite import flag_address
 from shardcomm.copy.wire_stats import WireStats
 from shardcomm.stream.streams import (
-    Stream,
+    AnyStream,
     check_stream,
     compute_stream,
     core_index,
@@ -53,7 +53,7 @@ class BlockFormat:
             element. The bound of an error is then twice as large.
 
     Raises:
-        ValueError: One of them is something else.
+        ValueError: `name`, `block` or `rounding` is none of the accepted values.
     """
 
     name: Literal["mxint8", "mxfp8"]
@@ -72,6 +72,12 @@ class BlockFormat:
 
     def nbytes(self, numel: int) -> int:
         """The bytes of a wire part of `numel` elements, a multiple of 128.
+
+        Args:
+            numel: How many elements the part has.
+
+        Returns:
+            The size of the part in bytes.
 
         Raises:
             ValueError: `numel` is no whole number from 0 on, or too large to count its bytes in 63 bits.
@@ -140,7 +146,7 @@ def encode(
     *,
     seed: int = 0,
     stats: WireStats | None = None,
-    stream: Stream | None = None,
+    stream: AnyStream | None = None,
     threads: int = 1,
 ) -> None:
     """Writes all of a wire part: the segments' elements as codes and scales, and zeros where there is no segment.
@@ -202,7 +208,7 @@ def decode(
     wire: Tensor,
     segments: Sequence[BlockSegment],
     *,
-    stream: Stream | None = None,
+    stream: AnyStream | None = None,
     threads: int = 1,
 ) -> None:
     """Writes the segments' tensors from a wire part, rounded to their dtype. Other blocks are not read.
@@ -246,7 +252,7 @@ def decode_sum(
     scale: float = 1.0,
     accumulate: bool = False,
     nonfinite: Tensor | None = None,
-    stream: Stream | None = None,
+    stream: AnyStream | None = None,
     threads: int = 1,
 ) -> None:
     """Writes scale * the sum of several wire parts, or with `accumulate` adds that to the destination.
@@ -389,7 +395,7 @@ def _addresses(
     return core_dtype(dtype), addresses
 
 
-def _stream_of(device: torch.device, stream: Stream | None) -> _C.Stream | None:
+def _stream_of(device: torch.device, stream: AnyStream | None) -> _C.Stream | None:
     if stream is None and not on_host(device):
         stream = compute_stream(device)
     assert stream is None or isinstance(stream, _C.Stream)

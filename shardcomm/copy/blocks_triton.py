@@ -25,7 +25,7 @@ from shardcomm.copy.triton import (
     signed,
     to_float32,
 )
-from shardcomm.stream.streams import Stream
+from shardcomm.stream.streams import AnyStream
 
 _TILE_ELEMENTS = 2048
 
@@ -42,7 +42,7 @@ def encode(
     wire: Tensor,
     seed: int,
     stats: int,
-    stream: Stream | None,
+    stream: AnyStream | None,
 ) -> None:
     """Queues what `encode_cpu` of `csrc/include/shardcomm/blocks.h` does, on `stream` or the current one.
 
@@ -81,7 +81,7 @@ def decode(
     wire: Tensor,
     segments: Addresses,
     dtype: _C.DType,
-    stream: Stream | None,
+    stream: AnyStream | None,
 ) -> None:
     """Queues what `decode_cpu` does."""
     _sum(code, block, wire, wire.numel(), 1, segments, dtype, 1.0, False, 0, stream)
@@ -97,7 +97,7 @@ def decode_sum(
     scale: float,
     accumulate: bool,
     nonfinite: int,
-    stream: Stream | None,
+    stream: AnyStream | None,
 ) -> None:
     """Queues what `decode_sum_cpu` does. `nonfinite` is the address of a flag, or 0."""
     segments = [(destination.data_ptr(), destination.numel(), 0)]
@@ -119,7 +119,7 @@ def _sum(
     scale: float,
     accumulate: bool,
     nonfinite: int,
-    stream: Stream | None,
+    stream: AnyStream | None,
 ) -> None:
     check_device(wires.device)
     rows = [tile for segment in segments for tile in _tiles_of(segment, dtype, block)]
@@ -148,7 +148,7 @@ def _sum(
     _run(launch, wires.device, stream)
 
 
-def _run(launch: Callable[[], object], device: torch.device, stream: Stream | None) -> None:
+def _run(launch: Callable[[], object], device: torch.device, stream: AnyStream | None) -> None:
     if device.type == "cpu":
         launch()
         return

@@ -12,7 +12,7 @@ from shardcomm.arguments.checks import check_flag
 from shardcomm.arguments.scalars import checked_scale
 from shardcomm.copy.nonfinite import flag_address
 from shardcomm.copy.operands import as_tensors, device_of
-from shardcomm.stream.streams import Stream, check_stream, compute_stream, on_host
+from shardcomm.stream.streams import AnyStream, check_stream, compute_stream, on_host
 
 if TYPE_CHECKING:
     from shardcomm.copy.plan import CopyPlan
@@ -65,7 +65,7 @@ class BoundCopy:
         scale: float = 1.0,
         accumulate: bool = False,
         nonfinite: Tensor | None = None,
-        stream: Stream | None = None,
+        stream: AnyStream | None = None,
     ) -> None:
         """As `CopyPlan.run`, without the GIL, on `stream` or where torch computes now.
 

@@ -120,6 +120,9 @@ class CopyPlan:
             dst_dtype: The dtype of the flat tensor.
             zero_ranges: Ranges [begin, end) of the flat tensor, in elements, to fill with zeros.
 
+        Returns:
+            The plan, with a source for each of `sizes` and one destination.
+
         Raises:
             TypeError: `sizes` or `offsets` is no list.
             ValueError: `sizes` and `offsets` differ in length; or as `CopyPlan`.
@@ -151,6 +154,9 @@ class CopyPlan:
             src_dtype: The dtype of the flat tensor.
             dst_dtype: The dtype of the tensors.
 
+        Returns:
+            The plan, with one source and a destination for each of `sizes`.
+
         Raises:
             TypeError: `sizes` or `offsets` is no list.
             ValueError: `sizes` and `offsets` differ in length; or as `CopyPlan`.
@@ -176,6 +182,9 @@ class CopyPlan:
             ranks: How many ranks there are.
             src_dtype: The dtype of the gathered tensor.
             dst_dtype: The dtype of the destinations.
+
+        Returns:
+            The plan, with one source and a destination for each of `sizes`.
 
         Raises:
             ValueError: As `CopyPlan`.
@@ -206,6 +215,9 @@ class CopyPlan:
             chunks: How many chunks each tensor is cut into, at least 1.
             src_dtype: The dtype of the tensors.
             dst_dtype: The dtype of the destination.
+
+        Returns:
+            The plan, with a source for each of `shapes` and one destination of `chunks` rows.
 
         Raises:
             TypeError: `shapes`, or one of them, is no list.

@@ -13,7 +13,7 @@ from shardcomm.schedule.schedule import Schedule
 from shardcomm.schedule.triggers import Action, Trigger, Verb
 from shardcomm.sharded.sharded_unit import IDLE, ShardedUnit
 from shardcomm.sharded.unit_gradients import LOCAL
-from shardcomm.stream.streams import Event, Stream
+from shardcomm.stream.streams import AnyEvent, AnyStream
 from shardcomm.stream.work import Work
 from shardcomm.trace.recording import Trace
 from shardcomm.trace.traffic import Traffic
@@ -216,7 +216,7 @@ class Actions:
         if self.trace is not None:
             self.trace.add("waiting", f"{what} {name}", begin, end)
 
-    def end_compute(self, unit: ShardedUnit, began: Event, what: str) -> None:
+    def end_compute(self, unit: ShardedUnit, began: AnyEvent, what: str) -> None:
         """For a trace: the forward or backward of `unit` has ended."""
         if self.trace is not None:
             end = self._compute().record(timed=True)
@@ -224,7 +224,7 @@ class Actions:
         unit.began = None
 
     def _issuing(
-        self, row: str, unit: ShardedUnit, stream: Stream, nbytes: int
+        self, row: str, unit: ShardedUnit, stream: AnyStream, nbytes: int
     ) -> AbstractContextManager[object]:
         """A context in which a collective is put on `stream`: traced, and a CommError in it ends the other groups."""
         if self.trace is None:

@@ -136,6 +136,9 @@ class Engine:
         `reduce_dtype` where that is wider than `param_dtype`. It is not in `.grad`, so that `zero_grad()` does not drop
         it (as in PyTorch FSDP2); an exception in a backward drops it.
 
+        Yields:
+            Nothing.
+
         Example:
             ```python
             model = torch.nn.Linear(64, 64)
@@ -240,6 +243,9 @@ class Engine:
                 then have, unless an exception ends the context. Every rank must write the same values, for instance to
                 merge adapters or to initialise. Without `write` a change raises.
 
+        Yields:
+            Nothing; the parameters of the modules are the full ones meanwhile.
+
         Raises:
             TypeError: `module` is no module.
             ValueError: `module` is none of the model's, or `write` is no bool, or `write` is True inside of another
@@ -278,6 +284,9 @@ class Engine:
 
         Args:
             module: The module of a unit, as `units` of `fully_shard` names them; the model itself is one.
+
+        Returns:
+            The unit, with `unshard()` and `reshard()`.
 
         Raises:
             ValueError: `module` is not a unit's; the message names the unit around it.
@@ -326,6 +335,10 @@ class Engine:
         plain model. Checkpoints of these can be loaded here; `torch.distributed.checkpoint.state_dict.get_state_dict`
         gives the same names.
 
+        Returns:
+            A flat dict by the names of the model's own state dict: ShardTensors for parameters, and buffers and extra
+            state as they are.
+
         Raises:
             RuntimeError: Autograd runs, or other ranks have other parameters of the same names.
 
@@ -370,6 +383,9 @@ class Engine:
         Args:
             optimizer: An optimizer of `model.parameters()`, or of some of them.
 
+        Returns:
+            The state, for the dict that is given to `dcp.save` or `dcp.load`.
+
         Raises:
             ValueError: The optimizer has a parameter that is not the model's.
             RuntimeError: Other ranks have other parameters of the same names.
@@ -387,6 +403,9 @@ class Engine:
         Args:
             rank: The rank of the mesh that gets the state dict; the other ranks get {}. Where parameters are DTensors,
                 that rank of each mesh gets it. None: every rank.
+
+        Returns:
+            The state dict, which a model without sharding loads; {} on ranks that do not get it.
 
         Raises:
             ValueError: `rank` is no rank of the mesh.
@@ -428,6 +447,9 @@ class Engine:
         `timeline()` of the recording, which is collective, has it of all ranks. The timeline's `save(path)` writes a
         file which Perfetto (https://ui.perfetto.dev) and `shardcomm trace` show.
 
+        Yields:
+            The recording, which is complete when the context has ended.
+
         Example:
             ```python
             model = torch.nn.Linear(64, 64)
@@ -449,6 +471,9 @@ class Engine:
         """The bytes that this rank holds of the model: parameters, gradients, slots and buffers.
 
         [`MemoryPlan.footprint`][shardcomm.MemoryPlan.footprint] says the same before anything is allocated.
+
+        Returns:
+            The figures, each in bytes.
         """
         return measured(self.units)
 

@@ -19,6 +19,7 @@ from shardcomm.sharded.unit_gradients import READY, REDUCING
 
 _NAMED = 8  # parameters that a sentence names: of the last units, to which backward comes first
 OnNonfinite = Literal["raise", "skip"] | None
+"""What a backward does about a gradient that is NaN or Inf; see `fully_shard`."""
 
 
 class Gradients:

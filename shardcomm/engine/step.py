@@ -40,10 +40,10 @@ from shardcomm.schedule.triggers import Phase, Trigger
 from shardcomm.sharded import unit_io
 from shardcomm.sharded.apart import Apart, nobodys_gradient
 from shardcomm.sharded.hooks import run_eagerly, weakly
-from shardcomm.sharded.sharded_param import ShardedParam
 from shardcomm.sharded.sharded_unit import BACKWARD, FORWARD, IDLE, ShardedUnit
 from shardcomm.sharded.unit_gradients import Call
 from shardcomm.sharded.unit_io import NOTHING_ENTERED
+from shardcomm.sharded.unit_param import UnitParam
 
 
 class Step:
@@ -368,7 +368,7 @@ class Step:
                     unit.show_shard()
 
     def _on_unsharded_gradient(
-        self, unit: ShardedUnit, param: ShardedParam, grad: torch.Tensor
+        self, unit: ShardedUnit, param: UnitParam, grad: torch.Tensor
     ) -> None:
         """Takes a gradient of an unsharded parameter.
 
@@ -384,7 +384,7 @@ class Step:
         unit.gradients.begin()
 
     def _on_shard_gradient(
-        self, unit: ShardedUnit, param: ShardedParam, grad: torch.Tensor
+        self, unit: ShardedUnit, param: UnitParam, grad: torch.Tensor
     ) -> torch.Tensor:
         """Takes a gradient of a whole parameter from outside of its unit's forward; returns what `.grad` gets.
 

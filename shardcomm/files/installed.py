@@ -10,6 +10,9 @@ _PACKAGE = Path(__file__).parents[1]
 def get_include() -> str:
     """The folder of `shardcomm.h` (C99) and `shardcomm.hpp` (C++17).
 
+    Returns:
+        The path, for a compiler's `-I`.
+
     Example:
         ```sh
         gcc -I$(python -c "import shardcomm; print(shardcomm.get_include())") -c program.c
@@ -19,7 +22,11 @@ def get_include() -> str:
 
 
 def get_library_dir() -> str:
-    """The folder of `libshardcomm.so`, which those headers describe."""
+    """The folder of `libshardcomm.so`, the library that `shardcomm.h` declares.
+
+    Returns:
+        The path, for a linker's `-L`.
+    """
     return str(_existing("lib"))
 
 

@@ -97,7 +97,10 @@ def make_group(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
 
     deadline_s = timeout.total_seconds()
     exchange = StoreExchange(store, "connect", rank, size, deadline_s)
-    with exchange.telling(), rendezvous.connect(exchange, "auto", _CPU, through_gloo) as comm:
+    with (
+        exchange.telling(),
+        rendezvous.choose_transport(exchange, "auto", _CPU, through_gloo) as comm,
+    ):
         library, module = loaded_everywhere(
             comm, f"the backend {NAME!r} of torch.distributed", load
         )

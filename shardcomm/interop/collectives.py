@@ -19,7 +19,7 @@ import torch.distributed as dist
 from shardcomm.arguments.dtype import movable
 from shardcomm.comm.communicator import Communicator, ReduceOp
 from shardcomm.comm.operands import check_movable, resolved
-from shardcomm.stream.streams import Event, Stream, Streams
+from shardcomm.stream.streams import AnyEvent, AnyStream, Streams
 from shardcomm.stream.work import Work
 
 Group = dist.ProcessGroup | Communicator | None
@@ -184,13 +184,13 @@ def _detached(
 class _Queue:
     """The collectives of one channel, in order: asynchronous ones on a stream, the others where torch computes."""
 
-    def __init__(self, streams: Streams, stream: Stream) -> None:
+    def __init__(self, streams: Streams, stream: AnyStream) -> None:
         self._streams = streams
         self._stream = stream
-        self._last: Event | None = None
+        self._last: AnyEvent | None = None
 
     def begin(
-        self, collective: Callable[[Stream | None], Work | None], async_op: bool
+        self, collective: Callable[[AnyStream | None], Work | None], async_op: bool
     ) -> Work | None:
         if async_op:
             self._streams.after_compute(self._stream)

@@ -214,6 +214,9 @@ class Layout:
             owners: The rank that owns each parameter; all granularities must be "tensor" then. None: parameters have no
                 owners, and all shards are equally long.
 
+        Returns:
+            The layout, the same on all ranks.
+
         Raises:
             TypeError: `params` or `owners` is no list, or an entry of `params` is no ParamSpec.
             ValueError: An argument is out of range.
@@ -311,6 +314,9 @@ class Layout:
         Args:
             rank: The rank, 0 to `world_size` - 1.
             index: The parameter's number in `placements`.
+
+        Returns:
+            The rows, and where they begin in the rank's shard, in elements.
         """
         p = self.placements[index]
         shard_start, shard_stop = self.starts[rank : rank + 2]

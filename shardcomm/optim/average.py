@@ -110,6 +110,9 @@ class ExponentialMovingAverage:
         The trained parameters are back afterwards, bit for bit, also after an exception. The context itself does not
         communicate.
 
+        Yields:
+            Nothing; the model has the averages meanwhile.
+
         Raises:
             RuntimeError: It is called inside of itself. Or parameters were changed in it, by an optimizer's step for
                 instance; then the average has that change.
@@ -136,6 +139,9 @@ class ExponentialMovingAverage:
         Names are those of AveragedModel's state dict, without buffers. Together with `load_state_dict` it makes this
         object a `Stateful` of DCP: DCP saves `{"model": engine, "ema": ema}`, and any number of ranks can load it. For
         full tensors, call `engine.full_state_dict()` inside of `applied()`.
+
+        Returns:
+            A flat dict: ShardTensors for the averages, and the number of updates.
 
         Raises:
             RuntimeError: It is called inside of `applied()`, or other ranks have other parameters of the same names.

@@ -154,6 +154,9 @@ class MemoryPlan:
             optimizer: The optimizer, whose state is counted: "adamw", "momentum" or "sgd".
             rank: The rank to plan for, among those that hold a model between them. None: the one that holds the most.
 
+        Returns:
+            The plan for one rank.
+
         Raises:
             TypeError: An argument is not of its type; or as `fully_shard`.
             ValueError: An argument is out of its range; or as `fully_shard`.
@@ -330,7 +333,11 @@ class MemoryPlan:
         return sum(unit.reduce_bytes + unit.all_reduce_bytes for unit in self.units)
 
     def as_json(self) -> dict[str, Any]:
-        """All figures as a dict for a JSON file; the schedule is in it as its drawing."""
+        """All figures as a dict for a JSON file; the schedule is in it as its drawing.
+
+        Returns:
+            The figures by name, of memory and of communication in bytes.
+        """
         held = asdict(self.footprint)
         derived = (
             "peak_bytes",

@@ -75,7 +75,7 @@ class Schedule:
     Example:
         ```python
         import shardcomm
-        from shardcomm.schedule.triggers import Phase, Trigger
+        from shardcomm import Phase, Trigger
 
         blocks = [Trigger(phase, u) for u in (1, 2, 3) for phase in (Phase.PRE_FORWARD, Phase.POST_FORWARD)]
         order = [Trigger(Phase.PRE_FORWARD, 0), *blocks, Trigger(Phase.POST_FORWARD, 0)]
@@ -124,6 +124,9 @@ class Schedule:
             backward: Whether the step has a backward. False plans evaluation: the forward alone, with units released
                 after their last use.
 
+        Returns:
+            The schedule: for each trigger of the step the actions that it fires.
+
         Raises:
             ValueError: An argument is not as described (the message names it), or `slots` gives the same slot to two
                 units that are in use at the same time.
@@ -151,7 +154,7 @@ class Schedule:
         Example:
             ```python
             import json, shardcomm
-            from shardcomm.schedule.triggers import Phase, Trigger
+            from shardcomm import Phase, Trigger
 
             order = [Trigger(Phase.PRE_FORWARD, 0), Trigger(Phase.POST_FORWARD, 0)]
             schedule = shardcomm.Schedule.plan(order)
@@ -181,7 +184,11 @@ class Schedule:
         return (*self.order, *mirrored(self.order), END) if END in self.actions else self.order
 
     def gathers(self) -> Counter[int]:
-        """How often each unit is gathered in a step."""
+        """How often each unit is gathered in a step.
+
+        Returns:
+            The number of gathers by the unit's number.
+        """
         return Counter(unit for _, gathered, _ in self._replay() for unit in gathered)
 
     def _replay(self) -> Iterator[tuple[Trigger, list[int], dict[int, str]]]:

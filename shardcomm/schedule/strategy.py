@@ -47,6 +47,12 @@ class Strategy:
     def named(name: Strategy | str) -> Strategy:
         """The strategy of this name; a Strategy is returned as it is.
 
+        Args:
+            name: A name in [`STRATEGIES`][shardcomm.STRATEGIES], or a Strategy.
+
+        Returns:
+            The strategy.
+
         Raises:
             ValueError: There is no strategy of this name.
         """

@@ -21,10 +21,10 @@ from shardcomm.layout.views import rows
 from shardcomm.parameter.optimizer_steps import shown_for_a_while
 from shardcomm.parameter.plain import plain
 from shardcomm.parameter.tensor_parallel import local, shown
-from shardcomm.sharded.sharded_param import ShardedParam
 from shardcomm.sharded.sharded_unit import ShardedUnit
+from shardcomm.sharded.unit_param import UnitParam
 
-OnGradient = Callable[[ShardedUnit, ShardedParam, torch.Tensor], None]
+OnGradient = Callable[[ShardedUnit, UnitParam, torch.Tensor], None]
 """Takes the gradient of a full parameter, when a backward has all of it."""
 
 
@@ -125,7 +125,7 @@ def nobodys_gradient(what: str, unit: ShardedUnit) -> RuntimeError:
     )
 
 
-def _refuse_gradient(unit: ShardedUnit, param: ShardedParam, grad: torch.Tensor) -> None:
+def _refuse_gradient(unit: ShardedUnit, param: UnitParam, grad: torch.Tensor) -> None:
     raise nobodys_gradient(f"a gradient of {param.name!r}", unit)
 
 
@@ -133,7 +133,7 @@ def _refuse_gradient(unit: ShardedUnit, param: ShardedParam, grad: torch.Tensor)
 class _Full:
     """A full parameter while the model shows it. It notices whether the parameter, or its shard, is changed."""
 
-    param: ShardedParam
+    param: UnitParam
     value: torch.Tensor
     placement: Placement
     piece: Piece

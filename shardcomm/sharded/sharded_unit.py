@@ -25,11 +25,11 @@ from shardcomm.parameter.whole import Held, Owned, Whole
 from shardcomm.parameter.whole_parameter import WholeParameter
 from shardcomm.schedule.triggers import Phase, Trigger
 from shardcomm.sharded.hooks import weakly
-from shardcomm.sharded.sharded_param import ShardedParam
 from shardcomm.sharded.unit_gradients import UnitGradients
 from shardcomm.sharded.unit_io import NOTHING_ENTERED
-from shardcomm.stream.streams import Event
-from shardcomm.stream.work import Work
+from shardcomm.sharded.unit_param import UnitParam
+from shardcomm.stream.streams import AnyEvent
+from shardcomm.stream.work import DONE, Work
 from shardcomm.unit.unit import OwnedParam
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class ShardedUnit:
         self.on_backward: Callable[[torch.Tensor], None]  # set by the engine, as are the next
         self.on_backward_end: Callable[[], None]
         self.on_gradient: Callable[[torch.Tensor], None]
-        self.on_shard_gradient: Callable[[ShardedParam, torch.Tensor], torch.Tensor]
+        self.on_shard_gradient: Callable[[UnitParam, torch.Tensor], torch.Tensor]
         self.on_unshard: Callable[[], None]
         self.on_reshard: Callable[[], None]
         self.keep_out_of_graphs: Callable[[bool], None]
@@ -98,7 +98,7 @@ class ShardedUnit:
             (
                 bucket,
                 [
-                    ShardedParam(
+                    UnitParam(
                         owned,
                         shard,
                         full,
@@ -144,7 +144,7 @@ class ShardedUnit:
             NOTHING_ENTERED  # what is not the caller's of the inputs of the forward that goes on
         )
         self.returned: type = type(None)  # the type that its forward returned last
-        self.began: Event | None = None  # when its computation began, for a trace
+        self.began: AnyEvent | None = None  # when its computation began, for a trace
         self.shares_slot = False  # whether it does so with another unit; set by `Actions`
         # The memory of the slots: a view of it that forward returns would come to show another unit's parameters.
         self.storages = frozenset(b.full.untyped_storage()._cdata for b in self._apart)
@@ -281,7 +281,7 @@ class ShardedUnit:
                 hook = weakly(self._pass_on, param)
                 param.shard_watch = torch.Tensor.register_hook(shard, hook)  # type: ignore[no-untyped-call]
 
-    def _pass_on(self, param: ShardedParam, grad: torch.Tensor) -> torch.Tensor:
+    def _pass_on(self, param: UnitParam, grad: torch.Tensor) -> torch.Tensor:
         return self.on_shard_gradient(param, grad)
 
     def stop_watching(self) -> None:
@@ -340,7 +340,7 @@ class ShardedUnit:
         self.versions.gather()
         for bucket in self._apart:
             work = bucket.all_gather(async_op=True)
-            if work.event is not None:
+            if work is not DONE:
                 self.gathers.append(work)
         if self.secondary is not None and keep:
             self.secondary.keep()

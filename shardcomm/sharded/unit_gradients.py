@@ -25,7 +25,7 @@ from torch import nn
 from shardcomm.bucket.bucket import Bucket
 from shardcomm.parameter.plain import grad_of, plain, set_grad
 from shardcomm.parameter.whole import Whole, awaiting
-from shardcomm.stream.work import Work
+from shardcomm.stream.work import DONE, Work
 
 
 class Stage(Enum):
@@ -232,7 +232,7 @@ class UnitGradients:
             self.stage = PACKED
             if left:
                 work = reduction.reduce(async_op=True, put_off=put_off)
-                if work.event is not None:
+                if work is not DONE:
                     self.reduces.append(work)
         self.stage = REDUCING
         self.awaits_replicas = any([b.reduction.replicas for b, _ in self._trained])

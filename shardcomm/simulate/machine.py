@@ -62,7 +62,7 @@ class Machine:
             its own. Where hosts share a machine, as those of `shardcomm cluster` do, a host's share of its cores, which
             need not be whole: three hosts on two cores have 2/3 each.
         flops_per_s: Floating-point operations that a rank does in a second, in the matrices of a model.
-        unit_s: The seconds that a unit's forward takes beside those.
+        unit_s: Seconds of a unit's forward that do not grow with its operations.
         backward: How many times as long as a forward a backward takes.
         crowding: How many times as long as its turns say a rank takes where more ranks than cores take turns.
         memory_bytes: A rank's memory.
@@ -152,6 +152,9 @@ class Machine:
         Args:
             name: A path, or one of `shipped()`.
 
+        Returns:
+            The machine.
+
         Raises:
             OSError: There is no such file; the message names the machines that come along.
             ValueError: It is no machine; the message says what is wrong with it.
@@ -171,6 +174,9 @@ class Machine:
 
     def save(self, path: str | Path) -> None:
         """Writes the machine's file.
+
+        Args:
+            path: The file, which is replaced if it exists.
 
         Raises:
             OSError: The file cannot be written; then no part of it is left.

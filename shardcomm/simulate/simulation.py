@@ -93,6 +93,9 @@ class Simulation:
             machine: The machine.
             slowest: The factor of the slowest rank, which multiplies `times`.
 
+        Returns:
+            The step: its time, and what was done when.
+
         Raises:
             ValueError: The plan's ranks or units do not fit the others; the message says how.
         """
@@ -125,7 +128,11 @@ class Simulation:
         return Timeline((RankTimeline(0, self.spans, paths),), "simulated")
 
     def figures(self) -> dict[str, Any]:
-        """The figures of the step, flat: a line of a table."""
+        """The figures of the step, flat: a line of a table.
+
+        Returns:
+            The figures by name; times are in seconds.
+        """
         plan = self.plan
         return {
             "strategy": plan.strategy,
@@ -143,7 +150,11 @@ class Simulation:
         }
 
     def as_json(self) -> dict[str, Any]:
-        """Everything as a dict for a JSON file."""
+        """Everything as a dict for a JSON file.
+
+        Returns:
+            The figures, and what they were made of, by name.
+        """
         return {
             **self.figures(),
             "machine": asdict(self.machine),

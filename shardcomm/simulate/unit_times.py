@@ -37,7 +37,7 @@ def times_by_flops(
     attention: int = 0,
     recompute: bool = False,
 ) -> tuple[UnitTime, ...]:
-    """The time of each unit: operations by the machine's rate, and the time of a unit that is beside them.
+    """Estimates each unit's compute time: its operations over `machine.flops_per_s`, plus `machine.unit_s`.
 
     A token takes two operations for each element of a matrix, except where a matrix is only looked up in
     (`nn.Embedding`). A backward that recomputes the forward takes its time, too.
@@ -50,6 +50,9 @@ def times_by_flops(
         attention: The operations that a token takes in the attention of each unit inside the model, beside its
             matrices: for causal attention, 2 x context x width.
         recompute: Whether the units inside the model recompute their forward in backward (activation checkpointing).
+
+    Returns:
+        The times in seconds, one for each unit, in the order of the plan's units.
     """
     times = []
     for index, flops in enumerate(
@@ -92,6 +95,9 @@ def times_of_trace(timeline: Timeline, names: Sequence[str]) -> tuple[UnitTime, 
     Args:
         timeline: The trace, with steps.
         names: The names of the units, in order.
+
+    Returns:
+        The times in seconds, in the order of `names`.
 
     Raises:
         ValueError: The trace has no steps, or is of a model with other units.

@@ -26,7 +26,7 @@ import torch
 from shardcomm import _C
 
 
-class Event(Protocol):
+class AnyEvent(Protocol):
     """A point in a stream's work. It fires when all work before that point has finished or failed."""
 
     def query(self) -> bool:
@@ -39,13 +39,13 @@ class Event(Protocol):
         """The seconds from `earlier` to this event: both of one device, fired, and recorded with `timed=True`."""
 
 
-class Stream(Protocol):
+class AnyStream(Protocol):
     """Runs the work that it is given, in order."""
 
     def enqueue(self, function: Callable[[], object]) -> None:
         """Runs `function` after all earlier work. On a GPU it runs at once, and the kernels that it launches do so."""
 
-    def record(self, timed: bool = ...) -> Event:
+    def record(self, timed: bool = ...) -> AnyEvent:
         """An event at this point. Only a `timed` event can tell a GPU's time."""
 
     def wait(self, event: Any) -> None:
@@ -72,31 +72,31 @@ class Streams:
     def __init__(
         self,
         device: torch.device,
-        gather: Stream | None = None,
-        reduce: Stream | None = None,
-        replicate: Stream | None = None,
+        gather: AnyStream | None = None,
+        reduce: AnyStream | None = None,
+        replicate: AnyStream | None = None,
     ) -> None:
         self.device = device
         self.gather = gather or _new_stream(device)
         self.reduce = reduce or _new_stream(device)
         self.compute = computing(device)
-        self.reduced: Event | None = None
+        self.reduced: AnyEvent | None = None
         self._on_host = on_host(device)
         self._replicate = replicate
 
     @cached_property
-    def replicate(self) -> Stream:
+    def replicate(self) -> AnyStream:
         """The stream on which all-reduces among replicas are queued. It is made at first use; few strategies use it."""
         return self._replicate or _new_stream(self.device)
 
-    def computed(self) -> Stream | None:
+    def computed(self) -> AnyStream | None:
         """The stream on which torch computes, for work that must come after it.
 
         None on a CPU, where everything has been computed by the time of the call.
         """
         return None if self._on_host else self.compute()
 
-    def after_compute(self, stream: Stream) -> None:
+    def after_compute(self, stream: AnyStream) -> None:
         """Makes later work of `stream` start after all that was computed so far."""
         if not self._on_host:
             stream.wait(self.compute().record())
@@ -112,13 +112,13 @@ def core_index(device: torch.device) -> int:
     return _C.host_device if device.type == "cpu" else device.index
 
 
-def compute_stream(device: torch.device) -> Stream:
+def compute_stream(device: torch.device) -> AnyStream:
     """The stream of `device` on which torch computes now; on a CPU, the caller itself."""
     return computing(device)()
 
 
 @cache
-def computing(device: torch.device) -> Callable[[], Stream]:
+def computing(device: torch.device) -> Callable[[], AnyStream]:
     """A function that returns `compute_stream(device)`, for callers that ask in every step."""
     if on_host(device):
         return lambda: _CALLER
@@ -128,7 +128,7 @@ def computing(device: torch.device) -> Callable[[], Stream]:
     current = torch._C._cuda_getCurrentRawStream  # takes a tenth of current_stream's time
     borrowed: dict[int, _C.Stream] = {}  # does not grow: torch has a fixed pool of streams
 
-    def compute() -> Stream:
+    def compute() -> AnyStream:
         handle = current(index)
         stream = borrowed.get(handle)
         if stream is None:
@@ -145,7 +145,7 @@ def start_stream(device: torch.device) -> None:
         torch.accelerator.set_stream(torch.Stream(device))
 
 
-def copy(to: torch.Tensor, source: torch.Tensor, stream: Stream) -> Event:
+def copy(to: torch.Tensor, source: torch.Tensor, stream: AnyStream) -> AnyEvent:
     """Queues the copy of a flat tensor between host and device, or within either; returns the event of its end.
 
     Host memory that is not pinned is copied as well, but the host then waits for a GPU's copy.
@@ -160,7 +160,7 @@ def copy(to: torch.Tensor, source: torch.Tensor, stream: Stream) -> Event:
     return event
 
 
-def keep_until(event: Event, *objects: object) -> None:
+def keep_until(event: AnyEvent, *objects: object) -> None:
     """Keeps `objects` alive, whatever their owner does, until `event` has fired and somebody calls this again.
 
     For work for which nobody may wait. A `Work` keeps the objects itself until it has been waited for.
@@ -192,19 +192,22 @@ class TorchStream:
         self.torch_stream = stream
 
     def enqueue(self, function: Callable[[], object]) -> None:
-        """See Stream."""
+        """See AnyStream."""
         with self.torch_stream:
             function()
 
     def record(self, timed: bool = False) -> TorchEvent:
-        """See Stream."""
+        """See AnyStream."""
         event = torch.Event(self.torch_stream.device, enable_timing=timed)
         event.record(self.torch_stream)
         return TorchEvent(event)
 
-    def wait(self, event: TorchEvent) -> None:
-        """See Stream."""
-        event.torch_event.wait(self.torch_stream)
+    def wait(self, event: TorchEvent | _C.Event) -> None:
+        """See AnyStream."""
+        if isinstance(event, TorchEvent):
+            event.torch_event.wait(self.torch_stream)
+        else:  # the host's, of which nothing is on a device
+            event.wait()
 
 
 class TorchEvent:
@@ -214,19 +217,19 @@ class TorchEvent:
         self.torch_event = event
 
     def query(self) -> bool:
-        """See Event."""
+        """See AnyEvent."""
         return self.torch_event.query()
 
     def wait(self) -> None:
-        """See Event."""
+        """See AnyEvent."""
         self.torch_event.synchronize()
 
     def seconds_since(self, earlier: TorchEvent) -> float:
-        """See Event."""
+        """See AnyEvent."""
         return earlier.torch_event.elapsed_time(self.torch_event) * 1e-3
 
 
-def _new_stream(device: torch.device) -> Stream:
+def _new_stream(device: torch.device) -> AnyStream:
     if on_host(device):
         return _C.Stream()
     if uses_core(device):
@@ -235,5 +238,8 @@ def _new_stream(device: torch.device) -> Stream:
 
 
 _CALLER = _C.Stream.caller()
-_kept: deque[tuple[Event, tuple[object, ...]]] = deque()
+FIRED: AnyEvent = _CALLER.record()
+"""An event that has fired, for which a stream of any device can wait."""
+
+_kept: deque[tuple[AnyEvent, tuple[object, ...]]] = deque()
 _kept_lock = threading.RLock()  # reentrant: a Work that the collector ends in here comes here, too

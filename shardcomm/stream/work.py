@@ -7,7 +7,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import NoReturn
 
-from shardcomm.stream.streams import Event, Stream, keep_until
+from shardcomm.stream.streams import FIRED, AnyEvent, AnyStream, keep_until
 
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 20e-6, 1e-3  # between looks at an event
 
@@ -24,7 +24,8 @@ class Work:
         *operands: The objects to keep alive.
 
     Attributes:
-        event: As given. To make another stream come after the collective, call `stream.wait(work.event)`.
+        event: The event of the collective's end; it has fired if the collective was done when its call returned. To
+            make another stream come after the collective, call `stream.wait(work.event)`.
 
     Example:
         ```python
@@ -40,17 +41,17 @@ class Work:
 
     def __init__(
         self,
-        event: Event | None = None,
-        compute: Callable[[], Stream] | None = None,
+        event: AnyEvent | None = None,
+        compute: Callable[[], AnyStream] | None = None,
         *operands: object,
     ) -> None:
-        self.event = event
+        self.event = FIRED if event is None else event
         self._compute = compute
         self._operands = operands
 
     def is_completed(self) -> bool:
         """Whether the collective has ended on this rank, or has failed. It never blocks and never raises."""
-        return self.event is None or self.event.query()
+        return self.event.query()
 
     def wait(self, timeout: float | timedelta | None = None) -> None:
         """Makes what torch computes from now on come after the collective.
@@ -68,7 +69,7 @@ class Work:
             CommError: The collective failed: a rank died, called something else or did not come in time.
         """
         within_s = None if timeout is None else _seconds(timeout)
-        if self.event is not None:
+        if self.event is not FIRED:
             if within_s is not None:
                 _wait_for(self.event, within_s)
             if self._compute is None:
@@ -81,7 +82,7 @@ class Work:
         raise TypeError("a Work cannot be copied or pickled: it is a collective of this process")
 
     def __del__(self) -> None:
-        if self._operands and self.event is not None:
+        if self._operands and self.event is not FIRED:
             keep_until(self.event, self._operands)
 
 
@@ -102,7 +103,7 @@ def _seconds(timeout: float | timedelta) -> float:
     return seconds
 
 
-def _wait_for(event: Event, within_s: float) -> None:
+def _wait_for(event: AnyEvent, within_s: float) -> None:
     end = time.monotonic() + within_s
     pause_s = _SHORTEST_PAUSE_S
     while not event.query():

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from shardcomm.comm.mesh import Mesh
 from shardcomm.comm.rendezvous import host_identity
 from shardcomm.comm.texts import all_gather_text
-from shardcomm.stream.streams import Event, Stream, Streams
+from shardcomm.stream.streams import AnyEvent, AnyStream, Streams
 from shardcomm.trace.timeline import RankTimeline, Span, Timeline
 
 
@@ -25,7 +25,7 @@ class Trace:
         self._mesh = mesh
         self._streams = streams
         self._origin, self._origin_s = _origin(streams.compute())
-        self._spans: list[tuple[str, str, Event, Event, int]] = []
+        self._spans: list[tuple[str, str, AnyEvent, AnyEvent, int]] = []
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
@@ -35,14 +35,14 @@ class Trace:
         self.add("step", f"step {number}", begin, self._streams.compute().record(timed=True))
 
     @contextmanager
-    def span(self, row: str, name: str, stream: Stream, nbytes: int = 0) -> Iterator[None]:
+    def span(self, row: str, name: str, stream: AnyStream, nbytes: int = 0) -> Iterator[None]:
         """A context that records the work which is queued on `stream` in it, after all that was computed so far."""
         self._streams.after_compute(stream)
         begin = stream.record(timed=True)
         yield
         self.add(row, name, begin, stream.record(timed=True), nbytes)
 
-    def add(self, row: str, name: str, begin: Event, end: Event, nbytes: int = 0) -> None:
+    def add(self, row: str, name: str, begin: AnyEvent, end: AnyEvent, nbytes: int = 0) -> None:
         """Records that `name` went on between two events of one stream."""
         self._spans.append((row, name, begin, end, nbytes))
 
@@ -73,7 +73,7 @@ class Trace:
         return Timeline.of(ranks, clocks)
 
 
-def _origin(stream: Stream) -> tuple[Event, float]:
+def _origin(stream: AnyStream) -> tuple[AnyEvent, float]:
     """An event of now, and its time on the host's clock in seconds. Of several tries it takes the most exact one."""
     tries = []
     for _ in range(8):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from shardcomm.stream.streams import Event
+from shardcomm.stream.streams import AnyEvent
 
 
 def all_reduce_bytes(nbytes: int, ranks: int) -> int:
@@ -26,7 +26,7 @@ class Traffic:
         self.reduced_bytes = 0
         self.waits_timed = False
         self._exposed_s = 0.0
-        self._waits: deque[tuple[Event, Event]] = deque()  # those that may still go on
+        self._waits: deque[tuple[AnyEvent, AnyEvent]] = deque()  # those that may still go on
 
     def time_waits(self) -> None:
         """Sums up `exposed_s` from now on. That takes two timed events for each wait, which cost a step some time.
@@ -53,7 +53,7 @@ class Traffic:
         self._count_ended()
         return self._exposed_s
 
-    def waited(self, begin: Event, end: Event) -> None:
+    def waited(self, begin: AnyEvent, end: AnyEvent) -> None:
         """Records that computation waits between these two events of its stream."""
         self._waits.append((begin, end))
         self._count_ended()

@@ -84,6 +84,13 @@ class MixedPrecision:
     def gather_format_of(self, name: str, param: nn.Parameter) -> BlockFormat | None:
         """The block format in which gathers send a parameter.
 
+        Args:
+            name: The parameter's name in the model.
+            param: The parameter.
+
+        Returns:
+            The format; None: gathers send `param_dtype`.
+
         Raises:
             TypeError: The function that was given returned something else.
             ValueError: It returned a format that rounds stochastically, or one for a parameter of another dtype than

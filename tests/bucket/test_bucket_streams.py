@@ -12,7 +12,7 @@ from torch import nn
 
 from shardcomm import Bucket, Communicator, Layout, Mesh, ParamSpec, fully_shard
 from shardcomm.bucket.staging import Staging
-from shardcomm.stream.streams import Event, Stream, copy
+from shardcomm.stream.streams import AnyEvent, AnyStream, copy
 from support.thread_ranks import run_mesh, run_threads
 from support.twins import WIDTH, Chain, local, twins
 
@@ -20,7 +20,7 @@ SHAPE = (8, 2)
 
 
 @contextmanager
-def lagging(stream: Stream) -> Iterator[None]:
+def lagging(stream: AnyStream) -> Iterator[None]:
     """What is put on `stream` in here begins a while later: right results do not depend on how long."""
     gate = threading.Event()
     stream.enqueue(gate.wait)
@@ -32,7 +32,7 @@ def lagging(stream: Stream) -> Iterator[None]:
         timer.join()
 
 
-def reduce_both(first: Bucket, second: Bucket, late: Stream) -> None:
+def reduce_both(first: Bucket, second: Bucket, late: AnyStream) -> None:
     for times in (1, 2):  # the second reduce accumulates
         with lagging(late):
             works = [
@@ -123,7 +123,7 @@ def test_doubles_of_one_rank_are_scaled_in_double_precision() -> None:
 def late_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between device and host, as on a stream that lags."""
 
-    def late(to: torch.Tensor, source: torch.Tensor, stream: Stream) -> Event:
+    def late(to: torch.Tensor, source: torch.Tensor, stream: AnyStream) -> AnyEvent:
         never = threading.Event()
         stream.enqueue(lambda: never.wait(0.1))
         return copy(to, source, stream)

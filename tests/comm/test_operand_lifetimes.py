@@ -15,25 +15,25 @@ import torch
 import torch.distributed as dist
 
 from shardcomm import Bucket, Communicator, launch
-from shardcomm.stream.streams import Stream, _new_stream
+from shardcomm.stream.streams import AnyStream, _new_stream
 from support.thread_ranks import run_threads
 
 # The memory of an operand: alive as long as a tensor over it is, whichever tensor object that is.
 Memory = np.ndarray[Any, Any]
-Begin = Callable[[Communicator, Stream], list[Memory]]
+Begin = Callable[[Communicator, AnyStream], list[Memory]]
 
 
 def floats(numel: int) -> Memory:
     return np.ones(numel, np.float32)
 
 
-def gather(comm: Communicator, stream: Stream) -> list[Memory]:
+def gather(comm: Communicator, stream: AnyStream) -> list[Memory]:
     recv, send = floats(3 * comm.size), floats(3)
     comm.all_gather(torch.from_numpy(recv), torch.from_numpy(send), stream=stream)
     return [recv, send]
 
 
-def reduce(comm: Communicator, stream: Stream) -> list[Memory]:
+def reduce(comm: Communicator, stream: AnyStream) -> list[Memory]:
     recv, send, flag = floats(3), floats(3 * comm.size), np.zeros(1, np.int32)
     comm.reduce_scatter(
         torch.from_numpy(recv),
@@ -44,13 +44,13 @@ def reduce(comm: Communicator, stream: Stream) -> list[Memory]:
     return [recv, send, flag]
 
 
-def all_reduce(comm: Communicator, stream: Stream) -> list[Memory]:
+def all_reduce(comm: Communicator, stream: AnyStream) -> list[Memory]:
     buffer = floats(3)
     comm.all_reduce(torch.from_numpy(buffer), stream=stream)
     return [buffer]
 
 
-def broadcast(comm: Communicator, stream: Stream) -> list[Memory]:
+def broadcast(comm: Communicator, stream: AnyStream) -> list[Memory]:
     buffer = floats(3)
     comm.broadcast(torch.from_numpy(buffer), stream=stream)
     return [buffer]

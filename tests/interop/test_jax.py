@@ -19,7 +19,7 @@ from jax.test_util import check_grads
 import shardcomm
 from shardcomm import launch
 from shardcomm.interop.jax import library
-from shardcomm.jax import Communicator, all_gather, all_reduce, broadcast, reduce_scatter
+from shardcomm.jax import XlaCommunicator, all_gather, all_reduce, broadcast, reduce_scatter
 from support import interpreters
 
 SUMMED = ("uint8", "int32", "int64", "float16", "bfloat16", "float32", "float64")
@@ -28,10 +28,10 @@ REDUCED: dict[str, Callable[..., np.ndarray]] = {"sum": np.sum, "max": np.max, "
 
 
 @contextmanager
-def group(deadline_s: float = 30.0) -> Iterator[Communicator]:
+def group(deadline_s: float = 30.0) -> Iterator[XlaCommunicator]:
     with (
         shardcomm.Communicator.from_env(deadline_s=30) as ranks,
-        Communicator(ranks, deadline_s=deadline_s) as comm,
+        XlaCommunicator(ranks, deadline_s=deadline_s) as comm,
     ):
         yield comm
 
@@ -270,13 +270,13 @@ def test_a_donated_array_is_reduced_in_place_and_another_is_not_touched() -> Non
 
 
 @pytest.fixture(scope="module")
-def alone() -> Iterator[Communicator]:
+def alone() -> Iterator[XlaCommunicator]:
     """The only rank of a group, in this process."""
-    with Communicator(shardcomm.Communicator.local_group(1)[0]) as comm:
+    with XlaCommunicator(shardcomm.Communicator.local_group(1)[0]) as comm:
         yield comm
 
 
-REFUSALS: dict[str, tuple[Callable[[Communicator], object], type[Exception], str]] = {
+REFUSALS: dict[str, tuple[Callable[[XlaCommunicator], object], type[Exception], str]] = {
     "scalar": (lambda c: all_gather(1.0, c), ValueError, r"all_gather: x has no axes; give x.resh"),
     "pytree": (
         lambda c: all_gather({"w": jnp.ones(2)}, c),
@@ -316,13 +316,17 @@ REFUSALS: dict[str, tuple[Callable[[Communicator], object], type[Exception], str
         "comm is a int; it must be a shard",
     ),
     "local": (
-        lambda c: Communicator(shardcomm.Communicator.local_group(2)[0]),
+        lambda c: XlaCommunicator(shardcomm.Communicator.local_group(2)[0]),
         ValueError,
         "comm is over 'local'; accepted: 'shm'",
     ),
-    "no ranks": (lambda c: Communicator(None), TypeError, "comm is a NoneType; it must be a Comm"),
+    "no ranks": (
+        lambda c: XlaCommunicator(None),
+        TypeError,
+        "comm is a NoneType; it must be a Comm",
+    ),
     "deadline": (
-        lambda c: Communicator(shardcomm.Communicator.local_group(1)[0], deadline_s=0),
+        lambda c: XlaCommunicator(shardcomm.Communicator.local_group(1)[0], deadline_s=0),
         ValueError,
         "deadline_s is 0",
     ),
@@ -335,7 +339,7 @@ REFUSALS: dict[str, tuple[Callable[[Communicator], object], type[Exception], str
 
 
 @pytest.mark.parametrize("case", REFUSALS)
-def test_what_cannot_be_is_refused_by_a_sentence(case: str, alone: Communicator) -> None:
+def test_what_cannot_be_is_refused_by_a_sentence(case: str, alone: XlaCommunicator) -> None:
     call, kind, text = REFUSALS[case]
     with pytest.raises(kind, match=text):
         call(alone)
@@ -381,3 +385,8 @@ def test_ranks_are_forked_from_a_process_without_jax(tmp_path: Path) -> None:
     )
     ended = interpreters.run("import shardcomm" + WITHOUT_JAX.format(folder=str(tmp_path)))
     assert (ended.returncode, ended.stdout) == (0, "[False, False]\n"), ended.stderr
+
+
+def test_the_old_name_of_the_communicator_warns() -> None:
+    with pytest.warns(DeprecationWarning, match="is called shardcomm.jax.XlaCommunicator now"):
+        assert shardcomm.jax.Communicator is XlaCommunicator

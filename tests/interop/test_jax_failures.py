@@ -13,29 +13,29 @@ import jax.numpy as jnp
 
 import shardcomm
 from shardcomm import CommError, launch
-from shardcomm.jax import Communicator, all_gather, all_reduce
+from shardcomm.jax import XlaCommunicator, all_gather, all_reduce
 
 
-def total(x: jax.Array, comm: Communicator) -> jax.Array:
+def total(x: jax.Array, comm: XlaCommunicator) -> jax.Array:
     return jax.jit(all_reduce, static_argnums=1)(x, comm)
 
 
-def in_another_collective(comm: Communicator) -> None:
+def in_another_collective(comm: XlaCommunicator) -> None:
     if comm.rank == 1:
         all_gather(jnp.ones(2), comm).block_until_ready()
 
 
-def with_another_shape(comm: Communicator) -> None:
+def with_another_shape(comm: XlaCommunicator) -> None:
     if comm.rank == 1:
         total(jnp.ones(4), comm).block_until_ready()
 
 
-def after_it_was_closed(comm: Communicator) -> None:
+def after_it_was_closed(comm: XlaCommunicator) -> None:
     if comm.rank == 1:
         comm.close()
 
 
-def in_a_program_that_nobody_waits_for(comm: Communicator) -> None:
+def in_a_program_that_nobody_waits_for(comm: XlaCommunicator) -> None:
     """JAX starts it in the background, where the failure stays until somebody waits."""
     slow = jax.jit(lambda x: (x @ x @ x @ x)[0, :3])(jnp.ones((1500, 1500)))
     total(slow if comm.rank else slow[:2], comm)
@@ -53,24 +53,24 @@ def in_a_program_that_nobody_waits_for(comm: Communicator) -> None:
     ids=lambda value: getattr(value, "__name__", value),
 )
 def test_a_failed_group_raises_on_every_rank_and_the_next_one_works(
-    disagree: Callable[[Communicator], None], kind: str
+    disagree: Callable[[XlaCommunicator], None], kind: str
 ) -> None:
     assert launch(fails_and_goes_on, 2, (disagree,), timeout_s=60) == [kind, kind]
 
 
-def fails_and_goes_on(disagree: Callable[[Communicator], None]) -> str:
+def fails_and_goes_on(disagree: Callable[[XlaCommunicator], None]) -> str:
     with shardcomm.Communicator.from_env(deadline_s=30) as ranks:
         with pytest.raises(CommError) as failed:
             disagree_in_a_group(ranks, disagree)
-        with Communicator(ranks, deadline_s=20) as comm:
+        with XlaCommunicator(ranks, deadline_s=20) as comm:
             assert total(jnp.ones(3), comm).tolist() == [2.0] * 3
     return failed.value.kind
 
 
 def disagree_in_a_group(
-    ranks: shardcomm.Communicator, disagree: Callable[[Communicator], None]
+    ranks: shardcomm.Communicator, disagree: Callable[[XlaCommunicator], None]
 ) -> None:
-    with Communicator(ranks, deadline_s=2) as comm:
+    with XlaCommunicator(ranks, deadline_s=2) as comm:
         assert total(jnp.ones(3), comm).tolist() == [2.0] * 3
         disagree(comm)
         total(jnp.ones(3), comm).block_until_ready()
@@ -79,7 +79,7 @@ def disagree_in_a_group(
 def survives(fate: str) -> None:
     """Rank 0's error reaches the launcher, whatever becomes of rank 1."""
     ranks = shardcomm.Communicator.from_env(deadline_s=30)
-    with Communicator(ranks, deadline_s=2) as comm:
+    with XlaCommunicator(ranks, deadline_s=2) as comm:
         total(jnp.ones(3), comm)
         if comm.rank == 0:
             with pytest.raises(jax.errors.JaxRuntimeError, match="rank 1"):
@@ -102,7 +102,7 @@ def test_a_rank_that_is_missing_is_named(fate: str) -> None:
 
 def program_of_a_closed_group() -> None:
     with shardcomm.Communicator.from_env(deadline_s=30) as ranks:
-        with Communicator(ranks) as comm:
+        with XlaCommunicator(ranks) as comm:
             program = jax.jit(lambda x: all_reduce(x, comm))
             program(jnp.ones(3))
         with pytest.raises(jax.errors.JaxRuntimeError, match="has closed this communicator"):
@@ -118,7 +118,7 @@ def cannot_load_on_rank_1(folder: str) -> None:
         if ranks.rank == 1:
             os.environ |= {"XDG_CACHE_HOME": folder, "CXX": "no-such-compiler"}
         with pytest.raises(RuntimeError, match=r"rank 1: .* there is no no-such-compiler"):
-            Communicator(ranks)
+            XlaCommunicator(ranks)
 
 
 def test_a_rank_that_cannot_load_the_library_tells_the_others(tmp_path: object) -> None:
@@ -127,7 +127,7 @@ def test_a_rank_that_cannot_load_the_library_tells_the_others(tmp_path: object) 
 
 def programs_that_run_on() -> None:
     with shardcomm.Communicator.from_env(deadline_s=30) as ranks:
-        with Communicator(ranks, deadline_s=20) as comm:
+        with XlaCommunicator(ranks, deadline_s=20) as comm:
             total(jnp.ones(3), comm)
             slow = jax.jit(lambda x: (x @ x @ x @ x)[0, :3] * 0 + 1)(jnp.ones((1500, 1500)))
             result = total(slow, comm)

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.staging import (
     StagingOptions,
 )
 
-from shardcomm import Block, Bucket, Communicator, Layout, ParamSpec
+from shardcomm import Bucket, Communicator, Layout, ParamSpec, RowBlock
 from shardcomm.parameter.shard_tensor import Part, Rectangle, ShardTensor, rectangles
 
 AT_ONCE = StagingOptions(
@@ -32,7 +32,7 @@ shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 @st.composite
 def specs(draw: st.DrawFn) -> ParamSpec:
     shape = draw(shapes)
-    granularity = draw(st.sampled_from(["element", "row", "tensor", Block(2)]))
+    granularity = draw(st.sampled_from(["element", "row", "tensor", RowBlock(2)]))
     return ParamSpec(
         "p", shape, granularity, draw(st.integers(-max(len(shape), 1), max(len(shape) - 1, 0)))
     )

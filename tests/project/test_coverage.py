@@ -84,6 +84,11 @@ def test_what_is_no_feature_is_refused(request: pytest.FixtureRequest, features:
         found(request.node, pytest.mark.covers(*features))
 
 
+def test_what_is_no_transport_is_refused(request: pytest.FixtureRequest) -> None:
+    with pytest.raises(pytest.UsageError, match=r"covers has transports \['host'\]; accepted: "):
+        found(request.node, pytest.mark.covers("collectives", transports=["hosts", "host"]))
+
+
 def all_are_collected(config: pytest.Config) -> bool:
     """Whether this run began with all tests."""
     option = config.option

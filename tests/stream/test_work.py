@@ -13,6 +13,7 @@ import torch
 
 import shardcomm
 from shardcomm import Bucket, Communicator, Layout, ParamSpec, Stream, Work
+from shardcomm.stream.streams import TorchStream
 from support.thread_ranks import run_threads
 
 N = 4
@@ -46,6 +47,17 @@ def test_a_queued_collective_returns_work_and_a_blocking_one_nothing(name: str) 
         work.wait(0.0)  # as often as one likes
 
     run_threads(body, 2)
+
+
+def test_a_stream_can_wait_for_the_event_of_work_that_was_done_at_once() -> None:
+    comm = Communicator.local_group(1)[0]
+    bucket = Bucket(Layout.plan([ParamSpec("w", (N,))], world_size=1), comm)
+    work = bucket.all_gather(async_op=True)
+    assert work.event.query()
+    for stream in (Stream(), TorchStream(torch.Stream("cpu"))):
+        stream.wait(work.event)
+    assert work.is_completed()
+    comm.close()
 
 
 @pytest.mark.parametrize("timeout", [0.01, timedelta(seconds=0.01)], ids=["seconds", "timedelta"])

@@ -25,7 +25,7 @@ import pytest
 from support.reached_code import constants, names, reached
 
 STRATEGIES = ["full_shard", "shard_grad_op", "no_shard", "hybrid_shard"]
-TRANSPORTS = ["local", "shm", "c10d", "nccl", "local:cuda"]
+TRANSPORTS = ["local", "shm", "hosts", "c10d", "nccl", "local:cuda"]
 PLAYED = "nccl (played)"
 
 ENGINE = {
@@ -122,6 +122,10 @@ def _covered_by(item: pytest.Item) -> Iterator[Covered]:
             return
         file = item.path.relative_to(item.config.rootpath).as_posix()
         transports = mark.kwargs.get("transports") or _transports(item)
+        if unlisted := set(transports) - {*TRANSPORTS, PLAYED}:
+            raise pytest.UsageError(
+                f"{item.nodeid}: covers has transports {sorted(unlisted)}; accepted: {[*TRANSPORTS, PLAYED]}"
+            )
         for feature in mark.args:
             strategies = {""}
             if feature in ENGINE:
@@ -212,6 +216,7 @@ def _page(everything: set[Covered]) -> Iterator[str]:
     yield "|---|---|"
     yield "| local | threads of one process, on a CPU |"
     yield "| shm | processes of one host that share memory |"
+    yield "| hosts | processes of several hosts, which network namespaces of one machine play |"
     yield "| c10d | processes that talk through Gloo |"
     yield "| local:cuda | threads on one GPU; these tests are skipped where there is none |"
     yield "| nccl | processes with a GPU each; these tests are skipped where there is none |"

@@ -70,6 +70,6 @@ class Case:
     out_of_place: Variant
     in_place: Variant | None
 
-    def placements(self) -> list[Variant]:
+    def variants(self) -> list[Variant]:
         """The variants: out of place first, as nccl-tests has it."""
         return [self.out_of_place] + ([self.in_place] if self.in_place else [])

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple, TypeAlias
 
-from shardcomm.cli.bench.files import PLACEMENTS
+from shardcomm.cli.bench.files import VARIANTS
 from shardcomm.files.json_file import Value, read_json
 
 _NAMES = ("operation", "transport", "device", "dtype", "redop")
@@ -20,7 +20,7 @@ class Timing(NamedTuple):
 
 
 Figures: TypeAlias = dict[tuple[Any, ...], Timing]
-"""The timing of each operation in each placement, by everything that tells it from others."""
+"""The timing of each variant of each operation, by everything that tells it from others."""
 
 
 class Run(NamedTuple):
@@ -36,7 +36,7 @@ class Change(NamedTuple):
     Attributes:
         name: The operation, transport, dtype and layer.
         size_bytes: The size.
-        placement: "out_of_place" or "in_place".
+        variant: "out_of_place" or "in_place".
         time_a: A's time in seconds.
         time_b: B's time in seconds.
         ratio: B's time over A's.
@@ -46,7 +46,7 @@ class Change(NamedTuple):
 
     name: str
     size_bytes: int
-    placement: str
+    variant: str
     time_a: float
     time_b: float
     ratio: float
@@ -80,13 +80,13 @@ def compare(a: Run, b: Run) -> list[Change]:
         new = b.figures.get(key)
         if new is None:
             continue
-        operation, transport, _device, dtype, *_, layer, size_bytes, placement = key
+        operation, transport, _device, dtype, *_, layer, size_bytes, variant = key
         low = high = math.nan
         if old.spread and new.spread:
             low, high = new.spread[0] / old.spread[1], new.spread[1] / old.spread[0]
         times = old.time_s, new.time_s
         name = f"{operation}: {transport}, {dtype}" + (f", {layer}" if layer else "")
-        changes.append(Change(name, size_bytes, placement, *times, times[1] / times[0], low, high))
+        changes.append(Change(name, size_bytes, variant, *times, times[1] / times[0], low, high))
     if not changes:
         raise ValueError("the two files have no figure in common")
     return changes
@@ -101,12 +101,12 @@ def screen(changes: list[Change], tolerance: float) -> str:
             name = change.name
             lines += [
                 name,
-                "        size     placement      A (us)      B (us)   B / A  (10 % - 90 %)",
+                "        size       variant      A (us)      B (us)   B / A  (10 % - 90 %)",
             ]
         spread = "" if math.isnan(change.low) else f"  ({change.low:.2f} - {change.high:.2f})"
         verdict = "  SLOWER" if change.ratio > 1 + tolerance else ""
         lines.append(
-            f"{change.size_bytes:12d}  {change.placement:>12}  {change.time_a * 1e6:10.2f}  "
+            f"{change.size_bytes:12d}  {change.variant:>12}  {change.time_a * 1e6:10.2f}  "
             f"{change.time_b * 1e6:10.2f}  {change.ratio:6.3f}{spread}{verdict}"
         )
     slower = sum(change.ratio > 1 + tolerance for change in changes)
@@ -116,11 +116,11 @@ def screen(changes: list[Change], tolerance: float) -> str:
 
 def _figures(run: Value) -> Figures:
     return {
-        (*key, placement): _figure(row[placement])
+        (*key, variant): _figure(row[variant])
         for section in run["sections"]
         for row, key in _keyed(section)
-        for placement in PLACEMENTS
-        if row[placement].raw is not None
+        for variant in VARIANTS
+        if row[variant].raw is not None
     }
 
 

@@ -15,7 +15,7 @@ from shardcomm.cli.bench.timing import Spread
 from shardcomm.cli.options import opened
 from shardcomm.files.provenance import provenance
 
-PLACEMENTS = ("out_of_place", "in_place")
+VARIANTS = ("out_of_place", "in_place")
 
 # The columns of a spread, empty where single iterations were not timed, which may differ from device to device.
 _NO_SPREAD = dict.fromkeys(field.name for field in fields(Spread))
@@ -68,7 +68,7 @@ def _lines(results: Results) -> Iterator[dict[str, Any]]:
         head = asdict(section)
         del head["rows"]
         for row in section.rows:
-            for placement, figure in zip(PLACEMENTS, row.figures(), strict=False):
+            for variant, figure in zip(VARIANTS, row.figures(), strict=False):
                 found = asdict(figure)
                 spread = found.pop("spread") or _NO_SPREAD
                 yield {
@@ -77,7 +77,7 @@ def _lines(results: Results) -> Iterator[dict[str, Any]]:
                     "layer": row.layer,
                     "size_bytes": row.size_bytes,
                     "count": row.count,
-                    "placement": placement,
+                    "placement": variant,  # the name that files of earlier versions have
                     "limit": row.limit,
                     **found,
                     **spread,

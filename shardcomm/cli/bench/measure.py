@@ -1,4 +1,4 @@
-"""One row: the bandwidth of a plain copy, the time of the operation in each placement, and whether it was right.
+"""One row: the bandwidth of a plain copy, the time of each variant of the operation, and whether it was right.
 
 Results are checked apart from the timed runs, on other inputs.
 """
@@ -44,18 +44,18 @@ def measure(
     # The fastest copy counts, since a limit is what is possible.
     limit = case.size_bytes / (copied.spread.min_s if copied.spread else copied.time_s)
     figures = []
-    for i, placement in enumerate(case.placements()):
+    for i, variant in enumerate(case.variants()):
         seeds = range(i * (options.checks + 1), (i + 1) * (options.checks + 1))
-        placement.fill(seeds[0])
+        variant.fill(seeds[0])
         control.barrier()
-        timed = time(placement.run)
+        timed = time(variant.run)
         algbw = case.size_bytes / timed.time_s
         figures.append(
             Figure(
                 time_s=timed.time_s,
                 algbw=algbw,
                 busbw=algbw * case.bus_factor,
-                wrong=_wrong(placement, seeds[1:], on, control) if options.checks else None,
+                wrong=_wrong(variant, seeds[1:], on, control) if options.checks else None,
                 spread=timed.spread,
             )
         )
@@ -64,15 +64,15 @@ def measure(
     return Row(layer, case.size_bytes, case.count, limit, figures[0], in_place)
 
 
-def _wrong(placement: Variant, seeds: range, on: Collectives, control: Communicator) -> int:
+def _wrong(variant: Variant, seeds: range, on: Collectives, control: Communicator) -> int:
     """How many elements are wrong on all ranks, over one run for each seed."""
     wrong = torch.zeros(1, dtype=torch.int64)
     for seed in seeds:
-        placement.fill(seed)
+        variant.fill(seed)
         control.barrier()  # a rank that runs may write memory that others fill
-        placement.run()
+        variant.run()
         synchronise(on.device)
-        wrong += placement.wrong(seed)
+        wrong += variant.wrong(seed)
         control.barrier()
     control.all_reduce(wrong)
     return int(wrong)

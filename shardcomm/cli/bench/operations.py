@@ -80,11 +80,11 @@ class Operation:
             size_bytes=numel * dtype.itemsize,
             count=count,
             bus_factor=self.bus_factor(on.size),
-            out_of_place=self._placement(on, recv, send, options.redop),
-            in_place=self._placement(on, recv_in_place, send_in_place, options.redop),
+            out_of_place=self._variant(on, recv, send, options.redop),
+            in_place=self._variant(on, recv_in_place, send_in_place, options.redop),
         )
 
-    def _placement(
+    def _variant(
         self, on: Collectives, recv: torch.Tensor, send: torch.Tensor, op: ReduceOp
     ) -> Variant:
         terms = on.size if self.reduces and op in ("sum", "avg") else 1

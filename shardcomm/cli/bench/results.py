@@ -11,7 +11,7 @@ from shardcomm.cli.bench.timing import Spread
 
 @dataclass(frozen=True)
 class Figure:
-    """One operation in one placement.
+    """One variant of one operation.
 
     Attributes:
         time_s: The time of an operation, in seconds.

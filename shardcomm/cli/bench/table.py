@@ -110,7 +110,7 @@ def _spreads(section: Section) -> list[str]:
     found = [
         "#",
         "# Single iterations, us:",
-        "#       size     placement       min       p50       p99       max     cv%",
+        "#       size       variant       min       p50       p99       max     cv%",
     ]
     for row in section.rows:
         for name, figure in zip(("out-of-place", "in-place"), row.figures(), strict=False):

@@ -23,7 +23,22 @@ from shardcomm.stream.streams import start_stream
 
 T = TypeVar("T")
 
-TRANSPORTS = ("shm", "local", "local:cuda", "nccl", "c10d:gloo", "torch:gloo", "torch:nccl")
+TRANSPORTS = (
+    "shm",
+    "local",
+    "local:cuda",
+    "nccl",
+    "hosts",
+    "c10d:gloo",
+    "torch:gloo",
+    "torch:nccl",
+)
+
+_RANKS_OF = {
+    "shm": "the ranks are on several hosts, or do not see each other's processes",
+    "hosts": "it takes several hosts with equally many ranks, at least two on each",
+}
+"""Why these cannot be used where all ranks together have taken another transport."""
 
 _TORCH_OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -196,8 +211,8 @@ def open_transport(name: str, control: Communicator, options: BenchOptions) -> R
 
 def _why_not(name: str, control: Communicator) -> str | None:
     """The reason why this rank cannot use the transport; None if it can."""
-    if name == "shm" and control.transport != "shm":
-        return "the ranks are on several hosts, or do not see each other's processes"
+    if name in _RANKS_OF and control.transport != name:
+        return _RANKS_OF[name]
     if name in ("nccl", "torch:nccl", "local:cuda"):
         cuda = _C.cuda_status()
         if name != "torch:nccl" and not cuda.available:
@@ -217,6 +232,8 @@ def _connect(name: str, options: BenchOptions) -> Collectives:
     deadline_s = options.deadline_s
     if name == "shm":
         return Communicator.from_env(deadline_s=deadline_s, transport="shm", device="cpu")
+    if name == "hosts":
+        return Communicator.from_env(deadline_s=deadline_s, transport="hosts", device="cpu")
     if name == "c10d:gloo":
         return Communicator.from_env(deadline_s=deadline_s, transport="c10d", device="cpu")
     if name == "nccl":

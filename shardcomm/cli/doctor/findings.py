@@ -19,6 +19,10 @@ from shardcomm.interop import backend
 _SHOW_GPU = (
     "for a GPU, install the driver, or let this container have the GPUs (docker run --gpus all)"
 )
+_TEST_HOSTS = (
+    "to test it: shardcomm cluster --hosts 2 --ranks 2 --rate 1gbit -- "
+    "shardcomm bench --transport hosts"
+)
 _INSTALL_NCCL = "pip install nvidia-nccl-cu13 (-cu12 where nvidia-smi shows CUDA 12)"
 
 
@@ -55,6 +59,7 @@ def findings() -> dict[str, Any]:
             "local": _state(True),
             "local:cuda": gpu,
             "nccl": loaded if gpu["usable"] else gpu,
+            "hosts": _state(False, "its ranks are on several hosts", _TEST_HOSTS),
             "c10d:gloo": _state(
                 dist.is_available() and dist.is_gloo_available(),
                 "this torch is built without Gloo",

@@ -12,9 +12,9 @@ from shardcomm.comm.communicator import Communicator
 from shardcomm.engine.sharded_modules import is_sharded
 from shardcomm.interop.fsdp2.copies import GroupCopies
 from shardcomm.interop.fsdp2.full import FullGather, has_gather
+from shardcomm.interop.fsdp2.group_communicators import GroupCommunicators
 from shardcomm.interop.fsdp2.hooks import GroupAllGather, GroupReduceScatter
 from shardcomm.interop.fsdp2.internals import FSDPModule, difference, param_groups
-from shardcomm.interop.fsdp2.links import Links
 from shardcomm.stream.streams import uses_core
 
 Level = Literal["full", "copies", "hooks"]
@@ -42,11 +42,14 @@ class Attached:
     """A model to which `attach` has given shardcomm's communication. `str()` of it is a table of the receipts."""
 
     def __init__(
-        self, level: Level, modules: dict[str, _AttachedGroup | str], links: Links
+        self,
+        level: Level,
+        modules: dict[str, _AttachedGroup | str],
+        communicators: GroupCommunicators,
     ) -> None:
         self._level = level
         self._modules = modules
-        self._links = links
+        self._communicators = communicators
 
     @property
     def receipts(self) -> tuple[ModuleReceipt, ...]:
@@ -64,7 +67,7 @@ class Attached:
 
         Their receipts say which path the latest collectives took.
         """
-        return [link.comm for link in self._links]
+        return [group_comm.comm for group_comm in self._communicators]
 
     def detach(self) -> None:
         """Gives every module the communication that it had before, and frees the memory.
@@ -80,7 +83,7 @@ class Attached:
             name: "it is detached" if isinstance(group, _AttachedGroup) else group
             for name, group in self._modules.items()
         }
-        self._links.close()
+        self._communicators.close()
 
     def __str__(self) -> str:
         receipts = self.receipts
@@ -159,11 +162,13 @@ def attach(model: torch.nn.Module, *, level: Level = "full") -> Attached:
     for name, of_module in groups.items():
         _check(name, of_module)
 
-    links = Links([*modules])
+    communicators = GroupCommunicators([*modules])
     try:
-        reasons = {name: _reason_against(of_module, links) for name, of_module in groups.items()}
+        reasons = {
+            name: _reason_against(of_module, communicators) for name, of_module in groups.items()
+        }
     except BaseException:
-        links.close()
+        communicators.close()
         raise
 
     attached: dict[str, _AttachedGroup | str] = {}
@@ -174,16 +179,21 @@ def attach(model: torch.nn.Module, *, level: Level = "full") -> Attached:
             continue
         (group,) = groups[name]
         if id(group) not in shared:
-            shared[id(group)] = _AttachedGroup(module, group, links, name, level)
+            shared[id(group)] = _AttachedGroup(module, group, communicators, name, level)
         attached[name] = shared[id(group)]
-    return Attached(level, attached, links)
+    return Attached(level, attached, communicators)
 
 
 class _AttachedGroup:
     """One parameter group, with shardcomm's collectives, copies and gather in place of its own."""
 
     def __init__(
-        self, module: FSDPModule, param_group: Any, links: Links, name: str, level: Level
+        self,
+        module: FSDPModule,
+        param_group: Any,
+        communicators: GroupCommunicators,
+        name: str,
+        level: Level,
     ) -> None:
         self._module = module
         self._param_group = param_group
@@ -192,13 +202,15 @@ class _AttachedGroup:
         self._full: FullGather | None = None
         self._copies = ours = None if level == "hooks" else GroupCopies(param_group.device.type)
         self._ours = (
-            GroupAllGather(param_group, links, name, ours),
-            GroupReduceScatter(param_group, links, name, ours),
+            GroupAllGather(param_group, communicators, name, ours),
+            GroupReduceScatter(param_group, communicators, name, ours),
         )
         module.set_custom_all_gather(self._ours[0])
         module.set_custom_reduce_scatter(self._ours[1])
         if level == "full" and not difference():
-            self._full = FullGather(param_group, self._ours[0], self._before[0], links, name)
+            self._full = FullGather(
+                param_group, self._ours[0], self._before[0], communicators, name
+            )
 
     def taken(self) -> tuple[str, str]:
         """The level in force, and a sentence about what stays torch's."""
@@ -245,8 +257,8 @@ def _check(name: str, groups: list[Any]) -> None:
             )
 
 
-def _reason_against(groups: list[Any], links: Links) -> str:
-    """Why a module's collectives stay torch's; "" if they need not. Links the module's process group."""
+def _reason_against(groups: list[Any], communicators: GroupCommunicators) -> str:
+    """Why a module's collectives stay torch's; "" if they need not. Connects the module's process group."""
     if not groups:
         return "it has no parameters of its own to communicate"
     if len(groups) > 1:
@@ -257,4 +269,4 @@ def _reason_against(groups: list[Any], links: Links) -> str:
     shard_group = group.mesh_info.shard_process_group
     if shard_group.size() == 1:
         return "of one rank alone FSDP2 calls no collectives"
-    return links.refused(shard_group, group.device)
+    return communicators.refused(shard_group, group.device)

@@ -26,8 +26,8 @@ import torch.distributed as dist
 
 from shardcomm.arguments.dtype import FLOATS
 from shardcomm.copy.plan import CopyPlan
+from shardcomm.interop.fsdp2.group_communicators import GroupCommunicator, GroupCommunicators
 from shardcomm.interop.fsdp2.internals import AllGather, AllGatherResult, torchs_gather
-from shardcomm.interop.fsdp2.links import Link, Links
 from shardcomm.interop.fsdp2.patch import Patch, Undo
 from shardcomm.stream.streams import compute_stream
 
@@ -64,12 +64,17 @@ class FullGather:
     """
 
     def __init__(
-        self, param_group: Any, comm: AllGather, before: AllGather, links: Links, name: str
+        self,
+        param_group: Any,
+        comm: AllGather,
+        before: AllGather,
+        communicators: GroupCommunicators,
+        name: str,
     ) -> None:
         self._param_group = param_group
         self._comm = comm
         self._before = before
-        self._links = links
+        self._communicators = communicators
         self._name = name
         self._window: _Window | None = None
         self._checked = False
@@ -103,7 +108,7 @@ class FullGather:
         self._checked = True
         # Tensors that are made here outlive the gather, and so must not depend on the mode in which it is called.
         with torch.inference_mode(False), torch.no_grad():
-            self.reason = _reason_against(self._param_group, self._link()) or self._adopt()
+            self.reason = _reason_against(self._param_group, self._group_comm()) or self._adopt()
 
     def give_back(self, reason: str) -> None:
         """Makes the parameters torch's again, while they are sharded."""
@@ -124,9 +129,9 @@ class FullGather:
         del vars(self._param_group.fsdp_params[0])[_OWN]
         self._end()
 
-    def _link(self) -> Link:
+    def _group_comm(self) -> GroupCommunicator:
         group = self._param_group
-        return self._links.get(group._all_gather_process_group, group.device)
+        return self._communicators.get(group._all_gather_process_group, group.device)
 
     def _gather(self, copy_in_stream: Any, gather_stream: Any, device: torch.device) -> _Result:
         module = torch.get_device_module(device)
@@ -145,13 +150,15 @@ class FullGather:
 
         Before it the ranks meet, after which none reads any more; after it they meet again, when all have written.
         """
-        link, window = self._link(), self._window
+        group_comm, window = self._group_comm(), self._window
         assert window is not None
         shards = [param._sharded_param_data for param in self._param_group.fsdp_params]
-        stream = None if link.comm.device.type == "cpu" else compute_stream(link.comm.device)
-        link.comm.barrier(tag=link.tags[self._name], stream=stream)
+        stream = (
+            None if group_comm.comm.device.type == "cpu" else compute_stream(group_comm.comm.device)
+        )
+        group_comm.comm.barrier(tag=group_comm.tags[self._name], stream=stream)
         window.pack.run(shards, [window.flat], threads=torch.get_num_threads())
-        link.comm.barrier(tag=link.tags[self._name], stream=stream)
+        group_comm.comm.barrier(tag=group_comm.tags[self._name], stream=stream)
 
     def _adopt(self) -> str:
         """Shows the window's parameters if they equal those that torch gathered.
@@ -159,17 +166,17 @@ class FullGather:
         Returns:
             Why it does not; "" if it does.
         """
-        link = self._link()
+        group_comm = self._group_comm()
         params = self._param_group.fsdp_params
-        self._window = window = _window(params, link)
+        self._window = window = _window(params, group_comm)
         self._pack()
         torchs = [param.all_gather_outputs[0] for param in params]
         same = torch.tensor(
             [all(map(_same_bits, window.params, torchs))],
             dtype=torch.int32,
-            device=link.comm.device,
+            device=group_comm.comm.device,
         )
-        link.comm.all_reduce(same, "min")
+        group_comm.comm.all_reduce(same, "min")
         if not same.item():
             self._window = None
             return f"with torch {torch.__version__} our first gather was not the same as torch's"
@@ -187,12 +194,12 @@ def has_gather(param_group: Any) -> bool:
     return any(_OWN in vars(param) for param in param_group.fsdp_params)
 
 
-def _reason_against(param_group: Any, link: Link) -> str:
+def _reason_against(param_group: Any, group_comm: GroupCommunicator) -> str:
     """Why the parameters of a group cannot be views of a window; "" if they can. The same on every rank."""
     params = param_group.fsdp_params
     dtypes = {_dtypes(param) for param in params}
     reasons = {
-        f"over {link.comm.transport} no rank can write into the memory of all": not link.shares_windows,
+        f"over {group_comm.comm.transport} no rank can write into the memory of all": not group_comm.shares_windows,
         "after forward it is resharded to other ranks": param_group._use_post_forward_mesh,
         "a parameter is sharded on another dim than 0": any(
             param.fsdp_placement.dim != 0 for param in params
@@ -221,16 +228,16 @@ def _dtypes(param: Any) -> tuple[torch.dtype, torch.dtype]:
     return stored, param.param_dtype or stored
 
 
-def _window(params: Sequence[Any], link: Link) -> _Window:
+def _window(params: Sequence[Any], group_comm: GroupCommunicator) -> _Window:
     stored, dtype = _dtypes(params[0])
-    ranks, rank = link.comm.size, link.comm.rank
+    ranks, rank = group_comm.comm.size, group_comm.comm.rank
     per_rank = [param._sharded_param_data.numel() for param in params]
     unit = max(1, _ALIGNMENT // dtype.itemsize)
     offsets, end = [], 0
     for numel in per_rank:
         offsets.append(end)
         end += -(-numel * ranks // unit) * unit
-    flat = link.comm.allocate(end, dtype=dtype, use="gather")
+    flat = group_comm.comm.allocate(end, dtype=dtype, use="gather")
     full = [
         torch.utils.dlpack.from_dlpack(flat[offset : offset + numel * ranks])
         for offset, numel in zip(offsets, per_rank, strict=True)

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from shardcomm.arguments.dtype import movable
 from shardcomm.comm.communicator import ReduceOp
 from shardcomm.interop.fsdp2.copies import GroupCopies
+from shardcomm.interop.fsdp2.group_communicators import GroupCommunicators
 from shardcomm.interop.fsdp2.internals import AllGather, ReduceScatter
-from shardcomm.interop.fsdp2.links import Links
 
 
 class GroupAllGather(AllGather):
@@ -31,16 +31,20 @@ class GroupAllGather(AllGather):
 
     Args:
         param_group: FSDP2's parameter group.
-        links: Communicators between the ranks of process groups.
+        communicators: Communicators between the ranks of process groups.
         tag: A number that tells this group's gathers from others.
         copies: Makes the copies into and out of the memory; None leaves them to torch.
     """
 
     def __init__(
-        self, param_group: Any, links: Links, name: str, copies: GroupCopies | None = None
+        self,
+        param_group: Any,
+        communicators: GroupCommunicators,
+        name: str,
+        copies: GroupCopies | None = None,
     ) -> None:
         self._param_group = param_group
-        self._links = links
+        self._communicators = communicators
         self._name = name
         self._copies = copies
 
@@ -50,8 +54,8 @@ class GroupAllGather(AllGather):
         """The memory into which FSDP2 copies this rank's shard, and in which the others' shards appear."""
         # With a number as `reshard_after_forward` FSDP2 gathers over another group in backward. It does not say here
         # which group it will be.
-        link = self._links.get(self._param_group._all_gather_process_group, device)
-        memory = link.allocate(math.prod(map(int, size)), dtype, "gather")
+        group_comm = self._communicators.get(self._param_group._all_gather_process_group, device)
+        memory = group_comm.allocate(math.prod(map(int, size)), dtype, "gather")
         return memory if self._copies is None else self._copies.own(memory)
 
     def __call__(
@@ -62,10 +66,10 @@ class GroupAllGather(AllGather):
         async_op: bool = False,
     ) -> None:
         """See `AllGather`."""
-        link = self._links.get(group, output_tensor.device)
-        with link.collective("gather"):
-            link.comm.all_gather(
-                movable(output_tensor), movable(input_tensor), tag=link.tags[self._name]
+        group_comm = self._communicators.get(group, output_tensor.device)
+        with group_comm.collective("gather"):
+            group_comm.comm.all_gather(
+                movable(output_tensor), movable(input_tensor), tag=group_comm.tags[self._name]
             )
 
 
@@ -73,10 +77,14 @@ class GroupReduceScatter(ReduceScatter):
     """The reduce-scatter of one parameter group."""
 
     def __init__(
-        self, param_group: Any, links: Links, name: str, copies: GroupCopies | None = None
+        self,
+        param_group: Any,
+        communicators: GroupCommunicators,
+        name: str,
+        copies: GroupCopies | None = None,
     ) -> None:
         self._param_group = param_group
-        self._links = links
+        self._communicators = communicators
         self._name = name
         self._copies = copies
         self._input_numel = 0  # of the reduce whose output is not allocated yet
@@ -92,7 +100,7 @@ class GroupReduceScatter(ReduceScatter):
             # FSDP2 keeps the output as the gradients.
             return torch.empty(numel, dtype=dtype, device=device)
         self._input_numel = numel
-        memory = self._links.get(group, device).allocate(numel, dtype, "reduce")
+        memory = self._communicators.get(group, device).allocate(numel, dtype, "reduce")
         return memory if self._copies is None else self._copies.own(memory)
 
     def __call__(
@@ -104,12 +112,14 @@ class GroupReduceScatter(ReduceScatter):
         async_op: bool = False,
     ) -> None:
         """See `ReduceScatter`."""
-        link = self._links.get(group, output_tensor.device)
+        group_comm = self._communicators.get(group, output_tensor.device)
         ours, factor = _reduction(op)
         if factor is not None:
             input_tensor.mul_(factor)
-        with link.collective("reduce"):
-            link.comm.reduce_scatter(output_tensor, input_tensor, ours, tag=link.tags[self._name])
+        with group_comm.collective("reduce"):
+            group_comm.comm.reduce_scatter(
+                output_tensor, input_tensor, ours, tag=group_comm.tags[self._name]
+            )
 
 
 def _reduction(op: dist.ReduceOp | dist.ReduceOp.RedOpType) -> tuple[ReduceOp, Any]:

@@ -12,14 +12,14 @@ from jax.typing import ArrayLike
 from shardcomm.arguments.checks import check_type
 from shardcomm.arguments.scalars import is_whole
 from shardcomm.interop.jax import primitives
-from shardcomm.interop.jax.communicator import Communicator
+from shardcomm.interop.jax.xla_communicator import XlaCommunicator
 
 ReduceOp = Literal["sum", "avg", "max", "min"]
 
 _SUMMED = ("uint8", "int32", "int64", "float16", "bfloat16", "float32", "float64")
 
 
-def all_gather(x: ArrayLike, comm: Communicator) -> jax.Array:
+def all_gather(x: ArrayLike, comm: XlaCommunicator) -> jax.Array:
     """All ranks' arrays, one after another in rank order.
 
     Its derivative is a `reduce_scatter` of the cotangents, by "sum".
@@ -33,7 +33,7 @@ def all_gather(x: ArrayLike, comm: Communicator) -> jax.Array:
 
     Raises:
         TypeError: `x` is no array, or of a dtype whose elements are no whole bytes; or `comm` is no
-            `shardcomm.jax.Communicator`.
+            `shardcomm.jax.XlaCommunicator`.
         ValueError: `x` has no axes.
         JaxRuntimeError: When the call is executed: a rank has died, called something else or did not come. The end of a
             `with` block of `comm` makes a `CommError` of it.
@@ -43,7 +43,7 @@ def all_gather(x: ArrayLike, comm: Communicator) -> jax.Array:
     return cast(jax.Array, primitives.all_gather_p.bind(array, comm=comm))
 
 
-def reduce_scatter(x: ArrayLike, comm: Communicator, op: ReduceOp = "sum") -> jax.Array:
+def reduce_scatter(x: ArrayLike, comm: XlaCommunicator, op: ReduceOp = "sum") -> jax.Array:
     """This rank's part of what all ranks' arrays reduce to.
 
     Sums of 16-bit floats are made in 32 bits, and rounded once. The derivative is an `all_gather` of the cotangents,
@@ -70,7 +70,7 @@ def reduce_scatter(x: ArrayLike, comm: Communicator, op: ReduceOp = "sum") -> ja
     return cast(jax.Array, primitives.reduce_scatter_p.bind(array, comm=comm, op=op))
 
 
-def all_reduce(x: ArrayLike, comm: Communicator, op: ReduceOp = "sum") -> jax.Array:
+def all_reduce(x: ArrayLike, comm: XlaCommunicator, op: ReduceOp = "sum") -> jax.Array:
     """What all ranks' arrays reduce to, the same bits on every rank.
 
     It works in place where XLA lets it: an array that is donated to the jitted function, or not used afterwards, is not
@@ -93,7 +93,7 @@ def all_reduce(x: ArrayLike, comm: Communicator, op: ReduceOp = "sum") -> jax.Ar
     return cast(jax.Array, primitives.all_reduce_p.bind(array, comm=comm, op=op))
 
 
-def broadcast(x: ArrayLike, comm: Communicator, root: int = 0) -> jax.Array:
+def broadcast(x: ArrayLike, comm: XlaCommunicator, root: int = 0) -> jax.Array:
     """The array of rank `root`, on every rank; in place as `all_reduce`.
 
     Its derivative is the sum of the cotangents on rank `root`, and zeros elsewhere.
@@ -114,13 +114,13 @@ def broadcast(x: ArrayLike, comm: Communicator, root: int = 0) -> jax.Array:
     return cast(jax.Array, primitives.broadcast_p.bind(array, comm=comm, root=int(root)))
 
 
-def _checked(operation: str, x: ArrayLike, comm: Communicator) -> jax.Array:
+def _checked(operation: str, x: ArrayLike, comm: XlaCommunicator) -> jax.Array:
     check_type(
         operation,
         "comm",
         comm,
-        Communicator,
-        "a shardcomm.jax.Communicator, which shardcomm.jax.Communicator(comm) makes of a shardcomm.Communicator",
+        XlaCommunicator,
+        "a shardcomm.jax.XlaCommunicator, which shardcomm.jax.XlaCommunicator(comm) makes of a shardcomm.Communicator",
     )
     if not isinstance(x, jax.Array | np.ndarray | np.generic | bool | int | float | complex):
         raise TypeError(

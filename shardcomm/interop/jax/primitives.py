@@ -16,9 +16,9 @@ from jax._src.interpreters import partial_eval
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, xla
 
-from shardcomm.interop.jax.communicator import Communicator
 from shardcomm.interop.jax.library import TARGET
 from shardcomm.interop.jax.order import EFFECTS, set_token, token_of
+from shardcomm.interop.jax.xla_communicator import XlaCommunicator
 
 OPS = {"sum": 0, "avg": 1, "max": 2, "min": 3}  # of shc_op
 
@@ -42,7 +42,7 @@ def _lower(
     name: str,
     in_place: bool,
     platform: str,
-    comm: Communicator,
+    comm: XlaCommunicator,
     op: str = "sum",
     root: int | None = None,
 ) -> Any:
@@ -101,45 +101,47 @@ broadcast_p = _primitive("broadcast", in_place=True)
 
 
 @all_gather_p.def_effectful_abstract_eval
-def _(x: Any, *, comm: Communicator) -> Any:
+def _(x: Any, *, comm: XlaCommunicator) -> Any:
     return _with_rows(x, x.shape[0] * comm.size), EFFECTS
 
 
 @reduce_scatter_p.def_effectful_abstract_eval
-def _(x: Any, *, comm: Communicator, op: str) -> Any:
+def _(x: Any, *, comm: XlaCommunicator, op: str) -> Any:
     return _with_rows(x, x.shape[0] // comm.size), EFFECTS
 
 
 @all_reduce_p.def_effectful_abstract_eval
-def _(x: Any, *, comm: Communicator, op: str) -> Any:
+def _(x: Any, *, comm: XlaCommunicator, op: str) -> Any:
     return core.ShapedArray(x.shape, x.dtype), EFFECTS
 
 
 @broadcast_p.def_effectful_abstract_eval
-def _(x: Any, *, comm: Communicator, root: int) -> Any:
+def _(x: Any, *, comm: XlaCommunicator, root: int) -> Any:
     return core.ShapedArray(x.shape, x.dtype), EFFECTS
 
 
-def _transposed_gather(grad: Any, x: Any, *, comm: Communicator) -> Any:
+def _transposed_gather(grad: Any, x: Any, *, comm: XlaCommunicator) -> Any:
     return [reduce_scatter_p.bind(grad, comm=comm, op="sum")]
 
 
-def _transposed_reduce(grad: Any, x: Any, *, comm: Communicator, op: str) -> Any:
+def _transposed_reduce(grad: Any, x: Any, *, comm: XlaCommunicator, op: str) -> Any:
     full = all_gather_p.bind(grad, comm=comm)
     return [full / comm.size if op == "avg" else full]
 
 
-def _transposed_all_reduce(grad: Any, x: Any, *, comm: Communicator, op: str) -> Any:
+def _transposed_all_reduce(grad: Any, x: Any, *, comm: XlaCommunicator, op: str) -> Any:
     return [all_reduce_p.bind(grad, comm=comm, op=op)]
 
 
-def _transposed_broadcast(grad: Any, x: Any, *, comm: Communicator, root: int) -> Any:
+def _transposed_broadcast(grad: Any, x: Any, *, comm: XlaCommunicator, root: int) -> Any:
     total = all_reduce_p.bind(grad, comm=comm, op="sum")
     # By a choice in the program, which is then the same on all ranks, as are its derivatives.
     return [jax.numpy.where(comm.rank == root, total, 0)]
 
 
-def _jvp_of_reduce(linear: Any, primals: Any, tangents: Any, *, comm: Communicator, op: str) -> Any:
+def _jvp_of_reduce(
+    linear: Any, primals: Any, tangents: Any, *, comm: XlaCommunicator, op: str
+) -> Any:
     if op not in ("sum", "avg"):
         raise NotImplementedError(
             f"a reduce by {op!r} has no derivative here; 'sum' and 'avg' have"

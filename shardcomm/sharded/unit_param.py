@@ -19,7 +19,7 @@ from shardcomm.unit.unit import OwnedParam
 _OURS = (ShardedParameter, WholeParameter)  # classes that another engine may have given it
 
 
-class ShardedParam:
+class UnitParam:
     """One parameter: the optimizer sees `shard`, and forward and backward compute with `full`.
 
     Both are views that are made once: of the bucket's shard, and of the unit's slot.

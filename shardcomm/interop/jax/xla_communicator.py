@@ -18,7 +18,7 @@ _TRANSPORTS = {"shm": SHM, "nccl": NCCL}
 _PLATFORMS = {"shm": "cpu", "nccl": "cuda"}
 
 
-class Communicator:
+class XlaCommunicator:
     """A group of ranks, for the collectives of `shardcomm.jax`. Collective.
 
     It connects the ranks of `comm` a second time, in the C library that XLA calls, and does not use `comm` again. As a
@@ -33,7 +33,7 @@ class Communicator:
         ```python
         import jax, jax.numpy as jnp, shardcomm.jax
 
-        with shardcomm.Communicator.from_env() as ranks, shardcomm.jax.Communicator(ranks) as comm:
+        with shardcomm.Communicator.from_env() as ranks, shardcomm.jax.XlaCommunicator(ranks) as comm:
             total = jax.jit(lambda x: shardcomm.jax.all_reduce(x, comm))(jnp.ones(3))
             assert total.tolist() == [comm.size] * 3
         ```
@@ -52,19 +52,21 @@ class Communicator:
             RuntimeError: On some rank the library cannot be loaded or compiled; the error says on which, and why.
             CommError: A rank did not come.
         """
-        check_type("shardcomm.jax.Communicator", "comm", comm, core.Communicator, "a Communicator")
-        check_seconds("shardcomm.jax.Communicator", "deadline_s", deadline_s)
+        check_type(
+            "shardcomm.jax.XlaCommunicator", "comm", comm, core.Communicator, "a Communicator"
+        )
+        check_seconds("shardcomm.jax.XlaCommunicator", "deadline_s", deadline_s)
         alone = comm.size == 1 and comm.device.type == "cpu"
         self._transport = "shm" if alone else comm.transport
         if self._transport not in _TRANSPORTS:
             raise ValueError(
-                f"shardcomm.jax.Communicator: comm is over {comm.transport!r}; accepted: 'shm' (processes of one host, "
-                "JAX on CPUs), 'nccl' (JAX on GPUs)"
+                f"shardcomm.jax.XlaCommunicator: comm is over {comm.transport!r}; accepted: 'shm' (processes of one "
+                "host, JAX on CPUs), 'nccl' (JAX on GPUs)"
             )
         self.rank = comm.rank
         self.size = comm.size
         device = comm.device.index or 0
-        self._library = loaded_everywhere(comm, "shardcomm.jax.Communicator", library)
+        self._library = loaded_everywhere(comm, "shardcomm.jax.XlaCommunicator", library)
         transport = _TRANSPORTS[self._transport]
         self._handle = self._library.connect(comm, transport, device, deadline_s, range(comm.size))
         self.number = self._library.add(self._handle, comm.size, device)
@@ -118,4 +120,4 @@ class Communicator:
             finish()
 
     def __repr__(self) -> str:
-        return f"shardcomm.jax.Communicator({self._transport}, rank {self.rank} of {self.size})"
+        return f"shardcomm.jax.XlaCommunicator({self._transport}, rank {self.rank} of {self.size})"

@@ -1,4 +1,4 @@
-"""Links: for each of torch's process groups a communicator of shardcomm's, and its communication memory."""
+"""For each of torch's process groups a communicator of shardcomm's, and its communication memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardcomm.comm.rendezvous import SeveralHostsError, SharedMemoryError
 from shardcomm.interop.fsdp2.buffer_pool import BufferPool
 
 
-class Link:
+class GroupCommunicator:
     """A communicator between the ranks of a process group, and its communication memory.
 
     Attributes:
@@ -55,22 +55,22 @@ class Link:
         self.comm.close()
 
 
-class Links:
-    """One link for each process group. All ranks of a group make it when it is first asked for."""
+class GroupCommunicators:
+    """One `GroupCommunicator` for each process group. All ranks of a group make it when it is first asked for."""
 
     def __init__(self, modules: Sequence[str]) -> None:
-        self._modules = modules  # each link gives them tags in this order, the same on every rank
-        self._of_group: dict[dist.ProcessGroup, Link] = {}
+        self._modules = modules  # each gives them tags in this order, the same on every rank
+        self._of_group: dict[dist.ProcessGroup, GroupCommunicator] = {}
         self._refused: dict[dist.ProcessGroup, str] = {}
 
-    def get(self, group: dist.ProcessGroup, device: torch.device) -> Link:
-        """The link between the ranks of `group`. Raises as `Communicator.from_process_group` does."""
+    def get(self, group: dist.ProcessGroup, device: torch.device) -> GroupCommunicator:
+        """The communicator between the ranks of `group`. Raises as `Communicator.from_process_group` does."""
         if group not in self._of_group:
-            self._of_group[group] = Link(group, device, self._modules)
+            self._of_group[group] = GroupCommunicator(group, device, self._modules)
         return self._of_group[group]
 
     def refused(self, group: dist.ProcessGroup, device: torch.device) -> str:
-        """Why there is no link between the ranks of `group`; "" if there is one."""
+        """Why there is no communicator between the ranks of `group`; "" if there is one."""
         if group not in self._refused:
             self._refused[group] = ""
             try:
@@ -83,11 +83,11 @@ class Links:
                 self._refused[group] = str(error)
         return self._refused[group]
 
-    def __iter__(self) -> Iterator[Link]:
+    def __iter__(self) -> Iterator[GroupCommunicator]:
         return iter(self._of_group.values())
 
     def close(self) -> None:
-        """Closes all links."""
-        for link in self:
-            link.close()
+        """Closes all communicators."""
+        for group_comm in self:
+            group_comm.close()
         self._of_group.clear()
