@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 import shardcomm
 from shardcomm.cluster import link_bytes
-from shardcomm.comm.communicator import Transport
+from shardcomm.comm.words import Transport
 from shardcomm.models.gpt import VOCAB
 
 TRANSPORT: Transport = "hosts"

@@ -27,18 +27,12 @@ except ModuleNotFoundError as error:
 from shardcomm.bucket.bucket import Bucket
 from shardcomm.checkpoint.checkpoints import CheckpointError, Checkpoints
 from shardcomm.comm.bound_collective import BoundCollective
-from shardcomm.comm.communicator import (
-    Communicator,
-    CtaPolicy,
-    Receipt,
-    ReduceOp,
-    Sums,
-    Transport,
-    Use,
-)
+from shardcomm.comm.communicator import Communicator
 from shardcomm.comm.connecting import connect
 from shardcomm.comm.mesh import Mesh
 from shardcomm.comm.pending import Pending
+from shardcomm.comm.receipt import Receipt
+from shardcomm.comm.words import CtaPolicy, ReduceOp, Sums, Transport, Use
 from shardcomm.copy.blocks import BlockFormat, ReduceFormat
 from shardcomm.copy.plan import CopyPlan
 from shardcomm.copy.segment import Segment

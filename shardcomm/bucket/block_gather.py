@@ -16,7 +16,8 @@ from collections.abc import Sequence
 
 import torch
 
-from shardcomm.comm.communicator import Communicator, Use
+from shardcomm.comm.communicator import Communicator
+from shardcomm.comm.words import Use
 from shardcomm.copy.blocks import WIRE_ALIGN, BlockFormat, BlockSegment, decode, encode
 from shardcomm.copy.wire_stats import WireError, WireStats
 from shardcomm.layout.layout import Layout

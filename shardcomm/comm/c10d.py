@@ -18,7 +18,7 @@ from shardcomm.arguments.checks import check_flag
 from shardcomm.arguments.scalars import check_tag, checked_scale
 from shardcomm.comm import pending
 from shardcomm.comm.bound_collective import BoundCollective, BoundReduction
-from shardcomm.comm.communicator import Communicator, Receipt, ReduceOp, Use
+from shardcomm.comm.communicator import Communicator
 from shardcomm.comm.operands import (
     check_allocation,
     check_gather,
@@ -30,6 +30,8 @@ from shardcomm.comm.operands import (
     red_op,
 )
 from shardcomm.comm.pending import Pending
+from shardcomm.comm.receipt import Receipt
+from shardcomm.comm.words import ReduceOp, Use
 from shardcomm.copy.blocks import ReduceFormat, check_reduce_format
 from shardcomm.copy.nonfinite import flag_address, look
 from shardcomm.copy.wire_stats import WireStats

@@ -27,13 +27,23 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, NamedTuple, Self, overload
+from typing import TYPE_CHECKING, Self, overload
 
 import torch
 
 from shardcomm.arguments.arrays import ArrayLike
 from shardcomm.comm.bound_collective import BoundCollective, BoundReduction
 from shardcomm.comm.pending import Pending
+from shardcomm.comm.receipt import Receipt, Sharing
+from shardcomm.comm.words import (
+    DEADLINE_S,
+    FIRST_NAMED_TAG,
+    CtaPolicy,
+    ReduceOp,
+    Sums,
+    Transport,
+    Use,
+)
 from shardcomm.copy.blocks import ReduceFormat
 from shardcomm.copy.wire_stats import WireStats
 from shardcomm.stream.streams import AnyStream, Streams
@@ -41,57 +51,6 @@ from shardcomm.stream.work import Work
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-ReduceOp = Literal["sum", "avg", "max", "min"]
-"""How a reduce combines the ranks' elements; "avg" is the sum divided by the number of ranks."""
-
-Use = Literal["gather", "reduce"]
-"""What communication memory is for; see `Communicator.allocate`."""
-
-Transport = Literal["auto", "shm", "nccl", "hosts", "c10d", "local"]
-"""What carries collectives; "auto" takes the fastest that all ranks can use. See `Communicator.from_env`."""
-
-CtaPolicy = Literal["default", "efficiency", "zero"]
-"""How much of a GPU NCCL may take; see `Communicator.from_env`."""
-
-Sums = Literal["fast", "exact"]
-"""How sums and averages of floats are rounded: at each addition, or once; see `Communicator.from_env`."""
-
-
-class Sharing(NamedTuple):
-    """The ranks that have one tensor in common, in memory from `allocate(use="gather")`.
-
-    Attributes:
-        number: This rank's number among them.
-        ranks: How many they are. 1: no other rank sees what this one writes there.
-        meeting: Returns when all of them have come, and so have written their shares. None for one rank.
-    """
-
-    number: int
-    ranks: int
-    meeting: BoundCollective | None
-
-
-DEADLINE_S = 300.0
-FIRST_NAMED_TAG = 1 << 32  # tags that callers choose themselves are smaller
-
-
-class Receipt(NamedTuple):
-    """Which path the latest collective of a kind took; `Communicator.receipts` returns them.
-
-    Attributes:
-        operation: The collective, "all_gather" for instance.
-        sequence: Its number among the calls of its channel; over `c10d`, among the calls of both.
-        requested: The path that was asked for.
-        taken: The path that it took.
-        reason: Why a faster path was not taken; "" where the fastest was.
-    """
-
-    operation: str
-    sequence: int
-    requested: str
-    taken: str
-    reason: str
 
 
 class Communicator(ABC):

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from shardcomm.comm import rendezvous
-from shardcomm.comm.communicator import DEADLINE_S, Communicator, CtaPolicy, Sums, Transport
+from shardcomm.comm.communicator import Communicator
+from shardcomm.comm.words import DEADLINE_S, CtaPolicy, Sums, Transport
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -16,7 +16,7 @@ from shardcomm.arguments.dtype import core_dtype
 from shardcomm.arguments.scalars import check_tag, checked_scale
 from shardcomm.comm import pending
 from shardcomm.comm.bound_collective import BoundCollective, BoundReduction
-from shardcomm.comm.communicator import Communicator, Receipt, ReduceOp, Sharing, Use
+from shardcomm.comm.communicator import Communicator
 from shardcomm.comm.operands import (
     check_allocation,
     check_movable,
@@ -27,6 +27,8 @@ from shardcomm.comm.operands import (
     red_op,
 )
 from shardcomm.comm.pending import Pending
+from shardcomm.comm.receipt import Receipt, Sharing
+from shardcomm.comm.words import ReduceOp, Use
 from shardcomm.copy.blocks import ReduceFormat, check_reduce_format, core_coding
 from shardcomm.copy.nonfinite import flag_address
 from shardcomm.copy.wire_stats import WireStats

@@ -22,7 +22,8 @@ from torch.distributed import ProcessGroup
 
 from shardcomm._C import CommError
 from shardcomm.arguments.dtype import movable
-from shardcomm.comm.communicator import Communicator, ReduceOp
+from shardcomm.comm.communicator import Communicator
+from shardcomm.comm.words import ReduceOp
 from shardcomm.stream.streams import Streams, compute_stream
 
 Ranks = tuple[int, ...]

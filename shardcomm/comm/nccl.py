@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import get_args
 
 from shardcomm import _C
-from shardcomm.comm.communicator import DEADLINE_S, CtaPolicy
+from shardcomm.comm.words import DEADLINE_S, CtaPolicy
 from shardcomm.meeting.comm_error import comm_error
 
 

@@ -11,7 +11,7 @@ from shardcomm import _C
 from shardcomm.arguments.arrays import ArrayLike, as_tensor
 from shardcomm.arguments.checks import check_list
 from shardcomm.arguments.scalars import is_whole
-from shardcomm.comm.communicator import Use
+from shardcomm.comm.words import Use
 from shardcomm.stream.streams import AnyStream, computing, keep_until, on_host
 from shardcomm.stream.work import Work
 

@@ -8,8 +8,8 @@ import torch
 
 from shardcomm import _C
 from shardcomm.comm import nccl
-from shardcomm.comm.communicator import CtaPolicy, Sums, Transport
 from shardcomm.comm.core import core_device
+from shardcomm.comm.words import CtaPolicy, Sums, Transport
 from shardcomm.meeting.launchers import Launched
 
 

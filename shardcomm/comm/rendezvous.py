@@ -26,10 +26,11 @@ from shardcomm.arguments.checks import check_seconds, check_type
 from shardcomm.arguments.scalars import is_whole
 from shardcomm.comm import nccl
 from shardcomm.comm.c10d import C10dCommunicator
-from shardcomm.comm.communicator import DEADLINE_S, Communicator, CtaPolicy, Sums, Transport
+from shardcomm.comm.communicator import Communicator
 from shardcomm.comm.core import CoreCommunicator, core_device
 from shardcomm.comm.hosts import GroupAcross, Place, place_of
 from shardcomm.comm.own_device import check_sums, check_transport, checked_device
+from shardcomm.comm.words import DEADLINE_S, CtaPolicy, Sums, Transport
 from shardcomm.meeting.comm_error import comm_error
 from shardcomm.meeting.exchange import Exchange, GroupExchange, StoreExchange, Watched
 from shardcomm.meeting.launchers import Launched, launched, refuse_batch_script

@@ -26,8 +26,9 @@ from shardcomm.checkpoint.state_dict import (
     parts_of,
     state_dict,
 )
-from shardcomm.comm.communicator import Communicator, Use
+from shardcomm.comm.communicator import Communicator
 from shardcomm.comm.mesh import FailingTogether, Mesh
+from shardcomm.comm.words import Use
 from shardcomm.copy.wire_stats import WireError
 from shardcomm.engine import encoder_fast_path, forward_methods, fsdp2_names
 from shardcomm.engine.actions import Actions

@@ -29,7 +29,7 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 from shardcomm._C import CommError
 from shardcomm.comm import rendezvous
 from shardcomm.comm.c10d import C10dCommunicator
-from shardcomm.comm.communicator import Receipt
+from shardcomm.comm.receipt import Receipt
 from shardcomm.files.compiled import compiled
 from shardcomm.files.installed import get_library_dir
 from shardcomm.interop import c_library

@@ -17,8 +17,9 @@ import torch
 import torch.distributed as dist
 
 from shardcomm.arguments.dtype import movable
-from shardcomm.comm.communicator import Communicator, ReduceOp
+from shardcomm.comm.communicator import Communicator
 from shardcomm.comm.operands import check_movable, resolved
+from shardcomm.comm.words import ReduceOp
 from shardcomm.stream.streams import AnyEvent, AnyStream, Streams
 from shardcomm.stream.work import Work
 

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from shardcomm._C import CommError
-from shardcomm.comm.communicator import Communicator, ReduceOp
+from shardcomm.comm.communicator import Communicator
 from shardcomm.comm.mesh import Mesh, Ranks
+from shardcomm.comm.words import ReduceOp
 from shardcomm.meeting.comm_error import like
 from shardcomm.parameter.tensor_parallel import Distribution
 from shardcomm.stream.streams import compute_stream

@@ -22,7 +22,7 @@ from shardcomm.parameter.plain import plain
 from shardcomm.parameter.tensor_parallel import full
 
 if TYPE_CHECKING:
-    from shardcomm.comm.communicator import ReduceOp
+    from shardcomm.comm.words import ReduceOp
 
 
 def is_norm(func: Any) -> bool:

@@ -13,7 +13,7 @@ from torch import nn
 
 from shardcomm.bucket.bucket import Bucket
 from shardcomm.bucket.secondary_shard import SecondaryShard
-from shardcomm.comm.communicator import Use
+from shardcomm.comm.words import Use
 from shardcomm.copy.wire_stats import WireError
 from shardcomm.parameter.full_parameter import refuse_change
 from shardcomm.parameter.holders import Holders

@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from shardcomm import CommError, Communicator, Receipt, fully_shard, launch
 from shardcomm.comm import rendezvous
-from shardcomm.comm.communicator import Transport
 from shardcomm.comm.hosts import place_of
+from shardcomm.comm.words import Transport
 from support.gates import until
 from support.interpreters import run_ranks
 from support.nets import batch, loss_of, make, sgd_of

@@ -15,7 +15,7 @@ from torch import nn
 
 from shardcomm import CommError, Communicator, Mesh, Pending, fully_shard, launch
 from shardcomm.cli.ps import groups
-from shardcomm.comm.communicator import FIRST_NAMED_TAG
+from shardcomm.comm.words import FIRST_NAMED_TAG
 from support.gates import Gate, launched, until, wait_at
 from support.thread_ranks import run_mesh, run_threads
 

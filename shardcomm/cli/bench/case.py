@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from shardcomm.comm.communicator import ReduceOp, Use
+from shardcomm.comm.words import ReduceOp, Use
 
 
 class Collectives(Protocol):

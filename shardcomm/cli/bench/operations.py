@@ -15,7 +15,7 @@ import torch
 from shardcomm.cli.bench.case import Case, Collectives, Variant
 from shardcomm.cli.bench.options import DTYPES, BenchOptions
 from shardcomm.cli.exact_values import count_wrong, values
-from shardcomm.comm.communicator import ReduceOp, Use
+from shardcomm.comm.words import ReduceOp, Use
 
 ROOT = 0
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from shardcomm.comm.communicator import ReduceOp
+from shardcomm.comm.words import ReduceOp
 from shardcomm.files.json_file import Value, read_json
 from shardcomm.models.shapes import SHAPES, Shapes
 

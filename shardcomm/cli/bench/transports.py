@@ -16,7 +16,8 @@ from shardcomm import _C
 from shardcomm.cli.bench.case import Collectives
 from shardcomm.cli.bench.options import BenchOptions
 from shardcomm.comm import nccl
-from shardcomm.comm.communicator import Communicator, ReduceOp, Use
+from shardcomm.comm.communicator import Communicator
+from shardcomm.comm.words import ReduceOp, Use
 from shardcomm.meeting.launchers import launched
 from shardcomm.meeting.store import env_store
 from shardcomm.stream.streams import start_stream

@@ -16,7 +16,8 @@ import torch
 
 from shardcomm._C import CommError, cuda_status
 from shardcomm.cli.exact_values import count_wrong, values
-from shardcomm.comm.communicator import Communicator, Transport, Use
+from shardcomm.comm.communicator import Communicator
+from shardcomm.comm.words import Transport, Use
 from shardcomm.copy.plan import CopyPlan
 from shardcomm.process.launch import RankError, launch
 from shardcomm.stream.streams import start_stream

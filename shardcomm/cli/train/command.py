@@ -13,7 +13,7 @@ from shardcomm.cli.train.job import MAX_TRACED_STEPS, WARM_UP_STEPS, Result, Tra
 from shardcomm.cli.train.progress import Progress
 from shardcomm.cli.train.report import table, write_json
 from shardcomm.cli.train.text import Corpus, read_text
-from shardcomm.comm.communicator import DEADLINE_S
+from shardcomm.comm.words import DEADLINE_S
 from shardcomm.process.launch import RankError, launch
 from shardcomm.process.stack_dumps import enable_where_free
 from shardcomm.schedule.strategy import STRATEGIES

@@ -21,7 +21,8 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-from shardcomm.comm.communicator import Communicator, Use
+from shardcomm.comm.communicator import Communicator
+from shardcomm.comm.words import Use
 
 # A rank posts a word of 64 bits, of which one is the sign.
 MAX_BUFFERS = 63

@@ -8,8 +8,9 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 import torch.distributed as dist
 
-from shardcomm.comm.communicator import Communicator, Transport, Use
+from shardcomm.comm.communicator import Communicator
 from shardcomm.comm.rendezvous import SeveralHostsError, SharedMemoryError
+from shardcomm.comm.words import Transport, Use
 from shardcomm.interop.fsdp2.buffer_pool import BufferPool
 
 

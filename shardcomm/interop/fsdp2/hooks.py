@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from shardcomm.arguments.dtype import movable
-from shardcomm.comm.communicator import ReduceOp
+from shardcomm.comm.words import ReduceOp
 from shardcomm.interop.fsdp2.copies import GroupCopies
 from shardcomm.interop.fsdp2.group_communicators import GroupCommunicators
 from shardcomm.interop.fsdp2.internals import AllGather, ReduceScatter

@@ -7,9 +7,10 @@ from typing import Self
 
 import jax
 
-import shardcomm.comm.communicator as core
 from shardcomm._C import CommError
 from shardcomm.arguments.checks import check_seconds, check_type
+from shardcomm.comm.communicator import Communicator
+from shardcomm.comm.words import DEADLINE_S
 from shardcomm.interop.c_library import NCCL, SHM, loaded_everywhere
 from shardcomm.interop.jax.library import library
 from shardcomm.interop.jax.order import finish
@@ -39,7 +40,7 @@ class XlaCommunicator:
         ```
     """
 
-    def __init__(self, comm: core.Communicator, *, deadline_s: float = core.DEADLINE_S) -> None:
+    def __init__(self, comm: Communicator, *, deadline_s: float = DEADLINE_S) -> None:
         """Connects this rank with the others.
 
         Args:
@@ -52,9 +53,7 @@ class XlaCommunicator:
             RuntimeError: On some rank the library cannot be loaded or compiled; the error says on which, and why.
             CommError: A rank did not come.
         """
-        check_type(
-            "shardcomm.jax.XlaCommunicator", "comm", comm, core.Communicator, "a Communicator"
-        )
+        check_type("shardcomm.jax.XlaCommunicator", "comm", comm, Communicator, "a Communicator")
         check_seconds("shardcomm.jax.XlaCommunicator", "deadline_s", deadline_s)
         alone = comm.size == 1 and comm.device.type == "cpu"
         self._transport = "shm" if alone else comm.transport
