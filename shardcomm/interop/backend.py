@@ -27,9 +27,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
 from shardcomm._C import CommError
-from shardcomm.comm import rendezvous
 from shardcomm.comm.c10d import C10dCommunicator
 from shardcomm.comm.receipt import Receipt
+from shardcomm.comm.transport_choice import choose_transport
 from shardcomm.files.compiled import compiled
 from shardcomm.files.installed import get_library_dir
 from shardcomm.interop import c_library
@@ -99,7 +99,7 @@ def make_group(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
     exchange = StoreExchange(store, "connect", rank, size, deadline_s)
     with (
         exchange.telling(),
-        rendezvous.choose_transport(exchange, "auto", _CPU, through_gloo) as comm,
+        choose_transport(exchange, "auto", _CPU, through_gloo) as comm,
     ):
         library, module = loaded_everywhere(
             comm, f"the backend {NAME!r} of torch.distributed", load

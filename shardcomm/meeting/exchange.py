@@ -63,7 +63,7 @@ class Exchange(ABC):
         self.size = size
         self.deadline_s = deadline_s
         self.processes: dict[int, Watched] = {}
-        """The processes whose death ends a wait, by rank. `rendezvous` fills it."""
+        """The processes whose death ends a wait, by rank. `comm.introduction` fills it."""
         self._gave_up: CommError | None = None  # the error of another rank, when it was heard
 
     @abstractmethod

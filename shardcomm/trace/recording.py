@@ -11,8 +11,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from shardcomm.comm.introduction import host_identity
 from shardcomm.comm.mesh import Mesh
-from shardcomm.comm.rendezvous import host_identity
 from shardcomm.comm.texts import all_gather_text
 from shardcomm.stream.streams import AnyEvent, AnyStream, Streams
 from shardcomm.trace.timeline import RankTimeline, Span, Timeline

@@ -23,7 +23,7 @@ import torch
 from shardcomm import _C, CommError, Communicator, Stream, enable_stack_dumps
 from shardcomm.cli.ps import groups, stacks
 from shardcomm.cli.ps.command import screen
-from shardcomm.comm import rendezvous
+from shardcomm.comm import introduction
 from shardcomm.comm.core import CoreCommunicator
 from shardcomm.process.stack_dumps import enable_where_free
 from support.commands import command
@@ -119,7 +119,7 @@ def test_ps_names_who_waits_in_what_and_for_whom_and_where_everybody_is(tmp_path
 
 def one_host_comes_late(folder: Path) -> list[float]:
     rank = say_pid(folder)
-    rendezvous.host_identity = lambda: "AABB"[rank]  # type: ignore[assignment]
+    introduction.host_identity = lambda: "AABB"[rank]  # type: ignore[assignment]
     with Communicator.from_env(deadline_s=DEADLINE_S, transport="hosts") as comm:
         if rank > 1:
             wait_at(folder / "gate")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from shardcomm import BlockFormat, CommError, Communicator, Transport, launch
-from shardcomm.comm import rendezvous
+from shardcomm.comm import introduction
 from shardcomm.copy.blocks import ReduceFormat
 from shardcomm.copy.wire_stats import WireError, WireStats
 from support.block_reference import bounds_of, encoded, scales_of, values_of
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("nothing_is_left_in_shared_memory")
 
 def connected(deadline_s: float = 60.0) -> Communicator:
     rank = int(os.environ["RANK"])
-    rendezvous.host_identity = lambda: "AABB"[rank]  # type: ignore[assignment]
+    introduction.host_identity = lambda: "AABB"[rank]  # type: ignore[assignment]
     return Communicator.from_env(transport="hosts", deadline_s=deadline_s)
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from shardcomm import CommError, Communicator, Receipt, fully_shard, launch
-from shardcomm.comm import rendezvous
+from shardcomm.comm import introduction
 from shardcomm.comm.hosts import place_of
 from shardcomm.comm.words import Transport
 from support.gates import until
@@ -37,7 +37,7 @@ def connected(
     deadline_s: float = 60.0,
 ) -> Communicator:
     rank = int(os.environ["RANK"])
-    rendezvous.host_identity = lambda: hosts(rank)  # type: ignore[assignment]
+    introduction.host_identity = lambda: hosts(rank)  # type: ignore[assignment]
     return Communicator.from_env(transport=transport, deadline_s=deadline_s)
 
 
@@ -137,7 +137,7 @@ def fails(how: Callable[[Communicator], Any], over_group: bool) -> tuple[str, st
 def over_a_group() -> Communicator:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    rendezvous.host_identity = lambda: host_of(rank)  # type: ignore[assignment]
+    introduction.host_identity = lambda: host_of(rank)  # type: ignore[assignment]
     return Communicator.from_process_group(deadline_s=20.0)
 
 
@@ -147,7 +147,7 @@ def again_and_again() -> None:
     rank = dist.get_rank()
     if rank == 0:
         dist.new_group([0], use_local_synchronization=True)
-    rendezvous.host_identity = lambda: host_of(rank)  # type: ignore[assignment]
+    introduction.host_identity = lambda: host_of(rank)  # type: ignore[assignment]
     for _ in range(5):
         with Communicator.from_process_group(deadline_s=20.0) as comm:
             assert comm.transport == "hosts"
@@ -254,9 +254,9 @@ def test_who_has_lost_a_rank_of_another_host_is_not_its_own_hosts_culprit(tmp_pa
 
 ENDS_WITH_WORK_UNDER_WAY = """
 import os, torch, shardcomm
-from shardcomm.comm import rendezvous
+from shardcomm.comm import introduction
 rank = int(os.environ["RANK"])
-rendezvous.host_identity = lambda: "AABB"[rank]
+introduction.host_identity = lambda: "AABB"[rank]
 comm = shardcomm.Communicator.from_env(deadline_s=8.0)
 if rank < 2:
     comm.all_reduce(torch.ones(100_000), stream=comm.streams.reduce)
@@ -333,7 +333,7 @@ def trains(steps: int) -> dict[str, torch.Tensor]:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    rendezvous.host_identity = lambda: host_of(rank)  # type: ignore[assignment]
+    introduction.host_identity = lambda: host_of(rank)  # type: ignore[assignment]
     model, plain = make(layers=2), make(layers=2)
     engine = fully_shard(model, Communicator.from_process_group())
     assert engine.mesh.shard.transport == "hosts"

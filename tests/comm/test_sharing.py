@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shardcomm import CommError, Communicator, launch
-from shardcomm.comm import rendezvous
+from shardcomm.comm import introduction
 from support.thread_ranks import run_threads
 
 RANKS, NUMEL = 4, 1_000
@@ -35,7 +35,7 @@ def on_a_host() -> None:
 
 def on_two_hosts() -> None:
     rank = int(os.environ["RANK"])
-    rendezvous.host_identity = lambda: "AABB"[rank]  # type: ignore[assignment]
+    introduction.host_identity = lambda: "AABB"[rank]  # type: ignore[assignment]
     with Communicator.from_env(transport="hosts", deadline_s=60.0) as comm:
         writes_its_share(comm, RANKS // 2)
 

@@ -1,7 +1,7 @@
 """hybrid_shard over two hosts: shared memory inside each, Gloo between them.
 
 The hosts are network namespaces joined by links, with process namespaces of their own: what is said over the links is
-all that they have of each other, as `rendezvous.host_identity` sees it, too.
+all that they have of each other, as `introduction.host_identity` sees it, too.
 """
 
 from __future__ import annotations

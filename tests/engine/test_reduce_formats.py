@@ -26,7 +26,7 @@ from shardcomm import (
     fully_shard,
     launch,
 )
-from shardcomm.comm import rendezvous
+from shardcomm.comm import introduction
 from shardcomm.copy.blocks import ReduceFormat
 from shardcomm.interop.chakra import write_step
 from support.thread_ranks import run_mesh, run_threads
@@ -42,7 +42,7 @@ FORMATS = [
 
 def connected() -> Communicator:
     rank = int(os.environ["RANK"])
-    rendezvous.host_identity = lambda: "AABB"[rank]  # type: ignore[assignment]
+    introduction.host_identity = lambda: "AABB"[rank]  # type: ignore[assignment]
     return Communicator.from_env(transport="hosts", deadline_s=60.0)
 
 

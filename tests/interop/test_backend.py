@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from shardcomm import CommError, RankError, backend, launch
-from shardcomm.comm import rendezvous
+from shardcomm.comm import introduction
 from support.gates import until
 from support.interpreters import run_ranks
 
@@ -316,7 +316,7 @@ def every_reduce() -> None:
 def averages_of_integers(hosts: str) -> list[list[int]]:
     rank = int(os.environ["RANK"])
     if hosts == "several":
-        rendezvous.host_identity = lambda: f"host {rank}"  # type: ignore[assignment]
+        introduction.host_identity = lambda: f"host {rank}"  # type: ignore[assignment]
     dist.init_process_group(OURS)
     averages = []
     for dtype in INTEGERS:
@@ -619,7 +619,7 @@ def test_a_program_that_ends_with_work_begun_ends_quietly() -> None:
 
 def on_two_hosts() -> list[backend.Receipt]:
     rank = os.environ["RANK"]
-    rendezvous.host_identity = lambda: f"host {rank}"  # type: ignore[assignment]
+    introduction.host_identity = lambda: f"host {rank}"  # type: ignore[assignment]
     dist.init_process_group(OURS)
     x, whole = torch.ones(2), torch.empty(4)
     dist.all_reduce(x, dist.ReduceOp.AVG)

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from shardcomm import CommError, backend, launch
-from shardcomm.comm import rendezvous
+from shardcomm.comm import introduction
 from support.nets import batch, loss_of, make, sgd_of
 
 OURS = "shardcomm"
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("nothing_is_left_in_shared_memory")
 def begin(name: str = OURS, hosts: str = "AABB") -> int:
     rank = int(os.environ["RANK"])
     torch.set_num_threads(1)
-    rendezvous.host_identity = lambda: hosts[rank]  # type: ignore[assignment]
+    introduction.host_identity = lambda: hosts[rank]  # type: ignore[assignment]
     dist.init_process_group(name)
     return rank
 

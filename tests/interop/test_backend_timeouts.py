@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions
 
 from shardcomm import CommError, launch
-from shardcomm.comm import rendezvous
+from shardcomm.comm import introduction
 
 pytestmark = [
     pytest.mark.usefixtures("nothing_is_left_in_shared_memory"),
@@ -28,7 +28,7 @@ def world(hosts: str = "") -> Any:
     """The default group, whose timeout no test waits for; its methods are c10d's."""
     torch.set_num_threads(1)
     if hosts:
-        rendezvous.host_identity = lambda: hosts[int(os.environ["RANK"])]  # type: ignore[assignment]
+        introduction.host_identity = lambda: hosts[int(os.environ["RANK"])]  # type: ignore[assignment]
     dist.init_process_group("shardcomm", timeout=LONG)
     return dist.group.WORLD
 

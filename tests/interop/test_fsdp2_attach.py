@@ -23,7 +23,7 @@ from torch.distributed.tensor import Shard
 
 from shardcomm import CommError, fsdp2, launch
 from shardcomm import fully_shard as shardcomm_fully_shard
-from shardcomm.comm import rendezvous
+from shardcomm.comm import introduction
 from shardcomm.interop.fsdp2 import Attached, Level, internals
 from support.fsdp2_cases import (
     CASES,
@@ -320,7 +320,7 @@ def receipts_and_errors() -> None:
     fsdp2.attach(net).detach()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rendezvous, "host_identity", lambda: f"host {dist.get_rank()}")
+        patch.setattr(introduction, "host_identity", lambda: f"host {dist.get_rank()}")
         attached = fsdp2.attach(net)
     assert attached.receipts[1][2:] == (
         "torch",

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from shardcomm.comm.communicator import Communicator
-from shardcomm.comm.rendezvous import SeveralHostsError, SharedMemoryError
+from shardcomm.comm.transport_choice import SeveralHostsError, SharedMemoryError
 from shardcomm.comm.words import Transport, Use
 from shardcomm.interop.fsdp2.buffer_pool import BufferPool
 
