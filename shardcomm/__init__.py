@@ -43,7 +43,8 @@ from shardcomm.engine.sharding import fully_shard
 from shardcomm.files.installed import get_include, get_library_dir
 from shardcomm.interop import backend  # registers itself with torch.distributed
 from shardcomm.interop.collectives import all_gather_into_tensor, reduce_scatter_tensor
-from shardcomm.layout.layout import Granularity, Layout, ParamSpec, RowBlock
+from shardcomm.layout.layout import Layout
+from shardcomm.layout.param_spec import Granularity, ParamSpec, RowBlock
 from shardcomm.optim.adamw import AdamW
 from shardcomm.optim.average import ExponentialMovingAverage
 from shardcomm.optim.grad_scaler import GradScaler

@@ -33,7 +33,9 @@ from shardcomm.comm.bound_collective import BoundCollective
 from shardcomm.comm.communicator import Communicator
 from shardcomm.copy.blocks import BlockFormat, ReduceFormat, check_reduce_format, check_repeats
 from shardcomm.copy.nonfinite import flag_address
-from shardcomm.layout.layout import Layout, ParamSpec, Placement
+from shardcomm.layout.layout import Layout
+from shardcomm.layout.param_spec import ParamSpec
+from shardcomm.layout.placement import Placement
 from shardcomm.layout.views import check_count, check_full, check_shape, full_view, rows, shard_view
 from shardcomm.meeting.comm_error import comm_error
 from shardcomm.parameter.plain import plain

@@ -9,7 +9,7 @@ from itertools import compress
 import torch
 from torch import nn
 
-from shardcomm.layout.layout import Piece, Placement
+from shardcomm.layout.placement import Piece, Placement
 from shardcomm.parameter.plain import grad_of, plain, set_grad
 from shardcomm.parameter.sharded_parameter import ShardedRows
 from shardcomm.parameter.whole import Whole

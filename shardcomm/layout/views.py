@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from shardcomm.arguments.checks import check_list
-from shardcomm.layout.layout import Layout, Piece, Placement
+from shardcomm.layout.layout import Layout
+from shardcomm.layout.placement import Piece, Placement
 
 
 def check_shape(operation: str, name: str, tensor: torch.Tensor, placement: Placement) -> None:

@@ -19,7 +19,8 @@ import torch
 from torch import nn, optim
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from shardcomm.layout.layout import ParamSpec, Piece, Placement
+from shardcomm.layout.param_spec import ParamSpec
+from shardcomm.layout.placement import Piece, Placement
 from shardcomm.parameter.plain import plain
 from shardcomm.parameter.shard_tensor import Part, ShardTensor, check_value, load_value
 from shardcomm.parameter.whole import Whole

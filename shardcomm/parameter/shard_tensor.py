@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from shardcomm.layout.layout import Piece, Placement
+from shardcomm.layout.placement import Piece, Placement
 from shardcomm.parameter.plain import plain
 from shardcomm.parameter.tensor_parallel import Distribution, is_dtensor
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from shardcomm.comm.mesh import FailingTogether
-from shardcomm.layout.layout import Piece, Placement
+from shardcomm.layout.placement import Piece, Placement
 from shardcomm.layout.views import rows
 from shardcomm.parameter.optimizer_steps import shown_for_a_while
 from shardcomm.parameter.plain import plain

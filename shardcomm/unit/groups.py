@@ -15,7 +15,8 @@ from torch import nn
 
 from shardcomm.arguments.dtype import FLOATS
 from shardcomm.copy.blocks import BlockFormat, ReduceFormat
-from shardcomm.layout.layout import Granularity, Layout, ParamSpec, ShardDim
+from shardcomm.layout.layout import Layout
+from shardcomm.layout.param_spec import Granularity, ParamSpec, ShardDim
 from shardcomm.parameter.tensor_parallel import local
 from shardcomm.schedule.planning import REDUCES_IN_FLIGHT
 from shardcomm.unit.mixed_precision import MixedPrecision

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardcomm import Layout, ParamSpec, RowBlock
-from shardcomm.layout.layout import Granularity
+from shardcomm.layout.param_spec import Granularity
 from shardcomm.models.shapes import SHAPES
 
 # The largest layout a machine could hold is no test of arithmetic; small ones meet every boundary case.

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from shardcomm import Communicator, MemoryPlan, Mesh, MixedPrecision, fully_shard
-from shardcomm.layout.layout import Granularity
+from shardcomm.layout.param_spec import Granularity
 from shardcomm.models.shapes import SHAPES, equal_blocks
 from shardcomm.parameter.plain import plain
 from shardcomm.planner.footprint import Footprint

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from shardcomm import Communicator, Mesh, MixedPrecision, fully_shard
-from shardcomm.layout.layout import Granularity
+from shardcomm.layout.param_spec import Granularity
 from support.nets import batch, loss_of, make, sgd_of
 
 STEPS = 2

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from shardcomm import CommError, Communicator, MemoryPlan, Mesh, MixedPrecision, fully_shard, launch
-from shardcomm.layout.layout import Granularity
+from shardcomm.layout.param_spec import Granularity
 from shardcomm.models.shapes import SHAPES, ModelShapes
 from shardcomm.unit.owners import choose_owners
 from support.nets import STEPS, Block, assert_same, batch, loss_of, make, reference, sgd_of, train

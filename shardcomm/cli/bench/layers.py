@@ -19,7 +19,8 @@ from shardcomm.cli.bench.options import DTYPES, BenchOptions, Layer
 from shardcomm.cli.exact_values import count_wrong, values
 from shardcomm.comm.communicator import Communicator
 from shardcomm.copy.plan import CopyPlan
-from shardcomm.layout.layout import Layout, ParamSpec
+from shardcomm.layout.layout import Layout
+from shardcomm.layout.param_spec import ParamSpec
 
 MASTER = torch.float32
 
