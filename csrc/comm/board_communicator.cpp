@@ -9,46 +9,10 @@
 #include <thread>
 #include <utility>
 
-#include "stream/fork.h"
+#include "comm/window_memory.h"
 #include "stream/wait_check.h"
 
 namespace shardcomm {
-namespace {
-
-std::size_t group_bytes(int size) { return round_up(GroupMemory::bytes(size), kPageBytes); }
-std::size_t board_bytes(int size) { return round_up(BoardMemory::bytes(size), kPageBytes); }
-
-// A share of a window; gives it back when nobody refers to it any more, also after the communicator
-// is gone.
-class WindowMemory final : public Memory {
- public:
-  WindowMemory(std::shared_ptr<Windows> windows, const Window& window, int rank)
-      : windows_(std::move(windows)),
-        id_(window.id),
-        mapping_(window.mapping),
-        data_(window.region(rank)),
-        bytes_(window.region_bytes) {}
-  // In a forked child a thread of the parent's may hold the lock for ever.
-  ~WindowMemory() override {
-    if (forks() == forks_) windows_->remove(id_);
-  }
-  WindowMemory(const WindowMemory&) = delete;
-  WindowMemory& operator=(const WindowMemory&) = delete;
-  void* data() const override { return data_; }
-  std::size_t bytes() const override { return bytes_; }
-  int device() const override { return mapping_->device(); }
-
- private:
-  std::shared_ptr<Windows> windows_;
-  std::uint32_t id_;
-  std::shared_ptr<Mapping> mapping_;
-  std::byte* data_;
-  std::size_t bytes_;
-  const int forks_ = forks();
-};
-
-}  // namespace
-
 namespace {
 
 struct Way {
@@ -86,45 +50,7 @@ Way way_of(Path path) {
   return {"", ""};
 }
 
-std::size_t bytes_before_names(int size) {
-  return group_bytes(size) +
-         ControlMemory::kChannels *
-             (board_bytes(size) + static_cast<std::size_t>(size) * 2 * ControlMemory::kStageBytes);
-}
-
-std::size_t bytes_before_mail(int size) {
-  return bytes_before_names(size) + round_up(sizeof(TagNames), kPageBytes);
-}
-
 }  // namespace
-
-std::size_t ControlMemory::bytes(int size) {
-  return bytes_before_mail(size) + MailMemory::bytes(size);
-}
-
-TagNames* ControlMemory::names(std::byte* base, int size) {
-  return reinterpret_cast<TagNames*>(base + bytes_before_names(size));
-}
-
-MailMemory ControlMemory::mail(std::byte* base, int size) {
-  return {base + bytes_before_mail(size), size, MailMemory::ring_capacity(size)};
-}
-
-GroupMemory* ControlMemory::group(std::byte* base) { return reinterpret_cast<GroupMemory*>(base); }
-
-Group::Boards ControlMemory::boards(std::byte* base, int size) {
-  std::byte* first = base + group_bytes(size);
-  return {reinterpret_cast<BoardMemory*>(first),
-          reinterpret_cast<BoardMemory*>(first + board_bytes(size))};
-}
-
-std::byte* ControlMemory::stage(std::byte* base, int size, int channel, int rank, int half) {
-  const std::size_t index = (static_cast<std::size_t>(channel) * static_cast<std::size_t>(size) +
-                             static_cast<std::size_t>(rank)) *
-                                2 +
-                            static_cast<std::size_t>(half);
-  return base + group_bytes(size) + kChannels * board_bytes(size) + index * kStageBytes;
-}
 
 BoardCommunicator::BoardCommunicator(std::string transport, int rank, int size,
                                      const CommOptions& options, std::shared_ptr<Mapping> control,

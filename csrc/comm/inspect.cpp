@@ -10,7 +10,7 @@
 #include <optional>
 #include <utility>
 
-#include "comm/board_communicator.h"
+#include "comm/control_memory.h"
 #include "shardcomm/error.h"
 
 namespace shardcomm {
