@@ -1,0 +1,220 @@
+#include "copy/block_loops.h"
+
+#include <cstddef>
+#include <cstring>
+#include <limits>
+#include <type_traits>
+
+#include "copy/nonfinite.h"
+#include "copy/philox.h"
+#include "copy/reduce_element.h"
+#include "copy/simd.h"
+
+namespace shardcomm {
+namespace {
+
+// A constant trip count of 32 lets the compiler vectorise without a remainder loop.
+constexpr int kGroup = 32;
+
+template <class Code, class Src, bool kStochastic, bool kTallies>
+struct Encode {
+  [[gnu::always_inline]] static void run(EncodeRun run) {
+    // The usual size is a constant of its own loops.
+    run.block == kGroup ? encode_all(run, kGroup) : encode_all(run, run.block);
+  }
+
+ private:
+  static constexpr int kBatch = 16;
+
+  [[gnu::always_inline]] static void encode_all(const EncodeRun& run, int block) {
+    for (std::int64_t first = 0; first < run.blocks; first += kBatch) {
+      encode_batch(run, block, first, static_cast<int>(smaller(kBatch, run.blocks - first)));
+    }
+  }
+
+  // In steps, each of which is the same for several blocks: no block waits for another.
+  [[gnu::always_inline]] static void encode_batch(const EncodeRun& run, int block,
+                                                  std::int64_t first, int blocks) {
+    const auto* from = static_cast<const Src*>(run.src) + first * block;
+    std::uint32_t largest_of_block[kBatch] = {};
+    std::uint32_t scales[kBatch];
+    for (int i = 0; i < blocks; ++i) largest_of_block[i] = largest_of(from + i * block, block);
+    for (int i = 0; i < kBatch; ++i) scales[i] = scale_of<Code>(largest_of_block[i]);
+    std::uint8_t* codes = run.codes + first * block;
+    for (int i = 0; i < blocks; ++i, from += block, codes += block) {
+      const std::int64_t b = first + i;
+      const std::uint32_t largest = largest_of_block[i];
+      const std::uint32_t scale = scales[i];
+      run.scales[b] = static_cast<std::uint8_t>(scale);
+      float error = 0;
+      if (scale == kNanScale) {
+        std::memset(codes, 0, static_cast<std::size_t>(block));
+      } else if (scale >= kLeastPlainScale) {
+        error = encode(run, block, b, from, codes, PlainUnits<Code>(scale));
+      } else {
+        error = encode(run, block, b, from, codes, TinyUnits<Code>(scale));
+      }
+      if constexpr (kTallies) run.tally->add<Code>(largest, scale, error, kStochastic);
+    }
+  }
+
+  // Bits of floats without their signs have the floats' order, and those of NaN come last. The
+  // compiler makes vectors of a maximum of integers, not of floats.
+  [[gnu::always_inline]] static std::uint32_t largest_of(const Src* __restrict from, int block) {
+    using Bits = std::conditional_t<sizeof(Src) == 4, std::int32_t, std::int16_t>;
+    constexpr Bits kMagnitudeBits = std::numeric_limits<Bits>::max();
+    Bits largest = 0;
+    for (int group = 0; group < block; group += kGroup) {
+      for (int i = 0; i < kGroup; ++i) {
+        Bits bits;
+        std::memcpy(&bits, from + group + i, sizeof bits);
+        bits = static_cast<Bits>(bits & kMagnitudeBits);
+        largest = bits > largest ? bits : largest;
+      }
+    }
+    Src element;
+    std::memcpy(&element, &largest, sizeof element);
+    return float_bits(load(element));
+  }
+
+  template <class Units>
+  [[gnu::always_inline]] static float encode(const EncodeRun& run, int block, std::int64_t b,
+                                             const Src* __restrict from,
+                                             std::uint8_t* __restrict codes, const Units& units) {
+    std::int32_t error = 0;
+    for (int group = 0; group < block; group += kGroup) {
+      std::uint32_t random[kGroup];
+      if constexpr (kStochastic) {
+        const auto quad = static_cast<std::uint64_t>(run.first + b * block + group) / 4;
+        for (unsigned i = 0; i < kGroup / 4; ++i) {
+          const PhiloxWords words = philox(run.seed, quad + i);
+          for (unsigned k = 0; k < 4; ++k) random[4 * i + k] = words.at[k];
+        }
+      }
+      std::uint32_t wide[kGroup];
+      for (int i = 0; i < kGroup; ++i) {
+        const RoundedElement rounded = Code::template round<kStochastic>(
+            units(load(from[group + i])), kStochastic ? random[i] : 0);
+        wide[i] = rounded.code;
+        if constexpr (kTallies) {
+          const auto bits = static_cast<std::int32_t>(float_bits(rounded.error) & kMagnitude);
+          error = bits > error ? bits : error;
+        }
+      }
+      // Apart, so that all before it is a loop over wide elements.
+      for (int i = 0; i < kGroup; ++i) codes[group + i] = static_cast<std::uint8_t>(wide[i]);
+    }
+    return float_of_bits(static_cast<std::uint32_t>(error));
+  }
+};
+
+// Writes a block's elements, or adds them to what is there.
+template <class Code, class Dst, bool kAdds>
+struct Decode {
+  [[gnu::always_inline]] static void run(const std::uint8_t* codes, const std::uint8_t* scales,
+                                         std::int64_t blocks, int block, void* dst) {
+    auto* to = static_cast<Dst*>(dst);
+    for (std::int64_t b = 0; b < blocks; ++b, codes += block, to += block) {
+      const std::uint32_t scale = scales[b];
+      if (scale >= kLeastPlainScale) {
+        decode(codes, block, to, PlainValues<Code>(scale));
+      } else {
+        decode(codes, block, to, TinyValues<Code>(scale));
+      }
+    }
+  }
+
+ private:
+  template <class Values>
+  [[gnu::always_inline]] static void decode(const std::uint8_t* __restrict codes, int block,
+                                            Dst* __restrict to, const Values& values) {
+    for (int group = 0; group < block; group += kGroup) {
+      for (int i = 0; i < kGroup; ++i) {
+        const float value = values(Code::value(codes[group + i]));
+        if constexpr (kAdds) {
+          to[group + i] += value;
+        } else if constexpr (std::is_same_v<Dst, BFloat16> && Values::kFewBits) {
+          to[group + i].bits = static_cast<std::uint16_t>(float_bits(value) >> 16);
+        } else {
+          store(to[group + i], value);
+        }
+      }
+    }
+  }
+};
+
+template <class Dst, bool kAccumulate, class Side>
+struct FinishSum {
+  [[gnu::always_inline]] static void run(void* dst, const float* sums, std::int64_t count,
+                                         float scale, std::int32_t* nonfinite) {
+    auto* __restrict to = static_cast<Dst*>(dst);
+    const float* __restrict from = sums;
+    Side side;
+    for (std::int64_t i = 0; i < count; ++i) {
+      finish(to[i], from[i], kAccumulate, 1, 1.0f, scale);
+      side.wrote(to[i]);
+    }
+    report(side, nonfinite);
+  }
+};
+
+template <class Visit>
+void with_code(BlockCode code, Visit visit) {
+  return code == BlockCode::mxint8 ? visit(MxInt8{}) : visit(MxFp8{});
+}
+
+template <class Visit>
+void with_float(DType dtype, Visit visit) {
+  if (dtype == DType::f16) return visit(Half{});
+  if (dtype == DType::bf16) return visit(BFloat16{});
+  return visit(float{});
+}
+
+template <class Code, class Src, bool kStochastic>
+EncodeKernel encode_kernel(bool tallies) {
+  return tallies ? best_of<Encode<Code, Src, kStochastic, true>, 256>()
+                 : best_of<Encode<Code, Src, kStochastic, false>, 256>();
+}
+
+}  // namespace
+
+EncodeKernel encode_kernel(const BlockFormat& format, DType dtype, bool tallies) {
+  EncodeKernel kernel = nullptr;
+  with_code(format.code, [&](auto code) {
+    with_float(dtype, [&](auto src) {
+      using Code = decltype(code);
+      using Src = decltype(src);
+      kernel = format.rounding == Rounding::stochastic ? encode_kernel<Code, Src, true>(tallies)
+                                                       : encode_kernel<Code, Src, false>(tallies);
+    });
+  });
+  return kernel;
+}
+
+DecodeKernel decode_kernel(const BlockFormat& format, DType dtype) {
+  DecodeKernel kernel = nullptr;
+  with_code(format.code, [&](auto code) {
+    with_float(dtype,
+               [&](auto dst) { kernel = best_of<Decode<decltype(code), decltype(dst), false>>(); });
+  });
+  return kernel;
+}
+
+DecodeKernel add_kernel(const BlockFormat& format) {
+  DecodeKernel kernel = nullptr;
+  with_code(format.code,
+            [&](auto code) { kernel = best_of<Decode<decltype(code), float, true>>(); });
+  return kernel;
+}
+
+FinishKernel finish_kernel(const Epilogue& epilogue) {
+  FinishKernel kernel = nullptr;
+  with_float(epilogue.dtype, [&](auto dst) {
+    using Dst = decltype(dst);
+    kernel = epilogue.accumulate ? best_of<FinishSum<Dst, true, Watch<Dst>>>()
+                                 : best_of<FinishSum<Dst, false, Watch<Dst>>>();
+  });
+  return kernel;
+}
+
+}  // namespace shardcomm
