@@ -32,6 +32,7 @@ from shardcomm.stream.streams import Streams, TorchStream, copy
 from support.accumulation import train
 from support.nets import Net, batch, loss_of, make, sgd_of
 from support.thread_ranks import run_mesh, run_threads
+from support.twins import local
 
 # Precision, and how two batches are accumulated; see `train`.
 STEPS_OF_ALL_KINDS = [(False, ""), (False, "every"), (True, "no_sync"), (True, "every")]
@@ -124,7 +125,7 @@ def test_host_memory_is_not_communicated(strategy: str, monkeypatch: pytest.Monk
         params = list(model.parameters())
         assert all(param.grad is not None and param.grad.device == CPU for param in params)
         return {
-            part.untyped_storage().data_ptr()
+            local(part).untyped_storage().data_ptr()
             for param in params
             for part in (param, param.grad)
             if part is not None and part.numel()

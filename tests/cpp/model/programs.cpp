@@ -223,7 +223,7 @@ std::vector<Program> programs() {
       all.collective(r, kGather, r == 0 ? Form::few : Form::barrier, r);
       all.collective(r, kGather, Form::barrier);
     });
-    add(program, "few and other", true);
+    add(program, "few and other", false);
     program.spawn_threads = each([](Ranks& all, int r) {
       all.collective(r, kGather, Form::few, r);
       all.collective(r, kGather, Form::barrier);
@@ -370,7 +370,7 @@ std::vector<Program> programs() {
     program.world.wakes_needlessly = true;
     program.troubles = may(Trouble::late);
     program.without_timeouts = false;
-    add(program, "late by another", true);
+    add(program, "late by another", false);
   }
   {  // Others read a rank's operand while its call is interrupted.
     Program program = meeting(2, Form::direct, 1);
