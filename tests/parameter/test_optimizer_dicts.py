@@ -4,92 +4,35 @@ from __future__ import annotations
 
 import copy
 import io
-import itertools
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
     get_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
     set_state_dict,
 )
 
-import shardcomm
-from shardcomm import Communicator, Engine, Mesh, Policy, fully_shard, launch
+from shardcomm import Communicator, Engine, Mesh, Policy, fully_shard
 from shardcomm.parameter.shard_tensor import ShardTensor
+from support.optimizer_nets import (
+    BY_ELEMENTS,
+    GRANULARITIES,
+    OPTIMIZERS,
+    STEPS,
+    Net,
+    groups,
+    train,
+    unsharded,
+)
 from support.thread_ranks import run_mesh, run_threads
 from support.twins import local, twins, values
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
-STEPS = 3
-INPUTS = 5
-
-
-class Net(nn.Module):
-    """With fewer rows than ranks, rows that no number of ranks divides, and a number."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(INPUTS, 7)
-        self.down = nn.Linear(7, 3, bias=False)
-        self.few = nn.Parameter(torch.randn(1, 3))
-        self.scale = nn.Parameter(torch.tensor(2.0))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (self.down(torch.tanh(self.up(x))) + self.few) * self.scale
-
-
-def groups(model: nn.Module) -> list[dict[str, Any]]:
-    named = list(model.named_parameters())
-    return [
-        {"params": [param for name, param in named if "up" in name], "lr": 0.02},
-        {"params": [param for name, param in named if "up" not in name]},
-    ]
-
-
-OptimizerOf = Callable[[nn.Module], torch.optim.Optimizer]
-BY_ELEMENTS: dict[str, OptimizerOf] = {
-    "AdamW": lambda model: torch.optim.AdamW(groups(model), lr=0.05),
-    "amsgrad": lambda model: shardcomm.AdamW(groups(model), lr=0.05, amsgrad=True),
-    "SGD": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
-    "Adagrad": lambda model: torch.optim.Adagrad(
-        model.parameters(), lr=0.1
-    ),  # state from the start
-}
-OPTIMIZERS: dict[str, OptimizerOf] = {
-    **BY_ELEMENTS,
-    "Adafactor": lambda model: torch.optim.Adafactor(model.parameters(), lr=0.1),
-}
-GRANULARITIES = ["row", "element", "tensor"]
-ANOTHER = {"row": "tensor", "element": "row", "tensor": "element"}
-SAVED = [*itertools.product(BY_ELEMENTS, GRANULARITIES), ("Adafactor", "tensor")]
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
-    """On batches that all ranks share, of which the mean gradient is each one's."""
-    for step in steps:
-        model(values(4, INPUTS, seed=step)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def unsharded(name: str, steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model, _ = twins(Net)
-    optimizer = OPTIMIZERS[name](model)
-    train(model, optimizer, range(steps))
-    return model, optimizer
 
 
 def assert_states_equal(state: dict[Any, Any], wanted: dict[Any, Any], model: nn.Module) -> None:
@@ -493,97 +436,6 @@ def test_what_is_no_state_of_the_whole_is_refused() -> None:
             means.state_dict()
 
     run_threads(body, 2)
-
-
-# Through torch.distributed.checkpoint and its state_dict module, in processes.
-
-
-def save(directory: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    for name, granularity in SAVED:
-        with Communicator.from_env(deadline_s=60) as comm:
-            model, _ = twins(Net)
-            engine = fully_shard(model, comm, granularity=granularity)
-            optimizer = OPTIMIZERS[name](model)
-            train(model, optimizer, range(STEPS))
-            weights, moments = get_state_dict(model, optimizer)
-            state = {"model": weights, "optim": moments}
-            dcp.save(state, checkpoint_id=f"{directory}/{name}-{granularity}")
-            engine.close()
-    dist.destroy_process_group()
-
-
-def ways(saved: Path) -> dict[str, Callable[[nn.Module, torch.optim.Optimizer, str], None]]:
-    """To resume: each loads what was trained for STEPS into a model and its optimizer, which has not stepped."""
-
-    def by_dcp(model: nn.Module, optimizer: torch.optim.Optimizer, name: str) -> None:
-        weights, moments = get_state_dict(model, optimizer)
-        dcp.load({"model": weights, "optim": moments}, checkpoint_id=saved / name)
-        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
-
-    def of_full(model: nn.Module, optimizer: torch.optim.Optimizer, name: str) -> None:
-        options = StateDictOptions(full_state_dict=True)
-        weights, moments = get_state_dict(*unsharded(name.partition("-")[0], STEPS))
-        set_state_dict(
-            model, optimizer, model_state_dict=weights, optim_state_dict=moments, options=options
-        )
-
-    def of_rank_0(model: nn.Module, optimizer: torch.optim.Optimizer, name: str) -> None:
-        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-        weights, moments = get_state_dict(*unsharded(name.partition("-")[0], STEPS))
-        if dist.get_rank() != 0:
-            weights, moments = {}, {}
-        set_model_state_dict(model, weights, options=options)
-        set_optimizer_state_dict(model, optimizer, moments, options=options)
-
-    return {"dcp": by_dcp, "full": of_full, "rank 0": of_rank_0}
-
-
-def resume(directory: str) -> list[tuple[str, dict[str, torch.Tensor]]]:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    ends = []
-    for way, load in ways(Path(directory)).items():
-        for name, saved_by in SAVED[: None if way == "dcp" else -1]:
-            granularity = "tensor" if name == "Adafactor" else ANOTHER[saved_by]
-            with Communicator.from_env(deadline_s=60) as comm:
-                model = Net()
-                engine = fully_shard(model, comm, granularity=granularity)
-                optimizer = OPTIMIZERS[name](model)
-                load(model, optimizer, f"{name}-{saved_by}")
-                train(model, optimizer, range(STEPS, 2 * STEPS))
-                ends.append((f"{name} {granularity} {way}", engine.full_state_dict()))
-                engine.close()
-    dist.destroy_process_group()
-    return ends
-
-
-@pytest.mark.covers("optimizer state", "checkpoints")
-def test_torchs_state_dicts_are_saved_by_4_ranks_and_resumed_by_2(tmp_path: Path) -> None:
-    launch(save, 4, (str(tmp_path),), timeout_s=120)
-    wanted = {name: unsharded(name, 2 * STEPS)[0].state_dict() for name in OPTIMIZERS}
-    for name, granularity in SAVED:
-        model, optimizer = unsharded(name, 0)
-        weights, moments = get_state_dict(model, optimizer)
-        state = {"model": weights, "optim": moments}
-        dcp.load(state, checkpoint_id=tmp_path / f"{name}-{granularity}", no_dist=True)
-        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
-        train(model, optimizer, range(STEPS, 2 * STEPS))
-        torch.testing.assert_close(model.state_dict(), wanted[name])
-        dcp_to_torch_save(tmp_path / f"{name}-{granularity}", tmp_path / "whole.pt")
-        whole = torch.load(tmp_path / "whole.pt")
-        options = StateDictOptions(full_state_dict=True)
-        model, optimizer = unsharded(name, 0)
-        model.load_state_dict(whole["model"])
-        set_optimizer_state_dict(model, optimizer, whole["optim"], options=options)
-        train(model, optimizer, range(STEPS, 2 * STEPS))
-        torch.testing.assert_close(model.state_dict(), wanted[name])
-    for ends in launch(resume, 2, (str(tmp_path),), timeout_s=120):
-        for what, weights in ends:
-            torch.testing.assert_close(
-                weights, wanted[what.partition(" ")[0]], msg=lambda m, w=what: f"{w}: {m}"
-            )
 
 
 def test_an_optimizer_that_is_given_the_model_later_is_told_at_its_first_step() -> None:

@@ -92,7 +92,7 @@ def test_case(forks: subprocess.Popen[str], case: str, tmp_path: Path) -> None:
     assert forks.stdin is not None
     assert forks.stdout is not None
     stderr = tmp_path / "stderr"
-    forks.stdin.write(f"{stderr} {ROOT / 'tests' / 'played_cases.py'} {case}\n")
+    forks.stdin.write(f"{stderr} {ROOT / 'tests/support/played_cases.py'} {case}\n")
     forks.stdin.flush()
     assert select([forks.stdout], [], [], DEADLINE_S)[0], f"{case} still runs"
     assert forks.stdout.readline() == "0\n", stderr.read_text()

@@ -1,6 +1,6 @@
 """What test_played_cuda.py runs, each function in a process of its own: ranks are threads, GPUs and NCCL are played.
 
-python tests/played_cases.py NAME
+PYTHONPATH=tests python -m support.played_cases NAME
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "bench"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
 import played_cuda
 
 INSTANT = ["two_events_a_collective"]
