@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardcomm import Communicator, MemoryPlan, Mesh, MixedPrecision, fully_shard
+from shardcomm import Communicator, MemoryPlan, Mesh, MixedPrecision, Policy, fully_shard
 from shardcomm.layout.param_spec import Granularity
 from shardcomm.models.shapes import equal_blocks
 from shardcomm.parameter.plain import plain
@@ -335,3 +335,13 @@ def test_the_schedule_is_the_engine_s() -> None:
 def test_bad_arguments_are_named(make_plan: Callable[[], MemoryPlan], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_plan()
+
+
+@pytest.mark.covers("units that differ")
+def test_units_of_other_ranks_have_slots_of_their_own() -> None:
+    pair = Communicator.local_group(2)[0]
+    model = chain(6)
+    units = {layer: Policy(comm=pair) if layer in model[1::2] else None for layer in model}
+    _, *slots = MemoryPlan.of(model, 4, units=units).schedule.slot_of  # the first is the root's
+    assert len(set(slots)) == 4, "two of all ranks, and two of the pair"
+    assert not set(slots[0::2]) & set(slots[1::2])
