@@ -13,7 +13,7 @@ from torch.nn.utils import parametrizations, parametrize, prune
 from shardcomm import Communicator, fully_shard
 from support.generator import seeded
 from support.thread_ranks import run_threads
-from support.twins import WIDTH, Block, Chain, assert_same_gradients, twins, values
+from support.twins import WIDTH, Block, Chain, assert_same_gradients, train_alike, twins, values
 
 RANKS = 2
 
@@ -55,12 +55,7 @@ def test_weights_that_are_computed_from_before_train_as_without_sharding(
     def body(comm: Communicator) -> None:
         model, plain = nets[comm.rank]
         engine = fully_shard(model, comm, strategy=strategy)
-        for each in (model, plain):
-            sgd = torch.optim.SGD(each.parameters(), lr=0.1)
-            for step in range(3):
-                sgd.zero_grad()
-                each(values(3, WIDTH, seed=step)).square().sum().backward()
-                sgd.step()
+        train_alike(model, plain)
         assert torch.allclose(model(values(3, WIDTH)), plain(values(3, WIDTH)), atol=1e-6)
         assert_same_gradients(engine, model, plain)
 

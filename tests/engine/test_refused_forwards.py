@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardcomm import Communicator, fully_shard
 from support.thread_ranks import run_threads
-from support.twins import WIDTH, Block, Chain, assert_same_gradients, twins, values
+from support.twins import WIDTH, Block, Chain, assert_same_gradients, train_alike, twins, values
 
 RANKS = 2
 
@@ -122,12 +122,7 @@ def test_complex_numbers_are_trained_as_real_ones(strategy: str) -> None:
         with pytest.raises(ValueError, match=r"'factor' is torch.complex64.*view_as_complex"):
             fully_shard(Complex(torch.complex64), comm, strategy=strategy)
         engine = fully_shard(model, comm, strategy=strategy)
-        for each in (model, plain):
-            sgd = torch.optim.SGD(each.parameters(), lr=0.1)
-            for step in range(3):
-                sgd.zero_grad()
-                each(values(3, WIDTH, seed=step)).square().sum().backward()
-                sgd.step()
+        train_alike(model, plain)
         assert_same_gradients(engine, model, plain)
 
     run_threads(body, RANKS)

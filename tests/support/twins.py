@@ -55,6 +55,16 @@ def values(*shape: int, seed: int = 1) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
+def train_alike(*models: nn.Module) -> None:
+    """Three steps of SGD of each model, on the same values; the last step's gradients are left."""
+    for model in models:
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(3):
+            sgd.zero_grad()
+            model(values(3, WIDTH, seed=step)).square().sum().backward()
+            sgd.step()
+
+
 def full_gradients(engine: Engine, model: nn.Module) -> dict[str, torch.Tensor | None]:
     """By writing the gradients where the parameters are, and reading those back."""
     grads = {name: param.grad for name, param in model.named_parameters()}
