@@ -299,8 +299,7 @@ class Backend final : public c10d::Backend {
       calls.push_back(calls_.reduce_scatter("reduce_scatter_tensor: input", outputs[i], {inputs[i]},
                                             opts.reduceOp));
     }
-    return group_.begin(group_.reduces, opts,
-                        {c10d::OpType::REDUCE_SCATTER_TENSOR_COALESCED, "shardcomm:reduce_scatter"},
+    return group_.begin(group_.reduces, opts, {c10d::OpType::COALESCED, "shardcomm:reduce_scatter"},
                         inputs, outputs, in_turn(std::move(calls)));
   }
 

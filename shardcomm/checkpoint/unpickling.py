@@ -87,8 +87,24 @@ class _Record(_Value):
     def __setstate__(self, state: object) -> None:
         if isinstance(state, dict) and not any(str(name).startswith("__") for name in state):
             vars(self).update(state)
-        elif type(self).__name__ != "TensorProperties" or len(state) != 5:  # type: ignore[arg-type]
+        elif type(self).__name__ == "TensorProperties" and isinstance(state, tuple):
+            _check_properties(state)
+        else:
             super().__setstate__(state)
+
+
+def _check_properties(written: tuple[object, ...]) -> None:
+    """Checks that the installed torch reads these properties of a tensor: torch's releases only ever add some."""
+    from torch.distributed.checkpoint.metadata import TensorProperties  # noqa: PLC0415  # slow, and here alone
+
+    known = len(TensorProperties().__getstate__())  # type: ignore[no-untyped-call]
+    if len(written) > known:
+        raise pickle.UnpicklingError(
+            f"a newer torch wrote it, with {len(written)} properties of a tensor; "
+            f"torch {torch.__version__} reads {known}"
+        )
+    if len(written) < 5:  # as many as torch's first release with DCP had
+        raise pickle.UnpicklingError(f"a tensor has {len(written)} properties")
 
 
 class _Unpickler(pickle.Unpickler):

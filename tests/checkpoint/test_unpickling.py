@@ -74,6 +74,11 @@ def setting(made: bytes, attribute: bytes, value: bytes) -> bytes:
     return made + b"N}X" + len(attribute).to_bytes(4, "little") + attribute + value + b"s\x86b."
 
 
+def with_properties(count: int) -> bytes:
+    """A pickle that makes a tensor's properties of `count` values: 5 in torch 2.11, 6 in 2.15."""
+    return METADATA + b"TensorProperties\n)\x81(" + b"I0\n" * count + b"tb."
+
+
 def test_metadata_that_name_anything_else_are_refused_unread(tmp_path: Path) -> None:
     save(tmp_path, 1)
     folder, made = tmp_path / "step-00000001", tmp_path / "made"
@@ -108,6 +113,11 @@ def test_metadata_that_name_anything_else_are_refused_unread(tmp_path: Path) -> 
         (pickle.dumps({"a": 1}), "'dict' object has no attribute 'storage_data'"),
         (pickle.dumps(torch.Size((2, 3))), "'Size' object has no attribute 'storage_data'"),
         (b"Pname\n.", "it refers to something outside"),
+        (
+            with_properties(9),
+            "a newer torch wrote it, with 9 properties of a tensor; torch .* reads ",
+        ),
+        (with_properties(4), "a tensor has 4 properties"),
     ):
         (folder / ".metadata").write_bytes(content)
         sealed_again(folder)
