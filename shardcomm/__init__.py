@@ -25,7 +25,8 @@ except ModuleNotFoundError as error:
     ) from None
 
 from shardcomm.bucket.bucket import Bucket
-from shardcomm.checkpoint.checkpoints import CheckpointError, Checkpoints
+from shardcomm.checkpoint.checkpoints import Checkpoints
+from shardcomm.checkpoint.manifest import CheckpointError
 from shardcomm.comm.bound_collective import BoundCollective
 from shardcomm.comm.communicator import Communicator
 from shardcomm.comm.connecting import connect

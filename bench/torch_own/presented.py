@@ -50,9 +50,8 @@ class Presentation:
         os.environ["TESTED_BACKEND"] = backend
         os.environ["BACKEND"] = self.chosen_as
         os.environ["WORLD_SIZE"] = str(self.world_size)
-        os.environ.setdefault(
-            "TEMP_DIR", os.curdir
-        )  # wanted by an import, and set again by each test
+        # Wanted by an import, and set again by each test.
+        os.environ.setdefault("TEMP_DIR", os.curdir)
         _fork_ranks()
         _count_as_available(backend)
         if self.gpus:

@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <cstddef>
 #include <iterator>
-#include <string>
 #include <vector>
 
 #include "abi/handles.h"
@@ -13,6 +12,7 @@
 
 using shardcomm::BlockFormat;
 using shardcomm::BlockStats;
+using shardcomm::abi::check_device;
 using shardcomm::abi::dtype_of;
 using shardcomm::abi::format_of;
 using shardcomm::abi::guarded;
@@ -23,12 +23,6 @@ namespace {
 static_assert(sizeof(shc_block_stats) == sizeof(BlockStats) &&
               offsetof(shc_block_stats, seen) == offsetof(BlockStats, seen_bits) &&
               offsetof(shc_block_stats, flagged) == offsetof(BlockStats, flagged));
-
-void check_device(int device) {
-  if (device >= shardcomm::abi::kHost) return;
-  throw std::invalid_argument("device is " + std::to_string(device) +
-                              "; it must be SHC_HOST or a CUDA device, counted from 0");
-}
 
 // The segments of `given`, checked and in the order of the wire.
 template <class Segment, class Given>

@@ -16,8 +16,11 @@ void run_now_or_on(shc_stream* stream, const shc_comm& comm, Call&& call, Bind&&
   run_on(stream, comm.device, bind());
 }
 
+// Gives the caller the collective that `bind` binds. It is the whole of the C function of this
+// name.
 template <class Bind>
-shc_status keep(const char* function, shc_comm* comm, shc_collective** collective, Bind&& bind) {
+shc_status hand_over_bound(const char* function, shc_comm* comm, shc_collective** collective,
+                           Bind&& bind) {
   return guarded(function, [&] {
     shc_collective*& result = required(collective, "collective");
     const shc_comm& known = checked(comm, "comm");

@@ -22,7 +22,7 @@ using shardcomm::abi::checked;
 using shardcomm::abi::dtype_of;
 using shardcomm::abi::guarded;
 using shardcomm::abi::hand_over;
-using shardcomm::abi::keep;
+using shardcomm::abi::hand_over_bound;
 using shardcomm::abi::op_of;
 using shardcomm::abi::options_of;
 using shardcomm::abi::required;
@@ -208,7 +208,7 @@ shc_status shc_all_gather(shc_comm* comm, const void* send, shc_dtype send_dtype
 shc_status shc_bind_all_gather(shc_comm* comm, const void* send, shc_dtype send_dtype, void* recv,
                                shc_dtype recv_dtype, int64_t count,
                                const shc_gather_options* options, shc_collective** collective) {
-  return keep("shc_bind_all_gather", comm, collective, [&](const shc_comm& known) {
+  return hand_over_bound("shc_bind_all_gather", comm, collective, [&](const shc_comm& known) {
     return with_gather(
         known, send, send_dtype, recv, recv_dtype, count, options,
         [&](const auto&... args) { return Communicator::bind_all_gather(known.comm, args...); });
@@ -232,7 +232,7 @@ shc_status shc_reduce_scatter(shc_comm* comm, const void* send, shc_dtype send_d
 shc_status shc_bind_reduce_scatter(shc_comm* comm, const void* send, shc_dtype send_dtype,
                                    void* recv, shc_dtype recv_dtype, int64_t count, shc_op op,
                                    const shc_reduce_options* options, shc_collective** collective) {
-  return keep("shc_bind_reduce_scatter", comm, collective, [&](const shc_comm& known) {
+  return hand_over_bound("shc_bind_reduce_scatter", comm, collective, [&](const shc_comm& known) {
     return with_reduce(known, send, send_dtype, recv, recv_dtype, count, op, options,
                        [&](const std::optional<Coding>& coding, const auto&... args) {
                          return bind_reduce(known.comm, coding, args...);
@@ -254,7 +254,7 @@ shc_status shc_all_reduce(shc_comm* comm, void* buffer, shc_dtype dtype, int64_t
 
 shc_status shc_bind_all_reduce(shc_comm* comm, void* buffer, shc_dtype dtype, int64_t count,
                                shc_op op, int64_t tag, shc_collective** collective) {
-  return keep("shc_bind_all_reduce", comm, collective, [&](const shc_comm& known) {
+  return hand_over_bound("shc_bind_all_reduce", comm, collective, [&](const shc_comm& known) {
     return Communicator::bind_all_reduce(known.comm, buffer, dtype_of(dtype, "dtype"), count,
                                          op_of(op), tag);
   });
@@ -271,7 +271,7 @@ shc_status shc_broadcast(shc_comm* comm, void* buffer, size_t bytes, int root, s
 
 shc_status shc_bind_broadcast(shc_comm* comm, void* buffer, size_t bytes, int root,
                               shc_collective** collective) {
-  return keep("shc_bind_broadcast", comm, collective, [&](const shc_comm& known) {
+  return hand_over_bound("shc_bind_broadcast", comm, collective, [&](const shc_comm& known) {
     return Communicator::bind_broadcast(known.comm, buffer, bytes, root);
   });
 }
@@ -286,8 +286,9 @@ shc_status shc_barrier(shc_comm* comm, int64_t tag, shc_stream* stream) {
 }
 
 shc_status shc_bind_barrier(shc_comm* comm, int64_t tag, shc_collective** collective) {
-  return keep("shc_bind_barrier", comm, collective,
-              [&](const shc_comm& known) { return Communicator::bind_barrier(known.comm, tag); });
+  return hand_over_bound("shc_bind_barrier", comm, collective, [&](const shc_comm& known) {
+    return Communicator::bind_barrier(known.comm, tag);
+  });
 }
 
 shc_status shc_start(const shc_collective* collective, shc_stream* stream) {

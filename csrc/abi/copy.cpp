@@ -63,10 +63,7 @@ shc_status shc_copy_bind(const shc_copy_plan* plan, const void* const* sources,
     const std::size_t to = known->dst_extents().size();
     if (from > 0) required(sources, "sources");
     if (to > 0) required(destinations, "destinations");
-    if (device < shardcomm::abi::kHost) {
-      throw std::invalid_argument("device is " + std::to_string(device) +
-                                  "; it must be SHC_HOST or a CUDA device, counted from 0");
-    }
+    shardcomm::abi::check_device(device);
     hand_over(result, std::make_unique<shc_copy>(
                           shardcomm::BoundCopy(
                               known, std::vector<const void*>(sources, sources + from),

@@ -11,7 +11,7 @@ using shardcomm::Parts;
 using shardcomm::abi::checked;
 using shardcomm::abi::dtype_of;
 using shardcomm::abi::guarded;
-using shardcomm::abi::keep;
+using shardcomm::abi::hand_over_bound;
 using shardcomm::abi::op_of;
 using shardcomm::abi::required;
 using shardcomm::abi::run_now_or_on;
@@ -44,7 +44,7 @@ shc_status shc_all_to_all(shc_comm* comm, const void* send, const int64_t* send_
 shc_status shc_bind_all_to_all(shc_comm* comm, const void* send, const int64_t* send_counts,
                                void* recv, const int64_t* recv_counts, shc_dtype dtype, int64_t tag,
                                shc_collective** collective) {
-  return keep("shc_bind_all_to_all", comm, collective, [&](const shc_comm& known) {
+  return hand_over_bound("shc_bind_all_to_all", comm, collective, [&](const shc_comm& known) {
     return Communicator::bind_all_to_all(
         known.comm, send, parts_of(known, send_counts, "send_counts"), recv,
         parts_of(known, recv_counts, "recv_counts"), dtype_of(dtype, "dtype"), tag);
@@ -63,7 +63,7 @@ shc_status shc_gather(shc_comm* comm, const void* send, void* recv, size_t bytes
 
 shc_status shc_bind_gather(shc_comm* comm, const void* send, void* recv, size_t bytes, int root,
                            int64_t tag, shc_collective** collective) {
-  return keep("shc_bind_gather", comm, collective, [&](const shc_comm& known) {
+  return hand_over_bound("shc_bind_gather", comm, collective, [&](const shc_comm& known) {
     return Communicator::bind_gather(known.comm, send, recv, bytes, root, tag);
   });
 }
@@ -80,7 +80,7 @@ shc_status shc_scatter(shc_comm* comm, const void* send, void* recv, size_t byte
 
 shc_status shc_bind_scatter(shc_comm* comm, const void* send, void* recv, size_t bytes, int root,
                             int64_t tag, shc_collective** collective) {
-  return keep("shc_bind_scatter", comm, collective, [&](const shc_comm& known) {
+  return hand_over_bound("shc_bind_scatter", comm, collective, [&](const shc_comm& known) {
     return Communicator::bind_scatter(known.comm, send, recv, bytes, root, tag);
   });
 }
@@ -102,7 +102,7 @@ shc_status shc_reduce(shc_comm* comm, const void* send, void* recv, shc_dtype dt
 shc_status shc_bind_reduce(shc_comm* comm, const void* send, void* recv, shc_dtype dtype,
                            int64_t count, shc_op op, int root, int64_t tag,
                            shc_collective** collective) {
-  return keep("shc_bind_reduce", comm, collective, [&](const shc_comm& known) {
+  return hand_over_bound("shc_bind_reduce", comm, collective, [&](const shc_comm& known) {
     return Communicator::bind_reduce(known.comm, send, recv, dtype_of(dtype, "dtype"), count,
                                      op_of(op), root, tag);
   });

@@ -71,6 +71,12 @@ void destroy(Object* handle) {
 
 constexpr int kHost = -1;
 
+inline void check_device(int device) {
+  if (device >= kHost) return;
+  throw std::invalid_argument("device is " + std::to_string(device) +
+                              "; it must be SHC_HOST or a CUDA device, counted from 0");
+}
+
 }  // namespace shardcomm::abi
 
 struct shc_layout : shardcomm::abi::Handle<shardcomm::abi::Kind::layout> {

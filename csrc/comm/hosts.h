@@ -71,8 +71,9 @@ class HostsCommunicator final : public Communicator {
    public:
     std::byte* of(std::size_t bytes) {
       lines_.resize(std::max(lines_.size(), (bytes + sizeof(Line) - 1) / sizeof(Line)));
-      return reinterpret_cast<std::byte*>(lines_.data());
+      return data();
     }
+    std::byte* data() { return reinterpret_cast<std::byte*>(lines_.data()); }
 
    private:
     struct alignas(kWireAlignBytes) Line {
@@ -87,7 +88,7 @@ class HostsCommunicator final : public Communicator {
   //   gathers   a slot has a block for each rank of all hosts
   //   reduces   a slot has as many blocks for each rank of this host
   struct Lane {
-    Lane(BoardCommunicator& on_host, int hosts, int channel, int blocks);
+    Lane(BoardCommunicator& on_host, int hosts, int of_channel, int blocks);
     // How many bytes a block has if a slot has so many blocks.
     static std::size_t block_room(int blocks);
     std::byte* slot(std::int64_t chunk) const;
@@ -155,13 +156,13 @@ class HostsCommunicator final : public Communicator {
   // Runs a chunk's crossing on the worker of the lane, and waits for it.
   void start(Lane& lane, std::int64_t chunk, Crossing crossing);
   void finish(Lane& lane, std::int64_t chunk);
+  // Both, of what is no chunk. It is not run on this thread, whose wait a signal can end.
+  void start_and_finish(Lane& lane, Crossing crossing);
   std::shared_ptr<Event> enqueue(Lane& lane, Crossing crossing);
   void wait_for(const Lane& lane, const Event& event);
   [[noreturn]] void throw_late(const Lane& lane) const;
   // The ranks of other hosts with which this one exchanges.
   std::string peers() const;
-  // The same of what is no chunk. It is not run on this thread, whose wait a signal can end.
-  void start_and_finish(Lane& lane, Crossing crossing);
   void cross(const Lane& lane, const Crossing& crossing);
 
   // Fills in the other ranks' parts of recv; this rank's part is there. `in_window`: all ranks of

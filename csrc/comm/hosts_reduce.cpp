@@ -162,7 +162,7 @@ void HostsCommunicator::reduce_parts(Lane& lane, const void* send, DType dtype, 
     finish(lane, chunk);
     const std::int64_t own = chunks.length(rank(), chunk);
     const std::size_t bytes = part_bytes(chunk);
-    std::byte* in = lane.in[static_cast<std::size_t>(chunk % kSlots)].of(0);
+    std::byte* in = lane.in[static_cast<std::size_t>(chunk % kSlots)].data();
     void* to = at(recv, chunks.begin(rank(), chunk) - parts.begin(rank()), epilogue.dtype);
     if (coding == nullptr || !coding->blocks.has_value()) {
       const DType crossed = coding == nullptr ? partial : DType::bf16;

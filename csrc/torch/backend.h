@@ -251,8 +251,9 @@ class Backend final : public c10d::Backend {
   }
 
   WorkPointer reduce(Tensors& tensors, const c10d::ReduceOptions& opts) override {
-    if (auto* gloo = group_.beyond_hosts("reduce"))
+    if (auto* gloo = group_.beyond_hosts("reduce")) {
       return on_gloo(tensors, opts, [&](const auto& opts) { return gloo->reduce(tensors, opts); });
+    }
     return group_.begin(
         group_.reduces, opts, {c10d::OpType::REDUCE, "shardcomm:reduce"}, tensors, tensors,
         calls_.reduce(only("reduce: tensor", tensors), opts.reduceOp, opts.rootRank));

@@ -1,21 +1,16 @@
-"""A folder of checkpoints in which the newest complete one survives whatever happens to the next::
+"""Checkpoints of which the newest complete one survives whatever happens to the next.
 
-    DIR/step-00000100            complete
-    DIR/step-00000200            complete, the newest
-    DIR/step-00000300.partial    being written, or left by a save that was killed
-    DIR/step-00000150.damaged    was complete, and is no longer what was saved
-
-A checkpoint is written under its partial name. When every rank has written its part, the files are synced to the disk,
-and so is a manifest of them (`shardcomm.checkpoint.manifest`). Then one rank renames the folder, which makes it a
-checkpoint. To remove an older one, a rank first takes its name away, and then deletes its files. The next save removes
-partial folders. The files themselves are written by `torch.distributed.checkpoint` (DCP), or by any other writer.
+A checkpoint is written under its partial name (`shardcomm.checkpoint.folders`). When every rank has written its part,
+the files are synced to the disk, and so is a manifest of them (`shardcomm.checkpoint.manifest`). Then one rank renames
+the folder, which makes it a checkpoint. To remove an older one, a rank first takes its name away, and then deletes its
+files. The next save removes partial folders. The files themselves are written by `torch.distributed.checkpoint` (DCP),
+or by any other writer.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
@@ -29,6 +24,14 @@ import torch
 
 from shardcomm.arguments.checks import check_type
 from shardcomm.arguments.scalars import is_whole
+from shardcomm.checkpoint.folders import (
+    check_directory,
+    checkpoint_folder,
+    complete_steps,
+    partial_folder,
+    partial_folders,
+    set_aside,
+)
 from shardcomm.checkpoint.manifest import (
     MANIFEST,
     CheckpointError,
@@ -43,18 +46,6 @@ from shardcomm.checkpoint.together import sentence, together
 from shardcomm.checkpoint.unpickling import check_unpickling
 from shardcomm.comm.communicator import Communicator
 from shardcomm.comm.texts import all_gather_bytes
-
-__all__ = [
-    "CheckpointError",
-    "Checkpoints",
-    "check_directory",
-    "checkpoint_folder",
-    "complete_steps",
-]
-
-_COMPLETE = re.compile(r"step-(\d{8,})")
-_PARTIAL = ".partial"
-_DAMAGED = ".damaged"
 
 
 class Checkpoints:
@@ -291,7 +282,7 @@ class Checkpoints:
         self.wait()
         self._check_step(operation, step)
         complete = self._path(step)
-        partial = _partial(complete)
+        partial = partial_folder(complete)
         damaged = [other for other, reason in self._damage.items() if reason is not None]
         with self._together(_not_saved(step), self.directory):
             if step not in damaged and complete.exists():
@@ -299,10 +290,10 @@ class Checkpoints:
                     f"{operation}: step is {step}, of which there is a checkpoint: {complete}"
                 )
             if self.comm.rank == 0:
-                for stale in self.directory.glob(f"step-*{_PARTIAL}"):
+                for stale in partial_folders(self.directory):
                     shutil.rmtree(stale)
                 for other in damaged:
-                    _set_aside(self._path(other))
+                    set_aside(self._path(other))
                 partial.mkdir()
         for other in damaged:
             del self._damage[other]
@@ -366,12 +357,12 @@ class Checkpoints:
             raise CheckpointError(f"{_not_saved(step)}: {partial}: no rank wrote anything there")
         Manifest(step, self.comm.size, files).write(partial)
         sync_folders(partial)
-        partial.rename(partial.with_suffix(""))
+        partial.rename(self._path(step))
         sync(self.directory)
 
     def _remove_old(self) -> None:
         for step in complete_steps(self.directory)[: -self._keep]:
-            without_name = _partial(self._path(step))
+            without_name = partial_folder(self._path(step))
             self._path(step).rename(without_name)
             # Otherwise the disk may have removed some of the files when the machine fails, and not yet the name.
             sync(self.directory)
@@ -382,42 +373,6 @@ class Checkpoints:
 
     def _path(self, step: int) -> Path:
         return checkpoint_folder(self.directory, step)
-
-
-def checkpoint_folder(directory: Path, step: int) -> Path:
-    """The folder of the complete checkpoint of `step`."""
-    return directory / f"step-{step:08d}"
-
-
-def complete_steps(directory: Path) -> list[int]:
-    """The steps of which there are complete checkpoints, in order."""
-    names = (_COMPLETE.fullmatch(entry.name) for entry in directory.iterdir())
-    return sorted(int(name[1]) for name in names if name)
-
-
-def check_directory(directory: Path) -> None:
-    """Makes `directory` if it is not there; ValueError if it cannot be made, or cannot be written to."""
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"{directory}: no such folder can be made: {error.strerror}") from error
-    except ValueError as error:  # the name has a null byte
-        raise ValueError(f"{str(directory)!r}: no such folder can be made: {error}") from error
-    if not os.access(directory, os.R_OK | os.W_OK | os.X_OK):
-        raise ValueError(f"{directory}: the folder cannot be written to")
-
-
-def _partial(complete: Path) -> Path:
-    return complete.with_name(complete.name + _PARTIAL)
-
-
-def _set_aside(damaged: Path) -> None:
-    """Renames a damaged checkpoint, so that it no longer counts as one; its files stay for somebody to look at."""
-    aside = damaged.with_name(damaged.name + _DAMAGED)
-    if damaged.exists():
-        if aside.exists():
-            shutil.rmtree(aside)
-        damaged.rename(aside)
 
 
 def _synced(path: Path) -> FileEntry:

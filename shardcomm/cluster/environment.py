@@ -26,8 +26,8 @@ def of_host(
     forget(env)
     for name in _LAUNCHED:  # by a launcher that started this process
         env.pop(name, None)
-    threads = max(1, (os.cpu_count() or 1) // (len(hosts) * ranks_a_host))
     # All hosts share this machine's cores.
+    threads = max(1, (os.cpu_count() or 1) // (len(hosts) * ranks_a_host))
     defaults = {"OMP_NUM_THREADS": str(threads)}
     own = {"GLOO_SOCKET_IFNAME": DEVICE, "NCCL_SOCKET_IFNAME": DEVICE}
     return defaults | env | own | variables(kills, host.number, ranks_a_host)

@@ -26,10 +26,8 @@ Write = Callable[[Stream, str], None]
 _CHUNK_BYTES = 1 << 16
 _KEPT_LINES = 60  # of each host, for an error
 _PAUSE_S = 0.02  # until a rank that is to be killed is looked for again
-_LOOK_S, _IDLE_S = (
-    0.5,
-    10.0,
-)  # how often, and for how long, a host is seen without ranks before it is ended
+_LOOK_S = 0.5  # until it is looked again whether a host has ranks
+_IDLE_S = 10.0  # for how long a host is seen without ranks before it is ended
 
 
 @dataclass
@@ -91,12 +89,11 @@ class Processes:
         self.killed_s: dict[int, float] = {}
         self._busy_at: dict[int, float] = {}  # of a host, when it had ranks, or was first looked at
         self._with_ranks: set[int] = set()  # hosts that were seen with ranks
-        self._ended: dict[
-            int, int
-        ] = {}  # a host that was ended, and what counts as its torchrun's status
-        self._hosts, self._ranks_a_host, self._kills, self._write = (
-            hosts, ranks_a_host, kills, write
-        )  # fmt: skip
+        self._ended: dict[int, int] = {}  # of a host that was ended, its torchrun's status
+        self._hosts = hosts
+        self._ranks_a_host = ranks_a_host
+        self._kills = kills
+        self._write = write
         self._opened = ExitStack()
         self._selector = self._opened.enter_context(selectors.DefaultSelector())
         self._running = 0

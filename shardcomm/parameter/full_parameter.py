@@ -72,10 +72,8 @@ class GatheredParameter(nn.Parameter):
     @property
     def grad(self) -> torch.Tensor | None:
         """The gradient of this rank's rows, as between steps; RuntimeError while autograd runs."""
-        if (
-            TracingContext.try_get() is not None
-        ):  # torch.compile asks each parameter; a graph has no use for it
-            return None
+        if TracingContext.try_get() is not None:
+            return None  # torch.compile asks each parameter; a graph has no use for it
         return self._trained().grad
 
     @grad.setter

@@ -4,7 +4,8 @@
 are guarded. An elementwise operation on them is done, and gives guarded rows again. A norm is the norm of the whole
 (`norms.py`). So are a sum, a mean or a maximum (`reductions.py`), and a shape (`sizes.py`). An operation that would be
 silently wrong of rows alone, such as a product of matrices, an index or a transpose, raises a RuntimeError that says
-where to get the whole parameter. Inside most optimizers' steps the rows are plain parameters (`optimizer_steps.py`).
+where to get the whole parameter (`refused.py`, `elementwise.py`). Inside most optimizers' steps the rows are plain
+parameters (`optimizer_steps.py`).
 """
 
 from __future__ import annotations
@@ -15,15 +16,14 @@ from itertools import islice
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from shardcomm.parameter.draws import DRAWS
 from shardcomm.parameter.elementwise import Elementwise
 from shardcomm.parameter.norms import completed, is_norm, partial_norms
 from shardcomm.parameter.plain import grad_of, plain, set_grad
 from shardcomm.parameter.reductions import is_reduction, reduced
+from shardcomm.parameter.refused import check_of_any, check_of_rows
 from shardcomm.parameter.shard_tensor import SAVE_BY
 from shardcomm.parameter.sizes import METHODS, is_getter_of_size, numel, size
 from shardcomm.parameter.versions import written
@@ -187,42 +187,20 @@ def _guarded(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     args, kwargs = completed(args), completed(kwargs)
     guarded = list(_guarded_in((args, kwargs)))
     first = next((t for t in guarded if t.whole.held is not Held.WHOLE), guarded[0])
-    _check_gradients_and_memory(func, name, first, args)
+    check_of_any(func, name, args, first.whole)
     if is_in_place(name):
         # So that autograd refuses graphs of the old values, see `versions.py`. Torch itself does not mark such changes
         # of tensors in lists, or through `.data`, and marks none on ranks without rows.
         written([t.whole.rows for t in _guarded_in(args[:1]) if _is_values(t)])
-    if name in _RANDOM:
-        first.whole.refuse(name)
     if first.whole.held is Held.WHOLE:
         with plain():
             return _as_guarded(func(*args, **kwargs), first)
-    if name in _REFUSED or (name in _INDEXING and not _takes_all(args[1])):
-        first.whole.refuse(name)
+    check_of_rows(name, args, first.whole)
     _check_shapes(name, first, args, kwargs)
     with plain(), Elementwise(first.whole, name):
         result = func(*args, **kwargs)
     of_lists = name.startswith("_foreach_") and isinstance(result, list | tuple)
     return _each_guarded(result, args, kwargs) if of_lists else _as_guarded(result, first)
-
-
-def _check_gradients_and_memory(func: Any, name: str, first: Any, args: tuple[Any, ...]) -> None:
-    """Refuses what is wrong of whole parameters, too: this rank's gradients, averages, and memory of others."""
-    if func is torch.autograd.grad:
-        first.whole.refuse_autograd_grad()
-    if getattr(func, "__module__", "") == _COLLECTIVES:
-        first.whole.refuse_collective(name)
-    if name in ("expand_as", "view_as") and args[0] is args[1] and torch.is_grad_enabled():
-        first.whole.refuse_node(name)
-    if name == "share_memory_":
-        first.whole.refuse_other_memory(name)
-
-
-def _takes_all(index: Any) -> bool:
-    """Whether `index` is `[:]`, `[...]`, `[:, ...]` or the like. Torch counts others from this rank's first row."""
-    if isinstance(index, tuple):
-        return all(map(_takes_all, index))
-    return index is ... or (isinstance(index, slice) and index == slice(None))
 
 
 def _is_values(tensor: Any) -> bool:
@@ -254,9 +232,8 @@ def _set(func: Any, of: Any, value: Any) -> None:
             of.whole.take(value)
             return
         of.whole.check(value)
-        with (
-            plain()
-        ):  # in place, since other tensors, such as the flat gradient, have the same memory
+        with plain():
+            # In place, since other tensors, such as the flat gradient, have the same memory.
             of.detach().copy_(value)
         return
     with plain():
@@ -402,42 +379,3 @@ def _each_guarded(results: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         result if first is None else _as_guarded(result, first)
         for result, first in zip(results, firsts, strict=False)
     ]
-
-
-_COLLECTIVES = dist.all_reduce.__module__
-
-# These take the rows out of torch, or look at sizes before torch's operation, which would be refused.
-_REFUSED = {
-    "__array__",
-    "__bool__",
-    "__complex__",
-    "__contains__",
-    "__dlpack__",
-    "__dlpack_device__",
-    "__float__",
-    "__index__",
-    "__int__",
-    "_typed_storage",
-    "data_ptr",
-    "item",
-    "narrow",
-    "numpy",
-    "select",
-    "storage",
-    "tolist",
-    "untyped_storage",
-}
-
-# Each rank would draw for its own rows, by generators that are most often seeded alike.
-_RANDOM = {
-    *DRAWS,
-    "kaiming_normal_",
-    "kaiming_uniform_",
-    "orthogonal_",
-    "sparse_",
-    "trunc_normal_",
-    "xavier_normal_",
-    "xavier_uniform_",
-}
-
-_INDEXING = {"__getitem__", "__setitem__"}

@@ -9,7 +9,7 @@ from enum import IntEnum
 from typing import NamedTuple
 
 from shardcomm._C import CommError, CudaError
-from shardcomm.checkpoint.checkpoints import CheckpointError
+from shardcomm.checkpoint.manifest import CheckpointError
 
 
 class Order(IntEnum):

@@ -21,7 +21,7 @@ import math
 
 from shardcomm.planner.unit_plan import UnitPlan
 from shardcomm.simulate import over_hosts
-from shardcomm.simulate.cost import LATENCY, Cost, Group, Move
+from shardcomm.simulate.cost import HOST, LATENCY, MEMORY, NETWORK, Cost, Group, Move
 from shardcomm.simulate.machine import Machine
 
 MEETINGS = {"gather": 2, "reduce": 2, "all_reduce": 3}
@@ -34,7 +34,7 @@ def gather(unit: UnitPlan, group: Group, machine: Machine, *, again: bool) -> Co
     nbytes = unit.regather_bytes if secondary else unit.gather_bytes
     if group.ranks == 1:  # a cast
         cast = unit.parameter_bytes + unit.full_bytes
-        return Cost(((Move("memory", cast / machine.copy_bytes_per_s, cast),),), 0)
+        return Cost(((Move(MEMORY, cast / machine.copy_bytes_per_s, cast),),), 0)
     if machine.transport == "nccl":
         return _ring(nbytes, group, machine)
     part = nbytes / (group.ranks - 1)
@@ -55,7 +55,7 @@ def coding(unit: UnitPlan, group: Group, machine: Machine) -> Cost:
     sharers = group.on_host if machine.transport != "nccl" else 1
     moved = unit.encoding_bytes + unit.decoding_bytes / sharers
     met_s = machine.host_latency_s if sharers > 1 else 0.0
-    return Cost(((Move("memory", met_s + moved / machine.code_bytes_per_s, moved),),), 0)
+    return Cost(((Move(MEMORY, met_s + moved / machine.code_bytes_per_s, moved),),), 0)
 
 
 def reduce(unit: UnitPlan, group: Group, machine: Machine) -> Cost:
@@ -110,10 +110,10 @@ def pack_s(unit: UnitPlan, machine: Machine) -> float:
 def _ring(nbytes: int, group: Group, machine: Machine) -> Cost:
     across = group.hosts - 1
     latency_s = (group.ranks - 1 - across) * machine.host_latency_s
-    link, rate = "host", machine.host_bytes_per_s
+    link, rate = HOST, machine.host_bytes_per_s
     if across:
         latency_s += across * machine.network_latency_s
-        link, rate = "network", min(rate, machine.network_bytes_per_s / group.beside)
+        link, rate = NETWORK, min(rate, machine.network_bytes_per_s / group.beside)
     return Cost(((Move(LATENCY, latency_s),), (Move(link, nbytes / rate, nbytes),)), nbytes)
 
 
@@ -125,4 +125,4 @@ def _tree_latency_s(group: Group, machine: Machine) -> float:
 
 def _shared(what: str, nbytes: int, moved: float, machine: Machine) -> Cost:
     met_s = MEETINGS[what] * machine.host_latency_s  # on the core on which it copies
-    return Cost(((Move("memory", met_s + moved / machine.host_bytes_per_s, moved),),), nbytes)
+    return Cost(((Move(MEMORY, met_s + moved / machine.host_bytes_per_s, moved),),), nbytes)

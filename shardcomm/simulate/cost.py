@@ -5,19 +5,26 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-LATENCY = "latency"
-"""In place of a link: time that passes, and takes nothing from others."""
+MEMORY = "memory"
+"""Of CPUs: a core copies, and does what else it does for a collective."""
+
+HOST = "host"
+"""A rank's link within its host."""
 
 NETWORK = "network"
+"""A host's link to the others."""
+
+LATENCY = "latency"
+"""In place of a link: time that passes, and takes nothing from others."""
 
 
 class Move(NamedTuple):
     """What one link does for a collective.
 
     Attributes:
-        link: "memory" (a core copies, and what else it does for a collective), "host", `NETWORK`, or `LATENCY`.
+        link: `MEMORY`, `HOST`, `NETWORK` or `LATENCY`.
         seconds: How long it takes alone.
-        nbytes: The bytes that a rank moves over it; of "memory", those that it reads and writes.
+        nbytes: The bytes that a rank moves over it; of `MEMORY`, those that it reads and writes.
     """
 
     link: str

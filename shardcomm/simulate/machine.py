@@ -1,4 +1,4 @@
-"""A machine as a simulation sees it: a dozen numbers, each with where it comes from, in a JSON file.
+"""A machine as a simulation sees it: numbers, each with where it comes from, in a JSON file.
 
 {
  "shardcomm_machine": 1,

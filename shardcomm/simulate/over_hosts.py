@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 
-from shardcomm.simulate.cost import Cost, Group, Move
+from shardcomm.simulate.cost import MEMORY, NETWORK, Cost, Group, Move
 from shardcomm.simulate.machine import Machine
 
 _SLOT_BYTES = 8 << 20  # for a chunk of all parts; as in csrc/comm/hosts.cpp
@@ -82,9 +82,8 @@ def all_reduce(
         return _ring(nbytes, partial, used, group, machine)
     part, sums = buffer / group.ranks, partial / group.ranks
     copied = buffer + 2 * group.hosts * sums + 2 * sums + part  # as of a reduce
-    copied += (
-        4 * part + 2 * (group.hosts - 1) * part
-    )  # as of a gather, but for the part that is there
+    # As of a gather, but for the part that is there.
+    copied += 4 * part + 2 * (group.hosts - 1) * part
     copied += 2 * (buffer - part) + used
     others = (group.hosts - 1) * (part + sums)
     chunks = _chunks(part, group.ranks * group.on_host)
@@ -111,8 +110,8 @@ def _crossing(
     core_s = MEETINGS[what] * machine.host_latency_s + copied / machine.host_bytes_per_s
     core_s += (1 + times * chunks) * machine.network_latency_s + others / machine.socket_bytes_per_s
     into_host = others * group.on_host * group.beside
-    across = Move("network", into_host / machine.network_bytes_per_s, others)
-    return Cost(((Move("memory", core_s, copied),), (across,)), nbytes)
+    across = Move(NETWORK, into_host / machine.network_bytes_per_s, others)
+    return Cost(((Move(MEMORY, core_s, copied),), (across,)), nbytes)
 
 
 def _ring(nbytes: int, buffer: float, used: float, group: Group, machine: Machine) -> Cost:
@@ -121,5 +120,5 @@ def _ring(nbytes: int, buffer: float, used: float, group: Group, machine: Machin
     copied = summed + mean + used
     core_s = copied / machine.host_bytes_per_s + sent / machine.socket_bytes_per_s
     met_s = (group.hosts - 1) * machine.network_latency_s
-    across = Move("network", sent * group.beside / machine.network_bytes_per_s, sent)
-    return Cost(((Move("memory", met_s + core_s, copied),), (across,)), nbytes)
+    across = Move(NETWORK, sent * group.beside / machine.network_bytes_per_s, sent)
+    return Cost(((Move(MEMORY, met_s + core_s, copied),), (across,)), nbytes)

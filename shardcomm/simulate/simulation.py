@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -31,7 +31,7 @@ from shardcomm.planner.planner import MemoryPlan
 from shardcomm.schedule.triggers import Action, Phase, Verb
 from shardcomm.simulate import collectives
 from shardcomm.simulate.clock import Collective, Compute, Instruction, Issue, Wait, run
-from shardcomm.simulate.cost import LATENCY, Cost, Group
+from shardcomm.simulate.cost import HOST, LATENCY, MEMORY, NETWORK, Cost, Group
 from shardcomm.simulate.machine import Machine
 from shardcomm.simulate.unit_times import UnitTime
 from shardcomm.trace.timeline import COMMUNICATION, RankTimeline, Span, Timeline
@@ -106,16 +106,16 @@ class Simulation:
         if machine.network_bytes_per_s:
             burst_s = machine.network_burst_bytes / machine.network_bytes_per_s
         spans = run(program.instructions(), partial(_speeds, machine, on_host), burst_s=burst_s)
-        begin_to_end = max((span.end_s for span in spans), default=0.0)
+        step_s = max((span.end_s for span in spans), default=0.0)
 
         def seconds(row: str) -> float:
             return sum(span.end_s - span.begin_s for span in spans if span.row == row)
 
-        step = Span("step", "step 0", 0.0, begin_to_end, 0)
+        step = Span("step", "step 0", 0.0, step_s, 0)
         return cls(
             plan=plan,
             machine=machine,
-            step_s=begin_to_end,
+            step_s=step_s,
             compute_s=seconds("compute"),
             exposed_s=seconds("waiting"),
             link_bytes=dict(program.link_bytes),
@@ -143,9 +143,9 @@ class Simulation:
             "exposed_s": self.exposed_s,
             "gathered_bytes": plan.gathered_bytes,
             "reduced_bytes": plan.reduced_bytes,
-            "memory_bytes_moved": self.link_bytes.get("memory", 0.0),
-            "host_bytes_moved": self.link_bytes.get("host", 0.0),
-            "network_bytes_moved": self.link_bytes.get("network", 0.0),
+            "memory_bytes_moved": self.link_bytes.get(MEMORY, 0.0),
+            "host_bytes_moved": self.link_bytes.get(HOST, 0.0),
+            "network_bytes_moved": self.link_bytes.get(NETWORK, 0.0),
             "peak_bytes": plan.peak_bytes,
         }
 
@@ -204,11 +204,11 @@ def _speeds(
     shares = {link: 1 / count for link, count in busy.items()}
     if not machine.cores:
         return 1.0 - machine.contention * bool(links), [shares[link] for link in links]
-    threads = on_host * (computing + busy["memory"])
+    threads = on_host * (computing + busy[MEMORY])
     core = min(1.0, machine.cores / threads) if threads else 1.0
     if on_host > machine.cores:
         core /= machine.crowding
-    return core, [core if link == "memory" else shares[link] for link in links]
+    return core, [core if link == MEMORY else shares[link] for link in links]
 
 
 class _Program:
@@ -221,7 +221,7 @@ class _Program:
         machine: Machine,
         slowest: float,
     ) -> None:
-        self.link_bytes: Counter[str] = Counter()
+        self.link_bytes: defaultdict[str, float] = defaultdict(float)  # of what was yielded
         self._plan = plan
         self._times = times
         self._machine = machine
@@ -255,7 +255,7 @@ class _Program:
         if verb in _OF_SLOTS and not self._plan.units[unit].full_bytes:
             return  # its shard is all of it
         if verb is Verb.GATHER:
-            if slot not in self._held:
+            if self._held.get(slot) != unit:
                 self._held[slot] = unit
                 yield from self._gather(unit)
         elif verb is Verb.WAIT_GATHER:
@@ -308,5 +308,5 @@ class _Program:
     ) -> Collective:
         for move in chain.from_iterable(cost.stages):
             if move.link != LATENCY:
-                self.link_bytes[move.link] += move.nbytes  # type: ignore[assignment]
+                self.link_bytes[move.link] += move.nbytes
         return Collective(channel, self._plan.units[unit].name, cost, after)

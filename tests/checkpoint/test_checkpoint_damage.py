@@ -21,8 +21,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardcomm import Communicator
-from shardcomm.checkpoint.checkpoints import CheckpointError, Checkpoints, complete_steps
-from shardcomm.checkpoint.manifest import DamagedError, Manifest
+from shardcomm.checkpoint.checkpoints import Checkpoints
+from shardcomm.checkpoint.folders import complete_steps
+from shardcomm.checkpoint.manifest import CheckpointError, DamagedError, Manifest
 from support.small_checkpoints import alone, load, save, state
 from support.thread_ranks import run_threads
 

@@ -26,7 +26,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from shardcomm import _C, CommError, Communicator
-from shardcomm.checkpoint.checkpoints import CheckpointError, Checkpoints, complete_steps
+from shardcomm.checkpoint.checkpoints import Checkpoints
+from shardcomm.checkpoint.folders import complete_steps
+from shardcomm.checkpoint.manifest import CheckpointError
 from shardcomm.comm.core import CoreCommunicator
 from support.file_faults import Faults, ShortWriteError
 from support.rank_processes import join, processes

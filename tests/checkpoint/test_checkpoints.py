@@ -19,7 +19,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from shardcomm import CommError, Communicator, fully_shard
-from shardcomm.checkpoint.checkpoints import CheckpointError, Checkpoints, complete_steps
+from shardcomm.checkpoint.checkpoints import Checkpoints
+from shardcomm.checkpoint.folders import complete_steps
+from shardcomm.checkpoint.manifest import CheckpointError
 from shardcomm.interop.backend import receipts
 from support.nets import Net, make
 from support.rank_processes import heard, join, kill, processes

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from shardcomm import Communicator
-from shardcomm.checkpoint.checkpoints import CheckpointError, Checkpoints, complete_steps
+from shardcomm.checkpoint.checkpoints import Checkpoints
+from shardcomm.checkpoint.folders import complete_steps
+from shardcomm.checkpoint.manifest import CheckpointError
 from support.thread_ranks import run_threads
 
 

@@ -17,7 +17,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from shardcomm import Communicator, fully_shard
-from shardcomm.checkpoint.checkpoints import CheckpointError, Checkpoints
+from shardcomm.checkpoint.checkpoints import Checkpoints
+from shardcomm.checkpoint.manifest import CheckpointError
 from support.nets import make
 from support.small_checkpoints import alone, load, save, state
 

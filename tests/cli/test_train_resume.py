@@ -18,7 +18,7 @@ import torch
 from torch.distributed import TCPStore
 
 from shardcomm import Checkpoints, Communicator, RankError, fully_shard
-from shardcomm.checkpoint.checkpoints import complete_steps
+from shardcomm.checkpoint.folders import complete_steps
 from shardcomm.cli.train import progress
 from shardcomm.cli.train.report import table
 from shardcomm.meeting.store import env_store

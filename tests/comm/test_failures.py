@@ -8,29 +8,16 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from itertools import count
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
-from shardcomm import (
-    _C,
-    CommError,
-    Communicator,
-    Mesh,
-    Policy,
-    RankError,
-    Stream,
-    fully_shard,
-    launch,
-)
+from shardcomm import _C, CommError, Communicator, Stream, fully_shard
 from shardcomm.comm.core import CoreCommunicator
 from support.nets import batch, loss_of, make, optimizer_of
-from support.thread_ranks import run_mesh, run_threads
+from support.thread_ranks import run_threads
 
 RANKS = 3
 NOTICED_S = 10.0  # long before the deadline
@@ -256,200 +243,6 @@ def test_abort_reaches_ranks_that_wait_on_a_stream() -> None:
                 stream.record().wait()
 
     run_threads(body, 2)
-
-
-@pytest.mark.covers("failed ranks")
-@pytest.mark.parametrize("group", ["shard", "replicate"])
-@pytest.mark.parametrize("steps", [0, 2], ids="after {} steps".format)
-def test_a_failure_of_one_group_of_a_mesh_ends_all_groups_and_names_its_cause(
-    group: str, steps: int
-) -> None:
-    """Everybody lives on: who is in no group with rank 0 hears it from those who are, and not by a deadline."""
-
-    def train(mesh: Mesh) -> None:
-        for step in count():
-            if mesh.rank == 0 and step == steps:
-                getattr(mesh, group).abort("the data is bad")
-            if step == 0:
-                model = make(layers=2)
-                engine = fully_shard(model, mesh, strategy="hybrid_shard")
-            loss_of(model, batch(mesh.rank, step)).backward()
-            engine.clip_grad_norm_(1.0)
-
-    def body(mesh: Mesh) -> str:
-        with pytest.raises(CommError) as caught:
-            train(mesh)
-        for comm in (mesh.shard, mesh.replicate):
-            with pytest.raises(CommError):
-                reduce(comm)
-        return str(caught.value)
-
-    for message in run_mesh(body, 2, 2):
-        assert "rank 0 aborted: the data is bad" in message
-
-
-@pytest.mark.covers("failed ranks", "state dicts", "CPU offload")
-@pytest.mark.parametrize("cpu_offload", [False, True])
-@pytest.mark.parametrize("group", ["shard", "replicate"])
-@pytest.mark.parametrize("when", ["forward", "backward"])
-def test_survivors_save_their_rows_load_and_close(when: str, group: str, cpu_offload: bool) -> None:
-    def body(mesh: Mesh) -> None:
-        model = make(layers=4)
-        engine = fully_shard(
-            model, mesh, strategy="hybrid_shard", prefetch=2, cpu_offload=cpu_offload
-        )
-        rows = [p.to_local().clone() for p in model.parameters()]
-
-        def fail(*_: object) -> None:
-            if mesh.rank == 0:
-                getattr(mesh, group).abort("the data is bad")
-
-        if when == "forward":
-            model.blocks[1].register_forward_pre_hook(fail)
-        else:
-            model.blocks[1].register_full_backward_hook(fail)
-
-        def train() -> None:
-            for step in range(2):
-                loss_of(model, batch(mesh.rank, step)).backward()
-
-        with pytest.raises(CommError, match="the data is bad"):
-            train()
-        for save in (engine.state_dict, model.state_dict):
-            assert save().keys() == make(layers=4).state_dict().keys()
-            assert all(map(torch.equal, [p.to_local() for p in model.parameters()], rows))
-        engine.load_state_dict({n: 2 * v for n, v in make(layers=4).state_dict().items()})
-        for param, row in zip(model.parameters(), rows, strict=True):
-            assert torch.equal(param.to_local(), 2 * row)
-        engine.release()
-        for call in (train, engine.full_state_dict):
-            with pytest.raises(CommError, match="the data is bad"):
-                call()
-        engine.close()
-        engine.close()
-
-    run_mesh(body, 2, 2)
-
-
-def test_a_full_tensor_that_fails_ends_the_columns_too() -> None:
-    """The other row hears it from the columns, and not by the deadline."""
-
-    def body(mesh: Mesh) -> None:
-        model = make(layers=2)
-        fully_shard(model, mesh, strategy="hybrid_shard")
-        if mesh.rank == 0:
-            mesh.shard.abort("the data is bad")
-        call = model.head.weight.full_tensor if mesh.rank < 2 else mesh.replicate.barrier
-        with pytest.raises(CommError, match="the data is bad"):
-            call()
-
-    run_mesh(body, 2, 2, deadline_s=10)
-
-
-def test_a_full_tensor_of_an_expert_that_fails_ends_the_group_of_all() -> None:
-    pair = Communicator.local_group(2, deadline_s=10)
-    alone = Communicator.local_group(1)[0]
-
-    def body(comm: Communicator) -> None:
-        has_pair = comm.rank < 2
-        model = make(layers=2)
-        of_some = Policy(comm=pair[comm.rank] if has_pair else alone)
-        fully_shard(model, comm, units={model.blocks[0]: of_some})
-        if comm.rank == 0:
-            pair[0].abort("the data is bad")
-        call = model.blocks[0].up.weight.full_tensor if has_pair else comm.barrier
-        with pytest.raises(CommError, match="the data is bad"):
-            call()
-
-    run_threads(body, 3, deadline_s=10)
-
-
-def close_with_a_change_that_is_lost() -> None:
-    dist.init_process_group("gloo")
-    model = make(layers=2)
-    engine = fully_shard(model, init_device_mesh("cpu", (2,)))
-    engine.unit(model).unshard()
-    for param in model.parameters():
-        param.data.add_(1.0)
-    with pytest.raises(RuntimeError, match="was changed"):
-        engine.close()
-    with pytest.raises(CommError, match="closed"):
-        engine.mesh.shard.barrier()
-    engine.close()
-    dist.destroy_process_group()
-
-
-def test_an_engine_leaves_its_groups_whatever_its_closing_raises() -> None:
-    launch(close_with_a_change_that_is_lost, 2, timeout_s=60)
-
-
-def test_error_in_a_stream_skips_what_is_queued_behind_it() -> None:
-    ran: list[int] = []
-    stream = Stream()
-
-    def fail() -> None:
-        raise LookupError("lost")
-
-    stream.enqueue(lambda: ran.append(1))
-    stream.enqueue(fail)
-    stream.enqueue(lambda: ran.append(2))
-    with pytest.raises(LookupError, match="lost"):
-        stream.synchronize()
-    assert ran == [1]
-
-
-def test_an_error_in_a_stream_is_raised_to_all_who_wait() -> None:
-    stream = Stream()
-
-    def fail() -> None:
-        raise LookupError("lost")
-
-    stream.enqueue(fail)
-    events = [stream.record(), stream.record()]
-    for event in (*events, *events):
-        with pytest.raises(LookupError, match="lost"):
-            event.wait()
-
-
-def test_a_stream_waits_for_an_event_and_for_nothing_else() -> None:
-    with pytest.raises(TypeError):
-        Stream().wait(None)  # type: ignore[arg-type]  # what a collective without a stream returns
-
-
-def die_in_set_up() -> None:
-    if os.environ["RANK"] == "1":
-        os.kill(os.getpid(), signal.SIGKILL)
-    Communicator.from_env(deadline_s=1)
-
-
-def test_rank_that_dies_before_it_attaches_does_not_hang_the_others() -> None:
-    with pytest.raises(RankError, match="rank 1 was killed by SIGKILL"):
-        launch(die_in_set_up, 2, timeout_s=60)
-
-
-def raise_on_rank_1() -> None:
-    with Communicator.from_env(deadline_s=20) as comm:
-        if comm.rank == 1:
-            raise ValueError("rank 1 has a bug")
-        comm.barrier()
-
-
-def test_launch_names_the_first_cause() -> None:
-    with pytest.raises(RankError) as caught:
-        launch(raise_on_rank_1, 3, timeout_s=60)
-    message = str(caught.value)
-    assert message.startswith("rank 1 raised")
-    assert "ValueError: rank 1 has a bug" in message
-    assert "rank 0 raised CommError: rank 1 (pid" in message
-
-
-def never_end() -> None:
-    threading.Event().wait()
-
-
-def test_launch_ends_ranks_at_its_deadline() -> None:
-    with pytest.raises(TimeoutError, match=r"ranks \[0, 1\] of 2 still ran after 1 s"):
-        launch(never_end, 2, timeout_s=1)
 
 
 def other_conversion(comm: Communicator) -> None:

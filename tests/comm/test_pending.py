@@ -180,9 +180,8 @@ def watched_by_its_own_thread(gate: Path, opener: str) -> list[Pending]:
 
         def found() -> list[Pending]:
             now = waiting(comm, {0, 1})
-            return (
-                now if now and now[2].channel is None else []
-            )  # rank 2 has left the first barrier
+            # Rank 2 has left the first barrier.
+            return now if now and now[2].channel is None else []
 
         def watch() -> None:
             seen.extend(until(found, "0 and 1 wait, and rank 2 is in none"))

@@ -50,11 +50,8 @@ def forbid_pidfd_open() -> None:
     """As a sandbox does, for this process and its children: the system call returns EPERM."""
     assert platform.machine() == "x86_64"
     architecture, number = 0xC000003E, 434
-    load, jump_equal, answer = (
-        0x20,
-        0x15,
-        0x06,
-    )  # BPF_LD | BPF_W | BPF_ABS, BPF_JMP | BPF_JEQ, BPF_RET
+    # BPF_LD | BPF_W | BPF_ABS, BPF_JMP | BPF_JEQ, BPF_RET.
+    load, jump_equal, answer = 0x20, 0x15, 0x06
     allow, refuse = 0x7FFF0000, 0x00050000 | errno.EPERM
     program = [
         (load, 0, 0, 4),  # seccomp_data.arch

@@ -94,17 +94,15 @@ class _Returned(torch.autograd.Function):
     @staticmethod
     def forward(ctx, pair, y):  # type: ignore[no-untyped-def]
         ctx.pair = pair
-        both = _exchanged(
-            pair, y.unflatten(1, (pair.size, -1))
-        )  # (rank, expert, whose, tokens, width)
+        # (rank, expert, whose, tokens, width)
+        both = _exchanged(pair, y.unflatten(1, (pair.size, -1)))
         return both[:, :, pair.rank].flatten(0, 1)
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         pair = ctx.pair
-        both = _exchanged(
-            pair, grad.unflatten(0, (pair.size, -1))
-        )  # (whose, rank, expert, tokens, width)
+        # (whose, rank, expert, tokens, width)
+        both = _exchanged(pair, grad.unflatten(0, (pair.size, -1)))
         return None, both[:, pair.rank].transpose(0, 1).flatten(1, 2)
 
 

@@ -455,9 +455,8 @@ def test_a_parameter_is_not_made_of_another(strategy: str, granularity: str) -> 
             nn.Parameter(model.embed.weight)
         with pytest.raises(RuntimeError, match=r"(nn\.Parameter|norm_except_dim) of 'blocks\.0\.w"):
             nn.utils.parametrizations.weight_norm(model.blocks[0])
-        master = nn.Parameter(
-            model.embed.weight.detach().clone()
-        )  # as loops of mixed precision have it
+        # As loops of mixed precision have it.
+        master = nn.Parameter(model.embed.weight.detach().clone())
         plain = nn.Parameter(twin.embed.weight.detach().clone())
         master.grad, plain.grad = model.embed.weight.grad, twin.embed.weight.grad
         for each in (master, plain):

@@ -306,9 +306,8 @@ def drop_attached() -> None:
 
 @pytest.mark.covers("FSDP2 attached")
 def test_ranks_may_be_threads() -> None:
-    launch(
-        be_threads, 1, timeout_s=60
-    )  # in a process of its own: it replaces what torch.distributed keeps
+    # In a process of its own: it replaces what torch.distributed keeps.
+    launch(be_threads, 1, timeout_s=60)
 
 
 def be_threads() -> None:

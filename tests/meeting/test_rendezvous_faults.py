@@ -108,9 +108,8 @@ def run_until_it_passes(
         pids = []
         for rank in range(RANKS):
             if (pid := os.fork()) == 0:
-                ctypes.CDLL(None).prctl(
-                    1, signal.SIGKILL
-                )  # PR_SET_PDEATHSIG: none outlives the test
+                # PR_SET_PDEATHSIG: none outlives the test.
+                ctypes.CDLL(None).prctl(1, signal.SIGKILL)
                 try:
                     be_rank(rank, victim, kind, point, first_run + point, port, tell)
                 finally:

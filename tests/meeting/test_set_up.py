@@ -1,39 +1,33 @@
-"""Ranks meet, or all say why not: deaths, refusals, strangers and silence before the first collective."""
+"""Ranks meet, or all say why not: deaths, refusals, silence and Ctrl-C before the first collective."""
 
 from __future__ import annotations
 
-import codecs
 import itertools
 import json
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from shardcomm import CommError, Communicator, RankError, launch
 from shardcomm.comm import rendezvous
 from shardcomm.meeting import background
 from shardcomm.meeting.exchange import StoreExchange
-from shardcomm.meeting.store import SECRET, env_store
-from support.listeners import listening
+from shardcomm.meeting.store import env_store
 
 RANKS = 3
 NOTICED_S = 10.0  # long before the deadline
-NOBODY = 65534
 
 
 def dying(
@@ -232,91 +226,6 @@ def test_ranks_with_different_world_sizes_are_told_at_once() -> None:
         )
 
 
-def each_rank(
-    body: Callable[[StoreExchange], object], store: dist.Store, ranks: int = 2
-) -> list[str]:
-    """What the CommError of each rank, a thread here, says."""
-    errors = ["" for _ in range(ranks)]
-
-    def run(rank: int) -> None:
-        with pytest.raises(CommError) as caught:
-            body(StoreExchange(store, "test", rank, ranks, 60.0))
-        errors[rank] = str(caught.value)
-
-    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert all(errors)
-    return errors
-
-
-@pytest.mark.parametrize("value", ["no number", "00ff", "ü", "9" * 1000])
-def test_bytes_of_a_stranger_are_named_on_every_rank(value: str) -> None:
-    store = dist.HashStore()
-    store.set("test/0/1", value)
-    for message in each_rank(lambda exchange: exchange(b"a word"), store):
-        assert (
-            f"key 'test/0/1' of the rendezvous store holds {len(value.encode())} bytes" in message
-        )
-
-
-@pytest.mark.parametrize("kind", ["tcp", "hash"])
-def test_empty_value_of_a_stranger_is_replaced(kind: str) -> None:
-    store: dist.Store = dist.HashStore()
-    if kind == "tcp":
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    store.set("test/0/0", "")
-    assert StoreExchange(store, "test", 0, 1, 30.0)(b"a word") == [b"a word"]
-
-
-def test_bytes_of_a_stranger_that_some_ranks_have_not_seen_are_named_on_every_rank() -> None:
-    store = dist.HashStore()
-
-    def body(exchange: StoreExchange) -> None:
-        if exchange.rank == 0:  # after rank 1 has said its word, and a stranger has changed it
-            store.wait(["test/0/1"], timedelta(seconds=30))
-            store.set("test/0/1", "something else")
-        exchange(b"first")
-        exchange(b"second")
-
-    for message in each_rank(body, store):
-        assert "key 'test/0/1' of the rendezvous store" in message
-
-
-def test_what_another_run_wrote_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = dist.HashStore()
-    monkeypatch.setenv(SECRET, "of another run")
-    StoreExchange(store, "test", 0, 1, 30.0)(b"a word")
-    monkeypatch.setenv(SECRET, "of this run")
-    for message in each_rank(lambda exchange: exchange(b"a word"), store, ranks=1):
-        assert "key 'test/0/0' of the rendezvous store" in message
-
-
-def test_two_processes_with_one_rank_are_told() -> None:
-    store = dist.HashStore()
-    StoreExchange(store, "test", 0, 1, 30.0)(b"process 1")
-    with pytest.raises(CommError, match="two processes came to the rendezvous as rank 0 of 1"):
-        StoreExchange(store, "test", 0, 1, 30.0)(b"process 2")
-
-
-def keys_of_the_store() -> tuple[str, list[str]]:
-    with Communicator.from_env(deadline_s=30, device="cpu"):
-        store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), wait_for_workers=False)
-        return os.environ[SECRET], store.list_keys()  # type: ignore[attr-defined]
-
-
-def test_each_launch_has_a_secret_that_its_keys_depend_on_and_do_not_tell() -> None:
-    runs = [launch(keys_of_the_store, 2, timeout_s=60)[0] for _ in range(2)]
-    (first, keys), (second, other_keys) = runs
-    assert first != second
-    assert keys
-    assert other_keys
-    assert not set(keys) & set(other_keys)
-    assert not [key for key in keys if first in key]
-
-
 @pytest.fixture
 def silent_port(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Of a socket that takes connections and never answers, where the environment says that the store is."""
@@ -464,100 +373,3 @@ def test_bad_variable_of_this_host_is_named(
         ValueError, match=f"variable {name} is {value!r}; it must be a whole number"
     ):
         Communicator.from_env()
-
-
-def sum_and_receipts(transport: Any) -> tuple[str, list[str], float, list[str]]:
-    """The transport, warnings, a sum, and the reasons of the receipts; or the error."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        try:
-            comm = Communicator.from_env(transport=transport, deadline_s=60, device="cpu")
-        except CommError as error:
-            return str(error), [], 0.0, []
-    with comm:
-        x = torch.ones(3)
-        comm.all_reduce(x)
-        reasons = [receipt.reason for receipt in comm.receipts()]
-        return comm.transport, [str(each.message) for each in caught], float(x.sum()), reasons
-
-
-def check_all_fell_back(outcomes: list[tuple[str, list[str], float, list[str]]]) -> None:
-    for transport, warned, total, reasons in outcomes:
-        assert (transport, total) == ("c10d", 6.0)
-        for said in (*warned, *reasons):
-            assert "not all ranks can share memory (rank 1: " in said
-            assert "rank 0: " not in said
-        assert warned
-        assert reasons
-
-
-def as_nobody(transport: Any) -> tuple[str, list[str], float, list[str]]:
-    if os.environ["RANK"] == "1":
-        codecs.lookup("idna")  # sockets load it, perhaps from where nobody but root may read
-        os.setgroups([])
-        os.setgid(NOBODY)
-        os.setuid(NOBODY)
-    return sum_and_receipts(transport)
-
-
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
-def test_rank_of_another_user_makes_all_take_c10d_and_say_why() -> None:
-    check_all_fell_back(launch(as_nobody, 2, ("auto",), timeout_s=60))
-
-
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
-def test_rank_of_another_user_is_an_error_on_all_that_asked_for_shm() -> None:
-    for said, *_ in launch(as_nobody, 2, ("shm",), timeout_s=60):
-        assert said.startswith("transport is 'shm', but not all ranks can share memory (rank 1: ")
-        assert said.endswith("; use 'c10d' or 'auto'")
-
-
-def can_unshare() -> bool:
-    if not shutil.which("unshare"):
-        return False
-    return (
-        subprocess.run(["unshare", "-U", "true"], capture_output=True, check=False).returncode == 0
-    )
-
-
-@pytest.mark.skipif(not can_unshare(), reason="no user namespaces here (unshare -U)")
-def test_rank_in_another_user_namespace_makes_all_take_c10d_and_say_why(tmp_path: Path) -> None:
-    """Started by hand: rank 0 keeps the store, for this host alone."""
-    with (
-        socket.socket() as reserved
-    ):  # no other program gets the port meanwhile; rank 0 listens at it all the same
-        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        reserved.bind(("127.0.0.1", 0))
-        port = reserved.getsockname()[1]
-        ranks = [
-            subprocess.Popen(
-                [*begin, sys.executable, __file__, str(tmp_path / str(rank))],
-                env=os.environ
-                | {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
-                   "MASTER_PORT": str(port)},
-            )
-            for rank, begin in enumerate([[], ["unshare", "-U"]])
-        ]  # fmt: skip
-        try:
-            for process in ranks:
-                assert process.wait(120) == 0
-        finally:
-            for process in ranks:
-                process.kill()
-                process.wait()
-    outcomes = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(2)]
-    check_all_fell_back([outcome for several, _ in outcomes for outcome in several])
-    assert outcomes[0][1] == ["127.0.0.1"]
-
-
-def started_by_hand(result: Path) -> None:
-    outcomes = [sum_and_receipts("auto") for _ in range(5)]  # one group after the other
-    addresses = listening(int(os.environ["MASTER_PORT"]))
-    result.write_text(json.dumps([outcomes, addresses]))
-    dist.init_process_group("gloo")  # over the same port
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    started_by_hand(Path(sys.argv[1]))

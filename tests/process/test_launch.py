@@ -1,4 +1,4 @@
-"""`launch`: N ranks as processes of this host. More on how it tells of failures: test_failures.py."""
+"""`launch`: N ranks as processes of this host."""
 
 from __future__ import annotations
 
@@ -298,3 +298,39 @@ def test_nothing_is_left_of_a_launcher_that_is_killed(
 
 if __name__ == "__main__":
     launch(globals()[sys.argv[1]], 2, (Path(sys.argv[2]),))
+
+
+def die_in_set_up() -> None:
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    Communicator.from_env(deadline_s=1)
+
+
+def test_rank_that_dies_before_it_attaches_does_not_hang_the_others() -> None:
+    with pytest.raises(RankError, match="rank 1 was killed by SIGKILL"):
+        launch(die_in_set_up, 2, timeout_s=60)
+
+
+def raise_on_rank_1() -> None:
+    with Communicator.from_env(deadline_s=20) as comm:
+        if comm.rank == 1:
+            raise ValueError("rank 1 has a bug")
+        comm.barrier()
+
+
+def test_launch_names_the_first_cause() -> None:
+    with pytest.raises(RankError) as caught:
+        launch(raise_on_rank_1, 3, timeout_s=60)
+    message = str(caught.value)
+    assert message.startswith("rank 1 raised")
+    assert "ValueError: rank 1 has a bug" in message
+    assert "rank 0 raised CommError: rank 1 (pid" in message
+
+
+def never_end() -> None:
+    threading.Event().wait()
+
+
+def test_launch_ends_ranks_at_its_deadline() -> None:
+    with pytest.raises(TimeoutError, match=r"ranks \[0, 1\] of 2 still ran after 1 s"):
+        launch(never_end, 2, timeout_s=1)

@@ -25,8 +25,8 @@ from torch.distributed import HashStore
 from torch.distributed.checkpoint import CheckpointException
 
 from shardcomm import _C, CommError, Communicator, get_library_dir
-from shardcomm.checkpoint.checkpoints import CheckpointError, Checkpoints
-from shardcomm.checkpoint.manifest import DamagedError, FileEntry, Manifest
+from shardcomm.checkpoint.checkpoints import Checkpoints
+from shardcomm.checkpoint.manifest import CheckpointError, DamagedError, FileEntry, Manifest
 from shardcomm.checkpoint.unpickling import check_unpickling
 from shardcomm.cli.bench import compare
 from shardcomm.cli.bench.options import layers

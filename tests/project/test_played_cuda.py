@@ -18,25 +18,29 @@ sys.path.insert(0, str(ROOT / "bench"))
 import played_cuda  # noqa: E402
 
 DEADLINE_S = 120.0
-CASES = [
-    "gather_and_reduce",
-    "owners_of_whole_parameters",
-    "two_events_a_collective",
-    "memory_is_kept_until_waited_for",
-    "memory_of_dropped_work_is_kept_until_done",
-    "captured_bucket",
-    "captured_engine",
-    "captured_engine_with_secondary_shards",
-    "event_may_be_asked_beside_a_capture",
-    "event_of_a_capture_has_not_fired_before_that_ends",
-    "captured_stream_waits_for_nothing_from_before",
-    "event_of_a_capture_tells_no_time",
-    "memory_in_a_capture",
-    "barrier_that_was_aborted_raises",
-    "bound_collectives",
-    "bound_barrier_that_was_aborted_raises",
-    "a_rank_tells_what_it_is_in",
-]
+CASES = {
+    "played_collectives": [
+        "gather_and_reduce",
+        "owners_of_whole_parameters",
+        "two_events_a_collective",
+        "memory_is_kept_until_waited_for",
+        "memory_of_dropped_work_is_kept_until_done",
+        "barrier_that_was_aborted_raises",
+        "bound_collectives",
+        "bound_barrier_that_was_aborted_raises",
+        "a_rank_tells_what_it_is_in",
+    ],
+    "played_captures": [
+        "captured_bucket",
+        "captured_engine",
+        "captured_engine_with_secondary_shards",
+        "event_may_be_asked_beside_a_capture",
+        "event_of_a_capture_has_not_fired_before_that_ends",
+        "captured_stream_waits_for_nothing_from_before",
+        "event_of_a_capture_tells_no_time",
+        "memory_in_a_capture",
+    ],
+}
 
 
 @pytest.fixture(scope="module")
@@ -87,12 +91,14 @@ def forks(extension: None) -> Iterator[subprocess.Popen[str]]:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_case(forks: subprocess.Popen[str], case: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("script", "case"), [(script, case) for script, cases in CASES.items() for case in cases]
+)
+def test_case(forks: subprocess.Popen[str], script: str, case: str, tmp_path: Path) -> None:
     assert forks.stdin is not None
     assert forks.stdout is not None
     stderr = tmp_path / "stderr"
-    forks.stdin.write(f"{stderr} {ROOT / 'tests/support/played_cases.py'} {case}\n")
+    forks.stdin.write(f"{stderr} {ROOT / 'tests/support' / script}.py {case}\n")
     forks.stdin.flush()
     assert select([forks.stdout], [], [], DEADLINE_S)[0], f"{case} still runs"
     assert forks.stdout.readline() == "0\n", stderr.read_text()

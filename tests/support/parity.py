@@ -25,6 +25,10 @@ class MLP(nn.Module):
         return torch.relu(self.down(torch.relu(self.up(x))))
 
 
+def three() -> nn.Module:
+    return nn.Sequential(*(MLP(16) for _ in range(3)))
+
+
 class MLPs(nn.Sequential):
     """After a layer of the root's own, three units."""
 

@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 from shardcomm._C import CommError, CudaError, cuda_status
-from shardcomm.checkpoint.checkpoints import CheckpointError, check_directory
+from shardcomm.checkpoint.folders import check_directory
+from shardcomm.checkpoint.manifest import CheckpointError
 from shardcomm.cli.options import DefaultsFormatter, can_write, launched_for, positive, whole
 from shardcomm.cli.train.job import MAX_TRACED_STEPS, WARM_UP_STEPS, Result, TrainOptions, train
 from shardcomm.cli.train.progress import Progress

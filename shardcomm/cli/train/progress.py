@@ -15,13 +15,9 @@ from typing import Any, cast
 
 import torch
 
-from shardcomm.checkpoint.checkpoints import (
-    CheckpointError,
-    Checkpoints,
-    checkpoint_folder,
-    complete_steps,
-)
-from shardcomm.checkpoint.manifest import Manifest
+from shardcomm.checkpoint.checkpoints import Checkpoints
+from shardcomm.checkpoint.folders import checkpoint_folder, complete_steps
+from shardcomm.checkpoint.manifest import CheckpointError, Manifest
 from shardcomm.engine.engine import Engine
 from shardcomm.files.json_file import read_json
 

@@ -29,10 +29,9 @@ class Library(CLibrary):
         super().__init__()
         self._handlers = ctypes.CDLL(str(_compiled()))
         self._handlers.shardcomm_jax_add.restype = ctypes.c_int64
-        for platform in ("cpu", "cuda"):
+        for platform, name_in_xla in (("cpu", "cpu"), ("cuda", "CUDA")):
             handler = getattr(self._handlers, f"shardcomm_jax_on_{platform}")
-            name = platform.upper() if platform == "cuda" else platform
-            jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(handler), platform=name)
+            jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(handler), platform=name_in_xla)
 
     def add(self, comm: ctypes.c_void_p, size: int, device: int) -> int:
         """The number by which programs name the communicator."""

@@ -27,9 +27,8 @@ from jax.interpreters import mlir
 
 
 class _Order(effects.Effect):
-    def __repr__(
-        self,
-    ) -> str:  # in JAX's errors: "... effects are not supported for more than 1 device: [...]"
+    # In JAX's errors: "... effects are not supported for more than 1 device: [...]".
+    def __repr__(self) -> str:
         return "shardcomm's collectives"
 
 
