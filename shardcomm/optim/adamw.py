@@ -16,6 +16,8 @@ Reference: Loshchilov and Hutter, "Decoupled Weight Decay Regularization", arXiv
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -27,6 +29,20 @@ from torch.optim.adamw import adamw
 from torch.optim.optimizer import ParamsT
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+
+
+def _without_compiler(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of `Optimizer` that does not load the compiler, torch._dynamo, which takes each rank seconds.
+
+    Torch loads it to keep the method out of compiled code. There is none while the compiler is not loaded.
+    """
+    plain = method.__wrapped__  # type: ignore[attr-defined]
+
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (method if "torch._dynamo" in sys.modules else plain)(*args, **kwargs)
+
+    return call
 
 
 class AdamW(torch.optim.AdamW):
@@ -76,6 +92,9 @@ class AdamW(torch.optim.AdamW):
         super().__init__(
             params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, fused=True
         )
+
+    add_param_group = _without_compiler(torch.optim.Optimizer.add_param_group)
+    zero_grad = _without_compiler(torch.optim.Optimizer.zero_grad)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Ends `load_state_dict` and unpickling: the next step gathers the new state into runs."""
