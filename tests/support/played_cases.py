@@ -1,6 +1,6 @@
 """What test_played_cuda.py runs, each function in a process of its own: ranks are threads, GPUs and NCCL are played.
 
-PYTHONPATH=tests python -m support.played_cases NAME
+PYTHONPATH=tests python -m support.played_cases NAME [EXTENSION]
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
 import played_cuda
 
 INSTANT = ["two_events_a_collective"]
-played_cuda.install(instant=sys.argv[1] in INSTANT)
+played_cuda.install(
+    instant=sys.argv[1] in INSTANT, extension=Path(sys.argv[2]) if sys.argv[2:] else None
+)
 
 from shardcomm import _C, Bucket, Communicator, Layout, ParamSpec, Pending, fully_shard  # noqa: E402
 from shardcomm.bucket import bucket  # noqa: E402
