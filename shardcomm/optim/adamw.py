@@ -16,7 +16,6 @@ Reference: Loshchilov and Hutter, "Decoupled Weight Decay Regularization", arXiv
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -31,18 +30,13 @@ from torch.optim.optimizer import ParamsT
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
 
-def _without_compiler(method: Callable[..., Any]) -> Callable[..., Any]:
+def _without_compiler(method: Callable[..., None]) -> Callable[..., None]:
     """A method of `Optimizer` that does not load the compiler, torch._dynamo, which takes each rank seconds.
 
     Torch loads it to keep the method out of compiled code. There is none while the compiler is not loaded.
     """
-    plain = method.__wrapped__  # type: ignore[attr-defined]
-
-    @functools.wraps(method)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return (method if "torch._dynamo" in sys.modules else plain)(*args, **kwargs)
-
-    return call
+    plain: Callable[..., None] = getattr(method, "__wrapped__", method)
+    return method if "torch._dynamo" in sys.modules else plain
 
 
 class AdamW(torch.optim.AdamW):
@@ -93,8 +87,21 @@ class AdamW(torch.optim.AdamW):
             params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, fused=True
         )
 
-    add_param_group = _without_compiler(torch.optim.Optimizer.add_param_group)
-    zero_grad = _without_compiler(torch.optim.Optimizer.zero_grad)
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds parameters that have options of their own.
+
+        Args:
+            param_group: The parameters as "params", and options that differ from the constructor's.
+        """
+        _without_compiler(torch.optim.AdamW.add_param_group)(self, param_group)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Lets go of all gradients.
+
+        Args:
+            set_to_none: Whether they become None; else they become zeros.
+        """
+        _without_compiler(torch.optim.AdamW.zero_grad)(self, set_to_none)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Ends `load_state_dict` and unpickling: the next step gathers the new state into runs."""
