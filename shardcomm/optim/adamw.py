@@ -16,7 +16,6 @@ Reference: Loshchilov and Hutter, "Decoupled Weight Decay Regularization", arXiv
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -27,16 +26,9 @@ import torch
 from torch.optim.adamw import adamw
 from torch.optim.optimizer import ParamsT
 
+from shardcomm.parameter.optimizer_steps import without_compiler
+
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
-
-
-def _without_compiler(method: Callable[..., None]) -> Callable[..., None]:
-    """A method of `Optimizer` that does not load the compiler, torch._dynamo, which takes each rank seconds.
-
-    Torch loads it to keep the method out of compiled code. There is none while the compiler is not loaded.
-    """
-    plain: Callable[..., None] = getattr(method, "__wrapped__", method)
-    return method if "torch._dynamo" in sys.modules else plain
 
 
 class AdamW(torch.optim.AdamW):
@@ -93,15 +85,7 @@ class AdamW(torch.optim.AdamW):
         Args:
             param_group: The parameters as "params", and options that differ from the constructor's.
         """
-        _without_compiler(torch.optim.AdamW.add_param_group)(self, param_group)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Lets go of all gradients.
-
-        Args:
-            set_to_none: Whether they become None; else they become zeros.
-        """
-        _without_compiler(torch.optim.AdamW.zero_grad)(self, set_to_none)
+        without_compiler(torch.optim.AdamW.add_param_group)(self, param_group)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Ends `load_state_dict` and unpickling: the next step gathers the new state into runs."""

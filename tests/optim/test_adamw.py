@@ -226,15 +226,19 @@ def test_state_of_torchs_unfused_loop_is_taken_over() -> None:
 
 def test_training_does_not_load_the_compiler() -> None:
     """Which torch's optimizers load: each rank for seconds."""
-    done = interpreters.run("""
+    (done,) = interpreters.run_ranks(
+        """
 import sys, torch, shardcomm
 model = torch.nn.Linear(2, 2)
+shardcomm.fully_shard(model, shardcomm.Communicator.from_env())
 optimizer = shardcomm.AdamW(model.parameters())
 model(torch.ones(2)).sum().backward()
 optimizer.step()
 optimizer.zero_grad()
 assert "torch._dynamo" not in sys.modules
-""")
+""",
+        ranks=1,
+    )
     assert done.returncode == 0, done.stderr
 
 
