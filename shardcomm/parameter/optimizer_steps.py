@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn, optim
+from torch._compile import _disable_dynamo
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardcomm.parameter import optimizer_dicts
@@ -53,7 +54,7 @@ _KNOWN_STEPS = ("torch.optim.", "shardcomm.")
 _OF_WHOLE_PARAMETERS = (optim.Adafactor, optim.Muon)
 
 
-_LOADS_COMPILER = torch._disable_dynamo(lambda: None)
+_LOADS_COMPILER = _disable_dynamo(lambda: None)
 
 
 def without_compiler(method: Callable[..., Any]) -> Callable[..., Any]:
