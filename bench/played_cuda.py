@@ -37,8 +37,8 @@ class NoHeaders(RuntimeError):
     """CUDA's headers are not on this machine, and the extension cannot be built."""
 
 
-def install(*, instant: bool = False) -> None:
-    """Builds the extension where that is due, and puts it in the place of `shardcomm._C`.
+def install(*, instant: bool = False, extension: Path | None = None) -> None:
+    """Puts the extension in the place of `shardcomm._C`: this one, which `build` has made; else it is built where due.
 
     Raises:
         NoHeaders: there is nothing to build it with; it says why.
@@ -47,7 +47,7 @@ def install(*, instant: bool = False) -> None:
         raise RuntimeError(
             "played_cuda: shardcomm has been imported already; install() goes before"
         )
-    path = build()
+    path = extension or build()
     if instant:  # the library reads it when it is loaded
         os.environ.update(FAKE_CUDA_INSTANT="1", FAKE_NCCL_INSTANT="1")
     loader = ExtensionFileLoader("shardcomm._C", str(path))

@@ -26,6 +26,8 @@ import torch
 from torch.optim.adamw import adamw
 from torch.optim.optimizer import ParamsT
 
+from shardcomm.parameter.optimizer_steps import without_compiler
+
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
 
@@ -76,6 +78,14 @@ class AdamW(torch.optim.AdamW):
         super().__init__(
             params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, fused=True
         )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds parameters that have options of their own.
+
+        Args:
+            param_group: The parameters as "params", and options that differ from the constructor's.
+        """
+        without_compiler(torch.optim.AdamW.add_param_group)(self, param_group)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Ends `load_state_dict` and unpickling: the next step gathers the new state into runs."""

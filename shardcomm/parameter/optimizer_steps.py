@@ -12,6 +12,7 @@ times as much to look at as a plain one. So the hooks look at each parameter as 
 
 from __future__ import annotations
 
+import sys
 import warnings
 import weakref
 from collections import OrderedDict
@@ -21,6 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn, optim
+from torch._compile import _disable_dynamo
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardcomm.parameter import optimizer_dicts
@@ -52,11 +54,30 @@ _KNOWN_STEPS = ("torch.optim.", "shardcomm.")
 _OF_WHOLE_PARAMETERS = (optim.Adafactor, optim.Muon)
 
 
+_LOADS_COMPILER = _disable_dynamo(lambda: None)
+
+
+def without_compiler(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of torch's optimizers that does not load the compiler, torch._dynamo, which takes each rank seconds.
+
+    Torch loads it to keep the method out of compiled code. There is none while the compiler is not loaded.
+    """
+    if method.__code__ is not _LOADS_COMPILER.__code__:
+        return method
+    plain: Callable[..., Any] = method.__wrapped__  # type: ignore[attr-defined]
+
+    @wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (method if "torch._dynamo" in sys.modules else plain)(*args, **kwargs)
+
+    return call
+
+
 @cache
 def install() -> None:
     """Registers the hook for all optimizers of the process, and wraps their `zero_grad`, once."""
     register_optimizer_step_pre_hook(_before)
-    optim.Optimizer.zero_grad = _of_plain(optim.Optimizer.zero_grad)  # type: ignore[method-assign]
+    optim.Optimizer.zero_grad = _of_plain(without_compiler(optim.Optimizer.zero_grad))  # type: ignore[method-assign]
     nn.Module.zero_grad = _of_rows(nn.Module.zero_grad)  # type: ignore[method-assign]
     optimizer_dicts.install()
 

@@ -21,7 +21,10 @@ from support.traces_of_hosts import STAY, in_use, interfaces, mounts
 DEADLINE_S = 120.0
 SIZE = ("--hosts", "2", "--ranks", "1", "--rate", "1gbit")
 # Python's own interpreter, as a user starts it.
-PROGRAM = (sys.executable, "-m", "shardcomm", "cluster")
+PYTHON = sys.executable
+PROGRAM = (PYTHON, "-m", "shardcomm", "cluster")
+# The same, whose hosts start their interpreters by the path that is the first argument.
+PROGRAM_OF_HOSTS = "import sys; from shardcomm.__main__ import main; sys.executable = sys.argv.pop(1); sys.exit(main())"
 NO_RIGHTS = ("setpriv", "--bounding-set=-all", "--inh-caps=-all")
 
 pytestmark = pytest.mark.usefixtures("warm_python")
@@ -126,7 +129,7 @@ def test_what_was_not_killed_and_what_is_late_are_told() -> None:
 def test_nothing_is_left_when_the_command_is_ended(number: signal.Signals, status: int) -> None:
     before = interfaces(), mounts()
     with subprocess.Popen(
-        [*PROGRAM, *SIZE, "--", "sh", "-c", STAY],
+        [PYTHON, "-c", PROGRAM_OF_HOSTS, sys.executable, "cluster", *SIZE, "--", "sh", "-c", STAY],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
@@ -204,7 +207,7 @@ def test_a_delay_is_kept_in_each_direction() -> None:
             f"try: socket.create_connection(('{second.name}', 1))\n"
             "except ConnectionRefusedError: print(time.monotonic() - begin)"
         )
-        told = first.start(PROGRAM[0], "-c", connect, stdout=subprocess.PIPE)
+        told = first.start(PYTHON, "-c", connect, stdout=subprocess.PIPE)
         assert float(told.communicate(timeout=DEADLINE_S)[0]) >= 0.1
 
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from shardcomm import launch
+from support import interpreters
 from support.lightning_fabric import (
     fabric_of,
     only_some,
@@ -158,11 +159,8 @@ def test_shardcomm_imports_without_lightning() -> None:
 
 
 def test_shardcomm_does_not_import_the_frameworks() -> None:
-    program = (
+    ran = interpreters.run(
         "import sys, shardcomm\n"
         "print([m for m in ('lightning', 'accelerate', 'transformers') if m in sys.modules])"
     )
-    ran = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
-    )
-    assert ran.stdout.strip() == "[]"
+    assert ran.stdout.strip() == "[]", ran.stderr

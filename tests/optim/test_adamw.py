@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardcomm import AdamW, Communicator, GradScaler, fully_shard
+from support import interpreters
 from support.thread_ranks import run_threads
 
 LANES = (
@@ -221,6 +222,24 @@ def test_state_of_torchs_unfused_loop_is_taken_over() -> None:
     ours.step()
     theirs.step()
     assert_equal(ours, theirs)
+
+
+def test_training_does_not_load_the_compiler() -> None:
+    """Which torch's optimizers load: each rank for seconds."""
+    (done,) = interpreters.run_ranks(
+        """
+import sys, torch, shardcomm
+model = torch.nn.Linear(2, 2)
+shardcomm.fully_shard(model, shardcomm.Communicator.from_env())
+optimizer = shardcomm.AdamW(model.parameters())
+model(torch.ones(2)).sum().backward()
+optimizer.step()
+optimizer.zero_grad()
+assert "torch._dynamo" not in sys.modules
+""",
+        ranks=1,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_schedulers_and_grad_scaler_work_as_with_torch() -> None:

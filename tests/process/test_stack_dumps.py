@@ -17,6 +17,7 @@ import pytest
 from shardcomm import Communicator, Stream, enable_stack_dumps
 from shardcomm.cli.ps import stacks
 from shardcomm.process.stack_dumps import enable_where_free
+from support import interpreters
 from support.gates import DEADLINE_S, Gate, launched, until, wait_at
 from support.ranks_of_groups import pids_in, say_pid, wait_for_rank_1
 
@@ -180,7 +181,7 @@ print("in in_the_parent" in answers[child].text, "in in_the_child" in answers[ch
 
 def test_who_asks_while_another_does_waits_for_its_turn() -> None:
     # Asked is a process at rest: Python shows the frames of threads that run, and has no lock on them.
-    said = run_python(
+    done = interpreters.run(
         """
 import subprocess, sys, threading
 from shardcomm.cli.ps import stacks
@@ -195,4 +196,4 @@ asked.communicate()
 print([a[asked.pid].text.count("in <module>") for a in answers])
 """
     )
-    assert said == "[1, 1, 1, 1]\n"
+    assert (done.stdout, done.stderr) == ("[1, 1, 1, 1]\n", "")

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import shardcomm
+from support.commands import command
 
 SOURCES = Path(__file__).parents[2]
 EXAMPLE = SOURCES / "examples" / "cpp"
@@ -35,7 +36,7 @@ def output_of(*command: object, cwd: Path) -> str:
 
 
 def build_with_cmake(sources: Path, folder: Path) -> None:
-    found = output_of(sys.executable, "-m", "shardcomm", "--cmakedir", cwd=sources).strip()
+    found = command("--cmakedir", cwd=sources).stdout.strip()
     output_of("cmake", "-S", sources, "-B", folder, f"-Dshardcomm_DIR={found}", cwd=sources)
     output_of("cmake", "--build", folder, cwd=sources)
 

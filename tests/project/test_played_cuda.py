@@ -44,10 +44,10 @@ CASES = {
 
 
 @pytest.fixture(scope="module")
-def extension() -> None:
+def extension() -> Path:
     """The one over what is played."""
     try:
-        played_cuda.build()
+        return played_cuda.build()
     except played_cuda.NoHeaders as reason:
         pytest.skip(str(reason))
 
@@ -62,9 +62,10 @@ def test_host_time_of_collectives_with_peers_is_reported(tmp_path: Path) -> None
         assert 0 < figures[name]["p10_s"] <= figures[name]["median_s"] <= figures[name]["p90_s"]
 
 
-# Forks a process for each line that it reads, which runs that script, and prints its exit status. Torch is loaded once.
+# Forks a process for each line that it reads, which runs that script, and prints its exit status. Torch is loaded once,
+# and with it its compiler, which its optimizers load.
 RUNS_SCRIPTS = """
-import gc, os, pytest, runpy, sys, torch
+import gc, os, pytest, runpy, sys, torch._dynamo
 gc.freeze()
 for line in sys.stdin:
     stderr, *sys.argv = line.split()
@@ -77,7 +78,7 @@ for line in sys.stdin:
 
 
 @pytest.fixture(scope="module")
-def forks(extension: None) -> Iterator[subprocess.Popen[str]]:
+def forks(extension: Path) -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-c", RUNS_SCRIPTS]
     process = subprocess.Popen(
         command,
@@ -94,11 +95,13 @@ def forks(extension: None) -> Iterator[subprocess.Popen[str]]:
 @pytest.mark.parametrize(
     ("script", "case"), [(script, case) for script, cases in CASES.items() for case in cases]
 )
-def test_case(forks: subprocess.Popen[str], script: str, case: str, tmp_path: Path) -> None:
+def test_case(
+    forks: subprocess.Popen[str], extension: Path, script: str, case: str, tmp_path: Path
+) -> None:
     assert forks.stdin is not None
     assert forks.stdout is not None
     stderr = tmp_path / "stderr"
-    forks.stdin.write(f"{stderr} {ROOT / 'tests/support' / script}.py {case}\n")
+    forks.stdin.write(f"{stderr} {ROOT / 'tests/support' / script}.py {case} {extension}\n")
     forks.stdin.flush()
     assert select([forks.stdout], [], [], DEADLINE_S)[0], f"{case} still runs"
     assert forks.stdout.readline() == "0\n", stderr.read_text()

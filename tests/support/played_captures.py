@@ -1,6 +1,6 @@
 """What test_played_cuda.py runs of captures in CUDA graphs, each function in a process of its own.
 
-PYTHONPATH=tests python -m support.played_captures NAME
+PYTHONPATH=tests python -m support.played_captures NAME [EXTENSION]
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What test_played_cuda.py runs of collectives, each function in a process of its own.
 
-PYTHONPATH=tests python -m support.played_collectives NAME
+PYTHONPATH=tests python -m support.played_collectives NAME [EXTENSION]
 """
 
 from __future__ import annotations

@@ -16,7 +16,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
 import played_cuda
 
 INSTANT = ["two_events_a_collective"]
-played_cuda.install(instant=sys.argv[1] in INSTANT)
+played_cuda.install(
+    instant=sys.argv[1] in INSTANT, extension=Path(sys.argv[2]) if sys.argv[2:] else None
+)
 
 from shardcomm import _C, Bucket, Communicator  # noqa: E402
 from shardcomm.bucket import bucket  # noqa: E402
