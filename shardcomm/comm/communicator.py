@@ -703,6 +703,15 @@ class Communicator(ABC):
             )
 
     @abstractmethod
+    def check(self) -> None:
+        """Does nothing, unless this rank can call no collective here any more.
+
+        Raises:
+            CommError: The group has failed, or this rank has closed the communicator, or this process was forked from
+                the rank.
+        """
+
+    @abstractmethod
     def abort(self, reason: str) -> None:
         """Makes every rank's present and later collectives raise `CommError` with this reason.
 
