@@ -133,8 +133,8 @@ class BoardCommunicator final : public Communicator {
   void perform(Channel& channel, const char* operation, Body&& body) {
     const InCall in_call(this, operation);
     const Turn turn(channel.busy, [this] { group_.throw_if_ended({}); });
-    // Before the body: a rank alone posts nothing, and a forked child must not write to the areas of
-    // its parent, the rank.
+    // Before the body: a rank alone posts nothing, and a forked child must not write to the areas
+    // of its parent, the rank.
     channel.board.check();
     used_by(channel, caller());
     try {

@@ -27,7 +27,7 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
 from types import TracebackType
-from typing import TYPE_CHECKING, Self, overload
+from typing import TYPE_CHECKING, NoReturn, Self, overload
 
 import torch
 
@@ -755,6 +755,12 @@ class Communicator(ABC):
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise TypeError(
+            "a Communicator cannot be copied or pickled, nor can a Mesh, a Bucket or an Engine that has one: it is "
+            "this process's place in a group; another process makes its own, by Communicator.from_env() for instance"
+        )
 
     def __repr__(self) -> str:
         return f"Communicator({self.transport}, rank {self.rank} of {self.size})"

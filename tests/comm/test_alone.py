@@ -104,7 +104,6 @@ def use_after_the_end(transport: str, how: str) -> list[str]:
     return [] if said == "[]" else [said or "the child ended early"]
 
 
-@pytest.mark.covers("abort and close", "forks")
 @pytest.mark.parametrize("how", ["close", "abort", "fork"])
 @pytest.mark.parametrize("transport", ["local", "shm", "c10d"])
 def test_nothing_answers_after_the_end(transport: str, how: str) -> None:

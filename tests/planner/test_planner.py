@@ -315,7 +315,9 @@ def test_the_schedule_is_the_engine_s() -> None:
 
 def plan_with_policy(of_unit: str, **options: Any) -> MemoryPlan:
     model = chain()
-    return MemoryPlan.of(model, 4, units={model.get_submodule("0"): Policy(strategy=of_unit)}, **options)
+    return MemoryPlan.of(
+        model, 4, units={model.get_submodule("0"): Policy(strategy=of_unit)}, **options
+    )
 
 
 @pytest.mark.parametrize(
