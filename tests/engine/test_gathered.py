@@ -303,6 +303,15 @@ def test_in_a_forward_it_is_refused(call: Callable[[Engine, nn.Module], Any]) ->
     with_sharded(body)
 
 
+def test_a_forward_in_which_its_engine_was_closed_says_so() -> None:
+    def body(model: Any, engine: Engine, plain: Any) -> None:
+        model.between = lambda i, x: (engine.close(), x)[1]  # type: ignore[func-returns-value]
+        with pytest.raises(RuntimeError, match=r"or engine\.close\(\) put this rank's rows"):
+            model(values(3, WIDTH))
+
+    with_sharded(body)
+
+
 def test_in_a_backward_it_is_refused() -> None:
     def body(model: nn.Module, engine: Engine, plain: nn.Module) -> None:
         x = values(3, WIDTH).requires_grad_()
