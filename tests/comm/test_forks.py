@@ -167,7 +167,7 @@ def train_in_a_child() -> None:
         model(torch.ones(4)).sum().backward()  # there are streams now
 
         def child() -> None:
-            with pytest.raises(RuntimeError, match="sharded model .* and not in a child such as"):
+            with pytest.raises(RuntimeError, match=r"sharded model .* and not in a child such as"):
                 model(torch.ones(4))
 
         in_a_child(child)
