@@ -133,6 +133,9 @@ class BoardCommunicator final : public Communicator {
   void perform(Channel& channel, const char* operation, Body&& body) {
     const InCall in_call(this, operation);
     const Turn turn(channel.busy, [this] { group_.throw_if_ended({}); });
+    // Before the body: a rank alone posts nothing, and a forked child must not write to the areas
+    // of its parent, the rank.
+    channel.board.check();
     used_by(channel, caller());
     try {
       body();
@@ -182,7 +185,6 @@ class BoardCommunicator final : public Communicator {
   template <class Fill>
   void begin_staged(Channel& channel, Call& call, const Parts& parts, bool fills_first,
                     std::size_t bytes, NativeStream stream, Fill&& fill) {
-    channel.board.check();  // a forked child must not write to the areas of its parent, the rank
     channel.staging.next();
     if (!parts.equal()) return begin_uneven(channel, call, parts, stream);
     call.filled_first = fills_first;

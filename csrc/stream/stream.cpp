@@ -229,8 +229,8 @@ class ThreadStream final : public Stream {
     if (forked()) {
       throw std::runtime_error(
           "this stream belongs to the process that this one was forked from, and so does its "
-          "thread; "
-          "make a stream after the fork");
+          "thread; make a stream after the fork. A communicator or a sharded model with this "
+          "stream works in that process alone, and not in a child such as a DataLoader's worker");
     }
     worker_->push(std::move(entry));
   }

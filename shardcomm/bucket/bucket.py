@@ -303,6 +303,7 @@ class Bucket:
             CommError: A rank died, called something else or did not come in time.
         """
         if self.full is self.shard:
+            self.comm.check()  # as with other ranks
             return DONE
         if self.block_gather is not None or self.reduction.goes_aside(async_op):
             work = self._gather_aside(self._bound_gather)
@@ -488,9 +489,9 @@ class Bucket:
                     f"{self.layout.flat_numel} of {self.param_dtype}"
                 )
             return given
+        self._check_agreement()
         if self.comm.size == 1 and self.param_dtype == self.shard.dtype and self.offload is None:
             return self.shard  # the shard is the whole unit: nothing to gather
-        self._check_agreement()
         return self.comm.allocate(self.layout.flat_numel, dtype=self.param_dtype, use="gather")
 
     def _check_agreement(self) -> None:

@@ -160,6 +160,7 @@ class Reduction:
             self._packed = self._free_buffer(aside=aside)
             self._full.pack(sources, self._packed, self._computing())
             return True
+        self._comm.check()  # as with other ranks
         self._adds = self._gradients.begin_reduce()
         if not aside:
             self._pack_mean(sources, self._gradients.flat)

@@ -48,6 +48,8 @@ def difference(groups: Sequence[Communicator], items: Sequence[Item]) -> str:
         groups: As in `all_gather_text`.
         items: What this rank has, in an order that all ranks share.
     """
+    for comm in groups:
+        comm.check()
     groups = [comm for comm in groups if comm.size > 1]
     text = json.dumps(items)
     if not groups or _equal_on_all(groups, blake2b(text.encode(), digest_size=32).digest()):

@@ -74,6 +74,7 @@ class C10dCommunicator(Communicator):
         self._ranks = self.rank, self.size
         self._gathers = gathers
         self._reduces = reduces
+        self._pid = os.getpid()
         self._sequence = itertools.count(1)
         self._receipts: dict[str, Receipt] = {}
         # For each channel the call that runs there: its text, its number, and when it began (time.monotonic).
@@ -85,6 +86,7 @@ class C10dCommunicator(Communicator):
 
     def allocate(self, numel: int, *, dtype: torch.dtype = torch.float32, use: Use) -> torch.Tensor:
         check_allocation(numel, dtype, use, self.size)
+        self.check()
         return torch.zeros(numel, dtype=dtype, device=self.device)
 
     def all_gather(
@@ -340,12 +342,28 @@ class C10dCommunicator(Communicator):
     def _name_tag(self, tag: int, name: str) -> None:
         self._tag_names[tag] = name
 
+    def check(self) -> None:
+        if (ended := self._ended()) is not None:
+            raise like(ended, str(ended))
+
+    def _ended(self) -> _C.CommError | None:
+        """Why this process can call nothing here any more; None if it can."""
+        if os.getpid() == self._pid:
+            return self._failure
+        text = (
+            f"this process was forked from rank {self.rank} (pid {self._pid}) and is not that rank: it cannot use the "
+            "rank's communicator"
+        )
+        return comm_error("closed", text, rank=self.rank, reporter=self.rank)
+
     def abort(self, reason: str) -> None:
         """Makes collectives raise `CommError`; see `Communicator.abort`.
 
         Only this rank hears the reason; the others fail when the group's connections or timeout do. Gloo closes its
         connections when a process ends, and not here.
         """
+        if os.getpid() != self._pid:  # it shares the rank's connections, and is not the rank
+            return
         self._fail("aborted", f"rank {self.rank} aborted: {reason}")
         self._gathers.abort()
         self._reduces.abort()
@@ -391,8 +409,8 @@ class C10dCommunicator(Communicator):
         """Runs a call, or queues it on `stream`."""
         if stream is not None:
             check_stream(operation, stream)
-        if self._failure is not None:
-            raise like(self._failure, f"{operation}: {self._failure}")
+        if (ended := self._ended()) is not None:
+            raise like(ended, f"{operation}: {ended}")
         sequence = next(self._sequence)
         requested = "shm" if self.reason else "c10d"
         taken, why = path

@@ -27,7 +27,7 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
 from types import TracebackType
-from typing import TYPE_CHECKING, Self, overload
+from typing import TYPE_CHECKING, NoReturn, Self, overload
 
 import torch
 
@@ -703,6 +703,15 @@ class Communicator(ABC):
             )
 
     @abstractmethod
+    def check(self) -> None:
+        """Does nothing, unless this rank can call no collective here any more.
+
+        Raises:
+            CommError: The group has failed, or this rank has closed the communicator, or this process was forked from
+                the rank.
+        """
+
+    @abstractmethod
     def abort(self, reason: str) -> None:
         """Makes every rank's present and later collectives raise `CommError` with this reason.
 
@@ -746,6 +755,12 @@ class Communicator(ABC):
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise TypeError(
+            "a Communicator cannot be copied or pickled, nor can a Mesh, a Bucket or an Engine that has one: it is "
+            "this process's place in a group; another process makes its own, by Communicator.from_env() for instance"
+        )
 
     def __repr__(self) -> str:
         return f"Communicator({self.transport}, rank {self.rank} of {self.size})"

@@ -311,6 +311,9 @@ class CoreCommunicator(Communicator):
     def _name_tag(self, tag: int, name: str) -> None:
         self._core.name_tag(tag, _in_utf8(name))
 
+    def check(self) -> None:
+        self._core.check()
+
     def abort(self, reason: str) -> None:
         self._core.abort(_in_utf8(reason))
 

@@ -243,8 +243,8 @@ class Step:
             return unit_io.cast(output, unit.output_dtype)
         if unit.state is IDLE and not unit_io.in_backward():
             raise RuntimeError(
-                f"forward of unit {unit.name!r}: inside of it a state dict or engine.gathered() put this rank's rows "
-                "in the place of its parameters; call these before or after the model"
+                f"forward of unit {unit.name!r}: inside of it a state dict, engine.gathered() or engine.close() put "
+                "this rank's rows in the place of its parameters; call these before or after the model"
             )
         unit.check_unchanged()
         if unit.began is not None:

@@ -28,6 +28,7 @@ elsewhere: WeakSet[Whole] = WeakSet()
 _OF_MATRICES = (
     'an optimizer of whole matrices needs fully_shard(granularity="tensor"), and no DTensors'
 )
+_OF_MEMORY = ("data_ptr", "storage", "untyped_storage")
 
 
 def is_in_place(name: str) -> bool:
@@ -157,6 +158,11 @@ class Whole:
             instead = _OF_MATRICES
         elif is_in_place(name) or name == "__setitem__":
             instead = "write inside of engine.gathered(write=True), or elementwise, the same on every rank"
+        elif name in _OF_MEMORY:
+            instead = (
+                "take to_local() for the rows' memory, and full_tensor() for the whole; torch.export asks for memory, "
+                "and is right inside of engine.gathered(), under torch.no_grad()"
+            )
         else:
             instead = (
                 "compute in that forward, begun by module(...) and not by module.forward(...), in a method given to "

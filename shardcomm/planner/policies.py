@@ -96,12 +96,13 @@ def pools_of(
     """The pool of each unit: `main`, unless its own policy has other ranks or another strategy."""
     policies = policies_of(units, rest)
     made = {rest.ranks: main}
-    for policy in policies:
+    for unit, policy in zip(units, policies, strict=True):
         if policy.ranks in made:
             continue
-        comm, name = policy.comm, policy.strategy
-        how = Strategy.named(name or "")
+        comm = policy.comm
+        how = Strategy.named(policy.strategy or "")
         if comm is None:
+            _check_dims(unit, how, Strategy.named(rest.strategy or ""))
             sizes = replicas_and_shards(how, ranks, replicas)
         elif isinstance(comm, Mesh):
             sizes = comm.replicate.size, comm.shard.size
@@ -112,3 +113,15 @@ def pools_of(
             sizes = replicas_and_shards(how, comm.size, None)
         made[policy.ranks] = Pool(len(made), *sizes, 0, policy.secondary_ranks(sizes[1]))
     return [made[policy.ranks] for policy in policies]
+
+
+def _check_dims(unit: UnitParams, own: Strategy, of_model: Strategy) -> None:
+    """ValueError if the unit's `own` strategy, on the model's ranks, is not for as many dims as the model's is."""
+    if own.hybrid == of_model.hybrid:
+        return
+    needed, given = (2, 1) if own.hybrid else (1, 2)
+    raise ValueError(
+        f"the policy of unit {unit.name!r} has strategy {own.name!r}, which needs ranks in {needed} "
+        f"dimension{'s' if needed > 1 else ''}, and the model's ranks, by strategy {of_model.name!r}, are in {given}; "
+        f"give the policy a comm of its own with ranks in {needed}"
+    )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -12,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardcomm import _C, Bucket, CommError, Communicator, Stream, launch
+from shardcomm import _C, Bucket, CommError, Communicator, Mesh, Stream, fully_shard, launch
 from shardcomm.comm.core import CoreCommunicator
 from shardcomm.stream.streams import Streams
 from support.random_collectives import OPS, random_collectives, reduced, values
@@ -386,3 +388,16 @@ def test_second_thread_in_a_channel_is_refused() -> None:
         assert not thread.is_alive()
     assert "in use by another thread" in refused[0]
     assert "rank 1 aborted: enough" in refused[1]
+
+
+@pytest.mark.parametrize("copies", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_communicator_is_not_copied_with_a_sentence_that_says_why(
+    copies: Callable[[object], object],
+) -> None:
+    comm = Communicator.local_group(1)[0]
+    mesh, bucket = Mesh(comm, comm), Bucket.from_tensors({"w": torch.ones(3)}, comm)
+    engine = fully_shard(torch.nn.Linear(4, 4), comm)
+    holders = [] if copies is copy.copy else [mesh, bucket, engine.mesh]
+    for each in (comm, *holders):
+        with pytest.raises(TypeError, match=r"cannot be copied or pickled.* makes its own, by"):
+            copies(each)

@@ -9,7 +9,7 @@ from contextlib import suppress
 import pytest
 import torch
 
-from shardcomm import CommError, Communicator, Stream, launch
+from shardcomm import CommError, Communicator, Stream, fully_shard, launch
 from support.interpreters import run
 
 # A process that forks a child which ends through the interpreter, as multiprocessing's fork does.
@@ -158,3 +158,21 @@ def call_from_a_child_meanwhile() -> list[float]:
 
 def test_a_childs_call_leaves_what_its_rank_has_sent() -> None:
     assert launch(call_from_a_child_meanwhile, 2, timeout_s=60) == [[3.0] * 4] * 2
+
+
+def train_in_a_child() -> None:
+    with Communicator.from_env(deadline_s=20) as comm:
+        model = torch.nn.Linear(4, 4)
+        fully_shard(model, comm)
+        model(torch.ones(4)).sum().backward()  # there are streams now
+
+        def child() -> None:
+            with pytest.raises(RuntimeError, match=r"sharded model .* and not in a child such as"):
+                model(torch.ones(4))
+
+        in_a_child(child)
+        model(torch.ones(4)).sum().backward()
+
+
+def test_a_sharded_model_says_that_a_child_cannot_call_it() -> None:
+    launch(train_in_a_child, 2, timeout_s=60)

@@ -11,9 +11,9 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from shardcomm import Engine, Mesh, MixedPrecision, fully_shard
+from shardcomm import Communicator, Engine, Mesh, MixedPrecision, fully_shard
 from support.gathered import assert_full, assert_rows, interrupted, with_sharded
-from support.thread_ranks import run_mesh
+from support.thread_ranks import run_mesh, run_threads
 from support.twins import WIDTH, Chain, assert_same_gradients, twins, values
 
 OPTIONS: list[dict[str, Any]] = [
@@ -301,6 +301,17 @@ def test_in_a_forward_it_is_refused(call: Callable[[Engine, nn.Module], Any]) ->
         assert torch.equal(model(values(3, WIDTH)), plain(values(3, WIDTH)))
 
     with_sharded(body)
+
+
+def test_a_forward_in_which_its_engine_was_closed_says_so() -> None:
+    def body(comm: Communicator) -> None:
+        model = nn.Linear(WIDTH, WIDTH)
+        model.register_forward_hook(lambda *_: engine.close())
+        engine = fully_shard(model, comm)
+        with pytest.raises(RuntimeError, match=r"or engine\.close\(\) put this rank's rows"):
+            model(values(3, WIDTH))
+
+    run_threads(body, 2)
 
 
 def test_in_a_backward_it_is_refused() -> None:

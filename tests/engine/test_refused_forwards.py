@@ -77,6 +77,17 @@ def test_an_export_is_made_inside_of_gathered(strategy: str) -> None:
     assert torch.equal(exported(x), plain(x))
 
 
+def test_an_export_of_rows_says_where_to_make_it() -> None:
+    def body(comm: Communicator) -> None:
+        model, _ = twins(Chain)
+        fully_shard(model, comm)
+        if comm.rank == 0:
+            with pytest.raises(RuntimeError, match=r"torch\.export .* of engine\.gathered\(\)"):
+                torch.export.export(model, (values(3, WIDTH),))
+
+    run_threads(body, RANKS)
+
+
 def test_an_attention_is_a_unit_as_a_whole() -> None:
     """It computes with `out_proj.weight` itself, and calls no module."""
     nets = [twins(lambda: nn.MultiheadAttention(WIDTH, 2)) for _ in range(2 * RANKS)]

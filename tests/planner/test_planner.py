@@ -313,6 +313,13 @@ def test_the_schedule_is_the_engine_s() -> None:
     assert len(plan.schedule.order) == 2 * len(plan.units)
 
 
+def plan_with_policy(of_unit: str, **options: Any) -> MemoryPlan:
+    model = chain()
+    return MemoryPlan.of(
+        model, 4, units={model.get_submodule("0"): Policy(strategy=of_unit)}, **options
+    )
+
+
 @pytest.mark.parametrize(
     ("make_plan", "message"),
     [
@@ -330,6 +337,15 @@ def test_the_schedule_is_the_engine_s() -> None:
             "'hybrid_shard', which needs replicas: .* 6 ranks",
         ),
         (lambda: MemoryPlan.of(chain(), 6, strategy="hybrid_shard", replicas=4), "replicas is 4"),
+        (
+            lambda: plan_with_policy("full_shard", strategy="hybrid_shard", replicas=2),
+            "unit '0' has strategy 'full_shard', which needs ranks in 1 dimension, and the model's ranks, by strategy "
+            "'hybrid_shard', are in 2; give the policy a comm of its own with ranks in 1",
+        ),
+        (
+            lambda: plan_with_policy("hybrid_shard"),
+            "unit '0' has strategy 'hybrid_shard', which needs ranks in 2 dimensions, .* 'full_shard', are in 1",
+        ),
     ],
 )
 def test_bad_arguments_are_named(make_plan: Callable[[], MemoryPlan], message: str) -> None:
