@@ -116,7 +116,7 @@ class PartialNorm(torch.Tensor):
     powers: torch.Tensor
     ord: float
     holders: Sequence[Holders | None]  # None: the norm is of a plain tensor, and complete
-    names: Sequence[str]  # what each norm is of
+    subjects: Sequence[str]  # what each norm is of; `names` is a tensor's own in torch 2.11
     given: Mapping[
         int, torch.Tensor
     ]  # by their places, plain numbers in a stack, which may be no norms
@@ -128,13 +128,13 @@ class PartialNorm(torch.Tensor):
         powers: torch.Tensor,
         ord: float,
         holders: Sequence[Holders | None],
-        names: Sequence[str],
+        subjects: Sequence[str],
         shape: tuple[int, ...],
         dtype: torch.dtype,
     ) -> PartialNorm:
         with torch.inference_mode(False):  # whose tensors have no versions
             self = torch.empty(shape, dtype=dtype, device=powers.device).as_subclass(cls)
-        self.powers, self.ord, self.holders, self.names = powers, ord, holders, names
+        self.powers, self.ord, self.holders, self.subjects = powers, ord, holders, subjects
         self.given = {}
         self.at = None
         return self
@@ -184,7 +184,7 @@ class PartialNorm(torch.Tensor):
         for holders in dict.fromkeys(each for each in self.holders if each is not None):
             theirs = [i for i, each in enumerate(self.holders) if each is holders]
             part = powers[theirs].to(holders.mesh.device)
-            of = ", ".join(self.names[i] for i in theirs)
+            of = ", ".join(self.subjects[i] for i in theirs)
             complete(holders.mesh, [holders.mesh.shard], part, self._op, f"the norm of {of}")
             powers[theirs] = part.to(powers.device)
         return powers
@@ -246,7 +246,7 @@ def _moved(norm: PartialNorm, to: torch.Tensor) -> PartialNorm:
     if to is norm:
         return norm
     powers, shape = norm.powers.to(to.device), tuple(norm.shape)
-    moved = PartialNorm(powers, norm.ord, norm.holders, norm.names, shape, to.dtype)
+    moved = PartialNorm(powers, norm.ord, norm.holders, norm.subjects, shape, to.dtype)
     moved.given = norm.given
     if norm.at is not None:
         moved.fill(to)
@@ -260,21 +260,21 @@ def _stacked(norms: Sequence[torch.Tensor]) -> torch.Tensor:
     ord = partial[0].ord
     powers: list[torch.Tensor] = []
     holders: list[Holders | None] = []
-    names: list[str] = []
+    subjects: list[str] = []
     given = {}
     for place, norm in enumerate(norms):
         if is_partial(norm):
             powers.append(norm.powers)
             holders += norm.holders
-            names += norm.names
+            subjects += norm.subjects
         else:
             given[place] = full(norm)
             power = given[place].double().abs().view(1)
             powers.append(power if math.isinf(ord) or ord == 0 else power.pow(ord))
             holders.append(None)
-            names.append("a plain tensor")
+            subjects.append("a plain tensor")
     dtype = torch.stack([torch.empty((), dtype=n.dtype) for n in norms]).dtype
-    stack = PartialNorm(torch.cat(powers), ord, holders, names, (len(norms),), dtype)
+    stack = PartialNorm(torch.cat(powers), ord, holders, subjects, (len(norms),), dtype)
     stack.given = given
     if all(n.at is not None for n in partial):
         stack.fill(torch.stack(completed(list(norms))))
