@@ -165,10 +165,11 @@ class Cluster:
                 shared = environment.of_host(where, host, self.ranks, kills)
                 for local_rank in range(self.ranks):
                     files = [os.memfd_create(name) for name in ("call", "outcome")]
-                    for file in files:
-                        opened.callback(os.close, file)
+                    for descriptor in files:
+                        opened.callback(os.close, descriptor)
                     outcomes.append(files[1])
-                    os.write(files[0], call)
+                    with open(files[0], "wb", closefd=False) as file:
+                        file.write(call)  # a single os.write takes 2 GiB at most
                     os.lseek(files[0], 0, os.SEEK_SET)
                     words = [sys.executable, "-m", "shardcomm.cluster.rank", *map(str, files)]
                     env = shared | environment.of_rank(where, host, self.ranks, local_rank)
@@ -220,8 +221,10 @@ def _failure(process: Process, outcome: int) -> Failure:
     return ended(process.status)
 
 
-def _content(file: int) -> bytes:
-    return os.pread(file, os.fstat(file).st_size, 0)
+def _content(descriptor: int) -> bytes:
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    with open(descriptor, "rb", closefd=False) as file:
+        return file.read()
 
 
 def _check_killed(processes: Processes) -> None:

@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn, optim
-from torch._compile import _disable_dynamo
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardcomm.parameter import optimizer_dicts
@@ -54,15 +53,14 @@ _KNOWN_STEPS = ("torch.optim.", "shardcomm.")
 _OF_WHOLE_PARAMETERS = (optim.Adafactor, optim.Muon)
 
 
-_LOADS_COMPILER = _disable_dynamo(lambda: None)
-
-
 def without_compiler(method: Callable[..., Any]) -> Callable[..., Any]:
     """A method of torch's optimizers that does not load the compiler, torch._dynamo, which takes each rank seconds.
 
     Torch loads it to keep the method out of compiled code. There is none while the compiler is not loaded.
     """
-    if method.__code__ is not _LOADS_COMPILER.__code__:
+    if (
+        method.__code__.co_filename != torch._compile.__file__
+    ):  # another release of torch, or somebody's own method
         return method
     plain: Callable[..., Any] = method.__wrapped__  # type: ignore[attr-defined]
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -97,9 +98,12 @@ class Simulation:
             The step: its time, and what was done when.
 
         Raises:
-            ValueError: The plan's ranks or units do not fit the others; the message says how.
+            ValueError: The plan's ranks or units do not fit the others, or `slowest` is no factor; the message says
+                how.
         """
         _check(plan, times, machine)
+        if not 0 < slowest < math.inf:
+            raise ValueError(f"slowest is {slowest!r}; it must be a number above 0, and finite")
         program = _Program(plan, times, machine, slowest)
         on_host = min(plan.ranks, machine.ranks_per_host)
         burst_s = 0.0

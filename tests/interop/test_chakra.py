@@ -272,6 +272,14 @@ def test_odd_arguments_are_refused(
         chakra.write_step(**{"plan": plan, "folder": tmp_path} | arguments)
 
 
+def test_an_offloaded_plan_is_refused(tmp_path: Path) -> None:
+    plan = MemoryPlan.of(chain(2), 2, cpu_offload=True)
+    with pytest.raises(
+        ValueError, match=r"plan has parameters in host memory, .* leave cpu_offload"
+    ):
+        chakra.write_step(plan, tmp_path, tokens=1)
+
+
 def test_parts_of_different_sizes_and_folders_with_something_are_refused(tmp_path: Path) -> None:
     uneven = MemoryPlan.of(chain(3), 2, units=nn.Linear, granularity="tensor")
     with pytest.raises(ValueError, match="in parts of different sizes"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -310,6 +311,12 @@ def test_ranks_that_the_machine_has_not_are_refused(
 def test_times_of_other_units_are_refused() -> None:
     with pytest.raises(ValueError, match="times has 2 entries; the plan has 4 units"):
         Simulation.of(plan(), TIMES[:2], machine())
+
+
+@pytest.mark.parametrize("slowest", [0.0, -1.0, math.nan, math.inf])
+def test_a_factor_that_is_none_is_refused(slowest: float) -> None:
+    with pytest.raises(ValueError, match=f"slowest is {slowest}; it must be a number above 0"):
+        Simulation.of(plan(), TIMES, machine(), slowest=slowest)
 
 
 def test_an_offloaded_plan_is_refused() -> None:

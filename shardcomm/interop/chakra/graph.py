@@ -112,9 +112,15 @@ class StepGraph:
         """The graph of a step of `plan`.
 
         Raises:
-            ValueError: Ranks hold parts of different sizes, or some units are on other ranks than the rest.
+            ValueError: Ranks hold parts of different sizes, some units are on other ranks than the rest, or the plan
+                has what an execution trace does not tell: parameters in host memory, or bytes in another format.
         """
         shards = plan.ranks // plan.replicas
+        if plan.host_bytes:
+            raise ValueError(
+                "plan has parameters in host memory, whose copies an execution trace does not tell; leave cpu_offload "
+                "out"
+            )
         if plan.wire_bytes:
             raise ValueError(
                 "plan has gathers in a block format, which an execution trace does not tell; leave gather_format out"
