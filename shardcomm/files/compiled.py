@@ -11,11 +11,17 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
 
 from shardcomm.files.installed import get_include, get_library_dir
+
+_LONGEST_S = (
+    3600  # no compiler takes as long; a folder older than this is of a process that was killed
+)
 
 
 def compiled(
@@ -64,6 +70,7 @@ def _compile(
             f"{what} is compiled when it is first used, and there is no {compiler[0]}; install a C++ compiler "
             "(Debian: apt install g++), or name one in CXX"
         )
+    _remove_leftovers(result.parent)
     # A folder of this process: on a network file system the lock may not hold between hosts.
     with tempfile.TemporaryDirectory(prefix="unfinished-", dir=result.parent) as folder:
         unfinished = Path(folder) / result.name
@@ -80,3 +87,10 @@ def _compile(
                 f"{done.stderr.strip()}"
             )
         unfinished.replace(result)
+
+
+def _remove_leftovers(cache: Path) -> None:
+    for folder in cache.glob("unfinished-*"):
+        with suppress(FileNotFoundError):  # another host removes it, too
+            if time.time() - folder.stat().st_mtime > _LONGEST_S:
+                shutil.rmtree(folder)
