@@ -517,7 +517,7 @@ class Engine:
 
         It may be called after a CommError, too. The model keeps this rank's rows. State dicts can still be saved and
         loaded, except `full_state_dict` over a DeviceMesh, since that gathers. A forward raises RuntimeError, unless
-        each rank has the whole model ("no_shard").
+        each rank has the whole model ("no_shard"): that one is a plain model again, whose gradients are this rank's.
         """
         while self._hooks:
             self._hooks.pop().remove()
