@@ -95,7 +95,7 @@ class _Record(_Value):
 
 def _check_properties(written: tuple[object, ...]) -> None:
     """Checks that the installed torch reads these properties of a tensor: torch's releases only ever add some."""
-    from torch.distributed.checkpoint.metadata import TensorProperties  # noqa: PLC0415  # slow, and here alone
+    from torch.distributed.checkpoint.metadata import TensorProperties  # noqa: PLC0415  # loads DCP
 
     known = len(TensorProperties().__getstate__())  # type: ignore[no-untyped-call]
     if len(written) > known:

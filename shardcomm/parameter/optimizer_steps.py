@@ -58,9 +58,8 @@ def without_compiler(method: Callable[..., Any]) -> Callable[..., Any]:
 
     Torch loads it to keep the method out of compiled code. There is none while the compiler is not loaded.
     """
-    if (
-        method.__code__.co_filename != torch._compile.__file__
-    ):  # another release of torch, or somebody's own method
+    # Else the method is somebody's own, or a torch of another release wraps it in another way.
+    if method.__code__.co_filename != torch._compile.__file__:
         return method
     plain: Callable[..., Any] = method.__wrapped__  # type: ignore[attr-defined]
 
