@@ -58,9 +58,9 @@ def without_compiler(method: Callable[..., Any]) -> Callable[..., Any]:
 
     Torch loads it to keep the method out of compiled code. There is none while the compiler is not loaded.
     """
-    # Else the method is somebody's own, or a torch of another release wraps it in another way.
-    if method.__code__.co_filename != torch._compile.__file__:
-        return method
+    code = getattr(method, "__code__", None)
+    if code is None or code.co_filename != torch._compile.__file__:
+        return method  # somebody's own, which may be no function, or of a torch that wraps it in another way
     plain: Callable[..., Any] = method.__wrapped__  # type: ignore[attr-defined]
 
     @wraps(method)
