@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from shardcomm import MemoryPlan, Simulation, times_by_flops
-from shardcomm.__main__ import make_parser
 from shardcomm.cli.bench import machine as fitting
 from shardcomm.cli.bench.machine import _Case, _Measured, _StepTime
+from shardcomm.cli.parser import make_parser
 from support.machines import machine
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from shardcomm.__main__ import make_parser
 from shardcomm.cli import plan as plan_command
 from shardcomm.cli.options import memory
+from shardcomm.cli.parser import make_parser
 
 
 def run(*args: str) -> int:

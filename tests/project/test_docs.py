@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import shardcomm
-from shardcomm.__main__ import make_parser
+from shardcomm.cli.parser import make_parser
 from shardcomm.cluster import refusal
 from support import commands
 from support.shown_examples import run

@@ -3,8 +3,7 @@
 Each rank would load it again. The server is a fork of the process that has collected the tests (`support.forking`), and
 has their modules, in which ranks look up their functions; also JAX, which has no threads before its first array. FSDP2
 and torch's optimizers load torch._dynamo when they are first used, saving loads DCP and fsspec, and a group of torch's
-loads the backend. The command `shardcomm` loads all its commands. What else a test's module wants loaded is its
-`PRELOADED`.
+loads the backend. The command `shardcomm` loads its parser. What else a test's module wants loaded is its `PRELOADED`.
 """
 
 import atexit
@@ -18,7 +17,7 @@ import torch.distributed.checkpoint
 import torch.distributed.checkpoint._fsspec_filesystem
 import torch.distributed.fsdp
 
-import shardcomm
+import shardcomm.cli.parser
 import support.commands
 import support.fsdp2_cases
 import support.nets
