@@ -47,7 +47,7 @@ def test_triton_encodes_and_decodes_as_the_cpu_does(
     rng = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
     segments, first = [], 0
-    for count in (0, 1, format.block - 1, 3 * format.block, 5000, 33):  # a tile has 2048
+    for count in (0, 1, format.block - 1, 3 * format.block, 2100, 33):  # a tile has 2048
         first += rng.choice([0, 0, 1, 70])
         blocks = hard_blocks(-(-count // 32), 32, generator) if count else torch.empty(0)
         segments.append(BlockSegment(blocks.view(-1)[:count].to(dtype), first))
@@ -77,7 +77,7 @@ def test_triton_encodes_and_decodes_as_the_cpu_does(
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("name", ["mxint8", "mxfp8"])
-@pytest.mark.parametrize(("parts", "numel"), [(1, 100), (3, 5003)])
+@pytest.mark.parametrize(("parts", "numel"), [(1, 100), (3, 2083)])
 def test_triton_sums_as_the_cpu_does(
     parts: int, numel: int, name: str, dtype: torch.dtype, accumulate: bool, seed: int
 ) -> None:

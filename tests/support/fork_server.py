@@ -18,12 +18,16 @@ import torch.distributed.checkpoint._fsspec_filesystem
 import torch.distributed.fsdp
 
 import shardcomm.cli.parser
+import shardcomm.cli.train.job
 import support.commands
 import support.fsdp2_cases
 import support.nets
 from shardcomm.interop import backend
 
 __all__ = ["hypothesis", "pytest", "shardcomm", "support", "torch"]
+
+# The sample takes longer than the few steps of a test's training.
+shardcomm.cli.train.job.SAMPLE_BYTES = 8
 
 # Without a compiler there is no backend; tests of it say so themselves.
 with contextlib.suppress(RuntimeError):

@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 VOCABULARY, WIDTH, HIDDEN, HEAD_WIDTH, LAYERS = 24, 16, 32, 4, 2
-STEPS, BATCH, LENGTH = 3, 4, 8
+STEPS, BATCH, LENGTH = 2, 4, 8
 MAX_NORM = 0.5  # below the norms of these models' gradients
 
 
