@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -147,6 +148,48 @@ def test_ranks_of_a_group_make_the_same_collectives_in_the_same_order(
         names = {node.attributes["pg_name"] for node in nodes if node.type == COMM_COLL_NODE}
         assert all(rank in groups_of(tmp_path)[str(name)] for name in names)
         assert all(need < node.id for node in nodes for need in node.needs)
+
+
+def issued(nodes: list[Node], random: Random) -> list[int]:
+    """In which order a rank begins its collectives that makes one at a time, and beside it computes one thing.
+
+    Whenever something has ended it begins the first that may begin. Everything takes a random time.
+
+    Source: `HardwareResource::is_available` and `Workload::issue_dep_free_nodes` of astra-sim/astra-sim (518bd51).
+    """
+    left, ended, order = {node.id: node for node in nodes}, set[int](), list[int]()
+    going_on: dict[int, tuple[float, int]] = {}  # by type: until when, and which
+    now = 0.0
+    while left or going_on:
+        for node in list(left.values()):
+            if node.type not in going_on and ended.issuperset(node.needs):
+                going_on[node.type] = (now + random.random(), left.pop(node.id).id)
+                order += [node.id] * (node.type == COMM_COLL_NODE)
+        now, node_id = going_on.pop(min(going_on, key=lambda kind: going_on[kind]))
+        ended.add(node_id)
+    return order
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"units": nn.Linear},
+        {"units": nn.Linear, "slots": 3},
+        {"units": [nn.Sequential, nn.Linear]},
+        {"units": nn.Linear, "prefetch": 0, "slots": 2, "strategy": "hybrid_shard", "replicas": 2},
+        {"units": nn.Linear, "slots": 4, "reshard_after_forward": 2},
+    ],
+    ids=["as it comes", "a slot more", "units in units", "hybrid", "hosts"],
+)
+def test_ranks_that_make_one_collective_at_a_time_make_them_in_one_order(
+    how: dict[str, Any], tmp_path: Path, seed: int
+) -> None:
+    """Else one rank would wait in a gather and the other in a reduce, when they do not compute equally fast."""
+    model = nn.Sequential(chain(1), chain(2), chain(2), chain(1))
+    nodes = written(MemoryPlan.of(model, 4, **how), tmp_path)[0]
+    order = [node.id for node in nodes if node.type == COMM_COLL_NODE]
+    random = Random(seed)
+    assert [issued(nodes, random) for _ in range(50)] == [order] * 50
 
 
 def test_groups_are_replicas_hosts_and_shards(tmp_path: Path) -> None:

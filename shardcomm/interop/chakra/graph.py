@@ -15,13 +15,13 @@ For two blocks under `full_shard`, with one unit gathered ahead, each node besid
     ...
 
 A gather also needs the computation that last read the slot into which it gathers. So the graph says what the streams of
-a GPU keep, and not when the host came to issue it.
+a GPU keep, and not when the host came to issue it. Nodes are in the order in which they can begin.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from shardcomm.planner.planner import MemoryPlan
@@ -143,9 +143,9 @@ class StepGraph:
             Among.REPLICAS: plan.replicas,
         }
         containers = _containers(plan.schedule.triggers())
-        nodes = _Building(plan, sizes, containers).nodes
+        nodes = _in_order(_Building(plan, sizes, containers).nodes)
         names = frozenset(plan.units[unit].name for unit in containers)
-        return cls(tuple(nodes), sizes, plan.ranks, names)
+        return cls(nodes, sizes, plan.ranks, names)
 
 
 class _Building:
@@ -254,6 +254,28 @@ class _Building:
         self._latest[kind] = position
         self.nodes.append(Node(kind, name, tuple(sorted(needs)), nbytes, ops, ops_a_token, among))
         return position
+
+
+def _in_order(nodes: Sequence[Node]) -> tuple[Node, ...]:
+    """The nodes in the order in which they can begin: a collective right after the last computation that it needs.
+
+    In ASTRA-sim a rank makes one collective at a time, whatever its kind, and takes the first node that may begin
+    (`HardwareResource::is_available`, `Workload::issue_dep_free_nodes`). In this order all ranks take the same one,
+    however long each of them computes: what a collective needs has ended when what a later one needs has. In another
+    order, one rank could wait in a gather and another in a reduce for ever.
+    """
+    after: list[
+        int
+    ] = []  # of each node, the latest computation that ends before it begins; itself for computation
+    for position, node in enumerate(nodes):
+        needed = max((after[need] for need in node.needs), default=-1)
+        after.append(position if node.kind is Kind.COMPUTE else needed)
+    order = sorted(range(len(nodes)), key=lambda position: after[position])
+    moved = {old: new for new, old in enumerate(order)}
+    return tuple(
+        replace(nodes[old], needs=tuple(sorted(moved[need] for need in nodes[old].needs)))
+        for old in order
+    )
 
 
 def _containers(triggers: tuple[Trigger, ...]) -> set[int]:
