@@ -95,6 +95,20 @@ def test_computation_has_its_operations_and_bytes(tmp_path: Path) -> None:
     assert not any(node.attributes["is_cpu_op"] for node in nodes.values())
 
 
+def test_every_computation_has_operations_and_bytes(tmp_path: Path) -> None:
+    """Also that of a unit without parameters.
+
+    Source: `Workload::issue_comp` of astra-sim/astra-sim (518bd51). It passes over a node whose `tensor_size` is
+    0 without a look at those that wait for it, and divides by what `num_ops` gives.
+    """
+    nodes = written(MemoryPlan.of(chain(2), 2, units=nn.Linear), tmp_path)[0]
+    computed = {node.name: node.attributes for node in nodes if node.type == COMP_NODE}
+    assert {"forward (root)", "backward (root)"} < set(computed)
+    for attributes in computed.values():
+        assert int(attributes["num_ops"]) > 0
+        assert int(attributes["tensor_size"]) > 0
+
+
 @pytest.mark.parametrize("how", EVERY_STRATEGY, ids=lambda how: how["strategy"])
 def test_collectives_move_the_bytes_that_the_engine_counts(
     how: dict[str, Any], tmp_path: Path

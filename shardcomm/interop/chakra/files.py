@@ -33,9 +33,10 @@ def write_step(
 
     Nodes are a unit's forward and backward, its gathers, reduces and all-reduces, and the optimizer's step. Their
     `data_deps` are what streams and channels keep: the order of each, what computation waits for, and the computation
-    that has to leave a slot before another unit is gathered there. Computation has `num_ops` and `tensor_size` (the
-    bytes of parameters, gradients and optimizer state), for simulators with a roofline. A collective has `comm_type`,
-    `comm_size` (the bytes that a rank puts in) and `pg_name`, the name of its group in `comm_groups.json`.
+    that has to leave a slot before another unit is gathered there. They are in the order in which they can begin.
+    Computation has `num_ops` and `tensor_size` (the bytes of parameters, gradients and optimizer state; both are at
+    least 1), for simulators with a roofline. A collective has `comm_type`, `comm_size` (the bytes that a rank puts in)
+    and `pg_name`, the name of its group in `comm_groups.json`.
 
     Args:
         plan: What is written, with parts of one size on all ranks.
@@ -140,6 +141,11 @@ def _encoded(
     groups: tuple[tuple[Among, str], ...],
     measured: tuple[Time, ...] | None,
 ) -> bytes:
+    """The trace of a rank in `groups`.
+
+    A unit without parameters has 1 operation and 1 byte. ASTRA-sim divides by both, and what waits for a computation of
+    0 bytes may never begin there (`Workload::issue_comp`).
+    """
     names = dict(groups)
     parts = [schema.delimited(schema.GlobalMetadata(version=schema.VERSION))]
     for position, node in enumerate(graph.nodes):
@@ -148,10 +154,10 @@ def _encoded(
             message.type = schema.COMP_NODE
             attributes: dict[str, dict[str, object]] = {
                 "is_cpu_op": {"bool_val": False},
-                "tensor_size": {"uint64_val": node.nbytes},
+                "tensor_size": {"uint64_val": max(1, node.nbytes)},
             }
             if tokens is not None:
-                attributes["num_ops"] = {"int64_val": node.ops + node.ops_a_token * tokens}
+                attributes["num_ops"] = {"int64_val": max(1, node.ops + node.ops_a_token * tokens)}
         else:
             message.type = schema.COMM_COLL_NODE
             attributes = {
