@@ -107,19 +107,7 @@ def errors_of(fn: Callable[[Communicator], object], ranks: int, deadline_s: floa
                 call(comm)
         return str(caught.value)
 
-    comms = Communicator.local_group(ranks, deadline_s=deadline_s)
-    results = [""] * ranks
-
-    def run(rank: int) -> None:
-        results[rank] = body(comms[rank])
-
-    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert all(results)
-    return results
+    return run_threads(body, ranks, deadline_s=deadline_s)
 
 
 def other_operation(comm: Communicator) -> None:

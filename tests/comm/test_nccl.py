@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,27 +11,9 @@ import torch.distributed as dist
 from shardcomm import _C, CommError
 from shardcomm.comm import nccl
 from shardcomm.meeting.exchange import StoreExchange
+from support.thread_ranks import each_rank
 
 RANKS = 3
-
-
-def each_rank(fn: Callable[[int], Any], ranks: int = RANKS) -> list[Any]:
-    """fn(rank) in a thread each; its result or its exception."""
-    results: list[Any] = [None] * ranks
-
-    def body(rank: int) -> None:
-        try:
-            results[rank] = fn(rank)
-        except Exception as error:
-            results[rank] = error
-
-    threads = [threading.Thread(target=body, args=(rank,), daemon=True) for rank in range(ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive()
-    return results
 
 
 @pytest.fixture
@@ -58,7 +38,7 @@ def meet(store: dist.Store, rank: int, deadline_s: float = 30.0) -> Any:
 def test_all_ranks_get_the_id_that_rank_0_made() -> None:
     for group in range(3):
         store = dist.PrefixStore(f"{group}", dist.HashStore())
-        made = each_rank(lambda rank, store=store: meet(store, rank))
+        made = each_rank(lambda rank, store=store: meet(store, rank), RANKS)
         expected = [(bytes([group]) * 256, rank, RANKS, 0, 30.0) for rank in range(RANKS)]
         assert [arguments[:5] for arguments in made] == expected
 
@@ -68,7 +48,7 @@ def test_ranks_meet_in_a_file(tmp_path: Path) -> None:
     def body(rank: int) -> Any:
         return meet(dist.FileStore(str(tmp_path / "store"), RANKS), rank)[0]
 
-    assert each_rank(body) == [bytes(256)] * RANKS
+    assert each_rank(body, RANKS) == [bytes(256)] * RANKS
 
 
 def test_error_of_rank_0_reaches_the_others_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,13 +57,17 @@ def test_error_of_rank_0_reaches_the_others_at_once(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(_C, "nccl_unique_id", fail)
     store = dist.HashStore()
-    own, *others = each_rank(lambda rank: meet(store, rank, 600.0))
+
+    def body(rank: int) -> RuntimeError:
+        with pytest.raises(RuntimeError, match="it is lost") as caught:
+            meet(store, rank, 600.0)
+        return caught.value
+
+    own, *others = each_rank(body, RANKS)
     assert not isinstance(own, CommError)
-    assert "it is lost" in str(own)
     for rank, error in enumerate(others, start=1):
         assert isinstance(error, CommError)
         assert f"rank {rank} of {RANKS}: rank 0 could not make NCCL's id" in str(error)
-        assert "it is lost" in str(error)
 
 
 def test_rank_0_that_does_not_come_is_a_comm_error() -> None:

@@ -25,6 +25,7 @@ from shardcomm.comm import rendezvous
 from shardcomm.meeting import background
 from shardcomm.meeting.exchange import StoreExchange
 from shardcomm.meeting.store import env_store
+from support.thread_ranks import each_rank
 
 RANKS = 3
 NOTICED_S = 10.0  # long before the deadline
@@ -206,19 +207,13 @@ def test_why_a_rank_gives_up_reaches_all_others_at_once(
 
 def test_ranks_with_different_world_sizes_are_told_at_once() -> None:
     store = dist.HashStore()
-    errors = [""] * 3
 
-    def run(rank: int) -> None:
+    def run(rank: int) -> str:
         with pytest.raises(CommError) as caught:
             StoreExchange(store, "test", rank, 4 if rank == 1 else 3, 60.0)(b"a word")
-        errors[rank] = str(caught.value)
+        return str(caught.value)
 
-    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    for message in errors:
+    for message in each_rank(run, 3):
         assert re.fullmatch(
             r"WORLD_SIZE is (3 on rank 0 and 4 on rank 1|4 on rank 1 and 3 on rank 2); it must be the "
             "same on every rank",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -13,33 +12,27 @@ import torch.distributed as dist
 from shardcomm import CommError, Communicator, launch
 from shardcomm.meeting.exchange import StoreExchange
 from shardcomm.meeting.store import SECRET
+from support.thread_ranks import each_rank
 
 
-def each_rank(
+def errors_of(
     body: Callable[[StoreExchange], object], store: dist.Store, ranks: int = 2
 ) -> list[str]:
-    """What the CommError of each rank, a thread here, says."""
-    errors = ["" for _ in range(ranks)]
+    """What each rank's CommError says."""
 
-    def run(rank: int) -> None:
+    def run(rank: int) -> str:
         with pytest.raises(CommError) as caught:
             body(StoreExchange(store, "test", rank, ranks, 60.0))
-        errors[rank] = str(caught.value)
+        return str(caught.value)
 
-    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert all(errors)
-    return errors
+    return each_rank(run, ranks)
 
 
 @pytest.mark.parametrize("value", ["no number", "00ff", "ü", "9" * 1000])
 def test_bytes_of_a_stranger_are_named_on_every_rank(value: str) -> None:
     store = dist.HashStore()
     store.set("test/0/1", value)
-    for message in each_rank(lambda exchange: exchange(b"a word"), store):
+    for message in errors_of(lambda exchange: exchange(b"a word"), store):
         assert (
             f"key 'test/0/1' of the rendezvous store holds {len(value.encode())} bytes" in message
         )
@@ -64,7 +57,7 @@ def test_bytes_of_a_stranger_that_some_ranks_have_not_seen_are_named_on_every_ra
         exchange(b"first")
         exchange(b"second")
 
-    for message in each_rank(body, store):
+    for message in errors_of(body, store):
         assert "key 'test/0/1' of the rendezvous store" in message
 
 
@@ -73,7 +66,7 @@ def test_what_another_run_wrote_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv(SECRET, "of another run")
     StoreExchange(store, "test", 0, 1, 30.0)(b"a word")
     monkeypatch.setenv(SECRET, "of this run")
-    for message in each_rank(lambda exchange: exchange(b"a word"), store, ranks=1):
+    for message in errors_of(lambda exchange: exchange(b"a word"), store, ranks=1):
         assert "key 'test/0/0' of the rendezvous store" in message
 
 

@@ -53,35 +53,43 @@ def run_mesh(
     return _run(fn, meshes, deadline_s)
 
 
-def _run(fn: Callable[[Ranks], T], ranks: Sequence[Ranks], deadline_s: float) -> list[T]:
-    results: list[T | None] = [None] * len(ranks)
-    errors: list[BaseException | None] = [None] * len(ranks)
+def each_rank(fn: Callable[[int], T], ranks: int, *, timeout_s: float = 60.0) -> list[T]:
+    """fn(rank) in one thread per rank, without a communicator; what it returns and raises is as of `run_threads`."""
+    results: list[T | None] = [None] * ranks
+    errors: list[BaseException | None] = [None] * ranks
 
-    def body(index: int) -> None:
-        rank = ranks[index]
+    def body(rank: int) -> None:
         try:
-            on_gpu = rank.device.type == "cuda"
-            stream = torch.cuda.stream(torch.cuda.Stream()) if on_gpu else nullcontext()
-            with stream, torch.autograd.set_multithreading_enabled(not on_gpu):
-                results[index] = fn(rank)
+            results[rank] = fn(rank)
         except BaseException as error:
-            errors[index] = error
-            for comm in (rank.shard, rank.replicate) if isinstance(rank, Mesh) else (rank,):
-                comm.abort(f"{type(error).__name__}: {error}")
+            errors[rank] = error
 
-    threads = [
-        threading.Thread(target=body, args=(index,), daemon=True) for index in range(len(ranks))
-    ]
+    threads = [threading.Thread(target=body, args=(rank,), daemon=True) for rank in range(ranks)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(deadline_s + 10)  # a test may be about ranks that end at their deadline
-    assert not any(thread.is_alive() for thread in threads), (
-        f"ranks still run 10 s after their deadline of {deadline_s} s"
-    )
+        thread.join(timeout_s)
+    assert not any(thread.is_alive() for thread in threads), f"ranks still run after {timeout_s} s"
     raised = [error for error in errors if error is not None]
     # A rank's own error comes before the others' CommErrors about it.
     raised.sort(key=lambda error: type(error).__name__ == "CommError")
     if raised:
         raise raised[0]
     return results  # type: ignore[return-value]
+
+
+def _run(fn: Callable[[Ranks], T], ranks: Sequence[Ranks], deadline_s: float) -> list[T]:
+    def body(index: int) -> T:
+        rank = ranks[index]
+        try:
+            on_gpu = rank.device.type == "cuda"
+            stream = torch.cuda.stream(torch.cuda.Stream()) if on_gpu else nullcontext()
+            with stream, torch.autograd.set_multithreading_enabled(not on_gpu):
+                return fn(rank)
+        except BaseException as error:
+            for comm in (rank.shard, rank.replicate) if isinstance(rank, Mesh) else (rank,):
+                comm.abort(f"{type(error).__name__}: {error}")
+            raise
+
+    # A test may be about ranks that end at their deadline.
+    return each_rank(body, len(ranks), timeout_s=deadline_s + 10)
