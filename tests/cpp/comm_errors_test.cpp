@@ -21,14 +21,7 @@
 
 namespace {
 
-using ranks::on_processes;
-using ranks::on_threads;
-using ranks::require;
-using shardcomm::CommError;
-using shardcomm::Communicator;
-using shardcomm::DType;
-using shardcomm::RedOp;
-using shardcomm::Use;
+using namespace ranks;
 
 // Those of rank 1 have the same sum and are in another order: all are told of both.
 void counts_that_differ_are_refused(Communicator& comm) {
@@ -39,7 +32,7 @@ void counts_that_differ_are_refused(Communicator& comm) {
   const std::vector<float> send(7);
   std::vector<float> recv(64);
   try {
-    comm.all_gather(send.data(), DType::f32, recv.data(), DType::f32, shardcomm::Parts(counts));
+    comm.all_gather(send.data(), DType::f32, recv.data(), DType::f32, Parts(counts));
     require(false, "counts that differ are refused");
   } catch (const CommError& error) {
     const std::string text = error.what();

@@ -13,13 +13,7 @@
 
 namespace {
 
-using ranks::on_processes;
-using ranks::on_threads;
-using ranks::require;
-using shardcomm::Communicator;
-using shardcomm::DType;
-using shardcomm::RedOp;
-using shardcomm::Use;
+using namespace ranks;
 
 // What every rank sends is known to all, so each checks its own result.
 float value(int rank, int i) { return static_cast<float>((rank * 37 + i * 11) % 17 - 8); }
@@ -68,7 +62,7 @@ void uneven_parts(Communicator& comm) {
     std::vector<std::int64_t> counts;
     for (int r = 0; r < size; ++r) counts.push_back((r * 7 + round * 5) % 23 % (r + 2) * 31);
     if (round == 12) counts[0] = 1'000'001;
-    const shardcomm::Parts parts(counts);
+    const Parts parts(counts);
     const auto total = static_cast<int>(parts.total(size));
     const int begin = static_cast<int>(parts.begin(rank));
     std::vector<float> all(static_cast<std::size_t>(total));

@@ -19,16 +19,7 @@
 
 namespace {
 
-using ranks::on_processes;
-using ranks::on_threads;
-using ranks::require;
-using shardcomm::CommError;
-using shardcomm::Communicator;
-using shardcomm::DType;
-using shardcomm::Parts;
-using shardcomm::RedOp;
-using shardcomm::Use;
-using Bytes = std::vector<unsigned char>;
+using namespace ranks;
 
 // Counts of a pair that do not agree, also where the pair is one rank, or where neither is this
 // one.

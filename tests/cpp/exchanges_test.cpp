@@ -21,19 +21,7 @@
 
 namespace {
 
-using ranks::Bytes;
-using ranks::bytes_of;
-using ranks::kChunk;
-using ranks::kInline;
-using ranks::on_processes;
-using ranks::on_threads;
-using ranks::Program;
-using ranks::require;
-using shardcomm::Communicator;
-using shardcomm::DType;
-using shardcomm::Parts;
-using shardcomm::RedOp;
-using shardcomm::Use;
+using namespace ranks;
 
 // Where a part of the staging area goes to one of `slots` ranks.
 std::int64_t near_slot(std::int64_t slots) { return kChunk / slots / 64 * 64; }

@@ -19,7 +19,6 @@ namespace ranks {
 constexpr std::int64_t kInline = 16 * 1024;  // bytes of all ranks that go with the call, at most
 constexpr std::int64_t kChunk = 1024 * 1024;
 constexpr std::size_t kArena = 5 * 4 * kChunk;
-using Bytes = std::vector<unsigned char>;
 
 // No chunk looks like another, and no rank's bytes like another's.
 inline unsigned char byte_of(int key, std::int64_t i) {

@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include <csignal>
+#include <cstddef>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -17,12 +18,21 @@
 
 #include "comm/mailbox.h"
 #include "shardcomm/communicator.h"
+#include "shardcomm/dtype.h"
 #include "shardcomm/error.h"
+#include "shardcomm/parts.h"
+#include "shardcomm/reduce.h"
 
 namespace ranks {
 
+// So that `using namespace ranks` is all that a test needs.
 using shardcomm::CommError;
 using shardcomm::Communicator;
+using shardcomm::DType;
+using shardcomm::Parts;
+using shardcomm::RedOp;
+using shardcomm::Use;
+
 using Bytes = std::vector<unsigned char>;
 using Body = std::function<void(Communicator&)>;
 
