@@ -1,8 +1,11 @@
 // Communicators, their memory and their collectives, in C.
 #include "shardcomm/communicator.h"
 
+#include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <optional>
+#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
@@ -11,12 +14,17 @@
 #include "abi/handles.h"
 #include "abi/meeting.h"
 #include "abi/status.h"
+#include "comm/call.h"
 #include "comm/tag_names.h"
+#include "shardcomm/coding.h"
+#include "shardcomm/parts.h"
+#include "shardcomm/reduce.h"
 
 using shardcomm::BlockStats;
 using shardcomm::Coding;
 using shardcomm::Communicator;
 using shardcomm::Epilogue;
+using shardcomm::Op;
 using shardcomm::Parts;
 using shardcomm::abi::checked;
 using shardcomm::abi::dtype_of;
@@ -160,14 +168,14 @@ shc_status shc_comm_receipt(const shc_comm* comm, const char* operation, shc_rec
       return SHC_OK;
     }
     required(receipt, "receipt");
-    for (const char* known : {"all_gather", "reduce_scatter", "all_reduce", "broadcast", "barrier",
-                              "all_to_all", "gather", "scatter", "reduce"}) {
+    std::string accepted;
+    for (int op = 0; op < shardcomm::kOps; ++op) {
+      if (!is_collective(static_cast<Op>(op))) continue;
+      const std::string known = name(static_cast<Op>(op));
       if (wanted == known) return SHC_NOT_READY;
+      accepted += (accepted.empty() ? "\"" : ", \"") + known + "\"";
     }
-    throw std::invalid_argument("operation is \"" + wanted +
-                                "\"; accepted: \"all_gather\", \"reduce_scatter\", "
-                                "\"all_reduce\", \"broadcast\", \"barrier\", \"all_to_all\", "
-                                "\"gather\", \"scatter\", \"reduce\"");
+    throw std::invalid_argument("operation is \"" + wanted + "\"; accepted: " + accepted);
   });
 }
 

@@ -31,6 +31,9 @@ inline constexpr int kOps = static_cast<int>(Op::recv) + 1;
 // Two ranks send and receive a message, and all call a collective.
 constexpr bool is_message(Op op) { return op == Op::send || op == Op::recv; }
 
+// Whether it moves or reduces what ranks have: programs ask for its receipt by its name.
+constexpr bool is_collective(Op op) { return op >= Op::all_gather && op <= Op::reduce; }
+
 constexpr const char* name(Op op) {
   switch (op) {
     case Op::attach:
