@@ -3,12 +3,17 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <cstdint>
 #include <iterator>
 #include <vector>
 
 #include "abi/handles.h"
 #include "abi/status.h"
 #include "copy/blocks_cuda.h"
+#include "shardcomm/blocks.h"
+#include "shardcomm/dtype.h"
+#include "shardcomm/reduce.h"
+#include "shardcomm/stream.h"
 
 using shardcomm::BlockFormat;
 using shardcomm::BlockStats;

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <memory>
-#include <utility>
 
 #include "abi/handles.h"
 #include "abi/status.h"

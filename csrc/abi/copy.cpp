@@ -1,10 +1,17 @@
 // Copy plans, in C.
 #include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <iterator>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "abi/handles.h"
 #include "abi/status.h"
+#include "copy/bound_copy.h"
+#include "shardcomm/copy_plan.h"
+#include "shardcomm/stream.h"
 
 using shardcomm::abi::checked;
 using shardcomm::abi::dtype_of;

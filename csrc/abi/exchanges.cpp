@@ -1,10 +1,12 @@
 // The collectives that are not for shards alone, in C: all_to_all, gather, scatter and reduce.
+#include <cstdint>
 #include <vector>
 
 #include "abi/collective.h"
 #include "abi/handles.h"
 #include "abi/status.h"
 #include "shardcomm/communicator.h"
+#include "shardcomm/parts.h"
 
 using shardcomm::Communicator;
 using shardcomm::Parts;

@@ -5,6 +5,7 @@
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "abi/arguments.h"
@@ -12,6 +13,7 @@
 #include "copy/bound_copy.h"
 #include "shardcomm.h"
 #include "shardcomm/communicator.h"
+#include "shardcomm/copy_plan.h"
 #include "shardcomm/layout.h"
 #include "shardcomm/stream.h"
 

@@ -1,7 +1,9 @@
 #include "abi/json.h"
 
 #include <charconv>
+#include <cstddef>
 #include <stdexcept>
+#include <system_error>
 #include <utility>
 
 namespace shardcomm::abi {

@@ -1,8 +1,15 @@
 // Layouts, in C.
+#include "shardcomm/layout.h"
+
 #include <algorithm>
 #include <climits>
+#include <cstddef>
+#include <cstdint>
+#include <iterator>
 #include <memory>
+#include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "abi/handles.h"

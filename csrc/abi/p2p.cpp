@@ -8,6 +8,7 @@
 #include "abi/handles.h"
 #include "abi/status.h"
 #include "comm/mailbox.h"
+#include "shardcomm/communicator.h"
 
 using shardcomm::Communicator;
 using shardcomm::Mailbox;

@@ -1,5 +1,6 @@
 #include "abi/status.h"
 
+#include <cstddef>
 #include <cstdint>
 #include <cstdio>
 #include <exception>

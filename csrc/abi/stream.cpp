@@ -1,7 +1,11 @@
 // Streams and events, in C.
+#include "shardcomm/stream.h"
+
 #include <chrono>
 #include <cmath>
+#include <cstdint>
 #include <memory>
+#include <stdexcept>
 
 #include "abi/handles.h"
 #include "abi/status.h"
