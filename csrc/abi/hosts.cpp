@@ -1,9 +1,11 @@
 // Groups of several hosts, in C.
 #include "shardcomm/hosts.h"
 
+#include <cstddef>
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 #include "abi/handles.h"
 #include "abi/status.h"
@@ -29,17 +31,17 @@ class Functions final : public Across {
   Functions& operator=(const Functions&) = delete;
 
   void all_gather(int channel, const void* send, void* recv, std::size_t bytes) override {
-    check("all_gather", [&](char* error) {
+    call("all_gather", [&](char* error) {
       return given_.all_gather(given_.context, channel, send, recv, bytes, error);
     });
   }
   void all_to_all(int channel, const void* send, void* recv, std::size_t bytes) override {
-    check("all_to_all", [&](char* error) {
+    call("all_to_all", [&](char* error) {
       return given_.all_to_all(given_.context, channel, send, recv, bytes, error);
     });
   }
   void broadcast(int channel, void* buffer, std::size_t bytes, int root) override {
-    check("broadcast", [&](char* error) {
+    call("broadcast", [&](char* error) {
       return given_.broadcast(given_.context, channel, buffer, bytes, root, error);
     });
   }
@@ -48,13 +50,13 @@ class Functions final : public Across {
   }
 
  private:
-  template <class Call>
-  static void check(const char* function, Call&& call) {
+  template <class Function>
+  static void call(const char* name, Function&& function) {
     char error[256] = "";
-    const int status = call(error);
+    const int status = function(error);
     if (status == 0) return;
     error[sizeof(error) - 1] = '\0';
-    throw std::runtime_error(std::string("across->") + function + " returned " +
+    throw std::runtime_error(std::string("across->") + name + " returned " +
                              std::to_string(status) + (error[0] != '\0' ? ": " : "") + error);
   }
 

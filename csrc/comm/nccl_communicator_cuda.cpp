@@ -9,7 +9,7 @@
 namespace shardcomm {
 namespace {
 
-void check(const nccl::Library& nccl, int device, const NcclOptions& options) {
+void check_device_and_options(const nccl::Library& nccl, int device, const NcclOptions& options) {
   int devices = 0;
   check_cuda(cudaGetDeviceCount(&devices), "cudaGetDeviceCount");
   if (device < 0 || device >= devices) {
@@ -62,7 +62,7 @@ std::shared_ptr<Communicator> make_nccl(const std::string& unique_id, int rank, 
                                 std::to_string(size) + "; it must be 0 to size - 1");
   }
   const nccl::Library& nccl = nccl::library();
-  check(nccl, device, options);
+  check_device_and_options(nccl, device, options);
   const DeviceScope scope(device);
   const auto session = std::make_shared<NcclSession>(nccl, rank, size, device, options);
   try {
