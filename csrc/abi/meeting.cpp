@@ -2,6 +2,8 @@
 
 #include <unistd.h>
 
+#include <cstddef>
+#include <cstdint>
 #include <cstring>
 #include <map>
 #include <mutex>
@@ -89,9 +91,9 @@ std::shared_ptr<Communicator> take_thread(const Id& id, int rank, int device,
   }
   Threads& group = found->second;
   if (group.comms.empty()) {
-    group.comms = make_local_group(id.size, {options.deadline_s, options.exact_sums != 0}, device);
-    group.taken.resize(group.comms.size());
+    group.taken.resize(static_cast<std::size_t>(id.size));
     group.options = options;
+    group.comms = make_local_group(id.size, {options.deadline_s, options.exact_sums != 0}, device);
   }
   if (group.options.deadline_s != options.deadline_s || group.options.device != options.device ||
       (group.options.exact_sums != 0) != (options.exact_sums != 0)) {

@@ -1,7 +1,9 @@
 // Schedules, in C. They are planned in Python (shardcomm.Schedule.plan), and travel as JSON.
 #include <climits>
+#include <cstddef>
 #include <map>
 #include <memory>
+#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
@@ -27,18 +29,19 @@ namespace {
 
 constexpr int kFormat = 1;
 
-// In the order of shc_phase and shc_verb.
-const std::vector<std::string> kPhases{"pre_forward", "post_forward", "pre_backward",
-                                       "post_backward", "end_of_backward"};
-const std::vector<std::string> kVerbs{"gather", "wait_gather", "release",
-                                      "reduce", "all_reduce",  "wait_reduce"};
+// In the order of shc_phase and shc_verb. Functions that run when the process ends may still parse.
+constexpr const char* kPhases[] = {"pre_forward", "post_forward", "pre_backward", "post_backward",
+                                   "end_of_backward"};
+constexpr const char* kVerbs[] = {"gather", "wait_gather", "release",
+                                  "reduce", "all_reduce",  "wait_reduce"};
 
-int index_of(const std::vector<std::string>& names, const Json& value, const char* name) {
+template <int count>
+int index_of(const char* const (&names)[count], const Json& value, const char* name) {
   const std::string& wanted = value.string(name);
   std::string accepted;
-  for (std::size_t i = 0; i < names.size(); ++i) {
-    if (names[i] == wanted) return static_cast<int>(i);
-    accepted += (i == 0 ? "" : ", ") + names[i];
+  for (int i = 0; i < count; ++i) {
+    if (wanted == names[i]) return i;
+    accepted += std::string(i == 0 ? "" : ", ") + names[i];
   }
   throw std::invalid_argument(std::string(name) + " is \"" + wanted + "\"; accepted: " + accepted);
 }
