@@ -1,6 +1,7 @@
-// How long calls of the C library wait for other ranks.
+// How long calls wait, in the C library and here.
 #pragma once
 
+#include <algorithm>
 #include <chrono>
 #include <cmath>
 #include <torch/csrc/distributed/c10d/Types.hpp>
@@ -24,6 +25,12 @@ class Deadline {
  private:
   double outer_s_ = 0;
 };
+
+// `timeout` from now, at most 30 years, which the clock can count.
+inline std::chrono::steady_clock::time_point time_after(std::chrono::milliseconds timeout) {
+  constexpr std::chrono::milliseconds kMost = std::chrono::hours(30 * 365 * 24);
+  return std::chrono::steady_clock::now() + std::min(timeout, kMost);
+}
 
 // What a thread that carries for a call between hosts may wait: as long as the call.
 inline std::chrono::milliseconds thread_timeout() {

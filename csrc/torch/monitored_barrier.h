@@ -2,11 +2,13 @@
 #pragma once
 
 #include <chrono>
+#include <cstddef>
 #include <cstdint>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
+#include "deadline.h"
 #include "messages.h"
 #include "shardcomm.hpp"
 #include "signals.h"
@@ -25,7 +27,7 @@ class MonitoredBarrier {
         size_(size),
         tag_((std::int64_t{1} << 40) + number),
         timeout_(timeout),
-        until_(std::chrono::steady_clock::now() + timeout) {}
+        until_(time_after(timeout)) {}
 
   // `wait_all`: rank 0 names all ranks that have not come, and not only the first.
   void run(bool wait_all) const {
@@ -66,16 +68,14 @@ class MonitoredBarrier {
   // A byte is on its way at once, unless `rank` has taken none of many messages before it. A rank
   // that is not told in time does not pass.
   void tell(int rank, std::uint8_t value) const {
-    shc_request* request = nullptr;
-    shc::check(shc_isend(comm_, &value, 1, rank, tag_, &request));
-    has_ended(Message::Request(request));
+    has_ended(Message::Request(shc::made<shc_request>(
+        [&](auto* made) { return shc_isend(comm_, &value, 1, rank, tag_, made); })));
   }
 
   // Whether a byte has come from `rank` in time.
   bool hear(int rank, std::uint8_t* value) const {
-    shc_request* request = nullptr;
-    shc::check(shc_irecv(comm_, value, 1, rank, tag_, &request));
-    return has_ended(Message::Request(request));
+    return has_ended(Message::Request(shc::made<shc_request>(
+        [&](auto* made) { return shc_irecv(comm_, value, 1, rank, tag_, made); })));
   }
 
   // Whether it has in time.
@@ -90,12 +90,12 @@ class MonitoredBarrier {
     return status == SHC_OK;
   }
 
-  shc_comm* comm_;
-  int rank_;
-  int size_;
-  std::int64_t tag_;
-  std::chrono::milliseconds timeout_;
-  std::chrono::steady_clock::time_point until_;
+  shc_comm* const comm_;
+  const int rank_;
+  const int size_;
+  const std::int64_t tag_;
+  const std::chrono::milliseconds timeout_;
+  const std::chrono::steady_clock::time_point until_;
 };
 
 }  // namespace shardcomm_torch

@@ -1,9 +1,10 @@
 // What torch.distributed gets for a collective that was begun.
 #pragma once
 
+#include <algorithm>
 #include <chrono>
+#include <cstdint>
 #include <exception>
-#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -12,6 +13,7 @@
 #include <vector>
 
 #include "completions.h"
+#include "deadline.h"
 #include "signals.h"
 
 namespace shardcomm_torch {
@@ -55,14 +57,14 @@ class Work : public c10d::Work {
 
   // Its future is done, too, when this returns; the future's callbacks may still run.
   bool wait(std::chrono::milliseconds timeout) override {
-    const bool forever = timeout == kNoTimeout;
-    const auto deadline = std::chrono::steady_clock::now() + timeout;
+    using Clock = std::chrono::steady_clock;
+    const auto end = timeout == kNoTimeout ? Clock::time_point::max() : time_after(timeout);
     std::unique_lock<std::mutex> lock(mutex_);
     while (!completed_) {
-      if (!forever && std::chrono::steady_clock::now() >= deadline) throw TimedOut(timeout);
+      const auto now = Clock::now();
+      if (now >= end) throw TimedOut(timeout);
       // In slices, between which Ctrl-C is noticed.
-      auto until = std::chrono::steady_clock::now() + kWaitSlice;
-      if (!forever && deadline < until) until = deadline;
+      const auto until = std::min(end, now + kWaitSlice);
       if (cv_.wait_until(lock, until, [this] { return completed_; })) break;
       lock.unlock();
       throw_if_interrupted();

@@ -22,6 +22,7 @@ pytestmark = [
 
 LONG = timedelta(seconds=300)
 SHORT = timedelta(milliseconds=300)
+AGES = timedelta(days=365_000)  # more nanoseconds than a clock counts
 
 
 def world(hosts: str = "") -> Any:
@@ -104,6 +105,27 @@ def waits_longer_than_the_group() -> None:
 
 def test_a_call_may_wait_longer_than_its_group() -> None:
     launch(waits_longer_than_the_group, 2, timeout_s=60)
+
+
+def waits_for_ages() -> None:
+    group = world()
+    store = dist.distributed_c10d._get_default_store()
+    if dist.get_rank() == 0:
+        work = dist.all_reduce(torch.ones(3), async_op=True)
+        assert work is not None
+        store.set("here", "")
+        work.wait(AGES)
+    else:
+        store.wait(["here"])
+        with pytest.raises(RuntimeError, match=r"[Tt]ime"):
+            store.wait(["never"], SHORT)
+        dist.all_reduce(torch.ones(3))
+    group.monitored_barrier(AGES)
+    dist.destroy_process_group()
+
+
+def test_a_timeout_may_be_ages() -> None:
+    launch(waits_for_ages, 2, timeout_s=60)
 
 
 def late_after_a_change(call: Callable[[], Any]) -> None:
