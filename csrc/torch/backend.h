@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <cstddef>
 #include <cstdint>
 #include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -66,7 +67,7 @@ class Backend final : public c10d::Backend {
 
   WorkPointer allgather(std::vector<Tensors>& outputs, Tensors& inputs,
                         const c10d::AllgatherOptions& opts) override {
-    if (auto* gloo = group_.elsewhere("all_gather")) {
+    if (auto* gloo = group_.hand_to_gloo("all_gather")) {
       return gloo->allgather(outputs, inputs, opts);
     }
     const Tensors& gathered = only("all_gather: tensor_list", outputs);
@@ -78,7 +79,7 @@ class Backend final : public c10d::Backend {
 
   WorkPointer _allgather_base(at::Tensor& output, at::Tensor& input,
                               const c10d::AllgatherOptions& opts) override {
-    if (auto* gloo = group_.elsewhere("all_gather_into_tensor")) {
+    if (auto* gloo = group_.hand_to_gloo("all_gather_into_tensor")) {
       return gloo->_allgather_base(output, input, opts);
     }
     return group_.begin(group_.gathers, opts,
@@ -88,7 +89,7 @@ class Backend final : public c10d::Backend {
 
   WorkPointer allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                               const c10d::AllgatherOptions& opts) override {
-    if (auto* gloo = group_.elsewhere("all_gather_into_tensor")) {
+    if (auto* gloo = group_.hand_to_gloo("all_gather_into_tensor")) {
       return gloo->allgather_into_tensor_coalesced(outputs, inputs, opts);
     }
     check_pairs("all_gather_into_tensor", outputs, inputs);
@@ -102,7 +103,7 @@ class Backend final : public c10d::Backend {
 
   WorkPointer allgather_coalesced(std::vector<Tensors>& lists, Tensors& inputs,
                                   const c10d::AllgatherOptions& opts) override {
-    if (auto* gloo = group_.elsewhere("all_gather_coalesced")) {
+    if (auto* gloo = group_.hand_to_gloo("all_gather_coalesced")) {
       return gloo->allgather_coalesced(lists, inputs, opts);
     }
     calls_.check_length("all_gather_coalesced: output_tensor_lists", lists);
@@ -122,7 +123,7 @@ class Backend final : public c10d::Backend {
   }
 
   WorkPointer broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) override {
-    if (auto* gloo = group_.elsewhere("broadcast")) return gloo->broadcast(tensors, opts);
+    if (auto* gloo = group_.hand_to_gloo("broadcast")) return gloo->broadcast(tensors, opts);
     return group_.begin(group_.gathers, opts, {c10d::OpType::BROADCAST, "shardcomm:broadcast"},
                         tensors, tensors,
                         calls_.broadcast(only("broadcast: tensor", tensors), opts.rootRank));
@@ -130,7 +131,7 @@ class Backend final : public c10d::Backend {
 
   WorkPointer gather(std::vector<Tensors>& outputs, Tensors& inputs,
                      const c10d::GatherOptions& opts) override {
-    if (auto* gloo = group_.beyond_hosts("gather")) {
+    if (auto* gloo = group_.hand_to_gloo("gather")) {
       return gloo->gather(outputs, inputs, opts);
     }
     const Tensors gathered =
@@ -142,7 +143,7 @@ class Backend final : public c10d::Backend {
 
   WorkPointer scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                       const c10d::ScatterOptions& opts) override {
-    if (auto* gloo = group_.beyond_hosts("scatter")) {
+    if (auto* gloo = group_.hand_to_gloo("scatter")) {
       return gloo->scatter(outputs, inputs, opts);
     }
     const Tensors parts =
@@ -157,7 +158,7 @@ class Backend final : public c10d::Backend {
                             std::vector<std::int64_t>& output_splits,
                             std::vector<std::int64_t>& input_splits,
                             const c10d::AllToAllOptions& opts) override {
-    if (auto* gloo = group_.beyond_hosts("all_to_all_single")) {
+    if (auto* gloo = group_.hand_to_gloo("all_to_all_single")) {
       return gloo->alltoall_base(output, input, output_splits, input_splits, opts);
     }
     return group_.begin(group_.gathers, opts, {c10d::OpType::ALLTOALL_BASE, "shardcomm:all_to_all"},
@@ -168,7 +169,7 @@ class Backend final : public c10d::Backend {
 
   WorkPointer alltoall(Tensors& outputs, Tensors& inputs,
                        const c10d::AllToAllOptions& opts) override {
-    if (auto* gloo = group_.beyond_hosts("all_to_all")) {
+    if (auto* gloo = group_.hand_to_gloo("all_to_all")) {
       return gloo->alltoall(outputs, inputs, opts);
     }
     calls_.check_length("all_to_all: output_tensor_list", outputs);
@@ -179,26 +180,26 @@ class Backend final : public c10d::Backend {
   }
 
   WorkPointer send(Tensors& tensors, int destination, int tag) override {
-    if (auto* gloo = group_.beyond_hosts("send")) return gloo->send(tensors, destination, tag);
+    if (auto* gloo = group_.hand_to_gloo("send")) return gloo->send(tensors, destination, tag);
     return group_.messages.send(getRank(), group_.next_sequence(), only("send: tensor", tensors),
                                 destination, tag);
   }
 
   WorkPointer recv(Tensors& tensors, int source, int tag) override {
-    if (auto* gloo = group_.beyond_hosts("recv")) return gloo->recv(tensors, source, tag);
+    if (auto* gloo = group_.hand_to_gloo("recv")) return gloo->recv(tensors, source, tag);
     return group_.messages.recv(getRank(), group_.next_sequence(), only("recv: tensor", tensors),
                                 source, tag);
   }
 
   WorkPointer recvAnysource(Tensors& tensors, int tag) override {
-    if (auto* gloo = group_.beyond_hosts("recv")) return gloo->recvAnysource(tensors, tag);
+    if (auto* gloo = group_.hand_to_gloo("recv")) return gloo->recvAnysource(tensors, tag);
     return group_.messages.recv(getRank(), group_.next_sequence(), only("recv: tensor", tensors),
                                 SHC_ANY_SOURCE, tag);
   }
 
   // Ends when every rank has called it, and the collectives that it has begun before have ended.
   WorkPointer barrier(const c10d::BarrierOptions& opts) override {
-    if (auto* gloo = group_.elsewhere("barrier")) return gloo->barrier(opts);
+    if (auto* gloo = group_.hand_to_gloo("barrier")) return gloo->barrier(opts);
     return group_.begin(
         group_.gathers, opts, {c10d::OpType::BARRIER, "shardcomm:barrier"}, {}, {},
         [this, reduces = group_.reduces.begun(), of_gloo = group_.begin_barrier_of_gloo(opts)] {
@@ -209,7 +210,7 @@ class Backend final : public c10d::Backend {
   }
 
   void monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) override {
-    if (auto* gloo = group_.beyond_hosts("monitored_barrier")) {
+    if (auto* gloo = group_.hand_to_gloo("monitored_barrier")) {
       return gloo->monitoredBarrier(opts, wait_all_ranks);
     }
     MonitoredBarrier(group_.comm(), getRank(), getSize(), monitored_barriers_++,
@@ -218,9 +219,9 @@ class Backend final : public c10d::Backend {
   }
 
   WorkPointer allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) override {
-    if (auto* gloo = group_.elsewhere("all_reduce")) {
-      return on_gloo(tensors, opts,
-                     [&](const auto& opts) { return gloo->allreduce(tensors, opts); });
+    if (auto* gloo = group_.hand_to_gloo("all_reduce")) {
+      return reduce_on_gloo(tensors, opts,
+                            [&](const auto& opts) { return gloo->allreduce(tensors, opts); });
     }
     const Title title{c10d::OpType::ALLREDUCE, "shardcomm:all_reduce"};
     const at::Tensor& tensor = only("all_reduce: tensor", tensors);
@@ -239,20 +240,23 @@ class Backend final : public c10d::Backend {
 
   WorkPointer allreduce_coalesced(Tensors& tensors,
                                   const c10d::AllreduceCoalescedOptions& opts) override {
-    if (auto* gloo = group_.elsewhere("all_reduce_coalesced")) {
-      return on_gloo(tensors, opts,
-                     [&](const auto& opts) { return gloo->allreduce_coalesced(tensors, opts); });
+    if (auto* gloo = group_.hand_to_gloo("all_reduce_coalesced")) {
+      return reduce_on_gloo(tensors, opts, [&](const auto& opts) {
+        return gloo->allreduce_coalesced(tensors, opts);
+      });
     }
-    check(!tensors.empty(),
-          "all_reduce_coalesced: there are no tensors; there must be at least one");
+    if (tensors.empty()) {
+      refuse("all_reduce_coalesced: there are no tensors; there must be at least one");
+    }
     return group_.begin(group_.reduces, opts,
                         {c10d::OpType::ALLREDUCE_COALESCED, "shardcomm:all_reduce"}, tensors,
                         tensors, calls_.all_reduce(tensors, opts.reduceOp));
   }
 
   WorkPointer reduce(Tensors& tensors, const c10d::ReduceOptions& opts) override {
-    if (auto* gloo = group_.beyond_hosts("reduce")) {
-      return on_gloo(tensors, opts, [&](const auto& opts) { return gloo->reduce(tensors, opts); });
+    if (auto* gloo = group_.hand_to_gloo("reduce")) {
+      return reduce_on_gloo(tensors, opts,
+                            [&](const auto& opts) { return gloo->reduce(tensors, opts); });
     }
     return group_.begin(
         group_.reduces, opts, {c10d::OpType::REDUCE, "shardcomm:reduce"}, tensors, tensors,
@@ -261,9 +265,10 @@ class Backend final : public c10d::Backend {
 
   WorkPointer reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                              const c10d::ReduceScatterOptions& opts) override {
-    if (auto* gloo = group_.elsewhere("reduce_scatter")) {
-      return on_gloo(outputs, opts,
-                     [&](const auto& opts) { return gloo->reduce_scatter(outputs, inputs, opts); });
+    if (auto* gloo = group_.hand_to_gloo("reduce_scatter")) {
+      return reduce_on_gloo(outputs, opts, [&](const auto& opts) {
+        return gloo->reduce_scatter(outputs, inputs, opts);
+      });
     }
     const Tensors& parts = only("reduce_scatter: input_list", inputs);
     calls_.check_length("reduce_scatter: input_list", parts);
@@ -276,8 +281,8 @@ class Backend final : public c10d::Backend {
 
   WorkPointer _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                    const c10d::ReduceScatterOptions& opts) override {
-    if (auto* gloo = group_.elsewhere("reduce_scatter_tensor")) {
-      return on_gloo({output}, opts, [&](const auto& opts) {
+    if (auto* gloo = group_.hand_to_gloo("reduce_scatter_tensor")) {
+      return reduce_on_gloo({output}, opts, [&](const auto& opts) {
         return gloo->_reduce_scatter_base(output, input, opts);
       });
     }
@@ -289,8 +294,8 @@ class Backend final : public c10d::Backend {
 
   WorkPointer reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                               const c10d::ReduceScatterOptions& opts) override {
-    if (auto* gloo = group_.elsewhere("reduce_scatter_tensor")) {
-      return on_gloo(outputs, opts, [&](const auto& opts) {
+    if (auto* gloo = group_.hand_to_gloo("reduce_scatter_tensor")) {
+      return reduce_on_gloo(outputs, opts, [&](const auto& opts) {
         return gloo->reduce_scatter_tensor_coalesced(outputs, inputs, opts);
       });
     }
@@ -308,7 +313,7 @@ class Backend final : public c10d::Backend {
   // Reduces into `results` by `reduce`, which calls Gloo with options like `opts`. Gloo has no
   // averages of integers: they are its sums, divided here.
   template <class Options, class Reduce>
-  WorkPointer on_gloo(const Tensors& results, const Options& opts, Reduce&& reduce) {
+  WorkPointer reduce_on_gloo(const Tensors& results, const Options& opts, Reduce&& reduce) {
     const bool floats = results.empty() || results.front().is_floating_point();
     if (opts.reduceOp != c10d::ReduceOp::AVG || floats) return reduce(opts);
     Options sum = opts;
@@ -327,16 +332,15 @@ class Backend final : public c10d::Backend {
   // The lists that torch gives have an entry for each of this process's devices: one.
   template <class Entry>
   static const Entry& only(const char* name, const std::vector<Entry>& entries) {
-    check(entries.size() == 1, std::string(name) + ": there are " + std::to_string(entries.size()) +
-                                   "; there must be one: call a coalesced form for several");
-    return entries.front();
+    if (entries.size() == 1) return entries.front();
+    refuse(name, ": there are ", entries.size(),
+           "; there must be one: call a coalesced form for several");
   }
 
-  static void check_pairs(const std::string& operation, const Tensors& outputs,
-                          const Tensors& inputs) {
-    check(outputs.size() == inputs.size(),
-          operation + ": there are " + std::to_string(outputs.size()) + " outputs and " +
-              std::to_string(inputs.size()) + " inputs; there must be as many");
+  static void check_pairs(const char* operation, const Tensors& outputs, const Tensors& inputs) {
+    if (outputs.size() == inputs.size()) return;
+    refuse(operation, ": there are ", outputs.size(), " outputs and ", inputs.size(),
+           " inputs; there must be as many");
   }
 
   // How many elements each rank has of `tensor`, of which it has `splits` rows.

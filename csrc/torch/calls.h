@@ -2,10 +2,10 @@
 // now, and returns what is to be run later, on any thread.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <stdexcept>
-#include <string>
 #include <utility>
 #include <vector>
 
@@ -18,8 +18,10 @@ namespace shardcomm_torch {
 using Tensors = std::vector<at::Tensor>;
 using Call = std::function<void()>;
 
-inline void check(bool holds, const std::string& otherwise) {
-  if (!holds) throw std::invalid_argument(otherwise);
+// ValueError in Python, of the sentence that the parts make.
+template <class... Parts>
+[[noreturn]] void refuse(const Parts&... parts) {
+  throw std::invalid_argument(c10::str(parts...));
 }
 
 class Calls {
@@ -27,7 +29,7 @@ class Calls {
   Calls(shc_comm* comm, int rank, int size) : comm_(comm), rank_(rank), size_(size) {}
 
   // `outputs`: one tensor for all ranks, or one for each rank, of any sizes.
-  Call all_gather(const std::string& name, const Tensors& outputs, const at::Tensor& input) const {
+  Call all_gather(const char* name, const Tensors& outputs, const at::Tensor& input) const {
     check_alike(name, outputs, {input});
     const Moved type(input.scalar_type());
     std::vector<std::int64_t> counts;
@@ -138,8 +140,9 @@ class Calls {
 
   // Adds the ranks' sparse tensors in rank order, as Gloo does; each may have other indices.
   Call sparse_sum(const at::Tensor& tensor, const c10d::ReduceOp& op) const {
-    check(op == c10d::ReduceOp::SUM,
-          "all_reduce: a sparse tensor can be summed alone; op must be SUM");
+    if (op != c10d::ReduceOp::SUM) {
+      refuse("all_reduce: a sparse tensor can be summed alone; op must be SUM");
+    }
     computable("all_reduce", tensor.scalar_type());
     return [*this, tensor] {
       const at::NoGradGuard no_grad;
@@ -179,7 +182,7 @@ class Calls {
   }
 
   // `inputs`: one tensor for all ranks, or one for each rank, of any sizes.
-  Call reduce_scatter(const std::string& name, const at::Tensor& output, const Tensors& inputs,
+  Call reduce_scatter(const char* name, const at::Tensor& output, const Tensors& inputs,
                       const c10d::ReduceOp& reduce_op) const {
     check_alike(name, inputs, {output});
     const shc_dtype dtype = computable("reduce_scatter", output.scalar_type());
@@ -205,10 +208,9 @@ class Calls {
 
   // ValueError unless there is one for each rank.
   template <class List>
-  void check_length(const std::string& name, const List& list) const {
-    check(list.size() == static_cast<std::size_t>(size_),
-          name + " has " + std::to_string(list.size()) + " tensors; it must have one for each of " +
-              std::to_string(size_) + " ranks");
+  void check_length(const char* name, const List& list) const {
+    if (list.size() == static_cast<std::size_t>(size_)) return;
+    refuse(name, " has ", list.size(), " tensors; it must have one for each of ", size_, " ranks");
   }
 
   // How many elements each of `tensors` has, `width` for each of its own.
@@ -220,50 +222,44 @@ class Calls {
 
  private:
   int checked_root(const char* operation, std::int64_t root) const {
-    check(root >= 0 && root < size_, std::string(operation) + ": the root is rank " +
-                                         std::to_string(root) + " of the group; it must be 0 to " +
-                                         std::to_string(size_ - 1));
-    return static_cast<int>(root);
+    if (root >= 0 && root < size_) return static_cast<int>(root);
+    refuse(operation, ": the root is rank ", root, " of the group; it must be 0 to ", size_ - 1);
   }
 
-  static void check_alike(const std::string& name, const Tensors& some, const Tensors& others) {
+  static void check_alike(const char* name, const Tensors& some, const Tensors& others) {
     const at::ScalarType dtype = others.front().scalar_type();
     for (const Tensors* tensors : {&some, &others}) {
       for (const at::Tensor& tensor : *tensors) {
-        check(tensor.scalar_type() == dtype && tensor.device().is_cpu(),
-              name + ": there are tensors of " + c10::toString(dtype) + " on cpu and of " +
-                  c10::toString(tensor.scalar_type()) + " on " + tensor.device().str() +
-                  "; all must have one dtype and be on the CPU");
+        if (tensor.scalar_type() == dtype && tensor.device().is_cpu()) continue;
+        refuse(name, ": there are tensors of ", dtype, " on cpu and of ", tensor.scalar_type(),
+               " on ", tensor.device(), "; all must have one dtype and be on the CPU");
       }
     }
   }
 
-  void check_whole(const std::string& name, std::int64_t whole, const std::string& part_name,
+  void check_whole(const char* name, std::int64_t whole, const char* part_name,
                    std::int64_t part) const {
-    check(whole == part * size_, name + " has " + std::to_string(whole) + " elements, and " +
-                                     part_name + " has " + std::to_string(part) + "; with " +
-                                     std::to_string(size_) + " ranks it must have " +
-                                     std::to_string(size_) + " x " + std::to_string(part) + " = " +
-                                     std::to_string(size_ * part));
+    if (whole == part * size_) return;
+    refuse(name, " has ", whole, " elements, and ", part_name, " has ", part, "; with ", size_,
+           " ranks it must have ", size_, " x ", part, " = ", size_ * part);
   }
 
   // `own`: what is this rank's of `parts`.
-  void check_own(const std::string& name, const Tensors& parts, const at::Tensor& own) const {
+  void check_own(const char* name, const Tensors& parts, const at::Tensor& own) const {
     const std::int64_t numel = parts[static_cast<std::size_t>(rank_)].numel();
-    check(numel == own.numel(), name + "[" + std::to_string(rank_) + "] has " +
-                                    std::to_string(numel) +
-                                    " elements, and this rank's tensor has " +
-                                    std::to_string(own.numel()) + "; they must have as many");
+    if (numel == own.numel()) return;
+    refuse(name, "[", rank_, "] has ", numel, " elements, and this rank's tensor has ", own.numel(),
+           "; they must have as many");
   }
 
-  void check_parts(const std::string& name, const Tensors& parts, const std::string& part_name,
+  void check_parts(const char* name, const Tensors& parts, const char* part_name,
                    const at::Tensor& part) const {
     check_length(name, parts);
     check_alike(name, parts, {part});
     for (const at::Tensor& each : parts) {
-      check(each.numel() == part.numel(),
-            name + " has a tensor of " + std::to_string(each.numel()) + " elements, and " +
-                part_name + " has " + std::to_string(part.numel()) + "; all must have as many");
+      if (each.numel() == part.numel()) continue;
+      refuse(name, " has a tensor of ", each.numel(), " elements, and ", part_name, " has ",
+             part.numel(), "; all must have as many");
     }
   }
 

@@ -1,13 +1,17 @@
 // A group's ranks in the C library, the queues on which its calls run, and Gloo, where it is used.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <cstdint>
+#include <iterator>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <tuple>
 #include <utility>
@@ -26,6 +30,10 @@ namespace shardcomm_torch {
 using Tensors = std::vector<at::Tensor>;
 // Operation, sequence, requested, taken, reason.
 using Receipt = std::tuple<std::string, std::uint64_t, std::string, std::string, std::string>;
+
+// What the C library carries among the ranks of one host alone. Gloo carries it between hosts.
+constexpr std::string_view kOnOneHost[] = {"gather", "scatter", "all_to_all", "all_to_all_single",
+                                           "reduce", "send",    "recv",       "monitored_barrier"};
 
 // What torch calls a collective.
 struct Title {
@@ -65,13 +73,12 @@ class Group {
   std::uint64_t sequence() const { return sequence_; }
   std::uint64_t next_sequence() { return ++sequence_; }
 
-  // Gloo, if this operation goes there; null: it goes through the C library.
-  c10d::Backend* elsewhere(const char* operation) {
-    return comm_ ? nullptr : beyond_hosts(operation);
-  }
-  // The same for what the C library does among the ranks of one host alone.
-  c10d::Backend* beyond_hosts(const char* operation) {
+  // Hands an operation to Gloo, if Gloo is to carry it, and notes that for `receipts`. Returns
+  // Gloo, whose function the caller then calls. Null: the C library carries the operation.
+  c10d::Backend* hand_to_gloo(const char* operation) {
     if (gloo_ == nullptr) return nullptr;
+    const auto* const end = std::end(kOnOneHost);
+    if (comm_ && std::find(std::begin(kOnOneHost), end, operation) == end) return nullptr;
     if (stopped_) {
       throw std::runtime_error(std::string(operation) + ": this rank has left the group");
     }
@@ -195,10 +202,10 @@ class Group {
   }
 
  private:
-  static void check_timeout(const std::string& name, std::chrono::milliseconds timeout) {
+  static void check_timeout(const char* name, std::chrono::milliseconds timeout) {
     if (timeout.count() > 0) return;
-    throw std::invalid_argument(name + ": timeout is " + std::to_string(timeout.count()) +
-                                " ms; it must be more than 0");
+    throw std::invalid_argument(std::string(name) + ": timeout is " +
+                                std::to_string(timeout.count()) + " ms; it must be more than 0");
   }
 
   const int rank_;
