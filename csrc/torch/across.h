@@ -6,11 +6,11 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <cstdio>
 #include <exception>
 #include <memory>
 #include <mutex>
 #include <stdexcept>
-#include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <utility>
 #include <vector>
@@ -56,7 +56,7 @@ class GlooAcross {
 
   static int all_gather(void* context, int channel, const void* send, void* recv, std::size_t bytes,
                         char* error) {
-    return told(error, [&] {
+    return status_of(error, [&] {
       const Gloo group = of(context).group(channel);
       at::Tensor input = tensor(const_cast<void*>(send), bytes);
       at::Tensor output = tensor(recv, bytes * static_cast<std::size_t>(group->getSize()));
@@ -66,7 +66,7 @@ class GlooAcross {
 
   static int all_to_all(void* context, int channel, const void* send, void* recv, std::size_t bytes,
                         char* error) {
-    return told(error, [&] {
+    return status_of(error, [&] {
       const Gloo group = of(context).group(channel);
       const std::size_t total = bytes * static_cast<std::size_t>(group->getSize());
       at::Tensor input = tensor(const_cast<void*>(send), total);
@@ -78,7 +78,7 @@ class GlooAcross {
 
   static int broadcast(void* context, int channel, void* buffer, std::size_t bytes, int root,
                        char* error) {
-    return told(error, [&] {
+    return status_of(error, [&] {
       const Gloo group = of(context).group(channel);
       auto options = timed<c10d::BroadcastOptions>();
       options.rootRank = root;
@@ -113,15 +113,17 @@ class GlooAcross {
     return at::from_blob(data, {static_cast<std::int64_t>(bytes)}, at::kByte);
   }
 
+  // What a function of shc_across returns for `call`: no exception reaches the C library.
   template <class Call>
-  static int told(char* error, Call&& call) {
+  static int status_of(char* error, Call&& call) {
     try {
       call();
       return 0;
     } catch (const std::exception& thrown) {
-      error[std::string(thrown.what()).copy(error, 255)] = '\0';
-      return 1;
+      std::snprintf(error, 256, "%s", thrown.what());
+    } catch (...) {  // none of C++'s own: the C library has a sentence without it
     }
+    return 1;
   }
 
   std::mutex mutex_;

@@ -28,7 +28,10 @@ class CallQueue {
   // always does, once those before it have ended.
   template <class Call>
   bool run_now(Call&& call) {
-    if (is_child()) return call(), true;
+    if (is_child()) {
+      call();
+      return true;
+    }
     std::unique_lock<std::mutex> lock(mutex_);
     if (stopped_) changed_.wait(lock, [this] { return begun_ == ended_; });
     if (begun_ != ended_) return false;
@@ -94,8 +97,8 @@ class CallQueue {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (stopped_) return false;
     if (!thread_.joinable()) thread_ = std::thread([this] { run(); });
-    ++begun_;
     calls_.push_back(std::move(call));
+    ++begun_;
     changed_.notify_all();
     return true;
   }

@@ -5,7 +5,6 @@
 
 #include <cstdint>
 #include <optional>
-#include <string>
 #include <torch/csrc/distributed/c10d/Types.hpp>
 
 #include "shardcomm.h"

@@ -9,10 +9,8 @@
 #include <map>
 #include <memory>
 #include <mutex>
-#include <string>
 #include <thread>
 #include <utility>
-#include <vector>
 
 #include "deadline.h"
 #include "flat.h"
@@ -72,6 +70,9 @@ class Message final : public Work {
     return source;
   }
 
+  std::function<void()> at_end;
+
+ private:
   // Takes what the C library has said of the request. Returns whether it has ended.
   bool settle(shc_status status) {
     if (status == SHC_NOT_READY) return false;
@@ -85,9 +86,6 @@ class Message final : public Work {
     return true;
   }
 
-  std::function<void()> at_end;
-
- private:
   const bool received_;
   const Flat buffer_;
   const Request request_;
@@ -108,25 +106,26 @@ class Messages {
                    std::int64_t tag) {
     const Flat buffer({tensor});
     buffer.load();
-    shc_request* request = nullptr;
-    shc::check(shc_isend(comm_, buffer.data(), buffer.bytes(), destination, tag, &request));
+    Message::Request request(shc::made<shc_request>([&](auto* made) {
+      return shc_isend(comm_, buffer.data(), buffer.bytes(), destination, tag, made);
+    }));
     return begun(c10::make_intrusive<Message>(rank, sequence, c10d::OpType::SEND, "shardcomm:send",
-                                              tensor, buffer, Message::Request(request),
-                                              options_->timeout, completions_));
+                                              tensor, buffer, std::move(request), options_->timeout,
+                                              completions_));
   }
 
   // `source`: a rank, or SHC_ANY_SOURCE.
   WorkPointer recv(int rank, std::uint64_t sequence, const at::Tensor& tensor, int source,
                    std::int64_t tag) {
     const Flat buffer({tensor});
-    shc_request* request = nullptr;
-    shc::check(shc_irecv(comm_, buffer.data(), buffer.bytes(), source, tag, &request));
+    Message::Request request(shc::made<shc_request>([&](auto* made) {
+      return shc_irecv(comm_, buffer.data(), buffer.bytes(), source, tag, made);
+    }));
     const bool any = source == SHC_ANY_SOURCE;
     const auto type = any ? c10d::OpType::RECVANYSOURCE : c10d::OpType::RECV;
     const char* const title = any ? "shardcomm:recvAnySource" : "shardcomm:recv";
     return begun(c10::make_intrusive<Message>(rank, sequence, type, title, tensor, buffer,
-                                              Message::Request(request), options_->timeout,
-                                              completions_));
+                                              std::move(request), options_->timeout, completions_));
   }
 
   // Ends the thread. The communicator is closed, so that all messages have ended.
@@ -188,7 +187,7 @@ class Messages {
     return known == underway_.end() ? nullptr : known->second;
   }
 
-  shc_comm* comm_;
+  shc_comm* const comm_;
   const c10::intrusive_ptr<c10d::Backend::Options> options_;
   const std::shared_ptr<Completions> completions_;
   std::mutex mutex_;

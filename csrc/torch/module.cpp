@@ -8,6 +8,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstdint>
 #include <exception>
 #include <string>
@@ -53,14 +54,15 @@ void keep_all() {
 }
 
 void leave_all() {
-  const shardcomm_torch::OthersRun others_run;  // also when `all` is let go of
   std::vector<c10::intrusive_ptr<Backend>> all;
   for (const auto& known : groups) {
     if (auto group = known.lock()) all.push_back(std::move(group));
   }
+  const shardcomm_torch::OthersRun others_run;
   // All first: a callback of one group may wait for a collective of another.
   for (const auto& group : all) group->close();
   for (const auto& group : all) group->leave();
+  all.clear();  // while others run
 }
 
 }  // namespace
