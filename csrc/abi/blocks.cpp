@@ -7,9 +7,11 @@
 #include <iterator>
 #include <vector>
 
+#include "abi/arguments.h"
 #include "abi/handles.h"
 #include "abi/status.h"
 #include "copy/blocks_cuda.h"
+#include "shardcomm.h"
 #include "shardcomm/blocks.h"
 #include "shardcomm/dtype.h"
 #include "shardcomm/reduce.h"

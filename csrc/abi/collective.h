@@ -3,8 +3,10 @@
 
 #include <memory>
 
+#include "abi/arguments.h"
 #include "abi/handles.h"
 #include "abi/status.h"
+#include "shardcomm.h"
 
 namespace shardcomm::abi {
 

@@ -10,12 +10,14 @@
 #include <utility>
 #include <vector>
 
+#include "abi/arguments.h"
 #include "abi/collective.h"
 #include "abi/handles.h"
 #include "abi/meeting.h"
 #include "abi/status.h"
 #include "comm/call.h"
 #include "comm/tag_names.h"
+#include "shardcomm.h"
 #include "shardcomm/coding.h"
 #include "shardcomm/parts.h"
 #include "shardcomm/reduce.h"

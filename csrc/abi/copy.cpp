@@ -7,9 +7,11 @@
 #include <utility>
 #include <vector>
 
+#include "abi/arguments.h"
 #include "abi/handles.h"
 #include "abi/status.h"
 #include "copy/bound_copy.h"
+#include "shardcomm.h"
 #include "shardcomm/copy_plan.h"
 #include "shardcomm/stream.h"
 

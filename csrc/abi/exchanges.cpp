@@ -2,9 +2,11 @@
 #include <cstdint>
 #include <vector>
 
+#include "abi/arguments.h"
 #include "abi/collective.h"
 #include "abi/handles.h"
 #include "abi/status.h"
+#include "shardcomm.h"
 #include "shardcomm/communicator.h"
 #include "shardcomm/parts.h"
 

@@ -7,8 +7,10 @@
 #include <string>
 #include <utility>
 
+#include "abi/arguments.h"
 #include "abi/handles.h"
 #include "abi/status.h"
+#include "shardcomm.h"
 #include "stream/fork.h"
 
 using shardcomm::Across;

@@ -12,9 +12,11 @@
 #include <utility>
 #include <vector>
 
+#include "abi/arguments.h"
 #include "abi/handles.h"
 #include "abi/json.h"
 #include "abi/status.h"
+#include "shardcomm.h"
 
 using shardcomm::ParamExtent;
 using shardcomm::abi::checked;

@@ -5,9 +5,12 @@
 #include <stdexcept>
 #include <utility>
 
+#include "abi/arguments.h"
 #include "abi/handles.h"
 #include "abi/status.h"
+#include "comm/mail.h"
 #include "comm/mailbox.h"
+#include "shardcomm.h"
 #include "shardcomm/communicator.h"
 
 using shardcomm::Communicator;

@@ -8,9 +8,11 @@
 #include <utility>
 #include <vector>
 
+#include "abi/arguments.h"
 #include "abi/handles.h"
 #include "abi/json.h"
 #include "abi/status.h"
+#include "shardcomm.h"
 
 using shardcomm::abi::checked;
 using shardcomm::abi::guarded;

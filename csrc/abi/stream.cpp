@@ -7,8 +7,10 @@
 #include <memory>
 #include <stdexcept>
 
+#include "abi/arguments.h"
 #include "abi/handles.h"
 #include "abi/status.h"
+#include "shardcomm.h"
 
 using shardcomm::abi::checked;
 using shardcomm::abi::guarded;
