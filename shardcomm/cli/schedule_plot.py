@@ -40,11 +40,11 @@ class Box(NamedTuple):
 def boxes_of(schedule: Schedule) -> list[Box]:
     """The boxes of a step, in the order in which they end."""
     step = _PlottedStep(schedule)
-    triggers = schedule.triggers()
-    for trigger, following in zip(triggers, [*triggers[1:], None], strict=True):
-        for verb, unit, slot in schedule.actions[trigger]:
+    following = [*schedule.triggers()[1:], None]
+    for (trigger, actions, _), then in zip(schedule.replay(), following, strict=True):
+        for verb, unit, slot in actions:
             step.do(verb, unit, slot)
-        step.compute(trigger, following)
+        step.compute(trigger, then)
     for slot in range(schedule.num_slots):
         step.release(slot)
     return sorted(step.boxes, key=lambda box: box.stop)
@@ -65,7 +65,7 @@ class _PlottedStep:
             self.arrival = {slot: (unit, 0.0) for unit, slot in enumerate(schedule.slot_of)}
 
     def do(self, verb: Verb, unit: int, slot: int) -> None:
-        if verb is Verb.GATHER and slot not in self.arrival:
+        if verb is Verb.GATHER:
             self.arrival[slot] = unit, self.collective(verb, str(slot), unit, self.now)
         elif verb is Verb.WAIT_GATHER:
             self.now = max(self.now, self.arrival[slot][1])

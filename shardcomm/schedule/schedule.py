@@ -189,25 +189,37 @@ class Schedule:
         Returns:
             The number of gathers by the unit's number.
         """
-        return Counter(unit for _, gathered, _ in self._replay() for unit in gathered)
+        return Counter(
+            unit
+            for _, actions, _ in self.replay()
+            for verb, unit, _ in actions
+            if verb is Verb.GATHER
+        )
 
-    def _replay(self) -> Iterator[tuple[Trigger, list[int], dict[int, str]]]:
-        """Yields each trigger, the units it really gathers, and what each slot then holds."""
+    def replay(self) -> Iterator[tuple[Trigger, list[Action], dict[int, str]]]:
+        """Goes through the step for those who draw or simulate it, and keeps account of the slots, as the engine does.
+
+        Yields:
+            Each trigger; its actions, but for a GATHER of what is gathered already; and what each slot then holds.
+        """
         verbs = {action.verb for actions in self.actions.values() for action in actions}
         held: dict[int, str] = {}
         if Verb.GATHER not in verbs:  # full parameters never leave
             held = {slot: str(unit) for unit, slot in enumerate(self.slot_of)}
         for trigger in self.triggers():
-            gathered = []
-            for verb, unit, slot in self.actions[trigger]:
-                if verb is Verb.GATHER and slot not in held:
-                    gathered.append(unit)
+            done = []
+            for action in self.actions[trigger]:
+                verb, unit, slot = action
+                if verb is Verb.GATHER:
+                    if slot in held:
+                        continue
                     held[slot] = f">{unit}"
                 elif verb is Verb.WAIT_GATHER:
                     held[slot] = str(unit)
                 elif verb is Verb.RELEASE:
                     held.pop(slot, None)
-            yield trigger, gathered, held
+                done.append(action)
+            yield trigger, done, held
 
     def __repr__(self) -> str:
         """Draws the step, a line per trigger, as at the top of this file."""
@@ -217,7 +229,7 @@ class Schedule:
 
         slots = range(self.num_slots)
         lines = [line("trigger         slot:", slots, "actions")]
-        for trigger, _, held in self._replay():
+        for trigger, _, held in self.replay():
             actions = ", ".join(map(str, self.actions[trigger]))
             lines.append(line(str(trigger), [held.get(slot, ".") for slot in slots], actions))
         return "\n".join(lines)

@@ -22,22 +22,20 @@ import csv
 import io
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import chain
 from typing import Any
 
 from shardcomm.planner.planner import MemoryPlan
-from shardcomm.schedule.triggers import Action, Phase, Verb
+from shardcomm.schedule.triggers import Phase, Verb
 from shardcomm.simulate import collectives
 from shardcomm.simulate.clock import Collective, Compute, Instruction, Issue, Wait, run
 from shardcomm.simulate.cost import HOST, LATENCY, MEMORY, NETWORK, Cost, Group
 from shardcomm.simulate.machine import Machine
 from shardcomm.simulate.unit_times import UnitTime
 from shardcomm.trace.timeline import COMMUNICATION, RankTimeline, Span, Timeline
-
-_OF_SLOTS = (Verb.GATHER, Verb.WAIT_GATHER, Verb.RELEASE)
 
 
 @dataclass(frozen=True)
@@ -235,46 +233,34 @@ class _Program:
         shards = plan.ranks // plan.replicas
         self._shard = Group.of(shards, 1, on_host)
         self._replicas = Group.of(plan.replicas, shards, on_host)
-        self._held: dict[int, int] = {}  # the unit in each slot
         self._gathers: dict[int, Collective] = {}
         self._reduces: dict[int, list[Collective]] = {}
         self._in_buffer: Collective | None = None  # the reduce that reads it, or has read it
 
     def instructions(self) -> Iterator[Instruction]:
-        schedule = self._plan.schedule
-        for trigger in schedule.triggers():
-            unit = trigger.unit
-            if trigger.phase is Phase.POST_FORWARD:
-                yield self._compute(unit, "forward", self._times[unit].forward_s)
-            for action in schedule.actions[trigger]:
-                yield from self._do(action)
-            if trigger.phase is Phase.PRE_BACKWARD:
-                yield self._compute(unit, "backward", self._times[unit].backward_s)
+        do: dict[Verb, Callable[[int], Iterable[Instruction]]] = {
+            Verb.GATHER: self._gather,
+            Verb.WAIT_GATHER: self._wait_gather,
+            Verb.RELEASE: lambda _: (),
+            Verb.REDUCE: self._reduce,
+            Verb.ALL_REDUCE: self._all_reduce,
+            Verb.WAIT_REDUCE: self._wait_reduce,
+        }
+        for (phase, computing), actions, _ in self._plan.schedule.replay():
+            if phase is Phase.POST_FORWARD:
+                yield self._compute(computing, "forward", self._times[computing].forward_s)
+            for verb, unit, _ in actions:
+                yield from do[verb](unit)
+            if phase is Phase.PRE_BACKWARD:
+                yield self._compute(computing, "backward", self._times[computing].backward_s)
 
     def _compute(self, unit: int, what: str, seconds: float) -> Compute:
         return Compute(f"{what} {self._plan.units[unit].name}", seconds * self._slowest)
 
-    def _do(self, action: Action) -> Iterator[Instruction]:
-        verb, unit, slot = action
-        if verb in _OF_SLOTS and not self._plan.units[unit].full_bytes:
-            return  # its shard is all of it
-        if verb is Verb.GATHER:
-            if self._held.get(slot) != unit:
-                self._held[slot] = unit
-                yield from self._gather(unit)
-        elif verb is Verb.WAIT_GATHER:
-            yield Wait(self._gathers[unit])
-        elif verb is Verb.RELEASE:
-            self._held.pop(slot, None)
-        elif verb is Verb.REDUCE:
-            yield from self._reduce(unit)
-        elif verb is Verb.ALL_REDUCE:
-            yield from self._all_reduce(unit)
-        elif verb is Verb.WAIT_REDUCE:
-            yield from map(Wait, self._reduces.get(unit, []))
-
     def _gather(self, unit: int) -> Iterator[Instruction]:
         of, again = self._plan.units[unit], unit in self._gathers
+        if not of.full_bytes:
+            return  # its shard is all of it
         group = Group.of(of.regather_ranks, 1, self._on_host) if again else self._shard
         costs = [collectives.gather(of, group, self._machine, again=again)]
         if of.encoding_bytes and not (again and of.secondary_bytes):
@@ -283,6 +269,10 @@ class _Program:
         for cost in costs:
             self._gathers[unit] = made = self._made("gather", unit, cost)
             yield Issue(made)
+
+    def _wait_gather(self, unit: int) -> Iterator[Instruction]:
+        if unit in self._gathers:
+            yield Wait(self._gathers[unit])
 
     def _reduce(self, unit: int) -> Iterator[Instruction]:
         of = self._plan.units[unit]
@@ -306,6 +296,9 @@ class _Program:
             made = self._made("all_reduce", unit, cost, after)
             self._reduces[unit].append(made)
             yield Issue(made)
+
+    def _wait_reduce(self, unit: int) -> Iterable[Instruction]:
+        return map(Wait, self._reduces.get(unit, []))
 
     def _made(
         self, channel: str, unit: int, cost: Cost, after: Collective | None = None

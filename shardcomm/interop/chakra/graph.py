@@ -20,13 +20,13 @@ a GPU keep, and not when the host came to issue it. Nodes are in the order in wh
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
 from shardcomm.planner.planner import MemoryPlan
 from shardcomm.planner.unit_plan import UnitPlan
-from shardcomm.schedule.triggers import Action, Phase, Trigger, Verb
+from shardcomm.schedule.triggers import Phase, Trigger, Verb
 from shardcomm.trace import traffic
 
 
@@ -143,12 +143,12 @@ class StepGraph:
             Among.REPLICAS: plan.replicas,
         }
         containers = _containers(plan.schedule.triggers())
-        nodes = _in_order(_Building(plan, sizes, containers).nodes)
+        nodes = _in_order(_GraphBuilder(plan, sizes, containers).nodes)
         names = frozenset(plan.units[unit].name for unit in containers)
         return cls(nodes, sizes, plan.ranks, names)
 
 
-class _Building:
+class _GraphBuilder:
     """Goes through a step's triggers, and notes what each node needs."""
 
     def __init__(
@@ -157,28 +157,31 @@ class _Building:
         self.nodes: list[Node] = []
         self._plan = plan
         self._sizes = sizes
-        self._containers = containers
+        self._slot_of = plan.schedule.slot_of
         self._latest: dict[Kind, int] = {}  # a channel, or the compute stream, goes in order
         self._awaited: set[int] = set()  # what the next computation has to wait for
         self._gathered: dict[int, int] = {}  # by unit: its latest gather
         self._reduced: dict[int, set[int]] = {}  # by unit: its reduce and all-reduce
-        self._occupied: set[int] = set()  # slots
         self._read: dict[int, int] = {}  # by slot: the computation that read it last
-        for trigger in plan.schedule.triggers():
-            self._pass(trigger)
+        do: dict[Verb, Callable[[int], None]] = {
+            Verb.GATHER: self._gather,
+            Verb.WAIT_GATHER: self._wait_gather,
+            Verb.RELEASE: self._release,
+            Verb.REDUCE: self._reduce,
+            Verb.ALL_REDUCE: self._all_reduce,
+            Verb.WAIT_REDUCE: self._wait_reduce,
+        }
+        # A unit that contains others computes at the end of its forward, and so at the begin of its backward.
+        for (phase, computing), actions, _ in plan.schedule.replay():
+            if phase is Phase.POST_FORWARD:
+                self._compute("forward", computing)
+            elif phase is Phase.POST_BACKWARD and computing not in containers:
+                self._compute("backward", computing)
+            for verb, unit, _ in actions:
+                do[verb](unit)
+            if phase is Phase.PRE_BACKWARD and computing in containers:
+                self._compute("backward", computing)
         self._end()
-
-    def _pass(self, trigger: Trigger) -> None:
-        """A unit that contains others computes at the end of its forward, and so at the begin of its backward."""
-        unit = trigger.unit
-        if trigger.phase is Phase.POST_FORWARD:
-            self._compute("forward", unit)
-        elif trigger.phase is Phase.POST_BACKWARD and unit not in self._containers:
-            self._compute("backward", unit)
-        for action in self._plan.schedule.actions[trigger]:
-            self._act(action)
-        if trigger.phase is Phase.PRE_BACKWARD and unit in self._containers:
-            self._compute("backward", unit)
 
     def _compute(self, what: str, unit: int) -> None:
         planned = self._plan.units[unit]
@@ -198,41 +201,42 @@ class _Building:
         self._add(Kind.COMPUTE, name, self._awaited, nbytes, ops=ops, ops_a_token=ops_a_token)
         self._awaited = set()
 
-    def _act(self, action: Action) -> None:
-        verb, unit, slot = action
-        planned = self._plan.units[unit]
-        if verb is Verb.GATHER and slot not in self._occupied:
-            self._occupied.add(slot)
-            self._gather(unit, slot)
-        elif verb is Verb.WAIT_GATHER and unit in self._gathered:
-            self._awaited.add(self._gathered[unit])
-        elif verb is Verb.RELEASE:
-            self._occupied.discard(slot)
-            self._read[slot] = self._latest[Kind.COMPUTE]
-        elif verb is Verb.REDUCE:
-            reduced = self._reduced[unit] = set()
-            if self._sizes[Among.SHARDS] > 1 and planned.packed_gradient_bytes:
-                needs = {self._latest[Kind.COMPUTE]}
-                packed = planned.packed_gradient_bytes
-                reduced.add(self._collective(Kind.REDUCE, unit, needs, packed, Among.SHARDS))
-        elif verb is Verb.ALL_REDUCE and planned.all_reduce_bytes:
-            needs = self._reduced[unit] or {self._latest[Kind.COMPUTE]}
-            shard = planned.packed_gradient_bytes // self._sizes[Among.SHARDS]
-            added = self._collective(Kind.ALL_REDUCE, unit, needs, shard, Among.REPLICAS)
-            self._reduced[unit].add(added)
-        elif verb is Verb.WAIT_REDUCE:
-            self._awaited |= self._reduced[unit]
-
-    def _gather(self, unit: int, slot: int) -> None:
+    def _gather(self, unit: int) -> None:
         planned = self._plan.units[unit]
         again = unit in self._gathered and planned.secondary_bytes > 0
         received = planned.regather_bytes if again else planned.gather_bytes
         if not received:
             return
+        slot = self._slot_of[unit]
         needs = {self._read[slot]} if slot in self._read else set()
         among = Among.HOST if again else Among.SHARDS
         own = planned.full_bytes - received
         self._gathered[unit] = self._collective(Kind.GATHER, unit, needs, own, among)
+
+    def _wait_gather(self, unit: int) -> None:
+        if unit in self._gathered:
+            self._awaited.add(self._gathered[unit])
+
+    def _release(self, unit: int) -> None:
+        self._read[self._slot_of[unit]] = self._latest[Kind.COMPUTE]
+
+    def _reduce(self, unit: int) -> None:
+        reduced = self._reduced[unit] = set()
+        packed = self._plan.units[unit].packed_gradient_bytes
+        if self._sizes[Among.SHARDS] > 1 and packed:
+            needs = {self._latest[Kind.COMPUTE]}
+            reduced.add(self._collective(Kind.REDUCE, unit, needs, packed, Among.SHARDS))
+
+    def _all_reduce(self, unit: int) -> None:
+        planned = self._plan.units[unit]
+        if planned.all_reduce_bytes:
+            needs = self._reduced[unit] or {self._latest[Kind.COMPUTE]}
+            shard = planned.packed_gradient_bytes // self._sizes[Among.SHARDS]
+            added = self._collective(Kind.ALL_REDUCE, unit, needs, shard, Among.REPLICAS)
+            self._reduced[unit].add(added)
+
+    def _wait_reduce(self, unit: int) -> None:
+        self._awaited |= self._reduced[unit]
 
     def _collective(self, kind: Kind, unit: int, needs: set[int], nbytes: int, among: Among) -> int:
         return self._add(kind, self._plan.units[unit].name, needs, nbytes, among=among)
