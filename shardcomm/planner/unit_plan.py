@@ -16,6 +16,8 @@ class UnitPlan:
     Attributes:
         name: The unit's name.
         numel: How many elements the parameters of the whole unit have.
+        shards: How many ranks hold the unit between them.
+        replicas: How many times they do.
         parameter_bytes: The rank's shard, padding included.
         gradient_bytes: The gradients of the rank's shard, padding included.
         padding_bytes: The padding of all ranks' shards together.
@@ -40,6 +42,8 @@ class UnitPlan:
 
     name: str
     numel: int
+    shards: int
+    replicas: int
     parameter_bytes: int
     gradient_bytes: int
     padding_bytes: int
@@ -86,6 +90,8 @@ class UnitPlan:
         return cls(
             name=name,
             numel=sum(group.layout.numel for group in groups),
+            shards=pool.shards,
+            replicas=pool.replicas,
             parameter_bytes=sum(group.shard_bytes[rank] for group in groups),
             gradient_bytes=sum(group.shard_bytes[rank] for group in trained),
             padding_bytes=sum(group.layout.padding * group.dtype.itemsize for group in groups),

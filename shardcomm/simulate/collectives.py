@@ -13,6 +13,8 @@ where that is lower. Its gathers and reduces of several ranks a host are rings.
 Over `shm` nothing is sent. Ranks read and write memory, and meet: in a gather each rank writes its shard where all see
 it, in a reduce it reads its part of everybody's gradients and writes the mean, in an all-reduce it copies the others'
 parts as well. Over `hosts` the ranks of one host do that, and those of several what `over_hosts` says.
+
+A rank alone gathers, to cast its parameters. It makes no reduce and no all-reduce: its packed gradients are the mean.
 """
 
 from __future__ import annotations
@@ -63,7 +65,7 @@ def reduce(unit: UnitPlan, group: Group, machine: Machine) -> Cost:
     nbytes = unit.reduce_bytes
     if machine.transport == "nccl":
         return _ring(nbytes, group, machine)
-    full = nbytes * group.ranks / (group.ranks - 1)
+    full = group.ranks * _reduced_part(unit)
     if group.hosts > 1:
         return over_hosts.reduce(
             nbytes, full, unit.gradient_bytes, unit.partial_bytes, group, machine
@@ -78,12 +80,17 @@ def all_reduce(unit: UnitPlan, group: Group, machine: Machine) -> Cost:
         (latency,), *moves = _ring(nbytes, group, machine).stages
         latency_s = 2 * min(latency.seconds, _tree_latency_s(group, machine))
         return Cost(((Move(LATENCY, latency_s),), *moves), nbytes)
-    shard = nbytes * group.ranks / (2 * (group.ranks - 1))
+    shard = _reduced_part(unit)
     used = shard + unit.gradient_bytes
     if group.hosts > 1:
         return over_hosts.all_reduce(nbytes, shard, unit.partial_bytes, used, group, machine)
     moved = moved_by_all_reduce(shard, group.ranks) + used
     return _shared("all_reduce", nbytes, moved, machine)
+
+
+def _reduced_part(unit: UnitPlan) -> int:
+    """The bytes of a rank's part of the packed gradients."""
+    return unit.packed_gradient_bytes - unit.reduce_bytes
 
 
 def moved_by_gather(shard: float, part: float) -> float:
@@ -92,7 +99,7 @@ def moved_by_gather(shard: float, part: float) -> float:
 
 
 def moved_by_reduce(full: float, mean: float) -> float:
-    """Over shm, the bytes that a rank reads, its part of each rank's `full` gradients, and writes, their mean."""
+    """Over shm, the bytes that a rank reads, its part of each rank's gradients, and writes, their mean."""
     return full + mean
 
 

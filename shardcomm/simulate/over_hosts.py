@@ -51,7 +51,7 @@ def reduce(
 
     Args:
         nbytes: Of the cost.
-        full: The bytes of a rank's gradients.
+        full: The bytes of the rank's parts of all ranks' gradients.
         mean: The bytes of the mean that a rank writes.
         partial: The bytes of the sums of a host for one part.
         group: The ranks.

@@ -185,6 +185,13 @@ def _check(plan: MemoryPlan, times: Sequence[UnitTime], machine: Machine) -> Non
             "plan has reduces whose sums cross between hosts in another format, which is not simulated; leave "
             "reduce_format out"
         )
+    laid = plan.ranks // plan.replicas, plan.replicas
+    for unit in plan.units:
+        if (unit.shards, unit.replicas) != laid:
+            raise ValueError(
+                f"plan has unit {unit.name!r} laid over ranks in another way than the rest, which is not simulated; "
+                "leave the comm and the strategy out of its Policy"
+            )
     if plan.ranks <= machine.ranks_per_host:
         return
     if machine.transport == "shm" or not machine.network_bytes_per_s:

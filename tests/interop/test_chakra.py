@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardcomm import Communicator, MemoryPlan, Mesh, fully_shard
+from shardcomm import Communicator, MemoryPlan, Mesh, Policy, fully_shard
 from shardcomm.cli import plan as plan_command
 from shardcomm.interop import chakra
 from shardcomm.trace.timeline import RankTimeline, Span, Timeline
@@ -341,6 +341,9 @@ def test_parts_of_different_sizes_and_folders_with_something_are_refused(tmp_pat
     uneven = MemoryPlan.of(chain(3), 2, units=nn.Linear, granularity="tensor")
     with pytest.raises(ValueError, match="in parts of different sizes"):
         chakra.write_step(uneven, tmp_path, tokens=1)
+    alone = Policy(comm=Communicator.local_group(1)[0])
+    with pytest.raises(ValueError, match="on other ranks than the rest"):
+        chakra.write_step(MemoryPlan.of(chain(2), 2, units={nn.Linear: alone}), tmp_path, tokens=1)
     (tmp_path / "step.7.et").touch()
     with pytest.raises(ValueError, match="is not empty; it must be a new or empty one"):
         chakra.write_step(MemoryPlan.of(chain(2), 2), tmp_path, tokens=1)

@@ -85,6 +85,21 @@ def test_over_shm_each_rank_moves_its_part() -> None:
     assert all_reduce.stages == (memory(3, summed + copied + into_gradient),)
 
 
+def test_over_shm_a_rank_moves_its_own_part_where_parts_differ() -> None:
+    """One has the weight, which is three times the bias: it reads the gradients of both, and writes their mean."""
+    (of,) = MemoryPlan.of(nn.Linear(3, NUMEL), 2, granularity="tensor").units
+    reduce = collectives.reduce(of, Group.of(2, 1, 2), machine(transport="shm"))
+    assert reduce.stages == (memory(2, 2 * 3 * BYTES + 3 * BYTES),)
+
+
+def test_a_rank_alone_moves_its_own_gradients() -> None:
+    shm, alone = machine(transport="shm"), Group.of(1, 1, 1)
+    ((reduce,),) = collectives.reduce(unit(1), alone, shm).stages
+    assert reduce.nbytes == 2 * BYTES  # it reads them, and writes them as their mean
+    ((all_reduce,),) = collectives.all_reduce(unit(1, "no_shard"), alone, shm).stages
+    assert all_reduce.nbytes == 2 * BYTES + 2 * BYTES  # the same, and into the gradient
+
+
 def memory(meetings: int, moved: float) -> tuple[Move]:
     """What a core does by itself: it meets others, half a second each, and copies."""
     return (Move("memory", meetings * 0.5 + moved / 2048, moved),)

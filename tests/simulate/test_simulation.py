@@ -19,6 +19,7 @@ from shardcomm import (
     MemoryPlan,
     Mesh,
     MixedPrecision,
+    Policy,
     Simulation,
     UnitTime,
     fully_shard,
@@ -322,6 +323,23 @@ def test_a_factor_that_is_none_is_refused(slowest: float) -> None:
 def test_an_offloaded_plan_is_refused() -> None:
     with pytest.raises(ValueError, match="parameters in host memory, whose copies are not"):
         Simulation.of(plan(cpu_offload=True), TIMES, machine())
+
+
+@pytest.mark.parametrize(
+    ("ranks", "policy"),
+    [
+        (2, Policy(comm=Communicator.local_group(1)[0])),  # a rank alone, which reduces nothing
+        (1, Policy(comm=Communicator.local_group(2)[0])),
+        (2, Policy(strategy="no_shard")),  # among sharded units, of which none is all-reduced
+    ],
+    ids=["on one rank of two", "on two ranks of one", "not sharded"],
+)
+def test_a_plan_with_a_unit_on_other_ranks_is_refused(ranks: int, policy: Policy) -> None:
+    model = chain(2)
+    first, second = model.children()
+    planned = MemoryPlan.of(model, ranks, units={first: None, second: policy})
+    with pytest.raises(ValueError, match="plan has unit '1' laid over ranks in another way"):
+        Simulation.of(planned, TIMES[:3], machine())
 
 
 def in_blocks(**options: Any) -> MemoryPlan:

@@ -303,7 +303,8 @@ def _check_even(unit: UnitPlan, shards: int, replicas: int) -> None:
     """Raises ValueError unless each of the plan's ranks has the same part of the unit."""
     received = unit.full_bytes - unit.full_bytes // shards
     sent = traffic.all_reduce_bytes(unit.packed_gradient_bytes // shards, replicas)
-    if unit.gather_bytes != received or abs(unit.all_reduce_bytes - sent) > replicas:
+    even = unit.gather_bytes == received and abs(unit.all_reduce_bytes - sent) <= replicas
+    if not even or (unit.shards, unit.replicas) != (shards, replicas):
         raise ValueError(
             f"plan has unit {unit.name!r} in parts of different sizes, or on other ranks than the rest; an execution "
             'trace needs equal parts, as with granularity="row" and without a unit\'s own comm'
