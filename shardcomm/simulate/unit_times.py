@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -102,12 +103,20 @@ def times_of_trace(timeline: Timeline, names: Sequence[str]) -> tuple[UnitTime, 
     Raises:
         ValueError: The trace has no steps, or is of a model with other units.
     """
-    steps = timeline.steps()
+    spans = timeline.ranks[0].spans
+    # Those that are around others come before them.
+    computed = sorted(
+        (span for span in spans if span.row == "compute"),
+        key=lambda span: (span.begin_s, -span.end_s),
+    )
+    begins = [span.begin_s for span in computed]
+    steps = [span for span in spans if span.row == "step"]
     if not steps:
         raise ValueError("the trace has no steps; mark them by `with trace.step(number):`")
     found: dict[str, list[float]] = defaultdict(list)
     for step in steps:
-        for name, seconds in _own_times(timeline.only(step).ranks[0].spans).items():
+        within = computed[bisect_left(begins, step.begin_s) : bisect_left(begins, step.end_s)]
+        for name, seconds in _own_times(within).items():
             found[name].append(seconds)
     traced = {name.removeprefix(_FORWARD) for name in found if name.startswith(_FORWARD)}
     if traced != set(names):
@@ -125,19 +134,25 @@ def times_of_trace(timeline: Timeline, names: Sequence[str]) -> tuple[UnitTime, 
     )
 
 
-def _own_times(spans: Sequence[Span]) -> dict[str, float]:
-    """For each forward and backward its seconds, without those from the first unit inside of it to the last."""
-    computed = [span for span in spans if span.row == "compute"]
+def _own_times(computed: Sequence[Span]) -> dict[str, float]:
+    """For each forward and backward its seconds, without those from the first unit inside of it to the last.
+
+    Spans are apart or one inside the other, as calls are. Those that are around others come before them.
+    """
+    first_begin_s: dict[int, float] = {}  # by position: of the first that is inside of this one
+    last_end_s: dict[int, float] = {}
+    around: list[int] = []  # the span before, behind those that are around it
+    for position, span in enumerate(computed):
+        while around and computed[around[-1]].end_s < span.end_s:
+            around.pop()
+        if around:
+            first_begin_s.setdefault(around[-1], span.begin_s)
+            last_end_s[around[-1]] = span.end_s
+        around.append(position)
     times: dict[str, float] = defaultdict(float)
-    for span in computed:
-        inside = [
-            other
-            for other in computed
-            if other is not span and span.begin_s <= other.begin_s and other.end_s <= span.end_s
-        ]
-        begin_s = min((other.begin_s for other in inside), default=span.end_s)
-        end_s = max((other.end_s for other in inside), default=span.end_s)
-        times[span.name] += (begin_s - span.begin_s) + (span.end_s - end_s)
+    for position, span in enumerate(computed):
+        before_s = first_begin_s.get(position, span.end_s) - span.begin_s
+        times[span.name] += before_s + (span.end_s - last_end_s.get(position, span.end_s))
     return _with_unannounced(times, computed)
 
 
@@ -150,6 +165,7 @@ def _with_unannounced(times: dict[str, float], computed: Sequence[Span]) -> dict
     for span in computed:
         name = _BACKWARD + span.name.removeprefix(_FORWARD)
         if span.name.startswith(_FORWARD) and name not in times:
-            following = [begin_s for begin_s in backwards if begin_s >= span.end_s]
-            times[name] = min(following, default=span.end_s) - span.end_s
+            following = bisect_left(backwards, span.end_s)
+            known = following < len(backwards)
+            times[name] = backwards[following] - span.end_s if known else 0.0
     return times

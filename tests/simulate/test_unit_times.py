@@ -60,6 +60,20 @@ def test_a_traced_unit_has_the_time_outside_of_those_in_it() -> None:
     assert times_of_trace(traced, ["(root)", "block"]) == (UnitTime(3.0, 2.0), UnitTime(5.0, 9.0))
 
 
+def test_units_in_units_and_beside_them_are_told_apart() -> None:
+    """What comes between two units inside of another, such as from 4 to 5, is nobody's."""
+    traced = timeline(
+        ("step", "step 0", 0.0, 40.0),
+        ("compute", "forward a", 2.0, 4.0),
+        ("compute", "forward b", 5.0, 9.0),
+        ("compute", "forward outer", 1.0, 10.0),
+        ("compute", "forward c", 11.0, 15.0),
+        ("compute", "forward (root)", 0.0, 20.0),
+    )
+    found = times_of_trace(traced, ["(root)", "outer", "a", "b", "c"])
+    assert [each.forward_s for each in found] == [6.0, 2.0, 2.0, 4.0, 4.0]
+
+
 def test_a_model_whose_inputs_have_no_gradient_has_what_comes_before_its_block() -> None:
     traced = timeline(
         ("step", "step 0", 0.0, 20.0),
