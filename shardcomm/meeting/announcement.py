@@ -74,9 +74,9 @@ def ask(run: str, timeout_s: float) -> int:
                 connection.connect(_name(run))
                 if _user_of(connection) != os.getuid():
                     raise CommError(f"user {_user_of(connection)} announces a port for {run}")
-                told = connection.makefile("rb").readline()
-                if told.endswith(b"\n"):
-                    return int(told)
+                line = connection.makefile("rb").readline()
+                if line.endswith(b"\n"):
+                    return int(line)
             except OSError:  # rank 0 is not there yet, or was the program's before, and has ended
                 pass
         if time.monotonic() > end:

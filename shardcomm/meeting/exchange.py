@@ -153,7 +153,7 @@ class StoreExchange(Exchange):
         self._name = name
         self._rounds = itertools.count()
         self._failed = f"{name}/failed"
-        self._told = False
+        self._failure_is_posted = False
 
     def __call__(self, payload: bytes) -> list[bytes]:
         """See `Exchange`."""
@@ -188,8 +188,8 @@ class StoreExchange(Exchange):
             over.wait(_LONGEST_PAUSE_S)
 
     def _tell(self, error: CommError) -> None:
-        if not self._told:
-            self._told = True
+        if not self._failure_is_posted:
+            self._failure_is_posted = True
             # On a thread, since a store that is stopped must not keep this rank.
             Background(lambda: self._post(self._failed, to_bytes(error))).ended(_LAST_WORD_S)
 

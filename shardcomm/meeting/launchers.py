@@ -265,8 +265,8 @@ def _read(launcher: _Launcher) -> Launched:
     size = whole_variable(launcher.size, 1, _MOST)
     rank = whole_variable(launcher.rank, 0, size - 1)
     local_rank, local_size = _local(launcher, size)
-    told = [os.environ.get(name, "") for name in launcher.job]
-    job = ".".join(told) if all(told) else ""
+    parts = [os.environ.get(name, "") for name in launcher.job]
+    job = ".".join(parts) if all(parts) else ""
     agents = None
     if launcher is _TORCHRUN and "GROUP_WORLD_SIZE" in os.environ:
         agents = whole_variable("GROUP_WORLD_SIZE", 1, _MOST)

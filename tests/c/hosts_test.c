@@ -37,7 +37,7 @@ struct links {
   double deadline_s;  // of the latest call
 };
 
-static int told(shc_status status, char* error) {
+static int status_of(shc_status status, char* error) {
   if (status == SHC_OK) return 0;
   strncpy(error, shc_last_error_text(), 255);
   return 1;
@@ -51,23 +51,23 @@ static int gather_hosts(void* context, int channel, const void* send, void* recv
     strcpy(error, "the link is cut");
     return 7;
   }
-  return told(shc_all_gather(links->channels[channel], send, SHC_U8, recv, SHC_U8, (int64_t)bytes,
-                             NULL, NULL),
-              error);
+  return status_of(shc_all_gather(links->channels[channel], send, SHC_U8, recv, SHC_U8,
+                                  (int64_t)bytes, NULL, NULL),
+                   error);
 }
 
 static int exchange_hosts(void* context, int channel, const void* send, void* recv, size_t bytes,
                           char* error) {
   struct links* links = context;
   const int64_t counts[kHosts] = {(int64_t)bytes, (int64_t)bytes};
-  return told(shc_all_to_all(links->channels[channel], send, counts, recv, counts, SHC_U8, 0, NULL),
-              error);
+  return status_of(
+      shc_all_to_all(links->channels[channel], send, counts, recv, counts, SHC_U8, 0, NULL), error);
 }
 
 static int broadcast_hosts(void* context, int channel, void* buffer, size_t bytes, int root,
                            char* error) {
   struct links* links = context;
-  return told(shc_broadcast(links->channels[channel], buffer, bytes, root, NULL), error);
+  return status_of(shc_broadcast(links->channels[channel], buffer, bytes, root, NULL), error);
 }
 
 static void cut(void* context) {
