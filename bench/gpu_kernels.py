@@ -185,11 +185,12 @@ def reductions(place: Place, rounds: int, report: Report) -> None:
         ours, theirs = [], []
         for _ in range(sets_of(place, nbytes, where)):
             slices = place.random(ranks, count, dtype=dtype)
-            shard, expected = place.random(count), torch.zeros(count, device=place.device)
+            shard = place.random(count)
             reduce = reduction(place, shard, slices, scale)
-            for part in slices:
-                expected += part.float()
-            expected = shard + scale * (expected * (1 / ranks))
+            sums = [part.float() for part in slices]
+            while len(sums) > 1:  # in pairs, which is the order of our sums
+                sums = [a + b for a, b in zip(sums[::2], sums[1::2], strict=True)]
+            expected = shard + scale * (sums[0] * (1 / ranks))
             reduce()
             require_equal(f"reduce of {ranks} ranks, {dtype}", shard, expected)
             ours.append(reduce)
