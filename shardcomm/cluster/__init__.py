@@ -4,7 +4,7 @@ from shardcomm.cluster.cluster import Cluster
 from shardcomm.cluster.hosts import refusal
 from shardcomm.cluster.links import LinkBytes, link_bytes
 from shardcomm.cluster.namespaces import NoHostsError
-from shardcomm.cluster.processes import OnHost
+from shardcomm.cluster.on_host import OnHost
 from shardcomm.cluster.steps import step
 
 __all__ = ["Cluster", "LinkBytes", "NoHostsError", "OnHost", "link_bytes", "refusal", "step"]

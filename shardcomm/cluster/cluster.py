@@ -15,7 +15,8 @@ from shardcomm.cluster import calls, environment
 from shardcomm.cluster.hosts import MOST_HOSTS, Host, hosts
 from shardcomm.cluster.kills import Kill, check_there, parse_kill
 from shardcomm.cluster.links import Link
-from shardcomm.cluster.processes import OnHost, Process, Processes, Stream, Write
+from shardcomm.cluster.on_host import OnHost
+from shardcomm.cluster.processes import Process, Processes, Stream, Write
 from shardcomm.cluster.quantities import parse_duration, parse_rate
 from shardcomm.process.failures import Failure, ended, first_cause
 from shardcomm.process.launch import GRACE_S, RankError
@@ -228,7 +229,7 @@ def _content(descriptor: int) -> bytes:
 
 
 def _check_killed(processes: Processes) -> None:
-    for kill in processes.missed():
+    for kill in processes.kills.missed():
         raise RuntimeError(f"run: kill {kill.text!r} did not happen: {kill.why_not}")
 
 

@@ -57,7 +57,7 @@ class Namespaces:
         return self._holder.pid
 
     @property
-    def told(self) -> int:
+    def written_inside(self) -> int:
         """The reading end of a pipe; who is inside writes to it as /proc/1/fd/1."""
         assert self._holder.stdout
         return self._holder.stdout.fileno()

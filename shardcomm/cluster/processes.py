@@ -1,33 +1,28 @@
-"""Processes on hosts: started, heard line by line, killed when it is time, and waited for."""
+"""Processes on hosts: started, heard line by line, and waited for."""
 
 from __future__ import annotations
 
 import os
 import selectors
-import signal
 import subprocess
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Literal
 
+from shardcomm.cluster.due_kills import DueKills
 from shardcomm.cluster.hosts import Host
+from shardcomm.cluster.idle_hosts import IdleHosts
 from shardcomm.cluster.kills import Kill
-from shardcomm.cluster.links import LinkBytes
+from shardcomm.cluster.on_host import OnHost
 
 Stream = Literal["stdout", "stderr"]
 Write = Callable[[Stream, str], None]
 """Takes a line of a host's output, or of the cluster's own, with its end."""
 
 _CHUNK_BYTES = 1 << 16
-_KEPT_LINES = 60  # of each host, for an error
-_PAUSE_S = 0.02  # until a rank that is to be killed is looked for again
-_LOOK_S = 0.5  # until it is looked again whether a host has ranks
-_IDLE_S = 10.0  # for how long a host is seen without ranks before it is ended
 
 
 @dataclass
@@ -45,25 +40,6 @@ class Process:
     status: int | None = None
 
 
-@dataclass
-class OnHost:
-    """What has become of a host.
-
-    Attributes:
-        name: Its name.
-        address: Its address.
-        killed: Whether it was killed, as was asked for.
-        carried: What its link has carried.
-        last_lines: The end of its output.
-    """
-
-    name: str
-    address: str
-    killed: bool = False
-    carried: LinkBytes = field(default=LinkBytes(0, 0))
-    last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=_KEPT_LINES))
-
-
 class Processes:
     """The processes of one run on hosts.
 
@@ -77,7 +53,7 @@ class Processes:
         all: The processes, in the order in which they were started.
         failed: Those that ended with another status than 0 and were not to be killed, in the order of their ends.
         on_hosts: Of each host, what has become of it.
-        killed_s: Of each kill that has happened, by its number: after how many seconds.
+        kills: What was and is to be killed.
     """
 
     def __init__(
@@ -86,20 +62,20 @@ class Processes:
         self.all: list[Process] = []
         self.failed: list[Process] = []
         self.on_hosts = [OnHost(host.name, host.address) for host in hosts]
-        self.killed_s: dict[int, float] = {}
-        self._busy_at: dict[int, float] = {}  # of a host, when it had ranks, or was first looked at
-        self._with_ranks: set[int] = set()  # hosts that were seen with ranks
-        self._ended: dict[int, int] = {}  # of a host that was ended, its torchrun's status
+        tell = partial(write, "stderr")
+        self.kills = DueKills(kills, hosts, self.on_hosts, ranks_a_host, tell)
+        self._idle_hosts = IdleHosts(self.on_hosts, tell)
         self._hosts = hosts
-        self._ranks_a_host = ranks_a_host
-        self._kills = kills
         self._write = write
         self._opened = ExitStack()
         self._selector = self._opened.enter_context(selectors.DefaultSelector())
         self._running = 0
         self._begin = time.monotonic()
         # The ranks of a host write there to which deadly step they have come.
-        self._told = [self._read(host.namespaces.told, self._on_deadly_step) for host in hosts]
+        self._read_steps = [
+            self._read(host.namespaces.written_inside, self.kills.carry_out_at_step)
+            for host in hosts
+        ]
 
     def start(
         self,
@@ -124,11 +100,11 @@ class Processes:
 
         def on_end() -> None:
             self._selector.unregister(end)
-            for read in (self._told[host.number], *readers):
+            for read in (self._read_steps[host.number], *readers):
                 read()
-            process.status = self._ended.get(host.number, opened.wait())
+            process.status = self._idle_hosts.ended.get(host.number, opened.wait())
             self._running -= 1
-            if process.status and not self._was_to_be_killed(process):
+            if process.status and not self.kills.has_killed(host, rank):
                 self.failed.append(process)
 
         end = os.pidfd_open(opened.pid)
@@ -160,22 +136,18 @@ class Processes:
                 raise TimeoutError(
                     f"after {timeout_s:g} s these hosts still ran: {', '.join(dict.fromkeys(late))}"
                 )
-            due = end, grace_end, self._kill_due(now), self._end_idle_hosts(now)
+            due = end, grace_end, self.kills.carry_out_at(now), self._end_idle_hosts(now)
             moments = [each for each in due if each is not None]
             for key, _ in self._selector.select(min(moments) - now if moments else None):
                 if key.fd in self._selector.get_map():  # another's end may have unregistered it
                     key.data()
         for host, on_host in zip(self._hosts, self.on_hosts, strict=True):
-            if not on_host.killed and host.number not in self._ended:
+            if not on_host.killed and host.number not in self._idle_hosts.ended:
                 on_host.carried = host.link_bytes()
 
     def close(self) -> None:
         """Lets go of what was read from. The processes end with their hosts."""
         self._opened.close()
-
-    def missed(self) -> list[Kill]:
-        """The kills that have not happened."""
-        return [kill for i, kill in enumerate(self._kills) if i not in self.killed_s]
 
     def _read(self, pipe: int, take: Callable[[str], None]) -> Callable[[], None]:
         """Has `take` called with each line that comes through a pipe. Returns what reads all that is there."""
@@ -202,115 +174,9 @@ class Processes:
         self.on_hosts[host.number].last_lines.append(line)
         self._write(stream, f"[{host.name}] {line}\n")
 
-    def _on_deadly_step(self, line: str) -> None:
-        number = int(line)
-        if number not in self.killed_s:
-            self._carry_out(number)
-
-    def _kill_due(self, now: float) -> float | None:
-        """Carries out what is due. Returns when to look again."""
-        moments = []
-        for number, kill in enumerate(self._kills):
-            if kill.after_s is None or number in self.killed_s:
-                continue
-            due = self._begin + kill.after_s
-            if due > now:
-                moments.append(due)
-            elif not self._carry_out(number):
-                moments.append(now + _PAUSE_S)  # the rank's process is not there yet
-        return min(moments, default=None)
-
     def _end_idle_hosts(self, now: float) -> float | None:
-        """Ends hosts where torchrun waits for that of another host, which has failed or was killed.
-
-        torchrun would wait for five minutes after the end of its ranks, and longer if they have not begun. Returns when
-        to look again.
-        """
+        """Ends hosts that wait for one that has failed or was killed. Returns when to look again."""
         if not self.failed and not any(each.killed for each in self.on_hosts):
             return None
-        waiting = [each for each in self.all if each.rank is None and each.status is None]
-        for process in waiting:
-            host, number = process.host, process.host.number
-            if number in self._ended or self.on_hosts[number].killed:
-                continue
-            has_ranks = any(_rank_of(pid) is not None for pid in _pids_on(host))
-            began = number in self._busy_at
-            if has_ranks or not began:
-                self._busy_at[number] = now
-            if has_ranks:
-                self._with_ranks.add(number)
-            elif began and now - self._busy_at[number] >= _IDLE_S:
-                self._end_idle(host)
-        return now + _LOOK_S if waiting else None
-
-    def _end_idle(self, host: Host) -> None:
-        never = host.number not in self._with_ranks
-        self._ended[host.number] = int(never)
-        self.on_hosts[host.number].carried = host.link_bytes()
-        host.namespaces.end()
-        what = "which never had ranks" if never else "whose ranks had ended"
-        self._write(
-            "stderr",
-            f"shardcomm cluster: ended {host.name}, {what}, and whose torchrun waited for another host's\n",
-        )
-
-    def _carry_out(self, number: int) -> bool:
-        kill = self._kills[number]
-        if kill.rank is not None:
-            if kill.step is None and not self._kill_rank(kill.rank):
-                return False
-        else:
-            assert kill.host is not None
-            host, on_host = self._hosts[kill.host], self.on_hosts[kill.host]
-            if not on_host.killed:
-                on_host.carried = host.link_bytes()
-                on_host.killed = True
-                host.kill()
-        self.killed_s[number] = time.monotonic() - self._begin
-        when = f"{self.killed_s[number]:.3f} s after the start"
-        self._write("stderr", f"shardcomm cluster: killed {kill.whom}, {when} ({kill.text})\n")
-        return True
-
-    def _kill_rank(self, rank: int) -> bool:
-        """Kills the rank's process, if there is one yet."""
-        pids = _pids_on(self._hosts[rank // self._ranks_a_host])
-        of_rank = {pid for pid in pids if _rank_of(pid) == rank}
-        # The rank's own children have its environment, too.
-        first = [pid for pid in of_rank if _parent(pid) not in of_rank]
-        for pid in first:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        return bool(first)
-
-    def _was_to_be_killed(self, process: Process) -> bool:
-        """Whether its host's kill, or its own, has ended the process."""
-        kills = [self._kills[i] for i in self.killed_s]
-        return self.on_hosts[process.host.number].killed or any(
-            kill.rank is not None and kill.rank == process.rank for kill in kills
-        )
-
-
-def _pids_on(host: Host) -> list[int]:
-    """The processes of a host, as this process numbers them."""
-    own = os.stat(f"/proc/{host.namespaces.pid}/ns/pid_for_children").st_ino
-    pids = []
-    for name in os.listdir("/proc"):
-        with suppress(OSError):
-            if name.isdigit() and os.stat(f"/proc/{name}/ns/pid").st_ino == own:
-                pids.append(int(name))
-    return pids
-
-
-def _rank_of(pid: int) -> int | None:
-    """The rank that the process or one above it is, as its environment says."""
-    with suppress(OSError):
-        for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-            if entry.startswith(b"RANK="):
-                return int(entry.removeprefix(b"RANK="))
-    return None
-
-
-def _parent(pid: int) -> int:
-    with suppress(OSError):
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    return 0
+        running = [each.host for each in self.all if each.rank is None and each.status is None]
+        return self._idle_hosts.look_at(running, now) if running else None

@@ -64,8 +64,8 @@ def _of_this_host() -> list[_Deadly]:
 
 
 def _die(deadly: _Deadly) -> NoReturn:
-    with open("/proc/1/fd/1", "wb", buffering=0) as told:
-        told.write(b"%d\n" % deadly.number)
+    with open("/proc/1/fd/1", "wb", buffering=0) as outside:
+        outside.write(b"%d\n" % deadly.number)
     if deadly.rank is not None:
         os.kill(os.getpid(), signal.SIGKILL)
     while True:  # until the host ends

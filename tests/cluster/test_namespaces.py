@@ -35,7 +35,7 @@ from shardcomm.cluster.hosts import hosts
 from shardcomm.cluster.links import Link
 with hosts(2, Link(10**9)) as (first, second):
     second.start("sh", "-c", "getent ahostsv4 host0 | head -n1; echo to its maker >/proc/1/fd/1").wait()
-    print(os.geteuid(), os.read(second.namespaces.told, 100))
+    print(os.geteuid(), os.read(second.namespaces.written_inside, 100))
     second.kill()
     first.start("hostname").wait()
 """

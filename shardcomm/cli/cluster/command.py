@@ -86,7 +86,7 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     print(report.table(), file=sys.stderr if args.json == "-" else sys.stdout)
     report.write_json(args.json)
     said = [late] if late else [
-        f"--kill is {kill.text!r}, which did not happen: {kill.why_not}" for kill in processes.missed()
+        f"--kill is {kill.text!r}, which did not happen: {kill.why_not}" for kill in processes.kills.missed()
     ]  # fmt: skip
     for sentence in said:
         print(f"shardcomm cluster: {sentence}", file=sys.stderr)

@@ -65,7 +65,7 @@ class Report:
             for host, status in zip(processes.on_hosts, statuses, strict=True)
         ]  # fmt: skip
         first = _as_of_shell(processes.failed[0].status) if processes.failed else 0
-        killed_s = {kills[i].text: seconds for i, seconds in processes.killed_s.items()}
+        killed_s = {kills[i].text: seconds for i, seconds in processes.kills.killed_s.items()}
         return Report(cluster, first or 0, lines, killed_s)
 
     def table(self) -> str:
