@@ -7,7 +7,7 @@ the schedule fixes: how far ahead units are gathered, which of them stay, and wh
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from shardcomm.files.whole_file import written_whole
@@ -40,10 +40,18 @@ class Box(NamedTuple):
 def boxes_of(schedule: Schedule) -> list[Box]:
     """The boxes of a step, in the order in which they end."""
     step = _PlottedStep(schedule)
+    do: dict[Verb, Callable[[int, int], None]] = {
+        Verb.GATHER: step.gather,
+        Verb.WAIT_GATHER: step.wait_gather,
+        Verb.RELEASE: lambda _, slot: step.release(slot),
+        Verb.REDUCE: step.reduce,
+        Verb.ALL_REDUCE: step.all_reduce,
+        Verb.WAIT_REDUCE: step.wait_reduce,
+    }
     following = [*schedule.triggers()[1:], None]
     for (trigger, actions, _), then in zip(schedule.replay(), following, strict=True):
         for verb, unit, slot in actions:
-            step.do(verb, unit, slot)
+            do[verb](unit, slot)
         step.compute(trigger, then)
     for slot in range(schedule.num_slots):
         step.release(slot)
@@ -64,21 +72,24 @@ class _PlottedStep:
         if not self.sharded:
             self.arrival = {slot: (unit, 0.0) for unit, slot in enumerate(schedule.slot_of)}
 
-    def do(self, verb: Verb, unit: int, slot: int) -> None:
-        if verb is Verb.GATHER:
-            self.arrival[slot] = unit, self.collective(verb, str(slot), unit, self.now)
-        elif verb is Verb.WAIT_GATHER:
-            self.now = max(self.now, self.arrival[slot][1])
-        elif verb is Verb.RELEASE:
-            self.release(slot)
-        elif verb is Verb.REDUCE:
-            # If there is one shard, the reduce is a copy.
-            end = self.collective(verb, "reduce", unit, self.now) if self.sharded else self.now
-            self.reduced[unit] = end
-        elif verb is Verb.ALL_REDUCE:
-            self.reduced[unit] = self.collective(verb, "all-reduce", unit, self.reduced[unit])
-        elif verb is Verb.WAIT_REDUCE:
-            self.now = max(self.now, self.reduced[unit])
+    def gather(self, unit: int, slot: int) -> None:
+        self.arrival[slot] = unit, self.collective(Verb.GATHER, str(slot), unit, self.now)
+
+    def wait_gather(self, _: int, slot: int) -> None:
+        self.now = max(self.now, self.arrival[slot][1])
+
+    def reduce(self, unit: int, _: int) -> None:
+        # If there is one shard, the reduce is a copy.
+        end = self.collective(Verb.REDUCE, "reduce", unit, self.now) if self.sharded else self.now
+        self.reduced[unit] = end
+
+    def all_reduce(self, unit: int, _: int) -> None:
+        self.reduced[unit] = self.collective(
+            Verb.ALL_REDUCE, "all-reduce", unit, self.reduced[unit]
+        )
+
+    def wait_reduce(self, unit: int, _: int) -> None:
+        self.now = max(self.now, self.reduced[unit])
 
     def collective(self, verb: Verb, lane: str, unit: int, earliest: float) -> float:
         """Queues a collective behind those of its stream; returns the time of its end."""
