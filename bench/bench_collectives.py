@@ -23,7 +23,7 @@ from pytest_benchmark.fixture import BenchmarkFixture
 import shardcomm
 
 RANKS, ROUNDS, WARM_UP = 2, 50, 2
-PEERS = ("shm", "shm private", "gloo", "memcpy")
+PEERS = ("window", "Python", "gloo", "memcpy")
 DEADLINE_S = 60.0
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # torch renames its collectives
@@ -81,6 +81,8 @@ def test_collective(
     size: int,
     peer: str,
 ) -> None:
+    if op == "barrier" and peer in ("window", "memcpy"):
+        pytest.skip("a barrier moves nothing")
     comm, cases = rank0
     benchmark.group = f"{op}, {RANKS} ranks, {size} B"
     cases.send((f"{op}/{peer}", size))
