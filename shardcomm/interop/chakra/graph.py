@@ -268,9 +268,8 @@ def _in_order(nodes: Sequence[Node]) -> tuple[Node, ...]:
     however long each of them computes: what a collective needs has ended when what a later one needs has. In another
     order, one rank could wait in a gather and another in a reduce for ever.
     """
-    after: list[
-        int
-    ] = []  # of each node, the latest computation that ends before it begins; itself for computation
+    # Of each node the latest computation that ends before it begins; of a computation, itself.
+    after: list[int] = []
     for position, node in enumerate(nodes):
         needed = max((after[need] for need in node.needs), default=-1)
         after.append(position if node.kind is Kind.COMPUTE else needed)
