@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple, Protocol, cast
 from weakref import WeakValueDictionary
@@ -87,6 +88,7 @@ class HasPending(Protocol):
 
 
 _open: WeakValueDictionary[int, HasPending] = WeakValueDictionary()
+os.register_at_fork(after_in_child=_open.clear)  # a child is no rank of its parent's groups
 
 
 def opened(group: HasPending) -> None:

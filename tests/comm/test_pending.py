@@ -297,3 +297,12 @@ def test_a_closed_group_can_be_asked(size: int) -> None:
     for comm in comms:
         comm.close()
     assert comms[0].pending() == [Pending(rank, os.getpid()) for rank in range(size)]
+
+
+def test_a_forked_child_is_in_no_group_of_its_parent() -> None:
+    with Communicator.local_group(2)[0] as parents:
+        assert f"local group of {parents.size} ranks" in pending.report()
+        child = os.fork()
+        if child == 0:
+            os._exit(pending.report() != "")
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
