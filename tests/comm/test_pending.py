@@ -304,5 +304,9 @@ def test_a_forked_child_is_in_no_group_of_its_parent() -> None:
         assert f"local group of {parents.size} ranks" in pending.report()
         child = os.fork()
         if child == 0:
-            os._exit(pending.report() != "")
+            status = 1
+            try:
+                status = int(pending.report() != "")
+            finally:  # whatever it raises, the child runs no other test
+                os._exit(status)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
