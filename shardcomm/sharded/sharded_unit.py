@@ -62,6 +62,53 @@ class ShardedUnit:
         state: What the full parameters are in use for.
     """
 
+    # A step comes to every unit a dozen times, where a dict of so many attributes would miss the cache again and again.
+    __slots__ = (
+        "__weakref__",
+        "_apart",
+        "_gather_bytes",
+        "_given",
+        "_places",
+        "apart",
+        "began",
+        "buckets",
+        "depth",
+        "entered",
+        "gathered",
+        "gathers",
+        "gradients",
+        "holders",
+        "in_method",
+        "in_transform",
+        "input_dtype",
+        "keep_out_of_graphs",
+        "mesh",
+        "module",
+        "name",
+        "on_backward",
+        "on_backward_end",
+        "on_gradient",
+        "on_reshard",
+        "on_shard_gradient",
+        "on_unshard",
+        "output_dtype",
+        "params",
+        "post_backward",
+        "post_forward",
+        "pre_backward",
+        "pre_forward",
+        "returned",
+        "secondary",
+        "shares_slot",
+        "slot",
+        "state",
+        "storages",
+        "streams",
+        "tells",
+        "unsharded",
+        "versions",
+    )
+
     def __init__(
         self,
         index: int,
@@ -243,8 +290,10 @@ class ShardedUnit:
 
     def take_change(self) -> str | None:
         """The name of a parameter that the unit's forward has changed, which is gathered anew then; None: of none."""
-        with plain():
-            name = self.versions.changed() if self._apart else None
+        name = None
+        if self._apart:
+            with plain():
+                name = self.versions.changed()
         if self._given:
             name = next((of for of, values in self._given if values._version), name)
             self._given.clear()

@@ -97,7 +97,7 @@ class ParamGradient:
         """Drops the gradients of all backwards."""
         set_grad(self.full, None)
         self._sum = None
-        self.used = self.whole.awaits_reduce = False
+        self.used = False
 
 
 class Call:
@@ -159,6 +159,7 @@ class UnitGradients:
         self.open_calls: set[int] = set()  # of forwards whose backward has not come yet
         self._trained = self._buckets  # those whose gradients this backward leaves
         self.awaits_replicas = False
+        self._kept = False  # whether `keep` has ended a backward since the latest was published
 
     # The methods, in the order in which a step calls them.
 
@@ -216,6 +217,7 @@ class UnitGradients:
                     if bucket.reduce_dtype.itemsize > bucket.param_dtype.itemsize:
                         param.add(bucket.reduce_dtype)
                     param.whole.awaits_reduce = self.stage is REDUCING or param.holds_earlier
+        self._kept = True
         awaiting.add(self)
 
     def reduce(self, *, put_off: bool = False) -> None:
@@ -274,8 +276,8 @@ class UnitGradients:
     def _published(self) -> None:
         self.stage = READY
         for param in self._params:
-            param.used = param.whole.awaits_reduce = False
-        awaiting.discard(self)
+            param.used = False
+        self._await_no_reduce()
         hooked = self._hooked()
         for shard in hooked:
             with plain():
@@ -298,7 +300,7 @@ class UnitGradients:
             with plain():
                 for param in params:
                     param.forget()
-        awaiting.discard(self)
+        self._await_no_reduce()
         self.stage = EMPTY
         self.open_calls.clear()
         self.awaits_replicas = False
@@ -320,6 +322,13 @@ class UnitGradients:
     def all_reduce_bytes(self) -> int:
         """The bytes that this rank sends in one all-reduce."""
         return sum([bucket.all_reduce_bytes for bucket, _ in self._trained])
+
+    def _await_no_reduce(self) -> None:
+        if self._kept:
+            self._kept = False
+            for param in self._params:
+                param.whole.awaits_reduce = False
+            awaiting.discard(self)
 
     def _hooked(self) -> list[nn.Parameter]:
         with plain():
