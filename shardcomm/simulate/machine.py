@@ -162,9 +162,8 @@ class Machine:
         path = _FOLDER / f"{name}.json" if name in shipped() else Path(name)
         if not path.exists():
             known = ", ".join(shipped())
-            raise FileNotFoundError(
-                errno.ENOENT, f"no such file, and no machine that comes along: {known}", str(name)
-            )
+            sentence = f"no such file, and none of the machines {known}, which come along"
+            raise FileNotFoundError(errno.ENOENT, sentence, str(name))
         file = read_json(path, "a machine's file, as `shardcomm bench --fit FILE` writes it")
         file["shardcomm_machine"].whole(1, 1)
         given: dict[str, Any] = {f.name: file[f.name].raw for f in fields(cls)}
