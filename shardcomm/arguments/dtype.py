@@ -18,8 +18,8 @@ _CORE_DTYPES = {
 }
 
 
-def core_dtype(dtype: torch.dtype) -> _C.DType:
-    """The core's name for `dtype`, with which the core can compute.
+def core_dtype(dtype: torch.dtype, what: str = "a tensor") -> _C.DType:
+    """The core's name for `dtype`, with which the core can compute; `what` has it, as "all_reduce: buffer".
 
     Raises:
         TypeError: The core does not know the arithmetic of `dtype`.
@@ -28,9 +28,7 @@ def core_dtype(dtype: torch.dtype) -> _C.DType:
         return _CORE_DTYPES[dtype]
     except KeyError:
         accepted = ", ".join(str(known) for known in _CORE_DTYPES)
-        raise TypeError(
-            f"dtype is {dtype}, which the core does not compute with; convert it to one of: {accepted}"
-        ) from None
+        raise TypeError(f"{what} is of {dtype}; accepted: {accepted}") from None
 
 
 def wire_dtype(dtype: torch.dtype) -> tuple[_C.DType, int]:

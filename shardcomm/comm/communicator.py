@@ -400,9 +400,9 @@ class Communicator(ABC):
             scale: A factor of the result, which float32 can hold; only for floating-point dtypes.
             accumulate: Whether the result is added to what `recv` holds.
             nonfinite: A tensor of one int32 element on `device`. It is set to 1 if an element of the result in `recv`
-                is NaN or Inf, also by overflow of a sum or of recv's dtype, and else left as it is. The kernel that
-                writes the result looks. Where that is not shardcomm's (c10d; nccl with neither conversion nor scale nor
-                accumulation), the result is read once more.
+                is NaN or Inf, also by overflow of a sum or of recv's dtype, and else left as it is. A kernel of
+                shardcomm's looks while it writes the result. A result that another library writes (c10d; nccl with
+                neither conversion nor scale nor accumulation) is read once more.
             tag: As in `all_gather`.
             stream: As in `all_gather`.
 

@@ -111,7 +111,9 @@ class CoreCommunicator(Communicator):
         parts = checked_parts("all_gather", self._ranks, counts, recv=recv, send=send, whole="recv")
         if tag != 0:
             check_tag("all_gather", tag)
-        addresses = send.data_ptr(), core_dtype(send.dtype), recv.data_ptr(), core_dtype(recv.dtype)
+        send_dtype = core_dtype(send.dtype, "all_gather: send")
+        recv_dtype = core_dtype(recv.dtype, "all_gather: recv")
+        addresses = send.data_ptr(), send_dtype, recv.data_ptr(), recv_dtype
         return *addresses, parts, tag
 
     def reduce_scatter(
@@ -175,7 +177,9 @@ class CoreCommunicator(Communicator):
             scale = checked_scale("reduce_scatter", scale)
         if accumulate is not False:
             check_flag("reduce_scatter", "accumulate", accumulate)
-        addresses = send.data_ptr(), core_dtype(send.dtype), recv.data_ptr(), core_dtype(recv.dtype)
+        send_dtype = core_dtype(send.dtype, "reduce_scatter: send")
+        recv_dtype = core_dtype(recv.dtype, "reduce_scatter: recv")
+        addresses = send.data_ptr(), send_dtype, recv.data_ptr(), recv_dtype
         flag = flag_address("reduce_scatter", nonfinite, self.device)
         return *addresses, scale, accumulate, parts, red_op("reduce_scatter", op), tag, flag
 
@@ -201,8 +205,8 @@ class CoreCommunicator(Communicator):
         bound: Any = _C.BoundReduction(
             self._core,
             send.data_ptr(),
-            core_dtype(send.dtype),
-            core_dtype(recv.dtype),
+            core_dtype(send.dtype, "reduce_scatter: send"),
+            core_dtype(recv.dtype, "reduce_scatter: recv"),
             parts,
             red_op("reduce_scatter", op),
             tag,
@@ -255,7 +259,7 @@ class CoreCommunicator(Communicator):
         """The core's arguments."""
         if tag != 0:
             check_tag("all_reduce", tag)
-        where = buffer.data_ptr(), core_dtype(buffer.dtype), buffer.numel()
+        where = buffer.data_ptr(), core_dtype(buffer.dtype, "all_reduce: buffer"), buffer.numel()
         return *where, red_op("all_reduce", op), tag
 
     def broadcast(

@@ -209,8 +209,7 @@ class Mesh:
     def abort(self, reason: str) -> None:
         """Makes present and later collectives of the mesh's groups raise `CommError` on all their ranks.
 
-        An engine that gets this error aborts its own groups, too. So the ranks hear of it that are in none of these
-        groups.
+        An engine that gets this error aborts its own groups, too. So ranks outside of this mesh's groups hear of it.
 
         Args:
             reason: A sentence, which the error quotes.

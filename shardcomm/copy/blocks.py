@@ -287,7 +287,7 @@ def decode_sum(
             f"{parts} * {part_bytes}"
         )
     check_flag("decode_sum", "accumulate", accumulate)
-    dtype = core_dtype(destination.dtype)
+    dtype = core_dtype(destination.dtype, "decode_sum: destination")
     scale = checked_scale("decode_sum", scale)
     flag = flag_address("decode_sum", nonfinite, wires.device)
     if not uses_core(wires.device):
@@ -392,7 +392,7 @@ def _addresses(
                 "one dtype"
             )
         addresses.append((tensor.data_ptr(), tensor.numel(), first_block))
-    return core_dtype(dtype), addresses
+    return core_dtype(dtype, f"{operation}: segments[0].tensor"), addresses
 
 
 def _stream_of(device: torch.device, stream: AnyStream | None) -> _C.Stream | None:

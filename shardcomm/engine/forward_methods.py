@@ -55,8 +55,8 @@ def install(
     method = getattr(module, name, None) if isinstance(name, str) else None
     if not isinstance(name, str) or not callable(method):
         raise ValueError(
-            f"register_forward_method: {type(module).__name__} has no method {name!r}; give the name of one that "
-            "computes with its parameters, such as 'generate'"
+            f"register_forward_method: {type(module).__name__} has no method {name!r}; give the name of a "
+            "method that computes with its parameters"
         )
     if name in ("forward", "__call__"):
         raise ValueError(

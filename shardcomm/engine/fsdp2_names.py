@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
@@ -31,13 +32,20 @@ ARGUMENTS = {
 
 
 def told_arguments(fully_shard: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Decorates our `fully_shard`: a call as of FSDP2's raises a TypeError that says how to write it here."""
+    """Decorates our `fully_shard`: a call with FSDP2's arguments, or with none of ours, says what to write here.
+
+    Raises:
+        TypeError: The call has an argument that `fully_shard` does not have, or no `comm`.
+    """
+    ours = inspect.signature(fully_shard).parameters
 
     @functools.wraps(fully_shard)
     def told(*args: _P.args, **kwargs: _P.kwargs) -> _T:
         given: dict[str, Any] = kwargs
         for name in ARGUMENTS.keys() & given.keys():
             raise TypeError(f"{name}=, of PyTorch's FSDP2, is here: {ARGUMENTS[name]}")
+        for name in given.keys() - ours.keys():
+            raise TypeError(f"{name}= is no argument of it; accepted: {', '.join(ours)}")
         if len(args) == 1 and "comm" not in given:
             raise TypeError(
                 "comm is missing: give shardcomm.Communicator.from_env(), or a DeviceMesh as PyTorch's FSDP2 takes it"

@@ -35,7 +35,7 @@ class AdamW(torch.optim.AdamW):
     """`torch.optim.AdamW(..., fused=True)`, with one update for each run of neighbours in memory.
 
     Arguments, parameter groups, results and `state_dict` are PyTorch's; each of the two can load the other's state. As
-    there, state has its parameter's dtype, and a parameter without gradient is skipped. A run ends where the group
+    in PyTorch, state has its parameter's dtype, and a parameter without gradient is skipped. A run ends where the group
     ends, where a parameter has no gradient, where step counts differ (because one was skipped before), and at gaps for
     alignment. There are no gaps between parameters of a multiple of 128 bytes.
 

@@ -297,7 +297,7 @@ class MemoryPlan:
     def peak_bytes(self) -> int:
         """The most bytes that a rank's device holds at one time: in a backward that adds to earlier gradients.
 
-        A backward that starts without gradients holds less, by the shard of the unit whose gradient comes last.
+        A backward after `zero_grad()` holds less, by the gradient shard of the unit that is reduced last.
         """
         on_device = self.state_bytes - self.host_bytes
         return on_device + self.buffer_bytes + self.full_gradient_bytes

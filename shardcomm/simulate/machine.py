@@ -64,7 +64,8 @@ class Machine:
         flops_per_s: Floating-point operations that a rank does in a second, in the matrices of a model.
         unit_s: Seconds of a unit's forward that do not grow with its operations.
         backward: How many times as long as a forward a backward takes.
-        crowding: How many times as long as its turns say a rank takes where more ranks than cores take turns.
+        crowding: Where ranks outnumber cores, the time that a rank takes over the time that its fair share of the cores
+            would give; at least 1.
         memory_bytes: A rank's memory.
         copy_bytes_per_s: Bytes that a rank reads and writes in a second when it packs gradients.
         code_bytes_per_s: The same when it encodes and decodes a block format.
@@ -162,9 +163,8 @@ class Machine:
         path = _FOLDER / f"{name}.json" if name in shipped() else Path(name)
         if not path.exists():
             known = ", ".join(shipped())
-            raise FileNotFoundError(
-                errno.ENOENT, f"no such file, and no machine that comes along: {known}", str(name)
-            )
+            sentence = f"no such file, and none of the machines {known}, which come along"
+            raise FileNotFoundError(errno.ENOENT, sentence, str(name))
         file = read_json(path, "a machine's file, as `shardcomm bench --fit FILE` writes it")
         file["shardcomm_machine"].whole(1, 1)
         given: dict[str, Any] = {f.name: file[f.name].raw for f in fields(cls)}

@@ -175,8 +175,9 @@ def _unit_modules(model: nn.Module, units: Units) -> dict[nn.Module, Policy]:
             continue
         instances = [module for module in everything if isinstance(module, kind)]
         if not instances:
+            accepted = ", ".join(sorted({type(module).__name__ for module in everything}))
             raise ValueError(
-                f"units contains the class {kind.__name__}, of which the model has no module"
+                f"units contains the class {kind.__name__}, of which the model has no module; accepted: {accepted}"
             )
         chosen |= dict.fromkeys(instances, policy)
     known = set(everything)

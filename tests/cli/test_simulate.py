@@ -142,7 +142,7 @@ def test_times_are_taken_from_a_trace(tmp_path: Path, capsys: pytest.CaptureFixt
     [
         (
             ["--machine", "9xH100"],
-            "9xH100: no such file, and no machine that comes along: 8xH100, 8xH200",
+            "9xH100: no such file, and none of the machines 8xH100, 8xH200, which come along",
         ),
         (["--replicas", "3", "--strategy", "hybrid_shard"], "replicas is 3; for 'hybrid_shard' it"),
         (["--strategy", "hybrid_shard"], "which needs replicas: a number that divides the 8 ranks"),

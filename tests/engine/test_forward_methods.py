@@ -247,7 +247,7 @@ def test_wrong_arguments_are_named() -> None:
             (model.encoder, "forward", r"part of unit '\(root\)'"),
             (model.encoder.blocks[0].linear, "reset_parameters", r"unit 'encoder\.blocks\.0'"),
             (plain, "encode", "none of the model's modules"),
-            (model, "sing", "has no method 'sing'"),
+            (model, "sing", "has no method 'sing'; give the name of a method that computes with"),
             (model, "shared", None),
             (model, "training", "has no method 'training'"),
             (model, 3, "has no method 3"),

@@ -391,10 +391,13 @@ def test_an_engine_is_not_the_model(
         ({"offload_policy": None}, "cpu_offload=True"),
         ({"shard_placement_fn": None}, "shard_dim="),
         ({}, r"comm is missing: give shardcomm\.Communicator\.from_env\(\)"),
+        ({"comm": None, "unit": 1}, "unit= is no argument of it; accepted: model, comm, units, "),
     ],
     ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
 )
-def test_the_arguments_of_fsdp2_are_told(arguments: dict[str, Any], says: str) -> None:
+def test_arguments_that_fully_shard_does_not_have_are_told(
+    arguments: dict[str, Any], says: str
+) -> None:
     shard: Any = fully_shard
     with pytest.raises(TypeError, match=says):
         shard(nn.Linear(2, 2), **arguments)

@@ -97,5 +97,5 @@ def test_what_is_no_machine_is_refused(tmp_path: Path) -> None:
         Machine.load(tmp_path / "list.json")
     with pytest.raises(ValueError, match="it is not JSON"):
         Machine.load(tmp_path / "text.json")
-    with pytest.raises(OSError, match="no such file, and no machine that comes along: 8xH100"):
+    with pytest.raises(OSError, match="no such file, and none of the machines 8xH100, 8xH200"):
         Machine.load(tmp_path / "none.json")

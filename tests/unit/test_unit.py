@@ -145,7 +145,9 @@ def test_policies_go_to_modules_of_a_class_and_first_to_those_that_are_named() -
     model = Tree()
     of_class, of_one = Policy(prefetch=2), Policy(cpu_offload=True)
     units = {nn.Linear: of_class, model.blocks[1]: of_one, model: Policy(prefetch=0), nn.ReLU: None}
-    with pytest.raises(ValueError, match="the class ReLU, of which the model has no module"):
+    with pytest.raises(
+        ValueError, match="the class ReLU, of which the model has no module; accepted: Linear, "
+    ):
         find_units(model, units)
     del units[nn.ReLU]
     found = {unit.name: unit.policy for unit in find_units(model, units)}
