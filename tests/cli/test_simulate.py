@@ -6,6 +6,9 @@ import argparse
 import csv
 import io
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -189,6 +192,23 @@ def test_a_block_format_needs_the_shapes_of_parameters(capsys: pytest.CaptureFix
 def test_nothing_fits_into_no_memory(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(*LLAMA, "--memory", "0GB") == 0
     assert "none fits into 0 B" in capsys.readouterr().out
+
+
+def test_a_name_that_the_terminal_has_no_letters_for_is_printed_all_the_same(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "made.json"
+    machine(name="f\u00fcnf").save(path)
+    done = subprocess.run(
+        [sys.executable, "-m", "shardcomm", "simulate", "--model", "gpt", "--machine", str(path)],
+        env=os.environ | {"PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(r"f\xfcnf, published figures")
 
 
 def test_more_ranks_than_a_host_of_shm_has_are_refused(
