@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import sys
@@ -18,6 +19,9 @@ def main() -> int:
     from shardcomm.cli.parser import make_parser  # noqa: PLC0415
 
     signal.signal(signal.SIGTERM, _terminate)
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        # What the terminal has no letters for, as of a model's sample, must not end a command that has done its work.
+        sys.stdout.reconfigure(errors="backslashreplace")
     args = make_parser().parse_args()
     try:
         status: int = args.run(args)

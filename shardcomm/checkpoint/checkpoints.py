@@ -58,7 +58,7 @@ class Checkpoints:
     Args:
         directory: The folder of the run. It is made if it is not there.
         comm: The ranks that save and load. All of them must see the directory.
-        keep: How many complete checkpoints are kept, at least 1; a save removes older ones.
+        keep: How many complete checkpoints are kept, at least 1; a save removes older ones, but not its own.
 
     Attributes:
         directory: As given, as a Path.
@@ -180,7 +180,7 @@ class Checkpoints:
         self._damage[step] = None
         with self._together(_not_removed(step), self.directory):
             if self.comm.rank == 0:
-                self._remove_old()
+                self._remove_old(saved=step)
 
     def async_save(self, step: int, write: Callable[[Path], Future[Any]]) -> None:
         """Begins to save a checkpoint, and returns while the save goes on in the background; collective.
@@ -341,7 +341,7 @@ class Checkpoints:
         if self.comm.rank == 0:
             self._complete(step, partial, {n: _synced(partial / n) for n in files_in(partial)})
             try:
-                self._remove_old()
+                self._remove_old(saved=step)
             except OSError as error:
                 reason = f"{_not_removed(step)}: rank 0: {sentence(error, self.directory)}"
                 raise CheckpointError(reason) from error
@@ -360,8 +360,10 @@ class Checkpoints:
         partial.rename(self._path(step))
         sync(self.directory)
 
-    def _remove_old(self) -> None:
+    def _remove_old(self, saved: int) -> None:
         for step in complete_steps(self.directory)[: -self._keep]:
+            if step == saved:  # by a run that goes on from an earlier step than the newest
+                continue
             without_name = partial_folder(self._path(step))
             self._path(step).rename(without_name)
             # Otherwise the disk may have removed some of the files when the machine fails, and not yet the name.

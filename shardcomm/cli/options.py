@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import math
+import os
 import re
+import stat
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -67,12 +69,15 @@ def share(text: str) -> float:
 def memory(text: str) -> int:
     """The type of an option that takes a memory size: 40GB, 39.6GiB. Units are powers of 1,000, with an i of 1,024."""
     parsed = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([kKMGT])(i?)B?|B)", text.strip())
-    if parsed is None:
+    nbytes = math.inf
+    if parsed is not None:
+        base = 1024 if parsed[3] else 1000
+        nbytes = float(parsed[1]) * base ** " KMGT".index((parsed[2] or " ").upper())
+    if nbytes > 1e15:
         raise argparse.ArgumentTypeError(
-            f"{text!r}; it must be a size with its unit, as 40GB, 80GiB or 512MB"
+            f"{text!r}; it must be a size with its unit, as 40GB, 80GiB or 512MB, at most 1000TB"
         )
-    base = 1024 if parsed[3] else 1000
-    return int(float(parsed[1]) * base ** " KMGT".index((parsed[2] or " ").upper()))
+    return int(nbytes)
 
 
 def launched_for(parser: argparse.ArgumentParser, ranks: int | None) -> Launched:
@@ -96,18 +101,34 @@ def picture(text: str) -> str:
 
 
 def can_write(path: str | None) -> bool:
-    """Whether `path` (- for stdout, None for nowhere) can be written. It leaves no file there."""
+    """Whether `path` (- for stdout, None for nowhere) can be written. Nothing is opened or made for that."""
     if path is None or path == "-":
         return True
-    is_new = not Path(path).exists()
     try:
-        with open(path, "a"):
-            pass
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        folder = os.path.dirname(os.path.realpath(path))  # of a link, where the file will be
+        return os.path.basename(path) != "" and os.access(folder, os.W_OK | os.X_OK)
     except OSError:
         return False
-    if is_new:
-        Path(path).unlink()
-    return True
+    return not stat.S_ISDIR(mode) and os.access(path, os.W_OK)
+
+
+def check_outputs(parser: argparse.ArgumentParser, args: argparse.Namespace, *options: str) -> None:
+    """Refuses `options` that name what cannot be written, or one file twice; json and csv may be -, for stdout."""
+    named: dict[str, str] = {}
+    for option in options:
+        path = getattr(args, option)
+        to_stdout = option in ("json", "csv")
+        if not can_write(path) or (path == "-" and not to_stdout):
+            accepted = "a file that can be written" + ", or -" * to_stdout
+            parser.error(f"--{option} is {path!r}; it must be {accepted}")
+        if path in named:
+            parser.error(
+                f"--{named[path]} and --{option} are both {path}; each must be a file of its own"
+            )
+        if path is not None:
+            named[path] = option
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from shardcomm.cli.models import add_model, model_of
-from shardcomm.cli.options import DefaultsFormatter, can_write, memory, opened, picture, whole
+from shardcomm.cli.options import DefaultsFormatter, check_outputs, memory, opened, picture, whole
 from shardcomm.cli.precision import add_precision, precision_of
 from shardcomm.cli.schedule_plot import draw
 from shardcomm.planner.planner import MemoryPlan
@@ -67,10 +67,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     """Runs the command. Exit status: 0, or 2 for bad options."""
-    for option in ("json", "plot"):
-        path = getattr(args, option)
-        if not can_write(path):
-            parser.error(f"--{option} is {path!r}; it must be a file that can be written")
+    check_outputs(parser, args, "json", "plot")
+    for option in ("tokens", "trace"):
+        if args.chakra is None and getattr(args, option) is not None:
+            parser.error(f"--{option} is for --chakra FOLDER, which is not given")
     try:
         plans = _plans(args)
         if args.chakra is not None:

@@ -19,7 +19,12 @@ def add_precision(parser: argparse.ArgumentParser, dtype: str) -> None:
 
 
 def precision_of(args: argparse.Namespace) -> MixedPrecision:
-    """What the options say."""
+    """What the options say, beside those of the model; ValueError if they do not fit each other."""
+    if args.gather_format is not None and args.params is not None:
+        raise ValueError(
+            f"--gather-format is {args.gather_format!r}; it needs --model: only parameters of two dims and more are "
+            "coded, and of --params the shapes are not known"
+        )
     half = torch.bfloat16 if args.dtype == "bf16" else None
     code = None if args.gather_format is None else BlockFormat(args.gather_format)
     return MixedPrecision(param_dtype=half, reduce_dtype=half, gather_format=code)

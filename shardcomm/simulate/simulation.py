@@ -203,6 +203,13 @@ def _check(plan: MemoryPlan, times: Sequence[UnitTime], machine: Machine) -> Non
             f"ranks is {plan.ranks}; on several hosts it must be a multiple of the {machine.ranks_per_host} ranks "
             f"of a host of {machine.name!r}"
         )
+    regathering = (("reshard_after_forward", unit.regather_ranks) for unit in plan.units)
+    for argument, ranks in (("replicas", plan.ranks // plan.replicas), *regathering):
+        if ranks % machine.ranks_per_host and machine.ranks_per_host % ranks:
+            raise ValueError(
+                f"plan has groups of {ranks} ranks, by {argument}, of which some would lie on parts of two hosts of "
+                f"{machine.name!r}, of {machine.ranks_per_host} ranks; one number must divide the other"
+            )
 
 
 def _speeds(

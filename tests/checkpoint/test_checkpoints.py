@@ -54,6 +54,34 @@ def test_the_newest_two_are_kept(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path / "made")) == names
 
 
+@pytest.mark.covers("checkpoint folders")
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_save_does_not_remove_what_it_saved(tmp_path: Path, in_background: bool) -> None:
+    """Of a run that goes on from an earlier step than the newest that is there."""
+
+    def body(comm: Communicator) -> None:
+        checkpoints = Checkpoints(tmp_path, comm, keep=1)
+        write(checkpoints, 50, comm.rank)
+        write(checkpoints, 200, comm.rank)
+        if in_background:
+            checkpoints.async_save(100, lambda path: written(path, comm.rank))
+            checkpoints.wait()
+        else:
+            write(checkpoints, 100, comm.rank)
+        with checkpoints.load(100) as path:
+            assert (path / str(comm.rank)).exists()
+
+    run_threads(body, 2)
+    assert complete_steps(tmp_path) == [100, 200]
+
+
+def written(path: Path, rank: int) -> Future[None]:
+    (path / str(rank)).write_text("here")
+    done: Future[None] = Future()
+    done.set_result(None)
+    return done
+
+
 def test_a_save_that_fails_on_one_rank_is_no_checkpoint(tmp_path: Path) -> None:
     def body(comm: Communicator) -> None:
         checkpoints = Checkpoints(tmp_path, comm)

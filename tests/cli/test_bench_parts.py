@@ -83,6 +83,7 @@ def test_sizes_go_up_by_the_factor_or_else_by_the_step() -> None:
         (["--shapes", "gpt9"], "'gpt9' is neither one of"),
         (["--json", "/nowhere/x"], "--json is '/nowhere/x'; it must be a file that can be written"),
         (["--json", "-", "--csv", "-"], "--json and --csv are both -"),
+        (["--fit", "-"], "--fit is '-'; it must be a file that can be written"),
         (["--plot", "x.bmp3"], "--plot: 'x.bmp3'; it must end in"),
         (["--compare", "/nowhere/a", "/nowhere/b"], "--compare: "),
     ],

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from shardcomm.cli import plan as plan_command
-from shardcomm.cli.options import memory
 from shardcomm.cli.parser import make_parser
 
 
@@ -130,6 +129,9 @@ def test_plot_without_matplotlib_says_what_to_install(
         (("--params", "7e9", "--json", "/nowhere/x"), "--json is '/nowhere/x'"),
         (("--params", "7e9", "--plot", "x.png"), "--plot draws up to 9 units"),
         (("--params", "7e9", "--plot", "x.bmp3"), "'x.bmp3'; it must end in"),
+        (("--params", "7e9", "--gather-format", "mxint8"), "--gather-format is 'mxint8'; it needs --model"),
+        (("--params", "7e9", "--tokens", "5"), "--tokens is for --chakra FOLDER"),
+        (("--params", "7e9", "--trace", "x.json"), "--trace is for --chakra FOLDER"),
     ],
 )  # fmt: skip
 def test_bad_options_are_named(
@@ -153,11 +155,3 @@ def test_what_a_command_does_not_know_is_refused_with_its_own_options(
     name, said = line.split(maxsplit=1)[0], capsys.readouterr().err
     assert said.startswith(f"usage: shardcomm {name} ")
     assert f"shardcomm {name}: error: unrecognized arguments: --gpus 8" in said
-
-
-@pytest.mark.parametrize(
-    ("text", "nbytes"),
-    [("40GB", 40e9), ("512 MB", 512e6), ("80GiB", 80 * 2**30), ("1.5k", 1500), ("7 B", 7)],
-)
-def test_sizes_of_memory(text: str, nbytes: float) -> None:
-    assert memory(text) == nbytes

@@ -6,6 +6,9 @@ import argparse
 import csv
 import io
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -158,6 +161,16 @@ def test_times_are_taken_from_a_trace(tmp_path: Path, capsys: pytest.CaptureFixt
         (["--batch", "0"], "'0'; it must be a whole number from 1"),
         (["--times", "none.json"], "none.json: No such file or directory"),
         (["--width", "64"], "--width is for --model gpt"),
+        (
+            ["--strategy", "full_shard", "--replicas", "2"],
+            "replicas is 2; it is for 'hybrid_shard'",
+        ),
+        (
+            ["--strategy", "no_shard", "--reshard-after-forward", "2"],
+            "strategy is 'no_shard', which keeps full parameters",
+        ),
+        (["--strategy", "no_shard", "--trace", "-"], "--trace is '-'; it must be a file"),
+        (["--json", "both.txt", "--csv", "both.txt"], "--json and --csv are both both.txt"),
     ],
 )
 def test_bad_options_are_refused_in_a_sentence(
@@ -167,6 +180,35 @@ def test_bad_options_are_refused_in_a_sentence(
         run(*LLAMA, *options)
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_block_format_needs_the_shapes_of_parameters(capsys: pytest.CaptureFixture[str]) -> None:
+    """Those of --params have one dim, which no format would code: the figures would be those without."""
+    with pytest.raises(SystemExit):
+        run("--params", "7e9", "--gather-format", "mxfp8")
+    assert "--gather-format is 'mxfp8'; it needs --model" in capsys.readouterr().err
+
+
+def test_nothing_fits_into_no_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*LLAMA, "--memory", "0GB") == 0
+    assert "none fits into 0 B" in capsys.readouterr().out
+
+
+def test_a_name_that_the_terminal_has_no_letters_for_is_printed_all_the_same(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "made.json"
+    machine(name="f\u00fcnf").save(path)
+    done = subprocess.run(
+        [sys.executable, "-m", "shardcomm", "simulate", "--model", "gpt", "--machine", str(path)],
+        env=os.environ | {"PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(r"f\xfcnf, published figures")
 
 
 def test_more_ranks_than_a_host_of_shm_has_are_refused(

@@ -309,6 +309,39 @@ def test_ranks_that_the_machine_has_not_are_refused(
         Simulation.of(plan(ranks), TIMES, machine(**changed))
 
 
+@pytest.mark.parametrize(
+    ("ranks", "options", "message"),
+    [
+        (
+            24,
+            {"strategy": "hybrid_shard", "replicas": 8},
+            "groups of 3 ranks, by replicas, .* 8 ranks",
+        ),
+        (24, {"strategy": "hybrid_shard", "replicas": 2}, "groups of 12 ranks, by replicas"),
+        (24, {"reshard_after_forward": 3}, "groups of 3 ranks, by reshard_after_forward"),
+    ],
+)
+def test_groups_of_which_some_would_lie_on_two_hosts_are_refused(
+    ranks: int, options: dict[str, Any], message: str
+) -> None:
+    """Ranks 6 and 7 of the third group of 3 are on the first host, and rank 8 is on the second."""
+    with pytest.raises(ValueError, match=message):
+        Simulation.of(plan(ranks, **options), TIMES, machine())
+    assert Simulation.of(plan(ranks, **options), TIMES, machine(ranks_per_host=24)).step_s > 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"strategy": "hybrid_shard", "replicas": 3},
+        {"strategy": "hybrid_shard", "replicas": 6, "reshard_after_forward": 2},
+        {"reshard_after_forward": 8},
+    ],
+)
+def test_groups_that_fill_hosts_or_divide_them_are_simulated(options: dict[str, Any]) -> None:
+    assert Simulation.of(plan(24, **options), TIMES, machine()).step_s > 0
+
+
 def test_times_of_other_units_are_refused() -> None:
     with pytest.raises(ValueError, match="times has 2 entries; the plan has 4 units"):
         Simulation.of(plan(), TIMES[:2], machine())

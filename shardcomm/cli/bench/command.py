@@ -24,7 +24,7 @@ from shardcomm.cli.bench.results import Results
 from shardcomm.cli.bench.transports import TRANSPORTS
 from shardcomm.cli.options import (
     DefaultsFormatter,
-    can_write,
+    check_outputs,
     launched_for,
     picture,
     positive,
@@ -104,11 +104,11 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     if args.compare:
         return _compare(parser, args)
     if args.fit is not None:
-        return _fit(parser, args.fit)
+        return _fit(parser, args)
     own = launched_for(parser, args.ranks)
     options = _options(parser, args, own)
     if own.rank == 0:
-        _check_files(parser, args)
+        check_outputs(parser, args, "json", "csv", "plot")
     try:
         in_ranks = partial(launch, benchmark, options.ranks, (options,))
         results = benchmark(options) if own.launcher else in_ranks()[0]
@@ -179,15 +179,6 @@ def _available_bytes() -> int:
     return sys.maxsize
 
 
-def _check_files(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    for option in ("json", "csv", "plot"):
-        path = getattr(args, option)
-        if not can_write(path):
-            parser.error(f"--{option} is {path!r}; it must be a file that can be written, or -")
-    if args.json == args.csv == "-":
-        parser.error("--json and --csv are both -; stdout takes one of them")
-
-
 def _report(args: argparse.Namespace, options: BenchOptions, results: Results) -> int:
     try:
         if args.json is not None:
@@ -216,10 +207,11 @@ def _compare(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     return int(any(change.ratio > 1 + args.tolerance for change in changes))
 
 
-def _fit(parser: argparse.ArgumentParser, path: str) -> int:
+def _fit(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     own = launched_for(parser, None)
-    if own.rank == 0 and not can_write(path):
-        parser.error(f"--fit is {path!r}; it must be a file that can be written")
+    if own.rank == 0:
+        check_outputs(parser, args, "fit")
+    path: str = args.fit
     measured = measured_hosts if own.launcher else measured_machine
     try:
         machine = measured(Path(path).stem)

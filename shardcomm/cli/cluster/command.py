@@ -9,7 +9,7 @@ from functools import partial
 from typing import TextIO, TypeVar
 
 from shardcomm.cli.cluster.report import Report
-from shardcomm.cli.options import can_write, positive, whole
+from shardcomm.cli.options import check_outputs, positive, whole
 from shardcomm.cluster.cluster import MOST_RANKS, Cluster
 from shardcomm.cluster.environment import check_program
 from shardcomm.cluster.hosts import MOST_HOSTS
@@ -72,8 +72,7 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
         check_program(args.command)
     except ValueError as error:
         parser.error(f"COMMAND is {error}")
-    if not can_write(args.json):
-        parser.error(f"--json is {args.json!r}; it must be a file that can be written, or -")
+    check_outputs(parser, args, "json")
     cluster = Cluster(args.hosts, args.ranks, args.rate, args.delay)
     write = partial(_write, sys.stderr if args.json == "-" else sys.stdout)
     try:

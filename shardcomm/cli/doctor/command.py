@@ -10,7 +10,7 @@ from typing import Any
 from shardcomm.cli.doctor import self_test
 from shardcomm.cli.doctor.findings import findings
 from shardcomm.cli.doctor.screen import screen
-from shardcomm.cli.options import can_write, opened
+from shardcomm.cli.options import check_outputs, opened
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -30,8 +30,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     """Runs the command. Exit status: 0, 1 if the self-test or the writing of FILE failed, or 2 for a bad FILE."""
-    if not can_write(args.json):
-        parser.error(f"--json is {args.json!r}; it must be a file that can be written, or -")
+    check_outputs(parser, args, "json")
     found = findings()
     usable = [name for name, state in found["transports"].items() if state["usable"]]
     found["self_test"] = self_test.self_test(usable)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from shardcomm.cli.models import add_model
 from shardcomm.cli.options import (
     DefaultsFormatter,
-    can_write,
+    check_outputs,
     memory,
     opened,
     picture,
@@ -95,19 +95,14 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     if args.strategy is None and "hybrid_shard" not in {e.simulation.plan.strategy for e in found}:
         print("  hybrid_shard: give --replicas", file=out)
     if args.sweep or args.memory is not None:
-        limit = args.memory or machine.memory_bytes
+        limit = machine.memory_bytes if args.memory is None else args.memory
         print(f"\n  {_best_line(found, limit)}", file=out)
     _write(args, found)
     return 0
 
 
 def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    for option in ("json", "csv", "trace", "plot"):
-        path = getattr(args, option)
-        if not can_write(path):
-            parser.error(f"--{option} is {path!r}; it must be a file that can be written")
-    if args.json == args.csv == "-":
-        parser.error("--json and --csv are both -; stdout takes one of them")
+    check_outputs(parser, args, "json", "csv", "trace", "plot")
     if args.sweep and args.strategy is not None:
         parser.error("--sweep and --strategy exclude each other: it simulates all strategies")
     one_step = "trace" if args.trace is not None else "plot" if args.plot is not None else None

@@ -101,12 +101,12 @@ def _strategies(
     args: argparse.Namespace, machine: Machine, ranks: int
 ) -> list[tuple[str, int | None]]:
     """The strategies with their replicas; hybrid_shard has one a host, unless the options say how many."""
-    strategies = list(STRATEGIES) if args.strategy is None else [args.strategy]
     hosts, left = divmod(ranks, machine.ranks_per_host)
     replicas = args.replicas or (hosts if hosts > 1 and not left else None)
-    if args.strategy is None and replicas is None:
-        strategies.remove("hybrid_shard")
-    return [(name, replicas if STRATEGIES[name].hybrid else None) for name in strategies]
+    if args.strategy is not None:
+        return [(args.strategy, replicas if STRATEGIES[args.strategy].hybrid else args.replicas)]
+    strategies = [(name, replicas if how.hybrid else None) for name, how in STRATEGIES.items()]
+    return [each for each in strategies if replicas or not STRATEGIES[each[0]].hybrid]
 
 
 def _plan(
@@ -117,6 +117,7 @@ def _plan(
     replicas: int | None,
     prefetch: int,
 ) -> MemoryPlan:
+    reshards = STRATEGIES[strategy].reshard_after_forward or strategy == args.strategy
     return MemoryPlan.of(
         model,
         ranks,
@@ -125,9 +126,7 @@ def _plan(
         mixed_precision=precision_of(args),
         prefetch=prefetch,
         slots=args.slots,
-        reshard_after_forward=args.reshard_after_forward
-        if STRATEGIES[strategy].reshard_after_forward
-        else None,
+        reshard_after_forward=args.reshard_after_forward if reshards else None,
     )
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from shardcomm._C import CommError, CudaError, cuda_status
 from shardcomm.checkpoint.folders import check_directory
 from shardcomm.checkpoint.manifest import CheckpointError
-from shardcomm.cli.options import DefaultsFormatter, can_write, launched_for, positive, whole
+from shardcomm.cli.options import DefaultsFormatter, check_outputs, launched_for, positive, whole
 from shardcomm.cli.train.job import MAX_TRACED_STEPS, WARM_UP_STEPS, Result, TrainOptions, train
 from shardcomm.cli.train.progress import Progress
 from shardcomm.cli.train.report import table, write_json
@@ -84,10 +84,8 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
         )
     _check_replicas(parser, args, ranks)
     options = options_of(args)
-    if own.rank == 0 and not can_write(args.json):
-        parser.error(f"--json is {args.json!r}; it must be a file that can be written, or -")
-    if own.rank == 0 and (args.trace == "-" or not can_write(args.trace)):
-        parser.error(f"--trace is {args.trace!r}; it must be a file that can be written")
+    if own.rank == 0:
+        check_outputs(parser, args, "json", "trace")
     try:
         text = read_text(args.text)
         Corpus(text, args.context)
