@@ -41,7 +41,7 @@ std::int64_t round_up(std::int64_t value, std::int64_t multiple) {
 
 // Beyond kMaxElements no length can be a multiple of it, so the exact value does not matter.
 std::int64_t capped_product(std::int64_t a, std::int64_t b) {
-  return b != 0 && a > kMaxElements / b ? kMaxElements : a * b;
+  return b != 0 && a > kMaxElements / b ? kMaxElements + 1 : a * b;
 }
 
 std::int64_t capped_lcm(std::int64_t a, std::int64_t b) {

@@ -11,8 +11,8 @@
 
 namespace shardcomm_torch {
 
-// Tensors of one dtype, one after another: their own memory if it is so already, else a copy. It is
-// the memory that they have now: a program may set their `data` before the call runs.
+// Tensors of one dtype, one after another: their own memory if it is so already, and aligned, else
+// a copy. It is the memory that they have now: a program may set their `data` before the call runs.
 class Flat {
  public:
   // `copied`: a copy in any case.
@@ -60,9 +60,11 @@ class Flat {
   }
 
   // Whether the memory of each tensor holds its values in order, and begins where the one before
-  // ends.
+  // ends, and the first where an element of the dtype may.
   bool is_one_range() const {
     const auto* address = static_cast<const std::byte*>(tensors_.front().data_ptr());
+    const std::size_t width = tensors_.front().element_size();
+    if (reinterpret_cast<std::uintptr_t>(address) % width != 0) return false;
     for (const at::Tensor& tensor : tensors_) {
       if (!tensor.is_contiguous() || tensor.is_neg() || tensor.is_conj()) return false;
       if (tensor.data_ptr() != address || !tensor.is_alias_of(tensors_.front())) return false;

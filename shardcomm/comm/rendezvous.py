@@ -174,7 +174,7 @@ def from_process_group(
     exchange = GroupExchange(group, patience_s)
 
     def groups(ranks: Sequence[int]) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-        if where.type == "cpu" and isinstance(group._get_backend(where), ProcessGroupGloo):
+        if where.type == "cpu" and isinstance(backend_of(group, where), ProcessGroupGloo):
             # Under a name of their own. torch.distributed names groups by their ranks and by how many groups a rank is
             # in. Ranks may be in different numbers, and after `close` a name comes again, with the addresses of before.
             name = exchange(secrets.token_hex(8).encode())[0].decode()
@@ -211,3 +211,9 @@ def timeout_s(group: dist.ProcessGroup, device: torch.device) -> float:
     except RuntimeError:  # not every backend has one
         return DEADLINE_S
     return timeout.total_seconds()
+
+
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
+    """The backend of `group` for tensors on `device`: with TORCH_DISTRIBUTED_DEBUG=DETAIL, the one that torch wraps."""
+    backend: Any = group._get_backend(device)
+    return getattr(backend, "wrapped_pg", backend)

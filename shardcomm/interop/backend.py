@@ -29,6 +29,7 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 from shardcomm._C import CommError
 from shardcomm.comm.c10d import C10dCommunicator
 from shardcomm.comm.receipt import Receipt
+from shardcomm.comm.rendezvous import backend_of
 from shardcomm.comm.transport_choice import choose_transport
 from shardcomm.files.compiled import compiled
 from shardcomm.files.installed import get_library_dir
@@ -66,7 +67,7 @@ def receipts(group: dist.ProcessGroup | None = None) -> list[Receipt]:
         group = dist.group.WORLD
     backend: Any = None
     if isinstance(group, dist.ProcessGroup):
-        backend = group._get_backend(_CPU)
+        backend = backend_of(group, _CPU)
     if getattr(backend, "name", str)() != NAME:
         raise ValueError(
             f"receipts: the group's backend is {dist.get_backend(group)!r}; accepted: a group made with "

@@ -241,3 +241,16 @@ def init_with(name: str) -> float:
 def test_names_under_which_it_is_found(name: str) -> None:
     assert launch(init_with, 2, (name,), timeout_s=60) == [6.0, 6.0]
     assert launch(init_with, 1, (name,), timeout_s=60) == [3.0]
+
+
+def operations_in_debug_mode() -> list[str]:
+    dist.set_debug_level(dist.DebugLevel.DETAIL)  # torch then wraps each backend
+    dist.init_process_group("shardcomm")
+    dist.all_reduce(torch.ones(3))
+    operations = [receipt.operation for receipt in backend.receipts()]
+    dist.destroy_process_group()
+    return operations
+
+
+def test_receipts_are_there_in_torchs_debug_mode() -> None:
+    assert launch(operations_in_debug_mode, 2, timeout_s=60) == [["all_reduce"]] * 2

@@ -150,6 +150,41 @@ def test_inputs_may_overlap() -> None:
     launch(overlapping_inputs, 2, timeout_s=60)
 
 
+def unaligned_tensors() -> None:
+    dist.init_process_group(OURS, timeout=timedelta(seconds=60))
+    rank = dist.get_rank()
+
+    def made(count: int, dtype: torch.dtype, offset: int = 1) -> torch.Tensor:
+        memory = bytearray(count * dtype.itemsize + offset)
+        return torch.frombuffer(memory, dtype=dtype, offset=offset).copy_(
+            torch.arange(count) + rank
+        )
+
+    for dtype in (torch.float32, torch.float64, torch.int64, torch.bfloat16):
+        numbers = torch.arange(6, dtype=dtype)
+        total = 2 * numbers + 1
+        summed = made(6, dtype, offset=rank)  # aligned on one rank alone
+        dist.all_reduce(summed)
+        assert summed.eq(total).all()
+        gathered = [made(6, dtype), made(6, dtype)]
+        dist.all_gather(gathered, made(6, dtype))
+        assert torch.stack(gathered).eq(torch.stack([numbers, numbers + 1])).all()
+        part = made(3, dtype)
+        dist.reduce_scatter_tensor(part, made(6, dtype))
+        assert part.eq(total[3 * rank :][:3]).all()
+        exchanged = made(6, dtype)
+        dist.all_to_all_single(exchanged, made(6, dtype))
+        assert exchanged.eq(torch.cat([numbers[3 * rank :][:3] + r for r in range(2)])).all()
+        reduced = made(6, dtype)
+        dist.reduce(reduced, 1)
+        assert rank == 0 or reduced.eq(total).all()
+    dist.destroy_process_group()
+
+
+def test_tensors_may_lie_where_no_element_is_aligned() -> None:
+    launch(unaligned_tensors, 2, timeout_s=60)
+
+
 def sparse_behind_a_gather() -> None:
     dist.init_process_group(OURS, timeout=timedelta(seconds=60))
     store = dist.distributed_c10d._get_default_store()

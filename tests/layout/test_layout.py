@@ -307,6 +307,10 @@ def test_row_sizes_without_a_usable_common_multiple() -> None:
     ("make", "message"),
     [
         (lambda: Layout.plan([], 0), "world_size is 0"),
+        (
+            lambda: Layout.plan([ParamSpec("w", (2**40, 2**40))], 1),
+            "2305843009213693952 elements or",
+        ),
         (lambda: Layout.plan([], 1, align_bytes=6), "align_bytes is 6 and itemsize 4"),
         (lambda: ParamSpec("w", (2, -1)), r"'w': shape is \(2, -1\)"),
         (lambda: ParamSpec("w", (2,), "rows"), "granularity is 'rows'; accepted: 'element'"),  # type: ignore[arg-type]

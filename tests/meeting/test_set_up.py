@@ -368,3 +368,16 @@ def test_bad_variable_of_this_host_is_named(
         ValueError, match=f"variable {name} is {value!r}; it must be a whole number"
     ):
         Communicator.from_env()
+
+
+def connect_in_debug_mode() -> None:
+    dist.set_debug_level(dist.DebugLevel.DETAIL)  # torch then wraps each backend
+    dist.init_process_group("gloo")
+    if dist.get_rank() == 0:  # torch names groups by how many of them a rank is in
+        dist.new_group([0], use_local_synchronization=True)
+    Communicator.from_process_group(transport="c10d", deadline_s=10).close()
+    dist.destroy_process_group()
+
+
+def test_ranks_in_different_numbers_of_groups_meet_in_torchs_debug_mode() -> None:
+    launch(connect_in_debug_mode, 2, timeout_s=60)
