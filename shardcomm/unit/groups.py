@@ -16,7 +16,7 @@ from torch import nn
 from shardcomm.arguments.dtype import FLOATS
 from shardcomm.copy.blocks import BlockFormat, ReduceFormat
 from shardcomm.layout.layout import Layout
-from shardcomm.layout.param_spec import Granularity, ParamSpec, ShardDim
+from shardcomm.layout.param_spec import Granularity, ParamSpec, RowBlock, ShardDim
 from shardcomm.parameter.tensor_parallel import local
 from shardcomm.schedule.planning import REDUCES_IN_FLIGHT
 from shardcomm.unit.mixed_precision import MixedPrecision
@@ -146,6 +146,11 @@ def group_units(
             not accepted, or `owner_cost` is given and no parameter has an owner.
     """
     specs = [[_spec(owned, granularity, shard_dim) for owned in unit.params] for unit in units]
+    if owner_cost is not None and not callable(owner_cost):
+        raise TypeError(
+            f"owner_cost is {owner_cost!r}; it must be a function of a parameter's name and the parameter, or None "
+            "for its bytes"
+        )
     if owner_cost is not None and not any(
         spec.granularity == "tensor" for unit_specs in specs for spec in unit_specs
     ):
@@ -342,7 +347,9 @@ def _spec(owned: OwnedParam, granularity: GranularityOf, shard_dim: ShardDimOf) 
     return ParamSpec(
         name,
         tuple(local(param).shape),
-        granularity(name, param) if callable(granularity) else granularity,
+        granularity(name, param)
+        if callable(granularity) and granularity is not RowBlock  # which lacks its number
+        else granularity,
         shard_dim(name, param) if callable(shard_dim) else shard_dim,
     )
 

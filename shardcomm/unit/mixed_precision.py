@@ -64,7 +64,7 @@ class MixedPrecision:
             dtype = getattr(self, name)
             if dtype is not None and dtype not in FLOATS:
                 raise ValueError(
-                    f"MixedPrecision: {name} is {dtype}; accepted: float32, bfloat16, float16, None"
+                    f"MixedPrecision: {name} is {dtype!r}; accepted: float32, bfloat16, float16, None"
                 )
         if not isinstance(self.cast_forward_inputs, bool):
             raise TypeError(

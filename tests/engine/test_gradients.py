@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -259,9 +260,10 @@ def test_inputs_are_cast_unless_told_otherwise() -> None:
     assert model.dtype == torch.float32
 
 
-def test_output_dtype_that_cannot_be_is_named() -> None:
-    with pytest.raises(ValueError, match=r"output_dtype is torch.int8; accepted: float32"):
-        MixedPrecision(output_dtype=torch.int8)
+@pytest.mark.parametrize("given", [torch.int8, "bfloat16"])
+def test_output_dtype_that_cannot_be_is_named(given: Any) -> None:
+    with pytest.raises(ValueError, match=f"output_dtype is {given!r}; accepted: float32"):
+        MixedPrecision(output_dtype=given)
 
 
 def test_what_passes_between_units_keeps_its_dtype() -> None:
