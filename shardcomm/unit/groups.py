@@ -16,7 +16,7 @@ from torch import nn
 from shardcomm.arguments.dtype import FLOATS
 from shardcomm.copy.blocks import BlockFormat, ReduceFormat
 from shardcomm.layout.layout import Layout
-from shardcomm.layout.param_spec import Granularity, ParamSpec, RowBlock, ShardDim
+from shardcomm.layout.param_spec import Granularity, ParamSpec, ShardDim
 from shardcomm.parameter.tensor_parallel import local
 from shardcomm.schedule.planning import REDUCES_IN_FLIGHT
 from shardcomm.unit.mixed_precision import MixedPrecision
@@ -145,6 +145,11 @@ def group_units(
         ValueError: A parameter cannot be sharded, a function that was given as an argument returned a value that is
             not accepted, or `owner_cost` is given and no parameter has an owner.
     """
+    if isinstance(granularity, type):  # RowBlock without its number
+        raise ValueError(
+            f"granularity is {granularity!r}; accepted: 'element', 'row', 'tensor', RowBlock(n), or a function that "
+            "returns one of these"
+        )
     specs = [[_spec(owned, granularity, shard_dim) for owned in unit.params] for unit in units]
     if owner_cost is not None and not callable(owner_cost):
         raise TypeError(
@@ -347,9 +352,7 @@ def _spec(owned: OwnedParam, granularity: GranularityOf, shard_dim: ShardDimOf) 
     return ParamSpec(
         name,
         tuple(local(param).shape),
-        granularity(name, param)
-        if callable(granularity) and granularity is not RowBlock  # which lacks its number
-        else granularity,
+        granularity(name, param) if callable(granularity) else granularity,
         shard_dim(name, param) if callable(shard_dim) else shard_dim,
     )
 
