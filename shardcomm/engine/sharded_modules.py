@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from functools import cache
+from functools import cache, partial
 from typing import NoReturn
 
 from torch import nn
@@ -26,8 +26,16 @@ def remember(model: nn.Module) -> None:
     _install()
     _sharded.update(model.modules())
     for module in model.modules():
+        vars(module)["__prepare_scriptable__"] = partial(_refuse_script, type(module).__name__)
         if isinstance(module, nn.RNNBase):
             vars(module)["flatten_parameters"] = _leave_in_place
+
+
+def _refuse_script(kind: str) -> NoReturn:
+    raise RuntimeError(
+        f"torch.jit.script of a {kind} that fully_shard has sharded: TorchScript would not call the engine, and would "
+        "compute with this rank's rows; script another model, which loads engine.full_state_dict()"
+    )
 
 
 def _leave_in_place() -> None:

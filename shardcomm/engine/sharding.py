@@ -173,7 +173,7 @@ def fully_shard(
     rest = Policy(
         comm,
         Strategy.named(strategy).name,
-        mixed_precision or MixedPrecision(),
+        MixedPrecision() if mixed_precision is None else mixed_precision,
         prefetch,
         prefetch if backward_prefetch is None else backward_prefetch,
         cpu_offload,

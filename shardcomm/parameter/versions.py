@@ -35,6 +35,11 @@ def written(rows: Iterable[torch.Tensor]) -> None:
     torch.autograd.graph.increment_version(rows)
 
 
+def version_of(tensor: torch.Tensor) -> int:
+    """How often `tensor` was changed in place; 0 of one of inference mode, where autograd does not count."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 class Versions:
     """The versions of full parameters.
 

@@ -18,7 +18,8 @@ class WholeParameter(nn.Parameter):
     """A parameter of which this rank has the whole, in memory of the engine's, which must not move.
 
     In everything else, but for random values in place, it is a plain parameter, whose class it has in optimizers'
-    steps. A copy of it, or one that was pickled, is wholly plain: it has no `whole`.
+    steps. It has `to_local` and `full_tensor`, too, so that a program for several ranks runs on one. A copy of it, or
+    one that was pickled, is wholly plain: it has no `whole`.
     """
 
     whole: Whole | None = None
@@ -38,6 +39,14 @@ class WholeParameter(nn.Parameter):
         if self.whole is not None and sys._getframe(1).f_code is nn.Parameter.__new__.__code__:
             self.whole.refuse_leaf()  # nn.Parameter would say that this class is wrong
         return _given(super().detach(), self.whole)
+
+    def to_local(self) -> torch.Tensor:
+        """The parameter as a plain tensor, in the same memory and without autograd history; as of rows."""
+        return self.detach()
+
+    def full_tensor(self) -> torch.Tensor:
+        """A copy of the parameter, without autograd history; as of rows, of which it would be gathered."""
+        return self.detach().clone()
 
     def register_hook(self, hook: Any) -> Any:  # noqa: D102
         if self.whole is None:

@@ -21,6 +21,7 @@ from shardcomm.layout.views import rows
 from shardcomm.parameter.optimizer_steps import shown_for_a_while
 from shardcomm.parameter.plain import plain
 from shardcomm.parameter.tensor_parallel import local, shown
+from shardcomm.parameter.versions import version_of
 from shardcomm.sharded.sharded_unit import ShardedUnit
 from shardcomm.sharded.unit_param import UnitParam
 
@@ -50,19 +51,21 @@ class Apart:
     ) -> None:
         self.write = write
         self._full: list[_Full] = []
-        for bucket, params in unit.buckets:
-            numel, device = bucket.layout.flat_numel, bucket.comm.device
-            flat = torch.empty(numel, dtype=bucket.shard.dtype, device=device)
-            with together:
-                values = bucket.gathered_shards(flat)
-            for index, (param, value) in enumerate(zip(params, values, strict=True)):
-                param.owned.check(param.shard, param.full)
-                placement = bucket.layout.placements[index]
-                piece = bucket.layout.piece(bucket.comm.rank, index)
-                cast = value.to(bucket.param_dtype) if to_compute else value
-                self._full.append(_Full(param, cast, placement, piece))
-        for full in self._full:
-            full.show(unit, on_gradient)
+        # Tensors of inference mode have no versions, and a backward after it could not use them.
+        with torch.inference_mode(False), torch.no_grad():
+            for bucket, params in unit.buckets:
+                numel, device = bucket.layout.flat_numel, bucket.comm.device
+                flat = torch.empty(numel, dtype=bucket.shard.dtype, device=device)
+                with together:
+                    values = bucket.gathered_shards(flat)
+                for index, (param, value) in enumerate(zip(params, values, strict=True)):
+                    param.owned.check(param.shard, param.full)
+                    placement = bucket.layout.placements[index]
+                    piece = bucket.layout.piece(bucket.comm.rank, index)
+                    cast = value.to(bucket.param_dtype) if to_compute else value
+                    self._full.append(_Full(param, cast, placement, piece))
+            for full in self._full:
+                full.show(unit, on_gradient)
 
     @property
     def is_shown(self) -> bool:
@@ -144,7 +147,7 @@ class _Full:
         self._shape = self.shown.shape
         shown_for_a_while(self.shown, self.param.name, shard)
         with plain():
-            self._version, self._shard_version = self._shown_version(), shard._version
+            self._version, self._shard_version = self._shown_version(), version_of(shard)
 
     def show(self, unit: ShardedUnit, on_gradient: OnGradient) -> None:
         """Shows the parameter in the model, and passes its gradients to `on_gradient`."""
@@ -174,7 +177,7 @@ class _Full:
                 "engine.gathered(write=True), or replace parameters before fully_shard"
             )
         with plain():
-            shard_version = shard._version
+            shard_version = version_of(shard)
         if shard_version != self._shard_version:
             raise RuntimeError(
                 f"this rank's rows of {name!r} were changed while the full parameter was shown, by an optimizer's step "

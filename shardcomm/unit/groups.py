@@ -145,7 +145,17 @@ def group_units(
         ValueError: A parameter cannot be sharded, a function that was given as an argument returned a value that is
             not accepted, or `owner_cost` is given and no parameter has an owner.
     """
+    if isinstance(granularity, type):  # RowBlock without its number
+        raise ValueError(
+            f"granularity is {granularity!r}; accepted: 'element', 'row', 'tensor', RowBlock(n), or a function that "
+            "returns one of these"
+        )
     specs = [[_spec(owned, granularity, shard_dim) for owned in unit.params] for unit in units]
+    if owner_cost is not None and not callable(owner_cost):
+        raise TypeError(
+            f"owner_cost is {owner_cost!r}; it must be a function of a parameter's name and the parameter, or None "
+            "for its bytes"
+        )
     if owner_cost is not None and not any(
         spec.granularity == "tensor" for unit_specs in specs for spec in unit_specs
     ):

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NoReturn
 
 import torch
 from torch import nn
@@ -165,6 +166,9 @@ def _unit_modules(model: nn.Module, units: Units) -> dict[nn.Module, Policy]:
             "policies, or None for the entries of ModuleLists"
         )
     given = [units] if isinstance(units, type) else list(units)
+    for unit in given:
+        if not isinstance(unit, type | nn.Module):
+            _refuse_unit(unit)
     policies = {
         unit: _policy(unit, units[unit]) if isinstance(units, Mapping) else Policy()
         for unit in given
@@ -185,16 +189,20 @@ def _unit_modules(model: nn.Module, units: Units) -> dict[nn.Module, Policy]:
     chosen |= {unit: policy for unit, policy in policies.items() if not isinstance(unit, type)}
     for module in chosen:
         if module not in known:
-            raise ValueError(
-                f"units contains {type(module).__name__}, which is not a module of the model; "
-                "give modules of the model, module classes, or None for the entries of its ModuleLists"
-            )
+            _refuse_unit(module)
         if module is not model and not _has_forward(module):
             raise ValueError(
                 f"units contains a {type(module).__name__}, which has no forward before which its "
                 "parameters could be gathered; give the modules in it that have one"
             )
     return chosen
+
+
+def _refuse_unit(given: object) -> NoReturn:
+    raise ValueError(
+        f"units contains {type(given).__name__}, which is not a module of the model; "
+        "give modules of the model, module classes, or None for the entries of its ModuleLists"
+    )
 
 
 def _policy(unit: object, given: object) -> Policy:

@@ -9,7 +9,15 @@ import pytest
 import torch
 from torch import nn
 
-from shardcomm import CommError, Communicator, Engine, MixedPrecision, Policy, fully_shard
+from shardcomm import (
+    CommError,
+    Communicator,
+    Engine,
+    MixedPrecision,
+    Policy,
+    RowBlock,
+    fully_shard,
+)
 from shardcomm.parameter.plain import grad_of, plain
 from support.nets import (
     STEPS,
@@ -100,6 +108,10 @@ def test_strategy_prefetch_and_slots_do_not_change_results(
         ),
         ({"units": 3}, "units is 3; it must be a list of modules, module classes"),
         ({"units": nn.Conv2d}, "class Conv2d, of which the model has no module"),
+        ({"units": [[nn.Linear]]}, "units contains list, which is not a module of the model"),
+        ({"mixed_precision": False}, "mixed_precision is False; it must be"),
+        ({"owner_cost": 3, "granularity": "tensor"}, "owner_cost is 3; it must be a function"),
+        ({"granularity": RowBlock}, "granularity is <class .*RowBlock'>; accepted"),
         ({"strategy": ["full_shard"]}, r"strategy is \['full_shard'\]; accepted"),
         ({"prefetch": 1.5}, "prefetch is 1.5; it must be a whole number"),
         ({"slots": "2"}, "slots is '2'; it must be a whole number"),

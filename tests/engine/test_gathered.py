@@ -58,6 +58,47 @@ def test_ranks_in_two_dimensions() -> None:
     run_mesh(rank, 2, 2)
 
 
+@pytest.mark.covers("gathered and unshard")
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+def test_a_model_is_gathered_and_trained_after_inference_mode(strategy: str) -> None:
+    """`torch.inference_mode()` around an evaluation, a merge or a look at weights, as `torch.no_grad()` would be."""
+
+    def body(model: Any, engine: Engine, plain: Any) -> None:
+        unit = engine.unit(model.blocks[0])
+        with torch.inference_mode():
+            with engine.gathered():
+                assert_full(model, plain)
+                assert torch.equal(model(values(3, WIDTH)), plain(values(3, WIDTH)))
+            with engine.gathered(write=True):
+                for each in (model, plain):
+                    each.stem.weight.mul_(2)
+            with pytest.raises(RuntimeError, match="changed, which is lost"), engine.gathered():
+                model.stem.weight.mul_(2)
+            unit.unshard()
+        for each in (model, plain):
+            each(values(3, WIDTH)).square().sum().backward()  # the unit stays in full until then
+        assert_same_gradients(engine, model, plain)
+
+    with_sharded(body, strategy=strategy)
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+def test_a_model_made_in_inference_mode_is_gathered(strategy: str) -> None:
+    def body(comm: Communicator) -> None:
+        with torch.inference_mode():
+            model, plain = twins(Chain)
+            engine = fully_shard(model, comm, strategy=strategy)
+            with engine.gathered(write=True):
+                assert_full(model, plain)
+                for each in (model, plain):
+                    each.stem.weight.mul_(2)
+            with pytest.raises(RuntimeError, match="changed, which is lost"), engine.gathered():
+                model.stem.weight.mul_(2)
+            assert torch.equal(model(values(3, WIDTH)), plain(values(3, WIDTH)))
+
+    run_threads(body, 2)
+
+
 STEM = {"weight": torch.eye(WIDTH), "bias": torch.ones(WIDTH)}
 
 

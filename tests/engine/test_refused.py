@@ -609,6 +609,21 @@ def test_a_trace_is_made_inside_of_gathered(by: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+def test_a_sharded_module_is_not_scripted(strategy: str) -> None:
+    """TorchScript computes past torch's functions in Python: with rows, as if they were the whole."""
+
+    def body(model: Tied, engine: Engine, twin: Tied) -> None:
+        for module in (model, model.blocks, model.blocks[0], model.embed):
+            with pytest.raises(
+                RuntimeError, match=r"torch.jit.script of .* engine.full_state_dict\(\)"
+            ):
+                torch.jit.script(module)
+        assert torch.equal(model(IDS), twin(IDS))
+
+    with_sharded(body, strategy=strategy)
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
 def test_parameters_are_not_swapped(strategy: str) -> None:
     def body(model: Tied, engine: Engine, twin: Tied) -> None:
         for param in model.parameters():

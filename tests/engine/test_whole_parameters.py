@@ -227,3 +227,21 @@ def test_ranks_do_not_draw_random_values_each_for_itself(
             assert not torch.equal(copy.deepcopy(of).normal_(), of)
 
     run(body, ranks)
+
+
+@pytest.mark.parametrize(("ranks", "strategy"), [(1, "full_shard"), (2, "no_shard")])
+def test_a_whole_parameter_answers_what_rows_are_asked(ranks: int, strategy: str) -> None:
+    """So that a program for several ranks runs on one."""
+
+    def body(model: Model, engine: Engine, twin: Model) -> None:
+        for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+            rows = ours.to_local()  # type: ignore[operator]
+            full = ours.full_tensor()  # type: ignore[operator]
+            for values in (rows, full):
+                assert not values.requires_grad
+                assert torch.equal(values, theirs)
+            full.zero_()  # a tensor of its own
+            rows.add_(1)  # in the parameter's memory
+            assert torch.equal(ours, theirs + 1)
+
+    run(body, ranks, strategy=strategy)
