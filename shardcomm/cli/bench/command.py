@@ -102,8 +102,12 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     Exit status: 0; 1 if a result was wrong, a rank failed or B is slower than A; 2 for bad options.
     """
     if args.compare:
+        _refuse_others(parser, args, "compare", "tolerance")
         return _compare(parser, args)
+    if args.tolerance != parser.get_default("tolerance"):
+        parser.error("--tolerance is for --compare A B, which is not given")
     if args.fit is not None:
+        _refuse_others(parser, args, "fit")
         return _fit(parser, args)
     own = launched_for(parser, args.ranks)
     options = _options(parser, args, own)
@@ -118,6 +122,17 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     if own.rank > 0:
         return 0
     return _report(args, options, results)
+
+
+def _refuse_others(parser: argparse.ArgumentParser, args: argparse.Namespace, *used: str) -> None:
+    """Refuses options beside those that are `used`, the first of which says what the command does instead."""
+    defaults = vars(parser.parse_args([]))
+    for name, value in vars(args).items():
+        if name not in used and value != defaults.get(name, value):
+            option = f"-{name}" if len(name) == 1 else f"--{name}"
+            parser.error(
+                f"{option} is not for --{used[0]}, which does without it; leave one of them out"
+            )
 
 
 def _options(
