@@ -113,10 +113,10 @@ struct Encode {
 class NarrowValues {
  public:
   [[gnu::always_inline]] static bool has(std::uint32_t scale) {
-    return scale >= kLeastPlainScale && scale <= 246;
+    return scale >= kLeastPlainScale && scale <= kLargestScale - MxFp8::kMostExponent;
   }
   [[gnu::always_inline]] explicit NarrowValues(std::uint32_t scale)
-      : origin_(static_cast<std::int16_t>((scale - 7) << 7)) {}
+      : origin_(static_cast<std::int16_t>((scale - kBias) << 7)) {}
   [[gnu::always_inline]] std::uint16_t operator()(std::uint8_t code) const {
     const int magnitude = code & 0x7f;
     // Between two powers of two, the bits of a number are a linear function of its value. Codes
@@ -135,6 +135,8 @@ class NarrowValues {
   }
 
  private:
+  static constexpr std::uint32_t kBias = 7;  // of E4M3's exponents
+
   std::int16_t origin_;
 };
 

@@ -45,7 +45,7 @@ def told_arguments(fully_shard: Callable[_P, _T]) -> Callable[_P, _T]:
         for name in ARGUMENTS.keys() & given.keys():
             raise TypeError(f"{name}=, of PyTorch's FSDP2, is here: {ARGUMENTS[name]}")
         for name in given.keys() - ours.keys():
-            raise TypeError(f"{name}= is no argument of it; accepted: {', '.join(ours)}")
+            raise TypeError(f"there is no argument {name}=; accepted: {', '.join(ours)}")
         if len(args) == 1 and "comm" not in given:
             raise TypeError(
                 "comm is missing: give shardcomm.Communicator.from_env(), or a DeviceMesh as PyTorch's FSDP2 takes it"

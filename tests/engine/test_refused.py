@@ -391,7 +391,7 @@ def test_an_engine_is_not_the_model(
         ({"offload_policy": None}, "cpu_offload=True"),
         ({"shard_placement_fn": None}, "shard_dim="),
         ({}, r"comm is missing: give shardcomm\.Communicator\.from_env\(\)"),
-        ({"comm": None, "unit": 1}, "unit= is no argument of it; accepted: model, comm, units, "),
+        ({"comm": None, "unit": 1}, "there is no argument unit=; accepted: model, comm, units, "),
     ],
     ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
 )
