@@ -110,6 +110,7 @@ def memory_is_kept_until_waited_for() -> None:
 
 def memory_of_dropped_work_is_kept_until_done() -> None:
     """Nobody waits: it is held until its event has fired, and then let go of."""
+    all_fired = threading.Barrier(RANKS)
 
     def body(comm: Communicator, stream: played_cuda.Stream) -> None:
         bucket = Bucket.from_tensors(values(comm.rank), comm)
@@ -124,6 +125,7 @@ def memory_of_dropped_work_is_kept_until_done() -> None:
         stream.synchronize()
         del held
         comm.streams.gather.synchronize()
+        all_fired.wait(60)  # what is kept goes in the order in which it came, and the ranks are threads of one process
         streams.keep_until(compute_stream(comm.device).record())
         assert gone() is None
 
