@@ -22,6 +22,7 @@ void bind_ending(py::module_& m);
 void bind_stream(py::module_& m);
 void bind_comm(py::module_& m);
 void bind_bound_collectives(py::module_& m);
+void bind_tensor_calls(py::module_& m);
 void bind_hosts(py::module_& m);
 void bind_nccl(py::module_& m);
 void bind_stacks(py::module_& m);

@@ -7,34 +7,15 @@
 namespace shardcomm::bindings {
 namespace {
 
-// The structures of DLPack's stable C interface, before its versions:
-// https://dmlc.github.io/dlpack/latest/c_api.html
-struct Device {
-  std::int32_t type;
-  std::int32_t id;
-};
-struct DataType {
-  std::uint8_t code;
-  std::uint8_t bits;
-  std::uint16_t lanes;
-};
-struct Tensor {
-  void* data;
-  Device device;
-  std::int32_t dims;
-  DataType dtype;
-  std::int64_t* shape;
-  std::int64_t* strides;
-  std::uint64_t byte_offset;
-};
+// Before DLPack had versions, which torch.from_dlpack takes as well.
 struct ManagedTensor {
-  Tensor tensor;
+  dlpack::Tensor tensor;
   void* context;
   void (*deleter)(ManagedTensor*);
 };
 
-constexpr Device kHost{1, 0};
-constexpr DataType kBytes{1, 8, 1};  // of unsigned integers
+constexpr dlpack::Device kHost{dlpack::kHost, 0};
+constexpr dlpack::DataType kBytes{dlpack::kUnsigned, 8, 1};
 
 struct Lent {
   ManagedTensor managed;

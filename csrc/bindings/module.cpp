@@ -47,6 +47,7 @@ PYBIND11_MODULE(_C, m) {
   bind_blocks(m);
   bind_comm(m);
   bind_bound_collectives(m);
+  bind_tensor_calls(m);
   bind_hosts(m);
   bind_nccl(m);
   bind_stacks(m);

@@ -37,6 +37,7 @@ from shardcomm.stream.streams import AnyEvent, AnyStream, check_stream, compute_
 _Parts = int | tuple[int, ...]  # the length of each rank's part: of all, or one for each
 
 _CPU = torch.device("cpu")
+_CALLS = _C.TensorCalls(torch.Tensor)  # usual calls, which need none of the checks below
 _USES = {"gather": _C.Use.gather, "reduce": _C.Use.reduce}
 
 
@@ -86,6 +87,9 @@ class CoreCommunicator(Communicator):
         tag: int = 0,
         stream: AnyStream | None = None,
     ) -> Any:
+        usual = counts is None and tag == 0 and stream is None and self._on_host
+        if usual and _CALLS.all_gather(self._core, recv, send):
+            return None
         recv = checked("all_gather", "recv", recv, self.device)
         send = checked("all_gather", "send", send, self.device, written=False)
         self._core.all_gather(*self._gather(recv, send, counts, tag), self._on(stream))
@@ -129,6 +133,10 @@ class CoreCommunicator(Communicator):
         tag: int = 0,
         stream: AnyStream | None = None,
     ) -> Any:
+        usual = counts is None and nonfinite is None and accumulate is False and tag == 0
+        usual = usual and type(scale) is float and scale == 1.0 and stream is None and self._on_host
+        if usual and _CALLS.reduce_scatter(self._core, recv, send, red_op("reduce_scatter", op)):
+            return None
         recv = checked("reduce_scatter", "recv", recv, self.device)
         send = checked("reduce_scatter", "send", send, self.device, written=False)
         self._core.reduce_scatter(
@@ -242,6 +250,9 @@ class CoreCommunicator(Communicator):
         tag: int = 0,
         stream: AnyStream | None = None,
     ) -> Any:
+        usual = tag == 0 and stream is None and self._on_host
+        if usual and _CALLS.all_reduce(self._core, buffer, red_op("all_reduce", op)):
+            return None
         buffer = checked("all_reduce", "buffer", buffer, self.device)
         self._core.all_reduce(*self._all_reduce(buffer, op, tag), self._on(stream))
         return queued(self.device, stream, buffer)
@@ -265,6 +276,10 @@ class CoreCommunicator(Communicator):
     def broadcast(
         self, buffer: ArrayLike, root: int = 0, *, stream: AnyStream | None = None
     ) -> Any:
+        check_root("broadcast", root, self.size)
+        usual = stream is None and self._on_host
+        if usual and _CALLS.broadcast(self._core, buffer, root):
+            return None
         buffer = checked("broadcast", "buffer", buffer, self.device)
         self._core.broadcast(*self._broadcast(buffer, root), self._on(stream))
         return queued(self.device, stream, buffer)

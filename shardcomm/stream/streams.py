@@ -163,8 +163,8 @@ def copy(to: torch.Tensor, source: torch.Tensor, stream: AnyStream) -> AnyEvent:
 def keep_until(event: AnyEvent, *objects: object) -> None:
     """Keeps `objects` alive, whatever their owner does, until `event` has fired and somebody calls this again.
 
-    For work for which nobody may wait. A `Work` keeps the objects itself until it has been waited for. Objects go in the
-    order in which they came: those whose event has not fired hold back all that came later.
+    For work for which nobody may wait. A `Work` keeps the objects itself until it has been waited for. Objects go in
+    the order in which they came: those whose event has not fired hold back all that came later.
     """
     with _kept_lock:
         while _kept and _kept[0][0].query():

@@ -125,7 +125,9 @@ def memory_of_dropped_work_is_kept_until_done() -> None:
         stream.synchronize()
         del held
         comm.streams.gather.synchronize()
-        all_fired.wait(60)  # what is kept goes in the order in which it came, and the ranks are threads of one process
+        all_fired.wait(
+            60
+        )  # what is kept goes in the order in which it came, and the ranks are threads of one process
         streams.keep_until(compute_stream(comm.device).record())
         assert gone() is None
 
