@@ -130,6 +130,7 @@ class TensorCalls {
     const auto dtype = dtype_of(tensor.dtype);
     const auto numel = contiguous_numel(tensor);
     if (!dtype || !numel || is_negated(object)) return std::nullopt;
+    if (tensor.data == nullptr && *numel != 0) return std::nullopt;  // values that are nowhere
     return Operand{static_cast<char*>(tensor.data) + tensor.byte_offset, *dtype, *numel};
   }
 

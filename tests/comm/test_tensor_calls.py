@@ -54,6 +54,14 @@ USUAL: dict[str, Callable[[], torch.Tensor]] = {
     "needs a gradient": lambda: torch.ones(PART, requires_grad=True),
 } | {str(dtype): lambda dtype=dtype: torch.ones(PART).to(dtype) for dtype in DTYPES}  # type: ignore[misc]
 
+
+def without_memory() -> torch.Tensor:
+    """As FSDP2 leaves a full parameter between its uses."""
+    tensor = torch.ones(PART)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
 UNUSUAL: dict[str, Callable[[], object]] = {
     "strided": lambda: torch.ones(PART, 2)[:, 0],
     "transposed": lambda: torch.ones(2, 3).T,
@@ -62,6 +70,7 @@ UNUSUAL: dict[str, Callable[[], object]] = {
     "one negated element": lambda: torch.ones(1, dtype=torch.complex64).conj().imag,
     "conjugated": lambda: torch.ones(PART, dtype=torch.complex64).conj(),
     "sparse": lambda: torch.eye(2).to_sparse(),
+    "without its memory": without_memory,
     "on no device": lambda: torch.empty(PART, device="meta"),
     "a parameter": lambda: nn.Parameter(torch.ones(PART)),
     "a dtype that is only moved": lambda: torch.ones(PART, dtype=torch.int16),
