@@ -27,7 +27,7 @@ using shardcomm::abi::required;
 
 namespace {
 
-constexpr int kFormat = 1;
+constexpr int kLayoutFormat = 1;
 
 std::size_t checked_param(const shc_layout& layout, std::size_t param) {
   if (param < layout.params.size()) return param;
@@ -37,7 +37,7 @@ std::size_t checked_param(const shc_layout& layout, std::size_t param) {
 
 // The plan is part of the text, so that all who read it agree, whatever their versions search.
 std::string as_json(const shc_layout& layout) {
-  std::string text = "{\"shardcomm_layout\": " + std::to_string(kFormat) +
+  std::string text = "{\"shardcomm_layout\": " + std::to_string(kLayoutFormat) +
                      ", \"world_size\": " + std::to_string(layout.world_size) +
                      ", \"align_elements\": " + std::to_string(layout.align_elements) +
                      ", \"shard_elements\": " + std::to_string(layout.plan.shard_elements) +
@@ -90,7 +90,7 @@ void check_plan(const shc_layout& layout) {
   }
 }
 
-std::unique_ptr<shc_layout> read(const std::string& text) {
+std::unique_ptr<shc_layout> read_layout(const std::string& text) {
   constexpr std::int64_t kMost = std::int64_t{1} << 60;
   const auto number = [](const Json& value, const std::string& name, std::int64_t least) {
     const std::int64_t read = value.number(name);
@@ -99,7 +99,7 @@ std::unique_ptr<shc_layout> read(const std::string& text) {
                                 std::to_string(least) + " to 2^60");
   };
   const Json json = Json::parse(text);
-  int_in(json.at("shardcomm_layout"), "shardcomm_layout", kFormat, kFormat);
+  int_in(json.at("shardcomm_layout"), "shardcomm_layout", kLayoutFormat, kLayoutFormat);
   const int world_size = int_in(json.at("world_size"), "world_size", 1, INT_MAX);
   shardcomm::LayoutResult plan;
   plan.shard_elements = number(json.at("shard_elements"), "shard_elements", 0);
@@ -203,6 +203,6 @@ shc_status shc_layout_serialize(const shc_layout* layout, char* text, size_t* by
 shc_status shc_layout_deserialize(const char* text, shc_layout** layout) {
   return guarded("shc_layout_deserialize", [&] {
     shc_layout*& result = required(layout, "layout");
-    hand_over(result, read(&required(text, "text")));
+    hand_over(result, read_layout(&required(text, "text")));
   });
 }

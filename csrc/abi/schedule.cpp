@@ -29,7 +29,7 @@ struct shc_schedule : shardcomm::abi::Handle<shardcomm::abi::Kind::schedule> {
 
 namespace {
 
-constexpr int kFormat = 1;
+constexpr int kScheduleFormat = 1;
 
 // In the order of shc_phase and shc_verb. Functions that run when the process ends may still parse.
 constexpr const char* kPhases[] = {"pre_forward", "post_forward", "pre_backward", "post_backward",
@@ -48,9 +48,9 @@ int index_of(const char* const (&names)[count], const Json& value, const char* n
   throw std::invalid_argument(std::string(name) + " is \"" + wanted + "\"; accepted: " + accepted);
 }
 
-std::unique_ptr<shc_schedule> read(const std::string& text) {
+std::unique_ptr<shc_schedule> read_schedule(const std::string& text) {
   const Json json = Json::parse(text);
-  int_in(json.at("shardcomm_schedule"), "shardcomm_schedule", kFormat, kFormat);
+  int_in(json.at("shardcomm_schedule"), "shardcomm_schedule", kScheduleFormat, kScheduleFormat);
   auto schedule = std::make_unique<shc_schedule>();
   schedule->slots = int_in(json.at("num_slots"), "num_slots", 0, INT_MAX);
   for (const Json& slot : json.at("slot_of").list("slot_of")) {
@@ -78,7 +78,7 @@ std::unique_ptr<shc_schedule> read(const std::string& text) {
 shc_status shc_schedule_parse(const char* json, shc_schedule** schedule) {
   return guarded("shc_schedule_parse", [&] {
     shc_schedule*& result = required(schedule, "schedule");
-    hand_over(result, read(&required(json, "json")));
+    hand_over(result, read_schedule(&required(json, "json")));
   });
 }
 

@@ -20,7 +20,7 @@ namespace shardcomm {
 namespace {
 
 // Each of a block's elements has its total, its residue and what was lost, in rows.
-enum Row { kTotal, kResidue, kLost };
+enum SumRow { kTotal, kResidue, kLost };
 // Magnitude bits of the element's largest summand, and of its smallest non-zero one, less 1.
 enum RangeRow { kLargest, kSmallest, kRangeRows };
 
@@ -95,7 +95,7 @@ struct Widest {
   }
 };
 
-[[gnu::always_inline]] inline double* row(double* rows, Row which) {
+[[gnu::always_inline]] inline double* row(double* rows, SumRow which) {
   return rows + which * kBlockElements;
 }
 
@@ -162,7 +162,7 @@ template <bool kNarrow>
 template <bool kNarrow>
 struct ToFloat {
   using Value = float;
-  static constexpr Rounding kRounding = Rounding::odd;
+  static constexpr SumRounding kRounding = SumRounding::odd;
   [[gnu::always_inline]] static float of_pair(double total, double error) {
     std::int64_t bits, sign;
     std::memcpy(&bits, &total, sizeof bits);
@@ -178,7 +178,7 @@ struct ToFloat {
 
 struct ToDouble {
   using Value = double;
-  static constexpr Rounding kRounding = Rounding::nearest_even;
+  static constexpr SumRounding kRounding = SumRounding::nearest_even;
   [[gnu::always_inline]] static double of_pair(double total, double) { return total; }
   [[gnu::always_inline]] static double of_double(double nearest) { return nearest; }
 };

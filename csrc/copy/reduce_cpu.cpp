@@ -83,8 +83,6 @@ struct Finish {
   }
 };
 
-constexpr int kQuad = 4;  // sources that are combined at once
-
 struct Kernels {
   void (*load[kQuad])(void* partial, const void* const* sources, std::int64_t count);
   void (*merge)(void* lower, const void* upper, std::int64_t count);

@@ -12,6 +12,10 @@
 
 namespace shardcomm {
 
+// Sources that are combined at once. Their results then combine in pairs that stand for equally
+// many, so that the order of a sum depends on the number of its sources alone.
+constexpr int kQuad = 4;
+
 template <class T>
 using Accumulator = decltype(load(std::declval<T>()));
 

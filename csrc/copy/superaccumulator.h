@@ -14,7 +14,7 @@ namespace shardcomm {
 // itself does: no tie comes from rounding, and none is lost.
 // (Boldo, Melquiond: "Emulation of FMA and correctly rounded sums: proved algorithms using rounding
 // to odd", 2008.)
-enum class Rounding : std::uint8_t { nearest_even, odd };
+enum class SumRounding : std::uint8_t { nearest_even, odd };
 
 // Adds finite doubles that are values of Source, float or double. `digits_[i]` counts
 // 2^(kLowest + 32 i). A digit has room for 2^30 summands before it is carried.
@@ -38,7 +38,7 @@ class Superaccumulator {
   }
 
   // A sum of zero is +0. To the nearest, a sum past the largest double is infinite.
-  double rounded(Rounding rounding) {
+  double rounded(SumRounding rounding) {
     carry();
     const bool negative = digits_.back() < 0;
     if (negative) {
@@ -57,7 +57,8 @@ class Superaccumulator {
     bool rest = (third << unused & kMask) != 0;
     for (std::size_t i = 0; i + 2 < top; ++i) rest |= digits_[i] != 0;
     units |= rest ? 1 : 0;
-    if (rounding == Rounding::odd) units = (units | ((units & 0x7ff) + 0x7ff & 0x800)) & ~0x7ffull;
+    if (rounding == SumRounding::odd)
+      units = (units | ((units & 0x7ff) + 0x7ff & 0x800)) & ~0x7ffull;
     const int place = kLowest + 32 * (static_cast<int>(top) - 1) - unused;
     // The conversion rounds once. A number that loses bits is far from being subnormal.
     const double magnitude = std::ldexp(static_cast<double>(units), place);

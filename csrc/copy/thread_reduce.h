@@ -32,8 +32,6 @@ struct Reduction {
   std::int32_t* nonfinite;
 };
 
-// Sources that a thread reads at once.
-constexpr int kQuad = 4;
 // Binary digits of the number of quads: of sources that are read as vectors, and of kMostSources.
 constexpr int kFewDigits = 3;
 constexpr int kMostDigits = 7;

@@ -17,6 +17,7 @@ namespace model {
 // Threads, ranks.
 using Mask = std::uint32_t;
 constexpr int kMostRanks = 4;
+constexpr int kMostThreads = 8;
 
 enum class Time : std::uint8_t {
   stands,     // no deadline passes

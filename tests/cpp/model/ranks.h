@@ -31,7 +31,6 @@ using shardcomm::Trouble;
 constexpr int kChannels = 2;
 constexpr int kGather = 0;
 constexpr int kReduce = 1;
-constexpr int kMostThreads = 8;
 
 // How a collective moves its bytes; after board_gather.cpp and board_reduce.cpp.
 enum class Form : std::uint8_t {

@@ -28,7 +28,6 @@ namespace model {
 __extension__ typedef unsigned __int128 Knowledge;
 constexpr int kKnowledgeBits = 128;
 
-constexpr int kMostThreads = 8;
 constexpr std::size_t kMemoryBytes = std::size_t{1} << 22;
 constexpr std::size_t kMostWords = 2048;
 
