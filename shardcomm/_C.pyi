@@ -349,8 +349,9 @@ class Stream:
     def enqueue(self, function: Callable[[], object]) -> None:
         """Runs a callable after all earlier work.
 
-        A worker thread runs it later. If a callable raises there, later work is dropped, and their events raise the
-        same exception. On a GPU, and in `caller()`, it runs at once: what it launches is ordered by the CUDA stream.
+        A worker thread runs it later. If a callable raises there, later work is dropped, and the events
+        behind it raise the same exception. On a GPU, and in `caller()`, it runs at once: what it launches is ordered by
+        the CUDA stream.
 
         Args:
             function: What to call, without arguments.
