@@ -230,6 +230,8 @@ def fully_shard(
             if mesh.secondary is not None:
                 check_secondary(mesh)
         elsewhere = Elsewhere.of(model, found, meshes, main, inner)
+        # All ranks: `main`, and the groups of the DTensors' meshes. Groups of expert meshes are apart from these, since
+        # their ranks are ranks of `main` already, and hold other experts.
         around = main.around({r: group for r, group in inner.items() if r not in elsewhere.within})
         experts = main.around({r: inner[r] for r in elsewhere.within if r in inner}).inner
         holders = {
