@@ -303,7 +303,7 @@ class Bucket:
             CommError: A rank died, called something else or did not come in time.
         """
         if self.full is self.shard:
-            self.comm.check()  # as with other ranks
+            self.comm.check()  # raises where a gather with other ranks would
             return DONE
         if self.block_gather is not None or self.reduction.goes_aside(async_op):
             work = self._gather_aside(self._bound_gather)
