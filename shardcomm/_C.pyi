@@ -103,8 +103,6 @@ class CopyPlan:
     @property
     def num_sources(self) -> int: ...
     @property
-    def num_destinations(self) -> int: ...
-    @property
     def elements(self) -> int: ...
 
 class BoundCopy:
@@ -137,7 +135,6 @@ class BlockFormat:
     def __init__(self, code: BlockCode, block: int, rounding: Rounding) -> None: ...
 
 def wire_bytes(format: BlockFormat, elements: int) -> int: ...
-def wire_blocks(format: BlockFormat, bytes: int) -> int: ...
 def encode_blocks(
     format: BlockFormat,
     segments: Sequence[tuple[int, int, int]],
@@ -349,8 +346,9 @@ class Stream:
     def enqueue(self, function: Callable[[], object]) -> None:
         """Runs a callable after all earlier work.
 
-        A worker thread runs it later. If a callable raises there, later work is dropped, and their events raise the
-        same exception. On a GPU, and in `caller()`, it runs at once: what it launches is ordered by the CUDA stream.
+        A worker thread runs it later. If a callable raises there, later work is dropped, and the events
+        behind it raise the same exception. On a GPU, and in `caller()`, it runs at once: what it launches is ordered by
+        the CUDA stream.
 
         Args:
             function: What to call, without arguments.

@@ -37,8 +37,6 @@ enum class Kind : std::uint32_t {
 template <Kind kind>
 class Handle {
  public:
-  static constexpr Kind kKind = kind;
-
   Handle() = default;
   ~Handle() { kind_ = Kind{}; }
   Handle(const Handle&) = delete;

@@ -126,7 +126,6 @@ void bind_blocks(py::module_& m) {
            py::arg("rounding"));
 
   m.def("wire_bytes", &wire_bytes, py::arg("format"), py::arg("elements"));
-  m.def("wire_blocks", &wire_blocks, py::arg("format"), py::arg("bytes"));
   m.def("encode_blocks", &encode, py::arg("format"), py::arg("segments"), py::arg("dtype"),
         py::arg("wire"), py::arg("bytes"), py::arg("seed"), py::arg("stats"), py::arg("threads"),
         py::arg("device"), py::arg("stream"));

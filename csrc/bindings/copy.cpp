@@ -172,7 +172,6 @@ void bind_copy(py::module_& m) {
       .def_property_readonly("src_extents", &CopyPlan::src_extents)
       .def_property_readonly("dst_extents", &CopyPlan::dst_extents)
       .def_property_readonly("num_sources", &CopyPlan::num_sources)
-      .def_property_readonly("num_destinations", &CopyPlan::num_destinations)
       .def_property_readonly("elements", &CopyPlan::elements);
 
   py::class_<BoundCopy, std::shared_ptr<BoundCopy>>(m, "BoundCopy")

@@ -28,7 +28,7 @@ void give_back(ManagedTensor* managed) {
   const std::unique_ptr<Lent> lent(static_cast<Lent*>(managed->context));
 }
 
-// Of a capsule that nobody has made a tensor of: who does renames it.
+// A capsule's destructor. Whoever makes a tensor of a capsule renames it, and keeps the memory.
 void drop(PyObject* capsule) {
   if (PyCapsule_IsValid(capsule, "dltensor") == 0) return;
   give_back(static_cast<ManagedTensor*>(PyCapsule_GetPointer(capsule, "dltensor")));

@@ -77,7 +77,8 @@ void bind_hosts(py::module_& m) {
         return destroyed_without_lock(
             std::shared_ptr<Communicator>(object, [comm = std::move(comm)](Communicator*) mutable {
               auto owner = std::make_unique<std::shared_ptr<Communicator>>(std::move(comm));
-              // What was dropped at the end still waits for other hosts, and nobody for it.
+              // At the interpreter's end a collective may still wait for other hosts. Its
+              // communicator is left as it is, since its destructor would wait, too.
               if (is_ending() && any_held()) static_cast<void>(owner.release());
             }));
       },

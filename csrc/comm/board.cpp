@@ -79,7 +79,7 @@ void Board::read_call(int rank) { posted(rank).read(calls_[static_cast<std::size
 void Board::start_reading() {
   if (!reads_addresses_) return;
   state(group_.rank()).reading.store(1);
-  // After it: a rank that leaves sees this rank read, or this rank sees it leave.
+  // Only after the store: a rank that leaves sees this rank read, or this rank sees it leave.
   group_.throw_if_failed(call_);
 }
 
@@ -143,15 +143,16 @@ bool Board::is_over(std::uint64_t meeting) const {
   return true;
 }
 
-// The last one to come does.
+// The last rank to come calls it.
 void Board::wake_sleepers() const noexcept {
   if (memory_->sleepers.load() == 0) return;
   memory_->wakes.fetch_add(1);
   wake_all(memory_->wakes);
 }
 
-// It is counted, and knows the number of wakes, before it looks once more. So a rank that comes
-// after that look finds it counted, and it finds itself woken.
+// This rank counts as a sleeper, and has read the number of wakes, before it looks once more. So a
+// rank that comes after that look finds the sleeper and changes the number, and this rank does not
+// sleep on.
 void Board::sleep(std::uint64_t meeting) const {
   memory_->sleepers.fetch_add(1);
   const std::uint32_t wakes = memory_->wakes.load();

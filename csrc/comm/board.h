@@ -61,8 +61,8 @@ class Board {
   static constexpr int kAll = -1;
 
   BoardMemory::Rank& state(int rank) const { return memory_->ranks[rank]; }
-  // What it tells in this rank's present call or, between two calls, in the next one. A rank that
-  // has gone on to later calls writes elsewhere, and none can be two stretches ahead.
+  // Where `rank` posts the call that is this rank's present one or, between two calls, its next. A
+  // rank that has gone on to later calls writes elsewhere, and none can be two stretches ahead.
   PostedCall& posted(int rank) const { return state(rank).calls[place_]; }
   void post(const Call& call);
   void read_call(int rank);

@@ -81,7 +81,8 @@ class BoardCommunicator final : public Communicator {
     return windows_->find_own(data, bytes, name);
   }
   // What each rank has posted as its `send`, for this rank to read until the call ends; nothing if
-  // some of it lies where this rank cannot. Before they return from the call, all ranks must meet.
+  // some of it lies where this rank cannot read. Before they return from the call, all ranks must
+  // meet.
   std::vector<const std::byte*> readable_sends(int channel);
   // Ends the group for what this rank says in `reason`.
   void end_for(Trouble trouble, std::string_view reason) noexcept {
@@ -91,7 +92,8 @@ class BoardCommunicator final : public Communicator {
   bool on_cpu() const { return executor_->on_host(); }
   bool has_failed() const { return group_.has_failed(); }
   bool forked() const { return group_.forked(); }
-  // From now on users call rank 0 so: this group is one host's ranks among several.
+  // From now on this group is one host's ranks among several hosts', and sentences give its ranks
+  // the numbers that they have among all.
   void join_hosts(int host, int hosts) { group_.join_hosts(host, hosts); }
 
   int rank() const override { return rank_; }

@@ -41,7 +41,7 @@ void Communicator::run_coded_reduce_scatter(const void*, DType dtype, void*, con
 
 Sharers Communicator::sharers(const void*, std::size_t) const { return {}; }
 
-// Whoever shares with nobody has come.
+// A rank that shares memory with no other has nobody to wait for.
 void Communicator::run_sharing(const void*, std::size_t, std::int64_t) {}
 
 Mailbox& Communicator::mailbox() {

@@ -1,5 +1,5 @@
-// By which a sleeping rank learns that another rank, or another thread of its own, has done
-// something that it may wait for. It lies in memory that all ranks see.
+// A doorbell, by which a sleeping rank learns that another rank, or another thread of its own, has
+// done something that it may wait for. It lies in memory that all ranks see.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@ namespace shardcomm {
 // Who waits arms the bell, looks whether there is something, and then sleeps while `rung` has not
 // changed since before the look. Who does something rings after that. So either the one that waits
 // finds it, or the bell is rung: if what is done, the look for it, and all accesses to the bell are
-// sequentially consistent. A store and a later load of another word keep no weaker order.
+// sequentially consistent. Weaker orders let a load pass an earlier store to another word.
 struct alignas(64) Doorbell {
   Atomic<std::uint32_t> rung;   // how often, modulo 2^32; also the futex
   Atomic<std::uint32_t> armed;  // 1: somebody sleeps, or is about to; its own rank alone sets it

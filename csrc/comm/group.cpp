@@ -126,7 +126,8 @@ std::optional<LastCall> Group::message(int rank) const {
 void Group::tell_message(const std::optional<Call>& call, Clock::time_point since) {
   GroupMemory::Rank& own = memory_->ranks[rank_];
   if (call) {
-    // The same message may be told of twice, and each time is another one for who reads.
+    // A rank may sleep in one message twice. Each time it posts under a number of its own, by which
+    // a reader tells the one from the other; the message's own number goes into the handle.
     Call told = *call;
     told.handle = told.sequence;
     told.sequence = ++messages_told_;

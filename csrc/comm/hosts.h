@@ -153,10 +153,11 @@ class HostsCommunicator final : public Communicator {
   void finish_greeting(Lane& lane);
   bool is_the_rank_of(const Hello& other, int host) const;
   void check_same(const Lane& lane, const Call& other, int rank) const;
-  // Runs a chunk's crossing on the worker of the lane, and waits for it.
+  // `start` runs a chunk's crossing on the worker of the lane, and `finish` waits for its end.
   void start(Lane& lane, std::int64_t chunk, Crossing crossing);
   void finish(Lane& lane, std::int64_t chunk);
-  // Both, of what is no chunk. It is not run on this thread, whose wait a signal can end.
+  // Both, for a crossing of no chunk. It runs on the worker, too, so that a signal can end this
+  // thread's wait for it.
   void start_and_finish(Lane& lane, Crossing crossing);
   std::shared_ptr<Event> enqueue(Lane& lane, Crossing crossing);
   void wait_for(const Lane& lane, const Event& event);

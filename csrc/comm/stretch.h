@@ -3,7 +3,8 @@
 
 namespace shardcomm {
 
-// All ranks meet in one of so many calls at least. Ranks that share cores change places as often.
+// All ranks meet at least once in so many calls. So where ranks share a core, it goes from one to
+// the next at least that often.
 inline constexpr int kStretch = 16;
 
 }  // namespace shardcomm

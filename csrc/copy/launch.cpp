@@ -71,8 +71,8 @@ std::vector<Launch> launches_of(const CopyPlan& plan, std::int64_t tile_elements
   return launches;
 }
 
-// A block that takes a tile waits for its description, then for the first loads; the more it has of
-// them, the less that weighs.
+// A block of threads that takes a tile waits for the tile's description, and then for its first
+// loads. The more loads a tile has, the less these waits weigh.
 //
 //   large plans    one to four batches, all threads of a block having full ones: larger tiles where
 //                  there still are several for each of a processor's blocks, so that all processors

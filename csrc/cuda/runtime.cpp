@@ -26,7 +26,7 @@ DeviceScope::~DeviceScope() {
   if (changed_) cudaSetDevice(before_);
 }
 
-// What is wrong with the stream, whoever uses it hears.
+// An error counts as no capture: the next call that uses the stream reports what is wrong with it.
 unsigned long long capture_of(cudaStream_t stream) noexcept {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   unsigned long long capture = 0;

@@ -292,8 +292,8 @@ typedef struct shc_decoded_segment {
 // What encoding has cost. Each call that is given it raises the first two and adds to the third.
 // This struct never changes.
 typedef struct shc_block_stats {
-  float bound;      // what no element differs by more from its value on the wire
-  float seen;       // the largest difference
+  float bound;      // the most by which an element can differ from its value on the wire
+  float seen;       // the most by which one did
   int32_t flagged;  // how many blocks had a NaN or Inf; all of such a block decodes to NaN
 } shc_block_stats;
 
@@ -346,7 +346,8 @@ typedef struct shc_comm_options {
   int device;         // the CUDA device of SHC_NCCL and SHC_LOCAL_CUDA; others ignore it
   double deadline_s;  // the longest wait for another rank in a collective; 0: 300 seconds
   // Not 0: SHC_SUM and SHC_AVG of floats round the exact sum of all ranks, once, so that the order
-  // of ranks does not matter. The same on all ranks; of SHC_SHM and SHC_LOCAL, others refuse it.
+  // of ranks does not matter. All ranks must give the same. SHC_SHM and SHC_LOCAL can do it; the
+  // other transports refuse it.
   int64_t exact_sums;
 } shc_comm_options;
 
@@ -451,8 +452,9 @@ SHC_API void shc_memory_destroy(shc_memory* memory);
 // ---- Collectives ----
 
 // Integers wrap on overflow, and their average is truncated. NaN and anything have NaN for their
-// greatest and their least. Bits are those of integers; floats are refused. A CUDA device knows the
-// first four, of every dtype but SHC_I8, and NCCL SHC_PROD, too, of all but 16-bit floats.
+// greatest and their least. The last three, of bits, are for integers alone. A CUDA device has the
+// first four, for every dtype but SHC_I8. NCCL knows SHC_PROD, too, for every dtype but SHC_I8 and
+// the 16-bit floats.
 typedef enum shc_op SHC_ENUM_BASE {
   SHC_SUM = 0,
   SHC_AVG = 1,
@@ -487,7 +489,7 @@ typedef struct shc_reduce_options {
   int version;
   int64_t tag;            // as for gathers
   const int64_t* counts;  // as for gathers
-  float scale;            // recv = convert(scale * reduced); not 0
+  float scale;            // recv = convert(scale * reduced); 0 is refused
   int accumulate;         // not 0: recv = convert(recv + scale * reduced)
   int32_t* nonfinite;  // on recv's device: is set to 1 if a written element is NaN or Inf; or NULL
   const shc_coding* coding;  // read before the call returns; NULL: sums cross as they are

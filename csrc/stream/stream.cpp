@@ -136,8 +136,8 @@ class Worker {
     queue_changed_.notify_one();
   }
 
-  // Returns when all that is queued has run, and been let go of. Not to an operation that this
-  // would wait for: the thread then goes on by itself.
+  // Returns when all that is queued has run, and been let go of. Where that could never be, since
+  // the thread is the caller's own or waits for it, this returns at once, and the thread goes on.
   void finish() {
     {
       const std::lock_guard<std::mutex> lock(mutex_);

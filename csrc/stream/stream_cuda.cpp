@@ -47,7 +47,7 @@ EventPool& event_pool() {
   return pool;
 }
 
-// Destroyed with its owner, or somebody else's.
+// A stream of ours, which is destroyed with its last owner, or somebody else's, which is not.
 using SharedStream = std::shared_ptr<std::remove_pointer_t<cudaStream_t>>;
 
 // Recorded in a capture it marks a point of the graph: nothing has run, or will before a launch,

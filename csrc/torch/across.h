@@ -26,7 +26,7 @@ class GlooAcross {
  public:
   using Gloo = c10::intrusive_ptr<c10d::Backend>;
 
-  // This rank in the group of all hosts. `on_host` is this function's.
+  // Makes this rank's communicator in the group of all hosts. Takes over `on_host`.
   static shc_comm* join(shc_comm* on_host, Gloo gathers, Gloo reduces, int host, int hosts) {
     const std::unique_ptr<shc_comm, void (*)(shc_comm*)> owner(on_host, shc_comm_destroy);
     shc_across across = SHC_ACROSS_INIT;
@@ -44,7 +44,7 @@ class GlooAcross {
  private:
   GlooAcross(Gloo gathers, Gloo reduces) : groups_{std::move(gathers), std::move(reduces)} {}
 
-  // `destroy` owns it.
+  // Whoever calls it must call `destroy` at the end.
   static GlooAcross* new_context(Gloo gathers, Gloo reduces) {
     return std::unique_ptr<GlooAcross>(new GlooAcross(std::move(gathers), std::move(reduces)))
         .release();

@@ -114,7 +114,7 @@ class BlockGather:
         shards = zip(
             torch.split(received, parts), torch.split(full, list(layout.shard_numels)), strict=True
         )
-        self._decoded = [  # of hosts, the parts that this rank has brought in
+        self._decoded = [  # this rank's share of the parts; over `hosts`, those that it has brought in
             (part, [BlockSegment(elements, 0)])
             for rank, (part, elements) in enumerate(shards)
             if rank % self._sharing.ranks == self._sharing.number

@@ -303,7 +303,7 @@ class Bucket:
             CommError: A rank died, called something else or did not come in time.
         """
         if self.full is self.shard:
-            self.comm.check()  # as with other ranks
+            self.comm.check()  # raises where a gather with other ranks would
             return DONE
         if self.block_gather is not None or self.reduction.goes_aside(async_op):
             work = self._gather_aside(self._bound_gather)
@@ -341,9 +341,8 @@ class Bucket:
     def gathered_rows(self, index: int, held: torch.Tensor) -> torch.Tensor:
         """Gathers this rank's rows of a tensor, such as an optimizer's moment, into the whole tensor; collective.
 
-        The tensor has the shape of a parameter, and ranks have the rows of it that they have of that parameter.
-
-        It comes after the gathers that are queued, such as prefetches of a forward that goes on.
+        The tensor has the shape of a parameter, and ranks have the rows of it that they have of that parameter. Its
+        gather comes after those that are queued, such as prefetches of a forward that goes on.
 
         Args:
             index: The parameter's number in the layout.
@@ -351,6 +350,9 @@ class Bucket:
 
         Returns:
             The whole tensor, of the parameter's shape, on the device of `held`.
+
+        Raises:
+            CommError: As `all_gather`.
         """
         placement, piece = self._placed[index]
         flat = self.shard.new_zeros(self.shard.numel(), dtype=held.dtype)

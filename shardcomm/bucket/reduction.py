@@ -160,7 +160,7 @@ class Reduction:
             self._packed = self._free_buffer(aside=aside)
             self._full.pack(sources, self._packed, self._computing())
             return True
-        self._comm.check()  # as with other ranks
+        self._comm.check()  # raises where a reduce with other ranks would
         self._adds = self._gradients.begin_reduce()
         if not aside:
             self._pack_mean(sources, self._gradients.flat)
@@ -273,7 +273,7 @@ class Reduction:
             stream=stream,
             tag=self._tag,
         ).event
-        if self.staging is not None and packed is self._staged:  # the only shard
+        if self.staging is not None and packed is self._staged:  # see `_free_buffer`
             self.staging.free = event
         if aside:
             self._streams.reduced = event
@@ -302,7 +302,7 @@ class Reduction:
 
     def _reduce_to_staging(self, packed: torch.Tensor, staging: Staging, *, aside: bool) -> Work:
         """Reduces `packed` into the staging buffer, in which `all_reduce` goes on."""
-        if packed is self._staged:  # the only shard
+        if packed is self._staged:  # see `_free_buffer`
             staging.filled = compute_stream(self._comm.device).record()
             return DONE
         stream = self._streams.reduce if aside else compute_stream(self._comm.device)
@@ -360,6 +360,7 @@ class Reduction:
     def _free_buffer(self, *, aside: bool) -> torch.Tensor:
         """The buffer for packed gradients. Computation from now on comes after the reduce that read it last."""
         if self._comm.size == 1 and self.staging is not None:
+            # What is packed is the only shard: the replicas reduce it where it is.
             if self.staging.free is not None:
                 compute_stream(self._comm.device).wait(self.staging.free)
             return self._staged

@@ -61,7 +61,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--tokens", type=whole(1, 2**31 - 1), metavar="N",
                         help="for --chakra: how many tokens a rank computes in a step")  # fmt: skip
     parser.add_argument("--trace", metavar="FILE",
-                        help="for --chakra: a trace of `shardcomm train`, whose times the step has")  # fmt: skip
+                        help="for --chakra: take the step's times from this trace of `shardcomm train`")  # fmt: skip
     parser.set_defaults(run=lambda args: run(parser, args))
 
 

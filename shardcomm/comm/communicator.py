@@ -319,8 +319,8 @@ class Communicator(ABC):
         Args:
             recv: Where the parts go, `size` * n elements. Memory of `allocate(use="gather")` must be given from the
                 same place on every rank.
-            send: This rank's part, n elements. A lazily negated view (Tensor.is_neg) is copied first; `recv`, and the
-                buffers of the other collectives, may not be such views.
+            send: This rank's part, n elements. A lazily negated view (Tensor.is_neg) is copied first, here and in
+                `reduce_scatter`. An operand that is written may not be such a view, in any collective.
             counts: The length of each rank's part in elements, where they differ, 0 or more; the same on all ranks.
                 `send` then has counts[rank] elements, `recv` has sum(counts), and rank r's part begins at
                 sum(counts[:r]). None: all parts are equally long.
@@ -412,7 +412,7 @@ class Communicator(ABC):
 
         Raises:
             TypeError: As `all_gather`.
-            ValueError: As `all_gather`; or `scale` is no finite number of float32, or `op` or `nonfinite` is not as
+            ValueError: As `all_gather`; or `scale` is no number that float32 can hold, or `op` or `nonfinite` is not as
                 described.
             CommError: As `all_gather`.
         """

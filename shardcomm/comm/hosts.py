@@ -81,7 +81,7 @@ class GroupAcross:
 
 
 def _taken(group: dist.ProcessGroup) -> Any:
-    """What carries the bytes of `group`, which torch.distributed knows no longer, so that its last owner can end it."""
+    """Takes `group` from torch.distributed; returns what carries its bytes, which ends when its last owner drops it."""
     if not isinstance(group, dist.ProcessGroup):
         return group  # is one already, and torch.distributed never knew it
     backend = group._get_backend(torch.device("cpu"))

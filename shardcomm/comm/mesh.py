@@ -165,16 +165,17 @@ class Mesh:
             if comm.size > 1:
                 comm.broadcast(movable(tensor.view(-1)), of)
 
-    def all_reduce(self, buffer: torch.Tensor, op: ReduceOp) -> None:
+    def all_reduce(self, buffer: torch.Tensor, op: ReduceOp, *, tag: int = 0) -> None:
         """Reduces `buffer` over all ranks, in place; collective.
 
         Args:
             buffer: A contiguous tensor, of equal size and dtype on all ranks.
             op: "sum", "avg", "max" or "min".
+            tag: As in `Communicator.all_gather`.
         """
-        self._all_reduce((self.shard, self.replicate), buffer, op)
+        self._all_reduce((self.shard, self.replicate), buffer, op, tag)
 
-    def all_reduce_shards(self, buffer: torch.Tensor, op: ReduceOp) -> None:
+    def all_reduce_shards(self, buffer: torch.Tensor, op: ReduceOp, *, tag: int = 0) -> None:
         """Reduces `buffer` over this row and `inner`, in place; collective.
 
         For values that are equal on replicas, such as a norm of the gradients of a shard.
@@ -182,11 +183,12 @@ class Mesh:
         Args:
             buffer: A contiguous tensor, of equal size and dtype on all ranks.
             op: "sum", "avg", "max" or "min".
+            tag: As in `Communicator.all_gather`.
         """
-        self._all_reduce((self.shard,), buffer, op)
+        self._all_reduce((self.shard,), buffer, op, tag)
 
     def _all_reduce(
-        self, groups: Sequence[Communicator], buffer: torch.Tensor, op: ReduceOp
+        self, groups: Sequence[Communicator], buffer: torch.Tensor, op: ReduceOp, tag: int
     ) -> None:
         """Reduces `buffer` over `groups`, after the reduces that are queued there, and over `inner`.
 
@@ -197,9 +199,9 @@ class Mesh:
             for comm in groups:
                 if comm.size > 1:
                     compute_stream(self.device).wait(comm.streams.reduce.record())
-                    comm.all_reduce(buffer, op)
+                    comm.all_reduce(buffer, op, tag=tag)
             for comm in self.inner.values():
-                comm.all_reduce(buffer, op)
+                comm.all_reduce(buffer, op, tag=tag)
 
     @cached_property
     def failing_together(self) -> FailingTogether:

@@ -11,8 +11,8 @@ class WireError(NamedTuple):
     """What a format on the wire has cost.
 
     Attributes:
-        bound: What no element can differ by more from its value on the wire, in all blocks that were not flagged.
-        seen: The largest difference between an element and its value on the wire, in these blocks.
+        bound: The most by which an element of the blocks that were not flagged can differ from its value on the wire.
+        seen: The most by which one of these elements has differed from its value on the wire.
         flagged: How many blocks had a NaN or Inf. All of such a block is NaN on the wire. In bfloat16, which has no
             blocks, how many elements were NaN or Inf, which they are on the wire.
     """
@@ -41,7 +41,7 @@ class WireStats:
 
     @property
     def bound(self) -> float:
-        """What no element differs by more from its value on the wire, in all blocks that were not flagged."""
+        """The most by which an element of the blocks that were not flagged can differ from its value on the wire."""
         return float(self.numbers.view(torch.float32)[0])
 
     @property

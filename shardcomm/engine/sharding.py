@@ -100,7 +100,9 @@ def fully_shard(
         mixed_precision: The dtypes to compute and to communicate in. Shards keep the parameters' own dtypes.
         prefetch: How many units ahead are gathered while one computes, in forward.
         backward_prefetch: The same in backward. None: as `prefetch`.
-        slots: How many full-size buffers the units share. None: one more than the larger prefetch depth.
+        slots: How many full-size buffers are shared by the units that are equally deep inside others, where the
+            strategy reshards after forward. Other units, and the model itself, have one each. None: one more than the
+            larger prefetch depth.
         granularity: The smallest piece of a parameter that stays on one rank: "element", "row", `RowBlock(rows)` or
             "tensor"; one for all parameters, or a function of a parameter's name and the parameter. With "tensor" one
             rank owns the parameter, its gradient and its optimizer state, and the other ranks have none of it. Owners
@@ -136,8 +138,7 @@ def fully_shard(
         The engine, which has what a training loop calls besides the model: clipping, accumulation, state dicts.
 
     Raises:
-        TypeError: `model` is no module, `comm` or `reshard_after_forward` is none of the accepted types, or
-            `cpu_offload` is no bool.
+        TypeError: An argument is not of a type that is accepted, is not known, or is missing; the message names it.
         ValueError: An argument is out of its range, the model is sharded already, or the model has something that
             cannot be sharded. The message names it.
         CommError: A rank is missing, called with another model, or has other parts of DTensors.
@@ -229,6 +230,8 @@ def fully_shard(
             if mesh.secondary is not None:
                 check_secondary(mesh)
         elsewhere = Elsewhere.of(model, found, meshes, main, inner)
+        # All ranks: `main`, and the groups of the DTensors' meshes. Groups of expert meshes are apart from these, since
+        # their ranks are ranks of `main` already, and hold other experts.
         around = main.around({r: group for r, group in inner.items() if r not in elsewhere.within})
         experts = main.around({r: inner[r] for r in elsewhere.within if r in inner}).inner
         holders = {

@@ -81,7 +81,7 @@ class Step:
         self._seen: list[Trigger] = []  # this forward's triggers, from which the order is learnt
         self._changes = versions.changes  # how often rows had changed when the latest forward began
         self._in_backward = False
-        self._backward_failed = False  # an exception ended one, which `_settle` has yet to clear up
+        self._backward_failed = False  # an exception ended one, which `settle` has yet to clear up
         self._at_end: weakref.ref[Any] | None = None  # lives as long as autograd may call it
         self._thread = threading.get_ident()
         self._thread_ranks_on_gpu = mesh.device.type != "cpu" and any(

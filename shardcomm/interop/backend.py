@@ -85,7 +85,7 @@ def make_group(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
     """
     # A program may destroy its groups and make new ones over one store, in which the old groups' keys still are.
     store = PrefixStore(f"{NAME}/{store.add(f'made by {rank}', 1)}", store)
-    carriers: tuple[ProcessGroupGloo, ...] = ()  # what carries for `comm`
+    carriers: tuple[ProcessGroupGloo, ...] = ()  # the groups that carry bytes for `comm`
 
     def gloo_of(ranks: Sequence[int], use: str) -> ProcessGroupGloo:
         prefix = f"gloo/{use} of {ranks[0]}"

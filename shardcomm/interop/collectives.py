@@ -79,7 +79,7 @@ def all_gather_into_tensor(
         With `async_op` the Work to wait for, else None.
 
     Raises:
-        TypeError: A tensor is none, or is sparse or quantised; or `group` is neither of the two.
+        TypeError: An operand is no tensor, or is sparse or quantised; or `group` is neither of the two.
         ValueError: A tensor is on another device than the group, not contiguous, of another size, or overlaps the
             other; or there is no default group.
         CommError: A rank died, called something else or did not come in time.

@@ -58,7 +58,7 @@ class MpiExchange(Exchange):
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def wait_for(self, fn: Callable[[], T], over: threading.Event | None = None) -> T:
-        """Calls fn() in this thread: MPI may have been started for one alone. Gloo has a deadline of its own."""
+        """Calls fn() in this thread: MPI may allow calls from one thread alone. Gloo has a deadline of its own."""
         return fn()
 
     def _tell(self, error: CommError) -> None:

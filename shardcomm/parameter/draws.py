@@ -1,7 +1,7 @@
 """Random values in place, which each rank would draw by its own generator: refused of parameters.
 
-Of rows, ranks whose generators are seeded alike would draw the same for other rows. Of a parameter that every rank has
-as a whole, ranks whose generators are not would draw different values, and train apart.
+Into rows, ranks whose generators are seeded alike would draw the same values for different rows. Into a parameter that
+every rank has as a whole, ranks whose generators are seeded differently would draw different values, and train apart.
 """
 
 from __future__ import annotations
@@ -75,6 +75,6 @@ def refusals(whole: Any) -> dict[str, Any]:
 
 
 def check_new_empty(whole: Any, caller: FrameType) -> None:
-    """RuntimeError if `caller` is `nn.init.orthogonal_`, which draws into a new tensor that it copies then."""
+    """RuntimeError if `caller` is `nn.init.orthogonal_`, which draws into a new tensor and copies that."""
     if caller.f_code is torch.nn.init.orthogonal_.__code__:
         whole.refuse_draw("orthogonal_")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -14,7 +14,6 @@ from shardcomm.comm.mesh import Mesh, Ranks
 from shardcomm.comm.words import ReduceOp
 from shardcomm.meeting.comm_error import like
 from shardcomm.parameter.tensor_parallel import Distribution
-from shardcomm.stream.streams import compute_stream
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,21 +71,14 @@ class Holders:
 
 
 def complete(
-    mesh: Mesh, groups: Iterable[Communicator], buffer: torch.Tensor, op: ReduceOp, what: str
+    all_reduce: Callable[..., None], buffer: torch.Tensor, op: ReduceOp, what: str
 ) -> None:
-    """Reduces `buffer` over `groups`, after the reduces that are queued there, and over the `inner` ones of `mesh`.
+    """Reduces `buffer` by `all_reduce`, a mesh's, which completes `what`: the norm of something, for instance.
 
-    It completes `what`, such as the norm of something, about which the ranks must agree: the tag is a number that
-    stands for it.
+    The ranks must agree about `what`: the tag is a number that stands for it.
     """
     tag = zlib.crc32(what.encode())  # smaller than those of units
     try:
-        with mesh.failing_together:
-            for comm in groups:
-                if comm.size > 1:
-                    compute_stream(mesh.device).wait(comm.streams.reduce.record())
-                    comm.all_reduce(buffer, op, tag=tag)
-            for comm in mesh.inner.values():
-                comm.all_reduce(buffer, op, tag=tag)
+        all_reduce(buffer, op, tag=tag)
     except CommError as error:
         raise like(error, f"{what} (tag {tag}), which every rank must read: {error}") from error

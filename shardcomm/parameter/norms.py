@@ -185,7 +185,7 @@ class PartialNorm(torch.Tensor):
             theirs = [i for i, each in enumerate(self.holders) if each is holders]
             part = powers[theirs].to(holders.mesh.device)
             of = ", ".join(self.subjects[i] for i in theirs)
-            complete(holders.mesh, [holders.mesh.shard], part, self._op, f"the norm of {of}")
+            complete(holders.mesh.all_reduce_shards, part, self._op, f"the norm of {of}")
             powers[theirs] = part.to(powers.device)
         return powers
 
@@ -211,7 +211,7 @@ class PartialNorm(torch.Tensor):
             ]
             total = self._combined(powers[theirs]).to(mesh.device)
             of = "the norm of several tensors together"
-            complete(mesh, [mesh.shard, mesh.replicate], total, op, of)
+            complete(mesh.all_reduce, total, op, of)
             totals.append(total.to(powers.device))
         with plain():
             return self._rooted(self._combined(torch.cat(totals))).to(dtype or self.dtype).view(())

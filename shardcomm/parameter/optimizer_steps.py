@@ -257,7 +257,7 @@ def _begin(
     else:
         plain_ones, sharded = sharded, ()
     if not _is_known(optimizer):
-        whole = ()  # as they are they refuse other memory
+        whole = ()  # these stay guarded, and so refuse other memory
     if not (plain_ones or sharded or whole):
         return None
     stepping = _stepping[optimizer] = _Stepping(plain_ones, whole, sharded)

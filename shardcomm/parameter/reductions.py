@@ -84,7 +84,7 @@ class _Rows:
     def _combined(self, part: torch.Tensor, op: Any) -> torch.Tensor:
         mesh = self.whole.holders.mesh
         buffer = part.to(mesh.device)
-        complete(mesh, [mesh.shard], buffer, op, self._what)
+        complete(mesh.all_reduce_shards, buffer, op, self._what)
         return buffer.to(self.values.device).squeeze()
 
 

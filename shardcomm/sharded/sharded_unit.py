@@ -65,10 +65,10 @@ class ShardedUnit:
     # A step comes to every unit a dozen times, where a dict of so many attributes would miss the cache again and again.
     __slots__ = (
         "__weakref__",
-        "_apart",
         "_gather_bytes",
         "_given",
         "_places",
+        "_to_gather",
         "apart",
         "began",
         "buckets",
@@ -167,8 +167,8 @@ class ShardedUnit:
             for module, attribute in param.owned.places
         ]
         # Buckets that need a gather. There are none if the shard is the whole unit, which then needs no slot.
-        self._apart = [bucket for bucket, _ in buckets if bucket.full is not bucket.shard]
-        self.slot = slot if self._apart else -1
+        self._to_gather = [bucket for bucket, _ in buckets if bucket.full is not bucket.shard]
+        self.slot = slot if self._to_gather else -1
         self.versions = Versions(self._gathered_params())
         # Whether the outputs of its latest forward announce its backward. If not, only its gradients tell of it, later.
         self.tells = True
@@ -194,7 +194,7 @@ class ShardedUnit:
         self.began: AnyEvent | None = None  # when its computation began, for a trace
         self.shares_slot = False  # whether it does so with another unit; set by `Actions`
         # The memory of the slots: a view of it that forward returns would come to show another unit's parameters.
-        self.storages = frozenset(b.full.untyped_storage()._cdata for b in self._apart)
+        self.storages = frozenset(b.full.untyped_storage()._cdata for b in self._to_gather)
         self.show_shard()
 
     def _whole(self, bucket: Bucket, index: int, owned: OwnedParam, shard: torch.Tensor) -> Whole:
@@ -224,7 +224,7 @@ class ShardedUnit:
     def _gathered_params(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         """The name, the full parameter and the rows of each parameter that is gathered, for `Versions`."""
         for bucket, params in self.buckets:
-            for param in params if bucket in self._apart else ():
+            for param in params if bucket in self._to_gather else ():
                 rows = param.whole.rows
                 yield param.name, param.full, rows
                 if param.distribution is not None:  # computation may use its local tensor itself
@@ -291,7 +291,7 @@ class ShardedUnit:
     def take_change(self) -> str | None:
         """The name of a parameter that the unit's forward has changed, which is gathered anew then; None: of none."""
         name = None
-        if self._apart:
+        if self._to_gather:
             with plain():
                 name = self.versions.changed()
         if self._given:
@@ -387,7 +387,7 @@ class ShardedUnit:
             self.gathers += self.secondary.gather()
             return
         self.versions.gather()
-        for bucket in self._apart:
+        for bucket in self._to_gather:
             work = bucket.all_gather(async_op=True)
             if work is not DONE:
                 self.gathers.append(work)

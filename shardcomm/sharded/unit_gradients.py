@@ -134,11 +134,12 @@ class UnitGradients:
     """The one owner of a unit's gradients.
 
     Attributes:
-        stage: how far they are.
-        early: whether they may be published before backward has ended.
-        reduces, all_reduces: under way, to be waited for.
+        stage: How far the gradients are.
+        early: Whether they may be published before backward has ended.
+        reduces: The reduces under way, to be waited for.
+        all_reduces: The all-reduces under way, to be waited for.
         open_calls: The forwards whose backward has not come yet, each a `Call`, by its `id`.
-        awaits_replicas: whether an all-reduce is to come.
+        awaits_replicas: Whether an all-reduce is to come.
     """
 
     def __init__(
@@ -156,7 +157,7 @@ class UnitGradients:
             if bucket.offload is None and bucket.layout.world_size > 1
         ]
         self._params = [param for _, params in self._buckets for param in params]
-        self.open_calls: set[int] = set()  # of forwards whose backward has not come yet
+        self.open_calls: set[int] = set()
         self._trained = self._buckets  # those whose gradients this backward leaves
         self.awaits_replicas = False
         self._kept = False  # whether `keep` has ended a backward since the latest was published

@@ -76,8 +76,8 @@ class Machine:
         network_latency_s: The seconds of a hop of a ring from host to host or, over hosts, those that an exchange
             between them takes of each rank's core.
         network_bytes_per_s: The bytes that a host sends in a second, over all its network cards; 0: there is one host.
-        network_burst_bytes: The bytes that a host's link takes at once after a pause, as one that `tc` shapes does; 0
-            for a link without a bucket.
+        network_burst_bytes: The bytes that a host's link takes at once after a pause, as one with a token bucket does,
+            by which `tc` shapes links; 0 for a link without one.
         socket_bytes_per_s: Over hosts: the bytes that a core sends through sockets in a second while it receives as
             many; 0 for another transport.
         contention: The share of its speed that computation loses while a collective runs beside it. (Where ranks
@@ -151,7 +151,7 @@ class Machine:
         """Reads a machine's file, or one of those that shardcomm brings along, by its name.
 
         Args:
-            name: A path, or one of `shipped()`.
+            name: A path, or the name of a machine that comes along, such as "8xH100".
 
         Returns:
             The machine.

@@ -54,6 +54,10 @@ def times_by_flops(
 
     Returns:
         The times in seconds, one for each unit, in the order of the plan's units.
+
+    Raises:
+        TypeError: `units` is none of the types that `fully_shard` accepts.
+        ValueError: `units` names something that is no unit of the model; see `fully_shard`.
     """
     times = []
     for index, flops in enumerate(

@@ -17,10 +17,10 @@ class Policy:
     """How one unit is sharded, where it differs from the rest. None means: as `fully_shard`'s argument of that name.
 
     Attributes:
-        comm: The ranks among which this unit, and units inside of it, are sharded. All of them hold the same
-            parameters here. `fully_shard`'s other ranks hold other parameters, under other names if a checkpoint is to
-            have them all. Gradients are summed over the ranks of `comm`, and divided by the number of all ranks, since
-            the losses of all may have led to them.
+        comm: The ranks among which this unit, and units inside of it, are sharded: all ranks that have the unit's
+            parameters. `fully_shard`'s other ranks have other parameters in this unit's place, and a checkpoint has
+            those of all ranks only if their names differ. Gradients are summed over the ranks of `comm`, and divided
+            by the number of all ranks, since the losses of all may have led to them.
         strategy: How the unit is laid over these ranks: a name in [`STRATEGIES`][shardcomm.STRATEGIES].
         mixed_precision: The dtypes of this unit. Its `output_dtype` is that of the unit's own outputs.
         prefetch: How many units are gathered ahead while this one computes, in forward.

@@ -1,5 +1,5 @@
-// Collectives between ranks. One interface; `shm` (processes of one host) and `local` (threads of
-// one process) implement it here.
+// Collectives between ranks: one interface, and what makes `shm` (processes of one host) and
+// `local` (threads of one process). hosts.h and nccl.h make the other transports.
 #pragma once
 
 #include <cstddef>
@@ -159,8 +159,8 @@ class Communicator {
   static Stream::Operation bind_broadcast(std::shared_ptr<Communicator> comm, void* buffer,
                                           std::size_t bytes, int root);
   static Stream::Operation bind_barrier(std::shared_ptr<Communicator> comm, std::int64_t tag = 0);
-  // Returns when all sharers of the buffer have come: each of them has written its share, and all
-  // can read all of it. It takes its turn among the gathers of all ranks.
+  // The operation returns when all sharers of the buffer have come: each of them has written its
+  // share, and all can read all of it. It takes its turn among the gathers of all ranks.
   static Stream::Operation bind_sharing(std::shared_ptr<Communicator> comm, const void* buffer,
                                         std::size_t bytes, std::int64_t tag = 0);
   static Stream::Operation bind_all_to_all(std::shared_ptr<Communicator> comm, const void* send,
@@ -231,12 +231,14 @@ class Communicator {
 struct CommOptions {
   double deadline_s = 300.0;  // longest wait for another rank inside one collective, in seconds
   // Sums and averages of floats are exact before they are rounded, once: exact_sum and exact_avg of
-  // reduce.h. The same on all ranks, whose calls do not match otherwise. In memory of the host.
+  // reduce.h. It must be the same on all ranks, whose calls do not match otherwise, and is for
+  // memory of the host alone.
   bool exact_sums = false;
 };
 
 // Makes `size` communicators for as many threads of this process, on one CUDA device, or on the CPU
-// (-1). Throws CudaError if there is no such device. Exact sums on one: std::invalid_argument.
+// (-1). Throws CudaError if there is no such device, and std::invalid_argument for exact sums on a
+// device.
 std::vector<std::shared_ptr<Communicator>> make_local_group(int size,
                                                             const CommOptions& options = {},
                                                             int device = -1);

@@ -65,8 +65,9 @@ class CopyPlan {
 // dst = convert(scale * src)            (accumulate = false)
 // dst = convert(dst + scale * src)      (accumulate = true; computed in float)
 // Rounding is to nearest even, and results are the same bits on every processor, but for NaN: a NaN
-// stays one, and its sign and payload may become others. Without a conversion, scale and accumulate
-// bits are copied as they are. For dtypes without conversion, scale must be 1 and accumulate false.
+// stays one, and its sign and payload may become others. Where nothing is converted, scaled or
+// added, bits are copied as they are. For dtypes without conversion, scale must be 1 and accumulate
+// false.
 struct CopyOptions {
   float scale = 1.0f;
   bool accumulate = false;

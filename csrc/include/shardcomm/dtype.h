@@ -26,8 +26,8 @@ constexpr std::size_t itemsize(DType dtype) {
   return 0;
 }
 
-// Whether elements of this type can be scaled, and convert to the other types for which this is
-// true.
+// Whether elements of this type convert to the other types for which this is true. A copy can scale
+// and accumulate these types alone.
 constexpr bool is_convertible(DType dtype) {
   return dtype == DType::f16 || dtype == DType::bf16 || dtype == DType::f32;
 }

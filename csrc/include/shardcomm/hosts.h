@@ -16,8 +16,8 @@ namespace shardcomm {
 // Collectives among the ranks with one index, one on each host; their numbers here are those of
 // the hosts. Each call returns when this rank's part is complete, and throws any exception if it
 // cannot be. There are two channels, 0 and 1, each with an order of its own: a call of each may run
-// at once, from two threads, which need not be the same ones each time. Only calls
-// that have returned let the communicator be destroyed.
+// at once, from two threads, which need not be the same ones each time. The communicator's
+// destructor waits until all calls have returned.
 class Across {
  public:
   virtual ~Across() = default;

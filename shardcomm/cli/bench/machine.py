@@ -4,7 +4,7 @@ Each figure is of all ranks at work at once, as many as there are cores, and of 
 
     flops_per_s, unit_s   a GPT without communication, of several widths and tokens: what two blocks more take.
                           forward = unit_s + operations / flops_per_s; backward is so many times as long
-    crowding              a GPT on twice as many ranks, over twice the time of that many; the two take turns
+    crowding              a GPT's time on two ranks a core, over twice its time on one rank a core, in turns
     copy_bytes_per_s      copies from buffer to buffer
     code_bytes_per_s      the same through "mxint8": float32 elements encoded, and decoded again
     host_bytes_per_s      gathers, reduces and all-reduces: bytes read and written in a second

@@ -58,7 +58,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add("--reshard-after-forward", type=whole(2, 2**20), metavar="RANKS",
         help="how many ranks gather for backward among themselves, in strategies that reshard")
     add("--times", metavar="TRACE",
-        help="a trace of one rank, whose times of computation are taken instead of FLOPs by a rate")
+        help="take the times of computation from this trace of one rank, and not from FLOPs and the machine's rate")
     add("--stragglers", type=share, default=0.0, metavar="SIGMA",
         help="how much ranks differ in speed: the standard deviation, as a share of their time")
     add("--steps", type=whole(1, 10**4), default=100, help="with --stragglers: how many steps are drawn")

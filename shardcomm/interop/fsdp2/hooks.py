@@ -32,7 +32,7 @@ class GroupAllGather(AllGather):
     Args:
         param_group: FSDP2's parameter group.
         communicators: Communicators between the ranks of process groups.
-        tag: A number that tells this group's gathers from others.
+        name: The module's name, by which errors tell this group's gathers from others.
         copies: Makes the copies into and out of the memory; None leaves them to torch.
     """
 
