@@ -23,8 +23,9 @@ using shardcomm::Use;
 
 constexpr float kOverwritten = -1e6f;
 
-// Several chunks of the staging area, and no multiple of anything.
-constexpr std::int64_t kCount = 700001;
+// Four chunks of the staging area, so that both of its halves are used again, and no multiple of
+// anything.
+constexpr std::int64_t kCount = 400001;
 
 void check_gathered(const Rank& rank, const float* gathered, std::int64_t count) {
   for (int r = 0; r < rank.comm.size(); ++r) {
