@@ -27,11 +27,10 @@ struct Operand {
   std::int64_t numel;
 };
 
+// torch.uint8 is not here: DLPack tells it from torch.uint1 to torch.uint7 in nothing.
 std::optional<DType> dtype_of(dlpack::DataType type) {
   if (type.lanes != 1) return std::nullopt;
   switch (type.code << 8 | type.bits) {
-    case dlpack::kUnsigned << 8 | 8:
-      return DType::u8;
     case dlpack::kInt << 8 | 32:
       return DType::i32;
     case dlpack::kInt << 8 | 64:

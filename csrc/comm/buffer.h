@@ -111,6 +111,7 @@ inline void check_reduce_scatter(const void* send, DType dtype, const void* recv
   check_buffer("reduce_scatter", "send", send, all, dtype);
   check_buffer("reduce_scatter", "recv", recv, own, epilogue.dtype);
   check_called(op, dtype);
+  check_conversion("reduce_scatter", dtype, epilogue.dtype);
   check_epilogue(epilogue, dtype);
   if (!overlap(send, bytes_of(all, dtype), recv, bytes_of(own, epilogue.dtype))) return;
   if (dtype == epilogue.dtype && recv == at(send, parts.begin(rank), dtype)) return;

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
@@ -63,12 +64,9 @@ def as_tensor(name: str, array: ArrayLike, *, written: bool = False) -> torch.Te
     if hasattr(array, "__dlpack__"):
         if written and not interfaces and _is_read_only(array):
             raise ValueError(f"{name} is a read-only array; it is written to")
-        try:
-            return torch.utils.dlpack.from_dlpack(array)
-        except Exception as error:  # of the array's library, which raises what it likes
-            raise TypeError(f"{name}: {error}") from error
+        return _read_by(torch.utils.dlpack.from_dlpack, name, array)
     if hasattr(array, "__cuda_array_interface__"):
-        return torch.as_tensor(array)
+        return _read_by(torch.as_tensor, name, array)
     try:
         view = memoryview(array)
     except TypeError:
@@ -77,6 +75,14 @@ def as_tensor(name: str, array: ArrayLike, *, written: bool = False) -> torch.Te
             "__cuda_array_interface__ or the buffer protocol"
         ) from None
     return _of_buffer(name, view, written)
+
+
+def _read_by(read: Callable[[Any], torch.Tensor], name: str, array: Any) -> torch.Tensor:
+    try:
+        return read(array)
+    except Exception as error:  # of the array's library, which raises what it likes
+        kind = getattr(array, "dtype", type(array).__name__)
+        raise TypeError(f"{name} is an array of {kind}: {error}") from error
 
 
 def _check_jax(name: str, array: Any, written: bool) -> None:
@@ -124,7 +130,7 @@ def _is_read_only(array: Any) -> bool:
     """Whether DLPack marks the array's memory as read-only, which it can since 1.0. Torch would ignore that."""
     try:
         capsule = array.__dlpack__(max_version=(1, 0))
-    except (TypeError, BufferError):  # it knows no versions; of other trouble torch will tell
+    except Exception:  # it knows no versions; of other trouble torch will tell
         return False
     if not _is_capsule(capsule, b"dltensor_versioned"):
         return False

@@ -87,7 +87,8 @@ class CoreCommunicator(Communicator):
         tag: int = 0,
         stream: AnyStream | None = None,
     ) -> Any:
-        usual = counts is None and tag == 0 and stream is None and self._on_host
+        usual = counts is None and type(tag) is int and tag == 0
+        usual = usual and stream is None and self._on_host
         if usual and _CALLS.all_gather(self._core, recv, send):
             return None
         recv = checked("all_gather", "recv", recv, self.device)
@@ -113,8 +114,7 @@ class CoreCommunicator(Communicator):
     ) -> tuple[int, _C.DType, int, _C.DType, _Parts, int]:
         """The core's arguments."""
         parts = checked_parts("all_gather", self._ranks, counts, recv=recv, send=send, whole="recv")
-        if tag != 0:
-            check_tag("all_gather", tag)
+        check_tag("all_gather", tag)
         send_dtype = core_dtype(send.dtype, "all_gather: send")
         recv_dtype = core_dtype(recv.dtype, "all_gather: recv")
         addresses = send.data_ptr(), send_dtype, recv.data_ptr(), recv_dtype
@@ -133,7 +133,8 @@ class CoreCommunicator(Communicator):
         tag: int = 0,
         stream: AnyStream | None = None,
     ) -> Any:
-        usual = counts is None and nonfinite is None and accumulate is False and tag == 0
+        usual = counts is None and nonfinite is None and accumulate is False
+        usual = usual and type(tag) is int and tag == 0
         usual = usual and type(scale) is float and scale == 1.0 and stream is None and self._on_host
         if usual and _CALLS.reduce_scatter(self._core, recv, send, red_op("reduce_scatter", op)):
             return None
@@ -179,8 +180,7 @@ class CoreCommunicator(Communicator):
         parts = checked_parts(
             "reduce_scatter", self._ranks, counts, recv=recv, send=send, whole="send"
         )
-        if tag != 0:
-            check_tag("reduce_scatter", tag)
+        check_tag("reduce_scatter", tag)
         if type(scale) is not float or scale != 1.0:
             scale = checked_scale("reduce_scatter", scale)
         if accumulate is not False:
@@ -250,7 +250,7 @@ class CoreCommunicator(Communicator):
         tag: int = 0,
         stream: AnyStream | None = None,
     ) -> Any:
-        usual = tag == 0 and stream is None and self._on_host
+        usual = type(tag) is int and tag == 0 and stream is None and self._on_host
         if usual and _CALLS.all_reduce(self._core, buffer, red_op("all_reduce", op)):
             return None
         buffer = checked("all_reduce", "buffer", buffer, self.device)
@@ -268,8 +268,7 @@ class CoreCommunicator(Communicator):
         self, buffer: torch.Tensor, op: ReduceOp, tag: int
     ) -> tuple[int, _C.DType, int, _C.RedOp, int]:
         """The core's arguments."""
-        if tag != 0:
-            check_tag("all_reduce", tag)
+        check_tag("all_reduce", tag)
         where = buffer.data_ptr(), core_dtype(buffer.dtype, "all_reduce: buffer"), buffer.numel()
         return *where, red_op("all_reduce", op), tag
 
@@ -297,8 +296,7 @@ class CoreCommunicator(Communicator):
 
     def barrier(self, *, tag: int = 0, stream: AnyStream | None = None) -> Any:
         on = self._on(stream)
-        if tag != 0:
-            check_tag("barrier", tag)
+        check_tag("barrier", tag)
         self._core.barrier(tag, on)
         if stream is None and on is not None:
             self._wait_for(on)

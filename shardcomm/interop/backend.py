@@ -80,9 +80,14 @@ def make_group(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
     """The c10d::Backend of this rank; `init_process_group` and `new_group` call it. Collective.
 
     Raises:
+        ValueError: `rank` is no rank of the group, or `timeout` is 0 or less.
         RuntimeError: On some rank the backend cannot be compiled or loaded; the error says on which, and why.
         CommError: A rank did not come.
     """
+    if not 0 <= rank < size:
+        raise ValueError(f"the backend {NAME!r}: rank is {rank}; it must be 0 to {size - 1}")
+    if timeout <= timedelta(0):
+        raise ValueError(f"the backend {NAME!r}: timeout is {timeout}; it must be more than 0")
     # A program may destroy its groups and make new ones over one store, in which the old groups' keys still are.
     store = PrefixStore(f"{NAME}/{store.add(f'made by {rank}', 1)}", store)
     carriers: tuple[ProcessGroupGloo, ...] = ()  # the groups that carry bytes for `comm`

@@ -47,8 +47,8 @@ def test_arrays_that_run_backwards_or_must_not_be_written_are_refused() -> None:
     whole = np.zeros(4, dtype=np.float32)
     comm.all_gather(whole, frozen)  # which only reads it
     assert whole.tolist() == [1.0] * 4
-    with pytest.raises(TypeError, match="all_reduce: buffer: DLPack only supports"):
-        comm.all_reduce(np.array(["a"]))
+    with pytest.raises(TypeError, match=r"all_reduce: buffer is an array of >f4: DLPack only"):
+        comm.all_reduce(np.ones(4, dtype=">f4"))
     with pytest.raises(
         TypeError, match=r"all_reduce: buffer is of torch\.int16; accepted: torch\.uint8"
     ):
@@ -130,6 +130,31 @@ def test_what_dlpack_says_of_its_memory_is_heard() -> None:
     assert whole.tolist() == [0.0] * 4
 
 
+class BrokenDLPack(OnlyDLPack):
+    def __dlpack__(self, **asked: Any) -> Any:
+        raise RuntimeError("no such device")
+
+
+class WithoutCuda:
+    """Of a CUDA device, which torch cannot reach."""
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {"shape": (4,), "typestr": "<f4", "data": (1 << 40, False), "version": 3}
+
+
+def test_what_an_array_raises_is_said_of_the_operand() -> None:
+    comm = Communicator.local_group(1)[0]
+    broken = BrokenDLPack(np.ones(4, dtype=np.float32))
+    with pytest.raises(TypeError, match="all_reduce: buffer is an array of BrokenDLPack: no such"):
+        comm.all_reduce(broken)
+    with pytest.raises(TypeError, match="all_gather: send is an array of BrokenDLPack: no such"):
+        comm.all_gather(torch.ones(4), broken)
+    if not torch.cuda.is_available():
+        with pytest.raises(TypeError, match="all_reduce: buffer is an array of WithoutCuda: "):
+            comm.all_reduce(WithoutCuda())
+
+
 def played_jax(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Where jax is not installed: what shardcomm, and torch, see of it."""
     module = ModuleType("jax")
@@ -188,7 +213,7 @@ def test_arrays_of_jax_without_values_are_refused() -> None:
     gone.delete()
     with pytest.raises(ValueError, match="all_gather: send is a JAX array that was deleted"):
         comm.all_gather(torch.ones(3), gone)
-    with pytest.raises(TypeError, match=r"all_gather: send: .* no DLPack"):
+    with pytest.raises(TypeError, match=r"all_gather: send is an array of int4: .* no DLPack"):
         comm.all_gather(torch.ones(3), jax.numpy.ones(3, jax.numpy.int4))
 
 

@@ -264,8 +264,14 @@ def test_gather_and_reduce_may_run_at_once() -> None:
         (lambda c: c.allocate(-1, use="gather"), "numel is -1"),
         (
             lambda c: c.all_gather(torch.zeros(2), torch.zeros(2, dtype=torch.int32)),
-            "no conversion from i32 to f32",
+            "all_gather: no conversion from i32 to f32",
         ),
+        (
+            lambda c: c.reduce_scatter(torch.zeros(2), torch.zeros(2, dtype=torch.int32)),
+            "reduce_scatter: no conversion from i32 to f32",
+        ),
+        (lambda c: c.all_reduce(torch.zeros(2), tag=0.0), "all_reduce: tag is 0.0; it must be"),
+        (lambda c: c.barrier(tag=0.0), "barrier: tag is 0.0; it must be"),
     ],
 )
 def test_bad_arguments_are_named(call: Callable[[Communicator], object], message: str) -> None:

@@ -14,7 +14,6 @@ from support.thread_ranks import run_threads
 
 RANKS, PART = 2, 6
 DTYPES = [
-    torch.uint8,
     torch.int32,
     torch.int64,
     torch.float16,
@@ -23,7 +22,7 @@ DTYPES = [
     torch.float64,
 ]
 
-pytestmark = pytest.mark.covers("collectives and buckets")
+pytestmark = pytest.mark.covers("collectives")
 
 
 @pytest.fixture
@@ -74,6 +73,8 @@ UNUSUAL: dict[str, Callable[[], object]] = {
     "on no device": lambda: torch.empty(PART, device="meta"),
     "a parameter": lambda: nn.Parameter(torch.ones(PART)),
     "a dtype that is only moved": lambda: torch.ones(PART, dtype=torch.int16),
+    "bytes": lambda: torch.ones(PART, dtype=torch.uint8),
+    "which DLPack calls bytes": lambda: torch.empty(PART, dtype=torch.uint4),
     "a list": lambda: [1.0],
     "nothing": lambda: None,
 }

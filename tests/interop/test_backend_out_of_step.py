@@ -5,10 +5,12 @@ from __future__ import annotations
 import time
 from datetime import timedelta
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from shardcomm import launch
+from shardcomm.interop.backend import make_group
 
 OURS = "shardcomm"
 gather_into = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -252,3 +254,9 @@ def set_data_meanwhile() -> None:
 
 def test_a_result_goes_to_the_memory_that_was_given() -> None:
     launch(set_data_meanwhile, 2, timeout_s=60)
+
+
+@pytest.mark.parametrize("rank", [-1, 2])
+def test_a_rank_outside_of_the_group_is_refused(rank: int) -> None:
+    with pytest.raises(ValueError, match=f"'shardcomm': rank is {rank}; it must be 0 to 1"):
+        make_group(dist.HashStore(), rank, 2, timedelta(seconds=5))

@@ -170,6 +170,8 @@ def wrong_timeouts() -> None:
     for wrong in (timedelta(0), timedelta(seconds=-3)):
         with pytest.raises(ValueError, match=r"all_reduce: timeout is (0|-3000) ms; it must be"):
             group.allreduce([torch.ones(1)], with_timeout(dist.AllreduceOptions(), wrong))
+        with pytest.raises(ValueError, match=r"'shardcomm': timeout is .* it must be more than 0"):
+            dist.new_group(timeout=wrong)
     dist.all_reduce(torch.ones(1))
     dist.destroy_process_group()
 

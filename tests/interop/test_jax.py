@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -330,6 +332,8 @@ REFUSALS: dict[str, tuple[Callable[[XlaCommunicator], object], type[Exception], 
         ValueError,
         "deadline_s is 0",
     ),
+    "pickled": (pickle.dumps, TypeError, "XlaCommunicator cannot be copied or pickled: it is this"),
+    "copied": (copy.deepcopy, TypeError, "XlaCommunicator cannot be copied or pickled: it is this"),
     "max": (
         lambda c: jax.grad(lambda x: all_reduce(x, c, "max").sum())(jnp.ones(2)),
         NotImplementedError,

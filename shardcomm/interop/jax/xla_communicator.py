@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import TracebackType
-from typing import Self
+from typing import NoReturn, Self
 
 import jax
 
@@ -117,6 +117,12 @@ class XlaCommunicator:
         finally:
             self._library.close(self._handle)  # at once, since other ranks may wait for this one
             finish()
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise TypeError(
+            "a shardcomm.jax.XlaCommunicator cannot be copied or pickled: it is this process's place in a group; "
+            "another process makes its own"
+        )
 
     def __repr__(self) -> str:
         return f"shardcomm.jax.XlaCommunicator({self._transport}, rank {self.rank} of {self.size})"
