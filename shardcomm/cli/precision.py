@@ -18,6 +18,13 @@ def add_precision(parser: argparse.ArgumentParser, dtype: str) -> None:
                         help="the block format in which gathers send parameters of two dims and more")  # fmt: skip
 
 
+def add_reduce_format(parser: argparse.ArgumentParser) -> None:
+    """Adds the format of sums between hosts, on which a model's memory does not depend."""
+    parser.add_argument("--reduce-format", choices=["bf16", "mxint8", "mxfp8"],
+                        help="in what sums of gradients cross between CPU hosts, with --strategy full_shard or "
+                             "shard_grad_op (default: fp32)")  # fmt: skip
+
+
 def precision_of(args: argparse.Namespace) -> MixedPrecision:
     """What the options say, beside those of the model; ValueError if they do not fit each other."""
     if args.gather_format is not None and args.params is not None:
@@ -27,4 +34,8 @@ def precision_of(args: argparse.Namespace) -> MixedPrecision:
         )
     half = torch.bfloat16 if args.dtype == "bf16" else None
     code = None if args.gather_format is None else BlockFormat(args.gather_format)
-    return MixedPrecision(param_dtype=half, reduce_dtype=half, gather_format=code)
+    name = getattr(args, "reduce_format", None)
+    crosses = torch.bfloat16 if name == "bf16" else None if name is None else BlockFormat(name)
+    return MixedPrecision(
+        param_dtype=half, reduce_dtype=half, gather_format=code, reduce_format=crosses
+    )

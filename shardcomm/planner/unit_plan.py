@@ -18,6 +18,8 @@ class UnitPlan:
         numel: How many elements the parameters of the whole unit have.
         shards: How many ranks hold the unit between them.
         replicas: How many times they do.
+        buckets: How many buckets its parameters have, by dtype and format, each of which is gathered by itself.
+        reduced_buckets: How many of them have gradients, each of which is reduced by itself.
         parameter_bytes: The rank's shard, padding included.
         gradient_bytes: The gradients of the rank's shard, padding included.
         padding_bytes: The padding of all ranks' shards together.
@@ -37,6 +39,9 @@ class UnitPlan:
             which the ranks of a host give each other.
         partial_bytes: A rank's part of the gradients as the sums of several hosts are: in float32, or in the dtype in
             which it is reduced if that is wider.
+        crossing_bytes: The same as it crosses from host to host, in `reduce_format`.
+        sum_coding_bytes: What the rank reads and writes in a reduce, for each host, to code those sums, and to decode
+            the ones that come; 0 without a format.
         all_reduce_bytes: What the rank sends to the replicas in the step's all-reduce.
     """
 
@@ -44,6 +49,8 @@ class UnitPlan:
     numel: int
     shards: int
     replicas: int
+    buckets: int
+    reduced_buckets: int
     parameter_bytes: int
     gradient_bytes: int
     padding_bytes: int
@@ -60,6 +67,8 @@ class UnitPlan:
     reduce_bytes: int
     reduce_format: str
     partial_bytes: int
+    crossing_bytes: int
+    sum_coding_bytes: int
     all_reduce_bytes: int
 
     @property
@@ -92,6 +101,8 @@ class UnitPlan:
             numel=sum(group.layout.numel for group in groups),
             shards=pool.shards,
             replicas=pool.replicas,
+            buckets=len(groups),
+            reduced_buckets=len(trained),
             parameter_bytes=sum(group.shard_bytes[rank] for group in groups),
             gradient_bytes=sum(group.shard_bytes[rank] for group in trained),
             padding_bytes=sum(group.layout.padding * group.dtype.itemsize for group in groups),
@@ -114,6 +125,8 @@ class UnitPlan:
                 dict.fromkeys(str(group.reduce_format) for group in trained if group.reduce_format)
             ),
             partial_bytes=sum(group.partial_shard_bytes[rank] for group in trained),
+            crossing_bytes=sum(group.crossing_shard_bytes[rank] for group in trained),
+            sum_coding_bytes=sum(group.sum_coding_bytes(rank) for group in trained),
             all_reduce_bytes=sum(
                 traffic.all_reduce_bytes(group.reduced_shard_bytes[rank], pool.replicas)
                 for group in trained

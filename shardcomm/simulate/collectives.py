@@ -14,6 +14,8 @@ Over `shm` nothing is sent. Ranks read and write memory, and meet: in a gather e
 it, in a reduce it reads its part of everybody's gradients and writes the mean, in an all-reduce it copies the others'
 parts as well. Over `hosts` the ranks of one host do that, and those of several what `over_hosts` says.
 
+Each bucket of a unit is gathered and reduced by itself, so that a unit with several has the latency of as many.
+
 A rank alone gathers, to cast its parameters. It makes no reduce and no all-reduce: its packed gradients are the mean.
 """
 
@@ -38,15 +40,15 @@ def gather(unit: UnitPlan, group: Group, machine: Machine, *, again: bool) -> Co
         cast = unit.parameter_bytes + unit.full_bytes
         return Cost(((Move(MEMORY, cast / machine.copy_bytes_per_s, cast),),), 0)
     if machine.transport == "nccl":
-        return _ring(nbytes, group, machine)
+        return _ring(nbytes, unit.buckets, group, machine)
     part = nbytes / (group.ranks - 1)
     if secondary:
         shard: float = unit.secondary_bytes
     else:
         shard = part if unit.encoding_bytes else unit.parameter_bytes
     if group.hosts > 1:
-        return over_hosts.gather(nbytes, shard, part, group, machine)
-    return _shared("gather", nbytes, moved_by_gather(shard, part), machine)
+        return over_hosts.gather(nbytes, shard, part, group, machine, calls=unit.buckets)
+    return _shared("gather", nbytes, unit.buckets, moved_by_gather(shard, part), machine)
 
 
 def coding(unit: UnitPlan, group: Group, machine: Machine) -> Cost:
@@ -64,28 +66,40 @@ def reduce(unit: UnitPlan, group: Group, machine: Machine) -> Cost:
     """The reduce-scatter of the unit's gradients."""
     nbytes = unit.reduce_bytes
     if machine.transport == "nccl":
-        return _ring(nbytes, group, machine)
+        return _ring(nbytes, unit.reduced_buckets, group, machine)
     full = group.ranks * _reduced_part(unit)
     if group.hosts > 1:
         return over_hosts.reduce(
-            nbytes, full, unit.gradient_bytes, unit.partial_bytes, group, machine
+            nbytes,
+            full,
+            unit.gradient_bytes,
+            unit.partial_bytes,
+            group,
+            machine,
+            crossing=unit.crossing_bytes,
+            coded=unit.sum_coding_bytes,
+            calls=unit.reduced_buckets,
         )
-    return _shared("reduce", nbytes, moved_by_reduce(full, unit.gradient_bytes), machine)
+    moved = moved_by_reduce(full, unit.gradient_bytes)
+    return _shared("reduce", nbytes, unit.reduced_buckets, moved, machine)
 
 
 def all_reduce(unit: UnitPlan, group: Group, machine: Machine) -> Cost:
     """The all-reduce of the gradients of a rank's shard, and their way into the gradient."""
     nbytes = unit.all_reduce_bytes
     if machine.transport == "nccl":
-        (latency,), *moves = _ring(nbytes, group, machine).stages
-        latency_s = 2 * min(latency.seconds, _tree_latency_s(group, machine))
+        (latency,), *moves = _ring(nbytes, 1, group, machine).stages
+        latency_s = 2 * unit.reduced_buckets * min(latency.seconds, _tree_latency_s(group, machine))
         return Cost(((Move(LATENCY, latency_s),), *moves), nbytes)
     shard = _reduced_part(unit)
     used = shard + unit.gradient_bytes
     if group.hosts > 1:
-        return over_hosts.all_reduce(nbytes, shard, unit.partial_bytes, used, group, machine)
+        calls = unit.reduced_buckets
+        return over_hosts.all_reduce(
+            nbytes, shard, unit.partial_bytes, used, group, machine, calls=calls
+        )
     moved = moved_by_all_reduce(shard, group.ranks) + used
-    return _shared("all_reduce", nbytes, moved, machine)
+    return _shared("all_reduce", nbytes, unit.reduced_buckets, moved, machine)
 
 
 def _reduced_part(unit: UnitPlan) -> int:
@@ -114,14 +128,15 @@ def pack_s(unit: UnitPlan, machine: Machine) -> float:
     return 2 * unit.full_gradient_bytes / machine.copy_bytes_per_s
 
 
-def _ring(nbytes: int, group: Group, machine: Machine) -> Cost:
+def _ring(nbytes: int, calls: int, group: Group, machine: Machine) -> Cost:
+    """`nbytes` through all ranks, in so many calls one after the other."""
     across = group.hosts - 1
     latency_s = (group.ranks - 1 - across) * machine.host_latency_s
     link, rate = HOST, machine.host_bytes_per_s
     if across:
         latency_s += across * machine.network_latency_s
         link, rate = NETWORK, min(rate, machine.network_bytes_per_s / group.beside)
-    return Cost(((Move(LATENCY, latency_s),), (Move(link, nbytes / rate, nbytes),)), nbytes)
+    return Cost(((Move(LATENCY, calls * latency_s),), (Move(link, nbytes / rate, nbytes),)), nbytes)
 
 
 def _tree_latency_s(group: Group, machine: Machine) -> float:
@@ -130,6 +145,6 @@ def _tree_latency_s(group: Group, machine: Machine) -> float:
     return in_host + math.ceil(math.log2(group.hosts)) * machine.network_latency_s
 
 
-def _shared(what: str, nbytes: int, moved: float, machine: Machine) -> Cost:
-    met_s = MEETINGS[what] * machine.host_latency_s  # on the core on which it copies
+def _shared(what: str, nbytes: int, calls: int, moved: float, machine: Machine) -> Cost:
+    met_s = calls * MEETINGS[what] * machine.host_latency_s  # on the core on which it copies
     return Cost(((Move(MEMORY, met_s + moved / machine.host_bytes_per_s, moved),),), nbytes)

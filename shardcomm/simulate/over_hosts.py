@@ -27,7 +27,9 @@ MEETINGS = {"gather": 2, "reduce": 2, "all_reduce": 4}
 """How often the ranks of a host meet."""
 
 
-def gather(nbytes: int, shard: float, part: float, group: Group, machine: Machine) -> Cost:
+def gather(
+    nbytes: int, shard: float, part: float, group: Group, machine: Machine, *, calls: int = 1
+) -> Cost:
     """A rank writes its part where its host sees it and sends it; what came from the other hosts it writes there, too.
 
     Args:
@@ -36,16 +38,26 @@ def gather(nbytes: int, shard: float, part: float, group: Group, machine: Machin
         part: The bytes of them that it sends, in the dtype or format of the gather.
         group: The ranks.
         machine: The machine.
+        calls: How many gathers have these bytes together.
     """
     others = (group.hosts - 1) * part
     to_send = among_what_comes = 2 * part
     copied = (shard + part) + to_send + among_what_comes + 2 * others
-    chunks = _chunks(part, group.ranks)
-    return _crossing("gather", nbytes, copied, others, chunks, 1, group, machine)
+    chunks = _chunks(part, group.ranks, calls)
+    return _crossing("gather", nbytes, copied, others, calls, calls + chunks, group, machine)
 
 
 def reduce(
-    nbytes: int, full: float, mean: float, partial: float, group: Group, machine: Machine
+    nbytes: int,
+    full: float,
+    mean: float,
+    partial: float,
+    group: Group,
+    machine: Machine,
+    *,
+    crossing: float | None = None,
+    coded: float = 0.0,
+    calls: int = 1,
 ) -> Cost:
     """A rank sums the parts that it leads for over the ranks of its host, exchanges them, and sums over the hosts.
 
@@ -56,17 +68,34 @@ def reduce(
         partial: The bytes of the sums of a host for one part.
         group: The ranks.
         machine: The machine.
+        crossing: The bytes of these sums as they cross; None: as they are.
+        coded: What it reads and writes, for each host, to code them, and to decode those that come.
+        calls: How many reduces have these bytes together.
     """
+    crossing = partial if crossing is None else crossing
     sums = group.hosts * partial
-    among_what_comes = 2 * partial
+    among_what_comes = 2 * crossing
     copied = (full + sums) + among_what_comes + (sums + mean)
-    others = (group.hosts - 1) * partial
-    chunks = _chunks(full / group.ranks, group.ranks * group.on_host)
-    return _crossing("reduce", nbytes, copied, others, chunks, 1, group, machine)
+    others = (group.hosts - 1) * crossing
+    chunks = _chunks(full / group.ranks, group.ranks * group.on_host, calls)
+    cost = _crossing("reduce", nbytes, copied, others, calls, calls + chunks, group, machine)
+    if not coded:
+        return cost
+    moved = group.hosts * coded
+    ((core,), across) = cost.stages
+    seconds = core.seconds + moved / machine.code_bytes_per_s
+    return Cost(((Move(MEMORY, seconds, core.nbytes + moved),), across), nbytes)
 
 
 def all_reduce(
-    nbytes: int, buffer: float, partial: float, used: float, group: Group, machine: Machine
+    nbytes: int,
+    buffer: float,
+    partial: float,
+    used: float,
+    group: Group,
+    machine: Machine,
+    *,
+    calls: int = 1,
 ) -> Cost:
     """A reduce of parts and a gather of their sums; of ranks alone on their hosts, Gloo's ring.
 
@@ -77,23 +106,25 @@ def all_reduce(
         used: The bytes that a rank reads and writes to use the sums.
         group: The ranks.
         machine: The machine.
+        calls: How many all-reduces have these bytes together.
     """
     if group.ranks == group.hosts:
-        return _ring(nbytes, partial, used, group, machine)
+        return _ring(nbytes, partial, used, group, machine, calls)
     part, sums = buffer / group.ranks, partial / group.ranks
     copied = buffer + 2 * group.hosts * sums + 2 * sums + part  # as of a reduce
     # As of a gather, but for the part that is there.
     copied += 4 * part + 2 * (group.hosts - 1) * part
     copied += 2 * (buffer - part) + used
     others = (group.hosts - 1) * (part + sums)
-    chunks = _chunks(part, group.ranks * group.on_host)
-    return _crossing("all_reduce", nbytes, copied, others, chunks, 2, group, machine)
+    chunks = _chunks(part, group.ranks * group.on_host, calls)
+    exchanges = calls + 2 * chunks
+    return _crossing("all_reduce", nbytes, copied, others, calls, exchanges, group, machine)
 
 
-def _chunks(part: float, blocks: int) -> int:
-    """In how many chunks a part crosses, of which a slot of memory holds `blocks`."""
+def _chunks(part: float, blocks: int, calls: int) -> int:
+    """In how many chunks a part of so many calls crosses, of which a slot of memory holds `blocks`."""
     most = min(max(_SLOT_BYTES // blocks, _LEAST_CHUNK_BYTES), _MOST_CHUNK_BYTES)
-    return max(1, math.ceil(part / most))
+    return max(1, math.ceil(part / most)) + calls - 1  # of each call the last is not full
 
 
 def _crossing(
@@ -101,24 +132,26 @@ def _crossing(
     nbytes: int,
     copied: float,
     others: float,
-    chunks: int,
-    times: int,
+    calls: int,
+    exchanges: int,
     group: Group,
     machine: Machine,
 ) -> Cost:
-    """The cost of a collective whose rank copies and exchanges bytes with other hosts, in chunks, so many times."""
-    core_s = MEETINGS[what] * machine.host_latency_s + copied / machine.host_bytes_per_s
-    core_s += (1 + times * chunks) * machine.network_latency_s + others / machine.socket_bytes_per_s
+    """The cost of a collective, or of several, whose rank copies bytes and exchanges some with other hosts."""
+    core_s = calls * MEETINGS[what] * machine.host_latency_s + copied / machine.host_bytes_per_s
+    core_s += exchanges * machine.network_latency_s + others / machine.socket_bytes_per_s
     into_host = others * group.on_host * group.beside
     across = Move(NETWORK, into_host / machine.network_bytes_per_s, others)
     return Cost(((Move(MEMORY, core_s, copied),), (across,)), nbytes)
 
 
-def _ring(nbytes: int, buffer: float, used: float, group: Group, machine: Machine) -> Cost:
+def _ring(
+    nbytes: int, buffer: float, used: float, group: Group, machine: Machine, calls: int
+) -> Cost:
     sent = 2 * (group.hosts - 1) / group.hosts * buffer
     summed, mean = 3 * sent / 2, 2 * buffer
     copied = summed + mean + used
     core_s = copied / machine.host_bytes_per_s + sent / machine.socket_bytes_per_s
-    met_s = (group.hosts - 1) * machine.network_latency_s
+    met_s = calls * (group.hosts - 1) * machine.network_latency_s
     across = Move(NETWORK, sent * group.beside / machine.network_bytes_per_s, sent)
     return Cost(((Move(MEMORY, met_s + core_s, copied),), (across,)), nbytes)

@@ -180,10 +180,13 @@ def _check(plan: MemoryPlan, times: Sequence[UnitTime], machine: Machine) -> Non
         )
     if plan.host_bytes:
         raise ValueError("plan has parameters in host memory, whose copies are not simulated")
-    if any(unit.reduce_format for unit in plan.units):
+    crosses = machine.transport == "hosts" and plan.ranks > machine.ranks_per_host
+    if any(unit.reduce_format for unit in plan.units) and (plan.replicas > 1 or not crosses):
         raise ValueError(
-            "plan has reduces whose sums cross between hosts in another format, which is not simulated; leave "
-            "reduce_format out"
+            "plan has a reduce_format, in which the sums of hosts cross: that takes a machine of transport 'hosts', "
+            f"more ranks than a host has, and no replicas. Machine {machine.name!r} is of transport "
+            f"{machine.transport!r}, with {machine.ranks_per_host} ranks a host; the plan's ranks are {plan.ranks}, in "
+            f"groups of {plan.ranks // plan.replicas} that hold the model between them"
         )
     laid = plan.ranks // plan.replicas, plan.replicas
     for unit in plan.units:

@@ -89,6 +89,25 @@ class BucketGroup:
         return tuple(numel * itemsize for numel in self.layout.shard_numels)
 
     @property
+    def crossing_shard_bytes(self) -> tuple[int, ...]:
+        """The bytes of each rank's part of the gradients as a host's sums cross to other hosts."""
+        if self.reduce_format is None:
+            return self.partial_shard_bytes
+        if isinstance(self.reduce_format, BlockFormat):
+            return tuple(map(self.reduce_format.nbytes, self.layout.shard_numels))
+        return tuple(numel * self.reduce_format.itemsize for numel in self.layout.shard_numels)
+
+    def sum_coding_bytes(self, rank: int) -> int:
+        """What `rank` reads and writes, for each host, to code the sums that cross and to decode those that came.
+
+        Those that came as bfloat16 are added as they are.
+        """
+        if self.reduce_format is None:
+            return 0
+        passes = 2 if isinstance(self.reduce_format, BlockFormat) else 1
+        return passes * (self.partial_shard_bytes[rank] + self.crossing_shard_bytes[rank])
+
+    @property
     def sent_bytes(self) -> tuple[int, ...]:
         """The bytes of each rank's part as a gather sends it."""
         if self.gather_format is not None and self.layout.world_size > 1:

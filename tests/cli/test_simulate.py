@@ -182,6 +182,33 @@ def test_bad_options_are_refused_in_a_sentence(
     assert message in capsys.readouterr().err
 
 
+def test_sums_cross_between_hosts_in_a_format(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "cluster.json"
+    machine(transport="hosts", ranks_per_host=2, cores=2).save(path)
+    options = ("--model", "gpt", "--dtype", "fp32", "--machine", str(path), "--ranks", "4")
+    options += ("--strategy", "full_shard")
+    (wide,) = configurations(capsys, *options)
+    (half,) = configurations(capsys, *options, "--reduce-format", "bf16")
+    (coded,) = configurations(capsys, *options, "--reduce-format", "mxint8")
+    # A rank sends three of four parts in memory, and one sum to the other host.
+    crosses = wide["reduced_bytes"] / 3
+    saved = [wide["network_bytes_moved"] - each["network_bytes_moved"] for each in (half, coded)]
+    assert saved == pytest.approx([crosses / 2, crosses * (1 - 33 / 128)], rel=0.01)
+    assert half["reduced_bytes"] == wide["reduced_bytes"]
+
+
+def test_a_reduce_format_needs_a_strategy_without_replicas(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for options in ((), ("--strategy", "no_shard"), ("--strategy", "hybrid_shard")):
+        with pytest.raises(SystemExit):
+            run(*LLAMA, "--reduce-format", "bf16", *options)
+        message = "--reduce-format is 'bf16'; it needs --strategy full_shard or shard_grad_op"
+        assert message in capsys.readouterr().err
+
+
 def test_a_block_format_needs_the_shapes_of_parameters(capsys: pytest.CaptureFixture[str]) -> None:
     """Those of --params have one dim, which no format would code: the figures would be those without."""
     with pytest.raises(SystemExit):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardcomm import Machine, MemoryPlan, MixedPrecision, Simulation, UnitTime
+from shardcomm import BlockFormat, Machine, MemoryPlan, MixedPrecision, Simulation, UnitTime
 from shardcomm.planner.unit_plan import UnitPlan
 from shardcomm.simulate import collectives
 from shardcomm.simulate.cost import Cost, Group, Move
@@ -88,6 +88,31 @@ def test_sums_of_halves_cross_as_float32() -> None:
     assert across.nbytes == BYTES // 4
 
 
+def test_sums_that_cross_as_bfloat16_are_rounded_and_half_as_long() -> None:
+    part, crossing = BYTES // 4, BYTES // 8
+    of = unit(4, mixed_precision=MixedPrecision(reduce_format=torch.bfloat16))
+    cost = collectives.reduce(of, Group.of(4, 1, 2), cluster())
+    # As of float32, but that the sum which the rank keeps goes where the others come as it crosses.
+    copied = 2 * (2 * part + part) + 2 * crossing + (2 * part + part)
+    rounded = 2 * (part + crossing)  # for either host
+    core_s = 2 * MET + 2 * EXCHANGED + copied / 2048 + rounded / 4032 + crossing / 512
+    core = Move("memory", core_s, copied + rounded)
+    assert cost.nbytes == 3 * part  # within a host, as before
+    assert cost.stages == ((core,), (Move("network", 2 * crossing / 1024, crossing),))
+
+
+def test_sums_that_cross_in_a_block_format_are_encoded_and_decoded() -> None:
+    """A part is 256 codes and 8 scales, in 384 bytes."""
+    part, crossing = BYTES // 4, 384
+    of = unit(4, mixed_precision=MixedPrecision(reduce_format=BlockFormat("mxint8")))
+    cost = collectives.reduce(of, Group.of(4, 1, 2), cluster())
+    copied = 2 * (2 * part + part) + 2 * crossing + (2 * part + part)
+    coded = 2 * 2 * (part + crossing)  # for either host, and back
+    core_s = 2 * MET + 2 * EXCHANGED + copied / 2048 + coded / 4032 + crossing / 512
+    core = Move("memory", core_s, copied + coded)
+    assert cost.stages == ((core,), (Move("network", 2 * crossing / 1024, crossing),))
+
+
 def test_an_all_reduce_is_a_reduce_and_a_gather() -> None:
     part = BYTES // 4
     cost = collectives.all_reduce(unit(4, "no_shard"), Group.of(4, 1, 2), cluster())
@@ -120,6 +145,20 @@ def test_each_chunk_of_a_part_takes_an_exchange() -> None:
     cost = gather(4, Group.of(4, 1, 2), numel=part)  # four parts of so many bytes
     copied = 3 * 2 * part + 2 * part
     assert cost.stages == moves(2 * MET + 4 * EXCHANGED, copied, into_host=2 * part, sent=part)
+
+
+def test_each_bucket_of_a_unit_meets_and_exchanges() -> None:
+    """The matrix is gathered in blocks, and its bias beside it; both are then reduced, too."""
+    wire = MixedPrecision(gather_format=lambda _, p: BlockFormat("mxint8") if p.ndim > 1 else None)
+    of = MemoryPlan.of(nn.Linear(1, NUMEL), 4, mixed_precision=wire).units[0]
+    where = cluster(**dict.fromkeys(("host_bytes_per_s", "socket_bytes_per_s"), 1e15))
+    group = Group.of(4, 1, 2)
+    for cost in (
+        collectives.gather(of, group, where, again=False),
+        collectives.reduce(of, group, where),
+    ):
+        ((core,), (_,)) = cost.stages
+        assert core.seconds == pytest.approx(2 * (2 * MET + 2 * EXCHANGED))
 
 
 def test_a_group_within_a_host_shares_memory_alone() -> None:

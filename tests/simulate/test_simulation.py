@@ -415,7 +415,18 @@ def test_gathers_from_a_secondary_shard_are_not_coded() -> None:
     assert spans == ["0", "0", "1", "1", "2", "2", "1", "0"]
 
 
-def test_a_plan_with_coded_reduces_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("options", "where"),
+    [
+        ({"ranks": 4}, {"transport": "nccl", "ranks_per_host": 2}),
+        ({"ranks": 2}, {"transport": "hosts", "ranks_per_host": 2, "cores": 2}),  # one host
+        ({"ranks": 4, "strategy": "no_shard"}, {"transport": "hosts", "ranks_per_host": 2, "cores": 2}),
+    ],
+    ids=["nccl", "one host", "replicas"],
+)  # fmt: skip
+def test_sums_that_never_cross_in_a_format_are_refused(
+    options: dict[str, Any], where: dict[str, Any]
+) -> None:
     wire = MixedPrecision(reduce_format=BlockFormat("mxint8"))
-    with pytest.raises(ValueError, match="in another format, which is not simulated; leave reduce"):
-        Simulation.of(plan(mixed_precision=wire), TIMES, machine())
+    with pytest.raises(ValueError, match="plan has a reduce_format, in which the sums of hosts"):
+        Simulation.of(plan(mixed_precision=wire, **options), TIMES, machine(**where))

@@ -17,7 +17,7 @@ from shardcomm.cli.options import (
     share,
     whole,
 )
-from shardcomm.cli.precision import add_precision
+from shardcomm.cli.precision import add_precision, add_reduce_format
 from shardcomm.cli.simulate.configurations import Outcome, outcomes
 from shardcomm.cli.simulate.sweep_plot import draw as draw_sweep
 from shardcomm.cli.timeline_plot import draw as draw_timeline
@@ -42,6 +42,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     add_model(parser)
     add_precision(parser, "bf16")
+    add_reduce_format(parser)
     add = parser.add_argument
     # fmt: off
     add("--machine", default="8xH100", metavar="NAME|FILE",

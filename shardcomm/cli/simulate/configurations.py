@@ -62,6 +62,11 @@ def outcomes(args: argparse.Namespace) -> Iterator[Outcome]:
         OSError: A file cannot be read.
         ValueError: Options do not fit each other, or a file is not what it should be.
     """
+    if args.reduce_format is not None and args.strategy not in ("full_shard", "shard_grad_op"):
+        raise ValueError(
+            f"--reduce-format is {args.reduce_format!r}; it needs --strategy full_shard or shard_grad_op: replicas sum "
+            "in float32"
+        )
     machine = Machine.load(args.machine)
     model = model_of(args)
     tokens = args.batch * args.context
