@@ -27,7 +27,7 @@ struct Operand {
   std::int64_t numel;
 };
 
-// torch.uint8 is not here: DLPack tells it from torch.uint1 to torch.uint7 in nothing.
+// torch.uint8 is not here, since DLPack describes torch.uint1 to torch.uint7 in the same way.
 std::optional<DType> dtype_of(dlpack::DataType type) {
   if (type.lanes != 1) return std::nullopt;
   switch (type.code << 8 | type.bits) {
