@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from typing import Literal
 
 import torch
 
-from shardcomm.copy.blocks import BlockFormat
+from shardcomm.copy.blocks import BlockFormat, ReduceFormat
 from shardcomm.unit.mixed_precision import MixedPrecision
 
 
@@ -25,7 +26,9 @@ def add_reduce_format(parser: argparse.ArgumentParser) -> None:
                              "shard_grad_op (default: fp32)")  # fmt: skip
 
 
-def precision_of(args: argparse.Namespace) -> MixedPrecision:
+def precision_of(
+    args: argparse.Namespace, reduce_format: Literal["bf16", "mxint8", "mxfp8"] | None = None
+) -> MixedPrecision:
     """What the options say, beside those of the model; ValueError if they do not fit each other."""
     if args.gather_format is not None and args.params is not None:
         raise ValueError(
@@ -34,8 +37,12 @@ def precision_of(args: argparse.Namespace) -> MixedPrecision:
         )
     half = torch.bfloat16 if args.dtype == "bf16" else None
     code = None if args.gather_format is None else BlockFormat(args.gather_format)
-    name = getattr(args, "reduce_format", None)
-    crosses = torch.bfloat16 if name == "bf16" else None if name is None else BlockFormat(name)
+    crosses: ReduceFormat | None = None
+    if reduce_format is not None:
+        crosses = torch.bfloat16 if reduce_format == "bf16" else BlockFormat(reduce_format)
     return MixedPrecision(
-        param_dtype=half, reduce_dtype=half, gather_format=code, reduce_format=crosses
+        param_dtype=half,
+        reduce_dtype=half,
+        gather_format=code,
+        reduce_format=crosses,
     )

@@ -78,13 +78,8 @@ def reduce(
     copied = (full + sums) + among_what_comes + (sums + mean)
     others = (group.hosts - 1) * crossing
     chunks = _chunks(full / group.ranks, group.ranks * group.on_host, calls)
-    cost = _crossing("reduce", nbytes, copied, others, calls, calls + chunks, group, machine)
-    if not coded:
-        return cost
-    moved = group.hosts * coded
-    ((core,), across) = cost.stages
-    seconds = core.seconds + moved / machine.code_bytes_per_s
-    return Cost(((Move(MEMORY, seconds, core.nbytes + moved),), across), nbytes)
+    exchanges, coded = calls + chunks, group.hosts * coded
+    return _crossing("reduce", nbytes, copied, others, calls, exchanges, group, machine, coded)
 
 
 def all_reduce(
@@ -136,13 +131,15 @@ def _crossing(
     exchanges: int,
     group: Group,
     machine: Machine,
+    coded: float = 0.0,
 ) -> Cost:
-    """The cost of a collective, or of several, whose rank copies bytes and exchanges some with other hosts."""
+    """The cost of a collective, or of several, whose rank copies, codes and exchanges bytes."""
     core_s = calls * MEETINGS[what] * machine.host_latency_s + copied / machine.host_bytes_per_s
     core_s += exchanges * machine.network_latency_s + others / machine.socket_bytes_per_s
+    core_s += coded / machine.code_bytes_per_s
     into_host = others * group.on_host * group.beside
     across = Move(NETWORK, into_host / machine.network_bytes_per_s, others)
-    return Cost(((Move(MEMORY, core_s, copied),), (across,)), nbytes)
+    return Cost(((Move(MEMORY, core_s, copied + coded),), (across,)), nbytes)
 
 
 def _ring(

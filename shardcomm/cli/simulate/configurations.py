@@ -128,7 +128,7 @@ def _plan(
         ranks,
         strategy=strategy,
         replicas=replicas,
-        mixed_precision=precision_of(args),
+        mixed_precision=precision_of(args, args.reduce_format),
         prefetch=prefetch,
         slots=args.slots,
         reshard_after_forward=args.reshard_after_forward if reshards else None,
