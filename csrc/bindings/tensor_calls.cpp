@@ -108,6 +108,7 @@ class TensorCalls {
 
  private:
   static constexpr std::int64_t kTag = 0;
+  static constexpr std::uintptr_t kLeastAddress = std::uintptr_t{1} << 32;
 
   static bool consists_of(const Operand& whole, const Operand& part, const Communicator& comm) {
     return whole.numel % comm.size() == 0 && whole.numel / comm.size() == part.numel;
@@ -129,7 +130,10 @@ class TensorCalls {
     const auto dtype = dtype_of(tensor.dtype);
     const auto numel = contiguous_numel(tensor);
     if (!dtype || !numel || is_negated(object)) return std::nullopt;
-    if (tensor.data == nullptr && *numel != 0) return std::nullopt;  // values that are nowhere
+    // Values that are nowhere: torch adds a view's offset to the null of memory that was freed.
+    if (reinterpret_cast<std::uintptr_t>(tensor.data) < kLeastAddress && *numel != 0) {
+      return std::nullopt;
+    }
     return Operand{static_cast<char*>(tensor.data) + tensor.byte_offset, *dtype, *numel};
   }
 

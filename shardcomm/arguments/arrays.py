@@ -46,7 +46,7 @@ def as_tensor(name: str, array: ArrayLike, *, written: bool = False) -> torch.Te
 
     Raises:
         TypeError: `array` has none of the three, a buffer of elements that no tensor has, or no values yet, as in
-            `jax.jit`.
+            `jax.jit`; or it is a masked array of NumPy, whose masked elements have no values.
         ValueError: `array` was deleted; or it is read-only, as all arrays of JAX are, and will be `written`; or it runs
             backwards in memory, which a tensor cannot.
     """
@@ -54,6 +54,11 @@ def as_tensor(name: str, array: ArrayLike, *, written: bool = False) -> torch.Te
         return array
     if isinstance(array, getattr(sys.modules.get("jax"), "Array", ())):
         _check_jax(name, array, written)
+    if isinstance(array, np.ma.MaskedArray):
+        raise TypeError(
+            f"{name} is a masked array, and no tensor has a mask; give what its filled() returns, or its data and its "
+            "mask apart"
+        )
     interfaces = [
         interface
         for protocol in ("__array_interface__", "__cuda_array_interface__")

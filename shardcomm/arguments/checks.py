@@ -6,6 +6,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
+LEAST_ADDRESS = 1 << 32
+"""A tensor whose memory was freed has a lower one, unless it is a view far from the beginning."""
+
 _MOST_SECONDS = 1e9  # the most that a timedelta, and a wait, can take
 
 
@@ -41,6 +46,24 @@ def check_flag(operation: str, name: str, value: object) -> None:
     """ValueError unless `value` is True or False. A text such as "no" would count as true."""
     if not isinstance(value, bool):
         raise ValueError(f"{operation}: {name} is {value!r}; it must be True or False")
+
+
+def check_has_memory(name: str, tensor: torch.Tensor) -> None:
+    """ValueError if `tensor` is of memory that was freed, as full parameters often are between their uses, or of none.
+
+    Of none are DTensors, for instance, which hold another tensor.
+    """
+    # Torch adds the offset of a view even then.
+    offset = tensor.storage_offset() * tensor.element_size()
+    if tensor.data_ptr() != offset or tensor.numel() == 0:
+        return
+    if type(tensor) in (torch.Tensor, torch.nn.Parameter):
+        reason = "its storage was freed, as untyped_storage().resize_(0) does"
+    else:
+        reason = (
+            f"it is a {type(tensor).__name__}; give a plain tensor, such as DTensor's to_local()"
+        )
+    raise ValueError(f"{name} has no memory of its own: {reason}")
 
 
 def check_seconds(operation: str, name: str, seconds: object) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from shardcomm import _C
 from shardcomm.arguments.arrays import ArrayLike, as_tensor
-from shardcomm.arguments.checks import check_list
+from shardcomm.arguments.checks import check_has_memory, check_list
 from shardcomm.arguments.scalars import is_whole
 from shardcomm.comm.words import Use
 from shardcomm.stream.streams import AnyStream, computing, keep_until, on_host
@@ -50,7 +50,8 @@ def checked(
 
     Raises:
         TypeError: `array` is no array, or no dense one.
-        ValueError: `array` is not contiguous or not on `device`, or is a lazily negated view and will be `written`.
+        ValueError: `array` is not contiguous, not on `device`, or without memory, or it is a lazily negated view and
+            will be `written`.
     """
     tensor = array if type(array) is torch.Tensor else _opened(operation, name, array, written)
     if tensor.layout is not _STRIDED:
@@ -64,6 +65,7 @@ def checked(
         raise ValueError(
             f"{operation}: {name} is on {tensor.device}; this communicator works on {device}"
         )
+    check_has_memory(f"{operation}: {name}", tensor)
     return resolved(operation, name, tensor, written=written) if tensor.is_neg() else tensor
 
 

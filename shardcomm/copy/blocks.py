@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from shardcomm import _C
-from shardcomm.arguments.checks import check_flag, check_list, check_type
+from shardcomm.arguments.checks import check_flag, check_has_memory, check_list, check_type
 from shardcomm.arguments.dtype import FLOATS, core_dtype
 from shardcomm.arguments.scalars import checked_scale, is_whole
 from shardcomm.copy.nonfinite import flag_address
@@ -363,6 +363,7 @@ def _check_tensor(operation: str, name: str, tensor: object, device: torch.devic
         raise ValueError(
             f"{operation}: {name} is not contiguous, its strides are {tensor.stride()}"
         )
+    check_has_memory(f"{operation}: {name}", tensor)
 
 
 def _addresses(

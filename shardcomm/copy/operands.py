@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardcomm.arguments.arrays import ArrayLike, as_tensor
-from shardcomm.arguments.checks import check_type
+from shardcomm.arguments.checks import LEAST_ADDRESS, check_has_memory, check_type
 from shardcomm.arguments.dtype import wire_dtype
 
 
@@ -81,7 +81,10 @@ def pointers_of(
             and tensor.is_contiguous()
             and tensor.numel() * items >= extent
         ):
-            addresses.append(tensor.data_ptr())
+            address = tensor.data_ptr()
+            if address < LEAST_ADDRESS:
+                check_has_memory(f"{role}[{len(addresses)}]", tensor)
+            addresses.append(address)
         else:
             _refuse(f"{role}[{len(addresses)}]", tensor, dtype, extent // items, device)
     return addresses

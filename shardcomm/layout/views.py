@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from shardcomm.arguments.checks import check_list
+from shardcomm.arguments.checks import check_has_memory, check_list
 from shardcomm.layout.layout import Layout
 from shardcomm.layout.placement import Piece, Placement
 
@@ -21,7 +21,12 @@ def check_shape(operation: str, name: str, tensor: torch.Tensor, placement: Plac
 
 
 def check_full(name: str, tensor: torch.Tensor, *, sparse: bool = False) -> None:
-    """TypeError unless `tensor` is a dense tensor with values; with `sparse` it may also be a sparse one."""
+    """Checks that `tensor` has values; with `sparse` it may also be a sparse one.
+
+    Raises:
+        TypeError: It is no tensor, or no dense one.
+        ValueError: Its memory was freed.
+    """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} is a {type(tensor).__name__}; it must be a torch.Tensor")
     dense = tensor.layout is torch.strided or sparse
@@ -30,6 +35,8 @@ def check_full(name: str, tensor: torch.Tensor, *, sparse: bool = False) -> None
             f"{name} is {tensor.dtype} of {tensor.layout} on {tensor.device}; it must be a dense tensor with values, "
             "not quantised"
         )
+    if tensor.layout is torch.strided:
+        check_has_memory(name, tensor)
 
 
 def check_count(

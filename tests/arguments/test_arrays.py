@@ -55,6 +55,17 @@ def test_arrays_that_run_backwards_or_must_not_be_written_are_refused() -> None:
         comm.all_reduce(np.ones(4, dtype=np.int16))
 
 
+def test_masked_arrays_are_refused() -> None:
+    hidden = np.ma.masked_greater(np.array([1.0, 99.0]), 9.0)
+    comm = Communicator.local_group(1)[0]
+    with pytest.raises(TypeError, match=r"all_reduce: buffer is a masked array, .* filled\(\)"):
+        comm.all_reduce(hidden)
+    with pytest.raises(TypeError, match=r"sources\[0\] is a masked array"):
+        CopyPlan.pack([2], [0], torch.float64, torch.float64).run(
+            [hidden], [torch.zeros(2).double()]
+        )
+
+
 def test_buffers_of_python_go_through_collectives() -> None:
     def body(comm: Communicator) -> None:
         part = array("f", [comm.rank, 0.5])

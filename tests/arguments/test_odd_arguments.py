@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 import shardcomm
 from shardcomm import (
@@ -33,6 +34,8 @@ ZEROS = torch.zeros(4)
 SPARSE, COMPRESSED = torch.eye(2).to_sparse(), torch.eye(2).to_sparse_csr()
 META = torch.zeros(4, device="meta")
 QUANTISED = torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8)
+FREED, FREED_VIEW = torch.zeros(8).chunk(2)
+FREED.untyped_storage().resize_(0)  # as full parameters are between their uses
 LAYOUT = Layout.plan([ParamSpec("w", (4,))], 1)
 PLAN = CopyPlan.pack([4], [0], F32, F32)
 ENGINE = fully_shard(nn.Linear(2, 2), COMM)
@@ -89,6 +92,8 @@ TENSORS = [
     (COMPRESSED, "torch.sparse_csr"),
     (META, "meta"),
     (QUANTISED, "torch.qint8"),
+    (FREED, "its storage was freed"),
+    (FREED_VIEW, "its storage was freed"),
     (None, "NoneType"),
 ]
 
@@ -124,6 +129,19 @@ def test_tensors_without_plain_values(tensor: Any, kind: str) -> None:
         doors.append(lambda: fully_shard(Holder(), COMM))
     for door in doors:
         check(door, "None" if tensor is None else kind)
+
+
+def test_tensors_that_hold_others() -> None:
+    """As DTensors do, which would need a process group."""
+    two = TwoTensor(torch.ones(4), torch.ones(4))
+    for door in (
+        lambda: COMM.all_reduce(two),
+        lambda: COMM.all_gather(ZEROS.clone(), two),
+        lambda: PLAN.run([two], [ZEROS.clone()]),
+        lambda: Bucket.from_tensors({"w": two}, COMM),
+        lambda: Bucket(LAYOUT, COMM).reduce_scatter([two]),
+    ):
+        check(door, "has no memory of its own: it is a TwoTensor; give a plain tensor, such as")
 
 
 @pytest.mark.parametrize(

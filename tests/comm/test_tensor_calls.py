@@ -54,11 +54,11 @@ USUAL: dict[str, Callable[[], torch.Tensor]] = {
 } | {str(dtype): lambda dtype=dtype: torch.ones(PART).to(dtype) for dtype in DTYPES}  # type: ignore[misc]
 
 
-def without_memory() -> torch.Tensor:
-    """As FSDP2 leaves a full parameter between its uses."""
-    tensor = torch.ones(PART)
-    tensor.untyped_storage().resize_(0)
-    return tensor
+def without_memory(index: int) -> torch.Tensor:
+    """A part of what FSDP leaves of full parameters between their uses."""
+    part = torch.ones(2, PART)[index]
+    part.untyped_storage().resize_(0)
+    return part
 
 
 UNUSUAL: dict[str, Callable[[], object]] = {
@@ -69,7 +69,8 @@ UNUSUAL: dict[str, Callable[[], object]] = {
     "one negated element": lambda: torch.ones(1, dtype=torch.complex64).conj().imag,
     "conjugated": lambda: torch.ones(PART, dtype=torch.complex64).conj(),
     "sparse": lambda: torch.eye(2).to_sparse(),
-    "without its memory": without_memory,
+    "without its memory": lambda: without_memory(0),
+    "at the end of what was freed": lambda: without_memory(1),
     "on no device": lambda: torch.empty(PART, device="meta"),
     "a parameter": lambda: nn.Parameter(torch.ones(PART)),
     "a dtype that is only moved": lambda: torch.ones(PART, dtype=torch.int16),
