@@ -33,7 +33,7 @@ from simulate_rank import ALONE, CONTEXT, REFERENCE, Model, costs, measure, stra
 
 import shardcomm
 from shardcomm.cli.bench.machine import measured_machine
-from shardcomm.cli.bench.network import with_costs
+from shardcomm.cli.bench.network import with_exchanges
 from shardcomm.cluster import Cluster, refusal
 
 MEDIAN, WORST = 0.05, 0.10  # the errors that are wanted
@@ -118,9 +118,10 @@ class Place(NamedTuple):
                 "crowding": "1: see simulate.py's slower()",
                 "network_bytes_per_s": "the link's rate",
                 "network_burst_bytes": "the link's bucket",
+                "socket_bytes_per_s": "all-gathers by Gloo's ring",
             },
         )
-        return with_costs(machine, self.hosts * self.ranks, first)
+        return with_exchanges(machine, self.hosts * self.ranks, first.points)
 
 
 def slower(machine: shardcomm.Machine, factor: float) -> shardcomm.Machine:

@@ -1,18 +1,19 @@
 """`shardcomm bench --fit` under a launcher: what is made of what ranks of several hosts have measured, and who may not.
 
-(Measuring a whole machine takes a minute.)
+(Measuring a whole machine takes a minute, so that ranks here take another one's figures for their host.)
 """
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
-from shardcomm import Communicator
-from shardcomm.cli.bench.network import Costs, Point, _place, measured_costs, with_costs
+from shardcomm import Communicator, Machine
+from shardcomm.cli.bench import network
+from shardcomm.cli.bench.network import Costs, Point, _place, measured_costs, with_exchanges
 from shardcomm.cluster import Cluster
 from support.commands import torchrun
 from support.machines import machine
@@ -33,32 +34,61 @@ def test_what_is_left_of_the_time_on_a_core_is_the_exchanges() -> None:
         points.append(Point("reduce", part, both + (2 * 3 + 2 + 3) * part / COPIED))
     points[0] = points[0]._replace(core_s=1.0)  # somebody disturbed it
     hosts = machine(
-        transport="hosts", ranks_per_host=2, cores=2, host_latency_s=MET_S, host_bytes_per_s=COPIED
+        transport="hosts",
+        ranks_per_host=2,
+        cores=2,
+        host_latency_s=MET_S,
+        host_bytes_per_s=COPIED,
+        socket_bytes_per_s=SOCKET,
     )
-    fitted = with_costs(hosts, 4, Costs(points, SOCKET, 1e8))
+    fitted = with_exchanges(hosts, 4, points)
     assert fitted.network_latency_s == pytest.approx(EXCHANGE_S, rel=1e-6)
-    assert fitted.socket_bytes_per_s == SOCKET
-    assert replace(fitted, network_latency_s=0.0, socket_bytes_per_s=0.1, sources=hosts.sources) == replace(
-        hosts, network_latency_s=0.0, socket_bytes_per_s=0.1
-    )  # fmt: skip
+    unknown = {"network_latency_s": 0.0, "sources": hosts.sources}
+    assert replace(fitted, **unknown) == replace(hosts, **unknown)
 
 
-def costs() -> tuple[tuple[int, int, int], Costs]:
-    torch.set_num_threads(1)
+def fitted() -> tuple[tuple[int, int, int], Costs, Machine | None]:
+    """`measured_hosts` with figures of another host; where the rank is, and what it measured and made."""
+    network.measured_machine = lambda name: replace(
+        machine(
+            transport="shm",
+            cores=2,
+            flops_per_s=1e11,
+            copy_bytes_per_s=1e10,
+            host_bytes_per_s=1e10,
+            host_latency_s=2e-5,
+        ),
+        name=name,
+    )
+    told: list[Costs] = []
+
+    def told_costs(comm: Communicator) -> Costs:
+        told.append(measured_costs(comm))
+        return told[0]
+
+    network.measured_costs = told_costs
+    made = network.measured_hosts("two hosts")
     with Communicator.from_env() as comm:
-        return tuple(_place(comm)), measured_costs(comm)  # type: ignore[return-value]
+        return tuple(_place(comm)), told[0], made  # type: ignore[return-value]
 
 
 @pytest.mark.usefixtures("warm_python")
-def test_ranks_of_several_hosts_measure_the_same(cluster: type[Cluster]) -> None:
-    told = cluster(2, 2, "1gbit").run(costs, timeout_s=TIMEOUT_S)
-    assert [place for place, _ in told] == [(2, 2, rank) for rank in range(4)]  # type: ignore[misc]
-    _, first = told[0]  # type: ignore[misc]
-    assert all(each == first for _, each in told)  # type: ignore[misc]
-    assert first.socket_bytes_per_s > 0
+def test_ranks_of_several_hosts_make_one_machine(cluster: type[Cluster]) -> None:
+    told = cluster(2, 2, "10gbit").run(fitted, timeout_s=TIMEOUT_S)
+    assert [place for place, *_ in told] == [(2, 2, rank) for rank in range(4)]  # type: ignore[misc]
+    _, first, made = told[0]  # type: ignore[misc]
+    assert all(costs == first for _, costs, _ in told)  # type: ignore[misc]
+    assert [made for *_, made in told[1:]] == [None] * 3  # type: ignore[misc]
     # A link brings no more than it carries; the bucket's first bytes come beside.
-    assert 0 < first.link_bytes_per_s < 2 * 1e9 / 8
+    assert 0 < first.link_bytes_per_s < 2 * 1e10 / 8
     assert all(point.core_s > 0 for point in first.points)
+
+    assert (made.name, made.transport, made.ranks_per_host) == ("two hosts", "hosts", 2)
+    assert made.cores == len(os.sched_getaffinity(0)) / 2
+    assert made.crowding >= 1
+    assert made.network_bytes_per_s == first.link_bytes_per_s
+    assert made.socket_bytes_per_s == first.socket_bytes_per_s > 0
+    assert 1e-5 < made.network_latency_s < 0.05
 
 
 @pytest.mark.usefixtures("warm_python")

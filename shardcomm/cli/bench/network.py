@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -32,7 +32,7 @@ DEADLINE_S = 300.0
 _PARTS = tuple(1 << power for power in (12, 16, 19, 20, 21))  # bytes of a rank
 _RING_PARTS = 1 << 19, 1 << 21
 _ROUNDS, _BYTES_A_ROUND, _MOST_CALLS = 5, 1 << 22, 20
-_NO_LIMIT = 1e15
+_MOST_RATE = 1e15
 
 
 class Point(NamedTuple):
@@ -110,6 +110,7 @@ def measured_hosts(name: str) -> Machine | None:
         cores=cores / place.hosts,
         crowding=slower,
         network_bytes_per_s=costs.link_bytes_per_s,
+        socket_bytes_per_s=costs.socket_bytes_per_s,
         sources={
             **here.sources,
             "ranks_per_host": "the launcher's",
@@ -117,19 +118,18 @@ def measured_hosts(name: str) -> Machine | None:
             "crowding": f"{measured}: a GPT on {on_machine} ranks and on {min(cores, on_machine)}",
             "network_bytes_per_s": f"{measured}: all-gathers by Gloo's ring",
             "network_burst_bytes": "not measured: 0, as of a link without a bucket",
+            "socket_bytes_per_s": f"{measured}: all-gathers by Gloo's ring",
         },
     )
-    return with_costs(machine, comm.size, costs)
+    return with_exchanges(machine, comm.size, costs.points)
 
 
-def with_costs(machine: Machine, ranks: int, costs: Costs) -> Machine:
-    """The machine with what `ranks` ranks have measured that sockets and exchanges take of a core."""
-    known = replace(
-        machine, network_latency_s=0.0, socket_bytes_per_s=min(costs.socket_bytes_per_s, _NO_LIMIT)
-    )
+def with_exchanges(machine: Machine, ranks: int, points: Sequence[Point]) -> Machine:
+    """The machine, of which all else is known, with what an exchange takes of a core; `ranks` ranks measured it."""
+    known = replace(machine, network_latency_s=0.0)
     group = Group.of(ranks, 1, machine.ranks_per_host)
     exchanges_s = []
-    for point in costs.points:
+    for point in points:
         known_s = _core_s(point, group, known)
         exchanges = _core_s(point, group, replace(known, network_latency_s=1.0)) - known_s
         exchanges_s.append((point.core_s - known_s) / exchanges)
@@ -141,7 +141,6 @@ def with_costs(machine: Machine, ranks: int, costs: Costs) -> Machine:
         sources={
             **machine.sources,
             "network_latency_s": f"{measured}: gathers and reduces; the median of {each} us",
-            "socket_bytes_per_s": f"{measured}: all-gathers by Gloo's ring",
         },
     )
 
@@ -187,10 +186,12 @@ def _ring(ranks: int) -> tuple[float, float]:
             for size in _RING_PARTS
         )
     passed = (ranks - 1) * (_RING_PARTS[1] - _RING_PARTS[0])
-    least_s = passed / _NO_LIMIT
-    return passed / max(more.core_s - few.core_s, least_s), passed / max(
-        more.seconds - few.seconds, least_s
-    )
+    return _rate(passed, more.core_s - few.core_s), _rate(passed, more.seconds - few.seconds)
+
+
+def _rate(nbytes: int, seconds: float) -> float:
+    """Bytes in a second; the most that a machine may have where noise left no time."""
+    return min(nbytes / seconds, _MOST_RATE) if seconds > 0 else _MOST_RATE
 
 
 class _Taken(NamedTuple):
