@@ -695,7 +695,15 @@ class Communicator(ABC):
         return Sharing(0, 1, None)
 
     def check_codes(self, what: str, format: ReduceFormat | None) -> None:
-        """ValueError unless partial sums can cross in `format`. `what` says where it comes from."""
+        """Checks that the sums of a host can be sent to other hosts in a format.
+
+        Args:
+            what: What the error calls the format: the argument that it comes from.
+            format: The format; None is accepted everywhere.
+
+        Raises:
+            ValueError: This transport has no such sums.
+        """
         if format is not None and not self.codes_reduces:
             raise ValueError(
                 f"{what} is {format}, in which ranks of one host send their sum to other hosts, and transport "

@@ -161,6 +161,7 @@ def group_units(
         owner_cost: As in `fully_shard`.
 
     Raises:
+        TypeError: `owner_cost` is no function.
         ValueError: A parameter cannot be sharded, a function that was given as an argument returned a value that is
             not accepted, or `owner_cost` is given and no parameter has an owner.
     """

@@ -110,6 +110,23 @@ def test_a_sweep_finds_the_fastest_that_fits(
     assert f"{best['strategy']} over {best['ranks']} ranks, prefetch {best['prefetch']}" in line
 
 
+@pytest.mark.parametrize("option", ["--strategy=no_shard", "--prefetch=1", "--backward-prefetch=0"])
+def test_what_a_sweep_varies_is_not_given(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run(*LLAMA, "--sweep", option)
+    name = option.split("=", maxsplit=1)[0]
+    assert f"--sweep and {name} exclude each other: it simulates" in capsys.readouterr().err
+
+
+def test_backward_may_be_prefetched_otherwise(capsys: pytest.CaptureFixture[str]) -> None:
+    given = (*LLAMA, "--strategy", "full_shard", "--prefetch", "0")
+    (never,) = configurations(capsys, *given)
+    (backward,) = configurations(capsys, *given, "--backward-prefetch", "1")
+    (both,) = configurations(capsys, *LLAMA, "--strategy", "full_shard")
+    assert never["exposed_s"] > backward["exposed_s"] > both["exposed_s"]
+    assert never["peak_bytes"] < backward["peak_bytes"] == both["peak_bytes"]
+
+
 def test_what_fits_nowhere_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(*LLAMA, "--memory", "1GB") == 0
     assert "none fits into 1.00 GB; the smallest takes" in capsys.readouterr().out

@@ -54,8 +54,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add("--batch", type=whole(1, 2**20), default=1, help="sequences of a rank in a step")
     add("--context", type=whole(1, 2**24), default=2048, help="tokens of a sequence")
     add("--recompute", action="store_true", help="recompute each block's forward in backward")
-    add("--prefetch", type=whole(0, 10**4), default=1, help="how many units are gathered ahead")
-    add("--slots", type=whole(1, 10**4), help="number of full-size buffers (default: prefetch + 1)")
+    add("--prefetch", type=whole(0, 10**4), help="how many units are gathered ahead (default: 1)")
+    add("--backward-prefetch", type=whole(0, 10**4),
+        help="how many are gathered ahead in backward (default: --prefetch)")
+    add("--slots", type=whole(1, 10**4),
+        help="number of full-size buffers (default: the larger prefetch depth, plus 1)")
     add("--reshard-after-forward", type=whole(2, 2**20), metavar="RANKS",
         help="how many ranks gather for backward among themselves, in strategies that reshard")
     add("--times", metavar="TRACE",
@@ -104,8 +107,13 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
 
 def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     check_outputs(parser, args, "json", "csv", "trace", "plot")
-    if args.sweep and args.strategy is not None:
-        parser.error("--sweep and --strategy exclude each other: it simulates all strategies")
+    for option, swept in (
+        ("strategy", "all strategies"),
+        ("prefetch", "depths from 0 to 2"),
+        ("backward-prefetch", "the same depth in forward and backward"),
+    ):
+        if args.sweep and getattr(args, option.replace("-", "_")) is not None:
+            parser.error(f"--sweep and --{option} exclude each other: it simulates {swept}")
     one_step = "trace" if args.trace is not None else "plot" if args.plot is not None else None
     if one_step == "trace" and args.sweep:
         parser.error("--trace is of one step, and --sweep simulates many")

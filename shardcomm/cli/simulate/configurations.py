@@ -70,10 +70,11 @@ def outcomes(args: argparse.Namespace) -> Iterator[Outcome]:
     machine = Machine.load(args.machine)
     model = model_of(args)
     tokens = args.batch * args.context
+    depth = 1 if args.prefetch is None else args.prefetch
     times = _times(args, model, machine, tokens)
     for ranks in _ranks(args, machine):
         for strategy, replicas in _strategies(args, machine, ranks):
-            for prefetch in _SWEPT_PREFETCH if args.sweep else (args.prefetch,):
+            for prefetch in _SWEPT_PREFETCH if args.sweep else (depth,):
                 plan = _plan(args, model, ranks, strategy, replicas, prefetch)
                 yield _outcome(args, plan, times, machine, prefetch, tokens)
 
@@ -130,6 +131,7 @@ def _plan(
         replicas=replicas,
         mixed_precision=precision_of(args, args.reduce_format),
         prefetch=prefetch,
+        backward_prefetch=args.backward_prefetch,
         slots=args.slots,
         reshard_after_forward=args.reshard_after_forward if reshards else None,
     )
