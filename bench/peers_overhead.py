@@ -47,7 +47,7 @@ BLOCK = {
     "mlp_out.bias": (WIDTH,),
 }
 WIRE = {"bf16": torch.bfloat16, "f32": torch.float32}
-WARM_UP, STEPS, UNITS = 200, 30, 64
+MOST_WARM_UP, STEPS, UNITS = 200, 30, 64
 AT_MOST_US = 15
 Samples = dict[str, list[float]]
 
@@ -101,8 +101,8 @@ def measure(comm: Communicator, calls: int, settle: Callable[[], object]) -> Sam
         tensors = {name: torch.zeros(shape, device=comm.device) for name, shape in BLOCK.items()}
         held = Bucket.from_tensors(tensors, comm, param_dtype=torch.bfloat16, reduce_dtype=dtype)
         grads = [tensor.bfloat16() for tensor in tensors.values()]
-        timed = Timed(settle)
-        for _ in range(calls + WARM_UP):
+        timed = Timed(settle, warm_up=min(calls, MOST_WARM_UP))
+        for _ in range(calls + timed.warm_up):
             unit(held, grads, timed)
         if wire == "bf16":
             samples["gather, bf16"] = timed.total("gather: ")
@@ -114,9 +114,10 @@ def measure(comm: Communicator, calls: int, settle: Callable[[], object]) -> Sam
 
 
 class Timed:
-    """Seconds of each call, by its name."""
+    """Seconds of each call, by its name; the first `warm_up` of each do not count."""
 
-    def __init__(self, settle: Callable[[], object]) -> None:
+    def __init__(self, settle: Callable[[], object], warm_up: int) -> None:
+        self.warm_up = warm_up
         self._settle = settle
         self._seconds: Samples = {}
 
@@ -133,7 +134,7 @@ class Timed:
     def of(self, prefix: str) -> Samples:
         """Those whose names begin so."""
         return {
-            name: values[WARM_UP:]
+            name: values[self.warm_up :]
             for name, values in self._seconds.items()
             if name.startswith(prefix)
         }

@@ -30,13 +30,13 @@ def random_collectives_from_env(seed: int, cases: int, transport: str) -> None:
 @pytest.mark.covers("collectives")
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8])
 def test_random_collectives_between_threads(ranks: int, seed: int) -> None:
-    run_threads(lambda comm: random_collectives(comm, seed, 1000), ranks, deadline_s=120)
+    run_threads(lambda comm: random_collectives(comm, seed, 600), ranks, deadline_s=120)
 
 
 @pytest.mark.covers("collectives")
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 def test_random_collectives_between_processes(ranks: int, seed: int) -> None:
-    launch(random_collectives_from_env, ranks, (seed, 1250, "shm"), timeout_s=120)
+    launch(random_collectives_from_env, ranks, (seed, 700, "shm"), timeout_s=120)
 
 
 @pytest.mark.parametrize(

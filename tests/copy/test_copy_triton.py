@@ -158,13 +158,24 @@ def test_300_tensors_of_any_size_in_one_launch(
     check(segments, sources, [values(ends[-1], dtype, 301)], 0.3, accumulate)
 
 
+def some_awkward_floats(every: int) -> Tensor:
+    """Where the interpreter runs, which is slow, one in so many, and all around the overflow of narrow floats."""
+    floats = awkward_floats()
+    if DEVICE.type != "cpu":
+        return floats
+    largest = torch.tensor([torch.finfo(dtype).max for dtype in FLOATS[1:]]).view(torch.int32)
+    steps = torch.tensor([-1, 0, 1, 0xFFF, 0x1000, 0x1001, 0x7FFF, 0x8000, 0x8001])
+    around = (largest.unsqueeze(1) + steps.int()).view(torch.float32).flatten()
+    return torch.cat([floats[::every], around, -around])
+
+
 @pytest.mark.parametrize("dst_dtype", FLOATS)
 @pytest.mark.parametrize("src_dtype", FLOATS)
 def test_every_conversion_equals_pytorch_bit_for_bit(
     src_dtype: torch.dtype, dst_dtype: torch.dtype
 ) -> None:
     narrow = src_dtype != torch.float32
-    source = every_16_bit_pattern().view(src_dtype) if narrow else awkward_floats()
+    source = every_16_bit_pattern().view(src_dtype) if narrow else some_awkward_floats(5)
     n = source.numel()
     check([Segment(0, 0, 0, n, 0, n, 1, n)], [source], [torch.zeros(n, dtype=dst_dtype)])
 
@@ -172,7 +183,7 @@ def test_every_conversion_equals_pytorch_bit_for_bit(
 @pytest.mark.parametrize("dst_dtype", FLOATS)
 @pytest.mark.parametrize("scale", [0.75, 2.0**-130, -float("inf")])
 def test_scale_and_accumulate_round_as_pytorch_does(dst_dtype: torch.dtype, scale: float) -> None:
-    source = awkward_floats()[::11].contiguous()  # the interpreter is slow
+    source = some_awkward_floats(31)
     n = source.numel()
     segments = [Segment(0, 0, 0, n, 0, n, 1, n), Segment(ZEROS, 0, 0, 9, n, 9, 1, 9)]
     destination = awkward_floats()[1 : 1 + n + 9].to(dst_dtype)

@@ -81,11 +81,10 @@ def kinds_of_units(model: Any, kind: str) -> list[nn.Module]:
 
 
 @pytest.mark.covers("activation checkpointing")
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("strategy", "tied"), [("full_shard", False), ("shard_grad_op", True)])
 @pytest.mark.parametrize("kind", ["blocks", "blocks and ends", "nested"])
 @pytest.mark.parametrize("recompute", ["composable", "utils", "wrapper"])
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
-def test_activation_checkpointing(strategy: str, recompute: str, kind: str, tied: bool) -> None:
+def test_activation_checkpointing(recompute: str, kind: str, strategy: str, tied: bool) -> None:
     def body(comm: Communicator) -> None:
         model, plain = twins(lambda: Transformer(recompute, tied=tied))
         engine = fully_shard(model, comm, units=kinds_of_units(model, kind), strategy=strategy)

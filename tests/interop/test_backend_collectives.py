@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -291,10 +291,10 @@ def every_move() -> list[backend.Receipt]:
     return receipts
 
 
-def every_reduce() -> None:
+def every_reduce(dtypes: Sequence[torch.dtype]) -> None:
     gloo = init_beside_gloo()
     for case, reduce in enumerate(REDUCES):
-        for dtype in (*CORE_DTYPES, torch.int16):
+        for dtype in dtypes:
             for op in OPS:
                 if op == dist.ReduceOp.AVG and dtype in INTEGERS:
                     continue  # Gloo has no average of integers
@@ -343,6 +343,12 @@ def test_every_move_equals_gloos(ranks: int) -> None:
 
 
 @pytest.mark.covers("torch.distributed backend")
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_every_reduction_equals_gloos(ranks: int) -> None:
-    launch(every_reduce, ranks, timeout_s=120)
+@pytest.mark.parametrize(
+    ("ranks", "dtypes"),
+    [
+        (2, [*CORE_DTYPES, torch.int16]),
+        (3, [torch.int64, torch.float16, torch.bfloat16, torch.float32]),
+    ],
+)
+def test_every_reduction_equals_gloos(ranks: int, dtypes: list[torch.dtype]) -> None:
+    launch(every_reduce, ranks, (dtypes,), timeout_s=120)

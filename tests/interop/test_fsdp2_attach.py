@@ -98,7 +98,7 @@ def train_all(cases: list[str]) -> None:
 @pytest.mark.covers("FSDP2 attached")
 @pytest.mark.parametrize(
     ("ranks", "cases"),
-    [(2, [*CASES]), (3, [*CASES]), (4, ["blocks", "groups", "Shard(1)", *CASES_OF_4])],
+    [(2, [*CASES]), (3, ["blocks", "groups", "bf16", "frozen", "Shard(1)"]), (4, [*CASES_OF_4])],
 )
 def test_training_equals_plain_fsdp2(ranks: int, cases: list[str]) -> None:
     launch(train_all, ranks, (cases,), timeout_s=240)
