@@ -43,7 +43,14 @@ class Flat {
 
  private:
   static std::vector<at::Tensor> detached(std::vector<at::Tensor> tensors) {
-    for (at::Tensor& tensor : tensors) tensor = tensor.detach();
+    for (at::Tensor& tensor : tensors) {
+      // A view of memory that was freed has an address all the same: its offset.
+      TORCH_CHECK_VALUE(
+          tensor.numel() == 0 || tensor.storage().data() != nullptr, "a tensor of shape ",
+          tensor.sizes(),
+          " has no memory: its storage was freed, as untyped_storage().resize_(0) does");
+      tensor = tensor.detach();
+    }
     return tensors;
   }
 

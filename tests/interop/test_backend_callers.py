@@ -426,3 +426,30 @@ def tools_see_collectives() -> None:
 
 def test_the_profiler_and_comm_debug_mode_see_collectives() -> None:
     launch(tools_see_collectives, 2, timeout_s=60)
+
+
+def tensors_without_memory() -> list[str]:
+    group, one = world(), torch.ones(4)
+    errors = []
+    for part in (0, 1):  # from the beginning of what was freed, and from its middle
+        freed = torch.ones(2, 4)[part]
+        freed.untyped_storage().resize_(0)
+        for call in (
+            lambda freed=freed: dist.all_reduce(freed),
+            lambda freed=freed: dist.broadcast(freed, 0),
+            lambda freed=freed: gather_into(one.clone(), freed),
+            lambda freed=freed: dist.all_to_all_single(one.clone(), freed),
+            lambda freed=freed: group.allgather([[one.clone()]], [freed]),
+        ):
+            with pytest.raises(ValueError, match="has no memory") as caught:
+                call()
+            errors.append(str(caught.value))
+    dist.all_reduce(one)  # and the group goes on
+    dist.destroy_process_group()
+    return errors
+
+
+def test_tensors_whose_storage_was_freed_are_refused() -> None:
+    """Where Gloo ends the process."""
+    for error in launch(tensors_without_memory, 1, timeout_s=60)[0]:
+        assert "a tensor of shape [4] has no memory: its storage was freed" in error
