@@ -314,8 +314,9 @@ class Backend final : public c10d::Backend {
   // averages of integers: they are its sums, divided here.
   template <class Options, class Reduce>
   WorkPointer reduce_on_gloo(const Tensors& results, const Options& opts, Reduce&& reduce) {
-    const bool floats = results.empty() || results.front().is_floating_point();
-    if (opts.reduceOp != c10d::ReduceOp::AVG || floats) return reduce(opts);
+    const bool integers =
+        !results.empty() && c10::isIntegralType(results.front().scalar_type(), false);
+    if (opts.reduceOp != c10d::ReduceOp::AVG || !integers) return reduce(opts);
     Options sum = opts;
     sum.reduceOp = c10d::ReduceOp::SUM;
     return group_.begin(group_.reduces, opts,

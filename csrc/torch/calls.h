@@ -120,21 +120,19 @@ class Calls {
   // copied first, so that each is reduced once.
   Call all_reduce(const Tensors& tensors, const c10d::ReduceOp& reduce_op) const {
     const bool copied = tensors.size() > 1 && !are_apart(tensors);
-    std::vector<Flat> buffers;
-    shc_op op = SHC_SUM;
+    std::vector<std::pair<Flat, Reduced>> buffers;
     for (const at::Tensor& tensor : tensors) {
       check_alike("all_reduce", {tensor}, {tensor});
-      computable("all_reduce", tensor.scalar_type());
-      op = reduction("all_reduce", reduce_op, tensor.scalar_type());
-      buffers.emplace_back(Tensors{tensor}, copied);
+      buffers.emplace_back(Flat({tensor}, copied),
+                           Reduced("all_reduce", reduce_op, tensor.scalar_type()));
     }
-    return [comm = comm_, buffers = std::move(buffers), op] {
-      for (const Flat& buffer : buffers) buffer.load();
-      for (const Flat& buffer : buffers) {
-        const shc_dtype dtype = computable("all_reduce", buffer.dtype());
-        shc::check(shc_all_reduce(comm, buffer.data(), dtype, buffer.numel(), op, 0, nullptr));
+    return [comm = comm_, buffers = std::move(buffers)] {
+      for (const auto& [buffer, type] : buffers) buffer.load();
+      for (const auto& [buffer, type] : buffers) {
+        shc::check(shc_all_reduce(comm, buffer.data(), type.dtype, buffer.numel() * type.width,
+                                  type.op, 0, nullptr));
       }
-      for (const Flat& buffer : buffers) buffer.store();
+      for (const auto& [buffer, type] : buffers) buffer.store();
     };
   }
 
@@ -143,7 +141,7 @@ class Calls {
     if (op != c10d::ReduceOp::SUM) {
       refuse("all_reduce: a sparse tensor can be summed alone; op must be SUM");
     }
-    computable("all_reduce", tensor.scalar_type());
+    Reduced("all_reduce", op, tensor.scalar_type());  // refuses what cannot be added
     return [*this, tensor] {
       const at::NoGradGuard no_grad;
       const at::Tensor own = tensor.coalesce();
@@ -162,6 +160,7 @@ class Calls {
       at::Tensor sum;
       for (std::size_t r = 0; r < indices.size(); ++r) {
         const auto part = at::_sparse_coo_tensor_unsafe(indices[r], values[r], tensor.sizes());
+        part._coalesced_(true);
         sum = r == 0 ? part : sum + part;
       }
       tensor.copy_(sum);
@@ -170,13 +169,12 @@ class Calls {
 
   Call reduce(const at::Tensor& tensor, const c10d::ReduceOp& reduce_op,
               std::int64_t root_rank) const {
-    const shc_dtype dtype = computable("reduce", tensor.scalar_type());
-    const shc_op op = reduction("reduce", reduce_op, tensor.scalar_type());
+    const Reduced type("reduce", reduce_op, tensor.scalar_type());
     const int root = checked_root("reduce", root_rank);
-    return [comm = comm_, buffer = Flat({tensor}), dtype, op, root, is_root = root == rank_] {
+    return [comm = comm_, buffer = Flat({tensor}), type, root, is_root = root == rank_] {
       buffer.load();
-      shc::check(shc_reduce(comm, buffer.data(), is_root ? buffer.data() : nullptr, dtype,
-                            buffer.numel(), op, root, 0, nullptr));
+      shc::check(shc_reduce(comm, buffer.data(), is_root ? buffer.data() : nullptr, type.dtype,
+                            buffer.numel() * type.width, type.op, root, 0, nullptr));
       if (is_root) buffer.store();
     };
   }
@@ -185,23 +183,22 @@ class Calls {
   Call reduce_scatter(const char* name, const at::Tensor& output, const Tensors& inputs,
                       const c10d::ReduceOp& reduce_op) const {
     check_alike(name, inputs, {output});
-    const shc_dtype dtype = computable("reduce_scatter", output.scalar_type());
-    const shc_op op = reduction("reduce_scatter", reduce_op, output.scalar_type());
+    const Reduced type("reduce_scatter", reduce_op, output.scalar_type());
     std::vector<std::int64_t> counts;
     if (inputs.size() == 1) {
       check_whole(name, inputs[0].numel(), "the output", output.numel());
     } else {
-      counts = numels(inputs);
+      counts = numels(inputs, type.width);
       check_own(name, inputs, output);
     }
     const Flat recv({output});
     const Flat send = apart(Flat(inputs), recv, own_begin(inputs, output));
-    return [comm = comm_, recv, send, dtype, op, counts = std::move(counts)] {
+    return [comm = comm_, recv, send, type, counts = std::move(counts)] {
       auto options = shc::reduce_options();
       if (!counts.empty()) options.counts = counts.data();
       send.load();
-      shc::check(shc_reduce_scatter(comm, send.data(), dtype, recv.data(), dtype, recv.numel(), op,
-                                    &options, nullptr));
+      shc::check(shc_reduce_scatter(comm, send.data(), type.dtype, recv.data(), type.dtype,
+                                    recv.numel() * type.width, type.op, &options, nullptr));
       recv.store();
     };
   }

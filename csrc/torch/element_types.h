@@ -46,44 +46,63 @@ struct Moved {
   std::int64_t width;  // elements of `dtype` for each of the tensor's
 };
 
-inline shc_dtype computable(const char* operation, at::ScalarType type) {
-  if (const auto dtype = computed(type)) return *dtype;
-  C10_THROW_ERROR(
-      TypeError, c10::str(operation, ": dtype is ", type,
-                          ", which the backend 'shardcomm' does not compute with; accepted: uint8, "
-                          "int8, int32, int64, bool, float16, bfloat16, float32, float64; for "
-                          "complex numbers give torch.view_as_real(tensor)"));
-}
+// Elements that are reduced, and how.
+struct Reduced {
+  Reduced(const char* operation, const c10d::ReduceOp& reduce_op, at::ScalarType type)
+      : dtype(computable(operation, type)),
+        width(c10::isComplexType(type) ? 2 : 1),
+        op(reduction(operation, reduce_op, type)) {}
 
-inline shc_op reduction(const char* operation, const c10d::ReduceOp& op, at::ScalarType type) {
-  if (op == c10d::ReduceOp::AVG && type == at::kBool) {
-    C10_THROW_ERROR(ValueError, c10::str(operation,
-                                         ": op is AVG and dtype is bool, which have no "
-                                         "average; take MIN, MAX or a sum of integers"));
+  shc_dtype dtype;
+  std::int64_t width;  // elements of `dtype` for each of the tensor's
+  shc_op op;
+
+ private:
+  static shc_dtype computable(const char* operation, at::ScalarType type) {
+    if (const auto dtype = computed(c10::toRealValueType(type))) return *dtype;
+    C10_THROW_ERROR(
+        TypeError, c10::str(operation, ": dtype is ", type,
+                            ", which the backend 'shardcomm' does not compute with; accepted: "
+                            "uint8, int8, int32, int64, bool, float16, bfloat16, float32, float64, "
+                            "and complex numbers of these"));
   }
-  switch (op.op_) {
-    case c10d::ReduceOp::SUM:
-      return SHC_SUM;
-    case c10d::ReduceOp::AVG:
-      return SHC_AVG;
-    case c10d::ReduceOp::PRODUCT:
-      return SHC_PROD;
-    case c10d::ReduceOp::MIN:
-      return SHC_MIN;
-    case c10d::ReduceOp::MAX:
-      return SHC_MAX;
-    case c10d::ReduceOp::BAND:
-      return SHC_BAND;
-    case c10d::ReduceOp::BOR:
-      return SHC_BOR;
-    case c10d::ReduceOp::BXOR:
-      return SHC_BXOR;
-    default:
+
+  static shc_op reduction(const char* operation, const c10d::ReduceOp& op, at::ScalarType type) {
+    const bool sums = op == c10d::ReduceOp::SUM || op == c10d::ReduceOp::AVG;
+    if (c10::isComplexType(type) && !sums) {
       C10_THROW_ERROR(ValueError,
-                      c10::str(operation,
-                               ": op is one of NCCL alone (PREMUL_SUM); accepted: SUM, AVG, "
-                               "PRODUCT, MIN, MAX, BAND, BOR and BXOR"));
+                      c10::str(operation, ": dtype is ", type,
+                               "; accepted for complex numbers are the ops SUM and AVG"));
+    }
+    if (op == c10d::ReduceOp::AVG && type == at::kBool) {
+      C10_THROW_ERROR(ValueError, c10::str(operation,
+                                           ": op is AVG and dtype is bool, which have no "
+                                           "average; take MIN, MAX or a sum of integers"));
+    }
+    switch (op.op_) {
+      case c10d::ReduceOp::SUM:
+        return type == at::kBool ? SHC_BOR : SHC_SUM;  // the byte of True is 1
+      case c10d::ReduceOp::AVG:
+        return SHC_AVG;
+      case c10d::ReduceOp::PRODUCT:
+        return SHC_PROD;
+      case c10d::ReduceOp::MIN:
+        return SHC_MIN;
+      case c10d::ReduceOp::MAX:
+        return SHC_MAX;
+      case c10d::ReduceOp::BAND:
+        return SHC_BAND;
+      case c10d::ReduceOp::BOR:
+        return SHC_BOR;
+      case c10d::ReduceOp::BXOR:
+        return SHC_BXOR;
+      default:
+        C10_THROW_ERROR(ValueError,
+                        c10::str(operation,
+                                 ": op is one of NCCL alone (PREMUL_SUM); accepted: SUM, AVG, "
+                                 "PRODUCT, MIN, MAX, BAND, BOR and BXOR"));
+    }
   }
-}
+};
 
 }  // namespace shardcomm_torch

@@ -29,7 +29,6 @@ class Flat {
   std::size_t bytes() const {
     return static_cast<std::size_t>(numel_) * tensors_.front().element_size();
   }
-  at::ScalarType dtype() const { return tensors_.front().scalar_type(); }
   void* data() const { return (copied_ ? copy_ : tensors_.front()).data_ptr(); }
 
   // Copies the tensors' values into the range, unless it is their memory.

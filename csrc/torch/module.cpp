@@ -17,21 +17,13 @@
 
 #include "across.h"
 #include "backend.h"
+#include "failed.h"
 
 namespace py = pybind11;
 
 namespace {
 
 using shardcomm_torch::Backend;
-
-// Raises what `error_of` makes of the C library's error.
-void raise(const shc::Error& error) {
-  const py::object kinds = py::module_::import("shardcomm.interop.backend").attr("error_of");
-  const py::object made =
-      kinds(static_cast<int>(error.status()), error.what(), error.kind(), error.rank(),
-            error.operation(), error.sequence(), error.reporter());
-  PyErr_SetObject(py::type::handle_of(made).ptr(), made.ptr());
-}
 
 // The groups of this process. Python may have forgotten its object of one that torch still has.
 std::vector<c10::weak_intrusive_ptr<Backend>> groups;
@@ -72,8 +64,10 @@ PYBIND11_MODULE(shardcomm_torch, m) {
   py::register_exception_translator([](std::exception_ptr thrown) {
     try {
       if (thrown) std::rethrow_exception(thrown);
+    } catch (const shardcomm_torch::Failed& error) {
+      error.raise();
     } catch (const shc::Error& error) {
-      raise(error);
+      shardcomm_torch::Failed(error).raise();
     } catch (const shardcomm_torch::TimedOut& error) {
       PyErr_SetString(PyExc_TimeoutError, error.what());
     }

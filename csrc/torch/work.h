@@ -14,6 +14,7 @@
 
 #include "completions.h"
 #include "deadline.h"
+#include "failed.h"
 #include "signals.h"
 
 namespace shardcomm_torch {
@@ -37,6 +38,8 @@ class Work : public c10d::Work {
     std::exception_ptr error;
     try {
       call();
+    } catch (const shc::Error& of_library) {
+      error = std::make_exception_ptr(Failed(of_library));
     } catch (...) {
       error = std::current_exception();
     }

@@ -12,7 +12,6 @@ memory, everything goes to Gloo. `receipts` says which way each collective went,
 
 from __future__ import annotations
 
-import atexit
 import importlib.machinery
 import importlib.util
 import sysconfig
@@ -26,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
+import shardcomm_autoload
 from shardcomm._C import CommError
 from shardcomm.comm.c10d import C10dCommunicator
 from shardcomm.comm.receipt import Receipt
@@ -136,6 +136,12 @@ def error_of(*fields: Any) -> Exception:
     return error
 
 
+def type_of_error(*fields: Any) -> type[Exception]:
+    """A type that gives `error_of(*fields)` when it is called: torch calls the type of an error with its text."""
+    error = error_of(*fields)
+    return type("Made", (type(error),), {"__new__": lambda *_: error})
+
+
 @cache
 def load() -> tuple[CLibrary, Any]:
     """The C library, and the module with the backend; the first call of a machine compiles the module.
@@ -158,9 +164,17 @@ def load() -> tuple[CLibrary, Any]:
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
     loader.exec_module(module)
-    # A callback's thread that needs the interpreter after the interpreter's end would abort the process.
-    atexit.register(module.leave_all)
     return library, module
 
 
-dist.Backend.register_backend(NAME, make_group, devices=["cpu"])
+def leave_all() -> None:
+    """Leaves all groups, when the process ends.
+
+    A callback's thread that needs the interpreter after the interpreter's end would abort the process.
+    """
+    if load.cache_info().currsize:
+        _, module = load()
+        module.leave_all()
+
+
+shardcomm_autoload.register()

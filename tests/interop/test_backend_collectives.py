@@ -55,7 +55,8 @@ def values(case: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
     """This rank's: whole numbers so small that no sum of them rounds."""
     generator = torch.Generator().manual_seed(case * 64 + dist.get_rank())
     low = 0 if dtype in (torch.uint8, torch.bool) else -8
-    return torch.randint(low, 9, (numel,), generator=generator).to(dtype)
+    whole = torch.randint(low, 9, (numel,), generator=generator).to(dtype)
+    return whole * torch.tensor(1 - 2j, dtype=dtype) if dtype.is_complex else whole
 
 
 # Of each collective: its outputs. `x` has a multiple of the group's size of elements, `part` one of that many.
@@ -230,7 +231,8 @@ def sparse_and_unwaited(group: Group, x: torch.Tensor) -> Tensors:
     dist.all_reduce(sparse, group=group)
     unwaited = funcol.all_reduce(x, "sum", group)
     dist.all_reduce(unwaited, group=group)
-    return [sparse.to_dense(), unwaited + 0]
+    # Its indices and values can be read as those of Gloo's sum, which is coalesced.
+    return [sparse.indices(), sparse.values(), unwaited + 0]
 
 
 MOVES = (
@@ -333,6 +335,19 @@ def test_averages_of_integers_are_cut_as_nccls_are(hosts: str) -> None:
         assert averages == [[7, 3, 4], [[5], [8]][rank], [7, 7]] * len(INTEGERS)
 
 
+def sums_of_bools() -> list[int]:
+    dist.init_process_group(OURS)
+    sums = torch.zeros(3, dtype=torch.bool)
+    scatter_from(sums, torch.tensor([True, dist.get_rank() == 0, False]).repeat(2))
+    dist.destroy_process_group()
+    return sums.view(torch.uint8).tolist()
+
+
+@pytest.mark.covers("torch.distributed backend")
+def test_the_bytes_of_a_sum_of_bools_are_bools() -> None:
+    assert launch(sums_of_bools, 2, timeout_s=60) == [[1, 1, 0]] * 2
+
+
 @pytest.mark.covers("torch.distributed backend")
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_every_move_equals_gloos(ranks: int) -> None:
@@ -346,7 +361,7 @@ def test_every_move_equals_gloos(ranks: int) -> None:
 @pytest.mark.parametrize(
     ("ranks", "dtypes"),
     [
-        (2, [*CORE_DTYPES, torch.int16]),
+        (2, [*CORE_DTYPES, torch.complex64, torch.int16]),
         (3, [torch.int64, torch.float16, torch.bfloat16, torch.float32]),
     ],
 )

@@ -296,6 +296,33 @@ def test_a_callback_that_waits_in_another_group_does_not_hold_up_the_end(tmp_pat
     assert ended.returncode == 0, ended.stderr
 
 
+# What libraries register when they are imported, before there is a group.
+AT_EXIT = """
+import atexit
+import torch, torch.distributed as dist
+x = torch.ones(3)
+
+def reduce_once_more():
+    dist.all_reduce(x)
+    print(x.tolist(), flush=True)
+atexit.register(dist.destroy_process_group)
+atexit.register(reduce_once_more)
+dist.init_process_group("shardcomm")
+if dist.get_rank() == 0:
+    dist.all_reduce(x, async_op=True)
+else:
+    dist.all_reduce(x)
+"""
+
+
+def test_what_a_program_registered_for_its_end_may_use_the_group(tmp_path: Path) -> None:
+    script = tmp_path / "at_exit.py"
+    script.write_text(AT_EXIT)
+    ended = torchrun("--standalone", "--nproc-per-node=2", str(script))
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.splitlines() == ["[4.0, 4.0, 4.0]"] * 2, ended.stderr
+
+
 def load_badly() -> None:
     def refuse() -> None:
         raise KeyError("no such thing")

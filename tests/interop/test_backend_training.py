@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import runpy
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +23,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from shardcomm import backend, launch
+from shardcomm import CommError, RankError, backend, launch
 
 OURS = "shardcomm"
 EXAMPLE = Path(__file__).parents[2] / "examples" / "backend.py"
@@ -170,3 +171,26 @@ def test_the_example_trains_alike_on_both_backends() -> None:
     ours, gloos = (launch(run_example, 2, (name,), timeout_s=60) for name in (OURS, "gloo"))
     assert ours == gloos
     assert ours[0][-1] < ours[0][0]
+
+
+def train_with_one_that_dies(path: Path) -> None:
+    dist.init_process_group(OURS)
+    model = DistributedDataParallel(net())
+    model(torch.ones(2, 7)).sum().backward()
+    if dist.get_rank() == 1:
+        os._exit(3)
+    with pytest.raises(CommError, match=r"rank 1 .* died") as failed:
+        model(torch.ones(2, 7)).sum().backward()
+    assert type(failed.value) is CommError
+    assert (failed.value.kind, failed.value.rank) == ("died", 1)
+    assert failed.value.operation == "all_reduce"
+    path.touch()
+
+
+@pytest.mark.covers("torch.distributed backend")
+def test_a_failure_in_ddps_backward_is_a_comm_error(tmp_path: Path) -> None:
+    """It comes out of torch's autograd engine."""
+    seen = tmp_path / "seen"
+    with pytest.raises(RankError, match="rank 1 ended with exit status 3"):
+        launch(train_with_one_that_dies, 2, (seen,), timeout_s=60)
+    assert seen.exists()
