@@ -25,6 +25,7 @@ from contextlib import suppress
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
+from multiprocessing.process import current_process
 from multiprocessing.util import get_temp_dir
 from typing import Any, TypeVar
 
@@ -56,7 +57,7 @@ def launch(
 
     In the function, both `Communicator.from_env()` and `torch.distributed.init_process_group()` find the other ranks. A
     process that the function forks is no rank: it ends when it comes back from the function, and its result is dropped.
-    Whatever happens, no process is left.
+    A rank may launch ranks of its own. Whatever happens, no process is left.
 
     Args:
         fn: The function. It must be one of a module, since it is pickled by its name.
@@ -111,6 +112,9 @@ def _start_fork_server() -> None:
     The ranks inherit that, so that Ctrl-C reaches the launcher alone, however early it comes.
     """
     resource_tracker.ensure_running()  # here, since starting it unblocks SIGINT
+    if forkserver._forkserver._forkserver_pid is None:  # type: ignore[attr-defined]
+        # A folder of its own, which is removed with it. A rank has its launcher's folder until then.
+        current_process()._config["tempdir"] = None  # type: ignore[attr-defined]
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         forkserver.ensure_running()

@@ -296,10 +296,6 @@ def test_nothing_is_left_of_a_launcher_that_is_killed(
         shutil.rmtree(temporary)
 
 
-if __name__ == "__main__":
-    launch(globals()[sys.argv[1]], 2, (Path(sys.argv[2]),))
-
-
 def die_in_set_up() -> None:
     if os.environ["RANK"] == "1":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -334,3 +330,60 @@ def never_end() -> None:
 def test_launch_ends_ranks_at_its_deadline() -> None:
     with pytest.raises(TimeoutError, match=r"ranks \[0, 1\] of 2 still ran after 1 s"):
         launch(never_end, 2, timeout_s=1)
+
+
+def launch_inside() -> list[tuple[int, int]]:
+    return launch(rank_and_double, 2, (1,), timeout_s=60)
+
+
+def die_while_ranks_inside_run(folder: Path) -> None:
+    def die() -> None:
+        files = [folder / f"rank {rank}" for rank in range(2)]
+        wait_until(lambda: all(file.exists() for file in files), 60, "the ranks start")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=die, daemon=True).start()
+    launch(wait_without_the_interpreter, 2, (folder,), timeout_s=60)
+
+
+def launch_launchers(folder: Path) -> None:
+    doubles = [(0, 2), (1, 2)]
+    assert launch(launch_inside, 1, timeout_s=90) == [doubles]
+    assert launch(rank_and_double, 2, (1,), timeout_s=60) == doubles
+    with pytest.raises(RankError, match=r"^rank 0 was killed by SIGKILL$"):
+        launch(die_while_ranks_inside_run, 1, (folder,), timeout_s=90)
+    assert launch(rank_and_double, 2, (1,), timeout_s=60) == doubles
+
+
+def is_gone(pid: str) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def test_ranks_may_launch_ranks_of_their_own(tmp_path: Path) -> None:
+    """In a program of its own: the fork servers of tests do not end as an interpreter does."""
+    with tempfile.TemporaryDirectory() as temporary:
+        ran = subprocess.run(
+            [sys.executable, __file__, "launch_launchers", str(tmp_path)],
+            env=os.environ | {"TMPDIR": temporary},
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+        )
+        assert (ran.returncode, ran.stderr) == (0, "")
+        pids = [pid for file in tmp_path.iterdir() for pid in file.read_text().split()]
+        assert len(pids) == 4
+        for pid in pids:
+            wait_until(lambda pid=pid: is_gone(pid), 20, "the ranks and their servers end")
+        wait_until(lambda: not os.listdir(temporary), 20, "their folders are removed")
+
+
+if __name__ == "__main__":
+    name, folder = sys.argv[1], Path(sys.argv[2])
+    if name == "launch_launchers":
+        launch_launchers(folder)
+    else:
+        launch(globals()[name], 2, (folder,))
