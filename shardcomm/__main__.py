@@ -6,6 +6,7 @@ import io
 import os
 import signal
 import sys
+from contextlib import suppress
 from typing import NoReturn
 
 
@@ -13,12 +14,14 @@ def main() -> int:
     """Runs the subcommand that the arguments name.
 
     Returns:
-        The exit status: the subcommand's, 130 after Ctrl-C, or 143 after SIGTERM.
+        The exit status: the subcommand's, 130 after Ctrl-C, 143 after SIGTERM, or 129 after SIGHUP.
     """
     # Each rank that a command starts loads this module again, and needs none of the other commands.
     from shardcomm.cli.parser import make_parser  # noqa: PLC0415
 
     signal.signal(signal.SIGTERM, _terminate)
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as nohup has it ignored
+        signal.signal(signal.SIGHUP, _terminate)
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         # What the terminal has no letters for, as of a model's sample, must not end a command that has done its work.
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -26,9 +29,10 @@ def main() -> int:
     try:
         status: int = args.run(args)
         sys.stdout.flush()
-    except _Terminated:
-        print("\nshardcomm: terminated", file=sys.stderr)  # below the progress bar
-        return 143
+    except _Terminated as end:
+        with suppress(OSError):  # after SIGHUP the terminal may be closed
+            print("\nshardcomm: terminated", file=sys.stderr)  # below the progress bar
+        return 128 + end.number
     except KeyboardInterrupt:
         print("\nshardcomm: interrupted", file=sys.stderr)
         return 130
@@ -42,11 +46,16 @@ def main() -> int:
 
 
 class _Terminated(KeyboardInterrupt):
-    """SIGTERM has come, which ends a command as Ctrl-C does."""
+    """SIGTERM or SIGHUP has come, which ends a command as Ctrl-C does."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
 
 
 def _terminate(number: int, frame: object) -> NoReturn:
-    raise _Terminated
+    signal.signal(number, signal.SIG_IGN)  # a closed terminal may send SIGHUP twice
+    raise _Terminated(number)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from shardcomm.__main__ import main
 from shardcomm.cli.train import command
 from shardcomm.cli.train.report import table
 from shardcomm.cli.train.text import Corpus, read_text
@@ -30,7 +31,8 @@ from support.train_runs import DEADLINE_S, SMALL, parsed, quiet_train, refusal, 
 @pytest.fixture
 def starting_run(text_file: str) -> Iterator[subprocess.Popen[str]]:
     """A training that would last for hours, just begun; nothing of it may be left afterwards."""
-    command = [sys.executable, "-m", "shardcomm", "train", *SMALL, "--steps", "1000000"]
+    hears = ["env", "--default-signal=HUP"]  # where the tests run under nohup
+    command = [*hears, sys.executable, "-m", "shardcomm", "train", *SMALL, "--steps", "1000000"]
     temp_dir = tempfile.TemporaryDirectory()  # short: a socket's path has at most 107 characters
     process = subprocess.Popen(
         [*command, "--text", text_file],
@@ -147,12 +149,30 @@ def test_ctrl_c_ends_the_run(long_run: subprocess.Popen[str]) -> None:
     assert "Traceback" not in err
 
 
-def test_sigterm_to_all_of_it_ends_the_run(long_run: subprocess.Popen[str]) -> None:
-    os.killpg(long_run.pid, signal.SIGTERM)  # as a batch system does it
+@pytest.mark.parametrize(
+    ("number", "status"),
+    [(signal.SIGTERM, 143), (signal.SIGHUP, 129)],  # of a batch system, and of a closed terminal
+)
+def test_a_signal_to_all_of_it_ends_the_run(
+    number: signal.Signals, status: int, long_run: subprocess.Popen[str]
+) -> None:
+    os.killpg(long_run.pid, number)
     _, err = long_run.communicate(timeout=20)
-    assert long_run.returncode == 143
+    assert long_run.returncode == status
     assert "shardcomm: terminated" in err
     assert "Traceback" not in err
+
+
+def test_nohup_keeps_a_command_from_sighup(monkeypatch: pytest.MonkeyPatch) -> None:
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGTERM)}
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        monkeypatch.setattr(sys, "argv", ["shardcomm", "plan", "--params", "7e9", "--ranks", "8"])
+        assert main() == 0
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def test_a_run_that_diverges_is_reported(text_file: str) -> None:
