@@ -43,6 +43,23 @@ def ended(status: int | None) -> Failure:
     return Failure(Order.OWN, f"ended with exit status {status} and no result")
 
 
+def ended_before_the_call(status: int | None) -> Failure:
+    """The failure of a rank whose process ended before it called its function."""
+    failure = ended(status)
+    if failure.order is Order.KILLED:
+        return failure
+    said = "stderr has what was raised while it imported the program and the module of fn"
+    return failure._replace(text=f"ended with exit status {status} before it called fn; {said}")
+
+
+def ended_with_its_server(number: int) -> Failure:
+    """The failure of a rank whose fork server a signal killed, and it with the server."""
+    said = f"which was killed by {_signal_name(number)}"
+    return Failure(
+        Order.KILLED, f"ended with the fork server, from which all ranks are forked, and {said}"
+    )
+
+
 def first_cause(failures: dict[int, Failure]) -> str:
     """What happened, by rank: the first cause, and a line for each of the others."""
     first = min(failures, key=lambda rank: (failures[rank].order, rank))

@@ -18,6 +18,7 @@ import pickle
 import secrets
 import shutil
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -35,7 +36,16 @@ from shardcomm.arguments.checks import check_list, check_seconds, check_type
 from shardcomm.arguments.scalars import is_whole
 from shardcomm.meeting.launchers import forget
 from shardcomm.meeting.store import SECRET, serve_on_loopback
-from shardcomm.process.failures import Failure, Order, ended, first_cause, raised
+from shardcomm.process.failures import (
+    Failure,
+    Order,
+    ended,
+    ended_before_the_call,
+    ended_with_its_server,
+    first_cause,
+    raised,
+)
+from shardcomm.process.launchable import check_launchable
 from shardcomm.process.parent import signal_at_its_end
 from shardcomm.process.stack_dumps import enable_where_free
 
@@ -44,6 +54,7 @@ T = TypeVar("T")
 # How long the other ranks have to notice a failure and to say what they saw, before they are killed.
 GRACE_S = 5.0
 _CHUNK_BYTES = 1 << 20
+_SERVER_END_S = 1.0  # how long the fork server may take to end after its descriptors are closed
 
 
 class RankError(RuntimeError):
@@ -70,8 +81,12 @@ def launch(
         The results of the ranks, in order; they are pickled.
 
     Raises:
-        TypeError: `fn` is no function, `args` is no list, or they cannot be pickled.
+        TypeError: `fn` is no function, `args` is no list, or they cannot be pickled; or `fn` is of a program that ranks
+            cannot import, such as one of `python -c` or of a notebook.
         ValueError: `ranks` or `timeout_s` is out of its range.
+        RuntimeError: This process may start no ranks: it still imports the program, because the call is not under
+            `if __name__ == "__main__":`; or it is a daemonic one of multiprocessing.
+        OSError: The folder for temporary files has too long a path for a socket.
         RankError: A rank raised or was killed. The message begins with the first cause, before what followed from it.
         TimeoutError: Ranks still ran after `timeout_s`, and were killed.
 
@@ -88,10 +103,11 @@ def launch(
     """
     check_type("launch", "fn", fn, Callable, "a function of a module")
     if not is_whole(ranks, 1):
-        raise ValueError(f"launch: ranks is {ranks!r}; it must be at least 1")
+        raise ValueError(f"launch: ranks is {ranks!r}; it must be a whole number of at least 1")
     check_list("launch", "args", args)
     if timeout_s is not None:
         check_seconds("launch", "timeout_s", timeout_s)
+    check_launchable(fn)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["shardcomm", "shardcomm.process.fork_server"])
     _start_fork_server()
@@ -118,8 +134,31 @@ def _start_fork_server() -> None:
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         forkserver.ensure_running()
+    except OSError as error:
+        if str(error) != "AF_UNIX path too long":
+            raise
+        raise OSError(
+            f"launch: the folder for temporary files is {tempfile.gettempdir()!r}, in which the path of a socket is "
+            "longer than the 107 characters that it may have; set TMPDIR to a folder with a shorter path, such as /tmp"
+        ) from None
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def _signal_that_killed_the_fork_server() -> int | None:
+    """None if it still runs, or has ended otherwise."""
+    server = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    with suppress(OSError):
+        end = os.pidfd_open(server)
+        try:
+            wait([end], _SERVER_END_S)
+            # It stays for multiprocessing to collect.
+            status = os.waitid(os.P_PID, server, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        finally:
+            os.close(end)
+        if status is not None and status.si_code in (os.CLD_KILLED, os.CLD_DUMPED):
+            return status.si_status
+    return None
 
 
 class _Ranks:
@@ -198,15 +237,24 @@ class _Ranks:
 
     def _outcome(self, rank: int) -> tuple[bool, Any]:
         if not self.outcomes[rank].whole:
-            process = self.processes[rank]
-            process.join(GRACE_S)
-            return False, ended(process.exitcode)
+            return False, self._end_of(rank)
         try:
             ok, value = self.outcomes[rank].value()
         except Exception as error:
             said = f"returned what cannot be unpickled here: {type(error).__name__}: {error}"
             return False, Failure(Order.OWN, said)
         return bool(ok), value
+
+    def _end_of(self, rank: int) -> Failure:
+        """How a process has ended that left no result."""
+        process = self.processes[rank]
+        process.join(GRACE_S)
+        # Then nobody knows the rank's own status, and multiprocessing says 255.
+        if process.exitcode == 255 and (number := _signal_that_killed_the_fork_server()):
+            return ended_with_its_server(number)
+        if not self.outcomes[rank].begun:
+            return ended_before_the_call(process.exitcode)
+        return ended(process.exitcode)
 
     def end(self) -> None:
         """Kills the ranks that still run. Ranks hold nothing that outlives them, so that this is clean."""
@@ -225,7 +273,7 @@ class _Ranks:
 
 
 class _Outcome:
-    """What a rank sends: a length in 8 bytes, and a pickle.
+    """What a rank sends: a byte when it begins, and later a length in 8 bytes, and a pickle.
 
     It is read as it comes, since a rank may stop in the middle.
     """
@@ -233,6 +281,11 @@ class _Outcome:
     def __init__(self, pipe: Connection) -> None:
         self.pipe = pipe
         self._received = bytearray()
+
+    @staticmethod
+    def begin(tell: Connection) -> None:
+        """Says that the rank has imported what it needs, and is about to call its function."""
+        os.write(tell.fileno(), b"b")
 
     @staticmethod
     def send(tell: Connection, outcome: bytes) -> None:
@@ -248,14 +301,19 @@ class _Outcome:
         return bool(received)
 
     @property
+    def begun(self) -> bool:
+        """Whether the rank was about to call its function."""
+        return bool(self._received)
+
+    @property
     def whole(self) -> bool:
         """Whether all bytes have come."""
         there = len(self._received)
-        return there >= 8 and there == 8 + int.from_bytes(self._received[:8])
+        return there >= 9 and there == 9 + int.from_bytes(self._received[1:9])
 
     def value(self) -> Any:
         """The object that was sent. It may raise anything, as unpickling does."""
-        return pickle.loads(memoryview(self._received)[8:])
+        return pickle.loads(memoryview(self._received)[9:])
 
 
 def _run_rank(
@@ -268,6 +326,7 @@ def _run_rank(
     watched: Connection,
     temp_dir: str,
 ) -> None:
+    _Outcome.begin(tell)
     _die_with_launcher(watched)
     # Ctrl-C reaches the whole terminal; the launcher decides for all ranks. (Blocked already, unless the fork server
     # was started by someone else.)

@@ -266,7 +266,7 @@ def test_deadlines(seconds: Any) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        *[((abs, ranks), f"ranks is {ranks!r}; it must be at least 1")
+        *[((abs, ranks), f"ranks is {ranks!r}; it must be a whole number of at least 1")
           for ranks in (0, -1, "2", None, True, math.nan, [], 2.0)],
         *[((abs, 1, args), f"args is a {type(args).__name__}; it must be a list or a tuple")
           for args in ("text", None, 3, {1})],

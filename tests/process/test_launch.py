@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from shardcomm import Communicator, RankError, launch
+from support import interpreters
 from support.gates import Gate, wait_at
 from support.listeners import listening
 
@@ -379,6 +380,79 @@ def test_ranks_may_launch_ranks_of_their_own(tmp_path: Path) -> None:
         for pid in pids:
             wait_until(lambda pid=pid: is_gone(pid), 20, "the ranks and their servers end")
         wait_until(lambda: not os.listdir(temporary), 20, "their folders are removed")
+
+
+FUNCTION = "def function(): pass"
+STDIN = "__file__ = '<stdin>'"  # as Python sets it for a program that it reads there
+
+
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        ([FUNCTION], "TypeError: launch: fn is <function function at "),
+        ([STDIN, FUNCTION], "TypeError: launch: fn is <function function at "),
+        ([STDIN, "from os import getpid as function"], "RuntimeError: launch: the program's file is '"),
+    ],
+)  # fmt: skip
+def test_a_program_that_ranks_cannot_import_is_refused(program: list[str], said: str) -> None:
+    lines = [*program, "import shardcomm", "shardcomm.launch(function, 2, timeout_s=60)"]
+    ran = interpreters.run("\n".join(lines))
+    assert ran.returncode == 1
+    assert ran.stderr.count("Traceback") == 1
+    assert ran.stderr.splitlines()[-1].startswith(said)
+
+
+def test_a_call_that_is_not_under_the_guard_is_refused(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text("import os, shardcomm\nshardcomm.launch(os.getpid, 2, timeout_s=60)\n")
+    ran = subprocess.run(
+        [sys.executable, str(program)], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert ran.returncode == 1
+    assert 'put the call of launch under `if __name__ == "__main__":`' in ran.stderr
+    assert "RankError: rank 0 ended with exit status 1 before it called fn; stderr" in ran.stderr
+
+
+def test_a_rank_that_cannot_read_its_arguments_has_not_called_the_function() -> None:
+    with pytest.raises(RankError, match=r"^rank 0 ended with exit status 1 before it called fn"):
+        launch(abs, 1, (ReadNowhere(),), timeout_s=60)
+
+
+def test_a_daemonic_process_is_refused() -> None:
+    with (
+        multiprocessing.get_context("forkserver").Pool(1) as pool,
+        pytest.raises(RuntimeError, match="launch: this process is a daemonic one"),
+    ):
+        pool.apply(launch, (abs, 1, (1,)))
+
+
+def launch_with_sockets_in(folder: Path) -> None:
+    tempfile.tempdir = str(folder)
+    launch(rank_and_double, 1, (1,), timeout_s=60)
+
+
+def test_a_long_path_of_temporary_files_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / ("long" * 25)
+    folder.mkdir()
+    with pytest.raises(
+        RankError, match=r"OSError: launch: .* set TMPDIR to a folder with a shorter"
+    ):
+        launch(launch_with_sockets_in, 1, (folder,), timeout_s=60)
+
+
+def kill_the_fork_server() -> None:
+    os.kill(os.getppid(), signal.SIGKILL)
+    wait_for_ever()
+
+
+def launch_and_lose_the_fork_server() -> None:
+    launch(kill_the_fork_server, 1, timeout_s=60)
+
+
+def test_a_killed_fork_server_is_named() -> None:
+    said = "RankError: rank 0 ended with the fork server, .*, and which was killed by SIGKILL"
+    with pytest.raises(RankError, match=said):
+        launch(launch_and_lose_the_fork_server, 1, timeout_s=60)
 
 
 if __name__ == "__main__":
