@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import signal
@@ -104,6 +105,21 @@ def test_a_checkpoint_that_cannot_be_written_is_a_sentence(text_file: str, tmp_p
         f"rank 0: {tmp_path}/step-00000002.partial: Not a directory"
         for rank in (0, 1)
     ]
+
+
+def test_the_losses_of_a_run_that_diverged_are_json(text_file: str, tmp_path: Path) -> None:
+    saving = {"checkpoint": str(tmp_path), "lr": 1e9}
+    losses = run(text_file, steps=3, **saving).losses
+    assert math.isnan(losses[-1])
+    text = (tmp_path / "step-00000003/progress.json").read_text()
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    saved = json.loads(text, parse_constant=refuse)["losses"]
+    assert saved == [loss if math.isfinite(loss) else None for loss in losses]
+    resumed = run(text_file, steps=4, **saving).losses
+    assert [math.isnan(loss) for loss in resumed] == [each is None for each in saved] + [True]
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

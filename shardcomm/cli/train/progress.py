@@ -7,6 +7,7 @@ the step (from which the data follow), the losses, and the options that must be 
 from __future__ import annotations
 
 import json
+import math
 import os
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
@@ -30,7 +31,7 @@ class Progress:
 
     Attributes:
         ranks: How many ranks saved it.
-        losses: The loss of each step that was done.
+        losses: The loss of each step that was done; NaN also where it was infinite, once it has been saved.
         run: The options that make it this run, by name: those that shape the model, its data and its steps.
     """
 
@@ -73,7 +74,7 @@ class Progress:
             ValueError: The checkpoint is none of a training run.
         """
         found = read_json(checkpoint / FILE, "the progress of a training run")
-        losses = [loss.raw for loss in found["losses"]]
+        losses = [math.nan if loss.raw is None else loss.raw for loss in found["losses"]]
         if not all(isinstance(loss, float) for loss in losses):
             raise found["losses"].wrong("a list of numbers")
         run = {name: value.raw for name, value in found["run"].items()}
@@ -82,7 +83,7 @@ class Progress:
     def write(self, checkpoint: Path) -> None:
         """Writes the progress into a checkpoint's folder, and syncs it to the disk."""
         with (checkpoint / FILE).open("w") as file:
-            json.dump(asdict(self), file)
+            json.dump({**asdict(self), "losses": in_json(self.losses)}, file, allow_nan=False)
             file.flush()
             os.fsync(file.fileno())
 
@@ -93,6 +94,11 @@ class Progress:
             for name in run
             if run[name] != self.run.get(name)
         ]
+
+
+def in_json(losses: list[float]) -> list[float | None]:
+    """The losses as JSON has them, which has no NaN and no infinity: None instead."""
+    return [loss if math.isfinite(loss) else None for loss in losses]
 
 
 def save(

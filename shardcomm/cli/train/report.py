@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
 from dataclasses import asdict
 
 from shardcomm.cli.options import opened
 from shardcomm.cli.train.job import Result, TrainOptions
+from shardcomm.cli.train.progress import in_json
 from shardcomm.files.provenance import provenance
 
 # Rows that a run leaves out if it had no step left to do.
@@ -71,8 +71,7 @@ def write_json(path: str, options: TrainOptions, result: Result) -> None:
         **provenance(" ".join(["shardcomm", *sys.argv[1:]])),
         "options": asdict(options),
         **asdict(result),
-        # JSON has no nan.
-        "losses": [loss if math.isfinite(loss) else None for loss in result.losses],
+        "losses": in_json(result.losses),
     }
     with opened(path) as file:
         file.write(json.dumps(report, indent=1) + "\n")
