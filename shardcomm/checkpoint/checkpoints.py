@@ -1,21 +1,21 @@
 """Checkpoints of which the newest complete one survives whatever happens to the next.
 
-A checkpoint is written under its partial name (`shardcomm.checkpoint.folders`). When every rank has written its part,
-the files are synced to the disk, and so is a manifest of them (`shardcomm.checkpoint.manifest`). Then one rank renames
-the folder, which makes it a checkpoint. To remove an older one, a rank first takes its name away, and then deletes its
-files. The next save removes partial folders. The files themselves are written by `torch.distributed.checkpoint` (DCP),
-or by any other writer.
+Each save writes into a partial folder of its own (`shardcomm.checkpoint.folders`). When every rank has written its
+part, the files are synced to the disk, and so is a manifest of them (`shardcomm.checkpoint.manifest`). Then one rank
+renames the folder, which makes it a checkpoint, unless another run has begun to save (`shardcomm.checkpoint.writer`).
+To remove an older one, a rank first takes its name away, and then deletes its files. The next save removes partial
+folders. The files themselves are written by `torch.distributed.checkpoint` (DCP), or by any other writer.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
-import shutil
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from shardcomm.checkpoint.folders import (
     complete_steps,
     partial_folder,
     partial_folders,
+    remove,
     set_aside,
 )
 from shardcomm.checkpoint.manifest import (
@@ -44,6 +45,7 @@ from shardcomm.checkpoint.manifest import (
 )
 from shardcomm.checkpoint.together import sentence, together
 from shardcomm.checkpoint.unpickling import check_unpickling
+from shardcomm.checkpoint.writer import Writer, check_writer
 from shardcomm.comm.communicator import Communicator
 from shardcomm.comm.texts import all_gather_bytes
 
@@ -54,6 +56,9 @@ class Checkpoints:
     The contents are written and read by `torch.distributed.checkpoint` (DCP), or by any other writer. Loading runs no
     code that a checkpoint names, although DCP unpickles: what DCP would unpickle is checked first. Processes that can
     write to the directory meanwhile are trusted.
+
+    If two runs save into one directory, that goes on whose save began last. What the other one is saving then, or saves
+    later, raises a CheckpointError that names the one that goes on. No checkpoint has files of both.
 
     Args:
         directory: The folder of the run. It is made if it is not there.
@@ -66,8 +71,8 @@ class Checkpoints:
 
     Raises:
         TypeError: `directory` is no path, or `comm` no Communicator.
-        ValueError: `directory` is no folder, cannot be made, or cannot be written to; or `keep` is no whole number of
-            at least 1.
+        ValueError: `directory` is empty or no folder, cannot be made, or cannot be written to; or `keep` is no whole
+            number of at least 1.
 
     Example:
         ```python
@@ -89,8 +94,10 @@ class Checkpoints:
         check_type("Checkpoints", "directory", directory, str | os.PathLike, "a str or a Path")
         check_type("Checkpoints", "comm", comm, Communicator, "a shardcomm.Communicator")
         if not is_whole(keep, 1):
-            raise ValueError(f"Checkpoints: keep is {keep!r}; it must be at least 1")
-        self.directory = Path(directory)
+            raise ValueError(
+                f"Checkpoints: keep is {keep!r}; it must be a whole number of at least 1"
+            )
+        self.directory = check_directory(directory)
         self.comm = comm
         self._keep = keep
         self._background = ThreadPoolExecutor(1, "checkpoints")
@@ -98,7 +105,7 @@ class Checkpoints:
         # For each step that this object has saved or read: why it is damaged, or None. The same on every rank.
         self._damage: dict[int, str | None] = {}
         self._verified: int | None = None  # the load that follows need not read this step again
-        check_directory(self.directory)
+        self._has_begun = False  # a save; on rank 0
 
     def latest(self) -> int | None:
         """Finds the newest checkpoint that is whole; collective.
@@ -154,24 +161,25 @@ class Checkpoints:
         Raises:
             ValueError: `step` is not as described, or there is a checkpoint of it. It is raised on every rank, and
                 nothing is written.
-            CheckpointError: DCP could not save, a file could not be written, no rank wrote anything, or another rank
-                failed. On every rank the message gives the reasons of all ranks that failed.
+            CheckpointError: DCP could not save, a file could not be written, no rank wrote anything, another run has
+                begun to save into the directory, or another rank failed. On every rank the message gives the reasons
+                of all ranks that failed.
             CommError: A rank died, or did not come. It is raised at once while `comm` waits for that rank, or DCP does
                 over a group of the backend "shardcomm". Over another group DCP may wait longer: Gloo does not end a
                 send that was under way when its receiver died before the group's timeout.
         """
         partial = self._begin("save", step)
-        with self._together(_not_saved(step), partial):
+        with self._saving(step, partial):
             yield partial
-        with self._together(_not_saved(step), partial):
+        with self._saving(step, partial):
             names = json.dumps(files_in(partial))
         of_ranks = all_gather_bytes(self.comm, names.encode())
         every = sorted({name for names in of_ranks for name in json.loads(names)})
-        with self._together(_not_saved(step), partial):
+        with self._saving(step, partial):
             share = every[self.comm.rank :: self.comm.size]
             entries = json.dumps({name: asdict(_synced(partial / name)) for name in share})
         of_ranks = all_gather_bytes(self.comm, entries.encode())
-        with self._together(_not_saved(step), partial):
+        with self._saving(step, partial):
             if self.comm.rank == 0:
                 files = {
                     n: FileEntry(**e) for part in of_ranks for n, e in json.loads(part).items()
@@ -212,7 +220,7 @@ class Checkpoints:
             ```
         """
         partial = self._begin("async_save", step)
-        with self._together(_not_saved(step), partial):
+        with self._saving(step, partial):
             check_type("async_save", "write", write, Callable, "a function of the new directory")
             written = write(partial)
             check_type(
@@ -231,7 +239,7 @@ class Checkpoints:
         if self._pending is None:
             return
         (step, partial, completed), self._pending = self._pending, None
-        with self._together(_not_saved(step), partial):
+        with self._saving(step, partial):
             completed.result()
         self._damage[step] = None
 
@@ -282,7 +290,11 @@ class Checkpoints:
         self.wait()
         self._check_step(operation, step)
         complete = self._path(step)
-        partial = partial_folder(complete)
+        with self._together(_not_saved(step), self.directory):
+            if self._has_begun:
+                check_writer(_not_saved(step), self.directory)
+        [own, *_] = all_gather_bytes(self.comm, partial_folder(complete).name.encode())
+        partial = self.directory / own.decode()
         damaged = [other for other, reason in self._damage.items() if reason is not None]
         with self._together(_not_saved(step), self.directory):
             if step not in damaged and complete.exists():
@@ -290,8 +302,12 @@ class Checkpoints:
                     f"{operation}: step is {step}, of which there is a checkpoint: {complete}"
                 )
             if self.comm.rank == 0:
-                for stale in partial_folders(self.directory):
-                    shutil.rmtree(stale)
+                # In this order, so that of several runs which begin at once nobody removes the folder of the last one.
+                stale = partial_folders(self.directory)
+                Writer.here(partial.name).take(self.directory)
+                self._has_begun = True
+                for folder in stale:
+                    remove(folder)
                 for other in damaged:
                     set_aside(self._path(other))
                 partial.mkdir()
@@ -357,18 +373,34 @@ class Checkpoints:
             raise CheckpointError(f"{_not_saved(step)}: {partial}: no rank wrote anything there")
         Manifest(step, self.comm.size, files).write(partial)
         sync_folders(partial)
-        partial.rename(self._path(step))
+        # DCP makes the folder again if another run has removed it: what was written before is not there.
+        check_writer(_not_saved(step), self.directory, partial.name)
+        try:
+            partial.rename(self._path(step))
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+            raise CheckpointError(
+                f"{_not_saved(step)}: another run has saved it meanwhile: {self._path(step)}"
+            ) from error
         sync(self.directory)
 
     def _remove_old(self, saved: int) -> None:
         for step in complete_steps(self.directory)[: -self._keep]:
             if step == saved:  # by a run that goes on from an earlier step than the newest
                 continue
-            without_name = partial_folder(self._path(step))
-            self._path(step).rename(without_name)
-            # Otherwise the disk may have removed some of the files when the machine fails, and not yet the name.
-            sync(self.directory)
-            shutil.rmtree(without_name)
+            remove(self._path(step))
+
+    @contextmanager
+    def _saving(self, step: int, partial: Path) -> Iterator[None]:
+        """As `_together`; where another run has begun to save, and so has removed `partial`, an error says that."""
+        try:
+            with self._together(_not_saved(step), partial):
+                yield
+        except CheckpointError:
+            with suppress(OSError):
+                check_writer(_not_saved(step), self.directory, partial.name)
+            raise
 
     def _together(self, what: str, folder: Path) -> AbstractContextManager[None]:
         return together(self.comm, what, folder)

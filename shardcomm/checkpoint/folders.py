@@ -1,18 +1,21 @@
 """The folders in a directory of checkpoints. The name says what a folder is, and a rename makes it another::
 
-DIR/step-00000100            complete
-DIR/step-00000200            complete, the newest
-DIR/step-00000300.partial    being written, or left by a save that was killed
-DIR/step-00000150.damaged    was complete, and is no longer what was saved
+DIR/step-00000100                     complete
+DIR/step-00000200                     complete, the newest
+DIR/step-00000300.5f3a09c2.partial    being written, or left by a save that was killed
+DIR/step-00000150.damaged             was complete, and is no longer what was saved
 """
 
 from __future__ import annotations
 
 import os
 import re
+import secrets
 import shutil
-from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+
+from shardcomm.checkpoint.manifest import sync
 
 _COMPLETE = re.compile(r"step-(\d{8,})")
 _PARTIAL = ".partial"
@@ -30,14 +33,28 @@ def complete_steps(directory: Path) -> list[int]:
     return sorted(int(name[1]) for name in names if name)
 
 
-def partial_folder(complete: Path) -> Path:
-    """The folder in which the checkpoint `complete` is written, and in which its files are deleted."""
-    return complete.with_name(complete.name + _PARTIAL)
+def partial_folder(folder: Path) -> Path:
+    """A folder that is not there yet, in which the files of the checkpoint at `folder` are written, or deleted."""
+    step = folder.name.partition(".")[0]
+    return folder.with_name(f"{step}.{secrets.token_hex(4)}{_PARTIAL}")
 
 
-def partial_folders(directory: Path) -> Iterator[Path]:
-    """What saves and removals that did not end have left."""
-    return directory.glob(f"step-*{_PARTIAL}")
+def partial_folders(directory: Path) -> list[Path]:
+    """What saves and removals that did not end have left, or are about to write or delete."""
+    return [path for path in directory.glob(f"step-*{_PARTIAL}") if path.is_dir()]
+
+
+def remove(folder: Path) -> None:
+    """Deletes a folder, complete or partial. It loses its name first, so that nobody takes what is left for the whole.
+
+    Whether a save of another run becomes a checkpoint, or is removed, depends on whose rename comes first.
+    """
+    without_name = partial_folder(folder)
+    with suppress(FileNotFoundError):  # another run has renamed or removed it
+        folder.rename(without_name)
+        # Otherwise the disk may have removed some of the files when the machine fails, and not yet the name.
+        sync(folder.parent)
+        shutil.rmtree(without_name)
 
 
 def set_aside(damaged: Path) -> None:
@@ -49,8 +66,11 @@ def set_aside(damaged: Path) -> None:
         damaged.rename(aside)
 
 
-def check_directory(directory: Path) -> None:
-    """Makes `directory` if it is not there; ValueError if it cannot be made, or cannot be written to."""
+def check_directory(given: str | os.PathLike[str]) -> Path:
+    """Makes the directory if it is not there; ValueError if it has no name, cannot be made, or cannot be written to."""
+    if not os.fspath(given):
+        raise ValueError("'': a folder's name is not empty; the current folder is '.'")
+    directory = Path(given)
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -59,3 +79,4 @@ def check_directory(directory: Path) -> None:
         raise ValueError(f"{str(directory)!r}: no such folder can be made: {error}") from error
     if not os.access(directory, os.R_OK | os.W_OK | os.X_OK):
         raise ValueError(f"{directory}: the folder cannot be written to")
+    return directory

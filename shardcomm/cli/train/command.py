@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
 from shardcomm._C import CommError, CudaError, cuda_status
 from shardcomm.checkpoint.folders import check_directory
@@ -56,8 +55,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
                         "of the Python sources of the standard library")  # fmt: skip
     parser.add_argument("--deadline", type=positive, default=DEADLINE_S, metavar="SECONDS",
                         help="longest wait for another rank")  # fmt: skip
-    parser.add_argument("--checkpoint", metavar="DIR", help="save model, optimizer and progress in this folder; the "
-                        "newest two checkpoints are kept")  # fmt: skip
+    parser.add_argument("--checkpoint", metavar="DIR", help="save model, optimizer and progress in this folder, which "
+                        "is for one run at a time; the newest two checkpoints are kept")  # fmt: skip
     parser.add_argument("--save-every", type=number, default=50, metavar="N",
                         help="steps between checkpoints, which are written while training goes on; there is one after "
                         "the last step, too")  # fmt: skip
@@ -166,8 +165,7 @@ def _check_checkpoint(options: TrainOptions, resume: bool, text: bytes) -> None:
         return
     given = f"--checkpoint is {options.checkpoint!r}"
     try:
-        check_directory(Path(options.checkpoint))
-        saved = Progress.latest(Path(options.checkpoint))
+        saved = Progress.latest(check_directory(options.checkpoint))
     except (ValueError, OSError) as error:
         raise ValueError(f"{given}: {error}") from error
     if saved is None:
