@@ -14,6 +14,7 @@ from shardcomm.cluster.steps import variables
 from shardcomm.meeting.launchers import forget
 from shardcomm.meeting.store import SECRET
 
+_LOGS = "/dev/shm/torchrun"  # torchrun makes folders for the ranks' logs, here where they end with the host
 _PORT = 29500  # of the ranks' store, in a network where nobody else listens
 _LAUNCHED = (SECRET, "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "TORCHELASTIC_USE_AGENT_STORE")
 
@@ -28,7 +29,7 @@ def of_host(
         env.pop(name, None)
     # All hosts share this machine's cores.
     threads = max(1, (os.cpu_count() or 1) // (len(hosts) * ranks_a_host))
-    defaults = {"OMP_NUM_THREADS": str(threads)}
+    defaults = {"OMP_NUM_THREADS": str(threads), "PET_LOG_DIR": _LOGS}
     own = {"GLOO_SOCKET_IFNAME": DEVICE, "NCCL_SOCKET_IFNAME": DEVICE}
     return defaults | env | own | variables(kills, host.number, ranks_a_host)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -126,13 +127,16 @@ def test_what_was_not_killed_and_what_is_late_are_told() -> None:
     ("number", "status"),
     [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)],
 )
-def test_nothing_is_left_when_the_command_is_ended(number: signal.Signals, status: int) -> None:
+def test_nothing_is_left_when_the_command_is_ended(
+    number: signal.Signals, status: int, tmp_path: Path
+) -> None:
     before = interfaces(), mounts()
     with subprocess.Popen(
         [PYTHON, "-c", PROGRAM_OF_HOSTS, sys.executable, "cluster", *SIZE, "--", "sh", "-c", STAY],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
+        env=os.environ | {"TMPDIR": str(tmp_path)},
     ) as cluster:
         assert cluster.stdout
         made = {cluster.stdout.readline().split()[1] for _ in range(4)}
@@ -141,7 +145,31 @@ def test_nothing_is_left_when_the_command_is_ended(number: signal.Signals, statu
         cluster.send_signal(number)
         assert cluster.wait(DEADLINE_S) == status
     until(lambda: made.isdisjoint(in_use()), "no process is in the hosts' namespaces")
-    assert (interfaces(), mounts()) == before
+    assert (interfaces(), mounts(), list(tmp_path.iterdir())) == (*before, [])
+
+
+@needs_rights
+@pytest.mark.parametrize("options", [(), ("--kill", "rank 1 after 1us")])
+def test_no_folder_is_left_when_the_command_ends(
+    options: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torchrun makes one on each host, for the ranks' logs."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    ran = command("cluster", *SIZE, *options, "--", "sleep", "1")
+    assert "host0  10.0.0.1" in ran.stdout, ran.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@needs_rights
+def test_torchruns_logs_are_kept_where_the_user_wants_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PET_LOG_DIR", str(tmp_path))
+    monkeypatch.setenv("PET_REDIRECTS", "1")  # stdout goes to a file
+    ran = command("cluster", *SIZE, "--", "sh", "-c", "echo rank $RANK")
+    assert ran.returncode == 0, ran.stderr
+    logs = [file.read_text() for file in tmp_path.glob("*/attempt_0/0/stdout.log")]
+    assert sorted(logs) == ["rank 0\n", "rank 1\n"]
 
 
 @pytest.mark.parametrize(

@@ -120,6 +120,7 @@ def _keep(client: socket.socket) -> None:
             open_streams()
             os.environ.clear()
             os.environ.update(environment)
+            tempfile.tempdir = None  # TMPDIR may be another
             os.chdir(cwd)
             os._exit(_run(words))
         finally:
