@@ -131,8 +131,7 @@ class _Run:
                     self._start()
                 case Compute(name, seconds):
                     self._compute(seconds)
-                    if self._now_s > begin_s:
-                        self._spans.append(Span("compute", name, begin_s, self._now_s, 0))
+                    self._spans.append(Span("compute", name, begin_s, self._now_s, 0))
                 case Wait(collective):
                     while collective.end_s is None:
                         self._go_on()

@@ -148,12 +148,16 @@ def test_recomputation_takes_a_forward_more(capsys: pytest.CaptureFixture[str]) 
     assert again["step_s"] - plain["step_s"] == pytest.approx(forward_s)
 
 
-def test_times_are_taken_from_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("model", [("--model", "gpt", "--width", "64"), ("--params", "7e9")])
+def test_times_are_taken_from_a_trace(
+    model: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of 7e9 parameters in blocks the model itself has none, and computes for no time at all."""
     path = tmp_path / "trace.json"
-    small = ("--model", "gpt", "--width", "64", "--layers", "2", "--strategy", "no_shard")
-    (before,) = configurations(capsys, *small, "--ranks", "1", "--trace", str(path))
+    small = (*model, "--layers", "2", "--strategy", "no_shard", "--ranks", "1")
+    (before,) = configurations(capsys, *small, "--trace", str(path))
     # A simulated trace is one, too; its packs are not a unit's time, and come again.
-    (after,) = configurations(capsys, *small, "--ranks", "1", "--times", str(path))
+    (after,) = configurations(capsys, *small, "--times", str(path))
     assert after["step_s"] == pytest.approx(before["step_s"], rel=0.2)
 
 

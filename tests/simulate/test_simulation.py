@@ -77,6 +77,8 @@ def test_with_prefetch_gathers_go_on_beside_computation() -> None:
         ("forward 0", 1.5, 2.5),
         ("forward 1", 3.0, 4.0),
         ("forward 2", 4.5, 5.5),
+        ("forward (root)", 5.5, 5.5),  # which computes nothing
+        ("backward (root)", 5.5, 5.5),
         ("backward 2", 5.5, 7.5),
         ("pack 2", 7.5, 7.75),
         ("backward 1", 7.75, 9.75),
