@@ -11,7 +11,7 @@ from typing import NamedTuple
 from torch import nn
 
 from shardcomm.simulate.machine import Machine
-from shardcomm.trace.timeline import Span, Timeline
+from shardcomm.trace.timeline import COMMUNICATION, Span, Timeline
 from shardcomm.unit.unit import UnitParams, Units, find_units
 
 _FORWARD, _BACKWARD = "forward ", "backward "
@@ -92,10 +92,10 @@ def _multiplied(unit: UnitParams) -> int:
 
 
 def times_of_trace(timeline: Timeline, names: Sequence[str]) -> tuple[UnitTime, ...]:
-    """The time of each unit in a trace: the median over its steps, on rank 0.
+    """The time of each unit in a trace of one rank: the median over its steps.
 
-    Take the trace on a rank alone, where nothing communicates. A unit that contains others is taken to compute before
-    the first of them and after the last.
+    Take the trace on a rank alone, since what several compute contains waits for each other. A unit that contains
+    others is taken to compute before the first of them and after the last.
 
     Args:
         timeline: The trace, with steps.
@@ -105,9 +105,14 @@ def times_of_trace(timeline: Timeline, names: Sequence[str]) -> tuple[UnitTime, 
         The times in seconds, in the order of `names`.
 
     Raises:
-        ValueError: The trace has no steps, or is of a model with other units.
+        ValueError: The trace has no steps, or is of several ranks, or of a model with other units.
     """
     spans = timeline.ranks[0].spans
+    if len(timeline.ranks) > 1 or any(s.nbytes for s in spans if s.row in COMMUNICATION):
+        raise ValueError(
+            "the trace is of several ranks, which communicate; take it of one, as `shardcomm train --ranks 1 "
+            "--trace FILE` does"
+        )
     # Those that are around others come before them.
     computed = sorted(
         (span for span in spans if span.row == "compute"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -101,6 +103,18 @@ def test_a_trace_without_steps_or_of_another_model_is_refused() -> None:
         ValueError, match=r"of another model: it has 1 units and the model 2, .*'b'"
     ):
         times_of_trace(stepped, ["a", "b"])
+
+
+def test_a_trace_of_several_ranks_is_refused() -> None:
+    """Ranks that communicate wait inside of what they compute."""
+    alone = timeline(("step", "step 0", 0.0, 1.0), ("compute", "forward a", 0.0, 1.0))
+    assert times_of_trace(alone, ["a"]) == (UnitTime(1.0, 0.0),)
+    (one,) = alone.ranks
+    gathers = replace(one, spans=(*one.spans, Span("gather", "a", 0.0, 0.5, 4)))
+    both = replace(alone, ranks=(one, replace(one, rank=1)))
+    for several in (both, replace(alone, ranks=(gathers,))):  # measured, and simulated
+        with pytest.raises(ValueError, match="the trace is of several ranks, which communicate;"):
+            times_of_trace(several, ["a"])
 
 
 def test_the_engines_trace_of_a_rank_alone_is_read() -> None:
