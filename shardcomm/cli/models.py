@@ -25,13 +25,16 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--width", type=whole(1, 2**16), help="width of gpt (default: 256)")
 
 
-def model_of(args: argparse.Namespace) -> nn.Module:
-    """The model that the options name, on the meta device; ValueError if they do not fit each other."""
+def model_of(args: argparse.Namespace, context: int = 128) -> nn.Module:
+    """The model that the options name, on the meta device; ValueError if they do not fit each other.
+
+    `context` is that of gpt, which has a position for each token of it.
+    """
     if args.width is not None and args.model != "gpt":
         raise ValueError("--width is for --model gpt; the other models have theirs")
     if args.model == "gpt":
         with torch.device("meta"):
-            return GPT(args.width or 256, args.layers or 6, context=128)
+            return GPT(args.width or 256, args.layers or 6, context)
     if args.params is not None:
         return equal_blocks(args.params, args.layers or 32).on_meta()
     shapes = SHAPES[args.model]

@@ -462,7 +462,8 @@ class Engine:
                 timeline.save("timeline.json")
             ```
         """
-        self._actions.trace = Trace(self.mesh, self._streams)
+        numels = {u.name: sum(b.layout.numel for b, _ in u.buckets) for u in self.units}
+        self._actions.trace = Trace(self.mesh, self._streams, numels)
         try:
             yield self._actions.trace
         finally:

@@ -127,7 +127,8 @@ class Simulation:
     def timeline(self) -> Timeline:
         """The step as a trace of one rank, for `shardcomm trace` and Perfetto."""
         paths = {row: f"simulated {self.machine.transport}" for row in COMMUNICATION}
-        return Timeline((RankTimeline(0, self.spans, paths),), "simulated")
+        units = {unit.name: unit.numel for unit in self.plan.units}
+        return Timeline((RankTimeline(0, self.spans, paths),), "simulated", units)
 
     def figures(self) -> dict[str, Any]:
         """The figures of the step, flat: a line of a table.

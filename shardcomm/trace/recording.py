@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 
 from shardcomm.comm.introduction import host_identity
 from shardcomm.comm.mesh import Mesh
@@ -21,8 +22,9 @@ from shardcomm.trace.timeline import RankTimeline, Span, Timeline
 class Trace:
     """What has happened on this rank since the trace began; `Engine.trace` makes it."""
 
-    def __init__(self, mesh: Mesh, streams: Streams) -> None:
+    def __init__(self, mesh: Mesh, streams: Streams, units: Mapping[str, int]) -> None:
         self._mesh = mesh
+        self._units = units  # and how many elements the parameters of each have
         self._streams = streams
         self._origin, self._origin_s = _origin(streams.compute())
         self._spans: list[tuple[str, str, AnyEvent, AnyEvent, int]] = []
@@ -70,7 +72,7 @@ class Trace:
         for rank, (host, origin_s, spans, paths) in enumerate(map(json.loads, everybody)):
             clocks.append((host, origin_s))
             ranks.append(RankTimeline(rank, tuple(Span(*span) for span in spans), paths))
-        return Timeline.of(ranks, clocks)
+        return replace(Timeline.of(ranks, clocks), units=self._units)
 
 
 def _origin(stream: AnyStream) -> tuple[AnyEvent, float]:

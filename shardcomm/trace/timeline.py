@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import json
 import reprlib
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -91,10 +91,19 @@ class Figures(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """All ranks' timelines in order. `clock` is a sentence about how their times compare."""
+    """All ranks' timelines in order.
+
+    Attributes:
+        ranks: The timelines.
+        clock: A sentence about how their times compare.
+        units: How many elements the parameters of each of the model's units have; empty where nobody has said it.
+        tokens: How many tokens a rank computes in a step; 0 where nobody has said it.
+    """
 
     ranks: tuple[RankTimeline, ...]
     clock: str
+    units: Mapping[str, int] = field(default_factory=dict)
+    tokens: int = 0
 
     @classmethod
     def of(cls, ranks: Sequence[RankTimeline], clocks: Sequence[tuple[str, float]]) -> Timeline:
@@ -130,6 +139,7 @@ class Timeline:
             "otherData": {
                 "clock": self.clock,
                 "receipts": {str(each.rank): each.paths for each in self.ranks},
+                "step": {"units": dict(self.units), "tokens": self.tokens},
             },
             "traceEvents": [event for each in self.ranks for event in _events(each)],
         }
@@ -149,11 +159,18 @@ class Timeline:
             path,
             "a trace of shardcomm's, which `shardcomm train --trace` and Timeline.save write",
         )
-        ranks = _ranks(document["traceEvents"], document["otherData"]["receipts"])
-        clock = document["otherData"]["clock"].text()
+        other = document["otherData"]
+        ranks = _ranks(document["traceEvents"], other["receipts"])
+        clock = other["clock"].text()
+        units, tokens = {}, 0
+        if "step" in other.raw:  # older files have none
+            units = {
+                name: numel.whole(0, 1 << 60) for name, numel in other["step"]["units"].items()
+            }
+            tokens = other["step"]["tokens"].whole(0, 1 << 60)
         if not any(each.spans for each in ranks):
             raise ValueError(f"{path} is a trace in which nothing happens")
-        return cls(ranks, clock)
+        return cls(ranks, clock, units, tokens)
 
     def figures(self) -> list[Figures]:
         """The figures of each rank."""

@@ -161,6 +161,27 @@ def test_times_are_taken_from_a_trace(
     assert after["step_s"] == pytest.approx(before["step_s"], rel=0.2)
 
 
+def test_times_of_another_step_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "trace.json"
+    context = ("--context", "64", "--layers", "2", "--strategy", "no_shard", "--ranks", "1")
+    gpt = ("--model", "gpt", *context)
+    configurations(capsys, *gpt, "--trace", str(path))
+    wide = "the trace is of another model: its '(root)' has 147,968 parameters and the model's 295,936"  # fmt: skip
+    many = "the trace is of steps of 64 tokens a rank; --batch and --context make 448"
+    for options, message in ((("--width", "512"), wide), (("--batch", "7"), many)):
+        with pytest.raises(SystemExit) as ended:
+            run(*gpt, *options, "--times", str(path))
+        assert ended.value.code == 2
+        assert message in capsys.readouterr().err
+    # An older file does not say what its step was.
+    document = json.loads(path.read_text())
+    del document["otherData"]["step"]
+    path.write_text(json.dumps(document))
+    run(*gpt, "--batch", "7", "--times", str(path))
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

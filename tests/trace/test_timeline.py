@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from shardcomm.cli import trace as timeline_command
+from shardcomm.cli.simulate import command as simulate_command
 from shardcomm.cli.train import command as train_command
 from shardcomm.trace.timeline import RankTimeline, Span, Timeline
 from support.train_runs import SMALL
@@ -34,6 +35,7 @@ def status(*args: str) -> int:
     parser = argparse.ArgumentParser()
     commands = parser.add_subparsers()
     train_command.add_parser(commands)
+    simulate_command.add_parser(commands)
     timeline_command.add_parser(commands)
     try:
         parsed = parser.parse_args(args)
@@ -105,6 +107,21 @@ def test_file_is_in_chromes_format_and_reads_back(tmp_path: Path) -> None:
         for one, other in zip(read.spans, written.spans, strict=True):
             assert (one.row, one.name, one.nbytes) == (other.row, other.name, other.nbytes)
             assert one[2:4] == pytest.approx(other[2:4])
+
+
+@pytest.mark.slow
+def test_the_trace_of_a_training_is_taken_for_the_same_step_simulated(
+    text_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, given = str(tmp_path / "t.json"), ("--width", "64", "--layers", "1", "--context", "16")
+    steps = ("--ranks", "1", "--batch", "3", *given)
+    assert status("train", *steps, "--steps", "3", "--text", text_file, "--trace", file) == 0
+    simulated = ("simulate", "--model", "gpt", *steps, "--strategy", "full_shard")
+    assert status(*simulated, "--times", file) == 0
+    assert status(*simulated, "--width", "128", "--times", file) == 2
+    assert "the trace is of another model: its '(root)' has" in capsys.readouterr().err
+    assert status(*simulated, "--batch", "4", "--times", file) == 2
+    assert "the trace is of steps of 48 tokens a rank" in capsys.readouterr().err
 
 
 @pytest.mark.covers("tracing", transports=["shm"])

@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 from shardcomm.cli.models import add_model
 from shardcomm.cli.options import (
@@ -176,7 +177,7 @@ def _write(args: argparse.Namespace, found: Sequence[Outcome]) -> None:
         with opened(args.csv) as file:
             file.write(as_csv([each.figures() for each in found]))
     if args.trace is not None:
-        found[0].simulation.timeline().save(args.trace)
+        replace(found[0].simulation.timeline(), tokens=found[0].tokens).save(args.trace)
     if args.plot is not None and args.sweep:
         draw_sweep(args.plot, found)
     elif args.plot is not None:

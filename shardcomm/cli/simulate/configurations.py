@@ -68,7 +68,7 @@ def outcomes(args: argparse.Namespace) -> Iterator[Outcome]:
             "in float32"
         )
     machine = Machine.load(args.machine)
-    model = model_of(args)
+    model = model_of(args, args.context)
     tokens = args.batch * args.context
     depth = 1 if args.prefetch is None else args.prefetch
     times = _times(args, model, machine, tokens)
@@ -89,8 +89,20 @@ def _times(
         )
     if args.recompute:
         raise ValueError("--recompute and --times exclude each other: the trace has what was done")
-    names = [unit.name for unit in MemoryPlan.of(model, 1).units]
-    return times_of_trace(Timeline.load(args.times), names)
+    numels = {unit.name: unit.numel for unit in MemoryPlan.of(model, 1).units}
+    traced = Timeline.load(args.times)
+    times = times_of_trace(traced, list(numels))
+    for name, numel in numels.items():
+        found = traced.units.get(name, numel)
+        if found != numel:
+            raise ValueError(
+                f"the trace is of another model: its {name!r} has {found:,} parameters and the model's {numel:,}"
+            )
+    if traced.tokens not in (0, tokens):
+        raise ValueError(
+            f"the trace is of steps of {traced.tokens:,} tokens a rank; --batch and --context make {tokens:,}"
+        )
+    return times
 
 
 def _ranks(args: argparse.Namespace, machine: Machine) -> list[int]:

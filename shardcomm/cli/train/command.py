@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
 
 from shardcomm._C import CommError, CudaError, cuda_status
 from shardcomm.checkpoint.folders import check_directory
@@ -138,7 +139,7 @@ def _report(
             write_json(json_path, options, result)
         option = f"--trace {options.trace}"
         if options.trace is not None and timeline is not None:
-            timeline.save(options.trace)
+            replace(timeline, tokens=options.batch * options.context).save(options.trace)
     except OSError as error:
         print(f"shardcomm train: {option}: {error.strerror}", file=sys.stderr)
         return 1
