@@ -64,10 +64,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="how many ranks gather for backward among themselves, in strategies that reshard")
     add("--times", metavar="TRACE",
         help="take the times of computation from this trace of one rank, and not from FLOPs and the machine's rate")
-    add("--stragglers", type=share, default=0.0, metavar="SIGMA",
-        help="how much ranks differ in speed: the standard deviation, as a share of their time")
-    add("--steps", type=whole(1, 10**4), default=100, help="with --stragglers: how many steps are drawn")
-    add("--seed", type=whole(0, 2**31), default=0, help="with --stragglers: the seed of the draws")
+    add("--stragglers", type=share, metavar="SIGMA",
+        help="how much ranks differ in speed: the standard deviation, as a share of their time (default: 0)")
+    add("--steps", type=whole(1, 10**4), help="with --stragglers: how many steps are drawn (default: 100)")
+    add("--seed", type=whole(0, 2**31), help="with --stragglers: the seed of the draws (default: 0)")
     add("--memory", type=memory, metavar="SIZE",
         help="say which configuration is the fastest whose peak fits into this, such as 40GB or 80GiB")
     add("--sweep", action="store_true",
@@ -96,7 +96,7 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     print(
         f"{machine.name}, {machine.origin} figures; {found[0].tokens:,} tokens a rank\n", file=out
     )
-    print("\n".join(aligned(_table(found, with_p95=args.stragglers > 0))), file=out)
+    print("\n".join(aligned(_table(found, with_p95=bool(args.stragglers)))), file=out)
     if args.strategy is None and "hybrid_shard" not in {e.simulation.plan.strategy for e in found}:
         print("  hybrid_shard: give --replicas", file=out)
     if args.sweep or args.memory is not None:
@@ -115,6 +115,9 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     ):
         if args.sweep and getattr(args, option.replace("-", "_")) is not None:
             parser.error(f"--sweep and --{option} exclude each other: it simulates {swept}")
+    for option in ("steps", "seed"):
+        if args.stragglers is None and getattr(args, option) is not None:
+            parser.error(f"--{option} is for --stragglers SIGMA, which is not given")
     one_step = "trace" if args.trace is not None else "plot" if args.plot is not None else None
     if one_step == "trace" and args.sweep:
         parser.error("--trace is of one step, and --sweep simulates many")

@@ -159,7 +159,7 @@ def _outcome(
 ) -> Outcome:
     factors = [1.0]
     if args.stragglers:
-        factors = slowest_factors(args.stragglers, plan.ranks, args.steps, args.seed)
+        factors = slowest_factors(args.stragglers, plan.ranks, args.steps or 100, args.seed or 0)
     factors.sort()
     slow = factors[min(len(factors) - 1, int(0.95 * len(factors)))]
     median = Simulation.of(plan, times, machine, slowest=statistics.median_high(factors))
