@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from shardcomm.cli.options import whole
-from shardcomm.models.gpt import GPT
+from shardcomm.models.gpt import GPT, heads_of
 from shardcomm.models.shapes import SHAPES, equal_blocks
 
 
@@ -33,12 +33,21 @@ def model_of(args: argparse.Namespace, context: int = 128) -> nn.Module:
     if args.width is not None and args.model != "gpt":
         raise ValueError("--width is for --model gpt; the other models have theirs")
     if args.model == "gpt":
+        width = args.width or 256
+        check_width(width)
         with torch.device("meta"):
-            return GPT(args.width or 256, args.layers or 6, context)
+            return GPT(width, args.layers or 6, context)
     if args.params is not None:
         return equal_blocks(args.params, args.layers or 32).on_meta()
     shapes = SHAPES[args.model]
     return replace(shapes, layers=args.layers or shapes.layers).on_meta()
+
+
+def check_width(width: int) -> None:
+    """ValueError unless the heads of a gpt of this width are equally wide."""
+    heads = heads_of(width)
+    if width % heads:
+        raise ValueError(f"--width is {width}; it must be a multiple of its {heads} heads")
 
 
 def attention_of(args: argparse.Namespace, context: int) -> int:

@@ -35,6 +35,11 @@ class Block(nn.Module):
         return x
 
 
+def heads_of(width: int) -> int:
+    """How many heads a GPT of this width has, of which `width` must be a multiple."""
+    return max(1, width // 64)
+
+
 class GPT(nn.Module):
     """A GPT that takes bytes as tokens (batch, length up to `context`) and returns logits (batch, length, 256).
 
@@ -43,7 +48,7 @@ class GPT(nn.Module):
 
     def __init__(self, width: int, layers: int, context: int) -> None:
         super().__init__()
-        heads = max(1, width // 64)
+        heads = heads_of(width)
         self.context = context
         self.token = nn.Embedding(VOCAB, width)
         self.position = nn.Embedding(context, width)

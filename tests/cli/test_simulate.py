@@ -226,6 +226,13 @@ def test_bad_options_are_refused_in_a_sentence(
     assert message in capsys.readouterr().err
 
 
+def test_a_gpt_that_cannot_be_trained_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run("--model", "gpt", "--width", "193")
+    said = "--width is 193; it must be a multiple of its 3 heads"
+    assert said in capsys.readouterr().err
+
+
 def test_sums_cross_between_hosts_in_a_format(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from shardcomm._C import CommError, CudaError, cuda_status
 from shardcomm.checkpoint.folders import check_directory
 from shardcomm.checkpoint.manifest import CheckpointError
+from shardcomm.cli.models import check_width
 from shardcomm.cli.options import DefaultsFormatter, check_outputs, launched_for, positive, whole
 from shardcomm.cli.train.job import MAX_TRACED_STEPS, WARM_UP_STEPS, Result, TrainOptions, train
 from shardcomm.cli.train.progress import Progress
@@ -78,15 +79,12 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     """Runs the command. Exit status: 0, 1 if a rank failed, or 2 for bad options."""
     own = launched_for(parser, args.ranks)
     ranks = own.size if own.launcher else args.ranks or 2
-    if args.width % max(1, args.width // 64):
-        parser.error(
-            f"--width is {args.width}; it must be a multiple of its {args.width // 64} heads"
-        )
     _check_replicas(parser, args, ranks)
     options = options_of(args)
     if own.rank == 0:
         check_outputs(parser, args, "json", "trace")
     try:
+        check_width(args.width)
         text = read_text(args.text)
         Corpus(text, args.context)
         _check_checkpoint(options, args.resume, text)
