@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from shardcomm.cli.options import picture
+from shardcomm.cli.options import check_outputs, picture, whole
 from shardcomm.cli.timeline_plot import draw
 from shardcomm.trace.timeline import Figures, Timeline
 
@@ -23,14 +23,15 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--plot", type=picture, metavar="PICTURE", help="draw one step into this file: .png, .svg or .pdf"
     )  # fmt: skip
     parser.add_argument(
-        "--step", type=int, metavar="N",
+        "--step", type=whole(0, 2**31), metavar="N",
         help="sum up and draw this step alone (default: sum up all, and draw one of median duration)"
     )  # fmt: skip
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=lambda args: run(parser, args))
 
 
-def run(args: argparse.Namespace) -> int:
-    """Runs the command. Exit status: 0, or 1 if FILE is no trace or the picture cannot be drawn."""
+def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
+    """Runs the command. Exit status: 0, 1 if FILE is no trace or has no such step, or 2 for bad options."""
+    check_outputs(parser, args, "plot")
     try:
         timeline = Timeline.load(args.file)
         if args.step is not None:

@@ -149,7 +149,8 @@ def test_training_is_traced_and_the_trace_agrees_with_its_report(
     for bad, expected, message in (
         (["--step", "1"], 1, "--step is 1; the trace has step 2 to step 5"),
         (["--plot", str(tmp_path / "p.word")], 2, "it must end in .png, .svg, .pdf"),
-        (["--plot", str(tmp_path / "no" / "p.png")], 1, "No such file"),
+        (["--step", "-1"], 2, "argument --step: '-1'; it must be a whole number from 0"),
+        (["--plot", str(tmp_path / "no" / "p.png")], 2, "it must be a file that can be written"),
     ):
         assert status("trace", file, *bad) == expected
         assert message in capsys.readouterr().err
