@@ -44,6 +44,13 @@ def whole(low: int, high: int) -> Callable[[str], int]:
     return parse
 
 
+def named(text: str) -> str:
+    """The type of an option that names a file or a folder. An empty name would be that of the current folder."""
+    if not text:
+        raise argparse.ArgumentTypeError("''; it must not be empty")
+    return text
+
+
 def positive(text: str) -> float:
     """The type of an option that takes a number above 0, at most 1e9."""
     try:

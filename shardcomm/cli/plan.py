@@ -8,7 +8,15 @@ import sys
 from collections.abc import Sequence
 
 from shardcomm.cli.models import add_model, model_of
-from shardcomm.cli.options import DefaultsFormatter, check_outputs, memory, opened, picture, whole
+from shardcomm.cli.options import (
+    DefaultsFormatter,
+    check_outputs,
+    memory,
+    named,
+    opened,
+    picture,
+    whole,
+)
 from shardcomm.cli.precision import add_precision, precision_of
 from shardcomm.cli.schedule_plot import draw
 from shardcomm.planner.planner import MemoryPlan
@@ -55,12 +63,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
                         help="write all figures to this file, too; - for stdout")  # fmt: skip
     parser.add_argument("--plot", type=picture, metavar="FILE",
                         help="draw the schedules into this file: .png, .svg or .pdf")  # fmt: skip
-    parser.add_argument("--chakra", metavar="FOLDER",
+    parser.add_argument("--chakra", type=named, metavar="FOLDER",
                         help="write a step of --strategy as Chakra execution traces, one for each rank, into this new "
                         "folder; with --tokens or --trace")  # fmt: skip
     parser.add_argument("--tokens", type=whole(1, 2**31 - 1), metavar="N",
                         help="for --chakra: how many tokens a rank computes in a step")  # fmt: skip
-    parser.add_argument("--trace", metavar="FILE",
+    parser.add_argument("--trace", type=named, metavar="FILE",
                         help="for --chakra: take the step's times from this trace of `shardcomm train`")  # fmt: skip
     parser.set_defaults(run=lambda args: run(parser, args))
 

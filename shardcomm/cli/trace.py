@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from shardcomm.cli.options import check_outputs, picture, whole
+from shardcomm.cli.options import check_outputs, named, picture, whole
 from shardcomm.cli.timeline_plot import draw
 from shardcomm.trace.timeline import Figures, Timeline
 
@@ -18,7 +18,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         description="Sums up a trace that `shardcomm train --trace FILE` wrote. For each rank it prints the time of "
         "computation, of exposed communication (how long computation waited for it), of gathers and of reduces.",
     )
-    parser.add_argument("file", metavar="FILE", help="the trace")
+    parser.add_argument("file", type=named, metavar="FILE", help="the trace")
     parser.add_argument(
         "--plot", type=picture, metavar="PICTURE", help="draw one step into this file: .png, .svg or .pdf"
     )  # fmt: skip

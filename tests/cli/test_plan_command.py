@@ -132,6 +132,7 @@ def test_plot_without_matplotlib_says_what_to_install(
         (("--params", "7e9", "--gather-format", "mxint8"), "--gather-format is 'mxint8'; it needs --model"),
         (("--params", "7e9", "--tokens", "5"), "--tokens is for --chakra FOLDER"),
         (("--params", "7e9", "--trace", "x.json"), "--trace is for --chakra FOLDER"),
+        (("--params", "7e9", "--chakra", ""), "argument --chakra: ''; it must not be empty"),
         (("--model", "gpt", "--width", "193"), "--width is 193; it must be a multiple of its 3 heads"),
     ],
 )  # fmt: skip

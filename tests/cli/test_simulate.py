@@ -199,6 +199,8 @@ def test_times_of_another_step_are_refused(
         (["--stragglers", "2"], "argument --stragglers: '2'; it must be a number from 0 to 1"),
         (["--steps", "5"], "--steps is for --stragglers SIGMA, which is not given"),
         (["--seed", "0"], "--seed is for --stragglers SIGMA, which is not given"),
+        (["--machine", ""], "argument --machine: ''; it must not be empty"),
+        (["--times", ""], "argument --times: ''; it must not be empty"),
         (["--memory", "much"], "'much'; it must be a size with its unit"),
         (["--json", "-", "--csv", "-"], "--json and --csv are both -"),
         (["--json", "/nowhere/x"], "--json is '/nowhere/x'; it must be a file that can be written"),

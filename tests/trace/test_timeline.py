@@ -183,6 +183,11 @@ def test_what_is_no_trace_is_refused(
     assert message in capsys.readouterr().err
 
 
+def test_a_trace_without_a_name_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert status("trace", "") == 2
+    assert "argument FILE: ''; it must not be empty" in capsys.readouterr().err
+
+
 def test_a_trace_that_cannot_be_written_is_refused_at_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

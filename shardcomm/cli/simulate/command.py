@@ -13,6 +13,7 @@ from shardcomm.cli.options import (
     DefaultsFormatter,
     check_outputs,
     memory,
+    named,
     opened,
     picture,
     share,
@@ -46,7 +47,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add_reduce_format(parser)
     add = parser.add_argument
     # fmt: off
-    add("--machine", default="8xH100", metavar="NAME|FILE",
+    add("--machine", type=named, default="8xH100", metavar="NAME|FILE",
         help=f"the machine: {', '.join(shipped())} (by published figures), or a file of `shardcomm bench --fit FILE`")
     add("--ranks", type=whole(1, 2**20), default=8, help="number of ranks")
     add("--replicas", type=whole(1, 2**20),
@@ -62,7 +63,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="number of full-size buffers (default: the larger prefetch depth, plus 1)")
     add("--reshard-after-forward", type=whole(2, 2**20), metavar="RANKS",
         help="how many ranks gather for backward among themselves, in strategies that reshard")
-    add("--times", metavar="TRACE",
+    add("--times", type=named, metavar="TRACE",
         help="take the times of computation from this trace of one rank, and not from FLOPs and the machine's rate")
     add("--stragglers", type=share, metavar="SIGMA",
         help="how much ranks differ in speed: the standard deviation, as a share of their time (default: 0)")
