@@ -18,9 +18,8 @@ def check_launchable(fn: Callable[..., Any]) -> None:
     this = process.current_process()
     if getattr(this, "_inheriting", False):
         raise RuntimeError(
-            "launch: this process was started by a program, and imports it before it does its work, as each rank of "
-            'launch does; put the call of launch under `if __name__ == "__main__":`, so that importing the program '
-            "does not launch ranks again"
+            "launch: this process still imports the program, as each rank of launch does before it calls fn; put the "
+            'call of launch under `if __name__ == "__main__":`, so that an import does not launch ranks again'
         )
     if this.daemon:
         raise RuntimeError(
