@@ -160,8 +160,11 @@ class Layout:
         return None if len(set(self.shard_numels)) == 1 else self.shard_numels
 
     @cached_property
-    def starts(self) -> tuple[int, ...]:
+    def starts(self) -> Sequence[int]:
         """Where each rank's shard begins in the flat buffer, in elements; the last entry is the buffer's end."""
+        length = self.shard_numels[0]
+        if self.counts is None and length:
+            return range(0, length * self.world_size + 1, length)
         return tuple(accumulate(self.shard_numels, initial=0))
 
     @property

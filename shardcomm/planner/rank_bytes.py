@@ -16,7 +16,10 @@ OPTIMIZERS: Mapping[str, int] = {"adamw": 2, "momentum": 1, "sgd": 0}
 
 def held_bytes(groups: Sequence[BucketGroup], ranks: int) -> npt.NDArray[np.int64]:
     """The bytes of each rank's shards of `groups`, padding included."""
-    return sum((np.array(group.shard_bytes) for group in groups), np.zeros(ranks, dtype=np.int64))
+    held = np.zeros(ranks, dtype=np.int64)
+    for group in groups:
+        held += group.shard_bytes[0] if group.layout.counts is None else np.array(group.shard_bytes)
+    return held
 
 
 def _trained_bytes(groups: Sequence[Sequence[BucketGroup]], ranks: int) -> npt.NDArray[np.int64]:
@@ -27,9 +30,13 @@ def _trained_bytes(groups: Sequence[Sequence[BucketGroup]], ranks: int) -> npt.N
         starts = group.layout.starts
         for start, stop in group.layout.gaps():
             first = bisect_right(starts, start) - 1
-            for rank in range(first, bisect_left(starts, stop)):
-                here = min(stop, starts[rank + 1]) - max(start, starts[rank])
-                held[rank] -= here * group.dtype.itemsize
+            inside: Sequence[int] | npt.NDArray[np.int64] = starts[
+                first : bisect_left(starts, stop) + 1
+            ]
+            if isinstance(inside, range):  # which np.array would go through number by number
+                inside = np.arange(inside.start, inside.stop, inside.step)
+            bounds = np.clip(inside, start, stop)
+            held[first : first + len(bounds) - 1] -= np.diff(bounds) * group.dtype.itemsize
     return held
 
 

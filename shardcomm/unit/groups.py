@@ -65,7 +65,7 @@ class BucketGroup:
     @property
     def shard_bytes(self) -> tuple[int, ...]:
         """The bytes of each rank's shard, padding included."""
-        return tuple(numel * self.dtype.itemsize for numel in self.layout.shard_numels)
+        return self._of_each_rank(lambda numel: numel * self.dtype.itemsize)
 
     @property
     def full_bytes(self) -> int:
@@ -80,13 +80,13 @@ class BucketGroup:
     @property
     def reduced_shard_bytes(self) -> tuple[int, ...]:
         """The bytes of each rank's part of the gradients, in the dtype in which they are reduced."""
-        return tuple(numel * self.reduce_dtype.itemsize for numel in self.layout.shard_numels)
+        return self._of_each_rank(lambda numel: numel * self.reduce_dtype.itemsize)
 
     @property
     def partial_shard_bytes(self) -> tuple[int, ...]:
         """The bytes of each rank's part of the gradients as the sums of several hosts are."""
         itemsize = max(self.reduce_dtype.itemsize, torch.float32.itemsize)
-        return tuple(numel * itemsize for numel in self.layout.shard_numels)
+        return self._of_each_rank(lambda numel: numel * itemsize)
 
     @property
     def crossing_shard_bytes(self) -> tuple[int, ...]:
@@ -94,8 +94,9 @@ class BucketGroup:
         if self.reduce_format is None:
             return self.partial_shard_bytes
         if isinstance(self.reduce_format, BlockFormat):
-            return tuple(map(self.reduce_format.nbytes, self.layout.shard_numels))
-        return tuple(numel * self.reduce_format.itemsize for numel in self.layout.shard_numels)
+            return self._of_each_rank(self.reduce_format.nbytes)
+        itemsize = self.reduce_format.itemsize
+        return self._of_each_rank(lambda numel: numel * itemsize)
 
     def sum_coding_bytes(self, rank: int) -> int:
         """What `rank` reads and writes, for each host, to code the sums that cross and to decode those that came.
@@ -111,8 +112,8 @@ class BucketGroup:
     def sent_bytes(self) -> tuple[int, ...]:
         """The bytes of each rank's part as a gather sends it."""
         if self.gather_format is not None and self.layout.world_size > 1:
-            return tuple(map(self.gather_format.nbytes, self.layout.shard_numels))
-        return tuple(numel * self.param_dtype.itemsize for numel in self.layout.shard_numels)
+            return self._of_each_rank(self.gather_format.nbytes)
+        return self._of_each_rank(lambda numel: numel * self.param_dtype.itemsize)
 
     @property
     def codes_gathers(self) -> bool:
@@ -136,6 +137,13 @@ class BucketGroup:
     def needs_slot(self) -> bool:
         """Whether full parameters need memory, which they do unless they are the shard itself."""
         return self.layout.world_size > 1 or self.param_dtype != self.dtype or self.cpu_offload
+
+    def _of_each_rank(self, nbytes: Callable[[int], int]) -> tuple[int, ...]:
+        """What `nbytes` says of the number of elements of each rank's shard. Of a million ranks most are alike."""
+        numels = self.layout.shard_numels
+        if self.layout.counts is None:
+            return (nbytes(numels[0]),) * len(numels)
+        return tuple(map(nbytes, numels))
 
 
 def group_units(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -206,6 +207,21 @@ def test_full_shard_by_hand() -> None:
     assert [u.gathers for u in plan.units] == [1, 2, 1, 1]
     assert plan.gathered_bytes == 4 * unit * 3 // 4
     assert plan.reduced_bytes == 3 * unit * 3 // 4
+
+
+def test_a_million_ranks_are_planned_in_seconds() -> None:
+    """The 1,024 rows of a matrix are those of the first ranks, and all others have padding of the same length."""
+    ranks, row, units = 2**20, 4 * 1024, 32
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(units)))
+    begin_s = time.process_time()
+    plan = MemoryPlan.of(model, ranks, units=nn.Linear)
+    assert time.process_time() - begin_s < 20
+    assert (plan.rank, plan.optimizer_bytes) == (0, 2 * units * row)
+    assert plan.shard_bytes == (units * row,) * ranks
+    assert plan.footprint.padding_bytes == units * (ranks - 1024) * row
+    padding = MemoryPlan.of(model, ranks, units=nn.Linear, rank=1024)
+    assert (padding.footprint.parameter_bytes, padding.optimizer_bytes) == (units * row, 0)
 
 
 @pytest.mark.parametrize(("prefetch", "backward_prefetch"), [(0, 2), (2, 0), (2, None)])
