@@ -54,7 +54,10 @@ class _Terminated(KeyboardInterrupt):
 
 
 def _terminate(number: int, frame: object) -> NoReturn:
-    signal.signal(number, signal.SIG_IGN)  # a closed terminal may send SIGHUP twice
+    for other in (signal.SIGTERM, signal.SIGHUP):  # either may follow, or come twice
+        signal.signal(
+            other, lambda *_: None
+        )  # not SIG_IGN, which programs that are started now would inherit
     raise _Terminated(number)
 
 

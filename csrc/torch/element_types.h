@@ -64,7 +64,7 @@ struct Reduced {
         TypeError, c10::str(operation, ": dtype is ", type,
                             ", which the backend 'shardcomm' does not compute with; accepted: "
                             "uint8, int8, int32, int64, bool, float16, bfloat16, float32, float64, "
-                            "and complex numbers of these"));
+                            "complex32, complex64, complex128"));
   }
 
   static shc_op reduction(const char* operation, const c10d::ReduceOp& op, at::ScalarType type) {

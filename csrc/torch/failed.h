@@ -21,17 +21,17 @@ inline py::object made_of(const shc::Error& error, const char* function) {
 
 // How a collective failed. It holds nothing of Python's, so that any thread may throw and drop it.
 //
-// The autograd engine, in which DDP waits, knows no translators of pybind11's. It turns this class,
-// which is torch's, into the type `python_type()` called with the text.
+// The autograd engine, in which DDP waits, runs no translators of pybind11's. It catches
+// torch::PyTorchError, calls the type that `python_type()` returns with the text, and raises the
+// result.
 class Failed final : public torch::PyTorchError {
  public:
   explicit Failed(shc::Error error) : torch::PyTorchError(error.what()), error_(std::move(error)) {}
 
   PyObject* python_type() override {
     try {
-      return made_of(error_, "type_of_error")
-          .release()
-          .ptr();  // torch takes no reference: one leaks
+      // Torch takes no reference, so one leaks.
+      return made_of(error_, "type_of_error").release().ptr();
     } catch (py::error_already_set& trouble) {
       trouble.discard_as_unraisable("a failed collective");
       return PyExc_RuntimeError;

@@ -57,8 +57,8 @@ class Checkpoints:
     code that a checkpoint names, although DCP unpickles: what DCP would unpickle is checked first. Processes that can
     write to the directory meanwhile are trusted.
 
-    If two runs save into one directory, that goes on whose save began last. What the other one is saving then, or saves
-    later, raises a CheckpointError that names the one that goes on. No checkpoint has files of both.
+    If two runs save into one directory, the one whose save began last goes on. The other one raises a CheckpointError
+    that names it, from what it saves then or later. No checkpoint has files of both.
 
     Args:
         directory: The folder of the run. It is made if it is not there.
@@ -307,7 +307,10 @@ class Checkpoints:
                 Writer.here(partial.name).take(self.directory)
                 self._has_begun = True
                 for folder in stale:
-                    remove(folder)
+                    with suppress(
+                        OSError
+                    ):  # files may be open on a network file system; the next save tries again
+                        remove(folder)
                 for other in damaged:
                     set_aside(self._path(other))
                 partial.mkdir()

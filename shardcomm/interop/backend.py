@@ -137,9 +137,16 @@ def error_of(*fields: Any) -> Exception:
 
 
 def type_of_error(*fields: Any) -> type[Exception]:
-    """A type that gives `error_of(*fields)` when it is called: torch calls the type of an error with its text."""
-    error = error_of(*fields)
-    return type("Made", (type(error),), {"__new__": lambda *_: error})
+    """A type that gives `error_of(*fields)` when it is called: torch calls the type of an error with its text.
+
+    Nobody frees the type. So it holds the fields, and no error, whose traceback would hold the frames of a step.
+    """
+
+    # Python 3.11 may call the type again with the error that it has made.
+    def made(_: type, said: object) -> Exception:
+        return said if isinstance(said, Exception) else error_of(*fields)
+
+    return type("Made", (type(error_of(*fields)),), {"__new__": made})
 
 
 @cache

@@ -23,6 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import cached_property
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
@@ -85,8 +86,9 @@ def launch(
             cannot import, such as one of `python -c` or of a notebook.
         ValueError: `ranks` or `timeout_s` is out of its range.
         RuntimeError: This process may start no ranks: it still imports the program, because the call is not under
-            `if __name__ == "__main__":`; or it is a daemonic one of multiprocessing.
-        OSError: The folder for temporary files has too long a path for a socket.
+            `if __name__ == "__main__":`; or it is a daemonic one of multiprocessing; or the program's file is not
+            there.
+        OSError: The folder for temporary files has too long a path for a socket, and this Python takes no other.
         RankError: A rank raised or was killed. The message begins with the first cause, before what followed from it.
         TimeoutError: Ranks still ran after `timeout_s`, and were killed.
 
@@ -148,6 +150,8 @@ def _start_fork_server() -> None:
 def _signal_that_killed_the_fork_server() -> int | None:
     """None if it still runs, or has ended otherwise."""
     server = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    if server is None:  # another thread is about to start a new one
+        return None
     with suppress(OSError):
         end = os.pidfd_open(server)
         try:
@@ -245,13 +249,17 @@ class _Ranks:
             return False, Failure(Order.OWN, said)
         return bool(ok), value
 
+    @cached_property
+    def _killed_server(self) -> int | None:
+        return _signal_that_killed_the_fork_server()
+
     def _end_of(self, rank: int) -> Failure:
         """How a process has ended that left no result."""
         process = self.processes[rank]
         process.join(GRACE_S)
         # Then nobody knows the rank's own status, and multiprocessing says 255.
-        if process.exitcode == 255 and (number := _signal_that_killed_the_fork_server()):
-            return ended_with_its_server(number)
+        if process.exitcode == 255 and self._killed_server is not None:
+            return ended_with_its_server(self._killed_server)
         if not self.outcomes[rank].begun:
             return ended_before_the_call(process.exitcode)
         return ended(process.exitcode)
@@ -285,7 +293,8 @@ class _Outcome:
     @staticmethod
     def begin(tell: Connection) -> None:
         """Says that the rank has imported what it needs, and is about to call its function."""
-        os.write(tell.fileno(), b"b")
+        with suppress(BrokenPipeError):  # the launcher is gone, and ends this rank
+            os.write(tell.fileno(), b"b")
 
     @staticmethod
     def send(tell: Connection, outcome: bytes) -> None:
@@ -326,8 +335,8 @@ def _run_rank(
     watched: Connection,
     temp_dir: str,
 ) -> None:
-    _Outcome.begin(tell)
     _die_with_launcher(watched)
+    _Outcome.begin(tell)
     # Ctrl-C reaches the whole terminal; the launcher decides for all ranks. (Blocked already, unless the fork server
     # was started by someone else.)
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -94,8 +94,8 @@ def _multiplied(unit: UnitParams) -> int:
 def times_of_trace(timeline: Timeline, names: Sequence[str]) -> tuple[UnitTime, ...]:
     """The time of each unit in a trace of one rank: the median over its steps.
 
-    Take the trace on a rank alone, since what several compute contains waits for each other. A unit that contains
-    others is taken to compute before the first of them and after the last.
+    Take the trace on a rank alone, since the computation of several ranks contains waits for each other. A unit that
+    contains others is taken to compute before the first of them and after the last.
 
     Args:
         timeline: The trace, with steps.

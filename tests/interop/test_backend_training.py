@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import runpy
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -109,6 +111,21 @@ def fsdp2(*shape: int, **options: Any) -> Tensors:
     return train(model)
 
 
+class Complex(nn.Module):
+    """Parameters that are complex numbers, as of a layer that works on spectra."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, 4) + torch.linspace(0, 2, 4) * 1j)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.fft.irfft(torch.fft.rfft(x) * self.weight, n=7)
+
+
+def fsdp2_complex() -> Tensors:
+    return train(fully_shard(Complex(), mesh=init_device_mesh("cpu", (dist.get_world_size(),))))
+
+
 def hsdp() -> Tensors:
     return fsdp2(2, dist.get_world_size() // 2)
 
@@ -130,7 +147,16 @@ def redistributed() -> Tensors:
     return [x.to_local(), columns.to_local(), columns.redistribute(mesh, [Replicate()]).to_local()]
 
 
-WAYS = (ddp, ddp_with_hook, ddp_sparse_and_unused, fsdp1, fsdp2, tensor_parallel, redistributed)
+WAYS = (
+    ddp,
+    ddp_with_hook,
+    ddp_sparse_and_unused,
+    fsdp1,
+    fsdp2,
+    fsdp2_complex,
+    tensor_parallel,
+    redistributed,
+)
 ON_FOUR = (fsdp2, hsdp, fsdp2_reshard_to_pairs)
 
 
@@ -173,17 +199,26 @@ def test_the_example_trains_alike_on_both_backends() -> None:
     assert ours[0][-1] < ours[0][0]
 
 
+def fail_in_backward(model: nn.Module) -> weakref.ref[nn.Module]:
+    """Returns a reference to what this call alone has."""
+    local = nn.Identity()
+    with pytest.raises(CommError, match=r"rank 1 .* died") as failed:
+        local(model(torch.ones(2, 7))).sum().backward()
+    assert type(failed.value) is CommError
+    assert (failed.value.kind, failed.value.rank) == ("died", 1)
+    assert failed.value.operation == "all_reduce"
+    return weakref.ref(local)
+
+
 def train_with_one_that_dies(path: Path) -> None:
     dist.init_process_group(OURS)
     model = DistributedDataParallel(net())
     model(torch.ones(2, 7)).sum().backward()
     if dist.get_rank() == 1:
         os._exit(3)
-    with pytest.raises(CommError, match=r"rank 1 .* died") as failed:
-        model(torch.ones(2, 7)).sum().backward()
-    assert type(failed.value) is CommError
-    assert (failed.value.kind, failed.value.rank) == ("died", 1)
-    assert failed.value.operation == "all_reduce"
+    local = fail_in_backward(model)
+    gc.collect()
+    assert local() is None, "the error is kept, and its traceback with it"
     path.touch()
 
 
