@@ -201,13 +201,13 @@ def test_the_example_trains_alike_on_both_backends() -> None:
 
 def fail_in_backward(model: nn.Module) -> weakref.ref[nn.Module]:
     """Returns a reference to what this call alone has."""
-    local = nn.Identity()
+    last = nn.Identity()
     with pytest.raises(CommError, match=r"rank 1 .* died") as failed:
-        local(model(torch.ones(2, 7))).sum().backward()
+        last(model(torch.ones(2, 7))).sum().backward()
     assert type(failed.value) is CommError
     assert (failed.value.kind, failed.value.rank) == ("died", 1)
     assert failed.value.operation == "all_reduce"
-    return weakref.ref(local)
+    return weakref.ref(last)
 
 
 def train_with_one_that_dies(path: Path) -> None:
@@ -216,9 +216,9 @@ def train_with_one_that_dies(path: Path) -> None:
     model(torch.ones(2, 7)).sum().backward()
     if dist.get_rank() == 1:
         os._exit(3)
-    local = fail_in_backward(model)
+    last = fail_in_backward(model)
     gc.collect()
-    assert local() is None, "the error is kept, and its traceback with it"
+    assert last() is None, "the error is kept, and its traceback with it"
     path.touch()
 
 
