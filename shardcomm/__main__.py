@@ -54,10 +54,9 @@ class _Terminated(KeyboardInterrupt):
 
 
 def _terminate(number: int, frame: object) -> NoReturn:
-    for other in (signal.SIGTERM, signal.SIGHUP):  # either may follow, or come twice
-        signal.signal(
-            other, lambda *_: None
-        )  # not SIG_IGN, which programs that are started now would inherit
+    # Either may follow, or come twice. Not SIG_IGN, which programs that are started now would inherit.
+    for other in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(other, lambda *_: None)
     raise _Terminated(number)
 
 

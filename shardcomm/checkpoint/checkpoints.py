@@ -307,9 +307,8 @@ class Checkpoints:
                 Writer.here(partial.name).take(self.directory)
                 self._has_begun = True
                 for folder in stale:
-                    with suppress(
-                        OSError
-                    ):  # files may be open on a network file system; the next save tries again
+                    # Over a network file system a file may be open. The next save tries again.
+                    with suppress(OSError):
                         remove(folder)
                 for other in damaged:
                     set_aside(self._path(other))
