@@ -86,8 +86,8 @@ def launch(
             cannot import, such as one of `python -c` or of a notebook.
         ValueError: `ranks` or `timeout_s` is out of its range.
         RuntimeError: This process may start no ranks: it still imports the program, because the call is not under
-            `if __name__ == "__main__":`; or it is a daemonic one of multiprocessing; or the program's file is not
-            there.
+            `if __name__ == "__main__":`; or it is a daemonic one of multiprocessing; or it was forked from a process
+            that has called `launch`; or the program's file is not there.
         OSError: The folder for temporary files has too long a path for a socket, and this Python takes no other.
         RankError: A rank raised or was killed. The message begins with the first cause, before what followed from it.
         TimeoutError: Ranks still ran after `timeout_s`, and were killed.
@@ -136,6 +136,11 @@ def _start_fork_server() -> None:
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         forkserver.ensure_running()
+    except ChildProcessError:
+        raise RuntimeError(
+            "launch: this process was forked from one that has called launch, whose fork server is no child of this "
+            "one; call launch there, or start this process anew, as subprocess and the start method 'spawn' do"
+        ) from None
     except OSError as error:
         if str(error) != "AF_UNIX path too long":
             raise

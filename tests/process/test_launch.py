@@ -426,6 +426,27 @@ def test_a_daemonic_process_is_refused() -> None:
         pool.apply(launch, (abs, 1, (1,)))
 
 
+def launch_in_a_child(tell: Connection) -> None:
+    try:
+        launch(abs, 1, (1,), timeout_s=60)
+    except RuntimeError as error:
+        tell.send(str(error))
+
+
+def test_a_forked_child_of_a_launcher_is_refused() -> None:
+    assert launch(abs, 1, (-1,), timeout_s=60) == [1]
+    context = multiprocessing.get_context("fork")
+    told, tell = context.Pipe(duplex=False)
+    child = context.Process(target=launch_in_a_child, args=(tell,))
+    child.start()
+    tell.close()
+    try:
+        assert told.recv().startswith("launch: this process was forked from one that has called")
+    finally:
+        child.join(60)
+    assert child.exitcode == 0
+
+
 def launch_with_sockets_in(folder: Path) -> None:
     tempfile.tempdir = str(folder)
     launch(rank_and_double, 1, (1,), timeout_s=60)
