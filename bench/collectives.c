@@ -33,7 +33,7 @@ static void all_reduce(const float* in, float* out, int64_t bytes) {
 
 static void broadcast(const float* in, float* out, int64_t bytes) {
   (void)in;
-  ok(shc_broadcast(comm, out, (size_t)bytes, 0, NULL));
+  ok(shc_broadcast(comm, out, SHC_F32, numel_of(bytes), 0, NULL));
 }
 
 static void barrier(const float* in, float* out, int64_t bytes) {

@@ -270,19 +270,21 @@ shc_status shc_bind_all_reduce(shc_comm* comm, void* buffer, shc_dtype dtype, in
   });
 }
 
-shc_status shc_broadcast(shc_comm* comm, void* buffer, size_t bytes, int root, shc_stream* stream) {
+shc_status shc_broadcast(shc_comm* comm, void* buffer, shc_dtype dtype, int64_t count, int root,
+                         shc_stream* stream) {
   return guarded("shc_broadcast", [&] {
     const shc_comm& known = checked(comm, "comm");
+    const auto type = dtype_of(dtype, "dtype");
     run_now_or_on(
-        stream, known, [&] { known.comm->broadcast(buffer, bytes, root); },
-        [&] { return Communicator::bind_broadcast(known.comm, buffer, bytes, root); });
+        stream, known, [&] { known.comm->broadcast(buffer, type, count, root); },
+        [&] { return Communicator::bind_broadcast(known.comm, buffer, type, count, root); });
   });
 }
 
-shc_status shc_bind_broadcast(shc_comm* comm, void* buffer, size_t bytes, int root,
-                              shc_collective** collective) {
+shc_status shc_bind_broadcast(shc_comm* comm, void* buffer, shc_dtype dtype, int64_t count,
+                              int root, shc_collective** collective) {
   return hand_over_bound("shc_bind_broadcast", comm, collective, [&](const shc_comm& known) {
-    return Communicator::bind_broadcast(known.comm, buffer, bytes, root);
+    return Communicator::bind_broadcast(known.comm, buffer, dtype_of(dtype, "dtype"), count, root);
   });
 }
 

@@ -55,37 +55,41 @@ shc_status shc_bind_all_to_all(shc_comm* comm, const void* send, const int64_t* 
   });
 }
 
-shc_status shc_gather(shc_comm* comm, const void* send, void* recv, size_t bytes, int root,
-                      int64_t tag, shc_stream* stream) {
+shc_status shc_gather(shc_comm* comm, const void* send, void* recv, shc_dtype dtype, int64_t count,
+                      int root, int64_t tag, shc_stream* stream) {
   return guarded("shc_gather", [&] {
     const shc_comm& known = checked(comm, "comm");
+    const auto type = dtype_of(dtype, "dtype");
     run_now_or_on(
-        stream, known, [&] { known.comm->gather(send, recv, bytes, root, tag); },
-        [&] { return Communicator::bind_gather(known.comm, send, recv, bytes, root, tag); });
+        stream, known, [&] { known.comm->gather(send, recv, type, count, root, tag); },
+        [&] { return Communicator::bind_gather(known.comm, send, recv, type, count, root, tag); });
   });
 }
 
-shc_status shc_bind_gather(shc_comm* comm, const void* send, void* recv, size_t bytes, int root,
-                           int64_t tag, shc_collective** collective) {
+shc_status shc_bind_gather(shc_comm* comm, const void* send, void* recv, shc_dtype dtype,
+                           int64_t count, int root, int64_t tag, shc_collective** collective) {
   return hand_over_bound("shc_bind_gather", comm, collective, [&](const shc_comm& known) {
-    return Communicator::bind_gather(known.comm, send, recv, bytes, root, tag);
+    return Communicator::bind_gather(known.comm, send, recv, dtype_of(dtype, "dtype"), count, root,
+                                     tag);
   });
 }
 
-shc_status shc_scatter(shc_comm* comm, const void* send, void* recv, size_t bytes, int root,
-                       int64_t tag, shc_stream* stream) {
+shc_status shc_scatter(shc_comm* comm, const void* send, void* recv, shc_dtype dtype, int64_t count,
+                       int root, int64_t tag, shc_stream* stream) {
   return guarded("shc_scatter", [&] {
     const shc_comm& known = checked(comm, "comm");
+    const auto type = dtype_of(dtype, "dtype");
     run_now_or_on(
-        stream, known, [&] { known.comm->scatter(send, recv, bytes, root, tag); },
-        [&] { return Communicator::bind_scatter(known.comm, send, recv, bytes, root, tag); });
+        stream, known, [&] { known.comm->scatter(send, recv, type, count, root, tag); },
+        [&] { return Communicator::bind_scatter(known.comm, send, recv, type, count, root, tag); });
   });
 }
 
-shc_status shc_bind_scatter(shc_comm* comm, const void* send, void* recv, size_t bytes, int root,
-                            int64_t tag, shc_collective** collective) {
+shc_status shc_bind_scatter(shc_comm* comm, const void* send, void* recv, shc_dtype dtype,
+                            int64_t count, int root, int64_t tag, shc_collective** collective) {
   return hand_over_bound("shc_bind_scatter", comm, collective, [&](const shc_comm& known) {
-    return Communicator::bind_scatter(known.comm, send, recv, bytes, root, tag);
+    return Communicator::bind_scatter(known.comm, send, recv, dtype_of(dtype, "dtype"), count, root,
+                                      tag);
   });
 }
 

@@ -115,11 +115,11 @@ void bind_bound_collectives(py::module_& m) {
           py::arg("tag"))
       .def_static(
           "broadcast",
-          [](Comm comm, std::uintptr_t buffer, std::size_t nbytes, int root) {
+          [](Comm comm, std::uintptr_t buffer, DType dtype, std::int64_t count, int root) {
             return BoundCollective{
-                Communicator::bind_broadcast(std::move(comm), pointer(buffer), nbytes, root)};
+                Communicator::bind_broadcast(std::move(comm), pointer(buffer), dtype, count, root)};
           },
-          py::arg("comm"), py::arg("buffer"), py::arg("nbytes"), py::arg("root"))
+          py::arg("comm"), py::arg("buffer"), py::arg("dtype"), py::arg("count"), py::arg("root"))
       .def_static(
           "barrier",
           [](Comm comm, std::int64_t tag) {

@@ -122,11 +122,11 @@ void bind_comm(py::module_& m) {
           on_stream)
       .def(
           "broadcast",
-          [](const Comm& comm, std::uintptr_t buffer, std::size_t nbytes, int root,
+          [](const Comm& comm, std::uintptr_t buffer, DType dtype, std::int64_t count, int root,
              OptionalStream stream) {
-            submit(stream, Communicator::bind_broadcast(comm, pointer(buffer), nbytes, root));
+            submit(stream, Communicator::bind_broadcast(comm, pointer(buffer), dtype, count, root));
           },
-          py::arg("buffer"), py::arg("nbytes"), py::arg("root"), on_stream)
+          py::arg("buffer"), py::arg("dtype"), py::arg("count"), py::arg("root"), on_stream)
       .def(
           "barrier",
           [](const Comm& comm, std::int64_t tag, OptionalStream stream) {

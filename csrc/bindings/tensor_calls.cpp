@@ -101,8 +101,7 @@ class TensorCalls {
   bool broadcast(const Comm& comm, py::handle buffer, int root) const {
     const auto all = operand(buffer);
     if (!all) return false;
-    const std::size_t nbytes = static_cast<std::size_t>(all->numel) * itemsize(all->dtype);
-    run(Communicator::bind_broadcast(comm, all->data, nbytes, root));
+    run(Communicator::bind_broadcast(comm, all->data, all->dtype, all->numel, root));
     return true;
   }
 

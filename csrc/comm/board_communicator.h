@@ -118,16 +118,17 @@ class BoardCommunicator final : public Communicator {
                           NativeStream stream) override;
   void run_all_reduce(void* buffer, DType dtype, std::int64_t count, RedOp op, std::int64_t tag,
                       NativeStream stream) override;
-  void run_broadcast(void* buffer, std::size_t bytes, int root, NativeStream stream) override;
+  void run_broadcast(void* buffer, DType dtype, std::int64_t count, int root,
+                     NativeStream stream) override;
   void run_barrier(std::int64_t tag, NativeStream stream) override;
   void run_sharing(const void* buffer, std::size_t bytes, std::int64_t tag) override;
   void run_all_to_all(const void* send, const Parts& send_parts, void* recv,
                       const Parts& recv_parts, DType dtype, std::int64_t tag,
                       NativeStream stream) override;
-  void run_gather(const void* send, void* recv, std::size_t bytes, int root, std::int64_t tag,
-                  NativeStream stream) override;
-  void run_scatter(const void* send, void* recv, std::size_t bytes, int root, std::int64_t tag,
-                   NativeStream stream) override;
+  void run_gather(const void* send, void* recv, DType dtype, std::int64_t count, int root,
+                  std::int64_t tag, NativeStream stream) override;
+  void run_scatter(const void* send, void* recv, DType dtype, std::int64_t count, int root,
+                   std::int64_t tag, NativeStream stream) override;
   void run_reduce(const void* send, void* recv, DType dtype, std::int64_t count, RedOp op, int root,
                   std::int64_t tag, NativeStream stream) override;
   // Runs one call of a channel. An error of this rank alone ends the call for the other ranks, too.

@@ -122,26 +122,26 @@ void BoardCommunicator::refuse_parts_of_one_window(Channel& channel) const {
   }
 }
 
-void BoardCommunicator::run_broadcast(void* buffer, std::size_t bytes, int root,
+void BoardCommunicator::run_broadcast(void* buffer, DType dtype, std::int64_t count, int root,
                                       NativeStream stream) {
   Channel& channel = *gathers_;
   perform(channel, "broadcast", [&] {
     if (size_ == 1) return took(channel, Op::broadcast, Path::alone);
+    const std::size_t bytes = bytes_of(count, dtype);
     Call call;
     call.op = Op::broadcast;
+    call.send_dtype = call.recv_dtype = dtype;
     call.root = root;
-    call.count = static_cast<std::int64_t>(bytes);
+    call.count = count;
     call.send = windows_->find(buffer, bytes, "broadcast: buffer");
     if (bytes <= PostedCall::kElementBytes && executor_->on_host()) {
       broadcast_few(channel, call, buffer, bytes);
       return took(channel, Op::broadcast, Path::inlined);
     }
-    constexpr auto kStep = static_cast<std::int64_t>(ControlMemory::kStageBytes);
-    const auto part = [&](std::int64_t chunk) {
-      return static_cast<std::byte*>(buffer) + chunk * kStep;
-    };
+    const auto step = static_cast<std::int64_t>(ControlMemory::kStageBytes / itemsize(dtype));
+    const auto part = [&](std::int64_t chunk) { return at(buffer, chunk * step, dtype); };
     const auto length = [&](std::int64_t chunk) {
-      return static_cast<std::size_t>(std::min(kStep, call.count - chunk * kStep));
+      return bytes_of(std::min(step, count - chunk * step), dtype);
     };
     const auto fill = [&](std::int64_t chunk) {
       if (rank_ == root) std::memcpy(stage(channel, root), part(chunk), length(chunk));
@@ -158,7 +158,7 @@ void BoardCommunicator::run_broadcast(void* buffer, std::size_t bytes, int root,
       meet(channel, stream);
       return took(channel, Op::broadcast, Path::direct);
     }
-    run_staged(channel, divide_up(call.count, kStep), fill, use);
+    run_staged(channel, divide_up(count, step), fill, use);
     took_staged(channel, Op::broadcast, bytes, Path::staged_not_direct);
   });
 }

@@ -8,12 +8,12 @@
 
 namespace shardcomm {
 
-void BoardCommunicator::run_gather(const void* send, void* recv, std::size_t bytes, int root,
-                                   std::int64_t tag, NativeStream stream) {
+void BoardCommunicator::run_gather(const void* send, void* recv, DType dtype, std::int64_t count,
+                                   int root, std::int64_t tag, NativeStream stream) {
   Channel& channel = *gathers_;
   perform(channel, "gather", [&] {
-    const auto count = static_cast<std::int64_t>(bytes);
-    const auto part = [&](int r) { return at(recv, r * count, DType::u8); };  // on the root
+    const std::size_t bytes = bytes_of(count, dtype);
+    const auto part = [&](int r) { return at(recv, r * count, dtype); };  // on the root
     if (size_ == 1) {
       copy(recv, send, bytes, stream);
       return took(channel, Op::gather, Path::alone);
@@ -22,6 +22,7 @@ void BoardCommunicator::run_gather(const void* send, void* recv, std::size_t byt
     const std::size_t total = bytes * static_cast<std::size_t>(size_);
     Call call;
     call.op = Op::gather;
+    call.send_dtype = call.recv_dtype = dtype;
     call.root = root;
     call.count = count;
     call.tag = tag;
@@ -30,18 +31,18 @@ void BoardCommunicator::run_gather(const void* send, void* recv, std::size_t byt
       windows_->find_own(recv, total, "gather: recv");
       call.send = {Place::kAddress, 0};  // no other rank reads there
     }
-    constexpr auto kStep = static_cast<std::int64_t>(ControlMemory::kStageBytes);
+    const auto step = static_cast<std::int64_t>(ControlMemory::kStageBytes / itemsize(dtype));
     const auto length = [&](std::int64_t chunk) {
-      return static_cast<std::size_t>(std::min(kStep, count - chunk * kStep));
+      return bytes_of(std::min(step, count - chunk * step), dtype);
     };
     const auto fill = [&](std::int64_t chunk) {
       if (is_root) return;
-      copy(stage(channel, rank_), at(send, chunk * kStep, DType::u8), length(chunk), nullptr);
+      copy(stage(channel, rank_), at(send, chunk * step, dtype), length(chunk), nullptr);
     };
     const auto use = [&](std::int64_t chunk) {
       for (int r = 0; is_root && r < size_; ++r) {
         if (r == root) continue;
-        copy(at(part(r), chunk * kStep, DType::u8), stage(channel, r), length(chunk), nullptr);
+        copy(at(part(r), chunk * step, dtype), stage(channel, r), length(chunk), nullptr);
       }
     };
     begin_staged(channel, call, count, is_root || fills_first(call.send, total), total, stream,
@@ -55,17 +56,17 @@ void BoardCommunicator::run_gather(const void* send, void* recv, std::size_t byt
       meet(channel, stream);
       return took(channel, Op::gather, Path::direct);
     }
-    run_staged(channel, divide_up(count, kStep), fill, use);
+    run_staged(channel, divide_up(count, step), fill, use);
     took_staged(channel, Op::gather, total, Path::staged_not_direct);
   });
 }
 
-void BoardCommunicator::run_scatter(const void* send, void* recv, std::size_t bytes, int root,
-                                    std::int64_t tag, NativeStream stream) {
+void BoardCommunicator::run_scatter(const void* send, void* recv, DType dtype, std::int64_t count,
+                                    int root, std::int64_t tag, NativeStream stream) {
   Channel& channel = *gathers_;
   perform(channel, "scatter", [&] {
-    const auto count = static_cast<std::int64_t>(bytes);
-    const auto part = [&](int r) { return at(send, r * count, DType::u8); };  // on the root
+    const std::size_t bytes = bytes_of(count, dtype);
+    const auto part = [&](int r) { return at(send, r * count, dtype); };  // on the root
     if (size_ == 1) {
       copy(recv, send, bytes, stream);
       return took(channel, Op::scatter, Path::alone);
@@ -74,6 +75,7 @@ void BoardCommunicator::run_scatter(const void* send, void* recv, std::size_t by
     const std::size_t total = bytes * static_cast<std::size_t>(size_);
     Call call;
     call.op = Op::scatter;
+    call.send_dtype = call.recv_dtype = dtype;
     call.root = root;
     call.count = count;
     call.tag = tag;
@@ -81,23 +83,24 @@ void BoardCommunicator::run_scatter(const void* send, void* recv, std::size_t by
     windows_->find_own(recv, bytes, "scatter: recv");
 
     // The root's area has a slot for each rank.
-    const std::int64_t step =
-        static_cast<std::int64_t>(ControlMemory::kStageBytes) / size_ / 64 * 64;
+    const std::size_t slot_bytes =
+        ControlMemory::kStageBytes / static_cast<std::size_t>(size_) / 64 * 64;
+    const auto step = static_cast<std::int64_t>(slot_bytes / itemsize(dtype));
     const auto length = [&](std::int64_t chunk) {
-      return static_cast<std::size_t>(std::min(step, count - chunk * step));
+      return bytes_of(std::min(step, count - chunk * step), dtype);
     };
     const auto slot = [&](int r) {
-      return at(stage(channel, root), r * std::min(step, count), DType::u8);
+      return at(stage(channel, root), r * std::min(step, count), dtype);
     };
     const auto fill = [&](std::int64_t chunk) {
       for (int r = 0; is_root && r < size_; ++r) {
         if (r == root) continue;
-        copy(slot(r), at(part(r), chunk * step, DType::u8), length(chunk), nullptr);
+        copy(slot(r), at(part(r), chunk * step, dtype), length(chunk), nullptr);
       }
     };
     const auto use = [&](std::int64_t chunk) {
       if (is_root) return;
-      copy(at(recv, chunk * step, DType::u8), slot(rank_), length(chunk), nullptr);
+      copy(at(recv, chunk * step, dtype), slot(rank_), length(chunk), nullptr);
     };
     begin_staged(channel, call, count, !is_root || fills_first(call.send, total), total, stream,
                  fill);
@@ -106,7 +109,7 @@ void BoardCommunicator::run_scatter(const void* send, void* recv, std::size_t by
       channel.board.start_reading();
       if (!is_root) {
         const std::byte* all = peer(channel, &Call::send, root);
-        copy(recv, at(all, rank_ * count, DType::u8), bytes, stream);
+        copy(recv, at(all, rank_ * count, dtype), bytes, stream);
       }
       meet(channel, stream);
       return took(channel, Op::scatter, Path::direct);

@@ -26,12 +26,12 @@ std::string arguments(const Call& call) {
     case Op::reduce:
       return dtype + ", " + count + ", " + name(call.red_op) + ", root " +
              std::to_string(call.root);
-    case Op::all_to_all:
-      return dtype;
     case Op::gather:
     case Op::scatter:
     case Op::broadcast:
-      return std::to_string(call.count) + " bytes, root " + std::to_string(call.root);
+      return dtype + ", " + count + ", root " + std::to_string(call.root);
+    case Op::all_to_all:
+      return dtype;
     case Op::allocate:
       return std::to_string(call.count) + " bytes, " +
              (call.root == static_cast<std::int32_t>(Use::gather) ? "gather" : "reduce");

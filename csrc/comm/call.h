@@ -93,9 +93,8 @@ struct Call {
   bool filled_first = false;
   bool from_root = false;    // not compared: its rank waits for the root alone
   std::uint16_t coding = 0;  // key_of(Coding): in what partial sums cross; 0: as they are
-  // The elements of each rank, or of all uneven parts; for allocate, broadcast, gather, scatter and
-  // messages, bytes; for a barrier the bytes whose writing the ranks share; for all_to_all 0, since
-  // ranks' numbers differ.
+  // The elements of each rank, or of all uneven parts; for allocate and messages, bytes; for a
+  // barrier the bytes whose writing the ranks share; for all_to_all 0, since ranks' numbers differ.
   std::int64_t count = 0;
   std::int64_t tag = 0;
   std::uint64_t sequence = 0;

@@ -9,12 +9,8 @@
 namespace shardcomm {
 namespace {
 
-void check_broadcast(const void* buffer, std::size_t bytes, int root, int size) {
-  if (bytes > static_cast<std::size_t>(Parts::kMost)) {
-    throw std::invalid_argument("broadcast: bytes is " + std::to_string(bytes) +
-                                "; it must be at most 2^60");
-  }
-  check_buffer("broadcast", "buffer", buffer, static_cast<std::int64_t>(bytes), DType::u8);
+void check_broadcast(const void* buffer, DType dtype, std::int64_t count, int root, int size) {
+  check_buffer("broadcast", "buffer", buffer, count, dtype);
   if (root >= 0 && root < size) return;
   throw std::invalid_argument("broadcast: root is " + std::to_string(root) +
                               "; it must be a rank, 0 to " + std::to_string(size - 1));
@@ -113,16 +109,17 @@ Stream::Operation Communicator::bind_all_reduce(std::shared_ptr<Communicator> co
   };
 }
 
-void Communicator::broadcast(void* buffer, std::size_t bytes, int root, NativeStream stream) {
-  check_broadcast(buffer, bytes, root, size());
-  run_broadcast(buffer, bytes, root, stream);
+void Communicator::broadcast(void* buffer, DType dtype, std::int64_t count, int root,
+                             NativeStream stream) {
+  check_broadcast(buffer, dtype, count, root, size());
+  run_broadcast(buffer, dtype, count, root, stream);
 }
 
 Stream::Operation Communicator::bind_broadcast(std::shared_ptr<Communicator> comm, void* buffer,
-                                               std::size_t bytes, int root) {
-  check_broadcast(buffer, bytes, root, comm->size());
+                                               DType dtype, std::int64_t count, int root) {
+  check_broadcast(buffer, dtype, count, root, comm->size());
   return [=, comm = std::move(comm)](NativeStream stream) {
-    comm->run_broadcast(buffer, bytes, root, stream);
+    comm->run_broadcast(buffer, dtype, count, root, stream);
   };
 }
 

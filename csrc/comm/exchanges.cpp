@@ -39,36 +39,35 @@ void check_all_to_all(const void* send, const Parts& send_parts, const void* rec
   }
 }
 
-// `each` lies on every rank, and is `bytes` long; `all`, on the root alone, has a part for each.
+// `each` lies on every rank, and has `count` elements; `all`, on the root alone, has a part for
+// each.
 void check_parts_of_root(const char* operation, const char* each_name, const void* each,
-                         const char* all_name, const void* all, std::size_t bytes, int root,
-                         int rank, int size) {
+                         const char* all_name, const void* all, DType dtype, std::int64_t count,
+                         int root, int rank, int size) {
   check_root(operation, root, size);
-  const std::size_t most = static_cast<std::size_t>(Parts::kMost / size);
-  if (bytes > most) {
-    throw std::invalid_argument(std::string(operation) + ": bytes is " + std::to_string(bytes) +
+  if (count > Parts::kMost / size) {
+    throw std::invalid_argument(std::string(operation) + ": count is " + std::to_string(count) +
                                 "; for " + std::to_string(size) + " ranks it must be at most " +
-                                std::to_string(most));
+                                std::to_string(Parts::kMost / size));
   }
-  const auto part = static_cast<std::int64_t>(bytes);
-  check_buffer(operation, each_name, each, part, DType::u8);
+  check_buffer(operation, each_name, each, count, dtype);
   if (rank != root) return;
-  check_buffer(operation, all_name, all, part * size, DType::u8);
-  if (each == at(all, part * root, DType::u8)) return;
-  if (overlap(each, bytes, all, bytes * static_cast<std::size_t>(size))) {
-    const std::string own = part_of(all_name, Parts(part), root);
-    refuse_overlap(operation, (" or, in place, be the root's part, " + own + ", in bytes").c_str());
+  check_buffer(operation, all_name, all, count * size, dtype);
+  if (each == at(all, count * root, dtype)) return;
+  if (overlap(each, bytes_of(count, dtype), all, bytes_of(count * size, dtype))) {
+    const std::string own = part_of(all_name, Parts(count), root);
+    refuse_overlap(operation, (" or, in place, be the root's part, " + own).c_str());
   }
 }
 
-void check_gather(const void* send, const void* recv, std::size_t bytes, int root, int rank,
-                  int size) {
-  check_parts_of_root("gather", "send", send, "recv", recv, bytes, root, rank, size);
+void check_gather(const void* send, const void* recv, DType dtype, std::int64_t count, int root,
+                  int rank, int size) {
+  check_parts_of_root("gather", "send", send, "recv", recv, dtype, count, root, rank, size);
 }
 
-void check_scatter(const void* send, const void* recv, std::size_t bytes, int root, int rank,
-                   int size) {
-  check_parts_of_root("scatter", "recv", recv, "send", send, bytes, root, rank, size);
+void check_scatter(const void* send, const void* recv, DType dtype, std::int64_t count, int root,
+                   int rank, int size) {
+  check_parts_of_root("scatter", "recv", recv, "send", send, dtype, count, root, rank, size);
 }
 
 void check_reduce(const void* send, const void* recv, DType dtype, std::int64_t count, RedOp op,
@@ -103,33 +102,33 @@ Stream::Operation Communicator::bind_all_to_all(std::shared_ptr<Communicator> co
   };
 }
 
-void Communicator::gather(const void* send, void* recv, std::size_t bytes, int root,
+void Communicator::gather(const void* send, void* recv, DType dtype, std::int64_t count, int root,
                           std::int64_t tag, NativeStream stream) {
-  check_gather(send, recv, bytes, root, rank(), size());
-  run_gather(send, recv, bytes, root, tag, stream);
+  check_gather(send, recv, dtype, count, root, rank(), size());
+  run_gather(send, recv, dtype, count, root, tag, stream);
 }
 
 Stream::Operation Communicator::bind_gather(std::shared_ptr<Communicator> comm, const void* send,
-                                            void* recv, std::size_t bytes, int root,
+                                            void* recv, DType dtype, std::int64_t count, int root,
                                             std::int64_t tag) {
-  check_gather(send, recv, bytes, root, comm->rank(), comm->size());
+  check_gather(send, recv, dtype, count, root, comm->rank(), comm->size());
   return [=, comm = std::move(comm)](NativeStream stream) {
-    comm->run_gather(send, recv, bytes, root, tag, stream);
+    comm->run_gather(send, recv, dtype, count, root, tag, stream);
   };
 }
 
-void Communicator::scatter(const void* send, void* recv, std::size_t bytes, int root,
+void Communicator::scatter(const void* send, void* recv, DType dtype, std::int64_t count, int root,
                            std::int64_t tag, NativeStream stream) {
-  check_scatter(send, recv, bytes, root, rank(), size());
-  run_scatter(send, recv, bytes, root, tag, stream);
+  check_scatter(send, recv, dtype, count, root, rank(), size());
+  run_scatter(send, recv, dtype, count, root, tag, stream);
 }
 
 Stream::Operation Communicator::bind_scatter(std::shared_ptr<Communicator> comm, const void* send,
-                                             void* recv, std::size_t bytes, int root,
+                                             void* recv, DType dtype, std::int64_t count, int root,
                                              std::int64_t tag) {
-  check_scatter(send, recv, bytes, root, comm->rank(), comm->size());
+  check_scatter(send, recv, dtype, count, root, comm->rank(), comm->size());
   return [=, comm = std::move(comm)](NativeStream stream) {
-    comm->run_scatter(send, recv, bytes, root, tag, stream);
+    comm->run_scatter(send, recv, dtype, count, root, tag, stream);
   };
 }
 

@@ -317,14 +317,17 @@ void HostsCommunicator::run_sharing(const void* buffer, std::size_t bytes, std::
 }
 
 // A chunk has a block for each rank of a host, which takes it across.
-void HostsCommunicator::run_broadcast(void* buffer, std::size_t bytes, int root, NativeStream) {
+void HostsCommunicator::run_broadcast(void* buffer, DType dtype, std::int64_t count, int root,
+                                      NativeStream) {
   Lane& lane = gathers_;
   Call call;
   call.op = Op::broadcast;
+  call.send_dtype = call.recv_dtype = dtype;
   call.root = root;
-  call.count = static_cast<std::int64_t>(bytes);
+  call.count = count;
   perform(lane, call, {}, [&] {
     greet(lane);
+    const std::size_t bytes = bytes_of(count, dtype);
     const std::size_t step = lane.block_bytes * static_cast<std::size_t>(local_);
     for (std::size_t chunk = 0; chunk * step < bytes; ++chunk) {
       std::byte* slot = lane.slot(static_cast<std::int64_t>(chunk));
@@ -352,12 +355,12 @@ void HostsCommunicator::run_all_to_all(const void*, const Parts&, void*, const P
   refuse("all_to_all");
 }
 
-void HostsCommunicator::run_gather(const void*, void*, std::size_t, int, std::int64_t,
+void HostsCommunicator::run_gather(const void*, void*, DType, std::int64_t, int, std::int64_t,
                                    NativeStream) {
   refuse("gather");
 }
 
-void HostsCommunicator::run_scatter(const void*, void*, std::size_t, int, std::int64_t,
+void HostsCommunicator::run_scatter(const void*, void*, DType, std::int64_t, int, std::int64_t,
                                     NativeStream) {
   refuse("scatter");
 }

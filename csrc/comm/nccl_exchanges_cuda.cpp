@@ -20,12 +20,12 @@ void NcclCommunicator::run_all_to_all(const void*, const Parts&, void*, const Pa
          "ncclSend and ncclRecv for each rank between ncclGroupStart and ncclGroupEnd");
 }
 
-void NcclCommunicator::run_gather(const void*, void*, std::size_t, int, std::int64_t,
+void NcclCommunicator::run_gather(const void*, void*, DType, std::int64_t, int, std::int64_t,
                                   NativeStream) {
   refuse("gather", "all_gather, or ncclSend and ncclRecv");
 }
 
-void NcclCommunicator::run_scatter(const void*, void*, std::size_t, int, std::int64_t,
+void NcclCommunicator::run_scatter(const void*, void*, DType, std::int64_t, int, std::int64_t,
                                    NativeStream) {
   refuse("scatter", "broadcast, or ncclSend and ncclRecv");
 }

@@ -68,16 +68,18 @@ void NcclCommunicator::run_all_gather(const void* send, DType send_dtype, void* 
   });
 }
 
-void NcclCommunicator::run_broadcast(void* buffer, std::size_t bytes, int root,
+void NcclCommunicator::run_broadcast(void* buffer, DType dtype, std::int64_t count, int root,
                                      NativeStream native) {
   Call call;
   call.op = Op::broadcast;
+  call.send_dtype = call.recv_dtype = dtype;
   call.root = root;
-  call.count = static_cast<std::int64_t>(bytes);
-  if (bytes == 0) return skip(session_->gathers, call, kDirect);
+  call.count = count;
+  if (count == 0) return skip(session_->gathers, call, kDirect);
   run(session_->gathers, call, native, kDirect, [&](NcclUse& use, cudaStream_t stream) {
     use([&](nccl::Comm comm) {
-      return nccl_.broadcast(buffer, buffer, bytes, nccl::kUint8, root, comm, stream);
+      return nccl_.broadcast(buffer, buffer, bytes_of(count, dtype), nccl::kUint8, root, comm,
+                             stream);
     });
   });
 }

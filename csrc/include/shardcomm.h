@@ -516,8 +516,9 @@ SHC_API shc_status shc_reduce_scatter(shc_comm* comm, const void* send, shc_dtyp
 // In place, the same bits on every rank.
 SHC_API shc_status shc_all_reduce(shc_comm* comm, void* buffer, shc_dtype dtype, int64_t count,
                                   shc_op op, int64_t tag, shc_stream* stream);
-SHC_API shc_status shc_broadcast(shc_comm* comm, void* buffer, size_t bytes, int root,
-                                 shc_stream* stream);
+// `buffer` of `root`, `count` elements, goes to `buffer` of every rank.
+SHC_API shc_status shc_broadcast(shc_comm* comm, void* buffer, shc_dtype dtype, int64_t count,
+                                 int root, shc_stream* stream);
 SHC_API shc_status shc_barrier(shc_comm* comm, int64_t tag, shc_stream* stream);
 // The next four are for all transports but SHC_NCCL. Their `recv`, and the `send` of all_to_all and
 // reduce, may not lie in memory for SHC_GATHER, which all ranks share.
@@ -530,14 +531,14 @@ SHC_API shc_status shc_barrier(shc_comm* comm, int64_t tag, shc_stream* stream);
 SHC_API shc_status shc_all_to_all(shc_comm* comm, const void* send, const int64_t* send_counts,
                                   void* recv, const int64_t* recv_counts, shc_dtype dtype,
                                   int64_t tag, shc_stream* stream);
-// `send` of rank r, `bytes` long, goes to recv[r * bytes] and on of `root`. Others' `recv` is
-// ignored. In place, the root's `send` is recv + root * bytes.
-SHC_API shc_status shc_gather(shc_comm* comm, const void* send, void* recv, size_t bytes, int root,
-                              int64_t tag, shc_stream* stream);
-// `recv`, `bytes` long, gets send[rank * bytes] and on of `root`. Others' `send` is ignored. In
-// place, the root's `recv` is send + root * bytes.
-SHC_API shc_status shc_scatter(shc_comm* comm, const void* send, void* recv, size_t bytes, int root,
-                               int64_t tag, shc_stream* stream);
+// `send` of rank r, `count` elements, goes to recv[r * count] and on of `root`. Others' `recv` is
+// ignored. In place, the root's `send` is recv + root * count.
+SHC_API shc_status shc_gather(shc_comm* comm, const void* send, void* recv, shc_dtype dtype,
+                              int64_t count, int root, int64_t tag, shc_stream* stream);
+// `recv`, `count` elements, gets send[rank * count] and on of `root`. Others' `send` is ignored. In
+// place, the root's `recv` is send + root * count.
+SHC_API shc_status shc_scatter(shc_comm* comm, const void* send, void* recv, shc_dtype dtype,
+                               int64_t count, int root, int64_t tag, shc_stream* stream);
 // `recv` of `root`, `count` elements, gets the bits that shc_all_reduce would leave. Others' `recv`
 // is ignored. In place, the root's `recv` is its `send`.
 SHC_API shc_status shc_reduce(shc_comm* comm, const void* send, void* recv, shc_dtype dtype,
@@ -559,16 +560,18 @@ SHC_API shc_status shc_bind_reduce_scatter(shc_comm* comm, const void* send, shc
                                            shc_collective** collective);
 SHC_API shc_status shc_bind_all_reduce(shc_comm* comm, void* buffer, shc_dtype dtype, int64_t count,
                                        shc_op op, int64_t tag, shc_collective** collective);
-SHC_API shc_status shc_bind_broadcast(shc_comm* comm, void* buffer, size_t bytes, int root,
-                                      shc_collective** collective);
+SHC_API shc_status shc_bind_broadcast(shc_comm* comm, void* buffer, shc_dtype dtype, int64_t count,
+                                      int root, shc_collective** collective);
 SHC_API shc_status shc_bind_barrier(shc_comm* comm, int64_t tag, shc_collective** collective);
 SHC_API shc_status shc_bind_all_to_all(shc_comm* comm, const void* send, const int64_t* send_counts,
                                        void* recv, const int64_t* recv_counts, shc_dtype dtype,
                                        int64_t tag, shc_collective** collective);
-SHC_API shc_status shc_bind_gather(shc_comm* comm, const void* send, void* recv, size_t bytes,
-                                   int root, int64_t tag, shc_collective** collective);
-SHC_API shc_status shc_bind_scatter(shc_comm* comm, const void* send, void* recv, size_t bytes,
-                                    int root, int64_t tag, shc_collective** collective);
+SHC_API shc_status shc_bind_gather(shc_comm* comm, const void* send, void* recv, shc_dtype dtype,
+                                   int64_t count, int root, int64_t tag,
+                                   shc_collective** collective);
+SHC_API shc_status shc_bind_scatter(shc_comm* comm, const void* send, void* recv, shc_dtype dtype,
+                                    int64_t count, int root, int64_t tag,
+                                    shc_collective** collective);
 SHC_API shc_status shc_bind_reduce(shc_comm* comm, const void* send, void* recv, shc_dtype dtype,
                                    int64_t count, shc_op op, int root, int64_t tag,
                                    shc_collective** collective);

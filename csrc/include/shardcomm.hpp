@@ -256,12 +256,12 @@ class Comm : public Handle<shc_comm, shc_comm_destroy> {
   template <class T>
   void broadcast(T* buffer, std::int64_t count, int root = 0,
                  const Stream* stream = nullptr) const {
-    check(shc_broadcast(get(), buffer, bytes_of<T>(count), root, native(stream)));
+    check(shc_broadcast(get(), buffer, ElementType<T>::value, count, root, native(stream)));
   }
   template <class T>
   Collective bind_broadcast(T* buffer, std::int64_t count, int root = 0) const {
     return Collective(made<shc_collective>([&](auto* bound) {
-      return shc_bind_broadcast(get(), buffer, bytes_of<T>(count), root, bound);
+      return shc_bind_broadcast(get(), buffer, ElementType<T>::value, count, root, bound);
     }));
   }
 
@@ -297,26 +297,26 @@ class Comm : public Handle<shc_comm, shc_comm_destroy> {
   template <class T>
   void gather(const T* send, T* recv, std::int64_t count, int root = 0,
               const Stream* stream = nullptr, std::int64_t tag = 0) const {
-    check(shc_gather(get(), send, recv, bytes_of<T>(count), root, tag, native(stream)));
+    check(shc_gather(get(), send, recv, ElementType<T>::value, count, root, tag, native(stream)));
   }
   template <class T>
   Collective bind_gather(const T* send, T* recv, std::int64_t count, int root = 0,
                          std::int64_t tag = 0) const {
     return Collective(made<shc_collective>([&](auto* bound) {
-      return shc_bind_gather(get(), send, recv, bytes_of<T>(count), root, tag, bound);
+      return shc_bind_gather(get(), send, recv, ElementType<T>::value, count, root, tag, bound);
     }));
   }
 
   template <class T>
   void scatter(const T* send, T* recv, std::int64_t count, int root = 0,
                const Stream* stream = nullptr, std::int64_t tag = 0) const {
-    check(shc_scatter(get(), send, recv, bytes_of<T>(count), root, tag, native(stream)));
+    check(shc_scatter(get(), send, recv, ElementType<T>::value, count, root, tag, native(stream)));
   }
   template <class T>
   Collective bind_scatter(const T* send, T* recv, std::int64_t count, int root = 0,
                           std::int64_t tag = 0) const {
     return Collective(made<shc_collective>([&](auto* bound) {
-      return shc_bind_scatter(get(), send, recv, bytes_of<T>(count), root, tag, bound);
+      return shc_bind_scatter(get(), send, recv, ElementType<T>::value, count, root, tag, bound);
     }));
   }
 

@@ -63,12 +63,12 @@ ffi::Error collective(shc_stream* stream, const Group& group, std::string_view o
   const auto sent = static_cast<std::int64_t>(send.element_count());
   const auto received = static_cast<std::int64_t>(recv.element_count());
   const bool in_place = send.untyped_data() == recv.untyped_data();
+  // Bytes stand for the elements of dtypes that the core does not know.
+  const auto moved = dtype.value_or(SHC_U8);
+  const auto count = dtype ? sent : static_cast<std::int64_t>(send.size_bytes());
   const auto op = static_cast<shc_op>(argument);
   shc_status status = SHC_OK;
   if (operation == "all_gather" && received == sent * group.size) {
-    // Bytes stand for the elements of dtypes that the core does not know.
-    const auto count = dtype ? sent : static_cast<std::int64_t>(send.size_bytes());
-    const auto moved = dtype.value_or(SHC_U8);
     status = shc_all_gather(group.comm, send.untyped_data(), moved, recv.untyped_data(), moved,
                             count, nullptr, stream);
   } else if (operation == "reduce_scatter" && sent == received * group.size && dtype) {
@@ -77,7 +77,7 @@ ffi::Error collective(shc_stream* stream, const Group& group, std::string_view o
   } else if (operation == "all_reduce" && in_place && dtype) {
     status = shc_all_reduce(group.comm, recv.untyped_data(), *dtype, received, op, 0, stream);
   } else if (operation == "broadcast" && in_place) {
-    status = shc_broadcast(group.comm, recv.untyped_data(), recv.size_bytes(), argument, stream);
+    status = shc_broadcast(group.comm, recv.untyped_data(), moved, count, argument, stream);
   } else {
     return invalid(std::string(operation) + ": this program was compiled for another group");
   }

@@ -53,9 +53,11 @@ class Calls {
 
   Call broadcast(const at::Tensor& tensor, std::int64_t root_rank) const {
     const int root = checked_root("broadcast", root_rank);
-    return [comm = comm_, buffer = Flat({tensor}), root, is_root = root == rank_] {
+    const Moved type(tensor.scalar_type());
+    return [comm = comm_, buffer = Flat({tensor}), type, root, is_root = root == rank_] {
       buffer.load();
-      shc::check(shc_broadcast(comm, buffer.data(), buffer.bytes(), root, nullptr));
+      shc::check(shc_broadcast(comm, buffer.data(), type.dtype, buffer.numel() * type.width, root,
+                               nullptr));
       if (!is_root) buffer.store();
     };
   }
@@ -63,18 +65,21 @@ class Calls {
   // `gathered`: a tensor for each rank, on the root alone.
   Call gather(const Tensors& gathered, const at::Tensor& input, std::int64_t root_rank) const {
     const int root = checked_root("gather", root_rank);
+    const Moved type(input.scalar_type());
     const Flat send({input});
+    const std::int64_t count = input.numel() * type.width;
     if (root != rank_) {
-      return [comm = comm_, send, root] {
+      return [comm = comm_, send, type, count, root] {
         send.load();
-        shc::check(shc_gather(comm, send.data(), nullptr, send.bytes(), root, 0, nullptr));
+        shc::check(shc_gather(comm, send.data(), nullptr, type.dtype, count, root, 0, nullptr));
       };
     }
     check_parts("gather: gather_list", gathered, "the tensor", input);
     const Flat recv(gathered);
-    return [comm = comm_, recv, root, send = apart(send, recv, own_begin(gathered, input))] {
+    return [comm = comm_, recv, type, count, root,
+            send = apart(send, recv, own_begin(gathered, input))] {
       send.load();
-      shc::check(shc_gather(comm, send.data(), recv.data(), send.bytes(), root, 0, nullptr));
+      shc::check(shc_gather(comm, send.data(), recv.data(), type.dtype, count, root, 0, nullptr));
       recv.store();
     };
   }
@@ -82,17 +87,20 @@ class Calls {
   // `parts`: a tensor for each rank, on the root alone.
   Call scatter(const at::Tensor& output, const Tensors& parts, std::int64_t root_rank) const {
     const int root = checked_root("scatter", root_rank);
+    const Moved type(output.scalar_type());
     const Flat recv({output});
+    const std::int64_t count = output.numel() * type.width;
     if (root != rank_) {
-      return [comm = comm_, recv, root] {
-        shc::check(shc_scatter(comm, nullptr, recv.data(), recv.bytes(), root, 0, nullptr));
+      return [comm = comm_, recv, type, count, root] {
+        shc::check(shc_scatter(comm, nullptr, recv.data(), type.dtype, count, root, 0, nullptr));
         recv.store();
       };
     }
     check_parts("scatter: scatter_list", parts, "the tensor", output);
-    return [comm = comm_, recv, root, send = apart(Flat(parts), recv, own_begin(parts, output))] {
+    return [comm = comm_, recv, type, count, root,
+            send = apart(Flat(parts), recv, own_begin(parts, output))] {
       send.load();
-      shc::check(shc_scatter(comm, send.data(), recv.data(), recv.bytes(), root, 0, nullptr));
+      shc::check(shc_scatter(comm, send.data(), recv.data(), type.dtype, count, root, 0, nullptr));
       recv.store();
     };
   }

@@ -486,7 +486,7 @@ class Communicator(ABC):
         """Copies `buffer` of rank `root` to `buffer` of all ranks.
 
         Args:
-            buffer: What is sent or received, of equal size on all ranks and of any dtype.
+            buffer: What is sent or received, of equal size and dtype on all ranks. It may have any dtype.
             root: The rank that sends.
             stream: As in `all_gather`.
 

@@ -12,7 +12,7 @@ from torch.utils.dlpack import from_dlpack
 from shardcomm import _C
 from shardcomm.arguments.arrays import ArrayLike
 from shardcomm.arguments.checks import check_flag
-from shardcomm.arguments.dtype import core_dtype
+from shardcomm.arguments.dtype import core_dtype, wire_dtype
 from shardcomm.arguments.scalars import check_tag, checked_scale
 from shardcomm.comm import pending
 from shardcomm.comm.bound_collective import BoundCollective, BoundReduction
@@ -288,11 +288,12 @@ class CoreCommunicator(Communicator):
         call = _C.BoundCollective.broadcast(self._core, *self._broadcast(buffer, root))
         return self._bound("broadcast", call, buffer=buffer)
 
-    def _broadcast(self, buffer: torch.Tensor, root: int) -> tuple[int, int, int]:
+    def _broadcast(self, buffer: torch.Tensor, root: int) -> tuple[int, _C.DType, int, int]:
         """The core's arguments."""
         check_movable("broadcast", "buffer", buffer)
         check_root("broadcast", root, self.size)
-        return buffer.data_ptr(), buffer.nbytes, root
+        dtype, items = wire_dtype(buffer.dtype)
+        return buffer.data_ptr(), dtype, buffer.numel() * items, root
 
     def barrier(self, *, tag: int = 0, stream: AnyStream | None = None) -> Any:
         on = self._on(stream)

@@ -88,7 +88,7 @@ static void operands_fit(shc_comm* comm) {
           SHC_INVALID_ARGUMENT, "send_dtype is 12");
   refused(shc_bind_all_reduce(comm, numbers, SHC_F32, 1, (shc_op)8, 0, &none), SHC_INVALID_ARGUMENT,
           "op is 8");
-  refused(shc_bind_broadcast(comm, numbers, 4, 2, &none), SHC_INVALID_ARGUMENT,
+  refused(shc_bind_broadcast(comm, numbers, SHC_F32, 1, 2, &none), SHC_INVALID_ARGUMENT,
           "root is 2; it must be a rank, 0 to 1");
   refused(shc_bind_barrier(comm, 0, NULL), SHC_INVALID_ARGUMENT, "collective is NULL");
   require(none == NULL, "no handle where there is an error");
@@ -102,8 +102,8 @@ static void operands_fit(shc_comm* comm) {
           SHC_INVALID_ARGUMENT, "the 2 ranks together must have at most 2^60 elements");
   refused(shc_all_reduce(comm, numbers, SHC_F32, INT64_C(1) << 62, SHC_SUM, 0, NULL),
           SHC_INVALID_ARGUMENT, "count is 4611686018427387904; it must be at most 2^60");
-  refused(shc_broadcast(comm, numbers, SIZE_MAX, 0, NULL), SHC_INVALID_ARGUMENT,
-          "bytes is 18446744073709551615; it must be at most 2^60");
+  refused(shc_broadcast(comm, numbers, SHC_F32, INT64_C(1) << 61, 0, NULL), SHC_INVALID_ARGUMENT,
+          "count is 2305843009213693952; it must be at most 2^60");
 
   refused(shc_comm_name_tag(comm, 7, "mine"), SHC_INVALID_ARGUMENT,
           "tag is 7; it must be 2^32 to 2^32 + 1023");

@@ -75,7 +75,7 @@ static void call_each(shc_comm* comm) {
 
     const int root = round % size;
     memcpy(all, b->send, sizeof(all));
-    ok(shc_broadcast(comm, all, sizeof(all), root, NULL));
+    ok(shc_broadcast(comm, all, SHC_F32, kPart, root, NULL));
     for (int i = 0; i < kPart; ++i) require(all[i] == value_of(root, i), "broadcast");
   }
   drop(b);
@@ -176,7 +176,7 @@ static void bind_each(shc_comm* comm) {
   ok(shc_bind_all_gather(comm, b->send, SHC_F32, b->full, SHC_F32, kPart, NULL, &gather));
   ok(shc_bind_reduce_scatter(comm, b->own, SHC_F32, part, SHC_F32, kPart, SHC_SUM, NULL, &reduce));
   ok(shc_bind_all_reduce(comm, all, SHC_F32, kPart, SHC_SUM, 0, &sum));
-  ok(shc_bind_broadcast(comm, all, sizeof(all), size - 1, &share));
+  ok(shc_bind_broadcast(comm, all, SHC_F32, kPart, size - 1, &share));
   ok(shc_bind_barrier(comm, 0, &meet));
   shc_stream* stream = NULL;
   ok(shc_stream_create_thread(&stream));
@@ -242,7 +242,7 @@ static void sum_exactly(shc_comm* comm) {
   const int rank = rank_of(comm);
   shc_unique_id id;
   if (rank == 0) ok(shc_get_unique_id(SHC_SHM, 3, &id));
-  ok(shc_broadcast(comm, &id, sizeof(id), 0, NULL));
+  ok(shc_broadcast(comm, &id, SHC_U8, sizeof(id), 0, NULL));
   shc_comm_options options = SHC_COMM_OPTIONS_INIT;
   options.exact_sums = 1;
   shc_comm* exact = NULL;

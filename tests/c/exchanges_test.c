@@ -59,17 +59,16 @@ static void call_each(shc_comm* comm) {
     require_exchanged(comm, &all);
     drop(&all);
 
-    const size_t bytes = (size_t)count * sizeof(float);
     const int root = c % size;
     float* own = calloc((size_t)count + 1, sizeof(float));
     float* full = rank == root ? calloc((size_t)(count * size) + 1, sizeof(float)) : NULL;
     for (int64_t i = 0; i < count; ++i) own[i] = value_of(rank, i);
-    ok(shc_gather(comm, own, full, bytes, root, 4, NULL));
+    ok(shc_gather(comm, own, full, SHC_F32, count, root, 4, NULL));
     for (int64_t i = 0; full != NULL && i < count * size; ++i) {
       require(full[i] == value_of((int)(i / count), i % count), "gathered");
       full[i] += 1;
     }
-    ok(shc_scatter(comm, full, own, bytes, root, 0, NULL));
+    ok(shc_scatter(comm, full, own, SHC_F32, count, root, 0, NULL));
     for (int64_t i = 0; i < count; ++i) require(own[i] == value_of(rank, i) + 1, "scattered");
     ok(shc_reduce(comm, own, full, SHC_F32, count, SHC_SUM, root, 0, NULL));
     for (int64_t i = 0; full != NULL && i < count; ++i) {
@@ -123,8 +122,8 @@ static void bind_each(shc_comm* comm) {
   memcpy(sent, all.sent, sizeof(sent));
   ok(shc_bind_all_to_all(comm, all.send, sent, all.recv, all.received, SHC_F32, 0, &exchange));
   memset(sent, 0, sizeof(sent));  // it was read when it was bound
-  ok(shc_bind_gather(comm, own, full, sizeof(own), 0, 0, &gather));
-  ok(shc_bind_scatter(comm, full, part, sizeof(part), 0, 0, &scatter));
+  ok(shc_bind_gather(comm, own, full, SHC_F32, 50, 0, 0, &gather));
+  ok(shc_bind_scatter(comm, full, part, SHC_F32, 50, 0, 0, &scatter));
   ok(shc_bind_reduce(comm, own, part, SHC_F32, 50, SHC_MAX, size - 1, 0, &reduce));
   shc_stream* stream = NULL;
   ok(shc_stream_create_thread(&stream));
@@ -148,8 +147,8 @@ static void bind_each(shc_comm* comm) {
     if (rank == size - 1) require(part[0] == most, "the greatest");
     // The same without binding, on a stream.
     ok(shc_all_to_all(comm, all.send, all.sent, all.recv, all.received, SHC_F32, 0, stream));
-    ok(shc_gather(comm, own, full, sizeof(own), 0, 0, stream));
-    ok(shc_scatter(comm, full, part, sizeof(part), 0, 0, stream));
+    ok(shc_gather(comm, own, full, SHC_F32, 50, 0, 0, stream));
+    ok(shc_scatter(comm, full, part, SHC_F32, 50, 0, 0, stream));
     ok(shc_reduce(comm, part, full, SHC_F32, 50, SHC_MAX, 0, 0, stream));
     ok(shc_stream_record(stream, &end));
     ok(shc_event_wait(end, 60));
@@ -194,8 +193,12 @@ static void refuse_what_is_wrong(shc_comm* comm) {
           "send overlaps recv");
   refused(shc_all_to_all(comm, a, two, b, two, (shc_dtype)8, 0, NULL), SHC_INVALID_ARGUMENT,
           "dtype is 8; it must be an shc_dtype, SHC_U8 (0) to SHC_I8 (7)");
-  refused(shc_gather(comm, a, b, 4, -1, 0, NULL), SHC_INVALID_ARGUMENT, "gather: root is -1");
-  refused(shc_scatter(comm, a, b, 4, 99, 0, NULL), SHC_INVALID_ARGUMENT, "scatter: root is 99");
+  refused(shc_gather(comm, a, b, SHC_F32, 1, -1, 0, NULL), SHC_INVALID_ARGUMENT,
+          "gather: root is -1");
+  refused(shc_gather(comm, a, b, (shc_dtype)8, 1, 0, 0, NULL), SHC_INVALID_ARGUMENT,
+          "shc_gather: dtype is 8");
+  refused(shc_scatter(comm, a, b, SHC_F32, 1, 99, 0, NULL), SHC_INVALID_ARGUMENT,
+          "scatter: root is 99");
   refused(shc_reduce(comm, a, b, SHC_F32, 2, (shc_op)8, 0, 0, NULL), SHC_INVALID_ARGUMENT,
           "op is 8; it must be an shc_op, SHC_SUM (0) to SHC_BXOR (7)");
   refused(shc_reduce(comm, a, b, SHC_F32, 2, SHC_BXOR, 0, 0, NULL), SHC_INVALID_ARGUMENT,
@@ -203,10 +206,11 @@ static void refuse_what_is_wrong(shc_comm* comm) {
   shc_collective* bound = NULL;
   refused(shc_bind_reduce(comm, a, b, SHC_F64, 1, SHC_BAND, 0, 0, &bound), SHC_INVALID_ARGUMENT,
           "op is band");
-  refused(shc_bind_gather(comm, NULL, b, 4, 0, 0, &bound), SHC_INVALID_ARGUMENT, "send is null");
+  refused(shc_bind_gather(comm, NULL, b, SHC_F32, 1, 0, 0, &bound), SHC_INVALID_ARGUMENT,
+          "send is null");
   refused(shc_bind_all_to_all(comm, a, two, b, NULL, SHC_F32, 0, &bound), SHC_INVALID_ARGUMENT,
           "recv_counts is NULL");
-  refused(shc_scatter(NULL, a, b, 4, 0, 0, NULL), SHC_INVALID_ARGUMENT, "comm is NULL");
+  refused(shc_scatter(NULL, a, b, SHC_F32, 1, 0, 0, NULL), SHC_INVALID_ARGUMENT, "comm is NULL");
   require(bound == NULL, "nothing was bound");
   ok(shc_barrier(comm, 0, NULL));
 }

@@ -67,7 +67,8 @@ static int exchange_hosts(void* context, int channel, const void* send, void* re
 static int broadcast_hosts(void* context, int channel, void* buffer, size_t bytes, int root,
                            char* error) {
   struct links* links = context;
-  return status_of(shc_broadcast(links->channels[channel], buffer, bytes, root, NULL), error);
+  return status_of(
+      shc_broadcast(links->channels[channel], buffer, SHC_U8, (int64_t)bytes, root, NULL), error);
 }
 
 static void cut(void* context) {
@@ -104,7 +105,7 @@ static void every_collective(shc_comm* comm, int rank) {
     }
     const int root = c + 1;
     if (rank == root) own[0] = 100 + (float)c;
-    ok(shc_broadcast(comm, own, bytes, root, NULL));
+    ok(shc_broadcast(comm, own, SHC_F32, count, root, NULL));
     require(own[0] == 100 + (float)c, "the root's");
     ok(shc_barrier(comm, 0, NULL));
     free(own);

@@ -131,13 +131,13 @@ def same_exchanges(seed: int) -> None:
         full = own.new_empty(size, most)
         parts = list(own.new_empty(size, most))
         dist.gather(own, parts if rank == root else None, root)
-        library.call("gather", own, full, own.nbytes, root, 0)
+        library.call("gather", own, full, DTYPES[own.dtype], most, root, 0)
         if rank == root:
             assert torch.equal(full, torch.stack(parts)), most
         theirs = torch.empty_like(own)
         dist.scatter(theirs, [2 * part for part in parts] if rank == root else None, root)
         part = torch.empty_like(own)
-        library.call("scatter", 2 * full, part, own.nbytes, root, 0)
+        library.call("scatter", 2 * full, part, DTYPES[own.dtype], most, root, 0)
         assert torch.equal(part, theirs), most
     library.close()
     dist.destroy_process_group()

@@ -130,6 +130,11 @@ def other_reduction(comm: Communicator) -> None:
     comm.all_reduce(torch.zeros(4), "max" if comm.rank == 1 else "sum")
 
 
+def other_copy(comm: Communicator) -> None:
+    comm.broadcast(torch.zeros(4, dtype=torch.int32 if comm.rank == 1 else torch.float32))
+    comm.barrier()  # a root may have gone on before the others came
+
+
 def other_root(comm: Communicator) -> None:
     comm.broadcast(torch.zeros(4), root=comm.rank % 2)
     comm.barrier()  # a root may have gone on before the others came
@@ -151,7 +156,8 @@ def other_tag(comm: Communicator) -> None:
         (other_size, "reduce_scatter(f32, count 5, sum)", "reduce_scatter(f32, count 4, sum)"),
         (other_dtype, "all_reduce(bf16, count 4, sum)", "all_reduce(f32, count 4, sum)"),
         (other_reduction, "all_reduce(f32, count 4, max)", "all_reduce(f32, count 4, sum)"),
-        (other_root, "broadcast(16 bytes, root 1)", "broadcast(16 bytes, root 0)"),
+        (other_root, "broadcast(f32, count 4, root 1)", "broadcast(f32, count 4, root 0)"),
+        (other_copy, "broadcast(i32, count 4, root 0)", "broadcast(f32, count 4, root 0)"),
         (other_memory, "allocate(16 bytes, gather)", "allocate(32 bytes, gather)"),
         (other_tag, "all_gather(f32, count 4, tag 2)", "all_gather(f32, count 4)"),
     ],

@@ -326,10 +326,11 @@ void a_root_that_comes_later_sees_another_call() {
   } catch (const CommError& error) {
     heard = error.what();
   }
-  require(heard ==
-              "ranks called different collectives: rank 0 called broadcast(0 bytes, root 0) #1; "
-              "rank 1 called barrier() #1",
-          heard);
+  require(
+      heard ==
+          "ranks called different collectives: rank 0 called broadcast(u8, count 0, root 0) #1; "
+          "rank 1 called barrier() #1",
+      heard);
 }
 
 // Its deadline passes while it is stopped. The others could not come to a rank that does not run.

@@ -48,7 +48,7 @@ void a_failure_reaches_all(Communicator& comm) {
       comm.barrier();
     } else {
       std::vector<float> buffer(4);
-      comm.broadcast(buffer.data(), 16, 0);
+      comm.broadcast(buffer.data(), DType::f32, 4, 0);
       comm.barrier();  // a root may have gone on before rank 1 came
     }
     require(false, "ranks that disagree throw");
@@ -140,7 +140,7 @@ void other_dtype_received(Communicator& comm) {
 
 void other_root(Communicator& comm) {
   std::vector<float> buffer(4);
-  comm.broadcast(buffer.data(), 16, comm.rank() == 1 ? 1 : 0);
+  comm.broadcast(buffer.data(), DType::f32, 4, comm.rank() == 1 ? 1 : 0);
   comm.barrier();  // a root may have gone on before the others came
 }
 

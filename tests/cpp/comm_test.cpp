@@ -45,7 +45,7 @@ void collectives(Communicator& comm) {
       require(reduced[static_cast<std::size_t>(i)] == total, "reduced");
     }
     comm.all_reduce(reduced.data(), DType::f32, part, RedOp::max);
-    comm.broadcast(send.data(), send.size() * sizeof(float), round % size);
+    comm.broadcast(send.data(), DType::f32, static_cast<std::int64_t>(send.size()), round % size);
     require(send[0] == value(round % size, 0), "broadcast");
   }
 }
@@ -176,7 +176,7 @@ void operands_of_several_kinds(Communicator& comm) {
       comm.all_reduce(values, DType::f32, part, RedOp::sum);
       require(values[0] == size && values[part - 1] == size, "summed for all");
       std::fill_n(values, part, static_cast<float>(comm.rank()));
-      comm.broadcast(values, sizeof(float) * static_cast<std::size_t>(part), alone);
+      comm.broadcast(values, DType::f32, part, alone);
       require(values[0] == alone && values[part - 1] == alone, "of the root");
     }
   }

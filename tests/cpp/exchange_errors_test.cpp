@@ -65,6 +65,7 @@ void ranks_that_differ_are_told() {
   const Parts parts(2);
   std::array<Bytes, 3> sends{Bytes(64), Bytes(64), Bytes(64)};
   std::array<Bytes, 3> recvs = sends;
+  std::array<Bytes, 3> many{Bytes(1000), Bytes(1000), Bytes(1000)};
   const auto send = [&](const Communicator& comm) {
     return sends[static_cast<std::size_t>(comm.rank())].data();
   };
@@ -74,13 +75,28 @@ void ranks_that_differ_are_told() {
   using Differs = std::function<void(Communicator&, bool)>;
   const std::vector<std::pair<Differs, const char*>> calls{
       {[&](Communicator& comm, bool differs) {
-         comm.gather(send(comm), recv(comm), 8, differs ? 1 : 0);
+         comm.gather(send(comm), recv(comm), DType::u8, 8, differs ? 1 : 0);
        },
-       "rank 1 called gather(8 bytes, root 1)"},
+       "rank 1 called gather(u8, count 8, root 1)"},
       {[&](Communicator& comm, bool differs) {
-         comm.scatter(send(comm), recv(comm), differs ? 7 : 8, 0);
+         const DType dtype = differs ? DType::f32 : DType::i32;
+         comm.gather(send(comm), recv(comm), dtype, 2, 0);
        },
-       "rank 1 called scatter(7 bytes, root 0)"},
+       "rank 1 called gather(f32, count 2, root 0)"},
+      {[&](Communicator& comm, bool differs) {
+         comm.scatter(send(comm), recv(comm), DType::u8, differs ? 7 : 8, 0);
+       },
+       "rank 1 called scatter(u8, count 7, root 0)"},
+      {[&](Communicator& comm, bool differs) {
+         const DType dtype = differs ? DType::f64 : DType::i64;
+         comm.scatter(send(comm), recv(comm), dtype, 1, 0);
+       },
+       "rank 1 called scatter(f64, count 1, root 0)"},
+      {[&](Communicator& comm, bool differs) {  // more than a root sends without waiting
+         const DType dtype = differs ? DType::bf16 : DType::f16;
+         comm.broadcast(many[static_cast<std::size_t>(comm.rank())].data(), dtype, 500, 0);
+       },
+       "rank 1 called broadcast(bf16, count 500, root 0)"},
       {[&](Communicator& comm, bool differs) {
          const RedOp op = differs ? RedOp::bor : RedOp::band;
          comm.reduce(send(comm), recv(comm), DType::u8, 8, op, 2);
@@ -102,7 +118,7 @@ void ranks_that_differ_are_told() {
        "rank 1 called all_to_all(u8, tag 9)"},
       {[&](Communicator& comm, bool differs) {
          if (differs) return comm.all_gather(send(comm), DType::u8, recv(comm), DType::u8, 8);
-         comm.gather(send(comm), recv(comm), 8, 1);
+         comm.gather(send(comm), recv(comm), DType::u8, 8, 1);
        },
        "rank 1 called all_gather(u8, count 8)"},
   };
@@ -143,23 +159,27 @@ void wrong_arguments_are_refused(Communicator& comm) {
   refuses([&] { Parts(std::vector<std::int64_t>{1, -2}, "send_counts"); },
           "send_counts[1] is -2; counts must be at least 0");
 
-  refuses([&] { comm.gather(a, a + 32, 8, size); },
+  refuses([&] { comm.gather(a, a + 32, DType::f32, 2, size); },
           "gather: root is " + std::to_string(size) + "; it must be a rank, 0 to ");
-  refuses([&] { comm.gather(a, a + 32, std::size_t{1} << 60, 0); }, "gather: bytes is ");
-  refuses([&] { comm.gather(nullptr, a, 8, 0); }, "gather: send is null");
-  refuses([&] { comm.gather(a, nullptr, 8, comm.rank()); }, "gather: recv is null");
-  refuses([&] { comm.gather(a + 1, a, 8, comm.rank()); },
+  refuses([&] { comm.gather(a, a + 32, DType::f32, std::int64_t{1} << 60, 0); },
+          "gather: count is 1152921504606846976; for ");
+  refuses([&] { comm.gather(nullptr, a, DType::f32, 2, 0); }, "gather: send is null");
+  refuses([&] { comm.gather(a, nullptr, DType::f32, 2, comm.rank()); }, "gather: recv is null");
+  refuses([&] { comm.gather(a + 1, a, DType::f32, 2, comm.rank()); },
           "gather: send overlaps recv; it must lie apart from it or, in place, be the root's part, "
           "recv[" +
-              std::to_string(8 * comm.rank()) + " : ");
-  refuses([&] { comm.gather(a, shared->data(), 8, comm.rank()); },
+              std::to_string(2 * comm.rank()) + " : ");
+  refuses([&] { comm.gather(a, shared->data(), DType::f32, 2, comm.rank()); },
           "gather: recv is in communication memory");
-  refuses([&] { comm.scatter(a, a + 32, 8, -1); }, "scatter: root is -1; it must be a rank");
-  refuses([&] { comm.scatter(a, nullptr, 8, 0); }, "scatter: recv is null");
-  refuses([&] { comm.scatter(a, shared->data(), 8, 0); },
+  refuses([&] { comm.scatter(a, a + 32, DType::f32, 2, -1); },
+          "scatter: root is -1; it must be a rank");
+  refuses([&] { comm.scatter(a, nullptr, DType::f32, 2, 0); }, "scatter: recv is null");
+  refuses([&] { comm.scatter(a, shared->data(), DType::f32, 2, 0); },
           "scatter: recv is in communication memory");
   refuses(
-      [&] { comm.scatter(own->data(), static_cast<std::byte*>(own->data()) + 4, 8, comm.rank()); },
+      [&] {
+        comm.scatter(own->data(), static_cast<float*>(own->data()) + 1, DType::f32, 2, comm.rank());
+      },
       "scatter: send overlaps recv");
   refuses([&] { comm.reduce(a, a + 1, DType::f32, 2, RedOp::sum, comm.rank()); },
           "reduce: send overlaps recv; it must lie apart from it or, in place, be the same");
@@ -188,9 +208,9 @@ void one_rank_alone(Communicator& comm) {
   std::vector<float> a{1, 2, 3}, b(3);
   comm.all_to_all(a.data(), Parts(3), b.data(), Parts(3), DType::f32);
   require(a == b, "to itself");
-  comm.gather(a.data() + 1, b.data(), 4, 0);
+  comm.gather(a.data() + 1, b.data(), DType::f32, 1, 0);
   require(b[0] == 2, "gathered");
-  comm.scatter(a.data() + 2, b.data(), 4, 0);
+  comm.scatter(a.data() + 2, b.data(), DType::f32, 1, 0);
   require(b[0] == 3, "scattered");
   comm.reduce(a.data(), b.data(), DType::f32, 3, RedOp::avg, 0);
   require(a == b, "reduced");

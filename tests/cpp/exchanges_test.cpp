@@ -68,8 +68,11 @@ void gather(Program& program) {
   Communicator& comm = program.comm;
   const int size = comm.size();
   const int root = static_cast<int>(program.draw(size - 1));
-  const std::int64_t bytes =
-      program.size_near(program.pick<std::int64_t>({10, kInline / size, kChunk}));
+  const DType dtype = program.pick<DType>({DType::u8, DType::i32, DType::f64});
+  const auto width = static_cast<std::int64_t>(itemsize(dtype));
+  const std::int64_t count =
+      program.size_near(program.pick<std::int64_t>({10, kInline / size, kChunk}) / width);
+  const std::int64_t bytes = count * width;
   const bool in_place = program.draw(3) == 0;
   const int key = static_cast<int>(program.draw(1000));
   std::byte* recv = program.memory(bytes * size);
@@ -78,7 +81,7 @@ void gather(Program& program) {
   if (is_root && in_place) send = recv + root * bytes;
   const Bytes own = bytes_of(key + comm.rank(), bytes);
   if (bytes > 0) std::memcpy(send, own.data(), own.size());
-  comm.gather(send, is_root ? recv : nullptr, static_cast<std::size_t>(bytes), root, key);
+  comm.gather(send, is_root ? recv : nullptr, dtype, count, root, key);
   for (int r = 0; is_root && r < size; ++r) {
     program.same(recv + r * bytes, bytes_of(key + r, bytes), "gather");
   }
@@ -90,8 +93,11 @@ void scatter(Program& program) {
   Communicator& comm = program.comm;
   const int size = comm.size();
   const int root = static_cast<int>(program.draw(size - 1));
-  const std::int64_t bytes = program.size_near(
-      program.pick<std::int64_t>({10, kInline / size, near_slot(size), 3 * kChunk}));
+  const DType dtype = program.pick<DType>({DType::u8, DType::i32, DType::f64});
+  const auto width = static_cast<std::int64_t>(itemsize(dtype));
+  const std::int64_t count = program.size_near(
+      program.pick<std::int64_t>({10, kInline / size, near_slot(size), 3 * kChunk}) / width);
+  const std::int64_t bytes = count * width;
   const bool in_place = program.draw(3) == 0;
   const int key = static_cast<int>(program.draw(1000));
   std::byte* send = program.memory(bytes * size);
@@ -102,7 +108,7 @@ void scatter(Program& program) {
     const Bytes part = bytes_of(key + r, bytes);
     if (bytes > 0) std::memcpy(send + r * bytes, part.data(), part.size());
   }
-  comm.scatter(is_root ? send : nullptr, recv, static_cast<std::size_t>(bytes), root, key);
+  comm.scatter(is_root ? send : nullptr, recv, dtype, count, root, key);
   program.same(recv, bytes_of(key + comm.rank(), bytes), "scatter");
   for (int r = 0; is_root && r < size; ++r) {
     program.same(send + r * bytes, bytes_of(key + r, bytes), "scatter leaves what it sends");
@@ -241,11 +247,10 @@ void operands_are_free_when_a_call_returns(Communicator& comm) {
                 "what a rank sent when it called");
       }
       const int root = round % size;
-      const auto bytes = static_cast<std::size_t>(count) * sizeof(std::int32_t);
       std::fill(send.begin(), send.end(), value(comm.rank()) + 5);
-      comm.gather(send.data(), recv.data(), bytes, root);
+      comm.gather(send.data(), recv.data(), DType::i32, count, root);
       if (comm.rank() == root) require(recv.back() == value(size - 1) + 5, "gathered");
-      comm.scatter(send.data(), recv.data(), bytes, root);
+      comm.scatter(send.data(), recv.data(), DType::i32, count, root);
       require(recv[static_cast<std::size_t>(count) - 1] == value(root) + 5, "scattered");
       std::fill(send.begin(), send.end(), value(comm.rank()) + 7);
       comm.reduce(send.data(), recv.data(), DType::i32, count, RedOp::max, root);
@@ -359,9 +364,9 @@ void receipts_tell_the_way(Communicator& comm) {
       const Parts parts(bytes / size + (more == 1 ? 1 : 0));
       comm.all_to_all(from, parts, recv.data(), parts, DType::u8);
       expect("all_to_all", way);
-      comm.gather(from, recv.data(), static_cast<std::size_t>(bytes), 0);
+      comm.gather(from, recv.data(), DType::u8, bytes, 0);
       expect("gather", way);
-      comm.scatter(from, recv.data(), static_cast<std::size_t>(bytes), size - 1);
+      comm.scatter(from, recv.data(), DType::u8, bytes, size - 1);
       expect("scatter", way);
       comm.reduce(from, recv.data(), DType::u8, kInline + more, RedOp::bor, 0);
       expect("reduce", way);
@@ -383,7 +388,7 @@ void operands_that_nobody_reads_may_be_anywhere(Communicator& comm) {
   received[0] = 0;
   comm.all_to_all(is_first ? nullptr : from, sent, recv.data(), Parts(received), DType::u8);
   require(way_of(comm, "all_to_all") == "direct", "a rank that sends nothing");
-  comm.gather(from, recv.data(), static_cast<std::size_t>(bytes), 0);
+  comm.gather(from, recv.data(), DType::u8, bytes, 0);
   require(way_of(comm, "gather") == "direct", "the root of a gather");
   comm.reduce(from, recv.data(), DType::u8, bytes, RedOp::bor, 0);
   require(way_of(comm, "reduce") == "direct", "the root of a reduce");

@@ -61,7 +61,7 @@ class Threads final : public Across {
     comm(channel).all_to_all(send, parts, recv, parts, DType::u8);
   }
   void broadcast(int channel, void* buffer, std::size_t bytes, int root) override {
-    comm(channel).broadcast(buffer, bytes, root);
+    comm(channel).broadcast(buffer, DType::u8, static_cast<std::int64_t>(bytes), root);
   }
   void leave() noexcept override {
     for (const auto& comm : comms_) comm->abort("the lead has left");
@@ -201,7 +201,7 @@ void all_reduces(Communicator& comm, std::uint64_t key, std::int64_t count, bool
 void broadcasts(Communicator& comm, std::uint64_t key, std::int64_t count) {
   for (int root = 0; root < comm.size(); ++root) {
     std::vector<float> buffer = values(key, comm.rank(), count);
-    comm.broadcast(buffer.data(), sizeof(float) * buffer.size(), root);
+    comm.broadcast(buffer.data(), DType::f32, count, root);
     require(buffer == values(key, root, count), "what the root had");
   }
 }
@@ -318,8 +318,8 @@ void what_is_not_there_says_so() {
     const Parts one(1);
     require(refused([&] { comm.all_to_all(all, one, other, one, DType::f32); }, "no all_to_all"),
             "all_to_all");
-    require(refused([&] { comm.gather(&own, all, 4, 0); }, "no gather"), "gather");
-    require(refused([&] { comm.scatter(all, &own, 4, 0); }, "no scatter"), "scatter");
+    require(refused([&] { comm.gather(&own, all, DType::f32, 1, 0); }, "no gather"), "gather");
+    require(refused([&] { comm.scatter(all, &own, DType::f32, 1, 0); }, "no scatter"), "scatter");
     require(refused([&] { comm.reduce(&own, all, DType::f32, 1, RedOp::sum, 0); }, "no reduce"),
             "");
     require(refused([&] { comm.mailbox(); }, "no messages"), "messages");

@@ -146,7 +146,7 @@ void buffers_are_broadcast(Rank& rank) {
   rank.executor.channel = 0;
   for (int root = 0; root < rank.comm.size(); ++root) {
     std::vector<float> buffer = rank.values(kCount);
-    rank.comm.broadcast(buffer.data(), sizeof(float) * kCount, root);
+    rank.comm.broadcast(buffer.data(), DType::f32, kCount, root);
     const std::vector<float> result = buffer;
     std::fill(buffer.begin(), buffer.end(), kOverwritten);
     for (std::int64_t i = 0; i < kCount; i += 997) {
@@ -255,13 +255,13 @@ void a_root_gathers_and_scatters(Rank& rank) {
     float* send = root % 2 ? static_cast<float*>(window->data()) : memory.data();
     std::copy(values.begin(), values.end(), send);
     std::vector<float> gathered(is_root ? values.size() : 0);
-    rank.comm.gather(send, gathered.data(), kBytes, root);
+    rank.comm.gather(send, gathered.data(), DType::f32, kCount, root);
     std::fill_n(send, kCount, kOverwritten);
     if (is_root) check_gathered(rank, gathered.data(), kCount);
 
     std::copy(values.begin(), values.end(), send);
     std::vector<float> recv(kCount);
-    rank.comm.scatter(send, recv.data(), kBytes, root);
+    rank.comm.scatter(send, recv.data(), DType::f32, kCount, root);
     std::fill_n(send, kCount * size, kOverwritten);
     for (std::int64_t i = 0; i < kCount; i += 997) {
       require(recv[static_cast<std::size_t>(i)] == Rank::value(root, rank.comm.rank() * kCount + i),
@@ -313,7 +313,7 @@ void few_elements_are_gathered(Rank& rank) {
     const int root = round % size;
     const std::vector<float> parts = few_of(rank, round, kFew * size);
     std::vector<float> part(kFew);
-    rank.comm.scatter(parts.data(), part.data(), sizeof(float) * kFew, root);
+    rank.comm.scatter(parts.data(), part.data(), DType::f32, kFew, root);
     for (std::int64_t i = 0; i < kFew; ++i) {
       require(part[static_cast<std::size_t>(i)] == few(root, round, rank.comm.rank() * kFew + i),
               "received its few elements of the root's");

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 
+import shardcomm
 from shardcomm import launch
 from shardcomm.interop.backend import make_group
 
@@ -260,3 +262,24 @@ def test_a_result_goes_to_the_memory_that_was_given() -> None:
 def test_a_rank_outside_of_the_group_is_refused(rank: int) -> None:
     with pytest.raises(ValueError, match=f"'shardcomm': rank is {rank}; it must be 0 to 1"):
         make_group(dist.HashStore(), rank, 2, timedelta(seconds=5))
+
+
+def of_another_dtype(operation: str) -> None:
+    dist.init_process_group(OURS, timeout=timedelta(seconds=60))
+    rank, size = dist.get_rank(), dist.get_world_size()
+    one = torch.ones(100, dtype=(torch.float32, torch.int32)[rank % 2])
+    parts = [torch.empty_like(one) for _ in range(size)] if rank == 0 else None
+    calls: dict[str, Callable[[], object]] = {
+        "broadcast": lambda: dist.broadcast(one, 0),
+        "gather": lambda: dist.gather(one, parts, 0),
+        "scatter": lambda: dist.scatter(one, parts, 0),
+    }
+    with pytest.raises(shardcomm.CommError, match=rf"{operation}\(i32, count 100, root 0\)") as at:
+        calls[operation]()
+    assert (at.value.kind, at.value.operation) == ("mismatch", operation)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("operation", ["broadcast", "gather", "scatter"])
+def test_ranks_that_give_another_dtype_of_as_many_bytes_are_told(operation: str) -> None:
+    launch(of_another_dtype, 2, (operation,), timeout_s=60)

@@ -113,7 +113,8 @@ class Communicator {
                   NativeStream stream = nullptr);
   // Of few bytes (docs/protocol.md) the root waits for nobody: if another rank calls something
   // else, that one throws, and the root in its next call.
-  void broadcast(void* buffer, std::size_t bytes, int root, NativeStream stream = nullptr);
+  void broadcast(void* buffer, DType dtype, std::int64_t count, int root,
+                 NativeStream stream = nullptr);
   // `tag` as in all_gather.
   void barrier(std::int64_t tag = 0, NativeStream stream = nullptr);
 
@@ -122,15 +123,15 @@ class Communicator {
   // not, all ranks throw CommError. Neither may lie in memory that all ranks share.
   void all_to_all(const void* send, const Parts& send_parts, void* recv, const Parts& recv_parts,
                   DType dtype, std::int64_t tag = 0, NativeStream stream = nullptr);
-  // On the root, `recv` gets the `bytes` of each rank's `send`, in the order of ranks, and may not
-  // lie in memory that all ranks share. Others' `recv` is ignored. In place, the root's `send` is
-  // its part of `recv`.
-  void gather(const void* send, void* recv, std::size_t bytes, int root, std::int64_t tag = 0,
-              NativeStream stream = nullptr);
+  // On the root, `recv` gets the `count` elements of each rank's `send`, in the order of ranks, and
+  // may not lie in memory that all ranks share. Others' `recv` is ignored. In place, the root's
+  // `send` is its part of `recv`.
+  void gather(const void* send, void* recv, DType dtype, std::int64_t count, int root,
+              std::int64_t tag = 0, NativeStream stream = nullptr);
   // The same in the other direction: `recv` of rank r gets the part r of the root's `send`, which
-  // is `bytes` long.
-  void scatter(const void* send, void* recv, std::size_t bytes, int root, std::int64_t tag = 0,
-               NativeStream stream = nullptr);
+  // has `count` elements.
+  void scatter(const void* send, void* recv, DType dtype, std::int64_t count, int root,
+               std::int64_t tag = 0, NativeStream stream = nullptr);
   // `recv` of the root, which may be its `send`, gets what all_reduce would leave there, bit for
   // bit. Others' `recv` is ignored.
   void reduce(const void* send, void* recv, DType dtype, std::int64_t count, RedOp op, int root,
@@ -157,7 +158,7 @@ class Communicator {
                                            DType dtype, std::int64_t count, RedOp op,
                                            std::int64_t tag = 0);
   static Stream::Operation bind_broadcast(std::shared_ptr<Communicator> comm, void* buffer,
-                                          std::size_t bytes, int root);
+                                          DType dtype, std::int64_t count, int root);
   static Stream::Operation bind_barrier(std::shared_ptr<Communicator> comm, std::int64_t tag = 0);
   // The operation returns when all sharers of the buffer have come: each of them has written its
   // share, and all can read all of it. It takes its turn among the gathers of all ranks.
@@ -168,10 +169,10 @@ class Communicator {
                                            const Parts& recv_parts, DType dtype,
                                            std::int64_t tag = 0);
   static Stream::Operation bind_gather(std::shared_ptr<Communicator> comm, const void* send,
-                                       void* recv, std::size_t bytes, int root,
+                                       void* recv, DType dtype, std::int64_t count, int root,
                                        std::int64_t tag = 0);
   static Stream::Operation bind_scatter(std::shared_ptr<Communicator> comm, const void* send,
-                                        void* recv, std::size_t bytes, int root,
+                                        void* recv, DType dtype, std::int64_t count, int root,
                                         std::int64_t tag = 0);
   static Stream::Operation bind_reduce(std::shared_ptr<Communicator> comm, const void* send,
                                        void* recv, DType dtype, std::int64_t count, RedOp op,
@@ -215,14 +216,15 @@ class Communicator {
   virtual void run_sharing(const void* buffer, std::size_t bytes, std::int64_t tag);
   virtual void run_all_reduce(void* buffer, DType dtype, std::int64_t count, RedOp op,
                               std::int64_t tag, NativeStream stream) = 0;
-  virtual void run_broadcast(void* buffer, std::size_t bytes, int root, NativeStream stream) = 0;
+  virtual void run_broadcast(void* buffer, DType dtype, std::int64_t count, int root,
+                             NativeStream stream) = 0;
   virtual void run_barrier(std::int64_t tag, NativeStream stream) = 0;
   virtual void run_all_to_all(const void* send, const Parts& send_parts, void* recv,
                               const Parts& recv_parts, DType dtype, std::int64_t tag,
                               NativeStream stream) = 0;
-  virtual void run_gather(const void* send, void* recv, std::size_t bytes, int root,
+  virtual void run_gather(const void* send, void* recv, DType dtype, std::int64_t count, int root,
                           std::int64_t tag, NativeStream stream) = 0;
-  virtual void run_scatter(const void* send, void* recv, std::size_t bytes, int root,
+  virtual void run_scatter(const void* send, void* recv, DType dtype, std::int64_t count, int root,
                            std::int64_t tag, NativeStream stream) = 0;
   virtual void run_reduce(const void* send, void* recv, DType dtype, std::int64_t count, RedOp op,
                           int root, std::int64_t tag, NativeStream stream) = 0;

@@ -127,8 +127,7 @@ void rank_main(const Comm& comm, std::uint32_t seed) {
       const int root = static_cast<int>(choose() % kRanks);
       fill(compute, result.data(), round, rank, n);
       gathers->wait(compute->record());
-      comm->broadcast(result.data(), static_cast<std::size_t>(n) * sizeof(float), root,
-                      gathers->native());
+      comm->broadcast(result.data(), DType::f32, n, root, gathers->native());
       compute->wait(gathers->record());
       check(compute, result.data(), n, "broadcast",
             [=](std::int64_t i) { return value(round, root, i); });
@@ -152,11 +151,10 @@ void rank_main(const Comm& comm, std::uint32_t seed) {
     }
     if (choose() % 4 == 0) {
       const int root = static_cast<int>(choose() % kRanks);
-      const auto bytes_of_part = static_cast<std::size_t>(n) * sizeof(float);
       fill(compute, result.data(), round, rank, n);
       gathers->wait(compute->record());
-      comm->gather(result.data(), exchanged.data(), bytes_of_part, root, 0, gathers->native());
-      comm->scatter(exchanged.data(), part.data(), bytes_of_part, root, 0, gathers->native());
+      comm->gather(result.data(), exchanged.data(), DType::f32, n, root, 0, gathers->native());
+      comm->scatter(exchanged.data(), part.data(), DType::f32, n, root, 0, gathers->native());
       reduces->wait(gathers->record());
       comm->reduce(part.data(), exchanged.data(), DType::f32, n, RedOp::sum, root, 0,
                    reduces->native());

@@ -180,7 +180,7 @@ void collectives(const Comm& comm) {
   uneven_gathers(comm, queue);
   uneven_reduces(comm, queue);
   float value = static_cast<float>(comm->rank() + 1);
-  comm->broadcast(&value, sizeof(value), 1, queue.get());
+  comm->broadcast(&value, DType::f32, 1, 1, queue.get());
   comm->barrier(0, queue.get());
   queue.finish();
   require(value == 2, "broadcast");
@@ -336,9 +336,9 @@ void products_and_what_is_refused(const Comm& comm) {
   const Parts parts(1);
   refuses([&] { comm->all_to_all(two.data(), parts, part.data(), parts, DType::f32); },
           "all_to_all: the nccl transport has none; call ncclSend and ncclRecv for each rank");
-  refuses([&] { comm->gather(part.data(), two.data(), 4, 0); },
+  refuses([&] { comm->gather(part.data(), two.data(), DType::f32, 1, 0); },
           "gather: the nccl transport has none; call all_gather");
-  refuses([&] { comm->scatter(two.data(), part.data(), 4, 0); },
+  refuses([&] { comm->scatter(two.data(), part.data(), DType::f32, 1, 0); },
           "scatter: the nccl transport has none; call broadcast");
   refuses([&] { comm->reduce(part.data(), two.data(), DType::f32, 8, RedOp::sum, 0); },
           "reduce: the nccl transport has none; call all_reduce");
@@ -445,7 +445,7 @@ void memory_is_let_go_of() {
       if (comm->rank() != 0) kept = nullptr;
     });
     float value = 1;
-    for (int i = 0; i < 50; ++i) comm->broadcast(&value, sizeof(value), 0, queue.get());
+    for (int i = 0; i < 50; ++i) comm->broadcast(&value, DType::f32, 1, 0, queue.get());
     queue.finish();
     other.join();
     // Rank 0 still has one that the others do not have: the next is no window.

@@ -106,7 +106,7 @@ std::string wrong_sum(const Rank& own, const void* have) {
 }
 
 void broadcast_in(Rank& own, void* buffer) {
-  own.comm->broadcast(buffer, own.send.size() * sizeof(float), own.size - 1);
+  own.comm->broadcast(buffer, DType::f32, static_cast<std::int64_t>(own.send.size()), own.size - 1);
 }
 std::string wrong_broadcast(const Rank& own, const void* have) {
   return expect("buffer", static_cast<const float*>(have),
@@ -114,15 +114,20 @@ std::string wrong_broadcast(const Rank& own, const void* have) {
                 [&](std::int64_t i) { return value(own.size - 1, i); });
 }
 
+// How many elements of `send` are for one rank.
+std::int64_t part_of(const Rank& own) {
+  return static_cast<std::int64_t>(own.send.size()) / own.size;
+}
+
 // Of each rank the part for this one.
 void exchange_from(Rank& own, const void* send) {
-  const shardcomm::Parts parts(static_cast<std::int64_t>(own.send.size()) / own.size);
+  const shardcomm::Parts parts(part_of(own));
   own.comm->all_to_all(send, parts, own.recv.data(), parts, DType::f32);
 }
 void exchange_private(Rank& own) { exchange_from(own, own.send.data()); }
 void exchange_memory(Rank& own) { exchange_from(own, own.reduce->data()); }
 std::string wrong_exchange(const Rank& own) {
-  const std::int64_t part = static_cast<std::int64_t>(own.send.size()) / own.size;
+  const std::int64_t part = part_of(own);
   return expect("recv", own.recv.data(), part * own.size, [&](std::int64_t i) {
     return value(static_cast<int>(i / part), own.rank * part + i % part);
   });
@@ -132,19 +137,17 @@ std::string wrong_exchange(const Rank& own) {
 constexpr int kRoot = 1;
 
 void gather_to_root(Rank& own) {
-  own.comm->gather(own.send.data(), own.recv.data(),
-                   own.send.size() / static_cast<std::size_t>(own.size) * sizeof(float), kRoot);
+  own.comm->gather(own.send.data(), own.recv.data(), DType::f32, part_of(own), kRoot);
 }
 std::string wrong_at_root(const Rank& own) {
   return own.rank == kRoot ? wrong_private_gather(own) : "";
 }
 
 void scatter_from(Rank& own, const void* send) {
-  own.comm->scatter(send, own.recv.data(),
-                    own.send.size() / static_cast<std::size_t>(own.size) * sizeof(float), kRoot);
+  own.comm->scatter(send, own.recv.data(), DType::f32, part_of(own), kRoot);
 }
 std::string wrong_scatter(const Rank& own) {
-  const std::int64_t part = static_cast<std::int64_t>(own.send.size()) / own.size;
+  const std::int64_t part = part_of(own);
   return expect("recv", own.recv.data(), part,
                 [&](std::int64_t i) { return value(kRoot, own.rank * part + i); });
 }
