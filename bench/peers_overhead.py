@@ -88,8 +88,7 @@ def measure_on_gpu(calls: int) -> Samples:
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
     from support.nccl_ranks import connect
 
-    core = connect(deadline_s=60.0)
-    with CoreCommunicator(core, torch.device("cuda", torch.cuda.current_device())) as comm:
+    with connect(deadline_s=60.0) as comm:
         return measure(comm, calls, torch.cuda.synchronize)
 
 

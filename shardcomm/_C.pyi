@@ -405,43 +405,6 @@ class Communicator:
     def codes_reduces(self) -> bool: ...
     def allocate(self, nbytes: int, use: Use) -> Memory: ...
     def sharers(self, buffer: int, nbytes: int) -> tuple[int, int]: ...
-    def all_gather(
-        self,
-        send: int,
-        send_dtype: DType,
-        recv: int,
-        recv_dtype: DType,
-        parts: int | tuple[int, ...],
-        tag: int,
-        stream: Stream | None = ...,
-    ) -> None: ...
-    def reduce_scatter(
-        self,
-        send: int,
-        dtype: DType,
-        recv: int,
-        recv_dtype: DType,
-        scale: float,
-        accumulate: bool,
-        parts: int | tuple[int, ...],
-        op: RedOp,
-        tag: int,
-        nonfinite: int = ...,
-        stream: Stream | None = ...,
-    ) -> None: ...
-    def all_reduce(
-        self,
-        buffer: int,
-        dtype: DType,
-        count: int,
-        op: RedOp,
-        tag: int = ...,
-        stream: Stream | None = ...,
-    ) -> None: ...
-    def broadcast(
-        self, buffer: int, dtype: DType, count: int, root: int, stream: Stream | None = ...
-    ) -> None: ...
-    def barrier(self, tag: int = ..., stream: Stream | None = ...) -> None: ...
     def name_tag(self, tag: int, name: str) -> None: ...
     def abort(self, reason: str) -> None: ...
     def check(self) -> None: ...

@@ -72,14 +72,6 @@ std::optional<Coding> coding_of(const shc_coding* given) {
   return coding;
 }
 
-template <class... Args>
-auto bind_reduce(std::shared_ptr<Communicator> comm, const std::optional<Coding>& coding,
-                 const Args&... args) {
-  return coding.has_value()
-             ? Communicator::bind_coded_reduce_scatter(std::move(comm), args..., *coding)
-             : Communicator::bind_reduce_scatter(std::move(comm), args...);
-}
-
 // Calls use(coding, send, dtype, recv, epilogue, parts, op, tag).
 template <class Use>
 auto with_reduce(const shc_comm& comm, const void* send, shc_dtype send_dtype, void* recv,
@@ -232,7 +224,9 @@ shc_status shc_reduce_scatter(shc_comm* comm, const void* send, shc_dtype send_d
     const shc_comm& known = checked(comm, "comm");
     with_reduce(known, send, send_dtype, recv, recv_dtype, count, op, options,
                 [&](const std::optional<Coding>& coding, const auto&... args) {
-                  const auto bind = [&] { return bind_reduce(known.comm, coding, args...); };
+                  const auto bind = [&] {
+                    return Communicator::bind_reduce_scatter(known.comm, args..., coding);
+                  };
                   if (stream == nullptr && coding.has_value()) return bind()(nullptr);
                   run_now_or_on(stream, known, [&] { known.comm->reduce_scatter(args...); }, bind);
                 });
@@ -245,7 +239,7 @@ shc_status shc_bind_reduce_scatter(shc_comm* comm, const void* send, shc_dtype s
   return hand_over_bound("shc_bind_reduce_scatter", comm, collective, [&](const shc_comm& known) {
     return with_reduce(known, send, send_dtype, recv, recv_dtype, count, op, options,
                        [&](const std::optional<Coding>& coding, const auto&... args) {
-                         return bind_reduce(known.comm, coding, args...);
+                         return Communicator::bind_reduce_scatter(known.comm, args..., coding);
                        });
   });
 }

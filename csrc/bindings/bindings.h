@@ -7,12 +7,19 @@
 
 #include <cstdint>
 
+#include "shardcomm/dtype.h"
+#include "shardcomm/reduce.h"
+
 namespace py = pybind11;
 
 namespace shardcomm::bindings {
 
 // Python gives addresses as numbers.
 inline void* pointer(std::uintptr_t address) { return reinterpret_cast<void*>(address); }
+
+inline Epilogue epilogue_of(DType dtype, float scale, bool accumulate, std::uintptr_t nonfinite) {
+  return {dtype, scale, accumulate, static_cast<std::int32_t*>(pointer(nonfinite))};
+}
 
 void bind_comm_error(py::module_& m);
 void bind_layout(py::module_& m);

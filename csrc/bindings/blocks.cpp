@@ -19,17 +19,10 @@ namespace {
 // The address, the number of elements, the first block.
 using Segments = std::vector<std::tuple<std::uintptr_t, std::int64_t, std::int64_t>>;
 
-std::vector<EncodedSegment> encoded(const Segments& segments) {
-  std::vector<EncodedSegment> result;
-  result.reserve(segments.size());
-  for (const auto& [address, count, first] : segments) {
-    result.push_back({pointer(address), count, first});
-  }
-  return result;
-}
-
-std::vector<DecodedSegment> decoded(const Segments& segments) {
-  std::vector<DecodedSegment> result;
+// Segment: EncodedSegment or DecodedSegment.
+template <class Segment>
+std::vector<Segment> as(const Segments& segments) {
+  std::vector<Segment> result;
   result.reserve(segments.size());
   for (const auto& [address, count, first] : segments) {
     result.push_back({pointer(address), count, first});
@@ -57,7 +50,7 @@ void encode(const BlockFormat& format, const Segments& segments, DType dtype, st
   check_wire(format, pointer(wire), bytes, dtype);
   check_threads(threads);
   auto* tally = static_cast<BlockStats*>(pointer(stats));
-  const auto from = sorted(format, encoded(segments), wire_blocks(format, bytes));
+  const auto from = sorted(format, as<EncodedSegment>(segments), wire_blocks(format, bytes));
   run_on(
       stream, device,
       [=] { encode_cpu(format, from, dtype, pointer(wire), bytes, seed, tally, threads); },
@@ -70,7 +63,7 @@ void decode(const BlockFormat& format, std::uintptr_t wire, std::int64_t bytes,
             const Segments& segments, DType dtype, int threads, int device, OptionalStream stream) {
   check_wire(format, pointer(wire), bytes, dtype);
   check_threads(threads);
-  const auto to = sorted(format, decoded(segments), wire_blocks(format, bytes));
+  const auto to = sorted(format, as<DecodedSegment>(segments), wire_blocks(format, bytes));
   run_on(
       stream, device, [=] { decode_cpu(format, pointer(wire), bytes, to, dtype, threads); },
       [=](NativeStream native) { decode_cuda(format, pointer(wire), bytes, to, dtype, native); });
@@ -80,7 +73,7 @@ void decode_sum(const BlockFormat& format, std::uintptr_t wires, int parts, std:
                 std::int64_t count, DType dtype, float scale, bool accumulate,
                 std::uintptr_t nonfinite, int threads, int device, OptionalStream stream) {
   check_threads(threads);
-  const Epilogue epilogue{dtype, scale, accumulate, static_cast<std::int32_t*>(pointer(nonfinite))};
+  const Epilogue epilogue = epilogue_of(dtype, scale, accumulate, nonfinite);
   check_parts(format, pointer(wires), parts, count, epilogue);
   run_on(
       stream, device,
@@ -95,20 +88,21 @@ void decode_sum(const BlockFormat& format, std::uintptr_t wires, int parts, std:
 void walk_encode_blocks(const BlockFormat& format, const Segments& segments, DType dtype,
                         std::uintptr_t wire, std::int64_t bytes, std::uint64_t seed,
                         std::uintptr_t stats, std::int64_t teams, std::size_t most_segments) {
-  walk_encode(format, encoded(segments), dtype, pointer(wire), bytes, seed,
+  walk_encode(format, as<EncodedSegment>(segments), dtype, pointer(wire), bytes, seed,
               static_cast<BlockStats*>(pointer(stats)), teams, most_segments);
 }
 
 void walk_decode_blocks(const BlockFormat& format, std::uintptr_t wire, std::int64_t bytes,
                         const Segments& segments, DType dtype, std::int64_t teams,
                         std::size_t most_segments) {
-  walk_decode(format, pointer(wire), bytes, decoded(segments), dtype, teams, most_segments);
+  walk_decode(format, pointer(wire), bytes, as<DecodedSegment>(segments), dtype, teams,
+              most_segments);
 }
 
 void walk_decode_sum_blocks(const BlockFormat& format, std::uintptr_t wires, int parts,
                             std::uintptr_t dst, std::int64_t count, DType dtype, float scale,
                             bool accumulate, std::uintptr_t nonfinite, std::int64_t teams) {
-  const Epilogue epilogue{dtype, scale, accumulate, static_cast<std::int32_t*>(pointer(nonfinite))};
+  const Epilogue epilogue = epilogue_of(dtype, scale, accumulate, nonfinite);
   walk_decode_sum(format, pointer(wires), parts, pointer(dst), count, epilogue, teams);
 }
 

@@ -17,10 +17,6 @@
 namespace shardcomm::bindings {
 namespace {
 
-Epilogue epilogue_of(DType recv_dtype, float scale, bool accumulate, std::uintptr_t nonfinite) {
-  return {recv_dtype, scale, accumulate, static_cast<std::int32_t*>(pointer(nonfinite))};
-}
-
 // Puts `collective` on `stream`, after all that `after` was given so far. The event of its end.
 std::shared_ptr<Event> queue(Stream& stream, OptionalStream after, Stream::Operation collective) {
   const InterruptibleWait scope;
@@ -68,13 +64,9 @@ struct BoundReduction {
   std::shared_ptr<Event> queue(Stream& stream, OptionalStream after, std::uintptr_t recv,
                                float scale, bool accumulate, std::uintptr_t nonfinite) const {
     const Epilogue epilogue = epilogue_of(recv_dtype, scale, accumulate, nonfinite);
-    return bindings::queue(
-        stream, after,
-        coding.has_value()
-            ? Communicator::bind_coded_reduce_scatter(comm, send, dtype, pointer(recv), epilogue,
-                                                      parts, op, tag, *coding)
-            : Communicator::bind_reduce_scatter(comm, send, dtype, pointer(recv), epilogue, parts,
-                                                op, tag));
+    return bindings::queue(stream, after,
+                           Communicator::bind_reduce_scatter(comm, send, dtype, pointer(recv),
+                                                             epilogue, parts, op, tag, coding));
   }
 };
 

@@ -2,8 +2,6 @@
 #include "bindings/dlpack.h"
 #include "bindings/host_device.h"
 #include "bindings/interrupt.h"
-#include "bindings/optional_stream.h"
-#include "bindings/parts.h"
 #include "comm/inspect.h"
 #include "comm/process.h"
 #include "shardcomm/communicator.h"
@@ -11,13 +9,6 @@
 
 namespace shardcomm::bindings {
 namespace {
-
-// Runs `collective` on `stream`, or here and now, where Ctrl-C ends a long wait.
-void submit(OptionalStream stream, Stream::Operation collective) {
-  const InterruptibleWait scope;
-  if (!stream.has_value()) return collective(nullptr);
-  (*stream)->enqueue(std::move(collective));
-}
 
 py::list as_tuples(const std::vector<Pending>& pending) {
   py::list all;
@@ -63,7 +54,6 @@ void bind_comm(py::module_& m) {
       py::arg("address"), py::arg("nbytes"));
 
   using Comm = std::shared_ptr<Communicator>;
-  const py::arg_v on_stream = (py::arg("stream") = py::none());
   py::class_<Communicator, Comm>(m, "Communicator")
       .def_property_readonly("rank", &Communicator::rank)
       .def_property_readonly("size", &Communicator::size)
@@ -88,51 +78,6 @@ void bind_comm(py::module_& m) {
             return py::make_tuple(sharers.index, sharers.size);
           },
           py::arg("buffer"), py::arg("nbytes"))
-      .def(
-          "all_gather",
-          [](const Comm& comm, std::uintptr_t send, DType send_dtype, std::uintptr_t recv,
-             DType recv_dtype, const Parts& parts, std::int64_t tag, OptionalStream stream) {
-            submit(stream, Communicator::bind_all_gather(comm, pointer(send), send_dtype,
-                                                         pointer(recv), recv_dtype, parts, tag));
-          },
-          py::arg("send"), py::arg("send_dtype"), py::arg("recv"), py::arg("recv_dtype"),
-          py::arg("parts"), py::arg("tag"), on_stream)
-      .def(
-          "reduce_scatter",
-          [](const Comm& comm, std::uintptr_t send, DType dtype, std::uintptr_t recv,
-             DType recv_dtype, float scale, bool accumulate, const Parts& parts, RedOp op,
-             std::int64_t tag, std::uintptr_t nonfinite, OptionalStream stream) {
-            const Epilogue epilogue{recv_dtype, scale, accumulate,
-                                    static_cast<std::int32_t*>(pointer(nonfinite))};
-            submit(stream,
-                   Communicator::bind_reduce_scatter(comm, pointer(send), dtype, pointer(recv),
-                                                     epilogue, parts, op, tag));
-          },
-          py::arg("send"), py::arg("dtype"), py::arg("recv"), py::arg("recv_dtype"),
-          py::arg("scale"), py::arg("accumulate"), py::arg("parts"), py::arg("op"), py::arg("tag"),
-          py::arg("nonfinite") = 0, on_stream)
-      .def(
-          "all_reduce",
-          [](const Comm& comm, std::uintptr_t buffer, DType dtype, std::int64_t count, RedOp op,
-             std::int64_t tag, OptionalStream stream) {
-            submit(stream,
-                   Communicator::bind_all_reduce(comm, pointer(buffer), dtype, count, op, tag));
-          },
-          py::arg("buffer"), py::arg("dtype"), py::arg("count"), py::arg("op"), py::arg("tag") = 0,
-          on_stream)
-      .def(
-          "broadcast",
-          [](const Comm& comm, std::uintptr_t buffer, DType dtype, std::int64_t count, int root,
-             OptionalStream stream) {
-            submit(stream, Communicator::bind_broadcast(comm, pointer(buffer), dtype, count, root));
-          },
-          py::arg("buffer"), py::arg("dtype"), py::arg("count"), py::arg("root"), on_stream)
-      .def(
-          "barrier",
-          [](const Comm& comm, std::int64_t tag, OptionalStream stream) {
-            submit(stream, Communicator::bind_barrier(comm, tag));
-          },
-          py::arg("tag") = 0, on_stream)
       .def("name_tag", &Communicator::name_tag, py::arg("tag"), py::arg("name"))
       .def("abort", &Communicator::abort, py::arg("reason"), py::call_guard<WithoutLock>())
       .def("check", &Communicator::check)

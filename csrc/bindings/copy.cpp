@@ -129,21 +129,20 @@ void reduce(std::uintptr_t dst, DType dst_dtype, float scale, bool accumulate,
             std::uintptr_t nonfinite, int divisor) {
   const auto sources_of = pointers<const void*>(sources);
   const WithoutLock scope;
-  reduce_cpu(reinterpret_cast<void*>(dst), Epilogue{dst_dtype, scale, accumulate, flag(nonfinite)},
-             sources_of.data(), static_cast<int>(sources_of.size()), dtype, op,
-             divisor_of(divisor, sources), count);
+  reduce_cpu(pointer(dst), epilogue_of(dst_dtype, scale, accumulate, nonfinite), sources_of.data(),
+             static_cast<int>(sources_of.size()), dtype, op, divisor_of(divisor, sources), count);
 }
 
 void reduce_on_device(Stream& stream, std::uintptr_t dst, DType dst_dtype, float scale,
                       bool accumulate, const Addresses& sources, DType dtype, RedOp op,
                       std::int64_t count, std::uintptr_t nonfinite, int divisor) {
   const auto sources_of = pointers<const void*>(sources);
-  const Epilogue epilogue{dst_dtype, scale, accumulate, flag(nonfinite)};
+  const Epilogue epilogue = epilogue_of(dst_dtype, scale, accumulate, nonfinite);
   const int divided = divisor_of(divisor, sources);
   const WithoutLock scope;
   stream.enqueue([=](NativeStream native) {
-    reduce_cuda(reinterpret_cast<void*>(dst), epilogue, sources_of.data(),
-                static_cast<int>(sources_of.size()), dtype, op, divided, count, native);
+    reduce_cuda(pointer(dst), epilogue, sources_of.data(), static_cast<int>(sources_of.size()),
+                dtype, op, divided, count, native);
   });
 }
 
@@ -151,9 +150,9 @@ void walk_reduction(std::uintptr_t dst, DType dst_dtype, float scale, bool accum
                     const Addresses& sources, DType dtype, RedOp op, std::int64_t count,
                     std::int64_t threads, std::uintptr_t nonfinite, int divisor) {
   const auto sources_of = pointers<const void*>(sources);
-  walk_reduce(reinterpret_cast<void*>(dst), Epilogue{dst_dtype, scale, accumulate, flag(nonfinite)},
-              sources_of.data(), static_cast<int>(sources_of.size()), dtype, op,
-              divisor_of(divisor, sources), count, threads);
+  walk_reduce(pointer(dst), epilogue_of(dst_dtype, scale, accumulate, nonfinite), sources_of.data(),
+              static_cast<int>(sources_of.size()), dtype, op, divisor_of(divisor, sources), count,
+              threads);
 }
 
 }  // namespace

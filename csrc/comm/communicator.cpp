@@ -72,23 +72,18 @@ void Communicator::reduce_scatter(const void* send, DType dtype, void* recv,
 Stream::Operation Communicator::bind_reduce_scatter(std::shared_ptr<Communicator> comm,
                                                     const void* send, DType dtype, void* recv,
                                                     const Epilogue& epilogue, const Parts& parts,
-                                                    RedOp op, std::int64_t tag) {
+                                                    RedOp op, std::int64_t tag,
+                                                    const std::optional<Coding>& coding) {
   check_reduce_scatter(send, dtype, recv, epilogue, parts, op, comm->rank(), comm->size());
-  return [=, comm = std::move(comm)](NativeStream stream) {
-    comm->run_reduce_scatter(send, dtype, recv, epilogue, parts, op, tag, stream);
-  };
-}
-
-Stream::Operation Communicator::bind_coded_reduce_scatter(std::shared_ptr<Communicator> comm,
-                                                          const void* send, DType dtype, void* recv,
-                                                          const Epilogue& epilogue,
-                                                          const Parts& parts, RedOp op,
-                                                          std::int64_t tag, const Coding& coding) {
-  check_reduce_scatter(send, dtype, recv, epilogue, parts, op, comm->rank(), comm->size());
+  if (!coding.has_value()) {
+    return [=, comm = std::move(comm)](NativeStream stream) {
+      comm->run_reduce_scatter(send, dtype, recv, epilogue, parts, op, tag, stream);
+    };
+  }
   check_coded(*comm, dtype);
-  if (coding.blocks.has_value()) wire_bytes(*coding.blocks, 0);  // checks the format
-  return [=, comm = std::move(comm)](NativeStream) {
-    comm->run_coded_reduce_scatter(send, dtype, recv, epilogue, parts, op, tag, coding);
+  if (coding->blocks.has_value()) wire_bytes(*coding->blocks, 0);  // checks the format
+  return [=, comm = std::move(comm), how = *coding](NativeStream) {
+    comm->run_coded_reduce_scatter(send, dtype, recv, epilogue, parts, op, tag, how);
   };
 }
 

@@ -126,7 +126,9 @@ class C10dCommunicator(Communicator):
         def run() -> None:
             parts = torch.split(recv.view(-1), lengths)
             if not uneven:
-                self._wait(self._gathers.allgather([list(parts)], [send.to(recv.dtype)]))
+                self._wait(
+                    self._gathers._allgather_base(recv.view(-1), send.view(-1).to(recv.dtype))
+                )
                 return
             parts[self.rank].copy_(send.view(-1))
             works = []

@@ -93,7 +93,8 @@ class CoreCommunicator(Communicator):
             return None
         recv = checked("all_gather", "recv", recv, self.device)
         send = checked("all_gather", "send", send, self.device, written=False)
-        self._core.all_gather(*self._gather(recv, send, counts, tag), self._on(stream))
+        args = self._gather(recv, send, counts, tag)
+        self._run(_C.BoundCollective.all_gather(self._core, *args), stream)
         return queued(self.device, stream, recv, send)
 
     def bind_all_gather(
@@ -140,10 +141,8 @@ class CoreCommunicator(Communicator):
             return None
         recv = checked("reduce_scatter", "recv", recv, self.device)
         send = checked("reduce_scatter", "send", send, self.device, written=False)
-        self._core.reduce_scatter(
-            *self._reduce(recv, send, op, counts, scale, accumulate, nonfinite, tag),
-            self._on(stream),
-        )
+        args = self._reduce(recv, send, op, counts, scale, accumulate, nonfinite, tag)
+        self._run(_C.BoundCollective.reduce_scatter(self._core, *args), stream)
         return queued(self.device, stream, recv, send, nonfinite)
 
     def bind_reduce_scatter(
@@ -254,7 +253,8 @@ class CoreCommunicator(Communicator):
         if usual and _CALLS.all_reduce(self._core, buffer, red_op("all_reduce", op)):
             return None
         buffer = checked("all_reduce", "buffer", buffer, self.device)
-        self._core.all_reduce(*self._all_reduce(buffer, op, tag), self._on(stream))
+        args = self._all_reduce(buffer, op, tag)
+        self._run(_C.BoundCollective.all_reduce(self._core, *args), stream)
         return queued(self.device, stream, buffer)
 
     def bind_all_reduce(
@@ -280,7 +280,7 @@ class CoreCommunicator(Communicator):
         if usual and _CALLS.broadcast(self._core, buffer, root):
             return None
         buffer = checked("broadcast", "buffer", buffer, self.device)
-        self._core.broadcast(*self._broadcast(buffer, root), self._on(stream))
+        self._run(_C.BoundCollective.broadcast(self._core, *self._broadcast(buffer, root)), stream)
         return queued(self.device, stream, buffer)
 
     def bind_broadcast(self, buffer: ArrayLike, root: int = 0) -> BoundCollective:
@@ -296,9 +296,8 @@ class CoreCommunicator(Communicator):
         return buffer.data_ptr(), dtype, buffer.numel() * items, root
 
     def barrier(self, *, tag: int = 0, stream: AnyStream | None = None) -> Any:
-        on = self._on(stream)
         check_tag("barrier", tag)
-        self._core.barrier(tag, on)
+        on = self._run(_C.BoundCollective.barrier(self._core, tag), stream)
         if stream is None and on is not None:
             self._wait_for(on)
         return queued(self.device, stream)
@@ -345,6 +344,15 @@ class CoreCommunicator(Communicator):
     def pending(self) -> list[Pending]:
         own_pid = os.getpid() if self.transport == "local" else None
         return pending.from_core(self._core.pending(), own_pid)
+
+    def _run(self, call: _C.BoundCollective, stream: AnyStream | None) -> Any:
+        """Runs it here and now or, where that is not what `stream` says, on the stream that is returned."""
+        on = self._on(stream)
+        if on is None:
+            call()
+        else:
+            call.enqueue(on)
+        return on
 
     def _on(self, stream: AnyStream | None) -> Any:
         if stream is not None:

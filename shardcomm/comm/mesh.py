@@ -107,7 +107,7 @@ class Mesh:
                 "groups of their meshes, too; make comm with sums='fast'"
             )
         made = {
-            ranks: Communicator.from_process_group(group, device=self.device.type)
+            ranks: Communicator.from_process_group(group, device=self.device)
             for ranks, group in groups.items()
         }
         return replace(self, inner=made)

@@ -50,13 +50,22 @@ def checked_device(
     check_transport(transport)
     nccl.check_cta_policy(cta_policy)
     if device is None:
-        where = _own_device(own, transport)
-    else:
-        if str(device) == "cuda":
-            device = own_gpu(own, torch.cuda.device_count())
-        where = core_device(operation, device)
+        device = _own_device(own, transport)
+    elif str(device) == "cuda":
+        device = own_gpu(own, torch.cuda.device_count())
+    where = core_device(operation, device)
     check_sums(operation, sums, where, transport)
     return where
+
+
+def take(device: torch.device) -> None:
+    """Makes a GPU this process's current one, as `torch.distributed.init_device_mesh` does.
+
+    Else what a program does without naming a device, such as `torch.cuda.synchronize()`, would be done on GPU 0, where
+    each process of the host would have a context.
+    """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
 
 
 def _own_device(own: Launched, transport: Transport) -> torch.device:

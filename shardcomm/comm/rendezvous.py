@@ -23,7 +23,7 @@ from shardcomm.comm import nccl
 from shardcomm.comm.communicator import Communicator
 from shardcomm.comm.core import CoreCommunicator, core_device
 from shardcomm.comm.introduction import host_identity
-from shardcomm.comm.own_device import check_sums, check_transport, checked_device
+from shardcomm.comm.own_device import check_sums, check_transport, checked_device, take
 from shardcomm.comm.transport_choice import choose_transport
 from shardcomm.comm.words import DEADLINE_S, CtaPolicy, Sums, Transport
 from shardcomm.meeting.exchange import Exchange, GroupExchange, StoreExchange
@@ -48,6 +48,7 @@ def from_env(
         refuse_batch_script()
     if own.size == 1 and not own.by_torchrun:
         where = checked_device("from_env", own, transport, device, cta_policy, sums)
+        take(where)
         return Communicator.local_group(1, deadline_s=deadline_s, device=where, sums=sums)[0]
     timeout = timedelta(seconds=deadline_s)
     store, rank, size = env_store(timeout)
@@ -56,6 +57,7 @@ def from_env(
 
     with exchange.telling():
         where = checked_device("from_env", own, transport, device, cta_policy, sums)
+        take(where)
         over = _Store("from_env", store, name, where)
         return choose_transport(
             exchange,
@@ -84,6 +86,7 @@ def from_mpi(
     here = hosts[rank]
     own = Launched("MPI", rank, size, hosts[:rank].count(here), hosts.count(here))
     where = checked_device("connect", own, transport, device, cta_policy, sums)
+    take(where)
 
     def gloo(ranks: Sequence[int]) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
         address, timeout = socket.gethostname(), timedelta(seconds=deadline_s)
@@ -196,12 +199,16 @@ def from_process_group(
 
 
 def _any_device(device: torch.device | str) -> torch.device:
+    """`device` with its index, as tensors there have it."""
     try:
-        return torch.device(device)
+        where = torch.device(device)
     except (RuntimeError, TypeError):
         raise ValueError(
             f"from_process_group: device is {device}; it must be a torch.device or the name of one"
         ) from None
+    if where.type == "cpu" or where.index is not None:
+        return where
+    return torch.device(where.type, torch.accelerator.current_device_index())
 
 
 def timeout_s(group: dist.ProcessGroup, device: torch.device) -> float:

@@ -245,7 +245,8 @@ def _encode_tile(
     inside = row < blocks
     tl.store(wire + (at * BLOCK + index), code.to(tl.uint8), mask=inside)
     stored = tl.where(flagged, 255, scale).to(tl.uint8)
-    tl.store(wire + (wire_blocks * BLOCK + at + row), stored, mask=inside)
+    scales = (at * 0 + wire_blocks) * BLOCK  # in 64 bits, as `at` is
+    tl.store(wire + (scales + at + row), stored, mask=inside)
 
     if TALLIES:
         counted = (row * BLOCK < count) & (flagged == 0)
@@ -284,7 +285,7 @@ def _sum_tile(
     index = row * BLOCK + tl.arange(0, BLOCK)[None, :]
     inside = index < count
     code_at = at * BLOCK + index
-    scale_at = wire_blocks * BLOCK + at + row
+    scale_at = (at * 0 + wire_blocks) * BLOCK + at + row  # in 64 bits, as `at` is
     has_block = row * BLOCK < count
     total = _decoded(wires + code_at, wires + scale_at, inside, has_block, IS_INT)
     for _ in range(1, parts):

@@ -183,10 +183,13 @@ class PartialNorm(torch.Tensor):
         powers = self.powers.clone()
         for holders in dict.fromkeys(each for each in self.holders if each is not None):
             theirs = [i for i, each in enumerate(self.holders) if each is holders]
-            part = powers[theirs].to(holders.mesh.device)
+            part = _chosen(powers, theirs).to(holders.mesh.device)
             of = ", ".join(self.subjects[i] for i in theirs)
             complete(holders.mesh.all_reduce_shards, part, self._op, f"the norm of {of}")
-            powers[theirs] = part.to(powers.device)
+            part = part.to(powers.device)
+            if len(theirs) == len(powers):
+                return part
+            powers[theirs] = part
         return powers
 
     def total(self, dtype: torch.dtype | None) -> torch.Tensor:
@@ -209,7 +212,7 @@ class PartialNorm(torch.Tensor):
                 for i, each in enumerate(holders)
                 if (each.everyone is mesh and each.speaks(op) if each else mesh is meshes[0])
             ]
-            total = self._combined(powers[theirs]).to(mesh.device)
+            total = self._combined(_chosen(powers, theirs)).to(mesh.device)
             of = "the norm of several tensors together"
             complete(mesh.all_reduce, total, op, of)
             totals.append(total.to(powers.device))
@@ -227,6 +230,11 @@ class PartialNorm(torch.Tensor):
 
     def _rooted(self, powers: torch.Tensor) -> torch.Tensor:
         return powers if math.isinf(self.ord) or self.ord == 0 else powers.pow(1 / self.ord)
+
+
+def _chosen(powers: torch.Tensor, places: list[int]) -> torch.Tensor:
+    """Those at `places`, which ascend. All of them where it can be: a list of places makes the host wait for a GPU."""
+    return powers if len(places) == len(powers) else powers[places]
 
 
 def is_partial(norm: Any) -> TypeGuard[PartialNorm]:

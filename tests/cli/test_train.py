@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from shardcomm.__main__ import main
 from shardcomm.cli.train import command
 from shardcomm.cli.train.report import table
 from shardcomm.cli.train.text import Corpus, read_text
+from shardcomm.comm import nccl
 from support.commands import torchrun
 from support.sessions import members, ranks_of, wait_for_end
 from support.train_runs import DEADLINE_S, SMALL, parsed, quiet_train, refusal, run
@@ -275,3 +277,30 @@ def test_batches_depend_on_seed_step_and_rank_only() -> None:
     assert torch.equal(inputs[:, 1:], targets[:, :-1])
     for other in ((0, 2, 3), (1, 0, 3), (1, 2, 0)):
         assert not torch.equal(inputs, corpus.batch(*other, 4)[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "gpus", "has_nccl", "ranks"),
+    [([], 8, True, 8), ([], 1, True, 1), ([], 0, True, 2), ([], 8, False, 2),
+     (["--device", "cpu"], 8, True, 2), (["--ranks", "3"], 8, True, 3)],
+)  # fmt: skip
+def test_a_rank_for_each_gpu_is_started(
+    options: list[str],
+    gpus: int,
+    has_nccl: bool,
+    ranks: int,
+    text_file: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started: list[int] = []
+
+    def launched(_train: object, ranks: int, _options: object) -> None:
+        started.append(ranks)
+        raise command.CommError("no rank is started here")
+
+    monkeypatch.setattr(command, "launch", launched)
+    monkeypatch.setattr(command, "cuda_status", lambda: SimpleNamespace(devices=gpus))
+    monkeypatch.setattr(nccl, "status", lambda: SimpleNamespace(available=has_nccl))
+    arguments = parsed("--text", text_file, *options)
+    assert arguments.run(arguments) == 1
+    assert started == [ranks]

@@ -287,7 +287,7 @@ def test_buffer_that_leaves_its_window_is_refused() -> None:
         assert isinstance(comm, CoreCommunicator)
         f32, total = _C.DType.f32, _C.RedOp.sum
         with pytest.raises(ValueError, match=r"starts at byte 24 .* 32 bytes and is 16 bytes long"):
-            comm._core.all_reduce(window[6:].data_ptr(), f32, 4, total)
+            _C.BoundCollective.all_reduce(comm._core, window[6:].data_ptr(), f32, 4, total, 0)()
 
     run_threads(body, 2)
 

@@ -1,6 +1,7 @@
 """The `nccl` transport on GPUs, by pairs of processes that may share one.
 
-NCCL takes long to connect two processes: what can share a pair does.
+NCCL takes long to connect two processes: what can share a pair does. What is no matter of NCCL alone runs over `shm`
+too, which shows on a machine without a GPU that the test itself is right.
 """
 
 from __future__ import annotations
@@ -18,44 +19,47 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardcomm import _C, CommError, Communicator, launch
-from support.nccl_ranks import (
-    all_gather,
-    all_reduce,
-    allocate,
-    connect,
-    current_stream,
-    receipt,
-    reduce_scatter,
-    shares_gpu,
-    take_gpu,
-)
+from shardcomm import CommError, Communicator, Receipt, launch
+from support.nccl_ranks import connect, shares_gpu, take_gpu
 from support.nets import make, reference, sgd_of, train
 from support.random_collectives import OPS, reduced, values
 
-pytestmark = pytest.mark.gpu
+TRANSPORTS = ["shm", pytest.param("nccl", marks=pytest.mark.gpu)]
 LAUNCH_S = 60.0
 
-Check = Callable[[_C.Communicator], None]
+Check = Callable[[Communicator], None]
 
 
-def first_sums() -> None:
-    comm = connect()
-    value = torch.full((4,), comm.rank + 1.0, device="cuda")
-    all_reduce(comm, value)
+def group_over(transport: str) -> Communicator:
+    """The launched ranks."""
+    if transport == "nccl":
+        return connect()
+    return Communicator.from_env(transport="shm", device="cpu", deadline_s=30)
+
+
+def receipt(comm: Communicator, operation: str) -> Receipt:
+    (found,) = [each for each in comm.receipts() if each.operation == operation]
+    return found
+
+
+def first_sums(transport: str) -> None:
+    comm = group_over(transport)
+    value = torch.full((4,), comm.rank + 1.0, device=comm.device)
+    comm.all_reduce(value)
     assert value.tolist() == [comm.size * (comm.size + 1) / 2] * 4
-    everybody = torch.zeros(2 * comm.size, device="cuda")
-    all_gather(comm, everybody, torch.full((2,), float(comm.rank), device="cuda"))
+    everybody = torch.zeros(2 * comm.size, device=comm.device)
+    comm.all_gather(everybody, torch.full((2,), float(comm.rank), device=comm.device))
     assert everybody.tolist() == [float(r) for r in range(comm.size) for _ in range(2)]
     comm.close()
 
 
-def test_smoke_two_ranks_gather_and_sum() -> None:
-    launch(first_sums, 2, timeout_s=LAUNCH_S)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_smoke_two_ranks_gather_and_sum(transport: str) -> None:
+    launch(first_sums, 2, (transport,), timeout_s=LAUNCH_S)
 
 
 def first_sum_of_torch() -> None:
-    device = torch.device("cuda", take_gpu())
+    device = take_gpu()
     dist.init_process_group("nccl", device_id=device)
     value = torch.ones(4, device=device)
     dist.all_reduce(value)
@@ -63,6 +67,7 @@ def first_sum_of_torch() -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.gpu
 def test_smoke_torchs_own_group_sums() -> None:
     """Where this fails too, the machine or its NCCL is at fault."""
     if not dist.is_nccl_available():
@@ -70,107 +75,146 @@ def test_smoke_torchs_own_group_sums() -> None:
     launch(first_sum_of_torch, 2, timeout_s=LAUNCH_S)
 
 
-def gathers(comm: _C.Communicator) -> None:
+def gathers(comm: Communicator) -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.uint8):
         everybody = [values(1, r, 1001, dtype) for r in range(comm.size)]
-        result = torch.zeros(1001 * comm.size, dtype=dtype, device="cuda")
-        all_gather(comm, result, everybody[comm.rank].cuda())
+        result = torch.zeros(1001 * comm.size, dtype=dtype, device=comm.device)
+        comm.all_gather(result, everybody[comm.rank].to(comm.device))
         assert torch.equal(result.cpu(), torch.cat(everybody))
         # In place, in the communicator's memory.
-        window = allocate(comm, 1001 * comm.size, dtype, _C.Use.gather)
+        window = comm.allocate(1001 * comm.size, dtype=dtype, use="gather")
         assert not window.any()
+        comm.barrier()
         mine = window[comm.rank * 1001 : (comm.rank + 1) * 1001]
         mine.copy_(everybody[comm.rank])
-        all_gather(comm, window, mine)
+        comm.all_gather(window, mine)
         assert torch.equal(window.cpu(), torch.cat(everybody))
     shards = [
         torch.randn(70001, generator=torch.Generator().manual_seed(r)) for r in range(comm.size)
     ]
     for dtype in (torch.bfloat16, torch.float16):
-        result = torch.zeros(70001 * comm.size, dtype=dtype, device="cuda")
-        all_gather(comm, result, shards[comm.rank].cuda())
+        result = torch.zeros(70001 * comm.size, dtype=dtype, device=comm.device)
+        comm.all_gather(result, shards[comm.rank].to(comm.device))
         assert torch.equal(result.cpu(), torch.cat(shards).to(dtype))
 
 
-def reduces(comm: _C.Communicator) -> None:
+def reduces(comm: Communicator) -> None:
     for case, dtype in enumerate((torch.float32, torch.bfloat16, torch.float16, torch.int32)):
         for op in OPS:
             everybody = [values(case, r, 1001 * comm.size, dtype) for r in range(comm.size)]
             total = reduced(everybody, op)
-            send = everybody[comm.rank].cuda()
-            result = torch.zeros(1001, dtype=dtype, device="cuda")
-            reduce_scatter(comm, result, send, op)
+            send = everybody[comm.rank].to(comm.device)
+            result = torch.zeros(1001, dtype=dtype, device=comm.device)
+            comm.reduce_scatter(result, send, op)
             own = total[comm.rank * 1001 : (comm.rank + 1) * 1001]
             assert torch.equal(result.cpu(), own), (dtype, op)
             if dtype is not torch.int32 or op != "avg":
-                all_reduce(comm, send, op)
+                comm.all_reduce(send, op)
                 assert torch.equal(send.cpu(), total), (dtype, op)
 
 
-def epilogues(comm: _C.Communicator) -> None:
+def large_reduces(comm: Communicator) -> None:
+    """Out of the communicator's memory, of more than NCCL sends by its protocol for few bytes."""
+    part = 1 << 24 if comm.transport == "nccl" else 1 << 15
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        own = comm.allocate(part * comm.size, dtype=dtype, use="reduce")
+        result = torch.zeros(part, dtype=dtype, device=comm.device)
+        for round in range(2):
+            own.copy_(torch.arange(part * comm.size, device=comm.device) % 97 + comm.rank + round)
+            comm.reduce_scatter(result, own)
+        begin = comm.rank * part
+        every = torch.arange(begin, begin + part) % 97
+        expected = comm.size * (every + 1) + comm.size * (comm.size - 1) // 2
+        assert torch.equal(result.cpu(), expected.to(dtype)), dtype
+
+
+def epilogues(comm: Communicator) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         everybody = [values(0, r, 777 * comm.size, dtype) for r in range(comm.size)]
         own = reduced(everybody, "sum")[comm.rank * 777 : (comm.rank + 1) * 777].float()
-        result = torch.full((777,), 3.0, device="cuda")
-        reduce_scatter(comm, result, everybody[comm.rank].cuda(), "sum", scale=0.5, accumulate=True)
+        result = torch.full((777,), 3.0, device=comm.device)
+        send = everybody[comm.rank].to(comm.device)
+        comm.reduce_scatter(result, send, "sum", scale=0.5, accumulate=True)
         assert torch.equal(result.cpu(), 3 + own / 2)
 
 
-def uneven_parts(comm: _C.Communicator) -> None:
+def uneven_parts(comm: Communicator) -> None:
     """The last rank has most, and rank 0 nothing."""
     counts = (0, *(3 + 500 * r for r in range(1, comm.size)))
     begin, own = sum(counts[: comm.rank]), counts[comm.rank]
     for dtype in (torch.float32, torch.bfloat16):
         everybody = [values(0, r, sum(counts), dtype) for r in range(comm.size)]
-        result = torch.zeros(sum(counts), dtype=torch.bfloat16, device="cuda")
+        result = torch.zeros(sum(counts), dtype=torch.bfloat16, device=comm.device)
         mine = everybody[comm.rank][begin : begin + own]
-        all_gather(comm, result, mine.cuda(), counts=counts)
+        comm.all_gather(result, mine.to(comm.device), counts=counts)
         parts = [everybody[r].split(counts)[r] for r in range(comm.size)]
         assert torch.equal(result.cpu(), torch.cat(parts).bfloat16())
-        assert receipt(comm, "all_gather")[3] == "broadcasts"
         total = reduced(everybody, "sum")[begin : begin + own].float()
-        sums = torch.full((own,), 3.0, device="cuda")
-        send = everybody[comm.rank].cuda()
-        reduce_scatter(comm, sums, send, "sum", scale=0.5, accumulate=True, counts=counts)
+        sums = torch.full((own,), 3.0, device=comm.device)
+        send = everybody[comm.rank].to(comm.device)
+        comm.reduce_scatter(sums, send, "sum", scale=0.5, accumulate=True, counts=counts)
         assert torch.equal(sums.cpu(), 3 + total / 2)
-        taken = receipt(comm, "reduce_scatter")[3]
-        assert (taken == "reduces") is (dtype is torch.float32)
+        if comm.transport == "nccl":
+            assert receipt(comm, "all_gather").taken == "broadcasts"
+            taken = receipt(comm, "reduce_scatter").taken
+            assert (taken == "reduces") is (dtype is torch.float32)
 
 
-def halves(comm: _C.Communicator) -> None:
+def large_uneven_gathers(comm: Communicator) -> None:
+    """Into the communicator's memory, from where nobody else can read."""
+    most = 1 << 24 if comm.transport == "nccl" else 1 << 15
+    counts = tuple(most + 1000 * r for r in range(comm.size))
+    window = comm.allocate(sum(counts), use="gather")
+    mine = torch.full((counts[comm.rank],), comm.rank + 1.0, device=comm.device)
+    for _ in range(2):
+        comm.all_gather(window, mine, counts=counts)
+    expected = torch.cat([torch.full((count,), r + 1.0) for r, count in enumerate(counts)])
+    assert torch.equal(window.cpu(), expected)
+
+
+def halves(comm: Communicator) -> None:
     # 256 + 1 + 1 in bf16 steps of 2: rounding after each addition loses both ones.
     first = 256.0 if comm.rank == 0 else 1.0
-    send = torch.full((3 * comm.size,), first, dtype=torch.bfloat16, device="cuda")
-    result = torch.zeros(3, dtype=torch.bfloat16, device="cuda")
-    reduce_scatter(comm, result, send)
+    send = torch.full((3 * comm.size,), first, dtype=torch.bfloat16, device=comm.device)
+    result = torch.zeros(3, dtype=torch.bfloat16, device=comm.device)
+    comm.reduce_scatter(result, send)
     assert torch.equal(result.cpu(), torch.full((3,), 255.0 + comm.size).bfloat16())
 
 
-def paths(comm: _C.Communicator) -> None:
+def paths(comm: Communicator) -> None:
     """bf16 is summed in fp32: by an exchange within a node, and hierarchically among nodes."""
-    send = torch.ones(4 * comm.size, device="cuda")
-    reduce_scatter(comm, torch.zeros(4, device="cuda"), send)
-    assert receipt(comm, "reduce_scatter")[3] == "nccl"
-    reduce_scatter(comm, torch.zeros(4, dtype=torch.bfloat16, device="cuda"), send.bfloat16())
+    send = torch.ones(4 * comm.size, device=comm.device)
+    comm.reduce_scatter(torch.zeros(4, device=comm.device), send)
+    assert receipt(comm, "reduce_scatter").taken == "nccl"
+    half = torch.zeros(4, dtype=torch.bfloat16, device=comm.device)
+    comm.reduce_scatter(half, send.bfloat16())
     # Ranks that share a GPU may look like a node each.
     accepted = ("exchange", "hierarchical") if shares_gpu() else ("exchange",)
-    assert receipt(comm, "reduce_scatter")[3] in accepted
+    assert receipt(comm, "reduce_scatter").taken in accepted
 
 
-def others(comm: _C.Communicator) -> None:
+def others(comm: Communicator) -> None:
     for root in range(comm.size):
-        value = torch.arange(1000, device="cuda") * (comm.rank + 1)
-        comm.broadcast(value.data_ptr(), value.numel() * value.itemsize, root, current_stream())
+        value = torch.arange(1000, device=comm.device) * (comm.rank + 1)
+        comm.broadcast(value, root)
         assert torch.equal(value.cpu(), torch.arange(1000) * (root + 1))
     for _ in range(3):
-        comm.barrier(0, current_stream())
-    torch.cuda.synchronize()
-    empty = torch.zeros(0, device="cuda")
-    all_gather(comm, empty, empty)
-    assert receipt(comm, "all_gather")[1] == receipt(comm, "barrier")[1] + 1
+        comm.barrier()
+    empty = torch.zeros(0, device=comm.device)
+    comm.all_gather(empty, empty)
+    assert receipt(comm, "all_gather").sequence == receipt(comm, "barrier").sequence + 1
 
 
-def overlap(comm: _C.Communicator) -> None:
+def refused(comm: Communicator) -> None:
+    value = torch.zeros(4, device=comm.device)
+    with pytest.raises(ValueError, match="recv has 4 elements"):
+        comm.all_gather(value, torch.zeros(3, device=comm.device))
+    with pytest.raises(ValueError, match="root is 2; it must be a rank"):
+        comm.broadcast(value, 2)
+    comm.all_reduce(value)  # and it goes on
+
+
+def overlap(comm: Communicator) -> None:
     streams = torch.cuda.Stream(), torch.cuda.Stream()
     gathered = [torch.zeros(2 * comm.size, device="cuda") for _ in range(50)]
     summed = [torch.full((5,), float(comm.rank + i), device="cuda") for i in range(50)]
@@ -178,15 +222,15 @@ def overlap(comm: _C.Communicator) -> None:
     torch.cuda.synchronize()
 
     def gather() -> None:
-        with torch.cuda.stream(streams[0]):
+        with torch.cuda.device(comm.device), torch.cuda.stream(streams[0]):
             for result in gathered:
-                all_gather(comm, result, mine)
+                comm.all_gather(result, mine)
 
     thread = threading.Thread(target=gather)
     thread.start()
     with torch.cuda.stream(streams[1]):
         for value in summed:
-            all_reduce(comm, value)
+            comm.all_reduce(value)
     thread.join()
     torch.cuda.synchronize()
     ranks = torch.arange(comm.size).float()
@@ -195,25 +239,14 @@ def overlap(comm: _C.Communicator) -> None:
         assert torch.equal(summed[i].cpu(), torch.full((5,), float(ranks.sum()) + i * comm.size))
 
 
-def refused(comm: _C.Communicator) -> None:
-    value = torch.zeros(4, device="cuda")
-    with pytest.raises(ValueError, match="count is -1"):
-        comm.all_reduce(value.data_ptr(), _C.DType.f32, -1, _C.RedOp.sum, current_stream())
-    with pytest.raises(ValueError, match="send is null"):
-        comm.all_gather(0, _C.DType.f32, value.data_ptr(), _C.DType.f32, 2, 0, current_stream())
-    with pytest.raises(ValueError, match="root is 2; it must be a rank, 0 to 1"):
-        comm.broadcast(value.data_ptr(), 16, 2, current_stream())
-    all_reduce(comm, value)  # and it goes on
-
-
-def captured(comm: _C.Communicator) -> None:
+def captured(comm: Communicator) -> None:
     mine = torch.zeros(64, device="cuda")
     result = torch.zeros(64 * comm.size, dtype=torch.bfloat16, device="cuda")
-    all_gather(comm, result, mine)  # connects, which is no work for a graph
+    comm.all_gather(result, mine)  # connects, which is no work for a graph
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        all_gather(comm, result, mine)
+        comm.all_gather(result, mine)
     mine.fill_(comm.rank + 1.0)
     graph.replay()
     torch.cuda.synchronize()
@@ -222,13 +255,14 @@ def captured(comm: _C.Communicator) -> None:
     del graph
 
 
-def memory_outlives() -> None:
-    comm = connect()
-    window = allocate(comm, 1 << 20, torch.float32, _C.Use.gather)
-    early = allocate(comm, 1 << 10, torch.float32, _C.Use.reduce)
-    _, _, requested, taken, reason = receipt(comm, "allocate")
-    assert requested == "window"
-    assert (taken == "window") == (reason == "")
+def memory_outlives(transport: str) -> None:
+    comm = group_over(transport)
+    window = comm.allocate(1 << 20, use="gather")
+    early = comm.allocate(1 << 10, use="reduce")
+    if transport == "nccl":
+        made = receipt(comm, "allocate")
+        assert made.requested == "window"
+        assert (made.taken == "window") == (made.reason == "")
     del early
     window.fill_(7)
     comm.close()
@@ -237,9 +271,9 @@ def memory_outlives() -> None:
     assert torch.equal(window.cpu(), torch.full((1 << 20,), 7.0))
 
 
-def run_checks(*checks: Check) -> None:
+def run_checks(transport: str, *checks: Check) -> None:
     """All of them over one communicator; a check that fails does not hide the next ones, unless it ends the group."""
-    comm = connect()
+    comm = group_over(transport)
     failures = []
     for check in checks:
         try:
@@ -254,26 +288,38 @@ def run_checks(*checks: Check) -> None:
 
 
 @pytest.mark.covers("collectives")
-def test_collectives_are_torchs() -> None:
-    checks = (gathers, reduces, epilogues, uneven_parts, halves, paths, others, refused, overlap)
-    launch(run_checks, 2, checks, timeout_s=LAUNCH_S)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_collectives_are_torchs(transport: str) -> None:
+    checks = [gathers, reduces, epilogues, uneven_parts, halves, others, refused]
+    if transport == "nccl":
+        checks += [paths, overlap]
+    launch(run_checks, 2, (transport, *checks), timeout_s=LAUNCH_S)
 
 
+@pytest.mark.covers("collectives")
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_large_collectives_in_memory_of_the_communicator(transport: str) -> None:
+    checks = (large_reduces, large_uneven_gathers)
+    launch(run_checks, 2, (transport, *checks), timeout_s=LAUNCH_S)
+
+
+@pytest.mark.gpu
 @pytest.mark.covers("streams and lifetimes")
 def test_a_gather_is_captured_in_a_graph() -> None:
-    launch(run_checks, 2, (captured,), timeout_s=LAUNCH_S)
+    launch(run_checks, 2, ("nccl", captured), timeout_s=LAUNCH_S)
 
 
-def test_memory_outlives_its_communicator() -> None:
-    launch(memory_outlives, 2, timeout_s=LAUNCH_S)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_memory_outlives_its_communicator(transport: str) -> None:
+    launch(memory_outlives, 2, (transport,), timeout_s=LAUNCH_S)
 
 
-def errors_after(comm: _C.Communicator) -> str:
+def errors_after(comm: Communicator) -> str:
     """What every call says from now on."""
     with pytest.raises(CommError) as caught:
-        comm.barrier(0, current_stream())
+        comm.barrier()
     with pytest.raises(CommError) as again:
-        all_reduce(comm, torch.zeros(4, device="cuda"))
+        comm.all_reduce(torch.zeros(4, device="cuda"))
     assert str(caught.value) == str(again.value)
     return str(caught.value)
 
@@ -285,16 +331,17 @@ def other_rank_dies(rank: int, port: int, tell: Connection) -> None:
     )  # fmt: skip
     comm = connect(deadline_s=15.0)
     value = torch.zeros(4, device="cuda")
-    all_reduce(comm, value)
+    comm.all_reduce(value)
     torch.cuda.synchronize()
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     with suppress(CommError):  # NCCL may have noticed already
-        all_reduce(comm, value)
+        comm.all_reduce(value)
     torch.cuda.synchronize()  # ends, as the watchdog aborts
     tell.send(errors_after(comm))
 
 
+@pytest.mark.gpu
 @pytest.mark.covers("dead rank")
 def test_killed_rank_ends_the_other_within_the_deadline() -> None:
     context = get_context("forkserver")
@@ -319,17 +366,18 @@ def test_killed_rank_ends_the_other_within_the_deadline() -> None:
 def mismatch() -> str:
     comm = connect(deadline_s=10.0)
     value = torch.zeros(4, device="cuda")
-    all_reduce(comm, value)
+    comm.all_reduce(value)
     torch.cuda.synchronize()
     with suppress(CommError):  # a first call connects, and may wait for that itself
         if comm.rank == 0:  # the other has gone to another channel
-            all_reduce(comm, value)
+            comm.all_reduce(value)
         else:
-            comm.barrier(0, current_stream())
+            comm.barrier()
     torch.cuda.synchronize()
     return errors_after(comm)
 
 
+@pytest.mark.gpu
 @pytest.mark.covers("different calls")
 def test_mismatch_ends_at_the_deadline() -> None:
     first, second = launch(mismatch, 2, timeout_s=LAUNCH_S)
@@ -340,10 +388,10 @@ def test_mismatch_ends_at_the_deadline() -> None:
 def aborted() -> str:
     comm = connect()
     value = torch.zeros(4, device="cuda")
-    all_reduce(comm, value)
+    comm.all_reduce(value)
     torch.cuda.synchronize()
     if comm.rank == 0:
-        all_reduce(comm, value)  # the other never comes
+        comm.all_reduce(value)  # the other never comes
         comm.abort("enough")
         torch.cuda.synchronize()
         return errors_after(comm)
@@ -351,24 +399,25 @@ def aborted() -> str:
     return errors_after(comm)
 
 
+@pytest.mark.gpu
 @pytest.mark.covers("abort and close")
 def test_abort_ends_what_runs() -> None:
     messages = launch(aborted, 2, timeout_s=LAUNCH_S)
     assert messages == [f"rank {rank} of 2: aborted: enough" for rank in range(2)]
 
 
-def train_10_steps() -> dict[str, torch.Tensor]:
-    device = f"cuda:{take_gpu()}"
-    with Communicator.from_env(transport="nccl", device=device, deadline_s=30) as comm:
-        assert comm.transport == "nccl"
+def train_10_steps(transport: str) -> dict[str, torch.Tensor]:
+    with group_over(transport) as comm:
+        assert comm.transport == transport
         state = train(comm, make(), steps=10, optimizer_of=sgd_of)
     return {name: value.cpu() for name, value in state.items()}
 
 
 @pytest.mark.covers("training parity")
-def test_training_equals_the_cpus() -> None:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_training_equals_that_of_one_rank(transport: str) -> None:
     expected = reference(make(), 2, steps=10, optimizer_of=sgd_of).state_dict()
-    for state in launch(train_10_steps, 2, timeout_s=LAUNCH_S):
+    for state in launch(train_10_steps, 2, (transport,), timeout_s=LAUNCH_S):
         for name, value in expected.items():
             if not name.endswith("calls"):
                 torch.testing.assert_close(state[name], value, rtol=1e-3, atol=1e-4, msg=name)

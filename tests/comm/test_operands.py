@@ -65,7 +65,8 @@ def send_misaligned(comm: Communicator) -> None:
         comm.reduce_scatter(shifted, aligned)
     with pytest.raises(ValueError, match=f"all_reduce: buffer {refusal}"):
         comm.all_reduce(shifted)
-    comm.broadcast(shifted, 0)  # bytes
+    with pytest.raises(ValueError, match=f"broadcast: buffer {refusal}"):
+        comm.broadcast(shifted)
 
 
 def test_what_is_not_aligned_is_refused() -> None:

@@ -216,8 +216,8 @@ def test_a_rank_that_is_taken_is_refused_to_another() -> None:
         comm = _C.make_shm(session.address, 0, 2, DEADLINE_S)
         with pytest.raises(CommError, match=f"rank 0 of .* is taken by process {os.getpid()}"):
             _C.make_shm(session.address, 0, 2, DEADLINE_S)
-        meeting = pool.submit(other.result().barrier, 0, None)
-        comm.barrier(0, None)  # and those two go on
+        meeting = pool.submit(_C.BoundCollective.barrier(other.result(), 0))
+        _C.BoundCollective.barrier(comm, 0)()  # and those two go on
         meeting.result(DEADLINE_S)
 
 

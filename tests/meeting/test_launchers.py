@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from shardcomm import CommError, Communicator
+from shardcomm.comm import rendezvous
 from shardcomm.comm.own_device import own_gpu
 from shardcomm.meeting.announcement import announce, ask
 from shardcomm.meeting.launchers import Launched, launched, meeting_point
@@ -223,6 +224,20 @@ def test_the_gpu_is_that_of_the_rank_on_its_host(
     """Of 1: srun --gpus-per-task=1 shows each task its own alone."""
     given(monkeypatch, srun(3, 4))
     assert own_gpu(launched(), gpus) == torch.device("cuda", gpu)
+
+
+def test_the_gpu_is_the_current_device_when_the_group_is_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given(monkeypatch, {})
+    gpu, done = torch.device("cuda", 1), list[object]()
+    monkeypatch.setattr(rendezvous, "checked_device", lambda *_: gpu)
+    monkeypatch.setattr(torch.cuda, "set_device", done.append)
+    monkeypatch.setattr(
+        Communicator, "local_group", lambda size, **given: done.append(size) or [None]
+    )
+    Communicator.from_env()
+    assert done == [gpu, 1]
 
 
 # Whole runs.

@@ -14,8 +14,12 @@ from multiprocessing import forkserver, util
 
 
 def start_servers_by_forks() -> None:
-    """From now on, in this process and those that are forked from it."""
-    util.spawnv_passfds = _fork
+    """From now on, in this process and those that are forked from it.
+
+    Where there is a GPU nothing changes: CUDA works in no fork of a process that has used it, even to count the GPUs.
+    """
+    if not os.path.exists("/dev/nvidiactl"):
+        util.spawnv_passfds = _fork
 
 
 def _fork(_path: bytes, args: list[str], descriptors: list[int]) -> int:

@@ -85,7 +85,7 @@ class Communicator {
   // Whether sums and averages are exact_sum and exact_avg of reduce.h.
   virtual bool exact_sums() const { return false; }
 
-  // Whether it has bind_coded_reduce_scatter.
+  // Whether partial sums cross between hosts, and so can be coded.
   virtual bool codes_reduces() const { return false; }
 
   // Collective. The memory is zero-filled, and aligned to at least 128 bytes. Throws CommError, on
@@ -140,20 +140,18 @@ class Communicator {
   // The same collectives, bound to their arguments, which are checked here and never again. Call
   // the result with a stream, or enqueue it on a Stream, as often as you like. It keeps `comm`
   // alive, and not the buffers, which must outlive the last call.
+  //
+  // With a `coding` a reduce-scatter's partial sums cross between hosts as it says. `dtype` is f32,
+  // bf16 or f16 then; std::invalid_argument if the transport has no partial sums of hosts.
+  // Stochastic rounding takes other random numbers in each call, and the same ones in each run of a
+  // program.
   static Stream::Operation bind_all_gather(std::shared_ptr<Communicator> comm, const void* send,
                                            DType send_dtype, void* recv, DType recv_dtype,
                                            const Parts& parts, std::int64_t tag = 0);
   static Stream::Operation bind_reduce_scatter(std::shared_ptr<Communicator> comm, const void* send,
                                                DType dtype, void* recv, const Epilogue& epilogue,
-                                               const Parts& parts, RedOp op, std::int64_t tag = 0);
-  // Partial sums cross between hosts as `coding` says. `dtype` is f32, bf16 or f16. Throws
-  // std::invalid_argument if the transport has no partial sums of hosts. Stochastic rounding takes
-  // other random numbers in each call, and the same ones in each run of a program.
-  static Stream::Operation bind_coded_reduce_scatter(std::shared_ptr<Communicator> comm,
-                                                     const void* send, DType dtype, void* recv,
-                                                     const Epilogue& epilogue, const Parts& parts,
-                                                     RedOp op, std::int64_t tag,
-                                                     const Coding& coding);
+                                               const Parts& parts, RedOp op, std::int64_t tag = 0,
+                                               const std::optional<Coding>& coding = {});
   static Stream::Operation bind_all_reduce(std::shared_ptr<Communicator> comm, void* buffer,
                                            DType dtype, std::int64_t count, RedOp op,
                                            std::int64_t tag = 0);

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from shardcomm import _C
 from shardcomm.cli.bench.case import Collectives
 from shardcomm.cli.bench.options import BenchOptions
-from shardcomm.comm import nccl
+from shardcomm.comm import nccl, own_device
 from shardcomm.comm.communicator import Communicator
 from shardcomm.comm.words import ReduceOp, Use
 from shardcomm.meeting.launchers import launched
@@ -242,8 +242,8 @@ def _connect(name: str, options: BenchOptions) -> Collectives:
     backend = name.removeprefix("torch:")
     device = torch.device("cpu")
     if backend == "nccl":
-        device = torch.device("cuda", launched().local_rank or 0)
-        torch.cuda.set_device(device)
+        device = own_device.own_gpu(launched(), torch.cuda.device_count())
+        own_device.take(device)
     timeout = timedelta(seconds=deadline_s)
     if not dist.is_initialized():
         store, rank, size = env_store(timeout)

@@ -15,6 +15,7 @@ from shardcomm.cli.train.job import MAX_TRACED_STEPS, WARM_UP_STEPS, Result, Tra
 from shardcomm.cli.train.progress import Progress
 from shardcomm.cli.train.report import table, write_json
 from shardcomm.cli.train.text import Corpus, read_text
+from shardcomm.comm import nccl
 from shardcomm.comm.words import DEADLINE_S
 from shardcomm.process.launch import RankError, launch
 from shardcomm.process.stack_dumps import enable_where_free
@@ -33,7 +34,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     number = whole(1, 10**6)
     parser.add_argument("--ranks", type=whole(1, 1024),
-                        help="number of local processes (default: 2; under a launcher, its own ranks)")  # fmt: skip
+                        help="number of local processes (default: one for each GPU, or 2 without; under a launcher, "
+                        "its own ranks)")  # fmt: skip
     parser.add_argument("--steps", type=number, default=150, help="number of optimizer steps")
     parser.add_argument("--seed", type=whole(0, 2**63 - 1), default=0,
                         help="seed of weights, data and sample")  # fmt: skip
@@ -78,7 +80,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     """Runs the command. Exit status: 0, 1 if a rank failed, or 2 for bad options."""
     own = launched_for(parser, args.ranks)
-    ranks = own.size if own.launcher else args.ranks or 2
+    ranks = own.size if own.launcher else args.ranks or _usual_ranks(args.device)
     _check_replicas(parser, args, ranks)
     options = options_of(args)
     if own.rank == 0:
@@ -142,6 +144,13 @@ def _report(
         print(f"shardcomm train: {option}: {error.strerror}", file=sys.stderr)
         return 1
     return 0
+
+
+def _usual_ranks(device: str) -> int:
+    gpus = 0
+    if device != "cpu" and nccl.status().available:
+        gpus = cuda_status().devices
+    return gpus or 2
 
 
 def _check_replicas(parser: argparse.ArgumentParser, args: argparse.Namespace, ranks: int) -> None:

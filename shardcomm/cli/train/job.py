@@ -103,8 +103,6 @@ def train(options: TrainOptions) -> tuple[Result, Timeline | None]:
     """Trains, as this rank of the group that the environment describes; rank 0 gets the timeline, if there is one."""
     device = None if options.device == "auto" else options.device
     with Communicator.from_env(deadline_s=options.deadline_s, device=device) as comm:
-        if comm.device.type == "cuda":
-            torch.cuda.set_device(comm.device)
         if options.checkpoint is None and options.replicas is None:
             return _Job(options, comm, comm).run()
         timeout = timedelta(seconds=options.deadline_s)
