@@ -39,7 +39,7 @@ from shardcomm.layout.placement import Placement
 from shardcomm.layout.views import check_count, check_full, check_shape, full_view, rows, shard_view
 from shardcomm.meeting.comm_error import comm_error
 from shardcomm.parameter.plain import plain
-from shardcomm.stream.streams import Streams, computing, on_host
+from shardcomm.stream.streams import Streams
 from shardcomm.stream.work import DONE, Work
 from shardcomm.trace import traffic
 
@@ -170,8 +170,6 @@ class Bucket:
             self.block_gather = BlockGather(
                 comm, layout, gather_format, self.full, self._sent, wire=wire, tag=tag
             )
-        self._given_streams = streams
-        self._compute = None if on_host(comm.device) else computing(comm.device)
         self._tag = tag
 
         pieces = [layout.piece(comm.rank, i) for i in range(len(layout.placements))]
@@ -362,19 +360,19 @@ class Bucket:
         recv, send = movable(full), movable(flat)
         counts = _moved_counts(self.layout, flat, send)
         if self.reduction.goes_aside(True):
-            streams = self._streams
+            streams = self.reduction.streams
             gather = self.comm.bind_all_gather(recv, send, counts=counts, tag=self._tag)
             gathered = gather.queue(streams.gather, streams.computed())
-            Work(gathered, self._compute, recv, send).wait()
+            Work(gathered, self.reduction.compute, recv, send).wait()
         else:
             self.comm.all_gather(recv, send, counts=counts, tag=self._tag)
         return full_view(full, placement).contiguous().to(held.device)
 
     def _gather_aside(self, gather: BoundCollective | BlockGather) -> Work:
-        streams = self._streams
+        streams = self.reduction.streams
         if self.offload is not None:  # beside computation that still reads the full buffer
             self.offload.fetch(self.shard, streams.gather)
-        return Work(gather.queue(streams.gather, streams.computed()), self._compute, self)
+        return Work(gather.queue(streams.gather, streams.computed()), self.reduction.compute, self)
 
     @cached_property
     def _bound_gather(self) -> BoundCollective | BlockGather:
@@ -507,10 +505,6 @@ class Bucket:
         }
         if differs := difference([self.comm], layout_items(self.layout, facts)):
             raise comm_error("mismatch", f"Bucket: ranks differ: {differs}")
-
-    @cached_property
-    def _streams(self) -> Streams:
-        return self._given_streams or self.comm.streams
 
 
 def _moved_counts(

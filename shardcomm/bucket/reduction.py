@@ -67,6 +67,7 @@ class Reduction:
         buffer: The buffer into which gradients are packed; None until the first reduce, unless it was given.
         replicas: The ranks that hold the same shard; None if there are no others.
         staging: The buffer in which replicas all-reduce; None without replicas.
+        compute: A function that returns the stream on which torch computes; None: the host computes.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class Reduction:
         self._offload = offload
         self._given_streams = streams
         self._tag, self._replica_tag = tag, replica_tag
-        self._compute = None if on_host(comm.device) else computing(comm.device)
+        self.compute = None if on_host(comm.device) else computing(comm.device)
         self.has_peers = comm.size > 1 or self.replicas is not None
         self._full = FullGradients(layout, param_dtype, reduce_dtype)
         if self.replicas is not None:
@@ -137,8 +138,8 @@ class Reduction:
         """
         if self._stats is None:
             return None
-        if self._streams.reduced is not None:
-            self._streams.reduced.wait()
+        if self.streams.reduced is not None:
+            self.streams.reduced.wait()
         return self._stats.take()
 
     def pack(self, grads: Sequence[torch.Tensor | None], *, async_op: bool = False) -> bool:
@@ -165,12 +166,12 @@ class Reduction:
         if not aside:
             self._pack_mean(sources, self._gradients.flat)
             return False
-        stream = self._streams.reduce
+        stream = self.streams.reduce
         with self._gradient(stream) as grad:
             # Wait until the last content of the offload's staging has left it.
-            self._streams.compute().wait(stream.record())
+            self.streams.compute().wait(stream.record())
             self._pack_mean(sources, grad)
-            self._streams.after_compute(stream)
+            self.streams.after_compute(stream)
         return False
 
     def _pack_mean(self, sources: Sources, grad: torch.Tensor) -> None:
@@ -212,7 +213,7 @@ class Reduction:
                 tag=self._tag,
             )
             return DONE
-        with self._gradient(self._streams.reduce) as grad:
+        with self._gradient(self.streams.reduce) as grad:
             work = self._reduce_aside(packed, grad, epilogue, self._adds)
         if not aside:
             work.wait()
@@ -233,7 +234,7 @@ class Reduction:
         if self._put_off is not None:
             self._stage_put_off(self._put_off, self.staging, aside=aside)
         epilogue = self.epilogue
-        stream = self._streams.replicate if aside else None
+        stream = self.streams.replicate if aside else None
         if self.staging.filled is not None:
             (stream or compute_stream(self._comm.device)).wait(self.staging.filled)
         self.replicas.all_reduce(self._staged, "avg", tag=self._replica_tag, stream=stream)
@@ -248,7 +249,7 @@ class Reduction:
                 stream=stream,
             )
         self.staging.free = None if work is None else work.event
-        return Work(self.staging.free, self._compute, self)
+        return Work(self.staging.free, self.compute, self)
 
     def forget(self) -> None:
         """Drops the sum for which an all-reduce was put off."""
@@ -263,7 +264,7 @@ class Reduction:
             )
         stream = self._stream_of_put_off(aside=aside)
         if aside:
-            self._streams.after_compute(stream)
+            self.streams.after_compute(stream)
         event = self._comm.reduce_scatter(
             self._put_off,
             packed,
@@ -276,8 +277,8 @@ class Reduction:
         if self.staging is not None and packed is self._staged:  # see `_free_buffer`
             self.staging.free = event
         if aside:
-            self._streams.reduced = event
-        return Work(event, self._compute, self, packed, self._put_off)
+            self.streams.reduced = event
+        return Work(event, self.compute, self, packed, self._put_off)
 
     def _stage_put_off(self, summed: torch.Tensor, staging: Staging, *, aside: bool) -> None:
         """Moves the sum of the put-off reduces to the staging buffer, in the dtype in which it is all-reduced."""
@@ -298,14 +299,14 @@ class Reduction:
         """
         if not aside:
             return compute_stream(self._comm.device)
-        return self._streams.replicate if self._comm.size == 1 else self._streams.reduce
+        return self.streams.replicate if self._comm.size == 1 else self.streams.reduce
 
     def _reduce_to_staging(self, packed: torch.Tensor, staging: Staging, *, aside: bool) -> Work:
         """Reduces `packed` into the staging buffer, in which `all_reduce` goes on."""
         if packed is self._staged:  # see `_free_buffer`
             staging.filled = compute_stream(self._comm.device).record()
             return DONE
-        stream = self._streams.reduce if aside else compute_stream(self._comm.device)
+        stream = self.streams.reduce if aside else compute_stream(self._comm.device)
         if staging.free is not None:
             stream.wait(staging.free)
         if not aside:
@@ -315,7 +316,7 @@ class Reduction:
             )
             return DONE
         work = self._reduce_aside(packed, self._staged, _AS_IT_IS, adds=False)
-        staging.filled = self._streams.reduced
+        staging.filled = self.streams.reduced
         return work
 
     def _reduce_aside(
@@ -332,10 +333,10 @@ class Reduction:
                 stats=self._stats,
             )
             self._bound = packed, bound
-        streams, reduce = self._streams, self._bound[1]
+        streams, reduce = self.streams, self._bound[1]
         scale, nonfinite = epilogue
         streams.reduced = reduce(streams.reduce, streams.computed(), into, scale, adds, nonfinite)
-        return Work(streams.reduced, self._compute, self, packed, into, nonfinite)
+        return Work(streams.reduced, self.compute, self, packed, into, nonfinite)
 
     def _needs_no_other(self) -> bool:
         """Whether this rank's gradients are the mean, and are packed straight into the shard's."""
@@ -367,18 +368,19 @@ class Reduction:
         numel = self._layout.flat_numel
         if self._comm.size == 1:  # a dtype in which no pack computes, such as float64
             return torch.empty(numel, dtype=self._dtype, device=self._comm.device)
-        if aside and self._streams.reduced is not None:
-            self._streams.compute().wait(self._streams.reduced)
+        if aside and self.streams.reduced is not None:
+            self.streams.compute().wait(self.streams.reduced)
         if self.buffer is None:
             self.buffer = self._comm.allocate(numel, dtype=self._dtype, use="reduce")
         return self.buffer
 
     def _computing(self) -> AnyStream | None:
         """The stream on which torch computes; None: the host computes."""
-        return None if self._compute is None else self._compute()
+        return None if self.compute is None else self.compute()
 
     @cached_property
-    def _streams(self) -> Streams:
+    def streams(self) -> Streams:
+        """The side streams of the bucket's gathers and reduces, made when they are first needed."""
         return self._given_streams or self._comm.streams
 
 

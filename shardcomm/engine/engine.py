@@ -316,13 +316,7 @@ class Engine:
         Raises:
             ValueError: `module` is not a unit's, or has no such method.
         """
-        after = functools.partial(self._step.post_forward, method=True)
-        unit = self.unit(module)
-        self._hooks.append(
-            forward_methods.install(
-                unit, name, self._step.pre_forward, after, self._step.forward_failed
-            )
-        )
+        self._hooks.append(forward_methods.install(self.unit(module), name, self._step))
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of the model, with the model's own names, for `torch.distributed.checkpoint` (DCP).

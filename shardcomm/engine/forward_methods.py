@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from types import MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from shardcomm.sharded.sharded_unit import ShardedUnit
 
-Before = Callable[
-    [ShardedUnit, tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]
-]
-After = Callable[[ShardedUnit, Any], Any]
-Failed = Callable[[ShardedUnit], None]
+if TYPE_CHECKING:
+    from shardcomm.engine.step import Step
 
 
 @dataclass(frozen=True)
@@ -40,13 +36,10 @@ class ForwardMethod:
             vars(self.module)[self.name] = self.before
 
 
-def install(
-    unit: ShardedUnit, name: object, before: Before, after: After, failed: Failed
-) -> ForwardMethod:
-    """Has `before` and `after` called around the method `name` of the unit's module, as its forward's hooks are.
+def install(unit: ShardedUnit, name: object, step: Step) -> ForwardMethod:
+    """Tells `step` of calls of the method `name` of the unit's module, as of its forward's.
 
-    `failed` is called if an exception ends the method. A call of the method, or of the module itself, that comes from
-    inside of such a call is part of the outermost one.
+    A call of the method, or of the module itself, that comes from inside of such a call is part of the outermost one.
 
     Raises:
         ValueError: The module has no such method, or the method is its forward.
@@ -69,16 +62,16 @@ def install(
             raise RuntimeError(copied(unit))
         if unit.depth or unit.in_method or unit.apart is not None:
             return method(*args, **kwargs)
-        args, kwargs = before(unit, args, kwargs)
+        args, kwargs = step.pre_forward(unit, args, kwargs)
         unit.in_method = True
         try:
             try:
                 output = method(*args, **kwargs)
             finally:
                 unit.in_method = False
-            return after(unit, output)
+            return step.post_forward(unit, output, method=True)
         except BaseException:
-            failed(unit)
+            step.forward_failed(unit)
             raise
 
     # Bound to the module, as its own method is. A copy of the module has it, too, and sees that `self` is another.

@@ -5,29 +5,30 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from types import MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from shardcomm.engine import forward_methods
-from shardcomm.engine.forward_methods import After, Before, Failed, ForwardMethod
+from shardcomm.engine.forward_methods import ForwardMethod
 from shardcomm.sharded import unit_io
 from shardcomm.sharded.hooks import Hooks, run_eagerly
 from shardcomm.sharded.sharded_unit import ShardedUnit
 
+if TYPE_CHECKING:
+    from shardcomm.engine.step import Step
+
 
 class ModuleCalls(Hooks):
-    """Passes on the calls of a unit's module: `before` and `after` by hooks, and `failed` from around the call.
+    """Tells the step of the calls of a unit's module: of begin and end by hooks, and of failures from around the call.
 
     Torch tells no hook of a failure that is no Exception, such as KeyboardInterrupt.
     """
 
-    def __init__(self, unit: ShardedUnit, before: Before, after: After, failed: Failed) -> None:
+    def __init__(self, unit: ShardedUnit, step: Step) -> None:
         self._unit = unit
-        self._before = before
-        self._after = after
-        self._on_failure = failed
+        self._step = step
 
     def install(self) -> Iterator[Any]:
         """Installs all of it; yields the handles, which remove it."""
@@ -78,18 +79,18 @@ class ModuleCalls(Hooks):
             raise RuntimeError(forward_methods.copied(self._unit))
         if self._unit.depth > 1:  # from inside of its own forward, where its parameters are there
             return unit_io.cast((args, kwargs), self._unit.input_dtype)  # type: ignore[no-any-return]
-        return self._before(self._unit, args, kwargs)
+        return self._step.pre_forward(self._unit, args, kwargs)
 
     def _end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         unit = self._unit
         if unit.depth > 1:
             return unit_io.cast(output, unit.output_dtype)
-        return self._after(unit, output)
+        return self._step.post_forward(unit, output)
 
     def _failed(self) -> None:
         # Registered methods, and calls around this one, handle their own exceptions.
         if not self._unit.in_method and self._unit.depth == 1:
-            self._on_failure(self._unit)
+            self._step.forward_failed(self._unit)
 
 
 def _state_of_copy(unit: ShardedUnit, name: str) -> Any:

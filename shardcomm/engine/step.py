@@ -71,7 +71,8 @@ class Step:
         self._may_be_left_out = may_be_left_out
         self._containers = Containers(units[0].module)
 
-        # Where layers are dropped at random, orders differ from step to step. The latest programs are worth keeping.
+        # `plan`, which `fully_shard` made, says what is gathered when in an order of units. Where layers are dropped at
+        # random, orders differ from step to step: the latest programs are worth keeping.
         self._program = functools.lru_cache(maxsize=8)(
             lambda order, backward: self._actions.program(plan(order, backward))
         )
@@ -100,9 +101,7 @@ class Step:
         unit.on_unshard = lambda: self._unshard(unit)
         unit.on_reshard = lambda: self.reshard(unit)
 
-        yield from ModuleCalls(
-            unit, self.pre_forward, self.post_forward, self.forward_failed
-        ).install()
+        yield from ModuleCalls(unit, self).install()
 
     # A step, in the order in which it happens. Hooks do nothing but call these.
 
