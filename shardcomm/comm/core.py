@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -297,10 +298,15 @@ class CoreCommunicator(Communicator):
 
     def barrier(self, *, tag: int = 0, stream: AnyStream | None = None) -> Any:
         check_tag("barrier", tag)
-        on = self._run(_C.BoundCollective.barrier(self._core, tag), stream)
+        call = self._barrier if tag == 0 else _C.BoundCollective.barrier(self._core, tag)
+        on = self._run(call, stream)
         if stream is None and on is not None:
             self._wait_for(on)
         return queued(self.device, stream)
+
+    @cached_property
+    def _barrier(self) -> _C.BoundCollective:
+        return _C.BoundCollective.barrier(self._core, 0)
 
     def bind_barrier(self, *, tag: int = 0) -> BoundCollective:
         check_tag("barrier", tag)
