@@ -150,8 +150,7 @@ class Actions:
         self._to_reduce.clear()
 
     def _reduce(self, unit: ShardedUnit) -> None:
-        if unit.gradients.reduces or unit.gradients.all_reduces:
-            self.wait_reduce(unit)
+        self.wait_reduce(unit)
         before = self._reducing.get(unit.mesh.shard)
         if before is not None and before.gradients.reduces:
             self._finish(before.gradients.reduces, "reduce", before)
@@ -187,8 +186,7 @@ class Actions:
         for unit in self._units:
             if unit.gathers:
                 self.wait_gather(unit)
-            if unit.gradients.reduces or unit.gradients.all_reduces:
-                self.wait_reduce(unit)
+            self.wait_reduce(unit)
         self.wait_host()
 
     def wait_host(self) -> None:

@@ -338,13 +338,6 @@ class MemoryPlan:
         Returns:
             The figures by name, of memory and of communication in bytes.
         """
-        held = asdict(self.footprint)
-        derived = (
-            "peak_bytes",
-            "peak_resident_bytes",
-            "gathered_bytes",
-            "reduced_bytes",
-        )
         return {
             "ranks": self.ranks,
             "replicas": self.replicas,
@@ -354,11 +347,14 @@ class MemoryPlan:
             "imbalance": self.imbalance,
             "shard_bytes": list(self.shard_bytes),
             "host_bytes": self.host_bytes,
-            **held,
+            **asdict(self.footprint),
             "optimizer_bytes": self.optimizer_bytes,
             "full_gradient_bytes": self.full_gradient_bytes,
             "state_bytes": self.state_bytes,
-            **{name: getattr(self, name) for name in derived},
+            "peak_bytes": self.peak_bytes,
+            "peak_resident_bytes": self.peak_resident_bytes,
+            "gathered_bytes": self.gathered_bytes,
+            "reduced_bytes": self.reduced_bytes,
             "slots": list(self.slot_bytes),
             "units": [
                 asdict(unit) | {"slot": slot}

@@ -132,7 +132,7 @@ class StepGraph:
             )
         for unit in plan.units:
             _check_even(unit, shards, plan.replicas)
-        hosts = {_host_ranks(unit) for unit in plan.units if unit.secondary_bytes}
+        hosts = {unit.regather_ranks for unit in plan.units if unit.secondary_bytes}
         if len(hosts) > 1:
             raise ValueError(
                 f"plan gathers for backward among {sorted(hosts)} ranks; all units must do so among as many"
@@ -292,10 +292,6 @@ def _containers(triggers: tuple[Trigger, ...]) -> set[int]:
         elif phase is Phase.POST_FORWARD:
             inside.pop()
     return containers
-
-
-def _host_ranks(unit: UnitPlan) -> int:
-    return unit.full_bytes // (unit.full_bytes - unit.regather_bytes)
 
 
 def _check_even(unit: UnitPlan, shards: int, replicas: int) -> None:
