@@ -16,6 +16,7 @@ class CMakeBuild(build_ext):
         target = Path(self.get_ext_fullpath(ext.name)).parent.resolve()
         # One folder for all kinds of build, so that a wheel after an editable install compiles nothing anew.
         build = ROOT / "build" / f"cmake-{sys.implementation.cache_tag}"
+        architectures = os.environ.get("CUDAARCHS")
         subprocess.run(
             [
                 "cmake",
@@ -27,6 +28,11 @@ class CMakeBuild(build_ext):
                 build,
                 f"-DPython_EXECUTABLE={sys.executable}",
                 f"-DSHARDCOMM_CUDA={os.environ.get('SHARDCOMM_CUDA', 'auto')}",
+                # CMake itself would keep, in its cache, those of the folder's first build.
+                f"-DCMAKE_CUDA_ARCHITECTURES={architectures}"
+                if architectures
+                else "-UCMAKE_CUDA_ARCHITECTURES",
+                f"-DCMAKE_COMPILE_WARNING_AS_ERROR={os.environ.get('SHARDCOMM_WERROR', 'off')}",
                 "-DSHARDCOMM_PYTHON=ON",
                 "-DSHARDCOMM_TESTS=OFF",  # which bench/played_cuda.py turns on
                 "-DCMAKE_INSTALL_LIBDIR=lib",

@@ -58,7 +58,7 @@ class Superaccumulator {
     for (std::size_t i = 0; i + 2 < top; ++i) rest |= digits_[i] != 0;
     units |= rest ? 1 : 0;
     if (rounding == SumRounding::odd)
-      units = (units | ((units & 0x7ff) + 0x7ff & 0x800)) & ~0x7ffull;
+      units = (units | (((units & 0x7ff) + 0x7ff) & 0x800)) & ~0x7ffull;
     const int place = kLowest + 32 * (static_cast<int>(top) - 1) - unused;
     // The conversion rounds once. A number that loses bits is far from being subnormal.
     const double magnitude = std::ldexp(static_cast<double>(units), place);
