@@ -144,10 +144,15 @@ struct shc_collective : shardcomm::abi::Handle<shardcomm::abi::Kind::collective>
 
 namespace shardcomm::abi {
 
-// Runs what belongs to `device` on `given`; NULL is the calling thread or the default stream.
+// Runs what belongs to `device` on `given`; NULL is the calling thread or the device's default
+// stream.
 template <class Operation>
 void run_on(shc_stream* given, int device, Operation&& operation) {
-  if (given == nullptr) return operation(nullptr);
+  if (given == nullptr && device == kHost) return operation(nullptr);
+  if (given == nullptr) {
+    const auto stream = borrow_cuda_stream(device, nullptr);
+    return stream->enqueue(std::forward<Operation>(operation));
+  }
   shc_stream& stream = checked(given, "stream");
   if (stream.device == device) return stream.stream->enqueue(std::forward<Operation>(operation));
   const auto place = [](int on) {

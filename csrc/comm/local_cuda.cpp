@@ -29,11 +29,8 @@ class OnDevice final : public Mapping {
 
 std::shared_ptr<Mapping> allocate(int device, std::size_t bytes) {
   try {
-    const DeviceScope scope(device);
     auto memory = std::make_unique<DeviceMemory>(device, bytes);
-    check_cuda(cudaMemset(memory->data(), 0, bytes), "cudaMemset");
-    // Other streams do not wait for the default one.
-    check_cuda(cudaStreamSynchronize(nullptr), "cudaStreamSynchronize");
+    memory->fill_with_zeros();
     return std::make_shared<OnDevice>(device, std::move(memory));
   } catch (const CudaError& error) {
     throw CommError("cannot allocate " + std::to_string(bytes) +
@@ -67,6 +64,7 @@ class DeviceExecutor final : public Executor {
 
   bool on_host() const override { return false; }
   void copy(void* dst, const void* src, std::size_t bytes, NativeStream stream) override {
+    const DeviceScope scope(device_);
     check_cuda(cudaMemcpyAsync(dst, src, bytes, cudaMemcpyDeviceToDevice, cuda(stream)),
                "cudaMemcpyAsync");
   }
@@ -87,6 +85,7 @@ class DeviceExecutor final : public Executor {
                "cudaEventRecord");
   }
   void after_meeting(int channel, std::uint64_t meeting, NativeStream stream) override {
+    const DeviceScope scope(device_);
     for (int r = 0; r < size_; ++r) {
       if (r == rank_) continue;
       check_cuda(cudaStreamWaitEvent(cuda(stream), marks_->at(channel, meeting, r), 0),

@@ -55,7 +55,7 @@ NcclSession::NcclSession(const nccl::Library& nccl, int rank, int size, int devi
   for (NcclChannel* channel : {&gathers, &reduces}) {
     channel->set_up = make_cuda_stream(device);
     channel->words = std::make_unique<DeviceMemory>(device, bytes);
-    check_cuda(cudaMemset(channel->words->data(), 0, bytes), "cudaMemset");
+    channel->words->fill_with_zeros();
   }
 }
 

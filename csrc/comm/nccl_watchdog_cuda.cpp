@@ -59,6 +59,7 @@ std::vector<Pending> NcclSession::pending() {
   if (forked()) return {none};  // it has no part in this, and a thread of its parent the mutex
   std::vector<Pending> all;
   const std::lock_guard<std::mutex> lock(mutex_);
+  const DeviceScope scope(device);
   const RelaxedCapture relaxed;
   const auto add = [&](const char* channel, const Call& call, Clock::time_point since) {
     Pending entry = none;

@@ -60,8 +60,7 @@ CudaCopy::CudaCopy(const CopyPlan& plan, int device)
   for (Launch& launch : launches_of(plan, tile_elements_for(plan, processors()))) {
     const std::size_t bytes = launch.tiles.size() * sizeof(Tile);
     auto tiles = std::make_unique<DeviceMemory>(device, bytes);
-    check_cuda(cudaMemcpy(tiles->data(), launch.tiles.data(), bytes, cudaMemcpyHostToDevice),
-               "cudaMemcpy");
+    tiles->copy_from_host(launch.tiles.data());
     const auto num_tiles = static_cast<std::uint32_t>(launch.tiles.size());
     launch.tiles = {};
     launches_.push_back({std::move(launch), std::move(tiles), num_tiles});

@@ -8,6 +8,30 @@
 #include "shardcomm/cuda.h"
 
 namespace shardcomm {
+namespace {
+
+// A function of the driver, to which nothing is linked, as it is missing where there is no GPU.
+template <class Function>
+Function* in_driver(const char* name) {
+  constexpr unsigned kVersion = 12000;  // the oldest driver that serves this runtime has it
+  void* function = nullptr;
+  check_cuda(
+      cudaGetDriverEntryPointByVersion(name, &function, kVersion, cudaEnableDefault, nullptr),
+      name);
+  if (function == nullptr) throw CudaError(std::string("the driver has no ") + name);
+  return reinterpret_cast<Function*>(function);
+}
+
+struct Driver {
+  decltype(&cuCtxGetCurrent) get_current = in_driver<decltype(cuCtxGetCurrent)>("cuCtxGetCurrent");
+  decltype(&cuCtxSetCurrent) set_current = in_driver<decltype(cuCtxSetCurrent)>("cuCtxSetCurrent");
+};
+const Driver& driver() {
+  static const Driver instance;
+  return instance;
+}
+
+}  // namespace
 
 void check_cuda(cudaError_t result, const char* what) {
   if (result == cudaSuccess) return;
@@ -16,14 +40,16 @@ void check_cuda(cudaError_t result, const char* what) {
 }
 
 DeviceScope::DeviceScope(int device) {
-  check_cuda(cudaGetDevice(&before_), "cudaGetDevice");
-  if (before_ == device) return;
+  int current = -1;
+  check_cuda(cudaGetDevice(&current), "cudaGetDevice");  // also: the driver is there
+  driver().get_current(&before_);
+  if (before_ != nullptr && current == device) return;
   check_cuda(cudaSetDevice(device), "cudaSetDevice");
   changed_ = true;
 }
 
 DeviceScope::~DeviceScope() {
-  if (changed_) cudaSetDevice(before_);
+  if (changed_) driver().set_current(before_);
 }
 
 // An error counts as no capture: the next call that uses the stream reports what is wrong with it.
@@ -42,18 +68,31 @@ DeviceMemory::DeviceMemory(int device, std::size_t bytes) : device_(device), byt
 
 DeviceMemory::~DeviceMemory() {
   if (data_ == nullptr) return;
-  try {
-    const DeviceScope scope(device_);
+  release_on(device_, [this] {
+    const RelaxedCapture relaxed;
     cudaFree(data_);
-  } catch (const CudaError&) {  // the process ends and the driver has gone before
-  }
+  });
+}
+
+void DeviceMemory::fill_with_zeros() {
+  const DeviceScope scope(device_);
+  check_cuda(cudaMemset(data_, 0, bytes_), "cudaMemset");
+  check_cuda(cudaStreamSynchronize(nullptr), "cudaStreamSynchronize");
+}
+
+void DeviceMemory::copy_from_host(const void* from) {
+  const DeviceScope scope(device_);
+  check_cuda(cudaMemcpy(data_, from, bytes_, cudaMemcpyHostToDevice), "cudaMemcpy");
+  check_cuda(cudaStreamSynchronize(nullptr), "cudaStreamSynchronize");
 }
 
 OwnedEvent make_event(bool timed) {
+  int device = 0;
+  check_cuda(cudaGetDevice(&device), "cudaGetDevice");
   cudaEvent_t event = nullptr;
   check_cuda(cudaEventCreateWithFlags(&event, timed ? cudaEventDefault : cudaEventDisableTiming),
              "cudaEventCreateWithFlags");
-  return OwnedEvent(event);
+  return OwnedEvent(event, {device});
 }
 
 int processors() {

@@ -1,6 +1,7 @@
 // The CUDA runtime, with errors as exceptions and resources that release themselves.
 #pragma once
 
+#include <cuda.h>
 #include <cuda_runtime_api.h>
 
 #include <cstddef>
@@ -15,7 +16,10 @@ namespace shardcomm {
 // Throws CudaError, "<what>: <CUDA's description>", unless `result` is success.
 void check_cuda(cudaError_t result, const char* what);
 
-// In this scope `device` is the current device.
+// In this scope `device` is the current device. Afterwards the thread has the context that it had
+// before, or none. To set the device before instead would give a thread that had none a context on
+// device 0, which takes half a gigabyte there. So does nearly every call of a thread without one, a
+// query of an event too: what any thread may call has a scope.
 class DeviceScope {
  public:
   explicit DeviceScope(int device);
@@ -24,14 +28,24 @@ class DeviceScope {
   DeviceScope& operator=(const DeviceScope&) = delete;
 
  private:
-  int before_ = 0;
+  CUcontext before_ = nullptr;
   bool changed_ = false;
 };
+
+// Runs `release` with `device` current, unless the process ends and the driver has gone before it.
+template <class Release>
+void release_on(int device, const Release& release) noexcept {
+  try {
+    const DeviceScope scope(device);
+    release();
+  } catch (const CudaError&) {
+  }
+}
 
 // The number of the capture that records work on `stream`; 0: there is none, and work runs.
 unsigned long long capture_of(cudaStream_t stream) noexcept;
 
-// Memory of a device. To free it waits for all work of the device.
+// Memory of a device. To free it waits for all work of the device, but not for a capture.
 class DeviceMemory {
  public:
   DeviceMemory(int device, std::size_t bytes);
@@ -40,6 +54,10 @@ class DeviceMemory {
   DeviceMemory& operator=(const DeviceMemory&) = delete;
   void* data() const { return data_; }
   std::size_t bytes() const { return bytes_; }
+  // These return when the memory has its contents, so that every stream may use it: CUDA's own
+  // functions may return before, and our streams do not wait for the default one.
+  void fill_with_zeros();
+  void copy_from_host(const void* from);
 
  private:
   int device_;
@@ -48,14 +66,18 @@ class DeviceMemory {
 };
 
 struct DestroyEvent {
-  void operator()(cudaEvent_t event) const { cudaEventDestroy(event); }
+  int device = 0;
+  void operator()(cudaEvent_t event) const {
+    release_on(device, [event] { cudaEventDestroy(event); });
+  }
 };
 using OwnedEvent = std::unique_ptr<std::remove_pointer_t<cudaEvent_t>, DestroyEvent>;
 // An event of the current device.
 OwnedEvent make_event(bool timed = false);
 
-// In this scope the thread may query events while another thread captures a graph; otherwise a
-// query would end the capture (cudaThreadExchangeStreamCaptureMode).
+// In this scope the thread may query events and free memory while a graph is captured, by this
+// thread or another one; otherwise that would end the capture
+// (cudaThreadExchangeStreamCaptureMode).
 class RelaxedCapture {
  public:
   RelaxedCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }

@@ -20,11 +20,8 @@ ScratchPool::ScratchPool(int device) : device_(device) {
 }
 
 ScratchPool::~ScratchPool() {
-  try {
-    const DeviceScope scope(device_);
-    cudaMemPoolDestroy(pool_);  // once what is queued no longer uses it
-  } catch (const CudaError&) {  // the process ends and the driver has gone before
-  }
+  release_on(device_,
+             [this] { cudaMemPoolDestroy(pool_); });  // once what is queued is done with it
 }
 
 Scratch::Scratch(const ScratchPool& pool, std::size_t bytes, cudaStream_t stream)

@@ -174,7 +174,7 @@ SHC_API shc_status shc_layout_deserialize(const char* text, shc_layout** layout)
 // ---- Streams and events ----
 
 // A stream runs its operations in order. Where a function takes a stream, NULL means: on a CPU now,
-// in the calling thread; on a CUDA device the default stream.
+// in the calling thread; on a CUDA device its default stream.
 typedef struct shc_stream shc_stream;
 // A point of a stream.
 typedef struct shc_event shc_event;

@@ -54,14 +54,14 @@ using SharedStream = std::shared_ptr<std::remove_pointer_t<cudaStream_t>>;
 // and only streams of that capture can wait for it. When the capture has ended, nobody needs to.
 class CudaEvent final : public Event {
  public:
-  CudaEvent(int device, const SharedStream& stream, bool timed)
-      : device_(device), timed_(timed), capture_(capture_of(stream.get())) {
+  CudaEvent(int device, const SharedStream& stream, bool timed) : device_(device), timed_(timed) {
+    const DeviceScope scope(device);
+    capture_ = capture_of(stream.get());
     if (timed && capture_ != 0) {
       throw CudaError(
           "an event in a capture tells no time: capture the step without a trace, and before "
           "traffic.time_waits()");
     }
-    const DeviceScope scope(device);
     event_ = event_pool().take(device, timed);
     check_cuda(cudaEventRecord(get(), stream.get()), "cudaEventRecord");
     if (capture_ != 0) captured_ = stream;
@@ -78,7 +78,6 @@ class CudaEvent final : public Event {
 
   // CUDA has no wait with a timeout; what waits on the host for a device is in no hurry.
   bool wait_for(std::chrono::milliseconds timeout) const override {
-    const DeviceScope scope(device_);
     const auto end = std::chrono::steady_clock::now() + timeout;
     std::chrono::microseconds pause{20};
     while (true) {
@@ -104,6 +103,7 @@ class CudaEvent final : public Event {
       throw std::invalid_argument(
           "seconds_since: one event is of the host and the other of a device");
     float milliseconds = 0;
+    const DeviceScope scope(device_);
     check_cuda(cudaEventElapsedTime(&milliseconds, begin->get(), get()), "cudaEventElapsedTime");
     return static_cast<double>(milliseconds) * 1e-3;
   }
@@ -124,6 +124,7 @@ class CudaEvent final : public Event {
  private:
   // "Not ready" is no error: it must not stay behind as this thread's last one.
   cudaError_t state() const {
+    const DeviceScope scope(device_);
     if (capture_ != 0) {
       return capture_of(captured_.get()) == capture_ ? cudaErrorNotReady : cudaSuccess;
     }
@@ -135,7 +136,7 @@ class CudaEvent final : public Event {
 
   int device_;
   bool timed_;
-  unsigned long long capture_;
+  unsigned long long capture_ = 0;
   SharedStream captured_;  // null unless in a capture
   OwnedEvent event_;
 };
@@ -145,7 +146,10 @@ class CudaStream final : public Stream {
   CudaStream(int device, SharedStream stream) : device_(device), stream_(std::move(stream)) {}
 
   NativeStream native() const override { return stream_.get(); }
-  bool capturing() const override { return capture_of(stream_.get()) != 0; }
+  bool capturing() const override {
+    const DeviceScope scope(device_);
+    return capture_of(stream_.get()) != 0;
+  }
 
   void enqueue(Operation operation) override {
     const DeviceScope scope(device_);
@@ -187,7 +191,10 @@ std::unique_ptr<Stream> make_cuda_stream(int device) {
   check_cuda(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, greatest),
              "cudaStreamCreateWithPriority");
   // What is on it still runs when it is destroyed.
-  return std::make_unique<CudaStream>(device, SharedStream(stream, &cudaStreamDestroy));
+  const auto destroy = [device](cudaStream_t ended) {
+    release_on(device, [ended] { cudaStreamDestroy(ended); });
+  };
+  return std::make_unique<CudaStream>(device, SharedStream(stream, destroy));
 }
 
 std::unique_ptr<Stream> borrow_cuda_stream(int device, NativeStream stream) {

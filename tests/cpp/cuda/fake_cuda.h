@@ -18,6 +18,9 @@ bool fake_is_capturing(cudaStream_t stream);
 // caller's own time. FAKE_CUDA_INSTANT=1 in the environment does the same.
 void fake_cuda_instant(bool instant);
 
+// How many calls have used the context of `device`, and so have made it if it was not there.
+long fake_calls_on(int device);
+
 // This thread's next cudaEventRecord fails, as after an error of the device: cudaErrorUnknown.
 void fake_fail_next_record();
 

@@ -1,6 +1,8 @@
 // The played CUDA runtime does what the documentation says of captures, events and streams.
 #include "fake_cuda.h"
 
+#include <cuda.h>
+
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
@@ -216,6 +218,64 @@ void pointers_know_their_device() {
   cudaFree(data);
 }
 
+// As "Interactions with the CUDA Driver API" says.
+void a_thread_without_a_context_gets_one() {
+  CUresult (*set_current)(CUcontext) = nullptr;
+  CUresult (*get_current)(CUcontext*) = nullptr;
+  cudaGetDriverEntryPointByVersion("cuCtxSetCurrent", reinterpret_cast<void**>(&set_current), 12000,
+                                   cudaEnableDefault, nullptr);
+  cudaGetDriverEntryPointByVersion("cuCtxGetCurrent", reinterpret_cast<void**>(&get_current), 12000,
+                                   cudaEnableDefault, nullptr);
+  Mark mark;
+  std::thread([&] {
+    int device = -1;
+    CUcontext none = nullptr;
+    const long before = fake_calls_on(0);
+    require(cudaGetDevice(&device) == cudaSuccess && device == 0, "the first device is current");
+    get_current(&none);
+    require(none == nullptr && fake_calls_on(0) == before, "without a context");
+    cudaEventQuery(mark);
+    CUcontext first = nullptr;
+    get_current(&first);
+    require(first != nullptr && fake_calls_on(0) == before + 1, "which a query makes");
+    cudaSetDevice(2);
+    CUcontext second = nullptr;
+    get_current(&second);
+    require(second != nullptr && second != first, "each device has its own");
+    set_current(first);
+    require(cudaGetDevice(&device) == cudaSuccess && device == 0, "the device is the context's");
+    set_current(nullptr);
+    get_current(&none);
+    require(none == nullptr && fake_calls_on(0) == before + 1, "it can be taken away");
+  }).join();
+}
+
+// "API synchronization behavior", Synchronous 1 and Memset.
+void synchronous_calls_return_before_the_memory_is_written() {
+  std::promise<void> go;
+  char data[2] = {0, 0};
+  char given = 1;
+  fake_enqueue(nullptr, [&] { go.get_future().wait(); });
+  cudaMemset(&data[0], 1, 1);
+  cudaMemcpy(&data[1], &given, 1, cudaMemcpyHostToDevice);
+  given = 2;
+  require(data[0] == 0 && data[1] == 0, "nothing is written yet");
+  go.set_value();
+  cudaStreamSynchronize(nullptr);
+  require(data[0] == 1 && data[1] == 1, "what was given is written");
+}
+
+void each_device_has_a_default_stream() {
+  std::promise<void> go;
+  fake_enqueue(nullptr, [&] { go.get_future().wait(); });
+  cudaSetDevice(1);
+  require(cudaStreamQuery(nullptr) == cudaSuccess, "there is nothing on this device's");
+  cudaSetDevice(0);
+  require(cudaStreamQuery(nullptr) == cudaErrorNotReady, "there is on the other's");
+  go.set_value();
+  cudaStreamSynchronize(nullptr);
+}
+
 void nothing_is_executed_in_an_instant() {
   Queue queue;
   Mark mark;
@@ -247,6 +307,9 @@ int main() {
   memory_of_a_capture_is_its_graphs();
   a_stream_that_is_destroyed_runs_to_its_end();
   pointers_know_their_device();
+  a_thread_without_a_context_gets_one();
+  synchronous_calls_return_before_the_memory_is_written();
+  each_device_has_a_default_stream();
   nothing_is_executed_in_an_instant();
   std::puts("good");
   return 0;

@@ -3,9 +3,11 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
+#include <functional>
 #include <memory>
 #include <random>
 #include <stdexcept>
@@ -213,12 +215,48 @@ void a_rank_whose_device_fails_tells_the_others() {
   other.join();
 }
 
+// No stream is the default one of the group's device, whatever device is current. Rank 1 is late.
+void another_device_may_be_current() {
+  constexpr int kDevice = 2;
+  const auto group = make_local_group(2, {60}, kDevice);
+  const auto rank_main = [&](int rank) {
+    float part = 0;
+    std::vector<float> whole(2);
+    const auto on_default_stream = [&](const std::function<void()>& work) {
+      cudaSetDevice(kDevice);
+      fake_enqueue(nullptr, work);
+      cudaSetDevice(kDevice + 1);
+    };
+    on_default_stream([&] {
+      if (rank == 1) std::this_thread::sleep_for(std::chrono::milliseconds(20));
+      part = static_cast<float>(rank + 1);
+    });
+    const Comm& comm = group[static_cast<std::size_t>(rank)];
+    comm->all_gather(&part, DType::f32, whole.data(), DType::f32, 1);
+    on_default_stream(
+        [&] { require(whole == std::vector<float>{1, 2}, "all parts are gathered"); });
+    on_default_stream([&] {
+      if (rank == 1) std::this_thread::sleep_for(std::chrono::milliseconds(20));
+      part *= 3;
+    });
+    comm->broadcast(&part, DType::f32, 1, 1);
+    on_default_stream([&] { require(part == 6, "the root's part is everywhere"); });
+    cudaDeviceSynchronize();  // of the other device: nothing is on it
+    cudaSetDevice(kDevice);
+    cudaDeviceSynchronize();
+  };
+  std::thread other(rank_main, 1);
+  rank_main(0);
+  other.join();
+}
+
 }  // namespace
 
 int main() {
   alarm(120);  // a hang is a failure
   a_rank_whose_device_fails_tells_the_others();
   what_has_no_kernel_is_refused();
+  another_device_may_be_current();
   const std::uint32_t seed = std::random_device()();
   std::printf("seed %u\n", seed);
   const auto group = make_local_group(kRanks, {60}, 0);

@@ -1,10 +1,12 @@
 // The NCCL transport's collectives and memory, without a GPU and for every version that is played:
 // right values, the paths that receipts tell, streams and graphs.
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
+#include <future>
 #include <limits>
 #include <mutex>
 #include <stdexcept>
@@ -463,6 +465,47 @@ void memory_is_let_go_of() {
   });
 }
 
+// On the threads of its own, and on any thread that asks: a context takes half a gigabyte.
+void a_rank_uses_its_own_device_alone() {
+  std::printf("devices\n");
+  const std::string id = nccl_unique_id();
+  const long before = fake_calls_on(0);
+  std::vector<std::thread> ranks;
+  for (int rank = 0; rank < 2; ++rank) {
+    ranks.emplace_back([&id, rank] {
+      const int device = rank + 1;
+      const Comm comm = make_nccl(id, rank, 2, device, {20, CtaPolicy::standard, "one"});
+      const auto stream = make_cuda_stream(device);
+      std::promise<void> go;
+      stream->enqueue([&](NativeStream native) {
+        fake_enqueue(static_cast<cudaStream_t>(native), [&] { go.get_future().wait(); });
+      });
+      comm->barrier(0, stream->native());
+      std::thread([&] { require_text(comm->pending()[0].call, "barrier"); }).join();
+      go.set_value();
+      stream->record()->wait();
+    });
+  }
+  for (std::thread& rank : ranks) rank.join();
+  require_nothing_left();
+  require(fake_calls_on(0) == before, "no rank has a context on device 0");
+}
+
+// What set-up fills must not come late: the streams of set-up do not wait for the default one.
+void set_up_leaves_nothing_on_the_default_stream() {
+  std::printf("default stream\n");
+  const std::string id = nccl_unique_id();
+  std::promise<void> connected;
+  cudaSetDevice(0);
+  // A caller's work, for longer than it takes to connect.
+  fake_enqueue(nullptr, [done = connected.get_future().share()] {
+    done.wait_for(std::chrono::milliseconds(200));
+  });
+  const Comm comm = make_nccl(id, 0, 1, 0);
+  require(cudaStreamQuery(nullptr) == cudaSuccess, "all of it has run");
+  connected.set_value();
+}
+
 }  // namespace
 
 int main(int, char** arguments) {
@@ -482,6 +525,8 @@ int main(int, char** arguments) {
   on_ranks("behind computation", soon, computation_is_not_late);
   on_ranks("graph", {}, graphs);
   memory_is_let_go_of();
+  a_rank_uses_its_own_device_alone();
+  set_up_leaves_nothing_on_the_default_stream();
   std::puts("good");
   return 0;
 }

@@ -76,6 +76,7 @@ bool is_capturing(CUstream_st& stream) {
 }
 
 cudaError_t put(CUstream_st& stream, std::function<void()> work) {
+  use_context();
   ++counters.work;
   if (!nobody_captures()) {
     const std::lock_guard<std::mutex> lock(captures().mutex);
@@ -189,11 +190,13 @@ bool owns_captured(CUstream_st& stream, void* data) {
 extern "C" {
 
 cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
+  fake::use_context();
   std::swap(*mode, fake::thread_mode);
   return cudaSuccess;
 }
 
 cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode mode) {
+  fake::use_context();
   if (stream == nullptr) return fake::fail(cudaErrorStreamCaptureUnsupported);
   fake::Captures& all = fake::captures();
   const std::lock_guard<std::mutex> lock(all.mutex);
@@ -212,6 +215,7 @@ cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode mo
 }
 
 cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph) {
+  fake::use_context();
   *graph = nullptr;
   fake::Captures& all = fake::captures();
   std::shared_ptr<fake::Capture> capture;
@@ -238,6 +242,7 @@ cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph) {
 }
 
 cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status) {
+  fake::use_context();
   *status = cudaStreamCaptureStatusNone;
   if (fake::nobody_captures()) return cudaSuccess;
   const std::lock_guard<std::mutex> lock(fake::captures().mutex);
@@ -284,6 +289,7 @@ cudaError_t cudaGraphRetainUserObject(cudaGraph_t graph, cudaUserObject_t object
 
 cudaError_t cudaGraphInstantiate(cudaGraphExec_t* executable, cudaGraph_t graph,
                                  unsigned long long) {
+  fake::use_context();
   *executable = std::make_unique<CUgraphExec_st>(CUgraphExec_st{graph->recording}).release();
   return cudaSuccess;
 }

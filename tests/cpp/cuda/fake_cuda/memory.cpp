@@ -28,6 +28,10 @@ Pieces& pieces() {
   return instance;
 }
 
+void on_default_stream(std::function<void()> work) {
+  instant() ? work() : stream_of(nullptr).push(std::move(work));
+}
+
 }  // namespace
 
 void* allocate(std::size_t bytes) {
@@ -60,27 +64,33 @@ void fake_on_free(std::function<void(const void*)> observer) {
 extern "C" {
 
 cudaError_t cudaMalloc(void** data, std::size_t bytes) {
+  fake::use_context();
   if (const cudaError_t refused = fake::refuse_unsafe()) return refused;
   ++fake::counters.allocations;
   *data = fake::allocate(bytes);
   return cudaSuccess;
 }
+// Waits for the device and is unsafe beside a capture, but does not conflict with one: NCCL frees
+// so (alloc.h, ncclCudaFree).
 cudaError_t cudaFree(void* data) {
+  fake::use_context();
   if (data == nullptr) return cudaSuccess;
   if (const cudaError_t refused = fake::refuse_unsafe()) return refused;
-  cudaDeviceSynchronize();
+  fake::wait_for_device();
   fake::release(data);
   return cudaSuccess;
 }
 // In a capture the memory is the graph's.
 cudaError_t cudaMallocFromPoolAsync(void** data, std::size_t bytes, cudaMemPool_t,
                                     cudaStream_t stream) {
+  fake::use_context();
   ++fake::counters.allocations;
   *data = fake::allocate(bytes);
   fake::keep_captured(fake::stream_of(stream), *data);
   return cudaSuccess;
 }
 cudaError_t cudaFreeAsync(void* data, cudaStream_t stream) {
+  fake::use_context();
   CUstream_st& on = fake::stream_of(stream);
   if (fake::instant()) {
     fake::release(data);
@@ -91,19 +101,35 @@ cudaError_t cudaFreeAsync(void* data, cudaStream_t stream) {
   }
   return cudaSuccess;
 }
-cudaError_t cudaMemPoolCreate(cudaMemPool_t*, const cudaMemPoolProps*) { return cudaSuccess; }
-cudaError_t cudaMemPoolDestroy(cudaMemPool_t) { return cudaSuccess; }
-cudaError_t cudaMemPoolSetAttribute(cudaMemPool_t, cudaMemPoolAttr, void*) { return cudaSuccess; }
-
-cudaError_t cudaMemset(void* data, int value, std::size_t bytes) {
-  if (const cudaError_t refused = fake::refuse_unsafe()) return refused;
-  std::memset(data, value, bytes);
+cudaError_t cudaMemPoolCreate(cudaMemPool_t*, const cudaMemPoolProps*) {
+  fake::use_context();
   return cudaSuccess;
 }
-cudaError_t cudaMemcpy(void* to, const void* from, std::size_t bytes, cudaMemcpyKind) {
-  if (const cudaError_t refused = fake::refuse_unsafe()) return refused;
-  std::memcpy(to, from, bytes);
+cudaError_t cudaMemPoolDestroy(cudaMemPool_t) {
+  fake::use_context();
   return cudaSuccess;
+}
+cudaError_t cudaMemPoolSetAttribute(cudaMemPool_t, cudaMemPoolAttr, void*) { return cudaSuccess; }
+
+// "API synchronization behavior": both go through the default stream, and may return before the
+// memory of the device has its contents; so they do here.
+cudaError_t cudaMemset(void* data, int value, std::size_t bytes) {
+  fake::use_context();
+  if (const cudaError_t refused = fake::refuse_unsafe()) return refused;
+  fake::on_default_stream([=] { std::memset(data, value, bytes); });
+  return cudaSuccess;
+}
+cudaError_t cudaMemcpy(void* to, const void* from, std::size_t bytes, cudaMemcpyKind kind) {
+  fake::use_context();
+  if (const cudaError_t refused = fake::refuse_unsafe()) return refused;
+  if (kind == cudaMemcpyHostToDevice) {
+    const auto* begin = static_cast<const char*>(from);
+    const std::vector<char> staged(begin, begin + bytes);
+    fake::on_default_stream([=] { std::memcpy(to, staged.data(), bytes); });
+    return cudaSuccess;
+  }
+  fake::on_default_stream([=] { std::memcpy(to, from, bytes); });
+  return kind == cudaMemcpyDeviceToDevice ? cudaSuccess : cudaStreamSynchronize(nullptr);
 }
 cudaError_t cudaMemsetAsync(void* data, int value, std::size_t bytes, cudaStream_t stream) {
   if (fake::instant() && bytes <= fake::kWord) std::memset(data, value, bytes);
@@ -115,6 +141,7 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, std::size_t bytes, cudaM
   return fake::put(fake::stream_of(stream), [=] { std::memcpy(to, from, bytes); });
 }
 cudaError_t cudaHostAlloc(void** data, std::size_t bytes, unsigned) {
+  fake::use_context();
   if (const cudaError_t refused = fake::refuse_unsafe()) return refused;
   *data = std::aligned_alloc(256, (bytes + 255) / 256 * 256);
   return cudaSuccess;
@@ -125,6 +152,7 @@ cudaError_t cudaFreeHost(void* data) {
 }
 
 cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const void* pointer) {
+  fake::use_context();
   *attributes = {};
   attributes->type = cudaMemoryTypeUnregistered;
   attributes->device = -2;  // what the driver says of the host's memory

@@ -73,7 +73,11 @@ struct Captured {
 
 bool instant();
 cudaError_t fail(cudaError_t error);  // also this thread's last error
+// A call by this thread that needs a context.
+void use_context();
 CUstream_st& stream_of(cudaStream_t stream);
+// For what the current device has been given.
+void wait_for_device();
 
 // Puts work on a stream, or into its capture.
 cudaError_t put(CUstream_st& stream, std::function<void()> work);

@@ -1,4 +1,4 @@
-// Streams, events and devices.
+// Streams and events.
 #include <cstdlib>
 #include <map>
 #include <string>
@@ -60,7 +60,6 @@ struct CUevent_st {
 namespace fake {
 
 Counters counters;
-thread_local int current_device = 0;
 
 namespace {
 
@@ -116,8 +115,21 @@ cudaError_t fail(cudaError_t error) { return last_error = error; }
 
 CUstream_st& stream_of(cudaStream_t stream) {
   if (stream != nullptr) return *stream;
-  static thread_local cudaStream_t of_thread = make_stream();  // cudaStreamPerThread
-  return *of_thread;
+  static thread_local std::map<int, cudaStream_t> of_thread;  // cudaStreamPerThread of a device
+  cudaStream_t& found = of_thread[current_device];
+  if (found == nullptr) found = make_stream();
+  return *found;
+}
+
+void wait_for_device() {
+  std::vector<std::shared_ptr<CUstream_st>> own;  // which another thread may destroy meanwhile
+  {
+    const std::lock_guard<std::mutex> lock(streams().mutex);
+    for (const auto& [_, stream] : streams().all) {
+      if (stream->device == current_device) own.push_back(stream);
+    }
+  }
+  for (const auto& stream : own) stream->synchronize();
 }
 
 }  // namespace fake
@@ -147,33 +159,15 @@ void fake_cuda_reset_counts() {
 
 extern "C" {
 
-cudaError_t cudaGetDeviceCount(int* count) {
-  *count = kFakeDevices;
-  return cudaSuccess;
-}
-cudaError_t cudaGetDevice(int* device) {
-  *device = fake::current_device;
-  return cudaSuccess;
-}
-cudaError_t cudaSetDevice(int device) {
-  if (device < 0 || device >= kFakeDevices) return fake::fail(cudaErrorInvalidDevice);
-  fake::current_device = device;
-  return cudaSuccess;
-}
 cudaError_t cudaDeviceSynchronize() {
+  fake::use_context();
   if (const cudaError_t refused = fake::refuse_device(fake::current_device)) return refused;
-  std::vector<std::shared_ptr<CUstream_st>> own;  // which another thread may destroy meanwhile
-  {
-    const std::lock_guard<std::mutex> lock(fake::streams().mutex);
-    for (const auto& [_, stream] : fake::streams().all) {
-      if (stream->device == fake::current_device) own.push_back(stream);
-    }
-  }
-  for (const auto& stream : own) stream->synchronize();
+  fake::wait_for_device();
   return cudaSuccess;
 }
 
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) {
+  fake::use_context();
   *stream = fake::make_stream();
   return cudaSuccess;
 }
@@ -182,6 +176,7 @@ cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned, int) {
 }
 // Returns at once; the stream's resources are released when its work is done (Stream Management).
 cudaError_t cudaStreamDestroy(cudaStream_t stream) {
+  fake::use_context();
   std::shared_ptr<CUstream_st> ended;  // its thread may be gone before this one
   {
     const std::lock_guard<std::mutex> lock(fake::streams().mutex);
@@ -191,17 +186,20 @@ cudaError_t cudaStreamDestroy(cudaStream_t stream) {
   return cudaSuccess;
 }
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+  fake::use_context();
   CUstream_st& on = fake::stream_of(stream);
   if (const cudaError_t refused = fake::refuse_captured(on)) return refused;
   on.synchronize();
   return cudaSuccess;
 }
 cudaError_t cudaStreamQuery(cudaStream_t stream) {
+  fake::use_context();
   CUstream_st& on = fake::stream_of(stream);
   if (const cudaError_t refused = fake::refuse_captured(on)) return refused;
   return on.idle() ? cudaSuccess : fake::fail(cudaErrorNotReady);
 }
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
+  fake::use_context();
   CUstream_st& on = fake::stream_of(stream);
   const fake::State state = fake::state_of(event);
   cudaError_t error = cudaSuccess;
@@ -216,6 +214,7 @@ cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
 }
 
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned flags) {
+  fake::use_context();
   ++counters.events_created;
   if ((flags & cudaEventDisableTiming) == 0) ++counters.timed_events_created;
   *event = std::make_unique<CUevent_st>().release();
@@ -223,10 +222,12 @@ cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned flags) {
 }
 cudaError_t cudaEventCreate(cudaEvent_t* event) { return cudaEventCreateWithFlags(event, 0); }
 cudaError_t cudaEventDestroy(cudaEvent_t event) {
+  fake::use_context();
   std::unique_ptr<CUevent_st>(event).reset();
   return cudaSuccess;
 }
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+  fake::use_context();
   ++counters.events_recorded;
   if (std::exchange(next_record_fails, false)) return fake::fail(cudaErrorUnknown);
   if (fake::instant()) return cudaSuccess;
@@ -244,6 +245,7 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
 // status; and a query is unsafe beside a capture of global mode
 // (cudaThreadExchangeStreamCaptureMode).
 cudaError_t cudaEventQuery(cudaEvent_t event) {
+  fake::use_context();
   ++counters.event_queries;
   const fake::State state = fake::state_of(event);
   if (state.captured.capture) {
@@ -254,6 +256,7 @@ cudaError_t cudaEventQuery(cudaEvent_t event) {
   return state.fired->get() ? cudaSuccess : fake::fail(cudaErrorNotReady);
 }
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
+  fake::use_context();
   const fake::State state = fake::state_of(event);
   if (state.captured.capture) {
     fake::invalidate(state.captured);
@@ -264,6 +267,7 @@ cudaError_t cudaEventSynchronize(cudaEvent_t event) {
   return cudaSuccess;
 }
 cudaError_t cudaEventElapsedTime(float* time, cudaEvent_t begin, cudaEvent_t end) {
+  fake::use_context();
   *time = 0;
   for (cudaEvent_t event : {begin, end}) {
     if (fake::state_of(event).captured.capture) return fake::fail(cudaErrorCapturedEvent);
@@ -283,20 +287,9 @@ const char* cudaGetErrorString(cudaError_t error) {
 }
 cudaError_t cudaGetLastError() { return std::exchange(fake::last_error, cudaSuccess); }
 cudaError_t cudaPeekAtLastError() { return fake::last_error; }
-cudaError_t cudaDriverGetVersion(int* version) {
-  *version = CUDART_VERSION;
-  return cudaSuccess;
-}
-cudaError_t cudaRuntimeGetVersion(int* version) {
-  *version = CUDART_VERSION;
-  return cudaSuccess;
-}
-cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
-  *value = 1;
-  return cudaSuccess;
-}
 cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, const void*, int,
                                                           std::size_t) {
+  fake::use_context();
   *blocks = 1;
   return cudaSuccess;
 }
