@@ -69,6 +69,11 @@ class NcclCommunicator final : public Communicator {
   void skip(NcclChannel& channel, Call& call, const Path& path);
   void took(const Call& call, const char* requested, const char* taken, std::string_view reason);
 
+  class Messages;
+  // Where `use` receives what ranks send out of `memory`: as many bytes. Null where it cannot be
+  // made, in a capture.
+  void* inbox_of(NcclUse& use, Registered& memory);
+
   // The three ways of a reduce-scatter.
   void reduce(NcclUse& use, const Call& call, const Parts& parts, const void* send, void* recv,
               const Epilogue& epilogue, cudaStream_t stream);

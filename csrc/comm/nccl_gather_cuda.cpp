@@ -39,12 +39,15 @@ void NcclCommunicator::run_all_gather(const void* send, DType send_dtype, void* 
   if (total == 0) return skip(channel, call, path);
   run(channel, call, native, path, [&](NcclUse& use, cudaStream_t stream) {
     const void* part = send;
-    // Into a window also where nothing is converted: NCCL's fastest gathers want both sides there.
-    const auto in_window = [&](const void* data, std::int64_t n) {
+    // Also where nothing is converted: NCCL's fastest gathers want both sides in registered memory.
+    // Of a broadcast they must be. Else its root alone would have an unregistered side, and go by
+    // NCCL's own buffers (register/coll_reg.cc, ncclRegisterCollBuffers), while the next rank takes
+    // the data for written into its `recv` already (device/prims_simple.h, genericOp).
+    const auto known = [&](const void* data, std::int64_t n) {
       const auto memory = registered_at(channel, data, bytes_of(n, recv_dtype));
-      return memory != nullptr && memory->may_be_window;
+      return memory != nullptr && memory->known_to_nccl();
     };
-    if (send_dtype != recv_dtype || (in_window(recv, total) && !in_window(send, count))) {
+    if (send_dtype != recv_dtype || (known(recv, total) && !known(send, count))) {
       void* own = at(recv, parts.begin(rank()), recv_dtype);
       convert_cuda(own, recv_dtype, send, send_dtype, count, stream);
       part = own;

@@ -110,6 +110,17 @@ std::uint64_t windows_of(const NcclChannel& channel) {
 
 }  // namespace
 
+void* NcclCommunicator::inbox_of(NcclUse& use, Registered& memory) {
+  if (memory.inbox != nullptr || use.captured()) return memory.inbox.get();
+  const RelaxedCapture relaxed;  // another thread may capture
+  auto inbox = take(*session_, memory.bytes);
+  use([&](nccl::Comm comm) {
+    return nccl_.comm_register(comm, inbox.get(), memory.bytes, &memory.inbox_local);
+  });
+  memory.inbox = std::move(inbox);
+  return memory.inbox.get();
+}
+
 std::shared_ptr<Memory> NcclCommunicator::allocate(std::size_t bytes, Use use) {
   NcclSession& session = *session_;
   NcclChannel& channel = session.channel(use);
@@ -149,6 +160,14 @@ std::shared_ptr<Memory> NcclCommunicator::allocate(std::size_t bytes, Use use) {
       session.check();
     }
     void* data = registered->memory.get();
+    const auto unregister = [&] {
+      nccl::Window window = std::exchange(registered->window, nullptr);
+      void* local = std::exchange(registered->local, nullptr);
+      in_use([&](nccl::Comm comm) {
+        if (window != nullptr) return nccl_.comm_window_deregister(comm, window);
+        return local != nullptr ? nccl_.comm_deregister(comm, local) : nccl::kSuccess;
+      });
+    };
     std::string refusal;
     const bool has_windows =
         nccl_.comm_window_register != nullptr && nccl_.comm_window_deregister != nullptr;
@@ -164,10 +183,7 @@ std::shared_ptr<Memory> NcclCommunicator::allocate(std::size_t bytes, Use use) {
       if (!in_use.agree(result == nccl::kSuccess)) {
         refusal = std::string("nccl: window registration failed: ") +
                   (result == nccl::kSuccess ? "on another rank" : nccl_.get_error_string(result));
-        nccl::Window window = std::exchange(registered->window, nullptr);
-        if (window != nullptr) {
-          in_use([&](nccl::Comm comm) { return nccl_.comm_window_deregister(comm, window); });
-        }
+        unregister();
       }
     }
     if (registered->window == nullptr && nccl_.comm_register != nullptr) {
@@ -175,6 +191,8 @@ std::shared_ptr<Memory> NcclCommunicator::allocate(std::size_t bytes, Use use) {
         return nccl_.comm_register(comm, data, room, &registered->local);
       });
     }
+    // On all ranks or on none: messages between ranks hang where one side alone is registered.
+    if (nccl_.comm_register != nullptr && !in_use.agree(registered->known_to_nccl())) unregister();
     auto* begin = static_cast<std::byte*>(data);
     channel.registered.emplace(begin, registered);
     const Registration registration = registration_of(nccl_, *registered, refusal);

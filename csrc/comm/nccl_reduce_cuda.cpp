@@ -1,5 +1,7 @@
 // What combines the ranks' values, over NCCL: reduce_scatter and all_reduce.
+#include <algorithm>
 #include <array>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -166,6 +168,41 @@ void NcclCommunicator::reduce(NcclUse& use, const Call& call, const Parts& parts
   finish(reduced.data());
 }
 
+// Both sides of a reduce-scatter's messages, which lie in memory that NCCL knows, or neither does.
+//
+// NCCL looks at each side alone (enqueue.cc, addP2pToPlan). If one side is registered and the other
+// is not, a sender waits for an address that the receiver never posts, or a receiver takes the data
+// for written already (device/prims_simple.h, setDataPtrs and genericOp). Over a network, what is
+// sent at once is cut to the receiver's chunk (transport/net_ib.cc, ncclIbIsend). In a capture NCCL
+// registers by itself what it can (NCCL_GRAPH_REGISTER): the caller's memory, and scratch never.
+class NcclCommunicator::Messages {
+ public:
+  // `most`: the bytes that the rank receives which receives most. All ranks decide alike, as each
+  // sends out of communication memory or none does.
+  Messages(NcclCommunicator& comm, NcclUse& use, const void* send, std::size_t bytes,
+           std::size_t received, std::size_t most, cudaStream_t stream)
+      : send_(send) {
+    if (most == 0) return;
+    const auto memory = registered_at(comm.session_->reduces, send, bytes);
+    const bool known = memory != nullptr && memory->known_to_nccl();
+    if (known && most <= memory->bytes) received_ = comm.inbox_of(use, *memory);
+    if (received_ != nullptr) return;
+    received_ = room_.emplace(comm.scratch_, received, stream).data();
+    if (!known && !use.captured()) return;
+    send_ = copy_.emplace(comm.scratch_, bytes, stream).data();
+    check_cuda(cudaMemcpyAsync(copy_->data(), send, bytes, cudaMemcpyDeviceToDevice, stream),
+               "cudaMemcpyAsync");
+  }
+  const void* send() const { return send_; }
+  void* received() const { return received_; }
+
+ private:
+  const void* send_;
+  void* received_ = nullptr;
+  std::optional<Scratch> room_;
+  std::optional<Scratch> copy_;
+};
+
 // Each rank gets all ranks' versions of its own slice and sums them in rank order, so the result is
 // the same bit for bit from run to run.
 void NcclCommunicator::exchange(NcclUse& use, const Call& call, const Parts& parts,
@@ -175,18 +212,20 @@ void NcclCommunicator::exchange(NcclUse& use, const Call& call, const Parts& par
   const int rank = session_->rank;
   const int size = session_->size;
   const std::int64_t count = parts.count(rank);
-  const Scratch received(scratch_, bytes_of(size * count, dtype), stream);
+  const auto received = [&](std::int64_t part) { return bytes_of((size - 1) * part, dtype); };
+  const Messages messages(*this, use, send, bytes_of(parts.total(size), dtype), received(count),
+                          received(parts.longest()), stream);
   std::array<const void*, kMostSources> sources{};
   sources[static_cast<std::size_t>(rank)] = at(send, parts.begin(rank), dtype);
   use.group([&](const auto& note, nccl::Comm comm) {
     for (int i = 1; i < size; ++i) {
       const int to = (rank + i) % size;
       const int from = (rank - i + size) % size;
-      void* slot = at(received.data(), (i - 1) * count, dtype);
+      void* slot = at(messages.received(), (i - 1) * count, dtype);
       sources[static_cast<std::size_t>(from)] = slot;
       if (parts.count(to) > 0) {
-        note(nccl_.send(at(send, parts.begin(to), dtype), bytes_of(parts.count(to), dtype),
-                        nccl::kUint8, to, comm, stream));
+        note(nccl_.send(at(messages.send(), parts.begin(to), dtype),
+                        bytes_of(parts.count(to), dtype), nccl::kUint8, to, comm, stream));
       }
       if (count > 0) {
         note(nccl_.recv(slot, bytes_of(count, dtype), nccl::kUint8, from, comm, stream));
@@ -213,16 +252,26 @@ void NcclCommunicator::reduce_by_nodes(NcclUse& use, const Call& call, const Par
   const int ranks = nodes.size();
   const std::int64_t count = parts.count(session_->rank);
   const auto host = [](int k) { return static_cast<std::size_t>(k); };
-  std::vector<std::int64_t> starts{0};  // of the slices for this index on each host, in a row
-  for (int k = 0; k < hosts; ++k) {
-    starts.push_back(starts.back() + parts.count(nodes.rank_at(k, index)));
-  }
+  const auto starts_of = [&](int i) {  // of the slices for index i on each host, in a row
+    std::vector<std::int64_t> starts{0};
+    for (int k = 0; k < hosts; ++k) {
+      starts.push_back(starts.back() + parts.count(nodes.rank_at(k, i)));
+    }
+    return starts;
+  };
+  const std::vector<std::int64_t> starts = starts_of(index);
   const std::int64_t row = starts.back();
+  std::int64_t longest_row = row;
+  for (int i = 0; i < ranks && !parts.equal(); ++i) {
+    longest_row = std::max(longest_row, starts_of(i).back());
+  }
 
   // slot(i, k): rank i of this host's version of the slice for this index on host k.
-  const Scratch received(scratch_, bytes_of(ranks * row, dtype), stream);
+  const Messages messages(*this, use, send, bytes_of(parts.total(session_->size), dtype),
+                          bytes_of(ranks * row, dtype), bytes_of(ranks * longest_row, dtype),
+                          stream);
   const auto slot = [&](int i, int k) {
-    return at(received.data(), i * row + starts[host(k)], dtype);
+    return at(messages.received(), i * row + starts[host(k)], dtype);
   };
   const auto to_peer = [&](const auto& note, nccl::Comm comm, const void* slice, std::int64_t n,
                            int peer) {
@@ -240,7 +289,8 @@ void NcclCommunicator::reduce_by_nodes(NcclUse& use, const Call& call, const Par
       const int peer = nodes.rank_at(node, i);
       for (int k = 0; k < hosts; ++k) {
         const int owner = nodes.rank_at(k, i);
-        to_peer(note, comm, at(send, parts.begin(owner), dtype), parts.count(owner), peer);
+        to_peer(note, comm, at(messages.send(), parts.begin(owner), dtype), parts.count(owner),
+                peer);
         from_peer(note, comm, slot(i, k), length(k), peer);
       }
     }

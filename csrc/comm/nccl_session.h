@@ -6,6 +6,7 @@
 //                a collective whose turn on its stream came longer ago than the deadline,
 //                an error that NCCL's own threads met.
 //              After any of these, or when the session was closed, it ends both communicators.
+//              If a collective stays on the GPU for another deadline, it ends the process.
 //
 // NCCL's calls block: the first call of a kind connects, and waits on the host until the peers have
 // come to theirs. When the watchdog aborts, a caller that waits there returns.
@@ -71,6 +72,11 @@ struct Registered {
   void* local = nullptr;  // the handle of its local registration
   nccl::Window window = nullptr;
   bool may_be_window = false;  // whether every rank may reach its contents
+  // Where messages are received whose senders send out of this memory; made when first needed.
+  std::shared_ptr<void> inbox;
+  void* inbox_local = nullptr;  // the handle of the inbox's registration
+
+  bool known_to_nccl() const { return window != nullptr || local != nullptr; }
 };
 
 // A channel of collectives over NCCL. The first members are for the thread that uses the channel
@@ -82,9 +88,8 @@ struct NcclChannel {
   std::unique_ptr<Stream> set_up;       // the stream of set-up, beside other queued work
   std::unique_ptr<DeviceMemory> words;  // a zero for barriers, then words that ranks exchange
   OwnedEvent captured_end;              // the end of the latest collective that was captured
-  cudaEvent_t latest = nullptr;  // the end of the latest collective, whose stream was `stream`
-  cudaStream_t stream = nullptr;
-  unsigned long long capture = 0;  // the capture that the latest was part of; 0: of none
+  cudaEvent_t latest = nullptr;         // the end of the latest collective
+  unsigned long long capture = 0;       // the capture that the latest was part of; 0: of none
 
   bool in_use = false;
   bool connected = false;
@@ -160,7 +165,7 @@ class NcclSession : public std::enable_shared_from_this<NcclSession> {
 
   void connect_channels(const std::array<nccl::UniqueId, 2>& ids, const NcclOptions& options);
   void find_nodes(std::uint64_t host);
-  void wait_for_device() const noexcept;
+  bool wait_for_device() const noexcept;  // whether all of the device's work is done
   void meet_all_peers();
   void forget(NcclChannel& channel, const Memories& memories);
   bool over();  // whether the watchdog has ended the channels, or could not
@@ -173,8 +178,11 @@ class NcclSession : public std::enable_shared_from_this<NcclSession> {
   void look(NcclChannel& channel);
   void look_at_nccl(NcclChannel& channel);
   bool idle() const;
+  const Watched* on_device(NcclChannel& channel);
   void end_channels();
   void abort_channels();
+  void watch_abort(const std::atomic<bool>& freed);
+  [[noreturn]] void end_process(const Call& call) const;
   bool destroy_channels();
 
   mutable std::mutex failure_mutex_;  // is taken after other mutexes
@@ -189,6 +197,7 @@ class NcclSession : public std::enable_shared_from_this<NcclSession> {
   const int forks_;        // how many forks there had been when the session was made
   bool unloaded_ = false;  // the process is ending, and the driver has gone already
   bool over_ = false;
+  bool stuck_ = false;  // a collective has stayed on the GPU after the abort
   std::thread watchdog_;
 };
 
@@ -240,6 +249,7 @@ class NcclUse {
   // Neither is work in a capture, which runs nothing now.
   void begin(cudaStream_t stream);
   void end(cudaStream_t stream);
+  bool captured() const { return capture_ != 0; }  // after `begin`
   // Waits until no collective of the channel is under way. It has no deadline, since each
   // collective has its own.
   void drain();

@@ -186,6 +186,9 @@ std::string NcclSession::late(const Call& call) const {
 // NCCL's last error is one text for the whole process, so a hint only.
 std::string NcclSession::refused(const Call& call, nccl::Result result) const {
   std::string text = describe(call) + ": NCCL: " + nccl.get_error_string(result);
+  if (result == nccl::kInProgress) {  // which wins over the configuration (envConfigOverride)
+    text += ": its calls do not block, as NCCL_COMM_BLOCKING=0 in the environment asks; unset it";
+  }
   const char* last = nccl.get_last_error(nullptr);
   if (last != nullptr && *last != '\0') text += std::string(" (") + last + ")";
   return text;
@@ -208,10 +211,11 @@ void NcclSession::close() noexcept {
   }
   changed_.notify_all();
   // The watchdog ends by itself, unless NCCL or the device hang: then it is left behind, with all
-  // that it holds. So it is where a graph has collectives, with which it ends.
+  // that it holds, until it ends the process. It is left behind, too, where a graph has
+  // collectives, with which it ends.
   const auto end = Clock::now() + std::chrono::duration_cast<Clock::duration>(2 * deadline);
   const auto waits_for_graphs = [this] { return *graphs_ > 0 && (failed() || idle()); };
-  while (!over_ && !waits_for_graphs() && Clock::now() < end) {
+  while (!over_ && !stuck_ && !waits_for_graphs() && Clock::now() < end) {
     changed_.wait_for(lock, std::chrono::milliseconds(1));
   }
   const bool over = over_;
@@ -224,14 +228,19 @@ void NcclSession::let_go(NcclChannel& channel, std::shared_ptr<Registered> memor
     const std::lock_guard<std::mutex> lock(mutex_);
     if (!over_) return channel.unwanted.push_back(std::move(memory));
   }
-  wait_for_device();  // NCCL has forgotten it with the communicator
+  // NCCL has forgotten it with the communicator.
+  if (wait_for_device()) return;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  channel.unwanted.push_back(std::move(memory));
 }
 
-void NcclSession::wait_for_device() const noexcept {
+// It fails, among others, while another thread captures a graph.
+bool NcclSession::wait_for_device() const noexcept {
   try {
     const DeviceScope scope(device);
-    cudaDeviceSynchronize();
-  } catch (const CudaError&) {  // the process ends and the driver has gone before
+    return cudaDeviceSynchronize() == cudaSuccess;
+  } catch (const CudaError&) {
+    return true;  // the process ends and the driver has gone before
   }
 }
 
@@ -242,7 +251,9 @@ void NcclSession::forget(NcclChannel& channel, const Memories& memories) {
   for (const std::shared_ptr<Registered>& memory : memories) {
     if (!failed()) {
       if (memory->window != nullptr) nccl.comm_window_deregister(channel.comm, memory->window);
-      if (memory->local != nullptr) nccl.comm_deregister(channel.comm, memory->local);
+      for (void* local : {memory->local, memory->inbox_local}) {
+        if (local != nullptr) nccl.comm_deregister(channel.comm, local);
+      }
     }
     channel.registered.erase(static_cast<std::byte*>(memory->memory.get()));
   }

@@ -49,8 +49,10 @@ void NcclUse::forget_unwanted() {
     if (channel_.unwanted.empty() || !session_.nccl.aborts_in_groups()) return;
     gone_.swap(channel_.unwanted);
   }
-  session_.wait_for_device();
-  session_.forget(channel_, gone_);
+  if (session_.wait_for_device()) return session_.forget(channel_, gone_);
+  const std::lock_guard<std::mutex> lock(session_.mutex_);
+  for (auto& memory : gone_) channel_.unwanted.push_back(std::move(memory));
+  gone_.clear();
 }
 
 void NcclUse::count_graph(cudaGraph_t graph) {
@@ -90,7 +92,8 @@ void NcclUse::begin(cudaStream_t stream) {
     throw std::invalid_argument("the capture of this stream was invalidated; end it");
   }
   if (status == cudaStreamCaptureStatusNone) capture_ = 0;
-  if (channel_.latest != nullptr && channel_.stream != stream && channel_.capture == capture_) {
+  // Also on the same stream: equal handles may be different streams, such as cudaStreamPerThread.
+  if (channel_.latest != nullptr && channel_.capture == capture_) {
     check_cuda(cudaStreamWaitEvent(stream, channel_.latest, 0), "cudaStreamWaitEvent");
   }
   if (capture_ != 0) {
@@ -116,7 +119,6 @@ void NcclUse::begin(cudaStream_t stream) {
 }
 
 void NcclUse::end(cudaStream_t stream) {
-  channel_.stream = stream;
   channel_.capture = capture_;
   if (watched_ == nullptr) {
     if (!channel_.captured_end) channel_.captured_end = make_event();

@@ -2,6 +2,8 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstdio>
+#include <cstdlib>
 #include <future>
 #include <utility>
 
@@ -16,6 +18,9 @@ cudaError_t query(const Event& event) {
   if (state != cudaSuccess) cudaGetLastError();
   return state;
 }
+
+// In which NCCL's kernels notice an abort. They look every 10,000 spins (device/primitives.h).
+constexpr std::chrono::seconds kNotice{1};
 
 // NCCL, in another thread, writes it before it waits for the other ranks. Its store is a plain one
 // (init.cc: `*newcomm = comm`), which this acquire pairs with on x86; elsewhere nothing but the
@@ -49,7 +54,10 @@ void NcclSession::watch() {
   Memories gone[] = {std::move(gathers.unwanted), std::move(reduces.unwanted)};
   changed_.notify_all();
   lock.unlock();
-  if (!gone[0].empty() || !gone[1].empty()) wait_for_device();
+  if ((gone[0].empty() && gone[1].empty()) || wait_for_device()) return;
+  lock.lock();
+  gathers.unwanted.swap(gone[0]);
+  reduces.unwanted.swap(gone[1]);
 }
 
 std::vector<Pending> NcclSession::pending() {
@@ -157,6 +165,53 @@ bool NcclSession::destroy_channels() {
   return true;
 }
 
+// The channel's oldest collective, if its turn has come and it is not done. Needs the mutex.
+const Watched* NcclSession::on_device(NcclChannel& channel) {
+  const RelaxedCapture relaxed;
+  WatchRing& ring = channel.ring;
+  while (!ring.empty() && query(*ring.at(ring.retired).end) != cudaErrorNotReady) ++ring.retired;
+  if (ring.empty()) return nullptr;
+  Watched& oldest = ring.at(ring.retired);
+  if (!oldest.started && query(*oldest.start) == cudaSuccess) {
+    oldest.started = true;
+    oldest.since = Clock::now();
+  }
+  return oldest.started ? &oldest : nullptr;
+}
+
+// Looks on while NCCL aborts. Symmetric kernels look at no abort flag before NCCL 2.29.7
+// (nccl_device/impl/lsa_barrier__funcs.h, wait), and in no version does what copy engines wait for
+// (ce_coll.cc, CU_STREAM_MEM_OP_WAIT_VALUE_32). If the rank that they wait for never comes, the GPU
+// waits for ever, and with it whoever waits for the GPU, such as NCCL's own abort (init.cc,
+// commDestroySync). Only the end of the process ends that. torch's ProcessGroupNCCL ends it too, by
+// default as soon as a collective is late (TORCH_NCCL_ASYNC_ERROR_HANDLING=3).
+void NcclSession::watch_abort(const std::atomic<bool>& freed) {
+  cudaSetDevice(device);
+  const Clock::time_point aborted = Clock::now();
+  std::unique_lock<std::mutex> lock(mutex_);
+  while (!freed && !(gathers.ring.empty() && reduces.ring.empty())) {
+    for (NcclChannel* channel : {&gathers, &reduces}) {
+      const Watched* left = on_device(*channel);
+      if (left == nullptr) continue;
+      const std::chrono::duration<double> stayed = Clock::now() - std::max(aborted, left->since);
+      if (stayed > deadline) end_process(left->call);
+      stuck_ = stuck_ || stayed > std::min<std::chrono::duration<double>>(kNotice, deadline / 2);
+      if (stuck_) changed_.notify_all();
+    }
+    changed_.wait_for(lock, kWaitSlice);
+  }
+}
+
+void NcclSession::end_process(const Call& call) const {
+  std::fprintf(stderr,
+               "%s. %s is still on the GPU %g s after the abort, and NCCL %s cannot take it from "
+               "there: this process ends now, as whatever waits for the GPU would never end\n",
+               failure_.c_str(), describe(call).c_str(), deadline.count(),
+               nccl::version_text(nccl.version).c_str());
+  std::fflush(stderr);
+  std::abort();
+}
+
 // Brings back the threads that are in calls and ends the kernels, and only when nobody is in NCCL
 // any more lets it free the communicators. One that NCCL cannot bring back stays with what it uses.
 void NcclSession::abort_channels() {
@@ -169,6 +224,8 @@ void NcclSession::abort_channels() {
   };
   // An NCCL that cannot bring back a thread that connects need not be waited for.
   if (!grouped && !(gathers.connected && reduces.connected)) return;
+  std::atomic<bool> freed{false};
+  const auto looks_on = std::async(std::launch::async, [&] { watch_abort(freed); });
   if (grouped) nccl.group_start();
   nccl::Comm comms[2] = {};
   for (NcclChannel* channel : {&gathers, &reduces}) {
@@ -189,6 +246,9 @@ void NcclSession::abort_channels() {
     channel->comm = nullptr;
     channel->registered.clear();
   }
+  const std::lock_guard<std::mutex> lock(mutex_);
+  freed = true;
+  changed_.notify_all();
 }
 
 }  // namespace shardcomm

@@ -268,7 +268,7 @@ class Communicator(ABC):
             use: "gather" is for the output of `all_gather`. Where the transport has one, it is a window that all ranks
                 of the host share, so that a rank must not write into it by itself. "reduce" is for the input of
                 `reduce_scatter` or the buffer of `all_reduce`. It is this rank's own; the other ranks only read it, and
-                only inside a collective.
+                only inside a collective. Over NCCL, an operand lies in communication memory on all ranks or on none.
 
         Returns:
             A flat tensor of zeros on `device`. Its memory stays valid as long as a tensor refers to it, also after

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
@@ -323,7 +324,10 @@ class CoreCommunicator(Communicator):
 
     def _wait_for(self, stream: AnyStream) -> None:
         """Waits for the barrier that `stream` was given last."""
-        stream.record().wait()
+        reached = stream.record()
+        while not reached.query():  # behind work that no abort may end
+            self._core.check()
+            time.sleep(20e-6)
         self._core.check()  # a barrier that was aborted has ended too
 
     def _bound(self, operation: str, call: Any, **operands: torch.Tensor | None) -> BoundCollective:

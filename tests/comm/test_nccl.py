@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from shardcomm import _C, CommError
-from shardcomm.comm import nccl
+from shardcomm.comm import core, nccl
 from shardcomm.meeting.exchange import StoreExchange
 from support.thread_ranks import each_rank
 
@@ -78,3 +80,25 @@ def test_rank_0_that_does_not_come_is_a_comm_error() -> None:
 def test_rank_that_does_not_exist_is_refused() -> None:
     with pytest.raises(ValueError, match="rank is 2; it must be 0 to size - 1 = 1"):
         nccl.connect(lambda payload: [payload], 2, 2, 0)
+
+
+def test_barrier_raises_though_its_stream_is_behind_what_no_abort_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    never = SimpleNamespace(query=lambda: False, wait=lambda: pytest.fail("it waits for ever"))
+    stream = SimpleNamespace(record=lambda: never)
+    monkeypatch.setattr(core, "compute_stream", lambda _: stream)
+    checks = []
+
+    def check() -> None:
+        checks.append(len(checks))
+        if len(checks) == 3:
+            raise CommError("rank 1 is late")
+
+    played: Any = SimpleNamespace(
+        rank=0, size=2, transport="nccl", exact_sums=False, codes_reduces=False,
+        barrier=lambda *_: None, check=check,
+    )  # fmt: skip
+    comm = core.CoreCommunicator(played, torch.device("cuda:0"))
+    with pytest.raises(CommError, match="rank 1 is late"):
+        comm.barrier()

@@ -65,6 +65,7 @@ struct FakeNcclCounts {
   int mixed_modes = 0;             // blocking and non-blocking communicators in one group
   int groups_left_open = 0;        // ncclCommDestroy that failed and left its thread in a group
   int bad_arguments = 0;           // null, unknown dtype, rank or handle, mismatched messages
+  int one_sided_messages = 0;      // one side is registered, and the other is not
 
   // What was done.
   int inits = 0;
@@ -78,6 +79,7 @@ struct FakeNcclCounts {
   int scatters_ring = 0;
   int scatters_symmetric = 0;
   int averages_premultiplied = 0;  // ncclAvg of floats
+  int messages_direct = 0;         // written from registered memory into registered memory
   int cta_policy = 0;              // of the last communicator made
   int windows_symmetric = 0;
   int windows_local = 0;
@@ -86,7 +88,7 @@ struct FakeNcclCounts {
   int misused() const {
     return concurrent_calls + calls_in_progress + calls_after_end + ended_under_call +
            registered_at_destroy + freed_while_registered + mixed_modes + groups_left_open +
-           bad_arguments;
+           bad_arguments + one_sided_messages;
   }
 };
 

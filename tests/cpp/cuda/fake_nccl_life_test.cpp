@@ -164,6 +164,45 @@ void an_abort_ends_kernels(const Nccl& nccl) {
   require_clean(nccl);
 }
 
+// What looks at no abort flag ends when its peers come; the abort waits for that.
+void an_abort_does_not_end_every_kernel(const Nccl& nccl, bool copy_engines) {
+  if (nccl.version < (copy_engines ? 22800 : 22700)) return;
+  const bool ends = !copy_engines && nccl.version >= 22907;
+  const Id id = nccl.id();
+  std::atomic<int> go{ends ? 1 : 0};
+  on_ranks([&](int rank) {
+    Config config;
+    if (copy_engines) config.cta_policy = 2;
+    Comm comm = nccl.make(id, rank, kRanks, config);
+    void* data = nullptr;
+    nccl.mem_alloc(&data, 1024);
+    void* window = nullptr;
+    nccl.window_register(comm, data, 1024, &window, 1);
+    auto* all = static_cast<float*>(data);
+    all[rank] = 1;
+    if (rank != 0) await(go, 1);
+    Queue queue;
+    if (rank == 0 || !ends) nccl.all_gather(all + rank, all, 1, f32, comm, queue);
+    std::atomic<bool> ended{false};
+    std::thread aborts([&] {
+      if (rank != 0) queue.finish();
+      nccl.abort(comm);
+      ended = true;
+    });
+    if (rank == 0 && !ends) {
+      while (nccl.counts().aborts == 0) std::this_thread::yield();
+      for (int i = 0; i < 1000; ++i) std::this_thread::yield();
+      require(!ended, "the kernel waits for its peers, and the abort for it");
+      ++go;
+    }
+    aborts.join();
+    queue.finish();
+    require(ends || all[0] + all[1] + all[2] == kRanks, "gathered all the same");
+    nccl.mem_free(data);
+  });
+  require_clean(nccl);
+}
+
 void use_after_the_end_is_counted(const Nccl& nccl) {
   Comm comm = nccl.make(nccl.id(), 0, 1);
   nccl.destroy(comm);
@@ -332,6 +371,10 @@ int main(int, char** arguments) {
   }
   run("abort in a group", nccl, an_abort_in_a_group_frees_at_its_end);
   run("abort and kernels", nccl, an_abort_ends_kernels);
+  for (const bool copy_engines : {false, true}) {
+    run("abort and windows", nccl,
+        [&](const Nccl& each) { an_abort_does_not_end_every_kernel(each, copy_engines); });
+  }
   run("use after the end", nccl, use_after_the_end_is_counted);
   run("asynchronous error", nccl, an_asynchronous_error_stays);
   run("split", nccl, a_non_blocking_split_returns_success_and_null);

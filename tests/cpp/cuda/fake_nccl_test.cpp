@@ -209,6 +209,83 @@ void windows(const Nccl& nccl, FakeWindows support, bool cumem) {
   require_clean(nccl);
 }
 
+// Memory of NCCL's, registered or not.
+class Memory {
+ public:
+  Memory(const Nccl& nccl, Comm comm, std::size_t bytes, bool registered)
+      : nccl_(nccl), comm_(comm) {
+    nccl.mem_alloc(&data_, bytes);
+    if (registered) nccl.comm_register(comm, data_, bytes, &handle_);
+  }
+  ~Memory() {
+    nccl_.comm_deregister(comm_, handle_);
+    nccl_.mem_free(data_);
+  }
+  Memory(const Memory&) = delete;
+  Memory& operator=(const Memory&) = delete;
+  char* data() const { return static_cast<char*>(data_); }
+
+ private:
+  const Nccl& nccl_;
+  Comm comm_;
+  void* data_ = nullptr;
+  void* handle_ = nullptr;
+};
+
+// Large messages, that is: small ones go by the protocol LL.
+void messages_with_one_registered_side_never_end(const Nccl& nccl, std::size_t bytes) {
+  if (nccl.version < 21900) return;
+  const Id id = nccl.id();
+  for (const bool sender : {true, false}) {
+    on_ranks(
+        [&](int rank) {
+          Comm comm = nccl.make(id, rank, 2);
+          {
+            const Memory memory(nccl, comm, bytes, (rank == 0) == sender);
+            Queue queue;
+            rank == 0 ? nccl.send(memory.data(), bytes, u8, 1, comm, queue)
+                      : nccl.recv(memory.data(), bytes, u8, 0, comm, queue);
+            if (bytes > 16384) {
+              while (nccl.counts().one_sided_messages < (sender ? 1 : 2)) std::this_thread::yield();
+              nccl.abort(comm);
+            }
+            queue.finish();
+            if (bytes > 16384) return;
+          }
+          nccl.destroy(comm);
+        },
+        2);
+  }
+  require(nccl.counts().one_sided_messages == (bytes > 16384 ? 2 : 0), "counted");
+}
+
+// A root whose `send` is not registered, where everything else is: garbage on the other ranks.
+void broadcasts_with_one_registered_side_do_not_arrive(const Nccl& nccl) {
+  if (nccl.version < 21900) return;
+  constexpr std::size_t kBytes = 20000;
+  const bool arrives = nccl.version >= 22900;
+  const Id id = nccl.id();
+  on_ranks([&](int rank) {
+    Comm comm = nccl.make(id, rank);
+    {
+      const Memory memory(nccl, comm, kBytes, true);
+      const Memory apart(nccl, comm, kBytes, false);
+      memory.data()[7] = 'a';
+      apart.data()[7] = 'b';
+      Queue queue;
+      const char* send = rank == 1 ? apart.data() : memory.data();
+      nccl.broadcast(send, memory.data(), kBytes, u8, 1, comm, queue);
+      queue.finish();
+      require(memory.data()[7] == (rank == 1 || arrives ? 'b' : 'a'), "nothing is written");
+      nccl.broadcast(memory.data(), memory.data(), kBytes, u8, 1, comm, queue);
+      queue.finish();
+      require(memory.data()[7] == 'b', "from registered memory it arrives");
+    }
+    nccl.destroy(comm);
+  });
+  require_clean(nccl);
+}
+
 void copy_engines_gather_on_demand(const Nccl& nccl) {
   if (nccl.version < 22800) return;
   const Id id = nccl.id();
@@ -293,6 +370,11 @@ int main(int, char** arguments) {
   }
   run("copy engines", nccl, copy_engines_gather_on_demand);
   run("registered memory", nccl, registered_memory_is_watched);
+  for (const std::size_t bytes : {16384, 20000}) {
+    run("one-sided messages", nccl,
+        [&](const Nccl& each) { messages_with_one_registered_side_never_end(each, bytes); });
+  }
+  run("one-sided broadcasts", nccl, broadcasts_with_one_registered_side_do_not_arrive);
   run("faults", nccl, faults_are_returned);
   run("instant", nccl, nothing_is_done_in_an_instant);
   std::puts("good");

@@ -4,8 +4,10 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <csignal>
 #include <cstdint>
 #include <cstdio>
+#include <cstdlib>
 #include <stdexcept>
 
 #include "nccl_ranks.h"
@@ -238,6 +240,67 @@ void two_threads_in_a_channel_are_refused(const Comm& comm) {
   comm->abort("enough");
 }
 
+// Messages between ranks want registered memory on both sides, or on neither.
+void registration_is_of_all_ranks(const Comm& comm) {
+  const auto memory = comm->allocate(60000, Use::reduce);
+  require(receipt(comm, "allocate").taken == "plain", "no rank has it");
+  const Queue queue(comm);
+  std::vector<float> result(10000);
+  comm->reduce_scatter(memory->data(), DType::bf16, result.data(), {}, 10000, RedOp::sum, 0,
+                       queue.get());
+  queue.finish();
+}
+
+// NCCL cannot end what runs in windows (tests/cpp/cuda/fake_nccl/profile.h, kAbortsSymmetric): the
+// process ends, with a sentence, and until then a program gets its errors and may close.
+void what_cannot_be_aborted_ends_the_process(CtaPolicy policy) {
+  int pipes[2];
+  require(pipe(pipes) == 0, "a pipe");
+  const pid_t child = fork();
+  if (child == 0) {
+    dup2(pipes[1], STDERR_FILENO);
+    alarm(60);
+    Setting setting;
+    setting.deadline_s = 2;
+    setting.cta_policy = policy;
+    on_ranks("gather in windows", setting, [](const Comm& comm) {
+      const Queue gathers(comm);
+      const Queue reduces(comm);
+      warm_up(comm, reduces);
+      const auto window = comm->allocate(kRanks * 4096, Use::gather);
+      const std::vector<float> shard(1024, 1);
+      if (comm->rank() == 1) std::this_thread::sleep_for(std::chrono::seconds(60));
+      comm->all_gather(shard.data(), DType::f32, window->data(), DType::f32, 1024, 0,
+                       gathers.get());
+      const std::string error = comm_error([&] {
+        while (true) {
+          comm->check();
+          std::this_thread::yield();
+        }
+      });
+      require_text(error, "all_gather(f32, count 1024) #3 did not complete in 2 s");
+      comm->close();
+      std::fprintf(stderr, "rank %d has closed\n", comm->rank());
+      gathers.finish();  // as torch.cuda.synchronize() does
+    });
+    _exit(0);
+  }
+  close(pipes[1]);
+  std::string text;
+  char piece[256];
+  for (ssize_t n = 0; (n = read(pipes[0], piece, sizeof(piece))) > 0;) {
+    text.append(piece, static_cast<std::size_t>(n));
+  }
+  close(pipes[0]);
+  int status = 0;
+  waitpid(child, &status, 0);
+  require_text(text, " has closed\n");
+  require_text(text,
+               "all_gather(f32, count 1024) #3 is still on the GPU 2 s after the abort, and "
+               "NCCL 2.");
+  require(WIFSIGNALED(status) && WTERMSIG(status) == SIGABRT, "the process ends itself");
+}
+
 // It has none of its parent's threads, and locks as they were.
 void forked_child_is_refused(const Comm& comm) {
   auto memory = comm->allocate(64, Use::gather);
@@ -287,6 +350,11 @@ int main(int, char** arguments) {
   std::setvbuf(stdout, nullptr, _IOLBF, 0);
   load(arguments[1]);
   std::printf("NCCL %d\n", version());
+  // First, as this process has no threads yet.
+  if (version() >= 22700 && version() < 22907) {
+    what_cannot_be_aborted_ends_the_process(CtaPolicy::standard);
+  }
+  if (version() >= 22800) what_cannot_be_aborted_ends_the_process(CtaPolicy::zero);
   Setting soon;
   soon.deadline_s = 0.5;
   on_ranks("late rank", soon, late_rank_ends_the_others);
@@ -322,6 +390,13 @@ int main(int, char** arguments) {
     windows.connected.fails = FakeCall::window_register;
     on_ranks("refused window", windows, refused_window_is_registered_locally);
   }
+  if (version() >= 22900) {  // no window is given here; before, it is the handle of a registration
+    Setting local;
+    local.fake.windows = local.connected.windows = FakeWindows::local;
+    local.connected.fails = FakeCall::comm_register;
+    local.connected.fails_on = 1;
+    on_ranks("refused registration", local, registration_is_of_all_ranks);
+  }
 
   // What this version does not do, and another may.
   Setting eager = soon;
@@ -334,6 +409,9 @@ int main(int, char** arguments) {
   fake.never_inits = 1;
   connecting("absent rank", fake, "attach() #1 did not complete in 0.5 s", false);
   connecting("interrupted init", fake, "attach() #1 did not complete in 0.5 s", true);
+  setenv("NCCL_COMM_BLOCKING", "0", 1);
+  connecting("init that does not block", {}, "NCCL_COMM_BLOCKING=0 in the environment", false);
+  unsetenv("NCCL_COMM_BLOCKING");
 
   fake.late_handle = true;
   connecting("handle null until done", fake, "attach() #1 did not complete in 0.5 s", false, true);

@@ -3,7 +3,9 @@
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
+#include <cstring>
 
+#include "comm/buffer.h"
 #include "nccl_ranks.h"
 
 namespace {
@@ -111,26 +113,35 @@ void interleaved_hosts() {
   });
 }
 
-// The ranks of a host hold parts of any lengths, or none.
-void uneven_parts() {
+// The ranks of a host hold parts of any lengths, or none. Of large messages, both sides lie in
+// registered memory, or neither.
+void parts_of_any_length() {
   Setting setting;
   setting.ranks = 4;
   setting.host = [](int rank) { return rank % 2 == 0 ? "A" : "B"; };
-  on_ranks("uneven parts", setting, [](const Comm& comm) {
+  on_ranks("parts of any length", setting, [](const Comm& comm) {
     const Queue queue(comm);
-    const Parts parts({5, 0, 1, 30});
-    std::vector<std::uint16_t> send(36);
-    for (int i = 0; i < 36; ++i) {
-      send[static_cast<std::size_t>(i)] = bf16_of(static_cast<float>(i % 5 * (comm->rank() + 1)));
-    }
-    std::vector<float> result(static_cast<std::size_t>(parts.count(comm->rank())));
-    comm->reduce_scatter(send.data(), DType::bf16, result.data(), {}, parts, RedOp::sum, 0,
-                         queue.get());
-    queue.finish();
-    require(receipt(comm, "reduce_scatter").taken == "hierarchical", "by hosts");
-    for (std::size_t i = 0; i < result.size(); ++i) {
-      const auto place = static_cast<std::size_t>(parts.begin(comm->rank())) + i;
-      require(result[i] == static_cast<float>(place % 5 * 10), "summed");
+    for (const std::vector<std::int64_t>& counts :
+         {std::vector<std::int64_t>{5, 0, 1, 30}, {9000, 9000, 9000, 9000}, {9000, 0, 1, 30000}}) {
+      const Parts parts(counts);
+      const auto memory = comm->allocate(bytes_of(parts.total(4), DType::bf16), Use::reduce);
+      std::vector<std::uint16_t> plain(static_cast<std::size_t>(parts.total(4)));
+      for (std::size_t i = 0; i < plain.size(); ++i) {
+        plain[i] = bf16_of(static_cast<float>(static_cast<int>(i % 5) * (comm->rank() + 1)));
+      }
+      std::memcpy(memory->data(), plain.data(), plain.size() * sizeof(plain[0]));
+      for (const void* send :
+           {static_cast<const void*>(plain.data()), static_cast<const void*>(memory->data())}) {
+        std::vector<float> result(static_cast<std::size_t>(parts.count(comm->rank())));
+        comm->reduce_scatter(send, DType::bf16, result.data(), {}, parts, RedOp::sum, 0,
+                             queue.get());
+        queue.finish();
+        require(receipt(comm, "reduce_scatter").taken == "hierarchical", "by hosts");
+        for (std::size_t i = 0; i < result.size(); ++i) {
+          const auto place = static_cast<std::size_t>(parts.begin(comm->rank())) + i;
+          require(result[i] == static_cast<float>(place % 5 * 10), "summed");
+        }
+      }
     }
   });
 }
@@ -166,7 +177,7 @@ int main(int, char** arguments) {
   bytes_between_hosts();
   uneven_hosts_exchange();
   interleaved_hosts();
-  uneven_parts();
+  parts_of_any_length();
   averages_of_fp16();
   std::puts("good");
   return 0;

@@ -107,7 +107,8 @@ void require_nothing_left() {
               std::to_string(now.registered_at_destroy) + " registered at destroy, " +
               std::to_string(now.freed_while_registered) + " freed while registered, " +
               std::to_string(now.groups_left_open) + " groups left open, " +
-              std::to_string(now.bad_arguments) + " bad arguments");
+              std::to_string(now.bad_arguments) + " bad arguments, " +
+              std::to_string(now.one_sided_messages) + " one-sided messages");
 }
 
 void on_ranks(const char* name, const Setting& setting, const std::function<void(Comm)>& body) {

@@ -169,6 +169,45 @@ void epilogues(const Comm& comm, const Queue& queue) {
   }
 }
 
+// Large parts, as what is small goes by a protocol that knows no registration. Whole numbers, which
+// bf16 has; all ranks send out of communication memory, or none.
+void large_reduces(const Comm& comm, const Queue& queue) {
+  const int rank = comm->rank();
+  for (const std::vector<std::int64_t>& counts :
+       {std::vector<std::int64_t>{10000, 10000, 10000}, {10000, 12000, 9000}, {0, 30000, 10000}}) {
+    const Parts parts(counts);
+    const std::int64_t total = parts.total(kRanks);
+    std::vector<std::uint16_t> plain(static_cast<std::size_t>(total));
+    for (std::size_t i = 0; i < plain.size(); ++i) {
+      plain[i] = bf16_of(static_cast<float>(i % 40 * (static_cast<std::size_t>(rank) + 1)));
+    }
+    const auto memory = comm->allocate(plain.size() * 2, Use::reduce);
+    std::memcpy(memory->data(), plain.data(), plain.size() * 2);
+    for (const void* send :
+         {static_cast<const void*>(memory->data()), static_cast<const void*>(plain.data())}) {
+      std::vector<float> result(static_cast<std::size_t>(parts.count(rank)));
+      comm->reduce_scatter(send, DType::bf16, result.data(), {}, parts, RedOp::sum, 0, queue.get());
+      queue.finish();
+      for (std::size_t i = 0; i < result.size(); ++i) {
+        const std::size_t place = static_cast<std::size_t>(parts.begin(rank)) + i;
+        require(result[i] == static_cast<float>(6 * (place % 40)), "a large sum");
+      }
+    }
+  }
+}
+
+void large_uneven_gathers(const Comm& comm, const Queue& queue) {
+  const Parts parts({15000, 0, 20000});
+  const auto own = static_cast<std::size_t>(parts.count(comm->rank()));
+  const std::vector<float> shard(own, static_cast<float>(comm->rank() + 1));
+  const auto memory = comm->allocate(35000 * sizeof(float), Use::gather);
+  auto* full = static_cast<float*>(memory->data());
+  comm->all_gather(own == 0 ? nullptr : shard.data(), DType::f32, full, DType::f32, parts, 0,
+                   queue.get());
+  queue.finish();
+  for (int i = 0; i < 35000; ++i) require(full[i] == (i < 15000 ? 1 : 3), "gathered large parts");
+}
+
 void collectives(const Comm& comm) {
   const Queue queue(comm);
   gathers(comm, queue.get(), queue);
@@ -181,6 +220,8 @@ void collectives(const Comm& comm) {
   epilogues(comm, queue);
   uneven_gathers(comm, queue);
   uneven_reduces(comm, queue);
+  large_uneven_gathers(comm, queue);
+  large_reduces(comm, queue);
   float value = static_cast<float>(comm->rank() + 1);
   comm->broadcast(&value, DType::f32, 1, 1, queue.get());
   comm->barrier(0, queue.get());
@@ -233,6 +274,20 @@ void symmetric_kernels_are_taken() {
   require(done.scatters_symmetric == symmetric, "reduce-scatters by symmetric kernels");
   require(done.gathers_symmetric == symmetric, "gathers by symmetric kernels");
   require(done.averages_premultiplied == 0, "no average of NCCL's");
+}
+
+// Out of communication memory into what is registered for it: without a copy in NCCL's own buffers.
+void large_messages_are_written_directly() {
+  on_ranks("direct messages", {}, [](const Comm& comm) {
+    const Queue queue(comm);
+    const auto memory = comm->allocate(kRanks * 20000, Use::reduce);
+    std::vector<float> result(10000);
+    comm->reduce_scatter(memory->data(), DType::bf16, result.data(), {}, 10000, RedOp::sum, 0,
+                         queue.get());
+    queue.finish();
+  });
+  const int all = kRanks * (kRanks - 1);
+  require(counts().messages_direct == (version() >= 21900 ? all : 0), "each message");
 }
 
 void cta_policies() {
@@ -373,6 +428,21 @@ void graphs(const Comm& comm) {
   auto* full = static_cast<float*>(memory->data());
   std::vector<float> shard(kPart);
   std::vector<float> result(kPart);
+  // NCCL registers by itself what a graph uses, where it can.
+  constexpr int kWide = 10000;
+  std::vector<std::uint16_t> narrow(kRanks * kWide, bf16_of(1));
+  const auto used = comm->allocate(narrow.size() * 2, Use::reduce);
+  const auto unused = comm->allocate(narrow.size() * 2, Use::reduce);
+  std::vector<float> sum(kWide);
+  const auto sums = [&](std::initializer_list<void*> sent) {
+    for (const void* send : sent) {
+      comm->reduce_scatter(send, DType::bf16, sum.data(), {DType::f32, 1.0f, true}, kWide,
+                           RedOp::sum, 0, queue.get());
+    }
+  };
+  for (const auto& each : {used, unused}) {
+    std::memcpy(each->data(), narrow.data(), narrow.size() * 2);
+  }
   const auto step = [&] {
     comm->all_gather(shard.data(), DType::f32, window->data(), DType::f32, kPart, 0, queue.get());
     side.stream().wait(borrow_cuda_stream(comm->rank(), queue.get())->record());
@@ -383,6 +453,7 @@ void graphs(const Comm& comm) {
     borrow_cuda_stream(comm->rank(), queue.get())->wait(side.stream().record());
   };
   step();  // connects
+  sums({narrow.data(), used->data()});
   queue.finish();
   comm->barrier(0, queue.get());
   queue.finish();
@@ -398,6 +469,7 @@ void graphs(const Comm& comm) {
     const cudaStreamCaptureMode mode = cudaStreamCaptureModeGlobal;
     require(cudaStreamBeginCapture(queue.cuda(), mode) == cudaSuccess, "begin");
     step();
+    sums({narrow.data(), used->data(), unused->data()});
     std::this_thread::sleep_for(std::chrono::milliseconds(120));
     require(cudaStreamEndCapture(queue.cuda(), &graph) == cudaSuccess, "the capture is whole");
     lock.unlock();
@@ -413,6 +485,7 @@ void graphs(const Comm& comm) {
     require(static_cast<float*>(window->data())[kPart] == static_cast<float>(10 * round + 1),
             "gathered in the graph");
     require(result[kPart - 1] == static_cast<float>(kRanks * round), "reduced in the graph");
+    require(sum[kWide - 1] == static_cast<float>(kRanks * (2 + 3 * round)), "and 16-bit floats");
     comm->barrier(0, queue.get());  // before anyone writes again
     queue.finish();
   }
@@ -516,6 +589,7 @@ int main(int, char** arguments) {
   memory("local registration", FakeWindows::local);
   memory("no registration", FakeWindows::none);
   symmetric_kernels_are_taken();
+  large_messages_are_written_directly();
   cta_policies();
   on_ranks("both channels", {}, gathers_and_reduces_at_once);
   on_ranks("products", {}, products_and_what_is_refused);

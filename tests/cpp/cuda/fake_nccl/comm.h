@@ -58,6 +58,7 @@ struct Message {
   char* data;
   std::size_t bytes;
   int peer;
+  bool registered = false;  // sendIpcReg, recvIpcReg, sendNetReg, recvNetReg
 };
 
 // What one kernel does.
@@ -71,13 +72,16 @@ struct Work {
   int root = 0;
   Path path = Path::ring;
   std::vector<Message> messages = {};
+  bool registered = false;  // regUsed, of broadcasts
 };
 
 // A send whose receiver has not copied it yet.
 struct Mail {
   const char* data;
   std::size_t bytes;
+  bool registered = false;
   bool taken = false;
+  bool told = false;  // that it is never taken
 };
 
 // The ranks of one unique id.
@@ -259,6 +263,8 @@ Path path_of(Comm* comm, const Work& work);
 
 // Whether the range lies in a symmetric window.
 bool in_window(Comm* comm, const void* data, std::size_t bytes);
+// Whether the range is registered for a kernel that goes by the protocol Simple.
+bool is_registered(Comm* comm, const void* data, std::size_t bytes, bool captured);
 bool has_registrations(Comm* comm);
 void forget_registrations(Comm* comm);
 

@@ -1,5 +1,6 @@
 // What kernels do on their streams: wait for those of the other ranks, or for an abort, and
 // exchange data. Also which kernel a collective gets.
+#include <cstdio>
 #include <cstring>
 
 #include "fake_nccl/comm.h"
@@ -17,6 +18,20 @@ bool all_came(const World::Meeting& meeting, const Work& mine, int size) {
   if (static_cast<int>(meeting.work.size()) < size) return false;
   for (const auto& [rank, theirs] : meeting.work) {
     if (!same(theirs, mine)) return false;
+  }
+  return true;
+}
+
+// Whether a broadcast's data comes to a rank over its ring. A rank whose memory is registered takes
+// its data for written there already by the rank before (device/prims_simple.h, genericOp: "skip
+// one copy"), which a rank does whose memory is registered too; else it writes into a buffer of
+// NCCL's. (The other way round it would wait for ever for an address: setDataPtrs.)
+bool arrives(const std::map<int, Work>& work, int rank, int root) {
+  const int size = static_cast<int>(work.size());
+  for (int from = root; from != rank;) {
+    const int to = (from + 1) % size;
+    if (work.at(to).registered && !work.at(from).registered) return false;
+    from = to;
   }
   return true;
 }
@@ -72,7 +87,7 @@ Results compute(const std::map<int, Work>& work, int rank, const Work& mine) {
   } else if (mine.kind == Kind::reduce_to) {
     if (rank != mine.root) return results;
     results.push_back({mine.recv, reduced_part(work, rank, 0, mine.count, mine)});
-  } else {
+  } else if (arrives(work, rank, mine.root)) {
     const char* from = work.at(mine.root).send;
     results.push_back({mine.recv, {from, from + bytes}});
   }
@@ -102,11 +117,16 @@ void count_bytes(const Comm* comm, const Work& work) {
   }
 }
 
+bool ends_by_abort(const Work& work) {
+  return work.path == Path::ring || (work.path == Path::symmetric && kAbortsSymmetric);
+}
+
 void collective_kernel(Comm* comm, const Work& mine) {
   World& world = *comm->world;
   const bool hangs = faults().kernels_hang;
+  const bool abortable = ends_by_abort(mine);
   const Waiting waiting(controls().kernels_waiting);
-  const auto aborted = [comm] { return comm->abort_flag.load(); };
+  const auto aborted = [=] { return abortable && comm->abort_flag; };
   std::unique_lock<std::mutex> lock(world.mutex);
   const std::uint64_t number = comm->executed++;
   World::Meeting& meeting = world.meetings[number];
@@ -135,6 +155,21 @@ void collective_kernel(Comm* comm, const Work& mine) {
   count_bytes(comm, mine);
 }
 
+// Each rank decides by itself whether its side is registered (enqueue.cc, addP2pToPlan: "We require
+// users registering buffers on both sides"). A sender whose side is waits for an address that the
+// other side does not post, and a receiver whose side is for data that comes into a buffer of
+// NCCL's (device/prims_simple.h, setDataPtrs). Played is that neither ends.
+bool is_one_sided(Mail& mail, const Message& receive, int rank) {
+  if (receive.peer == rank || mail.registered == receive.registered) return false;
+  if (!mail.told) {
+    count(&FakeNcclCounts::one_sided_messages);
+    std::fprintf(stderr, "%zu bytes from rank %d to rank %d: the %s side alone is registered\n",
+                 mail.bytes, receive.peer, rank, mail.registered ? "sender's" : "receiver's");
+  }
+  mail.told = true;
+  return true;
+}
+
 // Sends wait until they are received, and receives for their sends, whatever the order.
 void message_kernel(Comm* comm, const Work& mine) {
   World& world = *comm->world;
@@ -145,7 +180,7 @@ void message_kernel(Comm* comm, const Work& mine) {
   std::unique_lock<std::mutex> lock(world.mutex);
   for (const Message& each : mine.messages) {
     if (each.sent) {
-      outgoing.push_back(std::make_shared<Mail>(Mail{each.data, each.bytes}));
+      outgoing.push_back(std::make_shared<Mail>(Mail{each.data, each.bytes, each.registered}));
       world.mail[{comm->rank, each.peer}].push_back(outgoing.back());
     } else {
       incoming.push_back(each);
@@ -157,12 +192,14 @@ void message_kernel(Comm* comm, const Work& mine) {
     std::set<int> waiting;
     for (auto each = incoming.begin(); each != incoming.end();) {
       auto& box = world.mail[{each->peer, comm->rank}];
-      if (waiting.count(each->peer) > 0 || box.empty() || box.front()->bytes != each->bytes) {
+      if (waiting.count(each->peer) > 0 || box.empty() || box.front()->bytes != each->bytes ||
+          is_one_sided(*box.front(), *each, comm->rank)) {
         waiting.insert(each->peer);
         ++each;
         continue;
       }
       if (each->bytes > 0) std::memcpy(each->data, box.front()->data, each->bytes);
+      if (each->registered && each->peer != comm->rank) count(&FakeNcclCounts::messages_direct);
       box.front()->taken = true;
       box.pop_front();
       each = incoming.erase(each);
@@ -193,7 +230,7 @@ void message_kernel(Comm* comm, const Work& mine) {
 }
 
 void run_kernel(Comm* comm, const Work& work) {
-  if (comm->abort_flag) return;
+  if (comm->abort_flag && ends_by_abort(work)) return;
   if (work.kind == Kind::messages) {
     message_kernel(comm, work);
   } else if (comm->size() > 1) {
@@ -247,6 +284,16 @@ Path path_of(Comm* comm, const Work& work) {
 // ncclLaunchPrepare); in a graph, in the graph's order. What a graph holds keeps the communicator
 // (persistentRefs).
 void launch(Comm* comm, Work work, cudaStream_t stream) {
+  const bool captured = fake_is_capturing(stream);
+  for (Message& each : work.messages) {
+    each.registered = is_registered(comm, each.data, each.bytes, captured);
+  }
+  if (work.kind == Kind::broadcast) {
+    const std::size_t bytes = work.count * item_bytes(work.dtype);
+    work.registered = is_registered(comm, work.recv, bytes, captured) &&
+                      (captured || (kRecvIsEnough && comm->nodes == 1) ||
+                       is_registered(comm, work.send, bytes, false));
+  }
   if (work.kind != Kind::messages) {
     work.path = path_of(comm, work);
     count_path(work);
@@ -256,7 +303,6 @@ void launch(Comm* comm, Work work, cudaStream_t stream) {
     --(comm->*counter);
     comm->changed.notify_all();
   };
-  const bool captured = fake_is_capturing(stream);
   const auto done = std::make_shared<fake::Fired>(false);
   std::shared_ptr<fake::Fired> previous;
   {

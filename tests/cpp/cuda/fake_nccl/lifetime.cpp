@@ -1,5 +1,6 @@
 // Communicators: how they come about, and end. After init.cc.
 #include <algorithm>
+#include <cstdlib>
 #include <cstring>
 
 #include "fake_nccl/comm.h"
@@ -82,6 +83,11 @@ Result parse(Comm* comm, const Config* given) {
   if (config.version < 22700) config.cta_policy = kUndefined;
   if (config.blocking != kUndefined && config.blocking != 0 && config.blocking != 1) {
     return invalid_argument;
+  }
+  // envConfigOverride
+  const char* blocking = std::getenv("NCCL_COMM_BLOCKING");
+  if (blocking != nullptr && std::strlen(blocking) == 1 && (*blocking == '0' || *blocking == '1')) {
+    config.blocking = *blocking - '0';
   }
   if (config.cta_policy != kUndefined &&
       (config.cta_policy < 0 || config.cta_policy > kMaxCtaPolicy)) {

@@ -58,4 +58,18 @@ const bool kSymmetricOnSeveralNodes = kVersion >= 22800 && kVersion < 22900;
 // only, and a gather its destination only.
 const bool kOneWindowIsEnough = kVersion >= 23000;
 
+// device/prims_simple.h: kernels look at the abort flag, those of symmetric memory since 2.29.7
+// (nccl_device/impl/lsa_barrier__funcs.h, testAbort). Nothing ends what copy engines wait for
+// (ce_coll.cc).
+const bool kAbortsSymmetric = kVersion >= 22907;
+
+// enqueue.cc, NCCL_P2P_LL_THRESHOLD: up to 16 KiB a channel, of which a pair of ranks has one here,
+// messages go by the protocol LL, which knows no registration. For broadcasts, whose protocol NCCL
+// chooses by what it costs, the same bound is played.
+const std::size_t kMostByLl = 16384;
+
+// register/coll_reg.cc, ncclRegisterCollBuffers, ring: both sides of a broadcast must be
+// registered; since 2.29 on one node `recv` alone.
+const bool kRecvIsEnough = kVersion >= 22900;
+
 }  // namespace fake_nccl

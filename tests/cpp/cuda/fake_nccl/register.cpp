@@ -161,6 +161,22 @@ bool in_window(Comm* comm, const void* data, std::size_t bytes) {
   return false;
 }
 
+// In a capture NCCL registers what it can (NCCL_GRAPH_REGISTER; transport/p2p.cc,
+// ipcRegisterBuffer): what was made by CUDA's memory API, as NCCL's own memory is and the caller's
+// is played to be, and neither pools nor cudaMalloc.
+bool is_registered(Comm* comm, const void* data, std::size_t bytes, bool captured) {
+  if (bytes <= kMostByLl) return false;
+  {
+    const std::lock_guard<std::mutex> lock(comm->mutex);
+    for (const auto& [_, each] : comm->registrations) {
+      if (contains(each->data, each->bytes, data, bytes)) return true;
+    }
+  }
+  cudaPointerAttributes attributes;
+  cudaPointerGetAttributes(&attributes, data);
+  return captured && comm->cumem && attributes.type == cudaMemoryTypeUnregistered;
+}
+
 bool has_registrations(Comm* comm) {
   const std::lock_guard<std::mutex> lock(comm->mutex);
   return !comm->registrations.empty() || !comm->windows.empty();
