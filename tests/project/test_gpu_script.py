@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-LIMITS_S = {"a": 300, "b": 420, "c": 480}
+LIMIT_S = 600  # ten minutes
 FILES = {
     "a": {"gpu-a.log", "gpu_kernels.json"},
     "b": {"gpu-b.log", "gpu_overhead.json", "nccl.txt"},
@@ -70,7 +70,7 @@ def test_a_stage_fits_its_time_and_leaves_its_files(machine: Path, stage: str) -
     assert {file.name for file in out.iterdir()} == FILES[stage]
     assert (out / f"gpu-{stage}.log").read_text() == printed
     (limit,) = re.findall(r"\(limits: (\d+) s\)", printed)
-    assert int(limit) < LIMITS_S[stage]
+    assert int(limit) < LIMIT_S
 
 
 @pytest.mark.parametrize(
