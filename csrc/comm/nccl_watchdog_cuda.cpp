@@ -237,8 +237,12 @@ void NcclSession::abort_channels() {
   if (grouped) {
     nccl.group_end();
   } else {
-    // Each waits for its kernels, and those may wait for the other's on their streams.
-    const auto other = std::async(std::launch::async, [&] { nccl.comm_abort(comms[1]); });
+    // Each waits for its kernels, and those may wait for the other's on their streams. NCCL leaves a
+    // thread with the device that it had: without one that would be GPU 0, and a context there.
+    const auto other = std::async(std::launch::async, [&] {
+      cudaSetDevice(device);
+      nccl.comm_abort(comms[1]);
+    });
     nccl.comm_abort(comms[0]);
     other.wait();
   }

@@ -9,8 +9,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardcomm.parameter.whole import Whole
 
+# Elementwise, although torch's tags do not say so.
 _ELEMENTWISE = {
     "aten::_to_copy",
+    "aten::abs_",
     "aten::alias",
     "aten::clone",
     "aten::copy_",

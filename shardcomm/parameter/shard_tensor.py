@@ -239,8 +239,9 @@ class ShardTensor(torch.Tensor):
             args[0].load_(args[1])
             return args[0]
         raise NotImplementedError(
-            f"{func} of a ShardTensor, which is for checkpoints only; compute with the parameters, or with "
-            "engine.full_state_dict(). (To stage one for async_save, take DCP's DefaultStager.)"
+            f"{func} of a ShardTensor, which is for checkpoints only, and whose values other ranks may have; compute "
+            "with the parameters, or with engine.full_state_dict(). Of an optimizer, torch's dcp_to_torch_save makes "
+            "whole tensors of a checkpoint. (To stage one for async_save, take DCP's DefaultStager.)"
         )
 
     def __deepcopy__(self, memo: Any) -> ShardTensor:

@@ -192,9 +192,11 @@ def _guarded(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # So that autograd refuses graphs of the old values, see `versions.py`. Torch itself does not mark such changes
         # of tensors in lists, or through `.data`, and marks none on ranks without rows.
         written([t.whole.rows for t in _guarded_in(args[:1]) if _is_values(t)])
-    if first.whole.held is Held.WHOLE:
+    is_new = name.startswith("new_") and not first.whole.in_step  # of the size that is given
+    if is_new or first.whole.held is Held.WHOLE:
         with plain():
-            return _as_guarded(func(*args, **kwargs), first)
+            result = func(*args, **kwargs)
+            return result if is_new else _as_guarded(result, first)
     check_of_rows(name, args, first.whole)
     _check_shapes(name, first, args, kwargs)
     with plain(), Elementwise(first.whole, name):

@@ -12,7 +12,7 @@ from weakref import WeakSet, WeakValueDictionary
 import torch
 from torch import nn
 
-from shardcomm.parameter.draws import refusals
+from shardcomm.parameter.draws import DRAWS, refusals
 from shardcomm.parameter.holders import Holders
 from shardcomm.parameter.plain import plain
 from shardcomm.parameter.shard_tensor import Part
@@ -28,6 +28,7 @@ elsewhere: WeakSet[Whole] = WeakSet()
 _OF_MATRICES = (
     'an optimizer of whole matrices needs fully_shard(granularity="tensor"), and no DTensors'
 )
+_DRAWN_LIKE = ("rand_like", "randn_like", "randint_like")
 _OF_MEMORY = ("data_ptr", "storage", "untyped_storage")
 
 
@@ -156,6 +157,11 @@ class Whole:
         """
         if self.in_step:
             instead = _OF_MATRICES
+        elif name in DRAWS or name in _DRAWN_LIKE:
+            instead = (
+                "for noise draw values of the shape of to_local(), the parameter's or the gradient's, with another "
+                "seed on each rank, and add them to to_local(); new values write inside of engine.gathered(write=True)"
+            )
         elif is_in_place(name) or name == "__setitem__":
             instead = "write inside of engine.gathered(write=True), or elementwise, the same on every rank"
         elif name in _OF_MEMORY:

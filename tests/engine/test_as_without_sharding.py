@@ -70,7 +70,7 @@ def test_elementwise_arithmetic_is_that_of_the_whole() -> None:
             with torch.no_grad():
                 for p, mean in zip(each.parameters(), average, strict=True):
                     p.mul_(2).sub_(p.grad, alpha=0.5)
-                    mean.lerp_(p, 0.25)
+                    mean.lerp_(p, 0.25).abs_()
                 torch._foreach_copy_(list(each.parameters()), average)
                 p.data = torch.zeros_like(p)
         for p, q in zip(model.parameters(), twin.parameters(), strict=True):

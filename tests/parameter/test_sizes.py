@@ -80,6 +80,16 @@ def test_outside_of_a_step_sizes_are_the_wholes(granularity: str, shard_dim: Any
     with_sharded(body, granularity=granularity, shard_dim=shard_dim)
 
 
+def test_a_new_tensor_of_a_size_is_a_plain_one_on_every_rank() -> None:
+    def body(model: Scaled, engine: Engine, twin: Scaled) -> None:
+        for p in model.parameters():  # one of a single row is on one rank as a whole
+            for new in (p.new_zeros(p.shape), p.grad.new_ones(p.shape), p.data.new_full((2,), 3.0)):
+                assert type(new) is torch.Tensor
+            assert p.new_zeros(p.shape).shape == p.shape
+
+    with_sharded(body)
+
+
 def test_entries_whose_shapes_fit_are_loaded() -> None:
     other = Scaled()
 
