@@ -40,7 +40,7 @@ void NcclCommunicator::run_all_gather(const void* send, DType send_dtype, void* 
   run(channel, call, native, path, [&](NcclUse& use, cudaStream_t stream) {
     const void* part = send;
     // Also where nothing is converted: NCCL's fastest gathers want both sides in registered memory.
-    // Of a broadcast they must be. Else its root alone would have an unregistered side, and go by
+    // For uneven parts both must be. Else a broadcast's root alone has one that is not, and goes by
     // NCCL's own buffers (register/coll_reg.cc, ncclRegisterCollBuffers), while the next rank takes
     // the data for written into its `recv` already (device/prims_simple.h, genericOp).
     const auto known = [&](const void* data, std::int64_t n) {

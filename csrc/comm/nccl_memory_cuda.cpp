@@ -51,11 +51,7 @@ std::shared_ptr<void> take(const NcclSession& session, std::size_t bytes) {
     throw CudaError(std::string("ncclMemAlloc: ") + nccl.get_error_string(result));
   }
   return {data, [&nccl, device = session.device](void* freed) {
-            try {
-              const DeviceScope scope(device);
-              nccl.mem_free(freed);
-            } catch (const CudaError&) {  // as above
-            }
+            release_on(device, [&nccl, freed] { nccl.mem_free(freed); });
           }};
 }
 
@@ -93,7 +89,7 @@ Registration registration_of(const nccl::Library& nccl, const Registered& regist
   }
   reason += nccl.comm_register == nullptr
                 ? "; local registration needs NCCL " + nccl::version_text(nccl::kBufferSince)
-                : "; local registration failed or is switched off (NCCL_LOCAL_REGISTER)";
+                : "; local registration failed on a rank, or is switched off (NCCL_LOCAL_REGISTER)";
   return {"plain", reason, false};
 }
 

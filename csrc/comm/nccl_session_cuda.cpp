@@ -234,7 +234,8 @@ void NcclSession::let_go(NcclChannel& channel, std::shared_ptr<Registered> memor
   channel.unwanted.push_back(std::move(memory));
 }
 
-// It fails, among others, while another thread captures a graph.
+// It fails, among others, while another thread captures a graph on this device, which CUDA may
+// spoil: a captured step needs a communicator from which nothing is let go meanwhile.
 bool NcclSession::wait_for_device() const noexcept {
   try {
     const DeviceScope scope(device);

@@ -19,7 +19,8 @@ cudaError_t query(const Event& event) {
   return state;
 }
 
-// In which NCCL's kernels notice an abort. They look every 10,000 spins (device/primitives.h).
+// NCCL's kernels notice an abort within this time. They look every 10,000 spins
+// (device/primitives.h).
 constexpr std::chrono::seconds kNotice{1};
 
 // NCCL, in another thread, writes it before it waits for the other ranks. Its store is a plain one
@@ -56,8 +57,9 @@ void NcclSession::watch() {
   lock.unlock();
   if ((gone[0].empty() && gone[1].empty()) || wait_for_device()) return;
   lock.lock();
-  gathers.unwanted.swap(gone[0]);
-  reduces.unwanted.swap(gone[1]);
+  for (auto [channel, kept] : {std::pair{&gathers, &gone[0]}, std::pair{&reduces, &gone[1]}}) {
+    channel->unwanted.insert(channel->unwanted.end(), kept->begin(), kept->end());
+  }
 }
 
 std::vector<Pending> NcclSession::pending() {
@@ -165,7 +167,8 @@ bool NcclSession::destroy_channels() {
   return true;
 }
 
-// The channel's oldest collective, if its turn has come and it is not done. Needs the mutex.
+// The channel's oldest collective, if its turn has come and it is not done; retires those that are.
+// Needs the mutex.
 const Watched* NcclSession::on_device(NcclChannel& channel) {
   const RelaxedCapture relaxed;
   WatchRing& ring = channel.ring;
@@ -233,12 +236,17 @@ void NcclSession::abort_channels() {
     wait_while([&] { return (comm = comm_of(*channel)) == nullptr && channel->in_use; });
     if (grouped && comm != nullptr) nccl.comm_abort(comm);
   }
-  if (!wait_while([this] { return gathers.in_use || reduces.in_use; })) return;
+  if (!wait_while([this] { return gathers.in_use || reduces.in_use; })) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    stuck_ = true;  // the onlooker stays until the GPU is done, and `close` does not wait for it
+    changed_.notify_all();
+    return;
+  }
   if (grouped) {
     nccl.group_end();
   } else {
-    // Each waits for its kernels, and those may wait for the other's on their streams. NCCL leaves a
-    // thread with the device that it had: without one that would be GPU 0, and a context there.
+    // Each waits for its kernels, and those may wait for the other's on their streams. NCCL leaves
+    // a thread with the device that it had: without one that would be GPU 0, and a context there.
     const auto other = std::async(std::launch::async, [&] {
       cudaSetDevice(device);
       nccl.comm_abort(comms[1]);

@@ -18,8 +18,9 @@ void check_cuda(cudaError_t result, const char* what);
 
 // In this scope `device` is the current device. Afterwards the thread has the context that it had
 // before, or none. To set the device before instead would give a thread that had none a context on
-// device 0, which takes half a gigabyte there. So does nearly every call of a thread without one, a
-// query of an event too: what any thread may call has a scope.
+// device 0, which takes half a gigabyte there. Nearly every CUDA call of a thread without a context
+// makes one on device 0, even cudaEventQuery. So every function that any thread may call opens a
+// scope.
 class DeviceScope {
  public:
   explicit DeviceScope(int device);

@@ -8,9 +8,10 @@
 //   shc_all_gather(comm, shard, SHC_F32, full, SHC_F32, count, NULL, NULL);
 //   shc_comm_destroy(comm);
 //
-// Every function that can fail returns a shc_status. No exception leaves this library, and it never
-// ends the process. What went wrong stands in shc_last_error, for the thread that called. Any
-// thread may call any function, but no signal handler may. A thread that is cancelled
+// Every function that can fail returns a shc_status. No exception leaves this library, and it ends
+// the process in one case alone: over SHC_NCCL, if a collective is still on the GPU a deadline
+// after NCCL was told to abort it. What went wrong stands in shc_last_error, for the thread that
+// called. Any thread may call any function, but no signal handler may. A thread that is cancelled
 // (pthread_cancel) in a call ends after it. A forked child cannot use its parent's communicators
 // and streams.
 //

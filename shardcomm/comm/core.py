@@ -322,12 +322,15 @@ class CoreCommunicator(Communicator):
 
         return BoundCollective(self, "barrier", run, call.queue)
 
-    def _wait_for(self, stream: AnyStream) -> None:
+    def _wait_for(self, stream: Any) -> None:
         """Waits for the barrier that `stream` was given last."""
         reached = stream.record()
-        while not reached.query():  # behind work that no abort may end
+        pause_s = 20e-6
+        while not (stream.capturing or reached.query()):  # behind work that no abort may end
             self._core.check()
-            time.sleep(20e-6)
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 1e-3)
+        reached.wait()  # raises what CUDA did, and in a capture that the host cannot wait
         self._core.check()  # a barrier that was aborted has ended too
 
     def _bound(self, operation: str, call: Any, **operands: torch.Tensor | None) -> BoundCollective:
@@ -356,7 +359,7 @@ class CoreCommunicator(Communicator):
         return pending.from_core(self._core.pending(), own_pid)
 
     def _run(self, call: _C.BoundCollective, stream: AnyStream | None) -> Any:
-        """Runs it here and now or, where that is not what `stream` says, on the stream that is returned."""
+        """Runs `call` on `stream` or, without one, on torch's current one, and returns that; on a CPU, here."""
         on = self._on(stream)
         if on is None:
             call()

@@ -206,9 +206,12 @@ def _any_device(device: torch.device | str) -> torch.device:
         raise ValueError(
             f"from_process_group: device is {device}; it must be a torch.device or the name of one"
         ) from None
-    if where.type == "cpu" or where.index is not None:
-        return where
-    return torch.device(where.type, torch.accelerator.current_device_index())
+    accelerator = torch.accelerator.current_accelerator()
+    if where.type == "cuda" and (accelerator is None or accelerator.type != "cuda"):
+        raise ValueError(f"from_process_group: device is {device}, and torch sees no GPU here")
+    if where.index is None and accelerator is not None and accelerator.type == where.type:
+        return torch.device(where.type, torch.accelerator.current_device_index())
+    return where
 
 
 def timeout_s(group: dist.ProcessGroup, device: torch.device) -> float:

@@ -251,6 +251,17 @@ def test_devices_of_a_process_group(device: Any, transport: Any, said: str, tmp_
         dist.destroy_process_group()
 
 
+def test_a_gpu_that_torch_does_not_see_is_refused_by_a_process_group(tmp_path: Path) -> None:
+    if torch.cuda.device_count() > 0:
+        pytest.skip("there is a GPU here")
+    dist.init_process_group("gloo", f"file://{tmp_path}/meeting", world_size=1, rank=0)
+    try:
+        make = partial(Communicator.from_process_group, device="cuda", transport="c10d")
+        check(make, "from_process_group: device is cuda, and torch sees no GPU here")
+    finally:
+        dist.destroy_process_group()
+
+
 @pytest.mark.parametrize(
     "seconds", [math.nan, math.inf, 1e308, 10**400, 0, -1, True, "5", None, []]
 )

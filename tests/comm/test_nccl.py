@@ -86,7 +86,7 @@ def test_barrier_raises_though_its_stream_is_behind_what_no_abort_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     never = SimpleNamespace(query=lambda: False, wait=lambda: pytest.fail("it waits for ever"))
-    stream = SimpleNamespace(record=lambda: never)
+    stream = SimpleNamespace(record=lambda: never, capturing=False)
     monkeypatch.setattr(core, "compute_stream", lambda _: stream)
     checks = []
 
@@ -97,8 +97,29 @@ def test_barrier_raises_though_its_stream_is_behind_what_no_abort_ends(
 
     played: Any = SimpleNamespace(
         rank=0, size=2, transport="nccl", exact_sums=False, codes_reduces=False,
-        barrier=lambda *_: None, check=check,
+        check=check,
     )  # fmt: skip
     comm = core.CoreCommunicator(played, torch.device("cuda:0"))
+    vars(comm)["_barrier"] = SimpleNamespace(enqueue=lambda _: None)
     with pytest.raises(CommError, match="rank 1 is late"):
         comm.barrier()
+
+
+def test_a_barrier_raises_what_cuda_did_and_that_it_cannot_wait_in_a_capture(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse() -> None:
+        raise _C.CudaError("what CUDA did")
+
+    for capturing, has_fired in ((True, False), (False, True)):
+        event = SimpleNamespace(query=lambda fired=has_fired: fired, wait=refuse)
+        stream = SimpleNamespace(record=lambda made=event: made, capturing=capturing)
+        monkeypatch.setattr(core, "compute_stream", lambda _, given=stream: given)
+        played: Any = SimpleNamespace(
+            rank=0, size=2, transport="nccl", exact_sums=False, codes_reduces=False,
+            check=lambda: None,
+        )  # fmt: skip
+        comm = core.CoreCommunicator(played, torch.device("cuda:0"))
+        vars(comm)["_barrier"] = SimpleNamespace(enqueue=lambda _: None)
+        with pytest.raises(_C.CudaError, match="what CUDA did"):
+            comm.barrier()

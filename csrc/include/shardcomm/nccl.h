@@ -50,15 +50,15 @@ std::string nccl_unique_id();
 // and it does not end within the deadline, the thread aborts both communicators. Every later call
 // throws CommError, and so does a call that waits on the host for other ranks to connect. The
 // kernels end. NCCL cannot end symmetric kernels before 2.29.7, nor gathers by copy engines, which
-// wait for ever for a rank that has died: if such a one is still there after another deadline, the
-// thread writes a sentence to stderr and ends the process by SIGABRT. Ranks do not compare what
-// they call: NCCL leaves a mismatch to the deadline, or to the data.
+// wait for ever for a rank that has died: if such a collective is still on the GPU after another
+// deadline, the thread writes a sentence to stderr and ends the process by SIGABRT. Ranks do not
+// compare what they call: NCCL leaves a mismatch to the deadline, or to the data.
 //
 // The first collective of a kind waits on the host. So a thread must call the first gathers and
 // reduces in one order on all ranks. `abort` and `close` end this rank's part; the other ranks
 // notice that at their deadline. A replayed graph has no deadline: bound the wait for it, and call
-// abort, which ends it but for what NCCL cannot end; then end the process. Destroy a graph before
-// the communicator, which NCCL cannot end earlier.
+// abort. If the graph goes on, by symmetric kernels or copy engines, end the process. Destroy a
+// graph before the communicator, which NCCL cannot end earlier.
 //
 // reduce_scatter sums 16-bit floats in 32 bits. First the ranks of a host exchange their slices,
 // and sum them. Then the ranks with the same index on their hosts exchange these partial sums,
