@@ -172,6 +172,10 @@ class ShardedParameter(nn.Parameter):
         self.whole.refuse_swap()
 
 
+# New values of a size that is given, which may be that of this rank's rows. Not new_empty, into which nn.init draws.
+_NEW = ("new_zeros", "new_ones", "new_full", "new_tensor")
+
+
 def _guarded(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     name = getattr(func, "__name__", "")
     if name == "__get__":
@@ -192,7 +196,7 @@ def _guarded(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # So that autograd refuses graphs of the old values, see `versions.py`. Torch itself does not mark such changes
         # of tensors in lists, or through `.data`, and marks none on ranks without rows.
         written([t.whole.rows for t in _guarded_in(args[:1]) if _is_values(t)])
-    is_new = name.startswith("new_") and not first.whole.in_step  # of the size that is given
+    is_new = name in _NEW and not first.whole.in_step
     if is_new or first.whole.held is Held.WHOLE:
         with plain():
             result = func(*args, **kwargs)
