@@ -28,7 +28,7 @@ from shardcomm import Bucket, Communicator
 from shardcomm.bucket import bucket
 from shardcomm.comm import nccl
 from shardcomm.comm.core import CoreCommunicator
-from shardcomm.engine import sharding
+from shardcomm.engine import call
 from shardcomm.process.launch import launch
 
 WIDTH = 768
@@ -59,7 +59,7 @@ def main(args: argparse.Namespace) -> None:
 
         comm = CoreCommunicator(nccl.connect(lambda own: [own], 0, 2, 0))
         # The second rank has nothing to compare at set-up.
-        bucket.difference = sharding.difference = lambda _groups, _items: ""
+        bucket.difference = call.difference = lambda _groups, _items: ""
         with played_cuda.Stream():
             samples = measure(comm, args.rounds * 20, lambda: None)
     else:

@@ -19,16 +19,16 @@ from shardcomm.parameter.holders import Holders
 from shardcomm.parameter.optimizer_steps import replaced
 from shardcomm.parameter.tensor_parallel import local, with_same
 from shardcomm.sharded.sharded_unit import ShardedUnit
-from shardcomm.unit.groups import (
-    BucketGroup,
+from shardcomm.unit.buffer_bytes import (
     offload_bytes,
     reduce_buffer_bytes,
     slot_bytes,
     staging_bytes,
     wire_bytes,
 )
+from shardcomm.unit.grouped_unit import GroupedUnit, by_pool
 from shardcomm.unit.mixed_precision import MixedPrecision
-from shardcomm.unit.policy import Policy
+from shardcomm.unit.pool import Pool
 from shardcomm.unit.unit import OwnedParam, UnitParams
 
 
@@ -38,28 +38,60 @@ class _Memory:
     One reduce buffer serves all units: gradients are packed into it only when the reduce before has ended.
     """
 
-    def __init__(self, mesh: Mesh, groups: Sequence[Sequence[BucketGroup]]) -> None:
-        self.reduce_buffer: torch.Tensor | None = None
-        if nbytes := reduce_buffer_bytes(groups, mesh.shard.size):
-            self.reduce_buffer = mesh.shard.allocate(nbytes, dtype=torch.uint8, use="reduce")
-        sent, received = wire_bytes(groups, mesh.shard.size)
-        self.wire = BlockWire(mesh.shard, sent, received) if received else None
+    def __init__(self, mesh: Mesh, units: Sequence[GroupedUnit]) -> None:
+        self._mesh = mesh
+        self._reduce_buffer: torch.Tensor | None = None
+        if nbytes := reduce_buffer_bytes(units):
+            self._reduce_buffer = mesh.shard.allocate(nbytes, dtype=torch.uint8, use="reduce")
+        sent, received = wire_bytes(units)
+        self._wire = BlockWire(mesh.shard, sent, received) if received else None
         staging = [
             Staging(mesh.replicate.allocate(nbytes, dtype=torch.uint8, use="reduce"))
-            for nbytes in staging_bytes(groups, mesh.replicate.size)
+            for nbytes in staging_bytes(units)
         ]
-        self.next_staging = cycle(staging or [None])
+        self._next_staging = cycle(staging or [None])
         # One for each mesh, since each has streams of its own.
-        shard_bytes = offload_bytes(groups)
-        self.offload = Offload(mesh.device, shard_bytes) if shard_bytes else None
+        shard_bytes = offload_bytes(units)
+        self._offload = Offload(mesh.device, shard_bytes) if shard_bytes else None
+
+    def buckets(self, unit: GroupedUnit, slot: torch.Tensor) -> list[Bucket]:
+        """A bucket for each group of `unit`, whose full parameters lie in `slot` one behind the other."""
+        mesh = self._mesh
+        tag, replica_tag = (
+            comm.tag(f"unit {unit.unit.name!r}") for comm in (mesh.shard, mesh.replicate)
+        )
+        buckets = []
+        for group in unit.groups:
+            full = reduced = None
+            if group.needs_slot:
+                full, slot = slot[: group.full_bytes], slot[group.full_bytes :]
+            if self._reduce_buffer is not None:
+                reduced = self._reduce_buffer[: group.reduced_bytes].view(group.reduce_dtype)
+            buckets.append(
+                Bucket(
+                    group.layout,
+                    mesh.shard,
+                    dtype=group.dtype,
+                    param_dtype=group.param_dtype,
+                    reduce_dtype=group.reduce_dtype,
+                    gather_format=group.gather_format,
+                    reduce_format=group.reduce_format,
+                    full_buffer=None if full is None else full.view(group.param_dtype),
+                    reduce_buffer=reduced,
+                    replicas=mesh.replicate,
+                    wire=self._wire,
+                    staging=next(self._next_staging),
+                    offload=self._offload if group.cpu_offload else None,
+                    streams=mesh.streams,
+                    tag=tag,
+                    replica_tag=replica_tag,
+                )
+            )
+        return buckets
 
 
 def shard_units(
-    units: Sequence[UnitParams],
-    policies: Sequence[Policy],
-    groups: Sequence[Sequence[BucketGroup]],
-    holders: Sequence[Holders],
-    slot_of: Sequence[int],
+    units: Sequence[GroupedUnit], holders: Mapping[Pool, Holders], slot_of: Sequence[int]
 ) -> list[ShardedUnit]:
     """Shards `units`; collective.
 
@@ -67,91 +99,61 @@ def shard_units(
 
     Args:
         units: The model's units, the model itself first.
-        policies: The policy of each unit, with nothing left open.
-        groups: The parameters that each unit keeps in buckets; one bucket for each group.
-        holders: The ranks that hold each unit's parameters.
+        holders: The ranks that hold the parameters of each pool's units.
         slot_of: The slot of each unit.
     """
-    model = units[0].module
-    meshes = [each.mesh for each in holders]
-    device = meshes[0].device
-    mesh_of = dict(zip(slot_of, meshes, strict=True))
+    pool_of = {slot: unit.pool for unit, slot in zip(units, slot_of, strict=True)}
     slots = [
-        _slot(mesh_of[slot], nbytes) for slot, nbytes in enumerate(slot_bytes(groups, slot_of))
+        _slot(holders[pool_of[slot]].mesh, nbytes)
+        for slot, nbytes in enumerate(slot_bytes(units, slot_of))
     ]
-    memory = {
-        mesh: _Memory(mesh, [g for g, at in zip(groups, meshes, strict=True) if at == mesh])
-        for mesh in dict.fromkeys(meshes)
-    }
+    memory = {pool: _Memory(holders[pool].mesh, its) for pool, its in by_pool(units).items()}
     users = Counter(slot_of)
-
-    for module in model.modules():
-        if _meta(module._buffers) and not _meta(module._parameters):
-            _materialize(module, device)
-        for name, tensor in module._buffers.items():
-            if tensor is not None and not tensor.is_meta:
-                module._buffers[name] = tensor.to(device)
+    device = holders[units[0].pool].mesh.device
+    _move_buffers(units[0].unit.module, device)
     sharded = []
-    for index, (unit, unit_groups) in enumerate(zip(units, groups, strict=True)):
+    for index, (grouped, slot) in enumerate(zip(units, slot_of, strict=True)):
+        unit, ranks = grouped.unit, holders[grouped.pool]
         _materialize_unit(unit, device)
-        free = slots[slot_of[index]]
-        mesh, of_mesh = meshes[index], memory[meshes[index]]
-        tag, replica_tag = (
-            comm.tag(f"unit {unit.name!r}") for comm in (mesh.shard, mesh.replicate)
-        )
-        buckets = []
-        for group in unit_groups:
-            full = None
-            if group.needs_slot:
-                full, free = free[: group.full_bytes], free[group.full_bytes :]
-            in_reduce_buffer = None
-            if of_mesh.reduce_buffer is not None:
-                in_reduce_buffer = of_mesh.reduce_buffer[: group.reduced_bytes].view(
-                    group.reduce_dtype
-                )
-            bucket = Bucket(
-                group.layout,
-                mesh.shard,
-                dtype=group.dtype,
-                param_dtype=group.param_dtype,
-                reduce_dtype=group.reduce_dtype,
-                gather_format=group.gather_format,
-                reduce_format=group.reduce_format,
-                full_buffer=None if full is None else full.view(group.param_dtype),
-                reduce_buffer=in_reduce_buffer,
-                replicas=mesh.replicate,
-                wire=of_mesh.wire,
-                staging=next(of_mesh.next_staging),
-                offload=of_mesh.offload if group.cpu_offload else None,
-                streams=mesh.streams,
-                tag=tag,
-                replica_tag=replica_tag,
-            )
-            _load(bucket, group.params, holders[index])
-            buckets.append((bucket, group.params))
+        buckets = memory[grouped.pool].buckets(grouped, slots[slot])
+        for bucket, group in zip(buckets, grouped.groups, strict=True):
+            _load(bucket, group.params, ranks)
         secondary = None
-        if mesh.secondary is not None and users[slot_of[index]] > 1:
+        if ranks.mesh.secondary is not None and users[slot] > 1:
             secondary = SecondaryShard(
-                [bucket for bucket, _ in buckets],
-                mesh.secondary,
-                mesh.streams,
-                mesh.secondary.tag(f"unit {unit.name!r}"),
+                buckets,
+                ranks.mesh.secondary,
+                ranks.mesh.streams,
+                ranks.mesh.secondary.tag(f"unit {unit.name!r}"),
             )
-        precision = policies[index].mixed_precision or MixedPrecision()
+        precision = grouped.policy.mixed_precision or MixedPrecision()
         sharded.append(
             ShardedUnit(
                 index,
                 unit.name,
                 unit.module,
-                slot_of[index],
-                buckets,
-                holders[index],
+                slot,
+                [(b, g.params) for b, g in zip(buckets, grouped.groups, strict=True)],
+                ranks,
                 secondary=secondary,
                 input_dtype=precision.input_dtype,
                 output_dtype=_output_dtype(unit, precision, is_root=index == 0),
             )
         )
     return sharded
+
+
+def _move_buffers(model: nn.Module, device: torch.device) -> None:
+    """Moves the model's buffers to `device`, and materialises modules on the meta device that have no parameters there.
+
+    Modules that have some are materialised unit by unit.
+    """
+    for module in model.modules():
+        if _meta(module._buffers) and not _meta(module._parameters):
+            _materialize(module, device)
+        for name, tensor in module._buffers.items():
+            if tensor is not None and not tensor.is_meta:
+                module._buffers[name] = tensor.to(device)
 
 
 def _slot(mesh: Mesh, nbytes: int) -> torch.Tensor:

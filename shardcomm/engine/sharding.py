@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
-from functools import cache, partial
-from itertools import chain
+from functools import cache
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardcomm._C import CommError
 from shardcomm.arguments.checks import said_by
 from shardcomm.checkpoint.elsewhere import Elsewhere
-from shardcomm.comm.agreement import Item, difference, layout_items
 from shardcomm.comm.communicator import Communicator
 from shardcomm.comm.mesh import FailingTogether, Mesh
+from shardcomm.engine.call import Call, items_of
 from shardcomm.engine.engine import Engine
 from shardcomm.engine.fsdp2_names import told_arguments
 from shardcomm.engine.gradients import OnNonfinite
 from shardcomm.engine.meshes import check_secondary, made_for, mesh_of, meshes_of
 from shardcomm.engine.shard_units import check_memory, check_modules, shard_units
 from shardcomm.engine.sharded_modules import is_sharded, remember
-from shardcomm.meeting.comm_error import comm_error
 from shardcomm.parameter import backward_inputs, optimizer_steps
 from shardcomm.parameter.holders import Holders
 from shardcomm.parameter.replaced import take_over
@@ -36,13 +32,14 @@ from shardcomm.schedule.strategy import Strategy
 from shardcomm.schedule.triggers import Trigger
 from shardcomm.sharded.measured import measured
 from shardcomm.sharded.sharded_unit import ShardedUnit
-from shardcomm.unit.groups import BucketGroup, GranularityOf, Pool, ShardDimOf, group_units
+from shardcomm.unit.grouped_unit import by_pool
+from shardcomm.unit.groups import GranularityOf, ShardDimOf, group_units
 from shardcomm.unit.mixed_precision import MixedPrecision
 from shardcomm.unit.owners import OwnerCost
 from shardcomm.unit.policy import Policy
+from shardcomm.unit.pool import Pool
 from shardcomm.unit.unit import UnitParams, Units, find_units, registration_order
 
-_ERROR = "error"
 _KINDS = (
     "kinds of units, by comm and strategy, of which every rank needs as many (to one without the experts that others "
     "have, give a unit with Policy(comm=Communicator.local_group(1)[0])):"
@@ -181,52 +178,35 @@ def fully_shard(
         reshard_after_forward,
     )
     main = mesh_of(rest)
-    call = {
-        _ERROR: repr(None),
-        **rest.facts(),
-        "slots": repr(slots),
-        "on_nonfinite": repr(on_nonfinite),
-        "(replicas, shards)": repr((main.replicate.size, main.shard.size)),
-    }
-    with _told_to_all(main, call, main.failing_together):
+    call = Call(main, {**rest.facts(), "slots": repr(slots), "on_nonfinite": repr(on_nonfinite)})
+    with call.told_to_all():
         found = find_units(model, units, ignored_params)
         _take_over(found)
         order = registration_order(found)
         policies = policies_of(found, rest)
-        call[_KINDS] = repr(len({policy.ranks for policy in [rest, *policies]}))
-    _agree(main, [Item("the call", call)], main.failing_together)
-    with _told_to_all(main, call, main.failing_together):
+        call.facts[_KINDS] = repr(len({policy.ranks for policy in [rest, *policies]}))
+    call.agree(main)
+    with call.told_to_all():
         meshes = meshes_of(policies, rest, main)
-    numbers = {mesh: number for number, mesh in enumerate(dict.fromkeys([main, *meshes]))}
-    pools = [
-        Pool(
-            numbers[mesh],
-            mesh.replicate.size,
-            mesh.shard.size,
-            mesh.shard.rank,
-            mesh.secondary.size if mesh.secondary else 0,
-        )
-        for mesh in meshes
-    ]
-    schedule_of = partial(schedule_units, policies=policies, pools=pools, rest=rest)
-    together = FailingTogether([*numbers])
-    with _told_to_all(main, call, together):
+    pool_of = {mesh: Pool.of(mesh, i) for i, mesh in enumerate(dict.fromkeys([main, *meshes]))}
+    call.together = FailingTogether([*pool_of])
+    with call.told_to_all():
         check_modules(model, main.device)
-        first_guess = schedule_of(order, slots=slots)
         inner = inner_groups(owned.distribution for unit in found for owned in unit.params)
-        groups = group_units(found, policies, pools, granularity, shard_dim, owner_cost)
+        pools = [pool_of[mesh] for mesh in meshes]
+        grouped = group_units(found, policies, pools, granularity, shard_dim, owner_cost)
+        first_guess = schedule_units(order, grouped, rest, slots=slots)
         check_memory(found)
-        planned = MemoryPlan.of_groups(found, groups, rest, first_guess, pools, main.size)
-        items = list(_items(model, found, policies, groups))
+        planned = MemoryPlan.of_units(grouped, rest, first_guess, main.size)
+        items = {pool: list(items_of(model, its)) for pool, its in by_pool(grouped).items()}
 
     def plan(order: Sequence[Trigger], backward: bool) -> Schedule:
-        return schedule_of(order, slots=first_guess.slot_of, backward=backward)
+        return schedule_units(order, grouped, rest, slots=first_guess.slot_of, backward=backward)
 
-    for mesh in numbers:
-        its = [each for each, at in zip(items, meshes, strict=True) if at == mesh]
-        _agree(mesh, [Item("the call", call), *chain.from_iterable(its)], together)
-    with together:
-        for mesh in numbers:
+    for mesh, pool in pool_of.items():
+        call.agree(mesh, items.get(pool, []))
+    with call.together:
+        for mesh in pool_of:
             if mesh.secondary is not None:
                 check_secondary(mesh)
         elsewhere = Elsewhere.of(model, found, meshes, main, inner)
@@ -235,31 +215,21 @@ def fully_shard(
         around = main.around({r: group for r, group in inner.items() if r not in elsewhere.within})
         experts = main.around({r: inner[r] for r in elsewhere.within if r in inner}).inner
         holders = {
-            mesh: Holders(replace(mesh, inner=around.inner), around, experts, elsewhere.differs)
-            for mesh in numbers
+            pool: Holders(replace(mesh, inner=around.inner), around, experts, elsewhere.differs)
+            for mesh, pool in pool_of.items()
         }
-        holders[main] = Holders(around, around, differs=elsewhere.differs)
-        sharded = shard_units(
-            found, policies, groups, [holders[mesh] for mesh in meshes], first_guess.slot_of
-        )
-    _check(sharded, planned)
-    trained = _trained(sharded)
-
-    @cache  # so that it checks once
-    def check() -> None:
-        if _trained(sharded) == trained:  # else the plan was made for other trainable parameters
-            _check(sharded, planned)
-
+        holders[pool_of[main]] = Holders(around, around, differs=elsewhere.differs)
+        sharded = shard_units(grouped, holders, first_guess.slot_of)
     engine = Engine(
         model,
         around,
         sharded,
         plan,
         order,
-        check,
+        _held_as_planned(sharded, planned),
         on_nonfinite,
         strategy=strategy,
-        may_be_left_out=[sharded[unit] for unit in may_be_left_out(policies, rest, pools)],
+        may_be_left_out=[sharded[unit] for unit in may_be_left_out(grouped, rest)],
         owned=[
             group
             for mesh, policy in zip([main, *meshes], [rest, *policies], strict=True)
@@ -301,54 +271,17 @@ def _guard(model: nn.Module, units: Sequence[ShardedUnit], elsewhere: Elsewhere)
             optimizer_steps.left_to_each_rank(param)
 
 
-def _agree(mesh: Mesh, items: Sequence[Item], together: FailingTogether) -> None:
-    """Raises CommError if the ranks of `mesh` have different `items`; all of them, so that the groups stay usable."""
-    with together:
-        differs = difference((mesh.shard, mesh.replicate), items)
-    if differs:
-        raise comm_error("mismatch", f"fully_shard: ranks differ: {differs}")
+def _held_as_planned(units: Sequence[ShardedUnit], plan: MemoryPlan) -> Callable[[], None]:
+    """Checks that `units` hold what `plan` says, and returns the check for when their first gradients are there."""
+    _check(units, plan)
+    trained = _trained(units)
 
+    @cache  # so that it checks once
+    def check() -> None:
+        if _trained(units) == trained:  # else the plan was made for other trainable parameters
+            _check(units, plan)
 
-@contextmanager
-def _told_to_all(main: Mesh, call: dict[str, str], together: FailingTogether) -> Iterator[None]:
-    """Tells all ranks of an exception in this context, which may concern this rank's model alone.
-
-    The other ranks hear of it when they come to compare their calls, instead of waiting for this one.
-    """
-    try:
-        yield
-    except Exception as error:
-        with suppress(CommError), together:
-            call[_ERROR] = repr(error)
-            difference((main.shard, main.replicate), [Item("the call", call)])
-        raise
-
-
-def _items(
-    model: nn.Module,
-    units: Sequence[UnitParams],
-    policies: Sequence[Policy],
-    groups: Sequence[Sequence[BucketGroup]],
-) -> Iterator[list[Item]]:
-    """The facts in which all ranks' models must agree, since their collectives rely on them; unit by unit."""
-    names = {module: name for name, module in model.named_modules()}
-    for unit, policy, unit_groups in zip(units, policies, groups, strict=True):
-        items = [Item(f"unit {unit.name!r}", policy.facts())]
-        for owned in unit.params:
-            places = [f"{names[module]}.{attribute}" for module, attribute in owned.places]
-            facts = {} if owned.distribution is None else owned.distribution.facts
-            items.append(Item(f"parameter {owned.name!r}", {"places": repr(places), **facts}))
-        for group in unit_groups:
-            shared = {
-                "dtype": str(group.dtype),
-                "requires_grad": str(group.trainable),
-                "param_dtype": str(group.param_dtype),
-                "reduce_dtype": str(group.reduce_dtype),
-                "gather_format": str(group.gather_format),
-                "reduce_format": str(group.reduce_format),
-            }
-            items += layout_items(group.layout, shared)
-        yield items
+    return check
 
 
 def _check(units: Sequence[ShardedUnit], plan: MemoryPlan) -> None:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -36,12 +36,7 @@ from shardcomm.planner.unit_plan import UnitPlan
 from shardcomm.schedule.schedule import Schedule
 from shardcomm.schedule.strategy import Strategy
 from shardcomm.schedule.triggers import Phase, Verb
-from shardcomm.unit.groups import (
-    BucketGroup,
-    GranularityOf,
-    Pool,
-    ShardDimOf,
-    group_units,
+from shardcomm.unit.buffer_bytes import (
     offload_bytes,
     reduce_buffer_bytes,
     secondary_bytes,
@@ -49,10 +44,13 @@ from shardcomm.unit.groups import (
     staging_bytes,
     wire_bytes,
 )
+from shardcomm.unit.grouped_unit import GroupedUnit, by_pool
+from shardcomm.unit.groups import GranularityOf, ShardDimOf, group_units
 from shardcomm.unit.mixed_precision import MixedPrecision
 from shardcomm.unit.owners import OwnerCost
 from shardcomm.unit.policy import Policy
-from shardcomm.unit.unit import UnitParams, Units, find_units, registration_order
+from shardcomm.unit.pool import Pool
+from shardcomm.unit.unit import Units, find_units, registration_order
 
 
 @dataclass(frozen=True, repr=False)
@@ -182,61 +180,53 @@ class MemoryPlan:
         policies = policies_of(found, rest)
         main = Pool(0, *sizes, 0 if rank is None else rank, rest.secondary_ranks(sizes[1]))
         pools = pools_of(found, rest, main, ranks, replicas)
-        schedule = schedule_units(
-            registration_order(found), policies=policies, pools=pools, rest=rest, slots=slots
-        )
-        groups = group_units(found, policies, pools, granularity, shard_dim, owner_cost)
+        grouped = group_units(found, policies, pools, granularity, shard_dim, owner_cost)
+        schedule = schedule_units(registration_order(found), grouped, rest, slots=slots)
         if rank is None:
             most = {
-                pool: pool._replace(rank=most_loaded(pool, pools, groups, optimizer))
-                for pool in dict.fromkeys(pools)
+                pool: pool._replace(rank=most_loaded(its, optimizer))
+                for pool, its in by_pool(grouped).items()
             }
-            pools = [most[pool] for pool in pools]
-        return cls.of_groups(found, groups, rest, schedule, pools, ranks, optimizer)
+            grouped = [replace(unit, pool=most[unit.pool]) for unit in grouped]
+        return cls.of_units(grouped, rest, schedule, ranks, optimizer)
 
     @classmethod
-    def of_groups(
+    def of_units(
         cls,
-        units: Sequence[UnitParams],
-        groups: Sequence[Sequence[BucketGroup]],
+        units: Sequence[GroupedUnit],
         rest: Policy,
         schedule: Schedule,
-        pools: Sequence[Pool],
         ranks: int,
         optimizer: str = "adamw",
     ) -> MemoryPlan:
-        """As `of`, for units that have been found, laid out and scheduled already.
+        """As `of`, for units that have been grouped and scheduled already.
 
         Args:
             units: The model's units, the model itself first.
-            groups: The groups of parameters of each unit, which share a bucket.
             rest: The policy of units that have none of their own.
             schedule: The schedule of a step.
-            pools: The ranks over which each unit is sharded.
             ranks: How many ranks there are.
             optimizer: As in `of`.
         """
         gathers = schedule.gathers()
-        secondary = secondary_bytes(groups, schedule.slot_of, pools)
-        main = next((pool for pool in pools if pool.number == 0), pools[0])
+        secondary = secondary_bytes(units, schedule.slot_of)
+        pools = by_pool(units)
+        main = next((pool for pool in pools if pool.number == 0), units[0].pool)
         held = np.zeros(main.shards, dtype=np.int64)
         wire, reduce_buffers, staging, offload, state, on_host = 0, 0, [], 0, 0, 0
-        for pool in dict.fromkeys(pools):
-            its = pool.of(pools, groups)
-            everything = held_bytes([group for unit in its for group in unit], pool.shards)
+        for pool, its in pools.items():
+            groups = [group for unit in its for group in unit.groups]
+            everything = held_bytes(groups, pool.shards)
             held += everything if pool == main else everything[pool.rank]
-            wire += sum(wire_bytes(its, pool.shards))
-            reduce_buffers += reduce_buffer_bytes(its, pool.shards)
-            staging += staging_bytes(its, pool.replicas)
+            wire += sum(wire_bytes(its))
+            reduce_buffers += reduce_buffer_bytes(its)
+            staging += staging_bytes(its)
             offload += 2 * offload_bytes(its)
-            state += int(state_bytes(its, pool, optimizer)[pool.rank])
-            offloaded = [[group for group in unit if group.cpu_offload] for unit in its]
-            on_host += int(load(offloaded, pool, optimizer)[pool.rank])
+            state += int(state_bytes(groups, pool.shards, optimizer)[pool.rank])
+            offloaded = [group for group in groups if group.cpu_offload]
+            on_host += int(load(offloaded, pool.shards, optimizer)[pool.rank])
         planned = tuple(
-            UnitPlan.of(unit.name, unit_groups, pool, secondary[index], gathers[index])
-            for index, (unit, unit_groups, pool) in enumerate(
-                zip(units, groups, pools, strict=True)
-            )
+            UnitPlan.of(unit, secondary[index], gathers[index]) for index, unit in enumerate(units)
         )
         return cls(
             ranks=ranks,
@@ -246,7 +236,7 @@ class MemoryPlan:
             rank=main.rank,
             shard_bytes=tuple(held.tolist()),
             units=planned,
-            slot_bytes=tuple(slot_bytes(groups, schedule.slot_of)),
+            slot_bytes=tuple(slot_bytes(units, schedule.slot_of)),
             wire_bytes=wire,
             reduce_buffer_bytes=reduce_buffers,
             staging_bytes=tuple(staging),
@@ -255,7 +245,7 @@ class MemoryPlan:
             full_gradient_bytes=_most_full_gradients(planned, schedule),
             optimizer_bytes=state,
             total_parameter_bytes=sum(
-                group.layout.numel * group.dtype.itemsize for unit in groups for group in unit
+                group.layout.numel * group.dtype.itemsize for unit in units for group in unit.groups
             ),
             schedule=schedule,
         )

@@ -11,8 +11,9 @@ from shardcomm.comm.mesh import Mesh
 from shardcomm.schedule.schedule import Schedule
 from shardcomm.schedule.strategy import Strategy
 from shardcomm.schedule.triggers import Trigger
-from shardcomm.unit.groups import Pool
+from shardcomm.unit.grouped_unit import GroupedUnit
 from shardcomm.unit.policy import Policy
+from shardcomm.unit.pool import Pool
 from shardcomm.unit.unit import UnitParams
 
 
@@ -23,25 +24,23 @@ def policies_of(units: Sequence[UnitParams], rest: Policy) -> list[Policy]:
 
 def schedule_units(
     order: Sequence[Trigger],
-    *,
-    policies: Sequence[Policy],
-    pools: Sequence[Pool],
+    units: Sequence[GroupedUnit],
     rest: Policy,
+    *,
     slots: int | Sequence[int] | None,
     backward: bool = True,
 ) -> Schedule:
     """The schedule of a step.
 
     Args:
-        order: As in `Schedule.plan`, as are `slots` and `backward`.
-        policies: The policy of each unit, with nothing left open.
-        pools: The pool of each unit.
+        order: As in `Schedule.plan`.
+        units: The model's units, the model itself first.
         rest: The policy of units that have none of their own.
         slots: As in `Schedule.plan`.
         backward: As in `Schedule.plan`.
     """
     given: dict[str, Any] = {
-        name: [getattr(policy, name) for policy in policies]
+        name: [getattr(unit.policy, name) for unit in units]
         for name in ("strategy", "cpu_offload", "prefetch", "backward_prefetch")
     }
     strategies = map(Strategy.named, given.pop("strategy"))
@@ -51,23 +50,23 @@ def schedule_units(
             strategy.scheduled(cpu_offload=offload)
             for strategy, offload in zip(strategies, given.pop("cpu_offload"), strict=True)
         ],
-        pools=[pool.number for pool in pools],
+        pools=[unit.pool.number for unit in units],
         **given,
         slots=slots,
-        at_end=may_be_left_out(policies, rest, pools),
+        at_end=may_be_left_out(units, rest),
         backward=backward,
     )
 
 
-def may_be_left_out(policies: Sequence[Policy], rest: Policy, pools: Sequence[Pool]) -> list[int]:
+def may_be_left_out(units: Sequence[GroupedUnit], rest: Policy) -> list[int]:
     """The units that a forward may leave out on some of their ranks, such as experts to which no token came.
 
     They have ranks of their own, each of which has all of the unit: nobody waits for another to gather it.
     """
     return [
-        unit
-        for unit, (policy, pool) in enumerate(zip(policies, pools, strict=True))
-        if policy.comm is not rest.comm and pool.shards == 1 and pool.replicas > 1
+        index
+        for index, unit in enumerate(units)
+        if unit.policy.comm is not rest.comm and unit.pool.shards == 1 and unit.pool.replicas > 1
     ]
 
 

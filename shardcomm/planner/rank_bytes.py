@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from shardcomm.unit.groups import BucketGroup, Pool
+from shardcomm.unit.bucket_group import BucketGroup
+from shardcomm.unit.grouped_unit import GroupedUnit
 
 OPTIMIZERS: Mapping[str, int] = {"adamw": 2, "momentum": 1, "sgd": 0}
 """For each optimizer of torch, how many tensors of a parameter's shape and dtype it keeps for that parameter."""
@@ -22,9 +23,9 @@ def held_bytes(groups: Sequence[BucketGroup], ranks: int) -> npt.NDArray[np.int6
     return held
 
 
-def _trained_bytes(groups: Sequence[Sequence[BucketGroup]], ranks: int) -> npt.NDArray[np.int64]:
+def _trained_bytes(groups: Sequence[BucketGroup], ranks: int) -> npt.NDArray[np.int64]:
     """The bytes of trainable parameters on each rank, without padding."""
-    trained = [group for unit in groups for group in unit if group.trainable]
+    trained = [group for group in groups if group.trainable]
     held = held_bytes(trained, ranks)
     for group in trained:
         starts = group.layout.starts
@@ -40,24 +41,18 @@ def _trained_bytes(groups: Sequence[Sequence[BucketGroup]], ranks: int) -> npt.N
     return held
 
 
-def state_bytes(
-    groups: Sequence[Sequence[BucketGroup]], pool: Pool, optimizer: str
-) -> npt.NDArray[np.int64]:
-    """The bytes of optimizer state on each of the pool's ranks."""
-    return OPTIMIZERS[optimizer] * _trained_bytes(groups, pool.shards)
+def state_bytes(groups: Sequence[BucketGroup], ranks: int, optimizer: str) -> npt.NDArray[np.int64]:
+    """The bytes of optimizer state on each of `ranks` ranks."""
+    return OPTIMIZERS[optimizer] * _trained_bytes(groups, ranks)
 
 
-def load(
-    groups: Sequence[Sequence[BucketGroup]], pool: Pool, optimizer: str
-) -> npt.NDArray[np.int64]:
-    """The bytes of parameters, gradients and optimizer state on each of the pool's ranks."""
-    flat = [group for unit in groups for group in unit]
-    trained = held_bytes([group for group in flat if group.trainable], pool.shards)
-    return held_bytes(flat, pool.shards) + trained + state_bytes(groups, pool, optimizer)
+def load(groups: Sequence[BucketGroup], ranks: int, optimizer: str) -> npt.NDArray[np.int64]:
+    """The bytes of parameters, gradients and optimizer state on each of `ranks` ranks."""
+    trained = held_bytes([group for group in groups if group.trainable], ranks)
+    return held_bytes(groups, ranks) + trained + state_bytes(groups, ranks, optimizer)
 
 
-def most_loaded(
-    pool: Pool, pools: Sequence[Pool], groups: Sequence[Sequence[BucketGroup]], optimizer: str
-) -> int:
-    """The rank of the pool that holds the most."""
-    return int(np.argmax(load(pool.of(pools, groups), pool, optimizer)))
+def most_loaded(units: Sequence[GroupedUnit], optimizer: str) -> int:
+    """The rank of a pool that holds the most of the pool's `units`."""
+    groups = [group for unit in units for group in unit.groups]
+    return int(np.argmax(load(groups, units[0].pool.shards, optimizer)))

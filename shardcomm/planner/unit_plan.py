@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardcomm.trace import traffic
-from shardcomm.unit.groups import BucketGroup, Pool
+from shardcomm.unit.grouped_unit import GroupedUnit
 
 
 @dataclass(frozen=True)
@@ -78,15 +77,9 @@ class UnitPlan:
         return (self.gathers - again) * self.gather_bytes + again * self.regather_bytes
 
     @classmethod
-    def of(
-        cls,
-        name: str,
-        groups: Sequence[BucketGroup],
-        pool: Pool,
-        secondary_bytes: int,
-        gathers: int,
-    ) -> UnitPlan:
-        """The costs of a unit with these groups of parameters, each of which will be a bucket."""
+    def of(cls, unit: GroupedUnit, secondary_bytes: int, gathers: int) -> UnitPlan:
+        """The costs of `unit`, with a secondary shard of so many bytes, and so many gathers in a step."""
+        groups, pool = unit.groups, unit.pool
         rank = pool.rank
         trained = [group for group in groups if group.trainable]
         gather_bytes = sum(sum(group.sent_bytes) - group.sent_bytes[rank] for group in groups)
@@ -97,7 +90,7 @@ class UnitPlan:
                 group.full_bytes - group.secondary_bytes(pool.secondary)[place] for group in groups
             )
         return cls(
-            name=name,
+            name=unit.unit.name,
             numel=sum(group.layout.numel for group in groups),
             shards=pool.shards,
             replicas=pool.replicas,

@@ -1,149 +1,31 @@
-"""Groups: which parameters of a unit share a bucket, in which dtypes, and how much memory they need. Pure arithmetic.
-
-The engine allocates these sizes, and the planner adds them up before anything is allocated.
-"""
+"""Groups: which parameters of a unit share a bucket, and in which dtypes. Pure arithmetic."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 
 import torch
 from torch import nn
 
 from shardcomm.arguments.dtype import FLOATS
-from shardcomm.copy.blocks import BlockFormat, ReduceFormat
+from shardcomm.copy.blocks import BlockFormat
 from shardcomm.layout.layout import Layout
 from shardcomm.layout.param_spec import Granularity, ParamSpec, ShardDim
 from shardcomm.parameter.tensor_parallel import local
-from shardcomm.schedule.planning import REDUCES_IN_FLIGHT
+from shardcomm.unit.bucket_group import BucketGroup
+from shardcomm.unit.grouped_unit import GroupedUnit
 from shardcomm.unit.mixed_precision import MixedPrecision
 from shardcomm.unit.owners import OwnerCost, checked_cost, choose_owners, in_bytes
 from shardcomm.unit.policy import Policy
+from shardcomm.unit.pool import Pool
 from shardcomm.unit.unit import OwnedParam, UnitParams
-
-_T = TypeVar("_T")
 
 GranularityOf = Granularity | Callable[[str, nn.Parameter], Granularity]
 """A granularity for all parameters, or a function of a parameter's name and the parameter."""
 
 ShardDimOf = ShardDim | Callable[[str, nn.Parameter], ShardDim]
 """A shard dim for all parameters, or a function of a parameter's name and the parameter."""
-
-
-@dataclass(frozen=True)
-class BucketGroup:
-    """Parameters of a unit that share a bucket.
-
-    Attributes:
-        params: The parameters.
-        layout: The bucket's layout.
-        dtype: As in `Bucket`.
-        param_dtype: As in `Bucket`.
-        reduce_dtype: As in `Bucket`.
-        gather_format: As in `Bucket`.
-        reduce_format: As in `Bucket`.
-        cpu_offload: Whether the bucket's shard is in host memory.
-    """
-
-    params: list[OwnedParam]
-    layout: Layout
-    dtype: torch.dtype
-    param_dtype: torch.dtype
-    reduce_dtype: torch.dtype
-    gather_format: BlockFormat | None
-    reduce_format: ReduceFormat | None
-    cpu_offload: bool
-
-    @property
-    def trainable(self) -> bool:
-        """Whether the parameters have gradients, which are reduced."""
-        return self.params[0].param.requires_grad
-
-    @property
-    def shard_bytes(self) -> tuple[int, ...]:
-        """The bytes of each rank's shard, padding included."""
-        return self._of_each_rank(lambda numel: numel * self.dtype.itemsize)
-
-    @property
-    def full_bytes(self) -> int:
-        """The bytes of the full buffer, in the unit's slot."""
-        return self.layout.flat_numel * self.param_dtype.itemsize
-
-    @property
-    def reduced_bytes(self) -> int:
-        """The bytes of the full gradients, in the dtype in which they are reduced."""
-        return self.layout.flat_numel * self.reduce_dtype.itemsize
-
-    @property
-    def reduced_shard_bytes(self) -> tuple[int, ...]:
-        """The bytes of each rank's part of the gradients, in the dtype in which they are reduced."""
-        return self._of_each_rank(lambda numel: numel * self.reduce_dtype.itemsize)
-
-    @property
-    def partial_shard_bytes(self) -> tuple[int, ...]:
-        """The bytes of each rank's part of the gradients as the sums of several hosts are."""
-        itemsize = max(self.reduce_dtype.itemsize, torch.float32.itemsize)
-        return self._of_each_rank(lambda numel: numel * itemsize)
-
-    @property
-    def crossing_shard_bytes(self) -> tuple[int, ...]:
-        """The bytes of each rank's part of the gradients as a host's sums cross to other hosts."""
-        if self.reduce_format is None:
-            return self.partial_shard_bytes
-        if isinstance(self.reduce_format, BlockFormat):
-            return self._of_each_rank(self.reduce_format.nbytes)
-        itemsize = self.reduce_format.itemsize
-        return self._of_each_rank(lambda numel: numel * itemsize)
-
-    def sum_coding_bytes(self, rank: int) -> int:
-        """What `rank` reads and writes, for each host, to code the sums that cross and to decode those that came.
-
-        Those that came as bfloat16 are added as they are.
-        """
-        if self.reduce_format is None:
-            return 0
-        passes = 2 if isinstance(self.reduce_format, BlockFormat) else 1
-        return passes * (self.partial_shard_bytes[rank] + self.crossing_shard_bytes[rank])
-
-    @property
-    def sent_bytes(self) -> tuple[int, ...]:
-        """The bytes of each rank's part as a gather sends it."""
-        if self.gather_format is not None and self.layout.world_size > 1:
-            return self._of_each_rank(self.gather_format.nbytes)
-        return self._of_each_rank(lambda numel: numel * self.param_dtype.itemsize)
-
-    @property
-    def codes_gathers(self) -> bool:
-        """Whether a gather encodes what it sends, and decodes what it receives."""
-        return self.gather_format is not None and self.layout.world_size > 1
-
-    def encoding_bytes(self, rank: int) -> int:
-        """What `rank` reads and writes in a gather to encode its part."""
-        return self.shard_bytes[rank] + self.sent_bytes[rank] if self.codes_gathers else 0
-
-    @property
-    def decoding_bytes(self) -> int:
-        """What is read and written in a gather to decode the parts of all, once."""
-        return sum(self.sent_bytes) + self.full_bytes if self.codes_gathers else 0
-
-    def secondary_bytes(self, ranks: int) -> list[int]:
-        """The bytes of the secondary shard of each of `ranks` ranks."""
-        return [numel * self.param_dtype.itemsize for numel in self.layout.parts(ranks)]
-
-    @property
-    def needs_slot(self) -> bool:
-        """Whether full parameters need memory, which they do unless they are the shard itself."""
-        return self.layout.world_size > 1 or self.param_dtype != self.dtype or self.cpu_offload
-
-    def _of_each_rank(self, nbytes: Callable[[int], int]) -> tuple[int, ...]:
-        """What `nbytes` says of the number of elements of each rank's shard. Of a million ranks most are alike."""
-        numels = self.layout.shard_numels
-        if self.layout.counts is None:
-            return (nbytes(numels[0]),) * len(numels)
-        return tuple(map(nbytes, numels))
 
 
 def group_units(
@@ -153,7 +35,7 @@ def group_units(
     granularity: GranularityOf,
     shard_dim: ShardDimOf,
     owner_cost: OwnerCost | None = None,
-) -> list[list[BucketGroup]]:
+) -> list[GroupedUnit]:
     """Groups the parameters of each unit; each group will have a bucket.
 
     A unit has a group for each dtype, and for each block format in which it is gathered. Frozen parameters have groups
@@ -178,60 +60,64 @@ def group_units(
             f"granularity is {granularity!r}; accepted: 'element', 'row', 'tensor', RowBlock(n), or a function that "
             "returns one of these"
         )
-    specs = [[_spec(owned, granularity, shard_dim) for owned in unit.params] for unit in units]
+    params = [
+        [(owned, _spec(owned, granularity, shard_dim)) for owned in unit.params] for unit in units
+    ]
     if owner_cost is not None and not callable(owner_cost):
         raise TypeError(
             f"owner_cost is {owner_cost!r}; it must be a function of a parameter's name and the parameter, or None "
             "for its bytes"
         )
     if owner_cost is not None and not any(
-        spec.granularity == "tensor" for unit_specs in specs for spec in unit_specs
+        spec.granularity == "tensor" for _, spec in chain.from_iterable(params)
     ):
         raise ValueError(
             'owner_cost is given, and no parameter has an owner; give granularity="tensor" too, or leave it out'
         )
     owners: dict[str, int] = {}
     for pool in dict.fromkeys(pools):
-        its = [i for i, each in enumerate(pools) if each == pool]
-        owners |= _owners(
-            [units[i] for i in its], [specs[i] for i in its], pool.shards, owner_cost or in_bytes
-        )
-    groups = []
-    for unit, policy, pool, unit_specs in zip(units, policies, pools, specs, strict=True):
-        precision = policy.mixed_precision or MixedPrecision()
-        by_kind: dict[
-            tuple[torch.dtype, bool, bool, BlockFormat | None], list[tuple[OwnedParam, ParamSpec]]
-        ] = {}
-        for owned, spec in zip(unit.params, unit_specs, strict=True):
-            param = owned.param
-            format = precision.gather_format_of(spec.name, param)
-            kind = param.dtype, param.requires_grad, spec.name in owners, format
-            by_kind.setdefault(kind, []).append((owned, spec))
-        groups.append(
-            [
-                _group(together, pool.shards, policy, format, owners)
-                for (_, _, _, format), together in by_kind.items()
-            ]
-        )
-    return groups
+        its = [each for each, at in zip(params, pools, strict=True) if at == pool]
+        owners |= _owners(chain.from_iterable(its), pool.shards, owner_cost or in_bytes)
+    return [
+        GroupedUnit(unit, policy, pool, _groups(unit_params, policy, pool.shards, owners))
+        for unit, policy, pool, unit_params in zip(units, policies, pools, params, strict=True)
+    ]
 
 
 def _owners(
-    units: Sequence[UnitParams],
-    specs: Sequence[Sequence[ParamSpec]],
-    world_size: int,
-    cost: OwnerCost,
+    params: Iterable[tuple[OwnedParam, ParamSpec]], world_size: int, cost: OwnerCost
 ) -> dict[str, int]:
     """The owner of each parameter that has one, by name. On a rank alone none has."""
     if world_size == 1:
         return {}
     whole = {
         spec.name: checked_cost(cost, spec.name, owned.param)
-        for unit, unit_specs in zip(units, specs, strict=True)
-        for owned, spec in zip(unit.params, unit_specs, strict=True)
+        for owned, spec in params
         if spec.granularity == "tensor"
     }
     return dict(zip(whole, choose_owners(list(whole.values()), world_size), strict=True))
+
+
+def _groups(
+    params: Iterable[tuple[OwnedParam, ParamSpec]],
+    policy: Policy,
+    world_size: int,
+    owners: Mapping[str, int],
+) -> list[BucketGroup]:
+    """The groups of a unit's parameters."""
+    precision = policy.mixed_precision or MixedPrecision()
+    by_kind: dict[
+        tuple[torch.dtype, bool, bool, BlockFormat | None], list[tuple[OwnedParam, ParamSpec]]
+    ] = {}
+    for owned, spec in params:
+        param = owned.param
+        format = precision.gather_format_of(spec.name, param)
+        kind = param.dtype, param.requires_grad, spec.name in owners, format
+        by_kind.setdefault(kind, []).append((owned, spec))
+    return [
+        _group(together, world_size, policy, format, owners)
+        for (_, _, _, format), together in by_kind.items()
+    ]
 
 
 def _group(
@@ -266,90 +152,6 @@ def _group(
         reduce_format,
         bool(policy.cpu_offload),
     )
-
-
-class Pool(NamedTuple):
-    """The ranks over which some units are sharded, which share their memory: a mesh, as a plan knows it.
-
-    Attributes:
-        number: A number that tells pools of the same sizes apart.
-        replicas: How many ranks hold each shard.
-        shards: How many shards there are.
-        rank: The shard of the rank for which the plan is.
-        secondary: How many ranks gather for backward among themselves; 0: all.
-    """
-
-    number: int
-    replicas: int
-    shards: int
-    rank: int
-    secondary: int = 0
-
-    def of(self, pools: Sequence[Pool], groups: Sequence[_T]) -> list[_T]:
-        """The entries of `groups`, which has one for each unit, for the units of this pool."""
-        return [each for pool, each in zip(pools, groups, strict=True) if pool == self]
-
-
-def slot_bytes(groups: Sequence[Sequence[BucketGroup]], slot_of: Sequence[int]) -> list[int]:
-    """The size of each slot in bytes: that of the largest unit that uses it. `groups[i]` are the groups of unit i."""
-    sizes = [0] * (max(slot_of, default=-1) + 1)
-    for slot, unit_groups in zip(slot_of, groups, strict=True):
-        wanted = sum(group.full_bytes for group in unit_groups if group.needs_slot)
-        sizes[slot] = max(sizes[slot], wanted)
-    return sizes
-
-
-def secondary_bytes(
-    groups: Sequence[Sequence[BucketGroup]], slot_of: Sequence[int], pools: Sequence[Pool]
-) -> list[int]:
-    """The size of each unit's secondary shard in bytes.
-
-    It is 0 for a unit that has a slot for itself, which is not released before backward.
-    """
-    users = Counter(slot_of)
-    return [
-        sum(max(group.secondary_bytes(pool.secondary)) for group in unit_groups)
-        if pool.secondary and users[slot] > 1
-        else 0
-        for unit_groups, slot, pool in zip(groups, slot_of, pools, strict=True)
-    ]
-
-
-def reduce_buffer_bytes(groups: Sequence[Sequence[BucketGroup]], shard_ranks: int) -> int:
-    """The size of the reduce buffer in bytes; 0 if there is one shard, whose gradients need no reduce."""
-    if shard_ranks == 1:
-        return 0
-    return max((group.reduced_bytes for unit in groups for group in unit), default=0)
-
-
-def wire_bytes(groups: Sequence[Sequence[BucketGroup]], shard_ranks: int) -> tuple[int, int]:
-    """The bytes of the memory that gathers in block formats send from, and receive into; 0 and 0 if there are none."""
-    parts = [
-        group.sent_bytes
-        for unit in groups
-        for group in unit
-        if group.gather_format is not None and shard_ranks > 1
-    ]
-    return max(map(max, parts), default=0), max(map(sum, parts), default=0)
-
-
-def staging_bytes(groups: Sequence[Sequence[BucketGroup]], replicas: int) -> list[int]:
-    """The size of each staging buffer in bytes. Buckets use them in turn; without replicas there are none."""
-    if replicas == 1:
-        return []
-    largest = max((max(g.reduced_shard_bytes) for unit in groups for g in unit), default=0)
-    # More than one, since the next unit's gradients come while one unit's shard is all-reduced; and as many as a unit
-    # has buckets, all of which are reduced before the first is all-reduced.
-    at_once = max(REDUCES_IN_FLIGHT, *map(len, groups), 0)
-    return [largest] * min(at_once, sum(map(len, groups)))
-
-
-def offload_bytes(groups: Sequence[Sequence[BucketGroup]]) -> int:
-    """The size in bytes of the device's memory through which offloaded shards pass; gradients have as much again.
-
-    Frozen parameters count, too, since they may be thawed later.
-    """
-    return max((max(g.shard_bytes) for unit in groups for g in unit if g.cpu_offload), default=0)
 
 
 def _spec(owned: OwnedParam, granularity: GranularityOf, shard_dim: ShardDimOf) -> ParamSpec:

@@ -16,7 +16,7 @@ from shardcomm.models.shapes import equal_blocks
 from shardcomm.parameter.plain import plain
 from shardcomm.planner.footprint import Footprint
 from shardcomm.schedule.triggers import Phase, Trigger
-from shardcomm.unit.groups import slot_bytes
+from shardcomm.unit.buffer_bytes import slot_bytes
 from support.nets import Block, batch, loss_of, make
 from support.thread_ranks import run_mesh, run_threads
 

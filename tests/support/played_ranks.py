@@ -23,10 +23,10 @@ played_cuda.install(
 from shardcomm import _C, Bucket, Communicator  # noqa: E402
 from shardcomm.bucket import bucket  # noqa: E402
 from shardcomm.comm.core import CoreCommunicator  # noqa: E402
-from shardcomm.engine import sharding  # noqa: E402
+from shardcomm.engine import call, sharding  # noqa: E402
 
 # What is played computes when its stream does, and torch here at once: nothing that is gathered can be read at set-up.
-bucket.difference = sharding.difference = lambda _groups, _items: ""
+bucket.difference = call.difference = lambda _groups, _items: ""
 sharding.check_secondary = lambda _mesh: None
 
 RANKS = 2
