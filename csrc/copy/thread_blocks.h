@@ -11,6 +11,8 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "copy/block_element.h"
@@ -226,6 +228,13 @@ struct SummedParts {
   std::int32_t* nonfinite;
 };
 
+// Calls `body` with each of the constants `k`: what they index is in registers. A loop that the
+// compiler leaves a loop has it in memory.
+template <class Body, int... k>
+SHARDCOMM_HOST_DEVICE inline void each_of(std::integer_sequence<int, k...>, const Body& body) {
+  (body(std::integral_constant<int, k>{}), ...);
+}
+
 // Parts that a thread reads at once.
 constexpr int kBatchParts = 4;
 
@@ -249,13 +258,14 @@ SHARDCOMM_HOST_DEVICE inline void sum_lane(const SummedParts& sum, std::int64_t 
       codes[k] = load_codes(sum.first.codes + from + begin);
       scales[k] = sum.first.scales[from + at];
     }
-    for (int k = 0; k < kBatchParts; ++k) {
-      if (part + k >= sum.parts) continue;
+    each_of(std::make_integer_sequence<int, kBatchParts>{}, [&](auto constant) {
+      constexpr int k = decltype(constant)::value;
+      if (part + k >= sum.parts) return;
       const Lane<float> values = lane_values<Code>(codes[k], scales[k]);
       for (int i = 0; i < kLaneElements; ++i) {
         total.at[i] = part + k == 0 ? values.at[i] : total.at[i] + values.at[i];
       }
-    }
+    });
   }
   for (int i = 0; i < kLaneElements; ++i) {
     finish(stored.at[i], total.at[i], sum.accumulate, 1, 1.0f, sum.scale);

@@ -221,8 +221,7 @@ def _encode_tile(
     blocks = tl.load(tile + 3).to(tl.int32)
     row = tl.arange(0, ROWS)[:, None]
     index = row * BLOCK + tl.arange(0, BLOCK)[None, :]
-    src = tl.load(tile).to(tl.pointer_type(SRC))
-    x = to_float32(tl.load(src + index, mask=index < count, other=0))
+    x = to_float32(_load(tl.load(tile), index, count, SRC, ROWS * BLOCK))
 
     magnitude = (x.to(tl.uint32, bitcast=True) & 0x7FFFFFFF).to(tl.int32)
     largest = largest_of(magnitude, 1)[:, None]
@@ -278,34 +277,56 @@ def _sum_tile(
     ROWS: tl.constexpr,
 ):
     tile = tiles + tl.program_id(0).to(tl.int64) * 4
-    dst = tl.load(tile).to(tl.pointer_type(DST))
+    address = tl.load(tile)
     count = tl.load(tile + 1).to(tl.int32)
     at = tl.load(tile + 2)
     row = tl.arange(0, ROWS)[:, None]
     index = row * BLOCK + tl.arange(0, BLOCK)[None, :]
-    inside = index < count
     code_at = at * BLOCK + index
     scale_at = (at * 0 + wire_blocks) * BLOCK + at + row  # in 64 bits, as `at` is
     has_block = row * BLOCK < count
-    total = _decoded(wires + code_at, wires + scale_at, inside, has_block, IS_INT)
+    total = _decoded(wires + code_at, wires + scale_at, has_block, IS_INT)
     for _ in range(1, parts):
         code_at += part_bytes
         scale_at += part_bytes
-        total += _decoded(wires + code_at, wires + scale_at, inside, has_block, IS_INT)
+        total += _decoded(wires + code_at, wires + scale_at, has_block, IS_INT)
     total = total * tl.full([1, 1], scale, tl.float32)
     if ACCUMULATE:
-        total = to_float32(tl.load(dst + index, mask=inside, other=0)) + total
+        total = to_float32(_load(address, index, count, DST, ROWS * BLOCK)) + total
     stored = round_to(total, DST)
     if WATCHED:
         is_finite = tl.abs(to_float32(stored)) < float("inf")
         flag = nonfinite.to(tl.int64).to(tl.pointer_type(tl.int32))
-        tl.store(flag + 0 * index, 1, mask=inside & (is_finite == 0))
-    tl.store(dst + index, stored, mask=inside)
+        tl.store(flag + 0 * index, 1, mask=(index < count) & (is_finite == 0))
+    _store(address, index, count, stored, DST, ROWS * BLOCK)
 
 
 @triton.jit
-def _decoded(codes, scales, inside, has_block, IS_INT: tl.constexpr):
-    code = tl.load(codes, mask=inside, other=0)
+def _decoded(codes, scales, has_block, IS_INT: tl.constexpr):
+    code = tl.load(codes, mask=has_block, other=0)
     scale = tl.load(scales, mask=has_block, other=0).to(tl.int32)
     FRACTION: tl.constexpr = 6 if IS_INT else 0
     return from_units(value_of_code(code, IS_INT), scale, FRACTION)
+
+
+# Whole tiles at aligned addresses are read and written in vectors: a mask within a row would have Triton take element
+# by element.
+@triton.jit
+def _load(address, index, count, TYPE: tl.constexpr, TILE: tl.constexpr):
+    """The elements at `index` of the `count` that begin at `address`; zeros behind them."""
+    first = address.to(tl.pointer_type(TYPE))
+    if (count == TILE) & (address % 16 == 0):
+        loaded = tl.load(tl.multiple_of(first, 16) + index)
+    else:
+        loaded = tl.load(first + index, mask=index < count, other=0)
+    return loaded
+
+
+@triton.jit
+def _store(address, index, count, stored, TYPE: tl.constexpr, TILE: tl.constexpr):
+    """Stores the first `count` elements from `address` on."""
+    first = address.to(tl.pointer_type(TYPE))
+    if (count == TILE) & (address % 16 == 0):
+        tl.store(tl.multiple_of(first, 16) + index, stored)
+    else:
+        tl.store(first + index, stored, mask=index < count)
