@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import shutil
@@ -16,6 +15,7 @@ import pytest
 from shardcomm import _C
 from shardcomm.comm.nccl import library_paths
 
+ROOT = Path(__file__).parents[2]
 REQUIRED = [
     "GetUniqueId",
     "CommInitRankConfig",
@@ -173,13 +173,35 @@ def test_failed_load_is_tried_again_and_a_loaded_library_stays(tmp_path: Path, o
     assert statuses[1]["path"] == statuses[2]["path"] == str(first)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("nvidia") is None, reason="no nvidia-nccl wheel here")
+needs_wheel = pytest.mark.skipif(not library_paths(), reason="no nvidia-nccl wheel here")
+
+
+@needs_wheel
 def test_wheels_nccl_is_found_and_lacks_nothing(old: Path) -> None:
-    paths = [Path(path) for path in library_paths()]
-    if not paths:
-        pytest.skip("no nvidia-nccl wheel here")
-    (status,) = look(old, paths)
+    path = library_paths()[0]
+    (status,) = look(old, [Path(path)])
     assert status["available"], status["reason"]
-    assert status["path"] == str(paths[0])
+    assert status["path"] == path
     assert status["version"] >= 21800
     assert status["version"] < 22700 or not status["missing"]
+
+
+@needs_wheel
+def test_what_is_declared_of_nccl_is_what_its_own_header_says(tmp_path: Path) -> None:
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        pytest.skip("there is no nvcc here, which has CUDA's headers")
+    headers = [
+        Path(library_paths()[0]).parents[1] / "include",
+        ROOT / "csrc",
+        ROOT / "csrc/include",
+    ]
+    command = [nvcc, "-std=c++17", "-c", "-o", tmp_path / "nothing.o"]
+    done = subprocess.run(
+        [*command, *(f"-I{each}" for each in headers), ROOT / "tests/cpp/cuda/nccl_header.cpp"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
