@@ -97,7 +97,7 @@ def assert_same(result: Tensor, expected: Tensor) -> None:
         assert torch.equal(result.isinf(), expected.isinf())
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     dtypes=st.tuples(st.sampled_from(FLOATS), st.sampled_from(FLOATS)),
     op=st.sampled_from(sorted(OPS)),
@@ -137,7 +137,7 @@ def test_floats_reduce_in_float32_as_a_tree(
     assert_same(guarded[8 + count :], before[8 + count :])
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     dtype=st.sampled_from([*INTEGERS, torch.float64]),
     op=st.sampled_from(sorted(OPS)),

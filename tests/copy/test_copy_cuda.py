@@ -60,7 +60,7 @@ launches = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(plan=plans(), launch=launches)
 def test_walked_grid_writes_each_element_exactly_once(
     plan: RandomPlan, launch: dict[str, int]
@@ -79,7 +79,7 @@ def test_walked_grid_writes_each_element_exactly_once(
     assert all(map(torch.equal, written, wanted))
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     plan=plans(),
     launch=launches,

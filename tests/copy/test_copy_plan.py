@@ -26,7 +26,7 @@ from support.random_plans import (
 )
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(plans())
 def test_tiles_cover_every_destination_element_exactly_once(
     plan: RandomPlan,
@@ -46,7 +46,7 @@ def test_tiles_cover_every_destination_element_exactly_once(
     assert core.elements == sum(s.rows * s.cols for s in segments)
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(
     plan=plans(),
     dtypes=st.tuples(st.sampled_from(FLOATS), st.sampled_from(FLOATS)),

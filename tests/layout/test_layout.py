@@ -58,7 +58,7 @@ def granule_numel(layout: Layout, index: int) -> int:
     return max(row * (granularity.rows if isinstance(granularity, RowBlock) else 1), 1)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(layouts())
 def test_parameters_are_aligned_and_disjoint_and_shards_follow_each_other(layout: Layout) -> None:
     assert len(layout.shard_numels) == layout.world_size
@@ -80,7 +80,7 @@ def test_parameters_are_aligned_and_disjoint_and_shards_follow_each_other(layout
     assert end <= layout.flat_numel
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(units())
 def test_shards_are_equal_where_no_parameter_has_an_owner(
     unit: tuple[list[ParamSpec], int, int],
@@ -89,7 +89,7 @@ def test_shards_are_equal_where_no_parameter_has_an_owner(
     assert Layout.plan(params, ranks, align_bytes=align_bytes, itemsize=4).counts is None
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(layouts())
 def test_boundary_never_cuts_a_granule(layout: Layout) -> None:
     for index, placement in enumerate(layout.placements):
@@ -99,7 +99,7 @@ def test_boundary_never_cuts_a_granule(layout: Layout) -> None:
                 assert inside % granule_numel(layout, index) == 0
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(layouts())
 def test_pieces_tile_every_parameter_exactly_once(layout: Layout) -> None:
     for index, placement in enumerate(layout.placements):
@@ -118,7 +118,7 @@ def test_pieces_tile_every_parameter_exactly_once(layout: Layout) -> None:
         assert held == placement.numel
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(layouts())
 def test_gaps_are_what_no_parameter_covers(layout: Layout) -> None:
     covered = [0] * layout.flat_numel
@@ -133,7 +133,7 @@ def test_gaps_are_what_no_parameter_covers(layout: Layout) -> None:
     assert layout.padding == sum(stop - start for start, stop in layout.gaps())
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.lists(shapes, max_size=8), st.integers(1, 9), st.randoms(use_true_random=False))
 def test_owners_hold_their_parameters_whole_and_nothing_else(
     param_shapes: list[tuple[int, ...]], ranks: int, random: random.Random
@@ -192,7 +192,7 @@ def lcm_shard(params: Sequence[ParamSpec], ranks: int, align: int) -> int:
     return max(math.ceil(end / ranks / multiple), 1) * multiple
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     st.lists(
         st.lists(st.integers(1, 40), min_size=1, max_size=2).map(tuple), min_size=1, max_size=9
@@ -233,7 +233,7 @@ def smallest_in_order(sizes: Sequence[tuple[int, int]], ranks: int) -> int:
     return shard
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 5), st.integers(1, 5)), min_size=1, max_size=4),
     st.integers(1, 5),

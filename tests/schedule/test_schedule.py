@@ -16,7 +16,7 @@ from shardcomm.schedule.strategy import STRATEGIES
 from shardcomm.schedule.triggers import END, Action, Phase, Verb
 from support.replayed_schedule import Replay, call, post, post_backward, pre, pre_backward, replay
 
-CASES = settings(max_examples=400, deadline=None, print_blob=True)
+CASES = settings(max_examples=150, deadline=None, print_blob=True)
 
 
 def chain(num_units):
