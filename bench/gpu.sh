@@ -108,7 +108,7 @@ a() {
     begin doctor 65 "$python" -m shardcomm doctor
     pytest kernels 90 $(kernel_tests)
     pytest local 65 $(gpu_tests | grep -Ev 'copy|reduce|nonfinite|nccl|bench')
-    # Not for a GPU alone: elsewhere these run in Triton's interpreter.
+    # Not for a GPU alone: elsewhere these run on a machine of the tests' own.
     begin triton 150 "$python" -m pytest -v --maxfail 10 -p no:cacheprovider tests/copy/test_*_triton.py
     finish
     step figures 70 "$python" bench/gpu_kernels.py --json "$out/gpu_kernels.json" --check

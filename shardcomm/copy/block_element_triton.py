@@ -9,13 +9,6 @@ import triton
 import triton.language as tl
 
 
-# Not tl.max: in the interpreter, that works only if Triton, too, was imported for it.
-@triton.jit
-def largest_of(x, AXIS: tl.constexpr):
-    """The largest of integers along an axis."""
-    return tl.reduce(x, AXIS, tl.standard._elementwise_max)
-
-
 @triton.jit
 def philox(counter, key_low, key_high):
     """Philox4x32-10: four random words of a counter and a key, as `csrc/copy/philox.h`."""

@@ -2,8 +2,6 @@
 
 A program has up to 2048 elements of one segment: some blocks, each a row. What it computes of each stands in
 `block_element_triton.py`.
-
-If TRITON_INTERPRET=1 is in the environment when this module is imported, Triton's interpreter runs it on the CPU.
 """
 
 from __future__ import annotations
@@ -21,7 +19,6 @@ from shardcomm.copy.block_element_triton import (
     bound_of,
     from_units,
     in_units,
-    largest_of,
     philox,
     round_float,
     round_int,
@@ -160,9 +157,6 @@ def _sum(
 
 
 def _run(launch: Callable[[], object], device: torch.device, stream: AnyStream | None) -> None:
-    if device.type == "cpu":
-        launch()
-        return
     with torch.accelerator.device_index(device.index):
         stream.enqueue(launch) if stream is not None else launch()
 
@@ -224,7 +218,7 @@ def _encode_tile(
     x = to_float32(_load(tl.load(tile), index, count, SRC, ROWS * BLOCK))
 
     magnitude = (x.to(tl.uint32, bitcast=True) & 0x7FFFFFFF).to(tl.int32)
-    largest = largest_of(magnitude, 1)[:, None]
+    largest = tl.max(magnitude, 1)[:, None]
     flagged = largest >= 0x7F800000
     scale = scale_of(largest, IS_INT)
     FRACTION: tl.constexpr = 6 if IS_INT else 0
@@ -249,15 +243,15 @@ def _encode_tile(
 
     if TALLIES:
         counted = (row * BLOCK < count) & (flagged == 0)
-        steps = largest_of(tl.abs(error).to(tl.int32, bitcast=True), 1)[:, None]
+        steps = tl.max(tl.abs(error).to(tl.int32, bitcast=True), 1)[:, None]
         seen = from_units(steps.to(tl.float32, bitcast=True), scale, FRACTION)
         seen = tl.where(counted, seen.to(tl.int32, bitcast=True), 0)
         bound = tl.where(counted, bound_of(largest, scale, IS_INT, STOCHASTIC), 0)
         numbers = stats.to(tl.int64).to(tl.pointer_type(tl.int32)) + tl.arange(0, 1)
-        tl.atomic_max(numbers, largest_of(bound, 0))
-        tl.atomic_max(numbers + 1, largest_of(seen, 0))
+        tl.atomic_max(numbers, tl.max(bound, 0))
+        tl.atomic_max(numbers + 1, tl.max(seen, 0))
         nans = ((row * BLOCK < count) & flagged).to(tl.int32)
-        tl.atomic_add(numbers + 2, tl.reduce(nans, 0, tl.standard._sum_combine))
+        tl.atomic_add(numbers + 2, tl.sum(nans, 0))
 
 
 @triton.jit(do_not_specialize=["nonfinite"])

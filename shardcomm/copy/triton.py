@@ -5,8 +5,6 @@ aligned, and then the rest of every row element by element.
 
     row 0   [ 16 bytes ][ 16 bytes ][ 16 bytes ] . . .
     row 1   [ 16 bytes ][ 16 bytes ][ 16 bytes ] . . .
-
-If TRITON_INTERPRET=1 is in the environment when this module is imported, Triton's interpreter runs it on the CPU.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ try:
 except ImportError as error:
     raise ImportError("shardcomm.copy.triton needs Triton: pip install triton") from error
 
-# bfloat16 is converted to and from its bits: Triton's interpreter would truncate it.
+# bfloat16 is converted to and from its bits, as the core does it: a NaN keeps its payload.
 TRITON_FLOATS = {_C.DType.f32: tl.float32, _C.DType.f16: tl.float16, _C.DType.bf16: tl.uint16}
 _BITS = {
     _C.DType.u8: tl.uint8,
@@ -45,7 +43,7 @@ class TritonCopy:
     The first run for a pair of dtypes compiles, which takes seconds.
 
     Raises:
-        TypeError: The device is the CPU and Triton's interpreter is off, or a GPU and it is on.
+        TypeError: The device is the CPU, or Triton's interpreter is on.
         ValueError: By `run`: a scale or an accumulation for dtypes without conversion.
     """
 
@@ -83,11 +81,8 @@ class TritonCopy:
         launch = self._launch(ctypes.c_float(scale).value, accumulate, nonfinite)
         if self._grid == (0,):
             return
-        if self._device.type == "cpu":
-            launch()
-        else:
-            with torch.accelerator.device_index(self._device.index):
-                stream.enqueue(launch) if stream is not None else launch()
+        with torch.accelerator.device_index(self._device.index):
+            stream.enqueue(launch) if stream is not None else launch()
 
     def _launch(self, scale: float, accumulate: bool, nonfinite: int) -> Callable[[], object]:
         src_dtype, dst_dtype = self._dtypes
@@ -122,14 +117,13 @@ def signed(address: int) -> int:
 
 
 def check_device(device: torch.device) -> None:
-    """TypeError unless Triton runs kernels on `device`, as the environment was when this module was imported."""
-    interpreted = not isinstance(_copy_tile, triton.JITFunction)
-    if interpreted != (device.type == "cpu"):
+    """TypeError unless `device` is one for which Triton compiles."""
+    if device.type == "cpu":
+        raise TypeError("the copy is on the CPU; Triton compiles for GPUs")
+    if not isinstance(_copy_tile, triton.JITFunction):
         # On a GPU's addresses the interpreter would end the process.
-        needed = "unset" if interpreted else "1"
         raise TypeError(
-            f"the copy is on {device}, for which TRITON_INTERPRET must be {needed} when "
-            "shardcomm.copy.triton is imported: Triton compiles for GPUs, interprets on the CPU"
+            f"the copy is on {device}, and TRITON_INTERPRET was set when shardcomm.copy.triton was imported; unset it"
         )
 
 
@@ -142,14 +136,12 @@ class Table:
 
     def __init__(self, rows: Tensor, device: torch.device) -> None:
         self._device = device
-        self._host = rows if device.type == "cpu" else rows.pin_memory()
+        self._host = rows.pin_memory()
         self._stream: torch.Stream | None = None
         self._copy: Tensor | None = None
 
     def on_current_stream(self) -> Tensor:
         """The rows where the kernels of the current stream can read them."""
-        if self._device.type == "cpu":
-            return self._host
         stream = torch.accelerator.current_stream()
         if self._copy is None or self._stream != stream:
             self._copy = self._host.to(self._device, non_blocking=True)

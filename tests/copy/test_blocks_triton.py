@@ -1,6 +1,7 @@
 """The Triton executor of block formats, against the CPU executor, whose results are those of the definition.
 
-Compiled where there is a GPU; by Triton's interpreter, on the CPU, elsewhere.
+On a GPU where there is one. Elsewhere the machine of `support/ptx_machine.py` runs the instructions that Triton's
+compiler makes for a GPU.
 """
 
 from __future__ import annotations
@@ -9,49 +10,26 @@ import random
 
 import pytest
 import torch
+from torch import Tensor
 
 from shardcomm.arguments.dtype import core_dtype
 from shardcomm.copy.blocks import BlockFormat, BlockSegment, decode, decode_sum, encode
 from shardcomm.copy.wire_stats import WireStats
-from support.block_reference import FORMATS, aligned, hard_blocks, rows
+from support.block_reference import FORMATS, aligned, hard_blocks, random_words, rows
 from support.random_plans import FLOATS, same_bits
 
 pytest.importorskip("triton", reason="the Triton executor needs triton: pip install triton")
 
-DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+from shardcomm.copy import blocks_triton
+from support.played_triton import DEVICE, triton_gpu, why_not
 
-# Read where a kernel is defined: Triton itself, and what else uses it in this process, compile.
-with pytest.MonkeyPatch.context() as environment:
-    if DEVICE.type == "cpu":
-        environment.setenv("TRITON_INTERPRET", "1")
-    from shardcomm.copy import blocks_triton
-
-pytestmark = [
-    # The interpreter's numpy reports each overflow, of numbers that are not chosen.
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
-    pytest.mark.slow,
-]
+pytestmark = [pytest.mark.skipif(bool(why_not()), reason=why_not()), pytest.mark.slow]
 
 SEED = 0xFEDCBA9876543210
 
 
-def there(segments: list[BlockSegment]) -> list[BlockSegment]:
-    return [BlockSegment(s.tensor.to(DEVICE, copy=True), s.first_block) for s in segments]
-
-
-# How elements are read does not depend on the length of blocks; the interpreter is slow.
-CASES = [
-    (format, dtype)
-    for format in FORMATS
-    for dtype in FLOATS
-    if format.block == 32 or dtype == torch.float32
-]
-
-
-@pytest.mark.parametrize(("format", "dtype"), CASES)
-def test_triton_encodes_and_decodes_as_the_cpu_does(
-    format: BlockFormat, dtype: torch.dtype, seed: int
-) -> None:
+def hard_segments(format: BlockFormat, dtype: torch.dtype, seed: int) -> list[BlockSegment]:
+    """Segments of hard blocks, with gaps between some of them."""
     rng = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
     segments, first = [], 0
@@ -60,49 +38,135 @@ def test_triton_encodes_and_decodes_as_the_cpu_does(
         blocks = hard_blocks(-(-count // 32), 32, generator) if count else torch.empty(0)
         segments.append(BlockSegment(blocks.view(-1)[:count].to(dtype), first))
         first += -(-count // format.block)
-    nbytes = format.nbytes((first + 3) * format.block)
+    return segments
+
+
+def there(segments: list[BlockSegment]) -> list[BlockSegment]:
+    return [BlockSegment(s.tensor.to(DEVICE, copy=True), s.first_block) for s in segments]
+
+
+def check_blocks(
+    format: BlockFormat,
+    segments: list[BlockSegment],
+    tallies: bool = True,
+    capability: int = 90,
+) -> Tensor:
+    """Triton makes the CPU's wire of the segments, and of that the CPU's elements. Returns the wire."""
+    last = segments[-1]
+    blocks = last.first_block + -(-last.tensor.numel() // format.block) + 3
+    dtype, nbytes = core_dtype(last.tensor.dtype), format.nbytes(blocks * format.block)
     by_cpu, stats = aligned(nbytes), WireStats()
     encode(format, segments, by_cpu, seed=SEED, stats=stats)
-
-    wire, triton_stats = aligned(nbytes).to(DEVICE), WireStats(DEVICE)
-    sources = there(segments)
-    stochastic = format.rounding == "stochastic"
-    blocks_triton.encode(
-        format.name, format.block, stochastic, rows(sources), core_dtype(dtype), wire, SEED,
-        triton_stats.numbers.data_ptr(), None,
-    )  # fmt: skip
-    assert torch.equal(wire.cpu(), by_cpu)
-    assert torch.equal(triton_stats.numbers.cpu(), stats.numbers)
-
     expected = [BlockSegment(torch.empty_like(s.tensor), s.first_block) for s in segments]
     decode(format, by_cpu, expected)
-    results = there(expected)
-    blocks_triton.decode(format.name, format.block, wire, rows(results), core_dtype(dtype), None)
+
+    wire, stats_there = aligned(nbytes).to(DEVICE), WireStats(DEVICE)
+    with triton_gpu(capability) as gpu:
+        sources = there(segments)
+        gpu.may_read(*[source.tensor for source in sources])
+        gpu.may_write(wire, stats_there.numbers)
+        blocks_triton.encode(
+            format.name, format.block, format.rounding == "stochastic", rows(sources), dtype, wire,
+            SEED, stats_there.numbers.data_ptr() if tallies else 0, None,
+        )  # fmt: skip
+    assert torch.equal(wire.cpu(), by_cpu)
+    assert torch.equal(stats_there.numbers.cpu(), stats.numbers * tallies)
+
+    with triton_gpu(capability) as gpu:
+        results = there(
+            [BlockSegment(torch.full_like(s.tensor, 3), s.first_block) for s in segments]
+        )
+        gpu.may_read(wire)
+        gpu.may_write(*[result.tensor for result in results])
+        blocks_triton.decode(format.name, format.block, wire, rows(results), dtype, None)
     for result, wanted in zip(results, expected, strict=True):
         assert same_bits(result.tensor.cpu(), wanted.tensor)
+    return by_cpu
 
 
-@pytest.mark.parametrize("accumulate", [False, True])
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("name", ["mxint8", "mxfp8"])
-@pytest.mark.parametrize(("parts", "numel"), [(1, 100), (3, 2083)])
-def test_triton_sums_as_the_cpu_does(
-    parts: int, numel: int, name: str, dtype: torch.dtype, accumulate: bool, seed: int
+# A compilation takes half a second.
+@pytest.mark.parametrize("format", [f for f in FORMATS if f.block != 64 or f.rounding != "nearest"])
+def test_blocks_are_encoded_and_decoded_as_by_the_cpu(format: BlockFormat, seed: int) -> None:
+    check_blocks(format, hard_segments(format, torch.float32, seed))
+
+
+@pytest.mark.parametrize(
+    ("format", "dtype"),
+    [(BlockFormat("mxint8"), torch.bfloat16), (BlockFormat("mxfp8"), torch.float16)],
+)
+def test_blocks_of_narrow_floats_are_encoded_as_by_the_cpu(
+    format: BlockFormat, dtype: torch.dtype, seed: int
 ) -> None:
+    check_blocks(format, hard_segments(format, dtype, seed), tallies=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "largest", "step"), [("mxint8", 1.5, 2.0**-6), ("mxfp8", 256.0, 2.0**-9)]
+)
+def test_a_fraction_that_equals_the_random_number_is_rounded_down(
+    name: str, largest: float, step: float
+) -> None:
+    format = BlockFormat(name, 32, "stochastic")  # type: ignore[arg-type]
+    random_numbers = random_words(SEED, 2048)
+    above = torch.arange(2048) % 2
+    elements = ((random_numbers + above) * step * 2.0**-24).float()
+    elements[::32] = largest  # from which each block's scale is 1
+    wire = check_blocks(format, [BlockSegment(elements, 0)])
+    codes, is_step = wire[:2048], torch.arange(2048) % 32 != 0
+    assert torch.equal(codes[is_step], above[is_step].to(torch.uint8))
+
+
+def check_sum(
+    format: BlockFormat,
+    dtype: torch.dtype,
+    parts: int,
+    numel: int,
+    accumulate: bool,
+    watched: bool,
+    seed: int,
+    capability: int = 90,
+) -> None:
+    """Triton sums the wires of ranks as the CPU does."""
     generator = torch.Generator().manual_seed(seed)
-    format = BlockFormat(name)  # type: ignore[arg-type]
     nbytes = format.nbytes(numel)
     wires = aligned(parts * nbytes)
     for part in range(parts):
-        values = hard_blocks(-(-numel // 32), 32, generator).view(-1)[:numel]
-        encode(format, [BlockSegment(values, 0)], wires[part * nbytes :][:nbytes])
+        numbers = hard_blocks(-(-numel // 32), 32, generator).view(-1)[:numel]
+        encode(format, [BlockSegment(numbers, 0)], wires[part * nbytes :][:nbytes])
     before = torch.randn(numel, generator=generator).to(dtype)
     by_cpu, by_triton = before.clone(), before.to(DEVICE, copy=True)
-    flags = [torch.zeros(1, dtype=torch.int32, device=where) for where in ("cpu", DEVICE)]
-    decode_sum(format, wires, parts, by_cpu, scale=0.7, accumulate=accumulate, nonfinite=flags[0])
-    blocks_triton.decode_sum(
-        name, 32, wires.to(DEVICE), parts, by_triton, core_dtype(dtype), 0.7, accumulate,
-        flags[1].data_ptr(), None,
+    wires_there = wires.to(DEVICE)
+    flag, wanted_flag = (torch.zeros(1, dtype=torch.int32, device=at) for at in (DEVICE, "cpu"))
+    decode_sum(
+        format, wires, parts, by_cpu, scale=0.7, accumulate=accumulate,
+        nonfinite=wanted_flag if watched else None,
     )  # fmt: skip
+    with triton_gpu(capability) as gpu:
+        gpu.may_read(wires_there)
+        gpu.may_write(by_triton, flag)
+        blocks_triton.decode_sum(
+            format.name, format.block, wires_there, parts, by_triton, core_dtype(dtype), 0.7,
+            accumulate, flag.data_ptr() if watched else 0, None,
+        )  # fmt: skip
     assert same_bits(by_triton.cpu(), by_cpu)
-    assert torch.equal(flags[1].cpu(), flags[0])
+    assert flag.cpu() == wanted_flag
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("name", ["mxint8", "mxfp8"])
+def test_parts_are_summed_as_by_the_cpu(name: str, dtype: torch.dtype, seed: int) -> None:
+    format = BlockFormat(name)  # type: ignore[arg-type]
+    if dtype == torch.float32:
+        check_sum(format, dtype, 1, 100, accumulate=False, watched=False, seed=seed)
+    check_sum(format, dtype, 3, 2083, accumulate=True, watched=True, seed=seed)
+
+
+@pytest.mark.parametrize("capability", [80, 100])
+def test_other_gpus_compute_the_same(capability: int, seed: int) -> None:
+    format = BlockFormat("mxfp8", 32, "stochastic")
+    segments = hard_segments(format, torch.float32, seed)
+    check_blocks(format, segments, capability=capability)
+    check_sum(
+        BlockFormat("mxint8"), torch.bfloat16, 3, 2083, accumulate=True, watched=True,
+        seed=seed, capability=capability,
+    )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Triton with its real compiler and, in place of a GPU and its driver, the machine that executes PTX.
+"""A GPU for Triton: the one that is here; else, with Triton's real compiler, the machine that executes PTX.
 
 Triton's own launch decides what is compiled: the arguments' types and alignment, the constants, the options.
 """
@@ -6,23 +6,33 @@ Triton's own launch decides what is compiled: the arguments' types and alignment
 from __future__ import annotations
 
 import functools
-import importlib
-import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from types import ModuleType, SimpleNamespace
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from support.ptx_machine import Kernel
 from support.ptx_memory import Memory, Region
 
-_MODULES = ["block_element_triton", "triton", "blocks_triton"]
+DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+"""Where the operands of Triton's kernels are."""
 
 
-class PlayedGpu:
+class Gpu:
+    """This machine's. Of a played one, `may_read` and `may_write` say what a kernel may touch."""
+
+    def may_read(self, *tensors: Tensor | None) -> None:
+        pass
+
+    def may_write(self, *tensors: Tensor) -> None:
+        pass
+
+
+class PlayedGpu(Gpu):
     """A GPU whose memory is the CPU's tensors that `may_read` and `may_write` name.
 
     A kernel may also read the tensors that are its arguments.
@@ -56,7 +66,9 @@ class PlayedGpu:
 
 
 def why_not() -> str:
-    """Why Triton cannot be played here; "" if it can."""
+    """Why there is no GPU for Triton here, not even a played one; "" if there is."""
+    if DEVICE.type == "cuda":
+        return ""
     try:
         import triton.language
         from triton.backends.compiler import GPUTarget  # noqa: F401
@@ -74,44 +86,28 @@ def why_not() -> str:
     return ""
 
 
-@contextmanager
-def compiled_executors() -> Iterator[SimpleNamespace]:
-    """The modules of the Triton executors, imported anew for the compiler, and willing to run on the CPU's tensors.
+class HostTable:
+    """`Table` of shardcomm.copy.triton, which the machine reads where it is."""
 
-    In the same process others import them for Triton's interpreter: nobody else gets to see these.
-    """
-    package = importlib.import_module("shardcomm.copy")
-    names = [f"{package.__name__}.{name}" for name in _MODULES]
-    before = {name: sys.modules.pop(name, None) for name in names}
-    attributes = {name: vars(package).pop(name, None) for name in _MODULES}
-    try:
-        with pytest.MonkeyPatch.context() as environment:
-            environment.delenv("TRITON_INTERPRET", raising=False)
-            modules = {
-                short: importlib.import_module(name)
-                for short, name in zip(_MODULES, names, strict=True)
-            }
-    finally:
-        _put_back(sys.modules, before)
-        _put_back(vars(package), attributes)
-    for module in modules.values():
-        vars(module)["check_device"] = lambda device: None
-    yield SimpleNamespace(**modules)
+    def __init__(self, rows: Tensor, _device: torch.device) -> None:
+        self._rows = rows
 
-
-def _put_back(names: dict[str, Any], before: dict[str, ModuleType | None]) -> None:
-    for name, module in before.items():
-        names.pop(name, None)
-        if module is not None:
-            names[name] = module
+    def on_current_stream(self) -> Tensor:
+        return self._rows
 
 
 @contextmanager
-def played_gpu(capability: int = 90) -> Iterator[PlayedGpu]:
-    """While it lasts, Triton compiles for a GPU of this capability, 90 for sm_90, and launches on it."""
+def triton_gpu(capability: int = 90) -> Iterator[Gpu]:
+    """While it lasts, Triton's kernels run: on this machine's GPU, or on a played one, 90 for sm_90."""
+    if DEVICE.type == "cuda":
+        yield Gpu()
+        return
     from triton.backends.compiler import GPUTarget
     from triton.compiler import CompiledKernel
     from triton.runtime.driver import driver
+
+    from shardcomm.copy import blocks_triton
+    from shardcomm.copy import triton as copy_triton
 
     gpu = PlayedGpu()
 
@@ -124,6 +120,10 @@ def played_gpu(capability: int = 90) -> Iterator[PlayedGpu]:
         return launch
 
     with pytest.MonkeyPatch.context() as patch:
+        for module in (copy_triton, blocks_triton):
+            patch.setattr(module, "check_device", lambda device: None)
+            patch.setattr(module, "Table", HostTable)
+        patch.setattr(torch.accelerator, "device_index", lambda index: nullcontext())
         patch.setattr(CompiledKernel, "run", property(run))
         patch.setattr(CompiledKernel, "launch_metadata", lambda *arguments: None)
         played = SimpleNamespace(
