@@ -6,8 +6,6 @@ compiler makes for a GPU.
 
 from __future__ import annotations
 
-import random
-
 import pytest
 import torch
 from torch import Tensor
@@ -15,7 +13,14 @@ from torch import Tensor
 from shardcomm.arguments.dtype import core_dtype
 from shardcomm.copy.blocks import BlockFormat, BlockSegment, decode, decode_sum, encode
 from shardcomm.copy.wire_stats import WireStats
-from support.block_reference import FORMATS, aligned, hard_blocks, random_words, rows
+from support.block_reference import (
+    FORMATS,
+    aligned,
+    hard_blocks,
+    hard_segments,
+    random_words,
+    rows,
+)
 from support.random_plans import FLOATS, same_bits
 
 pytest.importorskip("triton", reason="the Triton executor needs triton: pip install triton")
@@ -26,19 +31,6 @@ from support.played_triton import DEVICE, triton_gpu, why_not
 pytestmark = [pytest.mark.skipif(bool(why_not()), reason=why_not()), pytest.mark.slow]
 
 SEED = 0xFEDCBA9876543210
-
-
-def hard_segments(format: BlockFormat, dtype: torch.dtype, seed: int) -> list[BlockSegment]:
-    """Segments of hard blocks, with gaps between some of them."""
-    rng = random.Random(seed)
-    generator = torch.Generator().manual_seed(seed)
-    segments, first = [], 0
-    for count in (0, 1, format.block - 1, 3 * format.block, 2100, 33):  # a tile has 2048
-        first += rng.choice([0, 0, 1, 70])
-        blocks = hard_blocks(-(-count // 32), 32, generator) if count else torch.empty(0)
-        segments.append(BlockSegment(blocks.view(-1)[:count].to(dtype), first))
-        first += -(-count // format.block)
-    return segments
 
 
 def there(segments: list[BlockSegment]) -> list[BlockSegment]:

@@ -31,6 +31,7 @@ from support.random_plans import (
     plans,
     same_bits,
     values,
+    whole,
 )
 
 pytest.importorskip("triton", reason="the Triton executor needs triton: pip install triton")
@@ -85,10 +86,6 @@ def check(
         else:
             assert torch.equal(bits(found), bits(cpu))
     assert flag.cpu() == wanted_flag
-
-
-def whole(n: int) -> list[Segment]:
-    return [Segment(0, 0, 0, n, 0, n, 1, n)]
 
 
 @pytest.mark.parametrize("dst_dtype", FLOATS)

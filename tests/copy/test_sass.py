@@ -8,16 +8,11 @@ blocks, which its registers bound. Asked for is twice that: half of the time a t
 from __future__ import annotations
 
 import re
-import shutil
-import subprocess
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
-from shardcomm import _C
-
-EXTENSION = Path(_C.__file__)
+from support.dumped_extension import dumped, names_of, output_of
 
 THREADS = 256
 REGISTERS = 65536
@@ -120,25 +115,6 @@ def divides(each: Instruction) -> bool:
     return each.opcode.startswith(("CALL", "I2F", "MUFU.RCP"))
 
 
-def output_of(*command: str | Path) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
-    return done.stdout
-
-
-def dumped(*what: str) -> str:
-    """What cuobjdump, which Triton brings, says of the extension; skips the test where there is nothing to say."""
-    triton = pytest.importorskip(
-        "triton", reason="Triton, which brings cuobjdump, is not installed"
-    )
-    if shutil.which("c++filt") is None:
-        pytest.skip("there is no c++filt here")
-    dump = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    if not output_of(dump, "-lelf", EXTENSION):
-        pytest.skip("shardcomm was built without CUDA")
-    return output_of(dump, *what, EXTENSION)
-
-
 @pytest.fixture(scope="module")
 def kernels() -> dict[str, Kernel]:
     """Those for sm_90, by name."""
@@ -160,15 +136,6 @@ def kernels() -> dict[str, Kernel]:
     }
     names = names_of([*code_of])
     return {names[mangled]: Kernel(code, *used[mangled]) for mangled, code in code_of.items()}
-
-
-def names_of(mangled: list[str]) -> dict[str, str]:
-    names = {}
-    for symbol, name in zip(mangled, output_of("c++filt", *mangled).splitlines(), strict=True):
-        short = name.replace("shardcomm::", "").replace("(anonymous namespace)::", "")
-        short = short.removeprefix("void ").split("(")[0]
-        names[symbol] = short.replace("> >", ">>").replace("> >", ">>")
-    return names
 
 
 @pytest.mark.parametrize("name", HOT)

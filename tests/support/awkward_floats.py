@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -21,3 +23,22 @@ def awkward_floats() -> Tensor:
     )
     steps = [-1, 0, 1, 0xFFF, 0x1000, 0x1001, 0x7FFF, 0x8000, 0x8001]
     return torch.cat([random] + [narrow + step for step in steps]).view(torch.float32)
+
+
+@functools.cache
+def shuffled_floats() -> Tensor:
+    awkward = awkward_floats()
+    return awkward[torch.randperm(len(awkward), generator=torch.Generator().manual_seed(5))]
+
+
+def mixed(count: int, dtype: torch.dtype, seed: int, misalignment: int = 0) -> Tensor:
+    """Awkward numbers among plain ones, of which a sum is not as large as its largest."""
+    generator = torch.Generator().manual_seed(seed)
+    room = count + misalignment
+    if not dtype.is_floating_point:
+        low, high = max(torch.iinfo(dtype).min, -(2**62)), min(torch.iinfo(dtype).max, 2**62)
+        return torch.randint(low, high, (room,), generator=generator, dtype=dtype)[misalignment:]
+    awkward = shuffled_floats()[10_000 * seed :][:room].to(dtype)
+    plain = torch.randn(room, generator=generator, dtype=torch.float64).to(dtype)
+    is_awkward = torch.rand(room, generator=generator) < 0.1
+    return torch.where(is_awkward, awkward, plain)[misalignment:]

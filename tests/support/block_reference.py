@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -170,3 +172,16 @@ def hard_blocks(count: int, block: int, generator: torch.Generator) -> Tensor:
     chosen = integers(0, 40 * block, len(all_kinds), block)  # in one of about eight blocks
     all_kinds = torch.where(chosen < 5, special[chosen.clamp(max=4)], all_kinds)
     return all_kinds[torch.randperm(len(all_kinds), generator=generator)[:count]]
+
+
+def hard_segments(format: BlockFormat, dtype: torch.dtype, seed: int) -> list[BlockSegment]:
+    """Segments of hard blocks, with gaps between some of them."""
+    rng = random.Random(seed)
+    generator = torch.Generator().manual_seed(seed)
+    segments, first = [], 0
+    for count in (0, 1, format.block - 1, 3 * format.block, 2100, 33):  # a tile has 2048
+        first += rng.choice([0, 0, 1, 70])
+        blocks = hard_blocks(-(-count // 32), 32, generator) if count else torch.empty(0)
+        segments.append(BlockSegment(blocks.view(-1)[:count].to(dtype), first))
+        first += -(-count // format.block)
+    return segments

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from support.ptx_machine import Kernel
 from support.ptx_memory import Memory, Region
+from support.ptx_text import texts_of
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 """Where the operands of Triton's kernels are."""
@@ -138,4 +139,5 @@ def triton_gpu(capability: int = 90) -> Iterator[Gpu]:
 
 @functools.cache
 def _decoded(ptx: str) -> Kernel:
-    return Kernel(ptx)
+    (text,) = texts_of(ptx).values()
+    return Kernel(text)

@@ -44,8 +44,14 @@ class Region:
         return Region(begin, end, base, np.ctypeslib.as_array(rounded), writable)
 
     @staticmethod
-    def shared(nbytes: int) -> Region:
-        """A block's shared memory, which begins at 0 and has anything in it."""
+    def holding(begin: int, content: bytes) -> Region:
+        """Bytes that are only read, at an address that is a multiple of 16."""
+        padded = np.frombuffer(content + bytes(-len(content) % _ALIGN), np.uint8)
+        return Region(begin, begin + len(content), begin, padded, writable=False)
+
+    @staticmethod
+    def of_block(nbytes: int) -> Region:
+        """A block's own memory, which begins at 0 and has anything in it."""
         rounded = -(-nbytes // _ALIGN) * _ALIGN
         return Region(0, nbytes, 0, np.full(rounded, 0xA5, np.uint8), writable=True)
 
@@ -66,6 +72,15 @@ class Memory:
         assert not after or region.end <= after[0].begin, "regions overlap"
         self._regions.insert(at, region)
         self._begins.insert(at, region.begin)
+
+    @property
+    def only_read(self) -> Memory:
+        """Without what may be written."""
+        memory = Memory()
+        for region in self._regions:
+            if not region.writable:
+                memory.add(region)
+        return memory
 
     @contextmanager
     def readable_too(self, *tensors: Tensor) -> Iterator[None]:

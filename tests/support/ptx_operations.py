@@ -1,4 +1,4 @@
-"""What PTX instructions compute: those that Triton makes of shardcomm's kernels, by their whole names.
+"""What PTX instructions compute: those that Triton and nvcc make of shardcomm's kernels, by their whole names.
 
 The names of sections are those of NVIDIA's "PTX ISA" document.
 """
@@ -17,6 +17,7 @@ TYPES: dict[str, np.dtype[Any]] = {
     "pred": np.dtype(bool),
     "f16": np.dtype(np.float16),
     "f32": np.dtype(np.float32),
+    "f64": np.dtype(np.float64),
     **{f"{kind}{bits}": np.dtype(f"u{bits // 8}") for kind in "bu" for bits in (8, 16, 32, 64)},
     **{f"s{bits}": np.dtype(f"i{bits // 8}") for bits in (8, 16, 32, 64)},
 }
@@ -42,15 +43,16 @@ def _integers(found: dict[str, Operation]) -> None:
                 found[f"setp.{name}.{type}"] = Operation(function, "pred", (type, type))
         found[f"neg.s{bits}"] = Operation(np.negative, f"s{bits}", (f"s{bits}",))
         found[f"abs.s{bits}"] = Operation(np.abs, f"s{bits}", (f"s{bits}",))
-    for kind in "su":
-        type, wide = f"{kind}32", f"{kind}64"
+    for type, wide in (("u16", "u32"), ("s32", "s64"), ("u32", "u64")):
         product = _product_in(TYPES[wide])
         found[f"mul.wide.{type}"] = Operation(product, wide, (type, type))
         found[f"mad.wide.{type}"] = Operation(
             lambda a, b, c, product=product: product(a, b) + c, wide, (type, type, wide)
         )
         found[f"mul.hi.{type}"] = Operation(
-            lambda a, b, product=product, type=type: (product(a, b) >> 32).astype(TYPES[type]),
+            lambda a, b, product=product, type=type: (product(a, b) >> 8 * a.itemsize).astype(
+                TYPES[type]
+            ),
             type,
             (type, type),
         )
@@ -72,6 +74,9 @@ def _bits(found: dict[str, Operation]) -> None:
     for type in TYPES:
         found[f"mov.{type}"] = Operation(lambda a: a, type, (type,))
         found[f"selp.{type}"] = Operation(_selected, type, (type, type, "pred"))
+    # Generic addresses are those of global memory, and of parameters.
+    for name in ("cvta.to.global.u64", "cvta.param.u64"):
+        found[name] = found["mov.u64"]
 
 
 def _floats(found: dict[str, Operation]) -> None:
@@ -86,11 +91,14 @@ def _floats(found: dict[str, Operation]) -> None:
         operands = 3 if name == "fma" else 2
         one = _canonical(function)
         found[f"{name}.rn.f32"] = Operation(one, "f32", ("f32",) * operands)
+        if name != "fma":
+            found[f"{name}.rn.f64"] = Operation(one, "f64", ("f64",) * operands)
         found[f"{name}.rn.f32x2"] = Operation(_of_pairs(one), "b64", ("b64",) * operands)
     found["abs.f32"] = Operation(lambda a: a & 0x7FFFFFFF, "b32", ("b32",))
+    found["abs.f64"] = Operation(lambda a: a & 0x7FFFFFFFFFFFFFFF, "b64", ("b64",))
     found["abs.f16x2"] = Operation(lambda a: a & 0x7FFF7FFF, "b32", ("b32",))
     found["neg.f32"] = Operation(lambda a: a ^ 0x80000000, "b32", ("b32",))
-    for type in ("f16", "f32"):
+    for type in ("f16", "f32", "f64"):
         for name, function in _COMPARISONS.items():
             # "Comparison and Selection Instructions: setp": a NaN makes these false, and those with a "u" true.
             found[f"setp.{name}.{type}"] = Operation(
@@ -119,6 +127,9 @@ def _conversions(found: dict[str, Operation]) -> None:
     to_half = _canonical(_cast_to(TYPES["f16"]))
     found["cvt.f32.f16"] = Operation(_canonical(_cast_to(TYPES["f32"])), "f32", ("f16",))
     found["cvt.rn.f16.f32"] = Operation(to_half, "f16", ("f32",))
+    found["cvt.rn.bf16.f32"] = Operation(_to_bfloat16, "b16", ("b32",))
+    found["cvt.rn.f32.f64"] = Operation(_canonical(_cast_to(TYPES["f32"])), "f32", ("f64",))
+    found["cvt.f64.f32"] = Operation(_canonical(_cast_to(TYPES["f64"])), "f64", ("f32",))
     # "Data Movement and Conversion Instructions: cvt": the first operand is the upper half.
     found["cvt.rn.f16x2.f32"] = Operation(
         lambda a, b: np.stack([to_half(b), to_half(a)], axis=1).view(np.uint32)[:, 0],
@@ -188,12 +199,19 @@ def _truncation_to(dtype: np.dtype[Any]) -> Callable[[Lanes], Lanes]:
     ).astype(dtype)
 
 
+def _to_bfloat16(bits: Lanes) -> Lanes:
+    """To nearest even: half a step less than one, or half a step where that makes an odd number even, is added."""
+    rounded = bits + np.uint32(0x7FFF) + (bits >> 16 & 1)
+    is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
+    return np.where(is_nan, 0x7FFF, rounded >> 16).astype(np.uint16)
+
+
 def _canonical(function: Callable[..., Lanes]) -> Callable[..., Lanes]:
     """NaNs that are computed have no payload ("Floating Point Instructions"), and CPUs give other ones."""
 
     def computed(*operands: Lanes) -> Lanes:
         result = function(*operands)
-        ones = 0x7FFF if result.dtype == np.float16 else 0x7FFFFFFF
+        ones = (1 << 8 * result.itemsize - 1) - 1
         result.view(f"u{result.itemsize}")[np.isnan(result)] = ones
         return result
 

@@ -40,6 +40,11 @@ def values(count: int, dtype: torch.dtype, seed: int) -> Tensor:
     return (random[: count * dtype.itemsize] > 0).to(torch.uint8).view(dtype)
 
 
+def whole(n: int) -> list[Segment]:
+    """A plan that copies one run of elements."""
+    return [Segment(0, 0, 0, n, 0, n, 1, n)]
+
+
 def rectangle(flat: Tensor, offset: int, pitch: int, rows: int, cols: int) -> Tensor:
     return flat.as_strided((rows, cols), (pitch, 1), flat.storage_offset() + offset)
 

@@ -1,4 +1,4 @@
-"""The machine that executes PTX: what it computes, what it refuses, and what it says that it does not know."""
+"""The machine that executes PTX: what it computes, how threads part and meet, and what it refuses."""
 
 from __future__ import annotations
 
@@ -17,11 +17,37 @@ from support.random_plans import same_bits
 
 def kernel_of(*lines: str) -> Kernel:
     return Kernel(
-        ".visible .entry k(\n.param .u64 .ptr .global .align 1 k_0,\n.param .f32 k_1\n)\n.reqntid 32"
+        "k(\n.param .u64 .ptr .global .align 1 k_0,\n.param .f32 k_1\n)\n.reqntid 32"
         "\n{\n.reg .pred %p<9>;\n.reg .b16 %rs<9>;\n.reg .b32 %r<9>;\n.reg .b64 %rd<9>;\n"
         + ";\n".join(["ld.param.b64 %rd0, [k_0]", *lines, "ret;"])
         + "\n}\n"
     )
+
+
+def test_threads_part_and_meet() -> None:
+    kernel = kernel_of(
+        "mov.u32 %r0, %tid.x",
+        "mov.b32 %r1, 0",
+        "mov.b32 %r2, 0",
+        "setp.eq.u32 %p0, %r0, 0",
+        "@%p0 bra $meet",
+        "$again: add.s32 %r2, %r2, 1",
+        "add.s32 %r1, %r1, %r2",
+        "setp.lt.u32 %p1, %r2, %r0",
+        "@%p1 bra $again",
+        "$meet: shfl.sync.bfly.b32 %r3, %r1, 1, 31, -1",
+        "{ .reg .pred %p1; setp.gt.u32 %p1, %r0, 3; @!%p1 bra $out; }",
+        "mul.wide.u32 %rd1, %r0, 4",
+        "add.s64 %rd1, %rd0, %rd1",
+        "st.global.b32 [%rd1], %r3",
+        "$out: ret",
+    )
+    memory, sums = Memory(), torch.full((32,), -1, dtype=torch.int32)
+    memory.add(Region.of_tensor(sums, writable=True))
+    kernel.run(1, [sums.data_ptr()], 0, memory)
+    partners = [thread ^ 1 for thread in range(32)]
+    expected = [sum(range(partner + 1)) for partner in partners]
+    assert sums.tolist() == [-1] * 4 + expected[4:]
 
 
 @pytest.mark.parametrize(
@@ -31,7 +57,19 @@ def kernel_of(*lines: str) -> Kernel:
         ("ld.global.b32 %r0, [%rd0+-4]", MemoryFault, "loaded from .* where there is no buffer"),
         ("ld.global.v2.b32 {%r0, %r1}, [%rd0+4]", MemoryFault, "not aligned to 8 bytes"),
         ("st.global.b16 [%rd0+9], %rs0", MemoryFault, "not aligned to 2 bytes"),
-        ("mov.u32 %r0, %tid.x; setp.lt.u32 %p0, %r0, 3; @%p0 ret", NotImplementedError, "some"),
+        (
+            "mov.u32 %r0, %tid.x; setp.lt.u32 %p0, %r0, 3; @%p0 ret; bar.sync 0",
+            NotImplementedError,
+            "only some threads",
+        ),
+        (
+            "mov.u32 %r0, %tid.x; setp.lt.u32 %p0, %r0, 3; @%p0 ret; shfl.sync.bfly.b32 %r1, %r0, 8, 31, -1",
+            NotImplementedError,
+            "a member of the warp's exchange is not here",
+        ),
+        ("shfl.sync.bfly.b32 %r1, %r0, 8, 31, 255", NotImplementedError, "a member of"),
+        # Only for what nothing writes while the kernel runs.
+        ("ld.global.nc.b32 %r0, [%rd0]", MemoryFault, "loaded from .* where there is no buffer"),
     ],
 )
 def test_the_machine_refuses(line: str, error: type[Exception], says: str) -> None:
@@ -50,7 +88,7 @@ def test_the_machine_refuses(line: str, error: type[Exception], says: str) -> No
     [
         ("mul.f32 %r0, %r0, %r0", "ptxas may fuse a product with a sum"),
         ("mul.rn.ftz.f32 %r0, %r0, %r0", "does not know 'mul.rn.ftz.f32"),
-        ("ld.global.nc.b32 %r0, [%rd0]", "does not know 'ld.global.nc"),
+        ("ld.global.ca.b32 %r0, [%rd0]", "does not know 'ld.global.ca"),
         ("shfl.sync.bfly.b32 %r0, %r0, 1, 15, -1", "some threads of a warp"),
         ("bra $nowhere", "does not know 'bra"),
     ],
@@ -77,6 +115,7 @@ def test_the_machine_says_what_it_does_not_know(line: str, says: str) -> None:
         ("rem.s32", (-7, 2), -1),
         ("mul.hi.u32", (2**31, 6), 3),
         ("mul.wide.s32", (-(2**31), 4), -(2**33)),
+        ("mul.wide.u16", (2**15, 6), 3 * 2**16),
         ("cvt.s16.s8", (-3,), -3),
         ("cvt.u64.s32", (-1,), 2**64 - 1),
         ("cvt.rzi.s32.f32", (float("nan"),), 0),
@@ -84,6 +123,12 @@ def test_the_machine_says_what_it_does_not_know(line: str, says: str) -> None:
         ("cvt.rzi.s32.f32", (float("inf"),), 2**31 - 1),
         ("cvt.rzi.s32.f32", (-1.9,), -1),
         ("cvt.rn.f16x2.f32", (1.0, -2.0), 0x3C00C000),
+        ("cvt.rn.bf16.f32", (0x3F808000,), 0x3F80),
+        ("cvt.rn.bf16.f32", (0x3F818000,), 0x3F82),
+        ("cvt.rn.bf16.f32", (0xFF7F8000,), 0xFF80),
+        ("cvt.rn.bf16.f32", (0xFF800001,), 0x7FFF),
+        ("cvt.rn.f32.f64", (1 + 2.0**-24,), 1.0),
+        ("abs.f64", (0x8000000000000001,), 1),
         ("setp.ne.f32", (float("nan"), 1.0), False),
         ("setp.neu.f32", (float("nan"), 1.0), True),
     ],
