@@ -12,7 +12,7 @@ from shardcomm import _C
 from shardcomm.arguments.dtype import core_dtype
 from shardcomm.copy.blocks import BlockFormat, BlockSegment, core_format, decode, decode_sum, encode
 from shardcomm.copy.wire_stats import WireStats
-from support.block_reference import FORMATS, aligned, hard_blocks, rows
+from support.block_reference import FORMATS, aligned, encoded_parts, hard_blocks, rows
 from support.random_plans import FLOATS, same_bits
 
 SEED = 0xFEDCBA9876543210
@@ -107,7 +107,7 @@ def test_walked_kernels_sum_as_the_cpu_does(
     generator = torch.Generator().manual_seed(seed)
     for parts in (1, 2, 4, 5, 9):
         numel, start = rng.choice([1, 31, 128, 1000]), rng.randrange(5)
-        wires = some_parts(format, parts, numel, generator)
+        wires = encoded_parts(format, parts, numel, generator)
         before = torch.randn(start + numel, generator=generator).to(dtype)
         by_cpu, by_kernel = before.clone(), before.clone()
         flags = [torch.zeros(1, dtype=torch.int32) for _ in range(2)]
@@ -121,15 +121,6 @@ def test_walked_kernels_sum_as_the_cpu_does(
         )  # fmt: skip
         assert same_bits(by_kernel, by_cpu)
         assert torch.equal(*flags)
-
-
-def some_parts(format: BlockFormat, parts: int, numel: int, generator: torch.Generator) -> Tensor:
-    nbytes = format.nbytes(numel)
-    wires = aligned(parts * nbytes)
-    for part in range(parts):
-        values = hard_blocks(-(-numel // 32), 32, generator).view(-1)[:numel]
-        encode(format, [BlockSegment(values, 0)], wires[part * nbytes :][:nbytes])
-    return wires
 
 
 def test_impossible_launches_are_refused() -> None:
@@ -178,7 +169,7 @@ def test_gpu_sums_as_the_cpu_does(
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     for parts, numel in ((1, 100), (2, 40_003), (4, 64), (9, 5000)):
-        wires = some_parts(format, parts, numel, generator)
+        wires = encoded_parts(format, parts, numel, generator)
         before = torch.randn(numel, generator=generator).to(dtype)
         by_cpu, by_gpu = before.clone(), before.cuda()
         decode_sum(format, wires, parts, by_cpu, scale=0.7, accumulate=accumulate)

@@ -16,9 +16,9 @@ from shardcomm.copy.wire_stats import WireStats
 from support.block_reference import (
     FORMATS,
     aligned,
-    hard_blocks,
+    encoded_parts,
+    fractions_as_the_random_numbers,
     hard_segments,
-    random_words,
     rows,
 )
 from support.random_plans import FLOATS, same_bits
@@ -92,20 +92,12 @@ def test_blocks_of_narrow_floats_are_encoded_as_by_the_cpu(
     check_blocks(format, hard_segments(format, dtype, seed), tallies=False)
 
 
-@pytest.mark.parametrize(
-    ("name", "largest", "step"), [("mxint8", 1.5, 2.0**-6), ("mxfp8", 256.0, 2.0**-9)]
-)
-def test_a_fraction_that_equals_the_random_number_is_rounded_down(
-    name: str, largest: float, step: float
-) -> None:
-    format = BlockFormat(name, 32, "stochastic")  # type: ignore[arg-type]
-    random_numbers = random_words(SEED, 2048)
-    above = torch.arange(2048) % 2
-    elements = ((random_numbers + above) * step * 2.0**-24).float()
-    elements[::32] = largest  # from which each block's scale is 1
-    wire = check_blocks(format, [BlockSegment(elements, 0)])
-    codes, is_step = wire[:2048], torch.arange(2048) % 32 != 0
-    assert torch.equal(codes[is_step], above[is_step].to(torch.uint8))
+@pytest.mark.parametrize("name", ["mxint8", "mxfp8"])
+def test_a_fraction_that_equals_the_random_number_is_rounded_down(name: str) -> None:
+    elements, codes = fractions_as_the_random_numbers(name, SEED)
+    wire = check_blocks(BlockFormat(name, 32, "stochastic"), [BlockSegment(elements, 0)])  # type: ignore[arg-type]
+    known = codes >= 0
+    assert torch.equal(wire[:2048][known], codes[known].to(torch.uint8))
 
 
 def check_sum(
@@ -120,11 +112,7 @@ def check_sum(
 ) -> None:
     """Triton sums the wires of ranks as the CPU does."""
     generator = torch.Generator().manual_seed(seed)
-    nbytes = format.nbytes(numel)
-    wires = aligned(parts * nbytes)
-    for part in range(parts):
-        numbers = hard_blocks(-(-numel // 32), 32, generator).view(-1)[:numel]
-        encode(format, [BlockSegment(numbers, 0)], wires[part * nbytes :][:nbytes])
+    wires = encoded_parts(format, parts, numel, generator)
     before = torch.randn(numel, generator=generator).to(dtype)
     by_cpu, by_triton = before.clone(), before.to(DEVICE, copy=True)
     wires_there = wires.to(DEVICE)

@@ -24,6 +24,7 @@ from support.awkward_floats import awkward_floats, every_16_bit_pattern
 from support.random_plans import (
     FLOATS,
     OTHERS,
+    SOME_PAIRS,
     UNKNOWN_TO_CORE,
     RandomPlan,
     bits,
@@ -145,17 +146,7 @@ def test_copies_as_the_cpu_and_pytorch_do(
     check(segments, sources, destinations, 0.3 if adds else 1.0, adds)
 
 
-@pytest.mark.parametrize(
-    "dtypes",
-    [
-        (torch.float32, torch.bfloat16),
-        (torch.float16, torch.float32),
-        (torch.bfloat16, torch.bfloat16),
-        (torch.float32, torch.float32),
-        (torch.uint8, torch.uint8),
-        (torch.int64, torch.int64),
-    ],
-)
+@pytest.mark.parametrize("dtypes", SOME_PAIRS)
 def test_rows_of_any_alignment_in_vectors_and_what_is_left(
     dtypes: tuple[torch.dtype, torch.dtype],
 ) -> None:

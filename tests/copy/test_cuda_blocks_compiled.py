@@ -12,7 +12,14 @@ from torch import Tensor
 from shardcomm.copy.blocks import BlockFormat, BlockSegment, decode, decode_sum, encode
 from shardcomm.copy.wire_stats import WireStats
 from support.awkward_floats import mixed
-from support.block_reference import aligned, hard_blocks, hard_segments, random_words, rows
+from support.block_reference import (
+    aligned,
+    encoded_parts,
+    fractions_as_the_random_numbers,
+    hard_blocks,
+    hard_segments,
+    rows,
+)
 from support.kernel_arguments import SEGMENTS, SummedParts, WirePart, segment_table
 from support.played_kernels import TYPE_NAMES, flags, launch
 from support.random_plans import FLOATS, same_bits
@@ -124,20 +131,12 @@ def test_blocks_of_narrow_floats_are_encoded_as_by_the_cpu(
         check_blocks(format, segments, tallies=rounding == "nearest")
 
 
-@pytest.mark.parametrize(
-    ("name", "largest", "step"), [("mxint8", 1.5, 2.0**-6), ("mxfp8", 256.0, 2.0**-9)]
-)
-def test_a_fraction_that_equals_the_random_number_is_rounded_down(
-    name: str, largest: float, step: float
-) -> None:
-    format = BlockFormat(name, 32, "stochastic")  # type: ignore[arg-type]
-    random_numbers = random_words(SEED, 2048)
-    above = torch.arange(2048) % 2
-    elements = ((random_numbers + above) * step * 2.0**-24).float()
-    elements[::32] = largest  # from which each block's scale is 1
-    wire = check_blocks(format, [BlockSegment(elements, 0)])
-    codes, is_step = wire[:2048], torch.arange(2048) % 32 != 0
-    assert torch.equal(codes[is_step], above[is_step].to(torch.uint8))
+@pytest.mark.parametrize("name", ["mxint8", "mxfp8"])
+def test_a_fraction_that_equals_the_random_number_is_rounded_down(name: str) -> None:
+    elements, codes = fractions_as_the_random_numbers(name, SEED)
+    wire = check_blocks(BlockFormat(name, 32, "stochastic"), [BlockSegment(elements, 0)])  # type: ignore[arg-type]
+    known = codes >= 0
+    assert torch.equal(wire[:2048][known], codes[known].to(torch.uint8))
 
 
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
@@ -187,17 +186,6 @@ def test_any_wire_is_decoded_as_by_the_cpu(name: str, dtype: torch.dtype) -> Non
     check_decode(format, random_wires(format, 32_000, 1), segments, grid=3)
 
 
-def encoded_parts(format: BlockFormat, parts: int, numel: int, seed: int) -> Tensor:
-    """The wires of ranks, one behind the other."""
-    generator = torch.Generator().manual_seed(seed)
-    nbytes = format.nbytes(numel)
-    wires = aligned(parts * nbytes)
-    for part in range(parts):
-        numbers = hard_blocks(-(-numel // 32), 32, generator).view(-1)[:numel]
-        encode(format, [BlockSegment(numbers, 0)], wires[part * nbytes :][:nbytes])
-    return wires
-
-
 def check_sum(
     format: BlockFormat,
     wires: Tensor,
@@ -239,10 +227,11 @@ def check_sum(
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("name", ["mxint8", "mxfp8"])
 def test_parts_are_summed_as_by_the_cpu(name: str, dtype: torch.dtype, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
     for parts in (1, 2, 3, 4, 5, 9):
         format = BlockFormat(name, (32, 64, 128)[parts % 3])  # type: ignore[arg-type]
         before = mixed(2128 + parts, dtype, parts, misalignment=parts % 2)
-        wires = encoded_parts(format, parts, before.numel(), seed)
+        wires = encoded_parts(format, parts, before.numel(), generator)
         check_sum(format, wires, before, accumulate=False, watched=parts > 2)
         check_sum(format, wires, before, accumulate=True, grid=parts % 4 + 1)
 

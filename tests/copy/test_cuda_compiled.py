@@ -23,7 +23,7 @@ from shardcomm.copy.segment import ZEROS, Segment
 from support.awkward_floats import every_16_bit_pattern, mixed, shuffled_floats
 from support.kernel_arguments import MOST_SOURCES, OPERANDS, Reduction, Tile, operands
 from support.played_kernels import TYPE_NAMES, flags, launch
-from support.random_plans import FLOATS, bits, same_bits, values, whole
+from support.random_plans import FLOATS, SOME_PAIRS, bits, same_bits, values, whole
 
 pytestmark = pytest.mark.slow
 
@@ -213,17 +213,7 @@ def check_tiles(
     assert flag == expected_flag
 
 
-@pytest.mark.parametrize(
-    "dtypes",
-    [
-        (torch.float32, torch.bfloat16),
-        (torch.float16, torch.float32),
-        (torch.bfloat16, torch.bfloat16),
-        (torch.float32, torch.float32),
-        (torch.uint8, torch.uint8),
-        (torch.int64, torch.int64),
-    ],
-)
+@pytest.mark.parametrize("dtypes", SOME_PAIRS)
 def test_tiles_are_copied_as_by_the_cpu(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
     src_dtype, dst_dtype = dtypes
     for odd in ("rows", "src_offset", "dst_offset", "src_pitch", "dst_pitch"):

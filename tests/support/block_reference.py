@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardcomm.copy.blocks import BlockFormat, BlockSegment
+from shardcomm.copy.blocks import BlockFormat, BlockSegment, encode
 
 LIMITS = {"mxint8": 127 / 64, "mxfp8": 448.0}
 WIRE_ALIGN = 128
@@ -185,3 +185,29 @@ def hard_segments(format: BlockFormat, dtype: torch.dtype, seed: int) -> list[Bl
         segments.append(BlockSegment(blocks.view(-1)[:count].to(dtype), first))
         first += -(-count // format.block)
     return segments
+
+
+def encoded_parts(
+    format: BlockFormat, parts: int, numel: int, generator: torch.Generator
+) -> Tensor:
+    """The wires of ranks, one behind the other, each of hard blocks as the CPU encodes them."""
+    nbytes = format.nbytes(numel)
+    wires = aligned(parts * nbytes)
+    for part in range(parts):
+        numbers = hard_blocks(-(-numel // 32), 32, generator).view(-1)[:numel]
+        encode(format, [BlockSegment(numbers, 0)], wires[part * nbytes :][:nbytes])
+    return wires
+
+
+def fractions_as_the_random_numbers(name: str, seed: int) -> tuple[Tensor, Tensor]:
+    """2048 elements in blocks of 32, and their codes by stochastic rounding.
+
+    The fraction of every other element equals the element's random number, and is rounded down; the others' are the
+    next larger ones, and are rounded up. Of the first element of a block, which gives the scale, the code is -1.
+    """
+    largest, step = {"mxint8": (1.5, 2.0**-6), "mxfp8": (256.0, 2.0**-9)}[name]
+    above = torch.arange(2048) % 2
+    elements = ((random_words(seed, 2048) + above) * step * 2.0**-24).float()
+    elements[::32] = largest  # from which each block's scale is 1
+    above[::32] = -1
+    return elements, above

@@ -11,6 +11,15 @@ from shardcomm.copy.segment import ZEROS, Segment
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 OTHERS = [torch.uint8, torch.int32, torch.int64, torch.float64]
 UNKNOWN_TO_CORE = [torch.int8, torch.bool, torch.int16, torch.complex64, torch.float8_e4m3fn]
+# Of a copy: to a narrower and to a wider type, and as they are, of each size.
+SOME_PAIRS = [
+    (torch.float32, torch.bfloat16),
+    (torch.float16, torch.float32),
+    (torch.bfloat16, torch.bfloat16),
+    (torch.float32, torch.float32),
+    (torch.uint8, torch.uint8),
+    (torch.int64, torch.int64),
+]
 TILE_ELEMENTS = 16384
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
