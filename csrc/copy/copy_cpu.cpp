@@ -76,7 +76,8 @@ void copy_row(const Run& run, const std::byte* src, std::byte* dst, std::int64_t
 }
 
 void copy_row_streaming(const Run& run, const std::byte* src, std::byte* dst, std::int64_t count) {
-  constexpr std::int64_t kBufferBytes = 4096;
+  // So few that the processor reads the next ones while it writes these.
+  constexpr std::int64_t kBufferBytes = 512;
   alignas(kLineBytes) std::byte buffer[kBufferBytes];
   const VectorSpan span =
       vector_span(reinterpret_cast<std::uintptr_t>(dst), count, run.dst_bytes, kLineBytes);

@@ -2,11 +2,14 @@
 // every line of its destination only to overwrite it, and evict what compute needs.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <cstring>
 
+#include "copy/simd.h"
+
 #if defined(__x86_64__)
-#include <emmintrin.h>
+#include <immintrin.h>
 #endif
 
 namespace shardcomm {
@@ -17,21 +20,32 @@ constexpr std::int64_t kLineBytes = 64;
 // the shared cache.
 constexpr std::int64_t kStreamingRunBytes = std::int64_t{4} << 20;
 
+#if defined(__x86_64__)
+// Few stores are under way at a time: the wider, the more bytes.
+[[gnu::target("avx2")]] inline void copy_streaming_avx2(std::byte* to, const std::byte* from,
+                                                        std::int64_t bytes) {
+  for (std::int64_t i = 0; i < bytes; i += 32) {
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(to + i),
+                        _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + i)));
+  }
+}
+
+inline void copy_streaming_baseline(std::byte* to, const std::byte* from, std::int64_t bytes) {
+  for (std::int64_t i = 0; i < bytes; i += 16) {
+    _mm_stream_si128(reinterpret_cast<__m128i*>(to + i),
+                     _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i)));
+  }
+}
+#endif
+
 // Copies `bytes` bytes past the caches. `dst` is aligned to a line and `bytes` is a multiple of a
 // line; `src` may lie anywhere. Other threads see the stores after streaming_fence(): on x86 these
 // stores are outside the order that a release keeps. Elsewhere they are ordinary ones, and the
 // release by which the caller tells others of them is enough.
-inline void copy_streaming(void* dst, const void* src, std::int64_t bytes) {
+inline void copy_streaming(std::byte* dst, const std::byte* src, std::int64_t bytes) {
 #if defined(__x86_64__)
-  auto* to = static_cast<__m128i*>(dst);
-  const auto* from = static_cast<const __m128i*>(src);
-  constexpr std::int64_t kLineVectors = kLineBytes / sizeof(__m128i);
-  for (std::int64_t line = 0; line < bytes / kLineBytes; ++line) {
-    for (std::int64_t i = 0; i < kLineVectors; ++i) {
-      _mm_stream_si128(to + line * kLineVectors + i,
-                       _mm_loadu_si128(from + line * kLineVectors + i));
-    }
-  }
+  const bool wide = instruction_set() != InstructionSet::baseline;
+  (wide ? copy_streaming_avx2 : copy_streaming_baseline)(dst, src, bytes);
 #else
   std::memcpy(dst, src, static_cast<std::size_t>(bytes));
 #endif
