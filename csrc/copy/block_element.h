@@ -89,6 +89,8 @@ struct MxFp8 {
   static constexpr int kMostExponent = 8;
   static constexpr std::uint32_t kMostMantissa = 0x600000u;
   static constexpr std::uint32_t kMostAtScaleZero = 0;  // every subnormal float is less
+  // Steps are an eighth of the element's power of two, and at least an eighth of this one.
+  static constexpr std::uint32_t kLeastPower = (127 - 6) << 23;
 
   template <bool kStochastic>
   [[gnu::always_inline]] SHARDCOMM_HOST_DEVICE static RoundedElement round(float y,
@@ -96,8 +98,6 @@ struct MxFp8 {
     const std::uint32_t bits = float_bits(y);
     const std::uint32_t sign = bits >> 31 << 7;
     const float magnitude = float_of_bits(bits & kMagnitude);
-    // Steps are an eighth of the element's power of two, and at least 2^-9.
-    constexpr std::uint32_t kLeastPower = (127 - 6) << 23;
     const std::uint32_t own = bits & kInfinityBits;
     const std::uint32_t power = own > kLeastPower ? own : kLeastPower;
     // A code counts 8 steps for each power of two. 16 steps are 8 of the next: the addition
@@ -129,6 +129,7 @@ struct MxFp8 {
         static_cast<std::uint32_t>(static_cast<std::int8_t>(code)) & ~kMagnitude;
     return float_of_bits((magnitude == 0x7f ? kQuietNan : finite) | sign);
   }
+  SHARDCOMM_HOST_DEVICE static bool saturates(std::uint32_t /*largest*/) { return false; }
   SHARDCOMM_HOST_DEVICE static std::uint32_t bound(std::uint32_t largest, std::uint32_t scale,
                                                    bool stochastic) {
     const std::uint32_t shift = stochastic ? 3 : 4;
@@ -246,10 +247,12 @@ struct BlockTally {
       ++flagged;
       return;
     }
-    const std::uint32_t block_bound = Code::bound(largest, scale, stochastic);
-    const std::uint32_t block_seen =
-        float_bits(scale < kLeastPlainScale ? TinyValues<Code>(scale)(error)
-                                            : PlainValues<Code>(scale)(error));
+    raise(Code::bound(largest, scale, stochastic),
+          float_bits(scale < kLeastPlainScale ? TinyValues<Code>(scale)(error)
+                                              : PlainValues<Code>(scale)(error)));
+  }
+
+  SHARDCOMM_HOST_DEVICE void raise(std::uint32_t block_bound, std::uint32_t block_seen) {
     bound = block_bound > bound ? block_bound : bound;
     seen = block_seen > seen ? block_seen : seen;
   }

@@ -5,6 +5,7 @@
 #include <limits>
 #include <type_traits>
 
+#include "copy/block_loops_avx2.h"
 #include "copy/nonfinite.h"
 #include "copy/philox.h"
 #include "copy/reduce_element.h"
@@ -140,25 +141,35 @@ class NarrowValues {
   std::int16_t origin_;
 };
 
-// Writes a block's elements, or adds them to what is there.
-template <class Code, class Dst, bool kAdds>
+template <class Code, class Dst>
 struct Decode {
-  [[gnu::always_inline]] static void run(const std::uint8_t* codes, const std::uint8_t* scales,
-                                         std::int64_t blocks, int block, void* dst) {
-    auto* to = static_cast<Dst*>(dst);
-    for (std::int64_t b = 0; b < blocks; ++b, codes += block, to += block) {
-      const std::uint32_t scale = scales[b];
-      if (std::is_same_v<Code, MxFp8> && NarrowValues::has(scale)) {
-        decode(codes, block, to, NarrowValues(scale));
-      } else if (scale >= kLeastPlainScale) {
-        decode(codes, block, to, PlainValues<Code>(scale));
-      } else {
-        decode(codes, block, to, TinyValues<Code>(scale));
+  [[gnu::always_inline]] static void run(DecodeRun run) {
+    auto* to = static_cast<Dst*>(run.dst);
+    for (std::int64_t b = 0; b < run.blocks; ++b, to += run.block) {
+      decode_block<false>(run.codes + b * run.block, run.scales[b], run.block, to);
+      if constexpr (std::is_same_v<Dst, float>) {
+        for (int part = 1; part < run.parts; ++part) {
+          const std::int64_t at = part * run.stride;
+          decode_block<true>(run.codes + at + b * run.block, run.scales[at + b], run.block, to);
+        }
       }
     }
   }
 
  private:
+  template <bool kAdds>
+  [[gnu::always_inline]] static void decode_block(const std::uint8_t* codes, std::uint32_t scale,
+                                                  int block, Dst* to) {
+    if (std::is_same_v<Code, MxFp8> && NarrowValues::has(scale)) {
+      decode<kAdds>(codes, block, to, NarrowValues(scale));
+    } else if (scale >= kLeastPlainScale) {
+      decode<kAdds>(codes, block, to, PlainValues<Code>(scale));
+    } else {
+      decode<kAdds>(codes, block, to, TinyValues<Code>(scale));
+    }
+  }
+
+  template <bool kAdds>
   [[gnu::always_inline]] static void decode(const std::uint8_t* __restrict codes, int block,
                                             Dst* __restrict to, const NarrowValues& values) {
     for (int group = 0; group < block; group += kGroup) {
@@ -168,13 +179,13 @@ struct Decode {
         if constexpr (std::is_same_v<Dst, BFloat16>) {
           to[group + i].bits = narrow[i];
         } else {
-          put(to[group + i], load(BFloat16{narrow[i]}));
+          put<kAdds>(to[group + i], load(BFloat16{narrow[i]}));
         }
       }
     }
   }
 
-  template <class Values>
+  template <bool kAdds, class Values>
   [[gnu::always_inline]] static void decode(const std::uint8_t* __restrict codes, int block,
                                             Dst* __restrict to, const Values& values) {
     for (int group = 0; group < block; group += kGroup) {
@@ -183,12 +194,13 @@ struct Decode {
         if constexpr (std::is_same_v<Dst, BFloat16> && Values::kFewBits) {
           to[group + i].bits = static_cast<std::uint16_t>(float_bits(value) >> 16);
         } else {
-          put(to[group + i], value);
+          put<kAdds>(to[group + i], value);
         }
       }
     }
   }
 
+  template <bool kAdds>
   [[gnu::always_inline]] static void put(Dst& to, float value) {
     if constexpr (kAdds) {
       to += value;
@@ -225,22 +237,64 @@ void with_float(DType dtype, Visit visit) {
   return visit(float{});
 }
 
-template <class Code, class Src, bool kStochastic>
-EncodeKernel encode_kernel(bool tallies) {
-  return tallies ? best_of<Encode<Code, Src, kStochastic, true>, 256>()
-                 : best_of<Encode<Code, Src, kStochastic, false>, 256>();
+// Loop, or where there is one the loop by hand, with Loop for each block that it leaves.
+template <class Element, class Loop, class Run>
+struct Best {
+  static auto without() { return best_of<Loop, 256>(); }
+#if defined(__x86_64__)
+  template <std::int64_t (*kByHand)(const Run&)>
+  static void by_hand(Run run) {
+    while (true) {
+      run = run.template after<Element>(kByHand(run));
+      if (run.blocks == 0) return;
+      Run next = run;
+      next.blocks = 1;
+      Versions<Loop>::avx2(next);
+      run = run.template after<Element>(1);
+    }
+  }
+  template <std::int64_t (*kByHand)(const Run&)>
+  static auto with() {
+    return instruction_set() == InstructionSet::baseline ? without() : &by_hand<kByHand>;
+  }
+#endif
+};
+
+template <class Code, class Src, bool kStochastic, bool kTallies>
+EncodeKernel encode_kernel() {
+  using Kernels = Best<Src, Encode<Code, Src, kStochastic, kTallies>, EncodeRun>;
+#if defined(__x86_64__)
+  if constexpr (!kStochastic && !std::is_same_v<Src, Half>) {
+    return Kernels::template with<avx2::encode<Code, Src, kTallies>>();
+  }
+#endif
+  return Kernels::without();
+}
+
+template <class Code, class Dst>
+DecodeKernel decode_kernel() {
+  using Kernels = Best<Dst, Decode<Code, Dst>, DecodeRun>;
+#if defined(__x86_64__)
+  if constexpr (!std::is_same_v<Dst, Half>) {
+    return Kernels::template with<avx2::decode<Code, Dst>>();
+  }
+#endif
+  return Kernels::without();
 }
 
 }  // namespace
 
 EncodeKernel encode_kernel(const BlockFormat& format, DType dtype, bool tallies) {
+  const bool stochastic = format.rounding == Rounding::stochastic;
   EncodeKernel kernel = nullptr;
   with_code(format.code, [&](auto code) {
     with_float(dtype, [&](auto src) {
       using Code = decltype(code);
       using Src = decltype(src);
-      kernel = format.rounding == Rounding::stochastic ? encode_kernel<Code, Src, true>(tallies)
-                                                       : encode_kernel<Code, Src, false>(tallies);
+      kernel = stochastic ? tallies ? encode_kernel<Code, Src, true, true>()
+                                    : encode_kernel<Code, Src, true, false>()
+               : tallies  ? encode_kernel<Code, Src, false, true>()
+                          : encode_kernel<Code, Src, false, false>();
     });
   });
   return kernel;
@@ -249,16 +303,8 @@ EncodeKernel encode_kernel(const BlockFormat& format, DType dtype, bool tallies)
 DecodeKernel decode_kernel(const BlockFormat& format, DType dtype) {
   DecodeKernel kernel = nullptr;
   with_code(format.code, [&](auto code) {
-    with_float(dtype,
-               [&](auto dst) { kernel = best_of<Decode<decltype(code), decltype(dst), false>>(); });
+    with_float(dtype, [&](auto dst) { kernel = decode_kernel<decltype(code), decltype(dst)>(); });
   });
-  return kernel;
-}
-
-DecodeKernel add_kernel(const BlockFormat& format) {
-  DecodeKernel kernel = nullptr;
-  with_code(format.code,
-            [&](auto code) { kernel = best_of<Decode<decltype(code), float, true>>(); });
   return kernel;
 }
 

@@ -17,7 +17,7 @@ namespace shardcomm {
 namespace {
 
 constexpr int kMostBlock = 128;
-// Blocks go to memory in pieces of this many elements, which stay in the nearest cache until then.
+// Sums that are not stored as they are wait in the nearest cache, in pieces of this many elements.
 constexpr std::int64_t kPieceElements = 2048;
 
 // Runs work(first, last) on up to `threads` threads, each with a range of the blocks.
@@ -61,14 +61,6 @@ void visit_blocks(const std::vector<Segment>& segments, int block, std::int64_t 
   if (at < last) gap(at, last);
 }
 
-void write_past_caches(std::byte* dst, const std::byte* src, std::int64_t bytes) {
-  const VectorSpan span = vector_span(reinterpret_cast<std::uintptr_t>(dst), bytes, 1, kLineBytes);
-  std::memcpy(dst, src, static_cast<std::size_t>(span.head));
-  copy_streaming(dst + span.head, src + span.head, span.body);
-  std::memcpy(dst + span.head + span.body, src + span.head + span.body,
-              static_cast<std::size_t>(span.tail));
-}
-
 bool is_worth_streaming(std::int64_t bytes) { return bytes >= kStreamingRunBytes; }
 
 }  // namespace
@@ -89,28 +81,17 @@ void encode_cpu(const BlockFormat& format, const std::vector<EncodedSegment>& se
 
   share_blocks(format, blocks, threads, [&](std::int64_t first, std::int64_t last) {
     BlockTally tally;
-    const auto encode = [&](const void* src, std::int64_t at, std::int64_t count,
-                            std::uint8_t* to) {
-      kernel({src, count, block, to, scales + at, seed, at * block, &tally});
+    const auto encode = [&](const void* src, std::int64_t at, std::int64_t count) {
+      kernel({src, count, block, codes + at * block, scales + at, seed, at * block, &tally,
+              streaming});
     };
     const auto run = [&](const EncodedSegment& segment, std::int64_t begin, std::int64_t count,
                          std::int64_t at) {
       const auto* src = static_cast<const std::byte*>(segment.src) + begin * item_bytes;
-      if (count < block) {
-        alignas(kLineBytes) std::byte padded[kMostBlock * sizeof(float)] = {};
-        std::memcpy(padded, src, static_cast<std::size_t>(count * item_bytes));
-        return encode(padded, at, 1, codes + at * block);
-      }
-      if (!streaming) return encode(src, at, count / block, codes + at * block);
-      alignas(kLineBytes) std::uint8_t piece[kPieceElements];
-      for (std::int64_t end = at + count / block; at < end;) {
-        const std::int64_t n = smaller(end - at, kPieceElements / block);
-        encode(src, at, n, piece);
-        write_past_caches(reinterpret_cast<std::byte*>(codes + at * block),
-                          reinterpret_cast<const std::byte*>(piece), n * block);
-        src += n * block * item_bytes;
-        at += n;
-      }
+      if (count >= block) return encode(src, at, count / block);
+      alignas(kLineBytes) std::byte padded[kMostBlock * sizeof(float)] = {};
+      std::memcpy(padded, src, static_cast<std::size_t>(count * item_bytes));
+      encode(padded, at, 1);
     };
     const auto gap = [&](std::int64_t begin, std::int64_t end) {
       std::memset(codes + begin * block, 0, static_cast<std::size_t>((end - begin) * block));
@@ -138,25 +119,16 @@ void decode_cpu(const BlockFormat& format, const void* wire, std::int64_t bytes,
   const bool streaming = is_worth_streaming(blocks * block * item_bytes);
 
   share_blocks(format, blocks, threads, [&](std::int64_t first, std::int64_t last) {
-    alignas(kLineBytes) std::byte piece[kPieceElements * sizeof(float)];
+    const auto decode = [&](std::int64_t at, std::int64_t count, void* dst, bool past_caches) {
+      kernel({codes + at * block, scales + at, 1, 0, count, block, dst, past_caches});
+    };
     const auto run = [&](const DecodedSegment& segment, std::int64_t begin, std::int64_t count,
                          std::int64_t at) {
       auto* dst = static_cast<std::byte*>(segment.dst) + begin * item_bytes;
-      if (count < block) {
-        kernel(codes + at * block, scales + at, 1, block, piece);
-        std::memcpy(dst, piece, static_cast<std::size_t>(count * item_bytes));
-        return;
-      }
-      if (!streaming) {
-        return kernel(codes + at * block, scales + at, count / block, block, dst);
-      }
-      for (std::int64_t end = at + count / block; at < end;) {
-        const std::int64_t n = smaller(end - at, kPieceElements / block);
-        kernel(codes + at * block, scales + at, n, block, piece);
-        write_past_caches(dst, piece, n * block * item_bytes);
-        dst += n * block * item_bytes;
-        at += n;
-      }
+      if (count >= block) return decode(at, count / block, dst, streaming);
+      alignas(kLineBytes) std::byte padded[kMostBlock * sizeof(float)];
+      decode(at, 1, padded, false);
+      std::memcpy(dst, padded, static_cast<std::size_t>(count * item_bytes));
     };
     visit_blocks(ordered, block, first, last, run, [](std::int64_t, std::int64_t) {});
     if (streaming) streaming_fence();
@@ -170,39 +142,37 @@ void decode_sum_cpu(const BlockFormat& format, const void* wires, int parts, voi
   const int block = format.block;
   const std::int64_t stride = wire_bytes(format, count);
   const std::int64_t scales_at = wire_blocks(format, stride) * block;
-  const DecodeKernel decode = decode_kernel(format, DType::f32);
-  const DecodeKernel add = add_kernel(format);
+  const DecodeKernel kernel = decode_kernel(format, DType::f32);
   const FinishKernel finish = finish_kernel(epilogue);
   const auto item_bytes = static_cast<std::int64_t>(itemsize(epilogue.dtype));
   const auto* codes = static_cast<const std::uint8_t*>(wires);
-  // Sums that are stored as they are need no pass of their own.
-  const bool finished = epilogue.dtype == DType::f32 && epilogue.scale == 1.0f &&
-                        !epilogue.accumulate && epilogue.nonfinite == nullptr;
-  // Accumulation has the destination in the cache already.
-  const bool streaming = !epilogue.accumulate && is_worth_streaming(count * item_bytes);
+  // Sums that are stored as they are need no pass of their own, but those of a partial block.
+  const bool stored = epilogue.dtype == DType::f32 && epilogue.scale == 1.0f &&
+                      !epilogue.accumulate && epilogue.nonfinite == nullptr;
+  const std::int64_t stored_blocks = stored ? count / block : 0;
+  const bool streaming = stored && is_worth_streaming(count * item_bytes);
 
   share_blocks(
       format, divide_up(count, block), threads, [&](std::int64_t first, std::int64_t last) {
+        const auto sum = [&](std::int64_t at, std::int64_t blocks, float* to, bool past_caches) {
+          kernel({codes + at * block, codes + scales_at + at, parts, stride, blocks, block, to,
+                  past_caches});
+        };
+        const std::int64_t end = smaller(last, stored_blocks);
+        if (first < end) {
+          sum(first, end - first, static_cast<float*>(dst) + first * block, streaming);
+        }
         alignas(kLineBytes) float sums[kPieceElements];
-        alignas(kLineBytes) std::byte piece[kPieceElements * sizeof(float)];
         const std::int64_t each = kPieceElements / block;
-        for (std::int64_t at = first; at < last; at += each) {
+        for (std::int64_t at = std::max(first, end); at < last; at += each) {
           const std::int64_t blocks = smaller(each, last - at);
-          for (int part = 0; part < parts; ++part) {
-            const std::uint8_t* from = codes + part * stride;
-            (part == 0 ? decode : add)(from + at * block, from + scales_at + at, blocks, block,
-                                       sums);
-          }
+          sum(at, blocks, sums, false);
           const std::int64_t elements = smaller(blocks * block, count - at * block);
           auto* to = static_cast<std::byte*>(dst) + at * block * item_bytes;
-          const std::byte* result = finished ? reinterpret_cast<const std::byte*>(sums) : piece;
-          if (!finished) {
-            finish(streaming ? piece : to, sums, elements, epilogue.scale, epilogue.nonfinite);
-          }
-          if (streaming) {
-            write_past_caches(to, result, elements * item_bytes);
-          } else if (finished) {
-            std::memcpy(to, result, static_cast<std::size_t>(elements * item_bytes));
+          if (stored) {
+            std::memcpy(to, sums, static_cast<std::size_t>(elements * item_bytes));
+          } else {
+            finish(to, sums, elements, epilogue.scale, epilogue.nonfinite);
           }
         }
         if (streaming) streaming_fence();

@@ -29,7 +29,8 @@ const char* name(InstructionSet set) {
 std::vector<InstructionSet> instruction_sets() {
   std::vector<InstructionSet> sets{InstructionSet::baseline};
 #if defined(__x86_64__)
-  if (__builtin_cpu_supports("avx2")) sets.push_back(InstructionSet::avx2);
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c"))
+    sets.push_back(InstructionSet::avx2);
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
     sets.push_back(InstructionSet::avx512);

@@ -104,11 +104,14 @@ def test_narrow_sources_encode_as_their_float32_values(name: str, dtype: torch.d
 
 @pytest.mark.usefixtures("instruction_set")
 @pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("name", NAMES)
-def test_every_code_with_every_scale_decodes_to_its_value(name: str, dtype: torch.dtype) -> None:
-    codes = torch.arange(256, dtype=torch.uint8).repeat(256, 1).reshape(-1, 32)
-    scales = torch.arange(256, dtype=torch.uint8).repeat_interleave(8)
-    format = BlockFormat(name)  # type: ignore[arg-type]
+def test_every_code_with_every_scale_decodes_to_its_value(
+    name: str, block: int, dtype: torch.dtype
+) -> None:
+    codes = torch.arange(256, dtype=torch.uint8).repeat(256, 1).reshape(-1, block)
+    scales = torch.arange(256, dtype=torch.uint8).repeat_interleave(256 // block)
+    format = BlockFormat(name, block)  # type: ignore[arg-type]
     wire = aligned(format.nbytes(codes.numel()))
     wire.copy_(wire_of(codes, scales, wire.numel()))
     decoded = torch.empty(codes.shape, dtype=dtype)
@@ -210,6 +213,34 @@ def test_sums_are_those_of_the_decoded_parts_in_their_order(
     )  # fmt: skip
     assert same_bits(destination, expected)
     assert nonfinite.item() == 0
+
+
+# From 4 MiB on, results go past the caches, to where vectors are aligned.
+@pytest.mark.usefixtures("instruction_set")
+@pytest.mark.parametrize("dtype", FLOATS[:2])
+@pytest.mark.parametrize("name", NAMES)
+def test_runs_too_large_for_the_caches(name: str, dtype: torch.dtype, seed: int) -> None:
+    format, times = BlockFormat(name), 270  # type: ignore[arg-type]
+    pattern = torch.randn(500 * 32, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    codes, scales = encoded(name, pattern.double().view(-1, 32))
+    values = values_of(name, codes, scales).float().view(-1).repeat(times)
+    nbytes = format.nbytes(values.numel())
+    expected = wire_of(codes.repeat(times, 1), scales.repeat(times), nbytes)
+    assert nbytes > 4 << 20
+
+    wires = aligned(2 * nbytes)
+    for wire in wires.view(2, -1):
+        encode(format, [BlockSegment(pattern.repeat(times), 0)], wire, threads=2)
+        assert torch.equal(wire, expected)
+    for lead in (16, 1):  # at a vector's place, and not
+        room = torch.full((lead + values.numel() + 8,), 7.0, dtype=dtype)
+        decode(format, wires[:nbytes], [BlockSegment(room[lead:-8], 0)])
+        assert same_bits(room[lead:-8], values.to(dtype))
+        sums = torch.full((lead + values.numel() + 8,), 7.0)
+        decode_sum(format, wires, 2, sums[lead:-8], threads=2)
+        assert same_bits(sums[lead:-8], values + values)
+        for edge in (room[:lead], room[-8:], sums[:lead], sums[-8:]):
+            assert (edge == 7).all()
 
 
 @pytest.mark.parametrize("name", NAMES)
