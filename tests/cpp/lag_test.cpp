@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
+#include <cstring>
 #include <vector>
 
 #include "copy/element.h"
@@ -21,7 +22,14 @@ using shardcomm::DType;
 using shardcomm::RedOp;
 using shardcomm::Use;
 
-constexpr float kOverwritten = -1e6f;
+// All that was sent is -1.6e6 afterwards: one write, at which a sanitizer looks once.
+void overwrite(float* sent, std::int64_t count) {
+  if (count == 0) return;  // an empty vector may have no memory
+  std::memset(sent, 0xc9, static_cast<std::size_t>(count) * sizeof(float));
+}
+void overwrite(std::vector<float>& sent) {
+  overwrite(sent.data(), static_cast<std::int64_t>(sent.size()));
+}
 
 // Four chunks of the staging area, so that both of its halves are used again, and no multiple of
 // anything.
@@ -41,7 +49,7 @@ void private_memory_is_gathered(Rank& rank) {
     std::vector<float> send = rank.values(kCount);
     std::vector<float> recv(send.size() * static_cast<std::size_t>(rank.comm.size()));
     rank.comm.all_gather(send.data(), DType::f32, recv.data(), DType::f32, kCount);
-    std::fill(send.begin(), send.end(), kOverwritten);
+    overwrite(send);
     check_gathered(rank, recv.data(), kCount);
   }
 }
@@ -55,7 +63,7 @@ void a_window_is_gathered_again_and_again(Rank& rank) {
   for (int round = 0; round < 5; ++round) {
     std::vector<float> send(kPart, static_cast<float>(100 * round + rank.comm.rank()));
     rank.comm.all_gather(send.data(), DType::f32, gathered, DType::f32, kPart);
-    std::fill(send.begin(), send.end(), kOverwritten);
+    overwrite(send);
     rank.look_late(0);
     for (int r = 0; r < size; ++r) {
       require(gathered[r * kPart] == static_cast<float>(100 * round + r) &&
@@ -72,7 +80,7 @@ void sent_buffers_are_reduced(Rank& rank) {
     std::vector<float> send = rank.values(kCount * size);
     std::vector<float> recv(kCount);
     rank.comm.reduce_scatter(send.data(), DType::f32, recv.data(), {}, kCount, RedOp::sum);
-    std::fill(send.begin(), send.end(), kOverwritten);
+    overwrite(send);
     for (const std::int64_t i : {std::int64_t{0}, kCount / 2, kCount - 1}) {
       require(recv[static_cast<std::size_t>(i)] == rank.sum(rank.comm.rank() * kCount + i),
               "reduced what all sent");
@@ -120,7 +128,7 @@ void sent_windows_are_reduced(Rank& rank) {
     std::copy(mine.begin(), mine.end(), send);
     std::vector<float> recv(kPart);
     rank.comm.reduce_scatter(send, DType::f32, recv.data(), {}, kPart, RedOp::sum);
-    std::fill_n(send, kPart * size, kOverwritten);
+    overwrite(send, kPart * size);
     for (std::int64_t i = 0; i < kPart; ++i) {
       require(recv[static_cast<std::size_t>(i)] == rank.sum(rank.comm.rank() * kPart + i),
               "reduced what all sent in windows");
@@ -134,7 +142,7 @@ void buffers_are_all_reduced(Rank& rank) {
     std::vector<float> buffer = rank.values(kCount);
     rank.comm.all_reduce(buffer.data(), DType::f32, kCount, RedOp::sum);
     const std::vector<float> result = buffer;
-    std::fill(buffer.begin(), buffer.end(), kOverwritten);
+    overwrite(buffer);
     for (std::int64_t i = 0; i < kCount; i += 997) {
       require(result[static_cast<std::size_t>(i)] == rank.sum(i), "all-reduced what all had");
     }
@@ -148,7 +156,7 @@ void buffers_are_broadcast(Rank& rank) {
     std::vector<float> buffer = rank.values(kCount);
     rank.comm.broadcast(buffer.data(), DType::f32, kCount, root);
     const std::vector<float> result = buffer;
-    std::fill(buffer.begin(), buffer.end(), kOverwritten);
+    overwrite(buffer);
     for (std::int64_t i = 0; i < kCount; i += 997) {
       require(result[static_cast<std::size_t>(i)] == Rank::value(root, i), "what the root had");
     }
@@ -175,7 +183,7 @@ void uneven_parts_are_gathered(Rank& rank) {
     auto* recv = round % 2 ? static_cast<float*>(window->data()) : memory.data();
     std::vector<float> send = rank.values(parts.count(rank.comm.rank()));
     rank.comm.all_gather(send.data(), DType::f32, recv, DType::f32, parts);
-    std::fill(send.begin(), send.end(), kOverwritten);
+    overwrite(send);
     rank.look_late(0);
     for (int r = 0; r < size; ++r) {
       for (std::int64_t i = 0; i < parts.count(r); i += 997) {
@@ -198,7 +206,7 @@ void uneven_parts_are_reduced(Rank& rank) {
     if (from != send.data()) std::copy(send.begin(), send.end(), from);
     std::vector<float> recv(static_cast<std::size_t>(parts.count(rank.comm.rank())));
     rank.comm.reduce_scatter(from, DType::f32, recv.data(), {}, parts, RedOp::sum);
-    std::fill_n(from, total, kOverwritten);
+    overwrite(from, total);
     for (std::size_t i = 0; i < recv.size(); i += 997) {
       const std::int64_t place = parts.begin(rank.comm.rank()) + static_cast<std::int64_t>(i);
       require(recv[i] == rank.sum(place), "reduced its part of what all sent");
@@ -229,7 +237,7 @@ void all_is_exchanged(Rank& rank) {
     if (send != memory.data()) std::copy(memory.begin(), memory.end(), send);
     std::vector<float> recv(static_cast<std::size_t>(recv_parts.total(size)));
     rank.comm.all_to_all(send, send_parts, recv.data(), recv_parts, DType::f32);
-    std::fill_n(send, send_parts.total(size), kOverwritten);
+    overwrite(send, send_parts.total(size));
     for (int from = 0; from < size; ++from) {
       std::int64_t begin = 0;  // of this rank's part in what rank `from` sends
       for (int to = 0; to < rank.comm.rank(); ++to) begin += count(from, to);
@@ -256,13 +264,13 @@ void a_root_gathers_and_scatters(Rank& rank) {
     std::copy(values.begin(), values.end(), send);
     std::vector<float> gathered(is_root ? values.size() : 0);
     rank.comm.gather(send, gathered.data(), DType::f32, kCount, root);
-    std::fill_n(send, kCount, kOverwritten);
+    overwrite(send, kCount);
     if (is_root) check_gathered(rank, gathered.data(), kCount);
 
     std::copy(values.begin(), values.end(), send);
     std::vector<float> recv(kCount);
     rank.comm.scatter(send, recv.data(), DType::f32, kCount, root);
-    std::fill_n(send, kCount * size, kOverwritten);
+    overwrite(send, kCount * size);
     for (std::int64_t i = 0; i < kCount; i += 997) {
       require(recv[static_cast<std::size_t>(i)] == Rank::value(root, rank.comm.rank() * kCount + i),
               "received its part of what the root had");
@@ -279,7 +287,7 @@ void a_root_reduces(Rank& rank) {
     if (send != memory.data()) std::copy(memory.begin(), memory.end(), send);
     std::vector<float> recv(rank.comm.rank() == root ? kCount : 0);
     rank.comm.reduce(send, recv.data(), DType::f32, kCount, RedOp::sum, root);
-    std::fill_n(send, kCount, kOverwritten);
+    overwrite(send, kCount);
     for (std::size_t i = 0; i < recv.size(); i += 997) {
       require(recv[i] == rank.sum(static_cast<std::int64_t>(i)), "reduced what all sent");
     }
@@ -361,7 +369,7 @@ void places_differ_from_rank_to_rank(Rank& rank) {
     rank.comm.all_gather(send.data(), DType::f32, recv, DType::f32, kPart);
     check_gathered(rank, static_cast<float*>(recv), kPart);
     rank.comm.barrier();
-    std::fill_n(static_cast<float*>(recv), kPart * size, kOverwritten);
+    overwrite(static_cast<float*>(recv), kPart * size);
     rank.comm.barrier();
   }
   auto* recv = static_cast<float*>(of_reduces->data());
