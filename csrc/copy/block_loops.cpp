@@ -14,9 +14,6 @@
 namespace shardcomm {
 namespace {
 
-// A constant trip count of 32 lets the compiler vectorise without a remainder loop.
-constexpr int kGroup = 32;
-
 template <class Code, class Src, bool kStochastic, bool kTallies>
 struct Encode {
   [[gnu::always_inline]] static void run(EncodeRun run) {
@@ -146,12 +143,16 @@ struct Decode {
   [[gnu::always_inline]] static void run(DecodeRun run) {
     auto* to = static_cast<Dst*>(run.dst);
     for (std::int64_t b = 0; b < run.blocks; ++b, to += run.block) {
-      decode_block<false>(run.codes + b * run.block, run.scales[b], run.block, to);
-      if constexpr (std::is_same_v<Dst, float>) {
-        for (int part = 1; part < run.parts; ++part) {
-          const std::int64_t at = part * run.stride;
-          decode_block<true>(run.codes + at + b * run.block, run.scales[at + b], run.block, to);
+      for (int part = 0; part < run.parts; ++part) {
+        const std::int64_t at = part * run.stride;
+        const std::uint8_t* codes = run.codes + at + b * run.block;
+        if constexpr (std::is_same_v<Dst, float>) {
+          if (run.adds || part > 0) {
+            decode_block<true>(codes, run.scales[at + b], run.block, to);
+            continue;
+          }
         }
+        decode_block<false>(codes, run.scales[at + b], run.block, to);
       }
     }
   }
@@ -237,7 +238,8 @@ void with_float(DType dtype, Visit visit) {
   return visit(float{});
 }
 
-// Loop, or where there is one the loop by hand, with Loop for each block that it leaves.
+// The loop by hand stops before a block that needs care. The portable one does that block, and the
+// loop by hand goes on behind it.
 template <class Element, class Loop, class Run>
 struct Best {
   static auto without() { return best_of<Loop, 256>(); }

@@ -10,6 +10,12 @@
 
 namespace shardcomm {
 
+// A constant trip count of 32 lets the compiler vectorise without a remainder loop, and 32 codes
+// fill a vector by hand.
+constexpr int kGroup = 32;
+// From so many parts at a time the processor reads ahead.
+constexpr int kPartsAtOnce = 16;
+
 // `blocks` whole blocks from `src`, the first of which begins at element `first` of the wire.
 struct EncodeRun {
   const void* src;
@@ -20,26 +26,25 @@ struct EncodeRun {
   std::uint64_t seed;
   std::int64_t first;
   BlockTally* tally;
-  bool streaming;  // past the caches, where a loop can do that
+  bool streaming;  // past the caches, where a loop can do that; `codes` is then aligned to 32 bytes
 
   // What follows `done` blocks of such elements.
   template <class Src>
   EncodeRun after(std::int64_t done) const {
     const std::int64_t elements = done * block;
-    return {static_cast<const Src*>(src) + elements,
-            blocks - done,
-            block,
-            codes + elements,
-            scales + done,
-            seed,
-            first + elements,
-            tally,
-            streaming};
+    EncodeRun next = *this;
+    next.src = static_cast<const Src*>(src) + elements;
+    next.blocks -= done;
+    next.codes += elements;
+    next.scales += done;
+    next.first += elements;
+    return next;
   }
 };
 
 // The elements of `blocks` whole blocks, or their sums over `parts` wire parts, each `stride` bytes
-// behind the one before, in this order. Sums are floats.
+// behind the one before, in this order. Sums are floats; they begin with what stands in `dst` if
+// `adds` is set.
 struct DecodeRun {
   const std::uint8_t* codes;  // of the first part
   const std::uint8_t* scales;
@@ -48,19 +53,18 @@ struct DecodeRun {
   std::int64_t blocks;
   int block;
   void* dst;
+  bool adds;
   bool streaming;
 
   template <class Dst>
   DecodeRun after(std::int64_t done) const {
     const std::int64_t elements = done * block;
-    return {codes + elements,
-            scales + done,
-            parts,
-            stride,
-            blocks - done,
-            block,
-            static_cast<Dst*>(dst) + elements,
-            streaming};
+    DecodeRun next = *this;
+    next.codes += elements;
+    next.scales += done;
+    next.blocks -= done;
+    next.dst = static_cast<Dst*>(dst) + elements;
+    return next;
   }
 };
 

@@ -19,7 +19,6 @@
 
 namespace shardcomm::avx2 {
 
-constexpr int kGroup = 32;  // elements, whose codes fill a vector
 constexpr std::uintptr_t kVectorBytes = 32;
 
 [[gnu::target("avx2,f16c"), gnu::always_inline]] inline __m256i all(std::uint32_t bits) {
@@ -30,7 +29,7 @@ constexpr std::uintptr_t kVectorBytes = 32;
   return _mm256_loadu_si256(static_cast<const __m256i*>(from) + i);
 }
 
-// Past the caches only to where vectors are aligned.
+// A streaming store faults unless `to` is aligned to 32 bytes.
 [[gnu::target("avx2,f16c"), gnu::always_inline]] inline void store(void* to, __m256i x,
                                                                    bool streaming) {
   if (streaming) {
@@ -40,6 +39,7 @@ constexpr std::uintptr_t kVectorBytes = 32;
   }
 }
 
+// Of bits without a sign, which have the order of integers.
 [[gnu::target("avx2,f16c"), gnu::always_inline]] inline __m256i larger(__m256i a, __m256i b) {
   return _mm256_max_epi32(a, b);
 }
@@ -51,13 +51,12 @@ constexpr std::uintptr_t kVectorBytes = 32;
   return static_cast<std::uint32_t>(_mm_cvtsi128_si32(four));
 }
 
-// What one has 32 bits for each element of, in the order in which Group<Src> reads them.
+// 32 elements with 32 bits each, in the order in which Group<Src> reads them.
 struct Wide {
   __m256i at[4];
 };
 
-// 32 elements of memory: as floats, their largest magnitude, their signs, and what becomes of them
-// as bytes.
+// How 32 elements of type Src are read, and how results are narrowed to bytes in memory's order.
 template <class Src>
 struct Group;
 
@@ -144,7 +143,7 @@ struct Rounded {
 }
 
 // Asks for a block that is encoded later: a block has so many instructions that the processor would
-// not come to its loads in time. There need be no memory at the address.
+// not come to its loads in time. A prefetch of an address without memory does nothing.
 template <class Src>
 [[gnu::target("avx2,f16c"), gnu::always_inline]] inline void fetch_ahead(const Src* block,
                                                                          int elements) {
@@ -160,7 +159,7 @@ template <class Code, class Src, bool kTallies>
   using Elements = Group<Src>;
   const auto* from = static_cast<const Src*>(run.src);
   std::uint8_t* to = run.codes;
-  // Bounds grow with the largest element, so one bound is that of all blocks.
+  // The bound grows with the largest element: that of all blocks gives the largest bound.
   std::uint32_t most = 0;
   __m256i seen = _mm256_setzero_si256();
   std::int64_t b = 0;
@@ -207,8 +206,8 @@ template <class Code, class Src, bool kTallies>
   return b;
 }
 
-// A group's codes as floats, in units of which `factor_of` says how much they are, for the scales
-// up to that of the largest number. NaN is not among them.
+// Reads a group's codes as floats. Times factor_of(scale) they are the elements, for scales at
+// which is_plain holds.
 template <class Code>
 struct Codes;
 
@@ -221,6 +220,10 @@ struct Codes<MxInt8> {
       const std::uint8_t* /*codes*/) {
     return false;
   }
+  [[gnu::target("avx2,f16c"), gnu::always_inline]] static bool are_zeros(
+      const std::uint8_t* codes) {
+    return _mm256_testz_si256(vector_at(codes, 0), vector_at(codes, 0)) != 0;
+  }
   [[gnu::target("avx2,f16c"), gnu::always_inline]] static void read(const std::uint8_t* codes,
                                                                     __m256 (&x)[4]) {
     for (int k = 0; k < 4; ++k) {
@@ -230,8 +233,9 @@ struct Codes<MxInt8> {
   }
 };
 
-// As halves, which have one more bit of exponent and seven more of fraction: 2^-8 of their values,
-// subnormal numbers among them.
+// An E4M3's bits, shifted, are a half: it has one more bit of exponent and seven more of fraction,
+// and its value is 2^-8 of the code's. The conversion of halves takes subnormal ones as they are,
+// whatever the processor is set to.
 template <>
 struct Codes<MxFp8> {
   static float factor_of(std::uint32_t scale) { return float_of_bits((scale + 8) << 23); }
@@ -239,6 +243,10 @@ struct Codes<MxFp8> {
     const __m256i nan = all(0x7f7f7f7fu);
     const __m256i magnitudes = _mm256_and_si256(vector_at(codes, 0), nan);
     return _mm256_movemask_epi8(_mm256_cmpeq_epi8(magnitudes, nan)) != 0;
+  }
+  [[gnu::target("avx2,f16c"), gnu::always_inline]] static bool are_zeros(
+      const std::uint8_t* codes) {
+    return _mm256_testz_si256(vector_at(codes, 0), all(0x7f7f7f7fu)) != 0;
   }
   [[gnu::target("avx2,f16c"), gnu::always_inline]] static void read(const std::uint8_t* codes,
                                                                     __m256 (&x)[4]) {
@@ -268,16 +276,24 @@ struct Codes<MxFp8> {
   }
 }
 
-// Whether the block is plain in every part.
+// Blocks of zeros have scale 0, and are zeros in any units.
+[[gnu::target("avx2,f16c"), gnu::always_inline]] inline std::uint32_t units_of(
+    std::uint32_t scale) {
+  return scale > kLeastPlainScale ? scale : kLeastPlainScale;
+}
+
+// Whether the loop by hand serves a block in every part. Its elements are multiples of 2^-96 then,
+// so that no sum is subnormal.
 template <class Code>
 [[gnu::target("avx2,f16c"), gnu::always_inline]] inline bool is_plain(const DecodeRun& run,
                                                                       std::int64_t block) {
   for (int part = 0; part < run.parts; ++part) {
     const std::uint32_t scale = run.scales[part * run.stride + block];
-    if (scale < kLeastPlainScale || scale > kLargestScale - Code::kMostExponent) return false;
     const std::uint8_t* codes = run.codes + part * run.stride + block * run.block;
+    if (scale > kLargestScale - Code::kMostExponent) return false;
     for (int i = 0; i < run.block; i += kGroup) {
       if (Codes<Code>::have_nan(codes + i)) return false;
+      if (scale < kLeastPlainScale && !Codes<Code>::are_zeros(codes + i)) return false;
     }
   }
   return true;
@@ -289,8 +305,8 @@ template <class Code>
                                                                   std::int64_t block, int first,
                                                                   __m256 (&x)[4]) {
   const std::uint8_t* codes = run.codes + part * run.stride + block * run.block + first;
-  const __m256 factor =
-      _mm256_set1_ps(Codes<Code>::factor_of(run.scales[part * run.stride + block]));
+  const std::uint32_t scale = run.scales[part * run.stride + block];
+  const __m256 factor = _mm256_set1_ps(Codes<Code>::factor_of(units_of(scale)));
   Codes<Code>::read(codes, x);
   for (int k = 0; k < 4; ++k) x[k] = _mm256_mul_ps(x[k], factor);
 }
@@ -303,8 +319,14 @@ template <class Code, class Dst>
     if (!is_plain<Code>(run, b)) return b;
     for (int i = 0; i < run.block; i += kGroup, to += kGroup) {
       __m256 sums[4];
-      read<Code>(run, 0, b, i, sums);
-      for (int part = 1; part < run.parts; ++part) {
+      int part = 0;
+      if (run.adds) {
+        for (int k = 0; k < 4; ++k)
+          sums[k] = _mm256_loadu_ps(reinterpret_cast<const float*>(to) + 8 * k);
+      } else {
+        read<Code>(run, part++, b, i, sums);
+      }
+      for (; part < run.parts; ++part) {
         __m256 more[4];
         read<Code>(run, part, b, i, more);
         for (int k = 0; k < 4; ++k) sums[k] = _mm256_add_ps(sums[k], more[k]);

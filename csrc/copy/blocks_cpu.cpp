@@ -120,7 +120,7 @@ void decode_cpu(const BlockFormat& format, const void* wire, std::int64_t bytes,
 
   share_blocks(format, blocks, threads, [&](std::int64_t first, std::int64_t last) {
     const auto decode = [&](std::int64_t at, std::int64_t count, void* dst, bool past_caches) {
-      kernel({codes + at * block, scales + at, 1, 0, count, block, dst, past_caches});
+      kernel({codes + at * block, scales + at, 1, 0, count, block, dst, false, past_caches});
     };
     const auto run = [&](const DecodedSegment& segment, std::int64_t begin, std::int64_t count,
                          std::int64_t at) {
@@ -146,17 +146,21 @@ void decode_sum_cpu(const BlockFormat& format, const void* wires, int parts, voi
   const FinishKernel finish = finish_kernel(epilogue);
   const auto item_bytes = static_cast<std::int64_t>(itemsize(epilogue.dtype));
   const auto* codes = static_cast<const std::uint8_t*>(wires);
-  // Sums that are stored as they are need no pass of their own, but those of a partial block.
+  // Sums that are stored as they are need no pass of their own, but those of a partial block, and
+  // of more parts than are added at once.
   const bool stored = epilogue.dtype == DType::f32 && epilogue.scale == 1.0f &&
                       !epilogue.accumulate && epilogue.nonfinite == nullptr;
-  const std::int64_t stored_blocks = stored ? count / block : 0;
-  const bool streaming = stored && is_worth_streaming(count * item_bytes);
+  const std::int64_t stored_blocks = stored && parts <= kPartsAtOnce ? count / block : 0;
+  const bool streaming = stored_blocks > 0 && is_worth_streaming(count * item_bytes);
 
   share_blocks(
       format, divide_up(count, block), threads, [&](std::int64_t first, std::int64_t last) {
         const auto sum = [&](std::int64_t at, std::int64_t blocks, float* to, bool past_caches) {
-          kernel({codes + at * block, codes + scales_at + at, parts, stride, blocks, block, to,
-                  past_caches});
+          for (int part = 0; part < parts; part += kPartsAtOnce) {
+            const std::uint8_t* from = codes + part * stride;
+            kernel({from + at * block, from + scales_at + at, std::min(parts - part, kPartsAtOnce),
+                    stride, blocks, block, to, part > 0, past_caches});
+          }
         };
         const std::int64_t end = smaller(last, stored_blocks);
         if (first < end) {

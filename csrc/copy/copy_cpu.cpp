@@ -76,7 +76,7 @@ void copy_row(const Run& run, const std::byte* src, std::byte* dst, std::int64_t
 }
 
 void copy_row_streaming(const Run& run, const std::byte* src, std::byte* dst, std::int64_t count) {
-  // So few that the processor reads the next ones while it writes these.
+  // Small enough that the processor reads the next piece while it writes this one.
   constexpr std::int64_t kBufferBytes = 512;
   alignas(kLineBytes) std::byte buffer[kBufferBytes];
   const VectorSpan span =

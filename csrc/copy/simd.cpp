@@ -1,5 +1,9 @@
 #include "copy/simd.h"
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
 #include <algorithm>
 #include <atomic>
 #include <stdexcept>
@@ -29,8 +33,11 @@ const char* name(InstructionSet set) {
 std::vector<InstructionSet> instruction_sets() {
   std::vector<InstructionSet> sets{InstructionSet::baseline};
 #if defined(__x86_64__)
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c"))
-    sets.push_back(InstructionSet::avx2);
+  // __builtin_cpu_supports does not know F16C in every compiler.
+  unsigned eax, ebx, ecx = 0, edx;
+  const bool has_f16c = __get_cpuid(1, &eax, &ebx, &ecx, &edx) != 0 && (ecx & bit_F16C) != 0;
+  if (!has_f16c || !__builtin_cpu_supports("avx2")) return sets;
+  sets.push_back(InstructionSet::avx2);
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
     sets.push_back(InstructionSet::avx512);

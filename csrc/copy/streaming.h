@@ -21,7 +21,7 @@ constexpr std::int64_t kLineBytes = 64;
 constexpr std::int64_t kStreamingRunBytes = std::int64_t{4} << 20;
 
 #if defined(__x86_64__)
-// Few stores are under way at a time: the wider, the more bytes.
+// Only few stores can be under way at a time, so wide ones move more bytes.
 [[gnu::target("avx2")]] inline void copy_streaming_avx2(std::byte* to, const std::byte* from,
                                                         std::int64_t bytes) {
   for (std::int64_t i = 0; i < bytes; i += 32) {

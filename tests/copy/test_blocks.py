@@ -185,7 +185,9 @@ def test_segments_of_any_length_land_at_their_blocks_and_gaps_are_zeros(
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(("parts", "numel"), [(1, 5), (2, 3001), (4, 64), (7, 1_300_003)])
+@pytest.mark.parametrize(
+    ("parts", "numel"), [(1, 5), (2, 3001), (4, 64), (7, 1_300_003), (40, 3001)]
+)
 def test_sums_are_those_of_the_decoded_parts_in_their_order(
     parts: int, numel: int, name: str, dtype: torch.dtype, accumulate: bool, seed: int
 ) -> None:
@@ -196,12 +198,14 @@ def test_sums_are_those_of_the_decoded_parts_in_their_order(
     decoded = torch.empty(parts, numel)
     for part in range(parts):
         wire = wires[part * nbytes :][:nbytes]
-        encode(format, [BlockSegment(torch.randn(numel, generator=generator), 0)], wire)
+        source = torch.randn(numel, generator=generator) * (1.0, 0.0, 2.0**-120)[part % 3]
+        encode(format, [BlockSegment(source, 0)], wire)
         decode(format, wire, [BlockSegment(decoded[part], 0)])
     before = torch.randn(numel, generator=generator).to(dtype)
     total = decoded[0].clone()
     for part in range(1, parts):
         total += decoded[part]
+    unscaled = total.clone()
     total *= 0.3
     expected = (before.float() + total if accumulate else total).to(dtype)
 
@@ -213,6 +217,10 @@ def test_sums_are_those_of_the_decoded_parts_in_their_order(
     )  # fmt: skip
     assert same_bits(destination, expected)
     assert nonfinite.item() == 0
+
+    plain = torch.empty(numel)  # stored as it is summed
+    decode_sum(format, wires, parts, plain, threads=2)
+    assert same_bits(plain, unscaled)
 
 
 # From 4 MiB on, results go past the caches, to where vectors are aligned.
