@@ -81,5 +81,6 @@ def _run(
     start_servers_by_forks()
     sys.argv, sys.executable = list(words), executable
     if most_bytes is not None:
+        sys.dont_write_bytecode = True  # Python would leave half of a compiled module
         resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, most_bytes))
     sys.exit(entry())
