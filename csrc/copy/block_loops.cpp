@@ -238,50 +238,46 @@ void with_float(DType dtype, Visit visit) {
   return visit(float{});
 }
 
+#if defined(__x86_64__)
 // The loop by hand stops before a block that needs care. The portable one does that block, and the
 // loop by hand goes on behind it.
-template <class Element, class Loop, class Run>
-struct Best {
-  static auto without() { return best_of<Loop, 256>(); }
-#if defined(__x86_64__)
-  template <std::int64_t (*kByHand)(const Run&)>
-  static void by_hand(Run run) {
-    while (true) {
-      run = run.template after<Element>(kByHand(run));
-      if (run.blocks == 0) return;
-      Run next = run;
-      next.blocks = 1;
-      Versions<Loop>::avx2(next);
-      run = run.template after<Element>(1);
-    }
+template <class Element, class Loop, class Run, std::int64_t (*kByHand)(const Run&)>
+void by_hand(Run run) {
+  while (true) {
+    run = run.template after<Element>(kByHand(run));
+    if (run.blocks == 0) return;
+    Run next = run;
+    next.blocks = 1;
+    Versions<Loop>::avx2(next);
+    run = run.template after<Element>(1);
   }
-  template <std::int64_t (*kByHand)(const Run&)>
-  static auto with() {
-    return instruction_set() == InstructionSet::baseline ? without() : &by_hand<kByHand>;
-  }
+}
 #endif
-};
 
 template <class Code, class Src, bool kStochastic, bool kTallies>
 EncodeKernel encode_kernel() {
-  using Kernels = Best<Src, Encode<Code, Src, kStochastic, kTallies>, EncodeRun>;
+  using Loop = Encode<Code, Src, kStochastic, kTallies>;
 #if defined(__x86_64__)
   if constexpr (!kStochastic && !std::is_same_v<Src, Half>) {
-    return Kernels::template with<avx2::encode<Code, Src, kTallies>>();
+    if (instruction_set() != InstructionSet::baseline) {
+      return by_hand<Src, Loop, EncodeRun, avx2::encode<Code, Src, kTallies>>;
+    }
   }
 #endif
-  return Kernels::without();
+  return best_of<Loop, 256>();
 }
 
 template <class Code, class Dst>
 DecodeKernel decode_kernel() {
-  using Kernels = Best<Dst, Decode<Code, Dst>, DecodeRun>;
+  using Loop = Decode<Code, Dst>;
 #if defined(__x86_64__)
   if constexpr (!std::is_same_v<Dst, Half>) {
-    return Kernels::template with<avx2::decode<Code, Dst>>();
+    if (instruction_set() != InstructionSet::baseline) {
+      return by_hand<Dst, Loop, DecodeRun, avx2::decode<Code, Dst>>;
+    }
   }
 #endif
-  return Kernels::without();
+  return best_of<Loop, 256>();
 }
 
 }  // namespace

@@ -13,7 +13,8 @@ namespace shardcomm {
 // A constant trip count of 32 lets the compiler vectorise without a remainder loop, and 32 codes
 // fill a vector by hand.
 constexpr int kGroup = 32;
-// From so many parts at a time the processor reads ahead.
+// A processor reads ahead in a few dozen places at most. With more parts than that, each read
+// waits.
 constexpr int kPartsAtOnce = 16;
 
 // `blocks` whole blocks from `src`, the first of which begins at element `first` of the wire.
