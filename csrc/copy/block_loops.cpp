@@ -154,6 +154,11 @@ struct Decode {
         }
         decode_block<false>(codes, run.scales[at + b], run.block, to);
       }
+      if constexpr (std::is_same_v<Dst, float>) {
+        if (run.scale != 1.0f) {
+          for (int i = 0; i < run.block; ++i) to[i] *= run.scale;
+        }
+      }
     }
   }
 

@@ -45,7 +45,7 @@ struct EncodeRun {
 
 // The elements of `blocks` whole blocks, or their sums over `parts` wire parts, each `stride` bytes
 // behind the one before, in this order. Sums are floats; they begin with what stands in `dst` if
-// `adds` is set.
+// `adds` is set, and are stored times `scale`.
 struct DecodeRun {
   const std::uint8_t* codes;  // of the first part
   const std::uint8_t* scales;
@@ -55,6 +55,7 @@ struct DecodeRun {
   int block;
   void* dst;
   bool adds;
+  float scale;
   bool streaming;
 
   template <class Dst>

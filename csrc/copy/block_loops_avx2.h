@@ -315,6 +315,7 @@ template <class Code, class Dst>
 [[gnu::target("avx2,f16c")]] std::int64_t decode(const DecodeRun& run) {
   auto* to = static_cast<Dst*>(run.dst);
   const bool streaming = run.streaming && reinterpret_cast<std::uintptr_t>(to) % kVectorBytes == 0;
+  const __m256 scale = _mm256_set1_ps(run.scale);
   for (std::int64_t b = 0; b < run.blocks; ++b) {
     if (!is_plain<Code>(run, b)) return b;
     for (int i = 0; i < run.block; i += kGroup, to += kGroup) {
@@ -330,6 +331,9 @@ template <class Code, class Dst>
         __m256 more[4];
         read<Code>(run, part, b, i, more);
         for (int k = 0; k < 4; ++k) sums[k] = _mm256_add_ps(sums[k], more[k]);
+      }
+      if constexpr (std::is_same_v<Dst, float>) {
+        for (int k = 0; k < 4; ++k) sums[k] = _mm256_mul_ps(scale, sums[k]);
       }
       put(to, sums, streaming);
     }

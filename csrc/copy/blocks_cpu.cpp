@@ -120,7 +120,7 @@ void decode_cpu(const BlockFormat& format, const void* wire, std::int64_t bytes,
 
   share_blocks(format, blocks, threads, [&](std::int64_t first, std::int64_t last) {
     const auto decode = [&](std::int64_t at, std::int64_t count, void* dst, bool past_caches) {
-      kernel({codes + at * block, scales + at, 1, 0, count, block, dst, false, past_caches});
+      kernel({codes + at * block, scales + at, 1, 0, count, block, dst, false, 1.0f, past_caches});
     };
     const auto run = [&](const DecodedSegment& segment, std::int64_t begin, std::int64_t count,
                          std::int64_t at) {
@@ -146,10 +146,11 @@ void decode_sum_cpu(const BlockFormat& format, const void* wires, int parts, voi
   const FinishKernel finish = finish_kernel(epilogue);
   const auto item_bytes = static_cast<std::int64_t>(itemsize(epilogue.dtype));
   const auto* codes = static_cast<const std::uint8_t*>(wires);
-  // Sums that are stored as they are need no pass of their own, but those of a partial block, and
-  // of more parts than are added at once.
-  const bool stored = epilogue.dtype == DType::f32 && epilogue.scale == 1.0f &&
-                      !epilogue.accumulate && epilogue.nonfinite == nullptr;
+  // Sums that are stored as floats need no pass of their own, but those of a partial block, and of
+  // more parts than are added at once.
+  const bool stored =
+      epilogue.dtype == DType::f32 && !epilogue.accumulate && epilogue.nonfinite == nullptr;
+  const float scale = stored ? epilogue.scale : 1.0f;
   const std::int64_t stored_blocks = stored && parts <= kPartsAtOnce ? count / block : 0;
   const bool streaming = stored_blocks > 0 && is_worth_streaming(count * item_bytes);
 
@@ -158,8 +159,9 @@ void decode_sum_cpu(const BlockFormat& format, const void* wires, int parts, voi
         const auto sum = [&](std::int64_t at, std::int64_t blocks, float* to, bool past_caches) {
           for (int part = 0; part < parts; part += kPartsAtOnce) {
             const std::uint8_t* from = codes + part * stride;
-            kernel({from + at * block, from + scales_at + at, std::min(parts - part, kPartsAtOnce),
-                    stride, blocks, block, to, part > 0, past_caches});
+            const int rest = parts - part;
+            kernel({from + at * block, from + scales_at + at, std::min(rest, kPartsAtOnce), stride,
+                    blocks, block, to, part > 0, rest > kPartsAtOnce ? 1.0f : scale, past_caches});
           }
         };
         const std::int64_t end = smaller(last, stored_blocks);

@@ -218,9 +218,10 @@ def test_sums_are_those_of_the_decoded_parts_in_their_order(
     assert same_bits(destination, expected)
     assert nonfinite.item() == 0
 
-    plain = torch.empty(numel)  # stored as it is summed
-    decode_sum(format, wires, parts, plain, threads=2)
-    assert same_bits(plain, unscaled)
+    for scale, sums in ((1.0, unscaled), (0.3, total)):  # stored as they are summed
+        stored = torch.empty(numel)
+        decode_sum(format, wires, parts, stored, scale=scale, threads=2)
+        assert same_bits(stored, sums)
 
 
 # From 4 MiB on, results go past the caches, to where vectors are aligned.
