@@ -105,9 +105,10 @@ void bind_stream(py::module_& m) {
       m, "Event",
       "A point in a stream's work. It fires when all work before that point has finished, or has "
       "failed.\n\n`Stream.record` makes it.")
-      .def("query", &Event::query)
-      .def("wait", &wait)
-      .def("seconds_since", &Event::seconds_since, py::arg("earlier"));
+      .def("query", &Event::query, "Whether the event has fired. It never blocks and never raises.")
+      .def("wait", &wait, "Blocks the host until the event has fired. Ctrl-C ends the wait.")
+      .def("seconds_since", &Event::seconds_since, py::arg("earlier"),
+           "The seconds from `earlier` to this event.");
 
   py::class_<Stream, std::shared_ptr<Stream>>(
       m, "Stream",
@@ -116,40 +117,57 @@ void bind_stream(py::module_& m) {
       "and\n`Stream.from_cuda` are streams of a GPU. `Stream.caller` runs everything at once in "
       "the "
       "calling thread.")
-      .def(py::init([] { return shared(make_thread_stream()); }))
-      .def_static("caller", [] { return shared(make_caller_stream()); })
+      .def(py::init([] { return shared(make_thread_stream()); }),
+           "Starts a worker thread, which ends with this object, after the work that was queued.")
       .def_static(
-          "cuda", [](int device) { return shared(make_cuda_stream(device)); }, py::arg("device"))
+          "caller", [] { return shared(make_caller_stream()); },
+          "A stream whose work runs at once, in the thread that queues it, and whose events have "
+          "fired.")
+      .def_static(
+          "cuda", [](int device) { return shared(make_cuda_stream(device)); }, py::arg("device"),
+          "A new stream of a GPU, which does not synchronise with the default stream.")
       .def_static(
           "from_cuda",
           [](int device, std::uintptr_t handle) {
             return shared(borrow_cuda_stream(device, reinterpret_cast<NativeStream>(handle)));
           },
-          py::arg("device"), py::arg("handle"))
+          py::arg("device"), py::arg("handle"),
+          "A CUDA stream that belongs to somebody else, and must live longer than this object.")
       .def_property_readonly(
           "handle",
-          [](const Stream& stream) { return reinterpret_cast<std::uintptr_t>(stream.native()); })
-      .def("enqueue",
-           [](Stream& stream, py::function function) {
-             stream.enqueue(
-                 [callable = Callable(std::move(function))](NativeStream) { callable(); });
-           })
+          [](const Stream& stream) { return reinterpret_cast<std::uintptr_t>(stream.native()); },
+          "The cudaStream_t; 0 on a CPU.")
+      .def(
+          "enqueue",
+          [](Stream& stream, py::function function) {
+            stream.enqueue(
+                [callable = Callable(std::move(function))](NativeStream) { callable(); });
+          },
+          py::arg("function"), "Runs a callable after all earlier work.")
       .def(
           "copy",
           [](Stream& stream, std::uintptr_t dst, std::uintptr_t src, std::size_t nbytes) {
             stream.copy(reinterpret_cast<void*>(dst), reinterpret_cast<const void*>(src), nbytes);
           },
-          py::arg("dst"), py::arg("src"), py::arg("nbytes"), py::call_guard<WithoutLock>())
-      .def_property_readonly("capturing", &Stream::capturing)
-      .def("record", &Stream::record, py::arg("timed") = false)
+          py::arg("dst"), py::arg("src"), py::arg("nbytes"), py::call_guard<WithoutLock>(),
+          "Copies memory after all earlier work. Both ends must stay valid until the copy is done.")
+      .def_property_readonly(
+          "capturing", &Stream::capturing,
+          "Whether the stream is being captured in a CUDA graph, so that nothing runs now.")
+      .def("record", &Stream::record, py::arg("timed") = false,
+           "An event at this point of the stream.")
       .def(
           "wait",
           [](Stream& stream, std::shared_ptr<Event> event) {
             const InterruptibleWait scope;
             stream.wait(std::move(event));
           },
-          py::arg("event").none(false))
-      .def("synchronize", [](Stream& stream) { wait(*stream.record()); });
+          py::arg("event").none(false),
+          "Makes later work of this stream start after `event`. Only `caller()` blocks for that.")
+      .def(
+          "synchronize", [](Stream& stream) { wait(*stream.record()); },
+          "Blocks the host until all work that was queued has finished; raises what that work has "
+          "raised.");
 }
 
 }  // namespace shardcomm::bindings
