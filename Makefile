@@ -47,7 +47,7 @@ demo: setup
 	$(BIN)/shardcomm train
 
 test: setup
-	$(BIN)/python -m pytest -n 3 --dist worksteal
+	$(BIN)/python -m pytest -n 3 --dist worksteal $(OPTIONS)
 
 test-fast: setup
 	$(BIN)/python -m pytest -n 3 --dist worksteal --fast

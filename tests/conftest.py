@@ -6,9 +6,10 @@ import gc
 import multiprocessing
 import os
 import random
+import re
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--blocks", type=int, default=2000, help="how many hard blocks each format encodes"
     )
     parser.addoption(
+        "--not-skipped", metavar="REGEX", help="fail what is skipped for such a reason"
+    )
+    parser.addoption(
         "--coverage-table",
         type=Path,
         metavar="FILE",
@@ -105,6 +109,27 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     starters = {"launch", "launched", "get_context", "processes", "command", "commands", "refusal"}
     if any(not starters.isdisjoint(vars(module)) for module in modules):
         forkserver.ensure_running()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, Any]:
+    return _failed_if_not_to_be_skipped((yield), item.config)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, Any, Any]:
+    return _failed_if_not_to_be_skipped((yield), collector.config)
+
+
+def _failed_if_not_to_be_skipped(report: Any, config: pytest.Config) -> Any:
+    pattern = config.option.not_skipped
+    if pattern is None or not report.skipped or hasattr(report, "wasxfail"):
+        return report
+    _, _, reason = report.longrepr
+    if re.search(pattern, reason):
+        report.outcome = "failed"
+        report.longrepr = f"{reason}: --not-skipped={pattern} forbids that"
+    return report
 
 
 def pytest_report_header(config: pytest.Config) -> str:
