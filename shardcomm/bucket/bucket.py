@@ -27,6 +27,7 @@ from shardcomm.bucket.block_gather import BlockGather, BlockWire
 from shardcomm.bucket.offload import Offload
 from shardcomm.bucket.reduction import Reduction
 from shardcomm.bucket.shard_gradients import ShardGradients
+from shardcomm.bucket.side_streams import SideStreams
 from shardcomm.bucket.staging import Staging
 from shardcomm.comm.agreement import difference, layout_items
 from shardcomm.comm.bound_collective import BoundCollective
@@ -161,9 +162,7 @@ class Bucket:
             self.shard = offload.zeros(numel, dtype)
         self.full = self._full_buffer(full_buffer)
         self._sent = self.shard if offload is None else offload.staged(self.shard)
-        self._gather_recv, self._gather_send = self.full, self._sent
-        if self.param_dtype == dtype:  # else they are converted on the way
-            self._gather_recv, self._gather_send = movable(self.full), movable(self._sent)
+        self._gather_recv, self._gather_send = movable(self.full), movable(self._sent)
         self._gather_counts = _moved_counts(layout, self._sent, self._gather_send)
         self.block_gather: BlockGather | None = None
         if gather_format is not None and comm.size > 1:
@@ -187,6 +186,9 @@ class Bucket:
             full_view(flat, p) for flat, p in zip(flats, layout.placements, strict=True)
         )
         self.gradients = ShardGradients(self.shard, self.shards, placed)
+        if replicas is not None and replicas.size == 1:
+            replicas = None
+        self._side = SideStreams(comm, replicas, offloads=offload is not None, streams=streams)
         self.reduction = Reduction(
             layout,
             comm,
@@ -198,7 +200,7 @@ class Bucket:
             replicas=replicas,
             staging=staging,
             offload=offload,
-            streams=streams,
+            side=self._side,
             tag=tag,
             replica_tag=replica_tag,
         )
@@ -303,7 +305,7 @@ class Bucket:
         if self.full is self.shard:
             self.comm.check()  # raises where a gather with other ranks would
             return DONE
-        if self.block_gather is not None or self.reduction.goes_aside(async_op):
+        if self.block_gather is not None or self._side.take(async_op):
             work = self._gather_aside(self._bound_gather)
             if not async_op:
                 work.wait()
@@ -329,7 +331,7 @@ class Bucket:
         check_type("gathered_shards", "flat", flat, torch.Tensor, "a torch.Tensor")
         recv, send = movable(flat), movable(self._sent)
         counts = _moved_counts(self.layout, self._sent, send)
-        if self.reduction.goes_aside(False):
+        if self._side.take(False):
             bound = self.comm.bind_all_gather(recv, send, counts=counts, tag=self._tag)
             self._gather_aside(bound).wait()
         else:
@@ -359,20 +361,20 @@ class Bucket:
         full = flat.new_empty(self.layout.flat_numel)
         recv, send = movable(full), movable(flat)
         counts = _moved_counts(self.layout, flat, send)
-        if self.reduction.goes_aside(True):
-            streams = self.reduction.streams
+        if self._side.take(True):
+            streams = self._side.streams
             gather = self.comm.bind_all_gather(recv, send, counts=counts, tag=self._tag)
             gathered = gather.queue(streams.gather, streams.computed())
-            Work(gathered, self.reduction.compute, recv, send).wait()
+            Work(gathered, self._side.compute, recv, send).wait()
         else:
             self.comm.all_gather(recv, send, counts=counts, tag=self._tag)
         return full_view(full, placement).contiguous().to(held.device)
 
     def _gather_aside(self, gather: BoundCollective | BlockGather) -> Work:
-        streams = self.reduction.streams
+        streams = self._side.streams
         if self.offload is not None:  # beside computation that still reads the full buffer
             self.offload.fetch(self.shard, streams.gather)
-        return Work(gather.queue(streams.gather, streams.computed()), self.reduction.compute, self)
+        return Work(gather.queue(streams.gather, streams.computed()), self._side.compute, self)
 
     @cached_property
     def _bound_gather(self) -> BoundCollective | BlockGather:

@@ -26,20 +26,14 @@ from shardcomm.arguments.dtype import FLOATS
 from shardcomm.bucket.full_gradients import FullGradients, Sources
 from shardcomm.bucket.offload import Offload
 from shardcomm.bucket.shard_gradients import ShardGradients
+from shardcomm.bucket.side_streams import SideStreams
 from shardcomm.bucket.staging import Staging
 from shardcomm.comm.bound_collective import BoundReduction
 from shardcomm.comm.communicator import Communicator
 from shardcomm.copy.blocks import ReduceFormat
 from shardcomm.copy.wire_stats import WireError, WireStats
 from shardcomm.layout.layout import Layout
-from shardcomm.stream.streams import (
-    AnyStream,
-    Streams,
-    compute_stream,
-    computing,
-    keep_until,
-    on_host,
-)
+from shardcomm.stream.streams import AnyStream, compute_stream, keep_until
 from shardcomm.stream.work import DONE, Work
 
 
@@ -63,11 +57,9 @@ class Reduction:
 
     Attributes:
         epilogue: What is done with the mean, from the next reduce on.
-        has_peers: Whether gradients of other ranks, in `comm` or among the replicas, take part in the mean.
         buffer: The buffer into which gradients are packed; None until the first reduce, unless it was given.
         replicas: The ranks that hold the same shard; None if there are no others.
         staging: The buffer in which replicas all-reduce; None without replicas.
-        compute: A function that returns the stream on which torch computes; None: the host computes.
     """
 
     def __init__(
@@ -83,13 +75,13 @@ class Reduction:
         replicas: Communicator | None,
         staging: Staging | None,
         offload: Offload | None,
-        streams: Streams | None,
+        side: SideStreams,
         tag: int,
         replica_tag: int,
     ) -> None:
         self.epilogue = _AS_IT_IS
         self.buffer = buffer
-        self.replicas = replicas if replicas is not None and replicas.size > 1 else None
+        self.replicas = replicas
         self.staging: Staging | None = None
         self._layout = layout
         self._comm = comm
@@ -99,10 +91,8 @@ class Reduction:
         self._stats = None if self._format is None else WireStats()
         _check_format(format, comm, self.replicas, reduce_dtype)
         self._offload = offload
-        self._given_streams = streams
+        self._side = side
         self._tag, self._replica_tag = tag, replica_tag
-        self.compute = None if on_host(comm.device) else computing(comm.device)
-        self.has_peers = comm.size > 1 or self.replicas is not None
         self._full = FullGradients(layout, param_dtype, reduce_dtype)
         if self.replicas is not None:
             self.staging = staging or Staging(
@@ -123,14 +113,6 @@ class Reduction:
         """The bytes of the gradients of this rank's shard, in the dtype in which they are reduced."""
         return self._layout.shard_numels[self._comm.rank] * self._dtype.itemsize
 
-    def goes_aside(self, async_op: bool) -> bool:
-        """Whether a gather or a reduce with this `async_op` goes to a stream of its own.
-
-        With an offload it always does, so that the buckets use the offload's staging in turn. Without peers there is no
-        rank to wait for, and the work takes less time than handing it over would.
-        """
-        return self._offload is not None or (async_op and self.has_peers)
-
     def take_error(self) -> WireError | None:
         """What the format has cost this rank's partial sums since this was called last; None without a format.
 
@@ -138,8 +120,8 @@ class Reduction:
         """
         if self._stats is None:
             return None
-        if self.streams.reduced is not None:
-            self.streams.reduced.wait()
+        if self._side.streams.reduced is not None:
+            self._side.streams.reduced.wait()
         return self._stats.take()
 
     def pack(self, grads: Sequence[torch.Tensor | None], *, async_op: bool = False) -> bool:
@@ -155,7 +137,7 @@ class Reduction:
         Returns:
             Whether there is something to reduce. On a rank alone the gradients are the mean already.
         """
-        aside = self.goes_aside(async_op)
+        aside = self._side.take(async_op)
         sources = self._full.checked(grads)
         if not self._needs_no_other():
             self._packed = self._free_buffer(aside=aside)
@@ -166,12 +148,12 @@ class Reduction:
         if not aside:
             self._pack_mean(sources, self._gradients.flat)
             return False
-        stream = self.streams.reduce
+        stream = self._side.streams.reduce
         with self._gradient(stream) as grad:
             # Wait until the last content of the offload's staging has left it.
-            self.streams.compute().wait(stream.record())
+            self._side.streams.compute().wait(stream.record())
             self._pack_mean(sources, grad)
-            self.streams.after_compute(stream)
+            self._side.streams.after_compute(stream)
         return False
 
     def _pack_mean(self, sources: Sources, grad: torch.Tensor) -> None:
@@ -190,7 +172,7 @@ class Reduction:
         Returns:
             The Work to wait for.
         """
-        aside = self.goes_aside(async_op)
+        aside = self._side.take(async_op)
         packed, self._packed = self._packed, None
         if packed is None:
             return DONE
@@ -213,7 +195,7 @@ class Reduction:
                 tag=self._tag,
             )
             return DONE
-        with self._gradient(self.streams.reduce) as grad:
+        with self._gradient(self._side.streams.reduce) as grad:
             work = self._reduce_aside(packed, grad, epilogue, self._adds)
         if not aside:
             work.wait()
@@ -228,13 +210,13 @@ class Reduction:
         Returns:
             The Work to wait for.
         """
-        aside = self.goes_aside(async_op)
+        aside = self._side.take(async_op)
         assert self.replicas is not None
         assert self.staging is not None
         if self._put_off is not None:
             self._stage_put_off(self._put_off, self.staging, aside=aside)
         epilogue = self.epilogue
-        stream = self.streams.replicate if aside else None
+        stream = self._side.streams.replicate if aside else None
         if self.staging.filled is not None:
             (stream or compute_stream(self._comm.device)).wait(self.staging.filled)
         self.replicas.all_reduce(self._staged, "avg", tag=self._replica_tag, stream=stream)
@@ -249,7 +231,7 @@ class Reduction:
                 stream=stream,
             )
         self.staging.free = None if work is None else work.event
-        return Work(self.staging.free, self.compute, self)
+        return Work(self.staging.free, self._side.compute, self)
 
     def forget(self) -> None:
         """Drops the sum for which an all-reduce was put off."""
@@ -264,7 +246,7 @@ class Reduction:
             )
         stream = self._stream_of_put_off(aside=aside)
         if aside:
-            self.streams.after_compute(stream)
+            self._side.streams.after_compute(stream)
         event = self._comm.reduce_scatter(
             self._put_off,
             packed,
@@ -277,8 +259,8 @@ class Reduction:
         if self.staging is not None and packed is self._staged:  # see `_free_buffer`
             self.staging.free = event
         if aside:
-            self.streams.reduced = event
-        return Work(event, self.compute, self, packed, self._put_off)
+            self._side.streams.reduced = event
+        return Work(event, self._side.compute, self, packed, self._put_off)
 
     def _stage_put_off(self, summed: torch.Tensor, staging: Staging, *, aside: bool) -> None:
         """Moves the sum of the put-off reduces to the staging buffer, in the dtype in which it is all-reduced."""
@@ -299,14 +281,14 @@ class Reduction:
         """
         if not aside:
             return compute_stream(self._comm.device)
-        return self.streams.replicate if self._comm.size == 1 else self.streams.reduce
+        return self._side.streams.replicate if self._comm.size == 1 else self._side.streams.reduce
 
     def _reduce_to_staging(self, packed: torch.Tensor, staging: Staging, *, aside: bool) -> Work:
         """Reduces `packed` into the staging buffer, in which `all_reduce` goes on."""
         if packed is self._staged:  # see `_free_buffer`
             staging.filled = compute_stream(self._comm.device).record()
             return DONE
-        stream = self.streams.reduce if aside else compute_stream(self._comm.device)
+        stream = self._side.streams.reduce if aside else compute_stream(self._comm.device)
         if staging.free is not None:
             stream.wait(staging.free)
         if not aside:
@@ -316,7 +298,7 @@ class Reduction:
             )
             return DONE
         work = self._reduce_aside(packed, self._staged, _AS_IT_IS, adds=False)
-        staging.filled = self.streams.reduced
+        staging.filled = self._side.streams.reduced
         return work
 
     def _reduce_aside(
@@ -333,14 +315,14 @@ class Reduction:
                 stats=self._stats,
             )
             self._bound = packed, bound
-        streams, reduce = self.streams, self._bound[1]
+        streams, reduce = self._side.streams, self._bound[1]
         scale, nonfinite = epilogue
         streams.reduced = reduce(streams.reduce, streams.computed(), into, scale, adds, nonfinite)
-        return Work(streams.reduced, self.compute, self, packed, into, nonfinite)
+        return Work(streams.reduced, self._side.compute, self, packed, into, nonfinite)
 
     def _needs_no_other(self) -> bool:
         """Whether this rank's gradients are the mean, and are packed straight into the shard's."""
-        if self.has_peers:
+        if self._side.has_peers:
             return False
         if self._gradients.dtype in FLOATS:  # in which a pack computes
             return True
@@ -368,20 +350,15 @@ class Reduction:
         numel = self._layout.flat_numel
         if self._comm.size == 1:  # a dtype in which no pack computes, such as float64
             return torch.empty(numel, dtype=self._dtype, device=self._comm.device)
-        if aside and self.streams.reduced is not None:
-            self.streams.compute().wait(self.streams.reduced)
+        if aside and self._side.streams.reduced is not None:
+            self._side.streams.compute().wait(self._side.streams.reduced)
         if self.buffer is None:
             self.buffer = self._comm.allocate(numel, dtype=self._dtype, use="reduce")
         return self.buffer
 
     def _computing(self) -> AnyStream | None:
         """The stream on which torch computes; None: the host computes."""
-        return None if self.compute is None else self.compute()
-
-    @cached_property
-    def streams(self) -> Streams:
-        """The side streams of the bucket's gathers and reduces, made when they are first needed."""
-        return self._given_streams or self._comm.streams
+        return None if self._side.compute is None else self._side.compute()
 
 
 def _check_format(
