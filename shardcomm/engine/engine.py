@@ -66,7 +66,7 @@ class Engine:
         units: Sequence[ShardedUnit],
         plan: Callable[[Sequence[Trigger], bool], Schedule],
         order: Sequence[Trigger],
-        check: Callable[[], None],
+        check_memory: Callable[[], None],
         on_nonfinite: OnNonfinite,
         *,
         strategy: str,
@@ -95,7 +95,7 @@ class Engine:
             self._together,
             plan,
             order,
-            check,
+            check_memory,
             may_be_left_out,
         )
         self._hooks = [hook for unit in units for hook in self._step.install(unit)]

@@ -61,7 +61,7 @@ class Gradients:
     def begin_backward(self) -> None:
         """Forgets what the reduces of the backward before left."""
         for unit in self._units:
-            unit.gradients.end()
+            unit.gradients.reset()
         if self._on_nonfinite is not None:
             self._nonfinite.zero_()
 

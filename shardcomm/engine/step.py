@@ -39,9 +39,9 @@ from shardcomm.schedule.schedule import Schedule
 from shardcomm.schedule.triggers import Phase, Trigger
 from shardcomm.sharded import unit_io
 from shardcomm.sharded.apart import Apart, nobodys_gradient
+from shardcomm.sharded.awaited_backward import AwaitedBackward
 from shardcomm.sharded.hooks import run_eagerly, weakly
 from shardcomm.sharded.sharded_unit import BACKWARD, FORWARD, IDLE, ShardedUnit
-from shardcomm.sharded.unit_gradients import Call
 from shardcomm.sharded.unit_io import NOTHING_ENTERED
 from shardcomm.sharded.unit_param import UnitParam
 
@@ -58,7 +58,7 @@ class Step:
         together: FailingTogether,
         plan: Callable[[Sequence[Trigger], bool], Schedule],
         order: Sequence[Trigger],
-        check: Callable[[], None],
+        check_memory: Callable[[], None],
         may_be_left_out: Sequence[ShardedUnit],
     ) -> None:
         self._units = units
@@ -67,7 +67,7 @@ class Step:
         self._actions = actions
         self._gradients = gradients
         self._together = together
-        self._check = check
+        self._check_memory = check_memory
         self._may_be_left_out = may_be_left_out
         self._containers = Containers(units[0].module)
 
@@ -137,11 +137,11 @@ class Step:
         self._actions.require(unit)
         unit.follow_freezing()
         unit.show_full()
-        call = Call(unit.gradients.open_calls, unit.on_backward_end)
-        args, kwargs, entered = unit_io.enter(args, kwargs, unit.input_dtype, call)
+        backward = AwaitedBackward(unit.gradients.awaited, unit.on_backward_end)
+        args, kwargs, entered = unit_io.enter(args, kwargs, unit.input_dtype, backward)
         unit.entered = entered
         if entered and not recompute:
-            call.open()
+            backward.begin()
         if not entered and torch.is_grad_enabled():
             # No input announces a backward that does not pass the unit's outputs, such as one of features that a hook
             # took. Gradients do.
@@ -433,7 +433,7 @@ class Step:
 
     def _end_of_backward(self) -> None:
         for unit in self._units:
-            unit.gradients.end_calls()
+            unit.gradients.end_backward()
             if unit.gradients.came_unannounced:
                 unit.check_unmarked_backward()
                 unit.gradients.begin()
@@ -458,7 +458,7 @@ class Step:
         self._in_backward = False
         if self._actions.sync and self._actions.all_reduces:
             self._gradients.publish()
-            self._check()
+            self._check_memory()
         else:
             for unit in self._units:
                 unit.gradients.keep()

@@ -15,7 +15,7 @@ rank, another rank may have used it. The ranks ask each other once for all units
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from enum import Enum
 from itertools import islice
 
@@ -100,36 +100,6 @@ class ParamGradient:
         self.used = False
 
 
-class Call:
-    """A forward of a unit, for the mark at its inputs, whose backward calls it.
-
-    While it is open, gradients of its backward are awaited. It closes when that backward has ended, or when the graph
-    is freed: the loss of a forward may be dropped.
-
-    Args:
-        open_calls: The open calls of the unit, by their `id`.
-        on_end: What is called when the backward has ended.
-    """
-
-    __slots__ = ("_on_end", "_open_calls")
-
-    def __init__(self, open_calls: set[int], on_end: Callable[[], None]) -> None:
-        self._open_calls = open_calls
-        self._on_end = on_end
-
-    def open(self) -> None:
-        """Has the unit's gradients wait for it."""
-        self._open_calls.add(id(self))
-
-    def __call__(self) -> None:
-        """Closes it: its backward has ended."""
-        self._open_calls.discard(id(self))
-        self._on_end()
-
-    def __del__(self) -> None:
-        self._open_calls.discard(id(self))
-
-
 class UnitGradients:
     """The one owner of a unit's gradients.
 
@@ -138,7 +108,7 @@ class UnitGradients:
         early: Whether they may be published before backward has ended.
         reduces: The reduces under way, to be waited for.
         all_reduces: The all-reduces under way, to be waited for.
-        open_calls: The forwards whose backward has not come yet, each a `Call`, by its `id`.
+        awaited: The backwards that have yet to come, each an `AwaitedBackward`, by its `id`.
         awaits_replicas: Whether an all-reduce is to come.
     """
 
@@ -151,13 +121,13 @@ class UnitGradients:
         self.all_reduces: list[Work] = []
         self._name = name
         self._buckets = list(buckets)
-        self._dropped = [
+        self._droppable = [
             bucket.gradients
             for bucket, _ in self._buckets
             if bucket.offload is None and bucket.layout.world_size > 1
         ]
         self._params = [param for _, params in self._buckets for param in params]
-        self.open_calls: set[int] = set()
+        self.awaited: set[int] = set()
         self._trained = self._buckets  # those whose gradients this backward leaves
         self.awaits_replicas = False
         self._kept = False  # whether `keep` has ended a backward since the latest was published
@@ -198,14 +168,14 @@ class UnitGradients:
         with plain():
             return any([grad_of(param.full) is not None for param in self._params])
 
-    def end_calls(self) -> None:
-        """Notes that backward has ended, also for calls to which it did not come."""
-        self.open_calls.clear()
+    def end_backward(self) -> None:
+        """Notes that backward has ended: what it did not come to is awaited no more."""
+        self.awaited.clear()
 
     @property
     def complete(self) -> bool:
         """Whether backward has left all gradients that will be reduced."""
-        return self.stage is LOCAL and not self.open_calls
+        return self.stage is LOCAL and not self.awaited
 
     def keep(self) -> None:
         """Ends a backward that is not reduced.
@@ -288,7 +258,7 @@ class UnitGradients:
         if hooked:
             self.drop()
 
-    def end(self) -> None:
+    def reset(self) -> None:
         """Before a backward: forgets that the one before has published gradients."""
         if self.stage is READY:
             self.stage = EMPTY
@@ -303,7 +273,7 @@ class UnitGradients:
                     param.forget()
         self._await_no_reduce()
         self.stage = EMPTY
-        self.open_calls.clear()
+        self.awaited.clear()
         self.awaits_replicas = False
 
     def drop(self) -> None:
@@ -311,7 +281,7 @@ class UnitGradients:
 
         Pinned memory and the gradients of whole units are kept, since to allocate as much again takes a CPU long.
         """
-        for gradients in self._dropped:
+        for gradients in self._droppable:
             gradients.drop()
 
     @property

@@ -50,7 +50,7 @@ def test_dataclasses_are_opened(ranks: int) -> None:
         for net in (model, plain):
             net(values(3, WIDTH)).state.square().sum().backward()
         # Each was reduced in turn, as soon as backward had left it.
-        assert not any(unit.gradients.open_calls for unit in engine.units)
+        assert not any(unit.gradients.awaited for unit in engine.units)
         assert_same_gradients(engine, model, plain)
 
     run_threads(body, ranks)
