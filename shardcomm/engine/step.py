@@ -1,6 +1,6 @@
 """A training step, as hooks of modules and autograd see it: they fire triggers, and a schedule says what each sets off.
 
-The file reads in the order in which a step happens. For each unit:
+The file reads in the order in which a step happens; what is no plain step comes last. For each unit:
 
     pre_forward     wait until its parameters are gathered (mostly a prefetch began that before); show the full ones
     post_forward    show this rank's rows again; release the slot if another unit needs it
@@ -148,31 +148,6 @@ class Step:
             unit.watch_gradients()
         return args, kwargs
 
-    def _check_apart(self, unit: ShardedUnit, apart: Apart) -> None:
-        """Raises RuntimeError if a forward of `unit` inside of `gathered` cannot be right."""
-        if torch.is_grad_enabled() and apart.is_shown:
-            raise nobodys_gradient("a forward with gradients enabled", unit)
-        if unit is not self._root and self._root.state is not FORWARD:
-            return
-        if any(u.converts and u.apart is None for u in self._units):
-            raise RuntimeError(
-                "a forward of the model inside of engine.gathered() of a part of it: with mixed precision the rest "
-                "computes in another dtype; gather the whole model by engine.gathered()"
-            )
-
-    def _enter_transformed(
-        self, unit: ShardedUnit, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """A forward inside of torch.func's transforms.
-
-        There no mark can announce a backward. So the parameters are unsharded, into memory that stays.
-        """
-        with unit_io.outside_transforms():
-            unit.in_transform = unit.unsharded is None
-            self._unshard(unit)
-        args, kwargs = unit_io.cast((args, kwargs), unit.input_dtype)
-        return args, kwargs
-
     def _begin_forward(self) -> None:
         """Begins a step. Parameters that were gathered before are stale, since the optimizer may have stepped."""
         _check_not_recorded(self._root)
@@ -191,48 +166,6 @@ class Step:
         """Drops the casts of parameters that autocast has kept from an earlier forward, which had other values."""
         if torch.is_autocast_enabled(self._device.type):
             torch.clear_autocast_cache()
-
-    def _unshard(self, unit: ShardedUnit) -> None:
-        if unit.apart is not None:
-            raise RuntimeError(
-                f"unshard of unit {unit.name!r} inside of engine.gathered(), where its full parameters are shown "
-                "already; call it after that context"
-            )
-        if unit.unsharded is not None:
-            return
-        if unit_io.in_backward():
-            raise RuntimeError(f"unshard of unit {unit.name!r}: autograd runs; call it before")
-        self._actions.wait_all()  # what is queued comes first, on every rank
-        unit.unsharded = Apart(
-            unit, self._together, to_compute=True, on_gradient=weakly(self._on_unsharded_gradient)
-        )
-
-    def reshard(self, unit: ShardedUnit) -> None:
-        """Ends what `unit.unshard()` began; without it, does nothing."""
-        unsharded, unit.unsharded = unit.unsharded, None
-        if unsharded is None:
-            return
-        try:
-            unsharded.check()
-        finally:
-            unit.show_shard()
-            if unit.state is not IDLE:
-                unit.show_full()
-
-    def settle(self) -> None:
-        """Waits for what is queued, and forgets a step that an exception ended, with the gradients of its backward."""
-        for unit in self._units:
-            if unit.state is not IDLE:
-                unit.show_shard()
-                unit.state = IDLE
-                unit.entered = NOTHING_ENTERED
-            if self._in_backward:
-                unit.gradients.forget()
-        self._actions.forget_waiting()
-        self._in_backward = self._backward_failed = False
-        # Results are dropped here. If a rank has failed, the next collective says so.
-        with contextlib.suppress(CommError):
-            self._actions.wait_all()
 
     def post_forward(self, unit: ShardedUnit, output: Any, *, method: bool = False) -> Any:
         """A forward of the unit, or a `method` registered as one, has returned; returns its output, cast and marked."""
@@ -283,28 +216,6 @@ class Step:
             self._actions.wait_all()
         self._actions.wait_host()  # the user may write shards now
 
-    def _leave_transform(self, unit: ShardedUnit) -> None:
-        if unit.in_transform:
-            unit.in_transform = False
-            with unit_io.outside_transforms():
-                self.reshard(unit)
-
-    def forward_failed(self, unit: ShardedUnit) -> None:
-        """A forward of the unit was ended by an exception, which the model itself may catch: it shows rows again."""
-        unit.entered = NOTHING_ENTERED
-        # Shown by `gathered`; or recomputed, as far as its backward needs.
-        if unit.apart is not None or unit.state is BACKWARD:
-            return
-        if unit.state is FORWARD:  # what it has come to so far is not part of the step's order
-            reached = len(self._seen)
-            while reached and self._seen[reached - 1] != unit.pre_forward:
-                reached -= 1
-            del self._seen[max(reached - 1, 0) :]
-        unit.state = IDLE
-        unit.take_change()
-        self._leave_transform(unit)
-        unit.show_shard()
-
     def _end_forward(self) -> None:
         """Ends the root's forward: from this step's backward on, the schedule is for the order that was seen."""
         order = tuple(self._seen)
@@ -354,54 +265,6 @@ class Step:
         self._at_end = weakref.ref(at_end, self._let_go)
         torch.autograd.Variable._execution_engine.queue_callback(at_end)
 
-    def _let_go(self, _at_end: object) -> None:
-        """Autograd has dropped its callback, since a backward has ended.
-
-        A backward that raised has left full parameters in the model. The user's `zero_grad` comes next, and must see
-        this rank's rows.
-        """
-        if self._in_backward:
-            self._backward_failed = True
-            for unit in self._units:
-                if unit.state is BACKWARD:
-                    unit.show_shard()
-
-    def _on_unsharded_gradient(
-        self, unit: ShardedUnit, param: UnitParam, grad: torch.Tensor
-    ) -> None:
-        """Takes a gradient of an unsharded parameter.
-
-        It is reduced together with the gradients that the unit's own forward and backward leave, or after these.
-        """
-        if self._backward_failed:
-            self.settle()
-        if not self._in_backward:
-            self._begin_backward()
-        with plain():
-            grad, other = grad.detach().to_dense(), grad_of(param.full)
-            set_grad(param.full, grad if other is None else other.to_dense() + grad)
-        unit.gradients.begin()
-
-    def _on_shard_gradient(
-        self, unit: ShardedUnit, param: UnitParam, grad: torch.Tensor
-    ) -> torch.Tensor:
-        """Takes a gradient of a whole parameter from outside of its unit's forward; returns what `.grad` gets.
-
-        Raises:
-            RuntimeError: It cannot be added to the gradients of the unit's forward.
-        """
-        shard, full = param.shard, param.full
-        if unit_io.in_autograd_grad(shard):
-            param.whole.refuse_autograd_grad()
-        if shard._post_accumulate_grad_hooks or param.distribution is not None:
-            raise RuntimeError(
-                f"backward: a gradient came to {param.name!r} from outside of the forward of unit {unit.name!r}, which "
-                "a DTensor does not take, nor a parameter with register_post_accumulate_grad_hook; compute in that "
-                "forward, or between unshard() and reshard() of the unit"
-            )
-        self._on_unsharded_gradient(unit, param, grad.to(full.device, full.dtype))
-        return grad.new_zeros(()).expand_as(grad)
-
     def _check_thread(self) -> None:
         """RuntimeError where a backward of thread ranks on one GPU would wait for ever.
 
@@ -418,18 +281,18 @@ class Step:
             self._on_gradient(unit)
         self._release_from_backward(unit)
 
+    def _on_gradient(self, unit: ShardedUnit, _param: object = None) -> None:
+        """A gradient is complete in a unit whose outputs cannot announce its backward."""
+        if unit.state is not BACKWARD:
+            unit.check_unmarked_backward()
+            self._pre_backward(unit)
+
     def _release_from_backward(self, unit: ShardedUnit) -> None:
         if unit.began is not None:
             self._actions.end_compute(unit, unit.began, "backward")
         unit.show_shard()
         unit.state = IDLE
         self._fire(unit.post_backward)
-
-    def _on_gradient(self, unit: ShardedUnit, _param: object = None) -> None:
-        """A gradient is complete in a unit whose outputs cannot announce its backward."""
-        if unit.state is not BACKWARD:
-            unit.check_unmarked_backward()
-            self._pre_backward(unit)
 
     def _end_of_backward(self) -> None:
         for unit in self._units:
@@ -466,6 +329,147 @@ class Step:
     def _fire(self, trigger: Trigger) -> None:
         for act, unit in self._current.get(trigger, ()):
             act(unit)
+
+    # What an exception leaves of a step.
+
+    def forward_failed(self, unit: ShardedUnit) -> None:
+        """A forward of the unit was ended by an exception, which the model itself may catch: it shows rows again."""
+        unit.entered = NOTHING_ENTERED
+        # Shown by `gathered`; or recomputed, as far as its backward needs.
+        if unit.apart is not None or unit.state is BACKWARD:
+            return
+        if unit.state is FORWARD:  # what it has come to so far is not part of the step's order
+            reached = len(self._seen)
+            while reached and self._seen[reached - 1] != unit.pre_forward:
+                reached -= 1
+            del self._seen[max(reached - 1, 0) :]
+        unit.state = IDLE
+        unit.take_change()
+        self._leave_transform(unit)
+        unit.show_shard()
+
+    def _let_go(self, _at_end: object) -> None:
+        """Autograd has dropped its callback, since a backward has ended.
+
+        A backward that raised has left full parameters in the model. The user's `zero_grad` comes next, and must see
+        this rank's rows.
+        """
+        if self._in_backward:
+            self._backward_failed = True
+            for unit in self._units:
+                if unit.state is BACKWARD:
+                    unit.show_shard()
+
+    def settle(self) -> None:
+        """Waits for what is queued, and forgets a step that an exception ended, with the gradients of its backward."""
+        for unit in self._units:
+            if unit.state is not IDLE:
+                unit.show_shard()
+                unit.state = IDLE
+                unit.entered = NOTHING_ENTERED
+            if self._in_backward:
+                unit.gradients.forget()
+        self._actions.forget_waiting()
+        self._in_backward = self._backward_failed = False
+        # Results are dropped here. If a rank has failed, the next collective says so.
+        with contextlib.suppress(CommError):
+            self._actions.wait_all()
+
+    # Full parameters beside the slots: by `gathered` and `unshard`, and inside of torch.func's transforms.
+
+    def _check_apart(self, unit: ShardedUnit, apart: Apart) -> None:
+        """Raises RuntimeError if a forward of `unit` inside of `gathered` cannot be right."""
+        if torch.is_grad_enabled() and apart.is_shown:
+            raise nobodys_gradient("a forward with gradients enabled", unit)
+        if unit is not self._root and self._root.state is not FORWARD:
+            return
+        if any(u.converts and u.apart is None for u in self._units):
+            raise RuntimeError(
+                "a forward of the model inside of engine.gathered() of a part of it: with mixed precision the rest "
+                "computes in another dtype; gather the whole model by engine.gathered()"
+            )
+
+    def _unshard(self, unit: ShardedUnit) -> None:
+        if unit.apart is not None:
+            raise RuntimeError(
+                f"unshard of unit {unit.name!r} inside of engine.gathered(), where its full parameters are shown "
+                "already; call it after that context"
+            )
+        if unit.unsharded is not None:
+            return
+        if unit_io.in_backward():
+            raise RuntimeError(f"unshard of unit {unit.name!r}: autograd runs; call it before")
+        self._actions.wait_all()  # what is queued comes first, on every rank
+        unit.unsharded = Apart(
+            unit, self._together, to_compute=True, on_gradient=weakly(self._on_unsharded_gradient)
+        )
+
+    def reshard(self, unit: ShardedUnit) -> None:
+        """Ends what `unit.unshard()` began; without it, does nothing."""
+        unsharded, unit.unsharded = unit.unsharded, None
+        if unsharded is None:
+            return
+        try:
+            unsharded.check()
+        finally:
+            unit.show_shard()
+            if unit.state is not IDLE:
+                unit.show_full()
+
+    def _enter_transformed(
+        self, unit: ShardedUnit, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """A forward inside of torch.func's transforms.
+
+        There no mark can announce a backward. So the parameters are unsharded, into memory that stays.
+        """
+        with unit_io.outside_transforms():
+            unit.in_transform = unit.unsharded is None
+            self._unshard(unit)
+        args, kwargs = unit_io.cast((args, kwargs), unit.input_dtype)
+        return args, kwargs
+
+    def _leave_transform(self, unit: ShardedUnit) -> None:
+        if unit.in_transform:
+            unit.in_transform = False
+            with unit_io.outside_transforms():
+                self.reshard(unit)
+
+    def _on_unsharded_gradient(
+        self, unit: ShardedUnit, param: UnitParam, grad: torch.Tensor
+    ) -> None:
+        """Takes a gradient of an unsharded parameter.
+
+        It is reduced together with the gradients that the unit's own forward and backward leave, or after these.
+        """
+        if self._backward_failed:
+            self.settle()
+        if not self._in_backward:
+            self._begin_backward()
+        with plain():
+            grad, other = grad.detach().to_dense(), grad_of(param.full)
+            set_grad(param.full, grad if other is None else other.to_dense() + grad)
+        unit.gradients.begin()
+
+    def _on_shard_gradient(
+        self, unit: ShardedUnit, param: UnitParam, grad: torch.Tensor
+    ) -> torch.Tensor:
+        """Takes a gradient of a whole parameter from outside of its unit's forward; returns what `.grad` gets.
+
+        Raises:
+            RuntimeError: It cannot be added to the gradients of the unit's forward.
+        """
+        shard, full = param.shard, param.full
+        if unit_io.in_autograd_grad(shard):
+            param.whole.refuse_autograd_grad()
+        if shard._post_accumulate_grad_hooks or param.distribution is not None:
+            raise RuntimeError(
+                f"backward: a gradient came to {param.name!r} from outside of the forward of unit {unit.name!r}, which "
+                "a DTensor does not take, nor a parameter with register_post_accumulate_grad_hook; compute in that "
+                "forward, or between unshard() and reshard() of the unit"
+            )
+        self._on_unsharded_gradient(unit, param, grad.to(full.device, full.dtype))
+        return grad.new_zeros(()).expand_as(grad)
 
 
 run_eagerly(
