@@ -8,16 +8,7 @@ One interface, several transports::
     local  N ranks as threads of one process              compiled core: memory of a CPU or of one GPU
     c10d   whatever torch.distributed reaches             any ProcessGroup
 
-Every rank calls the same collectives in the same order. A collective that is given a `stream` is queued there, and
-returns at once with a `Work` to wait for; it keeps its tensors alive until its end. Without a stream a collective is
-part of what torch computes, and returns nothing: on a CPU it blocks until this rank's part is done, and on a GPU it
-goes to the current stream.
-
-If a rank dies, calls something else or does not come within the deadline, every surviving rank raises `CommError`.
-After that the communicator only raises.
-
-Gathers (`all_gather`, `broadcast`, `barrier`) and reduces (`reduce_scatter`, `all_reduce`) are separate channels: a
-gather and a reduce may run at once.
+The docstrings here are the contract of all transports. `core.py` and `c10d.py` implement it.
 """
 
 from __future__ import annotations
@@ -59,11 +50,16 @@ class Communicator(ABC):
     Made by `from_env` (the ranks that a launcher started), `from_process_group` (the ranks of a torch group) or
     `local_group` (threads of this process). As a context manager it closes itself at the end.
 
-    Every rank calls the same collectives in the same order. A collective with a `stream` is queued there, and returns a
-    [`Work`][shardcomm.Work]; without a stream it is part of what torch computes, and returns None. If a rank dies,
-    calls something else or does not come within the deadline, every surviving rank raises
-    [`CommError`][shardcomm.CommError], and the communicator only raises from then on. A gather (`all_gather`,
-    `broadcast`, `barrier`) and a reduce (`reduce_scatter`, `all_reduce`) may run at once.
+    Every rank calls the same collectives in the same order. A collective with a `stream` is queued there, and at once
+    returns a [`Work`][shardcomm.Work] to wait for; it keeps its tensors alive until its end. Without a stream a
+    collective is part of what torch computes, and returns None: on a CPU it blocks until this rank's part is done, and
+    on a GPU it goes to the current stream.
+
+    If a rank dies, calls something else or does not come within the deadline, every surviving rank raises
+    [`CommError`][shardcomm.CommError], and the communicator only raises from then on.
+
+    Gathers (`all_gather`, `broadcast`, `barrier`) and reduces (`reduce_scatter`, `all_reduce`) are separate channels: a
+    gather and a reduce may run at once.
 
     Operands are contiguous tensors, or arrays of other libraries that can be seen as such (NumPy, CuPy, JAX, Numba), of
     any shape: their elements count in order.
@@ -408,8 +404,7 @@ class Communicator(ABC):
             stream: As in `all_gather`.
 
         Returns:
-            The Work to wait for if `stream` is given. Without one None, as torch.distributed's functions return: what
-            torch computes next comes after the collective, and there is nothing to wait for.
+            As `all_gather`.
 
         Raises:
             TypeError: As `all_gather`.
@@ -455,8 +450,7 @@ class Communicator(ABC):
             stream: As in `all_gather`.
 
         Returns:
-            The Work to wait for if `stream` is given. Without one None, as torch.distributed's functions return: what
-            torch computes next comes after the collective, and there is nothing to wait for.
+            As `all_gather`.
 
         Raises:
             TypeError: As `all_gather`.
@@ -492,8 +486,7 @@ class Communicator(ABC):
             stream: As in `all_gather`.
 
         Returns:
-            The Work to wait for if `stream` is given. Without one None, as torch.distributed's functions return: what
-            torch computes next comes after the collective, and there is nothing to wait for.
+            As `all_gather`.
 
         Raises:
             TypeError: As `all_gather`.
@@ -525,8 +518,7 @@ class Communicator(ABC):
                 host waits.
 
         Returns:
-            The Work to wait for if `stream` is given. Without one None, as torch.distributed's functions return: what
-            torch computes next comes after the collective, and there is nothing to wait for.
+            As `all_gather`.
 
         Raises:
             CommError: As `all_gather`.
