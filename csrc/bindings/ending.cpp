@@ -30,8 +30,7 @@ void wait_for_held() {
       with_lock([left] {
         PySys_WriteStderr(
             "shardcomm: this process ends when its streams have run what they were given, and "
-            "other "
-            "hosts have answered; Python callables left: %d (Ctrl-C drops them)\n",
+            "other hosts have answered; Python callables left: %d (Ctrl-C drops them)\n",
             static_cast<int>(left));
       });
     }

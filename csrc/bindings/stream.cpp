@@ -115,8 +115,7 @@ void bind_stream(py::module_& m) {
       "Runs the work that it is given, in order: collectives, copies and Python callables.\n\n"
       "`Stream()` is a worker thread of this process, for communication on a CPU. `Stream.cuda` "
       "and\n`Stream.from_cuda` are streams of a GPU. `Stream.caller` runs everything at once in "
-      "the "
-      "calling thread.")
+      "the calling thread.")
       .def(py::init([] { return shared(make_thread_stream()); }),
            "Starts a worker thread, which ends with this object, after the work that was queued.")
       .def_static(

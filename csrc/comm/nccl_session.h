@@ -37,9 +37,10 @@
 
 namespace shardcomm {
 
-// A collective between two events. Its turn on the stream comes when `start` has fired and the
-// channel's earlier collectives are done; then its deadline begins. `end` fires when it is done.
-struct Watched {
+// A call whose work lies between two events. Its turn on the stream comes when `start` has fired
+// and the channel's earlier collectives are done; then its deadline begins. `end` fires when the
+// work is done.
+struct WatchedCall {
   Call call;
   std::shared_ptr<Event> start;
   std::shared_ptr<Event> end;
@@ -51,13 +52,13 @@ struct Watched {
 // well before the driver's own queue is full and NCCL would block in it.
 struct WatchRing {
   static constexpr std::uint64_t kMost = 256;
-  std::array<Watched, kMost> slots;
+  std::array<WatchedCall, kMost> slots;
   std::uint64_t issued = 0;
   std::uint64_t retired = 0;
 
   bool empty() const { return issued == retired; }
   bool full() const { return issued - retired == kMost; }
-  Watched& at(std::uint64_t number) { return slots[number % kMost]; }
+  WatchedCall& at(std::uint64_t number) { return slots[number % kMost]; }
 };
 
 // Communication memory that is registered with NCCL. It is freed with its last owner, which is
@@ -178,7 +179,7 @@ class NcclSession : public std::enable_shared_from_this<NcclSession> {
   void look(NcclChannel& channel);
   void look_at_nccl(NcclChannel& channel);
   bool idle() const;
-  const Watched* on_device(NcclChannel& channel);
+  const WatchedCall* on_device(NcclChannel& channel);
   void end_channels();
   void abort_channels();
   void watch_abort(const std::atomic<bool>& freed);
@@ -272,7 +273,7 @@ class NcclUse {
   NcclSession& session_;
   NcclChannel& channel_;
   std::vector<std::shared_ptr<Registered>> gone_;  // freed when the channel is no longer in use
-  Watched* watched_ = nullptr;
+  WatchedCall* watched_ = nullptr;
   unsigned long long capture_ = 0;
 };
 

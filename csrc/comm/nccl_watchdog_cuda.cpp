@@ -84,7 +84,7 @@ std::vector<Pending> NcclSession::pending() {
     const char* name = channel == &gathers ? "gather" : "reduce";
     WatchRing& ring = channel->ring;
     for (std::uint64_t i = ring.retired; i != ring.issued; ++i) {
-      const Watched& watched = ring.at(i);
+      const WatchedCall& watched = ring.at(i);
       if (query(*watched.end) == cudaSuccess) continue;
       add(name, watched.call, watched.started ? watched.since : Clock::time_point::max());
     }
@@ -107,7 +107,7 @@ void NcclSession::look(NcclChannel& channel) {
   }
   WatchRing& ring = channel.ring;
   for (std::uint64_t i = ring.retired; i != ring.issued; ++i) {
-    Watched& watched = ring.at(i);
+    WatchedCall& watched = ring.at(i);
     cudaError_t state = query(*watched.end);
     if (state == cudaSuccess) {
       if (i == ring.retired) ++ring.retired;
@@ -169,12 +169,12 @@ bool NcclSession::destroy_channels() {
 
 // The channel's oldest collective, if its turn has come and it is not done; retires those that are.
 // Needs the mutex.
-const Watched* NcclSession::on_device(NcclChannel& channel) {
+const WatchedCall* NcclSession::on_device(NcclChannel& channel) {
   const RelaxedCapture relaxed;
   WatchRing& ring = channel.ring;
   while (!ring.empty() && query(*ring.at(ring.retired).end) != cudaErrorNotReady) ++ring.retired;
   if (ring.empty()) return nullptr;
-  Watched& oldest = ring.at(ring.retired);
+  WatchedCall& oldest = ring.at(ring.retired);
   if (!oldest.started && query(*oldest.start) == cudaSuccess) {
     oldest.started = true;
     oldest.since = Clock::now();
@@ -194,7 +194,7 @@ void NcclSession::watch_abort(const std::atomic<bool>& freed) {
   std::unique_lock<std::mutex> lock(mutex_);
   while (!freed && !(gathers.ring.empty() && reduces.ring.empty())) {
     for (NcclChannel* channel : {&gathers, &reduces}) {
-      const Watched* left = on_device(*channel);
+      const WatchedCall* left = on_device(*channel);
       if (left == nullptr) continue;
       const std::chrono::duration<double> stayed = Clock::now() - std::max(aborted, left->since);
       if (stayed > deadline) end_process(left->call);
