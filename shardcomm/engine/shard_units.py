@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from itertools import cycle
 
 import torch
-from torch import nn
 
 from shardcomm.bucket.block_gather import BlockWire
 from shardcomm.bucket.bucket import Bucket
@@ -15,8 +14,8 @@ from shardcomm.bucket.offload import Offload
 from shardcomm.bucket.secondary_shard import SecondaryShard
 from shardcomm.bucket.staging import Staging
 from shardcomm.comm.mesh import Mesh
+from shardcomm.engine.materialization import materialize_unit, move_buffers
 from shardcomm.parameter.holders import Holders
-from shardcomm.parameter.optimizer_steps import replaced
 from shardcomm.parameter.tensor_parallel import local, with_same
 from shardcomm.sharded.sharded_unit import ShardedUnit
 from shardcomm.unit.buffer_bytes import (
@@ -110,11 +109,11 @@ def shard_units(
     memory = {pool: _Memory(holders[pool].mesh, its) for pool, its in by_pool(units).items()}
     users = Counter(slot_of)
     device = holders[units[0].pool].mesh.device
-    _move_buffers(units[0].unit.module, device)
+    move_buffers(units[0].unit.module, device)
     sharded = []
     for index, (grouped, slot) in enumerate(zip(units, slot_of, strict=True)):
         unit, ranks = grouped.unit, holders[grouped.pool]
-        _materialize_unit(unit, device)
+        materialize_unit(unit, device)
         buckets = memory[grouped.pool].buckets(grouped, slots[slot])
         for bucket, group in zip(buckets, grouped.groups, strict=True):
             _load(bucket, group.params, ranks)
@@ -143,19 +142,6 @@ def shard_units(
     return sharded
 
 
-def _move_buffers(model: nn.Module, device: torch.device) -> None:
-    """Moves the model's buffers to `device`, and materialises modules on the meta device that have no parameters there.
-
-    Modules that have some are materialised unit by unit.
-    """
-    for module in model.modules():
-        if _meta(module._buffers) and not _meta(module._parameters):
-            _materialize(module, device)
-        for name, tensor in module._buffers.items():
-            if tensor is not None and not tensor.is_meta:
-                module._buffers[name] = tensor.to(device)
-
-
 def _slot(mesh: Mesh, nbytes: int) -> torch.Tensor:
     """The memory of one slot, into which units are gathered."""
     if mesh.secondary is not None and mesh.shard.transport in ("shm", "local"):
@@ -171,123 +157,6 @@ def _output_dtype(
     """The dtype of a unit's outputs: `fully_shard`'s for the model itself, and a unit's own policy's for that unit."""
     own = unit.policy.mixed_precision is not None
     return precision.output_dtype if is_root or own else None
-
-
-def check_modules(model: nn.Module, device: torch.device) -> None:
-    """Looks for modules that cannot be sharded.
-
-    Raises:
-        ValueError: A module of `model` cannot be initialised on `device`, is TorchScript's, or would change a gathered
-            parameter.
-    """
-    for name, module in model.named_modules():
-        here = f"{type(module).__name__} {name!r}"
-        on_meta = [*_meta(module._parameters), *_meta(module._buffers)]
-        if on_meta and not hasattr(module, "reset_parameters"):
-            raise ValueError(
-                f"{here} has {', '.join(on_meta)} on the meta device and no reset_parameters() to "
-                f"initialise them; add one, or build the model on {device}"
-            )
-        if isinstance(module, torch.jit.ScriptModule) and any(
-            True for _ in module.parameters(recurse=False)
-        ):
-            raise ValueError(
-                f"{here} is compiled by TorchScript, which takes no hooks and no other parameters; give the module "
-                "as it was before torch.jit.script, and compile the sharded model by torch.compile"
-            )
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
-            raise ValueError(
-                f"{here} has max_norm={module.max_norm}, by which its forward changes the gathered "
-                "weight, not the shard that is kept; leave it out, and renormalise after the optimizer's step"
-            )
-
-
-def check_memory(units: Sequence[UnitParams]) -> None:
-    """Looks for parameters that have memory in common with another one, or with a buffer: they would drift apart.
-
-    Views with gaps, such as a column of a matrix, are not looked at.
-
-    Raises:
-        ValueError: There are such parameters.
-    """
-    spans = [
-        (*span, "parameter", owned.name)
-        for unit in units
-        for owned in unit.params
-        if (span := _span(local(owned.param)))
-    ]
-    spans += [
-        (*span, "buffer", name)
-        for name, buffer in units[0].module.named_buffers()
-        if type(buffer) is torch.Tensor and (span := _span(buffer))
-    ]
-    reached = {"parameter": (0, ""), "buffer": (0, "")}  # where those before end, at most
-    for begin, end, kind, name in sorted(spans):
-        for other_kind, (other_end, other) in reached.items():
-            if begin < other_end and "parameter" in (kind, other_kind):
-                raise ValueError(
-                    f"{other_kind} {other!r} and {kind} {name!r} have the same memory, and would be two once they are "
-                    "sharded; tie parameters by one nn.Parameter, as by module.weight = other.weight, before "
-                    "fully_shard, and make views of a parameter, such as its transpose, in forward"
-                )
-        reached[kind] = max(reached[kind], (end, name))
-
-
-def _span(tensor: torch.Tensor) -> tuple[int, int] | None:
-    """The addresses at which a tensor begins and ends, if it has all of the memory between them."""
-    if tensor.is_meta or tensor.layout is not torch.strided or not tensor.numel():
-        return None
-    reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-    if reach != tensor.numel():
-        return None
-    return tensor.data_ptr(), tensor.data_ptr() + reach * tensor.element_size()
-
-
-def _meta(tensors: Mapping[str, torch.Tensor | None]) -> list[str]:
-    return [name for name, tensor in tensors.items() if tensor is not None and tensor.is_meta]
-
-
-def _materialize_unit(unit: UnitParams, device: torch.device) -> None:
-    """Materialises every module with a parameter of the unit on the meta device.
-
-    Of a tied parameter the values in its first place count.
-    """
-    for owned in unit.params:
-        for module, _ in owned.places:
-            if _meta(module._parameters):
-                _materialize(module, device)
-        module, attribute = owned.places[0]
-        param = module._parameters[attribute]
-        assert param is not None
-        if param is not owned.param:
-            replaced(owned.param, owned.name)
-        owned.param = param
-
-
-def _materialize(module: nn.Module, device: torch.device) -> None:
-    """Gives the module's own tensors on the meta device memory on `device`, and values by `reset_parameters`.
-
-    The module's other tensors keep their values.
-    """
-    kept = [
-        (tensor, tensor.detach().clone())
-        for tensor in (*module._parameters.values(), *module._buffers.values())
-        if tensor is not None and not tensor.is_meta
-    ]
-    for name in _meta(module._parameters):
-        param = module._parameters[name]
-        assert param is not None
-        empty = torch.empty_like(param, device=device)
-        module._parameters[name] = made = nn.Parameter(empty, requires_grad=param.requires_grad)
-        vars(made).update(vars(param))
-    for name in _meta(module._buffers):
-        buffer = module._buffers[name]
-        assert buffer is not None
-        module._buffers[name] = torch.empty_like(buffer, device=device)
-    module.reset_parameters()  # type: ignore[operator]
-    with torch.no_grad():
-        for tensor, value in kept:
-            tensor.copy_(value)
 
 
 def _load(bucket: Bucket, params: Sequence[OwnedParam], holders: Holders) -> None:

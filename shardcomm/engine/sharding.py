@@ -19,7 +19,8 @@ from shardcomm.engine.engine import Engine
 from shardcomm.engine.fsdp2_names import told_arguments
 from shardcomm.engine.gradients import OnNonfinite
 from shardcomm.engine.meshes import check_secondary, made_for, mesh_of, meshes_of
-from shardcomm.engine.shard_units import check_memory, check_modules, shard_units
+from shardcomm.engine.model_checks import check_modules, check_separate_memory
+from shardcomm.engine.shard_units import shard_units
 from shardcomm.engine.sharded_modules import is_sharded, remember
 from shardcomm.parameter import backward_inputs, optimizer_steps
 from shardcomm.parameter.holders import Holders
@@ -196,7 +197,7 @@ def fully_shard(
         pools = [pool_of[mesh] for mesh in meshes]
         grouped = group_units(found, policies, pools, granularity, shard_dim, owner_cost)
         first_guess = schedule_units(order, grouped, rest, slots=slots)
-        check_memory(found)
+        check_separate_memory(found)
         planned = MemoryPlan.of_units(grouped, rest, first_guess, main.size)
         items = {pool: list(items_of(model, its)) for pool, its in by_pool(grouped).items()}
 
