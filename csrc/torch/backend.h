@@ -16,6 +16,7 @@
 #include "group.h"
 #include "make_group.h"
 #include "monitored_barrier.h"
+#include "premultiplied.h"
 
 namespace shardcomm_torch {
 
@@ -219,6 +220,10 @@ class Backend final : public c10d::Backend {
   }
 
   WorkPointer allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) override {
+    if (is_premultiplied(opts)) {
+      multiply("all_reduce", tensors, opts.reduceOp);
+      return allreduce(tensors, summing(opts));
+    }
     if (auto* gloo = group_.hand_to_gloo("all_reduce")) {
       return reduce_on_gloo(tensors, opts,
                             [&](const auto& opts) { return gloo->allreduce(tensors, opts); });
@@ -240,6 +245,10 @@ class Backend final : public c10d::Backend {
 
   WorkPointer allreduce_coalesced(Tensors& tensors,
                                   const c10d::AllreduceCoalescedOptions& opts) override {
+    if (is_premultiplied(opts)) {
+      multiply("all_reduce_coalesced", tensors, opts.reduceOp);
+      return allreduce_coalesced(tensors, summing(opts));
+    }
     if (auto* gloo = group_.hand_to_gloo("all_reduce_coalesced")) {
       return reduce_on_gloo(tensors, opts, [&](const auto& opts) {
         return gloo->allreduce_coalesced(tensors, opts);
@@ -254,6 +263,14 @@ class Backend final : public c10d::Backend {
   }
 
   WorkPointer reduce(Tensors& tensors, const c10d::ReduceOptions& opts) override {
+    if (is_premultiplied(opts)) {
+      if (opts.rootRank == getRank()) {
+        multiply("reduce", tensors, opts.reduceOp);
+        return reduce(tensors, summing(opts));
+      }
+      Tensors terms = products("reduce", tensors, opts.reduceOp);  // only the root's is written
+      return reduce(terms, summing(opts));
+    }
     if (auto* gloo = group_.hand_to_gloo("reduce")) {
       return reduce_on_gloo(tensors, opts,
                             [&](const auto& opts) { return gloo->reduce(tensors, opts); });
@@ -265,6 +282,11 @@ class Backend final : public c10d::Backend {
 
   WorkPointer reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                              const c10d::ReduceScatterOptions& opts) override {
+    if (is_premultiplied(opts)) {
+      const Tensors& parts = only("reduce_scatter: input_list", inputs);
+      std::vector<Tensors> terms{products("reduce_scatter", parts, opts.reduceOp)};
+      return reduce_scatter(outputs, terms, summing(opts));
+    }
     if (auto* gloo = group_.hand_to_gloo("reduce_scatter")) {
       return reduce_on_gloo(outputs, opts, [&](const auto& opts) {
         return gloo->reduce_scatter(outputs, inputs, opts);
@@ -281,6 +303,10 @@ class Backend final : public c10d::Backend {
 
   WorkPointer _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                    const c10d::ReduceScatterOptions& opts) override {
+    if (is_premultiplied(opts)) {
+      Tensors terms = products("reduce_scatter_tensor", {input}, opts.reduceOp);
+      return _reduce_scatter_base(output, terms.front(), summing(opts));
+    }
     if (auto* gloo = group_.hand_to_gloo("reduce_scatter_tensor")) {
       return reduce_on_gloo({output}, opts, [&](const auto& opts) {
         return gloo->_reduce_scatter_base(output, input, opts);
@@ -294,6 +320,10 @@ class Backend final : public c10d::Backend {
 
   WorkPointer reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                               const c10d::ReduceScatterOptions& opts) override {
+    if (is_premultiplied(opts)) {
+      Tensors terms = products("reduce_scatter_tensor", inputs, opts.reduceOp);
+      return reduce_scatter_tensor_coalesced(outputs, terms, summing(opts));
+    }
     if (auto* gloo = group_.hand_to_gloo("reduce_scatter_tensor")) {
       return reduce_on_gloo(outputs, opts, [&](const auto& opts) {
         return gloo->reduce_scatter_tensor_coalesced(outputs, inputs, opts);
@@ -317,11 +347,9 @@ class Backend final : public c10d::Backend {
     const bool integers =
         !results.empty() && c10::isIntegralType(results.front().scalar_type(), false);
     if (opts.reduceOp != c10d::ReduceOp::AVG || !integers) return reduce(opts);
-    Options sum = opts;
-    sum.reduceOp = c10d::ReduceOp::SUM;
     return group_.begin(group_.reduces, opts,
                         {c10d::OpType::UNKNOWN, "shardcomm:average_of_integers"}, results, results,
-                        [this, results, summed = reduce(sum)] {
+                        [this, results, summed = reduce(summing(opts))] {
                           summed->wait();
                           const c10::InferenceMode mode;  // as in Flat
                           for (const at::Tensor& result : results) {

@@ -99,8 +99,8 @@ struct Reduced {
       default:
         C10_THROW_ERROR(ValueError,
                         c10::str(operation,
-                                 ": op is one of NCCL alone (PREMUL_SUM); accepted: SUM, AVG, "
-                                 "PRODUCT, MIN, MAX, BAND, BOR and BXOR"));
+                                 ": op is none of those accepted: SUM, AVG, PRODUCT, MIN, MAX, "
+                                 "BAND, BOR, BXOR and PREMUL_SUM"));
     }
   }
 };

@@ -161,7 +161,9 @@ def fully_shard(
         Wang et al., "ZeRO++: Extremely Efficient Collective Communication for Giant Model Training", arXiv 2306.10209.
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model is a {type(model).__name__}; it must be a torch.nn.Module")
+        raise TypeError(
+            f"model is a {type(model).__name__}; it must be the whole model, a torch.nn.Module; units= names parts"
+        )
     if on_nonfinite not in (None, "raise", "skip"):
         raise ValueError(f"on_nonfinite is {on_nonfinite!r}; accepted: 'raise', 'skip', None")
     if any(map(is_sharded, model.modules())):

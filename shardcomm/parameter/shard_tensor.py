@@ -244,6 +244,15 @@ class ShardTensor(torch.Tensor):
             "whole tensors of a checkpoint. (To stage one for async_save, take DCP's DefaultStager.)"
         )
 
+    def __getattr__(self, name: str) -> NoReturn:
+        """Torch asks it of what is not there. An AttributeError, since programs try attributes to know DTensors."""
+        if name in _OF_DTENSORS:
+            raise AttributeError(
+                f"{self!r} has no {name}, which entries of FSDP2's state dicts have: it is this rank's part alone. "
+                f"Take engine.full_state_dict(), or {name} of the parameter if it has one. {SAVE_BY}"
+            )
+        raise AttributeError(f"'{type(self).__name__}' object has no attribute {name!r}")
+
     def __deepcopy__(self, memo: Any) -> ShardTensor:
         return self.part.of(self.held.clone())  # its own values, not the memory around them
 
@@ -299,6 +308,8 @@ def load_value(current: torch.Tensor, value: torch.Tensor) -> None:
     else:
         current.copy_(value)
 
+
+_OF_DTENSORS = {"device_mesh", "full_tensor", "placements", "redistribute", "to_local"}
 
 _COPIES = {
     torch.ops.aten._to_copy.default,

@@ -227,6 +227,27 @@ def test_a_model_is_not_pickled(strategy: str, closed: bool) -> None:
     with_sharded(body, strategy=strategy)
 
 
+@pytest.mark.parametrize("name", ["full_tensor", "to_local", "placements"])
+def test_a_state_dicts_entries_say_that_they_are_no_dtensors(name: str) -> None:
+    """As scripts with FSDP2 take them to make a whole checkpoint."""
+
+    def body(model: Tied, engine: Engine, twin: Tied) -> None:
+        entry = next(iter(model.state_dict().values()))
+        with pytest.raises(AttributeError, match=rf"no {name}.* Take engine.full_state_dict\(\)"):
+            getattr(entry, name)
+        assert not hasattr(entry, "something_else")
+
+    with_sharded(body)
+
+
+def test_a_group_of_modules_is_no_model() -> None:
+    def body(comm: Communicator) -> None:
+        with pytest.raises(TypeError, match=r"model is a list; .* the whole model, .* units="):
+            fully_shard([nn.Linear(2, 2), nn.Linear(2, 2)], comm)  # type: ignore[arg-type]
+
+    run_threads(body, 1)
+
+
 def test_fully_shard_is_called_once() -> None:
     def body(comm: Communicator) -> None:
         model = model_of()

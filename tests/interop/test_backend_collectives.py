@@ -335,6 +335,32 @@ def test_averages_of_integers_are_cut_as_nccls_are(hosts: str) -> None:
         assert averages == [[7, 3, 4], [[5], [8]][rank], [7, 7]] * len(INTEGERS)
 
 
+def sums_of_products(hosts: str) -> list[list[float]]:
+    rank = int(os.environ["RANK"])
+    if hosts == "several":
+        introduction.host_identity = lambda: f"host {rank}"  # type: ignore[assignment]
+    dist.init_process_group(OURS)
+    group, x = dist.group.WORLD, torch.tensor([4.0, 8.0, 12.0, 16.0]) + rank
+    assert group is not None
+    op = dist._make_nccl_premul_sum(0.25)
+    reduces = [reduce for reduce in REDUCES if reduce is not functional_reduces]
+    outputs = [output.flatten().tolist() for reduce in reduces for output in reduce(group, x, op)]
+    assert x[0] == 4.0 + rank  # inputs are not written
+    with pytest.raises(ValueError, match="op is PREMUL_SUM and dtype is Int"):
+        dist.all_reduce(x.int(), op)
+    dist.destroy_process_group()
+    return outputs
+
+
+@pytest.mark.covers("torch.distributed backend")
+@pytest.mark.parametrize("hosts", ["one", "several"])
+def test_sums_of_products_are_as_nccls(hosts: str) -> None:
+    """FSDP2 takes them after `set_gradient_divide_factor`, as torchtitan does."""
+    for rank, outputs in enumerate(launch(sums_of_products, 2, (hosts,), timeout_s=60)):
+        whole = [2.25, 4.25, 6.25, 8.25]
+        assert outputs == [whole, whole, whole, whole[:2], *[whole[2 * rank :][:2]] * 6, whole]
+
+
 def sums_of_bools() -> list[int]:
     dist.init_process_group(OURS)
     sums = torch.zeros(3, dtype=torch.bool)
