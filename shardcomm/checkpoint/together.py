@@ -61,6 +61,9 @@ def together(comm: Communicator, what: str, folder: Path) -> Iterator[None]:
 
 def sentence(error: BaseException, folder: Path) -> str:
     """A sentence that says what went wrong, and with which file in `folder`, as far as that is known."""
+    # Torch's reader may call Python again while the error of a read is set.
+    if isinstance(error, SystemError) and isinstance(error.__cause__, OSError):
+        error = error.__cause__
     if isinstance(error, OSError):
         return f"{error.filename or folder}: {error.strerror or error}"
     if "unexpected pos" in str(error):
