@@ -206,7 +206,8 @@ def _any_device(device: torch.device | str) -> torch.device:
         raise ValueError(
             f"from_process_group: device is {device}; it must be a torch.device or the name of one"
         ) from None
-    accelerator = torch.accelerator.current_accelerator()
+    # Without the check, a CUDA build of torch names "cuda" where there is no GPU, too.
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     if where.type == "cuda" and (accelerator is None or accelerator.type != "cuda"):
         raise ValueError(f"from_process_group: device is {device}, and torch sees no GPU here")
     if where.index is None and accelerator is not None and accelerator.type == where.type:
