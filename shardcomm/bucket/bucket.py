@@ -305,7 +305,7 @@ class Bucket:
         if self.full is self.shard:
             self.comm.check()  # raises where a gather with other ranks would
             return DONE
-        if self.block_gather is not None or self._side.take(async_op):
+        if self.block_gather is not None or self._side.takes(async_op):
             work = self._gather_aside(self._bound_gather)
             if not async_op:
                 work.wait()
@@ -331,7 +331,7 @@ class Bucket:
         check_type("gathered_shards", "flat", flat, torch.Tensor, "a torch.Tensor")
         recv, send = movable(flat), movable(self._sent)
         counts = _moved_counts(self.layout, self._sent, send)
-        if self._side.take(False):
+        if self._side.takes(False):
             bound = self.comm.bind_all_gather(recv, send, counts=counts, tag=self._tag)
             self._gather_aside(bound).wait()
         else:
@@ -361,7 +361,7 @@ class Bucket:
         full = flat.new_empty(self.layout.flat_numel)
         recv, send = movable(full), movable(flat)
         counts = _moved_counts(self.layout, flat, send)
-        if self._side.take(True):
+        if self._side.takes(True):
             streams = self._side.streams
             gather = self.comm.bind_all_gather(recv, send, counts=counts, tag=self._tag)
             gathered = gather.queue(streams.gather, streams.computed())

@@ -137,7 +137,7 @@ class Reduction:
         Returns:
             Whether there is something to reduce. On a rank alone the gradients are the mean already.
         """
-        aside = self._side.take(async_op)
+        aside = self._side.takes(async_op)
         sources = self._full.checked(grads)
         if not self._needs_no_other():
             self._packed = self._free_buffer(aside=aside)
@@ -172,7 +172,7 @@ class Reduction:
         Returns:
             The Work to wait for.
         """
-        aside = self._side.take(async_op)
+        aside = self._side.takes(async_op)
         packed, self._packed = self._packed, None
         if packed is None:
             return DONE
@@ -210,7 +210,7 @@ class Reduction:
         Returns:
             The Work to wait for.
         """
-        aside = self._side.take(async_op)
+        aside = self._side.takes(async_op)
         assert self.replicas is not None
         assert self.staging is not None
         if self._put_off is not None:

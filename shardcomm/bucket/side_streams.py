@@ -36,7 +36,7 @@ class SideStreams:
         self._offloads = offloads
         self._given = streams
 
-    def take(self, async_op: bool) -> bool:
+    def takes(self, async_op: bool) -> bool:
         """Whether a gather or a reduce with this `async_op` runs on a side stream.
 
         With an offload it always does, so that the buckets use the offload's staging in turn. Without peers there is no

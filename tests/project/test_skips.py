@@ -35,7 +35,7 @@ def test_what_is_skipped_for_such_a_reason_fails(tmp_path: Path) -> None:
             *("--continue-on-collection-errors", "--not-skipped", "pip install|no compiler"),
         ],
         cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(TESTS)},
-        capture_output=True, text=True, check=False,
+        capture_output=True, text=True, check=False, timeout=100,
     )  # fmt: skip
     assert "1 skipped, 1 xfailed, 2 errors" in ran.stdout
     for needed in ("jax", "it"):
