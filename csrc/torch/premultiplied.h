@@ -37,6 +37,9 @@ inline Tensors products(const char* operation, const Tensors& tensors, const c10
   const c10::InferenceMode mode;  // as in Flat
   Tensors multiplied;
   for (const at::Tensor& tensor : tensors) {
+    if (tensor.is_sparse()) {
+      refuse(operation, ": op is PREMUL_SUM and a tensor is sparse; multiply it, and sum by SUM");
+    }
     if (!c10::isFloatingType(tensor.scalar_type()) && !c10::isComplexType(tensor.scalar_type())) {
       refuse(operation, ": op is PREMUL_SUM and dtype is ", tensor.scalar_type(),
              "; accepted are floating-point and complex numbers");

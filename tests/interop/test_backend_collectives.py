@@ -346,6 +346,11 @@ def sums_of_products(hosts: str) -> list[list[float]]:
     reduces = [reduce for reduce in REDUCES if reduce is not functional_reduces]
     outputs = [output.flatten().tolist() for reduce in reduces for output in reduce(group, x, op)]
     assert x[0] == 4.0 + rank  # inputs are not written
+    with pytest.raises(ValueError, match="op is PREMUL_SUM and a tensor is sparse"):
+        dist.all_reduce(torch.eye(2).to_sparse(), op)
+    weight = torch.nn.Parameter(torch.ones(2))
+    dist.all_reduce(weight, op)
+    assert weight.tolist() == [0.5, 0.5]
     with pytest.raises(ValueError, match="op is PREMUL_SUM and dtype is Int"):
         dist.all_reduce(x.int(), op)
     dist.destroy_process_group()
