@@ -105,10 +105,10 @@ std::vector<Series> all_series(const Options& options) {
 }
 
 // Each in a process of its own, several at once: who waits for a stopped rank leaves the processors
-// to others.
+// to others. With many more at once, a rank that computes would come too late for the others.
 void run_all(const std::vector<Series>& all, bool full, Tally* tallies) {
   for (const bool stops : {false, true}) {
-    const int most = stops ? 64 : 24;
+    const int most = stops ? 32 : 24;
     int running = 0;
     for (std::size_t i = 0; i < all.size(); ++i) {
       if (is_stop(all[i].kind) != stops) continue;

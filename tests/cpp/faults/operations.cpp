@@ -27,8 +27,8 @@ float total(const Rank& own, std::int64_t i) {
   return sum;
 }
 
-std::string expect(const char* what, const float* have, std::int64_t count,
-                   const std::function<float(std::int64_t)>& want) {
+template <class Want>
+std::string expect(const char* what, const float* have, std::int64_t count, const Want& want) {
   for (std::int64_t i = 0; i < count; ++i) {
     if (have[i] != want(i)) {
       return std::string(what) + "[" + std::to_string(i) + "] is " + std::to_string(have[i]) +
