@@ -2,12 +2,11 @@
 
 One step of a unit, on one rank::
 
-    shard ──cast──► full buffer ──all-gather──► params: views into it, nothing is copied out
-          (or, in a block format: ──encode──► all-gather ──decode──► full buffer; see block_gather.py)
+    shard ──cast──► all-gather ──► full buffer ──► params: views into it, nothing is copied out
     grads ──pack, cast──► reduce buffer ──reduce-scatter──► grad (summed in f32, cast, accumulated), shown as
                                                                 the `.grad` of `shards`
 
-`reduction.py` does what the second line shows.
+`gathering.py` does what the first line shows, and `reduction.py` what the second does.
 
 Buckets may share the full buffer and the reduce buffer if they do not use them at the same time; the engine does that.
 """
@@ -21,16 +20,16 @@ import torch
 from torch import nn
 
 from shardcomm.arguments.checks import check_type
-from shardcomm.arguments.dtype import FLOATS, movable
+from shardcomm.arguments.dtype import FLOATS
 from shardcomm.arguments.scalars import check_tag
-from shardcomm.bucket.block_gather import BlockGather, BlockWire
+from shardcomm.bucket.block_gather import BlockWire
+from shardcomm.bucket.gathering import Gathering
 from shardcomm.bucket.offload import Offload
 from shardcomm.bucket.reduction import Reduction
 from shardcomm.bucket.shard_gradients import ShardGradients
 from shardcomm.bucket.side_streams import SideStreams
 from shardcomm.bucket.staging import Staging
 from shardcomm.comm.agreement import difference, layout_items
-from shardcomm.comm.bound_collective import BoundCollective
 from shardcomm.comm.communicator import Communicator
 from shardcomm.copy.blocks import BlockFormat, ReduceFormat, check_reduce_format, check_repeats
 from shardcomm.copy.nonfinite import flag_address
@@ -41,7 +40,7 @@ from shardcomm.layout.views import check_count, check_full, check_shape, full_vi
 from shardcomm.meeting.comm_error import comm_error
 from shardcomm.parameter.plain import plain
 from shardcomm.stream.streams import Streams
-from shardcomm.stream.work import DONE, Work
+from shardcomm.stream.work import Work
 from shardcomm.trace import traffic
 
 
@@ -90,8 +89,8 @@ class Bucket:
         full: The full buffer, flat: `layout.flat_numel` of `param_dtype`.
         params: The full parameters, as views into `full`. Their values are there from a gather to the next use of the
             full buffer by another bucket. Read them, but do not write them: ranks may share this memory.
+        gathering: Gathers the parameters; it has the wire for `gather_format`.
         reduction: Packs and reduces the gradients; it has the buffers for that.
-        block_gather: Gathers in `gather_format`, and knows the errors of that; None without one, and on a rank alone.
 
     Raises:
         TypeError: `layout` is no Layout, or `comm` no Communicator.
@@ -161,15 +160,6 @@ class Bucket:
         else:
             self.shard = offload.zeros(numel, dtype)
         self.full = self._full_buffer(full_buffer)
-        self._sent = self.shard if offload is None else offload.staged(self.shard)
-        self._gather_recv, self._gather_send = movable(self.full), movable(self._sent)
-        self._gather_counts = _moved_counts(layout, self._sent, self._gather_send)
-        self.block_gather: BlockGather | None = None
-        if gather_format is not None and comm.size > 1:
-            self.block_gather = BlockGather(
-                comm, layout, gather_format, self.full, self._sent, wire=wire, tag=tag
-            )
-        self._tag = tag
 
         pieces = [layout.piece(comm.rank, i) for i in range(len(layout.placements))]
         self._placed = placed = list(zip(layout.placements, pieces, strict=True))
@@ -188,7 +178,18 @@ class Bucket:
         self.gradients = ShardGradients(self.shard, self.shards, placed)
         if replicas is not None and replicas.size == 1:
             replicas = None
-        self._side = SideStreams(comm, replicas, offloads=offload is not None, streams=streams)
+        side = SideStreams(comm, replicas, offloads=offload is not None, streams=streams)
+        self.gathering = Gathering(
+            layout,
+            comm,
+            self.shard,
+            self.full,
+            gather_format,
+            wire=wire,
+            offload=offload,
+            side=side,
+            tag=tag,
+        )
         self.reduction = Reduction(
             layout,
             comm,
@@ -200,7 +201,7 @@ class Bucket:
             replicas=replicas,
             staging=staging,
             offload=offload,
-            side=self._side,
+            side=side,
             tag=tag,
             replica_tag=replica_tag,
         )
@@ -302,18 +303,7 @@ class Bucket:
         Raises:
             CommError: A rank died, called something else or did not come in time.
         """
-        if self.full is self.shard:
-            self.comm.check()  # raises where a gather with other ranks would
-            return DONE
-        if self.block_gather is not None or self._side.takes(async_op):
-            work = self._gather_aside(self._bound_gather)
-            if not async_op:
-                work.wait()
-            return work
-        self.comm.all_gather(
-            self._gather_recv, self._gather_send, counts=self._gather_counts, tag=self._tag
-        )
-        return DONE
+        return self.gathering.all_gather(async_op=async_op)
 
     def gathered_shards(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Gathers the shards in their own dtype into memory of the caller's; collective.
@@ -329,13 +319,7 @@ class Bucket:
             CommError: As `all_gather`.
         """
         check_type("gathered_shards", "flat", flat, torch.Tensor, "a torch.Tensor")
-        recv, send = movable(flat), movable(self._sent)
-        counts = _moved_counts(self.layout, self._sent, send)
-        if self._side.takes(False):
-            bound = self.comm.bind_all_gather(recv, send, counts=counts, tag=self._tag)
-            self._gather_aside(bound).wait()
-        else:
-            self.comm.all_gather(recv, send, counts=counts, tag=self._tag)
+        self.gathering.shards_into(flat)
         return [full_view(flat, p) for p in self.layout.placements]
 
     def gathered_rows(self, index: int, held: torch.Tensor) -> torch.Tensor:
@@ -359,28 +343,8 @@ class Bucket:
         shard_view(flat, placement, piece).copy_(held)
         flat = flat.to(self.comm.device)
         full = flat.new_empty(self.layout.flat_numel)
-        recv, send = movable(full), movable(flat)
-        counts = _moved_counts(self.layout, flat, send)
-        if self._side.takes(True):
-            streams = self._side.streams
-            gather = self.comm.bind_all_gather(recv, send, counts=counts, tag=self._tag)
-            gathered = gather.queue(streams.gather, streams.computed())
-            Work(gathered, self._side.compute, recv, send).wait()
-        else:
-            self.comm.all_gather(recv, send, counts=counts, tag=self._tag)
+        self.gathering.others_into(full, flat)
         return full_view(full, placement).contiguous().to(held.device)
-
-    def _gather_aside(self, gather: BoundCollective | BlockGather) -> Work:
-        streams = self._side.streams
-        if self.offload is not None:  # beside computation that still reads the full buffer
-            self.offload.fetch(self.shard, streams.gather)
-        return Work(gather.queue(streams.gather, streams.computed()), self._side.compute, self)
-
-    @cached_property
-    def _bound_gather(self) -> BoundCollective | BlockGather:
-        return self.block_gather or self.comm.bind_all_gather(
-            self._gather_recv, self._gather_send, counts=self._gather_counts, tag=self._tag
-        )
 
     def reduce_scatter(
         self, grads: Sequence[torch.Tensor | None], *, async_op: bool = False
@@ -458,12 +422,10 @@ class Bucket:
         flag_address("Bucket", flag, self.comm.device)
         self.reduction.epilogue = self.reduction.epilogue._replace(nonfinite=flag)
 
-    @cached_property
+    @property
     def gather_bytes(self) -> int:
         """The bytes that this rank receives from the others in one gather."""
-        if self.block_gather is not None:
-            return self.block_gather.nbytes
-        return (self.layout.flat_numel - self.shard.numel()) * self.param_dtype.itemsize
+        return self.gathering.nbytes
 
     @cached_property
     def reduce_bytes(self) -> int:
@@ -507,15 +469,6 @@ class Bucket:
         }
         if differs := difference([self.comm], layout_items(self.layout, facts)):
             raise comm_error("mismatch", f"Bucket: ranks differ: {differs}")
-
-
-def _moved_counts(
-    layout: Layout, shard: torch.Tensor, moved: torch.Tensor
-) -> tuple[int, ...] | None:
-    """`layout.counts` in elements of `moved`, which is `shard` as `movable` shows it."""
-    if layout.counts is None or moved.dtype == shard.dtype:
-        return layout.counts
-    return tuple(count * shard.itemsize // moved.itemsize for count in layout.counts)
 
 
 def _check_format(format: BlockFormat | None, dtype: torch.dtype) -> None:

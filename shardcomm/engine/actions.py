@@ -49,9 +49,9 @@ class Actions:
         self._occupant: dict[int, ShardedUnit] = {}  # of each slot
         self._to_reduce: dict[ShardedUnit, None] = {}  # in the order in which backward came to them
         self._reducing: dict[Communicator, ShardedUnit] = {}  # whose gradients are in its buffer
-        users = Counter(unit.slot for unit in units if unit.slot >= 0)
+        users = Counter(unit.full.slot for unit in units if unit.full.slot >= 0)
         for unit in units:
-            unit.shares_slot = users[unit.slot] > 1
+            unit.full.shares_slot = users[unit.full.slot] > 1
 
     def program(self, schedule: Schedule) -> Program:
         """`schedule`, ready to run."""
@@ -68,7 +68,7 @@ class Actions:
             return do[action.verb], self._units[action.unit]
 
         def does(action: Action) -> bool:
-            return self._units[action.unit].slot >= 0 or action.verb not in _OF_SLOTS
+            return self._units[action.unit].full.slot >= 0 or action.verb not in _OF_SLOTS
 
         return {
             trigger: tuple(bound(action) for action in done)
@@ -78,34 +78,36 @@ class Actions:
 
     def occupant(self, unit: ShardedUnit) -> ShardedUnit | None:
         """The unit whose parameters were gathered last into the slot of `unit`."""
-        return self._occupant.get(unit.slot)
+        return self._occupant.get(unit.full.slot)
 
     def gather(self, unit: ShardedUnit) -> None:
         """Issues the gather of `unit`, unless another unit uses its slot."""
-        if unit.gathered:
+        full = unit.full
+        if full.gathered:
             return
-        occupant = self._occupant.get(unit.slot)
+        occupant = self._occupant.get(full.slot)
         if occupant is not None and occupant is not unit:
             if occupant.state is not IDLE:
                 return  # only a prefetch can come here; `require` raises where it matters
-            occupant.overwritten()
-        self._occupant[unit.slot] = unit
-        nbytes = unit.gather_bytes
+            occupant.full.overwritten()
+        self._occupant[full.slot] = unit
+        nbytes = full.gather_bytes
         with self._issuing("gather", unit, unit.streams.gather, nbytes):
-            unit.gather(keep=self.keeps_secondary)
+            full.gather(keep=self.keeps_secondary)
         if occupant is unit:  # the gather overwrites its own earlier values
-            unit.versions.arrive()
+            full.arrive()
         self.traffic.gathered_bytes += nbytes
 
     def require(self, unit: ShardedUnit) -> None:
         """Makes the parameters of `unit` available to compute with: gathers them now if no schedule did."""
-        if unit.slot >= 0:  # else the shard is the whole unit
-            if not unit.gathered:
+        full = unit.full
+        if full.slot >= 0:  # else the shard is the whole unit
+            if not full.gathered:
                 self.gather(unit)
-            if not unit.gathered:
+            if not full.gathered:
                 raise RuntimeError(
-                    f"unit {unit.name!r} is needed while unit {self._occupant[unit.slot].name!r}, which has the same "
-                    f"slot {unit.slot}, is still in use; call fully_shard with slots={len(self._units)}"
+                    f"unit {unit.name!r} is needed while unit {self._occupant[full.slot].name!r}, which has the same "
+                    f"slot {full.slot}, is still in use; call fully_shard with slots={len(self._units)}"
                 )
             self.wait_gather(unit)
         if self.trace is not None:
@@ -113,13 +115,13 @@ class Actions:
 
     def wait_gather(self, unit: ShardedUnit) -> None:
         """Has computation wait for the gather of `unit`."""
-        if unit.gathers:
-            self._finish(unit.gathers, "gather", unit)
-        unit.versions.arrive()
+        if unit.full.gathers:
+            self._finish(unit.full.gathers, "gather", unit)
+        unit.full.arrive()
 
     def release(self, unit: ShardedUnit) -> None:
         """Marks the parameters of `unit` as not gathered: the next use gathers them."""
-        unit.gathered = False
+        unit.full.gathered = False
 
     def reduce(self, unit: ShardedUnit) -> None:
         """Issues the reduce of `unit` and of units that wait for theirs, and drops their full gradients.
@@ -184,7 +186,7 @@ class Actions:
     def wait_all(self) -> None:
         """Has computation wait for all collectives that are under way."""
         for unit in self._units:
-            if unit.gathers:
+            if unit.full.gathers:
                 self.wait_gather(unit)
             self.wait_reduce(unit)
         self.wait_host()

@@ -428,7 +428,7 @@ class Engine:
             )
         self._step.settle()
         for unit in self.units:
-            unit.outdate()
+            unit.full.outdate()
             self._step.reshard(unit)
 
     @functools.cached_property

@@ -60,15 +60,15 @@ def install(unit: ShardedUnit, name: object, step: Step) -> ForwardMethod:
     def gathering(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if self is not module:
             raise RuntimeError(copied(unit))
-        if unit.depth or unit.in_method or unit.apart is not None:
+        if unit.forward.depth or unit.forward.in_method or unit.apart is not None:
             return method(*args, **kwargs)
         args, kwargs = step.pre_forward(unit, args, kwargs)
-        unit.in_method = True
+        unit.forward.in_method = True
         try:
             try:
                 output = method(*args, **kwargs)
             finally:
-                unit.in_method = False
+                unit.forward.in_method = False
             return step.post_forward(unit, output, method=True)
         except BaseException:
             step.forward_failed(unit)

@@ -29,6 +29,7 @@ class ModuleCalls(Hooks):
     def __init__(self, unit: ShardedUnit, step: Step) -> None:
         self._unit = unit
         self._step = step
+        self._call: Any  # what stands in the place of the module's own call
 
     def install(self) -> Iterator[Any]:
         """Installs all of it; yields the handles, which remove it."""
@@ -52,44 +53,49 @@ class ModuleCalls(Hooks):
         def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if self is not module:
                 raise RuntimeError(forward_methods.copied(unit))
-            depth = unit.depth
-            unit.depth = depth + 1
+            depth = unit.forward.depth
+            unit.forward.depth = depth + 1
             try:
                 return inner(*args, **kwargs)
             except BaseException:
                 failed()
                 raise
             finally:
-                unit.depth = depth
+                unit.forward.depth = depth
 
         failed = self._failed
-        # Where `torch.compile(model)` ends a graph; inside of `gathered` nothing of the engine is in its way.
-        unit.keep_out_of_graphs = functools.partial(setattr, call, "_torchdynamo_disable")
-        unit.keep_out_of_graphs(True)
+        self._call = call
+        self.keep_out_of_graphs(True)
         installed = ForwardMethod(module, name, vars(module).get(name))
         setattr(module, name, MethodType(call, module))
         yield installed
         yield ForwardMethod(module, "__getstate__", None)
         vars(module)["__getstate__"] = functools.partial(_state_of_copy, unit, name)
 
+    def keep_out_of_graphs(self, keep: bool) -> None:
+        """Whether a graph of `torch.compile(model)` ends here. Inside of `gathered` nothing is in its way."""
+        self._call._torchdynamo_disable = keep
+
     def _begin(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: Any = None
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if module is not self._unit.module:  # a copy of it, which may call the hook without kwargs
             raise RuntimeError(forward_methods.copied(self._unit))
-        if self._unit.depth > 1:  # from inside of its own forward, where its parameters are there
+        if (
+            self._unit.forward.depth > 1
+        ):  # from inside of its own forward, where its parameters are there
             return unit_io.cast((args, kwargs), self._unit.input_dtype)  # type: ignore[no-any-return]
         return self._step.pre_forward(self._unit, args, kwargs)
 
     def _end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         unit = self._unit
-        if unit.depth > 1:
+        if unit.forward.depth > 1:
             return unit_io.cast(output, unit.output_dtype)
         return self._step.post_forward(unit, output)
 
     def _failed(self) -> None:
         # Registered methods, and calls around this one, handle their own exceptions.
-        if not self._unit.in_method and self._unit.depth == 1:
+        if not self._unit.forward.in_method and self._unit.forward.depth == 1:
             self._step.forward_failed(self._unit)
 
 

@@ -41,7 +41,7 @@ from shardcomm.sharded import unit_io
 from shardcomm.sharded.apart import Apart, nobodys_gradient
 from shardcomm.sharded.awaited_backward import AwaitedBackward
 from shardcomm.sharded.hooks import run_eagerly, weakly
-from shardcomm.sharded.sharded_unit import BACKWARD, FORWARD, IDLE, ShardedUnit
+from shardcomm.sharded.sharded_unit import BACKWARD, FORWARD, IDLE, Callbacks, ShardedUnit
 from shardcomm.sharded.unit_io import NOTHING_ENTERED
 from shardcomm.sharded.unit_param import UnitParam
 
@@ -93,15 +93,18 @@ class Step:
 
     def install(self, unit: ShardedUnit) -> Iterator[Any]:
         """Has calls of the unit's module come here; yields the handles of the hooks."""
-        unit.on_backward = functools.partial(self._pre_backward, unit)
-        unit.on_backward_end = functools.partial(self._post_backward, unit)
-        unit.on_gradient = weakly(self._on_gradient, unit)
-        unit.on_shard_gradient = weakly(self._on_shard_gradient, unit)
+        calls = ModuleCalls(unit, self)
+        unit.callbacks = Callbacks(
+            on_backward=functools.partial(self._pre_backward, unit),
+            on_backward_end=functools.partial(self._post_backward, unit),
+            on_gradient=weakly(self._on_gradient, unit),
+            on_shard_gradient=weakly(self._on_shard_gradient, unit),
+            on_unshard=functools.partial(self._unshard, unit),
+            on_reshard=functools.partial(self.reshard, unit),
+            keep_out_of_graphs=calls.keep_out_of_graphs,
+        )
         unit.watch_shards()
-        unit.on_unshard = lambda: self._unshard(unit)
-        unit.on_reshard = lambda: self.reshard(unit)
-
-        yield from ModuleCalls(unit, self).install()
+        yield from calls.install()
 
     # A step, in the order in which it happens. Hooks do nothing but call these.
 
@@ -114,7 +117,7 @@ class Step:
             return args, kwargs
         if is_tracing():
             raise _keeps_constants("torch.jit.trace", unit)
-        if unit.in_method:
+        if unit.forward.in_method:
             args, kwargs = unit_io.cast((args, kwargs), unit.input_dtype)
             return args, kwargs
         recompute = unit_io.in_backward()
@@ -127,19 +130,19 @@ class Step:
                 if unit.pre_forward in self._current:
                     self._fire(unit.pre_forward)
             else:  # a unit called by itself: its parameters may have changed since the last gather
-                unit.outdate()
+                unit.full.outdate()
                 _check_not_recorded(unit)
                 self._forget_casts()
         elif versions.changes != self._changes:
-            unit.outdate_changed()
+            unit.full.outdate_changed()
         if unit_io.in_transform():
             return self._enter_transformed(unit, args, kwargs)
         self._actions.require(unit)
         unit.follow_freezing()
         unit.show_full()
-        backward = AwaitedBackward(unit.gradients.awaited, unit.on_backward_end)
+        backward = AwaitedBackward(unit.gradients.awaited, unit.callbacks.on_backward_end)
         args, kwargs, entered = unit_io.enter(args, kwargs, unit.input_dtype, backward)
-        unit.entered = entered
+        unit.forward.entered = entered
         if entered and not recompute:
             backward.begin()
         if not entered and torch.is_grad_enabled():
@@ -171,7 +174,7 @@ class Step:
         """A forward of the unit, or a `method` registered as one, has returned; returns its output, cast and marked."""
         if unit.apart is not None:
             return output
-        if unit.in_method:
+        if unit.forward.in_method:
             return unit_io.cast(output, unit.output_dtype)
         if unit.state is IDLE and not unit_io.in_backward():
             raise RuntimeError(
@@ -181,18 +184,18 @@ class Step:
         unit.check_unchanged()
         if unit.began is not None:
             self._actions.end_compute(unit, unit.began, "forward")
-        unit_io.carry_back(unit.entered)
-        unit.entered = NOTHING_ENTERED
-        unit.returned = type(output)
+        unit_io.carry_back(unit.forward.entered)
+        unit.forward.entered = NOTHING_ENTERED
+        unit.forward.returned = type(output)
         if unit_io.in_transform():
             output, marked = unit_io.cast(output, unit.output_dtype), False
             self._leave_transform(unit)
         else:
             output, marked = unit_io.leave(
-                output, unit.output_dtype, unit.storages, unit.on_backward
+                output, unit.output_dtype, unit.full.storages, unit.callbacks.on_backward
             )
         if torch.is_grad_enabled():
-            unit.tells = marked
+            unit.full.tells = marked
             if not marked:
                 unit.watch_gradients()
         if unit.state is BACKWARD:  # it was recomputed, and its backward goes on
@@ -232,13 +235,13 @@ class Step:
             raise nobodys_gradient("a backward", unit)
         if unit.state is BACKWARD:  # the gradient of another of its outputs came first
             return
-        if unit.shares_slot and unit.gradients.came_unannounced:
+        if unit.full.shares_slot and unit.gradients.came_unannounced:
             unit.check_unmarked_backward()
         if torch.is_grad_enabled():
             unit.prepare_double_backward()
         if not self._in_backward:
             self._begin_backward()
-        if unit.shares_slot:
+        if unit.full.shares_slot:
             occupant = self._actions.occupant(unit)
             if occupant is not None and occupant.state is BACKWARD:
                 # No input of the occupant has a gradient that would have announced its end. But autograd runs first
@@ -260,7 +263,7 @@ class Step:
             each.follow_freezing()
         if versions.changes != self._changes:
             for each in self._units:
-                each.outdate_changed()
+                each.full.outdate_changed()
         at_end = functools.partial(self._end_of_backward)  # autograd holds the only reference
         self._at_end = weakref.ref(at_end, self._let_go)
         torch.autograd.Variable._execution_engine.queue_callback(at_end)
@@ -315,7 +318,7 @@ class Step:
         self._fire(Trigger(Phase.END_OF_BACKWARD, -1))
         self._actions.wait_all()  # also for prefetched units to which backward did not come
         for unit in self._units:
-            unit.outdate()
+            unit.full.outdate()
             if unit.unsharded is not None:
                 self.reshard(unit)
         self._in_backward = False
@@ -334,7 +337,7 @@ class Step:
 
     def forward_failed(self, unit: ShardedUnit) -> None:
         """A forward of the unit was ended by an exception, which the model itself may catch: it shows rows again."""
-        unit.entered = NOTHING_ENTERED
+        unit.forward.entered = NOTHING_ENTERED
         # Shown by `gathered`; or recomputed, as far as its backward needs.
         if unit.apart is not None or unit.state is BACKWARD:
             return
@@ -344,7 +347,7 @@ class Step:
                 reached -= 1
             del self._seen[max(reached - 1, 0) :]
         unit.state = IDLE
-        unit.take_change()
+        unit.full.take_change()
         self._leave_transform(unit)
         unit.show_shard()
 
@@ -366,7 +369,7 @@ class Step:
             if unit.state is not IDLE:
                 unit.show_shard()
                 unit.state = IDLE
-                unit.entered = NOTHING_ENTERED
+                unit.forward.entered = NOTHING_ENTERED
             if self._in_backward:
                 unit.gradients.forget()
         self._actions.forget_waiting()
@@ -424,14 +427,14 @@ class Step:
         There no mark can announce a backward. So the parameters are unsharded, into memory that stays.
         """
         with unit_io.outside_transforms():
-            unit.in_transform = unit.unsharded is None
+            unit.forward.in_transform = unit.unsharded is None
             self._unshard(unit)
         args, kwargs = unit_io.cast((args, kwargs), unit.input_dtype)
         return args, kwargs
 
     def _leave_transform(self, unit: ShardedUnit) -> None:
-        if unit.in_transform:
-            unit.in_transform = False
+        if unit.forward.in_transform:
+            unit.forward.in_transform = False
             with unit_io.outside_transforms():
                 self.reshard(unit)
 

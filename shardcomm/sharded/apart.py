@@ -107,7 +107,7 @@ def gathered(
         for unit in units:
             unit.apart = Apart(unit, together, write=write, on_gradient=_refuse_gradient)
             aparts.append(unit.apart)
-            unit.keep_out_of_graphs(False)
+            unit.callbacks.keep_out_of_graphs(False)
         yield
         for apart in aparts:
             apart.check()
@@ -117,7 +117,7 @@ def gathered(
         for unit in units:
             unit.show_shard()
             unit.apart = None
-            unit.keep_out_of_graphs(True)
+            unit.callbacks.keep_out_of_graphs(True)
 
 
 def nobodys_gradient(what: str, unit: ShardedUnit) -> RuntimeError:

@@ -18,9 +18,11 @@ def measured(units: Iterable[ShardedUnit]) -> Footprint:
         parameter_bytes=sum(bucket.shard.nbytes for bucket in buckets),
         gradient_bytes=sum(bucket.gradients.nbytes for bucket in buckets),
         slot_bytes=_memory(b.full for b in buckets if b.full is not b.shard),
-        secondary_bytes=sum(unit.secondary.memory.nbytes for unit in units if unit.secondary),
+        secondary_bytes=sum(
+            unit.full.secondary.memory.nbytes for unit in units if unit.full.secondary
+        ),
         wire_bytes=sum(
-            wire.nbytes for wire in {b.block_gather.wire for b in buckets if b.block_gather}
+            wire.nbytes for wire in {b.gathering.wire for b in buckets} if wire is not None
         ),
         reduce_buffer_bytes=_memory(
             b.reduction.buffer for b in buckets if b.reduction.buffer is not None

@@ -1,11 +1,17 @@
-"""A unit at run time: its buckets, and for each parameter the full tensor and this rank's rows of it."""
+"""A unit at run time: its buckets, and for each parameter the full tensor and this rank's rows of it.
+
+ShardedUnit ─┬─ full: FullParams          what is in its slot
+             ├─ gradients: UnitGradients  what becomes of its gradients
+             ├─ forward: ForwardState     the call of its module that goes on
+             └─ callbacks: Callbacks      what the engine does when something comes to the unit
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from enum import Enum
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,18 +24,15 @@ from shardcomm.copy.wire_stats import WireError
 from shardcomm.parameter.full_parameter import refuse_change
 from shardcomm.parameter.holders import Holders
 from shardcomm.parameter.plain import plain
-from shardcomm.parameter.shard_tensor import Part
-from shardcomm.parameter.tensor_parallel import Distribution, local, with_same
-from shardcomm.parameter.versions import Versions
-from shardcomm.parameter.whole import Held, Owned, Whole
 from shardcomm.parameter.whole_parameter import WholeParameter
 from shardcomm.schedule.triggers import Phase, Trigger
+from shardcomm.sharded.full_params import FullParams
 from shardcomm.sharded.hooks import weakly
 from shardcomm.sharded.unit_gradients import UnitGradients
 from shardcomm.sharded.unit_io import NOTHING_ENTERED
 from shardcomm.sharded.unit_param import UnitParam
+from shardcomm.sharded.unit_whole import whole_of
 from shardcomm.stream.streams import AnyEvent
-from shardcomm.stream.work import DONE, Work
 from shardcomm.unit.unit import OwnedParam
 
 if TYPE_CHECKING:
@@ -48,6 +51,50 @@ class State(Enum):
 IDLE, FORWARD, BACKWARD = State
 
 
+@dataclass(frozen=True, slots=True)
+class Callbacks:
+    """What the engine does when something comes to a unit.
+
+    Attributes:
+        on_backward: When the gradient of an output is there.
+        on_backward_end: When the gradients of the marked inputs are complete.
+        on_gradient: When backward has left a full parameter's gradient.
+        on_shard_gradient: When a gradient comes to a whole parameter past the forward; returns what `.grad` gets.
+        on_unshard: When the user calls `unshard()`.
+        on_reshard: When the user calls `reshard()`.
+        keep_out_of_graphs: Whether graphs of torch.compile end at the unit's module from now on.
+    """
+
+    on_backward: Callable[[torch.Tensor], None]
+    on_backward_end: Callable[[], None]
+    on_gradient: Callable[[torch.Tensor], None]
+    on_shard_gradient: Callable[[UnitParam, torch.Tensor], torch.Tensor]
+    on_unshard: Callable[[], None]
+    on_reshard: Callable[[], None]
+    keep_out_of_graphs: Callable[[bool], None]
+
+
+class ForwardState:
+    """The call of a unit's module that goes on.
+
+    Attributes:
+        depth: How many calls go on, each inside of the one before.
+        in_method: Whether a method that was registered as a forward goes on.
+        in_transform: Whether the unit is unsharded for a transform of torch.func.
+        entered: What of the inputs is not the caller's own.
+        returned: The type that the latest forward returned.
+    """
+
+    __slots__ = ("depth", "entered", "in_method", "in_transform", "returned")
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self.in_method = False
+        self.in_transform = False
+        self.entered = NOTHING_ENTERED
+        self.returned: type = type(None)
+
+
 class ShardedUnit:
     """One unit at run time: its buckets, and the state of its full parameters. `Engine.unit` gives it.
 
@@ -58,55 +105,34 @@ class ShardedUnit:
         buckets: The unit's buckets, each with its parameters. There is one for each dtype, and others for frozen
             parameters and for parameters that are not cut.
         params: The parameters of all buckets.
-        slot: The number of the slot for the full parameters; -1 if the shard is the whole unit.
         state: What the full parameters are in use for.
     """
 
     # A step comes to every unit a dozen times, where a dict of so many attributes would miss the cache again and again.
     __slots__ = (
         "__weakref__",
-        "_gather_bytes",
-        "_given",
         "_places",
-        "_to_gather",
         "apart",
         "began",
         "buckets",
-        "depth",
-        "entered",
-        "gathered",
-        "gathers",
+        "callbacks",
+        "forward",
+        "full",
         "gradients",
         "holders",
-        "in_method",
-        "in_transform",
         "input_dtype",
-        "keep_out_of_graphs",
         "mesh",
         "module",
         "name",
-        "on_backward",
-        "on_backward_end",
-        "on_gradient",
-        "on_reshard",
-        "on_shard_gradient",
-        "on_unshard",
         "output_dtype",
         "params",
         "post_backward",
         "post_forward",
         "pre_backward",
         "pre_forward",
-        "returned",
-        "secondary",
-        "shares_slot",
-        "slot",
         "state",
-        "storages",
         "streams",
-        "tells",
         "unsharded",
-        "versions",
     )
 
     def __init__(
@@ -132,29 +158,20 @@ class ShardedUnit:
         self.post_forward = Trigger(Phase.POST_FORWARD, index)
         self.pre_backward = Trigger(Phase.PRE_BACKWARD, index)
         self.post_backward = Trigger(Phase.POST_BACKWARD, index)
-        self.on_backward: Callable[[torch.Tensor], None]  # set by the engine, as are the next
-        self.on_backward_end: Callable[[], None]
-        self.on_gradient: Callable[[torch.Tensor], None]
-        self.on_shard_gradient: Callable[[UnitParam, torch.Tensor], torch.Tensor]
-        self.on_unshard: Callable[[], None]
-        self.on_reshard: Callable[[], None]
-        self.keep_out_of_graphs: Callable[[bool], None]
-        # What `.data` of its full parameters has given to the forward that goes on.
-        self._given: list[tuple[str, torch.Tensor]] = []
+        self.callbacks: Callbacks  # set by the engine
+        given: list[tuple[str, torch.Tensor]] = []
         self.buckets = [
             (
                 bucket,
                 [
                     UnitParam(
                         owned,
-                        shard,
-                        full,
-                        self._whole(bucket, i, owned, shard),
-                        None if bucket.full is bucket.shard else self._given,
+                        bucket.shards[i],
+                        bucket.params[i],
+                        whole_of(owned, name, holders, bucket, i),
+                        None if bucket.full is bucket.shard else given,
                     )
-                    for i, (owned, shard, full) in enumerate(
-                        zip(params, bucket.shards, bucket.params, strict=True)
-                    )
+                    for i, owned in enumerate(params)
                 ],
             )
             for bucket, params in buckets
@@ -166,69 +183,18 @@ class ShardedUnit:
             for param in self.params
             for module, attribute in param.owned.places
         ]
-        # Buckets that need a gather. There are none if the shard is the whole unit, which then needs no slot.
-        self._to_gather = [bucket for bucket, _ in buckets if bucket.full is not bucket.shard]
-        self.slot = slot if self._to_gather else -1
-        self.versions = Versions(self._gathered_params())
-        # Whether the outputs of its latest forward announce its backward. If not, only its gradients tell of it, later.
-        self.tells = True
-        self.secondary = secondary
-        self._gather_bytes = sum(bucket.gather_bytes for bucket, _ in buckets)
         self.state = IDLE
+        self.full = FullParams(slot, self.buckets, given, secondary)
+        self.gradients = UnitGradients(
+            name,
+            [(bucket, [param.gradient for param in params]) for bucket, params in self.buckets],
+        )
+        self.forward = ForwardState()
         # Its full parameters in memory of their own: those of `engine.gathered`, and those of `unshard`.
         self.apart: Apart | None = None
         self.unsharded: Apart | None = None
-        self.depth = 0  # how many calls of its module go on, each inside of the one before
-        self.in_method = False  # whether a registered method of it goes on
-        self.in_transform = False  # whether it is unsharded for a transform of torch.func
-        self.gathered = False
-        self.gathers: list[Work] = []
-        self.gradients = UnitGradients(
-            self.name,
-            [(bucket, [param.gradient for param in params]) for bucket, params in self.buckets],
-        )
-        self.entered = (
-            NOTHING_ENTERED  # what is not the caller's of the inputs of the forward that goes on
-        )
-        self.returned: type = type(None)  # the type that its forward returned last
         self.began: AnyEvent | None = None  # when its computation began, for a trace
-        self.shares_slot = False  # whether it does so with another unit; set by `Actions`
-        # The memory of the slots: a view of it that forward returns would come to show another unit's parameters.
-        self.storages = frozenset(b.full.untyped_storage()._cdata for b in self._to_gather)
         self.show_shard()
-
-    def _whole(self, bucket: Bucket, index: int, owned: OwnedParam, shard: torch.Tensor) -> Whole:
-        how = owned.distribution
-        is_cut = how is not None and bool(how.cut_over)
-        placement = bucket.layout.placements[index]
-        piece = bucket.layout.piece(bucket.comm.rank, index)
-        part = Part(placement, piece, self.holders.everyone.size, how)
-        held = Held.ELSEWHERE if part.elsewhere else Held.ROWS
-        if piece.numel == placement.numel and not is_cut:
-            held = Held.WHOLE
-        owned_as = Owned.PART if is_cut else Owned.WHOLE
-        has_owner = placement.spec.granularity == "tensor" and bucket.comm.size > 1
-        return Whole(
-            owned.name,
-            self.name,
-            self.holders.of(how),
-            shard.detach(),
-            part,
-            is_part=bucket.layout.world_size > 1 or self.holders.differs or is_cut,
-            held=held,
-            owned=owned_as if has_owner else Owned.NOT,
-            gather=partial(_gathered, self.holders, bucket, index, how),
-            counts=all(comm.rank == 0 for comm in with_same(how, self.holders.everyone.inner)),
-        )
-
-    def _gathered_params(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-        """The name, the full parameter and the rows of each parameter that is gathered, for `Versions`."""
-        for bucket, params in self.buckets:
-            for param in params if bucket in self._to_gather else ():
-                rows = param.whole.rows
-                yield param.name, param.full, rows
-                if param.distribution is not None:  # computation may use its local tensor itself
-                    yield param.name, local(param.full), rows
 
     def unshard(self) -> ExitStack:
         """Gathers the full parameters, and shows them in the model until `reshard()` or the end of the next backward.
@@ -243,7 +209,7 @@ class ShardedUnit:
         Raises:
             RuntimeError: Autograd runs, or the unit is shown by `engine.gathered()`.
         """
-        self.on_unshard()
+        self.callbacks.on_unshard()
         until = ExitStack()
         until.callback(self.reshard)
         return until
@@ -254,7 +220,7 @@ class ShardedUnit:
         Raises:
             RuntimeError: A full parameter was changed, which is lost.
         """
-        self.on_reshard()
+        self.callbacks.on_reshard()
 
     def owns_any(self, modules: Collection[nn.Module]) -> bool:
         """Whether one of `modules` shows one of the unit's parameters."""
@@ -285,21 +251,8 @@ class ShardedUnit:
 
     def check_unchanged(self) -> None:
         """RuntimeError if the unit's forward has changed a parameter."""
-        if (name := self.take_change()) is not None:
+        if (name := self.full.take_change()) is not None:
             refuse_change(name, self.name)
-
-    def take_change(self) -> str | None:
-        """The name of a parameter that the unit's forward has changed, which is gathered anew then; None: of none."""
-        name = None
-        if self._to_gather:
-            with plain():
-                name = self.versions.changed()
-        if self._given:
-            name = next((of for of, values in self._given if values._version), name)
-            self._given.clear()
-        if name is not None:
-            self.gathered = False
-        return name
 
     def show_shard(self) -> None:
         """Shows this rank's rows in the model, for the optimizer and for everything between steps."""
@@ -317,7 +270,9 @@ class ShardedUnit:
         with plain():
             for param in self.params:
                 if param.watch is None and param.full.requires_grad:
-                    param.watch = param.full.register_post_accumulate_grad_hook(self.on_gradient)  # type: ignore[no-untyped-call]
+                    param.watch = param.full.register_post_accumulate_grad_hook(
+                        self.callbacks.on_gradient
+                    )  # type: ignore[no-untyped-call]
 
     def watch_shards(self) -> None:
         """Has `on_shard_gradient` called from now on for gradients that come to whole parameters past the forward.
@@ -331,7 +286,7 @@ class ShardedUnit:
                 param.shard_watch = torch.Tensor.register_hook(shard, hook)  # type: ignore[no-untyped-call]
 
     def _pass_on(self, param: UnitParam, grad: torch.Tensor) -> torch.Tensor:
-        return self.on_shard_gradient(param, grad)
+        return self.callbacks.on_shard_gradient(param, grad)
 
     def stop_watching(self) -> None:
         """Removes these hooks; some keep the engine alive: garbage collection does not see through autograd."""
@@ -347,11 +302,11 @@ class ShardedUnit:
         Raises:
             TypeError: Another unit shares the slot.
         """
-        if self.shares_slot:
+        if self.full.shares_slot:
             raise TypeError(
                 f"backward came to unit {self.name!r} by another way than a tensor which it returned, after its "
-                f"parameters were released; it returned {self.returned.__name__}: return the tensors, an auxiliary "
-                "loss too, in tuples, lists, dicts or dataclasses, or use strategy='shard_grad_op'"
+                f"parameters were released; it returned {self.forward.returned.__name__}: return the tensors, an "
+                "auxiliary loss too, in tuples, lists, dicts or dataclasses, or use strategy='shard_grad_op'"
             )
 
     def prepare_double_backward(self) -> None:
@@ -360,95 +315,38 @@ class ShardedUnit:
         Raises:
             RuntimeError: The parameters would be overwritten before the second backward.
         """
-        if self.shares_slot:
+        if self.full.shares_slot:
             raise RuntimeError(
                 f"backward with create_graph=True came to unit {self.name!r}, whose parameters share slot "
-                f"{self.slot} with other units' and would be overwritten before the second backward; use "
+                f"{self.full.slot} with other units' and would be overwritten before the second backward; use "
                 "strategy='shard_grad_op' or 'no_shard'"
             )
         self.watch_gradients()
-
-    @property
-    def gather_bytes(self) -> int:
-        """The bytes that this rank receives from the others in its next gather."""
-        if self.secondary is not None and self.secondary.is_current:
-            return self.secondary.gather_bytes
-        return self._gather_bytes
-
-    def gather(self, *, keep: bool) -> None:
-        """Queues the all-gathers, which `gathers` lists to be waited for.
-
-        Args:
-            keep: Whether the secondary shard takes its part of what is gathered.
-        """
-        self.gathered = True
-        if self.secondary is not None and self.secondary.is_current:
-            self.versions.gather_again()
-            self.gathers += self.secondary.gather()
-            return
-        self.versions.gather()
-        for bucket in self._to_gather:
-            work = bucket.all_gather(async_op=True)
-            if work is not DONE:
-                self.gathers.append(work)
-        if self.secondary is not None and keep:
-            self.secondary.keep()
 
     def wire_error(self, use: Use) -> WireError | None:
         """What formats on the wire have cost its gathers, or its reduces, since the last call; None if it has none."""
         buckets = [bucket for bucket, _ in self.buckets]
         if use == "gather":
             coded = any(bucket.gather_format for bucket in buckets)
-            errors = [b.block_gather.take_error() for b in buckets if b.block_gather]
+            taken = [bucket.gathering.take_error() for bucket in buckets]
         else:
             coded = any(bucket.reduce_format for bucket in buckets)
             taken = [bucket.reduction.take_error() for bucket in buckets]
-            errors = [error for error in taken if error is not None]
         if not coded:
             return None
+        errors = [error for error in taken if error is not None]
         return WireError(
             max((error.bound for error in errors), default=0.0),
             max((error.seen for error in errors), default=0.0),
             sum(error.flagged for error in errors),
         )
 
-    def overwritten(self) -> None:
-        """Notes that another unit's parameters come into the slot."""
-        self.gathered = False
-        if self.tells:  # else `check_unmarked_backward` says more than autograd would
-            self.versions.leave()
-
-    def outdate(self) -> None:
-        """Marks gathered parameters as stale, since the shards may have changed."""
-        self.gathered = False
-        if self.secondary is not None:
-            self.secondary.is_current = False
-        if self.tells:
-            self.versions.tell()
-
     def begin_step(self) -> None:
         """Prepares for a forward of the model. An optimizer's step, which may have raised, may have come before."""
-        self.outdate()
+        self.full.outdate()
         for param in self.params:
             param.guard()
         self.gradients.drop()
-
-    def outdate_changed(self) -> None:
-        """Marks gathered parameters as stale if the shards have changed since, as before a late backward.
-
-        Then they are gathered again. As without sharding, a recomputation uses the new values, and autograd refuses
-        what needs the old ones.
-        """
-        if self.gathered and self.versions.are_old:
-            self.outdate()
-
-
-def _gathered(
-    holders: Holders, bucket: Bucket, index: int, how: Distribution | None, held: torch.Tensor
-) -> torch.Tensor:
-    with holders.everyone.failing_together, holders.mesh.failing_together:
-        part = bucket.gathered_rows(index, held)
-    return part if how is None else how.whole(part)
 
 
 def _refuse_forward(module: nn.Module, args: tuple[object, ...]) -> None:

@@ -181,6 +181,8 @@ def test_after_a_step_nothing_is_left_to_wait_for() -> None:
         for step in range(2):
             loss_of(model, batch(comm.rank, step)).backward()
             for unit in engine.units:
-                assert unit.gathers == unit.gradients.reduces == unit.gradients.all_reduces == []
+                assert (
+                    unit.full.gathers == unit.gradients.reduces == unit.gradients.all_reduces == []
+                )
 
     run_threads(body, 2)

@@ -29,7 +29,7 @@ def test_recomputed_units_keep_no_inputs() -> None:
         engine = fully_shard(model, comm)
         for net in (model, plain):
             net(values(3, WIDTH)).square().sum().backward()
-        assert not any(unit.entered for unit in engine.units)
+        assert not any(unit.forward.entered for unit in engine.units)
         assert_same_gradients(engine, model, plain)
 
     run_threads(body, 2)
@@ -51,7 +51,7 @@ def test_prefetches_that_nobody_waits_for_do_not_meet_other_collectives(
             else:
                 with torch.no_grad():
                     model(values(3, WIDTH))
-            assert not any(unit.gathers or unit.gradients.reduces for unit in engine.units)
+            assert not any(unit.full.gathers or unit.gradients.reduces for unit in engine.units)
             comm.barrier()
             state = engine.full_state_dict()
             assert torch.equal(state["stem.weight"], plain.stem.weight)

@@ -200,10 +200,10 @@ def test_inside_of_gathered() -> None:
 
 def test_generating_gathers_the_roots_parameters_once() -> None:
     def body(model: Any, engine: Engine, plain: Any) -> None:
-        root = engine.units[0].gather_bytes
+        root = engine.units[0].full.gather_bytes
         before = engine.traffic.gathered_bytes
         model.generate(IDS, 3)
-        block = engine.units[1].gather_bytes
+        block = engine.units[1].full.gather_bytes
         assert engine.traffic.gathered_bytes - before == root + (2 + 3 * 2) * block
 
     with_sharded(body, prefetch=0, slots=1)

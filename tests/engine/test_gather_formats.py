@@ -298,7 +298,7 @@ def test_the_plan_is_what_a_rank_holds_and_receives(case: str) -> None:
         plan = MemoryPlan.of(made_net(), 3, rank=comm.rank, **arguments)
         assert engine.footprint() == plan.footprint
         assert engine.footprint().wire_bytes > 0
-        gathers = [unit.gather_bytes for unit in engine.units]
+        gathers = [unit.full.gather_bytes for unit in engine.units]
         assert gathers == [unit.gather_bytes for unit in plan.units]
         # From first principles: a byte an element, one of 64 for scales, and each part up to a multiple of 128.
         hidden = engine.unit(net.hidden)
@@ -463,13 +463,13 @@ def test_the_error_is_that_of_gathers_that_have_ended() -> None:
             gather_format=BlockFormat("mxint8"),
         )
         bucket.load([torch.full((64, 512), 1.01)])
-        gather = bucket.block_gather
-        assert gather is not None
         for _ in range(200):
             work = bucket.all_gather(async_op=True)
-            assert gather.take_error().bound == 2**-7
+            error = bucket.gathering.take_error()
+            assert error is not None
+            assert error.bound == 2**-7
             work.wait()
-            assert gather.take_error() == (0.0, 0.0, 0)
+            assert bucket.gathering.take_error() == (0.0, 0.0, 0)
 
     run_threads(run, 2)
 

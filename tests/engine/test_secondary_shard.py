@@ -236,7 +236,9 @@ def test_evaluation_keeps_no_secondary_shard() -> None:
         with torch.no_grad():
             loss_of(model, batch(comm.rank, 0))
         assert gathers(host) == inside
-        assert not any(unit.secondary and unit.secondary.is_current for unit in engine.units)
+        assert not any(
+            unit.full.secondary and unit.full.secondary.is_current for unit in engine.units
+        )
 
     on_two_hosts(body)
 
@@ -438,7 +440,7 @@ def test_a_policy_says_whose_units_are_gathered_inside_hosts() -> None:
             loss_of(model, batch(comm.rank, step)).backward()
             optimizer.step()
             optimizer.zero_grad()
-        assert {type(u.module) for u in engine.units if u.secondary is not None} == {Block}
+        assert {type(u.module) for u in engine.units if u.full.secondary is not None} == {Block}
         assert engine.footprint() == plan.footprint
         assert engine.traffic.gathered_bytes - before == plan.gathered_bytes
         return engine.full_state_dict()
@@ -462,7 +464,7 @@ def test_units_with_another_strategy_or_other_ranks_are_gathered_as_these_say() 
             loss_of(model, batch(comm.rank, step)).backward()
             optimizer.step()
             optimizer.zero_grad()
-        assert [u.secondary is not None for u in engine.units] == [False] * 3 + [True] * 2
+        assert [u.full.secondary is not None for u in engine.units] == [False] * 3 + [True] * 2
         return engine.full_state_dict()
 
     expected = reference(make(), RANKS)
@@ -479,7 +481,7 @@ def test_experts_are_gathered_among_their_own_ranks() -> None:
         units = {Block: Policy(comm=host), model.head: None, model.embed: None}
         engine = fully_shard(model, comm, units=units, reshard_after_forward=host, prefetch=0)
         loss_of(model, batch(comm.rank, 0)).backward()
-        return [unit.secondary is not None for unit in engine.units]
+        return [unit.full.secondary is not None for unit in engine.units]
 
     for kept in on_two_hosts(body):
         assert kept == [False, True, *[False] * 4, True]  # embedding and head share a slot
