@@ -14,6 +14,7 @@ from shardcomm.arguments.checks import check_type
 from shardcomm.checkpoint.elsewhere import Elsewhere
 from shardcomm.comm.mesh import FailingTogether
 from shardcomm.parameter.shard_tensor import Part, check_value, load_value
+from shardcomm.parameter.sharded_parameter import ShardedRows
 from shardcomm.parameter.tensor_parallel import full as full_of
 from shardcomm.parameter.versions import written
 from shardcomm.sharded.hooks import Hooks
@@ -30,7 +31,7 @@ def parts_of(units: Iterable[ShardedUnit]) -> Parts:
 def state_dict(model: nn.Module, parts: Parts) -> dict[str, Any]:
     """`model.state_dict()` with ShardTensors for parameters. Its tensors are views, which DCP reads and writes."""
     return {
-        name: value if _is_extra(name) else _held(value, parts)
+        name: value if _is_extra(name, value) else _held(value, parts)
         for name, value in model.state_dict(keep_vars=True).items()
     }
 
@@ -120,7 +121,8 @@ def full_state_dict(
 ) -> dict[str, Any]:
     """`model.state_dict()` as it would be without sharding, copied to the CPU, on all ranks or on one; collective.
 
-    Extra state of modules (`get_extra_state`) is passed on as it is.
+    Extra state of modules (`get_extra_state`), and what is no tensor, are passed on as they are. What a hook of the
+    model's state dict has made of rows, by a cast for instance, is gathered as the rows are.
 
     Raises:
         ValueError: `rank` is neither None nor a rank of the mesh; nothing is gathered then.
@@ -134,8 +136,13 @@ def full_state_dict(
     state: dict[str, Any] = dict(model.state_dict(keep_vars=True))
     with together:
         survey = elsewhere.survey(
-            {n: v if _is_extra(n) else _held(v, parts) for n, v in state.items()}
+            {n: v if _is_extra(n, v) else _held(v, parts) for n, v in state.items()}
         )
+        made = {
+            name: _copied(value.full_tensor())
+            for name, value in state.items()
+            if isinstance(value, ShardedRows)
+        }
     wanted = rank in (None, mesh.rank)
     state = {name: v for name, v in state.items() if wanted or survey.sends(name, mesh.rank)}
     kept = {value for value in state.values() if isinstance(value, nn.Parameter)}
@@ -154,7 +161,9 @@ def full_state_dict(
             if param.shard in kept:
                 full[param.shard] = _copied(whole)
     for name, value in state.items():
-        if not _is_extra(name):
+        if name in made:
+            state[name] = made[name]
+        elif not _is_extra(name, value):
             state[name] = full[value] if value in full else _copied(full_of(value.detach()))
     with together:
         return survey.completed(state, mesh, wanted=wanted)
@@ -175,6 +184,7 @@ def load_state_dict(
     Raises:
         TypeError: `given` is no mapping.
         ValueError: A name is missing or unknown, or a value does not fit the model; nothing is changed then.
+        RuntimeError: A hook of the model's state dict makes an entry anew; nothing is changed then.
     """
     check_type("load_state_dict", "state_dict", given, Mapping, "a mapping of names to values")
     state: dict[str, Any] = model.state_dict(keep_vars=True)
@@ -184,11 +194,18 @@ def load_state_dict(
         raise ValueError(
             f"load_state_dict: state_dict lacks {sorted(missing)} and has unknown {sorted(unknown)}"
         )
+    own = {id(tensor) for tensors in (model.parameters(), model.buffers()) for tensor in tensors}
     for name, current in state.items():
-        if not _is_extra(name):
-            check_value("load_state_dict", name, _held(current, parts), given[name])
+        if _is_modules(name):
+            continue
+        if id(current) not in own:
+            raise RuntimeError(
+                f"load_state_dict: {name!r} is made anew by a hook of the model's state_dict, so that nothing can be "
+                "loaded into it; call model.load_state_dict, which calls the hooks for loading"
+            )
+        check_value("load_state_dict", name, _held(current, parts), given[name])
     for name, current in state.items():
-        if _is_extra(name):
+        if _is_modules(name):
             model.get_submodule(name.rpartition(".")[0]).set_extra_state(given[name])
         else:
             load_value(_held(current, parts), given[name])
@@ -197,12 +214,21 @@ def load_state_dict(
 
 
 def _held(value: torch.Tensor, parts: Parts) -> torch.Tensor:
-    return parts[value].of(value) if value in parts else value.detach()  # type: ignore[index]
+    if value in parts:
+        return parts[value].of(value)  # type: ignore[index]
+    if isinstance(value, ShardedRows):  # made by a hook of the model's state dict
+        return value.whole.part.of(value)
+    return value.detach()
 
 
 def _copied(value: torch.Tensor) -> torch.Tensor:
     return value.to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
-def _is_extra(name: str) -> bool:
+def _is_extra(name: str, value: object) -> bool:
+    """Whether an entry is extra state: a module's, or of a hook of the model's state dict."""
+    return _is_modules(name) or not isinstance(value, torch.Tensor)
+
+
+def _is_modules(name: str) -> bool:
     return name.rpartition(".")[2] == nn.modules.module._EXTRA_STATE_KEY_SUFFIX

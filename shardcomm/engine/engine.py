@@ -367,7 +367,8 @@ class Engine:
 
         Raises:
             ValueError: A name is missing or unknown, or a shape differs; nothing is changed then.
-            RuntimeError: Autograd runs.
+            RuntimeError: Autograd runs; or a hook of the model's state dict makes an entry anew, as a cast does, and
+                nothing can be loaded into it. `model.load_state_dict` calls the hooks for loading.
         """
         self.release()
         load_state_dict(self.model, self._parts, state_dict, self.elsewhere.names)

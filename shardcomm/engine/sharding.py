@@ -22,7 +22,7 @@ from shardcomm.engine.meshes import check_secondary, made_for, mesh_of, meshes_o
 from shardcomm.engine.model_checks import check_modules, check_separate_memory
 from shardcomm.engine.shard_units import shard_units
 from shardcomm.engine.sharded_modules import is_sharded, remember
-from shardcomm.parameter import backward_inputs, optimizer_steps
+from shardcomm.parameter import backward_inputs, collectives, optimizer_steps
 from shardcomm.parameter.holders import Holders
 from shardcomm.parameter.replaced import take_over
 from shardcomm.parameter.tensor_parallel import inner_groups
@@ -267,6 +267,7 @@ def _guard(model: nn.Module, units: Sequence[ShardedUnit], elsewhere: Elsewhere)
         )
     optimizer_steps.install()
     backward_inputs.install()
+    collectives.install()
     remember(model)
     held = {param.shard for unit in units for param in unit.params}
     for param in model.parameters():

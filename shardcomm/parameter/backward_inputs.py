@@ -51,9 +51,8 @@ def install() -> None:
                 **kwargs,
             )
         except RuntimeError as error:
-            for index, whole in ours:
-                if f"at index {index} appears to not have been used" in str(error):
-                    whole.refuse_autograd_grad()
+            if ours and "appears to not have been used" in str(error):
+                ours[0][1].refuse_autograd_grad()
             raise
         for index, whole in ours:
             if found[index] is None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -9,7 +12,7 @@ from torch import nn
 from shardcomm import Communicator, fully_shard
 from support.nets import assert_same, make
 from support.thread_ranks import run_threads
-from support.twins import WIDTH, twins, values
+from support.twins import WIDTH, Chain, twins, values
 
 
 class Normed(nn.Module):
@@ -119,6 +122,69 @@ def test_state_dict_round_trip() -> None:
 
     for state in run_threads(body, 3):
         assert_same(state, make("tied", seed=7), bitwise=True)
+
+
+def changed_by_a_hook(net: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Has `net.state_dict()` give changed parameters, and an entry that is no tensor, as quantisers do."""
+
+    def hook(_net: object, state: dict[str, Any], _prefix: str, _metadata: object) -> None:
+        state |= {name: change(value) for name, value in state.items()}
+        state["version"] = [1]
+
+    net._register_state_dict_hook(hook)  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.covers("state dicts")
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+def test_what_a_hook_makes_of_the_parameters_is_saved(strategy: str) -> None:
+    def body(comm: Communicator) -> None:
+        model, plain = twins(Chain)
+        engine = fully_shard(model, comm, strategy=strategy)
+        for net in (model, plain):
+            changed_by_a_hook(net, torch.Tensor.bfloat16)
+        expected = plain.state_dict()
+        for rank in (None, 0):
+            full = engine.full_state_dict(rank)
+            if rank in (None, comm.rank):
+                assert full.keys() == expected.keys()
+                assert full.pop("version") == [1]
+                assert all(type(value) is torch.Tensor for value in full.values())
+                for name, value in full.items():
+                    torch.testing.assert_close(value, expected[name], rtol=0, atol=0)
+        parts = engine.state_dict()
+        for name, param in model.named_parameters():
+            assert parts[name].dtype == torch.bfloat16
+            assert parts[name].shape == expected[name].shape
+            held = getattr(parts[name], "held", parts[name])  # of a ShardTensor
+            assert torch.equal(held, param.to_local().bfloat16())
+
+    run_threads(body, 2)
+
+
+@pytest.mark.parametrize("change", [torch.Tensor.bfloat16, torch.Tensor.clone])
+def test_nothing_is_loaded_into_what_a_hook_has_made(
+    change: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    def body(comm: Communicator) -> None:
+        model, other = twins(Chain)
+        with torch.no_grad():
+            for param in other.parameters():
+                param.add_(1)
+        engine = fully_shard(model, comm)
+        before = engine.full_state_dict()
+        changed_by_a_hook(model, change)
+        with pytest.raises(
+            RuntimeError, match=r"made anew by a hook .* call model\.load_state_dict"
+        ):
+            engine.load_state_dict({**other.state_dict(), "version": [1]})
+        after = dict(model.named_parameters())
+        for name, value in before.items():
+            assert torch.equal(after[name].full_tensor(), value)
+        model.load_state_dict(other.state_dict())
+        for name, value in other.state_dict().items():
+            assert torch.equal(after[name].full_tensor(), value)
+
+    run_threads(body, 2)
 
 
 def test_state_dict_with_wrong_names_is_refused() -> None:

@@ -17,8 +17,8 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
 from torch.distributed.tensor import Shard
 
 from shardcomm import CommError, fsdp2, launch
@@ -328,17 +328,22 @@ def receipts_and_errors() -> None:
     )
     attached.detach()
 
-    halves = Even()
-    placement = ShardPlacementResult(Shard(0), FSDPMeshInfo(mesh["replicas"], shard_mesh_dim=0))
-    elsewhere = ShardPlacementResult(Shard(0), FSDPMeshInfo(mesh["alone"], shard_mesh_dim=0))
-    fully_shard(
-        halves,
-        mesh=mesh["replicas"],
-        shard_placement_fn=lambda p: placement if p is halves[0].weight else elsewhere,
-    )
-    (receipt,) = fsdp2.attach(halves).receipts
-    assert receipt.taken == "torch"
-    assert receipt.reason.startswith("it has 2 parameter groups, and FSDP2 takes custom")
+    if hasattr(_fsdp_common, "ShardPlacementResult"):  # torch 2.11 has none
+        halves = Even()
+        placement, elsewhere = (
+            _fsdp_common.ShardPlacementResult(
+                Shard(0), _fsdp_common.FSDPMeshInfo(mesh[name], shard_mesh_dim=0)
+            )
+            for name in ("replicas", "alone")
+        )
+        fully_shard(
+            halves,
+            mesh=mesh["replicas"],
+            shard_placement_fn=lambda p: placement if p is halves[0].weight else elsewhere,
+        )
+        (receipt,) = fsdp2.attach(halves).receipts
+        assert receipt.taken == "torch"
+        assert receipt.reason.startswith("it has 2 parameter groups, and FSDP2 takes custom")
     dist.destroy_process_group()
 
 
