@@ -57,6 +57,19 @@ void fiber_main(int index) {
   std::abort();
 }
 
+// Has no loop of its own: to gcc getcontext may return twice, and a loop's counter be lost.
+void make_fiber(int thread) {
+  Fiber& fiber = fibers[static_cast<std::size_t>(thread)];
+  if (fiber.stack) return;
+  fiber.stack = std::make_unique<char[]>(kStackBytes);
+  getcontext(&fiber.context);
+  fiber.context.uc_stack.ss_sp = fiber.stack.get();
+  fiber.context.uc_stack.ss_size = kStackBytes;
+  fiber.context.uc_link = nullptr;
+  makecontext(&fiber.context, reinterpret_cast<void (*)()>(fiber_main), 1, thread);
+  swapcontext(&main_context, &fiber.context);
+}
+
 void forget_fiber(Fiber& fiber) {
   // Exceptions that it was handling.
   eh_globals() = {fiber.caught, 0};
@@ -101,17 +114,7 @@ void switch_to(int thread) {
 }
 
 void make_fibers() {
-  for (int i = 0; i < kMostThreads; ++i) {
-    Fiber& fiber = fibers[static_cast<std::size_t>(i)];
-    if (fiber.stack) continue;
-    fiber.stack = std::make_unique<char[]>(kStackBytes);
-    getcontext(&fiber.context);
-    fiber.context.uc_stack.ss_sp = fiber.stack.get();
-    fiber.context.uc_stack.ss_size = kStackBytes;
-    fiber.context.uc_link = nullptr;
-    makecontext(&fiber.context, reinterpret_cast<void (*)()>(fiber_main), 1, i);
-    swapcontext(&main_context, &fiber.context);
-  }
+  for (int i = 0; i < kMostThreads; ++i) make_fiber(i);
 }
 
 void forget_fibers() {
