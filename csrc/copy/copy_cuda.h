@@ -28,9 +28,10 @@ class CudaCopy {
  private:
   struct DeviceLaunch;
   std::vector<DeviceLaunch> launches_;
-  DType src_dtype_;
-  DType dst_dtype_;
-  int device_;
+  // A build without CUDA reads none of these.
+  [[maybe_unused]] DType src_dtype_;
+  [[maybe_unused]] DType dst_dtype_;
+  [[maybe_unused]] int device_;
 };
 
 // Converts one contiguous run of elements on the current device, without a plan: dst =

@@ -34,8 +34,12 @@ struct Versions<Loop, void(Args...)> {
   [[gnu::target("avx512f,avx512bw,avx512dq,avx512vl")]] static void avx512(Args... args) {
     Loop::run(args...);
   }
-  [[gnu::target("avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=256")]] static void
-  avx512_in_256(Args... args) {
+#if defined(__clang__)  // which knows the width only as a part of that processor's tuning
+  [[gnu::target("avx512f,avx512bw,avx512dq,avx512vl,tune=skylake-avx512")]]
+#else
+  [[gnu::target("avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=256")]]
+#endif
+  static void avx512_in_256(Args... args) {
     Loop::run(args...);
   }
 #endif

@@ -19,6 +19,7 @@
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 #include <utility>
 
 namespace shardcomm {
@@ -90,11 +91,14 @@ class Search {
   // Starts from what is always possible: everything on one rank.
   Search(const Order& given, std::size_t num_params, int world_size)
       : world_size_(world_size), given_(given), by_length_(given), offsets_(num_params) {
-    std::stable_sort(by_length_.begin(), by_length_.end(),
-                     [](const Item& a, const Item& b) { return a.length > b.length; });
+    // Equal ones keep the given order. To clang, std::stable_sort of libstdc++ 12 is deprecated.
+    std::sort(by_length_.begin(), by_length_.end(), [](const Item& a, const Item& b) {
+      return std::tie(b.length, a.param) < std::tie(a.length, b.param);
+    });
     by_cut_ = by_length_;
-    std::stable_sort(by_cut_.begin(), by_cut_.end(),
-                     [](const Item& a, const Item& b) { return a.cut > b.cut; });
+    std::sort(by_cut_.begin(), by_cut_.end(), [](const Item& a, const Item& b) {
+      return std::tie(b.cut, b.length, a.param) < std::tie(a.cut, a.length, b.param);
+    });
     for (const Item& item : given_) shard_ += item.length;
     place(given_, shard_, /*fill_gaps=*/false);
     best_offsets_ = offsets_;

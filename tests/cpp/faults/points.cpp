@@ -86,10 +86,15 @@ class Point {
   int after_ = 0;
 };
 
-// The function that stands behind ours: libc's, or a sanitizer's.
+// The function that stands behind ours: libc's, or a sanitizer's. clang links its sanitizers into
+// the executable, where ours replace theirs, which are then found by their second name alone.
 template <class Function>
 Function* behind(const char* name) {
-  return reinterpret_cast<Function*>(dlsym(RTLD_NEXT, name));
+  std::array<char, 64> second_name{};
+  std::snprintf(second_name.data(), second_name.size(), "__interceptor_%s", name);
+  void* found = dlsym(RTLD_DEFAULT, second_name.data());
+  if (found == nullptr) found = dlsym(RTLD_NEXT, name);
+  return reinterpret_cast<Function*>(found);
 }
 
 }  // namespace
