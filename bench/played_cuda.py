@@ -58,8 +58,9 @@ def install(*, instant: bool = False, extension: Path | None = None) -> None:
     sys.modules["shardcomm._C"] = module
     # As torch does where it has CUDA. One of the driver's own: the default stream cannot be captured.
     torch._C._cuda_getCurrentRawStream = _current  # type: ignore[attr-defined]
-    status = module.nccl_status([str(BUILD / "fake_nccl_2_28" / "libnccl.so.2")])
-    assert status.available, status.reason
+    nccl = str(BUILD / "fake_nccl_2_28" / "libnccl.so.2")
+    status = module.nccl_status([nccl])
+    assert status.path == nccl, status.reason or f"another NCCL was loaded: {status.path}"
 
 
 def build() -> Path:
