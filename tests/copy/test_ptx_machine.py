@@ -99,6 +99,22 @@ def test_the_machine_says_what_it_does_not_know(line: str, says: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("operands", "result"),
+    [("%r0, %r1, 0x0123U", 0x00112233), ("%r1, %r0, 0x4567", 0x00112233)],
+)
+def test_a_permutation_reads_no_register_of_which_it_takes_no_byte(
+    operands: str, result: int
+) -> None:
+    kernel = kernel_of(
+        "mov.b32 %r0, 0x33221100", f"prmt.b32 %r2, {operands}", "st.global.b32 [%rd0], %r2"
+    )
+    memory, value = Memory(), torch.zeros(1, dtype=torch.int32)
+    memory.add(Region.of_tensor(value, writable=True))
+    kernel.run(1, [value.data_ptr()], 0, memory)
+    assert value.item() == result
+
+
+@pytest.mark.parametrize(
     ("opcode", "operands", "result"),
     [
         ("prmt.b32", (0x33221100, 0x77665544, 0x3340), 0x33334400),

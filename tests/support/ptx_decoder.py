@@ -78,6 +78,8 @@ class Decoder:
         match name, modifiers:
             case "mov", [kind] if "{" in operands[0] + operands[1]:
                 step = self._packing(kind, operands)
+            case "prmt", ["b32"]:
+                step = self._computation(opcode, self._selected(*operands))
             case _ if opcode in OPERATIONS:
                 step = self._computation(opcode, operands)
             case "add" | "sub" | "mul", ["f32" | "f32x2"]:
@@ -151,6 +153,19 @@ class Decoder:
             write(registers, operation.function(*[read(registers) for read in reads]), active)
 
         return step
+
+    def _selected(self, destination: str, a: str, b: str, selector: str) -> list[str]:
+        """ "Data Movement and Conversion Instructions: prmt": a constant selector may take all bytes of one operand.
+
+        The compiler then gives any register as the other, even one that nothing has written to. It is not read here.
+        """
+        if not selector.startswith("%"):
+            sources = {self._constant(selector) >> shift & 4 for shift in range(0, 16, 4)}
+            if 0 not in sources:
+                a = b
+            if 4 not in sources:
+                b = a
+        return [destination, a, b, selector]
 
     def _load(self, space: str, kind: str, count: int, operands: list[str]) -> Step:
         writes = [self._writer(each, kind) for each in _elements(operands[0])]
