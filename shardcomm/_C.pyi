@@ -324,6 +324,7 @@ class Stream:
 
         Raises:
             CudaError: CUDA refused, or is not there.
+            ValueError: This process has no such GPU.
         """
 
     @staticmethod
@@ -333,6 +334,10 @@ class Stream:
         Args:
             device: The GPU's number.
             handle: The cudaStream_t, such as `torch.cuda.Stream.cuda_stream`.
+
+        Raises:
+            CudaError: CUDA is not there.
+            ValueError: This process has no such GPU.
         """
 
     @property

@@ -4,12 +4,14 @@
 #include <memory>
 #include <mutex>
 #include <stdexcept>
+#include <string>
 #include <thread>
 #include <type_traits>
 #include <utility>
 #include <vector>
 
 #include "cuda/runtime.h"
+#include "shardcomm/cuda.h"
 #include "shardcomm/stream.h"
 
 namespace shardcomm {
@@ -178,9 +180,22 @@ class CudaStream final : public Stream {
   SharedStream stream_;
 };
 
+// Now, as the first use would raise an error of CUDA's that names no device.
+void check_present(int device) {
+  int devices = 0;
+  if (cudaGetDeviceCount(&devices) != cudaSuccess || devices == 0) {
+    throw CudaError("device is cuda:" + std::to_string(device) + ": " + cuda_status().reason);
+  }
+  if (device < 0 || device >= devices) {
+    throw std::invalid_argument("device is " + std::to_string(device) + "; this process has " +
+                                std::to_string(devices) + " GPUs, counted from 0");
+  }
+}
+
 }  // namespace
 
 std::unique_ptr<Stream> make_cuda_stream(int device) {
+  check_present(device);
   const DeviceScope scope(device);
   // Communication is what computation waits for: it goes first where both are ready.
   int least = 0;
@@ -198,6 +213,7 @@ std::unique_ptr<Stream> make_cuda_stream(int device) {
 }
 
 std::unique_ptr<Stream> borrow_cuda_stream(int device, NativeStream stream) {
+  check_present(device);
   const auto borrowed = static_cast<cudaStream_t>(stream);
   return std::make_unique<CudaStream>(device, SharedStream(borrowed, [](cudaStream_t) {}));
 }

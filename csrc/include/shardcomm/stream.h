@@ -65,7 +65,8 @@ class Stream {
 std::unique_ptr<Stream> make_thread_stream();
 std::unique_ptr<Stream> make_caller_stream();
 
-// A new stream of a device, which does not synchronise with the default stream. Throws CudaError.
+// Both throw CudaError where there is no CUDA, and std::invalid_argument where there is no such
+// device. The first makes a stream that does not synchronise with the default one.
 std::unique_ptr<Stream> make_cuda_stream(int device);
 // A stream that belongs to somebody else, and must outlive this object.
 std::unique_ptr<Stream> borrow_cuda_stream(int device, NativeStream stream);

@@ -5,6 +5,8 @@
 #include <functional>
 #include <memory>
 #include <numeric>
+#include <stdexcept>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -124,6 +126,22 @@ void memory_is_freed_beside_a_capture() {
   }
 }
 
+void a_stream_of_no_device_is_refused() {
+  for (const int device : {-1, kFakeDevices}) {
+    const auto is_refused = [device](const auto& make) {
+      try {
+        make();
+      } catch (const std::invalid_argument& error) {
+        return error.what() ==
+               "device is " + std::to_string(device) + "; this process has 64 GPUs, counted from 0";
+      }
+      return false;
+    };
+    require(is_refused([&] { make_cuda_stream(device); }), "a new one is refused");
+    require(is_refused([&] { borrow_cuda_stream(device, nullptr); }), "so is a borrowed one");
+  }
+}
+
 void no_stream_is_the_default_one_of_the_device() {
   in_a_fresh_thread("the default stream of another device", [] {
     bool ran = false;
@@ -143,6 +161,7 @@ int main() {
   what_any_thread_may_call_uses_its_own_device_alone();
   memory_has_its_contents_on_return();
   memory_is_freed_beside_a_capture();
+  a_stream_of_no_device_is_refused();
   no_stream_is_the_default_one_of_the_device();
   std::puts("good");
   return 0;
