@@ -23,7 +23,11 @@ def start_servers_by_forks() -> None:
 
 
 def _fork(_path: bytes, args: list[str], descriptors: list[int]) -> int:
-    """Stands in for `util.spawnv_passfds`: runs the program that is the last of `args`; returns its pid."""
+    """Stands in for `util.spawnv_passfds`: runs the program that is the last of `args`; returns its pid.
+
+    This process has one thread, and a worker of pytest-xdist two. The second waits for messages, and the child leaves
+    alone what it may hold: its queues, and the streams, in whose place come new ones.
+    """
     pid = os.fork()
     if pid > 0:
         return pid
