@@ -21,7 +21,7 @@ DEADLINE_S = 60.0
 # A child runs the program as its main module, whose names live until the interpreter takes them down. What torch alone
 # has made is frozen, since the collection of garbage at each child's end would copy all of its pages.
 _FORKS = """
-import gc, json, os, sys
+import faulthandler, gc, json, os, sys
 import torch
 gc.collect()
 gc.freeze()
@@ -36,6 +36,7 @@ for line in sys.stdin:
             for number, name in ((1, "out"), (2, "err")):
                 file = os.path.join(folder, f"{len(children)}.{name}")
                 os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), number)
+            faulthandler.enable()
             exec(program)
             sys.exit()
         children.append(child)
@@ -71,7 +72,8 @@ def run_each(program: str, environments: list[dict[str, str]]) -> list[Completed
         forks.stdin.write(json.dumps([program, folder, environments]) + "\n")
         forks.stdin.flush()
         if not select([forks.stdout], [], [], DEADLINE_S)[0]:
-            subprocess.run(["pkill", "--signal", "KILL", "--parent", str(forks.pid)], check=False)
+            # Each writes where it is to its errors.
+            subprocess.run(["pkill", "--signal", "ABRT", "--parent", str(forks.pid)], check=False)
         return [
             CompletedProcess(
                 program,
