@@ -132,7 +132,8 @@ def _keep(client: socket.socket) -> None:
     if end not in wait([end, client]):
         os.kill(program, 9)
     status = os.waitstatus_to_exitcode(os.waitpid(program, 0)[1])
-    client.send(b"%d" % status)
+    with suppress(BrokenPipeError):  # the client has ended
+        client.send(b"%d" % status)
 
 
 def _enter(place: int, kinds: int) -> None:
