@@ -263,7 +263,7 @@ def _guard(model: nn.Module, units: Sequence[ShardedUnit], elsewhere: Elsewhere)
             "names mean different parameters on different ranks, which are trained apart as experts are; give experts "
             "the numbers they have in the whole model, and leave a unit that is the same on all ranks to fully_shard's "
             "comm, or to strategy='hybrid_shard'",
-            stacklevel=4,
+            stacklevel=5,
         )
     optimizer_steps.install()
     backward_inputs.install()

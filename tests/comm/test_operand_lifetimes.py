@@ -88,18 +88,18 @@ def test_operands_are_kept_over_c10d_too() -> None:
     launch(over_gloo, 2, timeout_s=60)
 
 
-def test_a_work_that_is_dropped_has_its_bucket_kept_until_the_end() -> None:
-    """What a gather writes belongs to the bucket."""
+def test_a_work_that_is_dropped_has_its_buckets_memory_kept_until_the_end() -> None:
+    """What a gather reads and writes belongs to the bucket."""
 
     def body(comm: Communicator) -> None:
         gate = threading.Event()
         bucket = Bucket.from_tensors({"w": torch.ones(8, 4)}, comm)
         comm.streams.gather.enqueue(gate.wait)
         work = bucket.all_gather(async_op=True)
-        full = weakref.ref(bucket)
+        memory = [weakref.ref(bucket.shard), weakref.ref(bucket.full)]
         del bucket, work
         gc.collect()
-        kept = full() is not None
+        kept = all(tensor() is not None for tensor in memory)
         gate.set()
         comm.streams.gather.record().wait()
         assert kept

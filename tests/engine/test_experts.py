@@ -318,8 +318,10 @@ def test_other_parameters_of_the_same_name_are_not_saved_as_one(strategy: str) -
         norm = clip_grad_norm_(model.parameters(), 1e9)
         torch.testing.assert_close(norm, torch.tensor(2.0 * math.sqrt(2 * numel)))
 
-    with pytest.warns(UserWarning, match=r"'1\.each\.0\.weight' and 1 other names mean different"):
+    warning = r"'1\.each\.0\.weight' and 1 other names mean different"
+    with pytest.warns(UserWarning, match=warning) as warned:
         run_threads(body, RANKS)
+    assert next(w.filename for w in warned if "mean different" in str(w.message)) == __file__
 
 
 @pytest.mark.covers("expert meshes", "gradient clipping")
