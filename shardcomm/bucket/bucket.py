@@ -343,7 +343,7 @@ class Bucket:
         shard_view(flat, placement, piece).copy_(held)
         flat = flat.to(self.comm.device)
         full = flat.new_empty(self.layout.flat_numel)
-        self.gathering.others_into(full, flat)
+        self.gathering.others_into(full, flat, f"all of {placement.spec.name!r}")
         return full_view(full, placement).contiguous().to(held.device)
 
     def reduce_scatter(

@@ -3,15 +3,18 @@
     shard ──fetch, with an offload──► device ──cast──► all-gather ──► full buffer
                                          └──encode──► all-gather ──decode──►┘   in a block format; see block_gather.py
 
-With `async_op=True`, and with an offload, gathers run on the gather stream, in the order in which they are queued.
+Gathers that run beside computation do so on the gather stream, in the order in which they are queued; SideStreams says
+which do.
 """
 
 from __future__ import annotations
 
+import zlib
 from functools import cached_property
 
 import torch
 
+from shardcomm._C import CommError
 from shardcomm.arguments.dtype import movable
 from shardcomm.bucket.block_gather import BlockGather, BlockWire
 from shardcomm.bucket.offload import Offload
@@ -21,6 +24,7 @@ from shardcomm.comm.communicator import Communicator
 from shardcomm.copy.blocks import BlockFormat
 from shardcomm.copy.wire_stats import WireError
 from shardcomm.layout.layout import Layout
+from shardcomm.meeting.comm_error import like
 from shardcomm.stream.work import DONE, Work
 
 
@@ -100,20 +104,27 @@ class Gathering:
         else:
             self._comm.all_gather(recv, send, counts=counts, tag=self._tag)
 
-    def others_into(self, full: torch.Tensor, held: torch.Tensor) -> None:
+    def others_into(self, full: torch.Tensor, held: torch.Tensor, what: str) -> None:
         """Gathers other elements than the shards, `held` of this rank, into `full`, and waits; collective.
 
-        It comes after the gathers that are queued.
+        It comes after the gathers that are queued. The ranks must agree about `what`, of which the tag is a checksum:
+        it would else meet a gather of the shards where one rank alone asks for `full_tensor()`.
         """
         recv, send = movable(full), movable(held)
         counts = self._moved_counts(held, send)
-        if self._side.takes(True):
-            streams = self._side.streams
-            bound = self._comm.bind_all_gather(recv, send, counts=counts, tag=self._tag)
-            gathered = bound.queue(streams.gather, streams.computed())
-            Work(gathered, self._side.compute, recv, send).wait()
-        else:
-            self._comm.all_gather(recv, send, counts=counts, tag=self._tag)
+        tag = zlib.crc32(what.encode())  # smaller than those of units
+        try:
+            if self._side.takes(True):
+                streams = self._side.streams
+                bound = self._comm.bind_all_gather(recv, send, counts=counts, tag=tag)
+                gathered = bound.queue(streams.gather, streams.computed())
+                Work(gathered, self._side.compute, recv, send).wait()
+            else:
+                self._comm.all_gather(recv, send, counts=counts, tag=tag)
+        except CommError as error:
+            raise like(
+                error, f"{what} (tag {tag}), which every rank must gather: {error}"
+            ) from error
 
     def _queue(self, gather: BoundCollective | BlockGather) -> Work:
         streams = self._side.streams

@@ -13,9 +13,10 @@ from torch import nn
 from shardcomm.arguments.checks import check_type
 from shardcomm.checkpoint.elsewhere import Elsewhere
 from shardcomm.comm.mesh import FailingTogether
-from shardcomm.parameter.shard_tensor import Part, check_value, load_value
-from shardcomm.parameter.sharded_parameter import ShardedRows
+from shardcomm.parameter.shard_tensor import Part, ShardTensor, check_value, load_value
+from shardcomm.parameter.sharded_parameter import ShardedParameter, ShardedRows
 from shardcomm.parameter.tensor_parallel import full as full_of
+from shardcomm.parameter.tensor_parallel import local
 from shardcomm.parameter.versions import written
 from shardcomm.sharded.hooks import Hooks
 from shardcomm.sharded.sharded_unit import ShardedUnit
@@ -121,12 +122,12 @@ def full_state_dict(
 ) -> dict[str, Any]:
     """`model.state_dict()` as it would be without sharding, copied to the CPU, on all ranks or on one; collective.
 
-    Extra state of modules (`get_extra_state`), and what is no tensor, are passed on as they are. What a hook of the
-    model's state dict has made of rows, by a cast for instance, is gathered as the rows are.
+    Extra state of modules (`get_extra_state`), and what is no tensor, are passed on as they are.
 
     Raises:
         ValueError: `rank` is neither None nor a rank of the mesh; nothing is gathered then.
-        RuntimeError: A module that not all ranks have gives extra state that is no tensor.
+        RuntimeError: A module that not all ranks have gives extra state that is no tensor. Or an entry was made of this
+            rank's rows, by a cast in a hook for instance; nothing is gathered then.
     """
     mesh = elsewhere.mesh
     if rank is not None and rank not in range(mesh.size):
@@ -134,15 +135,19 @@ def full_state_dict(
             f"full_state_dict: rank is {rank!r}; it must be None, for all, or a rank from 0 to {mesh.size - 1}"
         )
     state: dict[str, Any] = dict(model.state_dict(keep_vars=True))
+    for name, value in state.items():
+        if isinstance(value, ShardedRows | ShardTensor) or (
+            isinstance(value, ShardedParameter) and _is_modules(name)
+        ):
+            raise RuntimeError(
+                f"full_state_dict: {name!r} was made of this rank's rows of a parameter, by a hook of the model's "
+                "state_dict, an override of it, or get_extra_state; call model.state_dict() inside of "
+                "engine.gathered(), where parameters are whole, and copy what it gives"
+            )
     with together:
         survey = elsewhere.survey(
             {n: v if _is_extra(n, v) else _held(v, parts) for n, v in state.items()}
         )
-        made = {
-            name: _copied(value.full_tensor())
-            for name, value in state.items()
-            if isinstance(value, ShardedRows)
-        }
     wanted = rank in (None, mesh.rank)
     state = {name: v for name, v in state.items() if wanted or survey.sends(name, mesh.rank)}
     kept = {value for value in state.values() if isinstance(value, nn.Parameter)}
@@ -161,9 +166,7 @@ def full_state_dict(
             if param.shard in kept:
                 full[param.shard] = _copied(whole)
     for name, value in state.items():
-        if name in made:
-            state[name] = made[name]
-        elif not _is_extra(name, value):
+        if not _is_extra(name, value):
             state[name] = full[value] if value in full else _copied(full_of(value.detach()))
     with together:
         return survey.completed(state, mesh, wanted=wanted)
@@ -194,23 +197,25 @@ def load_state_dict(
         raise ValueError(
             f"load_state_dict: state_dict lacks {sorted(missing)} and has unknown {sorted(unknown)}"
         )
-    own = {id(tensor) for tensors in (model.parameters(), model.buffers()) for tensor in tensors}
+    again = model.state_dict(
+        keep_vars=True
+    )  # beside `state`: what is made anew has other memory there
     for name, current in state.items():
-        if _is_modules(name):
+        if _is_extra(name, current):
             continue
-        if id(current) not in own:
+        into = _held(current, parts)
+        if _address(into) != _address(_held(again[name], parts)):
             raise RuntimeError(
-                f"load_state_dict: {name!r} is made anew by a hook of the model's state_dict, so that nothing can be "
-                "loaded into it; call model.load_state_dict, which calls the hooks for loading"
+                f"load_state_dict: {name!r} is made anew by a hook of the model's state_dict, or an override of it, so "
+                "that nothing can be loaded into it; call model.load_state_dict, which calls the hooks for loading"
             )
-        check_value("load_state_dict", name, _held(current, parts), given[name])
+        check_value("load_state_dict", name, into, given[name])
     for name, current in state.items():
         if _is_modules(name):
             model.get_submodule(name.rpartition(".")[0]).set_extra_state(given[name])
-        else:
+        elif not _is_extra(name, current):
             load_value(_held(current, parts), given[name])
-            if current in parts:
-                written([current])  # also where this rank has no rows
+    written(list(parts))  # also where this rank has no rows
 
 
 def _held(value: torch.Tensor, parts: Parts) -> torch.Tensor:
@@ -219,6 +224,10 @@ def _held(value: torch.Tensor, parts: Parts) -> torch.Tensor:
     if isinstance(value, ShardedRows):  # made by a hook of the model's state dict
         return value.whole.part.of(value)
     return value.detach()
+
+
+def _address(value: torch.Tensor) -> int:
+    return (value.held if isinstance(value, ShardTensor) else local(value)).data_ptr()
 
 
 def _copied(value: torch.Tensor) -> torch.Tensor:

@@ -328,7 +328,8 @@ class Engine:
         DCP needs a torch process group of the same ranks (Gloo is enough), over which the ranks agree on what is where.
         A checkpoint can be loaded with any number of ranks, strategy, granularity and dims, by PyTorch's FSDP2 and by a
         plain model. Checkpoints of these can be loaded here; `torch.distributed.checkpoint.state_dict.get_state_dict`
-        gives the same names.
+        gives the same names. What a hook of the model's state dict makes anew, by a cast for instance, is saved, but is
+        no view: load it by `model.load_state_dict`.
 
         Returns:
             A flat dict by the names of the model's own state dict: ShardTensors for parameters, and buffers and extra
@@ -406,7 +407,8 @@ class Engine:
         Raises:
             ValueError: `rank` is no rank of the mesh.
             RuntimeError: Autograd runs, or other ranks have other parameters of the same names, or extra state that is
-                no tensor.
+                no tensor. Or an entry was made of this rank's rows, by a hook of the model's state dict for instance;
+                then take `model.state_dict()` inside of `gathered()`.
         """
         self.elsewhere.check("full_state_dict")
         self.release()

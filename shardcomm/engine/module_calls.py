@@ -73,7 +73,7 @@ class ModuleCalls(Hooks):
         vars(module)["__getstate__"] = functools.partial(_state_of_copy, unit, name)
 
     def keep_out_of_graphs(self, keep: bool) -> None:
-        """Whether a graph of `torch.compile(model)` ends here. Inside of `gathered` nothing is in its way."""
+        """Says whether graphs of `torch.compile(model)` end here. Inside of `gathered` nothing is in their way."""
         self._call._torchdynamo_disable = keep
 
     def _begin(
@@ -81,9 +81,7 @@ class ModuleCalls(Hooks):
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if module is not self._unit.module:  # a copy of it, which may call the hook without kwargs
             raise RuntimeError(forward_methods.copied(self._unit))
-        if (
-            self._unit.forward.depth > 1
-        ):  # from inside of its own forward, where its parameters are there
+        if self._unit.forward.depth > 1:  # inside of its own forward, which has gathered
             return unit_io.cast((args, kwargs), self._unit.input_dtype)  # type: ignore[no-any-return]
         return self._step.pre_forward(self._unit, args, kwargs)
 

@@ -32,7 +32,8 @@ def install() -> None:
 
 def asks(function: Callable[..., Any]) -> bool:
     """Whether a function of torch asks what it is given for its `__torch_function__`."""
-    return "has_torch_function" in inspect.unwrap(function).__code__.co_names
+    code = getattr(inspect.unwrap(function), "__code__", None)  # of a patch there may be none
+    return code is None or "has_torch_function" in code.co_names
 
 
 def asking(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -2,8 +2,9 @@
 
     not gathered ──gather──► under way ──arrive──► in the slot
          ▲                                             │
-         └── outdate: the rows have changed ───────────┤
-         └── overwritten: the slot is another unit's ──┘
+         ├── outdate: the rows have changed ───────────┤
+         ├── overwritten: the slot is another unit's ──┤
+         └── take_change: forward has written into it ─┘
 
 `engine/actions.py` decides when each of these happens. `unit_gradients.py` is its counterpart for gradients.
 """
@@ -24,7 +25,7 @@ from shardcomm.stream.work import DONE, Work
 
 
 class FullParams:
-    """The one owner of what is in a unit's slot.
+    """Knows what is in a unit's slot.
 
     Args:
         slot: The number of the slot.
@@ -34,7 +35,7 @@ class FullParams:
 
     Attributes:
         slot: The number of the slot; -1 if the shard is the whole unit, which then needs no gather.
-        shares_slot: Whether it does so with another unit; set by `Actions`.
+        shares_slot: Whether another unit has the same slot; set by `Actions`.
         storages: The memory of the slot. A view of it that forward returns would come to show another unit's
             parameters.
         gathered: Whether a gather was queued, and its values are not old yet.
@@ -98,18 +99,22 @@ class FullParams:
             return
         self._versions.gather()
         for bucket in self._buckets:
-            work = bucket.all_gather(async_op=True)
+            work = bucket.gathering.all_gather(async_op=True)
             if work is not DONE:
                 self.gathers.append(work)
         if self.secondary is not None and keep:
             self.secondary.keep()
 
     def arrive(self) -> None:
-        """Notes that the gather that was queued, if any, has ended."""
+        """Notes that what is queued next comes after the gather, if one was queued."""
         self._versions.arrive()
 
     def take_change(self) -> str | None:
-        """The name of a parameter that the unit's forward has changed, which is gathered anew then; None: of none."""
+        """Looks whether the unit's forward has changed a parameter; if so, the unit counts as not gathered.
+
+        Returns:
+            The name of a parameter that was changed; None if none was.
+        """
         name = None
         if self._buckets:
             with plain():

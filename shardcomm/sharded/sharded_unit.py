@@ -2,8 +2,8 @@
 
 ShardedUnit ─┬─ full: FullParams          what is in its slot
              ├─ gradients: UnitGradients  what becomes of its gradients
-             ├─ forward: ForwardState     the call of its module that goes on
-             └─ callbacks: Callbacks      what the engine does when something comes to the unit
+             ├─ forward: ForwardState     its forward that is running
+             └─ callbacks: Callbacks      the engine's functions that it calls
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ IDLE, FORWARD, BACKWARD = State
 
 @dataclass(frozen=True, slots=True)
 class Callbacks:
-    """What the engine does when something comes to a unit.
+    """The engine's functions that a unit calls.
 
     Attributes:
         on_backward: When the gradient of an output is there.
@@ -62,7 +62,7 @@ class Callbacks:
         on_shard_gradient: When a gradient comes to a whole parameter past the forward; returns what `.grad` gets.
         on_unshard: When the user calls `unshard()`.
         on_reshard: When the user calls `reshard()`.
-        keep_out_of_graphs: Whether graphs of torch.compile end at the unit's module from now on.
+        keep_out_of_graphs: To be called with whether graphs of torch.compile are to end at the unit's module.
     """
 
     on_backward: Callable[[torch.Tensor], None]
@@ -75,11 +75,11 @@ class Callbacks:
 
 
 class ForwardState:
-    """The call of a unit's module that goes on.
+    """The forward of a unit that is running, and what is left of the latest.
 
     Attributes:
-        depth: How many calls go on, each inside of the one before.
-        in_method: Whether a method that was registered as a forward goes on.
+        depth: How many calls of the unit's module are running, each inside of the one before.
+        in_method: Whether a method that was registered as a forward is running.
         in_transform: Whether the unit is unsharded for a transform of torch.func.
         entered: What of the inputs is not the caller's own.
         returned: The type that the latest forward returned.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -136,27 +137,86 @@ def changed_by_a_hook(net: nn.Module, change: Callable[[torch.Tensor], torch.Ten
 
 @pytest.mark.covers("state dicts")
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
-def test_what_a_hook_makes_of_the_parameters_is_saved(strategy: str) -> None:
+def test_what_a_hook_makes_of_the_parameters_is_of_whole_ones_or_refused(strategy: str) -> None:
     def body(comm: Communicator) -> None:
         model, plain = twins(Chain)
         engine = fully_shard(model, comm, strategy=strategy)
         for net in (model, plain):
             changed_by_a_hook(net, torch.Tensor.bfloat16)
         expected = plain.state_dict()
-        for rank in (None, 0):
-            full = engine.full_state_dict(rank)
-            if rank in (None, comm.rank):
-                assert full.keys() == expected.keys()
-                assert full.pop("version") == [1]
-                assert all(type(value) is torch.Tensor for value in full.values())
-                for name, value in full.items():
-                    torch.testing.assert_close(value, expected[name], rtol=0, atol=0)
+        if strategy == "no_shard":
+            full = engine.full_state_dict()
+        else:
+            with pytest.raises(RuntimeError, match=r"made of this rank's rows .* engine\.gathered"):
+                engine.full_state_dict()
+            with engine.gathered():
+                full = copy.deepcopy(model.state_dict())
+        assert full.keys() == expected.keys()
+        assert full.pop("version") == [1]
+        for name, value in full.items():
+            torch.testing.assert_close(value, expected[name], rtol=0, atol=0)
         parts = engine.state_dict()
         for name, param in model.named_parameters():
             assert parts[name].dtype == torch.bfloat16
             assert parts[name].shape == expected[name].shape
             held = getattr(parts[name], "held", parts[name])  # of a ShardTensor
             assert torch.equal(held, param.to_local().bfloat16())
+
+    run_threads(body, 2)
+
+
+class Untold(Normed):
+    """Overrides `state_dict`, and passes no `keep_vars` on."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return super().state_dict(*args, **{**kwargs, "keep_vars": False})
+
+
+class Told(Normed):
+    """Saves its weight once more, and something that is no parameter, nor a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.ones(3)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "detached"] = self.linear.weight.detach()
+        destination[prefix + "scale"] = self.scale
+
+
+class Extra(Normed):
+    """Its extra state is a parameter."""
+
+    def get_extra_state(self) -> Any:
+        return self.linear.weight
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [(Untold, "linear.weight"), (Told, "detached"), (Extra, "_extra_state")],
+)
+def test_rows_by_another_way_are_no_full_state_and_loaded_where_they_lie(
+    make: type[Normed], name: str
+) -> None:
+    def body(comm: Communicator) -> None:
+        model, plain = twins(make)
+        engine = fully_shard(model, comm, units=[nn.Linear])
+        with pytest.raises(
+            RuntimeError, match=f"full_state_dict: '{name}' was made of this rank's"
+        ):
+            engine.full_state_dict()
+        if make is Extra:
+            return
+        given = {
+            name: value + 1 if isinstance(value, torch.Tensor) else value
+            for name, value in plain.state_dict().items()
+        }
+        engine.load_state_dict(given)
+        assert torch.equal(model.linear.weight.full_tensor(), given["linear.weight"])
+        assert torch.equal(model.norm.running_mean, given["norm.running_mean"])
+        if isinstance(model, Told):
+            assert torch.equal(model.scale, given["scale"])
 
     run_threads(body, 2)
 

@@ -122,6 +122,22 @@ def test_a_full_tensor_of_an_expert_that_fails_ends_the_group_of_all() -> None:
     run_threads(body, 3, deadline_s=10)
 
 
+def test_a_full_tensor_of_one_rank_alone_meets_no_gather_of_a_forward() -> None:
+    """As `if rank == 0: print(p.full_tensor())` has it: both gather the root's elements, and of the same length."""
+
+    def body(comm: Communicator) -> None:
+        model = make(layers=2)
+        fully_shard(model, comm)
+        if comm.rank == 0:
+            with pytest.raises(CommError, match=r"^all of 'head\.weight' .*every rank must gather"):
+                model.head.weight.full_tensor()
+        else:
+            with pytest.raises(CommError, match=r"rank 0 .*all_gather"):
+                loss_of(model, batch(0, 0))
+
+    run_threads(body, 2, deadline_s=10)
+
+
 def close_with_a_change_that_is_lost() -> None:
     dist.init_process_group("gloo")
     model = make(layers=2)

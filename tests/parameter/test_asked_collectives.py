@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -49,3 +51,7 @@ def test_after_install_torchs_collectives_ask() -> None:
         function = getattr(dist, name)
         assert function is getattr(dist.distributed_c10d, name)
         assert collectives.asks(function) or function.__code__.co_name == "call"
+
+
+def test_what_somebody_has_put_in_a_collectives_place_stays() -> None:
+    assert collectives.asks(functools.partial(dist.broadcast, src=0))

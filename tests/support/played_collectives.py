@@ -115,7 +115,7 @@ def memory_of_dropped_work_is_kept_until_done() -> None:
     def body(comm: Communicator, stream: played_cuda.Stream) -> None:
         bucket = Bucket.from_tensors(values(comm.rank), comm)
         stream.synchronize()
-        gone, gate = weakref.ref(bucket), threading.Event()
+        gone, gate = weakref.ref(bucket.gathering), threading.Event()
         held = stream.enqueue(gate.wait)  # what is computed goes on
         bucket.all_gather(async_op=True)
         del bucket
