@@ -112,7 +112,7 @@ def test_a_work_that_has_been_waited_for_holds_nothing() -> None:
         bucket = Bucket.from_tensors({"w": torch.ones(8, 4)}, comm)
         work = bucket.all_gather(async_op=True)
         work.wait()
-        gathered = weakref.ref(bucket)
+        gathered = weakref.ref(bucket.gathering)
         del bucket
         gc.collect()
         assert gathered() is None

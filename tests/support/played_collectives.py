@@ -95,7 +95,7 @@ def memory_is_kept_until_waited_for() -> None:
 
     def body(comm: Communicator, stream: played_cuda.Stream) -> None:
         bucket = Bucket.from_tensors(values(0), comm)
-        work, gone = bucket.all_gather(async_op=True), weakref.ref(bucket)
+        work, gone = bucket.all_gather(async_op=True), weakref.ref(bucket.gathering)
         shard = bucket.shard  # a GPU's allocator would give it to what comes later on the stream
         del bucket
         assert gone() is not None
