@@ -210,12 +210,16 @@ def load_state_dict(
                 "that nothing can be loaded into it; call model.load_state_dict, which calls the hooks for loading"
             )
         check_value("load_state_dict", name, into, given[name])
+    loaded = set()  # parts of parameters, also where this rank has no rows
     for name, current in state.items():
         if _is_modules(name):
             model.get_submodule(name.rpartition(".")[0]).set_extra_state(given[name])
         elif not _is_extra(name, current):
-            load_value(_held(current, parts), given[name])
-    written(list(parts))  # also where this rank has no rows
+            into = _held(current, parts)
+            load_value(into, given[name])
+            if isinstance(into, ShardTensor):  # not inside of engine.gathered()
+                loaded.add(id(into.part))
+    written([param for param, part in parts.items() if id(part) in loaded])
 
 
 def _held(value: torch.Tensor, parts: Parts) -> torch.Tensor:
