@@ -59,13 +59,10 @@ class Gathering:
         self._recv, self._send = movable(full), movable(self._sent)
         self._counts = self._moved_counts(self._sent, self._send)
         self._blocks: BlockGather | None = None
+        self.wire: BlockWire | None = None
         if format is not None and comm.size > 1:
             self._blocks = BlockGather(comm, layout, format, full, self._sent, wire=wire, tag=tag)
-
-    @property
-    def wire(self) -> BlockWire | None:
-        """See the class."""
-        return None if self._blocks is None else self._blocks.wire
+            self.wire = self._blocks.wire
 
     @cached_property
     def nbytes(self) -> int:
@@ -107,8 +104,8 @@ class Gathering:
     def others_into(self, full: torch.Tensor, held: torch.Tensor, what: str) -> None:
         """Gathers other elements than the shards, `held` of this rank, into `full`, and waits; collective.
 
-        It comes after the gathers that are queued. The ranks must agree about `what`, of which the tag is a checksum:
-        it would else meet a gather of the shards where one rank alone asks for `full_tensor()`.
+        It comes after the gathers that are queued. The tag is a checksum of `what`, so that transports which compare
+        calls notice where one rank alone asks for `full_tensor()`, and another gathers its shard.
         """
         recv, send = movable(full), movable(held)
         counts = self._moved_counts(held, send)

@@ -197,9 +197,8 @@ def load_state_dict(
         raise ValueError(
             f"load_state_dict: state_dict lacks {sorted(missing)} and has unknown {sorted(unknown)}"
         )
-    again = model.state_dict(
-        keep_vars=True
-    )  # beside `state`: what is made anew has other memory there
+    # A second one beside the first: what is made anew has other memory in it.
+    again = model.state_dict(keep_vars=True)
     for name, current in state.items():
         if _is_extra(name, current):
             continue
