@@ -175,7 +175,7 @@ class Bucket:
         self.params = tuple(
             full_view(flat, p) for flat, p in zip(flats, layout.placements, strict=True)
         )
-        self.gradients = ShardGradients(self.shard, self.shards, placed)
+        self.gradients = ShardGradients(self.shard, self.shards, placed, offload)
         if replicas is not None and replicas.size == 1:
             replicas = None
         side = SideStreams(comm, replicas, offloads=offload is not None, streams=streams)
@@ -200,7 +200,6 @@ class Bucket:
             buffer=reduce_buffer,
             replicas=replicas,
             staging=staging,
-            offload=offload,
             side=side,
             tag=tag,
             replica_tag=replica_tag,
@@ -376,7 +375,7 @@ class Bucket:
             async_op=async_op,
         )
         work = reduction.reduce(async_op=async_op)
-        if reduction.replicas is not None:
+        if reduction.among_replicas is not None:
             work = reduction.all_reduce(async_op=async_op)
         if self.offload is not None:
             work = Work(self.offload.landed)  # the host waits, since it reads the gradients
@@ -435,9 +434,9 @@ class Bucket:
     @cached_property
     def all_reduce_bytes(self) -> int:
         """The bytes that this rank sends to the replicas in one all-reduce."""
-        replicas = self.reduction.replicas
+        among = self.reduction.among_replicas
         return traffic.all_reduce_bytes(
-            self.reduction.nbytes, 1 if replicas is None else replicas.size
+            self.reduction.nbytes, 1 if among is None else among.replicas.size
         )
 
     def __repr__(self) -> str:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import compress
 
 import torch
 from torch import nn
 
+from shardcomm.bucket.offload import Offload
 from shardcomm.layout.placement import Piece, Placement
 from shardcomm.parameter.plain import grad_of, plain, set_grad
 from shardcomm.parameter.sharded_parameter import ShardedRows
 from shardcomm.parameter.whole import Whole
+from shardcomm.stream.streams import AnyStream
 
 
 class ShardGradients:
@@ -22,6 +25,7 @@ class ShardGradients:
         shard: The flat shard.
         shards: The parameters that are views of it.
         placed: Where each of these is in it.
+        offload: Where the shard is in host memory, what brings gradients there; None: it is on the device.
 
     Attributes:
         dtype: The dtype of the gradients, which is the shard's.
@@ -34,6 +38,7 @@ class ShardGradients:
         shard: torch.Tensor,
         shards: Sequence[nn.Parameter],
         placed: Sequence[tuple[Placement, Piece]],
+        offload: Offload | None,
     ) -> None:
         self.dtype = shard.dtype
         self._flat: torch.Tensor | None = None
@@ -42,6 +47,7 @@ class ShardGradients:
         self._added = False  # whether that reduce added to what `.grad` showed before
         self._shard = shard
         self._pinned = shard.is_pinned()
+        self._offload = offload
         self._shards = shards
         self._elsewhere = [placement.is_elsewhere(piece) for placement, piece in placed]
         self._views = [(s.shape, s.stride(), s.storage_offset()) for s in shards]
@@ -91,6 +97,19 @@ class ShardGradients:
                 self._add_to_shown()
         self._unshown = True
         return add
+
+    def written(
+        self, stream: AnyStream | None, *, add: bool
+    ) -> AbstractContextManager[torch.Tensor]:
+        """A context that gives the tensor into which work on `stream`, or now without one, writes the gradients.
+
+        Args:
+            stream: The stream of the work.
+            add: What `begin_reduce` returned.
+        """
+        if self._offload is None or stream is None:
+            return nullcontext(self.flat)
+        return self._offload.gradient(self.flat, stream, add=add)
 
     def _take_moved(self, every: Sequence[torch.Tensor]) -> None:
         """Copies back the values of gradients to which `grad.data = ...` has given other memory."""

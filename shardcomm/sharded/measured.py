@@ -28,7 +28,7 @@ def measured(units: Iterable[ShardedUnit]) -> Footprint:
             b.reduction.buffer for b in buckets if b.reduction.buffer is not None
         ),
         staging_bytes=_memory(
-            b.reduction.staging.memory for b in buckets if b.reduction.staging is not None
+            b.reduction.among_replicas.staging.memory for b in buckets if b.reduction.among_replicas
         ),
         offload_bytes=sum(offload.nbytes for offload in {b.offload for b in buckets} if offload),
         padding_bytes=sum(bucket.layout.padding * bucket.shard.itemsize for bucket in buckets),

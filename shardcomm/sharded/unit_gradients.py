@@ -208,7 +208,7 @@ class UnitGradients:
                 if work is not DONE:
                     self.reduces.append(work)
         self.stage = REDUCING
-        self.awaits_replicas = any([b.reduction.replicas for b, _ in self._trained])
+        self.awaits_replicas = any([b.reduction.among_replicas for b, _ in self._trained])
 
     def all_reduce(self) -> None:
         """Queues the all-reduces of the gradients that `reduce` left, which `all_reduces` lists to be waited for."""
