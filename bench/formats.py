@@ -1,8 +1,9 @@
 """A GPT's step and its training with parameters and gradients in cheaper formats on the wire, against float32.
 
 The step is forward and backward of compare_fsdp2's model across 2 hosts of 2 ranks each, which are namespaces of this
-machine (`shardcomm.cluster`); `tc` holds their link to 1 Gbit/s in each direction. Formats take turns in each round.
-Times are medians of the slowest rank. No step can be faster than these:
+machine (`shardcomm.cluster`); `tc` holds their link to 1 Gbit/s in each direction. A rank has 128 tokens, for which the
+cores take as long as the link, or 16, for which the link decides. Formats take turns in each round. Times are medians
+of the slowest rank. No step can be faster than these:
 
 - "bytes / rate": the bytes that come into a host in a step, counted at its link, at the link's rate;
 - "work / cores": the time that the threads of all four ranks ran, divided by this machine's cores;
@@ -25,9 +26,8 @@ import json
 import os
 import tempfile
 from pathlib import Path
-from typing import Any
 
-from formats_rank import ALONE, BASE, FORMATS, trained
+from formats_rank import ALONE, BASE, BATCHES, FORMATS, Taken, tokens_of, trained
 from harness import Bound, Report, Times, arguments
 
 from shardcomm.cluster import Cluster, refusal
@@ -39,12 +39,12 @@ TIMEOUT_S = 500.0
 RANK_PROGRAM = Path(__file__).with_name("formats_rank.py")
 
 
-def measured_steps() -> dict[str, Any]:
+def measured_steps() -> Taken:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "taken.json")
         cluster = Cluster(HOSTS, RANKS_A_HOST, RATE)
         cluster.run([str(RANK_PROGRAM), str(file)], timeout_s=TIMEOUT_S)
-        taken: dict[str, Any] = json.loads(file.read_text())
+        taken: Taken = json.loads(file.read_text())
         return taken
 
 
@@ -65,7 +65,30 @@ def earlier_losses(report: Report, file: Path) -> dict[str, list[str]]:
     for name in FORMATS:
         report.figures[f"losses, {name}"] = earlier["figures"][f"losses, {name}"]
     report.figures["losses measured"] = earlier["figures"].get("losses measured", earlier["date"])
-    return {row[0]: row[-2:] for row in earlier["table"][1:]}
+    return {row[0]: row[-2:] for row in earlier["table"][1:] if row[-2] != "-"}
+
+
+def add_row(
+    report: Report,
+    name: str,
+    batch: str,
+    steps: dict[str, dict[str, list[float]]],
+    losses: dict[str, list[str]],
+) -> None:
+    """What a step of `batch` takes in the format `name`; beside the first batch, the loss of the training."""
+    times, base = (Times(tuple(steps[each]["seconds"])) for each in (name, BASE))
+    ratio = times.median / base.median
+    received = max(steps[name]["received"])
+    work = Times(tuple(each / (os.cpu_count() or 1) for each in steps[name]["cpu_seconds"]))
+    report.figures[f"{name}, {batch}"] = steps[name]
+    if name in WANTED:
+        bound = Bound(f"{name}, {batch}: step / float32's", ratio, at_most=WANTED[name])
+        report.bounds.append(bound)
+    report.row(
+        *(name, batch, str(times), f"{ratio:.2f}", f"{received / 1e6:.1f}"),
+        *(f"{received / RATE_BYTES_A_SECOND * 1e3:.0f} ms", f"{work.median * 1e3:.0f} ms"),
+        *(losses.get(name, ["-", "-"]) if batch == tokens_of(BATCHES[0]) else ["-", "-"]),
+    )
 
 
 def main() -> None:
@@ -74,7 +97,14 @@ def main() -> None:
     args = parser.parse_args()
     report = Report(
         [
-            *("on the wire", "step at 1 Gbit/s", "/ float32", "into a host, MB", "bytes / rate"),
+            *(
+                "on the wire",
+                "a rank has",
+                "step at 1 Gbit/s",
+                "/ float32",
+                "into a host, MB",
+                "bytes / rate",
+            ),
             *("work / cores", "loss after 1,000 steps", "- float32"),
         ]
     )
@@ -83,20 +113,9 @@ def main() -> None:
         return
     losses = earlier_losses(report, args.losses) if args.losses else measured_losses(report)
     steps = measured_steps()
-    cores = os.cpu_count() or 1
-    for name in (*FORMATS, ALONE):
-        times, base = (Times(tuple(steps[each]["seconds"])) for each in (name, BASE))
-        ratio = times.median / base.median
-        received = max(steps[name]["received"])
-        work = Times(tuple(each / cores for each in steps[name]["cpu_seconds"]))
-        cells = [
-            *(str(times), f"{ratio:.2f}", f"{received / 1e6:.1f}"),
-            *(f"{received / RATE_BYTES_A_SECOND * 1e3:.0f} ms", f"{work.median * 1e3:.0f} ms"),
-        ]
-        report.figures[name] = steps[name]
-        if name in WANTED:
-            report.bounds.append(Bound(f"{name}: step / float32's", ratio, at_most=WANTED[name]))
-        report.row(name, *cells, *losses.get(name, ["-", "-"]))
+    for batch in map(tokens_of, BATCHES):
+        for name in (*FORMATS, ALONE):
+            add_row(report, name, batch, steps[batch], losses)
     report.finish(args)
 
 

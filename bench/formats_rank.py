@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -15,6 +17,8 @@ from shardcomm import BlockFormat, MixedPrecision
 from shardcomm.cli.train.text import Corpus, read_text
 from shardcomm.cluster import link_bytes
 from shardcomm.models.gpt import GPT, VOCAB
+
+Taken = dict[str, dict[str, dict[str, list[float]]]]  # by batch, format, and what was measured
 
 BASE, ALONE = "float32", "no communication"
 HALF = torch.bfloat16
@@ -37,6 +41,8 @@ FORMATS: dict[str, MixedPrecision] = {
     ),
 }
 ROUNDS = 5
+# Sequences a rank, and tokens of each: those of compare_fsdp2, and so few that the link decides.
+BATCHES = ((BATCH, CONTEXT), (1, 16))
 
 
 def check(engine: shardcomm.Engine) -> None:
@@ -46,16 +52,29 @@ def check(engine: shardcomm.Engine) -> None:
             assert not error.flagged, (unit, error)
 
 
-def steps(comm: shardcomm.Communicator) -> dict[str, dict[str, list[float]]]:
-    """Of each format and each round: the seconds, those that all ranks' threads ran, and the bytes into a host."""
-    generator = torch.Generator().manual_seed(comm.rank)
-    tokens = torch.randint(0, VOCAB, (BATCH, CONTEXT + 1), generator=generator)
+def tokens_of(batch: tuple[int, int]) -> str:
+    return f"{math.prod(batch)} tokens"
+
+
+def steps(comm: shardcomm.Communicator) -> Taken:
+    """Of each batch, format and round: the seconds, those that all ranks' threads ran, and the bytes into a host."""
     nets, engines = {ALONE: model()}, {}
     for name, precision in FORMATS.items():
         net = nets[name] = model()
         engines[name] = shardcomm.fully_shard(
             net, comm, units=list(net.blocks), mixed_precision=precision
         )
+    return {tokens_of(batch): steps_of(batch, comm, nets, engines) for batch in BATCHES}
+
+
+def steps_of(
+    batch: tuple[int, int],
+    comm: shardcomm.Communicator,
+    nets: Mapping[str, torch.nn.Module],
+    engines: Mapping[str, shardcomm.Engine],
+) -> dict[str, dict[str, list[float]]]:
+    generator = torch.Generator().manual_seed(comm.rank)
+    tokens = torch.randint(0, VOCAB, (batch[0], batch[1] + 1), generator=generator)
     taken: dict[str, dict[str, list[float]]] = {
         name: {"seconds": [], "cpu_seconds": [], "received": []} for name in nets
     }

@@ -193,7 +193,8 @@ def attach_a_hundred_times(level: Level) -> None:
             before = held()
     after = held()
     after["objects"] -= 50  # less than one for each attachment is somebody else's
-    assert all(after[what] <= before[what] for what in before), (level, before, after)
+    left = {what: after[what] - before[what] for what in before if after[what] > before[what]}
+    assert not left, f"{level}: of {before}, there are more: {left}"
     assert not windows()
     assert dict(vars(internals.torchs_gather)) == functions
     dist.destroy_process_group()
