@@ -1,9 +1,9 @@
 """A GPT's step and its training with parameters and gradients in cheaper formats on the wire, against float32.
 
 The step is forward and backward of compare_fsdp2's model across 2 hosts of 2 ranks each, which are namespaces of this
-machine (`shardcomm.cluster`); `tc` holds their link to 1 Gbit/s in each direction. A rank has 128 tokens, for which the
-cores take as long as the link, or 16, for which the link decides. Formats take turns in each round. Times are medians
-of the slowest rank. No step can be faster than these:
+machine (`shardcomm.cluster`); `tc` holds their link to 1 Gbit/s in each direction. A rank has 128 tokens, for which
+float32's step takes the cores as long as the link, or 16, for which it takes the link longer. Formats take turns in
+each round. Times are medians of the slowest rank. No step can be faster than these:
 
 - "bytes / rate": the bytes that come into a host in a step, counted at its link, at the link's rate;
 - "work / cores": the time that the threads of all four ranks ran, divided by this machine's cores;
@@ -64,7 +64,8 @@ def earlier_losses(report: Report, file: Path) -> dict[str, list[str]]:
     earlier = json.loads(file.read_text())
     for name in FORMATS:
         report.figures[f"losses, {name}"] = earlier["figures"][f"losses, {name}"]
-    report.figures["losses measured"] = earlier["figures"].get("losses measured", earlier["date"])
+    here = f"{earlier['date']}, {earlier['machine']['cpu']}"
+    report.figures["losses measured"] = earlier["figures"].get("losses measured", here)
     return {row[0]: row[-2:] for row in earlier["table"][1:] if row[-2] != "-"}
 
 
@@ -97,15 +98,15 @@ def main() -> None:
     args = parser.parse_args()
     report = Report(
         [
-            *(
-                "on the wire",
-                "a rank has",
-                "step at 1 Gbit/s",
-                "/ float32",
-                "into a host, MB",
-                "bytes / rate",
-            ),
-            *("work / cores", "loss after 1,000 steps", "- float32"),
+            "on the wire",
+            "a rank has",
+            "step at 1 Gbit/s",
+            "/ float32",
+            "into a host, MB",
+            "bytes / rate",
+            "work / cores",
+            "the training's loss",
+            "- float32",
         ]
     )
     if why_not := refusal():

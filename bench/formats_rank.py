@@ -41,7 +41,7 @@ FORMATS: dict[str, MixedPrecision] = {
     ),
 }
 ROUNDS = 5
-# Sequences a rank, and tokens of each: those of compare_fsdp2, and so few that the link decides.
+# Sequences a rank, and tokens of each: those of compare_fsdp2, and so few that float32 waits for the link.
 BATCHES = ((BATCH, CONTEXT), (1, 16))
 
 

@@ -435,9 +435,7 @@ class Bucket:
     def all_reduce_bytes(self) -> int:
         """The bytes that this rank sends to the replicas in one all-reduce."""
         among = self.reduction.among_replicas
-        return traffic.all_reduce_bytes(
-            self.reduction.nbytes, 1 if among is None else among.replicas.size
-        )
+        return 0 if among is None else traffic.all_reduce_bytes(among.nbytes, among.replicas.size)
 
     def __repr__(self) -> str:
         gathered = self.param_dtype if self.gather_format is None else self.gather_format

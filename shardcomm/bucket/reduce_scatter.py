@@ -35,7 +35,8 @@ class ReduceScatter:
     """Averages packed gradients of `layout` over the ranks of `comm`, of which each gets the mean of its rows.
 
     Attributes:
-        format: The format in which sums cross between hosts; None: their dtype. With one, reduces are queued.
+        comm: The ranks.
+        format: The format in which sums cross between hosts; None: as they are. With one there is `reduce_aside` alone.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class ReduceScatter:
     ) -> None:
         self.format = format if comm.size > 1 else None
         self._counts = layout.counts
-        self._comm = comm
+        self.comm = comm
         self._side = side
         self._tag = tag
         self._stats = None if self.format is None else WireStats()
@@ -88,7 +89,8 @@ class ReduceScatter:
         Returns:
             The event that fires at the end of what is queued on `stream`; None without a stream.
         """
-        work = self._comm.reduce_scatter(
+        assert self.format is None
+        work = self.comm.reduce_scatter(
             into,
             packed,
             "avg",
@@ -101,12 +103,16 @@ class ReduceScatter:
         )
         return None if work is None else work.event
 
-    def queue(
+    def reduce_aside(
         self, into: torch.Tensor, packed: torch.Tensor, epilogue: Epilogue, *, adds: bool
     ) -> Work:
-        """Queues the same on the reduce stream, after what has been computed so far."""
+        """Reduces as a call does, in `format` if there is one, on the reduce stream after what was computed so far.
+
+        Returns:
+            The Work to wait for, whose event is `streams.reduced` from now on.
+        """
         if self._bound is None or self._bound[0] is not packed:
-            bound = self._comm.bind_reduction(
+            bound = self.comm.bind_reduction(
                 into,
                 packed,
                 "avg",

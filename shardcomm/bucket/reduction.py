@@ -72,7 +72,6 @@ class Reduction:
         if replicas is not None:
             self.among_replicas = ReplicaReduction(
                 replicas,
-                comm,
                 self._scatter,
                 gradients,
                 layout.shard_numels[comm.rank],
@@ -82,11 +81,6 @@ class Reduction:
                 tag=replica_tag,
             )
         self._packed: torch.Tensor | None = None  # what the next reduce sends; None: nothing
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of the gradients of this rank's shard, in the dtype in which they are reduced."""
-        return self._layout.shard_numels[self._comm.rank] * self._dtype.itemsize
 
     def take_error(self) -> WireError | None:
         """What the format has cost this rank's partial sums since this was called last; None without a format.
@@ -153,7 +147,7 @@ class Reduction:
             self._scatter(self._gradients.flat, packed, self.epilogue, adds=adds)
             return DONE
         with self._gradients.written(self._side.streams.reduce, add=adds) as grad:
-            work = self._scatter.queue(grad, packed, self.epilogue, adds=adds)
+            work = self._scatter.reduce_aside(grad, packed, self.epilogue, adds=adds)
         if not aside:
             work.wait()
         return work
@@ -188,7 +182,7 @@ class Reduction:
         """The buffer for packed gradients. Computation from now on comes after the reduce that read it last."""
         if self._comm.size == 1 and self.among_replicas is not None:
             # What is packed is the only shard: the replicas reduce it where it is.
-            return self.among_replicas.free_staged()
+            return self.among_replicas.vacant_staging()
         numel = self._layout.flat_numel
         if self._comm.size == 1:  # a dtype in which no pack computes, such as float64
             return torch.empty(numel, dtype=self._dtype, device=self._comm.device)

@@ -1,10 +1,10 @@
-"""ReplicaReduction: what comes after a bucket's reduce-scatter where several ranks hold the same shard.
+"""ReplicaReduction: how a bucket's gradients are reduced where several ranks hold the same shard, as replicas.
 
-    reduce-scatter ──► staging ──all-reduce──► epilogue ──► gradient of the shard
-             └──► sum of several ──cast──►┘   where the all-reduce is put off
+    reduce-scatter ───────────────────► staging ──all-reduce──► epilogue ──► gradient of the shard
+          └──► sum of several ──cast──────►┘    where the all-reduce is put off
 
-Each of these ranks is a replica of the others. The sum is taken in the gradients' dtype. A bucket on a rank that shards
-with no other packs its gradients straight into the staging.
+The sum is taken in the gradients' dtype. A rank that shards with no other packs its gradients straight into the
+staging.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from shardcomm.bucket.shard_gradients import ShardGradients
 from shardcomm.bucket.side_streams import SideStreams
 from shardcomm.bucket.staging import Staging
 from shardcomm.comm.communicator import Communicator
-from shardcomm.stream.streams import AnyStream, compute_stream, keep_until
+from shardcomm.stream.streams import AnyStream, compute_stream
 from shardcomm.stream.work import DONE, Work
 
 
 class ReplicaReduction:
-    """Averages what `scatter` leaves over `replicas`, into `gradients`.
+    """Averages by `scatter` over the ranks of the shards, and then over `replicas`, into `gradients`.
 
     Attributes:
         replicas: The ranks that hold the same shard.
-        staging: The buffer in which they all-reduce.
+        nbytes: The bytes of the shard's gradients, in the dtype in which they are reduced.
+        staging: The buffer in which the replicas all-reduce.
     """
 
     def __init__(
         self,
         replicas: Communicator,
-        comm: Communicator,
         scatter: ReduceScatter,
         gradients: ShardGradients,
         numel: int,
@@ -43,9 +43,11 @@ class ReplicaReduction:
         side: SideStreams,
         tag: int,
     ) -> None:
+        comm = scatter.comm
         self.replicas = replicas
+        self.nbytes = numel * dtype.itemsize
         self.staging = staging or Staging(
-            replicas.allocate(numel * dtype.itemsize, dtype=torch.uint8, use="reduce")
+            replicas.allocate(self.nbytes, dtype=torch.uint8, use="reduce")
         )
         self._alone = comm if comm.size == 1 else Communicator.local_group(1, device=comm.device)[0]
         self._comm = comm
@@ -58,14 +60,16 @@ class ReplicaReduction:
         self._adds = False  # whether the reduce that is under way adds to what the gradient holds
         self._put_off: torch.Tensor | None = None  # sum of reduce-scatters without an all-reduce
 
-    def free_staged(self) -> torch.Tensor:
+    def vacant_staging(self) -> torch.Tensor:
         """The buffer for the gradients that a rank alone packs. Computation from now on comes after its last use."""
         if self.staging.free is not None:
             compute_stream(self._comm.device).wait(self.staging.free)
         return self._staged
 
     def reduce(self, packed: torch.Tensor, *, aside: bool, put_off: bool) -> Work:
-        """Averages packed gradients over the ranks of the shards; `all_reduce` must follow; collective.
+        """Averages packed gradients over the ranks among which the bucket is sharded; collective.
+
+        `all_reduce` must follow.
 
         Args:
             packed: The gradients of all rows.
@@ -90,7 +94,7 @@ class ReplicaReduction:
             staging.filled = None
             self._scatter(self._staged, packed, AS_IT_IS, adds=False)
             return DONE
-        work = self._scatter.queue(self._staged, packed, AS_IT_IS, adds=False)
+        work = self._scatter.reduce_aside(self._staged, packed, AS_IT_IS, adds=False)
         staging.filled = self._side.streams.reduced
         return work
 
@@ -149,12 +153,11 @@ class ReplicaReduction:
         self._put_off = None
         self._adds = self._gradients.begin_reduce()
         stream = self._stream_of_put_off(aside=aside)
+        if aside:  # on a GPU the compute stream writes the zeros that the epilogue adds to
+            self._side.streams.after_compute(stream)
         if self.staging.free is not None:
             stream.wait(self.staging.free)
-        filled = self._alone.reduce_scatter(self._staged, summed, stream=stream).event
-        self.staging.filled = filled
-        if filled is not None:
-            keep_until(filled, summed)
+        self.staging.filled = self._alone.reduce_scatter(self._staged, summed, stream=stream).event
 
     def _stream_of_put_off(self, *, aside: bool) -> AnyStream:
         """The stream of put-off reduces.
@@ -167,5 +170,4 @@ class ReplicaReduction:
 
     @cached_property
     def _staged(self) -> torch.Tensor:
-        nbytes = self._numel * self._dtype.itemsize
-        return self.staging.memory[:nbytes].view(self._dtype)
+        return self.staging.memory[: self.nbytes].view(self._dtype)

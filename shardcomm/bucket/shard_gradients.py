@@ -101,11 +101,14 @@ class ShardGradients:
     def written(
         self, stream: AnyStream | None, *, add: bool
     ) -> AbstractContextManager[torch.Tensor]:
-        """A context that gives the tensor into which work on `stream`, or now without one, writes the gradients.
+        """A context for work that writes the gradients; with an offload they then go on to host memory.
 
         Args:
-            stream: The stream of the work.
+            stream: The stream of the work. None: the work is done when its call returns, and there is no offload.
             add: What `begin_reduce` returned.
+
+        Returns:
+            The context, which gives the tensor to write.
         """
         if self._offload is None or stream is None:
             return nullcontext(self.flat)

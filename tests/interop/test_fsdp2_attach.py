@@ -194,7 +194,7 @@ def attach_a_hundred_times(level: Level) -> None:
     after = held()
     after["objects"] -= 50  # less than one for each attachment is somebody else's
     left = {what: after[what] - before[what] for what in before if after[what] > before[what]}
-    assert not left, f"{level}: of {before}, there are more: {left}"
+    assert not left, f"{level}: beside {before} there are more, of objects 50 left out: {left}"
     assert not windows()
     assert dict(vars(internals.torchs_gather)) == functions
     dist.destroy_process_group()
