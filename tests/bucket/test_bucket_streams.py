@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from shardcomm import Bucket, Communicator, Layout, Mesh, ParamSpec, fully_shard
+from shardcomm import Bucket, Communicator, Layout, Mesh, ParamSpec, Stream, fully_shard
 from shardcomm.bucket.staging import Staging
-from shardcomm.stream.streams import AnyEvent, AnyStream, copy
+from shardcomm.stream.streams import AnyEvent, AnyStream, Streams, copy
 from support.thread_ranks import run_mesh, run_threads
 from support.twins import WIDTH, Chain, local, twins
 
@@ -89,6 +89,44 @@ def test_synchronous_reduces_with_replicas_come_in_turn(late: str) -> None:
         for bucket, value in zip(buckets, (1.0, 2.0), strict=True):
             assert bucket.shards[0].grad is not None
             assert bucket.shards[0].grad.eq(value).all()
+
+    run_mesh(body, 2, 2)
+
+
+class LateCompute(Streams):
+    """As on a GPU: the host queues what is computed, and it is computed later."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        stream = Stream()
+        self.compute = lambda: stream
+        self._on_host = False
+
+    def zero(self, memory: torch.Tensor) -> None:
+        never = threading.Event()
+        self.compute().enqueue(lambda: (never.wait(0.2), memory.zero_()))
+
+
+@pytest.mark.parametrize("put_off", [False, True])
+def test_gradients_are_added_to_zeros_when_these_are_written(put_off: bool) -> None:
+    def body(mesh: Mesh) -> None:
+        streams = LateCompute()
+        layout = Layout.plan([ParamSpec("w", SHAPE)], 2)
+        bucket = Bucket(layout, mesh.shard, replicas=mesh.replicate, streams=streams)
+        gradients, reduction = bucket.gradients, bucket.reduction
+        gradients.flat.fill_(torch.nan)
+
+        def begin_reduce() -> bool:
+            streams.zero(gradients.flat)
+            return True
+
+        gradients.begin_reduce = begin_reduce
+        for put in [True, False] if put_off else [False]:
+            reduction.pack([torch.full(SHAPE, float(mesh.rank))], async_op=True)
+            reduction.reduce(async_op=True, put_off=put).wait()
+        reduction.all_reduce(async_op=True).wait()
+        mean = (0 + 1 + 2 + 3) / 4
+        assert gradients.rows[0].eq(2 * mean if put_off else mean).all(), gradients.rows
 
     run_mesh(body, 2, 2)
 
