@@ -202,6 +202,11 @@ class _Ranks:
             raise TypeError(
                 f"launch: fn and args must be what pickle can send to another process: {error}"
             ) from error
+        except (EOFError, ConnectionError) as error:
+            if self._killed_server is None:
+                raise
+            failure = ended_with_its_server(self._killed_server)
+            raise RankError(first_cause({rank: failure})) from error
         tell.close()
         watched.close()
         self.processes.append(process)

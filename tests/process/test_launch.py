@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -477,6 +478,26 @@ def test_a_killed_fork_server_is_named() -> None:
     said = "RankError: rank 0 ended with the fork server, .*, and which was killed by SIGKILL"
     with pytest.raises(RankError, match=said):
         launch(launch_and_lose_the_fork_server, 1, timeout_s=60)
+
+
+def kill_the_fork_server_while_a_rank_starts() -> None:
+    forkserver.ensure_running()
+    server = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    os.kill(server, signal.SIGSTOP)
+    read = forkserver.read_signed
+
+    def read_of_a_killed_one(fd: int) -> int:
+        os.kill(server, signal.SIGKILL)
+        return read(fd)
+
+    forkserver.read_signed = read_of_a_killed_one  # type: ignore[attr-defined]
+    launch(print, 1, timeout_s=60)
+
+
+def test_a_fork_server_that_is_killed_while_ranks_start_is_named() -> None:
+    said = "RankError: rank 0 ended with the fork server, .*, and which was killed by SIGKILL"
+    with pytest.raises(RankError, match=said):
+        launch(kill_the_fork_server_while_a_rank_starts, 1, timeout_s=60)
 
 
 if __name__ == "__main__":
