@@ -105,7 +105,7 @@ def main() -> None:
             "into a host, MB",
             "bytes / rate",
             "work / cores",
-            "the training's loss",
+            "loss after 1,000 steps",
             "- float32",
         ]
     )

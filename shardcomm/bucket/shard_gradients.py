@@ -70,6 +70,7 @@ class ShardGradients:
             )
             with plain():
                 self._addresses = [rows.data_ptr() for rows in self._rows]
+            self._uses = _uses_of_memory(flat)
         return self._rows
 
     @property
@@ -89,6 +90,8 @@ class ShardGradients:
                 if not self._unshown:
                     self._rows = self._leave_kept(self._rows)
             add = self._unshown or self._has_grad()
+            if not add and self._rows is not None and _uses_of_memory(self.flat) > self._uses:
+                self._flat = self._rows = None  # somebody has kept `grad.data`, or another view
         if not add and self._flat is None:  # all of it is written
             self._flat = torch.empty_like(self._shard, pin_memory=self._pinned)
         if not self._unshown:
@@ -188,6 +191,12 @@ class ShardGradients:
     def nbytes(self) -> int:
         """The bytes that the gradients take: none before the first reduce."""
         return 0 if self._flat is None else self._flat.nbytes
+
+
+def _uses_of_memory(tensor: torch.Tensor) -> int:
+    """How many tensors, of any dtype and shape, are in its memory."""
+    uses: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return uses
 
 
 def _guarded(rows: torch.Tensor, shard: nn.Parameter) -> torch.Tensor:

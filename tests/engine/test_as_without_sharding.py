@@ -311,18 +311,27 @@ def test_a_tensor_is_converted_to_be_like_rows() -> None:
     with_sharded(body)
 
 
+@pytest.mark.parametrize("kept_as", ["grad", "data", "detach"])
 @pytest.mark.parametrize("options", [{}, {"cpu_offload": True}, {"strategy": "no_shard"}])
-def test_a_gradient_that_is_kept_stays_when_the_next_comes(options: dict[str, Any]) -> None:
+def test_a_gradient_that_is_kept_stays_when_the_next_comes(
+    options: dict[str, Any], kept_as: str
+) -> None:
+    def grads_of(model: Tied) -> list[torch.Tensor]:
+        grads = [p.grad for p in model.parameters()]
+        if kept_as == "data":
+            return [grad.data for grad in grads]
+        return grads if kept_as == "grad" else [grad.detach() for grad in grads]
+
     def body(model: Tied, engine: Engine, twin: Tied) -> None:
         kept = []
         for each in (model, twin):
             loss = each(IDS).square().sum()
             each.zero_grad()
             loss.backward(retain_graph=True)
-            kept.append([p.grad for p in each.parameters()])
+            kept.append(grads_of(each))
             each.zero_grad()
             (3 * loss).backward()
-            kept.append([p.grad for p in each.parameters()])
+            kept.append(grads_of(each))
         for ours, theirs in zip(kept[0] + kept[1], kept[2] + kept[3], strict=True):
             grad = ours.full_tensor() if hasattr(ours, "full_tensor") else ours
             torch.testing.assert_close(grad, theirs)

@@ -190,6 +190,23 @@ def test_what_would_not_be_trained_is_refused(change: Callable[[Tied], Any]) -> 
     with_sharded(body)
 
 
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+def test_a_gradient_is_changed_by_its_parameter_under_no_grad_alone(strategy: str) -> None:
+    """Torch refuses it: gradients are views, made under `no_grad`."""
+
+    def body(model: Tied, engine: Engine, twin: Tied) -> None:
+        weight, whole = model.embed.weight, twin.embed.weight
+        with pytest.raises(RuntimeError, match="A view was created in no_grad mode"):
+            weight.grad.add_(weight, alpha=0.1)
+        with torch.no_grad():
+            for each in (weight, whole):
+                each.grad.add_(each, alpha=0.1)
+        full = getattr(weight.grad, "full_tensor", lambda: weight.grad)()
+        torch.testing.assert_close(full, whole.grad)
+
+    with_sharded(body, strategy=strategy)
+
+
 def test_a_gradient_that_is_set_has_the_rows_shape() -> None:
     def body(model: Tied, engine: Engine, twin: Tied) -> None:
         weight = model.embed.weight

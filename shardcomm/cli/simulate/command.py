@@ -155,12 +155,12 @@ def _table(found: Sequence[Outcome], *, with_p95: bool) -> list[list[str]]:
 
 
 def _best_line(found: Sequence[Outcome], limit: int) -> str:
-    """Which configuration trains on the most tokens a second and rank, of those that fit."""
+    """Which configuration trains on the most tokens a second, of those that fit with the most ranks."""
     fitting = [each for each in found if each.simulation.plan.peak_bytes <= limit]
     if not fitting:
         least = min(each.simulation.plan.peak_bytes for each in found)
         return f"none fits into {size(limit)}; the smallest takes {size(least)}"
-    best = max(fitting, key=lambda each: each.tokens_per_s)
+    best = max(fitting, key=lambda each: (each.simulation.plan.ranks, each.tokens_per_s))
     plan = best.simulation.plan
     return (
         f"fastest that fits into {size(limit)}, activations not counted: {plan.strategy} over {plan.ranks} ranks, "
