@@ -395,7 +395,8 @@ class Bucket:
 
     @property
     def grad(self) -> torch.Tensor:
-        """The gradients of `shard`: flat, of the same length and dtype."""
+        """The gradients of `shard`: flat, of the same length and dtype. Once read, it stays: reduces write into it."""
+        self.gradients.stays = True
         return self.gradients.flat
 
     @property

@@ -31,6 +31,7 @@ class ShardGradients:
         dtype: The dtype of the gradients, which is the shard's.
         flat: The gradients, as long as the shard; allocated by the first reduce, or at first use.
         rows: The same memory, as a view for each parameter.
+        stays: Whether reduces go on with this memory, also where somebody has kept a view of it.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class ShardGradients:
         self.dtype = shard.dtype
         self._flat: torch.Tensor | None = None
         self._rows: tuple[torch.Tensor, ...] | None = None
+        self.stays = False
         self._unshown = False  # whether there was a reduce since the last `show`
         self._added = False  # whether that reduce added to what `.grad` showed before
         self._shard = shard
@@ -90,8 +92,8 @@ class ShardGradients:
                 if not self._unshown:
                     self._rows = self._leave_kept(self._rows)
             add = self._unshown or self._has_grad()
-            if not add and self._rows is not None and _uses_of_memory(self.flat) > self._uses:
-                self._flat = self._rows = None  # somebody has kept `grad.data`, or another view
+            if not add and not self.stays and self._is_kept():
+                self._flat = self._rows = None
         if not add and self._flat is None:  # all of it is written
             self._flat = torch.empty_like(self._shard, pin_memory=self._pinned)
         if not self._unshown:
@@ -135,6 +137,10 @@ class ShardGradients:
                 every[index].data = every[index].clone()
                 own[index] = _guarded(self.flat.as_strided(*self._views[index]).data, shard)
         return tuple(own)
+
+    def _is_kept(self) -> bool:
+        """Whether somebody has `grad.data`, or another view of gradients."""
+        return self._rows is not None and _uses_of_memory(self.flat) > self._uses
 
     def _has_grad(self) -> bool:
         # A list takes half of a generator's time.
@@ -184,7 +190,7 @@ class ShardGradients:
         A `.grad` that shows it needs it, and so does a sum that a later `show` is to show.
         """
         with plain():
-            if not (self._unshown or self._has_grad()):
+            if not (self.stays or self._unshown or self._has_grad()):
                 self._flat = self._rows = None
 
     @property

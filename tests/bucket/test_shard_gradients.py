@@ -55,6 +55,24 @@ def test_a_gradient_that_was_dropped_starts_from_nothing_beside_one_that_is_adde
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
+def test_flat_gradients_that_were_read_stay_where_they_are(ranks: int) -> None:
+    def body(comm: Communicator) -> None:
+        bucket = bucket_of(comm)
+        bucket.reduce_scatter(ones(5.0))
+        flat = bucket.grad
+        views = bucket.grad.split(2)
+        for shard in bucket.shards:
+            shard.grad = None
+        bucket.reduce_scatter(ones())
+        assert bucket.grad is flat
+        assert torch.equal(torch.cat(views), flat)
+        assert bucket.shards[0].grad is not None
+        assert bucket.shards[0].grad.eq(1.0).all()
+
+    run_threads(body, ranks)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_a_reduce_adds_to_a_gradient_that_somebody_else_has_set(ranks: int) -> None:
     def body(comm: Communicator) -> None:
         bucket = bucket_of(comm)
