@@ -395,7 +395,10 @@ class Bucket:
 
     @property
     def grad(self) -> torch.Tensor:
-        """The gradients of `shard`: flat, of the same length and dtype. Once read, it stays: reduces write into it."""
+        """The gradients of `shard`: flat, of the same length and dtype.
+
+        Once read, it stays: all reduces write into it, also where somebody has kept a view of a parameter's `.grad`.
+        """
         self.gradients.stays = True
         return self.gradients.flat
 

@@ -90,10 +90,8 @@ class ShardGradients:
             if self._rows is not None:
                 self._take_moved(self._rows)
                 if not self._unshown:
-                    self._rows = self._leave_kept(self._rows)
+                    self._leave_kept(self._rows)
             add = self._unshown or self._has_grad()
-            if not add and not self.stays and self._is_kept():
-                self._flat = self._rows = None
         if not add and self._flat is None:  # all of it is written
             self._flat = torch.empty_like(self._shard, pin_memory=self._pinned)
         if not self._unshown:
@@ -127,20 +125,25 @@ class ShardGradients:
                 rows.data = self.flat.as_strided(*view)
                 rows.copy_(values)
 
-    def _leave_kept(self, every: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        """Gives gradients that no `.grad` is any more, but that somebody has kept, memory of their own."""
-        own = list(every)
-        for index, shard in enumerate(self._shards):
-            # Two references are those of `every` and of `own`, and one is the argument's.
-            is_kept = sys.getrefcount(every[index]) > 3 and grad_of(shard) is None
-            if is_kept and not self._elsewhere[index]:
-                every[index].data = every[index].clone()
-                own[index] = _guarded(self.flat.as_strided(*self._views[index]).data, shard)
-        return tuple(own)
+    def _leave_kept(self, every: tuple[torch.Tensor, ...]) -> None:
+        """Leaves what no `.grad` is any more to those who have kept it, as `.grad` or as a view such as `grad.data`.
 
-    def _is_kept(self) -> bool:
-        """Whether somebody has `grad.data`, or another view of gradients."""
-        return self._rows is not None and _uses_of_memory(self.flat) > self._uses
+        They keep all of the memory, unless some of it is needed here; then each `.grad` that was kept gets its own.
+        """
+        shown = [grad_of(shard) is every[i] for i, shard in enumerate(self._shards)]
+        kept = [  # one reference is that of `every`, and one the argument's
+            sys.getrefcount(every[i]) > 2 and not (shown[i] or self._elsewhere[i])
+            for i in range(len(every))
+        ]
+        if not (self.stays or any(shown)):
+            if any(kept) or _uses_of_memory(self.flat) > self._uses:
+                self._flat = self._rows = None
+            return
+        own = list(every)
+        for i in compress(range(len(every)), kept):
+            every[i].data = every[i].clone()
+            own[i] = _guarded(self.flat.as_strided(*self._views[i]).data, self._shards[i])
+        self._rows = tuple(own)
 
     def _has_grad(self) -> bool:
         # A list takes half of a generator's time.

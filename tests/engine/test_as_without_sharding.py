@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -311,10 +311,22 @@ def test_a_tensor_is_converted_to_be_like_rows() -> None:
     with_sharded(body)
 
 
+def set_to_zeros(model: Tied) -> None:
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+
+
+def assert_same(ours: Sequence[Any], theirs: Sequence[torch.Tensor]) -> None:
+    for grad, expected in zip(ours, theirs, strict=True):
+        full = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
+        torch.testing.assert_close(full, expected)
+
+
+@pytest.mark.parametrize("zero", [Tied.zero_grad, set_to_zeros])
 @pytest.mark.parametrize("kept_as", ["grad", "data", "detach"])
 @pytest.mark.parametrize("options", [{}, {"cpu_offload": True}, {"strategy": "no_shard"}])
 def test_a_gradient_that_is_kept_stays_when_the_next_comes(
-    options: dict[str, Any], kept_as: str
+    options: dict[str, Any], kept_as: str, zero: Callable[[Tied], None]
 ) -> None:
     def grads_of(model: Tied) -> list[torch.Tensor]:
         grads = [p.grad for p in model.parameters()]
@@ -326,15 +338,34 @@ def test_a_gradient_that_is_kept_stays_when_the_next_comes(
         kept = []
         for each in (model, twin):
             loss = each(IDS).square().sum()
-            each.zero_grad()
+            zero(each)
             loss.backward(retain_graph=True)
             kept.append(grads_of(each))
-            each.zero_grad()
+            zero(each)
             (3 * loss).backward()
             kept.append(grads_of(each))
-        for ours, theirs in zip(kept[0] + kept[1], kept[2] + kept[3], strict=True):
-            grad = ours.full_tensor() if hasattr(ours, "full_tensor") else ours
-            torch.testing.assert_close(grad, theirs)
+        assert_same(kept[0] + kept[1], kept[2] + kept[3])
+
+    with_sharded(body, **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"cpu_offload": True}, {"strategy": "no_shard"}])
+def test_a_gradient_that_is_kept_stays_where_others_of_its_unit_are_added_to(
+    options: dict[str, Any],
+) -> None:
+    def body(model: Tied, engine: Engine, twin: Tied) -> None:
+        kept = []
+        for each in (model, twin):
+            loss = each(IDS).square().sum()
+            each.zero_grad()
+            loss.backward(retain_graph=True)
+            dropped = [p for name, p in each.named_parameters() if name.endswith("weight")]
+            held = [p.grad for p in dropped]
+            for p in dropped:
+                p.grad = None
+            (3 * loss).backward()
+            kept.append(held + [p.grad for p in each.parameters()])
+        assert_same(*kept)
 
     with_sharded(body, **options)
 
