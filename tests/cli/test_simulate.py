@@ -38,7 +38,7 @@ def configurations(capsys: pytest.CaptureFixture[str], *args: str) -> list[dict[
 def test_strategies_stand_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(*LLAMA, "--ranks", "16") == 0
     printed = capsys.readouterr().out
-    assert "8xH100, published figures; 2,048 tokens a rank" in printed
+    assert "8xH100, published figures; bf16, 2,048 tokens a rank" in printed
     rows = [line.split()[:3] for line in printed.splitlines() if line.startswith("  ")][1:]
     assert rows == [
         ["full_shard", "16", "1"],
@@ -46,6 +46,17 @@ def test_strategies_stand_side_by_side(capsys: pytest.CaptureFixture[str]) -> No
         ["hybrid_shard", "16", "1"],  # one replica a host
         ["no_shard", "16", "1"],
     ]
+
+
+def test_published_figures_are_called_peaks_unless_times_are_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    note = "published figures are peaks: real steps take longer"
+    trace = str(tmp_path / "step.json")
+    assert run(*LLAMA, "--ranks", "1", "--strategy", "full_shard", "--trace", trace) == 0
+    assert note in capsys.readouterr().out
+    assert run(*LLAMA, "--strategy", "full_shard", "--times", trace) == 0
+    assert note not in capsys.readouterr().out
 
 
 def test_a_strategy_that_is_left_out_is_said(capsys: pytest.CaptureFixture[str]) -> None:

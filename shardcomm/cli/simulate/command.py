@@ -95,8 +95,15 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     out = sys.stderr if "-" in (args.json, args.csv) else sys.stdout
     machine = found[0].simulation.machine
     print(
-        f"{machine.name}, {machine.origin} figures; {found[0].tokens:,} tokens a rank\n", file=out
+        f"{machine.name}, {machine.origin} figures; {args.dtype}, {found[0].tokens:,} tokens a rank",
+        file=out,
     )
+    if machine.origin == "published" and args.times is None:
+        print(
+            "published figures are peaks: real steps take longer; compare strategies by these times, or give --times",
+            file=out,
+        )
+    print(file=out)
     print("\n".join(aligned(_table(found, with_p95=bool(args.stragglers)))), file=out)
     if args.strategy is None and "hybrid_shard" not in {e.simulation.plan.strategy for e in found}:
         print("  hybrid_shard: give --replicas", file=out)
