@@ -57,18 +57,18 @@ class OptimizerState:
     def state_dict(self) -> dict[str, Any]:
         """Views of the optimizer's state, which DCP reads and writes.
 
-        An optimizer that has not stepped yet first gets its state, so that there is something to load into. If ranks
-        have other experts, this is collective, since each rank names the experts of all ranks in the groups.
+        Parameters that have no state yet and are not frozen first get that with which they begin, so that there is
+        something to load into. If ranks have other experts, this is collective, since each rank names the experts of
+        all ranks in the groups.
 
-        DCP refuses to load a parameter's state that is not in the checkpoint, such as that of a parameter that never
-        had a gradient. Then give DCP `planner=DefaultLoadPlanner(allow_partial_load=True)`.
+        DCP refuses to load a parameter's state that is not in the checkpoint, such as that of a parameter that was
+        frozen. Then give DCP `planner=DefaultLoadPlanner(allow_partial_load=True)`.
 
         Raises:
             ValueError: A state that has not the shape of the rows belongs to a parameter whose rows ranks share, or
                 ranks have other numbers of groups.
         """
-        if not self._optimizer.state:
-            self._make_state()
+        self._make_missing_state()
         groups = self._optimizer.param_groups
         return {
             "state": {
@@ -97,8 +97,6 @@ class OptimizerState:
             ValueError: `state_dict` is of other parameters, or groups them otherwise.
         """
         self._check_groups(state_dict["param_groups"])
-        if not self._optimizer.state:
-            self._make_state()
         for param, of in self._held():
             name = self._names[param]
             if name not in state_dict["state"]:
@@ -128,13 +126,14 @@ class OptimizerState:
                 if of is None or not of.part.elsewhere:
                     yield param, of
 
-    def _make_state(self) -> None:
-        """Makes the state that the optimizer's first step would make, without changing the parameters."""
+    def _make_missing_state(self) -> None:
+        """Makes the state with which a parameter's first step begins, where there is none; parameters stay the same."""
         probe = copy.copy(self._optimizer)
-        held = {param for param, _ in self._held()}
+        missing = {param for param, _ in self._held() if param.requires_grad}
+        missing = {param for param in missing if not self._optimizer.state.get(param)}
         for group in self._optimizer.param_groups:
             for param in group["params"]:
-                if not param.requires_grad or param not in held:
+                if param not in missing:
                     continue
                 with plain():
                     zeros = torch.zeros_like(param)
@@ -144,7 +143,7 @@ class OptimizerState:
                 probe.param_groups = [{**group, "params": [stand_in]}]
                 probe.step()
                 if stand_in in probe.state:
-                    self._optimizer.state[param] = probe.state[stand_in]
+                    self._optimizer.state[param] = _at_its_start(probe.state[stand_in], group)
 
     def _check_groups(self, given: list[dict[str, Any]]) -> None:
         saved = [set(group["params"]) for group in given]
@@ -161,3 +160,14 @@ class OptimizerState:
 
 def _shown(of: ParamState | None, state: dict[str, Any]) -> dict[str, Any]:
     return state if of is None else of.shown(state)
+
+
+def _at_its_start(state: dict[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
+    """`state` after a step without a gradient, with the numbers that torch's optimizers have before the step."""
+    numbers: dict[str, Any] = {"step": 0, "mu": 1, "mu_product": 1, "eta": group.get("lr")}
+    for key in state.keys() & numbers.keys():
+        if isinstance(value := state[key], torch.Tensor):
+            value.fill_(numbers[key])
+        else:
+            state[key] = type(value)(numbers[key])
+    return state

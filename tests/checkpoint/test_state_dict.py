@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import fully_shard as fsdp2_shard
 from torch.distributed.tensor import Shard
 
-from shardcomm import STRATEGIES, Communicator, Engine, RowBlock, fully_shard, launch
+from shardcomm import STRATEGIES, AdamW, Communicator, Engine, RowBlock, fully_shard, launch
 from shardcomm.parameter.shard_tensor import ShardTensor
 from support.generator import seeded
 from support.nets import batch, loss_of, reference
@@ -407,6 +407,8 @@ OPTIMIZERS = {
     "NAdam": lambda params: torch.optim.NAdam(params, lr=0.1),
     "amsgrad": lambda params: torch.optim.AdamW(params, lr=torch.tensor(0.1), amsgrad=True),
     "stateless": lambda params: torch.optim.SGD(params, lr=0.1, weight_decay=0.1),
+    "ASGD": lambda params: torch.optim.ASGD(params, lr=0.1, t0=1),
+    "ours": lambda params: AdamW(params, lr=0.1),
 }
 
 
@@ -451,6 +453,69 @@ def test_any_optimizer_goes_on_where_it_was(name: str) -> None:
         assert_parts_equal(run(comm, STEPS), run(comm, 1, run(comm, STEPS - 1)))
 
     run_threads(body, 2)
+
+
+@pytest.mark.covers("optimizer state", "optimizers")
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_save_before_the_first_step_changes_no_later_step(name: str) -> None:
+    def run(comm: Communicator, *, saves: bool) -> dict[str, Any]:
+        model = make()
+        engine = fully_shard(model, comm)
+        optimizer = OPTIMIZERS[name](model.parameters())
+        if saves:
+            engine.optimizer_state(optimizer).state_dict()
+        for step in range(STEPS):
+            loss_of(model, batch(comm.rank, step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return engine.full_state_dict()
+
+    def body(comm: Communicator) -> None:
+        assert_parts_equal(run(comm, saves=True), run(comm, saves=False))
+
+    run_threads(body, 2)
+
+
+@pytest.mark.covers("optimizer state", "frozen and tied parameters")
+def test_state_is_loaded_where_some_parameters_have_stepped_and_others_have_not(
+    expected: dict[str, Any], tmp_path: Path
+) -> None:
+    model, optimizer = trained()
+    dcp.save({"optim": get_state_dict(model, optimizer)[1]}, checkpoint_id=tmp_path)
+
+    def body(comm: Communicator) -> None:
+        model = make(seed=1)
+        engine = fully_shard(model, comm)
+        optimizer = adamw(model)
+        last = model.layers[1].requires_grad_(False)
+        loss_of(model, batch(comm.rank, 0)).backward()
+        optimizer.step()
+        last.requires_grad_(True)
+        state = {"optim": engine.optimizer_state(optimizer)}
+        load_here(state, tmp_path)
+        assert_equal(state["optim"].state_dict(), expected["optim"])
+
+    run_threads(body, 2)
+
+
+def test_no_state_is_loaded_of_what_is_frozen(expected: dict[str, Any], tmp_path: Path) -> None:
+    model, optimizer = trained()
+    dcp.save({"optim": get_state_dict(model, optimizer)[1]}, checkpoint_id=tmp_path)
+    [comm] = Communicator.local_group(1)
+    model = make(seed=1)
+    engine = fully_shard(model, comm)
+    optimizer = adamw(model)
+    model.layers[1].requires_grad_(False)
+    state = {"optim": engine.optimizer_state(optimizer)}
+    load_here(state, tmp_path)
+    model.layers[1].requires_grad_(True)
+    frozen = {name for name in expected["optim"]["state"] if name.startswith("layers.1.")}
+    loaded = state["optim"].state_dict()["state"]
+    assert frozen
+    for name, wanted in expected["optim"]["state"].items():
+        assert bool(loaded[name]["exp_avg"].any()) is (
+            name not in frozen and bool(wanted["exp_avg"].any())
+        )
 
 
 def assert_parts_equal(a: Any, b: Any) -> None:
