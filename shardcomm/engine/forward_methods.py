@@ -83,7 +83,7 @@ def install(unit: ShardedUnit, name: object, step: Step) -> ForwardMethod:
 def copied(unit: ShardedUnit) -> str:
     """The sentence about a call of a copy of the unit's module, which has the original's hooks."""
     return (
-        f"forward of a copy of unit {unit.name!r}, whose hooks are those of the original's engine; copy a model before "
-        "fully_shard, or load its full_state_dict() into another one; for an average of its parameters use "
-        "shardcomm.ExponentialMovingAverage"
+        f"forward of a copy of unit {unit.name!r}, which no engine trains; call a deep copy under torch.no_grad(); to "
+        "train one, copy a model before fully_shard, or load its full_state_dict() into another one; for an average of "
+        "its parameters use shardcomm.ExponentialMovingAverage"
     )

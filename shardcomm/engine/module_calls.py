@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
@@ -44,15 +44,13 @@ class ModuleCalls(Hooks):
         yield from self._around()
 
     def _around(self) -> Iterator[ForwardMethod]:
-        """Stands in the place of what `module(...)` calls, hooks included; in copies of the module, what is refused."""
+        """Stands in the place of what `module(...)` calls, hooks included; in copies `_CallOfCopy` does."""
         unit, module = self._unit, self._unit.module
         compiled = module._compiled_call_impl is not None
         name = "_compiled_call_impl" if compiled else "_call_impl"
         inner: Any = getattr(module, name)
 
         def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if self is not module:
-                raise RuntimeError(forward_methods.copied(unit))
             depth = unit.forward.depth
             unit.forward.depth = depth + 1
             try:
@@ -79,14 +77,18 @@ class ModuleCalls(Hooks):
     def _begin(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: Any = None
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if module is not self._unit.module:  # a copy of it, which may call the hook without kwargs
-            raise RuntimeError(forward_methods.copied(self._unit))
+        if module is not self._unit.module:  # a deep copy of it, which no engine trains
+            if torch.is_grad_enabled():
+                raise RuntimeError(forward_methods.copied(self._unit))
+            return args, kwargs
         if self._unit.forward.depth > 1:  # inside of its own forward, which has gathered
             return unit_io.cast((args, kwargs), self._unit.input_dtype)  # type: ignore[no-any-return]
         return self._step.pre_forward(self._unit, args, kwargs)
 
     def _end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         unit = self._unit
+        if module is not unit.module:
+            return output
         if unit.forward.depth > 1:
             return unit_io.cast(output, unit.output_dtype)
         return self._step.post_forward(unit, output)
@@ -97,15 +99,29 @@ class ModuleCalls(Hooks):
             self._step.forward_failed(self._unit)
 
 
+class _CallOfCopy:
+    """What `copy.copy(module)(...)` calls: it would be the forward of the original, and is refused.
+
+    A deep copy has whole parameters of its own, where it can be made, and calls what it would call without an engine.
+    """
+
+    def __init__(self, unit: ShardedUnit, name: str) -> None:
+        self._unit = unit
+        self._name = name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise RuntimeError(forward_methods.copied(self._unit))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = memo[id(self._unit.module)]  # deepcopy notes it before it copies the state
+        return MethodType(type(copied)._call_impl, copied) if self._name == "_call_impl" else None
+
+
 def _state_of_copy(unit: ShardedUnit, name: str) -> Any:
-    """What `copy.copy(module)` copies. What the module calls under `name` would be the original's in a copy."""
-
-    def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError(forward_methods.copied(unit))
-
+    """What `copy.copy(module)` and `copy.deepcopy(module)` copy. What the module calls belongs to its engine."""
     state: Any = type(unit.module).__getstate__(unit.module)  # type: ignore[no-untyped-call]
     if isinstance(state, dict):
-        state = {**state, name: refuse}
+        state = {**state, name: _CallOfCopy(unit, name)}
         state.pop("__getstate__", None)
     return state
 

@@ -100,7 +100,7 @@ class ShardedRows(torch.Tensor):
     def _refuse_copies(self, how: str) -> NoReturn:
         raise RuntimeError(
             f"{self.whole.name!r} is sharded and cannot be {how}: its memory belongs to the engine. {SAVE_BY}. Copy a "
-            "model before it is sharded, take clone() for the values of a tensor, and "
+            "model before it is sharded, or inside of engine.gathered(); take clone() for the values of a tensor, and "
             "shardcomm.ExponentialMovingAverage instead of AveragedModel"
         )
 
@@ -347,7 +347,11 @@ def _check_pairs(name: str, rows: Any, with_values: Sequence[Any]) -> None:
             with plain():
                 fits, shape = _fits(rows, value, is_written), tuple(value.shape)
             if not fits:
-                rows.whole.refuse(name, f"with a tensor of shape {shape}")
+                rows.whole.refuse(
+                    name,
+                    f"with a tensor of shape {shape}",
+                    given_whole=shape == rows.whole.part.shape,
+                )
 
 
 def _fits(rows: Any, value: Any, is_written: bool) -> bool:

@@ -148,15 +148,22 @@ class Whole:
             "load_state_dict"
         )
 
-    def refuse(self, name: str, given: str = "") -> NoReturn:
+    def refuse(self, name: str, given: str = "", *, given_whole: bool = False) -> NoReturn:
         """Raises the RuntimeError which says that the function `name` would be computed from rows alone.
 
         Args:
             name: The function or attribute.
             given: What it was given, for the message, such as "with a tensor of shape (3,)".
+            given_whole: Whether that has the whole parameter's shape, as a parameter of a copy of the model.
         """
         if self.in_step:
             instead = _OF_MATRICES
+        elif given_whole:
+            instead = (
+                "for an average use shardcomm.ExponentialMovingAverage, or update the AveragedModel, or the copy from "
+                "before fully_shard, inside of engine.gathered(); compute there, too, what needs whole tensors, inside "
+                "of engine.gathered(write=True) to change the parameter"
+            )
         elif name in DRAWS or name in _DRAWN_LIKE:
             instead = (
                 "for noise draw values of the shape of to_local(), the parameter's or the gradient's, with another "

@@ -245,6 +245,32 @@ def test_values_put_in_the_place_of_whole_parameters_are_trained(
     with_sharded(body, strategy="no_shard")
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("strategy", ["no_shard", "full_shard"])
+def test_a_copy_of_whole_parameters_computes_by_itself(strategy: str, *, compiled: bool) -> None:
+    def body(model: Tied, engine: Engine, twin: Tied) -> None:
+        if strategy == "no_shard":
+            copied = copy.deepcopy(model)
+        else:
+            with engine.gathered():
+                copied = copy.deepcopy(model)
+        expected = twin(IDS)
+        for param in model.parameters():
+            param.data = 2 * param.data
+        with torch.no_grad():
+            for each in (copied, copy.deepcopy(copied)):
+                torch.testing.assert_close(each(IDS), expected)
+        assert not torch.allclose(model(IDS), expected)
+
+    def rank(comm: Communicator) -> None:
+        model, twin = model_of(), model_of()
+        if compiled:
+            model.blocks[0].compile(backend="eager")
+        body(model, fully_shard(model, comm, units=[nn.Linear], strategy=strategy), twin)
+
+    run_threads(rank, 2)
+
+
 def test_a_copy_of_whole_parameters_is_a_plain_model() -> None:
     def body(model: Tied, engine: Engine, twin: Tied) -> None:
         copied = copy.deepcopy(model)

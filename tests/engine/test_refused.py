@@ -276,12 +276,21 @@ def test_fully_shard_is_called_once() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
-def test_copies_are_refused(strategy: str) -> None:
+def test_copies_are_not_trained(strategy: str) -> None:
     def body(model: Tied, engine: Engine, twin: Tied) -> None:
         with pytest.raises(RuntimeError, match=r"before (fully_shard|it is sharded)"):
             copy.deepcopy(model)(IDS)
 
     with_sharded(body, strategy=strategy)
+
+
+def test_a_teacher_from_before_says_how_it_is_updated() -> None:
+    def body(model: Tied, engine: Engine, teacher: Tied) -> None:
+        mean, param = teacher.embed.weight, model.embed.weight
+        with pytest.raises(RuntimeError, match=r"ExponentialMovingAverage.*engine\.gathered"):
+            mean.data = 0.9 * mean.data + 0.1 * param.data
+
+    with_sharded(body)
 
 
 @pytest.mark.parametrize("options", [{}, {"granularity": "tensor"}, {"strategy": "no_shard"}])

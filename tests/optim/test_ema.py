@@ -90,6 +90,29 @@ def test_the_average_is_that_of_torch_on_a_plain_model(options: dict[str, Any]) 
     with_sharded(body, **options)
 
 
+@pytest.mark.covers("averages of parameters")
+@pytest.mark.parametrize("options", [{}, {"granularity": "tensor"}])
+def test_an_average_of_torch_from_before_is_updated_in_gathered_alone(
+    options: dict[str, Any],
+) -> None:
+    def rank(comm: Communicator) -> None:
+        model, plain = twins(Chain)
+        average, expected = averaged(model), averaged(plain)
+        engine = fully_shard(model, comm, **options)
+        for seed in range(3):
+            for each in (model, plain):
+                step(each, seed)
+            with pytest.raises(RuntimeError, match=r"ExponentialMovingAverage.*engine\.gathered"):
+                average.update_parameters(model)
+            with engine.gathered():
+                average.update_parameters(model)
+            expected.update_parameters(plain)
+        for name, value in expected.state_dict().items():
+            torch.testing.assert_close(average.state_dict()[name], value, msg=name)
+
+    run_threads(rank, 2)
+
+
 def test_an_average_moves_nothing_and_is_as_large_as_the_shards() -> None:
     def body(model: Any, engine: Engine, plain: Any) -> None:
         step(model, 0)
