@@ -498,6 +498,46 @@ def test_state_is_loaded_where_some_parameters_have_stepped_and_others_have_not(
     run_threads(body, 2)
 
 
+def test_sgds_dampened_momentum_begins_at_zeros_once_it_was_saved() -> None:
+    [comm] = Communicator.local_group(1)
+
+    def first_step(*, saves: bool) -> torch.Tensor:
+        model = make()
+        engine = fully_shard(model, comm)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, dampening=0.5)
+        if saves:
+            engine.optimizer_state(optimizer).state_dict()
+        before = engine.full_state_dict()["layers.0.mix"]
+        loss_of(model, batch(0, 0)).backward()
+        optimizer.step()
+        return engine.full_state_dict()["layers.0.mix"] - before
+
+    torch.testing.assert_close(first_step(saves=True), 0.5 * first_step(saves=False))
+
+
+def write_safetensors(directory: str, granularity: Any) -> dict[str, Any]:
+    """One rank: what DCP's writer for Hugging Face gets of an engine whose parameters are not tied."""
+    dist.init_process_group("gloo")
+    with seeded(0):
+        model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 7))
+    engine = fully_shard(model, Communicator.from_env(), granularity=granularity)
+    writer = dcp.HuggingFaceStorageWriter(
+        directory, save_distributed=True, enable_consolidation=True
+    )
+    dcp.save(engine.state_dict(), storage_writer=writer)
+    dist.destroy_process_group()
+    return engine.full_state_dict()
+
+
+@pytest.mark.covers("state dicts")
+@pytest.mark.parametrize("granularity", ["row", "tensor"])
+def test_dcps_writer_for_hugging_face_writes_one_file(granularity: str, tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    [expected, _] = launch(write_safetensors, 2, (str(tmp_path), granularity), timeout_s=60)
+    [written] = tmp_path.glob("*.safetensors")
+    assert_equal(safetensors.load_file(written), expected)
+
+
 def test_no_state_is_loaded_of_what_is_frozen(expected: dict[str, Any], tmp_path: Path) -> None:
     model, optimizer = trained()
     dcp.save({"optim": get_state_dict(model, optimizer)[1]}, checkpoint_id=tmp_path)
