@@ -51,6 +51,8 @@ class ModuleCalls(Hooks):
         inner: Any = getattr(module, name)
 
         def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if self is not module:  # a copy that the module's own __deepcopy__ or __getstate__ made
+                raise RuntimeError(forward_methods.copied(unit))
             depth = unit.forward.depth
             unit.forward.depth = depth + 1
             try:
