@@ -239,11 +239,15 @@ def check_root(operation: str, root: int, size: int) -> None:
 def queued(
     device: torch.device, stream: AnyStream | None, *tensors: torch.Tensor | None
 ) -> Work | None:
-    """The Work of a collective that was queued on `stream`; `tensors` are kept until its end. None without a stream."""
+    """The Work of a collective that was queued on `stream`; the memory of `tensors` is kept until its end.
+
+    None without a stream.
+    """
     if stream is None:
         return None
     event = stream.record()
-    keep_until(event, *tensors)
+    # Their storages, since a tensor may be given other memory (`.data =`, `set_`) while the collective runs in the old.
+    keep_until(event, *[tensor.untyped_storage() for tensor in tensors if tensor is not None])
     return Work(event, None if on_host(device) else computing(device))
 
 

@@ -56,6 +56,15 @@ def broadcast(comm: Communicator, stream: AnyStream) -> list[Memory]:
     return [buffer]
 
 
+def reduce_what_moves(comm: Communicator, stream: AnyStream) -> list[Memory]:
+    recv, send = floats(3), floats(3 * comm.size)
+    tensors = torch.from_numpy(recv), torch.from_numpy(send)
+    comm.reduce_scatter(*tensors, stream=stream)
+    for tensor in tensors:
+        tensor.data = torch.zeros(1)
+    return [recv, send]
+
+
 def keeps_operands(comm: Communicator, begin: Begin) -> None:
     stream, gate = _new_stream(comm.device), threading.Event()
     stream.enqueue(gate.wait)
@@ -70,7 +79,7 @@ def keeps_operands(comm: Communicator, begin: Begin) -> None:
 
 
 @pytest.mark.covers("streams and lifetimes")
-@pytest.mark.parametrize("begin", [gather, reduce, all_reduce, broadcast])
+@pytest.mark.parametrize("begin", [gather, reduce, all_reduce, broadcast, reduce_what_moves])
 def test_operands_of_queued_collectives_are_kept(begin: Begin) -> None:
     run_threads(lambda comm: keeps_operands(comm, begin), 2)
 
@@ -78,7 +87,7 @@ def test_operands_of_queued_collectives_are_kept(begin: Begin) -> None:
 def over_gloo() -> None:
     dist.init_process_group("gloo")
     with Communicator.from_process_group(transport="c10d", deadline_s=30) as comm:
-        for begin in (gather, reduce, all_reduce, broadcast):
+        for begin in (gather, reduce, all_reduce, broadcast, reduce_what_moves):
             keeps_operands(comm, begin)
     dist.destroy_process_group()
 
